@@ -5,20 +5,25 @@ The oracle of what is recorded is one forward without a cache over the sequences
 
 import copy
 import inspect
+import re
+from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, Qwen3MoeModel, StaticCache
 
 from foreroute.adapters import hf
-from foreroute.adapters.hf import batch_routes
+from foreroute.adapters.hf import forward_tokens
 from foreroute.core import AttachError, ReplayError, attach, attaching
 from foreroute.core import routed as core_routed
+from foreroute.core.caches import FollowedCache
 from foreroute.core.find import run_probe
 from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import batch_of
 
 PROMPTS = batch_of(4, 4)["input_ids"]
+REPEATED = torch.tensor([[3, 5, 7, 3, 5, 7, 3, 5]])
 SWAPPED = torch.tensor([1, 0])
 CACHE = "cache" if "cache" in inspect.signature(Qwen3MoeModel.forward).parameters else "past_key_values"
 """What transformers calls it: from 5.24 on, and before."""
@@ -47,12 +52,35 @@ def refilled(cache):
         layer.values = torch.cat([layer.values, layer.values[..., -1:, :]], -2)
 
 
+def narrowed(part):
+    """Another part of what every tensor shows, in the same memory."""
+
+    def change(cache):
+        for layer in cache.layers:
+            layer.keys, layer.values = (each[part] for each in (layer.keys, layer.values))
+
+    return change
+
+
+def cut_and_written(cache):
+    cache.crop(-1)
+    cache.layers[0].keys.mul_(2)
+
+
+def cut_in_one_layer(cache):
+    cache.layers[1].crop(-1)
+
+
 CHANGES = {
     "selected": (lambda cache: cache.batch_select_indices(SWAPPED), 2),
     "reordered": (lambda cache: cache.reorder_cache(SWAPPED), 2),
     "repeated": (lambda cache: cache.batch_repeat_interleave(2), 4),
     "fewer": (lambda cache: cache.batch_select_indices(SWAPPED[:1]), 1),
-    "cropped": (lambda cache: cache.crop(-1), 2),
+    "fewer, by a view": (narrowed(part=slice(0, 1)), 1),
+    "the last alone, by a view": (narrowed(part=slice(1, 2)), 1),
+    "cut at the beginning": (narrowed(part=(..., slice(1, None), slice(None))), 2),
+    "cut and written to": (cut_and_written, 2),
+    "cut in one layer": (cut_in_one_layer, 2),
     "refilled": (refilled, 2),
     "in place": (in_place, 2),
     "one layer": (one_layer, 2),
@@ -63,8 +91,8 @@ def prefilled(model, cache=None):
     return model(input_ids=PROMPTS, past_key_values=cache, use_cache=True).past_key_values
 
 
-def decode(model, cache, rows=2, num=1):
-    return model(input_ids=torch.full((rows, num), 5), past_key_values=cache, use_cache=True)
+def decode(model, cache, rows=2, num=1, token=5):
+    return model(input_ids=torch.full((rows, num), token), past_key_values=cache, use_cache=True)
 
 
 MADE = {
@@ -152,6 +180,138 @@ def test_a_cache_that_nobody_changes_is_followed(routed, make, mode):
     assert torch.equal(seen, expected)
 
 
+@pytest.mark.parametrize("make", MADE)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_positions_that_were_cut_off_at_the_end_are_left_out(routed, make, mode):
+    """Parts of a forward, whole ones and parts of several; others took their place."""
+    model = routed.model
+    with mode():
+        cache = MADE[make](model)
+        with routed.record() as recording:
+            cache = prefilled(model, cache)
+            decode(model, cache, num=3, token=6)
+            cache.crop(-2)
+            decode(model, cache, num=2, token=7)
+            decode(model, cache, token=8)
+            cache.crop(-2)
+            decode(model, cache, num=2)
+            decode(model, cache, num=1, token=9)
+            cache.crop(-1)
+            decode(model, cache)
+        written = torch.tensor([[6, 7, 5, 5, 5]] * 2)
+        with routed.record() as whole:
+            model(input_ids=torch.cat([PROMPTS, written], 1), use_cache=False)
+    seen, expected = (ids_of(routed, each).sort(-1).values for each in (recording, whole))
+    assert torch.equal(seen, expected)
+
+
+def grown(cache, num, generator):
+    """What a forward of `num` tokens does to it."""
+    for layer in range(2):
+        cache.update(*torch.randn(2, 2, 1, num, 3, generator=generator), layer)
+
+
+def shown(cache):
+    return [each for layer in cache.layers for each in (layer.keys, layer.values)]
+
+
+def each_tensor(change):
+    def changed(cache):
+        for layer in cache.layers:
+            layer.keys, layer.values = change(layer.keys), change(layer.values)
+
+    return changed
+
+
+TOUCHES = [
+    lambda cache: cache.crop(-1),
+    lambda cache: cache.crop(-2),
+    each_tensor(lambda tensor: tensor[..., :-1, :]),
+    each_tensor(lambda tensor: tensor[..., 1:, :]),
+    each_tensor(lambda tensor: tensor.flip(0)),
+    each_tensor(lambda tensor: tensor[:1].repeat(2, 1, 1, 1)),
+    each_tensor(lambda tensor: tensor.clone()),
+    each_tensor(lambda tensor: tensor[:]),
+    each_tensor(lambda tensor: torch.cat([tensor, tensor[..., -1:, :]], -2)),
+    lambda cache: cache.layers[1].values[..., :1, :].add_(1),
+    lambda cache: cache.layers[0].crop(-1),
+    lambda cache: None,
+]
+"""What may be done to a cache between two forwards, in any order."""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_cache_that_is_followed_holds_the_positions_that_it_held(seed):
+    """By value, whatever is done to it; and one that only lost its end is followed."""
+    rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    outcomes = Counter()
+    for _ in range(200):
+        cache, followed = DynamicCache(), FollowedCache()
+        followed.run(cache, lambda cache=cache: grown(cache, 6, generator))
+        held = [each.clone() for each in shown(cache)]
+        touches = rng.choice(len(TOUCHES), 2)
+        for touch in touches:
+            TOUCHES[touch](cache)
+        past, now = cache.get_seq_length(), [each.clone() for each in shown(cache)]
+        is_held = all(torch.equal(each, before[..., :past, :]) for each, before in zip(now, held, strict=True))
+        try:
+            followed.run(cache, lambda: None)
+        except ReplayError:
+            assert not set(touches) <= {0, 1, 2, 7, 11}, "it only lost its end"
+            outcomes["refused"] += 1
+        else:
+            assert is_held
+            outcomes["shorter" if past < 6 else "whole"] += 1
+    assert len(outcomes) == 3
+
+
+DRAFTED = {
+    "prompt lookup": lambda: {"prompt_lookup_num_tokens": 3},
+    "an assistant": lambda: {"assistant_model": tiny("qwen3_moe", num_hidden_layers=2, seed=1).eval()},
+    "an assistant that is always right": lambda: {"assistant_model": tiny("qwen3_moe", num_hidden_layers=2).eval()},
+}
+
+
+@pytest.mark.shows("Hugging Face", "assisted decoding and prompt lookup, rejected drafts left out")
+@pytest.mark.parametrize("how", DRAFTED)
+def test_drafts_that_are_rejected_are_left_out(routed, how):
+    model, rows = routed.model, []
+    counted = model.model.register_forward_pre_hook(
+        lambda _, args, given: rows.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    with routed.record() as recording:
+        sampled = model.generate(REPEATED, max_new_tokens=12, do_sample=False, pad_token_id=0, **DRAFTED[how]())
+    counted.remove()
+    with routed.record() as whole, torch.no_grad():
+        model(input_ids=sampled[:, :-1], use_cache=False)
+    seen, expected = (ids_of(routed, each).sort(-1).values for each in (recording, whole))
+    assert torch.equal(seen, expected)
+    assert (sum(rows) > expected.shape[1]) == ("right" not in how), "the control: drafts were rejected, and computed"
+
+
+def test_drafts_are_left_out_over_sliding_windows_too():
+    """Their layers keep what a window shows, cut at both ends."""
+    model = tiny("gpt_oss", sliding_window=6, num_hidden_layers=2).eval()
+    routed = attach(model)
+    with routed.record() as recording:
+        sampled = model.generate(
+            REPEATED, max_new_tokens=12, do_sample=False, pad_token_id=0, prompt_lookup_num_tokens=3
+        )
+    with routed.record() as whole, torch.no_grad():
+        model(input_ids=sampled[:, :-1], use_cache=False)
+    seen, expected = (ids_of(routed, each).sort(-1).values for each in (recording, whole))
+    assert torch.equal(seen[:, : expected.shape[1]], expected)
+
+
+def test_a_session_in_which_no_forward_ran_is_refused():
+    routed = attach(tiny("qwen3_moe", num_hidden_layers=2).eval())
+    said = "nothing was recorded: no forward of the attached model ran in the record() session, in the thread"
+    with pytest.raises(ReplayError, match=re.escape(said)), routed.record():
+        pass
+    with pytest.raises(ValueError, match="its own"), routed.record():
+        raise ValueError("its own")
+
+
 def test_no_cache_lives_longer_for_being_recorded(routed):
     from weakref import ref
 
@@ -171,6 +331,7 @@ CALLS = {
 }
 
 
+@pytest.mark.shows("Hugging Face", "`num_beams` above 1", refused="beams change their places after they were routed")
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_beams_are_refused_however_they_are_asked_for(routed, call, monkeypatch):
     model = routed.model
@@ -252,9 +413,9 @@ def test_a_cache_of_unknown_form_is_refused_when_a_model_is_attached(door, kind,
 @pytest.mark.parametrize("door", [attach, hf.attach])
 def test_a_cache_that_hooks_do_not_find_is_refused_when_a_model_is_attached(door, monkeypatch):
     """As when a release hands it from the model to its trunk in another way than by an argument."""
-    for module in (core_routed, batch_routes):
+    for module in (core_routed, forward_tokens):
         monkeypatch.setattr(module, "find_cache", lambda values: None)
-    monkeypatch.setattr(batch_routes, "CACHES", ())
+    monkeypatch.setattr(forward_tokens, "CACHES", ())
     with pytest.raises(AttachError, match="was recorded as a sequence of its own"):
         door(tiny("qwen3_moe", num_hidden_layers=2))
 

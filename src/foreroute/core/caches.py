@@ -3,48 +3,131 @@
 A cache is a list of tensors, whose rows somebody may reorder, select, repeat or crop between two forwards: a beam
 search does. Then what a router did for a row of the batch is not what it did for the sequence that stands there later.
 Every such change makes new tensors or writes to them, which costs the device nothing to see.
+
+One change is none of that: positions cut off at the end, as drafts are that a sampler rejects. What is left is the same
+memory, seen in part and not written to, so that every position before is that of the same sequence.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import starmap
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .errors import ReplayError
-from .marks import Marks
+from .marks import times_written
 
 CACHES = ("cache", "past_key_values")
 """What models call the argument that holds their cache: transformers from 5.24 on, and before."""
+NO_CACHE = (
+    "so that the forward seems to continue a key-value cache, which was not recognised: pass one of transformers, "
+    "which says by get_seq_length() how many positions it holds, as past_key_values or cache"
+)
+"""Ends the message about a forward that begins in the middle of its sequences."""
+COUNTS = (torch.int32, torch.int64)
 
 
 class FollowedCache:
     """The cache of one stack of layers, from forward to forward of a recording."""
 
     def __init__(self) -> None:
-        self._left: Marks | None = None
+        self._left: _Left | None = None
 
     def run(self, cache: Any, forward: Callable[[], Any]) -> Any:
-        """Run a forward that is given this cache, or None.
+        """Run a forward that is given this cache, or None. It may have been cut at its end.
 
         Raises:
             ReplayError: when it continues another cache than the forward before left, or one that was changed since.
         """
-        if self._left is not None and cache is not None and not self._left.fit(_tensors(cache)):
+        if self._left is not None and cache is not None and not self._left.fits(cache):
             past = int(cache.get_seq_length())
             if past:
                 raise ReplayError(
                     f"a forward continues a key-value cache of {past} positions, which is not as the forward before it "
-                    "left it: its rows were reordered (as beams are), selected, repeated, cropped or copied, or it is "
-                    "of another batch, so that what a router did for a row is not what it did for one sequence. Sample "
-                    "with num_beams=1, and record each batch in a session of its own; or record one forward over the "
-                    "whole sequences"
+                    "left it, nor that without its end: its rows were reordered (as beams are), selected, repeated, "
+                    "written to or copied, or it is of another batch, so that what a router did for a row is not what "
+                    "it did for one sequence. Sample with num_beams=1, and record each batch in a session of its own; "
+                    "or record one forward over the whole sequences"
                 )
         result = forward()
         made = result.values() if isinstance(result, dict) else result if isinstance(result, tuple) else ()
-        self._left = Marks(_tensors(cache if cache is not None else find_cache(made)))
+        self._left = _Left(cache if cache is not None else find_cache(made))
         return result
+
+
+class _Left:
+    """What a forward left of a cache, which does not live longer for it."""
+
+    def __init__(self, cache: Any) -> None:
+        length = 0 if cache is None else cache.get_seq_length()
+        # of a static cache it is a tensor on the device, which the cache writes to
+        self._length = length.clone() if isinstance(length, Tensor) else length
+        self._views = list(map(_View, _tensors(cache)))
+
+    def fits(self, cache: Any) -> bool:
+        """Whether this is it, or what is left of it when positions were cut off at its end."""
+        tensors = _tensors(cache)
+        if len(tensors) != len(self._views):
+            return False
+        pairs = list(zip(self._views, tensors, strict=True))
+        if all(view.is_of(tensor) and view.has_shape(tensor) for view, tensor in pairs):
+            return True
+        past, length = int(cache.get_seq_length()), int(self._length)
+        is_static = any(_is_count(tensor) and not view.is_of(tensor) for view, tensor in pairs)
+
+        def is_left(view: _View, tensor: Tensor) -> bool:
+            if not view.is_of(tensor):
+                return _is_count(tensor) and int(tensor) == past
+            may_be_whole = past == length or is_static or not view.holds(length)
+            return view.has_shape_without(tensor, length - past) or (may_be_whole and view.has_shape(tensor))
+
+        return past <= length and all(starmap(is_left, pairs))
+
+
+class _View:
+    """Which part of which memory a tensor shows, and how often that was written to."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._memory = _memory_of(tensor)
+        self._shape, self._begin = tensor.shape, tensor.storage_offset()
+
+    def is_of(self, tensor: Tensor) -> bool:
+        """Whether a tensor shows the same memory, by the same strides, to which nobody has written since."""
+        return self._memory == _memory_of(tensor)
+
+    def has_shape(self, tensor: Tensor) -> bool:
+        """Whether it shows the same part."""
+        return (self._shape, self._begin) == (tensor.shape, tensor.storage_offset())
+
+    def holds(self, num: int) -> bool:
+        """Whether it has as many positions, where keys and values have theirs."""
+        return self._shape[-2:-1] == (num,)
+
+    def has_shape_without(self, tensor: Tensor, num_cut: int) -> bool:
+        """Whether it shows all but `num_cut` positions at the end, and some at the beginning of a sliding window.
+
+        Positions are along one axis, which is not the first.
+        """
+        changed = [axis for axis, num in enumerate(tensor.shape) if num != self._shape[axis]]
+        if len(changed) != 1 or not changed[0]:
+            return False
+        [axis] = changed
+        begin = self._shape[axis] - num_cut - tensor.shape[axis]
+        return begin >= 0 and tensor.storage_offset() - self._begin == begin * tensor.stride(axis)
+
+
+def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
+    # the address of a storage is not used again while a weak reference to it lives
+    return StorageWeakRef(tensor.untyped_storage()), tensor.stride(), tensor.dtype, times_written(tensor)
+
+
+def _is_count(tensor: Tensor) -> bool:
+    """Whether it is that in which a static cache counts its positions."""
+    return tensor.dtype in COUNTS and not tensor.ndim
 
 
 def find_cache(values: Iterable[Any]) -> Any:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .caches import FollowedCache, find_cache
+from .caches import NO_CACHE, FollowedCache, find_cache
 from .errors import ReplayError
 from .hooks import ModelHooks, SelectingRouter, SelectionHook, overridden
 from .passes import LateChecks, Listener, Pass, Rows, Watch, is_in
@@ -40,6 +40,10 @@ FAULTS = (
     "rows with an expert twice",
     "rows with -1 beside experts",
     "rows of -1 that later tokens depend on",
+)
+
+NOTHING_RECORDED = (
+    "nothing was recorded: no forward of the attached model ran in the record() session, in the thread that opened it"
 )
 
 
@@ -128,10 +132,17 @@ class Routed:
 
     @contextmanager
     def record(self, *, weights: bool = False) -> Iterator[TensorRecording]:
-        """Keep what routers do in every forward while the context is open, gate weights too if they are asked for."""
+        """Keep what routers do in every forward while the context is open, gate weights too if they are asked for.
+
+        Raises:
+            ReplayError: in a forward that continues a key-value cache whose rows were changed; at the end, when no
+                forward ran.
+        """
         recording = TensorRecording(len(self.stacks), weights=weights)
         with self._listening(recording):
             yield recording
+        if not any(recording._passes):
+            raise ReplayError(NOTHING_RECORDED)
 
     def report(self) -> list[LayerReport]:
         """What was replayed by each router over all sessions so far. Waits for the device.
@@ -174,7 +185,11 @@ class TrunkArgs:
 
     @classmethod
     def of_call(cls, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrunkArgs:
-        """Read a call whose parameters have these names. Raises `ReplayError` when it has no tokens or embeddings."""
+        """Read a call whose parameters have these names.
+
+        Raises:
+            ReplayError: when it has no tokens or embeddings, or by its mask continues a cache that is not known.
+        """
         given = dict(zip(names, args, strict=False)) | kwargs
         ids = given.get("input_ids")
         tokens = ids if isinstance(ids, Tensor) else given.get("inputs_embeds")
@@ -182,6 +197,11 @@ class TrunkArgs:
             raise ReplayError("the forward got neither input_ids nor inputs_embeds, so that its rows are not known")
         cache = find_cache(given.values())
         past = None if cache is None else int(cache.get_seq_length())
+        mask = given.get("attention_mask")
+        if not past and isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > tokens.shape[1]:
+            raise ReplayError(
+                f"attention_mask is {list(mask.shape)} for {tokens.shape[1]} tokens a sequence, {NO_CACHE}"
+            )
         return cls((tokens.shape[0], tokens.shape[1]), past, tokens.device, tokens.shape[0] * tokens.shape[1])
 
 
@@ -410,7 +430,11 @@ class TensorRecording(Listener):
             self._passes[chunk].append((args, current.executed_LRK, current.weights_LRK))
 
     def ids(self, stack: int = 0) -> list[Tensor]:
-        """[B, T, L, K] of each forward; those that go on with a key-value cache are joined to their first along T."""
+        """[B, T, L, K] of each forward; those that go on with a key-value cache are joined to their first along T.
+
+        Positions that were cut off at the end of the cache before others took their place, such as drafts that a
+        sampler rejects, are left out.
+        """
         return self._joined([(args, ids) for args, ids, _ in self._passes[stack]])
 
     def weights(self, stack: int = 0) -> list[Tensor]:
@@ -419,12 +443,17 @@ class TensorRecording(Listener):
 
     def _joined(self, passes: list[tuple[Any, Tensor]]) -> list[Tensor]:
         parts: list[list[Tensor]] = []
+        begun = reached = 0  # positions, of the first forward of a batch and of the last
         for args, of_rows in passes:
             rows = of_rows.unflatten(1, args.shape).permute(1, 2, 0, 3)
-            if args.past and parts:
-                parts[-1].append(rows)
-            else:
-                parts.append([rows])
+            if not args.past or not parts:
+                begun = args.past or 0
+                parts.append([])
+            elif args.past < reached:  # what was cut off at the end of the cache, such as rejected drafts
+                parts[-1] = [torch.cat(parts[-1], 1)[:, : max(0, args.past - begun)]]
+                begun = min(begun, args.past)
+            parts[-1].append(rows)
+            reached = (args.past or 0) + args.shape[1]
         return [torch.cat(each, 1) for each in parts]
 
 

@@ -79,7 +79,8 @@ class Recording(Listener):
     """Collects the routes of every forward in a `record()` session.
 
     Forwards that start without a key-value cache begin new sequences; forwards with one continue the sequences of the
-    forward before them. Routes stay on the device until they are asked for.
+    forward before them, from where the cache ends: positions that were cut off it are left out. Routes stay on the
+    device until they are asked for.
 
     Args:
         spec: of the whole model.
@@ -137,8 +138,9 @@ class Recording(Listener):
 
         All layers and rows, on every rank: each rank of the model must call it, like a collective of torch.distributed.
         Padding is left out where the batch says what is padding: by a mask, or between packed sequences. The last token
-        that `generate` sampled was no input, and what a finished sequence goes on with is not known to be padding:
-        `rollout` adds the one and leaves out the other. Rows carry the weight version given to `record()`.
+        that `generate` sampled was no input, and what a finished sequence goes on with is not known to be padding, nor
+        are drafts known to be rejected in its last forward: `rollout` adds the one and leaves out the others. Rows
+        carry the weight version given to `record()`.
 
         Raises:
             ReplayError: when no forward ran in the session, or the chunks of a rank ran different numbers of them.
@@ -305,8 +307,8 @@ def _inputs_of(recorded: RoutingTrace, tokens: Sequence[NDArray[np.int64]]) -> R
         )
         if 0 < len(tokens) < len(recorded) and recorded.lengths[len(tokens)] == recorded.lengths[0] + 1:
             advice = (
-                "each forward of generate() ran the whole sequence again, without a key-value cache. Activation "
-                "checkpointing takes it away in training mode: call model.eval() before"
+                "each forward of generate() ran the whole sequence again, without a key-value cache. Leave use_cache "
+                "on, and call model.eval() before: activation checkpointing takes the cache away in training mode"
             )
         raise BatchMismatchError(
             f"{len(recorded)} sequences were recorded, and the rollout has {len(tokens)}; {advice}"

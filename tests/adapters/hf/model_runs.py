@@ -103,6 +103,34 @@ def experts_log(model):
         handle.remove()
 
 
+@contextmanager
+def forced_by_hand(model, trace, batch):
+    """The experts of a trace in a Qwen3-MoE on its own, with nothing of ours: gates from live scores, renormalised.
+
+    Padding takes what the router picks.
+    """
+    real_R = batch["attention_mask"].bool().reshape(-1)
+    routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+    handles = []
+    for layer, router in enumerate(routers):
+        ids_NK = torch.from_numpy(trace.expert_ids_NLK[:, layer].astype(np.int64))
+
+        def pick(module, args, result, ids_NK=ids_NK):
+            logits, _, own_RK = result
+            ids_RK = own_RK.clone()
+            ids_RK[real_R] = ids_NK
+            weights_RK = logits.float().softmax(-1).gather(-1, ids_RK)
+            return logits, (weights_RK / weights_RK.sum(-1, keepdim=True)).to(logits.dtype), ids_RK
+
+        handles.append(router.register_forward_hook(pick))
+    assert len(handles) == trace.spec.num_layers
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def wrap_layers(model, impl):
     model.train()
     apply_activation_checkpointing(

@@ -147,7 +147,7 @@ class HuggingFaceSubject(Subject):
             r"input_ids are float32 of shape \(3, 9\)": {"input_ids": ids.float()},
             r"input_ids are bool of shape \(3, 9\)": {"input_ids": ids.bool()},
             r"input_ids are int64 of shape \(9,\)": {"input_ids": ids[0]},
-            "past_key_values is a str": {"past_key_values": "cache"},
+            r"(cache|past_key_values) is a str": {"past_key_values": "cache"},
             "cu_seq_lens_q is a list": {"cu_seq_lens_q": [0, 27]},
             "cu_seq_lens_q are float32": {"cu_seq_lens_q": torch.tensor([0.0, 27.0])},
             r"cu_seq_lens_q are bool of shape \(2,\)": {"cu_seq_lens_q": torch.tensor([False, True])},

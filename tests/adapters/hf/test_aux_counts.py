@@ -39,6 +39,7 @@ def switch_loss(router_logits, ids, num_experts):
     return num_experts * (assigned / rows * probability / rows).sum()
 
 
+@pytest.mark.shows("Hugging Face", "auxiliary losses (`output_router_logits`), of native or of executed routes")
 @pytest.mark.parametrize("counts", ["native", "replayed"])
 @grid("family", ["qwen3_moe", "mixtral", "olmoe", "gpt_oss"], quick=2)
 def test_the_auxiliary_loss_counts_what_it_is_told_to(family, counts):

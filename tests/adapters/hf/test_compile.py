@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
+from transformers import StaticCache
 
 from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError, ReplayError
@@ -194,6 +195,42 @@ def test_a_model_that_breaks_into_many_graphs_is_replayed_too():
     for seed in (1, 2):
         assert_same(step(routed, compiled, seed), step(eager, eager.model, seed))
     assert graphs() == before
+
+
+@pytest.mark.shows("Hugging Face", "`torch.compile` of several models (a policy and a reference), `dynamic=True`")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("experts", "dynamic", "count"),
+    [
+        ("eager", None, 2),
+        pytest.param("eager", True, 3, marks=pytest.mark.exhaustive),
+        pytest.param("grouped_mm", True, 3, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_other_models_compiled_in_the_process_are_replayed_too(experts, dynamic, count):
+    """A graph names its model by what Dynamo must not make symbolic."""
+    *routed, eager = attached(count + 1, experts=experts)
+    for seed, each in enumerate(routed):
+        compiled = torch.compile(each.model, backend="eager", dynamic=dynamic)
+        assert_same(step(each, compiled, seed), step(eager, eager.model, seed))
+
+
+@pytest.mark.slow
+def test_decode_steps_over_a_static_cache_share_a_graph():
+    """As `generate` compiles them on a GPU: how many positions the cache holds is no part of the graph."""
+    [routed] = attached()
+    model, tokens = routed.model.eval(), batch_of(7, 7)["input_ids"]
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with routed.record() as recording, torch.no_grad():
+        cache = StaticCache(config=model.config, max_cache_len=12)
+        for first, last, call in ((0, 4, model), (4, 5, compiled), (5, 6, compiled), (6, 7, compiled)):
+            positions = torch.arange(first, last)[None]
+            call(input_ids=tokens[:, first:last], position_ids=positions, past_key_values=cache)
+    assert graphs() == 1
+    with routed.record() as whole, torch.no_grad():
+        model(input_ids=tokens, use_cache=False)
+    seen, expected = (np.sort(each.trace().expert_ids_NLK) for each in (recording, whole))
+    assert np.array_equal(seen, expected)
 
 
 @pytest.mark.slow

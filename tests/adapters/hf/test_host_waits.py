@@ -43,6 +43,12 @@ def with_positions(side):
     return batch | {"position_ids": (batch["attention_mask"].cumsum(1) - 1).clip(0)}
 
 
+def as_pattern(batch):
+    """With the pattern of causal attention that `generate` makes of a mask for a static cache."""
+    kept, causal = batch["attention_mask"].astype(bool), np.tril(np.ones((9, 9), bool))
+    return batch | {"attention_mask": (causal & kept[:, None])[:, None]}
+
+
 def scattered():
     """Padding inside of a sequence too."""
     batch = padded("right")
@@ -75,6 +81,7 @@ BATCHES = {
     "right": padded("right"),
     "left, with positions": with_positions("left"),
     "right, with positions": with_positions("right"),
+    "right, as a pattern": as_pattern(padded("right")),
     "scattered": scattered(),
     "packed": without_mask(packed([0, 1, 2])),
     "packed, with lengths": without_mask(packed([0, 1, 2]), cu_seq_lens_q=OFFSETS, cu_seq_lens_k=OFFSETS),
@@ -217,6 +224,11 @@ REFUSED = {
     ),
     "no mask": ("right", masked(lambda mask: mask / 2), r"attention_mask holds 0\.5"),
     "a mask of numbers": ("right", masked(lambda mask: 2 - mask), "attention_mask holds 2"),
+    "another pattern": (
+        "right, as a pattern",
+        put("attention_mask", (2, 0, 6, 3), False),
+        r"attention_mask is of shape \(3, 1, 9, 9\), another pattern than the causal one of a batch",
+    ),
     "other start": ("packed", put("position_ids", (0, 3), 0), "the batch has 4 sequences and the trace has 3"),
     "no start": ("packed", put("position_ids", (0, 7), 1), "the batch has 2 sequences and the trace has 3"),
     "other lengths": ("packed, with lengths", put("cu_seq_lens_q", 1, 6), "sequence 1, position 0: token 7 in"),

@@ -242,6 +242,20 @@ def test_choices_are_recorded_while_a_model_generates():
         output_of(model, batch)
 
 
+def test_choices_of_drafts_that_were_rejected_are_left_out():
+    """The oracle is one forward over what was sampled."""
+    model, routed = attached("glm_moe_dsa")
+    with routed.record(indexers=True) as recording:
+        prompt = torch.tensor([[3, 5, 7, 3, 5, 7, 3, 5]])
+        sampled = model.generate(prompt, max_new_tokens=12, prompt_lookup_num_tokens=3, do_sample=False, pad_token_id=0)
+    with routed.record(indexers=True) as whole, torch.no_grad():
+        model(input_ids=sampled[:, :-1], use_cache=False)
+    num_rows = [sampled.shape[1] - 1]
+    seen, expected = (each.streams["indexer"] for each in (recording.trace().truncated(num_rows), whole.trace()))
+    assert np.array_equal(seen.offsets, expected.offsets)
+    assert np.array_equal(seen.ids, expected.ids)
+
+
 @pytest.mark.parametrize("by", [1, -1], ids=["later", "earlier"])
 @grid("family", SPARSE, quick=3)
 def test_shifted_choices_are_refused(family, by):

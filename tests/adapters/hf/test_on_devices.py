@@ -9,12 +9,14 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from foreroute import core
 from foreroute.adapters import hf
 from foreroute.adapters.hf.model import TransformerHooks
 from foreroute.core import hooks
 from foreroute.errors import ReplayError
 from foreroute.testing.models import tiny
-from tests.adapters.hf.model_runs import batch_of, log_probs, random_routes
+from tests.adapters.hf.model_runs import batch_of, forced_by_hand, log_probs, random_routes
+from tests.roundings import require_rounded
 
 BATCH = batch_of(9, 6, 4)
 CPU = torch.device("cpu")
@@ -129,3 +131,43 @@ def test_weights_that_accelerate_offloads_are_attached_before_or_after(attach_fi
         assert recording.trace().equals(trace)
     assert torch.equal(*results)
     assert not torch.equal(native(model, device), results[0])
+
+
+AROUND = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
+PLACES = {
+    "cpu": "cpu",
+    "disk": {"": "disk"},
+    "in part": dict.fromkeys(AROUND, "cpu") | dict.fromkeys(["model.layers.1", "model.layers.2"], "disk"),
+}
+"""What `device_map` says."""
+
+
+@pytest.mark.shows("Hugging Face", "`device_map` with layers on the CPU or on the disk, accelerate's `cpu_offload`")
+@pytest.mark.parametrize("place", PLACES)
+def test_weights_that_are_kept_elsewhere_are_there_again_afterwards(place, tmp_path):
+    pytest.importorskip("accelerate")
+    plain = tiny("qwen3_moe")
+    plain.save_pretrained(tmp_path / "model")
+    model = type(plain).from_pretrained(
+        tmp_path / "model", device_map=PLACES[place], offload_folder=tmp_path / "weights"
+    )
+
+    def weights():
+        return [(name, each.device, each.shape) for name, each in model.named_parameters()]
+
+    before = weights()
+    assert any(each.is_meta for each in model.parameters()) == (place != "cpu")
+    core.attach(model)
+    routed = hf.attach(model)
+    assert weights() == before
+    with routed.record() as recording:
+        expected = native(model)
+    with routed.replay(recording.trace()):
+        assert torch.equal(native(model), expected)
+    trace = random_routes(routed.spec, BATCH)
+    with forced_by_hand(plain, trace, BATCH):
+        expected = native(plain)
+    with routed.replay(trace):
+        require_rounded(native(model), expected)
+    assert not torch.allclose(native(model), expected, atol=0.1), "the control: its own routes are others"
+    assert weights() == before

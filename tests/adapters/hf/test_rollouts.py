@@ -57,12 +57,23 @@ def sampled(routed, *, tokens=8, samples=1, end=None, **options):
 
 
 @pytest.mark.parametrize(
-    ("samples", "end"),
-    [(1, None), (1, [2, 5, 0]), (1, [0, 0, 0]), (1, [7, 3, 7]), (2, [1, 4, 8, 0, 2, 2])],
-    ids=["none ends", "ragged", "at once", "one", "two samples of each prompt"],
+    ("samples", "end", "attention"),
+    [
+        (1, None, None),
+        (1, [2, 5, 0], None),
+        (1, [0, 0, 0], None),
+        (1, [7, 3, 7], None),
+        (2, [1, 4, 8, 0, 2, 2], None),
+        pytest.param(2, [1, 4, 8, 0, 2, 2], "sdpa", marks=pytest.mark.shows("Hugging Face", "static key-value cache")),
+        (1, [2, 5, 0], "eager"),
+    ],
+    ids=["none ends", "ragged", "at once", "one", "two samples of each prompt", "static cache", "static, eager"],
 )
-def test_a_rollout_is_what_one_forward_over_it_routes(routed, samples, end):
-    recording, output, mask = sampled(routed, samples=samples, end=end)
+def test_a_rollout_is_what_one_forward_over_it_routes(routed, samples, end, attention):
+    """Of a static cache too, for which `generate` makes patterns of masks, of truths or of numbers."""
+    options = {"cache_implementation": "static"} if attention else {}
+    routed.model.set_attn_implementation(attention or "sdpa")
+    recording, output, mask = sampled(routed, samples=samples, end=end, **options)
     rollout = recording.rollout(output, mask)
     with routed.record() as whole, torch.no_grad():
         routed.model(input_ids=output, attention_mask=mask)
@@ -75,6 +86,19 @@ def test_a_rollout_is_what_one_forward_over_it_routes(routed, samples, end):
     assert np.array_equal(np.sort(rollout.expert_ids_NLK[routed_N], -1), np.sort(full.expert_ids_NLK[routed_N], -1))
     assert rollout.versions == (4,)
     assert rollout.provenance["engine"] == "transformers"
+
+
+@pytest.mark.shows(
+    "Hugging Face",
+    "static key-value cache where every layer has a sliding window",
+    refused="its masks do not say what is padding",
+)
+def test_masks_of_sliding_windows_alone_are_refused():
+    routed = hf.attach(tiny("mixtral", sliding_window=6).eval())
+    with pytest.raises(BatchMismatchError, match="A sliding window hides what is padding: generate with cache_impl"):
+        sampled(routed, cache_implementation="static")
+    recording, output, mask = sampled(routed)
+    assert recording.rollout(output, mask).lengths.tolist() == mask.sum(1).tolist()
 
 
 def test_sequences_may_be_given_without_padding(routed):
@@ -147,10 +171,15 @@ def test_a_rollout_of_nothing_is_refused(routed):
     assert recording.rollout([[1], [2]]).lengths.tolist() == [1, 1]  # nothing had to be computed
 
 
+@pytest.mark.shows(
+    "Hugging Face",
+    "`use_cache=False` in `generate`",
+    refused="each forward runs whole sequences anew, and none is the last",
+)
 def test_a_rollout_without_a_cache_is_refused(routed):
     recording, output, mask = sampled(routed, use_cache=False)
     with pytest.raises(
-        BatchMismatchError, match=r"without a key-value cache. Activation checkpointing .*model.eval\(\)"
+        BatchMismatchError, match=r"without a key-value cache. Leave use_cache on, and call model.eval\(\) before"
     ):
         recording.rollout(output, mask)
 

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import foreroute as fr
+from foreroute import core
 from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError, ReplayError
+from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import batch_of, with_routes
 
@@ -62,6 +65,64 @@ def test_a_forward_that_continues_a_cache_is_not_replayed():
             routed.replay(trace),
         ):
             model(input_ids=batch["input_ids"], past_key_values=cache, use_cache=True)
+
+
+@pytest.mark.shows(
+    "Hugging Face",
+    "continuous batching (`generate_batch`)",
+    refused="it runs in a thread of its own, on parts of sequences",
+)
+def test_continuous_batching_is_refused_before_it_begins():
+    model, routed, trace = with_routes(BATCH)
+    for session in (routed.record(), routed.replay(trace)):
+        with pytest.raises(ReplayError, match=r"runs the model in a thread of its own.*call generate"), session:
+            model.generate_batch([[1, 2, 3]], max_new_tokens=2)
+    assert "init_continuous_batching" not in vars(model)
+    config = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
+    with pytest.raises(core.ReplayError, match="in the thread that opened it"), core.attach(model).record():
+        model.generate_batch([[1, 2, 3]], max_new_tokens=2, continuous_batching_config=config)
+
+
+GOES_ON = {
+    "by its mask": {"attention_mask": torch.ones(2, 9, dtype=torch.long)},
+    "by its positions": {"position_ids": torch.arange(5, 9)[None]},
+    "in one row": {"position_ids": torch.stack([torch.arange(4), torch.arange(3, 7)])},
+}
+NOT_RECOGNISED = "so that the forward seems to continue a key-value cache, which was not recognised"
+
+
+@pytest.mark.shows(
+    "Hugging Face", "a key-value cache of a class of one's own", refused="it does not say how many positions it holds"
+)
+@pytest.mark.parametrize("given", GOES_ON.values(), ids=GOES_ON)
+def test_a_forward_that_seems_to_continue_an_unknown_cache_is_refused(given):
+    """It would be recorded as the beginning of other sequences."""
+    batch = {"input_ids": batch_of(4, 4)["input_ids"]} | given
+    _, routed, trace = with_routes(batch_of(4, 4))
+    for session in (routed.record(), routed.replay(trace)):
+        with pytest.raises(BatchMismatchError, match=NOT_RECOGNISED), session, torch.no_grad():
+            routed.model(**batch)
+    if "attention_mask" in given:
+        with pytest.raises(core.ReplayError, match=NOT_RECOGNISED), core.attach(routed.model).record():
+            routed.model(**batch)
+    with other_device(), torch.no_grad():
+        there = hf.attach(routed.model.to(DEVICE))
+        with pytest.raises(BatchMismatchError, match=NOT_RECOGNISED), there.replay(trace):
+            there.model(**{name: each.to(DEVICE) for name, each in batch.items()})
+
+
+def test_positions_of_padding_and_of_a_part_of_longer_sequences_are_no_matter():
+    """The first behind padding is at 0; a part, as under context parallelism, is run without a cache."""
+    batch = batch_of(4, 2, side="left")
+    positions = (batch["attention_mask"].cumsum(1) - 1).masked_fill(batch["attention_mask"] == 0, 1)
+    model, routed, trace = with_routes(batch)
+    with routed.replay(trace), routed.record() as recording, torch.no_grad():
+        model(**batch, position_ids=positions)
+    assert recording.trace().equals(trace)
+    part = batch_of(4, 4)["input_ids"]
+    with routed.record() as recording, torch.no_grad():
+        model(input_ids=part, position_ids=torch.arange(5, 9)[None], use_cache=False)
+    assert recording.trace().lengths.tolist() == [4, 4]
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ gradients. Under other routes, the experts are seen to get exactly those.
 
 import collections
 import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -24,11 +25,14 @@ from tests.adapters.hf.model_runs import (
     checkpointed_by_library,
     enable_checkpointing,
     experts_log,
+    forced_by_hand,
     gradients,
+    log_probs,
     loss_of,
     random_routes,
 )
 from tests.replay.session_subject import same
+from tests.roundings import require_rounded
 from tests.tiers import grid
 
 BATCH = batch_of(9, 6, 4)
@@ -110,10 +114,18 @@ def second_products():
     return create_selective_checkpoint_contexts(policy)
 
 
+aten = torch.ops.aten
+ROUTER_OPERATORS = [
+    aten.mm.default,
+    aten._softmax.default,
+    aten.sigmoid.default,
+    aten.topk.default,
+    aten.gather.default,
+]
 SELECTIVE = {
     "top-k": lambda: create_selective_checkpoint_contexts([torch.ops.aten.topk.default]),
     "second products": second_products,
-    "all": lambda: create_selective_checkpoint_contexts(lambda *args, **kwargs: CheckpointPolicy.PREFER_SAVE),
+    "what a router computes": lambda: create_selective_checkpoint_contexts(ROUTER_OPERATORS),
     "nothing": lambda: create_selective_checkpoint_contexts([]),
 }
 
@@ -138,6 +150,81 @@ def test_selective_checkpoints_repeat_what_the_forward_ran(family, kept):
     assert same(seen[0][0], seen[1][0])
     assert seen[0][1].equals(seen[1][1])
     assert seen[0][2] == seen[1][2]
+
+
+@pytest.mark.shows("Hugging Face", "`model.half()`")
+def test_a_model_of_half_precision_takes_other_routes():
+    model = tiny("qwen3_moe").half()
+    routed = hf.attach(model)
+    require_bit_equal(tiny("qwen3_moe").half(), model, routed, seeded_loss)
+    trace = random_routes(routed.spec, BATCH)
+    with torch.no_grad():
+        with forced_by_hand(model, trace, BATCH):
+            expected = log_probs(model, BATCH)
+        own = log_probs(model, BATCH)
+        with routed.replay(trace):
+            require_rounded(log_probs(model, BATCH), expected)
+    assert (own - expected).abs().max() > 1, "the control"
+
+
+class InMemory(torch.utils.data.Dataset):
+    """Sequences of one length with their numbers, each a batch of its own."""
+
+    def __init__(self, batch):
+        self.batch = batch
+
+    def __len__(self):
+        return len(self.batch["input_ids"])
+
+    def __getitem__(self, number):
+        ids = self.batch["input_ids"][number]
+        return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), "number": number}
+
+
+def trained(tmp_path, model, routes, **options):
+    """Weights after two steps of four micro-batches of Trainer; `routes(numbers, batch)` is open in their forwards."""
+    from transformers import Trainer, TrainingArguments  # which takes seconds
+
+    class Replaying(Trainer):
+        def compute_loss(self, model, inputs, **kwargs):
+            numbers = inputs.pop("number").tolist()
+            with routes(numbers, inputs):
+                return super().compute_loss(model, inputs, **kwargs)
+
+    arguments = TrainingArguments(
+        tmp_path,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=4,
+        max_steps=2,
+        learning_rate=0.1,
+        optim="sgd",
+        remove_unused_columns=False,
+        report_to=[],
+        save_strategy="no",
+        use_cpu=True,
+        **options,
+    )
+    Replaying(model, arguments, train_dataset=InMemory(ACCUMULATED)).train()
+    return {name: each.detach().clone() for name, each in model.named_parameters()}
+
+
+ACCUMULATED = batch_of(*[6] * 16)
+
+
+@pytest.mark.shows("Hugging Face", "Trainer with gradient accumulation, the replay opened in `compute_loss`")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_trainer_that_accumulates_makes_the_weights_of_routes_forced_by_hand(checkpointing, tmp_path):
+    plain, model = tiny("qwen3_moe"), tiny("qwen3_moe")
+    routed = hf.attach(model)
+    trace = random_routes(routed.spec, ACCUMULATED)
+    expected = trained(tmp_path, plain, lambda numbers, batch: forced_by_hand(plain, trace.select(numbers), batch))
+    seen = trained(
+        tmp_path, model, lambda numbers, _: routed.replay(trace.select(numbers)), gradient_checkpointing=checkpointing
+    )
+    assert same(seen, expected)
+    native, router = trained(tmp_path, tiny("qwen3_moe"), lambda *_: nullcontext()), "model.layers.1.mlp.gate.weight"
+    for other in (native, tiny("qwen3_moe").state_dict()):
+        assert not torch.equal(seen[router], other[router]), "the control"
 
 
 def test_only_sparse_layers_have_rows():

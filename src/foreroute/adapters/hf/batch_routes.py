@@ -1,4 +1,4 @@
-"""What a forward of a Hugging Face model says about its batch, and which rows of a trace that takes.
+"""Which rows of a trace a forward of a Hugging Face model takes.
 
 Rows are found on the device of the batch, where its tokens are compared with the trace's. The host finds them where it
 must, and says what is wrong where they do not belong together.
@@ -8,236 +8,26 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.adapters.hf.pixels import ARGUMENTS, ImageTokens, digests_of, given_images, refuse_other_pixels
-from foreroute.core.caches import CACHES, find_cache
+from foreroute.adapters.hf.forward_tokens import ForwardTokens
+from foreroute.adapters.hf.pixels import digests_of, refuse_other_pixels
 from foreroute.core.marks import Marks
 from foreroute.core.passes import LateChecks
 from foreroute.errors import BatchMismatchError, LayoutError
-from foreroute.layout import Layout, locate_rows, starts_from_cumulative_lengths, starts_from_positions
+from foreroute.layout import Layout, locate_rows
 from foreroute.replay import PassRoutes, Policy, TraceOnDevice
-from foreroute.replay.arguments import WANTED_MASK, kept_by
 from foreroute.replay.rows import faithful_rows, refuse_missing, to_device
 from foreroute.trace import INDEXER, PIXELS, RoutingTrace
 from foreroute.trace.operations import add_assignments
 
 if TYPE_CHECKING:
     from foreroute.adapters.hf.model import TransformerHooks
-
-
-class HostBatch(NamedTuple):
-    """A batch on the host.
-
-    Attributes:
-        ids_BT: int64 [B, T], its tokens.
-        mask_BT: bool [B, T], False where padded, or None when nothing is.
-        starts_BT: bool [B, T], the first token of each sequence, or None when every row holds one sequence.
-        cached_padding_B: int64 [B], cached positions that are padding, on the left.
-        digests_BT: int64 [B, T], of the pixels behind each token, as `ImageTokens.digests`; None where not known.
-    """
-
-    ids_BT: NDArray[np.int64]
-    mask_BT: NDArray[np.bool_] | None
-    starts_BT: NDArray[np.bool_] | None
-    cached_padding_B: NDArray[np.int64]
-    digests_BT: NDArray[np.int64] | None = None
-
-    @property
-    def kept_BT(self) -> NDArray[np.bool_]:
-        """Bool [B, T], False where padded."""
-        return np.ones(self.ids_BT.shape, np.bool_) if self.mask_BT is None else self.mask_BT
-
-
-class ForwardTokens:
-    """The arguments of one forward that tell which token is where, on the device until `host` is asked for.
-
-    Args:
-        input_ids: integers [B, T].
-        mask: the attention mask, of zeros and ones [B, T' >= T], or None.
-        position_ids: integers [B, T] or [1, T]; of images [A, B, T] or [A, 1, T], on three axes, or behind those of
-            text on four; or None.
-        cumulative: offsets of packed sequences (`cu_seq_lens_q`), or None.
-        past: how many positions the key-value cache already held.
-        images: how images stand among the tokens; None where that is not known.
-        pixels: the arguments of `given_images`.
-
-    Attributes:
-        shape: (B, T).
-        num_slots: B · T.
-        device: where the tokens are.
-        pixel_names: of the arguments that hold pixels.
-    """
-
-    def __init__(
-        self,
-        input_ids: Tensor,
-        mask: Tensor | None,
-        position_ids: Tensor | None,
-        cumulative: Tensor | None,
-        past: int,
-        images: ImageTokens | None = None,
-        pixels: dict[str, Tensor] | None = None,
-    ) -> None:
-        self.input_ids, self.mask, self.position_ids, self.cumulative = input_ids, mask, position_ids, cumulative
-        self.past, self.images, self.pixels = past, images, pixels or {}
-        self.pixel_names = tuple(self.pixels)
-        self.shape = (input_ids.shape[0], input_ids.shape[1])
-        self.num_slots = input_ids.shape[0] * input_ids.shape[1]
-        self.device = input_ids.device
-
-    @classmethod
-    def of_call(
-        cls, names: list[str], images: ImageTokens | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> ForwardTokens:
-        """Find them among the arguments of a call whose parameters have these names. In a graph nothing is read.
-
-        Raises:
-            BatchMismatchError: when the call passes embeddings instead of tokens, or an attention mask that is none of
-                tokens; and as `read`.
-        """
-        given = dict(zip(names, args, strict=False)) | kwargs
-        input_ids, mask, positions = given.get("input_ids"), given.get("attention_mask"), given.get("position_ids")
-        if not isinstance(input_ids, Tensor):
-            raise BatchMismatchError(
-                "the forward got no input_ids; pass tokens, so that routes and batch can be checked to belong together"
-            )
-        if input_ids.ndim != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
-            raise BatchMismatchError(f"input_ids are {_described(input_ids)}; expected integers [batch, tokens]")
-        if mask is not None and not isinstance(mask, Tensor):
-            raise BatchMismatchError(f"attention_mask is a {type(mask).__name__}; {WANTED_MASK}")
-        if isinstance(positions, Tensor) and positions.ndim == 1:
-            positions = positions[None]
-        if not isinstance(positions, Tensor) or positions.ndim not in (2, 3):
-            positions = None
-        cumulative, cache = given.get("cu_seq_lens_q"), find_cache(given.values())
-        if cumulative is not None:
-            _require_offsets(cumulative)
-        for name in CACHES if cache is None else ():
-            if given.get(name) is not None:
-                raise BatchMismatchError(
-                    f"{name} is a {type(given[name]).__name__}; expected a cache of transformers, which says by "
-                    "get_seq_length() how many positions it holds"
-                )
-        past = 0 if cache is None else cache.get_seq_length()
-        pixels = None if ARGUMENTS.isdisjoint(given) else given_images(given)
-        batch = cls(input_ids, mask, positions, cumulative, past, images, pixels)
-        return batch if torch.compiler.is_compiling() else batch.read()
-
-    def read(self) -> ForwardTokens:
-        """The same. What only the values say is refused when they are asked for.
-
-        Raises:
-            BatchMismatchError: when the mask does not fit the tokens.
-        """
-        self.past = int(self.past)
-        if self.mask is not None:
-            _require_shape(self.mask, self.shape)
-        return self
-
-    @cached_property
-    def host(self) -> HostBatch:
-        """What was given, copied to the host, which waits for it."""
-        rows, width = self.shape
-        tokens = _to_host(self.input_ids).astype(np.int64)  # a copy: what was given may be overwritten
-        mask = starts = None
-        padding = np.zeros(rows, np.int64)
-        if self.mask is not None:
-            kept = kept_by(_to_host(self.mask[:, self.mask.shape[1] - width :]))
-            mask = None if kept.all() else kept
-            if self.past:
-                padding = (~kept_by(_to_host(self.mask[:, : self.past]))).sum(axis=1)
-        if not self.past and (self.cumulative is not None or self.position_ids is not None):
-            kept = np.ones(tokens.shape, np.bool_) if mask is None else mask
-            if self.cumulative is not None:
-                starts = starts_from_cumulative_lengths(_to_host(self.cumulative), kept)
-            elif self.position_ids is not None:
-                starts = starts_from_positions(_to_host(self.text_positions), kept)
-            if starts is not None and not (starts.sum(axis=1) > 1).any():
-                starts = None
-        digests = None if self.digests_BT is None else _to_host(self.digests_BT)
-        return HostBatch(tokens, mask, starts, padding, digests)
-
-    @cached_property
-    def digests_BT(self) -> Tensor | None:
-        """int64 [B, T], of the pixels behind each token; None where it is not known how images stand among them."""
-        return None if self.images is None else self.images.digests(self.input_ids, self.pixels)
-
-    @property
-    def text_positions(self) -> Tensor:
-        """Integers [B, T] or [1, T], 0 where a sequence begins, and nowhere else in it."""
-        positions = self.position_ids
-        assert positions is not None, "asked for where there are any"
-        if positions.ndim == 2:
-            return positions
-        # an image lies behind the tokens before it on one axis at least, and its pieces differ on one
-        return positions[0] if len(positions) == 4 else positions.amax(0)
-
-    @property
-    def given(self) -> dict[str, Tensor]:
-        """Those tensors that there are, by name, but for pixels."""
-        every = {name: getattr(self, name) for name in ("input_ids", "mask", "position_ids", "cumulative")}
-        return {name: each for name, each in every.items() if each is not None}
-
-    def may_hold(self, num_sequences: int) -> bool:
-        """Whether a batch of such shapes may hold this many sequences, one at least, and is on one device."""
-        (rows, width), positions, cumulative = self.shape, self.position_ids, self.cumulative
-        if not self.num_slots or any(each.device != self.device for each in self.given.values()):
-            return False
-        if cumulative is not None:
-            return rows == 1 and len(cumulative) > num_sequences
-        if positions is not None:
-            return positions.shape[-1] == width and positions.shape[-2] in (1, rows)
-        return num_sequences == rows
-
-    def sequences_there(self, num_sequences: int) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-        """Where the sequences of a batch that may hold this many are, found on its device.
-
-        Returns:
-            integers [R], the tokens; bool [R], False where padded; bool [R], the first token of each sequence;
-            int64 [R], the sequence of each slot, below `num_sequences`; and bool [] each, what is wrong.
-        """
-        (rows, width), mask, wrong = self.shape, self.mask, []
-        ids_BT = self.input_ids
-        kept_BT = torch.ones_like(ids_BT, dtype=torch.bool)
-        if mask is not None:
-            mask = mask[:, mask.shape[1] - width :]
-            kept_BT = mask == 1
-            wrong.append((mask != kept_BT).any())
-        starts_BT = kept_BT & (kept_BT.cumsum(1) == 1)
-        number_BT = torch.arange(rows, device=self.device)[:, None].expand(rows, width)
-        if self.cumulative is not None:
-            ends = self.cumulative.long()
-            wrong.append((ends.diff() < 0).any() | (ends[0] != 0) | (ends[-1] != width))
-            begins = torch.zeros(width + 1, dtype=torch.bool, device=self.device)
-            starts_BT = starts_BT | (kept_BT & begins.scatter(0, ends.clamp(0, width), True)[:-1])
-        elif self.position_ids is not None:
-            starts_BT = starts_BT | (kept_BT & (self.text_positions == 0))
-        if self.cumulative is not None or self.position_ids is not None:
-            are_packed = (starts_BT.sum(1) > 1).any()
-            number_R = starts_BT.reshape(-1).cumsum(0)
-            wrong.append(torch.where(are_packed, number_R[-1], rows) != num_sequences)
-            number_BT = torch.where(are_packed, number_R.view(rows, width) - 1, number_BT)
-            number_BT = number_BT.clamp(0, num_sequences - 1)
-        return ids_BT.reshape(-1), kept_BT.reshape(-1), starts_BT.reshape(-1), number_BT.reshape(-1), wrong
-
-    def kept(self) -> ForwardTokens:
-        """The batch, to be read later, when whoever gave it may have overwritten it. On the CPU it is read at once."""
-        if self.device.type == "cpu":
-            _ = self.host
-        elif "host" not in self.__dict__:
-            if self.mask is not None:
-                self.mask = self.mask[:, max(0, self.mask.shape[1] - self.past - self.shape[1]) :].clone()
-            _, self.pixels = self.digests_BT, {}
-            self.input_ids = self.input_ids.clone()
-            self.position_ids = None if self.position_ids is None else self.position_ids.clone()
-            self.cumulative = None if self.cumulative is None else self.cumulative.clone()
-        return self
 
 
 class TraceRows:
@@ -414,31 +204,3 @@ def _require_whole(layout: object, trace: RoutingTrace) -> None:
         raise BatchMismatchError(
             f"the layout is for {layout.num_rows} packed rows and the trace has {trace.num_rows}; lay out trace.lengths"
         )
-
-
-def _require_shape(mask: Tensor, shape: tuple[int, int]) -> None:
-    if mask.ndim == 4:
-        raise BatchMismatchError(
-            f"attention_mask is {tuple(mask.shape)}, an attention pattern, which does not say what is padding; "
-            f"{WANTED_MASK}. `generate` makes such a mask where the key-value cache is static, that is, has room for "
-            'the longest sequence from the start: generate with cache_implementation="dynamic", which is the default '
-            "of most models"
-        )
-    if mask.ndim != 2 or mask.shape[0] != shape[0] or mask.shape[1] < shape[1]:
-        raise BatchMismatchError(f"attention_mask is {tuple(mask.shape)}; {WANTED_MASK}")
-
-
-def _require_offsets(cumulative: Any) -> None:
-    if not isinstance(cumulative, Tensor):
-        raise BatchMismatchError(f"cu_seq_lens_q is a {type(cumulative).__name__}; expected a tensor of integers")
-    if cumulative.ndim != 1 or cumulative.is_floating_point() or cumulative.dtype == torch.bool:
-        raise BatchMismatchError(f"cu_seq_lens_q are {_described(cumulative)}; expected integers [sequences + 1]")
-
-
-def _described(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
-
-
-def _to_host(tensor: Tensor) -> NDArray[Any]:
-    host = tensor.detach().cpu()
-    return np.asarray((host.float() if host.is_floating_point() else host).numpy())

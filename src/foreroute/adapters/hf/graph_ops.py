@@ -5,7 +5,8 @@ into a graph it would break it. So a compiled forward calls `foreroute::begin_pa
 tensors, and `foreroute::end_pass`, which takes its notes. The graph depends on the shape of the batch and on nothing in
 the trace. Both operators write to a ledger, which keeps them in order and from being optimised away.
 
-An operator takes tensors and numbers, so that it names its model by a number.
+An operator takes tensors, numbers and words, so that it names its model by a word: Dynamo would make a number symbolic
+when a second model has another.
 """
 
 from __future__ import annotations
@@ -39,20 +40,20 @@ class Host(Protocol):
         """Shape and dtype of the ids that `begin_from_graph` returns."""
 
 
-_hosts: WeakValueDictionary[int, Host] = WeakValueDictionary()
+_hosts: WeakValueDictionary[str, Host] = WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def register(host: Host) -> int:
-    """The number by which the operators find a host, for as long as it lives."""
-    number = next(_numbers)
-    _hosts[number] = host
-    return number
+def register(host: Host) -> str:
+    """The name by which the operators find a host, for as long as it lives."""
+    name = str(next(_numbers))
+    _hosts[name] = host
+    return name
 
 
 @torch.library.custom_op("foreroute::begin_pass", mutates_args=("ledger",), tags=(torch.Tag.cudagraph_unsafe,))
 def begin_pass(
-    host: int,
+    host: str,
     ledger: Tensor,
     input_ids: Tensor,
     mask: Tensor | None,
@@ -60,15 +61,17 @@ def begin_pass(
     cumulative: Tensor | None,
     digests: Tensor | None,
     past: int,
+    counted: Tensor | None,
 ) -> Tensor:
-    """Locate the rows of a batch; see `Host.begin_from_graph`."""
+    """Locate the rows of a batch; see `Host.begin_from_graph`. A static cache has counted its positions in a tensor."""
     ledger.add_(1)
+    past = past if counted is None else int(counted)
     return _hosts[host].begin_from_graph(input_ids, mask, positions, cumulative, digests, past)
 
 
 @begin_pass.register_fake
 def _(
-    host: int,
+    host: str,
     ledger: Tensor,
     input_ids: Tensor,
     mask: Tensor | None,
@@ -76,18 +79,19 @@ def _(
     cumulative: Tensor | None,
     digests: Tensor | None,
     past: int,
+    counted: Tensor | None,
 ) -> Tensor:
     shape, dtype = _hosts[host].shapes_for_graph(input_ids.shape[0] * input_ids.shape[1])
     return input_ids.new_empty(shape, dtype=dtype)
 
 
 @torch.library.custom_op("foreroute::end_pass", mutates_args=("ledger",), tags=(torch.Tag.cudagraph_unsafe,))
-def end_pass(host: int, ledger: Tensor, calls_L: Tensor, notes: list[Tensor]) -> None:
+def end_pass(host: str, ledger: Tensor, calls_L: Tensor, notes: list[Tensor]) -> None:
     """Hand over what routers noted; see `Host.end_from_graph`."""
     ledger.add_(1)
     _hosts[host].end_from_graph(calls_L, notes)
 
 
 @end_pass.register_fake
-def _(host: int, ledger: Tensor, calls_L: Tensor, notes: list[Tensor]) -> None:
+def _(host: str, ledger: Tensor, calls_L: Tensor, notes: list[Tensor]) -> None:
     return None

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from foreroute.adapters.hf.batch_routes import HostBatch
+from foreroute.adapters.hf.forward_tokens import HostBatch
 from foreroute.core.hooks import SelectionHook
 from foreroute.core.passes import Pass
 from foreroute.errors import BatchMismatchError

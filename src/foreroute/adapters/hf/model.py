@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from foreroute.adapters.hf import graph_ops
-from foreroute.adapters.hf.batch_routes import ForwardTokens, TraceRows
+from foreroute.adapters.hf.batch_routes import TraceRows
+from foreroute.adapters.hf.forward_tokens import ForwardTokens, kept_widths
 from foreroute.adapters.hf.pixels import ImageTokens, pixel_stream, warn_of_unbound
 from foreroute.core.hooks import SelectingRouter, SelectionHook, overridden
 from foreroute.core.passes import Pass, Rows
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
     from foreroute.replay import ForwardRows, RecordedPass
 
 
+BATCHES = "init_continuous_batching"
+"""The method of a model by which each way of continuous batching begins."""
+
+
 class RoutedTransformer(RoutedModel):
     """Recording and replaying sessions for one Hugging Face model. Made by `attach`.
 
@@ -54,6 +59,7 @@ class RoutedTransformer(RoutedModel):
         super().__init__(spec, [hooks], [spec], {"engine": "transformers", "engine_version": transformers.__version__})
         self.model = model
         self._of_trunk = hooks
+        hooks.generating = [each for each in model.modules() if hasattr(type(each), BATCHES)]
 
     @property
     def indexers(self) -> IndexerSpec | None:
@@ -177,7 +183,10 @@ class RoutedTransformer(RoutedModel):
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """Give the rows of one chunk and one rank. See `RoutedModel`."""
-        return [_rows_of_pass(recorded, self._of_trunk.found_indexers) for recorded in passes[0]]
+        recorded = passes[0]
+        widths = kept_widths([each.args for each in recorded])
+        indexers = self._of_trunk.found_indexers
+        return [_rows_of_pass(each, width, indexers) for each, width in zip(recorded, widths, strict=True) if width]
 
     def _counting(self) -> AbstractContextManager[None]:
         """The forward of the whole model, which may be the trunk itself: above the hooks of the session."""
@@ -198,6 +207,7 @@ class TransformerHooks(TrunkHooks):
         executed: the ids [L, R, K] of the last pass, where losses behind the trunk are to count them.
         execution: of the plan that is executed now, or None.
         images: how images stand among tokens; None where that is not known.
+        generating: the modules around the trunk that can run it in a thread of their own.
     """
 
     def __init__(
@@ -212,21 +222,23 @@ class TransformerHooks(TrunkHooks):
         super().__init__(0, model, trunk, routers, [] if indexers is None else indexers.hooks)
         self.spec = spec
         self.images = ImageTokens.of_trunk(trunk, self.names)
-        self._number = graph_ops.register(self)
+        self._name_in_graphs = graph_ops.register(self)
         # Both operators of a compiled pass write to it, which keeps them in order (`graph_ops`).
         self._ledger = torch.zeros(1, dtype=torch.int64)
         self._begun_in_graph: tuple[ForwardTokens, Pass] | None = None
         self._counts_executed = False
         self.executed: Tensor | None = None
         self.execution: PlanExecution | None = None
+        self.generating: list[nn.Module] = []
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._number = graph_ops.register(self)
+        self._name_in_graphs = graph_ops.register(self)
 
     def session_contexts(self) -> list[AbstractContextManager[Any]]:
-        """And what encodes images before a forward. See `TrunkHooks`."""
+        """And what encodes images before a forward, and continuous batching, which is refused. See `TrunkHooks`."""
         contexts = super().session_contexts()
+        contexts += [overridden(module, BATCHES, _refuse_batches) for module in self.generating]
         if self.images is not None:
             names = ("get_image_features", "get_video_features")
             contexts += [overridden(self.trunk, name, self._encode) for name in names if hasattr(self.trunk, name)]
@@ -288,15 +300,18 @@ class TransformerHooks(TrunkHooks):
     def _run_trunk_in_graph(
         self, batch: ForwardTokens, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        past: Any = batch.past  # of a static cache a tensor, whose value as an int would be a part of the graph
+        counted = past if isinstance(past, Tensor) else None
         ids_LRK = graph_ops.begin_pass(
-            self._number,
+            self._name_in_graphs,
             self._ledger,
             batch.input_ids,
             batch.mask,
             batch.position_ids,
             batch.cumulative,
             None if self.images is None else self.images.digests(batch.input_ids, batch.pixels),
-            batch.past,
+            past if counted is None else 0,
+            counted,
         )
         rows = Rows(ids_LRK) if self.watch.routes else None
         current = self.open_pass(rows, batch.num_slots, batch.device)
@@ -304,7 +319,7 @@ class TransformerHooks(TrunkHooks):
             result = forward(*args, **kwargs)
         self.executed = current.executed_LRK if self._counts_executed else None
         scores = [] if current.scores is None else current.scores.tensors()
-        graph_ops.end_pass(self._number, self._ledger, current.calls_L, [current.own_LRK, *scores])
+        graph_ops.end_pass(self._name_in_graphs, self._ledger, current.calls_L, [current.own_LRK, *scores])
         return result
 
     def begin_from_graph(
@@ -319,7 +334,7 @@ class TransformerHooks(TrunkHooks):
         """See `graph_ops.Host`."""
         self.sessions.require_mine("runs a model")
         batch = ForwardTokens(input_ids, mask, positions, cumulative, past).read()
-        batch.digests_BT = digests
+        batch.digests_BT, batch.cache_was_seen = digests, False
         rows = self.begin(batch)
         if self.watch.weights or (rows is not None and rows.weights_LRK is not None):
             raise _in_graph("gate weights are", "the model")
@@ -349,6 +364,13 @@ class TransformerHooks(TrunkHooks):
         return [self.spec.num_layers, num_slots if self.watch.routes else 0, self.spec.top_k], self.id_dtype
 
 
+def _refuse_batches(*_: object, **__: object) -> Any:
+    raise ReplayError(
+        "continuous batching (generate_batch) runs the model in a thread of its own, on parts of sequences in an order "
+        "of its own, which can neither be recorded nor replayed; call generate() in the session"
+    )
+
+
 def heeds_indexers(current: Pass) -> bool:
     """Whether choices of indexers are kept or forced in a pass."""
     return current.watch.others or (isinstance(current.rows, ReplayRows) and current.rows.indexers is not None)
@@ -361,11 +383,12 @@ def _in_graph(what: str, path: str) -> ReplayError:
     )
 
 
-def _rows_of_pass(recorded: RecordedPass, indexers: FoundIndexers | None) -> ForwardRows:
+def _rows_of_pass(recorded: RecordedPass, width: int, indexers: FoundIndexers | None) -> ForwardRows:
+    """The rows of its first positions, of which `width` are left."""
     from foreroute.replay import ForwardRows
 
     batch: ForwardTokens = recorded.args
-    host = batch.host
+    host = batch.host.until(width)
     kept_BT, starts_BT = host.kept_BT, host.starts_BT
     kept_R = kept_BT.reshape(-1)
 
@@ -389,7 +412,7 @@ def _rows_of_pass(recorded: RecordedPass, indexers: FoundIndexers | None) -> For
         packed(recorded.margin_LR),
         packed(recorded.weights_LRK),
         batch.past,
-        batch.shape[1] if starts_BT is None else None,
+        width if starts_BT is None else None,
         streams,
     )
 
