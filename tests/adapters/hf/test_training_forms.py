@@ -36,6 +36,7 @@ from tests.roundings import require_rounded
 from tests.tiers import grid
 
 BATCH = batch_of(9, 6, 4)
+aten = torch.ops.aten
 KEPT = BATCH["attention_mask"].bool().reshape(-1)
 
 
@@ -107,8 +108,8 @@ def second_products():
     seen = collections.Counter()
 
     def policy(context, op, *args, **kwargs):
-        seen[context.is_recompute, op] += op is torch.ops.aten.mm.default
-        kept = op is torch.ops.aten._grouped_mm.default or seen[context.is_recompute, op] % 2
+        seen[context.is_recompute, op] += op is aten.mm.default
+        kept = op is aten._grouped_mm.default or seen[context.is_recompute, op] % 2
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
@@ -123,7 +124,7 @@ ROUTER_OPERATORS = [
     aten.gather.default,
 ]
 SELECTIVE = {
-    "top-k": lambda: create_selective_checkpoint_contexts([torch.ops.aten.topk.default]),
+    "top-k": lambda: create_selective_checkpoint_contexts([aten.topk.default]),
     "second products": second_products,
     "what a router computes": lambda: create_selective_checkpoint_contexts(ROUTER_OPERATORS),
     "nothing": lambda: create_selective_checkpoint_contexts([]),
