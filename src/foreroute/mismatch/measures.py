@@ -19,7 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import InputError
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
-from foreroute.trace.checks import as_array, as_mask
+from foreroute.trace.checks import as_array, as_mask, recorded_rows
 from foreroute.trace.operations import overlap
 
 THRESHOLDS = (1.5, 2.0)
@@ -169,7 +169,8 @@ def as_traces(
             "[B, T, layers, picks] of both, and [B, T]"
         )
     if spec is None:
-        highest = max([0, *(int(ids[kept].max(initial=0)) for ids in sides if ids.dtype.kind in "iu")])
+        integers = [ids for ids in sides if ids.dtype.kind in "iu"]
+        highest = max([0, *(int(ids[kept & recorded_rows(ids)].max(initial=0)) for ids in integers)])
         spec = RoutingSpec(max(highest + 1, shape[3]), shape[3], tuple(map(RoutedLayer, range(shape[2]))))
     no_tokens = np.zeros(shape[:2], np.int32)
     of_a, of_b = (RoutingTrace.from_padded(spec, no_tokens, ids, kept) for ids in sides)
