@@ -58,7 +58,7 @@ def test_zeros_elsewhere_and_a_row_of_them_are_refused():
         decode(without(R, range(5)).routes_RLK, model=SPEC, token_ids=R.tokens)
     rows = R.routes_RLK.copy()
     rows[4, 0] = 0
-    with pytest.raises(CaptureError, match="position 4, hash 0 has expert ids .0, 0, 0.: an expert is picked twice"):
+    with pytest.raises(CaptureError, match=r"position 4, hash 0 has expert ids .0, 0, 0.: an expert is picked twice"):
         decode(rows, model=SPEC, token_ids=R.tokens)
 
 
