@@ -34,7 +34,7 @@ def freeze(rows, first, count, layers=slice(None)):
     return frozen
 
 
-WIDE = spec_of(128, 8)
+WIDE = spec_of(128, 8, layers=8)
 
 
 @pytest.mark.parametrize("layers", [slice(None), [3], [0, 5]], ids=["all layers", "one", "first and last"])
@@ -73,10 +73,12 @@ def test_a_layer_that_never_changes_over_short_requests_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("experts", "top_k", "enough"), [(128, 8, 8), (16, 4, 9), (8, 2, 16), (8, 7, 31), (4, 1, 31), (128, 1, 31)]
+    ("experts", "top_k", "enough"), [(128, 8, 13), (16, 4, 13), (8, 2, 16), (8, 7, 31), (4, 1, 31), (128, 1, 31)]
 )
 def test_how_many_different_tokens_it_takes(experts, top_k, enough):
-    """A pick that stays half of the time would stay for so many tokens with a chance below 2^-30."""
+    """A pick that stays half of the time would stay for so many tokens with a chance below 2^-30; 20 rows beside say
+    no more than that 1 of 6 has the set.
+    """
     spec = spec_of(experts, top_k)
     rows = freeze(healthy(spec, 99), 20, 60, [1])
     rows[[19, 80], 1] = (rows[20, 1] + 1) % experts  # another set at both ends
@@ -93,12 +95,20 @@ def test_how_many_different_tokens_it_takes(experts, top_k, enough):
 
 
 @pytest.mark.parametrize(("experts", "top_k"), [(2, 1), (4, 1), (8, 2), (4, 3)])
-@pytest.mark.parametrize("hot", [0.0, 0.6, 0.9])
+@pytest.mark.parametrize("hot", [0.0, 0.3, 0.5, 0.6, 0.9, 0.99])
 def test_healthy_routers_of_few_experts_pass(experts, top_k, hot):
     """Also one that sends most tokens to one set, whose runs are long."""
     spec = spec_of(experts, top_k)
     for _ in range(3):
-        read(spec, healthy(spec, 3000, hot=hot))
+        read(spec, healthy(spec, 3000, hot=hot), healthy(spec, 50, hot=hot))
+
+
+def test_one_buffer_that_stands_in_all_requests_is_no_collapsed_router():
+    """Each request has rows of its own before it freezes; of a collapsed router they go to the same set too."""
+    spec, stale = spec_of(8, 2), healthy(spec_of(8, 2), 1)
+    sequences = [np.concatenate([healthy(spec, 9), np.repeat(stale, count, axis=0)]) for count in (20, 25, 60, 90, 90)]
+    with pytest.raises(CaptureError, match="sequence 2, position 9: decoder 0 sends 60 rows"):
+        read(spec, *sequences)
 
 
 def test_a_router_without_a_choice_passes():
@@ -121,7 +131,7 @@ def test_the_row_of_another_token_is_refused(at):
     rows = healthy(WIDE, 99)
     rows[at] = rows[at - 1]
     with pytest.raises(
-        CaptureError, match=rf"sequence 0, position {at}: the row of token \d+ is that of token \d+ before"
+        CaptureError, match=rf"position {at}: the row of token \d+ is that of token \d+ at position {at - 1}, in all 8"
     ):
         read(WIDE, rows)
     same = np.arange(100) + 7
@@ -131,10 +141,29 @@ def test_the_row_of_another_token_is_refused(at):
     read(WIDE, rows)
 
 
+def test_rows_of_the_prompt_that_stand_for_its_response_are_refused():
+    rows = healthy(WIDE, 99)
+    rows[40:70] = rows[:30]
+    with pytest.raises(
+        CaptureError, match=r"position 40: the row of token \d+ is that of token \d+ at position 0, in all 8"
+    ):
+        read(WIDE, rows)
+    tokens = np.arange(100)
+    tokens[40:70] = tokens[:30]
+    read(WIDE, rows, tokens=[tokens])
+    rows = healthy(WIDE, 99)
+    read(WIDE, rows, rows[:60])  # of two requests, as those of one prompt are
+
+
 def test_the_row_of_another_token_is_no_wonder_in_a_small_model():
-    spec = spec_of(8, 2, layers=14)  # 28 bits
+    """19 layers of two bits, where 30 and twice log2(20) are needed: 38.6. Nor where routers have nearly collapsed."""
+    spec = spec_of(8, 2, layers=19)
     rows = healthy(spec, 20)
     rows[5] = rows[4]
+    read(spec, rows)
+    spec = spec_of(8, 2, layers=48)
+    rows = np.where(RNG.random((300, 48, 1)) < 0.98, [0, 1], healthy(spec, 300))
+    assert (rows[:, None] == rows).all((-1, -2)).sum() > 600
     read(spec, rows)
 
 

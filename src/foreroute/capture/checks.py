@@ -16,12 +16,14 @@ MIN_ROWS, MIN_TOKENS = 32, 8
 frozen. Chosen by hand: a short prompt may well go to one set of experts in a trained model's first layer, and a
 repeated token may everywhere."""
 CERTAIN = 30.0
-"""Bits: what a healthy router does with a chance below 2^-30. A router that sends a token to a set of experts sends the
-next, another token to the same set with a chance of at most 2^-min(K, E - K), one half for each pick that it is free
-in; Mixtral keeps its first pick in 28 % of cases (arXiv 2401.04088, table 5). Where the layer has the set in a share of
-the other rows, as a collapsed router has, the chance is that share. Tokens that come again are no new evidence: d
-distinct tokens on one set have d - 1 times as many bits as a pair. So top-8 of 128 needs 8 tokens, top-1 31, and K = E,
-which has one set, none are enough."""
+"""Bits: what a healthy router does with a chance below 2^-30. A router that sends a token to a set of experts is taken
+to send another one to the same set with a chance of 2^-min(K, E - K): one half for each pick that it is free in. Where
+the rows beside a run have its set in a larger share, as those of a router that has nearly collapsed, or of a text that
+one expert is for, the chance is that share. Tokens that come again are no new evidence: d tokens on one set have d - 1
+times the bits of two. So with 32 other rows on each side top-8 of 128 takes 11 tokens and top-1 takes 31. K = E, which
+has one set, is never judged."""
+FEW = 4
+"""Rows with the set that are added to those beside a run, since a share of 32 rows is known to no more than a tenth."""
 ROWS_AT_ONCE = 4096
 UNFREEZE = "Run the engine without CUDA graphs (enforce_eager=True, --disable-cuda-graph), or take a newer one."
 
@@ -91,8 +93,9 @@ def refuse_frozen_rows(trace: RoutingTrace) -> None:
 def frozen_rows(trace: RoutingTrace) -> str:
     """Say where many different tokens have one set of experts, or one token has the row of another: "" where none has.
 
-    Rows are looked at one after the other, from one sequence to the next, and layers one by one. So a layer that never
-    changes is found, and an engine that stops to write rows in the middle of one request.
+    Layers are looked at one by one, rows one after the other and from one sequence to the next. So a layer that never
+    changes is found, and an engine that stops to write rows in the middle of one request. Whole rows, of all layers,
+    stand twice in a sequence only where a token comes again.
     """
     if not isinstance(trace, RoutingTrace):
         raise CaptureError(f"the trace is {shown(trace)}; expected a RoutingTrace")
@@ -101,35 +104,67 @@ def frozen_rows(trace: RoutingTrace) -> str:
     if len(rows) < 2 or not bits_L.any():
         return ""
     sets_RL = _numbers_of_sets(trace, rows)
+    return _one_set(trace, rows, sets_RL, bits_L) or _one_row(trace, rows, sets_RL, bits_L)
+
+
+def _one_set(trace: RoutingTrace, rows: NDArray[np.int64], sets_RL: NDArray[Any], bits_L: NDArray[np.float64]) -> str:
+    """Say where a layer stays with one set of experts."""
     tokens_R, same_RL = trace.token_ids_N[rows], sets_RL[1:] == sets_RL[:-1]
     for layer in np.flatnonzero(bits_L):
-        runs = [run for run in _runs(same_RL[:, layer]) if run.stop - run.start >= MIN_ROWS]
-        alone_R = np.ones(len(rows), np.bool_)
-        for run in runs:
-            alone_R[run] = False
-        for run in runs:
-            others = sets_RL[alone_R, layer] == sets_RL[run.start, layer]
-            share = others.mean() if len(others) else 0.0
-            bits = min(bits_L[layer], -np.log2(share) if share else np.inf)
-            tokens = len(np.unique(tokens_R[run]))
+        for run in _long_runs(same_RL[:, layer]):
+            count, tokens = run.stop - run.start, len(np.unique(tokens_R[run]))
+            share = _share_beside(trace, rows, sets_RL[:, layer], run)
+            bits = min(bits_L[layer], -np.log2(share)) if share else bits_L[layer]
             if tokens >= MIN_TOKENS and (tokens - 1) * bits >= CERTAIN:
                 ids = sorted(trace.expert_ids_NLK[rows[run.start], layer, : trace.spec.picks_L[layer]].tolist())
-                count = run.stop - run.start
                 return (
                     f"{_place(trace, rows[run.start])}: {trace.spec.layers[layer]} sends {count} rows, from there on, "
                     f"of {tokens} different tokens to experts {ids}; the capture froze"
                 )
-    if bits_L.sum() < CERTAIN:
-        return ""
-    for run in _runs(same_RL[:, bits_L > 0].all(axis=1)):
-        differing = np.flatnonzero(tokens_R[run] != tokens_R[run.start])
-        if len(differing):
-            at = run.start + int(differing[0])
-            return (
-                f"{_place(trace, rows[at])}: the row of token {tokens_R[at]} is that of token {tokens_R[run.start]} "
-                f"before it, in all {trace.spec.num_layers} layers; the engine wrote one row for several tokens"
-            )
     return ""
+
+
+def _share_beside(trace: RoutingTrace, rows: NDArray[np.int64], sets_R: NDArray[Any], run: slice) -> float:
+    """Return in how many rows beside a run its set may stand: next to it, or in all of its sequences, what is more.
+
+    Where these are few, all other rows are counted. A share of few rows is taken for a higher one.
+    """
+    first, last = (place_of(rows[row], trace.offsets)[0] for row in (run.start, run.stop - 1))
+    start, stop = np.searchsorted(rows, trace.offsets[[first, last + 1]]).tolist()
+    before, behind = slice(start, run.start), slice(run.stop, stop)
+    near = [slice(max(start, run.start - MIN_ROWS), run.start), slice(run.stop, min(stop, run.stop + MIN_ROWS))]
+    is_set_R = sets_R == sets_R[run.start]
+    parts = [is_set_R[near[0]], is_set_R[near[1]], np.concatenate([is_set_R[before], is_set_R[behind]])]
+    shares = [(part.sum() + FEW) / (len(part) + FEW) for part in parts if len(part) >= MIN_TOKENS]
+    if shares:
+        return float(max(shares))
+    return float((is_set_R.sum() - (run.stop - run.start)) / max(len(rows) - (run.stop - run.start), 1))
+
+
+def _one_row(trace: RoutingTrace, rows: NDArray[np.int64], sets_RL: NDArray[Any], bits_L: NDArray[np.float64]) -> str:
+    """Say where a sequence has the sets of all layers twice, for two tokens."""
+    certain = CERTAIN + 2 * np.log2(len(rows))  # there are fewer than R^2 pairs of rows
+    if bits_L.sum() < certain:
+        return ""
+    of_layer_L = np.random.default_rng(1).integers(1 << 64, size=len(bits_L), dtype=np.uint64)
+    tokens_R, row_R = trace.token_ids_N[rows], sets_RL @ of_layer_L
+    sequence_R = np.searchsorted(trace.offsets, rows, side="right")
+    order = np.lexsort((tokens_R, row_R, sequence_R))  # rows that are alike, one behind the other
+    pairs = np.sort(np.stack([order[:-1], order[1:]]), axis=0)
+    is_twice = tokens_R[pairs[0]] != tokens_R[pairs[1]]
+    for numbers_R in (sequence_R, row_R):
+        is_twice &= numbers_R[pairs[0]] == numbers_R[pairs[1]]
+    if not is_twice.any():
+        return ""
+    # a layer that has a set often has it twice by chance
+    chance_L = [((np.unique(sets_R, return_counts=True)[1] / len(rows)) ** 2).sum() for sets_R in sets_RL.T]
+    if np.minimum(bits_L, -np.log2(chance_L)).sum() < certain:
+        return ""
+    first, again = pairs[:, is_twice][:, pairs[1, is_twice].argmin()]
+    return (
+        f"{_place(trace, rows[again])}: the row of token {tokens_R[again]} is that of token {tokens_R[first]} at "
+        f"position {trace.positions_N[rows[first]]}, in all {len(bits_L)} layers; the engine wrote a row twice"
+    )
 
 
 def _numbers_of_sets(trace: RoutingTrace, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
@@ -146,10 +181,11 @@ def _numbers_of_sets(trace: RoutingTrace, rows: NDArray[np.int64]) -> NDArray[np
     return sets_RL
 
 
-def _runs(is_same_R: NDArray[np.bool_]) -> list[slice]:
-    """Return the rows of each run of two or more that are all the same, where each but the first is said to be."""
-    edges = np.flatnonzero(np.diff(is_same_R, prepend=False, append=False))
-    return [slice(int(start), int(end) + 1) for start, end in edges.reshape(-1, 2)]
+def _long_runs(is_same_R: NDArray[np.bool_]) -> list[slice]:
+    """Return the runs of `MIN_ROWS` or more, where each row but the first is said to be as the one before."""
+    edges = np.flatnonzero(np.diff(is_same_R, prepend=False, append=False)).reshape(-1, 2)
+    long = edges[edges[:, 1] - edges[:, 0] >= MIN_ROWS - 1]
+    return [slice(start, end + 1) for start, end in long.tolist()]
 
 
 def _place(trace: RoutingTrace, row: int) -> str:
