@@ -20,8 +20,14 @@ CERTAIN = 30.0
 to send another one to the same set with a chance of 2^-min(K, E - K): one half for each pick that it is free in. Where
 the rows beside a run have its set in a larger share, as those of a router that has nearly collapsed, or of a text that
 one expert is for, the chance is that share. Tokens that come again are no new evidence: d tokens on one set have d - 1
-times the bits of two. So with 32 other rows on each side top-8 of 128 takes 11 tokens and top-1 takes 31. K = E, which
-has one set, is never judged."""
+times the bits of two. So with 32 other rows on each side top-8 of 128 takes 11 tokens. K = E, which has one set, is
+never judged."""
+FREE = 4
+"""Bits of a layer that is judged by itself. One of fewer, such as top-1 or top-2, is judged where it never changes in the
+whole trace, or all layers stay at once: with random weights it may stay with its picks over a whole text."""
+MOST_SHARE = 0.5
+"""Share of the rows beside a run from which its layer stays with the set by itself: it has collapsed, or comes to it by
+and by, as a model of random weights does over a long text."""
 FEW = 4
 """Rows with the set that are added to those beside a run, since a share of 32 rows is known to no more than a tenth."""
 ROWS_AT_ONCE = 4096
@@ -41,7 +47,7 @@ def unfilled_lookups(rows_RLK: NDArray[Any], spec: RoutingSpec, *, what: str) ->
     Raises:
         CaptureError: when another layer is, or all are.
     """
-    zero_L = ~rows_RLK.any(axis=(0, 2)) & bool(len(rows_RLK))
+    zero_L = np.asarray(~rows_RLK.any(axis=(0, 2)) & (len(rows_RLK) > 0))
     if not zero_L.any():
         return zero_L
     lookup_L = zero_L & np.array([layer.kind is LayerKind.HASH for layer in spec.layers])
@@ -59,7 +65,7 @@ def unfilled_lookups(rows_RLK: NDArray[Any], spec: RoutingSpec, *, what: str) ->
             f"{spec.layers[int(np.argmax(zero_L))]}); the engine never filled them. Compiled or fused MoE "
             f"paths bypass the capture: try enforce_eager=True, another MoE kernel, or a newer engine{wrong_table}"
         )
-    return lookup_L & (spec.top_k > 1)
+    return np.asarray(lookup_L & (spec.top_k > 1))
 
 
 def refuse_routed_dense(columns_RDK: NDArray[Any], layers: list[int], *, what: str) -> None:
@@ -91,7 +97,7 @@ def refuse_frozen_rows(trace: RoutingTrace) -> None:
 
 
 def frozen_rows(trace: RoutingTrace) -> str:
-    """Say where many different tokens have one set of experts, or one token has the row of another: "" where none has.
+    """Say where many different tokens have the same picks, or one token has the row of another: "" where none has.
 
     Layers are looked at one by one, rows one after the other and from one sequence to the next. So a layer that never
     changes is found, and an engine that stops to write rows in the middle of one request. Whole rows, of all layers,
@@ -103,28 +109,35 @@ def frozen_rows(trace: RoutingTrace) -> str:
     bits_L = np.array([min(top_k, num_experts - top_k) for num_experts, top_k in trace.spec.sizes_L], np.float64)
     if len(rows) < 2 or not bits_L.any():
         return ""
-    sets_RL = _numbers_of_sets(trace, rows)
-    return _one_set(trace, rows, sets_RL, bits_L) or _one_row(trace, rows, sets_RL, bits_L)
+    picks_RL = _numbers_of_picks(trace, rows)
+    return _same_picks(trace, rows, picks_RL, bits_L) or _same_row(trace, rows, picks_RL, bits_L)
 
 
-def _one_set(trace: RoutingTrace, rows: NDArray[np.int64], sets_RL: NDArray[Any], bits_L: NDArray[np.float64]) -> str:
-    """Say where a layer stays with one set of experts."""
-    tokens_R, same_RL = trace.token_ids_N[rows], sets_RL[1:] == sets_RL[:-1]
-    for layer in np.flatnonzero(bits_L):
-        for run in _long_runs(same_RL[:, layer]):
+def _same_picks(
+    trace: RoutingTrace, rows: NDArray[np.int64], picks_RL: NDArray[Any], bits_L: NDArray[np.float64]
+) -> str:
+    """Say where a layer, or all at once, repeat their picks in their order, as a buffer does that was not written."""
+    tokens_R, chooses = trace.token_ids_N[rows], np.flatnonzero(bits_L)
+    for layers in [*chooses[:, None], chooses]:
+        bits = bits_L[layers].sum()
+        picks_R = picks_RL[:, layers] @ _random_numbers(len(layers), seed=1)
+        for run in _long_runs(picks_R[1:] == picks_R[:-1]):
             count, tokens = run.stop - run.start, len(np.unique(tokens_R[run]))
-            share = _share_beside(trace, rows, sets_RL[:, layer], run)
-            bits = min(bits_L[layer], -np.log2(share)) if share else bits_L[layer]
-            if tokens >= MIN_TOKENS and (tokens - 1) * bits >= CERTAIN:
-                ids = sorted(trace.expert_ids_NLK[rows[run.start], layer, : trace.spec.picks_L[layer]].tolist())
+            share = _share_beside(trace, rows, picks_R, run)
+            chance = min(bits, -np.log2(share)) if share else bits
+            if tokens < MIN_TOKENS or share >= MOST_SHARE or (tokens - 1) * chance < CERTAIN:
+                continue
+            if bits >= FREE or count == len(rows) or len(layers) == len(chooses):
+                ids = trace.expert_ids_NLK[rows[run.start], layers[0], : trace.spec.picks_L[layers[0]]].tolist()
+                layer = f"{trace.spec.layers[layers[0]]}{'' if len(layers) == 1 else ', as every layer,'}"
                 return (
-                    f"{_place(trace, rows[run.start])}: {trace.spec.layers[layer]} sends {count} rows, from there on, "
-                    f"of {tokens} different tokens to experts {ids}; the capture froze"
+                    f"{_place(trace, rows[run.start])}: {layer} sends {count} rows, from there on, of {tokens} "
+                    f"different tokens to experts {ids}; the capture froze"
                 )
     return ""
 
 
-def _share_beside(trace: RoutingTrace, rows: NDArray[np.int64], sets_R: NDArray[Any], run: slice) -> float:
+def _share_beside(trace: RoutingTrace, rows: NDArray[np.int64], picks_R: NDArray[Any], run: slice) -> float:
     """Return in how many rows beside a run its set may stand: next to it, or in all of its sequences, what is more.
 
     Where these are few, all other rows are counted. A share of few rows is taken for a higher one.
@@ -133,21 +146,20 @@ def _share_beside(trace: RoutingTrace, rows: NDArray[np.int64], sets_R: NDArray[
     start, stop = np.searchsorted(rows, trace.offsets[[first, last + 1]]).tolist()
     before, behind = slice(start, run.start), slice(run.stop, stop)
     near = [slice(max(start, run.start - MIN_ROWS), run.start), slice(run.stop, min(stop, run.stop + MIN_ROWS))]
-    is_set_R = sets_R == sets_R[run.start]
-    parts = [is_set_R[near[0]], is_set_R[near[1]], np.concatenate([is_set_R[before], is_set_R[behind]])]
+    is_same_R = picks_R == picks_R[run.start]
+    parts = [is_same_R[near[0]], is_same_R[near[1]], np.concatenate([is_same_R[before], is_same_R[behind]])]
     shares = [(part.sum() + FEW) / (len(part) + FEW) for part in parts if len(part) >= MIN_TOKENS]
     if shares:
         return float(max(shares))
-    return float((is_set_R.sum() - (run.stop - run.start)) / max(len(rows) - (run.stop - run.start), 1))
+    return float((is_same_R.sum() - (run.stop - run.start)) / max(len(rows) - (run.stop - run.start), 1))
 
 
-def _one_row(trace: RoutingTrace, rows: NDArray[np.int64], sets_RL: NDArray[Any], bits_L: NDArray[np.float64]) -> str:
-    """Say where a sequence has the sets of all layers twice, for two tokens."""
+def _same_row(trace: RoutingTrace, rows: NDArray[np.int64], picks_RL: NDArray[Any], bits_L: NDArray[np.float64]) -> str:
+    """Say where a sequence has the picks of all layers twice, for two tokens."""
     certain = CERTAIN + 2 * np.log2(len(rows))  # there are fewer than R^2 pairs of rows
     if bits_L.sum() < certain:
         return ""
-    of_layer_L = np.random.default_rng(1).integers(1 << 64, size=len(bits_L), dtype=np.uint64)
-    tokens_R, row_R = trace.token_ids_N[rows], sets_RL @ of_layer_L
+    tokens_R, row_R = trace.token_ids_N[rows], picks_RL @ _random_numbers(len(bits_L), seed=1)
     sequence_R = np.searchsorted(trace.offsets, rows, side="right")
     order = np.lexsort((tokens_R, row_R, sequence_R))  # rows that are alike, one behind the other
     pairs = np.sort(np.stack([order[:-1], order[1:]]), axis=0)
@@ -157,7 +169,7 @@ def _one_row(trace: RoutingTrace, rows: NDArray[np.int64], sets_RL: NDArray[Any]
     if not is_twice.any():
         return ""
     # a layer that has a set often has it twice by chance
-    chance_L = [((np.unique(sets_R, return_counts=True)[1] / len(rows)) ** 2).sum() for sets_R in sets_RL.T]
+    chance_L = [((np.unique(picks_R, return_counts=True)[1] / len(rows)) ** 2).sum() for picks_R in picks_RL.T]
     if np.minimum(bits_L, -np.log2(chance_L)).sum() < certain:
         return ""
     first, again = pairs[:, is_twice][:, pairs[1, is_twice].argmin()]
@@ -167,18 +179,24 @@ def _one_row(trace: RoutingTrace, rows: NDArray[np.int64], sets_RL: NDArray[Any]
     )
 
 
-def _numbers_of_sets(trace: RoutingTrace, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return a number for the set of each row and layer, uint64 [R, L]: the sum of a random number of each expert.
+def _numbers_of_picks(trace: RoutingTrace, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Return a number for the picks of each row and layer, uint64 [R, L]: the sum of a random one of each pick.
 
-    Two sets have one number with a chance of 2^-64.
+    The order of picks counts. Other picks have the same number with a chance of 2^-64.
     """
     spec = trace.spec
-    of_id = np.random.default_rng(0).integers(1 << 64, size=np.iinfo(spec.id_dtype).max + 1, dtype=np.uint64)
-    sets_RL = np.empty((len(rows), spec.num_layers), np.uint64)
+    of_pick = _random_numbers(spec.top_k, np.iinfo(spec.id_dtype).max + 1, seed=0)
+    picks_RL = np.zeros((len(rows), spec.num_layers), np.uint64)
     for start in range(0, len(rows), ROWS_AT_ONCE):
         part = slice(start, start + ROWS_AT_ONCE)
-        sets_RL[part] = of_id[trace.expert_ids_NLK[rows[part]]].sum(axis=-1, dtype=np.uint64)
-    return sets_RL
+        ids_RLK = trace.expert_ids_NLK[rows[part]]
+        for k in range(spec.top_k):
+            picks_RL[part] += of_pick[k, ids_RLK[..., k]]
+    return picks_RL
+
+
+def _random_numbers(*shape: int, seed: int) -> NDArray[np.uint64]:
+    return np.random.default_rng(seed).integers(1 << 64, size=shape, dtype=np.uint64)
 
 
 def _long_runs(is_same_R: NDArray[np.bool_]) -> list[slice]:

@@ -71,8 +71,9 @@ def packed_places(positions_T: NDArray[Any]) -> list[slice]:
     """
     starts, width = np.flatnonzero(positions_T == 0), len(positions_T)
     lengths = np.diff(starts, append=width)
-    counted_T = np.arange(width) - np.repeat(starts, lengths) if len(starts) and not starts[0] else None
-    if positions_T.dtype.kind not in "iu" or (width and not np.array_equal(positions_T, counted_T)):
+    # what stands before the first start is repeated for none of them
+    counted_T = np.arange(width - lengths.sum(), width) - np.repeat(starts, lengths)
+    if positions_T.dtype.kind not in "iu" or not np.array_equal(positions_T, counted_T):
         raise CaptureError(
             f"position_ids are {positions_T[:8].tolist()}...; expected whole numbers that count from 0 in each sequence"
         )

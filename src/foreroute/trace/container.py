@@ -489,7 +489,7 @@ def on_common_layers(traces: Sequence[RoutingTrace], *, what: str) -> list[Routi
         SpecMismatchError: when they come from different models.
     """
     tables = [{layer for layer in trace.spec.layers if layer.kind is LayerKind.HASH} for trace in traces]
-    partial = set.union(*tables) - set.intersection(*tables)
+    partial = {layer for own in tables for layer in own if not all(layer in each for each in tables)}
     alike = [
         trace.select_layers([layer for layer in trace.spec.layers if layer not in partial])
         if partial & own and len(partial) < trace.spec.num_layers
