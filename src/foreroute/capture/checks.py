@@ -23,8 +23,8 @@ one expert is for, the chance is that share. Tokens that come again are no new e
 times the bits of two. So with 32 other rows on each side top-8 of 128 takes 11 tokens. K = E, which has one set, is
 never judged."""
 FREE = 4
-"""Bits of a layer that is judged by itself. One of fewer, such as top-1 or top-2, is judged where it never changes in the
-whole trace, or all layers stay at once: with random weights it may stay with its picks over a whole text."""
+"""Bits of a layer that is judged by itself. One of fewer, such as top-1 or top-2, is judged where it never changes in
+the whole trace, or all layers stay at once: with random weights it may stay with its picks over a whole text."""
 MOST_SHARE = 0.5
 """Share of the rows beside a run from which its layer stays with the set by itself: it has collapsed, or comes to it by
 and by, as a model of random weights does over a long text."""
@@ -138,20 +138,22 @@ def _same_picks(
 
 
 def _share_beside(trace: RoutingTrace, rows: NDArray[np.int64], picks_R: NDArray[Any], run: slice) -> float:
-    """Return in how many rows beside a run its set may stand: next to it, or in all of its sequences, what is more.
+    """Return in how many rows beside a run its picks may stand: next to it, or in all of its sequences, what is more.
 
     Where these are few, all other rows are counted. A share of few rows is taken for a higher one.
     """
     first, last = (place_of(rows[row], trace.offsets)[0] for row in (run.start, run.stop - 1))
     start, stop = np.searchsorted(rows, trace.offsets[[first, last + 1]]).tolist()
-    before, behind = slice(start, run.start), slice(run.stop, stop)
-    near = [slice(max(start, run.start - MIN_ROWS), run.start), slice(run.stop, min(stop, run.stop + MIN_ROWS))]
-    is_same_R = picks_R == picks_R[run.start]
-    parts = [is_same_R[near[0]], is_same_R[near[1]], np.concatenate([is_same_R[before], is_same_R[behind]])]
-    shares = [(part.sum() + FEW) / (len(part) + FEW) for part in parts if len(part) >= MIN_TOKENS]
-    if shares:
-        return float(max(shares))
-    return float((is_same_R.sum() - (run.stop - run.start)) / max(len(rows) - (run.stop - run.start), 1))
+    most, count = 0.0, run.stop - run.start
+    for margin in (MIN_ROWS, len(rows)):
+        before = picks_R[max(start, run.start - margin) : run.start] == picks_R[run.start]
+        behind = picks_R[run.stop : min(stop, run.stop + margin)] == picks_R[run.start]
+        parts = [before, behind] if margin == MIN_ROWS else [np.concatenate([before, behind])]
+        shares = [(part.sum() + FEW) / (len(part) + FEW) for part in parts if len(part) >= MIN_TOKENS]
+        most = max([most, *shares])
+        if most >= MOST_SHARE:  # more is not asked
+            return float(most)
+    return float(most) or float((picks_R == picks_R[run.start]).sum() - count) / max(len(rows) - count, 1)
 
 
 def _same_row(trace: RoutingTrace, rows: NDArray[np.int64], picks_RL: NDArray[Any], bits_L: NDArray[np.float64]) -> str:
