@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from foreroute.errors import InputError
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.trace.checks import as_array, as_mask, recorded_rows
+from foreroute.trace.container import on_common_layers
 from foreroute.trace.operations import overlap
 
 THRESHOLDS = (1.5, 2.0)
@@ -144,7 +145,7 @@ def as_traces(
     mask: ArrayLike | None = None,
     spec: RoutingSpec | None = None,
 ) -> tuple[RoutingTrace, RoutingTrace]:
-    """Return the routes of the same tokens by two sides as traces; two traces as they are.
+    """Return the routes of the same tokens by two sides as traces of the same layers.
 
     Args:
         a: integers [B, T, L, K] of any width, -1 in all of a position that was not recorded.
@@ -155,8 +156,10 @@ def as_traces(
     Raises:
         TraceContentError: when routes cannot be true.
         InputError: when shapes differ, or a trace is given beside an array or a mask.
+        SpecMismatchError: when two traces come from different models.
     """
     if isinstance(a, RoutingTrace) and isinstance(b, RoutingTrace) and mask is None:
+        a, b = on_common_layers([a, b], what="the second trace")
         return a, b
     if isinstance(a, RoutingTrace) or isinstance(b, RoutingTrace):
         raise InputError("a trace is beside an array or a mask; expected two traces, or two arrays (trace.to_padded())")
