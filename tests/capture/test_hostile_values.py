@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from foreroute.capture import Sampling, decode
-from foreroute.capture.checks import refuse_constant_layers
+from foreroute.capture.checks import refuse_frozen_rows
 from foreroute.errors import CaptureError, ConfigError, InputError
 from foreroute.trace import RoutedLayer, RoutingTrace
 from tests import wires
@@ -249,7 +249,7 @@ def test_hostile_model(model):
 @pytest.mark.parametrize("trace", [*SCALARS, ROUTES, [TRACE]], **IDS)
 def test_hostile_trace_to_examine(trace):
     with pytest.raises(CaptureError, match="expected a RoutingTrace"):
-        refuse_constant_layers(trace)
+        refuse_frozen_rows(trace)
 
 
 @pytest.mark.parametrize(

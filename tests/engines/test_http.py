@@ -115,6 +115,9 @@ def test_no_redirect_is_followed(status, target):
     [
         *("", "x", "file:///etc/passwd", "ftp://127.0.0.1/x", "data:,x", "127.0.0.1:8000"),
         *("http://", "http:///x", "http://:80", "http://[::1", "http://a:b/", "http://a:99999"),
+        *("http://a b:1", "http://a ", " http://a", "http:// ", "http://a/ b", "http://a%20b", "http://a\u2003b"),
+        *("http://a:0", "http://a:-1", "http://a:65536", "http://a..b", "http://.a", "http://.", "http://a,b"),
+        *("http://*", f"http://{'a' * 64}", f"http://{'a.' * 127}aa", "//a", "http:a"),
         *("http://\ud800", "http://a/\ud800", "http://a\n", "http://user:word@a", "http://a?b=c", "http://a#b"),
         *(3, None, b"http://a"),
     ],
@@ -125,16 +128,31 @@ def test_what_is_no_address_is_refused_before_anything_is_opened(url):
 
 
 @pytest.mark.parametrize(
-    "url", ["http://a", "https://a-b.c_d:1/x/", "http://127.0.0.1:8000", "http://[::1]:80", "http://a."]
+    "url",
+    [
+        *(
+            "http://a",
+            "https://a-b.c_d:1/x/",
+            "http://127.0.0.1:8000",
+            "http://[::1]:80",
+            "http://a.",
+            "HTTP://A:65535",
+        ),
+        *("http://ä.de", f"http://{'a' * 63}", f"http://{'a.' * 126}a"),
+    ],
 )
 def test_what_is_an_address_is_taken(url):
     Client(url, timeout_s=1, what="the server")
 
 
-@pytest.mark.parametrize("host", ["a b", "a..b", "a" * 70])
-def test_a_host_that_cannot_be_looked_up_is_one_error(host):
+@pytest.mark.parametrize("error", [socket.gaierror(-2, "not known"), UnicodeError("label too long")])
+def test_a_host_that_cannot_be_looked_up_is_one_error(monkeypatch, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
     with pytest.raises(EngineError, match="cannot be reached or broke off"):
-        Client(f"http://{host}:1", timeout_s=5, what="the server").get("/x")
+        Client("http://nobody:1", timeout_s=5, what="the server").get("/x")
 
 
 FORKED = """

@@ -6,6 +6,7 @@ every change must be refused or change no route.
 """
 
 import base64
+import json
 
 import numpy as np
 
@@ -37,7 +38,14 @@ def wires_as_text():
         ("npy", npy, [b"'descr': '|u", b"'shape': (11, 5, 3)"]),
         ("sglang", wires.sglang(ROLLOUT).encode(), []),
         ("sglang-openai", wires.sglang_openai(ROLLOUT).encode(), []),
+        ("lists", json.dumps(ROLLOUT.routes_RLK.tolist()).encode(), []),
+        ("table", json.dumps(_table()).encode(), [b'"shape": [11, 4, 3]', b'"dtype": "uint8"']),
     ]
+
+
+def _table():
+    data = base64.b64encode(ROLLOUT.routes_RLK.astype(np.uint8).tobytes()).decode()
+    return {"data": data, "shape": [11, 4, 3], "dtype": "uint8"}
 
 
 def _decode(raw):

@@ -203,12 +203,14 @@ def test_other_sizes_are_another_model():
     [
         (lambda trace: plan.packed_counts(trace, layout.pack_sequences([1], 1, 8)), "a plan"),
         (lambda trace: layout.take(trace, layout.pack(trace.lengths).rows()), "a layout of ranks"),
-        (
-            lambda trace: fr.capture.decode([[[[0, 1, 2]] * 3]], token_ids=[[1, 2]], model=SPEC),
-            "a capture of an engine",
-        ),
     ],
 )
 def test_what_takes_equal_layers_alone_says_so(use, what):
     with pytest.raises(SpecMismatchError, match=f"{what} cannot take layers of different sizes"):
         use(trace_of(ROW))
+
+
+def test_an_engines_output_of_such_a_model_is_refused_with_a_door_that_takes_it():
+    with pytest.raises(SpecMismatchError, match=r"put -1 behind the picks of each layer.*RoutingTrace.from_sequences"):
+        fr.capture.decode(np.zeros((1, 3, 3), int), token_ids=[1, 2], model=SPEC)
+    assert fr.RoutingTrace.from_sequences(SPEC, [[1, 2]], [[ROW]]).valid_N.tolist() == [True, False]

@@ -4,7 +4,7 @@ engine.
 decode          the door: tokens, rows and layers put in place
 recognition     which form an output has, where the routes lie
 arrays          fields, arrays, text and bytes from outside
-verl_batch      the padded batch of verl
+verl_batch      padded and packed batches of verl, ms-swift and SkyRL
 checks          captures that look like one that failed
 sampling_masks  the sets that tokens were drawn from
 indexers        choices of sparse-attention indexers             with_indexer_choices

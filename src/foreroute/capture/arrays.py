@@ -9,6 +9,7 @@ from __future__ import annotations
 import binascii
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -19,11 +20,15 @@ from foreroute.errors import CaptureError, shown
 from foreroute.files.regular import parse_json
 from foreroute.trace import RoutedLayer
 from foreroute.trace.checks import host_array
+from foreroute.trace.spec import is_whole
 
 MAX_TEXT = 1 << 28
 """Characters of one text, JSON or base64: 256 Mi, some ten million tokens of a model of 48 layers in base64."""
 MAX_INT32 = 2**31 - 1
 NPY_MAGIC = b"\x93NUMPY"
+TABLE = ("data", "shape", "dtype")
+"""Fields of an array in JSON: its bytes in base64, as dynamo, prime-rl and ms-swift write them."""
+TABLE_TYPES = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 # `numpy.save` writes exactly this; its own reader evaluates the header as a Python literal, which is not needed here.
 _NPY_HEADER = re.compile(
     rb"\{'descr': '([<|][iu][1248])', 'fortran_order': (True|False), "
@@ -69,6 +74,18 @@ def is_array(value: Any) -> bool:
     """Say whether it is an array of some library. A tensor dictionary may have a shape and a dtype, but has keys."""
     kind = type(value)
     return hasattr(kind, "__array__") and not hasattr(kind, "keys") and not isinstance(value, np.generic)
+
+
+def is_table(value: Any) -> bool:
+    """Say whether it is an array as a JSON object."""
+    return isinstance(value, Mapping) and all(field_of(value, name) is not None for name in TABLE)
+
+
+def is_nested(value: Any, depth: int = 3) -> bool:
+    """Say whether it is lists of lists of lists of numbers, or as deep as is said, by the first of each."""
+    if depth == 0:
+        return type(value) is int
+    return isinstance(value, list | tuple) and any(is_nested(each, depth - 1) for each in items_of(value, "a list")[:1])
 
 
 def as_array(values: Any, name: str) -> np.ndarray[Any, Any]:
@@ -125,10 +142,10 @@ def read_npy(data: bytes) -> NDArray[Any]:
 
 
 def read_rows(values: Any, rows: int, picks: int, name: str) -> NDArray[Any]:
-    """Read what a sequence has in each layer: an array of any library, the bytes of a `.npy` file, or base64.
+    """Read what a sequence has in each layer: an array or table, nested lists, the bytes of a `.npy` file, or base64.
 
     Args:
-        values: base64 is of int32 without a shape.
+        values: base64 is of int32 without a shape. Rows of arrays may be flat: [R, L · K].
         rows: as many must lie in base64.
         picks: K, of a row in a layer of base64.
         name: says what they are.
@@ -142,9 +159,13 @@ def read_rows(values: Any, rows: int, picks: int, name: str) -> NDArray[Any]:
     if isinstance(values, bytes):
         return read_npy(values)
     if not isinstance(values, str):
-        array = as_integers(values, name)
+        array = _read_table(values, name) if is_table(values) else as_integers(_plain(values, name), name)
+        if array.ndim == 2 and array.shape[1] % picks == 0:
+            array = array.reshape(len(array), array.shape[1] // picks, picks)
         if array.ndim != 3:
-            raise CaptureError(f"{name} have the shape {array.shape}; expected [rows, layers, picks]")
+            raise CaptureError(
+                f"{name} have the shape {array.shape}; expected [rows, layers, picks], or [rows, layers * picks]"
+            )
         return array
     data, rows = read_base64(values, name), max(rows, 0)
     layers, rest = divmod(len(data), max(4 * rows * picks, 1))
@@ -154,6 +175,36 @@ def read_rows(values: Any, rows: int, picks: int, name: str) -> NDArray[Any]:
             "the text cut? Else look at the tokens, start and top_k"
         )
     return np.frombuffer(data, "<i4").reshape(rows, layers, picks)
+
+
+def _plain(values: Any, name: str) -> Any:
+    """Return nested lists when they hold whole numbers alone, which numpy would make of truth values too."""
+    if not isinstance(values, list | tuple):
+        return values
+    if not items_of(values, name):
+        return np.zeros((0, 0, 0), np.int64)
+    try:
+        kinds = set(map(type, chain.from_iterable(chain.from_iterable(values))))
+    except Exception as error:
+        raise CaptureError(f"{name} cannot be read ({shown(error)}); expected lists [rows, layers, picks]") from error
+    if kinds - {int}:
+        names = sorted(kind.__name__ for kind in kinds - {int})
+        raise CaptureError(f"{name} are lists that hold {', '.join(names)[:80]}; expected whole numbers")
+    return values
+
+
+def _read_table(table: Any, name: str) -> NDArray[Any]:
+    data, shape, dtype = (field_of(table, each) for each in TABLE)
+    sizes = items_of(shape, f"the shape of {name}")
+    if not isinstance(data, str) or dtype not in TABLE_TYPES or not all(is_whole(n) and n >= 0 for n in sizes):
+        raise CaptureError(
+            f"{name} are a table of {shown(data)}, {shown(dtype)} of shape {shown(shape)}; expected base64, the axes, "
+            f"and one of {', '.join(TABLE_TYPES)}"
+        )
+    content, size = read_base64(data, name), np.dtype(dtype).itemsize * prod(sizes)
+    if len(content) != size:
+        raise CaptureError(f"{name} are {len(content)} bytes, and {dtype} {shown(shape)} is {size}; was the text cut?")
+    return np.frombuffer(content, dtype).reshape(sizes) if content else np.zeros((0, 0, 0), dtype)
 
 
 def columns_of(layers: Sequence[RoutedLayer], axis_length: int, name: str) -> NDArray[np.int64]:

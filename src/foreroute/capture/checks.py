@@ -8,31 +8,55 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import CaptureError, shown
-from foreroute.trace import RoutingSpec, RoutingTrace
+from foreroute.trace import LayerKind, RoutingSpec, RoutingTrace
+from foreroute.trace.checks import place_of
 
-MIN_ROWS = 32
-"""Rows before a layer that never changes its mind counts as a failed capture. Chosen by hand: a short prompt of a
-trained model may well go to one set of experts in its first layer."""
-MIN_TOKENS = 8
-"""Distinct input tokens among them: a repeated token may well go to the same experts."""
-ROWS_AT_ONCE = 256
+MIN_ROWS, MIN_TOKENS = 32, 8
+"""Rows one after the other, and distinct input tokens among them, before a layer that stays with one set counts as
+frozen. Chosen by hand: a short prompt may well go to one set of experts in a trained model's first layer, and a
+repeated token may everywhere."""
+CERTAIN = 30.0
+"""Bits: what a healthy router does with a chance below 2^-30. A router that sends a token to a set of experts is taken
+to send another one to the same set with a chance of 2^-min(K, E - K): one half for each pick that it is free in. Where
+the rows beside a run have its set in a larger share, as those of a router that has nearly collapsed, or of a text that
+one expert is for, the chance is that share. Tokens that come again are no new evidence: d tokens on one set have d - 1
+times the bits of two. So with 32 other rows on each side top-8 of 128 takes 11 tokens. K = E, which has one set, is
+never judged."""
+FREE = 4
+"""Bits of a layer that is judged by itself. One of fewer, such as top-1 or top-2, is judged where it never changes in
+the whole trace, or all layers stay at once: with random weights it may stay with its picks over a whole text."""
+MOST_SHARE = 0.5
+"""Share of the rows beside a run from which its layer stays with the set by itself: it has collapsed, or comes to it by
+and by, as a model of random weights does over a long text."""
+FEW = 4
+"""Rows with the set that are added to those beside a run, since a share of 32 rows is known to no more than a tenth."""
+ROWS_AT_ONCE = 4096
+UNFREEZE = "Run the engine without CUDA graphs (enforce_eager=True, --disable-cuda-graph), or take a newer one."
 
 
-def refuse_unfilled_layers(rows_RLK: NDArray[Any], spec: RoutingSpec, *, what: str) -> None:
-    """Raise `CaptureError` when a layer of a sequence has nothing but zeros: its buffer was never filled.
+def unfilled_lookups(rows_RLK: NDArray[Any], spec: RoutingSpec, *, what: str) -> NDArray[np.bool_]:
+    """Say in which layers a sequence has nothing but zeros because they look experts up by token, bool [L].
+
+    Engines may leave these out. Any other such layer is a buffer that was never filled.
 
     Args:
         rows_RLK: [R, L, K], the routed rows of one sequence.
         spec: E and the layer table.
         what: names the sequence.
+
+    Raises:
+        CaptureError: when another layer is, or all are.
     """
-    if not len(rows_RLK):
-        return
-    zero_L = ~rows_RLK.any(axis=(0, 2))
+    zero_L = np.asarray(~rows_RLK.any(axis=(0, 2)) & (len(rows_RLK) > 0))
+    if not zero_L.any():
+        return zero_L
+    lookup_L = zero_L & np.array([layer.kind is LayerKind.HASH for layer in spec.layers])
     # With one pick, zeros are a possible route to expert 0; a capture full of them is not.
-    if (spec.top_k > 1 and zero_L.any()) or (
-        zero_L.all() and zero_L.size * len(rows_RLK) >= 8 and spec.num_experts > 1
-    ):
+    if spec.top_k > 1:
+        is_wrong = zero_L.all() or (zero_L & ~lookup_L).any()
+    else:
+        is_wrong = zero_L.all() and zero_L.size * len(rows_RLK) >= 8 and spec.num_experts > 1
+    if is_wrong:
         wrong_table = (
             "" if zero_L.all() else ". If the layer is dense, the model's layers are stated wrong: pass its own"
         )
@@ -41,6 +65,7 @@ def refuse_unfilled_layers(rows_RLK: NDArray[Any], spec: RoutingSpec, *, what: s
             f"{spec.layers[int(np.argmax(zero_L))]}); the engine never filled them. Compiled or fused MoE "
             f"paths bypass the capture: try enforce_eager=True, another MoE kernel, or a newer engine{wrong_table}"
         )
+    return np.asarray(lookup_L & (spec.top_k > 1))
 
 
 def refuse_routed_dense(columns_RDK: NDArray[Any], layers: list[int], *, what: str) -> None:
@@ -63,25 +88,125 @@ def refuse_routed_dense(columns_RDK: NDArray[Any], layers: list[int], *, what: s
         )
 
 
-def refuse_constant_layers(trace: RoutingTrace) -> None:
-    """Raise `CaptureError` when a layer sends many different tokens to the same experts."""
+def refuse_frozen_rows(trace: RoutingTrace) -> None:
+    """Raise `CaptureError` when a trace has `frozen_rows`."""
+    if found := frozen_rows(trace):
+        raise CaptureError(
+            f"{found}. {UNFREEZE} If the router really has collapsed, build the trace with RoutingTrace.from_sequences"
+        )
+
+
+def frozen_rows(trace: RoutingTrace) -> str:
+    """Say where many different tokens have the same picks, or one token has the row of another: "" where none has.
+
+    Layers are looked at one by one, rows one after the other and from one sequence to the next. So a layer that never
+    changes is found, and an engine that stops to write rows in the middle of one request. Whole rows, of all layers,
+    stand twice in a sequence only where a token comes again.
+    """
     if not isinstance(trace, RoutingTrace):
         raise CaptureError(f"the trace is {shown(trace)}; expected a RoutingTrace")
-    spec, valid = trace.spec, trace.valid_N
-    chooses = [layer for layer, (num_experts, top_k) in enumerate(spec.sizes_L) if top_k < num_experts]
-    if not chooses or valid.sum() < MIN_ROWS:
-        return
-    if len(np.unique(trace.token_ids_N[valid])) < MIN_TOKENS:
-        return
-    ids = trace.expert_ids_NLK[valid]
-    layers, first_LK = np.array(chooses), np.sort(ids[0], axis=-1)
-    # In parts: after the first, hardly a layer is left to sort.
-    for start in range(0, len(ids), ROWS_AT_ONCE):
-        part = np.sort(ids[start : start + ROWS_AT_ONCE, layers], axis=-1)
-        layers = layers[(part == first_LK[layers]).all(axis=(0, 2))]
-    if len(layers):
-        raise CaptureError(
-            f"{spec.layers[int(layers[0])]} sends all {len(ids)} rows to experts {first_LK[layers[0]].tolist()} "
-            f"({len(layers)} such layers); the capture of that layer failed. If its router really has collapsed, build "
-            "the trace with RoutingTrace.from_rows"
-        )
+    rows = np.flatnonzero(trace.valid_N)
+    bits_L = np.array([min(top_k, num_experts - top_k) for num_experts, top_k in trace.spec.sizes_L], np.float64)
+    if len(rows) < 2 or not bits_L.any():
+        return ""
+    picks_RL = _numbers_of_picks(trace, rows)
+    return _same_picks(trace, rows, picks_RL, bits_L) or _same_row(trace, rows, picks_RL, bits_L)
+
+
+def _same_picks(
+    trace: RoutingTrace, rows: NDArray[np.int64], picks_RL: NDArray[Any], bits_L: NDArray[np.float64]
+) -> str:
+    """Say where a layer, or all at once, repeat their picks in their order, as a buffer does that was not written."""
+    tokens_R, chooses = trace.token_ids_N[rows], np.flatnonzero(bits_L)
+    for layers in [*chooses[:, None], chooses]:
+        bits = bits_L[layers].sum()
+        picks_R = picks_RL[:, layers] @ _random_numbers(len(layers), seed=1)
+        for run in _long_runs(picks_R[1:] == picks_R[:-1]):
+            count, tokens = run.stop - run.start, len(np.unique(tokens_R[run]))
+            share = _share_beside(trace, rows, picks_R, run)
+            chance = min(bits, -np.log2(share)) if share else bits
+            if tokens < MIN_TOKENS or share >= MOST_SHARE or (tokens - 1) * chance < CERTAIN:
+                continue
+            if bits >= FREE or count == len(rows) or len(layers) == len(chooses):
+                ids = trace.expert_ids_NLK[rows[run.start], layers[0], : trace.spec.picks_L[layers[0]]].tolist()
+                layer = f"{trace.spec.layers[layers[0]]}{'' if len(layers) == 1 else ', as every layer,'}"
+                return (
+                    f"{_place(trace, rows[run.start])}: {layer} sends {count} rows, from there on, of {tokens} "
+                    f"different tokens to experts {ids}; the capture froze"
+                )
+    return ""
+
+
+def _share_beside(trace: RoutingTrace, rows: NDArray[np.int64], picks_R: NDArray[Any], run: slice) -> float:
+    """Return in how many rows beside a run its picks may stand: next to it, or in all of its sequences, what is more.
+
+    Where these are few, all other rows are counted. A share of few rows is taken for a higher one.
+    """
+    first, last = (place_of(rows[row], trace.offsets)[0] for row in (run.start, run.stop - 1))
+    start, stop = np.searchsorted(rows, trace.offsets[[first, last + 1]]).tolist()
+    most, count = 0.0, run.stop - run.start
+    for margin in (MIN_ROWS, len(rows)):
+        before = picks_R[max(start, run.start - margin) : run.start] == picks_R[run.start]
+        behind = picks_R[run.stop : min(stop, run.stop + margin)] == picks_R[run.start]
+        parts = [before, behind] if margin == MIN_ROWS else [np.concatenate([before, behind])]
+        shares = [(part.sum() + FEW) / (len(part) + FEW) for part in parts if len(part) >= MIN_TOKENS]
+        most = max([most, *shares])
+        if most >= MOST_SHARE:  # more is not asked
+            return float(most)
+    return float(most) or float((picks_R == picks_R[run.start]).sum() - count) / max(len(rows) - count, 1)
+
+
+def _same_row(trace: RoutingTrace, rows: NDArray[np.int64], picks_RL: NDArray[Any], bits_L: NDArray[np.float64]) -> str:
+    """Say where a sequence has the picks of all layers twice, for two tokens."""
+    certain = CERTAIN + 2 * np.log2(len(rows))  # there are fewer than R^2 pairs of rows
+    if bits_L.sum() < certain:
+        return ""
+    tokens_R, row_R = trace.token_ids_N[rows], picks_RL @ _random_numbers(len(bits_L), seed=1)
+    sequence_R = np.searchsorted(trace.offsets, rows, side="right")
+    order = np.lexsort((tokens_R, row_R, sequence_R))  # rows that are alike, one behind the other
+    pairs = np.sort(np.stack([order[:-1], order[1:]]), axis=0)
+    is_twice = tokens_R[pairs[0]] != tokens_R[pairs[1]]
+    for numbers_R in (sequence_R, row_R):
+        is_twice &= numbers_R[pairs[0]] == numbers_R[pairs[1]]
+    if not is_twice.any():
+        return ""
+    # a layer that has a set often has it twice by chance
+    chance_L = [((np.unique(picks_R, return_counts=True)[1] / len(rows)) ** 2).sum() for picks_R in picks_RL.T]
+    if np.minimum(bits_L, -np.log2(chance_L)).sum() < certain:
+        return ""
+    first, again = pairs[:, is_twice][:, pairs[1, is_twice].argmin()]
+    return (
+        f"{_place(trace, rows[again])}: the row of token {tokens_R[again]} is that of token {tokens_R[first]} at "
+        f"position {trace.positions_N[rows[first]]}, in all {len(bits_L)} layers; the engine wrote a row twice"
+    )
+
+
+def _numbers_of_picks(trace: RoutingTrace, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Return a number for the picks of each row and layer, uint64 [R, L]: the sum of a random one of each pick.
+
+    The order of picks counts. Other picks have the same number with a chance of 2^-64.
+    """
+    spec = trace.spec
+    of_pick = _random_numbers(spec.top_k, np.iinfo(spec.id_dtype).max + 1, seed=0)
+    picks_RL = np.zeros((len(rows), spec.num_layers), np.uint64)
+    for start in range(0, len(rows), ROWS_AT_ONCE):
+        part = slice(start, start + ROWS_AT_ONCE)
+        ids_RLK = trace.expert_ids_NLK[rows[part]]
+        for k in range(spec.top_k):
+            picks_RL[part] += of_pick[k, ids_RLK[..., k]]
+    return picks_RL
+
+
+def _random_numbers(*shape: int, seed: int) -> NDArray[np.uint64]:
+    return np.random.default_rng(seed).integers(1 << 64, size=shape, dtype=np.uint64)
+
+
+def _long_runs(is_same_R: NDArray[np.bool_]) -> list[slice]:
+    """Return the runs of `MIN_ROWS` or more, where each row but the first is said to be as the one before."""
+    edges = np.flatnonzero(np.diff(is_same_R, prepend=False, append=False)).reshape(-1, 2)
+    long = edges[edges[:, 1] - edges[:, 0] >= MIN_ROWS - 1]
+    return [slice(start, end + 1) for start, end in long.tolist()]
+
+
+def _place(trace: RoutingTrace, row: int) -> str:
+    return "sequence {}, position {}".format(*place_of(row, trace.offsets))

@@ -6,7 +6,7 @@ the model. Then `RoutingTrace.from_rows` checks every id, and what looks like a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from foreroute.capture.arrays import (
     items_of,
     read_rows,
 )
-from foreroute.capture.checks import refuse_constant_layers, refuse_routed_dense, refuse_unfilled_layers
+from foreroute.capture.checks import refuse_frozen_rows, refuse_routed_dense, unfilled_lookups
 from foreroute.capture.indexers import with_indexer_choices
 from foreroute.capture.recognition import Form, RawSequence, have_all, read_output
 from foreroute.capture.sampling_masks import decode_masks
@@ -37,7 +37,7 @@ def decode(
     model: RoutingSpec,
     token_ids: Any = None,
     valid: Any = None,
-    start: int = 0,
+    start: int | Sequence[int] = 0,
     weight_version: int | Callable[[str], int] = NO_VERSION,
     vocabulary_size: int | None = None,
     indexers: IndexerSpec | None = None,
@@ -46,15 +46,18 @@ def decode(
 
     Args:
         output: a response of vLLM or SGLang (parsed, or JSON text or bytes), an in-process output of vLLM, a padded
-            batch of verl, a list of these; or routes alone, integers [rows, layers, K] of one sequence or a list of
-            such: an array of any library or the bytes of a `.npy` file.
+            or packed batch of verl, ms-swift or SkyRL, a list of these; or routes alone, integers [rows, layers, K] or
+            [rows, layers * K] of one sequence or a list of such: an array of any library, nested lists, a table of
+            data, shape and dtype, or the bytes of a `.npy` file.
         model: experts, picks and routed layers. The layer axis of the output may have these layers alone, or all
-            decoder layers of the model.
+            decoder layers of the model. Zeros in layers of the kind `hash`, which look experts up by token, were not
+            recorded: the trace has the other layers, and a model of transformers replays it.
         token_ids: prompt and response tokens, integers [T] for one sequence or S of them. Needed where the output does
             not carry them; compared with those that it carries.
         valid: for routes alone: bool [rows] for one sequence or S of them, False where a row was never routed.
         start: the position of the first row, where the request skipped a known prefix
-            (`routed_experts_prompt_start`, `routed_experts_start_len`). Earlier rows are absent.
+            (`routed_experts_prompt_start`, `routed_experts_start_len`), one for all sequences or one for each. Earlier
+            rows are absent. A table may state its own.
         weight_version: the weights that computed the routes; or a function, such as `int`, that makes a version of the
             name that vLLM (0.31 and newer) and SGLang give the weights of each span of generated tokens. The rows that
             produced these tokens are then stamped, and rows of the prompt are not.
@@ -63,36 +66,40 @@ def decode(
             their choices.
 
     Returns:
-        One sequence for each choice. Row p is the routing of input position p; the last token's row is absent unless
-        routes alone have it. The masks are `trace.streams["sampling"]`, the choices `trace.streams["indexer"]`.
+        One sequence for each choice. Row p is the routing of input position p. The last token's row is absent, also
+        where the output has one: an engine ends before it feeds that token, and cannot know its route. The masks are
+        `trace.streams["sampling"]`, the choices `trace.streams["indexer"]`.
 
     Raises:
         CaptureError: when the form is unknown or damaged, rows or layers do not fit, or routes, masks or choices cannot
             be trusted.
         SpecMismatchError: when layers of the model differ in experts or picks.
     """
-    _require_decoder_layers(model)
-    model.require_alike("a capture of an engine", "RoutingTrace.from_sequences takes its arrays, -1 behind fewer picks")
-    start = whole_number(start, name="start", least=0, most=MAX_INT32, kind=CaptureError)
+    _require_readable(model)
     form, sequences = read_output(output)
+    starts = _starts(start, sequences)
     if valid is not None and form is not Form.ARRAY:
         raise CaptureError(f"valid is for routes alone, and the output has the form {form}; leave it out")
     given_tokens = _one_for_each(token_ids, len(sequences), "token_ids", "integers [T]")
     given_valid = _one_for_each(valid, len(sequences), "valid", "bools [rows]")
     tokens: list[NDArray[np.int32]] = []
-    rows, valid_S, versions = [], [], []
+    rows, valid_S, versions, unfilled_L = [], [], [], np.zeros(model.num_layers, np.bool_)
     for s, (raw, own, mask) in enumerate(zip(sequences, given_tokens, given_valid, strict=True)):
         tokens.append(_tokens(raw, own, s))
         routed = raw.valid if mask is None else as_array(mask, f"valid of sequence {s}")
         versions.append(_versions(raw, len(tokens[s]), weight_version, f"sequence {s}"))
-        rows_TLK, valid_T = _place(raw.routes, routed, len(tokens[s]), form, model, start, f"sequence {s}")
+        rows_TLK, valid_T, missing_L = _place(raw, routed, len(tokens[s]), form, model, starts[s], f"sequence {s}")
         rows.append(rows_TLK)
         valid_S.append(valid_T)
+        unfilled_L |= missing_L
     if any(len(each) > 1 for each in tokens) and not any(each.any() for each in valid_S):
         raise CaptureError(
             "no row of the output has a route. The capture failed, or was not asked for; a sequence that was never "
             "routed is RoutingTrace.unrouted"
         )
+    if unfilled_L.any():
+        rows = [rows_TLK[:, ~unfilled_L] for rows_TLK in rows]
+        model = model.select(model.layers[layer] for layer in np.flatnonzero(~unfilled_L))
     try:
         trace = RoutingTrace.from_rows(
             model,
@@ -108,22 +115,48 @@ def decode(
             "upgrade the engine. Ids below 0, or an expert twice, are a buffer that was not filled, or bytes read with "
             "the wrong shape or dtype; a row that was never routed is -1 throughout, or told by valid"
         ) from error
-    refuse_constant_layers(trace)
+    refuse_frozen_rows(trace)
     if have_all([raw.sampling_mask for raw in sequences], "sampling mask"):
         trace = trace.with_stream(SAMPLING, decode_masks(sequences, tokens, vocabulary_size))
     choices = [raw.indexer_topk for raw in sequences]
     return with_indexer_choices(trace, choices, indexers) if have_all(choices, "choices of indexers") else trace
 
 
+def _starts(start: object, sequences: Sequence[RawSequence]) -> list[int]:
+    """Return the position of the first row of each sequence: what its table states, or else what the caller does."""
+    each = items_of(start, "start") if isinstance(start, list | tuple | np.ndarray) else [start] * len(sequences)
+    if len(each) != len(sequences):
+        raise CaptureError(f"start has {len(each)} positions for {len(sequences)} sequences; expected one, or as many")
+    starts = []
+    for given, raw in zip(each, sequences, strict=True):
+        given = whole_number(given, name="start", least=0, most=MAX_INT32, kind=CaptureError)
+        if raw.start is not None:
+            stated = whole_number(raw.start, name="start of the table", least=0, most=MAX_INT32, kind=CaptureError)
+            if given not in (0, stated):
+                raise CaptureError(f"start is {given}, and the table states {stated}; leave start out")
+            given = stated
+        starts.append(given)
+    return starts
+
+
 def _place(
-    routes: Any, valid_R: NDArray[Any] | None, num_tokens: int, form: Form, spec: RoutingSpec, start: int, what: str
-) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """Put the rows of one sequence of T tokens at their positions: integers [T, L, K], and bool [T] where one is."""
+    raw: RawSequence,
+    valid_R: NDArray[Any] | None,
+    num_tokens: int,
+    form: Form,
+    spec: RoutingSpec,
+    start: int,
+    what: str,
+) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
+    """Put the rows of one sequence of T tokens at their positions: integers [T, L, K], and bool [T] where one is.
+
+    Beside them bool [L], the layers that look experts up by token and have none here.
+    """
     if start > max(num_tokens - 1, 0):
         raise CaptureError(f"{what} starts at {start}; expected a position of its {num_tokens} tokens")
     expected = num_tokens - 1 - start  # each token but the last has a row; the last may, in routes alone and in verl
-    most = expected + (form in (Form.ARRAY, Form.VERL))
-    rows_RAK = read_rows(routes, expected, spec.top_k, f"the routes of {what}")
+    most = expected + (form in (Form.ARRAY, Form.VERL) or raw.prompt_routes is not None)
+    rows_RAK = _read(raw, expected, start, spec.top_k, what)
     count = len(rows_RAK)
     if not expected <= count <= most and (count or num_tokens):
         raise CaptureError(
@@ -138,7 +171,7 @@ def _place(
     placed_TLK = np.zeros((num_tokens, spec.num_layers, spec.top_k), rows_RAK.dtype)
     valid_T = np.zeros(num_tokens, np.bool_)
     if not count:
-        return placed_TLK, valid_T
+        return placed_TLK, valid_T, np.zeros(spec.num_layers, np.bool_)
     if rows_RAK.shape[2] != spec.top_k:
         raise CaptureError(f"{what} has {rows_RAK.shape[2]} picks in a row; expected top_k = {spec.top_k}")
     if np.iinfo(rows_RAK.dtype).max < spec.num_experts - 1:
@@ -152,6 +185,7 @@ def _place(
         raise CaptureError(
             f"{what} has {count} rows, and valid is {valid_R.dtype} of shape {valid_R.shape}; expected bools [rows]"
         )
+    rows_RAK, valid_R = rows_RAK[:expected], valid_R[:expected]  # what stands for the last token is no route
     # The columns are chosen before rows are looked at: dense layers hold a constant, an expert twice in every row,
     # so that they are judged by a rule of their own.
     columns = columns_of(spec.layers, rows_RAK.shape[1], f"the routes of {what}")
@@ -159,10 +193,25 @@ def _place(
     rows_RLK = rows_RAK[:, columns]
     valid_R = valid_R & recorded_rows(rows_RLK)
     refuse_routed_dense(rows_RAK[valid_R][:, dense], dense.tolist(), what=what)
-    refuse_unfilled_layers(rows_RLK[valid_R], spec, what=what)
-    here = slice(start, start + count)
+    unfilled_L = unfilled_lookups(rows_RLK[valid_R], spec, what=what)
+    here = slice(start, start + len(rows_RLK))
     placed_TLK[here], valid_T[here] = rows_RLK, valid_R
-    return placed_TLK, valid_T
+    return placed_TLK, valid_T, unfilled_L
+
+
+def _read(raw: RawSequence, expected: int, start: int, top_k: int, what: str) -> NDArray[Any]:
+    """Return the rows of one sequence, those of its prompt joined with the others: integers [R, layers, K]."""
+    if raw.prompt_routes is None:
+        return read_rows(raw.routes, expected, top_k, f"the routes of {what}")
+    prompt = read_rows(raw.prompt_routes, expected, top_k, f"the routes of the prompt of {what}")
+    rows = read_rows(raw.routes, expected - len(prompt), top_k, f"the routes of {what}")
+    length = len(prompt) if raw.prompt_token_ids is None else len(items_of(raw.prompt_token_ids, "the prompt")) - start
+    if len(prompt) != length or (len(rows) and rows.shape[1:] != prompt.shape[1:]):
+        raise CaptureError(
+            f"{what} has routes of shape {prompt.shape} for a prompt of {length} tokens and {rows.shape} behind it; "
+            "expected a row for each token of the prompt, and as many layers and picks behind it"
+        )
+    return np.concatenate([prompt, rows]) if len(rows) else prompt
 
 
 def _versions(
@@ -272,10 +321,11 @@ def _as_tokens(values: Any, sequence: int) -> NDArray[np.int32]:
         raise CaptureError(str(error)) from error
 
 
-def _require_decoder_layers(spec: object) -> None:
-    """Raise `CaptureError` for what is no spec, and for one of layers that no engine returns."""
+def _require_readable(spec: object) -> None:
+    """Raise for what is no spec, and for one of layers that no engine returns, or that differ in size."""
     if not isinstance(spec, RoutingSpec):
         raise CaptureError(f"the model is {shown(spec)}; expected a RoutingSpec")
+    spec.require_alike("a capture of an engine", "RoutingTrace.from_sequences takes its arrays, -1 behind fewer picks")
     if {layer.kind for layer in spec.layers} & {LayerKind.MTP, LayerKind.DRAFT, LayerKind.ENCODER}:
         raise CaptureError(
             f"the spec of {spec.model or 'the model'} lists encoder, MTP or draft layers; no engine returns those, "

@@ -1,9 +1,10 @@
 """Which form an engine's output has, and where in it the routes lie. Objects are told by their attributes.
 
-vllm    `routed_experts` on each choice: an array in process, base64 of a .npy file over HTTP
+vllm    `routed_experts` on each choice: an array in process, base64 of a .npy file over HTTP; those of the prompt may
+        be apart from it (`prompt_routed_experts` of 0.21)
 sglang  `routed_experts` in `meta_info` (/generate) or `sglext` (OpenAI): base64 of int32, without a shape
-verl    a padded batch of `routed_experts`, `input_ids` and `attention_mask`
-array   an array of any library, or the bytes of a .npy file: the door for every other engine
+verl    a padded batch of `routed_experts`, `input_ids` and `attention_mask`, or a packed one; by other names of SkyRL
+array   an array of any library, nested lists, a table, or the bytes of a .npy file: the door for every other engine
 """
 
 from __future__ import annotations
@@ -13,9 +14,23 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from foreroute.capture.arrays import NPY_MAGIC, as_array, field_of, is_array, items_of, parse_text, read_base64
+from foreroute.capture.arrays import (
+    NPY_MAGIC,
+    TABLE,
+    as_array,
+    field_of,
+    is_array,
+    is_nested,
+    is_table,
+    items_of,
+    parse_text,
+    read_base64,
+)
 from foreroute.capture.verl_batch import sequences_of
 from foreroute.errors import CaptureError, shown
+
+PADDED = ("routed_experts", "rollout_expert_indices")
+"""Names of the routes of a padded batch: verl's, and SkyRL's."""
 
 
 class Form(StrEnum):
@@ -32,13 +47,15 @@ class RawSequence:
     """The routes of one sequence as they were found, and the facts beside them.
 
     Attributes:
-        routes: an array, base64 of int32, or the bytes of a .npy file.
+        routes: an array, a table, nested lists, base64 of int32, or the bytes of a .npy file.
         valid: bool [rows], False where a row was never routed; None where the form has no such rows.
         prompt_token_ids, response_token_ids: the tokens, where the output carries them.
         token_ids: all tokens, where the output does not tell prompt and response apart.
         sampling_mask: the sets that its tokens were drawn from, where the output has them.
         indexer_topk: what its sparse-attention indexers chose, where the output has that.
         weight_versions: spans of generated tokens and the weights that produced them, where the output has them.
+        prompt_routes: those of the prompt, where they are apart; `routes` are then of what follows.
+        start: the position of the first row, where a table states it.
     """
 
     routes: Any
@@ -49,6 +66,8 @@ class RawSequence:
     sampling_mask: Any = None
     indexer_topk: Any = None
     weight_versions: Any = None
+    prompt_routes: Any = None
+    start: Any = None
 
 
 def read_output(output: Any) -> tuple[Form, list[RawSequence]]:
@@ -61,12 +80,17 @@ def read_output(output: Any) -> tuple[Form, list[RawSequence]]:
         CaptureError: when the form is unknown or carries no routes.
     """
     output = _parsed(output)
-    if not isinstance(output, list | tuple):
+    if not isinstance(output, list | tuple) or is_nested(output):
         return _from_one(output)
     items = items_of(output, "the list of outputs")
     if not items:
         raise _no_routes(items)
-    found = [_from_one(_parsed(item)) for item in items]
+    found = []
+    for number, item in enumerate(items):
+        try:
+            found.append(_from_one(_parsed(item)))
+        except CaptureError as error:
+            raise CaptureError(f"output {number}: {error}") from error
     forms = {form for form, _ in found}
     if len(forms) > 1:
         raise CaptureError(f"the outputs mix forms ({', '.join(sorted(forms))}); decode each form on its own")
@@ -94,40 +118,52 @@ def _from_one(output: Any) -> tuple[Form, list[RawSequence]]:
             "tokens and mask; or pass a dict of routed_experts, input_ids and attention_mask, or a list with an array "
             "[rows, layers, picks] for each sequence"
         )
-    if isinstance(output, bytes) or is_array(output):
+    if isinstance(output, bytes) or is_array(output) or is_nested(output):
         return Form.ARRAY, [RawSequence(output)]
+    if is_table(output):
+        return Form.ARRAY, [RawSequence(output, start=field_of(output, "start"))]
     if (meta := field_of(output, "meta_info")) is not None:
-        return Form.SGLANG, [_sequence(meta, output, output)]
+        return Form.SGLANG, [_sequence(meta, output, output, "the answer")]
     if (extension := field_of(output, "sglext")) is not None:
         choice = _only_choice(output)
-        return Form.SGLANG, [_sequence(extension, choice, choice)]
+        return Form.SGLANG, [_sequence(extension, choice, choice, "the answer")]
     batch = None if isinstance(output, Mapping) else field_of(output, "batch")  # verl's DataProto
     if batch is not None:
         return Form.VERL, _verl(batch)
     choices = _first(output, "outputs", "choices")
     if isinstance(choices, list | tuple) and choices:
-        found = [_sequence(choice, choice, output) for choice in items_of(choices, "the choices")]
-    elif is_array(routes := field_of(output, "routed_experts")) and as_array(routes, "routed_experts").ndim == 4:
+        given = enumerate(items_of(choices, "the choices"))
+        found = [_sequence(choice, choice, output, f"choice {number}") for number, choice in given]
+    elif is_array(routes := _first(output, *PADDED)) and as_array(routes, "routed_experts").ndim == 4:
         return Form.VERL, _verl(output)
     else:
-        found = [_sequence(output, output, output)]
-    # vLLM's text is a file, with the shape and the dtype in it
-    read = [read_base64(each.routes, "the routes") if isinstance(each.routes, str) else each.routes for each in found]
-    return Form.VLLM, [replace(each, routes=routes) for each, routes in zip(found, read, strict=True)]
+        found = [_sequence(output, output, output, "the answer")]
+    return Form.VLLM, [
+        replace(each, routes=_of_vllm(each.routes), prompt_routes=_of_vllm(each.prompt_routes)) for each in found
+    ]
 
 
-def _sequence(holder: Any, choice: Any, record: Any) -> RawSequence:
+def _of_vllm(routes: Any) -> Any:
+    """Return the file that vLLM's text is, with the shape and the dtype in it."""
+    return read_base64(routes, "the routes") if isinstance(routes, str) else routes
+
+
+def _sequence(holder: Any, choice: Any, record: Any, what: str) -> RawSequence:
     """Return what one answer of vLLM or SGLang says: `holder` has the routes, `choice` or else `record` the tokens."""
-    routes = field_of(holder, "routed_experts")
-    if routes is None:
-        raise _no_routes(holder)
-    if not isinstance(routes, str) and not is_array(routes):
-        raise CaptureError(
-            f"routed_experts is a {type(routes).__name__}; expected an array, or base64 as vLLM and SGLang write it"
-        )
+    routes, of_prompt = field_of(holder, "routed_experts"), field_of(record, "prompt_routed_experts")
+    if routes is None and of_prompt is None:
+        raise _no_routes(holder, what)
+    for each in (routes, of_prompt):
+        if not isinstance(each, str | list | tuple | None) and not is_array(each) and not is_table(each):
+            raise CaptureError(
+                f"routed_experts of {what} is a {type(each).__name__}; expected an array, base64 as vLLM and SGLang "
+                f"write it, nested lists, or a table of {', '.join(TABLE)}"
+            )
     prompt = field_of(choice, "prompt_token_ids")
     return RawSequence(
-        routes,
+        [] if routes is None else routes,  # one token was sampled, or none
+        prompt_routes=of_prompt,
+        start=field_of(routes, "start") if is_table(routes) else None,
         prompt_token_ids=field_of(record, "prompt_token_ids") if prompt is None else prompt,
         response_token_ids=_first(choice, "output_ids", "token_ids"),
         sampling_mask=_first(holder, "sampling_mask", "output_token_sampling_mask"),
@@ -150,19 +186,30 @@ def _only_choice(record: Any) -> Any:
 
 
 def _verl(batch: Any) -> list[RawSequence]:
-    """Return the sequences of a padded batch."""
-    fields = {name: field_of(batch, name) for name in ("routed_experts", "input_ids", "attention_mask")}
+    """Return the sequences of a padded or packed batch."""
+    fields = {
+        "routed_experts": _first(batch, *PADDED),
+        "input_ids": _first(batch, "input_ids", "sequences"),
+        **{name: field_of(batch, name) for name in ("attention_mask", "position_ids")},
+    }
     return [RawSequence(rows_TAK, valid_T, token_ids=tokens_T) for rows_TAK, valid_T, tokens_T in sequences_of(fields)]
 
 
-def _no_routes(record: Any) -> CaptureError:
+def _no_routes(record: Any, what: str = "the output") -> CaptureError:
+    reason = field_of(record, "finish_reason")
+    reason = field_of(reason, "type") if isinstance(reason, Mapping) else reason
+    if isinstance(reason, str) and reason == "abort":
+        return CaptureError(
+            f"{what} was aborted (finish_reason abort) and has no routed_experts, as nothing of it was computed; leave "
+            "it out, with its tokens"
+        )
     seen = shown(record)
     if isinstance(record, Mapping):
-        seen = str(sorted(key for key in items_of(record, "the keys") if type(key) is str)[:12])
+        keys = (key for key in items_of(record, "the keys") if type(key) is str and field_of(record, key) is not None)
+        seen = str(sorted(keys)[:12])
     return CaptureError(
-        f"no routed_experts in {seen}; start the engine with --enable-return-routed-experts, ask for them in the "
-        "request (SGLang), and pass the final output, since streams and unfinished requests carry none; or pass routes "
-        "as arrays, which numpy.asarray makes of nested lists"
+        f"{what} has no routed_experts in {seen}; start the engine with --enable-return-routed-experts, ask for them "
+        "in the request (SGLang), and pass the final output, since streams and unfinished requests carry none"
     )
 
 

@@ -1,4 +1,4 @@
-"""The routes of a batch of verl: padded rows, where zeros stand for "never routed".
+"""The routes of a batch of verl, ms-swift or SkyRL: padded or packed rows, where zeros stand for "never routed".
 
 `foreroute.trainers.verl` reads verl's own tensors by the same functions.
 """
@@ -16,45 +16,68 @@ from foreroute.errors import CaptureError
 
 
 def sequences_of(fields: Mapping[str, Any]) -> Iterator[tuple[NDArray[Any], NDArray[np.bool_], NDArray[Any]]]:
-    """Give for each sequence of a padded batch: rows [T, layers, K], which of them were routed [T], and tokens [T].
+    """Give for each sequence of a batch: rows [T, layers, K], which of them were routed [T], and tokens [T].
 
     A row of -1 throughout, which verl never writes, counts as routed here; `decode` takes it as not recorded.
 
     Args:
         fields: `routed_experts` [b, width, layers, K], `input_ids` and `attention_mask` [b, width]; None where missing.
+            Without a mask, `position_ids` [b, width] are 0 where a sequence begins.
 
     Raises:
         CaptureError: when a field is missing, shapes disagree, or rows of zeros stand where none can be.
     """
-    if missing := [name for name, value in fields.items() if value is None]:
+    by = "position_ids" if fields.get("attention_mask") is None else "attention_mask"
+    if missing := [name for name in ("routed_experts", "input_ids", by) if fields.get(name) is None]:
         raise CaptureError(
-            f"the batch lacks {', '.join(missing)}; expected routed_experts [b, T, layers, K], input_ids and "
-            "attention_mask [b, T]"
+            f"the batch lacks {', '.join(missing)}; expected routed_experts [b, T, layers, K], input_ids [b, T], and "
+            "attention_mask [b, T], or position_ids [b, T] of a batch that is packed"
         )
     routes, tokens = (as_integers(fields[name], name) for name in ("routed_experts", "input_ids"))
-    mask = as_array(fields["attention_mask"], "attention_mask")
-    if routes.ndim != 4 or tokens.shape != routes.shape[:2] or mask.shape != tokens.shape:
+    told_by = as_array(fields[by], by)
+    if routes.ndim != 4 or tokens.shape != routes.shape[:2] or told_by.shape != tokens.shape:
         raise CaptureError(
-            f"routed_experts has shape {routes.shape}, input_ids {tokens.shape}, attention_mask {mask.shape}; "
+            f"routed_experts has shape {routes.shape}, input_ids {tokens.shape}, {by} {told_by.shape}; "
             "expected [b, T, layers, K], [b, T] and [b, T]"
         )
-    places = kept_by_mask(mask)
-    last_routed_S = np.array(
-        [kept.stop > kept.start and (routes[s, kept.stop - 1] > 0).any() for s, kept in enumerate(places)]
+    if by == "attention_mask":
+        places = [*enumerate(kept_by_mask(told_by))]
+    else:
+        places = [(row, kept) for row, positions in enumerate(told_by) for kept in packed_places(positions)]
+    last_routed_S = np.array([kept.stop > kept.start and (routes[b, kept.stop - 1] > 0).any() for b, kept in places])
+    ends_unrouted = any(
+        routes[b, kept].any() and not last for (b, kept), last in zip(places, last_routed_S, strict=True)
     )
-    ends_unrouted = any(routes[s, kept].any() and not last_routed_S[s] for s, kept in enumerate(places))
-    for s, kept in enumerate(places):
-        rows_TAK = routes[s, kept]
+    for s, (b, kept) in enumerate(places):
+        rows_TAK = routes[b, kept]
         # The last token was sampled and never an input, so that a rollout has no route for it. A route there is the one
         # sign of rows that are shifted by one: what its layers and picks agree on says nothing, as with one layer. A
         # sequence that verl cut at the width of the batch has one, and is told by others that end without.
-        if last_routed_S[s] and not (ends_unrouted and kept.stop == mask.shape[1]):
+        is_cut = by == "attention_mask" and ends_unrouted and kept.stop == tokens.shape[1]
+        if last_routed_S[s] and not is_cut:
             raise CaptureError(
                 f"sequence {s} has routes for its last token, {rows_TAK[-1, 0].tolist()} in the first layer, which no "
                 "sampling engine computes; expected zeros there, but where the batch's width cuts some sequences and "
                 "not all. The rows are shifted: check input_ids and the mask"
             )
-        yield rows_TAK, routed_rows(rows_TAK, s), tokens[s, kept]
+        yield rows_TAK, routed_rows(rows_TAK, s), tokens[b, kept]
+
+
+def packed_places(positions_T: NDArray[Any]) -> list[slice]:
+    """Find where sequences lie that are packed into one row.
+
+    Raises:
+        CaptureError: for positions that do not count from 0 to the end of each.
+    """
+    starts, width = np.flatnonzero(positions_T == 0), len(positions_T)
+    lengths = np.diff(starts, append=width)
+    # what stands before the first start is repeated for none of them
+    counted_T = np.arange(width - lengths.sum(), width) - np.repeat(starts, lengths)
+    if positions_T.dtype.kind not in "iu" or not np.array_equal(positions_T, counted_T):
+        raise CaptureError(
+            f"position_ids are {positions_T[:8].tolist()}...; expected whole numbers that count from 0 in each sequence"
+        )
+    return [slice(int(start), int(start + length)) for start, length in zip(starts, lengths, strict=True)]
 
 
 def kept_by_mask(mask_BT: NDArray[Any]) -> list[slice]:
@@ -106,6 +129,7 @@ def routed_rows(rows_TAK: NDArray[Any], sequence: int) -> NDArray[np.bool_]:
         raise CaptureError(
             f"sequence {sequence} has zeros and so no route at position {gap}, and one at position "
             f"{gap + int(np.argmax(routed_T[gap:]))}; expected zeros only at the end. The engine lost those rows, or "
-            "they belong to another sequence"
+            "they belong to another sequence; where several are packed into a row, leave the mask out and give "
+            "position_ids"
         )
     return routed_T

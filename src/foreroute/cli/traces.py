@@ -10,7 +10,7 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Column, Table
 
-from foreroute.capture.checks import refuse_constant_layers
+from foreroute.capture.checks import refuse_frozen_rows
 from foreroute.cli.terminal import Console, shown_facts, working
 from foreroute.errors import InputError, printable
 from foreroute.mismatch import Defect, Explanation, explain
@@ -57,7 +57,7 @@ def validate_traces(paths: list[Path]) -> bool:
             with working(f"reading {path}", console, total=len(paths) if len(paths) > 1 else 0, unit="files") as work:
                 work.done = number
                 trace = load(path)
-                refuse_constant_layers(trace)
+                refuse_frozen_rows(trace)
         except InputError as error:
             sound = False
             console.print(f"[bold red]refused[/]  {escape(f'{_one_line(path)}: {_one_line(error)}')}")

@@ -84,7 +84,8 @@ def _passes(
 ) -> Evidence:
     trace = sequences.trace
     try:
-        routed.spec.require_same(trace.spec, what="the trace")
+        trace = routed.with_lookups(trace)
+        sequences = replace(sequences, trace=trace)
     except TraceError as error:
         return Evidence(replay_error=str(error), **given)
     vocabulary = _vocabulary(routed.model)

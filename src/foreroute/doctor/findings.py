@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from foreroute.capture.checks import UNFREEZE, frozen_rows
 from foreroute.conformance import Outcome
 from foreroute.doctor.decisions import about_choices, about_masks, lacks_choices
 from foreroute.doctor.evidence import Evidence, Finding, Measures, Severity, many, measure
@@ -117,6 +118,7 @@ def diagnose(evidence: Evidence, facts: Mapping[str, str] | None = None) -> Diag
             _wiring(evidence),
             _weights(evidence),
             _versions(evidence),
+            _frozen(evidence),
             _routes(evidence, measures),
             about_masks(evidence, measures),
             about_choices(evidence, measures),
@@ -199,6 +201,13 @@ def _versions(evidence: Evidence) -> Iterator[Finding]:
             f"The trace is stale: its rows are of {_version_words(versions)}, and the trainer is at {expected}.",
             ADVICE[Defect.WEIGHT_VERSION],
         )
+
+
+def _frozen(evidence: Evidence) -> Iterator[Finding]:
+    """Rows that an engine cannot have routed so, unless the trainer routes so too."""
+    own = evidence.native.executed if evidence.native is not None else None
+    if evidence.engine is not None and (found := frozen_rows(evidence.engine)) and not (own and frozen_rows(own)):
+        yield Finding(Severity.PROBLEM, "routes", f"In the engine's trace, {found}.", UNFREEZE)
 
 
 def _routes(evidence: Evidence, measures: Measures) -> Iterator[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ except ModuleNotFoundError as error:
 SMALL = 1 << 24
 """Bytes of an answer that has no routes."""
 MAX_ERROR_CHARS = 600
+_HOST = re.compile(rb"([a-z0-9_-]{1,63}\.)*[a-z0-9_-]{1,63}\.?")
 _NAMES = {str: "text", int: "an integer", bool: "true or false", dict: "an object", list: "a list"}
 
 T = TypeVar("T")
@@ -123,8 +125,9 @@ class Client:
             address = httpx.URL(url)
         except (httpx.InvalidURL, TypeError, ValueError):
             address = httpx.URL("")
-        known = address.scheme in ("http", "https") and address.host and (address.port or 0) < 1 << 16
-        if not known or address.userinfo or address.query or address.fragment:
+        port = 1 if address.port is None else address.port  # none is that of the scheme
+        known = address.scheme in ("http", "https") and _can_be_host(address.raw_host) and 0 < port < 1 << 16
+        if not known or address.userinfo or address.query or address.fragment or str(url).split() != [str(url)]:
             raise ConfigError(f"{url!r:.200} is no address of {what}; expected one like http://127.0.0.1:8000")
         self._url, self._what, self._socket = address, what, socket
         self._timeout_s, self._at_once, self._missing = timeout_s, at_once, missing or {}
@@ -230,6 +233,11 @@ class Client:
         if encoding := response.headers.get("content-encoding"):
             raise EngineError(f"{where} answered in the encoding {encoding!r:.40}; expected none")
         return text
+
+
+def _can_be_host(name: bytes) -> bool:
+    """Whether it is a name of the Internet, in its letters, or a number. What has a colon is checked by httpx."""
+    return b":" in name or (len(name) < 255 and _HOST.fullmatch(name) is not None)
 
 
 def _say_unless_called_off(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

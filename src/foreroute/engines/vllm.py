@@ -14,6 +14,7 @@ vLLM itself is not imported in the trainer's process: it pins other versions, an
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,7 +33,7 @@ from foreroute.engines.http import Answer, BrokenOffError, Client
 from foreroute.engines.sequences import PartialGeneration, Request, Response, require_own, require_same_tokens
 from foreroute.engines.vllm_server import EXTENSION, ServerProcess, ServerSettings
 from foreroute.engines.weights_folder import WeightsFolder
-from foreroute.errors import ConfigError, EngineError
+from foreroute.errors import ConfigError, EngineError, shown
 from foreroute.trace import concatenate, extended
 
 __all__ = ["PartialGeneration", "ServerSettings", "VLLMEngine"]
@@ -46,6 +47,7 @@ MISSING = {
 NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """Stated in every request, because a server may have others as defaults, from the folder of its model."""
+_NUMBER = re.compile("[0-9]{1,10}")
 REFUSED_CONNECTORS = ("Nixl", "MoRIIO", "Mooncake")
 
 
@@ -88,6 +90,11 @@ class VLLMEngine(OutsideEngine):
         self._timeout_s = timeout_s
         self._has_masks = False
         self._process: ServerProcess | None = None
+        if not isinstance(server, ServerSettings | str):
+            raise ConfigError(
+                f"the server is {shown(server)}; expected ServerSettings, or the address of yours, such as "
+                "http://127.0.0.1:8000"
+            )
         url, socket = "http://vllm", None
         if isinstance(server, ServerSettings) and weights_folder is None:
             self._process = ServerProcess(server, model)
@@ -321,12 +328,12 @@ def response_of(answer: Answer, request: Request, *, echoes: bool) -> Response:
     is_routed = reason != "abort" or choice.has("routed_experts")  # else it was aborted before its first forward
     output = {**choice.value, "sampling_mask": masks} if is_routed else {}
     steps = choice.each("logprobs", "content")
-    logprobs = Answer([step.value.get("logprob") for step in steps], "the log-probs of the vLLM server").numbers()
+    logprobs = Answer([step.read(dict).get("logprob") for step in steps], "the log-probs of the vLLM server").numbers()
     # `token_id` from 0.31 on, and a text "token_id:7" before
     named_by = [
         step.value["token_id"] if step.has("token_id") else step.read(str, "token").removeprefix("token_id:")
         for step in steps
     ]
-    whole = [int(each) if isinstance(each, str) and each.isascii() and each.isdecimal() else each for each in named_by]
+    whole = [int(each) if isinstance(each, str) and _NUMBER.fullmatch(each) else each for each in named_by]
     logprob_tokens = Answer(whole, "the tokens of the vLLM server's log-probs").integers()
     return Response(tokens, logprobs, logprob_tokens, reason, output, states_versions)

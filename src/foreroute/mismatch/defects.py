@@ -15,6 +15,7 @@ from foreroute.layout.match_tokens import order_by_tokens
 from foreroute.mismatch.mixups import Defect, Mixup, TracePair, mixups
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.trace.checks import as_offsets
+from foreroute.trace.container import on_common_layers
 from foreroute.trace.operations import overlap
 
 NATURAL = 0.20
@@ -79,6 +80,7 @@ def explain(a: RoutingTrace, b: RoutingTrace, *, names: tuple[str, str] = NAMES)
         BatchMismatchError: when they do not hold the same sequences.
         InputError: when no row is routed in both.
     """
+    a, b = on_common_layers([a, b], what="the second trace")
     order = _order(a, b)
     if order is not None:
         b = b.select(np.argsort(order))

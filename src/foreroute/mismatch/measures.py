@@ -19,7 +19,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import InputError, SpecMismatchError, shown
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
-from foreroute.trace.checks import as_array, as_mask
+from foreroute.trace.checks import as_array, as_mask, recorded_rows
+from foreroute.trace.container import on_common_layers
 from foreroute.trace.operations import overlap
 
 THRESHOLDS = (1.5, 2.0)
@@ -153,7 +154,7 @@ def as_traces(
     mask: ArrayLike | None = None,
     spec: RoutingSpec | None = None,
 ) -> tuple[RoutingTrace, RoutingTrace]:
-    """Return the routes of the same tokens by two sides as traces; two traces as they are.
+    """Return the routes of the same tokens by two sides as traces of the same layers.
 
     Args:
         a: integers [B, T, L, K] of any width, -1 in all of a position that was not recorded.
@@ -165,8 +166,10 @@ def as_traces(
     Raises:
         TraceContentError: when routes cannot be true.
         InputError: when shapes differ, or a trace is given beside an array or a mask.
+        SpecMismatchError: when two traces come from different models.
     """
     if isinstance(a, RoutingTrace) and isinstance(b, RoutingTrace) and mask is None:
+        a, b = on_common_layers([a, b], what="the second trace")
         return a, b
     if isinstance(a, RoutingTrace) or isinstance(b, RoutingTrace):
         raise InputError(
@@ -182,7 +185,8 @@ def as_traces(
             "[B, T, layers, picks] of both, and [B, T]"
         )
     if spec is None:
-        highest = max([0, *(int(ids[kept].max(initial=0)) for ids in sides if ids.dtype.kind in "iu")])
+        integers = [ids for ids in sides if ids.dtype.kind in "iu"]
+        highest = max([0, *(int(ids[kept & recorded_rows(ids)].max(initial=0)) for ids in integers)])
         spec = RoutingSpec(max(highest + 1, shape[3]), shape[3], tuple(map(_NthLayer, range(shape[2]))))
     no_tokens = np.zeros(shape[:2], np.int32)
     of_a, of_b = (RoutingTrace.from_padded(spec, no_tokens, ids, kept) for ids in sides)

@@ -54,13 +54,15 @@ def recorded_rows(ids: NDArray[Any]) -> NDArray[np.bool_]:
     """Say which rows of routes [..., L, K] were recorded: bool [...].
 
     This is the one rule for `MISSING`, at every entrance of routes: a row that holds it in every layer and pick was not
-    recorded. A row that holds it in part is wrong, and is refused as one with ids out of range (`narrow_ids`).
+    recorded. A row that holds it in part is wrong, and is refused as one with ids out of range (`narrow_ids`). In a
+    type without a sign it is the highest number, as a cast makes it, where K is 2 or more: no row has one expert twice.
     """
-    if ids.dtype.kind != "i":
+    if ids.dtype.kind not in "iu" or (ids.dtype.kind == "u" and ids.shape[-1] < 2):
         return np.ones(ids.shape[:-2], np.bool_)
+    missing_id = np.array(MISSING).astype(ids.dtype)
     # the first pick of a row tells nearly always
-    missing = (ids[..., :1, :1] == MISSING).all(axis=(-2, -1))
-    missing[missing] = (ids[missing] == MISSING).all(axis=(-2, -1))
+    missing = (ids[..., :1, :1] == missing_id).all(axis=(-2, -1))
+    missing[missing] = (ids[missing] == missing_id).all(axis=(-2, -1))
     return np.asarray(~missing)
 
 

@@ -41,7 +41,7 @@ from foreroute.trace.checks import (
     recorded_rows,
 )
 from foreroute.trace.gate_weights import GATE_WEIGHTS, GateWeights
-from foreroute.trace.spec import RoutedLayer, RoutingSpec, as_layers, whole_number
+from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec, as_layers, whole_number
 from foreroute.trace.streams import SAMPLING, Stream, check_name, joined
 
 NO_VERSION = -1
@@ -357,10 +357,10 @@ class RoutingTrace:
 
     def continued_by(self, suffix: RoutingTrace) -> RoutingTrace:
         """Append to each sequence that of the same number in `suffix` (a later turn, a resumed rollout)."""
-        self.spec.require_same(suffix.spec, what="the continuation")
+        start, suffix = on_common_layers([self, suffix], what="the continuation")
         if len(suffix) != len(self):
             raise TraceContentError(f"{len(self)} sequences cannot be continued by {len(suffix)}; expected as many")
-        both = concatenate([self, suffix])
+        both = concatenate([start, suffix])
         # sequences 0, S, 1, S + 1, ...: each is followed by its continuation, and every second boundary goes
         order = np.arange(2 * len(self)).reshape(2, -1).T.reshape(-1)
         joined = both.select(order)
@@ -453,6 +453,8 @@ def digest(trace: RoutingTrace) -> str:
 def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
     """Join all sequences of the given traces, in order; pick order is dropped where one of them has dropped it.
 
+    So is a layer that looks experts up by token, where one of them does not have it: a model knows it without a trace.
+
     Raises:
         TraceContentError: when there is no trace to join, or some have a stream and others do not.
         SpecMismatchError: when the traces come from different models.
@@ -460,8 +462,7 @@ def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
     parts = list(traces)
     if not parts:
         raise TraceContentError("there is no trace to concatenate; pass at least one")
-    for part in parts[1:]:
-        parts[0].spec.require_same(part.spec, what="a trace to concatenate")
+    parts = on_common_layers(parts, what="a trace to concatenate")
     # One flag speaks for all rows: what one part has lost, the others must give up too.
     if not all(part.pick_order_kept for part in parts):
         parts = [part.without_pick_order() if part.pick_order_kept else part for part in parts]
@@ -479,6 +480,25 @@ def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
             for name in dict.fromkeys(name for p in parts for name in p.streams)
         },
     )
+
+
+def on_common_layers(traces: Sequence[RoutingTrace], *, what: str) -> list[RoutingTrace]:
+    """Return traces of one model, without the layers of the kind `hash` that one of them lacks. `what` names others.
+
+    Raises:
+        SpecMismatchError: when they come from different models.
+    """
+    tables = [{layer for layer in trace.spec.layers if layer.kind is LayerKind.HASH} for trace in traces]
+    partial = {layer for own in tables for layer in own if not all(layer in each for each in tables)}
+    alike = [
+        trace.select_layers([layer for layer in trace.spec.layers if layer not in partial])
+        if partial & own and len(partial) < trace.spec.num_layers
+        else trace
+        for trace, own in zip(traces, tables, strict=True)
+    ]
+    for trace in alike[1:]:
+        alike[0].spec.require_same(trace.spec, what=what)
+    return alike
 
 
 def _kept_places(attention_mask: ArrayLike, tokens_BT: NDArray[Any]) -> NDArray[np.bool_]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,15 +11,18 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import BatchMismatchError, TraceContentError
 from foreroute.trace.checks import as_numbers, join_ranges, place_of
-from foreroute.trace.container import RoutingTrace, concatenate
+from foreroute.trace.container import RoutingTrace, concatenate, on_common_layers
+from foreroute.trace.gate_weights import GATE_WEIGHTS
+from foreroute.trace.spec import RoutedLayer, RoutingSpec
 
 
 def extended(earlier: RoutingTrace, later: RoutingTrace) -> RoutingTrace:
     """Return the sequences of `later`, with the rows that `earlier` had already routed.
 
     Each sequence of `earlier` must be a beginning of the sequence of the same number in `later`. A row that both routed
-    keeps the routes and the weight version of `earlier`, because the log-probabilities of its token came from there.
-    So does each stream, where both have a decision.
+    keeps the routes and the weight version of `earlier`, because the log-probability of the token behind it came from
+    there. That behind the last one of `earlier` came from `later`, whose row is taken. So is each stream, where both
+    have a decision.
 
     Args:
         earlier: S sequences.
@@ -29,7 +33,7 @@ def extended(earlier: RoutingTrace, later: RoutingTrace) -> RoutingTrace:
         TraceContentError: when one has a stream and the other does not.
         BatchMismatchError: when a sequence of `later` does not begin with the tokens of `earlier`.
     """
-    earlier.spec.require_same(later.spec, what="the later capture")
+    earlier, later = on_common_layers([earlier, later], what="the later capture")
     if len(earlier) != len(later) or (later.lengths < earlier.lengths).any():
         raise BatchMismatchError(
             f"sequences of lengths {earlier.lengths.tolist()[:8]} cannot be extended by sequences of lengths "
@@ -48,15 +52,52 @@ def extended(earlier: RoutingTrace, later: RoutingTrace) -> RoutingTrace:
         )
     both = concatenate([earlier, later])
 
-    def rows_N(earlier_has: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """The row of `both` that each row of the result is, where `earlier` has a decision in these of its rows."""
+    is_last_N = np.zeros(earlier.num_rows, np.bool_)
+    is_last_N[earlier.offsets[1:][earlier.lengths > 0] - 1] = True
+
+    def rows_N(decided_N: NDArray[np.bool_]) -> NDArray[np.int64]:
+        """The row of `both` that each row of the result is, where these rows of it have a decision."""
+        earlier_has, later_has = np.split(decided_N, [earlier.num_rows])
+        kept_N = earlier_has & ~(is_last_N & later_has[shared])
         rows = earlier.num_rows + np.arange(later.num_rows)
-        rows[shared[earlier_has]] = np.flatnonzero(earlier_has)
+        rows[shared[kept_N]] = np.flatnonzero(kept_N)
         return rows
 
-    routes = both.without_streams().take_rows(rows_N(earlier.valid_N), later.lengths)
-    streams = {name: each.take(rows_N(each.valid_N[: earlier.num_rows])) for name, each in both.streams.items()}
+    routes = both.without_streams().take_rows(rows_N(both.valid_N), later.lengths)
+    streams = {name: each.take(rows_N(each.valid_N)) for name, each in both.streams.items()}
     return replace(routes, streams=streams)
+
+
+def with_lookups(
+    trace: RoutingTrace, spec: RoutingSpec, lookups: Mapping[RoutedLayer, Callable[[NDArray[np.int32]], NDArray[Any]]]
+) -> RoutingTrace:
+    """Return the trace with the layers of a model that it lacks and that look experts up by token.
+
+    Args:
+        trace: as engines give it that leave these layers out; returned as it is where it lacks none.
+        spec: of the model, whose layers are of one size.
+        lookups: of each such layer, what gives the experts of tokens, integers [N, K].
+
+    Raises:
+        SpecMismatchError: when it lacks another layer, or is of another model.
+        TraceContentError: when it has gate weights, which no table tells.
+    """
+    lacking = [layer for layer in spec.layers if layer not in trace.spec.layers and layer in lookups]
+    if not lacking or spec.sizes:
+        spec.require_same(trace.spec, what="the trace")
+        return trace
+    rest = spec.select([layer for layer in spec.layers if layer not in lacking])
+    rest.require_same(trace.spec, what="the trace")
+    if GATE_WEIGHTS in trace.streams:
+        raise TraceContentError(
+            f"the trace has gate weights and lacks {lacking[0]}, whose weights no table tells; take them off with "
+            f'trace.without_streams("{GATE_WEIGHTS}")'
+        )
+    ids_NLK = np.zeros((trace.num_rows, spec.num_layers, spec.top_k), spec.id_dtype)
+    ids_NLK[:, spec.positions(rest.layers)] = trace.expert_ids_NLK
+    for layer in lacking:
+        ids_NLK[trace.valid_N, spec.layers.index(layer)] = lookups[layer](trace.token_ids_N[trace.valid_N])
+    return replace(trace, spec=spec, expert_ids_NLK=ids_NLK)
 
 
 def overlap(a: RoutingTrace, b: RoutingTrace) -> tuple[NDArray[Any], NDArray[np.int64]]:

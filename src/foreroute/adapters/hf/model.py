@@ -36,6 +36,7 @@ from foreroute.replay import Policy, ReplayRows, RoutedModel
 from foreroute.replay.arguments import not_of_kind
 from foreroute.replay.executed_counts import ExecutedCounts
 from foreroute.trace import INDEXER, PIXELS, IndexerSpec, RoutingSpec, RoutingTrace
+from foreroute.trace.operations import with_lookups
 
 if TYPE_CHECKING:
     from foreroute.adapters.hf.indexers import FoundIndexers
@@ -86,7 +87,7 @@ class RoutedTransformer(RoutedModel):
         """
         if not isinstance(trace, RoutingTrace):
             raise not_of_kind("what is to be replayed", trace, "a RoutingTrace, from a recording, `load` or `decode`")
-        self.spec.require_same(trace.spec, what="the trace")
+        trace = self.with_lookups(trace)
         for position, router in enumerate(self._of_trunk.routers):
             if router.rule.is_lookup:
                 require_looked_up(trace, position, router.module)
@@ -100,6 +101,18 @@ class RoutedTransformer(RoutedModel):
                 f'attach the whole model, or replay trace.without_streams("{PIXELS}")'
             )
         return TraceRows(trace, layout, self._of_trunk)
+
+    def with_lookups(self, trace: RoutingTrace) -> RoutingTrace:
+        """Return a trace of all layers of the model, where engines left out those that look experts up by token.
+
+        Raises:
+            SpecMismatchError: when the trace lacks another layer, or is of another model.
+            TraceContentError: when it has gate weights, which no table tells.
+            BatchMismatchError: when it has a token that the model does not know.
+        """
+        routers = zip(self.spec.layers, self._of_trunk.routers, strict=True)
+        lookups = {layer: partial(looked_up, router.module) for layer, router in routers if router.rule.is_lookup}
+        return with_lookups(trace, self.spec, lookups)
 
     def gather_counts(self, micro_batches: Sequence[TraceRows | RoutingTrace]) -> NDArray[np.int32]:
         """Count the routes of all expert-parallel ranks, as `plan` and `execute` take them. A collective call.
@@ -417,18 +430,28 @@ def _rows_of_pass(recorded: RecordedPass, width: int, indexers: FoundIndexers | 
     )
 
 
+def looked_up(router: nn.Module, tokens_N: NDArray[np.int32]) -> NDArray[Any]:
+    """Give the experts of tokens, integers [N, K], by a router's table `tid2eid` [vocabulary, K]."""
+    table_VK: Any = router.tid2eid
+    if len(tokens_N) and int(tokens_N.max()) >= len(table_VK):
+        raise BatchMismatchError(
+            f"the trace holds token {int(tokens_N.max())}, and the model's table of experts has {len(table_VK)}; it is "
+            "of another model"
+        )
+    tokens = torch.from_numpy(tokens_N.astype(np.int64)).to(table_VK.device)
+    return np.asarray(table_VK[tokens].cpu().numpy())
+
+
 def require_looked_up(trace: RoutingTrace, position: int, router: nn.Module) -> None:
     """Raise `BatchMismatchError` unless a hash layer of the trace holds what its table says for each token.
 
     Args:
         trace: the routes to check.
         position: of the layer on the layer axis.
-        router: with its table `tid2eid`, integers [vocabulary, K].
+        router: of the layer.
     """
-    table_VK: Any = router.tid2eid
     routed = trace.valid_N
-    tokens = torch.from_numpy(trace.token_ids_N[routed].astype(np.int64)).to(table_VK.device)
-    expected_NK = table_VK[tokens].cpu().numpy()
+    expected_NK = looked_up(router, trace.token_ids_N[routed])
     given_NK = trace.expert_ids_NLK[routed, position, : trace.spec.picks_L[position]]
     wrong = np.flatnonzero((np.sort(given_NK, axis=-1) != np.sort(expected_NK, axis=-1)).any(axis=-1))
     if len(wrong):

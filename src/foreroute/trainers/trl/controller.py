@@ -195,7 +195,7 @@ class TrainerPassController:
         prompt_lengths, version = [len(each) for each in prompts], self._version
         trace, logprobs = joined_turns(self._turns, joined_tokens(prompts, completions), prompt_lengths)
         self._turns = []
-        self.routed.spec.require_same(trace.spec, what="the rollout's trace")
+        trace = self.routed.with_lookups(trace)
         require_version(trace, version)
         if self._replay == "R3":
             require_masks(self._trainer, trace)

@@ -1,0 +1,140 @@
+"""Answers that lack routes, have them in two fields, or begin at different positions."""
+
+import base64
+
+import numpy as np
+import pytest
+
+import foreroute as fr
+from foreroute.capture import decode
+from foreroute.errors import CaptureError
+from tests import wires
+
+RNG = np.random.default_rng(16)
+R = wires.rollout(RNG, prompt=4, response=3)
+OTHER = wires.rollout(RNG, prompt=6, response=4)
+KNOWN, OTHER_KNOWN = (fr.RoutingTrace.from_sequences(r.spec, [r.tokens], [r.routes_RLK]) for r in (R, OTHER))
+
+
+def choice(r, number, **changes):
+    text = base64.b64encode(wires.npy(r.all_layers().astype(np.uint8))).decode()
+    return {
+        "index": number, "finish_reason": "stop", "token_ids": r.response, "prompt_token_ids": r.prompt,
+        "routed_experts": text, **changes,
+    }  # fmt: skip
+
+
+ABORTED = {"finish_reason": "abort", "routed_experts": None, "token_ids": []}
+
+
+def test_an_aborted_choice_is_named_with_what_to_do():
+    choices = [choice(R, 0), choice(OTHER, 1, **ABORTED)]
+    with pytest.raises(CaptureError, match=r"choice 1 was aborted .finish_reason abort.*; leave it out") as caught:
+        decode({"choices": choices}, model=R.spec)
+    assert "enable-return-routed-experts" not in str(caught.value)
+    assert decode({"choices": choices[:1]}, model=R.spec).equals(KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "match"),
+    [
+        ([{"choices": [choice(R, 0)]}, {"choices": [choice(R, 0, **ABORTED)]}], "output 1: choice 0 was aborted"),
+        (
+            {"choices": [choice(R, 0), choice(R, 1, routed_experts=None)]},
+            r"choice 1 has no routed_experts in \['finish_",
+        ),
+        (
+            [wires.sglang(R), {"output_ids": [], "meta_info": {"id": "2", "finish_reason": {"type": "abort"}}}],
+            "output 1: the answer was aborted",
+        ),
+        ({"finish_reason": "abort", "routed_experts": None}, "the answer was aborted"),
+        ({"choices": [choice(R, 0, routed_experts=5)]}, "routed_experts of choice 0 is a int"),
+    ],
+)
+def test_every_answer_without_routes_is_named(outputs, match):
+    with pytest.raises(CaptureError, match=match):
+        decode(outputs, model=R.spec, token_ids=None)
+
+
+def test_an_aborted_choice_that_has_rows_is_read():
+    """Those of the prompt, of which all but the last row produced a token of it."""
+    text = base64.b64encode(wires.npy(R.all_layers()[:3].astype(np.uint8))).decode()
+    trace = decode({"choices": [choice(R, 0, **ABORTED | {"routed_experts": text})]}, model=R.spec)
+    assert trace.equals(KNOWN.truncated([3]).continued_by(fr.RoutingTrace.unrouted(R.spec, [R.prompt[3:]])))
+
+
+def split(r, write, **changes):
+    """As vLLM 0.21 answers: a row for each token of the prompt, and one for each sampled token but the last."""
+    prompt, rows = r.routes_RLK[: len(r.prompt)], r.routes_RLK[len(r.prompt) :]
+    answer = {"index": 0, "token_ids": r.response, "routed_experts": write(rows), **changes}
+    return {"prompt_token_ids": r.prompt, "prompt_routed_experts": write(prompt), "choices": [answer]}
+
+
+WRITERS = {
+    "lists": np.ndarray.tolist,
+    "arrays": lambda rows: rows.astype(np.int16),
+    "base64": lambda rows: base64.b64encode(wires.npy(rows.astype(np.uint8))).decode(),
+}
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_routes_of_prompt_and_output_in_two_fields_are_joined(write):
+    assert decode(split(R, write), model=R.spec).equals(KNOWN)
+    both = decode([split(R, write), split(OTHER, write)], model=R.spec)
+    assert both.equals(fr.concatenate([KNOWN, OTHER_KNOWN]))
+
+
+def test_one_sampled_token_or_none_has_the_rows_of_the_prompt_alone():
+    for rows in (None, []):
+        one = decode(split(R, np.ndarray.tolist, token_ids=R.response[:1], routed_experts=rows), model=R.spec)
+        assert one.equals(KNOWN.truncated([4]).continued_by(fr.RoutingTrace.unrouted(R.spec, [R.response[:1]])))
+        none = decode(split(R, np.ndarray.tolist, token_ids=[], routed_experts=rows), model=R.spec)
+        assert none.valid_N.tolist() == [True] * 3 + [False]
+
+
+def test_fields_that_do_not_join_are_refused():
+    for change, match in (
+        ({"prompt_routed_experts": R.routes_RLK[:3]}, r"\(3, 4, 3\) for a prompt of 4 tokens"),
+        ({"prompt_routed_experts": R.routes_RLK[:4, :3]}, r"\(2, 4, 3\) behind it"),
+        ({"prompt_routed_experts": 5}, "routed_experts of choice 0 is a int"),
+    ):
+        with pytest.raises(CaptureError, match=match):
+            decode(split(R, np.ndarray.tolist) | change, model=R.spec)
+    with pytest.raises(CaptureError, match="has 5 rows for 7 tokens"):
+        decode(split(R, np.ndarray.tolist, routed_experts=R.routes_RLK[4:5]), model=R.spec)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array])
+def test_each_sequence_may_have_a_start_of_its_own(kind):
+    arrays = [R.routes_RLK[2:], OTHER.routes_RLK]
+    trace = decode(arrays, model=R.spec, token_ids=[R.tokens, OTHER.tokens], start=kind([2, 0]))
+    alone = [
+        decode(rows, model=R.spec, token_ids=r.tokens, start=start)
+        for rows, r, start in zip(arrays, (R, OTHER), (2, 0), strict=True)
+    ]
+    assert trace.equals(fr.concatenate(alone))
+    answers = [wires.vllm_http(R, 3), wires.vllm_http(OTHER, 1)]
+    assert np.flatnonzero(decode(answers, model=R.spec, start=kind([3, 1])).valid_N).tolist() == [
+        3,
+        4,
+        5,
+        *range(8, 16),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("start", "match"),
+    [
+        ([0], "start has 1 positions for 2 sequences"),
+        ([0, 0, 0], "start has 3 positions"),
+        ([0, -1], "start is -1"),
+        ([0, True], "start is True"),
+        ([0, 1.0], "start is 1.0"),
+        (np.array([0.0, 0.0]), "start is .*0.0"),
+        ("00", "start is '00'"),
+        ([0, 10], "sequence 1 starts at 10; expected a position of its 10 tokens"),
+    ],
+)
+def test_starts_that_cannot_be_are_refused(start, match):
+    with pytest.raises(CaptureError, match=match):
+        decode([R.routes_RLK, OTHER.routes_RLK], model=R.spec, token_ids=[R.tokens, OTHER.tokens], start=start)

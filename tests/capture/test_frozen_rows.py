@@ -1,0 +1,192 @@
+"""Engines whose rows freeze, and healthy ones that look a little like it, before `decode` and the doctor."""
+
+import numpy as np
+import pytest
+
+import foreroute as fr
+from foreroute.capture import decode
+from foreroute.capture.checks import frozen_rows
+from foreroute.errors import CaptureError
+
+RNG = np.random.default_rng(11)
+
+
+def spec_of(experts, top_k, layers=6):
+    return fr.RoutingSpec(experts, top_k, tuple(fr.RoutedLayer(i) for i in range(layers)))
+
+
+def healthy(spec, rows, *, hot=0.0):
+    """Rows [R, L, K] of any experts; a `hot` share of the rows of layer 0 goes to its first K."""
+    ids = np.argsort(RNG.random((rows, spec.num_layers, spec.num_experts)), axis=-1)[..., : spec.top_k]
+    ids[RNG.random(rows) < hot, 0] = np.arange(spec.top_k)
+    return ids
+
+
+def read(spec, *sequences, tokens=None):
+    """A trace of routes [R, L, K], with different tokens unless they are given."""
+    given = tokens or [RNG.permutation(30_000)[: len(rows) + 1] for rows in sequences]
+    return decode(list(sequences), model=spec, token_ids=[list(map(int, each)) for each in given])
+
+
+def freeze(rows, first, count, layers=slice(None)):
+    frozen = rows.copy()
+    frozen[first : first + count, layers] = frozen[first, layers]
+    return frozen
+
+
+WIDE = spec_of(128, 8, layers=8)
+
+
+@pytest.mark.parametrize("layers", [slice(None), [3], [0, 5]], ids=["all layers", "one", "first and last"])
+@pytest.mark.parametrize(("first", "count"), [(16, 183), (0, 40), (100, 32), (150, 49)])
+def test_rows_that_freeze_in_one_request_of_two_are_refused_by_name(first, count, layers):
+    rows, other = healthy(WIDE, 199), healthy(WIDE, 60)
+    read(WIDE, other, rows)
+    layer = 0 if layers == slice(None) else layers[0]
+    with pytest.raises(
+        CaptureError, match=rf"sequence 1, position {first}: decoder {layer} sends {count} rows, .*froze"
+    ):
+        read(WIDE, other, freeze(rows, first, count, layers))
+
+
+def test_thirty_one_rows_of_one_layer_are_not_enough():
+    read(WIDE, freeze(healthy(WIDE, 199), 100, 31, [3]))
+
+
+def test_one_other_pick_or_another_order_shows_that_rows_were_written():
+    rows = freeze(healthy(WIDE, 99), 40, 40, [2])
+    turned = rows.copy()
+    turned[60, 2] = turned[60, 2, ::-1]  # a router that stays with a set weighs it anew
+    assert not frozen_rows(read(WIDE, turned))
+    rows[60, 2, 7] = next(e for e in range(128) if e not in rows[60, 2])
+    assert not frozen_rows(read(WIDE, rows))  # two runs of 20 and 19
+
+
+def test_a_layer_that_never_changes_over_short_requests_is_refused():
+    spec = spec_of(16, 2)
+    sequences = [healthy(spec, 9) for _ in range(6)]
+    for rows in sequences:
+        rows[:, 4] = [3, 11]
+    with pytest.raises(CaptureError, match=r"decoder 4 sends 54 rows.* to experts \[3, 11\]"):
+        read(spec, *sequences)
+
+
+@pytest.mark.parametrize(
+    ("experts", "top_k", "layers", "enough"),
+    [(128, 8, [1], 13), (16, 4, [1], 13), (8, 2, slice(None), 13), (8, 7, slice(None), 13), (4, 1, slice(None), 13)],
+)
+def test_how_many_different_tokens_it_takes(experts, top_k, layers, enough):
+    """They would stay with a chance below 2^-30, where 20 rows beside say that no more than 1 of 6 has these picks."""
+    spec = spec_of(experts, top_k)
+    rows = freeze(healthy(spec, 99), 20, 60, layers)
+    rows[[19, 80]] = (rows[20] + 1) % experts  # other picks at both ends
+    for tokens in (enough, enough - 1):
+        ids = np.arange(100) + 1000
+        ids[20:80] = np.arange(60) % tokens
+        if tokens == enough:
+            with pytest.raises(
+                CaptureError, match=rf"position 20: decoder \d.* sends 60 rows, from there on, of {tokens} "
+            ):
+                read(spec, rows, tokens=[ids])
+        else:
+            read(spec, rows, tokens=[ids])
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (8, 7), (16, 1), (16, 3)])
+def test_one_layer_of_few_picks_may_stay_over_a_text(experts, top_k):
+    """As in models of random weights; all layers may not, nor one over the whole trace."""
+    spec = spec_of(experts, top_k)
+    rows = healthy(spec, 199)
+    read(spec, freeze(rows, 20, 179, [1]))
+    with pytest.raises(CaptureError, match=r"position 20: decoder 0, as every layer, sends 179 rows"):
+        read(spec, freeze(rows, 20, 179))
+    with pytest.raises(CaptureError, match=r"position 0: decoder 1 sends 199 rows"):
+        read(spec, freeze(rows, 0, 199, [1]))
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(2, 1), (4, 1), (8, 2), (4, 3)])
+@pytest.mark.parametrize("hot", [0.0, 0.3, 0.5, 0.6, 0.9, 0.99])
+def test_healthy_routers_of_few_experts_pass(experts, top_k, hot):
+    """Also one that sends most tokens to one set, whose runs are long."""
+    spec = spec_of(experts, top_k)
+    for _ in range(3):
+        read(spec, healthy(spec, 3000, hot=hot), healthy(spec, 50, hot=hot))
+
+
+def test_one_buffer_that_stands_in_all_requests_is_no_collapsed_router():
+    """Each request has rows of its own before it freezes; of a collapsed router they go to the same set too."""
+    spec, stale = spec_of(8, 2), healthy(spec_of(8, 2), 1)
+    sequences = [np.concatenate([healthy(spec, 9), np.repeat(stale, count, axis=0)]) for count in (20, 25, 60, 90, 90)]
+    with pytest.raises(CaptureError, match="sequence 2, position 9: decoder 0, as every layer, sends 60 rows"):
+        read(spec, *sequences)
+
+
+def test_a_router_without_a_choice_passes():
+    spec = spec_of(4, 4)
+    rows = np.tile(np.arange(4), (200, 6, 1))
+    read(spec, rows)
+    read(spec_of(1, 1), np.zeros((200, 6, 1), int))
+
+
+def test_a_loop_of_few_tokens_passes():
+    spec, tokens = spec_of(8, 1), np.tile([5, 6, 7, 8], 50)
+    rows = healthy(spec, 4)[np.arange(199) % 4]
+    rows[:, 2] = 3
+    read(spec, rows, tokens=[tokens])
+
+
+@pytest.mark.parametrize("at", [1, 17, 50, 98])
+def test_the_row_of_another_token_is_refused(at):
+    """In all layers: one such row is enough."""
+    rows = healthy(WIDE, 99)
+    rows[at] = rows[at - 1]
+    with pytest.raises(
+        CaptureError, match=rf"position {at}: the row of token \d+ is that of token \d+ at position {at - 1}, in all 8"
+    ):
+        read(WIDE, rows)
+    same = np.arange(100) + 7
+    same[at] = same[at - 1]  # a token that comes twice may be routed twice alike
+    assert read(WIDE, rows, tokens=[same]).valid_N.sum() == 99
+    rows[at, 0] = healthy(WIDE, 1)[0, 0]
+    read(WIDE, rows)
+
+
+def test_rows_of_the_prompt_that_stand_for_its_response_are_refused():
+    rows = healthy(WIDE, 99)
+    rows[40:70] = rows[:30]
+    with pytest.raises(
+        CaptureError, match=r"position 40: the row of token \d+ is that of token \d+ at position 0, in all 8"
+    ):
+        read(WIDE, rows)
+    tokens = np.arange(100)
+    tokens[40:70] = tokens[:30]
+    read(WIDE, rows, tokens=[tokens])
+    rows = healthy(WIDE, 99)
+    read(WIDE, rows, rows[:60])  # of two requests, as those of one prompt are
+
+
+def test_the_row_of_another_token_is_no_wonder_in_a_small_model():
+    """19 layers of two bits, where 30 and twice log2(20) are needed: 38.6. Nor where routers have nearly collapsed."""
+    spec = spec_of(8, 2, layers=19)
+    rows = healthy(spec, 20)
+    rows[5] = rows[4]
+    read(spec, rows)
+    spec = spec_of(8, 2, layers=48)
+    rows = np.where(RNG.random((300, 48, 1)) < 0.98, [0, 1], healthy(spec, 300))
+    assert (rows[:, None] == rows).all((-1, -2)).sum() > 600
+    read(spec, rows)
+
+
+def test_the_doctor_names_frozen_rows_unless_the_trainer_routes_so_too():
+    rows, tokens = healthy(WIDE, 80), RNG.permutation(500)[:80]
+    engine, trainer = (fr.RoutingTrace.from_sequences(WIDE, [tokens], [ids]) for ids in (freeze(rows, 30, 40), rows))
+    logprobs = -RNG.random(79)
+
+    def sentences(engine, trainer):
+        found = fr.compare(logprobs, logprobs, engine_routes=engine, trainer_routes=trainer)
+        return [finding.sentence for finding in found.diagnosis.findings if "froze" in finding.sentence]
+
+    (found,) = sentences(engine, trainer)
+    assert found.startswith("In the engine's trace, sequence 0, position 30: decoder 0 sends 40 rows")
+    assert not sentences(trainer, trainer)
+    assert not sentences(engine, engine)

@@ -1,0 +1,110 @@
+"""Layers that look experts up by token (the kind `hash`), which engines leave out: zeros there were not recorded."""
+
+import numpy as np
+import pytest
+
+import foreroute as fr
+from foreroute.capture import decode
+from foreroute.errors import CaptureError, SpecMismatchError, TraceContentError
+from foreroute.mismatch import Defect, explain, routing_mismatch
+from foreroute.trace import GATE_WEIGHTS, LayerKind, extended
+from foreroute.trace.gate_weights import GateWeights
+from foreroute.trace.operations import with_lookups
+from tests import wires
+
+RNG = np.random.default_rng(17)
+HASH = (0, 2)
+LAYERS = tuple(fr.RoutedLayer(i, LayerKind.HASH if i in HASH else LayerKind.DECODER) for i in range(5))
+SPEC = fr.RoutingSpec(16, 3, LAYERS)
+DECODER = SPEC.select([layer for layer in LAYERS if layer.kind is LayerKind.DECODER])
+TABLE = np.argsort(RNG.random((50_000, 16)), axis=-1)[:, :3]
+LOOKUPS = {LAYERS[i]: lambda tokens, i=i: (TABLE[tokens] + i) % 16 for i in HASH}
+
+
+def rollout(**sizes):
+    """A request whose lookup layers follow the table."""
+    r = wires.rollout(RNG, layers=5, dense=0, **sizes)
+    for layer in HASH:
+        r.routes_RLK[:, layer] = LOOKUPS[LAYERS[layer]](np.array(r.tokens[:-1]))
+    return wires.Rollout(SPEC, 5, r.prompt, r.response, r.routes_RLK)
+
+
+def without(r, layers=HASH):
+    rows = r.routes_RLK.copy()
+    rows[:, list(layers)] = 0
+    return wires.Rollout(SPEC, 5, r.prompt, r.response, rows)
+
+
+R = rollout()
+WHOLE = fr.RoutingTrace.from_sequences(SPEC, [R.tokens], [R.routes_RLK])
+
+
+@pytest.mark.parametrize("writer", [wires.vllm_http, wires.sglang, lambda r: wires.verl([r]), lambda r: r.routes_RLK])
+@pytest.mark.parametrize("layers", [HASH, [0], [2]])
+def test_their_zeros_are_left_out_and_the_rest_is_kept(writer, layers):
+    trace = decode(writer(without(R, layers)), model=SPEC, token_ids=[R.tokens])
+    assert trace.equals(WHOLE.select_layers([layer for i, layer in enumerate(LAYERS) if i not in layers]))
+    assert with_lookups(trace, SPEC, LOOKUPS).equals(WHOLE)
+
+
+def test_what_was_recorded_stays():
+    assert decode(R.routes_RLK, model=SPEC, token_ids=R.tokens).equals(WHOLE)
+    assert with_lookups(WHOLE, SPEC, LOOKUPS) is WHOLE
+
+
+def test_zeros_elsewhere_and_a_row_of_them_are_refused():
+    with pytest.raises(CaptureError, match=r"zeros in 3 of 5 layers .first: hash 0"):
+        decode(without(R, [0, 1, 2]).routes_RLK, model=SPEC, token_ids=R.tokens)
+    with pytest.raises(CaptureError, match="zeros in 5 of 5 layers"):
+        decode(without(R, range(5)).routes_RLK, model=SPEC, token_ids=R.tokens)
+    rows = R.routes_RLK.copy()
+    rows[4, 0] = 0
+    with pytest.raises(CaptureError, match=r"position 4, hash 0 has expert ids .0, 0, 0.: an expert is picked twice"):
+        decode(rows, model=SPEC, token_ids=R.tokens)
+
+
+def test_with_one_pick_zeros_are_experts():
+    spec = fr.RoutingSpec(16, 1, LAYERS)
+    rows = wires.rollout(RNG, top_k=1, layers=5, dense=0).routes_RLK
+    rows[:, 0] = 0
+    assert decode(rows, model=spec, token_ids=R.tokens).spec == spec
+
+
+def test_sequences_with_them_and_without_are_joined_on_the_other_layers():
+    other = rollout(prompt=3, response=4)
+    full, cut = (decode(each.routes_RLK, model=SPEC, token_ids=R.tokens) for each in (R, without(R)))
+    both = decode([R.routes_RLK, without(other).routes_RLK], model=SPEC, token_ids=[R.tokens, other.tokens])
+    assert both.select([0]).equals(cut)
+    unrouted = fr.RoutingTrace.unrouted(SPEC, [[1, 2]])
+    for first, second in ((full, cut), (cut, full), (unrouted, cut)):
+        assert fr.concatenate([first, second]).equals(fr.concatenate([first.select_layers(DECODER.layers), cut]))
+        assert first.continued_by(second).spec == DECODER
+    start = fr.RoutingTrace.unrouted(SPEC, [R.tokens[:5]])
+    assert extended(start, cut).equals(cut)
+    assert fr.concatenate([full, full]).spec == SPEC
+    with pytest.raises(SpecMismatchError, match="a trace to concatenate belongs to another model"):
+        fr.concatenate([full, full.select_layers(LAYERS[:3])])
+
+
+def test_a_trainers_trace_is_compared_with_an_engines_on_the_other_layers():
+    cut = decode(without(R).routes_RLK, model=SPEC, token_ids=R.tokens)
+    shifted = fr.RoutingTrace.from_sequences(SPEC, [R.tokens], [np.roll(R.routes_RLK, 1, axis=0)])
+    for mine, kind in ((WHOLE, Defect.NONE), (shifted, Defect.SHIFT)):
+        assert explain(mine, cut).kind is kind
+        found = routing_mismatch(cut, mine)
+        assert (found.rows, len(found.differing_L)) == (11, 3)
+        assert (found.differing_share == 0) == (kind is Defect.NONE)
+    logprobs = np.full(11, -1.0)
+    compared = fr.compare(logprobs, logprobs, engine_routes=cut, trainer_routes=WHOLE)
+    assert compared.metrics["overlap"] == 1
+
+
+def test_a_trace_that_lacks_more_is_refused():
+    with pytest.raises(SpecMismatchError, match="the trace belongs to another model"):
+        with_lookups(WHOLE.select_layers(LAYERS[1:3]), SPEC, LOOKUPS)
+    with pytest.raises(SpecMismatchError, match="the trace belongs to another model"):
+        with_lookups(WHOLE.select_layers(DECODER.layers), SPEC, {})
+    weighted = WHOLE.select_layers(DECODER.layers)
+    weights = GateWeights.from_values(np.ones((12, 3, 3), np.float32), weighted.valid_N, weighted.spec.picks_L)
+    with pytest.raises(TraceContentError, match="has gate weights and lacks hash 0"):
+        with_lookups(weighted.with_stream(GATE_WEIGHTS, weights), SPEC, LOOKUPS)

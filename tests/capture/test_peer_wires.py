@@ -1,0 +1,197 @@
+"""Routes as other frameworks hand them about: lists, tables, flat rows, SkyRL's batch and ms-swift's packed one."""
+
+import base64
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import foreroute as fr
+from foreroute.capture import decode
+from foreroute.errors import CaptureError
+from tests import wires
+
+RNG = np.random.default_rng(18)
+R, SHORT, LONG = (wires.rollout(RNG, prompt=p, response=g) for p, g in ((4, 3), (1, 2), (5, 6)))
+ALL = (R, SHORT, LONG)
+KNOWN = [fr.RoutingTrace.from_sequences(r.spec, [r.tokens], [r.routes_RLK]) for r in ALL]
+TOKENS = [r.tokens for r in ALL]
+
+
+def table(rows, **more):
+    return {"data": base64.b64encode(rows.tobytes()).decode(), "shape": rows.shape, "dtype": str(rows.dtype), **more}
+
+
+def read(output, number=0, **given):
+    return decode(output, model=R.spec, token_ids=[TOKENS[number]], **given)
+
+
+def test_nested_lists_are_read_alone_in_a_list_as_text_and_inside_an_answer():
+    nested = [r.routes_RLK.tolist() for r in ALL]
+    answer = {"choices": [{"token_ids": R.response, "finish_reason": "stop", "routed_experts": nested[0]}]}
+    wide = {"token_ids": R.response, "prompt_token_ids": R.prompt, "routed_experts": R.all_layers().tolist()}
+    for output in (nested[0], tuple(nested[0]), json.dumps(nested[0]), [nested[0]], answer, json.dumps(answer), wide):
+        assert read(output).equals(KNOWN[0])
+    for output in (nested, json.dumps(nested).encode()):
+        assert decode(output, model=R.spec, token_ids=TOKENS).equals(fr.concatenate(KNOWN))
+    absent = R.routes_RLK.tolist()
+    absent[2] = [[-1] * 3] * 4
+    assert np.flatnonzero(~read(absent).valid_N).tolist() == [2, 6]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda rows: rows[1][2].append(5), "cannot be read as an array"),
+        (lambda rows: rows[1].pop(), "cannot be read as an array"),
+        (lambda rows: rows[1][2].__setitem__(0, True), "lists that hold bool; expected whole numbers"),
+        (lambda rows: rows[1][2].__setitem__(0, 2.0), "lists that hold float"),
+        (lambda rows: rows[1][2].__setitem__(0, None), "lists that hold NoneType"),
+        (lambda rows: rows[1][2].__setitem__(0, 1 << 70), "dtype object; expected integers"),
+        (lambda rows: rows[1].__setitem__(2, "abc"), "lists that hold str"),
+        (lambda rows: rows.__setitem__(1, 5), "cannot be read .*expected lists"),
+        (lambda rows: rows[1][2].__setitem__(0, 99), "holds ids from 0 to 99"),
+    ],
+)
+def test_nested_lists_that_cannot_be_true_are_refused(change, match):
+    rows = np.clip(R.routes_RLK, 0, 15).tolist()
+    change(rows)
+    with pytest.raises(CaptureError, match=match):
+        read(rows)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint16", "int32", "int64", "uint64"])
+def test_tables_are_read_alone_in_a_list_as_text_and_inside_an_answer(dtype):
+    mine = table(R.routes_RLK.astype(dtype), __ndarray__=True)  # as ms-swift's server marks them
+    answer = {"choices": [{"token_ids": R.response, "prompt_token_ids": R.prompt, "routed_experts": mine}]}
+    for output in (mine, json.dumps(mine), [mine], answer, json.dumps(answer)):
+        assert read(output).equals(KNOWN[0])
+    wide = table(R.all_layers().astype(dtype))
+    assert read(wide).equals(KNOWN[0])
+    several = decode([table(r.routes_RLK.astype(dtype)) for r in ALL], model=R.spec, token_ids=TOKENS)
+    assert several.equals(fr.concatenate(KNOWN))
+
+
+def test_a_table_may_state_where_it_starts():
+    """prime-rl's and dynamo's do."""
+    late, expected = table(R.routes_RLK[2:], start=2), read(R.routes_RLK[2:], start=2)
+    answer = {"choices": [{"token_ids": R.response, "prompt_token_ids": R.prompt, "routed_experts": late}]}
+    for output in (late, answer):
+        assert read(output).equals(expected)
+        assert read(output, start=2).equals(expected)
+    assert read(table(R.routes_RLK, start=0)).equals(KNOWN[0])
+    several = [late, table(SHORT.routes_RLK, start=0)]
+    assert decode(several, model=R.spec, token_ids=TOKENS[:2]).equals(fr.concatenate([expected, KNOWN[1]]))
+    with pytest.raises(CaptureError, match="start is 3, and the table states 2"):
+        read(late, start=3)
+    with pytest.raises(CaptureError, match="start of the table is 'x'"):
+        read(table(R.routes_RLK, start="x"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"data": 5}, "are a table of 5"),
+        ({"data": "AAA"}, "not base64"),
+        ({"dtype": "float32"}, "expected base64, the axes, and one of int8"),
+        ({"dtype": "|O"}, "expected base64, the axes, and one of int8"),
+        ({"dtype": ["int8"]}, "expected base64, the axes, and one of int8"),
+        ({"shape": [6, 4]}, r"576 bytes, and int64 \[6, 4\] is 192"),
+        ({"shape": [24, 3]}, "have .* layers|has 24 rows"),
+        ({"shape": [6, 4, -3]}, "expected base64, the axes"),
+        ({"shape": [6, 4, True]}, "expected base64, the axes"),
+        ({"shape": [10**30, 10**30, 3]}, "576 bytes, and"),
+        ({"shape": 72}, "the shape of .* cannot be read"),
+        ({"shape": [0, 10**30, 3], "data": ""}, "has 0 rows for 7 tokens"),
+    ],
+)
+def test_tables_that_cannot_be_true_are_refused(changes, match):
+    with pytest.raises(CaptureError, match=match):
+        read(table(R.routes_RLK) | changes)
+
+
+def test_flat_rows_are_read():
+    """AReaL's [rows, layers * picks]."""
+    for rows in (R.routes_RLK, R.all_layers()):
+        flat = rows.reshape(len(rows), -1).astype(np.int32)
+        for output in (flat, torch.from_numpy(flat), [flat], table(flat)):
+            assert read(output).equals(KNOWN[0])
+    with pytest.raises(CaptureError, match=r"shape \(6, 13\); expected .rows, layers, picks., or"):
+        read(np.zeros((6, 13), int))
+    with pytest.raises(CaptureError, match="have 3 layers; expected 4"):
+        read(R.routes_RLK[:, :3].reshape(6, -1))
+    with pytest.raises(CaptureError, match="Rows are too many"):  # of an interrupted rollout: the prompt's rows twice
+        read(np.concatenate([R.routes_RLK, R.routes_RLK[:3]]).reshape(9, -1))
+
+
+def skyrl(rollouts, dtype):
+    """SkyRL's training batch: padded on the left, zeros for padding and the last row; uint8 where ids fit."""
+    width = max(len(r.tokens) for r in rollouts)
+    routes = np.zeros((len(rollouts), width, *rollouts[0].routes_RLK.shape[1:]), dtype)
+    tokens, mask = np.zeros((2, len(rollouts), width), np.int64)
+    for b, r in enumerate(rollouts):
+        first = width - len(r.tokens)
+        tokens[b, first:], mask[b, first:] = r.tokens, 1
+        routes[b, first:-1] = r.routes_RLK
+    batch = {"sequences": tokens, "attention_mask": mask, "rollout_expert_indices": routes}
+    return {name: torch.from_numpy(values) for name, values in batch.items()} | {"rewards": None}
+
+
+@pytest.mark.parametrize("experts", [16, 256])
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "int32"])
+def test_skyrls_batch_is_read_by_decode_and_by_minus_one(experts, dtype):
+    rollouts = [wires.rollout(RNG, experts=experts, prompt=p, response=g) for p, g in ((4, 3), (1, 2), (5, 6))]
+    spec, batch = rollouts[0].spec, skyrl(rollouts, dtype)
+    known = fr.RoutingTrace.from_sequences(spec, [r.tokens for r in rollouts], [r.routes_RLK for r in rollouts])
+    assert decode(batch, model=spec).equals(known)
+    marked = batch["rollout_expert_indices"].clone()
+    marked[(marked == 0).flatten(2).all(-1)] = -1
+    padded = fr.RoutingTrace.from_padded(spec, batch["sequences"], marked, batch["attention_mask"])
+    assert padded.equals(known)
+
+
+def packed(rollouts, padding=0):
+    """ms-swift's micro-batch with padding_free, its default: int64 [1, sum of T, L, K], positions and no mask."""
+    rows = [np.concatenate([r.routes_RLK, np.zeros_like(r.routes_RLK[:1])]) for r in rollouts]
+    rows.append(np.zeros((padding, *rows[0].shape[1:]), np.int64))
+    tokens = [*(r.tokens for r in rollouts), [0] * padding]
+    positions = [np.arange(len(each)) for each in tokens]
+    fields = {"routed_experts": np.concatenate(rows), "input_ids": np.concatenate(tokens).astype(int)}
+    return {
+        name: torch.from_numpy(v)[None] for name, v in (fields | {"position_ids": np.concatenate(positions)}).items()
+    }
+
+
+def test_a_packed_batch_is_cut_by_its_positions():
+    batch = packed(ALL)
+    assert decode(batch, model=R.spec).equals(fr.concatenate(KNOWN))
+    assert decode(batch | {"attention_mask": None}, model=R.spec).equals(fr.concatenate(KNOWN))
+    behind = decode(packed(ALL, padding=5), model=R.spec)  # a sequence of its own, without routes
+    assert behind.select([0, 1, 2]).equals(fr.concatenate(KNOWN))
+    assert not behind.select([3]).valid_N.any()
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda batch: batch.pop("position_ids"), "lacks position_ids; expected .*attention_mask .*or position_ids"),
+        (lambda batch: batch["position_ids"].add_(1), "expected whole numbers that count from 0"),
+        (lambda batch: batch["position_ids"][0, 2:].sub_(1), "expected whole numbers that count from 0"),
+        (lambda batch: batch.update(position_ids=batch["position_ids"].double()), "expected whole numbers that count"),
+        (lambda batch: batch.update(position_ids=batch["position_ids"][:, 1:]), r"position_ids \(1, 20\); expected"),
+        (
+            lambda batch: batch.update(attention_mask=torch.ones_like(batch["input_ids"])),
+            "no route at position 6, and one at position 7.*leave the mask out and give position_ids",
+        ),
+        (
+            lambda batch: batch.update(routed_experts=batch["routed_experts"].roll(1, 1)),
+            "sequence 0 has routes for its",
+        ),
+    ],
+)
+def test_a_packed_batch_that_cannot_be_cut_is_refused(change, match):
+    batch = packed(ALL)
+    change(batch)
+    with pytest.raises(CaptureError, match=match):
+        decode(batch, model=R.spec)

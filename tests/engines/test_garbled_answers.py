@@ -1,0 +1,90 @@
+"""Every field of an answer of a server, replaced by something else: read, or refused as an error of ours."""
+
+import copy
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from foreroute.adapters.checkpoint import ServedModel
+from foreroute.capture import Sampling
+from foreroute.engines import sglang, vllm
+from foreroute.engines.http import Answer
+from foreroute.engines.sequences import Request
+from foreroute.errors import CaptureError, ConfigError, EngineError
+from tests.engines.recorded_answers import payload
+from tests.engines.small_policy import END
+
+DATA = Path(__file__).parent
+WRONG = [None, True, -1, 1.5, float("nan"), 10**400, "x", "7" * 5000, [], [[]], [None], {}, {"x": 1}]
+
+
+def places(value, path=()):
+    """The path of everything in a JSON value."""
+    yield path
+    parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, part in parts:
+        yield from places(part, (*path, name))
+
+
+def replaced(value, path, by):
+    """A copy with something else at a path."""
+    if not path:
+        return by
+    changed = copy.deepcopy(value)
+    inner = changed
+    for name in path[:-1]:
+        inner = inner[name]
+    inner[path[-1]] = by
+    return changed
+
+
+def recorded(engine):
+    """A recorded answer with its request, and what reads both."""
+    record = payload(DATA / engine / "data" / "generate.json")
+    served = ServedModel(record["spec"], None, 64)
+    sampling = Sampling(max_new_tokens=5, end_token=END, temperature=0.8)
+    if engine == "vllm":
+        answer, prompt = record["response"] | {"request_id": "r"}, record["request"]["token_ids"]
+        answer["prompt_token_ids"] = prompt
+    else:
+        answer, prompt = record["response"], record["request"]["input_ids"]
+        answer["meta_info"] |= {"id": "r", "weight_versions": [{"version": "default", "start": 0, "end": 5}]}
+    request = Request("r", np.array(prompt, np.int32), sampling, 5, 0)
+
+    def read(value):
+        found = Answer(value, "the answer")
+        response = (
+            vllm.response_of(found, request, echoes=True) if engine == "vllm" else sglang.response_of(found, request)
+        )
+        return response.trace(request, served, loaded=())
+
+    return json.loads(json.dumps(answer)), read
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_every_field_of_an_answer_may_be_anything(engine):
+    answer, read = recorded(engine)
+    known, refused = read(copy.deepcopy(answer)), set()
+    for path in places(answer):
+        for wrong in WRONG:
+            try:
+                trace = read(replaced(answer, path, wrong))
+            except (EngineError, CaptureError):
+                refused.add(path)
+            else:
+                assert np.array_equal(trace.expert_ids_NLK, known.expert_ids_NLK)
+    needed = (
+        {("choices", 0, "logprobs", "content", 2)} if engine == "vllm" else {("meta_info", "output_token_logprobs", 2)}
+    )
+    assert needed < refused  # the control
+
+
+@pytest.mark.parametrize("server", [None, 8000, b"http://a", ["http://a"], Path("/x")])
+def test_what_is_no_server_is_one_error(server, tmp_path):
+    served = ServedModel(payload(DATA / "vllm/data/generate.json")["spec"], None)
+    with pytest.raises(ConfigError, match=r"the server is .*expected ServerSettings, or the address"):
+        vllm.VLLMEngine(served, server, weights_folder=tmp_path)
+    with pytest.raises(ConfigError, match="is no address of the SGLang server"):
+        sglang.SGLangServerEngine(served, server, weights_folder=tmp_path)
