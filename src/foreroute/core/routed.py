@@ -32,9 +32,14 @@ from .untouched import parameters_kept
 Missing = Literal["native", "error"]
 """What to do with rows of -1 that are neither padding nor the last of their sequence."""
 
-UNSIGNED = {torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
-"""Types that torch has few operators for, and those that hold their ids."""
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *UNSIGNED)
+UNSIGNED = {
+    torch.uint8: torch.int16,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+}
+"""Types without -1, and those that hold their ids beside it."""
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, *UNSIGNED)
 FAULTS = (
     "rows with an id out of range",
     "rows with an expert twice",
@@ -469,9 +474,13 @@ def _moved(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _signed(ids: Tensor) -> Tensor:
-    """The same ids in a type that torch computes with; those too large for int64 stay too large for any model."""
-    wide = ids.to(UNSIGNED.get(ids.dtype, ids.dtype))
-    return wide.where(wide >= 0, 2**62) if ids.dtype == torch.uint64 else wide
+    """The same ids in a type that has -1. What -1 became in an unsigned type, in all of several picks, is -1 again."""
+    if ids.dtype not in UNSIGNED:
+        return ids
+    wide = ids.to(UNSIGNED[ids.dtype])
+    was_minus_one = wide == (-1 if ids.dtype == torch.uint64 else torch.iinfo(ids.dtype).max)
+    wide = wide.where(wide >= 0, 2**62)  # what int64 does not hold is above all ids
+    return wide.masked_fill(was_minus_one.all(-1, keepdim=True), -1) if ids.shape[-1] > 1 else wide
 
 
 def _tell(faults: Tensor) -> None:

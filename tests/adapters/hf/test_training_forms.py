@@ -115,14 +115,8 @@ def second_products():
     return create_selective_checkpoint_contexts(policy)
 
 
-aten = torch.ops.aten
-ROUTER_OPERATORS = [
-    aten.mm.default,
-    aten._softmax.default,
-    aten.sigmoid.default,
-    aten.topk.default,
-    aten.gather.default,
-]
+# not the gathered weights, which routers divide in place
+ROUTER_OPERATORS = [aten.mm.default, aten._softmax.default, aten.sigmoid.default, aten.topk.default]
 SELECTIVE = {
     "top-k": lambda: create_selective_checkpoint_contexts([aten.topk.default]),
     "second products": second_products,
