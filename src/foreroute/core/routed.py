@@ -479,7 +479,7 @@ def _signed(ids: Tensor) -> Tensor:
         return ids
     wide = ids.to(UNSIGNED[ids.dtype])
     was_minus_one = wide == (-1 if ids.dtype == torch.uint64 else torch.iinfo(ids.dtype).max)
-    wide = wide.where(wide >= 0, 2**62)  # what int64 does not hold is above all ids
+    wide = wide.where(wide >= 0, torch.iinfo(wide.dtype).max)  # what int64 does not hold is above all ids
     return wide.masked_fill(was_minus_one.all(-1, keepdim=True), -1) if ids.shape[-1] > 1 else wide
 
 
