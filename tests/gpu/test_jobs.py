@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from foreroute.adapters import hf
-from foreroute.errors import AttachError, BatchMismatchError, ForerouteError, ReplayError
+from foreroute.errors import AttachError, ForerouteError, ReplayError
 from tests.adapters.hf.model_runs import experts_log
 from tests.gpu import bits
 from tests.gpu.bits import Case, backward, forward, logits_of, step
@@ -78,17 +78,16 @@ def test_inference_mode_alone_and_before_a_training_step_with_telemetry(half):
     assert session.agreement().routing.differing_tokens_share > 0, "telemetry is lost"
 
 
-def test_what_is_generated_is_replayed_and_a_static_cache_is_refused(half):
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["growing", "static"])
+def test_what_is_generated_is_replayed(half, cache):
     routed, prompts = half.routed, half.batch["input_ids"][:2, :6]
     settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     settings["attention_mask"] = torch.ones_like(prompts)
     with routed.record() as recording:
-        sampled = routed.model.generate(prompts, **settings)
+        sampled = routed.model.generate(prompts, **settings, **cache)
     with routed.replay(recording.rollout(sampled)) as session, torch.no_grad():
         routed.model(input_ids=sampled, use_cache=False)
     assert session.num_forwards == 1
-    with pytest.raises(BatchMismatchError, match="static"), routed.record():
-        routed.model.generate(prompts, **settings, cache_implementation="static")
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2", "flash_attention_3"])

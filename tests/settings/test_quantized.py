@@ -52,7 +52,9 @@ def folder(tmp_path_factory):
 )
 def test_quantized_models_with_adapters(form, folder):
     def make():
-        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=FORMS[form](), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=FORMS[form](), dtype=torch.bfloat16, trust_remote_code=False
+        )
         kind = type(model.model.layers[0].self_attn.q_proj.weight).__name__
         assert kind in ("Int8Params", "Params4bit", "Int8Tensor"), kind
         return with_lora(model)
@@ -66,7 +68,8 @@ def test_a_rollout_in_eval_mode_leaves_what_trains_adapters(folder):
 
     def make():
         quantized = FORMS["4-bit, nested"]()
-        return with_lora(AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantized)).train()
+        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantized, trust_remote_code=False)
+        return with_lora(model).train()
 
     model, twin = make(), make()
     routed = hf.attach(model)

@@ -23,7 +23,9 @@ def saved(tmp_path_factory):
 
 def trained(saved, folder, config, kind, **settings):
     """The trainer at the end, and its adapters' parameters before and after a step."""
-    model = AutoModelForCausalLM.from_pretrained(saved, quantization_config=config, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        saved, quantization_config=config, dtype=torch.float32, trust_remote_code=False
+    )
     adapters = LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
     run = {"max_steps": 1, "learning_rate": 0.1, "optim": "sgd", "reward_funcs": told_apart}
     trainer = make(folder, kind=kind, model=model, peft_config=adapters, **run, **settings)

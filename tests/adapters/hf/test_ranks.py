@@ -131,8 +131,8 @@ def sharded_by_hand(folder):
 
 
 def sharded_by_transformers(folder):
-    config = DistributedConfig(fsdp_size=2)
-    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, experts_implementation="grouped_mm")
+    how = {"distributed_config": DistributedConfig(fsdp_size=2), "experts_implementation": "grouped_mm"}
+    return AutoModelForCausalLM.from_pretrained(folder, **how, trust_remote_code=False)
 
 
 SHARDINGS = {"fully_shard": sharded_by_hand, "DistributedConfig": sharded_by_transformers}
