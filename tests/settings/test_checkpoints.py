@@ -71,7 +71,9 @@ def test_dequantized_checkpoints(family, form, packed, tmp_path):
     assert packed in {tensor.dtype for tensor in both[0].values()}
 
     def make(folder):
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=False)
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, trust_remote_code=False, use_safetensors=True
+        )
 
     models = [make(folder) for folder in folders]
     for (name, seen), expected in zip(models[0].named_parameters(), models[1].parameters(), strict=True):

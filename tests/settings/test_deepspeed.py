@@ -39,7 +39,7 @@ def train(rank, stage, when, use_reentrant, folder):
         from transformers.integrations import HfDeepSpeedConfig
 
         kept = HfDeepSpeedConfig(config(stage))  # transformers asks for it as long as it lives
-        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, use_safetensors=True)
         assert not any(parameter.numel() for parameter in model.parameters())
         with pytest.raises(AttachError) as refused:
             hf.attach(model)

@@ -53,7 +53,11 @@ def folder(tmp_path_factory):
 def test_quantized_models_with_adapters(form, folder):
     def make():
         model = AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=FORMS[form](), dtype=torch.bfloat16, trust_remote_code=False
+            folder,
+            quantization_config=FORMS[form](),
+            dtype=torch.bfloat16,
+            trust_remote_code=False,
+            use_safetensors=True,
         )
         kind = type(model.model.layers[0].self_attn.q_proj.weight).__name__
         assert kind in ("Int8Params", "Params4bit", "Int8Tensor"), kind
@@ -68,7 +72,9 @@ def test_a_rollout_in_eval_mode_leaves_what_trains_adapters(folder):
 
     def make():
         quantized = FORMS["4-bit, nested"]()
-        model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=quantized, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=quantized, trust_remote_code=False, use_safetensors=True
+        )
         return with_lora(model).train()
 
     model, twin = make(), make()

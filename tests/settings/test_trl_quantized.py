@@ -24,7 +24,7 @@ def saved(tmp_path_factory):
 def trained(saved, folder, config, kind, **settings):
     """The trainer at the end, and its adapters' parameters before and after a step."""
     model = AutoModelForCausalLM.from_pretrained(
-        saved, quantization_config=config, dtype=torch.float32, trust_remote_code=False
+        saved, quantization_config=config, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
     )
     adapters = LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj"], init_lora_weights=False)
     run = {"max_steps": 1, "learning_rate": 0.1, "optim": "sgd", "reward_funcs": told_apart}

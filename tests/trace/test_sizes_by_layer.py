@@ -211,6 +211,6 @@ def test_what_takes_equal_layers_alone_says_so(use, what):
 
 
 def test_an_engines_output_of_such_a_model_is_refused_with_a_door_that_takes_it():
-    with pytest.raises(SpecMismatchError, match="RoutingTrace.from_sequences takes its arrays"):
+    with pytest.raises(SpecMismatchError, match=r"RoutingTrace\.from_sequences takes its arrays"):
         fr.capture.decode(np.zeros((1, 3, 3), int), token_ids=[1, 2], model=SPEC)
     assert fr.RoutingTrace.from_sequences(SPEC, [[1, 2]], [[ROW]]).valid_N.tolist() == [True, False]

@@ -132,7 +132,7 @@ def sharded_by_hand(folder):
 
 def sharded_by_transformers(folder):
     how = {"distributed_config": DistributedConfig(fsdp_size=2), "experts_implementation": "grouped_mm"}
-    return AutoModelForCausalLM.from_pretrained(folder, **how, trust_remote_code=False)
+    return AutoModelForCausalLM.from_pretrained(folder, **how, trust_remote_code=False, use_safetensors=True)
 
 
 SHARDINGS = {"fully_shard": sharded_by_hand, "DistributedConfig": sharded_by_transformers}
