@@ -73,6 +73,11 @@ def test_what_attaching_puts_back_would_be_missed():
     assert "model.layers.0.self_attn.q_proj.weight" not in gradients(model)
 
 
+@pytest.mark.shows(
+    "Hugging Face",
+    "Unsloth's fast blocks (a stand-in)",
+    refused="they route in the place of the router",
+)
 @pytest.mark.shows("Hugging Face", "`use_kernels`, of routers", refused="replay cannot reach into a kernel")
 @pytest.mark.parametrize(
     ("family", "kernels", "message"),
