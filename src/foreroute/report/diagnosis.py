@@ -81,6 +81,7 @@ def _page(diagnosis: Diagnosis, commands: Sequence[tuple[str, str]]) -> Page:
     from foreroute.report.diagnosis_plots import diagnosis_plots
 
     findings, measures = finding_table(diagnosis), measure_table(diagnosis.measures)
+    about_replay = () if diagnosis.measures.with_replay is None else texts("diagnosis")
     return Page(
         command="foreroute doctor",
         title="Diagnosis",
@@ -92,7 +93,7 @@ def _page(diagnosis: Diagnosis, commands: Sequence[tuple[str, str]]) -> Page:
             *(
                 [
                     PageSection(
-                        heading="What was measured", tables=(measures,), notes=(*texts("measures"), *texts("diagnosis"))
+                        heading="What was measured", tables=(measures,), notes=(*texts("measures"), *about_replay)
                     )
                 ]
                 if measures.rows
