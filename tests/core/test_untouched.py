@@ -155,7 +155,7 @@ def trained_by(model):
 @pytest.mark.parametrize("mended", [True, False])
 def test_packed_weights_train_adapters_after_sessions_in_eval_mode(mended, monkeypatch):
     if not mended:
-        monkeypatch.setattr(untouched._Held, "put_back", lambda held: None)
+        monkeypatch.setattr(untouched._Values, "put_back", lambda held: None)
     model = with_front(PackingLinear(32))
     routed = attach(model)
     model.eval()

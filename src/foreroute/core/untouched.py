@@ -22,7 +22,8 @@ PLAIN = (bool, int, float, str, torch.dtype, torch.device, Tensor, type(None))
 def untouched(model: nn.Module) -> Iterator[None]:
     """Eval mode, no gradients, nothing compiled; whatever forwards leave behind in the model is put back at the end."""
     modules = [(module, _attributes(module), _buffers(module)) for module in model.modules()]
-    before = _held(model)
+    standing = _parameters(model)
+    values = [_Values.of(parameter) for _, parameters in standing for parameter in parameters.values()]
     model.eval()
     try:
         with (
@@ -32,9 +33,13 @@ def untouched(model: nn.Module) -> Iterator[None]:
         ):
             yield
     finally:
-        if any(map(_Held.is_replaced, before)):
+        if _replaced(standing):
             _reshard(model)
-        for each in before:
+        for module, name, parameter in _replaced(standing):
+            now = module._parameters.get(name)
+            if (now is None or not _is_elsewhere(now)) and not _is_elsewhere(parameter):
+                module._parameters[name] = parameter
+        for each in values:
             each.put_back()
         for module, attributes, buffers in modules:
             for name in _attributes(module).keys() - attributes.keys():
@@ -42,12 +47,12 @@ def untouched(model: nn.Module) -> Iterator[None]:
             module.__dict__.update(attributes)
             for name in module._buffers.keys() - buffers.keys():
                 del module._buffers[name]
-            for name, (buffer, values) in buffers.items():
+            for name, (buffer, before) in buffers.items():
                 module._buffers[name] = buffer
-                if buffer is None or values is None or buffer.is_meta:
+                if buffer is None or before is None or buffer.is_meta:
                     continue
-                if not torch.equal(buffer, values):
-                    buffer.copy_(values)
+                if not torch.equal(buffer, before):
+                    buffer.copy_(before)
 
 
 @contextmanager
@@ -61,83 +66,102 @@ def parameters_kept(
         awaits_backward: asked at the end, whether a backward may still come, for which weights stay gathered.
         tell: given what is wrong, when a parameter that trains was replaced; the session may be ending with an error.
     """
-    before = _held(model)
+    # of every session: no work for each parameter but for those that carry something
+    standing = _parameters(model)
+    carrying = [
+        _Values.of(each)
+        for _, parameters in standing
+        for each in parameters.values()
+        if each is not None and vars(each)
+    ]
     try:
         yield
     finally:
-        for each in before:
+        for each in carrying:
             if each.is_repacked():  # whatever else moved was moved by whoever runs the session
                 each.put_back()
-        if not awaits_backward() and any(map(_Held.is_replaced, before)):
+        if not awaits_backward() and _replaced(standing):
             _reshard(model)
-            for replaced in filter(_Held.is_replaced, before):
-                if replaced.parameter.requires_grad:
+            for module, name, parameter in _replaced(standing):
+                now = module._parameters.get(name)
+                if parameter.requires_grad and (now is None or not _is_elsewhere(now)):
                     tell(
-                        f"the session leaves another parameter in the place of {replaced.name} of a "
-                        f"{type(replaced.module).__name__} than it found there, which an optimizer that was made "
-                        "before does not train; change a model outside of sessions"
+                        f"the session leaves another parameter in the place of {name} of a {type(module).__name__} "
+                        "than it found there, which an optimizer that was made before does not train; change a model "
+                        "outside of sessions"
                     )
 
 
-class _Held(NamedTuple):
-    """A parameter as it was.
+class _Values(NamedTuple):
+    """Where the values of a parameter were.
 
     Attributes:
-        module, name: where it stands.
-        parameter: that stood there.
+        parameter: which; None where a module has none of that name.
         data: an alias of it, which keeps its storage.
-        state: objects that it carries, such as the scales of packed weights, with the attributes that they had.
+        carried: objects that it carries, such as the scales of packed weights, with the attributes that they had.
     """
 
-    module: nn.Module
-    name: str
-    parameter: nn.Parameter
-    data: Tensor
-    state: list[tuple[Any, dict[str, Any]]]
+    parameter: nn.Parameter | None
+    data: Tensor | None
+    carried: list[tuple[Any, dict[str, Any]]]
 
-    def is_replaced(self) -> bool:
-        """Whether another parameter stands there. accelerate makes new ones where it keeps the weights elsewhere."""
-        now = self.module._parameters.get(self.name)
-        return now is not self.parameter and not (now is not None and now.is_meta)
+    @classmethod
+    def of(cls, parameter: nn.Parameter | None) -> _Values:
+        """As they are."""
+        if parameter is None:
+            return cls(None, None, [])
+        parts = [part for part in vars(parameter).values() if _has_state(part)]
+        return cls(parameter, parameter.data, [(part, dict(vars(part))) for part in parts])
 
     def is_repacked(self) -> bool:
         """Whether its bytes have another shape or dtype than before, and what it carries says so.
 
         What it carries is not enough: DeepSpeed's parameters carry the optimizer, which a step moves.
         """
-        now, was = self.parameter.data, self.data
-        if self.module._parameters.get(self.name) is not self.parameter or now.nbytes != was.nbytes:
+        if self.parameter is None or self.data is None:
             return False
-        return (now.shape, now.dtype) != (was.shape, was.dtype) and any(
-            {name: id(value) for name, value in vars(carried).items()}
+        now, was = self.parameter.data, self.data
+        if now.nbytes != was.nbytes or (now.shape, now.dtype) == (was.shape, was.dtype):
+            return False
+        return any(
+            {name: id(value) for name, value in vars(part).items()}
             != {name: id(value) for name, value in attributes.items()}
-            for carried, attributes in self.state
+            for part, attributes in self.carried
         )
 
     def put_back(self) -> None:
-        """The parameter, its storage and what it carries, but where DeepSpeed or accelerate move its values."""
-        now = self.module._parameters.get(self.name)
-        if now is None or any(each.is_meta or not each.numel() for each in (now, self.parameter, self.data)):
+        """Storage and what is carried, but where DeepSpeed or accelerate move the values."""
+        parameter, data = self.parameter, self.data
+        if parameter is None or data is None or _is_elsewhere(parameter) or _is_elsewhere(data):
             return
         is_repacked = self.is_repacked()
-        self.module._parameters[self.name] = self.parameter
-        if _storages(self.parameter.data) != _storages(self.data):
-            self.parameter.data = self.data
-        for carried, attributes in self.state if is_repacked else ():
-            vars(carried).clear()
-            vars(carried).update(attributes)
+        if _storages(parameter.data) != _storages(data):
+            parameter.data = data
+        for part, attributes in self.carried if is_repacked else ():
+            vars(part).clear()
+            vars(part).update(attributes)
 
 
-def _held(model: nn.Module) -> list[_Held]:
-    held = []
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None:
-                continue
-            carried = [part for part in vars(parameter).values() if _has_state(part)]
-            state = [(part, dict(vars(part))) for part in carried]
-            held.append(_Held(module, name, parameter, parameter.data, state))
-    return held
+def _parameters(model: nn.Module) -> list[tuple[nn.Module, dict[str, nn.Parameter | None]]]:
+    """What stands in each module under which name."""
+    return [(module, dict(module._parameters)) for module in model.modules() if module._parameters]
+
+
+def _replaced(
+    standing: list[tuple[nn.Module, dict[str, nn.Parameter | None]]],
+) -> list[tuple[nn.Module, str, nn.Parameter]]:
+    """The parameters in whose place others stand now, with their places."""
+    return [
+        (module, name, parameter)
+        for module, parameters in standing
+        for name, parameter in parameters.items()
+        if parameter is not None and module._parameters.get(name) is not parameter
+    ]
+
+
+def _is_elsewhere(tensor: Tensor) -> bool:
+    """Whether a framework keeps the values elsewhere: accelerate, with a new parameter each time, or DeepSpeed."""
+    return tensor.is_meta or not tensor.numel()
 
 
 def _has_state(part: Any) -> bool:

@@ -144,8 +144,8 @@ def weights_after_training(rank, sharding, folder, attaching, mended=True):
     with pytest.MonkeyPatch.context() as patch:
         if not mended:
             patch.setattr(untouched, "_reshard", lambda model: None)
-            patch.setattr(untouched._Held, "is_replaced", lambda held: False)
-            patch.setattr(untouched._Held, "put_back", lambda held: None)
+            patch.setattr(untouched, "_replaced", lambda standing: [])
+            patch.setattr(untouched._Values, "put_back", lambda values: None)
         routed = hf.attach(model) if attaching else None
         optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), full_weights(model)
         mine = {name: value[rank::2] for name, value in BATCH.items()}
