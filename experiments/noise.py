@@ -30,6 +30,7 @@ from experiments.starts import configuration, loaded
 from experiments.static import figures_of
 from foreroute.adapters.hf.scoring import inputs, pad
 from foreroute.capture import Generation
+from foreroute.core.caches import named_cache
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.mismatch import RoutingMismatch, TokenMismatch, routing_mismatch, token_mismatch
 from foreroute.records.step_record import Side
@@ -133,20 +134,21 @@ class ScoringEngine(EmbeddedEngine):
         # what pads a sequence follows it, so that none of its own tokens sees it
         shared = int(part.prompt_lengths[0]) if group > 1 else 0
         logits: list[Tensor] = []
-        cache = None
+        caches: dict[str, Any] = {}
         if shared:
             with self._recording() as recording:
                 output = self._model(input_ids=ids_BT[::group, :shared], use_cache=True)
             prompts = recording.trace().select(np.repeat(np.arange(len(part) // group), group))
-            cache = output.past_key_values
-            cache.batch_repeat_interleave(group)
+            caches = named_cache(output)
+            for cache in caches.values():
+                cache.batch_repeat_interleave(group)
             logits.append(output.logits.repeat_interleave(group, dim=0))
         rest_BT = ids_BT[:, shared:]
         with self._recording() as recording:
             for ids_BC in rest_BT.split(chunk or max(1, rest_BT.shape[1]), dim=1):
                 if ids_BC.shape[1]:
-                    output = self._model(input_ids=ids_BC, past_key_values=cache, use_cache=True)
-                    cache = output.past_key_values
+                    output = self._model(input_ids=ids_BC, use_cache=True, **caches)
+                    caches = named_cache(output)
                     logits.append(output.logits)
         trace = recording.rollout([each[shared:] for each in tokens])
         targets = torch.from_numpy(np.concatenate([part.response(s) for s in range(len(part))])).long()

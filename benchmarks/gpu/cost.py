@@ -32,6 +32,7 @@ from benchmarks.gpu.layers import (
 )
 from benchmarks.harness.pairs import compare
 from foreroute.adapters import hf
+from foreroute.core.caches import named_cache
 
 VOCABULARY = 4096
 SMALL_VOCABULARY = 256
@@ -163,7 +164,7 @@ def _decoding(figures: Figures, model: Any, vocabulary: int) -> tuple[Work, int]
     prompts = random_tokens(figures.device, vocabulary, shape)
     with torch.no_grad():
         output = model(input_ids=prompts, use_cache=True, logits_to_keep=1)
-    cache, first = output.past_key_values, output.logits[:, -1].argmax(-1, keepdim=True)
+    caches, first = named_cache(output), output.logits[:, -1].argmax(-1, keepdim=True)
     mask = prompts.new_ones(shape[0], shape[1] + num_steps)
 
     def decode() -> None:
@@ -174,12 +175,13 @@ def _decoding(figures: Figures, model: Any, vocabulary: int) -> tuple[Work, int]
                 logits = model(
                     input_ids=token,
                     attention_mask=mask[:, : shape[1] + step + 1],
-                    past_key_values=cache,
+                    **caches,
                     use_cache=True,
                 ).logits
                 token = logits[:, -1].argmax(-1, keepdim=True)
                 bool((token < 0).all())
-        cache.crop(-num_steps)
+        for cache in caches.values():
+            cache.crop(-num_steps)
 
     return decode, num_steps
 

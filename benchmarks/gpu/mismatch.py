@@ -21,6 +21,7 @@ from torch import Tensor
 from benchmarks.gpu.figures import Figures
 from benchmarks.gpu.layers import LAYER_BYTES, SMALL_LAYER, TRUE_LAYER, layered_model, layers_that_fit, random_tokens
 from foreroute.adapters import hf
+from foreroute.core.caches import named_cache
 from foreroute.mismatch import TokenMismatch, routing_mismatch, token_mismatch
 from foreroute.trace import RoutingTrace, concatenate
 
@@ -128,7 +129,7 @@ def sample(routed: hf.RoutedTransformer, scale: Scale, device: torch.device) -> 
             tokens.append(token_S1)
             logprobs.append(logprobs_SV.gather(1, token_S1))
             if step + 1 < scale.response:  # the last token is sampled, and never an input
-                output = routed.model(input_ids=token_S1, past_key_values=output.past_key_values, use_cache=True)
+                output = routed.model(input_ids=token_S1, use_cache=True, **named_cache(output))
     whole = torch.cat([prompts, *tokens], 1).cpu().numpy()
     logprobs_ST = torch.cat(logprobs, 1).double().cpu().numpy()
     lengths = np.random.default_rng(1).integers(max(scale.response // 4, 1), scale.response + 1, scale.sequences)

@@ -11,6 +11,7 @@ from experiments.models import merged
 from experiments.noise import ScoringEngine, batches_of, compared, passes, run_noise
 from experiments.starts import configuration, loaded, started
 from experiments.tables import layouts
+from foreroute.core.caches import find_cache
 from foreroute.testing.models import round_by_shape
 from foreroute.train.loop import make_trainer
 from tests.engines.small_policy import forward, require_routes, response_logprobs
@@ -59,7 +60,7 @@ def test_every_pass_is_cut_as_its_name_says(start):
     seen = []
 
     def watch(module, args, kwargs):
-        cache = kwargs.get("past_key_values")
+        cache = find_cache(kwargs.values())
         seen.append((*kwargs["input_ids"].shape, 0 if cache is None else cache.get_seq_length()))
 
     engine._model.register_forward_pre_hook(watch, with_kwargs=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from . import recompute
-from .caches import find_cache
+from .caches import named_cache
 from .errors import AttachError, ReplayError
 from .find import PROBE_TOKENS, find_routers, hidden, probe, probe_tokens, run_probe
 from .handed_on import hands_on, tensors_of
@@ -123,7 +123,7 @@ def _record_with_cache(routed: Routed) -> tuple[Tensor, list[Tensor], bool]:
         except Exception:  # a model that cannot run with a cache, of which more is not to be proven
             output, use_cache = run_probe(model), False
         kept = dict(output) if isinstance(output, dict) and use_cache else {}
-        caches = {name: value for name, value in kept.items() if find_cache([value]) is not None}
+        caches = named_cache(kept)
         unknown = [name for name, value in kept.items() if not isinstance(value, Tensor | tuple | list | NoneType)]
         if not caches and unknown:
             raise AttachError(

@@ -10,7 +10,7 @@ memory, seen in part and not written to, so that every position before is that o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import starmap
 from typing import Any
 
@@ -133,6 +133,11 @@ def _is_count(tensor: Tensor) -> bool:
 def find_cache(values: Iterable[Any]) -> Any:
     """The key-value cache among the arguments or outputs of a forward, whatever its name; None where there is none."""
     return next((value for value in values if hasattr(value, "get_seq_length")), None)
+
+
+def named_cache(output: Mapping[str, Any]) -> dict[str, Any]:
+    """The key-value cache in an output, by the name that the next forward takes it by; empty where there is none."""
+    return {name: value for name, value in output.items() if hasattr(value, "get_seq_length")}
 
 
 def _tensors(part: Any) -> list[Tensor]:

@@ -22,6 +22,7 @@ from foreroute.adapters.hf import attach
 from foreroute.adapters.hf.local_models import loading
 from foreroute.capture import Generation, Sampling
 from foreroute.capture.sampling_masks import masks_of_steps
+from foreroute.core.caches import named_cache
 from foreroute.engines.sequences import lengths_of
 from foreroute.errors import ConfigError, DivergedError
 from foreroute.replay import Recording
@@ -129,8 +130,9 @@ class EmbeddedEngine:
         with self._recording() as recording:
             output = self._model(input_ids=prompts_PT, use_cache=True)
         prompt_trace = recording.trace().select(np.repeat(np.arange(len(prompts_PT)), group_size))
-        name, cache = next(each for each in output.items() if hasattr(each[1], "get_seq_length"))
-        cache.batch_repeat_interleave(group_size)
+        caches = named_cache(output)
+        for cache in caches.values():
+            cache.batch_repeat_interleave(group_size)
         logits = output.logits[:, -1].repeat_interleave(group_size, dim=0)
         tokens, logprobs, kept_sets = [], [], []
         done = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
@@ -145,7 +147,7 @@ class EmbeddedEngine:
                 done |= token == end_token
                 if bool(done.all()) or len(tokens) == sampling.max_new_tokens:
                     break
-                logits = self._model(input_ids=token[:, None], use_cache=True, **{name: cache}).logits[:, -1]
+                logits = self._model(input_ids=token[:, None], use_cache=True, **caches).logits[:, -1]
         responses_SR, logprobs_SR = (torch.stack(each, 1).cpu().numpy() for each in (tokens, logprobs))
         response_lengths = _lengths_until(responses_SR, end_token)
         kept = np.arange(responses_SR.shape[1]) < response_lengths[:, None]
