@@ -1,23 +1,21 @@
 #!/usr/bin/env bash
-# transformers' Trainer and the auxiliary loss of a Mixture-of-Experts model under gradient accumulation.
-#
-# Guess: N micro-batches accumulated are one step on the whole batch, so that the gradient of the load-balancing loss
-#   (output_router_logits=True, router_aux_loss_coef) is that of one micro-batch where all N are the same, as that of
-#   the cross-entropy is.
-# Seen: the gradient of the auxiliary loss is N times as large: 4, 8 and 16 times at 4, 8 and 16 steps, to three digits;
-#   that of the cross-entropy is as guessed. A model that takes num_items_in_batch normalises its cross-entropy over the
-#   whole batch and adds the auxiliary loss of the micro-batch to it; Trainer then divides neither by the steps. So the
-#   coefficient that a configuration states is multiplied by gradient_accumulation_steps.
-# Versions: transformers 5.24.0, torch 2.13.0, accelerate 1.15.0.
+# Guess, as gradient accumulation is documented: N micro-batches are one step on all of them. Where all N are the same,
+# the gradient of a step is that of one of them, of the cross-entropy and of the load-balancing loss of a
+# Mixture-of-Experts model (`output_router_logits`, `router_aux_loss_coef`) alike.
+# Seen in transformers 5.24.0: that of the auxiliary loss is N times as large, 4, 8 and 16 times at 4, 8 and 16 steps; that
+# of the cross-entropy is as guessed. A model that takes `num_items_in_batch` divides its cross-entropy by the tokens of
+# the whole step and adds the auxiliary loss of the micro-batch; Trainer then divides neither by the steps. So the
+# coefficient of a configuration is multiplied by `gradient_accumulation_steps`.
 set -euo pipefail
 tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
-python3 -m venv "$tmp/venv"
+"${PYTHON:-python3.11}" -m venv "$tmp/venv"
 "$tmp/venv/bin/pip" install --quiet --quiet torch==2.13.0 transformers==5.24.0 accelerate==1.15.0
 cat > "$tmp/measure.py" <<'PYTHON'
 import sys
 import tempfile
 
+import accelerate
 import torch
 import transformers
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments
@@ -52,7 +50,7 @@ once = gradients(1)
 ratios = {}
 for steps in (4, 8, 16):
     ratios[steps] = [(now.norm() / before.norm()).item() for now, before in zip(gradients(steps), once)]
-print("transformers", transformers.__version__, "torch", torch.__version__)
+print("transformers", transformers.__version__, "torch", torch.__version__, "accelerate", accelerate.__version__)
 for steps, (entropy, auxiliary) in ratios.items():
     print(f"{steps} steps: gradient of the cross-entropy x {entropy:.3f}, of the auxiliary loss x {auxiliary:.3f}")
 seen = all(abs(e - 1) < 1e-2 and abs(a / steps - 1) < 1e-2 for steps, (e, a) in ratios.items())

@@ -121,7 +121,6 @@ def test_the_page_lists_every_check():
     page = (Path(__file__).parents[2] / "docs" / "new-adapter.md").read_text(encoding="utf-8")
     listed = page.partition("ALL_CHECKS[:3]")[2].partition("\n- ")[2].partition("\n## ")[0]
     assert re.findall(r"`([a-z-]+)`", listed) == IDS
-    assert f"{len(BROKEN)} adapters" in page
 
 
 def test_the_report_names_reasons_and_where_the_bug_was_seen():

@@ -1,6 +1,7 @@
 """Attaching to a model: find its routers, learn from a small forward what they select, and prove replay on it.
 
-Replay is proven by three small forwards: of the model as it is, on its own routes, and on other routes.
+Replay is proven by three small forwards: of the model as it is, on its own routes, and on other routes. So is what is
+used next: a forward along a key-value cache, and one along a cache whose rows were reordered.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .untouched import untouched
 
 
 def attach(model: nn.Module) -> Routed:
-    """Make the routing of a model recordable and replayable as tensors, and prove it by four small forwards.
+    """Make the routing of a model recordable and replayable as tensors, and prove it by small forwards.
 
     The model is left as it was.
 

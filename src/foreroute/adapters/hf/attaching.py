@@ -27,9 +27,9 @@ def attach(model: nn.Module) -> RoutedTransformer:
     """Make the routing of a Hugging Face MoE model recordable and replayable.
 
     Runs four forwards of 8 tokens in eval mode: one to see what each router selects, and three to prove that replaying
-    a model's own routes changes no bit and that replaying other routes is obeyed. Four more of three units prove the
-    same of indexers, where it has them. The model is left as it was. Routers that a quantizing loader packed are warned
-    of by name.
+    a model's own routes changes no bit and that replaying other routes is obeyed; and two of one token along the
+    key-value cache, as rollouts and beams do. Four more of three units prove the same of indexers, where it has them.
+    The model is left as it was. Routers that a quantizing loader packed are warned of by name.
 
     Args:
         model: a transformers model with routers, on any device, in any dtype; for a speech model, the part that
