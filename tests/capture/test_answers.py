@@ -104,6 +104,12 @@ def test_fields_that_do_not_join_are_refused():
         decode(split(R, np.ndarray.tolist, routed_experts=R.routes_RLK[4:5]), model=R.spec)
 
 
+@pytest.mark.parametrize("start", [2, np.int64(2), np.array(2)])
+def test_one_start_may_be_any_whole_number(start):
+    trace = decode([R.routes_RLK[2:]], model=R.spec, token_ids=[R.tokens], start=start)
+    assert trace.valid_N.tolist() == [False] * 2 + [True] * (len(R.routes_RLK) - 2) + [False]
+
+
 @pytest.mark.parametrize("kind", [list, tuple, np.array])
 def test_each_sequence_may_have_a_start_of_its_own(kind):
     arrays = [R.routes_RLK[2:], OTHER.routes_RLK]

@@ -178,6 +178,8 @@ def test_a_packed_batch_is_cut_by_its_positions():
         (lambda batch: batch.pop("position_ids"), "lacks position_ids; expected .*attention_mask .*or position_ids"),
         (lambda batch: batch["position_ids"].add_(1), "expected whole numbers that count from 0"),
         (lambda batch: batch["position_ids"][0, 2:].sub_(1), "expected whole numbers that count from 0"),
+        (lambda batch: batch["position_ids"][0, -2:].zero_(), "a 0 before another 0 or at the end of a row"),
+        (lambda batch: batch["position_ids"].copy_((batch["position_ids"] - 2).clamp(min=0)), "a 0 before another 0"),
         (lambda batch: batch.update(position_ids=batch["position_ids"].double()), "expected whole numbers that count"),
         (lambda batch: batch.update(position_ids=batch["position_ids"][:, 1:]), r"position_ids \(1, 20\); expected"),
         (

@@ -6,6 +6,7 @@ The oracle of what is recorded is one forward without a cache over the sequences
 import copy
 import inspect
 import re
+import sys
 from collections import Counter
 
 import numpy as np
@@ -15,7 +16,7 @@ from transformers import DynamicCache, GenerationConfig, Qwen3MoeModel, StaticCa
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf import forward_tokens
-from foreroute.core import AttachError, ReplayError, attach, attaching
+from foreroute.core import AttachError, ForerouteError, ReplayError, attach, attaching
 from foreroute.core import routed as core_routed
 from foreroute.core.caches import FollowedCache
 from foreroute.core.find import run_probe
@@ -413,32 +414,77 @@ def test_a_cache_of_unknown_form_is_refused_when_a_model_is_attached(door, kind,
 @pytest.mark.parametrize("door", [attach, hf.attach])
 def test_a_cache_that_hooks_do_not_find_is_refused_when_a_model_is_attached(door, monkeypatch):
     """As when a release hands it from the model to its trunk in another way than by an argument."""
-    for module in (core_routed, forward_tokens):
-        monkeypatch.setattr(module, "find_cache", lambda values: None)
-    monkeypatch.setattr(forward_tokens, "CACHES", ())
+    hide_caches(monkeypatch)
     with pytest.raises(AttachError, match="was recorded as a sequence of its own"):
         door(tiny("qwen3_moe", num_hidden_layers=2))
 
 
-@pytest.mark.parametrize("change", ["Handle", "LengthAlone", "not found"])
+def hide_caches(monkeypatch):
+    for name, nothing in (("find_cache", lambda values: None), ("given_cache", lambda given, error: None)):
+        monkeypatch.setattr(core_routed, name, nothing)
+    monkeypatch.setattr(forward_tokens, "given_cache", lambda given, error: None)
+
+
+@pytest.mark.parametrize("change", ["not found", "LengthAlone"])
 def test_without_the_proof_such_models_are_attached_and_recorded_wrongly(change, monkeypatch):
     """The control."""
     monkeypatch.setattr(attaching, "_record_with_cache", record_without_cache)
     if change == "not found":
-        monkeypatch.setattr(core_routed, "find_cache", lambda values: None)
+        hide_caches(monkeypatch)
         model = tiny("qwen3_moe", num_hidden_layers=2).eval()
     else:
-        model = with_caches_as({"Handle": Handle, "LengthAlone": LengthAlone}[change])
+        model = with_caches_as(LengthAlone)
     routed = attach(model)
     with torch.no_grad(), routed.record() as recording:
-        output = model(input_ids=PROMPTS, use_cache=True)
-        if change == "LengthAlone":
-            output[CACHE].reorder_cache(SWAPPED)
-        model(input_ids=PROMPTS[:, :1], use_cache=True, **{CACHE: output[CACHE]})
+        go_on(model, reorders=change == "LengthAlone")
     assert len(recording.ids()) == (1 if change == "LengthAlone" else 2)
+
+
+@pytest.mark.parametrize("door", [attach, hf.attach])
+def test_without_the_proof_a_cache_of_unknown_form_is_refused_in_a_forward(door, monkeypatch):
+    monkeypatch.setattr(attaching, "_record_with_cache", record_without_cache)
+    model = with_caches_as(Handle)
+    routed = door(model)
+    with torch.no_grad(), pytest.raises(ForerouteError, match="is a Handle; expected a cache"), routed.record():
+        go_on(model)
+
+
+def go_on(model, *, reorders=False):
+    output = model(input_ids=PROMPTS, use_cache=True)
+    if reorders:
+        output[CACHE].reorder_cache(SWAPPED)
+    model(input_ids=PROMPTS[:, :1], use_cache=True, **{CACHE: output[CACHE]})
 
 
 def record_without_cache(routed):
     with routed.record() as recording:
         output = run_probe(routed.model)
     return output[0], [recording.ids()[0]], False
+
+
+class NeedsAnArgument(DynamicCache):
+    """Says its length where it is asked in another way, as of a release that nobody here has seen."""
+
+    def get_seq_length(self, *args, **kwargs):
+        if sys._getframe(1).f_globals["__name__"].startswith("foreroute."):
+            raise TypeError("get_seq_length() missing 1 required positional argument")
+        return super().get_seq_length(*args, **kwargs)
+
+
+def test_a_cache_that_breaks_recordings_alone_is_refused_when_a_model_is_attached(monkeypatch):
+    model = tiny("qwen3_moe", num_hidden_layers=2)
+    monkeypatch.setattr(sys.modules[type(model).__module__], "DynamicCache", NeedsAnArgument)
+    with pytest.raises(AttachError, match="runs with a key-value cache, and does not while it is recorded"):
+        attach(model)
+
+
+@pytest.mark.parametrize("positions", [torch.arange(3, 7), torch.arange(3, 7)[None].expand(2, 4)])
+def test_positions_that_say_that_a_forward_continues_are_refused(positions):
+    model = tiny("qwen3_moe", num_hidden_layers=2).eval()
+    routed = attach(model)
+    positions = positions.expand(2, 4)
+    with torch.no_grad(), pytest.raises(ReplayError, match="no position of a sequence is 0"), routed.record():
+        model(input_ids=PROMPTS, position_ids=positions)
+    with torch.no_grad(), routed.record():
+        model(input_ids=PROMPTS, position_ids=positions - 3)
+        model(input_ids=PROMPTS, position_ids=positions, use_cache=False)  # a part of longer sequences

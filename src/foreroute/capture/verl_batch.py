@@ -77,6 +77,11 @@ def packed_places(positions_T: NDArray[Any]) -> list[slice]:
         raise CaptureError(
             f"position_ids are {positions_T[:8].tolist()}...; expected whole numbers that count from 0 in each sequence"
         )
+    if (lengths == 1).any():
+        raise CaptureError(
+            f"position_ids have a 0 before another 0 or at the end of a row ({positions_T[:8].tolist()}...), as "
+            "padding has, and no sequence of two tokens; pass attention_mask, or cut the padding off"
+        )
     return [slice(int(start), int(start + length)) for start, length in zip(starts, lengths, strict=True)]
 
 

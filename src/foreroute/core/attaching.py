@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import NoneType
 from typing import Any
 
 import torch
@@ -23,6 +22,9 @@ from .handed_on import hands_on, tensors_of
 from .hooks import SelectingRouter, is_hooked, overridden
 from .routed import Routed, TrunkHooks
 from .untouched import untouched
+
+NO_CACHES = (Tensor, tuple, list, dict, str, int, float, type(None))
+"""What a model returns beside its cache: losses, states of layers, names."""
 
 
 def attach(model: nn.Module) -> Routed:
@@ -115,17 +117,28 @@ def _record_with_cache(routed: Routed) -> tuple[Tensor, list[Tensor], bool]:
     Raises:
         AttachError: when the two are not recorded as one sequence, or a reordered cache as that of beams is not seen.
     """
-    model, tokens, use_cache = routed.model, probe_tokens(routed.model), True
-    with routed.record() as recording:
+    try:
+        return *_record_two(routed, use_cache=True), True
+    except (AttachError, ReplayError):
+        raise
+    except Exception as error:
         try:
-            output = run_probe(model, use_cache=True)
-        except (AttachError, ReplayError):
-            raise
-        except Exception:  # a model that cannot run with a cache, of which more is not to be proven
-            output, use_cache = run_probe(model), False
+            run_probe(routed.model, use_cache=True)
+        except Exception:  # it does not run with a cache at all, so that no rollout continues one
+            return *_record_two(routed, use_cache=False), False
+        raise AttachError(
+            f"self-check failed: {type(routed.model).__name__} runs with a key-value cache, and does not while it is "
+            f"recorded ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _record_two(routed: Routed, *, use_cache: bool) -> tuple[Tensor, list[Tensor]]:
+    model, tokens = routed.model, probe_tokens(routed.model)
+    with routed.record() as recording:
+        output = run_probe(model, use_cache=use_cache)
         kept = dict(output) if isinstance(output, dict) and use_cache else {}
         caches = named_cache(kept)
-        unknown = [name for name, value in kept.items() if not isinstance(value, Tensor | tuple | list | NoneType)]
+        unknown = [name for name, value in kept.items() if not isinstance(value, NO_CACHES)]
         if not caches and unknown:
             raise AttachError(
                 f"self-check failed: {type(model).__name__} returns {unknown[0]}, a {type(kept[unknown[0]]).__name__}, "
@@ -143,18 +156,19 @@ def _record_with_cache(routed: Routed) -> tuple[Tensor, list[Tensor], bool]:
                 f"self-check failed: a forward of {type(model).__name__} that continues the {next(iter(caches))} of "
                 "the one before was recorded as a sequence of its own; rollouts would not be recorded as sequences"
             )
-        if continues and not _refuses_beams(model, given, *caches.values()):
+        if continues and not _refuses_beams(model, given, list(caches.values())):
             raise AttachError(
                 f"self-check failed: a forward of {type(model).__name__} on a key-value cache whose rows were "
                 "reordered, as those of beams are, was recorded; routes of beams would not be those of their tokens"
             )
-    return output[0], [each[0][:, :PROBE_TOKENS] for each in recorded], use_cache
+    return output[0], [each[0][:, :PROBE_TOKENS] for each in recorded]
 
 
-def _refuses_beams(model: nn.Module, given: dict[str, Any], cache: Any) -> bool:
+def _refuses_beams(model: nn.Module, given: dict[str, Any], caches: list[Any]) -> bool:
     """Whether a forward in a recording is refused when the rows of its cache were reordered since the one before."""
     try:
-        cache.reorder_cache(torch.zeros(1, dtype=torch.int64, device=given["input_ids"].device))
+        for cache in caches:
+            cache.reorder_cache(torch.zeros(1, dtype=torch.int64, device=given["input_ids"].device))
     except Exception:  # a cache that cannot be reordered has no beams
         return True
     try:

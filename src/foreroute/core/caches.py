@@ -54,7 +54,8 @@ class FollowedCache:
                     "or record one forward over the whole sequences"
                 )
         result = forward()
-        made = result.values() if isinstance(result, dict) else result if isinstance(result, tuple) else ()
+        made = result if isinstance(result, dict | tuple) else getattr(result, "__dict__", {})
+        made = made.values() if isinstance(made, dict) else made
         self._left = _Left(cache if cache is not None else find_cache(made))
         return result
 
@@ -133,6 +134,22 @@ def _is_count(tensor: Tensor) -> bool:
 def find_cache(values: Iterable[Any]) -> Any:
     """The key-value cache among the arguments or outputs of a forward, whatever its name; None where there is none."""
     return next((value for value in values if hasattr(value, "get_seq_length")), None)
+
+
+def given_cache(given: Mapping[str, Any], error: type[Exception]) -> Any:
+    """The key-value cache among named arguments; None where there is none.
+
+    Raises:
+        error: for what stands in its place and is none.
+    """
+    cache = find_cache(given.values())
+    for name in CACHES if cache is None else ():
+        if given.get(name) is not None:
+            raise error(
+                f"{name} is a {type(given[name]).__name__}; expected a cache of transformers, which says by "
+                "get_seq_length() how many positions it holds"
+            )
+    return cache
 
 
 def named_cache(output: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache, partial
 from types import CodeType, FrameType
 from typing import Any, TypeVar
@@ -158,7 +158,8 @@ def prove() -> None:
             in another way.
     """
     kinds = (True, False)
-    with torch.enable_grad():
+    alone, nested, is_unnumbered = [], [], False
+    with torch.enable_grad(), suppress(AttributeError, KeyError):  # names that are private to torch
         alone = [_reopened([kind]) for kind in kinds]
         nested = [_reopened([outer, inner]) for outer in kinds for inner in kinds]
         is_unnumbered = _may_leave_out_a_top_k()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .caches import NO_CACHE, FollowedCache, find_cache
+from .caches import NO_CACHE, FollowedCache, find_cache, given_cache
 from .errors import ReplayError
 from .hooks import ModelHooks, SelectingRouter, SelectionHook, overridden
 from .passes import LateChecks, Listener, Pass, Rows, Watch, is_in
@@ -141,13 +141,15 @@ class Routed:
 
         Raises:
             ReplayError: in a forward that continues a key-value cache whose rows were changed; at the end, when no
-                forward ran.
+                forward ran, or one began in the middle of its sequences without a cache.
         """
         recording = TensorRecording(len(self.stacks), weights=weights)
         with self._listening(recording):
             yield recording
         if not any(recording._passes):
             raise ReplayError(NOTHING_RECORDED)
+        for continues in recording.continues:
+            self._checks.add(continues, partial(_tell_continued, continues))
 
     def report(self) -> list[LayerReport]:
         """What was replayed by each router over all sessions so far. Waits for the device.
@@ -181,12 +183,14 @@ class TrunkArgs:
         past: positions that the key-value cache held already; None without one.
         device: of the tokens.
         num_slots: B · T.
+        continues: bool [], whether positions say that a row continues what no cache holds; None where none are given.
     """
 
     shape: tuple[int, int]
     past: int | None
     device: torch.device
     num_slots: int
+    continues: Tensor | None = None
 
     @classmethod
     def of_call(cls, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrunkArgs:
@@ -200,14 +204,20 @@ class TrunkArgs:
         tokens = ids if isinstance(ids, Tensor) else given.get("inputs_embeds")
         if not isinstance(tokens, Tensor):
             raise ReplayError("the forward got neither input_ids nor inputs_embeds, so that its rows are not known")
-        cache = find_cache(given.values())
+        cache = given_cache(given, ReplayError)
         past = None if cache is None else int(cache.get_seq_length())
         mask = given.get("attention_mask")
         if not past and isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > tokens.shape[1]:
             raise ReplayError(
                 f"attention_mask is {list(mask.shape)} for {tokens.shape[1]} tokens a sequence, {NO_CACHE}"
             )
-        return cls((tokens.shape[0], tokens.shape[1]), past, tokens.device, tokens.shape[0] * tokens.shape[1])
+        positions, continues = given.get("position_ids"), None
+        # a part of longer sequences, as under context parallelism, is run without a cache
+        if not past and isinstance(positions, Tensor) and positions.ndim == 2 and given.get("use_cache") is not False:
+            continues = (positions != 0).all(-1).any()
+        return cls(
+            (tokens.shape[0], tokens.shape[1]), past, tokens.device, tokens.shape[0] * tokens.shape[1], continues
+        )
 
 
 class TrunkHooks(ModelHooks):
@@ -423,16 +433,23 @@ class TensorRecording(Listener):
     Args:
         num_stacks: of the model.
         weights: whether gate weights are kept too.
+
+    Attributes:
+        continues: bool [] of each forward with positions, as `TrunkArgs.continues`.
     """
 
     def __init__(self, num_stacks: int, *, weights: bool) -> None:
         self.watch = Watch(weights=weights, caches=True)
+        self.continues: list[Tensor] = []
         self._passes: list[list[tuple[Any, Tensor, Tensor | None]]] = [[] for _ in range(num_stacks)]
 
     def end(self, chunk: int, args: Any, current: Pass | None) -> None:
         """Keep what ran."""
-        if current is not None:
-            self._passes[chunk].append((args, current.executed_LRK, current.weights_LRK))
+        if current is None:
+            return
+        self._passes[chunk].append((args, current.executed_LRK, current.weights_LRK))
+        if isinstance(args, TrunkArgs) and args.continues is not None:
+            self.continues.append(args.continues)
 
     def ids(self, stack: int = 0) -> list[Tensor]:
         """[B, T, L, K] of each forward; those that go on with a key-value cache are joined to their first along T.
@@ -481,6 +498,11 @@ def _signed(ids: Tensor) -> Tensor:
     was_minus_one = wide == (-1 if ids.dtype == torch.uint64 else torch.iinfo(ids.dtype).max)
     wide = wide.where(wide >= 0, torch.iinfo(wide.dtype).max)  # what int64 does not hold is above all ids
     return wide.masked_fill(was_minus_one.all(-1, keepdim=True), -1) if ids.shape[-1] > 1 else wide
+
+
+def _tell_continued(continues: Tensor) -> None:
+    if continues.item():
+        raise ReplayError(f"no position of a sequence is 0, {NO_CACHE}")
 
 
 def _tell(faults: Tensor) -> None:

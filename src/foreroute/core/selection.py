@@ -129,7 +129,7 @@ class LayerPass:
         """
         into = self.scores_into
         if into is not None and (torch.compiler.is_compiling() or not self.again):
-            run_unnumbered(_keep_scores, into, scores_RE.detach(), own_RK, by_probability)
+            run_unnumbered(_keep_scores, into, scores_RE, own_RK, by_probability)
 
     def gate_weights(self, own: Tensor) -> Tensor:
         """The gate weights of the executed experts, live or forced, kept if anybody wants to know.
@@ -144,7 +144,7 @@ class LayerPass:
             given = self.weights_RK.to(own.device, own.dtype).view(own.shape)
             own = torch.where(given.isnan(), own, given)
         if self.weights_into is not None and not self.again:
-            run_unnumbered(self.weights_into.copy_, own.detach().reshape(self.weights_into.shape))
+            run_unnumbered(_keep_weights, self.weights_into, own)
         return own
 
     def _seeing_a_part(self, own: Tensor) -> ReplayError:
@@ -177,7 +177,12 @@ class Selection:
         return _flat(self.scores)
 
 
+def _keep_weights(into: Tensor, own: Tensor) -> None:
+    into.copy_(own.detach().reshape(into.shape))
+
+
 def _keep_scores(into: Scores, scores_RE: Tensor, own_RK: Tensor, by_probability: bool) -> None:
+    scores_RE = scores_RE.detach()
     picked_RK = scores_RE.gather(-1, own_RK)
     picks_all = own_RK.shape[-1] == scores_RE.shape[-1]
     into.picked.copy_(picked_RK)
@@ -210,6 +215,7 @@ class SelectionMode(TorchFunctionMode):
         self.now = now
         in_graph = torch.compiler.is_compiling()
         self.asks = now is None or not now.again or in_graph
+        # asked once, as calls of Python count in each layer
         self._is_numbered = not in_graph and torch._C._len_torch_dispatch_stack() > 0
         self.seen: list[Selection] = []
         self._squashed = False

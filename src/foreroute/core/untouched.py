@@ -85,10 +85,16 @@ def parameters_kept(
             for module, name, parameter in _replaced(standing):
                 now = module._parameters.get(name)
                 if parameter.requires_grad and (now is None or not _is_elsewhere(now)):
+                    path = next(path for path, each in model.named_modules() if each is module)
+                    why = "change a model outside of sessions"
+                    if _is_sharded(parameter):
+                        why = (
+                            "FSDP2 gathered it for a backward that did not come: attach the module that fully_shard "
+                            "was called on last"
+                        )
                     tell(
-                        f"the session leaves another parameter in the place of {name} of a {type(module).__name__} "
-                        "than it found there, which an optimizer that was made before does not train; change a model "
-                        "outside of sessions"
+                        f"the session leaves another parameter in the place of {path}.{name} than it found there, so "
+                        f"that an optimizer made before or after it trains the wrong one; {why}"
                     )
 
 
@@ -155,8 +161,15 @@ def _replaced(
         (module, name, parameter)
         for module, parameters in standing
         for name, parameter in parameters.items()
-        if parameter is not None and module._parameters.get(name) is not parameter
+        if parameter is not None
+        and (now := module._parameters.get(name)) is not parameter
+        and not (_is_sharded(now) and not _is_sharded(parameter))  # a backward gave back what was gathered before
     ]
+
+
+def _is_sharded(tensor: Tensor | None) -> bool:
+    distributed: Any = sys.modules.get("torch.distributed.tensor")
+    return distributed is not None and isinstance(tensor, distributed.DTensor)
 
 
 def _is_elsewhere(tensor: Tensor) -> bool:
@@ -169,11 +182,18 @@ def _has_state(part: Any) -> bool:
 
 
 def _storages(tensor: Tensor) -> list[tuple[Any, ...]]:
-    """Shape, dtype and storage of a tensor, or of those that one of a subclass wraps."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        return [each for part in parts if isinstance(part, Tensor) for each in _storages(part)]
-    return [(tensor.shape, tensor.dtype, tensor.untyped_storage()._cdata)]
+    return [(part.shape, part.dtype, part.untyped_storage()._cdata) for part in plain_tensors(tensor)]
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """What holds the values of a tensor: itself, or what a subclass wraps, as a DTensor and quantizers' tensors do."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+        return
+    for name in flatten()[0]:
+        if isinstance(part := getattr(tensor, name), Tensor):  # a DTensor also names its mesh
+            yield from plain_tensors(part)
 
 
 def _reshard(model: nn.Module) -> None:

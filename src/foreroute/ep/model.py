@@ -13,6 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from foreroute.ep.agreement import share_plan
@@ -108,11 +109,11 @@ class ExpertParallelModel:
                     f"fully_shard has taken over the experts of {layer.path}, which hf.distribute spread over the "
                     "ranks; leave it to placed.shard_dense() to shard the others"
                 )
-        sharded = [name for name, parameter in self.model.named_parameters() if isinstance(parameter, DTensor)]
+        sharded = [path or "the model" for path, each in self.model.named_modules() if isinstance(each, FSDPModule)]
         if sharded and not self._dense_adds_up:
             raise AttachError(
-                f"{sharded[0]} and {len(sharded) - 1} other dense parameters are sharded by fully_shard, which "
-                "averages their gradients over ranks, while those of experts are added up; call placed.shard_dense() "
+                f"dense parameters are sharded by fully_shard, those of {sharded[0]} first, which averages "
+                "their gradients over ranks, while those of experts are added up; call placed.shard_dense() "
                 "in its place, after hf.distribute and before the optimizer is made"
             )
 

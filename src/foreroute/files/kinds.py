@@ -9,6 +9,9 @@ from typing import NamedTuple
 HEAD_BYTES = 4096
 """Bytes at the beginning that tell the kind."""
 WITH_TORCH = "torch.load(path, weights_only=True) opens it: hand in its arrays."
+WITH_PICKLE = (
+    "If torch.save wrote it, torch.load(path, weights_only=True) opens it; else write its arrays by numpy.save."
+)
 WITH_NUMPY = "numpy.load(path) opens it: hand in its arrays."
 UNPACK = "Unpack it first."
 TOML_LINE = re.compile(r"\[{1,2}[A-Za-z_][\w.-]*\]{1,2}\s*(#.*)?|[A-Za-z_][\w.-]*\s*=.*")
@@ -43,7 +46,7 @@ MAGIC = {
     b"\xff\xfe": FileKind("text in UTF-16", "Save it as UTF-8."),
     b"\xfe\xff": FileKind("text in UTF-16", "Save it as UTF-8."),
 }
-PICKLE = FileKind("a pickle, as torch.save (.pt) and Python write them", WITH_TORCH)
+PICKLE = FileKind("a pickle, as torch.save (.pt) and Python write them", WITH_PICKLE)
 ZIPPED = {
     rb"/data\.pkl|/\.format_version|/byteorder|/version": FileKind("a file of torch.save (.pt), a zip", WITH_TORCH),
     rb"\.npy": FileKind("a zip of arrays of numpy (.npz)", WITH_NUMPY),

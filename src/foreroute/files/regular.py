@@ -109,7 +109,7 @@ def parse_json(text: str | bytes | bytearray, kind: type[ForerouteError], *, nam
     except ForerouteError:
         raise
     except ValueError as error:
-        content = text.encode(errors="replace") if isinstance(text, str) else text
+        content = text[:HEAD_BYTES].encode(errors="replace") if isinstance(text, str) else text
         raise kind(f"{name} is not JSON ({error}){it_is(content, beside=(JSON, TEXT))}") from error
     except RecursionError as error:
         raise kind(f"{name} is not JSON that can be read: it is nested too deep") from error

@@ -339,3 +339,18 @@ def test_the_auxiliary_loss_counts_executed_routes_in_a_graph():
     with routed.replay(trace):
         native = compiled(**BATCH, output_router_logits=True, use_cache=False).aux_loss
     assert (native - losses[0]).abs() > 1e-2
+
+
+def test_a_compiled_forward_whose_positions_say_that_it_continues_is_refused():
+    model = tiny("qwen3_moe", num_hidden_layers=2, experts="grouped_mm")
+    routed = hf.attach(model)
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad(), pytest.raises(BatchMismatchError, match="key-value cache, which was not recognised"):
+        record_at(routed, compiled, torch.arange(3, 9))
+    assert len(record_at(routed, compiled, torch.arange(6))) == 1
+
+
+def record_at(routed, model, positions):
+    with torch.no_grad(), routed.record() as recording:
+        model(input_ids=torch.arange(1, 7)[None], position_ids=positions[None])
+    return recording.trace()

@@ -251,3 +251,38 @@ def leave_out_a_rank(rank, which):
 def test_a_rank_without_a_session_is_told_on_every_rank_where_all_are_asked():
     assert on_two_ranks(leave_out_a_rank, (0,)) == ["of the ranks, some replayed 0 forwards and others 1"] * 2
     assert on_two_ranks(leave_out_a_rank, (0, 1)) == [None, None]
+
+
+def sessions_after_other_passes(rank, before):
+    """Sessions with a backward on a model that something else left gathered."""
+    model = shard(policy())
+    routed = hf.attach(model)
+    mine = {name: value[rank::2] for name, value in BATCH.items()}
+    trace = random_routes(routed.spec, BATCH).select(np.arange(rank, 4, 2))
+    if before == "evaluated":
+        with torch.no_grad():
+            model(**mine)
+    elif before == "accumulated":
+        model.set_reshard_after_backward(False)
+        with routed.replay(trace):
+            loss_of(model, mine).backward()
+        model.set_reshard_after_backward(True)
+    else:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+    if before == "gathered by hand":
+        hf.attach(model)
+    with routed.record() as recording:
+        loss_of(model, mine).backward()
+    with routed.replay(recording.trace()):
+        loss_of(model, mine).backward()
+    lost = [name for name, each in model.named_parameters() if not isinstance(each, DTensor)]
+    return lost, sum(each.to_local().numel() for each in model.parameters())
+
+
+@pytest.mark.parametrize("before", ["evaluated", "accumulated", "gathered by hand"])
+def test_what_was_gathered_before_a_session_is_no_concern_of_it(workers, before):
+    for lost, elements in workers.run(sessions_after_other_passes, before):
+        assert not lost
+        assert elements

@@ -120,13 +120,14 @@ ROUTER_OPERATORS = [aten.mm.default, aten._softmax.default, aten.sigmoid.default
 SELECTIVE = {
     "top-k": lambda: create_selective_checkpoint_contexts([aten.topk.default]),
     "second products": second_products,
+    "views": lambda: create_selective_checkpoint_contexts([aten.view.default, aten._to_copy.default]),
     "what a router computes": lambda: create_selective_checkpoint_contexts(ROUTER_OPERATORS),
     "nothing": lambda: create_selective_checkpoint_contexts([]),
 }
 
 
 @pytest.mark.shows("Hugging Face", "selective activation checkpoints (`context_fn`)")
-@grid(("family", "kept"), itertools.product(["deepseek_v3", "qwen3_moe", "gpt_oss"], SELECTIVE), quick=4)
+@grid(("family", "kept"), itertools.product(["deepseek_v3", "qwen3_moe", "gpt_oss"], SELECTIVE), quick=5)
 def test_selective_checkpoints_repeat_what_the_forward_ran(family, kept):
     """Rows without a route among those with one. The oracle is the same without checkpoints."""
     seen = []
@@ -137,7 +138,10 @@ def test_selective_checkpoints_repeat_what_the_forward_ran(family, kept):
         routed = hf.attach(model)
         trace = random_routes(routed.spec, BATCH)
         trace = replace(trace, valid_N=trace.valid_N & (np.arange(trace.num_rows) % 3 > 0))
-        with routed.record() as recording, routed.replay(trace, missing="native", telemetry=True) as session:
+        with (
+            routed.record(gate_weights=True) as recording,
+            routed.replay(trace, missing="native", telemetry=True) as session,
+        ):
             losses = [loss_of(model, BATCH), loss_of(model, BATCH)]
         for loss in losses:
             loss.backward()

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from foreroute.adapters.hf.pixels import ARGUMENTS, ImageTokens, given_images
-from foreroute.core.caches import CACHES, NO_CACHE, find_cache
+from foreroute.core.caches import NO_CACHE, given_cache
 from foreroute.errors import BatchMismatchError
 from foreroute.layout import starts_from_cumulative_lengths, starts_from_positions
 from foreroute.replay.arguments import WANTED_MASK, kept_by
@@ -65,6 +65,9 @@ class ForwardTokens:
         past: how many positions the key-value cache already held.
         images: how images stand among the tokens; None where that is not known.
         pixels: the arguments of `given_images`.
+        begins: whether the first token of each row must be at position 0, as no cache holds those before it.
+        cache_was_seen: whether a recording compared the cache with what the forward before left of it, which a compiled
+            model does not show.
 
     Attributes:
         shape: (B, T).
@@ -72,9 +75,6 @@ class ForwardTokens:
         device: where the tokens are.
         pixel_names: of the arguments that hold pixels.
         is_causal: bool [], whether a mask that was a pattern is that of sequences and padding; None if it was none.
-        begins: whether the first token of each row must be at position 0, as no cache holds those before it.
-        cache_was_seen: whether a recording compared the cache with what the forward before left of it, which a compiled
-            model does not show.
     """
 
     def __init__(
@@ -86,14 +86,16 @@ class ForwardTokens:
         past: int,
         images: ImageTokens | None = None,
         pixels: dict[str, Tensor] | None = None,
+        *,
+        begins: bool = False,
+        cache_was_seen: bool = True,
     ) -> None:
         self.input_ids, self.mask, self.position_ids, self.cumulative = input_ids, mask, position_ids, cumulative
         self.past, self.images, self.pixels = past, images, pixels or {}
         self.pixel_names = tuple(self.pixels)
         self.is_causal: Tensor | None = None
         self._pattern_shape: tuple[int, ...] = ()
-        self.begins = False
-        self.cache_was_seen = True
+        self.begins, self.cache_was_seen = begins, cache_was_seen
         self.shape = (input_ids.shape[0], input_ids.shape[1])
         self.num_slots = input_ids.shape[0] * input_ids.shape[1]
         self.device = input_ids.device
@@ -124,24 +126,16 @@ class ForwardTokens:
             positions = positions[None]
         if not isinstance(positions, Tensor) or positions.ndim not in (2, 3):
             positions = None
-        cumulative, cache = given.get("cu_seq_lens_q"), find_cache(given.values())
+        cumulative, cache = given.get("cu_seq_lens_q"), given_cache(given, BatchMismatchError)
         if cumulative is not None:
             _require_offsets(cumulative)
-        for name in CACHES if cache is None else ():
-            if given.get(name) is not None:
-                raise BatchMismatchError(
-                    f"{name} is a {type(given[name]).__name__}; expected a cache of transformers, which says by "
-                    "get_seq_length() how many positions it holds"
-                )
         past = 0 if cache is None else cache.get_seq_length()
         pixels = None if ARGUMENTS.isdisjoint(given) else given_images(given)
-        batch = cls(input_ids, mask, positions, cumulative, past, images, pixels)
-        if torch.compiler.is_compiling():
-            return batch
-        batch.read()
         # a part of longer sequences, as under context parallelism, is run without a cache
-        batch.begins = not batch.past and given.get("use_cache") is not False
-        return batch
+        may_begin = given.get("use_cache") is not False
+        if torch.compiler.is_compiling():
+            return cls(input_ids, mask, positions, cumulative, past, images, pixels, begins=may_begin and cache is None)
+        return cls(input_ids, mask, positions, cumulative, past, images, pixels, begins=may_begin and not past).read()
 
     def read(self) -> ForwardTokens:
         """The same. What only the values say is refused when they are asked for.

@@ -30,6 +30,7 @@ class Host(Protocol):
         cumulative: Tensor | None,
         digests: Tensor | None,
         past: int,
+        begins: bool,
     ) -> Tensor:
         """A compiled pass begins. Returns `Rows.ids_LRK`, empty without replay."""
 
@@ -62,11 +63,12 @@ def begin_pass(
     digests: Tensor | None,
     past: int,
     counted: Tensor | None,
+    begins: bool,
 ) -> Tensor:
     """Locate the rows of a batch; see `Host.begin_from_graph`. A static cache has counted its positions in a tensor."""
     ledger.add_(1)
     past = past if counted is None else int(counted)
-    return _hosts[host].begin_from_graph(input_ids, mask, positions, cumulative, digests, past)
+    return _hosts[host].begin_from_graph(input_ids, mask, positions, cumulative, digests, past, begins)
 
 
 @begin_pass.register_fake
@@ -80,6 +82,7 @@ def _(
     digests: Tensor | None,
     past: int,
     counted: Tensor | None,
+    begins: bool,
 ) -> Tensor:
     shape, dtype = _hosts[host].shapes_for_graph(input_ids.shape[0] * input_ids.shape[1])
     return input_ids.new_empty(shape, dtype=dtype)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from foreroute.adapters.hf.forward_tokens import HostBatch
 from foreroute.core.hooks import SelectionHook
 from foreroute.core.passes import Pass
+from foreroute.core.recompute import run_unnumbered
 from foreroute.errors import BatchMismatchError
 from foreroute.replay import IndexerPass, ReplayRows
 from foreroute.replay.indexers import IndexerRows, Places
@@ -250,9 +251,13 @@ class ChoosingIndexer(SelectionHook):
         if now.rows is not None:
             returned = self._replayed(returned, now.rows, now.indexer)
         if now.observed is not None:
-            kept = returned if returned.dtype == torch.bool else returned.to(torch.int32)
-            now.observed[now.indexer] = kept.detach().clone()
+            run_unnumbered(self._note, now.observed, now.indexer, returned)
         return returned
+
+    @staticmethod
+    def _note(observed: dict[int, Tensor], indexer: int, returned: Tensor) -> None:
+        kept = returned if returned.dtype == torch.bool else returned.to(torch.int32)
+        observed[indexer] = kept.detach().clone()
 
     def _replayed(self, own: Tensor, rows: IndexerRows, indexer: int) -> Tensor:
         """What it returned, with the choices to replay in the slots that have one."""

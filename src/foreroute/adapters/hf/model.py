@@ -325,6 +325,7 @@ class TransformerHooks(TrunkHooks):
             None if self.images is None else self.images.digests(batch.input_ids, batch.pixels),
             past if counted is None else 0,
             counted,
+            batch.begins,
         )
         rows = Rows(ids_LRK) if self.watch.routes else None
         current = self.open_pass(rows, batch.num_slots, batch.device)
@@ -343,11 +344,12 @@ class TransformerHooks(TrunkHooks):
         cumulative: Tensor | None,
         digests: Tensor | None,
         past: int,
+        begins: bool,
     ) -> Tensor:
         """See `graph_ops.Host`."""
         self.sessions.require_mine("runs a model")
-        batch = ForwardTokens(input_ids, mask, positions, cumulative, past).read()
-        batch.digests_BT, batch.cache_was_seen = digests, False
+        batch = ForwardTokens(input_ids, mask, positions, cumulative, past, begins=begins, cache_was_seen=False).read()
+        batch.digests_BT = digests
         rows = self.begin(batch)
         if self.watch.weights or (rows is not None and rows.weights_LRK is not None):
             raise _in_graph("gate weights are", "the model")

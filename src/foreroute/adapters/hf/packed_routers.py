@@ -6,12 +6,11 @@ HunYuan, AFMoE, JetMoE and others). Nothing of a loader is imported: a packed we
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from foreroute.adapters.hf.model import RoutedTransformer
+from foreroute.core.untouched import plain_tensors
 from foreroute.trace import LayerKind
 
 
@@ -42,22 +41,11 @@ def _packed_as(module: nn.Module) -> str | None:
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         if tensor.ndim < 2:  # counts, biases and scales
             continue
-        for stored in _stored(tensor.detach()):
+        for stored in plain_tensors(tensor.detach()):
             is_whole = stored.is_floating_point() and stored.itemsize > 1
             if not is_whole and stored.dtype != torch.bool:
                 return str(stored.dtype).removeprefix("torch.")
     return None
-
-
-def _stored(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that hold the values of one, which may be of a subclass around others."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
-        yield tensor
-        return
-    for name in flatten()[0]:
-        if isinstance(held := getattr(tensor, name), Tensor):  # a DTensor also names its mesh
-            yield from _stored(held)
 
 
 def _within_layer(path: str) -> str:

@@ -11,21 +11,24 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
-@contextmanager
-def whole_weights(trainer: Any, policy: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """While the context is open, the `state_dict()` of the policy is whole in every process, all of which open it.
+def whole_weights(trainer: Any, policy: nn.Module) -> dict[str, Tensor]:
+    """The `state_dict()` of the policy, whole in every process, all of which call this.
+
+    What is dealt out is gathered one tensor at a time and kept on the host, so that no device holds the whole model.
 
     Args:
         trainer: TRL's.
         policy: its model, unwrapped.
     """
-    with ExitStack() as stack:
-        if trainer.is_deepspeed_enabled:
-            import deepspeed
+    weights = policy.state_dict(keep_vars=True)
+    if trainer.is_deepspeed_enabled:
+        import deepspeed
 
-            stack.enter_context(deepspeed.zero.GatheredParameters(list(policy.parameters())))
-        weights = policy.state_dict()
-        yield {name: each.full_tensor() if isinstance(each, DTensor) else each for name, each in weights.items()}
+        for name, each in weights.items():
+            if hasattr(each, "ds_id"):
+                with deepspeed.zero.GatheredParameters([each]):
+                    weights[name] = each.detach().to("cpu", copy=True)
+    return {name: each.full_tensor().cpu() if isinstance(each, DTensor) else each for name, each in weights.items()}
 
 
 @contextmanager
@@ -40,17 +43,17 @@ def whole_where_run(trainer: Any, policy: nn.Module) -> Iterator[None]:
         return
     import deepspeed
 
-    running: dict[nn.Module, AbstractContextManager[Any]] = {}
+    running: list[AbstractContextManager[Any]] = []  # of modules that run in one another
 
-    def gather(parameters: list[nn.Parameter], module: nn.Module, _: Any) -> None:
-        running[module] = deepspeed.zero.GatheredParameters(parameters)
-        running[module].__enter__()
+    def gather(parameters: list[nn.Parameter], *_: Any) -> None:
+        running.append(deepspeed.zero.GatheredParameters(parameters))
+        running[-1].__enter__()
 
-    def release(module: nn.Module, *_: Any) -> None:
-        running.pop(module).__exit__(None, None, None)
+    def release(*_: Any) -> None:
+        running.pop().__exit__(None, None, None)
 
     with ExitStack() as stack:
-        for module, parameters in _parts(policy):
+        for module, parameters in dict(_parts(policy)).items():
             if any(hasattr(parameter, "ds_id") for parameter in parameters):
                 stack.callback(module.register_forward_pre_hook(partial(gather, parameters)).remove)
                 stack.callback(module.register_forward_hook(release, always_call=True).remove)

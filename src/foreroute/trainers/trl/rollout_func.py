@@ -102,8 +102,7 @@ class EngineSource:
         step = int(trainer.state.global_step)
         if self._engine.weight_version != step:
             policy = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-            with whole_weights(trainer, policy) as weights:
-                self._engine.load_weights(weights, step)
+            self._engine.load_weights(whole_weights(trainer, policy), step)
         # a run that is resumed draws what it would have drawn at its step; a step may have several turns
         place = (trainer.args.seed, trainer.accelerator.process_index, step, self._turns_of[step])
         self._turns_of[step] += 1
