@@ -124,8 +124,9 @@ def decode(
 
 def _starts(start: object, sequences: Sequence[RawSequence]) -> list[int]:
     """Return the position of the first row of each sequence: what its table states, or else what the caller does."""
-    is_for_each = isinstance(start, list | tuple) or (isinstance(start, np.ndarray) and start.ndim > 0)
-    each = items_of(start, "start") if is_for_each else [start] * len(sequences)
+    if isinstance(start, np.ndarray) and not start.ndim:
+        start = start[()]
+    each = items_of(start, "start") if isinstance(start, list | tuple | np.ndarray) else [start] * len(sequences)
     if len(each) != len(sequences):
         raise CaptureError(f"start has {len(each)} positions for {len(sequences)} sequences; expected one, or as many")
     starts = []
