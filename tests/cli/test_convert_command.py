@@ -1,11 +1,13 @@
 """`foreroute convert`: options and contents; `tests/robustness/test_doors.py` has files that are none."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import foreroute as fr
+from foreroute.cli.convert import OPTIONS
 from tests import wires
 from tests.cli.command import foreroute
 from tests.tiers import grid
@@ -114,3 +116,9 @@ def test_input_is_bounded_in_length(folder, monkeypatch):
     most = len(wires.vllm_http(R)) - 1
     monkeypatch.setattr("foreroute.capture.arrays.MAX_TEXT", most)
     refused(folder, f"characters; expected at most {most}")
+
+
+def test_what_decode_advises_is_still_said_so():
+    """Advice is put into options of the command where it occurs word for word."""
+    said = "".join(path.read_text() for path in Path(fr.capture.__file__).parent.glob("*.py"))
+    assert all(advice in said for advice in OPTIONS)
