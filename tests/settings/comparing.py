@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from foreroute.adapters import hf
 from foreroute.testing.models import tiny
 from tests.adapters.hf.family_checks import require_bit_equal
-from tests.adapters.hf.model_runs import batch_of, gradients, loss_of, random_routes
+from tests.adapters.hf.model_runs import batch_of, gradients, loss_of, qwen3_gate, random_routes
 
 BATCH = batch_of(9, 9, 9, 9)
 """Without padding: rows of the routers are those of the trace."""
@@ -40,9 +40,7 @@ def with_lora(model):
 
 
 def _qwen3(router, ids_NK, hidden):
-    logits = linear(hidden.reshape(-1, hidden.shape[-1]), router.weight)
-    weights = logits.float().softmax(-1).gather(-1, ids_NK)
-    weights = weights / weights.sum(-1, keepdim=True)
+    logits, weights = qwen3_gate(router, ids_NK, hidden)
     return logits, weights.to(logits.dtype), ids_NK
 
 

@@ -10,6 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 import foreroute as fr
@@ -104,6 +105,27 @@ def experts_log(model):
 
 
 @contextmanager
+def rows_log(trunk):
+    """How many positions every forward of a trunk is given; rejected drafts are among them."""
+    log = []
+    handle = trunk.register_forward_pre_hook(
+        lambda _, args, given: log.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    yield log
+    handle.remove()
+
+
+def qwen3_gate(router, ids_RK, hidden):
+    """Logits, and gate weights at given experts in float32, of a router of Qwen3-MoE by its definition.
+
+    What it hands on is no oracle: older releases hand on probabilities in the place of logits.
+    """
+    logits_RE = linear(hidden.reshape(-1, hidden.shape[-1]), router.weight)
+    weights_RK = logits_RE.float().softmax(-1).gather(-1, ids_RK)
+    return logits_RE, weights_RK / weights_RK.sum(-1, keepdim=True)
+
+
+@contextmanager
 def forced_by_hand(model, trace, batch):
     """The experts of a trace in a Qwen3-MoE on its own, with nothing of ours: gates from live scores, renormalised.
 
@@ -116,11 +138,11 @@ def forced_by_hand(model, trace, batch):
         ids_NK = torch.from_numpy(trace.expert_ids_NLK[:, layer].astype(np.int64))
 
         def pick(module, args, result, ids_NK=ids_NK):
-            logits, _, own_RK = result
+            handed_on, own_weights_RK, own_RK = result
             ids_RK = own_RK.clone()
             ids_RK[real_R] = ids_NK
-            weights_RK = logits.float().softmax(-1).gather(-1, ids_RK)
-            return logits, (weights_RK / weights_RK.sum(-1, keepdim=True)).to(logits.dtype), ids_RK
+            _, weights_RK = qwen3_gate(module, ids_RK, *args)
+            return handed_on, weights_RK.to(own_weights_RK.dtype), ids_RK
 
         handles.append(router.register_forward_hook(pick))
     assert len(handles) == trace.spec.num_layers

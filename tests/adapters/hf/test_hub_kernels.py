@@ -1,7 +1,8 @@
 """`use_kernels=True`: other forwards on instances, anew at each change of mode, as the library kernels puts them there.
 
-Stand-ins, as real ones come from a hub and run on a GPU. transformers calls `set_use_kernels` in `model.train()` and
-`model.eval()`, which takes kernels for inference, some without a backward, where no training is on.
+Stand-ins, as real ones come from a hub and run on a GPU. transformers calls `set_use_kernels`, or `kernelize` in older
+releases, in `model.train()` and `model.eval()`, which takes kernels for inference, some without a backward, where no
+training is on.
 """
 
 from types import MethodType
@@ -42,14 +43,15 @@ def with_kernels(family="qwen3_moe", **kernels):
     """A model in train mode; by the end of a class's name, what its instances run while it is not in train mode."""
     model = tiny(family)
 
-    def set_use_kernels(use_kernels):
+    def put_kernels(use_kernels=True):
         for module in model.modules():
             for name, kernel in kernels.items():
                 if type(module).__name__.endswith(name):
                     run = type(module).forward if model.training else kernel
                     module.forward = MethodType(run, module)
 
-    model.set_use_kernels, model._use_kernels = set_use_kernels, True
+    model.set_use_kernels = model.kernelize = put_kernels
+    model._use_kernels = True
     return model.eval().train()
 
 

@@ -16,6 +16,7 @@ from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
+from tests.adapters.hf.families import skip_in_older
 from tests.adapters.hf.model_runs import batch_of, with_routes
 
 BATCH = batch_of(9, 6, 4)
@@ -78,6 +79,12 @@ def test_continuous_batching_is_refused_before_it_begins():
         with pytest.raises(ReplayError, match=r"runs the model in a thread of its own.*call generate"), session:
             model.generate_batch([[1, 2, 3]], max_new_tokens=2)
     assert "init_continuous_batching" not in vars(model)
+
+
+def test_continuous_batching_is_refused_by_sessions_of_tensors_when_it_runs():
+    if not hasattr(transformers, "ContinuousBatchingConfig"):
+        skip_in_older("this transformers has no configuration that keeps its cache small")
+    model = tiny("qwen3_moe")
     config = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
     with pytest.raises(core.ReplayError, match="in the thread that opened it"), core.attach(model).record():
         model.generate_batch([[1, 2, 3]], max_new_tokens=2, continuous_batching_config=config)
