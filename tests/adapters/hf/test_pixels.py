@@ -5,6 +5,7 @@ import struct
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 import foreroute as fr
 from foreroute.adapters import hf
@@ -82,6 +83,7 @@ def test_routes_of_images_replay_bit_for_bit_on_their_own_pixels_alone(name, tmp
     trace = fr.load(fr.save(recording.trace(), tmp_path / "trace.safetensors"))
     for chosen, left in (((0, 1, 2), False), ((2, 0), True), ((1,), False)):
         part = trace.select(chosen)
+        model.model.rope_deltas = None  # older releases take those of the batch before it for one without images
         with routed.replay(part):
             replayed = outputs(model, seen.batch(chosen, left=left))
         if chosen == (0, 1, 2):
@@ -247,7 +249,7 @@ def test_pixels_are_compared_on_the_device_and_the_host_does_not_wait():
     with other_device() as device:
         there = hf.attach(build_seeing().to(DEVICE))
         features.pooler_output = [piece.to(DEVICE) for piece in features.pooler_output]
-        features.deepstack_features = [[piece.to(DEVICE) for piece in each] for each in features.deepstack_features]
+        features.deepstack_features = tree_map(lambda each: each.to(DEVICE), features.deepstack_features)
         there.model.model.get_image_features = lambda *_, **__: features
 
         def given(images):
