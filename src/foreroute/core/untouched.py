@@ -197,11 +197,14 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _reshard(model: nn.Module) -> None:
-    """Have FSDP2 take back the weights that it keeps gathered for a backward."""
+    """Have FSDP2 take back the weights that it keeps gathered for a backward, its root's too, which may be around."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    for module in model.modules() if fsdp is not None else ():
-        if isinstance(module, fsdp.FSDPModule):
-            module.reshard()
+    sharded = [module for module in model.modules() if fsdp is not None and isinstance(module, fsdp.FSDPModule)]
+    # of all that share a root, which is private to torch
+    states = sharded[0]._get_fsdp_state()._state_ctx.all_states if sharded else ()
+    around = [module for state in states for module in state._modules]
+    for module in dict.fromkeys([*sharded, *around]):
+        module.reshard()
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

@@ -289,3 +289,17 @@ def test_what_was_gathered_before_a_session_is_no_concern_of_it(workers, before)
     for lost, elements in workers.run(sessions_after_other_passes, before):
         assert not lost
         assert elements
+
+
+def recorded_below_its_root(rank):
+    """A trunk is attached, and the model around it sharded and run."""
+    model = policy()
+    routed = hf.attach(model.model)
+    shard(model)
+    with torch.no_grad(), routed.record():
+        model(**{name: value[rank::2] for name, value in BATCH.items()})
+    return [name for name, each in model.named_parameters() if not isinstance(each, DTensor)]
+
+
+def test_a_root_around_the_attached_module_takes_its_weights_back(workers):
+    assert workers.run(recorded_below_its_root) == [[], []]
