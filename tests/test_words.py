@@ -19,7 +19,7 @@ INSTEAD = {
     r"\bso many\b(?! words)": "this many",
     r"\bmisfits?\b": "what does not fit",
     r"\brivals?\b": "baseline",
-    r"(?:^|[.!?]\s+|\n\s*- )Of [a-z`\d]": "a sentence begins with its subject",
+    r"(?:^|[.!?]\s+|\n\s*- )Of [A-Za-z`\d]": "a sentence begins with its subject",
 }
 
 

@@ -93,12 +93,6 @@ def test_every_choice_and_every_output_is_a_sequence():
     assert texts.equals(arrays)
 
 
-def test_routes_alone_may_have_a_row_for_the_last_token():
-    r = wires.rollout(RNG)
-    longer = np.concatenate([r.routes_RLK, r.routes_RLK[:1]])
-    assert decode(longer, model=r.spec, token_ids=r.tokens).equals(known(r))
-
-
 def test_gemma_style_interleaved_dense_layers():
     spec = fr.RoutingSpec(16, 3, tuple(fr.RoutedLayer(i) for i in (1, 3, 5)))
     base = wires.rollout(RNG, layers=3, dense=0)

@@ -117,14 +117,17 @@ def test_transposed_experts_are_scaled_along_their_own_input():
     assert not qwen3._input_axis
 
 
-OF_EACH_KIND = {"afmoe": {torch.bfloat16}, "ernie4_5_moe": {torch.bfloat16, torch.float32}}
+QUICK = {"afmoe": {torch.bfloat16}, "ernie4_5_moe": {torch.bfloat16, torch.float32}}
 """A family that rounds a buffer and one that keeps its routers; and dtypes of parameters, in every transformers."""
+SLOW = ("qwen3_moe", "deepseek_v4", "longcat_flash", "switch_transformers")
+"""All parameters rounded, with tables of integers, buffers in both dtypes, and a router that a forward casts."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [*OF_EACH_KIND, *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in OF_EACH_KIND)],
-)
+def marks_of(name):
+    return () if name in QUICK else pytest.mark.slow if name in SLOW else pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in FAMILIES])
 def test_weights_are_held_in_the_dtypes_that_transformers_loads(name, tmp_path):
     """What a family keeps in float32 stays so, and what it rounds is rounded, buffers too."""
     model = build(name)
@@ -133,7 +136,7 @@ def test_weights_are_held_in_the_dtypes_that_transformers_loads(name, tmp_path):
     hf.attach(loaded)  # in Switch Transformers a forward casts its router
     held = EmbeddedEngine(model, "bfloat16")._model
     assert dtypes_of(held) == dtypes_of(loaded)
-    assert OF_EACH_KIND.get(name, {torch.bfloat16}) <= {parameter.dtype for parameter in held.parameters()}
+    assert QUICK.get(name, {torch.bfloat16}) <= {parameter.dtype for parameter in held.parameters()}
 
 
 def test_a_model_with_adapters_is_refused():

@@ -1,5 +1,6 @@
 """What every setting is held against: a twin of the model that foreroute never sees, its experts forced by hand."""
 
+import os
 from functools import partial
 from importlib.util import find_spec
 
@@ -12,16 +13,22 @@ from foreroute.adapters import hf
 from foreroute.testing.models import tiny
 from tests.adapters.hf.family_checks import require_bit_equal
 from tests.adapters.hf.model_runs import batch_of, gradients, loss_of, qwen3_gate, random_routes
+from tests.roundings import gradient_terms_of, terms_of
 
 BATCH = batch_of(9, 9, 9, 9)
 """Without padding: rows of the routers are those of the trace."""
 SIZES = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64}
 """In whole blocks of every format."""
+TERMS, GRADIENT_TERMS = terms_of(64), gradient_terms_of(64)
 
 
 def needs(library):
-    """A mark: the environment of `make settings-env` has the library, and that of `make test` does not."""
-    return pytest.mark.skipif(find_spec(library) is None, reason=f"no {library}; make night PART=settings has it")
+    """A mark: the environment of `make settings-env` has the library, and that of `make test` does not.
+
+    `make night PART=settings` sets FOREROUTE_SETTINGS: a test fails there for a library that is missing.
+    """
+    is_missing = find_spec(library) is None and "FOREROUTE_SETTINGS" not in os.environ
+    return pytest.mark.skipif(is_missing, reason=f"no {library}; make night PART=settings has it")
 
 
 def policy(family="qwen3_moe"):

@@ -16,7 +16,7 @@ def import_deepspeed(rank):
 
 
 def config(stage):
-    """Of a step as torch has it: every parameter is taken apart at stage 3, and no gradient is clipped."""
+    """A step as torch has it: every parameter is taken apart at stage 3, and no gradient is clipped."""
     return {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 1,

@@ -9,9 +9,10 @@ from peft import LoraConfig
 
 from examples.trl.tiny import policy
 from foreroute.testing.ranks import Workers
+from tests.roundings import most_k3
 from tests.settings.comparing import needs
 from tests.settings.deepspeed_runs import config, import_deepspeed
-from tests.trainers.trl.trl_runs import NO_AUXILIARY, make
+from tests.trainers.trl.trl_runs import NO_AUXILIARY, TERMS, make
 
 pytestmark = [needs("deepspeed"), pytest.mark.slow]
 
@@ -149,6 +150,7 @@ def test_partitioned_models_replay_as_whole_ones(tmp_path):
     with closing(Workers(2, timeout_s=500)) as workers:
         results = workers.run(under_deepspeed, str(tmp_path))
     assert all(single["followed"] + adapted["followed"])
+    k3 = most_k3(policy(), 4 * TERMS)  # twice as far off: no step moves a row of the head by its own length
     for rank in results:
         assert rank["zero-3"]["partitioned"] > 0 == rank["zero-2"]["partitioned"]
         for name in ("zero-2", "zero-3", "loaded", "adapters"):
@@ -163,4 +165,4 @@ def test_partitioned_models_replay_as_whole_ones(tmp_path):
             rollouts = [entry for entry in rank[name]["logs"] if "mismatch/k3" in entry]
             assert len(rollouts) == (1 if name == "generate" else 2)
             assert all(entry["mismatch/disagreement"] == 0 for entry in rollouts)
-            assert all(entry["mismatch/k3"] < 1e-9 for entry in rollouts)
+            assert all(entry["mismatch/k3"] < k3 for entry in rollouts)

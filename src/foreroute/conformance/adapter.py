@@ -44,18 +44,18 @@ class Case:
 
     Attributes:
         checkpointing: activations are recomputed in backward.
-        selective: with it, but for the results of some operators, among them top-k, which are kept. Raise `Unsupported`
-            where a framework has no such checkpoints.
-        compiled: each layer is compiled, by any backend. Raise `Unsupported` where a framework compiles none.
         top_k: K instead of the family's own.
         num_experts: E instead of the family's own.
+        selective: with `checkpointing`, but for the results of some operators, among them top-k, which are kept. Raise
+            `Unsupported` where a framework has no such checkpoints.
+        compiled: each layer is compiled, by any backend. Raise `Unsupported` where a framework compiles none.
     """
 
     checkpointing: bool = False
-    selective: bool = False
-    compiled: bool = False
     top_k: int | None = None
     num_experts: int | None = None
+    selective: bool = False
+    compiled: bool = False
 
 
 @dataclass(frozen=True, eq=False)

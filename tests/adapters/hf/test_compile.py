@@ -25,7 +25,7 @@ from tests.adapters.hf.model_runs import (
 )
 from tests.replay.session_subject import Batch, foreign
 from tests.replay.sessions_rows import ABSENT, LASTS
-from tests.roundings import TERMS, require_rounded
+from tests.roundings import GRADIENT_TERMS, require_rounded
 from tests.traces import weighted
 
 BATCH = batch_of(9, 6, 4)
@@ -63,7 +63,7 @@ def assert_same(seen, expected):
     require_rounded(seen[0], expected[0])
     assert seen[1].keys() == expected[1].keys()
     for name, gradient in expected[1].items():
-        require_rounded(seen[1][name], gradient, 3 * TERMS)
+        require_rounded(seen[1][name], gradient, GRADIENT_TERMS)
 
 
 @pytest.mark.shows("Hugging Face", "`torch.compile`, of the model or of layers")

@@ -17,7 +17,7 @@ from foreroute.testing.ranks import Workers
 from tests.adapters.hf.families import skip_in_older
 from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, forced_by_hand, gradients, random_routes
 from tests.replay.session_subject import same
-from tests.roundings import TERMS, require_rounded, roundings
+from tests.roundings import GRADIENT_TERMS, require_rounded, roundings
 
 BATCH = batch_of(9, 9, 6, 6)
 PROMPTS = batch_of(5, 5)["input_ids"]
@@ -30,7 +30,7 @@ WAYS = {
 
 
 def loss_and_logits(model, batch):
-    """Of the next tokens that are no padding: each rank has as many, so that the mean of ranks is the loss."""
+    """The next tokens that are no padding: each rank has as many, so that the mean of ranks is the loss."""
     logits = whole(model(**batch, use_cache=False).logits)
     real = batch["attention_mask"][:, 1:].bool()
     targets = batch["input_ids"][:, 1:]
@@ -109,7 +109,7 @@ def test_replay_is_that_of_a_model_on_its_own(ranks, plain, way):
         require_rounded(seen, logits[number_BT[mine][real[mine]]])
         assert found.keys() == grads.keys()
         for name, gradient in grads.items():
-            require_rounded(found[name], gradient, 3 * TERMS)
+            require_rounded(found[name], gradient, GRADIENT_TERMS)
         # what was recorded of a generation is what one forward over it selects
         with torch.no_grad():
             picks = model(sampled[:, :-1], output_router_logits=True, use_cache=False).router_logits
@@ -127,4 +127,4 @@ def test_other_routes_would_be_seen(plain):
         seen, found = step(model, BATCH)
     name = "model.layers.1.mlp.gate.weight"
     for one, expected in ((seen, logits), (found[name], grads[name])):
-        assert (one - expected).abs().max() > 100 * roundings(3 * TERMS) * expected.abs().max()
+        assert (one - expected).abs().max() > 100 * roundings(GRADIENT_TERMS) * expected.abs().max()

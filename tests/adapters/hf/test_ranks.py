@@ -22,7 +22,7 @@ from foreroute.testing.ranks import Workers
 from tests.adapters.hf.families import skip_in_older
 from tests.adapters.hf.model_runs import CHECKPOINTING, batch_of, gradients, loss_of, random_routes
 from tests.ep.training import with_lora
-from tests.roundings import TERMS, require_rounded, roundings
+from tests.roundings import GRADIENT_TERMS, require_rounded, roundings
 
 
 def on_two_ranks(work, *args):
@@ -122,7 +122,7 @@ def test_losses_and_gradients_are_those_of_a_single_process(ranks, single, case)
     for rank in (one, other):
         assert rank[1].keys() == grads.keys()
         for name, gradient in grads.items():
-            require_rounded(rank[1][name], gradient, 3 * TERMS)
+            require_rounded(rank[1][name], gradient, GRADIENT_TERMS)
     assert torch.equal(one[2] + other[2], shared_L)
     assert torch.equal(one[3] + other[3], counts_LE)
 
@@ -226,7 +226,7 @@ def test_other_routes_would_be_seen(single):
         loss_of(model, BATCH).backward()
     name = "model.layers.1.mlp.gate.weight"
     away = (gradients(model)[name] - single[1][name]).abs().max() / single[1][name].abs().max()
-    assert away > 100 * roundings(3 * TERMS)
+    assert away > 100 * roundings(GRADIENT_TERMS)
 
 
 def leave_out_a_rank(rank, which):

@@ -70,7 +70,7 @@ def sampled(routed, *, tokens=8, samples=1, end=None, **options):
     ids=["none ends", "ragged", "at once", "one", "two samples of each prompt", "static cache", "static, eager"],
 )
 def test_a_rollout_is_what_one_forward_over_it_routes(routed, samples, end, attention):
-    """Of a static cache too, for which `generate` makes patterns of masks, of truths or of numbers."""
+    """With a static cache too, for which `generate` makes patterns of masks, of truths or of numbers."""
     options = {"cache_implementation": "static"} if attention else {}
     routed.model.set_attn_implementation(attention or "sdpa")
     recording, output, mask = sampled(routed, samples=samples, end=end, **options)

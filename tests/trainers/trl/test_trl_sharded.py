@@ -11,6 +11,8 @@ import torch
 
 from examples.trl.tiny import policy
 from foreroute.testing.ranks import Workers
+from tests.roundings import most_k3
+from tests.trainers.trl.trl_runs import TERMS
 
 pytestmark = pytest.mark.slow
 
@@ -109,6 +111,7 @@ def test_sharded_models_replay_as_whole_ones(tmp_path):
     policy().save_pretrained(tmp_path / "policy")
     with closing(Workers(2, timeout_s=500)) as workers:
         results = workers.run(train, str(tmp_path))
+    k3 = most_k3(policy(), TERMS)
     for rank in results:
         assert min(rank["fsdp"]["sharded"], rank["experts"]["sharded"]) > 0 == rank["ddp"]["sharded"]
         for name in ("fsdp", "experts"):
@@ -121,5 +124,5 @@ def test_sharded_models_replay_as_whole_ones(tmp_path):
         assert rank["native"]["logs"][0]["mismatch/disagreement"] > 0.5
         for name in ("generate", "engine"):
             assert rank[name]["logs"][0]["mismatch/disagreement"] == 0
-            assert rank[name]["logs"][0]["mismatch/k3"] < 1e-9
+            assert rank[name]["logs"][0]["mismatch/k3"] < k3
         assert (rank["native"]["weights"] - rank["ddp"]["weights"]).abs().max() > 1e-3

@@ -9,9 +9,10 @@ from trl.trainer import utils
 
 from examples.trl.tiny import policy, tokenizer, vowels
 from foreroute.trainers.trl import GRPOTrainer
+from tests.roundings import terms_of
 
 PROMPTS = [f"{'very ' * (i % 3)}many vowels {i}: " for i in range(32)]
-"""Of several lengths, so that batches are padded on the left."""
+"""They have several lengths, so that batches are padded on the left."""
 
 SETTINGS = {
     # 8 sequences for each rollout, in 4 micro-batches, 2 of them to a step, each of them used twice
@@ -33,6 +34,9 @@ SETTINGS = {
 
 NO_AUXILIARY = {"router_aux_loss_coef": 0.0} if hasattr(GRPOConfig, "router_aux_loss_coef") else {}
 """Without the routers' auxiliary loss, which TRL 1.6 never adds."""
+
+TERMS = terms_of(128, vocabulary=258)
+"""What the policy adds up: its four heads of 32 are its widest rows."""
 
 SCORES_ON_SETS = pytest.mark.skipif(
     not hasattr(utils, "add_fused_lm_head"),
