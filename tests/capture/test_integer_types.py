@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
-import torch
 
 import foreroute as fr
 from foreroute.errors import CaptureError, TraceContentError
 from foreroute.mismatch import routing_mismatch
 from tests import wires
+
+torch = pytest.importorskip("torch")
 
 TYPES = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 LIBRARIES = {"numpy": np.asarray, "torch": torch.from_numpy}

@@ -5,12 +5,13 @@ import json
 
 import numpy as np
 import pytest
-import torch
 
 import foreroute as fr
 from foreroute.capture import decode
 from foreroute.errors import CaptureError
 from tests import wires
+
+torch = pytest.importorskip("torch")
 
 RNG = np.random.default_rng(18)
 R, SHORT, LONG = (wires.rollout(RNG, prompt=p, response=g) for p, g in ((4, 3), (1, 2), (5, 6)))

@@ -4,13 +4,14 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
 import foreroute as fr
 from foreroute.errors import InputError, TraceContentError
 from foreroute.mismatch import margin_histogram, routing_mismatch, token_mismatch
 from foreroute.mismatch.measures import LOG10_EDGES, as_traces
 from tests.traces import random_trace
+
+torch = pytest.importorskip("torch")
 
 FLOATS = [np.float16, np.float32, np.float64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
 INTEGERS = [np.int8, np.uint8, np.int16, np.uint16, np.int64, np.uint64, torch.uint8, torch.int16, torch.int64]

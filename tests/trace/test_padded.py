@@ -4,15 +4,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import foreroute as fr
 from foreroute.errors import TraceContentError
-from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.trace.checks import host_array, recorded_rows
 from tests.traces import mixed_trace, random_trace, spec_of, with_decisions
+
+torch = pytest.importorskip("torch")
+from foreroute.testing.counting_device import DEVICE, other_device  # noqa: E402 it imports torch
 
 WIDE = ["int16", "int32", "int64"]
 

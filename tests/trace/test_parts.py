@@ -9,8 +9,6 @@ from functools import partialmethod
 
 import numpy as np
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
-from fsspec.spec import AbstractBufferedFile
 
 import foreroute as fr
 from foreroute.errors import SpecMismatchError, TraceContentError, TraceFileError
@@ -22,6 +20,9 @@ from foreroute.trace.file import FORMAT, encode
 from foreroute.trace.parts import CHUNK_ROWS
 from tests.trace.test_streams import rows_of
 from tests.traces import random_trace, spec_of, with_decisions
+
+MemoryFileSystem = pytest.importorskip("fsspec.implementations.memory").MemoryFileSystem
+AbstractBufferedFile = pytest.importorskip("fsspec.spec").AbstractBufferedFile
 
 LENGTHS = [[3, 40, 0, 7], [], [25, 1], [300, 6, 270, 12, 9]]
 
