@@ -65,7 +65,7 @@ class _Left:
 
     def __init__(self, cache: Any) -> None:
         length = 0 if cache is None else cache.get_seq_length()
-        # of a static cache it is a tensor on the device, which the cache writes to
+        # a static cache counts in a tensor on the device, to which it writes
         self._length = length.clone() if isinstance(length, Tensor) else length
         self._views = list(map(_View, _tensors(cache)))
 

@@ -66,7 +66,7 @@ def parameters_kept(
         awaits_backward: asked at the end, whether a backward may still come, for which weights stay gathered.
         tell: given what is wrong, when a parameter that trains was replaced; the session may be ending with an error.
     """
-    # of every session: no work for each parameter but for those that carry something
+    # every session does this, so that only parameters that carry something cost more than a look
     standing = _parameters(model)
     carrying = [
         _Values.of(each)
@@ -200,7 +200,7 @@ def _reshard(model: nn.Module) -> None:
     """Have FSDP2 take back the weights that it keeps gathered for a backward, its root's too, which may be around."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     sharded = [module for module in model.modules() if fsdp is not None and isinstance(module, fsdp.FSDPModule)]
-    # of all that share a root, which is private to torch
+    # a root knows all that share it; the names are private to torch
     states = sharded[0]._get_fsdp_state()._state_ctx.all_states if sharded else ()
     around = [module for state in states for module in state._modules]
     for module in dict.fromkeys([*sharded, *around]):
