@@ -275,7 +275,7 @@ def _ratio(
 ) -> tuple[float, float] | None:
     if trainer is None or trainer.logprobs_R is None or reference is None:
         return None
-    # of a probability of 1 nobody can tell whether it was filled in, or one token was left to draw from
+    # nobody can tell whether a probability of 1 was filled in, or one token was left to draw from
     kept_R = ~np.any([np.asarray(reference) == 0, *(each.zero_R for each in zeros)], axis=0)
     log_r = (np.asarray(trainer.logprobs_R, np.float64) - reference)[kept_R]
     return _mean(np.exp(log_r)) if len(log_r) > 1 else None

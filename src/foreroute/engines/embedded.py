@@ -173,7 +173,7 @@ def _loaded_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
             f"the embedded engine was given a {type(model).__name__}{' with adapters' if adapted else ''}; expected a "
             "model of transformers alone. Merge adapters into it first (merge_and_unload of PEFT)"
         )
-    # of one number each, and in the wanted dtype, so that loading copies none but those that stay float32
+    # one number each, in the wanted dtype, so that loading copies none but those that stay float32
     zeros = {
         name: torch.zeros((), dtype=dtype if each.is_floating_point() else each.dtype).expand(each.shape)
         for name, each in model.state_dict().items()

@@ -196,8 +196,10 @@ def as_traces(
 class _NthLayer(RoutedLayer):
     """A layer of arrays without a model: dense layers may stand before it, so that its number in the model is open."""
 
-    def __str__(self) -> str:
-        return f"routed layer {self.index}"
+    @property
+    def noun(self) -> str:
+        """See `RoutedLayer`."""
+        return "routed layer"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from foreroute.core.passes import Listener, Pass, Rows, Watch
+from foreroute.core.routed import NOTHING_RECORDED
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.replay.arguments import kept_by
 from foreroute.trace import GATE_WEIGHTS, NO_VERSION, DecisionStream, RoutingSpec, RoutingTrace, concatenate
@@ -189,7 +190,7 @@ class Recording(Listener):
         """Forwards that belong to the same sequences."""
         counts = {len(passes) for passes in self._passes}
         if counts == {0}:
-            raise ReplayError("nothing was recorded: no forward of the attached model ran in the record() session")
+            raise ReplayError(NOTHING_RECORDED)
         if len(counts) > 1:
             raise ReplayError(
                 f"the chunks of this rank ran {[len(p) for p in self._passes]} forwards; expected one of each for "

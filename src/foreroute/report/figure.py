@@ -235,7 +235,7 @@ def integer_ticks(most: int) -> MaxNLocator:
 
 def layer_label(layers: Sequence[RoutedLayer]) -> str:
     """What an axis of routed layers is called: by the model's own numbers where its layers are known."""
-    kinds = {str(layer).rpartition(" ")[0].removesuffix(" layer") for layer in layers}
+    kinds = {layer.noun.removesuffix(" layer") for layer in layers}
     return f"{kinds.pop()} layer" if len(kinds) == 1 else "layer" if kinds else "routed layer, counted from 0"
 
 

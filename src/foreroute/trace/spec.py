@@ -49,8 +49,13 @@ class RoutedLayer:
                 f"layer {self.index} is of kind {self.kind!r:.40}; expected one of {', '.join(LayerKind)}"
             )
 
+    @property
+    def noun(self) -> str:
+        """What messages and axes call such a layer, without its number."""
+        return str(self.kind)
+
     def __str__(self) -> str:
-        return f"{self.kind} {self.index}"
+        return f"{self.noun} {self.index}"
 
 
 class LayerGroup(NamedTuple):
