@@ -47,6 +47,7 @@ def gradients_on_rank(rank, how):
     return {name: placed.whole(each, each.grad) for name, each in model.named_parameters()}
 
 
+@pytest.mark.shows("Hugging Face", "expert parallelism of `hf.distribute` with FSDP2, by `shard_dense()`")
 @pytest.mark.parametrize("how", ["replicated", "shard_dense"])
 def test_every_gradient_is_that_of_one_process(workers, how):
     model = policy()
@@ -74,6 +75,11 @@ REFUSED = [
 ]
 
 
+@pytest.mark.shows(
+    "Hugging Face",
+    "expert parallelism of `hf.distribute` beside `fully_shard`",
+    refused="it averages gradients, which those of experts are not",
+)
 @pytest.mark.parametrize("when", ["before a step", "after it"])
 @pytest.mark.parametrize(("how", "said"), REFUSED)
 def test_what_would_scale_gradients_unlike_is_refused(workers, how, said, when):
