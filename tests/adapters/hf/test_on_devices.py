@@ -145,7 +145,7 @@ PLACES = {
 
 @pytest.mark.shows(
     "Hugging Face",
-    "`device_map` with layers on the CPU or on the disk (all: transformers from 5.13), accelerate's `cpu_offload`",
+    "`device_map` with layers on the CPU or on the disk (all of them: from release 5.13), accelerate's `cpu_offload`",
 )
 @pytest.mark.parametrize("place", PLACES)
 def test_weights_that_are_kept_elsewhere_are_there_again_afterwards(place, tmp_path):

@@ -11,6 +11,10 @@ ABSENT = dict.fromkeys(
 ) | dict.fromkeys(
     ("indexers-followed", "indexers-recorded", "indexers-refused"), "the adapter replays no indexers (indexers)"
 )
+ABSENT |= dict.fromkeys(
+    ("selective-checkpoint", "compiled-layers"),
+    "Megatron-Core recomputes by checkpoints of its own, and compiles no layer",
+)
 NO_LIMIT = {"group-limit": "the router has no group limit"}
 ONE_PICK = {"one-pick": "Megatron refuses softmax over a single pick; it wants moe_router_pre_softmax then"}
 
