@@ -478,7 +478,7 @@ class NeedsAnArgument(DynamicCache):
 def test_a_cache_that_breaks_recordings_alone_is_refused_when_a_model_is_attached(monkeypatch):
     model = tiny("qwen3_moe", num_hidden_layers=2)
     monkeypatch.setattr(sys.modules[type(model).__module__], "DynamicCache", NeedsAnArgument)
-    with pytest.raises(AttachError, match="runs with a key-value cache, and does not while it is recorded"):
+    with pytest.raises(AttachError, match="runs along a key-value cache, and does not while it is recorded"):
         attach(model)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from . import recompute
 from .caches import named_cache
 from .errors import AttachError, ReplayError
-from .find import PROBE_TOKENS, find_routers, hidden, probe, probe_tokens, run_probe
+from .find import PROBE_TOKENS, find_routers, first_tensor, hidden, probe, probe_tokens, run_probe
 from .handed_on import hands_on, tensors_of
 from .hooks import SelectingRouter, is_hooked, overridden
 from .routed import Routed, TrunkHooks
@@ -97,10 +97,10 @@ def _check_own_routes(routed: Routed) -> list[Tensor]:
             raise AttachError(f"the routers of {type(stack.trunk).__name__} do not make K different picks of E experts")
     run = partial(run_probe, routed.model, use_cache=use_cache)
     with routed.replay(own), routed.record() as recording:
-        replayed = run()[0]
+        replayed = first_tensor(run())
     same_routes = all(torch.equal(recording.ids(number)[0], ids) for number, ids in enumerate(own))
     # an output that differs from itself (noise, atomics on a GPU) cannot be compared bit by bit; routes still can
-    if not same_routes or not (torch.equal(native, replayed) or not torch.equal(native, run()[0])):
+    if not same_routes or not (torch.equal(native, replayed) or not torch.equal(native, first_tensor(run()))):
         raise AttachError(
             f"self-check failed: replaying the model's own routes changed its output by up to "
             f"{(native - replayed).abs().max().item():.3g}; this family needs an adapter of its own"
@@ -118,56 +118,66 @@ def _record_with_cache(routed: Routed) -> tuple[Tensor, list[Tensor], bool]:
         AttachError: when the two are not recorded as one sequence, or a reordered cache as that of beams is not seen.
     """
     try:
-        return *_record_two(routed, use_cache=True), True
+        return *_record_rollout(routed, use_cache=True), True
     except (AttachError, ReplayError):
         raise
     except Exception as error:
         try:
-            run_probe(routed.model, use_cache=True)
-        except Exception:  # it does not run with a cache at all, so that no rollout continues one
-            return *_record_two(routed, use_cache=False), False
+            _roll_out(routed.model, use_cache=True)
+        except Exception:  # it does not run along a cache at all, so that no rollout does
+            return *_record_rollout(routed, use_cache=False), False
         raise AttachError(
-            f"self-check failed: {type(routed.model).__name__} runs with a key-value cache, and does not while it is "
+            f"self-check failed: {type(routed.model).__name__} runs along a key-value cache, and does not while it is "
             f"recorded ({type(error).__name__}: {error})"
         ) from error
 
 
-def _record_two(routed: Routed, *, use_cache: bool) -> tuple[Tensor, list[Tensor]]:
-    model, tokens = routed.model, probe_tokens(routed.model)
+def _record_rollout(routed: Routed, *, use_cache: bool) -> tuple[Tensor, list[Tensor]]:
+    model = routed.model
     with routed.record() as recording:
-        output = run_probe(model, use_cache=use_cache)
-        kept = dict(output) if isinstance(output, dict) and use_cache else {}
-        caches = named_cache(kept)
-        unknown = [name for name, value in kept.items() if not isinstance(value, NO_CACHES)]
-        if not caches and unknown:
-            raise AttachError(
-                f"self-check failed: {type(model).__name__} returns {unknown[0]}, a {type(kept[unknown[0]]).__name__}, "
-                "where a key-value cache is expected, which says by get_seq_length() how many positions it holds; "
-                "rollouts along it would not be recorded as one sequence"
-            )
-        # the decoder of a model with an encoder is given the encoder's output too
-        continues = bool(caches) and "encoder_last_hidden_state" not in kept
-        if continues:
-            given = {"input_ids": tokens[:, :1], "use_cache": True, **caches}
-            model(**given)
+        output, given = _roll_out(model, use_cache=use_cache)
         recorded = [recording.ids(number) for number in range(len(routed.stacks))]
         if any(len(each) > 1 for each in recorded):
             raise AttachError(
-                f"self-check failed: a forward of {type(model).__name__} that continues the {next(iter(caches))} of "
-                "the one before was recorded as a sequence of its own; rollouts would not be recorded as sequences"
+                f"self-check failed: a forward of {type(model).__name__} that continues the key-value cache of the one "
+                "before was recorded as a sequence of its own; rollouts would not be recorded as sequences"
             )
-        if continues and not _refuses_beams(model, given, list(caches.values())):
+        if given and not _refuses_beams(model, given):
             raise AttachError(
                 f"self-check failed: a forward of {type(model).__name__} on a key-value cache whose rows were "
                 "reordered, as those of beams are, was recorded; routes of beams would not be those of their tokens"
             )
-    return output[0], [each[0][:, :PROBE_TOKENS] for each in recorded]
+    return first_tensor(output), [each[0][:, :PROBE_TOKENS] for each in recorded]
 
 
-def _refuses_beams(model: nn.Module, given: dict[str, Any], caches: list[Any]) -> bool:
+def _roll_out(model: nn.Module, *, use_cache: bool) -> tuple[Any, dict[str, Any]]:
+    """Run the probe, and one more token along its cache; what the first returned, and what the other was given.
+
+    Raises:
+        AttachError: when something that is no cache stands where one is expected.
+    """
+    output = run_probe(model, use_cache=use_cache)
+    kept = dict(output) if isinstance(output, dict) and use_cache else {}
+    caches = named_cache(kept)
+    unknown = [name for name, value in kept.items() if not isinstance(value, NO_CACHES)]
+    if not caches and unknown:
+        raise AttachError(
+            f"self-check failed: {type(model).__name__} returns {unknown[0]}, a {type(kept[unknown[0]]).__name__}, "
+            "where a key-value cache is expected, which says by get_seq_length() how many positions it holds; "
+            "rollouts along it would not be recorded as one sequence"
+        )
+    # the decoder of a model with an encoder is given the encoder's output too
+    if not caches or "encoder_last_hidden_state" in kept:
+        return output, {}
+    given = {"input_ids": probe_tokens(model, 1), "use_cache": True, **caches}
+    model(**given)
+    return output, given
+
+
+def _refuses_beams(model: nn.Module, given: dict[str, Any]) -> bool:
     """Whether a forward in a recording is refused when the rows of its cache were reordered since the one before."""
     try:
-        for cache in caches:
+        for cache in named_cache(given).values():
             cache.reorder_cache(torch.zeros(1, dtype=torch.int64, device=given["input_ids"].device))
     except Exception:  # a cache that cannot be reordered has no beams
         return True

@@ -188,8 +188,14 @@ def _note_entry(entered: set[str], path: str, *_: Any) -> None:
 
 def hidden(model: nn.Module, num_tokens: int = PROBE_TOKENS) -> Tensor:
     """The first output of a forward on the probe's tokens, with the same random numbers every time."""
-    result: Tensor = run_probe(model, num_tokens)[0]
-    return result
+    return first_tensor(run_probe(model, num_tokens))
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The first of what a model returned that is one: logits or hidden states, and no cache."""
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else [output]
+    found: Tensor = next(value for value in values if isinstance(value, Tensor))
+    return found
 
 
 def run_probe(model: nn.Module, num_tokens: int = PROBE_TOKENS, *, use_cache: bool = False) -> Any:

@@ -197,14 +197,21 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _reshard(model: nn.Module) -> None:
-    """Have FSDP2 take back the weights that it keeps gathered for a backward, its root's too, which may be around."""
+    """Have FSDP take back the weights that it keeps gathered for a backward, its root's too, which may be around.
+
+    The second one says how. The first one does it behind a forward with the names of torch that are private.
+    """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
-    sharded = [module for module in model.modules() if fsdp is not None and isinstance(module, fsdp.FSDPModule)]
-    # a root knows all that share it; the names are private to torch
+    modules = list(model.modules()) if fsdp is not None else []
+    sharded = [module for module in modules if isinstance(module, fsdp.FSDPModule)]
+    # a root knows all that share it
     states = sharded[0]._get_fsdp_state()._state_ctx.all_states if sharded else ()
     around = [module for state in states for module in state._modules]
     for module in dict.fromkeys([*sharded, *around]):
         module.reshard()
+    for module in modules:
+        if isinstance(module, fsdp.FullyShardedDataParallel) and module._handle is not None:
+            fsdp._runtime_utils._reshard(module, module._handle, True)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

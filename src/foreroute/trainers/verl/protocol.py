@@ -63,7 +63,11 @@ def trace_of(batch: Any, *, model: RoutingSpec, weight_version: int = NO_VERSION
                 "response_mask of zeros"
             )
         return RoutingTrace.unrouted(model, tokens).with_provenance(wire="verl")
-    trace = decode(rows, model=model, token_ids=tokens, valid=valid, weight_version=weight_version)
+    # The last token has a route where verl cut a response, and under R2, of a pass of the trainer. decode takes none for
+    # the last one, so it is given a token more.
+    behind = [np.append(each, each[-1:]) for each in tokens]
+    trace = decode(rows, model=model, token_ids=behind, valid=valid, weight_version=weight_version)
+    trace = trace.truncated([len(each) for each in tokens])
     oldest_S, newest_S = versions_of(batch)
     if weight_version == NO_VERSION and (oldest_S >= 0).any():
         version_S = np.where(oldest_S == newest_S, oldest_S, NO_VERSION).astype(np.int32)
