@@ -63,8 +63,8 @@ def trace_of(batch: Any, *, model: RoutingSpec, weight_version: int = NO_VERSION
                 "response_mask of zeros"
             )
         return RoutingTrace.unrouted(model, tokens).with_provenance(wire="verl")
-    # The last token has a route where verl cut a response, and under R2, of a pass of the trainer. decode takes none for
-    # the last one, so it is given a token more.
+    # The last token has a route where verl cut a response, and under R2, which has those of a pass of the trainer.
+    # decode takes none for a last one, so it is given a token more.
     behind = [np.append(each, each[-1:]) for each in tokens]
     trace = decode(rows, model=model, token_ids=behind, valid=valid, weight_version=weight_version)
     trace = trace.truncated([len(each) for each in tokens])
