@@ -34,7 +34,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         if _replaced(standing):
-            _reshard(model)
+            reshard(model)
         for module, name, parameter in _replaced(standing):
             now = module._parameters.get(name)
             if (now is None or not _is_elsewhere(now)) and not _is_elsewhere(parameter):
@@ -81,7 +81,7 @@ def parameters_kept(
             if each.is_repacked():  # whatever else moved was moved by whoever runs the session
                 each.put_back()
         if not awaits_backward() and _replaced(standing):
-            _reshard(model)
+            reshard(model)
             for module, name, parameter in _replaced(standing):
                 now = module._parameters.get(name)
                 if parameter.requires_grad and (now is None or not _is_elsewhere(now)):
@@ -196,7 +196,7 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
             yield from plain_tensors(part)
 
 
-def _reshard(model: nn.Module) -> None:
+def reshard(model: nn.Module) -> None:
     """Have FSDP take back the weights that it keeps gathered for a backward, its root's too, which may be around.
 
     The second one says how. The first one does it behind a forward with the names of torch that are private.

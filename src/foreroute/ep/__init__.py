@@ -1,8 +1,7 @@
 """Expert-parallel execution of a MoE model, with a plan or without, on torch.distributed.
 
-Every rank runs the whole model on its own rows, and holds the experts that live on it. A routed layer sends rows to
-where their experts are served and gets the results back. Models of a framework get here through its adapter:
-`foreroute.adapters.hf.distribute`.
+A framework spreads the experts of its model over ranks, and each runs it on its own rows. Under a plan a routed layer
+sends rows to where their experts are served, and gets the results back. Adapters say where that is in their framework.
 """
 
 from foreroute.ep.execution import PlanExecution

@@ -32,7 +32,7 @@ from foreroute.ep.transfer.engine import TransferEngine, TransferRecord
 from foreroute.ep.transfer.replica_weights import Cell, Home
 from foreroute.errors import CountsError, PlanError, ReplayError
 from foreroute.plan import StepPlan
-from foreroute.plan.options import STAGE_NAMES, Stage
+from foreroute.plan.options import Stage
 from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
 from foreroute.replay import ReplayRows
 
@@ -43,12 +43,21 @@ class ServedStage(NamedTuple):
     Attributes:
         plan: of the step, or its homes alone.
         schedule: of that, for this rank.
-        num_replicas_ML: int64 [M, L].
+        joined: the same for all groups that hold the same experts; `plan` where there is one.
+        weights: the schedule of that, by which weights travel.
+        num_replicas_ML: int64 [M, L], of `joined`.
     """
 
     plan: StepPlan
     schedule: ExecutionSchedule
+    joined: StepPlan
+    weights: ExecutionSchedule
     num_replicas_ML: NDArray[np.int64]
+
+    @property
+    def is_at_home(self) -> bool:
+        """Whether no rank has a replica."""
+        return not self.num_replicas_ML.any()
 
 
 class PlanExecution:
@@ -63,7 +72,6 @@ class PlanExecution:
         home_LE: int16 [L, E], where experts live.
         homes: of the routed layers of this rank, by their position in the model.
         chunks: the positions of those that each chunk of this rank runs in one pass.
-        row_multiples: by the same positions, as in `ExecutionSchedule`.
         keeps_weights: whether another execution of the same step follows.
         before_publishing: called before weights are copied to host memory.
 
@@ -90,7 +98,6 @@ class PlanExecution:
         homes: Mapping[int, Home],
         chunks: Sequence[Sequence[int]],
         *,
-        row_multiples: Mapping[int, int] | None = None,
         keeps_weights: bool = False,
         before_publishing: Callable[[], None] | None = None,
     ) -> None:
@@ -118,12 +125,12 @@ class PlanExecution:
         self.transfers: list[TransferRecord] = []
         self._ranks, self._step, self._micro_batches = ranks, step, list(micro_batches)
         self._counts_MLGE = counts_MLGE
-        self._row_multiples = row_multiples or {}
         self._keeps_weights, self._before_publishing = keeps_weights, before_publishing
         recompute = self._compiled(plan.in_stage("recompute"))
-        self._at_home = {stage: plan.is_at_home(stage) for stage in STAGE_NAMES}
-        is_alike = self._at_home["recompute"] == self._at_home["update"]
-        update = recompute if is_alike else self._compiled(plan.in_stage("update"))
+        differs = torch.tensor([plan.is_at_home("recompute") != plan.is_at_home("update")], dtype=torch.int32)
+        if ranks.owners is not None:
+            differs = ranks.everyone.most(differs, what)
+        update = self._compiled(plan.in_stage("update")) if differs.item() else recompute
         self.served: dict[Stage, ServedStage] = {"recompute": recompute, "update": update}
         self._chunks = chunks
         # chunks without routers take no part
@@ -144,7 +151,7 @@ class PlanExecution:
         """
         if self._engine is not None:
             self._engine.take_records()  # of one that failed
-            if not (self._ranks.gathers_late or any(self._at_home.values())):
+            if not (self._ranks.gathers_late or any(each.is_at_home for each in self.served.values())):
                 self._begin_transfers("update")
         owner.execution = self
         try:
@@ -181,27 +188,32 @@ class PlanExecution:
         """
         engine = self._engine
         assert engine is not None, "there is a layer that runs"
-        if self._at_home[stage]:
+        served = self.served[stage]
+        if served.is_at_home:
             return engine
         if not self._has_begun:
             if engine.paths == "host" and self._before_publishing is not None:
                 self._before_publishing()
-            engine.begin_step(self._step, *self.served[stage][:2])
+            engine.begin_step(self._step, served.joined, served.weights, served.schedule)
             self._has_begun = True
         engine.updating = stage == "update"
         return engine
 
     def _compiled(self, plan: StepPlan) -> ServedStage:
-        rank, paths = self._ranks.consensus.rank, self._ranks.options.paths
-        multiple_L = [self._row_multiples.get(layer, 1) for layer in range(plan.shape[1])]
-        schedule = ExecutionSchedule(plan, self._counts_MLGE, rank, row_multiple_L=multiple_L, paths=paths)
-        return ServedStage(plan, schedule, plan.num_replicas_ML)
+        paths, owners = self._ranks.options.paths, self._ranks.owners
+        schedule = ExecutionSchedule(plan, self._counts_MLGE, self._ranks.consensus.rank, paths=paths)
+        joined, weights = plan, schedule
+        if owners is not None:
+            joined = owners.join(plan)
+            shape = *plan.shape[:2], owners.consensus.size, plan.shape[2]
+            weights = ExecutionSchedule(joined, np.zeros(shape, np.int32), owners.consensus.rank, paths=paths)
+        return ServedStage(plan, schedule, joined, weights, joined.num_replicas_ML)
 
     def _moves(self, cell: Cell, stage: Stage) -> CellSchedule | None:
         """The moves of weights in a cell on this rank; None where no rank has a replica."""
         served = self.served[stage]
         has_replicas = served.num_replicas_ML[cell.micro_step, cell.layer]
-        return served.schedule.cell(cell.micro_step, cell.layer) if has_replicas else None
+        return served.weights.cell(cell.micro_step, cell.layer) if has_replicas else None
 
     def _cell(self, micro_step: int, layer: int) -> Cell:
         """By its place in the plan."""
@@ -217,8 +229,7 @@ class PlanExecution:
         """
         counts_GE = gather_counts(self._ranks.group, counts_E, str(cell))
         plan = self.served[stage].plan.cell(cell.micro_step, cell.layer)
-        multiple = self._row_multiples.get(cell.layer, 1)
-        found = CellSchedule.of(plan, counts_GE, self._ranks.consensus.rank, row_multiple=multiple, what=str(cell))
+        found = CellSchedule.of(plan, counts_GE, self._ranks.consensus.rank, what=str(cell))
         (rows,) = rows_on(counts_E.device, [found])
         return rows
 
@@ -278,7 +289,8 @@ class PassCells:
         self._cells = {layer: execution._cell(micro_step, layer) for layer in layers}
         self._names = {layer: str(cell) for layer, cell in self._cells.items()}
         self._rows: dict[int, CellRows] = {}
-        self._sent: dict[int, Tensor | None] = {}
+        self._sent: Tensor | None = None
+        self._has_sent = False
 
     def work(self, layer: int, current: Pass, *, is_again: bool) -> CellWork:
         """What a layer is to do in the pass that these cells belong to, or in its recomputation."""
@@ -294,18 +306,18 @@ class PassCells:
         engine, name = execution._begin_transfers(stage), self._names[layer]
         return CellWork(cell, name, stage, rows, engine, self, current.rows, is_again)
 
-    def sent(self, rows: ReplayRows, layer: int, top_k: int) -> Tensor | None:
-        """int64, which of the R x K assignments experts compute, ascending; None for all.
+    def sent(self, rows: ReplayRows) -> Tensor | None:
+        """int64, which of the R rows experts compute, ascending; None for all.
 
         Not those of padding, nor of a row without a route that no other row depends on: it gets zeros from the routed
         experts, and costs nothing.
         """
-        if top_k not in self._sent:
-            self._sent[top_k] = self._found_sent(rows, int(self._micro_batch.counts_LE[layer].sum()) // top_k, top_k)
-        return self._sent[top_k]
+        if not self._has_sent:
+            self._sent, self._has_sent = self._found_sent(rows), True
+        return self._sent
 
-    def _found_sent(self, rows: ReplayRows, num_routed: int, top_k: int) -> Tensor | None:
-        num_rows, device = len(rows.real_R), rows.real_R.device
+    def _found_sent(self, rows: ReplayRows) -> Tensor | None:
+        num_rows, device, num_routed = len(rows.real_R), rows.real_R.device, self._micro_batch.num_routed
         is_known = self.execution._is_known_M[self._micro_step]
         if is_known and num_routed == num_rows:
             return None
@@ -313,10 +325,8 @@ class PassCells:
             # the n-th that is sent, for which nobody waits; a batch of other rows, of which is told later, has fewer
             behind_R = (rows.real_R & rows.routed_R).cumsum(0)
             sent_R = torch.searchsorted(behind_R, torch.arange(1, num_routed + 1, device=device))
-            sent_R = sent_R.clamp(max=num_rows - 1)
-        else:
-            sent_R = rows.real_R.nonzero()[:, 0]
-        return (sent_R[:, None] * top_k + torch.arange(top_k, device=device)).reshape(-1)
+            return sent_R.clamp(max=num_rows - 1)
+        return rows.real_R.nonzero()[:, 0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -348,9 +358,9 @@ class CellWork:
         """The moves of weights on this rank; None where no rank has a replica."""
         return self.cells.execution._moves(self.cell, self.stage)
 
-    def sent(self, top_k: int) -> Tensor | None:
+    def sent(self) -> Tensor | None:
         """As `PassCells.sent`."""
-        return self.cells.sent(self.routes, self.cell.layer, top_k)
+        return self.cells.sent(self.routes)
 
     def begin(self, counts_E: Tensor) -> CellRows:
         """The rows of the cell, which begins to run.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,11 +14,13 @@ from numpy.typing import NDArray
 from foreroute.ep.agreement import raise_alike
 from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan, plan_digest
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
+from foreroute.ep.transfer.home_moves import gathered
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.replica_weights import Home
 from foreroute.errors import CountsError, PlanError
 from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import Executor
+from foreroute.plan.hosts import Hosts
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,11 +31,65 @@ class MicroBatch:
         routes: that are replayed on it. Whoever begins its forward hands in the same object.
         counts_LE: integers [L, E], assignments of its rows that have a route, in the layers of this rank.
         is_whole: whether no other row is sent to experts, so that the plan knows all of them.
+        num_routed: rows that have a route; those that other ranks send are among them, where ranks share a batch.
     """
 
     routes: object
     counts_LE: NDArray[np.int64]
     is_whole: bool
+    num_routed: int
+
+
+class Owners(NamedTuple):
+    """The ranks of several expert-parallel groups of one model, where each expert is kept by one of all.
+
+    Replicas are fetched from owners. Their gradients go to the home in the group of the replica, and from there the
+    way of its own, to the owner.
+
+    Attributes:
+        consensus: of the W ranks, group after group.
+        first: the number among them of the first rank of this group.
+        owner_LE: int16 [L, E], the number of the rank that keeps each expert.
+    """
+
+    consensus: RankConsensus
+    first: int
+    owner_LE: NDArray[np.int16]
+
+    def join(self, plan: StepPlan) -> StepPlan:
+        """Make the transfers of all groups one plan of W ranks, with owners as homes. A collective call.
+
+        Args:
+            plan: of this group, executed in a stage.
+
+        Raises:
+            PlanError: on every rank alike, when groups have other numbers of micro-steps, or use slots in other ways.
+        """
+        what, num_ranks, num_owners = "joining plans", plan.topology.num_ranks, self.consensus.size
+        slots = f"{plan.shape[0]} micro-steps, {plan.topology.redundant_slots} slots by {plan.slots!r}"
+        texts = self.consensus.texts(slots, what)
+        if len(set(texts)) > 1:
+            listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+            raise PlanError(
+                f"expert-parallel groups bring plans that cannot run together ({listed}); give all groups as many "
+                "micro-steps, and the same slots"
+            )
+        is_first = self.consensus.rank == self.first
+        mine = plan.hosts._replace(tokens_RG=plan.hosts.tokens_RG[:, :0]) if is_first else None
+        parts: list[Hosts] = [each for each in gathered(mine, self.consensus.group) if each is not None]
+        cell_R = np.concatenate([np.repeat(np.arange(len(h.offsets) - 1), np.diff(h.offsets)) for h in parts])
+        order_R = np.argsort(cell_R, kind="stable")
+        ranks = [h.rank_R + np.int16(number * num_ranks) for number, h in enumerate(parts)]
+        hosts = Hosts(
+            self.owner_LE,
+            np.searchsorted(cell_R[order_R], np.arange(len(plan.hosts.offsets))),
+            np.concatenate([h.expert_R for h in parts])[order_R],
+            np.concatenate(ranks)[order_R],
+            np.concatenate([h.slot_R for h in parts])[order_R],
+            np.concatenate([h.fetched_R for h in parts])[order_R],
+            np.zeros((len(cell_R), num_owners), np.int32),
+        )
+        return replace(plan, topology=replace(plan.topology, num_ranks=num_owners), hosts=hosts)
 
 
 class ExecutionRanks:
@@ -43,12 +100,13 @@ class ExecutionRanks:
         consensus: of them.
         options: how weights of replicas travel.
         executor: which framework runs the model.
-        peers: of the group; made when weights first travel by default.
+        peers: of the group, or of the owners; made when weights first travel by default.
         stages: of this rank's peers in the other stages of a pipeline; None for one stage.
+        owners: of several groups; None where this one is alone, or its experts are whole in it.
         gathers_late: as in `TransferEngine`.
 
     Attributes:
-        group, consensus, gathers_late: the same.
+        group, consensus, owners, gathers_late: the same.
         options: how weights of replicas travel, from the next engine on.
     """
 
@@ -61,17 +119,25 @@ class ExecutionRanks:
         *,
         peers: PeerGroup | None = None,
         stages: RankConsensus | None = None,
+        owners: Owners | None = None,
         gathers_late: bool = False,
     ) -> None:
+        self.owners = owners
         self.group, self.consensus, self.options, self.gathers_late = group, consensus, options, gathers_late
         self._executor, self._peers, self._stages = executor, peers, stages
         self._engine: TransferEngine | None = None
+
+    @property
+    def everyone(self) -> RankConsensus:
+        """Of all ranks that end alike: those of the group, and of the groups that hold the same experts."""
+        return self.consensus if self.owners is None else self.owners.consensus
 
     def engine(self, homes: Mapping[int, Home]) -> TransferEngine:
         """What moves weights of replicas, made when a plan is first executed. A collective call."""
         if self._engine is None:
             peers = self._peers or PeerGroup(self.group)
-            self._engine = TransferEngine(homes, self.options, peers, gathers_late=self.gathers_late)
+            first = 0 if self.owners is None else self.owners.first
+            self._engine = TransferEngine(homes, self.options, peers, first=first, gathers_late=self.gathers_late)
         return self._engine
 
     def forget_weights(self) -> None:
@@ -93,7 +159,7 @@ class ExecutionRanks:
         if self._stages is not None:
             # the other ranks of the group hear of it below, and through them their own stages
             mine = "; ".join(self._stages.objections(mine, what)) or None
-        raise_alike(self.consensus, error, mine, what)
+        raise_alike(self.everyone, error, mine, what)
 
     def agree_on_plan(self, step: int, plan: StepPlan, what: str) -> None:
         """Make sure that all ranks of the group, and of its other stages, are about to execute the same plan.

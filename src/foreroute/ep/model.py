@@ -1,150 +1,128 @@
-"""A model whose experts are spread over ranks: the plan in force, and its weights and gradients as a whole."""
+"""A model whose experts a framework has spread over ranks: the plan in force, and where experts live."""
 
 from __future__ import annotations
 
-import re
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
 from foreroute.ep.agreement import share_plan
-from foreroute.ep.compute import row_multiple
 from foreroute.ep.execution import ExecutingHooks, InForce, PlanExecution
-from foreroute.ep.execution_ranks import ExecutionRanks, MicroBatch
-from foreroute.ep.layer import ExpertLayer
-from foreroute.ep.shards import IN_FRONT, ExpertAxis, clip_gradients, cut_alike, shard_dense, sum_gradients
+from foreroute.ep.execution_ranks import ExecutionRanks, MicroBatch, Owners
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.engine import TransferOptions
-from foreroute.ep.transfer.home_moves import move_homes
+from foreroute.ep.transfer.home_moves import agree_on_homes, move_homes
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.errors import AttachError, ReplayError
+from foreroute.errors import PlacementError, ReplayError
+from foreroute.layout.rank_rows import block_homes
 from foreroute.plan import StepPlan
 
-BLOCK = re.compile(r".*?\.\d+\.")
-"""The beginning of the names of what is in one block of a list of them."""
+
+class SpreadLayer(Protocol):
+    """A routed layer of which this rank has some experts.
+
+    Attributes:
+        number: its position among the routed layers.
+        path: of its experts in the model, for errors.
+        slices: the number of this rank among those that share its batch, and how many they are.
+        row_E: int64 [E], the row of each expert among those of all ranks; None while they are in order of their ids.
+    """
+
+    number: int
+    path: str
+    slices: tuple[int, int]
+    row_E: Tensor | None
+
+    @property
+    def owned(self) -> Mapping[str, Tensor]:
+        """Name -> [E / W, ...], the memory of this rank's experts that the optimizer updates, by parameter."""
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The same as the parameters that an optimizer has."""
+
+    def begin(self) -> None:
+        """A plan is about to be executed: take `owned` up."""
+
+    def place(self, home_E: NDArray[np.int16]) -> None:
+        """Experts have moved to these homes, int16 [E]."""
 
 
 class ExpertParallelModel:
-    """An expert-parallel model. Made by `foreroute.adapters.hf.distribute`.
+    """An expert-parallel model, as `RoutedTransformer` executes plans on it.
 
-    Every rank runs the model on rows of its own. Ranks share the loss: each backpropagates its part, and the parts add
-    up to the loss, such as the sum over its own tokens divided by the number of tokens of all ranks. Gradients of
-    experts then arrive complete at their home; `sum_gradients` adds up the others. Optimizers are ordinary ones, on
-    `model.parameters()`.
+    Every rank of a group runs the model on rows of its own. Outside of `execute` the framework moves rows.
 
-    Outside of `RoutedTransformer.execute`, every expert is served at its home, and counts are exchanged in every layer.
-    All ranks run the same forwards.
+    Args:
+        layers: routed layers in order of the model, E experts each.
+        num_experts: E.
+        group: the expert-parallel ranks, G.
+        owner_AG: int64 [A, G], global ranks, ascending. All A groups hold the same experts, and together each expert
+            once; `group` is one of them.
 
     Attributes:
-        model: the model, with this rank's home experts as parameters.
-        layers: its routed layers.
-        group: the ranks.
-        consensus: of them.
-        ranks: the same, as they execute plans.
+        layers: the same.
+        home_LE: int16 [L, E], the rank of the group that every expert lives on.
         in_force: the plan that is executed now, if one is.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        layers: Sequence[SpreadLayer],
+        num_experts: int,
         group: dist.ProcessGroup,
-        consensus: RankConsensus,
-        peers: PeerGroup,
+        owner_AG: NDArray[np.int64],
     ) -> None:
-        self.model = model
-        self.layers: list[ExpertLayer] = []
-        self.group = group
-        self.consensus = consensus
-        self.ranks = ExecutionRanks(group, consensus, TransferOptions(paths="direct"), "hf", peers=peers)
-        self._peers = peers
-        self._dense_adds_up = False
+        self.layers = list(layers)
+        self.home_LE = np.tile(block_homes(num_experts, owner_AG.shape[1]).astype(np.int16), (len(layers), 1))
+        self.block_home_LE = self.home_LE.copy()
         self.in_force = InForce()
+        self._group, self._owner_AG = group, owner_AG
+        self._transfers = TransferOptions(paths="direct")
+        self._ranks: ExecutionRanks | None = None
+        self._peers: PeerGroup | None = None
+        self._guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._step = 0
 
     @property
-    def home_LE(self) -> NDArray[np.int16]:
-        """int16 [L, E], the rank that every expert lives on."""
-        return np.stack([layer.home_E for layer in self.layers])
-
-    @property
-    def homes(self) -> dict[int, dict[str, Tensor]]:
-        """By routed layer, name -> [E / G, ...], this rank's experts and their adapters."""
-        return {layer.number: layer.home for layer in self.layers}
-
-    def expert_parameters(self) -> list[nn.Parameter]:
-        """Those that differ from rank to rank: this rank's experts and their adapters."""
-        return [parameter for layer in self.layers for parameter in layer.parameters.values()]
-
-    def dense_parameters(self) -> list[nn.Parameter]:
-        """Those that every rank holds alike."""
-        experts = set(map(id, self.expert_parameters()))
-        return [parameter for parameter in self.model.parameters() if id(parameter) not in experts]
-
-    def shard_dense(self) -> None:
-        """Keep a part of every dense parameter on each rank, as FSDP2 has it, which gathers them layer by layer.
-
-        A collective call, before an optimizer is made; dense parameters are `DTensor`s from then on. Their gradients
-        are added up, and cut in the same way, within the backward.
-        """
-        shard_dense(self.model, self.expert_parameters(), [layer.path for layer in self.layers], self.group)
-        self._dense_adds_up = True
-
-    def _require_sums(self) -> None:
-        """Raise `AttachError` where FSDP2 has taken over experts, or averages the gradients of dense parameters.
-
-        Gradients of experts are sums over ranks, and those of the other parameters have to be, too.
-        """
-        for layer in self.layers:
-            if any(isinstance(parameter, DTensor) for parameter in layer.parameters.values()):
-                raise AttachError(
-                    f"fully_shard has taken over the experts of {layer.path}, which hf.distribute spread over the "
-                    "ranks; leave it to placed.shard_dense() to shard the others"
-                )
-        sharded = [path or "the model" for path, each in self.model.named_modules() if isinstance(each, FSDPModule)]
-        if sharded and not self._dense_adds_up:
-            raise AttachError(
-                f"dense parameters are sharded by fully_shard, those of {sharded[0]} first, which averages "
-                "their gradients over ranks, while those of experts are added up; call placed.shard_dense() "
-                "in its place, after hf.distribute and before the optimizer is made"
+    def ranks(self) -> ExecutionRanks:
+        """The ranks as they execute plans. A collective call of all owners where they were not asked for before."""
+        if self._ranks is None:
+            consensus, owners = RankConsensus(self._group), None
+            if len(self._owner_AG) == 1:
+                self._peers = PeerGroup(self._group)
+            else:
+                members = self._owner_AG.reshape(-1).tolist()
+                first = members.index(dist.get_process_group_ranks(self._group)[0])
+                owners = Owners(RankConsensus(ranks=members), first, self._owner_LE(self.home_LE))
+                shared = members if len(members) < dist.get_world_size() else None
+                self._peers = PeerGroup(ranks=shared)
+            self._ranks = ExecutionRanks(
+                self._group, consensus, self._transfers, "hf", peers=self._peers, owners=owners
             )
+        return self._ranks
 
     def use(self, transfers: TransferOptions) -> None:
-        """Have weights of replicas travel so from the next execution on; by default from peer to peer, a cell ahead.
-
-        Args:
-            transfers: the same on every rank. With `paths="host"`, the topology of a plan says how many ranks share a
-                node's memory.
-        """
-        self.close()
-        self.ranks.options = transfers
+        """See `RoutedTransformer.use`."""
+        self._transfers = transfers
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks.options = transfers
 
     def close(self) -> None:
-        """Give back what weights travel by, such as memory that ranks share. The next execution makes it anew.
-
-        Never raises: errors end here too.
-        """
-        self.ranks.close()
+        """See `RoutedTransformer.close`."""
+        if self._ranks is not None:
+            self._ranks.close()
 
     def share_plan(self, make: Callable[[], StepPlan]) -> StepPlan:
-        """Give all ranks the plan that the first one makes, so that it is made once. A collective call.
-
-        Args:
-            make: called on the first rank alone; it may wait for a thread that plans.
-
-        Raises:
-            PlanError: on the other ranks, when the first cannot make it; there, its own error.
-            TransferError: when a rank does not answer, such as one that died while it planned.
-        """
-        return share_plan(self.consensus, make)
+        """See `RoutedTransformer.share_plan`."""
+        return share_plan(self.ranks.consensus, make)
 
     @contextmanager
     def execute(
@@ -158,8 +136,9 @@ class ExpertParallelModel:
         """What `RoutedTransformer.execute` says, of the model that these hooks are on."""
         if hooks.execution is not None:
             raise ReplayError("a plan is executed on this model; leave that execution before another one begins")
-        self._require_sums()
         self._step = self._step + 1 if step is None else step
+        for layer in self.layers:
+            layer.begin()
         execution = PlanExecution(
             self.ranks,
             self._step,
@@ -167,136 +146,63 @@ class ExpertParallelModel:
             counts_MLGE,
             micro_batches,
             self.home_LE,
-            self.homes,
+            {layer.number: layer.owned for layer in self.layers},
             [range(len(self.layers))],
-            row_multiples={layer.number: row_multiple(layer.parameters) for layer in self.layers},
             keeps_weights=step is not None,
         )
         self.in_force.hooks = hooks
         with execution.in_force(hooks):
             yield execution
 
-    def sum_gradients(self) -> None:
-        """Add up the gradients of dense parameters over all ranks. A collective call, before the optimizer's.
-
-        Those of sharded ones are added up in the backward.
-
-        Raises:
-            AttachError: when FSDP2 has taken over experts, or averages the gradients of dense parameters.
-            TransferError: when a rank does not answer.
-        """
-        self._require_sums()
-        sum_gradients(self.dense_parameters(), self.group, self.consensus.group)
-
-    def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their norm over the whole model, all experts included, is at most `max_norm`.
-
-        A collective call, after `sum_gradients`. Returns the norm before, the same on all ranks.
-        """
-        return clip_gradients(self.dense_parameters(), self.expert_parameters(), max_norm, self.group)
-
-    def move_homes(self, home_LE: NDArray[np.integer], optimizer: torch.optim.Optimizer | None = None) -> int:
-        """Move experts to other homes, with their optimizer state. A collective call, between two steps.
-
-        Args:
-            home_LE: integers [L, E], such as those of the next plan; E / G experts of each layer on each rank.
-            optimizer: of the model, after `zero_grad`.
-
-        Returns:
-            The bytes that this rank received.
-
-        Raises:
-            PlanError: on every rank alike, when homes are not as above, or ranks are given other homes.
-            TransferError: when gradients are still there, ranks hold different state, or a rank does not answer.
-        """
-        homes: list[Mapping[str, Tensor]] = [dict(layer.parameters) for layer in self.layers]
-        received = move_homes(self._peers, self.consensus, self.home_LE, home_LE, homes, optimizer, self._by_expert)
-        for layer, home_E in zip(self.layers, np.array(home_LE, np.int16), strict=True):
-            layer.home_E = home_E
-        self.ranks.forget_weights()
+    def move_homes(self, home_LE: ArrayLike, optimizer: torch.optim.Optimizer | None) -> int:
+        """See `RoutedTransformer.move_homes`."""
+        ranks, base = self.ranks, getattr(optimizer, "optimizer", optimizer)
+        if base is not None and base not in self._guarded:  # accelerate wraps the one that has state
+            base.register_state_dict_pre_hook(self.require_block_homes)
+            base.register_load_state_dict_pre_hook(self.require_block_homes)
+            self._guarded.add(base)
+        assert self._peers is not None, "they are made with the ranks"
+        after_LE = agree_on_homes(ranks.everyone, self.home_LE, home_LE, self._owner_AG.shape[1])
+        for layer in self.layers:
+            layer.begin()
+        received = move_homes(
+            self._peers,
+            ranks.everyone,
+            self._owner_LE(self.home_LE),
+            self._owner_LE(after_LE),
+            [layer.parameters() for layer in self.layers],
+            base,
+            local_experts,
+        )
+        self.home_LE = after_LE
+        for layer, home_E in zip(self.layers, after_LE, strict=True):
+            layer.place(home_E)
+        if ranks.owners is not None:
+            ranks.owners = ranks.owners._replace(owner_LE=self._owner_LE(after_LE))
+        ranks.forget_weights()
         return received
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The weights of the whole model, experts in logical order, on every rank. A collective call.
+    def require_block_homes(self, *_: object) -> None:
+        """Raise `PlacementError` while experts live elsewhere than the framework saves and loads them."""
+        if (self.home_LE != self.block_home_LE).any():
+            raise PlacementError(
+                "experts have moved, and the framework saves and loads them at its own homes; call "
+                "routed.move_homes(routed.block_home_LE, optimizer) before, on every rank"
+            )
 
-        For a model that one rank can hold. `model.state_dict()` is the sharded one.
-        """
-        return {name: tensor for state in self.state_dicts() for name, tensor in state.items()}
+    def _owner_LE(self, home_LE: NDArray[np.int16]) -> NDArray[np.int16]:
+        """int16 [L, E], the number of the rank that owns each expert: a block of those of its home, in order of id."""
+        num_groups, num_ranks = self._owner_AG.shape
+        each = home_LE.shape[1] // (num_groups * num_ranks)
+        owner_LE = np.empty_like(home_LE)
+        blocks = np.repeat(np.arange(num_groups, dtype=np.int16), each) * np.int16(num_ranks)
+        for owner_E, home_E in zip(owner_LE, home_LE, strict=True):
+            for rank in range(num_ranks):
+                owner_E[home_E == rank] = blocks + rank
+        return owner_LE
 
-    def state_dicts(self) -> Iterator[dict[str, Tensor]]:
-        """The same in parts, a block of the model at a time: one block is whole at once. A collective call."""
-        blocks: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in self._own_state().items():
-            block = BLOCK.match(name)
-            blocks.setdefault(block[0] if block else "", {})[name] = tensor
-        for block_state in blocks.values():
-            yield {name: self.whole(tensor, tensor) for name, tensor in block_state.items()}
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take up the weights of the whole model, as `state_dict` or the model before it was distributed gives them.
-
-        Raises:
-            PlacementError: when experts are not all there, as in the state of one rank.
-            RuntimeError: when names or shapes are not the model's, as in `torch.nn.Module.load_state_dict`.
-        """
-        own = self._own_state()
-        dense = {
-            name: cut_alike(state[name], it) for name, it in own.items() if name in state and isinstance(it, DTensor)
-        }
-        self.model.load_state_dict({**state, **dense})
-
-    def checkpoint_state(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-        """What `torch.distributed.checkpoint` saves of this rank, and loads in place. A collective call.
-
-        No rank holds more than its share. What is loaded may have been saved on any number of ranks with any homes.
-
-        Args:
-            optimizer: of the model. One without state makes its first step, on zero gradients and at a learning rate of
-                0, so that there is state to load into.
-
-        Returns:
-            "model" with every parameter and buffer by its name, and "optimizer" with its state by the same names;
-            experts in logical order. Learning rates and such are the caller's.
-        """
-        state: dict[str, Any] = {"model": self.model.state_dict()}
-        if optimizer is not None:
-            parameters = dict(self.model.named_parameters())
-            found: Any = get_optimizer_state_dict(self.model, optimizer)["state"]
-            state["optimizer"] = {
-                name: {key: self._logical(parameters[name], value) for key, value in values.items()}
-                for name, values in found.items()
-            }
-        return state
-
-    def _logical(self, parameter: Tensor, value: Any) -> Any:
-        spread = self._spread(parameter)
-        return value if spread is None or value.shape != parameter.shape else spread[0].logical(value, spread[1])
-
-    def _spread(self, parameter: Tensor) -> tuple[ExpertLayer, ExpertAxis] | None:
-        """The layer that a parameter of experts belongs to, and where it has them; None for dense ones."""
-        found = ((layer, layer.axis_of(parameter)) for layer in self.layers)
-        return next(((layer, axis) for layer, axis in found if axis is not None), None)
-
-    def _by_expert(self, parameter: Tensor, tensor: Tensor) -> Tensor:
-        """[E / G, ...], a parameter of experts or its optimizer state; no rows where it cannot be told."""
-        spread = self._spread(parameter)
-        if spread is None or spread[1] == IN_FRONT:
-            return tensor
-        return spread[1].first(tensor) if tensor.shape == parameter.shape else tensor[:0]
-
-    def _own_state(self) -> dict[str, Tensor]:
-        """Every tensor as this rank holds it."""
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        return {name: parameters.get(name, tensor) for name, tensor in self.model.state_dict(keep_vars=True).items()}
-
-    def whole(self, parameter: Tensor, tensor: Tensor) -> Tensor:
-        """A tensor that is spread as a parameter is, its optimizer state for one, whole. A collective call."""
-        if spread := self._spread(parameter):
-            return spread[0].gather(tensor, spread[1])
-        return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
-
-    def own(self, parameter: Tensor, tensor: Tensor) -> Tensor:
-        """What this rank has of a whole tensor, if it is spread as a parameter is."""
-        if spread := self._spread(parameter):
-            return spread[0].own(tensor, spread[1])
-        return cut_alike(tensor, parameter) if isinstance(parameter, DTensor) else tensor
+def local_experts(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """[E / W, ...], this rank's part of a parameter or of what an optimizer keeps of it."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local

@@ -16,10 +16,8 @@ require_peers("torch", "transformers")
 
 if TYPE_CHECKING:
     from foreroute.adapters.hf.attaching import attach
-    from foreroute.adapters.hf.distributing import distribute, distribute_pretrained
     from foreroute.adapters.hf.local_models import build_model
     from foreroute.adapters.hf.model import RoutedTransformer
-    from foreroute.adapters.hf.sharded_checkpoint import save_pretrained
     from foreroute.adapters.hf.stacks import RoutedStacks, attach_stacks
 
 __all__ = [
@@ -28,9 +26,6 @@ __all__ = [
     "attach",
     "attach_stacks",
     "build_model",
-    "distribute",
-    "distribute_pretrained",
-    "save_pretrained",
 ]
 
 _FILE_OF = {
@@ -39,13 +34,28 @@ _FILE_OF = {
     "attach": "attaching",
     "attach_stacks": "stacks",
     "build_model": "local_models",
-    "distribute": "distributing",
-    "distribute_pretrained": "distributing",
-    "save_pretrained": "sharded_checkpoint",
 }
+
+
+def _register() -> None:
+    """Let `DistributedConfig(ep_implementation="foreroute")` name our class, where transformers has such a registry."""
+    try:
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+    except ImportError:  # before 5.23
+        return
+
+    def make(*args: Any) -> Any:
+        from foreroute.adapters.hf.expert_parallel import ForerouteEP
+
+        return ForerouteEP(*args)
+
+    EPImplementationInterface.register("foreroute", make)
 
 
 def __getattr__(name: str) -> Any:
     if name not in _FILE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_FILE_OF[name]}"), name)
+
+
+_register()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from foreroute.trace import INDEXER, DecisionStream, LayerKind, RoutedLayer, Rou
 
 if TYPE_CHECKING:
     from foreroute.adapters.hf.indexers import FoundIndexers
+    from foreroute.ep import ExpertParallelModel
 
 
 def attach(model: nn.Module) -> RoutedTransformer:
@@ -58,12 +60,18 @@ def attached(model: nn.Module, candidates: list[SelectingRouter], kind: LayerKin
         indexers = find_indexers(model, trunk)
         hooks = TransformerHooks(model, trunk, seen.routers, spec, indexers)
         self_check(Routed(model, [hooks]))
-        routed = RoutedTransformer(model, spec, hooks)
+        routed = RoutedTransformer(model, spec, hooks, find_spread(model))
         if indexers is not None:
             check_indexers(routed, indexers)
     if about := about_packed(routed):
         warnings.warn(about, stacklevel=3)
     return routed
+
+
+def find_spread(model: nn.Module) -> ExpertParallelModel | None:
+    """The experts of a model, where it was loaded with our implementation of expert parallelism."""
+    loaded = sys.modules.get("foreroute.adapters.hf.expert_parallel")
+    return None if loaded is None else loaded.find_spread_experts(model)  # type: ignore[no-any-return]
 
 
 def spec_of(model: nn.Module, routers: list[SelectingRouter], kind: LayerKind = LayerKind.DECODER) -> RoutingSpec:

@@ -7,7 +7,7 @@ must, and says what is wrong where they do not belong together.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -51,19 +51,33 @@ class TraceRows:
         self._indexers = hooks.found_indexers
         self._there: TraceOnDevice | None = None
         self._made: MadeRows | None = None
+        self._counts: dict[tuple[int, int], NDArray[np.int64]] = {}
 
     @property
     def versions(self) -> tuple[int, ...]:
         """See `foreroute.replay.Routes`."""
         return self.trace.versions
 
-    @cached_property
-    def counts_LE(self) -> NDArray[np.int64]:
-        """int64 [L, E], assignments of all rows that have a route, of which a batch leaves none out."""
-        spec, all_S = self.trace.spec, np.zeros(len(self.trace), np.int64)
-        counts_MLGE = np.zeros((1, spec.num_layers, 1, spec.num_experts), np.int32)
-        add_assignments(self.trace, all_S, all_S, counts_MLGE)
-        return counts_MLGE[0, :, 0].astype(np.int64)
+    def counts_of(self, part: int = 0, num_parts: int = 1) -> NDArray[np.int64]:
+        """int64 [L, E], assignments of the rows that have a route, of which a batch leaves none out.
+
+        Args:
+            part: of these rows, when they are cut as `torch.chunk` cuts them.
+            num_parts: how many ranks share the batch, each of which sends its part.
+        """
+        if (part, num_parts) not in self._counts:
+            trace, spec = self.trace, self.trace.spec
+            if num_parts > 1:
+                routed = np.flatnonzero(trace.valid_N)
+                each = -(-len(routed) // num_parts)
+                valid_N = np.zeros_like(trace.valid_N)
+                valid_N[routed[part * each : (part + 1) * each]] = True
+                trace = replace(trace, valid_N=valid_N)
+            all_S = np.zeros(len(trace), np.int64)
+            counts_MLGE = np.zeros((1, spec.num_layers, 1, spec.num_experts), np.int32)
+            add_assignments(trace, all_S, all_S, counts_MLGE)
+            self._counts[part, num_parts] = counts_MLGE[0, :, 0].astype(np.int64)
+        return self._counts[part, num_parts]
 
     @property
     def is_whole(self) -> bool:

@@ -30,6 +30,7 @@ from foreroute.core.hooks import SelectingRouter, SelectionHook, overridden
 from foreroute.core.passes import Pass, Rows
 from foreroute.core.routed import TrunkHooks
 from foreroute.core.selection import Scores
+from foreroute.core.untouched import reshard
 from foreroute.errors import BatchMismatchError, LayoutError, ReplayError, TraceContentError
 from foreroute.layout import Layout
 from foreroute.replay import Policy, ReplayRows, RoutedModel
@@ -40,7 +41,8 @@ from foreroute.trace.operations import with_lookups
 
 if TYPE_CHECKING:
     from foreroute.adapters.hf.indexers import FoundIndexers
-    from foreroute.ep import PlanExecution
+    from foreroute.ep import ExpertParallelModel, PlanExecution
+    from foreroute.ep.transfer.engine import TransferOptions
     from foreroute.plan import StepPlan
     from foreroute.replay import ForwardRows, RecordedPass
 
@@ -54,11 +56,15 @@ class RoutedTransformer(RoutedModel):
 
     Attributes:
         model: the model that was attached.
+        spread: its experts, where transformers has spread them over ranks by our implementation; else None.
     """
 
-    def __init__(self, model: nn.Module, spec: RoutingSpec, hooks: TransformerHooks) -> None:
+    def __init__(
+        self, model: nn.Module, spec: RoutingSpec, hooks: TransformerHooks, spread: ExpertParallelModel | None = None
+    ) -> None:
         super().__init__(spec, [hooks], [spec], {"engine": "transformers", "engine_version": transformers.__version__})
         self.model = model
+        self.spread = spread
         self._of_trunk = hooks
         hooks.generating = [each for each in model.modules() if hasattr(type(each), BATCHES)]
 
@@ -125,20 +131,20 @@ class RoutedTransformer(RoutedModel):
             counts_MLGE: int32 [M, L, G, E], the same on every rank. Rows without a route are not counted.
 
         Raises:
-            AttachError: when the model was not spread by `hf.distribute`.
+            AttachError: when the model was not loaded with `ep_implementation="foreroute"`.
             TraceError: on every rank alike, when one hands in what is no trace of the model.
             CountsError: on every rank alike, when ranks have different numbers of micro-batches.
             TransferError: when a rank does not answer.
         """
-        from foreroute.adapters.hf.executing import placed_of, planned_batches
+        from foreroute.adapters.hf.executing import planned_batches, spread_of
 
-        placed = placed_of(self.model)
-        return placed.ranks.gather_counts(planned_batches(self, placed, micro_batches))
+        spread = spread_of(self)
+        return spread.ranks.gather_counts(planned_batches(self, spread, micro_batches))
 
     @contextmanager
     def execute(
         self,
-        plan: StepPlan,
+        plan: StepPlan | None,
         planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace],
         micro_batches: Sequence[TraceRows | RoutingTrace],
         *,
@@ -152,7 +158,8 @@ class RoutedTransformer(RoutedModel):
         from them, and so does the last token of a sequence, which no other row depends on.
 
         Args:
-            plan: of these micro-batches, the same on every rank. Experts live where it says.
+            plan: of these micro-batches, the same on every rank of the group. Experts live where it says. None serves
+                every expert at its home; the counts are still known ahead.
             planned: what it was made for: integers [M, L, G, E], from `gather_counts`; or the traces of all sequences
                 of the step, which are counted by the packing of the plan.
             micro_batches: what sessions replay, the same objects, as in `gather_counts`.
@@ -164,7 +171,7 @@ class RoutedTransformer(RoutedModel):
             The execution.
 
         Raises:
-            AttachError: when the model was not spread by `hf.distribute`.
+            AttachError: when the model was not loaded with `ep_implementation="foreroute"`.
             PlanError: on every rank alike, when plans differ, or one is for other ranks, layers, experts, homes or
                 tokens.
             CountsError: on every rank alike, when the plan was made for other counts, or a micro-batch has others. On
@@ -174,13 +181,111 @@ class RoutedTransformer(RoutedModel):
                 replayed; in a forward that replays nothing, or when a plan is executed already.
             TransferError: when a rank does not answer.
         """
-        from foreroute.adapters.hf.executing import placed_of, planned_batches, planned_counts
+        from foreroute.adapters.hf.executing import planned_batches, planned_counts, spread_of
 
-        placed = placed_of(self.model)
-        counts_MLGE = planned_counts(placed, plan, planned)
-        batches = planned_batches(self, placed, micro_batches)
-        with placed.execute(self._of_trunk, plan, counts_MLGE, batches, step) as execution:
+        spread = spread_of(self)
+        plan, counts_MLGE = planned_counts(spread, plan, planned)
+        batches = planned_batches(self, spread, micro_batches)
+        with spread.execute(self._of_trunk, plan, counts_MLGE, batches, step) as execution:
             yield execution
+
+    @property
+    def home_LE(self) -> NDArray[np.int16]:
+        """int16 [L, E], the expert-parallel rank that every expert lives on now. Raises as `gather_counts`."""
+        from foreroute.adapters.hf.executing import spread_of
+
+        return spread_of(self).home_LE
+
+    @property
+    def block_home_LE(self) -> NDArray[np.int16]:
+        """int16 [L, E], the homes of transformers, in which models are saved. Raises as `gather_counts`."""
+        from foreroute.adapters.hf.executing import spread_of
+
+        return spread_of(self).block_home_LE
+
+    def share_plan(self, make: Callable[[], StepPlan]) -> StepPlan:
+        """Give all ranks of an expert-parallel group the plan that the first one makes. A collective call.
+
+        Args:
+            make: called on the first rank alone; it may wait for a thread that plans.
+
+        Raises:
+            AttachError: as in `gather_counts`.
+            PlanError: on the other ranks, when the first cannot make it; there, its own error.
+            TransferError: when a rank does not answer, such as one that died while it planned.
+        """
+        from foreroute.adapters.hf.executing import spread_of
+
+        return spread_of(self).share_plan(make)
+
+    def use(self, transfers: TransferOptions) -> None:
+        """Have weights of replicas travel so from the next execution on; by default from peer to peer, a cell ahead.
+
+        Args:
+            transfers: the same on every rank. With `paths="host"`, the topology of a plan says how many ranks share a
+                node's memory.
+
+        Raises:
+            AttachError: as in `gather_counts`.
+        """
+        from foreroute.adapters.hf.executing import spread_of
+
+        spread_of(self).use(transfers)
+
+    def move_homes(self, home_LE: NDArray[np.integer], optimizer: torch.optim.Optimizer | None = None) -> int:
+        """Move experts to other ranks of their group, with what the optimizer keeps of them. A collective call.
+
+        Between two steps. Move them back to `block_home_LE` before anything is saved or loaded, which is refused while
+        experts are away.
+
+        Args:
+            home_LE: integers [L, E], such as those of the next plan; E / G experts of each layer on each rank. Groups
+                that hold the same experts move them alike.
+            optimizer: of the model, after `zero_grad`.
+
+        Returns:
+            The bytes that this rank received.
+
+        Raises:
+            AttachError: as in `gather_counts`.
+            PlanError: on every rank alike, when homes are not as above, or ranks are given other homes.
+            ReplayError: while a plan is executed.
+            TransferError: when gradients are still there, ranks hold different state, or a rank does not answer.
+        """
+        from foreroute.adapters.hf.executing import spread_of
+
+        if self._of_trunk.execution is not None:
+            raise ReplayError("a plan is executed on this model; leave that execution before experts move")
+        return spread_of(self).move_homes(home_LE, optimizer)
+
+    def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Give every weight and buffer that is saved, whole, as engines take them. A collective call.
+
+        One tensor is whole at a time, on every rank. Experts are in order of their ids, wherever they live.
+
+        Yields:
+            Names, as in `named_parameters` of the model, and tensors.
+        """
+        reshard(self.model)
+        row_E = (
+            {}
+            if self.spread is None
+            else {id(each): layer.row_E for layer in self.spread.layers for each in layer.parameters().values()}
+        )
+        for name, tensor in saved_tensors(self.model):
+            whole = tensor.detach()
+            if hasattr(whole, "full_tensor"):
+                whole = whole.full_tensor()
+            rows = row_E.get(id(tensor))
+            yield name, whole if rows is None else whole[rows]
+
+    def close(self) -> None:
+        """Give back what weights of replicas travel by, such as memory that ranks share; it is made anew when needed.
+
+        Never raises: errors end here too.
+        """
+        if self.spread is not None:
+            self.spread.close()
 
     def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> TraceRows:
         """The rows of a trace, found for each batch. See `RoutedModel`."""
@@ -377,6 +482,15 @@ class TransformerHooks(TrunkHooks):
     def shapes_for_graph(self, num_slots: int) -> tuple[list[int], torch.dtype]:
         """See `graph_ops.Host`."""
         return [self.spec.num_layers, num_slots if self.watch.routes else 0, self.spec.top_k], self.id_dtype
+
+
+def saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, each once, and the buffers that are saved with them."""
+    yield from model.named_parameters()
+    for path, module in model.named_modules():
+        for name, buffer in module.named_buffers(path, recurse=False):
+            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+                yield name, buffer
 
 
 def _refuse_batches(*_: object, **__: object) -> Any:

@@ -120,6 +120,11 @@ class RouteShard:
         """Whether every slot, padding too, has a route here, so that nothing is left to the model's routers."""
         return bool(self._flagged(FORCED).all())
 
+    @property
+    def num_routed(self) -> int:
+        """How many slots have a route."""
+        return int(self._flagged(FORCED).sum())
+
     @cached_property
     def counts_LE(self) -> NDArray[np.int64]:
         """int64 [L, E], assignments of the slots that have a route, padding that is spread among them."""

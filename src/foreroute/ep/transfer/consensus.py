@@ -21,14 +21,20 @@ class RankConsensus:
     """A gloo group of its own for questions that all ranks answer. Every method is a collective call.
 
     Args:
-        along, timeout_s: as in `own_group`, which it is made by. A rank that does not answer for so long is taken for
-            dead.
+        along, ranks, timeout_s: as in `own_group`, which it is made by. A rank that does not answer for so long is
+            taken for dead.
         member: what one of them is called in messages, with its number behind.
     """
 
-    def __init__(self, *along: dist.ProcessGroup, timeout_s: float | None = None, member: str = "rank") -> None:
+    def __init__(
+        self,
+        *along: dist.ProcessGroup,
+        ranks: list[int] | None = None,
+        timeout_s: float | None = None,
+        member: str = "rank",
+    ) -> None:
         self.member = member
-        self.group = own_group(*along, timeout_s=timeout_s, backend="gloo")
+        self.group = own_group(*along, ranks=ranks, timeout_s=timeout_s, backend="gloo")
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
 

@@ -42,6 +42,7 @@ class TransferEngine:
             same on all ranks.
         options: the same on all ranks.
         peers: the ranks of the plans to come, in their order.
+        first: the number among them of the first rank of this rank's expert-parallel group.
         gathers_late: whether the weights of a layer may still be gathered from other ranks until its first cell of a
             step runs. Nothing of it is sent before.
 
@@ -53,8 +54,15 @@ class TransferEngine:
     """
 
     def __init__(
-        self, homes: Mapping[int, Home], options: TransferOptions, peers: PeerGroup, *, gathers_late: bool = False
+        self,
+        homes: Mapping[int, Home],
+        options: TransferOptions,
+        peers: PeerGroup,
+        *,
+        first: int = 0,
+        gathers_late: bool = False,
     ) -> None:
+        self._first = first
         self._homes, self._options, self._peers, self._gathers_late = homes, options, peers, gathers_late
         self._consensus = RankConsensus(peers.group)
         _agree_on_engine(self._consensus, homes, options)
@@ -68,6 +76,7 @@ class TransferEngine:
         self._received_bytes = (0, 0)
         self._plan: StepPlan | None = None
         self._schedule: ExecutionSchedule | None = None
+        self._of_group: ExecutionSchedule | None = None
         self._step: int | None = None
         self.updating = False
         # whose weights may be sent in the step
@@ -81,7 +90,9 @@ class TransferEngine:
         """Which path weights take."""
         return self._options.paths
 
-    def begin_step(self, step: int, plan: StepPlan, schedule: ExecutionSchedule) -> None:
+    def begin_step(
+        self, step: int, plan: StepPlan, schedule: ExecutionSchedule, of_group: ExecutionSchedule | None = None
+    ) -> None:
         """Put a plan in force, once for the recompute and once for the update of a step.
 
         In another step than the last one, weights are taken up as the home shards hold them now, and replicas of the
@@ -93,6 +104,7 @@ class TransferEngine:
             plan: the same on all ranks, as the caller has made sure. It says whether slots are shared by all layers,
                 one set for the cell that runs and one for each that is prefetched, or kept for each layer.
             schedule: of it, for this rank and the paths of this engine.
+            of_group: by which gradients go home, in the expert-parallel group; the same by default.
 
         Raises:
             PlanError: when it is for other ranks.
@@ -109,7 +121,7 @@ class TransferEngine:
             self._published_LE = None
         self._end_batches()
         self._publish(step, plan)
-        self._plan, self._schedule = plan, schedule
+        self._plan, self._schedule, self._of_group = plan, schedule, of_group or schedule
         self._step = step
         self._ready = set() if self._gathers_late else set(self._homes)
         self._previous, self._current, self._running = None, None, None
@@ -181,7 +193,10 @@ class TransferEngine:
         def record(num_bytes: int, exposed_s: float) -> None:
             self._records.append(TransferRecord(cell, "return", 0, num_bytes, exposed_s))
 
-        return GradientReturn(self._peers, self._moves(cell), grads, f"returning the gradients of {cell}", record)
+        self._moves(cell)  # refuses a cell of no plan in force
+        assert self._of_group is not None, "a plan is in force"
+        moves, what = self._of_group.cell(cell.micro_step, cell.layer), f"returning the gradients of {cell}"
+        return GradientReturn(self._peers, moves, grads, what, first=self._first, record=record)
 
     def take_records(self) -> list[TransferRecord]:
         """What happened on this rank since the last call, and since its step began, in order."""

@@ -154,10 +154,17 @@ def travels_by_host(tensor: Tensor, group: dist.ProcessGroup) -> bool:
 
 
 class RowMoves(NamedTuple):
-    """One end of an exchange of rows: `MOVE`s of a schedule, and the column that counts the rows at this end."""
+    """One end of an exchange of rows.
+
+    Attributes:
+        moves: `MOVE`s of a schedule.
+        rows: the column that counts the rows at this end.
+        first: the number among the peers of the rank that moves call 0.
+    """
 
     moves: NDArray[np.void]
     rows: str
+    first: int = 0
 
 
 def post(
@@ -194,7 +201,7 @@ def post(
 
 def _ends(end: RowMoves) -> list[tuple[int, int, int]]:
     """Peer, number and row here of every move."""
-    columns = (end.moves["peer"], end.moves["number"], end.moves[end.rows])
+    columns = (end.moves["peer"] + end.first, end.moves["number"], end.moves[end.rows])
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 

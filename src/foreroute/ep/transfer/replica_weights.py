@@ -93,9 +93,10 @@ class GradientReturn:
 
     Args:
         peers: all ranks of the plan.
-        moves: of the cell.
+        moves: of the cell, in the expert-parallel group of this rank.
         grads: name -> [replicas here, ...] in ascending order of slot; not written to until `wait` returns.
         what: the exchange in words, for errors.
+        first: the number among the peers of the first rank of the group.
         record: told the bytes that arrived here, and the seconds that the caller waited.
     """
 
@@ -105,6 +106,8 @@ class GradientReturn:
         moves: CellSchedule,
         grads: Mapping[str, Tensor],
         what: str,
+        *,
+        first: int = 0,
         record: Callable[[int, float], None] | None = None,
     ) -> None:
         begun = time.monotonic()
@@ -115,7 +118,12 @@ class GradientReturn:
         # kept until all has left
         self._sent = grads
         self._exchange = post(
-            peers, RowMoves(moves.served, "place"), grads, RowMoves(moves.lent, "place"), self._arrived, what
+            peers,
+            RowMoves(moves.served, "place", first),
+            grads,
+            RowMoves(moves.lent, "place", first),
+            self._arrived,
+            what,
         )
         self._record = record
         self._exposed_s = time.monotonic() - begun

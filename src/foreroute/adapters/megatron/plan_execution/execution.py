@@ -45,7 +45,7 @@ def planned_batches(ranks: ExecutionRanks, shards: Sequence[RouteShard], what: s
         TraceError: on every rank alike, when one hands in what `shard` did not make.
     """
     ranks.raise_alike(TraceError, _objection_to_shards(shards), what)
-    return [MicroBatch(shard, shard.counts_LE, shard.is_whole) for shard in shards]
+    return [MicroBatch(shard, shard.counts_LE, shard.is_whole, shard.num_routed) for shard in shards]
 
 
 def require_layers(ranks: ExecutionRanks, sites: Sequence[ChunkRouter]) -> None:

@@ -1,0 +1,238 @@
+"""Expert parallelism of transformers, with what routes tell ahead: `DistributedConfig(ep_implementation="foreroute")`.
+
+transformers shards the experts, loads and saves them, and has one `EPImplementation` per experts module bring them
+their tokens. Ours leaves that to transformers' own choice ("auto") until a plan is executed. Then rows of a cell go
+where its schedule says: split sizes are known, so that no counts are exchanged and nobody waits for the device, and
+replicas serve a part of the rows of busy experts.
+
+Letters: N tokens of this rank's batch, K picks, D hidden size, R rows here, E experts, G expert-parallel ranks,
+W = A * G ranks that hold each expert once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers.distributed.expert_parallel import AutoEP
+from transformers.distributed.parallel_utils import _WaitTensor
+
+from foreroute.ep import ExpertParallelModel
+from foreroute.ep.compute import StackedReplicas
+from foreroute.ep.dispatch import CellRows
+from foreroute.ep.execution import CellWork
+from foreroute.ep.model import local_experts
+from foreroute.errors import AttachError
+
+SITE = "_foreroute_experts"
+"""Where an experts module keeps its `ForerouteEP`."""
+WEIGHT = re.compile(r"(gate_up_proj|up_proj|down_proj)(_bias)?")
+"""Parameters of an experts module that a replica computes with."""
+LAYOUT = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
+"""What transformers' `use_experts_implementation` puts on an experts module, and `foreroute.ep.compute` reads."""
+
+
+def find_spread_experts(model: nn.Module) -> ExpertParallelModel | None:
+    """The experts of a model that were loaded with `ep_implementation="foreroute"`; None where none were.
+
+    Raises:
+        AttachError: when layers have different numbers of experts.
+    """
+    sites: list[tuple[str, ForerouteEP]] = [
+        (path, module.__dict__[SITE]) for path, module in model.named_modules() if SITE in module.__dict__
+    ]
+    if not sites:
+        return None
+    first = sites[0][1]
+    if first.spread is None:
+        sizes = sorted({each.num_experts for _, each in sites})
+        if len(sizes) > 1:
+            raise AttachError(f"layers have {sizes} experts; expected the same number in all of them")
+        layers = [each for _, each in sites]
+        spread = ExpertParallelModel(layers, sizes[0], first.ep_mesh.get_group(), owners_of(first))
+        for number, (path, layer) in enumerate(sites):
+            layer.number, layer.path, layer.spread = number, path, spread
+    return first.spread
+
+
+def owners_of(layer: ForerouteEP) -> NDArray[np.int64]:
+    """int64 [A, G], the global ranks that hold each expert of a layer once between them.
+
+    FSDP2 cuts the experts of a rank once more, between the groups that hold the same ones.
+    """
+    ranks = layer.ep_mesh.mesh.numpy().reshape(1, -1)
+    parameter = next(iter(layer.parameters().values()))
+    if not isinstance(parameter, DTensor):
+        return ranks
+    mesh, coordinate = parameter.device_mesh.mesh, parameter.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank holds experts"
+    pairs = zip(parameter.placements, coordinate, strict=True)
+    # copies of HSDP have owners of their own
+    own = mesh[tuple(at if each.is_replicate() else slice(None) for each, at in pairs)]
+    return own.numpy().reshape(-1, ranks.shape[1]).astype(np.int64)
+
+
+class ForerouteEP(AutoEP):
+    """How the experts of one layer get their tokens.
+
+    Attributes:
+        experts: the experts module.
+        num_experts: E.
+        number, path, spread: position among the routed layers, path in the model, and what plans are executed on; told
+            by `find_spread_experts`.
+        row_E: int64 [E], the row of each expert among those of all ranks; None while they are in order of their ids.
+        owned: see `foreroute.ep.model.SpreadLayer`.
+    """
+
+    def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self.experts = experts
+        self.num_experts: int = self.num_local_experts * ep_mesh.size()
+        self.number, self.path = 0, ""
+        self.spread: ExpertParallelModel | None = None
+        self.owned: Mapping[str, Tensor] = {}
+        self.row_E: Tensor | None = None
+        experts.__dict__[SITE] = self
+        experts.register_state_dict_pre_hook(self._refuse_moved)
+        experts.register_load_state_dict_pre_hook(self._refuse_moved)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """As the module has them now: sharded between passes, what is computed with in one."""
+        return {name: each for name, each in self.experts._parameters.items() if each is not None}
+
+    @property
+    def slices(self) -> tuple[int, int]:
+        """The number of this rank among those that share a batch, and how many they are."""
+        return self.tp_mesh.get_local_rank(), self.tp_mesh.size()
+
+    def begin(self) -> None:
+        """See `foreroute.ep.model.SpreadLayer`."""
+        if isinstance(self.experts, FSDPModule):
+            self.experts.reshard()  # a forward without a backward may have left them whole
+        self.owned = {name: local_experts(each, each.detach()) for name, each in self.parameters().items()}
+
+    def place(self, home_E: NDArray[np.int16]) -> None:
+        """See `foreroute.ep.model.SpreadLayer`."""
+        row_E = np.empty(len(home_E), np.int64)
+        row_E[np.argsort(home_E, kind="stable")] = np.arange(len(home_E))
+        is_moved = (row_E != np.arange(len(home_E))).any()
+        self.row_E = torch.from_numpy(row_E).to(self.ep_mesh.device_type) if is_moved else None
+
+    def __call__(self, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        """Give every token to its experts, and add up what they return, weighted: [N, D].
+
+        Raises:
+            ReplayError: when a plan is executed, and this forward replays none of its routes.
+            TransferError: when a rank or its weights cannot be reached.
+        """
+        work = None if self.spread is None else self.spread.in_force.work_of(self.number, self.path)
+        if work is None:
+            place_NK = ids_NK if self.row_E is None else self.row_E[ids_NK]
+            out: Tensor = super().__call__(hidden_ND, place_NK, weights_NK)
+        else:
+            out = self._execute(work, hidden_ND, ids_NK.to(torch.int64), weights_NK)
+        return out
+
+    @torch.compiler.disable  # split sizes are numbers of the host, others in every cell
+    def _execute(self, work: CellWork, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        """The same by a plan. Rows that it does not know, such as padding, get zeros."""
+        sent_R, shape = work.sent(), hidden_ND.shape
+        if sent_R is not None:
+            hidden_ND, ids_NK, weights_NK = (each.index_select(0, sent_R) for each in (hidden_ND, ids_NK, weights_NK))
+        num_rows = len(hidden_ND)
+        if self.tp_mesh.size() > 1:
+            hidden_ND, ids_NK, weights_NK = map(self._slice, (hidden_ND, ids_NK, weights_NK))
+        out_RD = self._serve(work, hidden_ND, ids_NK, weights_NK)
+        if self.tp_mesh.size() > 1:
+            whole = (num_rows, shape[1])
+            out_RD = DTensor.from_local(
+                out_RD.contiguous(),
+                self.tp_mesh,
+                [Shard(0)],
+                run_check=False,
+                shape=torch.Size(whole),
+                stride=(shape[1], 1),
+            ).full_tensor()
+        return out_RD if sent_R is None else out_RD.new_zeros(shape).index_copy(0, sent_R, out_RD)
+
+    def _slice(self, rows: Tensor) -> Tensor:
+        """The rows of this rank, of those that the ranks of its tensor-parallel group share."""
+        shared = DTensor.from_local(rows, self.tp_mesh, [Replicate()], run_check=False)
+        local: Tensor = shared.redistribute(self.tp_mesh, [Shard(0)]).to_local()
+        return local
+
+    def _serve(self, work: CellWork, hidden_RD: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> Tensor:
+        """Rows to the experts that serve them and back, [R, D]; in the order of "all_to_all", whose bits they have."""
+        num_picks, ids_A = ids_RK.shape[1], ids_RK.reshape(-1)
+        rows = work.begin(ids_A.new_zeros(self.num_experts).index_add_(0, ids_A, torch.ones_like(ids_A)))
+        home, replicas = self.parameters(), None
+        passed_on: dict[str, Tensor] = dict(home)
+        if work.moves is not None:
+            replicas = StackedReplicas(work.cell, work.engine, home, self.owned)
+            passed_on = dict(zip(home, replicas.announce(), strict=True))
+        order_A = ids_A.argsort().index_select(0, rows.taken_R)
+        arrived = self._exchange(hidden_RD[order_A // num_picks], rows.send_G, rows.receive_G)
+        if replicas is None:
+            computed = self._compute_home(arrived, _groups_of(rows.home.ends_S, rows.grouped_R, len(arrived)))
+        else:
+            replicas.fetch()
+            computed = self._compute_beside(replicas, passed_on, arrived, rows)
+        returned = self._exchange(computed, rows.receive_G, rows.send_G)
+        picks_AD = torch.empty_like(returned).index_copy(0, order_A, returned)
+        return (picks_AD.view(*weights_RK.shape, -1) * weights_RK.unsqueeze(-1)).sum(dim=1)
+
+    def _compute_beside(
+        self, replicas: StackedReplicas, passed_on: Mapping[str, Tensor], arrived: Tensor, rows: CellRows
+    ) -> Tensor:
+        """Arrived rows by home experts and by the replicas here, in the order of arrival."""
+        sizes = [sum(rows.home.sizes_S), sum(rows.replicas.sizes_S)]
+        if sum(sizes) > len(arrived):  # an empty part is given one row of zeros
+            arrived = torch.cat([arrived, arrived.new_zeros((1, arrived.shape[1]))])
+        at_home, at_replicas = arrived.index_select(0, rows.grouped_R).split(sizes)
+        places = torch.arange(sizes[0], device=arrived.device)
+        parameters = dict(self.experts._parameters)
+        # only while they compute, or transformers takes them for weights that a kernel has replaced
+        self.experts._parameters.update(passed_on)  # type: ignore[arg-type]
+        try:
+            out = self._compute_home(at_home, _groups_of(rows.home.ends_S, places, sizes[0]))
+        finally:
+            self.experts._parameters.update(parameters)
+        beside = replicas.compute(self.experts, at_replicas, rows.replicas)
+        return torch.cat([out, beside.to(out.dtype)]).index_select(0, rows.returned_R)
+
+    def _compute_home(self, rows_RD: Tensor, local_R: Tensor) -> Tensor:
+        """What the experts here make of rows, each of which goes to one of them, int64 [R]."""
+        if not len(rows_RD):  # autograd reaches the experts all the same, whose gradients FSDP2 waits for
+            rows_RD, local_R = rows_RD.sum(dim=0, keepdim=True), local_R.new_zeros(1)
+            return self._forward(rows_RD, local_R)[:0]
+        return self._forward(rows_RD, local_R)
+
+    def _forward(self, rows_RD: Tensor, local_R: Tensor) -> Tensor:
+        out: Tensor = self.experts_forward(rows_RD, local_R.unsqueeze(-1), rows_RD.new_ones((len(rows_RD), 1)))
+        return out
+
+    def _exchange(self, rows: Tensor, send_G: list[int], receive_G: list[int]) -> Tensor:
+        arrived: Tensor = _WaitTensor.apply(
+            all_to_all_single_autograd(rows, receive_G, send_G, self.ep_mesh.get_group())
+        )
+        return arrived
+
+    def _refuse_moved(self, *_: Any) -> None:
+        if self.spread is not None:
+            self.spread.require_block_homes()
+
+
+def _groups_of(ends_S: Tensor, place_R: Tensor, num_rows: int) -> Tensor:
+    """int64 [num_rows], the group of each row that is computed, put to its place in another order."""
+    computed_R = torch.searchsorted(ends_S, torch.arange(len(place_R), device=ends_S.device), right=True)
+    # a row of padding, which is there when nothing arrived, is left out
+    of_row = computed_R.new_empty(num_rows + 1).index_copy_(0, place_R, computed_R)
+    return of_row[:num_rows]
