@@ -71,7 +71,7 @@ def attached(model: nn.Module, candidates: list[SelectingRouter], kind: LayerKin
 def find_spread(model: nn.Module) -> ExpertParallelModel | None:
     """The experts of a model, where it was loaded with our implementation of expert parallelism."""
     loaded = sys.modules.get("foreroute.adapters.hf.expert_parallel")
-    return None if loaded is None else loaded.find_spread_experts(model)  # type: ignore[no-any-return]
+    return None if loaded is None else loaded.find_spread_experts(model)
 
 
 def spec_of(model: nn.Module, routers: list[SelectingRouter], kind: LayerKind = LayerKind.DECODER) -> RoutingSpec:

@@ -68,7 +68,7 @@ def owners_of(layer: ForerouteEP) -> NDArray[np.int64]:
 
     FSDP2 cuts the experts of a rank once more, between the groups that hold the same ones.
     """
-    ranks = layer.ep_mesh.mesh.numpy().reshape(1, -1)
+    ranks: NDArray[np.int64] = layer.ep_mesh.mesh.numpy().reshape(1, -1)
     parameter = next(iter(layer.parameters().values()))
     if not isinstance(parameter, DTensor):
         return ranks
@@ -77,7 +77,8 @@ def owners_of(layer: ForerouteEP) -> NDArray[np.int64]:
     pairs = zip(parameter.placements, coordinate, strict=True)
     # copies of HSDP have owners of their own
     own = mesh[tuple(at if each.is_replicate() else slice(None) for each, at in pairs)]
-    return own.numpy().reshape(-1, ranks.shape[1]).astype(np.int64)
+    owners: NDArray[np.int64] = own.numpy().reshape(-1, ranks.shape[1]).astype(np.int64)
+    return owners
 
 
 class ForerouteEP(AutoEP):
