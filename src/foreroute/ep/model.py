@@ -47,6 +47,9 @@ class SpreadLayer(Protocol):
     def parameters(self) -> Mapping[str, Tensor]:
         """The same as the parameters that an optimizer has."""
 
+    def objection_to_replicas(self) -> str | None:
+        """What keeps its experts from being replicas on other ranks; None."""
+
     def begin(self) -> None:
         """A plan is about to be executed: take `owned` up."""
 

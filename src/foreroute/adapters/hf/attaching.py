@@ -60,7 +60,7 @@ def attached(model: nn.Module, candidates: list[SelectingRouter], kind: LayerKin
         indexers = find_indexers(model, trunk)
         hooks = TransformerHooks(model, trunk, seen.routers, spec, indexers)
         self_check(Routed(model, [hooks]))
-        routed = RoutedTransformer(model, spec, hooks, find_spread(model))
+        routed = RoutedTransformer(model, spec, hooks, find_spread(model, seen.routers))
         if indexers is not None:
             check_indexers(routed, indexers)
     if about := about_packed(routed):
@@ -68,10 +68,13 @@ def attached(model: nn.Module, candidates: list[SelectingRouter], kind: LayerKin
     return routed
 
 
-def find_spread(model: nn.Module) -> ExpertParallelModel | None:
+def find_spread(model: nn.Module, routers: list[SelectingRouter]) -> ExpertParallelModel | None:
     """The experts of a model, where it was loaded with our implementation of expert parallelism."""
     loaded = sys.modules.get("foreroute.adapters.hf.expert_parallel")
-    return None if loaded is None else loaded.find_spread_experts(model)
+    if loaded is None:
+        return None
+    found: ExpertParallelModel | None = loaded.find_spread_experts(model, [router.path for router in routers])
+    return found
 
 
 def spec_of(model: nn.Module, routers: list[SelectingRouter], kind: LayerKind = LayerKind.DECODER) -> RoutingSpec:

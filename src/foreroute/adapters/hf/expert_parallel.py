@@ -12,7 +12,7 @@ W = A * G ranks that hold each expert once.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,21 +36,34 @@ SITE = "_foreroute_experts"
 """Where an experts module keeps its `ForerouteEP`."""
 WEIGHT = re.compile(r"(gate_up_proj|up_proj|down_proj)(_bias)?")
 """Parameters of an experts module that a replica computes with."""
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LAYOUT = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 """What transformers' `use_experts_implementation` puts on an experts module, and `foreroute.ep.compute` reads."""
 
 
-def find_spread_experts(model: nn.Module) -> ExpertParallelModel | None:
+def find_spread_experts(model: nn.Module, routers: Sequence[str]) -> ExpertParallelModel | None:
     """The experts of a model that were loaded with `ep_implementation="foreroute"`; None where none were.
 
+    Args:
+        model: to look through.
+        routers: the paths of those that are replayed. Experts of others, such as those of images, are left alone.
+
     Raises:
-        AttachError: when layers have different numbers of experts.
+        AttachError: when those of some router were not, or layers have different numbers of experts.
     """
+    beside = tuple(path.rpartition(".")[0] + "." for path in routers)
     sites: list[tuple[str, ForerouteEP]] = [
-        (path, module.__dict__[SITE]) for path, module in model.named_modules() if SITE in module.__dict__
+        (path, module.__dict__[SITE])
+        for path, module in model.named_modules()
+        if SITE in module.__dict__ and path.startswith(beside)
     ]
     if not sites:
         return None
+    if len(sites) != len(routers):
+        raise AttachError(
+            f"{len(routers)} routers are replayed, and {len(sites)} of their layers have experts that are spread by "
+            "foreroute; spread all of them, or none"
+        )
     first = sites[0][1]
     if first.spread is None:
         sizes = sorted({each.num_experts for _, each in sites})
@@ -113,6 +126,19 @@ class ForerouteEP(AutoEP):
     def slices(self) -> tuple[int, int]:
         """The number of this rank among those that share a batch, and how many they are."""
         return self.tp_mesh.get_local_rank(), self.tp_mesh.size()
+
+    def objection_to_replicas(self) -> str | None:
+        """See `foreroute.ep.model.SpreadLayer`."""
+        experts, kind = self.experts, type(self.experts).__name__
+        if lacking := [name for name in LAYOUT if not hasattr(experts, name)]:
+            return f"{self.path} is a {kind}, whose layout transformers does not declare ({', '.join(lacking)})"
+        for name, each in self.parameters().items():
+            if not WEIGHT.fullmatch(name) or each.dtype not in DTYPES:
+                return (
+                    f"{self.path}.{name} is {each.dtype} {list(each.shape)}; expected gate_up_proj, up_proj or "
+                    "down_proj, or _bias of these, in floats that are trained"
+                )
+        return None
 
     def begin(self) -> None:
         """See `foreroute.ep.model.SpreadLayer`."""
