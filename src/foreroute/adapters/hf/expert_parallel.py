@@ -30,6 +30,7 @@ from foreroute.ep.compute import StackedReplicas
 from foreroute.ep.dispatch import CellRows
 from foreroute.ep.execution import CellWork
 from foreroute.ep.model import local_experts
+from foreroute.ep.transfer.peers import collective_errors
 from foreroute.errors import AttachError
 
 SITE = "_foreroute_experts"
@@ -206,13 +207,13 @@ class ForerouteEP(AutoEP):
             replicas = StackedReplicas(work.cell, work.engine, home, self.owned)
             passed_on = dict(zip(home, replicas.announce(), strict=True))
         order_A = ids_A.argsort().index_select(0, rows.taken_R)
-        arrived = self._exchange(hidden_RD[order_A // num_picks], rows.send_G, rows.receive_G)
+        arrived = self._exchange(work.name, hidden_RD[order_A // num_picks], rows.send_G, rows.receive_G)
         if replicas is None:
             computed = self._compute_home(arrived, _groups_of(rows.home.ends_S, rows.grouped_R, len(arrived)))
         else:
             replicas.fetch()
             computed = self._compute_beside(replicas, passed_on, arrived, rows)
-        returned = self._exchange(computed, rows.receive_G, rows.send_G)
+        returned = self._exchange(work.name, computed, rows.receive_G, rows.send_G)
         picks_AD = torch.empty_like(returned).index_copy(0, order_A, returned)
         return (picks_AD.view(*weights_RK.shape, -1) * weights_RK.unsqueeze(-1)).sum(dim=1)
 
@@ -246,10 +247,10 @@ class ForerouteEP(AutoEP):
         out: Tensor = self.experts_forward(rows_RD, local_R.unsqueeze(-1), rows_RD.new_ones((len(rows_RD), 1)))
         return out
 
-    def _exchange(self, rows: Tensor, send_G: list[int], receive_G: list[int]) -> Tensor:
-        arrived: Tensor = _WaitTensor.apply(
-            all_to_all_single_autograd(rows, receive_G, send_G, self.ep_mesh.get_group())
-        )
+    def _exchange(self, cell: str, rows: Tensor, send_G: list[int], receive_G: list[int]) -> Tensor:
+        group = self.ep_mesh.get_group()
+        with collective_errors(f"rows of {cell}", group):
+            arrived: Tensor = _WaitTensor.apply(all_to_all_single_autograd(rows, receive_G, send_G, group))
         return arrived
 
     def _refuse_moved(self, *_: Any) -> None:
