@@ -80,7 +80,9 @@ def find_spread_experts(model: nn.Module, routers: Sequence[str]) -> ExpertParal
 
 def require_adapters_spread(model: nn.Module) -> None:
     """Raise `AttachError` when adapters of experts that are spread are not spread with them."""
-    adapted = [path for path, module in model.named_modules() if SITE in module.__dict__ and path.endswith("base_layer")]
+    adapted = [
+        path for path, module in model.named_modules() if SITE in module.__dict__ and path.endswith("base_layer")
+    ]
     if adapted:
         from foreroute.adapters.hf.expert_lora import require_spread_adapters
 
