@@ -54,7 +54,7 @@ def run(*, quick: bool) -> dict[str, Any]:
     return {
         "metrics": worst
         | {"waits_per_layer": in_processes(waits_per_layer, 1), "by_ranks": by_ranks}
-        | {"over_all_to_all": seconds_over_all_to_all(2 if quick else 40)}
+        | {"over_all_to_all": seconds_over_all_to_all({"few_rows": 2} if quick else {"few_rows": 60, "many_rows": 20})}
         | host_work(15 if quick else 50)
         | step_seconds(0 if quick else 20),
         "baselines": {"busiest_over_mean_at_home": {n: f["busiest_over_mean_at_home"] for n, f in by_ranks.items()}},

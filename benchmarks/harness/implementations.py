@@ -9,7 +9,8 @@ same replay, so that the implementation alone differs; *native* is transformers 
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from benchmarks.harness.execution_bench import in_processes, run_model, spread_model
 from benchmarks.harness.pairs import PairedRatio, seconds_in_turn
 from foreroute.adapters import hf
+from foreroute.adapters.hf.batch_routes import TraceRows
 
 MICRO_STEPS = 4
 """Of a step."""
@@ -32,14 +34,14 @@ class Setting(NamedTuple):
     shape: tuple[int, int]
 
 
-def _sizes(hidden: int, layers: int, experts: int) -> dict[str, Any]:
+def _sizes(hidden: int) -> dict[str, Any]:
     return {
         "vocab_size": 256,
         "hidden_size": hidden,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": 8,
         "num_attention_heads": hidden // 64,
         "num_key_value_heads": hidden // 128,
-        "num_experts": experts,
+        "num_experts": 16,
         "num_experts_per_tok": 4,
         "moe_intermediate_size": hidden // 2,
         "norm_topk_prob": True,
@@ -47,17 +49,18 @@ def _sizes(hidden: int, layers: int, experts: int) -> dict[str, Any]:
 
 
 SETTINGS = {
-    "few_rows": Setting(_sizes(256, 8, 16), (2, 32)),
-    "many_rows": Setting(_sizes(512, 8, 16), (4, 256)),
+    "few_rows": Setting(_sizes(256), (2, 32)),
+    "many_rows": Setting(_sizes(512), (2, 128)),
 }
-"""64 and 1,024 tokens of a rank in a micro-step: 32 and 512 rows for each expert."""
+"""64 and 256 tokens of a rank in a micro-step: 32 and 128 rows for each of 16 experts."""
 
 
-def seconds_over_all_to_all(pairs: int) -> dict[str, Any]:
-    """By setting, ratios of medians over pairs with the 95 % interval; None without two cores."""
-    if len(os.sched_getaffinity(0)) < 2:
-        return dict.fromkeys(SETTINGS)
-    return {name: in_processes(_measured, 2, setting, pairs) for name, setting in SETTINGS.items()}
+def seconds_over_all_to_all(pairs: Mapping[str, int]) -> dict[str, Any]:
+    """By setting, ratios as medians of so many pairs with the 95 % interval; None without pairs, or two cores."""
+    found: dict[str, Any] = dict.fromkeys(SETTINGS)
+    if len(os.sched_getaffinity(0)) > 1:
+        found |= {name: in_processes(_measured, 2, SETTINGS[name], number) for name, number in pairs.items()}
+    return found
 
 
 def _measured(rank: int, num_ranks: int, setting: Setting, pairs: int) -> dict[str, Any]:
@@ -73,7 +76,7 @@ def _measured(rank: int, num_ranks: int, setting: Setting, pairs: int) -> dict[s
     works = {
         "foreroute": partial(_step, ours, batches, [ours.rows(trace) for trace in traces], is_known=True),
         "replayed": partial(_step, theirs, batches, [theirs.rows(trace) for trace in traces]),
-        "native": partial(_step, theirs, batches, [None] * MICRO_STEPS),
+        "native": partial(_step, theirs, batches),
     }
     seconds = seconds_in_turn(works, rounds=pairs)
     ratios = {name: PairedRatio.of(seconds["foreroute"], seconds[name]) for name in ("replayed", "native")}
@@ -82,17 +85,23 @@ def _measured(rank: int, num_ranks: int, setting: Setting, pairs: int) -> dict[s
     }
 
 
-def _step(routed: hf.RoutedTransformer, batches: list[torch.Tensor], rows_M: list[Any], is_known: bool = False) -> None:
-    """All micro-steps, forward and backward; ranks end together."""
-    with ExitStack() as stack:
-        if is_known:
-            for rows in rows_M:
-                rows._counts.clear()  # so that they are counted on the clock
-            stack.enter_context(routed.execute(None, routed.gather_counts(rows_M), rows_M))
-        for batch, rows in zip(batches, rows_M, strict=True):
-            with ExitStack() as replaying:
-                if rows is not None:
-                    replaying.enter_context(routed.replay(rows))
+def _step(
+    routed: hf.RoutedTransformer,
+    batches: Sequence[torch.Tensor],
+    rows_M: Sequence[TraceRows] | None = None,
+    *,
+    is_known: bool = False,
+) -> None:
+    """All micro-steps, forward and backward, replayed if there are rows; ranks end together."""
+    executing: AbstractContextManager[object] = nullcontext()
+    if is_known:
+        assert rows_M is not None, "what is known is replayed"
+        for rows in rows_M:
+            rows._counts.clear()  # so that they are counted on the clock
+        executing = routed.execute(None, routed.gather_counts(rows_M), rows_M)
+    with executing:
+        for number, batch in enumerate(batches):
+            with nullcontext() if rows_M is None else routed.replay(rows_M[number]):
                 run_model(routed.model, batch)
     routed.model.zero_grad(set_to_none=True)
     dist.barrier()
