@@ -1,11 +1,8 @@
 """Replicas change nothing but roundings: against transformers' "all_to_all", and the plain model on one process."""
 
-from functools import cache
-
 import pytest
 import torch
 
-from foreroute.testing.models import tiny
 from tests.ep.replica_steps import SPREAD, Way, alone, distance, rollouts, steps, train
 from tests.roundings import GRADIENT_TERMS, roundings
 
@@ -46,19 +43,6 @@ def cases():
         case = (family, spread, dtype)
         marks = () if case == QUICK else pytest.mark.slow if case in SLOW else pytest.mark.exhaustive
         yield pytest.param(*case, marks=marks, id=f"{family}-{spread}-{dtype}")
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory):
-    """`folder_of("gpt_oss")`: the folder of a tiny model, written once."""
-
-    @cache
-    def of(family):
-        folder = tmp_path_factory.mktemp(family)
-        tiny(family).save_pretrained(folder)
-        return folder
-
-    return of
 
 
 def off(ran, expected):

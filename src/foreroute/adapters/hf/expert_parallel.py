@@ -149,7 +149,7 @@ class ForerouteEP(AutoEP):
         experts, kind = self.experts, type(self.experts).__name__
         if lacking := [name for name in LAYOUT if not hasattr(experts, name)]:
             return f"{self.path} is a {kind}, whose layout transformers does not declare ({', '.join(lacking)})"
-        for name, each in self.parameters().items():
+        for name, each in self._weights().items():
             if not WEIGHT.fullmatch(name) or each.dtype not in DTYPES:
                 return (
                     f"{self.path}.{name} is {each.dtype} {list(each.shape)}; expected gate_up_proj, up_proj or "
