@@ -55,12 +55,13 @@ def attach(model: nn.Module) -> RoutedTransformer:
 def attached(model: nn.Module, candidates: list[SelectingRouter], kind: LayerKind) -> RoutedTransformer:
     """A model with routers in one stack, proven. Raises as `attach`."""
     with untouched(model):
+        spread = find_spread(model)
         seen = probe(model, candidates)
         spec, trunk = spec_of(model, seen.routers, kind), seen.trunk_of(seen.routers)
         indexers = find_indexers(model, trunk)
         hooks = TransformerHooks(model, trunk, seen.routers, spec, indexers)
         self_check(Routed(model, [hooks]))
-        routed = RoutedTransformer(model, spec, hooks, find_spread(model))
+        routed = RoutedTransformer(model, spec, hooks, spread)
         if indexers is not None:
             check_indexers(routed, indexers)
     if about := about_packed(routed):

@@ -53,11 +53,13 @@ def find_spread_experts(model: nn.Module) -> ExpertParallelModel | None:
     if not sites:
         return None
     first = sites[0][1]
-    for path, _ in sites:
-        if path.endswith(".base_layer"):
-            from foreroute.adapters.hf.expert_lora import require_spread_adapters
+    for path, layer in sites:
+        if path.endswith(".base_layer") or layer.wrappers:
+            from foreroute.adapters.hf.expert_lora import require_spread, wrappers_of
 
-            require_spread_adapters(model, path)
+            layer.wrappers = wrappers_of(model, path)
+            for wrapper in layer.wrappers:
+                require_spread(wrapper, wrapper.lora_A)
     if first.spread is None:
         sizes = sorted({each.num_experts for _, each in sites})
         if len(sizes) > 1:
@@ -96,7 +98,8 @@ class ForerouteEP(AutoEP):
             by `find_spread_experts`.
         row_E: int64 [E], the row of each expert among those of all ranks; None while they are in order of their ids.
         owned: see `foreroute.ep.model.SpreadLayer`.
-        wrappers: those of PEFT around the experts module whose adapters are spread with it.
+        wrappers: those of PEFT around the experts module, whose adapters are spread with it.
+        active: those in whose forward the experts module runs, each with the name of an adapter that is on.
     """
 
     def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
@@ -108,13 +111,16 @@ class ForerouteEP(AutoEP):
         self.owned: Mapping[str, Tensor] = {}
         self.row_E: Tensor | None = None
         self.wrappers: list[Any] = []
+        self.active: list[tuple[Any, str]] = []
         experts.__dict__[SITE] = self
         experts.register_state_dict_pre_hook(self._refuse_moved)
         experts.register_load_state_dict_pre_hook(self._refuse_moved)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """As the module has them now: sharded between passes, what is computed with in one. And adapters' factors."""
-        factors = {name: each.weight for term, *pair in self._adapters() for name, each in zip(term.factors, pair)}
+        factors = {
+            name: each.weight for term, *pair in self._adapters() for name, each in zip(term.factors, pair, strict=True)
+        }
         return self._weights() | factors
 
     def _weights(self) -> dict[str, nn.Parameter]:
@@ -129,7 +135,10 @@ class ForerouteEP(AutoEP):
         """See `foreroute.ep.model.SpreadLayer`."""
         if isinstance(self.experts, FSDPModule):
             self.experts.reshard()  # a forward without a backward may have left them whole
-        self.owned = {name: local_experts(each, each.detach()) for name, each in self.parameters().items()}
+        owned = {name: local_experts(each, each.detach()) for name, each in self.parameters().items()}
+        if self.spread is not None and owned.keys() != self.owned.keys():
+            self.spread.close()  # adapters have come or gone
+        self.owned = owned
 
     def place(self, home_E: NDArray[np.int16]) -> None:
         """See `foreroute.ep.model.SpreadLayer`."""
@@ -223,11 +232,10 @@ class ForerouteEP(AutoEP):
             for name, factor_A in wrapper.lora_A.items():
                 if not hasattr(factor_A, "of_group"):  # added since, and refused when it is switched on
                     continue
-                is_off = wrapper.disable_adapters or wrapper.merged or name not in wrapper.active_adapters
                 term = LowRankTerm(
                     wrapper.parameter_name,
                     (f"{wrapper.parameter_name}.{name}.A", f"{wrapper.parameter_name}.{name}.B"),
-                    0.0 if is_off else float(wrapper.scaling[name]),
+                    float(wrapper.scaling[name]) if (wrapper, name) in self.active else 0.0,
                     not wrapper._did_swap_in_out_features,
                 )
                 yield term, factor_A, wrapper.lora_B[name]
@@ -237,7 +245,7 @@ class ForerouteEP(AutoEP):
         home: dict[str, Tensor] = dict(self._weights())
         terms = []
         for term, *pair in self._adapters():
-            for name, factor in zip(term.factors, pair):
+            for name, factor in zip(term.factors, pair, strict=True):
                 home[name] = factor.of_group() if term.scaling else factor.of_group().detach()
             terms.append(term)
         return home, terms
