@@ -118,10 +118,7 @@ class ForerouteEP(AutoEP):
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """As the module has them now: sharded between passes, what is computed with in one. And adapters' factors."""
-        factors = {
-            name: each.weight for term, *pair in self._adapters() for name, each in zip(term.factors, pair, strict=True)
-        }
-        return self._weights() | factors
+        return self._weights() | {name: each.weight for _, pair in self._adapters() for name, each in pair.items()}
 
     def _weights(self) -> dict[str, nn.Parameter]:
         return {name: each for name, each in self.experts._parameters.items() if each is not None}
@@ -226,26 +223,23 @@ class ForerouteEP(AutoEP):
         beside = replicas.compute(self.experts, at_replicas, rows.replicas)
         return torch.cat([out, beside.to(out.dtype)]).index_select(0, rows.returned_R)
 
-    def _adapters(self) -> Iterator[tuple[LowRankTerm, Any, Any]]:
-        """What each adapter adds now, 0 times where it is off, and its factors A and B."""
+    def _adapters(self) -> Iterator[tuple[LowRankTerm, dict[str, Any]]]:
+        """What each adapter adds now, 0 times where it is off, and its factors A and B by name."""
         for wrapper in self.wrappers:
+            parameter, is_transposed = wrapper.parameter_name, not wrapper._did_swap_in_out_features
             for name, factor_A in wrapper.lora_A.items():
-                if not hasattr(factor_A, "of_group"):  # added since, and refused when it is switched on
-                    continue
-                term = LowRankTerm(
-                    wrapper.parameter_name,
-                    (f"{wrapper.parameter_name}.{name}.A", f"{wrapper.parameter_name}.{name}.B"),
-                    float(wrapper.scaling[name]) if (wrapper, name) in self.active else 0.0,
-                    not wrapper._did_swap_in_out_features,
-                )
-                yield term, factor_A, wrapper.lora_B[name]
+                if hasattr(factor_A, "of_group"):  # or it was added since, and is refused when it is switched on
+                    names = f"{parameter}.{name}.A", f"{parameter}.{name}.B"
+                    scaling = float(wrapper.scaling[name]) if (wrapper, name) in self.active else 0.0
+                    term = LowRankTerm(parameter, names, scaling, is_transposed)
+                    yield term, dict(zip(names, (factor_A, wrapper.lora_B[name]), strict=True))
 
     def _home(self) -> tuple[dict[str, Tensor], list[LowRankTerm]]:
         """What a pass has of the experts here, [E / G, ...] by name, and what adapters add to it."""
         home: dict[str, Tensor] = dict(self._weights())
         terms = []
-        for term, *pair in self._adapters():
-            for name, factor in zip(term.factors, pair, strict=True):
+        for term, pair in self._adapters():
+            for name, factor in pair.items():
                 home[name] = factor.of_group() if term.scaling else factor.of_group().detach()
             terms.append(term)
         return home, terms
