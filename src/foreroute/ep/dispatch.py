@@ -42,9 +42,8 @@ class CellRows(NamedTuple):
         send_G, receive_G: rows to and from every rank.
         home, replicas: what is computed by the experts that live here, and by the replicas here.
         taken_R: int64 [rows sent], of the assignments sorted by expert, in the order of sending.
-        grouped_R: int64 [rows computed], the received row of each; those from the number of received rows on are zeros.
+        grouped_R: int64 [rows computed], the received row of each; the row of zeros behind them where a part is empty.
         returned_R: int64 [rows received], the computed row of each.
-        num_zeros: rows of zeros that lie behind those received.
     """
 
     send_G: list[int]
@@ -54,7 +53,6 @@ class CellRows(NamedTuple):
     taken_R: Tensor
     grouped_R: Tensor
     returned_R: Tensor
-    num_zeros: int
 
 
 def rows_on(device: torch.device, schedules: Sequence[CellSchedule]) -> list[CellRows]:
@@ -65,24 +63,18 @@ def rows_on(device: torch.device, schedules: Sequence[CellSchedule]) -> list[Cel
     group_rows = [part for cell in schedules for part in np.split(cell.group_rows_S, [cell.num_home])]
     ends = joined_to_device([part.cumsum(dtype=np.int32) for part in group_rows], device)
     groups = map(RowGroups, (part.tolist() for part in group_rows), ends.split([len(part) for part in group_rows]))
-    found = []
-    for cell in schedules:
-        receive_G = cell.receive_G.tolist()
-        is_padding = cell.grouped[:, 0] >= sum(receive_G)
-        num_zeros = max(1, int(cell.grouped[is_padding, 1].max(initial=0)))
-        found.append(
-            CellRows(
-                send_G=cell.send_G.tolist(),
-                receive_G=receive_G,
-                home=next(groups),
-                replicas=next(groups),
-                taken_R=next(indices),
-                grouped_R=next(indices),
-                returned_R=next(indices),
-                num_zeros=num_zeros,
-            )
+    return [
+        CellRows(
+            send_G=cell.send_G.tolist(),
+            receive_G=cell.receive_G.tolist(),
+            home=next(groups),
+            replicas=next(groups),
+            taken_R=next(indices),
+            grouped_R=next(indices),
+            returned_R=next(indices),
         )
-    return found
+        for cell in schedules
+    ]
 
 
 def expand(segments: Sequence[NDArray[np.int64]], sizes: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
@@ -168,9 +160,9 @@ class DispatchHandle:
         send_G: list[int],
         receive_G: list[int],
     ) -> tuple[Tensor, Tensor | None]:
-        """The chosen rows, and one number beside each, from all ranks; and rows of zeros behind them.
+        """The chosen rows, and one number beside each, from all ranks; and a row of zeros behind them.
 
-        From these is taken what was not sent, and what pads a group. Both travel in one message: the number lies in
+        That is taken for what was not sent, and for an empty part. Both travel in one message: the number lies in
         front of the row, in as many columns as hold it.
         """
         total, width = sum(receive_G), rows.shape[1]
@@ -183,8 +175,8 @@ class DispatchHandle:
             numbers, values, _ = packed.split(columns, dim=1)
             torch.index_select(rows, 0, chosen, out=values)
             torch.index_select(beside, 0, chosen_beside, out=_as_numbers(numbers, beside.dtype))
-        whole = rows.new_empty(total + self.rows.num_zeros, packed.shape[1])
-        arrived, zeros = whole.split([total, self.rows.num_zeros])
+        whole = rows.new_empty(total + 1, packed.shape[1])
+        arrived, zeros = whole.split([total, 1])
         zeros.zero_()
         with collective_errors(f"tokens of {self.what}", self.group):
             dist.all_to_all_single(arrived, packed, receive_G, send_G, group=self.group)

@@ -41,53 +41,28 @@ def spread_adapters(model: nn.Module) -> nn.Module:
         AttachError: when no experts that are spread have adapters, or have others than LoRA of their matrices.
     """
     reshard(model)
-    layers = {path: module.__dict__[SITE] for path, module in model.named_modules() if SITE in module.__dict__}
-    for path, layer in layers.items():
-        layer.wrappers = wrappers_of(model, path)
-    if not any(layer.wrappers for layer in layers.values()):
+    wrapped = [(layer, wrapper) for layer in _layers(model) for wrapper in layer.wrappers]
+    if not wrapped:
         raise AttachError(
             f"no experts of this {type(model).__name__} have adapters and are spread by foreroute; load the base with "
             'DistributedConfig(ep_implementation="foreroute"), and name experts in target_parameters'
         )
-    for layer in layers.values():
-        for wrapper in layer.wrappers:
-            for factors in (wrapper.lora_A, wrapper.lora_B):
-                for name, factor in factors.items():
-                    if not isinstance(factor, ExpertFactor):
-                        is_left = factors is wrapper.lora_B
-                        factors[name] = ExpertFactor(factor.weight, wrapper.get_param(), layer, is_left)
-            wrapper._activate_lora = partial(_left_to_layer, layer, wrapper)
-            wrapper.get_delta_weight = partial(_added_to, wrapper)
+    for layer, wrapper in wrapped:
+        for factors in (wrapper.lora_A, wrapper.lora_B):
+            for name, factor in factors.items():
+                if not isinstance(factor, ExpertFactor):
+                    is_left = factors is wrapper.lora_B
+                    factors[name] = ExpertFactor(factor.weight, wrapper.get_param(), layer, is_left)
+        wrapper._activate_lora = partial(_left_to_layer, layer, wrapper)
+        wrapper.get_delta_weight = partial(_added_to, wrapper)
     return model
 
 
-def wrappers_of(model: nn.Module, path: str) -> list[Any]:
-    """PEFT's wrappers around the experts module at a path, from the inside.
-
-    Raises:
-        AttachError: when one is no LoRA of matrices of experts.
-    """
-    wrappers: list[Any] = []
-    while path.endswith(".base_layer"):
-        path = path.removesuffix(".base_layer")
-        wrapper: Any = model.get_submodule(path)
-        if not hasattr(wrapper, "_activate_lora") or wrapper.get_param().dim() != 3:
-            raise AttachError(
-                f"{path} is wrapped by {type(wrapper).__name__} of {getattr(wrapper, 'parameter_name', 'a module')}; "
-                "expected LoRA of PEFT 0.21 on gate_up_proj, up_proj or down_proj by target_parameters"
-            )
-        wrappers.append(wrapper)
-    return wrappers
-
-
-def require_spread(wrapper: Any, names: Iterable[str]) -> None:
-    """Raise `AttachError` when one of these adapters is as PEFT made it."""
-    for name in names:
-        if not isinstance(wrapper.lora_A[name], ExpertFactor):
-            raise AttachError(
-                f"adapter {name} of {wrapper.parameter_name} has the factors of all experts here, where only some "
-                "experts are; call hf.spread_adapters(model) once it is there, before hf.attach and the optimizer"
-            )
+def require_adapters_spread(model: nn.Module) -> None:
+    """Raise `AttachError` when experts that are spread have adapters as PEFT made them."""
+    for layer in _layers(model):
+        for wrapper in layer.wrappers:
+            _require_spread(wrapper, wrapper.lora_A)
 
 
 class ExpertFactor(nn.Module):
@@ -169,7 +144,7 @@ class OfGroup(Function):
 def _left_to_layer(layer: ForerouteEP, wrapper: Any, active: list[str]) -> Iterator[None]:
     """In place of what PEFT does around a forward of the experts."""
     names = [name for name in active if name in wrapper.lora_A]
-    require_spread(wrapper, names)
+    _require_spread(wrapper, names)
     before = layer.active
     layer.active = [*before, *((wrapper, name) for name in names)]
     try:
@@ -184,3 +159,38 @@ def _added_to(wrapper: Any, name: str) -> DTensor:
     left, right = (factors[name].weight.detach().to_local() for factors in (wrapper.lora_B, wrapper.lora_A))
     added = (left @ right if wrapper._did_swap_in_out_features else right.mT @ left.mT) * wrapper.scaling[name]
     return DTensor.from_local(added.to(experts.dtype), experts.device_mesh, experts.placements, run_check=False)
+
+
+def _layers(model: nn.Module) -> list[ForerouteEP]:
+    """Those whose experts are spread, with the wrappers of PEFT that are around them now.
+
+    Raises:
+        AttachError: when one is no LoRA of matrices of experts.
+    """
+    layers = []
+    for path, module in model.named_modules():
+        if SITE not in module.__dict__:
+            continue
+        layer: ForerouteEP = module.__dict__[SITE]
+        layer.wrappers = []
+        while path.endswith(".base_layer"):
+            path = path.removesuffix(".base_layer")
+            wrapper: Any = model.get_submodule(path)
+            if not hasattr(wrapper, "_activate_lora") or wrapper.get_param().dim() != 3:
+                raise AttachError(
+                    f"{path} is wrapped by {type(wrapper).__name__} of {getattr(wrapper, 'parameter_name', 'a module')}"
+                    "; expected LoRA of PEFT 0.21 on gate_up_proj, up_proj or down_proj by target_parameters"
+                )
+            layer.wrappers.append(wrapper)
+        layers.append(layer)
+    return layers
+
+
+def _require_spread(wrapper: Any, names: Iterable[str]) -> None:
+    """Raise `AttachError` when one of these adapters is as PEFT made it."""
+    for name in names:
+        if not isinstance(wrapper.lora_A[name], ExpertFactor):
+            raise AttachError(
+                f"adapter {name} of {wrapper.parameter_name} has the factors of all experts here, where only some "
+                "experts are; call hf.spread_adapters(model) once it is there, before hf.attach and the optimizer"
+            )

@@ -31,35 +31,42 @@ from foreroute.ep.compute import LowRankTerm, StackedReplicas, adapted
 from foreroute.ep.dispatch import CellRows
 from foreroute.ep.execution import CellWork
 from foreroute.ep.model import local_experts
+from foreroute.ep.transfer.peers import collective_errors
 from foreroute.errors import AttachError
 
 SITE = "_foreroute_experts"
 """Where an experts module keeps its `ForerouteEP`."""
 WEIGHT = re.compile(r"(gate_up_proj|up_proj|down_proj)(_bias)?")
 """Parameters of an experts module that a replica computes with."""
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LAYOUT = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 """What transformers' `use_experts_implementation` puts on an experts module, and `foreroute.ep.compute` reads."""
 
 
-def find_spread_experts(model: nn.Module) -> ExpertParallelModel | None:
+def find_spread_experts(model: nn.Module, routers: Sequence[str]) -> ExpertParallelModel | None:
     """The experts of a model that were loaded with `ep_implementation="foreroute"`; None where none were.
 
+    Args:
+        model: to look through.
+        routers: the paths of those that are replayed. Experts of others, such as those of images, are left alone.
+
     Raises:
-        AttachError: when layers have different numbers of experts, or adapters that are not spread with them.
+        AttachError: when those of some router were not, or layers have different numbers of experts.
     """
+    beside = tuple(path.rpartition(".")[0] + "." for path in routers)
     sites: list[tuple[str, ForerouteEP]] = [
-        (path, module.__dict__[SITE]) for path, module in model.named_modules() if SITE in module.__dict__
+        (path, module.__dict__[SITE])
+        for path, module in model.named_modules()
+        if SITE in module.__dict__ and path.startswith(beside)
     ]
     if not sites:
         return None
+    if len(sites) != len(routers):
+        raise AttachError(
+            f"{len(routers)} routers are replayed, and {len(sites)} of their layers have experts that are spread by "
+            "foreroute; spread all of them, or none"
+        )
     first = sites[0][1]
-    for path, layer in sites:
-        if path.endswith(".base_layer") or layer.wrappers:
-            from foreroute.adapters.hf.expert_lora import require_spread, wrappers_of
-
-            layer.wrappers = wrappers_of(model, path)
-            for wrapper in layer.wrappers:
-                require_spread(wrapper, wrapper.lora_A)
     if first.spread is None:
         sizes = sorted({each.num_experts for _, each in sites})
         if len(sizes) > 1:
@@ -76,7 +83,7 @@ def owners_of(layer: ForerouteEP) -> NDArray[np.int64]:
 
     FSDP2 cuts the experts of a rank once more, between the groups that hold the same ones.
     """
-    ranks = layer.ep_mesh.mesh.numpy().reshape(1, -1)
+    ranks: NDArray[np.int64] = layer.ep_mesh.mesh.numpy().reshape(1, -1)
     parameter = next(iter(layer.parameters().values()))
     if not isinstance(parameter, DTensor):
         return ranks
@@ -85,7 +92,8 @@ def owners_of(layer: ForerouteEP) -> NDArray[np.int64]:
     pairs = zip(parameter.placements, coordinate, strict=True)
     # copies of HSDP have owners of their own
     own = mesh[tuple(at if each.is_replicate() else slice(None) for each, at in pairs)]
-    return own.numpy().reshape(-1, ranks.shape[1]).astype(np.int64)
+    owners: NDArray[np.int64] = own.numpy().reshape(-1, ranks.shape[1]).astype(np.int64)
+    return owners
 
 
 class ForerouteEP(AutoEP):
@@ -127,6 +135,19 @@ class ForerouteEP(AutoEP):
     def slices(self) -> tuple[int, int]:
         """The number of this rank among those that share a batch, and how many they are."""
         return self.tp_mesh.get_local_rank(), self.tp_mesh.size()
+
+    def objection_to_replicas(self) -> str | None:
+        """See `foreroute.ep.model.SpreadLayer`."""
+        experts, kind = self.experts, type(self.experts).__name__
+        if lacking := [name for name in LAYOUT if not hasattr(experts, name)]:
+            return f"{self.path} is a {kind}, whose layout transformers does not declare ({', '.join(lacking)})"
+        for name, each in self._weights().items():
+            if not WEIGHT.fullmatch(name) or each.dtype not in DTYPES:
+                return (
+                    f"{self.path}.{name} is {each.dtype} {list(each.shape)}; expected gate_up_proj, up_proj or "
+                    "down_proj, or _bias of these, in floats that are trained"
+                )
+        return None
 
     def begin(self) -> None:
         """See `foreroute.ep.model.SpreadLayer`."""
@@ -198,14 +219,14 @@ class ForerouteEP(AutoEP):
             replicas = StackedReplicas(work.cell, work.engine, home, self.owned, terms)
             passed_on = dict(zip(home, replicas.announce(), strict=True))
         order_A = ids_A.argsort().index_select(0, rows.taken_R)
-        arrived = self._exchange(hidden_RD[order_A // num_picks], rows.send_G, rows.receive_G)
+        arrived = self._exchange(work.name, hidden_RD[order_A // num_picks], rows.send_G, rows.receive_G)
         if replicas is None:
             with self._computing_with(home, terms):
                 computed = self._compute_home(arrived, _groups_of(rows.home.ends_S, rows.grouped_R, len(arrived)))
         else:
             replicas.fetch()
             computed = self._compute_beside(replicas, passed_on, arrived, rows)
-        returned = self._exchange(computed, rows.receive_G, rows.send_G)
+        returned = self._exchange(work.name, computed, rows.receive_G, rows.send_G)
         picks_AD = torch.empty_like(returned).index_copy(0, order_A, returned)
         return (picks_AD.view(*weights_RK.shape, -1) * weights_RK.unsqueeze(-1)).sum(dim=1)
 
@@ -267,10 +288,10 @@ class ForerouteEP(AutoEP):
         out: Tensor = self.experts_forward(rows_RD, local_R.unsqueeze(-1), rows_RD.new_ones((len(rows_RD), 1)))
         return out
 
-    def _exchange(self, rows: Tensor, send_G: list[int], receive_G: list[int]) -> Tensor:
-        arrived: Tensor = _WaitTensor.apply(
-            all_to_all_single_autograd(rows, receive_G, send_G, self.ep_mesh.get_group())
-        )
+    def _exchange(self, cell: str, rows: Tensor, send_G: list[int], receive_G: list[int]) -> Tensor:
+        group = self.ep_mesh.get_group()
+        with collective_errors(f"rows of {cell}", group):
+            arrived: Tensor = _WaitTensor.apply(all_to_all_single_autograd(rows, receive_G, send_G, group))
         return arrived
 
     def _refuse_moved(self, *_: Any) -> None:
