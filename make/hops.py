@@ -34,6 +34,7 @@ import torch.distributed as dist
 import foreroute as fr
 from benchmarks.megatron import Bench, start
 from foreroute.adapters import hf
+from foreroute.adapters.hf.spreading import spread
 from foreroute.core import attach
 from foreroute.plan import Links, PlanOptions, Topology
 from foreroute.train import parse_config, train
@@ -145,8 +146,8 @@ def measure(folder: Path) -> dict[str, Way]:
 def planned_cell(folder: Path) -> Way:
     """One layer's experts, forward, under a plan. Hooks of torch on the layer begin and end the counting."""
     dist.init_process_group("gloo", init_method=f"file://{folder / 'group'}", world_size=1, rank=0)
-    routed = hf.attach(hf.build_model("qwen3_moe", seed=0, experts_implementation="eager", vocab_size=64, **SIZES))
-    placed = hf.distribute(routed.model)
+    whole = hf.build_model("qwen3_moe", seed=0, experts_implementation="eager", vocab_size=64, **SIZES)
+    routed = hf.attach(spread(whole, torch.device("cpu")))
     ids = torch.randint(1, 64, (2, 6), generator=torch.Generator().manual_seed(0))
     with routed.record() as recording, torch.no_grad():
         routed.model(ids)
@@ -154,7 +155,7 @@ def planned_cell(folder: Path) -> Way:
     rows = routed.rows(trace)
     counts_MLGE = routed.gather_counts([rows])
     topology = Topology(num_ranks=1, ranks_per_node=1, redundant_slots=0, links=LINKS)
-    plan = fr.planner.plan(counts_MLGE, topology, home_LE=placed.home_LE)
+    plan = fr.planner.plan(counts_MLGE, topology, home_LE=routed.home_LE)
     experts = routed.model.model.layers[1].mlp.experts
     ways: list[Way] = []
 

@@ -20,8 +20,10 @@ class SpreadStep:
         plan: with replicas, of the counts of all ranks; None where it is given no slots.
     """
 
-    def __init__(self, rank, folder, sizes=ONE_GROUP, *, slots=2, checkpointed=False):
-        self.rank, self.model = rank, load_spread(folder, **sizes)
+    def __init__(self, rank, folder, sizes=ONE_GROUP, *, slots=2, checkpointed=False, dtype=torch.float32):
+        self.rank, self.model = rank, load_spread(folder, dtype=dtype, **sizes)
+        if dtype == torch.float64:  # which grouped_mm lacks
+            self.model.set_experts_implementation("eager")
         if checkpointed:
             self.model.train().gradient_checkpointing_enable()
         self.routed = hf.attach(self.model)

@@ -44,6 +44,7 @@ class CellRows(NamedTuple):
         taken_R: int64 [rows sent], of the assignments sorted by expert, in the order of sending.
         grouped_R: int64 [rows computed], the received row of each; the row of zeros behind them where a part is empty.
         returned_R: int64 [rows received], the computed row of each.
+        group_R: int64 [rows computed], the group of each; replicas are counted on behind the homes.
     """
 
     send_G: list[int]
@@ -53,6 +54,7 @@ class CellRows(NamedTuple):
     taken_R: Tensor
     grouped_R: Tensor
     returned_R: Tensor
+    group_R: Tensor
 
 
 def rows_on(device: torch.device, schedules: Sequence[CellSchedule]) -> list[CellRows]:
@@ -60,6 +62,10 @@ def rows_on(device: torch.device, schedules: Sequence[CellSchedule]) -> list[Cel
     segments = [runs for cell in schedules for runs in (cell.taken, cell.grouped, cell.returned)]
     sizes = [int(runs[:, 1].sum()) for runs in segments]
     indices = iter(expand(segments, sizes, device))
+    every_S = [np.stack([np.arange(len(cell.group_rows_S)), cell.group_rows_S], axis=1) for cell in schedules]
+    group_S, length_S = joined_to_device(every_S, device).unbind(1)
+    num_computed = [int(cell.group_rows_S.sum()) for cell in schedules]
+    of_cells = group_S.repeat_interleave(length_S, output_size=sum(num_computed)).split(num_computed)
     group_rows = [part for cell in schedules for part in np.split(cell.group_rows_S, [cell.num_home])]
     ends = joined_to_device([part.cumsum(dtype=np.int32) for part in group_rows], device)
     groups = map(RowGroups, (part.tolist() for part in group_rows), ends.split([len(part) for part in group_rows]))
@@ -72,8 +78,9 @@ def rows_on(device: torch.device, schedules: Sequence[CellSchedule]) -> list[Cel
             taken_R=next(indices),
             grouped_R=next(indices),
             returned_R=next(indices),
+            group_R=group_R,
         )
-        for cell in schedules
+        for cell, group_R in zip(schedules, of_cells, strict=True)
     ]
 
 
@@ -217,6 +224,28 @@ class Combine(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         handle: DispatchHandle = ctx.handle
         return handle.to_experts(grads[0], None)[0], None
+
+
+class Exchange(torch.autograd.Function):
+    """`Exchange.apply(rows_RD, send_G, receive_G, group, what)`: rows from all ranks, in order of rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, send_G: list[int], receive_G: list[int], group: dist.ProcessGroup, what: str
+    ) -> Tensor:
+        ctx.given = receive_G, send_G, group, f"gradients of {what}"
+        return _exchanged(rows, send_G, receive_G, group, what)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _exchanged(grads[0], *ctx.given), None, None, None, None
+
+
+def _exchanged(rows: Tensor, send_G: list[int], receive_G: list[int], group: dist.ProcessGroup, what: str) -> Tensor:
+    arrived = rows.new_empty(sum(receive_G), rows.shape[1])
+    with collective_errors(what, group):
+        dist.all_to_all_single(arrived, rows.contiguous(), receive_G, send_G, group=group)
+    return arrived
 
 
 def gather_counts(group: dist.ProcessGroup, mine: Tensor, what: str) -> NDArray[np.int64]:

@@ -2,8 +2,6 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import patch
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 
 from foreroute.testing.models import tiny
+from foreroute.testing.ranks import environment, torchrun
 
 ROOT = Path(__file__).parents[3]
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -39,11 +38,8 @@ def test_the_page_runs_and_plans_change_no_weights(tmp_path, compiled_planner):
         tmp_path / "sharp"
     )
     (tmp_path / "step.py").write_text("\n".join([READERS, *blocks, CHECK]))
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "step.py"]
-    run = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=300
-    )
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    run = torchrun(2, "step.py", timeout=300, cwd=tmp_path, env=environment(PYTHONPATH=paths, OMP_NUM_THREADS="1"))
     assert not run.returncode, run.stderr[-4000:]
     rows = {int(rank): int(count) for rank, count in re.findall(r"rank (\d) computed (\d+) rows", run.stdout)}
     assert rows.keys() == {0, 1}

@@ -20,18 +20,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import AutoEP
-from transformers.distributed.parallel_utils import _WaitTensor
 
 from foreroute.ep import ExpertParallelModel
 from foreroute.ep.compute import LowRankTerm, StackedReplicas, adapted
-from foreroute.ep.dispatch import CellRows
+from foreroute.ep.dispatch import CellRows, Exchange
 from foreroute.ep.execution import CellWork
 from foreroute.ep.model import local_experts
-from foreroute.ep.transfer.peers import collective_errors
 from foreroute.errors import AttachError
 
 SITE = "_foreroute_experts"
@@ -222,12 +219,12 @@ class ForerouteEP(AutoEP):
         arrived = self._exchange(work.name, hidden_RD[order_A // num_picks], rows.send_G, rows.receive_G)
         if replicas is None:
             with self._computing_with(home, terms):
-                computed = self._compute_home(arrived, _groups_of(rows.home.ends_S, rows.grouped_R, len(arrived)))
+                computed = self._compute_home(arrived, rows.group_R.index_select(0, rows.returned_R))
         else:
             replicas.fetch()
             computed = self._compute_beside(replicas, passed_on, arrived, rows)
         returned = self._exchange(work.name, computed, rows.receive_G, rows.send_G)
-        picks_AD = torch.empty_like(returned).index_copy(0, order_A, returned)
+        picks_AD = torch.empty_like(returned).index_copy_(0, order_A, returned)
         return (picks_AD.view(*weights_RK.shape, -1) * weights_RK.unsqueeze(-1)).sum(dim=1)
 
     def _compute_beside(
@@ -238,9 +235,8 @@ class ForerouteEP(AutoEP):
         if sum(sizes) > len(arrived):  # an empty part is given one row of zeros
             arrived = torch.cat([arrived, arrived.new_zeros((1, arrived.shape[1]))])
         at_home, at_replicas = arrived.index_select(0, rows.grouped_R).split(sizes)
-        places = torch.arange(sizes[0], device=arrived.device)
         with self._computing_with(passed_on, replicas.terms):
-            out = self._compute_home(at_home, _groups_of(rows.home.ends_S, places, sizes[0]))
+            out = self._compute_home(at_home, rows.group_R[: sizes[0]])
         beside = replicas.compute(self.experts, at_replicas, rows.replicas)
         return torch.cat([out, beside.to(out.dtype)]).index_select(0, rows.returned_R)
 
@@ -289,19 +285,9 @@ class ForerouteEP(AutoEP):
         return out
 
     def _exchange(self, cell: str, rows: Tensor, send_G: list[int], receive_G: list[int]) -> Tensor:
-        group = self.ep_mesh.get_group()
-        with collective_errors(f"rows of {cell}", group):
-            arrived: Tensor = _WaitTensor.apply(all_to_all_single_autograd(rows, receive_G, send_G, group))
+        arrived: Tensor = Exchange.apply(rows, send_G, receive_G, self.ep_mesh.get_group(), f"rows of {cell}")
         return arrived
 
     def _refuse_moved(self, *_: Any) -> None:
         if self.spread is not None:
             self.spread.require_block_homes()
-
-
-def _groups_of(ends_S: Tensor, place_R: Tensor, num_rows: int) -> Tensor:
-    """int64 [num_rows], the group of each row that is computed, put to its place in another order."""
-    computed_R = torch.searchsorted(ends_S, torch.arange(len(place_R), device=ends_S.device), right=True)
-    # a row of padding, which is there when nothing arrived, is left out
-    of_row = computed_R.new_empty(num_rows + 1).index_copy_(0, place_R, computed_R)
-    return of_row[:num_rows]
