@@ -133,7 +133,7 @@ def published_under(rank, folder, seeds):
 
 
 def test_a_step_publishes_what_its_plans_lend_and_nothing_twice(workers, folder_of):
-    for of_rank in workers(2).run(published_under, folder_of(), (1, 2, 1)):
+    for of_rank in workers(2).run(published_under, folder_of(), (2, 3, 2)):
         for written, lent, close in of_rank:
             assert written == lent
             assert close < roundings(TERMS) * LARGEST
