@@ -225,7 +225,7 @@ class ForerouteEP(AutoEP):
             computed = self._compute_beside(replicas, passed_on, arrived, rows)
         returned = self._exchange(work.name, computed, rows.receive_G, rows.send_G)
         picks_AD = torch.empty_like(returned).index_copy_(0, order_A, returned)
-        return (picks_AD.view(*weights_RK.shape, -1) * weights_RK.unsqueeze(-1)).sum(dim=1)
+        return (picks_AD.view(*weights_RK.shape, picks_AD.shape[1]) * weights_RK.unsqueeze(-1)).sum(dim=1)
 
     def _compute_beside(
         self, replicas: StackedReplicas, passed_on: Mapping[str, Tensor], arrived: Tensor, rows: CellRows
