@@ -4,33 +4,33 @@ One step of four micro-steps, forward and backward, on skewed routes that are re
 expert at its home, in turn; publishing the weights and planning are on the clock. The busiest rank's assignments are
 those that were computed. On a machine with fewer cores than processes a balanced step is no faster, since all of the
 work is done by the same cores; overlap is not measured. What a GPU has of it is a part of `python -m benchmarks gpu`.
+`over_all_to_all` has no plan: see `harness.implementations`.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
-from benchmarks.harness.execution_bench import BATCH, MICRO_STEPS, SIZES, SLOTS, Bench, in_processes
-from benchmarks.harness.executor_counts import (
-    busiest,
-    distribute_peak_over_share,
-    fetched_bytes,
-    launches,
-    posting,
-    summed,
-    waits_per_layer,
+from benchmarks.harness.execution_bench import (
+    BATCH,
+    MICRO_STEPS,
+    SIZES,
+    SLOTS,
+    Bench,
+    in_processes,
+    run_model,
+    spread_model,
 )
+from benchmarks.harness.executor_counts import busiest, fetched_bytes, launches, posting, summed, waits_per_layer
+from benchmarks.harness.implementations import SETTINGS, seconds_over_all_to_all
 from benchmarks.harness.pairs import compare
 from benchmarks.harness.schedule_bench import host_work
 from benchmarks.harness.step_seconds import step_seconds
-from foreroute.adapters import hf
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.replica_weights import Cell, expert_bytes
@@ -40,11 +40,8 @@ from foreroute.plan.schedule import ExecutionSchedule
 
 WORST = (
     *("executed_over_planned", "bytes_over_least", "host_over_direct"),
-    *("fetches_per_cell", "votes_per_step", "aten_over_unpatched", "gradient_bytes_over_lent_rows"),
+    *("fetches_per_cell", "votes_per_step", "aten_over_all_to_all", "gradient_bytes_over_lent_rows"),
 )
-
-LARGE: dict[str, Any] = SIZES | {"num_hidden_layers": 6, "hidden_size": 512, "moe_intermediate_size": 512}
-"""Of experts of 3 MB, whose weights are nearly all that the model has."""
 
 
 def run(*, quick: bool) -> dict[str, Any]:
@@ -54,17 +51,15 @@ def run(*, quick: bool) -> dict[str, Any]:
     worst = {name: max(figures[name] for figures in by_ranks.values()) for name in WORST} | {
         "posted_behind_rows": min(figures["posted_behind_rows"] for figures in by_ranks.values())
     }
-    with tempfile.TemporaryDirectory() as folder:
-        hf.build_model("qwen3_moe", seed=0, **LARGE).save_pretrained(folder)
-        peak = in_processes(distribute_peak_over_share, 4, Path(folder))
     return {
         "metrics": worst
-        | {"waits_per_layer": in_processes(waits_per_layer, 1), "distribute_peak_over_share": round(peak, 2)}
-        | {"by_ranks": by_ranks}
+        | {"waits_per_layer": in_processes(waits_per_layer, 1), "by_ranks": by_ranks}
+        | {"over_all_to_all": seconds_over_all_to_all({"few_rows": 2} if quick else {"few_rows": 60, "many_rows": 20})}
         | host_work(15 if quick else 50)
         | step_seconds(0 if quick else 20),
         "baselines": {"busiest_over_mean_at_home": {n: f["busiest_over_mean_at_home"] for n, f in by_ranks.items()}},
-        "setting": {"sizes": SIZES, "micro_steps": MICRO_STEPS, "batch": BATCH, "slots": SLOTS, "pairs": pairs},
+        "setting": {"sizes": SIZES, "micro_steps": MICRO_STEPS, "batch": BATCH, "slots": SLOTS, "pairs": pairs}
+        | {"over_all_to_all": {name: each._asdict() for name, each in SETTINGS.items()}},
     }
 
 
@@ -74,41 +69,41 @@ def _measured(rank: int, num_ranks: int, pairs: int) -> dict[str, Any]:
 
 
 def _counted(bench: Bench) -> dict[str, float]:
-    """What a planned step with weights from peer to peer posts and asks, and operators over the unpatched model's."""
+    """What a planned step with weights from peer to peer posts and asks, and operators over those of "all_to_all"."""
     plan = bench.plan(PlanOptions())
-    layers = [layer.module for layer in bench.placed.layers]
-    with posting(layers) as posted, bench.executing(plan):
+    experts = [module for path, module in bench.routed.model.named_modules() if path.endswith(".experts")]
+    with posting(experts) as posted, bench.executing(plan):
         begun = posted.questions
         bench.run()
         ended = posted.questions
-    lent = int(plan.num_replicas_ML.sum()) * expert_bytes(bench.placed.homes[0])
-    model = hf.build_model("qwen3_moe", seed=0, **SIZES)
+    lent = int(plan.num_replicas_ML.sum()) * expert_bytes(bench.homes[0])
+    theirs = spread_model(implementation="all_to_all")
 
-    def unpatched() -> None:
+    def all_to_all() -> None:
         for batch in bench.batches:
-            model(input_ids=batch, use_cache=False).logits.log_softmax(-1)[..., 0].mean().backward()
+            run_model(theirs, batch)
 
     return {
         "posted_behind_rows": posted.num_behind_rows / posted.num_fetches,
         "fetches_per_cell": posted.num_fetches / int((plan.num_replicas_ML > 0).sum()),
         "votes_per_step": ended - begun,
-        "aten_over_unpatched": round(launches(lambda: bench.step(plan)) / launches(unpatched), 4),
+        "aten_over_all_to_all": round(launches(lambda: bench.step(plan)) / launches(all_to_all), 4),
         "gradient_bytes_over_lent_rows": round(summed(posted.returned_bytes) / lent, 4),
     }
 
 
 def _steps(bench: Bench, pairs: int) -> dict[str, Any]:
-    plan, at_home = bench.plan(PlanOptions()), bench.plan(PlanOptions(replicas=False))
-    bench.placed.use(TransferOptions())
-    with closing(bench.placed):
-        home, planned = (bench.step(chosen) for chosen in (at_home, plan))
+    plan = bench.plan(PlanOptions())
+    bench.routed.use(TransferOptions())
+    with closing(bench.routed):
+        home, planned = (bench.step(chosen) for chosen in (None, plan))
         moved = fetched_bytes(planned)
         options = PlanOptions()
-        seconds = compare(lambda: bench.paid_step(options), lambda: bench.unplanned_step(at_home), pairs=pairs)
+        seconds = compare(lambda: bench.paid_step(options), bench.unplanned_step, pairs=pairs)
     mean = float(bench.counts_MLGE.sum()) / plan.topology.num_ranks
     return {
         "executed_over_planned": busiest(planned.executed_ML) / int(plan.max_load_ML.sum()),
-        "bytes_over_least": moved / (int(plan.hosts.fetched_R.sum()) * expert_bytes(bench.placed.homes[0])),
+        "bytes_over_least": moved / (int(plan.hosts.fetched_R.sum()) * expert_bytes(bench.homes[0])),
         "busiest_over_mean": round(busiest(planned.executed_ML) / mean, 4),
         "busiest_over_mean_at_home": round(busiest(home.executed_ML) / mean, 4),
         "planned_over_static_step": seconds.shown(),
@@ -117,17 +112,17 @@ def _steps(bench: Bench, pairs: int) -> dict[str, Any]:
 
 def _fetches(bench: Bench, pairs: int) -> dict[str, Any]:
     """The replicas of all cells, one after the other, into slots that hold nothing of use."""
-    plan, peers = bench.plan(PlanOptions(slots="shared")), PeerGroup(timeout_s=120)
+    plan, peers, homes = bench.plan(PlanOptions(slots="shared")), PeerGroup(timeout_s=120), bench.homes
 
     def engine(paths: FetchPath) -> TransferEngine:
-        return TransferEngine(bench.placed.homes, TransferOptions(paths, prefetch=0), peers)
+        return TransferEngine(homes, TransferOptions(paths, prefetch=0), peers)
 
     def fetching(engine: TransferEngine) -> Callable[[], None]:
         def fetch_all() -> None:
             schedule = ExecutionSchedule(plan, bench.counts_MLGE, dist.get_rank(), paths=engine.paths)
             engine.begin_step(0, plan, schedule)
             for m, layer in np.ndindex(*plan.shape[:2]):
-                engine.fetch(Cell(0, m, layer), bench.placed.homes[layer]).wait()
+                engine.fetch(Cell(0, m, layer), homes[layer]).wait()
             dist.barrier()
 
         return fetch_all

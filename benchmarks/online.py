@@ -34,11 +34,10 @@ from benchmarks.harness.online_execution import executing_online
 from benchmarks.harness.online_plans import RIVALS
 from benchmarks.harness.pairs import PairedRatio, seconds_in_turn
 from benchmarks.harness.step_prediction import STAGES
-from benchmarks.harness.step_seconds import PLANNED, SKEWS, STATIC, placed_model
+from benchmarks.harness.step_seconds import PLANNED, SKEWS, STATIC, recomputing_model
 from benchmarks.harness.step_seconds import SIZES as LARGE
 from foreroute import planner
 from foreroute.ep import PlanExecution
-from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.ep.transfer.replica_weights import expert_bytes
 from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.capabilities import FetchPath
@@ -98,13 +97,12 @@ def measured(
         paths: by which weights travel.
         sizes: of the model.
     """
-    routed, placed = placed_model(sizes)
-    placed.use(TransferOptions(paths))
+    routed = recomputing_model(sizes, paths)
     found: dict[str, Any] = {}
-    with closing(placed):
+    with closing(routed):
         for sequences in SEQUENCES:
             shape, micro_steps = (sequences, tokens), IN_ALL // sequences
-            bench = Bench.routed_anew(routed, placed, rank, skew=SKEWS["middle"], shape=shape, micro_steps=micro_steps)
+            bench = Bench.routed_anew(routed, rank, skew=SKEWS["middle"], shape=shape, micro_steps=micro_steps)
             topology = replace(bench.topology, ranks_per_node=ranks_per_node or num_ranks)
             imbalance = bench.plan(STATIC).max_load_ML.sum() / bench.counts_MLGE.sum() * num_ranks
             of_shape: dict[str, Any] = {"static_imbalance": round(float(imbalance), 3)}
@@ -152,16 +150,15 @@ def counted(rank: int, num_ranks: int, micro_steps: int) -> dict[str, dict[str, 
     Of a cell on average: `replicas`; `weights_<stage>`, how many experts' weights arrive, by their bytes; and
     `collectives_<stage>`, of rows and counts. An update has forward, recomputation and backward.
     """
-    routed, placed = placed_model(COUNTED)
-    placed.use(TransferOptions("direct"))
-    bench = Bench.routed_anew(routed, placed, rank, micro_steps=micro_steps)
+    routed = recomputing_model(COUNTED, "direct")
+    bench = Bench.routed_anew(routed, rank, micro_steps=micro_steps)
     mean, num_cells = bench.counts_MLGE.sum() / num_ranks, bench.counts_MLGE[..., 0, 0].size
-    one_bytes = expert_bytes(placed.homes[0])
+    one_bytes = expert_bytes(bench.homes[0])
     methods = _methods(bench.topology, EXACT, list(RIVALS))
     many = replace(bench.topology, redundant_slots=COUNTED["num_experts"] // num_ranks)
     methods["foresight_same_slots"] = partial(_foresight, topology=many, options=EXACT)
     found: dict[str, dict[str, float]] = {}
-    with closing(placed):
+    with closing(routed):
         for name, executing in methods.items():
             found[name] = {}
             for stage, updating in STAGES.items():
@@ -199,9 +196,9 @@ def _methods(topology: Topology, options: PlanOptions, rivals: Sequence[str]) ->
 @contextmanager
 def _foresight(bench: Bench, topology: Topology, options: PlanOptions) -> Iterator[PlanExecution]:
     for rows in bench.rows_M:
-        vars(rows).pop("counts_LE", None)  # so that they are counted on the clock
+        rows._counts.clear()  # so that they are counted on the clock
     counts_MLGE = bench.routed.gather_counts(bench.rows_M)
-    plan = planner.plan(counts_MLGE, topology, options, home_LE=bench.placed.home_LE)
+    plan = planner.plan(counts_MLGE, topology, options, home_LE=bench.routed.home_LE)
     with bench.routed.execute(plan, counts_MLGE, bench.rows_M, step=Bench.number) as execution:
         yield execution
 

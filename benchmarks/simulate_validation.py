@@ -75,9 +75,9 @@ def _timed(rank: int, num_ranks: int, rounds: int) -> list[TimedStep]:
     bench = Bench.of(rank, num_ranks)
     model: Any = bench.routed.model
     model.activation_checkpointing_enable()
-    bench.placed.use(TransferOptions())
-    with closing(bench.placed):
-        again = partial(Bench.routed_anew, bench.routed, bench.placed, rank)
+    bench.routed.use(TransferOptions())
+    with closing(bench.routed):
+        again = partial(Bench.routed_anew, bench.routed, rank)
         steps = [
             (again(skew=skew, shape=(sequences, BATCH[1])), f"skew {skew}, {sequences} sequences")
             for skew, sequences in itertools.product(SKEWS, SEQUENCES)

@@ -9,7 +9,7 @@ another. A small number means that a reader can follow the work.
     replayed_forward   a session is opened, a model of four layers runs on recorded routes, the session is closed
     replayed_rows      the same, of rows made once, as in an update after the recompute and in later epochs
     replayed_tensors   the same of integer tensors, by `foreroute.core` alone
-    planned_cell       the forward of one layer's experts in the executor, on one of two ranks
+    planned_cell       the forward of one layer's experts in the executor, in a group of one rank
     planned_cell_megatron
                        the same on Megatron-Core, from the output of the router to that of the layer
     training_step      one step of the reference trainer, in one process; files of `train/` alone
@@ -21,25 +21,22 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
-from transformers.distributed import DistributedConfig
 
 import foreroute as fr
 from benchmarks.megatron import Bench, start
 from foreroute.adapters import hf
+from foreroute.adapters.hf.spreading import spread
 from foreroute.core import attach
 from foreroute.plan import Links, PlanOptions, Topology
-from foreroute.testing.ranks import Workers
 from foreroute.train import parse_config, train
 from foreroute.train.loop import Trainer
 
@@ -147,25 +144,18 @@ def measure(folder: Path) -> dict[str, Way]:
 
 
 def planned_cell(folder: Path) -> Way:
-    """One layer's experts, forward, under a plan."""
-    hf.build_model("qwen3_moe", seed=0, vocab_size=64, **SIZES).save_pretrained(folder / "spread")
-    with closing(Workers(2)) as workers:
-        way: Way = workers.run(import_module("make.hops").planned_on_rank, str(folder / "spread"))[0]
-    return way
-
-
-def planned_on_rank(rank: int, folder: str) -> Way:
-    """The way on one of two ranks. Hooks of torch on the layer begin and end the counting."""
-    spread = DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation="foreroute")
-    routed = hf.attach(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=spread))
-    ids = torch.randint(1, 64, (2, 6), generator=torch.Generator().manual_seed(rank))
+    """One layer's experts, forward, under a plan. Hooks of torch on the layer begin and end the counting."""
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'group'}", world_size=1, rank=0)
+    whole = hf.build_model("qwen3_moe", seed=0, experts_implementation="eager", vocab_size=64, **SIZES)
+    routed = hf.attach(spread(whole, torch.device("cpu")))
+    ids = torch.randint(1, 64, (2, 6), generator=torch.Generator().manual_seed(0))
     with routed.record() as recording, torch.no_grad():
         routed.model(ids)
     trace = recording.trace()
     rows = routed.rows(trace)
     counts_MLGE = routed.gather_counts([rows])
-    topology = Topology(num_ranks=2, ranks_per_node=2, redundant_slots=0, links=LINKS)
-    plan = routed.share_plan(lambda: fr.planner.plan(counts_MLGE, topology, home_LE=routed.home_LE))
+    topology = Topology(num_ranks=1, ranks_per_node=1, redundant_slots=0, links=LINKS)
+    plan = fr.planner.plan(counts_MLGE, topology, home_LE=routed.home_LE)
     experts = routed.model.model.layers[1].mlp.experts
     ways: list[Way] = []
 
@@ -178,6 +168,7 @@ def planned_on_rank(rank: int, folder: str) -> Way:
     for _ in range(2):
         with routed.execute(plan, counts_MLGE, [rows]), routed.replay(rows):
             routed.model(ids).logits.square().mean().backward()
+    dist.destroy_process_group()
     return ways[-1]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +17,15 @@ from numpy.typing import NDArray
 from foreroute import planner
 from foreroute.adapters import hf
 from foreroute.adapters.hf.batch_routes import TraceRows
+from foreroute.adapters.hf.spreading import spread
 from foreroute.costs.cluster_file import Cluster, load_cluster, write_rates
-from foreroute.ep import ExpertParallelModel, PlanExecution
+from foreroute.ep import PlanExecution
 from foreroute.ep.transfer.consensus import RankConsensus
+from foreroute.ep.transfer.replica_weights import Home
 from foreroute.plan import Links, PlanOptions, StepPlan, Topology
 from foreroute.testing.ranks import Workers
 from foreroute.trace import RoutingSpec, RoutingTrace
+from foreroute.train.policy import CPU
 from foreroute.train.ranks import Ranks
 from foreroute.train.rates import measure_rates
 
@@ -56,7 +59,6 @@ class Bench:
 
     number: ClassVar[int] = 0
     routed: hf.RoutedTransformer
-    placed: ExpertParallelModel
     batches: list[torch.Tensor]
     traces: list[RoutingTrace]
     rows_M: list[TraceRows]
@@ -67,15 +69,12 @@ class Bench:
     @classmethod
     def of(cls, rank: int, num_ranks: int) -> Bench:
         """With routes that favour the first experts, as trained routers favour some."""
-        model = hf.build_model("qwen3_moe", seed=0, **SIZES)
-        routed = hf.attach(model)
-        return cls.routed_anew(routed, hf.distribute(model, timeout_s=120), rank)
+        return cls.routed_anew(hf.attach(spread_model()), rank)
 
     @classmethod
     def routed_anew(
         cls,
         routed: hf.RoutedTransformer,
-        placed: ExpertParallelModel,
         rank: int,
         *,
         skew: float = 0.3,
@@ -88,12 +87,12 @@ class Bench:
         """The same model on other routes, as `drawn` has them."""
         batches, traces = drawn(routed.spec, rank, skew=skew, zipf=zipf, shape=shape, micro_steps=micro_steps)
         rows_M = [routed.rows(trace) for trace in traces]
-        return cls(routed, placed, batches, traces, rows_M, routed.gather_counts(rows_M), cluster, slots)
+        return cls(routed, batches, traces, rows_M, routed.gather_counts(rows_M), cluster, slots)
 
     def plan(self, options: PlanOptions) -> StepPlan:
         """Of the step."""
         costs = None if self.cluster is None else self.cluster.costs
-        return planner.plan(self.counts_MLGE, self.topology, options, home_LE=self.placed.home_LE, costs=costs)
+        return planner.plan(self.counts_MLGE, self.topology, options, home_LE=self.routed.home_LE, costs=costs)
 
     @property
     def topology(self) -> Topology:
@@ -103,13 +102,21 @@ class Bench:
         num_ranks = self.counts_MLGE.shape[2]
         return Topology(num_ranks, num_ranks, self.slots, LINKS)
 
-    def step(self, plan: StepPlan, *, updating: bool = True) -> PlanExecution:
-        """All micro-steps under a plan, as `run` has them."""
+    @property
+    def homes(self) -> dict[int, Home]:
+        """The experts of this rank, by layer, as replicas are fetched from them."""
+        assert self.routed.spread is not None, "it was loaded so"
+        for layer in self.routed.spread.layers:
+            layer.begin()
+        return {layer.number: layer.owned for layer in self.routed.spread.layers}
+
+    def step(self, plan: StepPlan | None, *, updating: bool = True) -> PlanExecution:
+        """All micro-steps under a plan, or with every expert at its home, as `run` has them."""
         with self.executing(plan) as execution:
             self.run(updating=updating)
         return execution
 
-    def executing(self, plan: StepPlan) -> AbstractContextManager[PlanExecution]:
+    def executing(self, plan: StepPlan | None) -> AbstractContextManager[PlanExecution]:
         """Put a plan in force, in a step that has begun already or in one that begins."""
         return self.routed.execute(plan, self.counts_MLGE, self.rows_M, step=Bench.number)
 
@@ -117,9 +124,7 @@ class Bench:
         """Forward, and backward if `updating`, of all micro-steps."""
         for batch, rows in zip(self.batches, self.rows_M, strict=True):
             with torch.set_grad_enabled(updating), self.routed.replay(rows):
-                loss = self.routed.model(input_ids=batch, use_cache=False).logits.log_softmax(-1)[..., 0].mean()
-                if updating:
-                    loss.backward()
+                run_model(self.routed.model, batch, updating=updating)
         self.routed.model.zero_grad(set_to_none=True)
 
     def paid_step(self, options: PlanOptions, *, updating: bool = True) -> float:
@@ -136,16 +141,34 @@ class Bench:
         dist.barrier()
         return before_s
 
-    def unplanned_step(self, at_home: StepPlan, *, updating: bool = True) -> None:
+    def unplanned_step(self, *, updating: bool = True) -> None:
         """All that the step takes with every expert at its home: nothing is published, and nothing planned."""
-        self.step(at_home, updating=updating)
+        self.step(None, updating=updating)
         dist.barrier()
+
+
+def spread_model(
+    sizes: Mapping[str, Any] = SIZES,
+    implementation: str = "foreroute",
+    *,
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+) -> Any:
+    """A Qwen3-MoE in training mode, spread over all ranks, with the same weights each time. A collective call."""
+    return spread(hf.build_model("qwen3_moe", seed=0, **sizes).to(dtype), device, implementation).train()
+
+
+def run_model(model: Any, batch: torch.Tensor, *, updating: bool = True) -> None:
+    """A forward, and a backward if `updating`."""
+    loss = model(input_ids=batch, use_cache=False).logits.float().log_softmax(-1)[..., 0].mean()
+    if updating:
+        loss.backward()
 
 
 def measured_cluster(path: Path, tokens: int) -> Cluster:
     """What `foreroute plan --measure` makes of a topology file, on the ranks that are here. A collective call."""
     ranks = Ranks(RankConsensus())
-    rates = measure_rates(load_cluster(path), ranks, torch.device("cpu"), tokens)
+    rates = measure_rates(load_cluster(path), ranks, CPU, tokens)
     ranks.on_rank_0("writing the rates", lambda: write_rates(path, rates))
     return load_cluster(path)
 

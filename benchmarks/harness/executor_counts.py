@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from benchmarks.harness.execution_bench import PATIENCE_S, SIZES, Bench
+from benchmarks.harness.execution_bench import SIZES, Bench, run_model
 from benchmarks.harness.launch_path import Launches
 from foreroute.adapters import hf
 from foreroute.ep import PlanExecution
@@ -24,7 +23,6 @@ from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.errors import ReplayError
 from foreroute.plan import PlanOptions
 from foreroute.testing.counting_device import DEVICE, other_device
-from foreroute.testing.memory import peak_of
 
 QUESTIONS = ("objections", "most", "gather", "from_first", "texts")
 """Methods of `RankConsensus`, each of which asks all ranks on the host."""
@@ -127,14 +125,14 @@ def waits_per_layer(
 
         def waits(model: Any) -> int:
             device.reads.clear()
-            model(input_ids=batch, use_cache=False).logits.log_softmax(-1)[..., 0].mean().backward()
+            run_model(model, batch)
             return device.reads.total()
 
         before = waits(unpatched.to(DEVICE))
         model = bench.routed.model.to(DEVICE)
         with suppress(ReplayError), executing(bench), bench.routed.replay(bench.rows_M[0]):  # the others are not run
             found = waits(model)
-    return (found - before) / len(bench.placed.layers)
+    return (found - before) / len(bench.homes)
 
 
 def _without_routes_of_last_tokens(bench: Bench) -> Bench:
@@ -165,13 +163,3 @@ def fetched_bytes(execution: PlanExecution) -> int:
     """Of weights, that came to replicas on all ranks. A collective call."""
     mine = [record.host_bytes + record.direct_bytes for record in execution.transfers if record.kind == "fetch"]
     return int(summed(sum(mine)))
-
-
-def distribute_peak_over_share(rank: int, num_ranks: int, folder: Path) -> float:
-    """The most memory that loading a folder takes on any rank, over what this rank holds afterwards."""
-    hf.distribute_pretrained(folder, timeout_s=PATIENCE_S)  # what is imported and allocated once
-    placed, most = peak_of(lambda: hf.distribute_pretrained(folder, timeout_s=PATIENCE_S))
-    share = sum(parameter.nbytes for parameter in placed.model.parameters())
-    ratio = torch.tensor([most / share])
-    dist.all_reduce(ratio, dist.ReduceOp.MAX)
-    return float(ratio)

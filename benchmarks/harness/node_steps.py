@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.harness.execution_bench import LINKS, Bench
+from benchmarks.harness.execution_bench import Bench
 from benchmarks.harness.megatron_plan import forward_step, gpt_model, run_schedule
-from foreroute import layout, planner
-from foreroute.adapters import hf
-from foreroute.ep.transfer.engine import TransferOptions
-from foreroute.plan import PlanOptions, StepPlan, Topology
+from benchmarks.harness.step_seconds import recomputing_model
+from foreroute import layout
+from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import Executor, FetchPath
 from foreroute.simulate.workload import WORKLOADS
 from foreroute.testing import megatron_on_cpu
@@ -50,7 +49,6 @@ MEGATRON = {
     "recompute_num_layers": 1,
 }
 """The same model, beside what `megatron_plan.SIZES` says; its layers are computed anew in backward passes too."""
-PATIENCE_S = 120
 TOKENS, MICRO_STEPS = 128, 2
 """Of a sequence; micro-steps of a step."""
 
@@ -157,11 +155,7 @@ def _routed(
 
 class _OnHF:
     def __init__(self, nodes: Nodes, rank: int) -> None:
-        model: Any = hf.build_model("qwen3_moe", seed=0, **SIZES)
-        model.activation_checkpointing_enable()
-        self._nodes, self._rank = nodes, rank
-        self._routed, self._placed = hf.attach(model), hf.distribute(model, timeout_s=PATIENCE_S)
-        self._placed.use(TransferOptions(paths=nodes.paths))
+        self._nodes, self._rank, self._routed = nodes, rank, recomputing_model(SIZES, nodes.paths)
 
     def step(self, *, seed: int, sequences: int, at_home: bool = False) -> Step:
         batches, traces = _drawn(
@@ -169,21 +163,19 @@ class _OnHF:
         )
         rows_M = [self._routed.rows(trace) for trace in traces]
         counts_MLGE = self._routed.gather_counts(rows_M)
-        bench = Bench(self._routed, self._placed, batches, traces, rows_M, counts_MLGE)
-        ranks = Topology(self._nodes.num_ranks, self._nodes.ranks_per_node, 0, LINKS)
-        static = planner.plan(counts_MLGE, ranks, PlanOptions(replicas=False), home_LE=self._placed.home_LE)
+        bench = Bench(self._routed, batches, traces, rows_M, counts_MLGE)
 
         def run(plan: StepPlan | None, updating: bool) -> None:
             Bench.number += 1
-            bench.step(plan or static, updating=updating)
+            bench.step(plan, updating=updating)
 
-        return Step(counts_MLGE, self._placed.home_LE, run)
+        return Step(counts_MLGE, self._routed.home_LE, run)
 
     def move_homes(self, home_LE: NDArray[np.integer]) -> None:
-        self._placed.move_homes(home_LE)
+        self._routed.move_homes(home_LE)
 
     def close(self) -> None:
-        self._placed.close()
+        self._routed.close()
 
 
 class _OnMegatron:

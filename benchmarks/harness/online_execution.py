@@ -23,14 +23,13 @@ from torch import Tensor
 from benchmarks.harness.execution_bench import Bench
 from benchmarks.harness.online_plans import Rival
 from foreroute.core.passes import Pass
-from foreroute.ep.compute import row_multiple
 from foreroute.ep.dispatch import CellRows, gather_counts, rows_on
 from foreroute.ep.execution import CellWork, PassCells, PlanExecution, ServedStage
 from foreroute.ep.execution_ranks import MicroBatch
 from foreroute.ep.transfer.replica_weights import Cell
 from foreroute.plan import CellPlan, StepPlan, Topology
 from foreroute.plan.hosts import Hosts
-from foreroute.plan.options import STAGE_NAMES, Stage
+from foreroute.plan.options import Stage
 from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
 from foreroute.replay import ReplayRows
 
@@ -43,7 +42,8 @@ def executing_online(bench: Bench, rival: Rival, topology: Topology) -> Abstract
         rival: which.
         topology: of the ranks; slots are the rival's.
     """
-    bench.placed.in_force.hooks = bench.routed._of_trunk
+    assert bench.routed.spread is not None, "it was loaded so"
+    bench.routed.spread.in_force.hooks = bench.routed._of_trunk
     return OnlineExecution(bench, rival, topology).in_force(bench.routed._of_trunk)
 
 
@@ -55,8 +55,9 @@ class OnlineExecution(PlanExecution):
     """
 
     def __init__(self, bench: Bench, rival: Rival, topology: Topology) -> None:
-        placed, num_micro_steps = bench.placed, len(bench.rows_M)
-        home_LE, num_ranks = placed.home_LE, topology.num_ranks
+        spread, num_micro_steps = bench.routed.spread, len(bench.rows_M)
+        assert spread is not None, "it was loaded so"
+        home_LE, num_ranks = spread.home_LE, topology.num_ranks
         num_layers, num_experts = home_LE.shape
         topology = replace(topology, redundant_slots=rival.slots or num_experts // num_ranks)
         hosts = LateHosts.with_room(home_LE, num_micro_steps, num_ranks, num_ranks * topology.redundant_slots)
@@ -64,20 +65,22 @@ class OnlineExecution(PlanExecution):
         self.plan = StepPlan(topology, home_LE, hosts, loads_ML, loads_ML.astype(np.float64), "", rival.sharing)
         self.executed_ML, self.transfers = loads_ML.copy(), []
         self._schedules, self._num_replicas_ML = OnlineSchedule(), np.zeros_like(loads_ML)
-        served = ServedStage(self.plan, self._schedules, self._num_replicas_ML)
+        served = OnlineStage(self.plan, self._schedules, self.plan, self._schedules, self._num_replicas_ML)
         self.served = {"recompute": served, "update": served}
-        self._at_home = dict.fromkeys(STAGE_NAMES, False)
         self._planner = rival.planner(home_LE, topology, rival.sharing)
         self._known: dict[Cell, CellRows] = {}
-        self._ranks, self._step = placed.ranks, Bench.number
-        self._micro_batches = [MicroBatch(rows.trace, rows.counts_LE, rows.is_whole) for rows in bench.rows_M]
+        self._ranks, self._step = spread.ranks, Bench.number
+        self._micro_batches = [
+            MicroBatch(rows.trace, rows.counts_of(), rows.is_whole, int(rows.trace.valid_N.sum()))
+            for rows in bench.rows_M
+        ]
         # what the end of a step holds routers against, and what is sent of a batch with padding
         self._counts_MLGE, self._is_known_M = bench.counts_MLGE, [True] * num_micro_steps
-        self._row_multiples = {layer.number: row_multiple(layer.parameters) for layer in placed.layers}
         self._keeps_weights, self._before_publishing = True, None
         self._chunks, self._begun = [range(num_layers)], {0: 0}
         self._ran, self._has_begun = {}, False
-        self._homes, self._engine = placed.homes, placed.ranks.engine(placed.homes)
+        self._homes = bench.homes
+        self._engine = spread.ranks.engine(self._homes)
 
     def begin_pass(self, chunk: int, routes: object) -> PassCells:
         """See `PlanExecution`."""
@@ -93,7 +96,6 @@ class OnlineExecution(PlanExecution):
                 plan,
                 counts_GE,
                 rank,
-                row_multiple=self._row_multiples[cell.layer],
                 host_ranks=self.plan.topology.ranks_per_node if self._ranks.options.paths == "host" else 1,
                 what=str(cell),
             )
@@ -111,6 +113,15 @@ class OnlineExecution(PlanExecution):
         hosts.offsets[number + 1 :] = end
         self._num_replicas_ML[cell.micro_step, cell.layer] = len(plan.expert_R)
         self._schedules.by_cell[cell.micro_step, cell.layer] = schedule
+
+
+class OnlineStage(ServedStage):
+    """A stage of which nobody knows ahead whether some rank will have a replica."""
+
+    @property
+    def is_at_home(self) -> bool:
+        """See `ServedStage`."""
+        return False
 
 
 class LateHosts(Hosts):

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness.execution_bench import Bench, in_processes, measured_cluster
+from benchmarks.harness.execution_bench import Bench, in_processes, measured_cluster, spread_model
 from benchmarks.harness.pairs import compare
 from benchmarks.harness.step_prediction import (
     STAGES,
@@ -35,9 +35,9 @@ from benchmarks.harness.step_prediction import (
 )
 from foreroute.adapters import hf
 from foreroute.costs.cluster_file import cluster_toml
-from foreroute.ep import ExpertParallelModel
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.plan import PlanOptions
+from foreroute.plan.capabilities import FetchPath
 
 SIZES: dict[str, Any] = {
     "vocab_size": 256,
@@ -93,13 +93,13 @@ def step_seconds(pairs: int) -> dict[str, Any]:
     return found | {"predicted_planned_over_static": predict_ratios(others, cases, config)}
 
 
-def placed_model(sizes: Mapping[str, Any] = SIZES) -> tuple[hf.RoutedTransformer, ExpertParallelModel]:
+def recomputing_model(sizes: Mapping[str, Any] = SIZES, paths: FetchPath = "host") -> hf.RoutedTransformer:
     """A model over all ranks, which computes activations anew in backward."""
-    model: Any = hf.build_model("qwen3_moe", seed=0, **sizes)
+    model = spread_model(sizes)
     model.activation_checkpointing_enable()
-    routed, placed = hf.attach(model), hf.distribute(model, timeout_s=120)
-    placed.use(TransferOptions())
-    return routed, placed
+    routed = hf.attach(model)
+    routed.use(TransferOptions(paths))
+    return routed
 
 
 def _measured(
@@ -108,7 +108,7 @@ def _measured(
     """Ratios of rank 0; what was planned and static in each case; and other steps, timed."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     priced = partial(routed_anew, cluster=measured_cluster(path, SHAPE[0] * SHAPE[1]))
-    routed, placed = placed_model()
+    routed = recomputing_model()
     found: dict[str, Any] = {
         "rates": tomllib.loads(path.read_text()),
         "planned_over_static": {stage: {} for stage in STAGES},
@@ -117,9 +117,9 @@ def _measured(
         "static_imbalance": {},
     }
     cases: dict[str, list[TimedStep]] = {}
-    even = routed_anew(routed, placed, rank, skew=0.0, shape=SHAPE)
+    even = routed_anew(routed, rank, skew=0.0, shape=SHAPE)
     for name in (*MILD, *SKEWS):
-        bench = priced(routed, placed, rank, skew=SKEWS.get(name, 0.0), zipf=MILD.get(name, 0.0), shape=SHAPE)
+        bench = priced(routed, rank, skew=SKEWS.get(name, 0.0), zipf=MILD.get(name, 0.0), shape=SHAPE)
         plan, home = bench.plan(PLANNED), bench.plan(STATIC)
         cases[name] = [TimedStep(name, bench.counts_MLGE, one) for one in (plan, home)]
         mean = bench.counts_MLGE.sum() / num_ranks
@@ -129,24 +129,24 @@ def _measured(
             found["gains"][stage][name] = round(plan.gains[stage], 4)
         if name in SKEWS:
             found["planned_over_balanced"][name] = _ratio(bench, even, True, pairs)
-    few = priced(routed, placed, rank, skew=SKEWS["high"], shape=FEW_ROWS)
+    few = priced(routed, rank, skew=SKEWS["high"], shape=FEW_ROWS)
     found["does_not_pay"] = {"few_rows": _by_stage(few, pairs)}
     others = [
         (
             f"skew {skew}, {sequences} sequences",
-            routed_anew(routed, placed, rank, skew=skew, shape=(sequences, SHAPE[1])),
+            routed_anew(routed, rank, skew=skew, shape=(sequences, SHAPE[1])),
         )
         for skew, sequences in itertools.product(OTHER_SKEWS, OTHER_SEQUENCES)
     ]
-    with closing(placed):
+    with closing(routed):
         steps = [executed(name, one, one.plan(how)) for name, one in others for how in (PLANNED, STATIC)]
         return found, cases, time_steps(steps, rounds=ROUNDS)
 
 
 def _crowded(rank: int, num_ranks: int, pairs: int) -> dict[str, Any]:
     """Ratios by stage where processes share cores."""
-    bench = routed_anew(*placed_model(), rank, skew=SKEWS["high"], shape=SHAPE)
-    with closing(bench.placed):
+    bench = routed_anew(recomputing_model(), rank, skew=SKEWS["high"], shape=SHAPE)
+    with closing(bench.routed):
         return _by_stage(bench, pairs)
 
 
@@ -160,10 +160,10 @@ def _ratio(bench: Bench, other: Bench, updating: bool, pairs: int) -> dict[str, 
 
     Beside the ratio and its interval `before`, the share of it that passes before the first row.
     """
-    at_home, before_s = other.plan(STATIC), []
+    before_s: list[float] = []
     found = compare(
         lambda: before_s.append(bench.paid_step(PLANNED, updating=updating)),
-        lambda: other.unplanned_step(at_home, updating=updating),
+        lambda: other.unplanned_step(updating=updating),
         pairs=pairs,
     )
     return found.shown() | {"before": round(median(before_s[1:]) * 1e3 / found.baseline_ms, 4)}

@@ -14,7 +14,6 @@ import torch
 import zstandard
 
 import foreroute as fr
-from foreroute.adapters import hf
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.capture import Generation, decode, load_generation, read_nemo_gym, read_skycap, save_generation
 from foreroute.cli.convert import convert_file
@@ -201,7 +200,6 @@ PATHS = {
     "write_diagnosis": lambda at: write_diagnosis(diagnose(Evidence(attach_error="no")), at),
     "RunFolder": RunFolder,
     "ServedModel.at": ServedModel.at,
-    "save_pretrained": lambda at: hf.save_pretrained(None, at),
     "WeightsFolder": lambda at: WeightsFolder(at, None),
 }
 

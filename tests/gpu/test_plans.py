@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from benchmarks.gpu.counting import launch_waits, waits_are_seen
-from benchmarks.harness.execution_bench import SIZES, Bench, drawn
+from benchmarks.harness.execution_bench import SIZES, Bench, drawn, spread_model
 from benchmarks.harness.host_path import HostPath
 from foreroute.adapters import hf
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.testing.ranks import Workers
+from tests.ep.spread_models import whole
 from tests.ep.transfer.plans import split_plan
 from tests.gpu.test_jobs import check_fsdp
 
@@ -100,11 +101,9 @@ def test_a_host_path_that_fills_other_bytes_is_seen(one):
 
 
 def bench_on(rank, num_ranks, device, dtype=torch.float32):
-    """The model of a rank, distributed, and its routes."""
-    model = hf.build_model("qwen3_moe", seed=0, **SIZES).to(device, dtype)
-    routed = hf.attach(model)
-    placed = hf.distribute(model, timeout_s=TIMEOUT_S)
-    return Bench.routed_anew(routed, placed, rank, micro_steps=MICRO_STEPS, shape=shape_on(device))
+    """The model of a rank, spread, and its routes."""
+    routed = hf.attach(spread_model(device=device, dtype=dtype))
+    return Bench.routed_anew(routed, rank, micro_steps=MICRO_STEPS, shape=shape_on(device))
 
 
 def shape_on(device):
@@ -123,7 +122,7 @@ def alone(num_ranks, device, dtype=torch.float32):
         ):
             with routed.replay(trace):
                 logits.append(forward_and_backward(model, batch))
-    return logits, {name: parameter.grad.cpu() for name, parameter in model.named_parameters()}
+    return logits, {name: parameter.grad.cpu() / num_ranks for name, parameter in model.named_parameters()}
 
 
 def forward_and_backward(model, batch):
@@ -133,18 +132,16 @@ def forward_and_backward(model, batch):
 
 
 def step_under(bench, step, transfers=None):
-    """A step under a plan with replicas: logits of this rank, and the gradients of all ranks."""
-    model, placed, logits = bench.routed.model, bench.placed, []
-    plan = split_plan(step, bench.counts_MLGE, placed.home_LE)
+    """A step under a plan with replicas: logits of this rank, and the mean of the gradients of all ranks."""
+    model, logits = bench.routed.model, []
+    plan = split_plan(step, bench.counts_MLGE, bench.routed.home_LE)
     with bench.routed.execute(plan, bench.counts_MLGE, bench.rows_M, step=step) as execution:
         for batch, rows in zip(bench.batches, bench.rows_M, strict=True):
             with bench.routed.replay(rows):
                 logits.append(forward_and_backward(model, batch))
     if transfers is not None:
         transfers += execution.transfers
-    placed.sum_gradients()
-    # on the host, where gloo gathers them
-    grads = {name: placed.whole(each, each.grad.cpu()) for name, each in model.named_parameters()}
+    grads = {name: whole(each.grad).cpu() for name, each in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     return logits, grads
 
@@ -160,14 +157,14 @@ def distance(found, expected):
 
 
 def check_one_rank(device):
-    """In bfloat16 it may be as far from float32 as twice the undistributed model is."""
+    """In bfloat16 it may be as far from float32 as twice the model alone is."""
     exact = alone(1, device)
     assert distance(step_under(bench_on(0, 1, device), 0), exact) < CLOSE
     own = distance(alone(1, device, torch.bfloat16), exact)
     assert distance(step_under(bench_on(0, 1, device, torch.bfloat16), 0), exact) < 2 * own
 
 
-def test_one_rank_under_a_plan_is_the_undistributed_model(one):
+def test_one_rank_under_a_plan_is_the_model_alone(one):
     one(check_one_rank)
 
 
@@ -218,9 +215,9 @@ def on_two_ranks(rank, device, path, counts_waits):
     if device.type == "cuda":
         torch.cuda.set_device(device)
     bench, step = bench_on(rank, RANKS, device), 0
-    bench.placed.use(TransferOptions(paths=path))
+    bench.routed.use(TransferOptions(paths=path))
     transfers = []
-    with closing(bench.placed):
+    with closing(bench.routed):
         outcome = step_under(bench, step, transfers)
         fetched = [record for record in transfers if record.kind == "fetch"]
         places = launch_waits(partial(step_under, bench, step)) if counts_waits else []

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from foreroute.adapters import hf
+from foreroute.adapters.hf.spreading import spread
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.ep.transfer.engine import TransferOptions
@@ -69,10 +70,8 @@ def planned(counts_MLGE, name, home_LE):
 
 def execute(rank):
     """Every row under its plan: forward and backward on routes that favour some experts, others in every micro-step."""
-    model = hf.build_model("qwen3_moe", seed=0, **SIZES, vocab_size=64)
-    routed = hf.attach(model)
-    placed = hf.distribute(model, timeout_s=60)
-    home_LE, rng = placed.home_LE, np.random.default_rng(rank)
+    routed = hf.attach(spread(hf.build_model("qwen3_moe", seed=0, **SIZES, vocab_size=64), torch.device("cpu")))
+    model, home_LE, rng = routed.model, routed.home_LE, np.random.default_rng(rank)
     batches = [rng.integers(1, 64, (2, 40)) for _ in range(MICRO_STEPS)]
     traces = []
     for m, batch in enumerate(batches):
@@ -83,8 +82,8 @@ def execute(rank):
     found = {}
     for name in ROWS:
         step_plan, loss = planned(counts_MLGE, name, home_LE), 0.0
-        placed.move_homes(step_plan.home_LE)
-        placed.use(TransferOptions())
+        routed.move_homes(step_plan.home_LE)
+        routed.use(TransferOptions())
         with routed.execute(step_plan, counts_MLGE, traces) as execution:
             for batch, trace in zip(batches, traces, strict=True):
                 with routed.replay(trace):
@@ -93,9 +92,9 @@ def execute(rank):
                     part.backward()
                 loss += float(part.detach())
         model.zero_grad(set_to_none=True)
-        placed.move_homes(home_LE)
+        routed.move_homes(home_LE)
         found[name] = (step_plan, execution.executed_ML, loss)
-    placed.close()
+    routed.close()
     return counts_MLGE, home_LE, found
 
 

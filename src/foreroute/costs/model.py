@@ -111,7 +111,7 @@ class Hardware:
         gemm_flops_per_s: grouped matrix products of many rows.
         attention_flops_per_s: the causal attention core.
         memory_bytes_per_s: device memory.
-        tile_rows: pads an expert's rows to a multiple.
+        tile_rows: rows of a GEMM's tile, which takes as long with fewer; 1 on a CPU.
         layer_s: fixed seconds per pass and layer.
         links: bandwidths of one rank, latencies of an all-to-all.
         ranks_per_node: ranks joined by the fast link.
@@ -219,7 +219,7 @@ class CostModel:
     def expert_seconds(self, tokens_X: NDArray[np.integer], one: PassCost = FORWARD) -> NDArray[np.float64]:
         """Seconds of single local experts; those of a rank add up. An expert without tokens costs nothing.
 
-        6 h i FLOPs per row, rows padded to tiles; all weights once through memory; (8 h + 6 i) bytes per row through
+        6 h i FLOPs per row, in whole tiles; all weights once through memory; (8 h + 6 i) bytes per row through
         memory to permute, activate and unpermute it (bf16).
 
         Args:

@@ -42,9 +42,9 @@ class CellRows(NamedTuple):
         send_G, receive_G: rows to and from every rank.
         home, replicas: what is computed by the experts that live here, and by the replicas here.
         taken_R: int64 [rows sent], of the assignments sorted by expert, in the order of sending.
-        grouped_R: int64 [rows computed], the received row of each; those from the number of received rows on are zeros.
+        grouped_R: int64 [rows computed], the received row of each; the row of zeros behind them where a part is empty.
         returned_R: int64 [rows received], the computed row of each.
-        num_zeros: rows of zeros that lie behind those received.
+        group_R: int64 [rows computed], the group of each; replicas are counted on behind the homes.
     """
 
     send_G: list[int]
@@ -54,7 +54,7 @@ class CellRows(NamedTuple):
     taken_R: Tensor
     grouped_R: Tensor
     returned_R: Tensor
-    num_zeros: int
+    group_R: Tensor
 
 
 def rows_on(device: torch.device, schedules: Sequence[CellSchedule]) -> list[CellRows]:
@@ -62,27 +62,26 @@ def rows_on(device: torch.device, schedules: Sequence[CellSchedule]) -> list[Cel
     segments = [runs for cell in schedules for runs in (cell.taken, cell.grouped, cell.returned)]
     sizes = [int(runs[:, 1].sum()) for runs in segments]
     indices = iter(expand(segments, sizes, device))
+    every_S = [np.stack([np.arange(len(cell.group_rows_S)), cell.group_rows_S], axis=1) for cell in schedules]
+    group_S, length_S = joined_to_device(every_S, device).unbind(1)
+    num_computed = [int(cell.group_rows_S.sum()) for cell in schedules]
+    of_cells = group_S.repeat_interleave(length_S, output_size=sum(num_computed)).split(num_computed)
     group_rows = [part for cell in schedules for part in np.split(cell.group_rows_S, [cell.num_home])]
     ends = joined_to_device([part.cumsum(dtype=np.int32) for part in group_rows], device)
     groups = map(RowGroups, (part.tolist() for part in group_rows), ends.split([len(part) for part in group_rows]))
-    found = []
-    for cell in schedules:
-        receive_G = cell.receive_G.tolist()
-        is_padding = cell.grouped[:, 0] >= sum(receive_G)
-        num_zeros = max(1, int(cell.grouped[is_padding, 1].max(initial=0)))
-        found.append(
-            CellRows(
-                send_G=cell.send_G.tolist(),
-                receive_G=receive_G,
-                home=next(groups),
-                replicas=next(groups),
-                taken_R=next(indices),
-                grouped_R=next(indices),
-                returned_R=next(indices),
-                num_zeros=num_zeros,
-            )
+    return [
+        CellRows(
+            send_G=cell.send_G.tolist(),
+            receive_G=cell.receive_G.tolist(),
+            home=next(groups),
+            replicas=next(groups),
+            taken_R=next(indices),
+            grouped_R=next(indices),
+            returned_R=next(indices),
+            group_R=group_R,
         )
-    return found
+        for cell, group_R in zip(schedules, of_cells, strict=True)
+    ]
 
 
 def expand(segments: Sequence[NDArray[np.int64]], sizes: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
@@ -168,9 +167,9 @@ class DispatchHandle:
         send_G: list[int],
         receive_G: list[int],
     ) -> tuple[Tensor, Tensor | None]:
-        """The chosen rows, and one number beside each, from all ranks; and rows of zeros behind them.
+        """The chosen rows, and one number beside each, from all ranks; and a row of zeros behind them.
 
-        From these is taken what was not sent, and what pads a group. Both travel in one message: the number lies in
+        That is taken for what was not sent, and for an empty part. Both travel in one message: the number lies in
         front of the row, in as many columns as hold it.
         """
         total, width = sum(receive_G), rows.shape[1]
@@ -183,8 +182,8 @@ class DispatchHandle:
             numbers, values, _ = packed.split(columns, dim=1)
             torch.index_select(rows, 0, chosen, out=values)
             torch.index_select(beside, 0, chosen_beside, out=_as_numbers(numbers, beside.dtype))
-        whole = rows.new_empty(total + self.rows.num_zeros, packed.shape[1])
-        arrived, zeros = whole.split([total, self.rows.num_zeros])
+        whole = rows.new_empty(total + 1, packed.shape[1])
+        arrived, zeros = whole.split([total, 1])
         zeros.zero_()
         with collective_errors(f"tokens of {self.what}", self.group):
             dist.all_to_all_single(arrived, packed, receive_G, send_G, group=self.group)
@@ -225,6 +224,28 @@ class Combine(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         handle: DispatchHandle = ctx.handle
         return handle.to_experts(grads[0], None)[0], None
+
+
+class Exchange(torch.autograd.Function):
+    """`Exchange.apply(rows_RD, send_G, receive_G, group, what)`: rows from all ranks, in order of rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, send_G: list[int], receive_G: list[int], group: dist.ProcessGroup, what: str
+    ) -> Tensor:
+        ctx.given = receive_G, send_G, group, f"gradients of {what}"
+        return _exchanged(rows, send_G, receive_G, group, what)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _exchanged(grads[0], *ctx.given), None, None, None, None
+
+
+def _exchanged(rows: Tensor, send_G: list[int], receive_G: list[int], group: dist.ProcessGroup, what: str) -> Tensor:
+    arrived = rows.new_empty(sum(receive_G), rows.shape[1])
+    with collective_errors(what, group):
+        dist.all_to_all_single(arrived, rows.contiguous(), receive_G, send_G, group=group)
+    return arrived
 
 
 def gather_counts(group: dist.ProcessGroup, mine: Tensor, what: str) -> NDArray[np.int64]:

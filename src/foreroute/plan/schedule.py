@@ -59,7 +59,8 @@ class CellSchedule:
         grouped: segments of the received rows: those that are computed, in that order. A segment that starts at the
             number of received rows is padding.
         returned: segments of the computed rows: those that are sent back, in order of arrival.
-        group_rows_S: int64 [S], rows of every group, padding included.
+        group_rows_S: int64 [S], rows of every group. Where home experts, or replicas, get none at all, the first has
+            one of padding: a grouped GEMM is never given an empty input.
         num_home: how many groups are home experts; the others are replicas.
         lent: `MOVE`s of the replicas whose home is here, in order of round.
         served: `MOVE`s of the replicas here, in order of round.
@@ -82,7 +83,6 @@ class CellSchedule:
         counts_GE: NDArray[np.integer],
         rank: int,
         *,
-        row_multiple: int = 1,
         host_ranks: int = 1,
         what: str = "the cell",
     ) -> CellSchedule:
@@ -92,21 +92,13 @@ class CellSchedule:
             cell: homes and replicas.
             counts_GE: integers [G, E], assignments of every rank to every expert.
             rank: whose schedule.
-            row_multiple: the rows of a group are padded to a multiple of this.
             host_ranks: neighbouring ranks whose weights go through host memory; 1 has all go from peer to peer.
             what: the cell in words, for errors.
 
         Raises:
             PlanError: as in `ExecutionSchedule`.
         """
-        columns = _compile(
-            Hosts.of_cells(cell.home_E[None], [cell]),
-            counts_GE[None],
-            rank,
-            np.array([row_multiple], np.int64),
-            host_ranks,
-            [what],
-        )
+        columns = _compile(Hosts.of_cells(cell.home_E[None], [cell]), counts_GE[None], rank, host_ranks, [what])
         return _cut(columns, 0)
 
 
@@ -120,7 +112,6 @@ class ExecutionSchedule:
         plan: of the step.
         counts_MLGE: integers [M, L, G, E], what was planned, of the whole step.
         rank: whose schedule.
-        row_multiple_L: the rows of a group are padded to a multiple of this, by layer; 1 by default.
         paths: which path weights take.
 
     Raises:
@@ -134,17 +125,15 @@ class ExecutionSchedule:
         counts_MLGE: NDArray[np.integer],
         rank: int,
         *,
-        row_multiple_L: Sequence[int] | None = None,
         paths: FetchPath = "direct",
     ) -> None:
         num_micro_steps, num_layers = plan.shape[:2]
-        multiple_L = np.ones(num_layers, np.int64) if row_multiple_L is None else np.array(row_multiple_L, np.int64)
         host_ranks = plan.topology.ranks_per_node if paths == "host" else 1
 
         def block(m: int) -> Any:
             hosts = plan.hosts.part(m, m + 1)
             words = [f"micro-step {m}, routed layer {layer}" for layer in range(num_layers)]
-            return _compile(hosts, counts_MLGE[m], rank, multiple_L, host_ranks, words)
+            return _compile(hosts, counts_MLGE[m], rank, host_ranks, words)
 
         self._blocks: list[Future[Any]] = [_compiler().submit(block, m) for m in range(num_micro_steps)]
 
@@ -167,7 +156,6 @@ def _compile(
     hosts: Hosts,
     counts_CGE: NDArray[np.integer],
     rank: int,
-    row_multiple_L: NDArray[np.int64],
     host_ranks: int,
     words: Sequence[str],
 ) -> Any:
@@ -191,7 +179,7 @@ def _compile(
         num_home,
     )
     counts = np.ascontiguousarray(counts_CGE, np.int32)
-    cell, expert, source, excess = schedule_cells(rank, hosts, counts, row_multiple_L, host_ranks, out)
+    cell, expert, source, excess = schedule_cells(rank, hosts, counts, host_ranks, out)
     if cell != NONE:
         raise PlanError(
             f"{words[cell]}: replicas of expert {expert} are to serve {excess} assignments of rank {source} more than "

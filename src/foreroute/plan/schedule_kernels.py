@@ -34,16 +34,13 @@ class Columns(NamedTuple):
 
 
 @kernel
-def schedule_cells(
-    rank: int, hosts: Any, counts_CGE: Any, row_multiple_L: Any, host_ranks: int, out: Any
-) -> tuple[int, int, int, int]:
+def schedule_cells(rank: int, hosts: Any, counts_CGE: Any, host_ranks: int, out: Any) -> tuple[int, int, int, int]:
     """Fill `out` for the cells of a block, whose layers are 0, 1, ... L - 1, 0, ...
 
     Args:
         rank: whose schedule.
         hosts: `Hosts` of these cells.
         counts_CGE: int32 [C, G, E].
-        row_multiple_L: int64 [L], as in `ExecutionSchedule`.
         host_ranks: this many neighbouring ranks fetch weights through the memory that they share; 1: none do.
         out: `Columns`, filled.
 
@@ -122,7 +119,7 @@ def schedule_cells(
                 tokens_SG[s, g] = counts_GE[g, e] - served_GE[g, e]
         for i in range(first_G[rank], first_G[rank + 1]):
             tokens_SG[num_home + i - first_G[rank], :] = tokens_RG[begin + order_R[i], :]
-        _computed(tokens_SG[:num_groups], num_home, row_multiple_L[c % len(home_LE)], c, out, at)
+        _computed(tokens_SG[:num_groups], num_home, c, out, at)
 
         # weights: from homes to replicas, and gradients back
         if num_replicas:
@@ -237,10 +234,10 @@ def _by_rank_and_slot(
 
 
 @kernel
-def _computed(tokens_SG: Any, num_home: int, row_multiple: int, c: int, out: Any, at: Any) -> None:
+def _computed(tokens_SG: Any, num_home: int, c: int, out: Any, at: Any) -> None:
     """From received to computed order, and back: the transpose of a (source rank, group) table of segments.
 
-    Every group ends with its padding, which is taken from beyond the rows received and is not sent back.
+    An empty part, home experts or replicas, gets a row from beyond the rows received, which is not sent back.
     """
     num_groups, num_ranks = tokens_SG.shape
     arrived_SG = np.empty((num_groups, num_ranks), np.int64)
@@ -257,12 +254,11 @@ def _computed(tokens_SG: Any, num_home: int, row_multiple: int, c: int, out: Any
         rows_S[s] = tokens_SG[s].sum()
         any_home |= s < num_home and rows_S[s] > 0
         any_replica |= s >= num_home and rows_S[s] > 0
-        rows_S[s] += -rows_S[s] % row_multiple
     # a grouped GEMM is never given an empty input
     if not any_home:
-        rows_S[0] = row_multiple
+        rows_S[0] = 1
     if not any_replica and num_groups > num_home:
-        rows_S[num_home] = row_multiple
+        rows_S[num_home] = 1
     out.num_groups_C[c] = num_groups
     place = 0
     computed_SG = np.empty((num_groups, num_ranks), np.int64)

@@ -28,11 +28,11 @@ from torch import Tensor
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf.batch_routes import TraceRows
+from foreroute.adapters.hf.spreading import spread
 from foreroute.costs.cluster_file import Cluster, Rates
 from foreroute.costs.model import MOST_PRODUCTS, CostModel, Hardware, ModelShape
 from foreroute.costs.pricing import ALL_TO_ALL, ATTENTION, EXPERTS, step_parts
-from foreroute.ep import ExpertParallelModel
-from foreroute.ep.compute import row_multiple
+from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.errors import ConfigError
@@ -89,16 +89,16 @@ def measure_rates(cluster: Cluster, ranks: Alone, device: torch.device, tokens: 
         raise ConfigError(f"the file is of {topology.num_ranks} ranks, and {ranks.size} are here; start as many")
     if costs.model.weight_bytes not in DTYPES:
         raise ConfigError(f"weight_bytes is {costs.model.weight_bytes}; rates are measured for 2 or 4")
-    clock, (routed, placed) = _Clock(ranks, device), _small_model(costs.model, device)
-    placed.use(TransferOptions(costs.paths, costs.prefetch))
-    with closing(placed):
+    clock, routed = _Clock(ranks, device), _small_model(costs.model, device)
+    routed.use(TransferOptions(costs.paths, costs.prefetch))
+    with closing(routed):
         known = replace(costs.hardware, links=_links(clock, topology), replica_s=0.0, replica_backward_s=0.0)
         if costs.paths == "host":
-            known = _with_host_memory(clock, topology, placed, known)
+            known = _with_host_memory(clock, topology, routed, known)
         if device.type == "cpu":
-            known = replace(known, tile_rows=row_multiple(placed.layers[0].parameters))
+            known = replace(known, tile_rows=1)
         costs = replace(costs, hardware=known, sequence_tokens=float(SEQUENCE))
-        steps = _steps(routed, placed, replace(topology, links=known.links), clock, tokens)
+        steps = _steps(routed, replace(topology, links=known.links), clock, tokens)
         seconds_XS, begin_s = _timed(clock, routed, steps)
         found = vars(fitted(costs, steps, seconds_XS))
         plan_s_per_count = _planning(clock, steps[-1], costs)
@@ -176,7 +176,7 @@ class _Clock:
             torch.cuda.synchronize(self.device)
 
 
-def _small_model(shape: ModelShape, device: torch.device) -> tuple[hf.RoutedTransformer, ExpertParallelModel]:
+def _small_model(shape: ModelShape, device: torch.device) -> hf.RoutedTransformer:
     """Layers of the shape, whose activations are recomputed in backward."""
     heads = max(1, shape.attention_width // HEAD_WIDTH)
     model: Any = hf.build_model(
@@ -193,14 +193,12 @@ def _small_model(shape: ModelShape, device: torch.device) -> tuple[hf.RoutedTran
         moe_intermediate_size=shape.intermediate,
         norm_topk_prob=True,
     )
-    model.train().to(device, DTYPES[int(shape.weight_bytes)])
+    model = spread(model.to(DTYPES[int(shape.weight_bytes)]), device).train()
     checkpoint_activations(model)
-    return hf.attach(model), hf.distribute(model)
+    return hf.attach(model)
 
 
-def _steps(
-    routed: hf.RoutedTransformer, placed: ExpertParallelModel, topology: Topology, clock: _Clock, tokens: int
-) -> list[MeasuredStep]:
+def _steps(routed: hf.RoutedTransformer, topology: Topology, clock: _Clock, tokens: int) -> list[MeasuredStep]:
     """Even and uneven at home, and the uneven one under its plan. A rank alone has more tokens in uneven steps."""
     found, spec = [], routed.spec
     for skew, num_plans in ((0.0, 1), (UNEVEN, 2)):
@@ -214,7 +212,7 @@ def _steps(
             rows_M.append(routed.rows(RoutingTrace.from_sequences(spec, list(batch), list(ids))))
         counts = routed.gather_counts(rows_M)
         found += [
-            MeasuredStep(batches, rows_M, counts, plan(counts, topology, options, home_LE=placed.home_LE))
+            MeasuredStep(batches, rows_M, counts, plan(counts, topology, options, home_LE=routed.home_LE))
             for options in (PlanOptions(replicas=False), PlanOptions())[:num_plans]
         ]
     return found
@@ -261,11 +259,15 @@ def _links(clock: _Clock, topology: Topology) -> Links:
     return links
 
 
-def _with_host_memory(clock: _Clock, topology: Topology, placed: ExpertParallelModel, known: Hardware) -> Hardware:
+def _with_host_memory(clock: _Clock, topology: Topology, routed: hf.RoutedTransformer, known: Hardware) -> Hardware:
     """With the bytes that a rank publishes, and reads of what another one has published, in a second."""
-    homes, source = placed.homes, (clock.ranks.rank + 1) % topology.ranks_per_node
+    assert routed.spread is not None, "it was spread"
+    for layer in routed.spread.layers:
+        layer.begin()
+    homes = {layer.number: layer.owned for layer in routed.spread.layers}
+    source = (clock.ranks.rank + 1) % topology.ranks_per_node
     slots = {name: shard.detach()[0].clone() for name, shard in homes[0].items()}
-    with closing(HostMemory(placed.consensus, topology, homes)) as memory:
+    with closing(HostMemory(RankConsensus(), topology, homes)) as memory:
         publish_s = clock.quickest(lambda: memory.publish(homes))
         rows = [memory.row(source, 0, name, 0) for name in slots]
         fetch_s = clock.quickest(lambda: [slot.copy_(row) for slot, row in zip(slots.values(), rows, strict=True)])

@@ -12,22 +12,21 @@ W = A * G ranks that hold each expert once.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import AutoEP
-from transformers.distributed.parallel_utils import _WaitTensor
 
 from foreroute.ep import ExpertParallelModel
-from foreroute.ep.compute import StackedReplicas
-from foreroute.ep.dispatch import CellRows
+from foreroute.ep.compute import LowRankTerm, StackedReplicas, adapted
+from foreroute.ep.dispatch import CellRows, Exchange
 from foreroute.ep.execution import CellWork
 from foreroute.ep.model import local_experts
 from foreroute.errors import AttachError
@@ -36,21 +35,34 @@ SITE = "_foreroute_experts"
 """Where an experts module keeps its `ForerouteEP`."""
 WEIGHT = re.compile(r"(gate_up_proj|up_proj|down_proj)(_bias)?")
 """Parameters of an experts module that a replica computes with."""
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LAYOUT = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 """What transformers' `use_experts_implementation` puts on an experts module, and `foreroute.ep.compute` reads."""
 
 
-def find_spread_experts(model: nn.Module) -> ExpertParallelModel | None:
+def find_spread_experts(model: nn.Module, routers: Sequence[str]) -> ExpertParallelModel | None:
     """The experts of a model that were loaded with `ep_implementation="foreroute"`; None where none were.
 
+    Args:
+        model: to look through.
+        routers: the paths of those that are replayed. Experts of others, such as those of images, are left alone.
+
     Raises:
-        AttachError: when layers have different numbers of experts.
+        AttachError: when those of some router were not, or layers have different numbers of experts.
     """
+    beside = tuple(path.rpartition(".")[0] + "." for path in routers)
     sites: list[tuple[str, ForerouteEP]] = [
-        (path, module.__dict__[SITE]) for path, module in model.named_modules() if SITE in module.__dict__
+        (path, module.__dict__[SITE])
+        for path, module in model.named_modules()
+        if SITE in module.__dict__ and path.startswith(beside)
     ]
     if not sites:
         return None
+    if len(sites) != len(routers):
+        raise AttachError(
+            f"{len(routers)} routers are replayed, and {len(sites)} of their layers have experts that are spread by "
+            "foreroute; spread all of them, or none"
+        )
     first = sites[0][1]
     if first.spread is None:
         sizes = sorted({each.num_experts for _, each in sites})
@@ -63,12 +75,24 @@ def find_spread_experts(model: nn.Module) -> ExpertParallelModel | None:
     return first.spread
 
 
+def require_adapters_spread(model: nn.Module) -> None:
+    """Raise `AttachError` when adapters of experts that are spread are not spread with them."""
+    adapted = [
+        path for path, module in model.named_modules() if SITE in module.__dict__ and path.endswith("base_layer")
+    ]
+    if adapted:
+        from foreroute.adapters.hf.expert_lora import require_spread_adapters
+
+        for path in adapted:
+            require_spread_adapters(model, path)
+
+
 def owners_of(layer: ForerouteEP) -> NDArray[np.int64]:
     """int64 [A, G], the global ranks that hold each expert of a layer once between them.
 
     FSDP2 cuts the experts of a rank once more, between the groups that hold the same ones.
     """
-    ranks = layer.ep_mesh.mesh.numpy().reshape(1, -1)
+    ranks: NDArray[np.int64] = layer.ep_mesh.mesh.numpy().reshape(1, -1)
     parameter = next(iter(layer.parameters().values()))
     if not isinstance(parameter, DTensor):
         return ranks
@@ -77,7 +101,8 @@ def owners_of(layer: ForerouteEP) -> NDArray[np.int64]:
     pairs = zip(parameter.placements, coordinate, strict=True)
     # copies of HSDP have owners of their own
     own = mesh[tuple(at if each.is_replicate() else slice(None) for each, at in pairs)]
-    return own.numpy().reshape(-1, ranks.shape[1]).astype(np.int64)
+    owners: NDArray[np.int64] = own.numpy().reshape(-1, ranks.shape[1]).astype(np.int64)
+    return owners
 
 
 class ForerouteEP(AutoEP):
@@ -90,6 +115,7 @@ class ForerouteEP(AutoEP):
             by `find_spread_experts`.
         row_E: int64 [E], the row of each expert among those of all ranks; None while they are in order of their ids.
         owned: see `foreroute.ep.model.SpreadLayer`.
+        wrappers: those of PEFT around the experts module whose adapters are spread with it.
     """
 
     def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
@@ -100,18 +126,36 @@ class ForerouteEP(AutoEP):
         self.spread: ExpertParallelModel | None = None
         self.owned: Mapping[str, Tensor] = {}
         self.row_E: Tensor | None = None
+        self.wrappers: list[Any] = []
         experts.__dict__[SITE] = self
         experts.register_state_dict_pre_hook(self._refuse_moved)
         experts.register_load_state_dict_pre_hook(self._refuse_moved)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """As the module has them now: sharded between passes, what is computed with in one."""
+        """As the module has them now: sharded between passes, what is computed with in one. And adapters' factors."""
+        factors = {name: each.weight for term, *pair in self._adapters() for name, each in zip(term.factors, pair)}
+        return self._weights() | factors
+
+    def _weights(self) -> dict[str, nn.Parameter]:
         return {name: each for name, each in self.experts._parameters.items() if each is not None}
 
     @property
     def slices(self) -> tuple[int, int]:
         """The number of this rank among those that share a batch, and how many they are."""
         return self.tp_mesh.get_local_rank(), self.tp_mesh.size()
+
+    def objection_to_replicas(self) -> str | None:
+        """See `foreroute.ep.model.SpreadLayer`."""
+        experts, kind = self.experts, type(self.experts).__name__
+        if lacking := [name for name in LAYOUT if not hasattr(experts, name)]:
+            return f"{self.path} is a {kind}, whose layout transformers does not declare ({', '.join(lacking)})"
+        for name, each in self.parameters().items():
+            if not WEIGHT.fullmatch(name) or each.dtype not in DTYPES:
+                return (
+                    f"{self.path}.{name} is {each.dtype} {list(each.shape)}; expected gate_up_proj, up_proj or "
+                    "down_proj, or _bias of these, in floats that are trained"
+                )
+        return None
 
     def begin(self) -> None:
         """See `foreroute.ep.model.SpreadLayer`."""
@@ -136,7 +180,8 @@ class ForerouteEP(AutoEP):
         work = None if self.spread is None else self.spread.in_force.work_of(self.number, self.path)
         if work is None:
             place_NK = ids_NK if self.row_E is None else self.row_E[ids_NK]
-            out: Tensor = super().__call__(hidden_ND, place_NK, weights_NK)
+            with self._computing_with(*self._home()) if self.wrappers else nullcontext():
+                out: Tensor = super().__call__(hidden_ND, place_NK, weights_NK)
         else:
             out = self._execute(work, hidden_ND, ids_NK.to(torch.int64), weights_NK)
         return out
@@ -173,20 +218,21 @@ class ForerouteEP(AutoEP):
         """Rows to the experts that serve them and back, [R, D]; in the order of "all_to_all", whose bits they have."""
         num_picks, ids_A = ids_RK.shape[1], ids_RK.reshape(-1)
         rows = work.begin(ids_A.new_zeros(self.num_experts).index_add_(0, ids_A, torch.ones_like(ids_A)))
-        home, replicas = self.parameters(), None
-        passed_on: dict[str, Tensor] = dict(home)
+        (home, terms), replicas = self._home(), None
+        passed_on = home
         if work.moves is not None:
-            replicas = StackedReplicas(work.cell, work.engine, home, self.owned)
+            replicas = StackedReplicas(work.cell, work.engine, home, self.owned, terms)
             passed_on = dict(zip(home, replicas.announce(), strict=True))
         order_A = ids_A.argsort().index_select(0, rows.taken_R)
-        arrived = self._exchange(hidden_RD[order_A // num_picks], rows.send_G, rows.receive_G)
+        arrived = self._exchange(work.name, hidden_RD[order_A // num_picks], rows.send_G, rows.receive_G)
         if replicas is None:
-            computed = self._compute_home(arrived, _groups_of(rows.home.ends_S, rows.grouped_R, len(arrived)))
+            with self._computing_with(home, terms):
+                computed = self._compute_home(arrived, rows.group_R.index_select(0, rows.returned_R))
         else:
             replicas.fetch()
             computed = self._compute_beside(replicas, passed_on, arrived, rows)
-        returned = self._exchange(computed, rows.receive_G, rows.send_G)
-        picks_AD = torch.empty_like(returned).index_copy(0, order_A, returned)
+        returned = self._exchange(work.name, computed, rows.receive_G, rows.send_G)
+        picks_AD = torch.empty_like(returned).index_copy_(0, order_A, returned)
         return (picks_AD.view(*weights_RK.shape, -1) * weights_RK.unsqueeze(-1)).sum(dim=1)
 
     def _compute_beside(
@@ -197,16 +243,47 @@ class ForerouteEP(AutoEP):
         if sum(sizes) > len(arrived):  # an empty part is given one row of zeros
             arrived = torch.cat([arrived, arrived.new_zeros((1, arrived.shape[1]))])
         at_home, at_replicas = arrived.index_select(0, rows.grouped_R).split(sizes)
-        places = torch.arange(sizes[0], device=arrived.device)
-        parameters = dict(self.experts._parameters)
-        # only while they compute, or transformers takes them for weights that a kernel has replaced
-        self.experts._parameters.update(passed_on)  # type: ignore[arg-type]
-        try:
-            out = self._compute_home(at_home, _groups_of(rows.home.ends_S, places, sizes[0]))
-        finally:
-            self.experts._parameters.update(parameters)
+        with self._computing_with(passed_on, replicas.terms):
+            out = self._compute_home(at_home, rows.group_R[: sizes[0]])
         beside = replicas.compute(self.experts, at_replicas, rows.replicas)
         return torch.cat([out, beside.to(out.dtype)]).index_select(0, rows.returned_R)
+
+    def _adapters(self) -> Iterator[tuple[LowRankTerm, Any, Any]]:
+        """What each adapter adds now, 0 times where it is off, and its factors A and B."""
+        for wrapper in self.wrappers:
+            for name, factor_A in wrapper.lora_A.items():
+                if not hasattr(factor_A, "of_group"):  # added since, and refused when it is switched on
+                    continue
+                is_off = wrapper.disable_adapters or wrapper.merged or name not in wrapper.active_adapters
+                term = LowRankTerm(
+                    wrapper.parameter_name,
+                    (f"{wrapper.parameter_name}.{name}.A", f"{wrapper.parameter_name}.{name}.B"),
+                    0.0 if is_off else float(wrapper.scaling[name]),
+                    not wrapper._did_swap_in_out_features,
+                )
+                yield term, factor_A, wrapper.lora_B[name]
+
+    def _home(self) -> tuple[dict[str, Tensor], list[LowRankTerm]]:
+        """What a pass has of the experts here, [E / G, ...] by name, and what adapters add to it."""
+        home: dict[str, Tensor] = dict(self._weights())
+        terms = []
+        for term, *pair in self._adapters():
+            for name, factor in zip(term.factors, pair):
+                home[name] = factor.of_group() if term.scaling else factor.of_group().detach()
+            terms.append(term)
+        return home, terms
+
+    @contextmanager
+    def _computing_with(self, weights: Mapping[str, Tensor], terms: Sequence[LowRankTerm]) -> Iterator[None]:
+        """Only while experts compute, or transformers takes these for weights that a kernel has replaced."""
+        parameters = dict(self.experts._parameters)
+        self.experts._parameters.update(
+            {name: adapted(name, weights, terms) for name in self._weights()}  # type: ignore[misc]
+        )
+        try:
+            yield
+        finally:
+            self.experts._parameters.update(parameters)
 
     def _compute_home(self, rows_RD: Tensor, local_R: Tensor) -> Tensor:
         """What the experts here make of rows, each of which goes to one of them, int64 [R]."""
@@ -219,20 +296,10 @@ class ForerouteEP(AutoEP):
         out: Tensor = self.experts_forward(rows_RD, local_R.unsqueeze(-1), rows_RD.new_ones((len(rows_RD), 1)))
         return out
 
-    def _exchange(self, rows: Tensor, send_G: list[int], receive_G: list[int]) -> Tensor:
-        arrived: Tensor = _WaitTensor.apply(
-            all_to_all_single_autograd(rows, receive_G, send_G, self.ep_mesh.get_group())
-        )
+    def _exchange(self, cell: str, rows: Tensor, send_G: list[int], receive_G: list[int]) -> Tensor:
+        arrived: Tensor = Exchange.apply(rows, send_G, receive_G, self.ep_mesh.get_group(), f"rows of {cell}")
         return arrived
 
     def _refuse_moved(self, *_: Any) -> None:
         if self.spread is not None:
             self.spread.require_block_homes()
-
-
-def _groups_of(ends_S: Tensor, place_R: Tensor, num_rows: int) -> Tensor:
-    """int64 [num_rows], the group of each row that is computed, put to its place in another order."""
-    computed_R = torch.searchsorted(ends_S, torch.arange(len(place_R), device=ends_S.device), right=True)
-    # a row of padding, which is there when nothing arrived, is left out
-    of_row = computed_R.new_empty(num_rows + 1).index_copy_(0, place_R, computed_R)
-    return of_row[:num_rows]

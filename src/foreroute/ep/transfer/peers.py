@@ -228,11 +228,13 @@ def own_group(
         along: groups that join its ranks; a collective call of each of them, one after the other. With two, as of rows
             and columns, every rank of the new group is reached by one step in each. The whole world by default.
         ranks: global ranks of the group, ascending, with this one among them; those of `along` by default.
-        timeout_s: of its collectives, in seconds; by default that of the last of `along`, or of the whole world.
+        timeout_s: of its collectives, in seconds; by default that of the last of `along`, and no more than that of the
+            whole world: groups of a device mesh have torch's default, whatever `init_process_group` was told.
         backend: that of the default group by default.
     """
-    given = along[-1] if along else dist.group.WORLD
-    timeout = _timeout_of(given) if timeout_s is None else timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=timeout_s or 0)
+    if timeout_s is None:
+        timeout = min(_timeout_of(group) for group in (*along[-1:], dist.group.WORLD))
     if not along and ranks is None:
         everyone: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
         return everyone
