@@ -471,7 +471,7 @@ class TrainerPassController:
         return rollout.ready[part]
 
     def _routes_in(self, inputs: dict[str, Any]) -> TraceRows:
-        """Of a micro-batch that TRL keeps."""
+        """The routes of a micro-batch that TRL keeps."""
         mask_BT = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         return self._routes_of(LogprobPass("update", self._sequences_in(inputs)), slice(None), mask_BT)
 
