@@ -297,8 +297,6 @@ class ParallelConfig(Section):
     """Folder in node memory."""
     prefetch: Natural = 1
     """Cells fetched ahead."""
-    dense: Literal["replicated", "fsdp2"] = "replicated"
-    """All but experts: whole, or sharded."""
     timeout_s: Timeout = 600.0
     """Longest silence of a live rank."""
 

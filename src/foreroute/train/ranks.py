@@ -12,7 +12,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.peers import collective_errors
@@ -90,13 +89,6 @@ class Ranks(Alone):
         with collective_errors("gathering records", self._votes.group):
             dist.gather_object(part, parts, group=self._votes.group, group_dst=0)
         return parts or []
-
-    def broadcast(self, tensors: Mapping[str, Tensor]) -> None:
-        with collective_errors("copying weights from rank 0", self._votes.group):
-            for tensor in tensors.values():
-                there = tensor.detach().cpu()
-                dist.broadcast(there, group=self._votes.group, group_src=0)
-                tensor.copy_(there)
 
 
 def _words(error: Exception | None) -> str | None:
@@ -188,6 +180,12 @@ def join_ranks(num_ranks: int, timeout_s: float, device: torch.device = CPU) -> 
                 "look for the error of one that ended"
             ) from error
     require_backend(device)
+    if device.type == "cpu" and torch.accelerator.is_available():
+        raise ConfigError(
+            f"this process computes on the CPU and has a {torch.accelerator.current_accelerator()} device, over which "
+            'transformers would spread the model; set device = "cuda" and start no more processes than there are '
+            'devices, or hide them: CUDA_VISIBLE_DEVICES=""'
+        )
     try:
         ranks = Ranks(RankConsensus(timeout_s=WORK_TIMEOUT_S))
         ranks.require_same({"device": device.type}, "Give each process a device of one kind")
