@@ -160,6 +160,7 @@ def join_ranks(num_ranks: int, timeout_s: float, device: torch.device = CPU) -> 
     Raises:
         ConfigError: when there are more or fewer.
         RankError: when they do not find each other.
+        TransferError: in the place of what collectives of torch and transformers raise, when a process is gone.
     """
     started = dist.get_world_size() if dist.is_initialized() else num_started()
     if started != num_ranks:
@@ -187,9 +188,11 @@ def join_ranks(num_ranks: int, timeout_s: float, device: torch.device = CPU) -> 
             'devices, or hide them: CUDA_VISIBLE_DEVICES=""'
         )
     try:
-        ranks = Ranks(RankConsensus(timeout_s=WORK_TIMEOUT_S))
+        votes = RankConsensus(timeout_s=WORK_TIMEOUT_S)
+        ranks = Ranks(votes)
         ranks.require_same({"device": device.type}, "Give each process a device of one kind")
-        yield ranks
+        with collective_errors("running the policy", votes.group, foreign=True):
+            yield ranks
     finally:
         if made_here:
             dist.destroy_process_group()
