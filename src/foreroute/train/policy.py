@@ -172,8 +172,8 @@ def set_weights(model: nn.Module, weights: Mapping[str, Tensor], ranks: Alone) -
 
 
 def from_rank_0(ranks: Alone) -> StateDictOptions:
-    """How torch takes up whole states: one tensor after the other, from rank 0 where there are several."""
-    return StateDictOptions(full_state_dict=True, broadcast_from_rank0=ranks.size > 1)
+    """How torch takes up whole states: from rank 0 where there are several, one tensor after the other."""
+    return StateDictOptions(full_state_dict=ranks.size > 1, broadcast_from_rank0=ranks.size > 1)
 
 
 def require_fitting(model: nn.Module, state: Mapping[str, Any]) -> None:
@@ -272,11 +272,11 @@ class OneProcess:
         self.ranks, self._model = ranks, policy.model
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Give "model", the weights, and "optimizer", the "state" of its state dict, whole and on the host.
+        """Give "model", the weights, and "optimizer", the "state" of its state dict, whole.
 
-        On rank 0: elsewhere both are empty.
+        With several ranks they are on the host of rank 0, and elsewhere empty.
         """
-        whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        whole = StateDictOptions(full_state_dict=self.ranks.size > 1, cpu_offload=self.ranks.size > 1)
         weights, kept = get_model_state_dict(self._model, options=whole), {}
         if optimizer.state:  # torch would take a step to have some
             kept = get_optimizer_state_dict(self._model, optimizer, options=whole).get("state", {})
