@@ -138,7 +138,7 @@ class ExecutionRanks:
 
     @property
     def everyone(self) -> RankConsensus:
-        """Of all ranks that end alike: those of the group, and of the groups that hold the same experts."""
+        """The ranks that end alike: those of the group, and of the groups that hold the same experts."""
         return self.consensus if self.owners is None else self.owners.consensus
 
     def engine(self, homes: Mapping[int, Home]) -> TransferEngine:

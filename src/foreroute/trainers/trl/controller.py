@@ -112,7 +112,6 @@ class TrainerPassController:
         self._now: LogprobPass | None = None
         self._num_rollouts = 0
         self._num_updates = 0
-        self._num_in_step = 0
         self._has_old_pass = False
         self._checks_with_images = False
         self._source: TurnSource | None = None
@@ -124,7 +123,7 @@ class TrainerPassController:
                 self.routed = hf.attach(self._policy)
             self._served = ServedModel.of(self.routed)
             self._source = self._make_source()
-        self._windows = None if topology is None else PlannedWindows(self.routed, topology)
+        self._windows = None if topology is None else PlannedWindows(trainer, self.routed, topology)
         if isinstance(trainer.rollout_func, EngineSource):
             # a turn is sampled where TRL samples one, so that tools are TRL's to call
             self._source, trainer.rollout_func = trainer.rollout_func, None
@@ -326,9 +325,8 @@ class TrainerPassController:
     def step(self) -> Iterator[None]:
         """Around TRL's `training_step`. Raises `ReplayError` when no update pass ran in it."""
         before, windows = self._num_updates, self._windows
-        with nullcontext() if windows is None else windows.micro_step(self._ends_step):
+        with nullcontext() if windows is None else windows.micro_step():
             yield
-        self._num_in_step = 0 if self._ends_step() else self._num_in_step + 1
         with self._measuring():
             if self.is_on and self._num_updates == before:
                 raise ReplayError(
@@ -340,28 +338,6 @@ class TrainerPassController:
     def flush(self) -> dict[str, float]:
         """What is to be logged. Starts anew."""
         return self.metrics.flush() | ({} if self._windows is None else self._windows.sums.flush())
-
-    def _ends_step(self) -> bool:
-        """Whether the optimizer steps after this micro-batch."""
-        return bool(self._trainer.accelerator.sync_gradients)
-
-    def _window(self) -> list[TraceRows]:
-        """The routes of the micro-batches from this one to the optimizer's step, or to the next rollout."""
-        trainer, batches = self._trainer, self._trainer._buffered_inputs
-        num_of_rollout = trainer.args.steps_per_generation * trainer.num_iterations
-        num_left = min(
-            num_of_rollout - trainer._step % num_of_rollout,
-            trainer.current_gradient_accumulation_steps - self._num_in_step,
-        )
-        window = [batches[number % len(batches)] for number in range(trainer._step, trainer._step + num_left)]
-        return [
-            self._routes_of(
-                LogprobPass("update", self._sequences_in(batch)),
-                slice(None),
-                torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
-            )
-            for batch in window
-        ]
 
     def _over_processes(self, sums: Tensor) -> Tensor:
         accelerator = self._trainer.accelerator
@@ -444,7 +420,7 @@ class TrainerPassController:
     ) -> AbstractContextManager[None]:
         """A plan of the old-log-prob pass, which is over when it has run; or that of the window of an update."""
         if self._windows is not None and now.kind == "update":
-            self._windows.begin(self._window)
+            self._windows.begin(self._routes_in)
         elif self._windows is not None and self._replay == "R3":
             return self._windows.executing([self._routes_of(now, rows, mask) for rows, mask, _ in parts], "recompute")
         return nullcontext()
@@ -493,6 +469,11 @@ class TrainerPassController:
             trace = rollout.routes(sequences, lengths, drops_truncated=drops_truncated)
             rollout.ready[part] = self.routed.rows(trace)
         return rollout.ready[part]
+
+    def _routes_in(self, inputs: dict[str, Any]) -> TraceRows:
+        """The routes of a micro-batch that TRL keeps."""
+        mask_BT = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        return self._routes_of(LogprobPass("update", self._sequences_in(inputs)), slice(None), mask_BT)
 
     def _measure(self, seen: LogprobPass, batch: dict[str, Any]) -> None:
         """Trainer beside rollout, at the rollout's weights."""

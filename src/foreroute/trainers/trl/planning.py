@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -27,7 +28,8 @@ class PlannedWindows:
     """Executes the passes of one trainer under plans.
 
     Args:
-        routed: the policy.
+        trainer: TRL's, set up.
+        routed: its policy.
         planned_for: the ranks that share experts; with rates, by which a stage runs at homes where its plan saves too
             little.
 
@@ -39,7 +41,7 @@ class PlannedWindows:
         ConfigError: for ranks, or slots, that no plan can be made for.
     """
 
-    def __init__(self, routed: RoutedTransformer, planned_for: Topology | Cluster) -> None:
+    def __init__(self, trainer: Any, routed: RoutedTransformer, planned_for: Topology | Cluster) -> None:
         if not isinstance(planned_for, Topology | Cluster):
             raise ConfigError(f"topology is {shown(planned_for)}; expected a Topology, or what load_cluster() gives")
         is_priced = isinstance(planned_for, Cluster)
@@ -52,26 +54,31 @@ class PlannedWindows:
                 f"expected {num_ranks}, which share the experts of a layer, and slots for replicas, as homes stay"
             )
         self.sums = PlanSums()
-        self._routed = routed
-        self._open, self._num_left = ExitStack(), 0
+        self._trainer, self._routed = trainer, routed
+        self._open, self._num_left, self._num_in_step = ExitStack(), 0, 0
 
-    def begin(self, window: Callable[[], Sequence[TraceRows]]) -> None:
+    def begin(self, routes_in: Callable[[dict[str, Any]], TraceRows]) -> None:
         """An update pass begins, with a window where none is open. A collective call then.
 
         Args:
-            window: gives the micro-batches of one, this one first.
+            routes_in: gives the routes of one of the micro-batches that TRL keeps.
         """
-        if not self._num_left:
-            micro_batches = window()
-            self._open.enter_context(self.executing(micro_batches, "update"))
-            self._num_left = len(micro_batches)
+        if self._num_left:
+            return
+        trainer, batches = self._trainer, self._trainer._buffered_inputs
+        num_of_rollout = trainer.args.steps_per_generation * trainer.num_iterations
+        num_left = min(
+            num_of_rollout - trainer._step % num_of_rollout,
+            trainer.current_gradient_accumulation_steps - self._num_in_step,
+        )
+        numbers = range(trainer._step, trainer._step + num_left)
+        window = [routes_in(batches[number % len(batches)]) for number in numbers]
+        self._open.enter_context(self.executing(window, "update"))
+        self._num_left = num_left
 
     @contextmanager
-    def micro_step(self, is_last: Callable[[], bool]) -> Iterator[None]:
+    def micro_step(self) -> Iterator[None]:
         """One of TRL's training steps, after whose backward a window may end; an error ends it too.
-
-        Args:
-            is_last: whether the optimizer steps after it.
 
         Raises:
             ReplayError: on every rank alike, when the optimizer steps before all of a window has run.
@@ -80,9 +87,11 @@ class PlannedWindows:
             try:
                 yield
             except BaseException:
-                self._num_left = 0
+                self._num_left = self._num_in_step = 0
                 raise
-            self._num_left = 0 if is_last() else max(self._num_left - 1, 0)
+            is_last = bool(self._trainer.accelerator.sync_gradients)
+            self._num_in_step = 0 if is_last else self._num_in_step + 1
+            self._num_left = 0 if is_last else max(self._num_left - 1, 0)
             if self._num_left:
                 self._open = stack.pop_all()
 
