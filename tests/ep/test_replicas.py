@@ -70,7 +70,7 @@ def test_a_step_with_replicas_is_that_of_all_to_all(workers, folder_of, family, 
             for way in WAYS:
                 ours = found[way].grads
                 assert distance({"": found[way].log_probs}, {"": truth}) < bound, way
-                # without FSDP2, transformers sums those of norms of heads that every rank has whole
+                # transformers sums those of norms of heads anew: findings/tensor_parallel_accumulates_norms_anew.sh
                 names = [name for name in grads if "fsdp_size" in config or "_norm." not in name]
                 assert distance({n: ours[n] for n in names}, {n: grads[n] for n in names}) < bound, way
     if ways != WAYS:
