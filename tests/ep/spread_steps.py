@@ -22,8 +22,6 @@ class SpreadStep:
 
     def __init__(self, rank, folder, sizes=ONE_GROUP, *, slots=2, checkpointed=False, dtype=torch.float32):
         self.rank, self.model = rank, load_spread(folder, dtype=dtype, **sizes)
-        if dtype == torch.float64:  # which grouped_mm lacks
-            self.model.set_experts_implementation("eager")
         if checkpointed:
             self.model.train().gradient_checkpointing_enable()
         self.routed = hf.attach(self.model)
