@@ -38,10 +38,10 @@ class Ability(StrEnum):
 
 
 EXECUTES: Mapping[Executor, frozenset[Ability]] = {
-    "hf": frozenset(),
+    "hf": frozenset({Ability.EXPERT_DATA_PARALLEL}),
     "megatron": frozenset({Ability.EXPERT_DATA_PARALLEL}),
 }
-"""The abilities of `foreroute.ep` under `hf.distribute`, and of Megatron-Core with `foreroute.adapters.megatron`."""
+"""The abilities of `foreroute.ep` in transformers, and of Megatron-Core with `foreroute.adapters.megatron`."""
 
 
 def warn_of_lacks(plan: StepPlan, executor: Executor) -> None:
