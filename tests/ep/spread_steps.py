@@ -26,7 +26,7 @@ class SpreadStep:
             self.model.train().gradient_checkpointing_enable()
         self.routed = hf.attach(self.model)
         self.batches = [
-            batch_of(7 + rank, 9 - m, seed=10 * m + rank, side=("left", "right")[m]) for m in range(MICRO_STEPS)
+            batch_of(7 + rank, 10 - m, seed=10 * m + rank, side=("left", "right")[m]) for m in range(MICRO_STEPS)
         ]
         self.traces = [random_routes(self.routed.spec, batch, seed=rank + m) for m, batch in enumerate(self.batches)]
         self.counts_MLGE = self.routed.gather_counts(self.traces)
