@@ -19,7 +19,7 @@ from tests.roundings import GRADIENT_TERMS, roundings
 NOT_SPREAD = {"dbrx", "jetmoe", "llama4", "longcat_flash", "switch_transformers"}
 """Transformers has no plan of them."""
 SHARED = {"tp_size": 2, "ep_size": 2}
-"""One batch for both ranks: transformers' plan for these cuts dense layers too, which FSDP2 refuses on the same ranks."""
+"""One batch for both ranks: transformers' plan for these cuts dense layers too, where FSDP2 cannot cut them again."""
 SIZES = {
     "gemma4": SHARED | {"tp_plan": {"lm_head": "colwise_gather_output"}},
     "diffusion_gemma": SHARED | {"tp_plan": {"norm": "replicated_with_grad_allreduce"}},

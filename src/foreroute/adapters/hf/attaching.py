@@ -56,7 +56,9 @@ def attached(model: nn.Module, candidates: list[SelectingRouter], kind: LayerKin
     """A model with routers in one stack, proven. Raises as `attach`."""
     spreading = sys.modules.get("foreroute.adapters.hf.expert_parallel")
     if spreading is not None:
-        spreading.require_adapters_spread(model)  # the first forward would fail
+        from foreroute.adapters.hf.expert_lora import require_adapters_spread
+
+        require_adapters_spread(model)  # the first forward would fail
     with untouched(model):
         seen = probe(model, candidates)
         spec, trunk = spec_of(model, seen.routers, kind), seen.trunk_of(seen.routers)

@@ -1,21 +1,18 @@
 """LoRA of PEFT on experts that transformers has spread: an expert computes with W + s B A, where A and B are its own.
 
-PEFT wraps an experts module once for each parameter that it adapts (`target_parameters`), and puts W + s B A of all
-experts in its place while a forward runs, which does not run on sharded experts. Here its wrappers stay, so that
-adapters are switched, merged, saved and loaded as ever; factors live where their expert does, and `ForerouteEP` adds
-them up. What goes to a replica is W, A and B, and what comes back is the gradients of those that are trained.
+PEFT's wrappers stay around the experts, so that adapters are switched, merged, saved and loaded as ever. Factors live
+where their expert does, and `ForerouteEP` adds their product to W where experts compute.
 
 Letters: E experts, G expert-parallel ranks, W ranks that hold each expert once, r rank of a factor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
@@ -29,61 +26,43 @@ from foreroute.errors import AttachError
 def spread_adapters(model: nn.Module) -> nn.Module:
     """Leave on each rank the LoRA factors of its own experts. A collective call, after `peft.get_peft_model`.
 
-    Before `hf.attach` and the optimizer: parameters of factors are replaced, by DTensors [E, r, in] and [E, out, r]
-    that lie as the experts do. The first rank's factors count, as ranks may have drawn others. Gradients are the mean
-    over ranks, like those of all that is sharded. `state_dict`, and so `save_pretrained`, gives factors whole and as
-    PEFT lays them out, on all ranks, which call it together; loading takes the same. Call it again after adapters were
-    added; calls without anything to spread are refused.
+    Call it before `hf.attach` and before the optimizer is made, and again when adapters are added: factors become new
+    parameters, DTensors [E, r, in] and [E, out, r] that lie as the experts do. Those of the first rank count. Their
+    gradients are the mean over ranks. `state_dict`, and so `save_pretrained`, is a collective call from then on, which
+    gives factors whole and as PEFT lays them out; loading takes the same.
 
     Args:
-        model: of PEFT, whose base was loaded with `ep_implementation="foreroute"`.
+        model: of PEFT, its base loaded with `ep_implementation="foreroute"`.
 
     Returns:
         The same model.
 
     Raises:
-        AttachError: when no experts that we spread have LoRA, or what adapts them is no LoRA of single experts.
+        AttachError: when no experts that are spread have adapters, or have others than LoRA of their matrices.
     """
     reshard(model)
-    found = [
-        (layer, wrapper)
-        for path, layer in [
-            (path, each.__dict__[SITE]) for path, each in model.named_modules() if SITE in each.__dict__
-        ]
-        for wrapper in _wrappers(model, path)
-    ]
-    if not found:
+    wrapped = [(layer, wrapper) for layer in _layers(model) for wrapper in layer.wrappers]
+    if not wrapped:
         raise AttachError(
             f"no experts of this {type(model).__name__} have adapters and are spread by foreroute; load the base with "
-            'DistributedConfig(ep_implementation="foreroute"), and name experts in target_parameters of '
-            "peft.get_peft_model"
+            'DistributedConfig(ep_implementation="foreroute"), and name experts in target_parameters'
         )
-    for layer, wrapper in found:
+    for layer, wrapper in wrapped:
         for factors in (wrapper.lora_A, wrapper.lora_B):
             for name, factor in factors.items():
                 if not isinstance(factor, ExpertFactor):
-                    factors[name] = ExpertFactor(factor.weight, wrapper.get_param(), layer, factors is wrapper.lora_B)
-        if wrapper not in layer.wrappers:
-            layer.wrappers.append(wrapper)
-            wrapper._activate_lora = partial(_leave_to_layer, wrapper)
-            wrapper.get_delta_weight = partial(_added_to, wrapper)
+                    is_left = factors is wrapper.lora_B
+                    factors[name] = ExpertFactor(factor.weight, wrapper.get_param(), layer, is_left)
+        wrapper._activate_lora = partial(_left_to_layer, layer, wrapper)
+        wrapper.get_delta_weight = partial(_added_to, wrapper)
     return model
 
 
-def require_spread_adapters(model: nn.Module, path: str) -> None:
-    """Raise `AttachError` when adapters of the experts module at a path are as PEFT made them."""
-    for wrapper in _wrappers(model, path):
-        require_spread(wrapper, list(wrapper.lora_A))
-
-
-def require_spread(wrapper: Any, names: list[str]) -> None:
-    """Raise `AttachError` when one of these adapters is as PEFT made it."""
-    if plain := [name for name in names if not isinstance(wrapper.lora_A[name], ExpertFactor)]:
-        raise AttachError(
-            f"adapter {plain[0]} of {wrapper.parameter_name} has the factors of all experts on this rank, which PEFT "
-            "cannot add to experts that are spread; call hf.spread_adapters(model) after every adapter, and before "
-            "hf.attach and the optimizer"
-        )
+def require_adapters_spread(model: nn.Module) -> None:
+    """Raise `AttachError` when experts that are spread have adapters as PEFT made them."""
+    for layer in _layers(model):
+        for wrapper in layer.wrappers:
+            _require_spread(wrapper, wrapper.lora_A)
 
 
 class ExpertFactor(nn.Module):
@@ -96,44 +75,40 @@ class ExpertFactor(nn.Module):
         is_left: whether it is the second of these.
 
     Attributes:
-        weight: [E, r, in] or [E, out, r].
+        weight: a DTensor [E, r, in] or [E, out, r].
     """
+
+    weight: Any
 
     def __init__(self, plain: nn.Parameter, experts: DTensor, layer: ForerouteEP, is_left: bool) -> None:
         super().__init__()
         self._is_left, self._num_experts = is_left, len(experts)
-        # ranks of a tensor-parallel group have a batch together
         self._num_batches = experts.device_mesh.size() // layer.slices[1]
         spread = distribute_tensor(self._stacked(plain.detach()), experts.device_mesh, experts.placements)
         self.weight = nn.Parameter(spread, requires_grad=plain.requires_grad)
 
     def of_group(self) -> Tensor:
         """[E / G, ...], those of this rank's experts in a pass."""
-        weight: Any = self.weight
-        are_copies = [each.is_replicate() for each in weight.placements[:-1]]
-        gathered: Tensor = OfGroup.apply(weight.to_local(), weight.device_mesh, are_copies, self._num_batches)
+        are_copies = [each.is_replicate() for each in self.weight.placements[:-1]]
+        gathered: Tensor = OfGroup.apply(self.weight.to_local(), self.weight.device_mesh, are_copies, self._num_batches)
         return gathered
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        weight: Any = self.weight
-        whole = weight.detach().full_tensor()
+        whole = self.weight.detach().full_tensor()
         plain = whole.movedim(0, 2).flatten(1) if self._is_left else whole.flatten(0, 1)
         destination[f"{prefix}weight"] = plain.contiguous()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        weight: Any = self.weight
-        plain = state_dict.get(f"{prefix}weight")
-        if plain is not None:
-            stacked = self._stacked(plain.to(weight.device))
-            state_dict[f"{prefix}weight"] = distribute_tensor(
-                stacked, weight.device_mesh, weight.placements, src_data_rank=None
-            )
+        key, mesh = f"{prefix}weight", self.weight.device_mesh
+        if key in state_dict:
+            stacked = self._stacked(state_dict[key].to(self.weight.device))
+            state_dict[key] = distribute_tensor(stacked, mesh, self.weight.placements, src_data_rank=None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _stacked(self, plain: Tensor) -> Tensor:
         if self._is_left:
-            return plain.unflatten(1, (-1, self._num_experts)).movedim(2, 0).contiguous()
-        return plain.unflatten(0, (self._num_experts, -1))
+            return plain.unflatten(1, (-1, self._num_experts)).movedim(2, 0).contiguous()  # type: ignore[no-any-return]
+        return plain.unflatten(0, (self._num_experts, -1))  # type: ignore[no-any-return]
 
 
 class OfGroup(Function):
@@ -144,64 +119,78 @@ class OfGroup(Function):
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, mesh: Any, are_copies: list[bool], num_batches: int) -> Tensor:
-        ctx.groups = [(mesh.get_group(dim), mesh.size(dim), is_copy) for dim, is_copy in enumerate(are_copies)]
-        ctx.num_batches = num_batches
+        dims = [dim for dim in range(len(are_copies)) if mesh.size(dim) > 1]
+        ctx.groups, ctx.num_batches = [(mesh.get_group(dim), are_copies[dim]) for dim in dims], num_batches
         whole = local.view_as(local)
-        for group, size, is_copy in ctx.groups:
-            if size > 1 and not is_copy:
-                part, whole = whole, whole.new_empty((size * len(whole), *whole.shape[1:]))
+        for group, is_copy in ctx.groups:
+            if not is_copy:
+                part, whole = whole, whole.new_empty((group.size() * len(whole), *whole.shape[1:]))
                 dist.all_gather_into_tensor(whole, part, group=group)
         return whole
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        total = grads[0] / ctx.num_batches
-        for group, size, is_copy in ctx.groups:
-            if size > 1 and is_copy:
+        total = (grads[0] / ctx.num_batches).contiguous()
+        for group, is_copy in ctx.groups:
+            if is_copy:
                 dist.all_reduce(total, group=group)
-            elif size > 1:
-                whole, total = total.contiguous(), total.new_empty((len(total) // size, *total.shape[1:]))
+            else:
+                whole, total = total, total.new_empty((len(total) // group.size(), *total.shape[1:]))
                 dist.reduce_scatter_tensor(total, whole, group=group)
         return total, None, None, None
 
 
-def _wrappers(model: nn.Module, path: str) -> Iterator[Any]:
-    """Around the experts module at a path, from the inside.
-
-    Raises:
-        AttachError: when one is not LoRA of every expert on its own.
-    """
-    while path.endswith(".base_layer"):
-        path = path.removesuffix(".base_layer")
-        wrapper: Any = model.get_submodule(path)
-        if not hasattr(wrapper, "_activate_lora"):
-            raise AttachError(
-                f"{path} is wrapped by a {type(wrapper).__name__}; over ranks experts can have the LoRA that PEFT 0.21 "
-                "puts on target_parameters, merge others first"
-            )
-        if wrapper.get_param().dim() != 3:
-            raise AttachError(
-                f"{path}.{wrapper.parameter_name} is adapted as one matrix, expected one for each expert; name "
-                "gate_up_proj, up_proj or down_proj in target_parameters"
-            )
-        yield wrapper
-
-
-def _leave_to_layer(wrapper: Any, active: list[str]) -> AbstractContextManager[None]:
-    require_spread(wrapper, [name for name in active if name in wrapper.lora_A])
-    return nullcontext()
+@contextmanager
+def _left_to_layer(layer: ForerouteEP, wrapper: Any, active: list[str]) -> Iterator[None]:
+    """In place of what PEFT does around a forward of the experts."""
+    names = [name for name in active if name in wrapper.lora_A]
+    _require_spread(wrapper, names)
+    before = layer.active
+    layer.active = [*before, *((wrapper, name) for name in names)]
+    try:
+        yield
+    finally:
+        layer.active = before
 
 
 def _added_to(wrapper: Any, name: str) -> DTensor:
-    """What an adapter adds to a parameter, [E, ...], to merge it."""
+    """What an adapter adds to a parameter, [E, ...], where it is merged."""
     experts = wrapper.get_param()
     left, right = (factors[name].weight.detach().to_local() for factors in (wrapper.lora_B, wrapper.lora_A))
     added = (left @ right if wrapper._did_swap_in_out_features else right.mT @ left.mT) * wrapper.scaling[name]
-    return DTensor.from_local(
-        added.to(experts.dtype),
-        experts.device_mesh,
-        experts.placements,
-        run_check=False,
-        shape=experts.shape,
-        stride=experts.stride(),
-    )
+    return DTensor.from_local(added.to(experts.dtype), experts.device_mesh, experts.placements, run_check=False)
+
+
+def _layers(model: nn.Module) -> list[ForerouteEP]:
+    """Those whose experts are spread, with the wrappers of PEFT that are around them now.
+
+    Raises:
+        AttachError: when one is no LoRA of matrices of experts.
+    """
+    layers = []
+    for path, module in model.named_modules():
+        if SITE not in module.__dict__:
+            continue
+        layer: ForerouteEP = module.__dict__[SITE]
+        layer.wrappers = []
+        while path.endswith(".base_layer"):
+            path = path.removesuffix(".base_layer")
+            wrapper: Any = model.get_submodule(path)
+            if not hasattr(wrapper, "_activate_lora") or wrapper.get_param().dim() != 3:
+                raise AttachError(
+                    f"{path} is wrapped by {type(wrapper).__name__} of {getattr(wrapper, 'parameter_name', 'a module')}"
+                    "; expected LoRA of PEFT 0.21 on gate_up_proj, up_proj or down_proj by target_parameters"
+                )
+            layer.wrappers.append(wrapper)
+        layers.append(layer)
+    return layers
+
+
+def _require_spread(wrapper: Any, names: Iterable[str]) -> None:
+    """Raise `AttachError` when one of these adapters is as PEFT made it."""
+    for name in names:
+        if not isinstance(wrapper.lora_A[name], ExpertFactor):
+            raise AttachError(
+                f"adapter {name} of {wrapper.parameter_name} has the factors of all experts here, where only some "
+                "experts are; call hf.spread_adapters(model) once it is there, before hf.attach and the optimizer"
+            )

@@ -75,18 +75,6 @@ def find_spread_experts(model: nn.Module, routers: Sequence[str]) -> ExpertParal
     return first.spread
 
 
-def require_adapters_spread(model: nn.Module) -> None:
-    """Raise `AttachError` when adapters of experts that are spread are not spread with them."""
-    adapted = [
-        path for path, module in model.named_modules() if SITE in module.__dict__ and path.endswith("base_layer")
-    ]
-    if adapted:
-        from foreroute.adapters.hf.expert_lora import require_spread_adapters
-
-        for path in adapted:
-            require_spread_adapters(model, path)
-
-
 def owners_of(layer: ForerouteEP) -> NDArray[np.int64]:
     """int64 [A, G], the global ranks that hold each expert of a layer once between them.
 
@@ -115,7 +103,8 @@ class ForerouteEP(AutoEP):
             by `find_spread_experts`.
         row_E: int64 [E], the row of each expert among those of all ranks; None while they are in order of their ids.
         owned: see `foreroute.ep.model.SpreadLayer`.
-        wrappers: those of PEFT around the experts module whose adapters are spread with it.
+        wrappers: those of PEFT around the experts module, whose adapters are spread with it.
+        active: those in whose forward the experts module runs, each with the name of an adapter that is on.
     """
 
     def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
@@ -127,14 +116,14 @@ class ForerouteEP(AutoEP):
         self.owned: Mapping[str, Tensor] = {}
         self.row_E: Tensor | None = None
         self.wrappers: list[Any] = []
+        self.active: list[tuple[Any, str]] = []
         experts.__dict__[SITE] = self
         experts.register_state_dict_pre_hook(self._refuse_moved)
         experts.register_load_state_dict_pre_hook(self._refuse_moved)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """As the module has them now: sharded between passes, what is computed with in one. And adapters' factors."""
-        factors = {name: each.weight for term, *pair in self._adapters() for name, each in zip(term.factors, pair)}
-        return self._weights() | factors
+        return self._weights() | {name: each.weight for _, pair in self._adapters() for name, each in pair.items()}
 
     def _weights(self) -> dict[str, nn.Parameter]:
         return {name: each for name, each in self.experts._parameters.items() if each is not None}
@@ -149,7 +138,7 @@ class ForerouteEP(AutoEP):
         experts, kind = self.experts, type(self.experts).__name__
         if lacking := [name for name in LAYOUT if not hasattr(experts, name)]:
             return f"{self.path} is a {kind}, whose layout transformers does not declare ({', '.join(lacking)})"
-        for name, each in self.parameters().items():
+        for name, each in self._weights().items():
             if not WEIGHT.fullmatch(name) or each.dtype not in DTYPES:
                 return (
                     f"{self.path}.{name} is {each.dtype} {list(each.shape)}; expected gate_up_proj, up_proj or "
@@ -161,7 +150,10 @@ class ForerouteEP(AutoEP):
         """See `foreroute.ep.model.SpreadLayer`."""
         if isinstance(self.experts, FSDPModule):
             self.experts.reshard()  # a forward without a backward may have left them whole
-        self.owned = {name: local_experts(each, each.detach()) for name, each in self.parameters().items()}
+        owned = {name: local_experts(each, each.detach()) for name, each in self.parameters().items()}
+        if self.spread is not None and owned.keys() != self.owned.keys():
+            self.spread.close()  # adapters have come or gone
+        self.owned = owned
 
     def place(self, home_E: NDArray[np.int16]) -> None:
         """See `foreroute.ep.model.SpreadLayer`."""
@@ -233,7 +225,7 @@ class ForerouteEP(AutoEP):
             computed = self._compute_beside(replicas, passed_on, arrived, rows)
         returned = self._exchange(work.name, computed, rows.receive_G, rows.send_G)
         picks_AD = torch.empty_like(returned).index_copy_(0, order_A, returned)
-        return (picks_AD.view(*weights_RK.shape, -1) * weights_RK.unsqueeze(-1)).sum(dim=1)
+        return (picks_AD.view(*weights_RK.shape, picks_AD.shape[1]) * weights_RK.unsqueeze(-1)).sum(dim=1)
 
     def _compute_beside(
         self, replicas: StackedReplicas, passed_on: Mapping[str, Tensor], arrived: Tensor, rows: CellRows
@@ -248,27 +240,23 @@ class ForerouteEP(AutoEP):
         beside = replicas.compute(self.experts, at_replicas, rows.replicas)
         return torch.cat([out, beside.to(out.dtype)]).index_select(0, rows.returned_R)
 
-    def _adapters(self) -> Iterator[tuple[LowRankTerm, Any, Any]]:
-        """What each adapter adds now, 0 times where it is off, and its factors A and B."""
+    def _adapters(self) -> Iterator[tuple[LowRankTerm, dict[str, Any]]]:
+        """What each adapter adds now, 0 times where it is off, and its factors A and B by name."""
         for wrapper in self.wrappers:
+            parameter, is_transposed = wrapper.parameter_name, not wrapper._did_swap_in_out_features
             for name, factor_A in wrapper.lora_A.items():
-                if not hasattr(factor_A, "of_group"):  # added since, and refused when it is switched on
-                    continue
-                is_off = wrapper.disable_adapters or wrapper.merged or name not in wrapper.active_adapters
-                term = LowRankTerm(
-                    wrapper.parameter_name,
-                    (f"{wrapper.parameter_name}.{name}.A", f"{wrapper.parameter_name}.{name}.B"),
-                    0.0 if is_off else float(wrapper.scaling[name]),
-                    not wrapper._did_swap_in_out_features,
-                )
-                yield term, factor_A, wrapper.lora_B[name]
+                if hasattr(factor_A, "of_group"):  # or it was added since, and is refused when it is switched on
+                    names = f"{parameter}.{name}.A", f"{parameter}.{name}.B"
+                    scaling = float(wrapper.scaling[name]) if (wrapper, name) in self.active else 0.0
+                    term = LowRankTerm(parameter, names, scaling, is_transposed)
+                    yield term, dict(zip(names, (factor_A, wrapper.lora_B[name]), strict=True))
 
     def _home(self) -> tuple[dict[str, Tensor], list[LowRankTerm]]:
         """What a pass has of the experts here, [E / G, ...] by name, and what adapters add to it."""
         home: dict[str, Tensor] = dict(self._weights())
         terms = []
-        for term, *pair in self._adapters():
-            for name, factor in zip(term.factors, pair):
+        for term, pair in self._adapters():
+            for name, factor in pair.items():
                 home[name] = factor.of_group() if term.scaling else factor.of_group().detach()
             terms.append(term)
         return home, terms

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.errors import TransferError
+from foreroute.errors import ForerouteError, TransferError
 
 MESSAGES_PER_EXCHANGE = 2**16
 EXCHANGES_IN_FLIGHT = 2**15
@@ -266,12 +266,13 @@ def _level(group: dist.ProcessGroup | None) -> None:
 
 
 @contextmanager
-def collective_errors(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+def collective_errors(what: str, group: dist.ProcessGroup, *, foreign: bool = False) -> Iterator[None]:
     """Turn what torch raises when a rank is lost into `TransferError`, while the context is open.
 
     Args:
         what: the collective call that is made in it, in words.
         group: on which it is made.
+        foreign: whether others than we make it, so that what else they raise goes through.
 
     Raises:
         TransferError: when a rank is gone, or does not answer within the group's timeout.
@@ -280,4 +281,7 @@ def collective_errors(what: str, group: dist.ProcessGroup) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        is_of_collectives = isinstance(error, dist.DistError) or "gloo" in str(error)
+        if foreign and (isinstance(error, ForerouteError) or not is_of_collectives):
+            raise
         raise _lost_rank(what, dist.get_rank(group), error, time.monotonic() - begun) from error
