@@ -285,3 +285,7 @@ def give_up_groups(stay: Collection[Any] = ()) -> None:
             dist.destroy_process_group(group)
             # the store still has the addresses of a group of that name
             world.pg_names[f"gone: {name}"] = name
+    if "torch.distributed.tensor" in sys.modules:  # what it keeps of operators is of meshes of these groups
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
