@@ -1,21 +1,24 @@
 """One training step under a plan: `torchrun --nproc-per-node 4 examples/expert_parallel/execute_plan.py`.
 
-Every rank samples from a small Qwen3-MoE, and the routes of its sequences are recorded. They say how many rows each
-expert will get in each micro-step, before one of them is trained on. A plan puts replicas of busy experts into free
-slots of other ranks. The step then runs twice, with every expert at its home and under the plan: the rows of the
-busiest rank fall, and the loss does not change.
+transformers spreads a small Qwen3-MoE over the ranks. Every rank samples from it, and the routes of its sequences are
+recorded. They say how many rows each expert will get in each micro-step, before one of them is trained on. A plan puts
+replicas of busy experts into free slots of other ranks. The step then runs twice, with every expert at its home and
+under the plan: the rows of the busiest rank fall, and the loss stays.
 """
 
 from __future__ import annotations
 
+import tempfile
+
 import numpy as np
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 import foreroute as fr
 from foreroute.adapters import hf
-from foreroute.ep import ExpertParallelModel
-from foreroute.plan import Links, PlanOptions, StepPlan, Topology
+from foreroute.plan import Links, StepPlan, Topology
 from foreroute.planner import plan
 
 MICRO_STEPS, SEQUENCES, PROMPT, SAMPLED = 4, 2, 4, 28
@@ -40,23 +43,33 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    model = hf.build_model("qwen3_moe", seed=0, **SIZES)  # the same weights on every rank
+    model = spread(num_ranks)
     routed = hf.attach(model)
 
     rollouts = [sample(routed, seed=1000 * rank + m) for m in range(MICRO_STEPS)]
-    placed = hf.distribute(model)  # from here on a rank holds its own experts alone
     counts_MLGE = routed.gather_counts([trace for _, trace in rollouts])
-
     topology = Topology(num_ranks, ranks_per_node=num_ranks, redundant_slots=REDUNDANT_SLOTS, links=ONE_MACHINE)
-    at_home = plan(counts_MLGE, topology, PlanOptions(replicas=False), home_LE=placed.home_LE)
-    planned = plan(counts_MLGE, topology, home_LE=placed.home_LE)
+    planned = routed.share_plan(lambda: plan(counts_MLGE, topology, home_LE=routed.home_LE))
 
-    for name, step_plan in (("experts at home", at_home), ("planned", planned)):
-        loss, executed_ML = run_step(routed, placed, rollouts, step_plan, counts_MLGE)
+    for name, step_plan in (("experts at home", None), ("planned", planned)):
+        loss, executed_ML = run_step(routed, rollouts, step_plan, counts_MLGE)
         busiest = busiest_over_mean(executed_ML, num_ranks)
         if rank == 0:
-            print(f"{name:16}  rows of the busiest rank / mean {busiest:.3f}   loss {loss:.12f}", flush=True)
+            print(f"{name:16}  rows of the busiest rank / mean {busiest:.3f}   loss {loss:.9f}", flush=True)
     dist.destroy_process_group()
+
+
+def spread(num_ranks: int) -> torch.nn.Module:
+    """The model, as it is loaded from a folder: a rank holds its own experts, and a part of all else."""
+    config = DistributedConfig(fsdp_size=num_ranks, ep_size=num_ranks, ep_implementation="foreroute")
+    with tempfile.TemporaryDirectory() as mine:
+        if dist.get_rank() == 0:
+            hf.build_model("qwen3_moe", seed=0, **SIZES).save_pretrained(mine)
+        folder = [mine]
+        dist.broadcast_object_list(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder[0], dtype=torch.float32, distributed_config=config)
+        dist.barrier()
+    return model
 
 
 def sample(routed: hf.RoutedTransformer, seed: int) -> tuple[torch.Tensor, fr.RoutingTrace]:
@@ -72,26 +85,24 @@ def sample(routed: hf.RoutedTransformer, seed: int) -> tuple[torch.Tensor, fr.Ro
 
 def run_step(
     routed: hf.RoutedTransformer,
-    placed: ExpertParallelModel,
     rollouts: list[tuple[torch.Tensor, fr.RoutingTrace]],
-    step_plan: StepPlan,
+    step_plan: StepPlan | None,
     counts_MLGE: np.ndarray,
 ) -> tuple[float, np.ndarray]:
-    """Forward and backward of every micro-step: the loss over all ranks, and the rows that this one computed [M, L]."""
+    """Forward and backward of every micro-step: the mean loss of all ranks, and the rows that this one computed [M, L].
+
+    Without a plan every expert stays at home.
+    """
     total = torch.zeros((), dtype=torch.float64)
     with routed.execute(step_plan, counts_MLGE, [trace for _, trace in rollouts]) as execution:
         for sequences, trace in rollouts:
             with routed.replay(trace):
-                # the last token is no input: nothing is predicted from it, and no router has seen it
-                logits = routed.model(sequences[:, :-1], use_cache=False).logits
-                logprobs = logits.log_softmax(-1).gather(-1, sequences[:, 1:, None])
-                loss = -logprobs.sum()
+                loss = routed.model(sequences, labels=sequences, use_cache=False).loss / len(rollouts)
                 loss.backward()
             total += loss.detach()
-    placed.sum_gradients()  # an optimizer's step would follow
-    routed.model.zero_grad(set_to_none=True)
+    routed.model.zero_grad(set_to_none=True)  # an optimizer's step would come before
     dist.all_reduce(total)
-    return float(total), execution.executed_ML
+    return float(total) / dist.get_world_size(), execution.executed_ML
 
 
 def busiest_over_mean(executed_ML: np.ndarray, num_ranks: int) -> float:

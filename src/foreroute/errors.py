@@ -97,7 +97,7 @@ class RunFolderError(InputError):
 
 
 class PlacementError(ForerouteError, RuntimeError):
-    """Raised when a model whose experts are spread over ranks is used as if it were whole."""
+    """Raised when experts are saved or loaded while they live elsewhere than their framework looks, or cannot move."""
 
 
 class EngineError(ForerouteError, RuntimeError):

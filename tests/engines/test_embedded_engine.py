@@ -85,6 +85,17 @@ def test_new_weights_are_used_and_stamped():
     assert not np.array_equal(sampled(EmbeddedEngine(old, "float32")).logprobs_R, generation.logprobs_R)
 
 
+def test_weights_come_one_by_one_and_all_of_them():
+    model = tiny("qwen3_moe")
+    engine, other = EmbeddedEngine(model, "float32"), EmbeddedEngine(model, "float32", weights=model.named_parameters())
+    assert sampled(engine).trace.equals(sampled(other).trace)
+    with pytest.raises(ConfigError, match=r"1 weights of the policy were not handed over, such as 'lm_head.weight'"):
+        engine.load_weights(((n, each) for n, each in model.named_parameters() if n != "lm_head.weight"), 1)
+    model.config.distributed_config = object()  # as transformers leaves it
+    with pytest.raises(ConfigError, match=r"is spread over ranks; give weights=routed.gather_weights\(\) too"):
+        EmbeddedEngine(model)
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "deepseek_v4"])
 def test_fp8_rounds_projections_and_experts_and_leaves_routers(family):
     """And tables of experts, and what stays in float32."""

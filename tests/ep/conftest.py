@@ -1,7 +1,9 @@
 from contextlib import ExitStack, closing
+from functools import cache
 
 import pytest
 
+from foreroute.testing.models import tiny
 from foreroute.testing.ranks import Workers
 
 
@@ -25,3 +27,16 @@ def doomed():
     """`doomed(4)`: four processes of this test alone, in which some may die."""
     with ExitStack() as stack:
         yield lambda num_ranks: stack.enter_context(closing(Workers(num_ranks, timeout_s=120)))
+
+
+@pytest.fixture(scope="package")
+def folder_of(tmp_path_factory):
+    """`folder_of("gpt_oss")`: the folder of a tiny model, written once."""
+
+    @cache
+    def of(family="qwen3_moe", **sizes):
+        folder = tmp_path_factory.mktemp(family)
+        tiny(family, seed=1, **sizes).save_pretrained(folder)
+        return folder
+
+    return of

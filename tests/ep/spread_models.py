@@ -11,11 +11,13 @@ from foreroute.costs import hardware_preset
 from foreroute.planner import plan
 
 
-def load_spread(folder, implementation="foreroute", dtype=torch.float32, **sizes):
+def load_spread(folder, implementation="foreroute", dtype=torch.float32, *, model_class=AutoModelForCausalLM, **sizes):
     """A folder's model, spread by these sizes of `DistributedConfig`; two ranks with a batch each by default."""
     sizes = sizes or {"fsdp_size": 2, "ep_size": 2}
     config = DistributedConfig(**sizes, ep_implementation=implementation)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, distributed_config=config).eval()
+    # grouped_mm knows no float64
+    how = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
+    return model_class.from_pretrained(folder, dtype=dtype, distributed_config=config, **how).eval()
 
 
 def whole(tensor):

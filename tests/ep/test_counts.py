@@ -2,26 +2,23 @@
 
 import numpy as np
 
-from foreroute.adapters import hf
-from tests.ep.training import MICRO_STEPS, Case, policy, routes
-
-CASE = Case(ranks=2, missing="second")
+from tests.ep.spread_steps import SpreadStep
+from tests.ep.test_refusals import without_route
 
 
-def gathered(rank):
+def gathered(rank, folder):
     """From traces and from what `rows` made of them; a rank has no sequences in the second micro-step."""
-    routed = hf.attach(policy(CASE))
-    hf.distribute(routed.model, timeout_s=20)
-    traces = [routes(routed.spec, CASE, rank, 0, m) for m in range(MICRO_STEPS)]
+    s = SpreadStep(rank, folder, slots=0)
+    traces = [without_route(trace, "second") for trace in s.traces]
     if rank:
         traces[1] = traces[1].select([])
-    found = routed.gather_counts(traces)
-    assert np.array_equal(found, routed.gather_counts([routed.rows(trace) for trace in traces]))
+    found = s.routed.gather_counts(traces)
+    assert np.array_equal(found, s.routed.gather_counts([s.routed.rows(trace) for trace in traces]))
     return found, [[(trace.expert_ids_NLK, trace.valid_N)] for trace in traces]
 
 
-def test_every_rank_gets_the_counts_of_all(workers):
-    (found_MLGE, first), (other_MLGE, second) = workers(2).run(gathered)
+def test_every_rank_gets_the_counts_of_all(workers, folder_of):
+    (found_MLGE, first), (other_MLGE, second) = workers(2).run(gathered, folder_of())
     np.testing.assert_array_equal(found_MLGE, other_MLGE)
     for g, traces in enumerate((first, second)):
         for m, [(ids_NLK, valid_N)] in enumerate(traces):

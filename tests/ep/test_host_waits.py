@@ -1,56 +1,87 @@
-"""How often the host waits for the device in a planned cell, on a device that stands in for a GPU and counts."""
+"""How often the host waits for the device in a step under a plan, on a device that stands in for a GPU and counts.
 
+The device takes no DTensors, so experts are cut and put under transformers' implementations by hand.
+"""
+
+from collections import Counter
+from contextlib import nullcontext
 from unittest.mock import patch
 
-import numpy as np
-import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from foreroute.adapters import hf
 from foreroute.ep import dispatch
-from foreroute.errors import ReplayError
 from foreroute.replay.rows import joined_to_device
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
-from tests.ep import by_hand
-from tests.ep.transfer.plans import static_plan
+from tests.adapters.hf.model_runs import checkpointed_by_library
+from tests.ep.replica_steps import MICRO_STEPS, drawn
+from tests.ep.transfer.plans import split_plan
 
-NUM_ROWS, TOP_K = 16, 2
-ROWS = {
-    "whole": torch.ones(NUM_ROWS, dtype=torch.bool),
-    "last tokens": torch.arange(NUM_ROWS) % 8 < 7,
-    "padding": torch.arange(NUM_ROWS) > 4,
-}
-"""Which have a route; those behind are real tokens, those before are not."""
+LAYERS, CHECKPOINTING = 3, (None, False, True)
 
 
-def waits_of_a_cell(rank, of, is_spoilt):
-    """Where the host waits in the forward of a layer, and how far its output is off where rows have a route."""
-    model = tiny("gpt_oss")
-    placed = hf.distribute(model, timeout_s=20)
-    layer, generator = placed.layers[0], torch.Generator().manual_seed(0)
-    ids_NK = torch.rand(NUM_ROWS, 8, generator=generator).argsort(-1)[:, :TOP_K]
-    given = [torch.randn(NUM_ROWS, 32, generator=generator), ids_NK, torch.rand(NUM_ROWS, TOP_K, generator=generator)]
-    routed_R, real_R = ROWS[of], torch.arange(NUM_ROWS) > (4 if of == "padding" else -1)
-    counts_E = torch.bincount(ids_NK[routed_R].flatten(), minlength=8).numpy()
-    counts_MLGE = np.tile(counts_E, (1, len(placed.layers), 1, 1)).astype(np.int32)
-    with torch.no_grad():
-        alone = layer(*given)
-    found = []
+def spread_by_hand(rank, implementation):
+    """Each rank has the half of the experts that transformers would give it, as plain tensors."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
 
-    def run_one_layer():
-        with by_hand.executing(placed, static_plan(counts_MLGE), counts_MLGE, rank, **masks):
-            device.reads.clear()
-            found.extend([layer(*given), dict(device.reads)])
+    model, plan = tiny("gpt_oss", experts="grouped_mm"), {}
+    for path, module in model.named_modules():
+        if type(module).__name__.endswith("Experts"):
+            for name, each in module.named_parameters():
+                setattr(module, name, nn.Parameter(each.detach().chunk(2)[rank].clone()))
+            module.num_experts, module._is_expert_parallel = module.num_experts // 2, True
+            plan[path] = "ep_dispatch_experts"
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("tp", "ep"))
+    return apply_expert_parallelism(model, mesh["ep"], mesh["tp"], plan, implementation)
 
-    with other_device() as device, torch.no_grad(), patch.object(dispatch, "expand", SPOILT[is_spoilt]):
-        layer.module.to(DEVICE)
-        given = [each.to(DEVICE) for each in given]
-        masks = {"routed_R": routed_R.to(DEVICE), "real_R": real_R.to(DEVICE)}
-        with pytest.raises(ReplayError, match="layer 1 was not executed"):
-            run_one_layer()
-        out, reads = found[0].cpu(), found[1]
-    return reads, float((out - alone)[routed_R].abs().max()), bool((out[~routed_R] == 0).all())
+
+def waits(rank):
+    """Where the host waits in a step, forward and backward, by kind of checkpointing; of ours, and of two controls."""
+    with other_device() as device, patch.object(dist, "batch_isend_irecv", post):
+        theirs, ours = (spread_by_hand(rank, name).to(DEVICE) for name in ("all_to_all", "foreroute"))
+        found = [
+            waits_of_a_step(rank, model, device, use_reentrant)
+            for model in (ours, theirs)
+            for use_reentrant in CHECKPOINTING
+        ]
+        with patch.object(dispatch, "expand", waiting):
+            return [*found, waits_of_a_step(rank, ours, device, None)]
+
+
+def waits_of_a_step(rank, model, device, use_reentrant):
+    if use_reentrant is not None:
+        checkpointed_by_library(model.train(), {"use_reentrant": use_reentrant})
+    routed, execution = hf.attach(model), nullcontext()
+    given = drawn(routed.spec, rank)
+    if routed.spread is not None:
+        traces = [trace for _, trace in given]
+        counts_MLGE = routed.gather_counts(traces)
+        plan = split_plan(3, counts_MLGE, routed.home_LE)
+        assert plan.num_replicas_ML.all()
+        execution = routed.execute(plan, counts_MLGE, traces)
+    batches = [{name: each.to(DEVICE) for name, each in batch.items()} for batch, _ in given]
+    found = Counter()
+    with execution:
+        for batch, (_, trace) in zip(batches, given, strict=True):
+            with routed.replay(trace):
+                device.reads.clear()
+                logits = model(**batch, use_cache=False).logits
+                (logits * batch["attention_mask"][..., None]).sum().backward()
+                found += device.reads  # before the session looks once, when it is left, at what routers were told
+    return dict(found)
+
+
+def post(operations):
+    """As `dist.batch_isend_irecv`, which knows no such device."""
+    ends = {dist.isend: "group_dst", dist.irecv: "group_src"}
+    return [
+        each.op(each.tensor.values_here, group=each.group, tag=each.tag, **{ends[each.op]: each.group_peer})
+        for each in operations
+    ]
 
 
 def waiting(segments, sizes, device):
@@ -61,13 +92,11 @@ def waiting(segments, sizes, device):
     return (rows + torch.arange(len(rows), device=device)).split(list(sizes))
 
 
-SPOILT = {False: dispatch.expand, True: waiting}
-
-
-@pytest.mark.parametrize(("of", "is_spoilt"), [*((of, False) for of in ROWS), ("whole", True)])
-def test_a_planned_cell_waits_for_nothing(workers, of, is_spoilt):
-    """Nor do rows that are not sent have it wait. The control waits once, for the size that `expand` knows."""
-    ((reads, error, are_zeros),) = workers(1).run(waits_of_a_cell, of, is_spoilt)
-    assert sum(reads.values()) == (1 if is_spoilt else 0), reads
-    assert error < 1e-5
-    assert are_zeros
+def test_a_step_with_replicas_waits_for_nothing(workers):
+    """Nor do padding and last tokens, which are not sent, nor recomputation. "all_to_all" waits in every forward."""
+    cells = MICRO_STEPS * LAYERS
+    for found in workers(2).run(waits):
+        ours, theirs, spoilt = found[:3], found[3:6], found[6]
+        assert ours == [{}, {}, {}]
+        assert theirs == [{"to the host": number} for number in (cells, 2 * cells, 2 * cells)]
+        assert sum(spoilt.values()) == MICRO_STEPS

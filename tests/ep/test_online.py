@@ -1,4 +1,4 @@
-"""Executors that see only now, the rivals of plans: they train as one process does, and their plans are what they say.
+"""Executors that see only now, the rivals of plans: they train as no plan does, and their plans are what they say.
 
 So a comparison with them is one of when a plan is known, and of nothing else.
 """
@@ -13,18 +13,13 @@ from benchmarks.harness.execution_bench import Bench
 from benchmarks.harness.executor_counts import posting
 from benchmarks.harness.online_execution import executing_online
 from benchmarks.harness.online_plans import RIVALS, eplb, filled_exactly
-from foreroute.adapters import hf
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.layout.rank_rows import block_homes
 from foreroute.plan import verify
 from foreroute.plan.counts import counts_digest
-from tests.adapters.hf.model_runs import log_probs
-from tests.ep.test_training import relative
-from tests.ep.training import MICRO_STEPS, Case, batch, num_targets, policy, replaying, train_alone
-from tests.ep.training_worker import all_rows, whole_gradients
+from tests.ep.spread_steps import MICRO_STEPS, SpreadStep
+from tests.roundings import GRADIENT_TERMS, TERMS, roundings
 from tests.tiers import grid
-
-CASE = Case(ranks=2, use_reentrant=False, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(("num_ranks", "num_experts"), [(2, 8), (4, 8), (8, 32)])
@@ -62,32 +57,28 @@ def test_eplb_of_a_cell_replicates_what_is_heaviest_and_splits_it_evenly():
     assert tokens_HG.tolist() == [[20, 20], [10, 10], [2, 4], [4, 2], [1, 1]]
 
 
-def trained(rank, name):
-    """The first step of `train_alone`, what was posted in it, and the plan, which other code has verified."""
-    routed = hf.attach(policy(CASE))
-    placed = hf.distribute(routed.model, timeout_s=20)
-    placed.use(TransferOptions())
-    rows_M = all_rows(routed, CASE, rank, 0)
-    bench = Bench(routed, placed, [], [], rows_M, routed.gather_counts(rows_M))
+def trained(rank, folder, name):
+    """A step of a rival and one without a plan, what was posted, and the plan, which other code has verified."""
+    s = SpreadStep(rank, folder, checkpointed=True, dtype=torch.float64)
+    s.routed.use(TransferOptions())
+    with s.execute(None):
+        losses, grads = s.update(), s.gradients()
+    rows_M = [s.routed.rows(trace) for trace in s.traces]
+    s.traces = rows_M
+    bench = Bench(s.routed, [], [], rows_M, s.counts_MLGE)
     Bench.number += 1
-    pending = []
     with posting([]) as posted, executing_online(bench, RIVALS[name], bench.topology) as execution:
         begun = len(posted.order)
-        for m, rows in enumerate(rows_M):
-            with replaying(routed, CASE, rank, 0, m, rows):
-                pending.append(-log_probs(placed.model, batch(rank, 0, m)).sum() / num_targets(CASE.ranks, 0))
-        # slots have served another micro-step since, and every layer is computed anew
-        for loss in pending:
-            loss.backward()
+        found = s.update()
         during = posted.order[begun:]
-    placed.sum_gradients()
     loads_MLG = verified(execution.plan, bench.counts_MLGE)
     assert (execution.executed_ML == loads_MLG[..., rank]).all()
-    placed.close()
     fetched = [record for record in execution.transfers if record.kind == "fetch"]
+    differences = {name: float((grad - grads[name]).abs().max()) for name, grad in s.gradients().items()}
+    s.routed.close()
     return {
-        "losses": [loss.item() for loss in pending],
-        "grads": whole_gradients(placed),
+        "losses": (found, losses),
+        "grads": (max(differences.values()), max(float(grad.abs().max()) for grad in grads.values())),
         "counts": during.count("counts"),
         "by_host": sum(record.host_bytes for record in fetched),
         "direct": sum(record.direct_bytes for record in fetched),
@@ -107,13 +98,12 @@ def verified(plan, counts_MLGE):
 
 
 @grid("name", list(RIVALS), quick=2)
-def test_a_rival_trains_as_one_process_does_and_gathers_counts_once_in_every_cell(workers, name):
-    outcomes = workers(CASE.ranks).run(trained, name)
-    truth = train_alone(CASE.alone)
-    losses = torch.tensor([outcome["losses"] for outcome in outcomes], dtype=torch.float64).T.flatten()
-    assert torch.allclose(losses, truth["losses"][: len(losses)], rtol=1e-13, atol=0)
+def test_a_rival_trains_as_no_plan_does_and_gathers_counts_once_in_every_cell(workers, folder_of, name):
+    outcomes = workers(2).run(trained, folder_of(), name)
     for outcome in outcomes:
-        assert max(map(float, relative(outcome["grads"], truth["grads"]))) < 1e-13
+        assert np.allclose(*outcome["losses"], rtol=roundings(TERMS, torch.float64), atol=0)
+        difference, largest = outcome["grads"]
+        assert difference < roundings(GRADIENT_TERMS, torch.float64) * largest
         loads_MLG = outcome["loads_MLG"]
         assert outcome["counts"] == MICRO_STEPS * loads_MLG.shape[1]
         assert "exact" not in name or np.ptp(loads_MLG, axis=-1).max() <= 1

@@ -5,17 +5,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import foreroute as fr
 from foreroute.adapters import hf
 from foreroute.plan import load_plan, save_plan
 from foreroute.testing.ranks import Raised
 from tests.cli.command import foreroute
-from tests.ep.training import Case, policy
+from tests.ep.spread_models import load_spread
 from tests.roundings import TERMS, roundings
 from tests.tiers import grid
 
-CASE = Case(ranks=4, plan=0)
+RANKS = 4
 TOML = """
 [topology]
 num_ranks = 4
@@ -37,10 +38,10 @@ def loss_of(model, tokens, mask=None):
 
 
 @pytest.fixture(scope="module")
-def step(tmp_path_factory):
+def step(tmp_path_factory, folder_of):
     """A folder with the trace of seventeen sequences, its plan for four ranks; the loss of one process."""
     folder = tmp_path_factory.mktemp("step")
-    model = policy(CASE).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder_of())
     routed = hf.attach(model)
     tokens = torch.randint(1, 30, (17, 12), generator=torch.Generator().manual_seed(0))
     with routed.record(weight_version=0) as recording, torch.no_grad():
@@ -54,14 +55,13 @@ def step(tmp_path_factory):
     return folder, float(loss)
 
 
-def executed(rank, folder, plan_name="4.plan", damage=None):
+def executed(rank, model_folder, folder, plan_name="4.plan", damage=None):
     """The plan in force on the whole step's trace: this rank's loss, and the rows that it computed [M, L]."""
-    model = policy(CASE).eval()
+    model = load_spread(model_folder, fsdp_size=RANKS, ep_size=RANKS)
     routed = hf.attach(model)
-    placed = hf.distribute(model, timeout_s=20)
     trace = fr.load(folder / "step.safetensors")
     tokens = torch.from_numpy(trace.token_ids_N.astype(np.int64)).reshape(17, 12)
-    plan = placed.share_plan(lambda: load_plan(folder / plan_name))
+    plan = routed.share_plan(lambda: load_plan(folder / plan_name))
     batches = []
     for micro_step in range(plan.shape[0]):
         mine = plan.packing.sequences(micro_step, rank)
@@ -78,12 +78,12 @@ def executed(rank, folder, plan_name="4.plan", damage=None):
     return loss, execution.executed_ML
 
 
-def test_a_plan_file_is_executed_as_it_says(step, workers):
+def test_a_plan_file_is_executed_as_it_says(step, workers, folder_of):
     folder, loss = step
     plan = load_plan(folder / "4.plan")
     sizes = [len(plan.packing.sequences(m, rank)) for m in range(plan.shape[0]) for rank in range(4)]
     assert 0 in sizes
-    outcomes = workers(4).run(executed, folder)
+    outcomes = workers(RANKS).run(executed, folder_of(), folder)
     assert sum(part for part, _ in outcomes) == pytest.approx(loss, rel=roundings(TERMS))
     counts_MLGE = plan.counts_of(fr.load(folder / "step.safetensors"))
     planned_MLG = np.array(
@@ -112,13 +112,15 @@ def _half(trace, rank):
     ],
     quick=2,
 )
-def test_a_file_for_anything_else_is_refused_by_all_ranks_with_one_message(step, workers, plan_name, damage, message):
+def test_a_file_for_anything_else_is_refused_by_all_ranks_with_one_message(
+    step, workers, folder_of, plan_name, damage, message
+):
     folder, _ = step
     if plan_name == "packed.plan" and not (folder / plan_name).exists():
         plan = load_plan(folder / "4.plan")
         swapped_S = plan.packing.rank_S[::-1].copy()
         save_plan(replace(plan, packing=replace(plan.packing, rank_S=swapped_S)), folder / plan_name)
-    outcomes = workers(4).outcomes(executed, folder, plan_name, damage)
+    outcomes = workers(RANKS).outcomes(executed, folder_of(), folder, plan_name, damage)
     assert all(isinstance(outcome, Raised) for outcome in outcomes)
     assert len({outcome.message for outcome in outcomes}) == 1
     assert message in outcomes[0].message

@@ -22,10 +22,10 @@ class CountingTrainer:
 
     def __init__(self, config):
         self.config = config
-        self.execution = SimpleNamespace(ranks=Alone(), weights=dict)
+        self.execution = SimpleNamespace(ranks=Alone())
         self.task, self.policy = (
             SimpleNamespace(data_digest="", save_tokenizer=lambda folder: None),
-            SimpleNamespace(model=None),
+            SimpleNamespace(model=None, gather_weights=dict[str, torch.Tensor]().items),
         )
         self.step = 0
         self.learned = torch.zeros(64, dtype=torch.float64)

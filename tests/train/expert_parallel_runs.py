@@ -1,10 +1,6 @@
 """Whole runs on several ranks, as worker processes do them."""
 
-from contextlib import nullcontext
-from unittest import mock
-
 from foreroute.train import RunFolder, train
-from foreroute.train.experts import ExpertParallel
 from foreroute.train.run import Watcher
 from tests.train.expert_parallel_steps import TIMEOUT_S, parallel_steps, scored_by_tokens
 from tests.train.small_runs import small_config
@@ -25,23 +21,13 @@ def run(rank, config, folder, resume=False, stop_after=None):
     return len(seen)
 
 
-def step_on(rank, config, folder, step, wrong_state=False):
+def step_on(rank, config, folder, step):
     """Go on from a checkpoint in float64 for one step, and save the next; rank 0 tells of it."""
-    with mock.patch.object(ExpertParallel, "_converted", rolled) if wrong_state else nullcontext():
-        steps = parallel_steps(rank, config, 1, path_of(folder, step))
+    steps = parallel_steps(rank, config, 1, path_of(folder, step))
     if rank == 0:
         RunFolder(folder).save_checkpoint(steps.state, data="", keep=99)
         return steps
     return None
-
-
-def rolled(self, optimizer, state, change, right=ExpertParallel._converted):
-    """The state of every expert is that of the expert before it on its rank."""
-    converted = right(self, optimizer, state, change)
-    for values in converted["state"].values():
-        if change == self._placed.own and values["exp_avg"].dim() == 3:
-            values["exp_avg"] = values["exp_avg"].roll(1, 0)
-    return converted
 
 
 def path_of(folder, step):

@@ -6,15 +6,17 @@ from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
-from torch.distributed.tensor import DTensor
+import torch
+from torch.distributed.fsdp import FSDPModule
 
+from foreroute.adapters import hf
+from foreroute.adapters.hf import local_models
 from foreroute.capture import Generation
-from foreroute.ep import ExpertParallelModel
 from foreroute.train.chain import VOCABULARY, ChainTask
 from foreroute.train.experts import make_execution
 from foreroute.train.folder import load_checkpoint
 from foreroute.train.loop import make_trainer
-from foreroute.train.policy import make_engine, make_policy
+from foreroute.train.policy import make_engine, make_model, make_policy, set_weights, to_training
 from foreroute.train.prompts import make_task
 from foreroute.train.ranks import join_ranks
 from tests.train.small_runs import SIZES, small_config
@@ -52,24 +54,25 @@ def parallel_steps(rank, config, count, checkpoint=None):
         return steps_of(trainer, count)
 
 
-def dense_elements(rank, config):
-    """What this rank holds of dense parameters, by numbers of elements."""
+def elements(rank, config):
+    """What this rank holds of the policy, by numbers of elements."""
     with precise_trainer(config) as trainer:
-        dense = trainer.execution._placed.dense_parameters()
-        return sum((each.to_local() if isinstance(each, DTensor) else each).numel() for each in dense)
+        parameters = trainer.policy.model.parameters()
+        return sum(getattr(each, "to_local", lambda each=each: each)().numel() for each in parameters)
 
 
 @contextmanager
 def precise_trainer(config):
     with join_ranks(config.parallel.expert, config.parallel.timeout_s) as ranks:
-        policy = precise_policy(config)
+        policy = precise_policy(config, ranks.size)
         engine = make_engine(config, policy)
         with closing(make_execution(config, policy, ranks)) as execution:
             yield make_trainer(config, make_task(config), policy, engine, execution)
 
 
-def steps_without_sums(rank, config, count):
-    with mock.patch.object(ExpertParallelModel, "sum_gradients", return_value=None):
+def steps_unscaled(rank, config, count):
+    """As if gradients of experts were added up over ranks, and not averaged as the others are."""
+    with mock.patch.object(FSDPModule, "set_gradient_divide_factor"):
         return parallel_steps(rank, config, count)
 
 
@@ -87,9 +90,21 @@ def steps_of(trainer, count):
     return Steps(list(records), [experience.generation for experience in experiences], trainer.state())
 
 
-def precise_policy(config):
-    policy = make_policy(config, make_task(config))
-    policy.model.double()
+def precise_policy(config, num_ranks=1):
+    """Its weights are those of the seed, in float64."""
+    task = make_task(config)
+    alone = make_model(config.model, task, config.seed).double()
+    if num_ranks == 1:
+        to_training(alone)
+        return hf.attach(alone)
+    load = local_models.load_complete
+    with mock.patch.object(local_models, "load_complete", lambda *a, **b: load(*a, **{**b, "dtype": torch.float64})):
+        policy = make_policy(config, task)
+    set_weights(policy.model, alone.state_dict(), SimpleNamespace(size=num_ranks))
+    for module in policy.model.modules():
+        if type(module).__name__.endswith("Experts"):
+            # FSDP2 over one rank divides float64 twice by a factor that it is given (findings/fsdp2_divides_twice.sh)
+            module.set_gradient_divide_factor(num_ranks**0.5)
     return policy
 
 

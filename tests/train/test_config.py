@@ -133,8 +133,9 @@ def test_sizes_of_a_new_model_are_bounded(sizes, message):
 
 
 def planning_of(**parallel):
-    config = small_config(parallel=parallel, rollout={"prompts": 8})
-    return read_planning(config.parallel, make_policy(config, make_task(config)).spec)
+    alone = small_config()
+    parallel = small_config(parallel=parallel, rollout={"prompts": 8}).parallel
+    return read_planning(parallel, make_policy(alone, make_task(alone)).spec)
 
 
 def test_without_a_file_nothing_is_priced():

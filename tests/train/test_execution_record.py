@@ -12,8 +12,8 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
+from foreroute.adapters.hf import expert_parallel
 from foreroute.adapters.hf.scoring import response_log_probs
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
@@ -48,12 +48,12 @@ def metered_steps(rank, config, count):
 
 @contextmanager
 def metering(meters):
-    exchange_rows, begin, row = dist.all_to_all_single, PeerGroup.begin, HostMemory.row
+    exchange_rows, begin, row = expert_parallel.all_to_all_single_autograd, PeerGroup.begin, HostMemory.row
     make_plan = experts.planner.plan_and_why
 
-    def seen_rows(arrived, sent, receive_G, *rest, **options):
+    def seen_rows(sent, receive_G, *rest):
         meters.rows.append(sum(receive_G))
-        return exchange_rows(arrived, sent, receive_G, *rest, **options)
+        return exchange_rows(sent, receive_G, *rest)
 
     def seen_messages(self, sends, receives, what):
         receives = list(receives)
@@ -72,7 +72,7 @@ def metering(meters):
 
     with ExitStack() as stack:
         for place, name, seen in (
-            (dist, "all_to_all_single", seen_rows),
+            (expert_parallel, "all_to_all_single_autograd", seen_rows),
             (PeerGroup, "begin", seen_messages),
             (HostMemory, "row", seen_row),
             (experts.planner, "plan_and_why", seen_plan),
@@ -121,18 +121,12 @@ def test_executed_rows_are_those_that_arrived(metered):
     stages = record["stages"]
     assert stages.keys() == {"recompute", "update 0", "update 1"}
     arrived_GX = np.array([each.rows for each in meters])
-    recompute = len(stages["recompute"]["executed_MLG"]) * 2 * LAYERS
-    # dispatch and combine of each layer; then the measured pass without replay; updates go back through both again
-    parts = {"recompute": arrived_GX[:, :recompute]}
-    rest_GX = arrived_GX[:, 2 * recompute :]
-    for name in ("update 0", "update 1"):
-        size = len(stages[name]["executed_MLG"]) * 4 * LAYERS
-        forward_and_back = rest_GX[:, :size].reshape(RANKS, -1, 2, 2 * LAYERS)
-        parts[name], rest_GX = forward_and_back[:, :, 0].reshape(RANKS, -1), rest_GX[:, size:]
-    assert rest_GX.size == 0
-    for name, rows_GX in parts.items():
-        dispatched_GML = rows_GX.reshape(RANKS, -1, LAYERS, 2)[..., 0]
-        assert np.moveaxis(dispatched_GML, 0, 2).tolist() == stages[name]["executed_MLG"]
+    # to the experts of each layer and back; the measured pass without replay has no plan
+    there_GX = arrived_GX.reshape(RANKS, -1, 2)[..., 0]
+    for stage in stages.values():
+        cells, there_GX = np.split(there_GX, [len(stage["executed_MLG"]) * LAYERS], axis=1)
+        assert np.moveaxis(cells.reshape(RANKS, -1, LAYERS), 0, 2).tolist() == stage["executed_MLG"]
+    assert there_GX.size == 0
 
 
 def test_everything_of_it_is_in_the_schema(metered):

@@ -64,14 +64,17 @@ def replace_rl(config, **changes):
     return config.model_copy(update={"rl": config.rl.model_copy(update=changes)})
 
 
+def die_behind(module, inputs, output):
+    output.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+
+
 def die_in_update(rank, config, folder):
     """Rank 1 is killed in the second step, in the middle of its backward pass."""
     update = Trainer.update
 
     def dying(trainer, *given, **options):
         if rank == 1 and trainer.step == 1:
-            parameter = next(trainer.policy.model.parameters())
-            parameter.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            trainer.policy.model.model.layers[1].input_layernorm.register_forward_hook(die_behind)
         return update(trainer, *given, **options)
 
     with mock.patch.object(Trainer, "update", dying):
@@ -129,7 +132,7 @@ def test_ranks_that_were_started_unlike_say_so(workers, tmp_path):
     assert {o.kind for o in workers(2).outcomes(run, run_config(4), tmp_path / "four")} == {"ConfigError"}
     odd = run_config(2, model={"sizes": {**config.model.sizes, "num_experts": 15}})
     uneven = workers(2).outcomes(run, odd, tmp_path / "odd")
-    assert all("15 experts cannot be dealt to parallel.expert = 2 evenly" in outcome.message for outcome in uneven)
+    assert all("Cannot evenly shard 15 experts across 2" in outcome.message for outcome in uneven)
 
 
 @pytest.mark.slow

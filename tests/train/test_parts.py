@@ -105,8 +105,7 @@ def test_a_pass_that_fails_is_timed_and_its_records_are_not_those_of_the_next():
 
     counts_MLGE = np.zeros((1, 1, 2, 2), np.int32)
     execution = object.__new__(ExpertParallel)
-    execution._placed = SimpleNamespace(share_plan=lambda make: make())
-    execution._policy = SimpleNamespace(execute=lambda *_, **__: nullcontext())
+    execution._policy = SimpleNamespace(share_plan=lambda make: make(), execute=lambda *_, **__: nullcontext())
     execution._rows_M, execution._executed = None, []
     made = Future()
     made.set_result(SimpleNamespace(in_stage=lambda stage: None))

@@ -263,7 +263,8 @@ def test_every_second_of_a_step_is_in_a_phase(monkeypatch):
 
         return taking_a_second
 
-    for name in ("weights", "plan", "running", "to_replay", "finish_gradients"):
+    monkeypatch.setattr(trainer.policy, "gather_weights", slow(trainer.policy.gather_weights))
+    for name in ("plan", "running", "to_replay", "finish_gradients"):
         monkeypatch.setattr(trainer.execution, name, slow(getattr(trainer.execution, name)))
     monkeypatch.setattr(loop, "make_schedule", slow(loop.make_schedule))
     _, record = trainer.run_step()

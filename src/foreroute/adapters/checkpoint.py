@@ -9,6 +9,7 @@ transformers is imported only where it tells layers, or one of its models is wri
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -138,9 +139,21 @@ class ModelWriter:
         self._model = model
 
     def write(self, folder: Path, weights: Weights | None = None) -> Path:
-        """As `CheckpointWriter.write`. The first weights are those that the model has now."""
+        """As `CheckpointWriter.write`. The first weights are those that the model has now.
+
+        Weights that are given are whole, as `RoutedTransformer.gather_weights` gives them where a model is spread over
+        ranks. No other rank is asked then, and without them all write together.
+        """
+        model = self._model
+        if weights is not None and getattr(model.config, "distributed_config", None) is not None:
+            # transformers would gather the weights again, and have the other ranks wait for what this one writes
+            config = copy.deepcopy(model.config)
+            config.distributed_config = None
+            with torch.device("meta"):
+                model = type(self._model)(config)
+            model.generation_config = self._model.generation_config
         with _new_checkpoint(folder), without_progress_bars():
-            self._model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
+            model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
         return folder
 
 

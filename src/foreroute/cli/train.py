@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ def run_training(config_path: Path, folder: Path | None, *, resume: bool) -> Non
 
 def train_and_report(config: TrainConfig, folder: Path, *, resume: bool = False) -> None:
     """Train a configuration in a folder, write the report, and say where things are."""
+    # gathering experts, which have a mesh of two axes, takes two calls, and torch says so on every rank
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     console = console_of_rank()
     with watching(config, console) as watcher:
         run = train(config, folder, resume=resume, watcher=watcher)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol, Self
 
 import numpy as np
@@ -28,7 +28,7 @@ class Engine(Protocol):
 
     weight_version: int
 
-    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+    def load_weights(self, weights: Weights, version: int) -> None:
         """Take over the trainer's weights; what follows is stamped with `version`."""
 
     def generate(

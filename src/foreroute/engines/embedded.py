@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from foreroute.adapters.checkpoint import Weights
 from foreroute.adapters.hf import attach
 from foreroute.adapters.hf.local_models import loading
+from foreroute.adapters.hf.model import saved_tensors
 from foreroute.capture import Generation, Sampling
 from foreroute.capture.sampling_masks import masks_of_steps
 from foreroute.core.caches import named_cache
@@ -42,6 +44,7 @@ class EmbeddedEngine:
 
     Args:
         model: the policy, of a class of transformers; it is copied once, on its device, and not kept.
+        weights: of the policy, where transformers has spread its own over ranks: `routed.gather_weights()`.
         precision: "float32", "bfloat16", or "fp8" (bfloat16 arithmetic on weights that went through E4M3 and back, with
             one scale per output channel). What `from_pretrained` of transformers keeps in float32 stays so.
         gate_weights: whether traces have gate weights.
@@ -62,28 +65,50 @@ class EmbeddedEngine:
         *,
         gate_weights: bool = False,
         indexers: bool = False,
+        weights: Weights | None = None,
     ) -> None:
         self._precision = precision
         self._recorded = {"gate_weights": gate_weights, "indexers": indexers}
-        dtypes = _loaded_dtypes(model, torch.float32 if precision == "float32" else torch.bfloat16)
-        self._model: Any = copy.deepcopy(model).eval().requires_grad_(False)
-        for name, tensor in _tensors(self._model):
-            tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))
+        loaded = _loaded(model, torch.float32 if precision == "float32" else torch.bfloat16)
+        if getattr(model.config, "distributed_config", None) is None:
+            dtypes = {name: tensor.dtype for name, tensor in _tensors(loaded)}
+            loaded = copy.deepcopy(model)
+            for name, tensor in _tensors(loaded):
+                tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))
+        elif weights is None:
+            raise ConfigError(
+                "the policy of the embedded engine is spread over ranks; give weights=routed.gather_weights() too"
+            )
+        else:
+            for _, tensor in _tensors(loaded):
+                tensor.data = tensor.data.to(next(model.parameters()).device).contiguous()
+        self._model: Any = loaded.eval().requires_grad_(False)
         self._input_axis = _input_axes(self._model)
+        self.load_weights(model.state_dict() if weights is None else weights, NO_VERSION)
         self._routed = attach(self._model)
-        self.weight_version = NO_VERSION
-        self.load_weights(model.state_dict(), NO_VERSION)
 
     @torch.no_grad()
-    def load_weights(self, weights: Mapping[str, Tensor], version: int) -> None:
-        """Take over the trainer's weights, in the engine's precision, and the version they are stamped with."""
+    def load_weights(self, weights: Weights, version: int) -> None:
+        """Take over the trainer's weights, in the engine's precision, and the version they are stamped with.
+
+        Raises:
+            ConfigError: when one is missing, which would keep its old value.
+        """
         own = self._model.state_dict()
-        for name, target in own.items():
-            source = weights[name]
+        missing = {name for name, _ in saved_tensors(self._model)}
+        for name, source in weights.items() if isinstance(weights, Mapping) else weights:
+            missing.discard(name)
+            target = own.get(name)
+            if target is None:
+                continue
             is_named = any(word in name for word in NOT_IN_FP8)
             if self._precision == "fp8" and source.ndim >= 2 and target.dtype == torch.bfloat16 and not is_named:
                 source = _through_e4m3(source, self._input_axis.get(name, -1))
             target.copy_(source)
+        if missing:
+            raise ConfigError(
+                f"{len(missing)} weights of the policy were not handed over, such as {min(missing)!r}; give all of them"
+            )
         self.weight_version = version
 
     @torch.no_grad()
@@ -158,11 +183,10 @@ class EmbeddedEngine:
         return Generation(trace, prompt_trace.lengths, logprobs_SR[kept].astype(np.float32))
 
 
-def _loaded_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """The dtypes of parameters and buffers, by name, where `from_pretrained(dtype=...)` loads a model of this class.
+def _loaded(model: Any, dtype: torch.dtype) -> Any:
+    """What `from_pretrained(dtype=...)` makes of zeros in the place of a model's weights.
 
     It keeps those in float32 that a family lists, as its router, and those that a class makes in a dtype of its own.
-    transformers is asked, on zeros that stand for the weights.
 
     Raises:
         ConfigError: when it does not load such models.
@@ -179,10 +203,9 @@ def _loaded_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
         for name, each in model.state_dict().items()
     }
     with loading(), torch.random.fork_rng(devices=[]):
-        loaded = type(model).from_pretrained(
+        return type(model).from_pretrained(
             None, config=model.config, state_dict=zeros, dtype=dtype, local_files_only=True
         )
-    return {name: tensor.dtype for name, tensor in _tensors(loaded)}
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -17,17 +17,35 @@ from foreroute.plan.plan_file import plan_from_bytes, plan_to_bytes
 Found = TypeVar("Found")
 
 
-def share_plan(consensus: RankConsensus, make: Callable[[], StepPlan]) -> StepPlan:
-    """Make a plan on the first rank and give it to all. A collective call.
+def share_plan(
+    consensus: RankConsensus, make: Callable[[], StepPlan], everyone: RankConsensus | None = None
+) -> StepPlan:
+    """Make a plan on the first rank of a group and give it to all. A collective call.
 
     Args:
-        consensus: of the ranks.
+        consensus: of the group.
         make: called on the first rank alone; it may wait for a thread.
+        everyone: the ranks of all groups that make plans at the same time; those of the group by default.
 
     Raises:
-        PlanError: on the other ranks, when the first cannot make it; there, its own error.
+        PlanError: on the other ranks, when a first one cannot make it; there, its own error.
         TransferError: when a rank does not answer, such as one that died while it planned.
     """
+    if everyone is None or everyone is consensus:
+        return _shared(consensus, make)
+    what, failed = "waiting for the plans of all groups", "no plan was made"
+    try:
+        plan = _shared(consensus, make)
+    except BaseException:
+        everyone.objections(failed, what)
+        raise
+    if objections := everyone.objections(None, what):
+        raise PlanError(f"another expert-parallel group has no plan ({objections[0]}); look for the first error there")
+    return plan
+
+
+def _shared(consensus: RankConsensus, make: Callable[[], StepPlan]) -> StepPlan:
+    """What the first rank makes, on all of a group."""
     what = "waiting for the plan of rank 0"
     if consensus.rank == 0:
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,12 +31,19 @@ class StackedReplicas(Replicas):
         cell, source: as in `Replicas`.
         home: name -> [E / G, ...], what home experts compute with in this pass.
         owned: name -> [E / W, ...], what the optimizer updates, given to the engine.
+        terms: what adapters add, whose factors are among both.
+
+    Attributes:
+        terms: the same.
     """
 
     home: Mapping[str, Tensor]
 
-    def __init__(self, cell: Cell, source: TransferEngine, home: Home, owned: Home) -> None:
+    def __init__(
+        self, cell: Cell, source: TransferEngine, home: Home, owned: Home, terms: Sequence[LowRankTerm] = ()
+    ) -> None:
         super().__init__(cell, source, home)
+        self.terms = terms
         self._owned = owned
 
     def fetch(self) -> None:
@@ -51,12 +58,17 @@ class StackedReplicas(Replicas):
         token, borrowed = self.borrow()
         out = rows_RD
         if groups.sizes_S:
-            out = run_replicas(module, dict(zip(self.home, borrowed, strict=True)), rows_RD, groups, self.again)
+            weights = dict(zip(self.home, borrowed, strict=True))
+            # autograd keeps factors, which are small: not in slots
+            weights |= {name: weights[name].clone() for term in self.terms for name in term.factors}
+            weights |= {term.parameter: adapted(term.parameter, weights, self.terms) for term in self.terms}
+            out = run_replicas(module, weights, rows_RD, groups, self.again)
         return self.give_up(token, out)
 
     def again(self, name: str) -> Tensor:
         """A borrowed weight, in backward."""
-        return self.weights[name].to(self.home[name].dtype)
+        weight = self.weights[name].to(self.home[name].dtype)
+        return adapted(name, {**self.weights, name: weight}, self.terms)
 
     def parameters(self) -> list[Tensor]:
         """Name after name."""
@@ -94,6 +106,42 @@ class StackedReplicas(Replicas):
                     total[row].add_(gradient)
             totals.append(total)
         return totals
+
+
+class LowRankTerm(NamedTuple):
+    """What an adapter (LoRA) adds to a parameter in one pass: s B A of every expert.
+
+    Attributes:
+        parameter: its name; [experts, in, out] where `is_transposed`, else [experts, out, in].
+        factors: the names of A [experts, rank, in] and of B [experts, out, rank].
+        scaling: s; 0 while the adapter is off.
+        is_transposed: how the parameter is laid out.
+    """
+
+    parameter: str
+    factors: tuple[str, str]
+    scaling: float
+    is_transposed: bool
+
+
+def adapted(name: str, weights: Mapping[str, Tensor], terms: Sequence[LowRankTerm]) -> Tensor:
+    """The weight that experts compute with, [S, ...].
+
+    Args:
+        name: of the parameter.
+        weights: name -> [S, ...], those of factors too.
+        terms: of all parameters.
+    """
+    weight = weights[name]
+    for term in terms:
+        if term.parameter == name and term.scaling:
+            right, left = (weights[factor].to(weight.dtype) for factor in term.factors)
+            if term.is_transposed:
+                left, right = right.mT, left.mT
+            # as PEFT does it: what is adapted keeps its dtype
+            with torch.autocast(weight.device.type, enabled=False):
+                weight = torch.baddbmm(weight, left, right, alpha=term.scaling)
+    return weight
 
 
 def run_replicas(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from foreroute.ep.agreement import raise_alike
+from foreroute.ep.agreement import found_alike, raise_alike
 from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan, plan_digest
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.home_moves import gathered
@@ -56,24 +56,33 @@ class Owners(NamedTuple):
     first: int
     owner_LE: NDArray[np.int16]
 
+    def require_plans_together(self, step: int, plan: StepPlan) -> None:
+        """Make sure that the plans of all groups can be joined. A collective call.
+
+        Args:
+            step: its number.
+            plan: of this group.
+
+        Raises:
+            PlanError: on every rank alike, when groups have other steps or numbers of micro-steps, or use slots in
+                other ways.
+        """
+        use = f"step {step}, {plan.shape[0]} micro-steps, {plan.topology.redundant_slots} slots by {plan.slots!r}"
+        texts = self.consensus.texts(use, "comparing plans of groups")
+        if len(set(texts)) > 1:
+            listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
+            raise PlanError(
+                f"expert-parallel groups bring plans that cannot run together ({listed}); give all groups the same "
+                "step, as many micro-steps, and the same slots"
+            )
+
     def join(self, plan: StepPlan) -> StepPlan:
         """Make the transfers of all groups one plan of W ranks, with owners as homes. A collective call.
 
         Args:
             plan: of this group, executed in a stage.
-
-        Raises:
-            PlanError: on every rank alike, when groups have other numbers of micro-steps, or use slots in other ways.
         """
-        what, num_ranks, num_owners = "joining plans", plan.topology.num_ranks, self.consensus.size
-        slots = f"{plan.shape[0]} micro-steps, {plan.topology.redundant_slots} slots by {plan.slots!r}"
-        texts = self.consensus.texts(slots, what)
-        if len(set(texts)) > 1:
-            listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
-            raise PlanError(
-                f"expert-parallel groups bring plans that cannot run together ({listed}); give all groups as many "
-                "micro-steps, and the same slots"
-            )
+        num_ranks, num_owners = plan.topology.num_ranks, self.consensus.size
         is_first = self.consensus.rank == self.first
         mine = plan.hosts._replace(tokens_RG=plan.hosts.tokens_RG[:, :0]) if is_first else None
         parts: list[Hosts] = [each for each in gathered(mine, self.consensus.group) if each is not None]
@@ -129,7 +138,7 @@ class ExecutionRanks:
 
     @property
     def everyone(self) -> RankConsensus:
-        """Of all ranks that end alike: those of the group, and of the groups that hold the same experts."""
+        """The ranks that end alike: those of the group, and of the groups that hold the same experts."""
         return self.consensus if self.owners is None else self.owners.consensus
 
     def engine(self, homes: Mapping[int, Home]) -> TransferEngine:
@@ -164,6 +173,8 @@ class ExecutionRanks:
     def agree_on_plan(self, step: int, plan: StepPlan, what: str) -> None:
         """Make sure that all ranks of the group, and of its other stages, are about to execute the same plan.
 
+        Groups that hold the same experts have plans of their own, of the same step.
+
         Raises:
             PlanError: on every rank alike, when plans or steps differ, or the plan is for other ranks.
         """
@@ -176,7 +187,13 @@ class ExecutionRanks:
                 )
             # the other ranks of the group may be in pipelines that agree
             raise_alike(self.consensus, PlanError, mine, what)
-        agree_on_plan(self.consensus, step, plan, self._executor)
+        if self.owners is None:
+            agree_on_plan(self.consensus, step, plan, self._executor)
+        else:
+            found_alike(
+                self.everyone, PlanError, what, lambda: agree_on_plan(self.consensus, step, plan, self._executor)
+            )
+            self.owners.require_plans_together(step, plan)
 
     def gather_counts(self, micro_batches: Sequence[MicroBatch]) -> NDArray[np.int32]:
         """int32 [M, L, G, E], assignments of every rank in the layers of this stage. A collective call.
@@ -185,7 +202,7 @@ class ExecutionRanks:
             CountsError: on every rank alike, when ranks have other numbers of micro-batches.
         """
         what = "gathering counts"
-        texts = self.consensus.texts(f"{len(micro_batches)} micro-batches", what)
+        texts = self.everyone.texts(f"{len(micro_batches)} micro-batches", what)
         if len(set(texts)) > 1 or not micro_batches:
             listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
             raise CountsError(

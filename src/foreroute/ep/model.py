@@ -20,7 +20,7 @@ from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.ep.transfer.home_moves import agree_on_homes, move_homes
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.errors import PlacementError, ReplayError
+from foreroute.errors import PlacementError, PlanError, ReplayError
 from foreroute.layout.rank_rows import block_homes
 from foreroute.plan import StepPlan
 
@@ -46,6 +46,9 @@ class SpreadLayer(Protocol):
 
     def parameters(self) -> Mapping[str, Tensor]:
         """The same as the parameters that an optimizer has."""
+
+    def objection_to_replicas(self) -> str | None:
+        """What keeps its experts from being replicas on other ranks; None."""
 
     def begin(self) -> None:
         """A plan is about to be executed: take `owned` up."""
@@ -102,7 +105,8 @@ class ExpertParallelModel:
                 first = members.index(dist.get_process_group_ranks(self._group)[0])
                 owners = Owners(RankConsensus(ranks=members), first, self._owner_LE(self.home_LE))
                 shared = members if len(members) < dist.get_world_size() else None
-                self._peers = PeerGroup(ranks=shared)
+                # nothing is fetched where shares differ, and shapes of shards are compared
+                self._peers = PeerGroup(ranks=shared) if self._unequal() is None else PeerGroup(self._group)
             self._ranks = ExecutionRanks(
                 self._group, consensus, self._transfers, "hf", peers=self._peers, owners=owners
             )
@@ -122,7 +126,7 @@ class ExpertParallelModel:
 
     def share_plan(self, make: Callable[[], StepPlan]) -> StepPlan:
         """See `RoutedTransformer.share_plan`."""
-        return share_plan(self.ranks.consensus, make)
+        return share_plan(self.ranks.consensus, make, self.ranks.everyone)
 
     @contextmanager
     def execute(
@@ -136,6 +140,9 @@ class ExpertParallelModel:
         """What `RoutedTransformer.execute` says, of the model that these hooks are on."""
         if hooks.execution is not None:
             raise ReplayError("a plan is executed on this model; leave that execution before another one begins")
+        if (unequal := self._unequal()) is not None:
+            mine = unequal if plan.num_replicas_ML.any() else None
+            self.ranks.raise_alike(PlanError, mine, "looking at the plan")
         self._step = self._step + 1 if step is None else step
         for layer in self.layers:
             layer.begin()
@@ -162,7 +169,7 @@ class ExpertParallelModel:
             base.register_load_state_dict_pre_hook(self.require_block_homes)
             self._guarded.add(base)
         assert self._peers is not None, "they are made with the ranks"
-        after_LE = agree_on_homes(ranks.everyone, self.home_LE, home_LE, self._owner_AG.shape[1])
+        after_LE = agree_on_homes(ranks.everyone, self.home_LE, home_LE, self._owner_AG.shape[1], self._unequal())
         for layer in self.layers:
             layer.begin()
         received = move_homes(
@@ -190,12 +197,23 @@ class ExpertParallelModel:
                 "routed.move_homes(routed.block_home_LE, optimizer) before, on every rank"
             )
 
+    def _unequal(self) -> str | None:
+        """What keeps experts from being fetched and moved; None where every rank keeps as many."""
+        num_experts, num_owners = self.home_LE.shape[1], self._owner_AG.size
+        if num_experts % num_owners == 0:
+            return None
+        return (
+            f"{num_experts} experts are kept by {num_owners} ranks in shares of different sizes, and are neither "
+            "fetched nor moved then; spread the model over as many ranks as divide them, or execute no plan (None)"
+        )
+
     def _owner_LE(self, home_LE: NDArray[np.int16]) -> NDArray[np.int16]:
         """int16 [L, E], the number of the rank that owns each expert: a block of those of its home, in order of id."""
         num_groups, num_ranks = self._owner_AG.shape
-        each = home_LE.shape[1] // (num_groups * num_ranks)
+        num_local = home_LE.shape[1] // num_ranks
         owner_LE = np.empty_like(home_LE)
-        blocks = np.repeat(np.arange(num_groups, dtype=np.int16), each) * np.int16(num_ranks)
+        # as torch.chunk, and so FSDP2, cuts them: the last groups may have fewer, or none
+        blocks = np.arange(num_local, dtype=np.int16) // np.int16(-(-num_local // num_groups)) * np.int16(num_ranks)
         for owner_E, home_E in zip(owner_LE, home_LE, strict=True):
             for rank in range(num_ranks):
                 owner_E[home_E == rank] = blocks + rank

@@ -41,7 +41,7 @@ EXECUTES: Mapping[Executor, frozenset[Ability]] = {
     "hf": frozenset(),
     "megatron": frozenset({Ability.EXPERT_DATA_PARALLEL}),
 }
-"""The abilities of `foreroute.ep` in transformers, and of Megatron-Core with `foreroute.adapters.megatron`."""
+"""The abilities of `foreroute.ep` on experts that transformers spreads, and on Megatron-Core."""
 
 
 def warn_of_lacks(plan: StepPlan, executor: Executor) -> None:

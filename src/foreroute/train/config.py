@@ -271,7 +271,7 @@ class CheckpointConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Expert parallelism under torchrun. Changes nothing that a run learns."""
+    """Expert parallelism under torchrun, with transformers from 5.23 on. Changes nothing that a run learns."""
 
     expert: Ranks = 1
     """Ranks, one process each."""
@@ -297,8 +297,6 @@ class ParallelConfig(Section):
     """Folder in node memory."""
     prefetch: Natural = 1
     """Cells fetched ahead."""
-    dense: Literal["replicated", "fsdp2"] = "replicated"
-    """All but experts: whole, or sharded."""
     timeout_s: Timeout = 600.0
     """Longest silence of a live rank."""
 

@@ -8,21 +8,21 @@ every rank:                                                         recompute â”
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from foreroute import planner
-from foreroute.adapters.hf import RoutedTransformer, distribute
+from foreroute.adapters.hf import RoutedTransformer
 from foreroute.adapters.hf.batch_routes import TraceRows
 from foreroute.adapters.hf.scoring import inputs
 from foreroute.costs.cluster_file import load_cluster
@@ -35,7 +35,7 @@ from foreroute.planner.homes import place_homes
 from foreroute.records.step_record import ExecutionRecord
 from foreroute.trace import RoutingSpec, RoutingTrace
 from foreroute.train.config import ParallelConfig, TrainConfig
-from foreroute.train.policy import Alone, OneProcess, ScheduledPass, load_optimizer_state
+from foreroute.train.policy import Alone, OneProcess, ScheduledPass
 from foreroute.train.record import ExecutedPass, MovedHomes, execution_record
 
 NO_LINKS = Links(1.0, 1.0, 1.0, 1.0, 1.0)
@@ -69,13 +69,8 @@ def read_planning(config: ParallelConfig, spec: RoutingSpec) -> Planning:
         spec: of the model that is trained.
 
     Raises:
-        ConfigError: when the file cannot be read, or is of other ranks or another model; or the experts cannot be
-            dealt to the ranks evenly.
+        ConfigError: when the file cannot be read, or is of other ranks or another model.
     """
-    if spec.num_experts % config.expert:
-        raise ConfigError(
-            f"the model's {spec.num_experts} experts cannot be dealt to parallel.expert = {config.expert} evenly"
-        )
     options = PlanOptions(
         tolerance=config.tolerance,
         home_moves=None if config.home_moves == "all" else config.home_moves,
@@ -110,22 +105,16 @@ class _Announced(NamedTuple):
 
 
 class ExpertParallel(OneProcess):
-    """The execution with experts spread over the ranks. Made on all ranks, with the same whole policy.
+    """The execution of a policy that is spread over the ranks.
 
     Raises:
-        AttachError, TopologyError: when its experts cannot be spread over these ranks.
         ConfigError: when the topology file cannot be read, or is not the same on all ranks.
     """
 
     def __init__(self, policy: RoutedTransformer, config: ParallelConfig, ranks: Alone) -> None:
         super().__init__(policy, ranks)
         self._policy = policy
-        self._placed = distribute(policy.model, timeout_s=config.timeout_s)
-        if config.dense == "fsdp2":
-            self._placed.shard_dense()
-        self._placed.use(
-            TransferOptions(paths=config.paths, prefetch=config.prefetch, directory=Path(config.shared_memory))
-        )
+        policy.use(TransferOptions(paths=config.paths, prefetch=config.prefetch, directory=Path(config.shared_memory)))
         self._planning = read_planning(config, policy.spec)
         ranks.require_same({"the topology": str(self._planning)}, "Give all of them the same topology file")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="foreroute-plans")
@@ -134,24 +123,24 @@ class ExpertParallel(OneProcess):
         self._rows_M: list[TraceRows] | None = None
         self._executed: list[ExecutedPass] = []
 
-    def weights(self) -> Mapping[str, Tensor]:
-        return self._placed.state_dict()
-
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Give what the base says, and "homes", int16 [L, E], where experts may move."""
-        whole = self._converted(optimizer, optimizer.state_dict(), self._placed.whole)
-        homes = {"homes": torch.from_numpy(self._placed.home_LE)} if self._planning.options.home_moves != 0 else {}
-        return {"model": dict(self._placed.state_dict()), "optimizer": whole, **homes}
+        if self._planning.options.home_moves == 0:
+            return super().state(optimizer)
+        home_LE = self._policy.home_LE
+        self._policy.move_homes(self._policy.block_home_LE, optimizer)
+        state = super().state(optimizer)
+        self._policy.move_homes(home_LE, optimizer)
+        return {**state, "homes": torch.from_numpy(home_LE)}
 
     def restore(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-        if "homes" in state and self._planning.options.home_moves != 0:
-            home_LE = state["homes"].numpy()
-            num_experts, size = home_LE.shape[1], self.ranks.size
-            # those of a run on other ranks are of no use
-            if (np.sort(home_LE, axis=1) == np.repeat(np.arange(size), num_experts // size)).all():
-                self._placed.move_homes(home_LE, optimizer)
-        self._placed.load_state_dict(state["model"])
-        load_optimizer_state(optimizer, self._converted(optimizer, state["optimizer"], self._placed.own))
+        super().restore(state, optimizer)
+        block_LE = self._policy.block_home_LE
+        # of rank 0, as no home is below 0
+        home_LE = self.ranks.max(np.resize(state.get("homes", 0), block_LE.shape))
+        # those of a run on other ranks are of no use
+        if self._planning.options.home_moves != 0 and (np.sort(home_LE, axis=1) == block_LE).all():
+            self._policy.move_homes(home_LE, optimizer)
 
     def plan(
         self, first: int, routes: RoutingTrace, passes: Sequence[ScheduledPass], optimizer: torch.optim.Optimizer
@@ -162,7 +151,7 @@ class ExpertParallel(OneProcess):
         counts = [self._policy.gather_counts(rows_M) for rows_M in rows]
         if counts and self._planning.options.home_moves != 0:
             self._place_experts(np.concatenate(counts), optimizer)
-        home_LE = self._placed.home_LE
+        home_LE = self._policy.home_LE
         for each, rows_M, counts_MLGE in zip(passes, rows, counts, strict=True):
             run = ExecutedPass(each.name, counts_MLGE)
             # one thread: passes are planned in the order in which they run
@@ -177,7 +166,7 @@ class ExpertParallel(OneProcess):
             return
         now, rows_M, number, making = announced
         begun = time.monotonic()
-        plan = self._placed.share_plan(making.result)
+        plan = self._policy.share_plan(making.result)
         now.exposed_planning_s = time.monotonic() - begun
         now.plan = plan.in_stage(now.stage)
         with self._policy.execute(plan, now.counts_MLGE, rows_M, step=number) as execution:
@@ -193,8 +182,16 @@ class ExpertParallel(OneProcess):
         return routes if self._rows_M is None else self._rows_M[number]
 
     def finish_gradients(self, max_norm: float) -> float:
-        self._placed.sum_gradients()
-        return self._placed.clip_gradients(max_norm).item()
+        by_mesh = defaultdict(list)
+        for parameter in self._policy.model.parameters():
+            if parameter.grad is not None:
+                by_mesh[parameter.grad.device_mesh].append(parameter)
+        # experts have a mesh of their own, and torch computes a norm over one
+        norms = [get_total_norm([each.grad for each in alike]).full_tensor() for alike in by_mesh.values()]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        for alike in by_mesh.values():
+            clip_grads_with_norm_(alike, max_norm, norm)
+        return norm.item()
 
     def record(self) -> ExecutionRecord | None:
         assert not self._announced, f"planned and never executed: {', '.join(self._announced)}"
@@ -204,22 +201,20 @@ class ExpertParallel(OneProcess):
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
-        self._placed.close()
+        self._policy.close()
 
     def _place_experts(self, counts_MLGE: NDArray[np.integer], optimizer: torch.optim.Optimizer) -> None:
         """Move experts to where rank 0 wants them for these micro-steps, until they can move again."""
-        begun, before_LE = time.monotonic(), self._placed.home_LE
-        after_LE = torch.from_numpy(before_LE.astype(np.int64))
+        begun, before_LE = time.monotonic(), self._policy.home_LE
         topology, options, _ = self._planning
 
-        def place() -> None:
-            placed_LE = place_homes(counts_MLGE, topology, before_LE, max_moves=options.home_moves, seed=options.seed)
-            after_LE.copy_(torch.from_numpy(placed_LE))
+        def place() -> NDArray[np.integer]:
+            if self.ranks.rank > 0:
+                return np.zeros_like(before_LE)
+            return place_homes(counts_MLGE, topology, before_LE, max_moves=options.home_moves, seed=options.seed)
 
-        self.ranks.on_rank_0("placing experts", place)
-        self.ranks.broadcast({"homes": after_LE})
-        home_LE = after_LE.numpy().astype(np.int16)
-        received = self._placed.move_homes(home_LE, optimizer)
+        home_LE = self.ranks.max(self.ranks.on_all("placing experts", place))
+        received = self._policy.move_homes(home_LE, optimizer)
         self._moved = MovedHomes(int((home_LE != before_LE).sum()), received, time.monotonic() - begun)
 
     def _make(self, run: ExecutedPass, home_LE: NDArray[np.int16]) -> StepPlan:
@@ -230,15 +225,3 @@ class ExpertParallel(OneProcess):
         run.priced_options = {name: why[name] for name in (*PRICED, run.stage)}
         run.planning_s = time.monotonic() - begun
         return plan
-
-    def _converted(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], change: Any) -> dict[str, Any]:
-        """Gather the state of every parameter, or cut it to the part that this rank has."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        converted: dict[int, dict[str, Any]] = {}
-        for position, values in state["state"].items():
-            of_parameter = partial(change, parameters[position])
-            converted[position] = {
-                key: of_parameter(value) if isinstance(value, Tensor) and value.dim() else value
-                for key, value in values.items()
-            }
-        return {"state": converted}

@@ -127,7 +127,7 @@ class Trainer:
         Problems follow from the seed and the step, responses from the number of ranks too.
         """
         settings, task, step, ranks = self.config.rollout, self.task, self.step, self.execution.ranks
-        self.engine.load_weights(self.execution.weights(), version=step)
+        self.engine.load_weights(self.policy.gather_weights(), version=step)
         # the third number names the stream: 0 the warm start's, 1 the rollout's, 2 the schedule's, 5 the order of data
         rng = np.random.default_rng([self.config.seed, step, 1])
         generator = torch.Generator().manual_seed(int(rng.integers(2**62)) + ranks.rank)
@@ -231,7 +231,7 @@ class Trainer:
             divisor = max(int(ranks.sum([denominator(lengths_S[trained], rl.method)])[0]), 1)
             parts: list[Tensor] = []
             with nullcontext() if routes is None else execution.running(mini_batch):
-                # gradients add up over micro-steps and ranks, so each part is divided by the divisor of the whole
+                # gradients add up over micro-steps, and are averaged over ranks
                 for number, sequences in enumerate(mini_batch.micro_steps):
                     micro_step_S[sequences] = micro_step_S.max() + 1
                     with ExitStack() as replaying:
@@ -251,7 +251,7 @@ class Trainer:
                         each = token_losses(tokens, rl)
                         weights_R = coefficients(tokens.lengths_S, rl.method, each.losses_R.dtype)
                         loss = (weights_R * each.losses_R).sum()
-                        (loss / divisor).backward()
+                        (loss * ranks.size / divisor).backward()
                     of_tokens = [each.clipped_R, each.log_ratio_R, each.weights_R, each.cut_R]
                     # one copy, for which the device is waited for once
                     seen.append(torch.stack([*map(Tensor.double, of_tokens)]).cpu().numpy())
@@ -273,7 +273,9 @@ class Trainer:
         return Updated(loss_mean, norm_mean, np.concatenate(seen, axis=1), micro_step_S, agreement_M2)
 
     def state(self) -> dict[str, Any]:
-        """Give everything that a resumed run needs; randomness follows from the seed and the step.
+        """Give everything that a resumed run needs, on rank 0; randomness follows from the seed and the step.
+
+        A collective call.
 
         Raises:
             DivergedError: when a weight, or what the optimizer keeps of one, is not finite.
@@ -288,16 +290,13 @@ class Trainer:
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` gave, in a run of the same configuration.
+        """Continue from what `state` gave on rank 0, in a run of the same configuration. A collective call.
 
         Raises:
-            ValueError, KeyError, RuntimeError: when it is of another model.
+            ValueError: when it is of another model.
         """
-        for name, weight in self.execution.weights().items():
-            if name in state["model"] and state["model"][name].dtype != weight.dtype:
-                raise ValueError(f"{name} is {state['model'][name].dtype}; expected {weight.dtype}")
         self.execution.restore(state, self.optimizer)
-        self.step = state["step"]
+        self.step = int(self.execution.ranks.max([state["step"]])[0])
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,11 +16,18 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from foreroute.adapters import hf
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.hf.batch_routes import TraceRows
-from foreroute.adapters.hf.local_models import load_pretrained
+from foreroute.adapters.hf.local_models import build_spread, load_pretrained
 from foreroute.engines.base import Engine
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import AttachError, ConfigError
@@ -36,12 +43,15 @@ T = TypeVar("T")
 
 
 def make_policy(config: TrainConfig, task: Task, device: torch.device = CPU) -> hf.RoutedTransformer:
-    """Make the policy, with initial weights, ready to record and replay.
+    """Make the policy, ready to record and replay, with initial weights.
+
+    With `parallel.expert` above 1 it is spread over all ranks, in a collective call; weights of a new model come later,
+    from rank 0.
 
     Raises:
         ConfigError: when it cannot be had, or has no routers that can be recorded and replayed.
     """
-    model = make_model(config.model, task, config.seed).to(device)
+    model = make_model(config.model, task, config.seed, num_ranks=config.parallel.expert).to(device)
     if config.model.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
             raise ConfigError(
@@ -57,20 +67,21 @@ def make_policy(config: TrainConfig, task: Task, device: torch.device = CPU) -> 
         ) from error
 
 
-def make_model(config: ModelConfig, task: Task, seed: int) -> Any:
+def make_model(config: ModelConfig, task: Task, seed: int, *, num_ranks: int = 1) -> Any:
     """Make a model with its first weights, float32 on the CPU: a seed gives the same ones for every device.
+
+    Over several ranks it is spread, and a new one has no weights yet.
 
     Raises:
         ConfigError: when transformers cannot make or load it, or it has no embedding for a token of the task.
     """
+    experts_implementation = config.experts_implementation
     if config.path is None:
-        return hf.build_model(
-            config.family or "qwen3_moe",
-            seed=seed,
-            experts_implementation=config.experts_implementation,
-            **{**config.sizes, "vocab_size": task.vocabulary_size},
-        )
-    model = load_pretrained(Path(config.path), experts_implementation=config.experts_implementation)
+        family, sizes = config.family or "qwen3_moe", {**config.sizes, "vocab_size": task.vocabulary_size}
+        if num_ranks > 1:
+            return build_spread(family, num_ranks=num_ranks, experts_implementation=experts_implementation, **sizes)
+        return hf.build_model(family, seed=seed, experts_implementation=experts_implementation, **sizes)
+    model = load_pretrained(Path(config.path), experts_implementation=experts_implementation, num_ranks=num_ranks)
     embeddings = model.get_input_embeddings().num_embeddings
     if task.vocabulary_size > embeddings:
         raise ConfigError(
@@ -116,6 +127,7 @@ def make_engine(run: TrainConfig, policy: hf.RoutedTransformer) -> Engine:
         return EmbeddedEngine(
             policy.model,
             config.precision,
+            weights=policy.gather_weights(),
             gate_weights=run.rl.routing == "R3+weights",
             indexers=policy.indexers is not None and run.rl.routing in ("R3", "R3+weights"),
         )
@@ -154,24 +166,40 @@ def make_optimizer(config: TrainConfig, policy: hf.RoutedTransformer) -> torch.o
     return torch.optim.AdamW(parameters, lr=config.rl.learning_rate, betas=BETAS, weight_decay=0.0)
 
 
-def load_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a state, of which torch itself checks the number of parameters alone.
+def set_weights(model: nn.Module, weights: Mapping[str, Tensor], ranks: Alone) -> None:
+    """Give a model the whole weights that rank 0 hands in, which fit it. A collective call."""
+    set_model_state_dict(model, dict(weights), options=from_rank_0(ranks))
+
+
+def from_rank_0(ranks: Alone) -> StateDictOptions:
+    """How torch takes up whole states: from rank 0 where there are several, one tensor after the other."""
+    return StateDictOptions(full_state_dict=ranks.size > 1, broadcast_from_rank0=ranks.size > 1)
+
+
+def require_fitting(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Make sure that a whole state is of a model, before it is taken up.
 
     Raises:
-        ValueError: when a parameter has no moments, moments of another shape, or a number of steps below 1.
-        KeyError: when it is none.
+        ValueError: when weights are missing, are others, or have another shape or dtype; or when a parameter has no
+            moments, moments of another shape, or a number of steps below 1.
     """
-    # learning rates and such are the configuration's
-    optimizer.load_state_dict({"state": state["state"], "param_groups": optimizer.state_dict()["param_groups"]})
-    for parameter, values in optimizer.state.items():
+    expected = {name: (list(each.shape), each.dtype) for name, each in model.state_dict().items()}
+    seen = {name: (list(each.shape), each.dtype) for name, each in state["model"].items()}
+    for name in sorted(seen.keys() ^ expected.keys()):
+        raise ValueError(f"{name} is {'missing' if name in expected else 'not in the model'}")
+    for name, (shape, dtype) in expected.items():
+        if seen[name] != (shape, dtype):
+            raise ValueError(f"{name} is {seen[name][1]} {seen[name][0]}; expected {dtype} {shape}")
+    parameters = list(model.parameters())
+    for number, values in state["optimizer"]["state"].items():
+        if number >= len(parameters):
+            raise ValueError(f"there is state of weight {number}, and the model has {len(parameters)}")
+        shape = list(parameters[number].shape)
         if values.keys() != {"step", "exp_avg", "exp_avg_sq"} or not float(values["step"]) >= 1:
-            raise ValueError(
-                f"of a weight of shape {list(parameter.shape)} there is {sorted(values)}; expected AdamW's"
-            )
+            raise ValueError(f"of a weight of shape {shape} there is {sorted(values)}; expected AdamW's")
         for name in ("exp_avg", "exp_avg_sq"):
-            if values[name].shape != parameter.shape:
-                seen, expected = list(values[name].shape), list(parameter.shape)
-                raise ValueError(f"{name} of shape {seen} is not that of a weight of shape {expected}")
+            if list(values[name].shape) != shape:
+                raise ValueError(f"{name} of shape {list(values[name].shape)} is not that of a weight of shape {shape}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -228,9 +256,6 @@ class Alone:
         """Collect the parts of all ranks on rank 0; elsewhere there are none."""
         return [part]
 
-    def broadcast(self, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrite tensors with those of rank 0."""
-
 
 class OneProcess:
     """Runs the forwards and backwards of a policy in this process.
@@ -246,18 +271,37 @@ class OneProcess:
     def __init__(self, policy: hf.RoutedTransformer, ranks: Alone) -> None:
         self.ranks, self._model = ranks, policy.model
 
-    def weights(self) -> Mapping[str, Tensor]:
-        """Give the weights of the whole policy."""
-        return self._model.state_dict()
-
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Give "model", the weights, and "optimizer", the "state" of its state dict, both as one process has them."""
-        return {"model": dict(self.weights()), "optimizer": {"state": optimizer.state_dict()["state"]}}
+        """Give "model", the weights, and "optimizer", the "state" of its state dict, whole.
+
+        With several ranks they are on the host of rank 0, and elsewhere empty.
+        """
+        whole = StateDictOptions(full_state_dict=self.ranks.size > 1, cpu_offload=self.ranks.size > 1)
+        weights, kept = get_model_state_dict(self._model, options=whole), {}
+        if optimizer.state:  # torch would take a step to have some
+            kept = get_optimizer_state_dict(self._model, optimizer, options=whole).get("state", {})
+        numbers = {name: number for number, (name, _) in enumerate(self._model.named_parameters())}
+        return {"model": weights, "optimizer": {"state": {numbers[name]: kept[name] for name in kept}}}
 
     def restore(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-        """Take up what `state` gave, on these ranks or others."""
-        self._model.load_state_dict(state["model"])
-        load_optimizer_state(optimizer, state["optimizer"])
+        """Take up what `state` gave on rank 0, on these ranks or others; elsewhere it is not looked at.
+
+        Raises:
+            ValueError: when it is of another model.
+        """
+        self.ranks.on_rank_0("looking at the state", lambda: require_fitting(self._model, state))
+        set_weights(self._model, state["model"], self.ranks)
+        names, kept = [name for name, _ in self._model.named_parameters()], state["optimizer"]["state"]
+        has_state = self.ranks.max([number in kept for number in range(len(names))])
+        if has_state.any():
+            # learning rates and such are the configuration's
+            groups = [{**group, "params": names} for group in optimizer.param_groups]
+            given = {"state": {names[number]: kept[number] for number in kept}, "param_groups": groups}
+            options = replace(from_rank_0(self.ranks), strict=False)
+            set_optimizer_state_dict(self._model, optimizer, given if kept else {}, options=options)
+        for parameter, is_kept in zip(self._model.parameters(), has_state, strict=True):
+            if not is_kept:  # torch has made state for a weight that was never trained
+                optimizer.state.pop(parameter, None)
 
     def plan(
         self, first: int, routes: RoutingTrace, passes: Sequence[ScheduledPass], optimizer: torch.optim.Optimizer
@@ -276,7 +320,7 @@ class OneProcess:
         return routes
 
     def finish_gradients(self, max_norm: float) -> float:
-        """Add up and clip the gradients of all ranks, before the optimizer steps. Returns their norm before it."""
+        """Clip the gradients, before the optimizer steps. Returns their norm before it."""
         return torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm).item()
 
     def record(self) -> ExecutionRecord | None:

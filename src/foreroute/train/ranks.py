@@ -12,7 +12,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.peers import collective_errors
@@ -91,13 +90,6 @@ class Ranks(Alone):
             dist.gather_object(part, parts, group=self._votes.group, group_dst=0)
         return parts or []
 
-    def broadcast(self, tensors: Mapping[str, Tensor]) -> None:
-        with collective_errors("copying weights from rank 0", self._votes.group):
-            for tensor in tensors.values():
-                there = tensor.detach().cpu()
-                dist.broadcast(there, group=self._votes.group, group_src=0)
-                tensor.copy_(there)
-
 
 def _words(error: Exception | None) -> str | None:
     if error is None:
@@ -168,6 +160,7 @@ def join_ranks(num_ranks: int, timeout_s: float, device: torch.device = CPU) -> 
     Raises:
         ConfigError: when there are more or fewer.
         RankError: when they do not find each other.
+        TransferError: in the place of what collectives of torch and transformers raise, when a process is gone.
     """
     started = dist.get_world_size() if dist.is_initialized() else num_started()
     if started != num_ranks:
@@ -188,10 +181,18 @@ def join_ranks(num_ranks: int, timeout_s: float, device: torch.device = CPU) -> 
                 "look for the error of one that ended"
             ) from error
     require_backend(device)
+    if device.type == "cpu" and torch.accelerator.is_available():
+        raise ConfigError(
+            f"this process computes on the CPU and has a {torch.accelerator.current_accelerator()} device, over which "
+            'transformers would spread the model; set device = "cuda" and start no more processes than there are '
+            'devices, or hide them: CUDA_VISIBLE_DEVICES=""'
+        )
     try:
-        ranks = Ranks(RankConsensus(timeout_s=WORK_TIMEOUT_S))
+        votes = RankConsensus(timeout_s=WORK_TIMEOUT_S)
+        ranks = Ranks(votes)
         ranks.require_same({"device": device.type}, "Give each process a device of one kind")
-        yield ranks
+        with collective_errors("running the policy", votes.group, foreign=True):
+            yield ranks
     finally:
         if made_here:
             dist.destroy_process_group()

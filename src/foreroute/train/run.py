@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from foreroute.adapters.checkpoint import ModelWriter
 from foreroute.mismatch import Signals, alarms
@@ -17,7 +18,7 @@ from foreroute.train.config import TrainConfig
 from foreroute.train.experts import make_execution, read_planning
 from foreroute.train.folder import RunFolder, as_run_folder_error, by_key
 from foreroute.train.loop import Trainer, make_trainer
-from foreroute.train.policy import make_engine, make_policy
+from foreroute.train.policy import make_engine, make_model, make_policy, set_weights
 from foreroute.train.prompts import make_task
 from foreroute.train.ranks import find_device, join_ranks
 from foreroute.train.record import Experience
@@ -78,16 +79,20 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
         last = ranks.on_all("looking for the last checkpoint", run.last_checkpoint)
         seen = None if last is None else last.name
         ranks.require_same({"the last checkpoint": seen}, f"Put {folder} on a file system that all of them share")
-        if last is None:
-            begun: list[bool] = []
+        # a model of a folder has its weights, unless a checkpoint has others
+        if last is None and (config.model.path is None or config.warm_start.checkpoint is not None):
+            begun, first = [False], dict[str, Tensor]()
 
             def start() -> None:
-                begun.append(warm_start(policy.model, config, task, watcher.on_warm_start, watcher.should_stop))
+                model = policy.model if ranks.size == 1 else make_model(config.model, task, config.seed).to(device)
+                begun[0] = warm_start(model, config, task, watcher.on_warm_start, watcher.should_stop)
+                first.update(model.state_dict())
 
             ranks.on_rank_0("the warm start", start)
-            ranks.broadcast(policy.model.state_dict())
-            if not ranks.max([begun == [True]])[0]:
+            if not ranks.max(begun)[0]:
                 return run
+            if ranks.size > 1:
+                set_weights(policy.model, first, ranks)
         execution = held.enter_context(closing(make_execution(config, policy, ranks)))
         trainer = make_trainer(config, task, policy, engine, execution)
         trainer.on_phase = watcher.on_phase
@@ -95,15 +100,12 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
             ranks.on_rank_0("making the run folder", lambda: run.begin(config))
             _save(trainer, run)
         else:
-            state = ranks.on_all(f"loading {last}", lambda: run.load(last, data=task.data_digest))
-            ranks.on_all(f"taking up {last}", lambda: _restore(trainer, state, last))
+            state: dict[str, Any] = {"step": 0, "model": {}, "optimizer": {"state": {}}}
+            ranks.on_rank_0(f"loading {last}", lambda: state.update(run.load(last, data=task.data_digest)))
+            with as_run_folder_error(f"checkpoint {last}"):
+                trainer.restore(state)
         _take_steps(trainer, run, watcher)
     return run
-
-
-def _restore(trainer: Trainer, state: dict[str, Any], path: Path) -> None:
-    with as_run_folder_error(f"checkpoint {path}"):
-        trainer.restore(state)
 
 
 def _take_steps(trainer: Trainer, run: RunFolder, watcher: Watcher) -> None:
@@ -123,7 +125,8 @@ def _take_steps(trainer: Trainer, run: RunFolder, watcher: Watcher) -> None:
     if trainer.step != saved_at:
         _save(trainer, run)
     if trainer.step == config.rl.steps:
-        weights = trainer.execution.weights()
+        # one of them at a time, but for rank 0, is whole
+        weights = {name: each.cpu() for name, each in trainer.policy.gather_weights() if ranks.rank == 0}
 
         def write_model(folder: Path) -> None:
             ModelWriter(trainer.policy.model).write(folder, weights)

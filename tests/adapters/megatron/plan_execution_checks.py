@@ -84,8 +84,8 @@ def check_gradients_lose_nothing_on_their_way_home():
 def sending_as(dtype):
     """Gradients sent home in another dtype than they were made in."""
 
-    def begin(peers, moves, grads, what, record):
-        return GradientReturn(peers, moves, {name: grad.to(dtype) for name, grad in grads.items()}, what, record)
+    def begin(peers, moves, grads, what, **others):
+        return GradientReturn(peers, moves, {name: grad.to(dtype) for name, grad in grads.items()}, what, **others)
 
     return begin
 

@@ -10,6 +10,7 @@ from trl.generation.vllm_client import VLLMClient
 from trl.trainer import utils
 
 from examples.trl.tiny import policy
+from foreroute.costs import hardware_preset
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import AttachError, BatchMismatchError, CaptureError, ConfigError, ReplayError, StaleTraceError
 from foreroute.trainers.trl import GRPOTrainer, RoutingReplay, rollout_with
@@ -19,6 +20,8 @@ from tests.tiers import grid
 from tests.trainers.trl.routes_book import Book
 from tests.trainers.trl.trl_runs import make
 
+TOPOLOGY = hardware_preset("h100").topology(num_ranks=2, redundant_slots=2)
+
 
 @pytest.mark.shows("TRL", "`num_beams` above 1", refused="beams change their places after they were routed")
 @pytest.mark.parametrize(
@@ -27,12 +30,22 @@ from tests.trainers.trl.trl_runs import make
         ({"replay": "R4"}, "expected one of 'none', 'R2', 'R3'"),
         ({"generation_kwargs": {"num_beams": 2}}, "num_beams is 2.* sample with num_beams=1"),
         ({"torch_compile_backend": "eager"}, "cannot recompute what was replayed; take 'inductor' or 'aot_eager'"),
+        ({"replay": "none", "topology": TOPOLOGY}, "which are made of replayed routes; take replay='R3'"),
+        (
+            {"topology": "cluster.toml"},
+            r"topology is 'cluster.toml'; expected a Topology, or what load_cluster\(\) gives",
+        ),
     ],
-    ids=["mode", "beams", "compiled"],
+    ids=["mode", "beams", "compiled", "plans without replay", "no topology"],
 )
 def test_settings_that_do_not_go_with_replay(settings, message, folder):
     with pytest.raises(ConfigError, match=message):
         make(folder, **settings)
+
+
+def test_plans_of_experts_that_foreroute_does_not_spread(folder):
+    with pytest.raises(AttachError, match=r'no experts of this .* are spread .*ep_implementation="foreroute"'):
+        make(folder, topology=TOPOLOGY)
 
 
 def test_a_release_of_trl_without_a_hook_is_named(folder, monkeypatch):

@@ -33,17 +33,20 @@ FSDP2 = {
 
 
 class Drawn:
-    """A `rollout_func` of tokens and routes that no model had a part in. `routes` is by tokens, as a `Book` has it."""
+    """A `rollout_func` of tokens and routes that no model had a part in. `routes` is by tokens, as a `Book` has it.
 
-    def __init__(self, rank):
-        self.routes, self._rng = {}, np.random.default_rng(rank)
+    With a skew, experts are wanted the more the lower their ids.
+    """
+
+    def __init__(self, rank, skew=0.0):
+        self.routes, self._rng, self._skew = {}, np.random.default_rng(rank), np.linspace(0, skew, 8)
 
     def __call__(self, prompts, trainer):
         prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
         completions = [self._rng.integers(2, 200, self._rng.integers(2, 10)).tolist() for _ in prompts]
         for prompt, completion in zip(prompt_ids, completions, strict=True):
             shape = (len(prompt) + len(completion) - 1, 3, 8)
-            self.routes[tuple(prompt + completion)] = np.argsort(self._rng.random(shape), axis=-1)[..., :2]
+            self.routes[tuple(prompt + completion)] = np.argsort(self._rng.random(shape) + self._skew, axis=-1)[..., :2]
         return {
             "prompt_ids": prompt_ids,
             "completion_ids": completions,

@@ -50,6 +50,7 @@ def config(folder, **settings):
 
 OF_TRAINER = (
     "replay",
+    "topology",
     "rollout_func",
     "peft_config",
     "tools",

@@ -16,6 +16,7 @@ require_peers("torch", "transformers")
 
 if TYPE_CHECKING:
     from foreroute.adapters.hf.attaching import attach
+    from foreroute.adapters.hf.expert_lora import spread_adapters
     from foreroute.adapters.hf.local_models import build_model
     from foreroute.adapters.hf.model import RoutedTransformer
     from foreroute.adapters.hf.stacks import RoutedStacks, attach_stacks
@@ -26,6 +27,7 @@ __all__ = [
     "attach",
     "attach_stacks",
     "build_model",
+    "spread_adapters",
 ]
 
 _FILE_OF = {
@@ -34,6 +36,7 @@ _FILE_OF = {
     "attach": "attaching",
     "attach_stacks": "stacks",
     "build_model": "local_models",
+    "spread_adapters": "expert_lora",
 }
 
 

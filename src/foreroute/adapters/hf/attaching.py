@@ -54,24 +54,26 @@ def attach(model: nn.Module) -> RoutedTransformer:
 
 def attached(model: nn.Module, candidates: list[SelectingRouter], kind: LayerKind) -> RoutedTransformer:
     """A model with routers in one stack, proven. Raises as `attach`."""
+    spreading = sys.modules.get("foreroute.adapters.hf.expert_parallel")
+    if spreading is not None:
+        from foreroute.adapters.hf.expert_lora import require_adapters_spread
+
+        require_adapters_spread(model)  # the first forward would fail
     with untouched(model):
         seen = probe(model, candidates)
         spec, trunk = spec_of(model, seen.routers, kind), seen.trunk_of(seen.routers)
         indexers = find_indexers(model, trunk)
         hooks = TransformerHooks(model, trunk, seen.routers, spec, indexers)
         self_check(Routed(model, [hooks]))
-        routed = RoutedTransformer(model, spec, hooks, find_spread(model))
+        spread: ExpertParallelModel | None = None
+        if spreading is not None:
+            spread = spreading.find_spread_experts(model, [router.path for router in seen.routers])
+        routed = RoutedTransformer(model, spec, hooks, spread)
         if indexers is not None:
             check_indexers(routed, indexers)
     if about := about_packed(routed):
         warnings.warn(about, stacklevel=3)
     return routed
-
-
-def find_spread(model: nn.Module) -> ExpertParallelModel | None:
-    """The experts of a model, where it was loaded with our implementation of expert parallelism."""
-    loaded = sys.modules.get("foreroute.adapters.hf.expert_parallel")
-    return None if loaded is None else loaded.find_spread_experts(model)  # type: ignore[no-any-return]
 
 
 def spec_of(model: nn.Module, routers: list[SelectingRouter], kind: LayerKind = LayerKind.DECODER) -> RoutingSpec:

@@ -35,6 +35,11 @@ def spread_of(routed: RoutedTransformer) -> ExpertParallelModel:
             "from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=G, ep_size=G, "
             'ep_implementation="foreroute"))'
         )
+    if routed.spec.num_experts != routed.spread.home_LE.shape[1]:
+        raise AttachError(
+            f"routers of this {type(model).__name__} choose among {routed.spec.num_experts}, and layers have "
+            f"{routed.spread.home_LE.shape[1]} experts; plans know no choice that is not served"
+        )
     distributed = getattr(getattr(model, "config", None), "distributed_config", None)
     if getattr(distributed, "fsdp_cpu_offload", False):
         raise AttachError(
@@ -73,7 +78,8 @@ def planned_counts(
     """A plan and its counts, integers [M, L, G, E], of traces by its packing. A collective call.
 
     Raises:
-        PlanError: on every rank alike, when there is no plan, or it is for other traces.
+        PlanError: on every rank alike, when there is no plan, it is for other traces, or it has replicas of experts
+            that can have none.
     """
 
     def look() -> tuple[StepPlan, NDArray[np.integer]]:
@@ -86,6 +92,9 @@ def planned_counts(
             return plan_at_home(planned, spread.home_LE), planned
         if not isinstance(plan, StepPlan):
             raise PlanError(f"the plan is {shown(plan)}; expected what plan() or load_plan() gives, or None")
+        objections = (layer.objection_to_replicas() for layer in spread.layers)
+        if plan.num_replicas_ML.any() and (why := next(filter(None, objections), None)):
+            raise PlanError(f"the plan has replicas, and {why}; plan with no redundant slots, or execute None")
         if isinstance(planned, np.ndarray):
             return plan, planned
         traces = [planned] if isinstance(planned, RoutingTrace) else planned

@@ -12,7 +12,8 @@ W = A * G ranks that hold each expert once.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import AutoEP
 
 from foreroute.ep import ExpertParallelModel
-from foreroute.ep.compute import StackedReplicas
+from foreroute.ep.compute import LowRankTerm, StackedReplicas, adapted
 from foreroute.ep.dispatch import CellRows, Exchange
 from foreroute.ep.execution import CellWork
 from foreroute.ep.model import local_experts
@@ -34,21 +35,34 @@ SITE = "_foreroute_experts"
 """Where an experts module keeps its `ForerouteEP`."""
 WEIGHT = re.compile(r"(gate_up_proj|up_proj|down_proj)(_bias)?")
 """Parameters of an experts module that a replica computes with."""
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LAYOUT = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 """What transformers' `use_experts_implementation` puts on an experts module, and `foreroute.ep.compute` reads."""
 
 
-def find_spread_experts(model: nn.Module) -> ExpertParallelModel | None:
+def find_spread_experts(model: nn.Module, routers: Sequence[str]) -> ExpertParallelModel | None:
     """The experts of a model that were loaded with `ep_implementation="foreroute"`; None where none were.
 
+    Args:
+        model: to look through.
+        routers: the paths of those that are replayed. Experts of others, such as those of images, are left alone.
+
     Raises:
-        AttachError: when layers have different numbers of experts.
+        AttachError: when those of some router were not, or layers have different numbers of experts.
     """
+    beside = tuple(path.rpartition(".")[0] + "." for path in routers)
     sites: list[tuple[str, ForerouteEP]] = [
-        (path, module.__dict__[SITE]) for path, module in model.named_modules() if SITE in module.__dict__
+        (path, module.__dict__[SITE])
+        for path, module in model.named_modules()
+        if SITE in module.__dict__ and path.startswith(beside)
     ]
     if not sites:
         return None
+    if len(sites) != len(routers):
+        raise AttachError(
+            f"{len(routers)} routers are replayed, and {len(sites)} of their layers have experts that are spread by "
+            "foreroute; spread all of them, or none"
+        )
     first = sites[0][1]
     if first.spread is None:
         sizes = sorted({each.num_experts for _, each in sites})
@@ -66,7 +80,7 @@ def owners_of(layer: ForerouteEP) -> NDArray[np.int64]:
 
     FSDP2 cuts the experts of a rank once more, between the groups that hold the same ones.
     """
-    ranks = layer.ep_mesh.mesh.numpy().reshape(1, -1)
+    ranks: NDArray[np.int64] = layer.ep_mesh.mesh.numpy().reshape(1, -1)
     parameter = next(iter(layer.parameters().values()))
     if not isinstance(parameter, DTensor):
         return ranks
@@ -75,7 +89,8 @@ def owners_of(layer: ForerouteEP) -> NDArray[np.int64]:
     pairs = zip(parameter.placements, coordinate, strict=True)
     # copies of HSDP have owners of their own
     own = mesh[tuple(at if each.is_replicate() else slice(None) for each, at in pairs)]
-    return own.numpy().reshape(-1, ranks.shape[1]).astype(np.int64)
+    owners: NDArray[np.int64] = own.numpy().reshape(-1, ranks.shape[1]).astype(np.int64)
+    return owners
 
 
 class ForerouteEP(AutoEP):
@@ -88,6 +103,8 @@ class ForerouteEP(AutoEP):
             by `find_spread_experts`.
         row_E: int64 [E], the row of each expert among those of all ranks; None while they are in order of their ids.
         owned: see `foreroute.ep.model.SpreadLayer`.
+        wrappers: those of PEFT around the experts module, whose adapters are spread with it.
+        active: those in whose forward the experts module runs, each with the name of an adapter that is on.
     """
 
     def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
@@ -98,12 +115,17 @@ class ForerouteEP(AutoEP):
         self.spread: ExpertParallelModel | None = None
         self.owned: Mapping[str, Tensor] = {}
         self.row_E: Tensor | None = None
+        self.wrappers: list[Any] = []
+        self.active: list[tuple[Any, str]] = []
         experts.__dict__[SITE] = self
         experts.register_state_dict_pre_hook(self._refuse_moved)
         experts.register_load_state_dict_pre_hook(self._refuse_moved)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """As the module has them now: sharded between passes, what is computed with in one."""
+        """As the module has them now: sharded between passes, what is computed with in one. And adapters' factors."""
+        return self._weights() | {name: each.weight for _, pair in self._adapters() for name, each in pair.items()}
+
+    def _weights(self) -> dict[str, nn.Parameter]:
         return {name: each for name, each in self.experts._parameters.items() if each is not None}
 
     @property
@@ -111,11 +133,27 @@ class ForerouteEP(AutoEP):
         """The number of this rank among those that share a batch, and how many they are."""
         return self.tp_mesh.get_local_rank(), self.tp_mesh.size()
 
+    def objection_to_replicas(self) -> str | None:
+        """See `foreroute.ep.model.SpreadLayer`."""
+        experts, kind = self.experts, type(self.experts).__name__
+        if lacking := [name for name in LAYOUT if not hasattr(experts, name)]:
+            return f"{self.path} is a {kind}, whose layout transformers does not declare ({', '.join(lacking)})"
+        for name, each in self._weights().items():
+            if not WEIGHT.fullmatch(name) or each.dtype not in DTYPES:
+                return (
+                    f"{self.path}.{name} is {each.dtype} {list(each.shape)}; expected gate_up_proj, up_proj or "
+                    "down_proj, or _bias of these, in floats that are trained"
+                )
+        return None
+
     def begin(self) -> None:
         """See `foreroute.ep.model.SpreadLayer`."""
         if isinstance(self.experts, FSDPModule):
             self.experts.reshard()  # a forward without a backward may have left them whole
-        self.owned = {name: local_experts(each, each.detach()) for name, each in self.parameters().items()}
+        owned = {name: local_experts(each, each.detach()) for name, each in self.parameters().items()}
+        if self.spread is not None and owned.keys() != self.owned.keys():
+            self.spread.close()  # adapters have come or gone
+        self.owned = owned
 
     def place(self, home_E: NDArray[np.int16]) -> None:
         """See `foreroute.ep.model.SpreadLayer`."""
@@ -134,7 +172,8 @@ class ForerouteEP(AutoEP):
         work = None if self.spread is None else self.spread.in_force.work_of(self.number, self.path)
         if work is None:
             place_NK = ids_NK if self.row_E is None else self.row_E[ids_NK]
-            out: Tensor = super().__call__(hidden_ND, place_NK, weights_NK)
+            with self._computing_with(*self._home()) if self.wrappers else nullcontext():
+                out: Tensor = super().__call__(hidden_ND, place_NK, weights_NK)
         else:
             out = self._execute(work, hidden_ND, ids_NK.to(torch.int64), weights_NK)
         return out
@@ -171,21 +210,22 @@ class ForerouteEP(AutoEP):
         """Rows to the experts that serve them and back, [R, D]; in the order of "all_to_all", whose bits they have."""
         num_picks, ids_A = ids_RK.shape[1], ids_RK.reshape(-1)
         rows = work.begin(ids_A.new_zeros(self.num_experts).index_add_(0, ids_A, torch.ones_like(ids_A)))
-        home, replicas = self.parameters(), None
-        passed_on: dict[str, Tensor] = dict(home)
+        (home, terms), replicas = self._home(), None
+        passed_on = home
         if work.moves is not None:
-            replicas = StackedReplicas(work.cell, work.engine, home, self.owned)
+            replicas = StackedReplicas(work.cell, work.engine, home, self.owned, terms)
             passed_on = dict(zip(home, replicas.announce(), strict=True))
         order_A = ids_A.argsort().index_select(0, rows.taken_R)
         arrived = self._exchange(work.name, hidden_RD[order_A // num_picks], rows.send_G, rows.receive_G)
         if replicas is None:
-            computed = self._compute_home(arrived, rows.group_R.index_select(0, rows.returned_R))
+            with self._computing_with(home, terms):
+                computed = self._compute_home(arrived, rows.group_R.index_select(0, rows.returned_R))
         else:
             replicas.fetch()
             computed = self._compute_beside(replicas, passed_on, arrived, rows)
         returned = self._exchange(work.name, computed, rows.receive_G, rows.send_G)
         picks_AD = torch.empty_like(returned).index_copy_(0, order_A, returned)
-        return (picks_AD.view(*weights_RK.shape, -1) * weights_RK.unsqueeze(-1)).sum(dim=1)
+        return (picks_AD.view(*weights_RK.shape, picks_AD.shape[1]) * weights_RK.unsqueeze(-1)).sum(dim=1)
 
     def _compute_beside(
         self, replicas: StackedReplicas, passed_on: Mapping[str, Tensor], arrived: Tensor, rows: CellRows
@@ -195,15 +235,43 @@ class ForerouteEP(AutoEP):
         if sum(sizes) > len(arrived):  # an empty part is given one row of zeros
             arrived = torch.cat([arrived, arrived.new_zeros((1, arrived.shape[1]))])
         at_home, at_replicas = arrived.index_select(0, rows.grouped_R).split(sizes)
-        parameters = dict(self.experts._parameters)
-        # only while they compute, or transformers takes them for weights that a kernel has replaced
-        self.experts._parameters.update(passed_on)  # type: ignore[arg-type]
-        try:
+        with self._computing_with(passed_on, replicas.terms):
             out = self._compute_home(at_home, rows.group_R[: sizes[0]])
-        finally:
-            self.experts._parameters.update(parameters)
         beside = replicas.compute(self.experts, at_replicas, rows.replicas)
         return torch.cat([out, beside.to(out.dtype)]).index_select(0, rows.returned_R)
+
+    def _adapters(self) -> Iterator[tuple[LowRankTerm, dict[str, Any]]]:
+        """What each adapter adds now, 0 times where it is off, and its factors A and B by name."""
+        for wrapper in self.wrappers:
+            parameter, is_transposed = wrapper.parameter_name, not wrapper._did_swap_in_out_features
+            for name, factor_A in wrapper.lora_A.items():
+                if hasattr(factor_A, "of_group"):  # or it was added since, and is refused when it is switched on
+                    names = f"{parameter}.{name}.A", f"{parameter}.{name}.B"
+                    scaling = float(wrapper.scaling[name]) if (wrapper, name) in self.active else 0.0
+                    term = LowRankTerm(parameter, names, scaling, is_transposed)
+                    yield term, dict(zip(names, (factor_A, wrapper.lora_B[name]), strict=True))
+
+    def _home(self) -> tuple[dict[str, Tensor], list[LowRankTerm]]:
+        """What a pass has of the experts here, [E / G, ...] by name, and what adapters add to it."""
+        home: dict[str, Tensor] = dict(self._weights())
+        terms = []
+        for term, pair in self._adapters():
+            for name, factor in pair.items():
+                home[name] = factor.of_group() if term.scaling else factor.of_group().detach()
+            terms.append(term)
+        return home, terms
+
+    @contextmanager
+    def _computing_with(self, weights: Mapping[str, Tensor], terms: Sequence[LowRankTerm]) -> Iterator[None]:
+        """Only while experts compute, or transformers takes these for weights that a kernel has replaced."""
+        parameters = dict(self.experts._parameters)
+        self.experts._parameters.update(
+            {name: adapted(name, weights, terms) for name in self._weights()}  # type: ignore[misc]
+        )
+        try:
+            yield
+        finally:
+            self.experts._parameters.update(parameters)
 
     def _compute_home(self, rows_RD: Tensor, local_R: Tensor) -> Tensor:
         """What the experts here make of rows, each of which goes to one of them, int64 [R]."""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.errors import TransferError
+from foreroute.errors import ForerouteError, TransferError
 
 MESSAGES_PER_EXCHANGE = 2**16
 EXCHANGES_IN_FLIGHT = 2**15
@@ -228,11 +228,13 @@ def own_group(
         along: groups that join its ranks; a collective call of each of them, one after the other. With two, as of rows
             and columns, every rank of the new group is reached by one step in each. The whole world by default.
         ranks: global ranks of the group, ascending, with this one among them; those of `along` by default.
-        timeout_s: of its collectives, in seconds; by default that of the last of `along`, or of the whole world.
+        timeout_s: of its collectives, in seconds; by default that of the last of `along`, and no more than that of the
+            whole world: groups of a device mesh have torch's default, whatever `init_process_group` was told.
         backend: that of the default group by default.
     """
-    given = along[-1] if along else dist.group.WORLD
-    timeout = _timeout_of(given) if timeout_s is None else timedelta(seconds=timeout_s)
+    timeout = timedelta(seconds=timeout_s or 0)
+    if timeout_s is None:
+        timeout = min(_timeout_of(group) for group in (*along[-1:], dist.group.WORLD))
     if not along and ranks is None:
         everyone: dist.ProcessGroup = dist.new_group(timeout=timeout, backend=backend)
         return everyone
@@ -264,12 +266,13 @@ def _level(group: dist.ProcessGroup | None) -> None:
 
 
 @contextmanager
-def collective_errors(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+def collective_errors(what: str, group: dist.ProcessGroup, *, foreign: bool = False) -> Iterator[None]:
     """Turn what torch raises when a rank is lost into `TransferError`, while the context is open.
 
     Args:
         what: the collective call that is made in it, in words.
         group: on which it is made.
+        foreign: whether others than we make it, so that what else they raise goes through.
 
     Raises:
         TransferError: when a rank is gone, or does not answer within the group's timeout.
@@ -278,4 +281,7 @@ def collective_errors(what: str, group: dist.ProcessGroup) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        is_of_collectives = isinstance(error, dist.DistError) or "gloo" in str(error)
+        if foreign and (isinstance(error, ForerouteError) or not is_of_collectives):
+            raise
         raise _lost_rank(what, dist.get_rank(group), error, time.monotonic() - begun) from error

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -26,7 +26,9 @@ from torch.nn.utils.rnn import pad_sequence
 from foreroute.adapters import hf
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.hf.batch_routes import TraceRows
+from foreroute.costs.cluster_file import Cluster
 from foreroute.errors import ConfigError, ForerouteError, ReplayError
+from foreroute.plan import Topology
 from foreroute.trace import INDEXER, SAMPLING, RoutingTrace, concatenate
 from foreroute.trainers.checks import check_first_rollout
 from foreroute.trainers.mismatch_sums import MismatchSums
@@ -34,6 +36,7 @@ from foreroute.trainers.trl.capture_generate import GenerateSource
 from foreroute.trainers.trl.capture_vllm import VLLMSource
 from foreroute.trainers.trl.masked_head import masks_at, scored_on_sampling_masks
 from foreroute.trainers.trl.partitioned import whole_where_run
+from foreroute.trainers.trl.planning import PlannedWindows
 from foreroute.trainers.trl.rollout import (
     Rollout,
     Turn,
@@ -84,6 +87,7 @@ class TrainerPassController:
         trainer: TRL's, set up.
         replay: what to replay.
         require_supported: raises where the trainer's settings do not go with it.
+        topology: to execute its passes under plans for; None for none.
 
     Attributes:
         routed: the policy.
@@ -92,7 +96,13 @@ class TrainerPassController:
         is_on: whether anything is replayed or measured; false from where "none" could not measure.
     """
 
-    def __init__(self, trainer: Any, replay: Replay, require_supported: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        replay: Replay,
+        require_supported: Callable[[], None],
+        topology: Topology | Cluster | None = None,
+    ) -> None:
         self.metrics = MismatchSums()
         self.rollout: Rollout | None = None
         self.is_on = True
@@ -113,6 +123,7 @@ class TrainerPassController:
                 self.routed = hf.attach(self._policy)
             self._served = ServedModel.of(self.routed)
             self._source = self._make_source()
+        self._windows = None if topology is None else PlannedWindows(trainer, self.routed, topology)
         if isinstance(trainer.rollout_func, EngineSource):
             # a turn is sampled where TRL samples one, so that tools are TRL's to call
             self._source, trainer.rollout_func = trainer.rollout_func, None
@@ -313,8 +324,9 @@ class TrainerPassController:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Around TRL's `training_step`. Raises `ReplayError` when no update pass ran in it."""
-        before = self._num_updates
-        yield
+        before, windows = self._num_updates, self._windows
+        with nullcontext() if windows is None else windows.micro_step():
+            yield
         with self._measuring():
             if self.is_on and self._num_updates == before:
                 raise ReplayError(
@@ -322,6 +334,10 @@ class TrainerPassController:
                     "and _get_per_token_logps_and_entropies, so that nothing was replayed in it"
                 )
         self.metrics.share(self._over_processes)
+
+    def flush(self) -> dict[str, float]:
+        """What is to be logged. Starts anew."""
+        return self.metrics.flush() | ({} if self._windows is None else self._windows.sums.flush())
 
     def _over_processes(self, sums: Tensor) -> Tensor:
         accelerator = self._trainer.accelerator
@@ -364,21 +380,29 @@ class TrainerPassController:
         is_policy = self.is_on and self._is_policy(model)
         if now is None or not (is_policy or self._has_masks):
             return compute(input_ids, attention_mask, logits_to_keep, batch_size=batch_size, **options)
-        parts = []
-        for rows, given in zip(parts_of_batch, images, strict=True):
-            ids, mask = input_ids[rows], attention_mask[rows]
-            run = partial(compute, ids, mask, logits_to_keep, **given)
-            if is_policy and self._checks_with_images:
-                self._checks_with_images = False
-                with self._measuring():
-                    check_first_rollout(self.routed, self._routes_of(now, rows, mask).trace, run)
-            with ExitStack() as stack:
-                if is_policy:
-                    stack.enter_context(self._routing(now, rows, mask))
-                if self._has_masks:
-                    stack.enter_context(self._scoring_on_masks(now, rows, mask, logits_to_keep))
-                parts.append(run())
-        result = joined(parts)
+        parts = [
+            (
+                rows,
+                attention_mask[rows],
+                partial(compute, input_ids[rows], attention_mask[rows], logits_to_keep, **given),
+            )
+            for rows, given in zip(parts_of_batch, images, strict=True)
+        ]
+        if is_policy and self._checks_with_images:
+            self._checks_with_images = False
+            rows, mask, run = parts[0]
+            with self._measuring():
+                check_first_rollout(self.routed, self._routes_of(now, rows, mask).trace, run)
+        results = []
+        with self._executing(now, parts) if is_policy else nullcontext():
+            for rows, mask, run in parts:
+                with ExitStack() as stack:
+                    if is_policy:
+                        stack.enter_context(self._routing(now, rows, mask))
+                    if self._has_masks:
+                        stack.enter_context(self._scoring_on_masks(now, rows, mask, logits_to_keep))
+                    results.append(run())
+        result = joined(results)
         if not is_policy:
             return result
         now.logprobs_BR = result[0].detach()
@@ -390,6 +414,16 @@ class TrainerPassController:
 
     def _unwrapped(self, model: Any) -> Any:
         return self._trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
+
+    def _executing(
+        self, now: LogprobPass, parts: Sequence[tuple[slice, Tensor, object]]
+    ) -> AbstractContextManager[None]:
+        """A plan of the old-log-prob pass, which is over when it has run; or that of the window of an update."""
+        if self._windows is not None and now.kind == "update":
+            self._windows.begin(self._routes_in)
+        elif self._windows is not None and self._replay == "R3":
+            return self._windows.executing([self._routes_of(now, rows, mask) for rows, mask, _ in parts], "recompute")
+        return nullcontext()
 
     @contextmanager
     def _routing(self, now: LogprobPass, rows: slice, mask_BT: Tensor) -> Iterator[None]:
@@ -435,6 +469,11 @@ class TrainerPassController:
             trace = rollout.routes(sequences, lengths, drops_truncated=drops_truncated)
             rollout.ready[part] = self.routed.rows(trace)
         return rollout.ready[part]
+
+    def _routes_in(self, inputs: dict[str, Any]) -> TraceRows:
+        """The routes of a micro-batch that TRL keeps."""
+        mask_BT = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+        return self._routes_of(LogprobPass("update", self._sequences_in(inputs)), slice(None), mask_BT)
 
     def _measure(self, seen: LogprobPass, batch: dict[str, Any]) -> None:
         """Trainer beside rollout, at the rollout's weights."""

@@ -21,7 +21,9 @@ from transformers.integrations.liger import apply_liger_kernel
 from trl.generation.vllm_client import VLLMClient
 from trl.trainer import utils
 
+from foreroute.costs.cluster_file import Cluster
 from foreroute.errors import AttachError, ConfigError
+from foreroute.plan import Topology
 from foreroute.trainers.checks import Refusals, refuse, require_overridden
 from foreroute.trainers.trl.capture_vllm import colocated_vllm_returns_decisions
 from foreroute.trainers.trl.controller import Replay, TrainerPassController
@@ -38,14 +40,19 @@ class RoutingReplay:
         *args: what the trainer takes.
         replay: "R3", the rollout's routes in the old-log-prob and update passes; "R2", those of the old-log-prob pass
             in the update passes; "none", no replay, but the same metrics. Where these cannot be had, the log says so.
+        topology: to run what is replayed under plans of its routes, which put replicas of busy experts on other ranks:
+            of the ranks that share experts, or what `load_cluster` reads, by whose rates a stage runs at homes where
+            its plan saves too little. The policy is one that was loaded with `ep_implementation="foreroute"`.
         **kwargs: what the trainer takes.
 
     Attributes:
         routing: what is replayed in which pass.
 
     Raises:
-        AttachError: when this release of TRL has no longer what replay stands on, or the model is not replayable.
-        ConfigError: for settings under which replay is not supported or would have no effect; not with "none".
+        AttachError: when this release of TRL has no longer what replay stands on, the model is not replayable, or
+            a topology is given and foreroute does not spread its experts.
+        ConfigError: for settings under which replay is not supported or would have no effect; not with "none". For a
+            topology with "none", of other ranks, or without slots.
     """
 
     # TRL's trainer defines these; a mixin only sees them at run time
@@ -53,15 +60,19 @@ class RoutingReplay:
     model: Any
     accelerator: Any
 
-    def __init__(self, *args: Any, replay: Replay = "R3", **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, replay: Replay = "R3", topology: Topology | Cluster | None = None, **kwargs: Any
+    ) -> None:
         _require_trl(type(self))
         require_mode(replay)
+        if topology is not None and replay == "none":
+            raise ConfigError("a topology is given for plans, which are made of replayed routes; take replay='R3'")
         with colocated_vllm_returns_decisions(self, replay):
             super().__init__(*args, **kwargs)
         if self.args.use_liger_kernel and replay != "none":
             # as transformers does when training starts: replay is proven on what is left by it
             apply_liger_kernel(self.model, self.args.liger_kernel_config)
-        self.routing = TrainerPassController(self, replay, partial(require_supported, self, replay))
+        self.routing = TrainerPassController(self, replay, partial(require_supported, self, replay), topology)
 
     def _generate(self, prompts: list[Any]) -> Any:
         return self.routing.capture(partial(super()._generate, prompts))  # type: ignore[misc]
@@ -102,9 +113,9 @@ class RoutingReplay:
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """TRL's logs, with the mismatch since the last training log."""
+        """TRL's logs, with the mismatch and what plans did since the last training log."""
         if self.model.training:
-            logs.update(self.routing.metrics.flush())
+            logs.update(self.routing.flush())
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
 

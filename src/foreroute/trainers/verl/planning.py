@@ -7,7 +7,6 @@ one micro-batch waits for its plan, and so does a pipeline, whose stages are in 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from verl.workers.config import McoreEngineConfig
 
 from foreroute.costs import CostModel, hardware_preset
@@ -27,6 +25,7 @@ from foreroute.errors import ConfigError
 from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.options import Stage
 from foreroute.planner import plan
+from foreroute.trainers.plan_sums import PlanSums
 from foreroute.trainers.verl.registry import refuse_what_engines_pass_over
 
 if TYPE_CHECKING:
@@ -143,64 +142,6 @@ class PlannedBatch:
         dist.all_reduce(mine_ML, group=stages)  # each has its own layers
         executed = [torch.empty_like(mine_ML) for _ in range(self._counts_MLGE.shape[2])]
         dist.all_gather(executed, mine_ML, group=group)
-        cells = [
-            execution.served[stage].plan.cell(m, layer)
-            for execution in self._executions
-            for m, layer in np.ndindex(execution.plan.shape[:2])
-        ]
-        counts_CGE = self._counts_MLGE.reshape(len(cells), *self._counts_MLGE.shape[2:])
-        planned = [cell.loads_G(counts_GE) for cell, counts_GE in zip(cells, counts_CGE, strict=True)]
-        shape = self._counts_MLGE.shape[:2]
-        at_home_MLG = np.stack(
-            [(self._counts_MLGE.sum(2) * (self._routed.home_LE == rank)).sum(2) for rank in range(len(executed))], -1
-        )
-        planned_MLG = np.reshape(planned, (*shape, -1))
-        sums.add(self._num_at_home, at_home_MLG, planned_MLG, torch.stack(executed, -1).numpy())
-
-
-class PlanSums:
-    """What plans did, as sums over cells until verl logs."""
-
-    def __init__(self) -> None:
-        self._slowest: Counter[str] = Counter()
-        self._all: Counter[str] = Counter()
-        self._rows_off = 0
-
-    def add(
-        self,
-        first: int,
-        at_home_MLG: NDArray[np.int64],
-        planned_MLG: NDArray[np.int64],
-        executed_MLG: NDArray[np.int64],
-    ) -> None:
-        """The cells of a batch, by the assignments of each rank, int64 [M, L, G].
-
-        Args:
-            first: how many micro-batches ran before the plan.
-            at_home_MLG: if every expert served all of its own.
-            planned_MLG: by the plan; at home before it.
-            executed_MLG: that the experts of a rank computed.
-        """
-        parts = {
-            "static": at_home_MLG[first:],
-            "planned": planned_MLG[first:],
-            "executed": executed_MLG[first:],
-            "first": executed_MLG[:first],
-        }
-        for name, part_MLG in parts.items():
-            self._slowest[name] += int(part_MLG.max(-1).sum()) * part_MLG.shape[-1]
-            self._all[name] += int(part_MLG.sum())
-        self._rows_off += int(np.abs(executed_MLG - planned_MLG).sum())
-
-    def flush(self) -> dict[str, float]:
-        """What is to be logged, by name. Starts anew.
-
-        - plan/imbalance_static, _planned, _executed: assignments of the slowest rank over those of the mean one, over
-          the cells of all micro-batches under a plan: at homes, by the plan, and as experts computed them.
-        - plan/imbalance_first: of the first micro-batches, which ran before the plan, as experts computed them.
-        - plan/rows_off: assignments that a rank computed more or less than it was to, over all cells.
-        """
-        logs = {f"plan/imbalance_{name}": self._slowest[name] / total for name, total in self._all.items() if total}
-        logs["plan/rows_off"] = float(self._rows_off)
-        self._slowest, self._all, self._rows_off = Counter(), Counter(), 0
-        return logs
+        served = [execution.served[stage].plan for execution in self._executions]
+        executed_MLG = torch.stack(executed, -1).numpy()
+        sums.add(served, self._counts_MLGE, self._routed.home_LE, executed_MLG, first=self._num_at_home)

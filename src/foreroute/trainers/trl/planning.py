@@ -1,0 +1,110 @@
+"""Plans in TRL: an accumulation window is counted, planned and executed, and so is an old-log-prob pass.
+
+The routes of a generation batch are known before the first pass over it, and TRL keeps the micro-batches that it is
+split into. So when the first micro-batch of an optimizer step begins, all of them are known. Where TRL generates again
+within an optimizer step, the micro-batches up to there are a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from foreroute.adapters.hf import RoutedTransformer
+from foreroute.adapters.hf.batch_routes import TraceRows
+from foreroute.costs.cluster_file import Cluster
+from foreroute.errors import ConfigError, shown
+from foreroute.plan import Topology
+from foreroute.plan.options import Stage
+from foreroute.planner import plan
+from foreroute.trainers.plan_sums import PlanSums
+
+
+class PlannedWindows:
+    """Executes the passes of one trainer under plans.
+
+    Args:
+        trainer: TRL's, set up.
+        routed: its policy.
+        planned_for: the ranks that share experts; with rates, by which a stage runs at homes where its plan saves too
+            little.
+
+    Attributes:
+        sums: what plans did.
+
+    Raises:
+        AttachError: when foreroute does not spread the experts of the policy.
+        ConfigError: for ranks, or slots, that no plan can be made for.
+    """
+
+    def __init__(self, trainer: Any, routed: RoutedTransformer, planned_for: Topology | Cluster) -> None:
+        if not isinstance(planned_for, Topology | Cluster):
+            raise ConfigError(f"topology is {shown(planned_for)}; expected a Topology, or what load_cluster() gives")
+        is_priced = isinstance(planned_for, Cluster)
+        self._topology = planned_for.topology if is_priced else planned_for
+        self._costs = replace(planned_for.costs, paths="direct") if is_priced else None
+        num_ranks = int(routed.home_LE.max()) + 1
+        if self._topology.num_ranks != num_ranks or not self._topology.redundant_slots:
+            raise ConfigError(
+                f"the topology has {self._topology.num_ranks} ranks of {self._topology.redundant_slots} slots; "
+                f"expected {num_ranks}, which share the experts of a layer, and slots for replicas, as homes stay"
+            )
+        self.sums = PlanSums()
+        self._trainer, self._routed = trainer, routed
+        self._open, self._num_left, self._num_in_step = ExitStack(), 0, 0
+
+    def begin(self, routes_in: Callable[[dict[str, Any]], TraceRows]) -> None:
+        """An update pass begins, with a window where none is open. A collective call then.
+
+        Args:
+            routes_in: gives the routes of one of the micro-batches that TRL keeps.
+        """
+        if self._num_left:
+            return
+        trainer, batches = self._trainer, self._trainer._buffered_inputs
+        num_of_rollout = trainer.args.steps_per_generation * trainer.num_iterations
+        num_left = min(
+            num_of_rollout - trainer._step % num_of_rollout,
+            trainer.current_gradient_accumulation_steps - self._num_in_step,
+        )
+        numbers = range(trainer._step, trainer._step + num_left)
+        window = [routes_in(batches[number % len(batches)]) for number in numbers]
+        self._open.enter_context(self.executing(window, "update"))
+        self._num_left = num_left
+
+    @contextmanager
+    def micro_step(self) -> Iterator[None]:
+        """One of TRL's training steps, after whose backward a window may end; an error ends it too.
+
+        Raises:
+            ReplayError: on every rank alike, when the optimizer steps before all of a window has run.
+        """
+        with self._open as stack:
+            try:
+                yield
+            except BaseException:
+                self._num_left = self._num_in_step = 0
+                raise
+            is_last = bool(self._trainer.accelerator.sync_gradients)
+            self._num_in_step = 0 if is_last else self._num_in_step + 1
+            self._num_left = 0 if is_last else max(self._num_left - 1, 0)
+            if self._num_left:
+                self._open = stack.pop_all()
+
+    @contextmanager
+    def executing(self, micro_batches: Sequence[TraceRows], stage: Stage) -> Iterator[None]:
+        """Run these micro-batches of this rank under a plan of all ranks. A collective call on entering and leaving."""
+        routed = self._routed
+        counts_MLGE = routed.gather_counts(micro_batches)
+        made = routed.share_plan(lambda: plan(counts_MLGE, self._topology, home_LE=routed.home_LE, costs=self._costs))
+        with routed.execute(made, counts_MLGE, micro_batches) as execution:
+            yield
+        assert routed.spread is not None, "its home_LE was there"
+        everyone = routed.spread.ranks.consensus
+        executed_GML = everyone.gather(torch.from_numpy(execution.executed_ML), "gathering what was executed")
+        served = execution.served[stage].plan
+        self.sums.add([served], counts_MLGE, routed.home_LE, executed_GML.permute(1, 2, 0).numpy())

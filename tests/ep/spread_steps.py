@@ -1,0 +1,73 @@
+"""A model that is spread over the ranks of a test, and a step of two micro-batches for it."""
+
+import torch
+
+from foreroute.adapters import hf
+from tests.adapters.hf.model_runs import batch_of, log_probs, random_routes
+from tests.ep.spread_models import load_spread, sharded, whole
+from tests.ep.transfer.plans import split_plan
+
+MICRO_STEPS, LAYERS = 2, 3
+ONE_GROUP = {"fsdp_size": 2, "ep_size": 2}
+TWO_GROUPS = {"fsdp_size": 4, "ep_size": 2}
+"""Of `DistributedConfig`, on two ranks and on four."""
+
+
+class SpreadStep:
+    """A model, and what this rank replays on it; other tokens and lengths on every rank, padded on either side.
+
+    Attributes:
+        plan: with replicas, of the counts of all ranks; None where it is given no slots.
+    """
+
+    def __init__(self, rank, folder, sizes=ONE_GROUP, *, slots=2, checkpointed=False, dtype=torch.float32):
+        self.rank, self.model = rank, load_spread(folder, dtype=dtype, **sizes)
+        if dtype == torch.float64:  # which grouped_mm lacks
+            self.model.set_experts_implementation("eager")
+        if checkpointed:
+            self.model.train().gradient_checkpointing_enable()
+        self.routed = hf.attach(self.model)
+        self.batches = [
+            batch_of(7 + rank, 9 - m, seed=10 * m + rank, side=("left", "right")[m]) for m in range(MICRO_STEPS)
+        ]
+        self.traces = [random_routes(self.routed.spec, batch, seed=rank + m) for m, batch in enumerate(self.batches)]
+        self.counts_MLGE = self.routed.gather_counts(self.traces)
+        self.plan = split_plan(5, self.counts_MLGE, self.routed.home_LE, slots=slots) if slots else None
+
+    def execute(self, plan=..., counts=None, traces=None, step=0):
+        counts = self.counts_MLGE if counts is None else counts
+        given = self.plan if plan is ... else plan
+        return self.routed.execute(given, counts, self.traces if traces is None else traces, step=step)
+
+    def log_probs(self, micro_step, *, replay=True):
+        """Of the tokens that are not padding, [tokens]."""
+        if not replay:
+            return log_probs(self.model, self.batches[micro_step])
+        with self.routed.replay(self.traces[micro_step]):
+            return log_probs(self.model, self.batches[micro_step])
+
+    def update(self):
+        """Forward and backward of all micro-batches: losses, in which ranks are alike in weight."""
+        losses = [-self.log_probs(m).mean() / MICRO_STEPS for m in range(MICRO_STEPS)]
+        # all are in flight: each recomputes its own cells
+        for loss in losses:
+            loss.backward()
+        return [loss.item() for loss in losses]
+
+    def gradients(self):
+        """Whole, by name; and none are left."""
+        sharded(self.model)
+        found = {name: whole(p.grad).clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        self.model.zero_grad()
+        return found
+
+
+def weights(routed):
+    """Whole, by name."""
+    return {name: tensor.clone() for name, tensor in routed.gather_weights()}
+
+
+def differing(one, other):
+    """Names of tensors that have not the same bits."""
+    assert one.keys() == other.keys()
+    return [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]

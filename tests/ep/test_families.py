@@ -1,0 +1,135 @@
+"""Every family against transformers' own "all_to_all": logits and gradients are equal bit for bit until replicas serve.
+
+Batches have a route for every row: others are not sent, and kernels may round in other tiles what is left.
+"""
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from foreroute.adapters import hf
+from foreroute.errors import ForerouteError
+from tests.adapters.hf.families import FAMILIES, build
+from tests.ep.spread_models import load_spread, sharded, whole
+from tests.ep.transfer.plans import split_plan, static_plan
+from tests.replay.session_subject import same
+from tests.roundings import GRADIENT_TERMS, roundings
+
+NOT_SPREAD = {"dbrx", "jetmoe", "llama4", "longcat_flash", "switch_transformers"}
+"""Transformers has no plan of them."""
+SHARED = {"tp_size": 2, "ep_size": 2}
+"""One batch for both ranks: transformers' plan for these cuts dense layers too, where FSDP2 cannot cut them again."""
+SIZES = {
+    "gemma4": SHARED | {"tp_plan": {"lm_head": "colwise_gather_output"}},
+    "diffusion_gemma": SHARED | {"tp_plan": {"norm": "replicated_with_grad_allreduce"}},
+}
+REFUSED = {
+    "step3p7": "PlanError: rank 0: the plan has replicas, and layers.1.mlp.experts is a FSDPStep3p7Experts, whose",
+    "zaya": "AttachError: routers of this FSDPZayaForCausalLM choose among 9, and layers have 8 experts",
+}
+"""What cannot be replicas, and what plans do not know at all."""
+QUICK = ("qwen3_moe", "deepseek_v3", "gpt_oss")
+LAYOUTS = {
+    "aria": "transposed",
+    "openai_privacy_filter": "transposed, biases, concatenated, its own gate",
+    "nemotron_h": "no gate",
+    "muse_spark": "a norm after each expert, shared by all of them",
+    "minimax_m3_vl": "its own gate",
+    "inkling": "shared experts in a module of their own",
+    "ernie4_5_vl_moe": "experts of images, which no router chooses that is replayed",
+    **REFUSED,
+}
+"""In slow tests, all others by night."""
+
+
+def spread_families():
+    for name in FAMILIES.keys() - NOT_SPREAD:
+        marks = () if name in QUICK else pytest.mark.slow if name in LAYOUTS else pytest.mark.exhaustive
+        yield pytest.param(name, marks=marks)
+
+
+def on_rank(rank, model_class, folder, sizes):
+    """What is equal to "all_to_all", by what was executed; and how far replicas are off, or what refuses them."""
+    tokens = torch.randint(1, 50, (2, 9), generator=torch.Generator().manual_seed(0 if sizes else rank))
+    theirs, ours = (load_spread(folder, name, model_class=model_class, **sizes) for name in ("all_to_all", "foreroute"))
+    routed, expected = hf.attach(ours), step(theirs, tokens)
+    equal = {"no plan": alike(step(ours, tokens), expected)}
+    with routed.record() as recording, torch.no_grad():
+        ours(input_ids=tokens, use_cache=False)
+    traces, off = [recording.trace()], None
+    try:
+        counts_MLGE = routed.gather_counts(traces)
+        static, split = static_plan(counts_MLGE), split_plan(1, counts_MLGE, routed.home_LE)
+        for what, plan in (("known splits", None), ("static", static), ("replicas", split)):
+            found = step(ours, tokens, routed.execute(plan, counts_MLGE, traces), routed.replay(traces[0]))
+            equal[what], off = alike(found, expected), distance(found, expected)
+    except ForerouteError as error:
+        return equal, f"{type(error).__name__}: {error}"
+    return equal, off
+
+
+def step(model, tokens, *contexts):
+    """Outputs, and gradients of a number in which all of them count; no family has a loss of all others."""
+    with ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        out = whole(sharded(model)(input_ids=tokens, use_cache=False)[0])
+        (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(1))).mean().backward()
+    grads = {name: whole(each.grad) for name, each in model.named_parameters() if each.grad is not None}
+    model.zero_grad()
+    return out.detach(), grads
+
+
+def alike(one, other):
+    return torch.equal(one[0], other[0]) and same(one[1], other[1])
+
+
+def distance(found, expected):
+    """Of outputs, and of gradients, over their largest."""
+    largest = max(float(each.abs().max()) for each in expected[1].values())
+    grads = max(float((found[1][name] - each).abs().max()) for name, each in expected[1].items())
+    return float((found[0] - expected[0]).abs().max() / expected[0].abs().max()), grads / largest
+
+
+@pytest.mark.shows(
+    "Hugging Face",
+    '`ep_implementation="foreroute"`, without a plan and under plans: every family that transformers spreads',
+)
+@pytest.mark.parametrize("family", sorted(spread_families(), key=lambda each: each.values))
+def test_bits_are_those_of_all_to_all_and_replicas_differ_by_roundings(workers, tmp_path, family):
+    model = build(family, experts="eager" if family == "step3p7" else "grouped_mm")
+    # transformers splits what is fused in files when it is whole, and not when it is sharded
+    model.save_pretrained(tmp_path, save_original_format=False)
+    for equal, off in workers(2).run(on_rank, type(model), tmp_path, SIZES.get(family, {})):
+        without = {name: is_same for name, is_same in equal.items() if name != "replicas"}
+        assert all(without.values()), equal
+        assert set(without) == ({"no plan"} if family == "zaya" else {"no plan", "known splits", "static"})
+        if family in REFUSED:
+            assert off.startswith(REFUSED[family]), off
+        else:
+            assert not equal["replicas"], "they would have changed nothing"
+            assert max(off) < roundings(GRADIENT_TERMS), off
+
+
+def refusals(rank, folders):
+    return [said_by(folder, model_class) for folder, model_class in folders]
+
+
+def said_by(folder, model_class):
+    try:
+        load_spread(folder, model_class=model_class)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.slow
+def test_transformers_refuses_the_others_by_name(workers, tmp_path):
+    models = {name: build(name) for name in sorted(NOT_SPREAD)}
+    for name, model in models.items():
+        model.save_pretrained(tmp_path / name)
+    folders = [(tmp_path / name, type(model)) for name, model in models.items()]
+    for found in workers(2).run(refusals, folders):
+        for model, message in zip(models.values(), found, strict=True):
+            assert f"`{type(model).__name__}` has no `ep_plan`" in message
+    assert len(FAMILIES) - len(NOT_SPREAD) == 69

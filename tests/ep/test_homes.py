@@ -1,0 +1,194 @@
+"""Experts that move to other homes between steps, and home again before anything is saved.
+
+Each test stands behind the function that worker processes run for it.
+"""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from transformers import AutoModelForCausalLM
+
+from foreroute.errors import PlacementError, TransferError
+from tests.ep.spread_models import sharded
+from tests.ep.spread_steps import ONE_GROUP, TWO_GROUPS, SpreadStep, differing, weights
+from tests.ep.transfer.plans import random_homes, split_plan
+from tests.roundings import GRADIENT_TERMS, roundings
+from tests.tiers import grid
+
+STEPS, RATE, LEAST = 3, 1e-3, 1e-4
+
+
+def homes(seed, routed):
+    rng, (num_layers, num_experts) = np.random.default_rng(seed), routed.home_LE.shape
+    num_ranks = int(routed.home_LE.max()) + 1
+    return np.stack([random_homes(rng, num_experts, num_ranks) for _ in range(num_layers)])
+
+
+def adamw(model):
+    return torch.optim.AdamW(sharded(model).parameters(), lr=RATE, eps=LEAST)
+
+
+def moments(s, optimizer):
+    """Whole, by name and key."""
+    found = {}
+    for name, parameter in s.model.named_parameters():
+        for key, value in optimizer.state[parameter].items():
+            found[f"{name}.{key}"] = value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
+    return found
+
+
+def there_and_back(rank, folder, sizes):
+    """Bits of weights, moments and logits while experts are away and when they are back, and bytes received."""
+    s = SpreadStep(rank, folder, sizes)
+    optimizer = adamw(s.model)
+    s.update()
+    optimizer.step()
+    optimizer.zero_grad()
+    sharded(s.model)
+    here, before = weights(s.routed), moments(s, optimizer)
+    memory = [p.to_local().data_ptr() for p in s.model.parameters()]
+    received = s.routed.move_homes(homes(2, s.routed).astype(np.int64), optimizer)
+    away, locals_away = weights(s.routed), differing(before, moments(s, optimizer))
+    s.routed.move_homes(s.routed.block_home_LE, optimizer)
+    back, after = weights(s.routed), moments(s, optimizer)
+    same_memory = memory == [p.to_local().data_ptr() for p in s.model.parameters()]
+    return (
+        received,
+        differing(here, away),
+        bool(locals_away),
+        differing(here, back),
+        differing(before, after),
+        same_memory,
+    )
+
+
+@pytest.mark.parametrize(("num_ranks", "sizes"), [(2, ONE_GROUP), pytest.param(4, TWO_GROUPS, marks=pytest.mark.slow)])
+def test_what_moves_and_comes_back_has_its_bits_and_its_memory(workers, folder_of, num_ranks, sizes):
+    for received, away, has_moved, back, moments_back, same_memory in workers(num_ranks).run(
+        there_and_back, folder_of(), sizes
+    ):
+        assert (received > 0, has_moved) == (True, True)
+        assert (away, back, moments_back) == ([], [], []), "gathered weights are in order of ids wherever experts live"
+        assert same_memory
+
+
+def train(rank, folder, sizes, moves, state=True):
+    """Losses and weights of three AdamW steps under plans with replicas; homes move after each, or never."""
+    s = SpreadStep(rank, folder, sizes, checkpointed=True, dtype=torch.float64)
+    optimizer, losses = adamw(s.model), []
+    for step in range(STEPS):
+        if moves:
+            s.routed.move_homes(homes(step, s.routed), optimizer if state else None)
+        plan = split_plan(7 + step, s.counts_MLGE, s.routed.home_LE)
+        with s.execute(plan, step=step):
+            losses.append(s.update())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    if moves:
+        s.routed.move_homes(s.routed.block_home_LE, optimizer if state else None)
+    return torch.tensor(losses, dtype=torch.float64), weights(s.routed)
+
+
+def furthest(one, other):
+    """The largest difference of any tensor, over its largest number."""
+    return max(float((one[n] - other[n]).abs().max() / other[n].abs().max().clamp_min(1e-9)) for n in one)
+
+
+WITHIN = roundings(GRADIENT_TERMS, torch.float64) * STEPS * RATE / LEAST
+"""Relative, of weights near 1: Adam divides what is left of a gradient, below 1, by no less than `LEAST`."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_ranks", "sizes"), [(2, ONE_GROUP), (4, TWO_GROUPS)])
+def test_training_with_homes_that_move_is_training_with_homes_that_stay(workers, folder_of, num_ranks, sizes):
+    """And not where moments are left behind, which the comparison sees."""
+    run = partial(workers(num_ranks).run, train, folder_of(), sizes)
+    for (stay, w0), (move, w1), (_, w2) in zip(run(False), run(True), run(True, False), strict=True):
+        torch.testing.assert_close(move, stay, rtol=0, atol=WITHIN)
+        assert furthest(w1, w0) < WITHIN
+        assert furthest(w2, w0) > 1e6 * WITHIN
+
+
+def gathered_away(rank, folder):
+    """Whole weights of a model whose experts are away, and whether its parameters are the same objects as before."""
+    s = SpreadStep(rank, folder)
+    before = list(s.model.parameters())
+    s.routed.move_homes(homes(3, s.routed))
+    found = weights(s.routed)
+    return found, all(one is other for one, other in zip(before, s.model.parameters(), strict=True))
+
+
+@grid("family", ["qwen3_moe", "gpt_oss", "deepseek_v3"], quick=1)
+def test_gathered_weights_are_those_of_the_folder_wherever_experts_live(workers, folder_of, family):
+    plain = AutoModelForCausalLM.from_pretrained(folder_of(family)).state_dict()
+    for found, same_objects in workers(2).run(gathered_away, folder_of(family)):
+        assert differing(plain, found) == []
+        assert same_objects
+
+
+AWAY = {
+    "state_dict": lambda s, optimizer, folder: s.model.state_dict(),
+    "load_state_dict": lambda s, optimizer, folder: s.model.load_state_dict({}, strict=False),
+    "save_pretrained": lambda s, optimizer, folder: s.model.save_pretrained(folder),
+    "save_pretrained, distributed": lambda s, optimizer, folder: s.model.save_pretrained(
+        folder, distributed_checkpoint=True
+    ),
+    "optimizer.state_dict": lambda s, optimizer, folder: optimizer.state_dict(),
+    "optimizer.load_state_dict": lambda s, optimizer, folder: optimizer.load_state_dict({}),
+    "get_model_state_dict": lambda s, optimizer, folder: get_model_state_dict(s.model),
+    "get_optimizer_state_dict": lambda s, optimizer, folder: get_optimizer_state_dict(s.model, optimizer),
+}
+"""What saves or loads, which is refused while experts are away."""
+
+
+def saving_away(rank, folder, target):
+    """How each ends, while experts are away and, but for loading nothing into an optimizer, when they are back."""
+    s = SpreadStep(rank, folder)
+    optimizer, found = adamw(s.model), {}
+    s.update()
+    optimizer.step()
+    optimizer.zero_grad()
+    for home_LE in (homes(2, s.routed), s.routed.block_home_LE):
+        s.routed.move_homes(home_LE, optimizer)
+        for name, do in AWAY.items():
+            if name == "optimizer.load_state_dict" and name in found:
+                continue
+            try:
+                do(s, optimizer, target / f"{name} {len(found)}")
+                found.setdefault(name, []).append("done")
+            except PlacementError as error:
+                found.setdefault(name, []).append(str(error))
+    return found
+
+
+def test_nothing_is_saved_or_loaded_while_experts_are_away(workers, folder_of, tmp_path):
+    for found in workers(2).run(saving_away, folder_of(), tmp_path):
+        for name, (away, *back) in found.items():
+            assert "call routed.move_homes(routed.block_home_LE, optimizer) before" in away, name
+            assert back == ["done"] * (name != "optimizer.load_state_dict"), name
+
+
+def moves_refused(rank, folder):
+    """What ends a move: gradients that are there, and an optimizer of other parameters. Nothing has moved then."""
+    s = SpreadStep(rank, folder)
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    before, ended, away_LE = weights(s.routed), [], homes(2, s.routed)
+    with pytest.raises(TransferError) as refused:
+        s.routed.move_homes(away_LE, other)
+    ended.append(str(refused.value))
+    s.update()
+    with pytest.raises(TransferError) as refused:
+        s.routed.move_homes(away_LE, adamw(s.model))
+    ended.append(str(refused.value))
+    at_home = (s.routed.home_LE == s.routed.block_home_LE).all()
+    return ended, bool(at_home), differing(before, weights(s.routed))
+
+
+def test_experts_with_gradients_or_of_another_optimizer_do_not_move(workers, folder_of):
+    for (other, gradients), at_home, changed in workers(2).run(moves_refused, folder_of()):
+        assert "is no parameter of the optimizer; pass the parameters themselves" in other
+        assert "has a gradient; call zero_grad(set_to_none=True) first" in gradients
+        assert (at_home, changed) == (True, [])

@@ -1,0 +1,97 @@
+"""Replicas change nothing but roundings: against transformers' "all_to_all", and the plain model on one process."""
+
+import pytest
+import torch
+
+from tests.ep.replica_steps import SPREAD, Way, alone, distance, rollouts, steps, train
+from tests.roundings import GRADIENT_TERMS, roundings
+
+WAYS = [Way(3), Way("planned", use_reentrant=False), Way(5, "shared", "host", use_reentrant=True), Way("none")]
+CONTROLS = [Way(3, spoilt="gradients lost"), Way(3, spoilt="zeros borrowed"), Way(3, spoilt="other rows sent")]
+QUICK = ("qwen3_moe", "one group", torch.float64)
+SLOW = [
+    ("gpt_oss", "one group", torch.float64),
+    ("deepseek_v3", "one group", torch.bfloat16),
+    ("gpt_oss", "mixed precision", torch.float32),
+    ("qwen3_moe", "a shared batch", torch.float64),
+    ("deepseek_v3", "one group of four", torch.float64),
+    ("qwen3_moe", "two groups", torch.float64),
+    ("gpt_oss", "two groups", torch.float32),
+    ("qwen3_moe", "shared batches", torch.float64),
+    ("deepseek_v3", "two groups of a batch each", torch.float64),
+    ("qwen3_moe", "copies", torch.float64),
+]
+"""Every way of spreading; all others by night."""
+BOUND = {
+    torch.float64: roundings(GRADIENT_TERMS, torch.float64),
+    torch.float32: roundings(GRADIENT_TERMS),
+    # sums are made in float32: what each of three layers, and what comes home, is rounded to once
+    torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps,
+}
+
+
+def cases():
+    every = [
+        (family, spread, dtype)
+        for family in ("qwen3_moe", "gpt_oss", "deepseek_v3")
+        for spread in SPREAD
+        for dtype in BOUND
+    ]
+    for family, spread, dtype in every:
+        if spread == "mixed precision" and dtype != torch.float32:
+            continue
+        case = (family, spread, dtype)
+        marks = () if case == QUICK else pytest.mark.slow if case in SLOW else pytest.mark.exhaustive
+        yield pytest.param(*case, marks=marks, id=f"{family}-{spread}-{dtype}")
+
+
+def off(ran, expected):
+    return distance({"": ran.log_probs}, {"": expected.log_probs}), distance(ran.grads, expected.grads)
+
+
+@pytest.mark.shows(
+    "Hugging Face", '`ep_implementation="foreroute"` under plans: FSDP2, HSDP, TP, several groups, mixed precision'
+)
+@pytest.mark.parametrize(("family", "spread", "dtype"), list(cases()))
+def test_a_step_with_replicas_is_that_of_all_to_all(workers, folder_of, family, spread, dtype):
+    num_ranks, config = SPREAD[spread]
+    ways = WAYS + CONTROLS * (spread == "one group")
+    outcomes = workers(num_ranks).run(steps, folder_of(family), spread, dtype, ways)
+    bound = BOUND[torch.bfloat16 if spread == "mixed precision" else dtype]
+    for way in WAYS:
+        assert max(max(off(found[way], found["all_to_all"])) for found in outcomes) < bound, way
+        for found in outcomes:
+            planned, executed, counted = found[way].rows
+            assert planned == executed == counted, way
+        fetched = {path: sum(found[way].fetched[path] for found in outcomes) for path in ("host", "direct")}
+        assert (fetched[way.paths] > 0) == (way.plan != "none"), (way, fetched)
+    if dtype == torch.float64:
+        log_probs, grads = alone(folder_of(family), num_ranks // config.get("tp_size", 1))
+        for rank, found in enumerate(outcomes):
+            truth = log_probs[rank // config.get("tp_size", 1)]
+            for way in WAYS:
+                ours = found[way].grads
+                assert distance({"": found[way].log_probs}, {"": truth}) < bound, way
+                # without FSDP2, transformers sums those of norms of heads that every rank has whole
+                names = [name for name in grads if "fsdp_size" in config or "_norm." not in name]
+                assert distance({n: ours[n] for n in names}, {n: grads[n] for n in names}) < bound, way
+    if spread == "one group":
+        lost, zeros, others = (max(off(found[way], found["all_to_all"]) for found in outcomes) for way in CONTROLS)
+        assert lost[0] < bound < 0.04 < lost[1]
+        assert min(*zeros, *others) > 0.1
+
+
+def test_three_steps_under_plans_made_anew_train_the_same_weights(workers, folder_of):
+    for found, num_replicas in workers(2).run(train, folder_of("qwen3_moe")):
+        assert num_replicas > 10
+        # each step adds roundings of its gradients to those that the weights have; one lost replica would be 1e-3
+        assert found < 100 * BOUND[torch.float64]
+
+
+def test_a_step_on_routes_that_the_spread_model_generated(workers, folder_of):
+    outcomes = workers(2).run(rollouts, folder_of("qwen3_moe"))
+    for found, *_ in outcomes:
+        assert max(found) < BOUND[torch.float64]
+    executed_L = [sum(rows) for rows in zip(*(rows for _, rows, _, _ in outcomes), strict=True)]
+    assert executed_L == [sum(sent for _, _, sent, _ in outcomes)] * 3
+    assert all(sent < num_rows for _, _, sent, num_rows in outcomes), "padding and last tokens"

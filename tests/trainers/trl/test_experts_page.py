@@ -1,0 +1,95 @@
+"""docs/experts.md runs on two processes, and its Trainer trains the same weights under plans as without."""
+
+import os
+import re
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from foreroute.testing.models import tiny
+from foreroute.testing.ranks import environment, torchrun
+
+ROOT = Path(__file__).parents[3]
+FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+READERS = """
+from datasets import Dataset
+from examples.trl.tiny import tokenizer, vowels as reward
+dataset, tokenizer = Dataset.from_dict({"prompt": [f"many vowels {n}: " for n in range(8)]}), tokenizer()
+"""
+"""What a reader has before the first line."""
+CHECK = """
+from tests.trainers.trl.test_experts_page import require_same_weights
+require_same_weights(globals())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.shows("Hugging Face", "Trainer with gradient accumulation on spread experts, under plans, two processes")
+def test_the_page_runs_and_plans_change_no_weights(tmp_path, compiled_planner):
+    page = (ROOT / "docs" / "experts.md").read_text()
+    blocks = [found.group(1) for found in FENCE.finditer(page)]
+    assert len(blocks) == 5
+    # of the page's sizes, with weights that make experts count
+    sharp = {"vocab_size": 300, "num_experts": 16, "moe_intermediate_size": 32, "initializer_range": 0.2}
+    tiny("qwen3_moe", hidden_size=64, num_hidden_layers=2, num_experts_per_tok=4, **sharp).save_pretrained(
+        tmp_path / "sharp"
+    )
+    (tmp_path / "step.py").write_text("\n".join([READERS, *blocks, CHECK]))
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "src")])
+    run = torchrun(2, "step.py", timeout=300, cwd=tmp_path, env=environment(PYTHONPATH=paths, OMP_NUM_THREADS="1"))
+    assert not run.returncode, run.stderr[-4000:]
+    rows = {int(rank): int(count) for rank, count in re.findall(r"rank (\d) computed (\d+) rows", run.stdout)}
+    assert rows.keys() == {0, 1}
+    assert abs(rows[0] - rows[1]) <= 0.04 * sum(rows.values()), "replicas even the ranks out"
+
+
+def require_same_weights(page):
+    """On each rank: three steps of SGD under plans, on EP of transformers without, and with gradients dropped.
+
+    Args:
+        page: what the page has defined.
+    """
+    from foreroute.ep.compute import StackedReplicas
+
+    planned, replicas = _trained(page, page["PlannedTrainer"])
+    assert min(replicas) > 0
+    without, _ = _trained(page, _replaying(page))
+    torch.testing.assert_close(planned, without, rtol=0, atol=1e-6)
+    with patch.object(StackedReplicas, "add_home", lambda self, returned, grads: list(grads)):
+        dropped, _ = _trained(page, page["PlannedTrainer"])
+    assert (dropped - without).abs().max() > 1e-4, "the control: gradients of replicas count"
+
+
+def _trained(page, kind):
+    """The weights, whole; and how many replicas ran in each step."""
+    from foreroute.adapters import hf
+
+    model, replicas = page["load"]("sharp"), []
+    page["model"], page["routed"] = model, hf.attach(model)
+
+    class Counting(kind):
+        def get_batch_samples(self, *args):
+            found = super().get_batch_samples(*args)
+            if hasattr(self, "execution"):
+                replicas.append(int(self.execution.plan.num_replicas_ML.sum()))
+            return found
+
+    settings = page["settings"] | {"max_steps": 3, "optim": "sgd", "learning_rate": 0.1, "seed": 0}
+    arguments = page["TrainingArguments"]("checked", **settings)
+    Counting(model, arguments, page["collate"], train_dataset=range(len(page["sequences"]))).train()
+    weights = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()]
+    return torch.cat([each.detach().flatten() for each in weights]), replicas
+
+
+def _replaying(page):
+    """A Trainer that replays, its experts at home as transformers has them."""
+
+    class Replaying(page["Trainer"]):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            with page["routed"].replay(inputs.pop("trace")):
+                return super().training_step(model, inputs, num_items_in_batch)
+
+    return Replaying

@@ -1,0 +1,95 @@
+"""GRPO on experts that transformers spreads over two processes, under plans: replicas run, and weights stay those of a
+run without plans.
+"""
+
+import os
+from contextlib import closing, nullcontext
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from examples.trl.tiny import policy
+from foreroute.costs import CostModel, hardware_preset, model_preset
+from foreroute.costs.cluster_file import Cluster
+from foreroute.ep.compute import StackedReplicas
+from foreroute.errors import ConfigError
+from foreroute.testing.ranks import Workers
+from tests.trainers.trl.test_trl_sharded import Drawn
+
+pytestmark = pytest.mark.slow
+
+TOPOLOGY = hardware_preset("h100").topology(num_ranks=2, redundant_slots=2)
+RATES = CostModel(
+    model=replace(model_preset("qwen3-30b-a3b"), num_layers=3, num_experts=8, top_k=2), hardware=hardware_preset("h100")
+)
+TWO_ROLLOUTS_A_STEP = {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "num_iterations": 1}
+RUNS = {
+    "at home": {},
+    "planned": {"topology": TOPOLOGY},
+    "gradients dropped": {"topology": TOPOLOGY},
+    "R2": {"topology": TOPOLOGY, "replay": "R2", "max_steps": 1},
+    "priced": {"topology": Cluster(TOPOLOGY, RATES), "max_steps": 1},
+    "windows at home": TWO_ROLLOUTS_A_STEP,
+    "windows": TWO_ROLLOUTS_A_STEP | {"topology": TOPOLOGY},
+}
+"""Without a topology, by `"all_to_all"`."""
+
+
+def train(rank, folder):
+    """What each run logs, how many sequences followed the routes in its updates, and its weights, gathered."""
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+    os.environ |= {name: str(value) for name, value in environment.items()}
+
+    from transformers import Qwen3MoeForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    from tests.trainers.trl.routes_book import follows, watched
+    from tests.trainers.trl.tools_runs import told_apart
+    from tests.trainers.trl.trl_runs import make
+
+    results = {}
+    for name, settings in RUNS.items():
+        implementation = "foreroute" if "topology" in settings else "all_to_all"
+        spread = DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation=implementation)
+        model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=spread)
+        drawn = Drawn(rank, skew=0.5)
+        of_all = {"model": model, "rollout_func": drawn, "reward_funcs": told_apart}
+        of_all |= {"optim": "sgd", "learning_rate": 0.1, "max_steps": 3}
+        trainer = make(f"{folder}/{name}", **of_all | settings)
+        dropped = patch.object(StackedReplicas, "add_home", lambda self, returned, grads: list(grads))
+        with watched(model) as batches, dropped if name == "gradients dropped" else nullcontext():
+            trainer.train()
+        results[name] = {
+            "logs": trainer.state.log_history[: trainer.state.global_step],
+            "followed": [follows(batch, drawn) for batch in batches if batch.grad],
+            "weights": torch.cat([each.full_tensor().detach().flatten() for each in model.parameters()]),
+        }
+    for ranks, slots in ((4, 2), (2, 0)):
+        unfit = hardware_preset("h100").topology(num_ranks=ranks, redundant_slots=slots)
+        with pytest.raises(ConfigError, match=f"has {ranks} ranks of {slots} slots; expected 2, which share"):
+            make(f"{folder}/unfit", **of_all, topology=unfit)
+    return results
+
+
+@pytest.mark.shows("TRL", "plans (`topology`) on EP of transformers, under R3 and R2, two processes")
+def test_plans_run_and_change_no_weights(tmp_path, compiled_planner):
+    policy().save_pretrained(tmp_path)
+    with closing(Workers(2, timeout_s=500)) as workers:
+        results = workers.run(train, str(tmp_path))
+    for runs in results:
+        logged = [step for name in ("planned", "windows", "R2") for step in runs[name]["logs"]]
+        assert len(logged) == 7
+        for step in logged:
+            assert step["plan/replicas"] > 0 == step["plan/rows_off"]
+            assert step["plan/imbalance_executed"] == step["plan/imbalance_planned"] < step["plan/imbalance_static"]
+        for name, without in {"planned": "at home", "windows": "windows at home"}.items():
+            assert runs[name]["logs"][0]["mismatch/disagreement"] == 0
+            assert all(runs[name]["followed"])
+            torch.testing.assert_close(runs[name]["weights"], runs[without]["weights"], rtol=0, atol=1e-6)
+        (priced,) = runs["priced"]["logs"]  # no plan of so small a step pays
+        assert priced["plan/replicas"] == priced["plan/rows_off"] == 0
+        assert priced["plan/imbalance_executed"] == priced["plan/imbalance_static"] > 1
+        off = (runs["gradients dropped"]["weights"] - runs["at home"]["weights"]).abs().max()
+        assert off > 1e-3, "the control: gradients of replicas count"
