@@ -218,7 +218,7 @@ class ForerouteEP(AutoEP):
         order_A = ids_A.argsort().index_select(0, rows.taken_R)
         arrived = self._exchange(work.name, hidden_RD[order_A // num_picks], rows.send_G, rows.receive_G)
         if replicas is None:
-            with self._computing_with(home, terms):
+            with self._computing_with(home, terms) if terms else nullcontext():
                 computed = self._compute_home(arrived, rows.group_R.index_select(0, rows.returned_R))
         else:
             replicas.fetch()
