@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from foreroute.adapters.hf import expert_parallel
+from foreroute.adapters.hf.expert_parallel import ForerouteEP
 from foreroute.adapters.hf.scoring import response_log_probs
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
@@ -48,12 +48,13 @@ def metered_steps(rank, config, count):
 
 @contextmanager
 def metering(meters):
-    exchange_rows, begin, row = expert_parallel.all_to_all_single_autograd, PeerGroup.begin, HostMemory.row
+    exchange_rows, begin, row = ForerouteEP._exchange, PeerGroup.begin, HostMemory.row
     make_plan = experts.planner.plan_and_why
 
-    def seen_rows(sent, receive_G, *rest):
-        meters.rows.append(sum(receive_G))
-        return exchange_rows(sent, receive_G, *rest)
+    def seen_rows(self, *given):
+        arrived = exchange_rows(self, *given)
+        meters.rows.append(len(arrived))
+        return arrived
 
     def seen_messages(self, sends, receives, what):
         receives = list(receives)
@@ -72,7 +73,7 @@ def metering(meters):
 
     with ExitStack() as stack:
         for place, name, seen in (
-            (expert_parallel, "all_to_all_single_autograd", seen_rows),
+            (ForerouteEP, "_exchange", seen_rows),
             (PeerGroup, "begin", seen_messages),
             (HostMemory, "row", seen_row),
             (experts.planner, "plan_and_why", seen_plan),
