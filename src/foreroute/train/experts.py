@@ -192,7 +192,7 @@ class ExpertParallel(OneProcess):
         norm = torch.stack([cast(DTensor, each).full_tensor() for each in norms]).norm()
         for alike in by_mesh.values():
             clip_grads_with_norm_(alike, max_norm, norm)
-        return norm.item()
+        return float(norm)
 
     def record(self) -> ExecutionRecord | None:
         assert not self._announced, f"planned and never executed: {', '.join(self._announced)}"
