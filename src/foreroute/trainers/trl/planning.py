@@ -44,13 +44,13 @@ class PlannedWindows:
     def __init__(self, trainer: Any, routed: RoutedTransformer, planned_for: Topology | Cluster) -> None:
         if not isinstance(planned_for, Topology | Cluster):
             raise ConfigError(f"topology is {shown(planned_for)}; expected a Topology, or what load_cluster() gives")
-        is_priced = isinstance(planned_for, Cluster)
-        self._topology = planned_for.topology if is_priced else planned_for
-        self._costs = replace(planned_for.costs, paths="direct") if is_priced else None
-        num_ranks = int(routed.home_LE.max()) + 1
-        if self._topology.num_ranks != num_ranks or not self._topology.redundant_slots:
+        self._costs, topology = None, planned_for
+        if isinstance(topology, Cluster):
+            self._costs, topology = replace(topology.costs, paths="direct"), topology.topology
+        self._topology, num_ranks = topology, int(routed.home_LE.max()) + 1
+        if topology.num_ranks != num_ranks or not topology.redundant_slots:
             raise ConfigError(
-                f"the topology has {self._topology.num_ranks} ranks of {self._topology.redundant_slots} slots; "
+                f"the topology has {topology.num_ranks} ranks of {topology.redundant_slots} slots; "
                 f"expected {num_ranks}, which share the experts of a layer, and slots for replicas, as homes stay"
             )
         self.sums = PlanSums()

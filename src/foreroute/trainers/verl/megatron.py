@@ -43,9 +43,10 @@ from foreroute.errors import ReplayError
 from foreroute.layout import Layout, pack, pad
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trainers.checks import require_overridden
+from foreroute.trainers.plan_sums import PlanSums
 from foreroute.trainers.verl.comparison import over_ranks
 from foreroute.trainers.verl.passes import EnginePasses
-from foreroute.trainers.verl.planning import PlannedBatch, PlanningMegatronConfig, PlanSums
+from foreroute.trainers.verl.planning import PlannedBatch, PlanningMegatronConfig
 from foreroute.trainers.verl.protocol import FIELD, routed_experts
 from foreroute.trainers.verl.registry import take_place
 from foreroute.trainers.verl.settings import Replay, replay_of, require_supported_by_megatron
