@@ -5,6 +5,7 @@ import pytest
 
 from foreroute.testing.models import tiny
 from foreroute.testing.ranks import Workers
+from tests.adapters.hf.families import skip_where_nothing_is_spread
 
 
 @pytest.fixture(scope="package")
@@ -32,6 +33,8 @@ def doomed():
 @pytest.fixture(scope="package")
 def folder_of(tmp_path_factory):
     """`folder_of("gpt_oss")`: the folder of a tiny model, written once."""
+
+    skip_where_nothing_is_spread()
 
     @cache
     def of(family="qwen3_moe", **sizes):

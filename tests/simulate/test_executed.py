@@ -22,6 +22,7 @@ from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.methods import METHODS, PRESETS, PlannerPreset, serve
 from foreroute.testing.ranks import Workers
 from foreroute.trace import RoutingTrace
+from tests.adapters.hf.families import skip_where_nothing_is_spread
 from tests.simulate.simulate_cases import small_config
 from tests.train.small_runs import SIZES
 
@@ -56,6 +57,7 @@ def test_every_ability_of_the_table_has_a_test():
 @pytest.fixture(scope="module")
 def executed():
     """Counts of a step, and of every row the plan, the loads and the loss that four processes found."""
+    skip_where_nothing_is_spread()
     for name in ROWS:  # compiled here once
         planned(np.ones((1, 1, RANKS, 16), np.int64), name, None)
     workers = Workers(RANKS, timeout_s=120)

@@ -14,6 +14,7 @@ from foreroute.costs.pricing import step_parts
 from foreroute.plan import PlanOptions
 from foreroute.planner import plan
 from foreroute.train.rates import MeasuredStep, fitted
+from tests.adapters.hf.families import skip_where_nothing_is_spread
 from tests.cli.command import foreroute
 
 FILE = """
@@ -99,6 +100,7 @@ def measure(rank, path):
 
 
 def test_two_processes_measure_into_the_file(workers, tmp_path):
+    skip_where_nothing_is_spread()
     path = tmp_path / "cluster.toml"
     path.write_text(FILE)
     before = load_cluster(path)
@@ -121,6 +123,7 @@ def test_two_processes_measure_into_the_file(workers, tmp_path):
 
 
 def test_one_process_looks_and_writes_nothing(tmp_path, monkeypatch):
+    skip_where_nothing_is_spread()
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     path = tmp_path / "cluster.toml"

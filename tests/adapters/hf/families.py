@@ -301,6 +301,11 @@ def skip_where_lacking(name):
         skip_in_older(why)
 
 
+def skip_where_nothing_is_spread():
+    if "ep_implementation" not in inspect.signature(transformers.distributed.DistributedConfig).parameters:
+        skip_in_older("this transformers has no registry of expert parallelism")
+
+
 def skip_in_older(why):
     """Skip a test of what only an older transformers than the tested one may lack."""
     assert transformers.__version__ != PEERS["transformers"].newest, why
