@@ -9,7 +9,7 @@ set -euo pipefail
 tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
 "${PYTHON:-python3.11}" -m venv "$tmp/venv"
-"$tmp/venv/bin/pip" install --quiet --disable-pip-version-check torch==2.13.0 transformers==5.24.0
+"$tmp/venv/bin/pip" install --quiet --quiet torch==2.13.0 transformers==5.24.0 accelerate==1.15.0
 cat > "$tmp/accumulate.py" <<'PYTHON'
 import sys
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf.expert_parallel import ForerouteEP
+from foreroute.ep import compute
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
 from tests.adapters.hf.model_runs import checkpointed_by_library
@@ -121,3 +122,15 @@ def test_checkpointed_parts_send_theirs_once_and_are_fetched_no_more_often(worke
 def test_frozen_experts_send_nothing(workers, folder_of):
     for _, log, *_ in workers(2).run(pass_log, folder_of(), ("experts.down_proj", "experts.gate_up_proj")):
         assert [event for event in log if event == "rows" or event[0] in ("sent", "home")] == ["rows"] * 6
+
+
+def kept_by_plain_products(rank, folder):
+    def plain(module, weights, name, rows, groups, again):
+        return torch.nn.functional.grouped_mm(rows, weights[name].transpose(-2, -1), offs=groups.ends_S)
+
+    with patch.object(compute, "_grouped_linear", plain):
+        return pass_log(rank, folder, "nothing")[-1]
+
+
+def test_weights_that_autograd_keeps_would_be_seen(workers, folder_of):
+    assert all(workers(2).run(kept_by_plain_products, folder_of()))
