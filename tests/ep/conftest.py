@@ -2,9 +2,17 @@ from contextlib import ExitStack, closing
 from functools import cache
 
 import pytest
+import transformers
 
+from foreroute.adapters.versions import PEERS
 from foreroute.testing.models import tiny
 from foreroute.testing.ranks import Workers
+
+try:
+    from transformers.distributed.expert_parallel import EPImplementationInterface  # noqa: F401
+except ImportError:
+    assert transformers.__version__ != PEERS["transformers"].newest
+    collect_ignore_glob = ["test_*.py"]  # of what is spread from 5.23 on
 
 
 @pytest.fixture(scope="package")
