@@ -2,10 +2,18 @@ from contextlib import ExitStack, closing
 from functools import cache
 
 import pytest
+import transformers
 
+from foreroute.adapters.versions import PEERS
 from foreroute.testing.models import tiny
 from foreroute.testing.ranks import Workers
 from tests.adapters.hf.families import skip_where_nothing_is_spread
+
+try:
+    from transformers.distributed.expert_parallel import EPImplementationInterface  # noqa: F401
+except ImportError:
+    assert transformers.__version__ != PEERS["transformers"].newest
+    collect_ignore_glob = ["test_*.py"]  # of what is spread from 5.23 on
 
 
 @pytest.fixture(scope="package")

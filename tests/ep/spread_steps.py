@@ -3,7 +3,7 @@
 import torch
 
 from foreroute.adapters import hf
-from tests.adapters.hf.model_runs import batch_of, log_probs, random_routes
+from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, log_probs, random_routes
 from tests.ep.spread_models import load_spread, sharded, whole
 from tests.ep.transfer.plans import split_plan
 
@@ -23,7 +23,7 @@ class SpreadStep:
     def __init__(self, rank, folder, sizes=ONE_GROUP, *, slots=2, checkpointed=False, dtype=torch.float32):
         self.rank, self.model = rank, load_spread(folder, dtype=dtype, **sizes)
         if checkpointed:
-            self.model.train().gradient_checkpointing_enable()
+            enable_checkpointing(self.model, use_reentrant=False)
         self.routed = hf.attach(self.model)
         self.batches = [
             batch_of(7 + rank, 10 - m, seed=10 * m + rank, side=("left", "right")[m]) for m in range(MICRO_STEPS)

@@ -20,7 +20,6 @@ def train(rank, folder, steps, moves, *, optimizer_from=None, save_to=None, whol
     """Losses of this rank's sequences, in steps with these numbers; saved behind them, experts at home again."""
     size = dist.get_world_size()
     model = load_spread(folder, dtype=torch.float64, fsdp_size=size, ep_size=2)
-    model.set_experts_implementation("eager")  # grouped_mm lacks float64
     if size == 2:  # FSDP2 divides gradients of float64 twice in a group of one rank: findings/fsdp2_divides_twice.sh
         for layer in model.model.layers:
             layer.mlp.experts.set_gradient_divide_factor(size**0.5)
