@@ -10,7 +10,7 @@ its homes before, publishing, schedules and fetches.
 same stage of other steps on the same nodes: static ones and ones against traffic, of other draws. Plans are priced by
 one fit to both stages. *Bytes* are those that the kernel counted on all links, *link_busy* is the share of a step
 that the busiest link takes for its own at its rate, and *weights* the share of weights and gradients among the bytes:
-what does not go with rows that cross, whose bytes the static step tells.
+what does not go with rows that cross, and is not sent in a static step either.
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ OPTIONS = {
     "balanced": PlanOptions(traffic=False),
     "traffic": PlanOptions(traffic=True),
 }
+EXCHANGES: dict[Stage, int] = {"recompute": 2, "update": 6}
+"""How often the rows of a cell travel on Hugging Face: there and back in forward, recomputation and backward."""
 OTHER_SEEDS = {1: False, 2: True}
 """Of the steps that rates are fitted to, and whether they keep to home; none is a step that is predicted."""
 
@@ -170,15 +172,19 @@ def _stage(
     carried = {name: _carried_by(work, nodes) for name, work in works.items()}
     predicted = dict(zip(cases, simulated_seconds(list(cases.values()), stage, *rates), strict=True))
     crossing = {name: _crossing(case, stage) for name, case in cases.items()}
+    static_bytes = carried["static"][0]
+    # of transformers' model FSDP2 sends the dense weights and gradients over the same links
+    is_hf = nodes.executor == "hf"
+    row_bytes = crossing["static"] * 4 * SIZES["hidden_size"] * EXCHANGES[stage] if is_hf else static_bytes
     found: dict[str, Any] = {}
     for name in methods:
         all_bytes, busiest_bytes = carried[name]
         median_s = statistics.median(seconds[name])
-        of_rows = crossing[name] / crossing["static"] * carried["static"][0] / all_bytes
+        without_weights = static_bytes - row_bytes + crossing[name] / crossing["static"] * row_bytes
         traffic = {
             "bytes": all_bytes,
             "link_busy": round(busiest_bytes / nodes.bytes_per_s / median_s, 3),
-            "weights": round(1 - of_rows, 3),
+            "weights": round(1 - without_weights / all_bytes, 3),
         }
         if name == "static":
             shown = {"seconds": round(median_s, 4), "predicted_s": round(float(predicted[name]), 4)}

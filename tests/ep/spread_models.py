@@ -7,9 +7,6 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from foreroute.costs import hardware_preset
-from foreroute.planner import plan
-
 
 def load_spread(folder, implementation="foreroute", dtype=torch.float32, *, model_class=AutoModelForCausalLM, **sizes):
     """A folder's model, spread by these sizes of `DistributedConfig`; two ranks with a batch each by default."""
@@ -43,10 +40,3 @@ def run(model, batch, *contexts):
     grads = {name: whole(each.grad).clone() for name, each in model.named_parameters() if each.grad is not None}
     model.zero_grad()
     return whole(out.logits).detach().clone(), grads, entered
-
-
-def plan_of(routed, traces, *, slots=2):
-    """Counts of all ranks, and a plan of them with this many redundant slots on each."""
-    counts_MLGE = routed.gather_counts(traces)
-    topology = hardware_preset("h100").topology(num_ranks=counts_MLGE.shape[2], redundant_slots=slots)
-    return plan(counts_MLGE, topology, home_LE=routed.home_LE), counts_MLGE

@@ -22,13 +22,11 @@ class SpreadStep:
 
     def __init__(self, rank, folder, sizes=ONE_GROUP, *, slots=2, checkpointed=False, dtype=torch.float32):
         self.rank, self.model = rank, load_spread(folder, dtype=dtype, **sizes)
-        if dtype == torch.float64:  # which grouped_mm lacks
-            self.model.set_experts_implementation("eager")
         if checkpointed:
             self.model.train().gradient_checkpointing_enable()
         self.routed = hf.attach(self.model)
         self.batches = [
-            batch_of(7 + rank, 9 - m, seed=10 * m + rank, side=("left", "right")[m]) for m in range(MICRO_STEPS)
+            batch_of(7 + rank, 10 - m, seed=10 * m + rank, side=("left", "right")[m]) for m in range(MICRO_STEPS)
         ]
         self.traces = [random_routes(self.routed.spec, batch, seed=rank + m) for m, batch in enumerate(self.batches)]
         self.counts_MLGE = self.routed.gather_counts(self.traces)

@@ -1,5 +1,7 @@
 """Replicas change nothing but roundings: against transformers' "all_to_all", and the plain model on one process."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -14,35 +16,31 @@ SLOW = [
     ("deepseek_v3", "one group", torch.bfloat16),
     ("gpt_oss", "mixed precision", torch.float32),
     ("qwen3_moe", "a shared batch", torch.float64),
-    ("deepseek_v3", "one group of four", torch.float64),
+    ("deepseek_v3", "one group of four", torch.float32),
     ("qwen3_moe", "two groups", torch.float64),
     ("gpt_oss", "two groups", torch.float32),
     ("qwen3_moe", "shared batches", torch.float64),
-    ("deepseek_v3", "two groups of a batch each", torch.float64),
+    ("deepseek_v3", "two groups of a batch each", torch.float32),
     ("qwen3_moe", "copies", torch.float64),
 ]
 """Every way of spreading; all others by night."""
+NO_MIXTURE = [("mixed precision", torch.float64), ("mixed precision", torch.bfloat16)]
 BOUND = {
     torch.float64: roundings(GRADIENT_TERMS, torch.float64),
     torch.float32: roundings(GRADIENT_TERMS),
-    # sums are made in float32: what each of three layers, and what comes home, is rounded to once
-    torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps,
+    # both parts of a gradient are rounded, and their sum, where "all_to_all" rounds once; all other sums are alike
+    torch.bfloat16: 2 * torch.finfo(torch.bfloat16).eps,
 }
 
 
 def cases():
-    every = [
-        (family, spread, dtype)
-        for family in ("qwen3_moe", "gpt_oss", "deepseek_v3")
-        for spread in SPREAD
-        for dtype in BOUND
-    ]
-    for family, spread, dtype in every:
-        if spread == "mixed precision" and dtype != torch.float32:
+    for case in itertools.product(("qwen3_moe", "gpt_oss", "deepseek_v3"), SPREAD, BOUND):
+        family, spread, dtype = case
+        # transformers keeps routers of DeepSeek-V3 in float32, and FSDP2 takes no other dtype beside it
+        if (family, dtype) == ("deepseek_v3", torch.float64) or (spread, dtype) in NO_MIXTURE:
             continue
-        case = (family, spread, dtype)
         marks = () if case == QUICK else pytest.mark.slow if case in SLOW else pytest.mark.exhaustive
-        yield pytest.param(*case, marks=marks, id=f"{family}-{spread}-{dtype}")
+        yield pytest.param(*case, marks=marks, id=f"{family}-{spread}-{str(dtype).removeprefix('torch.')}")
 
 
 def off(ran, expected):
@@ -55,7 +53,7 @@ def off(ran, expected):
 @pytest.mark.parametrize(("family", "spread", "dtype"), list(cases()))
 def test_a_step_with_replicas_is_that_of_all_to_all(workers, folder_of, family, spread, dtype):
     num_ranks, config = SPREAD[spread]
-    ways = WAYS + CONTROLS * (spread == "one group")
+    ways = WAYS + CONTROLS * ((family, spread, dtype) == QUICK)
     outcomes = workers(num_ranks).run(steps, folder_of(family), spread, dtype, ways)
     bound = BOUND[torch.bfloat16 if spread == "mixed precision" else dtype]
     for way in WAYS:
@@ -72,12 +70,12 @@ def test_a_step_with_replicas_is_that_of_all_to_all(workers, folder_of, family, 
             for way in WAYS:
                 ours = found[way].grads
                 assert distance({"": found[way].log_probs}, {"": truth}) < bound, way
-                # without FSDP2, transformers sums those of norms of heads that every rank has whole
+                # transformers sums those of norms of heads anew: findings/tensor_parallel_accumulates_norms_anew.sh
                 names = [name for name in grads if "fsdp_size" in config or "_norm." not in name]
                 assert distance({n: ours[n] for n in names}, {n: grads[n] for n in names}) < bound, way
-    if spread == "one group":
+    if ways != WAYS:
         lost, zeros, others = (max(off(found[way], found["all_to_all"]) for found in outcomes) for way in CONTROLS)
-        assert lost[0] < bound < 0.04 < lost[1]
+        assert lost[0] < bound < 0.05 < lost[1]
         assert min(*zeros, *others) > 0.1
 
 

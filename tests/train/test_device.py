@@ -75,6 +75,14 @@ def test_processes_that_found_each_other_without_nccl_are_refused():
             ranks.require_backend(torch.device("cpu"))
 
 
+def test_the_cpu_beside_accelerators_is_refused():
+    """For several ranks: transformers takes what it sees."""
+    ranks.require_no_accelerator(torch.device("cuda", 0))
+    seen_there = patch.object(torch.accelerator, "is_available", lambda: True)
+    with seen_there, pytest.raises(ConfigError, match=r'device = "cuda" .*, or hide them: CUDA_VISIBLE_DEVICES=""'):
+        ranks.require_no_accelerator(torch.device("cpu"))
+
+
 def made(config, where):
     """A trainer there after its warm start, if it has one."""
     task = make_task(config)

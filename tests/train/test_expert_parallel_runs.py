@@ -6,15 +6,16 @@ from transformers import AutoModelForCausalLM
 
 from foreroute.capture import load_generation
 from foreroute.errors import ConfigError
-from foreroute.train import RunFolder, train
+from foreroute.train import RunFolder, parse_config, train
 from foreroute.train.folder import load_checkpoint
 from tests.train.expert_parallel_runs import path_of, run, run_config, step_on
 from tests.train.expert_parallel_steps import Steps, config_of, precise_trainer, steps_alone
 from tests.train.small_runs import records, same_state, tensors_of
+from tests.train.tiny_model import write_model, write_tokenizer
 
 pytestmark = pytest.mark.slow
 
-SIZES = (4, 2, 1, 4)
+SIZES = (4, 2, 4, 1)
 OTHER_ORDERS = 1000
 """How much further apart than two orders of summation in one process a change of ranks may be."""
 
@@ -41,7 +42,10 @@ def test_an_interrupted_run_on_two_ranks_ends_as_the_uninterrupted_one(workers, 
 
 @pytest.fixture(scope="module")
 def uninterrupted(workers, tmp_path_factory):
-    """One step on each number of ranks, each from the checkpoint of the one before; and one process that does all."""
+    """One step on each number of ranks, each from the checkpoint of the one before; and one process that does all.
+
+    Experts move before every step on ranks.
+    """
     folder = tmp_path_factory.mktemp("chain")
     with precise_trainer(config_of(1)) as trainer:
         RunFolder(folder).save_checkpoint(trainer.state(), data="", keep=9)
@@ -70,7 +74,7 @@ def test_a_change_of_ranks_is_another_order_of_summation_and_no_more(uninterrupt
     assert {values["step"].item() for values in chain.state["optimizer"]["state"].values()} == {len(SIZES)}
 
 
-def test_optimizer_state_of_the_wrong_expert_is_seen(uninterrupted, workers, tmp_path):
+def test_optimizer_state_of_the_wrong_expert_is_seen(uninterrupted, tmp_path):
     """A control: the first moments of experts are taken up one expert too late."""
     folder, chain, alone = uninterrupted
     state = checkpoint(folder, 3)
@@ -78,7 +82,7 @@ def test_optimizer_state_of_the_wrong_expert_is_seen(uninterrupted, workers, tmp
         if values["exp_avg"].dim() == 3:
             values["exp_avg"] = values["exp_avg"].roll(1, 0)
     RunFolder(tmp_path).save_checkpoint(state, data="", keep=1)
-    (wrong, *_) = workers(4).run(step_on, config_of(4, home_moves=4), tmp_path, 3)
+    wrong = step_on(0, config_of(SIZES[3]), tmp_path, 3)
     assert wrong.generations[0].trace.equals(chain.generations[3].trace)
     wrong = Steps([*chain.records[:3], *wrong.records], chain.generations, wrong.state)
     assert distance(wrong, alone) > 1000 * tolerance_of(alone)
@@ -100,6 +104,30 @@ def distance(steps, others):
     apart = [abs(ours - truth).item() / max(abs(truth).item(), 1e-3) for ours, truth in pairs]
     states = zip(*(tensors_of([each.state["model"], each.state["optimizer"]]) for each in (steps, others)), strict=True)
     return max(*apart, *(((a - b).abs().max() / b.abs().max().clamp(min=1e-12)).item() for a, b in states))
+
+
+def test_a_run_begins_with_the_weights_of_a_folder_or_of_a_checkpoint(workers, tmp_path):
+    write_model(tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "3+4="}\n')
+    (tmp_path / "mine.py").write_text("def reward(*given):\n    return [len(each) % 3 for each in given[1]]\n")
+    values = {
+        "name": "of-a-folder",
+        "model": {"path": str(tmp_path / "model"), "gradient_checkpointing": True},
+        "task": {"data": str(tmp_path / "data.jsonl"), "reward": f"{tmp_path / 'mine.py'}:reward"},
+        "rollout": {"prompts": 4, "group_size": 4},
+        "rl": {"steps": 1, "micro_step_tokens": 1024},
+        "parallel": {"expert": 2},
+    }
+    values["task"] |= {"max_prompt_tokens": 8, "max_response_tokens": 6}
+    workers(2).run(run, parse_config(values, source="test"), tmp_path / "first")
+    there = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).state_dict()
+    assert same_state(checkpoint(tmp_path / "first", 0)["model"], dict(there))
+    values["warm_start"] = {"checkpoint": str(path_of(tmp_path / "first", 1))}
+    workers(2).run(run, parse_config(values, source="test"), tmp_path / "second")
+    begun, learned = checkpoint(tmp_path / "second", 0)["model"], checkpoint(tmp_path / "first", 1)["model"]
+    assert same_state(begun, learned)
+    assert not same_state(learned, dict(there))
 
 
 def test_one_process_is_not_two(tmp_path):

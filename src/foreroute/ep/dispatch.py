@@ -226,8 +226,8 @@ class Combine(torch.autograd.Function):
         return handle.to_experts(grads[0], None)[0], None
 
 
-class Exchange(torch.autograd.Function):
-    """`Exchange.apply(rows_RD, send_G, receive_G, group, what)`: rows from all ranks, in order of rank."""
+class ExchangeRows(torch.autograd.Function):
+    """`ExchangeRows.apply(rows_RD, send_G, receive_G, group, what)`: rows from all ranks, in order of rank."""
 
     @staticmethod
     def forward(

@@ -432,7 +432,7 @@ def work_of(passes: PassStack, layer: int, path: str) -> CellWork:
     if cells is None:
         raise ReplayError(
             f"{path} runs under a plan, and outside of a replay of planned routes; run every forward inside of "
-            "execute() on routes that were given to it"
+            "execute() on routes that were given to it, of the model itself and not of what torch.compile made of it"
         )
     return cells.work(layer, passes.top, is_again=passes.is_again)
 

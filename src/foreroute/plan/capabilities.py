@@ -38,7 +38,7 @@ class Ability(StrEnum):
 
 
 EXECUTES: Mapping[Executor, frozenset[Ability]] = {
-    "hf": frozenset(),
+    "hf": frozenset({Ability.EXPERT_DATA_PARALLEL}),
     "megatron": frozenset({Ability.EXPERT_DATA_PARALLEL}),
 }
 """The abilities of `foreroute.ep` on experts that transformers spreads, and on Megatron-Core."""

@@ -14,11 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from foreroute import planner
@@ -182,13 +183,13 @@ class ExpertParallel(OneProcess):
         return routes if self._rows_M is None else self._rows_M[number]
 
     def finish_gradients(self, max_norm: float) -> float:
-        by_mesh = defaultdict(list)
+        # experts have a mesh of their own, and torch clips over one
+        by_mesh = defaultdict[Any, list[Any]](list)
         for parameter in self._policy.model.parameters():
             if parameter.grad is not None:
-                by_mesh[parameter.grad.device_mesh].append(parameter)
-        # experts have a mesh of their own, and torch computes a norm over one
-        norms = [get_total_norm([each.grad for each in alike]).full_tensor() for alike in by_mesh.values()]
-        norm = torch.linalg.vector_norm(torch.stack(norms))
+                by_mesh[cast(DTensor, parameter.grad).device_mesh].append(parameter)
+        norms = [get_total_norm([each.grad for each in alike]) for alike in by_mesh.values()]
+        norm = torch.stack([cast(DTensor, each).full_tensor() for each in norms]).norm()
         for alike in by_mesh.values():
             clip_grads_with_norm_(alike, max_norm, norm)
         return norm.item()

@@ -177,29 +177,26 @@ def from_rank_0(ranks: Alone) -> StateDictOptions:
 
 
 def require_fitting(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Make sure that a whole state is of a model, before it is taken up.
+    """Make sure that a whole state is of a model, before ranks take it up together.
 
     Raises:
-        ValueError: when weights are missing, are others, or have another shape or dtype; or when a parameter has no
-            moments, moments of another shape, or a number of steps below 1.
+        ValueError: when a weight is missing, has another shape or dtype, or has other state than AdamW's.
     """
-    expected = {name: (list(each.shape), each.dtype) for name, each in model.state_dict().items()}
-    seen = {name: (list(each.shape), each.dtype) for name, each in state["model"].items()}
-    for name in sorted(seen.keys() ^ expected.keys()):
-        raise ValueError(f"{name} is {'missing' if name in expected else 'not in the model'}")
-    for name, (shape, dtype) in expected.items():
-        if seen[name] != (shape, dtype):
-            raise ValueError(f"{name} is {seen[name][1]} {seen[name][0]}; expected {dtype} {shape}")
-    parameters = list(model.parameters())
+    expected, seen = dict(model.state_dict()), dict(state["model"])
+    parameters = dict(enumerate(model.parameters()))
     for number, values in state["optimizer"]["state"].items():
-        if number >= len(parameters):
-            raise ValueError(f"there is state of weight {number}, and the model has {len(parameters)}")
-        shape = list(parameters[number].shape)
-        if values.keys() != {"step", "exp_avg", "exp_avg_sq"} or not float(values["step"]) >= 1:
-            raise ValueError(f"of a weight of shape {shape} there is {sorted(values)}; expected AdamW's")
-        for name in ("exp_avg", "exp_avg_sq"):
-            if list(values[name].shape) != shape:
-                raise ValueError(f"{name} of shape {list(values[name].shape)} is not that of a weight of shape {shape}")
+        seen |= {f"optimizer/{number}/{key}": each for key, each in values.items()}
+        if (weight := parameters.get(number)) is not None:
+            kept = {"step": torch.tensor(1.0), "exp_avg": weight, "exp_avg_sq": weight}
+            expected |= {f"optimizer/{number}/{key}": each for key, each in kept.items()}
+    for name in sorted(expected.keys() | seen.keys()):
+        found, wanted = (
+            f"{of[name].dtype} {list(of[name].shape)}" if name in of else "missing" for of in (seen, expected)
+        )
+        if found != wanted:
+            raise ValueError(f"{name} is {found}; expected {wanted}")
+        if name.endswith("/step") and not float(seen[name]) >= 1:
+            raise ValueError(f"{name} is {float(seen[name])}; expected 1 or more")
 
 
 @dataclass(frozen=True, eq=False)
@@ -277,9 +274,9 @@ class OneProcess:
         With several ranks they are on the host of rank 0, and elsewhere empty.
         """
         whole = StateDictOptions(full_state_dict=self.ranks.size > 1, cpu_offload=self.ranks.size > 1)
-        weights, kept = get_model_state_dict(self._model, options=whole), {}
+        weights, kept = get_model_state_dict(self._model, options=whole), dict[str, Any]()
         if optimizer.state:  # torch would take a step to have some
-            kept = get_optimizer_state_dict(self._model, optimizer, options=whole).get("state", {})
+            kept = dict[str, Any](get_optimizer_state_dict(self._model, optimizer, options=whole)).get("state", {})
         numbers = {name: number for number, (name, _) in enumerate(self._model.named_parameters())}
         return {"model": weights, "optimizer": {"state": {numbers[name]: kept[name] for name in kept}}}
 
@@ -296,7 +293,7 @@ class OneProcess:
         if has_state.any():
             # learning rates and such are the configuration's
             groups = [{**group, "params": names} for group in optimizer.param_groups]
-            given = {"state": {names[number]: kept[number] for number in kept}, "param_groups": groups}
+            given: dict[str, Any] = {"state": {names[number]: kept[number] for number in kept}, "param_groups": groups}
             options = replace(from_rank_0(self.ranks), strict=False)
             set_optimizer_state_dict(self._model, optimizer, given if kept else {}, options=options)
         for parameter, is_kept in zip(self._model.parameters(), has_state, strict=True):

@@ -139,6 +139,19 @@ def require_backend(device: torch.device) -> None:
         )
 
 
+def require_no_accelerator(device: torch.device) -> None:
+    """Make sure that transformers, which takes the accelerator of a machine, spreads the model over this device.
+
+    Raises:
+        ConfigError: when it would not.
+    """
+    if device.type == "cpu" and torch.accelerator.is_available():
+        raise ConfigError(
+            "the run computes on the CPU, and transformers would spread the model over accelerators that it sees; set "
+            'device = "cuda" and start no more processes than there are devices, or hide them: CUDA_VISIBLE_DEVICES=""'
+        )
+
+
 def num_started() -> int:
     """Read how many processes torchrun says that it started; 1 without it.
 
@@ -171,6 +184,7 @@ def join_ranks(num_ranks: int, timeout_s: float, device: torch.device = CPU) -> 
     if num_ranks == 1:
         yield Alone()
         return
+    require_no_accelerator(device)
     made_here = not dist.is_initialized()
     if made_here:
         try:
@@ -181,12 +195,6 @@ def join_ranks(num_ranks: int, timeout_s: float, device: torch.device = CPU) -> 
                 "look for the error of one that ended"
             ) from error
     require_backend(device)
-    if device.type == "cpu" and torch.accelerator.is_available():
-        raise ConfigError(
-            f"this process computes on the CPU and has a {torch.accelerator.current_accelerator()} device, over which "
-            'transformers would spread the model; set device = "cuda" and start no more processes than there are '
-            'devices, or hide them: CUDA_VISIBLE_DEVICES=""'
-        )
     try:
         votes = RankConsensus(timeout_s=WORK_TIMEOUT_S)
         ranks = Ranks(votes)

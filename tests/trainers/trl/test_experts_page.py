@@ -31,7 +31,7 @@ dist.destroy_process_group()
 def test_the_page_runs_and_plans_change_no_weights(tmp_path, compiled_planner):
     page = (ROOT / "docs" / "experts.md").read_text()
     blocks = [found.group(1) for found in FENCE.finditer(page)]
-    assert len(blocks) == 5
+    assert len(blocks) == 6
     # of the page's sizes, with weights that make experts count
     sharp = {"vocab_size": 300, "num_experts": 16, "moe_intermediate_size": 32, "initializer_range": 0.2}
     tiny("qwen3_moe", hidden_size=64, num_hidden_layers=2, num_experts_per_tok=4, **sharp).save_pretrained(

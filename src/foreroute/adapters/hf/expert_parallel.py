@@ -26,7 +26,7 @@ from transformers.distributed.expert_parallel import AutoEP
 
 from foreroute.ep import ExpertParallelModel
 from foreroute.ep.compute import LowRankTerm, StackedReplicas, adapted
-from foreroute.ep.dispatch import CellRows, Exchange
+from foreroute.ep.dispatch import CellRows, ExchangeRows
 from foreroute.ep.execution import CellWork
 from foreroute.ep.model import local_experts
 from foreroute.errors import AttachError
@@ -218,7 +218,7 @@ class ForerouteEP(AutoEP):
         order_A = ids_A.argsort().index_select(0, rows.taken_R)
         arrived = self._exchange(work.name, hidden_RD[order_A // num_picks], rows.send_G, rows.receive_G)
         if replicas is None:
-            with self._computing_with(home, terms):
+            with self._computing_with(home, terms) if terms else nullcontext():
                 computed = self._compute_home(arrived, rows.group_R.index_select(0, rows.returned_R))
         else:
             replicas.fetch()
@@ -285,7 +285,7 @@ class ForerouteEP(AutoEP):
         return out
 
     def _exchange(self, cell: str, rows: Tensor, send_G: list[int], receive_G: list[int]) -> Tensor:
-        arrived: Tensor = Exchange.apply(rows, send_G, receive_G, self.ep_mesh.get_group(), f"rows of {cell}")
+        arrived: Tensor = ExchangeRows.apply(rows, send_G, receive_G, self.ep_mesh.get_group(), f"rows of {cell}")
         return arrived
 
     def _refuse_moved(self, *_: Any) -> None:

@@ -1,0 +1,218 @@
+"""What plans are executed on: models that were loaded, wrapped, attached or compiled in one way or another.
+
+Each test stands behind the function that worker processes run for it.
+"""
+
+import subprocess
+import sys
+from unittest.mock import patch
+
+import peft
+import pytest
+import torch
+
+from foreroute.adapters import hf
+from foreroute.ep import execution
+from foreroute.testing.ranks import environment
+from tests.adapters.hf.model_runs import log_probs
+from tests.ep.spread_models import load_spread
+from tests.ep.spread_steps import LAYERS, MICRO_STEPS, ONE_GROUP, TWO_GROUPS, SpreadStep
+from tests.ep.test_refusals import said_by, without_route
+from tests.ep.transfer.plans import static_plan
+from tests.roundings import GRADIENT_TERMS, TERMS, require_rounded, roundings
+
+REGISTERED = """
+from transformers.distributed.expert_parallel import EPImplementationInterface as Interface
+assert "foreroute" not in Interface()
+import foreroute.adapters.hf
+assert "foreroute" in Interface()
+"""
+
+
+def test_the_name_is_there_once_the_adapter_is_imported():
+    ran = subprocess.run(
+        [sys.executable, "-c", REGISTERED], env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+def unknown_name(rank, folder):
+    return said_by(load_spread, folder, "foreroutes")
+
+
+def test_a_name_that_is_not_there_is_refused_by_transformers(workers, folder_of):
+    for said in workers(2).run(unknown_name, folder_of()):
+        assert said.startswith("ValueError: `ep_implementation='foreroutes'` names no registered implementation")
+
+
+PIPELINE = {"pp_size": 2, "fsdp_size": 2, "ep_size": 2}
+
+
+def in_a_pipeline(rank, folder):
+    return said_by(lambda: load_spread(folder, **PIPELINE))
+
+
+@pytest.mark.slow
+def test_a_pipeline_beside_is_refused_by_transformers(workers, folder_of):
+    for said in workers(4).run(in_a_pipeline, folder_of()):
+        assert said.startswith("ValueError: Combining FSDP with pipeline parallelism is not supported"), said
+
+
+def padded(rank, folder):
+    """Largest output of routed experts for padding, without a plan and under one, and log-probs of tokens."""
+    s, outputs = SpreadStep(rank, folder), []
+    experts = s.model.model.layers[-1].mlp.experts
+    is_padding = [~batch["attention_mask"].bool().reshape(-1) for batch in s.batches]
+
+    def forwards():
+        outputs.clear()
+        hook = experts.register_forward_hook(lambda module, args, out: outputs.append(out))
+        with torch.no_grad():
+            found = [s.log_probs(m) for m in range(MICRO_STEPS)]
+        hook.remove()
+        return found, [float(out[of].abs().max()) for out, of in zip(outputs, is_padding, strict=True)]
+
+    unplanned, padding = forwards()
+    with s.execute():
+        planned, under_plan = forwards()
+    return unplanned, planned, padding, under_plan
+
+
+def test_padding_gets_zeros_from_routed_experts_under_a_plan_and_tokens_what_they_get_without(workers, folder_of):
+    for unplanned, planned, padding, under_plan in workers(2).run(padded, folder_of()):
+        assert min(padding) > 0.01
+        assert under_plan == [0.0] * MICRO_STEPS
+        for one, other in zip(planned, unplanned, strict=True):
+            assert float((one - other).abs().max()) < roundings(TERMS) * float(other.abs().max())
+
+
+def with_rows_that_no_plan_knows(rank, folder):
+    """How often counts were exchanged, and log-probs under a plan and without, where second tokens have no route."""
+    s, exchanged = SpreadStep(rank, folder, slots=0), []
+    s.traces = [without_route(trace, "second") if rank else trace for trace in s.traces]
+    counts_MLGE, gather = s.routed.gather_counts(s.traces), execution.gather_counts
+
+    def forwards():
+        found = []
+        for trace, batch in zip(s.traces, s.batches, strict=True):
+            with torch.no_grad(), s.routed.replay(trace, missing="native"):
+                found.append(log_probs(s.model, batch))
+        return found
+
+    unplanned = forwards()
+    with (
+        patch.object(execution, "gather_counts", lambda *given: exchanged.append(1) or gather(*given)),
+        pytest.warns(UserWarning, match="in 2 of 2 micro-steps some rank has rows without a route"),
+        s.execute(static_plan(counts_MLGE), counts_MLGE),
+    ):
+        planned = forwards()
+    return len(exchanged), unplanned, planned
+
+
+def test_rows_without_a_route_that_others_depend_on_are_counted_when_they_run(workers, folder_of):
+    for exchanged, unplanned, planned in workers(2).run(with_rows_that_no_plan_knows, folder_of()):
+        assert exchanged == MICRO_STEPS * LAYERS
+        for one, other in zip(planned, unplanned, strict=True):
+            require_rounded(one, other)
+
+
+def attached_twice(rank, folder):
+    """Whether both attachments, and one of the model in PEFT's wrapper, are of the same spread experts; and paths."""
+    model = load_spread(folder)
+    first, second = hf.attach(model), hf.attach(model)
+    other = hf.attach(load_spread(folder))
+    same = first.spread is second.spread is not None, other.spread is first.spread
+    adapted = peft.get_peft_model(load_spread(folder), peft.LoraConfig(target_modules=["q_proj"]))
+    return same, [layer.path for layer in hf.attach(adapted).spread.layers]
+
+
+def test_spread_experts_belong_to_their_model_however_often_it_is_attached(workers, folder_of):
+    paths = [f"base_model.model.model.layers.{layer}.mlp.experts" for layer in range(LAYERS)]
+    assert workers(2).run(attached_twice, folder_of()) == [((True, False), paths)] * 2
+
+
+def two_at_once(rank, folder):
+    """Losses of two models under plans of their own, one within the other, and of each alone."""
+    one, other = SpreadStep(rank, folder), SpreadStep(rank, folder)
+    alone = []
+    for s in (one, other):
+        with s.execute():
+            alone.append(s.update())
+        s.gradients()
+    with one.execute(step=1), other.execute(step=1):
+        together = [one.update(), other.update()]
+    return alone, together
+
+
+def test_two_models_run_under_plans_at_once(workers, folder_of):
+    for alone, together in workers(2).run(two_at_once, folder_of()):
+        assert together == alone
+
+
+def kept_objects(rank, folder):
+    """Names whose parameter is another object, or is not trained, by an optimizer made before sessions and plans."""
+    s = SpreadStep(rank, folder)
+    before = dict(s.model.named_parameters())
+    optimizer = torch.optim.SGD(s.model.parameters(), lr=1.0)
+    values = {name: tensor.clone() for name, tensor in s.routed.gather_weights()}
+    with torch.no_grad(), s.execute():
+        for m in range(MICRO_STEPS):
+            s.log_probs(m)
+    with s.execute(step=1):
+        s.update()
+    optimizer.step()
+    after = {name: tensor.clone() for name, tensor in s.routed.gather_weights()}
+    others = [name for name, parameter in s.model.named_parameters() if parameter is not before[name]]
+    return others, [name for name, value in values.items() if torch.equal(value, after[name])]
+
+
+def test_parameters_stay_the_objects_that_an_optimizer_trains(workers, folder_of):
+    assert workers(2).run(kept_objects, folder_of()) == [([], [])] * 2
+
+
+def in_groups(rank, folder, sizes):
+    """Losses and gradients without a plan and under one, of this group."""
+    s = SpreadStep(rank, folder, sizes)
+    with s.execute(None):
+        expected = s.update(), s.gradients()
+    with s.execute(step=1):
+        found = s.update(), s.gradients()
+    furthest = max(float((found[1][n] - expected[1][n]).abs().max() / expected[1][n].abs().max()) for n in expected[1])
+    return s.plan.num_replicas_ML.sum(), found[0], expected[0], furthest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [TWO_GROUPS, ONE_GROUP | {"dp_replicate_size": 2}], ids=["fsdp", "hsdp"])
+def test_groups_that_hold_the_same_experts_run_under_plans_of_their_own(workers, folder_of, sizes):
+    for num_replicas, losses, expected, furthest in workers(4).run(in_groups, folder_of(), sizes):
+        assert num_replicas
+        assert losses == pytest.approx(expected, rel=roundings(TERMS))
+        assert furthest < roundings(GRADIENT_TERMS)
+
+
+def compiled(rank, folder):
+    """How a compiled model ends under a plan, without one, and the model itself behind both."""
+    s = SpreadStep(rank, folder)
+    call = torch.compile(s.model, backend="aot_eager")
+
+    def forward(of):
+        with torch.no_grad(), s.routed.replay(s.traces[0]):
+            return log_probs(of, s.batches[0])
+
+    def under_a_plan():
+        with s.execute():
+            forward(call)
+
+    eager, found, said = forward(s.model), forward(call), said_by(under_a_plan)
+    with s.execute(step=1), torch.no_grad():
+        planned = [s.log_probs(m) for m in range(MICRO_STEPS)]
+    return said, eager, found, planned[0]
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_refused_under_a_plan_by_name_and_replays_without_one(workers, folder_of):
+    for said, eager, *found in workers(2).run(compiled, folder_of()):
+        assert said.startswith("ReplayError: model.layers.0.mlp.experts runs under a plan")
+        assert "not of what torch.compile made of it" in said
+        for each in found:
+            require_rounded(each, eager)
