@@ -456,11 +456,6 @@ def blake2b_hex(*parts: bytes | bytearray | memoryview | NDArray[Any]) -> str:
     return state.hexdigest()
 
 
-def blake2b_int64(*parts: bytes | bytearray | memoryview | NDArray[Any]) -> int:
-    """The first 64 bits of `blake2b_hex` as a signed integer, for where checksums are compared in a tensor."""
-    return int.from_bytes(bytes.fromhex(blake2b_hex(*parts)[:16]), "big", signed=True)
-
-
 def _type(name: str, tensor: NDArray[Any]) -> str:
     dtype = tensor.dtype.newbyteorder("<")
     if dtype not in NAME_OF:

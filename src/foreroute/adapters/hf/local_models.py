@@ -346,12 +346,6 @@ def has_weights(folder: Path) -> bool:
     return False
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The files that transformers loads from a folder which `has_weights`."""
-    whole = folder / "model.safetensors"
-    return [whole] if whole.exists() or not (folder / INDEX).exists() else _read_index(folder / INDEX)
-
-
 def require_memory(config: Any, name: str, *, dtype: torch.dtype) -> None:
     """Refuses a model that is larger than this machine's memory, before it is made.
 
