@@ -68,14 +68,6 @@ def test_a_run_that_goes_on_has_its_homes_again(workers, tmp_path):
     assert not torch.equal(without.state["homes"], whole.state["homes"])
 
 
-@pytest.mark.slow
-def test_homes_of_other_ranks_are_left_and_experts_begin_in_blocks(workers, tmp_path):
-    begun, *_ = workers(2).run(parallel_steps, config_of(2, home_moves=4), 1)
-    write(tmp_path, begun.state)
-    on_four, *_ = workers(4).run(parallel_steps, config_of(4), 1, path_of(tmp_path, 1))
-    assert on_four.records[0]["grad_norm"] > 0
-
-
 def contiguous(num_ranks):
     home_E = np.repeat(np.arange(num_ranks), SIZES["num_experts"] // num_ranks)
     return torch.from_numpy(np.tile(home_E, (SIZES["num_hidden_layers"], 1)).astype(np.int16))
