@@ -144,7 +144,7 @@ def weights_after_training(rank, sharding, folder, attaching, mended=True):
     model = SHARDINGS[sharding](folder)
     with pytest.MonkeyPatch.context() as patch:
         if not mended:
-            patch.setattr(untouched, "_reshard", lambda model: None)
+            patch.setattr(untouched, "reshard", lambda model: None)
             patch.setattr(untouched, "_replaced", lambda standing: [])
             patch.setattr(untouched._Values, "put_back", lambda values: None)
         routed = hf.attach(model) if attaching else None
