@@ -6,7 +6,7 @@ right. This is what such a defect does when nothing stops it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from foreroute.adapters.checkpoint import Weights
 from foreroute.capture import Generation, Sampling
 from foreroute.engines.base import Engine
 from foreroute.trace import RoutingTrace
@@ -58,7 +59,7 @@ class _Shifting:
     def weight_version(self, version: int) -> None:
         self._engine.weight_version = version
 
-    def load_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+    def load_weights(self, weights: Weights, version: int) -> None:
         self._engine.load_weights(weights, version)
 
     def generate(
