@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -112,7 +112,7 @@ class ExecutionRanks:
         peers: of the group, or of the owners; made when weights first travel by default.
         stages: of this rank's peers in the other stages of a pipeline; None for one stage.
         owners: of several groups; None where this one is alone, or its experts are whole in it.
-        gathers_late: as in `TransferEngine`.
+        gathers_late, versions: as in `TransferEngine`.
 
     Attributes:
         group, consensus, owners, gathers_late: the same.
@@ -130,8 +130,9 @@ class ExecutionRanks:
         stages: RankConsensus | None = None,
         owners: Owners | None = None,
         gathers_late: bool = False,
+        versions: Callable[[int], tuple[int, ...]] | None = None,
     ) -> None:
-        self.owners = owners
+        self.owners, self._versions = owners, versions
         self.group, self.consensus, self.options, self.gathers_late = group, consensus, options, gathers_late
         self._executor, self._peers, self._stages = executor, peers, stages
         self._engine: TransferEngine | None = None
@@ -146,7 +147,9 @@ class ExecutionRanks:
         if self._engine is None:
             peers = self._peers or PeerGroup(self.group)
             first = 0 if self.owners is None else self.owners.first
-            self._engine = TransferEngine(homes, self.options, peers, first=first, gathers_late=self.gathers_late)
+            self._engine = TransferEngine(
+                homes, self.options, peers, first=first, gathers_late=self.gathers_late, versions=self._versions
+            )
         return self._engine
 
     def forget_weights(self) -> None:

@@ -44,6 +44,10 @@ class SpreadLayer(Protocol):
     def owned(self) -> Mapping[str, Tensor]:
         """Name -> [E / W, ...], the memory of this rank's experts that the optimizer updates, by parameter."""
 
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """How often each of `owned` was written to, which the memory of a DTensor does not count."""
+
     def parameters(self) -> Mapping[str, Tensor]:
         """The same as the parameters that an optimizer has."""
 
@@ -108,7 +112,13 @@ class ExpertParallelModel:
                 # nothing is fetched where shares differ, and shapes of shards are compared
                 self._peers = PeerGroup(ranks=shared) if self._unequal() is None else PeerGroup(self._group)
             self._ranks = ExecutionRanks(
-                self._group, consensus, self._transfers, "hf", peers=self._peers, owners=owners
+                self._group,
+                consensus,
+                self._transfers,
+                "hf",
+                peers=self._peers,
+                owners=owners,
+                versions=lambda layer: self.layers[layer].versions,
             )
         return self._ranks
 

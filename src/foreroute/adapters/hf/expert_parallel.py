@@ -114,6 +114,7 @@ class ForerouteEP(AutoEP):
         self.number, self.path = 0, ""
         self.spread: ExpertParallelModel | None = None
         self.owned: Mapping[str, Tensor] = {}
+        self._updated: list[nn.Parameter] = []
         self.row_E: Tensor | None = None
         self.wrappers: list[Any] = []
         self.active: list[tuple[Any, str]] = []
@@ -150,10 +151,16 @@ class ForerouteEP(AutoEP):
         """See `foreroute.ep.model.SpreadLayer`."""
         if isinstance(self.experts, FSDPModule):
             self.experts.reshard()  # a forward without a backward may have left them whole
-        owned = {name: local_experts(each, each.detach()) for name, each in self.parameters().items()}
+        parameters = self.parameters()
+        owned = {name: local_experts(each, each.detach()) for name, each in parameters.items()}
         if self.spread is not None and owned.keys() != self.owned.keys():
             self.spread.close()  # adapters have come or gone
-        self.owned = owned
+        self.owned, self._updated = owned, list(parameters.values())
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """See `foreroute.ep.model.SpreadLayer`."""
+        return tuple(each._version for each in self._updated)
 
     def place(self, home_E: NDArray[np.int16]) -> None:
         """See `foreroute.ep.model.SpreadLayer`."""
