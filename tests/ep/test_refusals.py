@@ -210,6 +210,9 @@ GROUPS = {
     "PlanError: rank 2: step 0, 2 micro-steps, 1 slots by": lambda s: enter(
         s, split_plan(5, s.counts_MLGE, s.plan.home_LE, slots=2 - in_group(s))
     ),
+    "PlanError: rank 2: step 0, 2 micro-steps, 2 slots by 'layer', nodes of 1 ranks": lambda s: enter(
+        s, replace(s.plan, topology=replace(s.plan.topology, ranks_per_node=2 - in_group(s)))
+    ),
     "CountsError: rank 2: 1 micro-batches; rank 3: 1 micro-batches": lambda s: s.routed.gather_counts(
         s.traces[in_group(s) :]
     ),

@@ -64,16 +64,18 @@ class Owners(NamedTuple):
             plan: of this group.
 
         Raises:
-            PlanError: on every rank alike, when groups have other steps or numbers of micro-steps, or use slots in
-                other ways.
+            PlanError: on every rank alike, when groups have other steps or numbers of micro-steps, use slots in other
+                ways, or have nodes of other sizes.
         """
-        use = f"step {step}, {plan.shape[0]} micro-steps, {plan.topology.redundant_slots} slots by {plan.slots!r}"
+        topology = plan.topology
+        use = f"step {step}, {plan.shape[0]} micro-steps, {topology.redundant_slots} slots by {plan.slots!r}"
+        use += f", nodes of {topology.ranks_per_node} ranks"
         texts = self.consensus.texts(use, "comparing plans of groups")
         if len(set(texts)) > 1:
             listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
             raise PlanError(
                 f"expert-parallel groups bring plans that cannot run together ({listed}); give all groups the same "
-                "step, as many micro-steps, and the same slots"
+                "step, as many micro-steps, and the same slots and nodes"
             )
 
     def join(self, plan: StepPlan) -> StepPlan:

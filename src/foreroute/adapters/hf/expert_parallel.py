@@ -119,8 +119,8 @@ class ForerouteEP(AutoEP):
         self.wrappers: list[Any] = []
         self.active: list[tuple[Any, str]] = []
         experts.__dict__[SITE] = self
-        experts.register_state_dict_pre_hook(self._refuse_moved)
-        experts.register_load_state_dict_pre_hook(self._refuse_moved)
+        experts.register_state_dict_pre_hook(self.require_block_homes)
+        experts.register_load_state_dict_pre_hook(self.require_block_homes)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """As the module has them now: sharded between passes, what is computed with in one. And adapters' factors."""
@@ -128,6 +128,11 @@ class ForerouteEP(AutoEP):
 
     def _weights(self) -> dict[str, nn.Parameter]:
         return {name: each for name, each in self.experts._parameters.items() if each is not None}
+
+    def require_block_homes(self, *_: Any) -> None:
+        """Raise `PlacementError` while experts live elsewhere than transformers saves and loads them."""
+        if self.spread is not None:
+            self.spread.require_block_homes()
 
     @property
     def slices(self) -> tuple[int, int]:
@@ -294,7 +299,3 @@ class ForerouteEP(AutoEP):
     def _exchange(self, cell: str, rows: Tensor, send_G: list[int], receive_G: list[int]) -> Tensor:
         arrived: Tensor = ExchangeRows.apply(rows, send_G, receive_G, self.ep_mesh.get_group(), f"rows of {cell}")
         return arrived
-
-    def _refuse_moved(self, *_: Any) -> None:
-        if self.spread is not None:
-            self.spread.require_block_homes()
