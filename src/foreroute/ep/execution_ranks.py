@@ -32,12 +32,14 @@ class MicroBatch:
         counts_LE: integers [L, E], assignments of its rows that have a route, in the layers of this rank.
         is_whole: whether no other row is sent to experts, so that the plan knows all of them.
         num_routed: rows that have a route; those that other ranks send are among them, where ranks share a batch.
+        is_shared: whether they do. Rows that the plan does not know shift the part that each of them sends.
     """
 
     routes: object
     counts_LE: NDArray[np.int64]
     is_whole: bool
     num_routed: int
+    is_shared: bool = False
 
 
 class Owners(NamedTuple):
