@@ -120,7 +120,7 @@ def test_rows_without_a_route_that_others_depend_on_are_counted_when_they_run(wo
 
 
 def with_rows_that_no_plan_knows_in_parts(rank, folder):
-    """Log-probs of a batch that two ranks share, some of whose first tokens have no route, without a plan and by one."""
+    """Log-probs of a batch that two ranks share, some of whose tokens have no route, without a plan and by one."""
     model = load_spread(folder, tp_size=2, ep_size=2)
     routed, batch, found = hf.attach(model), batch_of(9, 7), []
     for seed in range(3):

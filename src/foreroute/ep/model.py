@@ -189,7 +189,6 @@ class ExpertParallelModel:
             self._owner_LE(after_LE),
             [layer.parameters() for layer in self.layers],
             base,
-            local_experts,
         )
         self.home_LE = after_LE
         for layer, home_E in zip(self.layers, after_LE, strict=True):
@@ -228,9 +227,3 @@ class ExpertParallelModel:
             for rank in range(num_ranks):
                 owner_E[home_E == rank] = blocks + rank
         return owner_LE
-
-
-def local_experts(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """[E / W, ...], this rank's part of a parameter or of what an optimizer keeps of it."""
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local

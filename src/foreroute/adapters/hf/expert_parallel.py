@@ -28,7 +28,7 @@ from foreroute.ep import ExpertParallelModel
 from foreroute.ep.compute import LowRankTerm, StackedReplicas, adapted
 from foreroute.ep.dispatch import CellRows, ExchangeRows
 from foreroute.ep.execution import CellWork
-from foreroute.ep.model import local_experts
+from foreroute.ep.transfer.home_moves import local_experts
 from foreroute.errors import AttachError
 
 SITE = "_foreroute_experts"
@@ -157,7 +157,7 @@ class ForerouteEP(AutoEP):
         if isinstance(self.experts, FSDPModule):
             self.experts.reshard()  # a forward without a backward may have left them whole
         parameters = self.parameters()
-        owned = {name: local_experts(each, each.detach()) for name, each in parameters.items()}
+        owned = {name: local_experts(each) for name, each in parameters.items()}
         if self.spread is not None and owned.keys() != self.owned.keys():
             self.spread.close()  # adapters have come or gone
         self.owned, self._updated = owned, list(parameters.values())
