@@ -179,8 +179,9 @@ def lived(rank, folder):
     found["other trained"] = pair.step(optimizers, PLAN)
     rng = np.random.default_rng(0)
     pair.routed.move_homes(np.stack([random_homes(rng, 8, 2) for _ in range(3)]), optimizers[0])
-    with pytest.raises(PlacementError):
-        pair.model.state_dict()
+    for refused in (pair.model.state_dict, lambda: hf.spread_adapters(pair.model)):
+        with pytest.raises(PlacementError):
+            refused()
     found["moved"] = max(pair.step(optimizers, PLAN + step) for step in range(2))
     pair.routed.move_homes(pair.routed.block_home_LE, optimizers[0])
     found["back"] = pair.step(optimizers)

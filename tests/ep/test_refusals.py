@@ -59,6 +59,17 @@ def with_a_backward_behind_it(s):
     losses[-1].backward()
 
 
+def with_other_weights_than_it_began_with(s):
+    for _ in range(2):
+        with s.execute(step=5), torch.no_grad():
+            for m in range(MICRO_STEPS):
+                s.log_probs(m)
+        for weight in s.model.parameters():  # as an optimizer does
+            weight.grad = torch.zeros_like(weight)
+        torch.optim.SGD(s.model.parameters(), lr=1.0).step()
+        s.model.zero_grad()
+
+
 def with_routers_that_did_otherwise(s):
     """On one rank, as far as it counts what they did."""
     begin = CellWork.begin
@@ -123,6 +134,9 @@ LATE = {
     "ReplayError: ending step 0: rank 0: 1 of 2 planned micro-batches are here": lambda s: run(s, 0),
     "ReplayError: ending step 0: rank 1: step 0, micro-step 0, routed layer 0: the router made": (
         with_routers_that_did_otherwise
+    ),
+    "TransferError: hold other weights than its step began with; execute under another step": (
+        with_other_weights_than_it_began_with
     ),
     "TransferError: no plan of that step is in force, none is; run forward and backward inside": (
         with_a_backward_behind_it
@@ -195,6 +209,9 @@ GROUPS = {
     ),
     "PlanError: rank 2: step 0, 2 micro-steps, 1 slots by": lambda s: enter(
         s, split_plan(5, s.counts_MLGE, s.plan.home_LE, slots=2 - in_group(s))
+    ),
+    "PlanError: rank 2: step 0, 2 micro-steps, 2 slots by 'layer', nodes of 1 ranks": lambda s: enter(
+        s, replace(s.plan, topology=replace(s.plan.topology, ranks_per_node=2 - in_group(s)))
     ),
     "CountsError: rank 2: 1 micro-batches; rank 3: 1 micro-batches": lambda s: s.routed.gather_counts(
         s.traces[in_group(s) :]

@@ -5,8 +5,11 @@ Each test stands behind the function that worker processes run for it.
 
 import subprocess
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from unittest.mock import patch
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -14,11 +17,11 @@ import torch
 from foreroute.adapters import hf
 from foreroute.ep import execution
 from foreroute.testing.ranks import environment
-from tests.adapters.hf.model_runs import log_probs
+from tests.adapters.hf.model_runs import batch_of, log_probs, random_routes
 from tests.ep.spread_models import load_spread
 from tests.ep.spread_steps import LAYERS, MICRO_STEPS, ONE_GROUP, TWO_GROUPS, SpreadStep
 from tests.ep.test_refusals import said_by, without_route
-from tests.ep.transfer.plans import static_plan
+from tests.ep.transfer.plans import split_plan, static_plan
 from tests.roundings import GRADIENT_TERMS, TERMS, require_rounded, roundings
 
 REGISTERED = """
@@ -114,6 +117,27 @@ def test_rows_without_a_route_that_others_depend_on_are_counted_when_they_run(wo
         assert exchanged == MICRO_STEPS * LAYERS
         for one, other in zip(planned, unplanned, strict=True):
             require_rounded(one, other)
+
+
+def with_rows_that_no_plan_knows_in_parts(rank, folder):
+    """Log-probs of a batch that two ranks share, some of whose tokens have no route, without a plan and by one."""
+    model = load_spread(folder, tp_size=2, ep_size=2)
+    routed, batch, found = hf.attach(model), batch_of(9, 7), []
+    for seed in range(3):
+        trace = random_routes(routed.spec, batch, seed)
+        trace = replace(trace, valid_N=trace.valid_N & ~np.isin(np.arange(trace.num_rows), [1, 2, 3, 4]))
+        counts_MLGE = routed.gather_counts([trace])
+        plan = split_plan(seed, counts_MLGE, routed.home_LE)
+        for context in nullcontext(), routed.execute(plan, counts_MLGE, [trace]):
+            with torch.no_grad(), context, routed.replay(trace, missing="native"):
+                found.append(log_probs(model, batch))
+    return found
+
+
+def test_replicas_serve_a_part_of_a_batch_that_rows_of_no_plan_shift(workers, folder_of):
+    for found in workers(2).run(with_rows_that_no_plan_knows_in_parts, folder_of()):
+        for unplanned, planned in zip(found[::2], found[1::2], strict=True):
+            require_rounded(planned, unplanned)
 
 
 def attached_twice(rank, folder):

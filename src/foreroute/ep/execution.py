@@ -229,6 +229,8 @@ class PlanExecution:
         """
         counts_GE = gather_counts(self._ranks.group, counts_E, str(cell))
         plan = self.served[stage].plan.cell(cell.micro_step, cell.layer)
+        if self._micro_batches[cell.micro_step].is_shared:
+            plan = plan.within(counts_GE)
         found = CellSchedule.of(plan, counts_GE, self._ranks.consensus.rank, what=str(cell))
         (rows,) = rows_on(counts_E.device, [found])
         return rows

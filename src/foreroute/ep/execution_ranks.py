@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -32,12 +32,14 @@ class MicroBatch:
         counts_LE: integers [L, E], assignments of its rows that have a route, in the layers of this rank.
         is_whole: whether no other row is sent to experts, so that the plan knows all of them.
         num_routed: rows that have a route; those that other ranks send are among them, where ranks share a batch.
+        is_shared: whether they do. Rows that the plan does not know shift the part that each of them sends.
     """
 
     routes: object
     counts_LE: NDArray[np.int64]
     is_whole: bool
     num_routed: int
+    is_shared: bool = False
 
 
 class Owners(NamedTuple):
@@ -64,16 +66,18 @@ class Owners(NamedTuple):
             plan: of this group.
 
         Raises:
-            PlanError: on every rank alike, when groups have other steps or numbers of micro-steps, or use slots in
-                other ways.
+            PlanError: on every rank alike, when groups have other steps or numbers of micro-steps, use slots in other
+                ways, or have nodes of other sizes.
         """
-        use = f"step {step}, {plan.shape[0]} micro-steps, {plan.topology.redundant_slots} slots by {plan.slots!r}"
+        topology = plan.topology
+        use = f"step {step}, {plan.shape[0]} micro-steps, {topology.redundant_slots} slots by {plan.slots!r}"
+        use += f", nodes of {topology.ranks_per_node} ranks"
         texts = self.consensus.texts(use, "comparing plans of groups")
         if len(set(texts)) > 1:
             listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
             raise PlanError(
                 f"expert-parallel groups bring plans that cannot run together ({listed}); give all groups the same "
-                "step, as many micro-steps, and the same slots"
+                "step, as many micro-steps, and the same slots and nodes"
             )
 
     def join(self, plan: StepPlan) -> StepPlan:
@@ -112,7 +116,7 @@ class ExecutionRanks:
         peers: of the group, or of the owners; made when weights first travel by default.
         stages: of this rank's peers in the other stages of a pipeline; None for one stage.
         owners: of several groups; None where this one is alone, or its experts are whole in it.
-        gathers_late: as in `TransferEngine`.
+        gathers_late, versions: as in `TransferEngine`.
 
     Attributes:
         group, consensus, owners, gathers_late: the same.
@@ -130,8 +134,9 @@ class ExecutionRanks:
         stages: RankConsensus | None = None,
         owners: Owners | None = None,
         gathers_late: bool = False,
+        versions: Callable[[int], tuple[int, ...]] | None = None,
     ) -> None:
-        self.owners = owners
+        self.owners, self._versions = owners, versions
         self.group, self.consensus, self.options, self.gathers_late = group, consensus, options, gathers_late
         self._executor, self._peers, self._stages = executor, peers, stages
         self._engine: TransferEngine | None = None
@@ -146,7 +151,9 @@ class ExecutionRanks:
         if self._engine is None:
             peers = self._peers or PeerGroup(self.group)
             first = 0 if self.owners is None else self.owners.first
-            self._engine = TransferEngine(homes, self.options, peers, first=first, gathers_late=self.gathers_late)
+            self._engine = TransferEngine(
+                homes, self.options, peers, first=first, gathers_late=self.gathers_late, versions=self._versions
+            )
         return self._engine
 
     def forget_weights(self) -> None:

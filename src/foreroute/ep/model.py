@@ -44,6 +44,10 @@ class SpreadLayer(Protocol):
     def owned(self) -> Mapping[str, Tensor]:
         """Name -> [E / W, ...], the memory of this rank's experts that the optimizer updates, by parameter."""
 
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """How often each of `owned` was written to, which the memory of a DTensor does not count."""
+
     def parameters(self) -> Mapping[str, Tensor]:
         """The same as the parameters that an optimizer has."""
 
@@ -108,7 +112,13 @@ class ExpertParallelModel:
                 # nothing is fetched where shares differ, and shapes of shards are compared
                 self._peers = PeerGroup(ranks=shared) if self._unequal() is None else PeerGroup(self._group)
             self._ranks = ExecutionRanks(
-                self._group, consensus, self._transfers, "hf", peers=self._peers, owners=owners
+                self._group,
+                consensus,
+                self._transfers,
+                "hf",
+                peers=self._peers,
+                owners=owners,
+                versions=lambda layer: self.layers[layer].versions,
             )
         return self._ranks
 
@@ -179,7 +189,6 @@ class ExpertParallelModel:
             self._owner_LE(after_LE),
             [layer.parameters() for layer in self.layers],
             base,
-            local_experts,
         )
         self.home_LE = after_LE
         for layer, home_E in zip(self.layers, after_LE, strict=True):
@@ -218,9 +227,3 @@ class ExpertParallelModel:
             for rank in range(num_ranks):
                 owner_E[home_E == rank] = blocks + rank
         return owner_LE
-
-
-def local_experts(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """[E / W, ...], this rank's part of a parameter or of what an optimizer keeps of it."""
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local

@@ -56,6 +56,14 @@ class CellPlan(NamedTuple):
         np.add.at(loads_G, self.rank_R, self.tokens_RG.sum(axis=1))
         return loads_G
 
+    def within(self, counts_GE: NDArray[np.integer]) -> CellPlan:
+        """The same hosts, of which replicas serve no more than there is: for other counts than it was made for."""
+        left_GE, tokens_RG = counts_GE.astype(np.int32), self.tokens_RG.copy()
+        for tokens_G, expert in zip(tokens_RG, self.expert_R, strict=True):
+            np.minimum(tokens_G, left_GE[:, expert], out=tokens_G)
+            left_GE[:, expert] -= tokens_G
+        return self._replace(tokens_RG=tokens_RG)
+
 
 class Hosts(NamedTuple):
     """The hosts of consecutive micro-steps of some layers, as flat arrays. Compiled code takes it as it stands.

@@ -61,9 +61,15 @@ def planned_batches(
     def look() -> list[MicroBatch]:
         given = micro_batches if isinstance(micro_batches, Sequence) else [micro_batches]
         found = [each if isinstance(each, TraceRows) else routed.rows(each) for each in given]
-        slices = spread.layers[0].slices
+        part, num_parts = spread.layers[0].slices
         return [
-            MicroBatch(each.trace, each.counts_of(*slices), each.is_whole, int(each.trace.valid_N.sum()))
+            MicroBatch(
+                each.trace,
+                each.counts_of(part, num_parts),
+                each.is_whole,
+                int(each.trace.valid_N.sum()),
+                is_shared=num_parts > 1,
+            )
             for each in found
         ]
 
@@ -116,13 +122,10 @@ def plan_at_home(counts_MLGE: NDArray[np.integer], home_LE: NDArray[np.int16]) -
             f"counts are {counts_MLGE.dtype} {list(counts_MLGE.shape)}; expected integers [micro-steps, "
             f"{home_LE.shape[0]}, ranks, {home_LE.shape[1]}] of gather_counts()"
         )
-    num_micro_steps, num_layers, num_ranks, _ = counts_MLGE.shape
+    num_micro_steps, _, num_ranks, _ = counts_MLGE.shape
     hosts = Hosts.with_room(home_LE, num_micro_steps, num_ranks, 0)
-    loads_MLG = np.zeros((num_micro_steps, num_layers, num_ranks), np.int64)
-    for layer, home_E in enumerate(home_LE):
-        for rank in range(num_ranks):
-            loads_MLG[:, layer, rank] = counts_MLGE[:, layer][..., home_E == rank].sum(axis=(1, 2))
-    slowest_ML = loads_MLG.max(axis=2)
+    counts_MLE = counts_MLGE.sum(axis=2, dtype=np.int64)
+    slowest_ML = np.max([(counts_MLE * (home_LE == rank)).sum(axis=2) for rank in range(num_ranks)], axis=0)
     topology = Topology(num_ranks, num_ranks, 0, Links(1.0, 1.0, 1.0, 1.0, 1.0))
     digest = counts_digest(counts_MLGE)
     return StepPlan(topology, home_LE, hosts, slowest_ML, slowest_ML.astype(np.float64), digest, "shared")

@@ -39,6 +39,7 @@ def spread_adapters(model: nn.Module) -> nn.Module:
 
     Raises:
         AttachError: when no experts that are spread have adapters, or have others than LoRA of their matrices.
+        PlacementError: while experts have moved, to where factors of all experts would not follow them.
     """
     reshard(model)
     wrapped = [(layer, wrapper) for layer in _layers(model) for wrapper in layer.wrappers]
@@ -48,6 +49,7 @@ def spread_adapters(model: nn.Module) -> nn.Module:
             'DistributedConfig(ep_implementation="foreroute"), and name experts in target_parameters'
         )
     for layer, wrapper in wrapped:
+        layer.require_block_homes()
         for factors in (wrapper.lora_A, wrapper.lora_B):
             for name, factor in factors.items():
                 if not isinstance(factor, ExpertFactor):

@@ -28,7 +28,7 @@ from foreroute.ep import ExpertParallelModel
 from foreroute.ep.compute import LowRankTerm, StackedReplicas, adapted
 from foreroute.ep.dispatch import CellRows, ExchangeRows
 from foreroute.ep.execution import CellWork
-from foreroute.ep.model import local_experts
+from foreroute.ep.transfer.home_moves import local_experts
 from foreroute.errors import AttachError
 
 SITE = "_foreroute_experts"
@@ -114,12 +114,13 @@ class ForerouteEP(AutoEP):
         self.number, self.path = 0, ""
         self.spread: ExpertParallelModel | None = None
         self.owned: Mapping[str, Tensor] = {}
+        self._updated: list[nn.Parameter] = []
         self.row_E: Tensor | None = None
         self.wrappers: list[Any] = []
         self.active: list[tuple[Any, str]] = []
         experts.__dict__[SITE] = self
-        experts.register_state_dict_pre_hook(self._refuse_moved)
-        experts.register_load_state_dict_pre_hook(self._refuse_moved)
+        experts.register_state_dict_pre_hook(self.require_block_homes)
+        experts.register_load_state_dict_pre_hook(self.require_block_homes)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """As the module has them now: sharded between passes, what is computed with in one. And adapters' factors."""
@@ -127,6 +128,11 @@ class ForerouteEP(AutoEP):
 
     def _weights(self) -> dict[str, nn.Parameter]:
         return {name: each for name, each in self.experts._parameters.items() if each is not None}
+
+    def require_block_homes(self, *_: Any) -> None:
+        """Raise `PlacementError` while experts live elsewhere than transformers saves and loads them."""
+        if self.spread is not None:
+            self.spread.require_block_homes()
 
     @property
     def slices(self) -> tuple[int, int]:
@@ -150,10 +156,16 @@ class ForerouteEP(AutoEP):
         """See `foreroute.ep.model.SpreadLayer`."""
         if isinstance(self.experts, FSDPModule):
             self.experts.reshard()  # a forward without a backward may have left them whole
-        owned = {name: local_experts(each, each.detach()) for name, each in self.parameters().items()}
+        parameters = self.parameters()
+        owned = {name: local_experts(each) for name, each in parameters.items()}
         if self.spread is not None and owned.keys() != self.owned.keys():
             self.spread.close()  # adapters have come or gone
-        self.owned = owned
+        self.owned, self._updated = owned, list(parameters.values())
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """See `foreroute.ep.model.SpreadLayer`."""
+        return tuple(each._version for each in self._updated)
 
     def place(self, home_E: NDArray[np.int16]) -> None:
         """See `foreroute.ep.model.SpreadLayer`."""
@@ -287,7 +299,3 @@ class ForerouteEP(AutoEP):
     def _exchange(self, cell: str, rows: Tensor, send_G: list[int], receive_G: list[int]) -> Tensor:
         arrived: Tensor = ExchangeRows.apply(rows, send_G, receive_G, self.ep_mesh.get_group(), f"rows of {cell}")
         return arrived
-
-    def _refuse_moved(self, *_: Any) -> None:
-        if self.spread is not None:
-            self.spread.require_block_homes()

@@ -136,9 +136,9 @@ class RoutedTransformer(RoutedModel):
             CountsError: on every rank alike, when ranks have different numbers of micro-batches.
             TransferError: when a rank does not answer.
         """
-        from foreroute.adapters.hf.executing import planned_batches, spread_of
+        from foreroute.adapters.hf.executing import planned_batches
 
-        spread = spread_of(self)
+        spread = self._executor
         return spread.ranks.gather_counts(planned_batches(self, spread, micro_batches))
 
     @contextmanager
@@ -181,27 +181,30 @@ class RoutedTransformer(RoutedModel):
                 replayed; in a forward that replays nothing, or when a plan is executed already.
             TransferError: when a rank does not answer.
         """
-        from foreroute.adapters.hf.executing import planned_batches, planned_counts, spread_of
+        from foreroute.adapters.hf.executing import planned_batches, planned_counts
 
-        spread = spread_of(self)
+        spread = self._executor
         plan, counts_MLGE = planned_counts(spread, plan, planned)
         batches = planned_batches(self, spread, micro_batches)
         with spread.execute(self._of_trunk, plan, counts_MLGE, batches, step) as execution:
             yield execution
 
     @property
-    def home_LE(self) -> NDArray[np.int16]:
-        """int16 [L, E], the expert-parallel rank that every expert lives on now. Raises as `gather_counts`."""
+    def _executor(self) -> ExpertParallelModel:
+        """What plans are executed on, whose modules are imported where somebody plans. Raises as `gather_counts`."""
         from foreroute.adapters.hf.executing import spread_of
 
-        return spread_of(self).home_LE
+        return spread_of(self)
+
+    @property
+    def home_LE(self) -> NDArray[np.int16]:
+        """int16 [L, E], the expert-parallel rank that every expert lives on now. Raises as `gather_counts`."""
+        return self._executor.home_LE
 
     @property
     def block_home_LE(self) -> NDArray[np.int16]:
         """int16 [L, E], the homes of transformers, in which models are saved. Raises as `gather_counts`."""
-        from foreroute.adapters.hf.executing import spread_of
-
-        return spread_of(self).block_home_LE
+        return self._executor.block_home_LE
 
     def share_plan(self, make: Callable[[], StepPlan]) -> StepPlan:
         """Give all ranks of an expert-parallel group the plan that the first one makes. A collective call.
@@ -214,9 +217,7 @@ class RoutedTransformer(RoutedModel):
             PlanError: on the other ranks, when the first cannot make it; there, its own error.
             TransferError: when a rank does not answer, such as one that died while it planned.
         """
-        from foreroute.adapters.hf.executing import spread_of
-
-        return spread_of(self).share_plan(make)
+        return self._executor.share_plan(make)
 
     def use(self, transfers: TransferOptions) -> None:
         """Have weights of replicas travel so from the next execution on; by default from peer to peer, a cell ahead.
@@ -228,9 +229,7 @@ class RoutedTransformer(RoutedModel):
         Raises:
             AttachError: as in `gather_counts`.
         """
-        from foreroute.adapters.hf.executing import spread_of
-
-        spread_of(self).use(transfers)
+        self._executor.use(transfers)
 
     def move_homes(self, home_LE: NDArray[np.integer], optimizer: torch.optim.Optimizer | None = None) -> int:
         """Move experts to other ranks of their group, with what the optimizer keeps of them. A collective call.
@@ -252,11 +251,9 @@ class RoutedTransformer(RoutedModel):
             ReplayError: while a plan is executed.
             TransferError: when gradients are still there, ranks hold different state, or a rank does not answer.
         """
-        from foreroute.adapters.hf.executing import spread_of
-
         if self._of_trunk.execution is not None:
             raise ReplayError("a plan is executed on this model; leave that execution before experts move")
-        return spread_of(self).move_homes(home_LE, optimizer)
+        return self._executor.move_homes(home_LE, optimizer)
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Give every weight and buffer that is saved, whole, as engines take them. A collective call.
@@ -267,11 +264,8 @@ class RoutedTransformer(RoutedModel):
             Names, as in `named_parameters` of the model, and tensors.
         """
         reshard(self.model)
-        row_E = (
-            {}
-            if self.spread is None
-            else {id(each): layer.row_E for layer in self.spread.layers for each in layer.parameters().values()}
-        )
+        layers = [] if self.spread is None else self.spread.layers
+        row_E = {id(each): layer.row_E for layer in layers for each in layer.parameters().values()}
         for name, tensor in saved_tensors(self.model):
             whole = tensor.detach()
             if hasattr(whole, "full_tensor"):

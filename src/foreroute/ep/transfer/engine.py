@@ -10,7 +10,7 @@ on all of them, within the timeout.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -45,6 +45,7 @@ class TransferEngine:
         first: the number among them of the first rank of this rank's expert-parallel group.
         gathers_late: whether the weights of a layer may still be gathered from other ranks until its first cell of a
             step runs. Nothing of it is sent before.
+        versions: how often the weights of a layer were written to, where their memory does not tell by itself.
 
     Raises:
         TransferError: on every rank alike, when options or shapes of shards differ.
@@ -61,8 +62,10 @@ class TransferEngine:
         *,
         first: int = 0,
         gathers_late: bool = False,
+        versions: Callable[[int], tuple[int, ...]] | None = None,
     ) -> None:
         self._first = first
+        self._versions_of = versions or (lambda layer: _versions(homes[layer]))
         self._homes, self._options, self._peers, self._gathers_late = homes, options, peers, gathers_late
         self._consensus = RankConsensus(peers.group)
         _agree_on_engine(self._consensus, homes, options)
@@ -117,7 +120,7 @@ class TransferEngine:
             # nobody may ask for those of the step before, and a run has many steps
             self._records = []
             self._slots = SlotSets(plan.slots, 1 + self._options.prefetch, self._homes, plan.topology)
-            self._versions = {layer: _versions(home) for layer, home in self._homes.items()}
+            self._versions = {layer: self._versions_of(layer) for layer in self._homes}
             self._published_LE = None
         self._end_batches()
         self._publish(step, plan)
@@ -300,7 +303,7 @@ class TransferEngine:
                 f"{cell} hands in {sorted(home)}, which are not the home shards of this layer that the engine was made "
                 "with; pass the same parameters, and make a new engine after replacing them"
             )
-        if _versions(mine) != self._versions[cell.layer]:
+        if self._versions_of(cell.layer) != self._versions[cell.layer]:
             raise TransferError(
                 f"the home shards of {cell} hold other weights than its step began with; execute "
                 "under another step after every optimizer step or change of homes"

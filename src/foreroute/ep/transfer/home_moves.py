@@ -53,7 +53,6 @@ def move_homes(
     after_LE: ArrayLike,
     homes: Sequence[Mapping[str, Tensor]],
     optimizer: Optimizer | None = None,
-    by_expert: Callable[[Tensor, Tensor], Tensor] = lambda _, tensor: tensor,
 ) -> int:
     """Move experts to their new homes, in place. A collective call, between two steps and after `zero_grad`.
 
@@ -66,10 +65,9 @@ def move_homes(
         consensus: of the same ranks.
         before_LE: integers [L, E], home ranks so far.
         after_LE: integers [L, E], home ranks from now on.
-        homes: per routed layer, name -> [E / G, ...], this rank's shard, experts in ascending order of their id.
+        homes: per routed layer, name -> [E / G, ...], this rank's shard, experts in ascending order of their id; or the
+            DTensor that it is of.
         optimizer: of the shards, of one kind on all ranks; None when they are not trained.
-        by_expert: gives a shard, or a tensor of its state (shard, tensor), as a view [E / G, ...]; for shards that have
-            experts elsewhere than in front.
 
     Returns:
         Bytes that this rank received.
@@ -83,8 +81,7 @@ def move_homes(
     layers = np.flatnonzero((before_LE != moved_LE).any(axis=1)).tolist()
     trained = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
     transfers = all_or_none(
-        consensus,
-        lambda: [_inspect(f"routed layer {layer}", homes[layer], optimizer, trained, by_expert) for layer in layers],
+        consensus, lambda: [_inspect(f"routed layer {layer}", homes[layer], optimizer, trained) for layer in layers]
     )
     ranks = MovingRanks(peers, consensus.group, np.arange(peers.size)[:, None])
     moves = [shard_moves(before_LE[layer], moved_LE[layer]) for layer in layers]
@@ -94,15 +91,17 @@ def move_homes(
     return received
 
 
+def local_experts(tensor: Tensor) -> Tensor:
+    """[E / G, ...], this rank's part of a parameter, or of what an optimizer keeps of one, in the same memory."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach()
+
+
 def _inspect(
-    where: str,
-    home: Mapping[str, Tensor],
-    optimizer: Optimizer | None,
-    trained: set[int] | None,
-    by_expert: Callable[[Tensor, Tensor], Tensor],
+    where: str, home: Mapping[str, Tensor], optimizer: Optimizer | None, trained: set[int] | None
 ) -> LayerTransfer:
     """The rows of a shard, and of all state that has a row for each expert."""
-    tensors = {name: by_expert(shard, shard.detach()) for name, shard in home.items()}
+    tensors = {name: local_experts(shard) for name, shard in home.items()}
     num_rows = len(next(iter(tensors.values())))
     for name, shard in home.items():
         if shard.grad is not None:
@@ -114,7 +113,7 @@ def _inspect(
         for key, value in optimizer.state.get(shard, {}).items():
             if not isinstance(value, Tensor) or not value.dim():
                 continue
-            rows = by_expert(shard, value.detach())
+            rows = local_experts(value)
             if len(rows) != num_rows:
                 raise TransferError(
                     f"{name}, {key} of {where} has shape {tuple(value.shape)}, expected {num_rows} rows, one for "
