@@ -33,15 +33,9 @@ PLAN = 3
 """The seed of random replicas and splits; None for every expert at its home."""
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """`folder(family)`: of a tiny model."""
-
-    def of(family):
-        tiny(family).save_pretrained(tmp_path)
-        return tmp_path
-
-    return of
+def base_of(family):
+    """The model of a folder, as no rank spreads it."""
+    return tiny(family, seed=1).double()
 
 
 def with_lora(model, seed=0, parameters=MATRICES):
@@ -67,7 +61,7 @@ class Pair:
 
     def __init__(self, rank, family, folder, sizes):
         self.rank, self.batches = rank, [batch_of(9, 9, seed=each) for each in range(dist.get_world_size())]
-        self.alone = with_lora(tiny(family).double())
+        self.alone = with_lora(base_of(family))
         # ranks draw other factors, of which the first one's count
         self.model = hf.spread_adapters(with_lora(load_spread(folder, dtype=torch.float64, **sizes), seed=rank))
         self.plainly, self.routed = hf.attach(self.alone), hf.attach(self.model)
@@ -90,7 +84,7 @@ class Pair:
 
     def off(self, *plan):
         """How far logits and gradients are off those of one process."""
-        logits, grads, _ = run(self.model, self.batches[self.rank], *self.contexts(*plan))
+        logits, grads = run(self.model, self.batches[self.rank], *self.contexts(*plan))
         expected, mean = self.expected()
         assert grads.keys() == mean.keys()
         assert len(mean) == 2 * 2 * 3
@@ -148,9 +142,9 @@ def trained(rank, family, folder, sizes):
         pytest.param("qwen3_moe", COPIES, marks=pytest.mark.slow, id="copies"),
     ],
 )
-def test_logits_and_gradients_are_those_of_one_process(workers, folder, family, layout):
+def test_logits_and_gradients_are_those_of_one_process(workers, folder_of, family, layout):
     num_ranks, sizes = layout
-    for found, shapes in workers(num_ranks).run(trained, family, folder(family), sizes):
+    for found, shapes in workers(num_ranks).run(trained, family, folder_of(family), sizes):
         lost = found.pop("gradients lost")
         assert {way: max(off) < WITHIN for way, off in found.items()} == dict.fromkeys(found, True), found
         assert lost[0] < WITHIN
@@ -191,8 +185,8 @@ def lived(rank, folder):
 
 
 @pytest.mark.slow
-def test_adapters_are_trained_switched_merged_moved_and_unloaded_as_on_one_process(workers, folder):
-    for found, logits in workers(2).run(lived, folder("qwen3_moe")):
+def test_adapters_are_trained_switched_merged_moved_and_unloaded_as_on_one_process(workers, folder_of):
+    for found, logits in workers(2).run(lived, folder_of("qwen3_moe")):
         assert {way: off < WITHIN for way, off in found.items()} == dict.fromkeys(found, True), found
         differ = [float((logits["on"] - logits[way]).abs().max()) for way in ("merged", "other", "off", "unloaded")]
         assert differ[0] < WITHIN
@@ -209,12 +203,12 @@ def saved(rank, folder, written):
     return all(torch.equal(taken[name], each) for name, each in given.items())
 
 
-def test_peft_loads_what_ranks_save_together_and_ranks_load_it(workers, folder, tmp_path):
+def test_peft_loads_what_ranks_save_together_and_ranks_load_it(workers, folder_of, tmp_path):
     written = tmp_path / "adapters"
-    assert workers(2).run(saved, folder("qwen3_moe"), written) == [True, True]
-    loaded = peft.PeftModel.from_pretrained(tiny("qwen3_moe").double(), written)
+    assert workers(2).run(saved, folder_of("qwen3_moe"), written) == [True, True]
+    loaded = peft.PeftModel.from_pretrained(base_of("qwen3_moe"), written)
     loaded.load_adapter(written / "other", "other")
-    expected = factors_of(with_lora(tiny("qwen3_moe").double()))
+    expected = factors_of(with_lora(base_of("qwen3_moe")))
     assert len(expected) == 2 * 2 * 2 * 3
     assert all(torch.equal(each, expected[name]) for name, each in factors_of(loaded).items())
 
@@ -240,32 +234,21 @@ def refused(rank, folder):
     hf.spread_adapters(model)(**batch)
     found.append(said(hf.spread_adapters, spread()))
     found.append(said(hf.spread_adapters, with_lora(AutoModelForCausalLM.from_pretrained(folder))))
+    found.append(said(hf.spread_adapters, with_lora(spread(), parameters=["experts.down_proj_bias"])))
     return found
 
 
 @pytest.mark.slow
-def test_adapters_that_are_not_spread_are_refused_and_by_name(workers, folder):
-    for found in workers(2).run(refused, folder("qwen3_moe")):
+def test_adapters_that_are_not_spread_are_refused_and_by_name(workers, folder_of):
+    for found in workers(2).run(refused, folder_of("gpt_oss")):
+        assert "is wrapped by ParamWrapper of down_proj_bias; expected LoRA of PEFT 0.21 on gate_up_proj" in found.pop()
         assert [each.partition(";")[0] for each in found] == [
             "adapter default of gate_up_proj has the factors of all experts here, where only some experts are",
             "adapter late of down_proj has the factors of all experts here, where only some experts are",
-            "no experts of this FSDPQwen3MoeForCausalLM have adapters and are spread by foreroute",
+            "no experts of this FSDPGptOssForCausalLM have adapters and are spread by foreroute",
             "no experts of this PeftModel have adapters and are spread by foreroute",
         ]
         assert all("call hf.spread_adapters(model)" in each for each in found[:2])
-
-
-def refused_bias(rank, folder):
-    model = with_lora(load_spread(folder), parameters=["experts.down_proj_bias"])
-    with pytest.raises(AttachError) as raised:
-        hf.spread_adapters(model)
-    return str(raised.value)
-
-
-@pytest.mark.slow
-def test_adapters_of_biases_are_refused(workers, folder):
-    for said in workers(2).run(refused_bias, folder("gpt_oss")):
-        assert "is wrapped by ParamWrapper of down_proj_bias; expected LoRA of PEFT 0.21 on gate_up_proj" in said
 
 
 class InOrder(Trainer):
@@ -281,7 +264,7 @@ def by_trainer(rank, folder, written):
     rows = [row | {"labels": row["input_ids"]} for row in rows]
     adapters = {"target_modules": ["q_proj"], "target_parameters": MATRICES, "init_lora_weights": False}
     models = []
-    for base in (load_spread(folder, dtype=torch.float64), tiny("qwen3_moe").double()):
+    for base in (load_spread(folder, dtype=torch.float64), base_of("qwen3_moe")):
         torch.manual_seed(0)
         models.append(peft.get_peft_model(base, peft.LoraConfig(r=3, **adapters)))
     model, alone = hf.spread_adapters(models[0]), models[1]
@@ -302,14 +285,14 @@ def by_trainer(rank, folder, written):
         optimizer.step()
         optimizer.zero_grad()
     seen = [each["grad_norm"] for each in trainer.state.log_history if "grad_norm" in each]
-    saved = peft.PeftModel.from_pretrained(tiny("qwen3_moe").double(), written / "checkpoint-3")
+    saved = peft.PeftModel.from_pretrained(base_of("qwen3_moe"), written / "checkpoint-3")
     off = [float((each - trained[name]).abs().max()) for name, each in saved.named_parameters() if name in trained]
     return len(off), max(off), max(abs(a - b) for a, b in zip(seen, norms, strict=True)), min(norms)
 
 
 @pytest.mark.slow
-def test_trainer_clips_and_saves_what_a_loop_on_one_process_has(doomed, folder, tmp_path):
-    for num_factors, off, norms_off, least in doomed(2).run(by_trainer, folder("qwen3_moe"), tmp_path / "run"):
+def test_trainer_clips_and_saves_what_a_loop_on_one_process_has(doomed, folder_of, tmp_path):
+    for num_factors, off, norms_off, least in doomed(2).run(by_trainer, folder_of("qwen3_moe"), tmp_path / "run"):
         assert num_factors == (2 + 4) * 3
         assert off < WITHIN
         assert norms_off < 1e-6  # told in float32

@@ -5,8 +5,6 @@ Each test stands behind the functions that worker processes run for it.
 
 import os
 import signal
-import warnings
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from unittest import mock
@@ -22,7 +20,6 @@ from foreroute.adapters.hf.expert_parallel import ForerouteEP
 from foreroute.ep.execution import CellWork
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.engine import TransferOptions
-from foreroute.errors import ReplayError
 from tests.ep.spread_models import load_spread
 from tests.ep.spread_steps import LAYERS, MICRO_STEPS, ONE_GROUP, TWO_GROUPS, SpreadStep
 from tests.ep.transfer.plans import random_plan, split_plan, static_plan
@@ -378,48 +375,11 @@ def test_no_rank_asks_another_on_the_host_while_a_step_runs(workers, folder_of):
     assert workers(2).run(questions, folder_of()) == [(0, 1)] * 2
 
 
-def publications(rank, folder):
-    """How often weights are taken up in executions of one step, and of none in particular."""
-    s, found = SpreadStep(rank, folder), []
-    s.routed.use(TransferOptions())
-    for step in (7, 7, None, None):
-        with s.execute(step=step) as execution, torch.no_grad():
-            for m in range(MICRO_STEPS):
-                s.log_probs(m)
-        found.append([record.kind for record in execution.transfers].count("publish"))
-    s.routed.close()
-    return found
-
-
-def test_executions_of_one_step_take_up_weights_once(workers, folder_of):
-    assert workers(2).run(publications, folder_of()) == [[1, 0, 1, 1]] * 2
-
-
-def exchanges_told(rank, folder):
-    """Warnings of a step whose rows are all known, and of one in which a rank has others."""
-    s, found = SpreadStep(rank, folder), []
-    for missing in ("last", "second" if rank else "last"):
-        traces = [without_route(trace, missing) for trace in s.traces]
-        counts_MLGE = s.routed.gather_counts(traces)
-        with warnings.catch_warnings(record=True) as told, suppress(ReplayError):
-            warnings.simplefilter("always")
-            enter(s, None, counts_MLGE, traces)
-        found.append([str(each.message) for each in told if "exchange counts" in str(each.message)])
-    return found
-
-
 def without_route(trace, which):
     """Without that of the second token of each sequence, on which others depend, or of the last, on which none does."""
     valid_N = trace.valid_N.copy()
     valid_N[trace.offsets[:-1] + 1 if which == "second" else trace.offsets[1:] - 1] = False
     return replace(trace, valid_N=valid_N)
-
-
-def test_all_ranks_say_when_one_has_rows_that_no_plan_knows(workers, folder_of):
-    for known, unknown in workers(2).run(exchanges_told, folder_of()):
-        assert known == []
-        assert len(unknown) == 1
-        assert unknown[0].startswith("in 2 of 2 micro-steps some rank has rows without a route")
 
 
 def planning_until_killed(rank, folder):
