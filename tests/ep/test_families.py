@@ -4,6 +4,7 @@ Batches have a route for every row: others are not sent, and kernels may round i
 """
 
 from contextlib import ExitStack
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +14,10 @@ from torch import nn
 from foreroute.adapters import hf
 from foreroute.errors import ForerouteError, PlanError
 from tests.adapters.hf.families import FAMILIES, build
-from tests.ep.spread_models import load_spread, sharded, whole
+from tests.adapters.hf.model_runs import gradients, whole
+from tests.ep.replica_steps import distance
+from tests.ep.spread_models import load_spread, sharded
+from tests.ep.test_refusals import said_by
 from tests.ep.transfer.plans import split_plan, static_plan
 from tests.replay.session_subject import same
 from tests.roundings import GRADIENT_TERMS, roundings
@@ -65,7 +69,8 @@ def on_rank(rank, model_class, folder, sizes):
         static, split = static_plan(counts_MLGE), split_plan(1, counts_MLGE, routed.home_LE)
         for what, plan in (("known splits", None), ("static", static), ("replicas", split)):
             found = step(ours, tokens, routed.execute(plan, counts_MLGE, traces), routed.replay(traces[0]))
-            equal[what], off = alike(found, expected), distance(found, expected)
+            equal[what] = alike(found, expected)
+            off = distance({"": found[0]}, {"": expected[0]}), distance(found[1], expected[1])
     except ForerouteError as error:
         return equal, f"{type(error).__name__}: {error}"
     return equal, off
@@ -78,20 +83,13 @@ def step(model, tokens, *contexts):
             stack.enter_context(each)
         out = whole(sharded(model)(input_ids=tokens, use_cache=False)[0])
         (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(1))).mean().backward()
-    grads = {name: whole(each.grad) for name, each in model.named_parameters() if each.grad is not None}
+    grads = gradients(model)
     model.zero_grad()
     return out.detach(), grads
 
 
 def alike(one, other):
     return torch.equal(one[0], other[0]) and same(one[1], other[1])
-
-
-def distance(found, expected):
-    """Of outputs, and of gradients, over their largest."""
-    largest = max(float(each.abs().max()) for each in expected[1].values())
-    grads = max(float((found[1][name] - each).abs().max()) for name, each in expected[1].items())
-    return float((found[0] - expected[0]).abs().max() / expected[0].abs().max()), grads / largest
 
 
 @pytest.mark.shows(
@@ -140,14 +138,7 @@ def test_experts_that_are_no_replicas_are_refused_by_name_and_run_at_home(worker
 
 
 def refusals(rank, folders):
-    return [said_by(folder, model_class) for folder, model_class in folders]
-
-
-def said_by(folder, model_class):
-    try:
-        load_spread(folder, model_class=model_class)
-    except ValueError as error:
-        return str(error)
+    return [said_by(partial(load_spread, folder, model_class=model_class)) for folder, model_class in folders]
 
 
 @pytest.mark.slow
