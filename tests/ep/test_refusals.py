@@ -68,6 +68,9 @@ EARLY = {
     "PlanError: the plan is for 4 ranks, and 2 are here": lambda s: enter(s, random_plan(0, ranks=4, slots=0)),
     "PlanError: ranks hold different plans": lambda s: enter(s, split_plan(5 + s.rank, s.counts_MLGE, s.plan.home_LE)),
     "PlanError: ranks hold different plans (rank 0: step 0, 2 ranks, plan ": lambda s: enter(s, step=s.rank),
+    "PlanError: ranks hold different plans (": lambda s: enter(
+        s, replace(s.plan, gains={"recompute": 0.5, "update": 0.5 * s.rank})
+    ),
     "PlanError: rank 1: the plan is 5; expected what plan() or load_plan() gives": lambda s: enter(
         s, 5 if s.rank else s.plan
     ),

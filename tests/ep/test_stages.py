@@ -4,12 +4,10 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
-import pytest
 import torch
 
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.host_memory import HostMemory
-from foreroute.errors import PlanError
 from foreroute.plan.options import STAGE_NAMES
 from tests.ep.spread_steps import MICRO_STEPS, SpreadStep
 from tests.ep.transfer.plans import split_plan
@@ -86,19 +84,6 @@ def test_a_stage_at_home_moves_nothing_and_is_static_bit_for_bit(workers, folder
             else:
                 assert "fetch" in seen["called"]
                 assert ("send_home" in seen["called"]) == (stage == "update")
-
-
-def other_gains(rank, folder):
-    """Ranks whose plans are decided otherwise."""
-    s = SpreadStep(rank, folder)
-    plan = replace(s.plan, gains={"recompute": 0.5, "update": 0.5 * rank})
-    with pytest.raises(PlanError, match="ranks hold different plans"), s.execute(plan):
-        pass
-    return True
-
-
-def test_ranks_that_decide_otherwise_are_told_before_anything_moves(workers, folder_of):
-    assert all(workers(2).run(other_gains, folder_of()))
 
 
 def published_under(rank, folder, executions):

@@ -4,11 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from foreroute.train import RunFolder
 from foreroute.train.config import RLConfig
-from tests.train.expert_parallel_runs import path_of
 from tests.train.expert_parallel_steps import config_of, elements, parallel_steps, steps_alone, steps_unscaled
-from tests.train.small_runs import SIZES, same_state
+from tests.train.small_runs import SIZES
 
 STEPS = 2
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
@@ -50,32 +48,6 @@ def test_means_over_sequences_corrections_and_gate_weights_are_those_of_one_proc
     for record in learn_alike(workers, config):
         assert 0 < record["importance"]["effective_share"] < 1
         assert (0 < record["importance"]["cut_share"] < 1) == ("correction" in rl)
-
-
-@pytest.mark.slow
-def test_a_run_that_goes_on_has_its_homes_again(workers, tmp_path):
-    """So it plans, and adds, as the one that was not interrupted."""
-    config = config_of(2, home_moves=4)
-    whole, *_ = workers(2).run(parallel_steps, config, STEPS)
-    begun, *_ = workers(2).run(parallel_steps, config, 1)
-    assert not torch.equal(begun.state["homes"], contiguous(2)), "the case must move experts"
-    write(tmp_path, begun.state)
-    continued, *_ = workers(2).run(parallel_steps, config, 1, path_of(tmp_path, 1))
-    assert same_state(continued.state, whole.state)
-    # a control: without the homes in the checkpoint, experts move elsewhere
-    write(tmp_path / "without", {key: value for key, value in begun.state.items() if key != "homes"})
-    without, *_ = workers(2).run(parallel_steps, config, 1, path_of(tmp_path / "without", 1))
-    assert not torch.equal(without.state["homes"], whole.state["homes"])
-
-
-def contiguous(num_ranks):
-    home_E = np.repeat(np.arange(num_ranks), SIZES["num_experts"] // num_ranks)
-    return torch.from_numpy(np.tile(home_E, (SIZES["num_hidden_layers"], 1)).astype(np.int16))
-
-
-def write(folder, state):
-    (folder / "checkpoints").mkdir(parents=True)
-    RunFolder(folder).save_checkpoint(state, data="", keep=9)
 
 
 TOPOLOGY = """
