@@ -26,6 +26,8 @@ from tests.ep.transfer.plans import random_homes, split_plan
 MATRICES = ["experts.gate_up_proj", "experts.down_proj"]
 WITHIN = 1e-12
 """Of values near 1 in float64, which are sums of some hundred terms at most."""
+RATE, LEAST = 1e-2, 1e-4
+"""Of AdamW, which divides what is left of a gradient by no less than the latter."""
 ONE_GROUP = (2, {"fsdp_size": 2, "ep_size": 2})
 TWO_GROUPS = (4, {"fsdp_size": 4, "ep_size": 2})
 COPIES = (4, {"dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2})
@@ -157,7 +159,9 @@ def lived(rank, folder):
     """How far off one process adapters are, whatever they do; and what they do."""
     pair = Pair(rank, "qwen3_moe", folder, ONE_GROUP[1])
     models, found = (pair.model, pair.alone), {}
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (sharded(pair.model), pair.alone)]
+    optimizers = [
+        torch.optim.AdamW(each.parameters(), lr=RATE, eps=LEAST) for each in (sharded(pair.model), pair.alone)
+    ]
     found["trained"] = pair.step(optimizers, PLAN)
     given = {"on": lambda model: None, "merged": lambda model: model.merge_adapter()}
     given |= {"unmerged": lambda model: model.unmerge_adapter(), "other": lambda model: model.set_adapter("other")}
@@ -268,7 +272,8 @@ def by_trainer(rank, folder, written):
         torch.manual_seed(0)
         models.append(peft.get_peft_model(base, peft.LoraConfig(r=3, **adapters)))
     model, alone = hf.spread_adapters(models[0]), models[1]
-    settings = {"max_steps": 3, "per_device_train_batch_size": 1, "max_grad_norm": 0.1, "learning_rate": 1e-2}
+    settings = {"max_steps": 3, "per_device_train_batch_size": 1, "max_grad_norm": 0.1}
+    settings |= {"learning_rate": RATE, "adam_epsilon": LEAST}
     settings |= {"lr_scheduler_type": "constant", "average_tokens_across_devices": False, "logging_steps": 1}
     settings |= {"save_steps": 3, "save_only_model": True, "report_to": [], "use_cpu": True, "disable_tqdm": True}
     place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
@@ -277,7 +282,7 @@ def by_trainer(rank, folder, written):
         trainer.train()
     dist.barrier()  # the first rank has saved
     trained = {name: each for name, each in alone.named_parameters() if each.requires_grad}
-    optimizer, norms = torch.optim.AdamW(trained.values(), lr=1e-2, weight_decay=0), []
+    optimizer, norms = torch.optim.AdamW(trained.values(), lr=RATE, eps=LEAST, weight_decay=0), []
     for step in range(3):
         for row in rows[2 * step : 2 * step + 2]:
             (alone(**{name: each[None] for name, each in row.items()}, use_cache=False).loss / 2).backward()

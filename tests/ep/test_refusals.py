@@ -23,6 +23,7 @@ from foreroute.ep.transfer.engine import TransferOptions
 from tests.ep.spread_models import load_spread
 from tests.ep.spread_steps import LAYERS, MICRO_STEPS, ONE_GROUP, TWO_GROUPS, SpreadStep
 from tests.ep.transfer.plans import random_plan, split_plan, static_plan
+from tests.tiers import grid
 
 RIGHT = 2 * LAYERS * MICRO_STEPS
 """All-to-alls of rows in the forwards of a step."""
@@ -221,17 +222,6 @@ def test_both_groups_end_with_the_same_error_and_go_on(workers, folder_of):
             assert right == ("nothing", RIGHT)
 
 
-@pytest.mark.slow
-def test_a_planner_that_fails_ends_the_other_group_too(workers, folder_of):
-    ends = workers(4).run(sharing, folder_of(), TWO_GROUPS, 2)
-    assert ends[2] == "RuntimeError: no room to plan"
-    assert ends[3] == "PlanError: rank 0 made no plan; look for the first error in its log"
-    assert {*ends[:2]} == {
-        "PlanError: another expert-parallel group has no plan (rank 2: no plan was made); look for the first error "
-        "there"
-    }
-
-
 def sharing(rank, folder, sizes, failing):
     """How it ends where one rank cannot plan; then all of them can."""
     s = SpreadStep(rank, folder, sizes)
@@ -240,11 +230,15 @@ def sharing(rank, folder, sizes, failing):
     return ended
 
 
-def test_a_planner_that_fails_ends_all(workers, folder_of):
-    assert workers(2).run(sharing, folder_of(), ONE_GROUP, 0) == [
-        "RuntimeError: no room to plan",
-        "PlanError: rank 0 made no plan; look for the first error in its log",
-    ]
+FAILED = ["RuntimeError: no room to plan", "PlanError: rank 0 made no plan; look for the first error in its log"]
+OTHERS = (
+    "PlanError: another expert-parallel group has no plan (rank 2: no plan was made); look for the first error there"
+)
+
+
+@grid(("sizes", "failing", "expected"), [(ONE_GROUP, 0, FAILED), (TWO_GROUPS, 2, [OTHERS] * 2 + FAILED)], quick=1)
+def test_a_planner_that_fails_ends_all(workers, folder_of, sizes, failing, expected):
+    assert workers(len(expected)).run(sharing, folder_of(), sizes, failing) == expected
 
 
 def in_unequal_shares(rank, folder):
