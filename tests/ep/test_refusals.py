@@ -14,9 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 from foreroute.adapters import hf
-from foreroute.adapters.hf.expert_parallel import ForerouteEP
+from foreroute.adapters.hf.expert_parallel import SITE, ForerouteEP
+from foreroute.adapters.hf.local_models import spread_over
 from foreroute.ep.execution import CellWork
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.engine import TransferOptions
@@ -299,6 +301,22 @@ def test_a_model_whose_experts_foreroute_has_not_spread_is_refused_by_name(worke
         (found,) = set(ended)
         words = "from where replicas cannot be fetched" if "offload" in name else "are spread over ranks by foreroute"
         require_said(found, f"AttachError: {words}")
+
+
+def partly_spread(rank, folder):
+    model = load_spread(folder)
+    del model.model.layers[1].mlp.experts.__dict__[SITE]
+    return said_by(hf.attach, model)
+
+
+def test_a_model_of_which_some_layers_are_spread_is_refused(workers, folder_of):
+    for found in workers(2).run(partly_spread, folder_of()):
+        require_said(found, "AttachError: 3 routers are replayed, and 2 of their layers have experts that are spread")
+
+
+def test_transformers_without_a_registry_is_named(monkeypatch):
+    monkeypatch.setattr(DistributedConfig, "__dataclass_fields__", {})
+    require_said(said_by(spread_over, 2), "ConfigError: has no registry of expert parallelism; install 5.23 or newer")
 
 
 def regrouped(rank, store, timeout_s):
