@@ -1,6 +1,6 @@
 """A step of two padded micro-batches on uneven routes: the plain model on one process, and ranks that spread it."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
@@ -11,8 +11,6 @@ from transformers import AutoModelForCausalLM
 import foreroute as fr
 from foreroute import planner
 from foreroute.adapters import hf
-from foreroute.adapters.hf.expert_parallel import ForerouteEP
-from foreroute.ep import compute
 from foreroute.ep.compute import StackedReplicas
 from foreroute.ep.execution import CellWork
 from foreroute.ep.transfer.engine import TransferOptions
@@ -91,12 +89,12 @@ def drawn(spec, number):
     return [(batch(number, m), routes(spec, number, m)) for m in range(MICRO_STEPS)]
 
 
-def step_of(model, routed, given, *, around=nullcontext):
+def step_of(model, routed, given):
     """Log-probs of a rank, and gradients of the sum of its mean losses, whole. Backward passes follow all forwards."""
     found, losses = [], []
     sharded(model).zero_grad()
     for each, trace in given:
-        with routed.replay(trace), around():
+        with routed.replay(trace):
             found.append(log_probs(model, each))
         losses.append(-found[-1].mean())
     for loss in losses:
@@ -119,7 +117,7 @@ class Ran:
 
     Attributes:
         log_probs, grads: of this rank, and of all.
-        rows: of this rank, by micro-step and layer: planned, executed, and counted in what experts compute.
+        rows: of this rank, by micro-step and layer: planned, and executed.
         fetched: bytes that came for replicas, by path.
     """
 
@@ -144,17 +142,17 @@ def steps(rank, folder, spread, dtype, ways):
         ours.gradient_checkpointing_disable()
         enable_checkpointing(ours, way.use_reentrant)
         routed.use(TransferOptions(paths=way.paths))
-        with counting_rows(routed) as counting, SPOILT[way.spoilt]():
+        with SPOILT[way.spoilt]():
             plan = plan_by(way, counts_MLGE, routed.home_LE)
             with routed.execute(plan, counts_MLGE, traces) as execution:
-                result = step_of(ours, routed, given, around=counting)
+                result = step_of(ours, routed, given)
         me = routed.spread.layers[0].ep_mesh.get_local_rank()
         cells = [[execution.plan.cell(m, layer) for layer in range(counts_MLGE.shape[1])] for m in range(MICRO_STEPS)]
         planned_ML = [
             [int(cell.loads_G(counts_GE)[me]) for cell, counts_GE in zip(*pairs, strict=True)]
             for pairs in zip(cells, counts_MLGE, strict=True)
         ]
-        rows = planned_ML, execution.executed_ML.tolist(), counting.rows_ML
+        rows = planned_ML, execution.executed_ML.tolist()
         fetches = [each for each in execution.transfers if each.kind == "fetch"]
         fetched = {path: sum(getattr(each, f"{path}_bytes") for each in fetches) for path in ("host", "direct")}
         found[way] = Ran(*result, rows, fetched)
@@ -183,33 +181,6 @@ def plan_by(way, counts_MLGE, home_LE):
     )
     verify(plan, counts_MLGE)
     return plan
-
-
-@contextmanager
-def counting_rows(routed):
-    """Yields a context of one forward, which counts the rows that experts of each layer compute, at home and beside."""
-    layers = routed.spread.layers
-    number = {id(layer.experts): layer.number for layer in layers}
-    compute_home, run_replicas = ForerouteEP._compute_home, compute.run_replicas
-
-    @contextmanager
-    def counting():
-        rows_L = [0] * len(layers)
-        counting.rows_ML.append(rows_L)
-
-        def home(layer, rows_RD, local_R):
-            rows_L[layer.number] += int(rows_RD.detach().any(dim=1).sum())  # others are padding
-            return compute_home(layer, rows_RD, local_R)
-
-        def beside(module, weights, rows_RD, groups, again):
-            rows_L[number[id(module)]] += int(rows_RD.detach().any(dim=1).sum())
-            return run_replicas(module, weights, rows_RD, groups, again)
-
-        with patch.object(ForerouteEP, "_compute_home", home), patch.object(compute, "run_replicas", beside):
-            yield
-
-    counting.rows_ML = []
-    yield counting
 
 
 def distance(found, expected):

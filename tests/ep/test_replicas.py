@@ -67,8 +67,8 @@ def test_a_step_with_replicas_is_that_of_all_to_all(workers, folder_of, family, 
     for way in WAYS:
         assert max(max(off(found[way], found["all_to_all"])) for found in outcomes) < bound, way
         for found in outcomes:
-            planned, executed, counted = found[way].rows
-            assert planned == executed == counted, way
+            planned, executed = found[way].rows
+            assert planned == executed, way
         fetched = {path: sum(found[way].fetched[path] for found in outcomes) for path in ("host", "direct")}
         assert (fetched[way.paths] > 0) == (way.plan != "none"), (way, fetched)
     if dtype == torch.float64:
