@@ -9,7 +9,7 @@ set -euo pipefail
 tmp=$(mktemp -d)
 trap 'rm -rf "$tmp"' EXIT
 "${PYTHON:-python3.11}" -m venv "$tmp/venv"
-"$tmp/venv/bin/pip" install --quiet --quiet torch==2.13.0 numpy
+"$tmp/venv/bin/pip" install --quiet --quiet torch==2.13.0 numpy==2.4.6
 cat > "$tmp/divides.py" <<'PYTHON'
 import tempfile
 

@@ -7,7 +7,6 @@ import transformers
 from foreroute.adapters.versions import PEERS
 from foreroute.testing.models import tiny
 from foreroute.testing.ranks import Workers
-from tests.adapters.hf.families import skip_where_nothing_is_spread
 
 try:
     from transformers.distributed.expert_parallel import EPImplementationInterface  # noqa: F401
@@ -41,8 +40,6 @@ def doomed():
 @pytest.fixture(scope="package")
 def folder_of(tmp_path_factory):
     """`folder_of("gpt_oss")`: the folder of a tiny model, written once."""
-
-    skip_where_nothing_is_spread()
 
     @cache
     def of(family="qwen3_moe", **sizes):

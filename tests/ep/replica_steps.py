@@ -1,6 +1,6 @@
 """A step of two padded micro-batches on uneven routes: the plain model on one process, and ranks that spread it."""
 
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
@@ -11,14 +11,12 @@ from transformers import AutoModelForCausalLM
 import foreroute as fr
 from foreroute import planner
 from foreroute.adapters import hf
-from foreroute.adapters.hf.expert_parallel import ForerouteEP
-from foreroute.ep import compute
 from foreroute.ep.compute import StackedReplicas
 from foreroute.ep.execution import CellWork
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.plan import PlanOptions, Topology, verify
-from tests.adapters.hf.model_runs import batch_of, checkpointed_by_library, log_probs, sequences_of
-from tests.ep.spread_models import load_spread, sharded, whole
+from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, gradients, log_probs, sequences_of
+from tests.ep.spread_models import load_spread, sharded
 from tests.ep.transfer.plans import LINKS, SLOTS, split_plan
 
 MICRO_STEPS = 2
@@ -72,50 +70,36 @@ def _other_rows(work, counts_E, begin=CellWork.begin):
     return rows._replace(taken_R=rows.taken_R.roll(1))
 
 
-def batch(number, micro_step, step=0):
+def batch(number, micro_step):
     """Padded on either side; ranks have different numbers of tokens."""
-    lengths = np.random.default_rng([number, step, micro_step]).integers(3, 12, size=2)
-    seed = 100 * step + 10 * micro_step + number
-    return batch_of(*lengths, seed=seed, side=("left", "right")[micro_step % 2])
+    lengths = np.random.default_rng([number, micro_step]).integers(3, 12, size=2)
+    return batch_of(*lengths, seed=10 * micro_step + number, side=("left", "right")[micro_step % 2])
 
 
-def routes(spec, number, micro_step, step=0):
+def routes(spec, number, micro_step):
     """Random, and uneven as trained routers are; without a route for last tokens."""
-    rng, tokens = np.random.default_rng([7, number, step, micro_step]), sequences_of(batch(number, micro_step, step))
+    rng, tokens = np.random.default_rng([7, number, micro_step]), sequences_of(batch(number, micro_step))
     favour, shape = np.linspace(1.2, 0, spec.num_experts), (spec.num_layers, spec.num_experts)
     ids = [np.argsort(rng.random((len(t) - 1, *shape)) - favour, axis=-1)[..., : spec.top_k] for t in tokens]
     return fr.RoutingTrace.from_sequences(spec, tokens, ids)
 
 
-def drawn(spec, number, step=0):
+def drawn(spec, number):
     """The batches of a rank, and their routes."""
-    return [(batch(number, m, step), routes(spec, number, m, step)) for m in range(MICRO_STEPS)]
+    return [(batch(number, m), routes(spec, number, m)) for m in range(MICRO_STEPS)]
 
 
-def step_of(model, routed, given, *, around=nullcontext):
+def step_of(model, routed, given):
     """Log-probs of a rank, and gradients of the sum of its mean losses, whole. Backward passes follow all forwards."""
     found, losses = [], []
     sharded(model).zero_grad()
     for each, trace in given:
-        with routed.replay(trace), around():
-            found.append(log_probs_of(model, each))
+        with routed.replay(trace):
+            found.append(log_probs(model, each))
         losses.append(-found[-1].mean())
     for loss in losses:
         loss.backward()
-    grads = {name: whole(each.grad).clone() for name, each in model.named_parameters() if each.grad is not None}
-    return torch.cat(found).detach(), grads
-
-
-def log_probs_of(model, given):
-    """As `log_probs`, of logits that ranks may hold together."""
-
-    class Whole:
-        def __call__(self, **inputs):
-            out = model(**inputs)
-            out.logits = whole(out.logits)
-            return out
-
-    return log_probs(Whole(), given)
+    return torch.cat(found).detach(), gradients(model)
 
 
 def alone(folder, num_batches):
@@ -133,7 +117,7 @@ class Ran:
 
     Attributes:
         log_probs, grads: of this rank, and of all.
-        rows: of this rank, by micro-step and layer: planned, executed, and counted in what experts compute.
+        rows: of this rank, by micro-step and layer: planned, and executed.
         fetched: bytes that came for replicas, by path.
     """
 
@@ -155,19 +139,20 @@ def steps(rank, folder, spread, dtype, ways):
     scale = num_ranks // num_shared if dtype == torch.float64 and is_divided_twice(config) else 1
     counts_MLGE = routed.gather_counts(traces)
     for way in ways:
-        checkpointing(ours, way.use_reentrant)
+        ours.gradient_checkpointing_disable()
+        enable_checkpointing(ours, way.use_reentrant)
         routed.use(TransferOptions(paths=way.paths))
-        with counting_rows(routed) as counting, SPOILT[way.spoilt]():
+        with SPOILT[way.spoilt]():
             plan = plan_by(way, counts_MLGE, routed.home_LE)
             with routed.execute(plan, counts_MLGE, traces) as execution:
-                result = step_of(ours, routed, given, around=counting)
+                result = step_of(ours, routed, given)
         me = routed.spread.layers[0].ep_mesh.get_local_rank()
         cells = [[execution.plan.cell(m, layer) for layer in range(counts_MLGE.shape[1])] for m in range(MICRO_STEPS)]
         planned_ML = [
             [int(cell.loads_G(counts_GE)[me]) for cell, counts_GE in zip(*pairs, strict=True)]
             for pairs in zip(cells, counts_MLGE, strict=True)
         ]
-        rows = planned_ML, execution.executed_ML.tolist(), counting.rows_ML
+        rows = planned_ML, execution.executed_ML.tolist()
         fetches = [each for each in execution.transfers if each.kind == "fetch"]
         fetched = {path: sum(getattr(each, f"{path}_bytes") for each in fetches) for path in ("host", "direct")}
         found[way] = Ran(*result, rows, fetched)
@@ -185,13 +170,6 @@ def is_divided_twice(config):
     return "fsdp_size" in config and config["ep_size"] == config["fsdp_size"] * config.get("tp_size", 1)
 
 
-def checkpointing(model, use_reentrant):
-    if use_reentrant is None:
-        model.gradient_checkpointing_disable()
-    else:
-        checkpointed_by_library(model.train(), {"use_reentrant": use_reentrant})
-
-
 def plan_by(way, counts_MLGE, home_LE):
     if way.plan == "none":
         return None
@@ -203,86 +181,6 @@ def plan_by(way, counts_MLGE, home_LE):
     )
     verify(plan, counts_MLGE)
     return plan
-
-
-@contextmanager
-def counting_rows(routed):
-    """Yields a context of one forward, which counts the rows that experts of each layer compute, at home and beside."""
-    layers = routed.spread.layers
-    number = {id(layer.experts): layer.number for layer in layers}
-    compute_home, run_replicas = ForerouteEP._compute_home, compute.run_replicas
-
-    @contextmanager
-    def counting():
-        rows_L = [0] * len(layers)
-        counting.rows_ML.append(rows_L)
-
-        def home(layer, rows_RD, local_R):
-            rows_L[layer.number] += int(rows_RD.detach().any(dim=1).sum())  # others are padding
-            return compute_home(layer, rows_RD, local_R)
-
-        def beside(module, weights, rows_RD, groups, again):
-            rows_L[number[id(module)]] += int(rows_RD.detach().any(dim=1).sum())
-            return run_replicas(module, weights, rows_RD, groups, again)
-
-        with patch.object(ForerouteEP, "_compute_home", home), patch.object(compute, "run_replicas", beside):
-            yield
-
-    counting.rows_ML = []
-    yield counting
-
-
-def train(rank, folder):
-    """How far weights are off after three steps, each under a plan of its own, and how many replicas there were."""
-    weights, num_replicas = [], 0
-    for name in ("all_to_all", "foreroute"):
-        model = load_spread(folder, name, torch.float64)
-        routed = hf.attach(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for step in range(3):
-            given = drawn(routed.spec, rank, step)
-            with ExitStack() as stack:
-                if name == "foreroute":
-                    traces = [trace for _, trace in given]
-                    counts_MLGE = routed.gather_counts(traces)
-                    plan = plan_by(Way("planned"), counts_MLGE, routed.home_LE)
-                    num_replicas += int(plan.num_replicas_ML.sum())
-                    stack.enter_context(routed.execute(plan, counts_MLGE, traces))
-                step_of(model, routed, given)
-            optimizer.step()
-        weights.append({name: whole(each).detach() for name, each in sharded(model).named_parameters()})
-    return distance(*weights), num_replicas
-
-
-def rollouts(rank, folder):
-    """A step on routes of what the model generated, spread: how far replicas are off, and rows executed, sent and all.
-
-    The second micro-batch is padded on the right.
-    """
-    theirs, ours = (load_spread(folder, name, torch.float64) for name in ("all_to_all", "foreroute"))
-    attached, routed = hf.attach(theirs), hf.attach(ours)
-    given, num_rows = [], 0
-    for micro_step in range(MICRO_STEPS):
-        prompts = batch_of(5, 9 - rank, seed=10 * rank + micro_step, side="left")
-        with torch.no_grad(), routed.record() as recording:
-            tokens = ours.generate(**prompts, do_sample=False, min_new_tokens=4, max_new_tokens=4, pad_token_id=0)
-        mask = torch.cat([prompts["attention_mask"], torch.ones_like(tokens[:, -4:])], dim=1)
-        trace = recording.rollout(tokens, mask)
-        if micro_step:
-            tokens, mask = (
-                torch.stack([row.roll(int(of.sum())) for row, of in zip(each, mask, strict=True)])
-                for each in (tokens, mask)
-            )
-        given.append(({"input_ids": tokens, "attention_mask": mask}, trace))
-        num_rows += mask.numel()
-    traces = [trace for _, trace in given]
-    counts_MLGE = routed.gather_counts(traces)
-    with routed.execute(split_plan(1, counts_MLGE, routed.home_LE), counts_MLGE, traces) as execution:
-        found = step_of(ours, routed, given)
-    expected = step_of(theirs, attached, given)
-    off = distance({"": found[0]}, {"": expected[0]}), distance(found[1], expected[1])
-    sent = sum(int(trace.valid_N.sum()) for trace in traces) * routed.spec.top_k
-    return off, execution.executed_ML.sum(axis=0).tolist(), sent, num_rows * routed.spec.top_k
 
 
 def distance(found, expected):

@@ -7,6 +7,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
+from tests.adapters.hf.model_runs import gradients, whole
+
 
 def load_spread(folder, implementation="foreroute", dtype=torch.float32, *, model_class=AutoModelForCausalLM, **sizes):
     """A folder's model, spread by these sizes of `DistributedConfig`; two ranks with a batch each by default."""
@@ -15,11 +17,6 @@ def load_spread(folder, implementation="foreroute", dtype=torch.float32, *, mode
     # grouped_mm knows no float64
     how = {"experts_implementation": "eager"} if dtype == torch.float64 else {}
     return model_class.from_pretrained(folder, dtype=dtype, distributed_config=config, **how).eval()
-
-
-def whole(tensor):
-    """What the ranks hold of a tensor, together."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def sharded(model):
@@ -31,12 +28,13 @@ def sharded(model):
 
 
 def run(model, batch, *contexts):
-    """Logits, and gradients of the mean loss by name, whole; and what the contexts give."""
+    """Logits, and gradients of the mean loss by name, whole."""
     sharded(model).zero_grad()
     with ExitStack() as stack:
-        entered = [stack.enter_context(each) for each in contexts]
+        for each in contexts:
+            stack.enter_context(each)
         out = model(**batch, labels=batch["input_ids"], use_cache=False)
         out.loss.backward()
-    grads = {name: whole(each.grad).clone() for name, each in model.named_parameters() if each.grad is not None}
+    grads = gradients(model)
     model.zero_grad()
-    return whole(out.logits).detach().clone(), grads, entered
+    return whole(out.logits).detach().clone(), grads

@@ -3,8 +3,8 @@
 import torch
 
 from foreroute.adapters import hf
-from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, log_probs, random_routes
-from tests.ep.spread_models import load_spread, sharded, whole
+from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, gradients, log_probs, random_routes
+from tests.ep.spread_models import load_spread, sharded
 from tests.ep.transfer.plans import split_plan
 
 MICRO_STEPS, LAYERS = 2, 3
@@ -54,8 +54,7 @@ class SpreadStep:
 
     def gradients(self):
         """Whole, by name; and none are left."""
-        sharded(self.model)
-        found = {name: whole(p.grad).clone() for name, p in self.model.named_parameters() if p.grad is not None}
+        found = gradients(sharded(self.model))
         self.model.zero_grad()
         return found
 

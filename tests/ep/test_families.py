@@ -4,6 +4,7 @@ Batches have a route for every row: others are not sent, and kernels may round i
 """
 
 from contextlib import ExitStack
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +14,10 @@ from torch import nn
 from foreroute.adapters import hf
 from foreroute.errors import ForerouteError, PlanError
 from tests.adapters.hf.families import FAMILIES, build
-from tests.ep.spread_models import load_spread, sharded, whole
+from tests.adapters.hf.model_runs import gradients, whole
+from tests.ep.replica_steps import distance
+from tests.ep.spread_models import load_spread, sharded
+from tests.ep.test_refusals import said_by
 from tests.ep.transfer.plans import split_plan, static_plan
 from tests.replay.session_subject import same
 from tests.roundings import GRADIENT_TERMS, roundings
@@ -52,7 +56,10 @@ def spread_families():
 
 
 def on_rank(rank, model_class, folder, sizes):
-    """What is equal to "all_to_all", by what was executed; and how far replicas are off, or what refuses them."""
+    """What is equal to "all_to_all", by what was executed; and how far replicas are off, or what refuses them.
+
+    Equal under replicas are rows computed and planned.
+    """
     tokens = torch.randint(1, 50, (2, 9), generator=torch.Generator().manual_seed(0 if sizes else rank))
     theirs, ours = (load_spread(folder, name, model_class=model_class, **sizes) for name in ("all_to_all", "foreroute"))
     routed, expected = hf.attach(ours), step(theirs, tokens)
@@ -64,10 +71,15 @@ def on_rank(rank, model_class, folder, sizes):
         counts_MLGE = routed.gather_counts(traces)
         static, split = static_plan(counts_MLGE), split_plan(1, counts_MLGE, routed.home_LE)
         for what, plan in (("known splits", None), ("static", static), ("replicas", split)):
-            found = step(ours, tokens, routed.execute(plan, counts_MLGE, traces), routed.replay(traces[0]))
-            equal[what], off = alike(found, expected), distance(found, expected)
+            with routed.execute(plan, counts_MLGE, traces) as execution:
+                found = step(ours, tokens, routed.replay(traces[0]))
+            equal[what] = alike(found, expected)
+            off = distance({"": found[0]}, {"": expected[0]}), distance(found[1], expected[1])
     except ForerouteError as error:
         return equal, f"{type(error).__name__}: {error}"
+    assert split.num_replicas_ML.any()
+    loads_L = [split.cell(0, layer).loads_G(counts_GE)[rank] for layer, counts_GE in enumerate(counts_MLGE[0])]
+    equal["replicas"] = execution.executed_ML[0].tolist() == loads_L
     return equal, off
 
 
@@ -78,20 +90,13 @@ def step(model, tokens, *contexts):
             stack.enter_context(each)
         out = whole(sharded(model)(input_ids=tokens, use_cache=False)[0])
         (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(1))).mean().backward()
-    grads = {name: whole(each.grad) for name, each in model.named_parameters() if each.grad is not None}
+    grads = gradients(model)
     model.zero_grad()
     return out.detach(), grads
 
 
 def alike(one, other):
     return torch.equal(one[0], other[0]) and same(one[1], other[1])
-
-
-def distance(found, expected):
-    """Of outputs, and of gradients, over their largest."""
-    largest = max(float(each.abs().max()) for each in expected[1].values())
-    grads = max(float((found[1][name] - each).abs().max()) for name, each in expected[1].items())
-    return float((found[0] - expected[0]).abs().max() / expected[0].abs().max()), grads / largest
 
 
 @pytest.mark.shows(
@@ -104,13 +109,12 @@ def test_bits_are_those_of_all_to_all_and_replicas_differ_by_roundings(workers, 
     # transformers splits what is fused in files when it is whole, and not when it is sharded
     model.save_pretrained(tmp_path, save_original_format=False)
     for equal, off in workers(2).run(on_rank, type(model), tmp_path, SIZES.get(family, {})):
-        without = {name: is_same for name, is_same in equal.items() if name != "replicas"}
-        assert all(without.values()), equal
-        assert set(without) == ({"no plan"} if family == "zaya" else {"no plan", "known splits", "static"})
+        assert all(equal.values()), equal
         if family in REFUSED:
+            assert list(equal) == ["no plan"] + ["known splits", "static"] * (family != "zaya")
             assert off.startswith(REFUSED[family]), off
         else:
-            assert not equal["replicas"], "they would have changed nothing"
+            assert list(equal) == ["no plan", "known splits", "static", "replicas"]
             assert max(off) < roundings(GRADIENT_TERMS), off
 
 
@@ -140,14 +144,7 @@ def test_experts_that_are_no_replicas_are_refused_by_name_and_run_at_home(worker
 
 
 def refusals(rank, folders):
-    return [said_by(folder, model_class) for folder, model_class in folders]
-
-
-def said_by(folder, model_class):
-    try:
-        load_spread(folder, model_class=model_class)
-    except ValueError as error:
-        return str(error)
+    return [said_by(partial(load_spread, folder, model_class=model_class)) for folder, model_class in folders]
 
 
 @pytest.mark.slow

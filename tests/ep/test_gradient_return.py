@@ -11,8 +11,8 @@ from foreroute.adapters.hf.expert_parallel import ForerouteEP
 from foreroute.ep import compute
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
-from tests.adapters.hf.model_runs import checkpointed_by_library
-from tests.ep.replica_steps import drawn, log_probs_of
+from tests.adapters.hf.model_runs import enable_checkpointing, log_probs
+from tests.ep.replica_steps import drawn
 from tests.ep.spread_models import load_spread
 from tests.ep.transfer.plans import split_plan
 from tests.tiers import grid
@@ -61,8 +61,7 @@ def pass_log(rank, folder, frozen, slots="layer", use_reentrant=None):
     model = load_spread(folder)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.endswith(frozen))
-    if use_reentrant is not None:
-        checkpointed_by_library(model.train(), {"use_reentrant": use_reentrant})
+    enable_checkpointing(model, use_reentrant)
     routed = hf.attach(model)
     routed.use(TransferOptions(paths="direct", prefetch=0))
     batch, trace = drawn(routed.spec, rank)[0]
@@ -71,7 +70,7 @@ def pass_log(rank, folder, frozen, slots="layer", use_reentrant=None):
     plan, log, kept = next(plan for plan in plans if plan.num_replicas_ML[0].all()), [], []
     with routed.execute(plan, counts_MLGE, [trace]), telling(log):
         with routed.replay(trace), keeping(kept):
-            loss = log_probs_of(model, batch).sum()
+            loss = log_probs(model, batch).sum()
         forward, log[:] = log[:], []
         loss.backward()
     passes = [[event for event in each if event != "travels"] for each in (forward, log)]

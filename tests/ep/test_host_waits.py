@@ -17,7 +17,7 @@ from foreroute.ep import dispatch
 from foreroute.replay.rows import joined_to_device
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
-from tests.adapters.hf.model_runs import checkpointed_by_library
+from tests.adapters.hf.model_runs import enable_checkpointing
 from tests.ep.replica_steps import MICRO_STEPS, drawn
 from tests.ep.transfer.plans import split_plan
 
@@ -50,8 +50,7 @@ def waits(rank):
 
 
 def waits_of_a_step(rank, model, device, use_reentrant):
-    if use_reentrant is not None:
-        checkpointed_by_library(model.train(), {"use_reentrant": use_reentrant})
+    enable_checkpointing(model, use_reentrant)
     routed, execution = hf.attach(model), nullcontext()
     given = drawn(routed.spec, rank)
     if routed.spread is not None:

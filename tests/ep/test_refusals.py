@@ -5,8 +5,6 @@ Each test stands behind the functions that worker processes run for it.
 
 import os
 import signal
-import warnings
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from unittest import mock
@@ -16,16 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 from foreroute.adapters import hf
-from foreroute.adapters.hf.expert_parallel import ForerouteEP
+from foreroute.adapters.hf.expert_parallel import SITE, ForerouteEP
+from foreroute.adapters.hf.local_models import spread_over
 from foreroute.ep.execution import CellWork
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.engine import TransferOptions
-from foreroute.errors import ReplayError
 from tests.ep.spread_models import load_spread
 from tests.ep.spread_steps import LAYERS, MICRO_STEPS, ONE_GROUP, TWO_GROUPS, SpreadStep
 from tests.ep.transfer.plans import random_plan, split_plan, static_plan
+from tests.tiers import grid
 
 RIGHT = 2 * LAYERS * MICRO_STEPS
 """All-to-alls of rows in the forwards of a step."""
@@ -82,6 +82,9 @@ EARLY = {
     "PlanError: the plan is for 4 ranks, and 2 are here": lambda s: enter(s, random_plan(0, ranks=4, slots=0)),
     "PlanError: ranks hold different plans": lambda s: enter(s, split_plan(5 + s.rank, s.counts_MLGE, s.plan.home_LE)),
     "PlanError: ranks hold different plans (rank 0: step 0, 2 ranks, plan ": lambda s: enter(s, step=s.rank),
+    "PlanError: ranks hold different plans (": lambda s: enter(
+        s, replace(s.plan, gains={"recompute": 0.5, "update": 0.5 * s.rank})
+    ),
     "PlanError: rank 1: the plan is 5; expected what plan() or load_plan() gives": lambda s: enter(
         s, 5 if s.rank else s.plan
     ),
@@ -238,17 +241,6 @@ def test_both_groups_end_with_the_same_error_and_go_on(workers, folder_of):
             assert right == ("nothing", RIGHT)
 
 
-@pytest.mark.slow
-def test_a_planner_that_fails_ends_the_other_group_too(workers, folder_of):
-    ends = workers(4).run(sharing, folder_of(), TWO_GROUPS, 2)
-    assert ends[2] == "RuntimeError: no room to plan"
-    assert ends[3] == "PlanError: rank 0 made no plan; look for the first error in its log"
-    assert {*ends[:2]} == {
-        "PlanError: another expert-parallel group has no plan (rank 2: no plan was made); look for the first error "
-        "there"
-    }
-
-
 def sharing(rank, folder, sizes, failing):
     """How it ends where one rank cannot plan; then all of them can."""
     s = SpreadStep(rank, folder, sizes)
@@ -257,11 +249,15 @@ def sharing(rank, folder, sizes, failing):
     return ended
 
 
-def test_a_planner_that_fails_ends_all(workers, folder_of):
-    assert workers(2).run(sharing, folder_of(), ONE_GROUP, 0) == [
-        "RuntimeError: no room to plan",
-        "PlanError: rank 0 made no plan; look for the first error in its log",
-    ]
+FAILED = ["RuntimeError: no room to plan", "PlanError: rank 0 made no plan; look for the first error in its log"]
+OTHERS = (
+    "PlanError: another expert-parallel group has no plan (rank 2: no plan was made); look for the first error there"
+)
+
+
+@grid(("sizes", "failing", "expected"), [(ONE_GROUP, 0, FAILED), (TWO_GROUPS, 2, [OTHERS] * 2 + FAILED)], quick=1)
+def test_a_planner_that_fails_ends_all(workers, folder_of, sizes, failing, expected):
+    assert workers(len(expected)).run(sharing, folder_of(), sizes, failing) == expected
 
 
 def in_unequal_shares(rank, folder):
@@ -322,6 +318,22 @@ def test_a_model_whose_experts_foreroute_has_not_spread_is_refused_by_name(worke
         (found,) = set(ended)
         words = "from where replicas cannot be fetched" if "offload" in name else "are spread over ranks by foreroute"
         require_said(found, f"AttachError: {words}")
+
+
+def partly_spread(rank, folder):
+    model = load_spread(folder)
+    del model.model.layers[1].mlp.experts.__dict__[SITE]
+    return said_by(hf.attach, model)
+
+
+def test_a_model_of_which_some_layers_are_spread_is_refused(workers, folder_of):
+    for found in workers(2).run(partly_spread, folder_of()):
+        require_said(found, "AttachError: 3 routers are replayed, and 2 of their layers have experts that are spread")
+
+
+def test_transformers_without_a_registry_is_named(monkeypatch):
+    monkeypatch.setattr(DistributedConfig, "__dataclass_fields__", {})
+    require_said(said_by(spread_over, 2), "ConfigError: has no registry of expert parallelism; install 5.23 or newer")
 
 
 def regrouped(rank, store, timeout_s):
@@ -395,48 +407,11 @@ def test_no_rank_asks_another_on_the_host_while_a_step_runs(workers, folder_of):
     assert workers(2).run(questions, folder_of()) == [(0, 1)] * 2
 
 
-def publications(rank, folder):
-    """How often weights are taken up in executions of one step, and of none in particular."""
-    s, found = SpreadStep(rank, folder), []
-    s.routed.use(TransferOptions())
-    for step in (7, 7, None, None):
-        with s.execute(step=step) as execution, torch.no_grad():
-            for m in range(MICRO_STEPS):
-                s.log_probs(m)
-        found.append([record.kind for record in execution.transfers].count("publish"))
-    s.routed.close()
-    return found
-
-
-def test_executions_of_one_step_take_up_weights_once(workers, folder_of):
-    assert workers(2).run(publications, folder_of()) == [[1, 0, 1, 1]] * 2
-
-
-def exchanges_told(rank, folder):
-    """Warnings of a step whose rows are all known, and of one in which a rank has others."""
-    s, found = SpreadStep(rank, folder), []
-    for missing in ("last", "second" if rank else "last"):
-        traces = [without_route(trace, missing) for trace in s.traces]
-        counts_MLGE = s.routed.gather_counts(traces)
-        with warnings.catch_warnings(record=True) as told, suppress(ReplayError):
-            warnings.simplefilter("always")
-            enter(s, None, counts_MLGE, traces)
-        found.append([str(each.message) for each in told if "exchange counts" in str(each.message)])
-    return found
-
-
 def without_route(trace, which):
     """Without that of the second token of each sequence, on which others depend, or of the last, on which none does."""
     valid_N = trace.valid_N.copy()
     valid_N[trace.offsets[:-1] + 1 if which == "second" else trace.offsets[1:] - 1] = False
     return replace(trace, valid_N=valid_N)
-
-
-def test_all_ranks_say_when_one_has_rows_that_no_plan_knows(workers, folder_of):
-    for known, unknown in workers(2).run(exchanges_told, folder_of()):
-        assert known == []
-        assert len(unknown) == 1
-        assert unknown[0].startswith("in 2 of 2 micro-steps some rank has rows without a route")
 
 
 def planning_until_killed(rank, folder):

@@ -5,14 +5,15 @@ import itertools
 import pytest
 import torch
 
-from tests.ep.replica_steps import SPREAD, Way, alone, distance, rollouts, steps, train
+from tests.ep.replica_steps import SPREAD, Way, alone, distance, steps
 from tests.roundings import GRADIENT_TERMS, roundings
 
 WAYS = [Way(3), Way("planned", use_reentrant=False), Way(5, "shared", "host", use_reentrant=True), Way("none")]
 CONTROLS = [Way(3, spoilt="gradients lost"), Way(3, spoilt="zeros borrowed"), Way(3, spoilt="other rows sent")]
 QUICK = ("qwen3_moe", "one group", torch.float64)
+CONTROLLED = ("gpt_oss", "one group", torch.float64)
 SLOW = [
-    ("gpt_oss", "one group", torch.float64),
+    CONTROLLED,
     ("deepseek_v3", "one group", torch.bfloat16),
     ("gpt_oss", "mixed precision", torch.float32),
     ("qwen3_moe", "a shared batch", torch.float64),
@@ -60,14 +61,14 @@ def off(ran, expected):
 @pytest.mark.parametrize(("family", "spread", "dtype"), list(cases()))
 def test_a_step_with_replicas_is_that_of_all_to_all(workers, folder_of, family, spread, dtype):
     num_ranks, config = SPREAD[spread]
-    ways = WAYS + CONTROLS * ((family, spread, dtype) == QUICK)
+    ways = WAYS + CONTROLS * ((family, spread, dtype) == CONTROLLED)
     outcomes = workers(num_ranks).run(steps, folder_of(family), spread, dtype, ways)
     bound = BOUND[torch.bfloat16 if spread == "mixed precision" else dtype]
     for way in WAYS:
         assert max(max(off(found[way], found["all_to_all"])) for found in outcomes) < bound, way
         for found in outcomes:
-            planned, executed, counted = found[way].rows
-            assert planned == executed == counted, way
+            planned, executed = found[way].rows
+            assert planned == executed, way
         fetched = {path: sum(found[way].fetched[path] for found in outcomes) for path in ("host", "direct")}
         assert (fetched[way.paths] > 0) == (way.plan != "none"), (way, fetched)
     if dtype == torch.float64:
@@ -84,19 +85,3 @@ def test_a_step_with_replicas_is_that_of_all_to_all(workers, folder_of, family, 
         lost, zeros, others = (max(off(found[way], found["all_to_all"]) for found in outcomes) for way in CONTROLS)
         assert lost[0] < bound < 0.05 < lost[1]
         assert min(*zeros, *others) > 0.1
-
-
-def test_three_steps_under_plans_made_anew_train_the_same_weights(workers, folder_of):
-    for found, num_replicas in workers(2).run(train, folder_of("qwen3_moe")):
-        assert num_replicas > 10
-        # each step adds roundings of its gradients to those that the weights have; one lost replica would be 1e-3
-        assert found < 100 * BOUND[torch.float64]
-
-
-def test_a_step_on_routes_that_the_spread_model_generated(workers, folder_of):
-    outcomes = workers(2).run(rollouts, folder_of("qwen3_moe"))
-    for found, *_ in outcomes:
-        assert max(found) < BOUND[torch.float64]
-    executed_L = [sum(rows) for rows in zip(*(rows for _, rows, _, _ in outcomes), strict=True)]
-    assert executed_L == [sum(sent for _, _, sent, _ in outcomes)] * 3
-    assert all(sent < num_rows for _, _, sent, num_rows in outcomes), "padding and last tokens"

@@ -9,11 +9,14 @@ from transformers.distributed.checkpoint import load_optimizer_distributed, save
 from foreroute.adapters import hf
 from tests.adapters.hf.model_runs import batch_of, log_probs, random_routes
 from tests.ep.spread_models import load_spread
-from tests.ep.test_homes import WITHIN, adamw, homes
+from tests.ep.test_homes import LEAST, RATE, adamw, homes
 from tests.ep.transfer.plans import split_plan
+from tests.roundings import GRADIENT_TERMS, roundings
 
 SEQUENCES = 4
 """Of a step, of equal lengths, so that losses are means of the same tokens on any number of ranks."""
+WITHIN = roundings(GRADIENT_TERMS, torch.float64) * 3 * RATE / LEAST
+"""Behind three updates of weights near 1: Adam divides what is left of a gradient, below 1, by no less than `LEAST`."""
 
 
 def train(rank, folder, steps, moves, *, optimizer_from=None, save_to=None, whole=False):

@@ -19,7 +19,7 @@ from foreroute.adapters import hf
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.testing.ranks import Workers
-from tests.ep.spread_models import whole
+from tests.adapters.hf.model_runs import whole
 from tests.ep.transfer.plans import split_plan
 from tests.gpu.test_jobs import check_fsdp
 

@@ -29,7 +29,7 @@ from tests.train.small_runs import SIZES
 ROOT = Path(__file__).parents[2]
 MEGATRON = "tests/adapters/megatron/test_plan_execution.py::"
 STATIC = MEGATRON + "test_losses_gradients_weights_and_state_equal_those_of_the_static_run"
-GROUPS = "tests/ep/test_spread.py::test_groups_that_hold_the_same_experts_run_under_plans_of_their_own"
+GROUPS = "tests/ep/test_replicas.py::test_a_step_with_replicas_is_that_of_all_to_all"
 TESTS = {
     "hf": {Ability.EXPERT_DATA_PARALLEL: GROUPS},
     "megatron": {Ability.EXPERT_DATA_PARALLEL: STATIC},

@@ -1,11 +1,13 @@
 import pytest
 
 from foreroute.testing.ranks import Workers
+from tests.adapters.hf.families import skip_where_nothing_is_spread
 
 
 @pytest.fixture(scope="package")
 def workers(compiled_planner):
     """`workers(4)`: four processes, started on first use and kept. Groups that wait cost memory alone."""
+    skip_where_nothing_is_spread()
     groups = {}
 
     def of(num_ranks):

@@ -54,13 +54,6 @@ def parallel_steps(rank, config, count, checkpoint=None):
         return steps_of(trainer, count)
 
 
-def elements(rank, config):
-    """What this rank holds of the policy, by numbers of elements."""
-    with precise_trainer(config) as trainer:
-        parameters = trainer.policy.model.parameters()
-        return sum(getattr(each, "to_local", lambda each=each: each)().numel() for each in parameters)
-
-
 @contextmanager
 def precise_trainer(config):
     with join_ranks(config.parallel.expert, config.parallel.timeout_s) as ranks:

@@ -21,7 +21,8 @@ OTHER_ORDERS = 1000
 
 
 def test_an_interrupted_run_on_two_ranks_ends_as_the_uninterrupted_one(workers, tmp_path):
-    config = run_config(2)
+    """With homes that move from where they are."""
+    config = run_config(2, parallel={"home_moves": 4})
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert workers(2).run(run, config, whole) == [3, 0]
     # rank 0 alone is asked to stop, and rank 1 stops with it
@@ -29,6 +30,7 @@ def test_an_interrupted_run_on_two_ranks_ends_as_the_uninterrupted_one(workers, 
     assert workers(2).run(run, config, stopped, True) == [2, 0]
     assert learned(stopped) == learned(whole)
     assert same_state(checkpoint(stopped, 3), checkpoint(whole, 3))
+    assert all(record["execution"]["home_moves"] for record in records(whole)), "the case must move experts"
     trace = load_generation(whole / "rollouts" / "step-000002.safetensors").trace
     assert len(trace) == 8 * 4, "the trace holds the rollouts of all ranks"
     written = AutoModelForCausalLM.from_pretrained(

@@ -100,7 +100,6 @@ def measure(rank, path):
 
 
 def test_two_processes_measure_into_the_file(workers, tmp_path):
-    skip_where_nothing_is_spread()
     path = tmp_path / "cluster.toml"
     path.write_text(FILE)
     before = load_cluster(path)

@@ -56,7 +56,7 @@ def random_routes(spec, batch, seed=1):
 
 def log_probs(model, batch):
     """[tokens], of every next token that is not padding."""
-    logits = model(**batch, use_cache=False).logits[:, :-1]
+    logits = whole(model(**batch, use_cache=False).logits)[:, :-1]
     targets = batch["input_ids"][:, 1:]
     picked = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     real = (batch["attention_mask"][:, 1:] * batch["attention_mask"][:, :-1]).bool()
@@ -68,7 +68,12 @@ def loss_of(model, batch):
 
 
 def gradients(model):
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def whole(tensor):
+    """What the ranks hold of a tensor, together."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def enable_checkpointing(model, use_reentrant):

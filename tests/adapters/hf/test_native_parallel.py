@@ -14,8 +14,8 @@ from transformers.distributed import DistributedConfig
 from foreroute.adapters import hf
 from foreroute.testing.models import tiny
 from foreroute.testing.ranks import Workers
-from tests.adapters.hf.families import skip_in_older
-from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, forced_by_hand, gradients, random_routes
+from tests.adapters.hf.families import skip_where_nothing_is_spread
+from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, forced_by_hand, gradients, random_routes, whole
 from tests.replay.session_subject import same
 from tests.roundings import GRADIENT_TERMS, require_rounded, roundings
 
@@ -38,16 +38,12 @@ def loss_and_logits(model, batch):
     return -picked[real].mean(), logits[batch["attention_mask"].bool()]
 
 
-def whole(tensor):
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def step(model, batch, session=None):
     """Logits and gradients, whole; the backward, with its recomputation, outside of the session."""
     with session or nullcontext():
         loss, logits = loss_and_logits(model, batch)
     loss.backward()
-    found = {name: whole(each) for name, each in gradients(model).items()}
+    found = gradients(model)
     model.zero_grad()
     return logits.detach(), found
 
@@ -86,8 +82,7 @@ def plain():
 
 @pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def ranks(request, tmp_path_factory):
-    if "ep_implementation" not in DistributedConfig.__dataclass_fields__:
-        skip_in_older("this transformers has other words for parallelism")
+    skip_where_nothing_is_spread()
     folder = tmp_path_factory.mktemp("model")
     tiny("qwen3_moe").save_pretrained(folder)
     with closing(Workers(2, timeout_s=300)) as workers:

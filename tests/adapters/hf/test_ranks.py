@@ -21,7 +21,8 @@ from foreroute.core import untouched
 from foreroute.testing.models import tiny
 from foreroute.testing.ranks import Workers
 from tests.adapters.hf.families import skip_in_older
-from tests.adapters.hf.model_runs import CHECKPOINTING, batch_of, gradients, loss_of, random_routes
+from tests.adapters.hf.model_runs import CHECKPOINTING, batch_of, gradients, loss_of, random_routes, whole
+from tests.ep.spread_models import sharded
 from tests.roundings import GRADIENT_TERMS, require_rounded, roundings
 
 
@@ -78,10 +79,7 @@ def outcome(loss, grads, session):
 
 
 def full_gradients(model):
-    return {
-        name.replace("_checkpoint_wrapped_module.", ""): value.full_tensor() if hasattr(value, "full_tensor") else value
-        for name, value in gradients(model).items()
-    }
+    return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in gradients(model).items()}
 
 
 def every_case(rank):
@@ -167,11 +165,7 @@ def weights_after_training(rank, sharding, folder, attaching, mended=True):
 
 
 def full_weights(model):
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    found = model.named_parameters()
-    return {name: (each.full_tensor() if isinstance(each, DTensor) else each).detach().clone() for name, each in found}
+    return {name: whole(each).detach().clone() for name, each in sharded(model).named_parameters()}
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)

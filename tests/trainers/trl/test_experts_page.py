@@ -8,8 +8,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from foreroute.ep.compute import StackedReplicas
 from foreroute.testing.models import tiny
 from foreroute.testing.ranks import environment, torchrun
+from tests.adapters.hf.model_runs import whole
 
 ROOT = Path(__file__).parents[3]
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -52,36 +54,21 @@ def require_same_weights(page):
     Args:
         page: what the page has defined.
     """
-    from foreroute.ep.compute import StackedReplicas
-
-    planned, replicas = _trained(page, page["PlannedTrainer"])
-    assert min(replicas) > 0
-    without, _ = _trained(page, _replaying(page))
+    planned, without = _trained(page, page["PlannedTrainer"]), _trained(page, _replaying(page))
     torch.testing.assert_close(planned, without, rtol=0, atol=1e-6)
     with patch.object(StackedReplicas, "add_home", lambda self, returned, grads: list(grads)):
-        dropped, _ = _trained(page, page["PlannedTrainer"])
+        dropped = _trained(page, page["PlannedTrainer"])
     assert (dropped - without).abs().max() > 1e-4, "the control: gradients of replicas count"
 
 
 def _trained(page, kind):
-    """The weights, whole; and how many replicas ran in each step."""
-    from foreroute.adapters import hf
-
-    model, replicas = page["load"]("sharp"), []
-    page["model"], page["routed"] = model, hf.attach(model)
-
-    class Counting(kind):
-        def get_batch_samples(self, *args):
-            found = super().get_batch_samples(*args)
-            if hasattr(self, "execution"):
-                replicas.append(int(self.execution.plan.num_replicas_ML.sum()))
-            return found
-
+    """The weights, whole."""
+    model = page["model"] = page["load"]("sharp")
+    page["routed"] = page["hf"].attach(model)
     settings = page["settings"] | {"max_steps": 3, "optim": "sgd", "learning_rate": 0.1, "seed": 0}
     arguments = page["TrainingArguments"]("checked", **settings)
-    Counting(model, arguments, page["collate"], train_dataset=range(len(page["sequences"]))).train()
-    weights = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()]
-    return torch.cat([each.detach().flatten() for each in weights]), replicas
+    kind(model, arguments, page["collate"], train_dataset=range(len(page["sequences"]))).train()
+    return torch.cat([whole(each).detach().flatten() for each in model.parameters()])
 
 
 def _replaying(page):

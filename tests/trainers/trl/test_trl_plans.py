@@ -2,7 +2,6 @@
 run without plans.
 """
 
-import os
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,6 +10,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen3MoeForCausalLM
+from transformers.distributed import DistributedConfig
 
 from examples.trl.tiny import policy
 from foreroute.costs import CostModel, hardware_preset, model_preset
@@ -19,7 +20,9 @@ from foreroute.ep.compute import StackedReplicas
 from foreroute.errors import ConfigError
 from foreroute.testing.ranks import Workers
 from foreroute.trainers.trl.planning import PlannedWindows
-from tests.trainers.trl.test_trl_sharded import Drawn
+from tests.trainers.trl.test_trl_sharded import Drawn, outcome
+from tests.trainers.trl.tools_runs import told_apart
+from tests.trainers.trl.trl_runs import as_torchrun_does, make
 
 TOPOLOGY = hardware_preset("h100").topology(num_ranks=2, redundant_slots=2)
 RATES = CostModel(
@@ -39,17 +42,8 @@ RUNS = {
 
 
 def train(rank, folder):
-    """What each run logs, how many sequences followed the routes in its updates, and its weights, gathered."""
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
-    os.environ |= {name: str(value) for name, value in environment.items()}
-
-    from transformers import Qwen3MoeForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    from tests.trainers.trl.routes_book import follows, watched
-    from tests.trainers.trl.tools_runs import told_apart
-    from tests.trainers.trl.trl_runs import make
-
+    """The outcome of each run."""
+    as_torchrun_does(rank)
     results = {}
     for name, settings in RUNS.items():
         implementation = "foreroute" if "topology" in settings else "all_to_all"
@@ -60,13 +54,8 @@ def train(rank, folder):
         of_all |= {"optim": "sgd", "learning_rate": 0.1, "max_steps": 3}
         trainer = make(f"{folder}/{name}", **of_all | settings)
         dropped = patch.object(StackedReplicas, "add_home", lambda self, returned, grads: list(grads))
-        with watched(model) as batches, dropped if name == "gradients dropped" else nullcontext():
-            trainer.train()
-        results[name] = {
-            "logs": trainer.state.log_history[: trainer.state.global_step],
-            "followed": [follows(batch, drawn) for batch in batches if batch.grad],
-            "weights": torch.cat([each.full_tensor().detach().flatten() for each in model.parameters()]),
-        }
+        with dropped if name == "gradients dropped" else nullcontext():
+            results[name] = outcome(trainer, model, drawn)
     for ranks, slots in ((4, 2), (2, 0)):
         unfit = hardware_preset("h100").topology(num_ranks=ranks, redundant_slots=slots)
         with pytest.raises(ConfigError, match=f"has {ranks} ranks of {slots} slots; expected 2, which share"):

@@ -1,29 +1,26 @@
 """Two data-parallel processes: each replays its own sequences, and metrics are those of both."""
 
-import os
 from contextlib import closing
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from examples.trl.tiny import policy
 from foreroute.errors import BatchMismatchError, CaptureError
 from foreroute.testing.ranks import Workers
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
+from foreroute.trainers.trl.capture_vllm import VLLMSource
+from tests.trainers.trl.routes_book import Book, differing_cells, log_ratios, require_followed, watched
+from tests.trainers.trl.trl_runs import as_torchrun_does, make
 
 pytestmark = pytest.mark.slow
 
 
 def train(rank, folder):
     """What a process logs and saw, and how vLLM's answer to the main process is dealt out."""
-    # as torchrun does; accelerate reads it
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
-    os.environ |= {name: str(value) for name, value in environment.items()}
-
-    from examples.trl.tiny import policy
-    from tests.trainers.trl.routes_book import Book, differing_cells, log_ratios, require_followed, watched
-    from tests.trainers.trl.trl_runs import make
-
+    as_torchrun_does(rank)
     results = {"shares": deal_out(rank)}
     for replay in ("R3", "none"):
         model = policy()
@@ -51,10 +48,6 @@ def train(rank, folder):
 
 
 def deal_out(rank):
-    from types import SimpleNamespace
-
-    from foreroute.trainers.trl.capture_vllm import VLLMSource
-
     accelerator = SimpleNamespace(num_processes=2, is_main_process=rank == 0)
     client = SimpleNamespace(_post=lambda url, json: json)
     source = VLLMSource(SimpleNamespace(mode="server", vllm_client=client), accelerator, None)

@@ -8,11 +8,19 @@ from contextlib import closing
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState, DistributedType
+from transformers import Qwen3MoeForCausalLM
+from transformers.distributed import DistributedConfig
 
 from examples.trl.tiny import policy
+from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.testing.ranks import Workers
+from foreroute.trainers.trl import rollout_with
+from tests.adapters.hf.model_runs import whole
 from tests.roundings import most_k3
-from tests.trainers.trl.trl_runs import TERMS
+from tests.trainers.trl.routes_book import follows, watched
+from tests.trainers.trl.tools_runs import told_apart
+from tests.trainers.trl.trl_runs import TERMS, as_torchrun_does, make
 
 pytestmark = pytest.mark.slow
 
@@ -56,20 +64,8 @@ class Drawn:
 
 
 def train(rank, folder):
-    """What each run logs, how many sequences followed the routes in its updates, and its weights, gathered."""
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
-    os.environ |= {name: str(value) for name, value in environment.items()}
-
-    from accelerate.state import AcceleratorState, DistributedType
-    from transformers import Qwen3MoeForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    from foreroute.engines.embedded import EmbeddedEngine
-    from foreroute.trainers.trl import rollout_with
-    from tests.trainers.trl.routes_book import follows, watched
-    from tests.trainers.trl.tools_runs import told_apart
-    from tests.trainers.trl.trl_runs import make
-
+    """The outcome of each run."""
+    as_torchrun_does(rank)
     begin = AcceleratorState.__init__
 
     def as_on_a_gpu(self, *args, fsdp_plugin=None, **options):
@@ -96,17 +92,20 @@ def train(rank, folder):
         sources = {"generate": None, "engine": rollout_with(EmbeddedEngine(policy(seed=1), "float32"))}
         roll_out = sources.get(name, drawn)
         trainer = make(f"{folder}/{name}", model=model, rollout_func=roll_out, replay=replay, **settings)
-        with watched(model) as batches:
-            trainer.train()
-        weights = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()]
-        updates = [batch for batch in batches if batch.grad]
-        results[name] = {
-            "sharded": sum(hasattr(each, "full_tensor") for each in model.parameters()),
-            "logs": trainer.state.log_history,
-            "followed": [follows(batch, drawn) for batch in updates if drawn.routes],
-            "weights": torch.cat([each.detach().flatten() for each in weights]),
-        }
+        results[name] = outcome(trainer, model, drawn)
+        results[name]["sharded"] = sum(hasattr(each, "full_tensor") for each in model.parameters())
     return results
+
+
+def outcome(trainer, model, drawn):
+    """What a run logs at each step, whether sequences followed the routes in its updates, and its weights, gathered."""
+    with watched(model) as batches:
+        trainer.train()
+    return {
+        "logs": trainer.state.log_history[: trainer.state.global_step],
+        "followed": [follows(batch, drawn) for batch in batches if batch.grad and drawn.routes],
+        "weights": torch.cat([whole(each).detach().flatten() for each in model.parameters()]),
+    }
 
 
 @pytest.mark.shows("TRL", "FSDP2 of `accelerate`, EP of transformers, two processes")

@@ -1,5 +1,7 @@
 """TRL runs of a few seconds."""
 
+import os
+
 import pytest
 import torch
 from datasets import Dataset
@@ -42,6 +44,12 @@ SCORES_ON_SETS = pytest.mark.skipif(
     not hasattr(utils, "add_fused_lm_head"),
     reason="this TRL makes log-probs past the head that sampling masks stand on",
 )
+
+
+def as_torchrun_does(rank):
+    """Tell accelerate which of two processes this is."""
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+    os.environ |= {name: str(value) for name, value in environment.items()}
 
 
 def config(folder, **settings):
