@@ -67,7 +67,9 @@ def spread(num_ranks: int) -> torch.nn.Module:
             hf.build_model("qwen3_moe", seed=0, **SIZES).save_pretrained(mine)
         folder = [mine]
         dist.broadcast_object_list(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder[0], dtype=torch.float32, distributed_config=config)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder[0], dtype=torch.float32, distributed_config=config, trust_remote_code=False, use_safetensors=True
+        )
         dist.barrier()
     return model
 

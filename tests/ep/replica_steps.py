@@ -104,7 +104,9 @@ def step_of(model, routed, given):
 
 def alone(folder, num_batches):
     """The mean over ranks, by the plain model on one process in float64; log-probs by rank."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager", trust_remote_code=False, use_safetensors=True
+    ).eval()
     routed = hf.attach(model)
     found = [step_of(model, routed, drawn(routed.spec, number)) for number in range(num_batches)]
     grads = {name: sum(each[name] for _, each in found) / num_batches for name in found[0][1]}

@@ -238,7 +238,12 @@ def refused(rank, folder):
     found.append(said(model, **batch))
     hf.spread_adapters(model)(**batch)
     found.append(said(hf.spread_adapters, spread()))
-    found.append(said(hf.spread_adapters, with_lora(AutoModelForCausalLM.from_pretrained(folder))))
+    found.append(
+        said(
+            hf.spread_adapters,
+            with_lora(AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, use_safetensors=True)),
+        )
+    )
     found.append(said(hf.spread_adapters, with_lora(spread(), parameters=["experts.down_proj_bias"])))
     return found
 

@@ -41,7 +41,7 @@ def loss_of(model, tokens, mask=None):
 def step(tmp_path_factory, folder_of):
     """A folder with the trace of seventeen sequences, its plan for four ranks; the loss of one process."""
     folder = tmp_path_factory.mktemp("step")
-    model = AutoModelForCausalLM.from_pretrained(folder_of())
+    model = AutoModelForCausalLM.from_pretrained(folder_of(), trust_remote_code=False, use_safetensors=True)
     routed = hf.attach(model)
     tokens = torch.randint(1, 30, (17, 12), generator=torch.Generator().manual_seed(0))
     with routed.record(weight_version=0) as recording, torch.no_grad():

@@ -123,7 +123,9 @@ def test_a_run_begins_with_the_weights_of_a_folder_or_of_a_checkpoint(workers, t
     }
     values["task"] |= {"max_prompt_tokens": 8, "max_response_tokens": 6}
     workers(2).run(run, parse_config(values, source="test"), tmp_path / "first")
-    there = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).state_dict()
+    there = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+    ).state_dict()
     assert same_state(checkpoint(tmp_path / "first", 0)["model"], dict(there))
     values["warm_start"] = {"checkpoint": str(path_of(tmp_path / "first", 1))}
     workers(2).run(run, parse_config(values, source="test"), tmp_path / "second")

@@ -145,9 +145,10 @@ class ModelWriter:
         ranks. No other rank is asked then, and without them all write together.
         """
         model = self._model
-        if weights is not None and getattr(model.config, "distributed_config", None) is not None:
+        config = getattr(model, "config", None)
+        if weights is not None and getattr(config, "distributed_config", None) is not None:
             # transformers would gather the weights again, and have the other ranks wait for what this one writes
-            config = copy.deepcopy(model.config)
+            config = copy.deepcopy(config)
             config.distributed_config = None
             with torch.device("meta"):
                 model = type(self._model)(config)

@@ -271,7 +271,7 @@ class CheckpointConfig(Section):
 
 
 class ParallelConfig(Section):
-    """Expert parallelism under torchrun, with transformers from 5.23 on. Changes nothing that a run learns."""
+    """Expert parallelism under torchrun ([versions](where.md#versions)). Changes nothing that a run learns."""
 
     expert: Ranks = 1
     """Ranks, one process each."""

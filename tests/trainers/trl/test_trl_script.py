@@ -30,7 +30,7 @@ def runs(tmp_path_factory):
     trainers = {}
     for replay in ("R3", "none"):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(adapter.RoutingReplay.__init__, "__kwdefaults__", {"replay": replay})
+            patch.setitem(adapter.RoutingReplay.__init__.__kwdefaults__, "replay", replay)
             trainers[replay] = run("grpo_r3.py", str(tmp_path_factory.mktemp(replay)), patch)
     return trainers
 
