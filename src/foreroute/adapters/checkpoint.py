@@ -145,7 +145,7 @@ class ModelWriter:
         ranks. No other rank is asked then, and without them all write together.
         """
         model = self._model
-        config = getattr(model, "config", None)
+        config: Any = getattr(model, "config", None)
         if weights is not None and getattr(config, "distributed_config", None) is not None:
             # transformers would gather the weights again, and have the other ranks wait for what this one writes
             config = copy.deepcopy(config)
