@@ -57,7 +57,7 @@ class SpreadLayer(Protocol):
     def begin(self) -> None:
         """A plan is about to be executed: take `owned` up."""
 
-    def place(self, home_E: NDArray[np.int16]) -> None:
+    def set_homes(self, home_E: NDArray[np.int16]) -> None:
         """Experts have moved to these homes, int16 [E]."""
 
 
@@ -192,7 +192,7 @@ class ExpertParallelModel:
         )
         self.home_LE = after_LE
         for layer, home_E in zip(self.layers, after_LE, strict=True):
-            layer.place(home_E)
+            layer.set_homes(home_E)
         if ranks.owners is not None:
             ranks.owners = ranks.owners._replace(owner_LE=self._owner_LE(after_LE))
         ranks.forget_weights()

@@ -167,7 +167,7 @@ class ForerouteEP(AutoEP):
         """See `foreroute.ep.model.SpreadLayer`."""
         return tuple(each._version for each in self._updated)
 
-    def place(self, home_E: NDArray[np.int16]) -> None:
+    def set_homes(self, home_E: NDArray[np.int16]) -> None:
         """See `foreroute.ep.model.SpreadLayer`."""
         row_E = np.empty(len(home_E), np.int64)
         row_E[np.argsort(home_E, kind="stable")] = np.arange(len(home_E))
@@ -183,9 +183,9 @@ class ForerouteEP(AutoEP):
         """
         work = None if self.spread is None else self.spread.in_force.work_of(self.number, self.path)
         if work is None:
-            place_NK = ids_NK if self.row_E is None else self.row_E[ids_NK]
+            row_NK = ids_NK if self.row_E is None else self.row_E[ids_NK]
             with self._computing_with(*self._home()) if self.wrappers else nullcontext():
-                out: Tensor = super().__call__(hidden_ND, place_NK, weights_NK)
+                out: Tensor = super().__call__(hidden_ND, row_NK, weights_NK)
         else:
             out = self._execute(work, hidden_ND, ids_NK.to(torch.int64), weights_NK)
         return out
