@@ -287,14 +287,11 @@ class ForerouteEP(AutoEP):
 
     def _compute_home(self, rows_RD: Tensor, local_R: Tensor) -> Tensor:
         """What the experts here make of rows, each of which goes to one of them, int64 [R]."""
-        if not len(rows_RD):  # autograd reaches the experts all the same, whose gradients FSDP2 waits for
+        is_empty = not len(rows_RD)
+        if is_empty:  # autograd reaches the experts all the same, whose gradients FSDP2 waits for
             rows_RD, local_R = rows_RD.sum(dim=0, keepdim=True), local_R.new_zeros(1)
-            return self._forward(rows_RD, local_R)[:0]
-        return self._forward(rows_RD, local_R)
-
-    def _forward(self, rows_RD: Tensor, local_R: Tensor) -> Tensor:
         out: Tensor = self.experts_forward(rows_RD, local_R.unsqueeze(-1), rows_RD.new_ones((len(rows_RD), 1)))
-        return out
+        return out[:0] if is_empty else out
 
     def _exchange(self, cell: str, rows: Tensor, send_G: list[int], receive_G: list[int]) -> Tensor:
         arrived: Tensor = ExchangeRows.apply(rows, send_G, receive_G, self.ep_mesh.get_group(), f"rows of {cell}")
