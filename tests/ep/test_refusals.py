@@ -48,9 +48,21 @@ def inside_of_another(s):
         enter(s)
 
 
+def inside_of_another_session(s):
+    beside = hf.attach(s.model)
+    with s.execute(), beside.execute(s.plan, s.counts_MLGE, s.traces):
+        pass
+
+
 def moving_inside(s):
+    beside = hf.attach(s.model)
     with s.execute():
-        s.routed.move_homes(np.roll(s.routed.home_LE, 1, axis=1))
+        beside.move_homes(np.roll(s.routed.home_LE, 1, axis=1))
+
+
+def changing_inside(s):
+    with s.execute():
+        s.routed.use(TransferOptions())
 
 
 def with_a_backward_behind_it(s):
@@ -122,7 +134,9 @@ EARLY = {
     "ReplayError: runs under a plan, and outside of a replay of planned routes": lambda s: run(s, 0, replay=False),
     "ReplayError: ending step 0: rank 0: 0 of 2 planned micro-batches are here": lambda s: enter(s),
     "ReplayError: leave that execution before another one begins": inside_of_another,
+    "ReplayError: a plan is executed on this model; leave that execution before another": inside_of_another_session,
     "ReplayError: leave that execution before experts move": moving_inside,
+    "ReplayError: leave that execution before weights travel otherwise": changing_inside,
     "PlanError: homes cannot be moved: rank 1: got homes of dtype int16 and shape (3, 7)": lambda s: (
         s.routed.move_homes(s.plan.home_LE[:, : 8 - s.rank])
     ),

@@ -57,7 +57,7 @@ class SpreadLayer(Protocol):
     def begin(self) -> None:
         """A plan is about to be executed: take `owned` up."""
 
-    def place(self, home_E: NDArray[np.int16]) -> None:
+    def set_homes(self, home_E: NDArray[np.int16]) -> None:
         """Experts have moved to these homes, int16 [E]."""
 
 
@@ -124,6 +124,7 @@ class ExpertParallelModel:
 
     def use(self, transfers: TransferOptions) -> None:
         """See `RoutedTransformer.use`."""
+        self._require_none("weights travel otherwise")
         self._transfers = transfers
         if self._ranks is not None:
             self._ranks.close()
@@ -148,8 +149,7 @@ class ExpertParallelModel:
         step: int | None,
     ) -> Iterator[PlanExecution]:
         """What `RoutedTransformer.execute` says, of the model that these hooks are on."""
-        if hooks.execution is not None:
-            raise ReplayError("a plan is executed on this model; leave that execution before another one begins")
+        self._require_none("another one begins")
         if (unequal := self._unequal()) is not None:
             mine = unequal if plan.num_replicas_ML.any() else None
             self.ranks.raise_alike(PlanError, mine, "looking at the plan")
@@ -173,6 +173,7 @@ class ExpertParallelModel:
 
     def move_homes(self, home_LE: ArrayLike, optimizer: torch.optim.Optimizer | None) -> int:
         """See `RoutedTransformer.move_homes`."""
+        self._require_none("experts move")
         ranks, base = self.ranks, getattr(optimizer, "optimizer", optimizer)
         if base is not None and base not in self._guarded:  # accelerate wraps the one that has state
             base.register_state_dict_pre_hook(self.require_block_homes)
@@ -192,7 +193,7 @@ class ExpertParallelModel:
         )
         self.home_LE = after_LE
         for layer, home_E in zip(self.layers, after_LE, strict=True):
-            layer.place(home_E)
+            layer.set_homes(home_E)
         if ranks.owners is not None:
             ranks.owners = ranks.owners._replace(owner_LE=self._owner_LE(after_LE))
         ranks.forget_weights()
@@ -205,6 +206,12 @@ class ExpertParallelModel:
                 "experts have moved, and the framework saves and loads them at its own homes; call "
                 "routed.move_homes(routed.block_home_LE, optimizer) before, on every rank"
             )
+
+    def _require_none(self, before: str) -> None:
+        """Raise `ReplayError` while a plan is executed, by whichever session of the model."""
+        hooks = self.in_force.hooks
+        if hooks is not None and hooks.execution is not None:
+            raise ReplayError(f"a plan is executed on this model; leave that execution before {before}")
 
     def _unequal(self) -> str | None:
         """What keeps experts from being fetched and moved; None where every rank keeps as many."""

@@ -167,7 +167,7 @@ class ForerouteEP(AutoEP):
         """See `foreroute.ep.model.SpreadLayer`."""
         return tuple(each._version for each in self._updated)
 
-    def place(self, home_E: NDArray[np.int16]) -> None:
+    def set_homes(self, home_E: NDArray[np.int16]) -> None:
         """See `foreroute.ep.model.SpreadLayer`."""
         row_E = np.empty(len(home_E), np.int64)
         row_E[np.argsort(home_E, kind="stable")] = np.arange(len(home_E))
@@ -183,9 +183,9 @@ class ForerouteEP(AutoEP):
         """
         work = None if self.spread is None else self.spread.in_force.work_of(self.number, self.path)
         if work is None:
-            place_NK = ids_NK if self.row_E is None else self.row_E[ids_NK]
+            row_NK = ids_NK if self.row_E is None else self.row_E[ids_NK]
             with self._computing_with(*self._home()) if self.wrappers else nullcontext():
-                out: Tensor = super().__call__(hidden_ND, place_NK, weights_NK)
+                out: Tensor = super().__call__(hidden_ND, row_NK, weights_NK)
         else:
             out = self._execute(work, hidden_ND, ids_NK.to(torch.int64), weights_NK)
         return out
@@ -287,14 +287,11 @@ class ForerouteEP(AutoEP):
 
     def _compute_home(self, rows_RD: Tensor, local_R: Tensor) -> Tensor:
         """What the experts here make of rows, each of which goes to one of them, int64 [R]."""
-        if not len(rows_RD):  # autograd reaches the experts all the same, whose gradients FSDP2 waits for
+        is_empty = not len(rows_RD)
+        if is_empty:  # autograd reaches the experts all the same, whose gradients FSDP2 waits for
             rows_RD, local_R = rows_RD.sum(dim=0, keepdim=True), local_R.new_zeros(1)
-            return self._forward(rows_RD, local_R)[:0]
-        return self._forward(rows_RD, local_R)
-
-    def _forward(self, rows_RD: Tensor, local_R: Tensor) -> Tensor:
         out: Tensor = self.experts_forward(rows_RD, local_R.unsqueeze(-1), rows_RD.new_ones((len(rows_RD), 1)))
-        return out
+        return out[:0] if is_empty else out
 
     def _exchange(self, cell: str, rows: Tensor, send_G: list[int], receive_G: list[int]) -> Tensor:
         arrived: Tensor = ExchangeRows.apply(rows, send_G, receive_G, self.ep_mesh.get_group(), f"rows of {cell}")

@@ -228,6 +228,7 @@ class RoutedTransformer(RoutedModel):
 
         Raises:
             AttachError: as in `gather_counts`.
+            ReplayError: while a plan is executed.
         """
         self._executor.use(transfers)
 
@@ -251,8 +252,6 @@ class RoutedTransformer(RoutedModel):
             ReplayError: while a plan is executed.
             TransferError: when gradients are still there, ranks hold different state, or a rank does not answer.
         """
-        if self._of_trunk.execution is not None:
-            raise ReplayError("a plan is executed on this model; leave that execution before experts move")
         return self._executor.move_homes(home_LE, optimizer)
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
