@@ -413,8 +413,8 @@ def publications(rank, folder):
     """How often weights are taken up in executions of one step, and of none in particular."""
     s, found = SpreadStep(rank, folder), []
     s.routed.use(TransferOptions())
-    for step in (7, 7, None, None):
-        with s.execute(step=step) as execution, torch.no_grad():
+    for step, with_grad in ((7, False), (7, True), (7, False), (7, False), (None, False), (None, False)):
+        with s.execute(step=step) as execution, torch.set_grad_enabled(with_grad):
             for m in range(MICRO_STEPS):
                 s.log_probs(m)
         found.append([record.kind for record in execution.transfers].count("publish"))
@@ -422,8 +422,8 @@ def publications(rank, folder):
     return found
 
 
-def test_executions_of_one_step_take_up_weights_once(workers, folder_of):
-    assert workers(2).run(publications, folder_of()) == [[1, 0, 1, 1]] * 2
+def test_executions_of_one_step_take_up_weights_once_and_anew_behind_an_update(workers, folder_of):
+    assert workers(2).run(publications, folder_of()) == [[1, 0, 1, 0, 1, 1]] * 2
 
 
 def exchanges_told(rank, folder):
