@@ -421,6 +421,23 @@ def test_no_rank_asks_another_on_the_host_while_a_step_runs(workers, folder_of):
     assert workers(2).run(questions, folder_of()) == [(0, 1)] * 2
 
 
+def publications(rank, folder):
+    """How often weights are taken up in executions of one step, and of none in particular."""
+    s, found = SpreadStep(rank, folder), []
+    s.routed.use(TransferOptions())
+    for step, with_grad in ((7, False), (7, True), (7, False), (7, False), (None, False), (None, False)):
+        with s.execute(step=step) as execution, torch.set_grad_enabled(with_grad):
+            for m in range(MICRO_STEPS):
+                s.log_probs(m)
+        found.append([record.kind for record in execution.transfers].count("publish"))
+    s.routed.close()
+    return found
+
+
+def test_executions_of_one_step_take_up_weights_once_and_anew_behind_an_update(workers, folder_of):
+    assert workers(2).run(publications, folder_of()) == [[1, 0, 1, 0, 1, 1]] * 2
+
+
 def without_route(trace, which):
     """Without that of the second token of each sequence, on which others depend, or of the last, on which none does."""
     valid_N = trace.valid_N.copy()

@@ -65,7 +65,8 @@ class PlanExecution:
 
     Args:
         ranks: of this stage.
-        step: its number. Executions of one number run on the same weights, which are taken up once.
+        step: its number. Executions of one number run on the same weights, which are taken up once, and again behind
+            an update.
         plan: the same on all of them.
         counts_MLGE: integers [M, L, G, E], that the plan was made for.
         micro_batches: of this rank.
@@ -299,6 +300,8 @@ class PassCells:
         execution, cell = self.execution, self._cells[layer]
         assert isinstance(current.rows, ReplayRows), "it has these cells"
         stage: Stage = "update" if current.with_grad else "recompute"
+        if stage == "update":  # behind it an optimizer may write to weights, which fused ones do uncounted
+            execution._keeps_weights = False
         served, rows = execution.served[stage], None
         if execution._is_known_M[self._micro_step]:
             if not self._rows:  # uploaded once, for recomputation and backward too
