@@ -25,6 +25,8 @@ except ModuleNotFoundError as error:
 SMALL = 1 << 24
 """Bytes of an answer that has no routes."""
 MAX_ERROR_CHARS = 600
+KEPT_IDLE_S = 2.0
+"""Servers on uvicorn close a connection that was idle for 5 s, also while the next request is on its way there."""
 _HOST = re.compile(rb"([a-z0-9_-]{1,63}\.)*[a-z0-9_-]{1,63}\.?")
 _NAMES = {str: "text", int: "an integer", bool: "true or false", dict: "an object", list: "a list"}
 
@@ -182,7 +184,9 @@ class Client:
             verify=self._url.scheme == "https",
             uds=None if self._socket is None else str(self._socket),
             # the one clock is that of `_one`
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=self._at_once),
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=self._at_once, keepalive_expiry=KEPT_IDLE_S
+            ),
         )
         # what is compressed has no size that is known before it is unpacked
         headers = {"Accept-Encoding": "identity"}
