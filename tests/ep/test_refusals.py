@@ -18,7 +18,7 @@ from transformers.distributed import DistributedConfig
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf.expert_parallel import SITE, ForerouteEP
-from foreroute.adapters.hf.local_models import spread_over
+from foreroute.adapters.hf.spreading import spread_over
 from foreroute.ep.execution import CellWork
 from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.engine import TransferOptions

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from foreroute.adapters import hf
-from foreroute.adapters.hf import local_models
+from foreroute.adapters.hf import spreading
 from foreroute.capture import Generation
 from foreroute.train.chain import VOCABULARY, ChainTask
 from foreroute.train.experts import make_execution
@@ -90,8 +90,8 @@ def precise_policy(config, num_ranks=1):
     if num_ranks == 1:
         to_training(alone)
         return hf.attach(alone)
-    load = local_models.load_complete
-    with mock.patch.object(local_models, "load_complete", lambda *a, **b: load(*a, **{**b, "dtype": torch.float64})):
+    load = spreading.load_complete
+    with mock.patch.object(spreading, "load_complete", lambda *a, **b: load(*a, **{**b, "dtype": torch.float64})):
         policy = make_policy(config, task)
     set_weights(policy.model, alone.state_dict(), SimpleNamespace(size=num_ranks))
     for module in policy.model.modules():

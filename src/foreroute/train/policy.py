@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.state_dict import (
 from foreroute.adapters import hf
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.hf.batch_routes import TraceRows
-from foreroute.adapters.hf.local_models import build_spread, load_pretrained
+from foreroute.adapters.hf.local_models import load_pretrained
+from foreroute.adapters.hf.spreading import build_spread, spread_over
 from foreroute.engines.base import Engine
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import AttachError, ConfigError
@@ -81,7 +82,11 @@ def make_model(config: ModelConfig, task: Task, seed: int, *, num_ranks: int = 1
         if num_ranks > 1:
             return build_spread(family, num_ranks=num_ranks, experts_implementation=experts_implementation, **sizes)
         return hf.build_model(family, seed=seed, experts_implementation=experts_implementation, **sizes)
-    model = load_pretrained(Path(config.path), experts_implementation=experts_implementation, num_ranks=num_ranks)
+    model = load_pretrained(
+        Path(config.path),
+        experts_implementation=experts_implementation,
+        distributed_config=spread_over(num_ranks) if num_ranks > 1 else None,
+    )
     embeddings = model.get_input_embeddings().num_embeddings
     if task.vocabulary_size > embeddings:
         raise ConfigError(

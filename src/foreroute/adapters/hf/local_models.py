@@ -97,19 +97,21 @@ def _require_sizes_read(values: dict[str, Any], text: Any, path: Path) -> None:
             )
 
 
-def load_pretrained(folder: Path, *, experts_implementation: str, num_ranks: int = 1) -> Any:
+def load_pretrained(folder: Path, *, experts_implementation: str, distributed_config: Any = None) -> Any:
     """A causal language model with all its weights, in float32 on the CPU, to be trained.
 
     Args:
         folder: with config.json and safetensors.
         experts_implementation: "eager", "grouped_mm" or "batched_mm", where the family has a choice.
-        num_ranks: all ranks, over which it is spread if there are several, on their devices; all of them call this.
+        distributed_config: by which transformers spreads it over ranks, on their devices; all of them call this. None
+            for one process.
 
     Raises:
         ConfigError: when one of them is missing, transformers cannot load them, or they are not those of one another.
     """
     require_weights(folder)
-    spread = {"distributed_config": spread_over(num_ranks)} if num_ranks > 1 else {}
+    # older releases know no such argument
+    spread = {} if distributed_config is None else {"distributed_config": distributed_config}
     model = load_complete(transformers.AutoModelForCausalLM, folder, folder, dtype=torch.float32, **spread)
     # a family without a choice refuses to be given one
     with suppress(ValueError):
@@ -198,48 +200,6 @@ def build_model(family: str, *, seed: int, experts_implementation: str = "groupe
         raise
     except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"a {family} model cannot be made with these sizes: {error}") from error
-
-
-def build_spread(family: str, *, num_ranks: int, experts_implementation: str = "grouped_mm", **sizes: Any) -> Any:
-    """A model of `build_model` spread over all ranks, on their devices. A collective call.
-
-    No rank has ever all of it. Its weights, random numbers of each rank's own, are of no use but to look at it.
-
-    Raises:
-        ConfigError: as `build_model`, and for what transformers cannot spread.
-    """
-    with torch.device("meta"):
-        empty = build_model(family, seed=0, experts_implementation=experts_implementation, **sizes)
-    zeros = {name: torch.zeros((), dtype=each.dtype).expand(each.shape) for name, each in empty.state_dict().items()}
-    model = load_complete(
-        type(empty),
-        None,
-        f"a new {family} model",
-        config=empty.config,
-        state_dict=zeros,
-        dtype=torch.float32,
-        experts_implementation=experts_implementation,
-        distributed_config=spread_over(num_ranks),
-    )
-    generator = torch.Generator(model.device).manual_seed(torch.distributed.get_rank())
-    for parameter in model.parameters():
-        parameter.detach().to_local().normal_(std=0.02, generator=generator)
-    return model
-
-
-def spread_over(num_ranks: int) -> Any:
-    """The `distributed_config` by which transformers spreads a model over all ranks, and our experts with it.
-
-    Raises:
-        ConfigError: when transformers is older than its registry of expert parallelism.
-    """
-    from transformers import distributed
-
-    if "ep_implementation" not in distributed.DistributedConfig.__dataclass_fields__:
-        raise ConfigError(
-            f"transformers {transformers.__version__} has no registry of expert parallelism; install 5.23 or newer"
-        )
-    return distributed.DistributedConfig(fsdp_size=num_ranks, ep_size=num_ranks, ep_implementation="foreroute")
 
 
 def require_there(path: Path) -> None:

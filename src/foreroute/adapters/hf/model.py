@@ -164,8 +164,8 @@ class RoutedTransformer(RoutedModel):
                 of the step, which are counted by the packing of the plan.
             micro_batches: what sessions replay, the same objects, as in `gather_counts`.
             step: of the optimizer. Executions of one number, such as a recompute and the update after it, take up
-                weights once, and anew behind an update. By default each takes them up as they are, and gives up
-                what ranks lent each other when it is left.
+                weights once, and anew behind an update. By default each takes them up as they are, and
+                releases its replicas when it is left.
 
         Yields:
             The execution.

@@ -1,4 +1,4 @@
-"""A model that is made in memory, as transformers spreads it over ranks: for what measures, without a folder."""
+"""Models that transformers spreads over all ranks, with our implementation: how, and of those that are in no folder."""
 
 from __future__ import annotations
 
@@ -7,10 +7,54 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
 from foreroute.adapters.checkpoint import without_progress_bars
-from foreroute.adapters.hf.local_models import spread_over
+from foreroute.adapters.hf.local_models import build_model, load_complete
+from foreroute.errors import ConfigError
+
+
+def spread_over(num_ranks: int) -> Any:
+    """The `distributed_config` by which transformers spreads a model over all ranks, and our experts with it.
+
+    Raises:
+        ConfigError: when transformers is older than its registry of expert parallelism.
+    """
+    from transformers import distributed
+
+    if "ep_implementation" not in distributed.DistributedConfig.__dataclass_fields__:
+        raise ConfigError(
+            f"transformers {transformers.__version__} has no registry of expert parallelism; install 5.23 or newer"
+        )
+    return distributed.DistributedConfig(fsdp_size=num_ranks, ep_size=num_ranks, ep_implementation="foreroute")
+
+
+def build_spread(family: str, *, num_ranks: int, experts_implementation: str = "grouped_mm", **sizes: Any) -> Any:
+    """A model of `build_model` spread over all ranks, on their devices. A collective call.
+
+    No rank has ever all of it. Its weights, random numbers of each rank's own, are of no use but to look at it.
+
+    Raises:
+        ConfigError: as `build_model`, and for what transformers cannot spread.
+    """
+    with torch.device("meta"):
+        empty = build_model(family, seed=0, experts_implementation=experts_implementation, **sizes)
+    zeros = {name: torch.zeros((), dtype=each.dtype).expand(each.shape) for name, each in empty.state_dict().items()}
+    model = load_complete(
+        type(empty),
+        None,
+        f"a new {family} model",
+        config=empty.config,
+        state_dict=zeros,
+        dtype=torch.float32,
+        experts_implementation=experts_implementation,
+        distributed_config=spread_over(num_ranks),
+    )
+    generator = torch.Generator(model.device).manual_seed(dist.get_rank())
+    for parameter in model.parameters():
+        parameter.detach().to_local().normal_(std=0.02, generator=generator)
+    return model
 
 
 def spread(whole: Any, device: torch.device, implementation: str = "foreroute") -> Any:
