@@ -8,6 +8,7 @@ import torch
 
 from foreroute.errors import ReplayError
 from foreroute.mismatch import margin_histogram
+from foreroute.replay import ReplayCounts
 from tests.replay.session_subject import batch_of, foreign, refuses
 
 BATCH = batch_of()
@@ -30,14 +31,30 @@ def check_telemetry_is_what_a_recount_finds_and_counts_are_of_the_selection_that
         for absent, counts in (([], "native"), (GAPS, "native"), ([], "replayed")):
             trace = foreign(on.routed.spec, BATCH, absent=absent)
             options = {"missing": "native", "telemetry": True, "counts": counts}
-            with on.scores() as scores, on.routed.replay(trace, **options) as session:
+            seen = ReplayCounts()
+            with on.scores() as scores, on.routed.listening(seen), on.routed.replay(trace, **options) as session:
                 on.run(BATCH)
             layers = recount([scores_BTE[BATCH.real_BT][trace.valid_N].numpy() for scores_BTE in scores], trace)
             require_agreement(session.agreement(), trace, layers, by_logits=on.selects_by_logits)
+            require_counts(seen, trace, layers)
             if not absent:
                 picked = [own if counts == "native" else ids for _, own, ids in layers]
                 expected = [np.bincount(each.reshape(-1), minlength=trace.spec.num_experts) for each in picked]
                 assert np.array_equal(session.expert_counts_LE(), expected), counts
+
+
+def require_counts(seen, trace, layers):
+    differing = sum(set(a) != set(b) for _, own, ids in layers for a, b in zip(own, ids, strict=True))
+    rows = int(trace.valid_N.sum())
+    expected = {"rows": rows, "cells": rows * len(layers), "native_differing_cells": differing}
+    assert (
+        dict(zip(seen.NAMES, seen.sums.tolist(), strict=True))
+        == {
+            "differing_rows": 0,
+            "differing_cells": 0,
+        }
+        | expected
+    )
 
 
 def require_agreement(seen, trace, layers, *, by_logits=False):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from foreroute.replay.rows import Policy, ReplayRows, TraceOnDevice
     from foreroute.replay.sampling_masks import masked_logprobs, masked_logprobs_of_logits
     from foreroute.replay.session import PassRoutes, ReplaySession, RoutedModel, Routes
-    from foreroute.replay.telemetry import Telemetry
+    from foreroute.replay.telemetry import ReplayCounts, Telemetry
 
 __all__ = [
     "ForwardRows",
@@ -22,6 +22,7 @@ __all__ = [
     "Policy",
     "RecordedPass",
     "Recording",
+    "ReplayCounts",
     "ReplayRows",
     "ReplaySession",
     "RoutedModel",
@@ -32,7 +33,7 @@ __all__ = [
     "masked_logprobs_of_logits",
 ]
 
-_FILE_OF = {"IndexerPass": "indexers", "Telemetry": "telemetry"}
+_FILE_OF = {"IndexerPass": "indexers", "ReplayCounts": "telemetry", "Telemetry": "telemetry"}
 _FILE_OF |= dict.fromkeys(("ForwardRows", "RecordedPass", "Recording"), "recording")
 _FILE_OF |= dict.fromkeys(("PassRoutes", "ReplaySession", "RoutedModel", "Routes"), "session")
 _FILE_OF |= dict.fromkeys(("masked_logprobs", "masked_logprobs_of_logits"), "sampling_masks")

@@ -134,7 +134,7 @@ class RoutedModel(ABC):
             weights=bool(gate_weights),
             indexers=bool(indexers),
         )
-        with self._listening(recording):
+        with self.listening(recording):
             yield recording
 
     @contextmanager
@@ -204,7 +204,7 @@ class RoutedModel(ABC):
             require_version(found.versions, weight_version, "what is to be replayed")
         session = ReplaySession(found, policy, self._chunk_specs)
         counting = self._counting() if counts == "replayed" else nullcontext()
-        with self._listening(session), self.replaying_now(lambda: session), counting:
+        with self.listening(session), self.replaying_now(lambda: session), counting:
             yield session
         session.checks.wait()
         session.require_replayed()
@@ -225,7 +225,8 @@ class RoutedModel(ABC):
         return nullcontext()
 
     @contextmanager
-    def _listening(self, listener: Listener) -> Iterator[None]:
+    def listening(self, listener: Listener) -> Iterator[None]:
+        """Let a listener know of every pass of the model while the context is open, beside sessions or without one."""
         with ExitStack() as stack:
             for hooks in self._hooks:
                 stack.enter_context(hooks.listening(listener))

@@ -1,16 +1,49 @@
-"""What routers do by themselves beside what is replayed: sums over passes, on the device until asked for."""
+"""What routers do natively beside what is replayed: sums over passes, on the device until somebody reads them."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.core.passes import Pass, is_in
+from foreroute.core.passes import Listener, Pass, is_in
 from foreroute.mismatch import LOG10_EDGES, LiveAgreement
 from foreroute.replay.rows import ReplayRows, to_device
 from foreroute.trace import RoutingSpec
+
+
+class ReplayCounts(Listener):
+    """Counts what passes replayed, on the device: nothing here waits. Open it beside a replay by `model.listening`.
+
+    Rows are those that were replayed, padding left out; a cell is a row in one layer.
+
+    Attributes:
+        sums: int64 [5] on the device, one for each of `NAMES`; None before the first replayed pass.
+    """
+
+    NAMES = ("rows", "differing_rows", "cells", "differing_cells", "native_differing_cells")
+    """`differing`: computed by other experts than the replayed ones. `native_differing`: the router would have picked
+    other experts."""
+
+    def __init__(self) -> None:
+        self.sums: Tensor | None = None
+
+    def end(self, chunk: int, args: Any, current: Pass | None) -> None:
+        """Add a pass that replayed rows."""
+        if current is None or not isinstance(current.rows, ReplayRows):
+            return
+        rows = current.rows
+        replayed_R = rows.routed_R & rows.real_R
+        differs_LR = ~is_in(current.executed_LRK, rows.ids_LRK).all(-1) & replayed_R
+        native_differs_LR = ~is_in(current.own_LRK, rows.ids_LRK).all(-1) & replayed_R
+        num_rows = replayed_R.sum()
+        added = torch.stack(
+            [num_rows, differs_LR.any(0).sum(), num_rows * len(differs_LR), differs_LR.sum(), native_differs_LR.sum()]
+        )
+        self.sums = added if self.sums is None else self.sums + added
 
 
 class Telemetry:
