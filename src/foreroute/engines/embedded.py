@@ -47,7 +47,6 @@ class EmbeddedEngine:
         weights: of the policy, where transformers has spread its own over ranks: `routed.gather_weights()`.
         precision: "float32", "bfloat16", or "fp8" (bfloat16 arithmetic on weights that went through E4M3 and back, with
             one scale per output channel). What `from_pretrained` of transformers keeps in float32 stays so.
-        gate_weights: whether traces have gate weights.
         indexers: whether traces have the choices of sparse-attention indexers, which the model must have.
 
     Attributes:
@@ -63,12 +62,11 @@ class EmbeddedEngine:
         model: nn.Module,
         precision: Precision = "bfloat16",
         *,
-        gate_weights: bool = False,
         indexers: bool = False,
         weights: Weights | None = None,
     ) -> None:
         self._precision = precision
-        self._recorded = {"gate_weights": gate_weights, "indexers": indexers}
+        self._indexers = indexers
         loaded = _loaded(model, torch.float32 if precision == "float32" else torch.bfloat16)
         if getattr(model.config, "distributed_config", None) is None:
             dtypes = {name: tensor.dtype for name, tensor in _tensors(loaded)}
@@ -148,7 +146,7 @@ class EmbeddedEngine:
         """Nothing: this engine is only memory."""
 
     def _recording(self) -> AbstractContextManager[Recording]:
-        return self._routed.record(weight_version=self.weight_version, **self._recorded)
+        return self._routed.record(weight_version=self.weight_version, indexers=self._indexers)
 
     def _decode(self, prompts_PT: Tensor, sampling: Sampling, generator: torch.Generator) -> Generation:
         group_size, end_token = sampling.group_size, sampling.end_token

@@ -133,8 +133,7 @@ def make_engine(run: TrainConfig, policy: hf.RoutedTransformer) -> Engine:
             policy.model,
             config.precision,
             weights=policy.gather_weights(),
-            gate_weights=run.rl.routing == "R3+weights",
-            indexers=policy.indexers is not None and run.rl.routing in ("R3", "R3+weights"),
+            indexers=policy.indexers is not None and run.rl.routing == "R3",
         )
     from foreroute.engines import sglang, vllm
 

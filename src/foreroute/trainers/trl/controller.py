@@ -211,11 +211,6 @@ class TrainerPassController:
         if self._replay == "R3":
             require_masks(self._trainer, trace)
             require_lengths(env_masks, completions)
-        if trace.gate_weights_NLK is not None:
-            raise ConfigError(
-                "the rollout has gate weights, and replay under TRL leaves them live; take them off with "
-                'trace.without_streams("gate_weights")'
-            )
         return trace, np.array(prompt_lengths), logprobs, env_masks
 
     @property
