@@ -103,7 +103,7 @@ class Bench:
         return Topology(num_ranks, num_ranks, self.slots, LINKS)
 
     @property
-    def homes(self) -> dict[int, Home]:
+    def homes(self) -> Mapping[int, Home]:
         """The experts of this rank, by layer, as replicas are fetched from them."""
         assert self.routed.spread is not None, "it was loaded so"
         return self.routed.spread.load()

@@ -81,6 +81,8 @@ class OnlineExecution(PlanExecution):
         super().__init__(step, spread._group, group.rank, [range(num_layers)], homes, engine, lambda: None)
         self._planner = rival.planner(home_LE, topology, rival.sharing)
         self._known: dict[Cell, CellRows] = {}
+        assert engine is not None, "there are layers"
+        self._paths = engine.paths
 
     def begin_pass(self, chunk: int, routes: object) -> PassCells:
         """See `PlanExecution`."""
@@ -96,7 +98,7 @@ class OnlineExecution(PlanExecution):
                 plan,
                 counts_GE,
                 self._rank,
-                host_ranks=self.plan.topology.ranks_per_node if self.engine.paths == "host" else 1,
+                host_ranks=self.plan.topology.ranks_per_node if self._paths == "host" else 1,
                 what=str(cell),
             )
             self._enter(cell, plan, schedule)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 
-from foreroute.ep.agreement import RankConsensus, share_plan
+from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.execution import AgreedStep, Executing, MicroBatch, PassPlan, PlanExecution
 from foreroute.ep.owners import join_plans, owners_at
 from foreroute.ep.plan_checks import (
@@ -36,6 +36,7 @@ from foreroute.errors import CountsError, PlanError, ReplayError
 from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import Executor, warn_of_lacks
 from foreroute.plan.options import STAGE_NAMES
+from foreroute.plan.plan_file import plan_from_bytes, plan_to_bytes
 from foreroute.plan.schedule import ExecutionSchedule
 from foreroute.trace import RoutingTrace
 
@@ -71,6 +72,7 @@ class ExpertParallelModel(ABC):
 
     executor: ClassVar[Executor]
     gathers_late: ClassVar[bool] = False  # the weights of a layer may be stale until its first cell of a step runs
+    versions_of: Callable[[int], tuple[int, ...]] | None = None  # how often a layer was written to, unless memory tells
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class ExpertParallelModel(ABC):
         self._step = 0
 
     @abstractmethod
-    def load(self) -> dict[int, Home]:
+    def load(self) -> Mapping[int, Home]:
         """Return the memory of this rank's experts that the optimizer updates, by layer and name, as it is now."""
 
     @abstractmethod
@@ -106,11 +108,6 @@ class ExpertParallelModel(ABC):
     def layers_in_place(self) -> AbstractContextManager[None]:
         """Have the layers of this rank run by the plan while the context is open, where they do not look for one."""
         return nullcontext()
-
-    @property
-    def versions_of(self) -> Callable[[int], tuple[int, ...]] | None:
-        """A function that returns how often the weights of a layer were written to; None where their memory counts."""
-        return None
 
     def make_everyone(self) -> RankConsensus | None:
         """Make the group of all ranks that end alike; None where they are those of the expert-parallel group."""
@@ -239,7 +236,13 @@ class ExpertParallelModel(ABC):
             PlanError: on the other ranks, when the first cannot make it; there, its own error.
             TransferError: when a rank does not answer, such as one that died while it planned.
         """
-        return share_plan(self.groups.consensus, self.groups.everyone, make)
+        group, what, content = self.groups.consensus, "waiting for the plan of the first rank", b""
+        with self.groups.everyone.agree(what, PlanError):
+            if group.rank == 0:
+                plan = make()
+                content = plan_to_bytes(plan)
+        content = group.from_first(content, what)
+        return plan if group.rank == 0 else plan_from_bytes(content)
 
     def use(self, transfers: TransferOptions) -> None:
         """Have weights of replicas travel so from the next execution on; by default from peer to peer, a cell ahead.

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
 from foreroute.adapters.hf.batch_routes import TraceRows
 from foreroute.ep import ExpertParallelModel
 from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.execution import ExecutingHooks, MicroBatch
 from foreroute.ep.transfer.home_moves import agree_on_homes, move_homes
-from foreroute.ep.transfer.replica_weights import Home
 from foreroute.errors import AttachError, PlacementError, PlanError
 from foreroute.layout.rank_rows import block_homes
 from foreroute.plan import StepPlan
@@ -53,18 +53,14 @@ class SpreadExperts(ExpertParallelModel):
         block_home_LE = np.tile(block_homes(num_experts, num_ranks).astype(np.int16), (len(layers), 1))
         super().__init__(group, block_home_LE, [range(len(layers))], owner_AG if num_groups > 1 else None)
         self.layers = list(layers)
+        self.versions_of = lambda layer: self.layers[layer].versions  # the memory of a DTensor counts no writes
         self._guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
-    def load(self) -> dict[int, Home]:
+    def load(self) -> dict[int, Mapping[str, Tensor]]:
         """See `ExpertParallelModel`."""
         for layer in self.layers:
             layer.begin()
         return {layer.number: layer.owned for layer in self.layers}
-
-    @property
-    def versions_of(self) -> Callable[[int], tuple[int, ...]]:
-        """See `ExpertParallelModel`. The memory of a DTensor does not count who writes to it."""
-        return lambda layer: self.layers[layer].versions
 
     def make_everyone(self) -> RankConsensus | None:
         """See `ExpertParallelModel`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -38,10 +38,11 @@ class PlannedExperts(ExpertParallelModel):
     gathers_late = True  # with overlap_param_gather, Megatron gathers the weights of a layer as it runs
 
     def __init__(self, spec: RoutingSpec, chunks: Sequence[ChunkHooks], ep_size: int) -> None:
-        self._groups: Any = chunks[0].trunk.pg_collection
+        trunk: Any = chunks[0].trunk
+        self._groups = trunk.pg_collection
         self._sites = [(spec.layers.index(site.layer), site, chunk) for chunk in chunks for site in chunk.sites]
         self._homes = HomePlacement(spec, [site for _, site, _ in self._sites], ep_size, self._groups)
-        ep_group = self._sites[0][1].block.ep_group if self._sites else self._groups.ep
+        ep_group: Any = self._sites[0][1].block.ep_group if self._sites else self._groups.ep
         of_chunks = [[spec.layers.index(layer) for layer in chunk.layers] for chunk in chunks]
         super().__init__(ep_group, self._homes.block_home_LE, of_chunks)
         self._of_job: RankConsensus | None = None
@@ -61,13 +62,13 @@ class PlannedExperts(ExpertParallelModel):
             if reason := objection_to_layer(site):
                 raise PlacementError(f"the layer of {site.path} cannot execute a plan: {reason}")
 
-    def load(self) -> dict[int, Home]:
+    def load(self) -> Mapping[int, Home]:
         """See `ExpertParallelModel`."""
         homes = {number: home_parameters(site) for number, site, _ in self._sites}
         self._layers_in_execution = [
             PlannedLayer(site, number, homes, self._group, chunk.passes) for number, site, chunk in self._sites
         ]
-        return dict(homes)
+        return homes
 
     @contextmanager
     def layers_in_place(self) -> Iterator[None]:
