@@ -26,7 +26,7 @@ from foreroute.ep.agreement import (
     objection_to_number,
     objection_to_plan,
 )
-from foreroute.ep.dispatch import CellRows, gather_counts, rows_on
+from foreroute.ep.dispatch import CellRows, gather_counts, upload_rows
 from foreroute.ep.execution_ranks import ExecutionRanks, MicroBatch
 from foreroute.ep.transfer.engine import TransferEngine, TransferRecord
 from foreroute.ep.transfer.replica_weights import Cell, Home
@@ -233,7 +233,7 @@ class PlanExecution:
         if self._micro_batches[cell.micro_step].is_shared:
             plan = plan.within(counts_GE)
         found = CellSchedule.of(plan, counts_GE, self._ranks.consensus.rank, what=str(cell))
-        (rows,) = rows_on(counts_E.device, [found])
+        (rows,) = upload_rows(counts_E.device, [found])
         return rows
 
     def _note(self, cell: Cell, num_rows: int, counts_E: Tensor) -> None:
@@ -306,7 +306,7 @@ class PassCells:
         if execution._is_known_M[self._micro_step]:
             if not self._rows:  # uploaded once, for recomputation and backward too
                 found = [served.schedule.cell(self._micro_step, each) for each in self._layers]
-                self._rows = dict(zip(self._layers, rows_on(current.rows.ids_LRK.device, found), strict=True))
+                self._rows = dict(zip(self._layers, upload_rows(current.rows.ids_LRK.device, found), strict=True))
             rows = self._rows[layer]
         engine, name = execution._begin_transfers(stage), self._names[layer]
         return CellWork(cell, name, stage, rows, engine, self, current.rows, is_again)

@@ -17,7 +17,7 @@ from foreroute.adapters.megatron.plan_execution.execution import (
     require_layers,
     whole_counts,
 )
-from foreroute.adapters.megatron.plan_execution.experts import home_parameters
+from foreroute.adapters.megatron.plan_execution.experts import RunReplicas, home_parameters, replica_runner
 from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer
 from foreroute.adapters.megatron.route_shard import RouteShard
 from foreroute.ep.execution import PlanExecution
@@ -61,6 +61,8 @@ class PlannedModel(RoutedModel):
         self._transfers = TransferOptions(paths="direct")
         self.execution: PlanExecution | None = None
         self._num_executions = 0
+        # by decoder layer, as they keep modules of Transformer Engine from one execution to the next
+        self._replica_runners: dict[int, RunReplicas] = {}
 
     def gather_counts(self, micro_batches: Sequence[RouteShard]) -> NDArray[np.int32]:
         """Count the routes of all ranks of this expert-parallel group, as `plan` and `execute` take them.
@@ -118,8 +120,18 @@ class PlannedModel(RoutedModel):
         step, ranks, number_of = self._num_executions, self._execution_ranks(), self.spec.layers.index
         require_layers(ranks, self._sites)
         homes = {number_of(site.layer): home_parameters(site) for site in self._sites}
+        for site in self._sites:
+            if site.layer not in self._replica_runners:
+                self._replica_runners[site.layer] = replica_runner(site.block.experts)
         layers = [
-            PlannedLayer(site, number_of(site.layer), homes, ranks.group, chunk.passes)
+            PlannedLayer(
+                site,
+                number_of(site.layer),
+                homes[number_of(site.layer)],
+                self._replica_runners[site.layer],
+                ranks.group,
+                chunk.passes,
+            )
             for chunk in self.chunks
             for site in chunk.sites
         ]
