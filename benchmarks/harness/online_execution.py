@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.harness.execution_bench import Bench
 from benchmarks.harness.online_plans import Rival
 from foreroute.core.passes import Pass
-from foreroute.ep.dispatch import CellRows, gather_counts, rows_on
+from foreroute.ep.dispatch import CellRows, gather_counts, upload_rows
 from foreroute.ep.execution import AgreedStep, CellWork, MicroBatch, PassCells, PassPlan, PlanExecution
 from foreroute.ep.transfer.replica_weights import Cell
 from foreroute.plan import CellPlan, StepPlan, Topology
@@ -102,7 +102,7 @@ class OnlineExecution(PlanExecution):
                 what=str(cell),
             )
             self._enter(cell, plan, schedule)
-            (self._known[cell],) = rows_on(counts_E.device, [schedule])
+            (self._known[cell],) = upload_rows(counts_E.device, [schedule])
         return self._known[cell]
 
     def _enter(self, cell: Cell, plan: CellPlan, schedule: CellSchedule) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from foreroute.core.hooks import ModelHooks
 from foreroute.core.passes import Pass, PassStack
 from foreroute.core.recompute import bind
-from foreroute.ep.dispatch import CellRows, gather_counts, rows_on
+from foreroute.ep.dispatch import CellRows, gather_counts, upload_rows
 from foreroute.ep.plan_checks import objection_to_number
 from foreroute.ep.transfer.engine import TransferEngine, TransferRecord
 from foreroute.ep.transfer.replica_weights import Cell, Home
@@ -179,7 +179,7 @@ class PlanExecution:
         if self.step.micro_batches[cell.micro_step].is_shared:
             plan = plan.within(counts_GE)
         found = CellSchedule.of(plan, counts_GE, self._rank, what=str(cell))
-        (rows,) = rows_on(counts_E.device, [found])
+        (rows,) = upload_rows(counts_E.device, [found])
         return rows
 
     def _record_run(self, cell: Cell, num_rows: int, counts_E: Tensor) -> None:
@@ -213,7 +213,7 @@ class PassCells:
         if execution.step.is_known_M[self._micro_step]:
             if not self._rows:  # uploaded once, for recomputation and backward too
                 found = [hosted.schedule.cell(self._micro_step, each) for each in self._layers]
-                self._rows = dict(zip(self._layers, rows_on(current.rows.ids_LRK.device, found), strict=True))
+                self._rows = dict(zip(self._layers, upload_rows(current.rows.ids_LRK.device, found), strict=True))
             rows = self._rows[layer]
         engine, what = execution.begin_transfers(name), self._names[layer]
         return CellWork(cell, what, name, rows, engine, self, current.rows, is_recompute)

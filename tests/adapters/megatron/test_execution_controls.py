@@ -90,7 +90,7 @@ def test_an_uploaded_index_of_another_micro_step():
         own = work(self, layer, current, is_recompute=is_recompute)
         other = PassCells(self.execution, self._micro_step - 1, self._layers, self._micro_batch)
         before = work(other, layer, current, is_recompute=is_recompute)
-        return replace(own, rows=own.rows._replace(taken_R=before.rows.taken_R))
+        return replace(own, rows=own.rows._replace(send_permutation=before.rows.send_permutation))
 
     require_seen(TWO, what="losses", other=mock.patch.object(PassCells, "work", of_another))
 

@@ -227,11 +227,11 @@ class ForerouteEP(AutoEP):
         if work.moves is not None:
             replicas = StackedReplicas(work.cell, work.engine, home, self.owned, terms)
             passed_on = dict(zip(home, replicas.register(), strict=True))
-        order_A = ids_A.argsort().index_select(0, rows.taken_R)
+        order_A = ids_A.argsort().index_select(0, rows.send_permutation)
         arrived = self._exchange(work.name, hidden_RD[order_A // num_picks], rows.send_G, rows.receive_G)
         if replicas is None:
             with self._computing_with(home, terms) if terms else nullcontext():
-                computed = self._compute_home(arrived, rows.group_R.index_select(0, rows.returned_R))
+                computed = self._compute_home(arrived, rows.group_of_row.index_select(0, rows.return_permutation))
         else:
             replicas.fetch()
             computed = self._compute_beside(replicas, passed_on, arrived, rows)
@@ -246,10 +246,10 @@ class ForerouteEP(AutoEP):
         sizes = [sum(rows.home.sizes), sum(rows.replicas.sizes)]
         if sum(sizes) > len(arrived):  # an empty part is given one row of zeros
             arrived = torch.cat([arrived, arrived.new_zeros((1, arrived.shape[1]))])
-        at_home, at_replicas = arrived.index_select(0, rows.grouped_R).split(sizes)
+        at_home, at_replicas = arrived.index_select(0, rows.expert_permutation).split(sizes)
         with self._computing_with(passed_on, replicas.terms):
-            out = self._compute_home(at_home, rows.group_R[: sizes[0]])
-        return replicas.compute(out, self.experts, at_replicas, rows.replicas).index_select(0, rows.returned_R)
+            out = self._compute_home(at_home, rows.group_of_row[: sizes[0]])
+        return replicas.compute(out, self.experts, at_replicas, rows.replicas).index_select(0, rows.return_permutation)
 
     def _adapters(self) -> Iterator[tuple[LowRankTerm, dict[str, Any]]]:
         """What each adapter adds now, 0 times where it is off, and its factors A and B by name."""

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.adapters.megatron.expert_placement.placement import HomePlacement
 from foreroute.adapters.megatron.hooks import ChunkHooks
-from foreroute.adapters.megatron.plan_execution.experts import home_parameters
+from foreroute.adapters.megatron.plan_execution.experts import RunReplicas, home_parameters, replica_runner
 from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer, objection_to_layer
 from foreroute.adapters.megatron.route_shard import RouteShard
 from foreroute.ep import ExpertParallelModel
@@ -47,6 +47,8 @@ class PlannedExperts(ExpertParallelModel):
         super().__init__(ep_group, self._homes.block_home_LE, of_chunks)
         self._of_job: RankConsensus | None = None
         self._layers_in_execution: list[PlannedLayer] = []
+        # by position in the model; they keep modules of Transformer Engine from one execution to the next
+        self._replica_runners: dict[int, RunReplicas] = {}
 
     def make_everyone(self) -> RankConsensus | None:
         """See `ExpertParallelModel`. The ranks of all pipeline stages that run the same micro-batches."""
@@ -65,8 +67,12 @@ class PlannedExperts(ExpertParallelModel):
     def load(self) -> Mapping[int, Home]:
         """See `ExpertParallelModel`."""
         homes = {number: home_parameters(site) for number, site, _ in self._sites}
+        for number, site, _ in self._sites:
+            if number not in self._replica_runners:
+                self._replica_runners[number] = replica_runner(site.block.experts)
         self._layers_in_execution = [
-            PlannedLayer(site, number, homes, self._group, chunk.passes) for number, site, chunk in self._sites
+            PlannedLayer(site, number, homes[number], self._replica_runners[number], self._group, chunk.passes)
+            for number, site, chunk in self._sites
         ]
         return homes
 
