@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -46,7 +47,8 @@ class MicroBatch:
     is_shared: bool = False  # rows that the plan does not know shift the part that each rank sends of a shared batch
 
 
-class PassPlan(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class PassPlan:
     """What is executed in the recompute or in the update."""
 
     plan: StepPlan  # of the step, or its homes alone
@@ -55,7 +57,7 @@ class PassPlan(NamedTuple):
     weights: ExecutionSchedule  # of `joined`, by which weights travel
     num_replicas_ML: NDArray[np.int64]  # of `joined`
 
-    @property
+    @cached_property
     def is_at_home(self) -> bool:
         """Whether no rank has a replica."""
         return not self.num_replicas_ML.any()
@@ -166,12 +168,6 @@ class PlanExecution:
                     "were planned and replayed, so rows were sent to the wrong ranks"
                 )
 
-    def _moves(self, cell: Cell, name: Stage) -> CellSchedule | None:
-        """Return the moves of weights in a cell on this rank; None where no rank has a replica."""
-        hosted = self.hosted[name]
-        has_replicas = hosted.num_replicas_ML[cell.micro_step, cell.layer]
-        return hosted.weights.cell(cell.micro_step, cell.layer) if has_replicas else None
-
     def _exchange_counts(self, cell: Cell, name: Stage, counts_E: Tensor) -> CellRows:
         """Return the rows of a cell in which some rank has rows without a route, which the plan has not counted."""
         counts_GE = gather_counts(self._group, counts_E, str(cell))
@@ -181,11 +177,6 @@ class PlanExecution:
         found = CellSchedule.of(plan, counts_GE, self._rank, what=str(cell))
         (rows,) = upload_rows(counts_E.device, [found])
         return rows
-
-    def _record_run(self, cell: Cell, num_rows: int, counts_E: Tensor) -> None:
-        """Keep how many rows experts of this rank compute in a cell, and the assignments [E] that its router made."""
-        self.executed_ML[cell.micro_step, cell.layer] += num_rows
-        self._ran[cell] = counts_E
 
 
 class PassCells:
@@ -199,8 +190,7 @@ class PassCells:
         self._cells = {layer: Cell(execution.step.number, micro_step, layer) for layer in layers}
         self._names = {layer: str(cell) for layer, cell in self._cells.items()}
         self._rows: dict[int, CellRows] = {}
-        self._sent: Tensor | None = None
-        self._has_sent = False
+        self._sent: tuple[Tensor | None] | None = None  # what `CellWork.sent` returns, the same in all layers
 
     def work(self, layer: int, current: Pass, *, is_recompute: bool) -> CellWork:
         """Return what a layer is to do in the pass that these cells belong to, or in its recomputation."""
@@ -217,29 +207,6 @@ class PassCells:
             rows = self._rows[layer]
         engine, what = execution.begin_transfers(name), self._names[layer]
         return CellWork(cell, what, name, rows, engine, self, current.rows, is_recompute)
-
-    def sent(self, rows: ReplayRows) -> Tensor | None:
-        """Return int64, which of the R rows experts compute, ascending; None for all.
-
-        Not those of padding, nor of a row without a route that no other row depends on: it gets zeros from the routed
-        experts, and costs nothing.
-        """
-        if not self._has_sent:
-            self._sent, self._has_sent = self._find_sent(rows), True
-        return self._sent
-
-    def _find_sent(self, rows: ReplayRows) -> Tensor | None:
-        num_rows, device, num_routed = len(rows.real_R), rows.real_R.device, self._micro_batch.num_routed
-        is_known = self.execution.step.is_known_M[self._micro_step]
-        if is_known and num_routed == num_rows:
-            return None
-        if is_known:
-            # row n is the first at which n + 1 have been counted: of a size that the host knows, so that nobody waits.
-            # A batch of other rows, which is refused when the step ends, has fewer, and they lie behind the last row.
-            count_R = (rows.real_R & rows.routed_R).cumsum(0)
-            sent_R = torch.searchsorted(count_R, torch.arange(1, num_routed + 1, device=device))
-            return sent_R.clamp(max=num_rows - 1)
-        return rows.real_R.nonzero()[:, 0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,11 +225,32 @@ class CellWork:
     @property
     def moves(self) -> CellSchedule | None:
         """The moves of weights on this rank; None where no rank has a replica."""
-        return self.cells.execution._moves(self.cell, self.pass_name)
+        cell, hosted = self.cell, self.cells.execution.hosted[self.pass_name]
+        has_replicas = hosted.num_replicas_ML[cell.micro_step, cell.layer]
+        return hosted.weights.cell(cell.micro_step, cell.layer) if has_replicas else None
 
     def sent(self) -> Tensor | None:
-        """Return which rows experts compute. See `PassCells`."""
-        return self.cells.sent(self.routes)
+        """Return int64, which of the R rows experts compute, ascending; None for all.
+
+        Not those of padding, nor of a row without a route that no other row depends on: it gets zeros from the routed
+        experts, and costs nothing.
+        """
+        if self.cells._sent is None:
+            self.cells._sent = (self._find_sent(),)
+        return self.cells._sent[0]
+
+    def _find_sent(self) -> Tensor | None:
+        cells, real_R = self.cells, self.routes.real_R
+        if not cells.execution.step.is_known_M[self.cell.micro_step]:
+            return real_R.nonzero()[:, 0]
+        num_routed = cells._micro_batch.num_routed
+        if num_routed == len(real_R):
+            return None
+        # row n is the first at which n + 1 have been counted: of a size that the host knows, so that nobody waits. A
+        # batch of other rows, which is refused when the step ends, has fewer, and they lie behind the last row.
+        count_R = (real_R & self.routes.routed_R).cumsum(0)
+        sent_R = torch.searchsorted(count_R, torch.arange(1, num_routed + 1, device=real_R.device))
+        return sent_R.clamp(max=len(real_R) - 1)
 
     def begin(self, counts_E: Tensor) -> CellRows:
         """Return the rows of the cell, which begins to run, given the assignments of its router, integers [E]."""
@@ -270,7 +258,8 @@ class CellWork:
         if rows is None:
             rows = execution._exchange_counts(self.cell, self.pass_name, counts_E)
         if not self.is_recompute:
-            execution._record_run(self.cell, sum(rows.receive_G), counts_E)
+            execution.executed_ML[self.cell.micro_step, self.cell.layer] += sum(rows.receive_G)
+            execution._ran[self.cell] = counts_E
         return rows
 
 

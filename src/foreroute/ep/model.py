@@ -55,18 +55,21 @@ class RankGroups(NamedTuple):
 class ExpertParallelModel(ABC):
     """The experts of a model, on ranks that execute plans. A framework derives from it and says what is abstract here.
 
-    Every rank runs the model on rows of its own. Outside of `execute` the framework moves rows.
+    Models hold it, and have its methods. Every rank runs the model on rows of its own; outside of `execute` the
+    framework moves rows. Methods are collective calls of the expert-parallel group, of its pipeline stages, and of the
+    groups that hold the same experts, but for `use`, `close` and the homes. What is wrong on one rank is raised on
+    every rank alike, and `TransferError` when a rank does not answer. On Hugging Face each raises `AttachError` when
+    the model was not loaded with `ep_implementation="foreroute"`.
 
     Args:
         group: the expert-parallel ranks, G.
-        block_home_LE: int16 [L, E], the homes that the framework gives experts.
+        block_home_LE: int16 [L, E], the homes that the framework gives experts when it builds, saves and loads them.
         chunks: the positions in the model of the routed layers that each chunk of this rank runs in one pass.
         owner_AG: int64 [A, G], global ranks, ascending. All A groups hold the same experts, and together each expert
             once; `group` is one of them. By default it holds all of them.
 
     Attributes:
         home_LE: int16 [L, E], the rank of the group that every expert lives on now.
-        block_home_LE: the same.
         active: whose `execution` is the plan that is executed now, since one was executed first.
     """
 
@@ -116,11 +119,9 @@ class ExpertParallelModel(ABC):
     def gather_counts(self, find_batches: Callable[[], list[MicroBatch]]) -> NDArray[np.int32]:
         """Count the routes of all expert-parallel ranks, as `plan` and `execute` take them.
 
-        A collective call on every rank of the group, of its pipeline stages, and of groups that hold the same experts.
-
         Args:
             find_batches: returns the micro-batches of this rank, in the order in which they will run. Models are given
-                what this is made of: traces, or what `rows` or `shard` of the model made of them. A rank without
+                what these are made of: traces, or what `rows` or `shard` of the model made of them. A rank without
                 sequences in a micro-step has `trace.select([])` there.
 
         Returns:
@@ -128,10 +129,8 @@ class ExpertParallelModel(ABC):
                 route are not counted; padding that is spread is.
 
         Raises:
-            AttachError: when the experts of the model are not spread over ranks.
-            TraceError: on every rank alike, when one hands in what is no micro-batch of the model.
-            CountsError: on every rank alike, when ranks have different numbers of micro-batches.
-            TransferError: when a rank does not answer.
+            TraceError: when a rank hands in what is no micro-batch of the model.
+            CountsError: when ranks have different numbers of micro-batches.
         """
         groups, what = self.groups, "gathering counts"
         with groups.everyone.agree(what, CountsError) as vote:
@@ -160,13 +159,13 @@ class ExpertParallelModel(ABC):
         """Compute every routed layer of every micro-batch by its cell of a plan while the context is open.
 
         Opened around `replay` sessions of the micro-batches, in their order, or around one call of Megatron's schedule
-        whose forward step is `replaying`, with backward inside. Every forward of the model is one of them. A collective
-        call on entering and on leaving, of the ranks of `gather_counts`. In between no rank asks another on the host,
-        and nobody waits for the device. On Hugging Face routed experts are given the rows that have a route: padding
-        gets zeros from them, and so does the last token of a sequence, which no other row depends on.
+        whose forward step is `replaying`, with backward inside. Every forward of the model is one of them. In between
+        no rank asks another on the host, and nobody waits for the device. On Hugging Face routed experts are given the
+        rows that have a route: padding gets zeros from them, and so does the last token of a sequence, which no other
+        row depends on.
 
         Args:
-            owner: where the layers of the model look for the plan. Models hand themselves in.
+            owner: where the layers of the model look for the plan. Models hand it in.
             plan: of these micro-batches, the same on every rank of the group and its pipeline stages. Experts live
                 where it says. None computes every expert at its home; the counts are still known ahead.
             planned: what it was made for: integers [M, L, G, E], from `gather_counts`; or the traces of all sequences
@@ -176,20 +175,14 @@ class ExpertParallelModel(ABC):
                 once, and again behind an update. By default each loads them as they are, and releases its replicas when
                 it is left.
 
-        Yields:
-            The execution.
-
         Raises:
-            AttachError: as in `gather_counts`.
-            PlanError: on every rank alike, when plans differ, or one is for other ranks, layers, experts, homes or
-                tokens.
-            CountsError: on every rank alike, when the plan was made for other counts, or a micro-batch has others. On
-                the rank alone whose forward brings other routes than `micro_batches`; the others end with it.
-            PlacementError: on every rank alike, when a layer cannot execute a plan.
-            TraceError: on every rank alike, when one hands in what is no micro-batch of the model.
-            ReplayError: on every rank alike, when a planned micro-batch was not run, or a router did not do what was
-                replayed; in a forward that replays nothing, or when a plan is executed already.
-            TransferError: when a rank does not answer.
+            PlanError: when plans differ, or one is for other ranks, layers, experts, homes or tokens.
+            CountsError: when the plan was made for other counts, or a micro-batch has others. On the rank alone whose
+                forward brings other routes than `micro_batches`; the others end with it.
+            PlacementError: when a layer cannot execute a plan.
+            TraceError: when a rank hands in what is no micro-batch of the model.
+            ReplayError: when a planned micro-batch was not run, or a router did not do what was replayed; in a forward
+                that replays nothing, or when a plan is executed already.
         """
         self._require_no_execution("another one begins")
         self._step = self._step + 1 if step is None else step
@@ -226,15 +219,13 @@ class ExpertParallelModel(ABC):
             execution.require_ran()
 
     def share_plan(self, make: Callable[[], StepPlan]) -> StepPlan:
-        """Give all ranks of an expert-parallel group the plan that the first one makes. A collective call.
+        """Give all ranks of an expert-parallel group the plan that the first one makes.
 
         Args:
             make: called on the first rank alone; it may wait for a thread that plans.
 
         Raises:
-            AttachError: as in `gather_counts`.
             PlanError: on the other ranks, when the first cannot make it; there, its own error.
-            TransferError: when a rank does not answer, such as one that died while it planned.
         """
         group, what, content = self.groups.consensus, "waiting for the plan of the first rank", b""
         with self.groups.everyone.agree(what, PlanError):
@@ -252,7 +243,6 @@ class ExpertParallelModel(ABC):
                 ranks share a node's memory.
 
         Raises:
-            AttachError: as in `gather_counts`.
             ReplayError: while a plan is executed.
         """
         self._require_no_execution("weights travel in another way")
@@ -262,11 +252,11 @@ class ExpertParallelModel(ABC):
     def move_homes(self, homes: StepPlan | ArrayLike, optimizer: Any = None) -> int:
         """Move experts to other expert-parallel ranks, with all that the optimizer keeps for them.
 
-        A collective call on every rank of the job, between two steps, when gradients have been set to zero. Routers go
-        on in logical experts, and so do traces, auxiliary losses, expert bias and counts. What arrives on a rank is
-        held beside what is there until all ranks have everything; then it is written in place. The experts of a rank
-        are in ascending order of their ids. On Hugging Face, move them back to `block_home_LE` before anything is saved
-        or loaded, which is refused while experts are away.
+        Called on every rank of the job, between two steps, when gradients have been set to zero. Routers go on in
+        logical experts, and so do traces, auxiliary losses, expert bias and counts. What arrives on a rank is held
+        beside what is there until all ranks have everything; then it is written in place, experts in ascending order of
+        their ids. On Hugging Face, move them back to `block_home_LE` before anything is saved or loaded, which is
+        refused while experts are away.
 
         Args:
             homes: a plan, of which homes alone are taken, or integers [L, E]: the rank of the group that each expert
@@ -277,11 +267,9 @@ class ExpertParallelModel(ABC):
             Bytes that this rank received from others.
 
         Raises:
-            AttachError: as in `gather_counts`.
-            PlanError: on every rank alike, when homes differ between ranks, are of other layers, experts or ranks, or
-                not E / G to a rank.
-            TransferError: on every rank alike, when something cannot be moved, such as an expert with a gradient or
-                state of an unknown kind, or a rank is gone. Nothing has moved then.
+            PlanError: when homes differ between ranks, are of other layers, experts or ranks, or not E / G to a rank.
+            TransferError: when something cannot be moved, such as an expert with a gradient or state of an unknown
+                kind, or a rank is gone. Nothing has moved then.
             ReplayError: while a plan is executed.
         """
         self._require_no_execution("experts move")
@@ -301,11 +289,9 @@ class ExpertParallelModel(ABC):
 
     @cached_property
     def groups(self) -> RankGroups:
-        """The groups of these ranks. A collective call of all of them on first use.
-
-        They are never made a second time: torch names a group after its ranks and how many groups there are, so that
-        one in the place of a destroyed one could meet what that left in the store.
-        """
+        """The groups of these ranks. A collective call of all of them on first use."""
+        # Never made a second time: torch names a group after its ranks and how many groups there are, so that one in
+        # the place of a destroyed one could meet what that left in the store.
         consensus = RankConsensus(self._group)
         everyone = self.make_everyone() or consensus
         # nothing is fetched where owners have shares of different sizes, whose shapes must not be compared

@@ -30,23 +30,16 @@ def owners_at(home_LE: NDArray[np.int16], num_groups: int, num_ranks: int) -> ND
 
 
 def join_plans(
-    plans: Sequence[StepPlan],
+    plans: Sequence[StepPlan],  # of this group, for each pass
     owner_LE: NDArray[np.int16],
     everyone: RankConsensus,
     first: int,
-    num_replicas_W: NDArray[np.int64],
+    num_replicas_W: NDArray[np.int64],  # of all `plans` of each rank's group
 ) -> list[StepPlan]:
-    """Join the transfers of all groups into plans of W ranks with owners as homes. A collective call.
+    """Join the transfers of all groups into plans of W ranks with owners as homes. A collective call of `everyone`.
 
-    Replicas are fetched from owners. Their gradients go to the home in the group of the replica, and from there the
-    way of its own, to the owner.
-
-    Args:
-        plans: of this group, for each pass.
-        owner_LE: int16 [L, E].
-        everyone: the W ranks, group after group.
-        first: the number among them of the first rank of this group.
-        num_replicas_W: int64 [W], those of all `plans` of each rank's group.
+    Replicas are fetched from owners. Their gradients go to the home in the group of the replica, whose first rank is
+    number `first` of all, and from there the way of its own, to the owner.
     """
     num_ranks, room = plans[0].topology.num_ranks, int(num_replicas_W.max())
     mine = np.zeros((room, 6), np.int32)

@@ -20,11 +20,7 @@ def planned_counts(
     planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace],
     home_LE: NDArray[np.int16],
 ) -> tuple[StepPlan, NDArray[np.integer]]:
-    """Return a plan, of homes alone where there is none, and its counts, integers [M, L, G, E].
-
-    Raises:
-        PlanError: when there is no plan, or it is for other traces.
-    """
+    """Return a plan, of homes alone where there is none, and its counts, integers [M, L, G, E]."""
     if plan is None:
         if not isinstance(planned, np.ndarray):
             raise PlanError(
@@ -43,11 +39,7 @@ def planned_counts(
 
 
 def plan_at_home(counts_MLGE: NDArray[np.integer], home_LE: NDArray[np.int16]) -> StepPlan:
-    """Return the plan in which every expert computes at its home. Nothing in it is priced.
-
-    Raises:
-        PlanError: when counts are not those of these layers and experts.
-    """
+    """Return the plan in which every expert computes at its home. Nothing in it is priced."""
     if counts_MLGE.ndim != 4 or counts_MLGE.shape[1::2] != home_LE.shape or counts_MLGE.dtype.kind not in "iu":
         raise PlanError(
             f"counts are {counts_MLGE.dtype} {list(counts_MLGE.shape)}; expected integers [micro-steps, "
@@ -122,13 +114,7 @@ def objection_to_number(num_micro_batches: int, num_planned: int) -> str | None:
 def require_micro_batches(
     found_MLE: Sequence[NDArray[np.integer]], planned_MLE: NDArray[np.integer], layers: Sequence[int]
 ) -> None:
-    """Raise `CountsError` unless the micro-batches of this rank are those that were counted.
-
-    Args:
-        found_MLE: integers [L, E] for each.
-        planned_MLE: integers [M, L, E].
-        layers: positions in the model of the L routed layers of this rank.
-    """
+    """Raise `CountsError` unless micro-batches make the assignments that were counted in these layers of the model."""
     if objection := objection_to_number(len(found_MLE), len(planned_MLE)):
         raise CountsError(objection)
     for micro_step, (found_LE, planned_LE) in enumerate(zip(found_MLE, planned_MLE, strict=True)):

@@ -28,16 +28,7 @@ if TYPE_CHECKING:
 
 
 class SpreadExperts(ExpertParallelModel):
-    """The experts of a model that was loaded with `ep_implementation="foreroute"`.
-
-    Args:
-        layers: the routed layers in order of the model.
-        num_experts: E, in each of them.
-        group, owner_AG: as in `ExpertParallelModel`.
-
-    Attributes:
-        layers: the same.
-    """
+    """The experts of a model that was loaded with `ep_implementation="foreroute"`, in its routed layers."""
 
     executor = "hf"
     active: ExecutingHooks | None
@@ -57,17 +48,14 @@ class SpreadExperts(ExpertParallelModel):
         self._guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def load(self) -> dict[int, Mapping[str, Tensor]]:
-        """See `ExpertParallelModel`."""
         for layer in self.layers:
             layer.begin()
         return {layer.number: layer.owned for layer in self.layers}
 
     def make_everyone(self) -> RankConsensus | None:
-        """See `ExpertParallelModel`."""
         return None if self._owner_AG is None else RankConsensus(ranks=self._owner_AG.reshape(-1).tolist())
 
     def require_executable(self, plan: StepPlan) -> None:
-        """See `ExpertParallelModel`."""
         if not plan.num_replicas_ML.any():
             return
         if unequal := self._objection_to_shares():
@@ -76,10 +64,9 @@ class SpreadExperts(ExpertParallelModel):
             raise PlanError(f"the plan has replicas, and {why}; plan with no redundant slots, or execute None")
 
     def finish_gathering(self) -> None:
-        """See `ExpertParallelModel`. FSDP2 has always updated the shards that are sent."""
+        pass  # shards of FSDP2, which are sent, are never stale
 
     def move(self, home_LE: ArrayLike, optimizer: Any) -> tuple[int, NDArray[np.int16]]:
-        """See `ExpertParallelModel`."""
         base, everyone = getattr(optimizer, "optimizer", optimizer), self.groups.everyone
         if base is not None and base not in self._guarded:  # accelerate wraps the one that has state
             base.register_state_dict_pre_hook(self.require_block_homes)
@@ -122,11 +109,7 @@ class SpreadExperts(ExpertParallelModel):
 
 
 def spread_of(routed: RoutedTransformer) -> SpreadExperts:
-    """Return what plans are executed on.
-
-    Raises:
-        AttachError: when the experts of the model are not spread by our implementation, or cannot be fetched.
-    """
+    """Return what plans are executed on; raise `AttachError` when it is not spread by us, or cannot be fetched."""
     model = routed.model
     if routed.spread is None:
         raise AttachError(
@@ -151,11 +134,7 @@ def spread_of(routed: RoutedTransformer) -> SpreadExperts:
 def planned_batches(
     routed: RoutedTransformer, spread: SpreadExperts, given: Sequence[TraceRows | RoutingTrace]
 ) -> list[MicroBatch]:
-    """Return the micro-batches of this rank as plans know them.
-
-    Raises:
-        TraceError: when one is no trace of the model.
-    """
+    """Return the micro-batches of this rank as plans know them; raise `TraceError` for what is no trace of it."""
     batches = given if isinstance(given, Sequence) else [given]
     rows_M = [each if isinstance(each, TraceRows) else routed.rows(each) for each in batches]
     part, num_parts = spread.layers[0].slices

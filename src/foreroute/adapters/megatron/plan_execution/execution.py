@@ -26,13 +26,7 @@ from foreroute.trace import RoutingSpec
 
 
 class PlannedExperts(ExpertParallelModel):
-    """The experts of this rank, of a model that Megatron spreads.
-
-    Args:
-        spec: experts, picks and routed layers of the whole model.
-        chunks: what this rank runs: the model, its pipeline stage, or the virtual chunks of that.
-        ep_size: G, expert-parallel ranks.
-    """
+    """The experts that this rank has of a model that Megatron spreads, in chunks of its pipeline stage."""
 
     executor = "megatron"
     gathers_late = True  # with overlap_param_gather, Megatron gathers the weights of a layer as it runs
@@ -51,7 +45,7 @@ class PlannedExperts(ExpertParallelModel):
         self._replica_runners: dict[int, RunReplicas] = {}
 
     def make_everyone(self) -> RankConsensus | None:
-        """See `ExpertParallelModel`. The ranks of all pipeline stages that run the same micro-batches."""
+        """The ranks of all pipeline stages that run the same micro-batches."""
         pp_group = self._groups.pp
         if pp_group is None or pp_group.size() == 1:
             return None
@@ -59,13 +53,12 @@ class PlannedExperts(ExpertParallelModel):
         return RankConsensus(pp_group, self._group, ranks=sorted(rank for each in of_stages for rank in each))
 
     def require_executable(self, plan: StepPlan) -> None:
-        """See `ExpertParallelModel`. Of any plan, since a layer sends rows by it in place of Megatron."""
+        # of any plan, also one without replicas: a layer sends rows by it in place of Megatron
         for _, site, _ in self._sites:
             if reason := objection_to_layer(site):
                 raise PlacementError(f"the layer of {site.path} cannot execute a plan: {reason}")
 
     def load(self) -> Mapping[int, Home]:
-        """See `ExpertParallelModel`."""
         homes = {number: home_parameters(site) for number, site, _ in self._sites}
         for number, site, _ in self._sites:
             if number not in self._replica_runners:
@@ -78,7 +71,6 @@ class PlannedExperts(ExpertParallelModel):
 
     @contextmanager
     def layers_in_place(self) -> Iterator[None]:
-        """See `ExpertParallelModel`."""
         with ExitStack() as stack:
             stack.callback(self._layers_in_execution.clear)
             for layer in self._layers_in_execution:
@@ -86,12 +78,11 @@ class PlannedExperts(ExpertParallelModel):
             yield
 
     def finish_gathering(self) -> None:
-        """See `ExpertParallelModel`."""
         for layer in self._layers_in_execution:
             layer.finish_gathering()
 
     def move(self, home_LE: ArrayLike, optimizer: Any) -> tuple[int, NDArray[np.int16]]:
-        """See `ExpertParallelModel`. A collective call of the job: ranks that hold the same experts move them alike."""
+        # expert-data-parallel ranks, which are in no group of ours, move the same experts
         if self._of_job is None:
             everyone = self.groups.everyone
             self._of_job = everyone if everyone.size == dist.get_world_size() else RankConsensus()
@@ -100,11 +91,7 @@ class PlannedExperts(ExpertParallelModel):
 
 
 def planned_batches(shards: Sequence[RouteShard]) -> list[MicroBatch]:
-    """Return the micro-batches of this rank as plans know them.
-
-    Raises:
-        TraceError: when one is not what `shard` made.
-    """
+    """Return the micro-batches of this rank as plans know them; raise `TraceError` for what `shard` did not make."""
     for number, each in enumerate(shards):
         if not isinstance(each, RouteShard):
             raise TraceError(
