@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreroute.ep.dispatch import expand
+from foreroute.ep.dispatch import expand_segments
 from foreroute.errors import PlanError
 from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
 from foreroute.plan.schedule_kernels import colour_edges
@@ -63,7 +63,7 @@ def _hosts(cell, counts_GE, rank):
 
 
 def _taken(rows, blocks):
-    index = expand([blocks], [int(blocks[:, 1].sum())], torch.device("cpu"))[0]
+    index = expand_segments([blocks], [int(blocks[:, 1].sum())], torch.device("cpu"))[0]
     return [rows[i] for i in index.tolist()]
 
 
