@@ -28,8 +28,8 @@ from foreroute.ep.plan_checks import (
     objection_to_number,
     objection_to_plan,
 )
+from foreroute.ep.transfer.cells import Cell, Home
 from foreroute.ep.transfer.engine import TransferEngine, TransferRecord
-from foreroute.ep.transfer.replica_weights import Cell, Home
 from foreroute.errors import CountsError, PlanError, ReplayError
 from foreroute.plan import StepPlan
 from foreroute.plan.options import Stage

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.plan_checks import agree_on_plan, found_alike, plan_digest, raise_alike
+from foreroute.ep.transfer.cells import Home
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.home_moves import gathered
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.ep.transfer.replica_weights import Home
 from foreroute.errors import CountsError, PlanError
 from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import Executor
@@ -149,7 +149,7 @@ class ExecutionRanks:
     def engine(self, homes: Mapping[int, Home]) -> TransferEngine:
         """What moves weights of replicas, made when a plan is first executed. A collective call."""
         if self._engine is None:
-            peers = self._peers or PeerGroup(self.group)
+            peers = self._peers = self._peers or PeerGroup(self.group)
             first = 0 if self.owners is None else self.owners.first
             ranks = self.everyone if peers.size == self.everyone.size else self.consensus
             self._engine = TransferEngine(

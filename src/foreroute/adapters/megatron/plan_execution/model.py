@@ -20,6 +20,7 @@ from foreroute.adapters.megatron.plan_execution.execution import (
 from foreroute.adapters.megatron.plan_execution.experts import home_parameters
 from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer
 from foreroute.adapters.megatron.route_shard import RouteShard
+from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.execution import PlanExecution
 from foreroute.ep.execution_ranks import ExecutionRanks
 from foreroute.ep.transfer.engine import TransferOptions
@@ -57,6 +58,7 @@ class PlannedModel(RoutedModel):
         self._sites = [site for chunk in chunks for site in chunk.sites]
         self._groups: Any = chunks[0].trunk.pg_collection
         self._homes = HomePlacement(spec, self._sites, ep_size, self._groups)
+        self._job: RankConsensus | None = None
         self._ranks: ExecutionRanks | None = None
         self._transfers = TransferOptions(paths="direct")
         self.execution: PlanExecution | None = None
@@ -200,7 +202,8 @@ class PlannedModel(RoutedModel):
             ReplayError: while a plan is executed.
         """
         self._require_no_execution("experts move")
-        return self._homes.move(homes, optimizer)
+        self._job = self._job or RankConsensus()
+        return self._homes.move(homes.home_LE if isinstance(homes, StepPlan) else homes, optimizer, self._job)
 
     def _require_no_execution(self, before: str) -> None:
         if self.execution is not None:
