@@ -19,8 +19,8 @@ from foreroute.core.hooks import overridden
 from foreroute.errors import ForerouteError, ReplayError
 from foreroute.replay import Recording
 from foreroute.trace import SAMPLING
-from foreroute.trainers.trl.rollout import Captured, joined_tokens
 from foreroute.trainers.trl.sampling import leaves_out
+from foreroute.trainers.trl.turns import Captured, join_tokens
 
 REMEDY = "return the routes from a rollout_func, or take replay='R2'"
 
@@ -72,7 +72,7 @@ class GenerateSource:
             raise seen
         recording, sampled, sequences = seen
         try:
-            trace = recording.rollout(joined_tokens(prompts, completions)).with_weight_version(weight_version)
+            trace = recording.rollout(join_tokens(prompts, completions)).with_weight_version(weight_version)
         except ReplayError as error:
             raise ReplayError(f"the model's generate() is not one that can be watched: {REMEDY}. {error}") from error
         host = sampled.logprobs_of(sequences).cpu().numpy()

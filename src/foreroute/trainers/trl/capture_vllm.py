@@ -21,8 +21,8 @@ from foreroute.capture import decode
 from foreroute.core.hooks import overridden
 from foreroute.errors import BatchMismatchError, CaptureError, ForerouteError, ReplayError
 from foreroute.trace import RoutingTrace
-from foreroute.trainers.trl.rollout import Captured
 from foreroute.trainers.trl.sampling import cuts_of
+from foreroute.trainers.trl.turns import Captured
 
 COMPLETIONS = "/v1/completions"
 

@@ -16,7 +16,7 @@ from foreroute.engines.base import Engine
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trainers.trl.partitioned import whole_weights
-from foreroute.trainers.trl.rollout import Captured, joined_tokens
+from foreroute.trainers.trl.turns import Captured, join_tokens
 
 ROUTES = "routed_experts"
 """The key under which a `rollout_func` returns routes: a list with one entry for each sequence."""
@@ -158,7 +158,7 @@ def returned_trace(
             indexers=model.indexers,
             weight_version=weight_version,
         )
-        for each, tokens in zip(routes, joined_tokens(prompts, completions), strict=True)
+        for each, tokens in zip(routes, join_tokens(prompts, completions), strict=True)
     )
 
 
