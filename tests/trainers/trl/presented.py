@@ -25,9 +25,9 @@ from foreroute.conformance.adapter import Case, Unsupported
 from foreroute.conformance.huggingface import Given, HuggingFaceModel, HuggingFaceUnderTest
 from foreroute.trace import RoutingSpec, RoutingTrace
 from foreroute.trainers.trl import GRPOTrainer
-from foreroute.trainers.trl.capture import CapturedRollout, require_version
+from foreroute.trainers.trl.capture import require_version
 from foreroute.trainers.trl.controller import LogprobPass
-from foreroute.trainers.trl.rollout import ROWS
+from foreroute.trainers.trl.rollout import ROWS, Rollout
 
 
 class TRLUnderTest(HuggingFaceUnderTest):
@@ -84,7 +84,8 @@ class AttachedTrainer:
         self.spec.require_same(trace.spec, what="the trace")
         if weight_version is not None:
             require_version(trace, weight_version)
-        self._rollout = routing.take(CapturedRollout(trace, np.ones(len(trace), np.int64)))
+        self._rollout = Rollout(trace, np.ones(len(trace), np.int64))
+        routing.take(self._rollout)
         self.is_open = True
         try:
             with routing.training_step():

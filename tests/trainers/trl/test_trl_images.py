@@ -73,9 +73,10 @@ def trained(folder, replay, change=lambda trace: trace, **settings):
     rollouts = []
     take = trainer.routing.take
 
-    def changed(captured):
-        rollouts.append(captured.trace)
-        return take(captured._replace(trace=change(captured.trace)))
+    def changed(rollout):
+        rollouts.append(rollout.trace)
+        rollout.trace = change(rollout.trace)
+        take(rollout)
 
     trainer.routing.take = changed
     with generating_with_other_routers(model), watched_updates(model) as batches:

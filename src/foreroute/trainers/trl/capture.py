@@ -6,10 +6,9 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.hf import RoutedTransformer
@@ -17,6 +16,7 @@ from foreroute.errors import BatchMismatchError, ForerouteError, StaleTraceError
 from foreroute.trace import NO_VERSION, RoutingTrace
 from foreroute.trainers.trl.capture_generate import GenerateSource
 from foreroute.trainers.trl.capture_vllm import VLLMSource
+from foreroute.trainers.trl.rollout import Rollout
 from foreroute.trainers.trl.rollout_func import ROUTES, EngineSource, require_mapping, returned_trace
 from foreroute.trainers.trl.sampling import require_masks
 from foreroute.trainers.trl.turns import Turn, TurnSource, join_tokens, join_turns
@@ -45,15 +45,6 @@ class MeasuringGuard:
             self.is_on = False
 
 
-class CapturedRollout(NamedTuple):
-    """What is known of a rollout when TRL has sampled it; the fields are those of `Rollout`."""
-
-    trace: RoutingTrace
-    prompt_lengths: NDArray[np.int64]
-    logprobs: Sequence[NDArray[np.float32]] | None = None
-    env_masks: Sequence[Sequence[int]] | None = None
-
-
 class RolloutCapture:
     """Captures the rollouts of one trainer. `routed` is None where the policy cannot be measured."""
 
@@ -78,7 +69,7 @@ class RolloutCapture:
         """Whether what is sampled now is trained on with its routes; R2 needs none of a rollout."""
         return self._guard.is_on and bool(self._trainer.model.training) and self._replay != "R2"
 
-    def run_generation(self, generate: Callable[[], Any]) -> tuple[Any, CapturedRollout | None]:
+    def run_generation(self, generate: Callable[[], Any]) -> tuple[Any, Rollout | None]:
         """Run TRL's `_generate`, and join the turns that were captured in it."""
         self._turns = []
         result = generate()
@@ -124,7 +115,7 @@ class RolloutCapture:
     def _add_turn(self, prompts: Sequence[Sequence[int]], trace: RoutingTrace, logprobs: Any = None) -> None:
         self._turns.append(Turn([len(each) for each in prompts], trace, logprobs))
 
-    def _join(self, prompts: Sequence[Any], completions: Sequence[Any], env_masks: Any) -> CapturedRollout:
+    def _join(self, prompts: Sequence[Any], completions: Sequence[Any], env_masks: Any) -> Rollout:
         prompt_lengths = [len(each) for each in prompts]
         trace, logprobs = join_turns(self._turns, join_tokens(prompts, completions), prompt_lengths)
         trace = self._routed.with_lookups(trace)
@@ -132,7 +123,7 @@ class RolloutCapture:
         if self._replay == "R3":
             require_masks(self._trainer, trace)
             _require_lengths(env_masks, completions)
-        return CapturedRollout(trace, np.array(prompt_lengths), logprobs, env_masks)
+        return Rollout(trace, np.array(prompt_lengths), logprobs, env_masks)
 
 
 def require_version(trace: RoutingTrace, weight_version: int) -> None:

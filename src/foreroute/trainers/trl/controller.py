@@ -39,7 +39,7 @@ from foreroute.trace import INDEXER, SAMPLING, RoutingTrace, concatenate
 from foreroute.trainers.checks import check_first_rollout
 from foreroute.trainers.mismatch_sums import MismatchSums
 from foreroute.trainers.trl.batch_parts import BatchPart, cut_batch, join_results
-from foreroute.trainers.trl.capture import CapturedRollout, MeasuringGuard, Replay, RolloutCapture
+from foreroute.trainers.trl.capture import MeasuringGuard, Replay, RolloutCapture
 from foreroute.trainers.trl.masked_head import scored_on_sampling_masks
 from foreroute.trainers.trl.partitioned import whole_where_run
 from foreroute.trainers.trl.planning import PlannedWindows
@@ -60,21 +60,9 @@ class LogprobPass:
 
 
 class TrainerPassController:
-    """The passes of one trainer.
+    """The passes of one trainer of TRL, set up. `require_supported` raises where its settings do not go with replay."""
 
-    Args:
-        trainer: TRL's, set up.
-        replay: what to replay.
-        require_supported: raises where the trainer's settings do not go with it.
-        topology: to execute its passes under plans for; None for none.
-
-    Attributes:
-        routed: the policy.
-        capture: what captures its rollouts.
-        rollout: what the trainer works on.
-    """
-
-    routed: RoutedTransformer
+    routed: RoutedTransformer  # the policy; left out where it cannot be measured
 
     def __init__(
         self,
@@ -83,7 +71,7 @@ class TrainerPassController:
         require_supported: Callable[[], None],
         topology: Topology | Cluster | None = None,
     ) -> None:
-        self.rollout: Rollout | None = None
+        self.rollout: Rollout | None = None  # that the trainer works on
         self._trainer = trainer
         self._replay = replay
         self._metrics = MismatchSums()
@@ -98,7 +86,7 @@ class TrainerPassController:
             require_supported()
             self._policy = self._unwrapped(trainer.model)
             self._is_reference = _is_reference(self._policy)
-            with whole_where_run(trainer, self._policy):
+            with whole_where_run(self._policy):
                 self.routed = attached = hf.attach(self._policy)
         self.capture = RolloutCapture(trainer, attached, replay, self._guard)
         self._windows = None if topology is None else PlannedWindows(trainer, self.routed, topology)
@@ -106,26 +94,26 @@ class TrainerPassController:
     def run_rollout(self, generate: Callable[[], Any]) -> Any:
         """Run TRL's `_generate`, whose prompts, completions and routes become the rollout."""
         is_first = self.capture.is_open and not self._num_rollouts
-        result, captured = self.capture.run_generation(generate)
+        result, rollout = self.capture.run_generation(generate)
         with self._guard.catching():
             # the check is a forward, which processes that share a model run together
             if is_first and self._replay == "none" and self._is_off_anywhere():
                 raise ReplayError("Another process cannot measure it")
-            if captured is not None and is_first:
-                self._warn_of_choices(captured.trace)
+            if rollout is not None and is_first:
+                self._warn_of_choices(rollout.trace)
                 with self.passing(None):
-                    self._check_first(captured.trace)
-            if captured is not None:
-                self.take(captured)
+                    self._check_first(rollout.trace)
+            if rollout is not None:
+                self.take(rollout)
         return result
 
-    def take(self, captured: CapturedRollout) -> Rollout:
+    def take(self, rollout: Rollout) -> None:
         """Begin to work on a rollout."""
         self._num_rollouts += 1
-        self.rollout = Rollout(self._num_rollouts, *captured)
+        rollout.number = self._num_rollouts
         if self._replay != "R3":  # under which alone tokens are scored on their sets
-            self.rollout.trace = captured.trace.without_streams(SAMPLING)
-        return self.rollout
+            rollout.trace = rollout.trace.without_streams(SAMPLING)
+        self.rollout = rollout
 
     def run_generation(self, generate: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Run TRL's `_generate_and_score_completions`, whose old-log-prob pass is replayed, or recorded for R2."""
@@ -196,10 +184,8 @@ class TrainerPassController:
         batch_size: int | None,
         options: dict[str, Any],
     ) -> Any:
-        """Run TRL's `_get_per_token_logps_and_entropies`, in parts as TRL has them, each with its routes and masks.
-
-        Routes are the policy's alone. Masks are the reference's too, whose log-probs are compared with the policy's.
-        """
+        """Run TRL's `_get_per_token_logps_and_entropies`, in parts as TRL has them, each with its routes and masks."""
+        # Routes are the policy's alone. Masks are the reference's too, whose log-probs are compared with the policy's.
         now = self._now
         cut: Sequence[BatchPart] | None = None
         parts: Sequence[Part | None] = [None]
@@ -266,7 +252,7 @@ class TrainerPassController:
         return self._part(self._current().sequences_of(inputs), inputs["completion_ids"].shape[1])
 
     def _executing(self, now: LogprobPass, parts: Sequence[Part | None]) -> AbstractContextManager[None]:
-        """Open a plan of the old-log-prob pass, which is over when it has run; or that of the window of an update."""
+        """Open a plan of the old-log-prob pass, until it has run; or see to that of the window of an update."""
         if self._windows is not None and now.is_update:
             self._windows.begin(lambda inputs: self._part_in(inputs).routes)
         elif self._windows is not None and self._replay == "R3":
@@ -320,7 +306,7 @@ class TrainerPassController:
                 "replay='R2' was asked for, and TRL computed no old log-probs for this rollout, so that there is "
                 "nothing to replay; take replay='R3', or raise num_iterations"
             )
-        self.take(CapturedRollout(concatenate(old.recorded), prompt_mask.sum(dim=1).cpu().numpy()))
+        self.take(Rollout(concatenate(old.recorded), prompt_mask.sum(dim=1).cpu().numpy()))
 
     def _compare(self, seen: LogprobPass, batch: dict[str, Any]) -> None:
         """Add a pass at the rollout's weights to the metrics, beside the rollout."""
@@ -353,12 +339,9 @@ class TrainerPassController:
             )
 
     def _check_first(self, trace: RoutingTrace) -> None:
-        """Hold some sequences of the first rollout against the policy's own routes, by one forward of it.
-
-        With images that is done in the first pass that TRL gives them to.
-        """
+        """Hold some sequences of the first rollout against the policy's native routes, by one forward of it."""
         if hasattr(self._trainer.processing_class, "image_processor"):
-            self._checks_with_images = True
+            self._checks_with_images = True  # in the first pass that TRL gives images to
             return
         part = trace.select(np.arange(min(len(trace), CHECKED_SEQUENCES)))
         tokens = [torch.from_numpy(part.tokens(s).astype(np.int64)) for s in range(len(part))]
@@ -370,11 +353,9 @@ class TrainerPassController:
 
 
 def _is_reference(policy: Any) -> Callable[[], bool]:
-    """Make a question that can be put at any time: whether the policy's adapters are off, or others than now.
-
-    TRL has no second model where PEFT is used: for the reference pass it disables the adapters, or, when an adapter is
-    trained on, activates a copy of it named "ref".
-    """
+    """Make a question that can be put at any time: whether the policy's adapters are off, or others than now."""
+    # TRL has no second model where PEFT is used: for the reference pass it disables the adapters, or, when an adapter
+    # is trained on, activates a copy of it named "ref"
     if not is_peft_model(policy):
         return lambda: False
     from peft.tuners.tuners_utils import BaseTunerLayer

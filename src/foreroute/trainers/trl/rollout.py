@@ -40,11 +40,11 @@ class Part(NamedTuple):
 class Rollout:
     """What one call of TRL's generation brought, in its order."""
 
-    number: int  # counts the rollouts of a trainer
     trace: RoutingTrace  # S sequences, prompt and completion
     prompt_lengths: NDArray[np.int64]  # [S]
     logprobs: Sequence[NDArray[np.float32]] | None = None  # S of [R], as the source saw them; NaN where not known
     env_masks: Sequence[Sequence[int]] | None = None  # S of [R], 0 for what was not sampled; None where all was
+    number: int = 0  # counts the rollouts of a trainer
     mask_ST: NDArray[np.bool_] | None = None  # TRL's attention mask, once it has padded the rollout
     _parts: dict[tuple[int, ...], Part] = field(default_factory=dict)
 
@@ -84,13 +84,9 @@ class Rollout:
         *,
         drops_truncated: bool,
     ) -> Part:
-        """Give what forwards over these sequences take, made at the first of them.
+        """Give what forwards over these sequences take, made at the first of them; R is `num_scored`.
 
-        Args:
-            sequences: int64 [B].
-            num_scored: R, the last positions of the batch, of which some hold responses.
-            make_rows: of the attached model.
-            drops_truncated: whether TRL masks truncated completions; of such only the prompt is left.
+        Where TRL masks truncated completions (`drops_truncated`), the prompt alone is left of such.
         """
         key = tuple(sequences.tolist())
         if key not in self._parts:
