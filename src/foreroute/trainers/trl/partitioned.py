@@ -1,4 +1,4 @@
-"""Parameters whose values are dealt out to processes, by DeepSpeed's ZeRO stage 3 or FSDP2: having them whole."""
+"""Parameters whose values are dealt out to processes by DeepSpeed's ZeRO stage 3: having them whole."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 
-def whole_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the `state_dict()` of the policy, one tensor whole at a time. A collective call of all processes."""
+def gathered_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the `state_dict()` of the policy, one tensor gathered at a time; engines gather those of FSDP2."""
     for name, weight in policy.state_dict(keep_vars=True).items():
         whole = weight.detach()
         if hasattr(weight, "ds_id"):
@@ -20,7 +19,7 @@ def whole_weights(policy: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
             with deepspeed.zero.GatheredParameters([weight]):
                 whole = weight.detach().to("cpu", copy=True)  # what is gathered is let go behind the context
-        yield name, whole.full_tensor() if isinstance(whole, DTensor) else whole
+        yield name, whole
 
 
 @contextmanager

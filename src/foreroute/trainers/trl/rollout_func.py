@@ -15,7 +15,7 @@ from foreroute.capture import Generation, Sampling, decode
 from foreroute.engines.base import Engine
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.trace import RoutingTrace, concatenate
-from foreroute.trainers.trl.partitioned import whole_weights
+from foreroute.trainers.trl.partitioned import gathered_weights
 from foreroute.trainers.trl.turns import Captured, join_tokens
 
 ROUTES = "routed_experts"
@@ -88,7 +88,7 @@ class EngineSource:
         step = int(trainer.state.global_step)
         if self._engine.weight_version != step:
             policy = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-            self._engine.load_weights(whole_weights(policy), step)
+            self._engine.load_weights(gathered_weights(policy), step)
         # a run that is resumed draws what it would have drawn at its step; a step may have several turns
         turn = (trainer.args.seed, trainer.accelerator.process_index, step, self._turns_of[step])
         self._turns_of[step] += 1
