@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from foreroute.adapters.megatron.plan_execution.execution import (
 from foreroute.adapters.megatron.plan_execution.experts import home_parameters
 from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer
 from foreroute.adapters.megatron.route_shard import RouteShard
+from foreroute.ep.agreement import share_plan
 from foreroute.ep.execution import PlanExecution
 from foreroute.ep.execution_ranks import ExecutionRanks
 from foreroute.ep.transfer.engine import TransferOptions
@@ -82,6 +83,18 @@ class PlannedModel(RoutedModel):
         ranks = self._execution_ranks()
         counts = ranks.gather_counts(planned_batches(ranks, micro_batches, "gathering counts"))
         return whole_counts(counts, self.layers, self.spec, self._groups.pp)
+
+    def share_plan(self, make: Callable[[], StepPlan]) -> StepPlan:
+        """Give all ranks of an expert-parallel group the plan that its first rank makes. A collective call of them.
+
+        Args:
+            make: called on the first rank alone; it may wait for a thread that plans.
+
+        Raises:
+            PlanError: on the other ranks, when the first cannot make it; there, its own error.
+            TransferError: when a rank does not answer.
+        """
+        return share_plan(self._execution_ranks().consensus, make)
 
     @contextmanager
     def execute(
