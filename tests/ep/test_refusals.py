@@ -62,7 +62,7 @@ def moving_inside(s):
 
 def changing_inside(s):
     with s.execute():
-        s.routed.use(TransferOptions())
+        s.routed.use(TransferOptions(paths="host"))
 
 
 def with_a_backward_behind_it(s):
@@ -315,7 +315,7 @@ def asked_of(rank, folder, name):
         lambda: routed.gather_counts([]),
         lambda: enter_anything(routed),
         lambda: routed.share_plan(lambda: None),
-        lambda: routed.use(TransferOptions()),
+        lambda: routed.use(TransferOptions(paths="host")),
         lambda: routed.move_homes(np.zeros((LAYERS, 8), np.int16)),
         lambda: routed.home_LE,
         lambda: routed.block_home_LE,
@@ -426,7 +426,7 @@ def test_no_rank_asks_another_on_the_host_while_a_step_runs(workers, folder_of):
 def publications(rank, folder):
     """How often weights are taken up in executions of one step, and of none in particular."""
     s, found = SpreadStep(rank, folder), []
-    s.routed.use(TransferOptions())
+    s.routed.use(TransferOptions(paths="host"))
     for step, with_grad in ((7, False), (7, True), (7, False), (7, False), (None, False), (None, False)):
         with s.execute(step=step) as execution, torch.set_grad_enabled(with_grad):
             for m in range(MICRO_STEPS):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -195,12 +196,11 @@ class ExecutionRanks:
                 )
             # the other ranks of the group may be in pipelines that agree
             raise_alike(self.consensus, PlanError, mine, what)
+        agree = partial(agree_on_plan, self.consensus, step, plan, self._executor, self.options.paths)
         if self.owners is None:
-            agree_on_plan(self.consensus, step, plan, self._executor)
+            agree()
         else:
-            found_alike(
-                self.everyone, PlanError, what, lambda: agree_on_plan(self.consensus, step, plan, self._executor)
-            )
+            found_alike(self.everyone, PlanError, what, agree)
             self.owners.require_plans_together(step, plan)
 
     def gather_counts(self, micro_batches: Sequence[MicroBatch]) -> NDArray[np.int32]:

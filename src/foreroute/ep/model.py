@@ -90,7 +90,7 @@ class ExpertParallelModel:
         self.block_home_LE = self.home_LE.copy()
         self.in_force = InForce()
         self._group, self._owner_AG = group, owner_AG
-        self._transfers = TransferOptions(paths="direct")
+        self._transfers = TransferOptions()
         self._ranks: ExecutionRanks | None = None
         self._peers: PeerGroup | None = None
         self._guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()

@@ -12,7 +12,7 @@ from foreroute.ep.agreement import RankConsensus
 from foreroute.errors import ForerouteError, PlanError
 from foreroute.files.container import checksum
 from foreroute.plan import StepPlan
-from foreroute.plan.capabilities import Executor, warn_of_lacks
+from foreroute.plan.capabilities import Executor, FetchPath, warn_of_lacks
 from foreroute.plan.counts import counts_digest
 
 Found = TypeVar("Found")
@@ -103,10 +103,10 @@ def objection_to_micro_batches(
     return None
 
 
-def agree_on_plan(consensus: RankConsensus, step: int, plan: StepPlan, executor: Executor = "hf") -> None:
+def agree_on_plan(consensus: RankConsensus, step: int, plan: StepPlan, executor: Executor, paths: FetchPath) -> None:
     """Make sure that all ranks are about to carry out the same plan, and that it is for these ranks.
 
-    What the executor lacks for it is warned of.
+    What the executor lacks for it, and prices of another path, are warned of.
 
     Raises:
         PlanError: on every rank alike, when plans or steps differ, or the plan is for other ranks.
@@ -120,7 +120,7 @@ def agree_on_plan(consensus: RankConsensus, step: int, plan: StepPlan, executor:
             f"ranks hold different plans ({listed}); every rank must be given the same plan of the same step"
         )
     require_ranks(plan, consensus.size)
-    warn_of_lacks(plan, executor)
+    warn_of_lacks(plan, executor, paths)
 
 
 def plan_digest(plan: StepPlan) -> str:
@@ -130,6 +130,7 @@ def plan_digest(plan: StepPlan) -> str:
         "shape": repr(plan.shape),
         "slots": plan.slots,
         "gains": repr(sorted(plan.gains.items())),
+        "priced_paths": repr(plan.priced_paths),
         "counts": plan.counts_digest,
         "tokens": plan.tokens_digest,
     }

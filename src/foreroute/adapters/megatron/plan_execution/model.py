@@ -58,7 +58,7 @@ class PlannedModel(RoutedModel):
         self._groups: Any = chunks[0].trunk.pg_collection
         self._homes = HomePlacement(spec, self._sites, ep_size, self._groups)
         self._ranks: ExecutionRanks | None = None
-        self._transfers = TransferOptions(paths="direct")
+        self._transfers = TransferOptions()
         self.execution: PlanExecution | None = None
         self._num_executions = 0
 
