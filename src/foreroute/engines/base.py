@@ -74,7 +74,7 @@ class OutsideEngine(ABC):
             EngineError: when the engine fails. It samples nothing until weights are loaded again.
         """
         folder = self._weights.put(weights)
-        # on an error below nobody knows which weights the engine has
+        # after an error below it is unknown which weights the engine has
         self._is_half_loaded = True
         self._load_checkpoint(str(folder), version)
         self.weight_version, self._is_half_loaded = version, False

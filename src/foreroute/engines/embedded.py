@@ -101,7 +101,7 @@ class EmbeddedEngine:
             target.copy_(source)
         if missing:
             raise ConfigError(
-                f"{len(missing)} weights of the policy were not handed over, such as {min(missing)!r}; give all of them"
+                f"{len(missing)} weights of the policy were not given, such as {min(missing)!r}; give all of them"
             )
         self.weight_version = version
 

@@ -200,6 +200,6 @@ def _is_host(name: bytes) -> bool:
 
 def _report_unless_cancelled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Keep asyncio from printing that a request was cancelled while its Unix socket became readable."""
-    # anyio 4.16 hands the loop a future's `set_result`, which the cancelled future refuses; nobody waits for it
+    # anyio 4.16 hands the loop a future's `set_result`, which the cancelled future refuses; no caller waits for it
     if not isinstance(context.get("exception"), asyncio.InvalidStateError):
         loop.default_exception_handler(context)

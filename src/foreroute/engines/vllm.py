@@ -57,7 +57,6 @@ class VLLMEngine(OutsideEngine):
     running. Weights go through a folder that both can read.
 
     Args:
-        model: the policy.
         server: how to start one, or the address of yours, such as "http://127.0.0.1:8000".
         weights_folder: for a server of yours, and of one trainer at a time. The server must see it under the same path.
             Checkpoints are put into `foreroute-weights` in it.
