@@ -95,7 +95,7 @@ def _counted(bench: Bench) -> dict[str, float]:
 
 def _steps(bench: Bench, pairs: int) -> dict[str, Any]:
     plan = bench.plan(PlanOptions())
-    bench.routed.use(TransferOptions())
+    bench.routed.use(TransferOptions(paths="host"))
     with closing(bench.routed):
         home, planned = (bench.step(chosen) for chosen in (None, plan))
         moved = fetched_bytes(planned)

@@ -1,11 +1,13 @@
 """A plan that is executed in one stage, and at homes in the other: bits, what travels, and what is counted."""
 
+import warnings
 from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
 import torch
 
+from foreroute.costs.model import CostModel
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.plan.options import STAGE_NAMES
@@ -38,7 +40,7 @@ def two_stages(rank, folder, paths, gains):
     """By stage: whether bits are those of known splits alone, what was called, and loads planned and executed."""
     s = SpreadStep(rank, folder)
     s.routed.use(TransferOptions(paths=paths))
-    plan, found = replace(s.plan, gains=gains), {}
+    plan, found = replace(s.plan, gains=gains, priced_paths=paths), {}
     for stage in STAGE_NAMES:
         log = []
         with s.execute(None, step=6):
@@ -86,10 +88,36 @@ def test_a_stage_at_home_moves_nothing_and_is_static_bit_for_bit(workers, folder
                 assert ("return_grads" in seen["called"]) == (stage == "update")
 
 
+def warned_of(rank, folder, priced, transfers):
+    """What is said of the path of a plan that is executed, and of the same plan where it does not pay."""
+    s, said = SpreadStep(rank, folder), []
+    if transfers is not None:
+        s.routed.use(transfers)
+    for step, gain in enumerate((0.5, 0.0)):
+        plan = replace(s.plan, gains=dict.fromkeys(STAGE_NAMES, gain), priced_paths=priced)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with s.execute(plan, step=step):
+                run(s, "recompute")
+        said.append([str(each.message) for each in caught if "priced" in str(each.message)])
+    s.routed.close()
+    return said
+
+
+def test_a_plan_that_was_priced_for_another_path_is_warned_of(workers, folder_of):
+    """Prices and executors take the same path by default, so that nobody has to name it."""
+    host = TransferOptions(paths="host")
+    for priced, transfers in ((CostModel.paths, None), ("host", host), (None, host)):
+        assert workers(2).run(warned_of, folder_of(), priced, transfers) == [[[], []]] * 2
+    for (one,), none in workers(2).run(warned_of, folder_of(), CostModel.paths, host):
+        assert "was priced for weights by the path 'direct', and they travel by 'host'" in one
+        assert none == []
+
+
 def published_under(rank, folder, executions):
     """By plan and step: experts that this rank publishes, those it should, how far log-probs are off static ones."""
     s = SpreadStep(rank, folder)
-    s.routed.use(TransferOptions())
+    s.routed.use(TransferOptions(paths="host"))
     home_LE, write = s.routed.home_LE, HostMemory._write
     with s.execute(None, step=6):
         static = run(s, "recompute")

@@ -188,7 +188,7 @@ class CostModel:
         model: what is computed.
         hardware: what computes it.
         dispatcher: "copies" sends every assignment, "dedup" a token once per node and rank.
-        paths: "host": replicas through host memory within a node; "direct": peer to peer.
+        paths: "direct": replicas peer to peer; "host": through host memory within a node.
         prefetch: cells fetched ahead, 0 or more.
         sequence_tokens: sequence length, where none is given.
         trial_s_per_count: seconds to build and price one plan of a cell, per count (G * E).
@@ -199,7 +199,7 @@ class CostModel:
     model: ModelShape
     hardware: Hardware
     dispatcher: Dispatcher = "copies"
-    paths: FetchPath = "host"
+    paths: FetchPath = "direct"
     prefetch: int = 1
     sequence_tokens: float = 4096.0
     # Measured on one core of a virtual machine, for 8 to 64 ranks: pay-off, which prices one plan, takes 7 to 30 ns for

@@ -203,17 +203,17 @@ def ask_for_too_much(rank, plan):
 
 
 def look_in(rank, plan, directory):
-    engine, _ = make_engine(plan, rank, TransferOptions(directory=Path(directory)))
+    engine, _ = make_engine(plan, rank, TransferOptions(paths="host", directory=Path(directory)))
     with closing(engine):
         begin(engine, 0, plan)
 
 
 def uneven(rank, plan):
-    TransferEngine({0: {"down_proj": torch.zeros(4 + rank, 2)}}, TransferOptions(), peers(), consensus())
+    TransferEngine({0: {"down_proj": torch.zeros(4 + rank, 2)}}, TransferOptions(paths="host"), peers(), consensus())
 
 
 def make_another(rank, plan):
-    make_engine(plan, rank, TransferOptions(prefetch=1 + rank))
+    make_engine(plan, rank, TransferOptions(paths="host", prefetch=1 + rank))
 
 
 REFUSED = {

@@ -11,7 +11,7 @@ from tests.ep.transfer.plans import random_plan
 from tests.ep.transfer.toy import DTYPE, begin, fetched, hosted, make_engine, run_step, weight
 from tests.tiers import grid
 
-TIGHT = TransferOptions(prefetch=0)
+TIGHT = TransferOptions(paths="host", prefetch=0)
 """With shared slots, one set of slots for all layers: every cell overwrites the one before."""
 
 
@@ -57,7 +57,7 @@ def test_without_version_counters_it_would_be_silently_wrong(workers):
 
 def test_slots_per_layer_need_no_refetch(workers):
     plan = full_plan("layer")
-    assert workers(2).run(kept_for_backward, plan, TransferOptions()) == [0.0, 0.0]
+    assert workers(2).run(kept_for_backward, plan, TransferOptions(paths="host")) == [0.0, 0.0]
 
 
 def step_twice(rank, plan, optimizer):

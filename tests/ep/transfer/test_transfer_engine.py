@@ -52,8 +52,8 @@ def train(rank, plan, options, drop):
 CASES = [
     (2, TransferOptions(paths="direct"), {"sharing": "shared"}),
     (2, TransferOptions(paths="host"), {"keep": 0.6, "sharing": "layer"}),
-    (4, TransferOptions(prefetch=2), {"per_node": 2, "sharing": "shared"}),
-    (4, TransferOptions(prefetch=3), {"keep": 0.6, "slots": 3, "sharing": "layer"}),
+    (4, TransferOptions(paths="host", prefetch=2), {"per_node": 2, "sharing": "shared"}),
+    (4, TransferOptions(paths="host", prefetch=3), {"keep": 0.6, "slots": 3, "sharing": "layer"}),
     (4, TransferOptions(paths="host", prefetch=0), {"layers": 1, "micro_steps": 3, "per_node": 2, "sharing": "shared"}),
 ]
 

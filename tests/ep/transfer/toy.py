@@ -207,4 +207,6 @@ def largest_difference(plan, homes, rank):
 def make_engine(plan, rank, options=None, *, kind=PeerGroup, homes=None):
     """An engine with its trainable shards."""
     homes = shards(plan, rank) if homes is None else homes
-    return TransferEngine(dict(enumerate(homes)), options or TransferOptions(), peers(kind=kind), consensus()), homes
+    return TransferEngine(
+        dict(enumerate(homes)), options or TransferOptions(paths="host"), peers(kind=kind), consensus()
+    ), homes

@@ -289,13 +289,12 @@ class TransferOptions:
     """How weights travel. The same on all ranks.
 
     Attributes:
-        paths: "host", through host memory within a node and from peer to peer between nodes; or "direct", from peer to
-            peer.
+        paths: "direct", from peer to peer; or "host", through host memory within a node.
         prefetch: cells ahead of the one that runs whose replicas are fetched; 0 fetches them when they are needed.
         directory: of node-shared memory.
     """
 
-    paths: FetchPath = "host"
+    paths: FetchPath = "direct"
     prefetch: int = 1
     directory: Path = DIRECTORY
 

@@ -143,8 +143,8 @@ def require_routed(trace: RoutingTrace, batch: Any) -> None:
         last = int(packed.trained()[begin:end].nonzero()[-1])
         raise ReplayError(
             f"sequence {int(packed.number_N[row])} of the micro-batch has no route at position {row - begin}, and "
-            f"trains on tokens up to position {last}: the rollout engine did not return it (a row of zeros is an absent "
-            "one)"
+            f"trains on tokens up to position {last}: the rollout engine did not return it (a row of zeros is an "
+            "absent one)"
         )
 
 
