@@ -63,7 +63,7 @@ def moving_inside(s):
 
 def changing_inside(s):
     with s.execute():
-        s.routed.use(TransferOptions())
+        s.routed.use(TransferOptions(paths="host"))
 
 
 def with_a_backward_behind_it(s):
@@ -316,7 +316,7 @@ def asked_of(rank, folder, name):
         lambda: routed.gather_counts([]),
         lambda: enter_anything(routed),
         lambda: routed.share_plan(lambda: None),
-        lambda: routed.use(TransferOptions()),
+        lambda: routed.use(TransferOptions(paths="host")),
         lambda: routed.move_homes(np.zeros((LAYERS, 8), np.int16)),
         lambda: routed.home_LE,
         lambda: routed.block_home_LE,
@@ -460,7 +460,7 @@ def test_groups_of_ranks_are_made_once(workers, folder_of):
 def publications(rank, folder):
     """How often weights are taken up in executions of one step, and of none in particular."""
     s, found = SpreadStep(rank, folder), []
-    s.routed.use(TransferOptions())
+    s.routed.use(TransferOptions(paths="host"))
     for step, with_grad in ((7, False), (7, True), (7, False), (7, False), (None, False), (None, False)):
         with s.execute(step=step) as execution, torch.set_grad_enabled(with_grad):
             for m in range(MICRO_STEPS):

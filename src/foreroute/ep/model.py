@@ -29,9 +29,9 @@ from foreroute.ep.plan_checks import (
     require_micro_batches,
     require_ranks,
 )
+from foreroute.ep.transfer.cells import Home
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.ep.transfer.replica_weights import Home
 from foreroute.errors import CountsError, PlanError, ReplayError
 from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import Executor, warn_of_lacks
@@ -88,7 +88,7 @@ class ExpertParallelModel(ABC):
         self.chunks = chunks
         self.active: Executing | None = None
         self._group, self._owner_AG = group, owner_AG
-        self._transfers = TransferOptions(paths="direct")
+        self._transfers = TransferOptions()
         self._engine: TransferEngine | None = None
         self._step = 0
 
@@ -364,7 +364,7 @@ class ExpertParallelModel(ABC):
             is_partly_known = not all(each.is_whole for each in batches)
             differs = plan.is_at_home("recompute") != plan.is_at_home("update")
             vote.numbers = is_partly_known, differs, *(int(each.hosts.offsets[-1]) for each in in_pass.values())
-        warn_of_lacks(plan, self.executor)
+        warn_of_lacks(plan, self.executor, self._transfers.paths)
         is_known_M = [True] * len(batches)
         if vote.numbers_GN[groups.members, 0].any():
             partly_M = torch.tensor([not each.is_whole for each in batches], dtype=torch.int32)

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from foreroute.ep.replicas import Replicas
 from foreroute.ep.transfer import engine
-from foreroute.ep.transfer.replica_weights import GradientReturn
+from foreroute.ep.transfer.gradients import GradientReturn
 from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.options import STAGE_NAMES
 from foreroute.planner import plan
@@ -110,7 +110,9 @@ def check_a_stage_at_home_is_megatron_as_it_is():
         at.routed.use(engine.TransferOptions(paths="host"))
         assert len(at.plan.hosts.expert_R)
         for planned in STAGE_NAMES:
-            at.plan = dataclasses.replace(at.plan, gains={stage: 0.5 * (stage == planned) for stage in STAGE_NAMES})
+            at.plan = dataclasses.replace(
+                at.plan, gains={stage: 0.5 * (stage == planned) for stage in STAGE_NAMES}, priced_paths="host"
+            )
             for stage in STAGE_NAMES:
                 with torch.set_grad_enabled(stage == "update"):
                     losses, grads = at.step(forward_only=stage == "recompute")

@@ -33,7 +33,7 @@ from foreroute.core.selection import Scores
 from foreroute.core.untouched import reshard
 from foreroute.errors import BatchMismatchError, LayoutError, ReplayError
 from foreroute.layout import Layout
-from foreroute.replay import Policy, ReplayRows, RoutedModel
+from foreroute.replay import Policy, ReplayRows, RoutedModel, Routes
 from foreroute.replay.arguments import not_of_kind
 from foreroute.replay.executed_counts import ExecutedCounts
 from foreroute.trace import INDEXER, PIXELS, IndexerSpec, RoutingSpec, RoutingTrace
@@ -84,6 +84,12 @@ class RoutedTransformer(RoutedModel):
     def router_parameters(self) -> list[nn.Parameter]:
         """The parameters of all routers, in layer order: those that decide which experts a token is sent to."""
         return [parameter for router in self._of_trunk.routers for parameter in router.module.parameters()]
+
+    @property
+    def lookup_tables(self) -> dict[int, Tensor]:
+        """Integers [vocabulary, K], by its position among layers, of each router that looks experts up by token."""
+        routers = enumerate(self._of_trunk.routers)
+        return {position: router.module.tid2eid for position, router in routers if router.rule.is_lookup}
 
     def rows(self, trace: RoutingTrace, layout: Layout | None = None) -> TraceRows:
         """Make the routes of a micro-batch ready once, to be replayed in recompute, update and every epoch.
@@ -205,8 +211,10 @@ class RoutedTransformer(RoutedModel):
         if self.spread is not None:
             self.spread.close()
 
-    def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> TraceRows:
-        """The rows of a trace, found for each batch. See `RoutedModel`."""
+    def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> Routes:
+        """The rows of a trace, found for each batch, or routes that find them by themselves. See `RoutedModel`."""
+        if isinstance(routes, Routes) and not isinstance(routes, TraceRows):
+            return routes
         if isinstance(routes, TraceRows) and layout is not None:
             raise LayoutError("the rows were made for a layout already; give none with them")
         return routes if isinstance(routes, TraceRows) else self.rows(routes, layout)
