@@ -412,6 +412,11 @@ class InForce:
 
     hooks: ExecutingHooks | None = None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no plan is executed, and no pass of one runs."""
+        return self.hooks is None or (self.hooks.execution is None and _cells(self.hooks.passes) is None)
+
     def work_of(self, layer: int, path: str) -> CellWork | None:
         """What a layer is to do in the pass that runs; None where no plan is executed on it.
 
@@ -419,7 +424,7 @@ class InForce:
             ReplayError: when a plan is executed, and the forward replays none of its routes.
         """
         hooks = self.hooks
-        if hooks is None or (hooks.execution is None and _cells(hooks.passes) is None):
+        if hooks is None or self.is_idle:
             return None
         work = work_of(hooks.passes, layer, path)
         # a checkpoint of experts alone, in which no router runs
