@@ -32,7 +32,7 @@ from foreroute.adapters.hf.spreading import spread
 from foreroute.costs.cluster_file import Cluster, Rates
 from foreroute.costs.model import MOST_PRODUCTS, CostModel, Hardware, ModelShape
 from foreroute.costs.pricing import ALL_TO_ALL, ATTENTION, EXPERTS, step_parts
-from foreroute.ep.transfer.consensus import RankConsensus
+from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.errors import ConfigError
@@ -262,9 +262,7 @@ def _links(clock: _Clock, topology: Topology) -> Links:
 def _with_host_memory(clock: _Clock, topology: Topology, routed: hf.RoutedTransformer, known: Hardware) -> Hardware:
     """With the bytes that a rank publishes, and reads of what another one has published, in a second."""
     assert routed.spread is not None, "it was spread"
-    for layer in routed.spread.layers:
-        layer.begin()
-    homes = {layer.number: layer.owned for layer in routed.spread.layers}
+    homes = routed.spread.load()
     source = (clock.ranks.rank + 1) % topology.ranks_per_node
     slots = {name: shard.detach()[0].clone() for name, shard in homes[0].items()}
     with closing(HostMemory(RankConsensus(), topology, homes)) as memory:

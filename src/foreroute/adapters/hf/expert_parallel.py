@@ -24,10 +24,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import AutoEP
 
-from foreroute.ep import ExpertParallelModel
+from foreroute.adapters.hf.executing import SpreadExperts
 from foreroute.ep.compute import LowRankTerm, StackedReplicas, adapt
 from foreroute.ep.dispatch import ExchangeRows
-from foreroute.ep.execution import CellWork
+from foreroute.ep.execution import CellWork, active_work, is_active
 from foreroute.ep.transfer.home_moves import local_experts
 from foreroute.errors import AttachError
 
@@ -40,7 +40,7 @@ LAYOUT = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 """What transformers' `use_experts_implementation` puts on an experts module, and `foreroute.ep.compute` reads."""
 
 
-def find_spread_experts(model: nn.Module, routers: Sequence[str]) -> ExpertParallelModel | None:
+def find_spread_experts(model: nn.Module, routers: Sequence[str]) -> SpreadExperts | None:
     """Find the experts of a model that was loaded with `ep_implementation="foreroute"`; None where none was.
 
     Args:
@@ -69,7 +69,7 @@ def find_spread_experts(model: nn.Module, routers: Sequence[str]) -> ExpertParal
         if len(sizes) > 1:
             raise AttachError(f"layers have {sizes} experts; expected the same number in all of them")
         layers = [each for _, each in sites]
-        spread = ExpertParallelModel(layers, sizes[0], first.ep_mesh.get_group(), owners_of(first))
+        spread = SpreadExperts(layers, sizes[0], first.ep_mesh.get_group(), owners_of(first))
         for number, (path, layer) in enumerate(sites):
             layer.number, layer.path, layer.spread = number, path, spread
     return first.spread
@@ -100,7 +100,7 @@ class ForerouteEP(AutoEP):
         number, path, spread: position among the routed layers, path in the model, and what plans are executed on; set
             by `find_spread_experts`.
         row_E: int64 [E], the row of each expert among those of all ranks; None while they are in order of their ids.
-        owned: see `foreroute.ep.model.SpreadLayer`, as for the other names of that protocol.
+        owned: name -> [E / W, ...], the memory of this rank's experts that the optimizer updates.
         wrappers: those of PEFT around the experts module, whose adapters are spread with it.
         active: those in whose forward the experts module runs, each with the name of an adapter that is on.
     """
@@ -110,7 +110,7 @@ class ForerouteEP(AutoEP):
         self.experts = experts
         self.num_experts: int = self.num_local_experts * ep_mesh.size()
         self.number, self.path = 0, ""
-        self.spread: ExpertParallelModel | None = None
+        self.spread: SpreadExperts | None = None
         self.owned: Mapping[str, Tensor] = {}
         self._updated: list[nn.Parameter] = []
         self.row_E: Tensor | None = None
@@ -127,17 +127,16 @@ class ForerouteEP(AutoEP):
             ReplayError: when a plan is executed, and this forward replays none of its routes.
             TransferError: when a rank or its weights cannot be reached.
         """
-        if self.spread is None or self.spread.in_force.is_idle:
+        hooks = None if self.spread is None else self.spread.active
+        if not is_active(hooks):
             return self._run_unplanned(hidden_ND, ids_NK, weights_NK)
-        return self._run_planned(hidden_ND, ids_NK, weights_NK)
+        return self._run_planned(hooks, hidden_ND, ids_NK, weights_NK)
 
     # Rows and split sizes are numbers of the host, others in every cell: traced, each would be compiled anew.
     @torch.compiler.disable
-    def _run_planned(self, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
+    def _run_planned(self, hooks: Any, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
         """Run the cell of a plan. Rows that the plan does not know, such as padding, get zeros."""
-        assert self.spread is not None, "a plan is executed on what was spread"
-        work, shape = self.spread.in_force.work_of(self.number, self.path), hidden_ND.shape
-        assert work is not None, "a plan is executed"
+        work, shape = active_work(hooks, self.number, self.path), hidden_ND.shape
         ids_NK, sent_N = ids_NK.to(torch.int64), work.sent()
         if sent_N is not None:
             hidden_ND, ids_NK, weights_NK = (each.index_select(0, sent_N) for each in (hidden_ND, ids_NK, weights_NK))
@@ -249,7 +248,7 @@ class ForerouteEP(AutoEP):
         finally:
             self.experts._parameters.update(parameters)
 
-    # what `SpreadLayer` asks for
+    # what `SpreadExperts` asks for
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Give what the module has now: sharded between passes, what is computed with in one. And adapters' factors."""
@@ -269,6 +268,7 @@ class ForerouteEP(AutoEP):
         return self.tp_mesh.get_local_rank(), self.tp_mesh.size()
 
     def objection_to_replicas(self) -> str | None:
+        """Return what keeps its experts from being replicas on other ranks; None."""
         experts, name_of_class = self.experts, type(self.experts).__name__
         if lacking := [name for name in LAYOUT if not hasattr(experts, name)]:
             return (
@@ -283,6 +283,7 @@ class ForerouteEP(AutoEP):
         return None
 
     def begin(self) -> None:
+        """Find `owned` as it is now, before a plan is executed."""
         if isinstance(self.experts, FSDPModule):
             self.experts.reshard()  # a forward without a backward may have left them whole
         parameters = self.parameters()
@@ -293,9 +294,11 @@ class ForerouteEP(AutoEP):
 
     @property
     def versions(self) -> tuple[int, ...]:
+        """How often each of `owned` was written to, which the memory of a DTensor does not count."""
         return tuple(each._version for each in self._updated)
 
     def set_homes(self, home_E: NDArray[np.int16]) -> None:
+        """Take it that experts have moved to these homes, int16 [E]."""
         row_E = np.empty(len(home_E), np.int64)
         row_E[np.argsort(home_E, kind="stable")] = np.arange(len(home_E))
         is_moved = (row_E != np.arange(len(home_E))).any()

@@ -104,7 +104,7 @@ class PlannedWindows:
         with routed.execute(made, counts_MLGE, micro_batches) as execution:
             yield
         assert routed.spread is not None, "its home_LE was there"
-        everyone = routed.spread.ranks.consensus
+        everyone = routed.spread.groups.consensus
         executed_GML = everyone.gather(torch.from_numpy(execution.executed_ML), "gathering what was executed")
-        served = execution.served[stage].plan
+        served = execution.hosted[stage].plan
         self.sums.add([served], counts_MLGE, routed.home_LE, executed_GML.permute(1, 2, 0).numpy())

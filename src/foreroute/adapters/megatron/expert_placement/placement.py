@@ -8,7 +8,7 @@ from weakref import WeakSet
 
 import numpy as np
 import torch.distributed as dist
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.adapters.megatron.expert_placement.checkpoints import OptimizerCheckpoint
@@ -20,14 +20,13 @@ from foreroute.adapters.megatron.expert_placement.parameters import (
     held_tensors,
     optimizer_state,
 )
-from foreroute.ep.transfer.consensus import RankConsensus
+from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.transfer.home_moves import MovingRanks, agree_on_homes, all_or_none, bring, gathered
 from foreroute.ep.transfer.moves import shard_moves
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.segments import LayerTransfer
 from foreroute.errors import TransferError
 from foreroute.layout.rank_rows import block_homes
-from foreroute.plan import StepPlan
 from foreroute.trace import RoutingSpec
 
 
@@ -52,14 +51,11 @@ class HomePlacement:
         self._num_ep_ranks = num_ep_ranks
         self._sites = [(spec.layers.index(site.layer), site) for site in sites]
         self._groups = groups
-        self._consensus: RankConsensus | None = None
         self._ranks: MovingRanks | None = None
         self._guarded: WeakSet[Any] = WeakSet()
 
-    def move(self, homes: StepPlan | NDArray[np.integer], optimizer: Any) -> int:
-        """As `RoutedModel.move_homes`."""
-        consensus = self._consensus = self._consensus or RankConsensus()
-        given_LE = homes.home_LE if isinstance(homes, StepPlan) else homes
+    def move(self, given_LE: ArrayLike, optimizer: Any, consensus: RankConsensus) -> int:
+        """Move experts as `ExpertParallelModel.move_homes` says, where all ranks of the job agree."""
         agreed_LE = agree_on_homes(consensus, self.home_LE, given_LE, self._num_ep_ranks, self._objection())
         after_LE = _fixed(agreed_LE.copy())
         moved = [(row, site) for row, site in self._sites if (self.home_LE[row] != after_LE[row]).any()]
