@@ -24,7 +24,7 @@ from benchmarks.harness.online_plans import Rival
 from foreroute.core.passes import Pass
 from foreroute.ep.dispatch import CellRows, gather_counts, upload_rows
 from foreroute.ep.execution import AgreedStep, CellWork, MicroBatch, PassCells, PassPlan, PlanExecution
-from foreroute.ep.transfer.replica_weights import Cell
+from foreroute.ep.transfer.cells import Cell
 from foreroute.plan import CellPlan, StepPlan, Topology
 from foreroute.plan.hosts import Hosts
 from foreroute.plan.options import Stage
@@ -127,11 +127,11 @@ class OnlinePass(PassPlan):
 
 
 class LateHosts(Hosts):
-    """Of cells that are learnt when they run, so that any expert may be lent."""
+    """Of cells that are learnt when they run, so that any expert may be sent."""
 
-    def lent_LE(self, ranks_per_node: int) -> NDArray[np.bool_]:
+    def sent_LEW(self, ranks_per_node: int) -> NDArray[np.bool_]:
         """See `Hosts`."""
-        return np.full(self.home_LE.shape, ranks_per_node > 1)
+        return np.full((*self.home_LE.shape, ranks_per_node), ranks_per_node > 1)
 
 
 class OnlineSchedule(ExecutionSchedule):

@@ -9,7 +9,7 @@ Letters: S sequences, V tokens of the vocabulary, T positions.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from foreroute.adapters.checkpoint import Weights
+from foreroute.adapters.checkpoint import Weights, whole_weights
 from foreroute.adapters.hf import attach
 from foreroute.adapters.hf.loading import quiet_transformers
 from foreroute.adapters.hf.model import saved_tensors
@@ -98,7 +98,7 @@ class EmbeddedEngine:
         """
         targets = self._model.state_dict()
         missing = {name for name, _ in saved_tensors(self._model)}
-        for name, source in weights.items() if isinstance(weights, Mapping) else weights:
+        for name, source in whole_weights(weights):
             missing.discard(name)
             target = targets.get(name)
             if target is None:

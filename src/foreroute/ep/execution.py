@@ -23,8 +23,8 @@ from foreroute.core.passes import Pass, PassStack
 from foreroute.core.recompute import bind
 from foreroute.ep.dispatch import CellRows, gather_counts, upload_rows
 from foreroute.ep.plan_checks import objection_to_number
+from foreroute.ep.transfer.cells import Cell, Home
 from foreroute.ep.transfer.engine import TransferEngine, TransferRecord
-from foreroute.ep.transfer.replica_weights import Cell, Home
 from foreroute.errors import CountsError, ReplayError
 from foreroute.plan import StepPlan
 from foreroute.plan.options import Stage

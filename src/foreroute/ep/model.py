@@ -29,9 +29,9 @@ from foreroute.ep.plan_checks import (
     require_micro_batches,
     require_ranks,
 )
+from foreroute.ep.transfer.cells import Home
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.ep.transfer.replica_weights import Home
 from foreroute.errors import CountsError, PlanError, ReplayError
 from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import Executor, warn_of_lacks

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from foreroute.ep.replicas import Replicas
 from foreroute.ep.transfer import engine
-from foreroute.ep.transfer.replica_weights import GradientReturn
+from foreroute.ep.transfer.gradients import GradientReturn
 from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.options import STAGE_NAMES
 from foreroute.planner import plan

@@ -18,8 +18,8 @@ from foreroute.adapters.megatron.route_shard import RouteShard
 from foreroute.ep import ExpertParallelModel
 from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.execution import MicroBatch
+from foreroute.ep.transfer.cells import Home
 from foreroute.ep.transfer.home_moves import gathered
-from foreroute.ep.transfer.replica_weights import Home
 from foreroute.errors import PlacementError, TraceError
 from foreroute.plan import StepPlan
 from foreroute.trace import RoutingSpec
