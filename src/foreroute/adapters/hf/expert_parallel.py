@@ -1,9 +1,9 @@
-"""Expert parallelism of transformers, with what routes tell ahead: `DistributedConfig(ep_implementation="foreroute")`.
+"""Expert parallelism of transformers by plans: `DistributedConfig(ep_implementation="foreroute")`.
 
 transformers shards the experts, loads and saves them, and has one `EPImplementation` per experts module bring them
-their tokens. Ours leaves that to transformers' own choice ("auto") until a plan is executed. Then rows of a cell go
-where its schedule says: split sizes are known, so that no counts are exchanged and nobody waits for the device, and
-replicas serve a part of the rows of busy experts.
+their tokens. Ours leaves that to transformers' own choice ("auto") until a plan is executed. Then the schedule of the
+cell knows split sizes, so that no counts are exchanged and the host does not wait for the device, and replicas compute
+a part of the rows of busy experts.
 
 N rows: tokens of this rank's batch, or assignments on their way; K picks, A = N K assignments, D hidden size,
 E experts, G expert-parallel ranks, W ranks that own each expert once.
@@ -76,10 +76,8 @@ def find_spread_experts(model: nn.Module, routers: Sequence[str]) -> SpreadExper
 
 
 def owners_of(layer: ForerouteEP) -> NDArray[np.int64]:
-    """Give the global ranks that own each expert of a layer once between them, int64 [groups, G].
-
-    FSDP2 cuts the experts of a rank once more, between the groups that hold the same ones.
-    """
+    """Give the global ranks that own each expert of a layer once between them, int64 [groups, G]."""
+    # FSDP2 cuts the experts of a rank once more, between the groups that hold the same ones
     ranks: NDArray[np.int64] = layer.ep_mesh.mesh.numpy().reshape(1, -1)
     parameter = next(iter(layer.parameters().values()))
     if not isinstance(parameter, DTensor):
@@ -220,7 +218,7 @@ class ForerouteEP(AutoEP):
         terms = []
         for term, pair in self._adapters():
             for name, factor in pair.items():
-                home[name] = factor.of_group() if term.scaling else factor.of_group().detach()
+                home[name] = factor.gather_group() if term.scaling else factor.gather_group().detach()
             terms.append(term)
         return home, terms
 
@@ -229,7 +227,7 @@ class ForerouteEP(AutoEP):
         for wrapper in self.wrappers:
             parameter, is_transposed = wrapper.parameter_name, not wrapper._did_swap_in_out_features
             for name, factor_A in wrapper.lora_A.items():
-                if hasattr(factor_A, "of_group"):  # or it was added since, and is refused when it is switched on
+                if hasattr(factor_A, "gather_group"):  # or it was added since, and is refused when it is switched on
                     names = f"{parameter}.{name}.A", f"{parameter}.{name}.B"
                     scaling = float(wrapper.scaling[name]) if (wrapper, name) in self.active else 0.0
                     term = LowRankTerm(parameter, names, scaling, is_transposed)
