@@ -278,14 +278,17 @@ class ExecutingHooks(Executing, Protocol):
         """See `foreroute.core.hooks.ModelHooks`."""
 
 
-def active_work(hooks: ExecutingHooks | None, layer: int, path: str) -> CellWork | None:
-    """Return what a layer is to do in the pass that runs; None where no plan is executed on it.
+def is_active(hooks: ExecutingHooks | None) -> bool:
+    """Return whether a plan is executed on a model, or a pass of one runs."""
+    return hooks is not None and (hooks.execution is not None or _cells(hooks.passes) is not None)
+
+
+def active_work(hooks: ExecutingHooks, layer: int, path: str) -> CellWork:
+    """Return what a layer is to do in the pass that runs, of the plan that is executed.
 
     Raises:
-        ReplayError: when a plan is executed, and the forward replays none of its routes.
+        ReplayError: when the forward replays none of its routes.
     """
-    if hooks is None or (hooks.execution is None and _cells(hooks.passes) is None):
-        return None
     work = work_of(hooks.passes, layer, path)
     # a checkpoint of experts alone, in which no router runs
     bind(hooks.passes.top, (), hooks.recomputing, until=ModelHooks.run_pass.__code__)
