@@ -47,8 +47,7 @@ def load_local(path: Path) -> tuple[Any, bool]:
     """
     _require_path(path)
     if os.path.isdir(path):
-        _require_config(path)
-        if _has_weights(path):
+        if _check_folder(path):
             return load_complete(transformers.AutoModelForCausalLM, path, path), True
         path = path / CONFIG
     config = read_config(path)
@@ -75,8 +74,7 @@ def load_pretrained(folder: Path, *, experts_implementation: str, distributed_co
         ConfigError: when one of them is missing, transformers cannot load them, or they are not those of one another.
     """
     _require_path(folder)
-    _require_config(folder)
-    if not _has_weights(folder):
+    if not _check_folder(folder):
         raise ConfigError(f"{folder} holds no *.safetensors; name the folder of a Hugging Face model with its weights")
     # older releases know no such argument
     spread = {} if distributed_config is None else {"distributed_config": distributed_config}
@@ -216,13 +214,6 @@ def _require_path(path: Path) -> None:
         )
 
 
-def _require_config(folder: Path) -> None:
-    if not os.path.isfile(folder / CONFIG):
-        raise ConfigError(f"{folder} holds no config.json; name a folder of a Hugging Face model, or its config.json")
-    _require_files(folder)
-    _check_config(folder / CONFIG)
-
-
 def _require_files(folder: Path) -> None:
     """Refuse a folder with something that is neither a file nor a folder."""
     try:
@@ -234,8 +225,12 @@ def _require_files(folder: Path) -> None:
         open_regular(path, ConfigError).close()
 
 
-def _has_weights(folder: Path) -> bool:
-    """Tell whether a folder has weights in safetensors; refuse pickled ones alone, and an adapter beside them."""
+def _check_folder(folder: Path) -> bool:
+    """Check the folder of a model before transformers opens anything; tell whether it has weights in safetensors."""
+    if not os.path.isfile(folder / CONFIG):
+        raise ConfigError(f"{folder} holds no config.json; name a folder of a Hugging Face model, or its config.json")
+    _require_files(folder)
+    _check_config(folder / CONFIG)
     names = sorted(path.name for path in folder.iterdir())
     if "adapter_config.json" in names:
         raise ConfigError(
