@@ -44,7 +44,7 @@ def test_gradients_return_from_every_replica_as_executors_send_them(paths):
     for place in np.ndindex(3, 2):
         sent_G5 = np.zeros((16, 5))
         for rank, schedule in enumerate(schedules):
-            for home in schedule.cell(*place).served["peer"]:
+            for home in schedule.cell(*place).hosted["peer"]:
                 is_near = home // 8 == rank // 8
                 sent_G5[rank, links.NODE_OUT if is_near else links.CLUSTER_OUT] += 1
                 sent_G5[home, links.NODE_IN if is_near else links.CLUSTER_IN] += 1

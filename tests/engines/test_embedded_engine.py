@@ -6,6 +6,9 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from foreroute.adapters import hf
 from foreroute.capture import Sampling
@@ -238,3 +241,19 @@ def test_numpys_numbers_are_kept_as_pythons_own_that_every_server_takes():
         np.int64(5), np.int32(-1), np.uint8(2), np.float32(0.5), np.int64(3), np.float32(0.25), np.float16(0.5)
     )
     assert json.dumps(asdict(given)) == json.dumps(asdict(Sampling(5, -1, 2, 0.5, 3, 0.25, 0.5)))
+
+
+def test_weights_that_ranks_have_shards_of_are_gathered(tmp_path):
+    """One at a time, as FSDP2 has them in a `state_dict`; on one rank, which has all rows of each."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", world_size=1, rank=0)
+    try:
+        mesh, model, engine = (
+            init_device_mesh("cpu", (1,)),
+            tiny("qwen3_moe", seed=1),
+            EmbeddedEngine(tiny("qwen3_moe")),
+        )
+        sharded = {name: distribute_tensor(each, mesh, [Shard(0)]) for name, each in model.state_dict().items()}
+        engine.load_weights(sharded, 1)
+    finally:
+        dist.destroy_process_group()
+    assert np.array_equal(sampled(engine).logprobs_R, sampled(EmbeddedEngine(model)).logprobs_R)

@@ -236,6 +236,12 @@ def _read_sizes(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
     return vocabulary_size, positions
 
 
+def whole_weights(weights: Weights) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors, gathered one at a time where ranks have shards of them (DTensor)."""
+    for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
+        yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def _write_shards(folder: Path, weights: Weights) -> set[str]:
     """Write weights as they come, a file whenever there are enough, and an index; return all names."""
     file_of: dict[str, str] = {}
@@ -248,7 +254,7 @@ def _write_shards(folder: Path, weights: Weights) -> set[str]:
         file_of.update(dict.fromkeys(shard, name))
         shard.clear()
 
-    for name, tensor in weights.items() if isinstance(weights, Mapping) else weights:
+    for name, tensor in whole_weights(weights):
         if name in file_of or name in shard:
             raise ConfigError(f"the weight {name!r} was given twice; expected each once")
         if shard and size + tensor.nbytes > SHARD_BYTES:

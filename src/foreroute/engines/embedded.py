@@ -8,7 +8,7 @@ Letters: S sequences, V tokens of the vocabulary, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from foreroute.adapters.checkpoint import Weights, quiet_transformers
+from foreroute.adapters.checkpoint import Weights, quiet_transformers, whole_weights
 from foreroute.adapters.hf import attach
 from foreroute.adapters.hf.model import saved_tensors
 from foreroute.capture import Generation, Sampling
@@ -89,7 +89,7 @@ class EmbeddedEngine:
         """
         targets = self._model.state_dict()
         missing = {name for name, _ in saved_tensors(self._model)}
-        for name, source in weights.items() if isinstance(weights, Mapping) else weights:
+        for name, source in whole_weights(weights):
             missing.discard(name)
             target = targets.get(name)
             if target is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,10 +15,8 @@ from torch import Tensor
 
 from foreroute import errors
 from foreroute.ep.transfer.peers import collective_errors, own_group
-from foreroute.errors import ForerouteError, PlanError
+from foreroute.errors import ForerouteError
 from foreroute.files.container import blake2b_hex
-from foreroute.plan import StepPlan
-from foreroute.plan.plan_file import plan_from_bytes, plan_to_bytes
 
 TEXT_BYTES = 1024
 """Every rank sends as many, so that their texts need one collective and no exchange of lengths."""
@@ -176,24 +174,3 @@ class Vote:
         ]
         room = [0] * (2 * FACTS - len(facts)), [0] * (NUMBERS - len(self.numbers))
         return [int(refuses), *facts, *room[0], *self.numbers, *room[1]]
-
-
-def share_plan(group: RankConsensus, everyone: RankConsensus, make: Callable[[], StepPlan]) -> StepPlan:
-    """Make a plan on the first rank of a group and give it to all. A collective call.
-
-    Args:
-        group: the ranks that share it.
-        everyone: the ranks of all groups that make plans at the same time; all end when one has none.
-        make: called on the first rank alone; it may wait for a thread.
-
-    Raises:
-        PlanError: on the other ranks, when a first one cannot make it; there, its own error.
-        TransferError: when a rank does not answer, such as one that died while it planned.
-    """
-    what, content = "waiting for the plan of the first rank", b""
-    with everyone.agree(what, PlanError):
-        if group.rank == 0:
-            plan = make()
-            content = plan_to_bytes(plan)
-    content = group.from_first(content, what)
-    return plan if group.rank == 0 else plan_from_bytes(content)

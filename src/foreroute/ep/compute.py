@@ -18,8 +18,9 @@ from torch.nn import functional
 
 from foreroute.ep.dispatch import RowGroups
 from foreroute.ep.replicas import Replicas
+from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.engine import TransferEngine
-from foreroute.ep.transfer.replica_weights import Cell, segment_sums
+from foreroute.ep.transfer.gradients import segment_sums
 
 
 class StackedReplicas(Replicas):

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from foreroute.ep.transfer.cells import Cell, Home
 from foreroute.ep.transfer.engine import TransferEngine
-from foreroute.ep.transfer.replica_weights import Cell, Fetch, GradientReturn, Home
+from foreroute.ep.transfer.gradients import GradientReturn
 
 
 class Replicas(ABC):
@@ -46,7 +47,6 @@ class Replicas(ABC):
         self.cell, self.hosted = cell, hosted
         self.weights: dict[str, Tensor] = {}
         self._engine, self._owned = engine, owned
-        self._fetch: Fetch | None = None
         self._returning: GradientReturn | None = None
         self._anchor: Tensor | None = None
 
@@ -62,7 +62,7 @@ class Replicas(ABC):
     def fetch(self) -> None:
         """Begin to fetch the weights. Waits for nothing."""
         if self.hosted:
-            self._fetch = self._engine.fetch(self.cell, self._owned)
+            self._engine.fetch(self.cell, self._owned)
 
     def compute(self, home_output: Tensor, *args: Any) -> Tensor:
         """Run the replicas here and give their rows behind those of the home experts, [rows, D].
@@ -88,16 +88,13 @@ class Replicas(ABC):
 
     def wait(self) -> None:
         """Wait for the weights; on a GPU, the stream does."""
-        if not self.hosted:
-            return
-        fetch, self._fetch = self._fetch, None
-        assert fetch is not None, "weights are fetched when rows have left"
-        self.weights = fetch.wait()
+        if self.hosted:
+            self.weights = self._engine.wait_weights(self.cell)
 
     def return_grads(self, grads: Sequence[Tensor | None]) -> None:
         """Begin to return the gradients of `graph_inputs`, and release the weights. All ranks call it."""
         if self.hosted:
-            self._returning = self._engine.send_home(self.cell, self.grads_to_return(grads))
+            self._returning = self._engine.return_grads(self.cell, self.grads_to_return(grads))
         self.weights = {}
 
     def wait_grads(self) -> dict[str, dict[int, Tensor]]:

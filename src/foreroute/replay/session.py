@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -194,7 +194,7 @@ class RoutedModel(ABC):
         counting = self._counting() if counts == "replayed" else nullcontext()
         with self.listening(session), self.replaying_now(lambda: session), counting:
             yield session
-        session.checks.wait()
+        session.checks.close()
         session.require_replayed()
 
     @contextmanager
@@ -235,6 +235,7 @@ class PassRoutes(NamedTuple):
     drops: bool
 
 
+@runtime_checkable
 class Routes(Protocol):
     """The routes of a session, and where a framework's batches take them. Every framework has its own."""
 

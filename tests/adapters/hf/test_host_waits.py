@@ -232,7 +232,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("name", "spoil", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_the_device_finds_wrong_is_told_before_the_session_ends(name, spoil, message):
+def test_what_the_device_finds_wrong_is_told_before_weights_change(name, spoil, message):
     batch = copy.deepcopy(BATCHES[name])
     spoil(batch)
     here = model_here()
@@ -251,8 +251,9 @@ def test_what_the_device_finds_wrong_is_told_before_the_session_ends(name, spoil
                 each.zero_()  # what was given is remembered
             if other is not batch:
                 session.__exit__(None, None, None)
+        session.__exit__(None, None, None)  # gradients are recorded: nobody waits before weights change
         with pytest.raises(BatchMismatchError, match=message):
-            session.__exit__(None, None, None)
+            torch.optim.SGD([torch.zeros(1, requires_grad=True)]).step()
 
 
 def test_a_sequence_without_a_route_must_be_in_the_batch_too():

@@ -5,10 +5,10 @@ import contextlib
 import pytest
 import torch
 
+from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.engine import TransferOptions
-from foreroute.ep.transfer.replica_weights import Cell
 from tests.ep.transfer.plans import random_plan
-from tests.ep.transfer.toy import DTYPE, begin, make_engine, run_step, served, weight
+from tests.ep.transfer.toy import DTYPE, begin, fetched, hosted, make_engine, run_step, weight
 from tests.tiers import grid
 
 TIGHT = TransferOptions(paths="host", prefetch=0)
@@ -24,9 +24,9 @@ def kept_for_backward(rank, plan, options, protects=True):
             patch.setattr(torch.autograd.graph, "increment_version", lambda tensor: None)
         begin(engine, 0, plan)
         for layer, home in enumerate(homes):
-            slots = engine.fetch(Cell(0, 0, layer), home).wait()["down_proj"]
+            slots = fetched(engine, Cell(0, 0, layer), home)["down_proj"]
             factor = torch.ones_like(slots, requires_grad=True)
-            uses.append((factor, [weight("down_proj", layer, e) for e in served(plan.cell(0, layer), rank)]))
+            uses.append((factor, [weight("down_proj", layer, e) for e in hosted(plan.cell(0, layer), rank)]))
             loss = loss + (factor * slots).sum()
         loss.backward()
     return max(float((factor.grad - torch.stack(wanted)).abs().max()) for factor, wanted in uses)

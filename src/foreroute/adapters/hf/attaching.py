@@ -21,8 +21,8 @@ from foreroute.errors import AttachError
 from foreroute.trace import INDEXER, DecisionStream, LayerKind, RoutedLayer, RoutingSpec
 
 if TYPE_CHECKING:
+    from foreroute.adapters.hf.executing import SpreadExperts
     from foreroute.adapters.hf.indexers import FoundIndexers
-    from foreroute.ep import ExpertParallelModel
 
 
 def attach(model: nn.Module) -> RoutedTransformer:
@@ -55,7 +55,7 @@ def attach(model: nn.Module) -> RoutedTransformer:
         indexers = find_indexers(model, trunk)
         hooks = TransformerHooks(model, trunk, seen.routers, spec, indexers)
         self_check(Routed(model, hooks))
-        spread: ExpertParallelModel | None = None
+        spread: SpreadExperts | None = None
         if spreading is not None:
             spread = spreading.find_spread_experts(model, [router.path for router in seen.routers])
         routed = RoutedTransformer(model, spec, hooks, spread)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from foreroute.adapters.megatron.plan_execution.experts import RunReplicas
 from foreroute.ep.replicas import Replicas
+from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.engine import TransferEngine
-from foreroute.ep.transfer.replica_weights import Cell
 from foreroute.plan.schedule import CellSchedule
 
 
@@ -44,7 +44,7 @@ class SeparateReplicas(Replicas):
     ) -> None:
         super().__init__(cell, engine, home, hosted=moves is not None)
         self.home = home
-        self._num = 0 if moves is None else len(moves.served)
+        self._num = 0 if moves is None else len(moves.hosted)
         self._fuses_gradients = fuses_gradients
         self._fused: list[Tensor] = []
 
