@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .errors import ReplayError
-from .marks import times_written
+from .tensor_ids import times_written
 
 CACHES = ("cache", "past_key_values")
 """What models call the argument that holds their cache: transformers from 5.24 on, and before."""
@@ -37,7 +37,7 @@ class FollowedCache:
     def __init__(self) -> None:
         self._left: _Left | None = None
 
-    def run(self, cache: Any, forward: Callable[[], Any]) -> Any:
+    def run(self, cache: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a forward that is given this cache, or None. It may have been cut at its end.
 
         Raises:
@@ -53,7 +53,7 @@ class FollowedCache:
                     "it did for one sequence. Sample with num_beams=1, and record each batch in a session of its own; "
                     "or record one forward over the whole sequences"
                 )
-        result = forward()
+        result = forward(*args, **kwargs)
         made = result if isinstance(result, dict | tuple) else getattr(result, "__dict__", {})
         made = made.values() if isinstance(made, dict) else made
         self._left = _Left(cache if cache is not None else find_cache(made))

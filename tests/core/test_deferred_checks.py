@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from foreroute.core import passes
-from foreroute.core.passes import LateChecks
-from foreroute.errors import BatchMismatchError
+from foreroute.core import deferred_checks
+from foreroute.core.deferred_checks import DeferredChecks
+from foreroute.errors import BatchMismatchError, ReplayError
 
 
 class There(torch.Tensor):
@@ -38,7 +38,7 @@ class Event:
 @pytest.fixture(autouse=True)
 def of_this_test(monkeypatch):
     """What other tests have asked is not waited for here."""
-    monkeypatch.setattr(passes, "_before_step", set())
+    monkeypatch.setattr(deferred_checks, "_before_step", set())
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def tell():
 
 
 def test_answers_that_are_there_are_looked_at_when_the_next_pass_begins(gpu):
-    checks = LateChecks()
+    checks = DeferredChecks()
     checks.add(flag(wrong=True, on_gpu=True), tell)
     checks.add(flag(wrong=False, on_gpu=True), lambda: None)
     assert not gpu.waited
@@ -70,7 +70,7 @@ def test_answers_that_are_there_are_looked_at_when_the_next_pass_begins(gpu):
 
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_the_end_waits_once_and_tells_the_first_that_is_wrong(gpu, on_gpu):
-    checks, told = LateChecks(), []
+    checks, told = DeferredChecks(), []
     for number, wrong in enumerate((False, True, False)):
         checks.add(flag(wrong=wrong, on_gpu=on_gpu), lambda n=number, wrong=wrong: told.append(n) or (wrong and tell()))
     with pytest.raises(BatchMismatchError, match="another batch"):
@@ -83,17 +83,17 @@ def test_the_end_waits_once_and_tells_the_first_that_is_wrong(gpu, on_gpu):
 
 
 def test_on_the_cpu_nothing_waits():
-    checks = LateChecks()
+    checks = DeferredChecks()
     checks.add(torch.tensor(False), tell)
     with pytest.raises(BatchMismatchError, match="another batch"):
         checks.add(torch.tensor(True), tell)
-    assert checks not in passes._before_step
+    assert checks not in deferred_checks._before_step
 
 
 def test_a_batch_that_only_the_device_finds_wrong_is_no_silent_success():
-    checks = LateChecks()
+    checks = DeferredChecks()
     checks.add(flag(wrong=True), lambda: None)
-    with pytest.raises(AssertionError, match="the host finds right"):
+    with pytest.raises(ReplayError, match="the host check passed; please report it"):
         checks.wait()
 
 
@@ -102,34 +102,34 @@ def test_an_optimizer_does_not_step_on_a_wrong_batch(wrong):
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     weight.sum().backward()
-    checks = LateChecks()
+    checks = DeferredChecks()
     for _ in range(2):
         checks.add(flag(wrong=wrong), tell)
         checks.close()
-    assert passes._before_step == {checks}
+    assert deferred_checks._before_step == {checks}
     if wrong:
         with pytest.raises(BatchMismatchError, match="another batch"):
             optimizer.step()
     else:
         optimizer.step()
     assert torch.equal(weight.detach(), torch.full((2,), float(wrong)))
-    assert not passes._before_step
+    assert not deferred_checks._before_step
 
 
 def test_where_no_gradients_are_recorded_the_end_of_the_session_tells():
     """No optimizer may ever step."""
-    checks = LateChecks()
+    checks = DeferredChecks()
     checks.add(flag(wrong=True), tell)
     with torch.no_grad(), pytest.raises(BatchMismatchError, match="another batch"):
         checks.close()
-    assert not passes._before_step
+    assert not deferred_checks._before_step
 
 
 def test_one_step_waits_for_the_checks_of_several_models():
     """Such as of a policy and a critic; torch walks through its hooks meanwhile."""
     weight = torch.nn.Parameter(torch.ones(1))
     weight.grad, told = torch.ones(1), []
-    every = [LateChecks() for _ in range(3)]
+    every = [DeferredChecks() for _ in range(3)]
     for number, checks in enumerate(every):
         checks.add(flag(wrong=number == 1), lambda n=number: told.append(n) or tell())
         checks.close()
@@ -140,4 +140,4 @@ def test_one_step_waits_for_the_checks_of_several_models():
     assert weight.item() == 1
     optimizer.step()
     assert weight.item() == 0
-    assert not passes._before_step
+    assert not deferred_checks._before_step
