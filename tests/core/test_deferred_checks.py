@@ -1,5 +1,7 @@
 """Checks that a device answers while the host goes on."""
 
+import copy
+
 import pytest
 import torch
 
@@ -9,24 +11,34 @@ from foreroute.errors import BatchMismatchError, ReplayError
 
 
 class There(torch.Tensor):
-    """Says that it is on a device that is not the CPU."""
+    """Says that it is on a device that is not the CPU, and refuses work with tensors of another."""
 
     device = torch.device("meta")
+
+    def __or__(self, other):
+        assert self.device == other.device, "one operator on tensors of two devices"
+        return super().__or__(other)
 
 
 class OnCuda(There):
     """Says that it is on a GPU."""
 
-    is_cuda = True
+    device, is_cuda = torch.device("cuda:0"), True
+
+
+class OnSecondCuda(OnCuda):
+    """Says that it is on another GPU."""
+
+    device = torch.device("cuda:1")
 
 
 class Event:
-    """Of a device that is done when a test says so."""
+    """Of a device that is done when a test says so. Recorded on the stream of the current device by default."""
 
-    done, waited = False, 0
+    done, waited, streams = False, 0, []
 
-    def record(self):
-        pass
+    def record(self, stream="of cuda:0"):
+        Event.streams.append(stream)
 
     def query(self):
         return Event.done
@@ -45,7 +57,9 @@ def of_this_test(monkeypatch):
 def gpu(monkeypatch):
     monkeypatch.setattr(Event, "done", False)
     monkeypatch.setattr(Event, "waited", 0)
+    monkeypatch.setattr(Event, "streams", [])
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"of {device}")
     return Event
 
 
@@ -66,6 +80,19 @@ def test_answers_that_are_there_are_looked_at_when_the_next_pass_begins(gpu):
     with pytest.raises(BatchMismatchError, match="another batch"):
         checks.add(flag(wrong=False, on_gpu=True), lambda: None)
     checks.close()
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_every_device_is_asked_on_its_own_stream(gpu, wrong):
+    """A model may be on another GPU than the current one, and its routers on several."""
+    checks = DeferredChecks()
+    for number, kind in enumerate((OnCuda, OnSecondCuda, OnSecondCuda)):
+        checks.add(torch.tensor(number == wrong).as_subclass(kind), tell)
+    assert gpu.streams == ["of cuda:0", "of cuda:1", "of cuda:1"]
+    with pytest.raises(BatchMismatchError, match="another batch"):
+        checks.wait()
+    assert gpu.waited == wrong + 1  # each device's answer is waited for before it is read
+    assert not copy.deepcopy(checks)._asked
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

@@ -12,8 +12,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 import foreroute as fr
 from foreroute.adapters import hf
-from foreroute.core import ReplayError, attach
-from foreroute.core import tensor_rows
+from foreroute.core import ReplayError, attach, tensor_rows
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import build
 from tests.adapters.hf.model_runs import (

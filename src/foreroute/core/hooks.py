@@ -360,27 +360,20 @@ class ModelHooks(ABC):
         outside = current.calls[:num]
         if outside == [1] * num:
             return
-        if max(outside) > 1:
-            self._raise_not_once(outside)
+        for hook, count in zip(self.every, outside, strict=False):
+            if count > 1:
+                raise _not_once(hook, count)
         # kept apart from `calls_L`: a CUDA graph counts its next pass at the same address
         counts_L = current.calls_L[:num] + to_device(torch.tensor(outside, dtype=torch.int32), current.calls_L.device)
+        raise_error = partial(self._require_counts, counts_L)
         if "torch._dynamo" not in sys.modules:  # there is no graph in which they could have run
-            self._raise_not_once(counts_L.tolist())
-        self.checks.add((counts_L != 1).any(), lambda: self._raise_not_once(counts_L.tolist()))
+            raise_error()
+        self.checks.add((counts_L != 1).any(), raise_error)
 
-    def _raise_not_once(self, counts: list[int]) -> None:
-        hook, count = next(each for each in zip(self.every, counts, strict=False) if each[1] != 1)
-        why = (
-            "PEFT ran the module that it is a copy of, as under disable_adapter() or with another adapter"
-            if ".modules_to_save." in hook.path
-            else "a fused kernel, a captured graph, another branch, or a checkpoint that torch.compile cannot hold in "
-            "one graph bypassed it"
-        )
-        raise ReplayError(
-            f"{hook.noun} {hook.path} selected {count} times in one forward, expected once: "
-            f"{'its rows would be consumed twice' if count else why}. Its choices cannot be recorded or replayed in "
-            "this configuration"
-        )
+    def _require_counts(self, counts_L: Tensor) -> None:
+        for hook, count in zip(self.every, counts_L.tolist(), strict=False):
+            if count != 1:
+                raise _not_once(hook, count)
 
     @contextmanager
     def recomputing(self, current: Pass, ran: Sequence[SelectionHook]) -> Iterator[None]:
@@ -440,3 +433,17 @@ class ModelHooks(ABC):
             "attached, not a part of it; open sessions before a forward, not in the middle; and where activations of a "
             "forward from before the session are recomputed, run its backward before the session is opened"
         )
+
+
+def _not_once(hook: SelectionHook, count: int) -> ReplayError:
+    why = (
+        "PEFT ran the module that it is a copy of, as under disable_adapter() or with another adapter"
+        if ".modules_to_save." in hook.path
+        else "a fused kernel, a captured graph, another branch, or a checkpoint that torch.compile cannot hold in one "
+        "graph bypassed it"
+    )
+    return ReplayError(
+        f"{hook.noun} {hook.path} selected {count} times in one forward, expected once: "
+        f"{'its rows would be consumed twice' if count else why}. Its choices cannot be recorded or replayed in this "
+        "configuration"
+    )

@@ -121,17 +121,16 @@ class Pass:
         ids = [None] * num_layers if self.rows is None else self.rows.ids_LRK.unbind()
         parts: list[Any] = []
         for layer, ((path, top_k), calls_1) in enumerate(zip(self._routers, self.calls_L.split(1), strict=False)):
-            picks = [_first_picks(each[layer], top_k) for each in (into, before, ids)]
+            picks: list[Any] = []
+            for of_layers in (into, before, ids):
+                ids_RK = of_layers[layer]
+                picks.append(ids_RK if ids_RK is None or top_k == nothing[0].shape[-1] else ids_RK[:, :top_k])
             kept = None
             if scores is not None:
                 kept = Scores(scores.picked[layer][:, :top_k], scores.next[layer], scores.by_probability[layer])
             parts.append(LayerPass(path, layer, is_recompute, calls_1, self.rows, *picks, kept))
         self._parts[is_recompute] = [*parts, *map(itemgetter(is_recompute), self.others)]
         return self._parts[is_recompute]
-
-
-def _first_picks(ids_RK: Tensor | None, top_k: int) -> Any:
-    return ids_RK if ids_RK is None or ids_RK.shape[-1] == top_k else ids_RK[:, :top_k]
 
 
 def _room_for_scores(routers: Sequence[tuple[str, int]], shape: tuple[int, int, int], device: torch.device) -> Scores:
