@@ -200,7 +200,7 @@ class RoutedModel(HookedModel, ABC):
             require_version(found.versions, weight_version, "what is to be replayed")
         session = ReplaySession(found, policy, self._chunk_specs, self.checks)
         counting = self._counting() if counts == "replayed" else nullcontext()
-        with self.replaying(session), counting:
+        with self.open_replay(session), counting:
             yield session
 
     def _counting(self) -> AbstractContextManager[None]:
