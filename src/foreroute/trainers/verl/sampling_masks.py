@@ -41,7 +41,7 @@ from foreroute.replay import masked_logprobs_of_logits
 from foreroute.trace import DecisionStream
 from foreroute.trainers.checks import require_overridden
 from foreroute.trainers.verl.fsdp import RoutingReplayEngine
-from foreroute.trainers.verl.protocol import sampled_mask
+from foreroute.trainers.verl.packed_batch import PackedBatch
 from foreroute.trainers.verl.registry import take_place
 
 FIELD = "sampling_mask"
@@ -89,15 +89,18 @@ class MaskedRoutingReplayEngine(RoutingReplayEngine):
 
 
 def packed_sets(batch: Any) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """The sets of a batch without padding: how many ids each of its N rows has, 0 for none, and all ids.
+    """Read the sets of a batch without padding: how many ids each of its N rows has, 0 for none, and all ids.
 
     Raises:
         ReplayError: when a token is trained on whose set is not there.
     """
-    lengths = batch["input_ids"].offsets().diff().tolist()
-    counts_N, ids, end = np.zeros(sum(lengths), np.int64), [np.zeros(0, np.int32)], 0
-    for s, (length, trained, given) in enumerate(zip(lengths, sampled_mask(batch), _fields_of(batch), strict=True)):
-        end += length
+    packed = PackedBatch(batch)
+    trained_N, is_response_N = (each.cpu().numpy() for each in (packed.trained(), packed.index_N >= 0))
+    packed.require_true()
+    offsets = packed.offsets.cpu().numpy()
+    counts_N, ids = np.zeros(len(trained_N), np.int64), [np.zeros(0, np.int32)]
+    for s, (begin, end, given) in enumerate(zip(offsets[:-1], offsets[1:], _fields_of(batch), strict=True)):
+        trained = trained_N[begin:end][is_response_N[begin:end]]
         if not trained.any():  # a sequence that fills the batch up may have those of another
             continue
         counts = np.zeros(len(trained), np.int32) if given is None else given["counts"]
