@@ -17,8 +17,8 @@ from torch import Tensor
 
 from foreroute.adapters.hf.forward_tokens import ForwardTokens
 from foreroute.adapters.hf.pixels import digests_of, refuse_other_pixels
-from foreroute.core.marks import Marks
-from foreroute.core.passes import LateChecks
+from foreroute.core.deferred_checks import DeferredChecks
+from foreroute.core.tensor_ids import TensorIds
 from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.layout import Layout, locate_rows
 from foreroute.replay import PassRoutes, Policy, TraceOnDevice
@@ -84,7 +84,7 @@ class TraceRows:
         """Whether no row is missing but the last of a sequence."""
         return bool(faithful_rows(self.trace).all())
 
-    def of_pass(self, chunk: int, batch: ForwardTokens, policy: Policy, checks: LateChecks) -> PassRoutes:
+    def of_pass(self, chunk: int, batch: ForwardTokens, policy: Policy, checks: DeferredChecks) -> PassRoutes:
         """What a batch replays. See `foreroute.replay.Routes`.
 
         That of the last batch is used again for tensors to which nobody has written since.
@@ -124,7 +124,7 @@ class TraceRows:
             row_R, wrong = self._located_there(batch, there, policy)
         rows = there.gather(row_R, policy, choices)
         routes = PassRoutes(rows, lambda: rows.counted_R.view(batch.shape).clone(), rows.drops)
-        return MadeRows(kept, list(given), Marks(given.values()), policy, routes, wrong)
+        return MadeRows(kept, list(given), TensorIds(given.values()), policy, routes, wrong)
 
     def located(self, batch: ForwardTokens, policy: Policy) -> NDArray[np.int64]:
         """int64 [R], found on the host, which waits for the batch. Whatever is wrong with it is refused."""
@@ -190,7 +190,7 @@ class MadeRows(NamedTuple):
 
     batch: ForwardTokens
     names: list[str]
-    given: Marks
+    given: TensorIds
     policy: Policy
     routes: PassRoutes
     wrong: Tensor | None

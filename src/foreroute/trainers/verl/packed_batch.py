@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from foreroute.capture.arrays import columns_of
 from foreroute.capture.verl_batch import kept_by_mask
-from foreroute.core.passes import LateChecks, signed_dtype
+from foreroute.core.deferred_checks import DeferredChecks
+from foreroute.core.passes import signed_dtype
 from foreroute.errors import BatchMismatchError, CaptureError, ReplayError
 from foreroute.replay import PassRoutes, Policy, ReplayRows
 from foreroute.replay.rows import to_device
@@ -211,7 +212,7 @@ class PackedRoutes:
             self._packed.offsets.numpy(),
         )
 
-    def of_pass(self, chunk: int, batch: Any, policy: Policy, checks: LateChecks) -> PassRoutes:
+    def of_pass(self, chunk: int, batch: Any, policy: Policy, checks: DeferredChecks) -> PassRoutes:
         """Give the rows of a forward, whose tokens are compared with those of the batch."""
         (num_rows, width), packed = batch.shape, self._packed
         row_R = torch.arange(batch.num_slots, device=batch.device)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from foreroute.core.passes import LateChecks
+from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.errors import CaptureError, ReplayError
 from foreroute.replay import ReplayCounts, RoutedModel
 from foreroute.replay.rows import to_device
@@ -53,7 +53,7 @@ class EnginePasses:
         self._weights_check = WeightsCheck() if replay == "R3" else None
         self._has_old_pass = False
         self._num_steps = 0
-        self._checks = LateChecks()
+        self._checks = DeferredChecks()
 
     def train(self, train: Callable[[], Any]) -> Any:
         """Run verl's `train_batch`, and read what is to be logged when the optimizer has stepped."""
