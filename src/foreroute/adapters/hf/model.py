@@ -31,7 +31,7 @@ from foreroute.core.passes import Pass, Rows
 from foreroute.core.routed import TrunkHooks
 from foreroute.core.selection import Scores
 from foreroute.core.untouched import reshard
-from foreroute.errors import BatchMismatchError, LayoutError, ReplayError, TraceContentError
+from foreroute.errors import BatchMismatchError, LayoutError, ReplayError
 from foreroute.layout import Layout
 from foreroute.replay import Policy, ReplayRows, RoutedModel
 from foreroute.replay.arguments import not_of_kind
@@ -74,6 +74,11 @@ class RoutedTransformer(RoutedModel):
         found = self._of_trunk.found_indexers
         return None if found is None else found.spec
 
+    @property
+    def routers(self) -> Sequence[SelectingRouter]:
+        """What selects, in layer order: `router.path` in the model, and `router.module`."""
+        return self._of_trunk.routers
+
     def router_parameters(self) -> list[nn.Parameter]:
         """The parameters of all routers, in layer order: those that decide which experts a token is sent to."""
         return [parameter for router in self._of_trunk.routers for parameter in router.module.parameters()]
@@ -113,7 +118,6 @@ class RoutedTransformer(RoutedModel):
 
         Raises:
             SpecMismatchError: when the trace lacks another layer, or is of another model.
-            TraceContentError: when it has gate weights, which no table tells.
             BatchMismatchError: when it has a token that the model does not know.
         """
         routers = zip(self.spec.layers, self._of_trunk.routers, strict=True)
@@ -284,13 +288,7 @@ class RoutedTransformer(RoutedModel):
         """The rows of a trace, found for each batch. See `RoutedModel`."""
         if isinstance(routes, TraceRows) and layout is not None:
             raise LayoutError("the rows were made for a layout already; give none with them")
-        found = routes if isinstance(routes, TraceRows) else self.rows(routes, layout)
-        if policy.gate_weights and found.trace.gate_weights_NLK is None:
-            raise TraceContentError(
-                "the trace has no gate weights to replay; record it with record(gate_weights=True), or leave "
-                "gate_weights out"
-            )
-        return found
+        return routes if isinstance(routes, TraceRows) else self.rows(routes, layout)
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """Give the rows of one chunk and one rank. See `RoutedModel`."""
@@ -330,7 +328,7 @@ class TransformerHooks(TrunkHooks):
         indexers: FoundIndexers | None,
     ) -> None:
         self.found_indexers = indexers
-        super().__init__(0, model, trunk, routers, [] if indexers is None else indexers.hooks)
+        super().__init__(model, trunk, routers, [] if indexers is None else indexers.hooks)
         self.spec = spec
         self.images = ImageTokens.of_trunk(trunk, self.names)
         self._name_in_graphs = graph_ops.register(self)
@@ -449,8 +447,6 @@ class TransformerHooks(TrunkHooks):
         batch = ForwardTokens(input_ids, mask, positions, cumulative, past, begins=begins, cache_was_seen=False).read()
         batch.digests_BT = digests
         rows = self.begin(batch)
-        if self.watch.weights or (rows is not None and rows.weights_LRK is not None):
-            raise _in_graph("gate weights are", "the model")
         current = self.open_pass(rows, batch.num_slots, batch.device)
         if heeds_indexers(current):
             raise _in_graph("choices of indexers are", "the model")
@@ -532,7 +528,6 @@ def _rows_of_pass(recorded: RecordedPass, width: int, indexers: FoundIndexers | 
         host.ids_BT[kept_BT],
         packed(recorded.ids_LRK),
         packed(recorded.margin_LR),
-        packed(recorded.weights_LRK),
         batch.past,
         width if starts_BT is None else None,
         streams,

@@ -15,7 +15,7 @@ from foreroute.adapters.megatron.forward_args import Call, differing, find_layou
 from foreroute.adapters.megatron.hooks import ChunkHooks
 from foreroute.adapters.megatron.plan_execution.model import PlannedModel
 from foreroute.adapters.megatron.recording import rows_over_ranks
-from foreroute.adapters.megatron.route_shard import RouteShard, require_weights, shard
+from foreroute.adapters.megatron.route_shard import RouteShard, shard
 from foreroute.adapters.megatron.schedule import BatchRoutes, Replay, ReplayingStep, RoutesIn, routes_in
 from foreroute.core.passes import LateChecks
 from foreroute.errors import AttachError, BatchMismatchError, ConfigError, LayoutError
@@ -50,7 +50,6 @@ class RoutedMegatron(PlannedModel):
         weight_version: int | Collection[int] | None = None,
         missing: MissingRows | Literal["spread"] = "error",
         padding: PaddingRows = "spread",
-        gate_weights: bool = False,
     ) -> RouteShard:
         """Cut the routes of one micro-batch to this rank's rows and layers, to wait for it in little memory.
 
@@ -63,7 +62,6 @@ class RoutedMegatron(PlannedModel):
                 padding, evenly over experts and their ranks, and leaves them out of statistics, so that a plan knows
                 every row.
             padding: as in `replay`.
-            gate_weights: as in `replay`.
 
         Raises:
             LayoutError: when ranks cannot share the layout.
@@ -74,7 +72,7 @@ class RoutedMegatron(PlannedModel):
         _require_layout(layout)
         if weight_version is not None:
             require_version(trace.versions, weight_version, "the trace")
-        policy = Policy("native" if missing == "spread" else missing, padding, "native", False, gate_weights)
+        policy = Policy("native" if missing == "spread" else missing, padding, "native", telemetry=False)
         return self._cut(trace, layout, policy, missing)
 
     def replaying(
@@ -86,7 +84,6 @@ class RoutedMegatron(PlannedModel):
         padding: PaddingRows = "spread",
         counts: Counts = "native",
         telemetry: bool = False,
-        gate_weights: bool = False,
     ) -> ReplayingStep:
         """Wrap a forward step for `get_forward_backward_func()`: each micro-batch is replayed on the routes it brings.
 
@@ -102,12 +99,11 @@ class RoutedMegatron(PlannedModel):
             padding: as in `replay`, for traces.
             counts: as in `replay`.
             telemetry: as in `replay`; ask the wrapped step for its `agreement()`.
-            gate_weights: as in `replay`.
 
         Returns:
             The step, to be called like the one that was given.
         """
-        policy = Policy(missing, padding, counts, telemetry, gate_weights)
+        policy = Policy(missing, padding, counts, telemetry)
         for name, given in (("forward_step", forward_step), ("routes_of", routes_of)):
             if not callable(given):
                 raise ConfigError(f"{name} is a {type(given).__name__}; expected a function")
@@ -135,7 +131,6 @@ class RoutedMegatron(PlannedModel):
         if layout is not None:
             _require_layout(layout)
         if isinstance(routes, RouteShard):
-            require_weights(routes.weights_LRK, wanted=policy.gate_weights)
             self._require_policies_of(routes, policy)
             self.spec.require_same(routes.spec, what="the routes")
             if layout is not None or routes.layers != self.layers:
@@ -144,7 +139,6 @@ class RoutedMegatron(PlannedModel):
                 )
         else:
             self._require_trace(routes, "what is to be replayed", "a RoutingTrace, or what `shard` made of one")
-            require_weights(routes.gate_weights_NLK, wanted=policy.gate_weights)
         return MicroBatchRoutes(self, routes, layout)
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
@@ -173,8 +167,7 @@ class RoutedMegatron(PlannedModel):
     ) -> RouteShard:
         pin = next(self.chunks[0].trunk.parameters()).is_cuda
         home_LE = self.home_LE[[self.spec.layers.index(layer) for layer in self.layers]]
-        how: dict[str, Any] = {"padding": policy.padding, "gate_weights": policy.gate_weights, "pin": pin}
-        return shard(trace, layout, self.share, self.layers, home_LE, missing=missing, **how)
+        return shard(trace, layout, self.share, self.layers, home_LE, missing=missing, padding=policy.padding, pin=pin)
 
     def _hooks_for(self, model: nn.Module) -> ChunkHooks:
         """Those of the chunk that a schedule runs, wrapped or not."""
