@@ -22,6 +22,13 @@ def not_of_kind(argument: str, value: object, wanted: str) -> TraceError:
     return TraceError(f"{argument} is {what}; expected {wanted}")
 
 
+def require_switches(**switches: object) -> None:
+    """Raise `ConfigError` unless these arguments are True or False."""
+    for name, value in switches.items():
+        if not isinstance(value, bool | np.bool_):
+            raise ConfigError(f"{name} is {value!r}, a {type(value).__name__}; expected True or False")
+
+
 def as_version(value: object) -> int:
     """The version that a recording stamps on its rows.
 

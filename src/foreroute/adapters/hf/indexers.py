@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from foreroute.adapters.hf.forward_tokens import HostBatch
+from foreroute.adapters.hf.forward_tokens import ForwardTokens
 from foreroute.core.hooks import SelectionHook
 from foreroute.core.passes import Pass
 from foreroute.core.recompute import run_unnumbered
@@ -162,23 +162,27 @@ class FoundIndexers:
             )
 
     def stream(
-        self, choices: dict[int, Tensor], lengths_S: NDArray[np.int64], batch: HostBatch, past: int
+        self,
+        choices: dict[int, Tensor],
+        lengths_S: NDArray[np.int64],
+        kept_BT: NDArray[np.bool_],
+        batch: ForwardTokens,
     ) -> DecisionStream:
         """What was chosen in one forward, for its rows without padding.
 
         Args:
             choices: what each indexer returned.
             lengths_S: int64 [S], rows of each sequence.
+            kept_BT: bool [B, T], what is no padding.
             batch: of the forward.
-            past: positions in its key-value cache.
 
         Raises:
             BatchMismatchError: as `require`.
         """
-        kept_R, width = batch.kept_BT.reshape(-1), batch.ids_BT.shape[1]
+        kept_R, width = kept_BT.reshape(-1), kept_BT.shape[1]
         row_of_slot_R = np.where(kept_R, np.cumsum(kept_R) - 1, -1)
         offsets = as_offsets(lengths_S)
-        places = Places.of(offsets, row_of_slot_R, width, past=past, padding_B=batch.cached_padding_B)
+        places = Places.of(offsets, row_of_slot_R, width, past=batch.past, padding_B=batch.cached_padding_B())
         self.require(places, width)
         position_N, first_N = places.position_R[kept_R], places.first_R[kept_R]
         visible_N = self.spec.num_visible(position_N)

@@ -186,7 +186,8 @@ def differing(call: Call, shard: RouteShard) -> tuple[Tensor, Tensor]:
         bool [C] each: slots that hold another token, and slots that only one of the two takes for padding.
     """
     assert call.input_ids is not None, "compared where there are tokens"
-    given_C, wanted_C = call.input_ids.T.reshape(-1), to_device(shard.tokens_C, call.input_ids.device)
+    given_C = call.input_ids.T.reshape(-1)
+    wanted_C = shard.on_device(given_C.device).upload("tokens", shard.tokens_C)
     is_pad_C = wanted_C < 0
     other_C = ~is_pad_C & (wanted_C != given_C)
     if call.padding_mask is not None:

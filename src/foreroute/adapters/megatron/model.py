@@ -23,7 +23,7 @@ from foreroute.layout import Layout
 from foreroute.replay import ForwardRows, PassRoutes, Policy, RecordedPass, ReplaySession, Telemetry
 from foreroute.replay.arguments import not_of_kind, require_version
 from foreroute.replay.indexers import require_choices
-from foreroute.replay.rows import Counts, MissingRows, PaddingRows, to_device
+from foreroute.replay.rows import Counts, MissingRows, PaddingRows
 from foreroute.trace import RoutingSpec, RoutingTrace
 
 
@@ -165,9 +165,8 @@ class RoutedMegatron(PlannedModel):
     def _cut(
         self, trace: RoutingTrace, layout: Layout, policy: Policy, missing: MissingRows | Literal["spread"]
     ) -> RouteShard:
-        pin = next(self.chunks[0].trunk.parameters()).is_cuda
         home_LE = self.home_LE[[self.spec.layers.index(layer) for layer in self.layers]]
-        return shard(trace, layout, self.share, self.layers, home_LE, missing=missing, padding=policy.padding, pin=pin)
+        return shard(trace, layout, self.share, self.layers, home_LE, missing=missing, padding=policy.padding)
 
     def _hooks_for(self, model: nn.Module) -> ChunkHooks:
         """Those of the chunk that a schedule runs, wrapped or not."""
@@ -214,7 +213,7 @@ class MicroBatchRoutes:
         if hooks.layers:
             how: dict[str, Any] = {"mask_padding": hooks.counts_all_ranks, "counts": policy.counts}
             rows = shard.rows(hooks.layers, call.device, cells=cells, **how)
-        drops = bool(hooks.trunk.post_process) and shard.dropped_C is not None
+        drops = bool(hooks.trunk.post_process) and shard.drops
         return PassRoutes(rows, partial(_loss_mask, shard, call), drops)
 
 
@@ -238,7 +237,8 @@ def _require_tokens(call: Call, shard: RouteShard, checks: LateChecks) -> None:
 def _loss_mask(shard: RouteShard, call: Call) -> Tensor:
     """Bool [B, T] on the device, the tokens that belong in the loss; B is 1 where the stage is given no tokens."""
     batch = 1 if call.input_ids is None else len(call.input_ids)
-    return to_device(shard.counted_C, call.device).view(-1, batch).T
+    counted_C = shard.on_device(call.device).upload("counted tokens", shard.counted_C)
+    return counted_C.view(-1, batch).T.clone()
 
 
 def _require_layout(layout: object) -> None:

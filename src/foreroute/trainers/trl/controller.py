@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from foreroute.adapters import hf
 from foreroute.adapters.checkpoint import ServedModel
-from foreroute.adapters.hf.batch_routes import TraceRows
+from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.costs.cluster_file import Cluster
 from foreroute.errors import ConfigError, ForerouteError, ReplayError
 from foreroute.plan import Topology

@@ -15,7 +15,7 @@ from foreroute.errors import BatchMismatchError, ReplayError, StaleTraceError
 from foreroute.trace import NO_VERSION, RoutingTrace, concatenate, extended
 
 if TYPE_CHECKING:
-    from foreroute.adapters.hf.batch_routes import TraceRows
+    from foreroute.adapters.hf.trace_rows import TraceRows
 
 
 @dataclass(frozen=True, eq=False)
