@@ -31,6 +31,7 @@ from benchmarks.harness.implementations import SETTINGS, seconds_over_all_to_all
 from benchmarks.harness.pairs import compare
 from benchmarks.harness.schedule_bench import host_work
 from benchmarks.harness.step_seconds import step_seconds
+from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.replica_weights import Cell, expert_bytes
@@ -115,7 +116,7 @@ def _fetches(bench: Bench, pairs: int) -> dict[str, Any]:
     plan, peers, homes = bench.plan(PlanOptions(slots="shared")), PeerGroup(timeout_s=120), bench.homes
 
     def engine(paths: FetchPath) -> TransferEngine:
-        return TransferEngine(homes, TransferOptions(paths, prefetch=0), peers)
+        return TransferEngine(homes, TransferOptions(paths, prefetch=0), peers, RankConsensus(peers.group))
 
     def fetching(engine: TransferEngine) -> Callable[[], None]:
         def fetch_all() -> None:

@@ -20,7 +20,7 @@ from foreroute.adapters.hf.spreading import spread
 from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.costs.cluster_file import Cluster, load_cluster, write_rates
 from foreroute.ep import PlanExecution
-from foreroute.ep.transfer.consensus import RankConsensus
+from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.transfer.replica_weights import Home
 from foreroute.plan import Links, PlanOptions, StepPlan, Topology
 from foreroute.testing.ranks import Workers

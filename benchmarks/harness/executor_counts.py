@@ -18,13 +18,13 @@ from benchmarks.harness.execution_bench import SIZES, Bench, run_model
 from benchmarks.harness.launch_path import Launches
 from foreroute.adapters import hf
 from foreroute.ep import PlanExecution
-from foreroute.ep.transfer.consensus import RankConsensus
+from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.errors import ReplayError
 from foreroute.plan import PlanOptions
 from foreroute.testing.counting_device import DEVICE, other_device
 
-QUESTIONS = ("objections", "most", "gather", "from_first", "texts")
+QUESTIONS = ("most", "gather", "from_first")
 """Methods of `RankConsensus`, each of which asks all ranks on the host."""
 
 

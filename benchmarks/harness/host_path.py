@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.execution_bench import LINKS
-from foreroute.ep.transfer.consensus import RankConsensus
+from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.transfer.host_memory import DIRECTORY, HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.slots import Channels, TransferBatch, TransferLane

@@ -9,7 +9,7 @@ import torch
 
 from foreroute.adapters import hf
 from foreroute.capture import Sampling
-from foreroute.engines.embedded import EmbeddedEngine, _through_e4m3
+from foreroute.engines.embedded import EmbeddedEngine, _round_to_e4m3
 from foreroute.errors import ConfigError
 from foreroute.replay import masked_logprobs_of_logits
 from foreroute.testing.models import tiny
@@ -115,7 +115,7 @@ def test_fp8_rounds_projections_and_experts_and_leaves_routers(family):
 def test_e4m3_round_trip_has_one_scale_per_output_channel(input_axis):
     weight = torch.randn(16, 64) * torch.logspace(-3, 3, 16)[:, None]
     weight = weight if input_axis == -1 else weight.T.contiguous()
-    error = (_through_e4m3(weight, input_axis) - weight).abs()
+    error = (_round_to_e4m3(weight, input_axis) - weight).abs()
     bound = weight.abs() * 2**-4 + weight.abs().amax(input_axis, keepdim=True) / 448 * 2**-10
     assert (error <= bound).all()
     assert error.max() > 0

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf.expert_parallel import ForerouteEP
-from foreroute.ep import compute
+from foreroute.ep.compute import StackedReplicas
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
 from tests.adapters.hf.model_runs import enable_checkpointing, log_probs
@@ -124,10 +124,10 @@ def test_frozen_experts_send_nothing(workers, folder_of):
 
 
 def kept_by_plain_products(rank, folder):
-    def plain(module, weights, name, rows, groups, again):
-        return torch.nn.functional.grouped_mm(rows, weights[name].transpose(-2, -1), offs=groups.ends_S)
+    def plain(replicas, module, name, rows, groups, stand_ins):
+        return torch.nn.functional.grouped_mm(rows, replicas.weight(name).mT.requires_grad_(), offs=groups.ends)
 
-    with patch.object(compute, "_grouped_linear", plain):
+    with patch.object(StackedReplicas, "_linear", plain):
         return pass_log(rank, folder, "nothing")[-1]
 
 

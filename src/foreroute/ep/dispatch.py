@@ -27,12 +27,12 @@ class RowGroups(NamedTuple):
     """Rows in order of their group, each of which is computed with one expert's weights.
 
     Attributes:
-        sizes_S: rows of every group.
-        ends_S: int32 [S], on the device, the first row behind each.
+        sizes: rows of every group.
+        ends: int32, on the device, the first row behind each.
     """
 
-    sizes_S: list[int]
-    ends_S: Tensor
+    sizes: list[int]
+    ends: Tensor
 
 
 class CellRows(NamedTuple):

@@ -20,14 +20,14 @@ from torch import Tensor
 from foreroute.core.hooks import ModelHooks
 from foreroute.core.passes import Pass, PassStack
 from foreroute.core.recompute import bind
-from foreroute.ep.agreement import (
+from foreroute.ep.dispatch import CellRows, gather_counts, rows_on
+from foreroute.ep.execution_ranks import ExecutionRanks, MicroBatch
+from foreroute.ep.plan_checks import (
     objection_to_counts,
     objection_to_micro_batches,
     objection_to_number,
     objection_to_plan,
 )
-from foreroute.ep.dispatch import CellRows, gather_counts, rows_on
-from foreroute.ep.execution_ranks import ExecutionRanks, MicroBatch
 from foreroute.ep.transfer.engine import TransferEngine, TransferRecord
 from foreroute.ep.transfer.replica_weights import Cell, Home
 from foreroute.errors import CountsError, PlanError, ReplayError

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from foreroute.ep.agreement import found_alike, raise_alike
-from foreroute.ep.transfer.consensus import RankConsensus, agree_on_plan, plan_digest
+from foreroute.ep.agreement import RankConsensus
+from foreroute.ep.plan_checks import agree_on_plan, found_alike, plan_digest, raise_alike
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.home_moves import gathered
 from foreroute.ep.transfer.peers import PeerGroup
@@ -151,8 +151,9 @@ class ExecutionRanks:
         if self._engine is None:
             peers = self._peers or PeerGroup(self.group)
             first = 0 if self.owners is None else self.owners.first
+            ranks = self.everyone if peers.size == self.everyone.size else self.consensus
             self._engine = TransferEngine(
-                homes, self.options, peers, first=first, gathers_late=self.gathers_late, versions=self._versions
+                homes, self.options, peers, ranks, first=first, gathers_late=self.gathers_late, versions=self._versions
             )
         return self._engine
 

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from foreroute.ep.agreement import share_plan
+from foreroute.ep.agreement import RankConsensus, share_plan
 from foreroute.ep.execution import ExecutingHooks, InForce, PlanExecution
 from foreroute.ep.execution_ranks import ExecutionRanks, MicroBatch, Owners
-from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.ep.transfer.home_moves import agree_on_homes, move_homes
 from foreroute.ep.transfer.peers import PeerGroup
@@ -137,7 +136,7 @@ class ExpertParallelModel:
 
     def share_plan(self, make: Callable[[], StepPlan]) -> StepPlan:
         """See `RoutedTransformer.share_plan`."""
-        return share_plan(self.ranks.consensus, make, self.ranks.everyone)
+        return share_plan(self.ranks.consensus, self.ranks.everyone, make)
 
     @contextmanager
     def execute(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 
-from foreroute.ep.transfer.consensus import RankConsensus
+from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.transfer.peers import collective_errors
 from foreroute.errors import ConfigError, DivergedError, ForerouteError, RankError
 from foreroute.train.policy import CPU, Alone

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.mismatch import RoutingMismatch, routing_mismatch, token_mismatch
-from foreroute.mismatch.measures import THRESHOLDS
+from foreroute.errors import InputError
+from foreroute.mismatch import routing_mismatch
+from foreroute.mismatch.measures import MOST_LOGPROB
+from foreroute.replay import ReplayCounts
 from foreroute.trace import RoutingTrace
 
 METRICS = {
@@ -30,80 +31,109 @@ METRICS = {
 - native_disagreement: share of (token, layer) in update passes whose router, left alone, would not pick the replayed
   experts.
 """
-NAMES = tuple(dict.fromkeys(name for pair in METRICS.values() for name in pair))
+IMPOSSIBLE = {"impossible_sampled": "the rollout", "impossible_trained": "the trainer"}
+OF_TOKENS = ("k3", "above_2", "tokens", *IMPOSSIBLE)
+OF_ROUTES = ("rows", "differing_rows", "cells", "differing_cells", "native_cells", "native_differing_cells")
 
 
 class MismatchSums:
-    """Sums of this process, and those of all processes that are not logged yet."""
+    """Sums of this process that are not logged yet, on the device of what is added. Nothing waits before `flush`."""
 
     def __init__(self) -> None:
-        self._mine = dict.fromkeys(NAMES, 0.0)
-        self._all = dict.fromkeys(NAMES, 0.0)
+        self._sums: dict[str, Tensor | float] = {}
 
-    def compare_tokens(
-        self,
-        sampled: Sequence[NDArray[np.float32]],
-        trained: Sequence[NDArray[np.float32]],
-        counted: Sequence[NDArray[np.bool_]],
-    ) -> NDArray[np.float64]:
-        """Add probabilities of sampled tokens.
+    def compare_tokens(self, sampled: Tensor, trained: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+        """Add probabilities of sampled tokens, compared in float64 where the tensors are.
 
         Args:
-            sampled: S arrays [R], log-probs that the rollout sampled with, NaN where not known.
-            trained: S arrays [R], the trainer's.
-            counted: S arrays [R], True for tokens that were sampled and are trained on.
+            sampled: [...], log-probs that the rollout sampled with, NaN where not known.
+            trained: [...], the trainer's of the same tokens, on the same device.
+            counted: bool [...], True for tokens that were sampled and are trained on.
 
         Returns:
-            log_r_C: float64 [C], trainer's less rollout's, of those that count and are known.
+            float64 [...], trainer's less rollout's, 0 for tokens that do not count; and bool [...], which count and
+            are known.
         """
-        by_rollout, by_trainer = np.concatenate(sampled), np.concatenate(trained)
-        known = np.concatenate(counted) & ~np.isnan(by_rollout)
-        tokens = token_mismatch(by_trainer[known], by_rollout[known])
-        above = tokens.above[THRESHOLDS.index(2.0)]
-        self._add(tokens=tokens.count, k3=tokens.k3_sum, above_2=above)
-        return by_trainer[known].astype(np.float64) - by_rollout[known]
+        counted = counted & ~sampled.isnan()
+        # what does not count may be padding of any value
+        by_rollout, by_trainer = (side.detach().double().masked_fill(~counted, 0.0) for side in (sampled, trained))
+        log_r = by_trainer - by_rollout
+        self._add(
+            tokens=counted.sum(),
+            k3=(log_r.expm1() - log_r).sum(),
+            above_2=(log_r.abs() > math.log(2.0)).sum(),
+            impossible_sampled=_is_impossible(by_rollout).sum(),
+            impossible_trained=_is_impossible(by_trainer).sum(),
+        )
+        return log_r, counted
+
+    def add_counts(self, counts: ReplayCounts, *, executed: bool, native: bool) -> None:
+        """Add what a listener counted beside a replay of the rollout's routes, in passes that nobody added before.
+
+        Args:
+            counts: of these passes.
+            executed: whether the weights were still the rollout's, so that experts are compared with its experts.
+            native: whether it was an update, so that it counts what its routers would have picked.
+        """
+        if counts.sums is None:
+            return
+        by_name = dict(zip(ReplayCounts.NAMES, counts.sums.unbind(), strict=True))
+        native_differing_cells = by_name.pop("native_differing_cells")
+        if native:
+            self._add(native_cells=by_name["cells"], native_differing_cells=native_differing_cells)
+        if executed:
+            self._add(**by_name)
 
     def compare_routes(self, rollout: RoutingTrace, executed: RoutingTrace) -> None:
-        """Routes of the rollout beside those that the trainer executed, whose sequences may end earlier."""
+        """Add routes of the rollout beside recorded ones, whose sequences may end earlier."""
         routes = routing_mismatch(rollout.truncated(executed.lengths), executed)
         self._add(
             rows=routes.rows,
             differing_rows=int(routes.by_differing_layers[1:].sum()),
-            cells=_cells(routes),
+            cells=routes.rows * len(routes.differing_L),
             differing_cells=int(routes.differing_L.sum()),
         )
 
-    def add_native(self, *routes: RoutingMismatch) -> None:
-        """Routes that the trainer would have taken by itself, beside those that were replayed."""
-        for each in routes:
-            self._add(native_cells=_cells(each), native_differing_cells=int(each.differing_L.sum()))
-
-    def share_native(self, reduce: Callable[[Tensor], Tensor]) -> None:
-        """Add up what `add_native` was given over ranks that share rows and layers. A collective call of them."""
-        names = METRICS["mismatch/native_disagreement"]
-        sums = reduce(torch.tensor([self._mine[name] for name in names], dtype=torch.float64)).cpu()
-        self._mine |= dict(zip(names, sums.tolist(), strict=True))
-
-    def share(self, reduce: Callable[[Tensor], Tensor]) -> None:
-        """Add up the sums of all processes since the last call. A collective: every process calls it.
+    def reduce_routes(self, reduce: Callable[[Tensor], Tensor]) -> None:
+        """Add up the sums of routes over ranks that share rows or layers of a batch, and its tokens. A collective call.
 
         Args:
-            reduce: a tensor float64 [...] of the CPU in, the sum over all processes out.
+            reduce: float64 [...] in, the sum over these ranks out, on any device.
         """
-        sums = reduce(torch.tensor(list(self._mine.values()), dtype=torch.float64)).cpu()
-        for name, value in zip(NAMES, sums.tolist(), strict=True):
-            self._all[name] += value
-        self._mine = dict.fromkeys(NAMES, 0.0)
+        self._sums |= dict(zip(OF_ROUTES, reduce(self._stacked(OF_ROUTES)).unbind(), strict=True))
 
-    def flush(self) -> dict[str, float]:
-        """What is to be logged, by name. Starts anew."""
-        sums, self._all = self._all, dict.fromkeys(NAMES, 0.0)
+    def flush(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Read what is to be logged, by name, and start anew. The host waits once. A collective call.
+
+        Args:
+            reduce: float64 [...] in, the sum over all processes out, on any device.
+
+        Raises:
+            InputError: on every process alike, for log-probs of tokens that count which are none.
+        """
+        names = (*OF_TOKENS, *OF_ROUTES)
+        sums = dict(zip(names, reduce(self._stacked(names)).tolist(), strict=True))
+        self._sums = {}
+        for name, side in IMPOSSIBLE.items():
+            if sums[name]:
+                raise InputError(
+                    f"log-probs of {side} hold {int(sums[name])} numbers, of {int(sums['tokens'])} sampled tokens, "
+                    f"that are not finite or above {MOST_LOGPROB}; expected finite numbers up to 0, the natural "
+                    "logarithms of the probabilities of sampled tokens. Have the engine return NaN where it has "
+                    "none"
+                )
         return {name: sums[above] / sums[below] for name, (above, below) in METRICS.items() if sums[below]}
 
-    def _add(self, **values: float) -> None:
+    def _stacked(self, names: tuple[str, ...]) -> Tensor:
+        device = next((each.device for each in self._sums.values() if isinstance(each, Tensor)), None)
+        # filled there, as a number of the host would be copied to the device for each
+        nothing = torch.zeros((), dtype=torch.float64, device=device)
+        return torch.stack([nothing + self._sums.get(name, 0.0) for name in names])
+
+    def _add(self, **values: Tensor | float) -> None:
         for name, value in values.items():
-            self._mine[name] += value
+            self._sums[name] = self._sums.get(name, 0.0) + value
 
 
-def _cells(routes: RoutingMismatch) -> int:
-    return int(routes.rows * np.size(routes.differing_L))
+def _is_impossible(logprobs: Tensor) -> Tensor:
+    return ~(logprobs.isfinite() & (logprobs <= MOST_LOGPROB))

@@ -45,10 +45,10 @@ def test_gradients_that_are_dropped_doubled_or_of_slots_that_were_not_refilled()
 def test_gradients_that_are_late_for_their_bucket():
     """Added after the schedule and before gradients are summed over ranks, when buckets have left."""
     case = in_float64(ExecutionCase(Cell(ep=2, layers=2), 4, told=OVERLAP))
-    late, add_home = [], SeparateReplicas.add_home
+    late, add_returned = [], SeparateReplicas.add_returned
 
     def add_later(self, returned, grads):
-        late.append(partial(add_home, self, returned, grads))
+        late.append(partial(add_returned, self, returned, grads))
         return [None for _ in self.parameters()]
 
     def add():
@@ -59,7 +59,7 @@ def test_gradients_that_are_late_for_their_bucket():
     plain = trained(case, None)  # a first step alone does not show it
     # ranks that hold the same experts end with other gradients of them, which is as far as a comparison gets
     with (
-        mock.patch.object(SeparateReplicas, "add_home", add_later),
+        mock.patch.object(SeparateReplicas, "add_returned", add_later),
         pytest.raises(AssertionError, match=r"copies of .* differ|too far"),
     ):
         assert furthest(trained(case, "planned", add), plain)["gradients"] <= SEEN, "too far"
@@ -140,7 +140,7 @@ def test_fused_gradients_and_those_sent_through_autograd():
     apart = furthest(trained(case, "planned", steps=1), plain)
     assert max(apart.values()) < 1e-4, apart
 
-    with mock.patch.object(SeparateReplicas, "add_home", through_autograd):
+    with mock.patch.object(SeparateReplicas, "add_returned", through_autograd):
         apart = furthest(trained(case, "planned", steps=1), plain)
     assert apart["gradients"] > 1e-2, apart
 
@@ -152,7 +152,7 @@ def test_experts_in_one_module():
     require_seen(
         GROUPED["grouped, fused"],
         refilled_behind_a_recomputation=refilled_behind_a_recomputation(),
-        through_autograd=mock.patch.object(SeparateReplicas, "add_home", through_autograd),
+        through_autograd=mock.patch.object(SeparateReplicas, "add_returned", through_autograd),
     )
 
 
@@ -161,14 +161,14 @@ def through_autograd(self, returned, grads):
 
 
 def returned(factor):
-    wait_home = Replicas.wait_home
+    wait_grads = Replicas.wait_grads
 
     def multiplied(self):
         return {
-            name: {row: factor * grad for row, grad in of_rows.items()} for name, of_rows in wait_home(self).items()
+            name: {row: factor * grad for row, grad in of_rows.items()} for name, of_rows in wait_grads(self).items()
         }
 
-    return mock.patch.object(Replicas, "wait_home", multiplied)
+    return mock.patch.object(Replicas, "wait_grads", multiplied)
 
 
 def not_refilled():
@@ -186,14 +186,16 @@ def not_refilled():
 
 def refilled_behind_a_recomputation():
     """Backward takes what the recomputation before it left in the slots, and other weights are there by then."""
-    refetch = Replicas.refetch
+    wait, filled = Replicas.wait, set()
 
     def refilled(self):
-        refetch(self)
-        for rows in self.weights.values():
-            rows.zero_()
+        wait(self)
+        if self in filled:
+            for rows in self.weights.values():
+                rows.zero_()
+        filled.add(self)
 
-    return mock.patch.object(Replicas, "refetch", refilled)
+    return mock.patch.object(Replicas, "wait", refilled)
 
 
 def fuse():

@@ -10,7 +10,7 @@ from megatron.core.transformer.moe import token_dispatcher
 
 from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer
 from foreroute.ep import execution as executions
-from foreroute.ep.transfer.consensus import RankConsensus
+from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.errors import CountsError, PlanError, ReplayError, TraceError
 from tests.adapters.megatron.executed_plans import Planned, make_plan, trained
@@ -118,7 +118,7 @@ def test_no_rank_asks_another_on_the_host_within_a_schedule():
     def noting(call):
         return lambda *args, **kwargs: asked.append(1) or call(*args, **kwargs)
 
-    calls = {name: getattr(RankConsensus, name) for name in ("objections", "most", "gather", "from_first")}
+    calls = {name: getattr(RankConsensus, name) for name in ("most", "gather", "from_first")}
     with mock.patch.multiple(RankConsensus, **{name: noting(call) for name, call in calls.items()}):
         with at.execute():
             begun = len(asked)

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.transfer import host_memory
-from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.host_memory import HostMemory, create_file, open_shared
 from foreroute.ep.transfer.peers import PeerGroup
@@ -22,6 +22,7 @@ from tests.ep.transfer.plans import random_plan
 from tests.ep.transfer.toy import (
     WITHIN,
     begin,
+    consensus,
     largest_difference,
     make_engine,
     peers,
@@ -176,7 +177,7 @@ def test_a_rank_that_ends_ends_every_other_with_one_message(doomed, kind, paths)
 def end_in_a_step(rank, plan, options, kind):
     group = peers(timeout_s=GONE_S, kind=FaultyPeers)
     homes = shards(plan, rank)
-    with closing(TransferEngine(dict(enumerate(homes)), options, group)) as engine:
+    with closing(TransferEngine(dict(enumerate(homes)), options, group, consensus(GONE_S))) as engine:
         group.fault = Fault(kind, 2, "gradients of step 0, micro-step 0, routed layer 1")
         run_step(engine, plan, homes, rank)
 
@@ -191,7 +192,9 @@ def ask_for_too_much(rank, plan):
     status = os.statvfs(MEMORY)
     # no memory is behind it: all rows are the same one
     giant = torch.zeros(1).expand(4, status.f_blocks * status.f_frsize // 8)
-    with closing(TransferEngine({0: {"down_proj": giant}}, TransferOptions(paths="host"), peers())) as engine:
+    with closing(
+        TransferEngine({0: {"down_proj": giant}}, TransferOptions(paths="host"), peers(), consensus())
+    ) as engine:
         begin(engine, 0, plan)
 
 
@@ -202,7 +205,7 @@ def look_in(rank, plan, directory):
 
 
 def uneven(rank, plan):
-    TransferEngine({0: {"down_proj": torch.zeros(4 + rank, 2)}}, TransferOptions(), peers())
+    TransferEngine({0: {"down_proj": torch.zeros(4 + rank, 2)}}, TransferOptions(), peers(), consensus())
 
 
 def make_another(rank, plan):

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.transfer import peers as transfer_peers
-from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.peers import Message, PeerGroup
 from foreroute.errors import TransferError
 from tests.ep.transfer.toy import peers
@@ -94,8 +94,14 @@ QUESTIONS = {
     "objections": lambda consensus: consensus.objections(None, "asking"),
     "most": lambda consensus: consensus.most(torch.zeros(1), "asking"),
     "gather": lambda consensus: consensus.gather(torch.zeros(1), "asking"),
-    "from_first": lambda consensus: consensus.from_first(None, "asking"),
+    "from_first": lambda consensus: consensus.from_first(b"", "asking"),
+    "agree": lambda consensus: agreeing(consensus),
 }
+
+
+def agreeing(consensus):
+    with consensus.agree("asking", TransferError):
+        pass
 
 
 def ask_alone(rank):

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.replica_weights import Cell
@@ -30,6 +31,11 @@ def peers(timeout_s=20.0, kind=PeerGroup):
     if key not in kept:
         kept[key] = kind(timeout_s=timeout_s)
     return kept[key]
+
+
+def consensus(timeout_s=20.0):
+    """As `peers`."""
+    return peers(timeout_s, RankConsensus)
 
 
 def weight(name, layer, expert, dtype=DTYPE):
@@ -195,4 +201,4 @@ def largest_difference(plan, homes, rank):
 def make_engine(plan, rank, options=None, *, kind=PeerGroup, homes=None):
     """An engine with its trainable shards."""
     homes = shards(plan, rank) if homes is None else homes
-    return TransferEngine(dict(enumerate(homes)), options or TransferOptions(), peers(kind=kind)), homes
+    return TransferEngine(dict(enumerate(homes)), options or TransferOptions(), peers(kind=kind), consensus()), homes

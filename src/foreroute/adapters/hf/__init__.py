@@ -17,7 +17,7 @@ require_peers("torch", "transformers")
 if TYPE_CHECKING:
     from foreroute.adapters.hf.attaching import attach
     from foreroute.adapters.hf.expert_lora import spread_adapters
-    from foreroute.adapters.hf.local_models import build_model
+    from foreroute.adapters.hf.loading import build_model
     from foreroute.adapters.hf.model import RoutedTransformer
 
 __all__ = [
@@ -30,7 +30,7 @@ __all__ = [
 _FILE_OF = {
     "RoutedTransformer": "model",
     "attach": "attaching",
-    "build_model": "local_models",
+    "build_model": "loading",
     "spread_adapters": "expert_lora",
 }
 

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.ep import ExpertParallelModel
-from foreroute.ep.agreement import found_alike
 from foreroute.ep.execution_ranks import MicroBatch
+from foreroute.ep.plan_checks import found_alike
 from foreroute.errors import AttachError, PlanError, TraceError, shown
 from foreroute.plan import Links, StepPlan, Topology
 from foreroute.plan.counts import counts_digest

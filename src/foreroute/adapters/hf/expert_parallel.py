@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import AutoEP
 
 from foreroute.ep import ExpertParallelModel
-from foreroute.ep.compute import LowRankTerm, StackedReplicas, adapted
+from foreroute.ep.compute import LowRankTerm, StackedReplicas, adapt
 from foreroute.ep.dispatch import CellRows, ExchangeRows
 from foreroute.ep.execution import CellWork
 from foreroute.ep.transfer.home_moves import local_experts
@@ -226,7 +226,7 @@ class ForerouteEP(AutoEP):
         passed_on = home
         if work.moves is not None:
             replicas = StackedReplicas(work.cell, work.engine, home, self.owned, terms)
-            passed_on = dict(zip(home, replicas.announce(), strict=True))
+            passed_on = dict(zip(home, replicas.register(), strict=True))
         order_A = ids_A.argsort().index_select(0, rows.taken_R)
         arrived = self._exchange(work.name, hidden_RD[order_A // num_picks], rows.send_G, rows.receive_G)
         if replicas is None:
@@ -243,14 +243,13 @@ class ForerouteEP(AutoEP):
         self, replicas: StackedReplicas, passed_on: Mapping[str, Tensor], arrived: Tensor, rows: CellRows
     ) -> Tensor:
         """Arrived rows by home experts and by the replicas here, in the order of arrival."""
-        sizes = [sum(rows.home.sizes_S), sum(rows.replicas.sizes_S)]
+        sizes = [sum(rows.home.sizes), sum(rows.replicas.sizes)]
         if sum(sizes) > len(arrived):  # an empty part is given one row of zeros
             arrived = torch.cat([arrived, arrived.new_zeros((1, arrived.shape[1]))])
         at_home, at_replicas = arrived.index_select(0, rows.grouped_R).split(sizes)
         with self._computing_with(passed_on, replicas.terms):
             out = self._compute_home(at_home, rows.group_R[: sizes[0]])
-        beside = replicas.compute(self.experts, at_replicas, rows.replicas)
-        return torch.cat([out, beside.to(out.dtype)]).index_select(0, rows.returned_R)
+        return replicas.compute(out, self.experts, at_replicas, rows.replicas).index_select(0, rows.returned_R)
 
     def _adapters(self) -> Iterator[tuple[LowRankTerm, dict[str, Any]]]:
         """What each adapter adds now, 0 times where it is off, and its factors A and B by name."""
@@ -278,7 +277,7 @@ class ForerouteEP(AutoEP):
         """Only while experts compute, or transformers takes these for weights that a kernel has replaced."""
         parameters = dict(self.experts._parameters)
         self.experts._parameters.update(
-            {name: adapted(name, weights, terms) for name in self._weights()}  # type: ignore[misc]
+            {name: adapt(name, weights, terms) for name in self._weights()}  # type: ignore[misc]
         )
         try:
             yield

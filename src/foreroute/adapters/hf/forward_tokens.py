@@ -206,7 +206,13 @@ class ForwardTokens:
         return positions[0] if len(positions) == 4 else positions.amax(0)
 
     def kept(self) -> ForwardTokens:
-        """Copy what was given, to be read later, when whoever gave it may have overwritten it."""
+        """Copy what was given, to be read later, when whoever gave it may have overwritten it.
+
+        Raises:
+            BatchMismatchError: on the CPU, where nothing is waited for, as `on_host`.
+        """
+        if self.device.type == "cpu" and self.find_sequences()[2]:
+            self.raise_wrong()
         if not self._is_kept:
             if self.mask is not None:
                 self.mask = self.mask[:, max(0, self.mask.shape[1] - self.past - self.shape[1]) :].clone()

@@ -96,7 +96,8 @@ class TraceRows:
             there = self._there = TraceOnDevice(self.trace, batch.device)
         row_R, wrong = self._find(batch, there, policy)
         # also for tensors that were given before: who writes to them is not always seen, c10d among others
-        checks.add(wrong, partial(self.raise_mismatch, batch.kept(), policy))
+        kept = batch if batch.device.type == "cpu" else batch.kept()  # on the CPU checks look at once
+        checks.add(wrong, partial(self.raise_mismatch, kept, policy))
         choices = None
         if self._indexers is not None:  # their choices are cut on the host, which waits for the rows
             if wrong.item():

@@ -213,7 +213,7 @@ class MicroBatchRoutes:
         if hooks.layers:
             how: dict[str, Any] = {"mask_padding": hooks.counts_all_ranks, "counts": policy.counts}
             rows = shard.rows(hooks.layers, call.device, cells=cells, **how)
-        drops = bool(hooks.trunk.post_process) and shard.drops
+        drops = bool(hooks.trunk.post_process) and shard.dropped_C is not None
         return PassRoutes(rows, partial(_loss_mask, shard, call), drops)
 
 

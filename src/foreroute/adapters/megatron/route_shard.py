@@ -78,8 +78,8 @@ class RouteShard:
     """Routes of one micro-batch, cut to the rows and layers of this rank. Made by `RoutedMegatron.shard`.
 
     What waits in a queue for its micro-batch waits in this form, on the host: per row L · K bytes (twice that above 256
-    experts) and 17 more. What passes need of it on their device is moved there by the first, and stays for later ones
-    as long as the shard lives.
+    experts) and 17 more, two more still where tokens are taken out of the loss. What passes need of it on their device
+    is moved there by the first, and stays for later ones as long as the shard lives.
 
     Attributes:
         spec: of the whole model.
@@ -96,11 +96,11 @@ class RouteShard:
     padding: PaddingRows
     trace: RoutingTrace  # N rows of this rank as one sequence, of its layers; of all where it has none
     row_R: NDArray[np.int32]  # as `TraceOnDevice.gather` takes them, every spread pick named
-    faithful_N: NDArray[np.bool_]
+    faithful_N: NDArray[np.bool_] | None  # where tokens are taken out of the loss
     picks_PLK: NDArray[Any]  # for padding that is spread
     is_padded: bool  # whether any rank sees padding in this micro-batch
     tokens_C: NDArray[np.int32]  # in the order of the routers; -1 for padding
-    counted_C: NDArray[np.bool_]  # tokens that belong in the loss; False for padding
+    dropped_C: NDArray[np.bool_] | None  # tokens that are taken out of the loss; None where there are none
     _there: dict[torch.device, TraceOnDevice] = field(default_factory=dict, init=False)
 
     def __repr__(self) -> str:
@@ -110,13 +110,15 @@ class RouteShard:
     def nbytes(self) -> int:
         """Host memory that it holds for its rows, in bytes."""
         cut = self.trace
-        of_trace = (cut.expert_ids_NLK, cut.valid_N, cut.token_ids_N, cut.weight_versions_N, self.faithful_N)
-        return sum(each.nbytes for each in (*of_trace, self.row_R, self.tokens_C, self.counted_C))
+        arrays = (cut.expert_ids_NLK, cut.valid_N, cut.token_ids_N, cut.weight_versions_N, self.row_R, self.tokens_C)
+        sometimes = sum(each.nbytes for each in (self.faithful_N, self.dropped_C) if each is not None)
+        return sum(each.nbytes for each in arrays) + sometimes
 
     @property
-    def drops(self) -> bool:
-        """Whether a token is taken out of the loss."""
-        return not np.array_equal(self.counted_C, self.tokens_C >= 0)
+    def counted_C(self) -> NDArray[np.bool_]:
+        """Bool [C], tokens that belong in the loss; False for padding."""
+        real_C = np.asarray(self.tokens_C >= 0)
+        return real_C if self.dropped_C is None else real_C & ~self.dropped_C
 
     @property
     def num_routed(self) -> int:
@@ -202,7 +204,6 @@ def shard(
     seen_N = np.unique(row_R[row_R >= 0]) if layers else np.zeros(0, np.int64)
     cut = trace.without_streams()
     cut = (cut.select_layers(layers) if layers else cut).take_rows(seen_N, np.array([len(seen_N)]))
-    faithful = faithful_rows(trace)
     spec, picks_PLK = cut.spec, cut.expert_ids_NLK[:0]
     here_R = np.full(len(row_R), NATIVE, np.int32)
     if layers:
@@ -212,9 +213,10 @@ def shard(
             is_spread_R[row_R >= 0] = ~trace.valid_N[row_R[row_R >= 0]]
         picks_PLK = spread_picks(spec, home_LE, share.number * spec.top_k)  # ranks begin with other experts
         here_R[is_spread_R] = SPREAD - np.arange(is_spread_R.sum()) % len(picks_PLK)
-    counted_C = np.asarray(context_C >= 0)
+    faithful_N = dropped_C = None
     if missing == "drop":
-        counted_C[counted_C] = faithful[context_C[counted_C]]
+        faithful_N, dropped_C = faithful_rows(trace), context_C >= 0
+        dropped_C[dropped_C] = ~faithful_N[context_C[dropped_C]]
     return RouteShard(
         trace.spec,
         tuple(layers),
@@ -223,9 +225,9 @@ def shard(
         padding,
         cut,
         here_R,
-        faithful[seen_N],
+        None if faithful_N is None else faithful_N[seen_N],
         picks_PLK,
         is_padded=bool(whole_rows.is_pad_R.any() or (missing == "spread" and not trace.valid_N.all())),
         tokens_C=np.append(trace.token_ids_N, np.int32(-1))[context_C],  # padding is row -1
-        counted_C=counted_C,
+        dropped_C=dropped_C if dropped_C is not None and dropped_C.any() else None,
     )

@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.ep.transfer.consensus import RankConsensus, require_ranks
+from foreroute.ep.agreement import RankConsensus
+from foreroute.ep.plan_checks import require_ranks
 from foreroute.ep.transfer.host_memory import DIRECTORY, HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.replica_weights import Cell, Fetch, GradientReturn, Home, device_of, next_cell
@@ -42,6 +43,7 @@ class TransferEngine:
             same on all ranks.
         options: the same on all ranks.
         peers: the ranks of the plans to come, in their order.
+        consensus: of the same ranks.
         first: the number among them of the first rank of this rank's expert-parallel group.
         gathers_late: whether the weights of a layer may still be gathered from other ranks until its first cell of a
             step runs. Nothing of it is sent before.
@@ -59,6 +61,7 @@ class TransferEngine:
         homes: Mapping[int, Home],
         options: TransferOptions,
         peers: PeerGroup,
+        consensus: RankConsensus,
         *,
         first: int = 0,
         gathers_late: bool = False,
@@ -67,8 +70,8 @@ class TransferEngine:
         self._first = first
         self._versions_of = versions or (lambda layer: _versions(homes[layer]))
         self._homes, self._options, self._peers, self._gathers_late = homes, options, peers, gathers_late
-        self._consensus = RankConsensus(peers.group)
-        _agree_on_engine(self._consensus, homes, options)
+        self._consensus = consensus
+        _agree_on_engine(consensus, homes, options)
         self._channels = Channels(peers, None, TransferLane(device_of(homes)))
         self._slots: SlotSets | None = None
         self._versions: dict[int, tuple[int, ...]] = {}

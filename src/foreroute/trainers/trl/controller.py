@@ -29,6 +29,7 @@ from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.costs.cluster_file import Cluster
 from foreroute.errors import ConfigError, ForerouteError, ReplayError
 from foreroute.plan import Topology
+from foreroute.replay import ReplayCounts
 from foreroute.trace import INDEXER, SAMPLING, RoutingTrace, concatenate
 from foreroute.trainers.checks import check_first_rollout
 from foreroute.trainers.mismatch_sums import MismatchSums
@@ -211,11 +212,6 @@ class TrainerPassController:
         if self._replay == "R3":
             require_masks(self._trainer, trace)
             require_lengths(env_masks, completions)
-        if trace.gate_weights_NLK is not None:
-            raise ConfigError(
-                "the rollout has gate weights, and replay under TRL leaves them live; take them off with "
-                'trace.without_streams("gate_weights")'
-            )
         return trace, np.array(prompt_lengths), logprobs, env_masks
 
     @property
@@ -333,11 +329,10 @@ class TrainerPassController:
                     f"{type(self._trainer).__name__} made a training step without an update pass through _compute_loss "
                     "and _get_per_token_logps_and_entropies, so that nothing was replayed in it"
                 )
-        self.metrics.share(self._over_processes)
 
     def flush(self) -> dict[str, float]:
         """What is to be logged. Starts anew."""
-        return self.metrics.flush() | ({} if self._windows is None else self._windows.sums.flush())
+        return self.metrics.flush(self._over_processes) | ({} if self._windows is None else self._windows.sums.flush())
 
     def _over_processes(self, sums: Tensor) -> Tensor:
         accelerator = self._trainer.accelerator
@@ -428,20 +423,19 @@ class TrainerPassController:
     @contextmanager
     def _routing(self, now: LogprobPass, rows: slice, mask_BT: Tensor) -> Iterator[None]:
         """Replay what belongs to a part of a pass; record it where the weights are still the rollout's."""
-        update = now.kind == "update"
-        session = recording = None
+        update, counts, recording = now.kind == "update", ReplayCounts(), None
+        at_rollout_weights = not update or not self._has_old_pass
         with ExitStack() as stack:
             if self._replay == "R3" or (self._replay == "R2" and update):
-                routes = self._routes_of(now, rows, mask_BT)
-                session = stack.enter_context(self.routed.replay(routes, telemetry=update))
-            if not update or not (self._has_old_pass or self._replay == "R2"):
+                stack.enter_context(self.routed.replay(self._routes_of(now, rows, mask_BT)))
+                stack.enter_context(self.routed.listening(counts))
+            elif at_rollout_weights:
                 choices = self._replay == "R2" and self.routed.indexers is not None
                 recording = stack.enter_context(self.routed.record(indexers=choices))
             yield
         if recording is not None:
             now.executed.append(recording.trace())
-        if session is not None and update:
-            self.metrics.add_native(session.agreement().routing)
+        self.metrics.add_counts(counts, executed=at_rollout_weights and self._replay == "R3", native=update)
 
     @property
     def _has_masks(self) -> bool:
@@ -479,16 +473,16 @@ class TrainerPassController:
         """Trainer beside rollout, at the rollout's weights."""
         rollout = self._current()
         sequences = rollout.numbers(seen.sequences)
-        if self._replay != "R2":
+        if self._replay == "none":
             self.metrics.compare_routes(rollout.trace.select(sequences), concatenate(seen.executed))
         if rollout.logprobs is not None and seen.logprobs_BR is not None:
-            sampled = [rollout.logprobs[s] for s in sequences]
-            trained_BR = seen.logprobs_BR.float().cpu().numpy()
-            counted_BR = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool().cpu().numpy()
-            parts = [
-                [row[: len(own)] for row, own in zip(each, sampled, strict=True)] for each in (trained_BR, counted_BR)
-            ]
-            self.metrics.compare_tokens(sampled, *parts)
+            trained_BR = seen.logprobs_BR
+            sampled = [torch.from_numpy(rollout.logprobs[s]) for s in sequences]
+            sampled_BR = torch.full(trained_BR.shape, torch.nan)
+            for row, own in zip(sampled_BR, sampled, strict=True):
+                row[: len(own)] = own
+            counted_BR = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
+            self.metrics.compare_tokens(sampled_BR.to(trained_BR.device), trained_BR, counted_BR)
 
     def _current(self) -> Rollout:
         if self.rollout is None:

@@ -20,7 +20,7 @@ from foreroute.adapters.megatron.expert_placement.parameters import (
     held_tensors,
     optimizer_state,
 )
-from foreroute.ep.transfer.consensus import RankConsensus
+from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.transfer.home_moves import MovingRanks, agree_on_homes, all_or_none, bring, gathered
 from foreroute.ep.transfer.moves import shard_moves
 from foreroute.ep.transfer.peers import PeerGroup

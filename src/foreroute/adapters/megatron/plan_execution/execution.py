@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.adapters.megatron.plan_execution.layer import objection_to_layer
 from foreroute.adapters.megatron.route_shard import RouteShard
+from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.execution_ranks import ExecutionRanks, MicroBatch
-from foreroute.ep.transfer.consensus import RankConsensus
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.errors import CountsError, PlacementError, TraceError
 from foreroute.trace import RoutedLayer, RoutingSpec
@@ -30,10 +30,10 @@ def ranks_of_stage(ep_group: Any, pp_group: Any, options: TransferOptions) -> Ex
     staged = pp_group is not None and pp_group.size() > 1
     return ExecutionRanks(
         ep_group,
-        RankConsensus(ep_group, member="expert-parallel rank"),
+        RankConsensus(ep_group),
         options,
         "megatron",
-        stages=RankConsensus(pp_group, member="pipeline stage") if staged else None,
+        stages=RankConsensus(pp_group) if staged else None,
         gathers_late=True,  # with overlap_param_gather, Megatron gathers the weights of a layer as it runs
     )
 

@@ -100,9 +100,9 @@ class PlannedLayer:
         self._replicas = replicas = SeparateReplicas(
             work.cell, work.engine, self._home, work.moves, fuses_gradients=self._fuses_gradients
         )
-        if replicas.served:
+        if replicas.hosted:
             self.finish_gathering()
-        replicas.announce()
+        replicas.register()
         if len(self._descending_E) != num_experts:
             self._descending_E = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=routing_map.device)
         # ascending ids: the picks of a token are added up in the order in which Megatron adds them
@@ -126,14 +126,11 @@ class PlannedLayer:
     def _compute(self, rows: Tensor, gates: Tensor) -> tuple[Tensor, None]:
         """What home experts and replicas make of them, in the same order."""
         replicas, groups = self._replicas, self._handle.rows
-        home_S, served_S = groups.home.sizes_S, groups.replicas.sizes_S
+        home_S, served_S = groups.home.sizes, groups.replicas.sizes
         parts = [sum(home_S), sum(served_S)]
         (rows, served), (gates, served_gates) = rows.split(parts), gates.split(parts)
         output, _ = self._experts(rows, torch.tensor(home_S), gates)
-        computed, token = replicas.compute(self._run_replicas, served, served_gates, served_S)
-        if computed:
-            output = torch.cat([output, *computed])
-        return replicas.give_up(token, output), None
+        return replicas.compute(output, self._run_replicas, served, served_gates, served_S), None
 
     def _combine(self, computed: Tensor) -> Tensor:
         """[R, D], added up over the picks of each row."""
