@@ -61,7 +61,7 @@ class ForwardTokens:
     def of_call(
         cls, names: list[str], images: ImageTokens | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> ForwardTokens:
-        """Find them among the arguments of a call whose parameters have these names. In a graph nothing is read.
+        """Find the arguments among those of a call whose parameters have these names. In a graph nothing is read.
 
         Raises:
             BatchMismatchError: when the call passes embeddings instead of tokens, or an attention mask that is none of
@@ -95,7 +95,7 @@ class ForwardTokens:
         return cls(input_ids, mask, positions, cumulative, past, images, pixels, begins=may_begin and not past).read()
 
     def read(self) -> ForwardTokens:
-        """The same. What only the values say is refused when they are asked for.
+        """Read what shapes say, and return the same. What only the values say is refused when they are asked for.
 
         Raises:
             BatchMismatchError: when the mask does not fit the tokens.
@@ -192,12 +192,12 @@ class ForwardTokens:
 
     @cached_property
     def digests_BT(self) -> Tensor | None:
-        """int64 [B, T], of the pixels behind each token; None where it is not known how images stand among them."""
+        """Digest the pixels behind each token, int64 [B, T]; None where it is not known how images stand among them."""
         return None if self.images is None else self.images.digests(self.input_ids, self.pixels)
 
     @property
     def text_positions(self) -> Tensor:
-        """Integers [B, T] or [1, T], 0 where a sequence begins, and nowhere else in it."""
+        """Positions of the text, integers [B, T] or [1, T]: 0 where a sequence begins, and nowhere else in it."""
         positions = self.position_ids
         assert positions is not None, "asked for where there are any"
         if positions.ndim == 2:
@@ -225,10 +225,8 @@ class ForwardTokens:
 
 
 def kept_widths(batches: Sequence[ForwardTokens]) -> list[int]:
-    """How many positions of each forward of a recording are still there behind the last that continues it.
-
-    The others were cut off at the end of the cache, as drafts that were rejected, and later forwards took their place.
-    """
+    """Count the positions of each forward of a recording that are still there behind the last that continues it."""
+    # the others were cut off at the end of the cache, as drafts that were rejected, and later forwards took their place
     widths = [batch.shape[1] for batch in batches]
     grown: list[int] = []  # forwards of the sequences that grow now, of which something is left
     for number, batch in enumerate(batches):
@@ -247,15 +245,10 @@ WANTED_PATTERN = (
     f"{WANTED_MASK}, or the causal pattern [batch, 1, tokens, keys] that `generate` makes of it for a static cache. A "
     'sliding window hides what is padding: generate with cache_implementation="dynamic"'
 )
-"""What a mask may be that says to what each token attends, for messages."""
 
 
 def _read_pattern(pattern: Tensor, shape: tuple[int, int], past: int) -> tuple[Tensor, Tensor]:
-    """The mask [B, past + T] that a causal pattern was made of; and bool [], whether it is the pattern of that mask.
-
-    The last token of a row attends to all before it that are no padding. Whether others do just so is asked on the
-    device; to what padding attends does not matter.
-    """
+    """Find the mask [B, past + T] that a causal pattern was made of; and bool [], whether it is the pattern of that."""
     (rows, width), end = shape, past + shape[1]
     is_boolean = pattern.dtype == torch.bool
     if (
@@ -265,6 +258,8 @@ def _read_pattern(pattern: Tensor, shape: tuple[int, int], past: int) -> tuple[T
     ):
         raise BatchMismatchError(f"attention_mask is {_described(pattern)}; {WANTED_PATTERN}")
     attends_BTK = (pattern if is_boolean else pattern == 0)[:, 0]
+    # The last token of a row attends to all before it that are no padding. Whether others do just so is asked on the
+    # device; to what padding attends does not matter.
     mask = attends_BTK[:, -1, :end]
     keys, queries = (torch.arange(num, device=pattern.device) for num in (pattern.shape[3], width))
     kept = functional.pad(mask, (0, pattern.shape[3] - end))[:, None]

@@ -356,7 +356,7 @@ class TransformerHooks(TrunkHooks):
     def _encode(self, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = encode(*args, **kwargs)
         if self.images is not None and not self.passes and not torch.compiler.is_compiling():
-            self.images.note(result, kwargs)
+            self.images.attach_digests(result, kwargs)
         return result
 
     def open_others(self, current: Pass) -> Sequence[tuple[Any, Any]]:
