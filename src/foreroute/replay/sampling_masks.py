@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from foreroute.core.passes import LateChecks
+from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.errors import BatchMismatchError, ConfigError, TraceContentError
 from foreroute.replay.rows import to_device
 from foreroute.trace import DecisionStream
@@ -41,7 +41,7 @@ long with a quarter or four times as much; on a GPU so many that launches do not
 GATHERED_SHARE = 64
 """A row gathers the head for sets of up to so small a part of all choices; larger ones are cheaper as a tile. Chosen by
 hand: at H = 512, a CPU core took as long for one gathered logit as for about 90 of a matrix product."""
-_checks = LateChecks()
+_checks = DeferredChecks()
 """Whether tokens are in their sets, of calls whose device has not answered yet: no call waits for its own answer."""
 
 

@@ -238,7 +238,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("name", "spoil", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_the_device_finds_wrong_is_told_before_the_session_ends(name, spoil, message):
+def test_what_the_device_finds_wrong_is_told_before_an_optimizer_steps(name, spoil, message):
     batch = copy.deepcopy(BATCHES[name])
     spoil(batch)
     here = model_here()
@@ -255,10 +255,11 @@ def test_what_the_device_finds_wrong_is_told_before_the_session_ends(name, spoil
             assert waits(device, there, given) == unpatched, "what is wrong is not looked at in the forward"
             for each in given.values():
                 each.zero_()  # what was given is remembered
-            if other is not batch:
-                session.__exit__(None, None, None)
-        with pytest.raises(BatchMismatchError, match=message):
+            device.reads.clear()
             session.__exit__(None, None, None)
+            assert not device.reads, "the end of a session with gradients does not wait"
+        with pytest.raises(BatchMismatchError, match=message):
+            torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]).step()
 
 
 def test_a_sequence_without_a_route_must_be_in_the_batch_too():

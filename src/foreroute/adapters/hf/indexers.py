@@ -94,7 +94,7 @@ class FoundIndexers:
     def passes(self, current: Pass, num_routers: int) -> list[tuple[IndexerPass, IndexerPass]]:
         """Say what each does in a pass, and in its recomputation."""
         chosen = current.rows.indexers if isinstance(current.rows, ReplayRows) else None
-        kept = current.kept if current.watch.others else None
+        kept = current.returned if current.options.others else None
         opened = []
         for number, calls_1 in enumerate(current.calls_L.split(1)[num_routers:]):
             first = IndexerPass(num_routers + number, number, chosen, kept, calls_1)

@@ -28,8 +28,8 @@ from foreroute.adapters.hf.pixels import ImageTokens, pixel_stream, warn_of_unbo
 from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.core.hooks import SelectingRouter, SelectionHook, overridden
 from foreroute.core.passes import Pass, Rows
-from foreroute.core.routed import TrunkHooks
 from foreroute.core.selection import Scores
+from foreroute.core.trunk import TrunkHooks
 from foreroute.core.untouched import reshard
 from foreroute.errors import BatchMismatchError, LayoutError, ReplayError
 from foreroute.layout import Layout
@@ -59,14 +59,12 @@ class RoutedTransformer(RoutedModel):
         spread: its experts, where transformers has spread them over ranks by our implementation; else None.
     """
 
-    def __init__(
-        self, model: nn.Module, spec: RoutingSpec, hooks: TransformerHooks, spread: ExpertParallelModel | None = None
-    ) -> None:
-        super().__init__(spec, [hooks], [spec], {"engine": "transformers", "engine_version": transformers.__version__})
-        self.model = model
+    def __init__(self, hooks: TransformerHooks, spread: ExpertParallelModel | None = None) -> None:
+        made_by = {"engine": "transformers", "engine_version": transformers.__version__}
+        super().__init__(hooks.spec, [hooks], [hooks.spec], made_by)
+        self.model = hooks.model
         self.spread = spread
         self._of_trunk = hooks
-        hooks.generating = [each for each in model.modules() if hasattr(type(each), BATCHES)]
 
     @property
     def indexers(self) -> IndexerSpec | None:
@@ -285,7 +283,7 @@ class RoutedTransformer(RoutedModel):
             self.spread.close()
 
     def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> TraceRows:
-        """The rows of a trace, found for each batch. See `RoutedModel`."""
+        """Give what finds the rows of a trace for each batch. See `RoutedModel`."""
         if isinstance(routes, TraceRows) and layout is not None:
             raise LayoutError("the rows were made for a layout already; give none with them")
         return routes if isinstance(routes, TraceRows) else self.rows(routes, layout)
@@ -303,21 +301,7 @@ class RoutedTransformer(RoutedModel):
 
 
 class TransformerHooks(TrunkHooks):
-    """The hooks of one model.
-
-    Args:
-        model: that was attached.
-        trunk: the module whose forward is one pass.
-        routers: in layer order.
-        spec: of the model.
-        indexers: of the model, if it has any.
-
-    Attributes:
-        executed: the ids [L, R, K] of the last pass, where losses behind the trunk are to count them.
-        execution: of the plan that is executed now, or None.
-        images: how images stand among tokens; None where that is not known.
-        generating: the modules around the trunk that can run it in a thread of their own.
-    """
+    """The hooks of one model, of which the trunk is a part, and what compiled passes need of it."""
 
     def __init__(
         self,
@@ -331,23 +315,26 @@ class TransformerHooks(TrunkHooks):
         super().__init__(model, trunk, routers, [] if indexers is None else indexers.hooks)
         self.spec = spec
         self.images = ImageTokens.of_trunk(trunk, self.names)
+        self.executed: Tensor | None = None  # ids [L, R, K] of the last pass, where losses behind it count them
+        self.execution: PlanExecution | None = None  # of the plan that is executed now
+        self._generating = [each for each in model.modules() if hasattr(type(each), BATCHES)]
         self._name_in_graphs = graph_ops.register(self)
         # Both operators of a compiled pass write to it, which keeps them in order (`graph_ops`).
         self._ledger = torch.zeros(1, dtype=torch.int64)
         self._begun_in_graph: tuple[ForwardTokens, Pass] | None = None
         self._counts_executed = False
-        self.executed: Tensor | None = None
-        self.execution: PlanExecution | None = None
-        self.generating: list[nn.Module] = []
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of a copy, which has a name of its own in graphs
+        self.__dict__ |= state
         self._name_in_graphs = graph_ops.register(self)
 
+    def read_args(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardTokens:
+        return ForwardTokens.of_call(self.names, self.images, args, kwargs)
+
     def session_contexts(self) -> list[AbstractContextManager[Any]]:
-        """And what encodes images before a forward, and continuous batching, which is refused. See `TrunkHooks`."""
+        """Add what encodes images before a forward, and continuous batching, which is refused. See `TrunkHooks`."""
         contexts = super().session_contexts()
-        contexts += [overridden(module, BATCHES, _refuse_batches) for module in self.generating]
+        contexts += [overridden(module, BATCHES, _refuse_batches) for module in self._generating]
         if self.images is not None:
             names = ("get_image_features", "get_video_features")
             contexts += [overridden(self.trunk, name, self._encode) for name in names if hasattr(self.trunk, name)]
@@ -360,9 +347,9 @@ class TransformerHooks(TrunkHooks):
         return result
 
     def open_others(self, current: Pass) -> Sequence[tuple[Any, Any]]:
-        """The indexers, which must choose if their choices are kept or forced. See `ModelHooks`."""
+        """Open the indexers, which must choose if their choices are kept or forced. See `ModelHooks`."""
         assert self.found_indexers is not None, "they are the others"
-        if heeds_indexers(current):
+        if uses_indexers(current):
             current.num_expected += len(self.others)
         return self.found_indexers.passes(current, len(self.routers))
 
@@ -380,33 +367,28 @@ class TransformerHooks(TrunkHooks):
         return result
 
     def run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the trunk as one pass; where it is traced into a graph, its pass is made of operators of that."""
         if torch.compiler.is_compiling():
-            batch = ForwardTokens.of_call(self.names, self.images, args, kwargs)
-            return self._run_trunk_in_graph(batch, forward, args, kwargs)
-        call = partial(forward, *args, **kwargs)
+            return self._run_in_graph(self.read_args(args, kwargs), forward, args, kwargs)
         if self._counts_executed:
-            call = partial(self._keeping_executed, call)
-        if self.watch.caches:
-            call = self.along_cache(call, args, kwargs)
-        return self.run_pass(partial(ForwardTokens.of_call, self.names, self.images, args, kwargs), call)
+            forward = partial(self._keep_executed, forward)
+        return super().run_trunk(forward, *args, **kwargs)
 
-    def _keeping_executed(self, call: Callable[[], Any]) -> Any:
+    def _keep_executed(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the trunk in its pass, and keep what that executed for `run_model`."""
-        result = call()
-        self.executed = self.passes.top.executed_LRK
+        result = forward(*args, **kwargs)
+        self.executed = self.passes.current.executed_LRK
         return result
 
     def run_compiled(
         self, path: str, hooks: Sequence[SelectionHook], call: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """See `TrunkHooks`."""
-        if self.passes and not torch.compiler.is_compiling() and heeds_indexers(self.passes.top):
+        if self.passes and not torch.compiler.is_compiling() and uses_indexers(self.passes.current):
             raise _in_graph("choices of indexers are", path)
         return super().run_compiled(path, hooks, call, *args, **kwargs)
 
-    # a pass in a compiled graph
-
-    def _run_trunk_in_graph(
+    def _run_in_graph(
         self, batch: ForwardTokens, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         past: Any = batch.past  # of a static cache a tensor, whose value as an int would be a part of the graph
@@ -423,13 +405,13 @@ class TransformerHooks(TrunkHooks):
             counted,
             batch.begins,
         )
-        rows = Rows(ids_LRK) if self.watch.routes else None
+        rows = Rows(ids_LRK) if self.options.routes else None
         current = self.open_pass(rows, batch.num_slots, batch.device)
-        with self.passes.on_top(current):
+        with self.passes.running(current):
             result = forward(*args, **kwargs)
         self.executed = current.executed_LRK if self._counts_executed else None
-        scores = [] if current.scores is None else current.scores.tensors()
-        graph_ops.end_pass(self._name_in_graphs, self._ledger, current.calls_L, [current.own_LRK, *scores])
+        kept = [current.native_LRK, *(current.scores or ())]
+        graph_ops.end_pass(self._name_in_graphs, self._ledger, current.calls_L, kept)
         return result
 
     def begin_from_graph(
@@ -446,9 +428,9 @@ class TransformerHooks(TrunkHooks):
         self.sessions.require_mine("runs a model")
         batch = ForwardTokens(input_ids, mask, positions, cumulative, past, begins=begins, cache_was_seen=False).read()
         batch.digests_BT = digests
-        rows = self.begin(batch)
+        rows = self.begin_pass(batch)
         current = self.open_pass(rows, batch.num_slots, batch.device)
-        if heeds_indexers(current):
+        if uses_indexers(current):
             raise _in_graph("choices of indexers are", "the model")
         self._begun_in_graph = batch, current
         if rows is not None:
@@ -463,14 +445,14 @@ class TransformerHooks(TrunkHooks):
         current.calls_L = calls_L
         self.require_each_once(current)
         # a CUDA graph writes what is kept of the next pass to the same addresses
-        current.own_LRK, *scores = (tensor.clone() for tensor in kept)
+        current.native_LRK, *scores = (tensor.clone() for tensor in kept)
         current.scores = Scores(*scores) if scores else None
-        for listener in list(self.listeners):
-            listener.end(self.chunk, batch, current)
+        for each in list(self.interceptors):
+            each.end_pass(self.chunk, batch, current)
 
     def shapes_for_graph(self, num_slots: int) -> tuple[list[int], torch.dtype]:
         """See `graph_ops.Host`."""
-        return [self.spec.num_layers, num_slots if self.watch.routes else 0, self.spec.top_k], self.id_dtype
+        return [self.spec.num_layers, num_slots if self.options.routes else 0, self.spec.top_k], self.id_dtype
 
 
 def saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -489,9 +471,9 @@ def _refuse_batches(*_: object, **__: object) -> Any:
     )
 
 
-def heeds_indexers(current: Pass) -> bool:
-    """Whether choices of indexers are kept or forced in a pass."""
-    return current.watch.others or (isinstance(current.rows, ReplayRows) and current.rows.indexers is not None)
+def uses_indexers(current: Pass) -> bool:
+    """Say whether choices of indexers are kept or forced in a pass."""
+    return current.options.others or (isinstance(current.rows, ReplayRows) and current.rows.indexers is not None)
 
 
 def _in_graph(what: str, path: str) -> ReplayError:
@@ -502,7 +484,7 @@ def _in_graph(what: str, path: str) -> ReplayError:
 
 
 def _rows_of_pass(recorded: RecordedPass, width: int, indexers: FoundIndexers | None) -> ForwardRows:
-    """The rows of its first positions, of which `width` are left."""
+    """Give the rows of its first positions, of which `width` are left."""
     from foreroute.replay import ForwardRows
 
     batch: ForwardTokens = recorded.args
@@ -536,7 +518,7 @@ def _rows_of_pass(recorded: RecordedPass, width: int, indexers: FoundIndexers | 
 
 
 def looked_up(router: nn.Module, tokens_N: NDArray[np.int32]) -> NDArray[Any]:
-    """Give the experts of tokens, integers [N, K], by a router's table `tid2eid` [vocabulary, K]."""
+    """Look up the experts of tokens, integers [N, K], in a router's table `tid2eid` [vocabulary, K]."""
     table_VK: Any = router.tid2eid
     if len(tokens_N) and int(tokens_N.max()) >= len(table_VK):
         raise BatchMismatchError(
@@ -548,13 +530,7 @@ def looked_up(router: nn.Module, tokens_N: NDArray[np.int32]) -> NDArray[Any]:
 
 
 def require_looked_up(trace: RoutingTrace, position: int, router: nn.Module) -> None:
-    """Raise `BatchMismatchError` unless a hash layer of the trace holds what its table says for each token.
-
-    Args:
-        trace: the routes to check.
-        position: of the layer on the layer axis.
-        router: of the layer.
-    """
+    """Raise `BatchMismatchError` unless the hash layer at `position` holds what its table says for each token."""
     routed = trace.valid_N
     expected_NK = looked_up(router, trace.token_ids_N[routed])
     given_NK = trace.expert_ids_NLK[routed, position, : trace.spec.picks_L[position]]

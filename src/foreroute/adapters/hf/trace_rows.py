@@ -19,7 +19,7 @@ from torch import Tensor
 
 from foreroute.adapters.hf.forward_tokens import ForwardTokens, to_host
 from foreroute.adapters.hf.pixels import UNKNOWN, digests_of, refuse_other_pixels
-from foreroute.core.passes import LateChecks
+from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.layout import Layout, locate_rows
 from foreroute.replay import PassRoutes, Policy, TraceOnDevice
@@ -84,7 +84,7 @@ class TraceRows:
         """Whether no row is missing but the last of a sequence."""
         return bool(faithful_rows(self.trace).all())
 
-    def of_pass(self, chunk: int, batch: ForwardTokens, policy: Policy, checks: LateChecks) -> PassRoutes:
+    def of_pass(self, chunk: int, batch: ForwardTokens, policy: Policy, checks: DeferredChecks) -> PassRoutes:
         """Find and gather what a batch replays. See `foreroute.replay.Routes`."""
         if batch.past:
             raise BatchMismatchError(

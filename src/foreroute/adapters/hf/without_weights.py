@@ -74,7 +74,7 @@ def structure_of(path: Path) -> Structure:
                 model.to_empty(device="cpu")  # autocast, which forwards turn off, knows no device `meta`
                 seen = probe(model, find_routers(model))
             spec = spec_of(model, seen.routers)
-            indexers = find_indexers(model, seen.trunk_of(seen.routers))
+            indexers = find_indexers(model, seen.trunk)
     except Exception as error:  # transformers raises what its classes raise
         reason = first_line(error.__cause__ or error) if isinstance(error, AttachError) else first_line(error)
         raise ConfigError(

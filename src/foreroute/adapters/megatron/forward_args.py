@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.adapters.megatron.route_shard import RouteShard, Share
-from foreroute.core.passes import LateChecks
+from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.layout.slots import Layout, Side, pack, pad
 from foreroute.replay.rows import to_device
@@ -147,7 +147,7 @@ class Call:
         )
 
 
-def find_layout(trace: RoutingTrace, call: Call, checks: LateChecks) -> Layout:
+def find_layout(trace: RoutingTrace, call: Call, checks: DeferredChecks) -> Layout:
     """Where the sequences of the trace are in the batch of a call, when nobody said so.
 
     A packed batch says it itself; the host waits for that only if there is padding in it. A padded one is taken to be

@@ -17,7 +17,7 @@ from foreroute.adapters.megatron.plan_execution.model import PlannedModel
 from foreroute.adapters.megatron.recording import rows_over_ranks
 from foreroute.adapters.megatron.route_shard import RouteShard, shard
 from foreroute.adapters.megatron.schedule import BatchRoutes, Replay, ReplayingStep, RoutesIn, routes_in
-from foreroute.core.passes import LateChecks
+from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.errors import AttachError, BatchMismatchError, ConfigError, LayoutError
 from foreroute.layout import Layout
 from foreroute.replay import ForwardRows, PassRoutes, Policy, RecordedPass, ReplaySession, Telemetry
@@ -107,7 +107,7 @@ class RoutedMegatron(PlannedModel):
         for name, given in (("forward_step", forward_step), ("routes_of", routes_of)):
             if not callable(given):
                 raise ConfigError(f"{name} is a {type(given).__name__}; expected a function")
-        checks, sums = LateChecks(), dict[int, Telemetry]()
+        sums = Telemetry(self._chunk_specs) if telemetry else None
 
         @contextmanager
         def running(model: nn.Module) -> Iterator[Replay]:
@@ -117,7 +117,7 @@ class RoutedMegatron(PlannedModel):
 
                 def replay(routes: BatchRoutes) -> ReplaySession:
                     found = self.routes_of(routes, None, policy)
-                    session = ReplaySession(found, policy, self._chunk_specs, sums, checks)
+                    session = ReplaySession(found, policy, self._chunk_specs, self.checks, sums)
                     stack.enter_context(hooks.listening(session))
                     opened.append(session)
                     return session
@@ -194,7 +194,7 @@ class MicroBatchRoutes:
         self._routed, self._routes, self._layout = routed, routes, layout
         self._shard = routes if isinstance(routes, RouteShard) else None
 
-    def of_pass(self, chunk: int, call: Call, policy: Policy, checks: LateChecks) -> PassRoutes:
+    def of_pass(self, chunk: int, call: Call, policy: Policy, checks: DeferredChecks) -> PassRoutes:
         """Cut the routes, compare the tokens, and move the chunk's part to the device. See `Routes`."""
         if call.inference is not None:
             raise BatchMismatchError(
@@ -217,7 +217,7 @@ class MicroBatchRoutes:
         return PassRoutes(rows, partial(_loss_mask, shard, call), drops)
 
 
-def _require_tokens(call: Call, shard: RouteShard, checks: LateChecks) -> None:
+def _require_tokens(call: Call, shard: RouteShard, checks: DeferredChecks) -> None:
     """Compare the tokens of a call, if it has any, with those of routes. Other ones are told late on a device.
 
     Raises:

@@ -32,7 +32,7 @@ class ReplayingStep(WithTelemetry):
         forward_step: `forward_step(data_iterator, model, ...)`.
         routes_of: finds the routes in a batch.
         running: a step on the chunk of a model; what it yields opens a session on routes until the end of the step.
-        telemetry: what these sessions add up, by chunk.
+        telemetry: where these sessions add up what routers do; None where nobody asked.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class ReplayingStep(WithTelemetry):
         forward_step: Callable[..., Any],
         routes_of: RoutesIn,
         running: Callable[[nn.Module], AbstractContextManager[Replay]],
-        telemetry: dict[int, Telemetry],
+        telemetry: Telemetry | None,
     ) -> None:
         self._step = forward_step
         self._routes_of = routes_of
         self._running = running
-        self._telemetry = telemetry
+        self.telemetry = telemetry
         update_wrapper(self, forward_step, updated=())  # a callable object keeps its attributes to itself
 
     def __call__(self, data_iterator: Iterator[Any] | None, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,6 @@ class ReplayingStep(WithTelemetry):
             result = self._step(batches, model, *args, **kwargs)
         batches.require_one()
         if batches.session is not None:
-            batches.session.checks.close()
             batches.session.require_replayed()
         return result
 
