@@ -36,8 +36,8 @@ from foreroute.core.passes import Pass, RecordOptions, Replaying
 from foreroute.core.routed import HookedModel
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.layout import Layout
-from foreroute.replay.arguments import as_version, require_version
-from foreroute.replay.rows import Counts, MissingRows, PaddingRows, Policy, ReplayRows, require_switches
+from foreroute.replay.arguments import as_version, require_switches, require_version
+from foreroute.replay.rows import Counts, MissingRows, PaddingRows, Policy, ReplayRows
 from foreroute.trace import NO_VERSION, IndexerSpec, RoutingSpec
 
 if TYPE_CHECKING:

@@ -93,12 +93,12 @@ def test_a_replayed_forward_waits_for_nothing():
 @contextlib.contextmanager
 def a_read_put_back():
     """The control: tokens are compared where the host waits for them."""
-    compare = routed_model.differing
-    routed_model.differing = lambda call, shard: (call.input_ids.cpu(), compare(call, shard))[1]
+    compare = routed_model.compare_tokens
+    routed_model.compare_tokens = lambda call, shard: (call.input_ids.cpu(), compare(call, shard))[1]
     try:
         yield
     finally:
-        routed_model.differing = compare
+        routed_model.compare_tokens = compare
 
 
 @on_ranks(1)

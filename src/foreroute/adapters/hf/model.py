@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from foreroute.adapters.hf import graph_ops
-from foreroute.adapters.hf.batch_routes import TraceRows
-from foreroute.adapters.hf.forward_tokens import ForwardTokens, kept_widths
+from foreroute.adapters.hf.forward_tokens import ForwardTokens, kept_widths, to_host
 from foreroute.adapters.hf.pixels import ImageTokens, pixel_stream, warn_of_unbound
+from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.core.hooks import SelectingRouter, SelectionHook, overridden
 from foreroute.core.passes import Pass, Rows
 from foreroute.core.selection import Scores
@@ -270,7 +270,7 @@ class TransformerHooks(TrunkHooks):
     def _encode(self, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = encode(*args, **kwargs)
         if self.images is not None and not self.passes and not torch.compiler.is_compiling():
-            self.images.note(result, kwargs)
+            self.images.attach_digests(result, kwargs)
         return result
 
     def open_others(self, current: Pass) -> Sequence[tuple[Any, Any]]:
@@ -415,8 +415,8 @@ def _rows_of_pass(recorded: RecordedPass, width: int, indexers: FoundIndexers | 
     from foreroute.replay import ForwardRows
 
     batch: ForwardTokens = recorded.args
-    host = batch.host.until(width)
-    kept_BT, starts_BT = host.kept_BT, host.starts_BT
+    ids_BT, kept_BT, starts_BT = batch.on_host()
+    kept_BT = kept_BT & (np.arange(kept_BT.shape[1]) < width)
     kept_R = kept_BT.reshape(-1)
 
     def packed(of_slots: Tensor | None) -> Any:
@@ -427,14 +427,15 @@ def _rows_of_pass(recorded: RecordedPass, width: int, indexers: FoundIndexers | 
     else:
         lengths_S = np.diff(np.flatnonzero(starts_BT[kept_BT]), append=kept_BT.sum())
     streams = {}
-    if host.digests_BT is not None:
-        streams[PIXELS] = pixel_stream(host.digests_BT[kept_BT])
-    warn_of_unbound(batch.pixel_names, host.digests_BT)
+    digests_BT = None if batch.digests_BT is None else to_host(batch.digests_BT)
+    if digests_BT is not None:
+        streams[PIXELS] = pixel_stream(digests_BT[kept_BT])
+    warn_of_unbound(batch.pixel_names, digests_BT)
     if recorded.choices is not None and indexers is not None:
-        streams[INDEXER] = indexers.stream(recorded.choices, lengths_S, host, batch.past)
+        streams[INDEXER] = indexers.stream(recorded.choices, lengths_S, kept_BT, batch)
     return ForwardRows(
         lengths_S,
-        host.ids_BT[kept_BT],
+        ids_BT[kept_BT],
         packed(recorded.ids_LRK),
         packed(recorded.margin_LR),
         batch.past,

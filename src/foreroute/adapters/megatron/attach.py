@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from foreroute.adapters.megatron.discover import ChunkRouter, find_sites, find_trunks, require_replayable
 from foreroute.adapters.megatron.hooks import ChunkHooks, TopKRouterHook, require_idle
 from foreroute.adapters.megatron.model import RoutedMegatron
-from foreroute.adapters.megatron.recording import gathered
+from foreroute.adapters.megatron.recording import gather_objects
 from foreroute.adapters.megatron.route_shard import Share
 from foreroute.core import recompute
 from foreroute.core.hooks import is_hooked
@@ -50,7 +50,7 @@ def attach(model: nn.Module | Sequence[nn.Module]) -> RoutedMegatron:
     except ForerouteError as error:
         problem, here = error, str(error)
     # a stage that gave up silently would leave the others waiting for it
-    stages = gathered(here, trunks[0].pg_collection.pp)
+    stages = gather_objects(here, trunks[0].pg_collection.pp)
     if problem is not None:
         raise problem
     for rank, stage in enumerate(stages):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from foreroute.adapters.hf import RoutedTransformer
-from foreroute.adapters.hf.batch_routes import TraceRows
+from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.costs.cluster_file import Cluster
 from foreroute.errors import ConfigError, shown
 from foreroute.plan import Topology
