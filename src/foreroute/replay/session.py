@@ -206,7 +206,7 @@ class RoutedModel(ABC):
         counting = self._counting() if counts == "replayed" else nullcontext()
         with self.listening(session), self.replaying_now(lambda: session), counting:
             yield session
-        session.checks.wait()
+        session.checks.close()
         session.require_replayed()
 
     @contextmanager

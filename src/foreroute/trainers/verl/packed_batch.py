@@ -143,8 +143,8 @@ def require_routed(trace: RoutingTrace, batch: Any) -> None:
         last = int(packed.trained()[begin:end].nonzero()[-1])
         raise ReplayError(
             f"sequence {int(packed.number_N[row])} of the micro-batch has no route at position {row - begin}, and "
-            f"trains on tokens up to position {last}: the rollout engine did not return it (a row of zeros is an absent "
-            "one)"
+            f"trains on tokens up to position {last}: the rollout engine did not return it (a row of zeros is an "
+            "absent one)"
         )
 
 
@@ -171,10 +171,9 @@ class PackedRoutes:
         tables: Mapping[int, Tensor] | None = None,
     ) -> None:
         field, number_N = packed.field(FIELD), packed.number_N
-        if not field.is_nested or field.ndim != 4 or field.shape[3] != spec.top_k or field.is_floating_point():
-            refuse()
-        values = field.values()
-        if len(values) != len(number_N):
+        values = field.values() if field.is_nested else field
+        expected = (len(number_N), (spec.top_k,))
+        if not field.is_nested or values.is_floating_point() or (len(values), values.shape[2:]) != expected:
             refuse()
         columns = columns_of(spec.layers, values.shape[1], FIELD)
         self._ids_NLK = values.index_select(1, to_device(columns, values.device))
@@ -185,11 +184,14 @@ class PackedRoutes:
         ordered_NLK = self._ids_NLK.sort(-1).values
         impossible_NL = (ordered_NLK[..., 0] < 0) | (ordered_NLK[..., -1] >= spec.num_experts)
         impossible_NL |= (ordered_NLK[..., 1:] == ordered_NLK[..., :-1]).any(-1)
+        impossible_N = impossible_NL.any(-1) & self._valid_N
+        # what gathers by such ids would fail on the device before anybody says why
+        self._forced_N = self._valid_N & ~impossible_N
         # zeros stand behind the last route of a sequence alone; of top-1 routes they may be expert 0 before its end
         gap_N = ~written_N[:-1] & (number_N[:-1] == number_N[1:])
         gap_N &= written_N[1:] | (spec.top_k == 1)
         self._wrong = (
-            (impossible_NL.any(-1) & self._valid_N).any()
+            impossible_N.any()
             | gap_N.any()
             | (field.offsets() != packed.offsets).any()
             | packed.lacking(self._valid_N).any()
@@ -233,7 +235,7 @@ class PackedRoutes:
         differs = differs | (num_rows > 1 and (packed.offsets.diff() > width).any())
         checks.add(self._wrong, self._refuse)
         checks.add(differs, lambda: _refuse_other(differs))
-        forced_R = is_real_R & self._valid_N[row_R]
+        forced_R = is_real_R & self._forced_N[row_R]
         ids_LRK = self._ids_NLK[row_R].to(signed_dtype(self._spec.num_experts)).transpose(0, 1).contiguous()
         rows = ReplayRows(
             ids_LRK.masked_fill(~forced_R[:, None], -1), real_R=is_real_R, counted_R=is_real_R, counts=policy.counts
