@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 
 from foreroute.errors import CaptureError, ReplayError
 from foreroute.trainers.verl import trace_of
