@@ -178,7 +178,7 @@ def _ratio(
 def _bytes_per_token(bench: Bench) -> dict[str, float]:
     """Of all layers: the trace on the host, routes on the device until backward, notes on the device in a forward."""
     trace, device = bench.trace, torch.device("cpu")
-    policy = Policy("error", "native", "native", telemetry=False, gate_weights=False)
+    policy = Policy("error", "native", "native", telemetry=False)
     rows = TraceOnDevice(trace, device).gather(torch.arange(trace.num_rows), policy)
     queued = [rows.ids_LRK, rows.real_R, rows.counted_R]
     routers = [("router", trace.spec.top_k)] * trace.spec.num_layers

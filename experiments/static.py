@@ -24,25 +24,22 @@ KEPT = ("response_tokens", "k3", "f2", "f1.5", "differing_share", "differing_tok
 
 
 def run_static(cell: Cell, base: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
-    """Sample once and recompute without replay; an MoE also with R3, with gate weights too, and with shifted routes."""
+    """Sample once and recompute without replay; an MoE also with R3, and with shifted routes."""
     routed = cell.start != "dense"
-    # R3+weights makes the engine record gate weights
-    routing = {"rl": {"routing": "R3+weights" if routed else "none"}}
-    config = configuration(base, merged(cell.settings, routing), cell.seed)
+    config = configuration(base, merged(cell.settings, {"rl": {"routing": "R3" if routed else "none"}}), cell.seed)
     task, policy = loaded(config, checkpoint)
     trainer = make_trainer(config, task, policy, make_engine(config, policy))
     experience = trainer.roll_out()
     generation = experience.generation
     recompute, _ = make_schedule(experience, config.rl, Alone(), seed=(config.seed, 0))
 
-    def passed(generation: Generation, side: Side, gate_weights: bool = False) -> Recomputed:
-        return trainer.recompute(generation, recompute, side, gate_weights=gate_weights)
+    def passed(generation: Generation, side: Side) -> Recomputed:
+        return trainer.recompute(generation, recompute, side)
 
     passes = {"none": (generation, passed(generation, "native"))}
     if routed:
         off = replace(generation, trace=shifted(generation.trace))
         passes["R3"] = (generation, passed(generation, "replayed"))
-        passes["R3+weights"] = (generation, passed(generation, "replayed", True))
         passes["shifted"] = (generation, passed(off, "replayed"))
     figures: dict[str, Any] = {name: figures_of(*mismatch_of(*each)) for name, each in passes.items()}
     return figures | {

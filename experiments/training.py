@@ -30,7 +30,7 @@ def run_training(cell: Cell, base: dict[str, Any], checkpoint: Path) -> dict[str
         except DivergedError:
             diverged = True
         records = RunFolder(run).records()
-    trained_with = "replayed" if config.rl.routing in ("R3", "R3+weights") else "native"
+    trained_with = "replayed" if config.rl.routing == "R3" else "native"
     figures = reduced(records, trained_with)
     if diverged and figures["collapsed_at"] is None:
         figures["collapsed_at"] = len(records)

@@ -4,8 +4,7 @@ import numpy as np
 
 from foreroute import RoutedLayer, RoutingSpec, RoutingTrace, concatenate
 from foreroute.testing.routes import synthetic_trace
-from foreroute.trace import GATE_WEIGHTS, INDEXER, DecisionStream, IndexerSpec
-from foreroute.trace.gate_weights import GateWeights
+from foreroute.trace import INDEXER, DecisionStream, IndexerSpec
 from foreroute.trace.streams import MOST_CHOICES
 
 
@@ -63,18 +62,12 @@ def similar_sets(rng, num_rows, num_choices, *, layers):
     return DecisionStream.from_sets(num_choices, valid[:, 0], counts, ids, layers=layers)
 
 
-def with_decisions(trace, seed, *, weights=True):
-    """The same trace with gate weights and two streams: sampling masks, and an indexer's choices in two layers."""
+def with_decisions(trace, seed):
+    """The same trace with two streams: sampling masks, and an indexer's choices in two layers."""
     rng = np.random.default_rng(seed)
     masks, indexers = random_sets(rng, trace.num_rows, 300), (RoutedLayer(0), RoutedLayer(5))
     trace = trace.with_stream("sampling", masks)
-    trace = trace.with_stream("indexer", similar_sets(rng, trace.num_rows, 2**31 - 1, layers=indexers))
-    return weighted(trace, rng.random(trace.expert_ids_NLK.shape)) if weights else trace
-
-
-def weighted(trace, weights_NLK):
-    """The same trace with these gate weights."""
-    return trace.with_stream(GATE_WEIGHTS, GateWeights.from_values(weights_NLK, trace.valid_N, trace.spec.picks_L))
+    return trace.with_stream("indexer", similar_sets(rng, trace.num_rows, 2**31 - 1, layers=indexers))
 
 
 CHOICES = IndexerSpec(8, tuple(RoutedLayer(i) for i in range(4)))

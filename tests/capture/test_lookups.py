@@ -5,10 +5,9 @@ import pytest
 
 import foreroute as fr
 from foreroute.capture import decode
-from foreroute.errors import CaptureError, SpecMismatchError, TraceContentError
+from foreroute.errors import CaptureError, SpecMismatchError
 from foreroute.mismatch import Defect, explain, routing_mismatch
-from foreroute.trace import GATE_WEIGHTS, LayerKind, extended
-from foreroute.trace.gate_weights import GateWeights
+from foreroute.trace import LayerKind, extended
 from foreroute.trace.operations import with_lookups
 from tests import wires
 
@@ -104,7 +103,3 @@ def test_a_trace_that_lacks_more_is_refused():
         with_lookups(WHOLE.select_layers(LAYERS[1:3]), SPEC, LOOKUPS)
     with pytest.raises(SpecMismatchError, match="the trace belongs to another model"):
         with_lookups(WHOLE.select_layers(DECODER.layers), SPEC, {})
-    weighted = WHOLE.select_layers(DECODER.layers)
-    weights = GateWeights.from_values(np.ones((12, 3, 3), np.float32), weighted.valid_N, weighted.spec.picks_L)
-    with pytest.raises(TraceContentError, match="has gate weights and lacks hash 0"):
-        with_lookups(weighted.with_stream(GATE_WEIGHTS, weights), SPEC, LOOKUPS)

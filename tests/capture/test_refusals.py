@@ -188,7 +188,7 @@ def test_no_form_and_damaged_bytes(output, match):
 @pytest.mark.parametrize("kind", [fr.LayerKind.MTP, fr.LayerKind.DRAFT])
 def test_a_spec_that_no_engine_can_fill(kind):
     spec = fr.RoutingSpec(8, 2, (fr.RoutedLayer(0), fr.RoutedLayer(0, kind)))
-    refused(np.zeros((1, 2, 2), int), wires.rollout(RNG), "lists encoder, MTP or draft layers", model=spec)
+    refused(np.zeros((1, 2, 2), int), wires.rollout(RNG), "lists MTP or draft layers", model=spec)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "uint16", "int64"])

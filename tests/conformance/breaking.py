@@ -14,6 +14,7 @@ from foreroute.replay import masked_logprobs_of_logits
 from foreroute.testing.models import FAMILIES, GROUPED
 from foreroute.trace import SAMPLING
 from tests.attended import SIZES as SPARSE
+from tests.replay.session_subject import router_paths
 
 SIZES = {**FAMILIES, **GROUPED, "deepseek_v32": SPARSE}
 
@@ -144,7 +145,7 @@ class Handle:
         self.replayed, self.open = False, None
         self.spec = good.spec
         model.attached = True
-        for layer, path in enumerate(good.router_paths):
+        for layer, path in enumerate(router_paths(good)):
             good.model.get_submodule(path).register_forward_hook(lambda r, a, o, at=layer: self.hook(at, r, a, o))
 
     def hook(self, layer, router, args, output):

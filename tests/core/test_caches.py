@@ -463,7 +463,7 @@ def go_on(model, *, reorders=False):
 def record_without_cache(routed):
     with routed.record() as recording:
         output = run_probe(routed.model)
-    return output[0], [recording.ids()[0]], False
+    return output[0], recording.ids()[0], False
 
 
 class NeedsAnArgument(DynamicCache):

@@ -13,11 +13,11 @@ def own():
     return SCORES.topk(2, dim=-1).indices
 
 
-def opened(ids=None, weights=None, *, top_k=2, watch=None):
+def opened(ids=None, *, top_k=2, watch=None):
     """A pass of one router over two rows."""
     rows = None
     if ids is not None:
-        rows = Rows(torch.tensor([ids], dtype=torch.int16), None if weights is None else torch.tensor([weights]))
+        rows = Rows(torch.tensor([ids], dtype=torch.int16))
     return Pass([("gate", top_k)], 2, torch.int16, torch.device("cpu"), rows, watch or Watch())
 
 
@@ -53,16 +53,6 @@ def test_a_router_that_sees_other_rows_is_refused():
 def test_routes_for_other_rows_than_the_pass_has_are_refused():
     with pytest.raises(ReplayError, match=r"the routes are \[1, 3, 2\] \[L, R, K\], the routers select \[1, 2, 2\]"):
         opened([[0, 1], [2, 3], [4, 5]])
-
-
-def test_gate_weights_are_forced_where_they_are_numbers():
-    current = opened([[0, 1], [2, 3]], [[0.25, 0.75], [float("nan")] * 2], watch=Watch(weights=True))
-    live = torch.tensor([[0.5, 0.5], [0.6, 0.4]], requires_grad=True)
-    weights = current.parts()[0].gate_weights(live)
-    assert weights.tolist() == [[0.25, 0.75], pytest.approx([0.6, 0.4])]
-    weights.sum().backward()
-    assert live.grad.tolist() == [[0, 0], [1, 1]]
-    assert torch.equal(current.weights_LRK[0], weights.detach())
 
 
 def test_scores_are_kept_of_what_the_router_picks_by_itself():

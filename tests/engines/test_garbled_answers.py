@@ -51,14 +51,16 @@ def recorded(engine):
     else:
         answer, prompt = record["response"], record["request"]["input_ids"]
         answer["meta_info"] |= {"id": "r", "weight_versions": [{"version": "default", "start": 0, "end": 5}]}
-    request = Request("r", np.array(prompt, np.int32), sampling, 5, 0)
+    request = Request("r", np.array(prompt, np.int32), sampling, 0)
 
     def read(value):
         found = Answer(value, "the answer")
         response = (
-            vllm.response_of(found, request, echoes=True) if engine == "vllm" else sglang.response_of(found, request)
+            vllm.read_response(found, request, echoes=True)
+            if engine == "vllm"
+            else sglang.read_response(found, request)
         )
-        return response.trace(request, served, loaded=())
+        return response.to_trace(request, served, loaded=())
 
     return json.loads(json.dumps(answer)), read
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from foreroute.adapters.checkpoint import ModelWriter
-from foreroute.engines.weights_folder import OWN, WeightsFolder
+from foreroute.engines.base import SUBFOLDER, WeightsFolder
 from foreroute.errors import ConfigError
 from foreroute.testing.ranks import environment
 
@@ -40,7 +40,7 @@ def test_what_else_is_there_is_left_as_it_is(tmp_path, name):
         folder = WeightsFolder(tmp_path, ModelWriter(Model()))
         folder.put({})
         folder.close()
-    assert [path for path in contents(tmp_path) if not path.startswith(OWN)] == before
+    assert [path for path in contents(tmp_path) if not path.startswith(SUBFOLDER)] == before
 
 
 def test_each_checkpoint_has_a_name_of_its_own_and_takes_the_place_of_the_last(tmp_path, monkeypatch):
@@ -67,7 +67,7 @@ def test_what_a_killed_trainer_left_half_written_is_removed(tmp_path):
     script = (
         "import os, sys, pathlib\n"
         "from foreroute.adapters.checkpoint import ModelWriter\n"
-        "from foreroute.engines.weights_folder import WeightsFolder\n"
+        "from foreroute.engines.base import WeightsFolder\n"
         "class Model:\n"
         "    def save_pretrained(self, folder, state_dict):\n"
         "        (folder / 'config.json').write_text('half')\n"
@@ -75,10 +75,10 @@ def test_what_a_killed_trainer_left_half_written_is_removed(tmp_path):
         "WeightsFolder(pathlib.Path(sys.argv[1]), ModelWriter(Model())).put({})"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], env=environment(), timeout=120)
-    (half,) = (tmp_path / OWN).iterdir()
+    (half,) = (tmp_path / SUBFOLDER).iterdir()
     assert contents(half) == ["config.json"]
     whole = WeightsFolder(tmp_path, ModelWriter(Model())).put({})
-    assert list((tmp_path / OWN).iterdir()) == [whole]
+    assert list((tmp_path / SUBFOLDER).iterdir()) == [whole]
 
 
 def test_a_full_disk_is_one_error_and_leaves_no_half_checkpoint(tmp_path):
@@ -87,7 +87,7 @@ def test_a_full_disk_is_one_error_and_leaves_no_half_checkpoint(tmp_path):
     model.room = False
     with pytest.raises(ConfigError, match=r"cannot be written \(No space left"):
         folder.put({})
-    assert contents(tmp_path) == [OWN]
+    assert contents(tmp_path) == [SUBFOLDER]
 
 
 def test_a_place_that_is_no_folder_is_one_error(tmp_path):
@@ -97,6 +97,6 @@ def test_a_place_that_is_no_folder_is_one_error(tmp_path):
             WeightsFolder(path, ModelWriter(Model()))
     assert (tmp_path / "file").read_text() == "mine"
     (tmp_path / "mine").mkdir()
-    (tmp_path / OWN).symlink_to(tmp_path / "mine")
+    (tmp_path / SUBFOLDER).symlink_to(tmp_path / "mine")
     with pytest.raises(ConfigError, match="cannot be written"):
         WeightsFolder(tmp_path, ModelWriter(Model()))

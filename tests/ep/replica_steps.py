@@ -55,11 +55,11 @@ class Way:
 
 SPOILT = {
     "": lambda: nullcontext(),
-    "gradients lost": lambda: patch.object(StackedReplicas, "add_home", lambda self, returned, grads: list(grads)),
-    "zeros borrowed": lambda: patch.object(
+    "gradients lost": lambda: patch.object(StackedReplicas, "add_returned", lambda self, returned, grads: list(grads)),
+    "zeros fetched": lambda: patch.object(
         StackedReplicas,
-        "borrowed",
-        lambda self: [self.weights[name].to(home.dtype).zero_() for name, home in self.home.items()],
+        "weight",
+        lambda self, name: self.weights[name].to(self.home[name].dtype).zero_(),
     ),
     "other rows sent": lambda: patch.object(CellWork, "begin", _other_rows),
 }
@@ -67,7 +67,7 @@ SPOILT = {
 
 def _other_rows(work, counts_E, begin=CellWork.begin):
     rows = begin(work, counts_E)
-    return rows._replace(taken_R=rows.taken_R.roll(1))
+    return rows._replace(send_permutation=rows.send_permutation.roll(1))
 
 
 def batch(number, micro_step):

@@ -124,7 +124,7 @@ def trained(rank, family, folder, sizes):
     """By way of running: how far logits and gradients are off; and shapes of factors here."""
     pair = Pair(rank, family, folder, sizes)
     found = {"no plan": pair.off(), "known splits": pair.off(None), "replicas": pair.off(PLAN)}
-    with patch.object(StackedReplicas, "add_home", lambda self, returned, grads: list(grads)):
+    with patch.object(StackedReplicas, "add_returned", lambda self, returned, grads: list(grads)):
         found["gradients lost"] = pair.off(PLAN)
     pair.model.train()
     pair.model.enable_input_require_grads()

@@ -22,7 +22,7 @@ from tests.ep.transfer.plans import split_plan, static_plan
 from tests.replay.session_subject import same
 from tests.roundings import GRADIENT_TERMS, roundings
 
-NOT_SPREAD = {"dbrx", "jetmoe", "llama4", "longcat_flash", "switch_transformers"}
+NOT_SPREAD = {"dbrx", "jetmoe", "llama4", "longcat_flash"}
 """Transformers has no plan of them."""
 SHARED = {"tp_size": 2, "ep_size": 2}
 """One batch for both ranks: transformers' plan for these cuts dense layers too, where FSDP2 cannot cut them again."""

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf.expert_parallel import ForerouteEP
-from foreroute.ep import compute
+from foreroute.ep.compute import StackedReplicas
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
 from tests.adapters.hf.model_runs import enable_checkpointing, log_probs
@@ -23,11 +23,11 @@ FETCHES = {"layer": 3, "shared": 5}
 
 def telling(log):
     """Writes down, while it is open, rows that travel, and what is fetched, sent home and waited for."""
-    all_to_all, fetch, send_home, begin = (
+    all_to_all, fetch, return_grads, post = (
         dist.all_to_all_single,
         TransferEngine.fetch,
-        TransferEngine.send_home,
-        PeerGroup.begin,
+        TransferEngine.return_grads,
+        PeerGroup.post,
     )
 
     def fetching(engine, cell, home):
@@ -36,21 +36,21 @@ def telling(log):
 
     def sending(engine, cell, grads):
         log.append(("sent", cell.layer))
-        returning = send_home(engine, cell, grads)
+        returning = return_grads(engine, cell, grads)
         wait = returning.wait
         returning.wait = lambda: (log.append(("home", cell.layer)), wait())[1]
         return returning
 
-    def beginning(peers, sends, receives, what):
+    def posting(peers, sends, receives, what):
         log.extend(["travels"] * what.startswith("fetching"))
-        return begin(peers, sends, receives, what)
+        return post(peers, sends, receives, what)
 
     stack = ExitStack()
     for of, name, put in (
         (dist, "all_to_all_single", lambda *args, **how: log.append("rows") or all_to_all(*args, **how)),
         (TransferEngine, "fetch", fetching),
-        (TransferEngine, "send_home", sending),
-        (PeerGroup, "begin", beginning),
+        (TransferEngine, "return_grads", sending),
+        (PeerGroup, "post", posting),
     ):
         stack.enter_context(patch.object(of, name, put))
     return stack
@@ -124,10 +124,10 @@ def test_frozen_experts_send_nothing(workers, folder_of):
 
 
 def kept_by_plain_products(rank, folder):
-    def plain(module, weights, name, rows, groups, again):
-        return torch.nn.functional.grouped_mm(rows, weights[name].transpose(-2, -1), offs=groups.ends_S)
+    def plain(replicas, module, name, rows, groups, stand_ins):
+        return torch.nn.functional.grouped_mm(rows, replicas.weight(name).mT.requires_grad_(), offs=groups.ends)
 
-    with patch.object(compute, "_grouped_linear", plain):
+    with patch.object(StackedReplicas, "_linear", plain):
         return pass_log(rank, folder, "nothing")[-1]
 
 

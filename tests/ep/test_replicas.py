@@ -9,7 +9,7 @@ from tests.ep.replica_steps import SPREAD, Way, alone, distance, steps
 from tests.roundings import GRADIENT_TERMS, roundings
 
 WAYS = [Way(3), Way("planned", use_reentrant=False), Way(5, "shared", "host", use_reentrant=True), Way("none")]
-CONTROLS = [Way(3, spoilt="gradients lost"), Way(3, spoilt="zeros borrowed"), Way(3, spoilt="other rows sent")]
+CONTROLS = [Way(3, spoilt="gradients lost"), Way(3, spoilt="zeros fetched"), Way(3, spoilt="other rows sent")]
 QUICK = ("qwen3_moe", "one group", torch.float64)
 CONTROLLED = ("gpt_oss", "one group", torch.float64)
 SLOW = [
@@ -29,7 +29,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def bound_of(dtype, num_ranks):
-    """The part of a gradient that each rank makes is rounded, and so are their sums, where "all_to_all" rounds once.
+    """What home experts find is rounded, and so are its sums with others, where "all_to_all" rounds once.
 
     In bfloat16 all other sums are alike.
     """

@@ -14,6 +14,7 @@ from foreroute.trace import LayerKind, RoutingTrace
 from tests.adapters.hf.families import SIZES, build
 from tests.adapters.hf.family_checks import foreign_routes, ids_of, watching
 from tests.adapters.hf.model_runs import batch_of, gradients, sequences_of
+from tests.replay.session_subject import router_paths
 
 FAMILIES = (
     "qwen3_moe",
@@ -274,7 +275,7 @@ def replayed(case, trace):
 
 def require_live_routers(case, bits):
     """Gradients reach every router but those that look their experts up, and all is finite."""
-    still = [path for path in case.routed.router_paths if not _learns(case.routed.model, path, bits)]
+    still = [path for path in router_paths(case.routed) if not _learns(case.routed.model, path, bits)]
     assert len(still) <= sum(layer.kind is LayerKind.HASH for layer in case.routed.spec.layers), still
     assert all(value.isfinite().all() for value in bits.values())
 

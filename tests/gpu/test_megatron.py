@@ -18,6 +18,7 @@ from benchmarks.gpu.megatron import SMALL
 from benchmarks.megatron import MICRO_BATCHES, RECOMPUTE, SEQUENCES, Bench, start
 from foreroute.testing.routes import synthetic_trace
 from tests.gpu.bits import deterministic, differing
+from tests.replay.session_subject import router_paths
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -116,9 +117,9 @@ def as_map(trace, layer):
 @contextmanager
 def picks(bench):
     """By routed layer, what its router picks in each of its runs: bool [N, E], tokens of a sequence together."""
-    picked = [[] for _ in bench.routed.router_paths]
+    picked = [[] for _ in router_paths(bench.routed)]
     with ExitStack() as stack:
-        for maps, path in zip(picked, bench.routed.router_paths, strict=True):
+        for maps, path in zip(picked, router_paths(bench.routed), strict=True):
 
             def keep(module, given, result, maps=maps):
                 map_TBE = result[1].detach().view(-1, SEQUENCES, result[1].shape[-1])

@@ -5,7 +5,6 @@ from inspect import getsource
 
 from tests.replay import (
     sessions_arguments,
-    sessions_gate_weights,
     sessions_open_and_close,
     sessions_recomputation,
     sessions_rows,
@@ -22,7 +21,6 @@ PROPERTIES = {
         sessions_arguments,
         sessions_rows,
         sessions_telemetry,
-        sessions_gate_weights,
     )
     for name, check in vars(module).items()
     if name.startswith("check_")

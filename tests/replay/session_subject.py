@@ -50,6 +50,11 @@ class Given(NamedTuple):
     weights_BTE: np.ndarray
 
 
+def router_paths(routed):
+    """Where the routers of an attached model are, inside the chunks of this rank, in layer order."""
+    return [router.path for hooks in routed._hooks for router in hooks.routers]
+
+
 class Subject:
     """A model in training mode, of three routed layers and eight experts, which is attached when its sessions are used.
 
@@ -84,12 +89,12 @@ class Subject:
     @property
     def routers(self):
         """In layer order."""
-        return [self.model.get_submodule(path) for path in self.routed.router_paths]
+        return [self.model.get_submodule(path) for path in router_paths(self.routed)]
 
     @property
     def blocks(self):
         """The modules that routers stand in, in layer order."""
-        return [self.model.get_submodule(path.rpartition(".")[0]) for path in self.routed.router_paths]
+        return [self.model.get_submodule(path.rpartition(".")[0]) for path in router_paths(self.routed)]
 
     def log_probs(self, batch):
         """[tokens], of every next token that is not padding."""

@@ -46,19 +46,16 @@ def check_values_of_the_wrong_kind_are_refused_by_name_and_leave_no_trace(framew
     for given in (True, 1.5, "1", None, [1], object(), -2, 2**31, float("nan")):
         refused("record", "weight_version", given, "a whole number")
     for given in (None, 1, "yes", np.array([1, 2]), torch.tensor([1, 0]), object()):
-        for session, name in (
-            ("replay", "telemetry"), ("replay", "gate_weights"), ("record", "gate_weights"), ("record", "margins")
-        ):  # fmt: skip
+        for session, name in (("replay", "telemetry"), ("record", "margins")):
             refused(session, name, given, "True or False")
     for given in (None, 0, [], {}, "x", "native ", np.array("native"), True, b"error"):
         for name in ("missing", "padding", "counts"):
             if (name, given) != ("padding", None):  # which is the framework's own default
                 refused("replay", name, given, "one of")
     assert {path: set(vars(module)) for path, module in on.model.named_modules()} == before
-    with on.routed.replay(trace, telemetry=np.True_, gate_weights=np.False_) as session:
+    with on.routed.replay(trace, telemetry=np.True_) as session:
         on.run(BATCH)
     assert session.agreement().routing.rows == trace.num_rows
-    assert recorded(on, BATCH, gate_weights=np.True_).gate_weights_NLK is not None
 
 
 def check_what_is_replayed_is_a_trace_of_this_model(framework):

@@ -9,7 +9,18 @@ import torch
 
 from foreroute import concatenate
 from foreroute.errors import AttachError, BatchMismatchError, ReplayError
-from tests.replay.session_subject import batch_of, entering, foreign, map_of, recorded, refuses, replayed, same, step
+from tests.replay.session_subject import (
+    batch_of,
+    entering,
+    foreign,
+    map_of,
+    recorded,
+    refuses,
+    replayed,
+    router_paths,
+    same,
+    step,
+)
 
 BATCH = batch_of()
 UNPADDED = batch_of(9, 9, 9)  # Megatron's own bias of experts fails on a mask of padding
@@ -218,7 +229,7 @@ def check_a_router_that_is_bypassed_or_runs_twice_is_named(framework):
             for session in (on.routed.replay(trace), on.routed.record()):
                 with session:
                     with changed(on.blocks[column]):
-                        refuses(ReplayError, f"{on.routed.router_paths[column]} {said}", lambda: on.run(BATCH))
+                        refuses(ReplayError, f"{router_paths(on.routed)[column]} {said}", lambda: on.run(BATCH))
                     on.run(BATCH)
 
 

@@ -149,4 +149,3 @@ def check_what_was_not_asked_for_is_not_there(framework):
     for ask in (session.agreement, session.expert_counts_LE):
         refuses(ReplayError, "telemetry=True", ask)
     refuses(ReplayError, "margins=True", recording.margins_NL)
-    assert recording.trace().gate_weights_NLK is None

@@ -6,7 +6,7 @@ import torch
 import foreroute as fr
 from foreroute.replay import Policy, ReplayRows, TraceOnDevice
 
-POLICY = Policy("native", "native", "native", telemetry=False, gate_weights=False)
+POLICY = Policy("native", "native", "native", telemetry=False)
 
 
 def test_the_highest_experts_of_the_largest_models_are_replayed():

@@ -8,7 +8,7 @@ from safetensors.numpy import save as file_of
 
 from foreroute.capture import Generation, load_generation, save_generation
 from foreroute.testing.routes import synthetic_trace
-from foreroute.trace import ENCODINGS, DecisionStream, IndexerSpec, RoutedLayer, RoutingSpec, concatenate, load
+from foreroute.trace import ENCODINGS, IndexerSpec, RoutedLayer, RoutingSpec, concatenate, load
 from foreroute.trace.file import FORMAT, encode
 from tests.robustness.mutations import damage, forge, metadata_of, put_checksum_right
 from tests.robustness.target import Target
@@ -68,10 +68,7 @@ def require_possible(raw, trace):
             assert len(set(row[:top_k])) == top_k, row
             assert max(row[:top_k]) < num_experts, row
             assert set(row[top_k:]) <= {np.iinfo(spec.id_dtype).max}, row
-    if trace.gate_weights_NLK is not None:
-        assert trace.gate_weights_NLK.shape == trace.expert_ids_NLK.shape
-        assert np.isfinite(trace.gate_weights_NLK).all()
-    for stream in (each for each in trace.streams.values() if isinstance(each, DecisionStream)):
+    for stream in trace.streams.values():
         depth = max(1, len(stream.layers))
         ends = stream.offsets.tolist()
         assert (len(stream.valid_N), len(ends) - 1, ends[-1]) == (rows, rows * depth, len(stream.ids))

@@ -19,7 +19,6 @@ from foreroute.errors import SpecMismatchError, TraceContentError, TraceFileErro
 from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import ENCODINGS, digest
 from foreroute.trace.file import FORMAT, cut_chunks, encode
-from foreroute.trace.gate_weights import GateWeights
 from tests.trace.forging import forged, frame_contents, holding
 from tests.traces import mixed_trace, random_trace, spec_of, uneven_trace, with_decisions
 
@@ -155,8 +154,7 @@ def archived():
     decided = np.arange(40) < 30
     counts_ND = np.stack([decided, decided], axis=1).astype(int)
     choices = fr.trace.DecisionStream.from_sets(2**31 - 1, decided, counts_ND, np.arange(60), layers=spec.layers[:2])
-    weights = GateWeights.from_values(ids_NLK / 64, trace.valid_N)
-    return trace.with_stream("sampling", sets).with_stream("indexer", choices).with_stream("gate_weights", weights)
+    return trace.with_stream("sampling", sets).with_stream("indexer", choices)
 
 
 def test_parts_that_are_not_there_are_refused(tmp_path):

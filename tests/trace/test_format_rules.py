@@ -168,7 +168,7 @@ def test_sets_of_experts_that_cannot_be_are_refused(tmp_path, edit, message):
 
 
 STREAMS = with_decisions(TRACE, 1)
-FRAME_OF = {"gate_weights": 4, "indexer": 7, "sampling": 9}  # behind the rows and three layers
+FRAME_OF = {"indexer": 4, "sampling": 6}  # behind the rows and three layers
 
 
 def stream(**values):
@@ -176,7 +176,7 @@ def stream(**values):
 
     def change(there, tensors):
         entries = json.loads(there["foreroute.streams"])
-        entries[2] = {k: v for k, v in {**entries[2], **values}.items() if v is not None}
+        entries[1] = {k: v for k, v in {**entries[1], **values}.items() if v is not None}
         there["foreroute.streams"] = json.dumps(entries)
 
     return change
@@ -212,13 +212,10 @@ REFUSED = {
     "streams are no JSON": (metadata(streams="["), "is not JSON"),
     "too many streams": (metadata(streams="[" + "1," * 16 + "1]"), "expected a list of 16"),
     "a stream is no object": (metadata(streams="[3]"), "a stream is 3"),
-    "another kind": (stream(kind="zip"), "expected a name of its own and one of sets, weights"),
+    "another kind": (stream(kind="zip"), "expected a name of its own and the kind"),
     "another name": (stream(name="A"), "is named 'A'"),
     "a name that is none": (stream(name=["x"]), "a stream"),
-    "weights as sets": (stream(name="gate_weights"), "a stream"),
-    "sets as weights": (stream(kind="weights", num_choices=None, layers=None), "is named 'sampling'"),
     "another fact": (stream(heads=3), "expected num_choices and layers"),
-    "a fact of weights": (stream(name="gate_weights", kind="weights"), "a stream"),
     "no choices": (stream(num_choices=0), "num_choices is 0"),
     "half a choice": (stream(num_choices=2.5), "num_choices is 2.5"),
     "a layer twice": (stream(layers=[[1, "decoder"]] * 2), "2 layers decide"),
@@ -226,21 +223,15 @@ REFUSED = {
     "the name of another": (stream(name="indexer"), "a name of its own"),
     "streams that have frames and are not named": (metadata(streams="[]"), "tables of frames have the shape"),
     "fewer choices": (stream(num_choices=3), "expected 0 to 2"),
-    "a size too many": (words(9, lambda sizes, gaps: sizes.__iadd__(1) is None), "ids by their sizes have"),
-    "half a number": (holding(9, lambda content: content[:-1]), "expected 4 per number"),
-    "fewer bytes than rows": (holding(9, lambda content: content[: ROWS * 4 - 4]), "expected 4 per number"),
-    "an id twice": (words(9, doubled), "twice, or ids that do not ascend"),
-    "a gap that leaves 31 bits": (words(9, lambda sizes, gaps: gaps.__setitem__(-1, 2**31)), "a gap between ids is"),
+    "a size too many": (words(6, lambda sizes, gaps: sizes.__iadd__(1) is None), "ids by their sizes have"),
+    "half a number": (holding(6, lambda content: content[:-1]), "expected 4 per number"),
+    "fewer bytes than rows": (holding(6, lambda content: content[: ROWS * 4 - 4]), "expected 4 per number"),
+    "an id twice": (words(6, doubled), "twice, or ids that do not ascend"),
+    "a gap that leaves 31 bits": (words(6, lambda sizes, gaps: gaps.__setitem__(-1, 2**31)), "a gap between ids is"),
     "gaps whose sum leaves 31 bits": (
-        words(7, lambda sizes, gaps: gaps.__setitem__(slice(None), 2**31 - 1)), "an id is \\d{10}"
+        words(4, lambda sizes, gaps: gaps.__setitem__(slice(None), 2**31 - 1)), "an id is \\d{10}"
     ),
-    "a decision in some layers": (words(7, absent_in_one_layer), "has a decision in some layers and none in others"),
-    "weights of more rows": (holding(4, lambda content: np.append(content, [0] * 8)), "expected 4 per number"),
-    "a weight without a route": (puts(4, 1, at=ABSENT), "a row without a route has gate weights"),
-    "a weight that is no number": (
-        holding(4, lambda content: np.where(np.arange(len(content)) // ROWS // 2 % 2 == 1, 255, content)),
-        "gate weights are not all finite",
-    ),
+    "a decision in some layers": (words(4, absent_in_one_layer), "has a decision in some layers and none in others"),
 }  # fmt: skip
 
 
@@ -255,7 +246,6 @@ def test_the_rows_that_are_written_anew_are_the_rows_that_were(tmp_path):
     """The control of the tests above: frames and words that are put together again are the same trace."""
     for frame in FRAME_OF.values():
         assert fr.load(forged(tmp_path / "t", STREAMS, holding(frame, lambda content: None))).equals(STREAMS)
-    for frame in (FRAME_OF["indexer"], FRAME_OF["sampling"]):
         assert fr.load(forged(tmp_path / "t", STREAMS, words(frame, lambda sizes, gaps: None))).equals(STREAMS)
 
 

@@ -82,15 +82,10 @@ def rows_of_chunk(encoding, layers, streams, contents, count):
     ]
     columns, at = [zip(*picks, strict=True)], 1 + len(layers)
     for entry in streams:
-        if entry["kind"] == "weights":
-            taken = len(layers)
-            each = [weights_of_layer(layer[3], contents[at + i], count) for i, layer in enumerate(layers)]
-            decided = [list(row) if there else None for row, there in zip(zip(*each, strict=True), valid, strict=True)]
-        else:
-            taken = max(1, len(entry["layers"]))
-            each = [sets_of_layer(content, count) for content in contents[at : at + taken]]
-            decided = [None if row[0] is None else list(row) for row in zip(*each, strict=True)]
-        columns.append(decided)
+        assert entry["kind"] == "sets"
+        taken = max(1, len(entry["layers"]))
+        each = [sets_of_layer(content, count) for content in contents[at : at + taken]]
+        columns.append([None if row[0] is None else list(row) for row in zip(*each, strict=True)])
         at += taken
     assert at == len(contents)
     beside = zip(*columns, strict=True)
@@ -111,14 +106,6 @@ def picks_of_layer(encoding, num_experts, top_k, content, valid):
             for k in range(1, top_k if there else 0):
                 row[k] += row[k - 1] + 1
     return rows
-
-
-def weights_of_layer(top_k, content, count):
-    columns = []
-    for _ in range(top_k):
-        bits, content = numbers(content, count, 4)
-        columns.append([struct.unpack("<f", struct.pack("<I", each))[0] for each in bits])
-    return [list(row) for row in zip(*columns, strict=True)]
 
 
 def sets_of_layer(content, count):
@@ -143,7 +130,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from foreroute.trace.file import ENCODINGS, FORMAT, encode  # noqa: E402
-from tests.trace.test_streams import decisions_of  # noqa: E402
+from tests.trace.test_streams import sets_of  # noqa: E402
 from tests.traces import mixed_trace, picks_of, random_trace, uneven_trace, with_decisions  # noqa: E402
 
 
@@ -164,7 +151,7 @@ def test_a_reader_written_from_the_page_agrees(encoding, seed, make, small):
         metadata, sequences = read(FORMAT.to_bytes(*encode(trace, encoding)))
     trace = trace.without_pick_order() if encoding == "sets" else trace
     picks = picks_of(trace)
-    beside = [decisions_of(trace.streams[name]) for name in sorted(trace.streams)]
+    beside = [sets_of(trace.streams[name]) for name in sorted(trace.streams)]
     rows = [
         (
             int(trace.token_ids_N[n]),

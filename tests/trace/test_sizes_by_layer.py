@@ -13,7 +13,6 @@ from foreroute import layout, plan
 from foreroute.errors import SpecMismatchError, TraceContentError, TraceFileError
 from foreroute.trace import digest, extended
 from foreroute.trace.file import ENCODINGS
-from foreroute.trace.gate_weights import GateWeights
 from foreroute.trace.operations import count_assignments, overlap
 from tests.traces import picks_of, spec_of, uneven_trace
 
@@ -175,17 +174,6 @@ def test_a_file_whose_arrays_would_take_far_more_than_its_frames_is_refused(tmp_
         fr.load(path)
     with pytest.raises(TraceContentError, match="bytes of frames would become 16"):
         fr.save(trace, tmp_path / "again")
-
-
-def test_gate_weights_are_0_behind_the_picks():
-    trace = trace_of(ROW)
-    weights = GateWeights.from_values(np.ones((1, 3, 3)), trace.valid_N, SPEC.picks_L)
-    assert weights.values_NLK.sum(axis=-1).tolist() == [[2, 3, 1]]
-    trace = trace.with_stream("gate_weights", weights)
-    weights.values_NLK[0, 0, 2] = 1
-    for wrong in (weights, GateWeights.from_values(np.ones((1, 3, 3)), trace.valid_N)):
-        with pytest.raises(TraceContentError, match=r"expected \[2, 3, 1\], and 0 behind them"):
-            trace.with_stream("gate_weights", wrong)
 
 
 def test_other_sizes_are_another_model():

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 import foreroute as fr
 from foreroute.errors import SpecMismatchError, TraceContentError
 from foreroute.testing.routes import synthetic_trace
-from foreroute.trace import GATE_WEIGHTS, SAMPLING, DecisionStream, digest, extended
-from foreroute.trace.gate_weights import GateWeights
-from tests.traces import picks_of, random_sets, random_trace, spec_of, uneven_trace, weighted, with_decisions
+from foreroute.trace import SAMPLING, DecisionStream, digest, extended
+from tests.traces import picks_of, random_sets, random_trace, spec_of, uneven_trace, with_decisions
 
 
 def sets_of(stream):
@@ -22,18 +21,9 @@ def sets_of(stream):
     return [sets if valid else None for sets, valid in zip(by_row, stream.valid_N, strict=True)]
 
 
-def decisions_of(stream):
-    """For each row its sets, or its weights; None where it has none."""
-    if isinstance(stream, DecisionStream):
-        return sets_of(stream)
-    rows = zip(stream.values_NLK, stream.valid_N, strict=True)
-    picks = stream.picks_L.tolist()
-    return [[each[:k].tolist() for each, k in zip(row, picks, strict=True)] if valid else None for row, valid in rows]
-
-
 def rows_of(trace):
     """Each sequence as a list of its rows: token, version, picks and all decisions."""
-    decisions = [decisions_of(trace.streams[name]) for name in sorted(trace.streams)]
+    decisions = [sets_of(trace.streams[name]) for name in sorted(trace.streams)]
     rows = list(
         zip(trace.token_ids_N.tolist(), trace.weight_versions_N.tolist(), picks_of(trace), *decisions, strict=True)
     )
@@ -51,20 +41,11 @@ def test_every_operation_carries_rows_and_every_stream(seed, make, data):
     assert rows_of(a.continued_by(c)) == [x + y for x, y in zip(rows_of(a), rows_of(c), strict=True)]
     some = a.select_layers(a.spec.layers[1:])
     assert some.streams.keys() == a.streams.keys()
-    assert np.array_equal(some.gate_weights_NLK, a.gate_weights_NLK[:, 1:])
     assert rows_of(a.with_provenance(engine="x")) == rows_of(a)
     sorted_picks, later = a.without_pick_order(), a.with_weight_version(3)
-    assert np.array_equal(later.gate_weights_NLK, a.gate_weights_NLK)
     for name in (SAMPLING, "indexer"):
         assert sets_of(sorted_picks.streams[name]) == sets_of(later.streams[name]) == sets_of(a.streams[name])
 
-    def pairs(trace):
-        rows = zip(picks_of(trace), decisions_of(trace.streams[GATE_WEIGHTS]), strict=True)
-        return [
-            [sorted(zip(*each, strict=True)) for each in zip(*row, strict=True)] if row[0] else None for row in rows
-        ]
-
-    assert pairs(sorted_picks) == pairs(a)
     assert all(ids == sorted(ids) for row in picks_of(sorted_picks) if row for ids in row)
 
 
@@ -88,15 +69,15 @@ def test_a_later_turn_adds_to_the_decisions_of_an_earlier_one(seed):
     both = extended(earlier, other)
     last = (other.offsets[:-1] + earlier.lengths - 1)[earlier.lengths > 0]  # gave no token of the earlier turn
     for name, stream in both.streams.items():
-        first, second = rows_in(earlier.streams[name], earlier, other), decisions_of(other.streams[name])
+        first, second = rows_in(earlier.streams[name], earlier, other), sets_of(other.streams[name])
         for row in last.tolist():
             first[row] = first[row] if second[row] is None else None
-        assert decisions_of(stream) == [y if x is None else x for x, y in zip(first, second, strict=True)]
+        assert sets_of(stream) == [y if x is None else x for x, y in zip(first, second, strict=True)]
 
 
 def rows_in(stream, trace, longer):
     """The decisions of a trace at the rows of a longer one."""
-    rows, sets = [None] * longer.num_rows, decisions_of(stream)
+    rows, sets = [None] * longer.num_rows, sets_of(stream)
     for s in range(len(trace)):
         start, own = int(longer.offsets[s]), sets[int(trace.offsets[s]) : int(trace.offsets[s + 1])]
         rows[start : start + len(own)] = own
@@ -161,10 +142,10 @@ def test_a_stream_has_a_name_and_the_rows_of_its_trace():
     trace = random_trace(0)
     with pytest.raises(TraceContentError, match=f"has 2 rows for {trace.num_rows} of the trace"):
         trace.with_stream(SAMPLING, DecisionStream.absent(50, 2))
-    with pytest.raises(TraceContentError, match="expected a DecisionStream or GateWeights"):
+    with pytest.raises(TraceContentError, match="expected a DecisionStream"):
         trace.with_stream(SAMPLING, np.zeros(3))
-    for name in ("gate_weights", "Sampling", "a" * 33, "a.b", "", 3):
-        with pytest.raises(TraceContentError, match="a stream of sets is named"):
+    for name in ("Sampling", "a" * 33, "a.b", "", 3):
+        with pytest.raises(TraceContentError, match="a stream is named"):
             trace.with_stream(name, DecisionStream.absent(50, trace.num_rows))
 
 
@@ -173,47 +154,10 @@ def test_the_digest_of_a_trace_depends_on_every_stream():
     trace, other = with_decisions(plain, 0), with_decisions(plain, 1)
     assert digest(trace) == digest(with_decisions(plain, 0))
     assert digest(trace.without_streams()) == digest(plain)
-    parts = [trace, other, plain, trace.without_streams(GATE_WEIGHTS), trace.without_streams(SAMPLING)]
+    parts = [trace, other, plain, trace.without_streams("indexer"), trace.without_streams(SAMPLING)]
     assert len({digest(part) for part in parts}) == 5
     assert not trace.equals(other)
     assert not trace.equals(trace.without_streams("indexer"))
-
-
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        (np.full((3, 3, 2), np.nan), "not all finite"),
-        (np.full((3, 3, 2), 1e300), "not all finite"),
-        (np.zeros((3, 3, 2), bool), "gate weights are bool"),
-        (np.zeros((2, 3, 2)), r"have shape \(2, 3, 2\) for 3 rows"),
-        (np.zeros((3, 6)), r"expected \[N, L, K\]"),
-        ([[1], [2, 3]], "gate_weights is no array"),
-    ],
-)
-def test_impossible_weights_are_refused(weights, message):
-    trace = synthetic_trace(spec_of(), [3], seed=0)
-    with pytest.raises(TraceContentError, match=message):
-        weighted(trace, weights)
-
-
-def test_weights_belong_to_the_picks_of_their_rows():
-    trace = synthetic_trace(spec_of(), [3], seed=0)
-    kept = weighted(trace, np.ones((3, 3, 2)))
-    assert kept.gate_weights_NLK.tolist() == [[[1, 1]] * 3] * 2 + [[[0, 0]] * 3]
-    for weights, message in (
-        (GateWeights.from_values(np.ones((3, 2, 2)), trace.valid_N), r"expected one per pick, \(3, 3, 2\)"),
-        (GateWeights.from_values(np.ones((3, 3, 2)), ~trace.valid_N), "are of other rows than the routes"),
-        (
-            GateWeights(trace.valid_N, np.ones((3, 3, 2), np.float32), np.full(3, 2)),
-            "a row without a route has gate weights",
-        ),
-    ):
-        with pytest.raises(TraceContentError, match=message):
-            trace.with_stream(GATE_WEIGHTS, weights)
-    with pytest.raises(TraceContentError, match="a stream of weights is named 'sampling'"):
-        trace.with_stream(SAMPLING, kept.streams[GATE_WEIGHTS])
-    padded = kept.streams[GATE_WEIGHTS].take(np.array([1, -1]))
-    assert (padded.valid_N.tolist(), padded.values_NLK.sum(axis=(1, 2)).tolist()) == ([True, False], [6, 0])
 
 
 def test_many_ids_are_taken_with_little_memory_beside_them():

@@ -107,10 +107,6 @@ def test_every_count_is_bounded(key):
         ({"task": {"data": "x.jsonl"}}, "data, a JSONL file, and reward go together"),
         ({"task": {"max_prompt_tokens": 8}}, "max_prompt_tokens changes nothing without data"),
         ({"model": {"tokenizer": "folder"}}, r"no use for the tokenizer in folder; set task\.data"),
-        (
-            {"rl": {"routing": "R3+weights"}, "rollout": {"engine": "vllm", "server": {"python": "x"}}},
-            "records gate weights",
-        ),
     ],
 )
 def test_wrong_configurations_are_explained(sections, message):

@@ -103,7 +103,7 @@ def stepped(config, where):
 WAYS = {
     "R3": {},
     "R2, checkpointed": {"rl": {"routing": "R2"}, "model": {"gradient_checkpointing": True}},
-    "gate weights, gspo, corrected": {"rl": {"routing": "R3+weights", "method": "gspo", "correction": {"kind": "tis"}}},
+    "gspo, corrected": {"rl": {"method": "gspo", "correction": {"kind": "tis"}}},
 }
 
 

@@ -78,7 +78,7 @@ def test_the_page_of_methods_shows_every_method_correction_and_routing():
     shown = "\n".join(METHODS_SHOWN)
     for text in (
         *(f'method = "{method}"' for method in METHODS),
-        *(f'routing = "{routing}"' for routing in ("none", "R2", "R3", "R3+weights")),
+        *(f'routing = "{routing}"' for routing in ("none", "R2", "R3")),
         *('kind = "tis"', 'router = "frozen"'),
     ):
         assert text in shown

@@ -12,6 +12,7 @@ import torch
 from foreroute.adapters.hf.scoring import inputs, pad
 from foreroute.plan.counts import contiguous_imbalance
 from foreroute.train.chain import ChainTask
+from tests.replay.session_subject import router_paths
 from tests.tiers import grid
 from tests.train.small_runs import always_informative, random_rewards, same_state, small_config, trainer_of
 
@@ -34,7 +35,7 @@ def taken_step(trainer):
 
     def watched(experience, mini_batches, old_logprobs_R, routes, **options):
         handles = []
-        for layer, path in enumerate(trainer.policy.router_paths):
+        for layer, path in enumerate(router_paths(trainer.policy)):
             block = trainer.policy.model.get_submodule(path.removesuffix(".gate"))
             handles.append(block.gate.register_forward_pre_hook(router_seen))
             handles.append(
@@ -145,7 +146,7 @@ def one_step(checkpointing):
     """A record, the state after it, and how often the experts of the first layer ran."""
     config = small_config(model={"gradient_checkpointing": checkpointing}, rollout={"precision": "fp8"})
     trainer, runs = trainer_of(config), []
-    experts = trainer.policy.model.get_submodule(trainer.policy.router_paths[0].removesuffix("gate") + "experts")
+    experts = trainer.policy.model.get_submodule(router_paths(trainer.policy)[0].removesuffix("gate") + "experts")
     experts.register_forward_pre_hook(lambda *_: runs.append(torch.is_grad_enabled()))
     _, record = trainer.run_step()
     del record["seconds"]

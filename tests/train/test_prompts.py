@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from foreroute.adapters.hf.tokenizer import Tokenizer
 from foreroute.errors import ConfigError, DatasetError, FunctionError, RunFolderError
 from foreroute.train import parse_config, train
 from foreroute.train.folder import load_checkpoint
 from foreroute.train.policy import make_policy
 from foreroute.train.prompts import make_task
 from foreroute.train.run import Watcher
+from foreroute.train.tokenizer import Tokenizer
 from foreroute.train.warm_start import _loss
 from tests.tiers import grid
 from tests.train.small_runs import SIZES, records

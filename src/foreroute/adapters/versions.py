@@ -1,35 +1,28 @@
-"""Which releases of other projects the adapters work with: the one table, which docs/where.md repeats.
+"""Releases of other projects that the adapters work with: the one table, which docs/where.md repeats.
 
-An adapter looks at the versions before it imports anything else of its peer: an older release lacks what it stands on,
-and would fail by an import error that names neither. An engine in another process is asked for its version before it is
-asked for anything else. Nothing is imported here but what is looked at: vLLM's worker needs this module too, in an
-environment without the others.
+An adapter checks versions before it imports anything else of its peer: an older release lacks what it stands on, and
+would fail by an import error that names neither. Nothing heavy is imported here: vLLM's worker imports this module too,
+in an environment of its own.
 """
 
 from __future__ import annotations
 
-import re
 import warnings
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from typing import NamedTuple
+
+from packaging.version import InvalidVersion, Version
 
 from foreroute.errors import AttachError, EngineError
 
 
-@dataclass(frozen=True)
-class Peer:
-    """What is known of a package that is imported here, or of an engine that runs elsewhere.
+class Peer(NamedTuple):
+    """A package that is imported here, or an engine that runs elsewhere, and its releases."""
 
-    Attributes:
-        module: the one that states the version of the code that runs; None of an engine, which is asked for it.
-        lowest: older ones are refused.
-        newest: the newest one that was tested; newer ones give a warning.
-    """
-
-    module: str | None
-    lowest: str
-    newest: str
+    module: str | None  # states the version of the code that runs; None for an engine, which is asked for it
+    lowest: str  # older ones are refused
+    newest: str  # the newest one that was tested; newer ones give a warning
 
 
 PEERS = {
@@ -41,13 +34,15 @@ PEERS = {
     "mbridge": Peer("mbridge", "0.15.1", "0.15.1"),
     # tests/engines/releases/README.md has what each release answered
     "vLLM": Peer(None, "0.28", "0.32.0"),
-    # before, the ids of its routes are physical slots
+    # older ones return ids of physical experts
     "SGLang": Peer(None, "0.5.10", "0.5.23"),
 }
+MOST_CHARACTERS = 100
+"""What a server states beyond these is not read."""
 
 
 def require_peers(*packages: str) -> None:
-    """Look at the versions of these packages, once in a process.
+    """Check the versions of these packages, once in a process.
 
     Raises:
         AttachError: when one does not work with this foreroute.
@@ -58,16 +53,14 @@ def require_peers(*packages: str) -> None:
 
 
 def require_engine(name: str, found: str) -> None:
-    """Look at the version of an engine in another process.
-
-    Args:
-        name: of the engine.
-        found: its version, as it states it.
-
-    Raises:
-        EngineError: when it does not work with this foreroute.
-    """
+    """Check the version that an engine in another process states; raise `EngineError` when it does not work."""
     _require(name, found, EngineError)
+
+
+def at_least(found: str, lowest: str) -> bool:
+    """Tell whether a stated version is this one or newer. One that is no version is taken for the newest."""
+    version = _release(found)
+    return version is None or version >= Version(lowest)
 
 
 @cache
@@ -78,21 +71,20 @@ def _require_installed(package: str) -> None:
 
 
 def _require(name: str, found: str, error: type[AttachError | EngineError]) -> None:
-    """Refuse a version that is known not to work, and warn of one that nobody has tried."""
-    peer = PEERS[name]
-    version = _numbers(found)
+    """Refuse a version that is known not to work, and warn of one that is newer than all that were tested."""
+    peer, version = PEERS[name], _release(found)
     if version is None:
         warnings.warn(
-            f"{name} states the version {found!r:.40}, which has no number; foreroute needs {peer.lowest} or newer, "
-            f"and was tested with {peer.newest}",
+            f"{name} states the version {found!r:.40}, which has no number; foreroute needs {peer.lowest} or "
+            f"newer, and was tested with {peer.newest}",
             stacklevel=4,
         )
-    elif version < _known(peer.lowest):
+    elif version < Version(peer.lowest):
         raise error(
             f"{name} {found:.40} does not work with this foreroute, which needs {peer.lowest} or newer; "
             f"install {peer.newest}, the newest that was tested, or another of these"
         )
-    elif version > _known(peer.newest):
+    elif version > Version(peer.newest):
         warnings.warn(
             f"{name} {found:.40} is newer than {peer.newest}, the newest that foreroute was tested with; if something "
             f"fails, try {peer.newest} first",
@@ -100,24 +92,11 @@ def _require(name: str, found: str, error: type[AttachError | EngineError]) -> N
         )
 
 
-def _numbers(version: str) -> tuple[int, ...] | None:
-    """The release, without zeros at its end; what marks builds and candidates is left out. None where there is none."""
-    found = re.match(r"v?(\d{1,9}(?:\.\d{1,9})+)", version)
-    if found is None:
+def _release(version: str) -> Version | None:
+    """Return the release of a version, without what marks builds, candidates and posts; None for what is no version."""
+    # what a server states may be anything: Python refuses numbers of thousands of digits, and "1" alone is no release
+    try:
+        release = Version(Version(version[:MOST_CHARACTERS]).base_version)
+    except InvalidVersion:
         return None
-    numbers = [int(part) for part in found[1].split(".")]
-    while numbers and not numbers[-1]:
-        numbers.pop()
-    return tuple(numbers)
-
-
-def _known(version: str) -> tuple[int, ...]:
-    numbers = _numbers(version)
-    assert numbers is not None, f"{version!r} is no version"
-    return numbers
-
-
-def at_least(found: str, lowest: str) -> bool:
-    """Whether a stated version is this one or newer. One without a number is taken for the newest."""
-    version = _numbers(found)
-    return version is None or version >= _known(lowest)
+    return release if len(release.release) > 1 else None

@@ -328,8 +328,8 @@ def _require_readable(spec: object) -> None:
     if not isinstance(spec, RoutingSpec):
         raise CaptureError(f"the model is {shown(spec)}; expected a RoutingSpec")
     spec.require_alike("a capture of an engine", "RoutingTrace.from_sequences takes its arrays, -1 behind fewer picks")
-    if {layer.kind for layer in spec.layers} & {LayerKind.MTP, LayerKind.DRAFT, LayerKind.ENCODER}:
+    if {layer.kind for layer in spec.layers} & {LayerKind.MTP, LayerKind.DRAFT}:
         raise CaptureError(
-            f"the spec of {spec.model or 'the model'} lists encoder, MTP or draft layers; no engine returns those, "
+            f"the spec of {spec.model or 'the model'} lists MTP or draft layers; no engine returns those, "
             "pass a spec of the decoder layers alone"
         )

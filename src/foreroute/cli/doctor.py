@@ -127,7 +127,7 @@ def _examined(
     work: CommandProgress,
 ) -> tuple[Evidence, dict[str, str]]:
     """Load a model, of a run or of anybody, and examine it; returns the evidence, and what was examined, for people."""
-    from foreroute.adapters.hf.local_models import load_local
+    from foreroute.adapters.hf.loading import load_local
     from foreroute.doctor.examine import examine
 
     facts, found, step, has_weights = {}, f"{path}", None, True

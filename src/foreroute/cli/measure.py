@@ -11,7 +11,7 @@ import torch.distributed as dist
 from foreroute.cli.terminal import shown_facts, working
 from foreroute.cli.train import console_of_rank
 from foreroute.costs.cluster_file import load_cluster, with_rates, write_rates
-from foreroute.ep.transfer.consensus import RankConsensus
+from foreroute.ep.agreement import RankConsensus
 from foreroute.train.policy import Alone
 from foreroute.train.ranks import BACKENDS, WORK_TIMEOUT_S, Ranks, find_device, num_started
 from foreroute.train.rates import measure_rates

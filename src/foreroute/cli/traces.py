@@ -17,13 +17,11 @@ from foreroute.mismatch import Defect, Explanation, explain
 from foreroute.mismatch.decisions import misplaced_masks, stream_difference
 from foreroute.report.format import quoted
 from foreroute.trace import (
-    GATE_WEIGHTS,
     NO_VERSION,
     SAMPLING,
     DecisionStream,
     RoutingSpec,
     RoutingTrace,
-    Stream,
     digest,
     load,
 )
@@ -96,7 +94,7 @@ def _same_streams(trace: RoutingTrace, other: RoutingTrace, console: Console) ->
         return sound
     # the last token of a sequence is before none, and engines do not compute it
     last = trace.offsets[1:][trace.lengths > 0] - 1
-    for name in sorted({*trace.streams, *other.streams} - {GATE_WEIGHTS}):
+    for name in sorted({*trace.streams, *other.streams}):
         if name not in other.streams:
             console.print(f"[bold red]{name}[/]  the other trace has none")
             sound = False
@@ -143,9 +141,7 @@ def _facts(path: Path, trace: RoutingTrace) -> dict[str, str]:
     return {name: _one_line(value) for name, value in facts.items()}
 
 
-def _described(stream: Stream) -> str:
-    if not isinstance(stream, DecisionStream):
-        return f"{stream}"
+def _described(stream: DecisionStream) -> str:
     rows, sets = int(stream.valid_N.sum()), int((stream.counts_ND > 0).sum())
     return f"{rows} rows of {stream}, {len(stream.ids)} ids in {sets} sets"
 

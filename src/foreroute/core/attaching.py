@@ -44,15 +44,9 @@ def attach(model: nn.Module) -> Routed:
     candidates = find_routers(model)
     with untouched(model):
         seen = probe(model, candidates)
-        by_stack: dict[str, list[SelectingRouter]] = {}
-        for router in seen.routers:
-            by_stack.setdefault(stack_of(router), []).append(router)
-        stacks = [
-            TrunkHooks(number, model, seen.trunk_of(routers), routers)
-            for number, routers in enumerate(by_stack.values())
-        ]
-        self_check(Routed(model, stacks))
-    return Routed(model, stacks)
+        hooks = TrunkHooks(model, seen.trunk_of(seen.routers), seen.routers)
+        self_check(Routed(model, hooks))
+    return Routed(model, hooks)
 
 
 def require_attachable(model: object) -> None:
@@ -64,11 +58,6 @@ def require_attachable(model: object) -> None:
     if any(is_hooked(module) for module in model.modules()):
         raise AttachError("a session is open on this model; attach it before or after, or use the one that it has")
     recompute.prove()
-
-
-def stack_of(router: SelectingRouter) -> str:
-    """Whether a router is in an encoder or a decoder, which are given different tokens; empty where a model has one."""
-    return next((part for part in router.path.split(".") if part in ("encoder", "decoder")), "")
 
 
 def self_check(routed: Routed) -> None:
@@ -84,21 +73,22 @@ def self_check(routed: Routed) -> None:
     """
     try:
         own = _check_own_routes(routed)
-        if any(router.top_k < router.num_experts for stack in routed.stacks for router in stack.routers):
-            _check_other_routes(routed, [_others(*each) for each in zip(routed.stacks, own, strict=True)])
+        if any(router.top_k < router.num_experts for router in routed.hooks.routers):
+            _check_other_routes(routed, _others(routed.hooks, own))
     except ReplayError as error:
         raise AttachError(f"self-check failed: {error}") from error
 
 
-def _check_own_routes(routed: Routed) -> list[Tensor]:
+def _check_own_routes(routed: Routed) -> Tensor:
     native, own, use_cache = _record_with_cache(routed)
-    for stack, rows in zip(routed.stacks, routed.rows(own), strict=True):
-        if bool(rows.faults.any()):
-            raise AttachError(f"the routers of {type(stack.trunk).__name__} do not make K different picks of E experts")
+    if bool(routed.rows(own).faults.any()):
+        raise AttachError(
+            f"the routers of {type(routed.hooks.trunk).__name__} do not make K different picks of E experts"
+        )
     run = partial(run_probe, routed.model, use_cache=use_cache)
     with routed.replay(own), routed.record() as recording:
         replayed = first_tensor(run())
-    same_routes = all(torch.equal(recording.ids(number)[0], ids) for number, ids in enumerate(own))
+    same_routes = torch.equal(recording.ids()[0], own)
     # an output that differs from itself (noise, atomics on a GPU) cannot be compared bit by bit; routes still can
     if not same_routes or not (torch.equal(native, replayed) or not torch.equal(native, first_tensor(run()))):
         raise AttachError(
@@ -108,11 +98,11 @@ def _check_own_routes(routed: Routed) -> list[Tensor]:
     return own
 
 
-def _record_with_cache(routed: Routed) -> tuple[Tensor, list[Tensor], bool]:
+def _record_with_cache(routed: Routed) -> tuple[Tensor, Tensor, bool]:
     """Record a forward, and one that continues its key-value cache, as rollouts do.
 
     Returns:
-        the output of the first; of each stack, its routes [1, T, L, K]; and whether the model uses a cache.
+        the output of the first; its routes [1, T, L, K]; and whether the model uses a cache.
 
     Raises:
         AttachError: when the two are not recorded as one sequence, or a reordered cache as that of beams is not seen.
@@ -132,12 +122,12 @@ def _record_with_cache(routed: Routed) -> tuple[Tensor, list[Tensor], bool]:
         ) from error
 
 
-def _record_rollout(routed: Routed, *, use_cache: bool) -> tuple[Tensor, list[Tensor]]:
+def _record_rollout(routed: Routed, *, use_cache: bool) -> tuple[Tensor, Tensor]:
     model = routed.model
     with routed.record() as recording:
         output, given = _roll_out(model, use_cache=use_cache)
-        recorded = [recording.ids(number) for number in range(len(routed.stacks))]
-        if any(len(each) > 1 for each in recorded):
+        recorded = recording.ids()
+        if len(recorded) > 1:
             raise AttachError(
                 f"self-check failed: a forward of {type(model).__name__} that continues the key-value cache of the one "
                 "before was recorded as a sequence of its own; rollouts would not be recorded as sequences"
@@ -147,7 +137,7 @@ def _record_rollout(routed: Routed, *, use_cache: bool) -> tuple[Tensor, list[Te
                 f"self-check failed: a forward of {type(model).__name__} on a key-value cache whose rows were "
                 "reordered, as those of beams are, was recorded; routes of beams would not be those of their tokens"
             )
-    return first_tensor(output), [each[0][:, :PROBE_TOKENS] for each in recorded]
+    return first_tensor(output), recorded[0][:, :PROBE_TOKENS]
 
 
 def _roll_out(model: nn.Module, *, use_cache: bool) -> tuple[Any, dict[str, Any]]:
@@ -166,8 +156,7 @@ def _roll_out(model: nn.Module, *, use_cache: bool) -> tuple[Any, dict[str, Any]
             "where a key-value cache is expected, which says by get_seq_length() how many positions it holds; "
             "rollouts along it would not be recorded as one sequence"
         )
-    # the decoder of a model with an encoder is given the encoder's output too
-    if not caches or "encoder_last_hidden_state" in kept:
+    if not caches:
         return output, {}
     given = {"input_ids": probe_tokens(model, 1), "use_cache": True, **caches}
     model(**given)
@@ -188,10 +177,10 @@ def _refuses_beams(model: nn.Module, given: dict[str, Any]) -> bool:
     return False
 
 
-def _others(stack: TrunkHooks, own_BTLK: Tensor) -> Tensor:
+def _others(hooks: TrunkHooks, own_BTLK: Tensor) -> Tensor:
     """Each id moved to the next real expert; those of a lookup stay."""
     other = own_BTLK.clone()
-    for layer, router in enumerate(stack.routers):
+    for layer, router in enumerate(hooks.routers):
         if not router.rule.is_lookup and router.top_k < router.num_experts:
             num_real = router.num_experts - router.rule.num_skip_classes
             # not in the narrow type of ids, which may lack E itself
@@ -199,7 +188,7 @@ def _others(stack: TrunkHooks, own_BTLK: Tensor) -> Tensor:
     return other
 
 
-def _check_other_routes(routed: Routed, other: list[Tensor]) -> None:
+def _check_other_routes(routed: Routed, other_BTLK: Tensor) -> None:
     handed_on: dict[SelectingRouter, Any] = {}
 
     def note(router: SelectingRouter, selecting: Any, *args: Any, **kwargs: Any) -> Any:
@@ -207,27 +196,26 @@ def _check_other_routes(routed: Routed, other: list[Tensor]) -> None:
         return handed_on[router]
 
     with ExitStack() as stack:
-        stack.enter_context(routed.replay(other))
-        for router in (router for hooks in routed.stacks for router in hooks.routers):
+        stack.enter_context(routed.replay(other_BTLK))
+        for router in routed.hooks.routers:
             stack.enter_context(overridden(*router.selecting, partial(note, router)))
         experts = stack.enter_context(_ids_given_to_experts(routed.model))
         hidden(routed.model)
     forced: list[Tensor] = []
-    for hooks, ids_BTLK in zip(routed.stacks, other, strict=True):
-        for layer, router in enumerate(hooks.routers):
-            forced_NK = ids_BTLK[0, :, layer, : router.top_k].long()
-            forced.append(forced_NK.cpu())
-            name = f"router {router.path} ({type(router.module).__name__})"
-            if not hands_on(handed_on[router], router, forced_NK, may_drop=False):
-                raise AttachError(
-                    f"self-check failed: {name} was told to pick other experts and its selection was not obeyed; this "
-                    "family needs an adapter of its own"
-                )
-            if not _all_weighted(handed_on[router], forced_NK, router.num_experts):
-                raise AttachError(
-                    f"self-check failed: {name} gave weight zero, or none that is finite, to an expert that it was "
-                    "told to pick, as if its scores had been masked first; this family needs an adapter of its own"
-                )
+    for layer, router in enumerate(routed.hooks.routers):
+        forced_NK = other_BTLK[0, :, layer, : router.top_k].long()
+        forced.append(forced_NK.cpu())
+        name = f"router {router.path} ({type(router.module).__name__})"
+        if not hands_on(handed_on[router], router, forced_NK, may_drop=False):
+            raise AttachError(
+                f"self-check failed: {name} was told to pick other experts and its selection was not obeyed; this "
+                "family needs an adapter of its own"
+            )
+        if not _all_weighted(handed_on[router], forced_NK, router.num_experts):
+            raise AttachError(
+                f"self-check failed: {name} gave weight zero, or none that is finite, to an expert that it was "
+                "told to pick, as if its scores had been masked first; this family needs an adapter of its own"
+            )
     for path, ids_NK in experts:
         if not any(torch.equal(ids_NK, forced_NK) for forced_NK in forced):
             raise AttachError(

@@ -27,6 +27,7 @@ PERHAPS_A_ROUTER = re.compile(r"Gate$")
 IN_PARENT = "route_tokens_to_experts"
 """The method of the block around a router that selects for it: in DBRX, and up to transformers 5.13 in DeepSeek's."""
 ATTENTION = re.compile(r"attn|attention")
+STACKS = ("encoder", "decoder")
 PROBE_TOKENS = 8
 
 
@@ -49,6 +50,12 @@ def find_routers(model: nn.Module) -> list[SelectingRouter]:
         raise AttachError(
             f"{type(model).__name__} has no router: no module's class name ends in Router, Gating or Gate. "
             "Attach a Mixture-of-Experts model whose routers are modules of their own"
+        )
+    stacks = {next((part for part in router.path.split(".") if part in STACKS), "") for router in candidates}
+    if stacks.issuperset(STACKS):
+        raise AttachError(
+            f"{type(model).__name__} routes in an encoder and in a decoder, which are given different tokens; one "
+            "trace has one sequence of tokens. Encoder-decoders cannot be replayed; attach a decoder-only model"
         )
     return candidates
 
@@ -205,7 +212,6 @@ def run_probe(model: nn.Module, num_tokens: int = PROBE_TOKENS, *, use_cache: bo
     may_cache = "use_cache" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
     given: dict[str, Any] = {"input_ids": probe_tokens(model, num_tokens)}
     given |= {"use_cache": use_cache} if may_cache else {}
-    given |= {"decoder_input_ids": given["input_ids"]} if "decoder_input_ids" in takes else {}
     return model(**given)
 
 
@@ -232,7 +238,7 @@ def _forward_once(model: nn.Module) -> None:
             ) from error
         raise AttachError(
             f"{type(model).__name__} does not run on input_ids alone ({type(error).__name__}: {error}); attach to the "
-            "part of it that does, such as the decoder of a speech model or one stack of an encoder-decoder"
+            "part of it that does, such as the decoder of a speech model"
         ) from error
 
 

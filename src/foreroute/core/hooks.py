@@ -30,7 +30,7 @@ from .errors import ReplayError
 from .handed_on import HandedOn
 from .passes import ForwardArgs, Listener, OneThread, Pass, PassStack, Rows, Watch, signed_dtype
 from .recompute import bind
-from .selection import LayerPass, SelectionRule, with_gate_weights
+from .selection import LayerPass, SelectionRule
 
 ATTACHED_TWICE = (
     "this model was attached twice, and a session of the other is open; attach it once, and record and replay by what "
@@ -158,8 +158,7 @@ class SelectingRouter(RouterHook):
         """See `SelectionHook`.
 
         Raises:
-            ReplayError: when it selects another number of times, for other rows, or when gate weights are recorded or
-                replayed, and it does not hand on one for each pick.
+            ReplayError: when it selects another number of times, or for other rows.
         """
         mode = self.rule.mode(self.final, now)
         with mode:  # in a graph, `as` would bind something else
@@ -172,9 +171,7 @@ class SelectingRouter(RouterHook):
         if now.scores_into is not None:
             seen = mode.seen[-1]
             now.keep_scores(seen.scores_RE, seen.own_RK, by_probability=seen.by_probability)
-        if torch.compiler.is_compiling() or (now.weights_into is None and now.weights_RK is None):
-            return result
-        return with_gate_weights(result, now, regroups=self.read_back is not None)
+        return result
 
 
 class ModelHooks(ABC):

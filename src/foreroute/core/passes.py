@@ -7,9 +7,9 @@ into gate weights. Whatever its own rule is, it is evaluated at the forced exper
 
 for the softmax family (Rollout Routing Replay, arXiv 2510.11370, section 4.1).
 
-Absence is data: an id of -1 stands for a row that has no route, and a gate weight of NaN for one that stays live. So
-the host knows nothing of which rows these are, and nothing here waits for the device. What routers pick by themselves
-is kept, and a recomputation runs the same experts as the forward in rows without a route too.
+Absence is data: an id of -1 stands for a row that has no route. So the host knows nothing of which rows these are, and
+nothing here waits for the device. What routers pick by themselves is kept, and a recomputation runs the same experts as
+the forward in rows without a route too.
 
 Letters: L routers in forward order, R rows of the batch as they see them, K picks, E experts.
 """
@@ -38,11 +38,9 @@ class Rows:
 
     Attributes:
         ids_LRK: signed integers [L, R, K], the experts to run; -1 where the router chooses.
-        weights_LRK: float32 [L, R, K], gate weights to force as constants; NaN where they stay live, None if all do.
     """
 
     ids_LRK: Tensor
-    weights_LRK: Tensor | None = None
 
 
 class Watch(NamedTuple):
@@ -51,14 +49,12 @@ class Watch(NamedTuple):
     Attributes:
         routes: whether it gives the routes to force.
         scores: of their picks, and the best score that they left out.
-        weights: the gate weights that they handed on. Not in a compiled graph.
         others: what other modules that select handed on. Not in a compiled graph.
         caches: whether key-value caches hold the same rows from forward to forward. Not in a compiled graph.
     """
 
     routes: bool = False
     scores: bool = False
-    weights: bool = False
     others: bool = False
     caches: bool = False
 
@@ -78,7 +74,6 @@ class Pass:
     Attributes:
         own_LRK: [L, R, K], what routers picked by themselves; -1 where they have not selected, or have fewer picks.
         scores: what they selected by; None where that is not watched.
-        weights_LRK: float32 [L, R, K], the gate weights that they handed on; None where they are not watched.
         calls: how often each router, and each other module, has selected outside of compiled graphs.
         calls_L: int32, the same inside of them, on the device.
         num_expected: how many of these must select, each once: routers, and others where their choices matter.
@@ -108,7 +103,6 @@ class Pass:
         self.rows = rows
         self.watch = watch
         self.own_LRK = torch.full(shape, -1, dtype=id_dtype, device=device)
-        self.weights_LRK = torch.empty(shape, device=device) if watch.weights else None
         self.scores: Scores | None = None
         if watch.scores:
             picked = torch.empty(shape, device=device)
@@ -148,8 +142,6 @@ class Pass:
             none if again else own,
             own if again else none,
             absent if rows is None else rows.ids_LRK.unbind(),
-            absent if rows is None or rows.weights_LRK is None else rows.weights_LRK.unbind(),
-            absent if self.weights_LRK is None else self.weights_LRK.unbind(),
         )
         calls, parts = self.calls_L.split(1), []
         for layer, (path, top_k) in enumerate(self._routers):
@@ -160,12 +152,7 @@ class Pass:
             kept = None
             if scores is not None:
                 kept = Scores(scores.picked[layer][:, :top_k], scores.next[layer], scores.by_probability[layer])
-            own_RK, before_RK, ids_RK, weights_RK, weights_into = of_layer
-            parts.append(
-                LayerPass(
-                    path, layer, again, calls[layer], rows, own_RK, before_RK, ids_RK, weights_RK, weights_into, kept
-                )
-            )
+            parts.append(LayerPass(path, layer, again, calls[layer], rows, *of_layer, kept))
         self._parts[again] = [*parts, *map(itemgetter(again), self.others)]
         return self._parts[again]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
@@ -65,47 +65,33 @@ class Routed:
 
     Args:
         model: the model.
-        stacks: the hooks of each stack of layers: one, or encoder and decoder.
+        hooks: on it.
     """
 
-    def __init__(self, model: nn.Module, stacks: Sequence[TrunkHooks]) -> None:
+    def __init__(self, model: nn.Module, hooks: TrunkHooks) -> None:
         self.model = model
-        self.stacks = stacks
-        self._counts: list[Tensor | None] = [None] * len(stacks)
+        self.hooks = hooks
+        self._counts: Tensor | None = None
         self._checks = LateChecks()
 
     def rows(
         self,
-        ids_BTLK: Tensor | Sequence[Tensor],
+        ids_BTLK: Tensor,
         attention_mask: Tensor | None = None,
         *,
-        weights: Tensor | Sequence[Tensor] | None = None,
         missing: Missing = "native",
-    ) -> list[TensorRows]:
+    ) -> TensorRows:
         """Make routes ready to be replayed, as often as wanted. Arguments and errors as of `replay`."""
         if missing not in get_args(Missing):
             raise ReplayError(f"missing is {missing!r}; expected one of {get_args(Missing)}")
-        made, num_stacks = [], len(self.stacks)
-        ids = [ids_BTLK] if isinstance(ids_BTLK, Tensor) else ids_BTLK
-        forced: Sequence[Tensor | None] = [None] * num_stacks
-        if weights is not None:
-            forced = [weights] if isinstance(weights, Tensor) else weights
-        for what, given in (("ids", ids), ("weights", forced)):
-            if len(given) != num_stacks:
-                raise ReplayError(
-                    f"{len(given)} tensors of {what}; expected one for each of {num_stacks} stacks of layers"
-                )
-        for stack, of_stack, weights_BTLK in zip(self.stacks, ids, forced, strict=True):
-            made.append(TensorRows.made(stack, of_stack, attention_mask, weights_BTLK, missing))
-        return made
+        return TensorRows.made(self.hooks, ids_BTLK, attention_mask, missing)
 
     @contextmanager
     def replay(
         self,
-        ids_BTLK: Tensor | Sequence[Tensor] | Sequence[TensorRows],
+        ids_BTLK: Tensor | TensorRows,
         attention_mask: Tensor | None = None,
         *,
-        weights: Tensor | Sequence[Tensor] | None = None,
         missing: Missing = "native",
     ) -> Iterator[None]:
         """Force routes in every forward of the model while the context is open; backward may run later.
@@ -113,40 +99,38 @@ class Routed:
         Args:
             ids_BTLK: integers, the experts of each position of the batch as the model is given it, in the order in
                 which routers run; -1 in all K of a row that was not recorded, and in the last ones for a router with
-                fewer picks. One tensor for each stack. Or what `rows` made.
+                fewer picks. Or what `rows` made.
             attention_mask: [B, T], zero for padding, which the model routes itself.
-            weights: float [B, T, L, K], gate weights to force as constants in rows with a route.
             missing: "error" refuses rows of -1 that later tokens depend on. That is found on the device.
 
         Raises:
             ReplayError: for shapes and types that do not fit; in a forward, when a router bypassed replay; at the end,
                 when nothing ran, or ids of an earlier batch were found wrong.
         """
-        is_made = not isinstance(ids_BTLK, Tensor) and all(isinstance(each, TensorRows) for each in ids_BTLK)
-        rows: Any = ids_BTLK if is_made else self.rows(ids_BTLK, attention_mask, weights=weights, missing=missing)  # type: ignore[arg-type]
+        rows = ids_BTLK
+        if not isinstance(rows, TensorRows):
+            rows = self.rows(rows, attention_mask, missing=missing)
         session = _Replaying(rows)
         with self._listening(session):
             yield
         if not session.num_forwards:
             raise ReplayError("nothing was replayed: no forward of the attached model ran in the replay() session")
-        for number, counts in enumerate(session.counts):
-            before = self._counts[number]
-            self._counts[number] = counts if before is None or counts is None else before + counts
-        for each in rows:
-            self._checks.add(each.faults.any(), partial(_tell, each.faults))
+        counts, before = session.counts, self._counts
+        self._counts = counts if before is None or counts is None else before + counts
+        self._checks.add(rows.faults.any(), partial(_tell, rows.faults))
 
     @contextmanager
-    def record(self, *, weights: bool = False) -> Iterator[TensorRecording]:
-        """Keep what routers do in every forward while the context is open, gate weights too if they are asked for.
+    def record(self) -> Iterator[TensorRecording]:
+        """Keep what routers do in every forward while the context is open.
 
         Raises:
             ReplayError: in a forward that continues a key-value cache whose rows were changed; at the end, when no
                 forward ran, or one began in the middle of its sequences without a cache.
         """
-        recording = TensorRecording(len(self.stacks), weights=weights)
+        recording = TensorRecording()
         with self._listening(recording):
             yield recording
-        if not any(recording._passes):
+        if not recording._passes:
             raise ReplayError(NOTHING_RECORDED)
         for continues in recording.continues:
             self._checks.add(continues, partial(_tell_continued, continues))
@@ -158,19 +142,15 @@ class Routed:
             ReplayError: when ids that were replayed were wrong.
         """
         self._checks.wait()
-        lines = []
-        for stack, counts in zip(self.stacks, self._counts, strict=True):
-            numbers = [(0, 0)] * len(stack.routers) if counts is None else counts.cpu().tolist()
-            lines += [LayerReport(router.path, *pair) for router, pair in zip(stack.routers, numbers, strict=True)]
-        return lines
+        routers, counts = self.hooks.routers, self._counts
+        numbers = [(0, 0)] * len(routers) if counts is None else counts.cpu().tolist()
+        return [LayerReport(router.path, *pair) for router, pair in zip(routers, numbers, strict=True)]
 
     @contextmanager
     def _listening(self, listener: Listener) -> Iterator[None]:
-        with ExitStack() as opened:
-            for stack in self.stacks:
-                if listener.watch.routes and stack.watch.routes:
-                    raise ReplayError("this model is already replaying; close that session before opening another")
-                opened.enter_context(stack.listening(listener))
+        if listener.watch.routes and self.hooks.watch.routes:
+            raise ReplayError("this model is already replaying; close that session before opening another")
+        with self.hooks.listening(listener):
             yield
 
 
@@ -221,10 +201,9 @@ class TrunkArgs:
 
 
 class TrunkHooks(ModelHooks):
-    """The hooks of one stack.
+    """The hooks of a model with one trunk.
 
     Args:
-        chunk: which stack of the model this is.
         model: that was attached.
         trunk: the module whose forward is one pass.
         routers: as the probe saw them, in the order in which they run.
@@ -239,14 +218,13 @@ class TrunkHooks(ModelHooks):
 
     def __init__(
         self,
-        chunk: int,
         model: nn.Module,
         trunk: nn.Module,
         routers: Sequence[SelectingRouter],
         others: Sequence[SelectionHook] = (),
     ) -> None:
         modules = {trunk, *(hook.selecting[0] for hook in [*routers, *others])}
-        super().__init__(chunk, trunk, routers, list(modules), others)
+        super().__init__(0, trunk, routers, list(modules), others)
         self.model = model
         self.top_k = max(router.top_k for router in routers)
         self.limits_2L = torch.tensor([[r.num_experts for r in routers], [r.top_k for r in routers]])
@@ -326,25 +304,21 @@ class TrunkHooks(ModelHooks):
 
 
 class TensorRows(NamedTuple):
-    """Routes of a batch for one stack, on the device.
+    """Routes of a batch, on the device.
 
     Attributes:
         ids_LBTK: as `Rows.ids_LRK`; rows with a fault are -1.
-        weights_LBTK: as `Rows.weights_LRK`, or None.
         faults: int64 [4], how many rows have each of `FAULTS`.
     """
 
     ids_LBTK: Tensor
-    weights_LBTK: Tensor | None
     faults: Tensor
 
     @classmethod
-    def made(
-        cls, stack: TrunkHooks, ids: Tensor, mask: Tensor | None, weights: Tensor | None, missing: Missing
-    ) -> TensorRows:
-        """Check ids [B, T, L, K] against a stack, on the device. Raises `ReplayError` for shapes and types."""
-        routers = stack.routers
-        top_k = stack.top_k
+    def made(cls, hooks: TrunkHooks, ids: Tensor, mask: Tensor | None, missing: Missing) -> TensorRows:
+        """Check ids [B, T, L, K] against routers, on the device. Raises `ReplayError` for shapes and types."""
+        routers = hooks.routers
+        top_k = hooks.top_k
         if not isinstance(ids, Tensor) or ids.ndim != 4 or ids.dtype not in INTEGERS:
             raise ReplayError(f"ids are {_described(ids)}; expected integers [B, T, L, K]")
         if ids.shape[2:] != (len(routers), top_k):
@@ -352,15 +326,14 @@ class TensorRows(NamedTuple):
                 f"ids have [L, K] = {list(ids.shape[2:])}; the model has {len(routers)} routers of at most {top_k} "
                 f"picks, from {routers[0].path} to {routers[-1].path}"
             )
-        for name, given, shape in (("attention_mask", mask, ids.shape[:2]), ("weights", weights, ids.shape)):
-            if given is not None and given.shape != shape:
-                raise ReplayError(f"{name} is {list(given.shape)}, ids are {list(ids.shape)} [B, T, L, K]")
-        device = stack.device or ids.device
+        if mask is not None and mask.shape != ids.shape[:2]:
+            raise ReplayError(f"attention_mask is {list(mask.shape)}, ids are {list(ids.shape)} [B, T, L, K]")
+        device = hooks.device or ids.device
         ids_LBTK = _signed(_moved(ids, device)).permute(2, 0, 1, 3)
         real_BT = (
             torch.ones(ids.shape[:2], dtype=torch.bool, device=device) if mask is None else _moved(mask, device) != 0
         )
-        num_experts_L, top_k_L = _moved(stack.limits_2L, device)[..., None, None]
+        num_experts_L, top_k_L = _moved(hooks.limits_2L, device)[..., None, None]
         is_pick = torch.arange(top_k, device=device) < top_k_L[..., None]
         given = (ids_LBTK >= 0) & is_pick & real_BT[..., None]
         num_given = given.sum(-1)
@@ -376,22 +349,14 @@ class TensorRows(NamedTuple):
             lacking = (num_given == 0).any(0) & real_BT & has_later
         faults = torch.stack(list(map(Tensor.sum, (too_large, twice, in_part, lacking))))
         is_forced = (routed & ~wrong)[..., None] & is_pick
-        forced = torch.where(is_forced, ids_LBTK, -1).to(stack.id_dtype)
-        if weights is not None:
-            weights = _moved(weights, device).float().permute(2, 0, 1, 3).masked_fill(~is_forced, torch.nan)
-        return cls(forced, weights, faults)
+        return cls(torch.where(is_forced, ids_LBTK, -1).to(hooks.id_dtype), faults)
 
     def of(self, first: int, num: int) -> Rows:
         """The rows of positions from `first` on; behind the last one there is no route."""
-        parts: list[Tensor | None] = []
-        for each, nothing in ((self.ids_LBTK, -1), (self.weights_LBTK, torch.nan)):
-            if each is not None:
-                each = each[:, :, first : first + num]
-                if lacking := num - each.shape[2]:
-                    each = functional.pad(each, (0, 0, 0, lacking), value=nothing)
-                each = each.flatten(1, 2)
-            parts.append(each)
-        return Rows(*parts)  # type: ignore[arg-type]
+        ids_LBTK = self.ids_LBTK[:, :, first : first + num]
+        if lacking := num - ids_LBTK.shape[2]:
+            ids_LBTK = functional.pad(ids_LBTK, (0, 0, 0, lacking), value=-1)
+        return Rows(ids_LBTK.flatten(1, 2))
 
 
 class _Replaying(Listener):
@@ -399,21 +364,21 @@ class _Replaying(Listener):
 
     watch = Watch(routes=True)
 
-    def __init__(self, rows: Sequence[TensorRows]) -> None:
+    def __init__(self, rows: TensorRows) -> None:
         self.num_forwards = 0
-        self.counts: list[Tensor | None] = [None] * len(rows)
+        self.counts: Tensor | None = None
         self._rows = rows
 
     def begin(self, chunk: int, args: Any) -> Rows:
         """Give the rows of a forward, which may go on with a key-value cache."""
-        expected = self._rows[chunk].ids_LBTK.shape[1:3]
+        expected = self._rows.ids_LBTK.shape[1:3]
         goes_on = isinstance(args, TrunkArgs) and args.past is not None
         if args.shape[0] != expected[0] or (args.shape[1] != expected[1] and not goes_on):
             raise ReplayError(
                 f"the forward runs on {list(args.shape)} [B, T], the routes are of {list(expected)}; give those of the "
                 "batch as the model is given it, padding included"
             )
-        return self._rows[chunk].of(args.past or 0, args.shape[1])
+        return self._rows.of(args.past or 0, args.shape[1])
 
     def end(self, chunk: int, args: Any, current: Pass | None) -> None:
         """Count rows that were replayed, and those where the router would have picked another set."""
@@ -423,50 +388,39 @@ class _Replaying(Listener):
         ids, own = current.rows.ids_LRK, current.own_LRK
         routed = ids[..., 0] >= 0
         counts = torch.stack((routed.sum(1), (routed & ~is_in(own, ids).all(-1)).sum(1)), 1)
-        before = self.counts[chunk]
-        self.counts[chunk] = counts if before is None else before + counts
+        self.counts = counts if self.counts is None else self.counts + counts
 
 
 class TensorRecording(Listener):
     """What routers did in every forward of a `record()`.
 
-    Args:
-        num_stacks: of the model.
-        weights: whether gate weights are kept too.
-
     Attributes:
         continues: bool [] of each forward with positions, as `TrunkArgs.continues`.
     """
 
-    def __init__(self, num_stacks: int, *, weights: bool) -> None:
-        self.watch = Watch(weights=weights, caches=True)
+    watch = Watch(caches=True)
+
+    def __init__(self) -> None:
         self.continues: list[Tensor] = []
-        self._passes: list[list[tuple[Any, Tensor, Tensor | None]]] = [[] for _ in range(num_stacks)]
+        self._passes: list[tuple[Any, Tensor]] = []
 
     def end(self, chunk: int, args: Any, current: Pass | None) -> None:
         """Keep what ran."""
         if current is None:
             return
-        self._passes[chunk].append((args, current.executed_LRK, current.weights_LRK))
+        self._passes.append((args, current.executed_LRK))
         if isinstance(args, TrunkArgs) and args.continues is not None:
             self.continues.append(args.continues)
 
-    def ids(self, stack: int = 0) -> list[Tensor]:
+    def ids(self) -> list[Tensor]:
         """[B, T, L, K] of each forward; those that go on with a key-value cache are joined to their first along T.
 
         Positions that were cut off at the end of the cache before others took their place, such as drafts that a
         sampler rejects, are left out.
         """
-        return self._joined([(args, ids) for args, ids, _ in self._passes[stack]])
-
-    def weights(self, stack: int = 0) -> list[Tensor]:
-        """float32 [B, T, L, K], the gate weights that routers handed on. As `ids`."""
-        return self._joined([(args, weights) for args, _, weights in self._passes[stack] if weights is not None])
-
-    def _joined(self, passes: list[tuple[Any, Tensor]]) -> list[Tensor]:
         parts: list[list[Tensor]] = []
         begun = reached = 0  # positions, of the first forward of a batch and of the last
-        for args, of_rows in passes:
+        for args, of_rows in self._passes:
             rows = of_rows.unflatten(1, args.shape).permute(1, 2, 0, 3)
             if not args.past or not parts:
                 begun = args.past or 0

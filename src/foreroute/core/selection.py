@@ -66,8 +66,6 @@ class LayerPass:
         kept_RK: integers [R, K], what it picked by itself in the forward; -1 in the forward itself. Nobody writes to
             it: a graph may keep it for its backward.
         ids_RK: the routes to force, as `Rows.ids_LRK`, or None.
-        weights_RK: the gate weights to force, as `Rows.weights_LRK`, or None.
-        weights_into: float32 [R, K], where to keep gate weights; None where nobody wants to know.
         scores_into: where to keep its scores, without the axis of layers; None where nobody wants to know.
     """
 
@@ -79,8 +77,6 @@ class LayerPass:
     own_RK: Tensor
     kept_RK: Tensor
     ids_RK: Tensor | None
-    weights_RK: Tensor | None
-    weights_into: Tensor | None
     scores_into: Scores | None
 
     def choose(self, own_RK: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -131,22 +127,6 @@ class LayerPass:
         if into is not None and (torch.compiler.is_compiling() or not self.again):
             run_unnumbered(_keep_scores, into, scores_RE, own_RK, by_probability)
 
-    def gate_weights(self, own: Tensor) -> Tensor:
-        """The gate weights of the executed experts, live or forced, kept if anybody wants to know.
-
-        Whatever the model does with the weights afterwards, it does to forced ones as well: they are kept and put back
-        at the same place. Forced weights are constants.
-
-        Args:
-            own: [..., K] for R rows, what the router made of live scores.
-        """
-        if self.weights_RK is not None:
-            given = self.weights_RK.to(own.device, own.dtype).view(own.shape)
-            own = torch.where(given.isnan(), own, given)
-        if self.weights_into is not None and not self.again:
-            run_unnumbered(_keep_weights, self.weights_into, own)
-        return own
-
     def _seeing_a_part(self, own: Tensor) -> ReplayError:
         num_rows, top_k = self.own_RK.shape
         return ReplayError(
@@ -175,10 +155,6 @@ class Selection:
     def scores_RE(self) -> Tensor:
         """[R, E], the scores by row."""
         return _flat(self.scores)
-
-
-def _keep_weights(into: Tensor, own: Tensor) -> None:
-    into.copy_(own.detach().reshape(into.shape))
 
 
 def _keep_scores(into: Scores, scores_RE: Tensor, own_RK: Tensor, by_probability: bool) -> None:
@@ -289,39 +265,3 @@ class SelectionRule:
     num_skip_classes: int = 0
     is_lookup: bool = False
     read_back: Callable[[Any], Tensor] | None = None
-
-
-def with_gate_weights(output: Any, now: LayerPass, *, regroups: bool) -> Any:
-    """What a router returned, with the weights to force in the slots that have a route.
-
-    Args:
-        output: what it returned.
-        now: what it does in this pass.
-        regroups: whether it hands its picks on in another order than that of tokens.
-
-    Raises:
-        ReplayError: when it does not hand on one for each pick.
-    """
-    is_tuple = isinstance(output, tuple | list)
-    parts = list(output) if is_tuple else [output]
-    found = [
-        place
-        for place, part in enumerate(parts)
-        if isinstance(part, Tensor)
-        and part.is_floating_point()
-        and part.numel() == now.own_RK.numel()
-        and part.shape[-1] == now.own_RK.shape[-1]
-    ]
-    if len(found) != 1 or regroups:
-        handed = f"hands on {len(found) or 'no'} tensors of one number per pick"
-        raise ReplayError(
-            f"router {now.path} {'regroups its picks' if regroups else handed}; expected one tensor of gate weights "
-            "[tokens, K]. The gate weights of this family can be neither recorded nor replayed; leave gate_weights out"
-        )
-    own = parts[found[0]]
-    parts[found[0]] = weights = now.gate_weights(own)
-    if weights is own:
-        return output
-    if not is_tuple:
-        return weights
-    return type(output)(*parts) if hasattr(output, "_fields") else type(output)(parts)

@@ -6,56 +6,17 @@ upstream changes under the same name is caught by the self-check on attach.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .recompute import run_unnumbered
-from .selection import FILLING, LayerPass, Selection, SelectionMode, SelectionRule
+from .selection import FILLING, Selection, SelectionMode, SelectionRule
 
-ARG_MAX = frozenset({torch.argmax, Tensor.argmax})
 CLOSING_OUT = frozenset({torch.scatter, Tensor.scatter})
 GATHER = frozenset({torch.gather, Tensor.gather})
 MAX = frozenset({torch.max, Tensor.max})
-
-
-class ArgMaxMode(SelectionMode):
-    """Switch Transformers: one expert per token, by `argmax`, weighted by the maximum of the probabilities.
-
-    Forces the `argmax`, and lets the `max` that follows take its value there.
-
-    Tokens over the capacity of their expert are dropped by the router as ever: the capacity is counted on the replayed
-    experts.
-    """
-
-    _ids: Tensor | None = None
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Runs every torch function of the router, and the two that select in our way."""
-        kwargs = kwargs or {}
-        if func in ARG_MAX:
-            return self._arg_max(func, args, kwargs)
-        if func in MAX and self._ids is not None:
-            values = args[0].gather(-1, self._ids[..., None])[..., 0]
-            return torch.return_types.max((values, self._ids))
-        return func(*args, **kwargs)
-
-    def _arg_max(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        scores: Tensor = args[0]
-        if self.now is None:
-            ids: Tensor = func(*args, **kwargs)
-            ids_R1 = ids.reshape(-1, 1)
-            self.seen.append(Selection(scores, ids_R1, ids_R1, by_probability=True))
-            return ids
-        ids_R1, own_R1 = run_unnumbered(self._choose_best, self.now, scores.detach())
-        self.seen.append(Selection(scores, ids_R1, own_R1, by_probability=True))
-        self._ids = ids_R1.view(scores.shape[:-1])
-        return self._ids
-
-    def _choose_best(self, now: LayerPass, scores: Tensor) -> tuple[Tensor, Tensor]:
-        return now.choose(scores.argmax(dim=-1).view(-1, 1) if self.asks else None)
 
 
 class HashLookupMode(SelectionMode):
@@ -153,14 +114,15 @@ RULES = {
     "DeepseekV4HashRouter": SelectionRule(mode=HashLookupMode, is_lookup=True),
     "JetMoeTopKGating": SelectionRule(read_back=grouped_by_expert),
     "PhimoeTopKRouter": SelectionRule(mode=SparseMixerMode),
-    "SwitchTransformersTop1Router": SelectionRule(mode=ArgMaxMode),
     "ZayaRouter": SelectionRule(num_skip_classes=1),
 }
 
+ENCODER_DECODER = (
+    "it is of an encoder-decoder, whose stacks are given different tokens, and one trace has one sequence of tokens"
+)
 REFUSED = {
-    "NllbMoeTop2Router": (
-        "transformers hands a 0/1 mask to its experts as if it held expert ids, so that only experts 0 and 1 ever run"
-    ),
+    "NllbMoeTop2Router": ENCODER_DECODER,
+    "SwitchTransformersTop1Router": ENCODER_DECODER,
     "DogeCDMoE": (
         "over a whole sequence it mixes the logits of different tokens, so that a rollout, made token by token, picks "
         "otherwise than a trainer"

@@ -69,7 +69,7 @@ def examine(
         routed = hf.attach(model)
     except AttachError as error:
         return Evidence(attach_error=str(error), **given)
-    given |= {"has_indexers": routed.indexers is not None, "packed_routers": about_packed(routed)}
+    given |= {"has_indexers": routed.indexers is not None, "packed_routers": about_packed(routed.routers)}
     given["conformance"] = run_conformance(_InPlace(routed), only=QUICK)
     sequences = generation or (None if trace is None else _without_logprobs(trace))
     if sequences is None:

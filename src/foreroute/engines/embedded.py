@@ -1,13 +1,14 @@
 """The embedded rollout engine: a low-precision copy of the policy that samples with a key-value cache.
 
-It stands in for vLLM or SGLang where there is none. What matters for replay is real: another copy of the weights, in
-another precision, run token by token over a cache, routes its tokens on its own.
+It stands in for vLLM or SGLang where there is none. What matters for replay is real: a copy of the weights, in another
+precision, run token by token over a cache, routes its tokens by itself.
+
+Letters: S sequences, V tokens of the vocabulary, T positions.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -18,14 +19,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from foreroute.adapters.checkpoint import Weights
+from foreroute.adapters.checkpoint import Weights, whole_weights
 from foreroute.adapters.hf import attach
-from foreroute.adapters.hf.local_models import loading
+from foreroute.adapters.hf.loading import quiet_transformers
 from foreroute.adapters.hf.model import saved_tensors
 from foreroute.capture import Generation, Sampling
 from foreroute.capture.sampling_masks import masks_of_steps
 from foreroute.core.caches import named_cache
-from foreroute.engines.sequences import lengths_of
+from foreroute.engines.sequences import count_tokens
 from foreroute.errors import ConfigError, DivergedError
 from foreroute.replay import Recording
 from foreroute.trace import NO_VERSION, SAMPLING
@@ -36,7 +37,7 @@ Precision = Literal["float32", "bfloat16", "fp8"]
 
 E4M3_MAX = 448.0
 NOT_IN_FP8 = ("embed", "lm_head", "gate.weight", "router", "norm", "bias")
-"""Parameter names that FP8 engines leave alone: embeddings, output head, routers, norms, biases."""
+"""Parts of the names of parameters that FP8 engines keep: embeddings, output head, routers, norms, biases."""
 
 
 class EmbeddedEngine:
@@ -44,14 +45,13 @@ class EmbeddedEngine:
 
     Args:
         model: the policy, of a class of transformers; it is copied once, on its device, and not kept.
-        weights: of the policy, where transformers has spread its own over ranks: `routed.gather_weights()`.
-        precision: "float32", "bfloat16", or "fp8" (bfloat16 arithmetic on weights that went through E4M3 and back, with
-            one scale per output channel). What `from_pretrained` of transformers keeps in float32 stays so.
-        gate_weights: whether traces have gate weights.
+        precision: "float32", "bfloat16", or "fp8" (bfloat16 arithmetic on weights that were rounded to E4M3, with one
+            scale per output channel). What `from_pretrained` of transformers keeps in float32 stays so.
         indexers: whether traces have the choices of sparse-attention indexers, which the model must have.
+        weights: those of a policy that transformers has spread over ranks: `routed.gather_weights()`.
 
     Attributes:
-        weight_version: the version last loaded; every trace carries it.
+        weight_version: the version last loaded; every trace has it.
 
     Raises:
         AttachError: as `hf.attach`.
@@ -63,51 +63,45 @@ class EmbeddedEngine:
         model: nn.Module,
         precision: Precision = "bfloat16",
         *,
-        gate_weights: bool = False,
         indexers: bool = False,
         weights: Weights | None = None,
     ) -> None:
         self._precision = precision
-        self._recorded = {"gate_weights": gate_weights, "indexers": indexers}
-        loaded = _loaded(model, torch.float32 if precision == "float32" else torch.bfloat16)
-        if getattr(model.config, "distributed_config", None) is None:
-            dtypes = {name: tensor.dtype for name, tensor in _tensors(loaded)}
-            loaded = copy.deepcopy(model)
-            for name, tensor in _tensors(loaded):
-                tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))
-        elif weights is None:
+        self._indexers = indexers
+        empty = _load_zeros(model, torch.float32 if precision == "float32" else torch.bfloat16)
+        if weights is None and getattr(model.config, "distributed_config", None) is not None:
             raise ConfigError(
                 "the policy of the embedded engine is spread over ranks; give weights=routed.gather_weights() too"
             )
-        else:
-            for _, tensor in _tensors(loaded):
-                tensor.data = tensor.data.to(next(model.parameters()).device).contiguous()
-        self._model: Any = loaded.eval().requires_grad_(False)
+        # contiguous, since the zeros that were loaded are one number each
+        for tensor in (*empty.parameters(), *empty.buffers()):
+            tensor.data = tensor.data.to(next(model.parameters()).device).contiguous()
+        self._model: Any = empty.eval().requires_grad_(False)
         self._input_axis = _input_axes(self._model)
         self.load_weights(model.state_dict() if weights is None else weights, NO_VERSION)
         self._routed = attach(self._model)
 
     @torch.no_grad()
     def load_weights(self, weights: Weights, version: int) -> None:
-        """Take over the trainer's weights, in the engine's precision, and the version they are stamped with.
+        """Load the trainer's weights in the engine's precision; rows that follow are stamped with `version`.
 
         Raises:
-            ConfigError: when one is missing, which would keep its old value.
+            ConfigError: when a weight is missing, which would keep its old value.
         """
-        own = self._model.state_dict()
+        targets = self._model.state_dict()
         missing = {name for name, _ in saved_tensors(self._model)}
-        for name, source in weights.items() if isinstance(weights, Mapping) else weights:
+        for name, source in whole_weights(weights):
             missing.discard(name)
-            target = own.get(name)
+            target = targets.get(name)
             if target is None:
                 continue
-            is_named = any(word in name for word in NOT_IN_FP8)
-            if self._precision == "fp8" and source.ndim >= 2 and target.dtype == torch.bfloat16 and not is_named:
-                source = _through_e4m3(source, self._input_axis.get(name, -1))
+            is_kept = source.ndim < 2 or target.dtype != torch.bfloat16 or any(word in name for word in NOT_IN_FP8)
+            if self._precision == "fp8" and not is_kept:
+                source = _round_to_e4m3(source, self._input_axis.get(name, -1))
             target.copy_(source)
         if missing:
             raise ConfigError(
-                f"{len(missing)} weights of the policy were not handed over, such as {min(missing)!r}; give all of them"
+                f"{len(missing)} weights of the policy were not given, such as {min(missing)!r}; give all of them"
             )
         self.weight_version = version
 
@@ -117,13 +111,13 @@ class EmbeddedEngine:
     ) -> Generation:
         """Sample `sampling.group_size` responses to each prompt.
 
-        A prompt is prefilled once; its cache and its routes are shared by the group. Prompts of one length are decoded
-        together, so that nothing is padded.
+        A prompt is prefilled once, and its cache and its routes are shared by the group. Prompts of one length are
+        decoded together, so that nothing is padded.
 
         Args:
             prompts: integer arrays [T].
-            sampling: how.
-            generator: the source of randomness, on the CPU or on the device of the model.
+            sampling: temperature, truncation, length and group size.
+            generator: on the CPU or on the device of the model.
 
         Returns:
             Sequences grouped by prompt, in the order of the prompts.
@@ -134,33 +128,34 @@ class EmbeddedEngine:
             DivergedError: when the model's logits are not finite.
         """
         device = self._model.get_input_embeddings().weight.device
-        own = _on_device(generator, device)
-        lengths = np.array(lengths_of(prompts))
+        on_device = _generator_on(device, generator)
+        lengths = np.array(count_tokens(prompts))
         parts, order = [], []
         for length in np.unique(lengths):
-            same = np.flatnonzero(lengths == length)
-            tokens = torch.from_numpy(np.stack([prompts[int(i)] for i in same]).astype(np.int64)).to(device)
-            parts.append(self._decode(tokens, sampling, own))
-            order.append((same[:, None] * sampling.group_size + np.arange(sampling.group_size)).reshape(-1))
+            alike = np.flatnonzero(lengths == length)
+            tokens = torch.from_numpy(np.stack([prompts[int(i)] for i in alike]).astype(np.int64)).to(device)
+            parts.append(self._decode(tokens, sampling, on_device))
+            order.append((alike[:, None] * sampling.group_size + np.arange(sampling.group_size)).reshape(-1))
         return Generation.concatenate(parts).select(np.argsort(np.concatenate(order)))
 
     def close(self) -> None:
-        """Nothing: this engine is only memory."""
+        """Do nothing: this engine is only memory."""
 
     def _recording(self) -> AbstractContextManager[Recording]:
-        return self._routed.record(weight_version=self.weight_version, **self._recorded)
+        return self._routed.record(weight_version=self.weight_version, indexers=self._indexers)
 
-    def _decode(self, prompts_PT: Tensor, sampling: Sampling, generator: torch.Generator) -> Generation:
+    def _decode(self, prompts_ST: Tensor, sampling: Sampling, generator: torch.Generator) -> Generation:
         group_size, end_token = sampling.group_size, sampling.end_token
         with self._recording() as recording:
-            output = self._model(input_ids=prompts_PT, use_cache=True)
-        prompt_trace = recording.trace().select(np.repeat(np.arange(len(prompts_PT)), group_size))
+            output = self._model(input_ids=prompts_ST, use_cache=True)
+        prompt_trace = recording.trace().select(np.repeat(np.arange(len(prompts_ST)), group_size))
         caches = named_cache(output)
         for cache in caches.values():
             cache.batch_repeat_interleave(group_size)
         logits = output.logits[:, -1].repeat_interleave(group_size, dim=0)
         tokens, logprobs, kept_sets = [], [], []
         done = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+        # the second recording has the rows of sampled tokens alone, and is joined to the prompts' below
         with self._recording() as recording:
             while True:
                 token, logprob, kept_SV = _sample(logits, sampling, generator)
@@ -173,52 +168,40 @@ class EmbeddedEngine:
                 if bool(done.all()) or len(tokens) == sampling.max_new_tokens:
                     break
                 logits = self._model(input_ids=token[:, None], use_cache=True, **caches).logits[:, -1]
-        responses_SR, logprobs_SR = (torch.stack(each, 1).cpu().numpy() for each in (tokens, logprobs))
-        response_lengths = _lengths_until(responses_SR, end_token)
-        kept = np.arange(responses_SR.shape[1]) < response_lengths[:, None]
-        trace = prompt_trace.continued_by(recording.rollout(responses_SR, kept))
+        responses_ST, logprobs_ST = (torch.stack(each, 1).cpu().numpy() for each in (tokens, logprobs))
+        response_lengths = _count_until(responses_ST, end_token)
+        # a sequence that has ended is sampled further until all have
+        kept_ST = np.arange(responses_ST.shape[1]) < response_lengths[:, None]
+        trace = prompt_trace.continued_by(recording.rollout(responses_ST, kept_ST))
         if kept_sets:
             masks = masks_of_steps(kept_sets, logits.shape[1], prompt_trace.lengths, response_lengths)
             trace = trace.with_stream(SAMPLING, masks)
-        return Generation(trace, prompt_trace.lengths, logprobs_SR[kept].astype(np.float32))
+        return Generation(trace, prompt_trace.lengths, logprobs_ST[kept_ST].astype(np.float32))
 
 
-def _loaded(model: Any, dtype: torch.dtype) -> Any:
-    """What `from_pretrained(dtype=...)` makes of zeros in the place of a model's weights.
-
-    It keeps those in float32 that a family lists, as its router, and those that a class makes in a dtype of its own.
-
-    Raises:
-        ConfigError: when it does not load such models.
-    """
+def _load_zeros(model: Any, dtype: torch.dtype) -> Any:
+    """Have `from_pretrained` load zeros in the place of a model's weights, in the dtypes that it chooses."""
+    # it keeps what a family lists in float32, such as routers, and what a class makes in a dtype of its own
     adapted = hasattr(model, "peft_config")
     if adapted or not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"the embedded engine was given a {type(model).__name__}{' with adapters' if adapted else ''}; expected a "
             "model of transformers alone. Merge adapters into it first (merge_and_unload of PEFT)"
         )
-    # one number each, in the wanted dtype, so that loading copies none but those that stay float32
+    # one number each, expanded and in the wanted dtype, so that loading copies only what stays float32
     zeros = {
         name: torch.zeros((), dtype=dtype if each.is_floating_point() else each.dtype).expand(each.shape)
         for name, each in model.state_dict().items()
     }
-    with loading(), torch.random.fork_rng(devices=[]):
+    with quiet_transformers(), torch.random.fork_rng(devices=[]):
         return type(model).from_pretrained(
             None, config=model.config, state_dict=zeros, dtype=dtype, local_files_only=True
         )
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-
-
-def _on_device(generator: torch.Generator, device: torch.device) -> torch.Generator:
-    """A generator that can sample there, and whose seed is drawn from the one given where that is elsewhere.
-
-    It lives for one call. So who keeps the seed of a generator on the CPU keeps all randomness, and a checkpoint needs
-    no state of a device.
-    """
+def _generator_on(device: torch.device, generator: torch.Generator) -> torch.Generator:
+    """Return the generator itself, or one on the device with a seed that is drawn from it."""
+    # it lives for one call, so that a checkpoint needs the state of the generator on the CPU alone
     if generator.device == device:
         return generator
     seed = int(torch.randint(1 << 62, (), generator=generator, device=generator.device))
@@ -228,7 +211,7 @@ def _on_device(generator: torch.Generator, device: torch.device) -> torch.Genera
 def _sample(logits_SV: Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return a token for each sequence, its log-prob where it was drawn, and bool [S, V] where tokens were left out."""
     scaled_SV = logits_SV.float() / (sampling.temperature or 1.0)
-    kept_SV = _kept(scaled_SV, sampling) if sampling.truncates else None
+    kept_SV = _truncation_mask(scaled_SV, sampling) if sampling.truncates else None
     logprobs_SV = (scaled_SV if kept_SV is None else scaled_SV.masked_fill(~kept_SV, -torch.inf)).log_softmax(-1)
     if bool(logprobs_SV.isnan().any()):
         raise DivergedError("the policy's logits are not finite; resume from a checkpoint with a lower learning rate")
@@ -239,9 +222,9 @@ def _sample(logits_SV: Tensor, sampling: Sampling, generator: torch.Generator) -
     return token[:, 0], logprobs_SV.gather(1, token)[:, 0], kept_SV
 
 
-def _kept(logits_SV: Tensor, sampling: Sampling) -> Tensor:
-    """Bool [S, V], the tokens that are left: by min-p, then top-k with all ties, then top-p of what those left."""
-    left_SV, ids = logits_SV, torch.zeros(0, dtype=torch.long)  # which no warper reads
+def _truncation_mask(logits_SV: Tensor, sampling: Sampling) -> Tensor:
+    """Return bool [S, V], the tokens left by min-p, then by top-k with all ties, then by top-p of what those left."""
+    left_SV, ids = logits_SV, torch.zeros(0, dtype=torch.long)  # ids of tokens before, which no warper reads
     if sampling.min_p:
         left_SV = MinPLogitsWarper(sampling.min_p)(ids, left_SV)
     if sampling.top_k:
@@ -251,20 +234,21 @@ def _kept(logits_SV: Tensor, sampling: Sampling) -> Tensor:
     return left_SV != -torch.inf
 
 
-def _lengths_until(responses_SR: NDArray[Any], end_token: int) -> NDArray[np.int64]:
-    ended = responses_SR == end_token
-    lengths: NDArray[np.int64] = np.where(ended.any(axis=1), ended.argmax(axis=1) + 1, responses_SR.shape[1])
+def _count_until(responses_ST: NDArray[Any], end_token: int) -> NDArray[np.int64]:
+    """Count the tokens of each response up to its first end token, which is one of them."""
+    is_end_ST = responses_ST == end_token
+    lengths: NDArray[np.int64] = np.where(is_end_ST.any(axis=1), is_end_ST.argmax(axis=1) + 1, responses_ST.shape[1])
     return lengths
 
 
-def _through_e4m3(weight: Tensor, input_axis: int) -> Tensor:
-    """Rounded to float8 E4M3 with one scale per output channel, and back."""
+def _round_to_e4m3(weight: Tensor, input_axis: int) -> Tensor:
+    """Round a weight to float8 E4M3 with one scale per output channel, and back to its dtype."""
     scale = weight.abs().amax(dim=input_axis, keepdim=True).clamp_min(1e-12) / E4M3_MAX
     return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
 
 
 def _input_axes(model: nn.Module) -> dict[str, int]:
-    """Which axis of an experts' weight is its input: the last, or the one before where experts are transposed."""
+    """Map weights of transposed experts to the axis of their input, -2; that of all others is the last."""
     return {
         f"{path}.{name}": -2
         for path, module in model.named_modules()

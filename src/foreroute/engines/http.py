@@ -1,4 +1,4 @@
-"""JSON over HTTP, for engines behind a server, whose answers are read with suspicion."""
+"""JSON over HTTP for engines behind a server: requests with a deadline, and answers whose fields are checked."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 SMALL = 1 << 24
-"""Bytes of an answer that has no routes."""
+"""A bound of the bytes of an answer without routes."""
 MAX_ERROR_CHARS = 600
 KEPT_IDLE_S = 2.0
 """Servers on uvicorn close a connection that was idle for 5 s, also while the next request is on its way there."""
@@ -37,179 +37,85 @@ class BrokenOffError(EngineError):
     """Raised when a server cannot be reached, or ends a connection: it may have died."""
 
 
-class Answer:
-    """What a server said, of which nothing is taken for granted.
-
-    Args:
-        value: plain JSON data.
-        where: names the answer, for messages.
-
-    Attributes:
-        value: as above.
-    """
-
-    def __init__(self, value: Any, where: str) -> None:
-        self.value = value
-        self._where = where
-
-    def read(self, kind: type[T], *path: str) -> T:
-        """What stands at a path of names.
-
-        Raises:
-            EngineError: when nothing stands there, or something of another kind.
-        """
-        value = self.value
-        for name in path:
-            if not isinstance(value, dict) or name not in value:
-                raise self._garbled(path, f"{value!r:.80} has no {name!r}", _NAMES[kind])
-            value = value[name]
-        if type(value) is not kind:
-            raise self._garbled(path, f"{value!r:.80}", _NAMES[kind])
-        return value
-
-    def has(self, name: str) -> bool:
-        """Whether it is an object with this name, and not null there."""
-        return isinstance(self.value, dict) and self.value.get(name) is not None
-
-    def each(self, *path: str) -> list[Answer]:
-        """The elements of a list. Raises as `read`."""
-        where = ".".join([self._where, *path])
-        return [Answer(value, f"{where}[{number}]") for number, value in enumerate(self.read(list, *path))]
-
-    def integers(self, *path: str) -> NDArray[np.int32]:
-        """int32 [N], a list of integers. Raises as `read`."""
-        values = self.read(list, *path)
-        if not all(type(value) is int and abs(value) < 1 << 31 for value in values):
-            raise self._garbled(path, f"{values!r:.80}", "a list of integers of 32 bits")
-        return np.array(values, np.int32)
-
-    def numbers(self, *path: str) -> NDArray[np.float32]:
-        """float32 [N], a list of numbers; null is no number (NaN). Raises as `read`."""
-        values = self.read(list, *path)
-        if not all(value is None or (type(value) in (int, float) and abs(value) <= 3e38) for value in values):
-            raise self._garbled(path, f"{values!r:.80}", "a list of numbers")
-        return np.array(values, np.float32)
-
-    def _garbled(self, path: tuple[str, ...], seen: str, expected: str) -> EngineError:
-        where = ".".join([self._where, *path])
-        return EngineError(f"{where} lacks or garbles a field: {seen}; expected {expected}")
-
-
 class Client:
-    """A server that is spoken to in JSON. It is not followed to another address, and no proxy is asked.
-
-    Every request has one deadline, from the connection to the last byte of the answer, however it trickles in. To look
-    up the address of a name has the limits of the system.
-
-    Args:
-        url: such as "http://127.0.0.1:8000".
-        timeout_s: how long one answer may take.
-        what: names the server, for messages.
-        socket: the path of a Unix socket to speak through, instead of the host and port.
-        at_once: requests under way at the same time.
-        missing: what to do when a path is not there, by path.
-
-    Raises:
-        ConfigError: when `url` is no address.
-    """
+    """JSON client of one server. Redirects and proxies are disabled."""
 
     def __init__(
         self,
         url: str,
         *,
-        timeout_s: float,
-        what: str,
-        socket: Path | None = None,
+        timeout_s: float,  # from the connection to the last byte of an answer
+        what: str,  # names the server in messages
+        socket: Path | None = None,  # of Unix, to connect to instead of the host and port
         at_once: int = 32,
-        missing: Mapping[str, str] | None = None,
+        missing: Mapping[str, str] | None = None,  # what to do when a path is not found, by path
     ) -> None:
         try:
             address = httpx.URL(url)
         except (httpx.InvalidURL, TypeError, ValueError):
             address = httpx.URL("")
-        port = 1 if address.port is None else address.port  # none is that of the scheme
-        known = address.scheme in ("http", "https") and _can_be_host(address.raw_host) and 0 < port < 1 << 16
-        if not known or address.userinfo or address.query or address.fragment or str(url).split() != [str(url)]:
+        port = 1 if address.port is None else address.port  # None is the default of the scheme
+        is_address = address.scheme in ("http", "https") and _is_host(address.raw_host) and 0 < port < 1 << 16
+        if not is_address or address.userinfo or address.query or address.fragment or str(url).split() != [str(url)]:
             raise ConfigError(f"{url!r:.200} is no address of {what}; expected one like http://127.0.0.1:8000")
         self._url, self._what, self._socket = address, what, socket
         self._timeout_s, self._at_once, self._missing = timeout_s, at_once, missing or {}
 
     def get(self, path: str) -> Answer:
-        """Ask for what is at a path. Raises as `ask`."""
+        """Get what is at a path. Raises as `ask`."""
         return self.ask(path, [None])[0]
 
     def post(self, path: str, body: Mapping[str, Any]) -> Answer:
-        """Send JSON. Raises as `ask`."""
+        """Post JSON. Raises as `ask`."""
         return self.ask(path, [body])[0]
 
-    def ask(
-        self,
-        path: str,
-        bodies: Sequence[Mapping[str, Any] | None],
-        *,
-        most_bytes: int = SMALL,
-        then: tuple[float, str] | None = None,
-    ) -> list[Answer]:
-        """Send several requests; the answers, in their order. One that fails calls the others off.
+    def ask(self, path: str, bodies: Sequence[Mapping[str, Any] | None], *, most_bytes: int = SMALL) -> list[Answer]:
+        """Post each body to a path, or get the path for None; return the answers in the same order.
 
-        Whoever interrupts the caller calls all off, and with them what the server does for them.
-
-        Args:
-            path: the same for all.
-            bodies: JSON objects, each of which is posted; None to get what is there.
-            most_bytes: of each answer.
-            then: seconds, and a path that is posted to when some are not answered by then. All are sent at once.
-
-        Raises:
-            EngineError: when the server cannot be reached, is late, refuses, sends to another address, or answers with
-                something else than JSON, more of it than it may, or less than it announced.
+        Raises `EngineError` when the server cannot be reached, is late, refuses, redirects, or answers with something
+        else than JSON, more than `most_bytes`, or less than it announced.
         """
         # in a loop and a thread of its own, since the caller's may run a loop already
         with start_blocking_portal(name="foreroute-http") as portal:
-            texts = portal.call(self._all, path, bodies, most_bytes, then)
+            texts = portal.call(self._request_all, path, bodies, most_bytes)
         name = f"the answer of {path} of {self._what}"
         return [Answer(parse_json(text, EngineError, name=name) if text.strip() else None, name) for text in texts]
 
-    async def _all(
-        self,
-        path: str,
-        bodies: Sequence[Mapping[str, Any] | None],
-        most_bytes: int,
-        then: tuple[float, str] | None,
+    async def _request_all(
+        self, path: str, bodies: Sequence[Mapping[str, Any] | None], most_bytes: int
     ) -> list[bytearray]:
-        asyncio.get_running_loop().set_exception_handler(_say_unless_called_off)
-        gate = asyncio.Semaphore(len(bodies) if then else self._at_once)
+        asyncio.get_running_loop().set_exception_handler(_report_unless_cancelled)
+        gate = asyncio.Semaphore(self._at_once)
         transport = httpx.AsyncHTTPTransport(
             # the certificates of authorities take a while to load
             verify=self._url.scheme == "https",
             uds=None if self._socket is None else str(self._socket),
-            # the one clock is that of `_one`
             limits=httpx.Limits(
                 max_connections=None, max_keepalive_connections=self._at_once, keepalive_expiry=KEPT_IDLE_S
             ),
         )
-        # what is compressed has no size that is known before it is unpacked
-        headers = {"Accept-Encoding": "identity"}
         async with httpx.AsyncClient(
-            base_url=self._url, headers=headers, transport=transport, timeout=None, trust_env=False
+            base_url=self._url,
+            # compressed bytes have no size that is known before they are unpacked
+            headers={"Accept-Encoding": "identity"},
+            transport=transport,
+            timeout=None,  # the one deadline is that of `_request`
+            trust_env=False,
         ) as client:
 
-            async def one(body: Mapping[str, Any] | None) -> bytearray:
+            async def request(body: Mapping[str, Any] | None) -> bytearray:
                 async with gate:
-                    return await self._one(client, path, body, most_bytes)
+                    return await self._request(client, path, body, most_bytes)
 
             try:
+                # one that fails, or an interrupted caller, cancels all, and with them what the server does for them
                 async with asyncio.TaskGroup() as group:
-                    tasks = [group.create_task(one(body)) for body in bodies]
-                    if then:
-                        _, waiting = await asyncio.wait(tasks, timeout=then[0], return_when=asyncio.FIRST_EXCEPTION)
-                        if waiting:
-                            await self._one(client, then[1], {}, SMALL)
+                    tasks = [group.create_task(request(body)) for body in bodies]
             except BaseExceptionGroup as errors:
                 raise errors.exceptions[0] from errors.exceptions[0].__cause__
             return [task.result() for task in tasks]
 
-    async def _one(
+    async def _request(
         self, client: httpx.AsyncClient, path: str, body: Mapping[str, Any] | None, most_bytes: int
     ) -> bytearray:
         method, text = "GET" if body is None else "POST", bytearray()
@@ -239,15 +145,61 @@ class Client:
         return text
 
 
-def _can_be_host(name: bytes) -> bool:
-    """Whether it is a name of the Internet, in its letters, or a number. What has a colon is checked by httpx."""
+class Answer:
+    """JSON from a server, whose fields are checked as they are read; `where` names it in messages."""
+
+    def __init__(self, value: Any, where: str) -> None:
+        self.value = value
+        self._where = where
+
+    def read(self, expected: type[T], *path: str) -> T:
+        """Return the value at a path of names; raise `EngineError` when none of the expected type is there."""
+        value = self.value
+        for name in path:
+            if not isinstance(value, dict) or name not in value:
+                raise self._error(path, f"{value!r:.80} has no {name!r}", _NAMES[expected])
+            value = value[name]
+        # not isinstance, for which true and false are integers
+        if type(value) is not expected:
+            raise self._error(path, f"{value!r:.80}", _NAMES[expected])
+        return value
+
+    def has(self, name: str) -> bool:
+        """Tell whether this is an object with a field of this name that is not null."""
+        return isinstance(self.value, dict) and self.value.get(name) is not None
+
+    def elements(self, *path: str) -> list[Answer]:
+        """Return the elements of the list at a path. Raises as `read`."""
+        where = ".".join([self._where, *path])
+        return [Answer(value, f"{where}[{number}]") for number, value in enumerate(self.read(list, *path))]
+
+    def integers(self, *path: str) -> NDArray[np.int32]:
+        """Return the list of integers of 32 bits at a path. Raises as `read`."""
+        values = self.read(list, *path)
+        if not all(type(value) is int and abs(value) < 1 << 31 for value in values):
+            raise self._error(path, f"{values!r:.80}", "a list of integers of 32 bits")
+        return np.array(values, np.int32)
+
+    def numbers(self, *path: str) -> NDArray[np.float32]:
+        """Return the list of numbers at a path, with NaN for null. Raises as `read`."""
+        values = self.read(list, *path)
+        # 3e38 is the most that float32 holds, about; NaN and infinity of Python's JSON fail the comparison
+        if not all(value is None or (type(value) in (int, float) and abs(value) <= 3e38) for value in values):
+            raise self._error(path, f"{values!r:.80}", "a list of numbers")
+        return np.array(values, np.float32)
+
+    def _error(self, path: tuple[str, ...], seen: str, expected: str) -> EngineError:
+        where = ".".join([self._where, *path])
+        return EngineError(f"{where} lacks or garbles a field: {seen}; expected {expected}")
+
+
+def _is_host(name: bytes) -> bool:
+    """Tell whether this is the name of a host or an address; those with a colon are checked by httpx."""
     return b":" in name or (len(name) < 255 and _HOST.fullmatch(name) is not None)
 
 
-def _say_unless_called_off(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Keep asyncio from printing that a request was called off while its Unix socket became readable.
-
-    anyio 4.16 hands the loop a future's `set_result`, which the future then refuses; nobody waits for it any more.
-    """
+def _report_unless_cancelled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Keep asyncio from printing that a request was cancelled while its Unix socket became readable."""
+    # anyio 4.16 hands the loop a future's `set_result`, which the cancelled future refuses; no caller waits for it
     if not isinstance(context.get("exception"), asyncio.InvalidStateError):
         loop.default_exception_handler(context)

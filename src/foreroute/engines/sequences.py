@@ -1,4 +1,4 @@
-"""What an engine outside the trainer is asked and answers: held against each other, decoded, and gone on with."""
+"""Requests to an engine outside the trainer's process, and its responses: checked against each other and decoded."""
 
 from __future__ import annotations
 
@@ -10,147 +10,67 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.adapters.checkpoint import ServedModel
-from foreroute.capture import Generation, Sampling, decode
+from foreroute.capture import Sampling, decode
 from foreroute.errors import ConfigError, EngineError
 from foreroute.mismatch.measures import MOST_LOGPROB
 from foreroute.trace import NO_VERSION, RoutingTrace
 
 NO_LOGPROB = -9999.0
-"""What vLLM writes for a log-prob that it has none of, or that is no number."""
+"""What vLLM writes for a log-prob that is missing or not finite."""
 REASONS = ("stop", "length", "abort")
-
-
-def lengths_of(prompts: Sequence[NDArray[np.int32]]) -> list[int]:
-    """The tokens of each prompt.
-
-    Raises:
-        ConfigError: without a prompt, and for one without a token, whose row gives the first sampled one.
-    """
-    lengths = [len(prompt) for prompt in prompts]
-    if not lengths or not all(lengths):
-        raise ConfigError(
-            f"there are {len(lengths)} prompts, of {lengths[:8]} tokens; expected one or more, of one token or more"
-        )
-    return lengths
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One response that an engine is asked for.
-
-    Attributes:
-        id: of the request.
-        prompt: int32 [P].
-        sampling: how it is sampled.
-        limit: the most tokens that may be sampled.
-        seed: of the engine's random numbers.
-        start: the position of the first row that is wanted.
-    """
+    """One response that an engine is asked for."""
 
     id: str
     prompt: NDArray[np.int32]
     sampling: Sampling
-    limit: int
     seed: int
-    start: int = 0
-
-
-@dataclass(frozen=True, eq=False)
-class PartialGeneration:
-    """S sequences, of which some were aborted and may be resumed.
-
-    Attributes:
-        trace: their tokens (prompt, then what was sampled so far) and routes; rows keep the version that computed them.
-        prompt_lengths: int64 [S], tokens of the prompts.
-        logprobs: S arrays float32 [R], of the sampled tokens.
-        finished_S: bool [S], False for those that were aborted.
-    """
-
-    trace: RoutingTrace
-    prompt_lengths: NDArray[np.int64]
-    logprobs: Sequence[NDArray[np.float32]]
-    finished_S: NDArray[np.bool_]
-
-    @property
-    def response_lengths(self) -> NDArray[np.int64]:
-        """int64 [S], tokens sampled so far."""
-        return np.array([len(each) for each in self.logprobs], np.int64)
-
-    def generation(self) -> Generation:
-        """All sequences, for training.
-
-        Raises:
-            EngineError: when one was aborted: as a whole response it would be trained on as if it ended so.
-        """
-        if not self.finished_S.all():
-            raise EngineError(
-                f"the engine aborted response {int(self.finished_S.argmin())} of {len(self.trace)}: resume it. Where "
-                "it was not to be aborted, someone else uses the engine, which only this trainer may"
-            )
-        return Generation(self.trace, self.prompt_lengths, np.concatenate(self.logprobs))
 
 
 @dataclass(frozen=True, eq=False)
 class Response:
-    """What an engine answers to a request.
+    """An engine's answer to a request, before it is checked."""
 
-    Attributes:
-        tokens: int32 [R], what it sampled.
-        logprobs: float32 [R].
-        logprob_tokens: int32 [R], which tokens these are of.
-        reason: why it ended: "stop", "length" or "abort".
-        output: routes, sampling masks and spans of weights by the names that `capture.decode` reads; nothing when it
-            ended before a forward.
-        states_versions: whether the engine says which weights sampled each token.
-    """
-
-    tokens: NDArray[np.int32]
+    tokens: NDArray[np.int32]  # the sampled ones
     logprobs: NDArray[np.float32]
-    logprob_tokens: NDArray[np.int32]
-    reason: str
-    output: dict[str, Any]
-    states_versions: bool
+    logprob_tokens: NDArray[np.int32]  # the tokens that `logprobs` are of
+    reason: str  # why it ended, one of `REASONS`
+    output: dict[str, Any]  # routes, sampling masks and spans of weights, named as `capture.decode` reads them
+    states_versions: bool  # whether the engine says which weights sampled each token
 
-    def trace(self, request: Request, model: ServedModel, *, loaded: Sequence[int]) -> RoutingTrace:
-        """The sequence, held against what was asked for, and decoded.
-
-        Args:
-            request: that it answers.
-            model: what is served.
-            loaded: the weights that it may have been sampled with; none when that is not known. The last are those of
-                rows of which the engine states nothing.
-
-        Raises:
-            EngineError: when it ends elsewhere than it says or may, has a token that is none of the model's, a log-prob
-                that cannot be or is of another token, or was sampled with other weights.
-            CaptureError: when the routes are missing, misplaced, or cannot be true.
-        """
-        self._require_tokens(request, model.vocabulary_size)
-        self._require_logprobs()
-        tokens, version = np.concatenate([request.prompt, self.tokens]), loaded[-1] if loaded else NO_VERSION
-        if not self.output:
-            return RoutingTrace.unrouted(model.spec, [tokens])
+    def to_trace(self, request: Request, model: ServedModel, *, loaded: Sequence[int]) -> RoutingTrace:
+        """Check the response against its request and the versions of weights that are `loaded`, and decode it."""
+        self._check_tokens(request, model.vocabulary_size)
+        self._check_logprobs()
         trace = decode(
             self.output,
             model=model.spec,
-            token_ids=tokens,
-            start=request.start,
-            weight_version=_version_named if self.states_versions else version,
+            token_ids=np.concatenate([request.prompt, self.tokens]),
+            # where the engine states no version, it is that of the weights loaded last
+            weight_version=_parse_version if self.states_versions else loaded[-1] if loaded else NO_VERSION,
             vocabulary_size=model.vocabulary_size,
             indexers=model.indexers,
         )
-        sampled_R = trace.weight_versions_N[len(request.prompt) - 1 : -1]
-        require_own({*map(str, sampled_R)}, loaded)
-        if self.states_versions and (sampled_R == sampled_R[0]).all():
-            # the rows before are of the same weights, which never changed
-            return trace.with_weight_version(int(sampled_R[0]))
+        # row p gives the logits of token p + 1, and the last token's row was never computed
+        sampled = trace.weight_versions_N[len(request.prompt) - 1 : -1]
+        check_versions({*map(str, sampled)}, loaded)
+        if self.states_versions and (sampled == sampled[0]).all():
+            # weights that did not change while the response was sampled have computed its prompt too
+            return trace.with_weight_version(int(sampled[0]))
         return trace
 
-    def _require_tokens(self, request: Request, vocabulary_size: int | None) -> None:
-        tokens, count, limit, end = self.tokens, len(self.tokens), request.limit, request.sampling.end_token
+    def _check_tokens(self, request: Request, vocabulary_size: int | None) -> None:
+        tokens, count, end = self.tokens, len(self.tokens), request.sampling.end_token
+        limit = request.sampling.max_new_tokens
         unknown = tokens[(tokens < 0) | (tokens >= (vocabulary_size or np.inf))]
         ends = np.flatnonzero(tokens == end)
-        if count > limit or (not count and self.reason != "abort"):
+        if self.reason == "abort":
+            # as a whole response it would be trained on as if it ended here
+            wrong = "aborted a response: someone else uses the engine, which only this trainer may"
+        elif not 1 <= count <= limit:
             wrong = f"sampled {count} tokens, it was asked for 1 to {limit}"
         elif len(unknown):
             wrong = (
@@ -175,24 +95,30 @@ class Response:
             return
         raise EngineError(f"the engine {wrong}")
 
-    def _require_logprobs(self) -> None:
-        require_same_tokens("the token of each log-prob", self.tokens, self.logprob_tokens)
+    def _check_logprobs(self) -> None:
+        check_echo("the token of each log-prob", self.tokens, self.logprob_tokens)
         if len(self.logprobs) != len(self.tokens):
             raise EngineError(f"the engine returned {len(self.logprobs)} log-probs for {len(self.tokens)} tokens")
-        possible_R = (self.logprobs > NO_LOGPROB) & (self.logprobs <= MOST_LOGPROB)  # NaN is neither
-        if not possible_R.all():
+        possible = (self.logprobs > NO_LOGPROB) & (self.logprobs <= MOST_LOGPROB)  # False for NaN
+        if not possible.all():
             raise EngineError(
-                f"the engine returned the log-prob {self.logprobs[int(possible_R.argmin())]}, which is no logarithm of "
+                f"the engine returned the log-prob {self.logprobs[int(possible.argmin())]}, which is no logarithm of "
                 "a probability; its weights may be damaged"
             )
 
 
-def _version_named(name: str) -> int:
-    """The number of weights that an engine names; `NO_VERSION` for a name that none was given, such as "default"."""
-    return int(name) if name.isascii() and name.isdecimal() and len(name) < 10 else NO_VERSION
+def count_tokens(prompts: Sequence[NDArray[np.int32]]) -> list[int]:
+    """Return the length of each prompt; raise `ConfigError` without a prompt, or for one without a token."""
+    lengths = [len(prompt) for prompt in prompts]
+    # the first sampled token comes from the row of the prompt's last
+    if not lengths or not all(lengths):
+        raise ConfigError(
+            f"there are {len(lengths)} prompts, of {lengths[:8]} tokens; expected one or more, of one token or more"
+        )
+    return lengths
 
 
-def require_same_tokens(what: str, sent: NDArray[np.int32], echoed: NDArray[np.int32]) -> None:
+def check_echo(what: str, sent: NDArray[np.int32], echoed: NDArray[np.int32]) -> None:
     """Raise `EngineError` when an engine states other tokens than it was sent, or than it sampled."""
     if not np.array_equal(sent, echoed):
         raise EngineError(
@@ -202,10 +128,15 @@ def require_same_tokens(what: str, sent: NDArray[np.int32], echoed: NDArray[np.i
         )
 
 
-def require_own(stated: set[str], loaded: Sequence[int]) -> None:
-    """Raise `EngineError` when an engine that was given weights has, or sampled with, others than those of `loaded`."""
+def check_versions(stated: set[str], loaded: Sequence[int]) -> None:
+    """Raise `EngineError` when an engine that was given weights states other versions than those of `loaded`."""
     if loaded and (others := stated - {*map(str, loaded)}):
         raise EngineError(
             f"the engine sampled with weights of version {', '.join(sorted(others)):.80}, the trainer loaded version "
             f"{', '.join(map(str, loaded))}; no one else may change the weights of an engine that a trainer uses"
         )
+
+
+def _parse_version(name: str) -> int:
+    """Return the number that a version of weights is, or `NO_VERSION` for a name such as "default"."""
+    return int(name) if name.isascii() and name.isdecimal() and len(name) < 10 else NO_VERSION

@@ -1,7 +1,4 @@
-"""SGLang behind its HTTP server, started by someone else. `docs/capture.md` has the command line.
-
-SGLang itself is not imported.
-"""
+"""SGLang behind an HTTP server of yours; SGLang itself is not imported. `docs/capture.md` has the command line."""
 
 from __future__ import annotations
 
@@ -16,19 +13,17 @@ from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.versions import require_engine
 from foreroute.capture import Generation, Sampling
 from foreroute.capture.arrays import MAX_INT32
-from foreroute.engines.base import OutsideEngine, stop_token_ids
+from foreroute.engines.base import OutsideEngine, WeightsFolder, stop_token_ids
 from foreroute.engines.http import Answer, Client
 from foreroute.engines.sequences import Request, Response
-from foreroute.engines.weights_folder import WeightsFolder
 from foreroute.errors import ConfigError, EngineError
 from foreroute.trace.spec import whole_number
 
 __all__ = ["SGLangServerEngine"]
 
 ROUTES, CHOICES = "enable_return_routed_experts", "enable_return_indexer_topk"
-"""Settings of a server."""
 MOST_KEPT = 4096
-"""Tokens of a sampling mask, unless the server was started with another --sampling-mask-max-tokens."""
+"""The most tokens of a sampling mask, unless the server was started with another --sampling-mask-max-tokens."""
 
 
 class SGLangServerEngine(OutsideEngine):
@@ -38,13 +33,12 @@ class SGLangServerEngine(OutsideEngine):
     model has indexers and the server was started with --enable-return-indexer-topk.
 
     Args:
-        model: the policy, as it is served.
         url: such as "http://127.0.0.1:30000".
         weights_folder: of one trainer at a time. The server must see it under the same path. Checkpoints are put into
             `foreroute-weights` in it.
         timeout_s: for each request.
         batch_size: responses that one request asks for.
-        at_once: requests under way at once.
+        at_once: the most requests under way.
 
     Attributes:
         weight_version: the version last loaded; every row is stamped with it.
@@ -74,15 +68,8 @@ class SGLangServerEngine(OutsideEngine):
         if not (info.has(ROUTES) and info.read(bool, ROUTES)):
             raise EngineError("the SGLang server must be started with --enable-return-routed-experts")
         returns_choices = info.has(CHOICES) and info.read(bool, CHOICES)
-        self._asked_too = {"return_indexer_topk": True} if returns_choices and model.indexers else {}
+        self._choice_params = {"return_indexer_topk": True} if returns_choices and model.indexers else {}
         self._weights = WeightsFolder(weights_folder, model.writer)
-
-    def _hand_over(self, folder: str, version: int) -> None:
-        request = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
-        answer = self._server.post("/update_weights_from_disk", request)
-        if not answer.read(bool, "success"):
-            said = answer.value.get("message")
-            raise EngineError(f"the SGLang server did not take the weights: {said!s:.600}")
 
     def generate(
         self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator
@@ -92,11 +79,15 @@ class SGLangServerEngine(OutsideEngine):
         A response also ends at the end-of-text token of the model's configuration. SGLang minds the seeds, which come
         from `generator`, only when it was started with --enable-deterministic-inference.
         """
-        # one prompt for each response, so that each has a seed and an id of its own
-        requests = self._requests(prompts, sampling, generator)
+        requests = self._make_requests(prompts, sampling, generator)
         batches = [requests[first : first + self._batch_size] for first in range(0, len(requests), self._batch_size)]
+        truncation = (
+            self._truncation_params(sampling, most=MOST_KEPT)
+            if sampling.truncates
+            else {"temperature": sampling.temperature}
+        )
         params = {
-            **(self._cuts(sampling, most=MOST_KEPT) if sampling.truncates else {"temperature": sampling.temperature}),
+            **truncation,
             "max_new_tokens": sampling.max_new_tokens,
             # with ignore_eos SGLang ignores these too
             "stop_token_ids": stop_token_ids(sampling),
@@ -110,42 +101,42 @@ class SGLangServerEngine(OutsideEngine):
                 "return_logprob": True,
                 "return_routed_experts": True,
                 "return_sampling_mask": sampling.truncates,
-                **self._asked_too,
+                **self._choice_params,
             }
             for batch in batches
         ]
-        most = self._batch_size * self._most_bytes(requests, most_kept=MOST_KEPT * sampling.truncates)
+        most = self._batch_size * self._bound_answer(requests, most_kept=MOST_KEPT * sampling.truncates)
         responses: list[Response] = []
         for batch, answer in zip(batches, self._server.ask("/generate", bodies, most_bytes=most), strict=True):
-            if len(answers := answer.each()) != len(batch):
+            if len(answers := answer.elements()) != len(batch):
                 raise EngineError(f"the SGLang server returned {len(answers)} responses to {len(batch)} prompts")
-            responses += [response_of(*each) for each in zip(answers, batch, strict=True)]
-        return self._generated(requests, responses, self._loaded[-1:]).generation()
+            responses += [read_response(*each) for each in zip(answers, batch, strict=True)]
+        return self._to_generation(requests, responses, self._loaded[-1:])
+
+    def _load_checkpoint(self, folder: str, version: int) -> None:
+        request = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
+        answer = self._server.post("/update_weights_from_disk", request)
+        if not answer.read(bool, "success"):
+            said = answer.value.get("message")
+            raise EngineError(f"the SGLang server did not take the weights: {said!s:.600}")
 
 
-def response_of(answer: Answer, request: Request) -> Response:
-    """What one answer of `/generate` says. Log-probs are those on the masks, where these were asked for.
-
-    Args:
-        answer: with `output_ids` and `meta_info`.
-        request: what was asked.
-
-    Raises:
-        EngineError: when it lacks what was asked for, or is the answer to another request.
-    """
+def read_response(answer: Answer, request: Request) -> Response:
+    """Read one answer of `/generate`; raise `EngineError` when it is of another request."""
     meta = Answer(answer.read(dict, "meta_info"), "the SGLang server's answer.meta_info")
     if (named := meta.read(str, "id")) != request.id:
         raise EngineError(f"the SGLang server answers the request {named!r:.80}, asked was {request.id!r}")
     if (length := meta.read(int, "prompt_tokens")) != len(request.prompt):
         raise EngineError(f"the SGLang server answers a prompt of {length} tokens, it was sent {len(request.prompt)}")
     tokens = answer.integers("output_ids")
-    if not meta.has("weight_versions"):  # as of older releases, which know one version for all tokens
+    if not meta.has("weight_versions"):  # older releases have one version for all tokens
         meta.value["weight_versions"] = [{"version": meta.read(str, "weight_version"), "start": 0, "end": len(tokens)}]
-    # each is a list of log-prob, token and text
-    entries = [[*entry.read(list), None, None][:2] for entry in meta.each("output_token_logprobs")]
+    # an entry is a list of log-prob, token and text; None stands for what a short one lacks, and is refused below
+    entries = [[*entry.read(list), None, None][:2] for entry in meta.elements("output_token_logprobs")]
     where = "the SGLang server's answer.meta_info.output_token_logprobs"
     logprobs, logprob_tokens = Answer([e[0] for e in entries], where), Answer([e[1] for e in entries], where)
     if request.sampling.truncates:
+        # log-probs of the tokens that were left, not of the whole vocabulary
         meta.read(list, "output_token_sampling_mask")
         logprobs = Answer(meta.read(list, "output_token_sampling_logprobs"), where)
     reason = meta.read(str, "finish_reason", "type")

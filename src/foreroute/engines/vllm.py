@@ -17,26 +17,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.versions import at_least, require_engine
 from foreroute.capture import Generation, Sampling
-from foreroute.engines.base import OutsideEngine, stop_token_ids
+from foreroute.engines.base import OutsideEngine, WeightsFolder, stop_token_ids
 from foreroute.engines.http import Answer, BrokenOffError, Client
-from foreroute.engines.sequences import PartialGeneration, Request, Response, require_own, require_same_tokens
+from foreroute.engines.sequences import Request, Response, check_echo, check_versions
 from foreroute.engines.vllm_server import EXTENSION, ServerProcess, ServerSettings
-from foreroute.engines.weights_folder import WeightsFolder
 from foreroute.errors import ConfigError, EngineError, shown
-from foreroute.trace import concatenate, extended
 
-__all__ = ["PartialGeneration", "ServerSettings", "VLLMEngine"]
+__all__ = ["ServerSettings", "VLLMEngine"]
 
 GENERATE, INFO = "/inference/v1/generate", "/server_info"
 DEVELOPMENT = "Start the server with VLLM_SERVER_DEV_MODE=1 in its environment"
@@ -44,11 +41,12 @@ MISSING = {
     GENERATE: "Start the server with --enable-scale-out",
     **dict.fromkeys((INFO, "/collective_rpc", "/pause", "/weight_info"), DEVELOPMENT),
 }
+"""What to do about a path that a server does not have."""
 NEUTRAL = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """Stated in every request, because a server may have others as defaults, from the folder of its model."""
-_NUMBER = re.compile("[0-9]{1,10}")
 REFUSED_CONNECTORS = ("Nixl", "MoRIIO", "Mooncake")
+_NUMBER = re.compile("[0-9]{1,10}")
 
 
 class VLLMEngine(OutsideEngine):
@@ -59,12 +57,11 @@ class VLLMEngine(OutsideEngine):
     running. Weights go through a folder that both can read.
 
     Args:
-        model: the policy, as it is served.
         server: how to start one, or the address of yours, such as "http://127.0.0.1:8000".
         weights_folder: for a server of yours, and of one trainer at a time. The server must see it under the same path.
             Checkpoints are put into `foreroute-weights` in it.
         timeout_s: for the start, and for each request.
-        at_once: responses under way at once.
+        at_once: the most responses that are sampled at once.
 
     Attributes:
         weight_version: the version last loaded; every row is stamped with the version that computed it.
@@ -88,7 +85,7 @@ class VLLMEngine(OutsideEngine):
     ) -> None:
         super().__init__(model, "vllm")
         self._timeout_s = timeout_s
-        self._has_masks = False
+        self._returns_masks = False
         self._process: ServerProcess | None = None
         if not isinstance(server, ServerSettings | str):
             raise ConfigError(
@@ -107,17 +104,53 @@ class VLLMEngine(OutsideEngine):
             url, timeout_s=timeout_s, what="the vLLM server", socket=socket, at_once=at_once, missing=MISSING
         )
         if self._process is None:
-            self._look_at_server()
+            self._check_server()
         self._weights = WeightsFolder(weights_folder, model.writer)
 
     def close(self) -> None:
-        """End the server that was started here, and let go of the folder of weights. May be called again."""
+        """End the server that was started here, and release the folder of weights. May be called again."""
         super().close()
         if self._process is not None:
             self._process.close()
 
-    def _hand_over(self, folder: str, version: int) -> None:
-        with self._running(), self._paused():
+    def generate(
+        self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator
+    ) -> Generation:
+        """Sample `sampling.group_size` responses to each prompt; as `embedded.EmbeddedEngine.generate`.
+
+        After `load_weights`, the same state of `generator` gives the same seeds, one for each response.
+        """
+        requests, process = self._make_requests(prompts, sampling, generator), self._process
+        longest = max(len(each.prompt) for each in requests) + sampling.max_new_tokens
+        if process is not None and longest > process.max_model_len:
+            raise ConfigError(
+                f"prompt and response may take {longest} tokens, max_model_len is {process.max_model_len}; raise it, "
+                "or sample fewer tokens"
+            )
+        with self._explaining_death():
+            params = self._sampling_params(sampling)
+            # one response per request: vLLM 0.28 returns one of several, and newer ones make as many requests of them
+            bodies = [
+                {
+                    "request_id": each.id,
+                    "token_ids": each.prompt.tolist(),
+                    "sampling_params": {**params, "seed": each.seed},
+                    "return_token_ids": True,
+                }
+                for each in requests
+            ]
+            num_loaded = len(self._loaded)
+            # a server that returns masks returns one for every token
+            most = self._bound_answer(requests, most_kept=int(params["top_k"]) if self._returns_masks else 0)
+            answers = self._client.ask(GENERATE, bodies, most_bytes=most)
+            check_versions({self._client.get("/weight_info").read(str, "weight_version")}, self._loaded[-1:])
+        echoes = at_least(self._engine_version, "0.30")
+        responses = [read_response(*each, echoes=echoes) for each in zip(answers, requests, strict=True)]
+        # another thread of this trainer may have loaded weights meanwhile
+        return self._to_generation(requests, responses, self._loaded[max(0, num_loaded - 1) :])
+
+    def _load_checkpoint(self, folder: str, version: int) -> None:
+        with self._explaining_death(), self._paused():
             loaded = self._client.post("/collective_rpc", {"method": "foreroute_load", "args": [folder]})
             if not (results := loaded.read(list, "results")) or any(each != folder for each in results):
                 raise EngineError(f"the server's workers loaded {results!r:.200}, each was asked to load {folder!r}")
@@ -126,154 +159,58 @@ class VLLMEngine(OutsideEngine):
                 raise EngineError("the server could not reset its prefix cache: requests of someone else are running")
             self._client.post("/update_weight_version", {"new_version": str(version)})
 
-    def generate(
-        self,
-        prompts: Sequence[NDArray[np.int32]],
-        sampling: Sampling,
-        generator: torch.Generator,
-        *,
-        known_rows: ArrayLike = 0,
-    ) -> Generation:
-        """Sample `sampling.group_size` responses to each prompt; as `embedded.EmbeddedEngine.generate`.
-
-        After `load_weights`, the same state of `generator` gives the same seeds, one for each response.
-
-        Args:
-            prompts: integer arrays [T].
-            sampling: how.
-            generator: the source of randomness.
-            known_rows: int [prompts], or one for all: rows at the start of a prompt whose routes are known from an
-                earlier turn. The engine does not send them again, and they are absent from the traces:
-                `trace.extended` joins both.
-        """
-        return self._sample(self._requests(prompts, sampling, generator, known_rows=known_rows)).generation()
-
-    def generate_until(
-        self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator, *, seconds: float
-    ) -> PartialGeneration:
-        """As `generate`, but what is not finished after this many seconds is aborted: whatever runs on the server."""
-        return self._sample(self._requests(prompts, sampling, generator), abort_after=seconds)
-
-    def resume(self, partial: PartialGeneration, sampling: Sampling, generator: torch.Generator) -> PartialGeneration:
-        """Go on with the sequences that were aborted, under the weights of now.
-
-        Rows that were routed before stay as they are, with the version that computed them, because the log-probs of
-        their tokens come from there.
-
-        Args:
-            partial: from `generate_until`.
-            sampling: as in `generate_until`; `max_new_tokens` counts what was sampled before too. Each sequence goes on
-                alone, whatever the group size.
-            generator: as in `generate`.
-        """
-        open_S, kept_S = np.flatnonzero(~partial.finished_S), np.flatnonzero(partial.finished_S)
-        if not len(open_S):
-            return partial
-        so_far = partial.trace.select(open_S)
-        requests = self._requests(
-            [so_far.tokens(s) for s in range(len(so_far))],
-            replace(sampling, group_size=1),
-            generator,
-            limits=sampling.max_new_tokens - partial.response_lengths[open_S],
-            # the engine routes the prefix again to fill its cache; rows that are kept are not asked for
-            known_rows=[int(each.argmin()) for each in np.split(so_far.valid_N, so_far.offsets[1:-1])],
-        )
-        later = self._sample(requests)
-        whole = concatenate([partial.trace.select(kept_S), extended(so_far, later.trace)])
-        logprobs, finished_S = list(partial.logprobs), partial.finished_S.copy()
-        for s, more in zip(open_S.tolist(), later.logprobs, strict=True):
-            logprobs[s] = np.concatenate([logprobs[s], more])
-        finished_S[open_S] = later.finished_S
-        trace = whole.select(np.argsort(np.concatenate([kept_S, open_S])))
-        return PartialGeneration(trace, partial.prompt_lengths, logprobs, finished_S)
-
-    def _sample(self, requests: Sequence[Request], *, abort_after: float | None = None) -> PartialGeneration:
-        # each response by itself: vLLM 0.28 returns one of several, and newer ones make as many requests of them
-        longest, process = max(len(each.prompt) + each.limit for each in requests), self._process
-        if process is not None and longest > process.max_model_len:
-            raise ConfigError(
-                f"prompt and response may take {longest} tokens, max_model_len is {process.max_model_len}; raise it, "
-                "or sample fewer tokens"
-            )
-        with self._running():
-            params = self._sampling_params(requests[0].sampling)
-            bodies = [
-                {
-                    "request_id": each.id,
-                    "token_ids": each.prompt.tolist(),
-                    "sampling_params": {**params, "max_tokens": each.limit, "seed": each.seed}
-                    # left out where it is 0, as all releases take it
-                    | ({"routed_experts_prompt_start": each.start} if each.start else {}),
-                    "return_token_ids": True,
-                }
-                for each in requests
-            ]
-            loaded = len(self._loaded)
-            # a server that returns masks returns one for every token
-            most = self._most_bytes(requests, most_kept=int(params["top_k"]) if self._has_masks else 0)
-            then = None if abort_after is None else (abort_after, "/abort_requests")
-            answers = self._client.ask(GENERATE, bodies, most_bytes=most, then=then)
-            require_own({self._client.get("/weight_info").read(str, "weight_version")}, self._loaded[-1:])
-        echoes = at_least(self._engine_version, "0.30")
-        responses = [response_of(*each, echoes=echoes) for each in zip(answers, requests, strict=True)]
-        # weights that change meanwhile are this trainer's, or those of before
-        return self._generated(requests, responses, self._loaded[max(0, loaded - 1) :])
-
     def _sampling_params(self, sampling: Sampling) -> dict[str, Any]:
-        if sampling.truncates and not self._has_masks:
+        if sampling.truncates and not self._returns_masks:
             raise ConfigError(
                 "this engine does not return sampling masks, without which log-probs under top_k, top_p or min_p "
                 "cannot be compared; start vLLM with them: sampling_masks of ServerSettings, or "
                 "--return-sampling-mask for a server of yours, or leave the three out"
             )
-        cuts = self._cuts(sampling) if self._has_masks else {**NEUTRAL, "temperature": sampling.temperature}
-        ends = {"stop_token_ids": stop_token_ids(sampling), "ignore_eos": True}
-        return {**cuts, **PENALTIES, **ends, "logprobs": 0, "detokenize": False}
+        truncation = (
+            self._truncation_params(sampling)
+            if self._returns_masks
+            else {**NEUTRAL, "temperature": sampling.temperature}
+        )
+        ends = {"max_tokens": sampling.max_new_tokens, "stop_token_ids": stop_token_ids(sampling), "ignore_eos": True}
+        return {**truncation, **PENALTIES, **ends, "logprobs": 0, "detokenize": False}
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
-        """The server answers; where it was started here and dies, its last words are in the error."""
+    def _explaining_death(self) -> Iterator[None]:
+        """Wait until the server runs; where it was started here and dies, quote its log in the error."""
         process = self._process
         if process is not None and not self._engine_version:
             process.wait(self._client, self._timeout_s)
-            self._look_at_server()
+            self._check_server()
         try:
             yield
         except EngineError as error:
-            if process is not None and (how := process.death(may_be_near=isinstance(error, BrokenOffError))):
-                raise process.ended(f"the vLLM server died ({how}): {error}") from error
+            # a connection that broke off is noticed before the process has ended
+            if process is not None and (how := process.exit_words(may_be_near=isinstance(error, BrokenOffError))):
+                raise process.close_with_error(f"the vLLM server died ({how}): {error}") from error
             raise
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
-        """No request runs meanwhile; afterwards the server goes on, whatever has happened."""
+        """Keep requests from running; afterwards resume the server, whatever has happened."""
         try:
             self._client.post("/pause?mode=wait", {})
             yield
         finally:
             self._client.post("/resume", {})
 
-    def _look_at_server(self) -> None:
-        """Ask the server how it was started, because a wrong setting gives wrong log-probs without an error."""
+    def _check_server(self) -> None:
+        """Check how the server was started: a wrong setting gives wrong log-probs without an error."""
         version = self._client.get("/version").read(str, "version")
         require_engine("vLLM", version)
         config = Answer(self._client.get(f"{INFO}?config_format=json").read(dict, "vllm_config"), "vllm_config")
         if missing := missing_settings(config, version):
             raise EngineError(f"the vLLM server must be started with {', and '.join(missing)}")
-        self._has_masks = config.read(dict, "model_config").get("return_sampling_mask") is True
+        self._returns_masks = config.read(dict, "model_config").get("return_sampling_mask") is True
         self._engine_version = version
 
 
 def missing_settings(config: Answer, version: str) -> list[str]:
-    """What a server of this release lacks for replay, as arguments or in words.
-
-    Args:
-        config: the `vllm_config` of `/server_info`.
-        version: of vLLM.
-
-    Raises:
-        EngineError: when the configuration lacks what every release has.
-    """
+    """Return what a server with this `vllm_config` lacks for replay, as arguments or in words."""
     newer, is_cpu = at_least(version, "0.31"), config.read(str, "device_config", "device") == "cpu"
     routes = "aux_output" if newer else "model"
     wanted: list[tuple[str, str, str, object]] = [
@@ -298,36 +235,27 @@ def missing_settings(config: Answer, version: str) -> list[str]:
     return missing
 
 
-def response_of(answer: Answer, request: Request, *, echoes: bool) -> Response:
-    """What the one choice of an answer of `/inference/v1/generate` says.
+def read_response(answer: Answer, request: Request, *, echoes: bool) -> Response:
+    """Read the one choice of an answer of `/inference/v1/generate`; raise `EngineError` when it is of another request.
 
-    Args:
-        answer: as it came.
-        request: what was asked.
-        echoes: whether this release states the prompt; vLLM does from 0.30 on, and its length before.
-
-    Raises:
-        EngineError: when it lacks what was asked for, or is the answer to another request.
+    `echoes` says whether this release states the prompt; vLLM does from 0.30 on, and its length before.
     """
     if not (named := answer.read(str, "request_id")).endswith(request.id):
         raise EngineError(f"the vLLM server answers the request {named!r:.80}, asked was {request.id!r}")
     if echoes:
-        require_same_tokens("the prompt", request.prompt, answer.integers("prompt_token_ids"))
+        check_echo("the prompt", request.prompt, answer.integers("prompt_token_ids"))
     elif (length := answer.read(int, "usage", "prompt_tokens")) != len(request.prompt):
         raise EngineError(f"the vLLM server answers a prompt of {length} tokens, it was sent {len(request.prompt)}")
-    if len(choices := answer.each("choices")) != 1:
+    if len(choices := answer.elements("choices")) != 1:
         raise EngineError(f"the vLLM server returned {len(choices)} responses, asked for 1")
     (choice,) = choices
     if number := choice.read(int, "index"):
         raise EngineError(f"the vLLM server numbered its one response {number}; expected 0")
     reason, tokens = choice.read(str, "finish_reason"), choice.integers("token_ids")
     states_versions = bool(len(tokens)) and choice.has("weight_versions")  # from 0.31 on
-    masks = None  # a server that can return them does so for every request
-    if request.sampling.truncates:
-        masks = choice.read(list, "sampling_mask") if len(tokens) else []
-    is_routed = reason != "abort" or choice.has("routed_experts")  # else it was aborted before its first forward
-    output = {**choice.value, "sampling_mask": masks} if is_routed else {}
-    steps = choice.each("logprobs", "content")
+    # a server that can return masks does so for every request
+    masks = choice.read(list, "sampling_mask") if request.sampling.truncates and len(tokens) else None
+    steps = choice.elements("logprobs", "content")
     logprobs = Answer([step.read(dict).get("logprob") for step in steps], "the log-probs of the vLLM server").numbers()
     # `token_id` from 0.31 on, and a text "token_id:7" before
     named_by = [
@@ -336,4 +264,4 @@ def response_of(answer: Answer, request: Request, *, echoes: bool) -> Response:
     ]
     whole = [int(each) if isinstance(each, str) and _NUMBER.fullmatch(each) else each for each in named_by]
     logprob_tokens = Answer(whole, "the tokens of the vLLM server's log-probs").integers()
-    return Response(tokens, logprobs, logprob_tokens, reason, output, states_versions)
+    return Response(tokens, logprobs, logprob_tokens, reason, {**choice.value, "sampling_mask": masks}, states_versions)

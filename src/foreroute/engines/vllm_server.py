@@ -1,4 +1,4 @@
-"""vLLM's server as a child of the trainer: with what it is started, and how it always ends."""
+"""vLLM's server as a child of the trainer: how it is started, and how it always ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,16 @@ FIXED_OPTIONS: Mapping[str, Any] = {
     "generation_config": "vllm",
     "disable_uvicorn_access_log": True,
 }
-OWN_OPTIONS = ("model", "dtype", "max_model_len", "return_sampling_mask", "trust_remote_code", "uds", "host", "port")
+REFUSED_OPTIONS = (
+    "model",
+    "dtype",
+    "max_model_len",
+    "return_sampling_mask",
+    "trust_remote_code",
+    "uds",
+    "host",
+    "port",
+)
 """Set from `ServerSettings`, or never: code of a model's folder is not run."""
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -56,10 +65,10 @@ HINTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """How to run vLLM.
+    """How to start a vLLM server.
 
     Attributes:
-        python: the interpreter of an environment with vLLM. A relative path begins at the current folder.
+        python: the interpreter of an environment with vLLM; a relative path begins at the current folder.
         precision: vLLM's dtype.
         max_model_len: tokens of the longest sequence; by default the most that the model takes.
         sampling_masks: have vLLM return the tokens that each was drawn from, for `top_k`, `top_p` and `min_p`. This
@@ -68,7 +77,7 @@ class ServerSettings:
         options: further arguments of `vllm serve`, such as `{"block_size": 32, "async_scheduling": False}`.
 
     Raises:
-        ConfigError: when an option is set by foreroute, or is none.
+        ConfigError: when an option is set by foreroute, or JSON cannot hold it.
         EngineError: when there is no such interpreter.
     """
 
@@ -79,7 +88,7 @@ class ServerSettings:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if taken := sorted(self.options.keys() & {*FIXED_OPTIONS, *OWN_OPTIONS}):
+        if taken := sorted(self.options.keys() & {*FIXED_OPTIONS, *REFUSED_OPTIONS}):
             raise ConfigError(f"the vLLM options {', '.join(taken)} are set by foreroute; remove them")
         _arguments(self.options)
         if not (self.python.is_file() and os.access(self.python, os.X_OK)):
@@ -90,28 +99,17 @@ class ServerSettings:
             )
 
     def arguments(self, checkpoint: Path, max_model_len: int) -> list[str]:
-        """The arguments of the server, but for those that depend on the release."""
-        own = {"model": str(checkpoint), "dtype": self.precision, "max_model_len": max_model_len}
+        """Return the arguments of the server, without those that depend on the release."""
+        fixed = {"model": str(checkpoint), "dtype": self.precision, "max_model_len": max_model_len}
         masks = {"return_sampling_mask": True} if self.sampling_masks else {}
-        # half of a GPU, which the trainer may share
-        return _arguments({"gpu_memory_utilization": 0.5, **self.options, **FIXED_OPTIONS, **own, **masks})
+        # 0.5, because the trainer may share the GPU; vLLM would take 0.9 of it
+        return _arguments({"gpu_memory_utilization": 0.5, **self.options, **FIXED_OPTIONS, **fixed, **masks})
 
 
 class ServerProcess:
-    """A server that is ended with this object, and with the trainer. Its socket is seen by this user alone.
+    """A server that ends with this object, and with the trainer.
 
-    Args:
-        settings: how to run vLLM.
-        model: what it serves.
-
-    Attributes:
-        folder: its files; what it prints goes to `server.log` there.
-        socket: the path of its Unix socket.
-        max_model_len: tokens of the longest sequence.
-
-    Raises:
-        ConfigError: when neither the model nor the settings say how long a sequence may be.
-        EngineError: when the process cannot be started.
+    Its socket lies in its `folder`, which this user alone can enter, and so does `server.log`, with what it prints.
     """
 
     def __init__(self, settings: ServerSettings, model: ServedModel) -> None:
@@ -127,33 +125,28 @@ class ServerProcess:
         (self.folder / "path").mkdir()
         (self.folder / "path" / "foreroute").symlink_to(Path(__file__).resolve().parents[1])
         checkpoint = model.writer.write(self.folder / "initial")
-        own = {"PYTHONPATH": str(self.folder / "path"), "VLLM_SERVER_DEV_MODE": "1"}
+        variables = {"PYTHONPATH": str(self.folder / "path"), "VLLM_SERVER_DEV_MODE": "1"}
         command = [str(settings.python.absolute()), "-m", "foreroute.engines.inside_vllm", "--uds", str(self.socket)]
         try:
             with open(self.folder / "server.log", "wb") as log:
                 self._process = subprocess.Popen(
                     [*command, *settings.arguments(checkpoint, longest)],
-                    # whatever ends the trainer closes it, and the server ends then
+                    # closed by whatever ends the trainer, on which the server ends
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    env={**ENVIRONMENT, **os.environ, **own},
+                    env={**ENVIRONMENT, **os.environ, **variables},
                     cwd=self.folder,
-                    # Ctrl-C is the trainer's, and the group is ended as one
+                    # Ctrl-C goes to the trainer alone, and all that the server starts is ended as one group
                     start_new_session=True,
                 )
-        except (OSError, ValueError) as error:  # letters that cannot be passed on
+        except (OSError, ValueError) as error:  # ValueError: surrogates in an argument
             temporary.cleanup()
             raise EngineError(f"the vLLM server {command[0]} cannot be started: {error}") from error
         self._end = weakref.finalize(self, _end, self._process, temporary)
 
     def wait(self, client: Client, timeout_s: float) -> None:
-        """Return when the server answers.
-
-        Raises:
-            EngineError: when it has ended, or does not answer in time; it is ended then. The last lines of its log are
-                quoted.
-        """
+        """Return when the server answers; raise `EngineError` when it has ended, or is late and was ended for it."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline and self._process.poll() is None:
             if self.socket.exists():
@@ -162,29 +155,29 @@ class ServerProcess:
                     return
             time.sleep(POLL_S)
         late = f"did not start within {timeout_s:g} s and was ended; give it longer with timeout_s"
-        why = late if self._process.poll() is None else f"died ({self._how()}) when it was started"
-        raise self.ended(f"the vLLM server {why}")
+        why = late if self._process.poll() is None else f"died ({self._describe_exit()}) when it was started"
+        raise self.close_with_error(f"the vLLM server {why}")
 
-    def ended(self, what: str) -> EngineError:
-        """End the server; an error that says why, with the last lines of its log."""
+    def close_with_error(self, what: str) -> EngineError:
+        """End the server; return an error that quotes the last lines of its log."""
         lines = self._last_lines()
         self.close()
         hints = "".join(f" {hint}." for words, hint in HINTS.items() if any(words in line for line in lines))
         quoted = "\nThe last lines that it printed:\n  " + "\n  ".join(lines) if lines else " It printed nothing."
         return EngineError(f"{what}.{hints}{quoted}")
 
-    def death(self, *, may_be_near: bool = False) -> str:
-        """How the process ended; nothing while it runs. One that may be ending is waited for a little."""
+    def exit_words(self, *, may_be_near: bool = False) -> str:
+        """Say how the process ended; "" while it runs. Waits a little for one that may be about to end."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE_S if may_be_near else 0)
-            return self._how()
+            return self._describe_exit()
         return ""
 
     def close(self) -> None:
         """End the process and everything it started, and remove its files. May be called again."""
         self._end()
 
-    def _how(self) -> str:
+    def _describe_exit(self) -> str:
         code = self._process.returncode
         return f"exit code {code}" if code >= 0 else f"signal {-code}, {signal.strsignal(-code)}"
 
@@ -193,13 +186,13 @@ class ServerProcess:
             log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
             lines = log.read().decode(errors="replace").splitlines()
         said = [line[:MOST_SAID] for line in lines if line.strip()]
-        # vLLM's processes each end with a traceback, and the cause stands in the first
+        # each of vLLM's processes ends with a traceback, and the cause stands in the first
         causes = [line for line in said[:-TAIL_LINES] if "Error: " in line][:MOST_CAUSES]
         return causes + said[-TAIL_LINES:]
 
 
 def _arguments(options: Mapping[str, Any]) -> list[str]:
-    """Options as a command line has them: `{"block_size": 32, "x": False}` is `--block-size=32 --no-x`."""
+    """Make arguments of options: `{"block_size": 32, "x": False}` becomes `--block-size=32 --no-x`."""
     found = []
     for name, value in options.items():
         flag = name.replace("_", "-")
@@ -214,12 +207,13 @@ def _arguments(options: Mapping[str, Any]) -> list[str]:
 
 
 def _end(process: subprocess.Popen[bytes], temporary: tempfile.TemporaryDirectory[str]) -> None:
-    """Whoever does not end in time is killed, and children that outlive the server, which are in its group."""
+    """End the process, by force when it is late, and remove its files."""
     with process:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
+        # children that outlive the server are still of its group
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
     temporary.cleanup()

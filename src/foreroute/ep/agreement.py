@@ -1,147 +1,176 @@
-"""What ranks agree on: a plan that the first makes for all, and what objects to one, to its counts or micro-batches."""
+"""Collectives on gloo by which ranks agree, and every rank learns of an error on any rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
 
-from foreroute.ep.transfer.consensus import RankConsensus
-from foreroute.errors import ForerouteError, PlanError
-from foreroute.plan import StepPlan
-from foreroute.plan.counts import counts_digest
-from foreroute.plan.plan_file import plan_from_bytes, plan_to_bytes
+from foreroute import errors
+from foreroute.ep.transfer.peers import collective_errors, own_group
+from foreroute.errors import ForerouteError
+from foreroute.files.container import blake2b_hex
 
-Found = TypeVar("Found")
+TEXT_BYTES = 1024
+"""Every rank sends as many, so that their texts need one collective and no exchange of lengths."""
+FACTS, NUMBERS = 2, 4
+"""What a vote has room for. Every rank sends as many, whatever it has to say."""
 
 
-def share_plan(
-    consensus: RankConsensus, make: Callable[[], StepPlan], everyone: RankConsensus | None = None
-) -> StepPlan:
-    """Make a plan on the first rank of a group and give it to all. A collective call.
+class RankConsensus:
+    """A gloo group of its own for what all ranks decide. Every method is a collective call.
 
     Args:
-        consensus: of the group.
-        make: called on the first rank alone; it may wait for a thread.
-        everyone: the ranks of all groups that make plans at the same time; those of the group by default.
+        along, ranks, timeout_s: as in `own_group`, which it is made by. A rank that does not answer for so long is
+            taken for dead.
 
-    Raises:
-        PlanError: on the other ranks, when a first one cannot make it; there, its own error.
-        TransferError: when a rank does not answer, such as one that died while it planned.
+    Attributes:
+        group: the group.
+        rank, size: of this rank in it.
     """
-    if everyone is None or everyone is consensus:
-        return _shared(consensus, make)
-    what, failed = "waiting for the plans of all groups", "no plan was made"
-    try:
-        plan = _shared(consensus, make)
-    except BaseException:
-        everyone.objections(failed, what)
-        raise
-    if objections := everyone.objections(None, what):
-        raise PlanError(f"another expert-parallel group has no plan ({objections[0]}); look for the first error there")
-    return plan
 
+    def __init__(
+        self, *along: dist.ProcessGroup, ranks: list[int] | None = None, timeout_s: float | None = None
+    ) -> None:
+        self.group = own_group(*along, ranks=ranks, timeout_s=timeout_s, backend="gloo")
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self._names = [f"rank {rank}" for rank in dist.get_process_group_ranks(self.group)]
 
-def _shared(consensus: RankConsensus, make: Callable[[], StepPlan]) -> StepPlan:
-    """What the first rank makes, on all of a group."""
-    what = "waiting for the plan of rank 0"
-    if consensus.rank == 0:
+    @contextmanager
+    def agree(self, what: str, error: type[ForerouteError]) -> Iterator[Vote]:
+        """Do the body on every rank; behind it all ranks go on, or all of them raise.
+
+        When all go on, the ranks have asked each other once.
+
+        Args:
+            what: is decided, in words, for errors.
+            error: of ranks that say other things, and of refusals that are no error of ours: those that `error` is
+                derived from, such as `ValueError`.
+
+        Yields:
+            The vote, for what ranks say beside. What it says is read behind the context.
+
+        Raises:
+            ForerouteError: on every rank alike, of the class that the first rank raised that refused, with the texts of
+                all that did. A rank that failed otherwise raises its own error, and the others `error`.
+            TransferError: when a rank does not answer.
+        """
+        vote, mine = Vote(), None
         try:
-            plan = make()
-            content = plan_to_bytes(plan)
-        except BaseException:
-            consensus.from_first(None, "telling that there is no plan")
-            raise
-        consensus.from_first(content, what)
-        return plan
-    received = consensus.from_first(None, what)
-    if received is None:
-        raise PlanError("rank 0 made no plan; look for the first error in its log")
-    return plan_from_bytes(received)
+            yield vote
+        except BaseException as raised:
+            mine = raised
+        records = self.gather(torch.tensor(vote.record(refuses=mine is not None)), what)
+        vote.numbers_GN = records[:, 1 + 2 * FACTS :].numpy()
+        if records[:, 0].any():
+            self._raise_alike(mine, what, error)
+        for number in range(FACTS):
+            among_G, digest_G = records[:, 1 + 2 * number : 3 + 2 * number].T.tolist()
+            expected = dict(zip(among_G, digest_G, strict=True))
+            wrong = {among for among, digest in zip(among_G, digest_G, strict=True) if digest != expected[among]}
+            if wrong:
+                texts = zip(self._names, self.texts(vote.facts[number].text, what), among_G, strict=True)
+                listed = "; ".join(f"{name}: {text}" for name, text, among in texts if among in wrong)
+                raise error(vote.facts[number].otherwise.replace("{}", listed))
+
+    def _raise_alike(self, mine: BaseException | None, what: str, error: type[ForerouteError]) -> None:
+        """Raise what some rank has refused, which may be this one."""
+        builtin = tuple(each for each in error.__mro__ if each.__module__ == "builtins")[:-3]
+        is_refusal = isinstance(mine, (ForerouteError, *builtin))
+        text = str(mine) if is_refusal else f"{mine!r}, whose trace is in the log of that rank"
+        sent = "" if mine is None else f"{type(mine).__name__}\n{text}"
+        said = [each.partition("\n")[::2] for each in self.texts(sent, what)]
+        if mine is not None and not is_refusal:
+            raise mine
+        first = getattr(errors, next(name for name, _ in said if name), error)
+        texts = (f"{name}: {text}" for name, (refused, text) in zip(self._names, said, strict=True) if refused)
+        raise first(f"{what}: " + "; ".join(texts)) from mine
+
+    def objections(self, mine: str | None, what: str) -> list[str]:
+        """Return what is wrong on any rank, the same list on all of them, empty when all is well.
+
+        Args:
+            mine: what is wrong here, or None.
+            what: the question in words, for errors.
+
+        Raises:
+            TransferError: when a rank does not answer.
+        """
+        if not self.most(torch.tensor([mine is not None], dtype=torch.int32), what).item():
+            return []
+        texts = self.texts(mine or "", what)
+        return [f"{name}: {text}" for name, text in zip(self._names, texts, strict=True) if text]
+
+    def most(self, mine: Tensor, what: str) -> Tensor:
+        """Return the elementwise largest of a tensor of integers that every rank has. Raises as `objections`."""
+        largest = mine.clone()
+        with collective_errors(what, self.group):
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return largest
+
+    def gather(self, mine: Tensor, what: str) -> Tensor:
+        """Stack the tensors of all ranks, of one shape and dtype, to [G, ...]. Raises as `objections`."""
+        parts = [torch.empty_like(mine) for _ in range(self.size)]
+        with collective_errors(what, self.group):
+            dist.all_gather(parts, mine, group=self.group)
+        return torch.stack(parts)
+
+    def from_first(self, mine: bytes, what: str) -> bytes:
+        """Return the bytes of the first rank, on every rank. Raises as `objections`."""
+        content = torch.from_numpy(np.frombuffer(mine, np.uint8).copy())
+        size, first = torch.tensor([len(content)]), dist.get_global_rank(self.group, 0)
+        with collective_errors(what, self.group):
+            dist.broadcast(size, first, group=self.group)
+            sent = content if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+            dist.broadcast(sent, first, group=self.group)
+        return sent.numpy().tobytes()
+
+    def texts(self, mine: str, what: str) -> list[str]:
+        """Return what each rank says, cut to 1 KiB of UTF-8. Raises as `objections`."""
+        sent = np.zeros(TEXT_BYTES, np.uint8)
+        encoded = np.frombuffer(mine.encode()[:TEXT_BYTES], np.uint8)
+        sent[: len(encoded)] = encoded
+        got = self.gather(torch.from_numpy(sent), what)
+        return [bytes(text.numpy()).rstrip(b"\0").decode(errors="replace") for text in got]
 
 
-def found_alike(consensus: RankConsensus, kind: type[ForerouteError], what: str, look: Callable[[], Found]) -> Found:
-    """What was found here; the error of the first rank that refuses, on all of them. A collective call.
+class Fact(NamedTuple):
+    """Something that ranks must say alike."""
 
-    Args:
-        consensus: of the ranks.
-        kind: of error that a refusal is, with `ValueError`.
-        what: the question in words, for ranks that do not answer.
-        look: finds it.
-    """
-    refusal: Exception | None = None
-    try:
-        found = look()
-    except (kind, ValueError) as error:
-        refusal = error
-    if objections := consensus.objections(None if refusal is None else str(refusal), what):
-        raise kind(objections[0]) from refusal
-    return found
+    text: str
+    otherwise: str  # the error, with "{}" where the texts of ranks go
+    among: int  # ranks with one number compare their texts
 
 
-def raise_alike(consensus: RankConsensus, error: type[Exception], mine: str | None, what: str) -> None:
-    """Raise on every rank, when one of them objects. A collective call."""
-    if objections := consensus.objections(mine, what):
-        raise error(f"{what}: " + "; ".join(objections))
+@dataclass(eq=False)
+class Vote:
+    """What a rank says beside its consent, and what all have said."""
 
+    facts: list[Fact] = field(default_factory=list)
+    numbers: Sequence[int] = ()
+    numbers_GN: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, NUMBERS), np.int64))  # when all agreed
 
-def objection_to_number(num_micro_batches: int, num_planned: int) -> str | None:
-    """What says that this rank brings, or has run, other micro-batches than were planned."""
-    if num_micro_batches == num_planned:
-        return None
-    return f"{num_micro_batches} of {num_planned} planned micro-batches are here; bring and run each of them once"
+    def same(self, text: str, otherwise: str, *, among: int = 0) -> None:
+        """Have ranks compare texts, up to two times in a vote, on all ranks alike.
 
+        Args:
+            text: of this rank.
+            otherwise: the error where they differ, with "{}" for what each rank says.
+            among: compared are ranks that give the same number.
+        """
+        self.facts.append(Fact(text, otherwise, among))
 
-def objection_to_plan(plan: StepPlan, home_LE: NDArray[np.int16]) -> str | None:
-    """What keeps a plan from being executed where experts live, int16 [L, E]."""
-    if plan.shape[1:] != home_LE.shape:
-        return (
-            f"the plan is for {plan.shape[1]} routed layers of {plan.shape[2]} experts, the model has "
-            f"{home_LE.shape[0]} of {home_LE.shape[1]}"
-        )
-    if (plan.home_LE != home_LE).any():
-        layer, expert = np.argwhere(plan.home_LE != home_LE)[0].tolist()
-        return (
-            f"expert {expert} of routed layer {layer} lives on rank {home_LE[layer, expert]}, and on rank "
-            f"{plan.home_LE[layer, expert]} by the plan; call move_homes(plan.home_LE, optimizer) first"
-        )
-    return None
-
-
-def objection_to_counts(plan: StepPlan, counts_MLGE: NDArray[np.integer]) -> str | None:
-    """What says that counts, integers [M, L, G, E], are not those that the plan was made for."""
-    expected = (*plan.shape[:2], plan.topology.num_ranks, plan.shape[2])
-    if counts_MLGE.shape != expected or counts_MLGE.dtype.kind not in "iu":
-        return f"counts are {counts_MLGE.dtype} {list(counts_MLGE.shape)}, the plan is for integers {list(expected)}"
-    found = counts_digest(counts_MLGE)
-    if found != plan.counts_digest:
-        return f"counts have digest {found}, the plan was made for {plan.counts_digest}; hand in the counts of the plan"
-    return None
-
-
-def objection_to_micro_batches(
-    found_MLE: Sequence[NDArray[np.integer]], planned_MLE: NDArray[np.integer], layers: Sequence[int]
-) -> str | None:
-    """What says that the micro-batches of this rank are not those that were counted.
-
-    Args:
-        found_MLE: of each, integers [L, E], its assignments.
-        planned_MLE: integers [M, L, E].
-        layers: which routed layers of the model these are.
-    """
-    for micro_step, (found_LE, planned_LE) in enumerate(zip(found_MLE, planned_MLE, strict=True)):
-        if found_LE.shape != planned_LE.shape:
-            return (
-                f"micro-batch {micro_step} is routed to {list(found_LE.shape)} layers and experts, expected "
-                f"{list(planned_LE.shape)}"
-            )
-        if (found_LE != planned_LE).any():
-            layer, expert = np.argwhere(found_LE != planned_LE)[0].tolist()
-            return (
-                f"micro-batch {micro_step} makes {found_LE[layer, expert]} assignments to expert {expert} of "
-                f"routed layer {layers[layer]}, {planned_LE[layer, expert]} were planned; hand in the micro-batches "
-                "that were counted, in the same order"
-            )
-    return None
+    def record(self, *, refuses: bool) -> list[int]:
+        """Return what is sent, of a size that is the same on ranks that refuse before they have said everything."""
+        facts = [
+            number for each in self.facts for number in (each.among, int(blake2b_hex(each.text.encode())[:15], 16))
+        ]
+        room = [0] * (2 * FACTS - len(facts)), [0] * (NUMBERS - len(self.numbers))
+        return [int(refuses), *facts, *room[0], *self.numbers, *room[1]]

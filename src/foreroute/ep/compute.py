@@ -1,8 +1,9 @@
-"""What replicas compute, on rows that are already in order of their group, with weights that are borrowed for the pass.
+"""What replicas compute, on rows that are in order of their group, with weights that are fetched for the pass.
 
-Gradients of these weights are sent home. The layouts are those of experts modules in transformers 5, told by their
-attributes: `has_gate`, `has_bias`, `is_transposed` and the method `_apply_gate`, which also knows whether gate and up
-are concatenated or interleaved.
+Weights lie as the parameters of experts modules in transformers 5 do. The module's attributes `has_gate`, `has_bias`
+and `is_transposed` tell how, and its method `_apply_gate` knows whether gate and up are concatenated or interleaved.
+
+V replicas here, N rows, D hidden size, E experts, G ranks of a group, W ranks that own each expert once.
 """
 
 from __future__ import annotations
@@ -17,91 +18,104 @@ from torch.nn import functional
 
 from foreroute.ep.dispatch import RowGroups
 from foreroute.ep.replicas import Replicas
+from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.engine import TransferEngine
-from foreroute.ep.transfer.replica_weights import Cell, Home, segment_sums
+from foreroute.ep.transfer.gradients import segment_sums
 
 
 class StackedReplicas(Replicas):
     """Replicas beside an experts module whose parameters have an axis of experts in front.
 
     Weights leave from the memory that the optimizer updates, and gradients arrive at what the pass computes with: a
-    framework may compute with a copy, in another dtype.
+    framework may compute with a copy, in another dtype. Gradients are made and returned in float32 (float64 for
+    weights in float64), and rounded once, when they have been added to those of the home experts.
 
     Args:
-        cell, source: as in `Replicas`.
+        cell, engine, owned: as in `Replicas`; `owned` is name -> [E / W, ...].
         home: name -> [E / G, ...], what home experts compute with in this pass.
-        owned: name -> [E / W, ...], what the optimizer updates, given to the engine.
         terms: what adapters add, whose factors are among both.
-
-    Attributes:
-        terms: the same.
     """
 
-    home: Mapping[str, Tensor]
-
     def __init__(
-        self, cell: Cell, source: TransferEngine, home: Home, owned: Home, terms: Sequence[LowRankTerm] = ()
+        self,
+        cell: Cell,
+        engine: TransferEngine,
+        home: Mapping[str, Tensor],
+        owned: Mapping[str, Tensor],
+        terms: Sequence[LowRankTerm] = (),
     ) -> None:
-        super().__init__(cell, source, home)
-        self.terms = terms
-        self._owned = owned
-
-    def fetch(self) -> None:
-        """See `Replicas`."""
-        self._fetch = self._source.fetch(self.cell, self._owned)
-
-    def compute(self, module: Any, rows_RD: Tensor, groups: RowGroups) -> Tensor:
-        """What the replicas here make of their rows, [R, D]. All ranks call it, those without a replica too.
-
-        Autograd keeps no weight: backward asks for those once more, since their slots may have served other cells.
-        """
-        token, borrowed = self.borrow()
-        out = rows_RD
-        if groups.sizes_S:
-            weights = dict(zip(self.home, borrowed, strict=True))
-            # autograd keeps factors, which are small: not in slots
-            weights |= {name: weights[name].clone() for term in self.terms for name in term.factors}
-            weights |= {term.parameter: adapted(term.parameter, weights, self.terms) for term in self.terms}
-            out = run_replicas(module, weights, rows_RD, groups, self.again)
-        return self.give_up(token, out)
-
-    def again(self, name: str) -> Tensor:
-        """A borrowed weight, in backward."""
-        weight = self.weights[name].to(self.home[name].dtype)
-        return adapted(name, {**self.weights, name: weight}, self.terms)
+        super().__init__(cell, engine, owned)
+        self.home, self.terms = home, terms
+        trained = {name for name, shard in home.items() if shard.requires_grad}
+        factors = {factor for term in terms for factor in term.factors}
+        adapted = {term.parameter for term in terms if term.scaling and not trained.isdisjoint(term.factors)}
+        self._in_graph = [name for name in home if name not in factors and name in trained | adapted]
 
     def parameters(self) -> list[Tensor]:
-        """Name after name."""
         return list(self.home.values())
 
-    def passed_on(self) -> list[Tensor]:
-        """Views of `parameters`."""
-        return [shard.view_as(shard) for shard in self.home.values()]
+    def graph_inputs(self) -> list[Tensor]:
+        # Autograd casts a gradient to the dtype of its input, which may be bfloat16. So weights stand in the graph as
+        # zeros in float32 that have a shape and no memory; products read the weights themselves.
+        return [
+            weight.new_zeros((), dtype=_wide(weight.dtype)).expand(weight.shape)
+            for weight in map(self.weights.__getitem__, self._in_graph)
+        ]
 
-    def borrowed(self) -> list[Tensor]:
-        """Name after name, [replicas here, ...] each."""
-        return [self.weights[name].detach().to(shard.dtype) for name, shard in self.home.items()]
+    def run(self, inputs: Sequence[Tensor], module: Any, rows_ND: Tensor, groups: RowGroups) -> list[Tensor]:
+        """Up, gate and down projection of every row with the weights of its group.
 
-    def untrained(self, borrowed: list[Tensor]) -> list[Tensor]:
-        """Those whose shard is not trained."""
-        shards = self.home.values()
-        return [weight for weight, shard in zip(borrowed, shards, strict=True) if not shard.requires_grad]
+        Args:
+            inputs: `graph_inputs`.
+            module: the experts module, for its layout, gate and activation.
+            rows_ND: in order of group.
+            groups: of the rows, a replica each.
+        """
+        if not groups.sizes:
+            return []
+        stand_ins = dict(zip(self._in_graph, inputs, strict=True))
+        up = "gate_up_proj" if module.has_gate else "up_proj"
+        hidden = self._linear(module, up, rows_ND, groups, stand_ins)
+        activated = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
+        out = self._linear(module, "down_proj", activated, groups, stand_ins)
+        return [module.post_expert_norm(out) if getattr(module, "has_post_expert_norm", False) else out]
 
-    def gradients(self, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        """Gradients of the trained weights; zeros where no row has brought one."""
-        return {
-            name: torch.zeros_like(self.weights[name]) if grad is None else grad.to(self.weights[name].dtype)
-            for (name, shard), grad in zip(self.home.items(), grads, strict=True)
-            if shard.requires_grad
-        }
+    def _linear(
+        self, module: Any, name: str, rows: Tensor, groups: RowGroups, stand_ins: Mapping[str, Tensor]
+    ) -> Tensor:
+        get_weight = partial(self.weight, name)
+        rows = rows.to(self.home[name].dtype)
+        out: Tensor = ReplicaProduct.apply(rows, stand_ins.get(name), get_weight, module.is_transposed, groups)
+        if module.has_bias:
+            bias = f"{name}_bias"
+            out = AddBias.apply(out, stand_ins.get(bias), self.weight(bias), groups)
+        return out
 
-    def add_home(self, returned: dict[str, dict[int, Tensor]], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """To what home experts have found, in place: no other node is given that."""
+    def weight(self, name: str) -> Tensor:
+        """Give the weight that the replicas compute with, [V, ...], while they are fetched."""
+        weight = self.weights[name].to(self.home[name].dtype)
+        return adapt(name, {**self.weights, name: weight}, self.terms)
+
+    def grads_to_return(self, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for name, known in zip(self._in_graph, grads, strict=True):
+            weight = self.weights[name]
+            grad = weight.new_zeros(weight.shape, dtype=_wide(weight.dtype)) if known is None else known
+            found[name] = grad
+            for term in self.terms:
+                if term.parameter == name and term.scaling:
+                    found |= term.factor_grads(self.weights, grad, self.home[name].dtype)
+        return {name: grad for name, grad in found.items() if self.home[name].requires_grad}
+
+    def add_returned(
+        self, returned: dict[str, dict[int, Tensor]], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
         totals: list[Tensor | None] = []
         for (name, shard), grad in zip(self.home.items(), grads, strict=True):
             total = grad
             if name in returned:
                 total = torch.zeros_like(shard) if grad is None else grad
+                # in place, as no other node is given it; the sum is made in float32 and rounded once
                 for row, gradient in returned[name].items():
                     total[row].add_(gradient)
             totals.append(total)
@@ -109,29 +123,27 @@ class StackedReplicas(Replicas):
 
 
 class LowRankTerm(NamedTuple):
-    """What an adapter (LoRA) adds to a parameter in one pass: s B A of every expert.
+    """What an adapter (LoRA) adds to a parameter in one pass: s B A of every expert."""
 
-    Attributes:
-        parameter: its name; [experts, in, out] where `is_transposed`, else [experts, out, in].
-        factors: the names of A [experts, rank, in] and of B [experts, out, rank].
-        scaling: s; 0 while the adapter is off.
-        is_transposed: how the parameter is laid out.
-    """
-
-    parameter: str
-    factors: tuple[str, str]
-    scaling: float
+    parameter: str  # its name; [experts, in, out] where `is_transposed`, else [experts, out, in]
+    factors: tuple[str, str]  # the names of A [experts, rank, in] and of B [experts, out, rank]
+    scaling: float  # s; 0 while the adapter is off
     is_transposed: bool
 
+    def factor_grads(self, weights: Mapping[str, Tensor], grad: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Give the gradients of A and B by name, of that of the adapted weight, [V, ...], in its dtype.
 
-def adapted(name: str, weights: Mapping[str, Tensor], terms: Sequence[LowRankTerm]) -> Tensor:
-    """The weight that experts compute with, [S, ...].
+        The weight is computed with in `dtype`, which factors were rounded to.
+        """
+        right, left = (weights[factor].to(dtype).to(grad.dtype) for factor in self.factors)
+        grad = grad.mT if self.is_transposed else grad
+        with torch.autocast(grad.device.type, enabled=False):
+            found = left.mT @ grad * self.scaling, grad @ right.mT * self.scaling
+        return dict(zip(self.factors, found, strict=True))
 
-    Args:
-        name: of the parameter.
-        weights: name -> [S, ...], those of factors too.
-        terms: of all parameters.
-    """
+
+def adapt(name: str, weights: Mapping[str, Tensor], terms: Sequence[LowRankTerm]) -> Tensor:
+    """Give the weight that experts compute with, [V, ...], of the parameter and its factors, [V, ...] by name."""
     weight = weights[name]
     for term in terms:
         if term.parameter == name and term.scaling:
@@ -144,105 +156,74 @@ def adapted(name: str, weights: Mapping[str, Tensor], terms: Sequence[LowRankTer
     return weight
 
 
-def run_replicas(
-    module: Any,
-    weights: Mapping[str, Tensor],
-    rows_RD: Tensor,
-    groups: RowGroups,
-    again: Callable[[str], Tensor],
-) -> Tensor:
-    """Up, gate and down projection of every group with its own weights.
+class ReplicaProduct(torch.autograd.Function):
+    """`ReplicaProduct.apply(rows_ND, stand_in, get_weight, is_transposed, groups)`: rows times their group's matrix.
 
-    Args:
-        module: the experts module, for its layout, gate and activation.
-        weights: name -> [S, ...], as the module's own parameters are laid out, a row per group; not kept for backward.
-        rows_RD: [R, D], in order of group.
-        groups: of the rows.
-        again: gives a weight in backward.
-
-    Returns:
-        [R, D'].
-    """
-    up = "gate_up_proj" if module.has_gate else "up_proj"
-    hidden = _grouped_linear(module, weights, up, rows_RD, groups, again)
-    activated = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
-    out = _grouped_linear(module, weights, "down_proj", activated, groups, again)
-    return module.post_expert_norm(out) if getattr(module, "has_post_expert_norm", False) else out
-
-
-def _grouped_linear(
-    module: Any,
-    weights: Mapping[str, Tensor],
-    name: str,
-    rows: Tensor,
-    groups: RowGroups,
-    again: Callable[[str], Tensor],
-) -> Tensor:
-    weight = weights[name]
-    out: Tensor = BorrowedProduct.apply(
-        rows.to(weight.dtype), weight, partial(again, name), module.is_transposed, groups
-    )
-    if not module.has_bias:
-        return out
-    biased: Tensor = AddBias.apply(out, weights[f"{name}_bias"], groups)
-    return biased
-
-
-class AddBias(torch.autograd.Function):
-    """`AddBias.apply(rows_RD, bias_SD, groups)`: rows plus the bias of their group. Keeps neither."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, bias: Tensor, groups: RowGroups) -> Tensor:
-        ctx.groups, ctx.dtype = groups, bias.dtype
-        sizes = torch.tensor(groups.sizes_S).to(bias.device, non_blocking=True)
-        return rows + bias.repeat_interleave(sizes, dim=0, output_size=sum(groups.sizes_S))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        bias_grad = segment_sums(grads[0], ctx.groups.sizes_S).to(ctx.dtype) if ctx.needs_input_grad[1] else None
-        return grads[0], bias_grad, None
-
-
-class BorrowedProduct(torch.autograd.Function):
-    """`BorrowedProduct.apply(rows_RD, weight, again, is_transposed, groups)`: rows times their group's matrix.
-
-    The matrices are [S, ...] as the parameter is laid out. Keeps the rows; in backward, `again` gives the weight.
+    Matrices are [V, ...] as the parameter is laid out; `stand_in` takes their gradient, None where it is not wanted.
+    Autograd keeps the rows and no weight: slots serve other cells until backward, where `get_weight` is called anew.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         rows: Tensor,
-        weight: Tensor,
-        again: Callable[[], Tensor],
+        stand_in: Tensor | None,
+        get_weight: Callable[[], Tensor],
         is_transposed: bool,
         groups: RowGroups,
     ) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.again, ctx.is_transposed, ctx.groups = again, is_transposed, groups
-        return _grouped_mm(rows, weight if is_transposed else weight.transpose(-2, -1), groups)
+        ctx.get_weight, ctx.is_transposed, ctx.groups = get_weight, is_transposed, groups
+        weight = get_weight()
+        return _grouped_mm(rows, weight if is_transposed else weight.mT, groups)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (rows,) = ctx.saved_tensors
-        grad, weight, weight_grad = grads[0], ctx.again(), None
+        grad, weight, weight_grad = grads[0], ctx.get_weight(), None
         if ctx.needs_input_grad[1]:
             left, right = (rows, grad) if ctx.is_transposed else (grad, rows)
-            weight_grad = _grouped_outer(left, right, ctx.groups)
-        row_grad = _grouped_mm(grad, weight.transpose(-2, -1) if ctx.is_transposed else weight, ctx.groups)
+            weight_grad = _sum_outer_products(left, right, ctx.groups)
+        row_grad = _grouped_mm(grad, weight.mT if ctx.is_transposed else weight, ctx.groups)
         return row_grad, weight_grad, None, None, None
+
+
+class AddBias(torch.autograd.Function):
+    """`AddBias.apply(rows_ND, stand_in, bias_VD, groups)`: rows plus the bias of their group. Keeps none of them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, stand_in: Tensor | None, bias: Tensor, groups: RowGroups) -> Tensor:
+        ctx.groups = groups
+        sizes = torch.tensor(groups.sizes).to(bias.device, non_blocking=True)
+        # with the size of the output, repeat_interleave does not ask the device for it
+        return rows + bias.repeat_interleave(sizes, dim=0, output_size=sum(groups.sizes))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        bias_grad = segment_sums(grads[0], ctx.groups.sizes) if ctx.needs_input_grad[1] else None
+        return grads[0], bias_grad, None, None
 
 
 def _grouped_mm(rows: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
     if rows.dtype == torch.float64:  # which grouped_mm lacks
-        parts = zip(rows.split(groups.sizes_S), weight.unbind(0), strict=True)
+        parts = zip(rows.split(groups.sizes), weight.unbind(0), strict=True)
         return torch.cat([part @ matrix for part, matrix in parts])
-    return functional.grouped_mm(rows, weight, offs=groups.ends_S)
+    return functional.grouped_mm(rows, weight, offs=groups.ends)
 
 
-def _grouped_outer(left: Tensor, right: Tensor, groups: RowGroups) -> Tensor:
-    """Sums over the rows of every group, [S, columns of left, columns of right]."""
-    if left.dtype == torch.float64:
-        sizes = groups.sizes_S
-        return torch.stack([a.t() @ b for a, b in zip(left.split(sizes), right.split(sizes), strict=True)])
-    return functional.grouped_mm(left.transpose(0, 1), right, offs=groups.ends_S)
+def _sum_outer_products(left: Tensor, right: Tensor, groups: RowGroups) -> Tensor:
+    """Add up outer products over the rows of every group, [V, columns of left, columns of right], in float32."""
+    wide = _wide(left.dtype)
+    sums = left.new_empty((len(groups.sizes), left.shape[1], right.shape[1]), dtype=wide)
+    # grouped_mm would round to the dtype of the rows. Replicas are few, and the host knows how many rows each has.
+    for total, a, b in zip(sums, left.split(groups.sizes), right.split(groups.sizes), strict=True):
+        if left.is_cuda and left.dtype != wide:  # tensor cores; other devices lack out_dtype
+            torch.mm(a.t(), b, out_dtype=wide, out=total)
+        else:  # autocast leaves alone what is given its output
+            torch.mm(a.t().to(wide), b.to(wide), out=total)
+    return sums
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Give the dtype of gradients of replicas: float32, or float64 for weights in float64."""
+    return torch.promote_types(dtype, torch.float32)

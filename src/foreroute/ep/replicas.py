@@ -1,16 +1,15 @@
-"""The replicas of one routed layer in one pass: weights that are borrowed for it, and gradients that are brought home.
+"""The replicas of one routed layer in one pass: their weights are fetched for it, and their gradients are returned.
 
-Borrowed weights are plain tensors, which no optimizer and no checkpoint sees. Three nodes of autograd stand around what
-happens to the rows of a cell, and so backward meets them in the reverse order:
+Fetched weights are plain tensors, which no optimizer and no checkpoint sees. Three nodes of autograd, each named after
+what its backward does, stand around what happens to the rows of a cell. Backward meets them in the reverse order:
 
-    BringHome ── dispatch ── Borrow ── replicas compute ── Refetch ── combine
+    WaitGrads ── dispatch ── ReturnGrads ── experts compute ── FetchWeights ── combine
 
-`Refetch` has the weights fetched again, which were given up behind the forward. `Borrow` sends gradients home.
-`BringHome` waits for those of this rank's experts and adds them. Autograd takes nodes that were made later first: while
-gradients travel, backward computes the home experts and sends the gradients of rows back. The order is the same on all
-ranks, since they make the same nodes, those without a replica too.
+The forward fetches weights, too, and releases them when experts have computed: `FetchWeights` fetches them once more.
+Autograd runs nodes that were made later first: while gradients of replicas travel, backward computes the home experts
+and sends the gradients of rows back. The order is the same on all ranks, since all make the same nodes.
 
-What experts are made of, and what computes them, differs between frameworks: see the abstract methods of `Replicas`.
+V replicas are on this rank; a framework says by the abstract methods what its experts are made of.
 """
 
 from __future__ import annotations
@@ -23,171 +22,167 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from foreroute.ep.transfer.cells import Cell, Home
 from foreroute.ep.transfer.engine import TransferEngine
-from foreroute.ep.transfer.replica_weights import Cell, Fetch, GradientReturn, Home
+from foreroute.ep.transfer.gradients import GradientReturn
 
 
 class Replicas(ABC):
-    """The replicas of one pass over one cell, on any rank of the group.
+    """The replicas of one cell in one pass, made on every rank of the group.
+
+    Rows are dispatched between `register` and `fetch`, home experts compute between `fetch` and `compute`.
 
     Args:
-        cell: which.
-        source: of the weights.
-        home: of the layer, on this rank.
-        served: whether any rank has a replica. Where none has, the nodes are there with nothing to do.
+        cell: of the plan.
+        engine: brings weights and returns gradients.
+        owned: the home experts whose weights travel, as `engine` knows them.
+        hosted: whether any rank has a replica. Where none has, the nodes are there with nothing to do.
 
     Attributes:
-        cell: the same.
-        home: the same.
-        served: the same.
-        weights: name -> [replicas here, ...] in ascending order of slot, while they are needed: in `borrow` until
-            `give_up`, and in backward until gradients are sent home.
+        weights: name -> [V, ...] in ascending order of slot; set while `compute` runs, and again in backward from
+            `FetchWeights` to `ReturnGrads`.
     """
 
-    def __init__(self, cell: Cell, source: TransferEngine, home: Home, *, served: bool = True) -> None:
-        self.cell = cell
-        self.home = home
+    def __init__(self, cell: Cell, engine: TransferEngine, owned: Home, *, hosted: bool = True) -> None:
+        self.cell, self.hosted = cell, hosted
         self.weights: dict[str, Tensor] = {}
-        self.served = served
-        self._source = source
-        self._fetch: Fetch | None = None
-        self._pending: GradientReturn | None = None
+        self._engine, self._owned = engine, owned
+        self._returning: GradientReturn | None = None
         self._anchor: Tensor | None = None
 
-    def announce(self) -> tuple[Tensor, ...]:
-        """Before the rows are dispatched: from now on, backward will bring gradients home.
+    def register(self) -> list[Tensor]:
+        """Have backward wait for gradients of replicas before it is done with `parameters`.
 
         Returns:
-            What `passed_on` gives, with the gradients that come home.
+            Views of `parameters`. Gradients of what computes with them come to `add_returned`.
         """
-        self._anchor, *passed_on = BringHome.apply(self, *self.parameters())
-        return tuple(passed_on)
+        self._anchor, *views = WaitGrads.apply(self, *self.parameters())
+        return views
 
     def fetch(self) -> None:
-        """When the rows have left: on one communicator, what is launched first travels first. Waits for nothing."""
-        if self.served:
-            self._fetch = self._source.fetch(self.cell, self.home)
+        """Begin to fetch the weights. Waits for nothing."""
+        if self.hosted:
+            self._engine.fetch(self.cell, self._owned)
+
+    def compute(self, home_output: Tensor, *args: Any) -> Tensor:
+        """Run the replicas here and give their rows behind those of the home experts, [rows, D].
+
+        All ranks call it, those without a replica too.
+
+        Args:
+            home_output: what the home experts have computed.
+            args: of `run`.
+
+        Raises:
+            TransferError: when weights cannot be had.
+        """
+        self.wait()
+        # the node keeps this object, so this object lets go of the node
+        anchor, self._anchor = self._anchor, None
+        token, *inputs = ReturnGrads.apply(self, anchor)
+        computed = [each.to(home_output.dtype) for each in self.run(inputs, *args)]
+        output = torch.cat([home_output, *computed]) if computed else home_output
+        self.weights = {}
+        fetched_again: Tensor = FetchWeights.apply(self, token, output)
+        return fetched_again
 
     def wait(self) -> None:
         """Wait for the weights; on a GPU, the stream does."""
-        if not self.served:
-            return
-        fetch, self._fetch = self._fetch, None
-        assert fetch is not None, "weights are fetched when rows have left"
-        self.weights = fetch.wait()
+        if self.hosted:
+            self.weights = self._engine.wait_weights(self.cell)
 
-    def borrow(self) -> tuple[Tensor, list[Tensor]]:
-        """Wait for the weights.
-
-        Returns:
-            A token for `give_up`, and the weights as `borrowed` gives them, for what is computed now.
-        """
-        self.wait()
-        # its node keeps this, so this does not keep it
-        anchor, self._anchor = self._anchor, None
-        token, *weights = Borrow.apply(self, anchor)
-        return token, weights
-
-    def give_up(self, token: Tensor, output: Tensor) -> Tensor:
-        """Let other cells have the memory of the weights. Returns the output, whose backward fetches them again."""
-        self.weights = {}
-        refetched: Tensor = Refetch.apply(self, token, output)
-        return refetched
-
-    def refetch(self) -> None:
-        """In backward, when the gradients of results have come: wait for the weights once more."""
-        self.fetch()
-        self.wait()
-
-    def send_home(self, grads: Sequence[Tensor | None]) -> None:
-        """Begin to return the gradients of `borrowed` weights. All ranks call it."""
-        if self.served:
-            self._pending = self._source.send_home(self.cell, self.gradients(grads))
+    def return_grads(self, grads: Sequence[Tensor | None]) -> None:
+        """Begin to return the gradients of `graph_inputs`, and release the weights. All ranks call it."""
+        if self.hosted:
+            self._returning = self._engine.return_grads(self.cell, self.grads_to_return(grads))
         self.weights = {}
 
-    def wait_home(self) -> dict[str, dict[int, Tensor]]:
-        """The gradients of replicas elsewhere, see `GradientReturn.wait`."""
-        if not self.served:
+    def wait_grads(self) -> dict[str, dict[int, Tensor]]:
+        """Wait for the gradients of replicas elsewhere, as `GradientReturn.wait` gives them."""
+        if not self.hosted:
             return {}
-        assert self._pending is not None, "Borrow comes first, which alone is given the scalar of BringHome"
-        returned, self._pending = self._pending.wait(), None
+        assert self._returning is not None, "ReturnGrads, which has the anchor of WaitGrads, runs before it"
+        returned, self._returning = self._returning.wait(), None
         return returned
 
     @abstractmethod
     def parameters(self) -> list[Tensor]:
-        """The parameters of the home experts."""
-
-    def passed_on(self) -> list[Tensor]:
-        """Views of `parameters`, if home experts compute with them, so that their gradients come to `add_home`."""
-        return []
+        """Give the parameters of the home experts."""
 
     @abstractmethod
-    def borrowed(self) -> list[Tensor]:
-        """The weights of the replicas here, as what computes them takes them."""
-
-    def untrained(self, borrowed: list[Tensor]) -> list[Tensor]:
-        """Those of the borrowed weights that get no gradient."""
-        return []
+    def graph_inputs(self) -> list[Tensor]:
+        """Give the tensors by which autograd knows the weights of the replicas here; those that are trained."""
 
     @abstractmethod
-    def gradients(self, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        """What to send home, name -> [replicas here, ...], of the gradients of `borrowed`; None where no row came."""
-
-    @abstractmethod
-    def add_home(self, returned: dict[str, dict[int, Tensor]], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Add what came home to the gradients of this rank's experts.
+    def run(self, inputs: Sequence[Tensor], *args: Any) -> list[Tensor]:
+        """Compute the rows of the replicas here, in one tensor or several; none without a replica.
 
         Args:
-            returned: see `wait_home`.
-            grads: of `passed_on`.
+            inputs: `graph_inputs`, as part of the graph.
+            args: of the framework.
+        """
+
+    @abstractmethod
+    def grads_to_return(self, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
+        """Give what to return, name -> [V, ...], of the gradients of `graph_inputs`; None where no row came."""
+
+    @abstractmethod
+    def add_returned(
+        self, returned: dict[str, dict[int, Tensor]], grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Add what was returned to the gradients of this rank's experts.
+
+        Args:
+            returned: as `GradientReturn.wait` gives it, in float32 or float64.
+            grads: of the views that `register` gave; None where nothing computed with one.
 
         Returns:
             The gradients of `parameters`, for autograd.
         """
 
 
-class BringHome(Function):
-    """`BringHome.apply(replicas, *home parameters)`: a scalar, which `Borrow` takes, and what the replicas pass on.
+class WaitGrads(Function):
+    """`WaitGrads.apply(replicas, *parameters)`: a scalar as anchor of `ReturnGrads`, and views of the parameters.
 
-    It is a node that the home parameters go into, so that AccumulateGrad of a parameter comes after it.
+    AccumulateGrad of a parameter comes after it, since the parameters go into this node.
     """
 
     @staticmethod
-    def forward(ctx: Any, replicas: Replicas, *home: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, replicas: Replicas, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.replicas = replicas
         ctx.set_materialize_grads(False)
-        passed_on = replicas.passed_on()
-        ctx.mark_non_differentiable(*replicas.untrained(passed_on))
-        return home[0].new_zeros(()), *passed_on
+        views = [each.view_as(each) for each in parameters]
+        ctx.mark_non_differentiable(
+            *(view for view, each in zip(views, parameters, strict=True) if not each.requires_grad)
+        )
+        return parameters[0].new_zeros(()), *views
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         replicas: Replicas = ctx.replicas
-        return None, *replicas.add_home(replicas.wait_home(), grads[1:])
+        return None, *replicas.add_returned(replicas.wait_grads(), grads[1:])
 
 
-class Borrow(Function):
-    """`Borrow.apply(replicas, scalar)`: an empty token and the weights of the replicas here; on ranks with none too."""
+class ReturnGrads(Function):
+    """`ReturnGrads.apply(replicas, anchor)`: an empty token and `graph_inputs`; on ranks without a replica too."""
 
     @staticmethod
-    def forward(ctx: Any, replicas: Replicas, scalar: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, replicas: Replicas, anchor: Tensor) -> tuple[Tensor, ...]:
         ctx.replicas = replicas
         ctx.set_materialize_grads(False)
-        weights = replicas.borrowed()
-        ctx.mark_non_differentiable(*replicas.untrained(weights))
-        return scalar.new_zeros(0), *weights
+        return anchor.new_zeros(0), *replicas.graph_inputs()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.replicas.send_home(grads[1:])
+        ctx.replicas.return_grads(grads[1:])
         return None, grads[0]
 
 
-class Refetch(Function):
-    """`Refetch.apply(replicas, token of Borrow, output)`: the output. Backward begins by having the weights fetched.
+class FetchWeights(Function):
+    """`FetchWeights.apply(replicas, token of ReturnGrads, output)`: the output, whose backward fetches the weights.
 
-    Under a non-reentrant checkpoint, whoever first asks for what was kept has the forward pass repeated, in which all
-    ranks fetch. Therefore all ask here, also those that keep nothing else since they have no replica.
+    Under a non-reentrant checkpoint, the first node that asks for what was saved has the forward repeated, in which
+    all ranks fetch. Therefore all ask here, also those that save nothing else since they have no replica.
     """
 
     @staticmethod
@@ -199,5 +194,6 @@ class Refetch(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (token,) = ctx.saved_tensors
-        ctx.replicas.refetch()
+        ctx.replicas.fetch()
+        ctx.replicas.wait()
         return None, torch.zeros_like(token), grads[0]

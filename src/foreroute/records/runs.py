@@ -36,7 +36,7 @@ class Run:
     @property
     def trains_with(self) -> Side:
         """The side whose routes the update runs with."""
-        return "replayed" if self.routing in ("R3", "R3+weights") else "native"
+        return "replayed" if self.routing == "R3" else "native"
 
     def paired_steps(self) -> tuple[StepRecord, ...]:
         """Steps at which both sides were measured, on the same rollouts and weights."""

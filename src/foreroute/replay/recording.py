@@ -15,8 +15,7 @@ from foreroute.core.passes import Listener, Pass, Rows, Watch
 from foreroute.core.routed import NOTHING_RECORDED
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.replay.arguments import kept_by
-from foreroute.trace import GATE_WEIGHTS, NO_VERSION, DecisionStream, RoutingSpec, RoutingTrace, concatenate
-from foreroute.trace.gate_weights import GateWeights
+from foreroute.trace import NO_VERSION, DecisionStream, RoutingSpec, RoutingTrace, concatenate
 from foreroute.trace.streams import joined
 
 
@@ -29,7 +28,6 @@ class ForwardRows:
         tokens_N: int64 [N].
         ids_NLK: uint8 or uint16 [N, L, K].
         margins_NL: float32 [N, L], or None where they were not asked for.
-        weights_NLK: float32 [N, L, K], or None where they were not asked for.
         past: how many positions a key-value cache already held.
         width: positions of a sequence in this forward, padding included; None where sequences share a row, so that
             none of them can be continued.
@@ -40,7 +38,6 @@ class ForwardRows:
     tokens_N: NDArray[np.int64]
     ids_NLK: NDArray[Any]
     margins_NL: NDArray[np.float32] | None
-    weights_NLK: NDArray[np.float32] | None
     past: int
     width: int | None
     streams: dict[str, DecisionStream] = field(default_factory=dict)
@@ -61,14 +58,12 @@ class RecordedPass:
         args: what its arguments said.
         ids_LRK: uint8 or uint16 [L, R, K], executed; None of a chunk without routers.
         margin_LR: float32 [L, R], or None where margins were not asked for.
-        weights_LRK: float32 [L, R, K], or None where gate weights were not asked for.
         choices: what each indexer handed on, by its number; None where they were not asked for.
     """
 
     args: Any
     ids_LRK: Tensor | None
     margin_LR: Tensor | None = None
-    weights_LRK: Tensor | None = None
     choices: dict[int, Tensor] | None = None
 
 
@@ -90,7 +85,6 @@ class Recording(Listener):
         weight_version: stamped on every row.
         provenance: of the trace.
         margins: whether to keep the gap between the K-th and the (K+1)-th selection score.
-        weights: whether to keep gate weights.
         indexers: whether to keep choices of indexers.
     """
 
@@ -103,10 +97,9 @@ class Recording(Listener):
         provenance: dict[str, str],
         *,
         margins: bool,
-        weights: bool,
         indexers: bool,
     ) -> None:
-        self.watch = Watch(scores=margins, weights=weights, others=indexers, caches=True)
+        self.watch = Watch(scores=margins, others=indexers, caches=True)
         self._spec = spec
         self._rows_of = rows_of
         self._version = weight_version
@@ -129,7 +122,6 @@ class Recording(Listener):
                 begun,
                 _narrow(current.executed_LRK, self._spec),
                 current.scores.margin() if watch.scores and current.scores is not None else None,
-                current.weights_LRK if watch.weights else None,
                 current.kept if watch.others else None,
             )
         self._passes[chunk].append(recorded)
@@ -215,10 +207,7 @@ class Recording(Listener):
         for name in group[0].streams:
             stream = joined(name, [rows.streams[name] for rows in group], [rows.tokens_N >= 0 for rows in group])
             trace = trace.with_stream(name, stream.take(_order(group)))
-        if not self.watch.weights:
-            return trace
-        weights_NLK = _in_order(group, lambda rows: rows.weights_NLK)
-        return trace.with_stream(GATE_WEIGHTS, GateWeights.from_values(weights_NLK, trace.valid_N, self._spec.picks_L))
+        return trace
 
 
 def _narrow(ids_LRK: Tensor, spec: RoutingSpec) -> Tensor:

@@ -51,14 +51,12 @@ class Policy:
         padding: who picks for padding.
         counts: which selection auxiliary losses and expert-bias counters count.
         telemetry: whether routers also select by themselves, for the agreement.
-        gate_weights: whether the gate weights of the trace are forced too.
     """
 
     missing: MissingRows
     padding: PaddingRows
     counts: Counts
     telemetry: bool
-    gate_weights: bool
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a choice that there is not."""
@@ -66,7 +64,7 @@ class Policy:
             value = getattr(self, name)
             if not (isinstance(value, str) and value in get_args(choices)):
                 raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(map(repr, get_args(choices)))}")
-        require_switches(telemetry=self.telemetry, gate_weights=self.gate_weights)
+        require_switches(telemetry=self.telemetry)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +106,6 @@ class ReplayRows(Rows):
         device: torch.device,
         num_experts: int,
         *,
-        weights_LRK: NDArray[np.float32] | None = None,
         mask_padding: bool = False,
         counts: Counts = "native",
     ) -> ReplayRows:
@@ -121,7 +118,6 @@ class ReplayRows(Rows):
             counted_R: as the attribute.
             device: where the model runs.
             num_experts: E.
-            weights_LRK: float32 [L, R, K], gate weights to force; arbitrary for padding and without a route.
             mask_padding: whether to fill `padding_R`.
             counts: as the attribute.
         """
@@ -131,12 +127,8 @@ class ReplayRows(Rows):
         ids = narrow.to(device, non_blocking=True).to(signed_dtype(num_experts))
         if ids.dtype == torch.int32:  # ids above 32,767 came as negative int16
             ids.bitwise_and_(0xFFFF)
-        weights = None
-        if weights_LRK is not None:
-            weights = to_device(np.where((routed_R & real_R)[:, None], weights_LRK, np.float32("nan")), device)
         return cls(
             ids if is_whole else ids.masked_fill(~to_device(routed_R, device)[:, None], -1),
-            weights,
             real_R=to_device(real_R, device),
             counted_R=to_device(counted_R, device),
             padding_R=to_device(~real_R, device) if mask_padding else None,
@@ -180,7 +172,7 @@ class TraceOnDevice:
 
         Args:
             row_R: int64 [R], packed row of each slot; -1 for padding. On the device.
-            policy: whose policies for missing rows and padding hold. Gate weights that it asks for the trace must have.
+            policy: whose policies for missing rows and padding hold.
             indexers: the choices to force on indexers, of the same slots. A row that has none is missing too.
         """
         trace, spec, real_R = self.trace, self.trace.spec, row_R >= 0
@@ -205,13 +197,6 @@ class TraceOnDevice:
             ids_LRK.masked_fill_(~forced.index_select(0, source_R)[:, None], -1)
         elif not spreads:
             ids_LRK.masked_fill_(~real_R[:, None], -1)
-        weights_LRK = None
-        if policy.gate_weights and trace.gate_weights_NLK is not None:
-            name = f"weights {policy.padding}"
-            if name not in self._there:
-                weights_NLK = np.where(trace.valid_N[:, None, None], trace.gate_weights_NLK, np.float32("nan"))
-                self.kept(name, weights_NLK, np.full(padding.shape, np.nan, np.float32))
-            weights_LRK = self._there[name].index_select(0, source_R).transpose(0, 1).contiguous()
         counted_R, drops = real_R, False
         if policy.missing == "drop":
             name, faithful_N = "faithful", self.faithful_N
@@ -223,7 +208,6 @@ class TraceOnDevice:
                 counted_R = real_R & self.kept(name, faithful_N)[row_R]
         return ReplayRows(
             ids_LRK,
-            weights_LRK,
             real_R=real_R,
             counted_R=counted_R,
             counts=policy.counts,

@@ -72,11 +72,6 @@ class RoutedModel(ABC):
         return None
 
     @property
-    def router_paths(self) -> tuple[str, ...]:
-        """Where the routers of this rank are, inside their chunks, in layer order."""
-        return tuple(router.path for hooks in self._hooks for router in hooks.routers)
-
-    @property
     def session(self) -> ReplaySession:
         """The replay that is open now, or that of the micro-batch that a wrapped forward step is running.
 
@@ -94,7 +89,6 @@ class RoutedModel(ABC):
         *,
         weight_version: int = NO_VERSION,
         margins: bool = False,
-        gate_weights: bool = False,
         indexers: bool = False,
     ) -> Iterator[Recording]:
         """Record the routes of every forward of the model while the context is open.
@@ -104,7 +98,6 @@ class RoutedModel(ABC):
         Args:
             weight_version: stamped on every row.
             margins: also keep the gap between the K-th and the (K+1)-th selection score.
-            gate_weights: also keep what the router hands on as the weight of each pick, in float32.
             indexers: also keep the choices of sparse-attention indexers, as the stream "indexer": 4 bytes per choice.
 
         Yields:
@@ -119,7 +112,7 @@ class RoutedModel(ABC):
         from foreroute.replay.recording import Recording
 
         stamped = as_version(weight_version)
-        require_switches(margins=margins, gate_weights=gate_weights, indexers=indexers)
+        require_switches(margins=margins, indexers=indexers)
         if indexers and self.indexers is None:
             raise ConfigError(
                 "indexers is True, and this model has no sparse-attention indexer that can be recorded; leave it out"
@@ -131,7 +124,6 @@ class RoutedModel(ABC):
             stamped,
             self._provenance,
             margins=bool(margins),
-            weights=bool(gate_weights),
             indexers=bool(indexers),
         )
         with self.listening(recording):
@@ -148,7 +140,6 @@ class RoutedModel(ABC):
         padding: PaddingRows | None = None,
         counts: Counts = "native",
         telemetry: bool = False,
-        gate_weights: bool = False,
     ) -> Iterator[ReplaySession]:
         """Force routes in every forward of the model while the context is open.
 
@@ -179,8 +170,6 @@ class RoutedModel(ABC):
             counts: which selection auxiliary losses, expert-bias counters and `expert_counts_LE()` count: the
                 router's own ("native") or the executed one ("replayed").
             telemetry: also let each router select by itself, for `session.agreement()` and `expert_counts_LE()`.
-            gate_weights: force the gate weights of the trace too, as constants. No gradient reaches a router through
-                them.
 
         Yields:
             The session.
@@ -190,15 +179,14 @@ class RoutedModel(ABC):
             SpecMismatchError: when they belong to another model.
             StaleTraceError: when they were recorded under another weight version.
             ConfigError: for a policy that does not exist, or an argument of the wrong type.
-            TraceContentError: when gate weights are asked for and the trace has none, or choices of indexers cannot be
-                those of their rows.
+            TraceContentError: when choices of indexers cannot be those of their rows.
             LayoutError: when the layout is none, or is not one of this batch.
             BatchMismatchError: when a layer that routes by a table of tokens says otherwise; in the forward, when batch
                 and routes hold different tokens, or rows are missing.
             ReplayError: when a router bypassed replay, no forward ran in the session, or another thread has a session
                 open on the model or runs it.
         """
-        policy = Policy(missing, self.padding if padding is None else padding, counts, telemetry, gate_weights)
+        policy = Policy(missing, self.padding if padding is None else padding, counts, telemetry)
         found = self.routes_of(routes, layout, policy)
         if weight_version is not None:
             require_version(found.versions, weight_version, "what is to be replayed")

@@ -100,8 +100,6 @@ def _notes(runs: Sequence[Run], rows: Sequence[SummaryRow]) -> list[str]:
     """What a reader of the tables should know of each run."""
     notes = [f"{run.label}: {note}" for run in runs for note in run.notes]
     for row in rows:
-        if row.routing == "R3+weights":
-            notes.append(f"{row.run}: replays the engine's gate weights too, where it says with replay.")
         if not row.paired_steps and set(row.k3.values()) == {None}:
             notes.append(f"{row.run}: the mismatch of trainer and rollout engine was not recorded.")
         elif not row.paired_steps:

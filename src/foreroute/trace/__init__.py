@@ -2,8 +2,7 @@
 
 spec          experts, picks and routed layers of a model      RoutingSpec, RoutedLayer, LayerKind
 container     the routes of sequences, and cutting them        RoutingTrace, concatenate, digest
-streams       other decisions on the same rows                 Stream, DecisionStream, SAMPLING, PIXELS
-gate_weights  the stream that follows the routes               GATE_WEIGHTS
+streams       other decisions on the same rows                 DecisionStream, SAMPLING, PIXELS
 indexers      what indexers of sparse attention may choose     IndexerSpec, INDEXER
 operations    what is done with whole traces                   extended
 checks        arrays from outside: dtypes, ranges, offsets
@@ -16,10 +15,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from foreroute.trace.container import NO_VERSION, RoutingTrace, concatenate, digest
-from foreroute.trace.gate_weights import GATE_WEIGHTS
 from foreroute.trace.indexers import INDEXER, IndexerSpec
 from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec
-from foreroute.trace.streams import PIXELS, SAMPLING, DecisionStream, Stream
+from foreroute.trace.streams import PIXELS, SAMPLING, DecisionStream
 
 if TYPE_CHECKING:
     from foreroute.trace.file import ENCODINGS, Encoding, load, save
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENCODINGS",
-    "GATE_WEIGHTS",
     "INDEXER",
     "NO_VERSION",
     "PIXELS",
@@ -40,7 +37,6 @@ __all__ = [
     "RoutedLayer",
     "RoutingSpec",
     "RoutingTrace",
-    "Stream",
     "concatenate",
     "digest",
     "extended",

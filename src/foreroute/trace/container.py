@@ -40,9 +40,8 @@ from foreroute.trace.checks import (
     narrow_ids,
     recorded_rows,
 )
-from foreroute.trace.gate_weights import GATE_WEIGHTS, GateWeights
 from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec, as_layers, whole_number
-from foreroute.trace.streams import SAMPLING, Stream, check_name, joined
+from foreroute.trace.streams import SAMPLING, DecisionStream, check_name, joined
 
 NO_VERSION = -1
 """The weight version of a row that was never computed, or whose source did not state one."""
@@ -85,8 +84,7 @@ class RoutingTrace:
         offsets: int64 [S + 1], sequence s owns the rows `offsets[s]:offsets[s + 1]`.
         provenance: what made the trace, as short strings (engine, version, source).
         pick_order_kept: False when a file dropped the order of picks; the ids of a row then ascend.
-        streams: the other decisions of the rollout by name, each a `Stream` with N rows: `GateWeights` by the name of
-            GATE_WEIGHTS, a `DecisionStream` by any other, such as SAMPLING and INDEXER.
+        streams: the other decisions of the rollout by name, such as SAMPLING and INDEXER, each with N rows.
     """
 
     spec: RoutingSpec
@@ -273,12 +271,6 @@ class RoutingTrace:
         """The weight versions of the routed rows, ascending."""
         return tuple(int(v) for v in np.unique(self.weight_versions_N[self.valid_N]))
 
-    @property
-    def gate_weights_NLK(self) -> NDArray[np.float32] | None:
-        """float32 [N, L, K], what each pick was weighted with, 0 where absent; None without such a stream."""
-        weights: GateWeights | None = self.streams.get(GATE_WEIGHTS)
-        return None if weights is None else weights.values_NLK
-
     def tokens(self, sequence: int) -> NDArray[np.int32]:
         """Return the tokens of one sequence, int32 [T]."""
         return self.token_ids_N[self.offsets[sequence] : self.offsets[sequence + 1]]
@@ -336,7 +328,6 @@ class RoutingTrace:
             self,
             spec=spec,
             expert_ids_NLK=np.ascontiguousarray(ids_NLK),
-            streams={name: stream.select_layers(positions) for name, stream in self.streams.items()},
         )
 
     def truncated(self, lengths: ArrayLike) -> RoutingTrace:
@@ -373,16 +364,14 @@ class RoutingTrace:
 
     def without_pick_order(self) -> RoutingTrace:
         """Return the same sets of experts, ids ascending in each row, as files of sets return them."""
-        # stable, so that rows without a route, all zeros, keep the weights of their zeros where they are
         order_NLK = np.argsort(self.expert_ids_NLK, axis=-1, kind="stable")
         return replace(
             self,
             expert_ids_NLK=np.take_along_axis(self.expert_ids_NLK, order_NLK, axis=-1),
             pick_order_kept=False,
-            streams={name: stream.reorder_picks(order_NLK) for name, stream in self.streams.items()},
         )
 
-    def with_stream(self, name: str, stream: Stream) -> RoutingTrace:
+    def with_stream(self, name: str, stream: DecisionStream) -> RoutingTrace:
         """Add a stream of decisions, or put it in the place of the one with its name.
 
         Args:
@@ -392,10 +381,12 @@ class RoutingTrace:
         Raises:
             TraceContentError: when there can be no such name, or the stream cannot belong to these rows.
         """
-        if not isinstance(stream, Stream):
-            raise TraceContentError(f"the stream is {stream!r:.60}; expected a DecisionStream or GateWeights")
-        check_name(name, stream.kind)
-        stream.check(self.spec, self.valid_N)
+        if not isinstance(stream, DecisionStream):
+            raise TraceContentError(f"the stream is {stream!r:.60}; expected a DecisionStream")
+        check_name(name)
+        if stream.num_rows != self.num_rows:
+            raise TraceContentError(f"a stream has {stream.num_rows} rows for {self.num_rows} of the trace")
+        stream.check_sets()
         return replace(self, streams={**self.streams, name: stream})
 
     def without_streams(self, *names: str) -> RoutingTrace:
@@ -435,7 +426,7 @@ def digest(trace: RoutingTrace) -> str:
     layers: list[list[Any]] = [[layer.index, layer.kind.value] for layer in spec.layers]
     if spec.sizes:
         layers = [[*layer, *size] for layer, size in zip(layers, spec.sizes, strict=True)]
-    beside = [[name, stream.kind, stream.facts()] for name, stream in streams]
+    beside = [[name, "sets", stream.facts()] for name, stream in streams]
     facts = json.dumps([spec.num_experts, spec.top_k, layers, trace.pick_order_kept, beside])
     arrays: list[NDArray[Any]] = [
         trace.offsets,

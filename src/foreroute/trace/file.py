@@ -33,15 +33,16 @@ from foreroute.files.container import FileFormat, TensorFile, TensorSchema
 from foreroute.files.regular import parse_json
 from foreroute.trace.checks import as_numbers, as_offsets, check_rows, join_ranges
 from foreroute.trace.container import NO_VERSION, RoutingTrace
-from foreroute.trace.gate_weights import GateWeights
 from foreroute.trace.spec import RoutedLayer, RoutingSpec, spec_from
-from foreroute.trace.streams import KINDS, Stream, check_name
+from foreroute.trace.streams import DecisionStream, check_name
 
 Encoding = Literal["sets", "ordered"]
 """How a file holds the picks of a row: as a set, or in pick order."""
 ENCODINGS: tuple[Encoding, ...] = ("sets", "ordered")
 """All of them, the default first."""
 FRAMES = "frames"
+SETS = "sets"
+"""The kind of every stream: a set of ids for each row and layer."""
 FORMAT = FileFormat(
     name="trace",
     version=3,
@@ -113,8 +114,6 @@ def encode(
     if encoding not in ENCODINGS:
         raise TraceContentError(f"encoding {encoding!r:.40} is unknown; expected one of {', '.join(ENCODINGS)}")
     _refuse_what_no_reader_takes(trace)
-    if encoding == "sets" and trace.pick_order_kept and any(isinstance(s, GateWeights) for s in trace.streams.values()):
-        trace = trace.without_pick_order()  # the weights lie in the order of the picks
     spec, streams = trace.spec, dict(sorted(trace.streams.items()))
     as_sets = encoding == "sets" or not trace.pick_order_kept
     if not as_sets or spec.sizes:
@@ -128,20 +127,20 @@ def encode(
         contents: list[list[NDArray[Any]]] = [[numbers, trace.valid_N[start:stop].view(np.uint8)]]
         contents += [[columns_KR] for columns_KR in _route_columns(trace, start, stop, as_sets, scratch)]
         for stream in streams.values():
-            contents += stream.contents(start, stop)
+            contents += map(list, stream.contents(start, stop))
         for columns in contents:
             content = _planes(columns)
             sizes.append(content.nbytes)
             frames += compress(content.data)
             ends.append(len(frames))
     shape = (len(chunks), 1 + spec.num_layers + sum(stream.depth for stream in streams.values()))
-    check_memory(sum(sizes) + memory_behind(spec, streams.values(), len(trace.valid_N)), len(frames))
+    check_memory(sum(sizes) + memory_behind(spec, len(trace.valid_N)), len(frames))
     table = zip(spec.layers, spec.sizes_L, strict=True)
     metadata = {
         "model": spec.model,
         "layers": json.dumps([[layer.index, layer.kind.value, *size] for layer, size in table]),
         "encoding": "sets" if as_sets else "ordered",
-        "streams": json.dumps([{"name": name, "kind": each.kind, **each.facts()} for name, each in streams.items()]),
+        "streams": json.dumps([{"name": name, "kind": SETS, **each.facts()} for name, each in streams.items()]),
         "provenance": json.dumps(dict(sorted(trace.provenance.items()))),
     }
     most = FORMAT.most_header_bytes - 4096  # which is more than the entries of the tensors take
@@ -212,12 +211,9 @@ def row_bytes(spec: RoutingSpec) -> NDArray[np.int64]:
     return bytes_L
 
 
-def memory_behind(spec: RoutingSpec, streams: Iterable[Stream], num_rows: int) -> int:
+def memory_behind(spec: RoutingSpec, num_rows: int) -> int:
     """Return the bytes that arrays of equal layers take beyond what frames hold, where layers differ in E or K."""
-    wide = spec.num_layers * spec.top_k
-    weights = sum(isinstance(stream, GateWeights) for stream in streams)
-    of_weights = GateWeights.number.itemsize * weights * (wide - int(spec.picks_L.sum()))
-    return num_rows * (wide * spec.id_dtype.itemsize - int(row_bytes(spec).sum()) + of_weights)
+    return num_rows * (spec.num_layers * spec.top_k * spec.id_dtype.itemsize - int(row_bytes(spec).sum()))
 
 
 def check_memory(decoded_bytes: int, stored_bytes: int) -> None:
@@ -310,7 +306,7 @@ class TraceHeader:
     spec: RoutingSpec
     as_sets: bool
     provenance: Mapping[str, str]
-    streams: Mapping[str, Stream]
+    streams: Mapping[str, DecisionStream]
     offsets: NDArray[np.int64]
     chunk_starts: NDArray[np.int64]
     frame_bounds: NDArray[np.int64]
@@ -401,10 +397,10 @@ def _header_from(metadata: Mapping[str, str], tables: Mapping[str, NDArray[Any]]
     _refuse_no_texts(spec.model, provenance)
     rows = tables["chunk_rows"]
     frame_bytes, content_bytes = (tables[name].astype(np.int64) for name in ("frame_bytes", "content_bytes"))
-    streams = _streams_from(entries, spec)
+    streams = _streams_from(entries)
     # what is known of the sizes is compared before anything is read or memory is taken for it
     num_rows = int(rows.sum())
-    check_memory(int(content_bytes.sum()) + memory_behind(spec, streams.values(), num_rows), stored_bytes)
+    check_memory(int(content_bytes.sum()) + memory_behind(spec, num_rows), stored_bytes)
     offsets, chunk_starts = np.append(0, np.cumsum(tables["lengths"])), np.append(0, np.cumsum(rows))
     frame_bounds = np.append(0, np.cumsum(frame_bytes))
     if offsets[-1] != chunk_starts[-1] or (rows < 1).any() or (rows > MOST_CHUNK_ROWS).any():
@@ -432,20 +428,18 @@ def _header_from(metadata: Mapping[str, str], tables: Mapping[str, NDArray[Any]]
     )
 
 
-def _streams_from(entries: Any, spec: RoutingSpec) -> dict[str, Stream]:
+def _streams_from(entries: Any) -> dict[str, DecisionStream]:
     """Return the streams that a file names, without rows."""
     if not isinstance(entries, list) or len(entries) > MOST_STREAMS:
         raise TraceContentError(f"the list of streams is {entries!r:.80}; expected a list of {MOST_STREAMS} at most")
-    streams: dict[str, Stream] = {}
+    streams: dict[str, DecisionStream] = {}
     for entry in entries:
         facts = dict(entry) if isinstance(entry, dict) else {}
         name, kind = facts.pop("name", None), facts.pop("kind", None)
-        if not isinstance(name, str) or not isinstance(kind, str) or kind not in KINDS or name in streams:
-            raise TraceContentError(
-                f"a stream is {entry!r:.120}; expected a name of its own and one of {', '.join(KINDS)}"
-            )
-        streams[name] = KINDS[kind].from_facts(facts, spec)
-        check_name(name, kind)
+        if kind != SETS or not isinstance(name, str) or name in streams:
+            raise TraceContentError(f"a stream is {entry!r:.120}; expected a name of its own and the kind {SETS!r}")
+        check_name(name)
+        streams[name] = DecisionStream.from_facts(facts)
     return streams
 
 
@@ -498,10 +492,9 @@ def _read_chunks(
     memory = mmap(-1, max(1, prod(shape)) * spec.id_dtype.itemsize, flags=MAP_PRIVATE | MAP_ANONYMOUS)
     ids_NLK = np.frombuffer(memory, spec.id_dtype, prod(shape)).reshape(shape)
     for name, stream in header.streams.items():
-        frames[name] = before + stream.frames(positions)
+        frames[name] = before + np.arange(stream.depth)
         before += stream.depth
     needed = np.unique(np.concatenate([[0], 1 + positions, *[frames[name] for name in wanted]]))
-    streams = {name: header.streams[name].select_layers(positions) for name in wanted}
     parts: dict[str, list[Any]] = {name: [] for name in wanted}
     # One buffer for the routes of all chunks: fresh memory for each would cost about as much as decoding into it.
     routes = np.empty(int(row_bytes(spec).sum()) * int(np.diff(edges).max(initial=0)), np.uint8)
@@ -524,14 +517,14 @@ def _read_chunks(
             _put_routes(columns_LKR, valid[a:b], num_experts, header.as_sets, ids_RLK)
             ids_NLK[a:b, at, :top_k] = ids_RLK
             ids_NLK[a:b, at, top_k:] = np.where(valid[a:b], spec.filler, 0)[:, None, None]
-        for name, stream in streams.items():
-            of_frames = (_columns(contents[f], stream, b - a, number) for number, f in enumerate(frames[name]))
-            parts[name].append(stream.from_contents(of_frames, valid[a:b]))
+        for name, found in parts.items():
+            columns = (_sizes_and_gaps(contents[f], b - a) for f in frames[name].tolist())
+            found.append(header.streams[name].from_contents(columns))
     if not header.as_sets:
         if ids_NLK[~valid].any():
             raise TraceContentError("a row without a route has ids; expected zeros")
         check_rows(ids_NLK, valid, np.array([0, num_rows]), spec)
-    joined = {name: stream.join(parts[name]) for name, stream in streams.items()}
+    joined = {name: header.streams[name].join(found) for name, found in parts.items()}
     bounds, order_kept = np.array([0, num_rows]), not header.as_sets
     return RoutingTrace(spec, ids_NLK, valid, tokens, versions, bounds, header.provenance, order_kept, joined)
 
@@ -588,13 +581,10 @@ def _read_frames(
             yield contents
 
 
-def _columns(content: NDArray[np.uint8], stream: Stream, rows: int, number: int) -> list[NDArray[Any]]:
-    """Return the columns of numbers that a frame of a stream holds, the one of this number of those that are read.
-
-    Raises: `TraceContentError` when it has more or fewer bytes than its rows take.
-    """
-    size = stream.number.itemsize
-    lengths = stream.column_lengths(rows, len(content) // size, number)
-    if min(lengths) < 0 or size * sum(lengths) != len(content):
-        raise TraceContentError(f"{stream.kind} of {rows} rows have {len(content)} bytes; expected {size} per number")
-    return [_numbers(part, stream.number) for part in np.split(content, size * np.cumsum(lengths)[:-1])]
+def _sizes_and_gaps(content: NDArray[np.uint8], rows: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """Return what a frame of a stream holds. Raises `TraceContentError` when it is too short for its rows."""
+    size = np.dtype(np.uint32).itemsize
+    if len(content) < size * rows or len(content) % size:
+        raise TraceContentError(f"sets of {rows} rows have {len(content)} bytes; expected {size} per number")
+    sizes, gaps = np.split(content, [size * rows])
+    return _numbers(sizes, np.uint32), _numbers(gaps, np.uint32)

@@ -12,7 +12,6 @@ from numpy.typing import ArrayLike, NDArray
 from foreroute.errors import BatchMismatchError, TraceContentError
 from foreroute.trace.checks import as_numbers, join_ranges, place_of
 from foreroute.trace.container import RoutingTrace, concatenate, on_common_layers
-from foreroute.trace.gate_weights import GATE_WEIGHTS
 from foreroute.trace.spec import RoutedLayer, RoutingSpec
 
 
@@ -80,7 +79,6 @@ def with_lookups(
 
     Raises:
         SpecMismatchError: when it lacks another layer, or is of another model.
-        TraceContentError: when it has gate weights, which no table tells.
     """
     lacking = [layer for layer in spec.layers if layer not in trace.spec.layers and layer in lookups]
     if not lacking or spec.sizes:
@@ -88,11 +86,6 @@ def with_lookups(
         return trace
     rest = spec.select([layer for layer in spec.layers if layer not in lacking])
     rest.require_same(trace.spec, what="the trace")
-    if GATE_WEIGHTS in trace.streams:
-        raise TraceContentError(
-            f"the trace has gate weights and lacks {lacking[0]}, whose weights no table tells; take them off with "
-            f'trace.without_streams("{GATE_WEIGHTS}")'
-        )
     ids_NLK = np.zeros((trace.num_rows, spec.num_layers, spec.top_k), spec.id_dtype)
     ids_NLK[:, spec.positions(rest.layers)] = trace.expert_ids_NLK
     for layer in lacking:

@@ -30,7 +30,6 @@ class LayerKind(StrEnum):
     MTP = "mtp"
     DRAFT = "draft"
     HASH = "hash"
-    ENCODER = "encoder"
 
 
 @dataclass(frozen=True, order=True)

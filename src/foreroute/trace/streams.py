@@ -1,14 +1,12 @@
 """Decisions of a rollout beside its routes: named streams on the same rows. No torch.
 
-    sampling      row p: the tokens that top-p, top-k or min-p had left when token p + 1 was drawn
-    indexer       row p: the units of the sequence that a query at p attends to, in each layer with an indexer
-    gate_weights  row p: what each pick of the router was weighted with
-    pixels        row p: a digest of the pixels behind the token of an image, which no router decided
+    sampling  row p: the tokens that top-p, top-k or min-p had left when token p + 1 was drawn
+    indexer   row p: the units of the sequence that a query at p attends to, in each layer with an indexer
+    pixels    row p: a digest of the pixels behind the token of an image, which no router decided
 
-There are two kinds. A `DecisionStream` has a set of ids for each row, or for each row and layer, and a validity of its
-own: prompts have routes and no sampling. `GateWeights` follow the routes, pick by pick. Both have the same methods:
-they go with rows, layers and pick order, are joined and compared, become the columns of a file's frames and are made of
-them. Traces and their files know nothing else of them.
+A `DecisionStream` has a set of ids for each row, or for each row and layer, and a validity of its own: prompts have
+routes and no sampling. Streams go with rows, are joined and compared, become the columns of a file's frames and are
+made of them. Traces and their files know nothing else of them.
 """
 
 from __future__ import annotations
@@ -16,15 +14,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import SpecMismatchError, TraceContentError
 from foreroute.trace.checks import as_array, as_mask, as_offsets, ascending, join_ranges, take_ranges
-from foreroute.trace.gate_weights import GATE_WEIGHTS, GateWeights
-from foreroute.trace.spec import MAX_LAYERS, RoutedLayer, RoutingSpec, as_layers, layers_from, whole_number
+from foreroute.trace.spec import MAX_LAYERS, RoutedLayer, as_layers, layers_from, whole_number
 
 SAMPLING = "sampling"
 """The stream of sampling masks: ids are tokens, and no layer decides."""
@@ -47,9 +44,6 @@ class DecisionStream:
         ids: int32, ascending in each set. A set of a valid row that has none left nothing out.
         layers: the D layers that decide; empty for a decision of the whole model, and D is then 1.
     """
-
-    kind: ClassVar[str] = "sets"
-    number: ClassVar[np.dtype[Any]] = np.dtype(np.uint32)
 
     num_choices: int
     valid_N: NDArray[np.bool_]
@@ -199,14 +193,6 @@ class DecisionStream:
         kept[rows] = -1
         return self.take(kept)
 
-    def select_layers(self, positions: NDArray[np.int64]) -> DecisionStream:
-        """Return the same stream: it has layers of its own."""
-        return self
-
-    def reorder_picks(self, order_NLK: NDArray[np.int64]) -> DecisionStream:
-        """Return the same stream: it has nothing for each pick."""
-        return self
-
     def join(self, others: Sequence[DecisionStream]) -> DecisionStream:
         """Append the rows of streams with the same facts."""
         parts = [self, *others]
@@ -222,7 +208,7 @@ class DecisionStream:
         return {"num_choices": self.num_choices, "layers": [[each.index, each.kind.value] for each in self.layers]}
 
     @classmethod
-    def from_facts(cls, facts: Mapping[str, Any], spec: RoutingSpec) -> DecisionStream:
+    def from_facts(cls, facts: Mapping[str, Any]) -> DecisionStream:
         """Return a stream without rows. Raises `TraceContentError` for other facts than `facts` returns."""
         if set(facts) != {"num_choices", "layers"}:
             raise TraceContentError(f"a stream of sets has {sorted(facts)!r:.80}; expected num_choices and layers")
@@ -231,12 +217,6 @@ class DecisionStream:
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return validity, offsets and ids."""
         return {"valid_N": self.valid_N, "offsets": self.offsets, "ids": self.ids}
-
-    def check(self, spec: RoutingSpec, valid_N: NDArray[np.bool_]) -> None:
-        """Raise `TraceContentError` unless it has these rows, and sets that can be."""
-        if self.num_rows != len(valid_N):
-            raise TraceContentError(f"a stream has {self.num_rows} rows for {len(valid_N)} of the trace")
-        self.check_sets()
 
     def check_sets(self) -> None:
         """Raise `TraceContentError` unless the arrays can be those of a stream."""
@@ -253,14 +233,14 @@ class DecisionStream:
             row = int(np.searchsorted(offsets, wrong, side="right") - 1) // self.depth
             raise TraceContentError(f"row {row} has id {int(ids[wrong])} twice, or ids that do not ascend")
 
-    def contents(self, start: int, stop: int) -> list[list[NDArray[Any]]]:
+    def contents(self, start: int, stop: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
         """Return the columns of the frames of a chunk of rows: sizes (0: no decision, n + 1: n ids), gaps between ids.
 
         The first gap of a set is its first id.
         """
         bounds = self.offsets[start * self.depth : stop * self.depth + 1]
         starts_RD, counts_RD = bounds[:-1].reshape(-1, self.depth), np.diff(bounds).reshape(-1, self.depth)
-        contents: list[list[NDArray[Any]]] = []
+        contents = []
         for d in range(self.depth):
             counts_R = counts_RD[:, d]
             sizes_R = np.where(self.valid_N[start:stop], counts_R + 1, 0).astype(np.uint32)
@@ -269,21 +249,10 @@ class DecisionStream:
             gaps = np.diff(ids, prepend=np.int32(0)).astype(np.uint32)
             first = (np.cumsum(counts_R) - counts_R)[counts_R > 0]
             gaps[first] = ids[first]
-            contents.append([sizes_R, gaps])
+            contents.append((sizes_R, gaps))
         return contents
 
-    def frames(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the frames of a chunk that are read with the routed layers at these positions: all."""
-        return np.arange(self.depth)
-
-    def column_lengths(self, rows: int, count: int, number: int) -> list[int]:
-        """Return the lengths of the columns that a frame of `count` numbers has, any of them: sizes, then gaps.
-
-        A length is negative when the frame is too short for its rows.
-        """
-        return [rows, count - rows]
-
-    def from_contents(self, contents: Iterable[list[NDArray[Any]]], valid_R: NDArray[np.bool_]) -> DecisionStream:
+    def from_contents(self, contents: Iterable[tuple[NDArray[Any], NDArray[Any]]]) -> DecisionStream:
         """Return the rows of a chunk from what `contents` returned.
 
         Raises:
@@ -311,20 +280,10 @@ class DecisionStream:
         return self.from_layers(self.num_choices, decided_DR[0], sets_of, self.layers)
 
 
-Stream = DecisionStream | GateWeights
-"""Any stream. `contents`, `frames`, `column_lengths` and `from_contents` are what a file asks of it."""
-KINDS: dict[str, type[DecisionStream] | type[GateWeights]] = {each.kind: each for each in (DecisionStream, GateWeights)}
-"""The class of each kind, by its name in a file."""
-
-
-def check_name(name: object, kind: str) -> None:
-    """Raise `TraceContentError` unless a stream of this kind can have the name."""
-    named = isinstance(name, str) and STREAM_NAME.fullmatch(name)
-    if not named or (name == GATE_WEIGHTS) != (kind == GateWeights.kind):
-        raise TraceContentError(
-            f"a stream of {kind} is named {name!r:.60}; expected up to 32 lower-case letters and underscores, "
-            f"{GATE_WEIGHTS} for GateWeights and for nothing else"
-        )
+def check_name(name: object) -> None:
+    """Raise `TraceContentError` unless a stream can have the name."""
+    if not (isinstance(name, str) and STREAM_NAME.fullmatch(name)):
+        raise TraceContentError(f"a stream is named {name!r:.60}; expected up to 32 lower-case letters and underscores")
 
 
 def as_choices(num_choices: int, layers: Iterable[RoutedLayer]) -> tuple[int, tuple[RoutedLayer, ...]]:
@@ -335,7 +294,7 @@ def as_choices(num_choices: int, layers: Iterable[RoutedLayer]) -> tuple[int, tu
     return whole_number(num_choices, name="num_choices", most=MOST_CHOICES), table
 
 
-def joined(name: str, parts: Sequence[Stream | None], routed_N: Sequence[NDArray[np.bool_]]) -> Any:
+def joined(name: str, parts: Sequence[DecisionStream | None], routed_N: Sequence[NDArray[np.bool_]]) -> DecisionStream:
     """Join the rows of one stream of several traces.
 
     Args:
@@ -343,16 +302,13 @@ def joined(name: str, parts: Sequence[Stream | None], routed_N: Sequence[NDArray
         parts: that of each trace; None where it has none. One at least is there.
         routed_N: the rows of each trace that have routes. One without any needs no stream.
 
-    Returns:
-        A stream of the same kind.
-
     Raises:
         TraceContentError: when a trace has routes and no such stream.
         SpecMismatchError: when the streams are not of one model.
     """
     first = next(part for part in parts if part is not None)
     # A trace without routes, such as a tool's text, decided nothing and needs no stream to say so.
-    whole: list[Any] = []
+    whole = []
     for part, routed in zip(parts, routed_N, strict=True):
         if part is None and routed.any():
             raise TraceContentError(
@@ -360,7 +316,7 @@ def joined(name: str, parts: Sequence[Stream | None], routed_N: Sequence[NDArray
                 "DecisionStream.absent where nothing was decided, or take it off with without_streams()"
             )
         whole.append(first.take(np.full(len(routed), -1)) if part is None else part)
-        if (whole[-1].kind, whole[-1].facts()) != (first.kind, first.facts()):
+        if whole[-1].facts() != first.facts():
             raise SpecMismatchError(
                 f"the stream {name} has {whole[-1]}; expected {first}, the same as in the first trace"
             )

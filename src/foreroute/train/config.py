@@ -24,7 +24,7 @@ from foreroute.files.config_file import (
 from foreroute.files.toml import read_toml
 from foreroute.plan.capabilities import FetchPath
 
-Routing = Literal["none", "R2", "R3", "R3+weights"]
+Routing = Literal["none", "R2", "R3"]
 Method = Literal["dapo", "gspo"]
 
 METHODS: dict[str, dict[str, float]] = {
@@ -291,8 +291,8 @@ class ParallelConfig(Section):
     """Drop replicas that do not pay; by default where priced."""
     traffic: bool | None = None
     """Add replicas against traffic between nodes; by default where priced."""
-    paths: FetchPath = "host"
-    """Replicas through node memory, or peer to peer."""
+    paths: FetchPath = "direct"
+    """Replicas peer to peer, or through node memory."""
     shared_memory: str = "/dev/shm"
     """Folder in node memory."""
     prefetch: Natural = 1
@@ -352,8 +352,6 @@ class TrainConfig(Section):
             )
         if self.task.data is not None:
             self.warm_start.refuse_unused(LEARNING, "with task.data, which has no right answers; leave it out")
-        if self.rl.routing == "R3+weights" and self.rollout.engine != "embedded":
-            raise ValueError('rl.routing = "R3+weights" needs rollout.engine = "embedded", which records gate weights')
         return self
 
     @model_validator(mode="after")

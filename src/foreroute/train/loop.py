@@ -8,8 +8,7 @@
                    └──────────────────────── weights, version + 1 ──────────────────────────────┘
 
 `rl.routing` decides whose experts 2 and 3 use:  none, the trainer's own in each forward;  R2, those of 2 again in 3;
-R3, those of 1 in both;  R3+weights, those of 1 with the gate weights they had there. So it does whose choices the
-indexers of sparse attention make, where the model has some.
+R3, those of 1 in both. So it does whose choices the indexers of sparse attention make, where the model has some.
 
 A reader needs two files more: `objective.py`, what 3 minimises, and `policy.py`, what a process executes. `record.py`
 makes the step's line of metrics, `experts.py` executes plans on several ranks, and `run.py` is the run around steps.
@@ -78,7 +77,7 @@ class Trainer:
         """
         rl, step, execution, ranks = self.config.rl, self.step, self.execution, self.execution.ranks
         device: torch.device = self._device
-        replays = rl.routing in ("R3", "R3+weights")
+        replays = rl.routing == "R3"
         trains_with: Side = "replayed" if replays else "native"
         other: Side = "native" if replays else "replayed"
         measures = step % self.config.measure.compare_every == 0
@@ -148,24 +147,20 @@ class Trainer:
         rewards_S = task.rewards(asked, np.split(generation.trace.token_ids_N[generation.sampled_N], ends_S))
         return Experience(generation, rewards_S, *group_advantages(rewards_S, settings.group_size))
 
-    def recompute(
-        self, generation: Generation, planned: ScheduledPass, side: Side, *, gate_weights: bool | None = None
-    ) -> Recomputed:
+    def recompute(self, generation: Generation, planned: ScheduledPass, side: Side) -> Recomputed:
         """Run the policy over the rollout without gradients: the old log-probs, before the update.
 
         Args:
             generation: S sequences.
             planned: takes all of them.
             side: "native", on its own routes, or "replayed", on the rollout's and its choices of indexers.
-            gate_weights: replay the rollout's gate weights too; by default under "R3+weights".
 
         Raises:
             StaleTraceError: when the rollout's routes are not of this step's weights.
         """
-        routed, replay, routing = self.policy, side == "replayed", self.config.rl.routing
-        weights = routing == "R3+weights" if gate_weights is None else gate_weights
+        routed, replay = self.policy, side == "replayed"
         # R2 replays in the update what this pass chooses
-        indexers = routed.indexers is not None and routing == "R2"
+        indexers = routed.indexers is not None and self.config.rl.routing == "R2"
         logprobs, entropies, executed, margins = [], [], [], []
         with torch.no_grad(), self.execution.running(planned) if replay else nullcontext():
             for number, sequences in enumerate(planned.micro_steps):
@@ -173,9 +168,7 @@ class Trainer:
                 routes = inputs(part.trace)
                 forced: AbstractContextManager[Any] = nullcontext()
                 if replay:
-                    forced = routed.replay(
-                        self.execution.to_replay(number, routes), weight_version=self.step, gate_weights=weights
-                    )
+                    forced = routed.replay(self.execution.to_replay(number, routes), weight_version=self.step)
                 recorded = routed.record(weight_version=self.step, margins=True, indexers=indexers)
                 with forced, recorded as recording:
                     logprobs_R, entropy_R = response_log_probs(
@@ -237,12 +230,7 @@ class Trainer:
                     with ExitStack() as replaying:
                         if routes is not None:
                             taken = execution.to_replay(number, inputs(routes.select(sequences)))
-                            forced = routed.replay(
-                                taken,
-                                weight_version=self.step,
-                                gate_weights=rl.routing == "R3+weights",
-                                telemetry=watch_routes,
-                            )
+                            forced = routed.replay(taken, weight_version=self.step, telemetry=watch_routes)
                             session = replaying.enter_context(forced)
                         logprobs_R, _ = response_log_probs(
                             routed.model, generation.select(sequences), self.config.rollout.temperature

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 from foreroute.adapters import hf
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.hf.batch_routes import TraceRows
-from foreroute.adapters.hf.local_models import load_pretrained
+from foreroute.adapters.hf.loading import load_pretrained
 from foreroute.adapters.hf.spreading import build_spread, spread_over
 from foreroute.engines.base import Engine
 from foreroute.engines.embedded import EmbeddedEngine
@@ -133,8 +133,7 @@ def make_engine(run: TrainConfig, policy: hf.RoutedTransformer) -> Engine:
             policy.model,
             config.precision,
             weights=policy.gather_weights(),
-            gate_weights=run.rl.routing == "R3+weights",
-            indexers=policy.indexers is not None and run.rl.routing in ("R3", "R3+weights"),
+            indexers=policy.indexers is not None and run.rl.routing == "R3",
         )
     from foreroute.engines import sglang, vllm
 

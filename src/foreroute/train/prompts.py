@@ -20,12 +20,12 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.adapters.hf.tokenizer import Tokenizer
 from foreroute.errors import ConfigError, DatasetError, FunctionError
 from foreroute.files.container import blake2b_hex
 from foreroute.files.regular import read_file
 from foreroute.train.chain import ChainTask, Demonstration, Problem, Task
 from foreroute.train.config import TaskConfig, TrainConfig
+from foreroute.train.tokenizer import Tokenizer
 
 MOST_CHARACTERS = 128
 """Characters of a prompt for each token that it may have; a longer one is not tokenised. The longest tokens of usual

@@ -225,18 +225,6 @@ FAMILIES = {
     "step3p7": Family(
         "Step3p7TextModel", {"mlp_layer_types": DENSE_FIRST, "share_expert_dim": 24, "sliding_window": 16}
     ),
-    "switch_transformers": Family(
-        "SwitchTransformersEncoderModel",
-        {
-            "d_model": 32,
-            "d_ff": 48,
-            "d_kv": 8,
-            "num_heads": 4,
-            "num_layers": 3,
-            "num_sparse_encoder_layers": 3,
-            "dropout_rate": 0.0,
-        },
-    ),
     "unlimited_ocr": Family("UnlimitedOcrTextModel", GROUPED_SOFTMAX),
     "zaya": Family("ZayaForCausalLM", {"num_experts_per_tok": 1, "router_hidden_size": 32}),
 }
@@ -277,7 +265,6 @@ REPLAYABLE_WITH = {
     "granitemoeshared": "class GraniteMoeSharedTopKRouter(",
     "jamba": "class JambaTopKRouter(",
     "lfm2_moe": "class Lfm2MoeTopKRouter(",
-    "switch_transformers": "torch.argmax(router_probs",
 }
 
 

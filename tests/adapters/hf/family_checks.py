@@ -16,13 +16,12 @@ from foreroute.adapters import hf
 from foreroute.adapters.hf.packed_routers import about_packed
 from foreroute.adapters.hf.without_weights import structure_of
 from foreroute.core.hooks import overridden
-from foreroute.errors import ConfigError, ReplayError
+from foreroute.errors import ConfigError
 from foreroute.trace import LayerKind
 from tests.adapters.hf.families import build, modelling_file
 from tests.adapters.hf.family_gates import GATES
 from tests.adapters.hf.model_runs import checkpointed_by_library, gradients, random_routes
-from tests.replay.session_subject import same
-from tests.traces import weighted
+from tests.replay.session_subject import router_paths, same
 
 TOKENS = torch.randint(1, 50, (2, 9), generator=torch.Generator().manual_seed(0))
 BATCH = {"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS)}
@@ -31,7 +30,7 @@ BATCH = {"input_ids": TOKENS, "attention_mask": torch.ones_like(TOKENS)}
 def record(name):
     """What is recorded is what the experts are given. No router is taken for a packed one."""
     model, routed = shared(name)
-    assert not about_packed(routed)
+    assert not about_packed(routed.routers)
     with routed.record() as recording, watching(name, routed) as calls:
         run(model)
     require_given_to_experts(recording.trace(), calls)
@@ -86,7 +85,7 @@ def gradient(name):
             if ours is not None:
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
     loss.backward()
-    for path in routed.router_paths:
+    for path in router_paths(routed):
         sizes = [p.grad.norm() for p in model.get_submodule(path).parameters() if p.grad is not None]
         assert sizes, path
         assert max(sizes) > 0, path
@@ -133,40 +132,8 @@ def backends(name):
     return None
 
 
-NO_WEIGHT_PER_PICK = {
-    "jetmoe": "it regroups its picks",
-    "llama4": "it hands on no tensors of one number per pick",
-}
-
-
-def gate_weights(name):
-    """Recorded gate weights change no bit when they are replayed, and others are obeyed; or both are refused."""
-    model, routed = shared(name)
-    if name in NO_WEIGHT_PER_PICK:
-        refused = pytest.raises(ReplayError, match=NO_WEIGHT_PER_PICK[name].removeprefix("it "))
-        with refused, routed.record(gate_weights=True):
-            run(model)
-        trace = foreign_routes(routed)
-        with_weights = weighted(trace, np.ones(trace.expert_ids_NLK.shape))
-        with refused, routed.replay(with_weights, gate_weights=True):
-            run(model)
-        return NO_WEIGHT_PER_PICK[name]
-    with torch.no_grad(), routed.record(gate_weights=True) as recording:
-        native = run(model)
-    trace = recording.trace()
-    with torch.no_grad(), routed.replay(trace, gate_weights=True):
-        assert torch.equal(run(model), native)
-    # each pick otherwise: a norm of what the experts give out forgets a factor that they share
-    factor_K = np.linspace(0.5, 1.5, trace.gate_weights_NLK.shape[2], dtype=np.float32)
-    other = weighted(trace, trace.gate_weights_NLK * factor_K)
-    with torch.no_grad(), routed.replay(other, gate_weights=True):
-        assert not torch.equal(run(model), native)
-    return None
-
-
 NOT_TOLD = {
     "jetmoe": ("split_with_sizes", "its experts are split by counts of rows, which are values"),
-    "switch_transformers": ("does not tell", "it has an encoder and a decoder"),
 }
 
 
@@ -184,7 +151,7 @@ def configuration(name):
     return None
 
 
-CHECKS = [record, native, foreign, weights, gradient, checkpointing, backends, gate_weights, configuration]
+CHECKS = [record, native, foreign, weights, gradient, checkpointing, backends, configuration]
 
 
 class Call:
@@ -224,7 +191,7 @@ def watching(name, routed):
             calls[-1].to_experts = args[1]
 
     with ExitStack() as stack:
-        for path in routed.router_paths:
+        for path in router_paths(routed):
             router, block = model_part(routed, path), model_part(routed, path.rpartition(".")[0])
             by_block = hasattr(block, "route_tokens_to_experts")  # dbrx, and more families in older releases
             selecting = (block, "route_tokens_to_experts") if by_block else (router, "forward")
@@ -245,9 +212,7 @@ def require_given_to_experts(trace, calls):
         expected = ids_of(trace, layer)
         if type(call.router).__name__ == "ZayaRouter":  # its last class is no expert, and handed on as 0 of weight 0
             expected = expected.masked_fill(expected == call.router.num_experts, 0)
-        if type(call.router).__name__ == "SwitchTransformersTop1Router":
-            assert torch.equal(call.ids, expected)
-        elif call.to_experts is not None:
+        if call.to_experts is not None:
             assert torch.equal(call.to_experts, expected)
         else:  # a set: in order of experts
             assert torch.equal(call.ids.sort(-1).values, expected.sort(-1).values)

@@ -104,11 +104,6 @@ def _scattered(output, top_k):
     return gates.gather(-1, ids), ids
 
 
-def _one_hot(output, top_k):
-    chosen, probability, _ = output
-    return probability.reshape(-1, top_k), chosen.argmax(-1).reshape(-1, top_k)
-
-
 def _sorted_by_expert(output, top_k):
     order, _, gates, sizes, _ = output
     expert_of_sorted = torch.tensor([expert for expert, size in enumerate(sizes) for _ in range(size)])
@@ -152,6 +147,5 @@ GATES = {name: gate for gate, names in GATES_OF_SEVERAL for name in names.split(
     "longcat_flash": Gate(weights=_without_logits, label="softmax; zero experts"),
     "openai_privacy_filter": Gate(renormalise=True, scale=0.5),
     "phimoe": Gate(weights=_bands, label="sparsemixer"),
-    "switch_transformers": Gate(logits=2, handed_on=_one_hot, label="softmax, top-1, capacity"),
     "zaya": Gate(weights=_skip_class, label="softmax; skip class"),
 }

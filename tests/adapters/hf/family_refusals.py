@@ -19,6 +19,12 @@ def nllb_moe():
     )
 
 
+def switch_transformers():
+    """Its encoder alone: the class of its routers is refused, not only both stacks together."""
+    sizes = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_heads": 4, "num_layers": 2, "num_sparse_encoder_layers": 2}
+    return transformers.SwitchTransformersEncoderModel(transformers.SwitchTransformersConfig(vocab_size=50, **sizes))
+
+
 def doge():
     sizes = {"num_attention_heads": 4, "is_moe": True, "num_experts": 16, "num_experts_per_tok": 2}
     return transformers.DogeForCausalLM(transformers.DogeConfig(**SMALL, **sizes))
@@ -41,7 +47,7 @@ def inkling2_loop(passes=2):
     )
 
 
-REFUSED = {"doge": doge, "inkling2_loop": inkling2_loop, "nllb_moe": nllb_moe, "vitpose_backbone": vitpose_backbone}
+REFUSED = {build.__name__: build for build in (doge, inkling2_loop, nllb_moe, switch_transformers, vitpose_backbone)}
 
 
 def refusal(name):

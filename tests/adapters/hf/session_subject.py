@@ -12,7 +12,7 @@ from foreroute.adapters import hf
 from foreroute.testing.models import FAMILIES, GROUPED, tiny
 from tests.adapters.hf.families import lacks
 from tests.adapters.hf.model_runs import checkpoint_by_hand, checkpointed_by_library
-from tests.replay.session_subject import Given, Subject
+from tests.replay.session_subject import Given, Subject, router_paths
 
 transformers.logging.set_verbosity_error()
 
@@ -94,7 +94,7 @@ class HuggingFaceSubject(Subject):
     @contextmanager
     def given(self):
         given = []
-        columns = {f"{path.rpartition('.')[0]}.experts": n for n, path in enumerate(self.routed.router_paths)}
+        columns = {f"{path.rpartition('.')[0]}.experts": n for n, path in enumerate(router_paths(self.routed))}
 
         def note(module, args, column):
             map_RE = torch.zeros(len(args[1]), self.routed.spec.num_experts, dtype=torch.bool)

@@ -41,7 +41,6 @@ AT_ONCE = [
     "qwen3_moe",
     "qwen3_vl_moe",
     "step3p7",
-    "switch_transformers",
     "zaya",
 ]
 """Without the mark `slow`: one of each kind of gate, selection and attention. The others are like one of them."""

@@ -158,11 +158,11 @@ def test_a_batch_of_padding_alone_is_replayed_as_it_was_recorded(padding):
     model = tiny("qwen3_moe")
     routed = hf.attach(model)
     batch = {name: torch.zeros((2, 5), dtype=torch.int64) for name in ("input_ids", "attention_mask")}
-    with torch.no_grad(), routed.record(gate_weights=True) as recording:
+    with torch.no_grad(), routed.record() as recording:
         native = model(**batch, use_cache=False).logits
     trace = recording.trace()
     assert (len(trace), trace.num_rows) == (2, 0)
-    for how in ({}, {"gate_weights": True}, {"missing": "drop", "telemetry": True}):
+    for how in ({}, {"missing": "drop", "telemetry": True}):
         with torch.no_grad(), routed.replay(trace, padding=padding, **how) as session:
             replayed = model(**batch, use_cache=False).logits
         assert torch.equal(replayed, native) == (padding == "native")

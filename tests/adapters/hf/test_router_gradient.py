@@ -6,6 +6,7 @@ from torch.overrides import TorchFunctionMode
 from foreroute.adapters import hf
 from foreroute.testing.models import FAMILIES, GROUPED, tiny
 from tests.adapters.hf.model_runs import batch_of, loss_of, random_routes
+from tests.replay.session_subject import router_paths
 from tests.tiers import grid
 
 BATCH = batch_of(9, 6, 4)
@@ -30,7 +31,7 @@ def test_it_agrees_with_finite_differences(family):
     trace = random_routes(routed.spec, BATCH)
     with Float64(), routed.replay(trace):
         loss_of(model, BATCH).backward()
-        for path in routed.router_paths:
+        for path in router_paths(routed):
             weight = model.get_submodule(path).weight
             size = weight.grad.norm()
             assert size > 1e-6

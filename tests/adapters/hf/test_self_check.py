@@ -13,6 +13,7 @@ from foreroute.errors import AttachError
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import build
 from tests.adapters.hf.family_checks import foreign_routes, ids_of, run
+from tests.replay.session_subject import router_paths
 
 
 class FutureRouter(Qwen3MoeTopKRouter):
@@ -68,13 +69,13 @@ def test_an_expert_outside_the_open_groups_keeps_its_weight(mask):
     model = with_router(limited_to_groups(MASKS[mask]))
     routed = hf.attach(model)
     trace, seen = foreign_routes(routed), []
-    for path in routed.router_paths:
+    for path in router_paths(routed):
         model.get_submodule(path).register_forward_hook(lambda _, args, output: seen.append(output))
     with routed.replay(trace):
         run(model).backward()
     for layer, (logits, weights, _) in enumerate(seen):
         torch.testing.assert_close(weights, logits.softmax(-1).gather(-1, ids_of(trace, layer)))
-    assert all(model.get_submodule(path).weight.grad.norm() > 0 for path in routed.router_paths)
+    assert all(model.get_submodule(path).weight.grad.norm() > 0 for path in router_paths(routed))
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -168,7 +169,6 @@ NEEDED_RULES = {
     "DeepseekV4HashRouter": "deepseek_v4",
     "JetMoeTopKGating": "jetmoe",
     "PhimoeTopKRouter": "phimoe",
-    "SwitchTransformersTop1Router": "switch_transformers",
 }
 
 
@@ -215,3 +215,9 @@ def test_attach_leaves_the_model_as_it_was():
     assert [set(module.__dict__) for module in model.modules()] == attributes
     assert torch.equal(torch.random.get_rng_state(), random_state)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_encoder_decoder_is_refused_whatever_its_routers_are():
+    stacks = torch.nn.ModuleDict({"encoder": tiny("qwen3_moe"), "decoder": tiny("qwen3_moe")})
+    with pytest.raises(AttachError, match="ModuleDict routes in an encoder and in a decoder"):
+        hf.attach(stacks)

@@ -174,4 +174,4 @@ def test_nothing_forks_the_random_state_without_naming_the_devices():
             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("fork_rng"):
                 found.append(path.name)
                 assert node.args or "devices" in [keyword.arg for keyword in node.keywords], f"{path}:{node.lineno}"
-    assert {"untouched.py", "checks.py", "local_models.py", "without_weights.py"} <= set(found)
+    assert {"untouched.py", "checks.py", "loading.py", "without_weights.py"} <= set(found)

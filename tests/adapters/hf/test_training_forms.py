@@ -31,7 +31,7 @@ from tests.adapters.hf.model_runs import (
     loss_of,
     random_routes,
 )
-from tests.replay.session_subject import same
+from tests.replay.session_subject import router_paths, same
 from tests.tiers import grid
 
 BATCH = batch_of(9, 6, 4)
@@ -138,7 +138,7 @@ def test_selective_checkpoints_repeat_what_the_forward_ran(family, kept):
         trace = random_routes(routed.spec, BATCH)
         trace = replace(trace, valid_N=trace.valid_N & (np.arange(trace.num_rows) % 3 > 0))
         with (
-            routed.record(gate_weights=True) as recording,
+            routed.record() as recording,
             routed.replay(trace, missing="native", telemetry=True) as session,
         ):
             losses = [loss_of(model, BATCH), loss_of(model, BATCH)]
@@ -298,7 +298,7 @@ def test_prediction_heads_route_themselves():
         seen = predicted(hidden)
     assert len(log) == 1
     assert torch.equal(seen, predicted(hidden))
-    assert routed.router_paths == ("model.layers.1.mlp.gate", "model.layers.2.mlp.gate")
+    assert router_paths(routed) == ["model.layers.1.mlp.gate", "model.layers.2.mlp.gate"]
 
 
 def test_a_router_whose_copy_is_off_is_named():

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from examples.pipeline import sync, train, weights
 from examples.pipeline.policy import Policy, make_checkpoint
 from foreroute.adapters import megatron
-from foreroute.adapters.checkpoint import FolderWriter, ModelWriter, without_progress_bars
+from foreroute.adapters.checkpoint import FolderWriter, ModelWriter, quiet_transformers
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import ConfigError, EngineError
 from foreroute.testing.models import same_bits
@@ -72,7 +72,7 @@ class FullDisk(TransformersEngine):
 
 
 def read(folder):
-    with without_progress_bars():
+    with quiet_transformers():
         return transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
         )

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
+from foreroute.adapters.megatron.plan_execution import execution as planned_experts
 from foreroute.adapters.megatron.plan_execution import layer as layers
-from foreroute.adapters.megatron.plan_execution import model as planned_model
 from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer
 from foreroute.adapters.megatron.plan_execution.replicas import SeparateReplicas
 from foreroute.ep.execution import PassCells, PlanExecution
@@ -45,10 +45,10 @@ def test_gradients_that_are_dropped_doubled_or_of_slots_that_were_not_refilled()
 def test_gradients_that_are_late_for_their_bucket():
     """Added after the schedule and before gradients are summed over ranks, when buckets have left."""
     case = in_float64(ExecutionCase(Cell(ep=2, layers=2), 4, told=OVERLAP))
-    late, add_home = [], SeparateReplicas.add_home
+    late, add_returned = [], SeparateReplicas.add_returned
 
     def add_later(self, returned, grads):
-        late.append(partial(add_home, self, returned, grads))
+        late.append(partial(add_returned, self, returned, grads))
         return [None for _ in self.parameters()]
 
     def add():
@@ -59,7 +59,7 @@ def test_gradients_that_are_late_for_their_bucket():
     plain = trained(case, None)  # a first step alone does not show it
     # ranks that hold the same experts end with other gradients of them, which is as far as a comparison gets
     with (
-        mock.patch.object(SeparateReplicas, "add_home", add_later),
+        mock.patch.object(SeparateReplicas, "add_returned", add_later),
         pytest.raises(AssertionError, match=r"copies of .* differ|too far"),
     ):
         assert furthest(trained(case, "planned", add), plain)["gradients"] <= SEEN, "too far"
@@ -69,7 +69,7 @@ def test_gradients_that_are_late_for_their_bucket():
 @on_ranks(2)
 def test_an_expert_that_is_looked_for_in_the_slot_of_another():
     """After homes have moved: two experts of the first rank change places, in all layers."""
-    parameters_of = planned_model.home_parameters
+    parameters_of = planned_experts.home_parameters
 
     def swapped(site):
         found = parameters_of(site)
@@ -78,7 +78,7 @@ def test_an_expert_that_is_looked_for_in_the_slot_of_another():
         return found
 
     case = ExecutionCase(Cell(ep=2, layers=2, packed=True))
-    require_seen(case, "random", "losses", swapped=mock.patch.object(planned_model, "home_parameters", swapped))
+    require_seen(case, "random", "losses", swapped=mock.patch.object(planned_experts, "home_parameters", swapped))
 
 
 @on_ranks(2)
@@ -86,11 +86,11 @@ def test_an_uploaded_index_of_another_micro_step():
     """The rows that are sent are those of the micro-step before, on all ranks; as many as there should be."""
     work = PassCells.work
 
-    def of_another(self, layer, current, *, is_again):
-        own = work(self, layer, current, is_again=is_again)
+    def of_another(self, layer, current, *, is_recompute):
+        own = work(self, layer, current, is_recompute=is_recompute)
         other = PassCells(self.execution, self._micro_step - 1, self._layers, self._micro_batch)
-        before = work(other, layer, current, is_again=is_again)
-        return replace(own, rows=own.rows._replace(taken_R=before.rows.taken_R))
+        before = work(other, layer, current, is_recompute=is_recompute)
+        return replace(own, rows=own.rows._replace(send_permutation=before.rows.send_permutation))
 
     require_seen(TWO, what="losses", other=mock.patch.object(PassCells, "work", of_another))
 
@@ -106,7 +106,7 @@ def test_the_key_of_the_latest_forward():
         return latest[0]
 
     def of_latest(passes, layer, path):
-        return latest[0].work(layer, passes.top, is_again=passes.is_again)
+        return latest[0].work(layer, passes.top, is_recompute=passes.is_again)
 
     with mock.patch.object(PlanExecution, "begin_pass", begin):
         require_seen(
@@ -140,7 +140,7 @@ def test_fused_gradients_and_those_sent_through_autograd():
     apart = furthest(trained(case, "planned", steps=1), plain)
     assert max(apart.values()) < 1e-4, apart
 
-    with mock.patch.object(SeparateReplicas, "add_home", through_autograd):
+    with mock.patch.object(SeparateReplicas, "add_returned", through_autograd):
         apart = furthest(trained(case, "planned", steps=1), plain)
     assert apart["gradients"] > 1e-2, apart
 
@@ -152,7 +152,7 @@ def test_experts_in_one_module():
     require_seen(
         GROUPED["grouped, fused"],
         refilled_behind_a_recomputation=refilled_behind_a_recomputation(),
-        through_autograd=mock.patch.object(SeparateReplicas, "add_home", through_autograd),
+        through_autograd=mock.patch.object(SeparateReplicas, "add_returned", through_autograd),
     )
 
 
@@ -161,14 +161,14 @@ def through_autograd(self, returned, grads):
 
 
 def returned(factor):
-    wait_home = Replicas.wait_home
+    wait_grads = Replicas.wait_grads
 
     def multiplied(self):
         return {
-            name: {row: factor * grad for row, grad in of_rows.items()} for name, of_rows in wait_home(self).items()
+            name: {row: factor * grad for row, grad in of_rows.items()} for name, of_rows in wait_grads(self).items()
         }
 
-    return mock.patch.object(Replicas, "wait_home", multiplied)
+    return mock.patch.object(Replicas, "wait_grads", multiplied)
 
 
 def not_refilled():
@@ -186,14 +186,16 @@ def not_refilled():
 
 def refilled_behind_a_recomputation():
     """Backward takes what the recomputation before it left in the slots, and other weights are there by then."""
-    refetch = Replicas.refetch
+    wait, filled = Replicas.wait, set()
 
     def refilled(self):
-        refetch(self)
-        for rows in self.weights.values():
-            rows.zero_()
+        wait(self)
+        if self in filled:
+            for rows in self.weights.values():
+                rows.zero_()
+        filled.add(self)
 
-    return mock.patch.object(Replicas, "refetch", refilled)
+    return mock.patch.object(Replicas, "wait", refilled)
 
 
 def fuse():

@@ -117,7 +117,7 @@ def test_packed_batches_are_read_only_where_there_is_padding_in_them():
             offsets = torch.tensor([0, slots[0], sum(slots)], dtype=torch.int32)
             packed = SimpleNamespace(cu_seqlens_q=offsets.to(DEVICE), cu_seqlens_q_padded=None)
             call = Call(given[None].to(DEVICE), packed, None, None, 0, len(given), DEVICE, routed.share)
-            policy, checks = Policy("error", "spread", "native", False, False), LateChecks()
+            policy, checks = Policy("error", "spread", "native", False), LateChecks()
             device.reads.clear()
             rows = routed.routes_of(trace, None, policy).of_pass(0, call, policy, checks).rows
             if reads is None:
@@ -136,7 +136,7 @@ def test_a_recorded_forward_waits_for_nothing():
         with chunk(SHORT) as there, torch.no_grad():
             there.more = {"padding_mask": there.padding} if masked else {}
             unpatched, ids = there.waits(), there.given[0].values_here.clone()
-            with there.routed.record(margins=True, gate_weights=True) as recording:
+            with there.routed.record(margins=True) as recording:
                 assert there.waits() == unpatched
             for each in (there.given[0], there.padding):
                 each.zero_()
@@ -227,6 +227,6 @@ def test_a_planned_forward_waits_for_nothing():
         assert unpatched > around_layers
         # the control waits once, for all layers
         for is_spoilt in (False, True):
-            spoilt = mock.patch.object(dispatch, "expand", waiting) if is_spoilt else nullcontext()
+            spoilt = mock.patch.object(dispatch, "expand_segments", waiting) if is_spoilt else nullcontext()
             with spoilt, routed.execute(made, counts_MLGE, [shard]), routed.replay(shard):
                 assert there.waits() == around_layers + is_spoilt, there.device.reads

@@ -16,14 +16,12 @@ from foreroute.errors import (
     LayoutError,
     ReplayError,
     StaleTraceError,
-    TraceContentError,
     TraceError,
 )
 from foreroute.layout import pad
 from tests.adapters.megatron import one_rank as on
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.python_calls import calls_per_layer
-from tests.traces import weighted
 
 
 @on_ranks(1)
@@ -44,13 +42,6 @@ def test_routes_that_are_cut_keep_what_they_were_cut_with():
         with routed.replay(placed, weight_version=accepted):
             on.forward(built, ids)
     on.refuses(StaleTraceError, "[3], expected only 4, 5 ", entering(routed.replay, placed, weight_version=range(4, 6)))
-    halved = weighted(trace, np.full(trace.expert_ids_NLK.shape, 0.5, np.float32))
-    with_them, without = (routed.shard(halved, layout_of(trace), gate_weights=switch) for switch in (True, False))
-    assert with_them.nbytes - without.nbytes == 4 * trace.expert_ids_NLK.size
-    seen = [on.replayed(built, routed, routes, ids, gate_weights=True) for routes in (with_them, halved)]
-    assert torch.equal(*seen)
-    on.refuses(TraceContentError, "no gate weights", lambda: routed.shard(trace, layout_of(trace), gate_weights=True))
-    on.refuses(TraceContentError, "no gate weights", entering(routed.replay, without, gate_weights=True))
 
 
 @on_ranks(1)

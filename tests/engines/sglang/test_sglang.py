@@ -234,7 +234,7 @@ LIES = {
     "log-probs alone": (lambda a: meta(a).update(output_token_logprobs=[-1.0] * 5), "lacks or garbles"),
     # the other tokens, ends and log-probs that cannot be are refused by what vLLM's answers go through too
     "stop without an end": (lambda a: meta(a).update(finish_reason={"type": "stop"}), "ended by an end token"),
-    "aborted": (lambda a: meta(a).update(finish_reason={"type": "abort"}), "aborted response 1 of 2"),
+    "aborted": (lambda a: meta(a).update(finish_reason={"type": "abort"}), "aborted a response: someone else uses"),
     "another reason": (lambda a: meta(a).update(finish_reason={"type": "other"}), "for the reason 'other'"),
     "no reason": (lambda a: meta(a).update(finish_reason=None), "lacks or garbles"),
 }

@@ -22,7 +22,6 @@ from foreroute.engines.vllm_server import ServerProcess
 from foreroute.errors import CaptureError, ConfigError, EngineError
 from foreroute.testing.ranks import environment
 from foreroute.trace import SAMPLING as MASKS
-from foreroute.trace import RoutingTrace, extended
 from tests.engines.small_policy import SAMPLING, prompts, seeded
 from tests.tiers import grid
 
@@ -77,53 +76,14 @@ def test_sequences_are_grouped_by_prompt_in_every_release(routed, started, monke
     assert set(endless.response_lengths) == {SAMPLING.max_new_tokens}
 
 
-def test_a_resumed_rollout_keeps_rows_and_versions_of_its_beginning(routed, started):
-    engine, sampling = loaded(started("slow"), routed), replace(PAIRS, end_token=-1)
-    partial = engine.generate_until(prompts(5, 9), sampling, seeded(), seconds=0.2)
-    assert partial.finished_S.tolist() == [True, False, True, False]
-    assert partial.response_lengths.tolist() == [30, 2, 30, 2]
-    done = loaded(engine, routed, version=2).resume(partial, sampling, seeded(5))
-    assert engine.resume(done, sampling, seeded(6)) is done
-    assert done.finished_S.all()
-    for s in range(4):
-        before, after = partial.trace.select([s]), done.trace.select([s])
-        kept = before.num_rows - 1
-        assert after.truncated([kept]).equals(before.truncated([kept]))
-        if not partial.finished_S[s]:
-            assert set(after.weight_versions_N[kept:-1]) == {2}
-    assert set(done.generation().response_lengths) == {30}
-
-
-def test_rows_that_are_known_are_not_asked_for_again(routed, started):
-    """Two turns, of which the second has the tokens of a tool: joined they are what one answer with all rows says."""
-    engine = loaded(started(), routed)
-    first = engine.generate(prompts(5), SAMPLING, seeded())
-    so_far = np.concatenate([first.trace.tokens(0), prompts(4, seed=9)[0]])
-    known = first.trace.num_rows - 1
-    whole = engine.generate([so_far], SAMPLING, seeded(7))
-    later = engine.generate([so_far], SAMPLING, seeded(7), known_rows=known)
-    assert np.flatnonzero(later.trace.valid_N)[0] == known
-    joined = extended(first.trace, later.trace)
-    assert joined.equals(whole.trace)
-    for wrong in (-1, len(so_far), [1, 2], 0.5):
-        with pytest.raises(ConfigError, match="known_rows"):
-            engine.generate([so_far], SAMPLING, seeded(7), known_rows=wrong)
-
-
 @pytest.mark.slow
 def test_masks_stand_on_the_rows_of_their_tokens_and_are_asked_for_alone(routed, started):
-    engine, cut = loaded(started("slow", sampling_masks=True), routed), replace(PAIRS, top_k=3, end_token=-1)
-    partial = engine.generate_until(prompts(5, 9), cut, seeded(), seconds=0.2)
-    done = engine.resume(partial, cut, seeded(5)).generation()
+    engine, cut = loaded(started(sampling_masks=True), routed), replace(PAIRS, top_k=3, end_token=-1)
+    three = engine.generate(prompts(5, 9), cut, seeded())
     whole = engine.generate(prompts(5, 9), replace(cut, top_k=0, top_p=0.9), seeded())
-    # aborted before its first forward: nothing says that there are masks
-    trace = RoutingTrace.unrouted(routed.spec, prompts(5))
-    nothing = vllm.PartialGeneration(trace, np.array([5]), [np.zeros(0, np.float32)], np.array([False]))
-    assert MASKS in engine.resume(nothing, cut, seeded(5)).generation().trace.streams
     for plain in (replace(cut, top_k=0), replace(cut, top_k=0, temperature=0)):
         assert not engine.generate(prompts(5, 9), plain, seeded()).trace.streams
-    assert not partial.finished_S.all()
-    for generation, size in ((done, 3), (whole, 0)):
+    for generation, size in ((three, 3), (whole, 0)):
         masks = generation.trace.streams[MASKS]
         assert np.array_equal(masks.valid_N, rows_before_sampled(generation))
         rows = np.flatnonzero(masks.valid_N)
@@ -163,7 +123,7 @@ def test_what_a_server_fails_at_is_reported(routed, started, behaviour, error, s
         wait_until_it_runs(engine)
     with pytest.raises(error, match=said):
         loaded(engine, routed).generate(prompts(4, 40), PAIRS, seeded())
-    assert bool(engine._process.death()) == (behaviour in ("refuses to load", "never starts", "dies"))
+    assert bool(engine._process.exit_words()) == (behaviour in ("refuses to load", "never starts", "dies"))
 
 
 def wait_until_it_runs(engine, within_s=60):
@@ -267,7 +227,7 @@ def test_an_exception_in_the_trainer_ends_the_server_and_all_it_started(
 
     with pytest.raises(KeyboardInterrupt):
         train()
-    assert engine._process.death()
+    assert engine._process.exit_words()
     assert not engine._process.folder.exists()
     if behaviour == "has children":
         assert_ends(int((short_path / "child").read_text()))
@@ -284,7 +244,7 @@ def test_a_server_that_does_not_end_is_killed(started, monkeypatch):
     closing.join(30)
     try:
         assert not closing.is_alive()
-        assert engine._process.death() == "signal 9, Killed"
+        assert engine._process.exit_words() == "signal 9, Killed"
     finally:
         with suppress(ProcessLookupError):
             os.killpg(engine._process._process.pid, signal.SIGKILL)

@@ -15,7 +15,7 @@ from foreroute.capture import Sampling
 from foreroute.engines import vllm
 from foreroute.engines.http import Answer
 from foreroute.engines.sequences import Request
-from foreroute.engines.vllm import missing_settings, response_of
+from foreroute.engines.vllm import missing_settings, read_response
 from foreroute.engines.vllm_server import EXTENSION
 from foreroute.errors import CaptureError, ConfigError, EngineError
 from foreroute.trace import SAMPLING
@@ -305,7 +305,7 @@ LIES = {
     "length too early": (lambda a: lengthened(a, -2), "for its length after 3 of 5 tokens"),
     "no reason": (lambda a: first(a).update(finish_reason=None), "lacks or garbles"),
     "another reason": (lambda a: first(a).update(finish_reason="repetition"), "for the reason 'repetition'"),
-    "aborted": (lambda a: first(a).update(finish_reason="abort"), "aborted response 0 of 1"),
+    "aborted": (lambda a: first(a).update(finish_reason="abort"), "aborted a response: someone else uses"),
     # log-probs that cannot be
     **{
         f"log-prob {value}": (lambda a, value=value: logprobs_of(a)[2].update(logprob=value), "log-prob")
@@ -369,10 +369,10 @@ def test_answers_that_are_exchanged_or_repeated_are_refused(routed, tmp_path):
 def test_a_prompt_that_is_not_echoed_has_its_length_compared():
     """As of vLLM 0.28, which has no echo for tokens."""
     answer = payload(DATA / "generate.json")["response"] | {"request_id": "x"}
-    asked = Request("x", PROMPT, SAMPLED, limit=5, seed=0)
-    assert response_of(Answer(answer, "it"), asked, echoes=False).reason == "length"
+    asked = Request("x", PROMPT, SAMPLED, seed=0)
+    assert read_response(Answer(answer, "it"), asked, echoes=False).reason == "length"
     with pytest.raises(EngineError, match="answers a prompt of 8 tokens, it was sent 7"):
-        response_of(Answer(answer, "it"), replace(asked, prompt=PROMPT[:7]), echoes=False)
+        read_response(Answer(answer, "it"), replace(asked, prompt=PROMPT[:7]), echoes=False)
 
 
 def settings_031():

@@ -6,7 +6,6 @@ One server is started for the whole file, because it takes minutes to load.
 import re
 import sys
 from dataclasses import replace
-from itertools import groupby
 from types import SimpleNamespace
 
 import httpx
@@ -18,12 +17,11 @@ from foreroute.adapters.checkpoint import ModelWriter, ServedModel
 from foreroute.engines import vllm
 from foreroute.errors import EngineError
 from foreroute.mismatch import routing_mismatch, token_mismatch
-from foreroute.trace import extended
 from foreroute.train import parse_config
 from foreroute.train.loop import make_trainer
 from foreroute.train.policy import ScheduledPass
 from foreroute.train.prompts import make_task
-from tests.engines.small_policy import SAMPLING, forward, policy, prompts, response_logprobs, seeded, set_match
+from tests.engines.small_policy import SAMPLING, policy, prompts, response_logprobs, seeded, set_match
 
 pytestmark = pytest.mark.slow
 
@@ -87,48 +85,6 @@ def test_new_weights_leave_nothing_of_the_old_in_the_prefix_cache(real):
     assert set_match(real.weights[1], generation.trace) == 1.0
     assert set_match(real.weights[0], generation.trace) < 0.5
     assert largest_difference(real.weights[1], generation) < 1e-3
-
-
-def test_a_second_turn_asks_for_its_own_rows_alone(real):
-    routed = load(real, 0)
-    first = real.engine.generate(prompts(40), SAMPLING, seeded())
-    so_far = np.concatenate([first.trace.tokens(0), prompts(7, seed=9)[0]])
-    known = first.trace.num_rows - 1
-    second = real.engine.generate([so_far], SAMPLING, seeded(), known_rows=known)
-    assert np.flatnonzero(second.trace.valid_N)[0] == known
-    joined = extended(first.trace, second.trace)
-    assert joined.valid_N[:-1].all()
-    assert set_match(routed, joined) == 1.0
-
-
-def test_abort_and_resume_under_new_weights(real):
-    old = load(real, 0)
-    # one or two of these fit into the blocks at once, so that no machine finishes all of them before the abort
-    sampling = replace(SAMPLING, group_size=16, max_new_tokens=200, end_token=-1)
-    real.engine.generate(prompts(5), replace(sampling, group_size=1, max_new_tokens=4), seeded())  # the first is slow
-    for seconds in (0.1, 0.2, 0.4, 0.8, 1.6):  # no machine is as fast as the next
-        partial = real.engine.generate_until(prompts(40, 20), sampling, seeded(), seconds=seconds)
-        open_S = np.flatnonzero(~partial.finished_S)
-        if (partial.response_lengths[open_S] > 0).any():
-            break
-    assert (partial.response_lengths[open_S] > 0).any()
-    assert set_match(old, partial.trace) == 1.0
-
-    new = load(real, 1)
-    sampling = replace(sampling, max_new_tokens=int(partial.response_lengths[open_S].max()) + 10)
-    done = real.engine.resume(partial, sampling, seeded())
-    assert done.finished_S.all()
-    own = forward(new, done.generation().trace)[0]
-    for s in open_S:
-        if not partial.response_lengths[s]:
-            continue
-        before, whole = partial.trace.select([s]), done.trace.select([s])
-        kept = before.num_rows - 1
-        assert whole.truncated([kept]).equals(before.truncated([kept]))
-        assert [version for version, _ in groupby(whole.weight_versions_N.tolist())] == [0, 1, -1]
-        # the cache of the prefix was filled again, so what follows is routed as the new model does
-        later = slice(kept, whole.num_rows - 1)
-        assert np.array_equal(np.sort(whole.expert_ids_NLK[later]), np.sort(own.select([s]).expert_ids_NLK[later]))
 
 
 def test_an_interrupted_rollout_leaves_nothing_running(real):

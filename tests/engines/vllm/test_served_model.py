@@ -162,12 +162,12 @@ def test_weights_that_an_engine_would_keep_or_take_twice_are_refused(routed, fol
     weights = tensors(folder)
     first = min(weights)
     # under the names that transformers 5 has in memory, experts of a layer are one tensor
-    with pytest.raises(ConfigError, match=r"were not handed over, such as .*an engine would keep their old values"):
+    with pytest.raises(ConfigError, match=r"were not given, such as .*an engine would keep their old values"):
         FolderWriter(folder).write(tmp_path / "fused", routed.model.state_dict())
-    with pytest.raises(ConfigError, match=f"'{first}' was handed over twice"):
+    with pytest.raises(ConfigError, match=f"'{first}' was given twice"):
         FolderWriter(folder).write(tmp_path / "twice", [(first, weights[first])] * 2)
     used = iter(())
-    with pytest.raises(ConfigError, match="no weights were handed over"):
+    with pytest.raises(ConfigError, match="no weights were given"):
         FolderWriter(folder).write(tmp_path / "none", used)
 
 
@@ -182,3 +182,15 @@ def test_the_first_weights_are_those_of_the_source_and_are_not_copied(folder, tm
     (folder / "model.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(ConfigError, match="cannot be read as weights"):
         FolderWriter(folder)
+
+
+def test_weights_beside_an_index_are_not_those_of_the_checkpoint(folder, tmp_path, monkeypatch):
+    """Some checkpoints hold their weights twice: in shards, and in one file under names of another library."""
+    monkeypatch.setattr(checkpoints, "SHARD_BYTES", 1 << 16)
+    weights = tensors(folder)
+    source = FolderWriter(folder).write(tmp_path / "shards", weights)
+    save_file({"layers.0.w1": torch.ones(1)}, source / "consolidated.safetensors")
+    assert tensors(FolderWriter(source).write(tmp_path / "new", weights)).keys() == weights.keys()
+    linked = FolderWriter(source).write(tmp_path / "first")
+    assert (linked / "model.safetensors.index.json").is_symlink()
+    assert tensors(linked).keys() == weights.keys()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from foreroute.ep.transfer.consensus import RankConsensus
+from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.transfer.home_moves import move_homes
 from foreroute.testing.ranks import kept
 from tests.ep.transfer.plans import random_homes

@@ -56,7 +56,7 @@ def require_same_weights(page):
     """
     planned, without = _trained(page, page["PlannedTrainer"]), _trained(page, _replaying(page))
     torch.testing.assert_close(planned, without, rtol=0, atol=1e-6)
-    with patch.object(StackedReplicas, "add_home", lambda self, returned, grads: list(grads)):
+    with patch.object(StackedReplicas, "add_returned", lambda self, returned, grads: list(grads)):
         dropped = _trained(page, page["PlannedTrainer"])
     assert (dropped - without).abs().max() > 1e-4, "the control: gradients of replicas count"
 

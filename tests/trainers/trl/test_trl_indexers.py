@@ -8,7 +8,7 @@ import pytest
 from examples.trl.tiny import tokenizer
 from foreroute.adapters import hf
 from foreroute.engines.embedded import EmbeddedEngine
-from foreroute.errors import BatchMismatchError, ConfigError
+from foreroute.errors import BatchMismatchError
 from foreroute.trainers.trl import GRPOTrainer, rollout_with
 from tests.adapters.hf.families import SPARSE, build
 from tests.attended import SIZES, attended, chosen, followed
@@ -80,15 +80,6 @@ def test_a_rollout_without_choices_is_warned_of(folder):
         folder, model=model, rollout_func=rollout_with(EmbeddedEngine(model, "bfloat16")), max_steps=1, **NO_AUXILIARY
     )
     with pytest.warns(UserWarning, match=r"the rollout has none of their choices.*indexers=True"):
-        trainer.train()
-
-
-def test_gate_weights_which_nothing_would_force_are_refused(folder):
-    model = sparse_policy()
-    trainer = make(
-        folder, model=model, rollout_func=rollout_with(EmbeddedEngine(model, gate_weights=True)), max_steps=1
-    )
-    with pytest.raises(ConfigError, match=r'the rollout has gate weights.*without_streams\("gate_weights"\)'):
         trainer.train()
 
 

@@ -53,7 +53,7 @@ def train(rank, folder):
         of_all = {"model": model, "rollout_func": drawn, "reward_funcs": told_apart}
         of_all |= {"optim": "sgd", "learning_rate": 0.1, "max_steps": 3}
         trainer = make(f"{folder}/{name}", **of_all | settings)
-        dropped = patch.object(StackedReplicas, "add_home", lambda self, returned, grads: list(grads))
+        dropped = patch.object(StackedReplicas, "add_returned", lambda self, returned, grads: list(grads))
         with dropped if name == "gradients dropped" else nullcontext():
             results[name] = outcome(trainer, model, drawn)
     for ranks, slots in ((4, 2), (2, 0)):

@@ -11,7 +11,6 @@ from foreroute.errors import BatchMismatchError, CaptureError, ReplayError
 from foreroute.trace import DecisionStream, RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.trainers.verl import routed_experts, trace_of
 from foreroute.trainers.verl.packed_batch import PackedBatch, require_routed
-from tests.traces import weighted
 from tests.trainers.verl.verl_batches import (
     PROMPT,
     SPEC,
@@ -51,10 +50,10 @@ def test_decisions_that_the_field_cannot_hold_are_refused():
     batch = padded(sequences(3))
     trace = trace_of(batch, model=SPEC)
     nothing = DecisionStream.absent(2**31 - 1, trace.num_rows, layers=[RoutedLayer(0)])
-    for full in (trace.with_stream("indexer", nothing), weighted(trace, np.ones(trace.expert_ids_NLK.shape))):
-        with pytest.raises(CaptureError, match="choices of indexers or gate weights, and verl has no field"):
-            routed_experts(full, batch)
-        routed_experts(full.without_streams("indexer", "gate_weights"), batch)
+    full = trace.with_stream("indexer", nothing)
+    with pytest.raises(CaptureError, match="choices of indexers, and verl has no field"):
+        routed_experts(full, batch)
+    routed_experts(full.without_streams("indexer"), batch)
 
 
 def test_a_data_proto_and_routes_of_routed_layers_alone_are_read():

@@ -17,25 +17,20 @@ require_peers("torch", "transformers")
 if TYPE_CHECKING:
     from foreroute.adapters.hf.attaching import attach
     from foreroute.adapters.hf.expert_lora import spread_adapters
-    from foreroute.adapters.hf.local_models import build_model
+    from foreroute.adapters.hf.loading import build_model
     from foreroute.adapters.hf.model import RoutedTransformer
-    from foreroute.adapters.hf.stacks import RoutedStacks, attach_stacks
 
 __all__ = [
-    "RoutedStacks",
     "RoutedTransformer",
     "attach",
-    "attach_stacks",
     "build_model",
     "spread_adapters",
 ]
 
 _FILE_OF = {
-    "RoutedStacks": "stacks",
     "RoutedTransformer": "model",
     "attach": "attaching",
-    "attach_stacks": "stacks",
-    "build_model": "local_models",
+    "build_model": "loading",
     "spread_adapters": "expert_lora",
 }
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from foreroute.adapters.hf.model import RoutedTransformer, TransformerHooks
 from foreroute.adapters.hf.packed_routers import about_packed
-from foreroute.core.attaching import require_attachable, self_check, stack_of
+from foreroute.core.attaching import require_attachable, self_check
 from foreroute.core.find import ATTENTION, PROBE_TOKENS, find_routers, hidden, probe
 from foreroute.core.hooks import SelectingRouter
 from foreroute.core.routed import Routed
@@ -21,8 +21,8 @@ from foreroute.errors import AttachError
 from foreroute.trace import INDEXER, DecisionStream, LayerKind, RoutedLayer, RoutingSpec
 
 if TYPE_CHECKING:
+    from foreroute.adapters.hf.executing import SpreadExperts
     from foreroute.adapters.hf.indexers import FoundIndexers
-    from foreroute.ep import ExpertParallelModel
 
 
 def attach(model: nn.Module) -> RoutedTransformer:
@@ -35,25 +35,15 @@ def attach(model: nn.Module) -> RoutedTransformer:
 
     Args:
         model: a transformers model with routers, on any device, in any dtype; for a speech model, the part that
-            takes text. An encoder-decoder is for `attach_stacks`.
+            takes text.
 
     Raises:
-        AttachError: when the model has no routers, is known not to be replayable, or does not pass the self-check. The
-            message says which router and why.
+        AttachError: when the model has no routers, is known not to be replayable, as an encoder-decoder is, or does not
+            pass the self-check. The message says which router and why.
         ReplayError: when this release of torch keeps what activation checkpoints run again in an unknown place.
     """
     require_attachable(model)
     candidates = find_routers(model)
-    if num_stacks(candidates) > 1:
-        raise AttachError(
-            f"{type(model).__name__} routes in an encoder and in a decoder, which are given different tokens; one "
-            "trace has one sequence of tokens. Use attach_stacks(model), which has a trace of each"
-        )
-    return attached(model, candidates, LayerKind.DECODER)
-
-
-def attached(model: nn.Module, candidates: list[SelectingRouter], kind: LayerKind) -> RoutedTransformer:
-    """A model with routers in one stack, proven. Raises as `attach`."""
     spreading = sys.modules.get("foreroute.adapters.hf.expert_parallel")
     if spreading is not None:
         from foreroute.adapters.hf.expert_lora import require_adapters_spread
@@ -61,29 +51,29 @@ def attached(model: nn.Module, candidates: list[SelectingRouter], kind: LayerKin
         require_adapters_spread(model)  # the first forward would fail
     with untouched(model):
         seen = probe(model, candidates)
-        spec, trunk = spec_of(model, seen.routers, kind), seen.trunk_of(seen.routers)
+        spec, trunk = spec_of(model, seen.routers), seen.trunk_of(seen.routers)
         indexers = find_indexers(model, trunk)
         hooks = TransformerHooks(model, trunk, seen.routers, spec, indexers)
-        self_check(Routed(model, [hooks]))
-        spread: ExpertParallelModel | None = None
+        self_check(Routed(model, hooks))
+        spread: SpreadExperts | None = None
         if spreading is not None:
             spread = spreading.find_spread_experts(model, [router.path for router in seen.routers])
         routed = RoutedTransformer(model, spec, hooks, spread)
         if indexers is not None:
             check_indexers(routed, indexers)
-    if about := about_packed(routed):
-        warnings.warn(about, stacklevel=3)
+    if about := about_packed(hooks.routers):
+        warnings.warn(about, stacklevel=2)
     return routed
 
 
-def spec_of(model: nn.Module, routers: list[SelectingRouter], kind: LayerKind = LayerKind.DECODER) -> RoutingSpec:
-    """The routing facts that a forward showed, of layers of this kind where they are of no special one.
+def spec_of(model: nn.Module, routers: list[SelectingRouter]) -> RoutingSpec:
+    """The routing facts that a forward showed.
 
     Raises:
         AttachError: when routers share a layer.
     """
     sizes = [(router.num_experts, router.top_k) for router in routers]
-    layers = [layer_of(router.path, kind, is_lookup=router.rule.is_lookup) for router in routers]
+    layers = [layer_of(router.path, is_lookup=router.rule.is_lookup) for router in routers]
     if len(set(layers)) != len(layers):
         twice = [router.path for router, layer in zip(routers, layers, strict=True) if layers.count(layer) > 1]
         raise AttachError(
@@ -94,18 +84,13 @@ def spec_of(model: nn.Module, routers: list[SelectingRouter], kind: LayerKind = 
     return RoutingSpec.of_sizes(layers, sizes, model=str(name))
 
 
-def layer_of(path: str, kind: LayerKind = LayerKind.DECODER, *, is_lookup: bool = False) -> RoutedLayer:
+def layer_of(path: str, *, is_lookup: bool = False) -> RoutedLayer:
     """The layer of a router or indexer; one in an attention block counts as a layer of its own."""
     numbers = [int(part) for part in path.split(".") if part.isdigit()]
     if not numbers:
         raise AttachError(f"{path} is in no numbered layer; expected a path such as model.layers.3.mlp.gate")
-    kind = LayerKind.ATTENTION if ATTENTION.search(path) else kind
+    kind = LayerKind.ATTENTION if ATTENTION.search(path) else LayerKind.DECODER
     return RoutedLayer(numbers[0], LayerKind.HASH if is_lookup else kind)
-
-
-def num_stacks(candidates: list[SelectingRouter]) -> int:
-    """How many there are, encoder and decoder, in which routers are; 0 where a model makes no such difference."""
-    return len(set(map(stack_of, candidates)) - {""})
 
 
 def find_indexers(model: nn.Module, trunk: nn.Module) -> FoundIndexers | None:

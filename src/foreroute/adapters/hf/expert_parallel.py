@@ -24,10 +24,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import AutoEP
 
-from foreroute.ep import ExpertParallelModel
-from foreroute.ep.compute import LowRankTerm, StackedReplicas, adapted
+from foreroute.adapters.hf.executing import SpreadExperts
+from foreroute.ep.compute import LowRankTerm, StackedReplicas, adapt
 from foreroute.ep.dispatch import CellRows, ExchangeRows
-from foreroute.ep.execution import CellWork
+from foreroute.ep.execution import CellWork, active_work
 from foreroute.ep.transfer.home_moves import local_experts
 from foreroute.errors import AttachError
 
@@ -40,7 +40,7 @@ LAYOUT = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 """What transformers' `use_experts_implementation` puts on an experts module, and `foreroute.ep.compute` reads."""
 
 
-def find_spread_experts(model: nn.Module, routers: Sequence[str]) -> ExpertParallelModel | None:
+def find_spread_experts(model: nn.Module, routers: Sequence[str]) -> SpreadExperts | None:
     """The experts of a model that were loaded with `ep_implementation="foreroute"`; None where none were.
 
     Args:
@@ -69,7 +69,7 @@ def find_spread_experts(model: nn.Module, routers: Sequence[str]) -> ExpertParal
         if len(sizes) > 1:
             raise AttachError(f"layers have {sizes} experts; expected the same number in all of them")
         layers = [each for _, each in sites]
-        spread = ExpertParallelModel(layers, sizes[0], first.ep_mesh.get_group(), owners_of(first))
+        spread = SpreadExperts(layers, sizes[0], first.ep_mesh.get_group(), owners_of(first))
         for number, (path, layer) in enumerate(sites):
             layer.number, layer.path, layer.spread = number, path, spread
     return first.spread
@@ -102,7 +102,7 @@ class ForerouteEP(AutoEP):
         number, path, spread: position among the routed layers, path in the model, and what plans are executed on; told
             by `find_spread_experts`.
         row_E: int64 [E], the row of each expert among those of all ranks; None while they are in order of their ids.
-        owned: see `foreroute.ep.model.SpreadLayer`.
+        owned: name -> [E / W, ...], the memory of this rank's experts that the optimizer updates.
         wrappers: those of PEFT around the experts module, whose adapters are spread with it.
         active: those in whose forward the experts module runs, each with the name of an adapter that is on.
     """
@@ -112,7 +112,7 @@ class ForerouteEP(AutoEP):
         self.experts = experts
         self.num_experts: int = self.num_local_experts * ep_mesh.size()
         self.number, self.path = 0, ""
-        self.spread: ExpertParallelModel | None = None
+        self.spread: SpreadExperts | None = None
         self.owned: Mapping[str, Tensor] = {}
         self._updated: list[nn.Parameter] = []
         self.row_E: Tensor | None = None
@@ -140,7 +140,7 @@ class ForerouteEP(AutoEP):
         return self.tp_mesh.get_local_rank(), self.tp_mesh.size()
 
     def objection_to_replicas(self) -> str | None:
-        """See `foreroute.ep.model.SpreadLayer`."""
+        """Return what keeps its experts from being replicas on other ranks; None."""
         experts, kind = self.experts, type(self.experts).__name__
         if lacking := [name for name in LAYOUT if not hasattr(experts, name)]:
             return f"{self.path} is a {kind}, whose layout transformers does not declare ({', '.join(lacking)})"
@@ -153,7 +153,7 @@ class ForerouteEP(AutoEP):
         return None
 
     def begin(self) -> None:
-        """See `foreroute.ep.model.SpreadLayer`."""
+        """Find `owned` as it is now, before a plan is executed."""
         if isinstance(self.experts, FSDPModule):
             self.experts.reshard()  # a forward without a backward may have left them whole
         parameters = self.parameters()
@@ -164,11 +164,11 @@ class ForerouteEP(AutoEP):
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """See `foreroute.ep.model.SpreadLayer`."""
+        """How often each of `owned` was written to, which the memory of a DTensor does not count."""
         return tuple(each._version for each in self._updated)
 
     def set_homes(self, home_E: NDArray[np.int16]) -> None:
-        """See `foreroute.ep.model.SpreadLayer`."""
+        """Take it that experts have moved to these homes, int16 [E]."""
         row_E = np.empty(len(home_E), np.int64)
         row_E[np.argsort(home_E, kind="stable")] = np.arange(len(home_E))
         is_moved = (row_E != np.arange(len(home_E))).any()
@@ -181,7 +181,7 @@ class ForerouteEP(AutoEP):
             ReplayError: when a plan is executed, and this forward replays none of its routes.
             TransferError: when a rank or its weights cannot be reached.
         """
-        work = None if self.spread is None else self.spread.in_force.work_of(self.number, self.path)
+        work = None if self.spread is None else active_work(self.spread.active, self.number, self.path)
         if work is None:
             row_NK = ids_NK if self.row_E is None else self.row_E[ids_NK]
             with self._computing_with(*self._home()) if self.wrappers else nullcontext():
@@ -226,12 +226,12 @@ class ForerouteEP(AutoEP):
         passed_on = home
         if work.moves is not None:
             replicas = StackedReplicas(work.cell, work.engine, home, self.owned, terms)
-            passed_on = dict(zip(home, replicas.announce(), strict=True))
-        order_A = ids_A.argsort().index_select(0, rows.taken_R)
+            passed_on = dict(zip(home, replicas.register(), strict=True))
+        order_A = ids_A.argsort().index_select(0, rows.send_permutation)
         arrived = self._exchange(work.name, hidden_RD[order_A // num_picks], rows.send_G, rows.receive_G)
         if replicas is None:
             with self._computing_with(home, terms) if terms else nullcontext():
-                computed = self._compute_home(arrived, rows.group_R.index_select(0, rows.returned_R))
+                computed = self._compute_home(arrived, rows.group_of_row.index_select(0, rows.return_permutation))
         else:
             replicas.fetch()
             computed = self._compute_beside(replicas, passed_on, arrived, rows)
@@ -243,14 +243,13 @@ class ForerouteEP(AutoEP):
         self, replicas: StackedReplicas, passed_on: Mapping[str, Tensor], arrived: Tensor, rows: CellRows
     ) -> Tensor:
         """Arrived rows by home experts and by the replicas here, in the order of arrival."""
-        sizes = [sum(rows.home.sizes_S), sum(rows.replicas.sizes_S)]
+        sizes = [sum(rows.home.sizes), sum(rows.replicas.sizes)]
         if sum(sizes) > len(arrived):  # an empty part is given one row of zeros
             arrived = torch.cat([arrived, arrived.new_zeros((1, arrived.shape[1]))])
-        at_home, at_replicas = arrived.index_select(0, rows.grouped_R).split(sizes)
+        at_home, at_replicas = arrived.index_select(0, rows.expert_permutation).split(sizes)
         with self._computing_with(passed_on, replicas.terms):
-            out = self._compute_home(at_home, rows.group_R[: sizes[0]])
-        beside = replicas.compute(self.experts, at_replicas, rows.replicas)
-        return torch.cat([out, beside.to(out.dtype)]).index_select(0, rows.returned_R)
+            out = self._compute_home(at_home, rows.group_of_row[: sizes[0]])
+        return replicas.compute(out, self.experts, at_replicas, rows.replicas).index_select(0, rows.return_permutation)
 
     def _adapters(self) -> Iterator[tuple[LowRankTerm, dict[str, Any]]]:
         """What each adapter adds now, 0 times where it is off, and its factors A and B by name."""
@@ -278,7 +277,7 @@ class ForerouteEP(AutoEP):
         """Only while experts compute, or transformers takes these for weights that a kernel has replaced."""
         parameters = dict(self.experts._parameters)
         self.experts._parameters.update(
-            {name: adapted(name, weights, terms) for name in self._weights()}  # type: ignore[misc]
+            {name: adapt(name, weights, terms) for name in self._weights()}  # type: ignore[misc]
         )
         try:
             yield

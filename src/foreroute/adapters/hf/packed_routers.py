@@ -6,21 +6,22 @@ HunYuan, AFMoE, JetMoE and others). Nothing of a loader is imported: a packed we
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
-from foreroute.adapters.hf.model import RoutedTransformer
+from foreroute.core.hooks import SelectingRouter
 from foreroute.core.untouched import plain_tensors
-from foreroute.trace import LayerKind
 
 
-def about_packed(routed: RoutedTransformer) -> str:
+def about_packed(routers: Sequence[SelectingRouter]) -> str:
     """What packed weights of routers do, and how to leave them whole; empty where no router has one."""
     packed = [
-        (".".join(filter(None, (router, inner))), stored)
-        for router, layer in zip(routed.router_paths, routed.spec.layers, strict=True)
-        if layer.kind is not LayerKind.HASH  # whose table is integers
-        for inner, module in routed.model.get_submodule(router).named_modules()
+        (".".join(filter(None, (router.path, inner))), stored)
+        for router in routers
+        if not router.rule.is_lookup  # whose table is integers
+        for inner, module in router.module.named_modules()
         if (stored := _packed_as(module)) is not None
     ]
     if not packed:

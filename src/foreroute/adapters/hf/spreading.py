@@ -10,8 +10,8 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
-from foreroute.adapters.checkpoint import without_progress_bars
-from foreroute.adapters.hf.local_models import build_model, load_complete
+from foreroute.adapters.checkpoint import quiet_transformers
+from foreroute.adapters.hf.loading import build_model, load_complete
 from foreroute.errors import ConfigError
 
 
@@ -73,7 +73,7 @@ def spread(whole: Any, device: torch.device, implementation: str = "foreroute") 
     config = replace(spread_over(dist.get_world_size()), ep_implementation=implementation)
     if config.ep_size > 1:
         weights, dtype = whole.state_dict(), whole.dtype
-        with without_progress_bars():
+        with quiet_transformers():
             return type(whole).from_pretrained(
                 None, config=whole.config, state_dict=weights, dtype=dtype, distributed_config=config
             )

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foreroute.adapters.hf.attaching import find_indexers, spec_of
-from foreroute.adapters.hf.local_models import loading, read_config, why
+from foreroute.adapters.hf.loading import first_line, quiet_transformers, read_config
 from foreroute.core.find import find_routers, probe
 from foreroute.errors import AttachError, ConfigError
 from foreroute.trace import IndexerSpec, RoutingSpec
@@ -75,7 +75,7 @@ def structure_of(path: Path) -> Structure:
     """
     config = read_config(path).get_text_config()
     try:
-        with loading(), torch.random.fork_rng(range(torch.cuda.device_count())), torch.no_grad():
+        with quiet_transformers(), torch.random.fork_rng(range(torch.cuda.device_count())), torch.no_grad():
             with torch.device("meta"):  # where constructors can cast a part, as no fake can be
                 model = _decoder_of(config).eval()
             with suppress(ValueError):  # a family without a choice refuses to be given one
@@ -86,7 +86,7 @@ def structure_of(path: Path) -> Structure:
             spec = spec_of(model, seen.routers)
             indexers = find_indexers(model, seen.trunk_of(seen.routers))
     except Exception as error:  # transformers raises what its classes raise
-        reason = why(error.__cause__ or error) if isinstance(error, AttachError) else why(error)
+        reason = first_line(error.__cause__ or error) if isinstance(error, AttachError) else first_line(error)
         raise ConfigError(
             f"{path}: transformers {transformers.__version__} does not tell which layers route ({reason:.400}); pass a "
             "trace of the model, or the spec of its routed layers, instead"

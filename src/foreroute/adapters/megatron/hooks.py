@@ -121,9 +121,8 @@ class TopKRouterHook(RouterHook):
                 f"router {self.path} made {len(self._seen)} selections in one forward that could be seen, "
                 "expected 1: a fused or replaced selection bypasses replay"
             )
-        seen = self._seen.pop()
-        is_live = now.weights_into is None and now.weights_RK is None
-        return result if is_live else _with_gate_weights(result, seen.ids_RK, now)
+        self._seen.clear()
+        return result
 
     def get_replay_topk(
         self,
@@ -168,14 +167,3 @@ def require_idle(site: ChunkRouter) -> None:
             f"Megatron's own router replay is active at {site.path} ({action}); clear it with "
             "RouterReplay.clear_global_router_replay_action(), two replays cannot drive one router"
         )
-
-
-def _with_gate_weights(result: tuple[Tensor, Tensor], ids_RK: Tensor, now: LayerPass) -> tuple[Tensor, Tensor]:
-    """What a router returned, with the weights to force in the slots that have a route.
-
-    It hands on dense weights [R, E], zero outside of its picks, and a map of them.
-    """
-    probs_RE, routing_map = result
-    own_RK = probs_RE.gather(1, ids_RK)
-    weights_RK = now.gate_weights(own_RK)
-    return (probs_RE if weights_RK is own_RK else probs_RE.scatter(1, ids_RK, weights_RK)), routing_map

@@ -23,7 +23,7 @@ class StagePart(NamedTuple):
     Attributes:
         sequences: lengths int64 [S], past positions and width, as of `ForwardRows`.
         tokens_N: int64 [N], or None.
-        layers: for each routed layer its ids [N, K], margins [N] and gate weights [N, K]; None for what is not asked.
+        layers: for each routed layer its ids [N, K] and margins [N], or None where these are not asked for.
     """
 
     sequences: tuple[NDArray[np.int64], int, int | None]
@@ -63,7 +63,7 @@ def _stage_part(
     layers: dict[RoutedLayer, tuple[NDArray[Any] | None, ...]] = {}
     for names, recorded in zip(chunk_layers, of_chunks, strict=True):
         if recorded.ids_LRK is not None:
-            of_slots = (recorded.ids_LRK, recorded.margin_LR, recorded.weights_LRK)
+            of_slots = (recorded.ids_LRK, recorded.margin_LR)
             of_rows = [None if each is None else _rows(layout, each.cpu().numpy(), share) for each in of_slots]
             for column, layer in enumerate(names):
                 layers[layer] = tuple(None if each is None else each[:, column] for each in of_rows)
@@ -91,9 +91,9 @@ def _joined(stages: Sequence[StagePart], spec: RoutingSpec) -> ForwardRows:
     layers = {layer: columns for part in stages for layer, columns in part.layers.items()}
     columns = zip(*(layers[layer] for layer in spec.layers), strict=True)
     stacked: list[Any] = [None if each[0] is None else np.stack(each, axis=1) for each in columns]
-    ids, margins, weights = stacked
+    ids, margins = stacked
     lengths_S, past, width = stages[0].sequences
-    return ForwardRows(lengths_S, tokens_N, ids, margins, weights, past, width)
+    return ForwardRows(lengths_S, tokens_N, ids, margins, past, width)
 
 
 def gathered(value: Any, group: Any) -> list[Any]:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.errors import BatchMismatchError, LayoutError, TraceContentError
+from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.layout import Layout, take
 from foreroute.layout.rank_rows import fill_padding
 from foreroute.replay.rows import Counts, MissingRows, PaddingRows, ReplayRows, is_faithful, refuse_missing
@@ -91,7 +91,6 @@ class RouteShard:
         dropped_C: bool [C], tokens to take out of the loss; None where there are none.
         missing: what was done with rows that have no route; "spread" if replay picked for them as for padding.
         padding: who picks for padding.
-        weights_LRK: float32 [L, R, K], the gate weights of the trace; None where they are not replayed.
     """
 
     spec: RoutingSpec
@@ -104,7 +103,6 @@ class RouteShard:
     dropped_C: NDArray[np.bool_] | None
     missing: MissingRows | Literal["spread"]
     padding: PaddingRows
-    weights_LRK: NDArray[np.float32] | None = None
 
     def __repr__(self) -> str:
         return f"RouteShard({len(self.flags_R)} slots, {len(self.layers)} layers, {self.nbytes} bytes)"
@@ -112,8 +110,8 @@ class RouteShard:
     @property
     def nbytes(self) -> int:
         """Host memory that it holds, in bytes."""
-        sometimes = sum(each.nbytes for each in (self.dropped_C, self.weights_LRK) if each is not None)
-        return self.ids_LRK.nbytes + self.flags_R.nbytes + self.tokens_C.nbytes + sometimes
+        dropped = 0 if self.dropped_C is None else self.dropped_C.nbytes
+        return self.ids_LRK.nbytes + self.flags_R.nbytes + self.tokens_C.nbytes + dropped
 
     @property
     def is_whole(self) -> bool:
@@ -166,7 +164,6 @@ class RouteShard:
             self._flagged(COUNTED),
             device,
             self.spec.num_experts,
-            weights_LRK=None if self.weights_LRK is None else self.weights_LRK[here],
             mask_padding=mask_padding or self.is_padded,
             counts=counts,
         )
@@ -185,7 +182,6 @@ def shard(
     *,
     missing: MissingRows | Literal["spread"] = "error",
     padding: PaddingRows = "spread",
-    gate_weights: bool = False,
     pin: bool = False,
 ) -> RouteShard:
     """Cut a trace to what one rank replays.
@@ -198,10 +194,8 @@ def shard(
         home_LE: integers [L, E], the expert-parallel rank that each expert of these layers lives on.
         missing: as in `RoutedMegatron.shard`, whose errors are raised.
         padding: as there.
-        gate_weights: as there.
         pin: hold the ids in pinned memory.
     """
-    require_weights(trace.gate_weights_NLK, wanted=gate_weights)
     if layout.num_rows != trace.num_rows:
         raise BatchMismatchError(
             f"the layout is for {layout.num_rows} packed rows and the trace has {trace.num_rows}; lay out trace.lengths"
@@ -226,12 +220,6 @@ def shard(
     real_R = ~(router.is_pad_R | filled_R)
     counted_R = _counted(trace, row_R, missing) & ~filled_R
     dropped_C = (context_C >= 0) & ~_counted(trace, context_C, missing)
-    weights_LRK = None
-    if gate_weights and trace.gate_weights_NLK is not None:
-        columns = [trace.spec.layers.index(layer) for layer in layers]
-        weights_LRK = np.zeros((len(layers), num_slots, top_k), np.float32)  # arbitrary where there is no route
-        if trace.num_rows:
-            weights_LRK[:] = trace.gate_weights_NLK[:, columns][row_R].transpose(1, 0, 2)
     return RouteShard(
         trace.spec,
         tuple(layers),
@@ -243,17 +231,7 @@ def shard(
         dropped_C if dropped_C.any() else None,
         missing,
         padding,
-        weights_LRK,
     )
-
-
-def require_weights(weights: NDArray[np.float32] | None, *, wanted: bool) -> None:
-    """Raise `TraceContentError` if gate weights are to be replayed, and there are none."""
-    if wanted and weights is None:
-        raise TraceContentError(
-            "the routes have no gate weights to replay; record them with record(gate_weights=True), cut them with "
-            "shard(gate_weights=True), or leave gate_weights out"
-        )
 
 
 def _counted(trace: RoutingTrace, row_of_slot: NDArray[Any], missing: str) -> NDArray[np.bool_]:

@@ -25,8 +25,9 @@ from foreroute.costs.cluster_file import Cluster
 from foreroute.errors import AttachError, ConfigError
 from foreroute.plan import Topology
 from foreroute.trainers.checks import Refusals, refuse, require_overridden
+from foreroute.trainers.trl.capture import Replay
 from foreroute.trainers.trl.capture_vllm import colocated_vllm_returns_decisions
-from foreroute.trainers.trl.controller import Replay, TrainerPassController
+from foreroute.trainers.trl.controller import TrainerPassController
 from foreroute.trainers.trl.rollout_func import EngineSource
 from foreroute.trainers.trl.sampling import cuts_of, refusals
 
@@ -75,15 +76,15 @@ class RoutingReplay:
         self.routing = TrainerPassController(self, replay, partial(require_supported, self, replay), topology)
 
     def _generate(self, prompts: list[Any]) -> Any:
-        return self.routing.capture(partial(super()._generate, prompts))  # type: ignore[misc]
+        return self.routing.run_rollout(partial(super()._generate, prompts))  # type: ignore[misc]
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **options: Any) -> Any:
         sample = partial(super()._generate_single_turn, prompt_ids, *args, **options)  # type: ignore[misc]
-        return self.routing.turn(sample, prompt_ids)
+        return self.routing.capture.run_turn(sample, prompt_ids)
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
         generate = partial(super()._generate_and_score_completions, inputs)  # type: ignore[misc]
-        return self.routing.generate(generate) if self.model.training else generate()
+        return self.routing.run_generation(generate) if self.model.training else generate()
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -95,13 +96,13 @@ class RoutingReplay:
         **options: Any,
     ) -> Any:
         compute = partial(super()._get_per_token_logps_and_entropies, model)  # type: ignore[misc]
-        return self.routing.log_probs(
+        return self.routing.run_pass(
             compute, model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, options=options
         )
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
         compute = partial(super()._compute_loss, model, inputs)  # type: ignore[misc]
-        return self.routing.update(compute, inputs) if self.model.training else compute()
+        return self.routing.run_update(compute, inputs) if self.model.training else compute()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """A training step of TRL, in which a pass of the policy was replayed.
@@ -109,12 +110,13 @@ class RoutingReplay:
         Raises:
             ReplayError: when none was.
         """
-        with self.routing.step():
+        with self.routing.training_step():
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """TRL's logs, with the mismatch and what plans did since the last training log."""
-        if self.model.training:
+        # the trainer's own logs, which all processes make: a user's may be those of one, where nothing can be reduced
+        if self.model.training and not logs.keys().isdisjoint(("loss", "train_loss")):
             logs.update(self.routing.flush())
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 

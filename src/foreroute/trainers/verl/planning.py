@@ -147,6 +147,6 @@ class PlannedBatch:
         dist.all_reduce(mine_ML, group=stages)  # each has its own layers
         executed = [torch.empty_like(mine_ML) for _ in range(self._counts_MLGE.shape[2])]
         dist.all_gather(executed, mine_ML, group=group)
-        served = [execution.served[name].plan for execution in self._executions]
+        served = [execution.hosted[name].plan for execution in self._executions]
         executed_MLG = torch.stack(executed, -1).numpy()
         sums.add(served, self._counts_MLGE, self._routed.home_LE, executed_MLG, first=self._num_at_home)

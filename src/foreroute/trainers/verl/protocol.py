@@ -25,7 +25,7 @@ from torch import Tensor
 from foreroute.capture import decode
 from foreroute.capture.verl_batch import kept_by_mask, routed_rows
 from foreroute.errors import BatchMismatchError, CaptureError, shown
-from foreroute.trace import GATE_WEIGHTS, INDEXER, NO_VERSION, RoutingSpec, RoutingTrace
+from foreroute.trace import INDEXER, NO_VERSION, RoutingSpec, RoutingTrace
 from foreroute.trace.spec import MAX_LAYERS, whole_number
 
 FIELD = "routed_experts"
@@ -101,14 +101,14 @@ def routed_experts(trace: RoutingTrace, batch: Any, *, num_hidden_layers: int | 
 
     Raises:
         BatchMismatchError: when the batch holds other tokens than the trace.
-        CaptureError: when the trace has choices of indexers or gate weights, for which verl has no field; when an id
-            does not fit 16 bits; or a row would be read back as something else: an absent one before a routed one, and
-            expert 0 of a top-1 model in all layers.
+        CaptureError: when the trace has choices of indexers, for which verl has no field; when an id does not fit 16
+            bits; or a row would be read back as something else: an absent one before a routed one, and expert 0 of a
+            top-1 model in all layers.
     """
-    if INDEXER in trace.streams or GATE_WEIGHTS in trace.streams:
+    if INDEXER in trace.streams:
         raise CaptureError(
-            "the trace has choices of indexers or gate weights, and verl has no field for them; take them off with "
-            f'trace.without_streams("{INDEXER}", "{GATE_WEIGHTS}"), to carry the routes alone'
+            "the trace has choices of indexers, and verl has no field for them; take them off with "
+            f'trace.without_streams("{INDEXER}"), to carry the routes alone'
         )
     ids, mask = tokens_and_mask(fields_of(batch))
     _require_readable(trace)

@@ -82,8 +82,8 @@ class Engine:
             os.abort()
         if self.behaviour == "hangs":
             time.sleep(600)
-        if self.behaviour == "slow" and not self.aborted.is_set() and self.aborted.wait(20):
-            asked = asked | {"aborted": int(body["request_id"].rpartition("-")[2]) % 2}
+        if self.behaviour == "slow":
+            self.aborted.wait(20)
         if self.given.return_sampling_mask:
             assert asked["temperature"] > 0
             assert asked["top_k"] > 0
@@ -100,19 +100,17 @@ class Engine:
 
     def choice(self, prompt, asked):
         rng, tokens = np.random.default_rng(asked["seed"]), []
-        # every second response is finished when it is aborted
-        most = min(asked["max_tokens"], 2) if asked.get("aborted") else asked["max_tokens"]
-        while len(tokens) < most and not set(tokens[-1:]) & set(asked["stop_token_ids"]):
+        while len(tokens) < asked["max_tokens"] and not set(tokens[-1:]) & set(asked["stop_token_ids"]):
             tokens.append(int(rng.integers(0, self.config["vocab_size"])))
         ended = set(tokens[-1:]) & set(asked["stop_token_ids"])
-        reason = "stop" if ended else "length" if len(tokens) == asked["max_tokens"] else "abort"
+        reason = "stop" if ended else "length"
         names = [{"token_id": t} if vllm.__version__ >= "0.31" else {"token": f"token_id:{t}"} for t in tokens]
         found = {
             "index": 0,
             "token_ids": tokens,
             "finish_reason": reason,
             "logprobs": {"content": [name | {"logprob": -1.5} for name in names]},
-            "routed_experts": self.routes([*prompt, *tokens][:-1], asked.get("routed_experts_prompt_start", 0)),
+            "routed_experts": self.routes([*prompt, *tokens][:-1]),
             "sampling_mask": None,
         }
         if self.given.return_sampling_mask:
@@ -126,13 +124,13 @@ class Engine:
         first = max(0, token + 1 - top_k)
         return list(range(first, min(self.config["vocab_size"], first + top_k)))
 
-    def routes(self, tokens, start):
+    def routes(self, tokens):
         """A file of uint8 [rows, layers, K] that tells the tokens and the weight version."""
         config = self.config
         shape = (config["num_hidden_layers"], config["num_local_experts"])
         salt = len(self.version) + sum(map(ord, self.version))
         rows = [np.random.default_rng([salt, token]).random(shape).argsort(-1) for token in tokens]
-        ids = np.stack(rows)[start:, :, : config["num_experts_per_tok"]].astype(np.uint8)
+        ids = np.stack(rows)[:, :, : config["num_experts_per_tok"]].astype(np.uint8)
         if self.behaviour == "zero routes":
             ids[:] = 0
         file = io.BytesIO()

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from foreroute.adapters import hf
-from foreroute.adapters.hf.local_models import load_local, load_pretrained
-from foreroute.adapters.hf.tokenizer import Tokenizer
+from foreroute.adapters.hf.loading import load_local, load_pretrained
 from foreroute.errors import ConfigError
+from foreroute.train.tokenizer import Tokenizer
 from tests.train.tiny_model import write_model, write_tokenizer
 
 ROOT = Path(__file__).parents[3]

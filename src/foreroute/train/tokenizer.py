@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import transformers
 from numpy.typing import ArrayLike, NDArray
 
-from foreroute.adapters.hf.local_models import loading, require_files, require_there, why
+from foreroute.adapters.hf.loading import first_line, load_tokenizer
 from foreroute.errors import ConfigError
-
-FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-"""A folder of a tokenizer has one of these. Without, transformers may make an empty one."""
 
 
 class Tokenizer:
@@ -34,7 +29,7 @@ class Tokenizer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._inner = _load(folder)
+        self._inner = load_tokenizer(folder)
         if self._inner.eos_token_id is None:
             raise ConfigError(
                 f"the tokenizer in {folder} has no end token, so no response would end; name one as eos_token in its "
@@ -83,22 +78,5 @@ class Tokenizer:
             return np.array(self._inner(text, add_special_tokens=special)["input_ids"], np.int32)
         except Exception as error:  # the library raises bare exceptions
             raise ConfigError(
-                f"the tokenizer in {self._folder} makes no tokens of {text[:60]!r} ({why(error)})"
+                f"the tokenizer in {self._folder} makes no tokens of {text[:60]!r} ({first_line(error)})"
             ) from error
-
-
-def _load(folder: Path) -> Any:
-    require_there(folder)
-    require_files(folder)
-    if not any(os.path.isfile(folder / name) for name in FILES):
-        raise ConfigError(
-            f"{folder} holds no tokenizer (none of {', '.join(FILES)}); name the folder that has it as model.tokenizer"
-        )
-    try:
-        with loading():
-            inner = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises what its loaders raise
-        raise ConfigError(f"the tokenizer in {folder} cannot be read: {why(error)}") from error
-    if not inner.get_vocab():
-        raise ConfigError(f"the tokenizer in {folder} cannot be read: it has no tokens")
-    return inner

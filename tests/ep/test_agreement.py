@@ -1,0 +1,56 @@
+"""What ranks agree on: one error on all of them, and one question when all is well."""
+
+from unittest import mock
+
+import torch.distributed as dist
+
+from foreroute.ep.agreement import RankConsensus
+from foreroute.errors import CountsError, PlanError
+from tests.ep.test_refusals import said_by
+
+
+def deciding(consensus, rank, case):
+    """Let ranks 1 and 2 of three do what the case says."""
+    mine = case if rank else "well"
+    with consensus.agree("looking", PlanError) as vote:
+        if mine == "refused":
+            raise CountsError(f"no counts of {rank}")
+        if mine == "a builtin refusal":
+            raise ValueError(f"no value of {rank}")
+        if mine == "broken":
+            raise ZeroDivisionError(f"broken on {rank}")
+        vote.same("x" if mine != "says other things" or rank == 1 else "y", "ranks say other things ({}); say the same")
+        vote.same("x" if mine != "in their group" or rank == 1 else "y", "other things ({}) in a group", among=rank > 0)
+        vote.numbers = rank, 2 * rank
+    return vote.numbers_GN[:, :2].tolist()
+
+
+SAID = {
+    "well": ["nothing"] * 3,
+    "refused": ["CountsError: looking: rank 1: no counts of 1; rank 2: no counts of 2"] * 3,
+    "a builtin refusal": ["PlanError: looking: rank 1: no value of 1; rank 2: no value of 2"] * 3,
+    "broken": [
+        "PlanError: looking: rank 1: ZeroDivisionError('broken on 1'), whose trace is in the log of that rank; "
+        "rank 2: ZeroDivisionError('broken on 2'), whose trace is in the log of that rank",
+        "ZeroDivisionError: broken on 1",
+        "ZeroDivisionError: broken on 2",
+    ],
+    "says other things": ["PlanError: ranks say other things (rank 0: x; rank 1: x; rank 2: y); say the same"] * 3,
+    "in their group": ["PlanError: other things (rank 1: x; rank 2: y) in a group"] * 3,
+}
+
+
+def decisions(rank):
+    """How every case ends, in how many collectives, and what the ranks say when all is well."""
+    consensus, found = RankConsensus(timeout_s=20), {}
+    for case in SAID:
+        with mock.patch.object(dist, "all_gather", side_effect=dist.all_gather) as asked:
+            found[case] = said_by(deciding, consensus, rank, case), asked.call_count
+    return found, deciding(consensus, rank, "well")
+
+
+def test_all_ranks_end_alike_or_go_on_behind_one_question(workers):
+    outcomes = workers(3).run(decisions)
+    for case, expected in SAID.items():
+        assert [found[case] for found, _ in outcomes] == [(said, 1 if case == "well" else 2) for said in expected]
+    assert [numbers for _, numbers in outcomes] == [[[0, 0], [1, 2], [2, 4]]] * 3

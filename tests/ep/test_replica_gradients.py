@@ -1,0 +1,112 @@
+"""Gradients of replicas are made, sent and added in float32, and rounded once: held against sums in float64."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from foreroute.ep.compute import LowRankTerm, StackedReplicas
+from foreroute.ep.dispatch import RowGroups
+from foreroute.ep.transfer.cells import Cell
+from foreroute.ep.transfer.gradients import segment_sums
+
+ROWS, HIDDEN, REPLICAS = 96, 16, 3
+FACTORS = ("A", "B")
+HALF_UNIT = torch.finfo(torch.bfloat16).eps / 2
+
+
+class Engine:
+    """Two ranks in one: each has replicas of the experts whose home is here, and returns their gradients here."""
+
+    def __init__(self):
+        self.sent = {}
+
+    def fetch(self, cell, owned):
+        self.owned = owned
+
+    def wait_weights(self, cell):
+        return {name: weight.detach() for name, weight in self.owned.items()}
+
+    def return_grads(self, cell, grads):
+        for name, grad in grads.items():
+            self.sent.setdefault(name, []).append(grad)
+        return SimpleNamespace(wait=dict)
+
+
+def exact(shape, seed):
+    """Numbers with 8 bits, whose products with a permutation are exact."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
+
+
+def permutations(dtype=torch.bfloat16):
+    return torch.stack([torch.eye(HIDDEN)[torch.randperm(HIDDEN)] for _ in range(REPLICAS)]).to(dtype)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_gradient_in_bfloat16_is_that_of_float64_but_for_one_rounding(is_transposed):
+    """Replicas of two ranks, and as many rows at home as one: permutations keep what is between exact.
+
+    What home experts have found was rounded already, by the framework that they are computed by.
+    """
+    module = SimpleNamespace(
+        has_gate=False, has_bias=True, is_transposed=is_transposed, act_fn=lambda rows: rows.view_as(rows)
+    )
+    home = {name: torch.nn.Parameter(permutations()) for name in ("up_proj", "down_proj")}
+    home |= {f"{name}_bias": torch.nn.Parameter(torch.zeros(REPLICAS, HIDDEN, dtype=torch.bfloat16)) for name in home}
+    sizes, engine, oracle = [40, 0, 56], Engine(), dict.fromkeys(home, 0.0)
+    groups = RowGroups(sizes, torch.tensor(sizes).cumsum(0).to(torch.int32))
+    for rank in range(2):
+        rows, grads = exact((ROWS, HIDDEN), rank), exact((ROWS, HIDDEN), 10 + rank)
+        replicas = StackedReplicas(Cell(0, 0, 0), engine, home, home)
+        replicas.register()
+        replicas.fetch()
+        out = replicas.compute(rows[:0], module, rows.requires_grad_(), groups)
+        out.backward(grads)
+        for name, each in gradients_in_float64(home, rows, grads, sizes, is_transposed).items():
+            oracle[name] = oracle[name] + each
+    for at, (name, shard) in enumerate(home.items()):
+        sent = engine.sent[name]
+        assert [each.dtype for each in sent] == [torch.float32] * 2
+        returned = {row: segment_sums(torch.stack([each[row] for each in sent]), [2])[0] for row in range(REPLICAS)}
+        own = exact(shard.shape, 20)
+        given = [own.clone() if number == at else None for number in range(len(home))]
+        found = replicas.add_returned({name: returned}, given)[at]
+        expected = own.double() + oracle[name]
+        # one rounding to 8 bits, and those of float32, of which 200 terms have no more than 2 ** -15 of a unit each
+        bound = HALF_UNIT * expected.abs() * (1 + 2**-6) + 1e-5
+        assert ((found.double() - expected).abs() <= bound).all(), name
+        # and a control: what each rank had rounded
+        rounded = own.double() + sum(each.bfloat16().double() for each in sent)
+        assert ((rounded.bfloat16().double() - expected).abs() > bound).any(), name
+
+
+def gradients_in_float64(home, rows, grads, sizes, is_transposed):
+    """Of every parameter, [replicas, ...]."""
+    weights = {name: each.detach().double() for name, each in home.items()}
+    found = {name: [] for name in home}
+    parts = zip(rows.detach().double().split(sizes), grads.double().split(sizes), strict=True)
+    for replica, (x, g_down) in enumerate(parts):
+        up, down = (
+            weights[name][replica] if is_transposed else weights[name][replica].T for name in ("up_proj", "down_proj")
+        )
+        hidden, g_up = x @ up, g_down @ down.T
+        for name, left, right in (("up_proj", x, g_up), ("down_proj", hidden, g_down)):
+            grad = left.T @ right
+            found[name].append(grad if is_transposed else grad.T)
+            found[f"{name}_bias"].append(right.sum(0))
+    return {name: torch.stack(each) for name, each in found.items()}
+
+
+def test_factors_of_adapters_get_theirs_in_float32():
+    """By the chain of the adapted weight, which the replicas alone compute with; held against autograd in float64."""
+    draw = torch.Generator().manual_seed(0)
+    weight, grad = (torch.randn(REPLICAS, 6, 5, generator=draw).to(torch.bfloat16) for _ in range(2))
+    right, left = (torch.randn(REPLICAS, *shape, generator=draw).to(torch.bfloat16) for shape in ((2, 5), (6, 2)))
+    for is_transposed in (False, True):
+        term = LowRankTerm("up_proj", FACTORS, 0.5, is_transposed)
+        found = term.factor_grads({"A": right, "B": left}, (grad.mT if is_transposed else grad).float(), weight.dtype)
+        A, B = (each.double().requires_grad_() for each in (right, left))
+        (weight.double() + 0.5 * B @ A).backward(grad.double())
+        for name, each in zip(FACTORS, (A, B), strict=True):
+            assert found[name].dtype == torch.float32
+            assert torch.allclose(found[name].double(), each.grad, rtol=1e-5, atol=1e-5)
