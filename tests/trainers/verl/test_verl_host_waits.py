@@ -1,8 +1,9 @@
 """Passes of verl on a device that counts the waits of the host, which cannot hold nested tensors.
 
-So the engine here is a stand-in that does what verl's does with a micro-batch, and jagged tensors are two plain ones.
+So the engines here are stand-ins that do what verl's do with a micro-batch, and jagged tensors are two plain ones.
 """
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,47 +16,12 @@ from foreroute.core.passes import LateChecks
 from foreroute.errors import CaptureError
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
+from foreroute.testing.ranks import environment, torchrun
 from foreroute.trainers.verl import comparison, fsdp, passes
+from tests.trainers.verl.jagged_there import Jagged, MicroBatch
 from tests.trainers.verl.verl_batches import padded, sequences
 
 MICRO_BATCHES, EACH = 4, 2
-
-
-class Jagged(torch.Tensor):
-    """What the passes ask a nested tensor for."""
-
-    is_nested = property(lambda self: True)
-    ndim = property(lambda self: self.parts[0].ndim + 1)
-
-    @staticmethod
-    def __new__(cls, values, offsets):
-        made = torch.Tensor._make_subclass(cls, torch.empty(0))
-        made.parts = values, offsets
-        return made
-
-    def values(self):
-        return self.parts[0]
-
-    def offsets(self):
-        return self.parts[1]
-
-    def unbind(self):
-        return self.parts[0].tensor_split(self.parts[1][1:-1].cpu())
-
-    def __len__(self):
-        return len(self.parts[1]) - 1
-
-    def is_floating_point(self):
-        return self.parts[0].is_floating_point()
-
-
-class MicroBatch(dict):
-    """In the place of a TensorDict."""
-
-    def to(self, device):
-        moved = {name: each.parts if isinstance(each, Jagged) else (each,) for name, each in self.items()}
-        moved = {name: [part.to(device) for part in parts] for name, parts in moved.items()}
-        return MicroBatch({name: Jagged(*parts) if len(parts) == 2 else parts[0] for name, parts in moved.items()})
 
 
 def micro_batches(num_layers, num_experts):
@@ -172,3 +138,13 @@ def test_what_is_wrong_in_an_update_is_told_before_the_optimizer_steps(spoil, me
     there.update()
     with pytest.raises(CaptureError, match=message):
         there.optimizer.step()
+
+
+def test_an_update_on_megatron_waits_for_what_verl_waits_for():
+    pytest.importorskip("mbridge", reason="there is no mbridge in this environment: run `make night PART=verl`")
+    result = torchrun(1, "-m", "tests.trainers.verl.megatron_waits", timeout=300, env=environment(OMP_NUM_THREADS="1"))
+    assert result.returncode == 0, result.stderr[-4000:]
+    waits = json.loads(result.stdout.splitlines()[-1])
+    assert waits["replayed"] == waits["plain"]
+    assert waits["with a read put back"] == waits["plain"] + MICRO_BATCHES  # the control
+    assert waits["disagreement"] == [0.0]
