@@ -1,4 +1,4 @@
-"""Jagged tensors and batches of verl on the device that counts waits, which cannot hold those of torch and tensordict."""
+"""Jagged tensors and batches of verl on the device that counts waits, which cannot hold those of torch."""
 
 import torch
 

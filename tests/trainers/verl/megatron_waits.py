@@ -1,9 +1,11 @@
 """Counts the waits of the host in updates of verl's Megatron passes, whose engine and schedule are stand-ins.
 
-Usage: torchrun --nproc-per-node 1 -m tests.trainers.verl.megatron_waits
+Usage: torchrun --nproc-per-node 1 -m tests.trainers.verl.megatron_waits FILE
 """
 
 import json
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -25,7 +27,7 @@ MICRO_BATCHES, EACH = 4, 2
 OFFSETS = torch.arange(0, EACH * on.WIDTH + 1, on.WIDTH)
 
 
-def main():
+def main(to):
     dist.init_process_group("gloo")
     built = on.model()
     config = SimpleNamespace(use_remove_padding=False, pad_bshd_to_minibatch_max=False)
@@ -36,13 +38,13 @@ def main():
     waits = {}
     with (
         other_device() as device,
-        mock.patch.object(torch.cuda, "current_device", lambda: DEVICE),
-        mock.patch.object(megatron, "get_device_id", lambda: DEVICE),
+        mock.patch.object(torch.cuda, "current_device", return_value=DEVICE),
+        mock.patch.object(megatron, "get_device_id", return_value=DEVICE),
         mock.patch.object(passes, "gather_over", lambda group, mine: [mine]),
         mock.patch.object(passes, "over_ranks", lambda sums, group: sums),
         mock.patch.object(megatron, "over_ranks", lambda sums, group: sums),
         mock.patch.object(comparison, "K3_LIMIT", 10),
-        mock.patch.object(transformer_impl, "get_forward_backward_func", lambda: one_after_the_other),
+        mock.patch.object(transformer_impl, "get_forward_backward_func", return_value=one_after_the_other),
     ):
         built.to(DEVICE)
         there = Engine(device, built, batch)
@@ -59,7 +61,8 @@ def main():
         read = lambda call, shard: (call.input_ids.cpu(), compare(call, shard))[1]  # noqa: E731
         with mock.patch.object(routed_model, "differing", read), routing.batch(batch, update=True):
             waits["with a read put back"] = there.run(forward_only=False)
-    print(json.dumps(waits))
+    Path(to).write_text(json.dumps(waits))
+    dist.destroy_process_group()
 
 
 def micro_batch(spec, seed):
@@ -136,4 +139,4 @@ def one_after_the_other(*, forward_step_func, data_iterator, model, num_microbat
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

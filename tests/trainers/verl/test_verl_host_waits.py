@@ -140,11 +140,12 @@ def test_what_is_wrong_in_an_update_is_told_before_the_optimizer_steps(spoil, me
         there.optimizer.step()
 
 
-def test_an_update_on_megatron_waits_for_what_verl_waits_for():
+def test_an_update_on_megatron_waits_for_what_verl_waits_for(tmp_path):
     pytest.importorskip("mbridge", reason="there is no mbridge in this environment: run `make night PART=verl`")
-    result = torchrun(1, "-m", "tests.trainers.verl.megatron_waits", timeout=300, env=environment(OMP_NUM_THREADS="1"))
+    worker = ("-m", "tests.trainers.verl.megatron_waits", tmp_path / "waits.json")
+    result = torchrun(1, *worker, timeout=300, env=environment(OMP_NUM_THREADS="1"))
     assert result.returncode == 0, result.stderr[-4000:]
-    waits = json.loads(result.stdout.splitlines()[-1])
+    waits = json.loads((tmp_path / "waits.json").read_text())
     assert waits["replayed"] == waits["plain"]
     assert waits["with a read put back"] == waits["plain"] + MICRO_BATCHES  # the control
     assert waits["disagreement"] == [0.0]

@@ -26,14 +26,7 @@ from foreroute.trainers.verl.protocol import FIELD, field_of, fields_of, tokens_
 
 
 class PackedBatch:
-    """The sequences of a batch with responses, one behind the other.
-
-    Attributes:
-        tokens_N: integers.
-        offsets: int64 [S + 1], the row of the first token of each sequence.
-        index_N: int64, the number of each row's token in its response; below 0 in a prompt.
-        wrong: bool [], whether `require_true` refuses the batch.
-    """
+    """The sequences of a batch with responses, one behind the other."""
 
     def __init__(self, batch: Any) -> None:
         self._fields = fields_of(batch)
@@ -49,8 +42,10 @@ class PackedBatch:
         numbers_S = torch.arange(num_sequences, device=device)
         # the host knows how many rows there are, and need not ask for them
         self.number_N = numbers_S.repeat_interleave(self.offsets.diff(), output_size=num_rows)
+        # what `require_true` refuses is collected in `wrong`
         self._responses_S, self.wrong = self._lengths_of_responses()
         self.wrong = self.wrong | (self._responses_S > self.offsets.diff()).any()
+        # the number of each row's token in its response; below 0 in a prompt
         self.index_N = self._row_N - (self.offsets[1:] - self._responses_S)[self.number_N]
 
     def field(self, name: str) -> Any:
@@ -149,15 +144,7 @@ def require_routed(trace: RoutingTrace, batch: Any) -> None:
 
 
 class PackedRoutes:
-    """verl's field of routes, checked where it is. A Hugging Face model replays it as `foreroute.replay.Routes`.
-
-    Args:
-        packed: the batch that it rides in.
-        spec: of the model.
-        refuse: raises what is wrong with the field, which it reads on the host.
-        rank: of this process among those that share the packed rows.
-        tables: [vocabulary, K], by the position of its layer, of each router that looks experts up by token.
-    """
+    """verl's field of routes, checked where it is. A Hugging Face model replays it as `foreroute.replay.Routes`."""
 
     versions = ()  # verl names them for whole sequences, in what it logs
 
@@ -165,10 +152,10 @@ class PackedRoutes:
         self,
         packed: PackedBatch,
         spec: RoutingSpec,
-        refuse: Callable[[], object],
+        refuse: Callable[[], object],  # reads the field on the host, and raises what is wrong with it
         *,
-        rank: int = 0,
-        tables: Mapping[int, Tensor] | None = None,
+        rank: int = 0,  # among those that share the packed rows
+        tables: Mapping[int, Tensor] | None = None,  # [vocabulary, K] of layers that look experts up by token
     ) -> None:
         field, number_N = packed.field(FIELD), packed.number_N
         values = field.values() if field.is_nested else field
