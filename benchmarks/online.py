@@ -1,8 +1,8 @@
 """Foresight against executors that see only now, on the same executor: seconds, waits, collectives, weights.
 
 *Foresight* counts the routes of a step, publishes weights, plans with two redundant slots and compiles the schedule,
-all on the clock; then weights travel a cell ahead. Its baselines (`harness.online_execution`) know a cell when its counts
-are there: `online_eplb` with two slots, `online_exact` as MoonEP fills ranks, with as many slots as home experts, and
+all on the clock; then weights travel a cell ahead. Its baselines (`harness.online_execution`) know a cell when its
+counts are there: `online_eplb` with two slots, `online_exact` as MoonEP fills ranks, with as many slots as home experts, and
 `online_ours`, the planner of foresight with two slots. Routes, model, transfers and slots kept for each layer are the
 same; `online_exact_pool` has one pool of slots for all layers instead, as MoonEP has.
 
@@ -113,7 +113,7 @@ def measured(
                 }
                 seconds = seconds_in_turn(works, rounds=rounds)
                 foresight = seconds.pop("foresight")
-                ratios = {baseline: PairedRatio.of(foresight, of_rival) for baseline, of_rival in seconds.items()}
+                ratios = {baseline: PairedRatio.of(foresight, of_baseline) for baseline, of_baseline in seconds.items()}
                 of_shape[stage] = {f"foresight_over_{baseline}": ratio.shown() for baseline, ratio in ratios.items()}
                 of_shape[stage]["foresight_s"] = round(median(foresight), 4)
             found[str(sequences)] = of_shape

@@ -91,7 +91,8 @@ def simulation_finding(record: SimulationRecord) -> str:
     worth = f"{as_fast(static.training_s, main.training_s)} static"
     best = _fastest([method for method in record.methods if is_ours(method.name)] or [main])
     if baseline is not None:
-        worth += f" and {as_fast(baseline.training_s, main.training_s)} {named(baseline, record)}, the strongest other method"
+        faster = as_fast(baseline.training_s, main.training_s)
+        worth += f" and {faster} {named(baseline, record)}, the strongest other method"
     if main.training_s > AS_FAST * best.training_s:
         against = baseline or main
         worth += f"; {named(best, record)} is {as_fast(against.training_s, best.training_s)} {against.label}"
