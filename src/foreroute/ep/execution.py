@@ -291,7 +291,7 @@ def active_work(hooks: ExecutingHooks, layer: int, path: str) -> CellWork:
     """
     work = work_of(hooks.passes, layer, path)
     # a checkpoint of experts alone, in which no router runs
-    bind(hooks.passes.top, (), hooks.recomputing, until=ModelHooks.run_pass.__code__)
+    bind(hooks.passes.current, (), hooks.recomputing, until=ModelHooks.run_trunk.__code__)
     return work
 
 
@@ -307,9 +307,9 @@ def work_of(passes: PassStack, layer: int, path: str) -> CellWork:
             f"{path} runs under a plan, and outside of a replay of planned routes; run every forward inside of "
             "execute() on routes that were given to it, of the model itself and not of what torch.compile made of it"
         )
-    return cells.work(layer, passes.top, is_recompute=passes.is_again)
+    return cells.work(layer, passes.current, is_recompute=passes.is_recompute)
 
 
 def _cells(passes: PassStack) -> PassCells | None:
-    rows = None if passes.top is None else passes.top.rows
+    rows = None if passes.current is None else passes.current.rows
     return rows.cells if isinstance(rows, ReplayRows) else None
