@@ -52,6 +52,7 @@ class Replicas(ABC):
 
     def register(self) -> list[Tensor]:
         """Give views of `parameters`. In backward, what is returned is added before the parameters get gradients."""
+        views: list[Tensor]
         self._anchor, *views = WaitGrads.apply(self, *self.parameters())
         return views
 

@@ -126,7 +126,8 @@ class ForerouteEP(AutoEP):
         hooks = None if self.spread is None else self.spread.active
         if not is_active(hooks):
             return self._run_unplanned(hidden_ND, ids_NK, weights_NK)
-        return self._run_planned(hooks, hidden_ND, ids_NK, weights_NK)
+        out: Tensor = self._run_planned(hooks, hidden_ND, ids_NK, weights_NK)
+        return out
 
     # Rows and split sizes are numbers of the host, others in every cell: traced, each would be compiled anew.
     @torch.compiler.disable
