@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from foreroute import planner
 from foreroute.adapters import hf
-from foreroute.adapters.hf.batch_routes import TraceRows
 from foreroute.adapters.hf.spreading import spread
+from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.costs.cluster_file import Cluster, load_cluster, write_rates
 from foreroute.ep import PlanExecution
 from foreroute.ep.agreement import RankConsensus

@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from foreroute.costs.model import CostModel
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
@@ -153,3 +154,20 @@ def test_a_step_publishes_what_its_plans_send_and_nothing_twice(workers, folder_
             assert written == sent
             assert close < roundings(TERMS) * LARGEST
         assert [bool(written) for written, _, _ in of_rank] == [True, True, False, True, True]
+
+
+def groups_of_uses(rank, folder):
+    """Groups of torch that there are after each way in which weights travel, and after the model was closed."""
+    s, found = SpreadStep(rank, folder), []
+    for step, paths in enumerate(("host", "direct", "host")):
+        s.routed.use(TransferOptions(paths=paths))
+        with s.execute(s.plan, step=step):
+            run(s, "recompute")
+        found.append(len(dist.distributed_c10d._world.pg_names))
+        s.routed.close()
+    return found
+
+
+def test_no_use_makes_another_group(workers, folder_of):
+    for first, *later in workers(2).run(groups_of_uses, folder_of()):
+        assert later == [first] * 2

@@ -108,7 +108,8 @@ class ServedModel:
             vocabulary_size, positions = _read_sizes(found.config)
             return cls(found.spec, writer, vocabulary_size, found.indexers, positions)
         stated = parse_json(read_text(path, ConfigError, most_bytes=MOST_JSON_BYTES), ConfigError, name=str(path))
-        for name in ("thinker_config", "text_config"):  # where a model of images or sound keeps its decoder
+        # where a model of images or sound keeps its decoder
+        for name in ("thinker_config", "text_config"):
             stated = stated.get(name, stated) if isinstance(stated, dict) else stated
         if not isinstance(stated, dict):
             raise ConfigError(f"{path} holds {type(stated).__name__}, not an object; expected a configuration")
@@ -174,6 +175,7 @@ class FolderWriter:
                         f"{self._source} has no weights in safetensors, so that no engine can be started on it; name "
                         "the folder of a whole checkpoint"
                     )
+                # linked, since a copy of a large checkpoint takes minutes and its room once more
                 for path in [*self._files, *self._source.glob(INDEX)]:
                     (folder / path.name).symlink_to(path.resolve())
             # an engine keeps the old value of a weight that a checkpoint lacks, without an error

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from foreroute.adapters.checkpoint import Weights, whole_weights
+from foreroute.adapters.checkpoint import Weights, quiet_transformers, whole_weights
 from foreroute.adapters.hf import attach
-from foreroute.adapters.hf.loading import quiet_transformers
 from foreroute.adapters.hf.model import saved_tensors
 from foreroute.capture import Generation, Sampling
 from foreroute.capture.sampling_masks import masks_of_steps

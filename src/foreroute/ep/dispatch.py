@@ -71,7 +71,7 @@ class DispatchHandle:
     """
 
     def __init__(self, group: dist.ProcessGroup, cell: str, rows: CellRows, ids_NK: Tensor) -> None:
-        self.rows, self._group, self._cell, self._top_k = rows, group, cell, ids_NK.shape[1]
+        self.rows, self._group, self._what, self._top_k = rows, group, f"tokens of {cell}", ids_NK.shape[1]
         ids_A = ids_NK.reshape(-1)
         self._assignment = ids_A.argsort(stable=True).index_select(0, rows.send_permutation)
         self._token = self._assignment // self._top_k
@@ -83,80 +83,41 @@ class DispatchHandle:
     def send_to_experts(self, hidden_ND: Tensor, gates_NK: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Send tokens and their gate weights: [rows computed, D] and [rows computed, 1], zeros for padding."""
         rows, gates = self.rows, None if gates_NK is None else gates_NK.reshape(-1, 1)
-        packed = _pack(hidden_ND, self._token, gates, self._assignment)
-        arrived, beside = self._exchange(packed, rows.send_G, rows.receive_G)
+        arrived, beside = self._exchange(hidden_ND, self._token, gates, self._assignment, rows.send_G, rows.receive_G)
         beside = None if beside is None else beside.index_select(0, rows.expert_permutation)
         return arrived.index_select(0, rows.expert_permutation), beside
 
     def return_to_tokens(self, rows_ND: Tensor, gates_N1: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return computed rows: [N, D], added up over the picks of a token in their order, and gates, [N, K].
-
-        Zeros for what was not sent.
-        """
-        rows = self.rows
-        packed = _pack(rows_ND, rows.return_permutation, gates_N1, rows.return_permutation)
-        arrived, beside = self._exchange(packed, rows.receive_G, rows.send_G)
+        """Return computed rows: [N, D], added up over the picks in their order, and gates [N, K]; zeros if not sent."""
+        rows, chosen = self.rows, self.rows.return_permutation
+        arrived, beside = self._exchange(rows_ND, chosen, gates_N1, chosen, rows.receive_G, rows.send_G)
         if beside is not None:
             beside = beside.index_select(0, self._row_A).view(-1, self._top_k)
         picks = arrived.index_select(0, self._row_A)
         return picks.view(-1, self._top_k, picks.shape[1]).sum(dim=1), beside
 
-    def _exchange(self, packed: Packed, send_G: list[int], receive_G: list[int]) -> tuple[Tensor, Tensor | None]:
-        """Exchange packed rows between all ranks, [rows + 1, D] and [rows + 1, 1]; the last is zeros."""
-        total = sum(receive_G)
-        whole = packed.buffer.new_empty(total + 1, packed.buffer.shape[1])
-        arrived, zeros = whole.split([total, 1])
-        zeros.zero_()
-        _all_to_all(arrived, packed.buffer, receive_G, send_G, self._group, f"tokens of {self._cell}")
-        return packed.unpack(whole)
-
-
-class Packed(NamedTuple):
-    """Rows and one number beside each, in one buffer, so that one collective sends both.
-
-    A row of the buffer is D values, then the number in as many columns as hold it, then padding to a multiple of
-    `ALIGNMENT`. A float32 gate in front of bfloat16 values would have them begin at byte 4 of rows with odd strides,
-    which a GPU loads by 2 or 4 bytes at once. Behind them, values begin where rows do, at multiples of 16.
-    """
-
-    buffer: Tensor  # [rows, columns]
-    width: int  # D
-    first: int  # the column of the number
-    dtype: torch.dtype | None  # of the number; None where there is none
-
-    def unpack(self, buffer: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Give the values [rows, D] and the numbers [rows, 1] of a buffer that is laid out as this one, as views."""
-        values = buffer[:, : self.width]
-        if self.dtype is None:
-            return values, None
-        num_columns = _num_columns(buffer, self.dtype.itemsize)
-        numbers = buffer[:, self.first : self.first + num_columns]
-        return values, numbers if numbers.dtype == self.dtype else numbers.view(self.dtype)[:, :1]
-
-
-def _pack(rows: Tensor, chosen: Tensor, numbers: Tensor | None, chosen_numbers: Tensor) -> Packed:
-    """Pack the chosen rows of [*, D], with the chosen numbers of [*, 1] if there are any."""
-    width = first = end = rows.shape[1]
-    if numbers is not None:
-        num_columns = _num_columns(rows, numbers.element_size())
-        # a number that is wider than a value begins at a multiple of its own size
-        first = _round_up(width, num_columns)
-        end = first + num_columns
-    columns = _round_up(end, _num_columns(rows, ALIGNMENT))
-    packed = Packed(rows.new_empty(len(chosen), columns), width, first, None if numbers is None else numbers.dtype)
-    values, beside = packed.unpack(packed.buffer)
-    torch.index_select(rows, 0, chosen, out=values)
-    if numbers is not None:
-        torch.index_select(numbers, 0, chosen_numbers, out=beside)
-    return packed
-
-
-def _num_columns(rows: Tensor, num_bytes: int) -> int:
-    return -(-num_bytes // rows.element_size())
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+    def _exchange(
+        self,
+        rows: Tensor,
+        chosen: Tensor,
+        gates: Tensor | None,
+        chosen_gates: Tensor,
+        send_G: list[int],
+        receive_G: list[int],
+    ) -> tuple[Tensor, Tensor | None]:
+        """Exchange chosen rows, [*, D] and their gates [*, 1] in one message; behind them is a row of zeros."""
+        # D values, then the gate in as many columns as hold it, then padding. A float32 gate in front of bfloat16
+        # values would have them begin at byte 4 of rows of odd strides, which a GPU loads by 2 or 4 bytes at once.
+        width, size = rows.shape[1], rows.element_size()
+        gate_columns = 0 if gates is None else -(-gates.element_size() // size)
+        first = width + -width % max(1, gate_columns)  # a gate begins at a multiple of its own size
+        end = first + gate_columns
+        packed = rows.new_empty(len(chosen), end + -end % (ALIGNMENT // size))
+        torch.index_select(rows, 0, chosen, out=packed[:, :width])
+        if gates is not None:
+            torch.index_select(gates, 0, chosen_gates, out=packed[:, first:end].view(gates.dtype)[:, :1])
+        whole = _all_to_all(packed, send_G, receive_G, self._group, self._what, num_zeros=1)
+        return whole[:, :width], None if gates is None else whole[:, first:end].view(gates.dtype)[:, :1]
 
 
 class RowGroups(NamedTuple):
@@ -228,26 +189,23 @@ class ExchangeRows(torch.autograd.Function):
         ctx: Any, rows: Tensor, send_G: list[int], receive_G: list[int], group: dist.ProcessGroup, what: str
     ) -> Tensor:
         ctx.way_back = receive_G, send_G, group, f"gradients of {what}"
-        return _exchange_rows(rows, send_G, receive_G, group, what)
+        return _all_to_all(rows, send_G, receive_G, group, what)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _exchange_rows(grads[0], *ctx.way_back), None, None, None, None
-
-
-def _exchange_rows(
-    rows: Tensor, send_G: list[int], receive_G: list[int], group: dist.ProcessGroup, what: str
-) -> Tensor:
-    arrived = rows.new_empty(sum(receive_G), rows.shape[1])
-    _all_to_all(arrived, rows.contiguous(), receive_G, send_G, group, what)
-    return arrived
+        return _all_to_all(grads[0], *ctx.way_back), None, None, None, None
 
 
 def _all_to_all(
-    arrived: Tensor, sent: Tensor, receive_G: list[int], send_G: list[int], group: dist.ProcessGroup, what: str
-) -> None:
+    rows: Tensor, send_G: list[int], receive_G: list[int], group: dist.ProcessGroup, what: str, num_zeros: int = 0
+) -> Tensor:
+    """Exchange rows with all ranks; so many rows of zeros lie behind what arrives."""
+    whole = rows.new_empty(sum(receive_G) + num_zeros, rows.shape[1])
+    arrived, zeros = whole.split([len(whole) - num_zeros, num_zeros])
+    zeros.zero_()
     with collective_errors(what, group):
-        dist.all_to_all_single(arrived, sent, receive_G, send_G, group=group)
+        dist.all_to_all_single(arrived, rows.contiguous(), receive_G, send_G, group=group)
+    return whole
 
 
 def gather_counts(group: dist.ProcessGroup, mine: Tensor, what: str) -> NDArray[np.int64]:

@@ -278,17 +278,20 @@ class ExecutingHooks(Executing, Protocol):
         """See `foreroute.core.hooks.ModelHooks`."""
 
 
-def active_work(hooks: ExecutingHooks | None, layer: int, path: str) -> CellWork | None:
-    """Return what a layer is to do in the pass that runs; None where no plan is executed on it.
+def is_active(hooks: ExecutingHooks | None) -> bool:
+    """Return whether a plan is executed on a model, or a pass of one runs."""
+    return hooks is not None and (hooks.execution is not None or _cells(hooks.passes) is not None)
+
+
+def active_work(hooks: ExecutingHooks, layer: int, path: str) -> CellWork:
+    """Return what a layer is to do in the pass that runs, of the plan that is executed.
 
     Raises:
-        ReplayError: when a plan is executed, and the forward replays none of its routes.
+        ReplayError: when the forward replays none of its routes.
     """
-    if hooks is None or (hooks.execution is None and _cells(hooks.passes) is None):
-        return None
     work = work_of(hooks.passes, layer, path)
     # a checkpoint of experts alone, in which no router runs
-    bind(hooks.passes.top, (), hooks.recomputing, until=ModelHooks.run_pass.__code__)
+    bind(hooks.passes.current, (), hooks.recomputing, until=ModelHooks.run_trunk.__code__)
     return work
 
 
@@ -304,9 +307,9 @@ def work_of(passes: PassStack, layer: int, path: str) -> CellWork:
             f"{path} runs under a plan, and outside of a replay of planned routes; run every forward inside of "
             "execute() on routes that were given to it, of the model itself and not of what torch.compile made of it"
         )
-    return cells.work(layer, passes.top, is_recompute=passes.is_again)
+    return cells.work(layer, passes.current, is_recompute=passes.is_recompute)
 
 
 def _cells(passes: PassStack) -> PassCells | None:
-    rows = None if passes.top is None else passes.top.rows
+    rows = None if passes.current is None else passes.current.rows
     return rows.cells if isinstance(rows, ReplayRows) else None

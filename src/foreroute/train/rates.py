@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.adapters import hf
-from foreroute.adapters.hf.batch_routes import TraceRows
 from foreroute.adapters.hf.spreading import spread
+from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.costs.cluster_file import Cluster, Rates
 from foreroute.costs.model import MOST_PRODUCTS, CostModel, Hardware, ModelShape
 from foreroute.costs.pricing import ALL_TO_ALL, ATTENTION, EXPERTS, step_parts

@@ -106,7 +106,7 @@ def test_the_key_of_the_latest_forward():
         return latest[0]
 
     def of_latest(passes, layer, path):
-        return latest[0].work(layer, passes.top, is_recompute=passes.is_again)
+        return latest[0].work(layer, passes.current, is_recompute=passes.is_recompute)
 
     with mock.patch.object(PlanExecution, "begin_pass", begin):
         require_seen(

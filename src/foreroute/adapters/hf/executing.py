@@ -12,7 +12,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from foreroute.adapters.hf.batch_routes import TraceRows
+from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.ep import ExpertParallelModel
 from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.execution import ExecutingHooks, MicroBatch

@@ -23,13 +23,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from foreroute.adapters.hf import graph_ops
-from foreroute.adapters.hf.batch_routes import TraceRows
-from foreroute.adapters.hf.forward_tokens import ForwardTokens, kept_widths
+from foreroute.adapters.hf.forward_tokens import ForwardTokens, kept_widths, to_host
 from foreroute.adapters.hf.pixels import ImageTokens, pixel_stream, warn_of_unbound
+from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.core.hooks import SelectingRouter, SelectionHook, overridden
 from foreroute.core.passes import Pass, Rows
-from foreroute.core.routed import TrunkHooks
 from foreroute.core.selection import Scores
+from foreroute.core.trunk import TrunkHooks
 from foreroute.core.untouched import reshard
 from foreroute.errors import BatchMismatchError, LayoutError, ReplayError
 from foreroute.layout import Layout
@@ -61,14 +61,12 @@ class RoutedTransformer(RoutedModel):
         spread: its experts, where transformers has spread them over ranks by our implementation; else None.
     """
 
-    def __init__(
-        self, model: nn.Module, spec: RoutingSpec, hooks: TransformerHooks, spread: SpreadExperts | None = None
-    ) -> None:
-        super().__init__(spec, [hooks], [spec], {"engine": "transformers", "engine_version": transformers.__version__})
-        self.model = model
+    def __init__(self, hooks: TransformerHooks, spread: SpreadExperts | None = None) -> None:
+        made_by = {"engine": "transformers", "engine_version": transformers.__version__}
+        super().__init__(hooks.spec, [hooks], [hooks.spec], made_by)
+        self.model = hooks.model
         self.spread = spread
         self._of_trunk = hooks
-        hooks.generating = [each for each in model.modules() if hasattr(type(each), BATCHES)]
 
     @property
     def indexers(self) -> IndexerSpec | None:
@@ -212,12 +210,10 @@ class RoutedTransformer(RoutedModel):
             self.spread.close()
 
     def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> Routes:
-        """The rows of a trace, found for each batch, or routes that find them by themselves. See `RoutedModel`."""
-        if isinstance(routes, Routes) and not isinstance(routes, TraceRows):
-            return routes
+        """Find the rows of a trace for each batch, unless these are routes that do so. See `RoutedModel`."""
         if isinstance(routes, TraceRows) and layout is not None:
             raise LayoutError("the rows were made for a layout already; give none with them")
-        return routes if isinstance(routes, TraceRows) else self.rows(routes, layout)
+        return routes if isinstance(routes, Routes) else self.rows(routes, layout)
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """Give the rows of one chunk and one rank. See `RoutedModel`."""
@@ -232,21 +228,7 @@ class RoutedTransformer(RoutedModel):
 
 
 class TransformerHooks(TrunkHooks):
-    """The hooks of one model.
-
-    Args:
-        model: that was attached.
-        trunk: the module whose forward is one pass.
-        routers: in layer order.
-        spec: of the model.
-        indexers: of the model, if it has any.
-
-    Attributes:
-        executed: the ids [L, R, K] of the last pass, where losses behind the trunk are to count them.
-        execution: of the plan that is executed now, or None.
-        images: how images stand among tokens; None where that is not known.
-        generating: the modules around the trunk that can run it in a thread of their own.
-    """
+    """The hooks of one model, of which the trunk is a part, and what compiled passes need of it."""
 
     def __init__(
         self,
@@ -260,23 +242,26 @@ class TransformerHooks(TrunkHooks):
         super().__init__(model, trunk, routers, [] if indexers is None else indexers.hooks)
         self.spec = spec
         self.images = ImageTokens.of_trunk(trunk, self.names)
+        self.executed: Tensor | None = None  # ids [L, R, K] of the last pass, where losses behind it count them
+        self.execution: PlanExecution | None = None  # of the plan that is executed now
+        self._generating = [each for each in model.modules() if hasattr(type(each), BATCHES)]
         self._name_in_graphs = graph_ops.register(self)
         # Both operators of a compiled pass write to it, which keeps them in order (`graph_ops`).
         self._ledger = torch.zeros(1, dtype=torch.int64)
         self._begun_in_graph: tuple[ForwardTokens, Pass] | None = None
         self._counts_executed = False
-        self.executed: Tensor | None = None
-        self.execution: PlanExecution | None = None
-        self.generating: list[nn.Module] = []
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of a copy, which has a name of its own in graphs
+        self.__dict__ |= state
         self._name_in_graphs = graph_ops.register(self)
 
+    def read_args(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardTokens:
+        return ForwardTokens.of_call(self.names, self.images, args, kwargs)
+
     def session_contexts(self) -> list[AbstractContextManager[Any]]:
-        """And what encodes images before a forward, and continuous batching, which is refused. See `TrunkHooks`."""
+        """Add what encodes images before a forward, and continuous batching, which is refused. See `TrunkHooks`."""
         contexts = super().session_contexts()
-        contexts += [overridden(module, BATCHES, _refuse_batches) for module in self.generating]
+        contexts += [overridden(module, BATCHES, _refuse_batches) for module in self._generating]
         if self.images is not None:
             names = ("get_image_features", "get_video_features")
             contexts += [overridden(self.trunk, name, self._encode) for name in names if hasattr(self.trunk, name)]
@@ -285,13 +270,13 @@ class TransformerHooks(TrunkHooks):
     def _encode(self, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = encode(*args, **kwargs)
         if self.images is not None and not self.passes and not torch.compiler.is_compiling():
-            self.images.note(result, kwargs)
+            self.images.attach_digests(result, kwargs)
         return result
 
     def open_others(self, current: Pass) -> Sequence[tuple[Any, Any]]:
-        """The indexers, which must choose if their choices are kept or forced. See `ModelHooks`."""
+        """Open the indexers, which must choose if their choices are kept or forced. See `ModelHooks`."""
         assert self.found_indexers is not None, "they are the others"
-        if heeds_indexers(current):
+        if uses_indexers(current):
             current.num_expected += len(self.others)
         return self.found_indexers.passes(current, len(self.routers))
 
@@ -309,33 +294,28 @@ class TransformerHooks(TrunkHooks):
         return result
 
     def run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the trunk as one pass; where it is traced into a graph, its pass is made of operators of that."""
         if torch.compiler.is_compiling():
-            batch = ForwardTokens.of_call(self.names, self.images, args, kwargs)
-            return self._run_trunk_in_graph(batch, forward, args, kwargs)
-        call = partial(forward, *args, **kwargs)
+            return self._run_in_graph(self.read_args(args, kwargs), forward, args, kwargs)
         if self._counts_executed:
-            call = partial(self._keeping_executed, call)
-        if self.watch.caches:
-            call = self.along_cache(call, args, kwargs)
-        return self.run_pass(partial(ForwardTokens.of_call, self.names, self.images, args, kwargs), call)
+            forward = partial(self._keep_executed, forward)
+        return super().run_trunk(forward, *args, **kwargs)
 
-    def _keeping_executed(self, call: Callable[[], Any]) -> Any:
+    def _keep_executed(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the trunk in its pass, and keep what that executed for `run_model`."""
-        result = call()
-        self.executed = self.passes.top.executed_LRK
+        result = forward(*args, **kwargs)
+        self.executed = self.passes.current.executed_LRK
         return result
 
     def run_compiled(
         self, path: str, hooks: Sequence[SelectionHook], call: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """See `TrunkHooks`."""
-        if self.passes and not torch.compiler.is_compiling() and heeds_indexers(self.passes.top):
+        if self.passes and not torch.compiler.is_compiling() and uses_indexers(self.passes.current):
             raise _in_graph("choices of indexers are", path)
         return super().run_compiled(path, hooks, call, *args, **kwargs)
 
-    # a pass in a compiled graph
-
-    def _run_trunk_in_graph(
+    def _run_in_graph(
         self, batch: ForwardTokens, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         past: Any = batch.past  # of a static cache a tensor, whose value as an int would be a part of the graph
@@ -352,13 +332,13 @@ class TransformerHooks(TrunkHooks):
             counted,
             batch.begins,
         )
-        rows = Rows(ids_LRK) if self.watch.routes else None
+        rows = Rows(ids_LRK) if self.options.routes else None
         current = self.open_pass(rows, batch.num_slots, batch.device)
-        with self.passes.on_top(current):
+        with self.passes.running(current):
             result = forward(*args, **kwargs)
         self.executed = current.executed_LRK if self._counts_executed else None
-        scores = [] if current.scores is None else current.scores.tensors()
-        graph_ops.end_pass(self._name_in_graphs, self._ledger, current.calls_L, [current.own_LRK, *scores])
+        kept = [current.native_LRK, *(current.scores or ())]
+        graph_ops.end_pass(self._name_in_graphs, self._ledger, current.calls_L, kept)
         return result
 
     def begin_from_graph(
@@ -375,9 +355,9 @@ class TransformerHooks(TrunkHooks):
         self.sessions.require_mine("runs a model")
         batch = ForwardTokens(input_ids, mask, positions, cumulative, past, begins=begins, cache_was_seen=False).read()
         batch.digests_BT = digests
-        rows = self.begin(batch)
+        rows = self.begin_pass(batch)
         current = self.open_pass(rows, batch.num_slots, batch.device)
-        if heeds_indexers(current):
+        if uses_indexers(current):
             raise _in_graph("choices of indexers are", "the model")
         self._begun_in_graph = batch, current
         if rows is not None:
@@ -392,14 +372,14 @@ class TransformerHooks(TrunkHooks):
         current.calls_L = calls_L
         self.require_each_once(current)
         # a CUDA graph writes what is kept of the next pass to the same addresses
-        current.own_LRK, *scores = (tensor.clone() for tensor in kept)
+        current.native_LRK, *scores = (tensor.clone() for tensor in kept)
         current.scores = Scores(*scores) if scores else None
-        for listener in list(self.listeners):
-            listener.end(self.chunk, batch, current)
+        for each in list(self.interceptors):
+            each.end_pass(self.chunk, batch, current)
 
     def shapes_for_graph(self, num_slots: int) -> tuple[list[int], torch.dtype]:
         """See `graph_ops.Host`."""
-        return [self.spec.num_layers, num_slots if self.watch.routes else 0, self.spec.top_k], self.id_dtype
+        return [self.spec.num_layers, num_slots if self.options.routes else 0, self.spec.top_k], self.id_dtype
 
 
 def saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -418,9 +398,9 @@ def _refuse_batches(*_: object, **__: object) -> Any:
     )
 
 
-def heeds_indexers(current: Pass) -> bool:
-    """Whether choices of indexers are kept or forced in a pass."""
-    return current.watch.others or (isinstance(current.rows, ReplayRows) and current.rows.indexers is not None)
+def uses_indexers(current: Pass) -> bool:
+    """Say whether choices of indexers are kept or forced in a pass."""
+    return current.options.others or (isinstance(current.rows, ReplayRows) and current.rows.indexers is not None)
 
 
 def _in_graph(what: str, path: str) -> ReplayError:
@@ -431,12 +411,12 @@ def _in_graph(what: str, path: str) -> ReplayError:
 
 
 def _rows_of_pass(recorded: RecordedPass, width: int, indexers: FoundIndexers | None) -> ForwardRows:
-    """The rows of its first positions, of which `width` are left."""
+    """Give the rows of its first positions, of which `width` are left."""
     from foreroute.replay import ForwardRows
 
     batch: ForwardTokens = recorded.args
-    host = batch.host.until(width)
-    kept_BT, starts_BT = host.kept_BT, host.starts_BT
+    ids_BT, kept_BT, starts_BT = batch.on_host()
+    kept_BT = kept_BT & (np.arange(kept_BT.shape[1]) < width)
     kept_R = kept_BT.reshape(-1)
 
     def packed(of_slots: Tensor | None) -> Any:
@@ -447,14 +427,15 @@ def _rows_of_pass(recorded: RecordedPass, width: int, indexers: FoundIndexers | 
     else:
         lengths_S = np.diff(np.flatnonzero(starts_BT[kept_BT]), append=kept_BT.sum())
     streams = {}
-    if host.digests_BT is not None:
-        streams[PIXELS] = pixel_stream(host.digests_BT[kept_BT])
-    warn_of_unbound(batch.pixel_names, host.digests_BT)
+    digests_BT = None if batch.digests_BT is None else to_host(batch.digests_BT)
+    if digests_BT is not None:
+        streams[PIXELS] = pixel_stream(digests_BT[kept_BT])
+    warn_of_unbound(batch.pixel_names, digests_BT)
     if recorded.choices is not None and indexers is not None:
-        streams[INDEXER] = indexers.stream(recorded.choices, lengths_S, host, batch.past)
+        streams[INDEXER] = indexers.stream(recorded.choices, lengths_S, kept_BT, batch)
     return ForwardRows(
         lengths_S,
-        host.ids_BT[kept_BT],
+        ids_BT[kept_BT],
         packed(recorded.ids_LRK),
         packed(recorded.margin_LR),
         batch.past,
@@ -464,7 +445,7 @@ def _rows_of_pass(recorded: RecordedPass, width: int, indexers: FoundIndexers | 
 
 
 def looked_up(router: nn.Module, tokens_N: NDArray[np.int32]) -> NDArray[Any]:
-    """Give the experts of tokens, integers [N, K], by a router's table `tid2eid` [vocabulary, K]."""
+    """Look up the experts of tokens, integers [N, K], in a router's table `tid2eid` [vocabulary, K]."""
     table_VK: Any = router.tid2eid
     if len(tokens_N) and int(tokens_N.max()) >= len(table_VK):
         raise BatchMismatchError(
@@ -476,13 +457,7 @@ def looked_up(router: nn.Module, tokens_N: NDArray[np.int32]) -> NDArray[Any]:
 
 
 def require_looked_up(trace: RoutingTrace, position: int, router: nn.Module) -> None:
-    """Raise `BatchMismatchError` unless a hash layer of the trace holds what its table says for each token.
-
-    Args:
-        trace: the routes to check.
-        position: of the layer on the layer axis.
-        router: of the layer.
-    """
+    """Raise `BatchMismatchError` unless the hash layer at `position` holds what its table says for each token."""
     routed = trace.valid_N
     expected_NK = looked_up(router, trace.token_ids_N[routed])
     given_NK = trace.expert_ids_NLK[routed, position, : trace.spec.picks_L[position]]

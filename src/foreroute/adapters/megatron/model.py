@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
 
@@ -13,13 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from foreroute.adapters.megatron.forward_args import Call, differing, find_layout, require_fits
+from foreroute.adapters.megatron.forward_args import Call, compare_tokens, find_layout, require_fits
 from foreroute.adapters.megatron.hooks import ChunkHooks
 from foreroute.adapters.megatron.plan_execution.execution import PlannedExperts, planned_batches
 from foreroute.adapters.megatron.recording import rows_over_ranks
 from foreroute.adapters.megatron.route_shard import RouteShard, shard
-from foreroute.adapters.megatron.schedule import BatchRoutes, Replay, ReplayingStep, RoutesIn, routes_in
-from foreroute.core.passes import LateChecks
+from foreroute.adapters.megatron.schedule import ReplayingStep, routes_in
+from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.ep import PlanExecution
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.errors import AttachError, BatchMismatchError, ConfigError, LayoutError
@@ -28,7 +28,7 @@ from foreroute.plan import StepPlan
 from foreroute.replay import ForwardRows, PassRoutes, Policy, RecordedPass, ReplaySession, RoutedModel, Telemetry
 from foreroute.replay.arguments import not_of_kind, require_version
 from foreroute.replay.indexers import require_choices
-from foreroute.replay.rows import Counts, MissingRows, PaddingRows, to_device
+from foreroute.replay.rows import Counts, MissingRows, PaddingRows
 from foreroute.trace import RoutingSpec, RoutingTrace
 
 
@@ -96,7 +96,7 @@ class RoutedMegatron(RoutedModel):
         self,
         forward_step: Callable[..., Any],
         *,
-        routes_of: RoutesIn = routes_in,
+        routes_of: Callable[[Any], Any] = routes_in,
         missing: MissingRows = "error",
         padding: PaddingRows = "spread",
         counts: Counts = "native",
@@ -124,24 +124,15 @@ class RoutedMegatron(RoutedModel):
         for name, given in (("forward_step", forward_step), ("routes_of", routes_of)):
             if not callable(given):
                 raise ConfigError(f"{name} is a {type(given).__name__}; expected a function")
-        checks, sums = LateChecks(), dict[int, Telemetry]()
+        sums = Telemetry(self._chunk_specs) if telemetry else None
+        return ReplayingStep(self, forward_step, routes_of, policy, sums)
 
-        @contextmanager
-        def running(model: nn.Module) -> Iterator[Replay]:
-            hooks, opened = self._hooks_for(model), list[ReplaySession]()
-            hooks.sessions.require_mine("opens a session on a model")
-            with ExitStack() as stack, self.replaying_now(lambda: opened[0] if opened else None):
-
-                def replay(routes: BatchRoutes) -> ReplaySession:
-                    found = self.routes_of(routes, None, policy)
-                    session = ReplaySession(found, policy, self._chunk_specs, sums, checks)
-                    stack.enter_context(hooks.listening(session))
-                    opened.append(session)
-                    return session
-
-                yield replay
-
-        return ReplayingStep(forward_step, routes_of, running, sums)
+    def session_of(
+        self, routes: RoutingTrace | RouteShard, policy: Policy, telemetry: Telemetry | None
+    ) -> ReplaySession:
+        """Make the session of one micro-batch of a wrapped forward step."""
+        found = self.routes_of(routes, None, policy)
+        return ReplaySession(found, policy, self._chunk_specs, self.checks, telemetry)
 
     def gather_counts(self, micro_batches: Sequence[RouteShard]) -> NDArray[np.int32]:
         """Count the routes of all ranks: int32 [M, L, G, E]. See `foreroute.ep.ExpertParallelModel`."""
@@ -232,12 +223,11 @@ class RoutedMegatron(RoutedModel):
     def _cut(
         self, trace: RoutingTrace, layout: Layout, policy: Policy, missing: MissingRows | Literal["spread"]
     ) -> RouteShard:
-        pin = next(self.chunks[0].trunk.parameters()).is_cuda
         home_LE = self.home_LE[[self.spec.layers.index(layer) for layer in self.layers]]
-        return shard(trace, layout, self.share, self.layers, home_LE, missing=missing, padding=policy.padding, pin=pin)
+        return shard(trace, layout, self.share, self.layers, home_LE, missing=missing, padding=policy.padding)
 
-    def _hooks_for(self, model: nn.Module) -> ChunkHooks:
-        """Those of the chunk that a schedule runs, wrapped or not."""
+    def hooks_of(self, model: nn.Module) -> ChunkHooks:
+        """Find the hooks of the chunk that a schedule runs, wrapped or not."""
         known = self._hooks_of.get(id(model))
         if known is None:
             inside = set(model.modules())
@@ -257,12 +247,12 @@ class MicroBatchRoutes:
         layout: where they are in the batch, or None to see it from that.
     """
 
-    def __init__(self, routed: RoutedMegatron, routes: BatchRoutes, layout: Layout | None) -> None:
+    def __init__(self, routed: RoutedMegatron, routes: RoutingTrace | RouteShard, layout: Layout | None) -> None:
         self.versions = routes.versions
         self._routed, self._routes, self._layout = routed, routes, layout
         self._shard = routes if isinstance(routes, RouteShard) else None
 
-    def of_pass(self, chunk: int, call: Call, policy: Policy, checks: LateChecks) -> PassRoutes:
+    def of_pass(self, chunk: int, call: Call, policy: Policy, checks: DeferredChecks) -> PassRoutes:
         """Cut the routes, compare the tokens, and move the chunk's part to the device. See `Routes`."""
         if call.inference is not None:
             raise BatchMismatchError(
@@ -285,7 +275,7 @@ class MicroBatchRoutes:
         return PassRoutes(rows, partial(_loss_mask, shard, call), drops)
 
 
-def _require_tokens(call: Call, shard: RouteShard, checks: LateChecks) -> None:
+def _require_tokens(call: Call, shard: RouteShard, checks: DeferredChecks) -> None:
     """Compare the tokens of a call, if it has any, with those of routes. Other ones are told late on a device.
 
     Raises:
@@ -299,13 +289,14 @@ def _require_tokens(call: Call, shard: RouteShard, checks: LateChecks) -> None:
             f"the model is given {tokens.numel()} slots on this rank and the layout has {len(shard.tokens_C)}; lay the "
             "routes out as the batch is padded or packed"
         )
-    checks.add(torch.cat(differing(call, shard)).any(), partial(require_fits, call.kept(), shard))
+    checks.add(torch.cat(compare_tokens(call, shard)).any(), partial(require_fits, call.kept(), shard))
 
 
 def _loss_mask(shard: RouteShard, call: Call) -> Tensor:
     """Bool [B, T] on the device, the tokens that belong in the loss; B is 1 where the stage is given no tokens."""
     batch = 1 if call.input_ids is None else len(call.input_ids)
-    return to_device(shard.counted_C, call.device).view(-1, batch).T
+    counted_C = shard.on_device(call.device).upload("counted tokens", shard.counted_C)
+    return counted_C.view(-1, batch).T.clone()
 
 
 def _require_layout(layout: object) -> None:

@@ -67,19 +67,10 @@ def scored_on_sampling_masks(scoring: ScoringMasks) -> Iterator[None]:
     """
     calls, original = 0, getattr(utils, HEAD)
 
-    def apply(
-        hidden_RH: Tensor,
-        head_VH: Tensor,
-        bias: Tensor | None,
-        targets_R: Tensor,
-        temperature: float,
-        chunk_size: int,
-        softcap: float | None,
-        scale: float,
-        outputs: tuple[str, ...],
-    ) -> tuple[Any, ...]:
+    def apply(hidden_RH: Tensor, head_VH: Tensor, bias: Tensor | None, *options: Any) -> tuple[Any, ...]:
         nonlocal calls
         calls += 1
+        _targets_R, temperature, _chunk_size, softcap, scale, outputs = options
         if bias is not None or softcap is not None:
             raise ConfigError(
                 "the model's output head has a bias or caps its logits, for which sampling masks are not replayed "
@@ -96,8 +87,7 @@ def scored_on_sampling_masks(scoring: ScoringMasks) -> Iterator[None]:
         whole = logprobs.new_zeros(len(hidden_RH)).index_copy(0, picked, logprobs)
         if outputs == ("log_probs",):
             return whole, None, None, None, None
-        rest = original.apply(hidden_RH, head_VH, bias, targets_R, temperature, chunk_size, softcap, scale, outputs)
-        return whole, *rest[1:]
+        return whole, *original.apply(hidden_RH, head_VH, bias, *options)[1:]
 
     with patch.object(utils, HEAD, SimpleNamespace(apply=apply)):
         yield

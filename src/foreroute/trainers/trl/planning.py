@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from foreroute.adapters.hf import RoutedTransformer
-from foreroute.adapters.hf.batch_routes import TraceRows
+from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.costs.cluster_file import Cluster
 from foreroute.errors import ConfigError, shown
 from foreroute.plan import Topology
@@ -55,7 +55,7 @@ class PlannedWindows:
         if self._num_left:
             return
         trainer, batches = self._trainer, self._trainer._buffered_inputs
-        # TRL goes on to the next generation, or the optimizer steps, whichever comes first
+        # the window ends where TRL generates again or the optimizer steps, whichever comes first
         num_of_rollout = trainer.args.steps_per_generation * trainer.num_iterations
         num_left = min(
             num_of_rollout - trainer._step % num_of_rollout,

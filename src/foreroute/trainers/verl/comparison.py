@@ -37,25 +37,15 @@ class WeightsCheck:
         self._sums: dict[int, Tensor] = {}
 
     def add(self, log_r: Tensor, counted: Tensor, version: int = NO_VERSION) -> None:
-        """Add tokens that one version of the weights sampled; the host waits for nothing.
-
-        Args:
-            log_r: float64 [...], their log-probs of the trainer less those of the rollout.
-            counted: bool [...], which of them count.
-            version: of the weights.
-        """
+        """Add tokens that one version of the weights sampled, as `MismatchSums.compare_tokens` returns them."""
         k3 = (log_r.expm1() - log_r).clamp_max(MOST_OF_A_TOKEN)
         added = torch.stack([torch.where(counted, k3, 0.0).sum(), counted.sum()])
         self._sums[version] = self._sums[version] + added if version in self._sums else added
 
     def judge(self, gather: Callable[[Sums], list[Sums]]) -> None:
-        """Judge the tokens of all processes since the last call; the host waits once. A collective call.
+        """Raise `EngineError` when tokens since the last call are too far, and those of the newest weights are.
 
-        Args:
-            gather: the sums of this process in, those of all processes out.
-
-        Raises:
-            EngineError: when their mean k3 is above the limit, and that of the newest weights is.
+        The host waits once. `gather` takes the sums of this process and gives those of all: a collective call.
         """
         sums, self._sums = self._sums, {}
         values = torch.stack(list(sums.values())).tolist() if sums else []

@@ -31,13 +31,13 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from foreroute.adapters import hf
 from foreroute.trace import RoutingTrace, concatenate
-from foreroute.trainers.checks import require_overridden
+from foreroute.trainers.checks import refuse, require_overridden
 from foreroute.trainers.verl.comparison import over_ranks
 from foreroute.trainers.verl.packed_batch import PackedBatch, PackedRoutes
 from foreroute.trainers.verl.passes import ROLLOUT_LOG_PROBS, EnginePasses
 from foreroute.trainers.verl.protocol import FIELD, routed_experts
 from foreroute.trainers.verl.registry import refuse_what_engines_pass_over, take_place
-from foreroute.trainers.verl.settings import Replay, replay_of, require_supported
+from foreroute.trainers.verl.settings import KEY, Replay, fsdp_refusals, replay_of
 
 Step = Callable[..., Any]
 """verl's `forward_step(micro_batch, loss_function, forward_only)`."""
@@ -50,29 +50,20 @@ class FSDPRoutingReplay:
 
     What is replayed stands in `router_replay.mode` of the engine's configuration. An engine that only runs forward is a
     reference, and is left alone.
-
-    Attributes:
-        replays_routes: what verl's registry is searched for.
-        routing: what is replayed in which pass; None in a reference.
     """
 
     # verl's engine defines these; a mixin only sees them at run time
     engine_config: Any
     model_config: Any
     eval_mode: Any
-    replays_routes = True
+    replays_routes = True  # what verl's registry is searched for
     routing: FSDPPasses | None = None
 
     def initialize(self) -> None:
-        """Build the model as verl does, and prove replay on it.
-
-        Raises:
-            AttachError: when the model is not replayable.
-            ConfigError: for settings under which replay is not supported or would have no effect.
-        """
+        """Build the model as verl does, and prove replay on it. Raises `AttachError` or `ConfigError`."""
         replay = replay_of(self.engine_config)
         if replay != "disabled":
-            require_supported(self.engine_config, self.model_config)
+            refuse(f"{KEY} is set, and", fsdp_refusals(self.engine_config, self.model_config))
         super().initialize()  # type: ignore[misc]
         if replay == "disabled" or self.engine_config.forward_only:
             return
@@ -80,11 +71,7 @@ class FSDPRoutingReplay:
             self.routing = FSDPPasses(self, replay)
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
-        """The passes of verl over a batch, of which each micro-batch was replayed.
-
-        Raises:
-            ReplayError: when one was not.
-        """
+        """Run verl's passes over a batch, of which each micro-batch is replayed."""
         run = partial(super().forward_backward_batch, data, loss_function, forward_only)  # type: ignore[misc]
         if self.routing is None and not self.engine_config.forward_only and data.get(FIELD, None) is not None:
             # routes of the rollout are at hand, and no replay was asked for: the mismatch is measured
@@ -94,12 +81,12 @@ class FSDPRoutingReplay:
         return self.routing.run_batch(run, data, update=not forward_only)
 
     def train_batch(self, data: Any, loss_function: Any) -> Any:
-        """A training step of verl, with the mismatch among its metrics, read when the optimizer has stepped."""
+        """Run verl's training step, with the mismatch among its metrics."""
         train = partial(super().train_batch, data, loss_function)  # type: ignore[misc]
         return train() if self.routing is None else self.routing.train(train)
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
-        """A pass of verl over a micro-batch, with its routes."""
+        """Run verl's pass over a micro-batch, with its routes."""
         step = super().forward_step  # type: ignore[misc]
         if self.routing is None or self.routing.is_reference:
             return step(micro_batch, loss_function, forward_only)
@@ -107,7 +94,7 @@ class FSDPRoutingReplay:
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """The reference pass where the reference is the policy without its adapters."""
+        """Leave the reference pass alone, where the reference is the policy without its adapters."""
         with super().disable_adapter():  # type: ignore[misc]
             if self.routing is None:
                 yield
@@ -124,11 +111,7 @@ class RoutingReplayEngine(FSDPRoutingReplay, FSDPEngineWithLMHead):
 
 
 class FSDPPasses(EnginePasses):
-    """The passes of one engine.
-
-    Attributes:
-        is_reference: set while adapters are switched off for the reference pass.
-    """
+    """The passes of one FSDP engine, each micro-batch of which has a session of its own."""
 
     def __init__(self, engine: Any, replay: Replay) -> None:
         # verl's fused forward returns log-probs, and those in a dictionary alone
@@ -136,7 +119,7 @@ class FSDPPasses(EnginePasses):
         with patch.object(model, "forward", partial(model.forward, return_dict=True)):
             routed = hf.attach(engine.module)
         super().__init__(engine, routed, replay)
-        self.is_reference = False
+        self.is_reference = False  # set while adapters are switched off
         self._group = engine.ulysses_parallel_group  # of the ranks that share packed rows, or None
         self._rank = 0 if self._group is None else dist.get_rank(self._group)
 
@@ -194,11 +177,7 @@ class FSDPPasses(EnginePasses):
 
 
 def register() -> None:
-    """Have verl make this engine for the strategies fsdp and fsdp2, and refuse replay where an engine has none.
-
-    Raises:
-        AttachError: when this release of verl has no longer what replay stands on, or another engine took its place.
-    """
+    """Have verl make this engine for the strategies fsdp and fsdp2, and refuse replay where an engine has none."""
     require_overridden("verl", verl.__version__, FSDPRoutingReplay, FSDPEngineWithLMHead)
     for strategy in ("fsdp", "fsdp2"):
         take_place(RoutingReplayEngine, FSDPEngineWithLMHead, strategy)

@@ -64,16 +64,12 @@ class MegatronRoutingReplay(MegatronEngineWithLMHead):
 
     An engine that only runs forward is a reference, and is left alone.
 
-    Attributes:
-        replays_routes, executes_plans: what verl's registry is searched for.
-        routing: what is replayed in which pass; None where nothing is.
-
     Raises:
         AttachError: for a release of mbridge that does not work.
         ConfigError: for settings under which replay is not supported, and plans without replay.
     """
 
-    replays_routes = executes_plans = True
+    replays_routes = executes_plans = True  # what verl's registry is searched for
     routing: MegatronPasses | None = None
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -88,55 +84,36 @@ class MegatronRoutingReplay(MegatronEngineWithLMHead):
         super().__init__(model_config, engine_config, *args, **kwargs)
 
     def initialize(self) -> None:
-        """Build the model as verl does, and prove replay on it.
-
-        Raises:
-            AttachError: when the model is not replayable.
-        """
+        """Build the model as verl does, and prove replay on it. Raises `AttachError`."""
         super().initialize()
         if self._replay != "disabled":
             with self.eval_mode():
                 self.routing = MegatronPasses(self, self._replay)
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
-        """The passes of verl over a batch, of which each micro-batch was replayed.
-
-        Raises:
-            ReplayError: when one was not.
-        """
+        """Run verl's passes over a batch, of which each micro-batch is replayed."""
         run = partial(super().forward_backward_batch, data, loss_function, forward_only)
         return run() if self.routing is None else self.routing.run_batch(run, data, update=not forward_only)
 
     def train_batch(self, data: Any, loss_function: Any) -> Any:
-        """A training step of verl, with mismatch and plans among its metrics, read when the optimizer has stepped."""
+        """Run verl's training step, with mismatch and plans among its metrics."""
         train = partial(super().train_batch, data, loss_function)
         return train() if self.routing is None else self.routing.train(train)
 
 
 @dataclass(frozen=True)
 class RoutedMicroBatch:
-    """One micro-batch of verl, its field of routes taken off.
-
-    Attributes:
-        packed: on the device, where its log-probs are compared.
-        routes: of the rollout, to hold the first ones against the model's own; None where they were checked before.
-        shard: what this rank replays; rows that the rollout did not route are spread. None where routes are recorded.
-    """
+    """One micro-batch of verl, its field of routes taken off."""
 
     data: Any
     layout: Layout
-    packed: PackedBatch
-    routes: RoutingTrace | None
-    shard: RouteShard | None
+    packed: PackedBatch  # on the device, where log-probs are
+    routes: RoutingTrace | None  # as the host read them in the pass that is compared
+    shard: RouteShard | None  # to replay; rows that the rollout did not route are spread
 
 
 class MegatronPasses(EnginePasses):
-    """The passes of one engine.
-
-    verl hands all micro-batches of a batch to one call of Megatron's schedule, which runs them through stages and
-    virtual chunks in an order of its own. What all ranks of a model do together stands in front of that call, and
-    behind it.
-    """
+    """The passes of one Megatron engine, whose schedule is given all micro-batches of a batch at once."""
 
     def __init__(self, engine: Any, replay: Replay) -> None:
         super().__init__(engine, megatron.attach(engine.module), replay)
@@ -198,7 +175,7 @@ class MegatronPasses(EnginePasses):
             planned.add_to(self._plan_sums, "update" if update else "recompute", *groups)
         outputs = [each["model_output"] for each in results] or [{}] * len(micro_batches)
         if recording is not None:
-            self._hand_on(recording.trace(), micro_batches, outputs)
+            self._write_routes(recording.trace(), micro_batches, outputs)
         for each, output in zip(micro_batches, outputs, strict=True):
             self.compare_log_probs(each.packed, each.data, output.get("log_probs"), update=update)
         return results
@@ -259,10 +236,10 @@ class MegatronPasses(EnginePasses):
                 f"{self._num_chunks} chunks; expected {expected}, each of which is replayed"
             )
 
-    def _hand_on(
+    def _write_routes(
         self, executed: RoutingTrace, micro_batches: Sequence[RoutedMicroBatch], outputs: Sequence[dict[str, Any]]
     ) -> None:
-        """Put the recorded routes of each micro-batch into what verl has of it, for updates to replay."""
+        """Put recorded routes among the outputs of their micro-batch, for updates to replay."""
         first = 0
         for each, output in zip(micro_batches, outputs, strict=True):
             ranges = each.layout.ranges
@@ -290,11 +267,7 @@ def _shard_in(micro_batches: Sequence[RoutedMicroBatch], data: Any) -> RouteShar
 
 
 def register() -> None:
-    """Have verl make this engine for the strategy megatron.
-
-    Raises:
-        AttachError: when this release of verl has no longer what replay stands on, or another engine took its place.
-    """
+    """Have verl make this engine for the strategy megatron."""
     require_overridden("verl", verl.__version__, MegatronRoutingReplay, MegatronEngineWithLMHead)
     take_place(MegatronRoutingReplay, MegatronEngineWithLMHead, "megatron", device=DEVICE)
 

@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from foreroute.capture.arrays import columns_of
 from foreroute.capture.verl_batch import kept_by_mask
-from foreroute.core.passes import LateChecks, signed_dtype
+from foreroute.core.deferred_checks import DeferredChecks
+from foreroute.core.passes import signed_dtype
 from foreroute.errors import BatchMismatchError, CaptureError, ReplayError
 from foreroute.replay import PassRoutes, Policy, ReplayRows
 from foreroute.replay.rows import to_device
@@ -26,14 +27,7 @@ from foreroute.trainers.verl.protocol import FIELD, field_of, fields_of, tokens_
 
 
 class PackedBatch:
-    """The sequences of a batch with responses, one behind the other.
-
-    Attributes:
-        tokens_N: integers.
-        offsets: int64 [S + 1], the row of the first token of each sequence.
-        index_N: int64, the number of each row's token in its response; below 0 in a prompt.
-        wrong: bool [], whether `require_true` refuses the batch.
-    """
+    """The sequences of a batch with responses, one behind the other."""
 
     def __init__(self, batch: Any) -> None:
         self._fields = fields_of(batch)
@@ -49,8 +43,10 @@ class PackedBatch:
         numbers_S = torch.arange(num_sequences, device=device)
         # the host knows how many rows there are, and need not ask for them
         self.number_N = numbers_S.repeat_interleave(self.offsets.diff(), output_size=num_rows)
+        # what `require_true` refuses is collected in `wrong`
         self._responses_S, self.wrong = self._lengths_of_responses()
         self.wrong = self.wrong | (self._responses_S > self.offsets.diff()).any()
+        # the number of each row's token in its response; below 0 in a prompt
         self.index_N = self._row_N - (self.offsets[1:] - self._responses_S)[self.number_N]
 
     def field(self, name: str) -> Any:
@@ -149,15 +145,7 @@ def require_routed(trace: RoutingTrace, batch: Any) -> None:
 
 
 class PackedRoutes:
-    """verl's field of routes, checked where it is. A Hugging Face model replays it as `foreroute.replay.Routes`.
-
-    Args:
-        packed: the batch that it rides in.
-        spec: of the model.
-        refuse: raises what is wrong with the field, which it reads on the host.
-        rank: of this process among those that share the packed rows.
-        tables: [vocabulary, K], by the position of its layer, of each router that looks experts up by token.
-    """
+    """verl's field of routes, checked where it is. A Hugging Face model replays it as `foreroute.replay.Routes`."""
 
     versions = ()  # verl names them for whole sequences, in what it logs
 
@@ -165,16 +153,15 @@ class PackedRoutes:
         self,
         packed: PackedBatch,
         spec: RoutingSpec,
-        refuse: Callable[[], object],
+        refuse: Callable[[], object],  # reads the field on the host, and raises what is wrong with it
         *,
-        rank: int = 0,
-        tables: Mapping[int, Tensor] | None = None,
+        rank: int = 0,  # among those that share the packed rows
+        tables: Mapping[int, Tensor] | None = None,  # [vocabulary, K] of layers that look experts up by token
     ) -> None:
         field, number_N = packed.field(FIELD), packed.number_N
-        if not field.is_nested or field.ndim != 4 or field.shape[3] != spec.top_k or field.is_floating_point():
-            refuse()
-        values = field.values()
-        if len(values) != len(number_N):
+        values = field.values() if field.is_nested else field
+        expected = (len(number_N), (spec.top_k,))
+        if not field.is_nested or values.is_floating_point() or (len(values), values.shape[2:]) != expected:
             refuse()
         columns = columns_of(spec.layers, values.shape[1], FIELD)
         self._ids_NLK = values.index_select(1, to_device(columns, values.device))
@@ -185,11 +172,14 @@ class PackedRoutes:
         ordered_NLK = self._ids_NLK.sort(-1).values
         impossible_NL = (ordered_NLK[..., 0] < 0) | (ordered_NLK[..., -1] >= spec.num_experts)
         impossible_NL |= (ordered_NLK[..., 1:] == ordered_NLK[..., :-1]).any(-1)
+        impossible_N = impossible_NL.any(-1) & self._valid_N
+        # what gathers by such ids would fail on the device before anybody says why
+        self._forced_N = self._valid_N & ~impossible_N
         # zeros stand behind the last route of a sequence alone; of top-1 routes they may be expert 0 before its end
         gap_N = ~written_N[:-1] & (number_N[:-1] == number_N[1:])
         gap_N &= written_N[1:] | (spec.top_k == 1)
         self._wrong = (
-            (impossible_NL.any(-1) & self._valid_N).any()
+            impossible_N.any()
             | gap_N.any()
             | (field.offsets() != packed.offsets).any()
             | packed.lacking(self._valid_N).any()
@@ -211,7 +201,7 @@ class PackedRoutes:
             self._packed.offsets.numpy(),
         )
 
-    def of_pass(self, chunk: int, batch: Any, policy: Policy, checks: LateChecks) -> PassRoutes:
+    def of_pass(self, chunk: int, batch: Any, policy: Policy, checks: DeferredChecks) -> PassRoutes:
         """Give the rows of a forward, whose tokens are compared with those of the batch."""
         (num_rows, width), packed = batch.shape, self._packed
         row_R = torch.arange(batch.num_slots, device=batch.device)
@@ -233,7 +223,7 @@ class PackedRoutes:
         differs = differs | (num_rows > 1 and (packed.offsets.diff() > width).any())
         checks.add(self._wrong, self._refuse)
         checks.add(differs, lambda: _refuse_other(differs))
-        forced_R = is_real_R & self._valid_N[row_R]
+        forced_R = is_real_R & self._forced_N[row_R]
         ids_LRK = self._ids_NLK[row_R].to(signed_dtype(self._spec.num_experts)).transpose(0, 1).contiguous()
         rows = ReplayRows(
             ids_LRK.masked_fill(~forced_R[:, None], -1), real_R=is_real_R, counted_R=is_real_R, counts=policy.counts

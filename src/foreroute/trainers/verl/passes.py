@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from foreroute.core.passes import LateChecks
+from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.errors import CaptureError, ReplayError
 from foreroute.replay import ReplayCounts, RoutedModel
 from foreroute.replay.rows import to_device
@@ -32,17 +32,7 @@ ROLLOUT_LOG_PROBS = "rollout_log_probs"
 
 
 class EnginePasses:
-    """The passes of one engine of verl.
-
-    Args:
-        engine: verl's, initialised.
-        routed: its model.
-        replay: what to replay. Under R3 both sides take the same routes, so that what is left tells of their weights.
-
-    Attributes:
-        metrics: mismatch that is not logged yet.
-        first_rollout_checked: whether the first routes of the rollout were held against the model's own.
-    """
+    """The passes of one engine of verl, as it is initialised."""
 
     def __init__(self, engine: Any, routed: RoutedModel, replay: Replay) -> None:
         self.routed: Any = routed
@@ -50,10 +40,11 @@ class EnginePasses:
         self.first_rollout_checked = self._in_training_step = False
         self._replay = replay
         self._engine = engine
+        # under R3 both sides take the same routes, so that what is left tells of their weights
         self._weights_check = WeightsCheck() if replay == "R3" else None
         self._has_old_pass = False
         self._num_steps = 0
-        self._checks = LateChecks()
+        self._checks = DeferredChecks()
 
     def train(self, train: Callable[[], Any]) -> Any:
         """Run verl's `train_batch`, and read what is to be logged when the optimizer has stepped."""
@@ -66,7 +57,7 @@ class EnginePasses:
         return outputs
 
     def run_batch(self, run: Callable[[], Any], data: Any, *, update: bool) -> Any:
-        """Run verl's `forward_backward_batch`. Raises as `batch`."""
+        """Run verl's `forward_backward_batch`."""
         with self.batch(data, update=update):
             outputs = run()
         if update and not self._in_training_step:  # some workers of verl step later, by a call of their own
@@ -75,13 +66,7 @@ class EnginePasses:
 
     @contextmanager
     def batch(self, data: Any, *, update: bool) -> Iterator[None]:
-        """Surround a batch of verl. A collective call of the data-parallel ranks.
-
-        Raises:
-            ReplayError: when no micro-batch went through `forward_step`.
-            EngineError: when the rollout was not sampled with the trainer's weights, where they are judged: after the
-                old-log-prob pass, before anything is learned from the rollout.
-        """
+        """Surround a batch of verl, and judge the rollout behind the old-log-prob pass. A collective call."""
         num_before, counts = self._num_steps, ReplayCounts()
         self._has_old_pass |= not update
         listening = nullcontext() if self._replay == "disabled" else self.routed.listening(counts)
@@ -108,10 +93,8 @@ class EnginePasses:
         return sums
 
     def log(self, outputs: Any) -> None:
-        """Put what was summed up among the metrics of verl; the host waits for it. A collective call.
-
-        Only metrics of updates reach verl's logs, so sums of the old-log-prob pass wait for the update that follows.
-        """
+        """Put what was summed up among the metrics of verl, which the host waits for. A collective call."""
+        # only metrics of updates reach verl's logs, so sums of the old-log-prob pass wait for the update behind it
         self.metrics.reduce_routes(self.over_sharing_ranks)
         logs = self.metrics.flush(lambda sums: over_ranks(sums, self._engine.get_data_parallel_group()))
         if "metrics" in outputs:  # of the last stage, which verl asks
@@ -122,11 +105,8 @@ class EnginePasses:
         return {}
 
     def at_rollout_weights(self, *, update: bool) -> bool:
-        """Say whether a pass is compared with the rollout.
-
-        From the second mini-batch of an update on, weights differ from those of the rollout: where there is an
-        old-log-prob pass, it is compared, and updates are not.
-        """
+        """Say whether a pass is compared with the rollout."""
+        # from its second mini-batch on, an update has other weights; the pass before it has the rollout's
         return not (update and self._has_old_pass)
 
     def check_first(
@@ -142,11 +122,7 @@ class EnginePasses:
             self.first_rollout_checked = True
 
     def brings_routes(self, micro_batch: Any, *, update: bool) -> bool:
-        """Say whether a micro-batch has routes to replay, or to compare with.
-
-        Raises:
-            ReplayError: when R2 is given routes of a rollout, or none of its own.
-        """
+        """Say whether a micro-batch has routes to replay, or to compare with."""
         has_routes = micro_batch.get(FIELD, None) is not None
         if self._replay == "R2" and has_routes != update:
             if has_routes:
@@ -170,14 +146,7 @@ class EnginePasses:
     def compare_log_probs(
         self, packed: PackedBatch, micro_batch: Any, log_probs: Tensor | None, *, update: bool
     ) -> None:
-        """Compare log-probs of responses with those of the rollout, on the device.
-
-        Args:
-            packed: the micro-batch, on the device of its log-probs.
-            micro_batch: verl's, with versions of weights.
-            log_probs: nested, one entry for each input position; None where the engine gave none.
-            update: whether weights may differ from those of the rollout.
-        """
+        """Compare log-probs, of which an engine gives one for each input position, with the rollout's on the device."""
         if log_probs is None or not packed.has(ROLLOUT_LOG_PROBS) or not self.at_rollout_weights(update=update):
             return
         if not log_probs.is_nested or len(log_probs.values()) != len(packed.tokens_N):

@@ -88,26 +88,17 @@ refuse_what_engines_pass_over()
 
 
 class PlannedBatch:
-    """A batch of verl under a plan. Making one is a collective call of the ranks that share experts.
-
-    Args:
-        routed: the model.
-        shards: routes of this rank, in the order in which micro-batches will run.
-        config: of the engine.
-        open_executions: holds the active execution, and is closed when all micro-batches have run.
-        is_first: whether this rank is the first of those that share experts, which plans for all.
-        at_once: whether the first micro-batch waits for the plan too.
-    """
+    """A batch of verl under a plan. Making one is a collective call of the ranks that share experts."""
 
     def __init__(
         self,
         routed: RoutedMegatron,
         shards: Sequence[RouteShard],
         config: PlanningMegatronConfig,
-        open_executions: ExitStack,
+        open_executions: ExitStack,  # holds the active execution until all micro-batches have run
         *,
-        is_first: bool,
-        at_once: bool,
+        is_first: bool,  # of the ranks that share experts, so that it plans for all
+        at_once: bool,  # the first micro-batch waits for the plan too
     ) -> None:
         self._routed, self._shards, self._open = routed, list(shards), open_executions
         self._counts_MLGE = routed.gather_counts(self._shards)
@@ -135,14 +126,7 @@ class PlannedBatch:
         self._executions.append(self._open.enter_context(execution))
 
     def add_to(self, sums: PlanSums, name: Stage, group: Any, stages: Any) -> None:
-        """Add what all ranks executed, after the last micro-batch. A collective call.
-
-        Args:
-            sums: of the engine.
-            name: of the pass that the batch was.
-            group: the ranks that share experts.
-            stages: the ranks of its pipeline.
-        """
+        """Add what all ranks executed, after the last micro-batch. A collective call of the group and its stages."""
         mine_ML = torch.from_numpy(np.concatenate([execution.executed_ML for execution in self._executions]))
         dist.all_reduce(mine_ML, group=stages)  # each has its own layers
         executed = [torch.empty_like(mine_ML) for _ in range(self._counts_MLGE.shape[2])]

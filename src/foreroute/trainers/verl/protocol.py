@@ -33,7 +33,7 @@ FIELD = "routed_experts"
 
 
 def trace_of(batch: Any, *, model: RoutingSpec, weight_version: int = NO_VERSION) -> RoutingTrace:
-    """The routes of a batch of verl, checked.
+    """Read the routes of a batch of verl, checked.
 
     Args:
         batch: a `DataProto`, a `TensorDict` or a mapping with `routed_experts` and `input_ids`, both unpadded, or both
@@ -76,10 +76,7 @@ def trace_of(batch: Any, *, model: RoutingSpec, weight_version: int = NO_VERSION
 
 
 def versions_of(batch: Any) -> NDArray[np.int64]:
-    """The oldest and the newest weights that sampled each sequence, int64 [2, S]; `NO_VERSION` where verl says none.
-
-    verl counts them by its global steps. It does not say which tokens of a sequence are of which.
-    """
+    """Read the oldest and the newest weights that sampled each sequence, int64 [2, S], as verl counts its steps."""
     given = getattr(batch, "non_tensor_batch", batch)
     stated = [given.get(name, None) for name in ("min_global_steps", "max_global_steps")]
     num_sequences = len(field_of(batch, "input_ids"))
@@ -88,7 +85,7 @@ def versions_of(batch: Any) -> NDArray[np.int64]:
 
 
 def routed_experts(trace: RoutingTrace, batch: Any, *, num_hidden_layers: int | None = None) -> Tensor:
-    """The routes of a trace as the field of a batch, to be stored in it under `FIELD`.
+    """Write the routes of a trace as the field of a batch, to be stored in it under `FIELD`.
 
     Args:
         trace: routes of the sequences of the batch, in its order.

@@ -48,23 +48,17 @@ REFUSED_SETTINGS = {
 class PlannedLayer:
     """Replaces, on the instance, the steps of a MoE layer from the output of its router to its own output.
 
-    Args:
-        site: the layer's router.
-        number: its position among the routed layers of the model.
-        home: name -> the parameter of each home expert, in ascending order of its id.
-        run_replicas: beside the layer's experts, from `replica_runner`.
-        group: the expert-parallel ranks.
-        passes: of the chunk that it is in.
+    It stands in the forward of the layer in this order: preprocess, dispatch, compute, combine, postprocess.
     """
 
     def __init__(
         self,
         site: ChunkRouter,
-        number: int,
-        home: Mapping[str, Sequence[nn.Parameter]],
+        number: int,  # its position among the routed layers of the model
+        home: Mapping[str, Sequence[nn.Parameter]],  # name -> that of each home expert, in ascending order of its id
         run_replicas: RunReplicas,
         group: Any,
-        passes: PassStack,
+        passes: PassStack,  # of the chunk that it is in
     ) -> None:
         self._site, self._number, self._home = site, number, home
         self._group, self._passes = group, passes
@@ -169,16 +163,12 @@ def objection_to_layer(site: ChunkRouter) -> str | None:
             f"its dispatcher is a {type(dispatcher).__name__}{on}, which sends rows in a way of its own, and a "
             "plan sends them by all-to-all; set moe_token_dispatcher_type to alltoall or allgather"
         )
-    return _objection_to_settings(block.config, dispatcher) or objection_to_experts(site)
-
-
-def _objection_to_settings(config: Any, dispatcher: Any) -> str | None:
     if dispatcher.tp_size > 1:
         return (
             f"expert_tensor_parallel_size is {dispatcher.tp_size}, and a replica is a whole expert; set it to 1 to "
             "execute plans"
         )
     for name, reason in REFUSED_SETTINGS.items():
-        if getattr(config, name, None) not in (None, False):
+        if getattr(block.config, name, None) not in (None, False):
             return f"{name} is set: {reason}; train without it to execute plans"
-    return None
+    return objection_to_experts(site)
