@@ -142,7 +142,7 @@ class CellRows(NamedTuple):
 
 def upload_rows(device: torch.device, schedules: Sequence[CellSchedule]) -> list[CellRows]:
     """Bring the rows of several cells to the device, in one copy of each kind. The host does not wait for it."""
-    segments = [runs for cell in schedules for runs in (cell.taken, cell.grouped, cell.returned)]
+    segments = [runs for cell in schedules for runs in (cell.send_segments, cell.expert_segments, cell.return_segments)]
     sizes = [int(runs[:, 1].sum()) for runs in segments]
     indices = iter(expand_segments(segments, sizes, device))
     groups_of_cells = [np.stack([np.arange(len(cell.group_rows_S)), cell.group_rows_S], axis=1) for cell in schedules]
