@@ -39,7 +39,7 @@ class Transfer:
         self.host_bytes = sum(target.nbytes for _, target in copies)
         self.direct_bytes = sum(tensor.nbytes for _, _, tensor in receives)
         self._peers, self._lane = peers, lane
-        # Kept until `wait`: a copy that is sent must not be given to others while the stream of the lane still reads it.
+        # Kept until `wait`: the memory of a copy that is sent must not be reused while the lane's stream reads it.
         self._sends, self._receives, self._copies = list(sends), list(receives), list(copies)
         self._works: list[dist.Work] = []
         self._over = threading.Event()
