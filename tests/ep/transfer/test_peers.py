@@ -27,7 +27,9 @@ def one_rank_gives_up(rank):
     if rank == 0:
         time.sleep(LATE_S)
     transfers = [
-        Transfer.post(group, f"transfer {i}", [(other, 0, torch.full((3,), 10.0 * rank + i))], [(other, 0, arrived[i])])
+        Transfer(
+            group, f"transfer {i}", [(other, 0, torch.full((3,), 10.0 * rank + i))], [(other, 0, arrived[i])]
+        ).post()
         for i in range(2)
     ]
     if rank == 0:
