@@ -216,6 +216,7 @@ class ModelHooks(ABC):
         self._output_check: OutputCheck | None = None
         self._picks = [(router.path, router.top_k) for router in routers]
         self._modules = list({trunk: None} | {hook.selecting[0]: None for hook in self.every})
+        self._num_users = 0  # sessions, and recomputations behind them
         self._on_trunk = _Shared(self._trunk_hooked)
         self._on_modules = {hook: _Shared(partial(self._hooked, hook)) for hook in self.every}
 
@@ -260,22 +261,24 @@ class ModelHooks(ABC):
 
     def hooked(self, hooks: Sequence[SelectionHook]) -> AbstractContextManager[None]:
         """Keep the hooks on these modules alone, as recomputation behind a session needs. Raises as `listening`."""
-        return self._used(*(self._on_modules[hook] for hook in hooks))
+        return self._used(*map(self._on_modules.__getitem__, hooks))
 
     @contextmanager
     def _used(self, *contexts: _Shared) -> Iterator[None]:
         used: list[_Shared] = []
+        with self.sessions.lock:  # backwards of other threads recompute while sessions open and close
+            if not self._num_users and any(map(is_hooked, self._modules)):
+                raise ReplayError(ATTACHED_TWICE)
+            self._num_users += 1
         try:
-            with self.sessions.lock:  # backwards of other threads recompute while sessions open and close
-                is_first = not any(each.num_users for each in (self._on_trunk, *self._on_modules.values()))
-                if is_first and any(map(is_hooked, self._modules)):
-                    raise ReplayError(ATTACHED_TWICE)
+            with self.sessions.lock:
                 for each in contexts:
                     each.enter()
                     used.append(each)
             yield
         finally:
             with self.sessions.lock:
+                self._num_users -= 1
                 for each in used:
                     each.leave()
 
