@@ -16,7 +16,8 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import Any, ClassVar
 
@@ -156,26 +157,13 @@ class SelectingRouter(RouterHook):
         return result
 
 
+@dataclass(eq=False)
 class _Shared:
     """A context that the first of its users enters and the last one leaves."""
 
-    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
-        self.num_users = 0
-        self._make = make
-        self._entered: AbstractContextManager[Any] | None = None
-
-    def enter(self) -> None:
-        if not self.num_users:
-            entered = self._make()
-            entered.__enter__()
-            self._entered = entered
-        self.num_users += 1
-
-    def leave(self) -> None:
-        self.num_users -= 1
-        if not self.num_users and self._entered is not None:
-            entered, self._entered = self._entered, None
-            entered.__exit__(None, None, None)
+    make: Callable[[], AbstractContextManager[Any]]
+    num_users: int = 0
+    entered: AbstractContextManager[Any] = field(default_factory=nullcontext)
 
 
 class ModelHooks(ABC):
@@ -218,7 +206,9 @@ class ModelHooks(ABC):
         self._modules = list({trunk: None} | {hook.selecting[0]: None for hook in self.every})
         self._num_users = 0  # sessions, and recomputations behind them
         self._on_trunk = _Shared(self._trunk_hooked)
-        self._on_modules = {hook: _Shared(partial(self._hooked, hook)) for hook in self.every}
+        self._on_modules = {
+            hook: _Shared(partial(hook.installed, partial(self.run_selecting, hook))) for hook in self.every
+        }
 
     @abstractmethod
     def read_args(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardArgs:
@@ -259,10 +249,6 @@ class ModelHooks(ABC):
         wanted = zip(RecordOptions(), *(each.options for each in interceptors), strict=True)
         self.options = RecordOptions(*map(any, wanted))
 
-    def hooked(self, hooks: Sequence[SelectionHook]) -> AbstractContextManager[None]:
-        """Keep the hooks on these modules alone, as recomputation behind a session needs. Raises as `listening`."""
-        return self._used(*map(self._on_modules.__getitem__, hooks))
-
     @contextmanager
     def _used(self, *contexts: _Shared) -> Iterator[None]:
         used: list[_Shared] = []
@@ -273,17 +259,21 @@ class ModelHooks(ABC):
         try:
             with self.sessions.lock:
                 for each in contexts:
-                    each.enter()
+                    if not each.num_users:
+                        entered = each.make()
+                        entered.__enter__()
+                        each.entered = entered
+                    each.num_users += 1
                     used.append(each)
             yield
         finally:
             with self.sessions.lock:
                 self._num_users -= 1
                 for each in used:
-                    each.leave()
-
-    def _hooked(self, hook: SelectionHook) -> AbstractContextManager[None]:
-        return hook.installed(partial(self.run_selecting, hook))
+                    each.num_users -= 1
+                    if not each.num_users:
+                        each.entered.__exit__(None, None, None)
+                        each.entered = nullcontext()
 
     @contextmanager
     def _trunk_hooked(self) -> Iterator[None]:
@@ -379,9 +369,15 @@ class ModelHooks(ABC):
                 raise _not_once(hook, count)
 
     @contextmanager
+    def routers_running(self, current: Pass) -> Iterator[None]:
+        """Let routers be called one by one, outside of a forward and of sessions, as a pass wants it."""
+        with self.passes.running(current), self._used(*self._on_modules.values()):
+            yield
+
+    @contextmanager
     def recomputing(self, current: Pass, ran: Sequence[SelectionHook]) -> Iterator[None]:
         """Let a part of a pass run again while the context is open, and in it the routers that ran there at first."""
-        with self.passes.running(current, is_recompute=True), self.hooked(ran):
+        with self.passes.running(current, is_recompute=True), self._used(*map(self._on_modules.__getitem__, ran)):
             yield
 
     def run_selecting(self, hook: SelectionHook, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -134,7 +134,7 @@ def _run_in_pass(
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
     """Give what routers return in a pass, and what they picked natively [L, R, K]."""
     current = hooks.open_pass(rows, ROWS, given[0].device)
-    with hooks.passes.running(current), hooks.hooked(hooks.routers):
+    with hooks.routers_running(current):
         return [_output_of(*each) for each in zip(hooks.routers, given, strict=True)], current.native_LRK
 
 
