@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, wraps
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -231,11 +232,14 @@ class ModelHooks(ABC):
                 the end, when a forward replaced a parameter, and as `DeferredChecks.close`.
         """
         with self.sessions.held("opens a session on a model"), self._used(self._on_trunk, *self._on_modules.values()):
-            self._set_interceptors([*self.interceptors, *interceptors])
+            self.interceptors += interceptors
+            self._join_options()
             try:
                 yield
             finally:
-                self._set_interceptors([each for each in self.interceptors if each not in interceptors])
+                for each in interceptors:
+                    self.interceptors.remove(each)
+                self._join_options()
                 if self._output_check is not None and not self.interceptors:
                     self._output_check.remove()
                     self._output_check = None
@@ -244,9 +248,8 @@ class ModelHooks(ABC):
         if self.left_behind:
             raise ReplayError(self.left_behind[0])
 
-    def _set_interceptors(self, interceptors: list[Interceptor]) -> None:
-        self.interceptors = interceptors
-        wanted = zip(RecordOptions(), *(each.options for each in interceptors), strict=True)
+    def _join_options(self) -> None:
+        wanted = zip(RecordOptions(), *map(attrgetter("options"), self.interceptors), strict=True)
         self.options = RecordOptions(*map(any, wanted))
 
     @contextmanager
@@ -333,9 +336,11 @@ class ModelHooks(ABC):
                 "every pass"
             )
         self.awaits_backward |= self.options.routes and torch.is_grad_enabled()
-        # all are asked, though one gives routes at most: each learns which batch its `end_pass` will be about
-        given = [each.begin_pass(self.chunk, batch) for each in self.interceptors]
-        return next((rows for rows in given if rows is not None), None)
+        rows = None
+        for each in self.interceptors:  # all are asked: each learns which batch its `end_pass` will be about
+            given = each.begin_pass(self.chunk, batch)
+            rows = given if rows is None else rows
+        return rows
 
     def open_pass(self, rows: Rows | None, num_rows: int, device: torch.device) -> Pass:
         """Make a pass over this many rows as routers see them, with room for what is kept."""

@@ -252,23 +252,6 @@ class Interceptor:
         """Take what a pass kept, in which every router selected once; None of a chunk without routers."""
 
 
-class Replaying(Interceptor):
-    """A session that forces routes."""
-
-    options = RecordOptions(routes=True)
-
-    def __init__(self) -> None:
-        self.num_forwards = 0
-
-    def end_pass(self, chunk: int, args: Any, current: Pass | None) -> None:
-        self.num_forwards += 1
-
-    def require_replayed(self) -> None:
-        """Raise `ReplayError` if no forward ran."""
-        if not self.num_forwards:
-            raise ReplayError("nothing was replayed: no forward of the attached model ran in the replay() session")
-
-
 class ReplayCounts(Interceptor):
     """Counts what passes replayed, on the device: nothing here waits.
 

@@ -23,7 +23,7 @@ from .caches import NO_CACHE
 from .deferred_checks import DeferredChecks
 from .errors import ReplayError
 from .hooks import ModelHooks
-from .passes import Interceptor, Pass, RecordOptions, ReplayCounts, Replaying, Rows
+from .passes import Interceptor, Pass, RecordOptions, ReplayCounts, Rows
 from .tensor_rows import Missing, TensorRows
 from .trunk import TrunkArgs, TrunkHooks
 
@@ -38,6 +38,21 @@ class LayerReport(NamedTuple):
     path: str
     replayed: int
     differing: int
+
+
+class Replaying(Interceptor):
+    """A session that forces routes."""
+
+    options = RecordOptions(routes=True)
+    num_forwards = 0
+
+    def end_pass(self, chunk: int, args: Any, current: Pass | None) -> None:
+        self.num_forwards += 1
+
+    def require_replayed(self) -> None:
+        """Raise `ReplayError` if no forward ran."""
+        if not self.num_forwards:
+            raise ReplayError("nothing was replayed: no forward of the attached model ran in the replay() session")
 
 
 class HookedModel:
@@ -159,7 +174,6 @@ class _TensorReplay(Replaying):
     """One open `Routed.replay`."""
 
     def __init__(self, rows: TensorRows) -> None:
-        super().__init__()
         self._rows = rows
 
     def begin_pass(self, chunk: int, args: Any) -> Rows:

@@ -74,7 +74,7 @@ class ReplayingStep(WithTelemetry):
                 "routed.shard(trace, layout), or None to route natively"
             )
         session = self._routed.session_of(routes, self._policy, self.telemetry)
-        stack.enter_context(hooks.listening(session))
+        stack.enter_context(hooks.listening(session, *session.beside))
         return session
 
 
