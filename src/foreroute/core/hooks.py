@@ -89,9 +89,7 @@ def _refuse_copy(memo_or_protocol: object) -> nn.Module:
 class SelectionHook(ABC):
     """One module of a chunk that selects. A framework says how its selection is forced or watched.
 
-    Args:
-        path: dotted name inside the chunk.
-        selecting: the module and the name of its method in which the selection is made.
+    `path` is its dotted name inside the chunk, `selecting` the module and its method in which the selection is made.
     """
 
     noun: ClassVar[str]  # what it is, for messages
@@ -139,11 +137,7 @@ class SelectingRouter(RouterHook):
         self.read_back = rule.read_back
 
     def select(self, now: LayerPass, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """See `SelectionHook`.
-
-        Raises:
-            ReplayError: when it selects another number of times, or for other rows.
-        """
+        """Force its final top-k. Raises `ReplayError` when it makes another number of them, or for other rows."""
         mode = self.rule.mode(self.final, now)
         with mode:  # in a graph, `as` would bind something else
             result = forward(*args, **kwargs)
@@ -293,8 +287,7 @@ class ModelHooks(ABC):
     def run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a forward of the trunk as one pass, as all interceptors want it.
 
-        Raises:
-            ReplayError: when a router did not select exactly once, or the session was closed on the way.
+        Raises `ReplayError` when a router did not select exactly once, or the session was closed on the way.
         """
         if self.passes.is_recompute:  # of a checkpoint around the whole model
             return forward(*args, **kwargs)
@@ -322,12 +315,7 @@ class ModelHooks(ABC):
         return result
 
     def begin_pass(self, batch: ForwardArgs) -> Rows | None:
-        """Give the routes to force on a pass that begins.
-
-        Raises:
-            ReplayError: while a CUDA graph is captured, which would keep the addresses of the tensors of this pass, and
-                use them again, whatever session is open then.
-        """
+        """Give the routes to force on a pass that begins. Raises `ReplayError` while a CUDA graph is captured."""
         if self.routers and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise ReplayError(
                 f"{type(self.trunk).__name__} runs in a session while a CUDA graph is captured: the graph would go on "
@@ -350,10 +338,7 @@ class ModelHooks(ABC):
         return current
 
     def require_each_once(self, current: Pass) -> None:
-        """Raise `ReplayError` naming the first of those expected that did not select exactly once.
-
-        What ran in a compiled graph was counted on the device, which tells late.
-        """
+        """Raise `ReplayError` naming the first that did not select exactly once; of compiled graphs `checks` tells."""
         num = current.num_expected
         outside = current.calls[:num]
         if outside == [1] * num:
@@ -388,9 +373,8 @@ class ModelHooks(ABC):
     def run_selecting(self, hook: SelectionHook, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a router, or another module that selects, which is called now, as the pass under way wants it.
 
-        Raises:
-            ReplayError: when it runs in another thread's pass, or outside of any, or before one that ran behind it when
-                the model was attached, or in a checkpoint that cannot be bound.
+        Raises `ReplayError` when it runs in another thread's pass, or outside of any, or before one that ran behind it
+        when the model was attached, or in a checkpoint that cannot be bound.
         """
         now = hook.now
         if torch.compiler.is_compiling():  # a graph is traced in the thread that runs it, and calls no host

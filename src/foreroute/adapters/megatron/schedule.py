@@ -17,7 +17,7 @@ from foreroute.replay.session import WithTelemetry
 from foreroute.trace import RoutingTrace
 
 if TYPE_CHECKING:
-    from foreroute.adapters.megatron.model import RoutedMegatron
+    from foreroute.adapters.megatron.routed_megatron import RoutedMegatron
 
 
 def routes_in(batch: Any) -> Any:

@@ -44,6 +44,7 @@ class RoutedMegatron(RoutedModel):
     """
 
     padding: PaddingRows = "spread"
+    chunks: Sequence[ChunkHooks]
 
     def __init__(self, chunks: Sequence[ChunkHooks], spec: RoutingSpec, ep_size: int) -> None:
         made_by = {"engine": "megatron-core", "engine_version": megatron.core.__version__}
@@ -52,7 +53,6 @@ class RoutedMegatron(RoutedModel):
             for each in chunks
         ]
         super().__init__(spec, chunks, of_chunks, made_by)
-        self.chunks = chunks
         self.layers = tuple(layer for each in chunks for layer in each.layers)
         self.share = chunks[0].share
         self.spread = PlannedExperts(spec, chunks, ep_size)
