@@ -200,7 +200,7 @@ class RoutedModel(HookedModel, ABC):
             require_version(found.versions, weight_version, "what is to be replayed")
         session = ReplaySession(found, policy, self.checks, self._telemetry_of(policy))
         counting = self._counting() if counts == "replayed" else nullcontext()
-        with self.open_replay(session, *session.beside), counting:
+        with self._open_replay(session, *session.beside), counting:
             yield session
 
     def _telemetry_of(self, policy: Policy) -> Telemetry | None:
