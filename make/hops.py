@@ -15,6 +15,7 @@ another. A small number means that a reader can follow the work.
     planned_cell_megatron
                        the same on Megatron-Core, from the output of the router to that of the layer
     training_step      one step of the reference trainer, in one process; files of `train/` alone
+    training_step_trl  the second step of TRL on a rollout, under R3
 """
 
 from __future__ import annotations
@@ -140,6 +141,7 @@ def measure(folder: Path) -> dict[str, Way]:
         "replayed_tensors": way_of(replay_tensors),
         "planned_cell": planned_cell(folder),
         "training_step": training_step(folder),
+        "training_step_trl": training_step_trl(folder),
         # it stands in for a GPU in the whole process
         **of_megatron(folder),
     }
@@ -228,6 +230,45 @@ def training_step(folder: Path) -> Way:
         train(parse_config(values, source="make.hops"), folder / "run")
     finally:
         Trainer.run_step = run_step  # type: ignore[method-assign]
+    return ways[-1]
+
+
+def training_step_trl(folder: Path) -> Way:
+    """The second step, from TRL's `training_step` on."""
+    from datasets import Dataset
+    from trl import GRPOConfig
+
+    from examples.trl.tiny import policy, tokenizer
+    from foreroute.trainers.trl import GRPOTrainer
+
+    ways: list[Way] = []
+
+    class Noted(GRPOTrainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            ways.append(Way())
+            with ways[-1].noted():
+                return super().training_step(*args, **kwargs)
+
+    settings = {
+        "num_iterations": 2,  # of each rollout, so that the second step has an old-log-prob pass behind it
+        "max_steps": 2,
+        "num_generations": 2,
+        "per_device_train_batch_size": 2,
+        "max_completion_length": 4,
+        "use_cpu": True,
+        "bf16": False,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    trainer = Noted(
+        model=policy(),
+        processing_class=tokenizer(),
+        reward_funcs=lambda completions, **_: [float(len(each)) for each in completions],
+        train_dataset=Dataset.from_dict({"prompt": ["a", "b", "c", "d"]}),
+        args=GRPOConfig(str(folder / "trl"), **settings),
+    )
+    trainer.train()
     return ways[-1]
 
 

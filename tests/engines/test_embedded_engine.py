@@ -6,6 +6,9 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from foreroute.adapters import hf
 from foreroute.capture import Sampling
@@ -89,7 +92,7 @@ def test_weights_come_one_by_one_and_all_of_them():
     model = tiny("qwen3_moe")
     engine, other = EmbeddedEngine(model, "float32"), EmbeddedEngine(model, "float32", weights=model.named_parameters())
     assert sampled(engine).trace.equals(sampled(other).trace)
-    with pytest.raises(ConfigError, match=r"1 weights of the policy were not handed over, such as 'lm_head.weight'"):
+    with pytest.raises(ConfigError, match=r"1 weights of the policy were not given, such as 'lm_head.weight'"):
         engine.load_weights(((n, each) for n, each in model.named_parameters() if n != "lm_head.weight"), 1)
     model.config.distributed_config = object()  # as transformers leaves it
     with pytest.raises(ConfigError, match=r"is spread over ranks; give weights=routed.gather_weights\(\) too"):
@@ -238,3 +241,19 @@ def test_numpys_numbers_are_kept_as_pythons_own_that_every_server_takes():
         np.int64(5), np.int32(-1), np.uint8(2), np.float32(0.5), np.int64(3), np.float32(0.25), np.float16(0.5)
     )
     assert json.dumps(asdict(given)) == json.dumps(asdict(Sampling(5, -1, 2, 0.5, 3, 0.25, 0.5)))
+
+
+def test_weights_that_ranks_have_shards_of_are_gathered(tmp_path):
+    """One at a time, as FSDP2 has them in a `state_dict`; on one rank, which has all rows of each."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", world_size=1, rank=0)
+    try:
+        mesh, model, engine = (
+            init_device_mesh("cpu", (1,)),
+            tiny("qwen3_moe", seed=1),
+            EmbeddedEngine(tiny("qwen3_moe")),
+        )
+        sharded = {name: distribute_tensor(each, mesh, [Shard(0)]) for name, each in model.state_dict().items()}
+        engine.load_weights(sharded, 1)
+    finally:
+        dist.destroy_process_group()
+    assert np.array_equal(sampled(engine).logprobs_R, sampled(EmbeddedEngine(model)).logprobs_R)

@@ -59,9 +59,9 @@ class HookedModel:
             yield
 
     @contextmanager
-    def replaying(self, session: Replaying, *beside: Interceptor) -> Iterator[None]:
+    def open_replay(self, session: Replaying, *beside: Interceptor) -> Iterator[None]:
         """Let a session force routes in every pass. Raises `ReplayError` at the end, when no forward ran."""
-        with self.replaying_now(lambda: session), self.listening(session, *beside):
+        with self.listening(session, *beside), self.replaying_now(lambda: session):
             yield
         session.require_replayed()
 
@@ -121,7 +121,7 @@ class Routed(HookedModel):
         rows = ids_BTLK
         if not isinstance(rows, TensorRows):
             rows = self.rows(rows, attention_mask, missing=missing)
-        with self.replaying(_TensorReplay(rows), self._counts):
+        with self.open_replay(_TensorReplay(rows), self._counts):
             yield
         self.checks.add(rows.faults.any(), rows.raise_faults)
 

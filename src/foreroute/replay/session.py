@@ -24,7 +24,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -200,7 +200,7 @@ class RoutedModel(HookedModel, ABC):
             require_version(found.versions, weight_version, "what is to be replayed")
         session = ReplaySession(found, policy, self._chunk_specs, self.checks)
         counting = self._counting() if counts == "replayed" else nullcontext()
-        with self.replaying(session), counting:
+        with self.open_replay(session), counting:
             yield session
 
     def _counting(self) -> AbstractContextManager[None]:
@@ -216,6 +216,7 @@ class PassRoutes(NamedTuple):
     drops: bool  # whether the loss must be masked, as rows are missing
 
 
+@runtime_checkable
 class Routes(Protocol):
     """The routes of a session, and where a framework's batches take them. Every framework has its own."""
 

@@ -518,7 +518,7 @@ def _read_chunks(
             ids_NLK[a:b, at, :top_k] = ids_RLK
             ids_NLK[a:b, at, top_k:] = np.where(valid[a:b], spec.filler, 0)[:, None, None]
         for name, found in parts.items():
-            columns = (_sizes_and_gaps(contents[f], b - a) for f in frames[name])
+            columns = (_sizes_and_gaps(contents[f], b - a) for f in frames[name].tolist())
             found.append(header.streams[name].from_contents(columns))
     if not header.as_sets:
         if ids_NLK[~valid].any():

@@ -22,19 +22,8 @@ DRIFT = (Defect.WEIGHT_VERSION, Defect.UNEXPLAINED)
 
 
 def require_overridden(peer: str, version: str, ours: type, theirs: type) -> None:
-    """Look whether the release of a peer at hand has the methods that its adapter overrides.
-
-    An override of a method that is gone would be called by nobody, and replay would not happen.
-
-    Args:
-        peer: as `foreroute.adapters.versions` names it.
-        version: of the release.
-        ours: the class with the overrides.
-        theirs: the class of the peer.
-
-    Raises:
-        AttachError: naming the first method that is missing.
-    """
+    """Raise `AttachError` unless a peer's class has the methods that ours overrides, naming the first it lacks."""
+    # an override of a method that is gone would be called by nobody, and replay would not happen
     overrides = [name for name, value in vars(ours).items() if isfunction(value)]
     if lacks := [name for name in overrides if not hasattr(theirs, name)]:
         raise AttachError(
@@ -44,7 +33,7 @@ def require_overridden(peer: str, version: str, ours: type, theirs: type) -> Non
 
 
 def refuse(why: str, refusals: Refusals) -> None:
-    """Raise one `ConfigError` with all messages whose condition holds, `why` in front of them."""
+    """Raise one `ConfigError` with all messages whose condition holds, and `why` before them."""
     found = [message for refused, message in refusals if refused]
     if len(found) == 1:
         raise ConfigError(f"{why} {found[0]}".lstrip())
@@ -59,10 +48,10 @@ def check_first_rollout(
     *,
     sequences_of: Callable[[RoutingTrace], RoutingTrace] | None = None,
 ) -> None:
-    """Hold the routes of a rollout against those that the policy takes by itself at the same weights.
+    """Hold the routes of a rollout against those that the policy picks natively at the same weights.
 
-    Routes that stand at other positions, in other sequences or layers, or are physical ids, are seen here. Once they
-    are replayed, they look right. Routes that are only far apart are warned of.
+    Raises `ReplayError`, naming the mix-up, for routes that stand at other positions, in other sequences or layers, or
+    are physical ids: once they are replayed, they look right. Routes that are only far apart are warned of.
 
     Args:
         routed: the policy, with the weights of the rollout.
@@ -70,9 +59,6 @@ def check_first_rollout(
         forward: runs the policy once on the same tokens, with or without sequences of padding after them.
         sequences_of: makes the rollout's sequences of what this process recorded in it, where it has parts of them, or
             padding among them.
-
-    Raises:
-        ReplayError: naming the mix-up that explains a difference.
     """
     with (
         torch.no_grad(),
@@ -84,8 +70,8 @@ def check_first_rollout(
         warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
         forward()
     recorded = recording.trace()
-    own = recorded.select(np.arange(len(rollout))) if sequences_of is None else sequences_of(recorded)
-    found = explain(own, rollout, names=("the trainer's own trace", "the rollout's trace"))
+    native = recorded.select(np.arange(len(rollout))) if sequences_of is None else sequences_of(recorded)
+    found = explain(native, rollout, names=("the trainer's own trace", "the rollout's trace"))
     if found.kind in DRIFT:
         warnings.warn(f"the first rollout's routes are far from the trainer's own: {found.sentence}", stacklevel=2)
     elif found.kind is not Defect.NONE:

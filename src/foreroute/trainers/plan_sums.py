@@ -12,7 +12,7 @@ from foreroute.plan import StepPlan
 
 
 class PlanSums:
-    """What plans did, as sums over cells until a trainer logs."""
+    """Sums over cells until a trainer logs."""
 
     def __init__(self) -> None:
         self._slowest: Counter[str] = Counter()
@@ -21,23 +21,23 @@ class PlanSums:
 
     def add(
         self,
-        served: Sequence[StepPlan],
+        plans: Sequence[StepPlan],
         counts_MLGE: NDArray[np.integer],
         home_LE: NDArray[np.int16],
         executed_MLG: NDArray[np.int64],
         *,
         first: int = 0,
     ) -> None:
-        """The cells of a batch.
+        """Add the cells of a batch.
 
         Args:
-            served: plans by which its micro-batches ran, one behind the other.
+            plans: by which its micro-batches ran, one after the other.
             counts_MLGE: integers [M, L, G, E], of all of them.
             home_LE: int16 [L, E].
             executed_MLG: int64 [M, L, G], assignments that the experts of a rank computed.
             first: how many micro-batches ran before the plan.
         """
-        cells = [plan.cell(m, layer) for plan in served for m, layer in np.ndindex(plan.shape[:2])]
+        cells = [plan.cell(m, layer) for plan in plans for m, layer in np.ndindex(plan.shape[:2])]
         counts_CGE = counts_MLGE.reshape(len(cells), *counts_MLGE.shape[2:])
         loads = [cell.loads_G(counts_GE) for cell, counts_GE in zip(cells, counts_CGE, strict=True)]
         planned_MLG = np.reshape(loads, executed_MLG.shape)
@@ -53,16 +53,16 @@ class PlanSums:
             self._slowest[name] += int(part_MLG.max(-1).sum()) * part_MLG.shape[-1]
             self._all[name] += int(part_MLG.sum())
         self._rows_off += int(np.abs(executed_MLG - planned_MLG).sum())
-        self._replicas += sum(int(plan.num_replicas_ML.sum()) for plan in served)
+        self._replicas += sum(int(plan.num_replicas_ML.sum()) for plan in plans)
 
     def flush(self) -> dict[str, float]:
-        """What is to be logged, by name; nothing where no plan ran. Starts anew.
+        """Give what is to be logged, by name, nothing where no plan ran, and start anew.
 
         - plan/imbalance_static, _planned, _executed: assignments of the slowest rank over those of the mean one, over
           the cells of all micro-batches under a plan: at homes, by the plan, and as experts computed them.
         - plan/imbalance_first: of the first micro-batches, which ran before the plan, as experts computed them.
-        - plan/rows_off: assignments that a rank computed more or less than it was to, over all cells.
-        - plan/replicas: how many served, over all cells.
+        - plan/rows_off: assignments that a rank computed more or less than planned, over all cells.
+        - plan/replicas: how many there were, over all cells.
         """
         logs = {f"plan/imbalance_{name}": self._slowest[name] / total for name, total in self._all.items() if total}
         if logs:

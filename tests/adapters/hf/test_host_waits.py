@@ -238,7 +238,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("name", "spoil", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_the_device_finds_wrong_is_told_before_an_optimizer_steps(name, spoil, message):
+def test_what_the_device_finds_wrong_is_told_before_weights_change(name, spoil, message):
     batch = copy.deepcopy(BATCHES[name])
     spoil(batch)
     here = model_here()

@@ -227,6 +227,6 @@ def test_a_planned_forward_waits_for_nothing():
         assert unpatched > around_layers
         # the control waits once, for all layers
         for is_spoilt in (False, True):
-            spoilt = mock.patch.object(dispatch, "expand", waiting) if is_spoilt else nullcontext()
+            spoilt = mock.patch.object(dispatch, "expand_segments", waiting) if is_spoilt else nullcontext()
             with spoilt, routed.execute(made, counts_MLGE, [shard]), routed.replay(shard):
                 assert there.waits() == around_layers + is_spoilt, there.device.reads

@@ -25,8 +25,9 @@ from foreroute.conformance.adapter import Case, Unsupported
 from foreroute.conformance.huggingface import Given, HuggingFaceModel, HuggingFaceUnderTest
 from foreroute.trace import RoutingSpec, RoutingTrace
 from foreroute.trainers.trl import GRPOTrainer
-from foreroute.trainers.trl.controller import ROWS, LogprobPass
-from foreroute.trainers.trl.rollout import require_version
+from foreroute.trainers.trl.capture import require_version
+from foreroute.trainers.trl.controller import LogprobPass
+from foreroute.trainers.trl.rollout import ROWS, Rollout
 
 
 class TRLUnderTest(HuggingFaceUnderTest):
@@ -83,22 +84,24 @@ class AttachedTrainer:
         self.spec.require_same(trace.spec, what="the trace")
         if weight_version is not None:
             require_version(trace, weight_version)
-        self._rollout = routing.take(trace, np.ones(len(trace), np.int64))
+        self._rollout = Rollout(trace, np.ones(len(trace), np.int64))
+        routing.take(self._rollout)
         self.is_open = True
         try:
-            with routing.step():
+            with routing.training_step():
                 yield
         finally:
             self.is_open = False
 
-    def rows(self, num: int) -> dict[str, Tensor]:
-        """What the adapter puts into a batch of so many sequences."""
-        return {ROWS: torch.tensor([[self._rollout.number, row] for row in range(num)])}
+    def rows(self, mask: Tensor) -> dict[str, Tensor]:
+        """What the adapter puts into a batch of this mask, in the order of the rollout."""
+        self._rollout.mask_ST = mask.bool().numpy()
+        return {ROWS: torch.tensor([[self._rollout.number, row] for row in range(len(mask))])}
 
     def log_probs(self, batch: dict[str, Tensor]) -> Tensor:
         """[B, T - 1] of an update pass over a batch, shuffled or not."""
         ids = batch["ids"]
-        with self.trainer.routing.passing(LogprobPass("update", self._rollout.sequences_of(batch[ROWS]))):
+        with self.trainer.routing.passing(LogprobPass(is_update=True, sequences=self._rollout.sequences_of(batch))):
             logprobs: Tensor = self.trainer._get_per_token_logps_and_entropies(
                 self.trainer.model, ids, batch["mask"], ids.shape[1] - 1
             )[0]
@@ -124,7 +127,7 @@ class TRLModel(HuggingFaceModel):
         batch = {"ids": input_ids, "mask": mask, "order": torch.arange(len(input_ids))}
         replaying = self.attached if self.attached is not None and self.attached.is_open else None
         if replaying is not None:
-            batch |= replaying.rows(len(input_ids))
+            batch |= replaying.rows(mask)
         if self.attached is None or not self.attached.is_recording:
             batch = _shuffled(batch)
         if replaying is not None:

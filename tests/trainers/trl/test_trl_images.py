@@ -12,7 +12,7 @@ from foreroute.core.hooks import overridden
 from foreroute.errors import BatchMismatchError, ConfigError, ReplayError
 from foreroute.trace import PIXELS
 from foreroute.trainers.trl import GRPOTrainer
-from foreroute.trainers.trl.controller import images_of
+from foreroute.trainers.trl.batch_parts import cut_batch
 from tests.trainers.trl.images import conversations, policy, processor
 from tests.trainers.trl.trl_runs import config, logged
 
@@ -72,7 +72,13 @@ def trained(folder, replay, change=lambda trace: trace, **settings):
     )
     rollouts = []
     take = trainer.routing.take
-    trainer.routing.take = lambda trace, *args: (rollouts.append(trace), take(change(trace), *args))[1]
+
+    def changed(rollout):
+        rollouts.append(rollout.trace)
+        rollout.trace = change(rollout.trace)
+        take(rollout)
+
+    trainer.routing.take = changed
     with generating_with_other_routers(model), watched_updates(model) as batches:
         trainer.train()
     return trainer, rollouts, batches
@@ -141,20 +147,23 @@ def test_a_part_of_a_batch_has_the_images_of_its_sequences():
         "num_tiles": None,
         "compute_entropy": True,
     }
-    assert images_of(options, slice(0, 4), 4) is options
-    for rows, images in ((slice(0, 2), [0, 1]), (slice(1, 3), [2]), (slice(3, 5), [])):
-        part = images_of(options, rows, 4)
-        assert torch.equal(part["mm_token_type_ids"], options["mm_token_type_ids"][rows])
-        assert part["compute_entropy"]
+    ids = torch.zeros(4, 2)
+    (whole,) = cut_batch(ids, ids, options, None)
+    assert whole.options is options
+    parts = [*cut_batch(ids, ids, options, 2), *cut_batch(ids, ids, options, 3)]
+    for part, images in zip(parts, ([0, 1], [2], [0, 1, 2], []), strict=True):
+        given = part.options
+        assert torch.equal(given["mm_token_type_ids"], options["mm_token_type_ids"][part.rows])
+        assert given["compute_entropy"]
         if images:
-            assert torch.equal(part["image_grid_thw"], grids[images])
-            assert part["pixel_values"].unique().tolist() == images
-            assert len(part["pixel_values"]) == grids[images].prod(1).sum()
-            assert part["num_images"] == options["num_images"][rows]
+            assert torch.equal(given["image_grid_thw"], grids[images])
+            assert given["pixel_values"].unique().tolist() == images
+            assert len(given["pixel_values"]) == grids[images].prod(1).sum()
+            assert given["num_images"] == options["num_images"][part.rows]
         else:
-            assert part["pixel_values"] is part["image_grid_thw"] is part["num_images"] is None
+            assert given["pixel_values"] is given["image_grid_thw"] is given["num_images"] is None
     with pytest.raises(ConfigError, match="the batch holds image_sizes, and"):
-        images_of(options | {"image_sizes": torch.zeros(3, 2)}, slice(0, 2), 4)
+        cut_batch(ids, ids, options | {"image_sizes": torch.zeros(3, 2)}, 2)
     options["image_grid_thw"] = None
     with pytest.raises(ConfigError, match="the batch holds pixel_values, and"):
-        images_of(options, slice(0, 2), 4)
+        cut_batch(ids, ids, options, 2)

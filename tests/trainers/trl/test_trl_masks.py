@@ -14,7 +14,7 @@ from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import BatchMismatchError, ReplayError, TraceContentError
 from foreroute.trace import SAMPLING
 from foreroute.trainers.trl import GRPOTrainer, rollout_with
-from foreroute.trainers.trl.masked_head import HEAD, masks_at, scored_on_sampling_masks
+from foreroute.trainers.trl.masked_head import HEAD, ScoringMasks, scored_on_sampling_masks
 from tests.trainers.trl.trl_runs import SCORES_ON_SETS, logged, make, saved_policy, trained
 
 pytestmark = SCORES_ON_SETS
@@ -95,7 +95,7 @@ def test_gradients_are_those_of_dense_logits_outside_of_the_sets_at_minus_infini
     mask = torch.ones_like(ids)
     drawn = np.ones((3, 6), np.bool_)
     drawn[1:, 2] = False  # tokens of a tool: constants, without a gradient
-    masks, scored, sampled = masks_at(generation.trace, mask.bool().numpy(), drawn)
+    scoring = ScoringMasks.of(generation.trace, mask.bool().numpy(), drawn)
 
     def gradients(logprobs):
         model.zero_grad()
@@ -103,17 +103,16 @@ def test_gradients_are_those_of_dense_logits_outside_of_the_sets_at_minus_infini
         return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
 
     logits = model(input_ids=ids).logits[:, 3:-1].reshape(18, -1) / 0.7
-    assert scored.sum() == 18 == sampled.sum() + 2
-    rows = np.flatnonzero(scored)
+    assert scoring.rows_C.keys() == {18, 27}
     left_out = torch.ones(logits.shape, dtype=torch.bool)
-    for number, row in enumerate(rows):
-        left_out[number, masks.ids[masks.offsets[row] : masks.offsets[row + 1]].tolist()] = False
+    for number, row in enumerate(np.flatnonzero(drawn)):
+        left_out[row, scoring.masks.ids[slice(*scoring.masks.offsets[number : number + 2])].tolist()] = False
     dense = logits.masked_fill(left_out, -torch.inf).log_softmax(-1).gather(1, ids[:, 4:].reshape(-1, 1))[:, 0]
-    expected = gradients(dense * torch.from_numpy(drawn.reshape(-1)))
+    expected = gradients(dense.where(torch.from_numpy(drawn.reshape(-1)), 0.0))
     utils.add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
     labels = ids.clone()
     labels[:, :4] = -100
-    with scored_on_sampling_masks(masks, scored, sampled):
+    with scored_on_sampling_masks(scoring):
         out = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
     whole = model(input_ids=ids, attention_mask=mask, labels=labels, fused_lm_head=True)
     assert torch.equal(out.entropy, whole.entropy)  # over all tokens, as TRL has it

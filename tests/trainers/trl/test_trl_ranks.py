@@ -54,9 +54,9 @@ def deal_out(rank):
     spec = RoutingSpec(4, 2, (RoutedLayer(0),))
     tokens = [[s, s + 1] for s in range(4)]
     trace = RoutingTrace.from_sequences(spec, tokens, [[[[s % 4, (s + 1) % 4]]] for s in range(4)])
-    share = source._share(trace if rank == 0 else None, 2)
-    wrong = source._share(trace if rank == 0 else None, 3)
-    failed = source._share(CaptureError("no routes") if rank == 0 else None, 2)
+    share = source._scatter(trace if rank == 0 else None, 2)
+    wrong = source._scatter(trace if rank == 0 else None, 3)
+    failed = source._scatter(CaptureError("no routes") if rank == 0 else None, 2)
     return share.token_ids_N, type(wrong), str(failed)
 
 

@@ -14,7 +14,7 @@ from foreroute.costs import hardware_preset
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import AttachError, BatchMismatchError, CaptureError, ConfigError, ReplayError, StaleTraceError
 from foreroute.trainers.trl import GRPOTrainer, RoutingReplay, rollout_with
-from foreroute.trainers.trl.controller import ROWS
+from foreroute.trainers.trl.rollout import ROWS
 from foreroute.trainers.trl.trainer import require_supported
 from tests.tiers import grid
 from tests.trainers.trl.routes_book import Book

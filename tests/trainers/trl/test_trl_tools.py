@@ -16,7 +16,7 @@ from foreroute.errors import BatchMismatchError, ConfigError, ReplayError
 from foreroute.trace import SAMPLING, RoutingTrace, concatenate
 from foreroute.trainers.trl import GRPOTrainer, rollout_with
 from foreroute.trainers.trl import trainer as adapter
-from foreroute.trainers.trl.rollout import Turn, joined_turns
+from foreroute.trainers.trl.turns import Turn, join_turns
 from tests.trainers.trl.routes_book import native
 from tests.trainers.trl.tools_runs import Counter, branching, make, oracle, sequences_of, trained
 from tests.trainers.trl.trl_runs import SCORES_ON_SETS, logged
@@ -178,7 +178,7 @@ def test_rows_log_probs_and_cuts_of_turns_by_hand(spec):
     one = turn_of(spec, 0, [[5, 6], [5, 6], [5], [5]], [[7], [7], [8, 9], [1]])
     two = turn_of(spec, 1, [[5, 6, 7, 20, 21], [5, 8, 9, 22]], [[30, 31], [32, 33, 34]])
     final = [[5, 6, 7], [5, 6, 7, 20, 21, 30, 31], [5, 8, 9, 22, 32], [5, 1]]
-    trace, logprobs = joined_turns([one, two], [np.array(t, np.int32) for t in final], [2, 2, 1, 1])
+    trace, logprobs = join_turns([one, two], [np.array(t, np.int32) for t in final], [2, 2, 1, 1])
     of_turn = trace.expert_ids_NLK[:, 0, 0].tolist()
     valid = trace.valid_N.tolist()
     assert [int(t) if v else None for t, v in zip(of_turn, valid, strict=True)] == [
@@ -208,4 +208,4 @@ def test_turns_of_other_tokens_are_refused(second, final, error, message, spec):
     if second:
         turns.append(turn_of(spec, 1, [tokens[:-1] for tokens in second], [tokens[-1:] for tokens in second]))
     with pytest.raises(error, match=message):
-        joined_turns(turns, [np.array(final, np.int32)], [2])
+        join_turns(turns, [np.array(final, np.int32)], [2])

@@ -19,8 +19,8 @@ from foreroute.errors import AttachError
 from foreroute.trace import INDEXER, DecisionStream, LayerKind, RoutedLayer, RoutingSpec
 
 if TYPE_CHECKING:
+    from foreroute.adapters.hf.executing import SpreadExperts
     from foreroute.adapters.hf.indexers import FoundIndexers
-    from foreroute.ep import ExpertParallelModel
 
 
 def attach(model: nn.Module) -> RoutedTransformer:
@@ -50,7 +50,7 @@ def attach(model: nn.Module) -> RoutedTransformer:
         return TransformerHooks(model, trunk, routers, spec_of(model, routers), find_indexers(model, trunk))
 
     def finish(hooks: TransformerHooks) -> RoutedTransformer:
-        spread: ExpertParallelModel | None = None
+        spread: SpreadExperts | None = None
         if spreading is not None:
             spread = spreading.find_spread_experts(model, [router.path for router in hooks.routers])
         routed = RoutedTransformer(hooks, spread)

@@ -12,7 +12,7 @@ the routes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,15 +33,17 @@ from foreroute.core.trunk import TrunkHooks
 from foreroute.core.untouched import reshard
 from foreroute.errors import BatchMismatchError, LayoutError, ReplayError
 from foreroute.layout import Layout
-from foreroute.replay import Policy, ReplayRows, RoutedModel
+from foreroute.replay import Policy, ReplayRows, RoutedModel, Routes
 from foreroute.replay.arguments import not_of_kind
 from foreroute.replay.executed_counts import ExecutedCounts
 from foreroute.trace import INDEXER, PIXELS, IndexerSpec, RoutingSpec, RoutingTrace
 from foreroute.trace.operations import with_lookups
 
 if TYPE_CHECKING:
+    from foreroute.adapters.hf.executing import SpreadExperts
     from foreroute.adapters.hf.indexers import FoundIndexers
-    from foreroute.ep import ExpertParallelModel, PlanExecution
+    from foreroute.ep import PlanExecution
+    from foreroute.ep.execution import MicroBatch
     from foreroute.ep.transfer.engine import TransferOptions
     from foreroute.plan import StepPlan
     from foreroute.replay import ForwardRows, RecordedPass
@@ -59,7 +61,7 @@ class RoutedTransformer(RoutedModel):
         spread: its experts, where transformers has spread them over ranks by our implementation; else None.
     """
 
-    def __init__(self, hooks: TransformerHooks, spread: ExpertParallelModel | None = None) -> None:
+    def __init__(self, hooks: TransformerHooks, spread: SpreadExperts | None = None) -> None:
         made_by = {"engine": "transformers", "engine_version": transformers.__version__}
         super().__init__(hooks.spec, [hooks], [hooks.spec], made_by)
         self.model = hooks.model
@@ -80,6 +82,12 @@ class RoutedTransformer(RoutedModel):
     def router_parameters(self) -> list[nn.Parameter]:
         """The parameters of all routers, in layer order: those that decide which experts a token is sent to."""
         return [parameter for router in self._of_trunk.routers for parameter in router.module.parameters()]
+
+    @property
+    def lookup_tables(self) -> dict[int, Tensor]:
+        """Integers [vocabulary, K], by its position among layers, of each router that looks experts up by token."""
+        routers = enumerate(self._of_trunk.routers)
+        return {position: router.module.tid2eid for position, router in routers if router.rule.is_lookup}
 
     def rows(self, trace: RoutingTrace, layout: Layout | None = None) -> TraceRows:
         """Make the routes of a micro-batch ready once, to be replayed in recompute, update and every epoch.
@@ -123,27 +131,9 @@ class RoutedTransformer(RoutedModel):
         return with_lookups(trace, self.spec, lookups)
 
     def gather_counts(self, micro_batches: Sequence[TraceRows | RoutingTrace]) -> NDArray[np.int32]:
-        """Count the routes of all expert-parallel ranks, as `plan` and `execute` take them. A collective call.
+        """Count the routes of all ranks: int32 [M, L, G, E]. See `foreroute.ep.ExpertParallelModel`."""
+        return self._experts.gather_counts(self._planned(micro_batches))
 
-        Args:
-            micro_batches: of this rank, in the order in which they will run: traces, or what `rows` made of them. A
-                rank without sequences in a micro-step has `trace.select([])` there.
-
-        Returns:
-            counts_MLGE: int32 [M, L, G, E], the same on every rank. Rows without a route are not counted.
-
-        Raises:
-            AttachError: when the model was not loaded with `ep_implementation="foreroute"`.
-            TraceError: on every rank alike, when one hands in what is no trace of the model.
-            CountsError: on every rank alike, when ranks have different numbers of micro-batches.
-            TransferError: when a rank does not answer.
-        """
-        from foreroute.adapters.hf.executing import planned_batches
-
-        spread = self._executor
-        return spread.ranks.gather_counts(planned_batches(self, spread, micro_batches))
-
-    @contextmanager
     def execute(
         self,
         plan: StepPlan | None,
@@ -151,48 +141,24 @@ class RoutedTransformer(RoutedModel):
         micro_batches: Sequence[TraceRows | RoutingTrace],
         *,
         step: int | None = None,
-    ) -> Iterator[PlanExecution]:
-        """Serve every routed layer of every micro-batch by its cell of a plan while the context is open.
-
-        Opened around `replay` sessions of the micro-batches, in their order, with backward inside. Every forward of
-        the model is one of them. A collective call on entering and on leaving. In between no rank asks another on the
-        host, and nobody waits for the device: routed experts are given the rows that have a route. Padding gets zeros
-        from them, and so does the last token of a sequence, which no other row depends on.
+    ) -> AbstractContextManager[PlanExecution]:
+        """Execute a plan while the context is open. See `foreroute.ep.ExpertParallelModel`.
 
         Args:
-            plan: of these micro-batches, the same on every rank of the group. Experts live where it says. None serves
-                every expert at its home; the counts are still known ahead.
-            planned: what it was made for: integers [M, L, G, E], from `gather_counts`; or the traces of all sequences
-                of the step, which are counted by the packing of the plan.
-            micro_batches: what sessions replay, the same objects, as in `gather_counts`.
-            step: of the optimizer. Executions of one number, such as a recompute and the update after it, take up
-                weights once, and anew behind an update. By default each takes them up as they are, and
-                releases its replicas when it is left.
-
-        Yields:
-            The execution.
-
-        Raises:
-            AttachError: when the model was not loaded with `ep_implementation="foreroute"`.
-            PlanError: on every rank alike, when plans differ, or one is for other ranks, layers, experts, homes or
-                tokens.
-            CountsError: on every rank alike, when the plan was made for other counts, or a micro-batch has others. On
-                the rank alone whose forward brings other routes than `micro_batches`; the others end with it.
-            TraceError: on every rank alike, when one hands in what is no trace of the model.
-            ReplayError: on every rank alike, when a planned micro-batch was not run, or a router did not do what was
-                replayed; in a forward that replays nothing, or when a plan is executed already.
-            TransferError: when a rank does not answer.
+            plan: of these micro-batches; None computes every expert at its home.
+            planned: counts [M, L, G, E] of `gather_counts` that it was made for, or the traces of the whole step.
+            micro_batches: of this rank, the same objects that sessions replay: traces, or what `rows` made of them.
+            step: of the optimizer; executions of one number load weights once.
         """
-        from foreroute.adapters.hf.executing import planned_batches, planned_counts
+        return self._experts.execute(self._of_trunk, plan, planned, self._planned(micro_batches), step)
 
-        spread = self._executor
-        plan, counts_MLGE = planned_counts(spread, plan, planned)
-        batches = planned_batches(self, spread, micro_batches)
-        with spread.execute(self._of_trunk, plan, counts_MLGE, batches, step) as execution:
-            yield execution
+    def _planned(self, micro_batches: Sequence[TraceRows | RoutingTrace]) -> Callable[[], list[MicroBatch]]:
+        from foreroute.adapters.hf.executing import planned_batches
+
+        return partial(planned_batches, self, self._experts, micro_batches)
 
     @property
-    def _executor(self) -> ExpertParallelModel:
+    def _experts(self) -> SpreadExperts:
         """What plans are executed on, whose modules are imported where somebody plans. Raises as `gather_counts`."""
         from foreroute.adapters.hf.executing import spread_of
 
@@ -201,60 +167,24 @@ class RoutedTransformer(RoutedModel):
     @property
     def home_LE(self) -> NDArray[np.int16]:
         """int16 [L, E], the expert-parallel rank that every expert lives on now. Raises as `gather_counts`."""
-        return self._executor.home_LE
+        return self._experts.home_LE
 
     @property
     def block_home_LE(self) -> NDArray[np.int16]:
         """int16 [L, E], the homes of transformers, in which models are saved. Raises as `gather_counts`."""
-        return self._executor.block_home_LE
+        return self._experts.block_home_LE
 
     def share_plan(self, make: Callable[[], StepPlan]) -> StepPlan:
-        """Give all ranks of an expert-parallel group the plan that the first one makes. A collective call.
-
-        Args:
-            make: called on the first rank alone; it may wait for a thread that plans.
-
-        Raises:
-            AttachError: as in `gather_counts`.
-            PlanError: on the other ranks, when the first cannot make it; there, its own error.
-            TransferError: when a rank does not answer, such as one that died while it planned.
-        """
-        return self._executor.share_plan(make)
+        """Give all ranks the plan that the first one makes. See `foreroute.ep.ExpertParallelModel`."""
+        return self._experts.share_plan(make)
 
     def use(self, transfers: TransferOptions) -> None:
-        """Have weights of replicas travel so from the next execution on; by default from peer to peer, a cell ahead.
+        """Say how weights of replicas travel. See `foreroute.ep.ExpertParallelModel`."""
+        self._experts.use(transfers)
 
-        Args:
-            transfers: the same on every rank. With `paths="host"`, the topology of a plan says how many ranks share a
-                node's memory.
-
-        Raises:
-            AttachError: as in `gather_counts`.
-            ReplayError: while a plan is executed.
-        """
-        self._executor.use(transfers)
-
-    def move_homes(self, home_LE: NDArray[np.integer], optimizer: torch.optim.Optimizer | None = None) -> int:
-        """Move experts to other ranks of their group, with what the optimizer keeps of them. A collective call.
-
-        Between two steps. Move them back to `block_home_LE` before anything is saved or loaded, which is refused while
-        experts are away.
-
-        Args:
-            home_LE: integers [L, E], such as those of the next plan; E / G experts of each layer on each rank. Groups
-                that hold the same experts move them alike.
-            optimizer: of the model, after `zero_grad`.
-
-        Returns:
-            The bytes that this rank received.
-
-        Raises:
-            AttachError: as in `gather_counts`.
-            PlanError: on every rank alike, when homes are not as above, or ranks are given other homes.
-            ReplayError: while a plan is executed.
-            TransferError: when gradients are still there, ranks hold different state, or a rank does not answer.
-        """
-        return self._executor.move_homes(home_LE, optimizer)
+    def move_homes(self, homes: StepPlan | NDArray[np.integer], optimizer: torch.optim.Optimizer | None = None) -> int:
+        """Move experts to other ranks, and return the bytes received. See `foreroute.ep.ExpertParallelModel`."""
+        return self._experts.move_homes(homes, optimizer)
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Give every weight and buffer that is saved, whole, as engines take them. A collective call.
@@ -275,18 +205,15 @@ class RoutedTransformer(RoutedModel):
             yield name, whole if rows is None else whole[rows]
 
     def close(self) -> None:
-        """Give back what weights of replicas travel by, such as memory that ranks share; it is made anew when needed.
-
-        Never raises: errors end here too.
-        """
+        """Release what weights of replicas travel by. See `foreroute.ep.ExpertParallelModel`."""
         if self.spread is not None:
             self.spread.close()
 
-    def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> TraceRows:
-        """Give what finds the rows of a trace for each batch. See `RoutedModel`."""
+    def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> Routes:
+        """Find the rows of a trace for each batch, unless these are routes that do so. See `RoutedModel`."""
         if isinstance(routes, TraceRows) and layout is not None:
             raise LayoutError("the rows were made for a layout already; give none with them")
-        return routes if isinstance(routes, TraceRows) else self.rows(routes, layout)
+        return routes if isinstance(routes, Routes) else self.rows(routes, layout)
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """Give the rows of one chunk and one rank. See `RoutedModel`."""

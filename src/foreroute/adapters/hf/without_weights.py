@@ -20,8 +20,9 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from foreroute.adapters.checkpoint import quiet_transformers
 from foreroute.adapters.hf.attaching import find_indexers, spec_of
-from foreroute.adapters.hf.loading import first_line, quiet_transformers, read_config
+from foreroute.adapters.hf.loading import first_line, read_config
 from foreroute.core.find import find_routers, probe
 from foreroute.errors import AttachError, ConfigError
 from foreroute.trace import IndexerSpec, RoutingSpec

@@ -19,46 +19,41 @@ from foreroute.core.hooks import overridden
 from foreroute.errors import ForerouteError, ReplayError
 from foreroute.replay import Recording
 from foreroute.trace import SAMPLING
-from foreroute.trainers.trl.rollout import Captured, joined_tokens
 from foreroute.trainers.trl.sampling import leaves_out
+from foreroute.trainers.trl.turns import Captured, join_tokens
 
 REMEDY = "return the routes from a rollout_func, or take replay='R2'"
 
 PROCESSORS = "_get_logits_processor"
-"""Method of a transformers model that makes what changes scores before a token is drawn. Those of a caller do not come
-last."""
+"""Method of a transformers model that lists what changes scores before a token is drawn; a caller's come first."""
 
 
 class GenerateSource:
     """Watches the generations of one model.
 
-    Args:
-        routed: the policy.
-        indexers: whether to keep the choices of its indexers.
-        temperature: that R3 scores the sampled tokens at, for which the sets that they were drawn from are kept; None
-            where they are not scored. What cannot be watched then is sampled once more by itself, from the same random
-            numbers, before the error is raised.
+    At a `temperature`, that R3 scores sampled tokens at, the sets that they were drawn from are kept too. Without one,
+    what cannot be watched is sampled once more by itself, from the same random numbers, before the error is raised.
     """
 
     def __init__(self, routed: RoutedTransformer, *, indexers: bool, temperature: float | None) -> None:
         self._routed = routed
         self._indexers = indexers
         self._temperature = temperature
-        self._seen: list[tuple[Recording, SampledTokens, Tensor] | ForerouteError] = []
-        # PEFT's wrapper hands `generate` on to this one
+        self._seen: list[tuple[Recording, SampledTokens, Tensor] | ForerouteError] = []  # of each call of generate
+        # whose processors are asked for: PEFT's wrapper passes `generate` on to the model that it wraps
         model: Any = routed.model
         self._sampler = model.get_base_model() if is_peft_model(model) else model
 
     def turn(
         self, sample: Callable[[], Any], prompts: Sequence[Sequence[int]], weight_version: int
     ) -> tuple[Any, Callable[[], Captured]]:
-        """See `TurnSource`. Log-probs are those of the distribution that was drawn from."""
+        """Sample a turn, and capture it; see `TurnSource`. Log-probs are of the distribution that was drawn from."""
         self._seen = []
         with overridden(self._routed.model, "generate", self._generate):
             result = sample()
-        return result, partial(self._captured, prompts, result[0], weight_version)
+        return result, partial(self._read_captured, prompts, result[0], weight_version)
 
-    def _captured(
+    def _read_captured(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
     ) -> Captured:
         if len(self._seen) != 1:
@@ -72,7 +67,7 @@ class GenerateSource:
             raise seen
         recording, sampled, sequences = seen
         try:
-            trace = recording.rollout(joined_tokens(prompts, completions)).with_weight_version(weight_version)
+            trace = recording.rollout(join_tokens(prompts, completions)).with_weight_version(weight_version)
         except ReplayError as error:
             raise ReplayError(f"the model's generate() is not one that can be watched: {REMEDY}. {error}") from error
         host = sampled.logprobs_of(sequences).cpu().numpy()
@@ -108,26 +103,17 @@ class GenerateSource:
 
 
 class SampledTokens(LogitsProcessor):
-    """The last processor: notes the log-probability of every sampled token, and the set that it was drawn from.
-
-    It changes no score.
-
-    Attributes:
-        masks: whether to note the sets.
-        kept: of each step, a sequence and a token for each token that was left.
-        num_choices: tokens of the vocabulary, once there was a step.
-    """
+    """The last processor: keeps the log-probability of every sampled token, and its set, and changes no score."""
 
     def __init__(self) -> None:
-        self.masks = False
-        self.kept: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
-        self.num_choices = 0
-        self._last: Tensor | None = None
-        self._sampled: list[Tensor] = []
+        self.masks = False  # whether to keep the sets
+        self.kept: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []  # of each step, sequences and tokens left
+        self.num_choices = 0  # tokens of the vocabulary, once there was a step
+        self._last: Tensor | None = None  # [B, V], log-probs of the step whose tokens are not known yet
+        self._sampled: list[Tensor] = []  # of each step, [B]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Called before a token is sampled, when the one before it is known."""
-        self._note(input_ids[:, -1])
+        self._add_logprobs(input_ids[:, -1])  # of the tokens of the step before, which are known now
         self._last = scores.float().log_softmax(-1)
         if self.masks:
             self.num_choices = scores.shape[1]
@@ -136,13 +122,13 @@ class SampledTokens(LogitsProcessor):
         return scores
 
     def logprobs_of(self, sequences: Tensor) -> Tensor:
-        """float32 [B, R], for what `generate` returned."""
-        self._note(sequences[:, -1])
+        """Give the log-probs of what `generate` returned, float32 [B, R]."""
+        self._add_logprobs(sequences[:, -1])
         if not self._sampled:
             raise ReplayError(f"the model's generate() draws tokens past its logits processors: {REMEDY}")
         return torch.stack(self._sampled, dim=1)
 
-    def _note(self, tokens_B: Tensor) -> None:
+    def _add_logprobs(self, tokens_B: Tensor) -> None:
         if self._last is not None:
             self._sampled.append(self._last.gather(-1, tokens_B[:, None])[:, 0])
             self._last = None

@@ -21,27 +21,24 @@ from foreroute.capture import decode
 from foreroute.core.hooks import overridden
 from foreroute.errors import BatchMismatchError, CaptureError, ForerouteError, ReplayError
 from foreroute.trace import RoutingTrace
-from foreroute.trainers.trl.rollout import Captured
 from foreroute.trainers.trl.sampling import cuts_of
+from foreroute.trainers.trl.turns import Captured
 
 COMPLETIONS = "/v1/completions"
 
 
 @contextmanager
 def colocated_vllm_returns_decisions(trainer: Any, replay: str) -> Iterator[None]:
-    """Have TRL start its vLLM so that it returns routes and sampling masks, for which it has no setting (TRL 1.16).
-
-    Args:
-        trainer: TRL's, which has read its settings before it starts vLLM.
-        replay: what is to be replayed. Nothing of R2 comes from the rollout, and masks are used in R3 alone.
-    """
-    if replay == "R2" or not hasattr(vllm_generation, "LLM"):  # the second: vLLM is not installed
+    """Have TRL start its vLLM so that it returns routes and sampling masks, for which it has no setting (TRL 1.16)."""
+    # nothing of R2 comes from the rollout; TRL imports LLM where vLLM is installed
+    if replay == "R2" or not hasattr(vllm_generation, "LLM"):
         yield
         return
 
     make = vllm_generation.LLM
 
     def with_routes(*args: Any, **kwargs: Any) -> Any:
+        # TRL has read its settings before it starts vLLM; masks are used in R3 alone
         masks = {"return_sampling_mask": True} if replay == "R3" and cuts_of(trainer) else {}
         return make(*args, **{"enable_return_routed_experts": True, **masks, **kwargs})
 
@@ -50,13 +47,7 @@ def colocated_vllm_returns_decisions(trainer: Any, replay: str) -> Iterator[None
 
 
 class VLLMSource:
-    """Watches what TRL's `VLLMGeneration` is answered.
-
-    Args:
-        generation: TRL's.
-        accelerator: the trainer's.
-        model: the policy, as it is served.
-    """
+    """Watches what vLLM answers to TRL's `VLLMGeneration`."""
 
     def __init__(self, generation: Any, accelerator: Any, model: ServedModel) -> None:
         self._generation = generation
@@ -67,10 +58,10 @@ class VLLMSource:
     def turn(
         self, sample: Callable[[], Any], prompts: Sequence[Sequence[int]], weight_version: int
     ) -> tuple[Any, Callable[[], Captured]]:
-        """See `TurnSource`."""
+        """Sample a turn, and capture its answer; see `TurnSource`."""
         answers: list[Any] = []
 
-        def note(ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def keep_answer(ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             answer = ask(*args, **kwargs)
             if not self._serves or str(args[0]).endswith(COMPLETIONS):
                 answers.append(answer)
@@ -80,14 +71,14 @@ class VLLMSource:
         with ExitStack() as stack:
             if asks:
                 holder = self._generation.vllm_client if self._serves else self._generation.llm
-                stack.enter_context(overridden(holder, "_post" if self._serves else "generate", note))
+                stack.enter_context(overridden(holder, "_post" if self._serves else "generate", keep_answer))
             result = sample()
-        return result, partial(self._captured, answers if asks else None, len(prompts), weight_version)
+        return result, partial(self._read_captured, answers if asks else None, len(prompts), weight_version)
 
-    def _captured(self, answers: list[Any] | None, count: int, weight_version: int) -> Captured:
-        outcome = None if answers is None else self._decoded(answers, weight_version)
+    def _read_captured(self, answers: list[Any] | None, count: int, weight_version: int) -> Captured:
+        outcome = None if answers is None else self._decode(answers, weight_version)
         if self._serves and self._accelerator.num_processes > 1:
-            outcome = self._share(outcome, count)
+            outcome = self._scatter(outcome, count)
         if isinstance(outcome, ForerouteError):
             raise outcome
         assert outcome is not None, "a process that does not ask is given a share"
@@ -96,8 +87,8 @@ class VLLMSource:
             outcome = _block(outcome, dist.get_rank(group=self._generation.tp_group), count)
         return outcome, None
 
-    def _decoded(self, answers: list[Any], weight_version: int) -> RoutingTrace | ForerouteError:
-        """What vLLM answered, or what is wrong with it, which other processes have to learn too."""
+    def _decode(self, answers: list[Any], weight_version: int) -> RoutingTrace | ForerouteError:
+        """Decode what vLLM answered; an error is returned, as other processes have to learn of it too."""
         if len(answers) != 1:
             return ReplayError(
                 f"vLLM was asked {len(answers)} times in one turn, expected once; this way of sampling is not "
@@ -116,8 +107,8 @@ class VLLMSource:
         except ForerouteError as error:
             return error
 
-    def _share(self, outcome: RoutingTrace | ForerouteError | None, count: int) -> RoutingTrace | ForerouteError:
-        """This process's part of what the main process was answered; TRL deals sequences out in blocks."""
+    def _scatter(self, outcome: RoutingTrace | ForerouteError | None, count: int) -> RoutingTrace | ForerouteError:
+        """Give each process its part of what the main process was answered; TRL deals sequences out in blocks."""
         size = self._accelerator.num_processes
         parts: list[Any] | None = None
         if isinstance(outcome, RoutingTrace) and len(outcome) != size * count:

@@ -25,20 +25,10 @@ from foreroute.trainers.plan_sums import PlanSums
 
 
 class PlannedWindows:
-    """Executes the passes of one trainer under plans.
+    """Executes the passes of one trainer under plans for ranks that share experts.
 
-    Args:
-        trainer: TRL's, set up.
-        routed: its policy.
-        planned_for: the ranks that share experts; with rates, by which a stage runs at homes where its plan saves too
-            little.
-
-    Attributes:
-        sums: what plans did.
-
-    Raises:
-        AttachError: when foreroute does not spread the experts of the policy.
-        ConfigError: for ranks, or slots, that no plan can be made for.
+    With rates, a pass runs at homes where its plan saves too little. Raises `AttachError` when foreroute does not
+    spread the experts of the policy, and `ConfigError` for ranks, or slots, that no plan can be made for.
     """
 
     def __init__(self, trainer: Any, routed: RoutedTransformer, planned_for: Topology | Cluster) -> None:
@@ -58,14 +48,14 @@ class PlannedWindows:
         self._open, self._num_left, self._num_in_step = ExitStack(), 0, 0
 
     def begin(self, routes_in: Callable[[dict[str, Any]], TraceRows]) -> None:
-        """An update pass begins, with a window where none is open. A collective call then.
+        """Begin a window with an update pass, unless one is open; a collective call then.
 
-        Args:
-            routes_in: gives the routes of one of the micro-batches that TRL keeps.
+        `routes_in` gives the routes of one of the micro-batches that TRL keeps.
         """
         if self._num_left:
             return
         trainer, batches = self._trainer, self._trainer._buffered_inputs
+        # the window ends where TRL generates again or the optimizer steps, whichever comes first
         num_of_rollout = trainer.args.steps_per_generation * trainer.num_iterations
         num_left = min(
             num_of_rollout - trainer._step % num_of_rollout,
@@ -78,10 +68,9 @@ class PlannedWindows:
 
     @contextmanager
     def micro_step(self) -> Iterator[None]:
-        """One of TRL's training steps, after whose backward a window may end; an error ends it too.
+        """Run one of TRL's training steps, after whose backward a window may end; an error ends it too.
 
-        Raises:
-            ReplayError: on every rank alike, when the optimizer steps before all of a window has run.
+        Raises `ReplayError` on every rank alike, when the optimizer steps before all of a window has run.
         """
         with self._open as stack:
             try:
@@ -104,7 +93,7 @@ class PlannedWindows:
         with routed.execute(made, counts_MLGE, micro_batches) as execution:
             yield
         assert routed.spread is not None, "its home_LE was there"
-        everyone = routed.spread.ranks.consensus
+        everyone = routed.spread.groups.consensus
         executed_GML = everyone.gather(torch.from_numpy(execution.executed_ML), "gathering what was executed")
-        served = execution.served[stage].plan
+        served = execution.hosted[stage].plan
         self.sums.add([served], counts_MLGE, routed.home_LE, executed_GML.permute(1, 2, 0).numpy())

@@ -15,42 +15,32 @@ from foreroute.capture import Generation, Sampling, decode
 from foreroute.engines.base import Engine
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.trace import RoutingTrace, concatenate
-from foreroute.trainers.trl.partitioned import whole_weights
-from foreroute.trainers.trl.rollout import Captured, joined_tokens
+from foreroute.trainers.trl.partitioned import gathered_weights
+from foreroute.trainers.trl.turns import Captured, join_tokens
 
 ROUTES = "routed_experts"
 """The key under which a `rollout_func` returns routes: a list with one entry for each sequence."""
 
 
 def rollout_with(engine: Engine) -> EngineSource:
-    """Sample with an engine of foreroute: what `GRPOTrainer(..., rollout_func=...)` takes, with or without tools.
+    """Sample with an engine of the policy's model: what `GRPOTrainer(..., rollout_func=...)` takes, also with tools.
 
-    The engine gets the policy's weights before the first rollout and after every optimizer step. Random numbers come
-    from the trainer's seed, the process, the step, and the number of the turn in it.
+    The engine, which stays the caller's to close, gets the policy's weights before the first rollout and after every
+    optimizer step. Random numbers come from the trainer's seed, the process, the step, and the number of the turn in
+    it. What is returned is also a function (prompts, trainer), for a `rollout_func` of your own.
 
-    Args:
-        engine: one of the policy's model. It stays the caller's to close.
-
-    Returns:
-        A source of turns for our trainer, and a function (prompts, trainer) for a `rollout_func` of your own. Sampling
-        raises `ConfigError` when the trainer's sampling settings are not the engine's: engines know no penalty, and not
-        all of them top_p, top_k and min_p.
+    Sampling raises `ConfigError` when the trainer's sampling settings are not the engine's: engines know no penalty,
+    and not all of them top_p, top_k and min_p.
     """
     return EngineSource(engine)
 
 
 def rollout_output(generation: Generation) -> dict[str, Any]:
-    """What a `rollout_func` returns for sequences of an engine or of an agent's records.
+    """Give what a `rollout_func` returns for S sequences of an engine or of an agent's records, in TRL's order.
 
-    Exactly the sampled tokens have a part in the loss. TRL takes one sequence for each prompt that it gave, so that a
-    rollout of several branches fills several places of its group.
-
-    Args:
-        generation: S sequences, in the order of TRL's prompts.
-
-    Returns:
-        Lists of S entries: prompt_ids, completion_ids, logprobs (0 where nothing was sampled), env_mask and
-        routed_experts.
+    These are lists of S entries: prompt_ids, completion_ids, logprobs (0 where nothing was sampled), env_mask and
+    routed_experts. Exactly the sampled tokens have a part in the loss. TRL takes one sequence for each prompt that it
+    gave, so that a rollout of several branches fills several places of its group.
     """
     trace, sampled_N = generation.trace, generation.sampled_N
     logprobs_N = np.zeros(len(sampled_N), np.float32)
@@ -69,44 +59,40 @@ def rollout_output(generation: Generation) -> dict[str, Any]:
 
 
 class EngineSource:
-    """Turns that an engine of foreroute samples; see `rollout_with`.
+    """Turns that an engine of foreroute samples; see `rollout_with`."""
 
-    Attributes:
-        trainer: TRL's, whose weights and settings they are sampled with.
-    """
-
-    trainer: Any
+    trainer: Any  # TRL's, whose weights and settings they are sampled with
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._turns_of: Counter[int] = Counter()
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """One turn for each prompt, as a `rollout_func` returns it."""
+        """Sample one turn for each prompt, and give what a `rollout_func` returns."""
         self.trainer = trainer
-        return rollout_output(self._generation(trainer._tokenize_prompts(prompts)[0]))
+        return rollout_output(self._sample(trainer._tokenize_prompts(prompts)[0]))
 
     def turn(
         self, sample: Callable[[], Any], prompts: Sequence[Sequence[int]], weight_version: int
     ) -> tuple[Any, Callable[[], Captured]]:
-        """See `TurnSource`: tokens and log-probs as TRL's own engines return them, in the place of those."""
-        generation = self._generation(prompts)
+        """Sample a turn in the place of TRL's engine; see `TurnSource`."""
+        generation = self._sample(prompts)
         output = rollout_output(generation)
         return (output["completion_ids"], output["logprobs"]), lambda: (generation.trace, None)
 
-    def _generation(self, prompt_ids: Sequence[Sequence[int]]) -> Generation:
+    def _sample(self, prompt_ids: Sequence[Sequence[int]]) -> Generation:
         trainer = self.trainer
         # before TRL 1.14 that of the tokenizer is the only one
         ends = getattr(trainer, "eos_token_ids", [trainer._tokenizer.eos_token_id])
-        _require_plain(trainer, ends)
+        _require_known_settings(trainer, ends)
         step = int(trainer.state.global_step)
         if self._engine.weight_version != step:
             policy = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-            self._engine.load_weights(whole_weights(trainer, policy), step)
+            self._engine.load_weights(gathered_weights(policy), step)
         # a run that is resumed draws what it would have drawn at its step; a step may have several turns
-        place = (trainer.args.seed, trainer.accelerator.process_index, step, self._turns_of[step])
+        turn = (trainer.args.seed, trainer.accelerator.process_index, step, self._turns_of[step])
         self._turns_of[step] += 1
-        generator = torch.Generator().manual_seed(int(np.random.SeedSequence(place).generate_state(1)[0]))
+        generator = torch.Generator().manual_seed(int(np.random.SeedSequence(turn).generate_state(1)[0]))
         sampling = Sampling(
             trainer.max_completion_length,
             ends[0],
@@ -119,7 +105,7 @@ class EngineSource:
 
 
 def require_mapping(returned: object) -> dict[str, Any]:
-    """Give what a `rollout_func` returned as a dictionary of our own; raise `ReplayError` for anything else."""
+    """Copy the dictionary that a `rollout_func` returned. Raises `ReplayError` for anything else."""
     if not isinstance(returned, Mapping):
         raise ReplayError(
             f"the rollout_func returned a {type(returned).__name__}; expected a dictionary, as TRL asks for"
@@ -134,7 +120,7 @@ def returned_trace(
     model: ServedModel,
     weight_version: int,
 ) -> RoutingTrace:
-    """The routes that a `rollout_func` returned, each a `RoutingTrace` of one sequence or what `capture.decode` reads.
+    """Read the routes that a `rollout_func` returned, each a trace of one sequence or what `capture.decode` reads.
 
     Raises:
         ReplayError: when there is not one entry for each sequence.
@@ -158,11 +144,11 @@ def returned_trace(
             indexers=model.indexers,
             weight_version=weight_version,
         )
-        for each, tokens in zip(routes, joined_tokens(prompts, completions), strict=True)
+        for each, tokens in zip(routes, join_tokens(prompts, completions), strict=True)
     )
 
 
-def _require_plain(trainer: Any, ends: Sequence[int]) -> None:
+def _require_known_settings(trainer: Any, ends: Sequence[int]) -> None:
     if trainer.repetition_penalty != 1:
         raise ConfigError(
             f"repetition_penalty is {trainer.repetition_penalty}, which foreroute's engines do not sample with; leave "

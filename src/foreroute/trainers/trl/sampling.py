@@ -68,11 +68,7 @@ TEMPERATURE = "TemperatureLogitsWarper"
 
 
 def settings_of(trainer: Any) -> dict[str, Any]:
-    """Give the settings of sampling that TRL hands to its engines, those that do nothing left out.
-
-    Args:
-        trainer: TRL's, which has read its arguments.
-    """
+    """Give the settings of sampling that TRL hands to its engines, those that do nothing left out."""
     own = {name: getattr(trainer, name) for name in (*CUTS, "temperature", "repetition_penalty")}
     if trainer.use_vllm:
         own["structured_outputs_regex"] = trainer.args.vllm_structured_outputs_regex
@@ -81,7 +77,7 @@ def settings_of(trainer: Any) -> dict[str, Any]:
 
 
 def cuts_of(trainer: Any) -> dict[str, Any]:
-    """Give those of them that leave tokens out and that every source of sampling masks knows."""
+    """Give the settings that leave tokens out and that every source of sampling masks knows."""
     settings = settings_of(trainer)
     return {name: settings[name] for name in CUTS if name in settings}
 
@@ -91,18 +87,14 @@ def require_masks(trainer: Any, trace: RoutingTrace) -> None:
     cuts = cuts_of(trainer)
     if cuts and SAMPLING not in trace.streams:
         raise ReplayError(
-            f"{_listed(cuts)} leave tokens out, and the rollout has no sampling masks, so that R3 would score over all "
+            f"{_shown(cuts)} leave tokens out, and the rollout has no sampling masks, so that R3 would score over all "
             "tokens; return traces that have them from the rollout_func, or leave the settings out"
         )
 
 
 def refusals(trainer: Any) -> list[tuple[object, str]]:
-    """List what scoring under R3 does not go with: whether it is so, and the message.
-
-    Args:
-        trainer: TRL's, after its own set-up.
-    """
-    settings, cuts = settings_of(trainer), _listed(cuts_of(trainer))
+    """List what scoring under R3 does not go with: whether a trainer, set up, has it, and the message."""
+    settings, cuts = settings_of(trainer), _shown(cuts_of(trainer))
     served = trainer.use_vllm and trainer.rollout_func is None
     moving = {
         name: value
@@ -111,7 +103,7 @@ def refusals(trainer: Any) -> list[tuple[object, str]]:
     }
     temperature = settings.get("temperature")
     return [
-        (moving, _moves(_listed(moving))),
+        (moving, _unseen_by_masks(_shown(moving))),
         (temperature != trainer.temperature, _another_temperature(temperature, trainer.temperature)),
         (
             served and cuts and trainer.vllm_mode == "server",
@@ -127,19 +119,16 @@ def refusals(trainer: Any) -> list[tuple[object, str]]:
 
 
 def leaves_out(processors: Iterable[Any], temperature: float) -> bool:
-    """Say whether what `generate` puts scores through leaves tokens out.
+    """Say whether the processors that `generate` puts scores through leave tokens out.
 
-    Args:
-        processors: of transformers, in order.
-        temperature: that log-probs are scored at.
-
-    Raises:
-        ConfigError: when they do anything else to the scores than this, or have another temperature.
+    Raises `ConfigError` when they change scores in another way, or by another temperature than log-probs are scored at.
     """
     by_name = {type(each).__name__: each for each in processors}
     moving = sorted(by_name.keys() - LEAVING_OUT - {NORMALIZING, TEMPERATURE})
     if moving:
-        raise ConfigError(_moves(f"{', '.join(moving)}, by generation_kwargs or the model's generation_config,"))
+        raise ConfigError(
+            _unseen_by_masks(f"{', '.join(moving)}, by generation_kwargs or the model's generation_config,")
+        )
     found = by_name[TEMPERATURE].temperature if TEMPERATURE in by_name else 1.0
     if found != temperature:
         raise ConfigError(_another_temperature(found, temperature))
@@ -151,11 +140,11 @@ def _does_nothing(name: str, value: Any) -> bool:
     return value in NEUTRAL[name] if name in NEUTRAL else not value
 
 
-def _listed(settings: dict[str, Any]) -> str:
+def _shown(settings: dict[str, Any]) -> str:
     return ", ".join(f"{name} = {value}" for name, value in settings.items())
 
 
-def _moves(what: str) -> str:
+def _unseen_by_masks(what: str) -> str:
     return (
         f"{what} changes log-probs in a way that no sampling mask shows, so that R3 would score others than those that "
         "tokens were drawn with; leave it out, or take replay='R2'"

@@ -25,8 +25,9 @@ from foreroute.costs.cluster_file import Cluster
 from foreroute.errors import AttachError, ConfigError
 from foreroute.plan import Topology
 from foreroute.trainers.checks import Refusals, refuse, require_overridden
+from foreroute.trainers.trl.capture import Replay
 from foreroute.trainers.trl.capture_vllm import colocated_vllm_returns_decisions
-from foreroute.trainers.trl.controller import Replay, TrainerPassController
+from foreroute.trainers.trl.controller import TrainerPassController
 from foreroute.trainers.trl.rollout_func import EngineSource
 from foreroute.trainers.trl.sampling import cuts_of, refusals
 
@@ -41,16 +42,13 @@ class RoutingReplay:
         replay: "R3", the rollout's routes in the old-log-prob and update passes; "R2", those of the old-log-prob pass
             in the update passes; "none", no replay, but the same metrics. Where these cannot be had, the log says so.
         topology: to run what is replayed under plans of its routes, which put replicas of busy experts on other ranks:
-            of the ranks that share experts, or what `load_cluster` reads, by whose rates a stage runs at homes where
+            of the ranks that share experts, or what `load_cluster` reads, by whose rates a pass runs at homes where
             its plan saves too little. The policy is one that was loaded with `ep_implementation="foreroute"`.
         **kwargs: what the trainer takes.
 
-    Attributes:
-        routing: what is replayed in which pass.
-
     Raises:
-        AttachError: when this release of TRL has no longer what replay stands on, the model is not replayable, or
-            a topology is given and foreroute does not spread its experts.
+        AttachError: when this release of TRL lacks what replay stands on, the model is not replayable, or a topology
+            is given and foreroute does not spread its experts.
         ConfigError: for settings under which replay is not supported or would have no effect; not with "none". For a
             topology with "none", of other ranks, or without slots.
     """
@@ -70,20 +68,20 @@ class RoutingReplay:
         with colocated_vllm_returns_decisions(self, replay):
             super().__init__(*args, **kwargs)
         if self.args.use_liger_kernel and replay != "none":
-            # as transformers does when training starts: replay is proven on what is left by it
+            # as transformers does when training starts: replay is proven on the modules that it puts in
             apply_liger_kernel(self.model, self.args.liger_kernel_config)
         self.routing = TrainerPassController(self, replay, partial(require_supported, self, replay), topology)
 
     def _generate(self, prompts: list[Any]) -> Any:
-        return self.routing.capture(partial(super()._generate, prompts))  # type: ignore[misc]
+        return self.routing.run_rollout(partial(super()._generate, prompts))  # type: ignore[misc]
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **options: Any) -> Any:
         sample = partial(super()._generate_single_turn, prompt_ids, *args, **options)  # type: ignore[misc]
-        return self.routing.turn(sample, prompt_ids)
+        return self.routing.capture.run_turn(sample, prompt_ids)
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
         generate = partial(super()._generate_and_score_completions, inputs)  # type: ignore[misc]
-        return self.routing.generate(generate) if self.model.training else generate()
+        return self.routing.run_generation(generate) if self.model.training else generate()
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -95,26 +93,23 @@ class RoutingReplay:
         **options: Any,
     ) -> Any:
         compute = partial(super()._get_per_token_logps_and_entropies, model)  # type: ignore[misc]
-        return self.routing.log_probs(
+        return self.routing.run_pass(
             compute, model, input_ids, attention_mask, logits_to_keep, batch_size=batch_size, options=options
         )
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
         compute = partial(super()._compute_loss, model, inputs)  # type: ignore[misc]
-        return self.routing.update(compute, inputs) if self.model.training else compute()
+        return self.routing.run_update(compute, inputs) if self.model.training else compute()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """A training step of TRL, in which a pass of the policy was replayed.
-
-        Raises:
-            ReplayError: when none was.
-        """
-        with self.routing.step():
+        """Run a training step of TRL. Raises `ReplayError` when no pass of the policy was replayed in it."""
+        with self.routing.training_step():
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """TRL's logs, with the mismatch and what plans did since the last training log."""
-        if self.model.training:
+        """Log as TRL does, with the mismatch and what plans did since the last training log."""
+        # all processes make the trainer's own logs; a callback's may be of one process, where nothing can be reduced
+        if self.model.training and not logs.keys().isdisjoint(("loss", "train_loss")):
             logs.update(self.routing.flush())
         super().log(logs, *args, **kwargs)  # type: ignore[misc]
 
@@ -140,12 +135,7 @@ def require_mode(replay: str) -> None:
 
 
 def require_supported(trainer: Any, replay: Replay) -> None:
-    """Raise `ConfigError` naming all settings of a trainer that replay does not go with.
-
-    Args:
-        trainer: TRL's trainer, after its own set-up.
-        replay: what was asked for.
-    """
+    """Raise `ConfigError` naming all settings of a trainer, set up by TRL, that replay does not go with."""
     refuse("", [*_refusals(trainer, replay), *(refusals(trainer) if replay == "R3" else ())])
 
 

@@ -1,0 +1,122 @@
+"""Where the host waits for the device in a training step of TRL, on a device that counts: TRL alone against R3.
+
+Numbers that TRL reads for its own metrics are not ours; the difference is.
+"""
+
+from collections import Counter
+from unittest.mock import patch
+
+import accelerate
+import numpy as np
+import pytest
+import torch
+import trl
+from transformers import TrainerCallback
+
+from examples.trl.tiny import policy
+from foreroute.adapters.hf.batch_routes import TraceRows
+from foreroute.replay import RoutedModel
+from foreroute.testing.counting_device import DEVICE, other_device
+from foreroute.trainers.mismatch_sums import MismatchSums
+from foreroute.trainers.trl import GRPOTrainer
+from tests.trainers.trl.trl_runs import logged, make
+
+FOUR = {"per_device_train_batch_size": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 4}
+TENSOR = torch.tensor
+
+
+def drawn(prompts, trainer):
+    """A `rollout_func` of random tokens and routes, the same in every run."""
+    rng = np.random.default_rng(0)
+    prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+    completions = [rng.integers(2, 200, rng.integers(2, 10)).tolist() for _ in prompts]
+    lengths = [len(prompt) + len(own) - 1 for prompt, own in zip(prompt_ids, completions, strict=True)]
+    return {
+        "prompt_ids": prompt_ids,
+        "completion_ids": completions,
+        "logprobs": [[-3.0] * len(own) for own in completions],
+        "routed_experts": [np.argsort(rng.random((length, 3, 8)), axis=-1)[..., :2] for length in lengths],
+    }
+
+
+def tensor(data, *, device=None, **options):
+    """As `torch.tensor`, which puts no values on this device."""
+    made = TENSOR(data, **options)
+    return made if device is None else made.to(device, non_blocking=True)
+
+
+def run(folder, kind=GRPOTrainer, **settings):
+    """Waits from the first forward of each optimizer step to it, and those of each pass without gradients."""
+    waits = {"step": [], "pass": []}
+    with other_device(generators=DEVICE) as device:
+
+        class Watched(kind):
+            is_in_step = False
+
+            def _get_per_token_logps_and_entropies(self, *args, **options):
+                before = Counter(device.reads)
+                if torch.is_grad_enabled() and not self.is_in_step:
+                    self.is_in_step = True
+                    device.reads.clear()
+                result = super()._get_per_token_logps_and_entropies(*args, **options)
+                if not torch.is_grad_enabled():
+                    waits["pass"].append(device.reads - before)
+                return result
+
+        class Watch(TrainerCallback):
+            def on_pre_optimizer_step(self, *_, **__):
+                waits["step"].append(Counter(device.reads))
+                trainer.is_in_step = False
+
+        on_device = patch.object(accelerate.Accelerator, "device", DEVICE)
+        with on_device, patch.object(torch, "tensor", tensor):
+            settings = {"rollout_func": drawn, "optim": "sgd", "max_steps": 2, **FOUR, **settings}
+            trainer = make(folder, kind=Watched, model=policy(), **settings)
+            trainer.model.to(DEVICE)
+            trainer.add_callback(Watch())
+            with patch.object(trl.GRPOConfig, "device", DEVICE):
+                trainer.train()
+    return waits, trainer
+
+
+@pytest.mark.parametrize("has_old_pass", [True, False], ids=["old-pass", "one-update"])
+def test_no_update_waits_and_an_old_pass_reads_its_mask_alone(folder, has_old_pass):
+    settings = {"num_iterations": 2 if has_old_pass else 1}
+    theirs, _ = run(folder, trl.GRPOTrainer, **settings)
+    ours, trainer = run(folder, **settings)
+    assert ours["step"] == theirs["step"]
+    assert min(sum(each.values()) for each in theirs["step"]) > 50, "TRL's own, of four micro-batches"
+    _, *old = ours["pass"]  # behind the check of the first rollout
+    assert old == [each + Counter({"to the host": 1}) for each in theirs["pass"]]
+    assert len(old) == has_old_pass
+    assert set(logged(trainer, "mismatch/disagreement")) == {0.0}
+    assert min(logged(trainer, "mismatch/native_disagreement")) > 0.5
+
+
+def test_a_recorded_pass_and_rows_found_on_the_host_are_seen_to_wait(folder):
+    """The controls."""
+    waits, _ = run(folder, replay="none", max_steps=1)
+    assert waits["pass"][1]["to the host"] > 4
+    with patch.object(TraceRows, "_needs_host", lambda *_: True):
+        waits, _ = run(folder, max_steps=1)
+    assert min(waits["step"][0]["to the host"], waits["pass"][1]["to the host"] - 1) >= 4
+
+
+@pytest.mark.parametrize("replay", ["R3", "R2"])
+def test_metrics_are_reduced_where_the_trainer_logs_and_nothing_is_recorded_under_r3(folder, replay):
+    calls = []
+    flush, record = MismatchSums.flush, RoutedModel.record
+
+    def counted(original, name):
+        return lambda *args, **options: (calls.append(name), original(*args, **options))[1]
+
+    with (
+        patch.object(MismatchSums, "flush", counted(flush, "read")),
+        patch.object(RoutedModel, "record", counted(record, "record")),
+    ):
+        trainer = make(folder, rollout_func=drawn, replay=replay, max_steps=4, logging_steps=2)
+        trainer.train()
+        trainer.log({"of a user": 1.0})
+    assert calls.count("read") == 3, "after two steps, after two more, and with the totals of the run"
+    # under R3 for the check of the first rollout alone; under R2 each part of the old pass
+    assert calls.count("record") == {"R3": 1, "R2": 4}[replay]
