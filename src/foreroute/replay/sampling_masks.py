@@ -18,6 +18,7 @@ Letters: R rows, V rows of the head, H hidden size, M ids of all sets one after 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -90,17 +91,8 @@ def masked_logprobs_of_logits(
 
     Rows whose sets left nothing out are copied.
 
-    Args:
-        logits_RV: floats [R, V], as the model returns them.
-        targets_R: as in `masked_logprobs`.
-        masks: see there.
-        temperature: see there.
-
-    Returns:
-        float32 [R], float64 where the logits are.
-
-    Raises:
-        BatchMismatchError, TraceContentError, ConfigError: as `masked_logprobs`.
+    `logits_RV` are floats [R, V], as the model returns them; the other arguments, and errors, are those of
+    `masked_logprobs`. Returns float32 [R], float64 where the logits are.
     """
     sets = _sets_of_logits(logits_RV, targets_R, masks, temperature)
     # a token that the head does not have is told by the check of its set
@@ -242,7 +234,7 @@ class _OnSets(torch.autograd.Function):
                 if to_head is not None:
                     to_part += _product(slopes.T, large_hidden, wide)
             if to_head is not None and by_id is not None:
-                for at in by_id.of_part(number).split(work.rows_at_once):
+                for at in by_id[number].split(work.rows_at_once):
                     rows = hidden_RH.index_select(0, sets.row_M[at]).to(wide).mul_(slope_M[at, None])
                     to_part.index_add_(0, sets.ids_M[at] - part.start, rows)
                 if not in_place:
@@ -258,16 +250,6 @@ class _Block(NamedTuple):
     at: Tensor  # int64 [rows, ids], where their ids are among those of all sets
     is_kept: Tensor  # bool, False for what fills up a row
     is_target: Tensor  # bool, the token that was sampled
-
-
-class _ById(NamedTuple):
-    """Ids of some sets in ascending order, of which each part of the head has one piece."""
-
-    at: Tensor  # int64, where they are among those of all sets
-    bounds: list[int]
-
-    def of_part(self, number: int) -> Tensor:
-        return self.at[self.bounds[number] : self.bounds[number + 1]]
 
 
 class _Work:
@@ -299,13 +281,14 @@ class _Work:
         numbers_of_large = torch.arange(len(self.large), device=device)
         self._in_large_R = torch.zeros_like(sets.counts_R).index_copy(0, self.large, numbers_of_large)
 
-    def sorted_by_id(self, is_chosen_R: NDArray[np.bool_]) -> _ById:
-        """Sort the ids of some sets, on the host, which has them: the device is not asked how many a part gets."""
+    def sorted_by_id(self, is_chosen_R: NDArray[np.bool_]) -> Sequence[Tensor]:
+        """Say where, among those of all sets, the ids of some sets are that lie in each part of the head."""
+        # on the host, which has the sets: the device is not asked how many ids a part gets
         masks = self.sets.masks
         at = join_ranges(masks.offsets[:-1][is_chosen_R], masks.counts_ND[is_chosen_R, 0])
         at = at[np.argsort(masks.ids[at], kind="stable")]
-        bounds = np.searchsorted(masks.ids[at], [part.start for part in self.parts]).tolist()
-        return _ById(to_device(at, self.large.device), [*bounds, len(at)])
+        begins = np.searchsorted(masks.ids[at], [part.start for part in self.parts])
+        return to_device(at, self.large.device).split(np.diff(begins, append=len(at)).tolist())
 
     def heads_of(self, block: _Block, head_VH: Tensor) -> Tensor:
         """Gather the rows of the head for the sets of a block, [rows, ids, H]."""
@@ -322,7 +305,7 @@ class _Work:
 
         With them come the column of each token, int64 [large rows, 1], and whether it is in the part, bool.
         """
-        sets, part, at = self.sets, self.parts[number], self._large_by_id.of_part(number)
+        sets, part, at = self.sets, self.parts[number], self._large_by_id[number]
         logits = _product(large_hidden, head_VH[part].T, self.wide).div_(self.temperature)
         left_out = (sets.counts_R[self.large] > 0)[:, None].repeat(1, logits.shape[1])
         left_out[self._in_large_R[sets.row_M[at]], sets.ids_M[at] - part.start] = False
