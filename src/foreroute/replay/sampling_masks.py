@@ -219,7 +219,7 @@ class _OnSets(torch.autograd.Function):
             to_hidden[block.rows] = _product(slopes[:, None], work.heads_of(block, head_VH), wide)[:, 0]
             slope_M.scatter_(0, block.at.where(block.is_kept, len(sets.ids_M)).flatten(), slopes.flatten())
         to_head = torch.zeros_like(head_VH) if ctx.needs_input_grad[1] else None
-        by_id = None if to_head is None else work.sorted_by_id(work.is_small)
+        by_id: Sequence[Tensor] = () if to_head is None else work.sorted_by_id(work.is_small)
         large_hidden, scale = hidden_RH.index_select(0, work.large), scale_R[work.large, None]
         to_large = torch.zeros(large_hidden.shape, dtype=wide, device=hidden_RH.device)
         for number, part in enumerate(work.parts if len(work.large) or to_head is not None else ()):
@@ -233,7 +233,7 @@ class _OnSets(torch.autograd.Function):
                 to_large += _product(slopes, head_VH[part], wide)
                 if to_head is not None:
                     to_part += _product(slopes.T, large_hidden, wide)
-            if to_head is not None and by_id is not None:
+            if to_head is not None:
                 for at in by_id[number].split(work.rows_at_once):
                     rows = hidden_RH.index_select(0, sets.row_M[at]).to(wide).mul_(slope_M[at, None])
                     to_part.index_add_(0, sets.ids_M[at] - part.start, rows)
@@ -288,11 +288,12 @@ class _Work:
         at = join_ranges(masks.offsets[:-1][is_chosen_R], masks.counts_ND[is_chosen_R, 0])
         at = at[np.argsort(masks.ids[at], kind="stable")]
         begins = np.searchsorted(masks.ids[at], [part.start for part in self.parts])
-        return to_device(at, self.large.device).split(np.diff(begins, append=len(at)).tolist())
+        lengths = np.diff(begins, append=len(at)).tolist()
+        return list(to_device(at, self.large.device).split_with_sizes(lengths))
 
     def heads_of(self, block: _Block, head_VH: Tensor) -> Tensor:
         """Gather the rows of the head for the sets of a block, [rows, ids, H]."""
-        return head_VH.index_select(0, self.sets.ids_M[block.at].flatten()).unflatten(0, block.at.shape)
+        return head_VH.index_select(0, self.sets.ids_M[block.at].flatten()).view(*block.at.shape, head_VH.shape[1])
 
     def logits_of(self, block: _Block, hidden_RH: Tensor, head_VH: Tensor) -> Tensor:
         """Compute logits over the temperature [rows, ids], -inf for what fills up a row."""

@@ -44,6 +44,7 @@ class RoutedMegatron(RoutedModel):
     """
 
     padding: PaddingRows = "spread"
+    chunks: Sequence[ChunkHooks]
 
     def __init__(self, chunks: Sequence[ChunkHooks], spec: RoutingSpec, ep_size: int) -> None:
         made_by = {"engine": "megatron-core", "engine_version": megatron.core.__version__}
