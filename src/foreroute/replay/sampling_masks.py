@@ -38,7 +38,7 @@ from foreroute.trace.checks import join_ranges
 
 BLOCK_NUMBERS = {"cpu": 1 << 24, "cuda": 1 << 27}
 """Numbers of a gathered block, or of a part of the head or its logits: 64 MiB in float32 on a CPU core, which takes as
-long with a quarter or four times as much; on a GPU so many that launches do not count."""
+long with a quarter or four times as much; more on a GPU, where each block costs launches."""
 GATHERED_SHARE = 64
 """A row gathers the head for sets of up to so small a part of all choices; larger ones are cheaper as a tile. Chosen by
 hand: at H = 512, a CPU core took as long for one gathered logit as for about 90 of a matrix product."""
@@ -104,10 +104,7 @@ def masked_logprobs_of_logits(
 def masked_entropy_of_logits(
     logits_RV: Tensor, targets_R: Tensor, masks: DecisionStream, *, temperature: float = 1.0
 ) -> Tensor:
-    """Compute the entropy of the distributions on recorded sets that tokens were drawn from, in nats.
-
-    Arguments, dtype of the result [R] and errors are those of `masked_logprobs_of_logits`.
-    """
+    """Compute the entropy [R] of the sets' distributions, in nats; the rest is as in `masked_logprobs_of_logits`."""
     sets = _sets_of_logits(logits_RV, targets_R, masks, temperature)
     kept = _SetLogits.of(logits_RV, sets, temperature)
     # -sum p log p = log Z - sum p l
@@ -302,10 +299,7 @@ class _Work:
         return logits.masked_fill_(~block.is_kept, -torch.inf)
 
     def tile_of(self, number: int, large_hidden: Tensor, head_VH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute logits over the temperature [large rows, part], -inf outside of the sets.
-
-        With them come the column of each token, int64 [large rows, 1], and whether it is in the part, bool.
-        """
+        """Compute logits [large rows, part] over the temperature, and find the column of each token, if it is here."""
         sets, part, at = self.sets, self.parts[number], self._large_by_id[number]
         logits = _product(large_hidden, head_VH[part].T, self.wide).div_(self.temperature)
         left_out = (sets.counts_R[self.large] > 0)[:, None].repeat(1, logits.shape[1])
