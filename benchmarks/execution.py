@@ -32,16 +32,16 @@ from benchmarks.harness.pairs import compare
 from benchmarks.harness.schedule_bench import host_work
 from benchmarks.harness.step_seconds import step_seconds
 from foreroute.ep.agreement import RankConsensus
+from foreroute.ep.transfer.cells import Cell, expert_bytes
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.ep.transfer.replica_weights import Cell, expert_bytes
 from foreroute.plan import PlanOptions
 from foreroute.plan.capabilities import FetchPath
 from foreroute.plan.schedule import ExecutionSchedule
 
 WORST = (
     *("executed_over_planned", "bytes_over_least", "host_over_direct"),
-    *("fetches_per_cell", "votes_per_step", "aten_over_all_to_all", "gradient_bytes_over_lent_rows"),
+    *("fetches_per_cell", "votes_per_step", "aten_over_all_to_all", "gradient_bytes_over_sent_rows"),
 )
 
 
@@ -77,7 +77,7 @@ def _counted(bench: Bench) -> dict[str, float]:
         begun = posted.questions
         bench.run()
         ended = posted.questions
-    lent = int(plan.num_replicas_ML.sum()) * expert_bytes(bench.homes[0])
+    sent = int(plan.num_replicas_ML.sum()) * expert_bytes(bench.homes[0])
     theirs = spread_model(implementation="all_to_all")
 
     def all_to_all() -> None:
@@ -89,13 +89,13 @@ def _counted(bench: Bench) -> dict[str, float]:
         "fetches_per_cell": posted.num_fetches / int((plan.num_replicas_ML > 0).sum()),
         "votes_per_step": ended - begun,
         "aten_over_all_to_all": round(launches(lambda: bench.step(plan)) / launches(all_to_all), 4),
-        "gradient_bytes_over_lent_rows": round(summed(posted.returned_bytes) / lent, 4),
+        "gradient_bytes_over_sent_rows": round(summed(posted.returned_bytes) / sent, 4),
     }
 
 
 def _steps(bench: Bench, pairs: int) -> dict[str, Any]:
     plan = bench.plan(PlanOptions())
-    bench.routed.use(TransferOptions())
+    bench.routed.use(TransferOptions(paths="host"))
     with closing(bench.routed):
         home, planned = (bench.step(chosen) for chosen in (None, plan))
         moved = fetched_bytes(planned)
@@ -123,7 +123,8 @@ def _fetches(bench: Bench, pairs: int) -> dict[str, Any]:
             schedule = ExecutionSchedule(plan, bench.counts_MLGE, dist.get_rank(), paths=engine.paths)
             engine.begin_step(0, plan, schedule)
             for m, layer in np.ndindex(*plan.shape[:2]):
-                engine.fetch(Cell(0, m, layer), homes[layer]).wait()
+                engine.fetch(Cell(0, m, layer), homes[layer])
+                engine.wait_weights(Cell(0, m, layer))
             dist.barrier()
 
         return fetch_all

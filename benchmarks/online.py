@@ -38,7 +38,7 @@ from benchmarks.harness.step_seconds import PLANNED, SKEWS, STATIC, recomputing_
 from benchmarks.harness.step_seconds import SIZES as LARGE
 from foreroute import planner
 from foreroute.ep import PlanExecution
-from foreroute.ep.transfer.replica_weights import expert_bytes
+from foreroute.ep.transfer.cells import expert_bytes
 from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.capabilities import FetchPath
 

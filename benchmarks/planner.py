@@ -57,7 +57,7 @@ def run(quick: bool) -> dict[str, Any]:
 def costs_of(num_experts: int) -> CostModel:
     """Qwen3-30B-A3B with so many experts."""
     model = replace(MODELS["qwen3-30b-a3b"], num_experts=num_experts)
-    return CostModel(model=model, hardware=HARDWARE["h100"], dispatcher="dedup")
+    return CostModel(model=model, hardware=HARDWARE["h100"], dispatcher="dedup", paths="host")
 
 
 def _cell(

@@ -22,7 +22,7 @@ from benchmarks.harness import launch_path
 from benchmarks.harness.instructions import Counter, count_in_user_space
 from benchmarks.harness.pairs import PairedRatio, compare, near_one, worst_near_one
 from foreroute.adapters import hf
-from foreroute.core.passes import Pass, Watch
+from foreroute.core.passes import Pass, RecordOptions
 from foreroute.replay import Policy, TraceOnDevice
 from foreroute.trace import RoutingTrace
 
@@ -182,10 +182,10 @@ def _bytes_per_token(bench: Bench) -> dict[str, float]:
     rows = TraceOnDevice(trace, device).gather(torch.arange(trace.num_rows), policy)
     queued = [rows.ids_LRK, rows.real_R, rows.counted_R]
     routers = [("router", trace.spec.top_k)] * trace.spec.num_layers
-    current = Pass(routers, trace.num_rows, rows.ids_LRK.dtype, device, rows, Watch(scores=True))
+    current = Pass(routers, trace.num_rows, rows.ids_LRK.dtype, device, rows, RecordOptions(scores=True))
     assert current.scores is not None
-    queued.append(current.own_LRK)
-    notes = current.scores.tensors()
+    queued.append(current.native_LRK)
+    notes = list(current.scores)
     host = [trace.expert_ids_NLK, trace.valid_N, trace.token_ids_N, trace.weight_versions_N]
     parts = {
         "host": sum(array.nbytes for array in host),

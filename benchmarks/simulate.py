@@ -52,7 +52,7 @@ class Scenario:
         values = {
             "cluster": {"gpus": self.gpus, "expert_parallel": self.ranks},
             "model": {"preset": self.preset},
-            "costs": {"dispatcher": dispatcher or self.dispatchers[0]},
+            "costs": {"dispatcher": dispatcher or self.dispatchers[0], "paths": "host"},
             "workload": {"preset": f"G{self.ranks}", "tokens_per_rank": TOKENS[tokens], "skew": skew, **size},
             "methods": methods,
         }

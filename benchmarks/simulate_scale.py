@@ -62,7 +62,7 @@ def _simulated(model: str, gpus: int, ranks: int, layers: int, groups: int) -> S
     values = {
         "cluster": {"gpus": gpus, "expert_parallel": ranks},
         "model": {"preset": model},
-        "costs": {"dispatcher": "dedup"},
+        "costs": {"dispatcher": "dedup", "paths": "host"},
         "workload": {"preset": preset, **size},
         "methods": ["static", "ours"],
     }

@@ -75,7 +75,7 @@ def _timed(rank: int, num_ranks: int, rounds: int) -> list[TimedStep]:
     bench = Bench.of(rank, num_ranks)
     model: Any = bench.routed.model
     model.activation_checkpointing_enable()
-    bench.routed.use(TransferOptions())
+    bench.routed.use(TransferOptions(paths="host"))
     with closing(bench.routed):
         again = partial(Bench.routed_anew, bench.routed, rank)
         steps = [

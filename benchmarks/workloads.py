@@ -89,7 +89,7 @@ def _figures(before: Ints, counts: Ints, top_k: int, repeats: int) -> Iterator[t
     """Of every method, with its name."""
     num_layers, num_ranks, num_experts = counts.shape[1:]
     model = replace(MODELS["qwen3-30b-a3b"], num_experts=num_experts, top_k=top_k)
-    costs = CostModel(model=model, hardware=HARDWARE["h100"], dispatcher="copies")
+    costs = CostModel(model=model, hardware=HARDWARE["h100"], dispatcher="copies", paths="host")
     topology = costs.hardware.topology(num_ranks, 2)
     home_LE = np.tile(topology.contiguous_home_E(num_experts), (num_layers, 1))
     problem = BalancerInput(counts, topology, home_LE, before.sum(axis=(0, 2), dtype=np.int64))

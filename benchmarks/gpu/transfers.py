@@ -17,10 +17,10 @@ from torch.nn import functional
 
 from benchmarks.gpu.figures import Figures
 from benchmarks.harness.execution_bench import spread_model
-from benchmarks.harness.host_path import WAIT_S, HostPath
+from benchmarks.harness.host_path import HostPath
 from benchmarks.harness.pairs import compare
 from foreroute.adapters import hf
-from foreroute.ep.transfer.slots import TransferBatch
+from foreroute.ep.transfer.transfers import Transfer
 
 HIDDEN_BURST = 8
 """1.4 ms at the 55 GB/s of PCIe 5."""
@@ -78,7 +78,7 @@ def _time_copy(figures: Figures, path: HostPath, size: int) -> tuple[float, floa
         begun = time.perf_counter()
         under_way = path.begin(size)
         launches.append(time.perf_counter() - begun)
-        under_way.wait(WAIT_S)
+        under_way.wait()
     name = f"host_path_{size}_experts"
     rate = num_bytes / (ratio.baseline_ms / 1e3) / 1e9
     low, median, high = (round(1 / value, 4) for value in (ratio.high, ratio.ratio, ratio.low))
@@ -117,7 +117,7 @@ def _hide(figures: Figures, path: HostPath, size: int, ratio: int) -> tuple[floa
 
 
 def _beside(
-    figures: Figures, before: Callable[[], None], gemms: Callable[[], None], begin: Callable[[], TransferBatch] | None
+    figures: Figures, before: Callable[[], None], gemms: Callable[[], None], begin: Callable[[], Transfer] | None
 ) -> tuple[float, float]:
     """Seconds of the GEMMs, and of them and the burst together, where the device has work while the host launches."""
     figures.synchronize()
@@ -127,7 +127,7 @@ def _beside(
         gemms()
         gemms_s = time.perf_counter() - begun
         if burst:
-            burst.wait(WAIT_S)
+            burst.wait()
         return gemms_s, time.perf_counter() - begun
     first, computed, over = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     before()
@@ -136,7 +136,7 @@ def _beside(
     gemms()
     computed.record()
     if burst:
-        burst.wait(WAIT_S)
+        burst.wait()
     over.record()
     over.synchronize()
     return float(first.elapsed_time(computed)) / 1e3, float(first.elapsed_time(over)) / 1e3

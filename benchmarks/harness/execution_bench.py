@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from foreroute import planner
 from foreroute.adapters import hf
-from foreroute.adapters.hf.batch_routes import TraceRows
 from foreroute.adapters.hf.spreading import spread
+from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.costs.cluster_file import Cluster, load_cluster, write_rates
 from foreroute.ep import PlanExecution
 from foreroute.ep.agreement import RankConsensus
-from foreroute.ep.transfer.replica_weights import Home
+from foreroute.ep.transfer.cells import Home
 from foreroute.plan import Links, PlanOptions, StepPlan, Topology
 from foreroute.testing.ranks import Workers
 from foreroute.trace import RoutingSpec, RoutingTrace
@@ -103,12 +103,10 @@ class Bench:
         return Topology(num_ranks, num_ranks, self.slots, LINKS)
 
     @property
-    def homes(self) -> dict[int, Home]:
+    def homes(self) -> Mapping[int, Home]:
         """The experts of this rank, by layer, as replicas are fetched from them."""
         assert self.routed.spread is not None, "it was loaded so"
-        for layer in self.routed.spread.layers:
-            layer.begin()
-        return {layer.number: layer.owned for layer in self.routed.spread.layers}
+        return self.routed.spread.load()
 
     def step(self, plan: StepPlan | None, *, updating: bool = True) -> PlanExecution:
         """All micro-steps under a plan, or with every expert at its home, as `run` has them."""

@@ -62,15 +62,14 @@ class Posted:
 def posting(layers: Iterable[nn.Module]) -> Iterator[Posted]:
     """Count while the context is open; `layers` are the routed ones."""
     posted = Posted()
-    begin = PeerGroup.begin
+    post = PeerGroup.post
 
-    def beginning(peers: PeerGroup, sends: Any, receives: Any, what: str) -> Any:
-        sends, receives = list(sends), list(receives)
+    def posting_messages(peers: PeerGroup, sends: Any, receives: Any, what: str) -> Any:
         if what.startswith("fetching"):
             posted.order.append("weights")
         elif what.startswith("returning"):
-            posted.returned_bytes += sum(message.tensor.nbytes for message in receives)
-        return begin(peers, sends, receives, what)
+            posted.returned_bytes += sum(tensor.nbytes for _, _, tensor in receives)
+        return post(peers, sends, receives, what)
 
     def posted_as(what: str, collective: Callable[..., Any]) -> Callable[..., Any]:
         def posting_it(*args: Any, **kwargs: Any) -> Any:
@@ -87,7 +86,7 @@ def posting(layers: Iterable[nn.Module]) -> Iterator[Posted]:
         return asking
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(PeerGroup, "begin", beginning))
+        stack.enter_context(mock.patch.object(PeerGroup, "post", posting_messages))
         for name, what in (("all_to_all_single", "rows"), ("all_gather", "counts")):
             stack.enter_context(mock.patch.object(dist, name, posted_as(what, getattr(dist, name))))
         for name in QUESTIONS:

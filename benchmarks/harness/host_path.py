@@ -16,20 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness.execution_bench import LINKS
 from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.transfer.host_memory import DIRECTORY, HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.ep.transfer.slots import Channels, TransferBatch, TransferLane
-from foreroute.plan import Topology
-from foreroute.plan.schedule import MOVE
+from foreroute.ep.transfer.transfers import Transfer, TransferLane
 
 WIDTH, INNER = 2048, 768
 SMALLER = 16
 """Without a GPU, widths are so many times smaller."""
 BURSTS = (1, 8, 32)
 """Experts that are copied at a time."""
-WAIT_S = 60
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,13 +36,15 @@ class HostPath:
         home: name -> [experts, ...].
         slots: name -> [experts, ...].
         memory: that the home is published in.
-        channels: for bursts.
+        peers: of one rank.
+        lane: of bursts.
     """
 
     home: dict[str, Tensor]
     slots: dict[str, Tensor]
     memory: HostMemory
-    channels: Channels
+    peers: PeerGroup
+    lane: TransferLane
 
     @classmethod
     @contextmanager
@@ -67,10 +65,10 @@ class HostPath:
             for name, shape in shapes.items()
         }
         votes, peers = RankConsensus(timeout_s=60), PeerGroup(timeout_s=60)
-        with closing(HostMemory(votes, Topology(1, 1, num_experts, LINKS), {0: home})) as memory:
-            memory.publish({0: home})
+        with closing(HostMemory(votes, {0: home}, 1)) as memory:
+            memory.publish(np.zeros((1, num_experts), np.int16), np.ones((1, num_experts, 1), np.bool_))
             slots = {name: torch.zeros_like(shard) for name, shard in home.items()}
-            yield cls(home, slots, memory, Channels(peers, memory, TransferLane(device)))
+            yield cls(home, slots, memory, peers, TransferLane(device))
 
     @property
     def num_experts(self) -> int:
@@ -87,15 +85,18 @@ class HostPath:
         """Of one expert."""
         return sum(shard[0].nbytes for shard in self.home.values())
 
-    def begin(self, size: int) -> TransferBatch:
+    def begin(self, size: int) -> Transfer:
         """Start to copy so many experts, in another order than they are published in."""
-        served = np.zeros(size, MOVE)
-        served["slot"], served["row"], served["by_host"] = np.arange(size), np.arange(size)[::-1], True
-        return TransferBatch(self.channels, served[:0], served, 0, self.home, self.slots, "copying")
+        copies = [
+            (source, self.slots[name][slot])
+            for slot in range(size)
+            for name, source in self.memory.expert(0, size - 1 - slot).items()
+        ]
+        return Transfer.post(self.peers, "copying", [], [], copies, self.lane)
 
     def copy(self, size: int) -> None:
         """Copy so many experts, and wait for them."""
-        self.begin(size).wait(WAIT_S)
+        self.begin(size).wait()
 
 
 def _most_experts(expert_bytes: int) -> int:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from benchmarks.harness.execution_bench import in_processes, run_model, spread_model
 from benchmarks.harness.pairs import PairedRatio, seconds_in_turn
 from foreroute.adapters import hf
-from foreroute.adapters.hf.batch_routes import TraceRows
+from foreroute.adapters.hf.trace_rows import TraceRows
 
 MICRO_STEPS = 4
 """Of a step."""

@@ -16,17 +16,15 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import numpy as np
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.harness.execution_bench import Bench
 from benchmarks.harness.online_plans import Rival
 from foreroute.core.passes import Pass
-from foreroute.ep.dispatch import CellRows, gather_counts, rows_on
-from foreroute.ep.execution import CellWork, PassCells, PlanExecution, ServedStage
-from foreroute.ep.execution_ranks import MicroBatch
-from foreroute.ep.transfer.replica_weights import Cell
+from foreroute.ep.dispatch import CellRows, gather_counts, upload_rows
+from foreroute.ep.execution import AgreedStep, CellWork, MicroBatch, PassCells, PassPlan, PlanExecution
+from foreroute.ep.transfer.cells import Cell
 from foreroute.plan import CellPlan, StepPlan, Topology
 from foreroute.plan.hosts import Hosts
 from foreroute.plan.options import Stage
@@ -34,7 +32,7 @@ from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
 from foreroute.replay import ReplayRows
 
 
-def executing_online(bench: Bench, rival: Rival, topology: Topology) -> AbstractContextManager[OnlineExecution]:
+def executing_online(bench: Bench, rival: Rival, topology: Topology) -> AbstractContextManager[PlanExecution]:
     """Serve the micro-steps of a bench as a rival does, while the context is open. A collective call, as `execute` is.
 
     Args:
@@ -43,8 +41,7 @@ def executing_online(bench: Bench, rival: Rival, topology: Topology) -> Abstract
         topology: of the ranks; slots are the rival's.
     """
     assert bench.routed.spread is not None, "it was loaded so"
-    bench.routed.spread.in_force.hooks = bench.routed._of_trunk
-    return OnlineExecution(bench, rival, topology).in_force(bench.routed._of_trunk)
+    return bench.routed.spread.activate(bench.routed._of_trunk, OnlineExecution(bench, rival, topology))
 
 
 class OnlineExecution(PlanExecution):
@@ -62,45 +59,50 @@ class OnlineExecution(PlanExecution):
         topology = replace(topology, redundant_slots=rival.slots or num_experts // num_ranks)
         hosts = LateHosts.with_room(home_LE, num_micro_steps, num_ranks, num_ranks * topology.redundant_slots)
         loads_ML = np.zeros((num_micro_steps, num_layers), np.int64)
-        self.plan = StepPlan(topology, home_LE, hosts, loads_ML, loads_ML.astype(np.float64), "", rival.sharing)
-        self.executed_ML, self.transfers = loads_ML.copy(), []
+        plan = StepPlan(topology, home_LE, hosts, loads_ML, loads_ML.astype(np.float64), "", rival.sharing)
         self._schedules, self._num_replicas_ML = OnlineSchedule(), np.zeros_like(loads_ML)
-        served = OnlineStage(self.plan, self._schedules, self.plan, self._schedules, self._num_replicas_ML)
-        self.served = {"recompute": served, "update": served}
-        self._planner = rival.planner(home_LE, topology, rival.sharing)
-        self._known: dict[Cell, CellRows] = {}
-        self._ranks, self._step = spread.ranks, Bench.number
-        self._micro_batches = [
+        hosted = OnlinePass(plan, self._schedules, plan, self._schedules, self._num_replicas_ML)
+        batches = [
             MicroBatch(rows.trace, rows.counts_of(), rows.is_whole, int(rows.trace.valid_N.sum()))
             for rows in bench.rows_M
         ]
-        # what the end of a step holds routers against, and what is sent of a batch with padding
-        self._counts_MLGE, self._is_known_M = bench.counts_MLGE, [True] * num_micro_steps
-        self._keeps_weights, self._before_publishing = True, None
-        self._chunks, self._begun = [range(num_layers)], {0: 0}
-        self._ran, self._has_begun = {}, False
-        self._homes = bench.homes
-        self._engine = spread.ranks.engine(self._homes)
+        # counts are what the end of a step holds routers against
+        step = AgreedStep(
+            Bench.number,
+            plan,
+            bench.counts_MLGE,
+            batches,
+            {"recompute": hosted, "update": hosted},
+            [True] * num_micro_steps,
+            keeps_weights=True,
+        )
+        homes, group = bench.homes, spread.groups.consensus
+        engine = spread.engine(homes)
+        super().__init__(step, spread._group, group.rank, [range(num_layers)], homes, engine, lambda: None)
+        self._planner = rival.planner(home_LE, topology, rival.sharing)
+        self._known: dict[Cell, CellRows] = {}
+        assert engine is not None, "there are layers"
+        self._paths = engine.paths
 
     def begin_pass(self, chunk: int, routes: object) -> PassCells:
         """See `PlanExecution`."""
         known = super().begin_pass(chunk, routes)
         return OnlineCells(self, known._micro_step, known._layers, known._micro_batch)
 
-    def _exchanged(self, cell: Cell, stage: Stage, counts_E: Tensor) -> CellRows:
+    def _exchange_counts(self, cell: Cell, name: Stage, counts_E: Tensor) -> CellRows:
         """The rows of a cell; when it runs first, of the plan that is made for it now."""
         if cell not in self._known:
-            counts_GE = gather_counts(self._ranks.group, counts_E, str(cell))
-            plan, rank = self._planner(cell.layer, counts_GE), dist.get_rank(self._ranks.group)
+            counts_GE = gather_counts(self._group, counts_E, str(cell))
+            plan = self._planner(cell.layer, counts_GE)
             schedule = CellSchedule.of(
                 plan,
                 counts_GE,
-                rank,
-                host_ranks=self.plan.topology.ranks_per_node if self._ranks.options.paths == "host" else 1,
+                self._rank,
+                host_ranks=self.plan.topology.ranks_per_node if self._paths == "host" else 1,
                 what=str(cell),
             )
             self._enter(cell, plan, schedule)
-            (self._known[cell],) = rows_on(counts_E.device, [schedule])
+            (self._known[cell],) = upload_rows(counts_E.device, [schedule])
         return self._known[cell]
 
     def _enter(self, cell: Cell, plan: CellPlan, schedule: CellSchedule) -> None:
@@ -115,21 +117,21 @@ class OnlineExecution(PlanExecution):
         self._schedules.by_cell[cell.micro_step, cell.layer] = schedule
 
 
-class OnlineStage(ServedStage):
-    """A stage of which nobody knows ahead whether some rank will have a replica."""
+class OnlinePass(PassPlan):
+    """A pass of which nobody knows ahead whether some rank will have a replica."""
 
     @property
     def is_at_home(self) -> bool:
-        """See `ServedStage`."""
+        """See `PassPlan`."""
         return False
 
 
 class LateHosts(Hosts):
-    """Of cells that are learnt when they run, so that any expert may be lent."""
+    """Of cells that are learnt when they run, so that any expert may be sent."""
 
-    def lent_LE(self, ranks_per_node: int) -> NDArray[np.bool_]:
+    def sent_LEW(self, ranks_per_node: int) -> NDArray[np.bool_]:
         """See `Hosts`."""
-        return np.full(self.home_LE.shape, ranks_per_node > 1)
+        return np.full((*self.home_LE.shape, ranks_per_node), ranks_per_node > 1)
 
 
 class OnlineSchedule(ExecutionSchedule):
@@ -150,9 +152,9 @@ class OnlineSchedule(ExecutionSchedule):
 class OnlineCells(PassCells):
     """The cells of one forward, none of which is known before it begins."""
 
-    def work(self, layer: int, current: Pass, *, is_again: bool) -> CellWork:
+    def work(self, layer: int, current: Pass, *, is_recompute: bool) -> CellWork:
         """See `PassCells`."""
         stage: Stage = "update" if current.with_grad else "recompute"
-        engine = self.execution._begin_transfers(stage)
+        engine = self.execution.begin_transfers(stage)
         assert isinstance(current.rows, ReplayRows), "it has these cells"
-        return CellWork(self._cells[layer], self._names[layer], stage, None, engine, self, current.rows, is_again)
+        return CellWork(self._cells[layer], self._names[layer], stage, None, engine, self, current.rows, is_recompute)

@@ -14,9 +14,10 @@ from typing import Any, cast
 import torch
 
 from foreroute import planner
-from foreroute.ep.transfer.peers import PeerGroup, RowMoves, post
-from foreroute.ep.transfer.replica_weights import Cell
+from foreroute.ep.transfer.cells import Cell
+from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.slots import SlotSet
+from foreroute.ep.transfer.transfers import Transfer, row_messages
 from foreroute.plan import Links, PlanOptions, StepPlan, Topology
 from foreroute.plan.schedule import ExecutionSchedule
 from foreroute.simulate.workload import WORKLOADS
@@ -32,8 +33,9 @@ class _Unposted:
 
     rank = RANK
 
-    def begin(self, sends: list[Any], receives: list[Any], what: str) -> None:
+    def post(self, sends: list[Any], receives: list[Any], what: str) -> list[Any]:
         """Nothing leaves."""
+        return []
 
 
 def host_work(repeats: int) -> dict[str, dict[str, float]]:
@@ -70,11 +72,13 @@ def _index(plan: StepPlan, schedule: ExecutionSchedule, sets: list[SlotSet], hom
                 slots.assign(Cell(0, micro_step, layer))
                 cell = plan.cell(micro_step, layer)
                 if not slots.holds(cell):
-                    lent, served = slots.lacking(moves, RANK)
-                    post(peers, RowMoves(lent, "row"), home, RowMoves(served, "slot"), slots.tensors, "weights")
-                    slots.expect(cell, fills_mine=len(served) > 0)
-            grads = {"weight": torch.zeros(max(len(moves.served), len(moves.lent)), 1)}
-            post(peers, RowMoves(moves.served, "place"), grads, RowMoves(moves.lent, "place"), grads, "gradients")
+                    sends, hosted = slots.lacking(moves, RANK)
+                    leaving, arriving = row_messages(sends, "row", home), row_messages(hosted, "slot", slots.tensors)
+                    Transfer.post(peers, "weights", leaving, arriving)
+                    slots.enter(cell, fills_mine=len(hosted) > 0)
+            grads = {"weight": torch.zeros(max(len(moves.hosted), len(moves.sends)), 1)}
+            leaving, arriving = (row_messages(each, "position", grads) for each in (moves.hosted, moves.sends))
+            Transfer.post(peers, "gradients", leaving, arriving)
 
 
 def _median(call: Callable[[], Any], repeats: int) -> float:

@@ -9,7 +9,7 @@ import torch
 
 from foreroute.conformance import Case, Unsupported
 from foreroute.conformance.huggingface import HuggingFaceModel, HuggingFaceUnderTest
-from foreroute.core.handed_on import HandedOn
+from foreroute.core.output_check import OutputCheck
 from foreroute.replay import masked_logprobs_of_logits
 from foreroute.testing.models import FAMILIES, GROUPED
 from foreroute.trace import SAMPLING
@@ -161,7 +161,7 @@ class Handle:
     @contextmanager
     def replay(self, trace, **options):
         # what is handed on in the place of a selection would be told: the kit is to see it by itself
-        with patch.object(HandedOn, "follow"), self.adapter.session(self, self.adapter.rows(trace), **options):
+        with patch.object(OutputCheck, "follow"), self.adapter.session(self, self.adapter.rows(trace), **options):
             self.model.session_trace, self.replayed = trace, True
             self.model.good.trace = trace
             try:

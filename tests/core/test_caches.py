@@ -18,7 +18,7 @@ from transformers.cache_utils import StaticLayer
 from foreroute.adapters import hf
 from foreroute.adapters.hf import forward_tokens
 from foreroute.core import AttachError, ForerouteError, ReplayError, attach, attaching
-from foreroute.core import routed as core_routed
+from foreroute.core import trunk as core_trunk
 from foreroute.core.caches import FollowedCache
 from foreroute.core.find import run_probe
 from foreroute.testing.models import tiny
@@ -425,7 +425,7 @@ def test_a_cache_that_hooks_do_not_find_is_refused_when_a_model_is_attached(door
 
 def hide_caches(monkeypatch):
     for name, nothing in (("find_cache", lambda values: None), ("given_cache", lambda given, error: None)):
-        monkeypatch.setattr(core_routed, name, nothing)
+        monkeypatch.setattr(core_trunk, name, nothing)
     monkeypatch.setattr(forward_tokens, "given_cache", lambda given, error: None)
 
 

@@ -29,24 +29,24 @@ def test_an_expert_by_hand():
     )
 
 
-def test_a_rank_publishes_what_it_lends_in_its_node():
+def test_a_rank_publishes_what_it_sends_within_its_node():
     home_LE = np.array([[0, 0, 1, 1, 2, 2, 3, 3]] * 2, np.int16)
     # (expert, rank): twice the same, to another node, at home, and in the second layer one of rank 1 and two of rank 3
-    lent = [[(0, 1), (4, 0)], [(2, 0), (7, 2), (6, 2)], [(0, 1), (1, 0)], []]
+    sent = [[(0, 1), (4, 0)], [(2, 0), (7, 2), (6, 2)], [(0, 1), (1, 0)], []]
     cells = [
         CellPlan(home_LE[0], *np.array(its, np.int16).reshape(-1, 2).T, *[None] * 3)._replace(
             slot_R=np.zeros(len(its), np.int16),
             fetched_R=np.ones(len(its), np.bool_),
             tokens_RG=np.zeros((len(its), 4), np.int32),
         )
-        for its in lent
+        for its in sent
     ]
     hosts = Hosts.of_cells(home_LE, cells)
-    assert np.argwhere(hosts.lent_LE(2)).tolist() == [[0, 0], [1, 2], [1, 6], [1, 7]]
+    assert np.argwhere(hosts.sent_LEW(2)).tolist() == [[0, 0, 1], [1, 2, 0], [1, 6, 0], [1, 7, 0]]
     topology = replace(HARDWARE["h100"].topology(4, 2), ranks_per_node=2)
     expert_s = 3 * 2048 * 768 * 2 / topology.links.host_bytes_per_s
-    assert COSTS.publish_seconds(hosts, topology) == pytest.approx(2 * expert_s)
-    assert replace(COSTS, paths="direct").publish_seconds(hosts, topology) == 0
+    assert replace(COSTS, paths="host").publish_seconds(hosts, topology) == pytest.approx(2 * expert_s)
+    assert COSTS.publish_seconds(hosts, topology) == 0
 
 
 def test_reading_the_weights_takes_as_long_as_222_rows():

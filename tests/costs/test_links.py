@@ -27,7 +27,7 @@ def test_a_replica_comes_from_host_memory_within_its_node_and_over_nics_from_ano
     topology = H100.topology(16, 1)
     replica, serves = np.array([rank], np.int16), np.eye(1, 16, dtype=np.int32)
     cell = CellPlan(np.zeros(1, np.int16), 0 * replica, replica, 0 * replica, np.array([True]), serves)
-    parts_P = price_cell(cell, 2 * serves.T, topology, COSTS).parts_SP[0]
+    parts_P = price_cell(cell, 2 * serves.T, topology, replace(COSTS, paths="host")).parts_SP[0]
     # a copy from host memory runs beside everything, a message while no all-to-all is on the links
     beside_s = parts_P.sum() - (parts_P[ALL_TO_ALL] if shares_links else 0)
     assert beside_s == pytest.approx(EXPERT_BYTES / bytes_per_s, rel=1e-12)
@@ -44,7 +44,7 @@ def test_gradients_return_from_every_replica_as_executors_send_them(paths):
     for place in np.ndindex(3, 2):
         sent_G5 = np.zeros((16, 5))
         for rank, schedule in enumerate(schedules):
-            for home in schedule.cell(*place).served["peer"]:
+            for home in schedule.cell(*place).hosted["peer"]:
                 is_near = home // 8 == rank // 8
                 sent_G5[rank, links.NODE_OUT if is_near else links.CLUSTER_OUT] += 1
                 sent_G5[home, links.NODE_IN if is_near else links.CLUSTER_IN] += 1

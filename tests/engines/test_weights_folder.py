@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from foreroute.adapters.checkpoint import ModelWriter
-from foreroute.engines.weights_folder import SUBFOLDER, WeightsFolder
+from foreroute.engines.base import SUBFOLDER, WeightsFolder
 from foreroute.errors import ConfigError
 from foreroute.testing.ranks import environment
 
@@ -67,7 +67,7 @@ def test_what_a_killed_trainer_left_half_written_is_removed(tmp_path):
     script = (
         "import os, sys, pathlib\n"
         "from foreroute.adapters.checkpoint import ModelWriter\n"
-        "from foreroute.engines.weights_folder import WeightsFolder\n"
+        "from foreroute.engines.base import WeightsFolder\n"
         "class Model:\n"
         "    def save_pretrained(self, folder, state_dict):\n"
         "        (folder / 'config.json').write_text('half')\n"

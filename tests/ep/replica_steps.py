@@ -67,7 +67,7 @@ SPOILT = {
 
 def _other_rows(work, counts_E, begin=CellWork.begin):
     rows = begin(work, counts_E)
-    return rows._replace(taken_R=rows.taken_R.roll(1))
+    return rows._replace(send_permutation=rows.send_permutation.roll(1))
 
 
 def batch(number, micro_step):

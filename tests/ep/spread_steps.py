@@ -20,10 +20,12 @@ class SpreadStep:
         plan: with replicas, of the counts of all ranks; None where it is given no slots.
     """
 
-    def __init__(self, rank, folder, sizes=ONE_GROUP, *, slots=2, checkpointed=False, dtype=torch.float32):
+    def __init__(self, rank, folder, sizes=ONE_GROUP, *, slots=2, checkpointed=False, compiled="", dtype=torch.float32):
         self.rank, self.model = rank, load_spread(folder, dtype=dtype, **sizes)
         if checkpointed:
             enable_checkpointing(self.model, use_reentrant=False)
+        if compiled:
+            compile_layers(self.model, backend=compiled)
         self.routed = hf.attach(self.model)
         self.batches = [
             batch_of(7 + rank, 10 - m, seed=10 * m + rank, side=("left", "right")[m]) for m in range(MICRO_STEPS)
@@ -57,6 +59,11 @@ class SpreadStep:
         found = gradients(sharded(self.model))
         self.model.zero_grad()
         return found
+
+
+def compile_layers(model, backend):
+    for layer in model.model.layers:
+        layer.compile(backend=backend)
 
 
 def weights(routed):

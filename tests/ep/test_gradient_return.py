@@ -23,11 +23,11 @@ FETCHES = {"layer": 3, "shared": 5}
 
 def telling(log):
     """Writes down, while it is open, rows that travel, and what is fetched, sent home and waited for."""
-    all_to_all, fetch, send_home, begin = (
+    all_to_all, fetch, return_grads, post = (
         dist.all_to_all_single,
         TransferEngine.fetch,
-        TransferEngine.send_home,
-        PeerGroup.begin,
+        TransferEngine.return_grads,
+        PeerGroup.post,
     )
 
     def fetching(engine, cell, home):
@@ -36,21 +36,21 @@ def telling(log):
 
     def sending(engine, cell, grads):
         log.append(("sent", cell.layer))
-        returning = send_home(engine, cell, grads)
+        returning = return_grads(engine, cell, grads)
         wait = returning.wait
         returning.wait = lambda: (log.append(("home", cell.layer)), wait())[1]
         return returning
 
-    def beginning(peers, sends, receives, what):
+    def posting(peers, sends, receives, what):
         log.extend(["travels"] * what.startswith("fetching"))
-        return begin(peers, sends, receives, what)
+        return post(peers, sends, receives, what)
 
     stack = ExitStack()
     for of, name, put in (
         (dist, "all_to_all_single", lambda *args, **how: log.append("rows") or all_to_all(*args, **how)),
         (TransferEngine, "fetch", fetching),
-        (TransferEngine, "send_home", sending),
-        (PeerGroup, "begin", beginning),
+        (TransferEngine, "return_grads", sending),
+        (PeerGroup, "post", posting),
     ):
         stack.enter_context(patch.object(of, name, put))
     return stack

@@ -45,7 +45,7 @@ def waits(rank):
         theirs, ours = (spread_by_hand(rank, name).to(DEVICE) for name in ("all_to_all", "foreroute"))
         steps = [(ours, None), (ours, False), (ours, True), (theirs, None), (theirs, False)]
         found = [waits_of_a_step(rank, model, device, use_reentrant) for model, use_reentrant in steps]
-        with patch.object(dispatch, "expand", waiting):
+        with patch.object(dispatch, "expand_segments", waiting):
             return [*found, waits_of_a_step(rank, ours, device, None)]
 
 
@@ -81,7 +81,7 @@ def post(operations):
 
 
 def waiting(segments, sizes, device):
-    """As `expand`, with a size that the device has to tell."""
+    """As `expand_segments`, with a size that the device has to tell."""
     start_B, length_B = joined_to_device(segments, device).unbind(1)
     shift_B = start_B - (length_B.cumsum(0) - length_B)
     rows = shift_B.repeat_interleave(length_B)

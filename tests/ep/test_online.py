@@ -60,7 +60,7 @@ def test_eplb_of_a_cell_replicates_what_is_heaviest_and_splits_it_evenly():
 def trained(rank, folder, name):
     """A step of a rival and one without a plan, what was posted, and the plan, which other code has verified."""
     s = SpreadStep(rank, folder, checkpointed=True, dtype=torch.float64)
-    s.routed.use(TransferOptions())
+    s.routed.use(TransferOptions(paths="host"))
     with s.execute(None):
         losses, grads = s.update(), s.gradients()
     rows_M = [s.routed.rows(trace) for trace in s.traces]

@@ -19,9 +19,10 @@ from transformers.distributed import DistributedConfig
 from foreroute.adapters import hf
 from foreroute.adapters.hf.expert_parallel import SITE, ForerouteEP
 from foreroute.adapters.hf.spreading import spread_over
-from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.execution import CellWork
 from foreroute.ep.transfer.engine import TransferOptions
+from tests.adapters.hf.model_runs import log_probs
+from tests.ep.asking import asking
 from tests.ep.spread_models import load_spread
 from tests.ep.spread_steps import LAYERS, MICRO_STEPS, ONE_GROUP, TWO_GROUPS, SpreadStep
 from tests.ep.transfer.plans import random_plan, split_plan, static_plan
@@ -62,7 +63,7 @@ def moving_inside(s):
 
 def changing_inside(s):
     with s.execute():
-        s.routed.use(TransferOptions())
+        s.routed.use(TransferOptions(paths="host"))
 
 
 def with_a_backward_behind_it(s):
@@ -93,7 +94,7 @@ def with_routers_that_did_otherwise(s):
 EARLY = {
     "PlanError: the plan is for 4 ranks, and 2 are here": lambda s: enter(s, random_plan(0, ranks=4, slots=0)),
     "PlanError: ranks hold different plans": lambda s: enter(s, split_plan(5 + s.rank, s.counts_MLGE, s.plan.home_LE)),
-    "PlanError: ranks hold different plans (rank 0: step 0, 2 ranks, plan ": lambda s: enter(s, step=s.rank),
+    "PlanError: ranks hold different plans (rank 0: step 0, plan ": lambda s: enter(s, step=s.rank),
     "PlanError: ranks hold different plans (": lambda s: enter(
         s, replace(s.plan, gains={"recompute": 0.5, "update": 0.5 * s.rank})
     ),
@@ -136,7 +137,7 @@ EARLY = {
     "ReplayError: leave that execution before another one begins": inside_of_another,
     "ReplayError: a plan is executed on this model; leave that execution before another": inside_of_another_session,
     "ReplayError: leave that execution before experts move": moving_inside,
-    "ReplayError: leave that execution before weights travel otherwise": changing_inside,
+    "ReplayError: leave that execution before weights travel in another way": changing_inside,
     "PlanError: homes cannot be moved: rank 1: got homes of dtype int16 and shape (3, 7)": lambda s: (
         s.routed.move_homes(s.plan.home_LE[:, : 8 - s.rank])
     ),
@@ -218,7 +219,7 @@ def sharing_plans(s, failing=None):
 
 GROUPS = {
     "PlanError: rank 3: the plan is 5; expected": lambda s: enter(s, 5 if s.rank == 3 else s.plan),
-    "PlanError: ranks hold different plans (rank 0: step 0, 2 ranks, plan ": lambda s: enter(
+    "PlanError: ranks hold different plans (rank 2: step 0, plan ": lambda s: enter(
         s, split_plan(5 + (s.rank == 3), s.counts_MLGE, s.plan.home_LE)
     ),
     "PlanError: groups bring plans that cannot run together (rank 0: step 0, 2 micro-steps, 2 slots by": lambda s: (
@@ -315,7 +316,7 @@ def asked_of(rank, folder, name):
         lambda: routed.gather_counts([]),
         lambda: enter_anything(routed),
         lambda: routed.share_plan(lambda: None),
-        lambda: routed.use(TransferOptions()),
+        lambda: routed.use(TransferOptions(paths="host")),
         lambda: routed.move_homes(np.zeros((LAYERS, 8), np.int16)),
         lambda: routed.home_LE,
         lambda: routed.block_home_LE,
@@ -390,7 +391,7 @@ def timeouts(rank, folder, sizes):
     from foreroute.ep.transfer.peers import _timeout_of
 
     spread = SpreadStep(rank, folder, sizes).routed.spread
-    ours = [spread.ranks.consensus.group, spread.ranks.everyone.group, spread._peers.group]
+    ours = [each.group for each in spread.groups[:3]]
     return [_timeout_of(group).total_seconds() for group in (dist.group.WORLD, spread._group, *ours)]
 
 
@@ -401,32 +402,65 @@ def test_ours_wait_no_longer_than_the_user_said_and_groups_of_a_mesh_do(workers,
     assert workers(4).run(timeouts, folder_of(), TWO_GROUPS) == [[300.0, 1800.0, 300.0, 300.0, 300.0]] * 4
 
 
-def questions(rank, folder):
-    """How often the ranks asked each other on the host: in the passes of a step, and before its optimizer's step."""
-    s, asked = SpreadStep(rank, folder), []
+def questions(rank, folder, sizes, whole):
+    """How often the ranks asked each other on the host: on entering a second execution, in its passes, on leaving."""
+    s = SpreadStep(rank, folder, sizes)
+    traces = s.traces if whole else [without_route(trace, "second") for trace in s.traces]
+    counts_MLGE = s.routed.gather_counts(traces)
+    plan = split_plan(5, counts_MLGE, s.routed.home_LE, slots=1)
 
-    def noting(call):
-        return lambda *args, **kwargs: asked.append(1) or call(*args, **kwargs)
+    def enter(step):
+        return s.execute(plan, counts_MLGE, traces, step=step)
 
-    calls = {name: getattr(RankConsensus, name) for name in ("most", "gather", "from_first")}
-    with (
-        mock.patch.multiple(RankConsensus, **{name: noting(call) for name, call in calls.items()}),
-        s.execute(),
-    ):
-        asked.clear()
-        s.update()
+    with enter(0):
+        run_all(s, traces)
+    with asking() as asked, enter(1):
+        entering = len(asked)
+        run_all(s, traces)
         in_passes = len(asked)
-    return in_passes, len(asked)
+    return entering, in_passes - entering, len(asked) - in_passes
 
 
-def test_no_rank_asks_another_on_the_host_while_a_step_runs(workers, folder_of):
-    assert workers(2).run(questions, folder_of()) == [(0, 1)] * 2
+def run_all(s, traces):
+    for trace, batch in zip(traces, s.batches, strict=True):
+        with s.routed.replay(trace, missing="native"):
+            log_probs(s.model, batch).sum().backward()
+
+
+@grid(
+    ("ranks", "sizes", "whole", "expected"),
+    [
+        (2, ONE_GROUP, True, (1, 0, 1)),
+        (2, ONE_GROUP, False, (2, LAYERS * MICRO_STEPS, 1)),
+        (4, TWO_GROUPS, True, (2, 0, 1)),
+    ],
+    quick=2,
+)
+def test_ranks_ask_each_other_on_entering_and_leaving_alone(workers, folder_of, ranks, sizes, whole, expected):
+    """Once, and twice to enter where groups join their replicas, or rows lack routes, whose counts no plan knows."""
+    assert workers(ranks).run(questions, folder_of(), sizes, whole) == [expected] * ranks
+
+
+def many_executions(rank, folder):
+    """Numbers of process groups behind executions between which transfers are set and closed."""
+    s, found = SpreadStep(rank, folder), []
+    for _ in range(3):
+        run(s, 0, 1)
+        found.append(len(dist.distributed_c10d._world.pg_names))
+        s.routed.use(TransferOptions())
+        s.routed.close()
+    return found
+
+
+def test_groups_of_ranks_are_made_once(workers, folder_of):
+    for found in workers(2).run(many_executions, folder_of()):
+        assert len(set(found)) == 1
 
 
 def publications(rank, folder):
     """How often weights are taken up in executions of one step, and of none in particular."""
     s, found = SpreadStep(rank, folder), []
-    s.routed.use(TransferOptions())
+    s.routed.use(TransferOptions(paths="host"))
     for step, with_grad in ((7, False), (7, True), (7, False), (7, False), (None, False), (None, False)):
         with s.execute(step=step) as execution, torch.set_grad_enabled(with_grad):
             for m in range(MICRO_STEPS):

@@ -7,7 +7,8 @@ import torch
 
 from foreroute.ep.compute import LowRankTerm, StackedReplicas
 from foreroute.ep.dispatch import RowGroups
-from foreroute.ep.transfer.replica_weights import Cell, segment_sums
+from foreroute.ep.transfer.cells import Cell
+from foreroute.ep.transfer.gradients import segment_sums
 
 ROWS, HIDDEN, REPLICAS = 96, 16, 3
 FACTORS = ("A", "B")
@@ -21,9 +22,12 @@ class Engine:
         self.sent = {}
 
     def fetch(self, cell, owned):
-        return SimpleNamespace(wait=lambda: {name: weight.detach() for name, weight in owned.items()})
+        self.owned = owned
 
-    def send_home(self, cell, grads):
+    def wait_weights(self, cell):
+        return {name: weight.detach() for name, weight in self.owned.items()}
+
+    def return_grads(self, cell, grads):
         for name, grad in grads.items():
             self.sent.setdefault(name, []).append(grad)
         return SimpleNamespace(wait=dict)

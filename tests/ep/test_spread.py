@@ -19,7 +19,7 @@ from foreroute.ep import execution
 from foreroute.testing.ranks import environment
 from tests.adapters.hf.model_runs import batch_of, log_probs, random_routes
 from tests.ep.spread_models import load_spread
-from tests.ep.spread_steps import LAYERS, MICRO_STEPS, ONE_GROUP, SpreadStep
+from tests.ep.spread_steps import LAYERS, MICRO_STEPS, ONE_GROUP, SpreadStep, compile_layers, differing
 from tests.ep.test_refusals import said_by, without_route
 from tests.ep.transfer.plans import split_plan, static_plan
 from tests.roundings import require_rounded
@@ -177,6 +177,34 @@ def compiled(rank, folder):
     with s.execute(step=1), torch.no_grad():
         planned = [s.log_probs(m) for m in range(MICRO_STEPS)]
     return said, eager, found, planned[0]
+
+
+def compiled_layers(rank, folder, backend, is_before):
+    """Losses and gradients under two plans: as they are, compiled, and the second without a recompilation."""
+    eager = SpreadStep(rank, folder)
+    other, found = split_plan(6, eager.counts_MLGE, eager.routed.home_LE), []
+    assert not np.array_equal(other.hosts.expert_R, eager.plan.hosts.expert_R)
+    compiled = SpreadStep(rank, folder, compiled=backend) if is_before else eager
+    for s in (eager, compiled):
+        if s is compiled and not is_before:
+            compile_layers(s.model, backend)
+        for plan in (s.plan, other):
+            is_known = s is compiled and plan is other
+            with s.execute(plan), torch._dynamo.config.patch(error_on_recompile=is_known):
+                found.append((s.update(), s.gradients()))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "is_before"), [("eager", False), ("aot_eager", True)])
+def test_compiled_layers_execute_plans_with_the_same_bits_and_no_recompilation_in_other_cells(
+    workers, folder_of, backend, is_before
+):
+    """Before `attach` and behind it. Split sizes are numbers of the host, and others in each cell."""
+    for *eager, first, second in workers(2).run(compiled_layers, folder_of(), backend, is_before):
+        for (losses, grads), (expected, truth) in zip((first, second), eager, strict=True):
+            assert losses == expected
+            assert not differing(grads, truth)
 
 
 @pytest.mark.slow

@@ -1,11 +1,14 @@
 """A plan that is executed in one stage, and at homes in the other: bits, what travels, and what is counted."""
 
+import warnings
 from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
+from foreroute.costs.model import CostModel
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.plan.options import STAGE_NAMES
@@ -38,15 +41,15 @@ def two_stages(rank, folder, paths, gains):
     """By stage: whether bits are those of known splits alone, what was called, and loads planned and executed."""
     s = SpreadStep(rank, folder)
     s.routed.use(TransferOptions(paths=paths))
-    plan, found = replace(s.plan, gains=gains), {}
+    plan, found = replace(s.plan, gains=gains, priced_paths=paths), {}
     for stage in STAGE_NAMES:
         log = []
         with s.execute(None, step=6):
             static = run(s, stage)
         with (
             counting(TransferEngine, "fetch", log),
-            counting(TransferEngine, "send_home", log),
-            counting(HostMemory, "publish", log),
+            counting(TransferEngine, "return_grads", log),
+            counting(HostMemory, "_write", log),
             s.execute(plan, step=7) as execution,
         ):
             ours = run(s, stage)
@@ -77,20 +80,46 @@ def test_a_stage_at_home_moves_nothing_and_is_static_bit_for_bit(workers, folder
     for of_rank in workers(2).run(two_stages, folder_of(), paths, gains):
         for stage, seen in of_rank.items():
             assert seen["as served"]
-            assert seen["called"].count("publish") == (stage in published)
+            assert seen["called"].count("_write") == (stage in published)
             if gains[stage] < 0.01:
                 assert seen["same"]
                 assert (seen["called"], seen["transfers"]) == ([], 0)
             else:
                 assert "fetch" in seen["called"]
-                assert ("send_home" in seen["called"]) == (stage == "update")
+                assert ("return_grads" in seen["called"]) == (stage == "update")
+
+
+def warned_of(rank, folder, priced, transfers):
+    """What is said of the path of a plan that is executed, and of the same plan where it does not pay."""
+    s, said = SpreadStep(rank, folder), []
+    if transfers is not None:
+        s.routed.use(transfers)
+    for step, gain in enumerate((0.5, 0.0)):
+        plan = replace(s.plan, gains=dict.fromkeys(STAGE_NAMES, gain), priced_paths=priced)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with s.execute(plan, step=step):
+                run(s, "recompute")
+        said.append([str(each.message) for each in caught if "priced" in str(each.message)])
+    s.routed.close()
+    return said
+
+
+def test_a_plan_that_was_priced_for_another_path_is_warned_of(workers, folder_of):
+    """Prices and executors take the same path by default, so that nobody has to name it."""
+    host = TransferOptions(paths="host")
+    for priced, transfers in ((CostModel.paths, None), ("host", host), (None, host)):
+        assert workers(2).run(warned_of, folder_of(), priced, transfers) == [[[], []]] * 2
+    for (one,), none in workers(2).run(warned_of, folder_of(), CostModel.paths, host):
+        assert "was priced for weights by the path 'direct', and they travel by 'host'" in one
+        assert none == []
 
 
 def published_under(rank, folder, executions):
     """By plan and step: experts that this rank publishes, those it should, how far log-probs are off static ones."""
     s = SpreadStep(rank, folder)
-    s.routed.use(TransferOptions())
-    home_LE, publish = s.routed.home_LE, HostMemory.publish
+    s.routed.use(TransferOptions(paths="host"))
+    home_LE, write = s.routed.home_LE, HostMemory._write
     with s.execute(None, step=6):
         static = run(s, "recompute")
     known, found = set(), []
@@ -98,31 +127,47 @@ def published_under(rank, folder, executions):
         known = set() if step is None else known
         plan, written = split_plan(seed, s.counts_MLGE, home_LE, slots=1, sharing="layer"), []
 
-        def noting(memory, homes, rows, written=written):
-            mine = {layer: np.flatnonzero(home_E == rank) for layer, home_E in enumerate(home_LE)}
-            written += [(layer, int(mine[layer][row])) for layer, its in rows.items() for row in its]
-            publish(memory, homes, rows)
+        def noting(memory, experts, is_mine_LE, written=written):
+            written += experts
+            write(memory, experts, is_mine_LE)
 
-        with patch.object(HostMemory, "publish", noting), s.execute(plan, step=step):
+        with patch.object(HostMemory, "_write", noting), s.execute(plan, step=step):
             ours = run(s, "recompute")
-        lent = {
+        sent = {
             (layer, int(expert))
             for m, layer in np.ndindex(*plan.shape[:2])
             for expert, at in zip(plan.cell(m, layer).expert_R, plan.cell(m, layer).rank_R, strict=True)
             if home_LE[layer, expert] == rank != at
         }
         close = max(float((one - other).abs().max()) for one, other in zip(ours, static, strict=True))
-        found.append((sorted(written), sorted(lent - known), close))
-        known |= lent
+        found.append((sorted(written), sorted(sent - known), close))
+        known |= sent
     s.routed.close()
     return found
 
 
-def test_a_step_publishes_what_its_plans_lend_and_nothing_twice(workers, folder_of):
+def test_a_step_publishes_what_its_plans_send_and_nothing_twice(workers, folder_of):
     """Of a step without a number everything, each time."""
     executions = (2, 7), (3, 7), (2, 7), (2, None), (2, None)
     for of_rank in workers(2).run(published_under, folder_of(), executions):
-        for written, lent, close in of_rank:
-            assert written == lent
+        for written, sent, close in of_rank:
+            assert written == sent
             assert close < roundings(TERMS) * LARGEST
         assert [bool(written) for written, _, _ in of_rank] == [True, True, False, True, True]
+
+
+def groups_of_uses(rank, folder):
+    """Groups of torch that there are after each way in which weights travel, and after the model was closed."""
+    s, found = SpreadStep(rank, folder), []
+    for step, paths in enumerate(("host", "direct", "host")):
+        s.routed.use(TransferOptions(paths=paths))
+        with s.execute(s.plan, step=step):
+            run(s, "recompute")
+        found.append(len(dist.distributed_c10d._world.pg_names))
+        s.routed.close()
+    return found
+
+
+def test_no_use_makes_another_group(workers, folder_of):
+    for first, *later in workers(2).run(groups_of_uses, folder_of()):
+        assert later == [first] * 2

@@ -19,7 +19,7 @@ from foreroute.capture import Generation, decode, load_generation, read_nemo_gym
 from foreroute.cli.convert import convert_file
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.doctor import Evidence, diagnose
-from foreroute.engines.weights_folder import WeightsFolder
+from foreroute.engines.base import WeightsFolder
 from foreroute.errors import ForerouteError, InputError
 from foreroute.files.kinds import it_is, kind_of
 from foreroute.files.regular import parse_json, read_text

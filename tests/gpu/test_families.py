@@ -143,7 +143,7 @@ def rounding_gate_weights(patch):
 
     def rounded(router, now, *args, **kwargs):
         logits, weights, ids = select(router, now, *args, **kwargs)
-        kept = len(now.own_RK) == PROBE_TOKENS or now.rows is None
+        kept = len(now.into_RK) == PROBE_TOKENS or now.rows is None
         return (logits, weights if kept else weights.bfloat16().float(), ids)
 
     patch.setattr(hooks.SelectingRouter, "select", rounded)

@@ -72,14 +72,12 @@ def test_experts_without_a_token_get_no_gradient(device):
 
 def check_copies(device, shift):
     """A burst fills its slots with the experts that were asked for, and no others, from page-locked memory."""
-    row = HostMemory.row
+    expert = HostMemory.expert
     with pytest.MonkeyPatch.context() as patch, HostPath.opened(device) as path:
         if shift:
-            patch.setattr(
-                HostMemory, "row", lambda memory, source, layer, name, i: row(memory, source, layer, name, i // 2)
-            )
-        for name in path.home:
-            assert device.type == "cpu" or path.memory.row(0, 0, name, path.num_experts - 1).is_pinned(), name
+            patch.setattr(HostMemory, "expert", lambda memory, layer, i: expert(memory, layer, i // 2))
+        for name, tensor in path.memory.expert(0, path.num_experts - 1).items():
+            assert device.type == "cpu" or tensor.is_pinned(), name
         for size in path.bursts:
             for slots in path.slots.values():
                 slots.zero_()

@@ -121,6 +121,8 @@ FORGERIES = {
     ),
     "gains that are none": (_metadata("gains", "[]"), "gains are .*; expected those of recompute and update, or none"),
     "gains of one stage": (_metadata("gains", '{"update": 0.1}'), "expected those of recompute and update, or none"),
+    "a path that is none": (_metadata("priced_paths", "nfs"), "priced_paths is 'nfs'; expected the path that prices"),
+    "gains by no path": (_metadata("gains", '{"recompute": 0.1, "update": 0.1}'), "priced_paths is None; expected"),
     "gains of no number": (
         _metadata("gains", '{"recompute": NaN, "update": 0.1}'),
         "gains are .*; expected finite shares of at most 1",
@@ -189,7 +191,7 @@ def test_cells_that_there_are_not_are_refused():
             plan.cell(micro_step, layer)
 
 
-VERSION_6 = Path(__file__).parent / "data" / "plan-v6.safetensors"
+VERSION_7 = Path(__file__).parent / "data" / "plan-v7.safetensors"
 
 
 def archived():
@@ -215,12 +217,13 @@ def archived():
         packing=Packing(np.array([0, 1, 0], np.int32), np.array([1, 0, 0], np.int32), 2, 2),
         tokens_digest="ffeeddccbbaa99887766554433221100",
         gains={"recompute": 0.25, "update": -0.0078125},
+        priced_paths="direct",
     )
 
 
-def test_version_6_is_read_and_written():
-    assert equal(load_plan(VERSION_6), archived())
-    assert plan_to_bytes(archived()) == VERSION_6.read_bytes()
+def test_version_7_is_read_and_written():
+    assert equal(load_plan(VERSION_7), archived())
+    assert plan_to_bytes(archived()) == VERSION_7.read_bytes()
 
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"\2" + bytes(7) + b"{}", b"\x10" + bytes(7) + b"[" * 16])

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foreroute.ep.dispatch import expand
+from foreroute.ep.dispatch import expand_segments
 from foreroute.errors import PlanError
 from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
 from foreroute.plan.schedule_kernels import colour_edges
@@ -63,7 +63,7 @@ def _hosts(cell, counts_GE, rank):
 
 
 def _taken(rows, blocks):
-    index = expand([blocks], [int(blocks[:, 1].sum())], torch.device("cpu"))[0]
+    index = expand_segments([blocks], [int(blocks[:, 1].sum())], torch.device("cpu"))[0]
     return [rows[i] for i in index.tolist()]
 
 
@@ -91,27 +91,27 @@ def test_replicas_are_fetched_from_home_and_their_gradients_return_to_it(seed, r
     for m, layer in itertools.product(range(2), range(2)):
         cell, cells = plan.cell(m, layer), [schedule.cell(m, layer) for schedule in schedules]
         shards = shards_of(cell.home_E, ranks)
-        lent = {(r["number"], g): r for g in range(ranks) for r in cells[g].lent}
-        assert len(lent) == len(cell.expert_R)
+        sends = {(r["number"], g): r for g in range(ranks) for r in cells[g].sends}
+        assert len(sends) == len(cell.expert_R)
         for rank, own in enumerate(cells):
             here = sorted(zip(cell.slot_R.tolist(), cell.expert_R.tolist(), cell.rank_R == rank, strict=True))
             wanted = [(slot, expert) for slot, expert, is_here in here if is_here]
-            by_place = own.served[np.argsort(own.served["place"])]
-            assert by_place["place"].tolist() == list(range(len(wanted)))
+            by_place = own.hosted[np.argsort(own.hosted["position"])]
+            assert by_place["position"].tolist() == list(range(len(wanted)))
             assert list(zip(by_place["slot"].tolist(), by_place["expert"].tolist(), strict=True)) == wanted
-            for move in own.served:
+            for move in own.hosted:
                 assert shards[move["peer"]][move["row"]] == move["expert"]
-                other = lent[move["number"], move["peer"]]  # the same move, seen from its other end
+                other = sends[move["number"], move["peer"]]  # the same move, seen from its other end
                 assert [other[name] for name in ("round", "expert", "row", "slot")] == [
                     move[name] for name in ("round", "expert", "row", "slot")
                 ]
                 assert other["peer"] == rank
             # gradients are added in order of (row, rank of the replica)
-            arrivals = own.lent[np.argsort(own.lent["place"])]
-            assert arrivals["place"].tolist() == list(range(len(arrivals)))
+            arrivals = own.sends[np.argsort(own.sends["position"])]
+            assert arrivals["position"].tolist() == list(range(len(arrivals)))
             order = list(zip(arrivals["row"].tolist(), arrivals["peer"].tolist(), strict=True))
             assert order == sorted(order)
-            for table in (own.lent, own.served):
+            for table in (own.sends, own.hosted):
                 assert sorted(table["round"].tolist()) == table["round"].tolist()
                 assert len(set(table["round"].tolist())) == len(table)
 

@@ -17,7 +17,7 @@ from tests.plan.random_plans import LINKS
 MODEL = replace(model_preset("qwen3-30b-a3b"), num_experts=16, top_k=2)
 COSTS = CostModel(model=MODEL, hardware=hardware_preset("h100"))
 FREE = replace(COSTS, trial_s_per_count=0.0)
-SLOW_HOST = CostModel(model=replace(MODEL, hidden=7168), hardware=hardware_preset("h100"))
+SLOW_HOST = CostModel(model=replace(MODEL, hidden=7168), hardware=hardware_preset("h100"), paths="host")
 TOPOLOGY = Topology(8, 4, 2, LINKS)
 
 

@@ -332,7 +332,7 @@ def test_without_reason_a_cell_stays_as_it_is():
 def test_replicas_whose_transfer_exposes_more_than_they_save_are_declined():
     counts_GE = _workload("G16", 2048).draw(seed=2).counts()[0, 0]
     topology = HARDWARE["h100"].topology(16, 2)
-    costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"], dispatcher="dedup")
+    costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"], dispatcher="dedup", paths="host")
     cell = plan(counts_GE[None, None], topology, PlanOptions(slots="shared")).cell(0, 0)
     assert len(cell.expert_R) > 4
     assert _same(_prune(cell, counts_GE, topology, costs), cell)  # nothing is exposed
@@ -347,7 +347,7 @@ def test_replicas_whose_transfer_exposes_more_than_they_save_are_declined():
 def test_where_host_memory_is_slow_replicas_of_other_nodes_are_kept():
     counts_GE = _workload("G16", 2048).draw(seed=2).counts()[0, 0]
     topology = HARDWARE["h100"].topology(16, 2)
-    costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"], dispatcher="dedup")
+    costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"], dispatcher="dedup", paths="host")
     cell = plan(counts_GE[None, None], topology, PlanOptions(slots="shared")).cell(0, 0)
     dead = replace(topology, links=replace(topology.links, host_bytes_per_s=1e3))
     kept = _prune(cell, counts_GE, dead, costs)

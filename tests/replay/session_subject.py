@@ -52,7 +52,7 @@ class Given(NamedTuple):
 
 def router_paths(routed):
     """Where the routers of an attached model are, inside the chunks of this rank, in layer order."""
-    return [router.path for hooks in routed._hooks for router in hooks.routers]
+    return [router.path for hooks in routed.chunks for router in hooks.routers]
 
 
 class Subject:

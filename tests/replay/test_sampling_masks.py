@@ -5,10 +5,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from foreroute.errors import BatchMismatchError, ConfigError, TraceContentError
 from foreroute.replay import masked_logprobs, masked_logprobs_of_logits
+from foreroute.replay import rows as uploads
 from foreroute.replay.sampling_masks import masked_entropy_of_logits
+from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.trace import DecisionStream
 
 VOCABULARY, WIDTH = 700, 12
@@ -48,7 +51,7 @@ def by_hidden(hidden, head, targets, masks, temperature=1.0):
 
 @pytest.fixture(params=[1 << 24, 2000, 1], ids=["one chunk", "chunks", "a row at a time"])
 def _chunks(request, monkeypatch):
-    monkeypatch.setattr("foreroute.replay.sampling_masks.CHUNK_NUMBERS", request.param)
+    monkeypatch.setattr("foreroute.replay.sampling_masks.BLOCK_NUMBERS", {"cpu": request.param})
 
 
 @pytest.mark.usefixtures("_chunks")
@@ -137,6 +140,54 @@ def test_what_cannot_be_computed_is_refused():
         masked_logprobs(hidden, head[:, :5], targets, masks)
     with pytest.raises(BatchMismatchError, match=r"expected \[R, V\]"):
         masked_logprobs_of_logits(hidden[0], targets, masks)
+
+
+@pytest.mark.parametrize("compute", [by_hidden, by_logits])
+def test_nothing_waits_for_the_device_and_sets_go_there_once(compute, monkeypatch):
+    moved, move = [], uploads.joined_to_device
+    monkeypatch.setattr(uploads, "joined_to_device", lambda parts, to: moved.append(to) or move(parts, to))
+    hidden, head, targets, masks = problem()
+    expected = compute(hidden, head, targets, masks)
+    expected.sum().backward()
+    with other_device() as device:
+        there = [each.detach().to(DEVICE).requires_grad_() for each in (hidden, head)]
+        tokens, numbers = targets.to(DEVICE), []
+        for size in (1 << 24, 300):
+            monkeypatch.setattr("foreroute.replay.sampling_masks.BLOCK_NUMBERS", {"cpu": size})
+            moved.clear()
+            device.reads.clear()
+            found = compute(*there, tokens, masks)
+            torch.autograd.grad(found.sum(), there, retain_graph=True)
+            assert not device.reads
+            numbers.append(len(moved))
+        found.sum().backward()
+        assert torch.allclose(found.values_here, expected, rtol=0, atol=1e-12)
+        assert torch.allclose(there[1].grad.values_here, head.grad, rtol=0, atol=1e-12)
+        assert numbers[0] == numbers[1] < 12, "each block or part of the head uploads its own"
+        tokens[3] = (tokens[3] + 1) % VOCABULARY
+        optimizer = torch.optim.SGD(there, lr=0.0)
+        compute(*there, tokens, masks)
+        tokens.zero_()  # what was given is remembered
+        with pytest.raises(BatchMismatchError, match="the mask of row 3 leaves out its token"):
+            optimizer.step()
+
+
+def test_no_copy_of_the_head_is_made_in_float32(monkeypatch):
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            made = func(*args, **kwargs or {})
+            if isinstance(made, torch.Tensor) and made.dtype == torch.float32:
+                largest = max(largest, made.numel())
+            return made
+
+    monkeypatch.setattr("foreroute.replay.sampling_masks.BLOCK_NUMBERS", {"cpu": 2000})
+    hidden, head, targets, masks = problem(dtype=torch.bfloat16)
+    with Sizes():
+        masked_logprobs(hidden, head, targets, masks).sum().backward()
+    assert largest < head.numel() / 2
 
 
 def test_products_are_in_float32_under_autocast():

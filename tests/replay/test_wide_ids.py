@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 import foreroute as fr
-from foreroute.replay import Policy, ReplayRows, TraceOnDevice
+from foreroute.replay import Policy, TraceOnDevice
 
 POLICY = Policy("native", "native", "native", telemetry=False)
 
@@ -16,10 +16,3 @@ def test_the_highest_experts_of_the_largest_models_are_replayed():
     trace = fr.RoutingTrace.from_sequences(spec, [[1, 2], [3]], [ids, np.full((1, 2, 2), -1)])
     rows = TraceOnDevice(trace, torch.device("cpu")).gather(torch.tensor([0, 1, -1, 2]), POLICY)
     assert rows.ids_LRK.transpose(0, 1).tolist() == [*ids, *[[[-1, -1]] * 2] * 2]
-
-
-def test_ids_that_a_rank_holds_come_whole_too():
-    ids_LRK = torch.tensor([[[32_767, 32_768], [65_534, 0]]], dtype=torch.int32).to(torch.uint16)
-    every = np.ones(2, np.bool_)
-    rows = ReplayRows.from_host(ids_LRK, every, every, every, torch.device("cpu"), 65_535)
-    assert rows.ids_LRK.tolist() == [[[32_767, 32_768], [65_534, 0]]]

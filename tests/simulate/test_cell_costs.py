@@ -86,7 +86,7 @@ def test_replicas_take_the_paths_of_the_executors_schedule(paths):
     for rank in range(8):
         schedule = ExecutionSchedule(found, counts, rank, paths=paths)
         for c in np.ndindex(2, 3):
-            moves = schedule.cell(*c).served
+            moves = schedule.cell(*c).hosted
             executed[(*c, rank)], served[(*c, rank)] = moves["by_host"].sum(), len(moves)
             near[(*c, rank)] = (moves["peer"] // 4 == rank // 4).sum()
     assert np.array_equal(by_host, executed)

@@ -41,6 +41,7 @@ COSTS = CostModel(
     # transfers that cost next to nothing, so that none is left out
     model=replace(MODELS["qwen3-30b-a3b"], num_experts=16, top_k=2),
     hardware=replace(HARDWARE["h100"], links=Links(1e15, 1e15, 1e15, 1e-9, 1e-9)),
+    paths="host",
 )
 
 
@@ -89,7 +90,7 @@ def execute(rank):
     for name in ROWS:
         step_plan, loss = planned(counts_MLGE, name, home_LE), 0.0
         routed.move_homes(step_plan.home_LE)
-        routed.use(TransferOptions())
+        routed.use(TransferOptions(paths="host"))
         with routed.execute(step_plan, counts_MLGE, traces) as execution:
             for batch, trace in zip(batches, traces, strict=True):
                 with routed.replay(trace):
@@ -154,9 +155,9 @@ def test_a_plan_for_what_the_executor_lacks_is_warned_of(monkeypatch):
     counts = np.ones((1, 1, RANKS, 16), np.int64)
     across = plan(counts, Topology(RANKS, 2, 1, COSTS.hardware.links))
     with pytest.warns(UserWarning, match="the plan asks for expert-parallel ranks on several nodes, which no test"):
-        warn_of_lacks(across, "hf")
+        warn_of_lacks(across, "hf", "direct")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warn_of_lacks(planned(counts, "ours", None), "hf")
+        warn_of_lacks(planned(counts, "ours", None), "hf", COSTS.paths)
         monkeypatch.setitem(EXECUTES, "hf", EXECUTES["hf"] | {Ability.NODES})
-        warn_of_lacks(across, "hf")
+        warn_of_lacks(across, "hf", "direct")

@@ -72,7 +72,7 @@ def test_a_step_costs_what_its_slowest_rank_costs_by_hand(ranks, counts_MLGE, as
 
 def test_bound_by_transfers_a_recompute_takes_what_its_copies_take():
     """Every cell fetches one replica into rank 0, over a host link so slow that all else is hidden behind it."""
-    config = small_config(links={"host_bytes_per_s": 1e6}, methods=["ours"])
+    config = small_config(links={"host_bytes_per_s": 1e6}, methods=["ours"], costs={"paths": "host"})
     step, cluster = first_step(config)
     at_home = all_at_home(step)
     replica = {name: np.array([value], np.int16) for name, value in (("expert_R", 7), ("rank_R", 0), ("slot_R", 0))}

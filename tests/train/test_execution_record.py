@@ -48,7 +48,7 @@ def metered_steps(rank, config, count):
 
 @contextmanager
 def metering(meters):
-    exchange_rows, begin, row = ForerouteEP._exchange, PeerGroup.begin, HostMemory.row
+    exchange_rows, post, expert = ForerouteEP._exchange, PeerGroup.post, HostMemory.expert
     make_plan = experts.planner.plan_and_why
 
     def seen_rows(self, *given):
@@ -57,13 +57,12 @@ def metering(meters):
         return arrived
 
     def seen_messages(self, sends, receives, what):
-        receives = list(receives)
-        meters.add(what.split()[0], sum(message.tensor.nbytes for message in receives))
-        return begin(self, sends, receives, what)
+        meters.add(what.split()[0], sum(tensor.nbytes for _, _, tensor in receives))
+        return post(self, sends, receives, what)
 
-    def seen_row(self, *args):
-        found = row(self, *args)
-        meters.add("host", found.nbytes)
+    def seen_expert(self, *args):
+        found = expert(self, *args)
+        meters.add("host", sum(tensor.nbytes for tensor in found.values()))
         return found
 
     def seen_plan(counts_MLGE, *given, **options):
@@ -74,8 +73,8 @@ def metering(meters):
     with ExitStack() as stack:
         for place, name, seen in (
             (ForerouteEP, "_exchange", seen_rows),
-            (PeerGroup, "begin", seen_messages),
-            (HostMemory, "row", seen_row),
+            (PeerGroup, "post", seen_messages),
+            (HostMemory, "expert", seen_expert),
             (experts.planner, "plan_and_why", seen_plan),
         ):
             stack.enter_context(mock.patch.object(place, name, seen))

@@ -108,7 +108,8 @@ class ServedModel:
             vocabulary_size, positions = _read_sizes(found.config)
             return cls(found.spec, writer, vocabulary_size, found.indexers, positions)
         stated = parse_json(read_text(path, ConfigError, most_bytes=MOST_JSON_BYTES), ConfigError, name=str(path))
-        for name in ("thinker_config", "text_config"):  # where a model of images or sound keeps its decoder
+        # where a model of images or sound keeps its decoder
+        for name in ("thinker_config", "text_config"):
             stated = stated.get(name, stated) if isinstance(stated, dict) else stated
         if not isinstance(stated, dict):
             raise ConfigError(f"{path} holds {type(stated).__name__}, not an object; expected a configuration")
@@ -169,28 +170,22 @@ class FolderWriter:
                 if (self._source / name).is_file():
                     shutil.copyfile(self._source / name, folder / name)
             if weights is None:
-                self._link(folder)
-            else:
-                self._require_all(_write_shards(folder, weights))
+                if not self._files:
+                    raise ConfigError(
+                        f"{self._source} has no weights in safetensors, so that no engine can be started on it; name "
+                        "the folder of a whole checkpoint"
+                    )
+                # linked, since a copy of a large checkpoint takes minutes and its room once more
+                for path in [*self._files, *self._source.glob(INDEX)]:
+                    (folder / path.name).symlink_to(path.resolve())
+            # an engine keeps the old value of a weight that a checkpoint lacks, without an error
+            elif missing := self._names - _write_shards(folder, weights):
+                raise ConfigError(
+                    f"{len(missing)} of the {len(self._names)} weights of {self._source} were not given, such as "
+                    f"{min(missing)!r}; an engine would keep their old values. Convert the trainer's names to the "
+                    "checkpoint's first"
+                )
         return folder
-
-    def _link(self, folder: Path) -> None:
-        if not self._files:
-            raise ConfigError(
-                f"{self._source} has no weights in safetensors, so that no engine can be started on it; name the "
-                "folder of a whole checkpoint"
-            )
-        for path in [*self._files, *self._source.glob(INDEX)]:
-            (folder / path.name).symlink_to(path.resolve())
-
-    def _require_all(self, written: set[str]) -> None:
-        # an engine keeps the old value of a weight that a checkpoint lacks, without an error
-        if missing := self._names - written:
-            raise ConfigError(
-                f"{len(missing)} of the {len(self._names)} weights of {self._source} were not handed over, such as "
-                f"{min(missing)!r}; an engine would keep their old values. Convert the trainer's names to the "
-                "checkpoint's first"
-            )
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -263,7 +258,7 @@ def _write_shards(folder: Path, weights: Weights) -> set[str]:
 
     for name, tensor in whole_weights(weights):
         if name in file_of or name in shard:
-            raise ConfigError(f"the weight {name!r} was handed over twice; expected each once")
+            raise ConfigError(f"the weight {name!r} was given twice; expected each once")
         if shard and size + tensor.nbytes > SHARD_BYTES:
             flush()
             size = 0
@@ -272,7 +267,7 @@ def _write_shards(folder: Path, weights: Weights) -> set[str]:
         size, total = size + tensor.nbytes, total + tensor.nbytes
     flush()
     if not file_of:
-        raise ConfigError("no weights were handed over; a generator of weights can be used once")
+        raise ConfigError("no weights were given; a generator of weights can be used once")
     if len(files := set(file_of.values())) == 1:
         (folder / files.pop()).rename(folder / "model.safetensors")
     else:

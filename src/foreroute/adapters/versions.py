@@ -71,7 +71,7 @@ def _require_installed(package: str) -> None:
 
 
 def _require(name: str, found: str, error: type[AttachError | EngineError]) -> None:
-    """Refuse a version that is known not to work, and warn of one that nobody has tried."""
+    """Refuse a version that is known not to work, and warn of one that is newer than all that were tested."""
     peer, version = PEERS[name], _release(found)
     if version is None:
         warnings.warn(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .attaching import attach
     from .routed import LayerReport, Routed, TensorRecording
 
-_LAZY = {"attach": ".attaching", "LayerReport": ".routed", "TensorRecording": ".routed", "Routed": ".routed"}
+_LAZY = {"attach": ".attaching"} | dict.fromkeys(("LayerReport", "Routed", "TensorRecording"), ".routed")
 
 __all__ = ["AttachError", "ForerouteError", "LayerReport", "ReplayError", "Routed", "TensorRecording", "attach"]
 

@@ -6,10 +6,10 @@ used next: a forward along a key-value cache, and one along a cache whose rows w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,18 @@ from . import recompute
 from .caches import named_cache
 from .errors import AttachError, ReplayError
 from .find import PROBE_TOKENS, find_routers, first_tensor, hidden, probe, probe_tokens, run_probe
-from .handed_on import hands_on, tensors_of
 from .hooks import SelectingRouter, is_hooked, overridden
-from .routed import Routed, TrunkHooks
+from .output_check import holds_ids, tensors_of
+from .routed import Routed
+from .trunk import TrunkHooks
 from .untouched import untouched
 
 NO_CACHES = (Tensor, tuple, list, dict, str, int, float, type(None))
 """What a model returns beside its cache: losses, states of layers, names."""
+
+
+Hooks = TypeVar("Hooks", bound=TrunkHooks)
+Finished = TypeVar("Finished")
 
 
 def attach(model: nn.Module) -> Routed:
@@ -40,13 +45,28 @@ def attach(model: nn.Module) -> Routed:
             says which router and why.
         ReplayError: when this release of torch keeps what activation checkpoints run again in an unknown place.
     """
+    return attach_by(model, TrunkHooks, Routed)
+
+
+def attach_by(
+    model: nn.Module,
+    make_hooks: Callable[[nn.Module, nn.Module, list[SelectingRouter]], Hooks],
+    finish: Callable[[Hooks], Finished],
+) -> Finished:
+    """Find the routers of a model, prove replay on it, and hand its hooks to the framework that it is of.
+
+    Args:
+        model: as of `attach`, whose errors are raised.
+        make_hooks: given the model, its trunk, and its routers in the order in which they run.
+        finish: makes what `attach` returns; further checks may run the model here, which is then left as it was.
+    """
     require_attachable(model)
     candidates = find_routers(model)
     with untouched(model):
-        seen = probe(model, candidates)
-        hooks = TrunkHooks(model, seen.trunk_of(seen.routers), seen.routers)
-        self_check(Routed(model, hooks))
-    return Routed(model, hooks)
+        trunk, routers = probe(model, candidates)
+        hooks = make_hooks(model, trunk, routers)
+        self_check(hooks)
+        return finish(hooks)
 
 
 def require_attachable(model: object) -> None:
@@ -60,52 +80,48 @@ def require_attachable(model: object) -> None:
     recompute.prove()
 
 
-def self_check(routed: Routed) -> None:
-    """Run the model three times: as it is, on its own routes, and on other routes.
+def self_check(hooks: TrunkHooks) -> None:
+    """Run the model three times: as it is, on its native routes, and on other routes.
 
-    Replay must be invisible on a model's own routes and obeyed on others. The check looks at what the routers hand on
-    and at what the experts are handed, not at what we put in. It sees a selection that is not obeyed, a gate weight
-    taken from scores that were zeroed outside the router's own choice, and experts that are fed by a router which was
-    not found.
+    Replay must be invisible on native routes and obeyed on others. The check looks at what the routers return and at
+    what the experts are given, not at what we put in. It sees a selection that is not obeyed, a gate weight taken from
+    scores that were zeroed outside the native picks, and experts that are fed by a router which was not found.
 
     Raises:
         AttachError: when replay changes what it should not, or does not change what it should.
     """
+    routed = Routed(hooks)
     try:
-        own = _check_own_routes(routed)
-        if any(router.top_k < router.num_experts for router in routed.hooks.routers):
-            _check_other_routes(routed, _others(routed.hooks, own))
+        native_BTLK = _check_native_routes(routed)
+        if any(router.top_k < router.num_experts for router in hooks.routers):
+            _check_other_routes(routed, _other_routes(hooks, native_BTLK))
     except ReplayError as error:
         raise AttachError(f"self-check failed: {error}") from error
 
 
-def _check_own_routes(routed: Routed) -> Tensor:
-    native, own, use_cache = _record_with_cache(routed)
-    if bool(routed.rows(own).faults.any()):
+def _check_native_routes(routed: Routed) -> Tensor:
+    output, native_BTLK, use_cache = _record_with_cache(routed)
+    if bool(routed.rows(native_BTLK).faults.any()):
         raise AttachError(
             f"the routers of {type(routed.hooks.trunk).__name__} do not make K different picks of E experts"
         )
     run = partial(run_probe, routed.model, use_cache=use_cache)
-    with routed.replay(own), routed.record() as recording:
+    with routed.replay(native_BTLK), routed.record() as recording:
         replayed = first_tensor(run())
-    same_routes = torch.equal(recording.ids()[0], own)
+    same_routes = torch.equal(recording.ids()[0], native_BTLK)
     # an output that differs from itself (noise, atomics on a GPU) cannot be compared bit by bit; routes still can
-    if not same_routes or not (torch.equal(native, replayed) or not torch.equal(native, first_tensor(run()))):
+    if not same_routes or not (torch.equal(output, replayed) or not torch.equal(output, first_tensor(run()))):
         raise AttachError(
             f"self-check failed: replaying the model's own routes changed its output by up to "
-            f"{(native - replayed).abs().max().item():.3g}; this family needs an adapter of its own"
+            f"{(output - replayed).abs().max().item():.3g}; this family needs an adapter of its own"
         )
-    return own
+    return native_BTLK
 
 
 def _record_with_cache(routed: Routed) -> tuple[Tensor, Tensor, bool]:
-    """Record a forward, and one that continues its key-value cache, as rollouts do.
+    """Record a forward, and one that continues its key-value cache, as rollouts do: the two must be one sequence.
 
-    Returns:
-        the output of the first; its routes [1, T, L, K]; and whether the model uses a cache.
-
-    Raises:
-        AttachError: when the two are not recorded as one sequence, or a reordered cache as that of beams is not seen.
+    Returns the output of the first, its routes [1, T, L, K], and whether the model uses a cache.
     """
     try:
         return *_record_rollout(routed, use_cache=True), True
@@ -141,11 +157,7 @@ def _record_rollout(routed: Routed, *, use_cache: bool) -> tuple[Tensor, Tensor]
 
 
 def _roll_out(model: nn.Module, *, use_cache: bool) -> tuple[Any, dict[str, Any]]:
-    """Run the probe, and one more token along its cache; what the first returned, and what the other was given.
-
-    Raises:
-        AttachError: when something that is no cache stands where one is expected.
-    """
+    """Run the probe, and one more token along its cache; give what the first returned, and what the other was given."""
     output = run_probe(model, use_cache=use_cache)
     kept = dict(output) if isinstance(output, dict) and use_cache else {}
     caches = named_cache(kept)
@@ -164,7 +176,7 @@ def _roll_out(model: nn.Module, *, use_cache: bool) -> tuple[Any, dict[str, Any]
 
 
 def _refuses_beams(model: nn.Module, given: dict[str, Any]) -> bool:
-    """Whether a forward in a recording is refused when the rows of its cache were reordered since the one before."""
+    """Try whether a forward is refused when the rows of its cache were reordered since the one before."""
     try:
         for cache in named_cache(given).values():
             cache.reorder_cache(torch.zeros(1, dtype=torch.int64, device=given["input_ids"].device))
@@ -177,28 +189,28 @@ def _refuses_beams(model: nn.Module, given: dict[str, Any]) -> bool:
     return False
 
 
-def _others(hooks: TrunkHooks, own_BTLK: Tensor) -> Tensor:
-    """Each id moved to the next real expert; those of a lookup stay."""
-    other = own_BTLK.clone()
+def _other_routes(hooks: TrunkHooks, native_BTLK: Tensor) -> Tensor:
+    """Move each id to the next real expert; those of a lookup stay."""
+    other = native_BTLK.clone()
     for layer, router in enumerate(hooks.routers):
         if not router.rule.is_lookup and router.top_k < router.num_experts:
             num_real = router.num_experts - router.rule.num_skip_classes
             # not in the narrow type of ids, which may lack E itself
-            other[:, :, layer, : router.top_k] = (own_BTLK[:, :, layer, : router.top_k].long() + 1) % num_real
+            other[:, :, layer, : router.top_k] = (native_BTLK[:, :, layer, : router.top_k].long() + 1) % num_real
     return other
 
 
 def _check_other_routes(routed: Routed, other_BTLK: Tensor) -> None:
-    handed_on: dict[SelectingRouter, Any] = {}
+    returned: dict[SelectingRouter, Any] = {}
 
-    def note(router: SelectingRouter, selecting: Any, *args: Any, **kwargs: Any) -> Any:
-        handed_on[router] = selecting(*args, **kwargs)
-        return handed_on[router]
+    def keep_output(router: SelectingRouter, selecting: Any, *args: Any, **kwargs: Any) -> Any:
+        returned[router] = selecting(*args, **kwargs)
+        return returned[router]
 
     with ExitStack() as stack:
         stack.enter_context(routed.replay(other_BTLK))
         for router in routed.hooks.routers:
-            stack.enter_context(overridden(*router.selecting, partial(note, router)))
+            stack.enter_context(overridden(*router.selecting, partial(keep_output, router)))
         experts = stack.enter_context(_ids_given_to_experts(routed.model))
         hidden(routed.model)
     forced: list[Tensor] = []
@@ -206,12 +218,12 @@ def _check_other_routes(routed: Routed, other_BTLK: Tensor) -> None:
         forced_NK = other_BTLK[0, :, layer, : router.top_k].long()
         forced.append(forced_NK.cpu())
         name = f"router {router.path} ({type(router.module).__name__})"
-        if not hands_on(handed_on[router], router, forced_NK, may_drop=False):
+        if not holds_ids(returned[router], router, forced_NK, may_drop=False):
             raise AttachError(
                 f"self-check failed: {name} was told to pick other experts and its selection was not obeyed; this "
                 "family needs an adapter of its own"
             )
-        if not _all_weighted(handed_on[router], forced_NK, router.num_experts):
+        if not _all_weighted(returned[router], forced_NK, router.num_experts):
             raise AttachError(
                 f"self-check failed: {name} gave weight zero, or none that is finite, to an expert that it was "
                 "told to pick, as if its scores had been masked first; this family needs an adapter of its own"
@@ -225,7 +237,7 @@ def _check_other_routes(routed: Routed, other_BTLK: Tensor) -> None:
 
 
 def _all_weighted(output: Any, forced_NK: Tensor, num_experts: int) -> bool:
-    """Whether no gate weight, where the router hands on one per pick, is zero or infinite."""
+    """Say whether no gate weight, where the router returns one per pick, is zero or infinite."""
     if forced_NK.shape[-1] == num_experts:
         return True
     weights = [part for part in tensors_of(output) if part.is_floating_point() and part.numel() == forced_NK.numel()]
@@ -234,10 +246,10 @@ def _all_weighted(output: Any, forced_NK: Tensor, num_experts: int) -> bool:
 
 @contextmanager
 def _ids_given_to_experts(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
-    """(path, int64 [R, K]) for every call of an experts module that takes ids."""
+    """Collect (path, int64 [R, K]) for every call of an experts module that takes ids."""
     given: list[tuple[str, Tensor]] = []
 
-    def note(path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def collect(path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given.extend(
             (path, value.detach().cpu().long())
             for value in [*args, *kwargs.values()]
@@ -247,5 +259,5 @@ def _ids_given_to_experts(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]
     with ExitStack() as stack:
         for path, module in model.named_modules():
             if type(module).__name__.endswith("Experts"):
-                stack.callback(module.register_forward_pre_hook(partial(note, path), with_kwargs=True).remove)
+                stack.callback(module.register_forward_pre_hook(partial(collect, path), with_kwargs=True).remove)
         yield given

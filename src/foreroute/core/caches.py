@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .errors import ReplayError
-from .marks import times_written
+from .tensor_ids import times_written
 
 CACHES = ("cache", "past_key_values")
 """What models call the argument that holds their cache: transformers from 5.24 on, and before."""
@@ -32,12 +32,12 @@ COUNTS = (torch.int32, torch.int64)
 
 
 class FollowedCache:
-    """The cache of one stack of layers, from forward to forward of a recording."""
+    """The cache of one model, from forward to forward of a recording."""
 
     def __init__(self) -> None:
         self._left: _Left | None = None
 
-    def run(self, cache: Any, forward: Callable[[], Any]) -> Any:
+    def run(self, cache: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a forward that is given this cache, or None. It may have been cut at its end.
 
         Raises:
@@ -49,11 +49,11 @@ class FollowedCache:
                 raise ReplayError(
                     f"a forward continues a key-value cache of {past} positions, which is not as the forward before it "
                     "left it, nor that without its end: its rows were reordered (as beams are), selected, repeated, "
-                    "written to or copied, or it is of another batch, so that what a router did for a row is not what "
-                    "it did for one sequence. Sample with num_beams=1, and record each batch in a session of its own; "
+                    "written to or copied, or it is of another batch, so that the recorded rows would mix sequences. "
+                    "Sample with num_beams=1, and record each batch in a session of its own; "
                     "or record one forward over the whole sequences"
                 )
-        result = forward()
+        result = forward(*args, **kwargs)
         made = result if isinstance(result, dict | tuple) else getattr(result, "__dict__", {})
         made = made.values() if isinstance(made, dict) else made
         self._left = _Left(cache if cache is not None else find_cache(made))
@@ -70,7 +70,7 @@ class _Left:
         self._views = list(map(_View, _tensors(cache)))
 
     def fits(self, cache: Any) -> bool:
-        """Whether this is it, or what is left of it when positions were cut off at its end."""
+        """Say whether this is it, or what is left of it when positions were cut off at its end."""
         tensors = _tensors(cache)
         if len(tensors) != len(self._views):
             return False
@@ -97,22 +97,19 @@ class _View:
         self._shape, self._begin = tensor.shape, tensor.storage_offset()
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Whether a tensor shows the same memory, by the same strides, to which nobody has written since."""
+        """Say whether a tensor shows the same memory, by the same strides, to which nobody has written since."""
         return self._memory == _memory_of(tensor)
 
     def has_shape(self, tensor: Tensor) -> bool:
-        """Whether it shows the same part."""
         return (self._shape, self._begin) == (tensor.shape, tensor.storage_offset())
 
     def holds(self, num: int) -> bool:
-        """Whether it has as many positions, where keys and values have theirs."""
+        """Say whether it has as many positions, where keys and values have theirs."""
         return self._shape[-2:-1] == (num,)
 
     def has_shape_without(self, tensor: Tensor, num_cut: int) -> bool:
-        """Whether it shows all but `num_cut` positions at the end, and some at the beginning of a sliding window.
-
-        Positions are along one axis, which is not the first.
-        """
+        """Say whether a tensor shows all but `num_cut` positions at the end, and some at the beginning of a window."""
+        # positions are along one axis, which is not the first: that has sequences
         changed = [axis for axis, num in enumerate(tensor.shape) if num != self._shape[axis]]
         if len(changed) != 1 or not changed[0]:
             return False
@@ -127,21 +124,17 @@ def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _is_count(tensor: Tensor) -> bool:
-    """Whether it is that in which a static cache counts its positions."""
+    """Say whether a static cache counts its positions in it."""
     return tensor.dtype in COUNTS and not tensor.ndim
 
 
 def find_cache(values: Iterable[Any]) -> Any:
-    """The key-value cache among the arguments or outputs of a forward, whatever its name; None where there is none."""
+    """Find the key-value cache among the arguments or outputs of a forward, whatever its name; None without one."""
     return next((value for value in values if hasattr(value, "get_seq_length")), None)
 
 
 def given_cache(given: Mapping[str, Any], error: type[Exception]) -> Any:
-    """The key-value cache among named arguments; None where there is none.
-
-    Raises:
-        error: for what stands in its place and is none.
-    """
+    """Find the key-value cache among named arguments. Raises `error` for what stands in its place and is none."""
     cache = find_cache(given.values())
     for name in CACHES if cache is None else ():
         if given.get(name) is not None:
@@ -153,12 +146,12 @@ def given_cache(given: Mapping[str, Any], error: type[Exception]) -> Any:
 
 
 def named_cache(output: Mapping[str, Any]) -> dict[str, Any]:
-    """The key-value cache in an output, by the name that the next forward takes it by; empty where there is none."""
+    """Find the key-value cache in an output, by the name that the next forward takes it by; empty without one."""
     return {name: value for name, value in output.items() if hasattr(value, "get_seq_length")}
 
 
 def _tensors(part: Any) -> list[Tensor]:
-    """Those of a cache of any class: of its layers, of the caches that it is made of."""
+    """Collect the tensors of a cache of any class: of its layers, of the caches that it is made of."""
     if isinstance(part, Tensor):
         return [part]
     if isinstance(part, dict):

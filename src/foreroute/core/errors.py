@@ -9,11 +9,7 @@ HIDDEN = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
 
 
 def printable(text: object) -> str:
-    r"""`text` as a string that a terminal shows and does not obey.
-
-    Control characters other than a line feed, marks that change the direction of text, and bytes of a file name that
-    are not UTF-8 are escaped as Python writes them: `\x1b`, `\u202e`, `\udcff`.
-    """
+    r"""Escape what a terminal would obey as Python writes it: `\x1b`, `\u202e`, `\udcff`. Line feeds stay."""
     import unicodedata
 
     lines = str(text).split("\n")
@@ -32,7 +28,6 @@ class ForerouteError(Exception):
     """Base of the tree."""
 
     def __str__(self) -> str:
-        """The message, `printable`."""
         return printable(super().__str__())
 
 

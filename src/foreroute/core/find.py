@@ -32,7 +32,7 @@ PROBE_TOKENS = 8
 
 
 def find_routers(model: nn.Module) -> list[SelectingRouter]:
-    """Every module that may be a router, in the order of the modules.
+    """Find every module that may be a router, in the order of the modules.
 
     Raises:
         AttachError: when there is none, or one that is known not to be replayable, with the reason.
@@ -67,50 +67,32 @@ def _candidate(model: nn.Module, path: str, module: nn.Module) -> SelectingRoute
 
 
 def _layer_path(router: SelectingRouter) -> str:
-    """The dotted name of the numbered layer that a router is in."""
+    """Name the numbered layer that a router is in."""
     parts = router.path.split(".")
     number = next((place for place, part in enumerate(parts) if part.isdigit()), len(parts) - 1)
     return ".".join(parts[: number + 1])
 
 
 def _layer_name(router: SelectingRouter) -> tuple[str, bool]:
-    """The same, and whether the router is in the attention block, which counts as a layer of its own."""
+    """Name its layer, and say whether it is in the attention block, which counts as a layer of its own."""
     return _layer_path(router), bool(ATTENTION.search(router.path))
 
 
 def _may_be_another_gate(router: SelectingRouter) -> bool:
-    """Whether the class name alone does not say that this is a router: forget gates and the like."""
+    """Say whether the class name alone does not tell that this is a router: forget gates and the like."""
     return bool(PERHAPS_A_ROUTER.search(type(router.module).__name__))
 
 
-class Probe(NamedTuple):
-    """What one forward showed.
+class Found(NamedTuple):
+    """What one forward showed."""
 
-    Attributes:
-        routers: that selected, in the order in which they did.
-        given_tokens: modules that were handed tokens, outermost first.
-    """
-
-    routers: list[SelectingRouter]
-    given_tokens: list[nn.Module]
-
-    def trunk_of(self, routers: Sequence[SelectingRouter]) -> nn.Module:
-        """The innermost module that was handed the tokens and contains these routers; its forward is one pass.
-
-        Raises:
-            AttachError: when there is none.
-        """
-        for module in reversed(self.given_tokens):
-            inside = set(module.modules())
-            if all(router.selecting[0] in inside for router in routers):
-                return module
-        raise AttachError(
-            f"no module that contains the routers ({routers[0].path}, ...) takes input_ids; attach the part of the "
-            "model that is given the tokens"
-        )
+    trunk: (
+        nn.Module
+    )  # the innermost module that was handed the tokens and contains the routers; its forward is one pass
+    routers: list[SelectingRouter]  # that selected, in the order in which they did
 
 
-def probe(model: nn.Module, candidates: list[SelectingRouter]) -> Probe:
+def probe(model: nn.Module, candidates: list[SelectingRouter]) -> Found:
     """Run the model on a few tokens and watch the candidates, each of which then knows E, K and its final top-k.
 
     Candidates that do not run on text alone (vision experts beside text experts, vision towers) are left out; so are
@@ -118,7 +100,7 @@ def probe(model: nn.Module, candidates: list[SelectingRouter]) -> Probe:
 
     Raises:
         AttachError: when the forward fails, no router runs, a router runs without selecting, for several layers or not
-            row by row, or a layer runs past its router.
+            row by row, a layer runs past its router, or no module around the routers is handed tokens.
     """
     seen: dict[SelectingRouter, list[Selection]] = {}
     given_tokens: list[nn.Module] = []
@@ -160,7 +142,18 @@ def probe(model: nn.Module, candidates: list[SelectingRouter]) -> Probe:
             )
         router.num_experts, router.top_k = final.scores_RE.shape[-1], final.ids_RK.shape[-1]
         router.final = len(seen[router]) - 1
-    return Probe(routers, given_tokens)
+    return Found(_trunk_of(given_tokens, routers), routers)
+
+
+def _trunk_of(given_tokens: Sequence[nn.Module], routers: Sequence[SelectingRouter]) -> nn.Module:
+    for module in reversed(given_tokens):  # outermost first
+        inside = set(module.modules())
+        if all(router.selecting[0] in inside for router in routers):
+            return module
+    raise AttachError(
+        f"no module that contains the routers ({routers[0].path}, ...) takes input_ids; attach the part of the "
+        "model that is given the tokens"
+    )
 
 
 def _selected_twice(model: nn.Module, router: SelectingRouter) -> str:
@@ -194,19 +187,19 @@ def _note_entry(entered: set[str], path: str, *_: Any) -> None:
 
 
 def hidden(model: nn.Module, num_tokens: int = PROBE_TOKENS) -> Tensor:
-    """The first output of a forward on the probe's tokens, with the same random numbers every time."""
+    """Give the first output of a forward on the probe's tokens, with the same random numbers every time."""
     return first_tensor(run_probe(model, num_tokens))
 
 
 def first_tensor(output: Any) -> Tensor:
-    """The first of what a model returned that is one: logits or hidden states, and no cache."""
+    """Give logits or hidden states of what a model returned, and no cache."""
     values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else [output]
     found: Tensor = next(value for value in values if isinstance(value, Tensor))
     return found
 
 
 def run_probe(model: nn.Module, num_tokens: int = PROBE_TOKENS, *, use_cache: bool = False) -> Any:
-    """What a forward on the probe's tokens returns, with the same random numbers every time."""
+    """Run a forward on the probe's tokens, with the same random numbers every time."""
     torch.manual_seed(0)
     takes = inspect.signature(model.forward).parameters
     may_cache = "use_cache" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
@@ -216,7 +209,7 @@ def run_probe(model: nn.Module, num_tokens: int = PROBE_TOKENS, *, use_cache: bo
 
 
 def probe_tokens(model: nn.Module, num_tokens: int = PROBE_TOKENS) -> Tensor:
-    """int64 [1, `num_tokens`] on the device of the model's embedding; on the host where accelerate offloaded that."""
+    """Make int64 [1, `num_tokens`] on the device of the embedding; on the host where accelerate offloaded that."""
     embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
     weight: Tensor = embedding.weight  # type: ignore[assignment]
     offloaded = weight.is_meta and hasattr(embedding, "_hf_hook")  # which takes tokens from anywhere
@@ -243,7 +236,7 @@ def _forward_once(model: nn.Module) -> None:
 
 
 def _common_ancestors(model: nn.Module, routers: list[SelectingRouter]) -> list[nn.Module]:
-    """Modules around at least one router, outermost first; those around all are found once it is known which run."""
+    """Give the modules around at least one router, outermost first: which of them run is not known yet."""
     paths = {"": model}
     for router in routers:
         parts = router.path.split(".")

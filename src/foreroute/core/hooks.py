@@ -1,10 +1,9 @@
 """Standing between a model and its routers while a session is open, and nowhere near it otherwise.
 
-What a router does is decided by the pass on top of a per-model stack. A pass is pushed when the forward of the trunk
-begins and popped when it ends, so two threads that run one model would take each other's routes: the second is refused
-by the names of both, and the first goes on. A recomputation pushes the pass that it repeats once more, so that a
-backward may run after the session has closed, or between the forwards of other micro-batches, and still sees its own
-rows.
+What a router does is decided by the pass that is under way. A pass begins and ends with the forward of the trunk, so
+two threads that run one model would take each other's routes: the second is refused by the names of both, and the first
+goes on. A recomputation lets the pass that it repeats decide once more, so that a backward may run after the session
+has closed, or between the forwards of other micro-batches, and still sees its own rows.
 
 A framework derives its hooks from `ModelHooks` and says three things: which routers there are, what the arguments of a
 forward mean, and how one router is forced or watched (`SelectionHook.select`). Instances of modules are changed, never
@@ -13,22 +12,32 @@ classes, so that other models do not notice.
 
 from __future__ import annotations
 
+import sys
 import threading
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
-from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as every_module
 
+from .deferred_checks import DeferredChecks
 from .errors import ReplayError
-from .handed_on import HandedOn
-from .passes import ForwardArgs, Listener, OneThread, Pass, PassStack, Rows, Watch, signed_dtype
+from .output_check import OutputCheck
+from .passes import (
+    ForwardArgs,
+    Interceptor,
+    Pass,
+    PassStack,
+    RecordOptions,
+    Rows,
+    ThreadGuard,
+    signed_dtype,
+    to_device,
+)
 from .recompute import bind
 from .selection import LayerPass, SelectionRule
 
@@ -36,6 +45,8 @@ ATTACHED_TWICE = (
     "this model was attached twice, and a session of the other is open; attach it once, and record and replay by what "
     "attach() returned"
 )
+UNCOPYABLE = "__deepcopy__", "__reduce_ex__"
+"""What `copy.deepcopy` and `pickle` ask an instance for: the hooks of a copy would run the original."""
 
 
 @contextmanager
@@ -65,16 +76,12 @@ def overridden(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> Ite
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a session is open on this trunk or router."""
+    """Say whether a session is open on this trunk or router."""
     return module.__dict__.get("__deepcopy__") is _refuse_copy
 
 
 def _refuse_copy(memo_or_protocol: object) -> nn.Module:
     raise ReplayError("the model cannot be copied inside a record() or replay() session; copy it before or after")
-
-
-UNCOPYABLE = "__deepcopy__", "__reduce_ex__"
-"""What `copy.deepcopy` and `pickle` ask an instance for: the hooks of a copy would run the original."""
 
 
 class SelectionHook(ABC):
@@ -83,20 +90,15 @@ class SelectionHook(ABC):
     Args:
         path: dotted name inside the chunk.
         selecting: the module and the name of its method in which the selection is made.
-
-    Attributes:
-        noun: what it is, for messages.
-        now: what it does in the pass on top; None outside of any.
-        is_replaced: whether the method is another than when the model was attached.
     """
 
-    noun: ClassVar[str]
+    noun: ClassVar[str]  # what it is, for messages
 
     def __init__(self, path: str, selecting: tuple[nn.Module, str]) -> None:
         self.path = path
         self.selecting = selecting
-        self.now: Any = None
-        self.is_replaced = False
+        self.now: Any = None  # what it does in the pass that is under way
+        self.is_replaced = False  # whether the method is another than when the model was attached
         self._attached = selecting[0].__dict__.get(selecting[1])
 
     def installed(self, run: Callable[..., Any]) -> AbstractContextManager[None]:
@@ -111,17 +113,7 @@ class SelectionHook(ABC):
 
 
 class RouterHook(SelectionHook):
-    """A router, whose `select` hands what it does to a `LayerPass`.
-
-    Args:
-        path: dotted name inside the chunk.
-        selecting: the module and the name of its method in which the selection is made.
-        num_experts: E.
-        top_k: its number of picks.
-
-    Attributes:
-        read_back: the ids in what it hands on, [R, K] in ascending order, where they are not there as they are.
-    """
+    """A router of E experts with K picks, whose `select` hands what it does to a `LayerPass`."""
 
     noun = "router"
     now: LayerPass | None
@@ -130,28 +122,18 @@ class RouterHook(SelectionHook):
         super().__init__(path, selecting)
         self.num_experts = num_experts
         self.top_k = top_k
+        # reads ids [R, K] in ascending order from what it returns, where they are not there as they are
         self.read_back: Callable[[Any], Tensor] | None = None
 
 
 class SelectingRouter(RouterHook):
-    """A router whose selection is seen in its own forward, and has been seen there once (`find.probe`).
-
-    Args:
-        path: dotted name inside the model.
-        module: the router.
-        selecting: the module and the name of its method in which the selection is made.
-        rule: how it selects.
-
-    Attributes:
-        num_experts, top_k: E and K; 0 before the probe.
-        final: which top-k of its forward is its selection; 0 before the probe.
-    """
+    """A router whose selection is seen in its own forward, and has been seen there once (`find.probe`)."""
 
     def __init__(self, path: str, module: nn.Module, selecting: tuple[nn.Module, str], rule: SelectionRule) -> None:
-        super().__init__(path, selecting, num_experts=0, top_k=0)
+        super().__init__(path, selecting, num_experts=0, top_k=0)  # the probe tells E and K
         self.module = module
         self.rule = rule
-        self.final = 0
+        self.final = 0  # which top-k of its forward is its selection
         self.read_back = rule.read_back
 
     def select(self, now: LayerPass, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -170,8 +152,30 @@ class SelectingRouter(RouterHook):
             )
         if now.scores_into is not None:
             seen = mode.seen[-1]
-            now.keep_scores(seen.scores_RE, seen.own_RK, by_probability=seen.by_probability)
+            now.keep_scores(seen.scores_RE, seen.native_RK, by_probability=seen.by_probability)
         return result
+
+
+class _Shared:
+    """A context that the first of its users enters and the last one leaves."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.num_users = 0
+        self._make = make
+        self._entered: AbstractContextManager[Any] | None = None
+
+    def enter(self) -> None:
+        if not self.num_users:
+            entered = self._make()
+            entered.__enter__()
+            self._entered = entered
+        self.num_users += 1
+
+    def leave(self) -> None:
+        self.num_users -= 1
+        if not self.num_users and self._entered is not None:
+            entered, self._entered = self._entered, None
+            entered.__exit__(None, None, None)
 
 
 class ModelHooks(ABC):
@@ -181,14 +185,12 @@ class ModelHooks(ABC):
         chunk: which chunk of its rank this is.
         trunk: the module whose forward is one pass.
         routers: in layer order. Where there are none, its passes replay nothing.
-        hooked: the modules that must not be copied while hooks are in place.
         others: other modules that select, where the framework can record and replay them.
 
     Attributes:
-        watch: what any listener wants.
+        options: what any interceptor wants of passes.
+        checks: what devices are asked about passes.
         id_dtype: of ids on the device, signed.
-        awaits_backward: whether a forward of the session replayed routes with gradients, so that a backward follows.
-        left_behind: what is wrong with the model at the end of a session.
     """
 
     def __init__(
@@ -196,7 +198,6 @@ class ModelHooks(ABC):
         chunk: int,
         trunk: nn.Module,
         routers: Sequence[RouterHook],
-        hooked: Sequence[nn.Module],
         others: Sequence[SelectionHook] = (),
     ) -> None:
         self.chunk = chunk
@@ -205,142 +206,127 @@ class ModelHooks(ABC):
         self.others = others
         self.every: list[SelectionHook] = [*routers, *others]
         self.id_dtype = signed_dtype(max((router.num_experts for router in routers), default=0))
-        self.watch = Watch()
-        self.awaits_backward = False
-        self.left_behind: list[str] = []
+        self.options = RecordOptions()
+        self.checks = DeferredChecks()
+        self.awaits_backward = False  # whether the session replayed routes with gradients, so that a backward follows
+        self.left_behind: list[str] = []  # what is wrong with the model at the end of a session
         self.passes = PassStack(self.every)
-        self.sessions = OneThread("has a record() or replay() session open on it")
-        self.listeners: list[Listener] = []
-        self._handed_on: HandedOn | None = None
-        self._hooked = hooked
+        self.sessions = ThreadGuard("has a record() or replay() session open on it")
+        self.interceptors: list[Interceptor] = []
+        self._output_check: OutputCheck | None = None
         self._picks = [(router.path, router.top_k) for router in routers]
-        self._users: Counter[Any] = Counter()
-        self._installed: dict[Any, AbstractContextManager[None]] = {}
-        self._lock = threading.RLock()  # backwards of other threads recompute while sessions open and close
-
-    def __getstate__(self) -> dict[str, Any]:
-        """All but the lock: of a copy, whose modules are copies too."""
-        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ |= state
-        self._lock = threading.RLock()
+        self._modules = list({trunk: None} | {hook.selecting[0]: None for hook in self.every})
+        self._on_trunk = _Shared(self._trunk_hooked)
+        self._on_modules = {hook: _Shared(partial(self._hooked, hook)) for hook in self.every}
 
     @abstractmethod
+    def read_args(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardArgs:
+        """Read what a call of the trunk says about its batch. Raises for what cannot be recorded or replayed."""
+
     def session_contexts(self) -> Iterable[AbstractContextManager[Any]]:
-        """What is open while a session is, routers aside: the forward of the trunk `overridden` by `run_pass`."""
+        """What is open while a session is, routers aside."""
+        return [overridden(self.trunk, "forward", self.run_trunk)]
 
     def open_others(self, current: Pass) -> Sequence[tuple[Any, Any]]:
         """What each of the other modules does in a pass, and in its recomputation; says whether they must."""
         return ()
 
     @contextmanager
-    def listening(self, listener: Listener) -> Iterator[None]:
-        """Keep the hooks in place, and `listener` informed, while the context is open.
+    def listening(self, *interceptors: Interceptor) -> Iterator[None]:
+        """Keep hooks in place, and these at both ends of every pass, while the context is open.
 
         Raises:
             ReplayError: when another thread has a session open, or this model was attached once more and that has; at
-                the end, when a forward replaced a parameter.
+                the end, when a forward replaced a parameter, and as `DeferredChecks.close`.
         """
-        with self.sessions.held("opens a session on a model"), self.hooked([self, *self.every]):
-            self.listeners.append(listener)
-            self._heed_listeners()
+        with self.sessions.held("opens a session on a model"), self._used(self._on_trunk, *self._on_modules.values()):
+            self._set_interceptors([*self.interceptors, *interceptors])
             try:
                 yield
             finally:
-                self.listeners.remove(listener)
-                self._heed_listeners()
-                handed_on = self._handed_on
-                if handed_on is not None and not self.listeners:
-                    self._handed_on = None
-                    handed_on.remove()
-        if handed_on is not None and not self.listeners:
-            handed_on.checks.close()
+                self._set_interceptors([each for each in self.interceptors if each not in interceptors])
+                if self._output_check is not None and not self.interceptors:
+                    self._output_check.remove()
+                    self._output_check = None
+        if not self.interceptors:
+            self.checks.close()
         if self.left_behind:
             raise ReplayError(self.left_behind[0])
 
-    def _heed_listeners(self) -> None:
-        wanted = zip(Watch(), *map(attrgetter("watch"), self.listeners), strict=True)
-        self.watch = Watch(*map(any, wanted))
+    def _set_interceptors(self, interceptors: list[Interceptor]) -> None:
+        self.interceptors = interceptors
+        wanted = zip(RecordOptions(), *(each.options for each in interceptors), strict=True)
+        self.options = RecordOptions(*map(any, wanted))
+
+    def hooked(self, hooks: Sequence[SelectionHook]) -> AbstractContextManager[None]:
+        """Keep the hooks on these modules alone, as recomputation behind a session needs. Raises as `listening`."""
+        return self._used(*(self._on_modules[hook] for hook in hooks))
 
     @contextmanager
-    def hooked(self, hooks: Sequence[Any]) -> Iterator[None]:
-        """Keep hooks in place until their last user leaves: sessions, and recomputations after them.
-
-        Args:
-            hooks: of modules that select; and these hooks themselves, for those of a session on the trunk.
-        """
-        used: list[Any] = []
+    def _used(self, *contexts: _Shared) -> Iterator[None]:
+        used: list[_Shared] = []
         try:
-            with self._lock:
-                if not self._users and any(map(is_hooked, self._hooked)):
+            with self.sessions.lock:  # backwards of other threads recompute while sessions open and close
+                is_first = not any(each.num_users for each in (self._on_trunk, *self._on_modules.values()))
+                if is_first and any(map(is_hooked, self._modules)):
                     raise ReplayError(ATTACHED_TWICE)
-                for hook in hooks:
-                    if not self._users[hook]:
-                        installed = hook.installed(partial(self.run_selecting, hook))
-                        installed.__enter__()
-                        self._installed[hook] = installed
-                    self._users[hook] += 1
-                    used.append(hook)
+                for each in contexts:
+                    each.enter()
+                    used.append(each)
             yield
         finally:
-            with self._lock:
-                for hook in used:
-                    self._users[hook] -= 1
-                    if not self._users[hook]:
-                        del self._users[hook]
-                        self._installed.pop(hook).__exit__(None, None, None)
+            with self.sessions.lock:
+                for each in used:
+                    each.leave()
+
+    def _hooked(self, hook: SelectionHook) -> AbstractContextManager[None]:
+        return hook.installed(partial(self.run_selecting, hook))
 
     @contextmanager
-    def installed(self, _: object) -> Iterator[None]:
+    def _trunk_hooked(self) -> Iterator[None]:
         """Keep the hooks of a session on the trunk, below those on routers, and refuse copies."""
         with ExitStack() as stack:
             for context in self.session_contexts():
                 stack.enter_context(context)
-            for module in self._hooked:
+            for module in self._modules:
                 for name in UNCOPYABLE:
                     module.__dict__[name] = _refuse_copy
                     stack.callback(module.__dict__.pop, name, None)
             yield
 
-    def run_pass(self, read: Callable[[], ForwardArgs], forward: Callable[[], Any]) -> Any:
-        """Run the forward of the trunk as one pass, as all listeners want it.
-
-        Args:
-            read: what its arguments say.
-            forward: runs it.
+    def run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a forward of the trunk as one pass, as all interceptors want it.
 
         Raises:
             ReplayError: when a router did not select exactly once, or the session was closed on the way.
         """
-        if self.passes.is_again:  # of a checkpoint around the whole model
-            return forward()
-        if self.sessions.number != threading.get_ident():
+        if self.passes.is_recompute:  # of a checkpoint around the whole model
+            return forward(*args, **kwargs)
+        if self.sessions.thread != threading.get_ident():
             self.sessions.require_mine("runs a model")
-        listeners = list(self.listeners)
-        if not listeners:  # another thread closed its session when this one was about to be refused
-            return forward()
-        args = read()
-        current = None
+        interceptors = list(self.interceptors)
+        if not interceptors:  # another thread closed its session when this one was about to be refused
+            return forward(*args, **kwargs)
+        batch = self.read_args(args, kwargs)
+        rows, current = self.begin_pass(batch), None
         if not self.routers:
-            self.begin(args)
-            result = forward()
+            result = forward(*args, **kwargs)
         else:
-            current = self.open_pass(self.begin(args), args.num_slots, args.device)
-            with self.passes.on_top(current):
+            current = self.open_pass(rows, batch.num_slots, batch.device)
+            with self.passes.running(current):
                 bind(current, self.every, self.recomputing)
-                result = forward()
-            if not self._users:
+                result = forward(*args, **kwargs)
+            if not self._on_trunk.num_users:
                 raise ReplayError(
                     "the session was closed in the middle of a forward; close it when the model has returned"
                 )
             self.require_each_once(current)
-        for listener in listeners:
-            listener.end(self.chunk, args, current)
+        for each in interceptors:
+            each.end_pass(self.chunk, batch, current)
         return result
 
-    def begin(self, args: ForwardArgs) -> Rows | None:
-        """The routes to force on a pass that begins.
+    def begin_pass(self, batch: ForwardArgs) -> Rows | None:
+        """Give the routes to force on a pass that begins.
 
         Raises:
             ReplayError: while a CUDA graph is captured, which would keep the addresses of the tensors of this pass, and
@@ -353,16 +339,14 @@ class ModelHooks(ABC):
                 'without the graph in them; or use torch.compile(mode="reduce-overhead"), which takes new routes for '
                 "every pass"
             )
-        self.awaits_backward |= self.watch.routes and torch.is_grad_enabled()
-        rows = None
-        for listener in self.listeners:  # all are asked: each notes which batch its `end` will be about
-            given = listener.begin(self.chunk, args)
-            rows = given if rows is None else rows
-        return rows
+        self.awaits_backward |= self.options.routes and torch.is_grad_enabled()
+        # all are asked, though one gives routes at most: each learns which batch its `end_pass` will be about
+        given = [each.begin_pass(self.chunk, batch) for each in self.interceptors]
+        return next((rows for rows in given if rows is not None), None)
 
     def open_pass(self, rows: Rows | None, num_rows: int, device: torch.device) -> Pass:
-        """A pass over this many rows as routers see them, with room for what is watched."""
-        current = Pass(self._picks, num_rows, self.id_dtype, device, rows, self.watch, len(self.others))
+        """Make a pass over this many rows as routers see them, with room for what is kept."""
+        current = Pass(self._picks, num_rows, self.id_dtype, device, rows, self.options, len(self.others))
         if self.others:
             current.others = self.open_others(current)
         return current
@@ -370,22 +354,35 @@ class ModelHooks(ABC):
     def require_each_once(self, current: Pass) -> None:
         """Raise `ReplayError` naming the first of those expected that did not select exactly once.
 
-        The device is waited for only if one ran in a compiled graph.
+        What ran in a compiled graph was counted on the device, which tells late.
         """
         num = current.num_expected
-        if current.calls[:num] != [1] * num:
-            for hook, outside, inside in zip(self.every[:num], current.calls, current.calls_L.tolist(), strict=False):
-                if outside + inside != 1:
-                    raise _not_once(hook, outside + inside)
+        outside = current.calls[:num]
+        if outside == [1] * num:
+            return
+        for hook, count in zip(self.every, outside, strict=False):
+            if count > 1:
+                raise _not_once(hook, count)
+        # kept apart from `calls_L`: a CUDA graph counts its next pass at the same address
+        counts_L = current.calls_L[:num] + to_device(torch.tensor(outside, dtype=torch.int32), current.calls_L.device)
+        raise_error = partial(self._require_counts, counts_L)
+        if "torch._dynamo" not in sys.modules:  # there is no graph in which they could have run
+            raise_error()
+        self.checks.add((counts_L != 1).any(), raise_error)
+
+    def _require_counts(self, counts_L: Tensor) -> None:
+        for hook, count in zip(self.every, counts_L.tolist(), strict=False):
+            if count != 1:
+                raise _not_once(hook, count)
 
     @contextmanager
     def recomputing(self, current: Pass, ran: Sequence[SelectionHook]) -> Iterator[None]:
-        """While the context is open, a part of a pass runs again, and in it the routers that ran there at first."""
-        with self.passes.on_top(current, again=True), self.hooked(ran):
+        """Let a part of a pass run again while the context is open, and in it the routers that ran there at first."""
+        with self.passes.running(current, is_recompute=True), self.hooked(ran):
             yield
 
     def run_selecting(self, hook: SelectionHook, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a router, or another module that selects, which is called now, as the pass on top wants it.
+        """Run a router, or another module that selects, which is called now, as the pass under way wants it.
 
         Raises:
             ReplayError: when it runs in another thread's pass, or outside of any, or before one that ran behind it when
@@ -398,17 +395,17 @@ class ModelHooks(ABC):
             result = hook.select(now, forward, *args, **kwargs)
             now.calls_1.add_(1)
             return result
-        if self.passes.thread.number not in (None, threading.get_ident()):
-            self.passes.thread.require_mine(f"runs {hook.path} of a model")
+        if self.passes.guard.thread not in (None, threading.get_ident()):
+            self.passes.guard.require_mine(f"runs {hook.path} of a model")
         if now is None:
             self.sessions.require_mine(f"runs {hook.path} of a model")
             raise self._outside(hook)
-        current, is_again = self.passes.top, self.passes.is_again
+        current, is_recompute = self.passes.current, self.passes.is_recompute
         # a checkpoint saves tensors in a way of its own, or switches gradients off that were on
         saves = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        if saves or (not torch.is_grad_enabled() and (current.with_grad or is_again)):
+        if saves or (not torch.is_grad_enabled() and (current.with_grad or is_recompute)):
             self.bind_checkpoints([hook])
-        if is_again:
+        if is_recompute:
             return hook.select(now, forward, *args, **kwargs)
         if now.layer < len(self.routers):
             if now.layer < current.last_layer:
@@ -422,13 +419,13 @@ class ModelHooks(ABC):
         current.calls[now.layer] += 1
         is_watched = hook.is_replaced or hook.selecting[0]._forward_hooks or every_module._global_forward_hooks
         if is_watched and isinstance(hook, RouterHook):
-            self._handed_on = self._handed_on or HandedOn()
-            self._handed_on.follow(hook, now, result)
+            self._output_check = self._output_check or OutputCheck(self.checks)
+            self._output_check.follow(hook, now, result)
         return result
 
     def bind_checkpoints(self, running: Sequence[SelectionHook]) -> None:
-        """Have the checkpoints between the pass on top and the caller repeat these in that pass. Raises as `bind`."""
-        bind(self.passes.top, running, self.recomputing, until=ModelHooks.run_pass.__code__)
+        """Have checkpoints between the pass under way and the caller repeat these in that pass. Raises as `bind`."""
+        bind(self.passes.current, running, self.recomputing, until=ModelHooks.run_trunk.__code__)
 
     def _outside(self, hook: SelectionHook) -> ReplayError:
         return ReplayError(

@@ -50,12 +50,7 @@ def bind(current: object, ran: Iterable[Any], reopen: Reopen, *, until: CodeType
     """Have every checkpoint around the caller run its function again inside of `reopen(current, ran)`.
 
     Called as often as something runs in the checkpoint, by any number of owners; `reopen` distinguishes them.
-
-    Args:
-        current: the pass, or what else the recomputation is to find again.
-        ran: added to what ran in the checkpoint.
-        reopen: a bound method of the owner.
-        until: the code of a caller; checkpoints around that are left alone.
+    Checkpoints around the caller whose code is `until` are left alone.
 
     Raises:
         ReplayError: for a checkpoint around two passes of one owner, or one that keeps its function elsewhere than
@@ -65,7 +60,7 @@ def bind(current: object, ran: Iterable[Any], reopen: Reopen, *, until: CodeType
         _bind_one(holder, name, current, ran, reopen)
 
 
-class _Again:
+class _Recompute:
     """What a checkpoint runs in backward: its function, in the pass of one owner's first run."""
 
     def __init__(self, function: Callable[..., Any], current: object, reopen: Reopen) -> None:
@@ -85,6 +80,7 @@ def run_unnumbered(function: Callable[..., Returned], *args: Any) -> Returned:
     """
     if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
         return function(*args)
+    # popped from the top, so that the order is turned round; what is no selective checkpoint stays in force
     modes = [_python_dispatch._pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())][::-1]
     others = [mode for mode in modes if not isinstance(mode, SELECTIVE)]
     try:
@@ -99,27 +95,26 @@ def run_unnumbered(function: Callable[..., Returned], *args: Any) -> Returned:
 
 
 def _bind_one(holder: Any, name: str, current: object, ran: Iterable[Any], reopen: Reopen) -> None:
-    outermost = again = getattr(holder, name)
-    while isinstance(again, _Again) and again.reopen != reopen:
-        again = again.function
-    if not isinstance(again, _Again):
-        again = _Again(outermost, current, reopen)
-        setattr(holder, name, again)
-    if again.current is not current:
+    # every owner, such as two models in one checkpoint, wraps what it finds: look for ours below the others
+    outermost = ours = getattr(holder, name)
+    while isinstance(ours, _Recompute) and ours.reopen != reopen:
+        ours = ours.function
+    if not isinstance(ours, _Recompute):
+        ours = _Recompute(outermost, current, reopen)
+        setattr(holder, name, ours)
+    if ours.current is not current:
         raise ReplayError(
             "one activation checkpoint holds two forwards of a model, which its recomputation could not tell apart; "
             "checkpoint each of them on its own"
         )
-    again.ran.update(dict.fromkeys(ran))
+    ours.ran.update(dict.fromkeys(ran))
 
 
 def _checkpoints_around(frame: FrameType | None, until: CodeType | None) -> list[tuple[Any, str]]:
-    """What keeps the function of each checkpoint whose function is running now, and under which name.
-
-    What runs a function again is not passed: the checkpoints around that one have been bound in the forward.
-    """
+    """Find what keeps the function of each checkpoint whose function is running now, and under which name."""
     found: list[tuple[Any, str]] = []
-    while frame is not None and frame.f_code is not until and frame.f_code is not _Again.__call__.__code__:
+    # the walk ends where a recomputation began: checkpoints around that one were bound in the forward
+    while frame is not None and frame.f_code is not until and frame.f_code is not _Recompute.__call__.__code__:
         code = frame.f_code
         if code.co_varnames[:2] == REENTRANT and code.co_argcount >= 2:
             ctx = frame.f_locals["ctx"]
@@ -131,8 +126,11 @@ def _checkpoints_around(frame: FrameType | None, until: CodeType | None) -> list
                 )
             found.append((ctx, "run_function"))
         elif code is NON_REENTRANT and frame.f_locals.get("gen") is not None:
+            # the frame of `checkpoint` holds a generator, paused in the forward; its own frame holds the object whose
+            # `recompute_fn` backward calls
             found.append((frame.f_locals["gen"].gi_frame.f_locals["new_frame"], "recompute_fn"))
         frame = frame.f_back
+    # a checkpoint that began elsewhere is seen by the hook that saves tensors
     saving = _saving_now(), "recompute_fn"
     if saving[0] is not None and saving not in found:
         found.append(saving)
@@ -140,7 +138,7 @@ def _checkpoints_around(frame: FrameType | None, until: CodeType | None) -> list
 
 
 def _saving_now() -> Any:
-    """The frame object of the innermost checkpoint that saves tensors now, whoever began it; None where none does."""
+    """Find the frame object of the innermost checkpoint that saves tensors now; None where none does."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     pack = None if hooks is None else hooks[0]
     if "_checkpoint_hook" not in getattr(pack, "__qualname__", ""):
@@ -178,7 +176,7 @@ def prove() -> None:
 
 
 def _reopened(kinds: list[bool]) -> int:
-    """How often a pass is opened again in the backward of checkpoints in one another, outermost first."""
+    """Count how often backward opens a pass again, of checkpoints in one another, outermost first."""
     passes: list[object] = []
 
     @contextmanager
@@ -197,7 +195,7 @@ def _reopened(kinds: list[bool]) -> int:
 
 
 def _may_leave_out_a_top_k() -> bool:
-    """Whether a recomputation without a selection that the forward made is given what is its own."""
+    """Try whether a recomputation without a selection that the forward made is given what is its own."""
     context_fn = partial(checkpoint.create_selective_checkpoint_contexts, [torch.ops.aten.topk.default])
     runs: list[None] = []
 

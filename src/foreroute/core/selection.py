@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,142 +29,105 @@ SQUASHING = frozenset(
 )
 
 
-@dataclass(frozen=True)
-class Scores:
-    """What routers selected by: a tensor each for all L of them, or for one without that axis.
+class Scores(NamedTuple):
+    """What routers selected by: a tensor each for all L of them, or for one without that axis."""
 
-    Attributes:
-        picked: float32 [L, R, K], of what they pick by themselves.
-        next: float32 [L, R], the best of the others; of the last pick where all experts are picked.
-        by_probability: bool [L], whether they select by probabilities, and not by logits.
-    """
-
-    picked: Tensor
-    next: Tensor
-    by_probability: Tensor
+    picked: Tensor  # float32 [L, R, K], of what they pick natively
+    next: Tensor  # float32 [L, R], the best of the others; of the last pick where all experts are picked
+    by_probability: Tensor  # bool [L], whether they select by probabilities, and not by logits
 
     def margin(self) -> Tensor:
         """float32 [L, R], the K-th minus the (K+1)-th score, in a router's own scale; 0 where it picks all."""
         return self.picked.amin(-1) - self.next
 
-    def tensors(self) -> list[Tensor]:
-        """In the order of the attributes."""
-        return [self.picked, self.next, self.by_probability]
-
 
 @dataclass(frozen=True, eq=False)
 class LayerPass:
-    """What one router does in one pass.
+    """What one router does in one pass."""
 
-    Attributes:
-        path: of the router, for messages.
-        layer: its place in the stack.
-        again: whether it is recomputed.
-        calls_1: int32 [1], how often it has selected inside a compiled graph.
-        rows: of the pass.
-        own_RK: integers [R, K], where to keep what it picks by itself.
-        kept_RK: integers [R, K], what it picked by itself in the forward; -1 in the forward itself. Nobody writes to
-            it: a graph may keep it for its backward.
-        ids_RK: the routes to force, as `Rows.ids_LRK`, or None.
-        scores_into: where to keep its scores, without the axis of layers; None where nobody wants to know.
-    """
+    path: str  # of the router, for messages
+    layer: int  # its row of the layer axis
+    is_recompute: bool
+    calls_1: Tensor  # int32 [1], how often it has selected inside a compiled graph
+    rows: Rows | None  # of the pass
+    into_RK: Tensor  # integers [R, K], where to keep what it picks natively
+    before_RK: Tensor  # what it picked in the forward; -1 in that itself. Never written: a graph may save it
+    ids_RK: Tensor | None  # the routes to force, as `Rows.ids_LRK`
+    scores_into: Scores | None  # where to keep its scores, without the axis of layers
 
-    path: str
-    layer: int
-    again: bool
-    calls_1: Tensor
-    rows: Rows | None
-    own_RK: Tensor
-    kept_RK: Tensor
-    ids_RK: Tensor | None
-    scores_into: Scores | None
-
-    def choose(self, own_RK: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The experts to run, and those that the router picks by itself, int64 [R, K].
+    def choose(self, native_RK: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Give the experts to run, and those that the router picks natively, int64 [R, K].
 
         Args:
-            own_RK: integers, what the router selects by itself; None in a recomputation, which runs what was kept. In
-                a graph, which is one for both, the router is always asked.
+            native_RK: integers, its native picks; None in a recomputation, which runs what was kept. In a graph, which
+                is one for both, the router is always asked.
 
         Raises:
             ReplayError: when the router selects for other rows than the batch has.
         """
-        own = self.kept_RK if own_RK is None else own_RK
+        native = self.before_RK if native_RK is None else native_RK
         if torch.compiler.is_compiling():
-            own = torch.where(self.kept_RK < 0, own, self.kept_RK)
-        own = own.long()
-        if own_RK is not None:
-            self.keep(own)
+            native = torch.where(self.before_RK < 0, native, self.before_RK)
+        native = native.long()
+        if native_RK is not None:
+            self.keep(native)
         if self.ids_RK is None:
-            return own, own
-        ids = self.ids_RK.to(own.device)
-        if ids.shape != own.shape:
-            raise self._seeing_a_part(own)
-        return torch.where(ids < 0, own, ids.long()), own
+            return native, native
+        ids = self.ids_RK.to(native.device)
+        if ids.shape != native.shape:
+            raise self._seeing_a_part(native)
+        return torch.where(ids < 0, native, ids.long()), native
 
     def of_pick(self, pick: int) -> LayerPass:
-        """What it does in one of its picks, where it makes them one after the other."""
+        """Narrow it to one pick, for a router that makes them one after the other."""
         at = slice(pick, pick + 1)
         ids_R1 = None if self.ids_RK is None else self.ids_RK[:, at]
-        return replace(self, own_RK=self.own_RK[:, at], kept_RK=self.kept_RK[:, at], ids_RK=ids_R1)
+        return replace(self, into_RK=self.into_RK[:, at], before_RK=self.before_RK[:, at], ids_RK=ids_R1)
 
-    def keep(self, own_RK: Tensor) -> None:
-        """Keep what the router picks by itself, for the recomputation. Raises as `choose`."""
-        if own_RK.shape != self.own_RK.shape:
-            raise self._seeing_a_part(own_RK)
-        if torch.compiler.is_compiling() or not self.again:
-            self.own_RK.copy_(own_RK)
+    def keep(self, native_RK: Tensor) -> None:
+        """Keep what the router picks natively, for the recomputation. Raises as `choose`."""
+        if native_RK.shape != self.into_RK.shape:
+            raise self._seeing_a_part(native_RK)
+        if torch.compiler.is_compiling() or not self.is_recompute:
+            self.into_RK.copy_(native_RK)
 
-    def keep_scores(self, scores_RE: Tensor, own_RK: Tensor, *, by_probability: bool) -> None:
-        """Keep what the router selected by, if anybody wants to know.
-
-        Args:
-            scores_RE: [R, E].
-            own_RK: int64 [R, K], what it picks by itself.
-            by_probability: whether the scores are probabilities, and no logits.
-        """
+    def keep_scores(self, scores_RE: Tensor, native_RK: Tensor, *, by_probability: bool) -> None:
+        """Keep what the router selected by, if anybody wants to know. `native_RK` is int64."""
         into = self.scores_into
-        if into is not None and (torch.compiler.is_compiling() or not self.again):
-            run_unnumbered(_keep_scores, into, scores_RE, own_RK, by_probability)
+        if into is not None and (torch.compiler.is_compiling() or not self.is_recompute):
+            run_unnumbered(_copy_scores, into, scores_RE, native_RK, by_probability)
 
-    def _seeing_a_part(self, own: Tensor) -> ReplayError:
-        num_rows, top_k = self.own_RK.shape
+    def _seeing_a_part(self, native: Tensor) -> ReplayError:
+        num_rows, top_k = self.into_RK.shape
         return ReplayError(
-            f"router {self.path} selects {own.shape[1]} experts in {own.shape[0]} of the {num_rows} rows of the batch, "
-            f"expected {top_k} in each; a router that sees only part of the batch cannot be recorded or replayed"
+            f"router {self.path} selects {native.shape[1]} experts in {native.shape[0]} of the {num_rows} rows of the "
+            f"batch, expected {top_k} in each; a router that sees only part of the batch cannot be recorded or replayed"
         )
+
+
+def _copy_scores(into: Scores, scores_RE: Tensor, native_RK: Tensor, by_probability: bool) -> None:
+    scores_RE = scores_RE.detach()
+    picked_RK = scores_RE.gather(-1, native_RK)
+    picks_all = native_RK.shape[-1] == scores_RE.shape[-1]
+    into.picked.copy_(picked_RK)
+    into.next.copy_(picked_RK.amin(-1) if picks_all else scores_RE.scatter(-1, native_RK, -torch.inf).amax(-1))
+    if by_probability:
+        into.by_probability.fill_(True)
 
 
 @dataclass(frozen=True)
 class Selection:
-    """One selection as it was executed.
+    """One selection as it was executed."""
 
-    Attributes:
-        scores: [..., E], what was selected by; some routers keep batch and token axes apart.
-        ids_RK: int64 [R, K], the experts that were selected, forced or not.
-        own_RK: int64 [R, K], what the router picks by itself.
-        by_probability: whether it selected by probabilities, and not by logits.
-    """
-
-    scores: Tensor
-    ids_RK: Tensor
-    own_RK: Tensor
+    scores: Tensor  # [..., E], what was selected by; some routers keep batch and token axes apart
+    ids_RK: Tensor  # int64 [R, K], the experts that were selected, forced or not
+    native_RK: Tensor  # int64 [R, K]
     by_probability: bool = False
 
     @property
     def scores_RE(self) -> Tensor:
         """[R, E], the scores by row."""
         return _flat(self.scores)
-
-
-def _keep_scores(into: Scores, scores_RE: Tensor, own_RK: Tensor, by_probability: bool) -> None:
-    scores_RE = scores_RE.detach()
-    picked_RK = scores_RE.gather(-1, own_RK)
-    picks_all = own_RK.shape[-1] == scores_RE.shape[-1]
-    into.picked.copy_(picked_RK)
-    into.next.copy_(picked_RK.amin(-1) if picks_all else scores_RE.scatter(-1, own_RK, -torch.inf).amax(-1))
-    if by_probability:
-        into.by_probability.fill_(True)
 
 
 class SelectionMode(TorchFunctionMode):
@@ -180,8 +143,6 @@ class SelectionMode(TorchFunctionMode):
         now: what the router does in this pass; None to look on only.
 
     Attributes:
-        asks: whether the router is to select by itself: not in a recomputation, unless in a graph, which is one for
-            both.
         seen: every selection so far, in order.
     """
 
@@ -190,7 +151,8 @@ class SelectionMode(TorchFunctionMode):
         self.final = final
         self.now = now
         in_graph = torch.compiler.is_compiling()
-        self.asks = now is None or not now.again or in_graph
+        # a recomputation runs what the forward picked; a graph is one for both, and always asks the router
+        self.asks = now is None or not now.is_recompute or in_graph
         # asked once, as calls of Python count in each layer
         self._is_numbered = not in_graph and torch._C._len_torch_dispatch_stack() > 0
         self.seen: list[Selection] = []
@@ -199,7 +161,7 @@ class SelectionMode(TorchFunctionMode):
         self._masked: list[tuple[Tensor, Tensor]] = []
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Runs every torch function of the router: the final top-k in our way."""
+        """Run a torch function of the router: its final top-k as the pass wants it, the others as they are."""
         kwargs = kwargs or {}
         if func in TOP_K:
             return self._top_k(func, args, kwargs)
@@ -212,7 +174,7 @@ class SelectionMode(TorchFunctionMode):
         return result
 
     def before_masking(self, scores: Tensor) -> Tensor:
-        """The tensor that `scores` was masked from, or `scores` itself."""
+        """Find the tensor that `scores` was masked from; `scores` itself where it was not."""
         for masked, before in self._masked:
             if masked is scores:
                 return before
@@ -231,8 +193,8 @@ class SelectionMode(TorchFunctionMode):
                 run_unnumbered(now.keep, ids_RK) if self._is_numbered else now.keep(ids_RK)
             return result
         given = now, func, scores.detach(), args[1:], kwargs
-        ids_RK, own_RK = run_unnumbered(self._choose, *given) if self._is_numbered else self._choose(*given)
-        self.seen.append(Selection(scores, ids_RK, own_RK, self._squashed))
+        ids_RK, native_RK = run_unnumbered(self._choose, *given) if self._is_numbered else self._choose(*given)
+        self.seen.append(Selection(scores, ids_RK, native_RK, self._squashed))
         ids = ids_RK.view(*scores.shape[:-1], ids_RK.shape[-1])
         live = self.before_masking(scores) if self._masked else scores
         return torch.return_types.topk((live.gather(-1, ids), ids))
@@ -252,16 +214,9 @@ def _flat(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SelectionRule:
-    """How one class of router selects.
+    """How one class of router selects."""
 
-    Attributes:
-        mode: what watches and forces its selection.
-        num_skip_classes: how many of its last ids stand for no expert at all.
-        is_lookup: whether the selection is a function of the token alone; it is checked and never forced.
-        read_back: the ids in what it hands on, [R, K] in ascending order, where they are not there as they are.
-    """
-
-    mode: type[SelectionMode] = SelectionMode
-    num_skip_classes: int = 0
-    is_lookup: bool = False
-    read_back: Callable[[Any], Tensor] | None = None
+    mode: type[SelectionMode] = SelectionMode  # what watches and forces its selection
+    num_skip_classes: int = 0  # how many of its last ids stand for no expert at all
+    is_lookup: bool = False  # whether it is a function of the token alone; it is checked and never forced
+    read_back: Callable[[Any], Tensor] | None = None  # ids [R, K], ascending, from an output that has them otherwise

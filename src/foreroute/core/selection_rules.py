@@ -27,7 +27,6 @@ class HashLookupMode(SelectionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Runs every torch function of the router."""
         result = func(*args, **(kwargs or {}))
         if func in GATHER:
             self.seen.append(Selection(args[0], args[2], args[2]))
@@ -42,7 +41,7 @@ class SparseMixerMode(SelectionMode):
     For each pick the router finds the best score, closes out every expert further below it than a jitter allows, picks
     (the best one in eval mode, a random one in training), and takes a softmax over the band. Under replay the picks are
     the given ones, and an expert that is replayed from outside the band joins it; otherwise it would have weight zero.
-    On the router's own picks, which lie in the band, nothing changes.
+    On its native picks, which lie in the band, nothing changes.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -52,7 +51,6 @@ class SparseMixerMode(SelectionMode):
         self._in_band = False
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Runs every torch function of the router; the picks and their bands in our way."""
         kwargs = kwargs or {}
         if func in FILLING and self._picks:
             scores, outside, value = args
@@ -75,34 +73,27 @@ class SparseMixerMode(SelectionMode):
         return result
 
     def __exit__(self, *exc: Any) -> None:
-        """Note the selection, complete only now."""
+        """Keep the selection, complete only now."""
         super().__exit__(*exc)
         if self._scores is None or len(self._picks) < 2:
             return
-        ids_RK = own_RK = torch.cat(self._picks, dim=-1)
+        ids_RK = native_RK = torch.cat(self._picks, dim=-1)
         if self.now is not None:
             if self.now.ids_RK is not None:  # a row that is forced says nothing of what would have been picked
-                own_RK = torch.where(self.now.ids_RK < 0, ids_RK, self._scores.detach().topk(2, dim=-1).indices)
-            run_unnumbered(self.now.keep, own_RK)
-        self.seen.append(Selection(self._scores, ids_RK, own_RK))
+                native_RK = torch.where(self.now.ids_RK < 0, ids_RK, self._scores.detach().topk(2, dim=-1).indices)
+            run_unnumbered(self.now.keep, native_RK)
+        self.seen.append(Selection(self._scores, ids_RK, native_RK))
 
-    def _forced(self, own_R1: Tensor) -> Tensor:
+    def _forced(self, native_R1: Tensor) -> Tensor:
         if self.now is None:
-            return own_R1
+            return native_R1
         pick = len(self._picks) - self._in_band
-        return run_unnumbered(self.now.of_pick(pick).choose, own_R1 if self.asks else None)[0]
+        return run_unnumbered(self.now.of_pick(pick).choose, native_R1 if self.asks else None)[0]
 
 
 def grouped_by_expert(output: Any) -> Tensor:
-    """JetMoE: picks sorted by expert, and how many each expert has, read back into the ids of each token.
-
-    Args:
-        output: (order of the picks, token of each pick, gates, number of picks of each expert, logits).
-
-    Returns:
-        int64 [R, K], the ids of each token in ascending order.
-    """
-    _, token_of_pick, _, picks_of_expert, logits_RE = output
+    """Read int64 [R, K], ascending, from what JetMoE returns: picks sorted by expert, and how many each expert has."""
+    _order, token_of_pick, _gates, picks_of_expert, logits_RE = output
     experts = torch.arange(len(picks_of_expert)).repeat_interleave(torch.tensor(picks_of_expert))
     by_token = experts[token_of_pick.cpu().sort(stable=True).indices]
     return by_token.view(len(logits_RE), -1)

@@ -59,12 +59,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
 def parameters_kept(
     model: nn.Module, awaits_backward: Callable[[], bool], tell: Callable[[str], None]
 ) -> Iterator[None]:
-    """An optimizer or a loader finds the same parameters after a session as before it.
+    """Keep the parameters that an optimizer or a loader finds in a model.
 
-    Args:
-        model: to look through.
-        awaits_backward: asked at the end, whether a backward may still come, for which weights stay gathered.
-        tell: given what is wrong, when a parameter that trains was replaced; the session may be ending with an error.
+    `awaits_backward` says at the end whether a backward may still come, for which weights stay gathered. `tell` is
+    given what is wrong when a parameter that trains was replaced: the session may be ending with an error already.
     """
     # every session does this, so that only parameters that carry something cost more than a look
     standing = _parameters(model)
@@ -99,31 +97,22 @@ def parameters_kept(
 
 
 class _Values(NamedTuple):
-    """Where the values of a parameter were.
+    """Where the values of a parameter were."""
 
-    Attributes:
-        parameter: which; None where a module has none of that name.
-        data: an alias of it, which keeps its storage.
-        carried: objects that it carries, such as the scales of packed weights, with the attributes that they had.
-    """
-
-    parameter: nn.Parameter | None
-    data: Tensor | None
-    carried: list[tuple[Any, dict[str, Any]]]
+    parameter: nn.Parameter | None  # None where a module has none of that name
+    data: Tensor | None  # an alias of it, which keeps its storage
+    carried: list[tuple[Any, dict[str, Any]]]  # such as the scales of packed weights, with the attributes they had
 
     @classmethod
     def of(cls, parameter: nn.Parameter | None) -> _Values:
-        """As they are."""
         if parameter is None:
             return cls(None, None, [])
         parts = [part for part in vars(parameter).values() if _has_state(part)]
         return cls(parameter, parameter.data, [(part, dict(vars(part))) for part in parts])
 
     def is_repacked(self) -> bool:
-        """Whether its bytes have another shape or dtype than before, and what it carries says so.
-
-        What it carries is not enough: DeepSpeed's parameters carry the optimizer, which a step moves.
-        """
+        """Say whether its bytes have another shape or dtype than before, and what it carries says so."""
+        # what it carries is not enough: DeepSpeed's parameters carry the optimizer, which a step moves
         if self.parameter is None or self.data is None:
             return False
         now, was = self.parameter.data, self.data
@@ -136,7 +125,7 @@ class _Values(NamedTuple):
         )
 
     def put_back(self) -> None:
-        """Storage and what is carried, but where DeepSpeed or accelerate move the values."""
+        """Put back storage and what is carried, but where DeepSpeed or accelerate move the values."""
         parameter, data = self.parameter, self.data
         if parameter is None or data is None or _is_elsewhere(parameter) or _is_elsewhere(data):
             return
@@ -149,14 +138,13 @@ class _Values(NamedTuple):
 
 
 def _parameters(model: nn.Module) -> list[tuple[nn.Module, dict[str, nn.Parameter | None]]]:
-    """What stands in each module under which name."""
     return [(module, dict(module._parameters)) for module in model.modules() if module._parameters]
 
 
 def _replaced(
     standing: list[tuple[nn.Module, dict[str, nn.Parameter | None]]],
 ) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """The parameters in whose place others stand now, with their places."""
+    """Find the parameters in whose place others stand now, with their places."""
     return [
         (module, name, parameter)
         for module, parameters in standing
@@ -173,7 +161,7 @@ def _is_sharded(tensor: Tensor | None) -> bool:
 
 
 def _is_elsewhere(tensor: Tensor) -> bool:
-    """Whether a framework keeps the values elsewhere: accelerate, with a new parameter each time, or DeepSpeed."""
+    """Say whether accelerate, with a new parameter each time, or DeepSpeed keeps the values elsewhere."""
     return tensor.is_meta or not tensor.numel()
 
 
@@ -186,7 +174,7 @@ def _storages(tensor: Tensor) -> list[tuple[Any, ...]]:
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """What holds the values of a tensor: itself, or what a subclass wraps, as a DTensor and quantizers' tensors do."""
+    """Yield what holds the values of a tensor: itself, or what a subclass wraps, as DTensors and quantizers' do."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield tensor
@@ -197,10 +185,7 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Have FSDP take back the weights that it keeps gathered for a backward, its root's too, which may be around.
-
-    The second one says how. The first one does it behind a forward with the names of torch that are private.
-    """
+    """Have FSDP take back the weights that it keeps gathered for a backward, its root's too, which may be around."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     modules = list(model.modules()) if fsdp is not None else []
     sharded = [module for module in modules if isinstance(module, fsdp.FSDPModule)]
@@ -209,19 +194,17 @@ def reshard(model: nn.Module) -> None:
     around = [module for state in states for module in state._modules]
     for module in dict.fromkeys([*sharded, *around]):
         module.reshard()
-    for module in modules:
+    for module in modules:  # the first FSDP has no door for it: so it does itself behind a forward
         if isinstance(module, fsdp.FullyShardedDataParallel) and module._handle is not None:
             fsdp._runtime_utils._reshard(module, module._handle, True)
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Plain attributes of the instance: counters, caches, flags; and its forward, which a change of mode replaces.
-
-    transformers takes other kernels for inference in `eval()`, some of them without a backward.
-    """
+    """Give plain attributes of the instance: counters, caches, flags; and its forward."""
+    # a change of mode replaces the forward: transformers takes other kernels in `eval()`, some without a backward
     return {name: each for name, each in module.__dict__.items() if isinstance(each, PLAIN) or name == "forward"}
 
 
 def _buffers(module: nn.Module) -> dict[str, tuple[Tensor | None, Tensor | None]]:
-    """Buffers of the module itself, with copies of their values."""
+    """Give the buffers of the module itself, with copies of their values."""
     return {name: (buffer, None if buffer is None else buffer.clone()) for name, buffer in module._buffers.items()}

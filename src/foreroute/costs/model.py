@@ -188,7 +188,7 @@ class CostModel:
         model: what is computed.
         hardware: what computes it.
         dispatcher: "copies" sends every assignment, "dedup" a token once per node and rank.
-        paths: "host": replicas through host memory within a node; "direct": peer to peer.
+        paths: "direct": replicas peer to peer; "host": through host memory within a node.
         prefetch: cells fetched ahead, 0 or more.
         sequence_tokens: sequence length, where none is given.
         trial_s_per_count: seconds to build and price one plan of a cell, per count (G * E).
@@ -199,7 +199,7 @@ class CostModel:
     model: ModelShape
     hardware: Hardware
     dispatcher: Dispatcher = "copies"
-    paths: FetchPath = "host"
+    paths: FetchPath = "direct"
     prefetch: int = 1
     sequence_tokens: float = 4096.0
     # Measured on one core of a virtual machine, for 8 to 64 ranks: pay-off, which prices one plan, takes 7 to 30 ns for
@@ -242,7 +242,7 @@ class CostModel:
         )
 
     def step_seconds(self, hosts: Hosts, topology: Topology) -> float:
-        """Seconds that a step under a plan takes once: planning, votes, and publishing what ranks lend in their node.
+        """Seconds that a step under a plan takes once: planning, votes, and publishing what ranks send in their node.
 
         Args:
             hosts: of the plan.
@@ -255,9 +255,10 @@ class CostModel:
         """Seconds of copying experts to host memory, once for a step, where ranks of a node fetch them from there."""
         if self.paths == "direct":
             return 0.0
-        lent_G = np.bincount(hosts.home_LE[hosts.lent_LE(topology.ranks_per_node)], minlength=topology.num_ranks)
+        sent_LE = hosts.sent_LEW(topology.ranks_per_node).any(axis=-1)
+        sent_G = np.bincount(hosts.home_LE[sent_LE], minlength=topology.num_ranks)
         rate = self.hardware.publish_bytes_per_s or topology.links.host_bytes_per_s
-        return int(lent_G.max()) * self.model.expert_bytes / rate
+        return int(sent_G.max()) * self.model.expert_bytes / rate
 
     def attention_seconds(
         self, tokens_X: NDArray[Any], squares_X: NDArray[Any] | None = None, one: PassCost = FORWARD

@@ -1,9 +1,8 @@
 """Engines that sample, each imported by name: embedded (a copy of the policy in this process), vllm, sglang.
 
-base            the door of every engine, and what those outside share    Engine, OutsideEngine
-sequences       requests and responses, checked against each other       Request, Response
-weights_folder  the folder through which an engine is sent checkpoints
-http            JSON over HTTP, for engines behind a server
-vllm_server     vLLM's server as a child of the trainer
-inside_vllm     what runs in the environment of vLLM
+base          the door of every engine, and what those outside share    Engine, OutsideEngine
+sequences     requests and responses, checked against each other       Request, Response
+http          JSON over HTTP, for engines behind a server
+vllm_server   vLLM's server as a child of the trainer
+inside_vllm   the part that runs in the environment of vLLM
 """

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import secrets
+import shutil
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Protocol, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foreroute.adapters.checkpoint import ServedModel, Weights
+from foreroute.adapters.checkpoint import CheckpointWriter, ServedModel, Weights
 from foreroute.capture import Generation, Sampling
 from foreroute.capture.arrays import MAX_INT32
 from foreroute.engines.sequences import Request, Response, count_tokens
-from foreroute.engines.weights_folder import WeightsFolder
 from foreroute.errors import ConfigError, EngineError
+from foreroute.files.regular import as_path
+from foreroute.files.writing import writing_named
 from foreroute.trace import NO_VERSION, concatenate
 
 ANSWER_BYTES, LOGPROB_BYTES = 1 << 20, 512
 """Bounds of the bytes of an answer without tokens, and of a sampled token without its routes."""
+SUBFOLDER = "foreroute-weights"
 
 
 class Engine(Protocol):
@@ -66,7 +74,7 @@ class OutsideEngine(ABC):
             EngineError: when the engine fails. It samples nothing until weights are loaded again.
         """
         folder = self._weights.put(weights)
-        # on an error below nobody knows which weights the engine has
+        # after an error below it is unknown which weights the engine has
         self._is_half_loaded = True
         self._load_checkpoint(str(folder), version)
         self.weight_version, self._is_half_loaded = version, False
@@ -140,6 +148,45 @@ class OutsideEngine(ABC):
             )
         temperature = 1.0 if is_greedy else sampling.temperature
         return {"temperature": temperature, "top_k": top_k, "top_p": sampling.top_p, "min_p": sampling.min_p}
+
+
+class WeightsFolder:
+    """The folder `foreroute-weights` in one of the user's, locked by one trainer.
+
+    Nothing beside it is touched. Raises `ConfigError` when another trainer has it, or it cannot be written.
+    """
+
+    def __init__(self, path: Path, writer: CheckpointWriter) -> None:
+        self._path, self._writer = as_path(path, ConfigError).absolute() / SUBFOLDER, writer
+        with writing_named(self._path, ConfigError):
+            self._path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._path, os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # called as a method, or when this object goes; the second call does nothing
+        self.close = weakref.finalize(self, os.close, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.close()
+            raise ConfigError(f"{path} is in use by another trainer; give each a folder of its own") from error
+        except OSError:
+            pass  # a file system without locks
+
+    def put(self, weights: Weights) -> Path:
+        """Write a checkpoint in the place of the one before; return its absolute path.
+
+        Raises `ConfigError` when it cannot be written, or the writer refuses the weights.
+        """
+        # a name is never used again: an engine that is late reads this checkpoint or none, and never half of another
+        folder = self._path / secrets.token_hex(4)
+        with writing_named(self._path, ConfigError):
+            for before in self._path.iterdir():
+                shutil.rmtree(before)
+            try:
+                return self._writer.write(folder, weights)
+            except BaseException:
+                with suppress(OSError):
+                    shutil.rmtree(folder)
+                raise
 
 
 def stop_token_ids(sampling: Sampling) -> list[int]:

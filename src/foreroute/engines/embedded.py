@@ -8,8 +8,7 @@ Letters: S sequences, V tokens of the vocabulary, T positions.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
@@ -20,9 +19,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from foreroute.adapters.checkpoint import Weights, whole_weights
+from foreroute.adapters.checkpoint import Weights, quiet_transformers, whole_weights
 from foreroute.adapters.hf import attach
-from foreroute.adapters.hf.loading import quiet_transformers
 from foreroute.adapters.hf.model import saved_tensors
 from foreroute.capture import Generation, Sampling
 from foreroute.capture.sampling_masks import masks_of_steps
@@ -69,22 +67,15 @@ class EmbeddedEngine:
     ) -> None:
         self._precision = precision
         self._indexers = indexers
-        copied = _load_zeros(model, torch.float32 if precision == "float32" else torch.bfloat16)
-        if getattr(model.config, "distributed_config", None) is None:
-            # the model itself is copied, because its buffers are no part of a checkpoint
-            dtypes = {name: tensor.dtype for name, tensor in _named_tensors(copied)}
-            copied = copy.deepcopy(model)
-            for name, tensor in _named_tensors(copied):
-                tensor.data = tensor.data.to(dtypes.get(name, tensor.dtype))
-        elif weights is None:
+        empty = _load_zeros(model, torch.float32 if precision == "float32" else torch.bfloat16)
+        if weights is None and getattr(model.config, "distributed_config", None) is not None:
             raise ConfigError(
                 "the policy of the embedded engine is spread over ranks; give weights=routed.gather_weights() too"
             )
-        else:
-            # contiguous, since the zeros that were loaded are one number each
-            for _, tensor in _named_tensors(copied):
-                tensor.data = tensor.data.to(next(model.parameters()).device).contiguous()
-        self._model: Any = copied.eval().requires_grad_(False)
+        # contiguous, since the zeros that were loaded are one number each
+        for tensor in (*empty.parameters(), *empty.buffers()):
+            tensor.data = tensor.data.to(next(model.parameters()).device).contiguous()
+        self._model: Any = empty.eval().requires_grad_(False)
         self._input_axis = _input_axes(self._model)
         self.load_weights(model.state_dict() if weights is None else weights, NO_VERSION)
         self._routed = attach(self._model)
@@ -109,7 +100,7 @@ class EmbeddedEngine:
             target.copy_(source)
         if missing:
             raise ConfigError(
-                f"{len(missing)} weights of the policy were not handed over, such as {min(missing)!r}; give all of them"
+                f"{len(missing)} weights of the policy were not given, such as {min(missing)!r}; give all of them"
             )
         self.weight_version = version
 
@@ -205,11 +196,6 @@ def _load_zeros(model: Any, dtype: torch.dtype) -> Any:
         return type(model).from_pretrained(
             None, config=model.config, state_dict=zeros, dtype=dtype, local_files_only=True
         )
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
 
 
 def _generator_on(device: torch.device, generator: torch.Generator) -> torch.Generator:

@@ -38,32 +38,17 @@ class BrokenOffError(EngineError):
 
 
 class Client:
-    """JSON client of one server. Redirects and proxies are disabled.
-
-    Every request has one deadline, from the connection to the last byte of the answer. The lookup of a host's address
-    has the limits of the system.
-
-    Args:
-        url: such as "http://127.0.0.1:8000".
-        timeout_s: for each answer.
-        what: the server, for messages.
-        socket: a Unix socket to connect to instead of the host and port.
-        at_once: the most requests under way.
-        missing: what to do when a path is not found, by path.
-
-    Raises:
-        ConfigError: when `url` is no address.
-    """
+    """JSON client of one server. Redirects and proxies are disabled."""
 
     def __init__(
         self,
         url: str,
         *,
-        timeout_s: float,
-        what: str,
-        socket: Path | None = None,
+        timeout_s: float,  # from the connection to the last byte of an answer
+        what: str,  # names the server in messages
+        socket: Path | None = None,  # of Unix, to connect to instead of the host and port
         at_once: int = 32,
-        missing: Mapping[str, str] | None = None,
+        missing: Mapping[str, str] | None = None,  # what to do when a path is not found, by path
     ) -> None:
         try:
             address = httpx.URL(url)
@@ -87,12 +72,8 @@ class Client:
     def ask(self, path: str, bodies: Sequence[Mapping[str, Any] | None], *, most_bytes: int = SMALL) -> list[Answer]:
         """Post each body to a path, or get the path for None; return the answers in the same order.
 
-        When one fails or the caller is interrupted, the others are cancelled, and with them what the server does for
-        them. An answer may have `most_bytes` bytes.
-
-        Raises:
-            EngineError: when the server cannot be reached, is late, refuses, redirects, or answers with something else
-                than JSON, more of it than it may, or less than it announced.
+        Raises `EngineError` when the server cannot be reached, is late, refuses, redirects, or answers with something
+        else than JSON, more than `most_bytes`, or less than it announced.
         """
         # in a loop and a thread of its own, since the caller's may run a loop already
         with start_blocking_portal(name="foreroute-http") as portal:
@@ -127,6 +108,7 @@ class Client:
                     return await self._request(client, path, body, most_bytes)
 
             try:
+                # one that fails, or an interrupted caller, cancels all, and with them what the server does for them
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(request(body)) for body in bodies]
             except BaseExceptionGroup as errors:
@@ -218,6 +200,6 @@ def _is_host(name: bytes) -> bool:
 
 def _report_unless_cancelled(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Keep asyncio from printing that a request was cancelled while its Unix socket became readable."""
-    # anyio 4.16 hands the loop a future's `set_result`, which the cancelled future refuses; nobody waits for it
+    # anyio 4.16 hands the loop a future's `set_result`, which the cancelled future refuses; no caller waits for it
     if not isinstance(context.get("exception"), asyncio.InvalidStateError):
         loop.default_exception_handler(context)

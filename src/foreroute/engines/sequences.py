@@ -42,22 +42,14 @@ class Response:
     states_versions: bool  # whether the engine says which weights sampled each token
 
     def to_trace(self, request: Request, model: ServedModel, *, loaded: Sequence[int]) -> RoutingTrace:
-        """Check the response against its request, and decode it.
-
-        `loaded` are the versions of weights that may have sampled it, or none where that is not known. Rows whose
-        version the engine does not state get the last of them.
-
-        Raises:
-            EngineError: when it ends elsewhere than it says or may, has a token that is none of the model's, a log-prob
-                that cannot be or is of another token, or was sampled with other weights.
-            CaptureError: when the routes are missing, misplaced, or cannot be true.
-        """
+        """Check the response against its request and the versions of weights that are `loaded`, and decode it."""
         self._check_tokens(request, model.vocabulary_size)
         self._check_logprobs()
         trace = decode(
             self.output,
             model=model.spec,
             token_ids=np.concatenate([request.prompt, self.tokens]),
+            # where the engine states no version, it is that of the weights loaded last
             weight_version=_parse_version if self.states_versions else loaded[-1] if loaded else NO_VERSION,
             vocabulary_size=model.vocabulary_size,
             indexers=model.indexers,

@@ -1,7 +1,4 @@
-"""SGLang behind its HTTP server, which somebody else has started. `docs/capture.md` has the command line.
-
-SGLang itself is not imported.
-"""
+"""SGLang behind an HTTP server of yours; SGLang itself is not imported. `docs/capture.md` has the command line."""
 
 from __future__ import annotations
 
@@ -16,10 +13,9 @@ from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.versions import require_engine
 from foreroute.capture import Generation, Sampling
 from foreroute.capture.arrays import MAX_INT32
-from foreroute.engines.base import OutsideEngine, stop_token_ids
+from foreroute.engines.base import OutsideEngine, WeightsFolder, stop_token_ids
 from foreroute.engines.http import Answer, Client
 from foreroute.engines.sequences import Request, Response
-from foreroute.engines.weights_folder import WeightsFolder
 from foreroute.errors import ConfigError, EngineError
 from foreroute.trace.spec import whole_number
 
@@ -37,7 +33,6 @@ class SGLangServerEngine(OutsideEngine):
     model has indexers and the server was started with --enable-return-indexer-topk.
 
     Args:
-        model: the policy.
         url: such as "http://127.0.0.1:30000".
         weights_folder: of one trainer at a time. The server must see it under the same path. Checkpoints are put into
             `foreroute-weights` in it.

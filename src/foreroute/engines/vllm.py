@@ -27,11 +27,10 @@ from numpy.typing import NDArray
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.versions import at_least, require_engine
 from foreroute.capture import Generation, Sampling
-from foreroute.engines.base import OutsideEngine, stop_token_ids
+from foreroute.engines.base import OutsideEngine, WeightsFolder, stop_token_ids
 from foreroute.engines.http import Answer, BrokenOffError, Client
 from foreroute.engines.sequences import Request, Response, check_echo, check_versions
 from foreroute.engines.vllm_server import EXTENSION, ServerProcess, ServerSettings
-from foreroute.engines.weights_folder import WeightsFolder
 from foreroute.errors import ConfigError, EngineError, shown
 
 __all__ = ["ServerSettings", "VLLMEngine"]
@@ -58,7 +57,6 @@ class VLLMEngine(OutsideEngine):
     running. Weights go through a folder that both can read.
 
     Args:
-        model: the policy.
         server: how to start one, or the address of yours, such as "http://127.0.0.1:8000".
         weights_folder: for a server of yours, and of one trainer at a time. The server must see it under the same path.
             Checkpoints are put into `foreroute-weights` in it.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,10 +15,8 @@ from torch import Tensor
 
 from foreroute import errors
 from foreroute.ep.transfer.peers import collective_errors, own_group
-from foreroute.errors import ForerouteError, PlanError
+from foreroute.errors import ForerouteError
 from foreroute.files.container import blake2b_hex
-from foreroute.plan import StepPlan
-from foreroute.plan.plan_file import plan_from_bytes, plan_to_bytes
 
 TEXT_BYTES = 1024
 """Every rank sends as many, so that their texts need one collective and no exchange of lengths."""
@@ -27,15 +25,9 @@ FACTS, NUMBERS = 2, 4
 
 
 class RankConsensus:
-    """A gloo group of its own for what all ranks decide. Every method is a collective call.
+    """A gloo group for what all ranks decide, made as by `own_group`.
 
-    Args:
-        along, ranks, timeout_s: as in `own_group`, which it is made by. A rank that does not answer for so long is
-            taken for dead.
-
-    Attributes:
-        group: the group.
-        rank, size: of this rank in it.
+    Every method is a collective call, and raises `TransferError` when a rank does not answer within `timeout_s`.
     """
 
     def __init__(
@@ -47,22 +39,10 @@ class RankConsensus:
 
     @contextmanager
     def agree(self, what: str, error: type[ForerouteError]) -> Iterator[Vote]:
-        """Do the body on every rank; behind it all ranks go on, or all of them raise.
+        """Do the body on every rank; behind it all go on, having asked each other once, or all raise.
 
-        When all go on, the ranks have asked each other once.
-
-        Args:
-            what: is decided, in words, for errors.
-            error: of ranks that say other things, and of refusals that are no error of ours: those that `error` is
-                derived from, such as `ValueError`.
-
-        Yields:
-            The vote, for what ranks say beside. What it says is read behind the context.
-
-        Raises:
-            ForerouteError: on every rank alike, of the class that the first rank raised that refused, with the texts of
-                all that did. A rank that failed otherwise raises its own error, and the others `error`.
-            TransferError: when a rank does not answer.
+        All raise the class of the first rank that refuses: `error` where it raised what `error` derives from, such as
+        `ValueError`, or says other things than the rest. A rank that fails otherwise raises its own error.
         """
         vote, mine = Vote(), None
         try:
@@ -96,36 +76,28 @@ class RankConsensus:
         raise first(f"{what}: " + "; ".join(texts)) from mine
 
     def objections(self, mine: str | None, what: str) -> list[str]:
-        """Return what is wrong on any rank, the same list on all of them, empty when all is well.
-
-        Args:
-            mine: what is wrong here, or None.
-            what: the question in words, for errors.
-
-        Raises:
-            TransferError: when a rank does not answer.
-        """
+        """Return what is wrong on any rank, the same list on all of them, empty when all is well."""
         if not self.most(torch.tensor([mine is not None], dtype=torch.int32), what).item():
             return []
         texts = self.texts(mine or "", what)
         return [f"{name}: {text}" for name, text in zip(self._names, texts, strict=True) if text]
 
     def most(self, mine: Tensor, what: str) -> Tensor:
-        """Return the elementwise largest of a tensor of integers that every rank has. Raises as `objections`."""
+        """Return the elementwise largest of a tensor of integers that every rank has."""
         largest = mine.clone()
         with collective_errors(what, self.group):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return largest
 
     def gather(self, mine: Tensor, what: str) -> Tensor:
-        """Stack the tensors of all ranks, of one shape and dtype, to [G, ...]. Raises as `objections`."""
+        """Stack the tensors of all ranks, of one shape and dtype, to [G, ...]."""
         parts = [torch.empty_like(mine) for _ in range(self.size)]
         with collective_errors(what, self.group):
             dist.all_gather(parts, mine, group=self.group)
         return torch.stack(parts)
 
     def from_first(self, mine: bytes, what: str) -> bytes:
-        """Return the bytes of the first rank, on every rank. Raises as `objections`."""
+        """Return the bytes of the first rank, on every rank."""
         content = torch.from_numpy(np.frombuffer(mine, np.uint8).copy())
         size, first = torch.tensor([len(content)]), dist.get_global_rank(self.group, 0)
         with collective_errors(what, self.group):
@@ -135,7 +107,7 @@ class RankConsensus:
         return sent.numpy().tobytes()
 
     def texts(self, mine: str, what: str) -> list[str]:
-        """Return what each rank says, cut to 1 KiB of UTF-8. Raises as `objections`."""
+        """Return what each rank says, cut to 1 KiB of UTF-8."""
         sent = np.zeros(TEXT_BYTES, np.uint8)
         encoded = np.frombuffer(mine.encode()[:TEXT_BYTES], np.uint8)
         sent[: len(encoded)] = encoded
@@ -160,13 +132,7 @@ class Vote:
     numbers_GN: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, NUMBERS), np.int64))  # when all agreed
 
     def same(self, text: str, otherwise: str, *, among: int = 0) -> None:
-        """Have ranks compare texts, up to two times in a vote, on all ranks alike.
-
-        Args:
-            text: of this rank.
-            otherwise: the error where they differ, with "{}" for what each rank says.
-            among: compared are ranks that give the same number.
-        """
+        """Have ranks compare texts, up to two times in a vote, on all ranks alike. See `Fact`."""
         self.facts.append(Fact(text, otherwise, among))
 
     def record(self, *, refuses: bool) -> list[int]:
@@ -176,24 +142,3 @@ class Vote:
         ]
         room = [0] * (2 * FACTS - len(facts)), [0] * (NUMBERS - len(self.numbers))
         return [int(refuses), *facts, *room[0], *self.numbers, *room[1]]
-
-
-def share_plan(group: RankConsensus, everyone: RankConsensus, make: Callable[[], StepPlan]) -> StepPlan:
-    """Make a plan on the first rank of a group and give it to all. A collective call.
-
-    Args:
-        group: the ranks that share it.
-        everyone: the ranks of all groups that make plans at the same time; all end when one has none.
-        make: called on the first rank alone; it may wait for a thread.
-
-    Raises:
-        PlanError: on the other ranks, when a first one cannot make it; there, its own error.
-        TransferError: when a rank does not answer, such as one that died while it planned.
-    """
-    what, content = "waiting for the plan of the first rank", b""
-    with everyone.agree(what, PlanError):
-        if group.rank == 0:
-            plan = make()
-            content = plan_to_bytes(plan)
-    content = group.from_first(content, what)
-    return plan if group.rank == 0 else plan_from_bytes(content)

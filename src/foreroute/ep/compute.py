@@ -18,20 +18,21 @@ from torch.nn import functional
 
 from foreroute.ep.dispatch import RowGroups
 from foreroute.ep.replicas import Replicas
+from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.engine import TransferEngine
-from foreroute.ep.transfer.replica_weights import Cell, segment_sums
+from foreroute.ep.transfer.gradients import segment_sums
 
 
 class StackedReplicas(Replicas):
     """Replicas beside an experts module whose parameters have an axis of experts in front.
 
-    Weights leave from the memory that the optimizer updates, and gradients arrive at what the pass computes with: a
-    framework may compute with a copy, in another dtype. Gradients are made and returned in float32 (float64 for
-    weights in float64), and rounded once, when they have been added to those of the home experts.
+    Gradients are made and returned in float32 (float64 for weights in float64), and rounded once, when they have been
+    added to those of the home experts.
 
     Args:
-        cell, engine, owned: as in `Replicas`; `owned` is name -> [E / W, ...].
-        home: name -> [E / G, ...], what home experts compute with in this pass.
+        cell, engine: as in `Replicas`.
+        home: name -> [E / G, ...], what home experts compute with in this pass, maybe a copy in another dtype.
+        owned: name -> [E / W, ...], the memory that the optimizer updates, from which weights leave.
         terms: what adapters add, whose factors are among both.
     """
 
@@ -62,14 +63,7 @@ class StackedReplicas(Replicas):
         ]
 
     def run(self, inputs: Sequence[Tensor], module: Any, rows_ND: Tensor, groups: RowGroups) -> list[Tensor]:
-        """Up, gate and down projection of every row with the weights of its group.
-
-        Args:
-            inputs: `graph_inputs`.
-            module: the experts module, for its layout, gate and activation.
-            rows_ND: in order of group.
-            groups: of the rows, a replica each.
-        """
+        """Compute rows, which are in order of group, by the layout, gate and activation of the experts module."""
         if not groups.sizes:
             return []
         stand_ins = dict(zip(self._in_graph, inputs, strict=True))
@@ -82,12 +76,16 @@ class StackedReplicas(Replicas):
     def _linear(
         self, module: Any, name: str, rows: Tensor, groups: RowGroups, stand_ins: Mapping[str, Tensor]
     ) -> Tensor:
-        get_weight = partial(self.weight, name)
-        rows = rows.to(self.home[name].dtype)
-        out: Tensor = ReplicaProduct.apply(rows, stand_ins.get(name), get_weight, module.is_transposed, groups)
-        if module.has_bias:
-            bias = f"{name}_bias"
-            out = AddBias.apply(out, stand_ins.get(bias), self.weight(bias), groups)
+        bias = f"{name}_bias"
+        out: Tensor = ReplicaLinear.apply(
+            rows.to(self.home[name].dtype),
+            stand_ins.get(name),
+            stand_ins.get(bias),
+            partial(self.weight, name),
+            self.weight(bias) if module.has_bias else None,
+            module.is_transposed,
+            groups,
+        )
         return out
 
     def weight(self, name: str) -> Tensor:
@@ -130,10 +128,7 @@ class LowRankTerm(NamedTuple):
     is_transposed: bool
 
     def factor_grads(self, weights: Mapping[str, Tensor], grad: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Give the gradients of A and B by name, of that of the adapted weight, [V, ...], in its dtype.
-
-        The weight is computed with in `dtype`, which factors were rounded to.
-        """
+        """Give the gradients of A and B, which were rounded to `dtype`, of that of the adapted weight [V, ...]."""
         right, left = (weights[factor].to(dtype).to(grad.dtype) for factor in self.factors)
         grad = grad.mT if self.is_transposed else grad
         with torch.autocast(grad.device.type, enabled=False):
@@ -155,10 +150,9 @@ def adapt(name: str, weights: Mapping[str, Tensor], terms: Sequence[LowRankTerm]
     return weight
 
 
-class ReplicaProduct(torch.autograd.Function):
-    """`ReplicaProduct.apply(rows_ND, stand_in, get_weight, is_transposed, groups)`: rows times their group's matrix.
+class ReplicaLinear(torch.autograd.Function):
+    """Rows times the matrix of their group, plus its bias; `stand_in`s take gradients, None where none is wanted.
 
-    Matrices are [V, ...] as the parameter is laid out; `stand_in` takes their gradient, None where it is not wanted.
     Autograd keeps the rows and no weight: slots serve other cells until backward, where `get_weight` is called anew.
     """
 
@@ -167,40 +161,33 @@ class ReplicaProduct(torch.autograd.Function):
         ctx: Any,
         rows: Tensor,
         stand_in: Tensor | None,
+        bias_stand_in: Tensor | None,
         get_weight: Callable[[], Tensor],
+        bias: Tensor | None,
         is_transposed: bool,
         groups: RowGroups,
     ) -> Tensor:
         ctx.save_for_backward(rows)
         ctx.get_weight, ctx.is_transposed, ctx.groups = get_weight, is_transposed, groups
         weight = get_weight()
-        return _grouped_mm(rows, weight if is_transposed else weight.mT, groups)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (rows,) = ctx.saved_tensors
-        grad, weight, weight_grad = grads[0], ctx.get_weight(), None
-        if ctx.needs_input_grad[1]:
-            left, right = (rows, grad) if ctx.is_transposed else (grad, rows)
-            weight_grad = _sum_outer_products(left, right, ctx.groups)
-        row_grad = _grouped_mm(grad, weight.mT if ctx.is_transposed else weight, ctx.groups)
-        return row_grad, weight_grad, None, None, None
-
-
-class AddBias(torch.autograd.Function):
-    """`AddBias.apply(rows_ND, stand_in, bias_VD, groups)`: rows plus the bias of their group. Keeps none of them."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, stand_in: Tensor | None, bias: Tensor, groups: RowGroups) -> Tensor:
-        ctx.groups = groups
+        out = _grouped_mm(rows, weight if is_transposed else weight.mT, groups)
+        if bias is None:
+            return out
         sizes = torch.tensor(groups.sizes).to(bias.device, non_blocking=True)
         # with the size of the output, repeat_interleave does not ask the device for it
-        return rows + bias.repeat_interleave(sizes, dim=0, output_size=sum(groups.sizes))
+        return out + bias.repeat_interleave(sizes, dim=0, output_size=len(rows))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        bias_grad = segment_sums(grads[0], ctx.groups.sizes) if ctx.needs_input_grad[1] else None
-        return grads[0], bias_grad, None, None
+        (rows,), (grad,), groups = ctx.saved_tensors, grads, ctx.groups
+        weight, weight_grad, bias_grad = ctx.get_weight(), None, None
+        if ctx.needs_input_grad[1]:
+            left, right = (rows, grad) if ctx.is_transposed else (grad, rows)
+            weight_grad = _sum_outer_products(left, right, groups)
+        if ctx.needs_input_grad[2]:
+            bias_grad = segment_sums(grad, groups.sizes)
+        row_grad = _grouped_mm(grad, weight.mT if ctx.is_transposed else weight, groups)
+        return row_grad, weight_grad, bias_grad, None, None, None, None
 
 
 def _grouped_mm(rows: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:

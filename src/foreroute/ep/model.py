@@ -1,235 +1,399 @@
-"""A model whose experts a framework has spread over ranks: the plan in force, and where experts live."""
+"""The experts of a model on ranks that execute plans: what is the same in every framework.
+
+Letters: M micro-steps, L routed layers, G ranks of an expert-parallel group, A groups that hold the same experts,
+W ranks of all of them, E experts.
+"""
 
 from __future__ import annotations
 
-import weakref
+import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
-from foreroute.ep.agreement import RankConsensus, share_plan
-from foreroute.ep.execution import ExecutingHooks, InForce, PlanExecution
-from foreroute.ep.execution_ranks import ExecutionRanks, MicroBatch, Owners
-from foreroute.ep.transfer.engine import TransferOptions
-from foreroute.ep.transfer.home_moves import agree_on_homes, move_homes
+from foreroute.ep.agreement import RankConsensus
+from foreroute.ep.execution import AgreedStep, Executing, MicroBatch, PassPlan, PlanExecution
+from foreroute.ep.owners import join_plans, owners_at
+from foreroute.ep.plan_checks import (
+    plan_digest,
+    planned_counts,
+    require_counts,
+    require_homes,
+    require_micro_batches,
+    require_ranks,
+)
+from foreroute.ep.transfer.cells import Home
+from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.errors import PlacementError, PlanError, ReplayError
-from foreroute.layout.rank_rows import block_homes
+from foreroute.errors import CountsError, PlanError, ReplayError
 from foreroute.plan import StepPlan
+from foreroute.plan.capabilities import Executor, warn_of_lacks
+from foreroute.plan.options import STAGE_NAMES
+from foreroute.plan.plan_file import plan_from_bytes, plan_to_bytes
+from foreroute.plan.schedule import ExecutionSchedule
+from foreroute.trace import RoutingTrace
 
 
-class SpreadLayer(Protocol):
-    """A routed layer of which this rank has some experts.
+class RankGroups(NamedTuple):
+    """The groups of the ranks that execute plans together, made once for the life of a model."""
 
-    Attributes:
-        number: its position among the routed layers.
-        path: of its experts in the model, for errors.
-        slices: the number of this rank among those that share its batch, and how many they are.
-        row_E: int64 [E], the row of each expert among those of all ranks; None while they are in order of their ids.
-    """
-
-    number: int
-    path: str
-    slices: tuple[int, int]
-    row_E: Tensor | None
-
-    @property
-    def owned(self) -> Mapping[str, Tensor]:
-        """Name -> [E / W, ...], the memory of this rank's experts that the optimizer updates, by parameter."""
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """How often each of `owned` was written to, which the memory of a DTensor does not count."""
-
-    def parameters(self) -> Mapping[str, Tensor]:
-        """The same as the parameters that an optimizer has."""
-
-    def objection_to_replicas(self) -> str | None:
-        """What keeps its experts from being replicas on other ranks; None."""
-
-    def begin(self) -> None:
-        """A plan is about to be executed: take `owned` up."""
-
-    def set_homes(self, home_E: NDArray[np.int16]) -> None:
-        """Experts have moved to these homes, int16 [E]."""
+    consensus: RankConsensus  # of the expert-parallel group
+    everyone: (
+        RankConsensus  # of the ranks that end alike: its pipeline stages, or all groups that hold the same experts
+    )
+    peers: PeerGroup  # between which weights travel
+    members: list[int]  # the numbers in `everyone` of the ranks of this group
 
 
-class ExpertParallelModel:
-    """An expert-parallel model, as `RoutedTransformer` executes plans on it.
+class ExpertParallelModel(ABC):
+    """The experts of a model, on ranks that execute plans. A framework derives from it and says what is abstract here.
 
-    Every rank of a group runs the model on rows of its own. Outside of `execute` the framework moves rows.
+    Models hold it, and have its methods. Every rank runs the model on rows of its own; outside of `execute` the
+    framework moves rows. Methods are collective calls of the expert-parallel group, of its pipeline stages, and of the
+    groups that hold the same experts, but for `use`, `close` and the homes. What is wrong on one rank is raised on
+    every rank alike, and `TransferError` when a rank does not answer. On Hugging Face each raises `AttachError` when
+    the model was not loaded with `ep_implementation="foreroute"`.
 
     Args:
-        layers: routed layers in order of the model, E experts each.
-        num_experts: E.
         group: the expert-parallel ranks, G.
+        block_home_LE: int16 [L, E], the homes that the framework gives experts when it builds, saves and loads them.
+        chunks: the positions in the model of the routed layers that each chunk of this rank runs in one pass.
         owner_AG: int64 [A, G], global ranks, ascending. All A groups hold the same experts, and together each expert
-            once; `group` is one of them.
+            once; `group` is one of them. By default it holds all of them.
 
     Attributes:
-        layers: the same.
-        home_LE: int16 [L, E], the rank of the group that every expert lives on.
-        in_force: the plan that is executed now, if one is.
+        home_LE: int16 [L, E], the rank of the group that every expert lives on now.
+        active: whose `execution` is the plan that is executed now, since one was executed first.
     """
+
+    executor: ClassVar[Executor]
+    gathers_late: ClassVar[bool] = False  # the weights of a layer may be stale until its first cell of a step runs
+    versions_of: Callable[[int], tuple[int, ...]] | None = None  # how often a layer was written to, unless memory tells
 
     def __init__(
         self,
-        layers: Sequence[SpreadLayer],
-        num_experts: int,
         group: dist.ProcessGroup,
-        owner_AG: NDArray[np.int64],
+        block_home_LE: NDArray[np.int16],
+        chunks: Sequence[Sequence[int]],
+        owner_AG: NDArray[np.int64] | None = None,
     ) -> None:
-        self.layers = list(layers)
-        self.home_LE = np.tile(block_homes(num_experts, owner_AG.shape[1]).astype(np.int16), (len(layers), 1))
-        self.block_home_LE = self.home_LE.copy()
-        self.in_force = InForce()
+        self.home_LE, self.block_home_LE = block_home_LE, block_home_LE
+        self.chunks = chunks
+        self.active: Executing | None = None
         self._group, self._owner_AG = group, owner_AG
-        self._transfers = TransferOptions(paths="direct")
-        self._ranks: ExecutionRanks | None = None
-        self._peers: PeerGroup | None = None
-        self._guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._transfers = TransferOptions()
+        self._engine: TransferEngine | None = None
         self._step = 0
 
-    @property
-    def ranks(self) -> ExecutionRanks:
-        """The ranks as they execute plans. A collective call of all owners where they were not asked for before."""
-        if self._ranks is None:
-            consensus, owners = RankConsensus(self._group), None
-            if len(self._owner_AG) == 1:
-                self._peers = PeerGroup(self._group)
-            else:
-                members = self._owner_AG.reshape(-1).tolist()
-                first = members.index(dist.get_process_group_ranks(self._group)[0])
-                owners = Owners(RankConsensus(ranks=members), first, self._owner_LE(self.home_LE))
-                shared = members if len(members) < dist.get_world_size() else None
-                # nothing is fetched where shares differ, and shapes of shards are compared
-                self._peers = PeerGroup(ranks=shared) if self._unequal() is None else PeerGroup(self._group)
-            self._ranks = ExecutionRanks(
-                self._group,
-                consensus,
-                self._transfers,
-                "hf",
-                peers=self._peers,
-                owners=owners,
-                versions=lambda layer: self.layers[layer].versions,
-            )
-        return self._ranks
+    @abstractmethod
+    def load(self) -> Mapping[int, Home]:
+        """Return the memory of this rank's experts that the optimizer updates, by layer and name, as it is now."""
 
-    def use(self, transfers: TransferOptions) -> None:
-        """See `RoutedTransformer.use`."""
-        self._require_none("weights travel otherwise")
-        self._transfers = transfers
-        if self._ranks is not None:
-            self._ranks.close()
-            self._ranks.options = transfers
+    @abstractmethod
+    def require_executable(self, plan: StepPlan) -> None:
+        """Raise `PlacementError` or `PlanError` when a layer of this rank cannot execute a plan."""
 
-    def close(self) -> None:
-        """See `RoutedTransformer.close`."""
-        if self._ranks is not None:
-            self._ranks.close()
+    @abstractmethod
+    def move(self, home_LE: ArrayLike, optimizer: Any) -> tuple[int, NDArray[np.int16]]:
+        """Move experts to these homes on all ranks or on none; return the bytes received here, and the homes."""
 
-    def share_plan(self, make: Callable[[], StepPlan]) -> StepPlan:
-        """See `RoutedTransformer.share_plan`."""
-        return share_plan(self.ranks.consensus, self.ranks.everyone, make)
+    @abstractmethod
+    def finish_gathering(self) -> None:
+        """Bring weights up to date, before they are copied to host memory."""
+
+    def layers_in_place(self) -> AbstractContextManager[None]:
+        """Have the layers of this rank run by the plan while the context is open, where they do not look for one."""
+        return nullcontext()
+
+    def make_everyone(self) -> RankConsensus | None:
+        """Make the group of all ranks that end alike; None where they are those of the expert-parallel group."""
+        return None
+
+    def gather_counts(self, find_batches: Callable[[], list[MicroBatch]]) -> NDArray[np.int32]:
+        """Count the routes of all expert-parallel ranks, as `plan` and `execute` take them.
+
+        Args:
+            find_batches: returns the micro-batches of this rank, in the order in which they will run. Models are given
+                what these are made of: traces, or what `rows` or `shard` of the model made of them. A rank without
+                sequences in a micro-step has `trace.select([])` there.
+
+        Returns:
+            counts_MLGE: int32 [M, L, G, E], the same on every rank of the group and its pipeline stages. Rows without a
+                route are not counted; padding that is spread is.
+
+        Raises:
+            TraceError: when a rank hands in what is no micro-batch of the model.
+            CountsError: when ranks have different numbers of micro-batches.
+        """
+        groups, what = self.groups, "gathering counts"
+        with groups.everyone.agree(what, CountsError) as vote:
+            batches = find_batches()
+            otherwise = "ranks have other micro-batches than can be planned ({}); expected as many on each"
+            vote.same(f"{len(batches)} micro-batches", otherwise)
+            if not batches:
+                raise CountsError("there is no micro-batch to plan; hand in one or more")
+        num_layers, num_experts = self.home_LE.shape
+        counts_MLGE = torch.zeros((len(batches), num_layers, groups.consensus.size, num_experts), dtype=torch.int32)
+        mine_MLE = np.array([each.counts_LE for each in batches], np.int32)
+        counts_MLGE[:, self._layers, groups.consensus.rank] = torch.from_numpy(mine_MLE)
+        # every count is known to one rank and 0 elsewhere, on the ranks of other pipeline stages too
+        ranks = groups.everyone if self._owner_AG is None else groups.consensus
+        return ranks.most(counts_MLGE, what).numpy()
 
     @contextmanager
     def execute(
         self,
-        hooks: ExecutingHooks,
-        plan: StepPlan,
-        counts_MLGE: NDArray[np.integer],
-        micro_batches: Sequence[MicroBatch],
-        step: int | None,
+        owner: Executing,
+        plan: StepPlan | None,
+        planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace],
+        find_batches: Callable[[], list[MicroBatch]],
+        step: int | None = None,
     ) -> Iterator[PlanExecution]:
-        """What `RoutedTransformer.execute` says, of the model that these hooks are on."""
-        self._require_none("another one begins")
-        if (unequal := self._unequal()) is not None:
-            mine = unequal if plan.num_replicas_ML.any() else None
-            self.ranks.raise_alike(PlanError, mine, "looking at the plan")
+        """Compute every routed layer of every micro-batch by its cell of a plan while the context is open.
+
+        Opened around `replay` sessions of the micro-batches, in their order, or around one call of Megatron's schedule
+        whose forward step is `replaying`, with backward inside. Every forward of the model is one of them. In between
+        no rank asks another on the host, and nobody waits for the device. On Hugging Face routed experts are given the
+        rows that have a route: padding gets zeros from them, and so does the last token of a sequence, which no other
+        row depends on.
+
+        Args:
+            owner: where the layers of the model look for the plan. Models hand it in.
+            plan: of these micro-batches, the same on every rank of the group and its pipeline stages. Experts live
+                where it says. None computes every expert at its home; the counts are still known ahead.
+            planned: what it was made for: integers [M, L, G, E], from `gather_counts`; or the traces of all sequences
+                of the step, which are counted by the packing of the plan.
+            find_batches: as in `gather_counts`. Sessions replay the same objects.
+            step: of the optimizer. Executions of one number, such as a recompute and the update after it, load weights
+                once, and again behind an update. By default each loads them as they are, and releases its replicas when
+                it is left.
+
+        Raises:
+            PlanError: when plans differ, or one is for other ranks, layers, experts, homes or tokens.
+            CountsError: when the plan was made for other counts, or a micro-batch has others. On the rank alone whose
+                forward brings other routes than `micro_batches`; the others end with it.
+            PlacementError: when a layer cannot execute a plan.
+            TraceError: when a rank hands in what is no micro-batch of the model.
+            ReplayError: when a planned micro-batch was not run, or a router did not do what was replayed; in a forward
+                that replays nothing, or when a plan is executed already.
+        """
+        self._require_no_execution("another one begins")
         self._step = self._step + 1 if step is None else step
-        for layer in self.layers:
-            layer.begin()
-        execution = PlanExecution(
-            self.ranks,
-            self._step,
-            plan,
-            counts_MLGE,
-            micro_batches,
-            self.home_LE,
-            {layer.number: layer.owned for layer in self.layers},
-            [range(len(self.layers))],
-            keeps_weights=step is not None,
-        )
-        self.in_force.hooks = hooks
-        with execution.in_force(hooks):
+        agreed = self._agree_on_step(plan, planned, find_batches, keeps_weights=step is not None)
+        unknown = agreed.is_known_M.count(False)
+        if unknown:
+            warnings.warn(
+                f"in {unknown} of {len(agreed.is_known_M)} micro-steps some rank has rows without a route that later "
+                "tokens depend on: no plan knows them, so that all ranks exchange counts in every cell, and wait for "
+                "them; record those rows, or leave their sequences out",
+                stacklevel=3,
+            )
+        homes = self.load()
+        engine, rank = self.engine(homes), self.groups.consensus.rank
+        execution = PlanExecution(agreed, self._group, rank, self.chunks, homes, engine, self.finish_gathering)
+        with self.activate(owner, execution), self.layers_in_place():
             yield execution
 
-    def move_homes(self, home_LE: ArrayLike, optimizer: torch.optim.Optimizer | None) -> int:
-        """See `RoutedTransformer.move_homes`."""
-        self._require_none("experts move")
-        ranks, base = self.ranks, getattr(optimizer, "optimizer", optimizer)
-        if base is not None and base not in self._guarded:  # accelerate wraps the one that has state
-            base.register_state_dict_pre_hook(self.require_block_homes)
-            base.register_load_state_dict_pre_hook(self.require_block_homes)
-            self._guarded.add(base)
-        assert self._peers is not None, "they are made with the ranks"
-        after_LE = agree_on_homes(ranks.everyone, self.home_LE, home_LE, self._owner_AG.shape[1], self._unequal())
-        for layer in self.layers:
-            layer.begin()
-        received = move_homes(
-            self._peers,
-            ranks.everyone,
-            self._owner_LE(self.home_LE),
-            self._owner_LE(after_LE),
-            [layer.parameters() for layer in self.layers],
-            base,
-        )
-        self.home_LE = after_LE
-        for layer, home_E in zip(self.layers, after_LE, strict=True):
-            layer.set_homes(home_E)
-        if ranks.owners is not None:
-            ranks.owners = ranks.owners._replace(owner_LE=self._owner_LE(after_LE))
-        ranks.forget_weights()
+    @contextmanager
+    def activate(self, owner: Executing, execution: PlanExecution) -> Iterator[PlanExecution]:
+        """Have an execution found by the owner's layers while the context is open, and end it on all ranks alike."""
+        hosted, number = execution.hosted.values(), execution.step.number
+        if execution.engine is not None:
+            execution.engine.take_records()  # of an execution that failed
+            if not (self.gathers_late or any(each.is_at_home for each in hosted)):
+                execution.begin_transfers("update")
+        self.active, owner.execution = owner, execution
+        try:
+            yield execution
+        finally:
+            owner.execution = None
+        execution.end_transfers()
+        with self.groups.everyone.agree(f"ending step {number}", ReplayError):
+            execution.require_ran()
+
+    def share_plan(self, make: Callable[[], StepPlan]) -> StepPlan:
+        """Give all ranks of an expert-parallel group the plan that the first one makes.
+
+        Args:
+            make: called on the first rank alone; it may wait for a thread that plans.
+
+        Raises:
+            PlanError: on the other ranks, when the first cannot make it; there, its own error.
+        """
+        group, what, content = self.groups.consensus, "waiting for the plan of the first rank", b""
+        with self.groups.everyone.agree(what, PlanError):
+            if group.rank == 0:
+                plan = make()
+                content = plan_to_bytes(plan)
+        content = group.from_first(content, what)
+        return plan if group.rank == 0 else plan_from_bytes(content)
+
+    def use(self, transfers: TransferOptions) -> None:
+        """Have weights of replicas travel so from the next execution on; by default from peer to peer, a cell ahead.
+
+        Args:
+            transfers: the same on every rank of the model. With `paths="host"`, the topology of a plan says how many
+                ranks share a node's memory.
+
+        Raises:
+            ReplayError: while a plan is executed.
+        """
+        self._require_no_execution("weights travel in another way")
+        self.close()
+        self._transfers = transfers
+
+    def move_homes(self, homes: StepPlan | ArrayLike, optimizer: Any = None) -> int:
+        """Move experts to other expert-parallel ranks, with all that the optimizer keeps for them.
+
+        Called on every rank of the job, between two steps, when gradients have been set to zero. Routers go on in
+        logical experts, and so do traces, auxiliary losses, expert bias and counts. What arrives on a rank is held
+        beside what is there until all ranks have everything; then it is written in place, experts in ascending order of
+        their ids. On Hugging Face, move them back to `block_home_LE` before anything is saved or loaded, which is
+        refused while experts are away.
+
+        Args:
+            homes: a plan, of which homes alone are taken, or integers [L, E]: the rank of the group that each expert
+                lives on from now on, E / G of each layer on each. The same on every rank.
+            optimizer: the one that trains the experts; None where none does.
+
+        Returns:
+            Bytes that this rank received from others.
+
+        Raises:
+            PlanError: when homes differ between ranks, are of other layers, experts or ranks, or not E / G to a rank.
+            TransferError: when something cannot be moved, such as an expert with a gradient or state of an unknown
+                kind, or a rank is gone. Nothing has moved then.
+            ReplayError: while a plan is executed.
+        """
+        self._require_no_execution("experts move")
+        received, self.home_LE = self.move(homes.home_LE if isinstance(homes, StepPlan) else homes, optimizer)
+        if self._engine is not None:
+            self._engine.end_step()  # slots hold experts by their old homes
         return received
 
-    def require_block_homes(self, *_: object) -> None:
-        """Raise `PlacementError` while experts live elsewhere than the framework saves and loads them."""
-        if (self.home_LE != self.block_home_LE).any():
-            raise PlacementError(
-                "experts have moved, and the framework saves and loads them at its own homes; call "
-                "routed.move_homes(routed.block_home_LE, optimizer) before, on every rank"
+    def close(self) -> None:
+        """Release what weights of replicas travel by, such as memory that ranks share; it is made again when needed.
+
+        Groups of ranks stay. Never raises: errors end here too.
+        """
+        if self._engine is not None:
+            self._engine.close()
+        self._engine = None
+
+    @cached_property
+    def groups(self) -> RankGroups:
+        """The groups of these ranks. A collective call of all of them on first use."""
+        # Never made a second time: torch names a group after its ranks and how many groups there are, so that one in
+        # the place of a destroyed one could meet what that left in the store.
+        consensus = RankConsensus(self._group)
+        everyone = self.make_everyone() or consensus
+        # nothing is fetched where owners have shares of different sizes, whose shapes must not be compared
+        joins_owners = self._owner_AG is not None and self.home_LE.shape[1] % self._owner_AG.size == 0
+        ranks, own = (dist.get_process_group_ranks(each) for each in (everyone.group, self._group))
+        if joins_owners:
+            peers = PeerGroup(ranks=ranks if len(ranks) < dist.get_world_size() else None)
+        else:
+            peers = PeerGroup(self._group)
+        return RankGroups(consensus, everyone, peers, [ranks.index(rank) for rank in own])
+
+    def engine(self, homes: Mapping[int, Home]) -> TransferEngine | None:
+        """Return what moves weights of replicas, made for the first execution; None without a layer. Collective."""
+        groups = self.groups
+        if self._engine is None and homes:
+            is_of_all = groups.peers.size == groups.everyone.size
+            self._engine = TransferEngine(
+                homes,
+                self._transfers,
+                groups.peers,
+                groups.everyone if is_of_all else groups.consensus,
+                first=groups.members[0] if is_of_all else 0,
+                gathers_late=self.gathers_late,
+                versions=self.versions_of,
             )
+        return self._engine
 
-    def _require_none(self, before: str) -> None:
-        """Raise `ReplayError` while a plan is executed, by whichever session of the model."""
-        hooks = self.in_force.hooks
-        if hooks is not None and hooks.execution is not None:
+    def owner_LE_at(self, home_LE: NDArray[np.int16]) -> NDArray[np.int16]:
+        """Return int16 [L, E], the number among all W ranks of the one that keeps each expert, given their homes."""
+        return home_LE if self._owner_AG is None else owners_at(home_LE, *self._owner_AG.shape)
+
+    @property
+    def _layers(self) -> list[int]:
+        return [layer for of_chunk in self.chunks for layer in of_chunk]
+
+    def _agree_on_step(
+        self,
+        plan: StepPlan | None,
+        planned: Any,
+        find_batches: Callable[[], list[MicroBatch]],
+        *,
+        keeps_weights: bool,
+    ) -> AgreedStep:
+        """Find all that this rank objects to, and ask the other ranks once; twice where some lack routes."""
+        groups, step = self.groups, self._step
+        what, rank = f"agreeing on the plan of step {step}", groups.consensus.rank
+        with groups.everyone.agree(what, PlanError) as vote:
+            plan, counts_MLGE = planned_counts(plan, planned, self.home_LE)
+            batches = find_batches()
+            self.require_executable(plan)
+            require_ranks(plan, groups.consensus.size)
+            require_homes(plan, self.home_LE)
+            require_counts(plan, counts_MLGE)
+            found_MLE, planned_MLE = [each.counts_LE for each in batches], counts_MLGE[:, self._layers, rank]
+            require_micro_batches(found_MLE, planned_MLE, self._layers)
+            vote.same(
+                f"step {step}, plan {plan_digest(plan)}",
+                "ranks hold different plans ({}); every rank of a group and of its pipeline stages must be given the "
+                "same plan of the same step, for all layers",
+                among=groups.members[0] if self._owner_AG is not None else 0,
+            )
+            topology = plan.topology
+            vote.same(
+                f"step {step}, {plan.shape[0]} micro-steps, {topology.redundant_slots} slots by {plan.slots!r}, "
+                f"nodes of {topology.ranks_per_node} ranks",
+                "expert-parallel groups bring plans that cannot run together ({}); give all groups the same step, as "
+                "many micro-steps, and the same slots and nodes",
+            )
+            in_pass = {name: plan.in_stage(name) for name in STAGE_NAMES}
+            is_partly_known = not all(each.is_whole for each in batches)
+            differs = plan.is_at_home("recompute") != plan.is_at_home("update")
+            vote.numbers = is_partly_known, differs, *(int(each.hosts.offsets[-1]) for each in in_pass.values())
+        warn_of_lacks(plan, self.executor, self._transfers.paths)
+        is_known_M = [True] * len(batches)
+        if vote.numbers_GN[groups.members, 0].any():
+            partly_M = torch.tensor([not each.is_whole for each in batches], dtype=torch.int32)
+            is_known_M = [not any_ for any_ in groups.consensus.most(partly_M, what).tolist()]
+        # passes that are alike on all ranks are scheduled once
+        names = STAGE_NAMES if vote.numbers_GN[:, 1].any() else STAGE_NAMES[:1]
+        num_replicas_W = vote.numbers_GN[:, 2 : 2 + len(names)].sum(axis=1)
+        hosted = self._schedule_passes([in_pass[name] for name in names], counts_MLGE, num_replicas_W)
+        passes = dict(zip(STAGE_NAMES, hosted * len(STAGE_NAMES), strict=False))
+        return AgreedStep(step, plan, counts_MLGE, batches, passes, is_known_M, keeps_weights)
+
+    def _schedule_passes(
+        self, plans: list[StepPlan], counts_MLGE: NDArray[np.integer], num_replicas_W: NDArray[np.int64]
+    ) -> list[PassPlan]:
+        """Compile the plan of each pass for this rank, and that by which weights travel. A collective call."""
+        groups, paths = self.groups, self._transfers.paths
+        own = [ExecutionSchedule(plan, counts_MLGE, groups.consensus.rank, paths=paths) for plan in plans]
+        joined, weights = plans, own
+        if self._owner_AG is not None:
+            joined = join_plans(
+                plans, self.owner_LE_at(self.home_LE), groups.everyone, groups.members[0], num_replicas_W
+            )
+            none_MLWE = np.zeros((*plans[0].shape[:2], groups.everyone.size, plans[0].shape[2]), np.int32)
+            weights = [ExecutionSchedule(each, none_MLWE, groups.everyone.rank, paths=paths) for each in joined]
+        return [
+            PassPlan(plan, schedule, of_all, of_weights, of_all.num_replicas_ML)
+            for plan, schedule, of_all, of_weights in zip(plans, own, joined, weights, strict=True)
+        ]
+
+    def _require_no_execution(self, before: str) -> None:
+        if self.active is not None and self.active.execution is not None:
             raise ReplayError(f"a plan is executed on this model; leave that execution before {before}")
-
-    def _unequal(self) -> str | None:
-        """What keeps experts from being fetched and moved; None where every rank keeps as many."""
-        num_experts, num_owners = self.home_LE.shape[1], self._owner_AG.size
-        if num_experts % num_owners == 0:
-            return None
-        return (
-            f"{num_experts} experts are kept by {num_owners} ranks in shares of different sizes, and are neither "
-            "fetched nor moved then; spread the model over as many ranks as divide them, or execute no plan (None)"
-        )
-
-    def _owner_LE(self, home_LE: NDArray[np.int16]) -> NDArray[np.int16]:
-        """int16 [L, E], the number of the rank that owns each expert: a block of those of its home, in order of id."""
-        num_groups, num_ranks = self._owner_AG.shape
-        num_local = home_LE.shape[1] // num_ranks
-        owner_LE = np.empty_like(home_LE)
-        # as torch.chunk, and so FSDP2, cuts them: the last groups may have fewer, or none
-        blocks = np.arange(num_local, dtype=np.int16) // np.int16(-(-num_local // num_groups)) * np.int16(num_ranks)
-        for owner_E, home_E in zip(owner_LE, home_LE, strict=True):
-            for rank in range(num_ranks):
-                owner_E[home_E == rank] = blocks + rank
-        return owner_LE

@@ -22,14 +22,15 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from foreroute.ep.transfer.cells import Cell, Home
 from foreroute.ep.transfer.engine import TransferEngine
-from foreroute.ep.transfer.replica_weights import Cell, Fetch, GradientReturn, Home
+from foreroute.ep.transfer.gradients import GradientReturn
 
 
 class Replicas(ABC):
-    """The replicas of one cell in one pass, made on every rank of the group.
+    """The replicas of one cell in one pass, made on every rank of the group; a framework says what experts are made of.
 
-    Rows are dispatched between `register` and `fetch`, home experts compute between `fetch` and `compute`.
+    Rows are dispatched between `register` and `fetch`; home experts compute between `fetch` and `compute`.
 
     Args:
         cell: of the plan.
@@ -46,32 +47,21 @@ class Replicas(ABC):
         self.cell, self.hosted = cell, hosted
         self.weights: dict[str, Tensor] = {}
         self._engine, self._owned = engine, owned
-        self._fetch: Fetch | None = None
         self._returning: GradientReturn | None = None
         self._anchor: Tensor | None = None
 
     def register(self) -> list[Tensor]:
-        """Have backward wait for gradients of replicas before it is done with `parameters`.
-
-        Returns:
-            Views of `parameters`. Gradients of what computes with them come to `add_returned`.
-        """
+        """Give views of `parameters`. In backward, what is returned is added before the parameters get gradients."""
         self._anchor, *views = WaitGrads.apply(self, *self.parameters())
         return views
 
     def fetch(self) -> None:
         """Begin to fetch the weights. Waits for nothing."""
         if self.hosted:
-            self._fetch = self._engine.fetch(self.cell, self._owned)
+            self._engine.fetch(self.cell, self._owned)
 
     def compute(self, home_output: Tensor, *args: Any) -> Tensor:
-        """Run the replicas here and give their rows behind those of the home experts, [rows, D].
-
-        All ranks call it, those without a replica too.
-
-        Args:
-            home_output: what the home experts have computed.
-            args: of `run`.
+        """Give the rows of the home experts, and behind them those that the replicas here `run` by `args`, [N, D].
 
         Raises:
             TransferError: when weights cannot be had.
@@ -82,22 +72,20 @@ class Replicas(ABC):
         token, *inputs = ReturnGrads.apply(self, anchor)
         computed = [each.to(home_output.dtype) for each in self.run(inputs, *args)]
         output = torch.cat([home_output, *computed]) if computed else home_output
+        # from here on, the slots may serve other cells
         self.weights = {}
         fetched_again: Tensor = FetchWeights.apply(self, token, output)
         return fetched_again
 
     def wait(self) -> None:
         """Wait for the weights; on a GPU, the stream does."""
-        if not self.hosted:
-            return
-        fetch, self._fetch = self._fetch, None
-        assert fetch is not None, "weights are fetched when rows have left"
-        self.weights = fetch.wait()
+        if self.hosted:
+            self.weights = self._engine.wait_weights(self.cell)
 
     def return_grads(self, grads: Sequence[Tensor | None]) -> None:
-        """Begin to return the gradients of `graph_inputs`, and release the weights. All ranks call it."""
+        """Begin to return the gradients of `graph_inputs`, and release the weights."""
         if self.hosted:
-            self._returning = self._engine.send_home(self.cell, self.grads_to_return(grads))
+            self._returning = self._engine.return_grads(self.cell, self.grads_to_return(grads))
         self.weights = {}
 
     def wait_grads(self) -> dict[str, dict[int, Tensor]]:
@@ -114,16 +102,11 @@ class Replicas(ABC):
 
     @abstractmethod
     def graph_inputs(self) -> list[Tensor]:
-        """Give the tensors by which autograd knows the weights of the replicas here; those that are trained."""
+        """Give the tensors by which autograd knows the trained weights of the replicas here."""
 
     @abstractmethod
     def run(self, inputs: Sequence[Tensor], *args: Any) -> list[Tensor]:
-        """Compute the rows of the replicas here, in one tensor or several; none without a replica.
-
-        Args:
-            inputs: `graph_inputs`, as part of the graph.
-            args: of the framework.
-        """
+        """Compute the rows of the replicas here, with `graph_inputs` as part of the graph; [] without a replica."""
 
     @abstractmethod
     def grads_to_return(self, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
@@ -133,23 +116,13 @@ class Replicas(ABC):
     def add_returned(
         self, returned: dict[str, dict[int, Tensor]], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """Add what was returned to the gradients of this rank's experts.
-
-        Args:
-            returned: as `GradientReturn.wait` gives it, in float32 or float64.
-            grads: of the views that `register` gave; None where nothing computed with one.
-
-        Returns:
-            The gradients of `parameters`, for autograd.
-        """
+        """Give the gradients of `parameters`: those of the views of `register`, and what `wait_grads` gave."""
 
 
 class WaitGrads(Function):
-    """`WaitGrads.apply(replicas, *parameters)`: a scalar as anchor of `ReturnGrads`, and views of the parameters.
+    """`WaitGrads.apply(replicas, *parameters)`: a scalar as anchor of `ReturnGrads`, and views of the parameters."""
 
-    AccumulateGrad of a parameter comes after it, since the parameters go into this node.
-    """
-
+    # AccumulateGrad of a parameter comes after this node, since the parameters go into it
     @staticmethod
     def forward(ctx: Any, replicas: Replicas, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.replicas = replicas
@@ -182,15 +155,13 @@ class ReturnGrads(Function):
 
 
 class FetchWeights(Function):
-    """`FetchWeights.apply(replicas, token of ReturnGrads, output)`: the output, whose backward fetches the weights.
-
-    Under a non-reentrant checkpoint, the first node that asks for what was saved has the forward repeated, in which
-    all ranks fetch. Therefore all ask here, also those that save nothing else since they have no replica.
-    """
+    """`FetchWeights.apply(replicas, token of ReturnGrads, output)`: the output, whose backward fetches the weights."""
 
     @staticmethod
     def forward(ctx: Any, replicas: Replicas, token: Tensor, output: Tensor) -> Tensor:
         ctx.replicas = replicas
+        # Under a non-reentrant checkpoint, the first node that asks for what was saved has the forward repeated, in
+        # which all ranks fetch. So all ask, also those that save nothing else since they have no replica.
         ctx.save_for_backward(token)
         return output.view_as(output)
 

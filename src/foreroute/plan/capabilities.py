@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, get_args
 
 from foreroute.errors import ConfigError, shown
+from foreroute.plan.options import STAGE_NAMES
 
 if TYPE_CHECKING:
     from foreroute.plan.step_plan import StepPlan
@@ -44,12 +45,24 @@ EXECUTES: Mapping[Executor, frozenset[Ability]] = {
 """The abilities of `foreroute.ep` on experts that transformers spreads, and on Megatron-Core."""
 
 
-def warn_of_lacks(plan: StepPlan, executor: Executor) -> None:
-    """Warn of what a plan asks for and its executor lacks. Results are those of any plan all the same."""
+def warn_of_lacks(plan: StepPlan, executor: Executor, paths: FetchPath) -> None:
+    """Warn of what a plan asks for and its executor lacks, and of prices of another path than `paths`, which is taken.
+
+    Results are those of any plan all the same, so neither is an error.
+    """
     if plan.topology.num_nodes > 1 and Ability.NODES not in EXECUTES[executor]:
         warnings.warn(
             f"the plan asks for {Ability.NODES}, which no test has run on this executor ({executor}), so that steps "
             "take other times than were planned; keep an expert-parallel group within a node",
+            stacklevel=2,
+        )
+    # between nodes both paths are the same, and at homes nothing travels
+    has_two_paths = plan.topology.ranks_per_node > 1 and not all(plan.is_at_home(stage) for stage in STAGE_NAMES)
+    if plan.priced_paths not in (None, paths) and has_two_paths:
+        warnings.warn(
+            f"the plan was priced for weights by the path {plan.priced_paths!r}, and they travel by {paths!r}, so that "
+            f"it may lose to a step without replicas; plan with paths={paths!r} of the cost model, or "
+            f"have weights travel so: routed.use(TransferOptions(paths={plan.priced_paths!r}))",
             stacklevel=2,
         )
 

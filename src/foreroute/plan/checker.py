@@ -6,12 +6,14 @@ It proves that a plan can be executed as it stands and that its figures are true
 from __future__ import annotations
 
 import math
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import PlanError, shown
 from foreroute.files.container import objection
+from foreroute.plan.capabilities import FetchPath
 from foreroute.plan.counts import counts_digest
 from foreroute.plan.options import STAGE_NAMES, PlanOptions
 from foreroute.plan.step_plan import TENSORS, StepPlan
@@ -110,6 +112,12 @@ def _check_figures(plan: StepPlan) -> None:
         raise PlanError(f"gains are {shown(gains)}; expected those of {' and '.join(STAGE_NAMES)}, or none")
     if not all(isinstance(gain, float) and -math.inf < gain <= 1 for gain in gains.values()):  # so that NaN is wrong
         raise PlanError(f"gains are {shown(gains)}; expected finite shares of at most 1")
+    known = get_args(FetchPath) if gains else (None, *get_args(FetchPath))
+    if plan.priced_paths not in known:
+        raise PlanError(
+            f"priced_paths is {shown(plan.priced_paths)}; expected the path that prices are of, 'host' or 'direct', or "
+            "None without gains"
+        )
     wrong_ML = ~((plan.bound_ML >= 0) & (plan.bound_ML <= plan.max_load_ML))  # so that NaN is wrong
     if wrong_ML.any():
         m, layer = np.argwhere(wrong_ML)[0].tolist()

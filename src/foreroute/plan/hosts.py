@@ -122,15 +122,16 @@ class Hosts(NamedTuple):
             given = getattr(others, name)
             getattr(self, name)[begin : begin + len(given)] = given
 
-    def lent_LE(self, ranks_per_node: int) -> NDArray[np.bool_]:
-        """Bool [L, E], whether an expert has a replica on another rank of its node in any cell."""
-        lent_LE, sizes_C = np.zeros(self.home_LE.shape, np.bool_), np.diff(self.offsets)
+    def sent_LEW(self, ranks_per_node: int) -> NDArray[np.bool_]:
+        """Bool [L, E, W], whether the w-th rank of an expert's node, which is another, has a replica in any cell."""
+        sizes_C = np.diff(self.offsets)
         layer_R = np.repeat(np.arange(len(sizes_C)) % len(self.home_LE), sizes_C)
         expert_R, rank_R = self.expert_R[: len(layer_R)], self.rank_R[: len(layer_R)]
         home_R = self.home_LE[layer_R, expert_R]
-        is_near_R = (home_R != rank_R) & (home_R // ranks_per_node == rank_R // ranks_per_node)
-        lent_LE[layer_R[is_near_R], expert_R[is_near_R]] = True
-        return lent_LE
+        is_sent_R = (home_R != rank_R) & (home_R // ranks_per_node == rank_R // ranks_per_node)
+        sent_LEW = np.zeros((*self.home_LE.shape, ranks_per_node), np.bool_)
+        sent_LEW[layer_R[is_sent_R], expert_R[is_sent_R], rank_R[is_sent_R] % ranks_per_node] = True
+        return sent_LEW
 
     def cell(self, micro_step: int, layer: int) -> CellPlan:
         """One cell, as views."""

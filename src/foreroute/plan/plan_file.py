@@ -18,6 +18,7 @@ from foreroute.errors import InputError, PlanError
 from foreroute.files.container import FileFormat, TensorSchema
 from foreroute.files.regular import parse_json
 from foreroute.layout import Packing
+from foreroute.plan.capabilities import FetchPath
 from foreroute.plan.checker import check_structure
 from foreroute.plan.hosts import Hosts
 from foreroute.plan.options import SlotSharing
@@ -26,9 +27,9 @@ from foreroute.plan.topology import Links, Topology
 
 PLAN_FILE = FileFormat(
     name="plan",
-    version=6,
+    version=7,
     kind=PlanError,
-    metadata=("topology", "slots", "gains", "counts_digest", "tokens_digest"),
+    metadata=("topology", "slots", "gains", "priced_paths", "counts_digest", "tokens_digest"),
     # splits are most of a plan, and few are large
     tensors=TENSORS | {"tokens_RG": TensorSchema("U8 U16 I32", "RG")},
     made_by="foreroute plan and foreroute.plan.save_plan write plans",
@@ -90,6 +91,7 @@ def plan_content(plan: StepPlan) -> tuple[dict[str, str], dict[str, NDArray[Any]
         "topology": json.dumps(asdict(plan.topology), allow_nan=False),
         "slots": plan.slots,
         "gains": json.dumps(dict(plan.gains), allow_nan=False),
+        "priced_paths": plan.priced_paths or "",
         "counts_digest": plan.counts_digest,
         "tokens_digest": plan.tokens_digest,
     }
@@ -129,6 +131,7 @@ def _decoded(metadata: Mapping[str, str], tensors: dict[str, NDArray[Any]]) -> S
         packing=packing,
         tokens_digest=metadata["tokens_digest"],
         gains=parse_json(metadata["gains"], PlanError, name="its gains"),
+        priced_paths=cast("FetchPath | None", metadata["priced_paths"] or None),
         **tensors,
     )
 

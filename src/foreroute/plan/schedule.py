@@ -28,7 +28,7 @@ from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.plan.step_plan import StepPlan
 
 MOVE = np.dtype(
-    [(name, np.int32) for name in ("round", "number", "expert", "row", "peer", "slot", "place")]
+    [(name, np.int32) for name in ("round", "number", "expert", "row", "peer", "slot", "position")]
     + [("by_host", np.bool_)],
     align=True,
 )
@@ -39,9 +39,9 @@ number: of the replica in its cell, the same at both ends.
 expert: logical.
 row: of the expert in its home rank's shard, whose experts are in ascending order of their id.
 peer: the rank at the other end.
-slot: that holds the replica, on the rank that serves it.
-place: of a replica that is served, among those of this rank in ascending order of slot; of one that is lent, among the
-gradients that come home to this rank, in order of (row, peer), in which they are added.
+slot: that holds the replica, on the rank that hosts it.
+position: of a replica that is hosted, among those of this rank in ascending order of slot; of one that is sent, among
+the gradients that return to this rank, in order of (row, peer), in which they are added.
 by_host: whether its weights go through host memory; gradients never do.
 """
 
@@ -62,8 +62,8 @@ class CellSchedule:
         group_rows_S: int64 [S], rows of every group. Where home experts, or replicas, get none at all, the first has
             one of padding: a grouped GEMM is never given an empty input.
         num_home: how many groups are home experts; the others are replicas.
-        lent: `MOVE`s of the replicas whose home is here, in order of round.
-        served: `MOVE`s of the replicas here, in order of round.
+        sends: `MOVE`s of the replicas whose home is here, in order of round.
+        hosted: `MOVE`s of the replicas here, in order of round.
     """
 
     send_G: NDArray[np.int64]
@@ -73,8 +73,8 @@ class CellSchedule:
     returned: NDArray[np.int64]
     group_rows_S: NDArray[np.int64]
     num_home: int
-    lent: NDArray[np.void]
-    served: NDArray[np.void]
+    sends: NDArray[np.void]
+    hosted: NDArray[np.void]
 
     @classmethod
     def of(
@@ -191,10 +191,10 @@ def _compile(
 def _cut(out: Any, c: int) -> CellSchedule:
     """One cell of `Columns`, as views."""
     begins = out.ends_CX[c - 1] if c else np.zeros(5, np.int64)
-    taken, grouped, returned, lent, served = (
+    taken, grouped, returned, sends, hosted = (
         array[begin:end]
         for array, begin, end in zip(
-            (out.taken, out.grouped, out.returned, out.lent, out.served),
+            (out.taken, out.grouped, out.returned, out.sends, out.hosted),
             begins.tolist(),
             out.ends_CX[c].tolist(),
             strict=True,
@@ -208,6 +208,6 @@ def _cut(out: Any, c: int) -> CellSchedule:
         returned,
         out.group_rows_CS[c, : out.num_groups_C[c]],
         out.num_home,
-        lent,
-        served,
+        sends,
+        hosted,
     )

@@ -27,8 +27,8 @@ class Columns(NamedTuple):
     taken: NDArray[np.int64]
     grouped: NDArray[np.int64]
     returned: NDArray[np.int64]
-    lent: NDArray[np.void]
-    served: NDArray[np.void]
+    sends: NDArray[np.void]
+    hosted: NDArray[np.void]
     ends_CX: NDArray[np.int64]
     num_home: int
 
@@ -141,19 +141,19 @@ def schedule_cells(rank: int, hosts: Any, counts_CGE: Any, host_ranks: int, out:
                 if source_R[i] == rank:
                     place_R[i] = place_S[row]
                     place_S[row] += 1
-            # in the order in which they are posted, as the lending and as the serving end
+            # in the order in which they are posted, as the sending and as the hosting end
             for turn in range(num_rounds):
                 for end in range(2):
                     i = edge_at[end, rank, turn]
                     if i == NONE:
                         continue
                     r, peer_R = order_R[i], target_R if end == 0 else source_R
-                    move = (out.lent if end == 0 else out.served)[at[3 + end]]
+                    move = (out.sends if end == 0 else out.hosted)[at[3 + end]]
                     move.round, move.number = turn, i
                     move.expert = expert_R[begin + r]
                     move.row = home_row_E[move.expert]
                     move.peer, move.slot = peer_R[i], slot_R[begin + r]
-                    move.place = place_R[i] if end == 0 else nth_R[r]
+                    move.position = place_R[i] if end == 0 else nth_R[r]
                     move.by_host = peer_R[i] // host_ranks == rank // host_ranks
                     at[3 + end] += 1
         out.ends_CX[c, :] = at

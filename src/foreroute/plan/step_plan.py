@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from foreroute.errors import PlanError
 from foreroute.files.container import TensorSchema
 from foreroute.layout import Packing
+from foreroute.plan.capabilities import FetchPath
 from foreroute.plan.counts import packed_counts, tokens_digest
 from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.plan.options import SlotSharing, Stage
@@ -56,6 +57,7 @@ class StepPlan:
         tokens_digest: `tokens_digest` of these sequences; empty without a packing.
         gains: of both stages, the share that the plan saves of the modelled seconds with every expert at its home, when
             it has paid for what a planned step takes once; empty where nothing was priced.
+        priced_paths: the path of replicas' weights that prices are of; None where nothing was priced.
     """
 
     topology: Topology
@@ -68,6 +70,7 @@ class StepPlan:
     packing: Packing | None = None
     tokens_digest: str = ""
     gains: Mapping[Stage, float] = field(default_factory=dict)
+    priced_paths: FetchPath | None = None
 
     @property
     def home_LE(self) -> NDArray[np.int16]:

@@ -91,6 +91,7 @@ def plan_and_why(
         counts_digest=counts_digest(counts),
         slots=options.slots,
         gains=_gains(hosts, counts, topology, costs, options),
+        priced_paths=None if costs is None or (options.traffic, options.pay_off) == (False, False) else costs.paths,
     )
     return found, why | {stage: found.decision(stage) for stage in STAGE_NAMES}
 

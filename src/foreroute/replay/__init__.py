@@ -8,12 +8,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from foreroute.core.passes import ReplayCounts
     from foreroute.replay.indexers import IndexerPass
     from foreroute.replay.recording import ForwardRows, RecordedPass, Recording
     from foreroute.replay.rows import Policy, ReplayRows, TraceOnDevice
     from foreroute.replay.sampling_masks import masked_logprobs, masked_logprobs_of_logits
     from foreroute.replay.session import PassRoutes, ReplaySession, RoutedModel, Routes
-    from foreroute.replay.telemetry import ReplayCounts, Telemetry
+    from foreroute.replay.telemetry import Telemetry
 
 __all__ = [
     "ForwardRows",
@@ -33,13 +34,13 @@ __all__ = [
     "masked_logprobs_of_logits",
 ]
 
-_FILE_OF = {"IndexerPass": "indexers", "ReplayCounts": "telemetry", "Telemetry": "telemetry"}
-_FILE_OF |= dict.fromkeys(("ForwardRows", "RecordedPass", "Recording"), "recording")
-_FILE_OF |= dict.fromkeys(("PassRoutes", "ReplaySession", "RoutedModel", "Routes"), "session")
-_FILE_OF |= dict.fromkeys(("masked_logprobs", "masked_logprobs_of_logits"), "sampling_masks")
+_FILE_OF = {"IndexerPass": ".indexers", "ReplayCounts": "foreroute.core.passes", "Telemetry": ".telemetry"}
+_FILE_OF |= dict.fromkeys(("ForwardRows", "RecordedPass", "Recording"), ".recording")
+_FILE_OF |= dict.fromkeys(("PassRoutes", "ReplaySession", "RoutedModel", "Routes"), ".session")
+_FILE_OF |= dict.fromkeys(("masked_logprobs", "masked_logprobs_of_logits"), ".sampling_masks")
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_FILE_OF.get(name, 'rows')}"), name)
+    return getattr(import_module(_FILE_OF.get(name, ".rows"), __name__), name)

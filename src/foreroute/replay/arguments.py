@@ -14,16 +14,24 @@ from foreroute.trace import NO_VERSION
 
 LARGEST_VERSION = np.iinfo(np.int32).max
 SHOWN_VERSIONS = 8
+WANTED_MASK = "expected [batch, tokens], 1 for tokens and 0 for padding"
 
 
 def not_of_kind(argument: str, value: object, wanted: str) -> TraceError:
-    """The error of a value that is of none of the classes that were wanted."""
+    """Make the error of a value that is of none of the classes that were wanted."""
     what = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
     return TraceError(f"{argument} is {what}; expected {wanted}")
 
 
+def require_switches(**switches: object) -> None:
+    """Raise `ConfigError` unless these arguments are True or False."""
+    for name, value in switches.items():
+        if not isinstance(value, bool | np.bool_):
+            raise ConfigError(f"{name} is {value!r}, a {type(value).__name__}; expected True or False")
+
+
 def as_version(value: object) -> int:
-    """The version that a recording stamps on its rows.
+    """Give the version that a recording stamps on its rows.
 
     Raises:
         ConfigError: for what is no whole number from 0 that fits 32 bits, nor `NO_VERSION`.
@@ -34,12 +42,7 @@ def as_version(value: object) -> int:
 
 
 def require_version(versions: tuple[int, ...], expected: int | Collection[int], what: str) -> None:
-    """Raise unless every routed row was recorded under an expected version.
-
-    Args:
-        versions: those of the rows.
-        expected: one, or those that are accepted. A range accepts none that is not stated.
-        what: whose versions they are, for the message.
+    """Raise unless every routed row was recorded under an expected version. A range accepts none that is not stated.
 
     Raises:
         ConfigError: when `expected` is no whole number, nor several.
@@ -54,12 +57,8 @@ def require_version(versions: tuple[int, ...], expected: int | Collection[int], 
         )
 
 
-WANTED_MASK = "expected [batch, tokens], 1 for tokens and 0 for padding"
-"""What an attention mask is to be, for messages."""
-
-
 def kept_by(mask: NDArray[Any]) -> NDArray[np.bool_]:
-    """Bool, False where an attention mask says padding. Raises `BatchMismatchError` for what is no such mask."""
+    """Say what an attention mask keeps, bool. Raises `BatchMismatchError` for what is no such mask."""
     kept = np.asarray(mask == 1)
     strange = ~kept & (mask != 0)
     if strange.any():

@@ -21,33 +21,30 @@ TOP_K = frozenset({torch.topk, Tensor.topk})
 
 
 class ExecutedCounts(TorchFunctionMode):
-    """Watches one forward of the whole model, or of one router.
-
-    Args:
-        executed: the ids [L, R, K], when they have been selected; None before.
-        sizes: (E, K) of every router; None where they differ, which no loss takes.
-    """
+    """Mode for one forward of the whole model, or of one router, in which losses count the executed selection."""
 
     def __init__(self, executed: Callable[[], Tensor | None], sizes: tuple[int, int] | None) -> None:
         super().__init__()
-        self._executed = executed
-        self._sizes = sizes
-        self._used = 0
+        self._executed = executed  # ids [L, R, K], when they have been selected; None before
+        self._sizes = sizes  # E and K of every router; None where they differ, which no loss takes
+        self._used = 0  # layers of them
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Runs everything as it is, but for a top-k of router probabilities after the selection."""
+        """Run everything as it is, but for a top-k of router probabilities after the selection."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func not in TOP_K:
             return result
         scores = args[0] if args else kwargs["input"]
-        ids = self._next(scores, result.indices)
+        ids = self._next_ids(scores, result.indices)
         return result if ids is None else torch.return_types.topk((scores.gather(-1, ids), ids))
 
-    def _next(self, scores: Tensor, own_ids: Tensor) -> Tensor | None:
+    def _next_ids(self, scores: Tensor, native_ids: Tensor) -> Tensor | None:
+        """Give the ids that this top-k is to return; None where it is no selection of the loss."""
         executed = self._executed()
-        if executed is None or (scores.shape[-1], own_ids.shape[-1]) != self._sizes:
+        if executed is None or (scores.shape[-1], native_ids.shape[-1]) != self._sizes:
             return None
+        # a loss selects for one layer after the other, or for all of them joined
         if scores.shape[0] == executed.shape[1] and self._used < len(executed):
             chosen = executed[self._used]
             self._used += 1

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from foreroute.core.passes import Listener, Pass, Rows, Watch
+from foreroute.core.passes import Interceptor, Pass, RecordOptions, Rows
 from foreroute.core.routed import NOTHING_RECORDED
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.replay.arguments import kept_by
@@ -21,26 +21,15 @@ from foreroute.trace.streams import joined
 
 @dataclass(frozen=True)
 class ForwardRows:
-    """What one forward of the whole model recorded, on the host: its rows without padding, sequence after sequence.
+    """What one forward of the whole model recorded, on the host: its rows without padding, sequence after sequence."""
 
-    Attributes:
-        lengths_S: int64 [S], rows of each sequence.
-        tokens_N: int64 [N].
-        ids_NLK: uint8 or uint16 [N, L, K].
-        margins_NL: float32 [N, L], or None where they were not asked for.
-        past: how many positions a key-value cache already held.
-        width: positions of a sequence in this forward, padding included; None where sequences share a row, so that
-            none of them can be continued.
-        streams: decisions beside the routes by name, in N rows; the same names in every forward.
-    """
-
-    lengths_S: NDArray[np.int64]
+    lengths_S: NDArray[np.int64]  # rows of each sequence
     tokens_N: NDArray[np.int64]
-    ids_NLK: NDArray[Any]
-    margins_NL: NDArray[np.float32] | None
-    past: int
-    width: int | None
-    streams: dict[str, DecisionStream] = field(default_factory=dict)
+    ids_NLK: NDArray[Any]  # uint8 or uint16
+    margins_NL: NDArray[np.float32] | None  # None where they were not asked for
+    past: int  # how many positions a key-value cache already held
+    width: int | None  # positions of a sequence, padding included; None where sequences share a row, and cannot go on
+    streams: dict[str, DecisionStream] = field(default_factory=dict)  # N rows; the same names in every forward
 
 
 class Recordable(Protocol):
@@ -52,26 +41,19 @@ class Recordable(Protocol):
 
 @dataclass(frozen=True)
 class RecordedPass:
-    """One forward of one chunk, still on the device, and no more of it than the trace is made of.
+    """One forward of one chunk, still on the device, and no more of it than the trace is made of."""
 
-    Attributes:
-        args: what its arguments said.
-        ids_LRK: uint8 or uint16 [L, R, K], executed; None of a chunk without routers.
-        margin_LR: float32 [L, R], or None where margins were not asked for.
-        choices: what each indexer handed on, by its number; None where they were not asked for.
-    """
-
-    args: Any
-    ids_LRK: Tensor | None
-    margin_LR: Tensor | None = None
-    choices: dict[int, Tensor] | None = None
+    args: Any  # what its arguments said
+    ids_LRK: Tensor | None  # uint8 or uint16, executed; None of a chunk without routers
+    margin_LR: Tensor | None = None  # float32; None where margins were not asked for
+    choices: dict[int, Tensor] | None = None  # what each indexer returned, by its number
 
 
 RowsOf = Callable[[list[list[RecordedPass]]], list[ForwardRows]]
-"""The rows of every forward, from the passes of each chunk of this rank. Called on every rank of the model at once."""
+"""Makes the rows of every forward from the passes of each chunk of this rank, on every rank of the model at once."""
 
 
-class Recording(Listener):
+class Recording(Interceptor):
     """Collects the routes of every forward in a `record()` session.
 
     Forwards that start without a key-value cache begin new sequences; forwards with one continue the sequences of the
@@ -84,8 +66,7 @@ class Recording(Listener):
         rows_of: puts passes together, as the framework cut them.
         weight_version: stamped on every row.
         provenance: of the trace.
-        margins: whether to keep the gap between the K-th and the (K+1)-th selection score.
-        indexers: whether to keep choices of indexers.
+        options: what to keep of passes beside their routes.
     """
 
     def __init__(
@@ -95,11 +76,9 @@ class Recording(Listener):
         rows_of: RowsOf,
         weight_version: int,
         provenance: dict[str, str],
-        *,
-        margins: bool,
-        indexers: bool,
+        options: RecordOptions,
     ) -> None:
-        self.watch = Watch(scores=margins, others=indexers, caches=True)
+        self.options = options
         self._spec = spec
         self._rows_of = rows_of
         self._version = weight_version
@@ -107,22 +86,20 @@ class Recording(Listener):
         self._passes: list[list[RecordedPass]] = [[] for _ in range(num_chunks)]
         self._begun: list[Any] = [None] * num_chunks
 
-    def begin(self, chunk: int, args: Recordable) -> Rows | None:
+    def begin_pass(self, chunk: int, args: Recordable) -> Rows | None:
         """Keep what says where the sequences are."""
         self._begun[chunk] = args.kept()
         return None
 
-    def end(self, chunk: int, args: Recordable, current: Pass | None) -> None:
+    def end_pass(self, chunk: int, args: Recordable, current: Pass | None) -> None:
         """Keep what is asked for of the pass; one that failed is forgotten."""
-        begun, watch = self._begun[chunk], self.watch
-        if current is None:
-            recorded = RecordedPass(begun, None)
-        else:
+        recorded = RecordedPass(self._begun[chunk], None)
+        if current is not None:
             recorded = RecordedPass(
-                begun,
-                _narrow(current.executed_LRK, self._spec),
-                current.scores.margin() if watch.scores and current.scores is not None else None,
-                current.kept if watch.others else None,
+                self._begun[chunk],
+                _to_trace_dtype(current.executed_LRK, self._spec),
+                current.scores.margin() if self.options.scores and current.scores is not None else None,
+                current.returned if self.options.others else None,
             )
         self._passes[chunk].append(recorded)
 
@@ -174,12 +151,12 @@ class Recording(Listener):
         Raises:
             ReplayError: when the session was not opened with `margins=True`.
         """
-        if not self.watch.scores or not any(self._passes):
+        if not self.options.scores or not any(self._passes):
             raise ReplayError("no margins were recorded; open the session with record(margins=True) and run a forward")
         return np.concatenate([_in_order(group, lambda rows: rows.margins_NL) for group in self._groups()])
 
     def _groups(self) -> list[list[ForwardRows]]:
-        """Forwards that belong to the same sequences."""
+        """Join forwards that belong to the same sequences."""
         counts = {len(passes) for passes in self._passes}
         if counts == {0}:
             raise ReplayError(NOTHING_RECORDED)
@@ -198,7 +175,7 @@ class Recording(Listener):
         return groups
 
     def _trace_of(self, group: list[ForwardRows]) -> RoutingTrace:
-        """One batch of sequences, as they grew."""
+        """Make the trace of one batch of sequences, in the order in which they grew."""
         tokens_N, ids_NLK = _in_order(group, lambda rows: rows.tokens_N), _in_order(group, lambda rows: rows.ids_NLK)
         ends = np.cumsum(sum(rows.lengths_S for rows in group))[:-1]
         trace = RoutingTrace.from_sequences(
@@ -206,12 +183,12 @@ class Recording(Listener):
         )
         for name in group[0].streams:
             stream = joined(name, [rows.streams[name] for rows in group], [rows.tokens_N >= 0 for rows in group])
-            trace = trace.with_stream(name, stream.take(_order(group)))
+            trace = trace.with_stream(name, stream.take(_sorted_rows(group)))
         return trace
 
 
-def _narrow(ids_LRK: Tensor, spec: RoutingSpec) -> Tensor:
-    """Ids as a trace has them, in memory of their own: -1 becomes its filler."""
+def _to_trace_dtype(ids_LRK: Tensor, spec: RoutingSpec) -> Tensor:
+    """Copy ids to the type that a trace has; -1 becomes its filler."""
     if spec.id_dtype.itemsize == 1:
         return ids_LRK.to(torch.uint8)
     return ids_LRK.to(torch.int16, copy=True).view(torch.uint16)
@@ -233,19 +210,19 @@ def _require_continues(rows: ForwardRows, group: list[ForwardRows]) -> None:
         )
 
 
-def _order(group: list[ForwardRows]) -> NDArray[np.int64]:
-    """int64 [N], the rows of all forwards, sequence after sequence, each in the order of the forwards."""
+def _sorted_rows(group: list[ForwardRows]) -> NDArray[np.int64]:
+    """Sort the rows of all forwards by sequence, each in the order of the forwards: int64 [N]."""
     sequence_N = np.concatenate([np.repeat(np.arange(len(rows.lengths_S)), rows.lengths_S) for rows in group])
     return np.argsort(sequence_N, kind="stable")
 
 
 def _in_order(group: list[ForwardRows], part: Callable[[ForwardRows], Any]) -> NDArray[Any]:
-    """A part of all rows, in that order."""
-    return np.concatenate([part(rows) for rows in group])[_order(group)]
+    """Join a part of all rows, sorted by sequence."""
+    return np.concatenate([part(rows) for rows in group])[_sorted_rows(group)]
 
 
 def _tokens_of(sequences: Any, attention_mask: ArrayLike | None) -> list[NDArray[np.int64]]:
-    """B arrays [T], each with a token at least."""
+    """Give B arrays [T], each with a token at least."""
     if isinstance(sequences, list | tuple):
         if attention_mask is not None:
             raise BatchMismatchError("sequences in a list have no padding; give no attention_mask with them")
@@ -259,7 +236,7 @@ def _tokens_of(sequences: Any, attention_mask: ArrayLike | None) -> list[NDArray
             )
         rows = list(rows_BT)
         if attention_mask is not None:
-            rows = [row[kept] for row, kept in zip(rows, _kept(attention_mask, rows_BT.shape), strict=True)]
+            rows = [row[kept] for row, kept in zip(rows, _mask_of(attention_mask, rows_BT.shape), strict=True)]
     for s, row in enumerate(rows):
         if row.ndim != 1 or row.dtype.kind not in "iu" or not len(row):
             raise BatchMismatchError(
@@ -268,7 +245,7 @@ def _tokens_of(sequences: Any, attention_mask: ArrayLike | None) -> list[NDArray
     return [row.astype(np.int64) for row in rows]
 
 
-def _kept(attention_mask: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.bool_]:
+def _mask_of(attention_mask: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.bool_]:
     mask = _on_host(attention_mask)
     if mask.shape != shape:
         raise BatchMismatchError(
@@ -289,7 +266,7 @@ def _on_host(values: Any) -> NDArray[Any]:
 
 
 def _inputs_of(recorded: RoutingTrace, tokens: Sequence[NDArray[np.int64]]) -> RoutingTrace:
-    """The rows of all tokens but the last of each sequence."""
+    """Give the rows of all tokens but the last of each sequence."""
     if len(recorded) != len(tokens):
         advice = (
             "record each call of generate() in a session of its own, with a key-value cache, and give all sequences "

@@ -3,14 +3,15 @@
 Row p routes input position p, and attention carries what it did to every later position. So the log-probability of a
 token was computed under the routing of the rollout only if every row *before* the token was replayed. The row of the
 last token of a sequence is before no token: no engine computes it, and it is routed by the model under every policy.
+
+Letters: N packed rows of a trace, R rows of a batch, padding included, L routed layers, K picks, E experts.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch import Tensor
 from foreroute.core.passes import Rows, signed_dtype
 from foreroute.errors import BatchMismatchError, ConfigError
 from foreroute.layout.rank_rows import fill_padding
+from foreroute.replay.arguments import require_switches
 from foreroute.trace import RoutingSpec, RoutingTrace
 
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 MOST_SPREAD_ROWS = 1 << 16
 """Rows of picks for padding, after which they begin anew: no model of equal layers has more."""
+NATIVE, SPREAD = -1, -2
+"""Rows of a batch that are padding: the model picks for `NATIVE`; `SPREAD - p` has row p of the spread picks."""
 Counts = Literal["native", "replayed"]
 """Whose selection counts: the router's own one, or the executed one (replayed, and its own where no route is)."""
 
@@ -44,14 +48,7 @@ PaddingRows = Literal["spread", "native"]
 
 @dataclass(frozen=True)
 class Policy:
-    """How to replay, as `RoutedModel.replay` describes it.
-
-    Attributes:
-        missing: what to do with rows that have no route.
-        padding: who picks for padding.
-        counts: which selection auxiliary losses and expert-bias counters count.
-        telemetry: whether routers also select by themselves, for the agreement.
-    """
+    """How to replay, as `RoutedModel.replay` describes it."""
 
     missing: MissingRows
     padding: PaddingRows
@@ -69,15 +66,13 @@ class Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayRows(Rows):
-    """Routes for every slot of a flattened batch, and what a session knows of its slots.
+    """Routes for every row of a flattened batch, and what a session knows of it.
 
     Attributes:
         real_R: bool [R], False for padding.
         counted_R: bool [R], tokens that belong in the loss under the policy for missing rows; False for padding.
         padding_R: bool [R], padding that statistics of the routers leave out; None where that is the framework's work.
         counts: which selection auxiliary losses and expert-bias counters count.
-        drops: whether `counted_R` leaves out a row that is real; known on the host, and never set in a graph.
-        is_whole: whether every slot has a route; known on the host, and never set in a graph.
         cells: of the plan that is executed on them, as its execution keeps them; None where none is.
         indexers: the choices to force on indexers; None leaves them alone.
     """
@@ -86,174 +81,146 @@ class ReplayRows(Rows):
     counted_R: Tensor
     padding_R: Tensor | None = None
     counts: Counts = "native"
-    drops: bool = False
-    is_whole: bool = False
     cells: Any = None
     indexers: IndexerRows | None = None
 
     @property
     def routed_R(self) -> Tensor:
-        """Bool [R], slots that have a route."""
+        """Bool [R], rows that have a route."""
         return self.ids_LRK[0, :, 0] >= 0
 
-    @classmethod
-    def from_host(
-        cls,
-        ids_LRK: Tensor,
-        routed_R: NDArray[np.bool_],
-        real_R: NDArray[np.bool_],
-        counted_R: NDArray[np.bool_],
-        device: torch.device,
-        num_experts: int,
-        *,
-        mask_padding: bool = False,
-        counts: Counts = "native",
-    ) -> ReplayRows:
-        """Move what is known on the host to the device, which is not waited for.
 
-        Args:
-            ids_LRK: uint8 or uint16 [L, R, K], in pinned memory where the device is a GPU; arbitrary without a route.
-            routed_R: bool [R], slots that have a route.
-            real_R: as the attribute.
-            counted_R: as the attribute.
-            device: where the model runs.
-            num_experts: E.
-            mask_padding: whether to fill `padding_R`.
-            counts: as the attribute.
-        """
-        is_whole = bool(routed_R.all())
-        # as narrow as they are on the way; -1 is for the device
-        narrow = ids_LRK.view(torch.int16) if ids_LRK.dtype == torch.uint16 else ids_LRK
-        ids = narrow.to(device, non_blocking=True).to(signed_dtype(num_experts))
-        if ids.dtype == torch.int32:  # ids above 32,767 came as negative int16
-            ids.bitwise_and_(0xFFFF)
-        return cls(
-            ids if is_whole else ids.masked_fill(~to_device(routed_R, device)[:, None], -1),
-            real_R=to_device(real_R, device),
-            counted_R=to_device(counted_R, device),
-            padding_R=to_device(~real_R, device) if mask_padding else None,
-            counts=counts,
-            drops=bool((counted_R != real_R).any()),
-            is_whole=is_whole,
-        )
-
-
-@dataclass(frozen=True, eq=False)
 class TraceOnDevice:
     """A trace on the device that its batches are on: moved there once, for as many of them as there are.
 
-    Attributes:
+    Args:
         trace: whose arrays nobody may write to from now on.
         device: of the batches.
+        picks_PLK: ids that are repeated over padding that is spread; by default evenly over the experts of each layer.
+        faithful_N: bool [N], as `faithful_rows`, of a trace that was cut inside of its sequences.
     """
 
-    trace: RoutingTrace
-    device: torch.device
-    _there: dict[str, Tensor] = field(default_factory=dict, init=False)
-    _picks: dict[PaddingRows, NDArray[Any]] = field(default_factory=dict, init=False)  # for padding
+    def __init__(
+        self,
+        trace: RoutingTrace,
+        device: torch.device,
+        *,
+        picks_PLK: NDArray[Any] | None = None,
+        faithful_N: NDArray[np.bool_] | None = None,
+    ) -> None:
+        self.trace, self.device = trace, device
+        self.faithful_N = faithful_rows(trace) if faithful_N is None else faithful_N
+        self.picks_PLK = picks_PLK
+        self._tables: dict[bool, Tensor] = {}
+        self._there: dict[str, Tensor] = {}
 
-    @cached_property
-    def faithful_N(self) -> NDArray[np.bool_]:
-        """As `faithful_rows`."""
-        return faithful_rows(self.trace)
-
-    def kept(self, name: str, *parts: NDArray[Any]) -> Tensor:
-        """Arrays one after the other, on the device, where they stay under a name."""
+    def upload(self, name: str, *parts: NDArray[Any]) -> Tensor:
+        """Move arrays, one after the other, to the device once: they stay there under a name."""
         if name not in self._there:
             self._there[name] = joined_to_device(parts, self.device)
         return self._there[name]
 
-    def gather(self, row_R: Tensor, policy: Policy, indexers: IndexerRows | None = None) -> ReplayRows:
-        """Gather the routes of each slot, once for all layers. The host waits for nothing.
+    def counted_N(self, policy: Policy, indexers: IndexerRows | None = None) -> NDArray[np.bool_] | None:
+        """Bool [N], tokens that belong in the loss; None where all do. A row without its choices is missing too."""
+        faithful_N = self.faithful_N
+        if policy.missing == "drop" and indexers is not None:
+            faithful_N = faithful_rows(replace(self.trace, valid_N=self.trace.valid_N & indexers.stream.valid_N))
+        return None if policy.missing != "drop" or faithful_N.all() else faithful_N
+
+    def gather(
+        self,
+        row_R: Tensor,
+        policy: Policy,
+        indexers: IndexerRows | None = None,
+        layers: slice = slice(None),
+    ) -> ReplayRows:
+        """Gather the routes of each row of a batch, once for all layers. The host waits for nothing.
 
         The last token of a sequence, which no router saw in the rollout, stays unrouted: the model routes it itself,
         and padding too unless that is to be spread. Other rows without a route follow the policy, but nobody is told
         of them under "error": see `refuse_missing`.
 
         Args:
-            row_R: int64 [R], packed row of each slot; -1 for padding. On the device.
+            row_R: integers [R], packed row of each; for padding `NATIVE`, or `SPREAD - p` for row p of the spread
+                picks. On the device.
             policy: whose policies for missing rows and padding hold.
-            indexers: the choices to force on indexers, of the same slots. A row that has none is missing too.
+            indexers: the choices to force on indexers, of the same rows. A row that has none is missing too.
+            layers: of the trace.
         """
-        trace, spec, real_R = self.trace, self.trace.spec, row_R >= 0
-        num_rows, spreads = len(trace.valid_N), policy.padding == "spread"
-        if policy.padding not in self._picks:
-            nothing = np.zeros((1, spec.num_layers, spec.top_k), spec.id_dtype)
-            self._picks[policy.padding] = _spread_picks(spec) if spreads else nothing
-        padding = self._picks[policy.padding]  # follows the rows of the trace
-        padding_R = num_rows + ((~real_R).cumsum(0) - 1) % len(padding) if spreads else num_rows
-        source_R = torch.where(real_R, row_R, padding_R)
+        real_R, row_R, num_rows = row_R >= 0, row_R.long(), self.trace.num_rows
+        table_LXK = self._table(spreads=policy.padding == "spread" or self.picks_PLK is not None)
+        if policy.padding == "spread":
+            assert self.picks_PLK is not None, "made with the table"
+            nth_R = ((row_R == NATIVE).cumsum(0) - 1) % len(self.picks_PLK)
+            row_R = torch.where(row_R == NATIVE, SPREAD - nth_R, row_R)
+        # Padding stands behind the N rows of the trace: -1 is row N of the table, -2 the one after it.
+        from_R = torch.where(real_R, row_R, num_rows - 1 - row_R)
+        counted_N, counted_R = self.counted_N(policy, indexers), real_R
+        if counted_N is not None:
+            name = "counted" if indexers is None else "counted with choices"
+            counted_R = real_R & self.upload(name, counted_N, np.zeros(1, np.bool_))[from_R.clamp(max=num_rows)]
+        ids_LRK = table_LXK[layers].index_select(1, from_R)
+        return ReplayRows(ids_LRK, real_R=real_R, counted_R=counted_R, counts=policy.counts, indexers=indexers)
 
-        ids_RLK = self.kept(f"ids {policy.padding}", trace.expert_ids_NLK, padding).index_select(0, source_R)
-        shape = (spec.num_layers, len(row_R), spec.top_k)
-        ids_LRK = torch.empty(shape, dtype=signed_dtype(spec.num_experts), device=self.device)
-        ids_LRK.copy_(ids_RLK.transpose(0, 1))
-        if ids_LRK.dtype == torch.int32:  # ids above 32,767 came as negative int16
-            ids_LRK.bitwise_and_(0xFFFF)
-        if spec.sizes:
-            ids_LRK.masked_fill_(~self.kept("is pick", spec.is_pick_LK)[:, None], -1)
-        if not trace.valid_N.all():
-            forced = self.kept(f"valid {policy.padding}", trace.valid_N, np.full(len(padding), spreads))
-            ids_LRK.masked_fill_(~forced.index_select(0, source_R)[:, None], -1)
-        elif not spreads:
-            ids_LRK.masked_fill_(~real_R[:, None], -1)
-        counted_R, drops = real_R, False
-        if policy.missing == "drop":
-            name, faithful_N = "faithful", self.faithful_N
-            if indexers is not None:
-                name += " with choices"
-                faithful_N = faithful_rows(replace(trace, valid_N=trace.valid_N & indexers.stream.valid_N))
-            drops = not faithful_N.all()
-            if drops:
-                counted_R = real_R & self.kept(name, faithful_N)[row_R]
-        return ReplayRows(
-            ids_LRK,
-            real_R=real_R,
-            counted_R=counted_R,
-            counts=policy.counts,
-            drops=drops,
-            indexers=indexers,
-        )
-
-
-def require_switches(**switches: object) -> None:
-    """Raise `ConfigError` unless these arguments are True or False."""
-    for name, value in switches.items():
-        if not isinstance(value, bool | np.bool_):
-            raise ConfigError(f"{name} is {value!r}, a {type(value).__name__}; expected True or False")
+    def _table(self, *, spreads: bool) -> Tensor:
+        """Signed ids [L, N + 1, K], or with the spread picks behind them; -1 where the model picks, as in row N."""
+        if spreads not in self._tables:
+            trace, spec = self.trace, self.trace.spec
+            if spreads and self.picks_PLK is None:
+                self.picks_PLK = spread_picks(spec)
+            picks_PLK = self.picks_PLK if spreads and self.picks_PLK is not None else trace.expert_ids_NLK[:0]
+            filler_1LK = np.zeros((1, *trace.expert_ids_NLK.shape[1:]), spec.id_dtype)
+            narrow = joined_to_device((trace.expert_ids_NLK, filler_1LK, picks_PLK), self.device)
+            # ids travel as narrow as they are kept; only here is there room for -1
+            table_LXK = narrow.transpose(0, 1).to(signed_dtype(spec.num_experts), memory_format=torch.contiguous_format)
+            if table_LXK.dtype == torch.int32:  # ids above 32,767 came as negative int16
+                table_LXK.bitwise_and_(0xFFFF)
+            is_native_X = joined_to_device(
+                (~trace.valid_N, np.ones(1, np.bool_), np.zeros(len(picks_PLK), np.bool_)), self.device
+            )
+            table_LXK.masked_fill_(is_native_X[:, None], -1)
+            if spec.sizes:
+                table_LXK.masked_fill_(~self.upload("is pick", spec.is_pick_LK)[:, None], -1)
+            self._tables[spreads] = table_LXK
+        return self._tables[spreads]
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
-    """An array of the host on a device, which is not waited for; on the CPU the array itself."""
+    """Move an array to a device, which is not waited for; on the CPU the tensor shares its memory."""
     return torch.from_numpy(array) if device.type == "cpu" else joined_to_device([array], device)
 
 
 def joined_to_device(parts: Sequence[NDArray[Any]], device: torch.device) -> Tensor:
-    """Arrays of the host, one after the other, on a device, which is not waited for. uint16 is int16 there.
-
-    They go by pinned memory: a copy from other memory would wait for what was launched before it.
-    """
+    """Move arrays, one after the other, to a device, which is not waited for. uint16 is int16 there."""
     of_dtype = torch.from_numpy(np.empty(0, parts[0].dtype))
     shape = (sum(map(len, parts)), *parts[0].shape[1:])
+    # A copy from memory that is not pinned would wait for what was launched before it.
     held = torch.empty(shape, dtype=of_dtype.dtype, pin_memory=device.type == "cuda")
     np.concatenate(parts, out=held.numpy())
     return (held.view(torch.int16) if held.dtype == torch.uint16 else held).to(device, non_blocking=True)
 
 
-def _spread_picks(spec: RoutingSpec) -> NDArray[Any]:
-    """Ids [P, L, K] that are repeated over padding, evenly over the experts."""
+def spread_picks(spec: RoutingSpec, home_LE: NDArray[np.integer] | None = None, start: int = 0) -> NDArray[Any]:
+    """Make the picks [P, L, K] that are repeated over padding, evenly over the experts, and over the ranks of homes.
+
+    Args:
+        spec: of the layers.
+        home_LE: as in `fill_padding`; by default all experts live on one rank.
+        start: as there.
+    """
+    # after so many rows the cycle of experts begins anew
     repeats_after = [num_experts // math.gcd(num_experts, top_k) for num_experts, top_k, _ in spec.groups]
     num_rows = min(math.lcm(*repeats_after), MOST_SPREAD_ROWS)
-    picks = np.full((num_rows, spec.num_layers, spec.top_k), spec.filler, spec.id_dtype)
+    picks_PLK = np.full((num_rows, spec.num_layers, spec.top_k), spec.filler, spec.id_dtype)
     for num_experts, top_k, at in spec.groups:
-        part = picks[:, at, :top_k]
-        of_one_rank_LE = np.zeros((part.shape[1], num_experts), np.int64)
-        picks[:, at, :top_k] = fill_padding(part, np.ones(num_rows, np.bool_), of_one_rank_LE)
-    return picks
+        part = picks_PLK[:, at, :top_k]
+        homes = np.zeros((part.shape[1], num_experts), np.int64) if home_LE is None else home_LE[at]
+        picks_PLK[:, at, :top_k] = fill_padding(part, np.ones(num_rows, np.bool_), homes, start=start)
+    return picks_PLK
 
 
 def faithful_rows(trace: RoutingTrace) -> NDArray[np.bool_]:
-    """Bool [N], tokens before which every row of their sequence has a route.
+    """Find the tokens before which every row of their sequence has a route, bool [N].
 
     The first token of a sequence has no row before it. It is nowhere predicted, so that it may count as either.
     """
@@ -262,26 +229,20 @@ def faithful_rows(trace: RoutingTrace) -> NDArray[np.bool_]:
     return np.asarray(missing_before_N1[:-1] == missing_before_N1[first_N])
 
 
-def is_faithful(trace: RoutingTrace, row_of_slot: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Bool [R], as `faithful_rows`, of slots; False for padding."""
-    real = row_of_slot >= 0
-    return np.asarray(real & faithful_rows(trace)[row_of_slot]) if trace.num_rows else real
-
-
-def refuse_missing(trace: RoutingTrace, row_of_slot: NDArray[np.int64], what: str = "route") -> None:
+def refuse_missing(trace: RoutingTrace, row_R: NDArray[np.int64], what: str = "route") -> None:
     """Raise unless every token of the batch is faithful. `what` is missing otherwise.
 
     Raises:
         BatchMismatchError: naming the first row that is missing.
     """
-    tainted = (row_of_slot >= 0) & ~faithful_rows(trace)[row_of_slot] if len(trace.valid_N) else np.zeros(1, np.bool_)
-    if not tainted.any():
+    tainted_R = (row_R >= 0) & ~faithful_rows(trace)[row_R] if trace.num_rows else np.zeros(1, np.bool_)
+    if not tainted_R.any():
         return
-    sequence = int(np.searchsorted(trace.offsets, row_of_slot[tainted].min(), side="right") - 1)
+    sequence = int(np.searchsorted(trace.offsets, row_R[tainted_R].min(), side="right") - 1)
     start, end = trace.offsets[sequence : sequence + 2]
     position = int(np.argmin(trace.valid_N[start:end]))
     raise BatchMismatchError(
-        f"sequence {sequence} has no {what} at position {position}, and {int(tainted.sum())} later tokens of the batch "
-        "depend on such rows. Record the missing rows, leave the sequence out, or say what to do without them: "
+        f"sequence {sequence} has no {what} at position {position}, and {int(tainted_R.sum())} later tokens of the "
+        "batch depend on such rows. Record the missing rows, leave the sequence out, or say what to do without them: "
         'missing="drop" takes those tokens out of the loss, missing="native" lets the model route the rows'
     )

@@ -8,14 +8,20 @@ With the recorded set I of a row, its token y in I, logits l and temperature T:
 Only temperature and set are used: what top-p, top-k or min-p would keep under the trainer's logits is another set.
 
 `masked_logprobs` starts from the hidden states in front of the output head, and makes the logits of the sets alone:
-rows of sets of about one size gather the head's rows, a chunk at a time. Rows of large sets and of none, which left
-nothing out, make all logits, a tile of rows at a time. `masked_logprobs_of_logits` starts from logits that are there.
+rows of sets of about one size gather the head's rows, a block at a time. Rows of large sets and of none, which left
+nothing out, make all logits, a part of the head at a time. `masked_logprobs_of_logits` starts from logits that are
+there. Neither waits for the device: sets are uploaded once for a call, and a token outside of its set is told by
+`DeferredChecks`.
+
+Letters: R rows, V rows of the head, H hidden size, M ids of all sets one after the other.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,17 +29,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.errors import BatchMismatchError, ConfigError, TraceContentError
 from foreroute.replay.rows import to_device
 from foreroute.trace import DecisionStream
 from foreroute.trace.checks import join_ranges
 
-CHUNK_NUMBERS = 1 << 24
-"""Numbers of a gathered chunk, a part of the head, or a tile of logits: 64 MiB in float32. A CPU core takes as long
-with a quarter or four times as much."""
+BLOCK_NUMBERS = {"cpu": 1 << 24, "cuda": 1 << 27}
+"""Numbers of a gathered block, or of a part of the head or its logits: 64 MiB in float32 on a CPU core, which takes as
+long with a quarter or four times as much; on a GPU so many that launches do not count."""
 GATHERED_SHARE = 64
 """A row gathers the head for sets of up to so small a part of all choices; larger ones are cheaper as a tile. Chosen by
 hand: at H = 512, a CPU core took as long for one gathered logit as for about 90 of a matrix product."""
+_checks = DeferredChecks()
+"""Whether tokens are in their sets, of calls whose device has not answered yet: no call waits for its own answer."""
 
 
 def masked_logprobs(
@@ -42,7 +51,9 @@ def masked_logprobs(
     """Compute log-probabilities of sampled tokens on their recorded sets, without logits of all choices.
 
     The head is linear and without bias; for another one, and for logits that are capped, use
-    `masked_logprobs_of_logits`. In bfloat16, products are made and added up in float32.
+    `masked_logprobs_of_logits`. Products of bfloat16 are exact in float32, in which they are added up. On a GPU the
+    gradient of a logit is rounded to bfloat16, 1 part in 2^9, before it meets a bfloat16 head or hidden state, as in a
+    linear layer; each gradient is rounded to its own dtype once.
 
     Args:
         hidden_RH: floats [R, H], what the output head is put on.
@@ -55,7 +66,8 @@ def masked_logprobs(
         float32 [R], float64 where hidden states or head are. Gradients reach hidden states and head.
 
     Raises:
-        BatchMismatchError: when the shapes do not belong together, or a set lacks the token that was sampled.
+        BatchMismatchError: when the shapes do not belong together, or a set lacks the token that was sampled; of
+            tensors on a GPU the latter in a later call, or before the next step of any optimizer of torch.
         TraceContentError: when a row has no mask.
         ConfigError: when the temperature is not above 0.
     """
@@ -64,9 +76,10 @@ def masked_logprobs(
             f"hidden states have shape {tuple(hidden_RH.shape)} and the head {tuple(head_VH.shape)}; expected [R, H] "
             "and [V, H]"
         )
-    tokens = _checked(len(hidden_RH), len(head_VH), targets_R, masks, temperature)
-    with torch.autocast(hidden_RH.device.type, enabled=False):
-        logprobs: Tensor = _OnSets.apply(hidden_RH, head_VH, _Work.of(masks, tokens, hidden_RH.shape[1]), temperature)
+    sets = _Sets.of(masks, targets_R, (len(hidden_RH), len(head_VH)), temperature, hidden_RH.device)
+    device = hidden_RH.device.type
+    with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext():
+        logprobs: Tensor = _OnSets.apply(hidden_RH, head_VH, sets, temperature)
     return logprobs
 
 
@@ -75,27 +88,7 @@ def masked_logprobs_of_logits(
 ) -> Tensor:
     """Compute log-probabilities of sampled tokens on their recorded sets from logits, of which no copy is made.
 
-    Args:
-        logits_RV: floats [R, V], as the model returns them.
-        targets_R: as in `masked_logprobs`.
-        masks: see there. Rows whose sets left nothing out are copied.
-        temperature: see there.
-
-    Returns:
-        float32 [R], float64 where the logits are.
-
-    Raises:
-        BatchMismatchError, TraceContentError, ConfigError: as `masked_logprobs`.
-    """
-    tokens = _checked_logits(logits_RV, targets_R, masks, temperature)
-    chosen_R = logits_RV.gather(1, to_device(tokens, logits_RV.device)[:, None])[:, 0]
-    return chosen_R.to(_wide(logits_RV)) / temperature - _SetLogits.of(logits_RV, masks, temperature).log_sums_R
-
-
-def masked_entropy_of_logits(
-    logits_RV: Tensor, targets_R: Tensor, masks: DecisionStream, *, temperature: float = 1.0
-) -> Tensor:
-    """Compute the entropy of the distributions on recorded sets that tokens were drawn from, in nats.
+    Rows whose sets left nothing out are copied.
 
     Args:
         logits_RV: floats [R, V], as the model returns them.
@@ -109,203 +102,259 @@ def masked_entropy_of_logits(
     Raises:
         BatchMismatchError, TraceContentError, ConfigError: as `masked_logprobs`.
     """
-    _checked_logits(logits_RV, targets_R, masks, temperature)
-    kept = _SetLogits.of(logits_RV, masks, temperature)
+    sets = _sets_of_logits(logits_RV, targets_R, masks, temperature)
+    # a token that the head does not have is told by the check of its set
+    tokens_R1 = sets.targets_R[:, None].clamp(0, logits_RV.shape[1] - 1)
+    chosen_R = logits_RV.gather(1, tokens_R1)[:, 0].to(_wide(logits_RV)) / temperature
+    return chosen_R - _SetLogits.of(logits_RV, sets, temperature).log_sums_R
+
+
+def masked_entropy_of_logits(
+    logits_RV: Tensor, targets_R: Tensor, masks: DecisionStream, *, temperature: float = 1.0
+) -> Tensor:
+    """Compute the entropy of the distributions on recorded sets that tokens were drawn from, in nats.
+
+    Arguments, dtype of the result [R] and errors are those of `masked_logprobs_of_logits`.
+    """
+    sets = _sets_of_logits(logits_RV, targets_R, masks, temperature)
+    kept = _SetLogits.of(logits_RV, sets, temperature)
     # -sum p log p = log Z - sum p l
     means_R = torch.zeros_like(kept.log_sums_R).index_add(
-        0, kept.of_set, (kept.logits - kept.log_sums_R[kept.of_set]).exp() * kept.logits
+        0, sets.row_M, (kept.logits_M - kept.log_sums_R[sets.row_M]).exp() * kept.logits_M
     )
     if kept.all_logits is not None:
         whole = (kept.all_logits.softmax(-1) * kept.all_logits).sum(-1)
-        means_R = means_R.index_copy(0, kept.rows, whole)
+        means_R = means_R.index_copy(0, sets.unlimited, whole)
     return kept.log_sums_R - means_R
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class _Sets:
+    """The sets of a call, on the device of its numbers, and the tokens that were drawn from them."""
+
+    masks: DecisionStream
+    targets_R: Tensor
+    ids_M: Tensor
+    row_M: Tensor  # of each id
+    counts_R: Tensor  # ids of each set; 0 where nothing was left out
+    begin_R: Tensor  # where the ids of each set begin
+    unlimited: Tensor  # the rows that left nothing out
+
+    @classmethod
+    def of(
+        cls,
+        masks: DecisionStream,
+        targets_R: Tensor,
+        shape: tuple[int, int],
+        temperature: float,
+        device: torch.device,
+    ) -> _Sets:
+        """Check what the host knows of a call, upload its sets, and have the device look for the tokens in them."""
+        _require_fit(masks, targets_R, shape, temperature)
+        counts, ids_M = masks.counts_ND[:, 0], to_device(masks.ids, device).long()
+        counts_R = to_device(counts, device)
+        row_M = torch.arange(len(counts), device=device).repeat_interleave(counts_R, output_size=len(ids_M))
+        unlimited = to_device(np.flatnonzero(counts == 0), device)
+        targets_R = targets_R.detach().to(torch.int64, copy=True)  # whoever gave them may overwrite them
+        sets = cls(masks, targets_R, ids_M, row_M, counts_R, to_device(masks.offsets[:-1], device), unlimited)
+        found_R = torch.zeros_like(targets_R).index_add(0, row_M, (ids_M == targets_R[row_M]).long()) > 0
+        is_choice_R = (targets_R >= 0) & (targets_R < masks.num_choices)
+        wrong = ~(is_choice_R & (found_R | (counts_R == 0))).all()
+        _checks.add(wrong, partial(_raise_outside, masks, targets_R))
+        return sets
+
+
+@dataclass(frozen=True, eq=False)
 class _SetLogits:
-    """Logits over the temperature, of the sets alone.
+    """Logits over the temperature, of the sets alone."""
 
-    Attributes:
-        logits: [ids of all sets].
-        of_set: int64 [ids of all sets], the row of each.
-        rows: int64 [r], the rows whose sets left nothing out.
-        all_logits: [r, V], theirs; None where there is no such row.
-        log_sums_R: [R], the logarithm of the sum of exp(logits) of each set.
-    """
-
-    logits: Tensor
-    of_set: Tensor
-    rows: Tensor
-    all_logits: Tensor | None
-    log_sums_R: Tensor
+    logits_M: Tensor
+    all_logits: Tensor | None  # [unlimited rows, V]; None where there is no such row
+    log_sums_R: Tensor  # the logarithm of the sum of exp(logits) of each set
 
     @classmethod
-    def of(cls, logits_RV: Tensor, masks: DecisionStream, temperature: float) -> _SetLogits:
-        wide, device = _wide(logits_RV), logits_RV.device
-        counts = masks.counts_ND[:, 0]
-        begin_R = np.arange(len(counts), dtype=np.int64) * logits_RV.shape[1]
-        of_set = to_device(np.repeat(np.arange(len(counts)), counts), device)
-        picked = to_device(np.repeat(begin_R, counts) + masks.ids, device)
-        kept = logits_RV.reshape(-1).index_select(0, picked).to(wide) / temperature
+    def of(cls, logits_RV: Tensor, sets: _Sets, temperature: float) -> _SetLogits:
+        wide, row_M = _wide(logits_RV), sets.row_M
+        picked_M = row_M * logits_RV.shape[1] + sets.ids_M
+        logits_M = logits_RV.reshape(-1).index_select(0, picked_M).to(wide) / temperature
         # Sums are taken relative to the highest logit of each set.
-        top_R = torch.full((len(counts),), -torch.inf, dtype=wide, device=device)
-        top_R = top_R.scatter_reduce(0, of_set, kept.detach(), "amax")
-        sums_R = torch.zeros_like(top_R).index_add(0, of_set, (kept - top_R[of_set]).exp())
-        rows = to_device(np.flatnonzero(counts == 0), device)
-        if not len(rows):
-            return cls(kept, of_set, rows, None, top_R + sums_R.log())
-        all_logits = logits_RV.index_select(0, rows)[:, : masks.num_choices].to(wide) / temperature
+        top_R = torch.full(sets.counts_R.shape, -torch.inf, dtype=wide, device=logits_RV.device)
+        top_R = top_R.scatter_reduce(0, row_M, logits_M.detach(), "amax")
+        sums_R = torch.zeros_like(top_R).index_add(0, row_M, (logits_M - top_R[row_M]).exp())
+        if not len(sets.unlimited):
+            return cls(logits_M, None, top_R + sums_R.log())
+        all_logits = logits_RV.index_select(0, sets.unlimited)[:, : sets.masks.num_choices].to(wide) / temperature
         # rows of no set have no highest logit and no sum: neutral ones, which are then replaced
-        neutral = to_device(counts == 0, device)
+        neutral = sets.counts_R == 0
         log_sums_R = top_R.masked_fill(neutral, 0) + sums_R.masked_fill(neutral, 1).log()
-        log_sums_R = log_sums_R.index_copy(0, rows, all_logits.logsumexp(-1))
-        return cls(kept, of_set, rows, all_logits, log_sums_R)
-
-
-def _wide(logits: Tensor) -> torch.dtype:
-    return torch.promote_types(logits.dtype, torch.float32)
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """Rows that are worked on together.
-
-    Attributes:
-        rows: int64 [r].
-        targets: int64 [r], where the token that was sampled stands in `ids`, or the token itself without `kept`.
-        ids: int64 [r, m], the sets, padded; [r, 0] for rows that left nothing out.
-        kept: bool [r, m], False for padding.
-        gathered: whether the head is gathered; otherwise all logits are made.
-    """
-
-    rows: NDArray[np.int64]
-    targets: NDArray[np.int64]
-    ids: NDArray[np.int64]
-    kept: NDArray[np.bool_]
-    gathered: bool
-
-
-@dataclass(frozen=True)
-class _Work:
-    """All rows in chunks, and the choices. Rows of sets of one are in none: their log-probability is 0."""
-
-    chunks: list[_Chunk]
-    num_choices: int
-
-    @classmethod
-    def of(cls, masks: DecisionStream, tokens: NDArray[np.int64], width: int) -> _Work:
-        counts = masks.counts_ND[:, 0]
-        order = np.argsort(-counts, kind="stable")
-        gathers = (counts > 1) & (counts * GATHERED_SHARE <= masks.num_choices)
-        large = (counts == 0) | ((counts > 1) & ~gathers)
-        chunks = []
-        for chosen, gathered in ((gathers, True), (large, False)):
-            rows, start = order[chosen[order]], 0
-            while start < len(rows):
-                numbers = int(counts[rows[start]]) * width if gathered else masks.num_choices
-                stop = start + max(1, CHUNK_NUMBERS // numbers)
-                chunks.append(_chunk_of(masks, tokens, rows[start:stop], gathered=gathered))
-                start = stop
-        return cls(chunks, masks.num_choices)
-
-
-def _chunk_of(masks: DecisionStream, tokens: NDArray[np.int64], rows: NDArray[np.int64], *, gathered: bool) -> _Chunk:
-    counts = masks.counts_ND[rows, 0]
-    kept = np.arange(int(counts.max())) < counts[:, None]
-    ids = np.zeros(kept.shape, np.int64)
-    ids[kept] = masks.ids[join_ranges(masks.offsets[rows], counts)]
-    targets = tokens[rows]
-    if gathered:
-        targets = ((ids == targets[:, None]) & kept).argmax(axis=1)
-    return _Chunk(rows, targets, ids, kept, gathered)
+        return cls(logits_M, all_logits, log_sums_R.index_copy(0, sets.unlimited, all_logits.logsumexp(-1)))
 
 
 class _OnSets(torch.autograd.Function):
+    """Log-probabilities [R] of hidden states on sets; those of sets of one are 0, without gradient."""
+
     @staticmethod
-    def forward(ctx: Any, hidden_RH: Tensor, head_VH: Tensor, work: _Work, temperature: float) -> Tensor:
-        wide = torch.promote_types(torch.promote_types(hidden_RH.dtype, head_VH.dtype), torch.float32)
-        logprobs_R = torch.zeros(len(hidden_RH), dtype=wide, device=hidden_RH.device)
-        log_sums = []
-        for chunk in work.chunks:
-            rows, targets = (to_device(each, hidden_RH.device) for each in (chunk.rows, chunk.targets))
-            logits, _, _ = _logits_of(chunk, hidden_RH, head_VH, work.num_choices, temperature, wide)
-            log_sums.append(logits.logsumexp(-1))
-            logprobs_R[rows] = logits.gather(1, targets[:, None])[:, 0] - log_sums[-1]
-        ctx.save_for_backward(hidden_RH, head_VH, *log_sums)
-        ctx.work, ctx.temperature, ctx.wide = work, temperature, wide
+    def forward(ctx: Any, hidden_RH: Tensor, head_VH: Tensor, sets: _Sets, temperature: float) -> Tensor:
+        ctx.work = work = _Work(sets, temperature, torch.promote_types(_wide(hidden_RH), head_VH.dtype), head_VH)
+        logprobs_R = torch.zeros(len(hidden_RH), dtype=work.wide, device=hidden_RH.device)
+        logits_of_blocks = []
+        for block in work.blocks:
+            logits = work.logits_of(block, hidden_RH, head_VH)
+            chosen = logits.masked_fill(~block.is_target, -torch.inf).amax(-1)
+            logprobs_R[block.rows] = chosen - logits.logsumexp(-1)
+            logits_of_blocks.append(logits)
+        large_hidden = hidden_RH.index_select(0, work.large)
+        log_sums = chosen = torch.full(work.large.shape, -torch.inf, dtype=work.wide, device=hidden_RH.device)
+        for number in range(len(work.parts) if len(work.large) else 0):
+            logits, column, is_here = work.tile_of(number, large_hidden, head_VH)
+            log_sums = torch.logaddexp(log_sums, logits.logsumexp(-1))
+            chosen = torch.where(is_here, logits.gather(1, column)[:, 0], chosen)
+        logprobs_R[work.large] = chosen - log_sums
+        ctx.save_for_backward(hidden_RH, head_VH, log_sums, *logits_of_blocks)
         return logprobs_R
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_R: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_RH, head_VH, *log_sums = ctx.saved_tensors
-        choices = ctx.work.num_choices
-        to_hidden = torch.zeros(hidden_RH.shape, dtype=ctx.wide, device=hidden_RH.device)
-        to_head = torch.zeros(head_VH.shape, dtype=ctx.wide, device=head_VH.device) if ctx.needs_input_grad[1] else None
-        for chunk, log_sum in zip(ctx.work.chunks, log_sums, strict=True):
-            rows, targets = (to_device(each, hidden_RH.device) for each in (chunk.rows, chunk.targets))
-            logits, hidden, gathered = _logits_of(chunk, hidden_RH, head_VH, choices, ctx.temperature, ctx.wide)
-            scale = gradient_R[rows, None] / ctx.temperature
-            # of the logits: minus their probability, and plus one for the token that was sampled
-            slopes = logits.sub_(log_sum[:, None]).exp_().mul_(-scale)
-            slopes.scatter_add_(1, targets[:, None], scale)
-            if gathered is not None:
-                to_hidden[rows] = torch.bmm(slopes[:, None], gathered)[:, 0]
+        hidden_RH, head_VH, log_sums, *logits_of_blocks = ctx.saved_tensors
+        work: _Work = ctx.work
+        sets, wide, scale_R = work.sets, work.wide, gradient_R / work.temperature
+        to_hidden = torch.zeros(hidden_RH.shape, dtype=wide, device=hidden_RH.device)
+        # A slope is the gradient of a logit: minus its probability, and plus one for the token that was sampled.
+        slope_M = to_hidden.new_zeros(len(sets.ids_M) + 1)  # what fills up a row writes behind the ids
+        for block, logits in zip(work.blocks, logits_of_blocks, strict=True):
+            slopes = (block.is_target.to(wide) - logits.softmax(-1)) * scale_R[block.rows, None]
+            to_hidden[block.rows] = _product(slopes[:, None], work.heads_of(block, head_VH), wide)[:, 0]
+            slope_M.scatter_(0, block.at.where(block.is_kept, len(sets.ids_M)).flatten(), slopes.flatten())
+        to_head = torch.zeros_like(head_VH) if ctx.needs_input_grad[1] else None
+        by_id = None if to_head is None else work.sorted_by_id(work.is_small)
+        large_hidden, scale = hidden_RH.index_select(0, work.large), scale_R[work.large, None]
+        to_large = torch.zeros(large_hidden.shape, dtype=wide, device=hidden_RH.device)
+        for number, part in enumerate(work.parts if len(work.large) or to_head is not None else ()):
+            # One part of the head at a time is added up in the wide type, and rounded once.
+            in_place = to_head is not None and to_head.dtype == wide
+            to_part = to_head[part] if in_place else to_hidden.new_zeros(head_VH[part].shape)
+            if len(work.large):
+                logits, column, is_here = work.tile_of(number, large_hidden, head_VH)
+                slopes = logits.sub_(log_sums[:, None]).exp_().mul_(-scale)
+                slopes.scatter_add_(1, column, scale * is_here[:, None])
+                to_large += _product(slopes, head_VH[part], wide)
                 if to_head is not None:
-                    torch.mul(slopes[:, :, None], hidden[:, None], out=gathered)  # the gathered head is done with
-                    to_head.index_add_(0, to_device(chunk.ids.reshape(-1), rows.device), gathered.flatten(0, 1))
-                continue
-            own = torch.zeros_like(hidden)
-            for first, after in _parts(head_VH, choices):
-                part = slopes[:, first:after]
-                own += part @ head_VH[first:after].to(ctx.wide)
-                if to_head is not None:
-                    to_head[first:after].addmm_(part.T, hidden)
-            to_hidden[rows] = own
-        return to_hidden.to(hidden_RH.dtype), None if to_head is None else to_head.to(head_VH.dtype), None, None
+                    to_part += _product(slopes.T, large_hidden, wide)
+            if to_head is not None and by_id is not None:
+                for at in by_id.of_part(number).split(work.rows_at_once):
+                    rows = hidden_RH.index_select(0, sets.row_M[at]).to(wide).mul_(slope_M[at, None])
+                    to_part.index_add_(0, sets.ids_M[at] - part.start, rows)
+                if not in_place:
+                    to_head[part] = to_part.to(to_head.dtype)
+        to_hidden[work.large] = to_large
+        return to_hidden.to(hidden_RH.dtype), to_head, None, None
 
 
-def _logits_of(
-    chunk: _Chunk, hidden_RH: Tensor, head_VH: Tensor, choices: int, temperature: float, wide: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the logits over the temperature, -inf outside of the sets; hidden states [r, H]; the gathered head."""
-    device = hidden_RH.device
-    hidden = hidden_RH.index_select(0, to_device(chunk.rows, device)).to(wide)
-    ids = to_device(chunk.ids, device)
-    if chunk.gathered:
-        gathered = head_VH.index_select(0, ids.reshape(-1)).to(wide).view(*ids.shape, -1)
-        logits = torch.bmm(gathered, hidden[:, :, None])[:, :, 0].div_(temperature)
-        return logits.masked_fill_(~to_device(chunk.kept, device), -torch.inf), hidden, gathered
-    logits = torch.empty(len(hidden), choices, dtype=wide, device=device)
-    for first, after in _parts(head_VH, choices):
-        logits[:, first:after] = hidden @ head_VH[first:after].to(wide).T
-    logits.div_(temperature)
-    limited = chunk.kept.any(axis=1)
-    if limited.any():
-        left_out = torch.ones(logits.shape, dtype=torch.bool, device=device)
-        left_out[to_device(np.nonzero(chunk.kept)[0], device), to_device(chunk.ids[chunk.kept], device)] = False
-        left_out[to_device(np.flatnonzero(~limited), device)] = False
-        logits.masked_fill_(left_out, -torch.inf)
-    return logits, hidden, None
+class _Block(NamedTuple):
+    """Rows of small sets of about one size, which gather the head together."""
+
+    rows: Tensor
+    at: Tensor  # int64 [rows, ids], where their ids are among those of all sets
+    is_kept: Tensor  # bool, False for what fills up a row
+    is_target: Tensor  # bool, the token that was sampled
 
 
-def _parts(head_VH: Tensor, choices: int) -> list[tuple[int, int]]:
-    step = max(1, CHUNK_NUMBERS // max(1, head_VH.shape[1]))
-    return [(first, min(first + step, choices)) for first in range(0, choices, step)]
+class _ById(NamedTuple):
+    """Ids of some sets in ascending order, of which each part of the head has one piece."""
+
+    at: Tensor  # int64, where they are among those of all sets
+    bounds: list[int]
+
+    def of_part(self, number: int) -> Tensor:
+        return self.at[self.bounds[number] : self.bounds[number + 1]]
 
 
-def _checked_logits(
-    logits_RV: Tensor, targets_R: Tensor, masks: DecisionStream, temperature: float
-) -> NDArray[np.int64]:
+class _Work:
+    """How a call is cut: small sets into blocks, large ones by parts of the head. Sets of one are in neither."""
+
+    def __init__(self, sets: _Sets, temperature: float, wide: torch.dtype, head_VH: Tensor) -> None:
+        masks, device, width = sets.masks, head_VH.device, max(1, head_VH.shape[1])
+        counts, numbers = masks.counts_ND[:, 0], BLOCK_NUMBERS["cuda" if device.type == "cuda" else "cpu"]
+        self.sets, self.temperature, self.wide = sets, temperature, wide
+        self.is_small = (counts > 1) & (counts * GATHERED_SHARE <= masks.num_choices)
+        is_large = (counts != 1) & ~self.is_small
+        self.large = to_device(np.flatnonzero(is_large), device)
+        self.rows_at_once = max(1, numbers // width)
+        step = max(1, numbers // max(width, len(self.large)))
+        self.parts = [slice(at, min(at + step, masks.num_choices)) for at in range(0, masks.num_choices, step)]
+        self.blocks = []
+        small = np.argsort(-counts, kind="stable")
+        small = small[self.is_small[small]]
+        small_rows, start = to_device(small, device), 0
+        while start < len(small):
+            longest = int(counts[small[start]])
+            rows = small_rows[start : start + max(1, self.rows_at_once // longest)]
+            nth = torch.arange(longest, device=device)
+            is_kept = nth < sets.counts_R[rows, None]
+            at = (sets.begin_R[rows, None] + nth).where(is_kept, 0)
+            self.blocks.append(_Block(rows, at, is_kept, is_kept & (sets.ids_M[at] == sets.targets_R[rows, None])))
+            start += len(rows)
+        self._large_by_id = self.sorted_by_id(is_large)
+        numbers_of_large = torch.arange(len(self.large), device=device)
+        self._in_large_R = torch.zeros_like(sets.counts_R).index_copy(0, self.large, numbers_of_large)
+
+    def sorted_by_id(self, is_chosen_R: NDArray[np.bool_]) -> _ById:
+        """Sort the ids of some sets, on the host, which has them: the device is not asked how many a part gets."""
+        masks = self.sets.masks
+        at = join_ranges(masks.offsets[:-1][is_chosen_R], masks.counts_ND[is_chosen_R, 0])
+        at = at[np.argsort(masks.ids[at], kind="stable")]
+        bounds = np.searchsorted(masks.ids[at], [part.start for part in self.parts]).tolist()
+        return _ById(to_device(at, self.large.device), [*bounds, len(at)])
+
+    def heads_of(self, block: _Block, head_VH: Tensor) -> Tensor:
+        """Gather the rows of the head for the sets of a block, [rows, ids, H]."""
+        return head_VH.index_select(0, self.sets.ids_M[block.at].flatten()).unflatten(0, block.at.shape)
+
+    def logits_of(self, block: _Block, hidden_RH: Tensor, head_VH: Tensor) -> Tensor:
+        """Compute logits over the temperature [rows, ids], -inf for what fills up a row."""
+        hidden = hidden_RH.index_select(0, block.rows)[:, :, None]
+        logits = _product(self.heads_of(block, head_VH), hidden, self.wide)[:, :, 0].div_(self.temperature)
+        return logits.masked_fill_(~block.is_kept, -torch.inf)
+
+    def tile_of(self, number: int, large_hidden: Tensor, head_VH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute logits over the temperature [large rows, part], -inf outside of the sets.
+
+        With them come the column of each token, int64 [large rows, 1], and whether it is in the part, bool.
+        """
+        sets, part, at = self.sets, self.parts[number], self._large_by_id.of_part(number)
+        logits = _product(large_hidden, head_VH[part].T, self.wide).div_(self.temperature)
+        left_out = (sets.counts_R[self.large] > 0)[:, None].repeat(1, logits.shape[1])
+        left_out[self._in_large_R[sets.row_M[at]], sets.ids_M[at] - part.start] = False
+        column = sets.targets_R[self.large] - part.start
+        is_here = (column >= 0) & (column < logits.shape[1])
+        return logits.masked_fill_(left_out, -torch.inf), column.clamp(0, logits.shape[1] - 1)[:, None], is_here
+
+
+def _product(left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
+    """Multiply matrices, or batches of them, whose products are added up in the wide type."""
+    if right.is_cuda and right.dtype == torch.bfloat16 and wide == torch.float32:
+        # Tensor cores, which the CPU has no kernel for that hands on its sums unrounded.
+        multiply: Any = torch.mm if right.ndim == 2 else torch.bmm
+        product: Tensor = multiply(left.to(right.dtype), right, out_dtype=wide)
+        return product
+    return left.to(wide) @ right.to(wide)
+
+
+def _wide(floats: Tensor) -> torch.dtype:
+    return torch.promote_types(floats.dtype, torch.float32)
+
+
+def _sets_of_logits(logits_RV: Tensor, targets_R: Tensor, masks: DecisionStream, temperature: float) -> _Sets:
     if logits_RV.ndim != 2:
         raise BatchMismatchError(f"logits have shape {tuple(logits_RV.shape)}; expected [R, V]")
-    return _checked(len(logits_RV), logits_RV.shape[1], targets_R, masks, temperature)
+    num_rows, num_logits = logits_RV.shape
+    return _Sets.of(masks, targets_R, (num_rows, num_logits), temperature, logits_RV.device)
 
 
-def _checked(
-    num_rows: int, num_logits: int, targets_R: Tensor, masks: DecisionStream, temperature: float
-) -> NDArray[np.int64]:
-    """Return the sampled tokens, int64 [R], once they are known to be in the sets of their rows."""
+def _require_fit(masks: DecisionStream, targets_R: Tensor, shape: tuple[int, int], temperature: float) -> None:
+    """Raise for what the host knows of a call of this many rows and logits."""
+    num_rows, num_logits = shape
     if not temperature > 0:
         raise ConfigError(f"temperature is {temperature}; expected a number above 0. Greedy rollouts have no masks")
     integers = not targets_R.is_floating_point() and targets_R.dtype != torch.bool
@@ -324,7 +373,11 @@ def _checked(
             f"row {int(np.argmin(masks.valid_N))} has no sampling mask ({int((~masks.valid_N).sum())} such rows); "
             "leave out tokens that were not sampled, and record the masks of all others"
         )
-    tokens: NDArray[np.int64] = targets_R.detach().cpu().numpy().astype(np.int64)
+
+
+def _raise_outside(masks: DecisionStream, targets_R: Tensor) -> None:
+    """Raise `BatchMismatchError` naming the first token that is not in its set, which the host waits for."""
+    tokens = targets_R.cpu().numpy()
     outside = ~masks.contains(tokens)
     if outside.any():
         row = int(outside.argmax())
@@ -332,4 +385,3 @@ def _checked(
             f"the mask of row {row} leaves out its token {int(tokens[row])} ({int(outside.sum())} such rows); the "
             "masks belong to other tokens, or to other rows: that of token p + 1 stands in row p"
         )
-    return tokens

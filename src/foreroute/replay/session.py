@@ -1,22 +1,43 @@
-"""The sessions of a model whose routing can be recorded and replayed, whatever framework it is of."""
+"""The sessions of a model whose routing can be recorded and replayed, whatever framework it is of.
+
+A framework brings, in this order of the work:
+
+1. `attach(model)`: finds the routers, proves replay on them, and makes the two classes below. A model with one trunk
+   goes through `core.attaching.attach_by`, which finds and proves.
+2. Hooks of each chunk that a rank runs, derived from `core.hooks.ModelHooks`: `routers` in layer order, and
+   `read_args(args, kwargs)`, which says of a call of the trunk how many rows its routers see, and on which device. What
+   it returns is handed through as `args`: it holds all that the framework wants to know of the batch.
+3. A hook of each router, derived from `core.hooks.RouterHook`: `select(now, forward, ...)` runs the router's own
+   forward and lets `now`, a `core.selection.LayerPass`, choose (`SelectionMode` does so at a top-k).
+4. A model, derived from `RoutedModel`:
+   `routes_of(routes, layout, policy)` makes `Routes` of what a user hands to `replay`, once for a session;
+   `Routes.of_pass(chunk, args, policy, checks)` finds the rows of one batch by its tokens, and asks `checks` on the
+   device whether they are those of the trace;
+   `rows_of(passes)` turns what passes recorded into rows without padding, over all ranks.
+
+Sessions, threads, recomputation, telemetry, masks and errors are written here and in the core, for all frameworks.
+`conformance` has the checks that an adapter must pass; docs/new-adapter.md walks through one.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.core.hooks import ModelHooks
-from foreroute.core.passes import LateChecks, Listener, Pass, Watch
+from foreroute.core.passes import Pass, RecordOptions, Replaying
+from foreroute.core.routed import HookedModel
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.layout import Layout
-from foreroute.replay.arguments import as_version, require_version
-from foreroute.replay.rows import Counts, MissingRows, PaddingRows, Policy, ReplayRows, require_switches
+from foreroute.replay.arguments import as_version, require_switches, require_version
+from foreroute.replay.rows import Counts, MissingRows, PaddingRows, Policy, ReplayRows
 from foreroute.trace import NO_VERSION, IndexerSpec, RoutingSpec
 
 if TYPE_CHECKING:
@@ -24,39 +45,33 @@ if TYPE_CHECKING:
     from foreroute.replay.recording import ForwardRows, RecordedPass, Recording
     from foreroute.replay.telemetry import Telemetry
 
-Found = TypeVar("Found")
 
-
-class RoutedModel(ABC):
+class RoutedModel(HookedModel, ABC):
     """Recording and replaying sessions for one model, on one rank. Made by `attach` of a framework's adapter.
 
     The model is untouched outside a session, and other models never notice.
 
     Args:
         spec: experts, picks and routed layers of the whole model.
-        hooks: of each chunk that this rank runs.
+        chunks: the hooks of each chunk that this rank runs.
         chunk_specs: experts, picks and routed layers of each; None of one without routers.
         provenance: of what is recorded.
-
-    Attributes:
-        spec: experts, picks and routed layers of the whole model.
-        padding: who picks for padding, where a replay does not say so.
     """
 
     padding: PaddingRows = "native"
+    """Who picks for padding, where a replay does not say so."""
 
     def __init__(
         self,
         spec: RoutingSpec,
-        hooks: Sequence[ModelHooks],
+        chunks: Sequence[ModelHooks],
         chunk_specs: list[RoutingSpec | None],
         provenance: dict[str, str],
     ) -> None:
+        super().__init__(chunks)
         self.spec = spec
-        self._hooks = hooks
         self._provenance = provenance
         self._chunk_specs = chunk_specs
-        self._session: Callable[[], ReplaySession | None] | None = None
 
     @abstractmethod
     def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> Routes:
@@ -78,8 +93,8 @@ class RoutedModel(ABC):
         Raises:
             ReplayError: when none is.
         """
-        session = None if self._session is None else self._session()
-        if session is None:
+        session = None if self._replayed is None else self._replayed()
+        if not isinstance(session, ReplaySession):
             raise ReplayError("no micro-batch is being replayed now; ask inside of a replay, after the model has run")
         return session
 
@@ -117,15 +132,8 @@ class RoutedModel(ABC):
             raise ConfigError(
                 "indexers is True, and this model has no sparse-attention indexer that can be recorded; leave it out"
             )
-        recording = Recording(
-            self.spec,
-            len(self._hooks),
-            self.rows_of,
-            stamped,
-            self._provenance,
-            margins=bool(margins),
-            indexers=bool(indexers),
-        )
+        options = RecordOptions(scores=bool(margins), others=bool(indexers), caches=True)
+        recording = Recording(self.spec, len(self.chunks), self.rows_of, stamped, self._provenance, options)
         with self.listening(recording):
             yield recording
 
@@ -190,51 +198,25 @@ class RoutedModel(ABC):
         found = self.routes_of(routes, layout, policy)
         if weight_version is not None:
             require_version(found.versions, weight_version, "what is to be replayed")
-        session = ReplaySession(found, policy, self._chunk_specs)
+        session = ReplaySession(found, policy, self._chunk_specs, self.checks)
         counting = self._counting() if counts == "replayed" else nullcontext()
-        with self.listening(session), self.replaying_now(lambda: session), counting:
+        with self.open_replay(session), counting:
             yield session
-        session.checks.close()
-        session.require_replayed()
-
-    @contextmanager
-    def replaying_now(self, session: Callable[[], ReplaySession | None]) -> Iterator[None]:
-        """Let `session` be the replay of this model while the context is open. Raises `ReplayError` if it has one."""
-        if self._session is not None:
-            raise ReplayError("this model is already replaying; close that session before opening another")
-        self._session = session
-        try:
-            yield
-        finally:
-            self._session = None
 
     def _counting(self) -> AbstractContextManager[None]:
         """What is open beside a session for losses behind the trunk to count what was executed; nothing by default."""
         return nullcontext()
 
-    @contextmanager
-    def listening(self, listener: Listener) -> Iterator[None]:
-        """Let a listener know of every pass of the model while the context is open, beside sessions or without one."""
-        with ExitStack() as stack:
-            for hooks in self._hooks:
-                stack.enter_context(hooks.listening(listener))
-            yield
-
 
 class PassRoutes(NamedTuple):
-    """What a pass replays.
+    """What a pass replays."""
 
-    Attributes:
-        rows: of its chunk; None where that has no routers.
-        loss_mask: makes bool [B, T], the tokens that belong in the loss, in memory of its own.
-        drops: whether the loss must be masked, as rows are missing.
-    """
-
-    rows: ReplayRows | None
-    loss_mask: Callable[[], Tensor]
-    drops: bool
+    rows: ReplayRows | None  # of its chunk; None where that has no routers
+    loss_mask: Callable[[], Tensor]  # makes bool [B, T], the tokens that belong in the loss, in memory of its own
+    drops: bool  # whether the loss must be masked, as rows are missing
 
 
+@runtime_checkable
 class Routes(Protocol):
     """The routes of a session, and where a framework's batches take them. Every framework has its own."""
 
@@ -242,8 +224,8 @@ class Routes(Protocol):
     def versions(self) -> tuple[int, ...]:
         """Weight versions of the routed rows, ascending."""
 
-    def of_pass(self, chunk: int, args: Any, policy: Policy, checks: LateChecks) -> PassRoutes:
-        """Those of a pass that begins, replayed by this policy.
+    def of_pass(self, chunk: int, args: Any, policy: Policy, checks: DeferredChecks) -> PassRoutes:
+        """Find those of a pass that begins, replayed by this policy.
 
         Raises:
             BatchMismatchError: when batch and routes do not belong together. What only the device knows of them is
@@ -254,8 +236,7 @@ class Routes(Protocol):
 class WithTelemetry:
     """What telemetry says of one session, or of all micro-batches of a wrapped forward step."""
 
-    _telemetry: dict[int, Telemetry]
-    """What routers do, added up by chunk."""
+    telemetry: Telemetry | None
 
     def agreement(self, chunk: int = 0) -> LiveAgreement:
         """The model's own selections beside the replayed ones, over all forwards of one chunk so far.
@@ -266,7 +247,7 @@ class WithTelemetry:
         Raises:
             ReplayError: without `telemetry=True`, or before the first forward.
         """
-        return self._added_up(chunk, lambda telemetry: telemetry.agreement())
+        return self._required(chunk).agreement(chunk)
 
     def expert_counts_LE(self, chunk: int = 0) -> NDArray[np.int64]:
         """int64 [L, E], tokens of this rank that each expert was picked for, by the session's `counts`; no padding.
@@ -274,29 +255,26 @@ class WithTelemetry:
         Raises:
             ReplayError: without `telemetry=True`, or before the first forward.
         """
-        return self._added_up(chunk, lambda telemetry: telemetry.counts_LE)
+        return self._required(chunk).expert_counts_LE(chunk)
 
-    def _added_up(self, chunk: int, figure: Callable[[Telemetry], Found | None]) -> Found:
-        kept = self._telemetry.get(chunk)
-        found = None if kept is None else figure(kept)
-        if found is None:
+    def _required(self, chunk: int) -> Telemetry:
+        if self.telemetry is None or not self.telemetry.has_counted(chunk):
             raise ReplayError("no telemetry: open the session with replay(trace, telemetry=True) and run a forward")
-        return found
+        return self.telemetry
 
 
-class ReplaySession(Listener, WithTelemetry):
+class ReplaySession(Replaying, WithTelemetry):
     """What `RoutedModel.replay` yields.
 
     Args:
         routes: to replay.
         policy: how.
         specs: of each chunk; None of one without routers.
-        telemetry: where to add up what routers do, by chunk.
-        checks: what devices are asked of its batches, where other sessions ask too.
+        checks: what devices are asked of its batches.
+        telemetry: where to add up what routers do, if other sessions add there too.
 
     Attributes:
         num_forwards: completed so far, those of each chunk counted.
-        checks: what devices are asked of its batches.
     """
 
     def __init__(
@@ -304,40 +282,39 @@ class ReplaySession(Listener, WithTelemetry):
         routes: Routes,
         policy: Policy,
         specs: list[RoutingSpec | None],
-        telemetry: dict[int, Telemetry] | None = None,
-        checks: LateChecks | None = None,
+        checks: DeferredChecks,
+        telemetry: Telemetry | None = None,
     ) -> None:
-        self.num_forwards = 0
-        self.checks = LateChecks() if checks is None else checks
-        self.watch = Watch(routes=True, scores=policy.telemetry)
+        super().__init__()
+        self.telemetry = telemetry
+        if policy.telemetry and telemetry is None:
+            from foreroute.replay.telemetry import Telemetry
+
+            self.telemetry = Telemetry(specs)
+        self.options = RecordOptions(routes=True, scores=policy.telemetry)
         self._routes = routes
-        self._telemetry = {} if telemetry is None else telemetry
         self._policy = policy
-        self._specs = specs
+        self._checks = checks
         self._now: PassRoutes | None = None
         self._mask_BT: Tensor | None = None
         self._drops = False
         self._mask_was_read = False
 
-    def begin(self, chunk: int, args: Any) -> ReplayRows | None:
+    def begin_pass(self, chunk: int, args: Any) -> ReplayRows | None:
         """Find the routes of the batch."""
-        self._now, self._mask_BT = self._routes.of_pass(chunk, args, self._policy, self.checks), None
+        self._now, self._mask_BT = self._routes.of_pass(chunk, args, self._policy, self._checks), None
         self._drops = self._drops or self._now.drops
         return self._now.rows
 
-    def end(self, chunk: int, args: Any, current: Pass | None) -> None:
+    def end_pass(self, chunk: int, args: Any, current: Pass | None) -> None:
         """Add up the telemetry, on the device."""
-        self.num_forwards += 1
-        spec, rows = self._specs[chunk], None if self._now is None else self._now.rows
-        if self._policy.telemetry and current is not None and rows is not None and spec is not None:
-            from foreroute.replay.telemetry import Telemetry
-
-            self._telemetry.setdefault(chunk, Telemetry(spec)).add(current, rows)
+        super().end_pass(chunk, args, current)
+        if self.telemetry is not None:
+            self.telemetry.end_pass(chunk, args, current)
 
     def require_replayed(self) -> None:
-        """Raise `ReplayError` if it was a session in name only."""
-        if not self.num_forwards:
-            raise ReplayError("nothing was replayed: no forward of the attached model ran in the replay() session")
+        """Raise `ReplayError` if no forward ran, or if the loss mask of missing="drop" was never read."""
+        super().require_replayed()
         if self._drops and not self._mask_was_read:
             raise ReplayError(
                 'rows were missing and missing="drop" was asked for, but nobody read the loss mask: multiply the '

@@ -291,8 +291,8 @@ class ParallelConfig(Section):
     """Drop replicas that do not pay; by default where priced."""
     traffic: bool | None = None
     """Add replicas against traffic between nodes; by default where priced."""
-    paths: FetchPath = "host"
-    """Replicas through node memory, or peer to peer."""
+    paths: FetchPath = "direct"
+    """Replicas peer to peer, or through node memory."""
     shared_memory: str = "/dev/shm"
     """Folder in node memory."""
     prefetch: Natural = 1

@@ -50,7 +50,7 @@ MAY_CHANGE = ("device", "parallel.", "checkpoint.", "rl.steps")
 
 
 class RunFolder:
-    """A run's folder, newly made or taken up again.
+    """A run's folder, newly made or resumed.
 
     Args:
         path: the folder.

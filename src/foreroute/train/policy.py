@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.state_dict import (
 
 from foreroute.adapters import hf
 from foreroute.adapters.checkpoint import ServedModel
-from foreroute.adapters.hf.batch_routes import TraceRows
 from foreroute.adapters.hf.loading import load_pretrained
 from foreroute.adapters.hf.spreading import build_spread, spread_over
+from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.engines.base import Engine
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import AttachError, ConfigError

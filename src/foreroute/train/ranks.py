@@ -199,7 +199,7 @@ def join_ranks(num_ranks: int, timeout_s: float, device: torch.device = CPU) -> 
         votes = RankConsensus(timeout_s=WORK_TIMEOUT_S)
         ranks = Ranks(votes)
         ranks.require_same({"device": device.type}, "Give each process a device of one kind")
-        with collective_errors("running the policy", votes.group, foreign=True):
+        with collective_errors("running the policy", votes.group):
             yield ranks
     finally:
         if made_here:

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.adapters import hf
-from foreroute.adapters.hf.batch_routes import TraceRows
 from foreroute.adapters.hf.spreading import spread
+from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.costs.cluster_file import Cluster, Rates
 from foreroute.costs.model import MOST_PRODUCTS, CostModel, Hardware, ModelShape
 from foreroute.costs.pricing import ALL_TO_ALL, ATTENTION, EXPERTS, step_parts
@@ -262,15 +262,19 @@ def _links(clock: _Clock, topology: Topology) -> Links:
 def _with_host_memory(clock: _Clock, topology: Topology, routed: hf.RoutedTransformer, known: Hardware) -> Hardware:
     """With the bytes that a rank publishes, and reads of what another one has published, in a second."""
     assert routed.spread is not None, "it was spread"
-    for layer in routed.spread.layers:
-        layer.begin()
-    homes = {layer.number: layer.owned for layer in routed.spread.layers}
-    source = (clock.ranks.rank + 1) % topology.ranks_per_node
+    homes = routed.spread.load()
+    home_LE, per_node = routed.home_LE, topology.ranks_per_node
+    source = clock.ranks.rank // per_node * per_node + (clock.ranks.rank + 1) % per_node
     slots = {name: shard.detach()[0].clone() for name, shard in homes[0].items()}
-    with closing(HostMemory(RankConsensus(), topology, homes)) as memory:
-        publish_s = clock.quickest(lambda: memory.publish(homes))
-        rows = [memory.row(source, 0, name, 0) for name in slots]
-        fetch_s = clock.quickest(lambda: [slot.copy_(row) for slot, row in zip(slots.values(), rows, strict=True)])
+    with closing(HostMemory(RankConsensus(), homes, per_node)) as memory:
+
+        def publish() -> None:
+            memory.forget()
+            memory.publish(home_LE, np.ones((*home_LE.shape, per_node), np.bool_))
+
+        publish_s = clock.quickest(publish)
+        published_by = memory.expert(0, int(np.flatnonzero(home_LE[0] == source)[0]))
+        fetch_s = clock.quickest(lambda: [slot.copy_(published_by[name]) for name, slot in slots.items()])
     published = sum(shard.nbytes for home in homes.values() for shard in home.values())
     fetched = sum(slot.nbytes for slot in slots.values())
     links = replace(known.links, host_bytes_per_s=fetched / fetch_s)

@@ -14,18 +14,7 @@ from foreroute.errors import ConfigError
 
 
 class Tokenizer:
-    """Text to tokens and back.
-
-    Attributes:
-        end_token: ends a response.
-        size: one more than the largest token.
-
-    Args:
-        folder: with the files of a Hugging Face tokenizer.
-
-    Raises:
-        ConfigError: when there is none, transformers cannot read it, or it has no end token.
-    """
+    """A Hugging Face tokenizer of a folder, which must have an end token."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -36,26 +25,19 @@ class Tokenizer:
                 "tokenizer_config.json"
             )
         self.end_token = int(self._inner.eos_token_id)
+        # not the number of tokens: some vocabularies have gaps
         self.size = max(self._inner.get_vocab().values()) + 1
 
     def prompt(self, text: str) -> NDArray[np.int32]:
-        """int32 [T], with what the tokenizer puts around a text of its own, such as a first token.
-
-        Raises:
-            ConfigError: when it refuses the text: a character that its vocabulary lacks, or a lone surrogate.
-        """
+        """Encode a text that begins a sequence, with special tokens around it; int32 [T]."""
         return self._tokens(text, special=True)
 
     def continuation(self, text: str) -> NDArray[np.int32]:
-        """int32 [T], of text that follows other tokens. Raises as `prompt`."""
+        """Encode a text that follows other tokens; int32 [T]."""
         return self._tokens(text, special=False)
 
     def chat(self, messages: Sequence[Any]) -> str:
-        """What the chat template makes of messages, up to where the answer begins.
-
-        Raises:
-            ConfigError: when there is no template, or it refuses the messages.
-        """
+        """Apply the chat template to messages, up to where the answer begins."""
         if self._inner.chat_template is None:
             raise ConfigError(
                 f'the tokenizer in {self._folder} has no chat template; give "prompt" instead of "messages"'
@@ -66,7 +48,7 @@ class Tokenizer:
             raise ConfigError(f"the chat template in {self._folder} refuses these messages: {error}") from error
 
     def text(self, tokens: ArrayLike) -> str:
-        """The text of tokens, without special ones."""
+        """Decode tokens without special ones."""
         return str(self._inner.decode(np.asarray(tokens).tolist(), skip_special_tokens=True))
 
     def save(self, folder: Path) -> None:
@@ -76,7 +58,8 @@ class Tokenizer:
     def _tokens(self, text: str, *, special: bool) -> NDArray[np.int32]:
         try:
             return np.array(self._inner(text, add_special_tokens=special)["input_ids"], np.int32)
-        except Exception as error:  # the library raises bare exceptions
+        # the library raises bare exceptions, for a character that its vocabulary lacks and for a lone surrogate
+        except Exception as error:
             raise ConfigError(
                 f"the tokenizer in {self._folder} makes no tokens of {text[:60]!r} ({first_line(error)})"
             ) from error

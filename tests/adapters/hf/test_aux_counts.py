@@ -101,4 +101,4 @@ def test_what_was_executed_is_let_go_where_the_trunk_is_the_whole_model():
     routed = hf.attach(tiny("qwen3_moe").model)
     with routed.replay(random_routes(routed.spec, BATCH), counts="replayed"):
         routed.model(**BATCH)
-    assert routed._hooks[0].executed is None
+    assert routed.chunks[0].executed is None

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from foreroute.adapters.megatron.expert_placement import placement
-from foreroute.ep.transfer.segments import LayerTransfer
+from foreroute.ep.transfer.home_moves import MovingLayer
 from tests.adapters.megatron.executed_plans import furthest, trained
 from tests.adapters.megatron.grid import Cell, ExecutionCase, with_settings
 
@@ -34,8 +34,8 @@ def check_the_comparison_sees():
     case = ExecutionCase(Cell(ep=2, layers=2, packed=True), optimizer="adamw")
     inner = placement.held_tensors
     breaks = {
-        "state stays": mock.patch.object(placement, "held_tensors", lambda slot, state: inner(slot, {})),
-        "weights stay": mock.patch.object(LayerTransfer, "commit"),
+        "state stays": mock.patch.object(placement, "held_tensors", lambda expert, state: inner(expert, {})),
+        "weights stay": mock.patch.object(MovingLayer, "commit"),
         "tokens go where experts were": mock.patch.object(placement, "set_home"),
     }
     fixed = trained(case, None, steps=3)

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from foreroute.ep.replicas import Replicas
 from foreroute.ep.transfer import engine
-from foreroute.ep.transfer.replica_weights import GradientReturn
+from foreroute.ep.transfer.gradients import GradientReturn
 from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.options import STAGE_NAMES
 from foreroute.planner import plan
@@ -27,6 +27,7 @@ from tests.adapters.megatron.executed_plans import (
 )
 from tests.adapters.megatron.grid import Cell, ExecutionCase, with_settings
 from tests.adapters.megatron.grid_checks import carrying
+from tests.adapters.megatron.grouped_linear import GroupedLinear
 from tests.adapters.megatron.micro_batches import layout_of
 from tests.adapters.megatron.model_chunks import TOP_K
 from tests.adapters.megatron.training_step import forward_step, step
@@ -109,7 +110,9 @@ def check_a_stage_at_home_is_megatron_as_it_is():
         at.routed.use(engine.TransferOptions(paths="host"))
         assert len(at.plan.hosts.expert_R)
         for planned in STAGE_NAMES:
-            at.plan = dataclasses.replace(at.plan, gains={stage: 0.5 * (stage == planned) for stage in STAGE_NAMES})
+            at.plan = dataclasses.replace(
+                at.plan, gains={stage: 0.5 * (stage == planned) for stage in STAGE_NAMES}, priced_paths="host"
+            )
             for stage in STAGE_NAMES:
                 with torch.set_grad_enabled(stage == "update"):
                     losses, grads = at.step(forward_only=stage == "recompute")
@@ -187,6 +190,25 @@ def check_checkpoints_do_not_see_replicas():
             at.step()
             assert kept(at.chunks[0]) == before
         assert any(transfer.kind == "return" for transfer in execution.transfers)
+
+
+def check_modules_of_replicas_are_kept_from_one_execution_to_the_next():
+    """Transformer Engine's are dear to make; they are made once for each layer and number of replicas."""
+    at = Planned.of(ExecutionCase(Cell(ep=2, layers=2, experts="grouped")))
+    made, make = [], GroupedLinear.__init__
+
+    def counted(self, *args, **named):
+        made.append(args[0])
+        make(self, *args, **named)
+
+    with mock.patch.object(GroupedLinear, "__init__", counted):
+        for _ in range(2):
+            with at.execute():
+                at.step()
+            made.append(None)
+    first, second = made[: made.index(None)], made[made.index(None) + 1 : -1]
+    assert first
+    assert second == []
 
 
 def check_nothing_fetched_is_kept_for_backward():

@@ -6,7 +6,7 @@ import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
 from foreroute.adapters.megatron.hooks import TopKRouterHook
-from foreroute.core.passes import Pass, Rows, Watch
+from foreroute.core.passes import Pass, RecordOptions, Rows
 from tests.adapters.megatron import one_rank as on
 from tests.adapters.megatron.forked_ranks import on_ranks
 
@@ -71,7 +71,7 @@ def test_megatrons_own_replay_is_left_alone():
 
 def forced(site, hidden, ids_RK):
     shape = [(site.path, ids_RK.shape[1])], len(ids_RK), torch.int16, ids_RK.device
-    [now] = Pass(*shape, Rows(ids_RK[None].short()), Watch()).parts()
+    [now] = Pass(*shape, Rows(ids_RK[None].short()), RecordOptions()).parts()
     hook = TopKRouterHook(site)
     hook.now = now
     with hook.installed(partial(hook.select, now)):

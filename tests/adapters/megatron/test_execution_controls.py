@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
+from foreroute.adapters.megatron.plan_execution import execution as planned_experts
 from foreroute.adapters.megatron.plan_execution import layer as layers
-from foreroute.adapters.megatron.plan_execution import model as planned_model
 from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer
 from foreroute.adapters.megatron.plan_execution.replicas import SeparateReplicas
 from foreroute.ep.execution import PassCells, PlanExecution
@@ -69,7 +69,7 @@ def test_gradients_that_are_late_for_their_bucket():
 @on_ranks(2)
 def test_an_expert_that_is_looked_for_in_the_slot_of_another():
     """After homes have moved: two experts of the first rank change places, in all layers."""
-    parameters_of = planned_model.home_parameters
+    parameters_of = planned_experts.home_parameters
 
     def swapped(site):
         found = parameters_of(site)
@@ -78,7 +78,7 @@ def test_an_expert_that_is_looked_for_in_the_slot_of_another():
         return found
 
     case = ExecutionCase(Cell(ep=2, layers=2, packed=True))
-    require_seen(case, "random", "losses", swapped=mock.patch.object(planned_model, "home_parameters", swapped))
+    require_seen(case, "random", "losses", swapped=mock.patch.object(planned_experts, "home_parameters", swapped))
 
 
 @on_ranks(2)
@@ -86,11 +86,11 @@ def test_an_uploaded_index_of_another_micro_step():
     """The rows that are sent are those of the micro-step before, on all ranks; as many as there should be."""
     work = PassCells.work
 
-    def of_another(self, layer, current, *, is_again):
-        own = work(self, layer, current, is_again=is_again)
+    def of_another(self, layer, current, *, is_recompute):
+        own = work(self, layer, current, is_recompute=is_recompute)
         other = PassCells(self.execution, self._micro_step - 1, self._layers, self._micro_batch)
-        before = work(other, layer, current, is_again=is_again)
-        return replace(own, rows=own.rows._replace(taken_R=before.rows.taken_R))
+        before = work(other, layer, current, is_recompute=is_recompute)
+        return replace(own, rows=own.rows._replace(send_permutation=before.rows.send_permutation))
 
     require_seen(TWO, what="losses", other=mock.patch.object(PassCells, "work", of_another))
 
@@ -106,7 +106,7 @@ def test_the_key_of_the_latest_forward():
         return latest[0]
 
     def of_latest(passes, layer, path):
-        return latest[0].work(layer, passes.top, is_again=passes.is_again)
+        return latest[0].work(layer, passes.current, is_recompute=passes.is_recompute)
 
     with mock.patch.object(PlanExecution, "begin_pass", begin):
         require_seen(

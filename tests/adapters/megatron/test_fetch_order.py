@@ -122,15 +122,15 @@ def rows_before(log, place):
 @contextlib.contextmanager
 def told(log):
     """Writes down in which order layers begin, and rows and weights are posted."""
-    begin, all_to_all, fill = PeerGroup.begin, dist.all_to_all_single, PlannedLayer._preprocess
+    post, all_to_all, fill = PeerGroup.post, dist.all_to_all_single, PlannedLayer._preprocess
 
-    def beginning(peers, sends, receives, what):
+    def posting(peers, sends, receives, what):
         if what.startswith("fetching"):
             log.append("weights")
-        return begin(peers, sends, receives, what)
+        return post(peers, sends, receives, what)
 
     with (
-        mock.patch.object(PeerGroup, "begin", beginning),
+        mock.patch.object(PeerGroup, "post", posting),
         mock.patch.object(dist, "all_to_all_single", lambda *a, **k: log.append("rows") or all_to_all(*a, **k)),
         mock.patch.object(PlannedLayer, "_preprocess", lambda *a: log.append("layer") or fill(*a)),
     ):

@@ -10,7 +10,7 @@ import torch
 
 from foreroute.adapters.megatron import model as routed_model
 from foreroute.adapters.megatron.forward_args import Call
-from foreroute.core.passes import LateChecks
+from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.ep import dispatch
 from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.layout import pack, pad
@@ -93,12 +93,12 @@ def test_a_replayed_forward_waits_for_nothing():
 @contextlib.contextmanager
 def a_read_put_back():
     """The control: tokens are compared where the host waits for them."""
-    compare = routed_model.differing
-    routed_model.differing = lambda call, shard: (call.input_ids.cpu(), compare(call, shard))[1]
+    compare = routed_model.compare_tokens
+    routed_model.compare_tokens = lambda call, shard: (call.input_ids.cpu(), compare(call, shard))[1]
     try:
         yield
     finally:
-        routed_model.differing = compare
+        routed_model.compare_tokens = compare
 
 
 @on_ranks(1)
@@ -117,7 +117,7 @@ def test_packed_batches_are_read_only_where_there_is_padding_in_them():
             offsets = torch.tensor([0, slots[0], sum(slots)], dtype=torch.int32)
             packed = SimpleNamespace(cu_seqlens_q=offsets.to(DEVICE), cu_seqlens_q_padded=None)
             call = Call(given[None].to(DEVICE), packed, None, None, 0, len(given), DEVICE, routed.share)
-            policy, checks = Policy("error", "spread", "native", False), LateChecks()
+            policy, checks = Policy("error", "spread", "native", False), DeferredChecks()
             device.reads.clear()
             rows = routed.routes_of(trace, None, policy).of_pass(0, call, policy, checks).rows
             if reads is None:
@@ -227,6 +227,6 @@ def test_a_planned_forward_waits_for_nothing():
         assert unpatched > around_layers
         # the control waits once, for all layers
         for is_spoilt in (False, True):
-            spoilt = mock.patch.object(dispatch, "expand", waiting) if is_spoilt else nullcontext()
+            spoilt = mock.patch.object(dispatch, "expand_segments", waiting) if is_spoilt else nullcontext()
             with spoilt, routed.execute(made, counts_MLGE, [shard]), routed.replay(shard):
                 assert there.waits() == around_layers + is_spoilt, there.device.reads

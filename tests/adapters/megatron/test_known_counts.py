@@ -18,6 +18,7 @@ from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell, ExecutionCase
 from tests.adapters.megatron.grid_checks import carrying
 from tests.adapters.megatron.training_step import forward_step, moe_layers, step
+from tests.ep.asking import asking
 
 MICRO_BATCHES, LAYERS = 3, 2
 
@@ -111,20 +112,28 @@ def test_wrong_counts_end_all_ranks_alike():
 
 
 @on_ranks(2)
-def test_no_rank_asks_another_on_the_host_within_a_schedule():
-    """And some do when it ends."""
-    at, asked = Planned.of(ExecutionCase(Cell(ep=2, layers=LAYERS)), "momentum"), []
+def test_ranks_ask_each_other_when_a_schedule_begins_and_ends():
+    require_asked_once(ExecutionCase(Cell(ep=2, layers=LAYERS)))
 
-    def noting(call):
-        return lambda *args, **kwargs: asked.append(1) or call(*args, **kwargs)
 
-    calls = {name: getattr(RankConsensus, name) for name in ("most", "gather", "from_first")}
-    with mock.patch.multiple(RankConsensus, **{name: noting(call) for name, call in calls.items()}):
-        with at.execute():
-            begun = len(asked)
+@pytest.mark.slow
+@on_ranks(4)
+def test_ranks_of_all_stages_ask_each_other_at_once():
+    require_asked_once(ExecutionCase(Cell(ep=2, pp=2, layers=LAYERS), 4))
+
+
+def require_asked_once(case):
+    """On entering a second execution, and on leaving it. Within the schedule nothing is asked of ours."""
+    at = Planned.of(case, "momentum")
+    with at.execute():
+        at.step()
+    with mock.patch.object(RankConsensus, "gather", autospec=True, side_effect=RankConsensus.gather) as votes:
+        with asking() as asked, at.execute():
+            assert (len(asked), votes.call_count) == (1, 1)
             at.step()
-            assert len(asked) == begun > 0
-        assert len(asked) == begun + 1
+            assert votes.call_count == 1
+            asked.clear()
+        assert (len(asked), votes.call_count) == (1, 2)
 
 
 @on_ranks(2)
@@ -169,8 +178,8 @@ def test_what_one_stage_objects_to_ends_all():
         with routed.execute(plan, counts_MLGE, announced):
             pass
 
-    plans = r"pipeline stages hold different plans \(stage 0: plan .*; stage 1: "
-    backwards = "expert-parallel rank 1: pipeline stage 1: micro-batch 0 makes"
+    plans = r"ranks hold different plans \(rank 0: step \d, plan .*; rank 3: "
+    backwards = "rank 3: micro-batch 0 makes"
     for ranks, error, match, right, wrong in (
         ({2, 3}, PlanError, plans, execute, lambda: execute(other)),
         ({3}, PlanError, plans, execute, lambda: execute(other)),
@@ -178,7 +187,7 @@ def test_what_one_stage_objects_to_ends_all():
         (
             {2, 3},
             CountsError,
-            r"pipeline stages have \[3, 2\] micro-batches",
+            r"ranks have other micro-batches .*rank 1: 3 micro-batches; rank 2: 2 micro-batches",
             lambda: routed.gather_counts(shards),
             lambda: routed.gather_counts(shards[:2]),
         ),

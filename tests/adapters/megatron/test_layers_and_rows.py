@@ -100,9 +100,9 @@ def replaying(routed, trace, ids, **more):
 def test_what_waits_is_narrow():
     _, routed, ids, trace = on.prepared()
     placed = routed.shard(trace, pad(trace.lengths, side="right", order="sbhd"))
-    assert placed.ids_LRK.dtype == torch.uint8
-    assert placed.ids_LRK.nbytes == ids.numel() * 2 * 2
-    assert placed.nbytes == ids.numel() * (2 * 2 + 5)
+    assert placed.trace.expert_ids_NLK.dtype == np.uint8
+    assert placed.trace.expert_ids_NLK.nbytes == ids.numel() * 2 * 2
+    assert placed.nbytes == ids.numel() * (2 * 2 + 17)
 
 
 @on_ranks(1)

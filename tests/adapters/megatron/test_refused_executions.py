@@ -5,18 +5,14 @@ import re
 import warnings
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from foreroute.adapters.megatron.plan_execution.execution import ranks_of_stage
 from foreroute.adapters.megatron.plan_execution.layer import REFUSED_SETTINGS
-from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.errors import PlacementError
 from foreroute.plan import Links, Topology
 from foreroute.plan.capabilities import EXECUTES, Ability
@@ -25,7 +21,6 @@ from tests.adapters.megatron import test_refusals
 from tests.adapters.megatron.executed_plans import Planned
 from tests.adapters.megatron.forked_ranks import ROOT, on_ranks
 from tests.adapters.megatron.grid import Cell, ExecutionCase
-from tests.adapters.megatron.model_chunks import initialize
 from tests.adapters.megatron.training_step import moe_layers
 
 
@@ -56,15 +51,21 @@ def test_layers_and_settings():
 @on_ranks(2)
 def test_what_megatron_does_not_execute_of_a_plan_is_warned_of():
     """By its own row of the table: here the other executor could do all."""
-    initialize(Cell(ep=2))
-    ranks = ranks_of_stage(parallel_state.get_expert_model_parallel_group(), None, TransferOptions())
-    counts_MLGE = np.tile(np.arange(1, 9) ** 2, (2, 1, 2, 1))
-    one_node, nodes = (Topology(2, per_node, 1, Links(4e9, 1e9, 2e9, 1e-5, 5e-5)) for per_node in (2, 1))
-    with mock.patch.dict(EXECUTES, hf=frozenset(Ability)), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ranks.agree_on_plan(0, plan(counts_MLGE, one_node), "a test")
-        with pytest.raises(UserWarning, match=f"the plan asks for {Ability.NODES}"):
-            ranks.agree_on_plan(1, plan(counts_MLGE, nodes), "a test")
+    at = Planned.of(ExecutionCase(Cell(ep=2, layers=2)), kind="static")
+    links = Links(4e9, 1e9, 2e9, 1e-5, 5e-5)
+    one_node, nodes = (plan(at.counts_MLGE, Topology(2, per_node, 1, links)) for per_node in (2, 1))
+
+    def lacks(plan):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with at.routed.execute(plan, at.counts_MLGE, at.shards):
+                at.step()
+        return [text for text in (str(each.message) for each in caught) if "the plan asks for" in text]
+
+    with mock.patch.dict(EXECUTES, hf=frozenset(Ability)):
+        assert lacks(one_node) == []
+        (found,) = lacks(nodes)
+    assert found.startswith(f"the plan asks for {Ability.NODES}")
 
 
 @on_ranks(2)

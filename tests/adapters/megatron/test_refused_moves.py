@@ -11,9 +11,9 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from foreroute.adapters import megatron
 from foreroute.adapters.megatron.discover import ChunkRouter
-from foreroute.adapters.megatron.expert_placement.parameters import expert_slots
-from foreroute.ep.transfer.peers import Exchange
-from foreroute.ep.transfer.segments import LayerTransfer
+from foreroute.adapters.megatron.expert_placement.parameters import local_expert_parameters
+from foreroute.ep.transfer.home_moves import MovingLayer
+from foreroute.ep.transfer.transfers import Transfer
 from foreroute.errors import PlanError, TransferError
 from foreroute.trace import RoutedLayer
 from tests.adapters.megatron.cpu_optimizers import Trained
@@ -83,17 +83,17 @@ def of_layers(routed, chunks):
 
 
 def of_faults(routed, chunks):
-    inner = Exchange.wait
+    inner = Transfer.wait
 
-    def fails_on_rank_one(exchange):
-        inner(exchange)
+    def fails_on_rank_one(transfer):
+        inner(transfer)
         if here():
             raise TransferError("the network is down")
 
     out_of_memory = mock.Mock(side_effect=torch.OutOfMemoryError("out of memory") if here() else None)
-    with mock.patch.object(LayerTransfer, "allocate", out_of_memory):
+    with mock.patch.object(MovingLayer, "allocate", out_of_memory):
         refused(TransferError, "none were: rank 1: out of memory", routed, swapped(routed))
-    with mock.patch.object(Exchange, "wait", fails_on_rank_one):
+    with mock.patch.object(Transfer, "wait", fails_on_rank_one):
         refused(TransferError, "none were: rank 1: the network is down", routed, swapped(routed))
 
 
@@ -126,9 +126,9 @@ def test_experts_of_transformer_engine_are_told_apart_by_name():
     initialize(Cell())
     [block, *_] = moe_layers(build(Cell())).values()
     block.experts, block.num_local_experts = experts, 12
-    slots = expert_slots(ChunkRouter("router", block.router, block, RoutedLayer(0)))
-    assert [list(slot) for slot in slots] == [["linear_fc1.weight", "linear_fc2.weight"]] * 12
-    assert slots[11]["linear_fc2.weight"] is experts.linear_fc2.weight11
+    found = local_expert_parameters(ChunkRouter("router", block.router, block, RoutedLayer(0)))
+    assert [list(each) for each in found] == [["linear_fc1.weight", "linear_fc2.weight"]] * 12
+    assert found[11]["linear_fc2.weight"] is experts.linear_fc2.weight11
 
 
 def here():

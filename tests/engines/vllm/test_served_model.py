@@ -162,12 +162,12 @@ def test_weights_that_an_engine_would_keep_or_take_twice_are_refused(routed, fol
     weights = tensors(folder)
     first = min(weights)
     # under the names that transformers 5 has in memory, experts of a layer are one tensor
-    with pytest.raises(ConfigError, match=r"were not handed over, such as .*an engine would keep their old values"):
+    with pytest.raises(ConfigError, match=r"were not given, such as .*an engine would keep their old values"):
         FolderWriter(folder).write(tmp_path / "fused", routed.model.state_dict())
-    with pytest.raises(ConfigError, match=f"'{first}' was handed over twice"):
+    with pytest.raises(ConfigError, match=f"'{first}' was given twice"):
         FolderWriter(folder).write(tmp_path / "twice", [(first, weights[first])] * 2)
     used = iter(())
-    with pytest.raises(ConfigError, match="no weights were handed over"):
+    with pytest.raises(ConfigError, match="no weights were given"):
         FolderWriter(folder).write(tmp_path / "none", used)
 
 

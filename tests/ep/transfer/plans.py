@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from foreroute.ep.transfer.replica_weights import Cell
+from foreroute.ep.transfer.cells import Cell
 from foreroute.layout.rank_rows import block_homes
 from foreroute.plan import Links, Topology
 from tests.plan import random_plans

@@ -5,10 +5,10 @@ from contextlib import closing
 import numpy as np
 import torch
 
+from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.engine import TransferOptions
-from foreroute.ep.transfer.replica_weights import Cell
 from tests.ep.transfer.plans import random_plan
-from tests.ep.transfer.toy import SHAPES, begin, make_engine, served, shard, weight
+from tests.ep.transfer.toy import SHAPES, begin, fetched, hosted, make_engine, shard, weight
 from tests.tiers import grid
 
 DIRECT = TransferOptions(paths="direct", prefetch=0)
@@ -25,20 +25,20 @@ def fetch_and_return(rank, plan, dtype, spoil):
 
 def _check_cell(weights, plan, cell, rank, home, spoil):
     plan_cell, dtype = plan.cell(cell.micro_step, cell.layer), home["down_proj"].dtype
-    here = served(plan_cell, rank)
+    here = hosted(plan_cell, rank)
     for _ in range(2):
-        replicas = weights.fetch(cell, home).wait()
+        replicas = fetched(weights, cell, home)
         for name in SHAPES:
             wanted = [weight(name, cell.layer, e, dtype) for e in here]
             assert replicas[name].shape == (len(here), *SHAPES[name])
             assert all(torch.equal(a, b) for a, b in zip(replicas[name], wanted, strict=True))
-    returned = weights.send_home(cell, {name: (rank + 1 + spoil) * replicas[name] for name in SHAPES}).wait()
+    returned = weights.return_grads(cell, {name: (rank + 1 + spoil) * replicas[name] for name in SHAPES}).wait()
     mine = np.flatnonzero(plan_cell.home_E == rank).tolist()
     for name in SHAPES:
         wide = torch.promote_types(dtype, torch.float32)
-        lent = [row for row, expert in enumerate(mine) if expert in plan_cell.expert_R]
-        assert list(returned[name]) == lent
-        for row in lent:
+        sent = [row for row, expert in enumerate(mine) if expert in plan_cell.expert_R]
+        assert list(returned[name]) == sent
+        for row in sent:
             expert = mine[row]
             total = torch.zeros(SHAPES[name], dtype=wide)
             for other in sorted(plan_cell.rank_R[plan_cell.expert_R == expert].tolist()):
@@ -77,7 +77,7 @@ def wrong_calls(rank, plan, other):
 
 def test_a_plan_out_of_step_or_for_other_ranks_is_refused(workers):
     for errors in workers(2).run(wrong_calls, random_plan(0, ranks=2), random_plan(0, ranks=4)):
-        assert "no plan of that step is in force, none is" in errors[0]
+        assert "no plan of that step is active, none is" in errors[0]
         assert errors[1] == "PlanError: the plan is for 4 ranks, and 2 are here; plan again for this world size"
         assert "step 2, micro-step 0, routed layer 0 is asked for" in errors[2]
         assert "that of step 1 is" in errors[2]

@@ -2,22 +2,24 @@
 
 import gc
 import os
+import re
 import signal
 import time
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from foreroute.ep.agreement import RankConsensus
-from foreroute.ep.transfer import host_memory
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.host_memory import HostMemory, create_file, open_shared
 from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.errors import TransferError
 from tests.ep.transfer.plans import random_plan
 from tests.ep.transfer.toy import (
     WITHIN,
@@ -55,11 +57,11 @@ class FaultyPeers(PeerGroup):
     fault: Fault | None = None
     happened = 0
 
-    def begin(self, sends, receives, what):
+    def post(self, sends, receives, what):
         fault, sends = self.fault, list(sends)
         is_there = fault is not None and self.rank == fault.rank and fault.what in what and not self.happened
         if not is_there or (fault.kind == "corrupt" and not sends):
-            return super().begin(sends, receives, what)
+            return super().post(sends, receives, what)
         self.happened += 1
         if fault.kind == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -68,14 +70,14 @@ class FaultyPeers(PeerGroup):
         if fault.kind == "slow sender":
             time.sleep(LATE_S)
         if fault.kind == "corrupt":
-            tensor = sends[0].tensor.clone()
+            peer, number, tensor = sends[0]
+            tensor = tensor.clone()
             tensor.view(-1)[0] += 1
-            sends[0] = replace(sends[0], tensor=tensor)
-        exchange = super().begin(sends, receives, what)
+            sends[0] = peer, number, tensor
+        works = super().post(sends, receives, what)
         if fault.kind == "slow receiver":
-            wait = exchange.wait
-            exchange.wait = lambda: (time.sleep(LATE_S), wait())
-        return exchange
+            works.insert(0, SimpleNamespace(wait=lambda: time.sleep(LATE_S)))
+        return works
 
 
 def leaked():
@@ -125,14 +127,15 @@ def test_the_comparison_sees_a_corrupt_payload(workers, what):
 def read_late(rank, plan, votes):
     """The last rank still reads host memory when the first one has new weights to publish."""
     homes = dict(enumerate(shards(plan, rank)))
-    memory = HostMemory(RankConsensus(timeout_s=20.0), plan.topology, homes)
-    memory.publish(homes)
-    row = memory.row(0, 0, "down_proj", 0)
+    memory = HostMemory(RankConsensus(timeout_s=20.0), homes, 2)
+    every = plan.home_LE, np.ones((*plan.home_LE.shape, 2), np.bool_)
+    memory.publish(*every)
+    row = memory.expert(0, int(np.flatnonzero(plan.home_LE[0] == 0)[0]))["down_proj"]
     before, after = row.clone(), 2 * row
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
         if not votes:
-            patch.setattr(host_memory, "_raise_objections", lambda *_: None)
+            patch.setattr(RankConsensus, "most", lambda consensus, mine, what: mine)
         if rank == 0:
             for tensor in homes[0].values():
                 tensor.detach().mul_(2)
@@ -140,7 +143,8 @@ def read_late(rank, plan, votes):
         while rank and torch.equal(row, before) and time.monotonic() < end:
             time.sleep(0.01)
         late = row.clone()
-        memory.publish(homes)
+        memory.forget()
+        memory.publish(*every)
     return torch.equal(late, before), torch.equal(row, after)
 
 
@@ -199,17 +203,17 @@ def ask_for_too_much(rank, plan):
 
 
 def look_in(rank, plan, directory):
-    engine, _ = make_engine(plan, rank, TransferOptions(directory=Path(directory)))
+    engine, _ = make_engine(plan, rank, TransferOptions(paths="host", directory=Path(directory)))
     with closing(engine):
         begin(engine, 0, plan)
 
 
 def uneven(rank, plan):
-    TransferEngine({0: {"down_proj": torch.zeros(4 + rank, 2)}}, TransferOptions(), peers(), consensus())
+    TransferEngine({0: {"down_proj": torch.zeros(4 + rank, 2)}}, TransferOptions(paths="host"), peers(), consensus())
 
 
 def make_another(rank, plan):
-    make_engine(plan, rank, TransferOptions(prefetch=1 + rank))
+    make_engine(plan, rank, TransferOptions(paths="host", prefetch=1 + rank))
 
 
 REFUSED = {
@@ -220,9 +224,9 @@ REFUSED = {
         "of shared memory in /dev/shm: No space left on device",
     ),
     "no directory": (look_in, ("/nowhere/at/all",), "TransferError", "in /nowhere/at/all: No such file or directory"),
-    "other shapes": (uneven, (), "TransferError", "rank 1 has 1 layers, [('down_proj', (5, 2), 'torch.float32')]"),
+    "other shapes": (uneven, (), "TransferError", "rank 1: 1 layers, [('down_proj', (5, 2), 'torch.float32')]"),
     # options decide which message is sent when: ranks that differ would take one for another
-    "other options": (make_another, (), "TransferError", "of different options: rank 0 has TransferOptions("),
+    "other options": (make_another, (), "TransferError", "of different options: rank 0: TransferOptions("),
 }
 
 
@@ -257,9 +261,8 @@ def test_memory_of_another_machine_or_that_cannot_be_mapped_is_refused_and_not_m
         ("foreroute-elsewhere", "they are on different machines"),
         ("foreroute-folder", f"cannot map {tmp_path}/foreroute-folder: "),
     ):
-        tensor, objection = open_shared(str(tmp_path / name), 64)
-        assert not len(tensor)
-        assert said in objection
+        with pytest.raises(TransferError, match=re.escape(said)):
+            open_shared(str(tmp_path / name), 64)
     assert [each.name for each in tmp_path.iterdir()] == ["foreroute-folder"]
 
 

@@ -3,7 +3,6 @@
 import re
 import time
 from datetime import timedelta
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -12,7 +11,8 @@ import torch.distributed as dist
 
 from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.transfer import peers as transfer_peers
-from foreroute.ep.transfer.peers import Message, PeerGroup
+from foreroute.ep.transfer.peers import PeerGroup, collective_errors
+from foreroute.ep.transfer.transfers import Transfer
 from foreroute.errors import TransferError
 from tests.ep.transfer.toy import peers
 from tests.tiers import grid
@@ -26,43 +26,21 @@ def one_rank_gives_up(rank):
     arrived = torch.zeros(2, 3)
     if rank == 0:
         time.sleep(LATE_S)
-    exchanges = [
-        group.begin(
-            [Message(other, 0, torch.full((3,), 10.0 * rank + i))], [Message(other, 0, arrived[i])], f"exchange {i}"
-        )
+    transfers = [
+        Transfer.post(group, f"transfer {i}", [(other, 0, torch.full((3,), 10.0 * rank + i))], [(other, 0, arrived[i])])
         for i in range(2)
     ]
     if rank == 0:
-        for exchange in exchanges:
-            exchange.wait()
+        for transfer in transfers:
+            transfer.wait()
         return arrived.tolist()
-    exchanges.clear()
+    transfers.clear()
     return None
 
 
 def test_what_was_posted_is_sent_although_its_sender_lets_go_of_it(workers):
     arrived, _ = workers(2).run(one_rank_gives_up)
     assert arrived == [[10.0] * 3, [11.0] * 3]
-
-
-def both_ways_by_host(rank):
-    """As gloo does with tensors of a GPU, of which there is none here."""
-    group, other = peers(), 1 - rank
-    source, target = torch.full((3,), 10.0 + rank), torch.zeros(2, 3)
-    with patch.object(transfer_peers, "travels_by_host", lambda tensor, group: True):
-        under_way = group.begin([Message(other, 0, source)], [Message(other, 0, target[1])], "an exchange")
-    source.zero_()
-    before = target.tolist()
-    under_way.wait()
-    return before, target.tolist()
-
-
-def test_what_goes_by_the_host_leaves_at_once_and_lands_in_its_row(workers):
-    nothing = [[0.0] * 3] * 2
-    assert workers(2).run(both_ways_by_host) == [
-        (nothing, [[0.0] * 3, [11.0] * 3]),
-        (nothing, [[0.0] * 3, [10.0] * 3]),
-    ]
 
 
 def groups_of_peers(rank):
@@ -78,15 +56,42 @@ def test_on_nccl_transfers_share_the_communicator_of_the_model(workers):
     assert workers(2).run(groups_of_peers) == [[False, True, False]] * 2
 
 
-def test_only_gloo_with_tensors_of_another_device_goes_by_the_host(workers):
-    assert workers(2).run(backends_that_go_by_host) == [[False, True]] * 2
+def connect_a_device(rank, config):
+    """What the first call on a group is made with: a device that NCCL would carry, and that this machine lacks."""
+    called = []
+    with (
+        patch.object(dist, "get_backend_config", lambda group: config),
+        patch.object(dist, "all_reduce", lambda tensor, group: called.append(tensor.device.type)),
+    ):
+        peers().connect(torch.device("meta"))
+    return called
 
 
-def backends_that_go_by_host(rank):
-    group = peers().group
-    # of a device that gloo serves and this machine lacks
-    elsewhere = SimpleNamespace(device=torch.device("cuda", 0))
-    return [transfer_peers.travels_by_host(tensor, group) for tensor in (torch.zeros(1), elsewhere)]
+def test_the_first_call_on_a_communicator_is_with_the_device_of_the_experts(workers):
+    assert workers(2).run(connect_a_device, "cpu:gloo,meta:nccl") == [["meta"]] * 2
+    for outcome in workers(2).outcomes(connect_a_device, "cpu:gloo,meta:gloo"):
+        assert "experts are on meta, and gloo carries no tensors of it" in outcome.message
+
+
+def misuse(rank):
+    """Errors of a collective that no lost rank is the cause of: before anything is sent, and in a peer's message."""
+    group, told = peers().group, []
+    for what in ([torch.zeros(3), torch.zeros(2)], [torch.zeros(2), torch.zeros(2)]):
+        try:
+            with collective_errors("gathering", group):
+                if len(what[0]) == 3:
+                    dist.all_gather(what, torch.zeros(2), group=group)
+                else:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        except RuntimeError as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_an_error_that_no_lost_rank_has_caused_keeps_its_own_message(workers):
+    for shape, memory in workers(2).run(misuse):
+        assert shape.startswith("RuntimeError: ProcessGroupGloo::allgather: invalid tensor size")
+        assert memory.startswith("OutOfMemoryError: CUDA out of memory")
 
 
 WAITED_S, GROUP_S = 0.5, 3.0

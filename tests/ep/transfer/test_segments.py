@@ -5,8 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from foreroute.ep.transfer.moves import shard_moves
-from foreroute.ep.transfer.segments import Extent, LayerExtents, require_complete, segments_for
+from foreroute.ep.transfer.segments import Extent, LayerExtents, require_complete, segments_for, shard_moves
 from foreroute.errors import PlanError, TransferError
 
 TENSORS = {"weight": 12, "weight, exp_avg": 12, "bias": 5}
@@ -18,14 +17,14 @@ def test_every_part_arrives_once():
 
 
 def check_every_part_arrives_once(rng):
-    """Any number of ranks of both kinds, state cut anywhere and elsewhere in every slot, weights whole everywhere."""
+    """Any number of ranks of both kinds, state cut anywhere and elsewhere in every row, weights whole everywhere."""
     ep, edp, per_rank = (int(rng.integers(1, n)) for n in (5, 4, 5))
     number_GD = rng.permutation(ep * edp).reshape(ep, edp)
     before_E, after_E = (rng.permutation(np.repeat(np.arange(ep), per_rank)) for _ in range(2))
     cuts = [np.sort(rng.integers(0, 13, edp - 1)) for _ in range(per_rank)]
     of_ranks = [[] for _ in range(ep * edp)]
     for ep_rank, d in itertools.product(range(ep), range(edp)):
-        of_ranks[number_GD[ep_rank, d]] = LayerExtents([slot_of(d, cut) for cut in cuts], frozenset({("step", 2.0)}))
+        of_ranks[number_GD[ep_rank, d]] = LayerExtents([held_by(d, cut) for cut in cuts], frozenset({("step", 2.0)}))
     require_complete(of_ranks, number_GD, "layer")
     held = memory(before_E, number_GD, of_ranks)
     wanted = memory(after_E, number_GD, of_ranks)
@@ -39,33 +38,33 @@ def check_every_part_arrives_once(rng):
     arrived = {key: values.copy() for key, values in held.items()}
     for segment in {s for each in listed for s in each}:
         part = slice(segment.start, segment.stop)
-        source = held[segment.source, segment.source_slot, segment.name][part]
+        source = held[segment.source, segment.source_row, segment.name][part]
         assert not np.isnan(source).any(), "sent by a rank that does not hold it"
-        arrived[segment.target, segment.target_slot, segment.name][part] = source
+        arrived[segment.target, segment.target_row, segment.name][part] = source
     assert all(np.array_equal(arrived[key], wanted[key], equal_nan=True) for key in wanted)
 
 
-def slot_of(d, cut):
+def held_by(d, cut):
     bounds = [0, *cut.tolist(), 12]
-    slot = {name: Extent(0, size, size, "float32") for name, size in TENSORS.items()}
-    slot["weight, exp_avg"] = Extent(bounds[d], bounds[d + 1], 12, "float32")
+    extents = {name: Extent(0, size, size, "float32") for name, size in TENSORS.items()}
+    extents["weight, exp_avg"] = Extent(bounds[d], bounds[d + 1], 12, "float32")
     if bounds[d] == bounds[d + 1]:
-        del slot["weight, exp_avg"]
-    return slot
+        del extents["weight, exp_avg"]
+    return extents
 
 
 def memory(home_E, number_GD, of_ranks):
-    """(rank, slot, name) -> what lies there, NaN where nothing is held."""
+    """(rank, row, name) -> what lies there, NaN where nothing is held."""
     lies = {}
     for ep_rank, numbers_D in enumerate(number_GD):
-        for slot, expert in enumerate(np.flatnonzero(home_E == ep_rank)):
+        for row, expert in enumerate(np.flatnonzero(home_E == ep_rank)):
             for number, (i, (name, size)) in itertools.product(numbers_D, enumerate(TENSORS.items())):
                 values = np.full(size, np.nan)
-                if extent := of_ranks[number].slots[slot].get(name):
+                if extent := of_ranks[number].rows[row].get(name):
                     values[extent.start : extent.stop] = (1000 * expert + 100 * i + np.arange(size))[
                         extent.start : extent.stop
                     ]
-                lies[number, slot, name] = values
+                lies[number, row, name] = values
     return lies
 
 
@@ -77,16 +76,16 @@ def test_a_change_of_homes_keeps_the_size_of_every_shard():
 def test_gaps_are_refused():
     whole, half = Extent(0, 8, 8, "float32"), Extent(0, 4, 8, "float32")
     number_GD = np.array([[0], [1]])
-    for slots, message in (
+    for extents, message in (
         (
             ({"m": whole}, {"m": half}),
-            "m is all of 8 elements of float32 for slot 0 of expert-parallel rank 0 and a part",
+            "m is all of 8 elements of float32 for local expert 0 of expert-parallel rank 0 and a part",
         ),
-        (({"m": whole}, {}), "and not kept for slot 0 of expert-parallel rank 1"),
+        (({"m": whole}, {}), "and not kept for local expert 0 of expert-parallel rank 1"),
         (
             ({"m": whole}, {"m": Extent(0, 8, 8, "bfloat16")}),
-            "of 8 elements of bfloat16 for slot 0 of expert-parallel rank 1",
+            "of 8 elements of bfloat16 for local expert 0 of expert-parallel rank 1",
         ),
     ):
         with pytest.raises(TransferError, match=message):
-            require_complete([LayerExtents([slot], frozenset()) for slot in slots], number_GD, "layer")
+            require_complete([LayerExtents([each], frozenset()) for each in extents], number_GD, "layer")

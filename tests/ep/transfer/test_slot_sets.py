@@ -5,13 +5,13 @@ import contextlib
 import pytest
 import torch
 
+from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.engine import TransferOptions
-from foreroute.ep.transfer.replica_weights import Cell
 from tests.ep.transfer.plans import random_plan
-from tests.ep.transfer.toy import DTYPE, begin, make_engine, run_step, served, weight
+from tests.ep.transfer.toy import DTYPE, begin, fetched, hosted, make_engine, run_step, weight
 from tests.tiers import grid
 
-TIGHT = TransferOptions(prefetch=0)
+TIGHT = TransferOptions(paths="host", prefetch=0)
 """With shared slots, one set of slots for all layers: every cell overwrites the one before."""
 
 
@@ -24,9 +24,9 @@ def kept_for_backward(rank, plan, options, protects=True):
             patch.setattr(torch.autograd.graph, "increment_version", lambda tensor: None)
         begin(engine, 0, plan)
         for layer, home in enumerate(homes):
-            slots = engine.fetch(Cell(0, 0, layer), home).wait()["down_proj"]
+            slots = fetched(engine, Cell(0, 0, layer), home)["down_proj"]
             factor = torch.ones_like(slots, requires_grad=True)
-            uses.append((factor, [weight("down_proj", layer, e) for e in served(plan.cell(0, layer), rank)]))
+            uses.append((factor, [weight("down_proj", layer, e) for e in hosted(plan.cell(0, layer), rank)]))
             loss = loss + (factor * slots).sum()
         loss.backward()
     return max(float((factor.grad - torch.stack(wanted)).abs().max()) for factor, wanted in uses)
@@ -57,7 +57,7 @@ def test_without_version_counters_it_would_be_silently_wrong(workers):
 
 def test_slots_per_layer_need_no_refetch(workers):
     plan = full_plan("layer")
-    assert workers(2).run(kept_for_backward, plan, TransferOptions()) == [0.0, 0.0]
+    assert workers(2).run(kept_for_backward, plan, TransferOptions(paths="host")) == [0.0, 0.0]
 
 
 def step_twice(rank, plan, optimizer):

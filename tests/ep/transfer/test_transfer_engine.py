@@ -8,20 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from foreroute.ep.transfer import slots as slot_transfers
+from foreroute.ep.transfer.cells import Cell, next_cell
 from foreroute.ep.transfer.engine import TransferOptions
-from foreroute.ep.transfer.replica_weights import Cell, next_cell
+from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.errors import ConfigError
 from tests.ep.transfer.plans import asked, least_fetches_L, random_plan
 from tests.ep.transfer.toy import (
     WITHIN,
     Multiplied,
     begin,
+    fetched,
+    hosted,
     largest_difference,
     make_engine,
     reference,
     run_step,
-    served,
     summed,
     weight,
 )
@@ -31,8 +32,8 @@ from tests.tiers import grid
 def train(rank, plan, options, drop):
     engine, homes = make_engine(plan, rank, options)
     if drop != 1:
-        send_home = engine.send_home
-        engine.send_home = lambda cell, grads: Multiplied(send_home(cell, grads), drop)
+        return_grads = engine.return_grads
+        engine.return_grads = lambda cell, grads: Multiplied(return_grads(cell, grads), drop)
     with torch.no_grad():
         recompute = summed(run_step(engine, plan, homes, rank, updating=False))
     records = engine.take_records()
@@ -51,8 +52,8 @@ def train(rank, plan, options, drop):
 CASES = [
     (2, TransferOptions(paths="direct"), {"sharing": "shared"}),
     (2, TransferOptions(paths="host"), {"keep": 0.6, "sharing": "layer"}),
-    (4, TransferOptions(prefetch=2), {"per_node": 2, "sharing": "shared"}),
-    (4, TransferOptions(prefetch=3), {"keep": 0.6, "slots": 3, "sharing": "layer"}),
+    (4, TransferOptions(paths="host", prefetch=2), {"per_node": 2, "sharing": "shared"}),
+    (4, TransferOptions(paths="host", prefetch=3), {"keep": 0.6, "slots": 3, "sharing": "layer"}),
     (4, TransferOptions(paths="host", prefetch=0), {"layers": 1, "micro_steps": 3, "per_node": 2, "sharing": "shared"}),
 ]
 
@@ -101,7 +102,7 @@ def fetch_those_with_replicas(rank, plan):
         begin(engine, 0, plan, updating=updating)
         for cell in asked(*plan.shape[:2], updating=updating, checkpointed=True):
             if plan.num_replicas_ML[cell.micro_step, cell.layer]:
-                engine.fetch(cell, homes[cell.layer]).wait()
+                fetched(engine, cell, homes[cell.layer])
     engine.close()
     return engine.take_records()
 
@@ -135,11 +136,11 @@ def fetch_after_a_failure(rank, plan):
     begin(engine, 0, plan, updating=False)
     cell = next(Cell(0, m, n) for m, n in np.argwhere(plan.num_replicas_ML).tolist())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slot_transfers, "post", Mock(side_effect=MemoryError("no memory for messages")))
+        patch.setattr(PeerGroup, "post", Mock(side_effect=MemoryError("no memory for messages")))
         with pytest.raises(MemoryError, match="no memory for messages"):
             engine.fetch(cell, homes[cell.layer])
-    found = engine.fetch(cell, homes[cell.layer]).wait()
-    experts = served(plan.cell(cell.micro_step, cell.layer), rank)
+    found = fetched(engine, cell, homes[cell.layer])
+    experts = hosted(plan.cell(cell.micro_step, cell.layer), rank)
     engine.close()
     return [(found[name][i] == weight(name, cell.layer, e)).all() for name in found for i, e in enumerate(experts)]
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from foreroute.ep.agreement import RankConsensus
+from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.ep.transfer.replica_weights import Cell
 from foreroute.plan.schedule import ExecutionSchedule
 from foreroute.testing.ranks import kept
 from tests.ep.transfer.plans import no_tokens
@@ -56,8 +56,8 @@ def shards(plan, rank):
     return [{name: torch.nn.Parameter(tensor) for name, tensor in home.items()} for home in layers]
 
 
-def served(cell, rank):
-    """Experts that the rank serves beside its own, by slot."""
+def hosted(cell, rank):
+    """Experts that the rank hosts beside its own, by slot."""
     return [int(cell.expert_R[r]) for r in np.argsort(cell.slot_R) if cell.rank_R[r] == rank]
 
 
@@ -101,23 +101,29 @@ class Multiplied:
         }
 
 
+def fetched(engine, cell, home):
+    """The weights of the replicas here."""
+    engine.fetch(cell, home)
+    return engine.wait_weights(cell)
+
+
 class _Replicas(torch.autograd.Function):
     """Keeps no weights: backward fetches them again, as the layer of `foreroute.ep` does."""
 
     @staticmethod
     def forward(ctx, engine, cell, home, part_of, *shards):
         ctx.engine, ctx.cell, ctx.home, ctx.part_of = engine, cell, home, part_of
-        return part_of(engine.fetch(cell, home).wait())
+        return part_of(fetched(engine, cell, home))
 
     @staticmethod
     def backward(ctx, grad):
-        fetched = ctx.engine.fetch(ctx.cell, ctx.home).wait()
-        names = sorted(fetched)
+        found = fetched(ctx.engine, ctx.cell, ctx.home)
+        names = sorted(found)
         with torch.enable_grad():
-            weights = {name: fetched[name].detach().requires_grad_() for name in names}
+            weights = {name: found[name].detach().requires_grad_() for name in names}
             part = ctx.part_of(weights)
         grads = torch.autograd.grad(part, [weights[name] for name in names], grad)
-        returned = ctx.engine.send_home(ctx.cell, dict(zip(names, grads, strict=True))).wait()
+        returned = ctx.engine.return_grads(ctx.cell, dict(zip(names, grads, strict=True))).wait()
         return None, None, None, None, *(laid_out(returned[name], ctx.home[name]) for name in names)
 
 
@@ -137,7 +143,7 @@ def layer_loss(engine, plan, cell, home, rank):
         hosts[e].append(r)
     here = [(home, i, int(e)) for i, e in enumerate(np.flatnonzero(plan_cell.home_E == rank))]
     total = sum(_share(cell, hosts, e, rank, weights, i) for weights, i, e in here)
-    part_of = partial(_replica_part, cell, hosts, served(plan_cell, rank), rank)
+    part_of = partial(_replica_part, cell, hosts, hosted(plan_cell, rank), rank)
     return total + _Replicas.apply(engine, cell, home, part_of, *(home[name] for name in sorted(home)))
 
 
@@ -156,7 +162,7 @@ def _share(cell, hosts, expert, rank, weights, i):
 
 
 def begin(weights, step, plan, *, updating=True):
-    """Put a plan in force of which nothing but its weights is executed."""
+    """Activate a plan of which nothing but its weights is executed."""
     rank = min(weights._peers.rank, plan.topology.num_ranks - 1)  # a plan for other ranks is refused later
     schedule = ExecutionSchedule(plan, no_tokens(plan), rank, paths=weights.paths)
     weights.begin_step(step, plan, schedule)
@@ -201,4 +207,6 @@ def largest_difference(plan, homes, rank):
 def make_engine(plan, rank, options=None, *, kind=PeerGroup, homes=None):
     """An engine with its trainable shards."""
     homes = shards(plan, rank) if homes is None else homes
-    return TransferEngine(dict(enumerate(homes)), options or TransferOptions(), peers(kind=kind), consensus()), homes
+    return TransferEngine(
+        dict(enumerate(homes)), options or TransferOptions(paths="host"), peers(kind=kind), consensus()
+    ), homes

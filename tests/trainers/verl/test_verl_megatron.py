@@ -96,9 +96,9 @@ def test_experts_compute_the_rows_of_the_plan_from_the_second_micro_batch_on(nam
     at_home = 0 if "one micro-batch" in name else 1
     for step in range(len(ranks[0]["planned"])):
         assert ranks[0]["at_home"][step] == 2 * at_home
+        assert (ranks[1]["planned"][step], ranks[1]["at_home"][step]) == ([], 0)  # one rank plans for both
         for which, passes in (("old", 0), ("update", 1)):
             planned_MLG = ranks[0]["planned"][step][passes]
-            assert np.array_equal(planned_MLG, ranks[1]["planned"][step][passes])
             executed_MLG = np.stack([rows_of(rank[which][step], name, which) for rank in ranks], -1)
             if (step, which) == (0, "old"):
                 executed_MLG = executed_MLG[1:]  # the first is held against the model's own routes

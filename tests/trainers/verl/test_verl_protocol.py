@@ -10,7 +10,7 @@ import torch
 from foreroute.errors import BatchMismatchError, CaptureError, ReplayError
 from foreroute.trace import DecisionStream, RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.trainers.verl import routed_experts, trace_of
-from foreroute.trainers.verl.protocol import of_responses, require_routed, response_lengths, sampled_mask
+from foreroute.trainers.verl.packed_batch import PackedBatch, require_routed
 from tests.trainers.verl.verl_batches import (
     PROMPT,
     SPEC,
@@ -80,6 +80,14 @@ def with_masks(batch, masks):
     return {**batch, "response_mask": rows}
 
 
+def trained(batch):
+    """Of each response, which tokens are trained on."""
+    packed = PackedBatch(batch)
+    mask_N, is_response_N = packed.trained(), packed.index_N >= 0
+    packed.require_true()
+    return [mask_N[(packed.number_N == s) & is_response_N].tolist() for s in range(len(packed.offsets) - 1)]
+
+
 def test_rows_that_no_trained_token_depends_on_may_be_absent(layout):
     """A tool answers last: its three tokens are not trained on, and the engine has not seen them."""
     pairs = [(np.arange(1, 5), np.arange(10, 16)), (np.arange(5, 9), np.arange(20, 23))]
@@ -87,7 +95,7 @@ def test_rows_that_no_trained_token_depends_on_may_be_absent(layout):
     masks = [[1, 1, 1, 0, 0, 0], [1, 1, 1]]
     batch = with_masks(batch, masks)
     trace = trace_of(batch, model=SPEC)
-    assert [mask.tolist() for mask in sampled_mask(batch)] == [[bool(x) for x in mask] for mask in masks]
+    assert trained(batch) == [[bool(x) for x in mask] for mask in masks]
     require_routed(trace, batch)
     with pytest.raises(
         ReplayError, match=r"sequence 0 .* no route at position 6, and trains on tokens up to position 7"
@@ -105,13 +113,14 @@ def test_a_sequence_that_fills_the_batch_up_needs_no_routes():
     require_routed(trace, batch)
 
 
-def test_log_probs_of_responses_are_those_of_the_positions_before_them(layout):
+def test_each_token_of_a_response_has_its_entry_in_a_field_of_responses(layout):
     pairs = sequences(4)
     batch = layout(pairs)
-    assert response_lengths(batch).tolist() == [len(response) for _, response in pairs]
-    of_positions = nested([np.arange(len(p) + len(r), dtype=np.float32) for p, r in pairs])
-    for (prompt, response), found in zip(pairs, of_responses(of_positions, response_lengths(batch)), strict=True):
-        assert found.tolist() == [len(prompt) - 1 + r for r in range(len(response))]
+    packed = PackedBatch({**batch, "tokens again": batch["responses"]})
+    is_response_N = packed.index_N >= 0
+    assert torch.equal(packed.of_responses("tokens again")[is_response_N], packed.tokens_N[is_response_N])
+    assert is_response_N.tolist() == [r for prompt, response in pairs for r in [0] * len(prompt) + [1] * len(response)]
+    assert packed.tokens_N[packed.is_first_N].tolist() == [prompt[0] for prompt, _ in pairs]
 
 
 def _put(place, value):
@@ -217,7 +226,7 @@ def test_masks_with_holes_or_other_numbers_are_refused(number):
     ):
         with pytest.raises(CaptureError, match="attention_mask"):
             use()
-    with pytest.raises(CaptureError, match="attention_mask is torch"):
+    with pytest.raises(CaptureError, match="attention_mask is float32"):
         trace_of({**batch, "attention_mask": batch["attention_mask"] * 0.5}, model=SPEC)
 
 
@@ -226,19 +235,19 @@ def test_a_response_mask_is_of_zeros_and_ones(layout, number):
     batch = layout(sequences(3))
     batch["response_mask"] = batch["response_mask"] * number
     with pytest.raises(CaptureError, match="response_mask"):
-        sampled_mask(batch)
+        trained(batch)
 
 
 def test_fields_of_another_batch_are_refused(layout):
     batch, other = layout(sequences(3)), layout(sequences(2))
     trace = trace_of(batch, model=SPEC)
     with pytest.raises(CaptureError, match="2 rows for 3 responses"):
-        sampled_mask({**batch, "response_mask": other["response_mask"]})
+        trained({**batch, "response_mask": other["response_mask"]})
     with pytest.raises(BatchMismatchError, match="the trace has 3 sequences, the batch 2"):
         require_routed(trace, other)
-    lengths = response_lengths(batch)
-    with pytest.raises(CaptureError, match=r"sequence 0 has 1 entries for a response of"):
-        of_responses(nested([np.ones(1, np.float32)] * 3), lengths)
+    short = {**batch, "response_mask": nested([np.ones(1, np.int64)] * 3)}
+    with pytest.raises(CaptureError, match="that their sequences, and every field of responses, have room for"):
+        trained(short)
 
 
 @pytest.mark.parametrize("batch", [None, 5, "batch", [], object(), {}, {"input_ids": [1]}, SimpleNamespace(batch=None)])
@@ -246,7 +255,7 @@ def test_what_is_no_batch_is_refused(batch):
     with pytest.raises(CaptureError, match="batch of verl"):
         trace_of(batch, model=SPEC)
     with pytest.raises(CaptureError, match="batch of verl"):
-        response_lengths(batch)
+        PackedBatch(batch)
 
 
 def test_a_gap_is_not_written_as_zeros(layout):

@@ -116,7 +116,7 @@ def _rank(rank, folder, shared):
             engine = make(folder, optimizer={"optimizer": "SGD", "weight_decay": 0, "clip_grad": 1e9}, lr=1, **settings)
             old_log_probs(engine, tensordict(batch, **fused))  # the first is held against the model's own routes
             log_probs, _ = old_log_probs(engine, tensordict(batch, **fused))
-            engine.routing.comparison.metrics.__init__()  # so that sums are of one pass
+            engine.routing.metrics.__init__()  # so that sums are of one pass
             old_log_probs(engine, tensordict(batch, **fused))
             with watched(engine.module) as forwards:
                 output = update(engine, tensordict(batch, **fused))

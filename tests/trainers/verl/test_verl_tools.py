@@ -24,7 +24,7 @@ from verl.workers.utils.padding import left_right_2_no_padding
 from examples.trl.tiny import chat_tokenizer, look_up
 from foreroute.errors import CaptureError, ReplayError
 from foreroute.trainers.verl import trace_of
-from foreroute.trainers.verl.protocol import require_routed, sampled_mask
+from foreroute.trainers.verl.packed_batch import PackedBatch, require_routed
 from tests.trainers.verl.test_verl_data import agent_loop_batch
 from tests.trainers.verl.verl_batches import SPEC, telling_routes
 from tests.trainers.verl.verl_book import Book, followed, watched
@@ -128,8 +128,8 @@ def test_every_row_is_that_of_its_token_in_the_last_request_and_sampled_tokens_a
         assert trace.tokens(0).tolist() == tokens
         assert trace.valid_N.tolist() == [True] * len(rows) + [False] * (len(tokens) - len(rows))
         assert np.array_equal(trace.expert_ids_NLK[: len(rows)], rows)
-        (mask,) = sampled_mask(form)
-        assert np.array_equal(mask, sampled[prompt:])
+        packed = PackedBatch(form)
+        assert np.array_equal(packed.trained()[packed.index_N >= 0], sampled[prompt:])
         require_routed(trace, form)
 
 

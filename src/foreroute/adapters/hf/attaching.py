@@ -12,17 +12,15 @@ from torch import nn
 
 from foreroute.adapters.hf.model import RoutedTransformer, TransformerHooks
 from foreroute.adapters.hf.packed_routers import about_packed
-from foreroute.core.attaching import require_attachable, self_check
-from foreroute.core.find import ATTENTION, PROBE_TOKENS, find_routers, hidden, probe
+from foreroute.core.attaching import attach_by
+from foreroute.core.find import ATTENTION, PROBE_TOKENS, hidden
 from foreroute.core.hooks import SelectingRouter
-from foreroute.core.routed import Routed
-from foreroute.core.untouched import untouched
 from foreroute.errors import AttachError
 from foreroute.trace import INDEXER, DecisionStream, LayerKind, RoutedLayer, RoutingSpec
 
 if TYPE_CHECKING:
+    from foreroute.adapters.hf.executing import SpreadExperts
     from foreroute.adapters.hf.indexers import FoundIndexers
-    from foreroute.ep import ExpertParallelModel
 
 
 def attach(model: nn.Module) -> RoutedTransformer:
@@ -42,36 +40,32 @@ def attach(model: nn.Module) -> RoutedTransformer:
             pass the self-check. The message says which router and why.
         ReplayError: when this release of torch keeps what activation checkpoints run again in an unknown place.
     """
-    require_attachable(model)
-    candidates = find_routers(model)
     spreading = sys.modules.get("foreroute.adapters.hf.expert_parallel")
     if spreading is not None:
         from foreroute.adapters.hf.expert_lora import require_adapters_spread
 
         require_adapters_spread(model)  # the first forward would fail
-    with untouched(model):
-        seen = probe(model, candidates)
-        spec, trunk = spec_of(model, seen.routers), seen.trunk_of(seen.routers)
-        indexers = find_indexers(model, trunk)
-        hooks = TransformerHooks(model, trunk, seen.routers, spec, indexers)
-        self_check(Routed(model, hooks))
-        spread: ExpertParallelModel | None = None
+
+    def make_hooks(model: nn.Module, trunk: nn.Module, routers: list[SelectingRouter]) -> TransformerHooks:
+        return TransformerHooks(model, trunk, routers, spec_of(model, routers), find_indexers(model, trunk))
+
+    def finish(hooks: TransformerHooks) -> RoutedTransformer:
+        spread: SpreadExperts | None = None
         if spreading is not None:
-            spread = spreading.find_spread_experts(model, [router.path for router in seen.routers])
-        routed = RoutedTransformer(model, spec, hooks, spread)
-        if indexers is not None:
-            check_indexers(routed, indexers)
-    if about := about_packed(hooks.routers):
+            spread = spreading.find_spread_experts(model, [router.path for router in hooks.routers])
+        routed = RoutedTransformer(hooks, spread)
+        if hooks.found_indexers is not None:
+            check_indexers(routed, hooks.found_indexers)
+        return routed
+
+    routed = attach_by(model, make_hooks, finish)
+    if about := about_packed(routed.routers):
         warnings.warn(about, stacklevel=2)
     return routed
 
 
 def spec_of(model: nn.Module, routers: list[SelectingRouter]) -> RoutingSpec:
-    """The routing facts that a forward showed.
-
-    Raises:
-        AttachError: when routers share a layer.
-    """
+    """Give the routing facts that a forward showed. Raises `AttachError` when routers share a layer."""
     sizes = [(router.num_experts, router.top_k) for router in routers]
     layers = [layer_of(router.path, is_lookup=router.rule.is_lookup) for router in routers]
     if len(set(layers)) != len(layers):
@@ -85,7 +79,7 @@ def spec_of(model: nn.Module, routers: list[SelectingRouter]) -> RoutingSpec:
 
 
 def layer_of(path: str, *, is_lookup: bool = False) -> RoutedLayer:
-    """The layer of a router or indexer; one in an attention block counts as a layer of its own."""
+    """Name the layer of a router or indexer; one in an attention block counts as a layer of its own."""
     numbers = [int(part) for part in path.split(".") if part.isdigit()]
     if not numbers:
         raise AttachError(f"{path} is in no numbered layer; expected a path such as model.layers.3.mlp.gate")
@@ -94,12 +88,7 @@ def layer_of(path: str, *, is_lookup: bool = False) -> RoutedLayer:
 
 
 def find_indexers(model: nn.Module, trunk: nn.Module) -> FoundIndexers | None:
-    """The indexers of sparse attention in a model; None where it has none that can be recorded and replayed.
-
-    Args:
-        model: to look through.
-        trunk: the part of it whose forward is one pass.
-    """
+    """Find the indexers of sparse attention in a trunk; None where it has none that can be recorded and replayed."""
     inside = set(trunk.modules())
     sites = [
         (path, module, layer_of(path))

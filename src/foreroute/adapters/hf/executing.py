@@ -1,33 +1,115 @@
-"""What plans need of a Hugging Face model: that it is spread, its micro-batches, and the counts of traces."""
+"""Plans on a Hugging Face model: its experts, which transformers has spread over ranks, and its micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
+import torch.distributed as dist
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
-from foreroute.adapters.hf.batch_routes import TraceRows
+from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.ep import ExpertParallelModel
-from foreroute.ep.execution_ranks import MicroBatch
-from foreroute.ep.plan_checks import found_alike
-from foreroute.errors import AttachError, PlanError, TraceError, shown
-from foreroute.plan import Links, StepPlan, Topology
-from foreroute.plan.counts import counts_digest
-from foreroute.plan.hosts import Hosts
+from foreroute.ep.agreement import RankConsensus
+from foreroute.ep.execution import ExecutingHooks, MicroBatch
+from foreroute.ep.transfer.home_moves import agree_on_homes, move_homes
+from foreroute.errors import AttachError, PlacementError, PlanError
+from foreroute.layout.rank_rows import block_homes
+from foreroute.plan import StepPlan
 from foreroute.trace import RoutingTrace
 
 if TYPE_CHECKING:
+    from foreroute.adapters.hf.expert_parallel import ForerouteEP
     from foreroute.adapters.hf.model import RoutedTransformer
 
 
-def spread_of(routed: RoutedTransformer) -> ExpertParallelModel:
-    """What plans are executed on.
+class SpreadExperts(ExpertParallelModel):
+    """The experts of a model that was loaded with `ep_implementation="foreroute"`, in its routed layers."""
 
-    Raises:
-        AttachError: when the experts of the model are not spread by our implementation, or cannot be fetched.
-    """
+    executor = "hf"
+    active: ExecutingHooks | None
+
+    def __init__(
+        self,
+        layers: Sequence[ForerouteEP],
+        num_experts: int,
+        group: dist.ProcessGroup,
+        owner_AG: NDArray[np.int64],
+    ) -> None:
+        num_groups, num_ranks = owner_AG.shape
+        block_home_LE = np.tile(block_homes(num_experts, num_ranks).astype(np.int16), (len(layers), 1))
+        super().__init__(group, block_home_LE, [range(len(layers))], owner_AG if num_groups > 1 else None)
+        self.layers = list(layers)
+        self.versions_of = lambda layer: self.layers[layer].versions  # the memory of a DTensor counts no writes
+        self._guarded: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def load(self) -> dict[int, Mapping[str, Tensor]]:
+        for layer in self.layers:
+            layer.begin()
+        return {layer.number: layer.owned for layer in self.layers}
+
+    def make_everyone(self) -> RankConsensus | None:
+        return None if self._owner_AG is None else RankConsensus(ranks=self._owner_AG.reshape(-1).tolist())
+
+    def require_executable(self, plan: StepPlan) -> None:
+        if not plan.num_replicas_ML.any():
+            return
+        if unequal := self._objection_to_shares():
+            raise PlanError(unequal)
+        if why := next(filter(None, (layer.objection_to_replicas() for layer in self.layers)), None):
+            raise PlanError(f"the plan has replicas, and {why}; plan with no redundant slots, or execute None")
+
+    def finish_gathering(self) -> None:
+        pass  # shards of FSDP2, which are sent, are never stale
+
+    def move(self, home_LE: ArrayLike, optimizer: Any) -> tuple[int, NDArray[np.int16]]:
+        base, everyone = getattr(optimizer, "optimizer", optimizer), self.groups.everyone
+        if base is not None and base not in self._guarded:  # accelerate wraps the one that has state
+            base.register_state_dict_pre_hook(self.require_block_homes)
+            base.register_load_state_dict_pre_hook(self.require_block_homes)
+            self._guarded.add(base)
+        num_ranks = self.groups.consensus.size
+        after_LE = agree_on_homes(everyone, self.home_LE, home_LE, num_ranks, self._objection_to_shares())
+        for layer in self.layers:
+            layer.begin()
+        received = move_homes(
+            self.groups.peers,
+            everyone,
+            self.owner_LE_at(self.home_LE),
+            self.owner_LE_at(after_LE),
+            [layer.parameters() for layer in self.layers],
+            base,
+        )
+        for layer, home_E in zip(self.layers, after_LE, strict=True):
+            layer.set_homes(home_E)
+        return received, after_LE
+
+    def require_block_homes(self, *_: object) -> None:
+        """Raise `PlacementError` while experts live elsewhere than the framework saves and loads them."""
+        if (self.home_LE != self.block_home_LE).any():
+            raise PlacementError(
+                "experts have moved, and the framework saves and loads them at its own homes; call "
+                "routed.move_homes(routed.block_home_LE, optimizer) before, on every rank"
+            )
+
+    def _objection_to_shares(self) -> str | None:
+        """Return what keeps experts from being fetched and moved; None where every rank keeps as many."""
+        num_experts = self.home_LE.shape[1]
+        num_owners = self.groups.consensus.size if self._owner_AG is None else self._owner_AG.size
+        if num_experts % num_owners == 0:
+            return None
+        return (
+            f"{num_experts} experts are kept by {num_owners} ranks in shares of different sizes, and are neither "
+            "fetched nor moved then; spread the model over as many ranks as divide them, or execute no plan (None)"
+        )
+
+
+def spread_of(routed: RoutedTransformer) -> SpreadExperts:
+    """Return what plans are executed on; raise `AttachError` when it is not spread by us, or cannot be fetched."""
     model = routed.model
     if routed.spread is None:
         raise AttachError(
@@ -38,7 +120,7 @@ def spread_of(routed: RoutedTransformer) -> ExpertParallelModel:
     if routed.spec.num_experts != routed.spread.home_LE.shape[1]:
         raise AttachError(
             f"routers of this {type(model).__name__} choose among {routed.spec.num_experts}, and layers have "
-            f"{routed.spread.home_LE.shape[1]} experts; plans know no choice that is not served"
+            f"{routed.spread.home_LE.shape[1]} experts; plans know no choice that is computed nowhere"
         )
     distributed = getattr(getattr(model, "config", None), "distributed_config", None)
     if getattr(distributed, "fsdp_cpu_offload", False):
@@ -50,82 +132,19 @@ def spread_of(routed: RoutedTransformer) -> ExpertParallelModel:
 
 
 def planned_batches(
-    routed: RoutedTransformer, spread: ExpertParallelModel, micro_batches: Sequence[TraceRows | RoutingTrace]
+    routed: RoutedTransformer, spread: SpreadExperts, given: Sequence[TraceRows | RoutingTrace]
 ) -> list[MicroBatch]:
-    """The micro-batches of this rank, as plans know them. A collective call.
-
-    Raises:
-        TraceError: on every rank alike, when one is no trace of the model.
-    """
-
-    def look() -> list[MicroBatch]:
-        given = micro_batches if isinstance(micro_batches, Sequence) else [micro_batches]
-        found = [each if isinstance(each, TraceRows) else routed.rows(each) for each in given]
-        part, num_parts = spread.layers[0].slices
-        return [
-            MicroBatch(
-                each.trace,
-                each.counts_of(part, num_parts),
-                each.is_whole,
-                int(each.trace.valid_N.sum()),
-                is_shared=num_parts > 1,
-            )
-            for each in found
-        ]
-
-    return found_alike(spread.ranks.everyone, TraceError, "looking at micro-batches", look)
-
-
-def planned_counts(
-    spread: ExpertParallelModel,
-    plan: StepPlan | None,
-    planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace],
-) -> tuple[StepPlan, NDArray[np.integer]]:
-    """A plan and its counts, integers [M, L, G, E], of traces by its packing. A collective call.
-
-    Raises:
-        PlanError: on every rank alike, when there is no plan, it is for other traces, or it has replicas of experts
-            that can have none.
-    """
-
-    def look() -> tuple[StepPlan, NDArray[np.integer]]:
-        if plan is None:
-            if not isinstance(planned, np.ndarray):
-                raise PlanError(
-                    f"what is to be executed is given as {shown(planned)}; without a plan, whose packing counts "
-                    "traces, expected what gather_counts() gives"
-                )
-            return plan_at_home(planned, spread.home_LE), planned
-        if not isinstance(plan, StepPlan):
-            raise PlanError(f"the plan is {shown(plan)}; expected what plan() or load_plan() gives, or None")
-        objections = (layer.objection_to_replicas() for layer in spread.layers)
-        if plan.num_replicas_ML.any() and (why := next(filter(None, objections), None)):
-            raise PlanError(f"the plan has replicas, and {why}; plan with no redundant slots, or execute None")
-        if isinstance(planned, np.ndarray):
-            return plan, planned
-        traces = [planned] if isinstance(planned, RoutingTrace) else planned
-        if not (isinstance(traces, Sequence) and all(isinstance(trace, RoutingTrace) for trace in traces)):
-            raise PlanError(f"what was planned is given as {shown(planned)}; expected counts or traces")
-        return plan, plan.counts_of(traces)
-
-    return found_alike(spread.ranks.everyone, PlanError, "looking at the plan", look)
-
-
-def plan_at_home(counts_MLGE: NDArray[np.integer], home_LE: NDArray[np.int16]) -> StepPlan:
-    """The plan in which every expert serves at its home, of which nothing is priced.
-
-    Raises:
-        PlanError: when counts are not those of these layers and experts.
-    """
-    if counts_MLGE.ndim != 4 or counts_MLGE.shape[1::2] != home_LE.shape or counts_MLGE.dtype.kind not in "iu":
-        raise PlanError(
-            f"counts are {counts_MLGE.dtype} {list(counts_MLGE.shape)}; expected integers [micro-steps, "
-            f"{home_LE.shape[0]}, ranks, {home_LE.shape[1]}] of gather_counts()"
+    """Return the micro-batches of this rank as plans know them; raise `TraceError` for what is no trace of it."""
+    batches = given if isinstance(given, Sequence) else [given]
+    rows_M = [each if isinstance(each, TraceRows) else routed.rows(each) for each in batches]
+    part, num_parts = spread.layers[0].slices
+    return [
+        MicroBatch(
+            rows.trace,
+            rows.counts_of(part, num_parts),
+            rows.is_whole,
+            int(rows.trace.valid_N.sum()),
+            is_shared=num_parts > 1,
         )
-    num_micro_steps, _, num_ranks, _ = counts_MLGE.shape
-    hosts = Hosts.with_room(home_LE, num_micro_steps, num_ranks, 0)
-    counts_MLE = counts_MLGE.sum(axis=2, dtype=np.int64)
-    slowest_ML = np.max([(counts_MLE * (home_LE == rank)).sum(axis=2) for rank in range(num_ranks)], axis=0)
-    topology = Topology(num_ranks, num_ranks, 0, Links(1.0, 1.0, 1.0, 1.0, 1.0))
-    digest = counts_digest(counts_MLGE)
-    return StepPlan(topology, home_LE, hosts, slowest_ML, slowest_ML.astype(np.float64), digest, "shared")
+        for rows in rows_M
+    ]

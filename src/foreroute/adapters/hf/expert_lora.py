@@ -3,7 +3,7 @@
 PEFT's wrappers stay around the experts, so that adapters are switched, merged, saved and loaded as ever. Factors live
 where their expert does, and `ForerouteEP` adds their product to W where experts compute.
 
-Letters: E experts, G expert-parallel ranks, W ranks that hold each expert once, r rank of a factor.
+E experts, G expert-parallel ranks, W ranks that own each expert once, r rank of a factor.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def spread_adapters(model: nn.Module) -> nn.Module:
         PlacementError: while experts have moved, to where factors of all experts would not follow them.
     """
     reshard(model)
-    wrapped = [(layer, wrapper) for layer in _layers(model) for wrapper in layer.wrappers]
+    wrapped = [(layer, wrapper) for layer in _find_layers(model) for wrapper in layer.wrappers]
     if not wrapped:
         raise AttachError(
             f"no experts of this {type(model).__name__} have adapters and are spread by foreroute; load the base with "
@@ -55,29 +55,23 @@ def spread_adapters(model: nn.Module) -> nn.Module:
                 if not isinstance(factor, ExpertFactor):
                     is_left = factors is wrapper.lora_B
                     factors[name] = ExpertFactor(factor.weight, wrapper.get_param(), layer, is_left)
-        wrapper._activate_lora = partial(_left_to_layer, layer, wrapper)
-        wrapper.get_delta_weight = partial(_added_to, wrapper)
+        wrapper._activate_lora = partial(_activate_in_layer, layer, wrapper)
+        wrapper.get_delta_weight = partial(_compute_delta, wrapper)
     return model
 
 
 def require_adapters_spread(model: nn.Module) -> None:
     """Raise `AttachError` when experts that are spread have adapters as PEFT made them."""
-    for layer in _layers(model):
+    for layer in _find_layers(model):
         for wrapper in layer.wrappers:
             _require_spread(wrapper, wrapper.lora_A)
 
 
 class ExpertFactor(nn.Module):
-    """A factor of an adapter, which lies as the experts do.
+    """A factor of an adapter, which lies as the experts do: a DTensor [E, r, in], or [E, out, r] where it `is_left`.
 
-    Args:
-        plain: [E * r, in], the rows of an expert beside each other; or [out, r * E], its columns E apart.
-        experts: [E, ...], the parameter that is adapted.
-        layer: of the experts.
-        is_left: whether it is the second of these.
-
-    Attributes:
-        weight: a DTensor [E, r, in] or [E, out, r].
+    PEFT's is [E * r, in], the rows of an expert beside each other; or [out, r * E], where expert e has columns e,
+    E + e, 2 E + e, ...
     """
 
     weight: Any
@@ -86,13 +80,15 @@ class ExpertFactor(nn.Module):
         super().__init__()
         self._is_left, self._num_experts = is_left, len(experts)
         self._num_batches = experts.device_mesh.size() // layer.slices[1]
-        spread = distribute_tensor(self._stacked(plain.detach()), experts.device_mesh, experts.placements)
+        spread = distribute_tensor(self._stack(plain.detach()), experts.device_mesh, experts.placements)
         self.weight = nn.Parameter(spread, requires_grad=plain.requires_grad)
 
-    def of_group(self) -> Tensor:
-        """[E / G, ...], those of this rank's experts in a pass."""
+    def gather_group(self) -> Tensor:
+        """Gather those of this rank's experts in a pass, [E / G, ...]."""
         are_copies = [each.is_replicate() for each in self.weight.placements[:-1]]
-        gathered: Tensor = OfGroup.apply(self.weight.to_local(), self.weight.device_mesh, are_copies, self._num_batches)
+        gathered: Tensor = GatherGroup.apply(
+            self.weight.to_local(), self.weight.device_mesh, are_copies, self._num_batches
+        )
         return gathered
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -103,21 +99,18 @@ class ExpertFactor(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         key, mesh = f"{prefix}weight", self.weight.device_mesh
         if key in state_dict:
-            stacked = self._stacked(state_dict[key].to(self.weight.device))
+            stacked = self._stack(state_dict[key].to(self.weight.device))
             state_dict[key] = distribute_tensor(stacked, mesh, self.weight.placements, src_data_rank=None)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _stacked(self, plain: Tensor) -> Tensor:
+    def _stack(self, plain: Tensor) -> Tensor:
         if self._is_left:
             return plain.unflatten(1, (-1, self._num_experts)).movedim(2, 0).contiguous()  # type: ignore[no-any-return]
         return plain.unflatten(0, (self._num_experts, -1))  # type: ignore[no-any-return]
 
 
-class OfGroup(Function):
-    """`OfGroup.apply(local, mesh, are_copies, num_batches)`: [E / W, ...] to [E / G, ...], gathered between groups.
-
-    Gradients are added up between the groups that hold the same experts, and divided by the number of batches.
-    """
+class GatherGroup(Function):
+    """`GatherGroup.apply(local, mesh, are_copies, num_batches)`: [E / W, ...] to [E / G, ...], between groups."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, mesh: Any, are_copies: list[bool], num_batches: int) -> Tensor:
@@ -132,6 +125,7 @@ class OfGroup(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # the mean over batches: each group that holds the same experts has seen others
         total = (grads[0] / ctx.num_batches).contiguous()
         for group, is_copy in ctx.groups:
             if is_copy:
@@ -143,8 +137,8 @@ class OfGroup(Function):
 
 
 @contextmanager
-def _left_to_layer(layer: ForerouteEP, wrapper: Any, active: list[str]) -> Iterator[None]:
-    """In place of what PEFT does around a forward of the experts."""
+def _activate_in_layer(layer: ForerouteEP, wrapper: Any, active: list[str]) -> Iterator[None]:
+    """Tell the layer which adapters are on, where PEFT would add them to the weights of a forward."""
     names = [name for name in active if name in wrapper.lora_A]
     _require_spread(wrapper, names)
     before = layer.active
@@ -155,19 +149,19 @@ def _left_to_layer(layer: ForerouteEP, wrapper: Any, active: list[str]) -> Itera
         layer.active = before
 
 
-def _added_to(wrapper: Any, name: str) -> DTensor:
-    """What an adapter adds to a parameter, [E, ...], where it is merged."""
+def _compute_delta(wrapper: Any, name: str) -> DTensor:
+    """Compute what an adapter adds to a parameter, [E, ...], where it is merged."""
     experts = wrapper.get_param()
     left, right = (factors[name].weight.detach().to_local() for factors in (wrapper.lora_B, wrapper.lora_A))
     added = (left @ right if wrapper._did_swap_in_out_features else right.mT @ left.mT) * wrapper.scaling[name]
     return DTensor.from_local(added.to(experts.dtype), experts.device_mesh, experts.placements, run_check=False)
 
 
-def _layers(model: nn.Module) -> list[ForerouteEP]:
-    """Those whose experts are spread, with the wrappers of PEFT that are around them now.
+def _find_layers(model: nn.Module) -> list[ForerouteEP]:
+    """Find the layers whose experts are spread, with the wrappers of PEFT that are around them now.
 
     Raises:
-        AttachError: when one is no LoRA of matrices of experts.
+        AttachError: when a wrapper is no LoRA of matrices of experts.
     """
     layers = []
     for path, module in model.named_modules():

@@ -1,12 +1,12 @@
-"""Expert parallelism of transformers, with what routes tell ahead: `DistributedConfig(ep_implementation="foreroute")`.
+"""Expert parallelism of transformers by plans: `DistributedConfig(ep_implementation="foreroute")`.
 
 transformers shards the experts, loads and saves them, and has one `EPImplementation` per experts module bring them
-their tokens. Ours leaves that to transformers' own choice ("auto") until a plan is executed. Then rows of a cell go
-where its schedule says: split sizes are known, so that no counts are exchanged and nobody waits for the device, and
-replicas serve a part of the rows of busy experts.
+their tokens. Ours leaves that to transformers' own choice ("auto") until a plan is executed. Then the schedule of the
+cell knows split sizes, so that no counts are exchanged and the host does not wait for the device, and replicas compute
+a part of the rows of busy experts.
 
-Letters: N tokens of this rank's batch, K picks, D hidden size, R rows here, E experts, G expert-parallel ranks,
-W = A * G ranks that hold each expert once.
+N rows: tokens of this rank's batch, or assignments on their way; K picks, A = N K assignments, D hidden size,
+E experts, G expert-parallel ranks, W ranks that own each expert once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import AutoEP
 
-from foreroute.ep import ExpertParallelModel
+from foreroute.adapters.hf.executing import SpreadExperts
 from foreroute.ep.compute import LowRankTerm, StackedReplicas, adapt
-from foreroute.ep.dispatch import CellRows, ExchangeRows
-from foreroute.ep.execution import CellWork
+from foreroute.ep.dispatch import ExchangeRows
+from foreroute.ep.execution import CellWork, active_work, is_active
 from foreroute.ep.transfer.home_moves import local_experts
 from foreroute.errors import AttachError
 
@@ -40,8 +40,8 @@ LAYOUT = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 """What transformers' `use_experts_implementation` puts on an experts module, and `foreroute.ep.compute` reads."""
 
 
-def find_spread_experts(model: nn.Module, routers: Sequence[str]) -> ExpertParallelModel | None:
-    """The experts of a model that were loaded with `ep_implementation="foreroute"`; None where none were.
+def find_spread_experts(model: nn.Module, routers: Sequence[str]) -> SpreadExperts | None:
+    """Find the experts of a model that was loaded with `ep_implementation="foreroute"`; None where none was.
 
     Args:
         model: to look through.
@@ -69,17 +69,15 @@ def find_spread_experts(model: nn.Module, routers: Sequence[str]) -> ExpertParal
         if len(sizes) > 1:
             raise AttachError(f"layers have {sizes} experts; expected the same number in all of them")
         layers = [each for _, each in sites]
-        spread = ExpertParallelModel(layers, sizes[0], first.ep_mesh.get_group(), owners_of(first))
+        spread = SpreadExperts(layers, sizes[0], first.ep_mesh.get_group(), owners_of(first))
         for number, (path, layer) in enumerate(sites):
             layer.number, layer.path, layer.spread = number, path, spread
     return first.spread
 
 
 def owners_of(layer: ForerouteEP) -> NDArray[np.int64]:
-    """int64 [A, G], the global ranks that hold each expert of a layer once between them.
-
-    FSDP2 cuts the experts of a rank once more, between the groups that hold the same ones.
-    """
+    """Give the global ranks that own each expert of a layer once between them, int64 [groups, G]."""
+    # FSDP2 cuts the experts of a rank once more, between the groups that hold the same ones
     ranks: NDArray[np.int64] = layer.ep_mesh.mesh.numpy().reshape(1, -1)
     parameter = next(iter(layer.parameters().values()))
     if not isinstance(parameter, DTensor):
@@ -97,12 +95,10 @@ class ForerouteEP(AutoEP):
     """How the experts of one layer get their tokens.
 
     Attributes:
-        experts: the experts module.
-        num_experts: E.
-        number, path, spread: position among the routed layers, path in the model, and what plans are executed on; told
+        number, path, spread: position among the routed layers, path in the model, and what plans are executed on; set
             by `find_spread_experts`.
         row_E: int64 [E], the row of each expert among those of all ranks; None while they are in order of their ids.
-        owned: see `foreroute.ep.model.SpreadLayer`.
+        owned: name -> [E / W, ...], the memory of this rank's experts that the optimizer updates.
         wrappers: those of PEFT around the experts module, whose adapters are spread with it.
         active: those in whose forward the experts module runs, each with the name of an adapter that is on.
     """
@@ -112,7 +108,7 @@ class ForerouteEP(AutoEP):
         self.experts = experts
         self.num_experts: int = self.num_local_experts * ep_mesh.size()
         self.number, self.path = 0, ""
-        self.spread: ExpertParallelModel | None = None
+        self.spread: SpreadExperts | None = None
         self.owned: Mapping[str, Tensor] = {}
         self._updated: list[nn.Parameter] = []
         self.row_E: Tensor | None = None
@@ -122,8 +118,138 @@ class ForerouteEP(AutoEP):
         experts.register_state_dict_pre_hook(self.require_block_homes)
         experts.register_load_state_dict_pre_hook(self.require_block_homes)
 
+    def __call__(self, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        """Give every token to its experts, and add up what they return, weighted: [N, D].
+
+        Raises:
+            ReplayError: when a plan is executed, and this forward replays none of its routes.
+            TransferError: when a rank or its weights cannot be reached.
+        """
+        hooks = None if self.spread is None else self.spread.active
+        if not is_active(hooks):
+            return self._run_unplanned(hidden_ND, ids_NK, weights_NK)
+        return self._run_planned(hooks, hidden_ND, ids_NK, weights_NK)
+
+    # Rows and split sizes are numbers of the host, others in every cell: traced, each would be compiled anew.
+    @torch.compiler.disable
+    def _run_planned(self, hooks: Any, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        """Run the cell of a plan. Rows that the plan does not know, such as padding, get zeros."""
+        work, shape = active_work(hooks, self.number, self.path), hidden_ND.shape
+        ids_NK, sent_N = ids_NK.to(torch.int64), work.sent()
+        if sent_N is not None:
+            hidden_ND, ids_NK, weights_NK = (each.index_select(0, sent_N) for each in (hidden_ND, ids_NK, weights_NK))
+        num_rows = len(hidden_ND)
+        if self.tp_mesh.size() > 1:
+            hidden_ND, ids_NK, weights_NK = map(self._slice, (hidden_ND, ids_NK, weights_NK))
+        out_ND = self._execute(work, hidden_ND, ids_NK, weights_NK)
+        if self.tp_mesh.size() > 1:
+            out_ND = DTensor.from_local(
+                out_ND.contiguous(),
+                self.tp_mesh,
+                [Shard(0)],
+                run_check=False,
+                shape=torch.Size((num_rows, shape[1])),
+                stride=(shape[1], 1),
+            ).full_tensor()
+        return out_ND if sent_N is None else out_ND.new_zeros(shape).index_copy(0, sent_N, out_ND)
+
+    def _execute(self, work: CellWork, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        """Dispatch rows to their experts, compute, and combine, [N, D].
+
+        Rows are in the order of "all_to_all", and summed in it, so that without replicas the bits are its own.
+        """
+        ids_A, top_k = ids_NK.reshape(-1), ids_NK.shape[1]
+        rows = work.begin(ids_A.new_zeros(self.num_experts).index_add_(0, ids_A, torch.ones_like(ids_A)))
+        (home, terms), replicas = self._home(), None
+        if work.moves is not None:
+            replicas = StackedReplicas(work.cell, work.engine, home, self.owned, terms)
+            home = dict(zip(home, replicas.register(), strict=True))
+
+        sent_A = ids_A.argsort().index_select(0, rows.send_permutation)  # the assignment of each row that is sent
+        arrived = self._exchange(work.name, hidden_ND[sent_A // top_k], rows.send_G, rows.receive_G)
+
+        if replicas is None:
+            with self._computing_with(home, terms) if terms else nullcontext():
+                # group by group of the rank that sent them, as they arrived
+                computed = self._compute_home(arrived, rows.group_of_row.index_select(0, rows.return_permutation))
+        else:
+            replicas.fetch()  # behind the rows: on one communicator, what is launched first travels first
+            sizes = [sum(rows.home.sizes), sum(rows.replicas.sizes)]
+            if sum(sizes) > len(arrived):  # an empty part is given one row of zeros
+                arrived = torch.cat([arrived, arrived.new_zeros((1, arrived.shape[1]))])
+            at_home, at_replicas = arrived.index_select(0, rows.expert_permutation).split(sizes)
+            with self._computing_with(home, terms):
+                computed = self._compute_home(at_home, rows.group_of_row[: sizes[0]])
+            computed = replicas.compute(computed, self.experts, at_replicas, rows.replicas)
+            computed = computed.index_select(0, rows.return_permutation)
+
+        returned = self._exchange(work.name, computed, rows.receive_G, rows.send_G)
+        picks_AD = torch.empty_like(returned).index_copy_(0, sent_A, returned)
+        return (picks_AD.view(*weights_NK.shape, picks_AD.shape[1]) * weights_NK.unsqueeze(-1)).sum(dim=1)
+
+    def _run_unplanned(self, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
+        """Leave rows to transformers' own choice."""
+        ids_NK = ids_NK if self.row_E is None else self.row_E[ids_NK]
+        with self._computing_with(*self._home()) if self.wrappers else nullcontext():
+            out: Tensor = super().__call__(hidden_ND, ids_NK, weights_NK)
+        return out
+
+    def _slice(self, rows: Tensor) -> Tensor:
+        """Give the rows of this rank, of those that the ranks of its tensor-parallel group share."""
+        shared = DTensor.from_local(rows, self.tp_mesh, [Replicate()], run_check=False)
+        local: Tensor = shared.redistribute(self.tp_mesh, [Shard(0)]).to_local()
+        return local
+
+    def _exchange(self, cell: str, rows: Tensor, send_G: list[int], receive_G: list[int]) -> Tensor:
+        arrived: Tensor = ExchangeRows.apply(rows, send_G, receive_G, self.ep_mesh.get_group(), f"rows of {cell}")
+        return arrived
+
+    def _compute_home(self, rows_ND: Tensor, local_N: Tensor) -> Tensor:
+        """Run the experts here on rows, each of which goes to one of them, int64 [N]."""
+        is_empty = not len(rows_ND)
+        if is_empty:  # autograd reaches the experts all the same, whose gradients FSDP2 waits for
+            rows_ND, local_N = rows_ND.sum(dim=0, keepdim=True), local_N.new_zeros(1)
+        out: Tensor = self.experts_forward(rows_ND, local_N.unsqueeze(-1), rows_ND.new_ones((len(rows_ND), 1)))
+        return out[:0] if is_empty else out
+
+    def _home(self) -> tuple[dict[str, Tensor], list[LowRankTerm]]:
+        """Give what a pass has of the experts here, [E / G, ...] by name, and what adapters add to it."""
+        home: dict[str, Tensor] = dict(self._weights())
+        terms = []
+        for term, pair in self._adapters():
+            for name, factor in pair.items():
+                home[name] = factor.gather_group() if term.scaling else factor.gather_group().detach()
+            terms.append(term)
+        return home, terms
+
+    def _adapters(self) -> Iterator[tuple[LowRankTerm, dict[str, Any]]]:
+        """Give what each adapter adds now, 0 times where it is off, and its factors A and B by name."""
+        for wrapper in self.wrappers:
+            parameter, is_transposed = wrapper.parameter_name, not wrapper._did_swap_in_out_features
+            for name, factor_A in wrapper.lora_A.items():
+                if hasattr(factor_A, "gather_group"):  # or it was added since, and is refused when it is switched on
+                    names = f"{parameter}.{name}.A", f"{parameter}.{name}.B"
+                    scaling = float(wrapper.scaling[name]) if (wrapper, name) in self.active else 0.0
+                    term = LowRankTerm(parameter, names, scaling, is_transposed)
+                    yield term, dict(zip(names, (factor_A, wrapper.lora_B[name]), strict=True))
+
+    @contextmanager
+    def _computing_with(self, weights: Mapping[str, Tensor], terms: Sequence[LowRankTerm]) -> Iterator[None]:
+        """Replace the parameters while experts compute."""
+        # no longer than that, or transformers takes these for weights that a kernel has replaced
+        parameters = dict(self.experts._parameters)
+        self.experts._parameters.update(
+            {name: adapt(name, weights, terms) for name in self._weights()}  # type: ignore[misc]
+        )
+        try:
+            yield
+        finally:
+            self.experts._parameters.update(parameters)
+
+    # what `SpreadExperts` asks for
+
     def parameters(self) -> dict[str, nn.Parameter]:
-        """As the module has them now: sharded between passes, what is computed with in one. And adapters' factors."""
+        """Give what the module has now: sharded between passes, what is computed with in one. And adapters' factors."""
         return self._weights() | {name: each.weight for _, pair in self._adapters() for name, each in pair.items()}
 
     def _weights(self) -> dict[str, nn.Parameter]:
@@ -140,10 +266,12 @@ class ForerouteEP(AutoEP):
         return self.tp_mesh.get_local_rank(), self.tp_mesh.size()
 
     def objection_to_replicas(self) -> str | None:
-        """See `foreroute.ep.model.SpreadLayer`."""
-        experts, kind = self.experts, type(self.experts).__name__
+        """Return what keeps its experts from being replicas on other ranks; None."""
+        experts, name_of_class = self.experts, type(self.experts).__name__
         if lacking := [name for name in LAYOUT if not hasattr(experts, name)]:
-            return f"{self.path} is a {kind}, whose layout transformers does not declare ({', '.join(lacking)})"
+            return (
+                f"{self.path} is a {name_of_class}, whose layout transformers does not declare ({', '.join(lacking)})"
+            )
         for name, each in self._weights().items():
             if not WEIGHT.fullmatch(name) or each.dtype not in DTYPES:
                 return (
@@ -153,7 +281,7 @@ class ForerouteEP(AutoEP):
         return None
 
     def begin(self) -> None:
-        """See `foreroute.ep.model.SpreadLayer`."""
+        """Find `owned` as it is now, before a plan is executed."""
         if isinstance(self.experts, FSDPModule):
             self.experts.reshard()  # a forward without a backward may have left them whole
         parameters = self.parameters()
@@ -164,134 +292,12 @@ class ForerouteEP(AutoEP):
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """See `foreroute.ep.model.SpreadLayer`."""
+        """How often each of `owned` was written to, which the memory of a DTensor does not count."""
         return tuple(each._version for each in self._updated)
 
     def set_homes(self, home_E: NDArray[np.int16]) -> None:
-        """See `foreroute.ep.model.SpreadLayer`."""
+        """Take it that experts have moved to these homes, int16 [E]."""
         row_E = np.empty(len(home_E), np.int64)
         row_E[np.argsort(home_E, kind="stable")] = np.arange(len(home_E))
         is_moved = (row_E != np.arange(len(home_E))).any()
         self.row_E = torch.from_numpy(row_E).to(self.ep_mesh.device_type) if is_moved else None
-
-    def __call__(self, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
-        """Give every token to its experts, and add up what they return, weighted: [N, D].
-
-        Raises:
-            ReplayError: when a plan is executed, and this forward replays none of its routes.
-            TransferError: when a rank or its weights cannot be reached.
-        """
-        work = None if self.spread is None else self.spread.in_force.work_of(self.number, self.path)
-        if work is None:
-            row_NK = ids_NK if self.row_E is None else self.row_E[ids_NK]
-            with self._computing_with(*self._home()) if self.wrappers else nullcontext():
-                out: Tensor = super().__call__(hidden_ND, row_NK, weights_NK)
-        else:
-            out = self._execute(work, hidden_ND, ids_NK.to(torch.int64), weights_NK)
-        return out
-
-    @torch.compiler.disable  # split sizes are numbers of the host, others in every cell
-    def _execute(self, work: CellWork, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
-        """The same by a plan. Rows that it does not know, such as padding, get zeros."""
-        sent_R, shape = work.sent(), hidden_ND.shape
-        if sent_R is not None:
-            hidden_ND, ids_NK, weights_NK = (each.index_select(0, sent_R) for each in (hidden_ND, ids_NK, weights_NK))
-        num_rows = len(hidden_ND)
-        if self.tp_mesh.size() > 1:
-            hidden_ND, ids_NK, weights_NK = map(self._slice, (hidden_ND, ids_NK, weights_NK))
-        out_RD = self._serve(work, hidden_ND, ids_NK, weights_NK)
-        if self.tp_mesh.size() > 1:
-            whole = (num_rows, shape[1])
-            out_RD = DTensor.from_local(
-                out_RD.contiguous(),
-                self.tp_mesh,
-                [Shard(0)],
-                run_check=False,
-                shape=torch.Size(whole),
-                stride=(shape[1], 1),
-            ).full_tensor()
-        return out_RD if sent_R is None else out_RD.new_zeros(shape).index_copy(0, sent_R, out_RD)
-
-    def _slice(self, rows: Tensor) -> Tensor:
-        """The rows of this rank, of those that the ranks of its tensor-parallel group share."""
-        shared = DTensor.from_local(rows, self.tp_mesh, [Replicate()], run_check=False)
-        local: Tensor = shared.redistribute(self.tp_mesh, [Shard(0)]).to_local()
-        return local
-
-    def _serve(self, work: CellWork, hidden_RD: Tensor, ids_RK: Tensor, weights_RK: Tensor) -> Tensor:
-        """Rows to the experts that serve them and back, [R, D]; in the order of "all_to_all", whose bits they have."""
-        num_picks, ids_A = ids_RK.shape[1], ids_RK.reshape(-1)
-        rows = work.begin(ids_A.new_zeros(self.num_experts).index_add_(0, ids_A, torch.ones_like(ids_A)))
-        (home, terms), replicas = self._home(), None
-        passed_on = home
-        if work.moves is not None:
-            replicas = StackedReplicas(work.cell, work.engine, home, self.owned, terms)
-            passed_on = dict(zip(home, replicas.register(), strict=True))
-        order_A = ids_A.argsort().index_select(0, rows.taken_R)
-        arrived = self._exchange(work.name, hidden_RD[order_A // num_picks], rows.send_G, rows.receive_G)
-        if replicas is None:
-            with self._computing_with(home, terms) if terms else nullcontext():
-                computed = self._compute_home(arrived, rows.group_R.index_select(0, rows.returned_R))
-        else:
-            replicas.fetch()
-            computed = self._compute_beside(replicas, passed_on, arrived, rows)
-        returned = self._exchange(work.name, computed, rows.receive_G, rows.send_G)
-        picks_AD = torch.empty_like(returned).index_copy_(0, order_A, returned)
-        return (picks_AD.view(*weights_RK.shape, picks_AD.shape[1]) * weights_RK.unsqueeze(-1)).sum(dim=1)
-
-    def _compute_beside(
-        self, replicas: StackedReplicas, passed_on: Mapping[str, Tensor], arrived: Tensor, rows: CellRows
-    ) -> Tensor:
-        """Arrived rows by home experts and by the replicas here, in the order of arrival."""
-        sizes = [sum(rows.home.sizes), sum(rows.replicas.sizes)]
-        if sum(sizes) > len(arrived):  # an empty part is given one row of zeros
-            arrived = torch.cat([arrived, arrived.new_zeros((1, arrived.shape[1]))])
-        at_home, at_replicas = arrived.index_select(0, rows.grouped_R).split(sizes)
-        with self._computing_with(passed_on, replicas.terms):
-            out = self._compute_home(at_home, rows.group_R[: sizes[0]])
-        return replicas.compute(out, self.experts, at_replicas, rows.replicas).index_select(0, rows.returned_R)
-
-    def _adapters(self) -> Iterator[tuple[LowRankTerm, dict[str, Any]]]:
-        """What each adapter adds now, 0 times where it is off, and its factors A and B by name."""
-        for wrapper in self.wrappers:
-            parameter, is_transposed = wrapper.parameter_name, not wrapper._did_swap_in_out_features
-            for name, factor_A in wrapper.lora_A.items():
-                if hasattr(factor_A, "of_group"):  # or it was added since, and is refused when it is switched on
-                    names = f"{parameter}.{name}.A", f"{parameter}.{name}.B"
-                    scaling = float(wrapper.scaling[name]) if (wrapper, name) in self.active else 0.0
-                    term = LowRankTerm(parameter, names, scaling, is_transposed)
-                    yield term, dict(zip(names, (factor_A, wrapper.lora_B[name]), strict=True))
-
-    def _home(self) -> tuple[dict[str, Tensor], list[LowRankTerm]]:
-        """What a pass has of the experts here, [E / G, ...] by name, and what adapters add to it."""
-        home: dict[str, Tensor] = dict(self._weights())
-        terms = []
-        for term, pair in self._adapters():
-            for name, factor in pair.items():
-                home[name] = factor.of_group() if term.scaling else factor.of_group().detach()
-            terms.append(term)
-        return home, terms
-
-    @contextmanager
-    def _computing_with(self, weights: Mapping[str, Tensor], terms: Sequence[LowRankTerm]) -> Iterator[None]:
-        """Only while experts compute, or transformers takes these for weights that a kernel has replaced."""
-        parameters = dict(self.experts._parameters)
-        self.experts._parameters.update(
-            {name: adapt(name, weights, terms) for name in self._weights()}  # type: ignore[misc]
-        )
-        try:
-            yield
-        finally:
-            self.experts._parameters.update(parameters)
-
-    def _compute_home(self, rows_RD: Tensor, local_R: Tensor) -> Tensor:
-        """What the experts here make of rows, each of which goes to one of them, int64 [R]."""
-        is_empty = not len(rows_RD)
-        if is_empty:  # autograd reaches the experts all the same, whose gradients FSDP2 waits for
-            rows_RD, local_R = rows_RD.sum(dim=0, keepdim=True), local_R.new_zeros(1)
-        out: Tensor = self.experts_forward(rows_RD, local_R.unsqueeze(-1), rows_RD.new_ones((len(rows_RD), 1)))
-        return out[:0] if is_empty else out
-
-    def _exchange(self, cell: str, rows: Tensor, send_G: list[int], receive_G: list[int]) -> Tensor:
-        arrived: Tensor = ExchangeRows.apply(rows, send_G, receive_G, self.ep_mesh.get_group(), f"rows of {cell}")
-        return arrived

@@ -1,13 +1,14 @@
 """What a forward of a Hugging Face model says about its batch: tokens, padding, where sequences begin and continue.
 
-Read on the device of the batch, or copied to the host, which says what is wrong with it.
+It is found on the device of the batch, the CPU among others. The host reads it for a recording, and to say what is
+wrong with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,60 +23,8 @@ from foreroute.layout import starts_from_cumulative_lengths, starts_from_positio
 from foreroute.replay.arguments import WANTED_MASK, kept_by
 
 
-class HostBatch(NamedTuple):
-    """A batch on the host.
-
-    Attributes:
-        ids_BT: int64 [B, T], its tokens.
-        mask_BT: bool [B, T], False where padded, or None when nothing is.
-        starts_BT: bool [B, T], the first token of each sequence, or None when every row holds one sequence.
-        cached_padding_B: int64 [B], cached positions that are padding, on the left.
-        digests_BT: int64 [B, T], of the pixels behind each token, as `ImageTokens.digests`; None where not known.
-    """
-
-    ids_BT: NDArray[np.int64]
-    mask_BT: NDArray[np.bool_] | None
-    starts_BT: NDArray[np.bool_] | None
-    cached_padding_B: NDArray[np.int64]
-    digests_BT: NDArray[np.int64] | None = None
-
-    @property
-    def kept_BT(self) -> NDArray[np.bool_]:
-        """Bool [B, T], False where padded."""
-        return np.ones(self.ids_BT.shape, np.bool_) if self.mask_BT is None else self.mask_BT
-
-    def until(self, width: int) -> HostBatch:
-        """The same, with no positions of a row kept but the first, `width` of them."""
-        num_positions = self.ids_BT.shape[1]
-        if width == num_positions:
-            return self
-        return self._replace(mask_BT=self.kept_BT & (np.arange(num_positions) < width))
-
-
 class ForwardTokens:
-    """The arguments of one forward that tell which token is where, on the device until `host` is asked for.
-
-    Args:
-        input_ids: integers [B, T].
-        mask: the attention mask, of zeros and ones [B, T' >= T], or None; or the causal pattern [B, 1, T, T' >= T] that
-            `generate` makes of it for a static cache: bool, or 0 where a token attends to another.
-        position_ids: integers [B, T] or [1, T]; of images [A, B, T] or [A, 1, T], on three axes, or behind those of
-            text on four; or None.
-        cumulative: offsets of packed sequences (`cu_seq_lens_q`), or None.
-        past: how many positions the key-value cache already held.
-        images: how images stand among the tokens; None where that is not known.
-        pixels: the arguments of `given_images`.
-        begins: whether the first token of each row must be at position 0, as no cache holds those before it.
-        cache_was_seen: whether a recording compared the cache with what the forward before left of it, which a compiled
-            model does not show.
-
-    Attributes:
-        shape: (B, T).
-        num_slots: B · T.
-        device: where the tokens are.
-        pixel_names: of the arguments that hold pixels.
-        is_causal: bool [], whether a mask that was a pattern is that of sequences and padding; None if it was none.
-    """
+    """The arguments of one forward that tell which token is where, on their device."""
 
     def __init__(
         self,
@@ -90,12 +39,20 @@ class ForwardTokens:
         begins: bool = False,
         cache_was_seen: bool = True,
     ) -> None:
-        self.input_ids, self.mask, self.position_ids, self.cumulative = input_ids, mask, position_ids, cumulative
-        self.past, self.images, self.pixels = past, images, pixels or {}
+        # integers [B, T]; zeros and ones [B, T' >= T], or the causal pattern [B, 1, T, T' >= T] that `generate` makes
+        # of them for a static cache: bool, or 0 where a token attends to another
+        self.input_ids, self.mask = input_ids, mask
+        # [B, T] or [1, T]; of images [A, B, T] or [A, 1, T], on three axes, or behind those of text on four
+        self.position_ids = position_ids
+        self.cumulative = cumulative  # offsets of packed sequences, `cu_seq_lens_q`
+        self.past = past  # positions that the key-value cache held before
+        self.images, self.pixels = images, pixels or {}  # None where it is not known how images stand among tokens
         self.pixel_names = tuple(self.pixels)
-        self.is_causal: Tensor | None = None
+        self.begins = begins  # whether the first token of each row must be at position 0: no cache holds any before
+        self.cache_was_seen = cache_was_seen  # whether the cache was compared with what the forward before left of it
+        self.is_causal: Tensor | None = None  # bool [], whether a mask that was a pattern is that of a batch
         self._pattern_shape: tuple[int, ...] = ()
-        self.begins, self.cache_was_seen = begins, cache_was_seen
+        self._is_kept = False
         self.shape = (input_ids.shape[0], input_ids.shape[1])
         self.num_slots = input_ids.shape[0] * input_ids.shape[1]
         self.device = input_ids.device
@@ -104,7 +61,7 @@ class ForwardTokens:
     def of_call(
         cls, names: list[str], images: ImageTokens | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> ForwardTokens:
-        """Find them among the arguments of a call whose parameters have these names. In a graph nothing is read.
+        """Find the arguments among those of a call whose parameters have these names. In a graph nothing is read.
 
         Raises:
             BatchMismatchError: when the call passes embeddings instead of tokens, or an attention mask that is none of
@@ -138,7 +95,7 @@ class ForwardTokens:
         return cls(input_ids, mask, positions, cumulative, past, images, pixels, begins=may_begin and not past).read()
 
     def read(self) -> ForwardTokens:
-        """The same. What only the values say is refused when they are asked for.
+        """Read what shapes say, and return the same. What only the values say is refused when they are asked for.
 
         Raises:
             BatchMismatchError: when the mask does not fit the tokens.
@@ -151,49 +108,96 @@ class ForwardTokens:
             _require_shape(self.mask, self.shape, self.past)
         return self
 
-    @cached_property
-    def host(self) -> HostBatch:
-        """What was given, copied to the host, which waits for it.
+    def find_sequences(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Find bool [B, T] each, what is no padding and the first tokens of sequences, and bool [], what is wrong.
+
+        They are found on the device of the batch. A batch is wrong whose arguments are not those of whole sequences.
+
+        Raises:
+            BatchMismatchError: when shapes say that already.
+        """
+        (rows, width), ids_BT, begins, cumulative = self.shape, self.input_ids, None, self.cumulative
+        kept_BT, wrong = (
+            torch.ones_like(ids_BT, dtype=torch.bool),
+            torch.zeros((), dtype=torch.bool, device=self.device),
+        )
+        if self.mask is not None:
+            mask = self.mask.to(self.device, non_blocking=True)
+            kept_BT = mask[:, mask.shape[1] - width :] == 1
+            wrong = wrong | ((mask != 0) & (mask != 1)).any()
+        if self.is_causal is not None:
+            wrong = wrong | ~self.is_causal
+        starts_BT = kept_BT & (kept_BT.cumsum(1) == 1)
+        if not self.may_be_packed:
+            return kept_BT, starts_BT, wrong
+        if cumulative is not None:
+            if rows != 1 or not len(cumulative):
+                self.raise_wrong()
+            ends = cumulative.to(self.device, non_blocking=True).long()
+            wrong = wrong | (ends.diff() < 0).any() | (ends[0] != 0) | (ends[-1] != width)
+            begins = torch.zeros(width + 1, dtype=torch.bool, device=self.device)
+            begins = begins.scatter(0, ends.clamp(0, width), True)[:-1]
+        else:
+            positions = self.text_positions.to(self.device, non_blocking=True)
+            if positions.shape[1] != width or positions.shape[0] not in (1, rows):
+                self.raise_wrong()
+            begins = positions == 0
+            if self.begins:
+                wrong = wrong | (starts_BT & ~begins).any()
+        return kept_BT, starts_BT | (kept_BT & begins), wrong
+
+    def on_host(self) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_] | None]:
+        """Copy tokens [B, T], what is no padding, and first tokens where rows hold several sequences. Waits for them.
 
         Raises:
             BatchMismatchError: for masks, offsets and positions that are not those of a batch of whole sequences.
         """
+        kept_BT, starts_BT, wrong = self.find_sequences()
+        if wrong:
+            self.raise_wrong()
+        starts = to_host(starts_BT)
+        are_packed = bool((starts.sum(axis=1) > 1).any())
+        return to_host(self.input_ids).astype(np.int64), to_host(kept_BT), starts if are_packed else None
+
+    def raise_wrong(self) -> None:
+        """Raise `BatchMismatchError` for arguments that are not those of a batch of whole sequences. Waits for them."""
         if self.is_causal is not None and not self.is_causal:
             raise BatchMismatchError(
                 f"attention_mask is of shape {self._pattern_shape}, another pattern than the causal one of a batch; "
                 f"{WANTED_PATTERN}"
             )
-        rows, width = self.shape
-        tokens = _to_host(self.input_ids).astype(np.int64)  # a copy: what was given may be overwritten
-        mask = starts = None
-        padding = np.zeros(rows, np.int64)
+        kept_BT = np.ones(self.shape, np.bool_)
         if self.mask is not None:
-            kept = kept_by(_to_host(self.mask[:, self.mask.shape[1] - width :]))
-            mask = None if kept.all() else kept
-            if self.past:
-                padding = (~kept_by(_to_host(self.mask[:, : self.past]))).sum(axis=1)
-        if not self.past and (self.cumulative is not None or self.position_ids is not None):
-            kept = np.ones(tokens.shape, np.bool_) if mask is None else mask
-            if self.cumulative is not None:
-                starts = starts_from_cumulative_lengths(_to_host(self.cumulative), kept)
-            elif self.position_ids is not None:
-                positions = _to_host(self.text_positions)
-                starts = starts_from_positions(positions, kept)
-                if self.begins:
-                    _require_beginning(positions, kept)
-            if starts is not None and not (starts.sum(axis=1) > 1).any():
-                starts = None
-        digests = None if self.digests_BT is None else _to_host(self.digests_BT)
-        return HostBatch(tokens, mask, starts, padding, digests)
+            kept_BT = kept_by(to_host(self.mask))[:, self.mask.shape[1] - self.shape[1] :]
+        if not self.may_be_packed:
+            return
+        if self.cumulative is not None:
+            starts_from_cumulative_lengths(to_host(self.cumulative), kept_BT)
+            return
+        positions = to_host(self.text_positions)
+        starts_from_positions(positions, kept_BT)
+        if self.begins:
+            _require_beginning(positions, kept_BT)
+
+    @property
+    def may_be_packed(self) -> bool:
+        """Whether arguments say where sequences begin, so that a row of the batch may hold several."""
+        return not self.past and (self.cumulative is not None or self.position_ids is not None)
+
+    def cached_padding_B(self) -> NDArray[np.int64]:
+        """Count the cached positions of each row that are padding, on the left, int64 [B]. Waits for the mask."""
+        if self.mask is None or not self.past:
+            return np.zeros(self.shape[0], np.int64)
+        return np.asarray((~kept_by(to_host(self.mask[:, : self.past]))).sum(axis=1))
 
     @cached_property
     def digests_BT(self) -> Tensor | None:
-        """int64 [B, T], of the pixels behind each token; None where it is not known how images stand among them."""
+        """Digest the pixels behind each token, int64 [B, T]; None where it is not known how images stand among them."""
         return None if self.images is None else self.images.digests(self.input_ids, self.pixels)
 
     @property
     def text_positions(self) -> Tensor:
-        """Integers [B, T] or [1, T], 0 where a sequence begins, and nowhere else in it."""
+        """Positions of the text, integers [B, T] or [1, T]: 0 where a sequence begins, and nowhere else in it."""
         positions = self.position_ids
         assert positions is not None, "asked for where there are any"
         if positions.ndim == 2:
@@ -201,77 +205,28 @@ class ForwardTokens:
         # an image lies behind the tokens before it on one axis at least, and its pieces differ on one
         return positions[0] if len(positions) == 4 else positions.amax(0)
 
-    @property
-    def given(self) -> dict[str, Tensor]:
-        """Those tensors that there are, by name, but for pixels."""
-        every = {name: getattr(self, name) for name in ("input_ids", "mask", "position_ids", "cumulative")}
-        return {name: each for name, each in every.items() if each is not None}
-
-    def may_hold(self, num_sequences: int) -> bool:
-        """Whether a batch of such shapes may hold this many sequences, one at least, and is on one device."""
-        (rows, width), positions, cumulative = self.shape, self.position_ids, self.cumulative
-        if not self.num_slots or any(each.device != self.device for each in self.given.values()):
-            return False
-        if cumulative is not None:
-            return rows == 1 and len(cumulative) > num_sequences
-        if positions is not None:
-            return positions.shape[-1] == width and positions.shape[-2] in (1, rows)
-        return num_sequences == rows
-
-    def sequences_there(self, num_sequences: int) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-        """Where the sequences of a batch that may hold this many are, found on its device.
-
-        Returns:
-            integers [R], the tokens; bool [R], False where padded; bool [R], the first token of each sequence;
-            int64 [R], the sequence of each slot, below `num_sequences`; and bool [] each, what is wrong.
-        """
-        (rows, width), mask, wrong = self.shape, self.mask, []
-        ids_BT = self.input_ids
-        kept_BT = torch.ones_like(ids_BT, dtype=torch.bool)
-        if mask is not None:
-            mask = mask[:, mask.shape[1] - width :]
-            kept_BT = mask == 1
-            wrong.append((mask != kept_BT).any())
-        if self.is_causal is not None:
-            wrong.append(~self.is_causal)
-        starts_BT = kept_BT & (kept_BT.cumsum(1) == 1)
-        number_BT = torch.arange(rows, device=self.device)[:, None].expand(rows, width)
-        if self.cumulative is not None:
-            ends = self.cumulative.long()
-            wrong.append((ends.diff() < 0).any() | (ends[0] != 0) | (ends[-1] != width))
-            begins = torch.zeros(width + 1, dtype=torch.bool, device=self.device)
-            starts_BT = starts_BT | (kept_BT & begins.scatter(0, ends.clamp(0, width), True)[:-1])
-        elif self.position_ids is not None:
-            if self.begins:
-                wrong.append((starts_BT & (self.text_positions != 0)).any())
-            starts_BT = starts_BT | (kept_BT & (self.text_positions == 0))
-        if self.cumulative is not None or self.position_ids is not None:
-            are_packed = (starts_BT.sum(1) > 1).any()
-            number_R = starts_BT.reshape(-1).cumsum(0)
-            wrong.append(torch.where(are_packed, number_R[-1], rows) != num_sequences)
-            number_BT = torch.where(are_packed, number_R.view(rows, width) - 1, number_BT)
-            number_BT = number_BT.clamp(0, num_sequences - 1)
-        return ids_BT.reshape(-1), kept_BT.reshape(-1), starts_BT.reshape(-1), number_BT.reshape(-1), wrong
-
     def kept(self) -> ForwardTokens:
-        """The batch, to be read later, when whoever gave it may have overwritten it. On the CPU it is read at once."""
-        if self.device.type == "cpu":
-            _ = self.host
-        elif "host" not in self.__dict__:
+        """Copy what was given, to be read later, when whoever gave it may have overwritten it.
+
+        Raises:
+            BatchMismatchError: on the CPU, where nothing is waited for, as `on_host`.
+        """
+        if self.device.type == "cpu" and self.find_sequences()[2]:
+            self.raise_wrong()
+        if not self._is_kept:
             if self.mask is not None:
                 self.mask = self.mask[:, max(0, self.mask.shape[1] - self.past - self.shape[1]) :].clone()
-            _, self.pixels = self.digests_BT, {}
+            _, self.pixels = self.digests_BT, {}  # which need not be kept for longer
             self.input_ids = self.input_ids.clone()
             self.position_ids = None if self.position_ids is None else self.position_ids.clone()
             self.cumulative = None if self.cumulative is None else self.cumulative.clone()
+            self._is_kept = True
         return self
 
 
 def kept_widths(batches: Sequence[ForwardTokens]) -> list[int]:
-    """How many positions of each forward of a recording are still there behind the last that continues it.
-
-    The others were cut off at the end of the cache, as drafts that were rejected, and later forwards took their place.
-    """
+    """Count the positions of each forward of a recording that are still there behind the last that continues it."""
+    # the others were cut off at the end of the cache, as drafts that were rejected, and later forwards took their place
     widths = [batch.shape[1] for batch in batches]
     grown: list[int] = []  # forwards of the sequences that grow now, of which something is left
     for number, batch in enumerate(batches):
@@ -290,15 +245,10 @@ WANTED_PATTERN = (
     f"{WANTED_MASK}, or the causal pattern [batch, 1, tokens, keys] that `generate` makes of it for a static cache. A "
     'sliding window hides what is padding: generate with cache_implementation="dynamic"'
 )
-"""What a mask may be that says to what each token attends, for messages."""
 
 
 def _read_pattern(pattern: Tensor, shape: tuple[int, int], past: int) -> tuple[Tensor, Tensor]:
-    """The mask [B, past + T] that a causal pattern was made of; and bool [], whether it is the pattern of that mask.
-
-    The last token of a row attends to all before it that are no padding. Whether others do just so is asked on the
-    device; to what padding attends does not matter.
-    """
+    """Find the mask [B, past + T] that a causal pattern was made of; and bool [], whether it is the pattern of that."""
     (rows, width), end = shape, past + shape[1]
     is_boolean = pattern.dtype == torch.bool
     if (
@@ -308,6 +258,8 @@ def _read_pattern(pattern: Tensor, shape: tuple[int, int], past: int) -> tuple[T
     ):
         raise BatchMismatchError(f"attention_mask is {_described(pattern)}; {WANTED_PATTERN}")
     attends_BTK = (pattern if is_boolean else pattern == 0)[:, 0]
+    # The last token of a row attends to all before it that are no padding. Whether others do just so is asked on the
+    # device; to what padding attends does not matter.
     mask = attends_BTK[:, -1, :end]
     keys, queries = (torch.arange(num, device=pattern.device) for num in (pattern.shape[3], width))
     kept = functional.pad(mask, (0, pattern.shape[3] - end))[:, None]
@@ -344,6 +296,7 @@ def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
 
 
-def _to_host(tensor: Tensor) -> NDArray[Any]:
+def to_host(tensor: Tensor) -> NDArray[Any]:
+    """Copy a tensor to the host, which waits for it."""
     host = tensor.detach().cpu()
     return np.asarray((host.float() if host.is_floating_point() else host).numpy())

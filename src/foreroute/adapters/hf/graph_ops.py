@@ -1,12 +1,9 @@
 """Where a compiled model meets the host: one operator before a pass and one after it.
 
-Finding the rows of a batch is work for the host: tokens are compared, and a batch that does not fit is refused. Traced
-into a graph it would break it. So a compiled forward calls `foreroute::begin_pass`, which hands it the routes as
-tensors, and `foreroute::end_pass`, which takes its notes. The graph depends on the shape of the batch and on nothing in
-the trace. Both operators write to a ledger, which keeps them in order and from being optimised away.
-
-An operator takes tensors, numbers and words, so that it names its model by a word: Dynamo would make a number symbolic
-when a second model has another.
+Finding the rows of a batch is work for the host: a batch that does not fit is refused. Traced into a graph it would
+break it. So a compiled forward calls `foreroute::begin_pass`, which hands it the routes as tensors, and
+`foreroute::end_pass`, which takes what was observed. The graph depends on the shape of the batch and on nothing in the
+trace. Both operators write to a ledger, which keeps them in order and from being optimised away.
 """
 
 from __future__ import annotations
@@ -20,7 +17,7 @@ from torch import Tensor
 
 
 class Host(Protocol):
-    """What the operators call: the hooks of a model."""
+    """The hooks of a model, which the operators call."""
 
     def begin_from_graph(
         self,
@@ -32,21 +29,21 @@ class Host(Protocol):
         past: int,
         begins: bool,
     ) -> Tensor:
-        """A compiled pass begins. Returns `Rows.ids_LRK`, empty without replay."""
+        """Begin a compiled pass, and return `Rows.ids_LRK`, empty without replay."""
 
-    def end_from_graph(self, calls_L: Tensor, notes: list[Tensor]) -> None:
-        """It is over."""
+    def end_from_graph(self, calls_L: Tensor, observed: list[Tensor]) -> None:
+        """End it, with what routers observed."""
 
     def shapes_for_graph(self, num_slots: int) -> tuple[list[int], torch.dtype]:
-        """Shape and dtype of the ids that `begin_from_graph` returns."""
+        """Say shape and dtype of the ids that `begin_from_graph` returns."""
 
 
 _hosts: WeakValueDictionary[str, Host] = WeakValueDictionary()
-_numbers = itertools.count()
+_numbers = itertools.count()  # said as words: Dynamo makes a number symbolic when a second model has another
 
 
 def register(host: Host) -> str:
-    """The name by which the operators find a host, for as long as it lives."""
+    """Name a host, so that operators find it for as long as it lives: they take tensors, numbers and words."""
     name = str(next(_numbers))
     _hosts[name] = host
     return name
@@ -89,12 +86,12 @@ def _(
 
 
 @torch.library.custom_op("foreroute::end_pass", mutates_args=("ledger",), tags=(torch.Tag.cudagraph_unsafe,))
-def end_pass(host: str, ledger: Tensor, calls_L: Tensor, notes: list[Tensor]) -> None:
-    """Hand over what routers noted; see `Host.end_from_graph`."""
+def end_pass(host: str, ledger: Tensor, calls_L: Tensor, observed: list[Tensor]) -> None:
+    """Hand over what routers observed; see `Host.end_from_graph`."""
     ledger.add_(1)
-    _hosts[host].end_from_graph(calls_L, notes)
+    _hosts[host].end_from_graph(calls_L, observed)
 
 
 @end_pass.register_fake
-def _(host: str, ledger: Tensor, calls_L: Tensor, notes: list[Tensor]) -> None:
+def _(host: str, ledger: Tensor, calls_L: Tensor, observed: list[Tensor]) -> None:
     return None

@@ -18,13 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from foreroute.adapters.hf.forward_tokens import HostBatch
+from foreroute.adapters.hf.forward_tokens import ForwardTokens
 from foreroute.core.hooks import SelectionHook
 from foreroute.core.passes import Pass
 from foreroute.core.recompute import run_unnumbered
 from foreroute.errors import BatchMismatchError
 from foreroute.replay import IndexerPass, ReplayRows
-from foreroute.replay.indexers import IndexerRows, Places
+from foreroute.replay.indexers import IndexerRows, find_positions
 from foreroute.replay.rows import refuse_missing
 from foreroute.trace import INDEXER, DecisionStream, IndexerSpec, RoutedLayer, RoutingTrace
 from foreroute.trace.checks import as_offsets
@@ -33,34 +33,22 @@ from foreroute.trace.streams import MOST_CHOICES
 
 @dataclass(frozen=True)
 class IndexerForm:
-    """What one class of indexer returns. The names are those of attributes of the module.
+    """What one class of indexer returns. The names are those of attributes of the module."""
 
-    Attributes:
-        top_k: how many it chooses.
-        unit: how many tokens make up a unit; None where units are tokens.
-        heads: how many heads choose for themselves; None where one choice serves all.
-        counts_tokens: whether `top_k` counts tokens, and not units.
-        sees_begun: as in `IndexerSpec`.
-        returns: ids of tokens [B, T, ...], ids of units [B, T, ...] or [B, H, T, ...], or a mask of tokens
-            [B, 1, T, keys].
-        tail: whether tokens behind the last whole unit are among those of the output.
-        fills: whether ids behind the last one are -1; else they name keys that are masked.
-        placed: where sequences must be, for upstream to cut units where they begin: anywhere, one in each row of the
-            batch, or one in each row from its first column on.
-    """
-
-    top_k: str = "index_topk"
-    unit: str | None = None
-    heads: str | None = None
-    counts_tokens: bool = False
-    sees_begun: bool = False
+    top_k: str = "index_topk"  # how many it chooses
+    unit: str | None = None  # how many tokens make up a unit; None where units are tokens
+    heads: str | None = None  # how many heads choose for themselves; None where one choice serves all
+    counts_tokens: bool = False  # whether `top_k` counts tokens, and not units
+    sees_begun: bool = False  # as in `IndexerSpec`
+    # ids of tokens [B, T, ...], ids of units [B, T, ...] or [B, H, T, ...], or a mask of tokens [B, 1, T, keys]
     returns: Literal["tokens", "units", "mask"] = "tokens"
-    tail: bool = False
-    fills: bool = True
-    placed: Literal["anywhere", "one a row", "on the left"] = "anywhere"
+    tail: bool = False  # whether tokens behind the last whole unit are among those of the output
+    fills: bool = True  # whether ids behind the last one are -1; else they name keys that are masked
+    # where sequences must be, for upstream to cut units where they begin
+    sequences: Literal["anywhere", "one a row", "one a row from its first column"] = "anywhere"
 
     def spec_of(self, module: nn.Module, layers: tuple[RoutedLayer, ...]) -> IndexerSpec:
-        """The facts of an indexer."""
+        """Read the facts of an indexer."""
         unit = 1 if self.unit is None else int(getattr(module, self.unit))
         top_k = int(getattr(module, self.top_k)) // (unit if self.counts_tokens else 1)
         heads = 1 if self.heads is None else int(getattr(module, self.heads))
@@ -76,15 +64,17 @@ FORMS = {
     "HYV4Indexer": TOKENS,
     "HYV4VLIndexer": TOKENS,
     "MistralLarge4TextIndexer": TOKENS,
-    "Glm5NextTextIndexer": IndexerForm(unit="index_kpool", counts_tokens=True, tail=True, placed="one a row"),
-    "DeepseekV4Indexer": IndexerForm(unit="compress_rate", returns="units", placed="on the left"),
+    "Glm5NextTextIndexer": IndexerForm(unit="index_kpool", counts_tokens=True, tail=True, sequences="one a row"),
+    "DeepseekV4Indexer": IndexerForm(
+        unit="compress_rate", returns="units", sequences="one a row from its first column"
+    ),
     "MiniMaxM3VLIndexer": IndexerForm(
         top_k="topk_blocks",
         unit="block_size",
         heads="num_heads",
         sees_begun=True,
         returns="units",
-        placed="on the left",
+        sequences="one a row from its first column",
     ),
     "Qwen4ExpTextQSAIndexer": IndexerForm(top_k="block_topk", unit="compress_ratio", returns="mask", tail=True),
 }
@@ -92,17 +82,7 @@ FORMS = {
 
 
 class FoundIndexers:
-    """The indexers of one model.
-
-    Args:
-        sites: path, module and layer of each, in layer order; one at least, all of one class.
-
-    Attributes:
-        spec: their facts.
-        hooks: of each.
-        modules: of each.
-        form: of what they return.
-    """
+    """The indexers of one model: path, module and layer of each, in layer order; one at least, all of one class."""
 
     def __init__(self, sites: list[tuple[str, nn.Module, RoutedLayer]]) -> None:
         self.modules = [module for _, module, _ in sites]
@@ -112,75 +92,60 @@ class FoundIndexers:
         self.hooks = [ChoosingIndexer(path, module, self.form) for path, module, _ in sites]
 
     def passes(self, current: Pass, num_routers: int) -> list[tuple[IndexerPass, IndexerPass]]:
-        """What each does in a pass, and in its recomputation."""
+        """Say what each does in a pass, and in its recomputation."""
         chosen = current.rows.indexers if isinstance(current.rows, ReplayRows) else None
-        kept = current.kept if current.watch.others else None
+        kept = current.returned if current.options.others else None
         opened = []
         for number, calls_1 in enumerate(current.calls_L.split(1)[num_routers:]):
             first = IndexerPass(num_routers + number, number, chosen, kept, calls_1)
             opened.append((first, replace(first, observed=None)))
         return opened
 
-    def rows(self, trace: RoutingTrace, row_of_slot: NDArray[np.int64], width: int, *, all_wanted: bool) -> IndexerRows:
-        """The choices of a trace that has some, for the slots of a batch.
-
-        Args:
-            trace: checked by `require_choices`.
-            row_of_slot: int64 [R], packed row of each slot; -1 for padding.
-            width: columns of the batch.
-            all_wanted: whether rows without a choice are refused.
+    def rows(self, trace: RoutingTrace, row_R: NDArray[np.int64], width: int, *, all_wanted: bool) -> IndexerRows:
+        """Take the choices of a trace that has some, for the rows int64 [R] of a batch of this width.
 
         Raises:
-            BatchMismatchError: as `require`, and for rows without a choice.
+            BatchMismatchError: as `require`, and for rows without a choice where all are wanted.
         """
-        stream, places = trace.streams[INDEXER], Places.of(trace.offsets, row_of_slot, width)
-        self.require(places, width)
+        stream = trace.streams[INDEXER]
+        position_R, first_R = find_positions(trace.offsets, row_R, width)
+        self.require(position_R, first_R, width)
         if all_wanted:
             decided = replace(trace, valid_N=trace.valid_N & stream.valid_N)
-            refuse_missing(decided, row_of_slot, what="choice of indexers")
-        return IndexerRows(self.spec, stream, row_of_slot, places)
+            refuse_missing(decided, row_R, what="choice of indexers")
+        return IndexerRows(self.spec, stream, row_R, position_R, first_R)
 
-    def require(self, places: Places, width: int) -> None:
-        """Raise `BatchMismatchError` if upstream would not cut the units of these sequences where they begin.
-
-        Args:
-            places: of the slots of a batch.
-            width: its columns.
-        """
-        begins_BT = (places.position_R == 0).reshape(-1, width)
-        in_one_row = (begins_BT.sum(axis=1) > 1).any()
-        if (self.form.placed != "anywhere" and in_one_row) or (
-            self.form.placed == "on the left" and places.first_R.any()
-        ):
-            seen = "a row of the batch holds several sequences" if in_one_row else "a sequence begins behind padding"
-            sides = (
-                "on either side" if self.form.placed == "one a row" else "on the right; prompts of one length need none"
-            )
+    def require(self, position_R: NDArray[np.int64], first_R: NDArray[np.int64], width: int) -> None:
+        """Raise `BatchMismatchError` if upstream would not cut the units of these sequences where they begin."""
+        wanted, several = self.form.sequences, ((position_R == 0).reshape(-1, width).sum(axis=1) > 1).any()
+        if wanted != "anywhere" and (several or (wanted != "one a row" and first_R.any())):
+            seen = "a row of the batch holds several sequences" if several else "a sequence begins behind padding"
+            sides = "on either side" if wanted == "one a row" else "on the right; prompts of one length need none"
             raise BatchMismatchError(
                 f"{seen}, and {type(self.modules[0]).__name__} of transformers cuts units of {self.spec.unit} tokens "
                 f"by their place in the batch; expected one sequence per row, padded {sides}"
             )
 
     def stream(
-        self, choices: dict[int, Tensor], lengths_S: NDArray[np.int64], batch: HostBatch, past: int
+        self,
+        choices: dict[int, Tensor],
+        lengths_S: NDArray[np.int64],
+        kept_BT: NDArray[np.bool_],
+        batch: ForwardTokens,
     ) -> DecisionStream:
-        """What was chosen in one forward, for its rows without padding.
+        """Make a stream of what each indexer returned in one forward, for its rows without padding.
 
-        Args:
-            choices: what each indexer returned.
-            lengths_S: int64 [S], rows of each sequence.
-            batch: of the forward.
-            past: positions in its key-value cache.
+        `lengths_S`, int64 [S], are the rows of each sequence, `kept_BT`, bool [B, T], is False for padding.
 
         Raises:
             BatchMismatchError: as `require`.
         """
-        kept_R, width = batch.kept_BT.reshape(-1), batch.ids_BT.shape[1]
-        row_of_slot_R = np.where(kept_R, np.cumsum(kept_R) - 1, -1)
-        offsets = as_offsets(lengths_S)
-        places = Places.of(offsets, row_of_slot_R, width, past=past, padding_B=batch.cached_padding_B)
-        self.require(places, width)
-        position_N, first_N = places.position_R[kept_R], places.first_R[kept_R]
+        kept_R, width = kept_BT.reshape(-1), kept_BT.shape[1]
+        row_R = np.where(kept_R, np.cumsum(kept_R) - 1, -1)
+        offsets, padding_B = as_offsets(lengths_S), batch.cached_padding_B()
+        position_R, first_R = find_positions(offsets, row_R, width, past=batch.past, padding_B=padding_B)
+        self.require(position_R, first_R, width)
+        position_N, first_N = position_R[kept_R], first_R[kept_R]
         visible_N = self.spec.num_visible(position_N)
 
         def chosen() -> Iterator[tuple[NDArray[np.int64], NDArray[np.int32]]]:
@@ -192,8 +157,8 @@ class FoundIndexers:
                     seen = (unit_N >= 0) & (unit_N < visible_N[row_N])
                     yield np.bincount(row_N[seen], minlength=len(position_N)), unit_N[seen].astype(np.int32)
                     continue
-                by_slot = returned.swapaxes(1, 2) if returned.ndim == 4 else returned  # heads stand before slots
-                unit_NHK = by_slot.reshape(len(kept_R), self.spec.heads, -1)[kept_R].astype(np.int64)
+                by_row = returned.swapaxes(1, 2) if returned.ndim == 4 else returned  # heads stand before rows
+                unit_NHK = by_row.reshape(len(kept_R), self.spec.heads, -1)[kept_R].astype(np.int64)
                 if self.form.returns == "tokens":
                     unit_NHK = self._units(unit_NHK, first_N[:, None, None])
                 seen_NHK = (unit_NHK >= 0) & (unit_NHK < visible_N[:, None, None])
@@ -207,7 +172,7 @@ class FoundIndexers:
         return self.spec.stream(position_N, chosen())
 
     def _units(self, keys: NDArray[np.int64], first: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The units that begin with tokens of some key columns; -1 for a token that begins none, or is none."""
+        """Name the units that begin with tokens of some key columns; -1 for a token that begins none, or is none."""
         units, within = np.divmod(keys - first, self.spec.unit)
         return np.where((within == 0) & (keys >= 0), units, -1)
 
@@ -229,13 +194,7 @@ class FoundIndexers:
 
 
 class ChoosingIndexer(SelectionHook):
-    """The hook on one indexer, which hands on `now.rows` and notes it in `now.observed`.
-
-    Args:
-        path: dotted name inside the model.
-        module: the indexer.
-        form: of what it returns.
-    """
+    """The hook on one indexer, which hands on `now.rows` and keeps what it returned in `now.observed`."""
 
     noun = "indexer"
     now: IndexerPass | None
@@ -251,42 +210,42 @@ class ChoosingIndexer(SelectionHook):
         if now.rows is not None:
             returned = self._replayed(returned, now.rows, now.indexer)
         if now.observed is not None:
-            run_unnumbered(self._note, now.observed, now.indexer, returned)
+            run_unnumbered(self._keep_choices, now.observed, now.indexer, returned)
         return returned
 
     @staticmethod
-    def _note(observed: dict[int, Tensor], indexer: int, returned: Tensor) -> None:
+    def _keep_choices(observed: dict[int, Tensor], indexer: int, returned: Tensor) -> None:
         kept = returned if returned.dtype == torch.bool else returned.to(torch.int32)
         observed[indexer] = kept.detach().clone()
 
-    def _replayed(self, own: Tensor, rows: IndexerRows, indexer: int) -> Tensor:
-        """What it returned, with the choices to replay in the slots that have one."""
-        form, device = self._form, own.device
+    def _replayed(self, native: Tensor, rows: IndexerRows, indexer: int) -> Tensor:
+        """Put the choices to replay into what it returned, in the rows that have one."""
+        form, device = self._form, native.device
         keys_RHW = rows.units_RHW(indexer).to(device)
         if form.returns != "units":
             keys_RHW = self._tokens_of(keys_RHW, rows)
         decided_R = torch.from_numpy(rows.decided_R).to(device)
         if form.returns == "mask":
-            num_keys = own.shape[-1]
+            num_keys = native.shape[-1]
             columns = torch.where(keys_RHW < 0, num_keys, keys_RHW)
-            mask = own.new_zeros(len(columns), 1, num_keys + 1).scatter(-1, columns, True)[..., :num_keys]
-            forced = mask.view(own.shape[0], own.shape[2], 1, num_keys).transpose(1, 2)
-            return torch.where(decided_R.view(own.shape[0], 1, own.shape[2], 1), forced, own)
+            mask = native.new_zeros(len(columns), 1, num_keys + 1).scatter(-1, columns, True)[..., :num_keys]
+            forced = mask.view(native.shape[0], native.shape[2], 1, num_keys).transpose(1, 2)
+            return torch.where(decided_R.view(native.shape[0], 1, native.shape[2], 1), forced, native)
         fill = -1
         if not form.fills:  # the first key of the sequence, which a query with too few keys attends to
-            first_R11 = torch.from_numpy(rows.places.first_R).to(device)[:, None, None]
+            first_R11 = torch.from_numpy(rows.first_R).to(device)[:, None, None]
             keys_RHW = torch.where(keys_RHW < 0, first_R11, keys_RHW)
-        missing = own.shape[-1] - keys_RHW.shape[-1]
-        keys_RHW = nn.functional.pad(keys_RHW, (0, missing), value=fill).to(own.dtype)
-        by_slot = own.transpose(1, 2) if own.ndim == 4 else own
-        forced = torch.where(decided_R[:, None, None], keys_RHW, by_slot.reshape(keys_RHW.shape)).view(by_slot.shape)
-        return forced.transpose(1, 2).contiguous() if own.ndim == 4 else forced
+        missing = native.shape[-1] - keys_RHW.shape[-1]
+        keys_RHW = nn.functional.pad(keys_RHW, (0, missing), value=fill).to(native.dtype)
+        by_row = native.transpose(1, 2) if native.ndim == 4 else native
+        forced = torch.where(decided_R[:, None, None], keys_RHW, by_row.reshape(keys_RHW.shape)).view(by_row.shape)
+        return forced.transpose(1, 2).contiguous() if native.ndim == 4 else forced
 
     def _tokens_of(self, units_RHW: Tensor, rows: IndexerRows) -> Tensor:
-        """The key columns of the tokens of units, with those of the tail if any; -1 where there is none."""
+        """Name the key columns of the tokens of units, with those of the tail if any; -1 where there is none."""
         unit, device = rows.spec.unit, units_RHW.device
         first_R11, position_R11 = (
-            torch.from_numpy(each).to(device)[:, None, None] for each in (rows.places.first_R, rows.places.position_R)
+            torch.from_numpy(each).to(device)[:, None, None] for each in (rows.first_R, rows.position_R)
         )
         keys_RHW = units_RHW + first_R11
         if unit > 1:
@@ -301,11 +260,7 @@ class ChoosingIndexer(SelectionHook):
 
 
 def indexers_of(sites: list[tuple[str, nn.Module, RoutedLayer]]) -> FoundIndexers | None:
-    """Indexers that can be recorded and replayed; None where some are not known, or differ from each other.
-
-    Args:
-        sites: path, module and layer of each, in layer order; one at least.
-    """
+    """Give indexers that can be recorded and replayed; None where some are not known, or differ from each other."""
     forms = {FORMS.get(type(module).__name__) for _, module, _ in sites}
     form = forms.pop() if len(forms) == 1 else None
     if form is None or len({form.spec_of(module, ()) for _, module, _ in sites}) > 1:

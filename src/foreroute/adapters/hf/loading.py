@@ -35,23 +35,14 @@ _LAYERS, _EXPERTS = re.compile(r"(^|_)(layers?|depth)$"), re.compile(r"(^|_)expe
 
 
 def load_local(path: Path) -> tuple[Any, bool]:
-    """Load a causal language model; return it, and whether its weights were there.
-
-    Args:
-        path: a folder with config.json, with or without weights, or a config.json itself. Without weights the model is
-            filled at random, which is enough to see whether replay is wired.
-
-    Raises:
-        ConfigError: when there is no configuration, weights are pickled or incomplete, or transformers cannot make the
-            model.
-    """
+    """Load a causal language model from a folder or a config.json; return it, and whether its weights were there."""
     _require_path(path)
     if os.path.isdir(path):
-        _require_config(path)
-        if _has_weights(path):
+        if _check_folder(path):
             return load_complete(transformers.AutoModelForCausalLM, path, path), True
         path = path / CONFIG
     config = read_config(path)
+    # random weights are enough to see whether replay is wired
     try:
         _require_memory(config, str(path), dtype=config.dtype or torch.float32)
         with _seeded(0):
@@ -63,20 +54,9 @@ def load_local(path: Path) -> tuple[Any, bool]:
 
 
 def load_pretrained(folder: Path, *, experts_implementation: str, distributed_config: Any = None) -> Any:
-    """Load a causal language model with all its weights, in float32 on the CPU, to be trained.
-
-    Args:
-        folder: with config.json and safetensors.
-        experts_implementation: "eager", "grouped_mm" or "batched_mm", where the family has a choice.
-        distributed_config: by which transformers spreads it over ranks, on their devices; all of them call this. None
-            for one process.
-
-    Raises:
-        ConfigError: when one of them is missing, transformers cannot load them, or they are not those of one another.
-    """
+    """Load a causal language model with all its weights in float32, on the CPU or spread by `distributed_config`."""
     _require_path(folder)
-    _require_config(folder)
-    if not _has_weights(folder):
+    if not _check_folder(folder):
         raise ConfigError(f"{folder} holds no *.safetensors; name the folder of a Hugging Face model with its weights")
     # older releases know no such argument
     spread = {} if distributed_config is None else {"distributed_config": distributed_config}
@@ -122,11 +102,7 @@ def build_model(family: str, *, seed: int, experts_implementation: str = "groupe
 
 
 def load_complete(model_class: Any, source: Path | None, folder: Path | str, **options: Any) -> Any:
-    """Return what `model_class.from_pretrained(source, ...)` makes of weights, all of which must be there.
-
-    Raises:
-        ConfigError: when transformers cannot load them, or some are missing; it names `folder`.
-    """
+    """Call `model_class.from_pretrained`; raise `ConfigError`, which names `folder`, when weights are missing."""
     try:
         with quiet_transformers():
             model, found = model_class.from_pretrained(
@@ -151,11 +127,7 @@ def load_complete(model_class: Any, source: Path | None, folder: Path | str, **o
 
 
 def read_config(path: Path) -> Any:
-    """Return the configuration that transformers makes of a config.json.
-
-    Raises:
-        ConfigError: when it cannot, or the file asks for code, other weights, a kernel, or impossibly many layers.
-    """
+    """Read a config.json by transformers; refuse one that asks for code, other weights, a kernel or too many layers."""
     values = _check_config(path)
     try:
         with quiet_transformers():
@@ -169,11 +141,7 @@ def read_config(path: Path) -> Any:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer of a folder, of a class of transformers.
-
-    Raises:
-        ConfigError: when there is none, or transformers cannot read it.
-    """
+    """Load the tokenizer of a folder; raise `ConfigError` when there is none, or transformers cannot read it."""
     _require_path(folder)
     _require_files(folder)
     if not any(os.path.isfile(folder / name) for name in TOKENIZERS):
@@ -216,13 +184,6 @@ def _require_path(path: Path) -> None:
         )
 
 
-def _require_config(folder: Path) -> None:
-    if not os.path.isfile(folder / CONFIG):
-        raise ConfigError(f"{folder} holds no config.json; name a folder of a Hugging Face model, or its config.json")
-    _require_files(folder)
-    _check_config(folder / CONFIG)
-
-
 def _require_files(folder: Path) -> None:
     """Refuse a folder with something that is neither a file nor a folder."""
     try:
@@ -234,8 +195,12 @@ def _require_files(folder: Path) -> None:
         open_regular(path, ConfigError).close()
 
 
-def _has_weights(folder: Path) -> bool:
-    """Tell whether a folder has weights in safetensors; refuse pickled ones alone, and an adapter beside them."""
+def _check_folder(folder: Path) -> bool:
+    """Check the folder of a model before transformers opens anything; tell whether it has weights in safetensors."""
+    if not os.path.isfile(folder / CONFIG):
+        raise ConfigError(f"{folder} holds no config.json; name a folder of a Hugging Face model, or its config.json")
+    _require_files(folder)
+    _check_config(folder / CONFIG)
     names = sorted(path.name for path in folder.iterdir())
     if "adapter_config.json" in names:
         raise ConfigError(

@@ -12,7 +12,7 @@ the routes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,25 +23,27 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from foreroute.adapters.hf import graph_ops
-from foreroute.adapters.hf.batch_routes import TraceRows
-from foreroute.adapters.hf.forward_tokens import ForwardTokens, kept_widths
+from foreroute.adapters.hf.forward_tokens import ForwardTokens, kept_widths, to_host
 from foreroute.adapters.hf.pixels import ImageTokens, pixel_stream, warn_of_unbound
+from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.core.hooks import SelectingRouter, SelectionHook, overridden
 from foreroute.core.passes import Pass, Rows
-from foreroute.core.routed import TrunkHooks
 from foreroute.core.selection import Scores
+from foreroute.core.trunk import TrunkHooks
 from foreroute.core.untouched import reshard
 from foreroute.errors import BatchMismatchError, LayoutError, ReplayError
 from foreroute.layout import Layout
-from foreroute.replay import Policy, ReplayRows, RoutedModel
+from foreroute.replay import Policy, ReplayRows, RoutedModel, Routes
 from foreroute.replay.arguments import not_of_kind
 from foreroute.replay.executed_counts import ExecutedCounts
 from foreroute.trace import INDEXER, PIXELS, IndexerSpec, RoutingSpec, RoutingTrace
 from foreroute.trace.operations import with_lookups
 
 if TYPE_CHECKING:
+    from foreroute.adapters.hf.executing import SpreadExperts
     from foreroute.adapters.hf.indexers import FoundIndexers
-    from foreroute.ep import ExpertParallelModel, PlanExecution
+    from foreroute.ep import PlanExecution
+    from foreroute.ep.execution import MicroBatch
     from foreroute.ep.transfer.engine import TransferOptions
     from foreroute.plan import StepPlan
     from foreroute.replay import ForwardRows, RecordedPass
@@ -59,14 +61,12 @@ class RoutedTransformer(RoutedModel):
         spread: its experts, where transformers has spread them over ranks by our implementation; else None.
     """
 
-    def __init__(
-        self, model: nn.Module, spec: RoutingSpec, hooks: TransformerHooks, spread: ExpertParallelModel | None = None
-    ) -> None:
-        super().__init__(spec, [hooks], [spec], {"engine": "transformers", "engine_version": transformers.__version__})
-        self.model = model
+    def __init__(self, hooks: TransformerHooks, spread: SpreadExperts | None = None) -> None:
+        made_by = {"engine": "transformers", "engine_version": transformers.__version__}
+        super().__init__(hooks.spec, [hooks], [hooks.spec], made_by)
+        self.model = hooks.model
         self.spread = spread
         self._of_trunk = hooks
-        hooks.generating = [each for each in model.modules() if hasattr(type(each), BATCHES)]
 
     @property
     def indexers(self) -> IndexerSpec | None:
@@ -82,6 +82,12 @@ class RoutedTransformer(RoutedModel):
     def router_parameters(self) -> list[nn.Parameter]:
         """The parameters of all routers, in layer order: those that decide which experts a token is sent to."""
         return [parameter for router in self._of_trunk.routers for parameter in router.module.parameters()]
+
+    @property
+    def lookup_tables(self) -> dict[int, Tensor]:
+        """Integers [vocabulary, K], by its position among layers, of each router that looks experts up by token."""
+        routers = enumerate(self._of_trunk.routers)
+        return {position: router.module.tid2eid for position, router in routers if router.rule.is_lookup}
 
     def rows(self, trace: RoutingTrace, layout: Layout | None = None) -> TraceRows:
         """Make the routes of a micro-batch ready once, to be replayed in recompute, update and every epoch.
@@ -125,27 +131,9 @@ class RoutedTransformer(RoutedModel):
         return with_lookups(trace, self.spec, lookups)
 
     def gather_counts(self, micro_batches: Sequence[TraceRows | RoutingTrace]) -> NDArray[np.int32]:
-        """Count the routes of all expert-parallel ranks, as `plan` and `execute` take them. A collective call.
+        """Count the routes of all ranks: int32 [M, L, G, E]. See `foreroute.ep.ExpertParallelModel`."""
+        return self._experts.gather_counts(self._planned(micro_batches))
 
-        Args:
-            micro_batches: of this rank, in the order in which they will run: traces, or what `rows` made of them. A
-                rank without sequences in a micro-step has `trace.select([])` there.
-
-        Returns:
-            counts_MLGE: int32 [M, L, G, E], the same on every rank. Rows without a route are not counted.
-
-        Raises:
-            AttachError: when the model was not loaded with `ep_implementation="foreroute"`.
-            TraceError: on every rank alike, when one hands in what is no trace of the model.
-            CountsError: on every rank alike, when ranks have different numbers of micro-batches.
-            TransferError: when a rank does not answer.
-        """
-        from foreroute.adapters.hf.executing import planned_batches
-
-        spread = self._executor
-        return spread.ranks.gather_counts(planned_batches(self, spread, micro_batches))
-
-    @contextmanager
     def execute(
         self,
         plan: StepPlan | None,
@@ -153,48 +141,24 @@ class RoutedTransformer(RoutedModel):
         micro_batches: Sequence[TraceRows | RoutingTrace],
         *,
         step: int | None = None,
-    ) -> Iterator[PlanExecution]:
-        """Serve every routed layer of every micro-batch by its cell of a plan while the context is open.
-
-        Opened around `replay` sessions of the micro-batches, in their order, with backward inside. Every forward of
-        the model is one of them. A collective call on entering and on leaving. In between no rank asks another on the
-        host, and nobody waits for the device: routed experts are given the rows that have a route. Padding gets zeros
-        from them, and so does the last token of a sequence, which no other row depends on.
+    ) -> AbstractContextManager[PlanExecution]:
+        """Execute a plan while the context is open. See `foreroute.ep.ExpertParallelModel`.
 
         Args:
-            plan: of these micro-batches, the same on every rank of the group. Experts live where it says. None serves
-                every expert at its home; the counts are still known ahead.
-            planned: what it was made for: integers [M, L, G, E], from `gather_counts`; or the traces of all sequences
-                of the step, which are counted by the packing of the plan.
-            micro_batches: what sessions replay, the same objects, as in `gather_counts`.
-            step: of the optimizer. Executions of one number, such as a recompute and the update after it, take up
-                weights once, and anew behind an update. By default each takes them up as they are, and
-                releases its replicas when it is left.
-
-        Yields:
-            The execution.
-
-        Raises:
-            AttachError: when the model was not loaded with `ep_implementation="foreroute"`.
-            PlanError: on every rank alike, when plans differ, or one is for other ranks, layers, experts, homes or
-                tokens.
-            CountsError: on every rank alike, when the plan was made for other counts, or a micro-batch has others. On
-                the rank alone whose forward brings other routes than `micro_batches`; the others end with it.
-            TraceError: on every rank alike, when one hands in what is no trace of the model.
-            ReplayError: on every rank alike, when a planned micro-batch was not run, or a router did not do what was
-                replayed; in a forward that replays nothing, or when a plan is executed already.
-            TransferError: when a rank does not answer.
+            plan: of these micro-batches; None computes every expert at its home.
+            planned: counts [M, L, G, E] of `gather_counts` that it was made for, or the traces of the whole step.
+            micro_batches: of this rank, the same objects that sessions replay: traces, or what `rows` made of them.
+            step: of the optimizer; executions of one number load weights once.
         """
-        from foreroute.adapters.hf.executing import planned_batches, planned_counts
+        return self._experts.execute(self._of_trunk, plan, planned, self._planned(micro_batches), step)
 
-        spread = self._executor
-        plan, counts_MLGE = planned_counts(spread, plan, planned)
-        batches = planned_batches(self, spread, micro_batches)
-        with spread.execute(self._of_trunk, plan, counts_MLGE, batches, step) as execution:
-            yield execution
+    def _planned(self, micro_batches: Sequence[TraceRows | RoutingTrace]) -> Callable[[], list[MicroBatch]]:
+        from foreroute.adapters.hf.executing import planned_batches
+
+        return partial(planned_batches, self, self._experts, micro_batches)
 
     @property
-    def _executor(self) -> ExpertParallelModel:
+    def _experts(self) -> SpreadExperts:
         """What plans are executed on, whose modules are imported where somebody plans. Raises as `gather_counts`."""
         from foreroute.adapters.hf.executing import spread_of
 
@@ -203,60 +167,24 @@ class RoutedTransformer(RoutedModel):
     @property
     def home_LE(self) -> NDArray[np.int16]:
         """int16 [L, E], the expert-parallel rank that every expert lives on now. Raises as `gather_counts`."""
-        return self._executor.home_LE
+        return self._experts.home_LE
 
     @property
     def block_home_LE(self) -> NDArray[np.int16]:
         """int16 [L, E], the homes of transformers, in which models are saved. Raises as `gather_counts`."""
-        return self._executor.block_home_LE
+        return self._experts.block_home_LE
 
     def share_plan(self, make: Callable[[], StepPlan]) -> StepPlan:
-        """Give all ranks of an expert-parallel group the plan that the first one makes. A collective call.
-
-        Args:
-            make: called on the first rank alone; it may wait for a thread that plans.
-
-        Raises:
-            AttachError: as in `gather_counts`.
-            PlanError: on the other ranks, when the first cannot make it; there, its own error.
-            TransferError: when a rank does not answer, such as one that died while it planned.
-        """
-        return self._executor.share_plan(make)
+        """Give all ranks the plan that the first one makes. See `foreroute.ep.ExpertParallelModel`."""
+        return self._experts.share_plan(make)
 
     def use(self, transfers: TransferOptions) -> None:
-        """Have weights of replicas travel so from the next execution on; by default from peer to peer, a cell ahead.
+        """Say how weights of replicas travel. See `foreroute.ep.ExpertParallelModel`."""
+        self._experts.use(transfers)
 
-        Args:
-            transfers: the same on every rank. With `paths="host"`, the topology of a plan says how many ranks share a
-                node's memory.
-
-        Raises:
-            AttachError: as in `gather_counts`.
-            ReplayError: while a plan is executed.
-        """
-        self._executor.use(transfers)
-
-    def move_homes(self, home_LE: NDArray[np.integer], optimizer: torch.optim.Optimizer | None = None) -> int:
-        """Move experts to other ranks of their group, with what the optimizer keeps of them. A collective call.
-
-        Between two steps. Move them back to `block_home_LE` before anything is saved or loaded, which is refused while
-        experts are away.
-
-        Args:
-            home_LE: integers [L, E], such as those of the next plan; E / G experts of each layer on each rank. Groups
-                that hold the same experts move them alike.
-            optimizer: of the model, after `zero_grad`.
-
-        Returns:
-            The bytes that this rank received.
-
-        Raises:
-            AttachError: as in `gather_counts`.
-            PlanError: on every rank alike, when homes are not as above, or ranks are given other homes.
-            ReplayError: while a plan is executed.
-            TransferError: when gradients are still there, ranks hold different state, or a rank does not answer.
-        """
-        return self._executor.move_homes(home_LE, optimizer)
+    def move_homes(self, homes: StepPlan | NDArray[np.integer], optimizer: torch.optim.Optimizer | None = None) -> int:
+        """Move experts to other ranks, and return the bytes received. See `foreroute.ep.ExpertParallelModel`."""
+        return self._experts.move_homes(homes, optimizer)
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Give every weight and buffer that is saved, whole, as engines take them. A collective call.
@@ -277,18 +205,15 @@ class RoutedTransformer(RoutedModel):
             yield name, whole if rows is None else whole[rows]
 
     def close(self) -> None:
-        """Give back what weights of replicas travel by, such as memory that ranks share; it is made anew when needed.
-
-        Never raises: errors end here too.
-        """
+        """Release what weights of replicas travel by. See `foreroute.ep.ExpertParallelModel`."""
         if self.spread is not None:
             self.spread.close()
 
-    def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> TraceRows:
-        """The rows of a trace, found for each batch. See `RoutedModel`."""
+    def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> Routes:
+        """Find the rows of a trace for each batch, unless these are routes that do so. See `RoutedModel`."""
         if isinstance(routes, TraceRows) and layout is not None:
             raise LayoutError("the rows were made for a layout already; give none with them")
-        return routes if isinstance(routes, TraceRows) else self.rows(routes, layout)
+        return routes if isinstance(routes, Routes) else self.rows(routes, layout)
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """Give the rows of one chunk and one rank. See `RoutedModel`."""
@@ -303,21 +228,7 @@ class RoutedTransformer(RoutedModel):
 
 
 class TransformerHooks(TrunkHooks):
-    """The hooks of one model.
-
-    Args:
-        model: that was attached.
-        trunk: the module whose forward is one pass.
-        routers: in layer order.
-        spec: of the model.
-        indexers: of the model, if it has any.
-
-    Attributes:
-        executed: the ids [L, R, K] of the last pass, where losses behind the trunk are to count them.
-        execution: of the plan that is executed now, or None.
-        images: how images stand among tokens; None where that is not known.
-        generating: the modules around the trunk that can run it in a thread of their own.
-    """
+    """The hooks of one model, of which the trunk is a part, and what compiled passes need of it."""
 
     def __init__(
         self,
@@ -331,23 +242,26 @@ class TransformerHooks(TrunkHooks):
         super().__init__(model, trunk, routers, [] if indexers is None else indexers.hooks)
         self.spec = spec
         self.images = ImageTokens.of_trunk(trunk, self.names)
+        self.executed: Tensor | None = None  # ids [L, R, K] of the last pass, where losses behind it count them
+        self.execution: PlanExecution | None = None  # of the plan that is executed now
+        self._generating = [each for each in model.modules() if hasattr(type(each), BATCHES)]
         self._name_in_graphs = graph_ops.register(self)
         # Both operators of a compiled pass write to it, which keeps them in order (`graph_ops`).
         self._ledger = torch.zeros(1, dtype=torch.int64)
         self._begun_in_graph: tuple[ForwardTokens, Pass] | None = None
         self._counts_executed = False
-        self.executed: Tensor | None = None
-        self.execution: PlanExecution | None = None
-        self.generating: list[nn.Module] = []
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of a copy, which has a name of its own in graphs
+        self.__dict__ |= state
         self._name_in_graphs = graph_ops.register(self)
 
+    def read_args(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardTokens:
+        return ForwardTokens.of_call(self.names, self.images, args, kwargs)
+
     def session_contexts(self) -> list[AbstractContextManager[Any]]:
-        """And what encodes images before a forward, and continuous batching, which is refused. See `TrunkHooks`."""
+        """Add what encodes images before a forward, and continuous batching, which is refused. See `TrunkHooks`."""
         contexts = super().session_contexts()
-        contexts += [overridden(module, BATCHES, _refuse_batches) for module in self.generating]
+        contexts += [overridden(module, BATCHES, _refuse_batches) for module in self._generating]
         if self.images is not None:
             names = ("get_image_features", "get_video_features")
             contexts += [overridden(self.trunk, name, self._encode) for name in names if hasattr(self.trunk, name)]
@@ -356,13 +270,13 @@ class TransformerHooks(TrunkHooks):
     def _encode(self, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = encode(*args, **kwargs)
         if self.images is not None and not self.passes and not torch.compiler.is_compiling():
-            self.images.note(result, kwargs)
+            self.images.attach_digests(result, kwargs)
         return result
 
     def open_others(self, current: Pass) -> Sequence[tuple[Any, Any]]:
-        """The indexers, which must choose if their choices are kept or forced. See `ModelHooks`."""
+        """Open the indexers, which must choose if their choices are kept or forced. See `ModelHooks`."""
         assert self.found_indexers is not None, "they are the others"
-        if heeds_indexers(current):
+        if uses_indexers(current):
             current.num_expected += len(self.others)
         return self.found_indexers.passes(current, len(self.routers))
 
@@ -380,33 +294,28 @@ class TransformerHooks(TrunkHooks):
         return result
 
     def run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the trunk as one pass; where it is traced into a graph, its pass is made of operators of that."""
         if torch.compiler.is_compiling():
-            batch = ForwardTokens.of_call(self.names, self.images, args, kwargs)
-            return self._run_trunk_in_graph(batch, forward, args, kwargs)
-        call = partial(forward, *args, **kwargs)
+            return self._run_in_graph(self.read_args(args, kwargs), forward, args, kwargs)
         if self._counts_executed:
-            call = partial(self._keeping_executed, call)
-        if self.watch.caches:
-            call = self.along_cache(call, args, kwargs)
-        return self.run_pass(partial(ForwardTokens.of_call, self.names, self.images, args, kwargs), call)
+            forward = partial(self._keep_executed, forward)
+        return super().run_trunk(forward, *args, **kwargs)
 
-    def _keeping_executed(self, call: Callable[[], Any]) -> Any:
+    def _keep_executed(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the trunk in its pass, and keep what that executed for `run_model`."""
-        result = call()
-        self.executed = self.passes.top.executed_LRK
+        result = forward(*args, **kwargs)
+        self.executed = self.passes.current.executed_LRK
         return result
 
     def run_compiled(
         self, path: str, hooks: Sequence[SelectionHook], call: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """See `TrunkHooks`."""
-        if self.passes and not torch.compiler.is_compiling() and heeds_indexers(self.passes.top):
+        if self.passes and not torch.compiler.is_compiling() and uses_indexers(self.passes.current):
             raise _in_graph("choices of indexers are", path)
         return super().run_compiled(path, hooks, call, *args, **kwargs)
 
-    # a pass in a compiled graph
-
-    def _run_trunk_in_graph(
+    def _run_in_graph(
         self, batch: ForwardTokens, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         past: Any = batch.past  # of a static cache a tensor, whose value as an int would be a part of the graph
@@ -423,13 +332,13 @@ class TransformerHooks(TrunkHooks):
             counted,
             batch.begins,
         )
-        rows = Rows(ids_LRK) if self.watch.routes else None
+        rows = Rows(ids_LRK) if self.options.routes else None
         current = self.open_pass(rows, batch.num_slots, batch.device)
-        with self.passes.on_top(current):
+        with self.passes.running(current):
             result = forward(*args, **kwargs)
         self.executed = current.executed_LRK if self._counts_executed else None
-        scores = [] if current.scores is None else current.scores.tensors()
-        graph_ops.end_pass(self._name_in_graphs, self._ledger, current.calls_L, [current.own_LRK, *scores])
+        kept = [current.native_LRK, *(current.scores or ())]
+        graph_ops.end_pass(self._name_in_graphs, self._ledger, current.calls_L, kept)
         return result
 
     def begin_from_graph(
@@ -446,9 +355,9 @@ class TransformerHooks(TrunkHooks):
         self.sessions.require_mine("runs a model")
         batch = ForwardTokens(input_ids, mask, positions, cumulative, past, begins=begins, cache_was_seen=False).read()
         batch.digests_BT = digests
-        rows = self.begin(batch)
+        rows = self.begin_pass(batch)
         current = self.open_pass(rows, batch.num_slots, batch.device)
-        if heeds_indexers(current):
+        if uses_indexers(current):
             raise _in_graph("choices of indexers are", "the model")
         self._begun_in_graph = batch, current
         if rows is not None:
@@ -463,14 +372,14 @@ class TransformerHooks(TrunkHooks):
         current.calls_L = calls_L
         self.require_each_once(current)
         # a CUDA graph writes what is kept of the next pass to the same addresses
-        current.own_LRK, *scores = (tensor.clone() for tensor in kept)
+        current.native_LRK, *scores = (tensor.clone() for tensor in kept)
         current.scores = Scores(*scores) if scores else None
-        for listener in list(self.listeners):
-            listener.end(self.chunk, batch, current)
+        for each in list(self.interceptors):
+            each.end_pass(self.chunk, batch, current)
 
     def shapes_for_graph(self, num_slots: int) -> tuple[list[int], torch.dtype]:
         """See `graph_ops.Host`."""
-        return [self.spec.num_layers, num_slots if self.watch.routes else 0, self.spec.top_k], self.id_dtype
+        return [self.spec.num_layers, num_slots if self.options.routes else 0, self.spec.top_k], self.id_dtype
 
 
 def saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -489,9 +398,9 @@ def _refuse_batches(*_: object, **__: object) -> Any:
     )
 
 
-def heeds_indexers(current: Pass) -> bool:
-    """Whether choices of indexers are kept or forced in a pass."""
-    return current.watch.others or (isinstance(current.rows, ReplayRows) and current.rows.indexers is not None)
+def uses_indexers(current: Pass) -> bool:
+    """Say whether choices of indexers are kept or forced in a pass."""
+    return current.options.others or (isinstance(current.rows, ReplayRows) and current.rows.indexers is not None)
 
 
 def _in_graph(what: str, path: str) -> ReplayError:
@@ -502,12 +411,12 @@ def _in_graph(what: str, path: str) -> ReplayError:
 
 
 def _rows_of_pass(recorded: RecordedPass, width: int, indexers: FoundIndexers | None) -> ForwardRows:
-    """The rows of its first positions, of which `width` are left."""
+    """Give the rows of its first positions, of which `width` are left."""
     from foreroute.replay import ForwardRows
 
     batch: ForwardTokens = recorded.args
-    host = batch.host.until(width)
-    kept_BT, starts_BT = host.kept_BT, host.starts_BT
+    ids_BT, kept_BT, starts_BT = batch.on_host()
+    kept_BT = kept_BT & (np.arange(kept_BT.shape[1]) < width)
     kept_R = kept_BT.reshape(-1)
 
     def packed(of_slots: Tensor | None) -> Any:
@@ -518,14 +427,15 @@ def _rows_of_pass(recorded: RecordedPass, width: int, indexers: FoundIndexers | 
     else:
         lengths_S = np.diff(np.flatnonzero(starts_BT[kept_BT]), append=kept_BT.sum())
     streams = {}
-    if host.digests_BT is not None:
-        streams[PIXELS] = pixel_stream(host.digests_BT[kept_BT])
-    warn_of_unbound(batch.pixel_names, host.digests_BT)
+    digests_BT = None if batch.digests_BT is None else to_host(batch.digests_BT)
+    if digests_BT is not None:
+        streams[PIXELS] = pixel_stream(digests_BT[kept_BT])
+    warn_of_unbound(batch.pixel_names, digests_BT)
     if recorded.choices is not None and indexers is not None:
-        streams[INDEXER] = indexers.stream(recorded.choices, lengths_S, host, batch.past)
+        streams[INDEXER] = indexers.stream(recorded.choices, lengths_S, kept_BT, batch)
     return ForwardRows(
         lengths_S,
-        host.ids_BT[kept_BT],
+        ids_BT[kept_BT],
         packed(recorded.ids_LRK),
         packed(recorded.margin_LR),
         batch.past,
@@ -535,7 +445,7 @@ def _rows_of_pass(recorded: RecordedPass, width: int, indexers: FoundIndexers | 
 
 
 def looked_up(router: nn.Module, tokens_N: NDArray[np.int32]) -> NDArray[Any]:
-    """Give the experts of tokens, integers [N, K], by a router's table `tid2eid` [vocabulary, K]."""
+    """Look up the experts of tokens, integers [N, K], in a router's table `tid2eid` [vocabulary, K]."""
     table_VK: Any = router.tid2eid
     if len(tokens_N) and int(tokens_N.max()) >= len(table_VK):
         raise BatchMismatchError(
@@ -547,13 +457,7 @@ def looked_up(router: nn.Module, tokens_N: NDArray[np.int32]) -> NDArray[Any]:
 
 
 def require_looked_up(trace: RoutingTrace, position: int, router: nn.Module) -> None:
-    """Raise `BatchMismatchError` unless a hash layer of the trace holds what its table says for each token.
-
-    Args:
-        trace: the routes to check.
-        position: of the layer on the layer axis.
-        router: of the layer.
-    """
+    """Raise `BatchMismatchError` unless the hash layer at `position` holds what its table says for each token."""
     routed = trace.valid_N
     expected_NK = looked_up(router, trace.token_ids_N[routed])
     given_NK = trace.expert_ids_NLK[routed, position, : trace.spec.picks_L[position]]

@@ -16,7 +16,7 @@ from foreroute.core.untouched import plain_tensors
 
 
 def about_packed(routers: Sequence[SelectingRouter]) -> str:
-    """What packed weights of routers do, and how to leave them whole; empty where no router has one."""
+    """Say what packed weights of routers do, and how to leave them whole; nothing where no router has one."""
     packed = [
         (".".join(filter(None, (router.path, inner))), stored)
         for router in routers
@@ -38,7 +38,7 @@ def about_packed(routers: Sequence[SelectingRouter]) -> str:
 
 
 def _packed_as(module: nn.Module) -> str | None:
-    """How the weight of a module itself is stored, where that is not as floats of two bytes or more."""
+    """Name how the weight of a module itself is stored, where that is not as floats of two bytes or more."""
     for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
         if tensor.ndim < 2:  # counts, biases and scales
             continue
@@ -50,7 +50,7 @@ def _packed_as(module: nn.Module) -> str | None:
 
 
 def _within_layer(path: str) -> str:
-    """The end of a path, behind the number of its layer."""
+    """Give the end of a path, behind the number of its layer."""
     parts = path.split(".")
-    number = max((place for place, part in enumerate(parts) if part.isdigit()), default=-1)
+    number = max((i for i, part in enumerate(parts) if part.isdigit()), default=-1)
     return ".".join(parts[number + 1 :])

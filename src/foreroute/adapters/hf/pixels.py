@@ -6,6 +6,8 @@ of the tokens that stand for them: a fixed number of patches for a token, whatev
 
 Digests are made and compared on the device. They find mistakes, and do not protect from malice: 58 bits, of pixels
 rounded to bfloat16, the width in which one side of a rollout may have them.
+
+Letters: B rows of a batch of T positions, R = B · T, N rows of a trace, P patches of W numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from foreroute.trace.checks import as_offsets, place_of
 
 BITS = 29
 """Width of each of the two ids that hold a digest in a trace."""
-OF_KIND = {
+INPUTS = {
     "image": ("pixel_values", "image_grid_thw", "image_digests"),
     "video": ("pixel_values_videos", "video_grid_thw", "video_digests"),
 }
@@ -34,30 +36,24 @@ OF_KIND = {
 ENCODED = "mm_encoder_outputs"
 OTHERS = ("pixel_values_local", "input_features", ENCODED)
 """What forwards take beside tokens where nothing says to which tokens it belongs."""
-ARGUMENTS = frozenset((*OF_KIND["image"], *OF_KIND["video"], *OTHERS))
+ARGUMENTS = frozenset((*INPUTS["image"], *INPUTS["video"], *OTHERS))
 MIXING = (0x1C69B3F74AC4AE35, 0x3C79AC492BA7B653, 0x1D8E4E27C47D124F)
 """Odd numbers, by which bits are multiplied modulo 2^64. Files hold what comes of them: they stay."""
 NO_PIXELS, UNKNOWN = 0, -1
-NOTE = "foreroute_digests"
+DIGESTS = "foreroute_digests"
 """Attribute of what became of an image: the digests of its tokens."""
 
 
 class ImageTokens(NamedTuple):
-    """How a family lays images out among its tokens.
+    """How a family lays images out among its tokens."""
 
-    Attributes:
-        image: the token that stands for a piece of an image.
-        video: the one for a piece of a video. A family that has videos stand behind tokens of images uses `image`.
-        patches: how many patches become a token.
-    """
-
-    image: int
-    video: int
-    patches: int
+    image: int  # the token that stands for a piece of an image
+    video: int  # that for a piece of a video; `image`, where a family has videos stand behind tokens of images
+    patches: int  # how many become a token
 
     @classmethod
     def of_trunk(cls, trunk: nn.Module, names: list[str]) -> ImageTokens | None:
-        """Those of a trunk whose forward has parameters of these names; None where it does not say by a grid."""
+        """Read those of a trunk whose forward has parameters of these names; None where it does not say by a grid."""
         config: Any = getattr(trunk, "config", None)
         image, merge = getattr(config, "image_token_id", None), None
         if "image_grid_thw" in names:
@@ -67,11 +63,7 @@ class ImageTokens(NamedTuple):
         return cls(image, getattr(config, "video_token_id", None) or image, merge**2)
 
     def digests(self, input_ids: Tensor, given: dict[str, Tensor]) -> Tensor:
-        """Digests of what stands behind each token, made on its device.
-
-        Args:
-            input_ids: integers [B, T].
-            given: the arguments of `given_images`.
+        """Digest what stands behind each token, on its device, from the arguments of `given_images`.
 
         Returns:
             int64 [B, T], above 0; NO_PIXELS where a token of an image was given none, UNKNOWN where none belong or it
@@ -80,47 +72,43 @@ class ImageTokens(NamedTuple):
         is_image, is_video = input_ids == self.image, input_ids == self.video
         is_video = torch.where(is_video.any(), is_video, is_image)
         found = torch.where(is_image | is_video, NO_PIXELS, UNKNOWN)
-        for names, place in zip(OF_KIND.values(), (is_image, is_video), strict=True):
+        for names, is_piece in zip(INPUTS.values(), (is_image, is_video), strict=True):
             patches, grid_thw, of_token = map(given.get, names)
             if patches is None and of_token is None:
                 continue
-            of_place: Tensor | int = UNKNOWN
+            of_piece: Tensor | int = UNKNOWN
             if of_token is None:
                 of_token = self.of_patches(patches, grid_thw)
             if of_token is not None:
                 of_token = of_token.to(input_ids.device)
-                number = (place.view(-1).cumsum(0) - 1).clamp(0, len(of_token) - 1).view_as(place)
-                of_place = torch.where(place.sum() == len(of_token), of_token[number], UNKNOWN)
-            found = torch.where(place, of_place, found)
+                # the n-th token of images has the n-th digest, if there are as many
+                number = (is_piece.view(-1).cumsum(0) - 1).clamp(0, len(of_token) - 1).view_as(is_piece)
+                of_piece = torch.where(is_piece.sum() == len(of_token), of_token[number], UNKNOWN)
+            found = torch.where(is_piece, of_piece, found)
         return found
 
     def of_patches(self, patches: Tensor | None, grid_thw: Tensor | None) -> Tensor | None:
-        """int64, a digest for each token that these patches become; None where they are laid out in no known way."""
+        """Digest each token that these patches become, int64; None where they are laid out in no known way."""
         if patches is None or grid_thw is None or not len(patches) or len(patches) % self.patches:
             return None
         return _digests(patches.detach(), grid_thw, self.patches)
 
-    def note(self, encoded: Any, given: dict[str, Any]) -> None:
-        """Have what became of images, a tensor for each, take their digests along.
-
-        Args:
-            encoded: what `get_image_features` or `get_video_features` returned.
-            given: what it was given.
-        """
-        for pixels, grid, _ in OF_KIND.values():
+    def attach_digests(self, encoded: Any, given: dict[str, Any]) -> None:
+        """Have what `get_image_features` or `get_video_features` made of these arguments take their digests along."""
+        for pixels, grid, _ in INPUTS.values():
             digests = self.of_patches(given.get(pixels), given.get(grid))
             pieces = _pieces(encoded)
             if digests is not None and sum(map(len, pieces)) == len(digests):
                 for piece, of_piece in zip(pieces, digests.split([len(piece) for piece in pieces]), strict=True):
-                    setattr(piece, NOTE, of_piece)
+                    setattr(piece, DIGESTS, of_piece)
 
 
 def given_images(given: dict[str, Any]) -> dict[str, Tensor]:
-    """The arguments of a forward that hold pixels or sounds, their grids, and digests of what was encoded before."""
+    """Find the arguments of a forward that hold pixels or sounds, their grids, and digests of what was encoded."""
     found = {}
-    for kind, (pixels, grid, digests) in OF_KIND.items():
-        pieces = _pieces((given.get(ENCODED) or {}).get(kind))
-        of_pieces: list[Any] = [getattr(piece, NOTE, None) for piece in pieces]
+    for media, (pixels, grid, digests) in INPUTS.items():
+        pieces = _pieces((given.get(ENCODED) or {}).get(media))
+        of_pieces: list[Any] = [getattr(piece, DIGESTS, None) for piece in pieces]
         if any(each is None for each in of_pieces):
             found[ENCODED] = pieces[0]
         elif pieces:
@@ -130,15 +118,16 @@ def given_images(given: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def pixel_stream(digest_N: NDArray[np.int64]) -> DecisionStream:
-    """The stream of digests, int64 [N]: two ids for each, none where no pixels were given."""
+    """Make the stream of digests, int64 [N]: two ids for each, none where no pixels were given."""
     given = digest_N > 0
+    # A set has different ids below 2^31: bit 29 tells the upper half of a digest from the lower.
     ids = np.stack([digest_N & ((1 << BITS) - 1), (digest_N >> BITS) | 1 << BITS], axis=1)[given]
     offsets = as_offsets(2 * given.astype(np.int64))
     return DecisionStream(2 << BITS, digest_N >= 0, offsets, ids.reshape(-1).astype(np.int32))
 
 
 def digests_of(trace: RoutingTrace) -> NDArray[np.int64]:
-    """int64 [N], what `pixel_stream` was made of.
+    """Read what `pixel_stream` was made of, int64 [N].
 
     Raises:
         TraceContentError: when the stream cannot be one of digests.
@@ -154,13 +143,7 @@ def digests_of(trace: RoutingTrace) -> NDArray[np.int64]:
 
 
 def refuse_other_pixels(trace: RoutingTrace, row_R: NDArray[np.int64], digest_R: NDArray[np.int64]) -> None:
-    """Raise `BatchMismatchError` where a batch has other pixels behind a token than the trace has.
-
-    Args:
-        trace: with digests.
-        row_R: int64 [R], its row in each slot, or -1.
-        digest_R: int64 [R], of the batch.
-    """
+    """Raise `BatchMismatchError` where a batch has other pixels behind a token than the trace, at rows `row_R`."""
     expected_R = np.where(row_R >= 0, digests_of(trace)[row_R], UNKNOWN)
     wrong = np.flatnonzero((expected_R >= 0) & (expected_R != digest_R))
     if not len(wrong):
@@ -176,12 +159,7 @@ def refuse_other_pixels(trace: RoutingTrace, row_R: NDArray[np.int64], digest_R:
 
 
 def warn_of_unbound(names: tuple[str, ...], digests_BT: NDArray[np.int64] | None) -> None:
-    """Warn of arguments of a forward, of `given_images`, to whose values a trace of it is not bound.
-
-    Args:
-        names: of the arguments.
-        digests_BT: int64 [B, T], what the trace is bound to; None of a family whose images stand in an unknown order.
-    """
+    """Warn of arguments of a forward, of `given_images`, to whose values a trace with these digests is not bound."""
     is_bound = digests_BT is not None and bool((digests_BT > 0).any())
     if loose := [name for name in names if name in OTHERS or not is_bound]:
         warnings.warn(
@@ -192,13 +170,13 @@ def warn_of_unbound(names: tuple[str, ...], digests_BT: NDArray[np.int64] | None
 
 
 def _pieces(encoded: Any) -> Sequence[Tensor]:
-    """A tensor [tokens, D] for each image that was encoded."""
+    """Give a tensor [tokens, D] for each image that was encoded."""
     pieces = getattr(encoded, "pooler_output", None)
     return pieces if isinstance(pieces, list | tuple) else () if pieces is None else [pieces]
 
 
 def _digests(patches_PW: Tensor, grid_thw: Tensor, each: int) -> Tensor:
-    """int64 [P / each], of this many patches one after the other, and of the grid of the image that they are in."""
+    """Digest this many patches one after the other, int64 [P / each], with the grid of the image that they are in."""
     first, second, third = MIXING
     bits = patches_PW.to(torch.bfloat16).reshape(len(patches_PW) // each, -1)
     words = functional.pad(bits, (0, -bits.shape[1] % 4)).view(torch.int64)

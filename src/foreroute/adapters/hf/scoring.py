@@ -57,7 +57,7 @@ def response_logits(
     Args:
         model: with a head on `model.base_model`.
         generation: S sequences with R response tokens.
-        whole: put the last token of each sequence in too, whose logits nobody asks for, so that it is routed.
+        whole: put the last token of each sequence in too, so that it is routed.
         rows_at_once: most rows of logits at a time; all of them by default, and always with gradients.
 
     Returns:
@@ -88,16 +88,14 @@ def response_logits(
 
 
 def sampled_tokens(generation: Generation, rows: slice, device: torch.device) -> Tensor:
-    """Give the ids, int64, of some of the R response tokens."""
+    """Give the ids of some of the response tokens, int64."""
     tokens_R = generation.trace.token_ids_N[generation.sampled_N]
     return to_device(tokens_R[rows].astype(np.int64), device)
 
 
 def inputs(trace: RoutingTrace) -> RoutingTrace:
-    """Give what is put into the model: all but the last token of each sequence, whose logits nobody asks for.
-
-    The engine never routed that token either, so every row that is left can be replayed, and counted ahead.
-    """
+    """Give what is put into the model: all but the last token of each sequence, whose logits nobody asks for."""
+    # the engine never routed that token either, so every row that is left can be replayed, and counted ahead
     return trace.truncated(trace.lengths - 1)
 
 

@@ -16,11 +16,7 @@ from foreroute.errors import ConfigError
 
 
 def spread_over(num_ranks: int) -> Any:
-    """The `distributed_config` by which transformers spreads a model over all ranks, and our experts with it.
-
-    Raises:
-        ConfigError: when transformers is older than its registry of expert parallelism.
-    """
+    """Return the `distributed_config` by which transformers spreads a model and its experts over all ranks."""
     from transformers import distributed
 
     if "ep_implementation" not in distributed.DistributedConfig.__dataclass_fields__:
@@ -31,12 +27,9 @@ def spread_over(num_ranks: int) -> Any:
 
 
 def build_spread(family: str, *, num_ranks: int, experts_implementation: str = "grouped_mm", **sizes: Any) -> Any:
-    """A model of `build_model` spread over all ranks, on their devices. A collective call.
+    """Build a model as `build_model`, spread over all ranks, of which none ever has all of it. A collective call.
 
-    No rank has ever all of it. Its weights, random numbers of each rank's own, are of no use but to look at it.
-
-    Raises:
-        ConfigError: as `build_model`, and for what transformers cannot spread.
+    Its weights, random numbers of each rank's own, are of no use but to look at it.
     """
     with torch.device("meta"):
         empty = build_model(family, seed=0, experts_implementation=experts_implementation, **sizes)
@@ -58,17 +51,9 @@ def build_spread(family: str, *, num_ranks: int, experts_implementation: str = "
 
 
 def spread(whole: Any, device: torch.device, implementation: str = "foreroute") -> Any:
-    """The model with its experts spread over all ranks, and FSDP2 over the same. A collective call.
+    """Return the model with its experts spread over all ranks, and FSDP2 over the same. A collective call.
 
-    transformers spreads nothing over one rank. There the implementation is put on the experts of the model itself.
-
-    Args:
-        whole: on the CPU, the same on every rank; not to be used any more.
-        device: of this rank, of the kind that transformers finds here.
-        implementation: of expert parallelism.
-
-    Raises:
-        ConfigError: when transformers is older than its registry of expert parallelism.
+    The whole model, on the CPU and the same on every rank, is not to be used any more.
     """
     config = replace(spread_over(dist.get_world_size()), ep_implementation=implementation)
     if config.ep_size > 1:
@@ -77,6 +62,7 @@ def spread(whole: Any, device: torch.device, implementation: str = "foreroute") 
             return type(whole).from_pretrained(
                 None, config=whole.config, state_dict=weights, dtype=dtype, distributed_config=config
             )
+    # transformers spreads nothing over one rank: there the implementation is put on the experts of the model itself
     from transformers.distributed.expert_parallel import apply_expert_parallelism
 
     mesh = init_device_mesh(device.type, (1,))

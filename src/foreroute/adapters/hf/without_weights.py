@@ -20,19 +20,19 @@ import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from foreroute.adapters.checkpoint import quiet_transformers
 from foreroute.adapters.hf.attaching import find_indexers, spec_of
-from foreroute.adapters.hf.loading import first_line, quiet_transformers, read_config
+from foreroute.adapters.hf.loading import first_line, read_config
 from foreroute.core.find import find_routers, probe
 from foreroute.errors import AttachError, ConfigError
 from foreroute.trace import IndexerSpec, RoutingSpec
 
 
 class NothingSelected(TorchDispatchMode):
-    """While open, places where a mask is true are none, and a number that is read is 0, since no tensor has values.
+    """Mode in which a mask is true nowhere, and a number that is read is 0, since no tensor has values."""
 
-    Experts that loop over the rows they were sent, and attention that gathers what an indexer chose, run on no rows.
-    Routers are not concerned: the shape of a top-k does not depend on values.
-    """
+    # Experts that loop over the rows they were sent, and attention that gathers what an indexer chose, run on no rows.
+    # Routers are not concerned: the shape of a top-k does not depend on values.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.nonzero.default:
@@ -51,24 +51,15 @@ class NothingSelected(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Structure:
-    """What the classes of transformers make of a configuration.
+    """What the classes of transformers make of a configuration."""
 
-    Attributes:
-        spec: which layers route.
-        indexers: of its sparse attention; None where it has none, or they are not known.
-        config: of the decoder, with the defaults of its family.
-    """
-
-    spec: RoutingSpec
-    indexers: IndexerSpec | None
-    config: Mapping[str, Any]
+    spec: RoutingSpec  # which layers route
+    indexers: IndexerSpec | None  # of its sparse attention; None where it has none, or they are not known
+    config: Mapping[str, Any]  # of the decoder, with the defaults of its family
 
 
 def structure_of(path: Path) -> Structure:
-    """Look at the decoder that a configuration describes; of a model with images or sound, its text decoder.
-
-    Args:
-        path: a config.json.
+    """Look at the decoder that a config.json describes; of a model with images or sound, its text decoder.
 
     Raises:
         ConfigError: when transformers cannot make the model, it has no routers, or how they select depends on values.
@@ -84,7 +75,7 @@ def structure_of(path: Path) -> Structure:
                 model.to_empty(device="cpu")  # autocast, which forwards turn off, knows no device `meta`
                 seen = probe(model, find_routers(model))
             spec = spec_of(model, seen.routers)
-            indexers = find_indexers(model, seen.trunk_of(seen.routers))
+            indexers = find_indexers(model, seen.trunk)
     except Exception as error:  # transformers raises what its classes raise
         reason = first_line(error.__cause__ or error) if isinstance(error, AttachError) else first_line(error)
         raise ConfigError(
@@ -95,7 +86,9 @@ def structure_of(path: Path) -> Structure:
 
 
 def _decoder_of(config: Any) -> Any:
-    """The decoder alone. transformers maps the configurations of most decoders, and not of all that see or hear."""
+    """Make the decoder alone."""
+    # transformers maps the configurations of most decoders, and not of all that see or hear: for those, the module of
+    # the models of a family has the name of that of its configurations, but for one word
     if type(config) in transformers.MODEL_MAPPING:
         return transformers.AutoModel.from_config(config, trust_remote_code=False)
     module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
@@ -108,7 +101,7 @@ def _decoder_of(config: Any) -> Any:
 
 @contextmanager
 def _fakes() -> Iterator[None]:
-    """While the context is open, tensors that are made have a device and a shape, and no values or memory."""
+    """Make tensors without values or memory while the context is open."""
     log = logging.getLogger("torch._subclasses.fake_tensor")  # it writes what is raised as well
     was_disabled, log.disabled = log.disabled, True
     try:

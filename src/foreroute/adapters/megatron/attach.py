@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from foreroute.adapters.megatron.discover import ChunkRouter, find_sites, find_trunks, require_replayable
 from foreroute.adapters.megatron.hooks import ChunkHooks, TopKRouterHook, require_idle
 from foreroute.adapters.megatron.model import RoutedMegatron
-from foreroute.adapters.megatron.recording import gathered
+from foreroute.adapters.megatron.recording import gather_objects
 from foreroute.adapters.megatron.route_shard import Share
 from foreroute.core import recompute
 from foreroute.core.hooks import is_hooked
@@ -50,7 +50,7 @@ def attach(model: nn.Module | Sequence[nn.Module]) -> RoutedMegatron:
     except ForerouteError as error:
         problem, here = error, str(error)
     # a stage that gave up silently would leave the others waiting for it
-    stages = gathered(here, trunks[0].pg_collection.pp)
+    stages = gather_objects(here, trunks[0].pg_collection.pp)
     if problem is not None:
         raise problem
     for rank, stage in enumerate(stages):
@@ -62,7 +62,7 @@ def attach(model: nn.Module | Sequence[nn.Module]) -> RoutedMegatron:
 
 
 def _proven(trunks: Sequence[Any], of_chunks: Sequence[Sequence[ChunkRouter]]) -> list[ChunkHooks]:
-    """The hooks of chunks whose routers can be replayed, tried on each of them."""
+    """Make the hooks of chunks, and try on each router that it can be replayed."""
     if any(map(is_hooked, trunks)):
         raise AttachError("a session is open on this model; attach it before or after, or use the one that it has")
     sites = [site for each in of_chunks for site in each]
@@ -80,7 +80,7 @@ def _proven(trunks: Sequence[Any], of_chunks: Sequence[Sequence[ChunkRouter]]) -
 
 
 def _spec_of(trunk: Any, layers: list[RoutedLayer], shapes: list[tuple[int, int]]) -> RoutingSpec:
-    """The table of the whole model."""
+    """Make the table of the whole model."""
     if not layers:
         raise AttachError(f"{type(trunk).__name__} has no MoE layer; attach a Mixture-of-Experts model")
     if len(set(layers)) != len(layers) or layers[-1].index >= trunk.config.num_layers:
@@ -95,32 +95,28 @@ def _spec_of(trunk: Any, layers: list[RoutedLayer], shapes: list[tuple[int, int]
 
 
 def self_check(hooks: ChunkHooks) -> None:
-    """Run the routers of a chunk as they are, watched, on their own routes, and on other routes.
+    """Run the routers of a chunk as they are, watched, on their native routes, and on other routes.
 
-    Replay must be invisible on their own routes and obeyed on others.
-
-    Raises:
-        AttachError: when replay changes what it should not, or does not change what it should.
+    Raises `AttachError` when replay changes what it should not, or does not change what it should.
     """
     with untouched(hooks.trunk):
         torch.manual_seed(0)
         given = [_rows_for(router.site.module) for router in hooks.routers]
-        native = [_handed_on(*each) for each in zip(hooks.routers, given, strict=True)]
-        watched, own_LRK = _in_pass(hooks, given, None)
-        own, _ = _in_pass(hooks, given, Rows(own_LRK))
-        own_of = zip(own_LRK.long(), hooks.routers, strict=True)
-        other_LRK = torch.stack([(own_RK + 1) % router.num_experts for own_RK, router in own_of])
-        other, _ = _in_pass(hooks, given, Rows(other_LRK))
-    for router, *results, (probs_RE, map_RE), ids_RK in zip(
-        hooks.routers, native, watched, own, other, other_LRK, strict=True
-    ):
-        for what, result in zip(("watching it", "replaying its own routes"), results[1:], strict=True):
-            if not all(map(torch.equal, results[0], result)):
+        native = [_output_of(*each) for each in zip(hooks.routers, given, strict=True)]
+        watched, native_LRK = _run_in_pass(hooks, given, None)
+        replayed, _ = _run_in_pass(hooks, given, Rows(native_LRK))
+        num_experts_L = torch.tensor([router.num_experts for router in hooks.routers], device=native_LRK.device)
+        other_LRK = (native_LRK.long() + 1) % num_experts_L[:, None, None]
+        other, _ = _run_in_pass(hooks, given, Rows(other_LRK))
+    for layer, router in enumerate(hooks.routers):
+        for what, results in (("watching it", watched), ("replaying its own routes", replayed)):
+            if not all(map(torch.equal, native[layer], results[layer])):
                 raise AttachError(
                     f"self-check failed: {what} changed what router {router.path} hands on; something replaced a part "
                     "of it"
                 )
-        wanted_RE = torch.zeros_like(map_RE, dtype=torch.bool).scatter(1, ids_RK[:, : router.top_k], True)
+        (probs_RE, map_RE), ids_RK = other[layer], other_LRK[layer, :, : router.top_k]
+        wanted_RE = torch.zeros_like(map_RE, dtype=torch.bool).scatter(1, ids_RK, True)
         if not torch.equal(map_RE.bool(), wanted_RE):
             raise AttachError(
                 f"self-check failed: router {router.path} was told to pick other experts and did not; a fused or "
@@ -133,14 +129,16 @@ def self_check(hooks: ChunkHooks) -> None:
             )
 
 
-def _in_pass(hooks: ChunkHooks, given: list[Tensor], rows: Rows | None) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-    """What routers hand on in a pass, and what they picked by themselves."""
+def _run_in_pass(
+    hooks: ChunkHooks, given: list[Tensor], rows: Rows | None
+) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    """Give what routers return in a pass, and what they picked natively [L, R, K]."""
     current = hooks.open_pass(rows, ROWS, given[0].device)
-    with hooks.passes.on_top(current), hooks.hooked(hooks.routers):
-        return [_handed_on(*each) for each in zip(hooks.routers, given, strict=True)], current.own_LRK
+    with hooks.passes.running(current), hooks.hooked(hooks.routers):
+        return [_output_of(*each) for each in zip(hooks.routers, given, strict=True)], current.native_LRK
 
 
-def _handed_on(router: TopKRouterHook, hidden: Tensor) -> tuple[Tensor, Tensor]:
+def _output_of(router: TopKRouterHook, hidden: Tensor) -> tuple[Tensor, Tensor]:
     torch.manual_seed(0)  # input jitter draws numbers
     try:
         # its hooks are not for rows of ours: those of DDP would begin to gather parameters
@@ -156,7 +154,7 @@ def _handed_on(router: TopKRouterHook, hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rows_for(router: Any) -> Tensor:
-    """Rows for which logits are of the order of one: the softmax of a confident router may underflow to zero."""
+    """Draw rows for which logits are of the order of one: the softmax of a confident router may underflow to zero."""
     hidden = torch.randn(ROWS, 1, router.config.hidden_size).to(router.weight)
     largest: float = router.weight.detach().float().norm(dim=-1).max().item()
     return hidden / max(1.0, largest)

@@ -1,4 +1,8 @@
-"""What a forward call of a Megatron-Core model says about its micro-batch, and whether it is that of the routes."""
+"""What a forward call of a Megatron-Core model says about its micro-batch, and whether it is that of the routes.
+
+Letters: B sequences of a batch of T positions, C = B · T rows that the model is handed on this rank, sequence first,
+R of them that routers see, S sequences of a trace.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.adapters.megatron.route_shard import RouteShard, Share
-from foreroute.core.passes import LateChecks
+from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.layout.slots import Layout, Side, pack, pad
 from foreroute.replay.rows import to_device
@@ -21,7 +25,6 @@ from foreroute.trace import RoutingTrace
 from foreroute.trace.checks import ascending
 
 SIDES: tuple[Side, ...] = ("right", "left")
-"""On which a recorded batch may be padded, as its mask says."""
 OTHER_ORDER = {
     "local_cp_size": "gives every micro-batch a context parallelism of its own; replay takes that of the model. Train "
     "without hybrid context parallelism",
@@ -34,31 +37,20 @@ OFFSETS = ("cu_seqlens_q", "cu_seqlens_q_padded")
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one forward that say which token is where.
+    """The arguments of one forward that say which token is where."""
 
-    Attributes:
-        input_ids: integers [B, T] of this context-parallel rank, or None where a stage is given none.
-        packed: Megatron's PackedSeqParams of a packed batch, or None.
-        padding_mask: bool [B, T], True for padding, or None.
-        inference: Megatron's inference context, or None in training.
-        past: positions that its key-value cache held before.
-        num_slots: R, the rows that routers see.
-        device: where the chunk is.
-        share: of the rows, on this rank.
-    """
-
-    input_ids: Tensor | None
-    packed: Any
-    padding_mask: Tensor | None
-    inference: Any
-    past: int
-    num_slots: int
+    input_ids: Tensor | None  # integers [B, T] of this context-parallel rank; None where a stage is given none
+    packed: Any  # Megatron's PackedSeqParams of a packed batch, or None
+    padding_mask: Tensor | None  # bool [B, T], True for padding
+    inference: Any  # Megatron's inference context; None in training
+    past: int  # positions that its key-value cache held before
+    num_slots: int  # R, the rows that routers see
     device: torch.device
-    share: Share
+    share: Share  # of the rows, on this rank
 
     @classmethod
     def read(cls, trunk: Any, share: Share, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Find them among the arguments of a call of the trunk, whose parameters have these names.
+        """Find the arguments among those of a call of the trunk, whose parameters have these names.
 
         Raises:
             BatchMismatchError: when tokens or padding are of a type that says something else, or routers would see the
@@ -103,7 +95,7 @@ class Call:
         )
 
     def kept(self) -> Call:
-        """The same in memory of its own, to be looked at when whoever gave it may have overwritten it.
+        """Copy what was given, to be read later, when whoever gave it may have overwritten it.
 
         Raises:
             BatchMismatchError: when the batch does not say where its sequences are.
@@ -123,9 +115,9 @@ class Call:
         return replace(self, input_ids=_clone(self.input_ids), packed=packed, padding_mask=mask)
 
     def sequences(self) -> tuple[NDArray[np.int64], Layout, int | None]:
-        """Lengths int64 [S] of what was recorded, where it is, and positions of a sequence; None where it is packed.
+        """Read lengths int64 [S] of what was recorded, where it is, and positions of a sequence, None where packed.
 
-        Waits for the device.
+        The host waits for them.
 
         Raises:
             BatchMismatchError: when the batch does not say where they are.
@@ -147,17 +139,15 @@ class Call:
         )
 
 
-def find_layout(trace: RoutingTrace, call: Call, checks: LateChecks) -> Layout:
-    """Where the sequences of the trace are in the batch of a call, when nobody said so.
-
-    A packed batch says it itself; the host waits for that only if there is padding in it. A padded one is taken to be
-    padded on the right.
+def find_layout(trace: RoutingTrace, call: Call, checks: DeferredChecks) -> Layout:
+    """Lay out the sequences of the trace as the batch of a call has them; a padded one is taken to be so on the right.
 
     Raises:
         BatchMismatchError: when the batch has other sequences, or no tokens to tell by.
     """
     if call.packed is not None:
-        offsets = _slot_offsets(call)
+        offsets = _padded_offsets(call)
+        # without padding the trace says where sequences are, and the host need not wait for what the batch says
         is_full = _numel(call.input_ids) * call.share.cp == trace.num_rows and len(offsets) == len(trace) + 1
         if not is_full:
             return _packed(call, trace.lengths)
@@ -179,14 +169,14 @@ def find_layout(trace: RoutingTrace, call: Call, checks: LateChecks) -> Layout:
     return pad(trace.lengths, side="right", order="sbhd", to=width)
 
 
-def differing(call: Call, shard: RouteShard) -> tuple[Tensor, Tensor]:
-    """Where the tokens of a call are not those of routes, found on their device.
+def compare_tokens(call: Call, shard: RouteShard) -> tuple[Tensor, Tensor]:
+    """Find, on the device, what holds another token than routes, and what only one of the two takes for padding.
 
-    Returns:
-        bool [C] each: slots that hold another token, and slots that only one of the two takes for padding.
+    Both are bool [C].
     """
     assert call.input_ids is not None, "compared where there are tokens"
-    given_C, wanted_C = call.input_ids.T.reshape(-1), to_device(shard.tokens_C, call.input_ids.device)
+    given_C = call.input_ids.T.reshape(-1)
+    wanted_C = shard.on_device(given_C.device).upload("tokens", shard.tokens_C)
     is_pad_C = wanted_C < 0
     other_C = ~is_pad_C & (wanted_C != given_C)
     if call.padding_mask is not None:
@@ -195,12 +185,10 @@ def differing(call: Call, shard: RouteShard) -> tuple[Tensor, Tensor]:
 
 
 def require_fits(call: Call, shard: RouteShard) -> None:
-    """Raise `BatchMismatchError`, saying what is wrong, where the tokens of a call are not those of routes.
-
-    What routes take for padding must be masked as such or, without a mask, hold one token throughout.
-    """
+    """Raise `BatchMismatchError` where the tokens of a call are not those of routes."""
+    # what routes take for padding must be masked as such or, without a mask, hold one token throughout
     assert call.input_ids is not None, "compared where there are tokens"
-    other_C, padding_C = (on_host(each) for each in differing(call, shard))
+    other_C, padding_C = (on_host(each) for each in compare_tokens(call, shard))
     tokens_C = on_host(call.input_ids)
     if other_C.any():
         slot = int(other_C.argmax())
@@ -213,20 +201,20 @@ def require_fits(call: Call, shard: RouteShard) -> None:
     if not padding_C.any():
         return
     slot = int(padding_C.argmax())
-    told = "by its padding_mask"
+    seen_by = "by its padding_mask"
     if call.padding_mask is None:
         filler = int(tokens_C[_first_padding(shard)])
-        told = f"as other padding holds token {filler} (if padding is no single token, pass padding_mask)"
+        seen_by = f"as other padding holds token {filler} (if padding is no single token, pass padding_mask)"
     here, there = ("padding", "a token") if shard.tokens_C[slot] < 0 else ("a token", "padding")
     raise BatchMismatchError(
         f"slot {slot} of this rank (sequence first), token {int(tokens_C[slot])}, is {here} to the trace and {there} "
-        f"to the batch, {told}; {int(padding_C.sum())} slots are like that. Replay whole sequences, of which absent "
+        f"to the batch, {seen_by}; {int(padding_C.sum())} slots are like that. Replay whole sequences, of which absent "
         "rows are a part"
     )
 
 
 def lengths_of(cumulative: Tensor) -> NDArray[np.int64]:
-    """int64 [S], the lengths that cumulative ones are the sums of.
+    """Read the lengths that cumulative ones are the sums of, int64 [S]. The host waits for them.
 
     Raises:
         BatchMismatchError: when they are not integers that ascend from 0.
@@ -241,8 +229,8 @@ def lengths_of(cumulative: Tensor) -> NDArray[np.int64]:
 
 
 def _packed(call: Call, lengths_S: NDArray[np.int64]) -> Layout:
-    """Where sequences of these lengths are in a packed batch."""
-    slots_S = lengths_of(_slot_offsets(call))
+    """Lay out sequences of these lengths as a packed batch has them."""
+    slots_S = lengths_of(_padded_offsets(call))
     if len(slots_S) != len(lengths_S):
         raise BatchMismatchError(
             f"the packed batch has {len(slots_S)} sequences and the trace has {len(lengths_S)}; replay "
@@ -252,7 +240,7 @@ def _packed(call: Call, lengths_S: NDArray[np.int64]) -> Layout:
     return layout.align_total(width) if width > layout.num_slots else layout
 
 
-def _slot_offsets(call: Call) -> Tensor:
+def _padded_offsets(call: Call) -> Tensor:
     padded, plain = call.packed.cu_seqlens_q_padded, call.packed.cu_seqlens_q
     offsets: Tensor = plain if padded is None else padded
     return offsets
@@ -275,5 +263,5 @@ def _tensor(value: Any) -> Tensor | None:
 
 
 def on_host(of_slots: Tensor) -> NDArray[Any]:
-    """[C] of [B, T], in the order of routers: sequence first. Waits for the device."""
+    """Copy [B, T] to the host as [C], in the order of routers: sequence first. The host waits for it."""
     return np.asarray(of_slots.detach().cpu().numpy()).T.reshape(-1)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -44,29 +43,19 @@ class ChunkHooks(ModelHooks):
     routers: Sequence[TopKRouterHook]
 
     def __init__(self, number: int, trunk: Any, sites: Sequence[ChunkRouter], share: Share) -> None:
-        modules = (trunk, trunk.decoder, *(site.module for site in sites))
-        super().__init__(number, trunk, [TopKRouterHook(site) for site in sites], modules)
+        super().__init__(number, trunk, [TopKRouterHook(site) for site in sites])
         self.sites = sites
         self.share = share
         self.layers = tuple(site.layer for site in sites)
         self.counts_all_ranks = any(site.module.get_aux_loss_coeff("global_aux_loss") for site in sites)
         self._names = list(inspect.signature(type(trunk).forward).parameters)[1:]
 
-    def session_contexts(self) -> list[AbstractContextManager[None]]:
-        """The trunk."""
-        return [overridden(self.trunk, "forward", self._run_trunk)]
-
-    def _run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        read = partial(Call.read, self.trunk, self.share, self._names, args, kwargs)
-        return self.run_pass(read, partial(forward, *args, **kwargs))
+    def read_args(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        return Call.read(self.trunk, self.share, self._names, args, kwargs)
 
 
 class TopKRouterHook(RouterHook):
-    """The hook on one router.
-
-    Args:
-        site: the router.
-    """
+    """The hook on one router, which stands where Megatron's own replay would."""
 
     def __init__(self, site: ChunkRouter) -> None:
         router = site.module
@@ -96,11 +85,7 @@ class TopKRouterHook(RouterHook):
                 router.router_replay = before
 
     def select(
-        self,
-        now: LayerPass,
-        forward: Callable[..., Any],
-        hidden: Tensor,
-        padding_mask: Tensor | None = None,
+        self, now: LayerPass, forward: Callable[..., Any], hidden: Tensor, padding_mask: Tensor | None = None
     ) -> Any:
         """See `RouterHook`. Hidden states are [T, B, H]; the mask is bool [T, B], True for padding."""
         router = self.site.module
@@ -132,9 +117,9 @@ class TopKRouterHook(RouterHook):
         group_topk: int | None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """What Megatron's router asks of its `router_replay`: K scores [R, K] and ids int64 [R, K].
+        """Give scores [R, K] and ids int64 [R, K]: what Megatron's router asks of its `router_replay`.
 
-        It gives the scores [R, E] that it selects by, K, the limits of groups if there are any, and its own selection.
+        It hands in the scores [R, E] that it selects by, K, limits of groups if there are any, and its own selection.
         """
         now = self.now
         if now is None:
@@ -143,17 +128,17 @@ class TopKRouterHook(RouterHook):
             selected = default_compute_topk(scores, topk, num_groups, group_topk)
         for seen in mode.seen[self._final :]:
             if now.scores_into is not None:
-                now.keep_scores(seen.scores_RE, seen.own_RK, by_probability=self._by_probability)
+                now.keep_scores(seen.scores_RE, seen.native_RK, by_probability=self._by_probability)
             self._seen.append(seen)
         return selected
 
     def _count_for_bias(
         self, apply: Callable[..., Any], routing_map: Tensor, padding_mask: Tensor | None = None
     ) -> Any:
-        """The counters that steer the expert bias. Megatron's own masking of them fails to broadcast."""
+        """Count for the expert bias. Megatron's own masking of its counters fails to broadcast."""
         rows = None if self.now is None else self.now.rows
         if isinstance(rows, ReplayRows) and rows.counts == "native" and torch.is_grad_enabled():
-            routing_map = torch.zeros_like(routing_map).scatter(1, self._seen[-1].own_RK, True)
+            routing_map = torch.zeros_like(routing_map).scatter(1, self._seen[-1].native_RK, True)
         if padding_mask is not None:
             routing_map = routing_map & ~padding_mask[:, None]
         return apply(routing_map, padding_mask=None)

@@ -2,44 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
 
 import megatron.core
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from foreroute.adapters.megatron.forward_args import Call, differing, find_layout, require_fits
+from foreroute.adapters.megatron.forward_args import Call, compare_tokens, find_layout, require_fits
 from foreroute.adapters.megatron.hooks import ChunkHooks
-from foreroute.adapters.megatron.plan_execution.model import PlannedModel
+from foreroute.adapters.megatron.plan_execution.execution import PlannedExperts, planned_batches
 from foreroute.adapters.megatron.recording import rows_over_ranks
 from foreroute.adapters.megatron.route_shard import RouteShard, shard
-from foreroute.adapters.megatron.schedule import BatchRoutes, Replay, ReplayingStep, RoutesIn, routes_in
-from foreroute.core.passes import LateChecks
+from foreroute.adapters.megatron.schedule import ReplayingStep, routes_in
+from foreroute.core.deferred_checks import DeferredChecks
+from foreroute.ep import PlanExecution
+from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.errors import AttachError, BatchMismatchError, ConfigError, LayoutError
 from foreroute.layout import Layout
-from foreroute.replay import ForwardRows, PassRoutes, Policy, RecordedPass, ReplaySession, Telemetry
+from foreroute.plan import StepPlan
+from foreroute.replay import ForwardRows, PassRoutes, Policy, RecordedPass, ReplaySession, RoutedModel, Telemetry
 from foreroute.replay.arguments import not_of_kind, require_version
 from foreroute.replay.indexers import require_choices
-from foreroute.replay.rows import Counts, MissingRows, PaddingRows, to_device
+from foreroute.replay.rows import Counts, MissingRows, PaddingRows
 from foreroute.trace import RoutingSpec, RoutingTrace
 
 
-class RoutedMegatron(PlannedModel):
+class RoutedMegatron(RoutedModel):
     """Recording and replaying sessions for one Megatron-Core model, on one rank. Made by `attach`.
 
     Attributes:
+        chunks: what this rank runs: the model, its pipeline stage, or the virtual chunks of that.
+        layers: the routed layers of this rank, chunk after chunk.
         share: which of the rows this rank's routers see.
+        spread: its experts, on which plans are executed.
+        execution: the plan that is executed now, or None.
     """
 
     padding: PaddingRows = "spread"
 
     def __init__(self, chunks: Sequence[ChunkHooks], spec: RoutingSpec, ep_size: int) -> None:
         made_by = {"engine": "megatron-core", "engine_version": megatron.core.__version__}
-        super().__init__(spec, chunks, made_by, ep_size)
+        of_chunks = [
+            RoutingSpec(spec.num_experts, spec.top_k, each.layers, model=spec.model) if each.layers else None
+            for each in chunks
+        ]
+        super().__init__(spec, chunks, of_chunks, made_by)
+        self.chunks = chunks
+        self.layers = tuple(layer for each in chunks for layer in each.layers)
         self.share = chunks[0].share
+        self.spread = PlannedExperts(spec, chunks, ep_size)
+        self.execution: PlanExecution | None = None
         self._hooks_of: dict[int, tuple[nn.Module, ChunkHooks]] = {}
 
     def shard(
@@ -79,7 +96,7 @@ class RoutedMegatron(PlannedModel):
         self,
         forward_step: Callable[..., Any],
         *,
-        routes_of: RoutesIn = routes_in,
+        routes_of: Callable[[Any], Any] = routes_in,
         missing: MissingRows = "error",
         padding: PaddingRows = "spread",
         counts: Counts = "native",
@@ -107,24 +124,63 @@ class RoutedMegatron(PlannedModel):
         for name, given in (("forward_step", forward_step), ("routes_of", routes_of)):
             if not callable(given):
                 raise ConfigError(f"{name} is a {type(given).__name__}; expected a function")
-        checks, sums = LateChecks(), dict[int, Telemetry]()
+        sums = Telemetry(self._chunk_specs) if telemetry else None
+        return ReplayingStep(self, forward_step, routes_of, policy, sums)
 
-        @contextmanager
-        def running(model: nn.Module) -> Iterator[Replay]:
-            hooks, opened = self._hooks_for(model), list[ReplaySession]()
-            hooks.sessions.require_mine("opens a session on a model")
-            with ExitStack() as stack, self.replaying_now(lambda: opened[0] if opened else None):
+    def session_of(
+        self, routes: RoutingTrace | RouteShard, policy: Policy, telemetry: Telemetry | None
+    ) -> ReplaySession:
+        """Make the session of one micro-batch of a wrapped forward step."""
+        found = self.routes_of(routes, None, policy)
+        return ReplaySession(found, policy, self._chunk_specs, self.checks, telemetry)
 
-                def replay(routes: BatchRoutes) -> ReplaySession:
-                    found = self.routes_of(routes, None, policy)
-                    session = ReplaySession(found, policy, self._chunk_specs, sums, checks)
-                    stack.enter_context(hooks.listening(session))
-                    opened.append(session)
-                    return session
+    def gather_counts(self, micro_batches: Sequence[RouteShard]) -> NDArray[np.int32]:
+        """Count the routes of all ranks: int32 [M, L, G, E]. See `foreroute.ep.ExpertParallelModel`."""
+        return self.spread.gather_counts(partial(planned_batches, micro_batches))
 
-                yield replay
+    def execute(
+        self,
+        plan: StepPlan | None,
+        planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace],
+        micro_batches: Sequence[RouteShard],
+        *,
+        step: int | None = None,
+    ) -> AbstractContextManager[PlanExecution]:
+        """Execute a plan while the context is open. See `foreroute.ep.ExpertParallelModel`.
 
-        return ReplayingStep(forward_step, routes_of, running, sums)
+        Args:
+            plan: of these micro-batches; None computes every expert at its home.
+            planned: counts [M, L, G, E] of `gather_counts` that it was made for, or the traces of the whole step.
+            micro_batches: what `shard` made of the routes that batches bring, in the order of the schedule.
+            step: of the optimizer; executions of one number load weights once.
+        """
+        return self.spread.execute(self, plan, planned, partial(planned_batches, micro_batches), step)
+
+    @property
+    def home_LE(self) -> NDArray[np.int16]:
+        """int16 [L, E], the expert-parallel rank that every expert of the whole model lives on now."""
+        return self.spread.home_LE
+
+    @property
+    def block_home_LE(self) -> NDArray[np.int16]:
+        """int16 [L, E], the homes that Megatron gives experts when it builds a model, and looks for in checkpoints."""
+        return self.spread.block_home_LE
+
+    def share_plan(self, make: Callable[[], StepPlan]) -> StepPlan:
+        """Give all ranks the plan that the first one makes. See `foreroute.ep.ExpertParallelModel`."""
+        return self.spread.share_plan(make)
+
+    def use(self, transfers: TransferOptions) -> None:
+        """Say how weights of replicas travel. See `foreroute.ep.ExpertParallelModel`."""
+        self.spread.use(transfers)
+
+    def move_homes(self, homes: StepPlan | NDArray[np.integer], optimizer: Any = None) -> int:
+        """Move experts to other ranks, and return the bytes received. See `foreroute.ep.ExpertParallelModel`."""
+        return self.spread.move_homes(homes, optimizer)
+
+    def close(self) -> None:
+        """Release what weights of replicas travel by. See `foreroute.ep.ExpertParallelModel`."""
+        self.spread.close()
 
     def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> MicroBatchRoutes:
         """Those of one micro-batch, cut to this rank when its forward begins. See `RoutedModel`."""
@@ -143,7 +199,9 @@ class RoutedMegatron(PlannedModel):
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """Over all ranks of the model. See `RoutedModel`."""
-        return rows_over_ranks(passes, self.spec, [each.layers for each in self.chunks], self.share, self._groups)
+        return rows_over_ranks(
+            passes, self.spec, [each.layers for each in self.chunks], self.share, self.chunks[0].trunk.pg_collection
+        )
 
     def _require_trace(self, trace: object, what: str, expected: str) -> None:
         if not isinstance(trace, RoutingTrace):
@@ -165,12 +223,11 @@ class RoutedMegatron(PlannedModel):
     def _cut(
         self, trace: RoutingTrace, layout: Layout, policy: Policy, missing: MissingRows | Literal["spread"]
     ) -> RouteShard:
-        pin = next(self.chunks[0].trunk.parameters()).is_cuda
         home_LE = self.home_LE[[self.spec.layers.index(layer) for layer in self.layers]]
-        return shard(trace, layout, self.share, self.layers, home_LE, missing=missing, padding=policy.padding, pin=pin)
+        return shard(trace, layout, self.share, self.layers, home_LE, missing=missing, padding=policy.padding)
 
-    def _hooks_for(self, model: nn.Module) -> ChunkHooks:
-        """Those of the chunk that a schedule runs, wrapped or not."""
+    def hooks_of(self, model: nn.Module) -> ChunkHooks:
+        """Find the hooks of the chunk that a schedule runs, wrapped or not."""
         known = self._hooks_of.get(id(model))
         if known is None:
             inside = set(model.modules())
@@ -190,12 +247,12 @@ class MicroBatchRoutes:
         layout: where they are in the batch, or None to see it from that.
     """
 
-    def __init__(self, routed: RoutedMegatron, routes: BatchRoutes, layout: Layout | None) -> None:
+    def __init__(self, routed: RoutedMegatron, routes: RoutingTrace | RouteShard, layout: Layout | None) -> None:
         self.versions = routes.versions
         self._routed, self._routes, self._layout = routed, routes, layout
         self._shard = routes if isinstance(routes, RouteShard) else None
 
-    def of_pass(self, chunk: int, call: Call, policy: Policy, checks: LateChecks) -> PassRoutes:
+    def of_pass(self, chunk: int, call: Call, policy: Policy, checks: DeferredChecks) -> PassRoutes:
         """Cut the routes, compare the tokens, and move the chunk's part to the device. See `Routes`."""
         if call.inference is not None:
             raise BatchMismatchError(
@@ -218,7 +275,7 @@ class MicroBatchRoutes:
         return PassRoutes(rows, partial(_loss_mask, shard, call), drops)
 
 
-def _require_tokens(call: Call, shard: RouteShard, checks: LateChecks) -> None:
+def _require_tokens(call: Call, shard: RouteShard, checks: DeferredChecks) -> None:
     """Compare the tokens of a call, if it has any, with those of routes. Other ones are told late on a device.
 
     Raises:
@@ -232,13 +289,14 @@ def _require_tokens(call: Call, shard: RouteShard, checks: LateChecks) -> None:
             f"the model is given {tokens.numel()} slots on this rank and the layout has {len(shard.tokens_C)}; lay the "
             "routes out as the batch is padded or packed"
         )
-    checks.add(torch.cat(differing(call, shard)).any(), partial(require_fits, call.kept(), shard))
+    checks.add(torch.cat(compare_tokens(call, shard)).any(), partial(require_fits, call.kept(), shard))
 
 
 def _loss_mask(shard: RouteShard, call: Call) -> Tensor:
     """Bool [B, T] on the device, the tokens that belong in the loss; B is 1 where the stage is given no tokens."""
     batch = 1 if call.input_ids is None else len(call.input_ids)
-    return to_device(shard.counted_C, call.device).view(-1, batch).T
+    counted_C = shard.on_device(call.device).upload("counted tokens", shard.counted_C)
+    return counted_C.view(-1, batch).T.clone()
 
 
 def _require_layout(layout: object) -> None:

@@ -1,34 +1,26 @@
-"""What a Megatron-Core model recorded, put together over the ranks that share its rows and its layers."""
+"""What a Megatron-Core model recorded, put together over the ranks that share its rows and its layers.
+
+Routes go from rank to rank as tensors, as narrow as they were recorded; only names of layers go as objects.
+
+Letters: L layers, of a rank or of the model, R rows that routers of this rank see, C rows that the model is handed on
+it, N packed rows, K picks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from foreroute.adapters.megatron.forward_args import Call, on_host
+from foreroute.adapters.megatron.forward_args import Call
 from foreroute.adapters.megatron.route_shard import Share
 from foreroute.errors import ReplayError
 from foreroute.layout import Layout, collect
 from foreroute.replay import ForwardRows, RecordedPass
 from foreroute.trace import RoutedLayer, RoutingSpec
-
-
-class StagePart(NamedTuple):
-    """What one pipeline rank knows of one micro-batch: all rows of its layers, and tokens if it was given any.
-
-    Attributes:
-        sequences: lengths int64 [S], past positions and width, as of `ForwardRows`.
-        tokens_N: int64 [N], or None.
-        layers: for each routed layer its ids [N, K] and margins [N], or None where these are not asked for.
-    """
-
-    sequences: tuple[NDArray[np.int64], int, int | None]
-    tokens_N: NDArray[np.int64] | None
-    layers: dict[RoutedLayer, tuple[NDArray[Any] | None, ...]]
 
 
 def rows_over_ranks(
@@ -38,7 +30,7 @@ def rows_over_ranks(
     share: Share,
     groups: Any,
 ) -> list[ForwardRows]:
-    """All rows and layers of every micro-batch, on every rank. A collective over the ranks of the model.
+    """Put all rows and layers of every micro-batch together, on every rank. A collective over the ranks of the model.
 
     Args:
         passes: of each chunk of this rank.
@@ -50,56 +42,67 @@ def rows_over_ranks(
     Raises:
         ReplayError: when no rank was given the tokens of a micro-batch.
     """
-    parts = [_stage_part(of_chunks, chunk_layers, share) for of_chunks in zip(*passes, strict=True)]
-    everywhere = gathered(parts, groups.pp)
-    return [_joined(stages, spec) for stages in zip(*everywhere, strict=True)]
+    micro_batches = list(zip(*passes, strict=True))
+    calls: list[Call] = [of_chunks[0].args for of_chunks in micro_batches]
+    here = [layer for layers in chunk_layers for layer in layers]
+    asks_margins = any(each.margin_LR is not None for of_chunk in passes for each in of_chunk)
+    stages = gather_objects((here, asks_margins, [call.input_ids is not None for call in calls]), groups.pp)
+    # every stage sends as many layers as the one with most, of which its own come first
+    most = max(len(layers) for layers, *_ in stages)
+    at = {layer: i * most + j for i, (layers, *_) in enumerate(stages) for j, layer in enumerate(layers)}
+    order = [at[layer] for layer in spec.layers]
 
+    def collect_rows(of_chunks: list[Tensor | None], nothing: Tensor, layout: Layout) -> NDArray[Any]:
+        given = [each for each in of_chunks if each is not None]
+        missing = nothing[None].expand(most - sum(map(len, given)), *nothing.shape)
+        of_stages = _gather(torch.cat([*given, missing]), groups.pp).flatten(0, 1)
+        of_ranks = _gather(_gather(of_stages[order].transpose(0, 1), share.sp_group), share.cp_group)
+        return collect(
+            (share.of_routers(layout, c, s).rows(), part)
+            for c, of_sequence in enumerate(of_ranks.cpu().numpy())
+            for s, part in enumerate(of_sequence)
+        )
 
-def _stage_part(
-    of_chunks: Sequence[RecordedPass], chunk_layers: Sequence[tuple[RoutedLayer, ...]], share: Share
-) -> StagePart:
-    call: Call = of_chunks[0].args
-    lengths_S, layout, width = call.sequences()
-    layers: dict[RoutedLayer, tuple[NDArray[Any] | None, ...]] = {}
-    for names, recorded in zip(chunk_layers, of_chunks, strict=True):
-        if recorded.ids_LRK is not None:
-            of_slots = (recorded.ids_LRK, recorded.margin_LR)
-            of_rows = [None if each is None else _rows(layout, each.cpu().numpy(), share) for each in of_slots]
-            for column, layer in enumerate(names):
-                layers[layer] = tuple(None if each is None else each[:, column] for each in of_rows)
-    tokens_N = None
-    if call.input_ids is not None:
-        of_ranks = gathered(on_host(call.input_ids).astype(np.int64), share.cp_group)
+    recorded = []
+    for number, (call, of_chunks) in enumerate(zip(calls, micro_batches, strict=True)):
+        with_tokens = [stage for stage, (_, _, has_tokens) in enumerate(stages) if has_tokens[number]]
+        if not with_tokens:
+            raise ReplayError("no pipeline stage was given the tokens of a micro-batch, so that no trace can be made")
+        lengths_S, layout, width = call.sequences()
+        # torch sends no uint16
+        ids = [None if each.ids_LRK is None else _as_signed(each.ids_LRK) for each in of_chunks]
+        narrow = torch.uint8 if spec.id_dtype.itemsize == 1 else torch.int16
+        nothing = torch.zeros(call.num_slots, spec.top_k, dtype=narrow, device=call.device)
+        ids_NLK, margins_NL = collect_rows(ids, nothing, layout).view(spec.id_dtype), None
+        if any(asked for _, asked, _ in stages):
+            nothing = torch.zeros(call.num_slots, device=call.device)
+            margins_NL = collect_rows([each.margin_LR for each in of_chunks], nothing, layout)
+        tokens_C = torch.zeros(call.num_slots * share.sp, dtype=torch.int64, device=call.device)
+        if call.input_ids is not None:
+            tokens_C = call.input_ids.T.reshape(-1).long()
+        of_ranks = _gather(_gather(tokens_C, groups.pp)[with_tokens[0]], share.cp_group).cpu().numpy()
         tokens_N = collect((share.of_context(layout, c).rows(), tokens) for c, tokens in enumerate(of_ranks))
-    return StagePart((lengths_S, call.past, width), tokens_N, layers)
+        recorded.append(ForwardRows(lengths_S, tokens_N, ids_NLK, margins_NL, call.past, width))
+    return recorded
 
 
-def _rows(layout: Layout, of_slots: NDArray[Any], share: Share) -> NDArray[Any]:
-    """[N, L, ...], all rows of the micro-batch, from [L, R, ...] of the ranks that share them."""
-    of_ranks = gathered(gathered(of_slots.swapaxes(0, 1), share.sp_group), share.cp_group)
-    return collect(
-        (share.of_routers(layout, c, s).rows(), part)
-        for c, of_sequence in enumerate(of_ranks)
-        for s, part in enumerate(of_sequence)
-    )
-
-
-def _joined(stages: Sequence[StagePart], spec: RoutingSpec) -> ForwardRows:
-    tokens_N = next((part.tokens_N for part in stages if part.tokens_N is not None), None)
-    if tokens_N is None:
-        raise ReplayError("no pipeline stage was given the tokens of a micro-batch, so that no trace can be made")
-    layers = {layer: columns for part in stages for layer, columns in part.layers.items()}
-    columns = zip(*(layers[layer] for layer in spec.layers), strict=True)
-    stacked: list[Any] = [None if each[0] is None else np.stack(each, axis=1) for each in columns]
-    ids, margins = stacked
-    lengths_S, past, width = stages[0].sequences
-    return ForwardRows(lengths_S, tokens_N, ids, margins, past, width)
-
-
-def gathered(value: Any, group: Any) -> list[Any]:
-    """The value of each rank of a group, in its order; of this one alone where ranks hold the same."""
+def gather_objects(value: Any, group: Any) -> list[Any]:
+    """Gather a small value of each rank of a group, in its order; that of this one where ranks hold the same."""
     if group is None or group.size() == 1:
         return [value]
     values: list[Any] = [None] * group.size()
     torch.distributed.all_gather_object(values, value, group=group)
     return values
+
+
+def _gather(tensor: Tensor, group: Any) -> Tensor:
+    """Gather a tensor of one shape from each rank of a group, [ranks, ...]."""
+    if group is None or group.size() == 1:
+        return tensor[None]
+    everywhere = tensor.new_empty(group.size() * len(tensor), *tensor.shape[1:])
+    torch.distributed.all_gather_into_tensor(everywhere, tensor.contiguous(), group=group)
+    return everywhere.view(group.size(), *tensor.shape)
+
+
+def _as_signed(ids_LRK: Tensor) -> Tensor:
+    return ids_LRK.view(torch.int16) if ids_LRK.dtype == torch.uint16 else ids_LRK

@@ -3,49 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from functools import update_wrapper
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from foreroute.adapters.megatron.hooks import ChunkHooks
 from foreroute.adapters.megatron.route_shard import RouteShard
 from foreroute.errors import BatchMismatchError, ReplayError
-from foreroute.replay import ReplaySession, Telemetry
+from foreroute.replay import Policy, ReplaySession, Telemetry
 from foreroute.replay.session import WithTelemetry
 from foreroute.trace import RoutingTrace
 
-BatchRoutes = RoutingTrace | RouteShard
-RoutesIn = Callable[[Any], BatchRoutes | None]
-Replay = Callable[[BatchRoutes], ReplaySession]
+if TYPE_CHECKING:
+    from foreroute.adapters.megatron.model import RoutedMegatron
 
 
-def routes_in(batch: Any) -> BatchRoutes | None:
-    """What a batch has under "routes", as an item or as an attribute; None where it has nothing there."""
+def routes_in(batch: Any) -> Any:
+    """Find what a batch has under "routes", as an item or as an attribute; None where it has nothing there."""
     return batch.get("routes") if isinstance(batch, Mapping) else getattr(batch, "routes", None)
 
 
 class ReplayingStep(WithTelemetry):
-    """A forward step as `get_forward_backward_func()` takes it. Made by `RoutedMegatron.replaying`.
-
-    Args:
-        forward_step: `forward_step(data_iterator, model, ...)`.
-        routes_of: finds the routes in a batch.
-        running: a step on the chunk of a model; what it yields opens a session on routes until the end of the step.
-        telemetry: what these sessions add up, by chunk.
-    """
+    """A forward step as `get_forward_backward_func()` takes it. Made by `RoutedMegatron.replaying`."""
 
     def __init__(
         self,
+        routed: RoutedMegatron,
         forward_step: Callable[..., Any],
-        routes_of: RoutesIn,
-        running: Callable[[nn.Module], AbstractContextManager[Replay]],
-        telemetry: dict[int, Telemetry],
+        routes_of: Callable[[Any], Any],
+        policy: Policy,
+        telemetry: Telemetry | None,
     ) -> None:
-        self._step = forward_step
-        self._routes_of = routes_of
-        self._running = running
-        self._telemetry = telemetry
+        self._routed, self._step, self._routes_of, self._policy = routed, forward_step, routes_of, policy
+        self.telemetry = telemetry
         update_wrapper(self, forward_step, updated=())  # a callable object keeps its attributes to itself
 
     def __call__(self, data_iterator: Iterator[Any] | None, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -60,50 +52,48 @@ class ReplayingStep(WithTelemetry):
                 "this rank has no data iterator, so that its micro-batches bring no routes; give the batches to every "
                 "pipeline stage and every tensor-parallel rank, or call the forward step unwrapped to route natively"
             )
-        with self._running(model) as replay:
-            batches = WatchedBatches(data_iterator, self._routes_of, replay)
-            result = self._step(batches, model, *args, **kwargs)
+        hooks = self._routed.hooks_of(model)
+        hooks.sessions.require_mine("opens a session on a model")
+        with ExitStack() as stack:
+            batches = _StepBatches(self, data_iterator, hooks, stack)
+            with self._routed.replaying_now(lambda: batches.session):
+                result = self._step(batches, model, *args, **kwargs)
         batches.require_one()
         if batches.session is not None:
-            batches.session.checks.close()
             batches.session.require_replayed()
         return result
 
+    def open_session(self, batch: Any, hooks: ChunkHooks, stack: ExitStack) -> ReplaySession | None:
+        """Replay the routes of a batch, if it has any, until the stack is left."""
+        routes = self._routes_of(batch)
+        if routes is None:
+            return None
+        if not isinstance(routes, RoutingTrace | RouteShard):
+            raise BatchMismatchError(
+                f"the routes of a batch are a {type(routes).__name__}; expected a RoutingTrace, "
+                "routed.shard(trace, layout), or None to route natively"
+            )
+        session = self._routed.session_of(routes, self._policy, self.telemetry)
+        stack.enter_context(hooks.listening(session))
+        return session
 
-class WatchedBatches:
-    """The batches of one forward step, which takes one of them and so begins to replay its routes.
 
-    Args:
-        batches: of the schedule.
-        routes_of: finds the routes in a batch.
-        replay: opens a session on them.
+class _StepBatches:
+    """The batches of one forward step, which takes one of them and so begins to replay its routes."""
 
-    Attributes:
-        session: of the batch that was taken; None before, and where it brought no routes.
-    """
-
-    def __init__(self, batches: Iterator[Any], routes_of: RoutesIn, replay: Replay) -> None:
-        self._batches = batches
-        self._routes_of = routes_of
-        self._replay = replay
+    def __init__(self, step: ReplayingStep, batches: Iterator[Any], hooks: ChunkHooks, stack: ExitStack) -> None:
+        self._step, self._batches, self._hooks, self._stack = step, batches, hooks, stack
         self._num_taken = 0
-        self.session: ReplaySession | None = None
+        self.session: ReplaySession | None = None  # None before a batch is taken, and where it brought no routes
 
-    def __iter__(self) -> WatchedBatches:
+    def __iter__(self) -> _StepBatches:
         return self
 
     def __next__(self) -> Any:
         batch = next(self._batches)
         self._num_taken += 1
         self.require_one()
-        routes = self._routes_of(batch)
-        if not (routes is None or isinstance(routes, BatchRoutes)):
-            raise BatchMismatchError(
-                f"the routes of a batch are a {type(routes).__name__}; expected a RoutingTrace, "
-                "routed.shard(trace, layout), or None to route natively"
-            )
-        if routes is not None:
-            self.session = self._replay(routes)
+        self.session = self._step.open_session(batch, self._hooks, self._stack)
         return batch
 
     def __getattr__(self, name: str) -> Any:

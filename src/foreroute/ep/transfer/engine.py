@@ -1,7 +1,7 @@
 """Replica weights by both paths, ahead of their use: the engine that carries out a plan's transfers.
 
-    fetch(cell):  in the slots? ── no ─▶ host memory │ peers, begun a cell earlier ─▶ weights
-                       └── yes ─▶ weights
+    fetch(cell):  in the slots? ── no ─▶ host memory │ peers, begun a cell earlier ─▶ wait_weights(cell)
+                       └── yes ─▶ wait_weights(cell)
 
 Ranks hold the same records and take the same decisions without asking each other. A transfer that fails ends the step
 on all of them, within the timeout.
@@ -15,77 +15,62 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.plan_checks import require_ranks
-from foreroute.ep.transfer.host_memory import DIRECTORY, HostMemory
+from foreroute.ep.transfer.cells import Cell, Home, device_of, next_cell
+from foreroute.ep.transfer.gradients import GradientReturn
+from foreroute.ep.transfer.host_memory import DIRECTORY, HostMemory, shapes_of
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.ep.transfer.replica_weights import Cell, Fetch, GradientReturn, Home, device_of, next_cell
-from foreroute.ep.transfer.slots import Channels, SlotSet, SlotSets, TransferBatch, TransferLane
+from foreroute.ep.transfer.slots import SlotSet
+from foreroute.ep.transfer.transfers import Transfer, TransferLane, row_messages
 from foreroute.errors import ConfigError, TransferError
-from foreroute.files.container import blake2b_hex
 from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import FetchPath, check_paths
 from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
 
 
 class TransferEngine:
-    """Brings the weights of this rank's replicas, and takes their gradients home, for one expert-parallel group.
+    """Brings the weights of this rank's replicas, and returns their gradients, for one expert-parallel group.
 
     All ranks call its methods for the same cells in the same order, those with nothing to send or receive too, but for
     `close` and `take_records`. A cell may be asked for any number of times (recomputation, backward).
-
-    Args:
-        homes: of the routed layers that run on this rank. The tensors that training updates; shapes and dtypes are the
-            same on all ranks.
-        options: the same on all ranks.
-        peers: the ranks of the plans to come, in their order.
-        consensus: of the same ranks.
-        first: the number among them of the first rank of this rank's expert-parallel group.
-        gathers_late: whether the weights of a layer may still be gathered from other ranks until its first cell of a
-            step runs. Nothing of it is sent before.
-        versions: how often the weights of a layer were written to, where their memory does not tell by itself.
-
-    Raises:
-        TransferError: on every rank alike, when options or shapes of shards differ.
-
-    Attributes:
-        updating: whether backward passes follow the forward passes of the plan in force; it tells what to prefetch.
     """
 
     def __init__(
         self,
-        homes: Mapping[int, Home],
+        homes: Mapping[int, Home],  # the tensors that training updates
         options: TransferOptions,
-        peers: PeerGroup,
-        consensus: RankConsensus,
+        peers: PeerGroup,  # the ranks of the plans to come, in their order
+        consensus: RankConsensus,  # the same ranks in the same order
         *,
-        first: int = 0,
-        gathers_late: bool = False,
-        versions: Callable[[int], tuple[int, ...]] | None = None,
+        first: int = 0,  # the number among them of the first rank of this expert-parallel group
+        gathers_late: bool = False,  # the weights of a layer are stale until its first cell of a step runs
+        versions: Callable[[int], tuple[int, ...]] | None = None,  # of a layer, where their memory does not count
     ) -> None:
-        self._first = first
+        self._homes, self._options, self._peers, self._consensus = homes, options, peers, consensus
+        self._first, self._gathers_late = first, gathers_late
         self._versions_of = versions or (lambda layer: _versions(homes[layer]))
-        self._homes, self._options, self._peers, self._gathers_late = homes, options, peers, gathers_late
-        self._consensus = consensus
-        _agree_on_engine(consensus, homes, options)
-        self._channels = Channels(peers, None, TransferLane(device_of(homes)))
-        self._slots: SlotSets | None = None
+        _require_same_engines(consensus, homes, options)
+        peers.connect(device_of(homes))
+        self._lane = TransferLane(device_of(homes))
+        self._memory: HostMemory | None = None
+        # sets of slots of layers that share them, the one used last at the end; made when they are first needed
+        self._rings: dict[object, list[SlotSet]] = {}
+        self._ring_keys: dict[int, object] = {}  # by layer
         self._versions: dict[int, tuple[int, ...]] = {}
-        # what host memory holds of the step's weights
-        self._published_LE: NDArray[np.bool_] | None = None
         self._records: list[TransferRecord] = []
-        # by host memory and from peers, since the last record
+        # by host memory and from peers, waited for since the last record
         self._received_bytes = (0, 0)
+        self._exposed_s = 0.0
         self._plan: StepPlan | None = None
         self._schedule: ExecutionSchedule | None = None
-        self._of_group: ExecutionSchedule | None = None
+        self._group_schedule: ExecutionSchedule | None = None
         self._step: int | None = None
+        # whether backward passes follow the forward passes of the plan; it tells what to prefetch
         self.updating = False
-        # whose weights may be sent in the step
+        # layers whose weights may be sent in the step
         self._ready: set[int] = set()
         self._previous: Cell | None = None
         self._current: Cell | None = None
@@ -97,24 +82,12 @@ class TransferEngine:
         return self._options.paths
 
     def begin_step(
-        self, step: int, plan: StepPlan, schedule: ExecutionSchedule, of_group: ExecutionSchedule | None = None
+        self, step: int, plan: StepPlan, schedule: ExecutionSchedule, group_schedule: ExecutionSchedule | None = None
     ) -> None:
-        """Put a plan in force, once for the recompute and once for the update of a step.
+        """Activate a plan that is the same on all ranks, with its schedule for this rank and that of gradients.
 
-        In another step than the last one, weights are taken up as the home shards hold them now, and replicas of the
-        weights before are forgotten. Where host memory is used, experts are copied to it that the plan lends within
-        their node, and no plan of the step before it has lent.
-
-        Args:
-            step: its number; another one after every change of weights or homes.
-            plan: the same on all ranks, as the caller has made sure. It says whether slots are shared by all layers,
-                one set for the cell that runs and one for each that is prefetched, or kept for each layer.
-            schedule: of it, for this rank and the paths of this engine.
-            of_group: by which gradients go home, in the expert-parallel group; the same by default.
-
-        Raises:
-            PlanError: when it is for other ranks.
-            TransferError: on every rank alike, when shared memory cannot be had, or a rank does not follow.
+        In another step than the last one, weights are those that the home shards hold now, and replicas of the weights
+        before are forgotten. A step has another number after every change of weights or homes.
         """
         require_ranks(plan, self._peers.size)
         same_slots = self._plan is not None and (plan.slots, plan.topology) == (self._plan.slots, self._plan.topology)
@@ -122,118 +95,94 @@ class TransferEngine:
             self.end_step()
             # nobody may ask for those of the step before, and a run has many steps
             self._records = []
-            self._slots = SlotSets(plan.slots, 1 + self._options.prefetch, self._homes, plan.topology)
+            self._ring_keys = {n: n if plan.slots == "layer" else shapes_of(home) for n, home in self._homes.items()}
+            self._rings = {key: [] for key in self._ring_keys.values()}
             self._versions = {layer: self._versions_of(layer) for layer in self._homes}
-            self._published_LE = None
-        self._end_batches()
-        self._publish(step, plan)
-        self._plan, self._schedule, self._of_group = plan, schedule, of_group or schedule
+            if self._memory is not None:
+                self._memory.forget()
+        self._end_transfers()
+        if self._options.paths == "host":
+            self._publish(step, plan)
+        self._plan, self._schedule, self._group_schedule = plan, schedule, group_schedule or schedule
         self._step = step
         self._ready = set() if self._gathers_late else set(self._homes)
         self._previous, self._current, self._running = None, None, None
 
     def end_step(self, *, keeps_weights: bool = False) -> None:
-        """Wait for what is under way, and give up the slots. The next step takes up the weights that are there then.
-
-        Args:
-            keeps_weights: leave them there, for another plan of the same step.
-        """
-        self._end_batches()
+        """Wait for what is under way, and release the slots, unless another plan of the same step keeps the weights."""
+        self._end_transfers()
         if keeps_weights:
             return
         # streams may still copy from host memory, which others write when all have come here
-        self._channels.lane.synchronize()
-        self._step, self._slots, self._running = None, None, None
+        self._lane.synchronize()
+        self._step, self._running, self._rings = None, None, {}
 
-    def fetch(self, cell: Cell, home: Home) -> Fetch:
-        """Begin to bring the replicas that this rank serves in a cell, and behind them those of later cells.
+    def fetch(self, cell: Cell, home: Home) -> None:
+        """Begin to bring the replicas that this rank hosts in a cell, and behind them those of later cells.
 
         Called when the rows of the cell have left, so that weights travel while experts compute, and no row waits
         behind them. Nothing is waited for; what slots hold already, or is under way, is not begun again.
-
-        What it gives are views of slots, which the next filling of the slots overwrites: a backward pass that needs
-        them later fetches the cell again (as `foreroute.ep` does), or is refused by autograd.
-
-        Args:
-            cell: of the plan in force.
-            home: of the layer.
-
-        Raises:
-            TransferError: when no plan of the cell is in force, its home shards hold other weights than the step began
-                with, or a rank is gone.
         """
         begun = time.monotonic()
-        moves = self._moves(cell)
+        self._moves(cell)  # refuses a cell of no active plan
         self._require_published(cell, home)
         self._ready.add(cell.layer)
-        slots = self._running = self._slot_sets.of(cell)
-        was_prefetched = slots.cell == cell and slots.batch is not None
+        slots = self._running = self._slots_for(cell)
+        slots.was_prefetched = slots.cell == cell and slots.transfer is not None
         self._begin(slots, cell)
         # A cell may be asked for twice, in its backward pass; the way on shows only in the last one that was another.
         if cell != self._current:
             self._previous, self._current = self._current, cell
         self._prefetch()
-        begun_s = time.monotonic() - begun
+        self._exposed_s += time.monotonic() - begun
 
-        def wait() -> dict[str, Tensor]:
-            begun = time.monotonic()
-            self._end_batch(slots)
-            exposed_s = begun_s + time.monotonic() - begun
-            self._records.append(TransferRecord(cell, "fetch", *self._received_bytes, exposed_s, was_prefetched))
-            self._received_bytes = (0, 0)
-            return slots.replicas(moves)
+    def wait_weights(self, cell: Cell) -> dict[str, Tensor]:
+        """Wait for the weights of a cell that was fetched: name -> [V here, ...] in ascending order of slot.
 
-        return Fetch(cell, wait)
-
-    def send_home(self, cell: Cell, grads: Mapping[str, Tensor]) -> GradientReturn:
-        """Begin to return the gradients of replicas to the ranks that their experts live on, from peer to peer.
-
-        Args:
-            cell: of the plan in force.
-            grads: name -> [replicas here, ...] in the order of `fetch`; not written to until they are home.
-
-        Raises:
-            TransferError: when a rank is gone.
+        They are views of slots, which the next filling overwrites. A backward pass that needs them later fetches the
+        cell again (as `foreroute.ep` does), or is refused by autograd.
         """
+        begun = time.monotonic()
+        moves = self._moves(cell)
+        slots = next((each for each in self._rings[self._ring_keys[cell.layer]] if each.cell == cell), None)
+        assert slots is not None, "a cell is fetched before its weights are waited for"
+        self._end_transfer(slots)
+        exposed_s = self._exposed_s + time.monotonic() - begun
+        self._records.append(TransferRecord(cell, "fetch", *self._received_bytes, exposed_s, slots.was_prefetched))
+        self._received_bytes, self._exposed_s = (0, 0), 0.0
+        return slots.replicas(moves)
+
+    def return_grads(self, cell: Cell, grads: Mapping[str, Tensor]) -> GradientReturn:
+        """Begin to return gradients, in the order of `wait_weights`, to the ranks that their experts live on."""
 
         def record(num_bytes: int, exposed_s: float) -> None:
             self._records.append(TransferRecord(cell, "return", 0, num_bytes, exposed_s))
 
-        self._moves(cell)  # refuses a cell of no plan in force
-        assert self._of_group is not None, "a plan is in force"
-        moves, what = self._of_group.cell(cell.micro_step, cell.layer), f"returning the gradients of {cell}"
+        self._moves(cell)  # refuses a cell of no active plan
+        assert self._group_schedule is not None, "a plan is active"
+        moves, what = self._group_schedule.cell(cell.micro_step, cell.layer), f"returning the gradients of {cell}"
         return GradientReturn(self._peers, moves, grads, what, first=self._first, record=record)
 
     def take_records(self) -> list[TransferRecord]:
-        """What happened on this rank since the last call, and since its step began, in order."""
+        """Take what happened on this rank since the last call, and since its step began, in order."""
         records, self._records = self._records, []
         return records
 
     def close(self, seconds: float = 10.0) -> None:
         """Wait so long for transfers under way, and give the shared memory back. Never raises: errors end here too."""
-        self._channels.lane.close(seconds)
-        if self._channels.memory is not None:
-            self._channels.memory.close()
-        self._channels.memory = None
+        is_drained = self._lane.close(seconds)
+        # memory that a stream may still read stays page-locked until the process ends
+        if self._memory is not None and is_drained:
+            self._memory.close()
+        self._memory = None
 
     def _publish(self, step: int, plan: StepPlan) -> None:
         """Copy what host memory lacks, which all ranks know from the plan."""
-        begun, memory = time.monotonic(), self._channels.memory
-        if self._published_LE is None:
-            self._published_LE = np.zeros(plan.hosts.home_LE.shape, np.bool_)
-        missing_LE = plan.hosts.lent_LE(plan.topology.ranks_per_node) & ~self._published_LE
-        layers = list(self._homes)
-        if self._options.paths == "direct" or not missing_LE[layers].any():
-            return
-        if memory is None or memory.per_node != plan.topology.ranks_per_node:
-            memory = HostMemory(self._consensus, plan.topology, self._homes, directory=self._options.directory)
-            self._channels.memory = memory
-        mine_LE = plan.hosts.home_LE == self._peers.rank
-        # a shard has the experts of its rank in ascending order of their id
-        rows = {layer: np.flatnonzero(missing_LE[layer][mine_LE[layer]]).tolist() for layer in layers}
-        memory.publish(self._homes, rows)
-        self._published_LE |= missing_LE
-        self._records.append(TransferRecord(Cell(step, 0, 0), "publish", 0, 0, time.monotonic() - begun))
+        begun, hosts, per_node = time.monotonic(), plan.hosts, plan.topology.ranks_per_node
+        if self._memory is None or self._memory.per_node != per_node:
+            self._memory = HostMemory(self._consensus, self._homes, per_node, directory=self._options.directory)
+        if self._memory.publish(hosts.home_LE, hosts.sent_LEW(per_node)):
+            self._records.append(TransferRecord(Cell(step, 0, 0), "publish", 0, 0, time.monotonic() - begun))
 
     def _prefetch(self) -> None:
         """Begin as many later cells as the options say, only those that replicas serve."""
@@ -251,50 +200,72 @@ class TransferEngine:
             if guess.layer not in self._ready:
                 return
             # the slots of the cell that runs are in use
-            if (slots := self._slot_sets.of(guess)) is not self._running:
+            if (slots := self._slots_for(guess)) is not self._running:
                 self._begin(slots, guess)
                 ahead += 1
 
     def _begin(self, slots: SlotSet, cell: Cell) -> None:
-        """Turn slots to a cell and start what they lack of it, unless that is under way."""
+        """Turn slots to a cell and post what they lack of it, unless that is under way."""
         if slots.cell != cell:
-            self._end_batch(slots)
+            self._end_transfer(slots)
             slots.assign(cell)
-        if slots.batch is not None:
+        if slots.transfer is not None:
             return
         assert self._plan is not None, "a cell runs only under a plan"
         plan = self._plan.cell(cell.micro_step, cell.layer)
         if slots.holds(plan):
             return
-        lent, served = slots.lacking(self._moves(cell), self._peers.rank)
-        what = f"fetching the replicas of {cell}"
-        home = self._homes[cell.layer]
-        slots.batch = TransferBatch(self._channels, lent, served, cell.layer, home, slots.tensors, what)
-        slots.expect(plan, fills_mine=len(served) > 0)
+        sends, hosted = slots.lacking(self._moves(cell), self._peers.rank)
+        received, by_host = hosted[~hosted["by_host"]], hosted[hosted["by_host"]]
+        copies = []
+        for expert, slot in zip(by_host["expert"].tolist(), by_host["slot"].tolist(), strict=True):
+            assert self._memory is not None, "a schedule of the host path has published its experts"
+            for name, source in self._memory.expert(cell.layer, expert).items():
+                copies.append((source, slots.tensors[name][slot]))
+        slots.transfer = Transfer.post(
+            self._peers,
+            f"fetching the replicas of {cell}",
+            row_messages(sends[~sends["by_host"]], "row", self._homes[cell.layer]),
+            row_messages(received, "slot", slots.tensors),
+            copies,
+            self._lane,
+        )
+        slots.enter(plan, fills_mine=len(hosted) > 0)
 
-    def _end_batch(self, slots: SlotSet) -> None:
-        """Wait for the transfers into these slots."""
-        batch, slots.batch = slots.batch, None
-        if batch is None:
+    def _end_transfer(self, slots: SlotSet) -> None:
+        """Wait for the transfer into these slots."""
+        transfer, slots.transfer = slots.transfer, None
+        if transfer is None:
             return
         host_bytes, direct_bytes = self._received_bytes
-        self._received_bytes = (host_bytes + batch.host_bytes, direct_bytes + batch.direct_bytes)
-        batch.wait(self._peers.timeout_s)
+        self._received_bytes = (host_bytes + transfer.host_bytes, direct_bytes + transfer.direct_bytes)
+        transfer.wait()
 
-    def _end_batches(self) -> None:
-        for slots in self._slots or ():
-            self._end_batch(slots)
+    def _end_transfers(self) -> None:
+        for ring in self._rings.values():
+            for slots in ring:
+                self._end_transfer(slots)
 
-    @property
-    def _slot_sets(self) -> SlotSets:
-        assert self._slots is not None, "a cell runs only under a plan"
-        return self._slots
+    def _slots_for(self, cell: Cell) -> SlotSet:
+        """Return the set of this cell, or the one to be given to it: a new one, or the one used longest ago."""
+        assert self._plan is not None, "a cell runs only under a plan"
+        ring = self._rings[self._ring_keys[cell.layer]]
+        num_sets = 1 if self._plan.slots == "layer" else 1 + self._options.prefetch
+        found = next((slots for slots in ring if slots.cell == cell), None)
+        if found is None and len(ring) < num_sets:
+            found = SlotSet(self._homes[cell.layer], self._plan.topology)
+        elif found is None:
+            found = ring.pop(0)
+        else:
+            ring.remove(found)
+        ring.append(found)
+        return found
 
     def _moves(self, cell: Cell) -> CellSchedule:
         if self._schedule is None or cell.step != self._step:
-            in_force = "none is" if self._step is None else f"that of step {self._step} is"
+            active = "none is" if self._step is None else f"that of step {self._step} is"
             raise TransferError(
-                f"{cell} is asked for, but no plan of that step is in force, {in_force}; run forward and backward "
+                f"{cell} is asked for, but no plan of that step is active, {active}; run forward and backward "
                 "inside of execute()"
             )
         return self._schedule.cell(cell.micro_step, cell.layer)
@@ -318,13 +289,12 @@ class TransferOptions:
     """How weights travel. The same on all ranks.
 
     Attributes:
-        paths: "host", through host memory within a node and from peer to peer between nodes; or "direct", from peer to
-            peer.
+        paths: "direct", from peer to peer; or "host", through host memory within a node.
         prefetch: cells ahead of the one that runs whose replicas are fetched; 0 fetches them when they are needed.
         directory: of node-shared memory.
     """
 
-    paths: FetchPath = "host"
+    paths: FetchPath = "direct"
     prefetch: int = 1
     directory: Path = DIRECTORY
 
@@ -336,24 +306,14 @@ class TransferOptions:
 
 @dataclass(frozen=True)
 class TransferRecord:
-    """One call of the transfer engine on one rank.
+    """One call of the transfer engine on one rank."""
 
-    Attributes:
-        cell: that it was for; the first of its step where weights are published.
-        kind: "publish" as a step begins, "fetch" of weights, or "return" of gradients.
-        host_bytes: that came here through host memory and were waited for in this call, those of prefetches that were
-            not asked for among them; 0 when slots held everything.
-        direct_bytes: the same from peers.
-        exposed_s: seconds that the host waited; the stream's waits on a GPU are not among them.
-        prefetched: the transfer had begun before it was asked for.
-    """
-
-    cell: Cell
-    kind: Literal["publish", "fetch", "return"]
-    host_bytes: int
-    direct_bytes: int
-    exposed_s: float
-    prefetched: bool = False
+    cell: Cell  # the first of its step where weights are published
+    kind: Literal["publish", "fetch", "return"]  # as a step begins, of weights, of gradients
+    host_bytes: int  # that came by host memory and were waited for, those of prefetches that nobody asked for too
+    direct_bytes: int  # the same from peers
+    exposed_s: float  # seconds that the host waited; the stream's waits on a GPU are not among them
+    prefetched: bool = False  # the transfer had begun before it was asked for
 
 
 def _versions(home: Home) -> tuple[int, ...]:
@@ -364,37 +324,18 @@ def _versions(home: Home) -> tuple[int, ...]:
     )
 
 
-def _agree_on_engine(consensus: RankConsensus, homes: Mapping[int, Home], options: TransferOptions) -> None:
-    """Make sure that all ranks move the same things in the same way.
-
-    Ranks compute alone what the others send them, so one other option is enough to mix up messages.
-
-    Args:
-        consensus: of the ranks.
-        homes: of the routed layers here.
-        options: of the transfers.
-
-    Raises:
-        TransferError: on every rank alike, when options, or layers, names, shapes or dtypes of home shards differ.
-    """
-    settings = consensus.texts(str(options), "comparing options of transfers")
-    if len(set(settings)) > 1:
-        raise TransferError(
-            "ranks make engines of different options: "
-            + "; ".join(f"rank {rank} has {text}" for rank, text in enumerate(settings))
-            + ". Every rank must be given the same"
-        )
+def _require_same_engines(consensus: RankConsensus, homes: Mapping[int, Home], options: TransferOptions) -> None:
+    """Raise `TransferError` on every rank alike, when options, or layers, names, shapes or dtypes of shards differ."""
     shards = [
         (layer, name, (len(home[name]), *home[name][0].shape), str(home[name][0].dtype))
         for layer, home in homes.items()
         for name in sorted(home)
     ]
-    listed = f"{len(homes)} layers, {sorted({shard[1:] for shard in shards})}"
-    mine = f"{blake2b_hex(repr(shards).encode())} {listed}"
-    texts = consensus.texts(mine, "comparing home shards")
-    if len(set(texts)) > 1:
-        raise TransferError(
-            "ranks hold home shards of different shapes: "
-            + "; ".join(f"rank {rank} has {text.partition(' ')[2]}" for rank, text in enumerate(texts))
-            + ". Every rank must hold the same number of experts of the same model"
+    # Ranks compute alone what the others send them, so one other option is enough to mix up messages.
+    with consensus.agree("making the engine of transfers", TransferError) as vote:
+        vote.same(str(options), "ranks make engines of different options: {}. Every rank must be given the same")
+        vote.same(
+            f"{len(homes)} layers, {sorted({shard[1:] for shard in shards})}, in all {shards}",
+            "ranks hold home shards of different shapes: {}. Every rank must hold the same number of experts of the "
+            "same model",
         )

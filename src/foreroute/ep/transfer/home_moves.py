@@ -1,49 +1,53 @@
 """Experts that change their home between two steps: parameters and optimizer state go from rank to rank.
 
-There are four collective stages, and after each of them all ranks go on or none does: the new homes are compared, what
-is there is inspected, memory is taken, and segments are received into it, beside what is there. Only then is anything
-of the model written. `move_homes` is for experts that are rows of stacked parameters; what others have to do is to
-inspect their experts, and the stages are the same.
+There are four votes, and behind each of them all ranks go on or none does: the new homes are compared, what is there is
+inspected, memory is taken, and segments are received into it, beside what is there. Only then is anything of the model
+written. `move_homes` is for experts that are rows of stacked parameters; what others have to do is to inspect their
+experts, and the votes are the same.
+
+Axis letters: L routed layers, E experts, G expert-parallel ranks, D expert-data-parallel ranks of each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
 from foreroute.ep.agreement import RankConsensus
-from foreroute.ep.transfer.moves import Moves, shard_moves
-from foreroute.ep.transfer.peers import PeerGroup, collective_errors
-from foreroute.ep.transfer.segments import HeldTensor, LayerTransfer, require_complete, segments_for
+from foreroute.ep.transfer.peers import Message, PeerGroup, collective_errors
+from foreroute.ep.transfer.segments import (
+    Extent,
+    LayerExtents,
+    Moves,
+    Segment,
+    require_complete,
+    segments_for,
+    shard_moves,
+)
+from foreroute.ep.transfer.transfers import Transfer
 from foreroute.errors import PlanError, TransferError
 from foreroute.files.container import blake2b_hex
 from foreroute.planner.homes import check_homes
 
-WHAT = "moving homes"
-"""The call, for errors."""
-Done = TypeVar("Done")
+WHAT = "homes cannot be moved, and none were"
+"""The votes, for errors: until the last of them nothing of the model is written."""
 
 
-@dataclass(frozen=True, eq=False)
-class MovingRanks:
-    """The ranks between which experts can move: those with the same layers and the same cut of each expert.
-
-    Attributes:
-        peers: the ranks.
-        group: of the same, in their order, for what they say.
-        number_GD: int64 [G, D], the number among them of each expert-data-parallel rank of each expert-parallel one.
-    """
+class MovingRanks(NamedTuple):
+    """The ranks between which experts can move: those with the same layers and the same cut of each expert."""
 
     peers: PeerGroup
-    group: dist.ProcessGroup
-    number_GD: NDArray[np.int64]
+    group: dist.ProcessGroup  # of the same, in their order, for what they say
+    number_GD: NDArray[np.int64]  # the number among them of each expert-data-parallel rank of each expert-parallel one
 
 
 def move_homes(
@@ -57,16 +61,14 @@ def move_homes(
     """Move experts to their new homes, in place. A collective call, between two steps and after `zero_grad`.
 
     Every state tensor of a parameter whose first dimension counts the shard's experts moves with it (moments of Adam,
-    momentum, factored moments); state without dimensions (step counts) is that of all experts and stays. A shard that
-    is not trained has no state.
+    momentum, factored moments); state without dimensions (step counts) is that of all experts and stays.
 
     Args:
         peers: the ranks of the homes, in their order.
-        consensus: of the same ranks.
+        consensus: the same ranks.
         before_LE: integers [L, E], home ranks so far.
-        after_LE: integers [L, E], home ranks from now on.
-        homes: per routed layer, name -> [E / G, ...], this rank's shard, experts in ascending order of their id; or the
-            DTensor that it is of.
+        after_LE: the same from now on.
+        homes: per routed layer, name -> [E / G, ...], this rank's shard, or the DTensor that it is of.
         optimizer: of the shards, of one kind on all ranks; None when they are not trained.
 
     Returns:
@@ -80,15 +82,72 @@ def move_homes(
     moved_LE = agree_on_homes(consensus, before_LE, after_LE, peers.size)
     layers = np.flatnonzero((before_LE != moved_LE).any(axis=1)).tolist()
     trained = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
-    transfers = all_or_none(
-        consensus, lambda: [_inspect(f"routed layer {layer}", homes[layer], optimizer, trained) for layer in layers]
-    )
+    with consensus.agree(WHAT, TransferError):
+        moving = [_inspect(f"routed layer {layer}", homes[layer], optimizer, trained) for layer in layers]
     ranks = MovingRanks(peers, consensus.group, np.arange(peers.size)[:, None])
-    moves = [shard_moves(before_LE[layer], moved_LE[layer]) for layer in layers]
-    received = bring(consensus, ranks, transfers, moves)
-    for transfer in transfers:
-        transfer.commit()
-    return received
+    return move_layers(consensus, ranks, moving, [shard_moves(before_LE[layer], moved_LE[layer]) for layer in layers])
+
+
+def agree_on_homes(
+    consensus: RankConsensus,
+    before_LE: NDArray[np.integer],
+    given_LE: ArrayLike,
+    num_ranks: int,
+    objection: str | None = None,
+) -> NDArray[np.int16]:
+    """Return the new homes, checked and the same on all ranks, or raise `PlanError` on all of them. A collective call.
+
+    `objection` is what else is wrong on this rank.
+    """
+    with consensus.agree(WHAT, PlanError) as vote:
+        if objection is not None:
+            raise PlanError(objection)
+        try:
+            homes_LE = check_homes(given_LE, before_LE.shape[0], before_LE.shape[1], num_ranks)
+        except ValueError as error:  # numpy's too, for rows of other lengths
+            raise PlanError(str(error)) from error
+        vote.same(
+            blake2b_hex(np.stack([before_LE, homes_LE]).astype(np.int16)),
+            "ranks are given other homes to move experts to ({}, by their digests); give every rank the same",
+        )
+    return homes_LE
+
+
+def move_layers(
+    consensus: RankConsensus, ranks: MovingRanks | None, moving: list[MovingLayer], moves: list[Moves]
+) -> int:
+    """Bring everything to its rank, beside what is there, and then overwrite that. Returns the bytes from other ranks.
+
+    A collective call of all ranks, those between which nothing moves too: `ranks` is None on a rank without a layer
+    that changes.
+    """
+    extents: list[Any] = [] if ranks is None else gathered([layer.extents for layer in moving], ranks.group)
+    with consensus.agree(WHAT, TransferError):
+        for number, layer in enumerate(moving):
+            assert ranks is not None, "layers that change have ranks that hold them"
+            of_ranks = [each[number] for each in extents]
+            require_complete(of_ranks, ranks.number_GD, layer.where)
+            layer.allocate(ranks.peers.rank, segments_for(ranks.peers.rank, moves[number], ranks.number_GD, of_ranks))
+    with consensus.agree(WHAT, TransferError):
+        transfers = []
+        if ranks is not None:
+            if moving:
+                ranks.peers.connect(moving[0].device)
+            transfers = [layer.post(ranks.peers) for layer in moving]
+        # all are posted before one is waited for: a rank that fails has sent what others wait for
+        for transfer in transfers:
+            transfer.wait()
+    for layer in moving:
+        layer.commit()
+    return sum(transfer.direct_bytes for transfer in transfers)
+
+
+def gathered(mine: object, group: dist.ProcessGroup) -> list[Any]:
+    """Return what each rank says, by its number in the group. A collective call."""
+    said: list[Any] = [None] * dist.get_world_size(group)
+    with collective_errors(WHAT, group):
+        dist.all_gather_object(said, mine, group=group)
+    return said
 
 
 def local_experts(tensor: Tensor) -> Tensor:
@@ -99,8 +158,8 @@ def local_experts(tensor: Tensor) -> Tensor:
 
 def _inspect(
     where: str, home: Mapping[str, Tensor], optimizer: Optimizer | None, trained: set[int] | None
-) -> LayerTransfer:
-    """The rows of a shard, and of all state that has a row for each expert."""
+) -> MovingLayer:
+    """Find the rows of a shard, and of all state that has a row for each expert."""
     tensors = {name: local_experts(shard) for name, shard in home.items()}
     num_rows = len(next(iter(tensors.values())))
     for name, shard in home.items():
@@ -122,101 +181,83 @@ def _inspect(
             tensors[f"{name}, {key}"] = rows
     # an expert that does not lie in one piece moves as a copy
     copies = {name: rows.contiguous() for name, rows in tensors.items() if not rows[0].is_contiguous()}
-    slots = [
+    rows_held = [
         {name: HeldTensor.of(rows[row].view(-1)) for name, rows in {**tensors, **copies}.items()}
         for row in range(num_rows)
     ]
-    return LayerTransfer(where, slots, copies=[(tensors[name], copy) for name, copy in copies.items()])
+    return MovingLayer(where, rows_held, copies=[(tensors[name], copy) for name, copy in copies.items()])
 
 
-def agree_on_homes(
-    consensus: RankConsensus,
-    before_LE: NDArray[np.integer],
-    given_LE: ArrayLike,
-    num_ranks: int,
-    objection: str | None = None,
-) -> NDArray[np.int16]:
-    """The new homes, checked, the same on all ranks. A collective call.
+class HeldTensor(NamedTuple):
+    """The part of one tensor of an expert that this rank holds."""
 
-    Args:
-        consensus: of all ranks.
-        before_LE: integers [L, E], home ranks so far.
-        given_LE: integers [L, E], home ranks from now on.
-        num_ranks: G, expert-parallel ranks.
-        objection: what else is wrong on this rank, or None.
+    extent: Extent
+    tensor: Tensor  # flat, in the memory that the model or the optimizer uses
 
-    Raises:
-        PlanError: on every rank alike, when homes are not E / G experts on each rank, or ranks are given other homes.
-    """
-    homes_LE, refusal = np.asarray(before_LE, np.int16), None
-    try:
-        homes_LE = check_homes(given_LE, before_LE.shape[0], before_LE.shape[1], num_ranks)
-    except ValueError as error:  # numpy's too, for rows of other lengths
-        refusal = error
-    mine = objection if refusal is None else str(refusal)
-    if objections := consensus.objections(mine, WHAT):
-        raise PlanError("homes cannot be moved: " + "; ".join(objections)) from refusal
-    digests = consensus.texts(blake2b_hex(np.stack([before_LE, homes_LE]).astype(np.int16)), WHAT)
-    if len(set(digests)) > 1:
-        listed = "; ".join(f"rank {rank}: {digest}" for rank, digest in enumerate(digests))
-        raise PlanError(
-            f"ranks are given other homes to move experts to ({listed}, by their digests); give every rank the same"
-        )
-    return homes_LE
+    @classmethod
+    def of(cls, tensor: Tensor, start: int = 0, whole: int | None = None) -> HeldTensor:
+        """Hold a flat tensor, elements from `start` on of one of `whole` elements; all of it by default."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return cls(Extent(start, start + len(tensor), len(tensor) if whole is None else whole, dtype), tensor)
+
+    def part(self, segment: Segment) -> Tensor:
+        """Return the elements of a segment, as a view."""
+        return self.tensor[segment.start - self.extent.start : segment.stop - self.extent.start]
 
 
-def bring(
-    consensus: RankConsensus, ranks: MovingRanks | None, transfers: list[LayerTransfer], moves: list[Moves]
-) -> int:
-    """Bring everything to its rank, beside what is there. A collective call.
+@dataclass
+class MovingLayer:
+    """What one layer holds on this rank, sends and receives."""
 
-    Args:
-        consensus: of all ranks, those between which nothing moves too.
-        ranks: between which experts move; None on a rank without a layer that changes.
-        transfers: of the layers that change, with what there is.
-        moves: of the same layers.
+    where: str  # in words
+    rows: list[dict[str, HeldTensor]]  # of the expert in each row of the shard, by name
+    counts: frozenset[tuple[str, float]] = frozenset()  # as in `LayerExtents`
+    copies: Sequence[tuple[Tensor, Tensor]] = ()  # what is not in one piece, and the copy of it that is in `rows`
+    segments: Sequence[Segment] = ()  # those that this rank sends or receives
+    # for each segment that it receives, where it belongs, and the memory that it arrives in
+    staged: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    Returns:
-        The bytes that came from other ranks.
+    @property
+    def extents(self) -> LayerExtents:
+        """What this rank holds, without the tensors: what it tells the other ranks."""
+        return LayerExtents([{name: held.extent for name, held in row.items()} for row in self.rows], self.counts)
 
-    Raises:
-        TransferError: on every rank alike, when ranks hold different state, or one cannot receive its own.
-    """
-    said: list[Any] = [] if ranks is None else gathered([transfer.parts for transfer in transfers], ranks.group)
+    @property
+    def device(self) -> torch.device:
+        """Where the experts are."""
+        return next(held.tensor.device for row in self.rows for held in row.values())
 
-    def prepare() -> None:
-        for number, transfer in enumerate(transfers):
-            assert ranks is not None, "layers that change have ranks that hold them"
-            of_ranks = [each[number] for each in said]
-            require_complete(of_ranks, ranks.number_GD, transfer.where)
-            transfer.segments = segments_for(ranks.peers.rank, moves[number], ranks.number_GD, of_ranks)
-            transfer.allocate(ranks.peers.rank)
+    def allocate(self, rank: int, segments: Sequence[Segment]) -> None:
+        """Take the memory for the segments that arrive at this rank, whose number among the peers is `rank`."""
+        self.segments = segments
+        for segment in segments:
+            if segment.target == rank:
+                target = self.rows[segment.target_row][segment.name].part(segment)
+                self.staged.append((target, torch.empty_like(target)))
 
-    def exchange() -> None:
-        # all are posted before one is waited for: a rank that fails has sent what others wait for
-        for exchange in [transfer.begin(ranks.peers) for transfer in transfers if ranks is not None]:
-            exchange.wait()
+    def post(self, peers: PeerGroup) -> Transfer:
+        """Begin to bring what belongs on this rank into memory of its own. A collective call."""
+        sends: list[Message] = []
+        receives: list[Message] = []
+        buffers = iter([buffer for _, buffer in self.staged])
+        # both ends list the segments of a pair of ranks in the same order, so a count tells a message from the others
+        number_of: Counter[tuple[int, int]] = Counter()
+        for segment in self.segments:
+            pair = segment.source, segment.target
+            number_of[pair] += 1
+            if segment.source != peers.rank:
+                receives.append((segment.source, number_of[pair], next(buffers)))
+                continue
+            leaving = self.rows[segment.source_row][segment.name].part(segment)
+            if segment.target == peers.rank:
+                next(buffers).copy_(leaving)
+            else:
+                sends.append((segment.target, number_of[pair], leaving))
+        return Transfer.post(peers, f"moving homes of {self.where}", sends, receives)
 
-    all_or_none(consensus, prepare)
-    all_or_none(consensus, exchange)
-    return sum(transfer.received for transfer in transfers)
-
-
-def all_or_none(consensus: RankConsensus, do: Callable[[], Done]) -> Done:
-    """Do something on every rank, and raise the same `TransferError` on all of them if one could not."""
-    problem = None
-    try:
-        done = do()
-    except RuntimeError as error:  # out of memory, too
-        problem = error
-    if objections := consensus.objections(None if problem is None else str(problem), WHAT):
-        raise TransferError("homes cannot be moved, and none were: " + "; ".join(objections)) from problem
-    return done
-
-
-def gathered(mine: object, group: dist.ProcessGroup) -> list[Any]:
-    """What each rank says, by its number in the group."""
-    said: list[Any] = [None] * dist.get_world_size(group)
-    with collective_errors(WHAT, group):
-        dist.all_gather_object(said, mine, group=group)
-    return said
+    def commit(self) -> None:
+        """Overwrite what was there, in place: buffers of gradients and optimizers go on with the same memory."""
+        # under no_grad it still raises the version counters, so a backward pass that needs what was there is refused
+        with torch.no_grad():
+            for target, buffer in (*self.staged, *self.copies):
+                target.copy_(buffer)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from foreroute.adapters.hf import RoutedTransformer
-from foreroute.adapters.hf.batch_routes import TraceRows
+from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.costs.cluster_file import Cluster
 from foreroute.errors import ConfigError, shown
 from foreroute.plan import Topology
@@ -93,8 +93,7 @@ class PlannedWindows:
         with routed.execute(made, counts_MLGE, micro_batches) as execution:
             yield
         assert routed.spread is not None, "its home_LE was there"
-        everyone = routed.spread.ranks.consensus
+        everyone = routed.spread.groups.consensus
         executed_GML = everyone.gather(torch.from_numpy(execution.executed_ML), "gathering what was executed")
-        self.sums.add(
-            [execution.served[stage].plan], counts_MLGE, routed.home_LE, executed_GML.permute(1, 2, 0).numpy()
-        )
+        served = execution.hosted[stage].plan
+        self.sums.add([served], counts_MLGE, routed.home_LE, executed_GML.permute(1, 2, 0).numpy())

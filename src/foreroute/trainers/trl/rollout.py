@@ -20,7 +20,7 @@ from foreroute.trace import SAMPLING, RoutingTrace
 from foreroute.trainers.trl.masked_head import ScoringMasks
 
 if TYPE_CHECKING:
-    from foreroute.adapters.hf.batch_routes import TraceRows
+    from foreroute.adapters.hf.trace_rows import TraceRows
 
 ROWS = "foreroute_rows"
 """In TRL's batches: int64 [B, 2] on the host, the number of the rollout and that of the sequence in it."""

@@ -9,7 +9,7 @@ verl imports this module in every worker when it is told to, and then makes its 
 
 Routes are replayed by foreroute's hooks in the place of verl's: a plan is executed on the rows of a replay, whose
 micro-batch is known in every recomputation too. verl gives Megatron's schedule all micro-batches of a batch in one
-call: their routes are decoded, checked and cut when verl has split the batch, before the first of them runs. That is
+call: their routes are read, checked and cut to this rank when it is called, before the first of them runs. That is
 when a plan can be made, and all ranks of a model do something together: inside of the call, stages are in different
 micro-batches.
 """
@@ -17,7 +17,7 @@ micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from math import lcm
@@ -33,6 +33,7 @@ import verl
 from megatron.core import parallel_state as mpu
 from numpy.typing import NDArray
 from torch import Tensor
+from verl.utils.device import get_device_id
 from verl.workers.config import EngineRouterReplayConfig
 from verl.workers.engine.megatron import transformer_impl
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
@@ -45,7 +46,8 @@ from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trainers.checks import require_overridden
 from foreroute.trainers.plan_sums import PlanSums
 from foreroute.trainers.verl.comparison import over_ranks
-from foreroute.trainers.verl.passes import EnginePasses
+from foreroute.trainers.verl.packed_batch import PackedBatch, PackedRoutes
+from foreroute.trainers.verl.passes import ROLLOUT_LOG_PROBS, EnginePasses
 from foreroute.trainers.verl.planning import PlannedBatch, PlanningMegatronConfig
 from foreroute.trainers.verl.protocol import FIELD, routed_experts
 from foreroute.trainers.verl.registry import take_place
@@ -55,10 +57,6 @@ DEVICE = "cuda"
 """On others verl has an engine of other makers, which keeps its own replay."""
 Step = Callable[[Iterator[Any], Any], Any]
 """verl's `forward_step(batch_iter, model)`, its other parameters bound."""
-SPLIT = "prepare_micro_batches"
-"""By which verl splits a batch, among the globals of its engine's module: there is no method for that."""
-SCHEDULE = "get_forward_backward_func"
-"""By which verl finds Megatron's schedule, among the same globals."""
 
 
 class MegatronRoutingReplay(MegatronEngineWithLMHead):
@@ -66,16 +64,12 @@ class MegatronRoutingReplay(MegatronEngineWithLMHead):
 
     An engine that only runs forward is a reference, and is left alone.
 
-    Attributes:
-        replays_routes, executes_plans: what verl's registry is searched for.
-        routing: what is replayed in which pass; None where nothing is.
-
     Raises:
         AttachError: for a release of mbridge that does not work.
         ConfigError: for settings under which replay is not supported, and plans without replay.
     """
 
-    replays_routes = executes_plans = True
+    replays_routes = executes_plans = True  # what verl's registry is searched for
     routing: MegatronPasses | None = None
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -90,180 +84,171 @@ class MegatronRoutingReplay(MegatronEngineWithLMHead):
         super().__init__(model_config, engine_config, *args, **kwargs)
 
     def initialize(self) -> None:
-        """Build the model as verl does, and prove replay on it.
-
-        Raises:
-            AttachError: when the model is not replayable.
-        """
+        """Build the model as verl does, and prove replay on it. Raises `AttachError`."""
         super().initialize()
         if self._replay != "disabled":
             with self.eval_mode():
                 self.routing = MegatronPasses(self, self._replay)
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
-        """The passes of verl over a batch, of which each micro-batch was replayed.
-
-        Raises:
-            ReplayError: when one was not.
-        """
+        """Run verl's passes over a batch, of which each micro-batch is replayed."""
         run = partial(super().forward_backward_batch, data, loss_function, forward_only)
         return run() if self.routing is None else self.routing.run_batch(run, data, update=not forward_only)
+
+    def train_batch(self, data: Any, loss_function: Any) -> Any:
+        """Run verl's training step, with mismatch and plans among its metrics."""
+        train = partial(super().train_batch, data, loss_function)
+        return train() if self.routing is None else self.routing.train(train)
 
 
 @dataclass(frozen=True)
 class RoutedMicroBatch:
-    """One micro-batch of verl.
-
-    Attributes:
-        data: verl's.
-        layout: where its sequences are, before ranks share it.
-        routes: to replay; None where R2 records them.
-        shard: the same, cut to this rank; rows that the rollout did not route are spread.
-    """
+    """One micro-batch of verl, its field of routes taken off."""
 
     data: Any
     layout: Layout
-    routes: RoutingTrace | None
-    shard: RouteShard | None
+    packed: PackedBatch  # on the device, where log-probs are
+    routes: RoutingTrace | None  # as the host read them in the pass that is compared
+    shard: RouteShard | None  # to replay; rows that the rollout did not route are spread
 
 
 class MegatronPasses(EnginePasses):
-    """The passes of one engine.
-
-    verl hands all micro-batches of a batch to one call of Megatron's schedule, which runs them through stages and
-    virtual chunks in an order of its own. What all ranks of a model do together stands in front of that call, and
-    behind it.
-
-    Args:
-        engine: verl's, initialised, its parameters on their device.
-        replay: R2 or R3.
-    """
+    """The passes of one Megatron engine, whose schedule is given all micro-batches of a batch at once."""
 
     def __init__(self, engine: Any, replay: Replay) -> None:
         super().__init__(engine, megatron.attach(engine.module), replay)
         self._config = config = engine.engine_config
         self._planning = config if isinstance(config, PlanningMegatronConfig) else None
-        self._plans = PlanSums()
-        self._chunks = engine.module
+        self._plan_sums = PlanSums()
+        self._num_chunks = len(engine.module)
         # verl pads each sequence to a multiple, which ranks share; those of context parallelism in two chunks each
         ranks = mpu.get_context_parallel_world_size()
         self._align = mpu.get_tensor_model_parallel_world_size() * (2 * ranks if ranks > 1 else 1)
-        self._micro_batches: list[RoutedMicroBatch] = []
-        self._planned: PlannedBatch | None = None
 
-    @contextmanager
-    def batch(self, data: Any, *, update: bool) -> Iterator[dict[str, float]]:
-        """Around a batch of verl, whose micro-batches are prepared when verl has split it.
+    def around(self, *, update: bool) -> AbstractContextManager[object]:
+        """Give verl a schedule that replays while the passes of a batch run."""
+        find_schedule = transformer_impl.get_forward_backward_func
+        replaying = lambda: partial(self._run_schedule, find_schedule(), update=update)  # noqa: E731
+        return patch.object(transformer_impl, "get_forward_backward_func", replaying)
 
-        Raises:
-            ReplayError: when a micro-batch did not go through the schedule.
-        """
-        self._micro_batches, self._planned = [], None
-        with super().batch(data, update=update) as logs:
-            with ExitStack() as executions, self._preparing(executions, update), self._replaying(update):
-                yield logs
-            logs.update(self._ended(update))
+    def over_sharing_ranks(self, sums: Tensor) -> Tensor:
+        """Add sums up over the ranks of one model, which are all ranks but those of other data."""
+        return over_ranks(over_ranks(sums, mpu.get_model_parallel_group()), mpu.get_context_parallel_group())
 
-    def _ended(self, update: bool) -> dict[str, float]:
-        """What plans have to log of a batch that is over."""
-        if update:
-            self.comparison.metrics.share_native(_over_model)
-        if self._planned is not None:
-            groups = mpu.get_expert_model_parallel_group(), mpu.get_pipeline_model_parallel_group()
-            self._planned.add_to(self._plans, "update" if update else "recompute", *groups)
-        return self._plans.flush() if update and self._planning is not None else {}
+    def other_logs(self) -> dict[str, float]:
+        """Give what plans did."""
+        return self._plan_sums.flush()
 
-    def _preparing(self, executions: ExitStack, update: bool) -> AbstractContextManager[Any]:
-        """While the context is open, verl's splitting of a batch tells of the micro-batches."""
-        return _told(SPLIT, partial(self._prepare, executions, update))
-
-    def _replaying(self, update: bool) -> AbstractContextManager[Any]:
-        """While the context is open, verl is given a schedule that replays."""
-        return _told(SCHEDULE, partial(self._scheduled, update))
-
-    def _prepare(self, executions: ExitStack, update: bool, found: tuple[Sequence[Any], Any]) -> Any:
-        """Read the routes, when verl has split the batch and nothing of it has run."""
-        of_each = [np.asarray(data["input_ids"].offsets().diff().cpu().numpy(), np.int64) for data in found[0]]
-        longest = max(int(lengths_S.max()) for lengths_S in of_each)
-        self._micro_batches = [
-            self._micro_batch(data, self._layout(lengths_S, longest), update=update)
-            for data, lengths_S in zip(found[0], of_each, strict=True)
-        ]
-        shards = [each.shard for each in self._micro_batches if each.shard is not None]
-        if self._planning is not None and shards:
-            # stages run other micro-batches at a time, so that they agree on a plan before the first
-            at_once = mpu.get_pipeline_model_parallel_world_size() > 1
-            self._planned = PlannedBatch(self.routed, shards, self._planning, executions, at_once=at_once)
-        return found
-
-    def _scheduled(self, update: bool, schedule: Callable[..., Any]) -> Callable[..., Any]:
-        """Megatron's schedule for the batch, replayed, and measured as its pass asks for."""
-
-        def run(*, forward_step_func: Step, **given: Any) -> Any:
-            if self._replay == "R3":
-                self._check_first(schedule, forward_step_func, given)
-            if self._planned is not None:
-                self._planned.begin(0)
-            replaying = self.routed.replaying(forward_step_func, routes_of=self._routes_in, telemetry=update)
-            before = self._num_steps
+    def _run_schedule(
+        self, schedule: Callable[..., Any], *, forward_step_func: Step, data_iterator: Any, update: bool, **options: Any
+    ) -> Any:
+        """Run the micro-batches of a batch as verl asks for it, replayed, and compared as their pass asks for."""
+        given = list(data_iterator[0] if isinstance(data_iterator, list) else data_iterator)
+        micro_batches = self._read(given, update=update)
+        shards = [each.shard for each in micro_batches if each.shard is not None]
+        run = partial(self._run, schedule, options)
+        if self._replay == "R3" and not self.first_rollout_checked:
+            self._check_first(micro_batches, partial(run, forward_step_func, forward_only=True))
+        replaying = self.routed.replaying(forward_step_func, routes_of=partial(_shard_in, micro_batches))
+        num_before, planned = self._num_steps, None
+        with ExitStack() as stack:
+            recording = None if shards else stack.enter_context(self.routed.record())
+            executions = stack.enter_context(ExitStack())
+            if self._planning is not None and shards:
+                # stages run other micro-batches at a time, so that they agree on a plan before the first
+                at_once = mpu.get_pipeline_model_parallel_world_size() > 1
+                is_first = mpu.get_expert_model_parallel_rank() == 0
+                how: dict[str, bool] = {"is_first": is_first, "at_once": at_once}
+                planned = PlannedBatch(self.routed, shards, self._planning, executions, **how)
+                planned.begin(0)
 
             def step(batches: Iterator[Any], model: Any) -> Any:
-                if self._planned is not None and self._num_steps > before:
-                    self._planned.begin(self._num_steps - before)
+                if planned is not None and self._num_steps > num_before:
+                    planned.begin(self._num_steps - num_before)
                 self._num_steps += 1
                 return replaying(batches, model)
 
-            with ExitStack() as stack:
-                measures = self.comparison.measures(update=update)
-                recording = stack.enter_context(self.routed.record()) if measures else None
-                result = schedule(forward_step_func=step, **given)
-            self._require_all(self._num_steps - before)
-            if recording is not None:
-                outputs = [each["model_output"] for each in result] or [{} for _ in self._micro_batches]
-                self._measure(recording.trace(), outputs, update=update)
-            if update:
-                chunks = [chunk for chunk, hooks in enumerate(self.routed.chunks) if hooks.layers]
-                self.comparison.metrics.add_native(*(replaying.agreement(chunk).routing for chunk in chunks))
-            return result
+            results = run(step, micro_batches)
+        self._require_all(self._num_steps - num_before, len(micro_batches))
+        if planned is not None:
+            groups = mpu.get_expert_model_parallel_group(), mpu.get_pipeline_model_parallel_group()
+            planned.add_to(self._plan_sums, "update" if update else "recompute", *groups)
+        outputs = [each["model_output"] for each in results] or [{}] * len(micro_batches)
+        if recording is not None:
+            self._write_routes(recording.trace(), micro_batches, outputs)
+        for each, output in zip(micro_batches, outputs, strict=True):
+            self.compare_log_probs(each.packed, each.data, output.get("log_probs"), update=update)
+        return results
 
-        return run
+    def _run(
+        self,
+        schedule: Callable[..., Any],
+        options: dict[str, Any],
+        step: Step,
+        micro_batches: Sequence[RoutedMicroBatch],
+        **others: Any,
+    ) -> Any:
+        """Run a schedule on some micro-batches, with verl's options but for others."""
+        batches = transformer_impl.make_batch_generator([each.data for each in micro_batches], self._num_chunks)
+        options = options | {"num_microbatches": len(micro_batches)} | others
+        return schedule(forward_step_func=step, data_iterator=batches, **options)
 
-    def _check_first(self, schedule: Callable[..., Any], step: Step, given: dict[str, Any]) -> None:
+    def _read(self, given: Sequence[Any], *, update: bool) -> list[RoutedMicroBatch]:
+        """Read the routes of all micro-batches on the host, before any of them runs."""
+        lengths = [np.asarray(data["input_ids"].offsets().diff().cpu().numpy(), np.int64) for data in given]
+        longest = max(int(lengths_S.max()) for lengths_S in lengths)
+        return [
+            self._micro_batch(data, self._layout(lengths_S, longest), update=update)
+            for data, lengths_S in zip(given, lengths, strict=True)
+        ]
+
+    def _micro_batch(self, data: Any, layout: Layout, *, update: bool) -> RoutedMicroBatch:
+        """Cut the routes of a micro-batch to this rank, and take the field off, which would go to the device whole."""
+        routes = shard = None
+        if self.brings_routes(data, update=update):
+            if self.at_rollout_weights(update=update):
+                trace = routes = self.decode(data)
+            else:
+                trace = PackedRoutes(PackedBatch(data), self.routed.spec, partial(self.decode, data)).trace()
+            shard = self.routed.shard(trace, layout, missing="spread")
+        of_responses = ("input_ids", "responses", "attention_mask", "response_mask", ROLLOUT_LOG_PROBS)
+        there = data.select(*(name for name in of_responses if name in data.keys())).to(get_device_id())  # noqa: SIM118
+        rest = data.exclude(FIELD)
+        return RoutedMicroBatch(rest, layout, PackedBatch(there), routes, shard)
+
+    def _check_first(self, micro_batches: Sequence[RoutedMicroBatch], run: Callable[..., Any]) -> None:
+        """Hold the first routes of the rollout against the model's own."""
         # virtual stages take as many micro-batches at a time as there are stages
-        num_first = mpu.get_pipeline_model_parallel_world_size() if len(self._chunks) > 1 else 1
-        first = self._micro_batches[:num_first]
-        batches = transformer_impl.make_batch_generator([each.data for each in first], vpp_size=len(self._chunks))
-        how = given | {"data_iterator": batches, "num_microbatches": num_first, "forward_only": True}
+        num_first = mpu.get_pipeline_model_parallel_world_size() if self._num_chunks > 1 else 1
+        first = micro_batches[:num_first]
         routes = concatenate([each.routes for each in first if each.routes is not None])
         self.check_first(
             routes,
-            partial(schedule, forward_step_func=step, **how),
+            partial(run, first),
             sequences_of=lambda recorded: recorded.select(np.arange(len(routes))).truncated(routes.lengths),
         )
 
-    def _require_all(self, num_forwards: int) -> None:
-        expected = len(self._micro_batches) * len(self._chunks)
+    def _require_all(self, num_forwards: int, num_micro_batches: int) -> None:
+        expected = num_micro_batches * self._num_chunks
         if num_forwards != expected:
             raise ReplayError(
-                f"Megatron's schedule ran {num_forwards} forwards of {len(self._micro_batches)} micro-batches on "
-                f"{len(self._chunks)} chunks; expected {expected}, each of which is replayed"
+                f"Megatron's schedule ran {num_forwards} forwards of {num_micro_batches} micro-batches on "
+                f"{self._num_chunks} chunks; expected {expected}, each of which is replayed"
             )
 
-    def _measure(self, executed: RoutingTrace, outputs: Sequence[dict[str, Any]], *, update: bool) -> None:
-        """Routes of all micro-batches in their order, beside what verl has of each on the last stage."""
+    def _write_routes(
+        self, executed: RoutingTrace, micro_batches: Sequence[RoutedMicroBatch], outputs: Sequence[dict[str, Any]]
+    ) -> None:
+        """Put recorded routes among the outputs of their micro-batch, for updates to replay."""
         first = 0
-        for each, output in zip(self._micro_batches, outputs, strict=True):
+        for each, output in zip(micro_batches, outputs, strict=True):
             ranges = each.layout.ranges
-            mine = executed.select(np.arange(first, first + len(ranges.count_J)))
-            first += len(mine)
-            mine = mine.truncated(ranges.high_J - ranges.low_J)  # without padding
-            if self._replay == "R2" and not update:
-                output[FIELD] = routed_experts(mine, each.data)
-            routes = each.routes if self._replay == "R3" else None
-            self.comparison.add(mine, routes, each.data, output.get("log_probs"), update=update)
+            own = executed.select(np.arange(first, first + len(ranges.count_J)))
+            first += len(own)
+            output[FIELD] = routed_experts(own.truncated(ranges.high_J - ranges.low_J), each.data)  # without padding
 
     def _layout(self, lengths_S: NDArray[np.int64], longest: int) -> Layout:
-        """Where verl puts sequences of these lengths, in a batch of which the longest sequence is so long."""
+        """Lay sequences of these lengths out as verl does, in a batch of which the longest sequence is so long."""
         if not self._config.use_remove_padding:
             width = longest if self._config.pad_bshd_to_minibatch_max else int(lengths_S.max())
             return pad(lengths_S, side="right", order="sbhd", to=-(-width // self._align) * self._align)
@@ -273,35 +258,16 @@ class MegatronPasses(EnginePasses):
             slots_S[-1] += -slots_S.sum() % bucket
         return pack(lengths_S, slots=slots_S)
 
-    def _micro_batch(self, data: Any, layout: Layout, *, update: bool) -> RoutedMicroBatch:
-        routes = self._routes_of(data, update=update)
-        shard = None if routes is None else self.routed.shard(routes, layout, missing="spread")
-        return RoutedMicroBatch(data, layout, routes, shard)
 
-    def _routes_in(self, data: Any) -> RouteShard | None:
-        for each in self._micro_batches:
-            if data is each.data:
-                return each.shard
-        raise ReplayError("Megatron's schedule runs other micro-batches than verl split the batch into")
-
-
-def _told(name: str, told: Callable[[Any], Any]) -> AbstractContextManager[Any]:
-    """While the context is open, what a global function of the engine's module returns goes through `told`."""
-    own = getattr(transformer_impl, name)
-    return patch.object(transformer_impl, name, lambda *args, **kwargs: told(own(*args, **kwargs)))
-
-
-def _over_model(sums: Tensor) -> Tensor:
-    """The sum over the ranks of one model, which are all ranks but those of other data."""
-    return over_ranks(over_ranks(sums, mpu.get_model_parallel_group()), mpu.get_context_parallel_group())
+def _shard_in(micro_batches: Sequence[RoutedMicroBatch], data: Any) -> RouteShard | None:
+    for each in micro_batches:
+        if data is each.data:
+            return each.shard
+    raise ReplayError("Megatron's schedule runs other micro-batches than verl split the batch into")
 
 
 def register() -> None:
-    """Have verl make this engine for the strategy megatron.
-
-    Raises:
-        AttachError: when this release of verl has no longer what replay stands on, or another engine took its place.
-    """
+    """Have verl make this engine for the strategy megatron."""
     require_overridden("verl", verl.__version__, MegatronRoutingReplay, MegatronEngineWithLMHead)
     take_place(MegatronRoutingReplay, MegatronEngineWithLMHead, "megatron", device=DEVICE)
 

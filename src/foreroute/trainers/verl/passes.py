@@ -1,73 +1,113 @@
-"""What verl's engines have in common: batches of micro-batches, each replayed, recorded, measured, and counted.
+"""What verl's engines have in common: batches of micro-batches, each replayed, compared with the rollout, and counted.
 
 A step of verl is: the rollout, whose routes travel in the batch; the old-log-prob pass, in which the weights are still
 those of the rollout (left out in bypass mode); the reference pass, on an engine of its own or with adapters switched
-off; then, for each mini-batch, update passes over micro-batches.
+off; then, for each mini-batch, update passes over micro-batches, and a step of the optimizer. From the first forward of
+an update to that step the host reads nothing from the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
-from foreroute.errors import ReplayError
-from foreroute.replay import RoutedModel
+import numpy as np
+from torch import Tensor
+
+from foreroute.core.deferred_checks import DeferredChecks
+from foreroute.errors import CaptureError, ReplayError
+from foreroute.replay import ReplayCounts, RoutedModel
+from foreroute.replay.rows import to_device
 from foreroute.trace import RoutingTrace
 from foreroute.trainers.checks import check_first_rollout
-from foreroute.trainers.verl.comparison import RolloutComparison
-from foreroute.trainers.verl.protocol import FIELD, require_routed, trace_of
+from foreroute.trainers.mismatch_sums import MismatchSums
+from foreroute.trainers.verl.comparison import WeightsCheck, gather_over, over_ranks
+from foreroute.trainers.verl.packed_batch import PackedBatch, require_routed
+from foreroute.trainers.verl.protocol import FIELD, trace_of, versions_of
 from foreroute.trainers.verl.settings import Replay
+
+ROLLOUT_LOG_PROBS = "rollout_log_probs"
 
 
 class EnginePasses:
-    """The passes of one engine.
-
-    Args:
-        engine: verl's, initialised.
-        routed: its model.
-        replay: what to replay. Under R3 both sides take the same routes, so that what is left tells of their weights.
-
-    Attributes:
-        routed: its model.
-        comparison: of the rollout with what ran.
-        first_rollout_checked: whether the first routes of the rollout were held against the model's own.
-    """
+    """The passes of one engine of verl, as it is initialised."""
 
     def __init__(self, engine: Any, routed: RoutedModel, replay: Replay) -> None:
-        self.first_rollout_checked = False
         self.routed: Any = routed
-        self.comparison = RolloutComparison(engine.get_data_parallel_group, judges_weights=replay == "R3")
+        self.metrics = MismatchSums()
+        self.first_rollout_checked = self._in_training_step = False
         self._replay = replay
-        self._name = type(engine).__name__
+        self._engine = engine
+        # under R3 both sides take the same routes, so that what is left tells of their weights
+        self._weights_check = WeightsCheck() if replay == "R3" else None
+        self._has_old_pass = False
         self._num_steps = 0
+        self._checks = DeferredChecks()
+
+    def train(self, train: Callable[[], Any]) -> Any:
+        """Run verl's `train_batch`, and read what is to be logged when the optimizer has stepped."""
+        self._in_training_step = True
+        try:
+            outputs = train()
+        finally:
+            self._in_training_step = False
+        self.log(outputs)
+        return outputs
 
     def run_batch(self, run: Callable[[], Any], data: Any, *, update: bool) -> Any:
-        """Verl's `forward_backward_batch`, with the mismatch among the metrics that it returns.
-
-        Raises:
-            ReplayError: when a micro-batch did not go through `forward_step`.
-        """
-        with self.batch(data, update=update) as logs:
+        """Run verl's `forward_backward_batch`."""
+        with self.batch(data, update=update):
             outputs = run()
-        if "metrics" in outputs:  # of the last stage, which verl asks
-            outputs["metrics"].update({name: [value] for name, value in logs.items()})
+        if update and not self._in_training_step:  # some workers of verl step later, by a call of their own
+            self.log(outputs)
         return outputs
 
     @contextmanager
-    def batch(self, data: Any, *, update: bool) -> Iterator[dict[str, float]]:
-        """Around a batch of verl; see `RolloutComparison.batch` for what it yields.
+    def batch(self, data: Any, *, update: bool) -> Iterator[None]:
+        """Surround a batch of verl, and judge the rollout behind the old-log-prob pass. A collective call."""
+        num_before, counts = self._num_steps, ReplayCounts()
+        self._has_old_pass |= not update
+        listening = nullcontext() if self._replay == "disabled" else self.routed.listening(counts)
+        with self.around(update=update), listening:
+            yield
+        if self._num_steps == num_before:
+            raise ReplayError(
+                f"{type(self._engine).__name__} ran a batch of {len(data)} without forward_step, so that nothing was "
+                "replayed in it"
+            )
+        executed = self._replay == "R3" and self.at_rollout_weights(update=update)
+        self.metrics.add_counts(counts, executed=executed, native=update)
+        if not update:
+            self._checks.wait()
+            if self._weights_check is not None:
+                self._weights_check.judge(partial(gather_over, self._engine.get_data_parallel_group()))
 
-        Raises:
-            ReplayError: when no micro-batch went through `forward_step`.
-        """
-        before = self._num_steps
-        with self.comparison.batch(update=update) as logs:
-            yield logs
-            if self._num_steps == before:
-                raise ReplayError(
-                    f"{self._name} ran a batch of {len(data)} without forward_step, so that nothing was replayed in it"
-                )
+    def around(self, *, update: bool) -> AbstractContextManager[object]:
+        """Surround the passes of a batch by what the framework needs."""
+        return nullcontext()
+
+    def over_sharing_ranks(self, sums: Tensor) -> Tensor:
+        """Add sums up over ranks that share rows or layers of a batch. A collective call of them."""
+        return sums
+
+    def log(self, outputs: Any) -> None:
+        """Put what was summed up among the metrics of verl, which the host waits for. A collective call."""
+        # only metrics of updates reach verl's logs, so sums of the old-log-prob pass wait for the update behind it
+        self.metrics.reduce_routes(self.over_sharing_ranks)
+        logs = self.metrics.flush(lambda sums: over_ranks(sums, self._engine.get_data_parallel_group()))
+        if "metrics" in outputs:  # of the last stage, which verl asks
+            outputs["metrics"].update({name: [value] for name, value in (logs | self.other_logs()).items()})
+
+    def other_logs(self) -> dict[str, float]:
+        """Give what the framework has to log beside the mismatch."""
+        return {}
+
+    def at_rollout_weights(self, *, update: bool) -> bool:
+        """Say whether a pass is compared with the rollout."""
+        # from its second mini-batch on, an update has other weights; the pass before it has the rollout's
+        return not (update and self._has_old_pass)
 
     def check_first(
         self,
@@ -76,29 +116,56 @@ class EnginePasses:
         *,
         sequences_of: Callable[[RoutingTrace], RoutingTrace],
     ) -> None:
-        """`check_first_rollout`, once in the life of the engine."""
+        """Call `check_first_rollout`, once in the life of the engine."""
         if not self.first_rollout_checked:
             check_first_rollout(self.routed, routes, forward, sequences_of=sequences_of)
             self.first_rollout_checked = True
 
-    def _routes_of(self, micro_batch: Any, *, update: bool) -> RoutingTrace | None:
-        """What is to be replayed, or measured against; None where there is nothing."""
+    def brings_routes(self, micro_batch: Any, *, update: bool) -> bool:
+        """Say whether a micro-batch has routes to replay, or to compare with."""
         has_routes = micro_batch.get(FIELD, None) is not None
-        if self._replay == "disabled" and not has_routes:
-            return None
-        if self._replay == "R2" and not update:
+        if self._replay == "R2" and has_routes != update:
             if has_routes:
                 raise ReplayError(
                     f"router_replay.mode is R2 and the rollout brought {FIELD!r}; set "
                     "rollout.enable_rollout_routing_replay=False, or take R3"
                 )
-            return None
-        if self._replay == "R2" and not has_routes:
             raise ReplayError(
                 f"router_replay.mode is R2, and the update has no {FIELD!r} of an old-log-prob pass: verl ran none, or "
                 "did not keep its output"
             )
+        return has_routes if self._replay == "disabled" else self._replay == "R3" or update
+
+    def decode(self, micro_batch: Any) -> RoutingTrace:
+        """Read routes on the host. Raises whatever is wrong with them."""
         routes = trace_of(micro_batch, model=self.routed.spec)
         if self._replay != "disabled":
             require_routed(routes, micro_batch)
         return routes
+
+    def compare_log_probs(
+        self, packed: PackedBatch, micro_batch: Any, log_probs: Tensor | None, *, update: bool
+    ) -> None:
+        """Compare log-probs, of which an engine gives one for each input position, with the rollout's on the device."""
+        if log_probs is None or not packed.has(ROLLOUT_LOG_PROBS) or not self.at_rollout_weights(update=update):
+            return
+        if not log_probs.is_nested or len(log_probs.values()) != len(packed.tokens_N):
+            raise CaptureError(
+                f"the engine gives log-probs of shape {list(log_probs.shape)} for {len(packed.tokens_N)} tokens; "
+                "expected a nested tensor with one for each"
+            )
+        # the entry of a position is of the token behind it; a first token that was sampled would have none
+        trained_N, ours_N = packed.trained(), log_probs.values().roll(1)
+        sampled_N = packed.of_responses(ROLLOUT_LOG_PROBS)
+        packed.wrong = packed.wrong | (trained_N & packed.is_first_N).any()
+        self._checks.add(packed.wrong, packed.require_true)
+        log_r_N, counted_N = self.metrics.compare_tokens(sampled_N, ours_N, trained_N)
+        if self._weights_check is None or update:
+            return
+        oldest_S = versions_of(micro_batch)[0]
+        versions = np.unique(oldest_S).tolist()
+        for version in versions:
+            is_of_version_N = counted_N
+            if len(versions) > 1:
+                is_of_version_N = counted_N & to_device(oldest_S == version, counted_N.device)[packed.number_N]
+            self._weights_check.add(log_r_N, is_of_version_N, version)

@@ -1,13 +1,14 @@
 """Plans in verl's Megatron engine: what switches them on, and one batch that is counted, planned and executed.
 
 When the micro-batches of a batch are known and none of them has run, the ranks that share experts tell each other their
-counts. Then a thread of each plans, while the first micro-batch runs at home. The others run under the plan. A batch of
-one micro-batch waits for its plan, and so does a pipeline, whose stages are in other micro-batches at a time.
+counts. Then a thread of the first plans, while the first micro-batch runs at home. The others run under the plan, which
+all are given. A batch of one micro-batch waits for its plan, and so does a pipeline, whose stages are in other
+micro-batches at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from foreroute.adapters.megatron import RoutedMegatron
     from foreroute.adapters.megatron.route_shard import RouteShard
     from foreroute.ep import PlanExecution
+    from foreroute.plan import StepPlan
 
 AT_HOME = PlanOptions(replicas=False)
 UNDER_PLAN = PlanOptions()
@@ -86,62 +88,49 @@ refuse_what_engines_pass_over()
 
 
 class PlannedBatch:
-    """A batch of verl under a plan. Making one is a collective call of the ranks that share experts.
-
-    Args:
-        routed: the model.
-        micro_batches: routes of this rank, in the order in which they will run.
-        config: of the engine.
-        open_executions: holds the execution in force, and is closed when all micro-batches have run.
-        at_once: whether the first micro-batch waits for the plan too.
-    """
+    """A batch of verl under a plan. Making one is a collective call of the ranks that share experts."""
 
     def __init__(
         self,
         routed: RoutedMegatron,
-        micro_batches: Sequence[RouteShard],
+        shards: Sequence[RouteShard],
         config: PlanningMegatronConfig,
-        open_executions: ExitStack,
+        open_executions: ExitStack,  # holds the active execution until all micro-batches have run
         *,
-        at_once: bool,
+        is_first: bool,  # of the ranks that share experts, so that it plans for all
+        at_once: bool,  # the first micro-batch waits for the plan too
     ) -> None:
-        self._routed, self._shards, self._open = routed, list(micro_batches), open_executions
+        self._routed, self._shards, self._open = routed, list(shards), open_executions
         self._counts_MLGE = routed.gather_counts(self._shards)
-        topology, costs = config.planned_for(self._counts_MLGE.shape[2])
-        home_LE = routed.home_LE
+        self._topology, costs = config.planned_for(self._counts_MLGE.shape[2])
         self._num_at_home = 0 if at_once else min(1, len(self._shards) - 1)
-        with_plan_MLGE, thread = self._counts_MLGE[self._num_at_home :], ThreadPoolExecutor(1, "foreroute-plan")
-        self._planned = thread.submit(plan, with_plan_MLGE, topology, UNDER_PLAN, home_LE=home_LE, costs=costs)
-        thread.shutdown(wait=False)
-        if self._num_at_home:
-            self._at_home = plan(self._counts_MLGE[:1], topology, AT_HOME, home_LE=home_LE)
         self._executions: list[PlanExecution] = []
+        if is_first:
+            with_plan_MLGE, thread = self._counts_MLGE[self._num_at_home :], ThreadPoolExecutor(1, "foreroute-plan")
+            how = {"home_LE": routed.home_LE, "costs": costs}
+            self._planned = thread.submit(plan, with_plan_MLGE, self._topology, UNDER_PLAN, **how)
+            thread.shutdown(wait=False)
 
     def begin(self, number: int) -> None:
-        """A micro-batch is about to run. A collective call before the first and before the second one."""
+        """Activate the plan of a micro-batch that is about to run. A collective call before the first two."""
         if number == self._num_at_home:
             self._open.close()
-            self._execute(self._planned.result(), slice(self._num_at_home, None))
+            self._execute(lambda: self._planned.result(), slice(self._num_at_home, None))
         elif number == 0:
-            self._execute(self._at_home, slice(0, 1))
+            counts_MLGE, home_LE = self._counts_MLGE[:1], self._routed.home_LE
+            self._execute(lambda: plan(counts_MLGE, self._topology, AT_HOME, home_LE=home_LE), slice(0, 1))
 
-    def _execute(self, made: Any, part: slice) -> None:
+    def _execute(self, make: Callable[[], StepPlan], part: slice) -> None:
+        made = self._routed.share_plan(make)
         execution = self._routed.execute(made, self._counts_MLGE[part], self._shards[part])
         self._executions.append(self._open.enter_context(execution))
 
-    def add_to(self, sums: PlanSums, stage: Stage, group: Any, stages: Any) -> None:
-        """Add what all ranks executed, after the last micro-batch. A collective call.
-
-        Args:
-            sums: of the engine.
-            stage: that the batch was.
-            group: the ranks that share experts.
-            stages: the ranks of its pipeline.
-        """
+    def add_to(self, sums: PlanSums, name: Stage, group: Any, stages: Any) -> None:
+        """Add what all ranks executed, after the last micro-batch. A collective call of the group and its stages."""
         mine_ML = torch.from_numpy(np.concatenate([execution.executed_ML for execution in self._executions]))
         dist.all_reduce(mine_ML, group=stages)  # each has its own layers
         executed = [torch.empty_like(mine_ML) for _ in range(self._counts_MLGE.shape[2])]
         dist.all_gather(executed, mine_ML, group=group)
-        served = [execution.served[stage].plan for execution in self._executions]
+        served = [execution.hosted[name].plan for execution in self._executions]
         executed_MLG = torch.stack(executed, -1).numpy()
         sums.add(served, self._counts_MLGE, self._routed.home_LE, executed_MLG, first=self._num_at_home)

@@ -23,14 +23,7 @@ FSDP = ("fsdp", "fsdp2")
 
 
 def require_script(config: Any) -> None:
-    """Look at a composed configuration of verl, of which no worker is started.
-
-    Args:
-        config: the `DictConfig` of `verl.trainer.main_ppo`.
-
-    Raises:
-        ConfigError: naming all settings that foreroute's replay does not go with, and lines that are missing.
-    """
+    """Raise `ConfigError` naming all settings of a script of verl that are in the way, and lines that are missing."""
     ours, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
     actor = verl_config.omega_conf_to_dataclass(ours.actor)
     engine, mode = actor.engine, replay_of(actor.engine)
@@ -87,7 +80,7 @@ def _missing_lines(library: str, libraries: list[str], rollout: Any, mode: str) 
 
 
 def _mask_refusals(ours: Any, *, can_mask: bool) -> Refusals:
-    """What sampling masks do not go with, or need beside `external_lib`."""
+    """List what sampling masks do not go with, or need beside `external_lib`."""
     rollout, validation = ours.rollout, ours.rollout.val_kwargs
     return [
         (not can_mask, f"{MASKS} is named, and masks go from vLLM to the FSDP engine alone; leave it out"),

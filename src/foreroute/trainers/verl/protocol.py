@@ -8,13 +8,12 @@ sequences that fill a batch up. The layer axis counts all decoder layers, dense 
     unpadded   input_ids [B, j1] and routed_experts int16 [B, j1, layers, K], jagged nested tensors of the same lengths
 
 Since the field rides in the batch, what verl does to a batch (reordering, chunks for ranks, mini and micro batches,
-removal of padding) is done to the routes as well. Where the responses of a batch lie, and which of their tokens are
-trained on, is read here too.
+removal of padding) is done to the routes as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from foreroute.capture import decode
 from foreroute.capture.verl_batch import kept_by_mask, routed_rows
-from foreroute.errors import BatchMismatchError, CaptureError, ReplayError, shown
+from foreroute.errors import BatchMismatchError, CaptureError, shown
 from foreroute.trace import INDEXER, NO_VERSION, RoutingSpec, RoutingTrace
 from foreroute.trace.spec import MAX_LAYERS, whole_number
 
@@ -34,7 +33,7 @@ FIELD = "routed_experts"
 
 
 def trace_of(batch: Any, *, model: RoutingSpec, weight_version: int = NO_VERSION) -> RoutingTrace:
-    """The routes of a batch of verl, checked.
+    """Read the routes of a batch of verl, checked.
 
     Args:
         batch: a `DataProto`, a `TensorDict` or a mapping with `routed_experts` and `input_ids`, both unpadded, or both
@@ -52,7 +51,7 @@ def trace_of(batch: Any, *, model: RoutingSpec, weight_version: int = NO_VERSION
             zeros stands before a routed one; when there is no route at all, and `response_mask` does not say that
             nothing is trained on; when the model is top-1, where a row of zeros may be expert 0 or "never routed".
     """
-    fields = _fields(batch)
+    fields = fields_of(batch)
     tokens, rows = _sequences(fields)
     valid = [routed_rows(r, s) for s, r in enumerate(rows)]
     if not any(v.any() for v in valid):
@@ -77,19 +76,16 @@ def trace_of(batch: Any, *, model: RoutingSpec, weight_version: int = NO_VERSION
 
 
 def versions_of(batch: Any) -> NDArray[np.int64]:
-    """The oldest and the newest weights that sampled each sequence, int64 [2, S]; `NO_VERSION` where verl says none.
-
-    verl counts them by its global steps. It does not say which tokens of a sequence are of which.
-    """
+    """Read the oldest and the newest weights that sampled each sequence, int64 [2, S], as verl counts its steps."""
     given = getattr(batch, "non_tensor_batch", batch)
     stated = [given.get(name, None) for name in ("min_global_steps", "max_global_steps")]
-    num_sequences = len(_field(batch, "input_ids"))
+    num_sequences = len(field_of(batch, "input_ids"))
     versions = [[None] * num_sequences if each is None else each.tolist() for each in stated]
     return np.array([[NO_VERSION if v is None else v for v in each] for each in versions], np.int64)
 
 
 def routed_experts(trace: RoutingTrace, batch: Any, *, num_hidden_layers: int | None = None) -> Tensor:
-    """The routes of a trace as the field of a batch, to be stored in it under `FIELD`.
+    """Write the routes of a trace as the field of a batch, to be stored in it under `FIELD`.
 
     Args:
         trace: routes of the sequences of the batch, in its order.
@@ -111,7 +107,7 @@ def routed_experts(trace: RoutingTrace, batch: Any, *, num_hidden_layers: int | 
             "the trace has choices of indexers, and verl has no field for them; take them off with "
             f'trace.without_streams("{INDEXER}"), to carry the routes alone'
         )
-    ids, mask = _tokens_and_mask(_fields(batch))
+    ids, mask = tokens_and_mask(fields_of(batch))
     _require_readable(trace)
     rows = _rows_of(trace, num_hidden_layers)
     tokens = _unpadded(ids, mask)
@@ -128,107 +124,30 @@ def routed_experts(trace: RoutingTrace, batch: Any, *, num_hidden_layers: int | 
     return padded
 
 
-def sampled_mask(batch: Any) -> list[NDArray[np.bool_]]:
-    """S arrays bool [R], one for each token of each response: True where it was sampled and is trained on."""
-    mask = _require_zeros_and_ones(_field(batch, "response_mask"), "response_mask")
-    masks = parts_of(mask, response_lengths(batch))
-    return [mask.astype(np.bool_) for mask in masks]
-
-
-def response_lengths(batch: Any) -> NDArray[np.int64]:
-    """int64 [S], tokens of each response, those of tools included."""
-    responses: Any = _field(batch, "responses")
-    if responses.is_nested:
-        return np.asarray(responses.offsets().diff().cpu().numpy(), np.int64)
-    width = responses.shape[1]
-    if width == 0:
-        return np.zeros(len(responses), np.int64)
-    mask = _require_zeros_and_ones(_field(batch, "attention_mask"), "attention_mask")
-    if not mask.is_nested:
-        kept_by_mask(mask.cpu().numpy())
-    lengths = [int(row[-width:].sum()) for row in mask.unbind()] if mask.is_nested else mask[:, -width:].sum(1).tolist()
-    return np.array(lengths, np.int64)
-
-
-def parts_of(values: Tensor, lengths: NDArray[np.int64]) -> list[NDArray[Any]]:
-    """The first `lengths[s]` entries of each row, of a nested tensor or of one padded on the right."""
-    return [row[:length] for row, length in _rows(values, lengths, spare=0)]
-
-
-def of_responses(values: Tensor, lengths: NDArray[np.int64]) -> list[NDArray[np.float32]]:
-    """S arrays [R]: what an engine of verl says of each response token, it having one entry for each input position."""
-    return [row[len(row) - 1 - length : len(row) - 1] for row, length in _rows(values, lengths, spare=1)]
-
-
-def _rows(values: Tensor, lengths: NDArray[np.int64], *, spare: int) -> Iterator[tuple[NDArray[Any], int]]:
-    """Each row with the length of its response, which it must have room for, and `spare` entries more."""
-    rows = [row.detach().float().cpu().numpy() for row in values.unbind()]
-    if len(rows) != len(lengths):
-        raise CaptureError(f"a field of the batch has {len(rows)} rows for {len(lengths)} responses; expected as many")
-    for s, (row, length) in enumerate(zip(rows, lengths.tolist(), strict=True)):
-        if len(row) < length + spare:
-            raise CaptureError(
-                f"sequence {s} has {len(row)} entries for a response of {length} tokens; expected {length + spare} or "
-                "more"
-            )
-        yield row, length
-
-
-def require_routed(trace: RoutingTrace, batch: Any) -> None:
-    """Raise `ReplayError` when a row is absent that a trained token depends on.
-
-    A token depends on the rows before it. Rows after the last trained token may be absent: that of the last token,
-    those of an answer of a tool at the end, and all of a sequence that only fills the batch up.
-    """
-    masks = sampled_mask(batch)
-    if len(masks) != len(trace):
-        raise BatchMismatchError(f"the trace has {len(trace)} sequences, the batch {len(masks)}; expected the same")
-    for s, (mask, length) in enumerate(zip(masks, trace.lengths, strict=True)):
-        if len(mask) > length:
-            raise BatchMismatchError(f"sequence {s} has {length} tokens, and its response {len(mask)}")
-        if not mask.any():
-            continue
-        last = int(length) - len(mask) + int(np.flatnonzero(mask)[-1])
-        rows = trace.valid_N[trace.offsets[s] : trace.offsets[s] + last]
-        if not rows.all():
-            raise ReplayError(
-                f"sequence {s} of the micro-batch has no route at position {int(np.argmin(rows))}, and trains on "
-                f"tokens up to position {last}: the rollout engine did not return it (a row of zeros is an absent one)"
-            )
-
-
-def _fields(batch: Any) -> Any:
-    """What maps names to tensors: a `DataProto` keeps it in its attribute `batch`."""
+def fields_of(batch: Any) -> Any:
+    """Find what maps names to tensors: a `DataProto` keeps it in its attribute `batch`."""
     fields = batch.batch if hasattr(batch, "non_tensor_batch") else batch
     if not (hasattr(fields, "get") and hasattr(fields, "keys")):
         raise CaptureError(f"{shown(batch)} is no batch of verl; expected a DataProto, a TensorDict or a mapping")
     return fields
 
 
-def _tokens_and_mask(fields: Any) -> tuple[Tensor, Tensor | None]:
-    """`input_ids`, and their mask of 0 and 1 [B, T] where they are padded."""
-    ids = _field(fields, "input_ids")
+def tokens_and_mask(fields: Any) -> tuple[Tensor, Tensor | None]:
+    """Find `input_ids`, and their mask [B, T] where they are padded."""
+    ids = field_of(fields, "input_ids")
     if ids.is_nested:
         return ids, None
-    mask = _field(fields, "attention_mask")
+    mask = field_of(fields, "attention_mask")
     if mask.is_nested or ids.ndim != 2 or mask.shape != ids.shape:
         raise CaptureError(
             f"attention_mask is {tuple(mask.shape)} and input_ids {tuple(ids.shape)}; expected [B, T] both"
         )
-    return ids, _require_zeros_and_ones(mask, "attention_mask")
+    return ids, mask
 
 
-def _require_zeros_and_ones(mask: Tensor, name: str) -> Tensor:
-    """The mask, if it is one. Raises `CaptureError` for other numbers."""
-    values = mask.values() if mask.is_nested else mask
-    if ((values != 0) & (values != 1)).any():
-        raise CaptureError(f"{name} is {mask.dtype} with other numbers than 0 and 1; expected a mask")
-    return mask
-
-
-def _field(fields: Any, name: str) -> Tensor:
-    """A tensor of a batch. Raises `CaptureError` when it is not there."""
-    fields = _fields(fields)
+def field_of(fields: Any, name: str) -> Tensor:
+    """Find a tensor of a batch. Raises `CaptureError` when it is not there."""
+    fields = fields_of(fields)
     value = fields.get(name) if isinstance(fields, Mapping) else fields.get(name, None)
     if not isinstance(value, Tensor):
         raise CaptureError(
@@ -239,9 +158,9 @@ def _field(fields: Any, name: str) -> Tensor:
 
 
 def _sequences(fields: Any) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
-    """Tokens [T] and rows [T, layers, K] of each sequence."""
-    routes = _field(fields, FIELD)
-    ids, mask = _tokens_and_mask(fields)
+    """Read tokens [T] and rows [T, layers, K] of each sequence."""
+    routes = field_of(fields, FIELD)
+    ids, mask = tokens_and_mask(fields)
     if routes.is_nested != ids.is_nested:
         kinds = {True: "unpadded (nested)", False: "padded"}
         raise CaptureError(
@@ -261,18 +180,18 @@ def _sequences(fields: Any) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
 
 
 def _unpadded(values: Tensor, mask: Tensor | None) -> list[NDArray[Any]]:
-    """One array for each sequence."""
+    """Copy each sequence to the host."""
     if mask is None:
-        return [part.cpu().numpy() for part in values.unbind()]
+        return np.split(values.values().cpu().numpy(), values.offsets().cpu().numpy()[1:-1])
     host, kept = values.cpu().numpy(), kept_by_mask(mask.cpu().numpy())
     return [part[row] for part, row in zip(host, kept, strict=True)]
 
 
 def _trains(fields: Any) -> bool:
-    """Whether a token of the batch is trained on, as far as the batch says."""
+    """Say whether a token of the batch is trained on, as far as the batch says."""
     if fields.get("response_mask", None) is None:
         return True
-    mask = _field(fields, "response_mask")
+    mask = field_of(fields, "response_mask")
     return bool((mask.values() if mask.is_nested else mask).any())
 
 
@@ -296,7 +215,7 @@ def _require_readable(trace: RoutingTrace) -> None:
 
 
 def _rows_of(trace: RoutingTrace, num_hidden_layers: int | None) -> list[NDArray[np.int16]]:
-    """S arrays int16 [T, layers, K], zeros where nothing was routed."""
+    """Give S arrays int16 [T, layers, K], zeros where nothing was routed."""
     spec = trace.spec
     spec.require_alike("verl's field")
     if spec.num_experts > np.iinfo(np.int16).max:

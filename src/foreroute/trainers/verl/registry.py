@@ -17,17 +17,7 @@ LANGUAGE_MODEL = "language_model"
 
 
 def take_place(ours: type, of: type, strategy: str, *, device: str | None = None) -> None:
-    """Have verl make our engine of a strategy.
-
-    Args:
-        ours: the engine with replay.
-        of: verl's own, from which it is derived.
-        strategy: as verl's configuration names it.
-        device: the only one on which ours takes the place; None for all.
-
-    Raises:
-        AttachError: when verl has no such engine, or another one took its place that does not replay.
-    """
+    """Have verl make our engine in the place of its own, on one device or all. Raises `AttachError` where others do."""
     engines = getattr(EngineRegistry, "_engines", {}).get(LANGUAGE_MODEL, {}).get(strategy, {})
     places = list(engines) if device is None else [device]
     if not places:

@@ -41,7 +41,7 @@ from foreroute.replay import masked_logprobs_of_logits
 from foreroute.trace import DecisionStream
 from foreroute.trainers.checks import require_overridden
 from foreroute.trainers.verl.fsdp import RoutingReplayEngine
-from foreroute.trainers.verl.protocol import sampled_mask
+from foreroute.trainers.verl.packed_batch import PackedBatch
 from foreroute.trainers.verl.registry import take_place
 
 FIELD = "sampling_mask"
@@ -61,12 +61,7 @@ class MaskedRoutingReplayEngine(RoutingReplayEngine):
     """
 
     def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
-        """What verl makes of a forward, with log-probs on recorded sets.
-
-        Raises:
-            ReplayError: for a token that is trained on without a set, and when no log-probs of logits were made.
-            BatchMismatchError, TraceContentError: as `masked_logprobs_of_logits`.
-        """
+        """Make log-probs of a forward on recorded sets. Raises `ReplayError` where none were made of logits."""
         counts_N, ids = packed_sets(micro_batch)
         parts = self.ulysses_parallel_group
         calls = 0
@@ -89,15 +84,14 @@ class MaskedRoutingReplayEngine(RoutingReplayEngine):
 
 
 def packed_sets(batch: Any) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-    """The sets of a batch without padding: how many ids each of its N rows has, 0 for none, and all ids.
-
-    Raises:
-        ReplayError: when a token is trained on whose set is not there.
-    """
-    lengths = batch["input_ids"].offsets().diff().tolist()
-    counts_N, ids, end = np.zeros(sum(lengths), np.int64), [np.zeros(0, np.int32)], 0
-    for s, (length, trained, given) in enumerate(zip(lengths, sampled_mask(batch), _fields_of(batch), strict=True)):
-        end += length
+    """Read how many ids the set of each of N rows has, 0 for none, and all ids, of a batch without padding."""
+    packed = PackedBatch(batch)
+    trained_N, is_response_N = (each.cpu().numpy() for each in (packed.trained(), packed.index_N >= 0))
+    packed.require_true()
+    offsets = packed.offsets.cpu().numpy()
+    counts_N, ids = np.zeros(len(trained_N), np.int64), [np.zeros(0, np.int32)]
+    for s, (begin, end, given) in enumerate(zip(offsets[:-1], offsets[1:], _fields_of(batch), strict=True)):
+        trained = trained_N[begin:end][is_response_N[begin:end]]
         if not trained.any():  # a sequence that fills the batch up may have those of another
             continue
         counts = np.zeros(len(trained), np.int32) if given is None else given["counts"]
@@ -123,7 +117,7 @@ def _fields_of(batch: Any) -> list[Any]:
 def _with_labels(
     counts_N: NDArray[np.int64], ids: NDArray[np.int32], first: int, labels_R: NDArray[np.int64], vocabulary_size: int
 ) -> DecisionStream:
-    """Sets of R rows from the first on; the label alone, which has a log-prob of 0, where there is none."""
+    """Give the sets of rows from the first on; the label alone, which has a log-prob of 0, where there is none."""
     here = counts_N[first : first + len(labels_R)]
     counts_R = np.concatenate([here, np.zeros(len(labels_R) - len(here), np.int64)])  # padding of the packed rows
     begin = int(counts_N[:first].sum())
@@ -137,7 +131,7 @@ def _with_labels(
 
 
 def laid_on(turns: list[Turn], prompt: list[int], response: list[int]) -> dict[str, NDArray[np.int32]]:
-    """The field of a response: sets of requests whose prompt and answer stand in it, cut where it is cut."""
+    """Make the field of a response: sets of requests whose prompt and answer stand in it, cut where it is cut."""
     tokens = [*prompt, *response]
     sets = [np.zeros(0, np.int32)] * len(response)
     for asked, answered, given in turns:
@@ -157,7 +151,7 @@ def _field(sets: Sequence[Any]) -> dict[str, NDArray[np.int32]]:
 
 
 def _with_answer(own: Callable[..., None]) -> Callable[..., None]:
-    """The server's reader of an answer's prompt, which puts the masks of the answer beside it."""
+    """Have the server's reader of an answer's prompt put the masks of the answer beside it."""
 
     @wraps(own)
     def extract(output: Any, num_prompt_logprobs: Any, result_dict: dict[str, Any]) -> None:
@@ -170,7 +164,7 @@ def _with_answer(own: Callable[..., None]) -> Callable[..., None]:
 
 
 def _with_request(own: Callable[..., Any]) -> Callable[..., Any]:
-    """The client of verl's servers, which notes each request of the agent loop that asks."""
+    """Have the client of verl's servers note each request of the agent loop that asks."""
 
     @wraps(own)
     async def generate(self: Any, request_id: Any, *, prompt_ids: Any, **kwargs: Any) -> Any:
@@ -182,7 +176,7 @@ def _with_request(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_masks(own: Callable[..., None]) -> Callable[..., None]:
-    """`__init__` of an agent loop, whose `run` lays the masks of its requests on what it returns."""
+    """Have `run` of an agent loop lay the masks of its requests on what it returns."""
 
     @wraps(own)
     def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -207,11 +201,7 @@ def _with_masks(own: Callable[..., None]) -> Callable[..., None]:
 
 
 def register() -> None:
-    """Have verl make this engine for fsdp and fsdp2, and its rollouts bring sampling masks.
-
-    Raises:
-        AttachError: when this release of verl lacks what is overridden, or another engine took the place.
-    """
+    """Have verl make this engine for fsdp and fsdp2, and its rollouts bring sampling masks."""
     require_overridden("verl", verl.__version__, MaskedRoutingReplayEngine, transformer_impl.FSDPEngineWithLMHead)
     for strategy in ("fsdp", "fsdp2"):
         take_place(MaskedRoutingReplayEngine, RoutingReplayEngine, strategy)

@@ -15,11 +15,7 @@ OWN_REPLAY = ("megatron", "veomni")
 
 
 def replay_of(engine_config: Any) -> Replay:
-    """What `router_replay.mode` says in the configuration of an engine; verl has the key for every engine.
-
-    Raises:
-        ConfigError: for a mode that does not exist, and for files, which verl documents and nothing reads.
-    """
+    """Read `router_replay.mode` in the configuration of an engine. Raises `ConfigError` for what nothing reads."""
     stated = getattr(engine_config, "router_replay", None)
     if stated is not None and not isinstance(stated, Mapping) and not hasattr(stated, "__dict__"):
         raise ConfigError(f"router_replay is {stated!r}; expected a section with the key mode")
@@ -34,25 +30,8 @@ def replay_of(engine_config: Any) -> Replay:
     return replay
 
 
-def require_supported(config: Any, model: Any) -> None:
-    """Raise `ConfigError` naming what of verl's FSDP engine replay does not go with.
-
-    Args:
-        config: of the engine.
-        model: its model's configuration.
-    """
-    refuse(f"{KEY} is set, and", fsdp_refusals(config, model))
-
-
 def require_supported_by_megatron(config: Any, model: Any, *, replays: bool, plans: bool) -> None:
-    """Raise `ConfigError` naming what of verl's Megatron engine replay, or a plan, does not go with.
-
-    Args:
-        config: of the engine.
-        model: its model's configuration.
-        replays: whether routes are replayed.
-        plans: whether plans were asked for.
-    """
+    """Raise `ConfigError` naming what of verl's Megatron engine replay, or a plan, does not go with."""
     if plans and not replays and not config.forward_only:
         raise ConfigError(f"a plan is made of routes that are known; set {KEY}=R3, or take McoreEngineConfig")
     if replays:
@@ -60,7 +39,7 @@ def require_supported_by_megatron(config: Any, model: Any, *, replays: bool, pla
 
 
 def fsdp_refusals(config: Any, model: Any) -> Refusals:
-    """What may stand in the way of replay in verl's FSDP engine; the arguments are those of `require_supported`."""
+    """List what may stand in the way of replay in verl's FSDP engine."""
     return [
         (
             model.use_fused_kernels and config.strategy == "fsdp2",
@@ -76,7 +55,7 @@ def fsdp_refusals(config: Any, model: Any) -> Refusals:
 
 
 def megatron_refusals(config: Any, model: Any, *, plans: bool) -> Refusals:
-    """What may stand in the way of replay, and plans, in verl's Megatron engine."""
+    """List what may stand in the way of replay, and plans, in verl's Megatron engine."""
     dispatcher = config.override_transformer_config.get("moe_token_dispatcher_type", "")
     return [
         (

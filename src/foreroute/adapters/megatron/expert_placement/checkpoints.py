@@ -38,18 +38,12 @@ NOT_AT_HOME = (
 
 
 class ExpertsCheckpoint:
-    """Stands, on the instance, in the state dicts of one layer's experts while they are away.
-
-    Args:
-        site: of the layer.
-        home_E: int16 [E], the expert-parallel rank of every expert; a rank has its own in its slots in ascending
-            order.
-    """
+    """Stands, on the instance, in the state dicts of one layer's experts while they are away, at homes int16 [E]."""
 
     def __init__(self, site: ChunkRouter, home_E: NDArray[np.int16]) -> None:
         self._path, self._home_E = site.path, home_E
-        # the logical expert of each slot, of rank 0 first
-        self._expert_P = np.argsort(home_E, kind="stable").tolist()
+        # the logical expert of each local expert, those of rank 0 first
+        self._order_E = np.argsort(home_E, kind="stable").tolist()
         self._experts = site.block.experts
         self._sharded_state_dict = self._experts.sharded_state_dict
         self._handles = [
@@ -82,20 +76,20 @@ class ExpertsCheckpoint:
         return found | {prefix + HOMES: LocalNonpersistentObject(self._home_E)}
 
     def _displace(self, axis: int, shard: Any) -> Any:
-        """Experts are an axis of their own, before those of the tensor."""
+        # experts are an axis of their own, before those of the tensor
         if isinstance(shard, ShardedTensorFactory):
             build = shard.build_fn
             shard.build_fn = lambda *args: dict_list_map_inplace(partial(self._displace, axis), build(*args))
         else:
             offset = list(shard.global_offset)
-            offset[axis] = self._expert_P[offset[axis]]
+            offset[axis] = self._order_E[offset[axis]]
             shard.global_offset = tuple(offset)
         return shard
 
     def _rename(self, head: str, shard: ShardedBase) -> ShardedBase:
-        """Each expert has keys of its own."""
-        slot, _, name = shard.key.removeprefix(head).partition(".")
-        shard.key = f"{head}{self._expert_P[int(slot)]}.{name}"
+        # each expert has keys of its own
+        local_expert, _, name = shard.key.removeprefix(head).partition(".")
+        shard.key = f"{head}{self._order_E[int(local_expert)]}.{name}"
         return shard
 
     def _refuse(self, *_: Any) -> NoReturn:
@@ -111,7 +105,7 @@ class OptimizerCheckpoint:
 
     Args:
         part: of torch or of Megatron, and no chain.
-        away_LE: int16 [L, E], where experts live; None while all are where Megatron built them.
+        away_LE: returns int16 [L, E], where experts live; None while all are where Megatron built them.
     """
 
     def __init__(self, part: Any, away_LE: Callable[[], NDArray[np.int16] | None]) -> None:
@@ -134,11 +128,11 @@ class OptimizerCheckpoint:
         home_LE = self._away_LE()
         if home_LE is None:
             return found
-        kind = found.get("param_state_sharding_type", RESHARDABLE)
-        if kind != RESHARDABLE:
+        sharding = found.get("param_state_sharding_type", RESHARDABLE)
+        if sharding != RESHARDABLE:
             raise PlacementError(
-                f"the distributed optimizer keeps its state as {kind}, which does not say of each tensor whose it is, "
-                "and its experts are not where Megatron built them; pass metadata={'distrib_optim_sharding_type': "
+                f"the distributed optimizer keeps its state as {sharding}, which does not say of each tensor whose it "
+                "is, and its experts are not where Megatron built them; pass metadata={'distrib_optim_sharding_type': "
                 f"'{RESHARDABLE}'}} (--dist-ckpt-optim-fully-reshardable)"
             )
         return found | {HOMES: LocalNonpersistentObject(home_LE)}
@@ -148,7 +142,7 @@ class OptimizerCheckpoint:
             state = dict(state)
             made_for_LE, home_LE = state.pop(HOMES, None), self._away_LE()
             if not (made_for_LE is None if home_LE is None else np.array_equal(made_for_LE, home_LE)):
-                self._raise()
+                self._raise_away()
         with self._shards():
             inner(state)
 
@@ -158,13 +152,14 @@ class OptimizerCheckpoint:
 
     def _refuse(self, *_: Any) -> None:
         if not self._reads_shards and self._away_LE() is not None:
-            self._raise()
+            self._raise_away()
 
-    def _raise(self) -> NoReturn:
+    def _raise_away(self) -> NoReturn:
         raise PlacementError(f"experts of this optimizer {NOT_AT_HOME}")
 
     @contextmanager
     def _shards(self) -> Iterator[None]:
+        # Megatron's sharded state dicts are made of and loaded by plain ones, which are then no refusal's business
         before, self._reads_shards = self._reads_shards, True
         try:
             yield

@@ -1,8 +1,8 @@
-"""From logical experts to slots, between a router and its dispatcher.
+"""From logical experts to the order in which ranks hold them, between a router and its dispatcher.
 
-A router goes on in logical experts: its weights, bias, counters and losses, what is recorded and what is replayed. What
-it hands on, a map and weights, has a column for each expert. The columns are put in the order of the slots where the
-MoE layer hands them to its dispatcher.
+A router goes on in logical experts: its weights, bias, counters and losses, what is recorded and what is replayed. Its
+map and its weights have a column for each expert. The columns are put in the order of the ranks' local experts where
+the MoE layer gives them to its dispatcher.
 """
 
 from __future__ import annotations
@@ -20,50 +20,39 @@ from foreroute.errors import PlacementError
 
 
 class DispatchPermutation:
-    """What stands before the dispatcher of one MoE layer while its experts are not where Megatron puts them.
-
-    Kept by the layer, on the instance.
+    """Stands for `preprocess` of one MoE layer, on the instance, while its experts are not where Megatron puts them.
 
     Args:
         site: of the layer.
-        home_E: int16 [E], the expert-parallel rank of every expert; a rank has its own in its slots in
-            ascending order.
-
-    Attributes:
-        home_E: the same.
+        home_E: int16 [E], the expert-parallel rank of every expert; a rank has its own in ascending order.
     """
 
     def __init__(self, site: ChunkRouter, home_E: NDArray[np.int16]) -> None:
         self.home_E = home_E
         self._site = site
         self._preprocess = site.block.preprocess
-        # the logical expert of each slot, of rank 0 first
-        self._expert_P = torch.from_numpy(np.argsort(home_E, kind="stable"))
+        # the logical expert of each local expert, those of rank 0 first
+        self._order_E = torch.from_numpy(np.argsort(home_E, kind="stable"))
         self._checkpoint = ExpertsCheckpoint(site, home_E)
         site.block.__dict__["preprocess"] = self
 
     def __call__(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> Any:
-        """What stands where `MoELayer.preprocess` does.
-
-        Args:
-            hidden_states: [.., B, H].
-            probs: [R, E], in the order of experts.
-            routing_map: bool [R, E], in the order of experts.
+        """Dispatch as `MoELayer.preprocess` does, of `probs` and a bool `routing_map` [N, E] in the order of experts.
 
         Raises:
-            PlacementError: when a router hands on something else.
+            PlacementError: when a router gives something else.
         """
-        num_experts = len(self._expert_P)
+        num_experts = len(self._order_E)
         if routing_map.dtype != torch.bool or not probs.shape[-1] == routing_map.shape[-1] == num_experts:
             raise PlacementError(
                 f"router {self._site.path} hands on weights {list(probs.shape)} and a map {list(routing_map.shape)} of "
                 f"{routing_map.dtype}; expected a column for each of {num_experts} experts, and a map of bool. Homes "
                 "cannot be moved in this configuration"
             )
-        if self._expert_P.device != probs.device:
-            self._expert_P = self._expert_P.to(probs.device)
-        in_slots = probs.index_select(1, self._expert_P), routing_map.index_select(1, self._expert_P)
-        return self._preprocess(hidden_states, *in_slots)
+        if self._order_E.device != probs.device:
+            self._order_E = self._order_E.to(probs.device)
+        in_order = probs.index_select(1, self._order_E), routing_map.index_select(1, self._order_E)
+        return self._preprocess(hidden_states, *in_order)
 
     def remove(self) -> None:
         """Leave the layer as it was."""
@@ -72,19 +61,13 @@ class DispatchPermutation:
 
 
 def permutation_of(site: ChunkRouter) -> DispatchPermutation | None:
-    """What stands before the dispatcher of a layer now."""
+    """Return what stands before the dispatcher of a layer now."""
     found = site.block.__dict__.get("preprocess")
     return found if isinstance(found, DispatchPermutation) else None
 
 
 def set_home(site: ChunkRouter, home_E: NDArray[np.int16], block_home_E: NDArray[np.int16]) -> None:
-    """Have the layer send tokens where experts live from now on.
-
-    Args:
-        site: of the layer.
-        home_E: int16 [E], where they live.
-        block_home_E: int16 [E], where Megatron has built them.
-    """
+    """Have a layer send tokens to these homes, int16 [E], where Megatron has built its experts at `block_home_E`."""
     before = permutation_of(site)
     if before is not None:
         before.remove()

@@ -1,14 +1,13 @@
 """What this rank keeps for each expert of a layer: parameters, and the state that Megatron's optimizers have for them.
 
-Both refuse what they do not know, since a tensor that stays behind would train on as another expert's.
+What is not known is refused: a tensor that stays behind would go on as another expert's.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
@@ -21,34 +20,35 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from foreroute.adapters.megatron.discover import ChunkRouter
-from foreroute.ep.transfer.segments import HeldTensor
+from foreroute.ep.transfer.home_moves import HeldTensor
 from foreroute.errors import TransferError
 
 PARAMETERS = {
-    SequentialMLP: re.compile(r"local_experts\.(?P<slot>\d+)\.(?P<name>.+)"),
-    TEGroupedMLP: re.compile(r"(?P<name>linear_fc[12]\.(?:weight|bias))(?P<slot>\d+)"),
+    SequentialMLP: re.compile(r"local_experts\.(?P<number>\d+)\.(?P<name>.+)"),
+    TEGroupedMLP: re.compile(r"(?P<name>linear_fc[12]\.(?:weight|bias))(?P<number>\d+)"),
 }
 """Experts modules whose parameters belong to one expert each, and how their names say to which."""
+MAIN = "main parameter"
 
 
-def expert_slots(site: ChunkRouter) -> list[dict[str, nn.Parameter]]:
-    """The parameters of the expert in each slot of this rank, by name.
+def local_expert_parameters(site: ChunkRouter) -> list[dict[str, nn.Parameter]]:
+    """Find the parameters of each local expert of a layer, by name.
 
     Raises:
         TransferError: when a layer dispatches or keeps its experts in a way that is not known, or they have gradients.
     """
     block, experts = site.block, site.block.experts
     _require_known(site, block, experts)
-    slots: list[dict[str, nn.Parameter]] = [{} for _ in range(block.num_local_experts)]
+    found: list[dict[str, nn.Parameter]] = [{} for _ in range(block.num_local_experts)]
     parameters = dict(experts.named_parameters())
     matches = {
         name: PARAMETERS[type(experts)].fullmatch(name) for name in [*parameters, *dict(experts.named_buffers())]
     }
     for name, match in matches.items():
-        if match is None or name not in parameters or int(match["slot"]) >= len(slots):
+        if match is None or name not in parameters or int(match["number"]) >= len(found):
             raise TransferError(
                 f"the experts of {site.path} have {name}, of which it is not known whose it is; homes of "
-                f"{' and '.join(kind.__name__ for kind in PARAMETERS)} can be moved, with parameters of one expert each"
+                f"{' and '.join(each.__name__ for each in PARAMETERS)} can be moved, with parameters of one expert each"
             )
         parameter = parameters[name]
         if isinstance(parameter, DTensor) or not parameter.is_contiguous():
@@ -60,15 +60,15 @@ def expert_slots(site: ChunkRouter) -> list[dict[str, nn.Parameter]]:
                 f"{name} of {site.path} has a gradient; move homes between two steps, after zero_grad() of the "
                 "optimizer and zero_grad_buffer() of DistributedDataParallel"
             )
-        slots[int(match["slot"])][match["name"]] = parameter
-    return slots
+        found[int(match["number"])][match["name"]] = parameter
+    return found
 
 
 def _require_known(site: ChunkRouter, block: Any, experts: Any) -> None:
     if type(experts) not in PARAMETERS:
         raise TransferError(
             f"the experts of {site.path} are a {type(experts).__name__}; homes of "
-            f"{' and '.join(kind.__name__ for kind in PARAMETERS)} can be moved"
+            f"{' and '.join(each.__name__ for each in PARAMETERS)} can be moved"
         )
     for name in ("forward", "preprocess"):
         if getattr(type(block), name, None) is not getattr(MoELayer, name):
@@ -90,43 +90,29 @@ def _has_gradient(parameter: nn.Parameter) -> bool:
     return any(grad is not None and bool(grad.any()) for grad in grads)
 
 
-MAIN = "main parameter"
+class ParameterState(NamedTuple):
+    """What an optimizer keeps for one parameter on this rank."""
 
-
-@dataclass(frozen=True)
-class ParameterState:
-    """What an optimizer keeps for one parameter on this rank.
-
-    Attributes:
-        tensors: flattened, by name.
-        start: the element of the flattened parameter that they begin at.
-        whole: elements of the parameter that they would have if nothing were sharded; None where they are whole.
-        counts: state without dimensions, such as the number of steps.
-    """
-
-    tensors: dict[str, Tensor]
-    start: int = 0
-    whole: int | None = None
-    counts: tuple[tuple[str, float], ...] = ()
+    tensors: dict[str, Tensor]  # flattened, by name
+    start: int = 0  # the element of the flattened parameter that they begin at
+    whole: int | None = None  # elements of the parameter; None where the tensors have all of them
+    counts: tuple[tuple[str, float], ...] = ()  # state without dimensions, such as the number of steps
 
 
 OptimizerState = dict[nn.Parameter, ParameterState]
 
 
 def optimizer_state(optimizer: Any) -> OptimizerState:
-    """What an optimizer keeps for each parameter of the model that it trains.
-
-    Args:
-        optimizer: of torch or of Megatron.
+    """Find what an optimizer of torch or of Megatron keeps for each parameter of the model that it trains.
 
     Raises:
-        TransferError: for optimizers of other kinds, and settings under which state is kept elsewhere.
+        TransferError: for other optimizers, and settings under which state is kept elsewhere.
     """
     state: OptimizerState = {}
     for part in chained(optimizer):
         read = READERS.get(type(part))
         if read is None:
-            read = _plain if isinstance(part, Optimizer) else None
+            read = _read_plain if isinstance(part, Optimizer) else None
         if read is None or isinstance(_inner(part), HybridDeviceOptimizer):
             raise TransferError(
                 f"it is not known where a {type(part).__name__} keeps its state; homes move with optimizers of torch, "
@@ -137,15 +123,11 @@ def optimizer_state(optimizer: Any) -> OptimizerState:
 
 
 def held_tensors(
-    slot: Mapping[str, nn.Parameter], state: Mapping[nn.Parameter, ParameterState]
+    expert: Mapping[str, nn.Parameter], state: Mapping[nn.Parameter, ParameterState]
 ) -> dict[str, HeldTensor]:
-    """The parameters of one expert, and what the optimizer keeps for them, by name.
-
-    Raises:
-        TransferError: when the two are not on the same device.
-    """
+    """List the parameters of one expert and what the optimizer keeps for them, which are on one device, by name."""
     held = {}
-    for name, parameter in slot.items():
+    for name, parameter in expert.items():
         held[name] = HeldTensor.of(parameter.detach().view(-1))
         kept = state.get(parameter, ParameterState({}))
         for key, tensor in kept.tensors.items():
@@ -159,7 +141,7 @@ def held_tensors(
 
 
 def chained(optimizer: Any) -> list[Any]:
-    """The optimizers of a chain, and of chains in it; any other one alone."""
+    """List the optimizers of a chain, and of chains in it; any other one alone."""
     if type(optimizer) is ChainedOptimizer:
         return [part for each in optimizer.chained_optimizers for part in chained(each)]
     return [optimizer]
@@ -169,47 +151,46 @@ def _inner(part: Any) -> Any:
     return part.optimizer if isinstance(part, MegatronOptimizer) else part
 
 
-def _plain(optimizer: Any) -> OptimizerState:
+def _read_plain(optimizer: Any) -> OptimizerState:
     state = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            tensors, counts = _split(optimizer.state.get(parameter, {}))
+            tensors, counts = _split_state(optimizer.state.get(parameter, {}))
             state[parameter] = ParameterState(tensors, counts=counts)
     return state
 
 
-def _float32(optimizer: Any) -> OptimizerState:
-    return {} if optimizer.is_stub_optimizer else _plain(optimizer.optimizer)
+def _read_float32(optimizer: Any) -> OptimizerState:
+    return {} if optimizer.is_stub_optimizer else _read_plain(optimizer.optimizer)
 
 
-def _float16(optimizer: Any) -> OptimizerState:
+def _read_float16(optimizer: Any) -> OptimizerState:
     if optimizer.is_stub_optimizer:
         return {}
     state = {}
-    for parameter, main in _pairs(optimizer.float16_groups, optimizer.fp32_from_float16_groups):
-        tensors, counts = _split(optimizer.optimizer.state.get(main, {}))
+    for parameter, main in _pair_up(optimizer.float16_groups, optimizer.fp32_from_float16_groups):
+        tensors, counts = _split_state(optimizer.optimizer.state.get(main, {}))
         state[parameter] = ParameterState({MAIN: main.detach().view(-1), **tensors}, counts=counts)
     for parameter in (p for group in optimizer.fp32_from_fp32_groups for p in group):
-        tensors, counts = _split(optimizer.optimizer.state.get(parameter, {}))
+        tensors, counts = _split_state(optimizer.optimizer.state.get(parameter, {}))
         state[parameter] = ParameterState(tensors, counts=counts)
     return state
 
 
-def _distributed(optimizer: Any) -> OptimizerState:
-    """Each rank has a range of each parameter, or nothing of it."""
+def _read_distributed(optimizer: Any) -> OptimizerState:
     if optimizer.is_stub_optimizer:
         return {}
     _require_in_place(optimizer)
-    # of what this rank has no range of, too
+    # each rank has a range of each parameter, or nothing of it, which it says too
     state: OptimizerState = {
         parameter: ParameterState({}) for buffer in optimizer.buffers for parameter in buffer.params
     }
     shards = [
-        *((*pair, True) for pair in _pairs(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups)),
-        *((*pair, False) for pair in _pairs(optimizer.model_fp32_groups, optimizer.shard_fp32_groups)),
+        *((*pair, True) for pair in _pair_up(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups)),
+        *((*pair, False) for pair in _pair_up(optimizer.model_fp32_groups, optimizer.shard_fp32_groups)),
     ]
     for parameter, shard, is_copy in shards:
-        tensors, counts = _split(optimizer.optimizer.state.get(shard, {}))
+        tensors, counts = _split_state(optimizer.optimizer.state.get(shard, {}))
         main = {MAIN: shard.detach()} if is_copy else {}  # a shard that is no copy lies in the parameter
         owned = optimizer._get_model_param_range_map(parameter)["param"]
         state[parameter] = ParameterState({**main, **tensors}, owned.start, parameter.numel(), counts)
@@ -232,20 +213,20 @@ def _require_in_place(optimizer: Any) -> None:
 
 
 READERS: dict[type, Callable[[Any], OptimizerState]] = {
-    FP32Optimizer: _float32,
-    Float16OptimizerWithFloat16Params: _float16,
-    DistributedOptimizer: _distributed,
+    FP32Optimizer: _read_float32,
+    Float16OptimizerWithFloat16Params: _read_float16,
+    DistributedOptimizer: _read_distributed,
 }
 """By class, and not by what they inherit: a subclass may keep more."""
 
 
-def _pairs(groups: list[list[Any]], others: list[list[Any]]) -> Iterator[tuple[Any, Any]]:
+def _pair_up(groups: list[list[Any]], others: list[list[Any]]) -> Iterator[tuple[Any, Any]]:
     for group, other in zip(groups, others, strict=True):
         yield from zip(group, other, strict=True)
 
 
-def _split(kept: dict[str, Any]) -> tuple[dict[str, Tensor], tuple[tuple[str, float], ...]]:
-    """Tensors with dimensions, flattened, and the rest, which must be numbers."""
+def _split_state(kept: dict[str, Any]) -> tuple[dict[str, Tensor], tuple[tuple[str, float], ...]]:
+    """Tell tensors with dimensions, flattened, from the rest, which must be numbers."""
     tensors, counts = {}, []
     for name, value in kept.items():
         if isinstance(value, Tensor) and value.dim():

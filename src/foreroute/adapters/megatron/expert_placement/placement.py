@@ -8,7 +8,7 @@ from weakref import WeakSet
 
 import numpy as np
 import torch.distributed as dist
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.adapters.megatron.expert_placement.checkpoints import OptimizerCheckpoint
@@ -16,18 +16,16 @@ from foreroute.adapters.megatron.expert_placement.dispatch_permutation import pe
 from foreroute.adapters.megatron.expert_placement.parameters import (
     OptimizerState,
     chained,
-    expert_slots,
     held_tensors,
+    local_expert_parameters,
     optimizer_state,
 )
 from foreroute.ep.agreement import RankConsensus
-from foreroute.ep.transfer.home_moves import MovingRanks, agree_on_homes, all_or_none, bring, gathered
-from foreroute.ep.transfer.moves import shard_moves
+from foreroute.ep.transfer.home_moves import WHAT, MovingLayer, MovingRanks, agree_on_homes, gathered, move_layers
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.ep.transfer.segments import LayerTransfer
+from foreroute.ep.transfer.segments import shard_moves
 from foreroute.errors import TransferError
 from foreroute.layout.rank_rows import block_homes
-from foreroute.plan import StepPlan
 from foreroute.trace import RoutingSpec
 
 
@@ -52,29 +50,28 @@ class HomePlacement:
         self._num_ep_ranks = num_ep_ranks
         self._sites = [(spec.layers.index(site.layer), site) for site in sites]
         self._groups = groups
-        self._consensus: RankConsensus | None = None
         self._ranks: MovingRanks | None = None
         self._guarded: WeakSet[Any] = WeakSet()
 
-    def move(self, homes: StepPlan | NDArray[np.integer], optimizer: Any) -> int:
-        """As `RoutedModel.move_homes`."""
-        consensus = self._consensus = self._consensus or RankConsensus()
-        given_LE = homes.home_LE if isinstance(homes, StepPlan) else homes
+    def move(self, given_LE: ArrayLike, optimizer: Any, consensus: RankConsensus) -> int:
+        """Move experts as `ExpertParallelModel.move_homes` says, where all ranks of the job agree."""
         agreed_LE = agree_on_homes(consensus, self.home_LE, given_LE, self._num_ep_ranks, self._objection())
         after_LE = _fixed(agreed_LE.copy())
         moved = [(row, site) for row, site in self._sites if (self.home_LE[row] != after_LE[row]).any()]
-        transfers = all_or_none(consensus, lambda: _inspect([site for _, site in moved], optimizer))
+        with consensus.agree(WHAT, TransferError):
+            moving = _inspect([site for _, site in moved], optimizer)
         if moved and self._ranks is None:
             self._ranks = _moving_ranks(self._sites[0][1].block.ep_group, self._groups.expt_dp)
         moves = [shard_moves(self.home_LE[row], after_LE[row]) for row, _ in moved]
         # other pipeline stages may move theirs, and this rank votes with them
-        received = bring(consensus, self._ranks if moved else None, transfers, moves)
-        for transfer in transfers:
-            transfer.commit()
+        received = move_layers(consensus, self._ranks if moved else None, moving, moves)
         for row, site in moved:
             set_home(site, after_LE[row], self.block_home_LE[row])
         self.home_LE = after_LE
-        self._guard(optimizer)
+        for part in [] if optimizer is None else chained(optimizer):
+            if part not in self._guarded:
+                OptimizerCheckpoint(part, self._away_LE)
+                self._guarded.add(part)
         return received
 
     def _objection(self) -> str | None:
@@ -87,43 +84,25 @@ class HomePlacement:
                 return "this model was attached twice and its homes moved by the other; attach it once"
         return None
 
-    def _guard(self, optimizer: Any) -> None:
-        """Have checkpoints of an optimizer follow its experts from now on."""
-        for part in [] if optimizer is None else chained(optimizer):
-            if part not in self._guarded:
-                OptimizerCheckpoint(part, self._away_LE)
-                self._guarded.add(part)
-
     def _away_LE(self) -> NDArray[np.int16] | None:
         return None if np.array_equal(self.home_LE, self.block_home_LE) else self.home_LE
 
 
-def _inspect(sites: list[ChunkRouter], optimizer: Any) -> list[LayerTransfer]:
-    """What there is to move, found without a change.
-
-    Raises:
-        TransferError: when it cannot be moved.
-    """
+def _inspect(sites: list[ChunkRouter], optimizer: Any) -> list[MovingLayer]:
+    """Find what there is to move, without a change, or raise `TransferError` when it cannot be moved."""
     state: OptimizerState = {} if optimizer is None else optimizer_state(optimizer)
-    transfers = []
+    moving = []
     for site in sites:
-        slots = expert_slots(site)
-        untrained = sorted(
-            {
-                name
-                for slot in slots
-                for name, p in slot.items()
-                if optimizer is not None and p.requires_grad and p not in state
-            }
-        )
-        if untrained:
+        experts = local_expert_parameters(site)
+        parameters = [(name, p) for expert in experts for name, p in expert.items()]
+        if optimizer is not None and (left := {name for name, p in parameters if p.requires_grad and p not in state}):
             raise TransferError(
-                f"{untrained[0]} of the experts of {site.path} is trained, and is no parameter of the optimizer; pass "
+                f"{min(left)} of the experts of {site.path} is trained, and is no parameter of the optimizer; pass "
                 "the one that trains this model"
             )
-        counts = frozenset(count for slot in slots for p in slot.values() if p in state for count in state[p].counts)
-        transfers.append(LayerTransfer(site.path, [held_tensors(slot, state) for slot in slots], counts))
-    return transfers
+        counts = frozenset(count for _, p in parameters if p in state for count in state[p].counts)
+        moving.append(MovingLayer(site.path, [held_tensors(expert, state) for expert in experts], counts))
+    return moving
 
 
 def _fixed(home_LE: NDArray[np.int16]) -> NDArray[np.int16]:
@@ -132,14 +111,7 @@ def _fixed(home_LE: NDArray[np.int16]) -> NDArray[np.int16]:
 
 
 def _moving_ranks(ep_group: Any, edp_group: Any) -> MovingRanks:
-    """All expert-parallel ranks of a pipeline stage, with all expert-data-parallel ranks of each.
-
-    All of them must call it together.
-
-    Args:
-        ep_group: the expert-parallel group of this rank.
-        edp_group: its expert-data-parallel group, the ranks that hold the same experts.
-    """
+    """Join the expert-parallel ranks of a pipeline stage with all expert-data-parallel ranks of each. Collective."""
     of_ep_ranks = gathered(dist.get_process_group_ranks(edp_group), ep_group)
     ranks = sorted(rank for members in of_ep_ranks for rank in members)
     peers = PeerGroup(edp_group, ep_group, ranks=ranks)

@@ -1,92 +1,100 @@
-"""What a plan needs of Megatron: its ranks, its micro-batches, the layers that can run under one, and all counts."""
+"""Plans on a Megatron-Core model: its expert-parallel ranks and pipeline stages, its layers, and its micro-batches."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from foreroute.adapters.megatron.discover import ChunkRouter
-from foreroute.adapters.megatron.plan_execution.layer import objection_to_layer
+from foreroute.adapters.megatron.expert_placement.placement import HomePlacement
+from foreroute.adapters.megatron.hooks import ChunkHooks
+from foreroute.adapters.megatron.plan_execution.experts import RunReplicas, home_parameters, replica_runner
+from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer, objection_to_layer
 from foreroute.adapters.megatron.route_shard import RouteShard
+from foreroute.ep import ExpertParallelModel
 from foreroute.ep.agreement import RankConsensus
-from foreroute.ep.execution_ranks import ExecutionRanks, MicroBatch
-from foreroute.ep.transfer.engine import TransferOptions
-from foreroute.errors import CountsError, PlacementError, TraceError
-from foreroute.trace import RoutedLayer, RoutingSpec
+from foreroute.ep.execution import MicroBatch
+from foreroute.ep.transfer.cells import Home
+from foreroute.ep.transfer.home_moves import gathered
+from foreroute.errors import PlacementError, TraceError
+from foreroute.plan import StepPlan
+from foreroute.trace import RoutingSpec
 
 
-def ranks_of_stage(ep_group: Any, pp_group: Any, options: TransferOptions) -> ExecutionRanks:
-    """The expert-parallel ranks of this pipeline stage. A collective call of them.
+class PlannedExperts(ExpertParallelModel):
+    """The experts that this rank has of a model that Megatron spreads, in chunks of its pipeline stage."""
 
-    Args:
-        ep_group: Megatron's.
-        pp_group: Megatron's, of this rank's peers in the other stages; None for one stage.
-        options: how weights of replicas travel.
-    """
-    staged = pp_group is not None and pp_group.size() > 1
-    return ExecutionRanks(
-        ep_group,
-        RankConsensus(ep_group),
-        options,
-        "megatron",
-        stages=RankConsensus(pp_group) if staged else None,
-        gathers_late=True,  # with overlap_param_gather, Megatron gathers the weights of a layer as it runs
-    )
+    executor = "megatron"
+    gathers_late = True  # with overlap_param_gather, Megatron gathers the weights of a layer as it runs
+
+    def __init__(self, spec: RoutingSpec, chunks: Sequence[ChunkHooks], ep_size: int) -> None:
+        trunk: Any = chunks[0].trunk
+        self._groups = trunk.pg_collection
+        self._sites = [(spec.layers.index(site.layer), site, chunk) for chunk in chunks for site in chunk.sites]
+        self._homes = HomePlacement(spec, [site for _, site, _ in self._sites], ep_size, self._groups)
+        ep_group: Any = self._sites[0][1].block.ep_group if self._sites else self._groups.ep
+        of_chunks = [[spec.layers.index(layer) for layer in chunk.layers] for chunk in chunks]
+        super().__init__(ep_group, self._homes.block_home_LE, of_chunks)
+        self._of_job: RankConsensus | None = None
+        self._layers_in_execution: list[PlannedLayer] = []
+        # by position in the model; they keep modules of Transformer Engine from one execution to the next
+        self._replica_runners: dict[int, RunReplicas] = {}
+
+    def make_everyone(self) -> RankConsensus | None:
+        """The ranks of all pipeline stages that run the same micro-batches."""
+        pp_group = self._groups.pp
+        if pp_group is None or pp_group.size() == 1:
+            return None
+        of_stages = gathered(dist.get_process_group_ranks(self._group), pp_group)
+        return RankConsensus(pp_group, self._group, ranks=sorted(rank for each in of_stages for rank in each))
+
+    def require_executable(self, plan: StepPlan) -> None:
+        # of any plan, also one without replicas: a layer sends rows by it in place of Megatron
+        for _, site, _ in self._sites:
+            if reason := objection_to_layer(site):
+                raise PlacementError(f"the layer of {site.path} cannot execute a plan: {reason}")
+
+    def load(self) -> Mapping[int, Home]:
+        homes = {number: home_parameters(site) for number, site, _ in self._sites}
+        for number, site, _ in self._sites:
+            if number not in self._replica_runners:
+                self._replica_runners[number] = replica_runner(site.block.experts)
+        self._layers_in_execution = [
+            PlannedLayer(site, number, homes[number], self._replica_runners[number], self._group, chunk.passes)
+            for number, site, chunk in self._sites
+        ]
+        return homes
+
+    @contextmanager
+    def layers_in_place(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.callback(self._layers_in_execution.clear)
+            for layer in self._layers_in_execution:
+                stack.enter_context(layer.in_place())
+            yield
+
+    def finish_gathering(self) -> None:
+        for layer in self._layers_in_execution:
+            layer.finish_gathering()
+
+    def move(self, home_LE: ArrayLike, optimizer: Any) -> tuple[int, NDArray[np.int16]]:
+        # expert-data-parallel ranks, which are in no group of ours, move the same experts
+        if self._of_job is None:
+            everyone = self.groups.everyone
+            self._of_job = everyone if everyone.size == dist.get_world_size() else RankConsensus()
+        received = self._homes.move(home_LE, optimizer, self._of_job)
+        return received, self._homes.home_LE
 
 
-def planned_batches(ranks: ExecutionRanks, shards: Sequence[RouteShard], what: str) -> list[MicroBatch]:
-    """The micro-batches of this rank, as plans know them.
-
-    Raises:
-        TraceError: on every rank alike, when one hands in what `shard` did not make.
-    """
-    ranks.raise_alike(TraceError, _objection_to_shards(shards), what)
-    return [MicroBatch(shard, shard.counts_LE, shard.is_whole, shard.num_routed) for shard in shards]
-
-
-def require_layers(ranks: ExecutionRanks, sites: Sequence[ChunkRouter]) -> None:
-    """Raise `PlacementError` on every rank alike, when a layer of one cannot execute a plan."""
-    objections = ((site.path, objection_to_layer(site)) for site in sites)
-    mine = next((f"the layer of {path} cannot execute a plan: {reason}" for path, reason in objections if reason), None)
-    ranks.raise_alike(PlacementError, mine, "looking at the layers")
-
-
-def whole_counts(
-    counts_MLGE: NDArray[np.int32], layers: Sequence[RoutedLayer], spec: RoutingSpec, pp_group: Any
-) -> NDArray[np.int32]:
-    """Put the layers of all pipeline stages together. A collective call of them.
-
-    Args:
-        counts_MLGE: int32 [M, L here, G, E]; G may be 0 where there is no layer.
-        layers: of this stage.
-        spec: of the whole model.
-        pp_group: Megatron's; None for one stage.
-
-    Returns:
-        int32 [M, L, G, E].
-
-    Raises:
-        CountsError: on all of them alike, when stages have other numbers of micro-batches.
-    """
-    stages: list[Any] = [(tuple(layers), counts_MLGE)]
-    if pp_group is not None and pp_group.size() > 1:
-        stages = [None] * pp_group.size()
-        dist.all_gather_object(stages, (tuple(layers), counts_MLGE), group=pp_group)
-    numbers = [len(counts) for _, counts in stages]
-    if len(set(numbers)) > 1:
-        raise CountsError(f"pipeline stages have {numbers} micro-batches; expected the same ones on each")
-    columns: Mapping[RoutedLayer, NDArray[np.int32]] = {
-        layer: counts[:, i] for of_stage, counts in stages for i, layer in enumerate(of_stage)
-    }
-    return np.stack([columns[layer] for layer in spec.layers], axis=1)
-
-
-def _objection_to_shards(micro_batches: Sequence[object]) -> str | None:
-    for number, each in enumerate(micro_batches):
+def planned_batches(shards: Sequence[RouteShard]) -> list[MicroBatch]:
+    """Return the micro-batches of this rank as plans know them; raise `TraceError` for what `shard` did not make."""
+    for number, each in enumerate(shards):
         if not isinstance(each, RouteShard):
-            return f"micro-batch {number} is a {type(each).__name__}; expected what routed.shard(trace, layout) makes"
-    return None
+            raise TraceError(
+                f"micro-batch {number} is a {type(each).__name__}; expected what routed.shard(trace, layout) makes"
+            )
+    return [MicroBatch(shard, shard.counts_LE, shard.is_whole, shard.num_routed) for shard in shards]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,7 +24,7 @@ GROUPED_NAMES = ("linear_fc1.weight", "linear_fc2.weight")
 """Parameters of TEGroupedMLP, each followed by the number of the expert."""
 
 RunReplicas = Callable[[Sequence[Mapping[str, Tensor]], Tensor, Tensor, Sequence[int]], list[Tensor]]
-"""`run(weights, rows, probs, sizes)`: name -> tensor of each replica, rows [R, D] and gate weights [R] in their order,
+"""`run(weights, rows_ND, probs_N, sizes)`: name -> tensor of each replica, rows and gate weights in order of replica,
 rows of each. Returns what comes out, in that order, in one tensor or several."""
 
 
@@ -39,8 +39,10 @@ def home_parameters(site: ChunkRouter) -> dict[str, list[nn.Parameter]]:
 
 
 def replica_runner(experts: Any) -> RunReplicas:
-    """How replicas beside an experts module are run."""
-    return GroupedReplicas(experts) if type(experts) is TEGroupedMLP else partial(_run_each, experts.local_experts[0])
+    """Give what runs replicas beside an experts module; to be kept, since it keeps modules."""
+    if type(experts) is not TEGroupedMLP:
+        return partial(_run_each, experts.local_experts[0])
+    return partial(_run_grouped, cache(partial(_grouped_beside, experts)))
 
 
 def _run_each(
@@ -50,43 +52,34 @@ def _run_each(
     return [functional_call(expert, dict(of_one), (own, own_probs))[0] for of_one, own, own_probs in parts]
 
 
-class GroupedReplicas:
-    """Beside a TEGroupedMLP, others with as many gemms as a cell has replicas here.
+def _run_grouped(
+    module_of: Callable[[int], nn.Module],
+    weights: Sequence[Mapping[str, Tensor]],
+    rows: Tensor,
+    probs: Tensor,
+    sizes: Sequence[int],
+) -> list[Tensor]:
+    named = {f"{name}{i}": weight for i, of_one in enumerate(weights) for name, weight in of_one.items()}
+    return [functional_call(module_of(len(weights)), named, (rows, torch.tensor(sizes), probs))[0]]
 
-    Its own cannot be made larger: `num_gemms` goes into checkpoints, and home weights must stay the parameters that
-    Transformer Engine leaves its marks on.
 
-    Args:
-        experts: the module of the layer.
+def _grouped_beside(experts: Any, num_gemms: int) -> nn.Module:
+    """Make another TEGroupedMLP, with as many gemms as a cell has replicas here.
+
+    The layer's own cannot be made larger: `num_gemms` goes into checkpoints, and home weights must stay the parameters
+    that Transformer Engine leaves its marks on.
     """
-
-    def __init__(self, experts: Any) -> None:
-        self._experts = experts
-        self._of_size: dict[int, nn.Module] = {}
-
-    def __call__(
-        self, weights: Sequence[Mapping[str, Tensor]], rows: Tensor, probs: Tensor, sizes: Sequence[int]
-    ) -> list[Tensor]:
-        """See `RunReplicas`."""
-        num_gemms = len(weights)
-        if num_gemms not in self._of_size:
-            self._of_size[num_gemms] = self._beside(num_gemms)
-        named = {f"{name}{i}": weight for i, of_one in enumerate(weights) for name, weight in of_one.items()}
-        return [functional_call(self._of_size[num_gemms], named, (rows, torch.tensor(sizes), probs))[0]]
-
-    def _beside(self, num_gemms: int) -> nn.Module:
-        experts = self._experts
-        config = copy.copy(experts.config)
-        # neither memory nor random numbers for parameters that are never used
-        config.use_cpu_initialization, config.init_model_with_meta_device = False, True
-        # nothing may be kept by the name of a weight: in the next pass it is another one
-        config.disable_parameter_transpose_cache = True
-        fc1, fc2 = experts.linear_fc1, experts.linear_fc2
-        submodules = SimpleNamespace(linear_fc1=type(fc1), linear_fc2=type(fc2), activation_func=None)
-        beside: Any = TEGroupedMLP(num_gemms, config, submodules, pg_collection=fc1._pg_collection)
-        beside.activation_func = experts.activation_func
-        made: nn.Module = beside
-        return made
+    config = copy.copy(experts.config)
+    # neither memory nor random numbers for parameters that are never used
+    config.use_cpu_initialization, config.init_model_with_meta_device = False, True
+    # nothing may be kept by the name of a weight: in the next pass it is another one
+    config.disable_parameter_transpose_cache = True
+    fc1, fc2 = experts.linear_fc1, experts.linear_fc2
+    submodules = SimpleNamespace(linear_fc1=type(fc1), linear_fc2=type(fc2), activation_func=None)
+    beside: Any = TEGroupedMLP(num_gemms, config, submodules, pg_collection=fc1._pg_collection)
+    beside.activation_func = experts.activation_func
+    made: nn.Module = beside
+    return made
 
 
 def objection_to_experts(site: ChunkRouter) -> str | None:

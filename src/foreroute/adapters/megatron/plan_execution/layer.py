@@ -1,9 +1,12 @@
-"""One MoE layer while a plan is executed: its rows go where the plan says, by the code of `foreroute.ep`."""
+"""One MoE layer while a plan is executed: its rows go where the plan says, by the code of `foreroute.ep`.
+
+N rows: tokens of this rank, or assignments on their way; K picks, D hidden size, E experts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +19,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 from torch import Tensor, nn
 
 from foreroute.adapters.megatron.discover import ChunkRouter
-from foreroute.adapters.megatron.plan_execution.experts import objection_to_experts, replica_runner
+from foreroute.adapters.megatron.plan_execution.experts import RunReplicas, objection_to_experts
 from foreroute.adapters.megatron.plan_execution.replicas import SeparateReplicas
 from foreroute.core.passes import PassStack
 from foreroute.ep.dispatch import Combine, Dispatch, DispatchHandle
@@ -30,65 +33,43 @@ STEPS = ("preprocess", "dispatch", "routed_experts_compute", "combine", "postpro
 REFUSED_SETTINGS = {
     "moe_expert_capacity_factor": "it drops assignments that the plan has counted",
     "moe_router_padding_for_quantization": "it adds rows that no plan has counted",
-    "fp8": "scaling factors belong to parameters, and a slot is none",
-    "fp4": "scaling factors belong to parameters, and a slot is none",
+    "fp8": "FP8 scales are kept per parameter, and replica slots are not parameters",
+    "fp4": "FP4 scales are kept per parameter, and replica slots are not parameters",
     "moe_latent_size": "rows are projected between the layer and its dispatcher",
     "moe_apply_probs_on_input": "the experts module applies weights before its experts",
-    "delay_wgrad_compute": "gradients of homes would come after those of their replicas, when buckets have left",
-    "overlap_dispatch_backward_with_experts_wgrad": "it delays gradients of homes until buckets may have left",
-    "quant_recipe": "its scaling factors belong to modules that it names, and a slot is in none",
+    "delay_wgrad_compute": "delayed weight gradients arrive after the bucket was reduced",
+    "overlap_dispatch_backward_with_experts_wgrad": "delayed weight gradients may arrive after the bucket was reduced",
+    "quant_recipe": "its scales are kept per module that it names, and replica slots are in no module",
     "add_bias_linear": "biases of experts are added by their module",
 }
 """Settings of TransformerConfig, and why they and replicas exclude each other."""
 
 
 class PlannedLayer:
-    """Stands, on the instance, in the steps of a MoE layer from what its router hands on to its output.
+    """Replaces, on the instance, the steps of a MoE layer from the output of its router to its own output.
 
-    Args:
-        site: the layer's router.
-        number: its position among the routed layers of the model.
-        homes: by that position, name -> the parameter of each home expert, in ascending order of its id.
-        group: the expert-parallel ranks.
-        passes: of the chunk that it is in.
+    It stands in the forward of the layer in this order: preprocess, dispatch, compute, combine, postprocess.
     """
 
     def __init__(
         self,
         site: ChunkRouter,
-        number: int,
-        homes: Mapping[int, Mapping[str, Sequence[nn.Parameter]]],
+        number: int,  # its position among the routed layers of the model
+        home: Mapping[str, Sequence[nn.Parameter]],  # name -> that of each home expert, in ascending order of its id
+        run_replicas: RunReplicas,
         group: Any,
-        passes: PassStack,
+        passes: PassStack,  # of the chunk that it is in
     ) -> None:
-        self._site, self._number, self._home = site, number, homes[number]
+        self._site, self._number, self._home = site, number, home
         self._group, self._passes = group, passes
         self._block, self._experts = site.block, site.block.experts
-        self._run_replicas = replica_runner(self._experts)
+        self._run_replicas = run_replicas
         self._fuses_gradients = bool(self._experts.config.gradient_accumulation_fusion)
-        # E to 1, so that the larger of two stands for the expert with the smaller id; made where the model runs
-        self._descending_E = torch.empty(0)
+        self._descending_E = torch.empty(0)  # made where the model runs
         self._shared: Any = self._block.shared_experts if self._block.shared_expert_overlap else None
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Stand there while the context is open, once."""
-        with ExitStack() as stack:
-            own = (self._preprocess, self._dispatch, self._compute, self._combine, self._postprocess)
-            for name, stand_in in zip(STEPS, own, strict=True):
-                stack.callback(_restore, self._block.__dict__, name, dict(self._block.__dict__))
-                self._block.__dict__[name] = stand_in
-            yield
-
-    def finish_gathering(self) -> None:
-        """Under overlap_param_gather a weight is stale until the hook of its module has run."""
-        for module in self._experts.modules():
-            for hook in module._forward_pre_hooks.values():
-                if getattr(hook, "__module__", None) == DDP_MODULE:
-                    hook(module, ())
-
     def _preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
-        """[.., B, D], and [R, E] with a map of bool, to the rows [R, D] and their gate weights [R, K]."""
+        """[.., B, D], and [N, E] with a map of bool, to the rows [N, D] and their gate weights [N, K]."""
         num_experts, top_k = self._site.module.num_experts, self._site.module.topk
         if routing_map.dtype != torch.bool or not probs.shape[-1] == routing_map.shape[-1] == num_experts:
             raise PlacementError(
@@ -105,49 +86,69 @@ class PlannedLayer:
         replicas.register()
         if len(self._descending_E) != num_experts:
             self._descending_E = torch.arange(num_experts, 0, -1, dtype=torch.int32, device=routing_map.device)
-        # ascending ids: the picks of a token are added up in the order in which Megatron adds them
-        ids_RK = (routing_map * self._descending_E).topk(top_k, dim=1).indices
-        rows = work.begin(routing_map.sum(0))
-        self._handle = DispatchHandle.of(self._group, work.name, rows, ids_RK, None)
+        # The map has lost the order of picks, and Megatron adds up the picks of a token in ascending order of their
+        # ids. E to 1 in place of the ones of the map makes topk, whose result is in descending order, give them so.
+        ids_NK = (routing_map * self._descending_E).topk(top_k, dim=1).indices
+        self._handle = DispatchHandle(self._group, work.name, work.begin(routing_map.sum(0)), ids_NK)
         self._shape = hidden_states.shape
         if self._shared is not None:
             self._shared.pre_forward_comm(hidden_states)
-        return hidden_states.view(-1, self._shape[-1]), probs.gather(1, ids_RK)
+        return hidden_states.view(-1, self._shape[-1]), probs.gather(1, ids_NK)
 
-    def _dispatch(self, hidden_RD: Tensor, gates_RK: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows in order of their expert here, and their gate weights."""
-        rows, gates = Dispatch.apply(hidden_RD, gates_RK, self._handle)
-        # no weight is to stand in front of the rows
+    def _dispatch(self, hidden_ND: Tensor, gates_NK: Tensor) -> tuple[Tensor, Tensor]:
+        """Send rows to their experts: rows in order of their expert here, and their gate weights."""
+        rows, gates = Dispatch.apply(hidden_ND, gates_NK, self._handle)
+        # on one communicator, what is launched first travels first: no row waits for a weight
         self._replicas.fetch()
         if self._shared is not None:
             self._shared.linear_fc1_forward_and_act(rows)
         return rows, gates.view(-1)
 
     def _compute(self, rows: Tensor, gates: Tensor) -> tuple[Tensor, None]:
-        """What home experts and replicas make of them, in the same order."""
-        replicas, groups = self._replicas, self._handle.rows
-        home_S, served_S = groups.home.sizes, groups.replicas.sizes
-        parts = [sum(home_S), sum(served_S)]
-        (rows, served), (gates, served_gates) = rows.split(parts), gates.split(parts)
-        output, _ = self._experts(rows, torch.tensor(home_S), gates)
-        return replicas.compute(output, self._run_replicas, served, served_gates, served_S), None
+        """Run home experts, then the replicas here, whose weights have travelled meanwhile."""
+        home_sizes, replica_sizes = self._handle.rows.home.sizes, self._handle.rows.replicas.sizes
+        parts = [sum(home_sizes), sum(replica_sizes)]
+        (rows, at_replicas), (gates, gates_there) = rows.split(parts), gates.split(parts)
+        output, _ = self._experts(rows, torch.tensor(home_sizes), gates)
+        return self._replicas.compute(output, self._run_replicas, at_replicas, gates_there, replica_sizes), None
 
     def _combine(self, computed: Tensor) -> Tensor:
-        """[R, D], added up over the picks of each row."""
+        """Return results to their tokens and add them up, [N, D]."""
         output: Tensor = Combine.apply(computed, self._handle)
         if self._shared is not None:
             self._shared.linear_fc2_forward(output)
             self._shared.post_forward_comm()
-        # nodes of autograd lead from them to this layer
+        # nodes of autograd lead from them to this layer, and so would a circle
         del self._replicas, self._handle
         return output
 
-    def _postprocess(self, output: Tensor, of_shared: Tensor | None) -> Tensor:
-        """In the shape in which it came, with what shared experts give out."""
+    def _postprocess(self, output: Tensor, shared_output: Tensor | None) -> Tensor:
+        """Give the output its shape back, and add that of shared experts."""
         output = output.view(self._shape)
         if self._shared is not None:
-            of_shared = self._shared.get_output()
-        return output if of_shared is None else output + of_shared
+            shared_output = self._shared.get_output()
+        return output if shared_output is None else output + shared_output
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Replace the steps while the context is open, once."""
+        own = (self._preprocess, self._dispatch, self._compute, self._combine, self._postprocess)
+        attributes = self._block.__dict__
+        before = {name: attributes[name] for name in STEPS if name in attributes}
+        attributes.update(zip(STEPS, own, strict=True))
+        try:
+            yield
+        finally:
+            for name in STEPS:
+                del attributes[name]
+            attributes.update(before)
+
+    def finish_gathering(self) -> None:
+        """Run the hooks of DistributedDataParallel: under overlap_param_gather, a weight is stale before."""
+        for module in self._experts.modules():
+            for hook in module._forward_pre_hooks.values():
+                if getattr(hook, "__module__", None) == DDP_MODULE:
+                    hook(module, ())
 
 
 def objection_to_layer(site: ChunkRouter) -> str | None:
@@ -162,23 +163,12 @@ def objection_to_layer(site: ChunkRouter) -> str | None:
             f"its dispatcher is a {type(dispatcher).__name__}{on}, which sends rows in a way of its own, and a "
             "plan sends them by all-to-all; set moe_token_dispatcher_type to alltoall or allgather"
         )
-    return _objection_to_settings(block.config, dispatcher) or objection_to_experts(site)
-
-
-def _objection_to_settings(config: Any, dispatcher: Any) -> str | None:
     if dispatcher.tp_size > 1:
         return (
             f"expert_tensor_parallel_size is {dispatcher.tp_size}, and a replica is a whole expert; set it to 1 to "
             "execute plans"
         )
     for name, reason in REFUSED_SETTINGS.items():
-        if getattr(config, name, None) not in (None, False):
+        if getattr(block.config, name, None) not in (None, False):
             return f"{name} is set: {reason}; train without it to execute plans"
-    return None
-
-
-def _restore(attributes: dict[str, Any], name: str, before: dict[str, Any]) -> None:
-    if name in before:
-        attributes[name] = before[name]
-    else:
-        del attributes[name]
+    return objection_to_experts(site)

@@ -1,11 +1,9 @@
 """The replicas of one MoE layer of Megatron, whose experts have parameters of their own.
 
-Slots are plain tensors, which DistributedDataParallel does not see either. `WaitGrads` adds gradients of replicas to
-`main_grad` in its dtype, float32 as a rule. DistributedDataParallel counts a gradient as ready on AccumulateGrad of its
-parameter, which comes after `WaitGrads`: whatever bucket is reduced then has the gradients of all replicas.
-
-Cells without replicas have the same nodes, with nothing to do. Buckets get ready in an order that follows from the
-nodes, and groups of expert data parallelism, which reduce them together, have plans of their own.
+`WaitGrads` adds gradients of replicas to `main_grad` in its dtype, float32 as a rule. DistributedDataParallel counts a
+gradient as ready on AccumulateGrad of its parameter, which comes after: whatever bucket is reduced has all gradients.
+Cells without replicas have the same nodes, since the order in which buckets get ready follows from the nodes, and
+groups of expert data parallelism, which reduce buckets together, have plans of their own.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ from torch import Tensor, nn
 
 from foreroute.adapters.megatron.plan_execution.experts import RunReplicas
 from foreroute.ep.replicas import Replicas
+from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.engine import TransferEngine
-from foreroute.ep.transfer.replica_weights import Cell
 from foreroute.plan.schedule import CellSchedule
 
 
@@ -44,31 +42,22 @@ class SeparateReplicas(Replicas):
     ) -> None:
         super().__init__(cell, engine, home, hosted=moves is not None)
         self.home = home
-        self._num = 0 if moves is None else len(moves.served)
+        self._num = 0 if moves is None else len(moves.hosted)
         self._fuses_gradients = fuses_gradients
         self._fused: list[Tensor] = []
 
     def parameters(self) -> list[Tensor]:
-        """Expert after expert, in the order in which buckets have them."""
+        # expert after expert, as buckets have them
         return [parameter for of_one in zip(*self.home.values(), strict=True) for parameter in of_one]
 
     def graph_inputs(self) -> list[Tensor]:
-        """Name after name, and within a name replica after replica."""
-        # a view would keep what it is a view of, emptied or not
+        # name after name, and of each replica after replica; a view would keep what it is a view of, emptied or not
         return [row.data for name in self.home for row in self.weights.get(name, ())]
 
     def run(
         self, inputs: Sequence[Any], run_replicas: RunReplicas, rows: Tensor, probs: Tensor, sizes: Sequence[int]
     ) -> list[Tensor]:
-        """Run the replicas here, each on its rows.
-
-        Args:
-            inputs: `graph_inputs`.
-            run_replicas: of this layer.
-            rows: [N, D], in order of slot.
-            probs: [N].
-            sizes: rows of each replica here.
-        """
+        """Run the replicas here, each on its part of the rows [N, D], which are in order of slot."""
         if not self._num:
             return []
         if self._fuses_gradients:
@@ -99,7 +88,6 @@ class SeparateReplicas(Replicas):
     def add_returned(
         self, returned: dict[str, dict[int, Tensor]], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """To `main_grad`, where there is one; else through autograd."""
         found: list[Tensor | None] = []
         num_home = len(next(iter(self.home.values())))
         for row, (name, parameters) in ((row, of_name) for row in range(num_home) for of_name in self.home.items()):
@@ -113,7 +101,7 @@ class SeparateReplicas(Replicas):
         return found
 
     def _gradient_dtype(self, weight: Tensor) -> torch.dtype:
-        """Give what kernels make gradients in: float32 (float64 for float64) where they add to `main_grad`."""
+        # kernels that add to `main_grad` make gradients in float32, others in what they compute in
         return torch.promote_types(weight.dtype, torch.float32) if self._fuses_gradients else weight.dtype
 
     def _pack(self, tensor: Tensor) -> Any:

@@ -1,32 +1,44 @@
 """Checks that a device answers while the host goes on."""
 
+import copy
+
 import pytest
 import torch
 
-from foreroute.core import passes
-from foreroute.core.passes import LateChecks
-from foreroute.errors import BatchMismatchError
+from foreroute.core import deferred_checks
+from foreroute.core.deferred_checks import DeferredChecks
+from foreroute.errors import BatchMismatchError, ReplayError
 
 
 class There(torch.Tensor):
-    """Says that it is on a device that is not the CPU."""
+    """Says that it is on a device that is not the CPU, and refuses work with tensors of another."""
 
     device = torch.device("meta")
+
+    def __or__(self, other):
+        assert self.device == other.device, "one operator on tensors of two devices"
+        return super().__or__(other)
 
 
 class OnCuda(There):
     """Says that it is on a GPU."""
 
-    is_cuda = True
+    device, is_cuda = torch.device("cuda:0"), True
+
+
+class OnSecondCuda(OnCuda):
+    """Says that it is on another GPU."""
+
+    device = torch.device("cuda:1")
 
 
 class Event:
-    """Of a device that is done when a test says so."""
+    """Of a device that is done when a test says so. Recorded on the stream of the current device by default."""
 
-    done, waited = False, 0
+    done, waited, streams = False, 0, []
 
-    def record(self):
-        pass
+    def record(self, stream="of cuda:0"):
+        Event.streams.append(stream)
 
     def query(self):
         return Event.done
@@ -38,14 +50,16 @@ class Event:
 @pytest.fixture(autouse=True)
 def of_this_test(monkeypatch):
     """What other tests have asked is not waited for here."""
-    monkeypatch.setattr(passes, "_before_step", set())
+    monkeypatch.setattr(deferred_checks, "_before_step", set())
 
 
 @pytest.fixture
 def gpu(monkeypatch):
     monkeypatch.setattr(Event, "done", False)
     monkeypatch.setattr(Event, "waited", 0)
+    monkeypatch.setattr(Event, "streams", [])
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"of {device}")
     return Event
 
 
@@ -58,7 +72,7 @@ def tell():
 
 
 def test_answers_that_are_there_are_looked_at_when_the_next_pass_begins(gpu):
-    checks = LateChecks()
+    checks = DeferredChecks()
     checks.add(flag(wrong=True, on_gpu=True), tell)
     checks.add(flag(wrong=False, on_gpu=True), lambda: None)
     assert not gpu.waited
@@ -68,9 +82,22 @@ def test_answers_that_are_there_are_looked_at_when_the_next_pass_begins(gpu):
     checks.close()
 
 
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_every_device_is_asked_on_its_own_stream(gpu, wrong):
+    """A model may be on another GPU than the current one, and its routers on several."""
+    checks = DeferredChecks()
+    for number, kind in enumerate((OnCuda, OnSecondCuda, OnSecondCuda)):
+        checks.add(torch.tensor(number == wrong).as_subclass(kind), tell)
+    assert gpu.streams == ["of cuda:0", "of cuda:1", "of cuda:1"]
+    with pytest.raises(BatchMismatchError, match="another batch"):
+        checks.wait()
+    assert gpu.waited == wrong + 1  # each device's answer is waited for before it is read
+    assert not copy.deepcopy(checks)._asked
+
+
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_the_end_waits_once_and_tells_the_first_that_is_wrong(gpu, on_gpu):
-    checks, told = LateChecks(), []
+    checks, told = DeferredChecks(), []
     for number, wrong in enumerate((False, True, False)):
         checks.add(flag(wrong=wrong, on_gpu=on_gpu), lambda n=number, wrong=wrong: told.append(n) or (wrong and tell()))
     with pytest.raises(BatchMismatchError, match="another batch"):
@@ -83,17 +110,17 @@ def test_the_end_waits_once_and_tells_the_first_that_is_wrong(gpu, on_gpu):
 
 
 def test_on_the_cpu_nothing_waits():
-    checks = LateChecks()
+    checks = DeferredChecks()
     checks.add(torch.tensor(False), tell)
     with pytest.raises(BatchMismatchError, match="another batch"):
         checks.add(torch.tensor(True), tell)
-    assert checks not in passes._before_step
+    assert checks not in deferred_checks._before_step
 
 
 def test_a_batch_that_only_the_device_finds_wrong_is_no_silent_success():
-    checks = LateChecks()
+    checks = DeferredChecks()
     checks.add(flag(wrong=True), lambda: None)
-    with pytest.raises(AssertionError, match="the host finds right"):
+    with pytest.raises(ReplayError, match="the host check passed; please report it"):
         checks.wait()
 
 
@@ -102,34 +129,34 @@ def test_an_optimizer_does_not_step_on_a_wrong_batch(wrong):
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     weight.sum().backward()
-    checks = LateChecks()
+    checks = DeferredChecks()
     for _ in range(2):
         checks.add(flag(wrong=wrong), tell)
         checks.close()
-    assert passes._before_step == {checks}
+    assert deferred_checks._before_step == {checks}
     if wrong:
         with pytest.raises(BatchMismatchError, match="another batch"):
             optimizer.step()
     else:
         optimizer.step()
     assert torch.equal(weight.detach(), torch.full((2,), float(wrong)))
-    assert not passes._before_step
+    assert not deferred_checks._before_step
 
 
 def test_where_no_gradients_are_recorded_the_end_of_the_session_tells():
     """No optimizer may ever step."""
-    checks = LateChecks()
+    checks = DeferredChecks()
     checks.add(flag(wrong=True), tell)
     with torch.no_grad(), pytest.raises(BatchMismatchError, match="another batch"):
         checks.close()
-    assert not passes._before_step
+    assert not deferred_checks._before_step
 
 
 def test_one_step_waits_for_the_checks_of_several_models():
     """Such as of a policy and a critic; torch walks through its hooks meanwhile."""
     weight = torch.nn.Parameter(torch.ones(1))
     weight.grad, told = torch.ones(1), []
-    every = [LateChecks() for _ in range(3)]
+    every = [DeferredChecks() for _ in range(3)]
     for number, checks in enumerate(every):
         checks.add(flag(wrong=number == 1), lambda n=number: told.append(n) or tell())
         checks.close()
@@ -140,4 +167,4 @@ def test_one_step_waits_for_the_checks_of_several_models():
     assert weight.item() == 1
     optimizer.step()
     assert weight.item() == 0
-    assert not passes._before_step
+    assert not deferred_checks._before_step

@@ -1,0 +1,189 @@
+"""Which rows of a trace a forward of a Hugging Face model takes.
+
+Rows are found on the device of the batch, where its tokens are compared with the trace's. The host says what is wrong
+where they do not belong together.
+
+Letters: B rows of a batch of T positions, R = B · T, S sequences of a trace, N rows of it, L layers, E experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foreroute.adapters.hf.forward_tokens import ForwardTokens, to_host
+from foreroute.adapters.hf.pixels import UNKNOWN, digests_of, refuse_other_pixels
+from foreroute.core.deferred_checks import DeferredChecks
+from foreroute.errors import BatchMismatchError, LayoutError
+from foreroute.layout import Layout, locate_rows
+from foreroute.replay import PassRoutes, Policy, TraceOnDevice
+from foreroute.replay.rows import faithful_rows, refuse_missing
+from foreroute.trace import INDEXER, PIXELS, RoutingTrace
+from foreroute.trace.operations import add_assignments
+
+if TYPE_CHECKING:
+    from foreroute.adapters.hf.model import TransformerHooks
+
+
+class TraceRows:
+    """A trace whose rows are found for each batch by its tokens, in as many sessions as there are.
+
+    Made by `RoutedTransformer.rows`, it keeps on the device what batches take, so that recompute, update and every
+    epoch on the same micro-batch move nothing there again.
+
+    Args:
+        trace: of the sequences of the batch, in order. Nobody may write to its arrays from now on.
+        layout: where they are in it, or None to see it from the batch.
+        hooks: of the model.
+    """
+
+    def __init__(self, trace: RoutingTrace, layout: Layout | None, hooks: TransformerHooks) -> None:
+        if layout is not None:
+            _require_whole(layout, trace)
+        self.trace = trace
+        self.layout = layout
+        self._hooks = hooks
+        self._indexers = hooks.found_indexers if INDEXER in trace.streams else None
+        self._there: TraceOnDevice | None = None
+        self._counts: dict[tuple[int, int], NDArray[np.int64]] = {}
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """See `foreroute.replay.Routes`."""
+        return self.trace.versions
+
+    def counts_of(self, part: int = 0, num_parts: int = 1) -> NDArray[np.int64]:
+        """int64 [L, E], assignments of the rows that have a route, of which a batch leaves none out.
+
+        Args:
+            part: of these rows, when they are cut as `torch.chunk` cuts them.
+            num_parts: how many ranks share the batch, each of which sends its part.
+        """
+        if (part, num_parts) not in self._counts:
+            trace, spec = self.trace, self.trace.spec
+            if num_parts > 1:
+                routed = np.flatnonzero(trace.valid_N)
+                each = -(-len(routed) // num_parts)
+                valid_N = np.zeros_like(trace.valid_N)
+                valid_N[routed[part * each : (part + 1) * each]] = True
+                trace = replace(trace, valid_N=valid_N)
+            all_S = np.zeros(len(trace), np.int64)
+            counts_MLGE = np.zeros((1, spec.num_layers, 1, spec.num_experts), np.int32)
+            add_assignments(trace, all_S, all_S, counts_MLGE)
+            self._counts[part, num_parts] = counts_MLGE[0, :, 0].astype(np.int64)
+        return self._counts[part, num_parts]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no row is missing but the last of a sequence."""
+        return bool(faithful_rows(self.trace).all())
+
+    def of_pass(self, chunk: int, batch: ForwardTokens, policy: Policy, checks: DeferredChecks) -> PassRoutes:
+        """Find and gather what a batch replays. See `foreroute.replay.Routes`."""
+        if batch.past:
+            raise BatchMismatchError(
+                f"the forward continues a key-value cache of {batch.past} positions; replay whole sequences, "
+                "without a cache"
+            )
+        there = self._there
+        if there is None or there.device != batch.device:
+            there = self._there = TraceOnDevice(self.trace, batch.device)
+        row_R, wrong = self._find(batch, there, policy)
+        # also for tensors that were given before: who writes to them is not always seen, c10d among others
+        kept = batch if batch.device.type == "cpu" else batch.kept()  # on the CPU checks look at once
+        checks.add(wrong, partial(self.raise_mismatch, kept, policy))
+        choices = None
+        if self._indexers is not None:  # their choices are cut on the host, which waits for the rows
+            if wrong.item():
+                self.raise_mismatch(batch, policy)
+            all_wanted = policy.missing == "error"
+            choices = self._indexers.rows(self.trace, row_R.cpu().numpy(), batch.shape[1], all_wanted=all_wanted)
+        rows, execution = there.gather(row_R, policy, choices), self._hooks.execution
+        if execution is not None:
+            rows = replace(rows, cells=execution.begin_pass(0, self.trace))
+        drops = there.counted_N(policy, choices) is not None
+        return PassRoutes(rows, lambda: rows.counted_R.view(batch.shape).clone(), drops)
+
+    def raise_mismatch(self, batch: ForwardTokens, policy: Policy) -> None:
+        """Raise `BatchMismatchError` for what is wrong with a batch, which the host waits for."""
+        ids_BT, kept_BT, starts_BT = batch.on_host()
+        row_R = locate_rows(self.trace, ids_BT, kept_BT, starts_BT)
+        if self.layout is not None and not np.array_equal(row_R, self.layout.rows().row_of_slot_R):
+            raise BatchMismatchError(
+                f"the layout has the sequences elsewhere than the batch of shape {list(batch.shape)}; lay them out as "
+                "the batch is padded or packed, or leave the layout out"
+            )
+        if policy.missing == "error":
+            refuse_missing(self.trace, row_R)
+        if PIXELS in self.trace.streams and batch.digests_BT is not None:
+            refuse_other_pixels(self.trace, row_R, to_host(batch.digests_BT).reshape(-1))
+
+    def _find(self, batch: ForwardTokens, there: TraceOnDevice, policy: Policy) -> tuple[Tensor, Tensor]:
+        """Find int64 [R], the row of each position or -1, and bool [], whether `raise_mismatch` would raise."""
+        trace, num_sequences, num_positions = self.trace, len(self.trace), batch.num_slots
+        is_error, faithful_N = policy.missing == "error", there.faithful_N
+        is_hopeless = (
+            (not batch.may_be_packed and num_sequences not in (0, batch.shape[0]))
+            or (self.layout is not None and self.layout.num_slots != num_positions)
+            or (is_error and bool((trace.valid_N & ~faithful_N).any()))  # a row with a route must be in the batch
+        )
+        if is_hopeless:  # told now: shapes and trace say so, whatever the batch holds
+            self.raise_mismatch(batch, policy)
+        kept_BT, starts_BT, wrong = batch.find_sequences()
+        kept_R, starts_R = kept_BT.reshape(-1), starts_BT.reshape(-1)
+        number_R = torch.arange(batch.shape[0], device=batch.device).repeat_interleave(
+            batch.shape[1], output_size=num_positions
+        )
+        wrongs = [wrong]
+        if batch.may_be_packed:
+            are_packed = (starts_BT.sum(1) > 1).any()
+            if num_sequences:  # padding alone fits a trace of none
+                num_found = torch.where(are_packed, starts_R.sum(), batch.shape[0])
+                wrongs.append(num_found != num_sequences)
+            number_R = torch.where(are_packed, starts_R.cumsum(0) - 1, number_R)
+        number_R = number_R.clamp(0, max(0, num_sequences - 1))
+        begins_S = there.upload("offsets", trace.offsets, trace.offsets[-1:])
+        # A token is as many rows behind the first of its sequence as tokens were kept since that one; the number of
+        # kept tokens grows along the batch, so that its running maximum over first tokens is that of the last of them.
+        count_R = kept_R.cumsum(0)
+        row_R = begins_S[number_R] + count_R - torch.where(starts_R, count_R, 0).cummax(0).values
+        within_R = kept_R & (row_R < begins_S[number_R + 1])
+        row_R = torch.where(within_R, row_R, -1)  # which is behind the last row of what is uploaded
+        nothing, tokens_R = np.zeros(1, np.bool_), batch.input_ids.reshape(-1)
+        tokens_N = there.upload("tokens", trace.token_ids_N, np.full(1, -1, np.int32))
+        num_routed = there.upload("valid", trace.valid_N, nothing)[row_R].sum()
+        wrongs += [
+            (within_R != kept_R).any(),
+            (within_R & (tokens_N[row_R] != tokens_R)).any(),
+            num_routed != int(trace.valid_N.sum()),  # rows with a route that the batch leaves out
+        ]
+        if self.layout is not None:
+            wrongs.append((row_R != there.upload("layout", self.layout.rows().row_of_slot_R)).any())
+        if is_error and not faithful_N.all():
+            wrongs.append((within_R & ~there.upload("faithful", faithful_N, nothing)[row_R]).any())
+        if PIXELS in trace.streams and batch.digests_BT is not None:
+            known_R = there.upload("digests", digests_of(trace), np.full(1, UNKNOWN))[row_R]
+            wrongs.append(((known_R >= 0) & (known_R != batch.digests_BT.view(-1))).any())
+        return row_R, torch.stack(wrongs).any()
+
+
+def _require_whole(layout: object, trace: RoutingTrace) -> None:
+    if not isinstance(layout, Layout):
+        raise LayoutError(
+            f"layout is a {type(layout).__name__}; expected one of foreroute.layout, of pad(...) or pack(...)"
+        )
+    if layout.is_split or layout.order == "sbhd":
+        raise LayoutError(
+            f"the layout is {'split' if layout.is_split else 'sequence first'}; a Hugging Face model takes whole "
+            'batches, packed or batch first (pad(..., order="bshd"))'
+        )
+    if layout.num_rows != trace.num_rows:
+        raise BatchMismatchError(
+            f"the layout is for {layout.num_rows} packed rows and the trace has {trace.num_rows}; lay out trace.lengths"
+        )

@@ -1,0 +1,110 @@
+"""Check that a router's output still holds the experts it selected after forward hooks and replaced methods have run.
+
+Where there is no hook on a router, and nobody replaced its method since the model was attached, nothing is done. Where
+there is one, the very tensors that the router returned are right if nobody wrote to them. Others are compared by value
+on their device, which is not waited for.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .deferred_checks import DeferredChecks
+from .errors import ReplayError
+from .recompute import run_unnumbered
+from .selection import LayerPass
+from .tensor_ids import TensorIds
+
+if TYPE_CHECKING:
+    from .hooks import RouterHook
+
+
+class OutputCheck:
+    """Looks at what the routers of a model return in a session, or in several that overlap."""
+
+    def __init__(self, checks: DeferredChecks) -> None:
+        self._checks = checks
+        self._handles: dict[RouterHook, Any] = {}
+        self._returned: dict[RouterHook, tuple[LayerPass, TensorIds]] = {}
+
+    def remove(self) -> None:
+        """Take its hooks off modules."""
+        for handle in self._handles.values():
+            handle.remove()
+
+    def follow(self, router: RouterHook, now: LayerPass, result: Any) -> None:
+        """Compare what a router has returned, and what it returns when the hooks on it have run.
+
+        Raises:
+            ReplayError: when that holds other experts than it selected; on a GPU, as `DeferredChecks.add`.
+        """
+        module, name = router.selecting
+        if router.is_replaced:
+            self._compare(router, now, result, f"a function that took the place of its {name}() after attach()")
+        if name != "forward":  # of a method of the block around a router no hook sees what is returned
+            return
+        if router not in self._handles:
+            self._handles[router] = module.register_forward_hook(partial(self._check_hooks, router))
+        # hooks that others have registered since run behind ours, which must be the last
+        in_order: Any = module._forward_hooks  # says that it is a dict, and is an OrderedDict
+        in_order.move_to_end(self._handles[router].id)
+        self._returned[router] = now, TensorIds(tensors_of(result))
+
+    def _check_hooks(self, router: RouterHook, module: nn.Module, _: Any, output: Any) -> None:
+        now, returned = self._returned.pop(router, (None, None))
+        if now is None or returned is None:  # it is recomputed
+            return
+        parts = tensors_of(output)
+        if returned.fit(parts) and not any(part.is_inference() for part in parts):
+            return
+        hooks = [hook for number, hook in module._forward_hooks.items() if number != self._handles[router].id]
+        names = ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks)
+        self._compare(router, now, output, f"a forward hook ({names or 'one on all modules'})")
+
+    def _compare(self, router: RouterHook, now: LayerPass, output: Any, who: str) -> None:
+        run_unnumbered(self._compare_values, router, now, output, who)
+
+    def _compare_values(self, router: RouterHook, now: LayerPass, output: Any, who: str) -> None:
+        native_RK, ids_RK = now.into_RK, now.ids_RK
+        ran_RK = native_RK if ids_RK is None else torch.where(ids_RK < 0, native_RK, ids_RK)
+        wrong = ~holds_ids(output, router, ran_RK.long(), may_drop=True)
+        self._checks.add(wrong, partial(_raise_changed, wrong, router.path, who))
+
+
+def holds_ids(output: Any, router: RouterHook, ids_RK: Tensor, *, may_drop: bool) -> Tensor:
+    """Bool [], whether what a router returned holds these ids: as they are, or as rows [E] that are not 0 at them.
+
+    With `may_drop` rows may lack some of the experts, as they do over a capacity, but not all. `ids_RK` is int64.
+    """
+    if router.read_back is not None:
+        read_RK = router.read_back(output).to(ids_RK.device)
+        return (read_RK == ids_RK.sort(-1).values).all()
+    selected_RE = torch.zeros(len(ids_RK), router.num_experts, dtype=torch.bool, device=ids_RK.device)
+    selected_RE.scatter_(-1, ids_RK, True)
+    found = torch.zeros((), dtype=torch.bool, device=ids_RK.device)
+    for part in tensors_of(output):
+        if not part.is_floating_point() and part.numel() == ids_RK.numel():
+            found |= (part.reshape(ids_RK.shape).to(ids_RK.device) == ids_RK).all()
+        elif part.numel() == selected_RE.numel():
+            is_on_RE = part.reshape(selected_RE.shape).to(ids_RK.device) != 0
+            wrong_RE = is_on_RE & ~selected_RE if may_drop else is_on_RE != selected_RE
+            found |= is_on_RE.any() & ~wrong_RE.any()
+    return found
+
+
+def _raise_changed(wrong: Tensor, path: str, who: str) -> None:
+    if wrong.item():
+        raise ReplayError(
+            f"router {path} selected its experts, and {who} handed on other ones: what is recorded or replayed is what "
+            "a router selects, and not what ran. Take it off while a session is open, or have it only look on"
+        )
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """Give the tensors that a router returned."""
+    parts = output if isinstance(output, tuple | list) else [output]
+    return [part for part in parts if isinstance(part, Tensor)]

@@ -1,0 +1,189 @@
+"""Tensors on their way: messages between ranks and copies from host memory, posted together and waited for once."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foreroute.ep.transfer.peers import Message, PeerGroup, collective_errors
+from foreroute.errors import TransferError
+
+
+class Transfer:
+    """What a rank sends, receives and copies from host memory in one go. `post` makes it, a collective call.
+
+    Sent tensors must not be written to, and received ones not be read, until `wait` returns.
+    """
+
+    def __init__(
+        self,
+        peers: PeerGroup,
+        what: str,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        copies: Sequence[tuple[Tensor, Tensor]],
+    ) -> None:
+        self.what = what
+        self.host_bytes = sum(target.nbytes for _, target in copies)
+        self.direct_bytes = sum(tensor.nbytes for _, _, tensor in receives)
+        self._peers = peers
+        # torch reads and writes their memory until all is over
+        self._tensors = list(sends), list(receives)
+        self._copies = list(copies)
+        self._works: list[dist.Work] = []
+        self._lane: TransferLane | None = None
+        self._over = threading.Event()
+        self._error: Exception | None = None
+        self._arrived: torch.cuda.Event | None = None
+
+    @classmethod
+    def post(
+        cls,
+        peers: PeerGroup,
+        what: str,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        copies: Sequence[tuple[Tensor, Tensor]] = (),
+        lane: TransferLane | None = None,
+    ) -> Transfer:
+        """Begin a transfer, and return at once. Both ends of a pair of ranks list their messages in the same order.
+
+        `copies` are (source in host memory, target) pairs. Without a lane it goes in the order of the current stream.
+        """
+        transfer = cls(peers, what, sends, receives, copies)
+        if lane is None:
+            transfer._works = peers.post(sends, receives, what)
+            return transfer
+        transfer._lane = lane
+        with lane.entered():
+            transfer._works = peers.post(sends, receives, what)
+            if lane.stream is not None:
+                # streams alone know when it is over: the stream of the model waits for an event, the host for nothing
+                transfer._complete()
+                transfer._arrived = torch.cuda.Event()
+                transfer._arrived.record()
+                transfer._over.set()
+        if lane.stream is None:
+            lane.submit(transfer._run)
+        return transfer
+
+    def wait(self) -> None:
+        """Wait until all has left and arrived; on a GPU the current stream waits, and the host does not."""
+        if self._lane is None:
+            self._complete()
+            return
+        if not self._over.wait(self._peers.timeout_s):
+            raise TransferError(
+                f"{self.what}: rank {self._peers.rank} had not got them after {self._peers.timeout_s} s. Look for the "
+                "first error in the logs of all ranks, then resume from the last checkpoint"
+            )
+        if self._error is not None:
+            raise self._error
+        if self._arrived is not None:
+            assert self._lane.stream is not None, "events are of streams"
+            torch.cuda.current_stream(self._lane.stream.device).wait_event(self._arrived)
+
+    def _run(self) -> None:
+        """Complete the transfer in the thread of the lane."""
+        try:
+            self._complete()
+        # whatever it is, it is for the thread that waits
+        except Exception as error:
+            self._error = error
+        finally:
+            self._over.set()
+
+    def _complete(self) -> None:
+        with torch.no_grad():
+            for source, target in self._copies:
+                target.copy_(source, non_blocking=True)
+        with collective_errors(self.what, self._peers.group):
+            for work in self._works:
+                work.wait()
+        # the group keeps the works until then
+        self._works.clear()
+        self._tensors, self._copies = ([], []), []
+
+
+def row_messages(
+    moves: NDArray[np.void], column: str, tensors: Mapping[str, Tensor] | Mapping[str, Sequence[Tensor]], first: int = 0
+) -> list[Message]:
+    """List the messages of rows of some tensors, in the order of the moves, whose `column` counts rows at this end."""
+    names = sorted(tensors)
+    # `first` is the number among the peers of the rank that moves call 0
+    columns = (moves["peer"] + first, moves["number"], moves[column])
+    return [
+        # what arrives lies in one piece in slots and buffers; of a home row that does not, a copy is sent
+        (peer, number * len(names) + i, tensors[name][row].detach().contiguous())
+        for peer, number, row in zip(*(each.tolist() for each in columns), strict=True)
+        for i, name in enumerate(names)
+    ]
+
+
+class TransferLane:
+    """What runs transfers beside the model: on a GPU one stream, elsewhere one thread, started when first needed.
+
+    gloo completes a receive only inside wait(), so somebody has to wait while the model computes. The thread ends when
+    the lane is closed, or when nobody holds it any more.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Let the thread do it, after what it was given before."""
+        self._jobs.put(job)
+        if self._thread is None:
+            # does not keep a process alive whose main thread ended by an error
+            self._thread = threading.Thread(target=_run_jobs, args=(self._jobs,), name="transfers", daemon=True)
+            self._thread.start()
+            weakref.finalize(self, self._jobs.put, None)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Launch on the stream, if there is one, behind what the current stream was given before."""
+        if self.stream is None:
+            yield
+            return
+        # slots may still be read on the current stream, and home rows written
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
+            yield
+
+    def synchronize(self) -> None:
+        """Wait until the stream has run what it was given."""
+        if self.stream is not None:
+            self.stream.synchronize()
+
+    def close(self, seconds: float) -> bool:
+        """Let the thread end behind its last job, and wait so long for it and for the stream. Whether both are done."""
+        end = time.monotonic() + seconds
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(seconds)
+            return not self._thread.is_alive()
+        # a transfer whose peer is gone never ends, and synchronize() would wait for it
+        while self.stream is not None and not self.stream.query():
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.001)
+        return True
+
+
+def _run_jobs(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        # with it goes the memory that it holds
+        del job

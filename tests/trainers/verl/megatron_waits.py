@@ -1,0 +1,142 @@
+"""Counts the waits of the host in updates of verl's Megatron passes, whose engine and schedule are stand-ins.
+
+Usage: torchrun --nproc-per-node 1 -m tests.trainers.verl.megatron_waits FILE
+"""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+# isort: off
+from tests.trainers.verl import megatron_engines  # noqa: F401  before verl: no GPU
+
+# isort: on
+import torch
+import torch.distributed as dist
+
+from foreroute.adapters.megatron import model as routed_model
+from foreroute.testing.counting_device import DEVICE, other_device
+from foreroute.trainers.verl import comparison, megatron, passes
+from foreroute.trainers.verl.megatron import MegatronPasses, transformer_impl
+from tests.adapters.megatron import one_rank as on
+from tests.trainers.verl.jagged_there import Jagged, MicroBatch
+
+MICRO_BATCHES, EACH = 4, 2
+OFFSETS = torch.arange(0, EACH * on.WIDTH + 1, on.WIDTH)
+
+
+def main(to):
+    dist.init_process_group("gloo")
+    built = on.model()
+    config = SimpleNamespace(use_remove_padding=False, pad_bshd_to_minibatch_max=False)
+    engine = SimpleNamespace(module=[built], engine_config=config, get_data_parallel_group=lambda: None)
+    routing = MegatronPasses(engine, "R3")
+    routing.first_rollout_checked = True
+    batch = [micro_batch(routing.routed.spec, seed) for seed in range(MICRO_BATCHES)]
+    waits = {}
+    with (
+        other_device() as device,
+        mock.patch.object(torch.cuda, "current_device", return_value=DEVICE),
+        mock.patch.object(megatron, "get_device_id", return_value=DEVICE),
+        mock.patch.object(passes, "gather_over", lambda group, mine: [mine]),
+        mock.patch.object(passes, "over_ranks", lambda sums, group: sums),
+        mock.patch.object(megatron, "over_ranks", lambda sums, group: sums),
+        mock.patch.object(comparison, "K3_LIMIT", 10),
+        mock.patch.object(transformer_impl, "get_forward_backward_func", return_value=one_after_the_other),
+    ):
+        built.to(DEVICE)
+        there = Engine(device, built, batch)
+        there.run(forward_only=False)  # what Megatron keeps is made
+        waits["plain"] = there.run(forward_only=False)
+        with torch.no_grad(), routing.batch(batch, update=False):
+            there.run(forward_only=True)
+        with routing.batch(batch, update=True):
+            waits["replayed"] = there.run(forward_only=False)
+        logs = {"metrics": {}}
+        routing.log(logs)
+        waits["disagreement"] = logs["metrics"]["mismatch/disagreement"]
+        compare = routed_model.differing
+        read = lambda call, shard: (call.input_ids.cpu(), compare(call, shard))[1]  # noqa: E731
+        with mock.patch.object(routed_model, "differing", read), routing.batch(batch, update=True):
+            waits["with a read put back"] = there.run(forward_only=False)
+    Path(to).write_text(json.dumps(waits))
+    dist.destroy_process_group()
+
+
+def micro_batch(spec, seed):
+    """On the host, with routes that no router chose, and log-probs of a rollout."""
+    ids = on.tokens(seed)
+    routes = torch.from_numpy(on.foreign(spec, ids, seed).expert_ids_NLK.astype("int16"))
+    responses = ids[:, 5:].clone()
+    return MicroBatch(
+        input_ids=Jagged(ids.reshape(-1), OFFSETS),
+        routed_experts=Jagged(routes, OFFSETS),
+        attention_mask=torch.ones_like(ids),
+        responses=responses,
+        response_mask=torch.ones_like(responses),
+        rollout_log_probs=torch.full(responses.shape, -4.0),
+    )
+
+
+class Engine:
+    """What verl's does with a batch.
+
+    Attributes:
+        device: with its count of waits.
+    """
+
+    def __init__(self, device, built, batch):
+        self.device, self._model, self._batch = device, built, batch
+        positions, causal = torch.arange(on.WIDTH).expand(EACH, -1), torch.ones(on.WIDTH, on.WIDTH, dtype=torch.bool)
+        self._given = [each.to(DEVICE) for each in (positions, causal.triu(1)[None, None])]
+
+    def run(self, *, forward_only):
+        """Waits from the first forward on."""
+        schedule = transformer_impl.get_forward_backward_func()
+        self._is_first = True
+        schedule(
+            forward_step_func=self.forward_step,
+            data_iterator=iter(self._batch),
+            model=[self._model],
+            num_microbatches=len(self._batch),
+            forward_only=forward_only,
+        )
+        return sum(self.device.reads.values())
+
+    def forward_step(self, batches, model):
+        if self._is_first:
+            self.device.reads.clear()
+            self._is_first = False
+        batch = next(batches)
+        batch = batch.select("input_ids", "responses").to(DEVICE)
+        ids = batch["input_ids"]
+        logits = model(ids.values().view(EACH, -1), *self._given)
+        log_probs = logits.float().log_softmax(-1).view(EACH * on.WIDTH, -1)
+        log_probs = log_probs.gather(-1, ids.values().roll(-1)[:, None])[:, 0]
+
+        def finish(output):
+            loss = -output.mean()
+            return loss, {
+                "loss": loss.detach().item(),
+                "model_output": {"log_probs": Jagged(output.detach(), ids.offsets())},
+            }
+
+        return log_probs, finish
+
+
+def one_after_the_other(*, forward_step_func, data_iterator, model, num_microbatches, forward_only):
+    """Megatron's schedule without a pipeline."""
+    results = []
+    for _ in range(num_microbatches):
+        output, finish = forward_step_func(data_iterator, model[0])
+        loss, result = finish(output)
+        results.append(result)
+        if not forward_only:
+            loss.backward()
+    return results
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
