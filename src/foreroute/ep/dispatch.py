@@ -199,7 +199,7 @@ class ExchangeRows(torch.autograd.Function):
 def _all_to_all(
     rows: Tensor, send_G: list[int], receive_G: list[int], group: dist.ProcessGroup, what: str, num_zeros: int = 0
 ) -> Tensor:
-    """Exchange rows with all ranks, with `num_zeros` rows of zeros behind what arrives."""
+    """Exchange rows with all ranks; `num_zeros` rows of zeros lie behind what arrives."""
     whole = rows.new_empty(sum(receive_G) + num_zeros, rows.shape[1])
     arrived, zeros = whole.split([len(whole) - num_zeros, num_zeros])
     zeros.zero_()
