@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from foreroute.adapters.megatron import model as routed_model
+from foreroute.adapters.megatron import routed_megatron as routed_model
 from foreroute.adapters.megatron.forward_args import Call
 from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.ep import dispatch

@@ -16,7 +16,7 @@ from tests.trainers.verl import megatron_engines  # noqa: F401  before verl: no 
 import torch
 import torch.distributed as dist
 
-from foreroute.adapters.megatron import model as routed_model
+from foreroute.adapters.megatron import routed_megatron as routed_model
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.trainers.verl import comparison, megatron, passes
 from foreroute.trainers.verl.megatron import MegatronPasses, transformer_impl
