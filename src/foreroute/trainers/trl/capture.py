@@ -55,14 +55,13 @@ class RolloutCapture:
         if isinstance(source := trainer.rollout_func, EngineSource):
             # a turn is sampled where TRL samples one, so that tools are TRL's to call
             self._source, trainer.rollout_func, source.trainer = source, None, trainer
-        if routed is None:
-            return
         with guard.catching():
-            self._routed, self._served = routed, ServedModel.of(routed)
-        if trainer.rollout_func is not None:
-            trainer.rollout_func = partial(self._run_rollout_func, trainer.rollout_func)
-        elif self._source is None and replay != "R2":
-            self._source = self._find_source()
+            if routed is not None:
+                self._routed, self._served = routed, ServedModel.of(routed)
+                if trainer.rollout_func is not None:
+                    trainer.rollout_func = partial(self._run_rollout_func, trainer.rollout_func)
+                elif self._source is None and replay != "R2":
+                    self._source = self._find_source()
 
     @property
     def is_open(self) -> bool:
