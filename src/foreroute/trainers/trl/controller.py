@@ -239,22 +239,18 @@ class TrainerPassController:
             return [None] * len(slices)
         rollout = self._current_rollout()
         if now.sequences is None:
-            rollout.read_mask(mask_BT)
+            rollout.read_mask(mask_BT, num_scored)
         sequences = np.arange(len(rollout.trace)) if now.sequences is None else now.sequences
-        return [self._part(sequences[rows], num_scored) for rows in slices]
+        return [self._part(sequences[rows]) for rows in slices]
 
-    def _part(self, sequences: NDArray[np.int64], num_scored: int) -> Part:
+    def _part(self, sequences: NDArray[np.int64]) -> Part:
         drops_truncated = bool(self._trainer.mask_truncated_completions)
-        return self._current_rollout().part(sequences, num_scored, self.routed.rows, drops_truncated=drops_truncated)
-
-    def _part_in(self, inputs: dict[str, Any]) -> Part:
-        """Give what a micro-batch takes that TRL keeps for later."""
-        return self._part(self._current_rollout().sequences_of(inputs), inputs["completion_ids"].shape[1])
+        return self._current_rollout().part(sequences, self.routed.rows, drops_truncated=drops_truncated)
 
     def _executing_plan(self, now: LogprobPass, parts: Sequence[Part | None]) -> AbstractContextManager[None]:
         """Open a plan of the old-log-prob pass, until it has run; or see to that of the window of an update."""
         if self._windows is not None and now.is_update:
-            self._windows.begin(lambda inputs: self._part_in(inputs).routes)
+            self._windows.begin(lambda inputs: self._part(self._current_rollout().sequences_of(inputs)).routes)
         elif self._windows is not None and self._replay == "R3":
             return self._windows.executing([part.routes for part in parts if part is not None], "recompute")
         return nullcontext()
@@ -295,7 +291,8 @@ class TrainerPassController:
         if self._replay == "R2":
             self._take_recorded(old, output["prompt_mask"])
         rollout = self._current_rollout()
-        rollout.read_mask(torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1))
+        masks = output["prompt_mask"], output["completion_mask"]
+        rollout.read_mask(torch.cat(masks, dim=1), masks[1].shape[1])
         output |= rollout.columns(output)
         if self._has_old_pass:
             self._compare_with_rollout(old, output)
