@@ -86,8 +86,12 @@ class RoutedTransformer(RoutedModel):
     @property
     def lookup_tables(self) -> dict[int, Tensor]:
         """Integers [vocabulary, K], by its position among layers, of each router that looks experts up by token."""
-        routers = enumerate(self._of_trunk.routers)
-        return {position: router.module.tid2eid for position, router in routers if router.rule.is_lookup}
+        tables: dict[int, Tensor] = {}
+        for position, router in enumerate(self._of_trunk.routers):
+            if router.rule.is_lookup:
+                table: Any = router.module.tid2eid
+                tables[position] = table
+        return tables
 
     def rows(self, trace: RoutingTrace, layout: Layout | None = None) -> TraceRows:
         """Make the routes of a micro-batch ready once, to be replayed in recompute, update and every epoch.
