@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -21,6 +22,7 @@ from foreroute.ep.replicas import Replicas
 from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.engine import TransferEngine
 from foreroute.ep.transfer.gradients import segment_sums
+from foreroute.replay.rows import joined_to_device
 
 
 class StackedReplicas(Replicas):
@@ -173,7 +175,7 @@ class ReplicaLinear(torch.autograd.Function):
         out = _grouped_mm(rows, weight if is_transposed else weight.mT, groups)
         if bias is None:
             return out
-        sizes = torch.tensor(groups.sizes).to(bias.device, non_blocking=True)
+        sizes = joined_to_device([np.asarray(groups.sizes, np.int64)], bias.device)
         # with the size of the output, repeat_interleave does not ask the device for it
         return out + bias.repeat_interleave(sizes, dim=0, output_size=len(rows))
 

@@ -72,7 +72,5 @@ class SlotSet:
         if not len(slots) or slots[-1] - slots[0] == len(slots) - 1:
             first = int(slots[0]) if len(slots) else 0
             return {name: tensor[first : first + len(slots)].detach() for name, tensor in self.tensors.items()}
-        return {
-            name: tensor.index_select(0, joined_to_device([slots], tensor.device))
-            for name, tensor in self.tensors.items()
-        }
+        rows = joined_to_device([slots], next(iter(self.tensors.values())).device)
+        return {name: tensor.index_select(0, rows) for name, tensor in self.tensors.items()}
