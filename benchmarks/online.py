@@ -1,10 +1,10 @@
 """Foresight against executors that see only now, on the same executor: seconds, waits, collectives, weights.
 
 *Foresight* counts the routes of a step, publishes weights, plans with two redundant slots and compiles the schedule,
-all on the clock; then weights travel a cell ahead. Its rivals (`harness.online_execution`) know a cell when its counts
-are there: `online_eplb` with two slots, `online_exact` as MoonEP fills ranks, with as many slots as home experts, and
-`online_ours`, the planner of foresight with two slots. Routes, model, transfers and slots kept for each layer are the
-same; `online_exact_pool` has one pool of slots for all layers instead, as MoonEP has.
+all on the clock; then weights travel a cell ahead. Its baselines (`harness.online_execution`) know a cell when its
+counts are there: `online_eplb` with two slots, `online_exact` as MoonEP fills ranks, with as many slots as home
+experts, and `online_ours`, the planner of foresight with two slots. Routes, model, transfers and slots kept for each
+layer are the same; `online_exact_pool` has one pool of slots for all layers instead, as MoonEP has.
 
 Seconds are those of two processes with a core each, where expert GEMMs dominate, of the same sequences in micro-steps
 of 1, 4 and 16, and of smaller steps across two nodes; backward passes compute activations anew. On a processor a wait
@@ -31,7 +31,7 @@ from benchmarks.harness.executor_counts import busiest, fetched_bytes, posting, 
 from benchmarks.harness.node_lab import NodeLab
 from benchmarks.harness.node_steps import SIZES as SMALL
 from benchmarks.harness.online_execution import executing_online
-from benchmarks.harness.online_plans import RIVALS
+from benchmarks.harness.online_plans import BASELINES
 from benchmarks.harness.pairs import PairedRatio, seconds_in_turn
 from benchmarks.harness.step_prediction import STAGES
 from benchmarks.harness.step_seconds import PLANNED, SKEWS, STATIC, recomputing_model
@@ -86,7 +86,7 @@ def measured(
     paths: FetchPath = "host",
     sizes: Mapping[str, Any] = LARGE,
 ) -> dict[str, Any]:
-    """Seconds of foresight over those of each rival, by sequences of a micro-step and stage, wherever ranks are.
+    """Seconds of foresight over those of each baseline, by sequences of a micro-step and stage, wherever ranks are.
 
     Args:
         rank: of the default group, all of whose ranks call it.
@@ -113,8 +113,8 @@ def measured(
                 }
                 seconds = seconds_in_turn(works, rounds=rounds)
                 foresight = seconds.pop("foresight")
-                ratios = {rival: PairedRatio.of(foresight, of_rival) for rival, of_rival in seconds.items()}
-                of_shape[stage] = {f"foresight_over_{rival}": ratio.shown() for rival, ratio in ratios.items()}
+                ratios = {baseline: PairedRatio.of(foresight, of_baseline) for baseline, of_baseline in seconds.items()}
+                of_shape[stage] = {f"foresight_over_{baseline}": ratio.shown() for baseline, ratio in ratios.items()}
                 of_shape[stage]["foresight_s"] = round(median(foresight), 4)
             found[str(sequences)] = of_shape
     return found
@@ -154,7 +154,7 @@ def counted(rank: int, num_ranks: int, micro_steps: int) -> dict[str, dict[str, 
     bench = Bench.routed_anew(routed, rank, micro_steps=micro_steps)
     mean, num_cells = bench.counts_MLGE.sum() / num_ranks, bench.counts_MLGE[..., 0, 0].size
     one_bytes = expert_bytes(bench.homes[0])
-    methods = _methods(bench.topology, EXACT, list(RIVALS))
+    methods = _methods(bench.topology, EXACT, list(BASELINES))
     many = replace(bench.topology, redundant_slots=COUNTED["num_experts"] // num_ranks)
     methods["foresight_same_slots"] = partial(_foresight, topology=many, options=EXACT)
     found: dict[str, dict[str, float]] = {}
@@ -187,10 +187,12 @@ def _waits(rank: int, num_ranks: int) -> dict[str, float]:
     return {name: waits_per_layer(rank, num_ranks, executing) for name, executing in methods.items()}
 
 
-def _methods(topology: Topology, options: PlanOptions, rivals: Sequence[str]) -> dict[str, Executing]:
+def _methods(topology: Topology, options: PlanOptions, baselines: Sequence[str]) -> dict[str, Executing]:
     """By name, with the options of foresight's plan."""
     methods: dict[str, Executing] = {"foresight": partial(_foresight, topology=topology, options=options)}
-    return methods | {name: partial(executing_online, rival=RIVALS[name], topology=topology) for name in rivals}
+    return methods | {
+        name: partial(executing_online, baseline=BASELINES[name], topology=topology) for name in baselines
+    }
 
 
 @contextmanager

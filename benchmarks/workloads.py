@@ -1,4 +1,4 @@
-"""The planner and its rivals on workloads that others chose, and on routes that were really made.
+"""The planner and its baselines on workloads that others chose, and on routes that were really made.
 
 W0 to W7 are those of Megatron-LM's token-imbalance benchmark (`harness/token_imbalance.py`), in its own sizes and with
 128 experts. A step is twelve micro-steps, a whole turn of the hot spot of W6, after a step of the twelve before.
@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.balancers import rivals
+from benchmarks.balancers import baselines
 from benchmarks.harness.pairs import quickest
 from benchmarks.harness.planner_against import SIMULATED, shown, simulated
 from benchmarks.harness.planner_oracles import least_of_all_plans, least_where_slots_lack
@@ -93,7 +93,7 @@ def _figures(before: Ints, counts: Ints, top_k: int, repeats: int) -> Iterator[t
     topology = costs.hardware.topology(num_ranks, 2)
     home_LE = np.tile(topology.contiguous_home_E(num_experts), (num_layers, 1))
     problem = BalancerInput(counts, topology, home_LE, before.sum(axis=(0, 2), dtype=np.int64))
-    for record in compare(problem, costs, rivals(before)):
+    for record in compare(problem, costs, baselines(before)):
         yield record.name, shown(record)
     for name, (slots, home_moves) in OURS.items():
         options, there = PlanOptions(tolerance=0.0, home_moves=home_moves), replace(topology, redundant_slots=slots)

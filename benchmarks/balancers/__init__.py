@@ -25,7 +25,7 @@ OTHER_BALANCERS = {
 """By short name, in the order of tables."""
 
 
-def rivals(before_MLGE: NDArray[np.integer]) -> dict[str, Balancer]:
+def baselines(before_MLGE: NDArray[np.integer]) -> dict[str, Balancer]:
     """All that stand beside the planner, after a step of these counts: static, EPLB by what it has seen, and others."""
     last = Balancer("EPLB by the micro-step before", "previous micro-step", after(before_MLGE[-1].sum(axis=1)))
     return BALANCERS | {"eplb_last": last} | OTHER_BALANCERS

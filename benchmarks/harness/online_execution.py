@@ -1,4 +1,4 @@
-"""An executor that sees only now, on the product's own: the rival of plans that are made ahead.
+"""An executor that sees only now, on the product's own: the baseline of plans that are made ahead.
 
 In every cell the ranks gather their counts, for which the host waits; each makes the plan of the cell from them; rows
 go, and behind them the weights of the replicas; and experts compute. Rows, transfers, replicas, gradients and slots are
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.harness.execution_bench import Bench
-from benchmarks.harness.online_plans import Rival
+from benchmarks.harness.online_plans import Baseline
 from foreroute.core.passes import Pass
 from foreroute.ep.dispatch import CellRows, gather_counts, upload_rows
 from foreroute.ep.execution import AgreedStep, CellWork, MicroBatch, PassCells, PassPlan, PlanExecution
@@ -32,34 +32,34 @@ from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
 from foreroute.replay import ReplayRows
 
 
-def executing_online(bench: Bench, rival: Rival, topology: Topology) -> AbstractContextManager[PlanExecution]:
-    """Serve the micro-steps of a bench as a rival does, while the context is open. A collective call, as `execute` is.
+def executing_online(bench: Bench, baseline: Baseline, topology: Topology) -> AbstractContextManager[PlanExecution]:
+    """Serve the micro-steps of a bench as a baseline does, while the context is open. Collective, as `execute` is.
 
     Args:
         bench: with the number of the step, and its micro-batches.
-        rival: which.
-        topology: of the ranks; slots are the rival's.
+        baseline: which.
+        topology: of the ranks; slots are the baseline's.
     """
     assert bench.routed.spread is not None, "it was loaded so"
-    return bench.routed.spread.activate(bench.routed._of_trunk, OnlineExecution(bench, rival, topology))
+    return bench.routed.spread.activate(bench.routed._of_trunk, OnlineExecution(bench, baseline, topology))
 
 
 class OnlineExecution(PlanExecution):
-    """What a rival does in place of a plan. There is nothing to agree on ahead, so that nobody is asked.
+    """What a baseline does in place of a plan. There is nothing to agree on ahead, so that nobody is asked.
 
     Attributes:
         plan: grows cell by cell; cells that have not begun have no replica. Without figures.
     """
 
-    def __init__(self, bench: Bench, rival: Rival, topology: Topology) -> None:
+    def __init__(self, bench: Bench, baseline: Baseline, topology: Topology) -> None:
         spread, num_micro_steps = bench.routed.spread, len(bench.rows_M)
         assert spread is not None, "it was loaded so"
         home_LE, num_ranks = spread.home_LE, topology.num_ranks
         num_layers, num_experts = home_LE.shape
-        topology = replace(topology, redundant_slots=rival.slots or num_experts // num_ranks)
+        topology = replace(topology, redundant_slots=baseline.slots or num_experts // num_ranks)
         hosts = LateHosts.with_room(home_LE, num_micro_steps, num_ranks, num_ranks * topology.redundant_slots)
         loads_ML = np.zeros((num_micro_steps, num_layers), np.int64)
-        plan = StepPlan(topology, home_LE, hosts, loads_ML, loads_ML.astype(np.float64), "", rival.sharing)
+        plan = StepPlan(topology, home_LE, hosts, loads_ML, loads_ML.astype(np.float64), "", baseline.sharing)
         self._schedules, self._num_replicas_ML = OnlineSchedule(), np.zeros_like(loads_ML)
         hosted = OnlinePass(plan, self._schedules, plan, self._schedules, self._num_replicas_ML)
         batches = [
@@ -79,7 +79,7 @@ class OnlineExecution(PlanExecution):
         homes, group = bench.homes, spread.groups.consensus
         engine = spread.engine(homes)
         super().__init__(step, spread._group, group.rank, [range(num_layers)], homes, engine, lambda: None)
-        self._planner = rival.planner(home_LE, topology, rival.sharing)
+        self._planner = baseline.planner(home_LE, topology, baseline.sharing)
         self._known: dict[Cell, CellRows] = {}
         assert engine is not None, "there are layers"
         self._paths = engine.paths

@@ -30,7 +30,7 @@ Served = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
 
 
 @dataclass(frozen=True)
-class Rival:
+class Baseline:
     """An executor that sees only now.
 
     Attributes:
@@ -184,10 +184,10 @@ def _filled(counts_GE: Any, home_E: Any) -> Any:
     return served_EG
 
 
-RIVALS = {
-    "online_eplb": Rival(partial(FromHosts, eplb), slots=2),
-    "online_exact": Rival(partial(FromHosts, filled_exactly)),
-    "online_exact_pool": Rival(partial(FromHosts, filled_exactly), sharing="shared"),
-    "online_ours": Rival(Ours, slots=2),
+BASELINES = {
+    "online_eplb": Baseline(partial(FromHosts, eplb), slots=2),
+    "online_exact": Baseline(partial(FromHosts, filled_exactly)),
+    "online_exact_pool": Baseline(partial(FromHosts, filled_exactly), sharing="shared"),
+    "online_ours": Baseline(Ours, slots=2),
 }
 """By name. MoonEP has one pool of slots for all layers; to be given a set for each is more than it asks for."""

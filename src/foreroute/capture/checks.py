@@ -174,9 +174,9 @@ def _same_row(trace: RoutingTrace, rows: NDArray[np.int64], picks_RL: NDArray[An
     chance_L = [((np.unique(picks_R, return_counts=True)[1] / len(rows)) ** 2).sum() for picks_R in picks_RL.T]
     if np.minimum(bits_L, -np.log2(chance_L)).sum() < certain:
         return ""
-    first, again = pairs[:, is_twice][:, pairs[1, is_twice].argmin()]
+    first, second = pairs[:, is_twice][:, pairs[1, is_twice].argmin()]
     return (
-        f"{_place(trace, rows[again])}: the row of token {tokens_R[again]} is that of token {tokens_R[first]} at "
+        f"{_place(trace, rows[second])}: the row of token {tokens_R[second]} is that of token {tokens_R[first]} at "
         f"position {trace.positions_N[rows[first]]}, in all {len(bits_L)} layers; the engine wrote a row twice"
     )
 

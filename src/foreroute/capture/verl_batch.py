@@ -34,16 +34,16 @@ def sequences_of(fields: Mapping[str, Any]) -> Iterator[tuple[NDArray[Any], NDAr
             "attention_mask [b, T], or position_ids [b, T] of a batch that is packed"
         )
     routes, tokens = (as_integers(fields[name], name) for name in ("routed_experts", "input_ids"))
-    told_by = as_array(fields[by], by)
-    if routes.ndim != 4 or tokens.shape != routes.shape[:2] or told_by.shape != tokens.shape:
+    found_by = as_array(fields[by], by)
+    if routes.ndim != 4 or tokens.shape != routes.shape[:2] or found_by.shape != tokens.shape:
         raise CaptureError(
-            f"routed_experts has shape {routes.shape}, input_ids {tokens.shape}, {by} {told_by.shape}; "
+            f"routed_experts has shape {routes.shape}, input_ids {tokens.shape}, {by} {found_by.shape}; "
             "expected [b, T, layers, K], [b, T] and [b, T]"
         )
     if by == "attention_mask":
-        places = [*enumerate(kept_by_mask(told_by))]
+        places = [*enumerate(kept_by_mask(found_by))]
     else:
-        places = [(row, kept) for row, positions in enumerate(told_by) for kept in packed_places(positions)]
+        places = [(row, kept) for row, positions in enumerate(found_by) for kept in packed_places(positions)]
     last_routed_S = np.array([kept.stop > kept.start and (routes[b, kept.stop - 1] > 0).any() for b, kept in places])
     ends_unrouted = any(
         routes[b, kept].any() and not last for (b, kept), last in zip(places, last_routed_S, strict=True)

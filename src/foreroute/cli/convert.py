@@ -80,10 +80,10 @@ def _as_options(source: Path) -> Iterator[None]:
     try:
         yield
     except TraceError as error:
-        told = str(error)
+        message = str(error)
         for argument, option in OPTIONS.items():
-            told = told.replace(f"pass {argument}", f"pass {option}")
-        raise CaptureError(f"{source}: {told}") from error
+            message = message.replace(f"pass {argument}", f"pass {option}")
+        raise CaptureError(f"{source}: {message}") from error
 
 
 def _is_trace(path: Path) -> bool:

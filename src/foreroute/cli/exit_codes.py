@@ -123,9 +123,9 @@ def _signals() -> Iterator[Received]:
 
     def dropped(what: sys.UnraisableHookArgs) -> None:
         if received.raised and isinstance(what.exc_value, KeyboardInterrupt | SystemExit):
-            again = threading.Timer(0.05, os.kill, (os.getpid(), received.raised))
-            again.daemon = True
-            again.start()
+            resent = threading.Timer(0.05, os.kill, (os.getpid(), received.raised))
+            resent.daemon = True
+            resent.start()
         else:
             say_dropped(what)
 

@@ -61,14 +61,14 @@ def watching(config: TrainConfig, console: Console) -> Iterator[Watcher]:
         working(f"{config.name}, preparing the run", console) as work,
         noting_the_first_signal(console) as received,
     ):
-        told: list[int] = []
+        announced: list[int] = []
 
         def should_stop() -> bool:
-            if received.noted and not told:
-                told.append(received.noted)
+            if received.noted and not announced:
+                announced.append(received.noted)
                 name = signal.Signals(received.noted).name
-                again = "press Ctrl-C" if received.noted == signal.SIGINT else f"send {name}"
-                console.print(f"stopping; {again} again to stop at once")
+                how = "press Ctrl-C" if received.noted == signal.SIGINT else f"send {name}"
+                console.print(f"stopping; {how} again to stop at once")
             return received.noted > 0
 
         display = Display(config, console, work)

@@ -30,7 +30,7 @@ USE = (
     'Train with replay, if you do not yet: rl.routing = "R3" in a configuration, or with routed.replay(trace, '
     "weight_version=...) around recompute and update."
 )
-COMPARED_AGAIN = "Bring both sides into one order, log-probs included, and run the doctor again."
+COMPARED_TWICE = "Bring both sides into one order, log-probs included, and run the doctor again."
 NOT_THIS_MODEL = (
     "Do not train with replay on this model before the check passes: upgrade foreroute or transformers, or report the "
     "family with this sentence."
@@ -223,7 +223,7 @@ def _routes(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
             "routes",
             f"The engine's trace holds the sequences of the trainer's own trace in another order, tokens included. "
             f"Routes were compared in the trainer's order.{apart}",
-            COMPARED_AGAIN,
+            COMPARED_TWICE,
         )
     if explained.kind is Defect.UNEXPLAINED:
         severity = Severity.PROBLEM if explained.differing >= MOST else Severity.WARNING

@@ -45,7 +45,7 @@ def prune_replicas(cell: CellPlan, counts_GE: Any, attention_s: Any, prices: Any
         if r == NONE:
             return best
         kept_R[r] = False
-        _hand_over(now, kept_R, r, load_G)
+        _reassign(now, kept_R, r, load_G)
 
 
 @kernel
@@ -83,7 +83,7 @@ def _least_on_busiest(cell: CellPlan, num_ranks: int, prices: Any) -> int:
 
 
 @kernel
-def _hand_over(cell: CellPlan, kept_R: Any, r: int, load_G: Any) -> None:
+def _reassign(cell: CellPlan, kept_R: Any, r: int, load_G: Any) -> None:
     """Let another host of the expert take over what a replica serves: the one on the rank that serves least."""
     taker, rank = NONE, cell.home_E[cell.expert_R[r]]  # the home, which serves what no replica does
     for other in range(len(kept_R)):

@@ -37,7 +37,7 @@ from foreroute.trace.checks import join_ranges
 
 BLOCK_NUMBERS = {"cpu": 1 << 24, "cuda": 1 << 27}
 """Numbers of a gathered block, or of a part of the head or its logits: 64 MiB in float32 on a CPU core, which takes as
-long with a quarter or four times as much; on a GPU so many that launches do not count."""
+long with a quarter or four times as much; on a GPU enough that launches do not count."""
 GATHERED_SHARE = 64
 """A row gathers the head for sets of up to so small a part of all choices; larger ones are cheaper as a tile. Chosen by
 hand: at H = 512, a CPU core took as long for one gathered logit as for about 90 of a matrix product."""

@@ -81,10 +81,10 @@ def plan_table(records: Sequence[MethodFigures], step: StepFacts) -> Table:
 
 def plan_finding(records: Sequence[MethodFigures]) -> str:
     """What the plan is worth beside static and the strongest other balancer, in one sentence."""
-    before, after, rival = static_of(records), records[-1], strongest_rival(records)
+    before, after, baseline = static_of(records), records[-1], strongest_baseline(records)
     worth = f"{as_fast(before.seconds, after.seconds)} static"
-    if rival is not None:
-        worth += f" and {as_fast(rival.seconds, after.seconds)} the strongest other balancer, {rival.label}"
+    if baseline is not None:
+        worth += f" and {as_fast(baseline.seconds, after.seconds)} the strongest other balancer, {baseline.label}"
     loads = [over_mean(float(side.imbalance_ML.mean())) for side in (before, after)]
     return (
         f"By the cost model, the step under this plan is {worth}; the slowest rank has {loads[1]} times the mean load, "
@@ -110,7 +110,7 @@ def static_of(records: Sequence[MethodFigures]) -> MethodFigures:
     return next(record for record in records if record.name == "static")
 
 
-def strongest_rival(records: Sequence[MethodFigures]) -> MethodFigures | None:
+def strongest_baseline(records: Sequence[MethodFigures]) -> MethodFigures | None:
     """The method with the fastest step, but for static and the plan at hand, which is the last record."""
     others = [record for record in records[:-1] if record.name != "static"]
     return min(others, key=lambda record: record.seconds, default=None)

@@ -81,7 +81,7 @@ def simulation_table(record: SimulationRecord) -> Table:
 
 def simulation_finding(record: SimulationRecord) -> str:
     """What the methods are worth beside static and the strongest of the others, in one sentence."""
-    static, main, rival = record["static"], headline(record), strongest_rival(record)
+    static, main, baseline = record["static"], headline(record), strongest_baseline(record)
     by = "By the cost model" + (", and not executed" if static.not_executed else "")
     if main.name == "static":
         return (
@@ -90,10 +90,11 @@ def simulation_finding(record: SimulationRecord) -> str:
         )
     worth = f"{as_fast(static.training_s, main.training_s)} static"
     best = _fastest([method for method in record.methods if is_ours(method.name)] or [main])
-    if rival is not None:
-        worth += f" and {as_fast(rival.training_s, main.training_s)} {named(rival, record)}, the strongest other method"
+    if baseline is not None:
+        faster = as_fast(baseline.training_s, main.training_s)
+        worth += f" and {faster} {named(baseline, record)}, the strongest other method"
     if main.training_s > AS_FAST * best.training_s:
-        against = rival or main
+        against = baseline or main
         worth += f"; {named(best, record)} is {as_fast(against.training_s, best.training_s)} {against.label}"
     if main.step_s <= AS_FAST * static.step_s:
         return f"{by}, {named(main, record)} makes recompute and update {worth}."
@@ -159,7 +160,7 @@ def compared_methods(record: SimulationRecord) -> list[MethodRecord]:
     return [method for n, method in enumerate(chosen) if method not in chosen[:n]]
 
 
-def strongest_rival(record: SimulationRecord) -> MethodRecord | None:
+def strongest_baseline(record: SimulationRecord) -> MethodRecord | None:
     """The fastest method that is neither static nor a plan of foreroute; None where the headline is that method."""
     _, others = _balanced(record)
     fastest = _fastest(others) if others else None

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from foreroute.report.figure import FORCED, GREY, PLANNED, PLANNED_OTHERWISE, RIVAL, card, new_axes
+from foreroute.report.figure import BASELINE, FORCED, GREY, PLANNED, PLANNED_OTHERWISE, card, new_axes
 from foreroute.report.format import duration
 from foreroute.report.page import Key, Plot, caption
 from foreroute.report.simulation import compared_methods, headline, is_ours, named
@@ -83,7 +83,7 @@ def _colours(record: SimulationRecord) -> dict[str, str]:
     """Give the colours of the methods that are compared, by name."""
     names = [method.name for method in compared_methods(record)]
     plans = [name for name in names if is_ours(name)]
-    return dict.fromkeys(names, RIVAL) | dict(zip(plans, (PLANNED, PLANNED_OTHERWISE), strict=False))
+    return dict.fromkeys(names, BASELINE) | dict(zip(plans, (PLANNED, PLANNED_OTHERWISE), strict=False))
 
 
 def _forced_gain(record: SimulationRecord) -> float:

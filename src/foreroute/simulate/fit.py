@@ -297,11 +297,11 @@ def _least_squares(predicted: Callable[[Floats], Floats], seconds_V: Floats, nam
         xtol=CONVERGED,
         gtol=CONVERGED,
     )
-    _require_told_apart(found.jac * found.x, names)
+    _require_distinct_effects(found.jac * found.x, names)
     return np.asarray(found.x, np.float64)
 
 
-def _require_told_apart(share_VK: Floats, names: list[str]) -> None:
+def _require_distinct_effects(share_VK: Floats, names: list[str]) -> None:
     """Refuse parameters that the measurements say nothing about."""
     largest_K = np.abs(share_VK).max(axis=0)
     if idle := [name for name, share in zip(names, largest_K, strict=True) if share < 1e-9]:

@@ -267,11 +267,11 @@ def _serve(rank: int, num_ranks: int, backend: str, folder: str, pipe: Connectio
 
 def _clear() -> None:
     kept.clear()
-    give_up_groups()
+    leave_groups()
     gc.collect()
 
 
-def give_up_groups(stay: Collection[Any] = ()) -> None:
+def leave_groups(stay: Collection[Any] = ()) -> None:
     """Destroy all process groups but the first. Each has threads, of which one wakes a hundred times a second.
 
     Args:

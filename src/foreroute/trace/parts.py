@@ -37,7 +37,7 @@ CHUNK_ROWS = 256
 """Rows from which a sequence has a chunk of its own. Smaller ones take more bytes, by the tables of a frame."""
 READERS = 8
 """Parts that are read at a time from a URL, which answers in tens of milliseconds. Files are read one by one."""
-LOOK_AGAIN_S = 0.5
+POLL_S = 0.5
 
 
 def save_part(
@@ -140,4 +140,4 @@ def _parts_of(folder: Path | str, wait_s: float) -> tuple[list[str], list[int]]:
                 f"{folder} has {len(found)} of {num_parts} parts after {wait_s:g} s{'; it lacks ' * bool(missing)}"
                 f"{missing}. Wait longer, or look after who writes them"
             )
-        time.sleep(min(LOOK_AGAIN_S, left))
+        time.sleep(min(POLL_S, left))

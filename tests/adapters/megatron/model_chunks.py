@@ -12,7 +12,7 @@ from megatron.core.transformer import TransformerConfig
 
 from foreroute.adapters import megatron
 from foreroute.testing import megatron_on_cpu
-from foreroute.testing.ranks import give_up_groups
+from foreroute.testing.ranks import leave_groups
 from tests.adapters.megatron import grouped_linear
 from tests.adapters.megatron.cpu_modules import PackedAttention
 
@@ -48,7 +48,7 @@ def initialize(cell):
     if not stay:
         parallel_state.destroy_model_parallel()
     dist.barrier()  # nobody is still at work in what is given up
-    give_up_groups(stay)
+    leave_groups(stay)
     gc.collect()  # models hold them, in circles
     if stay:
         parallel_state.set_virtual_pipeline_model_parallel_rank(0 if cell.vpp > 1 else None)
