@@ -93,7 +93,7 @@ class RoutedTransformer(RoutedModel):
         """Make the routes of a micro-batch ready once, to be replayed in recompute, update and every epoch.
 
         `replay(rows)` takes the result in the place of the trace. What batches take of it stays on their device as long
-        as the result lives: L · K ids of one byte, or two, for each token.
+        as the result lives: L · K ids of one byte, two above 128 experts, for each token.
 
         Args:
             trace: of the sequences of the micro-batch. Nobody may write to its arrays from now on.
