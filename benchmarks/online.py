@@ -2,9 +2,9 @@
 
 *Foresight* counts the routes of a step, publishes weights, plans with two redundant slots and compiles the schedule,
 all on the clock; then weights travel a cell ahead. Its baselines (`harness.online_execution`) know a cell when its
-counts are there: `online_eplb` with two slots, `online_exact` as MoonEP fills ranks, with as many slots as home experts, and
-`online_ours`, the planner of foresight with two slots. Routes, model, transfers and slots kept for each layer are the
-same; `online_exact_pool` has one pool of slots for all layers instead, as MoonEP has.
+counts are there: `online_eplb` with two slots, `online_exact` as MoonEP fills ranks, with as many slots as home
+experts, and `online_ours`, the planner of foresight with two slots. Routes, model, transfers and slots kept for each
+layer are the same; `online_exact_pool` has one pool of slots for all layers instead, as MoonEP has.
 
 Seconds are those of two processes with a core each, where expert GEMMs dominate, of the same sequences in micro-steps
 of 1, 4 and 16, and of smaller steps across two nodes; backward passes compute activations anew. On a processor a wait

@@ -135,10 +135,8 @@ class OutsideEngine(ABC):
         return ANSWER_BYTES + tokens * (12 * ids + 16) + sampled * (LOGPROB_BYTES + 12 * most_kept)
 
     def _truncation_params(self, sampling: Sampling, *, most: int = MAX_INT32) -> dict[str, float]:
-        """Return temperature, top_k, top_p and min_p for an engine whose masks have at most `most` tokens.
-
-        Such engines need a `top_k`, which bounds a mask, and a temperature above 0.
-        """
+        """Return temperature, top_k, top_p and min_p for an engine whose masks have at most `most` tokens."""
+        # such engines need a top_k, which bounds a mask, and a temperature above 0, at which top_k = 1 is greedy
         is_greedy = sampling.temperature == 0
         top_k = 1 if is_greedy else sampling.top_k or self._model.vocabulary_size or most + 1
         if top_k > most:
@@ -151,10 +149,7 @@ class OutsideEngine(ABC):
 
 
 class WeightsFolder:
-    """The folder `foreroute-weights` in one of the user's, locked by one trainer.
-
-    Nothing beside it is touched. Raises `ConfigError` when another trainer has it, or it cannot be written.
-    """
+    """The folder `foreroute-weights` in one of the user's, locked by one trainer; nothing beside it is touched."""
 
     def __init__(self, path: Path, writer: CheckpointWriter) -> None:
         self._path, self._writer = as_path(path, ConfigError).absolute() / SUBFOLDER, writer
@@ -172,10 +167,7 @@ class WeightsFolder:
             pass  # a file system without locks
 
     def put(self, weights: Weights) -> Path:
-        """Write a checkpoint in the place of the one before; return its absolute path.
-
-        Raises `ConfigError` when it cannot be written, or the writer refuses the weights.
-        """
+        """Write a checkpoint in the place of the one before; return its absolute path."""
         # a name is never used again: an engine that is late reads this checkpoint or none, and never half of another
         folder = self._path / secrets.token_hex(4)
         with writing_named(self._path, ConfigError):

@@ -107,10 +107,7 @@ class ServerSettings:
 
 
 class ServerProcess:
-    """A server that ends with this object, and with the trainer.
-
-    Its socket lies in its `folder`, which this user alone can enter, and so does `server.log`, with what it prints.
-    """
+    """A server that ends with this object, and with the trainer; `server.log` in its folder has what it prints."""
 
     def __init__(self, settings: ServerSettings, model: ServedModel) -> None:
         longest = settings.max_model_len or model.max_positions
@@ -119,6 +116,7 @@ class ServerProcess:
         self.max_model_len = longest
         temporary = tempfile.TemporaryDirectory(prefix="foreroute-vllm-")
         self.folder = Path(temporary.name)
+        # in the temporary folder, which this user alone can enter
         self.socket = self.folder / "http"
         (self.folder / MARKER).touch()
         # only foreroute itself, none of the trainer's other packages, is shared with vLLM's environment

@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
 
-from foreroute.core.passes import LateChecks
+from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.errors import CaptureError
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
@@ -114,7 +114,7 @@ def test_an_update_waits_for_what_verl_waits_for(there, monkeypatch):
     there.passes.log(logs)
     assert logs["metrics"]["mismatch/disagreement"] == [0.0]
     assert logs["metrics"]["mismatch/native_disagreement"][0] > 0.05
-    monkeypatch.setattr(LateChecks, "close", LateChecks.wait)  # the control: a wait that is put back
+    monkeypatch.setattr(DeferredChecks, "close", DeferredChecks.wait)  # the control: a wait that is put back
     assert there.update() == unpatched + MICRO_BATCHES
 
 

@@ -86,8 +86,8 @@ class RoutedTransformer(RoutedModel):
     @property
     def lookup_tables(self) -> dict[int, Tensor]:
         """Integers [vocabulary, K], by its position among layers, of each router that looks experts up by token."""
-        routers = enumerate(self._of_trunk.routers)
-        return {position: router.module.tid2eid for position, router in routers if router.rule.is_lookup}
+        modules: list[Any] = [router.module if router.rule.is_lookup else None for router in self._of_trunk.routers]
+        return {position: module.tid2eid for position, module in enumerate(modules) if module is not None}
 
     def rows(self, trace: RoutingTrace, layout: Layout | None = None) -> TraceRows:
         """Make the routes of a micro-batch ready once, to be replayed in recompute, update and every epoch.
