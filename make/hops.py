@@ -1,6 +1,6 @@
 """How far one piece of work travels through the source: the measure of how hard it is to read.
 
-    python -m make.hops [--json] [--way]
+    python -m make.hops [--json] [--way] [--verl]
 
 For each piece it counts the files and functions of the package that are entered, and the moves from one file to
 another. A small number means that a reader can follow the work.
@@ -15,6 +15,8 @@ another. A small number means that a reader can follow the work.
     planned_cell_megatron
                        the same on Megatron-Core, from the output of the router to that of the layer
     training_step      one step of the reference trainer, in one process; files of `train/` alone
+    training_step_verl, training_step_verl_megatron
+                       the same of verl's engines under R3; with `--verl` these alone, in verl's environment
     training_step_trl  the second step of TRL on a rollout, under R3
 """
 
@@ -35,7 +37,6 @@ import torch
 import torch.distributed as dist
 
 import foreroute as fr
-from benchmarks.megatron import Bench, start
 from foreroute.adapters import hf
 from foreroute.adapters.hf.spreading import spread
 from foreroute.core import attach
@@ -180,6 +181,8 @@ def planned_cell(folder: Path) -> Way:
 
 def of_megatron(folder: Path) -> dict[str, Way]:
     """A replayed step in Megatron's schedule; and a planned cell, from the first step of a layer behind its router."""
+    from benchmarks.megatron import Bench, start  # verl's environment has not all of it
+
     start(str(folder), torch.device("cpu"))
     bench = Bench.of({})
     shards = bench.shards()
@@ -274,11 +277,40 @@ def training_step_trl(folder: Path) -> Way:
     return ways[-1]
 
 
+def training_steps_verl(folder: Path) -> dict[str, Way]:
+    """Give the way of `train_batch` of verl's FSDP and Megatron engines, behind an old-log-prob pass."""
+    from examples.verl import verl_on_cpu  # noqa: F401  before verl
+    from examples.verl.tiny_checkpoint import save_policy
+    from tests.trainers.verl import verl_engines
+    from tests.trainers.verl.verl_book import Book
+
+    ways = {}
+    for name in ("training_step_verl", "training_step_verl_megatron"):
+        policy = save_policy(folder / name, mlp_only_layers=[])
+        batch = Book(policy).batch()
+        dist.init_process_group("gloo", init_method=f"file://{folder / name}.group", world_size=1, rank=0)
+        if name == "training_step_verl":
+            engine = verl_engines.make(policy, lr=0.0)  # so that the rollout is of these weights
+        else:
+            # it stands in for a GPU in the whole process
+            from tests.trainers.verl import megatron_engines
+
+            engine = megatron_engines.make(policy, ranks=1, lr=0.0)
+        for _ in range(2):
+            verl_engines.old_log_probs(engine, verl_engines.tensordict(batch))
+            ways[name] = Way()
+            data = verl_engines.tensordict(batch)
+            with engine.train_mode(), ways[name].noted():
+                engine.train_batch(data, loss_function=verl_engines.mean_log_prob)
+        dist.destroy_process_group()
+    return ways
+
+
 def main() -> None:
     """Print a line for each piece of work; `--way` adds the files that it enters, `--json` a line for programs."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        ways = measure(Path(folder))
+        ways = training_steps_verl(Path(folder)) if "--verl" in sys.argv else measure(Path(folder))
     for name, way in ways.items():
         counts = way.counts()
         print(f"{name:22}" + "".join(f"{what} {count:4d}  " for what, count in counts.items()))

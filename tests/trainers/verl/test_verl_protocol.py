@@ -83,7 +83,7 @@ def with_masks(batch, masks):
 def trained(batch):
     """Of each response, which tokens are trained on."""
     packed = PackedBatch(batch)
-    mask_N, is_response_N = packed.trained(), packed.index_N >= 0
+    mask_N, is_response_N = packed.find_trained(), packed.index_N >= 0
     packed.require_true()
     return [mask_N[(packed.number_N == s) & is_response_N].tolist() for s in range(len(packed.offsets) - 1)]
 
@@ -118,7 +118,7 @@ def test_each_token_of_a_response_has_its_entry_in_a_field_of_responses(layout):
     batch = layout(pairs)
     packed = PackedBatch({**batch, "tokens again": batch["responses"]})
     is_response_N = packed.index_N >= 0
-    assert torch.equal(packed.of_responses("tokens again")[is_response_N], packed.tokens_N[is_response_N])
+    assert torch.equal(packed.gather_field("tokens again")[is_response_N], packed.tokens_N[is_response_N])
     assert is_response_N.tolist() == [r for prompt, response in pairs for r in [0] * len(prompt) + [1] * len(response)]
     assert packed.tokens_N[packed.is_first_N].tolist() == [prompt[0] for prompt, _ in pairs]
 

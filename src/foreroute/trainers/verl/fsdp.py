@@ -36,7 +36,7 @@ from foreroute.trainers.verl.comparison import over_ranks
 from foreroute.trainers.verl.packed_batch import PackedBatch, PackedRoutes
 from foreroute.trainers.verl.passes import ROLLOUT_LOG_PROBS, EnginePasses
 from foreroute.trainers.verl.protocol import FIELD, routed_experts
-from foreroute.trainers.verl.registry import refuse_what_engines_pass_over, take_place
+from foreroute.trainers.verl.registry import refuse_what_engines_pass_over, replace_engine
 from foreroute.trainers.verl.settings import KEY, Replay, fsdp_refusals, replay_of
 
 Step = Callable[..., Any]
@@ -131,34 +131,26 @@ class FSDPPasses(EnginePasses):
         """Run a `forward_step` of verl on a micro-batch, replayed, recorded and compared as its pass asks for."""
         self._num_steps += 1
         is_compared, has_routes = self.at_rollout_weights(update=update), self.brings_routes(micro_batch, update=update)
+        replays = has_routes and self._replay != "disabled"
         # the host looks at a rollout once, in the pass that is compared; afterwards the device checks what it is given
         routes = self.decode(micro_batch) if has_routes and is_compared else None
         there = micro_batch.to(get_device_id())  # as verl does next: the field goes up once, for verl and for us
         run = partial(step, there, loss_function, not update)
-        packed = PackedBatch(there) if has_routes or ROLLOUT_LOG_PROBS in there.keys() else None  # noqa: SIM118
-        if packed is not None and has_routes and self._replay != "disabled":
+        packed = PackedBatch(there) if replays or ROLLOUT_LOG_PROBS in there.keys() else None  # noqa: SIM118
+        if replays and packed is not None:
             if routes is not None:
                 self.routed.rows(routes)  # refuses what a model of this kind cannot replay
                 if self._replay == "R3":
-                    self.check_first(routes, partial(step, there, None, True), sequences_of=partial(self._join, there))
-            field = PackedRoutes(
-                packed,
-                self.routed.spec,
-                partial(self.decode, micro_batch),
-                rank=self._rank,
-                tables=self.routed.lookup_tables,
-            )
+                    forward, join = partial(step, there, None, True), partial(self._join_ranks, there)
+                    self.check_first(routes, forward, sequences_of=join)
+            refuse, tables = partial(self.decode, micro_batch), self.routed.lookup_tables
+            field = PackedRoutes(packed, self.routed.spec, refuse, rank=self._rank, tables=tables)
             with self.routed.replay(field, missing="native"):
                 loss, output = run()
         elif is_compared and (has_routes or self._replay == "R2"):
             with self.routed.record() as recording:
                 loss, output = run()
-            executed = self._join(there, recording.trace())
-            if routes is None:
-                layers = self.routed.model.config.get_text_config().num_hidden_layers
-                output["model_output"][FIELD] = routed_experts(executed, there, num_hidden_layers=layers)
-            else:
-                self.metrics.compare_routes(routes, executed)
+            self._use_recorded(self._join_ranks(there, recording.trace()), routes, there, output["model_output"])
         else:
             loss, output = run()
         if packed is not None:
@@ -166,7 +158,17 @@ class FSDPPasses(EnginePasses):
             self.compare_log_probs(packed, micro_batch, log_probs, update=update)
         return loss, output
 
-    def _join(self, micro_batch: Any, recorded: RoutingTrace) -> RoutingTrace:
+    def _use_recorded(
+        self, executed: RoutingTrace, routes: RoutingTrace | None, micro_batch: Any, output: dict[str, Any]
+    ) -> None:
+        """Compare recorded routes with the rollout's; under R2 put them among the outputs, for updates to replay."""
+        if routes is not None:
+            self.metrics.compare_routes(routes, executed)
+        else:
+            layers = self.routed.model.config.get_text_config().num_hidden_layers
+            output[FIELD] = routed_experts(executed, micro_batch, num_hidden_layers=layers)
+
+    def _join_ranks(self, micro_batch: Any, recorded: RoutingTrace) -> RoutingTrace:
         """Make the sequences of a micro-batch of what ranks recorded of its packed rows, without verl's padding."""
         parts = [recorded]
         if self._group is not None:
@@ -180,7 +182,7 @@ def register() -> None:
     """Have verl make this engine for the strategies fsdp and fsdp2, and refuse replay where an engine has none."""
     require_overridden("verl", verl.__version__, FSDPRoutingReplay, FSDPEngineWithLMHead)
     for strategy in ("fsdp", "fsdp2"):
-        take_place(RoutingReplayEngine, FSDPEngineWithLMHead, strategy)
+        replace_engine(RoutingReplayEngine, FSDPEngineWithLMHead, strategy)
     refuse_what_engines_pass_over()
 
 

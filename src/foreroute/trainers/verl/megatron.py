@@ -50,7 +50,7 @@ from foreroute.trainers.verl.packed_batch import PackedBatch, PackedRoutes
 from foreroute.trainers.verl.passes import ROLLOUT_LOG_PROBS, EnginePasses
 from foreroute.trainers.verl.planning import PlannedBatch, PlanningMegatronConfig
 from foreroute.trainers.verl.protocol import FIELD, routed_experts
-from foreroute.trainers.verl.registry import take_place
+from foreroute.trainers.verl.registry import replace_engine
 from foreroute.trainers.verl.settings import Replay, replay_of, require_supported_by_megatron
 
 DEVICE = "cuda"
@@ -135,7 +135,7 @@ class MegatronPasses(EnginePasses):
         """Add sums up over the ranks of one model, which are all ranks but those of other data."""
         return over_ranks(over_ranks(sums, mpu.get_model_parallel_group()), mpu.get_context_parallel_group())
 
-    def other_logs(self) -> dict[str, float]:
+    def flush_plans(self) -> dict[str, float]:
         """Give what plans did."""
         return self._plan_sums.flush()
 
@@ -144,12 +144,12 @@ class MegatronPasses(EnginePasses):
     ) -> Any:
         """Run the micro-batches of a batch as verl asks for it, replayed, and compared as their pass asks for."""
         given = list(data_iterator[0] if isinstance(data_iterator, list) else data_iterator)
-        micro_batches = self._read(given, update=update)
+        micro_batches = self._read_micro_batches(given, update=update)
         shards = [each.shard for each in micro_batches if each.shard is not None]
-        run = partial(self._run, schedule, options)
+        run = partial(self._run_micro_batches, schedule, options)
         if self._replay == "R3" and not self.first_rollout_checked:
             self._check_first(micro_batches, partial(run, forward_step_func, forward_only=True))
-        replaying = self.routed.replaying(forward_step_func, routes_of=partial(_shard_in, micro_batches))
+        replaying = self.routed.replaying(forward_step_func, routes_of=partial(_find_shard, micro_batches))
         num_before, planned = self._num_steps, None
         with ExitStack() as stack:
             recording = None if shards else stack.enter_context(self.routed.record())
@@ -180,7 +180,7 @@ class MegatronPasses(EnginePasses):
             self.compare_log_probs(each.packed, each.data, output.get("log_probs"), update=update)
         return results
 
-    def _run(
+    def _run_micro_batches(
         self,
         schedule: Callable[..., Any],
         options: dict[str, Any],
@@ -193,16 +193,16 @@ class MegatronPasses(EnginePasses):
         options = options | {"num_microbatches": len(micro_batches)} | others
         return schedule(forward_step_func=step, data_iterator=batches, **options)
 
-    def _read(self, given: Sequence[Any], *, update: bool) -> list[RoutedMicroBatch]:
+    def _read_micro_batches(self, given: Sequence[Any], *, update: bool) -> list[RoutedMicroBatch]:
         """Read the routes of all micro-batches on the host, before any of them runs."""
         lengths = [np.asarray(data["input_ids"].offsets().diff().cpu().numpy(), np.int64) for data in given]
         longest = max(int(lengths_S.max()) for lengths_S in lengths)
         return [
-            self._micro_batch(data, self._layout(lengths_S, longest), update=update)
+            self._cut_micro_batch(data, self._lay_out(lengths_S, longest), update=update)
             for data, lengths_S in zip(given, lengths, strict=True)
         ]
 
-    def _micro_batch(self, data: Any, layout: Layout, *, update: bool) -> RoutedMicroBatch:
+    def _cut_micro_batch(self, data: Any, layout: Layout, *, update: bool) -> RoutedMicroBatch:
         """Cut the routes of a micro-batch to this rank, and take the field off, which would go to the device whole."""
         routes = shard = None
         if self.brings_routes(data, update=update):
@@ -247,7 +247,7 @@ class MegatronPasses(EnginePasses):
             first += len(own)
             output[FIELD] = routed_experts(own.truncated(ranges.high_J - ranges.low_J), each.data)  # without padding
 
-    def _layout(self, lengths_S: NDArray[np.int64], longest: int) -> Layout:
+    def _lay_out(self, lengths_S: NDArray[np.int64], longest: int) -> Layout:
         """Lay sequences of these lengths out as verl does, in a batch of which the longest sequence is so long."""
         if not self._config.use_remove_padding:
             width = longest if self._config.pad_bshd_to_minibatch_max else int(lengths_S.max())
@@ -259,7 +259,7 @@ class MegatronPasses(EnginePasses):
         return pack(lengths_S, slots=slots_S)
 
 
-def _shard_in(micro_batches: Sequence[RoutedMicroBatch], data: Any) -> RouteShard | None:
+def _find_shard(micro_batches: Sequence[RoutedMicroBatch], data: Any) -> RouteShard | None:
     for each in micro_batches:
         if data is each.data:
             return each.shard
@@ -269,7 +269,7 @@ def _shard_in(micro_batches: Sequence[RoutedMicroBatch], data: Any) -> RouteShar
 def register() -> None:
     """Have verl make this engine for the strategy megatron."""
     require_overridden("verl", verl.__version__, MegatronRoutingReplay, MegatronEngineWithLMHead)
-    take_place(MegatronRoutingReplay, MegatronEngineWithLMHead, "megatron", device=DEVICE)
+    replace_engine(MegatronRoutingReplay, MegatronEngineWithLMHead, "megatron", device=DEVICE)
 
 
 register()

@@ -62,7 +62,7 @@ class PackedBatch:
         """Bool [N], first tokens of sequences."""
         return self._row_N == self.offsets[self.number_N]
 
-    def of_responses(self, name: str) -> Tensor:
+    def gather_field(self, name: str) -> Tensor:
         """Give each row its entry [N] of a field that has one for each token of a response; arbitrary in prompts."""
         values = self.field(name)
         if len(values) != len(self._responses_S):
@@ -80,16 +80,16 @@ class PackedBatch:
             return flat.new_zeros(len(self.tokens_N))
         return flat[(begins_S[self.number_N] + self.index_N).clamp(0, len(flat) - 1)]
 
-    def trained(self) -> Tensor:
+    def find_trained(self) -> Tensor:
         """Give bool [N], tokens that were sampled and are trained on."""
-        mask_N, is_response_N = self.of_responses("response_mask"), self.index_N >= 0
+        mask_N, is_response_N = self.gather_field("response_mask"), self.index_N >= 0
         self.wrong = self.wrong | (is_response_N & _is_no_mask(mask_N)).any()
         return is_response_N & (mask_N == 1)
 
-    def lacking(self, valid_N: Tensor) -> Tensor:
+    def find_missing(self, valid_N: Tensor) -> Tensor:
         """Give bool [N], rows without a route that a trained token depends on: those before the last one trained."""
         last_S = torch.full_like(self._responses_S, -1)
-        trained_N = torch.where(self.trained(), self._row_N, -1)
+        trained_N = torch.where(self.find_trained(), self._row_N, -1)
         last_S = last_S.scatter_reduce(0, self.number_N, trained_N, "amax")
         return ~valid_N & (self._row_N < last_S[self.number_N])
 
@@ -131,12 +131,12 @@ def require_routed(trace: RoutingTrace, batch: Any) -> None:
         raise BatchMismatchError(
             f"the trace has {len(trace)} sequences, the batch {len(packed.offsets) - 1}; expected the same"
         )
-    lacking_N = packed.lacking(torch.from_numpy(trace.valid_N).to(packed.tokens_N.device))
+    missing_N = packed.find_missing(torch.from_numpy(trace.valid_N).to(packed.tokens_N.device))
     packed.require_true()
-    if lacking_N.any():
-        row = int(lacking_N.int().argmax())
+    if missing_N.any():
+        row = int(missing_N.int().argmax())
         begin, end = (int(packed.offsets[packed.number_N[row] + each]) for each in (0, 1))
-        last = int(packed.trained()[begin:end].nonzero()[-1])
+        last = int(packed.find_trained()[begin:end].nonzero()[-1])
         raise ReplayError(
             f"sequence {int(packed.number_N[row])} of the micro-batch has no route at position {row - begin}, and "
             f"trains on tokens up to position {last}: the rollout engine did not return it (a row of zeros is an "
@@ -182,7 +182,7 @@ class PackedRoutes:
             impossible_N.any()
             | gap_N.any()
             | (field.offsets() != packed.offsets).any()
-            | packed.lacking(self._valid_N).any()
+            | packed.find_missing(self._valid_N).any()
             | packed.wrong
         )
         self._packed, self._spec, self._refuse, self._rank = packed, spec, refuse, rank

@@ -98,10 +98,10 @@ class EnginePasses:
         self.metrics.reduce_routes(self.over_sharing_ranks)
         logs = self.metrics.flush(lambda sums: over_ranks(sums, self._engine.get_data_parallel_group()))
         if "metrics" in outputs:  # of the last stage, which verl asks
-            outputs["metrics"].update({name: [value] for name, value in (logs | self.other_logs()).items()})
+            outputs["metrics"].update({name: [value] for name, value in (logs | self.flush_plans()).items()})
 
-    def other_logs(self) -> dict[str, float]:
-        """Give what the framework has to log beside the mismatch."""
+    def flush_plans(self) -> dict[str, float]:
+        """Give what plans did, where there are any, and start anew."""
         return {}
 
     def at_rollout_weights(self, *, update: bool) -> bool:
@@ -155,8 +155,8 @@ class EnginePasses:
                 "expected a nested tensor with one for each"
             )
         # the entry of a position is of the token behind it; a first token that was sampled would have none
-        trained_N, ours_N = packed.trained(), log_probs.values().roll(1)
-        sampled_N = packed.of_responses(ROLLOUT_LOG_PROBS)
+        trained_N, ours_N = packed.find_trained(), log_probs.values().roll(1)
+        sampled_N = packed.gather_field(ROLLOUT_LOG_PROBS)
         packed.wrong = packed.wrong | (trained_N & packed.is_first_N).any()
         self._checks.add(packed.wrong, packed.require_true)
         log_r_N, counted_N = self.metrics.compare_tokens(sampled_N, ours_N, trained_N)

@@ -16,7 +16,7 @@ from foreroute.trainers.verl.settings import KEY, OWN_REPLAY, replay_of
 LANGUAGE_MODEL = "language_model"
 
 
-def take_place(ours: type, of: type, strategy: str, *, device: str | None = None) -> None:
+def replace_engine(ours: type, of: type, strategy: str, *, device: str | None = None) -> None:
     """Have verl make our engine in the place of its own, on one device or all. Raises `AttachError` where others do."""
     engines = getattr(EngineRegistry, "_engines", {}).get(LANGUAGE_MODEL, {}).get(strategy, {})
     places = list(engines) if device is None else [device]

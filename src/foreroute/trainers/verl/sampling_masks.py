@@ -42,7 +42,7 @@ from foreroute.trace import DecisionStream
 from foreroute.trainers.checks import require_overridden
 from foreroute.trainers.verl.fsdp import RoutingReplayEngine
 from foreroute.trainers.verl.packed_batch import PackedBatch
-from foreroute.trainers.verl.registry import take_place
+from foreroute.trainers.verl.registry import replace_engine
 
 FIELD = "sampling_mask"
 """The field of a sequence: `counts` int32 [R], ids of the set of each token of the response, 0 for one that was not
@@ -70,7 +70,7 @@ class MaskedRoutingReplayEngine(RoutingReplayEngine):
             nonlocal calls
             calls += 1
             first = 0 if parts is None else dist.get_rank(parts) * len(labels)
-            sets = _with_labels(counts_N, ids, first, labels.cpu().numpy(), logits.shape[-1])
+            sets = _fill_with_labels(counts_N, ids, first, labels.cpu().numpy(), logits.shape[-1])
             return masked_logprobs_of_logits(logits, labels, sets)
 
         with patch.object(transformer_impl, "logprobs_from_logits", on_sets):
@@ -86,11 +86,11 @@ class MaskedRoutingReplayEngine(RoutingReplayEngine):
 def packed_sets(batch: Any) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Read how many ids the set of each of N rows has, 0 for none, and all ids, of a batch without padding."""
     packed = PackedBatch(batch)
-    trained_N, is_response_N = (each.cpu().numpy() for each in (packed.trained(), packed.index_N >= 0))
+    trained_N, is_response_N = (each.cpu().numpy() for each in (packed.find_trained(), packed.index_N >= 0))
     packed.require_true()
     offsets = packed.offsets.cpu().numpy()
     counts_N, ids = np.zeros(len(trained_N), np.int64), [np.zeros(0, np.int32)]
-    for s, (begin, end, given) in enumerate(zip(offsets[:-1], offsets[1:], _fields_of(batch), strict=True)):
+    for s, (begin, end, given) in enumerate(zip(offsets[:-1], offsets[1:], _read_fields(batch), strict=True)):
         trained = trained_N[begin:end][is_response_N[begin:end]]
         if not trained.any():  # a sequence that fills the batch up may have those of another
             continue
@@ -106,7 +106,7 @@ def packed_sets(batch: Any) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     return counts_N, np.concatenate(ids)
 
 
-def _fields_of(batch: Any) -> list[Any]:
+def _read_fields(batch: Any) -> list[Any]:
     if FIELD in batch.keys():  # noqa: SIM118  a TensorDict is no mapping
         return list(batch[FIELD])
     if "extra_fields" in batch.keys():  # noqa: SIM118
@@ -114,7 +114,7 @@ def _fields_of(batch: Any) -> list[Any]:
     return [None] * len(batch["input_ids"])
 
 
-def _with_labels(
+def _fill_with_labels(
     counts_N: NDArray[np.int64], ids: NDArray[np.int32], first: int, labels_R: NDArray[np.int64], vocabulary_size: int
 ) -> DecisionStream:
     """Give the sets of rows from the first on; the label alone, which has a log-prob of 0, where there is none."""
@@ -130,7 +130,7 @@ def _with_labels(
     return DecisionStream.from_sets(vocabulary_size, np.ones(len(counts_R), np.bool_), counts_R, joined)
 
 
-def laid_on(turns: list[Turn], prompt: list[int], response: list[int]) -> dict[str, NDArray[np.int32]]:
+def lay_masks_on(turns: list[Turn], prompt: list[int], response: list[int]) -> dict[str, NDArray[np.int32]]:
     """Make the field of a response: sets of requests whose prompt and answer stand in it, cut where it is cut."""
     tokens = [*prompt, *response]
     sets = [np.zeros(0, np.int32)] * len(response)
@@ -141,16 +141,16 @@ def laid_on(turns: list[Turn], prompt: list[int], response: list[int]) -> dict[s
         if stands and given is not None and len(given["counts"]) == len(answered):
             ends = given["counts"].cumsum()
             sets[first : first + len(kept)] = np.split(given["ids"], ends)[: len(kept)]
-    return _field(sets)
+    return _make_field(sets)
 
 
-def _field(sets: Sequence[Any]) -> dict[str, NDArray[np.int32]]:
+def _make_field(sets: Sequence[Any]) -> dict[str, NDArray[np.int32]]:
     empty = np.zeros(0, np.int32)
     joined = np.concatenate([empty, *sets], dtype=np.int32)
     return {"counts": np.array([len(each) for each in sets], np.int32), "ids": joined}
 
 
-def _with_answer(own: Callable[..., None]) -> Callable[..., None]:
+def _record_answer_masks(own: Callable[..., None]) -> Callable[..., None]:
     """Have the server's reader of an answer's prompt put the masks of the answer beside it."""
 
     @wraps(own)
@@ -158,12 +158,12 @@ def _with_answer(own: Callable[..., None]) -> Callable[..., None]:
         own(output=output, num_prompt_logprobs=num_prompt_logprobs, result_dict=result_dict)
         mask = output.outputs[0].sampling_mask
         if mask is not None:
-            result_dict[FIELD] = _field(mask.token_ids)
+            result_dict[FIELD] = _make_field(mask.token_ids)
 
     return extract
 
 
-def _with_request(own: Callable[..., Any]) -> Callable[..., Any]:
+def _record_requests(own: Callable[..., Any]) -> Callable[..., Any]:
     """Have the client of verl's servers note each request of the agent loop that asks."""
 
     @wraps(own)
@@ -175,7 +175,7 @@ def _with_request(own: Callable[..., Any]) -> Callable[..., Any]:
     return generate
 
 
-def _with_masks(own: Callable[..., None]) -> Callable[..., None]:
+def _attach_masks(own: Callable[..., None]) -> Callable[..., None]:
     """Have `run` of an agent loop lay the masks of its requests on what it returns."""
 
     @wraps(own)
@@ -192,7 +192,7 @@ def _with_masks(own: Callable[..., None]) -> Callable[..., None]:
             finally:
                 _turns.reset(outer)
             for output in result if isinstance(result, list) else [result]:
-                output.extra_fields[FIELD] = laid_on(turns, output.prompt_ids, output.response_ids)
+                output.extra_fields[FIELD] = lay_masks_on(turns, output.prompt_ids, output.response_ids)
             return result
 
         self.run = run
@@ -204,13 +204,13 @@ def register() -> None:
     """Have verl make this engine for fsdp and fsdp2, and its rollouts bring sampling masks."""
     require_overridden("verl", verl.__version__, MaskedRoutingReplayEngine, transformer_impl.FSDPEngineWithLMHead)
     for strategy in ("fsdp", "fsdp2"):
-        take_place(MaskedRoutingReplayEngine, RoutingReplayEngine, strategy)
-    LLMServerClient.generate = _with_request(LLMServerClient.generate)
-    AgentLoopBase.__init__ = _with_masks(AgentLoopBase.__init__)
+        replace_engine(MaskedRoutingReplayEngine, RoutingReplayEngine, strategy)
+    LLMServerClient.generate = _record_requests(LLMServerClient.generate)
+    AgentLoopBase.__init__ = _attach_masks(AgentLoopBase.__init__)
     server: Any = sys.modules.get(SERVER)  # loaded where it serves, and nowhere for its masks: vLLM takes seconds
     if hasattr(server, "extract_prompt_logprobs"):  # without it no masks arrive, and the engine says so
         # a global, and no method: Ray holds those of the server's class as they were when its actor was made
-        server.extract_prompt_logprobs = _with_answer(server.extract_prompt_logprobs)
+        server.extract_prompt_logprobs = _record_answer_masks(server.extract_prompt_logprobs)
 
 
 register()
