@@ -126,28 +126,17 @@ class TraceRows:
 
     def _find(self, batch: ForwardTokens, there: TraceOnDevice, policy: Policy) -> tuple[Tensor, Tensor]:
         """Find int64 [R], the row of each position or -1, and bool [], whether `raise_mismatch` would raise."""
-        trace, num_sequences, num_positions = self.trace, len(self.trace), batch.num_slots
-        is_error, faithful_N = policy.missing == "error", there.faithful_N
-        is_hopeless = (
-            (not batch.may_be_packed and num_sequences not in (0, batch.shape[0]))
-            or (self.layout is not None and self.layout.num_slots != num_positions)
+        trace, is_error, faithful_N = self.trace, policy.missing == "error", there.faithful_N
+        if (
+            (not batch.may_be_packed and len(trace) not in (0, batch.shape[0]))
+            or (self.layout is not None and self.layout.num_slots != batch.num_slots)
             or (is_error and bool((trace.valid_N & ~faithful_N).any()))  # a row with a route must be in the batch
-        )
-        if is_hopeless:  # told now: shapes and trace say so, whatever the batch holds
+        ):  # shapes and trace say that it is wrong, whatever the batch holds
             self.raise_mismatch(batch, policy)
         kept_BT, starts_BT, wrong = batch.find_sequences()
         kept_R, starts_R = kept_BT.reshape(-1), starts_BT.reshape(-1)
-        number_R = torch.arange(batch.shape[0], device=batch.device).repeat_interleave(
-            batch.shape[1], output_size=num_positions
-        )
-        wrongs = [wrong]
-        if batch.may_be_packed:
-            are_packed = (starts_BT.sum(1) > 1).any()
-            if num_sequences:  # padding alone fits a trace of none
-                num_found = torch.where(are_packed, starts_R.sum(), batch.shape[0])
-                wrongs.append(num_found != num_sequences)
-            number_R = torch.where(are_packed, starts_R.cumsum(0) - 1, number_R)
-        number_R = number_R.clamp(0, max(0, num_sequences - 1))
+        number_R, is_other_number = self._number_sequences(batch, starts_BT)
+        wrongs = [wrong, is_other_number]
         begins_S = there.upload("offsets", trace.offsets, trace.offsets[-1:])
         # A token is as many rows behind the first of its sequence as tokens were kept since that one; the number of
         # kept tokens grows along the batch, so that its running maximum over first tokens is that of the last of them.
@@ -171,6 +160,18 @@ class TraceRows:
             known_R = there.upload("digests", digests_of(trace), np.full(1, UNKNOWN))[row_R]
             wrongs.append(((known_R >= 0) & (known_R != batch.digests_BT.view(-1))).any())
         return row_R, torch.stack(wrongs).any()
+
+    def _number_sequences(self, batch: ForwardTokens, starts_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Number the sequence of each position, int64 [R], and say, bool [], whether a batch has too many or too few."""
+        (rows, width), num_sequences = batch.shape, len(self.trace)
+        number_R = torch.arange(rows, device=batch.device)[:, None].expand(rows, width).reshape(-1)
+        is_other = torch.zeros((), dtype=torch.bool, device=batch.device)
+        if batch.may_be_packed:
+            starts_R, are_packed = starts_BT.reshape(-1), (starts_BT.sum(1) > 1).any()
+            number_R = torch.where(are_packed, starts_R.cumsum(0) - 1, number_R)
+            if num_sequences:  # padding alone fits a trace of none
+                is_other = torch.where(are_packed, starts_R.sum(), rows) != num_sequences
+        return number_R.clamp(0, max(0, num_sequences - 1)), is_other
 
 
 def _require_whole(layout: object, trace: RoutingTrace) -> None:
