@@ -162,7 +162,7 @@ class TraceRows:
         return row_R, torch.stack(wrongs).any()
 
     def _number_sequences(self, batch: ForwardTokens, starts_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Number the sequence of each position, int64 [R], and say, bool [], whether a batch has too many or too few."""
+        """Number the sequence of each position, int64 [R], and say, bool [], if a batch has too many or too few."""
         (rows, width), num_sequences = batch.shape, len(self.trace)
         number_R = torch.arange(rows, device=batch.device)[:, None].expand(rows, width).reshape(-1)
         is_other = torch.zeros((), dtype=torch.bool, device=batch.device)
