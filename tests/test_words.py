@@ -102,6 +102,8 @@ def test_a_word_is_gone_from_names(word):
 
 
 def test_words_are_seen_in_names():
-    planted = "class OutputCheck:\n    def give_up(self, lent_E, is_again):\n        self._rivals = told = 1\ndef _given(): ..."
+    planted = (
+        "class HandedOn:\n    def give_up(self, lent_E, is_again):\n        self._rivals = told = 1\ndef _given(): ..."
+    )
     seen = {name for _, name in names_of(ast.parse(planted)) if re.search("|".join(NAMES_INSTEAD), snake(name))}
-    assert seen == {"OutputCheck", "give_up()", "lent_E", "is_again", "_rivals", "told", "_given()"}
+    assert seen == {"HandedOn", "give_up()", "lent_E", "is_again", "_rivals", "told", "_given()"}

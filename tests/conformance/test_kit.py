@@ -26,8 +26,8 @@ def test_the_adapter_that_is_broken_here_works_when_nothing_is_broken():
 @pytest.fixture
 def unchecked(monkeypatch):
     """The good adapter under the broken one trusts the model: its self-check is a third of a run of the kit."""
-    attaching = importlib.import_module("foreroute.adapters.hf.attaching")
-    monkeypatch.setattr(attaching, "self_check", lambda routed: None)
+    attaching = importlib.import_module("foreroute.core.attaching")
+    monkeypatch.setattr(attaching, "self_check", lambda hooks: None)
     monkeypatch.setattr(attaching, "check_indexers", lambda routed, indexers: None)
 
 

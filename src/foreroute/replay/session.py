@@ -24,7 +24,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -223,7 +223,6 @@ class PassRoutes(NamedTuple):
     drops: bool  # whether the loss must be masked, as rows are missing
 
 
-@runtime_checkable
 class Routes(Protocol):
     """The routes of a session, and where a framework's batches take them. Every framework has its own."""
 

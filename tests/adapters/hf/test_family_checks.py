@@ -25,8 +25,8 @@ from tests.adapters.hf.model_runs import random_routes
 @pytest.fixture(autouse=True)
 def of_its_own(monkeypatch):
     """No model of a test here is that of another, and attach trusts it, so that the checks have to find out."""
-    attaching = importlib.import_module("foreroute.adapters.hf.attaching")
-    monkeypatch.setattr(attaching, "self_check", lambda routed: None)
+    attaching = importlib.import_module("foreroute.core.attaching")
+    monkeypatch.setattr(attaching, "self_check", lambda hooks: None)
     attached_once.cache_clear()
     yield
     attached_once.cache_clear()

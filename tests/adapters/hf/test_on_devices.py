@@ -81,14 +81,14 @@ def require_refused_captures(session, device, call_of):
 
 
 def test_a_capture_that_is_not_refused_is_seen(monkeypatch):
-    begin = hooks.ModelHooks.begin
+    begin = hooks.ModelHooks.begin_pass
 
     def unguarded(model_hooks, args):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
             return begin(model_hooks, args)
 
-    monkeypatch.setattr(hooks.ModelHooks, "begin", unguarded)
+    monkeypatch.setattr(hooks.ModelHooks, "begin_pass", unguarded)
     with pytest.raises(pytest.fail.Exception):
         require_refused_captures("replay", CPU, lambda model: model)
 

@@ -126,6 +126,8 @@ class RoutedTransformer(RoutedModel):
             SpecMismatchError: when the trace lacks another layer, or is of another model.
             BatchMismatchError: when it has a token that the model does not know.
         """
+        if trace.spec == self.spec:
+            return trace
         routers = zip(self.spec.layers, self._of_trunk.routers, strict=True)
         lookups = {layer: partial(looked_up, router.module) for layer, router in routers if router.rule.is_lookup}
         return with_lookups(trace, self.spec, lookups)
@@ -213,7 +215,8 @@ class RoutedTransformer(RoutedModel):
         """Find the rows of a trace for each batch, unless these are routes that do so. See `RoutedModel`."""
         if isinstance(routes, TraceRows) and layout is not None:
             raise LayoutError("the rows were made for a layout already; give none with them")
-        return routes if isinstance(routes, Routes) else self.rows(routes, layout)
+        # `isinstance` with a protocol would read `versions`, which looks at every row
+        return routes if hasattr(routes, "of_pass") else self.rows(routes, layout)
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """Give the rows of one chunk and one rank. See `RoutedModel`."""
