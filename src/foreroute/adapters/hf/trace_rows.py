@@ -134,7 +134,7 @@ class TraceRows:
         ):  # shapes and trace say that it is wrong, whatever the batch holds
             self.raise_mismatch(batch, policy)
         kept_BT, starts_BT, wrongs = batch.find_sequences()
-        kept_R, row_R, end_R, is_other = self._place(kept_BT, starts_BT, there)
+        kept_R, row_R, end_R, is_other = self._locate(kept_BT, starts_BT, there)
         row_R = torch.where(kept_R & (row_R < end_R), row_R, -1)  # which is behind the last row of what is uploaded
         nothing, no_token = np.zeros(1, np.bool_), np.full(1, np.iinfo(np.int32).min, np.int32)
         tokens_R = there.upload("tokens", trace.token_ids_N, no_token)[row_R]
@@ -153,7 +153,7 @@ class TraceRows:
             wrongs.append(((known_R >= 0) & (known_R != batch.digests_BT.view(-1))).any())
         return row_R, torch.stack(wrongs).any()
 
-    def _place(
+    def _locate(
         self, kept_BT: Tensor, starts_BT: Tensor | None, there: TraceOnDevice
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
         """Say what is kept, which row of the trace that is, and where its sequence ends there; [R] each.
