@@ -1,6 +1,5 @@
 """The kit is itself tested: an adapter that is broken in one way fails the check of that way, and no other."""
 
-import importlib
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +25,8 @@ def test_the_adapter_that_is_broken_here_works_when_nothing_is_broken():
 @pytest.fixture
 def unchecked(monkeypatch):
     """The good adapter under the broken one trusts the model: its self-check is a third of a run of the kit."""
-    attaching = importlib.import_module("foreroute.core.attaching")
-    monkeypatch.setattr(attaching, "self_check", lambda hooks: None)
-    monkeypatch.setattr(attaching, "check_indexers", lambda routed, indexers: None)
+    monkeypatch.setattr("foreroute.core.attaching.self_check", lambda hooks: None)
+    monkeypatch.setattr("foreroute.adapters.hf.attaching.check_indexers", lambda routed, indexers: None)
 
 
 AT_ONCE = {
