@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from foreroute.adapters.megatron import model as routed_model
+from foreroute.adapters.megatron import routed_megatron
 from foreroute.adapters.megatron.forward_args import Call
 from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.ep import dispatch
@@ -93,12 +93,12 @@ def test_a_replayed_forward_waits_for_nothing():
 @contextlib.contextmanager
 def a_read_put_back():
     """The control: tokens are compared where the host waits for them."""
-    compare = routed_model.compare_tokens
-    routed_model.compare_tokens = lambda call, shard: (call.input_ids.cpu(), compare(call, shard))[1]
+    compare = routed_megatron.compare_tokens
+    routed_megatron.compare_tokens = lambda call, shard: (call.input_ids.cpu(), compare(call, shard))[1]
     try:
         yield
     finally:
-        routed_model.compare_tokens = compare
+        routed_megatron.compare_tokens = compare
 
 
 @on_ranks(1)
