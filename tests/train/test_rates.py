@@ -46,6 +46,9 @@ attention_width = 64
 vocabulary = 64
 weight_bytes = 4.0
 activation_bytes = 4.0
+
+[costs]
+paths = "host"
 """
 
 

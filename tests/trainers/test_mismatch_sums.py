@@ -64,12 +64,16 @@ def test_a_log_prob_that_is_none_is_refused_where_it_counts(side, name, value):
         sums.flush(AT_ONCE)
 
 
+class Counted(ReplayCounts):
+    """Ten rows in three layers, of which other experts computed three cells, in two rows."""
+
+    sums = torch.tensor([10, 2, 30, 3, 6])
+
+
 def test_counts_of_passes_are_added_over_ranks_by_what_their_pass_is():
-    counts = ReplayCounts()
-    sums = MismatchSums()
-    sums.add_counts(counts, executed=True, native=True)  # of no pass
+    counts, sums = Counted(), MismatchSums()
+    sums.add_counts(ReplayCounts(), executed=True, native=True)  # of no pass
     assert not sums.flush(AT_ONCE)
-    counts.sums = torch.tensor([10, 2, 30, 3, 6])
     sums.add_counts(counts, executed=True, native=False)
     assert sums.flush(AT_ONCE) == {"mismatch/disagreement": 0.1, "mismatch/disagreement_tokens": 0.2}
     sums.add_counts(counts, executed=False, native=True)

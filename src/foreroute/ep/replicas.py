@@ -37,14 +37,11 @@ class Replicas(ABC):
         engine: brings weights and returns gradients.
         owned: the home experts whose weights travel, as `engine` knows them.
         hosted: whether any rank has a replica. Where none has, the nodes are there with nothing to do.
-
-    Attributes:
-        weights: name -> [V, ...] in ascending order of slot; set while `compute` runs, and again in backward from
-            `FetchWeights` to `ReturnGrads`.
     """
 
     def __init__(self, cell: Cell, engine: TransferEngine, owned: Home, *, hosted: bool = True) -> None:
         self.cell, self.hosted = cell, hosted
+        # name -> [V, ...] in ascending order of slot; set in `compute`, and in backward until gradients are sent
         self.weights: dict[str, Tensor] = {}
         self._engine, self._owned = engine, owned
         self._returning: GradientReturn | None = None
@@ -52,6 +49,7 @@ class Replicas(ABC):
 
     def register(self) -> list[Tensor]:
         """Give views of `parameters`. In backward, what is returned is added before the parameters get gradients."""
+        views: list[Tensor]
         self._anchor, *views = WaitGrads.apply(self, *self.parameters())
         return views
 

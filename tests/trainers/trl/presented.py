@@ -95,7 +95,8 @@ class AttachedTrainer:
 
     def rows(self, mask: Tensor) -> dict[str, Tensor]:
         """What the adapter puts into a batch of this mask, in the order of the rollout."""
-        self._rollout.mask_ST = mask.bool().numpy()
+        self._rollout.mask_ST = None  # whole batches of several paddings are replayed from one rollout
+        self._rollout.read_mask(mask, mask.shape[1] - 1)
         return {ROWS: torch.tensor([[self._rollout.number, row] for row in range(len(mask))])}
 
     def log_probs(self, batch: dict[str, Tensor]) -> Tensor:

@@ -4,7 +4,6 @@ Numbers that TRL reads for its own metrics are not ours; the difference is.
 """
 
 from collections import Counter
-from contextlib import nullcontext
 from unittest.mock import patch
 
 import accelerate
@@ -15,17 +14,18 @@ import trl
 from transformers import TrainerCallback
 
 from examples.trl.tiny import policy
-from foreroute.adapters.hf.batch_routes import TraceRows
+from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.replay import RoutedModel
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.trainers.mismatch_sums import MismatchSums
 from foreroute.trainers.trl import GRPOTrainer, rollout_with
+from tests.adapters.hf.test_host_waits import found_on_the_host
 from tests.tiers import grid
 from tests.trainers.trl.trl_runs import logged, make
 
 FOUR = {"per_device_train_batch_size": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 4}
-TENSOR, AUTOCAST = torch.tensor, torch.autocast
+TENSOR = torch.tensor
 
 
 def drawn(prompts, trainer):
@@ -46,11 +46,6 @@ def tensor(data, *, device=None, **options):
     """As `torch.tensor`, which puts no values on this device."""
     made = TENSOR(data, **options)
     return made if device is None else made.to(device, non_blocking=True)
-
-
-def autocast(device, **options):
-    """As `torch.autocast`, which does not know this device."""
-    return nullcontext() if device == DEVICE.type else AUTOCAST(device, **options)
 
 
 def run(folder, kind=GRPOTrainer, **settings):
@@ -77,7 +72,7 @@ def run(folder, kind=GRPOTrainer, **settings):
                 trainer.is_in_step = False
 
         on_device = patch.object(accelerate.Accelerator, "device", DEVICE)
-        with on_device, patch.multiple(torch, tensor=tensor, autocast=autocast):
+        with on_device, patch.object(torch, "tensor", tensor):
             settings = {"rollout_func": drawn, "optim": "sgd", "max_steps": 2, **FOUR, **settings}
             trainer = make(folder, kind=Watched, model=policy(), **settings)
             trainer.model.to(DEVICE)
@@ -118,7 +113,7 @@ def test_a_recorded_pass_and_rows_found_on_the_host_are_seen_to_wait(folder):
     """The controls."""
     waits, _ = run(folder, replay="none", max_steps=1)
     assert waits["pass"][1]["to the host"] > 4
-    with patch.object(TraceRows, "_needs_host", lambda *_: True):
+    with patch.object(TraceRows, "_find", found_on_the_host):
         waits, _ = run(folder, max_steps=1)
     assert min(waits["step"][0]["to the host"], waits["pass"][1]["to the host"] - 1) >= 4
 

@@ -16,7 +16,7 @@ from tests.trainers.verl import megatron_engines  # noqa: F401  before verl: no 
 import torch
 import torch.distributed as dist
 
-from foreroute.adapters.megatron import routed_megatron
+from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.trainers.verl import comparison, megatron, passes
 from foreroute.trainers.verl.megatron import MegatronPasses, transformer_impl
@@ -57,10 +57,9 @@ def main(to):
         logs = {"metrics": {}}
         routing.log(logs)
         waits["disagreement"] = logs["metrics"]["mismatch/disagreement"]
-        compare = routed_megatron.compare_tokens
-        read = lambda call, shard: (call.input_ids.cpu(), compare(call, shard))[1]  # noqa: E731
-        with mock.patch.object(routed_megatron, "compare_tokens", read), routing.batch(batch, update=True):
-            waits["with a read put back"] = there.run(forward_only=False)
+        read = lambda self, wrong, raise_error: wrong.item()  # noqa: E731
+        with mock.patch.object(DeferredChecks, "add", read), routing.batch(batch, update=True):
+            waits["read at once"] = there.run(forward_only=False)
     Path(to).write_text(json.dumps(waits))
     dist.destroy_process_group()
 

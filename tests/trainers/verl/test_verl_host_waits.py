@@ -114,8 +114,9 @@ def test_an_update_waits_for_what_verl_waits_for(there, monkeypatch):
     there.passes.log(logs)
     assert logs["metrics"]["mismatch/disagreement"] == [0.0]
     assert logs["metrics"]["mismatch/native_disagreement"][0] > 0.05
-    monkeypatch.setattr(DeferredChecks, "close", DeferredChecks.wait)  # the control: a wait that is put back
-    assert there.update() == unpatched + MICRO_BATCHES
+    # the control: what is asked is read at once
+    monkeypatch.setattr(DeferredChecks, "add", lambda self, wrong, raise_error: wrong.item())
+    assert there.update() >= unpatched + MICRO_BATCHES
 
 
 def test_an_old_pass_copies_no_routes_to_the_host(there):
@@ -147,5 +148,5 @@ def test_an_update_on_megatron_waits_for_what_verl_waits_for(tmp_path):
     assert result.returncode == 0, result.stderr[-4000:]
     waits = json.loads((tmp_path / "waits.json").read_text())
     assert waits["replayed"] == waits["plain"]
-    assert waits["with a read put back"] == waits["plain"] + MICRO_BATCHES  # the control
+    assert waits["read at once"] >= waits["plain"] + MICRO_BATCHES  # the control
     assert waits["disagreement"] == [0.0]

@@ -155,11 +155,7 @@ def _compute_delta(wrapper: Any, name: str) -> DTensor:
 
 
 def _find_layers(model: nn.Module) -> list[ForerouteEP]:
-    """Find the layers whose experts are spread, with the wrappers of PEFT that are around them now.
-
-    Raises:
-        AttachError: when a wrapper is no LoRA of matrices of experts.
-    """
+    """Find layers whose experts are spread, and the wrappers of PEFT around them; refuse what is no LoRA of theirs."""
     layers = []
     for path, module in model.named_modules():
         if SITE not in module.__dict__:

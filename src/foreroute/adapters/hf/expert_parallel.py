@@ -90,28 +90,21 @@ def owners_of(layer: ForerouteEP) -> NDArray[np.int64]:
 
 
 class ForerouteEP(AutoEP):
-    """How the experts of one layer get their tokens.
-
-    Attributes:
-        number, path, spread: position among the routed layers, path in the model, and what plans are executed on; set
-            by `find_spread_experts`.
-        row_E: int64 [E], the row of each expert among those of all ranks; None while they are in order of their ids.
-        owned: name -> [E / W, ...], the memory of this rank's experts that the optimizer updates.
-        wrappers: those of PEFT around the experts module, whose adapters are spread with it.
-        active: those in whose forward the experts module runs, each with the name of an adapter that is on.
-    """
+    """How the experts of one layer get their tokens."""
 
     def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self.experts = experts
         self.num_experts: int = self.num_local_experts * ep_mesh.size()
+        # position among the routed layers, path in the model, what plans are executed on: from `find_spread_experts`
         self.number, self.path = 0, ""
         self.spread: SpreadExperts | None = None
+        # name -> [E / W, ...], the memory that the optimizer updates, and the parameters that it belongs to
         self.owned: Mapping[str, Tensor] = {}
         self._updated: list[nn.Parameter] = []
-        self.row_E: Tensor | None = None
-        self.wrappers: list[Any] = []
-        self.active: list[tuple[Any, str]] = []
+        self.row_E: Tensor | None = None  # int64, the row of each expert among all; None while in order of their ids
+        self.wrappers: list[Any] = []  # of PEFT around the experts module, whose adapters are spread with it
+        self.active: list[tuple[Any, str]] = []  # those in whose forward experts run, each with an adapter that is on
         experts.__dict__[SITE] = self
         experts.register_state_dict_pre_hook(self.require_block_homes)
         experts.register_load_state_dict_pre_hook(self.require_block_homes)
@@ -126,7 +119,8 @@ class ForerouteEP(AutoEP):
         hooks = None if self.spread is None else self.spread.active
         if not is_active(hooks):
             return self._run_unplanned(hidden_ND, ids_NK, weights_NK)
-        return self._run_planned(hooks, hidden_ND, ids_NK, weights_NK)
+        out: Tensor = self._run_planned(hooks, hidden_ND, ids_NK, weights_NK)
+        return out
 
     # Rows and split sizes are numbers of the host, others in every cell: traced, each would be compiled anew.
     @torch.compiler.disable

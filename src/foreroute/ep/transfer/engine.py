@@ -114,7 +114,8 @@ class TransferEngine:
         if keeps_weights:
             return
         # streams may still copy from host memory, which others write when all have come here
-        self._lane.synchronize()
+        if self._lane.stream is not None:
+            self._lane.stream.synchronize()
         self._step, self._running, self._rings = None, None, {}
 
     def fetch(self, cell: Cell, home: Home) -> None:

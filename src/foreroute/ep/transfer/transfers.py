@@ -78,7 +78,6 @@ class Transfer:
         self._sends, self._receives, self._copies = [], [], []
 
     def _run(self) -> None:
-        """Complete the transfer in the thread of the lane."""
         try:
             self._complete()
         # whatever it is, it is for the thread that waits
@@ -144,11 +143,6 @@ class TransferLane:
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
             yield
-
-    def synchronize(self) -> None:
-        """Wait until the stream has run what it was given."""
-        if self.stream is not None:
-            self.stream.synchronize()
 
     def close(self, seconds: float) -> bool:
         """Let the thread end behind its last job, and wait so long for it and for the stream. Whether both are done."""

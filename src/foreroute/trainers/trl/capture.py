@@ -34,7 +34,7 @@ class MeasuringGuard:
         self._raises = replay != "none"
 
     @contextmanager
-    def catching(self) -> Iterator[None]:
+    def catching_errors(self) -> Iterator[None]:
         try:
             yield
         except ForerouteError as error:
@@ -55,14 +55,13 @@ class RolloutCapture:
         if isinstance(source := trainer.rollout_func, EngineSource):
             # a turn is sampled where TRL samples one, so that tools are TRL's to call
             self._source, trainer.rollout_func, source.trainer = source, None, trainer
-        if routed is None:
-            return
-        with guard.catching():
-            self._routed, self._served = routed, ServedModel.of(routed)
-        if trainer.rollout_func is not None:
-            trainer.rollout_func = partial(self._run_rollout_func, trainer.rollout_func)
-        elif self._source is None and replay != "R2":
-            self._source = self._find_source()
+        with guard.catching_errors():
+            if routed is not None:
+                self._routed, self._served = routed, ServedModel.of(routed)
+                if trainer.rollout_func is not None:
+                    trainer.rollout_func = partial(self._run_rollout_func, trainer.rollout_func)
+                elif self._source is None and replay != "R2":
+                    self._source = self._find_source()
 
     @property
     def is_open(self) -> bool:
@@ -73,9 +72,9 @@ class RolloutCapture:
         """Run TRL's `_generate`, and join the turns that were captured in it."""
         self._turns = []
         result = generate()
-        with self._guard.catching():
+        with self._guard.catching_errors():
             if self.is_open:
-                return result, self._join(*result[:3])
+                return result, self._join_rollout(*result[:3])
         return result, None
 
     def run_turn(self, sample: Callable[[], Any], prompts: Sequence[Sequence[int]]) -> Any:
@@ -83,7 +82,7 @@ class RolloutCapture:
         if self._source is None or not (self.is_open or isinstance(self._source, EngineSource)):
             return sample()
         result, captured = self._source.turn(sample, prompts, self._version)
-        with self._guard.catching():
+        with self._guard.catching_errors():
             if self.is_open:
                 self._add_turn(prompts, *captured())
         return result
@@ -108,14 +107,14 @@ class RolloutCapture:
         routes = output.pop(ROUTES, None)  # TRL would hand them to reward functions
         if self.is_open and {"prompt_ids", "completion_ids"} <= output.keys():  # TRL says what is missing
             prompts, completions = output["prompt_ids"], output["completion_ids"]
-            with self._guard.catching():
+            with self._guard.catching_errors():
                 self._add_turn(prompts, returned_trace(routes, prompts, completions, self._served, self._version))
         return output
 
     def _add_turn(self, prompts: Sequence[Sequence[int]], trace: RoutingTrace, logprobs: Any = None) -> None:
         self._turns.append(Turn([len(each) for each in prompts], trace, logprobs))
 
-    def _join(self, prompts: Sequence[Any], completions: Sequence[Any], env_masks: Any) -> Rollout:
+    def _join_rollout(self, prompts: Sequence[Any], completions: Sequence[Any], env_masks: Any) -> Rollout:
         prompt_lengths = [len(each) for each in prompts]
         trace, logprobs = join_turns(self._turns, join_tokens(prompts, completions), prompt_lengths)
         trace = self._routed.with_lookups(trace)

@@ -82,7 +82,7 @@ class TrainerPassController:
         self._has_old_pass = False
         self._checks_with_images = False
         attached = None
-        with self._guard.catching():
+        with self._guard.catching_errors():
             require_supported()
             self._policy = self._unwrapped(trainer.model)
             self._is_reference = _is_reference(self._policy)
@@ -95,7 +95,7 @@ class TrainerPassController:
         """Run TRL's `_generate`, whose prompts, completions and routes become the rollout."""
         is_first = self.capture.is_open and not self._num_rollouts
         result, rollout = self.capture.run_generation(generate)
-        with self._guard.catching():
+        with self._guard.catching_errors():
             # the check is a forward, which processes that share a model run together
             if is_first and self._replay == "none" and self._is_off_anywhere():
                 raise ReplayError("Another process cannot measure it")
@@ -121,7 +121,7 @@ class TrainerPassController:
         old = LogprobPass(is_update=False)
         with self.passing(old):
             output = generate()
-        with self._guard.catching():
+        with self._guard.catching_errors():
             if self._guard.is_on:
                 self._end_generation(old, output)
         return output
@@ -129,19 +129,19 @@ class TrainerPassController:
     def run_update(self, compute: Callable[[], Any], inputs: dict[str, Any]) -> Any:
         """Run TRL's `_compute_loss` on a micro-batch."""
         update = LogprobPass(is_update=True)
-        with self._guard.catching():
+        with self._guard.catching_errors():
             if self._guard.is_on:
-                update.sequences = self._current().sequences_of(inputs)
+                update.sequences = self._current_rollout().sequences_of(inputs)
         with self.passing(update):
             loss = compute()
-        with self._guard.catching():
+        with self._guard.catching_errors():
             if self._guard.is_on and update.logprobs_BR is None:
                 raise ReplayError(
                     f"{type(self._trainer).__name__} computed a loss without _get_per_token_logps_and_entropies, so "
                     "that nothing was replayed in it"
                 )
             if self._guard.is_on and not self._has_old_pass:
-                self._compare(update, inputs)
+                self._compare_with_rollout(update, inputs)
         return loss
 
     @contextmanager
@@ -150,7 +150,7 @@ class TrainerPassController:
         before, windows = self._num_updates, self._windows
         with nullcontext() if windows is None else windows.micro_step():
             yield
-        with self._guard.catching():
+        with self._guard.catching_errors():
             if self._guard.is_on and self._num_updates == before:
                 raise ReplayError(
                     f"{type(self._trainer).__name__} made a training step without an update pass through _compute_loss "
@@ -160,7 +160,7 @@ class TrainerPassController:
     def flush(self) -> dict[str, float]:
         """Read what is to be logged of all processes, and start anew. A collective call, for which the host waits."""
         logs = {} if self._windows is None else self._windows.sums.flush()
-        with self._guard.catching():
+        with self._guard.catching_errors():
             logs |= self._metrics.flush(self._over_processes)
         return logs
 
@@ -191,7 +191,7 @@ class TrainerPassController:
         parts: Sequence[Part | None] = [None]
         is_policy = self._guard.is_on and self._is_policy(model)
         if now is not None and (is_policy or self._has_masks):
-            with self._guard.catching():
+            with self._guard.catching_errors():
                 cut = cut_batch(input_ids, attention_mask, options, batch_size)
                 parts = self._parts_of(now, [each.rows for each in cut], attention_mask, num_scored)
         if now is None or cut is None or not self._guard.is_on:
@@ -199,14 +199,14 @@ class TrainerPassController:
         calls = [partial(compute, each.input_ids, each.attention_mask, num_scored, **each.options) for each in cut]
         if is_policy and self._checks_with_images and parts[0] is not None:
             self._checks_with_images = False
-            with self._guard.catching():
+            with self._guard.catching_errors():
                 check_first_rollout(self.routed, parts[0].routes.trace, calls[0])
         results = []
-        with self._executing(now, parts) if is_policy else nullcontext():
+        with self._executing_plan(now, parts) if is_policy else nullcontext():
             for part, call in zip(parts, calls, strict=True):
                 with ExitStack() as stack:
                     if is_policy:
-                        stack.enter_context(self._routing(now, part))
+                        stack.enter_context(self._replaying_or_recording(now, part))
                     if part is not None and part.masks is not None:
                         stack.enter_context(scored_on_sampling_masks(part.masks))
                     results.append(call())
@@ -226,7 +226,7 @@ class TrainerPassController:
     def _unwrapped(self, model: Any) -> Any:
         return self._trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
 
-    def _current(self) -> Rollout:
+    def _current_rollout(self) -> Rollout:
         if self.rollout is None:
             raise ReplayError("TRL trains on a batch that was not generated through _generate: its routes are unknown")
         return self.rollout
@@ -237,30 +237,26 @@ class TrainerPassController:
         """Give what the parts of a pass take; None each where R2 is still to record it."""
         if self._replay == "R2" and not now.is_update:
             return [None] * len(slices)
-        rollout = self._current()
+        rollout = self._current_rollout()
         if now.sequences is None:
-            rollout.read_mask(mask_BT)
+            rollout.read_mask(mask_BT, num_scored)
         sequences = np.arange(len(rollout.trace)) if now.sequences is None else now.sequences
-        return [self._part(sequences[rows], num_scored) for rows in slices]
+        return [self._part(sequences[rows]) for rows in slices]
 
-    def _part(self, sequences: NDArray[np.int64], num_scored: int) -> Part:
+    def _part(self, sequences: NDArray[np.int64]) -> Part:
         drops_truncated = bool(self._trainer.mask_truncated_completions)
-        return self._current().part(sequences, num_scored, self.routed.rows, drops_truncated=drops_truncated)
+        return self._current_rollout().part(sequences, self.routed.rows, drops_truncated=drops_truncated)
 
-    def _part_in(self, inputs: dict[str, Any]) -> Part:
-        """Give what a micro-batch takes that TRL keeps for later."""
-        return self._part(self._current().sequences_of(inputs), inputs["completion_ids"].shape[1])
-
-    def _executing(self, now: LogprobPass, parts: Sequence[Part | None]) -> AbstractContextManager[None]:
+    def _executing_plan(self, now: LogprobPass, parts: Sequence[Part | None]) -> AbstractContextManager[None]:
         """Open a plan of the old-log-prob pass, until it has run; or see to that of the window of an update."""
         if self._windows is not None and now.is_update:
-            self._windows.begin(lambda inputs: self._part_in(inputs).routes)
+            self._windows.begin(lambda inputs: self._part(self._current_rollout().sequences_of(inputs)).routes)
         elif self._windows is not None and self._replay == "R3":
             return self._windows.executing([part.routes for part in parts if part is not None], "recompute")
         return nullcontext()
 
     @contextmanager
-    def _routing(self, now: LogprobPass, part: Part | None) -> Iterator[None]:
+    def _replaying_or_recording(self, now: LogprobPass, part: Part | None) -> Iterator[None]:
         """Replay what belongs to a part of a pass; else record it, where the weights are still the rollout's."""
         has_rollouts_weights = not (now.is_update and self._has_old_pass)
         if part is not None and self._replay != "none":
@@ -294,11 +290,12 @@ class TrainerPassController:
             )
         if self._replay == "R2":
             self._take_recorded(old, output["prompt_mask"])
-        rollout = self._current()
-        rollout.read_mask(torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1))
+        rollout = self._current_rollout()
+        masks = output["prompt_mask"], output["completion_mask"]
+        rollout.read_mask(torch.cat(masks, dim=1), masks[1].shape[1])
         output |= rollout.columns(output)
         if self._has_old_pass:
-            self._compare(old, output)
+            self._compare_with_rollout(old, output)
 
     def _take_recorded(self, old: LogprobPass, prompt_mask: Tensor) -> None:
         if not old.recorded:
@@ -308,10 +305,10 @@ class TrainerPassController:
             )
         self.take(Rollout(concatenate(old.recorded), prompt_mask.sum(dim=1).cpu().numpy()))
 
-    def _compare(self, seen: LogprobPass, batch: dict[str, Any]) -> None:
+    def _compare_with_rollout(self, seen: LogprobPass, batch: dict[str, Any]) -> None:
         """Add a pass at the rollout's weights to the metrics, beside the rollout."""
         if self._replay == "none":
-            trace = self._current().trace
+            trace = self._current_rollout().trace
             of_pass = trace if seen.sequences is None else trace.select(seen.sequences)
             self._metrics.compare_routes(of_pass, concatenate(seen.recorded))
         sampled_BR = batch.get(LOGPROBS_OF_TRL, batch.get(LOGPROBS))

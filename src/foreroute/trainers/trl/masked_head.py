@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from trl.trainer import utils
@@ -32,7 +31,6 @@ class ScoringMasks(NamedTuple):
     """The sets of the sampled tokens of a batch, and where TRL's head meets the states that predict them."""
 
     masks: DecisionStream  # of the C tokens
-    tokens_C: Tensor  # int64 on the host, where the sets are
     rows_C: dict[int, NDArray[np.int64]]  # among so many states as the head is given: of all positions, or of scored
 
     @classmethod
@@ -51,8 +49,7 @@ class ScoringMasks(NamedTuple):
         sampled = scored & np.pad(sampled_BR, ((0, 0), (before, 0)))[:, 1:]
         rows = (trace.offsets[:-1, None] + np.arange(width - 1) - mask_BT.argmax(axis=1)[:, None])[sampled]
         at_all, at_scored = np.flatnonzero(sampled), np.flatnonzero(sampled[scored])
-        tokens_C = torch.from_numpy(trace.token_ids_N[rows + 1].astype(np.int64))
-        return cls(trace.streams[SAMPLING].take(rows), tokens_C, {int(scored.sum()): at_scored, scored.size: at_all})
+        return cls(trace.streams[SAMPLING].take(rows), {int(scored.sum()): at_scored, scored.size: at_all})
 
 
 @contextmanager
@@ -70,7 +67,7 @@ def scored_on_sampling_masks(scoring: ScoringMasks) -> Iterator[None]:
     def apply(hidden_RH: Tensor, head_VH: Tensor, bias: Tensor | None, *options: Any) -> tuple[Any, ...]:
         nonlocal calls
         calls += 1
-        _targets_R, temperature, _chunk_size, softcap, scale, outputs = options
+        targets_R, temperature, _chunk_size, softcap, scale, outputs = options
         if bias is not None or softcap is not None:
             raise ConfigError(
                 "the model's output head has a bias or caps its logits, for which sampling masks are not replayed "
@@ -81,9 +78,8 @@ def scored_on_sampling_masks(scoring: ScoringMasks) -> Iterator[None]:
             expected = " or ".join(map(str, reversed(scoring.rows_C)))
             raise BatchMismatchError(f"TRL scores {len(hidden_RH)} positions; expected {expected}")
         picked = to_device(scoring.rows_C[len(hidden_RH)], hidden_RH.device)
-        hidden_CH = hidden_RH.index_select(0, picked) * scale
-        # tokens of the trace, as those of the device would be waited for; replay compares them with the batch
-        logprobs = masked_logprobs(hidden_CH, head_VH, scoring.tokens_C, scoring.masks, temperature=temperature)
+        hidden_CH, targets_C = hidden_RH.index_select(0, picked) * scale, targets_R.index_select(0, picked)
+        logprobs = masked_logprobs(hidden_CH, head_VH, targets_C, scoring.masks, temperature=temperature)
         whole = logprobs.new_zeros(len(hidden_RH)).index_copy(0, picked, logprobs)
         if outputs == ("log_probs",):
             return whole, None, None, None, None

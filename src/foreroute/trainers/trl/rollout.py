@@ -46,12 +46,13 @@ class Rollout:
     env_masks: Sequence[Sequence[int]] | None = None  # S of [R], 0 for what was not sampled; None where all was
     number: int = 0  # counts the rollouts of a trainer
     mask_ST: NDArray[np.bool_] | None = None  # TRL's attention mask, once it has padded the rollout
+    num_scored: int = 0  # R, the last positions of the padded batch, of which some hold responses
     _parts: dict[tuple[int, ...], Part] = field(default_factory=dict)
 
-    def read_mask(self, mask_ST: Tensor) -> None:
+    def read_mask(self, mask_ST: Tensor, num_scored: int) -> None:
         """Read TRL's mask of the whole rollout. The host waits, once for each rollout and before its first forward."""
         if self.mask_ST is None:
-            self.mask_ST = mask_ST.bool().cpu().numpy()
+            self.mask_ST, self.num_scored = mask_ST.bool().cpu().numpy(), num_scored
 
     def columns(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """Give what TRL is to shuffle and split with its batch of the whole rollout."""
@@ -77,14 +78,9 @@ class Rollout:
         return np.asarray(numbers_B2[:, 1])
 
     def part(
-        self,
-        sequences: NDArray[np.int64],
-        num_scored: int,
-        make_rows: Callable[[RoutingTrace], TraceRows],
-        *,
-        drops_truncated: bool,
+        self, sequences: NDArray[np.int64], make_rows: Callable[[RoutingTrace], TraceRows], *, drops_truncated: bool
     ) -> Part:
-        """Give what forwards over these sequences take, made at the first of them; R is `num_scored`.
+        """Give what forwards over these sequences take, made at the first of them.
 
         Where TRL masks truncated completions (`drops_truncated`), the prompt alone is left of such.
         """
@@ -94,18 +90,18 @@ class Rollout:
             mask_BT, trace = self.mask_ST[sequences], self.trace.select(sequences)
             masks = None
             if SAMPLING in trace.streams:
-                masks = ScoringMasks.of(trace, mask_BT, self._sampled(sequences, num_scored))
+                masks = ScoringMasks.of(trace, mask_BT, self._sampled(sequences))
             length_B, prompts = mask_BT.sum(1), self.prompt_lengths[sequences]
             is_masked = drops_truncated & (length_B == prompts) & (length_B < trace.lengths)
             routes = trace.truncated(np.where(is_masked, prompts, trace.lengths))
             self._parts[key] = Part(make_rows(routes), masks)
         return self._parts[key]
 
-    def _sampled(self, sequences: NDArray[np.int64], width: int) -> NDArray[np.bool_]:
-        """Say which tokens of the responses were sampled, bool [B, R], padded on the right to a width."""
+    def _sampled(self, sequences: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Say which tokens of the responses were sampled, bool [B, R], padded on the right."""
         if self.env_masks is None:
-            return np.ones((len(sequences), width), np.bool_)
-        sampled_BR = np.zeros((len(sequences), width), np.bool_)
+            return np.ones((len(sequences), self.num_scored), np.bool_)
+        sampled_BR = np.zeros((len(sequences), self.num_scored), np.bool_)
         for row, s in enumerate(sequences):
             sampled_BR[row, : len(self.env_masks[s])] = self.env_masks[s]
         return sampled_BR

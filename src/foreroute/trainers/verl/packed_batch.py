@@ -78,7 +78,8 @@ class PackedBatch:
         self.wrong = self.wrong | (ends_S - begins_S < self._responses_S).any()
         if not len(flat):
             return flat.new_zeros(len(self.tokens_N))
-        return flat[(begins_S[self.number_N] + self.index_N).clamp(0, len(flat) - 1)]
+        entries_N: Tensor = flat[(begins_S[self.number_N] + self.index_N).clamp(0, len(flat) - 1)]
+        return entries_N
 
     def find_trained(self) -> Tensor:
         """Give bool [N], tokens that were sampled and are trained on."""
@@ -191,14 +192,14 @@ class PackedRoutes:
         """Give the routes as a trace, of a batch on the host. Raises what is wrong with the field."""
         if self._wrong.item():
             self._refuse()
-        valid_N = self._valid_N.numpy()
+        valid_N = self._valid_N.cpu().numpy()
         return RoutingTrace(
             self._spec,
-            self._ids_NLK.masked_fill(~self._valid_N[:, None, None], 0).numpy().astype(self._spec.id_dtype),
+            self._ids_NLK.masked_fill(~self._valid_N[:, None, None], 0).cpu().numpy().astype(self._spec.id_dtype),
             valid_N,
-            self._packed.tokens_N.numpy().astype(np.int32),
+            self._packed.tokens_N.cpu().numpy().astype(np.int32),
             np.full(len(valid_N), NO_VERSION, np.int32),
-            self._packed.offsets.numpy(),
+            self._packed.offsets.cpu().numpy(),
         )
 
     def of_pass(self, chunk: int, batch: Any, policy: Policy, checks: DeferredChecks) -> PassRoutes:

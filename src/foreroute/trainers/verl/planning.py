@@ -107,7 +107,7 @@ class PlannedBatch:
         self._executions: list[PlanExecution] = []
         if is_first:
             with_plan_MLGE, thread = self._counts_MLGE[self._num_at_home :], ThreadPoolExecutor(1, "foreroute-plan")
-            how = {"home_LE": routed.home_LE, "costs": costs}
+            how: dict[str, Any] = {"home_LE": routed.home_LE, "costs": costs}
             self._planned = thread.submit(plan, with_plan_MLGE, self._topology, UNDER_PLAN, **how)
             thread.shutdown(wait=False)
 

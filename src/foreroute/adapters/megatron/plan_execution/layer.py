@@ -72,7 +72,7 @@ class PlannedLayer:
         num_experts, top_k = self._site.module.num_experts, self._site.module.topk
         if routing_map.dtype != torch.bool or not probs.shape[-1] == routing_map.shape[-1] == num_experts:
             raise PlacementError(
-                f"router {self._site.path} hands on weights {list(probs.shape)} and a map {list(routing_map.shape)} of "
+                f"router {self._site.path} returns weights {list(probs.shape)} and a map {list(routing_map.shape)} of "
                 f"{routing_map.dtype}; expected a column for each of {num_experts} experts, and a map of bool. No plan "
                 "can be executed in this configuration"
             )

@@ -201,7 +201,7 @@ def objection_to_experts(site: ChunkRouter) -> str | None:
     if type(experts).__name__ == "GroupedMLP":
         return (
             "its experts are a GroupedMLP, which keeps all of a rank in one parameter, so that none of them can be "
-            "lent; set moe_use_legacy_grouped_gemm=False for TEGroupedMLP"
+            "sent; set moe_use_legacy_grouped_gemm=False for TEGroupedMLP"
         )
     return (
         f"its experts are a {type(experts).__name__}, whose kernels take the weights of its own parameters alone; "
@@ -241,7 +241,7 @@ def _objection_to_parameters(site: ChunkRouter) -> str | None:
         for parameter in parameters:
             if isinstance(parameter, DTensor) or hasattr(parameter, "__fsdp_param__"):
                 return (
-                    f"{name} of its experts is sharded by FSDP, so no rank has a whole expert to lend; wrap it in DDP"
+                    f"{name} of its experts is sharded by FSDP, so no rank has a whole expert to send; wrap it in DDP"
                 )
             if not parameter.requires_grad:
                 return (
