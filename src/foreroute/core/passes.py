@@ -262,6 +262,7 @@ class ReplayCounts(Interceptor):
         return torch.cat([self._rows_2, torch.cat(list(self.layers.values())).sum(0)])
 
     def end_pass(self, chunk: int, args: Any, current: Pass | None) -> None:
+        """Add a pass that replayed rows."""
         if current is None or current.rows is None:
             return
         ids_LRK, real_R = current.rows.ids_LRK, current.rows.real_R

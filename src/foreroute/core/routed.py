@@ -47,6 +47,7 @@ class Replaying(Interceptor):
     num_forwards = 0
 
     def end_pass(self, chunk: int, args: Any, current: Pass | None) -> None:
+        """Count the pass."""
         self.num_forwards += 1
 
     def require_replayed(self) -> None:
@@ -197,6 +198,7 @@ class TensorRecording(Interceptor):
         self._passes: list[tuple[Any, Tensor]] = []  # arguments, and the experts that ran [L, R, K]
 
     def end_pass(self, chunk: int, args: Any, current: Pass | None) -> None:
+        """Keep what ran."""
         if current is not None:
             self._passes.append((args, current.executed_LRK))
 

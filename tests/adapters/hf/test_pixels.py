@@ -270,8 +270,10 @@ def test_pixels_are_compared_on_the_device_and_the_host_does_not_wait():
         session = there.replay(trace)
         session.__enter__()
         assert waits(other) == unpatched, "what is wrong is not looked at in the forward"
-        said = "sequence 0, position 2: the batch has the pixels of another"
-        with pytest.raises(BatchMismatchError, match=said), torch.no_grad():  # with gradients a step would tell
+        with (
+            torch.no_grad(),
+            pytest.raises(BatchMismatchError, match="sequence 0, position 2: the batch has the pixels of another"),
+        ):
             session.__exit__(None, None, None)
 
 
