@@ -117,7 +117,7 @@ class TraceOnDevice:
         row_R: Tensor,
         policy: Policy,
         indexers: IndexerRows | None = None,
-        layers: slice = slice(None),
+        layers: slice | None = None,
     ) -> ReplayRows:
         """Gather the routes of each row of a batch, once for all layers. The host waits for nothing.
 
@@ -128,7 +128,7 @@ class TraceOnDevice:
                 spread, or `SPREAD - p` for row p of the spread picks.
             policy: whose policies for missing rows and padding hold.
             indexers: the choices to force on indexers, of the same rows. A row that has none is missing too.
-            layers: of the trace.
+            layers: of the trace; all by default.
         """
         real_R, row_R, num_rows = row_R >= 0, row_R.long(), self.trace.num_rows
         table_LXK = self._table(spreads=policy.padding == "spread" or self.picks_PLK is not None)
@@ -142,7 +142,7 @@ class TraceOnDevice:
         if counted_N is not None:
             name = "counted" if indexers is None else "counted with choices"
             counted_R = real_R & self.upload(name, counted_N, np.zeros(1, np.bool_))[from_R.clamp(max=num_rows)]
-        ids_LRK = table_LXK[layers].index_select(1, from_R)
+        ids_LRK = (table_LXK if layers is None else table_LXK[layers]).index_select(1, from_R)
         return ReplayRows(ids_LRK, real_R=real_R, counted_R=counted_R, counts=policy.counts, indexers=indexers)
 
     def _table(self, *, spreads: bool) -> Tensor:

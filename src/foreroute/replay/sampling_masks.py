@@ -221,21 +221,22 @@ class _OnSets(torch.autograd.Function):
         to_large = torch.zeros(large_hidden.shape, dtype=wide, device=hidden_RH.device)
         for number, part in enumerate(work.parts if len(work.large) or to_head is not None else ()):
             # One part of the head at a time is added up in the wide type, and rounded once.
-            in_place = to_head is not None and to_head.dtype == wide
-            to_part = to_head[part] if in_place else to_hidden.new_zeros(head_VH[part].shape)
+            to_part = None
+            if to_head is not None:
+                to_part = to_head[part] if to_head.dtype == wide else to_hidden.new_zeros(to_head[part].shape)
             if len(work.large):
                 logits, column, is_here = work.tile_of(number, large_hidden, head_VH)
                 slopes = logits.sub_(log_sums[:, None]).exp_().mul_(-scale)
                 slopes.scatter_add_(1, column, scale * is_here[:, None])
                 to_large += _product(slopes, head_VH[part], wide)
-                if to_head is not None:
+                if to_part is not None:
                     to_part += _product(slopes.T, large_hidden, wide)
-            if to_head is not None:
+            if to_head is not None and to_part is not None:
                 for at in by_id[number].split(work.rows_at_once):
                     rows = hidden_RH.index_select(0, sets.row_M[at]).to(wide).mul_(slope_M[at, None])
                     to_part.index_add_(0, sets.ids_M[at] - part.start, rows)
-                if not in_place:
-                    to_head[part] = to_part.to(to_head.dtype)
+                if to_part.dtype != to_head.dtype:
+                    to_head[part] = to_part
         to_hidden[work.large] = to_large
         return to_hidden.to(hidden_RH.dtype), to_head, None, None
 

@@ -102,7 +102,7 @@ def test_what_waits_is_narrow():
     placed = routed.shard(trace, pad(trace.lengths, side="right", order="sbhd"))
     assert placed.trace.expert_ids_NLK.dtype == np.uint8
     assert placed.trace.expert_ids_NLK.nbytes == ids.numel() * 2 * 2
-    assert placed.nbytes == ids.numel() * (2 * 2 + 17)
+    assert placed.nbytes == ids.numel() * (2 * 2 + 9)
 
 
 @on_ranks(1)

@@ -108,33 +108,33 @@ class ForwardTokens:
             _require_shape(self.mask, self.shape, self.past)
         return self
 
-    def find_sequences(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Find bool [B, T] each, what is no padding and the first tokens of sequences, and bool [], what is wrong.
+    def find_sequences(self) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+        """Find bool [B, T], what is no padding; the same, first tokens of sequences; and bool [] each, what is wrong.
 
-        They are found on the device of the batch. A batch is wrong whose arguments are not those of whole sequences.
+        All on the device of the batch. Nothing says where sequences begin if a row of the batch holds one. A batch is
+        wrong whose arguments are not those of whole sequences.
 
         Raises:
             BatchMismatchError: when shapes say that already.
         """
-        (rows, width), ids_BT, begins, cumulative = self.shape, self.input_ids, None, self.cumulative
-        kept_BT, wrong = (
-            torch.ones_like(ids_BT, dtype=torch.bool),
-            torch.zeros((), dtype=torch.bool, device=self.device),
-        )
-        if self.mask is not None:
+        (rows, width), cumulative, wrongs = self.shape, self.cumulative, list[Tensor]()
+        if self.mask is None:
+            kept_BT = torch.ones_like(self.input_ids, dtype=torch.bool)
+        else:
             mask = self.mask.to(self.device, non_blocking=True)
-            kept_BT = mask[:, mask.shape[1] - width :] == 1
-            wrong = wrong | ((mask != 0) & (mask != 1)).any()
+            kept = mask == 1
+            wrongs.append((mask != kept).any())
+            kept_BT = kept[:, kept.shape[1] - width :]  # cached positions stand before them
         if self.is_causal is not None:
-            wrong = wrong | ~self.is_causal
-        starts_BT = kept_BT & (kept_BT.cumsum(1) == 1)
+            wrongs.append(~self.is_causal)
         if not self.may_be_packed:
-            return kept_BT, starts_BT, wrong
+            return kept_BT, None, wrongs
+        starts_BT = kept_BT & (kept_BT.cumsum(1) == 1)
         if cumulative is not None:
             if rows != 1 or not len(cumulative):
                 self.raise_wrong()
             ends = cumulative.to(self.device, non_blocking=True).long()
-            wrong = wrong | (ends.diff() < 0).any() | (ends[0] != 0) | (ends[-1] != width)
+            wrongs.append((ends.diff() < 0).any() | (ends[0] != 0) | (ends[-1] != width))
             begins = torch.zeros(width + 1, dtype=torch.bool, device=self.device)
             begins = begins.scatter(0, ends.clamp(0, width), True)[:-1]
         else:
@@ -143,8 +143,8 @@ class ForwardTokens:
                 self.raise_wrong()
             begins = positions == 0
             if self.begins:
-                wrong = wrong | (starts_BT & ~begins).any()
-        return kept_BT, starts_BT | (kept_BT & begins), wrong
+                wrongs.append((starts_BT & ~begins).any())
+        return kept_BT, starts_BT | (kept_BT & begins), wrongs
 
     def on_host(self) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_] | None]:
         """Copy tokens [B, T], what is no padding, and first tokens where rows hold several sequences. Waits for them.
@@ -152,11 +152,11 @@ class ForwardTokens:
         Raises:
             BatchMismatchError: for masks, offsets and positions that are not those of a batch of whole sequences.
         """
-        kept_BT, starts_BT, wrong = self.find_sequences()
-        if wrong:
+        kept_BT, starts_BT, wrongs = self.find_sequences()
+        if any(wrongs):
             self.raise_wrong()
-        starts = to_host(starts_BT)
-        are_packed = bool((starts.sum(axis=1) > 1).any())
+        starts = None if starts_BT is None else to_host(starts_BT)
+        are_packed = starts is not None and bool((starts.sum(axis=1) > 1).any())
         return to_host(self.input_ids).astype(np.int64), to_host(kept_BT), starts if are_packed else None
 
     def raise_wrong(self) -> None:
@@ -211,7 +211,7 @@ class ForwardTokens:
         Raises:
             BatchMismatchError: on the CPU, where nothing is waited for, as `on_host`.
         """
-        if self.device.type == "cpu" and self.find_sequences()[2]:
+        if self.device.type == "cpu" and any(self.find_sequences()[2]):
             self.raise_wrong()
         if not self._is_kept:
             if self.mask is not None:

@@ -4,6 +4,8 @@ An indexer returns what it chose, and the attention around it scatters that into
 unchanged, and what it returns is read, or rewritten where a choice is replayed. The forms differ: ids of tokens, of
 tokens that make up whole pools, or of blocks, or a mask. All but the tail of tokens that no unit holds yet, which every
 query attends to, comes down to units (`foreroute.trace.IndexerSpec`).
+
+Letters: R rows of a batch [B, T], padding included, N those that are none, H heads, W or K units that one chooses.
 """
 
 from __future__ import annotations

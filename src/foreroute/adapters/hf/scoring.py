@@ -1,4 +1,7 @@
-"""Log-probs of sampled tokens, for which no logits of other positions are computed."""
+"""Log-probs of sampled tokens, for which no logits of other positions are computed.
+
+Letters: B sequences of a batch of T positions, R response tokens, V vocabulary, H hidden size, N packed rows.
+"""
 
 from __future__ import annotations
 

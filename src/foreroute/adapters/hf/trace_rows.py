@@ -126,51 +126,56 @@ class TraceRows:
 
     def _find(self, batch: ForwardTokens, there: TraceOnDevice, policy: Policy) -> tuple[Tensor, Tensor]:
         """Find int64 [R], the row of each position or -1, and bool [], whether `raise_mismatch` would raise."""
-        trace, num_sequences, num_positions = self.trace, len(self.trace), batch.num_slots
-        is_error, faithful_N = policy.missing == "error", there.faithful_N
-        is_hopeless = (
-            (not batch.may_be_packed and num_sequences not in (0, batch.shape[0]))
-            or (self.layout is not None and self.layout.num_slots != num_positions)
+        trace, is_error, faithful_N = self.trace, policy.missing == "error", there.faithful_N
+        if (
+            (not batch.may_be_packed and len(trace) not in (0, batch.shape[0]))
+            or (self.layout is not None and self.layout.num_slots != batch.num_slots)
             or (is_error and bool((trace.valid_N & ~faithful_N).any()))  # a row with a route must be in the batch
-        )
-        if is_hopeless:  # told now: shapes and trace say so, whatever the batch holds
+        ):  # shapes and trace say that it is wrong, whatever the batch holds
             self.raise_mismatch(batch, policy)
-        kept_BT, starts_BT, wrong = batch.find_sequences()
-        kept_R, starts_R = kept_BT.reshape(-1), starts_BT.reshape(-1)
-        number_R = torch.arange(batch.shape[0], device=batch.device).repeat_interleave(
-            batch.shape[1], output_size=num_positions
-        )
-        wrongs = [wrong]
-        if batch.may_be_packed:
-            are_packed = (starts_BT.sum(1) > 1).any()
-            if num_sequences:  # padding alone fits a trace of none
-                num_found = torch.where(are_packed, starts_R.sum(), batch.shape[0])
-                wrongs.append(num_found != num_sequences)
-            number_R = torch.where(are_packed, starts_R.cumsum(0) - 1, number_R)
-        number_R = number_R.clamp(0, max(0, num_sequences - 1))
-        begins_S = there.upload("offsets", trace.offsets, trace.offsets[-1:])
-        # A token is as many rows behind the first of its sequence as tokens were kept since that one; the number of
-        # kept tokens grows along the batch, so that its running maximum over first tokens is that of the last of them.
-        count_R = kept_R.cumsum(0)
-        row_R = begins_S[number_R] + count_R - torch.where(starts_R, count_R, 0).cummax(0).values
-        within_R = kept_R & (row_R < begins_S[number_R + 1])
-        row_R = torch.where(within_R, row_R, -1)  # which is behind the last row of what is uploaded
-        nothing, tokens_R = np.zeros(1, np.bool_), batch.input_ids.reshape(-1)
-        tokens_N = there.upload("tokens", trace.token_ids_N, np.full(1, -1, np.int32))
+        kept_BT, starts_BT, wrongs = batch.find_sequences()
+        kept_R, row_R, end_R, is_other = self._locate(kept_BT, starts_BT, there)
+        row_R = torch.where(kept_R & (row_R < end_R), row_R, -1)  # which is behind the last row of what is uploaded
+        nothing, no_token = np.zeros(1, np.bool_), np.full(1, np.iinfo(np.int32).min, np.int32)
+        tokens_R = there.upload("tokens", trace.token_ids_N, no_token)[row_R]
         num_routed = there.upload("valid", trace.valid_N, nothing)[row_R].sum()
         wrongs += [
-            (within_R != kept_R).any(),
-            (within_R & (tokens_N[row_R] != tokens_R)).any(),
+            *is_other,
+            (kept_R & (tokens_R != batch.input_ids.reshape(-1))).any(),  # no token is what a sequence does not have
             num_routed != int(trace.valid_N.sum()),  # rows with a route that the batch leaves out
         ]
         if self.layout is not None:
             wrongs.append((row_R != there.upload("layout", self.layout.rows().row_of_slot_R)).any())
         if is_error and not faithful_N.all():
-            wrongs.append((within_R & ~there.upload("faithful", faithful_N, nothing)[row_R]).any())
+            wrongs.append(((row_R >= 0) & ~there.upload("faithful", faithful_N, nothing)[row_R]).any())
         if PIXELS in trace.streams and batch.digests_BT is not None:
             known_R = there.upload("digests", digests_of(trace), np.full(1, UNKNOWN))[row_R]
             wrongs.append(((known_R >= 0) & (known_R != batch.digests_BT.view(-1))).any())
         return row_R, torch.stack(wrongs).any()
+
+    def _locate(
+        self, kept_BT: Tensor, starts_BT: Tensor | None, there: TraceOnDevice
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """Say what is kept, which row of the trace that is, and where its sequence ends there; [R] each.
+
+        And whether the batch has another number of sequences, where only the device knows that.
+        """
+        rows, num_sequences = len(kept_BT), len(self.trace)
+        offsets, last = there.upload("offsets", self.trace.offsets, self.trace.offsets[-1:]), max(1, num_sequences)
+        if starts_BT is None:  # a row of the batch holds one sequence
+            begins_B1, ends_B1 = offsets[:last, None], offsets[1 : last + 1, None]
+            row_BT = kept_BT.cumsum(1) + (begins_B1 - 1)
+            return kept_BT.reshape(-1), row_BT.reshape(-1), ends_B1.expand_as(kept_BT).reshape(-1), []
+        kept_R, starts_R, are_packed = kept_BT.reshape(-1), starts_BT.reshape(-1), (starts_BT.sum(1) > 1).any()
+        number_R = torch.arange(rows, device=there.device)[:, None].expand_as(kept_BT).reshape(-1)
+        number_R = torch.where(are_packed, starts_R.cumsum(0) - 1, number_R).clamp(0, last - 1)
+        # A token is as many rows behind the first of its sequence as tokens were kept since that one; the number of
+        # kept tokens grows along the batch, so that its running maximum over first tokens is that of the last of them.
+        count_R = kept_R.cumsum(0)
+        row_R = offsets[number_R] + count_R - torch.where(starts_R, count_R, 0).cummax(0).values
+        is_other = torch.where(are_packed, starts_R.sum(), rows) != num_sequences
+        # padding alone fits a trace of none
+        return kept_R, row_R, offsets[number_R + 1], [is_other] if num_sequences else []
 
 
 def _require_whole(layout: object, trace: RoutingTrace) -> None:

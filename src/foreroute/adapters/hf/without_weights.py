@@ -92,10 +92,10 @@ def _decoder_of(config: Any) -> Any:
     if type(config) in transformers.MODEL_MAPPING:
         return transformers.AutoModel.from_config(config, trust_remote_code=False)
     module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
-    for kind in vars(module).values():
-        is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel) and "forward" in vars(kind)
-        if is_model and kind.config_class is type(config):
-            return kind(config)
+    for each in vars(module).values():
+        is_model = isinstance(each, type) and issubclass(each, transformers.PreTrainedModel) and "forward" in vars(each)
+        if is_model and each.config_class is type(config):
+            return each(config)
     raise AttachError(f"no class of {module.__name__} is made of a {type(config).__name__}")
 
 

@@ -78,7 +78,7 @@ class RouteShard:
     """Routes of one micro-batch, cut to the rows and layers of this rank. Made by `RoutedMegatron.shard`.
 
     What waits in a queue for its micro-batch waits in this form, on the host: per row L · K bytes (twice that above 256
-    experts) and 17 more, two more still where tokens are taken out of the loss. What passes need of it on their device
+    experts) and 9 more, two more still where tokens are taken out of the loss. What passes need of it on their device
     is moved there by the first, and stays for later ones as long as the shard lives.
 
     Attributes:
@@ -94,7 +94,7 @@ class RouteShard:
     versions: tuple[int, ...]
     missing: MissingRows | Literal["spread"]
     padding: PaddingRows
-    trace: RoutingTrace  # N rows of this rank as one sequence, of its layers; of all where it has none
+    trace: RoutingTrace  # N rows of this rank as one sequence without tokens, of its layers; of all if it has none
     row_R: NDArray[np.int32]  # as `TraceOnDevice.gather` takes them, every spread pick named
     faithful_N: NDArray[np.bool_] | None  # where tokens are taken out of the loss
     picks_PLK: NDArray[Any]  # for padding that is spread
@@ -110,7 +110,7 @@ class RouteShard:
     def nbytes(self) -> int:
         """Host memory that it holds for its rows, in bytes."""
         cut = self.trace
-        arrays = (cut.expert_ids_NLK, cut.valid_N, cut.token_ids_N, cut.weight_versions_N, self.row_R, self.tokens_C)
+        arrays = (cut.expert_ids_NLK, cut.valid_N, self.row_R, self.tokens_C)
         sometimes = sum(each.nbytes for each in (self.faithful_N, self.dropped_C) if each is not None)
         return sum(each.nbytes for each in arrays) + sometimes
 
@@ -198,6 +198,9 @@ def shard(
     seen_N = np.unique(row_R[row_R >= 0]) if layers else np.zeros(0, np.int64)
     cut = trace.without_streams()
     cut = (cut.select_layers(layers) if layers else cut).take_rows(seen_N, np.array([len(seen_N)]))
+    # batches are compared with `tokens_C`, and versions with those of the whole: one number in the place of either
+    nothing_N = np.broadcast_to(np.int32(0), len(seen_N))
+    cut = replace(cut, token_ids_N=nothing_N, weight_versions_N=nothing_N)
     spec, picks_PLK = cut.spec, cut.expert_ids_NLK[:0]
     here_R = np.full(len(row_R), NATIVE, np.int32)
     if layers:
