@@ -16,15 +16,7 @@ from tests.trainers.verl import megatron_engines  # noqa: F401  before verl: no 
 import torch
 import torch.distributed as dist
 
-<<<<<<< HEAD
-<<<<<<< HEAD
 from foreroute.core.deferred_checks import DeferredChecks
-=======
-from foreroute.adapters.megatron import routed_megatron
->>>>>>> h-core
-=======
-from foreroute.core.deferred_checks import DeferredChecks
->>>>>>> h-rows
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.trainers.verl import comparison, megatron, passes
 from foreroute.trainers.verl.megatron import MegatronPasses, transformer_impl
@@ -65,22 +57,9 @@ def main(to):
         logs = {"metrics": {}}
         routing.log(logs)
         waits["disagreement"] = logs["metrics"]["mismatch/disagreement"]
-<<<<<<< HEAD
-<<<<<<< HEAD
         read = lambda self, wrong, raise_error: wrong.item()  # noqa: E731
         with mock.patch.object(DeferredChecks, "add", read), routing.batch(batch, update=True):
             waits["read at once"] = there.run(forward_only=False)
-=======
-        compare = routed_megatron.compare_tokens
-        read = lambda call, shard: (call.input_ids.cpu(), compare(call, shard))[1]  # noqa: E731
-        with mock.patch.object(routed_megatron, "compare_tokens", read), routing.batch(batch, update=True):
-            waits["with a read put back"] = there.run(forward_only=False)
->>>>>>> h-core
-=======
-        read = lambda self, wrong, raise_error: wrong.item()  # noqa: E731
-        with mock.patch.object(DeferredChecks, "add", read), routing.batch(batch, update=True):
-            waits["read at once"] = there.run(forward_only=False)
->>>>>>> h-rows
     Path(to).write_text(json.dumps(waits))
     dist.destroy_process_group()
 
