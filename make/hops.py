@@ -9,6 +9,8 @@ another. A small number means that a reader can follow the work.
     replayed_forward   a session is opened, a model of four layers runs on recorded routes, the session is closed
     replayed_rows      the same, of rows made once, as in an update after the recompute and in later epochs
     replayed_tensors   the same of integer tensors, by `foreroute.core` alone
+    replayed_forward_megatron
+                       two micro-batches, forward and backward, in Megatron's schedule, on routes that were cut before
     planned_cell       the forward of one layer's experts in the executor, in a group of one rank
     planned_cell_megatron
                        the same on Megatron-Core, from the output of the router to that of the layer
@@ -142,7 +144,7 @@ def measure(folder: Path) -> dict[str, Way]:
         "training_step": training_step(folder),
         "training_step_trl": training_step_trl(folder),
         # it stands in for a GPU in the whole process
-        "planned_cell_megatron": planned_cell_megatron(folder),
+        **of_megatron(folder),
     }
 
 
@@ -175,13 +177,14 @@ def planned_cell(folder: Path) -> Way:
     return ways[-1]
 
 
-def planned_cell_megatron(folder: Path) -> Way:
-    """The same in Megatron's schedule, from the first step of a layer behind its router on."""
+def of_megatron(folder: Path) -> dict[str, Way]:
+    """A replayed step in Megatron's schedule; and a planned cell, from the first step of a layer behind its router."""
     from benchmarks.megatron import Bench, start  # verl's environment has not all of it
 
     start(str(folder), torch.device("cpu"))
     bench = Bench.of({})
     shards = bench.shards()
+    replayed = way_of(bench.replayed(shards=shards))
     counts_MLGE = bench.routed.gather_counts(shards)
     topology = Topology(num_ranks=1, ranks_per_node=1, redundant_slots=0, links=LINKS)
     plan = fr.planner.plan(counts_MLGE, topology, PlanOptions(slots="shared"), home_LE=bench.routed.home_LE)
@@ -205,7 +208,7 @@ def planned_cell_megatron(folder: Path) -> Way:
         with bench.routed.execute(plan, counts_MLGE, shards), beginning(block):
             bench.replayed(shards=shards)()
     dist.destroy_process_group()
-    return ways[-1]
+    return {"replayed_forward_megatron": replayed, "planned_cell_megatron": ways[-1]}
 
 
 def training_step(folder: Path) -> Way:

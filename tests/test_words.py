@@ -23,6 +23,24 @@ INSTEAD = {
 }
 
 
+# words of a name, which is read as snake_case: `OneThread` is `_one_thread_`, and a function `_given` is `__given_()`
+NAMES_INSTEAD = {
+    "_(lent|lend|borrow|borrowed)_": "sends, hosted, fetch",
+    "_(give|take)_up_": "release, load",
+    "_(hand|hands|handed)_(on|over)_": "return, send",
+    "_(send|bring)_home_": "return_grads",
+    "_(is_)?again_": "is_recompute, or how often",
+    "_refetch(ed)?_": "recompute",
+    "_heed(s|ed)?_": "the verb of what is done",
+    "_told_": "what is said: a message, an error",
+    "_in_force_": "active",
+    "_rivals?_": "baseline",
+    "_late_checks_": "DeferredChecks",
+    "_one_thread_": "ThreadGuard",
+    r"^_+(given|joined|ended|level|note|tell)_\(\)$": "a verb with its object",
+}
+
+
 def fences_away(page):
     return re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
 
@@ -37,7 +55,32 @@ def texts():
                 yield f"{source.relative_to(ROOT)}:{node.lineno}", node.value
 
 
+def snake(name):
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name.removesuffix("()")).lower()
+    return f"_{words}_" + "()" * name.endswith("()")
+
+
+def names_of(tree):
+    """What a module names: functions, classes, arguments, variables and attributes, with their lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            yield node.lineno, f"{node.name}()"
+        elif isinstance(node, ast.ClassDef):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
+
+
 TEXTS = list(texts())
+NAMES = [
+    (f"{source.relative_to(ROOT)}:{line}", name)
+    for source in sorted((ROOT / "src").rglob("*.py"))
+    for line, name in names_of(ast.parse(source.read_text(encoding="utf-8")))
+]
 
 
 @pytest.mark.parametrize("word", INSTEAD)
@@ -50,3 +93,17 @@ def test_words_are_seen_where_they_stand():
     seen = [re.search("|".join(INSTEAD), text, re.IGNORECASE) for text in planted]
     assert all(seen)
     assert fences_away("a\n```python\n# Of such\n```\nb").split() == ["a", "b"]
+
+
+@pytest.mark.parametrize("word", NAMES_INSTEAD)
+def test_a_word_is_gone_from_names(word):
+    found = [f"{place} {name}" for place, name in NAMES if re.search(word, snake(name))]
+    assert not found, f"instead: {NAMES_INSTEAD[word]}"
+
+
+def test_words_are_seen_in_names():
+    planted = (
+        "class HandedOn:\n    def give_up(self, lent_E, is_again):\n        self._rivals = told = 1\ndef _given(): ..."
+    )
+    seen = {name for _, name in names_of(ast.parse(planted)) if re.search("|".join(NAMES_INSTEAD), snake(name))}
+    assert seen == {"HandedOn", "give_up()", "lent_E", "is_again", "_rivals", "told", "_given()"}

@@ -92,7 +92,7 @@ class HostPath:
             for slot in range(size)
             for name, source in self.memory.expert(0, size - 1 - slot).items()
         ]
-        return Transfer.post(self.peers, "copying", [], [], copies, self.lane)
+        return Transfer(self.peers, "copying", [], [], copies, self.lane).post()
 
     def copy(self, size: int) -> None:
         """Copy so many experts, and wait for them."""

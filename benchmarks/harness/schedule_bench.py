@@ -74,11 +74,11 @@ def _index(plan: StepPlan, schedule: ExecutionSchedule, sets: list[SlotSet], hom
                 if not slots.holds(cell):
                     sends, hosted = slots.lacking(moves, RANK)
                     leaving, arriving = row_messages(sends, "row", home), row_messages(hosted, "slot", slots.tensors)
-                    Transfer.post(peers, "weights", leaving, arriving)
+                    Transfer(peers, "weights", leaving, arriving).post()
                     slots.enter(cell, fills_mine=len(hosted) > 0)
             grads = {"weight": torch.zeros(max(len(moves.hosted), len(moves.sends)), 1)}
             leaving, arriving = (row_messages(each, "position", grads) for each in (moves.hosted, moves.sends))
-            Transfer.post(peers, "gradients", leaving, arriving)
+            Transfer(peers, "gradients", leaving, arriving).post()
 
 
 def _median(call: Callable[[], Any], repeats: int) -> float:

@@ -269,15 +269,15 @@ def failed_checks(cell: CellPlan, ids_TK: Ints, source_T: NDArray[np.integer], s
     tokens = [np.flatnonzero(source_T == rank) for rank in range(setting.num_ranks)]
     rows_TD = np.arange(4 * len(ids_TK)).reshape(-1, 4)  # no two tokens alike
     order = [np.argsort(ids_TK[here].ravel(), kind="stable") for here in tokens]
-    taken = [by_expert[_index(rank.taken)] for by_expert, rank in zip(order, ranks, strict=True)]
+    taken = [by_expert[_index(rank.send_segments)] for by_expert, rank in zip(order, ranks, strict=True)]
     sent = [rows_TD[here[pick // setting.top_k]] for here, pick in zip(tokens, taken, strict=True)]
     received = list(_exchanged(sent, [rank.send_G for rank in ranks]))
     none = np.zeros((1, rows_TD.shape[1]), np.int64)  # a row beyond those received is padding
     served = [
-        np.concatenate([rows, none])[np.minimum(_index(rank.grouped), len(rows))]
+        np.concatenate([rows, none])[np.minimum(_index(rank.expert_segments), len(rows))]
         for rows, rank in zip(received, ranks, strict=True)
     ]
-    given = [rows[_index(rank.returned)] for rows, rank in zip(served, ranks, strict=True)]
+    given = [rows[_index(rank.return_segments)] for rows, rank in zip(served, ranks, strict=True)]
     back = _exchanged(given, [rank.receive_G for rank in ranks])
     sums_TD = np.zeros_like(rows_TD)
     for here, pick, rows in zip(tokens, taken, back, strict=True):

@@ -302,7 +302,7 @@ def test_the_oracle_finds_rows_that_go_astray(monkeypatch):
 
     def astray(*arguments):
         right = schedule(*arguments)
-        return replace(right, returned=right.returned[::-1])
+        return replace(right, return_segments=right.return_segments[::-1])
 
     monkeypatch.setattr(token_imbalance.CellSchedule, "of", astray)
     assert failed_checks(cell, ids_TK, source_T, SMALL) == ["roundtrip_exact"]

@@ -65,7 +65,11 @@ class Pair:
         self.rank, self.batches = rank, [batch_of(9, 9, seed=each) for each in range(dist.get_world_size())]
         self.alone = with_lora(base_of(family))
         # ranks draw other factors, of which the first one's count
-        self.model = hf.spread_adapters(with_lora(load_spread(folder, dtype=torch.float64, **sizes), seed=rank))
+        mine = with_lora(load_spread(folder, dtype=torch.float64, **sizes), seed=rank)
+        state = torch.get_rng_state()
+        with patch.object(torch.cuda, "manual_seed_all", side_effect=AssertionError("seeds every GPU")):
+            self.model = hf.spread_adapters(mine)
+        assert torch.equal(torch.get_rng_state(), state)
         self.plainly, self.routed = hf.attach(self.alone), hf.attach(self.model)
         self.traces = [random_routes(self.routed.spec, each, seed) for seed, each in enumerate(self.batches)]
 

@@ -12,7 +12,7 @@ import torch
 from benchmarks.harness.execution_bench import Bench
 from benchmarks.harness.executor_counts import posting
 from benchmarks.harness.online_execution import executing_online
-from benchmarks.harness.online_plans import RIVALS, eplb, filled_exactly
+from benchmarks.harness.online_plans import BASELINES, eplb, filled_exactly
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.layout.rank_rows import block_homes
 from foreroute.plan import verify
@@ -67,7 +67,7 @@ def trained(rank, folder, name):
     s.traces = rows_M
     bench = Bench(s.routed, [], [], rows_M, s.counts_MLGE)
     Bench.number += 1
-    with posting([]) as posted, executing_online(bench, RIVALS[name], bench.topology) as execution:
+    with posting([]) as posted, executing_online(bench, BASELINES[name], bench.topology) as execution:
         begun = len(posted.order)
         found = s.update()
         during = posted.order[begun:]
@@ -97,7 +97,7 @@ def verified(plan, counts_MLGE):
     return loads_MLG
 
 
-@grid("name", list(RIVALS), quick=2)
+@grid("name", list(BASELINES), quick=2)
 def test_a_rival_trains_as_no_plan_does_and_gathers_counts_once_in_every_cell(workers, folder_of, name):
     outcomes = workers(2).run(trained, folder_of(), name)
     for outcome in outcomes:

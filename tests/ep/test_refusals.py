@@ -138,7 +138,7 @@ EARLY = {
     "ReplayError: a plan is executed on this model; leave that execution before another": inside_of_another_session,
     "ReplayError: leave that execution before experts move": moving_inside,
     "ReplayError: leave that execution before weights travel in another way": changing_inside,
-    "PlanError: homes cannot be moved: rank 1: got homes of dtype int16 and shape (3, 7)": lambda s: (
+    "PlanError: homes cannot be moved, and none were: rank 1: got homes of dtype int16 and shape (3, 7)": lambda s: (
         s.routed.move_homes(s.plan.home_LE[:, : 8 - s.rank])
     ),
     "PlanError: ranks are given other homes to move experts to": lambda s: s.routed.move_homes(
@@ -156,7 +156,7 @@ LATE = {
     "TransferError: hold other weights than its step began with; execute under another step": (
         with_other_weights_than_it_began_with
     ),
-    "TransferError: no plan of that step is in force, none is; run forward and backward inside": (
+    "TransferError: no plan of that step is active, none is; run forward and backward inside": (
         with_a_backward_behind_it
     ),
 }

@@ -195,6 +195,7 @@ def compiled_layers(rank, folder, backend, is_before):
     return found
 
 
+@pytest.mark.shows("Hugging Face", '`torch.compile` of layers, with `ep_implementation="foreroute"` under plans')
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "is_before"), [("eager", False), ("aot_eager", True)])
 def test_compiled_layers_execute_plans_with_the_same_bits_and_no_recompilation_in_other_cells(

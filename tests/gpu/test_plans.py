@@ -4,8 +4,9 @@ NCCL refuses two ranks on one card (before 2.30), so gloo carries their rows and
 """
 
 import os
-from contextlib import closing
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from benchmarks.harness.host_path import HostPath
 from foreroute.adapters import hf
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.ep.transfer.host_memory import HostMemory
+from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.testing.ranks import Workers
 from tests.adapters.hf.model_runs import whole
 from tests.ep.transfer.plans import split_plan
@@ -208,10 +210,38 @@ def is_refused(rank, device):
     return False
 
 
+@contextmanager
+def by_host():
+    """Has gloo carry messages of a GPU, by copies in the host's memory."""
+    post = PeerGroup.post
+
+    def posting(peers, sends, receives, what):
+        leaving = [(peer, number, tensor.cpu()) for peer, number, tensor in sends]
+        arriving = [(peer, number, torch.empty_like(tensor, device="cpu")) for peer, number, tensor in receives]
+        works = post(peers, leaving, arriving, what)
+
+        def land():
+            for (_, _, target), (_, _, buffer) in zip(receives, arriving, strict=True):
+                target.copy_(buffer)
+
+        works.append(SimpleNamespace(wait=land))  # behind the others
+        return works
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PeerGroup, "post", posting)
+        patch.setattr(PeerGroup, "connect", lambda peers, device: None)
+        yield
+
+
 def on_two_ranks(rank, device, path, counts_waits):
     """A step whose replicas come by one path: its outcome, bytes that were fetched, and places of waits."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    with nullcontext() if counts_waits else by_host():
+        return step_on_two_ranks(rank, device, path, counts_waits)
+
+
+def step_on_two_ranks(rank, device, path, counts_waits):
     bench, step = bench_on(rank, RANKS, device), 0
     bench.routed.use(TransferOptions(paths=path))
     transfers = []

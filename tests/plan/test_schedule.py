@@ -29,19 +29,19 @@ def test_every_assignment_reaches_a_host_of_its_expert_in_the_order_that_is_prom
         assert all(np.array_equal(a, b) for a, b in zip(vars(whole).values(), vars(alone).values(), strict=True))
     named = [[(e, g, i) for e in range(8) for i in range(counts_GE[g, e])] for g in range(num_ranks)]
 
-    sent = [_taken(named[g], ranks[g].taken) for g in range(num_ranks)]
+    sent = [_taken(named[g], ranks[g].send_segments) for g in range(num_ranks)]
     assert [sorted(rows) for rows in sent] == named
     received = _delivered(sent, ranks)
     for rank, rows in enumerate(ranks):
         arrived = received[rank]
-        computed = _taken([*arrived, "padding"], rows.grouped)
+        computed = _taken([*arrived, "padding"], rows.expert_segments)
         groups = np.split(np.arange(len(computed)), np.cumsum(rows.group_rows_S)[:-1])
         for group, (expert, tokens_G) in zip(groups, _hosts(cell, counts_GE, rank), strict=True):
             members = [computed[i] for i in group if computed[i] != "padding"]
             assert [name[0] for name in members] == [expert] * len(members)
             assert members == sorted(members, key=lambda name: name[1:])
             assert [sum(name[1] == g for name in members) for g in range(num_ranks)] == tokens_G
-        assert _taken(computed, rows.returned) == arrived
+        assert _taken(computed, rows.return_segments) == arrived
         num_home_rows = rows.group_rows_S[: rows.num_home].sum()
         parts = [computed[:num_home_rows], computed[num_home_rows:]]
         for part in parts[: 1 + (len(rows.group_rows_S) > rows.num_home)]:

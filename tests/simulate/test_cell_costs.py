@@ -41,14 +41,14 @@ def test_slots_of_a_layer_keep_what_they_hold():
         assert arrivals(moved).tolist() == [[[True] * 2, [False] * 2, [True] * 2], [[False] * 2] * 3]
 
 
-@pytest.mark.parametrize(("prefetch", "refetched"), [(0, [True, False]), (1, [False, False])])
-def test_shared_slots_still_hold_the_last_cells_where_the_way_turns_back(prefetch, refetched):
+@pytest.mark.parametrize(("prefetch", "fetched_back"), [(0, [True, False]), (1, [False, False])])
+def test_shared_slots_still_hold_the_last_cells_where_the_way_turns_back(prefetch, fetched_back):
     costs = replace(COSTS, paths="direct", prefetch=prefetch)
     recompute, update = transfers_of(planned("shared"), LAYERS, TOPOLOGY, costs)
     assert arrivals(recompute).tolist() == [[[True, True]] * 3, [[False, False]] * 3]
-    assert arrivals(update).tolist() == [[[True, True]] * 3, [refetched] * 3]
+    assert arrivals(update).tolist() == [[[True, True]] * 3, [fetched_back] * 3]
     assert np.array_equal(update.direct_KMLG4[0], recompute.direct_KMLG4[0])
-    assert np.array_equal(update.direct_KMLG4[1, :, refetched], update.direct_KMLG4[0, :, refetched])
+    assert np.array_equal(update.direct_KMLG4[1, :, fetched_back], update.direct_KMLG4[0, :, fetched_back])
 
 
 NEAR_LINK, FAR_LINK = (3, 2 * BYTES / 340e9), (1, 2 * BYTES / 45e9)

@@ -93,7 +93,7 @@ def read_nemo_gym(
         left_out = _unfinished(path, state, records)
         if left_out:
             return rollout_of([], left_out)
-        calls = _joined(records, left_out)
+        calls = _join_calls(records, left_out)
         _drop_retries(calls, left_out)
         _route(calls, model, weight_version)
         found = [each for end in _ends(calls) if (each := _path(end, left_out)) is not None]
@@ -141,7 +141,7 @@ def _unfinished(path: FilePath, state: Mapping[str, Any], records: Mapping[str, 
     return [f"the rollout is left out: {reason}" for applies, reason in reasons if applies]
 
 
-def _joined(records: Mapping[str, Mapping[str, Any]], left_out: list[str]) -> list[_Call]:
+def _join_calls(records: Mapping[str, Mapping[str, Any]], left_out: list[str]) -> list[_Call]:
     """Return the calls, parents before children: what each adds to the tokens of its parent is checked."""
     parents = {name: record.get("parent_call_id") for name, record in sorted(records.items())}
     known = {name: [each] if isinstance(each, str) and each in records else [] for name, each in parents.items()}

@@ -130,10 +130,10 @@ def _sets(raw: RawSequence, sequence: int, num_tokens: int) -> tuple[NDArray[np.
             f"{'' if generated is None else f' and {generated} of them generated'}; expected a mask for each generated "
             "token, and a prompt of one token at least"
         )
-    return _joined(masks, sequence)
+    return _join_masks(masks, sequence)
 
 
-def _joined(masks: list[Any], sequence: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _join_masks(masks: list[Any], sequence: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Join lists or arrays of ids, all ids at once: a step of Python for each sampled token would take minutes.
 
     Lists, tuples and arrays of numpy are read, and no classes derived from them, which may do anything.

@@ -160,7 +160,7 @@ class _Paths:
         kept = {target for target in targets if self._can_train(target)}
         reason = self._objection([self.nodes[i] for i in chain], kept)
         if not reason:
-            path = self._joined(chain[: max(place[target] for target in kept) + 1], kept)
+            path = self._join_path(chain[: max(place[target] for target in kept) + 1], kept)
             if path is not None:
                 return path
             reason = "it has no routes"
@@ -196,7 +196,7 @@ class _Paths:
             return "it has messages without tokens"
         return "" if kept else "none of its replies can be trained"
 
-    def _joined(self, chain: list[int], kept: set[int]) -> Path | None:
+    def _join_path(self, chain: list[int], kept: set[int]) -> Path | None:
         """Put the tokens of a chain one behind the other, and rows, versions, masks and log-probs at their places.
 
         None where no row has a route.

@@ -36,7 +36,7 @@ def measure(topology: Path, tokens: int | None) -> None:
         ConfigError: when the file cannot be read or written, or is of other ranks.
     """
     cluster, console, device = load_cluster(topology), console_of_rank(), find_device("auto")
-    with _joined(device) as ranks:
+    with _join_processes(device) as ranks:
         with working("measuring", console):
             rates = measure_rates(cluster, ranks, device, tokens or TOKENS)
         with_rates(topology, rates)  # on all ranks alike: what cannot be written ends them all
@@ -49,7 +49,7 @@ def measure(topology: Path, tokens: int | None) -> None:
 
 
 @contextmanager
-def _joined(device: torch.device) -> Iterator[Alone]:
+def _join_processes(device: torch.device) -> Iterator[Alone]:
     """The processes that torchrun started, or this one."""
     if (size := num_started()) > 1:
         dist.init_process_group(BACKENDS[device.type])

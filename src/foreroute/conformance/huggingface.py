@@ -164,11 +164,11 @@ class HuggingFaceModel(TorchModel):
         """What every experts module is given; with a mask of tokens, also every attention by its indexer."""
         given: Given = {}
 
-        def note(path: str, args: tuple[Tensor, ...]) -> None:
+        def note_gates(path: str, args: tuple[Tensor, ...]) -> None:
             given[path] = (args[1].detach().numpy().copy(), args[2].detach().float().numpy().copy())
 
         handles = [
-            module.register_forward_pre_hook(lambda _, args, path=path: note(path, args))
+            module.register_forward_pre_hook(lambda _, args, path=path: note_gates(path, args))
             for path, module in self.model.named_modules()
             if type(module).__name__.endswith("Experts")
         ]

@@ -40,8 +40,7 @@ class FollowedCache:
     def run(self, cache: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a forward that is given this cache, or None. It may have been cut at its end.
 
-        Raises:
-            ReplayError: when it continues another cache than the forward before left, or one that was changed since.
+        Raises `ReplayError` when it continues another cache than the forward before left, or one changed since.
         """
         if self._left is not None and cache is not None and not self._left.fits(cache):
             past = int(cache.get_seq_length())

@@ -59,9 +59,9 @@ class DeferredChecks:
 
     def close(self) -> None:
         """Leave the wait to the next step of any optimizer of torch, if gradients are recorded. Raises as `add`."""
-        if torch.is_grad_enabled():
+        if self._asked and torch.is_grad_enabled():
             self.look()
-        else:  # nobody may ever step
+        elif self._asked:  # nobody may ever step
             self.wait()
 
     def wait(self) -> None:

@@ -250,13 +250,13 @@ def _common_ancestors(model: nn.Module, routers: list[SelectingRouter]) -> list[
 def _noting_tokens(module: nn.Module, into: list[nn.Module]) -> Iterator[None]:
     signature = inspect.signature(module.forward)
 
-    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note_trunk(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = signature.bind_partial(*args, **kwargs).arguments
         given |= given.get("kwargs", {})
         if isinstance(given.get("input_ids"), Tensor):
             into.append(module)
 
-    handle = module.register_forward_pre_hook(note, with_kwargs=True)
+    handle = module.register_forward_pre_hook(note_trunk, with_kwargs=True)
     try:
         yield
     finally:

@@ -16,8 +16,10 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial, wraps
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import torch
@@ -87,9 +89,7 @@ def _refuse_copy(memo_or_protocol: object) -> nn.Module:
 class SelectionHook(ABC):
     """One module of a chunk that selects. A framework says how its selection is forced or watched.
 
-    Args:
-        path: dotted name inside the chunk.
-        selecting: the module and the name of its method in which the selection is made.
+    `path` is its dotted name inside the chunk, `selecting` the module and its method in which the selection is made.
     """
 
     noun: ClassVar[str]  # what it is, for messages
@@ -137,11 +137,7 @@ class SelectingRouter(RouterHook):
         self.read_back = rule.read_back
 
     def select(self, now: LayerPass, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """See `SelectionHook`.
-
-        Raises:
-            ReplayError: when it selects another number of times, or for other rows.
-        """
+        """Force its final top-k. Raises `ReplayError` when it makes another number of them, or for other rows."""
         mode = self.rule.mode(self.final, now)
         with mode:  # in a graph, `as` would bind something else
             result = forward(*args, **kwargs)
@@ -156,26 +152,13 @@ class SelectingRouter(RouterHook):
         return result
 
 
+@dataclass(eq=False)
 class _Shared:
     """A context that the first of its users enters and the last one leaves."""
 
-    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
-        self.num_users = 0
-        self._make = make
-        self._entered: AbstractContextManager[Any] | None = None
-
-    def enter(self) -> None:
-        if not self.num_users:
-            entered = self._make()
-            entered.__enter__()
-            self._entered = entered
-        self.num_users += 1
-
-    def leave(self) -> None:
-        self.num_users -= 1
-        if not self.num_users and self._entered is not None:
-            entered, self._entered = self._entered, None
-            entered.__exit__(None, None, None)
+    make: Callable[[], AbstractContextManager[Any]]
+    num_users: int = 0
+    entered: AbstractContextManager[Any] = field(default_factory=nullcontext)
 
 
 class ModelHooks(ABC):
@@ -216,8 +199,11 @@ class ModelHooks(ABC):
         self._output_check: OutputCheck | None = None
         self._picks = [(router.path, router.top_k) for router in routers]
         self._modules = list({trunk: None} | {hook.selecting[0]: None for hook in self.every})
+        self._num_users = 0  # sessions, and recomputations behind them
         self._on_trunk = _Shared(self._trunk_hooked)
-        self._on_modules = {hook: _Shared(partial(self._hooked, hook)) for hook in self.every}
+        self._on_modules = {
+            hook: _Shared(partial(hook.installed, partial(self.run_selecting, hook))) for hook in self.every
+        }
 
     @abstractmethod
     def read_args(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardArgs:
@@ -240,11 +226,14 @@ class ModelHooks(ABC):
                 the end, when a forward replaced a parameter, and as `DeferredChecks.close`.
         """
         with self.sessions.held("opens a session on a model"), self._used(self._on_trunk, *self._on_modules.values()):
-            self._set_interceptors([*self.interceptors, *interceptors])
+            self.interceptors += interceptors
+            self._join_options()
             try:
                 yield
             finally:
-                self._set_interceptors([each for each in self.interceptors if each not in interceptors])
+                for each in interceptors:
+                    self.interceptors.remove(each)
+                self._join_options()
                 if self._output_check is not None and not self.interceptors:
                     self._output_check.remove()
                     self._output_check = None
@@ -253,34 +242,35 @@ class ModelHooks(ABC):
         if self.left_behind:
             raise ReplayError(self.left_behind[0])
 
-    def _set_interceptors(self, interceptors: list[Interceptor]) -> None:
-        self.interceptors = interceptors
-        wanted = zip(RecordOptions(), *(each.options for each in interceptors), strict=True)
+    def _join_options(self) -> None:
+        wanted = zip(RecordOptions(), *map(attrgetter("options"), self.interceptors), strict=True)
         self.options = RecordOptions(*map(any, wanted))
-
-    def hooked(self, hooks: Sequence[SelectionHook]) -> AbstractContextManager[None]:
-        """Keep the hooks on these modules alone, as recomputation behind a session needs. Raises as `listening`."""
-        return self._used(*(self._on_modules[hook] for hook in hooks))
 
     @contextmanager
     def _used(self, *contexts: _Shared) -> Iterator[None]:
         used: list[_Shared] = []
+        with self.sessions.lock:  # backwards of other threads recompute while sessions open and close
+            if not self._num_users and any(map(is_hooked, self._modules)):
+                raise ReplayError(ATTACHED_TWICE)
+            self._num_users += 1
         try:
-            with self.sessions.lock:  # backwards of other threads recompute while sessions open and close
-                is_first = not any(each.num_users for each in (self._on_trunk, *self._on_modules.values()))
-                if is_first and any(map(is_hooked, self._modules)):
-                    raise ReplayError(ATTACHED_TWICE)
+            with self.sessions.lock:
                 for each in contexts:
-                    each.enter()
+                    if not each.num_users:
+                        entered = each.make()
+                        entered.__enter__()
+                        each.entered = entered
+                    each.num_users += 1
                     used.append(each)
             yield
         finally:
             with self.sessions.lock:
+                self._num_users -= 1
                 for each in used:
-                    each.leave()
-
-    def _hooked(self, hook: SelectionHook) -> AbstractContextManager[None]:
-        return hook.installed(partial(self.run_selecting, hook))
+                    each.num_users -= 1
+                    if not each.num_users:
+                        each.entered.__exit__(None, None, None)
+                        each.entered = nullcontext()
 
     @contextmanager
     def _trunk_hooked(self) -> Iterator[None]:
@@ -297,8 +287,7 @@ class ModelHooks(ABC):
     def run_trunk(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a forward of the trunk as one pass, as all interceptors want it.
 
-        Raises:
-            ReplayError: when a router did not select exactly once, or the session was closed on the way.
+        Raises `ReplayError` when a router did not select exactly once, or the session was closed on the way.
         """
         if self.passes.is_recompute:  # of a checkpoint around the whole model
             return forward(*args, **kwargs)
@@ -326,12 +315,7 @@ class ModelHooks(ABC):
         return result
 
     def begin_pass(self, batch: ForwardArgs) -> Rows | None:
-        """Give the routes to force on a pass that begins.
-
-        Raises:
-            ReplayError: while a CUDA graph is captured, which would keep the addresses of the tensors of this pass, and
-                use them again, whatever session is open then.
-        """
+        """Give the routes to force on a pass that begins. Raises `ReplayError` while a CUDA graph is captured."""
         if self.routers and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise ReplayError(
                 f"{type(self.trunk).__name__} runs in a session while a CUDA graph is captured: the graph would go on "
@@ -340,9 +324,11 @@ class ModelHooks(ABC):
                 "every pass"
             )
         self.awaits_backward |= self.options.routes and torch.is_grad_enabled()
-        # all are asked, though one gives routes at most: each learns which batch its `end_pass` will be about
-        given = [each.begin_pass(self.chunk, batch) for each in self.interceptors]
-        return next((rows for rows in given if rows is not None), None)
+        rows = None
+        for each in self.interceptors:  # all are asked: each learns which batch its `end_pass` will be about
+            given = each.begin_pass(self.chunk, batch)
+            rows = given if rows is None else rows
+        return rows
 
     def open_pass(self, rows: Rows | None, num_rows: int, device: torch.device) -> Pass:
         """Make a pass over this many rows as routers see them, with room for what is kept."""
@@ -352,10 +338,7 @@ class ModelHooks(ABC):
         return current
 
     def require_each_once(self, current: Pass) -> None:
-        """Raise `ReplayError` naming the first of those expected that did not select exactly once.
-
-        What ran in a compiled graph was counted on the device, which tells late.
-        """
+        """Raise `ReplayError` naming the first that did not select exactly once; of compiled graphs `checks` tells."""
         num = current.num_expected
         outside = current.calls[:num]
         if outside == [1] * num:
@@ -376,17 +359,22 @@ class ModelHooks(ABC):
                 raise _not_once(hook, count)
 
     @contextmanager
+    def routers_running(self, current: Pass) -> Iterator[None]:
+        """Let routers be called one by one, outside of a forward and of sessions, as a pass wants it."""
+        with self.passes.running(current), self._used(*self._on_modules.values()):
+            yield
+
+    @contextmanager
     def recomputing(self, current: Pass, ran: Sequence[SelectionHook]) -> Iterator[None]:
         """Let a part of a pass run again while the context is open, and in it the routers that ran there at first."""
-        with self.passes.running(current, is_recompute=True), self.hooked(ran):
+        with self.passes.running(current, is_recompute=True), self._used(*map(self._on_modules.__getitem__, ran)):
             yield
 
     def run_selecting(self, hook: SelectionHook, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a router, or another module that selects, which is called now, as the pass under way wants it.
 
-        Raises:
-            ReplayError: when it runs in another thread's pass, or outside of any, or before one that ran behind it when
-                the model was attached, or in a checkpoint that cannot be bound.
+        Raises `ReplayError` when it runs in another thread's pass, or outside of any, or before one that ran behind it
+        when the model was attached, or in a checkpoint that cannot be bound.
         """
         now = hook.now
         if torch.compiler.is_compiling():  # a graph is traced in the thread that runs it, and calls no host

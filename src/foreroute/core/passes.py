@@ -121,14 +121,15 @@ class Pass:
         ids = [None] * num_layers if self.rows is None else self.rows.ids_LRK.unbind()
         parts: list[Any] = []
         for layer, ((path, top_k), calls_1) in enumerate(zip(self._routers, self.calls_L.split(1), strict=False)):
-            picks: list[Any] = []
+            picks: list[Any] = []  # where to keep native ones, those of the forward, and those to force
             for of_layers in (into, before, ids):
-                ids_RK = of_layers[layer]
-                picks.append(ids_RK if ids_RK is None or top_k == nothing[0].shape[-1] else ids_RK[:, :top_k])
+                part = of_layers[layer]
+                picks.append(part if part is None or top_k == nothing[0].shape[-1] else part[:, :top_k])
             kept = None
             if scores is not None:
                 kept = Scores(scores.picked[layer][:, :top_k], scores.next[layer], scores.by_probability[layer])
-            parts.append(LayerPass(path, layer, is_recompute, calls_1, self.rows, *picks, kept))
+            into_RK, before_RK, ids_RK = picks
+            parts.append(LayerPass(path, layer, is_recompute, calls_1, self.rows, into_RK, before_RK, ids_RK, kept))
         self._parts[is_recompute] = [*parts, *map(itemgetter(is_recompute), self.others)]
         return self._parts[is_recompute]
 
@@ -182,19 +183,11 @@ class ThreadGuard:
 
 
 class PassStack:
-    """The passes of one model that are under way: the last to begin decides. False when there is none.
+    """The passes of one model that are under way: the last to begin decides. False when there is none."""
 
-    Args:
-        hooks: whose `now` is their part of the pass that decides, or None.
-
-    Attributes:
-        current: the pass that decides; None outside of any.
-        is_recompute: whether a part of it is run again.
-    """
-
-    def __init__(self, hooks: Sequence[Any]) -> None:
-        self.current: Any = None
-        self.is_recompute = False
+    def __init__(self, hooks: Sequence[Any]) -> None:  # whose `now` is their part of the pass that decides
+        self.current: Any = None  # the pass that decides
+        self.is_recompute = False  # whether a part of it is run again
         self.guard = ThreadGuard("is in the middle of a forward or a recomputation of it")
         self._hooks = hooks
 
@@ -203,11 +196,7 @@ class PassStack:
 
     @contextmanager
     def running(self, current: Pass, *, is_recompute: bool = False) -> Iterator[None]:
-        """Let this pass decide while the context is open.
-
-        Raises:
-            ReplayError: while another thread is in the middle of a pass.
-        """
+        """Let this pass decide while the context is open. Raises `ReplayError` if another thread is inside of one."""
         # a graph is traced in the thread that runs it, and holds no locks
         with nullcontext() if torch.compiler.is_compiling() else self.guard.held("runs a model"):
             before = self.current, self.is_recompute
@@ -252,37 +241,17 @@ class Interceptor:
         """Take what a pass kept, in which every router selected once; None of a chunk without routers."""
 
 
-class Replaying(Interceptor):
-    """A session that forces routes."""
-
-    options = RecordOptions(routes=True)
-
-    def __init__(self) -> None:
-        self.num_forwards = 0
-
-    def end_pass(self, chunk: int, args: Any, current: Pass | None) -> None:
-        self.num_forwards += 1
-
-    def require_replayed(self) -> None:
-        """Raise `ReplayError` if no forward ran."""
-        if not self.num_forwards:
-            raise ReplayError("nothing was replayed: no forward of the attached model ran in the replay() session")
-
-
 class ReplayCounts(Interceptor):
     """Counts what passes replayed, on the device: nothing here waits.
 
-    Rows that were replayed count, padding left out; a cell is a row in one layer.
-
-    Attributes:
-        layers: by chunk, int64 [L, 3]: cells, those that other experts computed than the replayed ones, and those where
-            the router would have picked others.
+    Rows that were replayed count, padding left out; a cell is a row in one layer. It differs where other experts
+    computed it than the replayed ones, and natively where the router would have picked others.
     """
 
     NAMES = ("rows", "differing_rows", "cells", "differing_cells", "native_differing_cells")
 
     def __init__(self) -> None:
-        self.layers: dict[int, Tensor] = {}
+        self.layers: dict[int, Tensor] = {}  # by chunk, int64 [L, 3]: cells, differing, natively differing
         self._rows_2: Tensor | None = None
 
     @property

@@ -50,11 +50,8 @@ def bind(current: object, ran: Iterable[Any], reopen: Reopen, *, until: CodeType
     """Have every checkpoint around the caller run its function again inside of `reopen(current, ran)`.
 
     Called as often as something runs in the checkpoint, by any number of owners; `reopen` distinguishes them.
-    Checkpoints around the caller whose code is `until` are left alone.
-
-    Raises:
-        ReplayError: for a checkpoint around two passes of one owner, or one that keeps its function elsewhere than
-            torch's.
+    Checkpoints around the caller whose code is `until` are left alone. Raises `ReplayError` for a checkpoint around two
+    passes of one owner, or one that keeps its function elsewhere than torch's.
     """
     for holder, name in _checkpoints_around(sys._getframe(1), until):
         _bind_one(holder, name, current, ran, reopen)
@@ -151,9 +148,7 @@ def _saving_now() -> Any:
 def prove() -> None:
     """Try both kinds of checkpoint, alone and in one another, and a selective one, once.
 
-    Raises:
-        ReplayError: when this release of torch keeps the functions of its checkpoints elsewhere, or numbers operators
-            in another way.
+    Raises `ReplayError` when this release of torch keeps their functions elsewhere, or numbers operators otherwise.
     """
     kinds = (True, False)
     alone, nested, is_unnumbered = [], [], False

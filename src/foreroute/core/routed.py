@@ -23,7 +23,7 @@ from .caches import NO_CACHE
 from .deferred_checks import DeferredChecks
 from .errors import ReplayError
 from .hooks import ModelHooks
-from .passes import Interceptor, Pass, RecordOptions, ReplayCounts, Replaying, Rows
+from .passes import Interceptor, Pass, RecordOptions, ReplayCounts, Rows
 from .tensor_rows import Missing, TensorRows
 from .trunk import TrunkArgs, TrunkHooks
 
@@ -38,6 +38,21 @@ class LayerReport(NamedTuple):
     path: str
     replayed: int
     differing: int
+
+
+class Replaying(Interceptor):
+    """A session that forces routes."""
+
+    options = RecordOptions(routes=True)
+    num_forwards = 0
+
+    def end_pass(self, chunk: int, args: Any, current: Pass | None) -> None:
+        self.num_forwards += 1
+
+    def require_replayed(self) -> None:
+        """Raise `ReplayError` if no forward ran."""
+        if not self.num_forwards:
+            raise ReplayError("nothing was replayed: no forward of the attached model ran in the replay() session")
 
 
 class HookedModel:
@@ -59,7 +74,7 @@ class HookedModel:
             yield
 
     @contextmanager
-    def open_replay(self, session: Replaying, *beside: Interceptor) -> Iterator[None]:
+    def _open_replay(self, session: Replaying, *beside: Interceptor) -> Iterator[None]:
         """Let a session force routes in every pass. Raises `ReplayError` at the end, when no forward ran."""
         with self.listening(session, *beside), self.replaying_now(lambda: session):
             yield
@@ -121,7 +136,7 @@ class Routed(HookedModel):
         rows = ids_BTLK
         if not isinstance(rows, TensorRows):
             rows = self.rows(rows, attention_mask, missing=missing)
-        with self.open_replay(_TensorReplay(rows), self._counts):
+        with self._open_replay(_TensorReplay(rows), self._counts):
             yield
         self.checks.add(rows.faults.any(), rows.raise_faults)
 
@@ -136,9 +151,9 @@ class Routed(HookedModel):
         recording = TensorRecording()
         with self.listening(recording):
             yield recording
-        if not recording.passes:
+        if not recording._passes:
             raise ReplayError(NOTHING_RECORDED)
-        recording.add_checks(self.checks.add)
+        recording._add_checks(self.checks.add)
 
     def report(self) -> list[LayerReport]:
         """What was replayed by each router over all sessions so far. Waits for the device.
@@ -159,7 +174,6 @@ class _TensorReplay(Replaying):
     """One open `Routed.replay`."""
 
     def __init__(self, rows: TensorRows) -> None:
-        super().__init__()
         self._rows = rows
 
     def begin_pass(self, chunk: int, args: Any) -> Rows:
@@ -180,15 +194,15 @@ class TensorRecording(Interceptor):
     options = RecordOptions(caches=True)
 
     def __init__(self) -> None:
-        self.passes: list[tuple[Any, Tensor]] = []  # arguments, and the experts that ran [L, R, K]
+        self._passes: list[tuple[Any, Tensor]] = []  # arguments, and the experts that ran [L, R, K]
 
     def end_pass(self, chunk: int, args: Any, current: Pass | None) -> None:
         if current is not None:
-            self.passes.append((args, current.executed_LRK))
+            self._passes.append((args, current.executed_LRK))
 
-    def add_checks(self, add: Callable[[Tensor, Callable[[], None]], None]) -> None:
+    def _add_checks(self, add: Callable[[Tensor, Callable[[], None]], None]) -> None:
         """Ask of each forward with positions whether it continued what no cache holds. `add` as of `DeferredChecks`."""
-        for args, _ in self.passes:
+        for args, _ in self._passes:
             if isinstance(args, TrunkArgs) and args.continues is not None:
                 add(args.continues, partial(_raise_continued, args.continues))
 
@@ -200,7 +214,7 @@ class TensorRecording(Interceptor):
         """
         parts: list[list[Tensor]] = []
         begun = reached = 0  # positions, of the first forward of a batch and of the last
-        for args, of_rows in self.passes:
+        for args, of_rows in self._passes:
             rows = of_rows.unflatten(1, args.shape).permute(1, 2, 0, 3)
             if not args.past or not parts:
                 begun = args.past or 0

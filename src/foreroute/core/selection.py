@@ -58,12 +58,8 @@ class LayerPass:
     def choose(self, native_RK: Tensor | None) -> tuple[Tensor, Tensor]:
         """Give the experts to run, and those that the router picks natively, int64 [R, K].
 
-        Args:
-            native_RK: integers, its native picks; None in a recomputation, which runs what was kept. In a graph, which
-                is one for both, the router is always asked.
-
-        Raises:
-            ReplayError: when the router selects for other rows than the batch has.
+        `native_RK` are integers; None in a recomputation, which runs what was kept. In a graph, which is one for both,
+        the router is always asked. Raises `ReplayError` when it selects for other rows than the batch has.
         """
         native = self.before_RK if native_RK is None else native_RK
         if torch.compiler.is_compiling():

@@ -107,7 +107,7 @@ class TrunkHooks(ModelHooks):
         self._cache, self.awaits_backward = None, False
         self.left_behind.clear()
         contexts: list[AbstractContextManager[Any]] = [
-            parameters_kept(self.model, lambda: self.awaits_backward, self.left_behind.append),
+            parameters_kept(self.model, partial(getattr, self, "awaits_backward"), self.left_behind.append),
             *super().session_contexts(),
         ]
         # Dynamo refuses by default to trace a checkpointed region with a function mode in it, because a recomputation

@@ -21,7 +21,7 @@ from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogi
 
 from foreroute.adapters.checkpoint import Weights, quiet_transformers, whole_weights
 from foreroute.adapters.hf import attach
-from foreroute.adapters.hf.model import saved_tensors
+from foreroute.adapters.hf.routed_transformer import saved_tensors
 from foreroute.capture import Generation, Sampling
 from foreroute.capture.sampling_masks import masks_of_steps
 from foreroute.core.caches import named_cache

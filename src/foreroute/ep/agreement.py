@@ -75,13 +75,6 @@ class RankConsensus:
         texts = (f"{name}: {text}" for name, (refused, text) in zip(self._names, said, strict=True) if refused)
         raise first(f"{what}: " + "; ".join(texts)) from mine
 
-    def objections(self, mine: str | None, what: str) -> list[str]:
-        """Return what is wrong on any rank, the same list on all of them, empty when all is well."""
-        if not self.most(torch.tensor([mine is not None], dtype=torch.int32), what).item():
-            return []
-        texts = self.texts(mine or "", what)
-        return [f"{name}: {text}" for name, text in zip(self._names, texts, strict=True) if text]
-
     def most(self, mine: Tensor, what: str) -> Tensor:
         """Return the elementwise largest of a tensor of integers that every rank has."""
         largest = mine.clone()

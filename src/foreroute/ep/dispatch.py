@@ -142,7 +142,7 @@ class CellRows(NamedTuple):
 
 def upload_rows(device: torch.device, schedules: Sequence[CellSchedule]) -> list[CellRows]:
     """Bring the rows of several cells to the device, in one copy of each kind. The host does not wait for it."""
-    segments = [runs for cell in schedules for runs in (cell.taken, cell.grouped, cell.returned)]
+    segments = [runs for cell in schedules for runs in (cell.send_segments, cell.expert_segments, cell.return_segments)]
     sizes = [int(runs[:, 1].sum()) for runs in segments]
     indices = iter(expand_segments(segments, sizes, device))
     groups_of_cells = [np.stack([np.arange(len(cell.group_rows_S)), cell.group_rows_S], axis=1) for cell in schedules]
@@ -199,7 +199,7 @@ class ExchangeRows(torch.autograd.Function):
 def _all_to_all(
     rows: Tensor, send_G: list[int], receive_G: list[int], group: dist.ProcessGroup, what: str, num_zeros: int = 0
 ) -> Tensor:
-    """Exchange rows with all ranks; so many rows of zeros lie behind what arrives."""
+    """Exchange rows with all ranks; `num_zeros` rows of zeros lie behind what arrives."""
     whole = rows.new_empty(sum(receive_G) + num_zeros, rows.shape[1])
     arrived, zeros = whole.split([len(whole) - num_zeros, num_zeros])
     zeros.zero_()

@@ -74,8 +74,8 @@ class Replicas(ABC):
         output = torch.cat([home_output, *computed]) if computed else home_output
         # from here on, the slots may serve other cells
         self.weights = {}
-        fetched_again: Tensor = FetchWeights.apply(self, token, output)
-        return fetched_again
+        fetched: Tensor = FetchWeights.apply(self, token, output)
+        return fetched
 
     def wait(self) -> None:
         """Wait for the weights; on a GPU, the stream does."""

@@ -55,10 +55,10 @@ class CellSchedule:
     Attributes:
         send_G: int64 [G], rows to each rank.
         receive_G: int64 [G], rows from each rank.
-        taken: segments of this rank's assignments sorted by expert: those that are sent, in the order of sending.
-        grouped: segments of the received rows: those that are computed, in that order. A segment that starts at the
+        send_segments: of this rank's assignments sorted by expert: those that are sent, in the order of sending.
+        expert_segments: of the received rows: those that are computed, in that order. A segment that starts at the
             number of received rows is padding.
-        returned: segments of the computed rows: those that are sent back, in order of arrival.
+        return_segments: of the computed rows: those that are sent back, in order of arrival.
         group_rows_S: int64 [S], rows of every group. Where home experts, or replicas, get none at all, the first has
             one of padding: a grouped GEMM is never given an empty input.
         num_home: how many groups are home experts; the others are replicas.
@@ -68,9 +68,9 @@ class CellSchedule:
 
     send_G: NDArray[np.int64]
     receive_G: NDArray[np.int64]
-    taken: NDArray[np.int64]
-    grouped: NDArray[np.int64]
-    returned: NDArray[np.int64]
+    send_segments: NDArray[np.int64]
+    expert_segments: NDArray[np.int64]
+    return_segments: NDArray[np.int64]
     group_rows_S: NDArray[np.int64]
     num_home: int
     sends: NDArray[np.void]
@@ -191,10 +191,10 @@ def _compile(
 def _cut(out: Any, c: int) -> CellSchedule:
     """One cell of `Columns`, as views."""
     begins = out.ends_CX[c - 1] if c else np.zeros(5, np.int64)
-    taken, grouped, returned, sends, hosted = (
+    send_segments, expert_segments, return_segments, sends, hosted = (
         array[begin:end]
         for array, begin, end in zip(
-            (out.taken, out.grouped, out.returned, out.sends, out.hosted),
+            (out.send_segments, out.expert_segments, out.return_segments, out.sends, out.hosted),
             begins.tolist(),
             out.ends_CX[c].tolist(),
             strict=True,
@@ -203,9 +203,9 @@ def _cut(out: Any, c: int) -> CellSchedule:
     return CellSchedule(
         out.send_CG[c],
         out.receive_CG[c],
-        taken,
-        grouped,
-        returned,
+        send_segments,
+        expert_segments,
+        return_segments,
         out.group_rows_CS[c, : out.num_groups_C[c]],
         out.num_home,
         sends,

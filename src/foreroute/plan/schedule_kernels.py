@@ -24,9 +24,9 @@ class Columns(NamedTuple):
     receive_CG: NDArray[np.int64]
     group_rows_CS: NDArray[np.int64]
     num_groups_C: NDArray[np.int64]
-    taken: NDArray[np.int64]
-    grouped: NDArray[np.int64]
-    returned: NDArray[np.int64]
+    send_segments: NDArray[np.int64]
+    expert_segments: NDArray[np.int64]
+    return_segments: NDArray[np.int64]
     sends: NDArray[np.void]
     hosted: NDArray[np.void]
     ends_CX: NDArray[np.int64]
@@ -104,11 +104,11 @@ def schedule_cells(rank: int, hosts: Any, counts_CGE: Any, host_ranks: int, out:
         for g in range(num_ranks):
             for s in range(num_home):
                 e = member_GS[g, s]
-                at[0] = _append(out.taken, at[0], start_E[e], mine_E[e])
+                at[0] = _append(out.send_segments, at[0], start_E[e], mine_E[e])
                 out.send_CG[c, g] += mine_E[e]
             for i in range(first_G[g], first_G[g + 1]):
                 r = order_R[i]
-                at[0] = _append(out.taken, at[0], start_R[r], tokens_RG[begin + r, rank])
+                at[0] = _append(out.send_segments, at[0], start_R[r], tokens_RG[begin + r, rank])
                 out.send_CG[c, g] += tokens_RG[begin + r, rank]
 
         # groups of this rank
@@ -266,13 +266,13 @@ def _computed(tokens_SG: Any, num_home: int, c: int, out: Any, at: Any) -> None:
         end = place + rows_S[s]
         for g in range(num_ranks):
             computed_SG[s, g] = place
-            at[1] = _append(out.grouped, at[1], arrived_SG[s, g], tokens_SG[s, g])
+            at[1] = _append(out.expert_segments, at[1], arrived_SG[s, g], tokens_SG[s, g])
             place += tokens_SG[s, g]
-        at[1] = _append(out.grouped, at[1], total, end - place)
+        at[1] = _append(out.expert_segments, at[1], total, end - place)
         place = end
     for g in range(num_ranks):
         for s in range(num_groups):
-            at[2] = _append(out.returned, at[2], computed_SG[s, g], tokens_SG[s, g])
+            at[2] = _append(out.return_segments, at[2], computed_SG[s, g], tokens_SG[s, g])
 
 
 @kernel

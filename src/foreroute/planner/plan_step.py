@@ -144,7 +144,7 @@ def _plan_cells(
     tolerance = float(options.tolerance)  # the search takes seconds to compile, for an integer once more
     planned, telling = 0, threading.Lock()
 
-    def tell(num_cells: int) -> None:
+    def count_planned(num_cells: int) -> None:
         nonlocal planned
         with telling:
             planned += num_cells
@@ -161,9 +161,9 @@ def _plan_cells(
             place = (begin, end, layers.start, layers.stop)
             plan_block(cell, counts, hosts, figures_C2, held_LH, place, tolerance, options.locality)
             if not priced.is_any_on:
-                tell((end - begin) * len(hosts.home_LE))
+                count_planned((end - begin) * len(hosts.home_LE))
         if priced.is_any_on:
-            priced.refine(hosts, figures_ML2[..., 0], layers.start, tell)
+            priced.refine(hosts, figures_ML2[..., 0], layers.start, count_planned)
         return hosts.part(0, num_micro_steps), figures_ML2
 
     bounds = [num_layers * i // options.threads for i in range(options.threads + 1)]

@@ -47,11 +47,11 @@ class PricedOptions:
             self._attention_ML2 = slowest_attention(counts_MLGE, costs)
 
     def refine(
-        self, hosts: Hosts, max_load_ML: NDArray[np.int64], first_layer: int, tell: Callable[[int], None]
+        self, hosts: Hosts, max_load_ML: NDArray[np.int64], first_layer: int, count_planned: Callable[[int], None]
     ) -> None:
         """Give cells of all micro-steps of some layers, from the first one on, other replicas where that is faster.
 
-        `hosts` and `max_load_ML` are brought up to date. `tell` is called with the number of cells of each layer.
+        `hosts` and `max_load_ML` are brought up to date. `count_planned` is given the number of cells of each layer.
         """
         refined = []
         for place in range(len(hosts.home_LE)):
@@ -63,7 +63,7 @@ class PricedOptions:
             for m, cell in enumerate(cells):
                 max_load_ML[m, place] = pairs_between(cell, self._counts_MLGE[m, layer]).sum(axis=0).max()
             refined.append(Hosts.of_cells(hosts.home_LE[place : place + 1], cells))
-            tell(len(cells))
+            count_planned(len(cells))
         hosts.write(0, Hosts.side_by_side(refined))
 
     def why(self) -> dict[str, str]:

@@ -66,18 +66,10 @@ def find_positions(
     past: int = 0,
     padding_B: NDArray[np.int64] | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Find where the rows of a batch [B, T] are in their sequences.
+    """Find where the rows of a batch [B, T = `width`] are in sequences of these offsets, int64 [S + 1].
 
-    Args:
-        offsets: int64 [S + 1], of the sequences, whose rows are packed.
-        row_R: int64 [R], packed row of each; -1 for padding.
-        width: T.
-        past: columns in a key-value cache.
-        padding_B: int64 [B], those of them that are padding; none by default.
-
-    Returns:
-        int64 [R] each: the position of a row in its sequence, -1 for padding; and the column of the batch, cached ones
-        counted, in which its sequence begins, 0 for padding.
+    `padding_B`, int64 [B], counts the padding among `past` columns of a key-value cache. Returned are int64 [R] twice:
+    the position of a row in its sequence, -1 for padding; and the column, cached ones counted, where that begins, or 0.
 
     Raises:
         BatchMismatchError: when padding lies inside a sequence.
@@ -110,10 +102,10 @@ class IndexerPass:
 
 
 def require_choices(trace: RoutingTrace, spec: IndexerSpec | None) -> None:
-    """Raise unless the indexers of this model, if any, can choose what the trace says, if it says anything.
+    """Raise unless the indexers of a model, if any, can choose what the trace says, if it says anything.
 
     Raises:
-        SpecMismatchError: when this model has no indexers, or in other layers.
+        SpecMismatchError: when the model has no indexers, or in other layers.
         TraceContentError: when the choices cannot be those of its indexers.
     """
     stream = trace.streams.get(INDEXER)

@@ -36,11 +36,8 @@ Counts = Literal["native", "replayed"]
 """Whose selection counts: the router's own one, or the executed one (replayed, and its own where no route is)."""
 
 MissingRows = Literal["error", "native", "drop"]
-"""What to do when a row other than the last of its sequence has no route.
-
-"error" refuses the batch. "native" lets the model route the row itself and uses every token. "drop" does the
-same and takes every later token of the sequence out of the loss.
-"""
+"""What to do when a row other than the last of its sequence has no route: refuse the batch ("error"), let the model
+route it and use every token ("native"), or that and take later tokens of the sequence out of the loss ("drop")."""
 
 PaddingRows = Literal["spread", "native"]
 """Who picks for padding: replay, evenly over expert-parallel ranks and experts ("spread"), or the model ("native")."""
@@ -66,23 +63,14 @@ class Policy:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayRows(Rows):
-    """Routes for every row of a flattened batch, and what a session knows of it.
+    """Routes for every row of a flattened batch, and what a session knows of it."""
 
-    Attributes:
-        real_R: bool [R], False for padding.
-        counted_R: bool [R], tokens that belong in the loss under the policy for missing rows; False for padding.
-        padding_R: bool [R], padding that statistics of the routers leave out; None where that is the framework's work.
-        counts: which selection auxiliary losses and expert-bias counters count.
-        cells: of the plan that is executed on them, as its execution keeps them; None where none is.
-        indexers: the choices to force on indexers; None leaves them alone.
-    """
-
-    real_R: Tensor
-    counted_R: Tensor
-    padding_R: Tensor | None = None
-    counts: Counts = "native"
-    cells: Any = None
-    indexers: IndexerRows | None = None
+    real_R: Tensor  # bool [R], False for padding
+    counted_R: Tensor  # bool [R], tokens that belong in the loss under the policy for missing rows; no padding
+    padding_R: Tensor | None = None  # bool [R], what statistics leave out; None where that is the framework's work
+    counts: Counts = "native"  # which selection auxiliary losses and expert-bias counters count
+    cells: Any = None  # of the plan that is executed on them, as its execution keeps them
+    indexers: IndexerRows | None = None  # the choices to force; None leaves indexers alone
 
     @property
     def routed_R(self) -> Tensor:
@@ -91,13 +79,10 @@ class ReplayRows(Rows):
 
 
 class TraceOnDevice:
-    """A trace on the device that its batches are on: moved there once, for as many of them as there are.
+    """A trace on the device of its batches, moved there once for all of them. Nobody may write to it from now on.
 
-    Args:
-        trace: whose arrays nobody may write to from now on.
-        device: of the batches.
-        picks_PLK: ids that are repeated over padding that is spread; by default evenly over the experts of each layer.
-        faithful_N: bool [N], as `faithful_rows`, of a trace that was cut inside of its sequences.
+    `picks_PLK` are repeated over padding that is spread, by default evenly over the experts of each layer. A trace that
+    was cut inside of its sequences says which rows are faithful, as `faithful_rows`.
     """
 
     def __init__(
@@ -136,13 +121,11 @@ class TraceOnDevice:
     ) -> ReplayRows:
         """Gather the routes of each row of a batch, once for all layers. The host waits for nothing.
 
-        The last token of a sequence, which no router saw in the rollout, stays unrouted: the model routes it itself,
-        and padding too unless that is to be spread. Other rows without a route follow the policy, but nobody is told
-        of them under "error": see `refuse_missing`.
+        The model routes rows without a route itself, under "error" too: who refuses them calls `refuse_missing`.
 
         Args:
-            row_R: integers [R], packed row of each; for padding `NATIVE`, or `SPREAD - p` for row p of the spread
-                picks. On the device.
+            row_R: integers [R] on the device, the packed row of each; for padding `NATIVE`, which the policy may have
+                spread, or `SPREAD - p` for row p of the spread picks.
             policy: whose policies for missing rows and padding hold.
             indexers: the choices to force on indexers, of the same rows. A row that has none is missing too.
             layers: of the trace.
@@ -201,13 +184,7 @@ def joined_to_device(parts: Sequence[NDArray[Any]], device: torch.device) -> Ten
 
 
 def spread_picks(spec: RoutingSpec, home_LE: NDArray[np.integer] | None = None, start: int = 0) -> NDArray[Any]:
-    """Make the picks [P, L, K] that are repeated over padding, evenly over the experts, and over the ranks of homes.
-
-    Args:
-        spec: of the layers.
-        home_LE: as in `fill_padding`; by default all experts live on one rank.
-        start: as there.
-    """
+    """Make the picks [P, L, K] that are repeated over padding. Homes and start are those of `fill_padding`."""
     # after so many rows the cycle of experts begins anew
     repeats_after = [num_experts // math.gcd(num_experts, top_k) for num_experts, top_k, _ in spec.groups]
     num_rows = min(math.lcm(*repeats_after), MOST_SPREAD_ROWS)
@@ -220,21 +197,14 @@ def spread_picks(spec: RoutingSpec, home_LE: NDArray[np.integer] | None = None, 
 
 
 def faithful_rows(trace: RoutingTrace) -> NDArray[np.bool_]:
-    """Find the tokens before which every row of their sequence has a route, bool [N].
-
-    The first token of a sequence has no row before it. It is nowhere predicted, so that it may count as either.
-    """
+    """Find the tokens before which every row of their sequence has a route, bool [N]; the first of each is one."""
     missing_before_N1 = np.concatenate([np.zeros(1, np.int64), np.cumsum(~trace.valid_N)])
     first_N = np.repeat(trace.offsets[:-1], np.diff(trace.offsets))
     return np.asarray(missing_before_N1[:-1] == missing_before_N1[first_N])
 
 
 def refuse_missing(trace: RoutingTrace, row_R: NDArray[np.int64], what: str = "route") -> None:
-    """Raise unless every token of the batch is faithful. `what` is missing otherwise.
-
-    Raises:
-        BatchMismatchError: naming the first row that is missing.
-    """
+    """Raise `BatchMismatchError`, naming the first row where `what` is missing, unless all tokens are faithful."""
     tainted_R = (row_R >= 0) & ~faithful_rows(trace)[row_R] if trace.num_rows else np.zeros(1, np.bool_)
     if not tainted_R.any():
         return

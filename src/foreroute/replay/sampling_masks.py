@@ -18,6 +18,7 @@ Letters: R rows, V rows of the head, H hidden size, M ids of all sets one after 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +38,7 @@ from foreroute.trace.checks import join_ranges
 
 BLOCK_NUMBERS = {"cpu": 1 << 24, "cuda": 1 << 27}
 """Numbers of a gathered block, or of a part of the head or its logits: 64 MiB in float32 on a CPU core, which takes as
-long with a quarter or four times as much; on a GPU so many that launches do not count."""
+long with a quarter or four times as much; more on a GPU, where each block costs launches."""
 GATHERED_SHARE = 64
 """A row gathers the head for sets of up to so small a part of all choices; larger ones are cheaper as a tile. Chosen by
 hand: at H = 512, a CPU core took as long for one gathered logit as for about 90 of a matrix product."""
@@ -90,17 +91,8 @@ def masked_logprobs_of_logits(
 
     Rows whose sets left nothing out are copied.
 
-    Args:
-        logits_RV: floats [R, V], as the model returns them.
-        targets_R: as in `masked_logprobs`.
-        masks: see there.
-        temperature: see there.
-
-    Returns:
-        float32 [R], float64 where the logits are.
-
-    Raises:
-        BatchMismatchError, TraceContentError, ConfigError: as `masked_logprobs`.
+    `logits_RV` are floats [R, V], as the model returns them; the other arguments, and errors, are those of
+    `masked_logprobs`. Returns float32 [R], float64 where the logits are.
     """
     sets = _sets_of_logits(logits_RV, targets_R, masks, temperature)
     # a token that the head does not have is told by the check of its set
@@ -112,10 +104,7 @@ def masked_logprobs_of_logits(
 def masked_entropy_of_logits(
     logits_RV: Tensor, targets_R: Tensor, masks: DecisionStream, *, temperature: float = 1.0
 ) -> Tensor:
-    """Compute the entropy of the distributions on recorded sets that tokens were drawn from, in nats.
-
-    Arguments, dtype of the result [R] and errors are those of `masked_logprobs_of_logits`.
-    """
+    """Compute the entropy [R] of the sets' distributions, in nats; the rest is as in `masked_logprobs_of_logits`."""
     sets = _sets_of_logits(logits_RV, targets_R, masks, temperature)
     kept = _SetLogits.of(logits_RV, sets, temperature)
     # -sum p log p = log Z - sum p l
@@ -227,7 +216,7 @@ class _OnSets(torch.autograd.Function):
             to_hidden[block.rows] = _product(slopes[:, None], work.heads_of(block, head_VH), wide)[:, 0]
             slope_M.scatter_(0, block.at.where(block.is_kept, len(sets.ids_M)).flatten(), slopes.flatten())
         to_head = torch.zeros_like(head_VH) if ctx.needs_input_grad[1] else None
-        by_id = None if to_head is None else work.sorted_by_id(work.is_small)
+        by_id: Sequence[Tensor] = () if to_head is None else work.sorted_by_id(work.is_small)
         large_hidden, scale = hidden_RH.index_select(0, work.large), scale_R[work.large, None]
         to_large = torch.zeros(large_hidden.shape, dtype=wide, device=hidden_RH.device)
         for number, part in enumerate(work.parts if len(work.large) or to_head is not None else ()):
@@ -241,8 +230,8 @@ class _OnSets(torch.autograd.Function):
                 to_large += _product(slopes, head_VH[part], wide)
                 if to_head is not None:
                     to_part += _product(slopes.T, large_hidden, wide)
-            if to_head is not None and by_id is not None:
-                for at in by_id.of_part(number).split(work.rows_at_once):
+            if to_head is not None:
+                for at in by_id[number].split(work.rows_at_once):
                     rows = hidden_RH.index_select(0, sets.row_M[at]).to(wide).mul_(slope_M[at, None])
                     to_part.index_add_(0, sets.ids_M[at] - part.start, rows)
                 if not in_place:
@@ -258,16 +247,6 @@ class _Block(NamedTuple):
     at: Tensor  # int64 [rows, ids], where their ids are among those of all sets
     is_kept: Tensor  # bool, False for what fills up a row
     is_target: Tensor  # bool, the token that was sampled
-
-
-class _ById(NamedTuple):
-    """Ids of some sets in ascending order, of which each part of the head has one piece."""
-
-    at: Tensor  # int64, where they are among those of all sets
-    bounds: list[int]
-
-    def of_part(self, number: int) -> Tensor:
-        return self.at[self.bounds[number] : self.bounds[number + 1]]
 
 
 class _Work:
@@ -299,17 +278,19 @@ class _Work:
         numbers_of_large = torch.arange(len(self.large), device=device)
         self._in_large_R = torch.zeros_like(sets.counts_R).index_copy(0, self.large, numbers_of_large)
 
-    def sorted_by_id(self, is_chosen_R: NDArray[np.bool_]) -> _ById:
-        """Sort the ids of some sets, on the host, which has them: the device is not asked how many a part gets."""
+    def sorted_by_id(self, is_chosen_R: NDArray[np.bool_]) -> Sequence[Tensor]:
+        """Say where, among those of all sets, the ids of some sets are that lie in each part of the head."""
+        # on the host, which has the sets: the device is not asked how many ids a part gets
         masks = self.sets.masks
         at = join_ranges(masks.offsets[:-1][is_chosen_R], masks.counts_ND[is_chosen_R, 0])
         at = at[np.argsort(masks.ids[at], kind="stable")]
-        bounds = np.searchsorted(masks.ids[at], [part.start for part in self.parts]).tolist()
-        return _ById(to_device(at, self.large.device), [*bounds, len(at)])
+        begins = np.searchsorted(masks.ids[at], [part.start for part in self.parts])
+        lengths = np.diff(begins, append=len(at)).tolist()
+        return list(to_device(at, self.large.device).split_with_sizes(lengths))
 
     def heads_of(self, block: _Block, head_VH: Tensor) -> Tensor:
         """Gather the rows of the head for the sets of a block, [rows, ids, H]."""
-        return head_VH.index_select(0, self.sets.ids_M[block.at].flatten()).unflatten(0, block.at.shape)
+        return head_VH.index_select(0, self.sets.ids_M[block.at].flatten()).view(*block.at.shape, head_VH.shape[1])
 
     def logits_of(self, block: _Block, hidden_RH: Tensor, head_VH: Tensor) -> Tensor:
         """Compute logits over the temperature [rows, ids], -inf for what fills up a row."""
@@ -318,11 +299,8 @@ class _Work:
         return logits.masked_fill_(~block.is_kept, -torch.inf)
 
     def tile_of(self, number: int, large_hidden: Tensor, head_VH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute logits over the temperature [large rows, part], -inf outside of the sets.
-
-        With them come the column of each token, int64 [large rows, 1], and whether it is in the part, bool.
-        """
-        sets, part, at = self.sets, self.parts[number], self._large_by_id.of_part(number)
+        """Compute logits [large rows, part] over the temperature, and find the column of each token, if it is here."""
+        sets, part, at = self.sets, self.parts[number], self._large_by_id[number]
         logits = _product(large_hidden, head_VH[part].T, self.wide).div_(self.temperature)
         left_out = (sets.counts_R[self.large] > 0)[:, None].repeat(1, logits.shape[1])
         left_out[self._in_large_R[sets.row_M[at]], sets.ids_M[at] - part.start] = False

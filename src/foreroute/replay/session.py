@@ -32,8 +32,8 @@ from torch import Tensor
 
 from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.core.hooks import ModelHooks
-from foreroute.core.passes import Pass, RecordOptions, Replaying
-from foreroute.core.routed import HookedModel
+from foreroute.core.passes import Interceptor, RecordOptions
+from foreroute.core.routed import HookedModel, Replaying
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.layout import Layout
 from foreroute.replay.arguments import as_version, require_switches, require_version
@@ -198,10 +198,17 @@ class RoutedModel(HookedModel, ABC):
         found = self.routes_of(routes, layout, policy)
         if weight_version is not None:
             require_version(found.versions, weight_version, "what is to be replayed")
-        session = ReplaySession(found, policy, self._chunk_specs, self.checks)
+        session = ReplaySession(found, policy, self.checks, self._telemetry_of(policy))
         counting = self._counting() if counts == "replayed" else nullcontext()
-        with self.open_replay(session), counting:
+        with self._open_replay(session, *session.beside), counting:
             yield session
+
+    def _telemetry_of(self, policy: Policy) -> Telemetry | None:
+        if not policy.telemetry:
+            return None
+        from foreroute.replay.telemetry import Telemetry
+
+        return Telemetry(self._chunk_specs)
 
     def _counting(self) -> AbstractContextManager[None]:
         """What is open beside a session for losses behind the trunk to count what was executed; nothing by default."""
@@ -269,9 +276,8 @@ class ReplaySession(Replaying, WithTelemetry):
     Args:
         routes: to replay.
         policy: how.
-        specs: of each chunk; None of one without routers.
         checks: what devices are asked of its batches.
-        telemetry: where to add up what routers do, if other sessions add there too.
+        telemetry: what adds up what routers do, if anybody wants to know.
 
     Attributes:
         num_forwards: completed so far, those of each chunk counted.
@@ -281,17 +287,11 @@ class ReplaySession(Replaying, WithTelemetry):
         self,
         routes: Routes,
         policy: Policy,
-        specs: list[RoutingSpec | None],
         checks: DeferredChecks,
-        telemetry: Telemetry | None = None,
+        telemetry: Telemetry | None,
     ) -> None:
-        super().__init__()
         self.telemetry = telemetry
-        if policy.telemetry and telemetry is None:
-            from foreroute.replay.telemetry import Telemetry
-
-            self.telemetry = Telemetry(specs)
-        self.options = RecordOptions(routes=True, scores=policy.telemetry)
+        self.beside: tuple[Interceptor, ...] = () if telemetry is None else (telemetry,)  # to be opened with it
         self._routes = routes
         self._policy = policy
         self._checks = checks
@@ -305,12 +305,6 @@ class ReplaySession(Replaying, WithTelemetry):
         self._now, self._mask_BT = self._routes.of_pass(chunk, args, self._policy, self._checks), None
         self._drops = self._drops or self._now.drops
         return self._now.rows
-
-    def end_pass(self, chunk: int, args: Any, current: Pass | None) -> None:
-        """Add up the telemetry, on the device."""
-        super().end_pass(chunk, args, current)
-        if self.telemetry is not None:
-            self.telemetry.end_pass(chunk, args, current)
 
     def require_replayed(self) -> None:
         """Raise `ReplayError` if no forward ran, or if the loss mask of missing="drop" was never read."""

@@ -122,8 +122,8 @@ def transfers_of(
     forth_MLG5 = fetch_MLG5[:, layers]
     back_MLG5 = np.zeros_like(forth_MLG5)
     if served.slots == "shared":
-        refetched = max(len(layers) - costs.prefetch - 1, 0)
-        back_MLG5[:, :refetched] = forth_MLG5[:, :refetched]
+        fetched_back = max(len(layers) - costs.prefetch - 1, 0)
+        back_MLG5[:, :fetched_back] = forth_MLG5[:, :fetched_back]
 
     def moved(fetch_KMLG5: Floats, gradient_MLG4: Floats) -> Transfers:
         return Transfers(fetch_KMLG5[..., links.HOST], fetch_KMLG5[..., : links.HOST], gradient_MLG4)

@@ -41,7 +41,7 @@ from foreroute.trace.checks import (
     recorded_rows,
 )
 from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec, as_layers, whole_number
-from foreroute.trace.streams import SAMPLING, DecisionStream, check_name, joined
+from foreroute.trace.streams import SAMPLING, DecisionStream, check_name, join_streams
 
 NO_VERSION = -1
 """The weight version of a row that was never computed, or whose source did not state one."""
@@ -467,7 +467,7 @@ def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
         provenance=_common_provenance([p.provenance for p in parts]),
         pick_order_kept=parts[0].pick_order_kept,
         streams={
-            name: joined(name, [p.streams.get(name) for p in parts], [p.valid_N for p in parts])
+            name: join_streams(name, [p.streams.get(name) for p in parts], [p.valid_N for p in parts])
             for name in dict.fromkeys(name for p in parts for name in p.streams)
         },
     )
@@ -504,10 +504,10 @@ def _kept_places(attention_mask: ArrayLike, tokens_BT: NDArray[Any]) -> NDArray[
 def _common_provenance(all_facts: list[Mapping[str, str]]) -> dict[str, str]:
     """Return the facts on which the parts agree, and every distinct value of others, `MOST_VALUES` at most."""
     keys = dict.fromkeys(key for facts in all_facts for key in facts)
-    return {key: _joined([facts[key] for facts in all_facts if key in facts]) for key in keys}
+    return {key: _join_facts([facts[key] for facts in all_facts if key in facts]) for key in keys}
 
 
-def _joined(values: list[str]) -> str:
+def _join_facts(values: list[str]) -> str:
     # a part may be a joined trace itself
     distinct = list(dict.fromkeys(value for joined in values for value in joined.split(" | ")))
     kept = [value for value in distinct if value != _MORE][:MOST_VALUES]

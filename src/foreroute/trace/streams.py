@@ -294,7 +294,9 @@ def as_choices(num_choices: int, layers: Iterable[RoutedLayer]) -> tuple[int, tu
     return whole_number(num_choices, name="num_choices", most=MOST_CHOICES), table
 
 
-def joined(name: str, parts: Sequence[DecisionStream | None], routed_N: Sequence[NDArray[np.bool_]]) -> DecisionStream:
+def join_streams(
+    name: str, parts: Sequence[DecisionStream | None], routed_N: Sequence[NDArray[np.bool_]]
+) -> DecisionStream:
     """Join the rows of one stream of several traces.
 
     Args:

@@ -50,7 +50,7 @@ class Ranks(Alone):
             done = work()
         except Exception as raised:
             error = raised
-        objections = self._votes.objections(_words(error), what)
+        objections = self._objections(_words(error), what)
         if not objections:
             return done  # type: ignore[return-value]  # without an error there is one
         # ranks can only survive a divergence together
@@ -72,7 +72,7 @@ class Ranks(Alone):
         names = dict.fromkeys([*sent[0], *facts])
         here = [name for name in names if facts.get(name) != sent[0].get(name)]
         mine = ", ".join(f"{name} is {facts.get(name)!r}, {sent[0].get(name)!r} on rank 0" for name in here)
-        if objections := self._votes.objections(mine or None, what):
+        if objections := self._objections(mine or None, what):
             raise ConfigError(f"ranks differ: {'; '.join(objections)}. {advice}")
 
     def max(self, numbers: ArrayLike) -> NDArray[np.int64]:
@@ -89,6 +89,13 @@ class Ranks(Alone):
         with collective_errors("gathering records", self._votes.group):
             dist.gather_object(part, parts, group=self._votes.group, group_dst=0)
         return parts or []
+
+    def _objections(self, mine: str | None, what: str) -> list[str]:
+        """Return what is wrong on any rank, the same list on all of them, empty when all is well."""
+        if not self._votes.most(torch.tensor([mine is not None], dtype=torch.int32), what).item():
+            return []
+        texts = enumerate(self._votes.texts(mine or "", what))
+        return [f"rank {rank}: {text}" for rank, text in texts if text]
 
 
 def _words(error: Exception | None) -> str | None:

@@ -11,7 +11,7 @@ import torch
 
 from foreroute import core
 from foreroute.adapters import hf
-from foreroute.adapters.hf.model import TransformerHooks
+from foreroute.adapters.hf.routed_transformer import TransformerHooks
 from foreroute.core import hooks
 from foreroute.errors import ReplayError
 from foreroute.testing.models import tiny

@@ -193,13 +193,15 @@ def check_checkpoints_do_not_see_replicas():
 
 
 def check_modules_of_replicas_are_kept_from_one_execution_to_the_next():
-    """Transformer Engine's are dear to make; they are made once for each layer and number of replicas."""
+    """Transformer Engine's are dear to make; they are made once for each layer and number, and draw nothing."""
     at = Planned.of(ExecutionCase(Cell(ep=2, layers=2, experts="grouped")))
     made, make = [], GroupedLinear.__init__
 
     def counted(self, *args, **named):
-        made.append(args[0])
+        state = torch.get_rng_state()
         make(self, *args, **named)
+        assert torch.equal(torch.get_rng_state(), state)
+        made.append(args[0])
 
     with mock.patch.object(GroupedLinear, "__init__", counted):
         for _ in range(2):

@@ -137,6 +137,28 @@ def require_asked_once(case):
 
 
 @on_ranks(2)
+def test_the_words_of_hugging_face_do_the_same_here():
+    """A plan of the first rank alone; none, which is static; and a recompute whose replicas the update finds."""
+    at = Planned.of(ExecutionCase(Cell(ep=2, layers=LAYERS)), "momentum")
+    routed, given = at.routed, (at.counts_MLGE, at.shards)
+    assert routed.share_plan(lambda: at.plan).counts_digest == at.plan.counts_digest
+    found = {}
+    for name, plan, number in (("static", None, None), ("recompute", at.plan, 7), ("update", at.plan, 7)):
+        with routed.execute(plan, *given, step=number) as execution:
+            found[name] = at.step(forward_only=name == "recompute")
+        fetches = [record for record in execution.transfers if record.kind == "fetch"]
+        found[f"fetched in {name}"] = sum(record.direct_bytes for record in fetches)
+    routed.close()
+    (expected, gradients), (losses, _), (losses_of_update, planned) = (
+        found[name] for name in ("static", "recompute", "update")
+    )
+    torch.testing.assert_close(torch.tensor([losses, losses_of_update]), torch.tensor([expected] * 2))
+    torch.testing.assert_close(planned, gradients)
+    assert found["fetched in static"] == 0
+    assert found["fetched in recompute"] > 0
+
+
+@on_ranks(2)
 def test_a_router_that_does_not_do_what_was_replayed_ends_all_ranks_when_the_schedule_ends():
     at = Planned.of(ExecutionCase(Cell(ep=2, layers=LAYERS)), "momentum")
     preprocess, rank = PlannedLayer._preprocess, dist.get_rank()

@@ -27,7 +27,9 @@ def one_rank_gives_up(rank):
     if rank == 0:
         time.sleep(LATE_S)
     transfers = [
-        Transfer.post(group, f"transfer {i}", [(other, 0, torch.full((3,), 10.0 * rank + i))], [(other, 0, arrived[i])])
+        Transfer(
+            group, f"transfer {i}", [(other, 0, torch.full((3,), 10.0 * rank + i))], [(other, 0, arrived[i])]
+        ).post()
         for i in range(2)
     ]
     if rank == 0:
@@ -96,7 +98,6 @@ def test_an_error_that_no_lost_rank_has_caused_keeps_its_own_message(workers):
 
 WAITED_S, GROUP_S = 0.5, 3.0
 QUESTIONS = {
-    "objections": lambda consensus: consensus.objections(None, "asking"),
     "most": lambda consensus: consensus.most(torch.zeros(1), "asking"),
     "gather": lambda consensus: consensus.gather(torch.zeros(1), "asking"),
     "from_first": lambda consensus: consensus.from_first(b"", "asking"),
@@ -143,7 +144,7 @@ def ask_in_a_group(rank):
     begun = time.monotonic()
     if rank:
         with pytest.raises(TransferError, match="got no answer from another rank"):
-            consensus.objections(None, "asking")
+            agreeing(consensus)
     waited = time.monotonic() - begun
     dist.barrier()
     return waited, transfers.timeout_s

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from foreroute.adapters.hf.attaching import attach
     from foreroute.adapters.hf.expert_lora import spread_adapters
     from foreroute.adapters.hf.loading import build_model
-    from foreroute.adapters.hf.model import RoutedTransformer
+    from foreroute.adapters.hf.routed_transformer import RoutedTransformer
 
 __all__ = [
     "RoutedTransformer",
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 _FILE_OF = {
-    "RoutedTransformer": "model",
+    "RoutedTransformer": "routed_transformer",
     "attach": "attaching",
     "build_model": "loading",
     "spread_adapters": "expert_lora",

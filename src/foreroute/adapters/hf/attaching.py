@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from foreroute.adapters.hf.model import RoutedTransformer, TransformerHooks
 from foreroute.adapters.hf.packed_routers import about_packed
+from foreroute.adapters.hf.routed_transformer import RoutedTransformer, TransformerHooks
 from foreroute.core.attaching import attach_by
 from foreroute.core.find import ATTENTION, PROBE_TOKENS, hidden
 from foreroute.core.hooks import SelectingRouter

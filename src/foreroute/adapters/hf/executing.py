@@ -24,7 +24,7 @@ from foreroute.trace import RoutingTrace
 
 if TYPE_CHECKING:
     from foreroute.adapters.hf.expert_parallel import ForerouteEP
-    from foreroute.adapters.hf.model import RoutedTransformer
+    from foreroute.adapters.hf.routed_transformer import RoutedTransformer
 
 
 class SpreadExperts(ExpertParallelModel):

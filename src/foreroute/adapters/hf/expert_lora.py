@@ -32,10 +32,7 @@ def spread_adapters(model: nn.Module) -> nn.Module:
     gives factors whole and as PEFT lays them out; loading takes the same.
 
     Args:
-        model: of PEFT, its base loaded with `ep_implementation="foreroute"`.
-
-    Returns:
-        The same model.
+        model: of PEFT, its base loaded with `ep_implementation="foreroute"`; it is returned.
 
     Raises:
         AttachError: when no experts that are spread have adapters, or have others than LoRA of their matrices.

@@ -43,9 +43,7 @@ LAYOUT = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 def find_spread_experts(model: nn.Module, routers: Sequence[str]) -> SpreadExperts | None:
     """Find the experts of a model that was loaded with `ep_implementation="foreroute"`; None where none was.
 
-    Args:
-        model: to look through.
-        routers: the paths of those that are replayed. Experts of others, such as those of images, are left alone.
+    Experts beside other routers than these paths, such as those of images, are left alone.
 
     Raises:
         AttachError: when those of some router were not, or layers have different numbers of experts.

@@ -28,7 +28,7 @@ from foreroute.trace import INDEXER, PIXELS, RoutingTrace
 from foreroute.trace.operations import add_assignments
 
 if TYPE_CHECKING:
-    from foreroute.adapters.hf.model import TransformerHooks
+    from foreroute.adapters.hf.routed_transformer import TransformerHooks
 
 
 class TraceRows:

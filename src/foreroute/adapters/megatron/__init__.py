@@ -12,6 +12,6 @@ from foreroute.adapters.versions import require_peers
 require_peers("torch", "megatron-core")
 
 from foreroute.adapters.megatron.attach import attach
-from foreroute.adapters.megatron.model import RoutedMegatron
+from foreroute.adapters.megatron.routed_megatron import RoutedMegatron
 
 __all__ = ["RoutedMegatron", "attach"]

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from foreroute.adapters.megatron.discover import ChunkRouter, find_sites, find_trunks, require_replayable
 from foreroute.adapters.megatron.hooks import ChunkHooks, TopKRouterHook, require_idle
-from foreroute.adapters.megatron.model import RoutedMegatron
 from foreroute.adapters.megatron.recording import gather_objects
 from foreroute.adapters.megatron.route_shard import Share
+from foreroute.adapters.megatron.routed_megatron import RoutedMegatron
 from foreroute.core import recompute
 from foreroute.core.hooks import is_hooked
 from foreroute.core.passes import Rows
@@ -134,7 +134,7 @@ def _run_in_pass(
 ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
     """Give what routers return in a pass, and what they picked natively [L, R, K]."""
     current = hooks.open_pass(rows, ROWS, given[0].device)
-    with hooks.passes.running(current), hooks.hooked(hooks.routers):
+    with hooks.routers_running(current):
         return [_output_of(*each) for each in zip(hooks.routers, given, strict=True)], current.native_LRK
 
 

@@ -50,13 +50,14 @@ def rows_over_ranks(
     # every stage sends as many layers as the one with most, of which its own come first
     most = max(len(layers) for layers, *_ in stages)
     at = {layer: i * most + j for i, (layers, *_) in enumerate(stages) for j, layer in enumerate(layers)}
-    order = [at[layer] for layer in spec.layers]
+    order_L = torch.tensor([at[layer] for layer in spec.layers])
 
     def collect_rows(of_chunks: list[Tensor | None], nothing: Tensor, layout: Layout) -> NDArray[Any]:
         given = [each for each in of_chunks if each is not None]
         missing = nothing[None].expand(most - sum(map(len, given)), *nothing.shape)
         of_stages = _gather(torch.cat([*given, missing]), groups.pp).flatten(0, 1)
-        of_ranks = _gather(_gather(of_stages[order].transpose(0, 1), share.sp_group), share.cp_group)
+        rows = of_stages.index_select(0, order_L.to(of_stages.device)).transpose(0, 1)
+        of_ranks = _gather(_gather(rows, share.sp_group), share.cp_group)
         return collect(
             (share.of_routers(layout, c, s).rows(), part)
             for c, of_sequence in enumerate(of_ranks.cpu().numpy())

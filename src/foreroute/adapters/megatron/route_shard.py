@@ -158,14 +158,9 @@ class RouteShard:
         counts: Counts = "native",
         cells: Any = None,
     ) -> ReplayRows:
-        """Gather the rows of some of the layers, on the device, which is not waited for.
+        """Gather the rows of layers that follow each other here, on the device, which is not waited for.
 
-        Args:
-            layers: to replay. They must follow each other in the order of `self.layers`.
-            device: where the model is.
-            mask_padding: whether statistics leave padding out even where no rank has any.
-            counts: which selection is to be counted.
-            cells: as `ReplayRows.cells`.
+        With `mask_padding`, statistics leave padding out even where no rank has any.
         """
         there, first = self.on_device(device), self.layers.index(layers[0])
         # padding that is spread says so in `row_R`, and so do rows that are filled
@@ -188,8 +183,7 @@ def shard(
 ) -> RouteShard:
     """Cut a trace to what one rank replays: its layers, of which there may be none, and the rows of its share.
 
-    `layout` is that before ranks share it; `home_LE`, integers [L, E], says on which expert-parallel rank each expert
-    of the layers lives. The rest is as in `RoutedMegatron.shard`, whose errors are raised.
+    The rank of each expert of these layers is `home_LE`, integers [L, E]. The rest is as in `RoutedMegatron.shard`.
     """
     if layout.num_rows != trace.num_rows:
         raise BatchMismatchError(

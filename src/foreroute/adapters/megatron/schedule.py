@@ -17,7 +17,7 @@ from foreroute.replay.session import WithTelemetry
 from foreroute.trace import RoutingTrace
 
 if TYPE_CHECKING:
-    from foreroute.adapters.megatron.model import RoutedMegatron
+    from foreroute.adapters.megatron.routed_megatron import RoutedMegatron
 
 
 def routes_in(batch: Any) -> Any:
@@ -74,7 +74,7 @@ class ReplayingStep(WithTelemetry):
                 "routed.shard(trace, layout), or None to route natively"
             )
         session = self._routed.session_of(routes, self._policy, self.telemetry)
-        stack.enter_context(hooks.listening(session))
+        stack.enter_context(hooks.listening(session, *session.beside))
         return session
 
 

@@ -222,14 +222,14 @@ class TransferEngine:
             assert self._memory is not None, "a schedule of the host path has published its experts"
             for name, source in self._memory.expert(cell.layer, expert).items():
                 copies.append((source, slots.tensors[name][slot]))
-        slots.transfer = Transfer.post(
+        slots.transfer = Transfer(
             self._peers,
             f"fetching the replicas of {cell}",
             row_messages(sends[~sends["by_host"]], "row", self._homes[cell.layer]),
             row_messages(received, "slot", slots.tensors),
             copies,
             self._lane,
-        )
+        ).post()
         slots.enter(plan, fills_mine=len(hosted) > 0)
 
     def _end_transfer(self, slots: SlotSet) -> None:

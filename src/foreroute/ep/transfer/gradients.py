@@ -34,7 +34,9 @@ class GradientReturn:
         rows, self._replicas_of_row = np.unique(moves.sends["row"], return_counts=True)
         self._rows = rows.tolist()
         sends = row_messages(moves.hosted, "position", grads, first)
-        self._transfer = Transfer.post(peers, what, sends, row_messages(moves.sends, "position", self._arrived, first))
+        self._transfer = Transfer(
+            peers, what, sends, row_messages(moves.sends, "position", self._arrived, first)
+        ).post()
         self._record = record
         self._exposed_s = time.monotonic() - begun
 

@@ -253,7 +253,7 @@ class MovingLayer:
                 next(buffers).copy_(leaving)
             else:
                 sends.append((segment.target, number_of[pair], leaving))
-        return Transfer.post(peers, f"moving homes of {self.where}", sends, receives)
+        return Transfer(peers, f"moving homes of {self.where}", sends, receives).post()
 
     def commit(self) -> None:
         """Overwrite what was there, in place: buffers of gradients and optimizers go on with the same memory."""

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -20,9 +20,10 @@ from foreroute.errors import TransferError
 
 
 class Transfer:
-    """What a rank sends, receives and copies from host memory in one go. `post` makes it, a collective call.
+    """What a rank sends, receives and copies from host memory in one go: to be posted, and then to be waited for.
 
-    Sent tensors must not be written to, and received ones not be read, until `wait` returns.
+    Sent tensors must not be written to, and received ones not be read, until `wait` returns. Both ends of a pair of
+    ranks list their messages in the same order.
     """
 
     def __init__(
@@ -31,67 +32,50 @@ class Transfer:
         what: str,
         sends: Sequence[Message],
         receives: Sequence[Message],
-        copies: Sequence[tuple[Tensor, Tensor]],
+        copies: Sequence[tuple[Tensor, Tensor]] = (),  # source in host memory, and target
+        lane: TransferLane | None = None,  # without one it goes in the order of the current stream
     ) -> None:
         self.what = what
         self.host_bytes = sum(target.nbytes for _, target in copies)
         self.direct_bytes = sum(tensor.nbytes for _, _, tensor in receives)
-        self._peers = peers
-        # torch reads and writes their memory until all is over
-        self._tensors = list(sends), list(receives)
-        self._copies = list(copies)
+        self._peers, self._lane = peers, lane
+        # Kept until `wait`: the memory of a copy that is sent must not be reused while the lane's stream reads it.
+        self._sends, self._receives, self._copies = list(sends), list(receives), list(copies)
         self._works: list[dist.Work] = []
-        self._lane: TransferLane | None = None
         self._over = threading.Event()
         self._error: Exception | None = None
         self._arrived: torch.cuda.Event | None = None
 
-    @classmethod
-    def post(
-        cls,
-        peers: PeerGroup,
-        what: str,
-        sends: Sequence[Message],
-        receives: Sequence[Message],
-        copies: Sequence[tuple[Tensor, Tensor]] = (),
-        lane: TransferLane | None = None,
-    ) -> Transfer:
-        """Begin a transfer, and return at once. Both ends of a pair of ranks list their messages in the same order.
-
-        `copies` are (source in host memory, target) pairs. Without a lane it goes in the order of the current stream.
-        """
-        transfer = cls(peers, what, sends, receives, copies)
-        if lane is None:
-            transfer._works = peers.post(sends, receives, what)
-            return transfer
-        transfer._lane = lane
-        with lane.entered():
-            transfer._works = peers.post(sends, receives, what)
-            if lane.stream is not None:
+    def post(self) -> Transfer:
+        """Begin the transfer and return at once. A collective call of the peers."""
+        lane = self._lane
+        with nullcontext() if lane is None else lane.entered():
+            self._works = self._peers.post(self._sends, self._receives, self.what)
+            if lane is not None and lane.stream is not None:
                 # streams alone know when it is over: the stream of the model waits for an event, the host for nothing
-                transfer._complete()
-                transfer._arrived = torch.cuda.Event()
-                transfer._arrived.record()
-                transfer._over.set()
-        if lane.stream is None:
-            lane.submit(transfer._run)
-        return transfer
+                self._complete()
+                self._arrived = torch.cuda.Event()
+                self._arrived.record()
+                self._over.set()
+        if lane is not None and lane.stream is None:
+            lane.submit(self._run)
+        return self
 
     def wait(self) -> None:
         """Wait until all has left and arrived; on a GPU the current stream waits, and the host does not."""
         if self._lane is None:
             self._complete()
-            return
-        if not self._over.wait(self._peers.timeout_s):
+        elif not self._over.wait(self._peers.timeout_s):
             raise TransferError(
                 f"{self.what}: rank {self._peers.rank} had not got them after {self._peers.timeout_s} s. Look for the "
                 "first error in the logs of all ranks, then resume from the last checkpoint"
             )
         if self._error is not None:
             raise self._error
-        if self._arrived is not None:
-            assert self._lane.stream is not None, "events are of streams"
+        if self._lane is not None and self._lane.stream is not None:
+            assert self._arrived is not None, "it is over"
             torch.cuda.current_stream(self._lane.stream.device).wait_event(self._arrived)
+        self._sends, self._receives, self._copies = [], [], []
 
     def _run(self) -> None:
         """Complete the transfer in the thread of the lane."""
@@ -112,7 +96,6 @@ class Transfer:
                 work.wait()
         # the group keeps the works until then
         self._works.clear()
-        self._tensors, self._copies = ([], []), []
 
 
 def row_messages(

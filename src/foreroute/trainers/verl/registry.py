@@ -42,14 +42,14 @@ def refuse_what_engines_pass_over() -> None:
     def new(model_type: str, backend: str, *args: Any, **kwargs: Any) -> Any:
         engine: Any = EngineRegistry.get_engine_cls(model_type, backend)
         for config in (*args, *kwargs.values()):
-            _require_executed(config, engine, model_type, backend)
+            _refuse_ignored_settings(config, engine, model_type, backend)
         return make(model_type, backend, *args, **kwargs)
 
     new.refuses = True  # type: ignore[attr-defined]
     EngineRegistry.new = new
 
 
-def _require_executed(config: Any, engine: Any, model_type: str, backend: str) -> None:
+def _refuse_ignored_settings(config: Any, engine: Any, model_type: str, backend: str) -> None:
     if getattr(config, "asks_for_plans", False) and not getattr(engine, "executes_plans", False):
         raise ConfigError(
             f"PlanningMegatronConfig asks for plans, and {engine.__name__}, which verl takes here, makes none. For a "

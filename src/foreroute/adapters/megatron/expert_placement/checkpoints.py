@@ -101,13 +101,9 @@ class ExpertsCheckpoint:
 
 
 class OptimizerCheckpoint:
-    """Stands, on the instance, in the state dicts of an optimizer from the first move of the experts that it trains.
+    """Stands, on the instance, in the state dicts of an optimizer from the first move of the experts that it trains."""
 
-    Args:
-        part: of torch or of Megatron, and no chain.
-        away_LE: returns int16 [L, E], where experts live; None while all are where Megatron built them.
-    """
-
+    # `part` is of torch or of Megatron, and no chain; `away_LE` gives where experts live, None while they are at home
     def __init__(self, part: Any, away_LE: Callable[[], NDArray[np.int16] | None]) -> None:
         self._away_LE = away_LE
         self._reads_shards = False

@@ -20,14 +20,10 @@ from foreroute.errors import PlacementError
 
 
 class DispatchPermutation:
-    """Stands for `preprocess` of one MoE layer, on the instance, while its experts are not where Megatron puts them.
-
-    Args:
-        site: of the layer.
-        home_E: int16 [E], the expert-parallel rank of every expert; a rank has its own in ascending order.
-    """
+    """Stands for `preprocess` of one MoE layer, on the instance, while its experts are not where Megatron puts them."""
 
     def __init__(self, site: ChunkRouter, home_E: NDArray[np.int16]) -> None:
+        # the expert-parallel rank of every expert; a rank has its own in ascending order
         self.home_E = home_E
         self._site = site
         self._preprocess = site.block.preprocess
@@ -37,11 +33,7 @@ class DispatchPermutation:
         site.block.__dict__["preprocess"] = self
 
     def __call__(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> Any:
-        """Dispatch as `MoELayer.preprocess` does, of `probs` and a bool `routing_map` [N, E] in the order of experts.
-
-        Raises:
-            PlacementError: when a router gives something else.
-        """
+        """Dispatch as `MoELayer.preprocess` does, by `probs` and a bool `routing_map` [N, E] in order of experts."""
         num_experts = len(self._order_E)
         if routing_map.dtype != torch.bool or not probs.shape[-1] == routing_map.shape[-1] == num_experts:
             raise PlacementError(

@@ -32,11 +32,7 @@ MAIN = "main parameter"
 
 
 def local_expert_parameters(site: ChunkRouter) -> list[dict[str, nn.Parameter]]:
-    """Find the parameters of each local expert of a layer, by name.
-
-    Raises:
-        TransferError: when a layer dispatches or keeps its experts in a way that is not known, or they have gradients.
-    """
+    """Find the parameters of each local expert of a layer, by name, or raise `TransferError` if they cannot move."""
     block, experts = site.block, site.block.experts
     _require_known(site, block, experts)
     found: list[dict[str, nn.Parameter]] = [{} for _ in range(block.num_local_experts)]
@@ -79,13 +75,13 @@ def _require_known(site: ChunkRouter, block: Any, experts: Any) -> None:
     config = block.config
     if config.fp8 or getattr(config, "fp4", None):
         raise TransferError(
-            f"the experts of {site.path} run in fp8 or fp4, whose scaling factors belong to slots and would stay "
+            f"the experts of {site.path} run in fp8 or fp4, whose scaling factors belong to parameters and would stay "
             "behind; train in bf16 to move homes"
         )
 
 
 def _has_gradient(parameter: nn.Parameter) -> bool:
-    """Whether there is one other than zeros, which Megatron's buffers hold between two steps."""
+    # Megatron's buffers hold zeros between two steps
     grads: list[Tensor | None] = [parameter.grad, getattr(parameter, "main_grad", None)]
     return any(grad is not None and bool(grad.any()) for grad in grads)
 
@@ -103,11 +99,7 @@ OptimizerState = dict[nn.Parameter, ParameterState]
 
 
 def optimizer_state(optimizer: Any) -> OptimizerState:
-    """Find what an optimizer of torch or of Megatron keeps for each parameter of the model that it trains.
-
-    Raises:
-        TransferError: for other optimizers, and settings under which state is kept elsewhere.
-    """
+    """Find what an optimizer of torch or of Megatron keeps for each parameter of the model that it trains."""
     state: OptimizerState = {}
     for part in chained(optimizer):
         read = READERS.get(type(part))
@@ -118,7 +110,8 @@ def optimizer_state(optimizer: Any) -> OptimizerState:
                 f"it is not known where a {type(part).__name__} keeps its state; homes move with optimizers of torch, "
                 "and with FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer and chains of them"
             )
-        state.update(read(part))
+        # a stub trains nothing on this rank
+        state.update({} if getattr(part, "is_stub_optimizer", False) else read(part))
     return state
 
 
@@ -152,48 +145,31 @@ def _inner(part: Any) -> Any:
 
 
 def _read_plain(optimizer: Any) -> OptimizerState:
-    state = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            tensors, counts = _split_state(optimizer.state.get(parameter, {}))
-            state[parameter] = ParameterState(tensors, counts=counts)
-    return state
-
-
-def _read_float32(optimizer: Any) -> OptimizerState:
-    return {} if optimizer.is_stub_optimizer else _read_plain(optimizer.optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {parameter: _state_of(optimizer.state.get(parameter, {})) for parameter in parameters}
 
 
 def _read_float16(optimizer: Any) -> OptimizerState:
-    if optimizer.is_stub_optimizer:
-        return {}
-    state = {}
+    kept, state = optimizer.optimizer.state, {}
     for parameter, main in _pair_up(optimizer.float16_groups, optimizer.fp32_from_float16_groups):
-        tensors, counts = _split_state(optimizer.optimizer.state.get(main, {}))
-        state[parameter] = ParameterState({MAIN: main.detach().view(-1), **tensors}, counts=counts)
+        state[parameter] = _state_of(kept.get(main, {}), {MAIN: main.detach().view(-1)})
     for parameter in (p for group in optimizer.fp32_from_fp32_groups for p in group):
-        tensors, counts = _split_state(optimizer.optimizer.state.get(parameter, {}))
-        state[parameter] = ParameterState(tensors, counts=counts)
+        state[parameter] = _state_of(kept.get(parameter, {}))
     return state
 
 
 def _read_distributed(optimizer: Any) -> OptimizerState:
-    if optimizer.is_stub_optimizer:
-        return {}
     _require_in_place(optimizer)
     # each rank has a range of each parameter, or nothing of it, which it says too
-    state: OptimizerState = {
-        parameter: ParameterState({}) for buffer in optimizer.buffers for parameter in buffer.params
-    }
+    state = {parameter: ParameterState({}) for buffer in optimizer.buffers for parameter in buffer.params}
     shards = [
         *((*pair, True) for pair in _pair_up(optimizer.model_float16_groups, optimizer.shard_fp32_from_float16_groups)),
         *((*pair, False) for pair in _pair_up(optimizer.model_fp32_groups, optimizer.shard_fp32_groups)),
     ]
     for parameter, shard, is_copy in shards:
-        tensors, counts = _split_state(optimizer.optimizer.state.get(shard, {}))
         main = {MAIN: shard.detach()} if is_copy else {}  # a shard that is no copy lies in the parameter
-        owned = optimizer._get_model_param_range_map(parameter)["param"]
-        state[parameter] = ParameterState({**main, **tensors}, owned.start, parameter.numel(), counts)
+        start = optimizer._get_model_param_range_map(parameter)["param"].start
+        state[parameter] = _state_of(optimizer.optimizer.state.get(shard, {}), main, start, parameter.numel())
     return state
 
 
@@ -213,7 +189,7 @@ def _require_in_place(optimizer: Any) -> None:
 
 
 READERS: dict[type, Callable[[Any], OptimizerState]] = {
-    FP32Optimizer: _read_float32,
+    FP32Optimizer: lambda optimizer: _read_plain(optimizer.optimizer),
     Float16OptimizerWithFloat16Params: _read_float16,
     DistributedOptimizer: _read_distributed,
 }
@@ -225,9 +201,11 @@ def _pair_up(groups: list[list[Any]], others: list[list[Any]]) -> Iterator[tuple
         yield from zip(group, other, strict=True)
 
 
-def _split_state(kept: dict[str, Any]) -> tuple[dict[str, Tensor], tuple[tuple[str, float], ...]]:
-    """Tell tensors with dimensions, flattened, from the rest, which must be numbers."""
-    tensors, counts = {}, []
+def _state_of(
+    kept: dict[str, Any], main: Mapping[str, Tensor] | None = None, start: int = 0, whole: int | None = None
+) -> ParameterState:
+    """Tell tensors with dimensions, flattened, from the rest of what is kept, which must be numbers."""
+    tensors, counts = dict(main or {}), []
     for name, value in kept.items():
         if isinstance(value, Tensor) and value.dim():
             if not value.is_contiguous():
@@ -235,4 +213,4 @@ def _split_state(kept: dict[str, Any]) -> tuple[dict[str, Tensor], tuple[tuple[s
             tensors[name] = value.detach().view(-1)
         elif value is not None:  # such as the momentum of SGD without momentum
             counts.append((name, float(value)))
-    return tensors, tuple(sorted(counts))
+    return ParameterState(tensors, start, whole, tuple(sorted(counts)))

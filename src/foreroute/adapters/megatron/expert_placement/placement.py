@@ -30,26 +30,16 @@ from foreroute.trace import RoutingSpec
 
 
 class HomePlacement:
-    """The home placement of one model.
-
-    Args:
-        spec: of the whole model.
-        sites: the routers of this rank, in the order of their layers.
-        num_ep_ranks: G, expert-parallel ranks.
-        groups: Megatron's ProcessGroupCollection of the model.
-
-    Attributes:
-        home_LE: int16 [L, E], the expert-parallel rank of every expert of the whole model.
-        block_home_LE: int16 [L, E], where Megatron puts them when it builds a model.
-    """
+    """The homes of the experts of one whole model, whose `sites` are the routers of this rank in order of layers."""
 
     def __init__(self, spec: RoutingSpec, sites: Sequence[ChunkRouter], num_ep_ranks: int, groups: Any) -> None:
         block_E = block_homes(spec.num_experts, num_ep_ranks).astype(np.int16)
+        # int16 [L, E], the expert-parallel rank of every expert, as Megatron builds the model and now
         self.block_home_LE = _fixed(np.tile(block_E, (spec.num_layers, 1)))
         self.home_LE = self.block_home_LE
         self._num_ep_ranks = num_ep_ranks
         self._sites = [(spec.layers.index(site.layer), site) for site in sites]
-        self._groups = groups
+        self._groups = groups  # Megatron's ProcessGroupCollection
         self._ranks: MovingRanks | None = None
         self._guarded: WeakSet[Any] = WeakSet()
 
@@ -69,6 +59,7 @@ class HomePlacement:
             set_home(site, after_LE[row], self.block_home_LE[row])
         self.home_LE = after_LE
         for part in [] if optimizer is None else chained(optimizer):
+            # from now on, checkpoints of the optimizer follow its experts
             if part not in self._guarded:
                 OptimizerCheckpoint(part, self._away_LE)
                 self._guarded.add(part)

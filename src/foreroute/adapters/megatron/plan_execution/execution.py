@@ -12,8 +12,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.adapters.megatron.expert_placement.placement import HomePlacement
 from foreroute.adapters.megatron.hooks import ChunkHooks
-from foreroute.adapters.megatron.plan_execution.experts import RunReplicas, home_parameters, replica_runner
 from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer, objection_to_layer
+from foreroute.adapters.megatron.plan_execution.replicas import RunReplicas, home_parameters, replica_runner
 from foreroute.adapters.megatron.route_shard import RouteShard
 from foreroute.ep import ExpertParallelModel
 from foreroute.ep.agreement import RankConsensus

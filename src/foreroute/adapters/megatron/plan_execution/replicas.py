@@ -1,24 +1,39 @@
 """The replicas of one MoE layer of Megatron, whose experts have parameters of their own.
 
+A replica is computed by the code that computes homes, with what is in a slot in the place of parameters.
+
 `WaitGrads` adds gradients of replicas to `main_grad` in its dtype, float32 as a rule. DistributedDataParallel counts a
-gradient as ready on AccumulateGrad of its parameter, which comes after: whatever bucket is reduced has all gradients.
-Cells without replicas have the same nodes, since the order in which buckets get ready follows from the nodes, and
-groups of expert data parallelism, which reduce buckets together, have plans of their own.
+gradient as ready on AccumulateGrad of its parameter, which comes after: whatever bucket is reduced then has them all.
+N rows, D hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 
-from foreroute.adapters.megatron.plan_execution.experts import RunReplicas
+from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.ep.replicas import Replicas
 from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.engine import TransferEngine
 from foreroute.plan.schedule import CellSchedule
+
+GROUPED_NAMES = ("linear_fc1.weight", "linear_fc2.weight")
+"""Parameters of TEGroupedMLP, each followed by the number of the expert."""
+
+RunReplicas = Callable[[Sequence[Mapping[str, Tensor]], Tensor, Tensor, Sequence[int]], list[Tensor]]
+"""`run(weights, rows_ND, probs_N, sizes)`: name -> tensor of each replica, rows and gate weights in order of replica,
+rows of each. Returns what comes out, in that order, in one tensor or several."""
 
 
 class SeparateReplicas(Replicas):
@@ -40,6 +55,8 @@ class SeparateReplicas(Replicas):
         *,
         fuses_gradients: bool,
     ) -> None:
+        # Cells without replicas have the same nodes: buckets get ready in an order that follows from the nodes, and
+        # groups of expert data parallelism, which reduce buckets together, have plans of their own.
         super().__init__(cell, engine, home, hosted=moves is not None)
         self.home = home
         self._num = 0 if moves is None else len(moves.hosted)
@@ -118,3 +135,116 @@ class SeparateReplicas(Replicas):
         assert self.weights, "FetchWeights runs before backward of what replicas computed"
         name, size, stride, offset = packed
         return self.weights[name].as_strided(size, stride, offset)
+
+
+def home_parameters(site: ChunkRouter) -> dict[str, list[nn.Parameter]]:
+    """Name -> the parameter of each home expert of a layer."""
+    experts = site.block.experts
+    if type(experts) is TEGroupedMLP:
+        numbers = range(experts.num_local_experts)
+        return {name: [experts.get_parameter(f"{name}{number}") for number in numbers] for name in GROUPED_NAMES}
+    names = [name for name, _ in experts.local_experts[0].named_parameters()]
+    return {name: [expert.get_parameter(name) for expert in experts.local_experts] for name in names}
+
+
+def replica_runner(experts: Any) -> RunReplicas:
+    """Give what runs replicas beside an experts module; to be kept, since it keeps modules."""
+    if type(experts) is not TEGroupedMLP:
+        return partial(_run_each, experts.local_experts[0])
+    return partial(_run_grouped, cache(partial(_grouped_beside, experts)))
+
+
+def _run_each(
+    expert: nn.Module, weights: Sequence[Mapping[str, Tensor]], rows: Tensor, probs: Tensor, sizes: Sequence[int]
+) -> list[Tensor]:
+    parts = zip(weights, rows.split(list(sizes)), probs.split(list(sizes)), strict=True)
+    return [functional_call(expert, dict(of_one), (own, own_probs))[0] for of_one, own, own_probs in parts]
+
+
+def _run_grouped(
+    module_of: Callable[[int], nn.Module],
+    weights: Sequence[Mapping[str, Tensor]],
+    rows: Tensor,
+    probs: Tensor,
+    sizes: Sequence[int],
+) -> list[Tensor]:
+    named = {f"{name}{i}": weight for i, of_one in enumerate(weights) for name, weight in of_one.items()}
+    return [functional_call(module_of(len(weights)), named, (rows, torch.tensor(sizes), probs))[0]]
+
+
+def _grouped_beside(experts: Any, num_gemms: int) -> nn.Module:
+    """Make another TEGroupedMLP, with as many gemms as a cell has replicas here.
+
+    The layer's own cannot be made larger: `num_gemms` goes into checkpoints, and home weights must stay the parameters
+    that Transformer Engine leaves its marks on.
+    """
+    config = copy.copy(experts.config)
+    # neither memory nor random numbers for parameters that are never used
+    config.use_cpu_initialization, config.init_model_with_meta_device = False, True
+    # nothing may be kept by the name of a weight: in the next pass it is another one
+    config.disable_parameter_transpose_cache = True
+    fc1, fc2 = experts.linear_fc1, experts.linear_fc2
+    submodules = SimpleNamespace(linear_fc1=type(fc1), linear_fc2=type(fc2), activation_func=None)
+    beside: Any = TEGroupedMLP(num_gemms, config, submodules, pg_collection=fc1._pg_collection)
+    beside.activation_func = experts.activation_func
+    made: nn.Module = beside
+    return made
+
+
+def objection_to_experts(site: ChunkRouter) -> str | None:
+    """Why replicas of a layer's experts cannot be computed, or None."""
+    experts = site.block.experts
+    if type(experts) is SequentialMLP:
+        return _objection_to_sequential(experts) or _objection_to_parameters(site)
+    if type(experts) is TEGroupedMLP:
+        return _objection_to_grouped(experts) or _objection_to_parameters(site)
+    if type(experts).__name__ == "GroupedMLP":
+        return (
+            "its experts are a GroupedMLP, which keeps all of a rank in one parameter, so that none of them can be "
+            "lent; set moe_use_legacy_grouped_gemm=False for TEGroupedMLP"
+        )
+    return (
+        f"its experts are a {type(experts).__name__}, whose kernels take the weights of its own parameters alone; "
+        "build the layer with TEGroupedMLP or SequentialMLP"
+    )
+
+
+def _objection_to_sequential(experts: Any) -> str | None:
+    for linear in (experts.local_experts[0].linear_fc1, experts.local_experts[0].linear_fc2):
+        if type(linear) not in (ColumnParallelLinear, RowParallelLinear):
+            return (
+                f"its experts are made of {type(linear).__name__}, which keeps state for each of its weights; use the "
+                "local spec (use_transformer_engine=False), or TEGroupedMLP (moe_grouped_gemm=True)"
+            )
+    return None
+
+
+def _objection_to_grouped(experts: Any) -> str | None:
+    expected = {f"{name}{number}" for name in GROUPED_NAMES for number in range(experts.num_local_experts)}
+    if strange := {name for name, _ in experts.named_parameters()} ^ expected:
+        return (
+            f"{min(strange)} is no weight of one of its experts, or is missing; set moe_single_grouped_weight=False "
+            "and use no adapters"
+        )
+    if getattr(experts, "_with_fused_impl", False):
+        return "use_transformer_engine_op_fuser is set: its operations hold parameters and no slots; switch it off"
+    if experts.offload_expert_fc1 or experts.offload_moe_act:
+        return (
+            "offload_modules names expert_fc1 or moe_act, which Megatron counts by layer, and replicas would be one "
+            "more; offload other modules"
+        )
+    return None
+
+
+def _objection_to_parameters(site: ChunkRouter) -> str | None:
+    for name, parameters in home_parameters(site).items():
+        for parameter in parameters:
+            if isinstance(parameter, DTensor) or hasattr(parameter, "__fsdp_param__"):
+                return (
+                    f"{name} of its experts is sharded by FSDP, so no rank has a whole expert to lend; wrap it in DDP"
+                )
+            if not parameter.requires_grad:
+                return (
+                    f"{name} of its experts is frozen, and gradients of replicas have no place to go; train all of them"
+                )
+    return None

@@ -44,6 +44,7 @@ class RoutedMegatron(RoutedModel):
     """
 
     padding: PaddingRows = "spread"
+    chunks: Sequence[ChunkHooks]
 
     def __init__(self, chunks: Sequence[ChunkHooks], spec: RoutingSpec, ep_size: int) -> None:
         made_by = {"engine": "megatron-core", "engine_version": megatron.core.__version__}
@@ -52,7 +53,6 @@ class RoutedMegatron(RoutedModel):
             for each in chunks
         ]
         super().__init__(spec, chunks, of_chunks, made_by)
-        self.chunks = chunks
         self.layers = tuple(layer for each in chunks for layer in each.layers)
         self.share = chunks[0].share
         self.spread = PlannedExperts(spec, chunks, ep_size)
@@ -124,7 +124,7 @@ class RoutedMegatron(RoutedModel):
         for name, given in (("forward_step", forward_step), ("routes_of", routes_of)):
             if not callable(given):
                 raise ConfigError(f"{name} is a {type(given).__name__}; expected a function")
-        sums = Telemetry(self._chunk_specs) if telemetry else None
+        sums = self._telemetry_of(policy)
         return ReplayingStep(self, forward_step, routes_of, policy, sums)
 
     def session_of(
@@ -132,7 +132,7 @@ class RoutedMegatron(RoutedModel):
     ) -> ReplaySession:
         """Make the session of one micro-batch of a wrapped forward step."""
         found = self.routes_of(routes, None, policy)
-        return ReplaySession(found, policy, self._chunk_specs, self.checks, telemetry)
+        return ReplaySession(found, policy, self.checks, telemetry)
 
     def gather_counts(self, micro_batches: Sequence[RouteShard]) -> NDArray[np.int32]:
         """Count the routes of all ranks: int32 [M, L, G, E]. See `foreroute.ep.ExpertParallelModel`."""

@@ -86,18 +86,14 @@ class RoutedTransformer(RoutedModel):
     @property
     def lookup_tables(self) -> dict[int, Tensor]:
         """Integers [vocabulary, K], by its position among layers, of each router that looks experts up by token."""
-        tables: dict[int, Tensor] = {}
-        for position, router in enumerate(self._of_trunk.routers):
-            if router.rule.is_lookup:
-                table: Any = router.module.tid2eid
-                tables[position] = table
-        return tables
+        modules: list[Any] = [router.module if router.rule.is_lookup else None for router in self._of_trunk.routers]
+        return {position: module.tid2eid for position, module in enumerate(modules) if module is not None}
 
     def rows(self, trace: RoutingTrace, layout: Layout | None = None) -> TraceRows:
         """Make the routes of a micro-batch ready once, to be replayed in recompute, update and every epoch.
 
         `replay(rows)` takes the result in the place of the trace. What batches take of it stays on their device as long
-        as the result lives: L · K ids of one byte, or two, for each token.
+        as the result lives: L · K ids of one byte, two above 128 experts, for each token.
 
         Args:
             trace: of the sequences of the micro-batch. Nobody may write to its arrays from now on.
