@@ -131,10 +131,17 @@ def _level_group_counts(group: dist.ProcessGroup | None) -> None:
     # The name of the next group has this number in it. Where it differs, as between pipeline stages, ranks wait for one
     # another under different names. torch tells it nowhere else.
     count = len(dist.distributed_c10d._world.pg_names)
-    counts = [0] * dist.get_world_size(group)
-    dist.all_gather_object(counts, count, group=group)
+    counts = gather_objects(count, group or dist.group.WORLD, "counting groups of ranks")
     for _ in range(max(counts) - count):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
+
+def gather_objects(mine: object, group: Any, what: str) -> list[Any]:
+    """Return what each rank of a group holds, by its number there. A collective call."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    with collective_errors(what, group):
+        dist.all_gather_object(found, mine, group=group)
+    return found
 
 
 @contextmanager
