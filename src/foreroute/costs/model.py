@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import ConfigError, shown
-from foreroute.plan.capabilities import FetchPath, check_paths
+from foreroute.plan.capabilities import FetchPath, check_paths, takes_host_memory
 from foreroute.plan.hosts import Hosts
 from foreroute.plan.options import SlotSharing
 from foreroute.plan.topology import Links, Topology, check_number
@@ -253,7 +253,7 @@ class CostModel:
 
     def publish_seconds(self, hosts: Hosts, topology: Topology) -> float:
         """Seconds of copying experts to host memory, once for a step, where ranks of a node fetch them from there."""
-        if self.paths == "direct":
+        if not takes_host_memory(self.paths):
             return 0.0
         sent_LE = hosts.sent_LEW(topology.ranks_per_node).any(axis=-1)
         sent_G = np.bincount(hosts.home_LE[sent_LE], minlength=topology.num_ranks)
@@ -304,7 +304,7 @@ class CostModel:
             dedup=self.dispatcher == "dedup",
             top_k=shape.top_k,
             ranks_per_node=topology.ranks_per_node,
-            host_ranks=topology.ranks_per_node if self.paths == "host" else 1,
+            host_ranks=topology.ranks_per_node if takes_host_memory(self.paths) else 1,
             groups=tuple((s, *group) for s, stage in enumerate(STAGES) for group in stage),
             refetches=slots == "shared",
         )

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.ep.agreement import RankConsensus
-from foreroute.ep.execution import AgreedStep, Executing, MicroBatch, PassPlan, PlanExecution
+from foreroute.ep.execution import AgreedStep, ExecutionHolder, MicroBatch, PassPlan, PlanExecution
 from foreroute.ep.owners import join_plans, owners_at
 from foreroute.ep.plan_checks import (
     plan_digest,
@@ -45,9 +45,7 @@ class RankGroups(NamedTuple):
     """The groups of the ranks that execute plans together, made once for the life of a model."""
 
     consensus: RankConsensus  # of the expert-parallel group
-    everyone: (
-        RankConsensus  # of the ranks that end alike: its pipeline stages, or all groups that hold the same experts
-    )
+    everyone: RankConsensus  # of the ranks that end alike: pipeline stages, or all groups that hold the same experts
     peers: PeerGroup  # between which weights travel
     members: list[int]  # the numbers in `everyone` of the ranks of this group
 
@@ -70,7 +68,7 @@ class ExpertParallelModel(ABC):
 
     Attributes:
         home_LE: int16 [L, E], the rank of the group that every expert lives on now.
-        active: whose `execution` is the plan that is executed now, since one was executed first.
+        holder: whose `execution` is the plan that is executed now; None until one was executed.
     """
 
     executor: ClassVar[Executor]
@@ -86,7 +84,7 @@ class ExpertParallelModel(ABC):
     ) -> None:
         self.home_LE, self.block_home_LE = block_home_LE, block_home_LE
         self.chunks = chunks
-        self.active: Executing | None = None
+        self.holder: ExecutionHolder | None = None
         self._group, self._owner_AG = group, owner_AG
         self._transfers = TransferOptions()
         self._engine: TransferEngine | None = None
@@ -150,7 +148,7 @@ class ExpertParallelModel(ABC):
     @contextmanager
     def execute(
         self,
-        owner: Executing,
+        holder: ExecutionHolder,
         plan: StepPlan | None,
         planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace],
         find_batches: Callable[[], list[MicroBatch]],
@@ -165,7 +163,7 @@ class ExpertParallelModel(ABC):
         row depends on.
 
         Args:
-            owner: where the layers of the model look for the plan. Models hand it in.
+            holder: where the layers of the model look for the plan. Models hand it in.
             plan: of these micro-batches, the same on every rank of the group and its pipeline stages. Experts live
                 where it says. None computes every expert at its home; the counts are still known ahead.
             planned: what it was made for: integers [M, L, G, E], from `gather_counts`; or the traces of all sequences
@@ -198,22 +196,22 @@ class ExpertParallelModel(ABC):
         homes = self.load()
         engine, rank = self.engine(homes), self.groups.consensus.rank
         execution = PlanExecution(agreed, self._group, rank, self.chunks, homes, engine, self.finish_gathering)
-        with self.activate(owner, execution), self.layers_in_place():
+        with self.activate(holder, execution), self.layers_in_place():
             yield execution
 
     @contextmanager
-    def activate(self, owner: Executing, execution: PlanExecution) -> Iterator[PlanExecution]:
-        """Have an execution found by the owner's layers while the context is open, and end it on all ranks alike."""
+    def activate(self, holder: ExecutionHolder, execution: PlanExecution) -> Iterator[PlanExecution]:
+        """Have layers find an execution while the context is open, and end it on all ranks alike."""
         hosted, number = execution.hosted.values(), execution.step.number
         if execution.engine is not None:
             execution.engine.take_records()  # of an execution that failed
             if not (self.gathers_late or any(each.is_at_home for each in hosted)):
                 execution.begin_transfers("update")
-        self.active, owner.execution = owner, execution
+        self.holder, holder.execution = holder, execution
         try:
             yield execution
         finally:
-            owner.execution = None
+            holder.execution = None
         execution.end_transfers()
         with self.groups.everyone.agree(f"ending step {number}", ReplayError):
             execution.require_ran()
@@ -395,5 +393,5 @@ class ExpertParallelModel(ABC):
         ]
 
     def _require_no_execution(self, before: str) -> None:
-        if self.active is not None and self.active.execution is not None:
+        if self.holder is not None and self.holder.execution is not None:
             raise ReplayError(f"a plan is executed on this model; leave that execution before {before}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Set
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, assert_never, get_args
 
 from foreroute.errors import ConfigError, shown
 from foreroute.plan.options import STAGE_NAMES
@@ -71,6 +71,20 @@ def check_paths(paths: object) -> None:
     """Raise `ConfigError` unless this is a `FetchPath`."""
     if paths not in get_args(FetchPath):
         raise ConfigError(f"paths is {shown(paths)}; expected 'host' or 'direct'")
+
+
+def takes_host_memory(paths: FetchPath) -> bool:
+    """Whether weights go through the memory of a node to those of its ranks that fetch them.
+
+    Everything that depends on the path asks here, so that another path is a type error until this function knows it.
+    """
+    match paths:
+        case "host":
+            return True
+        case "direct":
+            return False
+        case _:
+            assert_never(paths)
 
 
 def lacking(needs: Set[Ability]) -> tuple[str, ...]:

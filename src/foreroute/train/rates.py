@@ -37,6 +37,7 @@ from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.errors import ConfigError
 from foreroute.plan import Links, PlanOptions, StepPlan, Topology
+from foreroute.plan.capabilities import takes_host_memory
 from foreroute.plan.schedule import ExecutionSchedule
 from foreroute.planner import plan
 from foreroute.trace import RoutingTrace
@@ -93,7 +94,7 @@ def measure_rates(cluster: Cluster, ranks: Alone, device: torch.device, tokens: 
     routed.use(TransferOptions(costs.paths, costs.prefetch))
     with closing(routed):
         known = replace(costs.hardware, links=_links(clock, topology), replica_s=0.0, replica_backward_s=0.0)
-        if costs.paths == "host":
+        if takes_host_memory(costs.paths):
             known = _with_host_memory(clock, topology, routed, known)
         if device.type == "cpu":
             known = replace(known, tile_rows=1)

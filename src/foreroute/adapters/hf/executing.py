@@ -15,7 +15,7 @@ from torch import Tensor
 from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.ep import ExpertParallelModel
 from foreroute.ep.agreement import RankConsensus
-from foreroute.ep.execution import ExecutingHooks, MicroBatch
+from foreroute.ep.execution import MicroBatch
 from foreroute.ep.transfer.home_moves import MovingRanks, agree_on_homes, inspect_stacked, move_layers
 from foreroute.ep.transfer.segments import shard_moves
 from foreroute.errors import AttachError, PlacementError, PlanError
@@ -25,14 +25,14 @@ from foreroute.trace import RoutingTrace
 
 if TYPE_CHECKING:
     from foreroute.adapters.hf.expert_parallel import ForerouteEP
-    from foreroute.adapters.hf.routed_transformer import RoutedTransformer
+    from foreroute.adapters.hf.routed_transformer import RoutedTransformer, TransformerHooks
 
 
 class SpreadExperts(ExpertParallelModel):
     """The experts of a model that was loaded with `ep_implementation="foreroute"`, in its routed layers."""
 
     executor = "hf"
-    active: ExecutingHooks | None
+    holder: TransformerHooks | None
 
     def __init__(
         self,

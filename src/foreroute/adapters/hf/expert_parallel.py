@@ -25,9 +25,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import AutoEP
 
 from foreroute.adapters.hf.executing import SpreadExperts
+from foreroute.core.hooks import ModelHooks
+from foreroute.core.recompute import bind
 from foreroute.ep.compute import LowRankTerm, StackedReplicas, adapt
 from foreroute.ep.dispatch import ExchangeRows
-from foreroute.ep.execution import CellWork, active_work, is_active
+from foreroute.ep.execution import CellWork, find_cells, work_of
+from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.home_moves import local_experts
 from foreroute.errors import AttachError
 
@@ -116,8 +119,9 @@ class ForerouteEP(AutoEP):
             ReplayError: when a plan is executed, and this forward replays none of its routes.
             TransferError: when a rank or its weights cannot be reached.
         """
-        hooks = None if self.spread is None else self.spread.active
-        if not is_active(hooks):
+        hooks = None if self.spread is None else self.spread.holder
+        # a backward that recomputes may run when its execution is over
+        if hooks is None or (hooks.execution is None and find_cells(hooks.passes) is None):
             return self._run_unplanned(hidden_ND, ids_NK, weights_NK)
         out: Tensor = self._run_planned(hooks, hidden_ND, ids_NK, weights_NK)
         return out
@@ -126,7 +130,9 @@ class ForerouteEP(AutoEP):
     @torch.compiler.disable
     def _run_planned(self, hooks: Any, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
         """Run the cell of a plan. Rows that the plan does not know, such as padding, get zeros."""
-        work, shape = active_work(hooks, self.number, self.path), hidden_ND.shape
+        work, shape = work_of(hooks.passes, self.number, self.path), hidden_ND.shape
+        # a checkpoint of experts alone, in which no router runs
+        bind(hooks.passes.current, (), hooks.recomputing, until=ModelHooks.run_trunk.__code__)
         ids_NK, sent_N = ids_NK.to(torch.int64), work.sent()
         if sent_N is not None:
             hidden_ND, ids_NK, weights_NK = (each.index_select(0, sent_N) for each in (hidden_ND, ids_NK, weights_NK))
@@ -153,12 +159,12 @@ class ForerouteEP(AutoEP):
         ids_A, top_k = ids_NK.reshape(-1), ids_NK.shape[1]
         rows = work.begin(ids_A.new_zeros(self.num_experts).index_add_(0, ids_A, torch.ones_like(ids_A)))
         (home, terms), replicas = self._home(), None
-        if work.moves is not None:
+        if work.has_replicas:
             replicas = StackedReplicas(work.cell, work.engine, home, self.owned, terms)
             home = dict(zip(home, replicas.register(), strict=True))
 
         sent_A = ids_A.argsort().index_select(0, rows.send_permutation)  # the assignment of each row that is sent
-        arrived = self._exchange(work.name, hidden_ND[sent_A // top_k], rows.send_G, rows.receive_G)
+        arrived = self._exchange(work.cell, hidden_ND[sent_A // top_k], rows.send_G, rows.receive_G)
 
         if replicas is None:
             with self._computing_with(home, terms) if terms else nullcontext():
@@ -175,7 +181,7 @@ class ForerouteEP(AutoEP):
             computed = replicas.compute(computed, self.experts, at_replicas, rows.replicas)
             computed = computed.index_select(0, rows.return_permutation)
 
-        returned = self._exchange(work.name, computed, rows.receive_G, rows.send_G)
+        returned = self._exchange(work.cell, computed, rows.receive_G, rows.send_G)
         picks_AD = torch.empty_like(returned).index_copy_(0, sent_A, returned)
         return (picks_AD.view(*weights_NK.shape, picks_AD.shape[1]) * weights_NK.unsqueeze(-1)).sum(dim=1)
 
@@ -192,7 +198,7 @@ class ForerouteEP(AutoEP):
         local: Tensor = shared.redistribute(self.tp_mesh, [Shard(0)]).to_local()
         return local
 
-    def _exchange(self, cell: str, rows: Tensor, send_G: list[int], receive_G: list[int]) -> Tensor:
+    def _exchange(self, cell: Cell, rows: Tensor, send_G: list[int], receive_G: list[int]) -> Tensor:
         arrived: Tensor = ExchangeRows.apply(rows, send_G, receive_G, self.ep_mesh.get_group(), f"rows of {cell}")
         return arrived
 

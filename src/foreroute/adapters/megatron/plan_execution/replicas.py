@@ -26,7 +26,6 @@ from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.ep.replicas import Replicas
 from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.engine import TransferEngine
-from foreroute.plan.schedule import CellSchedule
 
 GROUPED_NAMES = ("linear_fc1.weight", "linear_fc2.weight")
 """Parameters of TEGroupedMLP, each followed by the number of the expert."""
@@ -42,7 +41,7 @@ class SeparateReplicas(Replicas):
     Args:
         cell, engine: as in `Replicas`.
         home: name -> the parameter of each home expert of the layer, in ascending order of its id.
-        moves: of the cell, on this rank; None where no rank has a replica.
+        num_replicas: of the cell, on this rank; None where no rank has one.
         fuses_gradients: whether kernels add the gradient of a weight to its `main_grad` and return none.
     """
 
@@ -51,15 +50,15 @@ class SeparateReplicas(Replicas):
         cell: Cell,
         engine: TransferEngine,
         home: Mapping[str, Sequence[nn.Parameter]],
-        moves: CellSchedule | None,
         *,
+        num_replicas: int | None,
         fuses_gradients: bool,
     ) -> None:
         # Cells without replicas have the same nodes: buckets get ready in an order that follows from the nodes, and
         # groups of expert data parallelism, which reduce buckets together, have plans of their own.
-        super().__init__(cell, engine, home, hosted=moves is not None)
+        super().__init__(cell, engine, home, hosted=num_replicas is not None)
         self.home = home
-        self._num = 0 if moves is None else len(moves.hosted)
+        self._num = num_replicas or 0
         self._fuses_gradients = fuses_gradients
         self._fused: list[Tensor] = []
 
