@@ -61,15 +61,9 @@ class Combine(torch.autograd.Function):
 
 
 class DispatchHandle:
-    """Where the rows of one call go, token by token.
+    """Where the rows of one call go, token by token."""
 
-    Args:
-        group: the expert-parallel ranks.
-        cell: in words, for errors.
-        rows: of the cell.
-        ids_NK: int64, the expert of each assignment.
-    """
-
+    # `cell` is in words, for errors; ids_NK int64, the expert of each assignment
     def __init__(self, group: dist.ProcessGroup, cell: str, rows: CellRows, ids_NK: Tensor) -> None:
         self.rows, self._group, self._what, self._top_k = rows, group, f"tokens of {cell}", ids_NK.shape[1]
         ids_A = ids_NK.reshape(-1)
@@ -209,11 +203,7 @@ def _all_to_all(
 
 
 def gather_counts(group: dist.ProcessGroup, mine: Tensor, what: str) -> NDArray[np.int64]:
-    """Gather counts [..., E] of every rank as int64 [..., G, E]. The host waits for them.
-
-    Raises:
-        TransferError: when a rank does not answer.
-    """
+    """Gather counts [..., E] of every rank as int64 [..., G, E]. The host waits for them."""
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     with collective_errors(f"the counts of {what}", group):
         dist.all_gather(parts, mine, group=group)

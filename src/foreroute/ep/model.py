@@ -377,7 +377,7 @@ class ExpertParallelModel(ABC):
     def _schedule_passes(
         self, plans: list[StepPlan], counts_MLGE: NDArray[np.integer], num_replicas_W: NDArray[np.int64]
     ) -> list[PassPlan]:
-        """Compile the plan of each pass for this rank, and that by which weights travel. A collective call."""
+        """Compile the plan of each pass for this rank, and that by which weights travel, on all ranks at once."""
         groups, paths = self.groups, self._transfers.paths
         own = [ExecutionSchedule(plan, counts_MLGE, groups.consensus.rank, paths=paths) for plan in plans]
         joined, weights = plans, own

@@ -115,7 +115,9 @@ class ExpertParallel(OneProcess):
     def __init__(self, policy: RoutedTransformer, config: ParallelConfig, ranks: Alone) -> None:
         super().__init__(policy, ranks)
         self._policy = policy
-        policy.use(TransferOptions(paths=config.paths, prefetch=config.prefetch, directory=Path(config.shared_memory)))
+        policy.use(
+            TransferOptions(paths=config.paths, prefetch=config.prefetch, shared_memory=Path(config.shared_memory))
+        )
         self._planning = read_planning(config, policy.spec)
         ranks.require_same({"the topology": str(self._planning)}, "Give all of them the same topology file")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="foreroute-plans")

@@ -77,7 +77,6 @@ class TransferEngine:
 
     @property
     def paths(self) -> FetchPath:
-        """Which path weights take."""
         return self._options.paths
 
     def begin_step(
@@ -189,7 +188,7 @@ class TransferEngine:
         """Copy what host memory lacks, which all ranks know from the plan."""
         begun, hosts, per_node = time.monotonic(), plan.hosts, plan.topology.ranks_per_node
         if self._memory is None or self._memory.per_node != per_node:
-            self._memory = HostMemory(self._consensus, self._homes, per_node, directory=self._options.directory)
+            self._memory = HostMemory(self._consensus, self._homes, per_node, directory=self._options.shared_memory)
         if self._memory.publish(hosts.home_LE, hosts.sent_LEW(per_node)):
             self._records.append(TransferRecord(Cell(step, 0, 0), "publish", 0, 0, time.monotonic() - begun))
 
@@ -301,12 +300,12 @@ class TransferOptions:
     Attributes:
         paths: "direct", from peer to peer; or "host", through host memory within a node.
         prefetch: cells ahead of the one that runs whose replicas are fetched; 0 fetches them when they are needed.
-        directory: of node-shared memory.
+        shared_memory: the folder whose files the ranks of a node share; any folder of the node works.
     """
 
     paths: FetchPath = "direct"
     prefetch: int = 1
-    directory: Path = DIRECTORY
+    shared_memory: Path = DIRECTORY
 
     def __post_init__(self) -> None:
         check_paths(self.paths)

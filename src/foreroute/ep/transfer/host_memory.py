@@ -211,7 +211,7 @@ def _create_swept(directory: Path, num_bytes: int) -> NamedFile:
             free = f"{status.f_bavail * status.f_frsize / 1e9:.3g} GB"
         raise TransferError(
             f"cannot take {num_bytes / 1e9:.3g} GB of shared memory in {directory}: {error.strerror} ({free} free). "
-            "Make it larger (docker run --shm-size), name another directory, or use the direct path alone "
+            "Make it larger (docker run --shm-size), name another folder (shared_memory), or use the direct path alone "
             "(paths='direct')"
         ) from error
 

@@ -30,10 +30,9 @@ class PeerGroup:
     whose ranks it joins, the model's own. Two communicators that are in use at the same time can deadlock; of one,
     everything runs in the order in which it is launched, and one thread launches, on all ranks in the same order.
     `batch_isend_irecv` takes the communicator of the collectives (docs/decisions, "One communicator").
-
-    `along`, `ranks` and `timeout_s` are those of `own_group`. On NCCL, the timeout of the shared group holds.
     """
 
+    # arguments are those of `own_group`; on NCCL, the timeout of the shared group holds
     def __init__(
         self, *along: dist.ProcessGroup, ranks: list[int] | None = None, timeout_s: float | None = None
     ) -> None:
@@ -86,7 +85,6 @@ class PeerGroup:
 
 
 def has_nccl(group: dist.ProcessGroup) -> bool:
-    """Whether NCCL carries the group's tensors on a GPU."""
     return "cuda:nccl" in dist.get_backend_config(group).split(",")
 
 
@@ -120,7 +118,7 @@ def own_group(
 
 
 def _timeout_of(group: Any) -> timedelta:
-    """Return the timeout of a group's collectives, or torch's default where its backend does not say."""
+    # a backend that does not say has torch's default
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     timeout: timedelta = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
     return timeout

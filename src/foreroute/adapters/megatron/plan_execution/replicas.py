@@ -26,6 +26,7 @@ from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.ep.replicas import Replicas
 from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.engine import TransferEngine
+from foreroute.ep.transfer.gradients import wide_dtype
 
 GROUPED_NAMES = ("linear_fc1.weight", "linear_fc2.weight")
 """Parameters of TEGroupedMLP, each followed by the number of the expert."""
@@ -118,7 +119,7 @@ class SeparateReplicas(Replicas):
 
     def _gradient_dtype(self, weight: Tensor) -> torch.dtype:
         # kernels that add to `main_grad` make gradients in float32, others in what they compute in
-        return torch.promote_types(weight.dtype, torch.float32) if self._fuses_gradients else weight.dtype
+        return wide_dtype(weight.dtype) if self._fuses_gradients else weight.dtype
 
     def _pack(self, tensor: Tensor) -> Any:
         """Have autograd save, in place of a fetched weight or a view of it, where it lies in the slots."""
