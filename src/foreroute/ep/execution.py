@@ -110,12 +110,8 @@ class PlanExecution:
         self._has_plan = False  # the engine does
 
     def begin_pass(self, chunk: int, routes: object) -> PassCells:
-        """Return the cells of the next forward of a chunk, on these routes. Asks no other rank.
-
-        Raises:
-            CountsError: when these routes are not the ones that were planned. Where other ranks go on, they end with
-                this one, at the latest within the timeout of their group.
-        """
+        """Return the cells of the next forward of a chunk; raise `CountsError` for other routes than were planned."""
+        # asks no other rank: where others go on, they end with this one, within the timeout of their group
         micro_step, batches = self._begun[chunk], self.step.micro_batches
         if micro_step == len(batches):
             raise CountsError(f"a forward begins after all {micro_step} planned micro-batches; plan as many as are run")
@@ -262,11 +258,9 @@ class CellWork:
         return self.cells.execution.hosted[self.pass_name]
 
     def sent(self) -> Tensor | None:
-        """Return int64, which of the R rows experts compute, ascending; None for all.
-
-        Not those of padding, nor of a row without a route that no other row depends on: it gets zeros from the routed
-        experts, and costs nothing.
-        """
+        """Return int64, which of the R rows experts compute, ascending; None for all."""
+        # A row of padding, or one without a route that no other row depends on, gets zeros from the routed experts, and
+        # costs nothing.
         return self.cells.find_sent(self.routes)
 
     def begin(self, counts_E: Tensor) -> CellRows:
@@ -292,11 +286,7 @@ def find_cells(passes: PassStack) -> PassCells | None:
 
 
 def work_of(passes: PassStack, layer: int, path: str) -> CellWork:
-    """Return what a layer is to do in the pass that runs.
-
-    Raises:
-        ReplayError: when it replays no routes that were planned.
-    """
+    """Return what a layer is to do in the pass that runs; raise `ReplayError` when that replays no planned routes."""
     cells = find_cells(passes)
     if cells is None or passes.current is None:
         raise ReplayError(

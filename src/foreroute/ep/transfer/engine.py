@@ -126,11 +126,9 @@ class TransferEngine:
         self._step, self._running, self._rings = None, None, {}
 
     def fetch(self, cell: Cell, home: Home) -> None:
-        """Begin to bring the replicas that this rank hosts in a cell, and behind them those of later cells.
-
-        Called when the rows of the cell have left, so that weights travel while experts compute, and no row waits
-        behind them. Nothing is waited for; what slots hold already, or is under way, is not begun again.
-        """
+        """Begin to bring the replicas that this rank hosts in a cell, and behind them those of later cells."""
+        # Called when the rows of the cell have left, so that weights travel while experts compute, and no row waits
+        # behind them. What slots hold already, or is under way, is not begun again.
         begun = time.monotonic()
         self._require_active(cell)
         self._require_published(cell, home)
@@ -145,11 +143,9 @@ class TransferEngine:
         self._exposed_s += time.monotonic() - begun
 
     def wait_weights(self, cell: Cell) -> dict[str, Tensor]:
-        """Wait for the weights of a cell that was fetched: name -> [V here, ...] in ascending order of slot.
-
-        They are views of slots, which the next filling overwrites. A backward pass that needs them later fetches the
-        cell again (as `foreroute.ep` does), or is refused by autograd.
-        """
+        """Wait for the weights of a cell that was fetched: name -> [V here, ...] in ascending order of slot."""
+        # They are views of slots, which the next filling overwrites. A backward pass that needs them later fetches the
+        # cell again, or is refused by autograd.
         begun = time.monotonic()
         moves = self._require_active(cell)
         slots = next((each for each in self._rings[self._ring_keys[cell.layer]] if each.cell == cell), None)

@@ -41,11 +41,9 @@ class GradientReturn:
         self._exposed_s = time.monotonic() - begun
 
     def wait(self) -> dict[str, dict[int, Tensor]]:
-        """Wait for what comes home: name -> row of this rank's shard -> the gradient to be added there.
-
-        Rows of experts that have replicas elsewhere alone. Those of an expert are added in ascending order of their
-        rank, in float32 (float64 for gradients in float64). All ranks wait for the same ones in the same order.
-        """
+        """Wait for what comes home: name -> row of this rank's shard -> the gradient to be added there."""
+        # Rows of experts that have replicas elsewhere alone. Those of an expert are added in ascending order of their
+        # rank, in a wide dtype. All ranks wait for the same ones in the same order.
         begun = time.monotonic()
         self._transfer.wait()
         sums = {

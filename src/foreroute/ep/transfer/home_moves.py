@@ -182,12 +182,11 @@ class MovingLayer:
 
     @property
     def extents(self) -> LayerExtents:
-        """What this rank holds, without the tensors: what it tells the other ranks."""
+        """What this rank tells the others."""
         return LayerExtents([{name: held.extent for name, held in row.items()} for row in self.rows], self.counts)
 
     @property
     def device(self) -> torch.device:
-        """Where the experts are."""
         return next(held.tensor.device for row in self.rows for held in row.values())
 
     def allocate(self, rank: int, segments: Sequence[Segment]) -> None:

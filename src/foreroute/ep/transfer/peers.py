@@ -64,10 +64,8 @@ class PeerGroup:
             dist.all_reduce(torch.zeros(1, device=device), group=self.group)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> list[dist.Work]:
-        """Post messages and return at once. All ranks post in the same order; what one sends or receives may be empty.
-
-        A rank that posts and fails before it has waited leaves no other waiting: what was posted is still sent.
-        """
+        """Post messages, which may be none, and return at once. All ranks post in the same order."""
+        # a rank that posts and fails before it has waited leaves no other waiting: what was posted is still sent
         assert all(number < MESSAGES_PER_TRANSFER for _, number, _ in (*sends, *receives)), "tags would overlap"
         first_tag = self._posted % TRANSFERS_IN_FLIGHT * MESSAGES_PER_TRANSFER
         self._posted += 1
@@ -96,13 +94,12 @@ def own_group(
 ) -> dist.ProcessGroup:
     """Make a new group, which lives until torch.distributed ends.
 
-    Nobody destroys it before: torch names a group after its ranks and the number of groups that there are, so the next
-    one of the same ranks would have the name, and look for its peers at the addresses, of one that was destroyed.
-
     It is a collective call of the groups `along`, one after the other, which join its ranks: with two, as of rows and
     columns, every rank is reached by one step in each. Its global `ranks`, ascending, are those of the last of `along`
     by default, and the whole world without any.
     """
+    # Nobody destroys it before: torch names a group after its ranks and the number of groups that there are, so the
+    # next one of the same ranks would have the name, and look for its peers at the addresses, of one that was destroyed
     timeout = timedelta(seconds=timeout_s or 0)
     if timeout_s is None:
         # groups of a device mesh have torch's default, whatever `init_process_group` was told

@@ -104,7 +104,7 @@ def _fixed(home_LE: NDArray[np.int16]) -> NDArray[np.int16]:
 
 
 def _moving_ranks(ep_group: Any, edp_group: Any) -> MovingRanks:
-    """Join the expert-parallel ranks of a pipeline stage with all expert-data-parallel ranks of each. Collective."""
+    """Join the expert-parallel ranks of a pipeline stage with all expert-data-parallel ranks of each, on each."""
     of_ep_ranks = gather_objects(dist.get_process_group_ranks(edp_group), ep_group, WHAT)
     ranks = sorted(rank for members in of_ep_ranks for rank in members)
     peers = PeerGroup(edp_group, ep_group, ranks=ranks)
