@@ -90,7 +90,7 @@ class OnlineExecution(PlanExecution):
         known = super().begin_pass(chunk, routes)
         return OnlineCells(self, known.micro_step, known.layers, known.micro_batch)
 
-    def exchange_counts(self, cell: Cell, pass_name: Stage, counts_E: Tensor) -> CellRows:
+    def exchange_counts(self, cell: Cell, hosted: PassPlan, counts_E: Tensor) -> CellRows:
         """The rows of a cell; when it runs first, of the plan that is made for it now."""
         if cell not in self._known:
             counts_GE = gather_counts(self._group, counts_E, str(cell))
@@ -158,4 +158,5 @@ class OnlineCells(PassCells):
         assert isinstance(current.rows, ReplayRows), "it has these cells"
         name: Stage = "update" if current.with_grad else "recompute"
         cell, engine = Cell(self.execution.step.number, self.micro_step, layer), self.execution.begin_pass_of(name)
-        return CellWork(self, cell, name, None, engine, current.rows, is_recomputation)
+        hosted, words = self.execution.hosted[name], self.names[layer]
+        return CellWork(self, cell, words, hosted, None, engine, current.rows, is_recomputation)

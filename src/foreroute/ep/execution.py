@@ -138,10 +138,10 @@ class PlanExecution:
         """Return what brings weights in a pass, a cell of which runs now."""
         engine, is_update = self.engine, pass_name == "update"
         assert engine is not None, "there is a layer that runs"
-        self.begin_transfers(pass_name)
         if is_update:  # behind it an optimizer may write to weights, and fused ones do not count that
             self._keeps_weights = False
         if not self.hosted[pass_name].is_at_home:
+            self.begin_transfers(pass_name)
             engine.expect_backward(is_update)
         return engine
 
@@ -178,10 +178,10 @@ class PlanExecution:
         self.executed_ML[cell.micro_step, cell.layer] += num_rows
         self._ran[cell] = counts_E
 
-    def exchange_counts(self, cell: Cell, pass_name: Stage, counts_E: Tensor) -> CellRows:
+    def exchange_counts(self, cell: Cell, hosted: PassPlan, counts_E: Tensor) -> CellRows:
         """Return the rows of a cell in which some rank has rows without a route, which the plan has not counted."""
         counts_GE = gather_counts(self._group, counts_E, str(cell))
-        plan = self.hosted[pass_name].plan.cell(cell.micro_step, cell.layer)
+        plan = hosted.plan.cell(cell.micro_step, cell.layer)
         if self.step.micro_batches[cell.micro_step].is_shared:
             plan = plan.within(counts_GE)
         found = CellSchedule.of(plan, counts_GE, self._rank, what=str(cell))
@@ -197,6 +197,7 @@ class PassCells:
     ) -> None:
         self.execution, self.micro_step = execution, micro_step
         self.layers, self.micro_batch = layers, micro_batch  # layers by their positions in the model
+        self.names = {layer: str(Cell(execution.step.number, micro_step, layer)) for layer in layers}  # made once
         self._rows: dict[int, CellRows] = {}
         self._sent: tuple[Tensor | None] | None = None  # the same in all layers
 
@@ -204,18 +205,19 @@ class PassCells:
         """Return what a layer is to do in the pass that these cells belong to, or in a recomputation of it."""
         assert isinstance(current.rows, ReplayRows), "it has these cells"
         pass_name: Stage = "update" if current.with_grad else "recompute"
-        rows = None
+        hosted, rows = self.execution.hosted[pass_name], None
         if self.execution.step.is_known_M[self.micro_step]:
             if not self._rows:  # uploaded once, for recomputation and backward too
-                schedule = self.execution.hosted[pass_name].group_schedule
-                found = [schedule.cell(self.micro_step, each) for each in self.layers]
+                found = [hosted.group_schedule.cell(self.micro_step, each) for each in self.layers]
                 self._rows = dict(zip(self.layers, upload_rows(current.rows.ids_LRK.device, found), strict=True))
             rows = self._rows[layer]
         cell, engine = Cell(self.execution.step.number, self.micro_step, layer), self.execution.begin_pass_of(pass_name)
-        return CellWork(self, cell, pass_name, rows, engine, current.rows, is_recomputation)
+        return CellWork(self, cell, self.names[layer], hosted, rows, engine, current.rows, is_recomputation)
 
     def find_sent(self, routes: ReplayRows) -> Tensor | None:
-        """Return what `CellWork.sent` does."""
+        """Return int64, which of the R rows experts compute, ascending; None for all."""
+        # A row of padding, or one without a route that no other row depends on, gets zeros from the routed experts, and
+        # costs nothing.
         if self._sent is not None:
             return self._sent[0]
         sent_R, real_R, num_routed = None, routes.real_R, self.micro_batch.num_routed
@@ -237,7 +239,8 @@ class CellWork:
 
     cells: PassCells
     cell: Cell
-    pass_name: Stage
+    name: str  # of the cell, in words
+    hosted: PassPlan  # what is executed in the pass
     rows: CellRows | None  # None where counts are exchanged first
     engine: TransferEngine
     routes: ReplayRows
@@ -246,28 +249,18 @@ class CellWork:
     @property
     def has_replicas(self) -> bool:
         """Whether some rank has a replica in the cell."""
-        return bool(self._hosted.num_replicas_ML[self.cell.micro_step, self.cell.layer])
+        return bool(self.hosted.num_replicas_ML[self.cell.micro_step, self.cell.layer])
 
     @property
     def num_replicas_here(self) -> int:
         """How many replicas this rank has."""
-        return len(self._hosted.fetch_schedule.cell(self.cell.micro_step, self.cell.layer).hosted)
-
-    @property
-    def _hosted(self) -> PassPlan:
-        return self.cells.execution.hosted[self.pass_name]
-
-    def sent(self) -> Tensor | None:
-        """Return int64, which of the R rows experts compute, ascending; None for all."""
-        # A row of padding, or one without a route that no other row depends on, gets zeros from the routed experts, and
-        # costs nothing.
-        return self.cells.find_sent(self.routes)
+        return len(self.hosted.fetch_schedule.cell(self.cell.micro_step, self.cell.layer).hosted)
 
     def begin(self, counts_E: Tensor) -> CellRows:
         """Return the rows of the cell, which begins to run, given the assignments of its router, integers [E]."""
         execution, rows = self.cells.execution, self.rows
         if rows is None:
-            rows = execution.exchange_counts(self.cell, self.pass_name, counts_E)
+            rows = execution.exchange_counts(self.cell, self.hosted, counts_E)
         if not self.is_recomputation:
             execution.record_cell(self.cell, sum(rows.receive_G), counts_E)
         return rows

@@ -30,7 +30,6 @@ from foreroute.core.recompute import bind
 from foreroute.ep.compute import LowRankTerm, StackedReplicas, adapt
 from foreroute.ep.dispatch import ExchangeRows
 from foreroute.ep.execution import CellWork, find_cells, work_of
-from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.home_moves import local_experts
 from foreroute.errors import AttachError
 
@@ -133,7 +132,7 @@ class ForerouteEP(AutoEP):
         work, shape = work_of(hooks.passes, self.number, self.path), hidden_ND.shape
         # a checkpoint of experts alone, in which no router runs
         bind(hooks.passes.current, (), hooks.recomputing, until=ModelHooks.run_trunk.__code__)
-        ids_NK, sent_N = ids_NK.to(torch.int64), work.sent()
+        ids_NK, sent_N = ids_NK.to(torch.int64), work.cells.find_sent(work.routes)
         if sent_N is not None:
             hidden_ND, ids_NK, weights_NK = (each.index_select(0, sent_N) for each in (hidden_ND, ids_NK, weights_NK))
         num_rows = len(hidden_ND)
@@ -164,7 +163,7 @@ class ForerouteEP(AutoEP):
             home = dict(zip(home, replicas.register(), strict=True))
 
         sent_A = ids_A.argsort().index_select(0, rows.send_permutation)  # the assignment of each row that is sent
-        arrived = self._exchange(work.cell, hidden_ND[sent_A // top_k], rows.send_G, rows.receive_G)
+        arrived = self._exchange(work.name, hidden_ND[sent_A // top_k], rows.send_G, rows.receive_G)
 
         if replicas is None:
             with self._computing_with(home, terms) if terms else nullcontext():
@@ -181,7 +180,7 @@ class ForerouteEP(AutoEP):
             computed = replicas.compute(computed, self.experts, at_replicas, rows.replicas)
             computed = computed.index_select(0, rows.return_permutation)
 
-        returned = self._exchange(work.cell, computed, rows.receive_G, rows.send_G)
+        returned = self._exchange(work.name, computed, rows.receive_G, rows.send_G)
         picks_AD = torch.empty_like(returned).index_copy_(0, sent_A, returned)
         return (picks_AD.view(*weights_NK.shape, picks_AD.shape[1]) * weights_NK.unsqueeze(-1)).sum(dim=1)
 
@@ -198,7 +197,7 @@ class ForerouteEP(AutoEP):
         local: Tensor = shared.redistribute(self.tp_mesh, [Shard(0)]).to_local()
         return local
 
-    def _exchange(self, cell: Cell, rows: Tensor, send_G: list[int], receive_G: list[int]) -> Tensor:
+    def _exchange(self, cell: str, rows: Tensor, send_G: list[int], receive_G: list[int]) -> Tensor:
         arrived: Tensor = ExchangeRows.apply(rows, send_G, receive_G, self.ep_mesh.get_group(), f"rows of {cell}")
         return arrived
 
