@@ -28,7 +28,7 @@ from foreroute.ep.transfer.cells import Cell
 from foreroute.plan import CellPlan, StepPlan, Topology
 from foreroute.plan.capabilities import takes_host_memory
 from foreroute.plan.hosts import Hosts
-from foreroute.plan.options import Stage
+from foreroute.plan.options import PassName
 from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
 from foreroute.replay import ReplayRows
 
@@ -156,7 +156,7 @@ class OnlineCells(PassCells):
     def work(self, layer: int, current: Pass, *, is_recomputation: bool) -> CellWork:
         """See `PassCells`."""
         assert isinstance(current.rows, ReplayRows), "it has these cells"
-        name: Stage = "update" if current.with_grad else "recompute"
+        name: PassName = "update" if current.with_grad else "recompute"
         cell, engine = Cell(self.execution.step.number, self.micro_step, layer), self.execution.begin_pass_of(name)
         hosted, words = self.execution.hosted[name], self.names[layer]
         return CellWork(self, cell, words, hosted, None, engine, current.rows, is_recomputation)

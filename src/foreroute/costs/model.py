@@ -174,7 +174,7 @@ FORWARD = PassCost(1.0, 1.0, 1.0, 1.0)
 BACKWARD = PassCost(2.0, 4.0, 1.6, 3.0)
 
 
-STAGES = (((1, 0),), ((1, 0), (1, 1)))
+PASSES = (((1, 0),), ((1, 0), (1, 1)))
 """Recompute and update, each as its groups of (forward passes, backward passes) over every cell, in order. The update
 goes through all layers forward, then backward, where each layer's activations are first computed anew and replicas
 return gradients. Weights of replicas are fetched once for each group, while the group before it runs."""
@@ -305,7 +305,7 @@ class CostModel:
             top_k=shape.top_k,
             ranks_per_node=topology.ranks_per_node,
             host_ranks=topology.ranks_per_node if takes_host_memory(self.paths) else 1,
-            groups=tuple((s, *group) for s, stage in enumerate(STAGES) for group in stage),
+            groups=tuple((s, *group) for s, groups in enumerate(PASSES) for group in groups),
             refetches=slots == "shared",
         )
 
@@ -336,8 +336,8 @@ class Prices(NamedTuple):
         top_k: picks per token.
         ranks_per_node: of the topology.
         host_ranks: neighbouring ranks that fetch each other's weights through host memory; 1: none do.
-        groups: (stage, forward passes, backward passes) of all groups of all stages.
-        refetches: whether each group of a stage fetches weights; else the first one does, and slots keep them.
+        groups: (pass, forwards, backwards) of all groups of both passes.
+        refetches: whether each group of a pass fetches weights; else the first one does, and slots keep them.
     """
 
     forward: ExpertPrices

@@ -29,7 +29,7 @@ from foreroute.ep.transfer.engine import TransferEngine, TransferRecord
 from foreroute.errors import CountsError, ReplayError
 from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import takes_host_memory
-from foreroute.plan.options import Stage
+from foreroute.plan.options import PassName
 from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
 from foreroute.replay import ReplayRows
 
@@ -72,7 +72,7 @@ class AgreedStep:
     plan: StepPlan
     counts_MLGE: NDArray[np.integer]
     micro_batches: list[MicroBatch]
-    passes: dict[Stage, PassPlan]
+    passes: dict[PassName, PassPlan]
     is_known_M: list[bool]  # no rank has rows that the plan does not know
     keeps_weights: bool  # another execution of the step may follow
 
@@ -123,7 +123,7 @@ class PlanExecution:
         self._begun[chunk] += 1
         return PassCells(self, micro_step, self._chunks[chunk], batches[micro_step])
 
-    def begin_transfers(self, pass_name: Stage) -> None:
+    def begin_transfers(self, pass_name: PassName) -> None:
         """Give the engine the plan of a pass, unless it has it or nothing travels."""
         engine, hosted = self.engine, self.hosted[pass_name]
         if engine is None or hosted.is_at_home or self._has_plan:
@@ -134,7 +134,7 @@ class PlanExecution:
         engine.begin_step(self.step.number, hosted.joined, hosted.fetch_schedule, hosted.group_schedule)
         self._has_plan = True
 
-    def begin_pass_of(self, pass_name: Stage) -> TransferEngine:
+    def begin_pass_of(self, pass_name: PassName) -> TransferEngine:
         """Return what brings weights in a pass, a cell of which runs now."""
         engine, is_update = self.engine, pass_name == "update"
         assert engine is not None, "there is a layer that runs"
@@ -204,7 +204,7 @@ class PassCells:
     def work(self, layer: int, current: Pass, *, is_recomputation: bool) -> CellWork:
         """Return what a layer is to do in the pass that these cells belong to, or in a recomputation of it."""
         assert isinstance(current.rows, ReplayRows), "it has these cells"
-        pass_name: Stage = "update" if current.with_grad else "recompute"
+        pass_name: PassName = "update" if current.with_grad else "recompute"
         hosted, rows = self.execution.hosted[pass_name], None
         if self.execution.step.is_known_M[self.micro_step]:
             if not self._rows:  # uploaded once, for recomputation and backward too

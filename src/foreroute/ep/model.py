@@ -35,7 +35,7 @@ from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.errors import CountsError, PlanError, ReplayError
 from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import Executor, warn_of_lacks
-from foreroute.plan.options import STAGE_NAMES
+from foreroute.plan.options import PASS_NAMES
 from foreroute.plan.plan_file import plan_from_bytes, plan_to_bytes
 from foreroute.plan.schedule import ExecutionSchedule
 from foreroute.trace import RoutingTrace
@@ -358,7 +358,7 @@ class ExpertParallelModel(ABC):
                 "expert-parallel groups bring plans that cannot run together ({}); give all groups the same step, as "
                 "many micro-steps, and the same slots and nodes",
             )
-            in_pass = {name: plan.in_stage(name) for name in STAGE_NAMES}
+            in_pass = {name: plan.in_pass(name) for name in PASS_NAMES}
             is_partly_known = not all(each.is_whole for each in batches)
             differs = plan.is_at_home("recompute") != plan.is_at_home("update")
             vote.numbers = is_partly_known, differs, *(int(each.hosts.offsets[-1]) for each in in_pass.values())
@@ -368,10 +368,10 @@ class ExpertParallelModel(ABC):
             partly_M = torch.tensor([not each.is_whole for each in batches], dtype=torch.int32)
             is_known_M = [not any_ for any_ in groups.consensus.most(partly_M, what).tolist()]
         # passes that are alike on all ranks are scheduled once
-        names = STAGE_NAMES if vote.numbers_GN[:, 1].any() else STAGE_NAMES[:1]
+        names = PASS_NAMES if vote.numbers_GN[:, 1].any() else PASS_NAMES[:1]
         num_replicas_W = vote.numbers_GN[:, 2 : 2 + len(names)].sum(axis=1)
         hosted = self._schedule_passes([in_pass[name] for name in names], counts_MLGE, num_replicas_W)
-        passes = dict(zip(STAGE_NAMES, hosted * len(STAGE_NAMES), strict=False))
+        passes = dict(zip(PASS_NAMES, hosted * len(PASS_NAMES), strict=False))
         return AgreedStep(step, plan, counts_MLGE, batches, passes, is_known_M, keeps_weights)
 
     def _schedule_passes(

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Literal, assert_never, get_args
 
 from foreroute.errors import ConfigError, shown
-from foreroute.plan.options import STAGE_NAMES
+from foreroute.plan.options import PASS_NAMES
 
 if TYPE_CHECKING:
     from foreroute.plan.step_plan import StepPlan
@@ -57,7 +57,7 @@ def warn_of_lacks(plan: StepPlan, executor: Executor, paths: FetchPath) -> None:
             stacklevel=2,
         )
     # between nodes both paths are the same, and at homes nothing travels
-    has_two_paths = plan.topology.ranks_per_node > 1 and not all(plan.is_at_home(stage) for stage in STAGE_NAMES)
+    has_two_paths = plan.topology.ranks_per_node > 1 and not all(plan.is_at_home(pass_name) for pass_name in PASS_NAMES)
     if plan.priced_paths not in (None, paths) and has_two_paths:
         warnings.warn(
             f"the plan was priced for weights by the path {plan.priced_paths!r}, and they travel by {paths!r}, so that "

@@ -226,9 +226,9 @@ def _timed(
     seconds_XS, begin_s, number = np.full((len(steps), 2), math.inf), math.inf, 0
     inner: list[float] = []
 
-    def execute(step: MeasuredStep, stage: int, number: int) -> None:
+    def execute(step: MeasuredStep, pass_index: int, number: int) -> None:
         with routed.execute(step.plan, step.counts_MLGE, step.rows_M, step=number):
-            inner.append(clock(partial(_run, routed, step, updating=stage == 1)))
+            inner.append(clock(partial(_run, routed, step, updating=pass_index == 1)))
 
     for _ in range(ROUNDS + 1):
         for place in np.ndindex(*seconds_XS.shape):

@@ -19,7 +19,7 @@ from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.costs.cluster_file import Cluster
 from foreroute.errors import ConfigError, shown
 from foreroute.plan import Topology
-from foreroute.plan.options import Stage
+from foreroute.plan.options import PassName
 from foreroute.planner import plan
 from foreroute.trainers.plan_sums import PlanSums
 
@@ -85,7 +85,7 @@ class PlannedWindows:
                 self._open = stack.pop_all()
 
     @contextmanager
-    def executing(self, micro_batches: Sequence[TraceRows], stage: Stage) -> Iterator[None]:
+    def executing(self, micro_batches: Sequence[TraceRows], pass_name: PassName) -> Iterator[None]:
         """Run these micro-batches of this rank under a plan of all ranks. A collective call on entering and leaving."""
         routed = self._routed
         counts_MLGE = routed.gather_counts(micro_batches)
@@ -95,5 +95,5 @@ class PlannedWindows:
         assert routed.spread is not None, "its home_LE was there"
         everyone = routed.spread.groups.consensus
         executed_GML = everyone.gather(torch.from_numpy(execution.executed_ML), "gathering what was executed")
-        served = execution.hosted[stage].plan
+        served = execution.hosted[pass_name].plan
         self.sums.add([served], counts_MLGE, routed.home_LE, executed_GML.permute(1, 2, 0).numpy())

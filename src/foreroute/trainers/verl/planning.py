@@ -24,7 +24,7 @@ from foreroute.costs import CostModel, hardware_preset
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.errors import ConfigError
 from foreroute.plan import PlanOptions, Topology
-from foreroute.plan.options import Stage
+from foreroute.plan.options import PassName
 from foreroute.planner import plan
 from foreroute.trainers.plan_sums import PlanSums
 from foreroute.trainers.verl.registry import refuse_what_engines_pass_over
@@ -125,7 +125,7 @@ class PlannedBatch:
         execution = self._routed.execute(made, self._counts_MLGE[part], self._shards[part])
         self._executions.append(self._open.enter_context(execution))
 
-    def add_to(self, sums: PlanSums, name: Stage, group: Any, stages: Any) -> None:
+    def add_to(self, sums: PlanSums, name: PassName, group: Any, stages: Any) -> None:
         """Add what all ranks executed, after the last micro-batch. A collective call of the group and its stages."""
         mine_ML = torch.from_numpy(np.concatenate([execution.executed_ML for execution in self._executions]))
         dist.all_reduce(mine_ML, group=stages)  # each has its own layers
