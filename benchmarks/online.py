@@ -38,7 +38,6 @@ from benchmarks.harness.step_seconds import PLANNED, SKEWS, STATIC, recomputing_
 from benchmarks.harness.step_seconds import SIZES as LARGE
 from foreroute import planner
 from foreroute.ep import PlanExecution
-from foreroute.ep.transfer.cells import expert_bytes
 from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.capabilities import FetchPath
 
@@ -155,7 +154,7 @@ def counted(rank: int, num_ranks: int, micro_steps: int) -> dict[str, dict[str, 
     routed = recomputing_model(COUNTED, "direct")
     bench = Bench.routed_anew(routed, rank, micro_steps=micro_steps)
     mean, num_cells = bench.counts_MLGE.sum() / num_ranks, bench.counts_MLGE[..., 0, 0].size
-    one_bytes = expert_bytes(bench.homes[0])
+    one_bytes = bench.expert_bytes
     methods = _methods(bench.topology, EXACT, list(BASELINES))
     many = replace(bench.topology, redundant_slots=COUNTED["num_experts"] // num_ranks)
     methods["foresight_same_slots"] = partial(_foresight, topology=many, options=EXACT)
