@@ -67,6 +67,7 @@ class DispatchHandle:
     def __init__(self, group: dist.ProcessGroup, cell: str, rows: CellRows, ids_NK: Tensor) -> None:
         self.rows, self._group, self._what, self._top_k = rows, group, f"tokens of {cell}", ids_NK.shape[1]
         ids_A = ids_NK.reshape(-1)
+        # stable: the rows of an expert are summed in this order, the same on every device and in every run
         self._assignment = ids_A.argsort(stable=True).index_select(0, rows.send_permutation)
         self._token = self._assignment // self._top_k
         # the sent row of each assignment; where none is, the row of zeros behind what comes back
@@ -177,6 +178,9 @@ def expand_segments(
 
 class ExchangeRows(torch.autograd.Function):
     """`ExchangeRows.apply(rows_ND, send_G, receive_G, group, what)`: rows from all ranks, in order of rank."""
+
+    # for a framework that has a dispatcher, whose bits are kept without a plan (docs/decisions/0014): it orders rows,
+    # weighs and sums them as that does, where `Dispatch` and `Combine` keep fewer rows for backward
 
     @staticmethod
     def forward(
