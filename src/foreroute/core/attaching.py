@@ -218,7 +218,7 @@ def _check_other_routes(routed: Routed, other_BTLK: Tensor) -> None:
         forced_NK = other_BTLK[0, :, layer, : router.top_k].long()
         forced.append(forced_NK.cpu())
         name = f"router {router.path} ({type(router.module).__name__})"
-        if not holds_ids(returned[router], router, forced_NK, may_drop=False):
+        if not holds_ids(returned[router], router, forced_NK, may_drop=False).all():
             raise AttachError(
                 f"self-check failed: {name} was told to pick other experts and its selection was not obeyed; this "
                 "family needs an adapter of its own"

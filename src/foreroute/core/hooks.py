@@ -28,7 +28,7 @@ from torch.nn.modules import module as every_module
 
 from .deferred_checks import DeferredChecks
 from .errors import ReplayError
-from .output_check import OutputCheck
+from .output_check import OutputCheck, ids_or_obeyed
 from .passes import (
     ForwardArgs,
     Interceptor,
@@ -312,6 +312,8 @@ class ModelHooks(ABC):
             self.require_each_once(current)
         for each in interceptors:
             each.end_pass(self.chunk, batch, current)
+        if current is not None:  # which lives on for its recomputations
+            current.outputs.clear()
         return result
 
     def begin_pass(self, batch: ForwardArgs) -> Rows | None:
@@ -405,6 +407,8 @@ class ModelHooks(ABC):
             current.last_layer = now.layer
         result = hook.select(now, forward, *args, **kwargs)
         current.calls[now.layer] += 1
+        if current.options.outputs and isinstance(hook, RouterHook) and now.ids_RK is not None:
+            current.outputs[now.layer] = ids_or_obeyed(result, hook, now.ids_RK)
         is_watched = hook.is_replaced or hook.selecting[0]._forward_hooks or every_module._global_forward_hooks
         if is_watched and isinstance(hook, RouterHook):
             self._output_check = self._output_check or OutputCheck(self.checks)

@@ -71,29 +71,50 @@ class OutputCheck:
     def _compare_values(self, router: RouterHook, now: LayerPass, output: Any, who: str) -> None:
         native_RK, ids_RK = now.into_RK, now.ids_RK
         ran_RK = native_RK if ids_RK is None else torch.where(ids_RK < 0, native_RK, ids_RK)
-        wrong = ~holds_ids(output, router, ran_RK.long(), may_drop=True)
+        wrong = ~holds_ids(output, router, ran_RK.long(), may_drop=True).all()
         self._checks.add(wrong, partial(_raise_changed, wrong, router.path, who))
 
 
-def holds_ids(output: Any, router: RouterHook, ids_RK: Tensor, *, may_drop: bool) -> Tensor:
-    """Bool [], whether what a router returned holds these ids: as they are, or as rows [E] that are not 0 at them.
+def ids_or_obeyed(output: Any, router: RouterHook, ids_RK: Tensor) -> Tensor:
+    """Give the ids [R, K] that a router returned, untouched; else bool [R] as `holds_ids`, for rows with a route."""
+    listed = _listed_ids(output, router, ids_RK)
+    if len(listed) == 1 and listed[0].shape == ids_RK.shape and listed[0].device == ids_RK.device:
+        return listed[0]  # compared at the end of the pass, for all layers at once
+    return run_unnumbered(partial(holds_ids, output, router, may_drop=True), ids_RK.long().clamp_min(0))
 
-    With `may_drop` rows may lack some of the experts, as they do over a capacity, but not all. `ids_RK` is int64.
+
+def holds_ids(output: Any, router: RouterHook, ids_RK: Tensor, *, may_drop: bool) -> Tensor:
+    """Bool [R], whether what a router returned holds these ids: as they are, or as a row [E] that is not 0 at them.
+
+    With `may_drop` a row may lack some of its experts, as over a capacity, but not all rows all. `ids_RK` is int64.
     """
+    device, num_rows = ids_RK.device, len(ids_RK)
     if router.read_back is not None:
-        read_RK = router.read_back(output).to(ids_RK.device)
-        return (read_RK == ids_RK.sort(-1).values).all()
-    selected_RE = torch.zeros(len(ids_RK), router.num_experts, dtype=torch.bool, device=ids_RK.device)
-    selected_RE.scatter_(-1, ids_RK, True)
-    found = torch.zeros((), dtype=torch.bool, device=ids_RK.device)
-    for part in tensors_of(output):
-        if not part.is_floating_point() and part.numel() == ids_RK.numel():
-            found |= (part.reshape(ids_RK.shape).to(ids_RK.device) == ids_RK).all()
-        elif part.numel() == selected_RE.numel():
-            is_on_RE = part.reshape(selected_RE.shape).to(ids_RK.device) != 0
-            wrong_RE = is_on_RE & ~selected_RE if may_drop else is_on_RE != selected_RE
-            found |= is_on_RE.any() & ~wrong_RE.any()
-    return found
+        return (router.read_back(output).to(device) == ids_RK.sort(-1).values).all(-1)
+    found_R = torch.zeros(num_rows, dtype=torch.bool, device=device)
+    if listed := _listed_ids(output, router, ids_RK):
+        for part in listed:
+            found_R |= (part.reshape(ids_RK.shape).to(device) == ids_RK).all(-1)
+        return found_R
+    selected_RE = torch.zeros(num_rows, router.num_experts, dtype=torch.bool, device=device).scatter_(-1, ids_RK, True)
+    dense = [part for part in tensors_of(output) if part.numel() == selected_RE.numel()]
+    # where a router returns a map, zeros among its gate weights tell nothing
+    for part in [part for part in dense if part.dtype == torch.bool] or dense:
+        is_on_RE = part.reshape(selected_RE.shape).to(device) != 0
+        wrong_RE = is_on_RE & ~selected_RE if may_drop else is_on_RE != selected_RE
+        found_R |= is_on_RE.any() & ~wrong_RE.any(-1)
+    return found_R
+
+
+def _listed_ids(output: Any, router: RouterHook, ids_RK: Tensor) -> list[Tensor]:
+    """Find the integers of a router's output that may be its K ids of each row."""
+    if router.read_back is not None:
+        return []
+    return [
+        part
+        for part in tensors_of(output)
+        if part.numel() == ids_RK.numel() and not part.is_floating_point() and part.dtype != torch.bool
+    ]
 
 
 def _raise_changed(wrong: Tensor, path: str, who: str) -> None:

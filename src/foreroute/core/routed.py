@@ -105,7 +105,7 @@ class Routed(HookedModel):
         super().__init__([hooks])
         self.model = hooks.model
         self.hooks = hooks
-        self._counts = ReplayCounts()
+        self._counts = _NativeCounts()
 
     def rows(
         self, ids_BTLK: Tensor, attention_mask: Tensor | None = None, *, missing: Missing = "native"
@@ -164,11 +164,16 @@ class Routed(HookedModel):
         """
         self.checks.wait()
         routers, counts = self.hooks.routers, self._counts.layers.get(0)
-        numbers = [(0, 0, 0)] * len(routers) if counts is None else counts.cpu().tolist()
-        return [
-            LayerReport(router.path, replayed, native_differing)
-            for router, (replayed, _, native_differing) in zip(routers, numbers, strict=True)
-        ]
+        numbers_2L = [[0] * len(routers)] * 2
+        if counts is not None:
+            numbers_2L = torch.stack([counts["decisions"], counts["native_differing_decisions"]]).tolist()
+        return [LayerReport(router.path, *numbers) for router, *numbers in zip(routers, *numbers_2L, strict=True)]
+
+
+class _NativeCounts(ReplayCounts):
+    """Counts for `Routed.report`, which does not ask what routers returned."""
+
+    options = RecordOptions()
 
 
 class _TensorReplay(Replaying):

@@ -32,7 +32,7 @@ SQUASHING = frozenset(
 class Scores(NamedTuple):
     """What routers selected by: a tensor each for all L of them, or for one without that axis."""
 
-    picked: Tensor  # float32 [L, R, K], of what they pick natively
+    picked: Tensor  # float32 [L, R, K], of their native picks, also where others are replayed
     next: Tensor  # float32 [L, R], the best of the others; of the last pick where all experts are picked
     by_probability: Tensor  # bool [L], whether they select by probabilities, and not by logits
 
