@@ -12,7 +12,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 import foreroute as fr
 from foreroute.adapters import hf
-from foreroute.core import ReplayError, attach, tensor_rows
+from foreroute.core import ReplayError, attach
+from foreroute.core.routed import INTEGERS, UNSIGNED
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import build
 from tests.adapters.hf.model_runs import (
@@ -271,7 +272,7 @@ def test_examples_run(script, said):
     assert re.search(said, ended.stdout), ended.stdout + ended.stderr
 
 
-@pytest.mark.parametrize("dtype", tensor_rows.INTEGERS, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("dtype", INTEGERS, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_ids_of_every_integer_type_are_replayed(dtype):
     model, routed, own, native = with_own_routes()
     other = (own.long() + 1) % 8
@@ -283,7 +284,7 @@ def test_ids_of_every_integer_type_are_replayed(dtype):
     assert not torch.equal(seen[0], native)
 
 
-@pytest.mark.parametrize("dtype", tensor_rows.UNSIGNED)
+@pytest.mark.parametrize("dtype", UNSIGNED)
 def test_minus_one_in_an_unsigned_type_is_not_recorded_throughout_and_too_large_alone(dtype):
     model, routed, own, _ = with_own_routes()
     other = (own.long() + 1) % 8

@@ -37,8 +37,8 @@ from .passes import (
     RecordOptions,
     Rows,
     ThreadGuard,
+    move_tensor,
     signed_dtype,
-    to_device,
 )
 from .recompute import bind
 from .selection import LayerPass, SelectionRule
@@ -349,7 +349,7 @@ class ModelHooks(ABC):
             if count > 1:
                 raise _not_once(hook, count)
         # kept apart from `calls_L`: a CUDA graph counts its next pass at the same address
-        counts_L = current.calls_L[:num] + to_device(torch.tensor(outside, dtype=torch.int32), current.calls_L.device)
+        counts_L = current.calls_L[:num] + move_tensor(torch.tensor(outside, dtype=torch.int32), current.calls_L.device)
         raise_error = partial(self._require_counts, counts_L)
         if "torch._dynamo" not in sys.modules:  # there is no graph in which they could have run
             raise_error()

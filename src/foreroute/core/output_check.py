@@ -7,17 +7,19 @@ on their device, which is not waited for.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
+from .caches import times_written
 from .deferred_checks import DeferredChecks
 from .errors import ReplayError
 from .recompute import run_unnumbered
 from .selection import LayerPass
-from .tensor_ids import TensorIds
 
 if TYPE_CHECKING:
     from .hooks import RouterHook
@@ -75,6 +77,23 @@ class OutputCheck:
         self._checks.add(wrong, partial(_raise_changed, wrong, router.path, who))
 
 
+class TensorIds:
+    """Weak references to tensors and their version counters; keeps none alive.
+
+    Collectives of torch.distributed write without counting. Who may be given a buffer that one fills compares values.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._ids = [(ref(tensor), times_written(tensor)) for tensor in tensors]
+
+    def fit(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are they, and unwritten; in inference mode, where nobody counts, whether these are they."""
+        return len(tensors) == len(self._ids) and all(
+            known() is tensor and times_written(tensor) == times
+            for tensor, (known, times) in zip(tensors, self._ids, strict=True)
+        )
+
+
 def ids_or_obeyed(output: Any, router: RouterHook, ids_RK: Tensor) -> Tensor:
     """Give the ids [R, K] that a router returned, untouched; else bool [R] as `holds_ids`, for rows with a route."""
     listed = _listed_ids(output, router, ids_RK)
@@ -126,6 +145,5 @@ def _raise_changed(wrong: Tensor, path: str, who: str) -> None:
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """Give the tensors that a router returned."""
     parts = output if isinstance(output, tuple | list) else [output]
     return [part for part in parts if isinstance(part, Tensor)]

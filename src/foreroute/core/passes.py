@@ -313,7 +313,7 @@ def signed_dtype(num_experts: int) -> torch.dtype:
     return torch.int8 if num_experts <= 2**7 else torch.int16
 
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+def move_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     """Move a tensor without waiting for the device: from pageable memory a copy would wait for what was launched."""
     if tensor.device == device:
         return tensor

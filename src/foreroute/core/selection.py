@@ -129,6 +129,10 @@ class Selection:
 class SelectionMode(TorchFunctionMode):
     """Watches one call of a router that selects by top-k. Other routers have a subclass in `selection_rules`.
 
+    A subclass hands its native picks to `now.keep`, or to `now.choose` and runs what that gives; calls them by
+    `run_unnumbered`, and asks the router for picks only where `asks` is true; and leaves one final `Selection` in
+    `seen`, with `by_probability` where it was made by probabilities.
+
     Routers that limit the selection to groups of experts overwrite the scores of the others, and some of them take gate
     weights from the overwritten tensor. An expert replayed from outside the live groups would get weight zero and no
     gradient; so the weights are gathered from the tensor before the mask. Every family masks with `masked_fill`. What
@@ -210,7 +214,11 @@ def _flat(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SelectionRule:
-    """How one class of router selects."""
+    """How one class of router selects.
+
+    The self-check replays the expert behind each native pick, so that any K different experts must be a legal
+    selection. A router that allows fewer is refused.
+    """
 
     mode: type[SelectionMode] = SelectionMode  # what watches and forces its selection
     num_skip_classes: int = 0  # how many of its last ids stand for no expert at all

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,13 +30,6 @@ class ForwardRows:
     past: int  # how many positions a key-value cache already held
     width: int | None  # positions of a sequence, padding included; None where sequences share a row, and cannot go on
     streams: dict[str, DecisionStream] = field(default_factory=dict)  # N rows; the same names in every forward
-
-
-class Recordable(Protocol):
-    """What the arguments of a forward say of its batch."""
-
-    def kept(self) -> Any:
-        """What `RowsOf` needs of it later, when whoever gave it may have overwritten it."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +79,12 @@ class Recording(Interceptor):
         self._passes: list[list[RecordedPass]] = [[] for _ in range(num_chunks)]
         self._begun: list[Any] = [None] * num_chunks
 
-    def begin_pass(self, chunk: int, args: Recordable) -> Rows | None:
-        """Keep what says where the sequences are."""
+    def begin_pass(self, chunk: int, args: Any) -> Rows | None:
+        """Keep what says where the sequences are, before whoever gave it overwrites it."""
         self._begun[chunk] = args.kept()
         return None
 
-    def end_pass(self, chunk: int, args: Recordable, current: Pass | None) -> None:
+    def end_pass(self, chunk: int, args: Any, current: Pass | None) -> None:
         """Keep what is asked for of the pass; one that failed is forgotten."""
         recorded = RecordedPass(self._begun[chunk], None)
         if current is not None:
