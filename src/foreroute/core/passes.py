@@ -54,31 +54,17 @@ class RecordOptions(NamedTuple):
 
 
 class Pass:
-    """One forward over one batch.
-
-    Args:
-        routers: path and number of picks of each of the L routers.
-        num_rows: R.
-        id_dtype: of the picks that are kept: signed.
-        device: of the batch.
-        rows: the routes to force, or None.
-        options: what to keep.
-        num_others: how many other modules select in it.
-
-    Attributes:
-        native_LRK: [L, R, K], what routers picked natively; -1 where they have not selected, or have fewer picks.
-        scores: what they selected by; None where that is not kept.
-    """
+    """One forward over one batch, and what it keeps."""
 
     def __init__(
         self,
-        routers: Sequence[tuple[str, int]],
+        routers: Sequence[tuple[str, int]],  # path and picks of each
         num_rows: int,
-        id_dtype: torch.dtype,
+        id_dtype: torch.dtype,  # of the picks that are kept: signed
         device: torch.device,
         rows: Rows | None,
         options: RecordOptions,
-        num_others: int = 0,
+        num_others: int = 0,  # other modules that select
     ) -> None:
         num_layers = len(routers)
         shape = num_layers, num_rows, max(map(itemgetter(1), routers))
@@ -89,6 +75,7 @@ class Pass:
             )
         self.rows = rows
         self.options = options
+        # what routers picked; -1 where they have not selected, or have fewer picks
         self.native_LRK = torch.full(shape, -1, dtype=id_dtype, device=device)
         self.scores = _room_for_scores(routers, shape, device) if options.scores else None
         # how often each router, and behind them each other module, has selected: outside of graphs, and inside
@@ -262,10 +249,9 @@ class ReplayCounts(Interceptor):
     @property
     def sums(self) -> dict[str, Tensor]:
         """Each of `NAMES`, int64 [] on the device; nothing before the first replayed pass."""
-        of_layers = [{name: each.sum() for name, each in layers.items()} for layers in self.layers.values()]
         sums = dict(self._rows)
-        for each in of_layers:
-            _add_to(sums, each)
+        for layers in self.layers.values():
+            _add_to(sums, {name: each.sum() for name, each in layers.items()})
         return sums
 
     def end_pass(self, chunk: int, args: Any, current: Pass | None) -> None:

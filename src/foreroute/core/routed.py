@@ -227,7 +227,7 @@ class TensorRecording(Interceptor):
             self._passes.append((args, current.executed_LRK))
 
     def _add_checks(self, add: Callable[[Tensor, Callable[[], None]], None]) -> None:
-        """Ask of each forward with positions whether it continued what no cache holds. `add` as of `DeferredChecks`."""
+        """Ask, by `DeferredChecks.add`, whether a forward with positions continued what no cache holds."""
         for args, _ in self._passes:
             if isinstance(args, TrunkArgs) and args.continues is not None:
                 add(args.continues, partial(_raise_continued, args.continues))
@@ -326,7 +326,7 @@ def _described(value: Any) -> str:
 
 
 def _signed(ids: Tensor) -> Tensor:
-    """Give the same ids in a type that has -1. What -1 became in an unsigned type, in all of several picks, is -1."""
+    """Give the same ids in a type that has -1, also where it became another number in all of several picks."""
     if ids.dtype not in UNSIGNED:
         return ids
     wide = ids.to(UNSIGNED[ids.dtype])

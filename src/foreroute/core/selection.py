@@ -138,12 +138,8 @@ class SelectionMode(TorchFunctionMode):
     gradient; so the weights are gathered from the tensor before the mask. Every family masks with `masked_fill`. What
     masks in another way is refused when a model is attached: a replayed expert must not have weight zero.
 
-    Args:
-        final: which top-k of the call is the final selection, from 0; None where that is not known yet.
-        now: what the router does in this pass; None to look on only.
-
-    Attributes:
-        seen: every selection so far, in order.
+    `final` says which top-k of the call is the final selection, None where that is not known yet; `now` is what the
+    router does in this pass, None to look on only.
     """
 
     def __init__(self, final: int | None, now: LayerPass | None = None) -> None:
@@ -155,7 +151,7 @@ class SelectionMode(TorchFunctionMode):
         self.asks = now is None or not now.is_recompute or in_graph
         # asked once, as calls of Python count in each layer
         self._is_numbered = not in_graph and torch._C._len_torch_dispatch_stack() > 0
-        self.seen: list[Selection] = []
+        self.seen: list[Selection] = []  # in order
         self._squashed = False
         # pairs (masked, what it was before); the tensors are held, so that identity stays meaningful
         self._masked: list[tuple[Tensor, Tensor]] = []

@@ -52,14 +52,6 @@ class Recording(Interceptor):
     Forwards that start without a key-value cache begin new sequences; forwards with one continue the sequences of the
     forward before them, from where the cache ends: positions that were cut off it are left out. Routes stay on the
     device until they are asked for.
-
-    Args:
-        spec: of the whole model.
-        num_chunks: that this rank runs of it.
-        rows_of: puts passes together, as the framework cut them.
-        weight_version: stamped on every row.
-        provenance: of the trace.
-        options: what to keep of passes beside their routes.
     """
 
     def __init__(
@@ -219,9 +211,9 @@ def _tokens_of(sequences: Any, attention_mask: ArrayLike | None) -> list[NDArray
     if isinstance(sequences, list | tuple):
         if attention_mask is not None:
             raise BatchMismatchError("sequences in a list have no padding; give no attention_mask with them")
-        rows = [_on_host(row) for row in sequences]
+        rows = [_as_array(row) for row in sequences]
     else:
-        rows_BT = _on_host(sequences)
+        rows_BT = _as_array(sequences)
         if rows_BT.ndim != 2:
             raise BatchMismatchError(
                 f"sequences are a {type(sequences).__name__} of shape {rows_BT.shape}; expected integers [B, T], such "
@@ -239,7 +231,7 @@ def _tokens_of(sequences: Any, attention_mask: ArrayLike | None) -> list[NDArray
 
 
 def _mask_of(attention_mask: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.bool_]:
-    mask = _on_host(attention_mask)
+    mask = _as_array(attention_mask)
     if mask.shape != shape:
         raise BatchMismatchError(
             f"attention_mask is {mask.shape} and the sequences are {shape}; expected the mask of prompts and "
@@ -248,7 +240,7 @@ def _mask_of(attention_mask: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.bo
     return kept_by(mask)
 
 
-def _on_host(values: Any) -> NDArray[Any]:
+def _as_array(values: Any) -> NDArray[Any]:
     try:
         if isinstance(values, Tensor):
             host = values.detach().cpu()

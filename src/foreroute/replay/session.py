@@ -267,17 +267,7 @@ class WithTelemetry:
 
 
 class ReplaySession(Replaying, WithTelemetry):
-    """What `RoutedModel.replay` yields.
-
-    Args:
-        routes: to replay.
-        policy: how.
-        checks: what devices are asked of its batches.
-        telemetry: what adds up what routers do, if anybody wants to know.
-
-    Attributes:
-        num_forwards: completed so far, those of each chunk counted.
-    """
+    """What `RoutedModel.replay` yields; `num_forwards` are those completed so far, of each chunk."""
 
     def __init__(
         self,
