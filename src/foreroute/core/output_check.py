@@ -96,7 +96,7 @@ class TensorIds:
 
 def ids_or_obeyed(output: Any, router: RouterHook, ids_RK: Tensor) -> Tensor:
     """Give the ids [R, K] that a router returned, untouched; else bool [R] as `holds_ids`, for rows with a route."""
-    listed = _listed_ids(output, router, ids_RK)
+    listed = [] if router.num_skip_classes else _listed_ids(output, router, ids_RK)
     if len(listed) == 1 and listed[0].shape == ids_RK.shape and listed[0].device == ids_RK.device:
         return listed[0]  # compared at the end of the pass, for all layers at once
     return run_unnumbered(partial(holds_ids, output, router, may_drop=True), ids_RK.long().clamp_min(0))
@@ -112,8 +112,9 @@ def holds_ids(output: Any, router: RouterHook, ids_RK: Tensor, *, may_drop: bool
         return (router.read_back(output).to(device) == ids_RK.sort(-1).values).all(-1)
     found_R = torch.zeros(num_rows, dtype=torch.bool, device=device)
     if listed := _listed_ids(output, router, ids_RK):
+        is_skipped_RK = ids_RK >= router.num_experts - router.num_skip_classes  # which a router returns as any id
         for part in listed:
-            found_R |= (part.reshape(ids_RK.shape).to(device) == ids_RK).all(-1)
+            found_R |= ((part.reshape(ids_RK.shape).to(device) == ids_RK) | is_skipped_RK).all(-1)
         return found_R
     selected_RE = torch.zeros(num_rows, router.num_experts, dtype=torch.bool, device=device).scatter_(-1, ids_RK, True)
     dense = [part for part in tensors_of(output) if part.numel() == selected_RE.numel()]

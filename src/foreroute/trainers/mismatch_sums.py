@@ -33,14 +33,7 @@ METRICS = {
 """
 IMPOSSIBLE = {"impossible_sampled": "the rollout", "impossible_trained": "the trainer"}
 OF_TOKENS = ("k3", "above_2", "tokens", *IMPOSSIBLE)
-OF_ROUTES = (
-    "rows",
-    "differing_rows",
-    "decisions",
-    "differing_decisions",
-    "native_decisions",
-    "native_differing_decisions",
-)
+OF_ROUTES = (*ReplayCounts.NAMES, "native_decisions")
 
 
 class MismatchSums:
