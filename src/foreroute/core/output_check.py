@@ -46,7 +46,9 @@ class OutputCheck:
         """
         module, name = router.selecting
         if router.is_replaced:
-            self._compare(router, now, result, f"a function that took the place of its {name}() after attach()")
+            run_unnumbered(
+                self._compare, router, now, result, f"a function that took the place of its {name}() after attach()"
+            )
         if name != "forward":  # of a method of the block around a router no hook sees what is returned
             return
         if router not in self._handles:
@@ -65,12 +67,9 @@ class OutputCheck:
             return
         hooks = [hook for number, hook in module._forward_hooks.items() if number != self._handles[router].id]
         names = ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks)
-        self._compare(router, now, output, f"a forward hook ({names or 'one on all modules'})")
+        run_unnumbered(self._compare, router, now, output, f"a forward hook ({names or 'one on all modules'})")
 
     def _compare(self, router: RouterHook, now: LayerPass, output: Any, who: str) -> None:
-        run_unnumbered(self._compare_values, router, now, output, who)
-
-    def _compare_values(self, router: RouterHook, now: LayerPass, output: Any, who: str) -> None:
         native_RK, ids_RK = now.into_RK, now.ids_RK
         ran_RK = native_RK if ids_RK is None else torch.where(ids_RK < 0, native_RK, ids_RK)
         wrong = ~holds_ids(output, router, ran_RK.long(), may_drop=True).all()
