@@ -26,6 +26,7 @@ from foreroute.adapters.hf import graph_ops
 from foreroute.adapters.hf.forward_tokens import ForwardTokens, kept_widths, to_host
 from foreroute.adapters.hf.pixels import ImageTokens, pixel_stream, warn_of_unbound
 from foreroute.adapters.hf.trace_rows import TraceRows
+from foreroute.adapters.planned_model import PlannedModel
 from foreroute.core.hooks import SelectingRouter, SelectionHook, overridden
 from foreroute.core.passes import Pass, Rows
 from foreroute.core.selection import Scores
@@ -33,7 +34,7 @@ from foreroute.core.trunk import TrunkHooks
 from foreroute.core.untouched import reshard
 from foreroute.errors import BatchMismatchError, LayoutError, ReplayError
 from foreroute.layout import Layout
-from foreroute.replay import Policy, ReplayRows, RoutedModel, Routes
+from foreroute.replay import Policy, ReplayRows, Routes
 from foreroute.replay.arguments import not_of_kind
 from foreroute.replay.executed_counts import ExecutedCounts
 from foreroute.trace import INDEXER, PIXELS, IndexerSpec, RoutingSpec, RoutingTrace
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
     from foreroute.adapters.hf.indexers import FoundIndexers
     from foreroute.ep import PlanExecution
     from foreroute.ep.execution import MicroBatch
-    from foreroute.ep.transfer.engine import TransferOptions
-    from foreroute.plan import StepPlan
     from foreroute.replay import ForwardRows, RecordedPass
 
 
@@ -53,13 +52,15 @@ BATCHES = "init_continuous_batching"
 """The method of a model by which each way of continuous batching begins."""
 
 
-class RoutedTransformer(RoutedModel):
+class RoutedTransformer(PlannedModel):
     """Recording and replaying sessions for one Hugging Face model. Made by `attach`.
 
     Attributes:
         model: the model that was attached.
         spread: its experts, where transformers has spread them over ranks by our implementation; else None.
     """
+
+    spread: SpreadExperts | None
 
     def __init__(self, hooks: TransformerHooks, spread: SpreadExperts | None = None) -> None:
         made_by = {"engine": "transformers", "engine_version": transformers.__version__}
@@ -132,61 +133,20 @@ class RoutedTransformer(RoutedModel):
         lookups = {layer: partial(looked_up, router.module) for layer, router in routers if router.rule.is_lookup}
         return with_lookups(trace, self.spec, lookups)
 
-    def gather_counts(self, micro_batches: Sequence[TraceRows | RoutingTrace]) -> NDArray[np.int32]:
-        """Count the routes of all ranks: int32 [M, L, G, E]. See `foreroute.ep.ExpertParallelModel`."""
-        return self._experts.gather_counts(self._planned(micro_batches))
-
-    def execute(
-        self,
-        plan: StepPlan | None,
-        planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace],
-        micro_batches: Sequence[TraceRows | RoutingTrace],
-        *,
-        step: int | None = None,
-    ) -> AbstractContextManager[PlanExecution]:
-        """Execute a plan while the context is open. See `foreroute.ep.ExpertParallelModel`.
-
-        Args:
-            plan: of these micro-batches; None computes every expert at its home.
-            planned: counts [M, L, G, E] of `gather_counts` that it was made for, or the traces of the whole step.
-            micro_batches: of this rank, the same objects that sessions replay: traces, or what `rows` made of them.
-            step: of the optimizer; executions of one number load weights once.
-        """
-        return self._experts.execute(self._of_trunk, plan, planned, self._planned(micro_batches), step)
-
-    def _planned(self, micro_batches: Sequence[TraceRows | RoutingTrace]) -> Callable[[], list[MicroBatch]]:
-        from foreroute.adapters.hf.executing import planned_batches
-
-        return partial(planned_batches, self, self._experts, micro_batches)
-
     @property
     def _experts(self) -> SpreadExperts:
-        """What plans are executed on, whose modules are imported where somebody plans. Raises as `gather_counts`."""
         from foreroute.adapters.hf.executing import spread_of
 
         return spread_of(self)
 
     @property
-    def home_LE(self) -> NDArray[np.int16]:
-        """int16 [L, E], the expert-parallel rank that every expert lives on now. Raises as `gather_counts`."""
-        return self._experts.home_LE
+    def _executing(self) -> TransformerHooks:
+        return self._of_trunk
 
-    @property
-    def block_home_LE(self) -> NDArray[np.int16]:
-        """int16 [L, E], the homes of transformers, in which models are saved. Raises as `gather_counts`."""
-        return self._experts.block_home_LE
+    def _planned_batches(self, given: Sequence[TraceRows | RoutingTrace]) -> list[MicroBatch]:
+        from foreroute.adapters.hf.executing import planned_batches
 
-    def share_plan(self, make: Callable[[], StepPlan]) -> StepPlan:
-        """Give all ranks the plan that the first one makes. See `foreroute.ep.ExpertParallelModel`."""
-        return self._experts.share_plan(make)
-
-    def use(self, transfers: TransferOptions) -> None:
-        """Say how weights of replicas travel. See `foreroute.ep.ExpertParallelModel`."""
-        self._experts.use(transfers)
-
-    def move_homes(self, homes: StepPlan | NDArray[np.integer], optimizer: torch.optim.Optimizer | None = None) -> int:
-        """Move experts to other ranks, and return the bytes received. See `foreroute.ep.ExpertParallelModel`."""
-        return self._experts.move_homes(homes, optimizer)
+        return planned_batches(self, self._experts, given)
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Give every weight and buffer that is saved, whole, as engines take them. A collective call.
@@ -205,11 +165,6 @@ class RoutedTransformer(RoutedModel):
                 whole = whole.full_tensor()
             rows = row_E.get(id(tensor))
             yield name, whole if rows is None else whole[rows]
-
-    def close(self) -> None:
-        """Release what weights of replicas travel by. See `foreroute.ep.ExpertParallelModel`."""
-        if self.spread is not None:
-            self.spread.close()
 
     def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> Routes:
         """Find the rows of a trace for each batch, unless these are routes that do so. See `RoutedModel`."""

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
 
 import megatron.core
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from foreroute.adapters.megatron.forward_args import Call, compare_tokens, find_layout, require_fits
@@ -19,20 +16,20 @@ from foreroute.adapters.megatron.plan_execution.execution import PlannedExperts,
 from foreroute.adapters.megatron.recording import rows_over_ranks
 from foreroute.adapters.megatron.route_shard import RouteShard, shard
 from foreroute.adapters.megatron.schedule import ReplayingStep, routes_in
+from foreroute.adapters.planned_model import PlannedModel
 from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.ep import PlanExecution
-from foreroute.ep.transfer.engine import TransferOptions
+from foreroute.ep.execution import MicroBatch
 from foreroute.errors import AttachError, BatchMismatchError, ConfigError, LayoutError
 from foreroute.layout import Layout
-from foreroute.plan import StepPlan
-from foreroute.replay import ForwardRows, PassRoutes, Policy, RecordedPass, ReplaySession, RoutedModel, Telemetry
+from foreroute.replay import ForwardRows, PassRoutes, Policy, RecordedPass, ReplaySession, Telemetry
 from foreroute.replay.arguments import not_of_kind, require_version
 from foreroute.replay.indexers import require_choices
 from foreroute.replay.rows import Counts, MissingRows, PaddingRows
 from foreroute.trace import RoutingSpec, RoutingTrace
 
 
-class RoutedMegatron(RoutedModel):
+class RoutedMegatron(PlannedModel):
     """Recording and replaying sessions for one Megatron-Core model, on one rank. Made by `attach`.
 
     Attributes:
@@ -45,6 +42,7 @@ class RoutedMegatron(RoutedModel):
 
     padding: PaddingRows = "spread"
     chunks: Sequence[ChunkHooks]
+    spread: PlannedExperts
 
     def __init__(self, chunks: Sequence[ChunkHooks], spec: RoutingSpec, ep_size: int) -> None:
         made_by = {"engine": "megatron-core", "engine_version": megatron.core.__version__}
@@ -134,53 +132,16 @@ class RoutedMegatron(RoutedModel):
         found = self.routes_of(routes, None, policy)
         return ReplaySession(found, policy, self.checks, telemetry)
 
-    def gather_counts(self, micro_batches: Sequence[RouteShard]) -> NDArray[np.int32]:
-        """Count the routes of all ranks: int32 [M, L, G, E]. See `foreroute.ep.ExpertParallelModel`."""
-        return self.spread.gather_counts(partial(planned_batches, micro_batches))
-
-    def execute(
-        self,
-        plan: StepPlan | None,
-        planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace],
-        micro_batches: Sequence[RouteShard],
-        *,
-        step: int | None = None,
-    ) -> AbstractContextManager[PlanExecution]:
-        """Execute a plan while the context is open. See `foreroute.ep.ExpertParallelModel`.
-
-        Args:
-            plan: of these micro-batches; None computes every expert at its home.
-            planned: counts [M, L, G, E] of `gather_counts` that it was made for, or the traces of the whole step.
-            micro_batches: what `shard` made of the routes that batches bring, in the order of the schedule.
-            step: of the optimizer; executions of one number load weights once.
-        """
-        return self.spread.execute(self, plan, planned, partial(planned_batches, micro_batches), step)
+    @property
+    def _experts(self) -> PlannedExperts:
+        return self.spread
 
     @property
-    def home_LE(self) -> NDArray[np.int16]:
-        """int16 [L, E], the expert-parallel rank that every expert of the whole model lives on now."""
-        return self.spread.home_LE
+    def _executing(self) -> RoutedMegatron:
+        return self
 
-    @property
-    def block_home_LE(self) -> NDArray[np.int16]:
-        """int16 [L, E], the homes that Megatron gives experts when it builds a model, and looks for in checkpoints."""
-        return self.spread.block_home_LE
-
-    def share_plan(self, make: Callable[[], StepPlan]) -> StepPlan:
-        """Give all ranks the plan that the first one makes. See `foreroute.ep.ExpertParallelModel`."""
-        return self.spread.share_plan(make)
-
-    def use(self, transfers: TransferOptions) -> None:
-        """Say how weights of replicas travel. See `foreroute.ep.ExpertParallelModel`."""
-        self.spread.use(transfers)
-
-    def move_homes(self, homes: StepPlan | NDArray[np.integer], optimizer: Any = None) -> int:
-        """Move experts to other ranks, and return the bytes received. See `foreroute.ep.ExpertParallelModel`."""
-        return self.spread.move_homes(homes, optimizer)
-
-    def close(self) -> None:
-        """Release what weights of replicas travel by. See `foreroute.ep.ExpertParallelModel`."""
-        self.spread.close()
+    def _planned_batches(self, given: Sequence[RouteShard]) -> list[MicroBatch]:
+        return planned_batches(given)
 
     def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> MicroBatchRoutes:
         """Those of one micro-batch, cut to this rank when its forward begins. See `RoutedModel`."""
