@@ -207,7 +207,6 @@ class ChoosingIndexer(SelectionHook):
         self._form = form
 
     def select(self, now: IndexerPass, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """See `SelectionHook`."""
         returned = forward(*args, **kwargs)
         if now.rows is not None:
             returned = self._replayed(returned, now.rows, now.indexer)

@@ -167,14 +167,14 @@ class RoutedTransformer(PlannedModel):
             yield name, whole if rows is None else whole[rows]
 
     def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> Routes:
-        """Find the rows of a trace for each batch, unless these are routes that do so. See `RoutedModel`."""
+        """Find the rows of a trace for each batch, unless these are routes that do so."""
         if isinstance(routes, TraceRows) and layout is not None:
             raise LayoutError("the rows were made for a layout already; give none with them")
         # `isinstance` with a protocol would read `versions`, which looks at every row
         return routes if hasattr(routes, "of_pass") else self.rows(routes, layout)
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
-        """Give the rows of one chunk and one rank. See `RoutedModel`."""
+        """Give the rows of one chunk and one rank."""
         recorded = passes[0]
         widths = kept_widths([each.args for each in recorded])
         indexers = self._of_trunk.found_indexers
@@ -217,7 +217,7 @@ class TransformerHooks(TrunkHooks):
         return ForwardTokens.of_call(self.names, self.images, args, kwargs)
 
     def session_contexts(self) -> list[AbstractContextManager[Any]]:
-        """Add what encodes images before a forward, and continuous batching, which is refused. See `TrunkHooks`."""
+        """Add what encodes images before a forward, and continuous batching, which is refused."""
         contexts = super().session_contexts()
         contexts += [overridden(module, BATCHES, _refuse_batches) for module in self._generating]
         if self.images is not None:
@@ -232,7 +232,7 @@ class TransformerHooks(TrunkHooks):
         return result
 
     def open_others(self, current: Pass) -> Sequence[tuple[Any, Any]]:
-        """Open the indexers, which must choose if their choices are kept or forced. See `ModelHooks`."""
+        """Open the indexers, which must choose if their choices are kept or forced."""
         assert self.found_indexers is not None, "they are the others"
         if uses_indexers(current):
             current.num_expected += len(self.others)
@@ -268,7 +268,6 @@ class TransformerHooks(TrunkHooks):
     def run_compiled(
         self, path: str, hooks: Sequence[SelectionHook], call: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """See `TrunkHooks`."""
         if self.passes and not torch.compiler.is_compiling() and uses_indexers(self.passes.current):
             raise _in_graph("choices of indexers are", path)
         return super().run_compiled(path, hooks, call, *args, **kwargs)
@@ -309,7 +308,7 @@ class TransformerHooks(TrunkHooks):
         past: int,
         begins: bool,
     ) -> Tensor:
-        """See `graph_ops.Host`."""
+        """Begin a compiled pass, and return `Rows.ids_LRK`, empty without replay."""
         self.sessions.require_mine("runs a model")
         batch = ForwardTokens(input_ids, mask, positions, cumulative, past, begins=begins, cache_was_seen=False).read()
         batch.digests_BT = digests
@@ -324,7 +323,7 @@ class TransformerHooks(TrunkHooks):
         return torch.empty(shape, dtype=dtype, device=batch.device)
 
     def end_from_graph(self, calls_L: Tensor, kept: list[Tensor]) -> None:
-        """See `graph_ops.Host`."""
+        """End it, with what routers observed."""
         assert self._begun_in_graph is not None, "a compiled pass ends after it has begun"
         (batch, current), self._begun_in_graph = self._begun_in_graph, None
         current.calls_L = calls_L
@@ -336,7 +335,7 @@ class TransformerHooks(TrunkHooks):
             each.end_pass(self.chunk, batch, current)
 
     def shapes_for_graph(self, num_slots: int) -> tuple[list[int], torch.dtype]:
-        """See `graph_ops.Host`."""
+        """Say shape and dtype of the ids that `begin_from_graph` returns."""
         return [self.spec.num_layers, num_slots if self.options.routes else 0, self.spec.top_k], self.id_dtype
 
 

@@ -36,35 +36,21 @@ class TraceRows:
 
     Made by `RoutedTransformer.rows`, it keeps on the device what batches take, so that recompute, update and every
     epoch on the same micro-batch move nothing there again.
-
-    Args:
-        trace: of the sequences of the batch, in order. Nobody may write to its arrays from now on.
-        layout: where they are in it, or None to see it from the batch.
-        hooks: of the model.
     """
 
     def __init__(self, trace: RoutingTrace, layout: Layout | None, hooks: TransformerHooks) -> None:
         if layout is not None:
             _require_whole(layout, trace)
-        self.trace = trace
+        self.trace, self.versions = trace, trace.versions
         self.layout = layout
         self._hooks = hooks
         self._indexers = hooks.found_indexers if INDEXER in trace.streams else None
         self._there: TraceOnDevice | None = None
         self._counts: dict[tuple[int, int], NDArray[np.int64]] = {}
 
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """See `foreroute.replay.Routes`."""
-        return self.trace.versions
-
     def counts_of(self, part: int = 0, num_parts: int = 1) -> NDArray[np.int64]:
-        """int64 [L, E], assignments of the rows that have a route, of which a batch leaves none out.
-
-        Args:
-            part: of these rows, when they are cut as `torch.chunk` cuts them.
-            num_parts: how many ranks share the batch, each of which sends its part.
-        """
+        """Count int64 [L, E], assignments of rows that have a route, or of one of the parts that ranks cut them in."""
+        # a batch leaves none of these rows out, and ranks cut them as `torch.chunk` does
         if (part, num_parts) not in self._counts:
             trace, spec = self.trace, self.trace.spec
             if num_parts > 1:
@@ -85,7 +71,7 @@ class TraceRows:
         return bool(faithful_rows(self.trace).all())
 
     def of_pass(self, chunk: int, batch: ForwardTokens, policy: Policy, checks: DeferredChecks) -> PassRoutes:
-        """Find and gather what a batch replays. See `foreroute.replay.Routes`."""
+        """Find and gather what a batch replays."""
         if batch.past:
             raise BatchMismatchError(
                 f"the forward continues a key-value cache of {batch.past} positions; replay whole sequences, "
@@ -156,10 +142,8 @@ class TraceRows:
     def _locate(
         self, kept_BT: Tensor, starts_BT: Tensor | None, there: TraceOnDevice
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Say what is kept, which row of the trace that is, and where its sequence ends there; [R] each.
-
-        And whether the batch has another number of sequences, where only the device knows that.
-        """
+        """Say what is kept, which row of the trace that is, where its sequence ends, [R] each; and what is wrong."""
+        # wrong: another number of sequences, where only the device knows how many there are
         rows, num_sequences = len(kept_BT), len(self.trace)
         offsets, last = there.upload("offsets", self.trace.offsets, self.trace.offsets[-1:]), max(1, num_sequences)
         if starts_BT is None:  # a row of the batch holds one sequence

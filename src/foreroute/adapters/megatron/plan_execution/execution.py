@@ -20,7 +20,7 @@ from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.execution import MicroBatch
 from foreroute.ep.transfer.cells import Home
 from foreroute.ep.transfer.home_moves import gathered
-from foreroute.errors import PlacementError, TraceError
+from foreroute.errors import PlanError, TraceError
 from foreroute.plan import StepPlan
 from foreroute.trace import RoutingSpec
 
@@ -56,7 +56,7 @@ class PlannedExperts(ExpertParallelModel):
         # of any plan, also one without replicas: a layer sends rows by it in place of Megatron
         for _, site, _ in self._sites:
             if reason := objection_to_layer(site):
-                raise PlacementError(f"the layer of {site.path} cannot execute a plan: {reason}")
+                raise PlanError(f"the layer of {site.path} cannot execute a plan: {reason}")
 
     def load(self) -> Mapping[int, Home]:
         homes = {number: home_parameters(site) for number, site, _ in self._sites}
