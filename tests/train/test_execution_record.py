@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from foreroute.adapters.hf.expert_parallel import ForerouteEP
-from foreroute.adapters.hf.scoring import response_log_probs
+from foreroute.adapters.hf.response_logprobs import response_log_probs
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.records.json_form import to_json

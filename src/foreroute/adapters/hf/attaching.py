@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from foreroute.adapters.hf.executing import SpreadExperts
     from foreroute.adapters.hf.indexers import FoundIndexers
 
+WANTED_FORM = "their class needs a form in foreroute/adapters/hf/indexers.py"
+
 
 def attach(model: nn.Module) -> RoutedTransformer:
     """Make the routing of a Hugging Face MoE model recordable and replayable.
@@ -40,6 +42,7 @@ def attach(model: nn.Module) -> RoutedTransformer:
             pass the self-check. The message says which router and why.
         ReplayError: when this release of torch keeps what activation checkpoints run again in an unknown place.
     """
+    # transformers' registry imports it where some model is spread by us; where none is, nobody need load it
     spreading = sys.modules.get("foreroute.adapters.hf.expert_parallel")
     if spreading is not None:
         from foreroute.adapters.hf.expert_lora import require_adapters_spread
@@ -119,7 +122,7 @@ def check_indexers(routed: RoutedTransformer, indexers: FoundIndexers) -> None:
         if not recording.trace().equals(own) or (is_stable and not torch.equal(native, replayed)):
             raise AttachError(
                 "self-check failed: replaying the indexers' own choices changed the output by up to "
-                f"{(native - replayed).abs().max().item():.3g}; this family needs an adapter of its own"
+                f"{(native - replayed).abs().max().item():.3g}; {WANTED_FORM}"
             )
         stream, spec = own.streams[INDEXER], indexers.spec
         visible_N = np.repeat(spec.num_visible(np.arange(num_tokens)), stream.counts_ND.sum(axis=1))
@@ -133,5 +136,5 @@ def check_indexers(routed: RoutedTransformer, indexers: FoundIndexers) -> None:
     if not recording.trace().equals(other) or torch.equal(native, moved):
         raise AttachError(
             f"self-check failed: indexers such as {indexers.hooks[0].path} ({type(indexers.modules[0]).__name__}) were "
-            "told to choose other keys, and were not obeyed; this family needs an adapter of its own"
+            f"told to choose other keys, and were not obeyed; {WANTED_FORM}"
         )

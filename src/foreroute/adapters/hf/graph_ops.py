@@ -24,7 +24,7 @@ _numbers = itertools.count()  # said as words: Dynamo makes a number symbolic wh
 
 
 def register(hooks: TransformerHooks) -> str:
-    """Name the hooks of a model, so that operators, which take tensors, numbers and words, find them while they live."""
+    """Name the hooks of a model, by which operators, which take tensors, numbers and words, find them."""
     name = str(next(_numbers))
     _hooks[name] = hooks
     return name

@@ -23,6 +23,7 @@ from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.layout import Layout, locate_rows
 from foreroute.replay import PassRoutes, Policy, TraceOnDevice
+from foreroute.replay.arguments import require_layout
 from foreroute.replay.rows import faithful_rows, refuse_missing
 from foreroute.trace import INDEXER, PIXELS, RoutingTrace
 from foreroute.trace.operations import add_assignments
@@ -40,13 +41,23 @@ class TraceRows:
 
     def __init__(self, trace: RoutingTrace, layout: Layout | None, hooks: TransformerHooks) -> None:
         if layout is not None:
-            _require_whole(layout, trace)
-        self.trace, self.versions = trace, trace.versions
+            require_layout(layout, trace)
+            if layout.is_split or layout.order == "sbhd":
+                raise LayoutError(
+                    f"the layout is {'split' if layout.is_split else 'sequence first'}; a Hugging Face model takes "
+                    'whole batches, packed or batch first (pad(..., order="bshd"))'
+                )
+        self.trace = trace
         self.layout = layout
         self._hooks = hooks
         self._indexers = hooks.found_indexers if INDEXER in trace.streams else None
         self._there: TraceOnDevice | None = None
         self._counts: dict[tuple[int, int], NDArray[np.int64]] = {}
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Weight versions of the rows that have a route, ascending, for which every row is looked at."""
+        return self.trace.versions
 
     def counts_of(self, part: int = 0, num_parts: int = 1) -> NDArray[np.int64]:
         """Count int64 [L, E], assignments of rows that have a route, or of one of the parts that ranks cut them in."""
@@ -160,19 +171,3 @@ class TraceRows:
         is_other = torch.where(are_packed, starts_R.sum(), rows) != num_sequences
         # padding alone fits a trace of none
         return kept_R, row_R, offsets[number_R + 1], [is_other] if num_sequences else []
-
-
-def _require_whole(layout: object, trace: RoutingTrace) -> None:
-    if not isinstance(layout, Layout):
-        raise LayoutError(
-            f"layout is a {type(layout).__name__}; expected one of foreroute.layout, of pad(...) or pack(...)"
-        )
-    if layout.is_split or layout.order == "sbhd":
-        raise LayoutError(
-            f"the layout is {'split' if layout.is_split else 'sequence first'}; a Hugging Face model takes whole "
-            'batches, packed or batch first (pad(..., order="bshd"))'
-        )
-    if layout.num_rows != trace.num_rows:
-        raise BatchMismatchError(
-            f"the layout is for {layout.num_rows} packed rows and the trace has {trace.num_rows}; lay out trace.lengths"
-        )

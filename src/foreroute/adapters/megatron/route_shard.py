@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foreroute.errors import BatchMismatchError, LayoutError
+from foreroute.errors import LayoutError
 from foreroute.layout import Layout
 from foreroute.replay.rows import (
     NATIVE,
@@ -185,10 +185,6 @@ def shard(
 
     The rank of each expert of these layers is `home_LE`, integers [L, E]. The rest is as in `RoutedMegatron.shard`.
     """
-    if layout.num_rows != trace.num_rows:
-        raise BatchMismatchError(
-            f"the layout is for {layout.num_rows} packed rows and the trace has {trace.num_rows}; lay out trace.lengths"
-        )
     trace.spec.require_alike("a layout of ranks")
     whole_rows, row_R = layout.rows(), share.of_routers(layout).rows().row_of_slot_R
     context_C = share.of_context(layout).rows().row_of_slot_R

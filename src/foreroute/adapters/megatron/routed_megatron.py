@@ -20,10 +20,10 @@ from foreroute.adapters.planned_model import PlannedModel
 from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.ep import PlanExecution
 from foreroute.ep.execution import MicroBatch
-from foreroute.errors import AttachError, BatchMismatchError, ConfigError, LayoutError
+from foreroute.errors import AttachError, BatchMismatchError, ConfigError
 from foreroute.layout import Layout
 from foreroute.replay import ForwardRows, PassRoutes, Policy, RecordedPass, ReplaySession, Telemetry
-from foreroute.replay.arguments import not_of_kind, require_version
+from foreroute.replay.arguments import not_of_kind, require_layout, require_version
 from foreroute.replay.indexers import require_choices
 from foreroute.replay.rows import Counts, MissingRows, PaddingRows
 from foreroute.trace import RoutingSpec, RoutingTrace
@@ -83,8 +83,7 @@ class RoutedMegatron(PlannedModel):
             BatchMismatchError: when the layout is for other rows, or rows are missing.
             ForerouteError: for the trace and its weight version, as `replay`.
         """
-        self._require_trace(trace, "what is to be sharded", "a RoutingTrace")
-        _require_layout(layout)
+        self._require_trace(trace, layout, "what is to be sharded", "a RoutingTrace")
         if weight_version is not None:
             require_version(trace.versions, weight_version, "the trace")
         policy = Policy("native" if missing == "spread" else missing, padding, "native", telemetry=False)
@@ -145,8 +144,6 @@ class RoutedMegatron(PlannedModel):
 
     def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> MicroBatchRoutes:
         """Those of one micro-batch, cut to this rank when its forward begins. See `RoutedModel`."""
-        if layout is not None:
-            _require_layout(layout)
         if isinstance(routes, RouteShard):
             self._require_policies_of(routes, policy)
             self.spec.require_same(routes.spec, what="the routes")
@@ -155,7 +152,8 @@ class RoutedMegatron(PlannedModel):
                     "the routes are cut to a rank already: give no layout with them, and only those of this rank"
                 )
         else:
-            self._require_trace(routes, "what is to be replayed", "a RoutingTrace, or what `shard` made of one")
+            expected = "a RoutingTrace, or what `shard` made of one"
+            self._require_trace(routes, layout, "what is to be replayed", expected)
         return MicroBatchRoutes(self, routes, layout)
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
@@ -164,9 +162,11 @@ class RoutedMegatron(PlannedModel):
             passes, self.spec, [each.layers for each in self.chunks], self.share, self.chunks[0].trunk.pg_collection
         )
 
-    def _require_trace(self, trace: object, what: str, expected: str) -> None:
+    def _require_trace(self, trace: object, layout: Layout | None, what: str, expected: str) -> None:
         if not isinstance(trace, RoutingTrace):
             raise not_of_kind(what, trace, expected)
+        if layout is not None:
+            require_layout(layout, trace)
         self.spec.require_same(trace.spec, what="the trace")
         require_choices(trace, self.indexers)
 
@@ -258,10 +258,3 @@ def _loss_mask(shard: RouteShard, call: Call) -> Tensor:
     batch = 1 if call.input_ids is None else len(call.input_ids)
     counted_C = shard.on_device(call.device).upload("counted tokens", shard.counted_C)
     return counted_C.view(-1, batch).T.clone()
-
-
-def _require_layout(layout: object) -> None:
-    if not isinstance(layout, Layout):
-        raise LayoutError(
-            f"layout is a {type(layout).__name__}; expected one of foreroute.layout, of pad(...) or pack(...)"
-        )
