@@ -106,11 +106,7 @@ def find_indexers(model: nn.Module, trunk: nn.Module) -> FoundIndexers | None:
 
 
 def check_indexers(routed: RoutedTransformer, indexers: FoundIndexers) -> None:
-    """Run the model four times on three units, each indexer choosing one: as it is, on its own choices, and on others.
-
-    Raises:
-        AttachError: when its own choices change its output, or others are not obeyed or change nothing.
-    """
+    """Run the model four times, each indexer choosing one of three units: as it is, on its own choices, on others."""
     num_tokens = max(PROBE_TOKENS, 3 * indexers.spec.unit)
     with indexers.choosing_one():
         with routed.record(indexers=True) as recording:

@@ -42,13 +42,8 @@ LAYOUT = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 
 
 def find_spread_experts(model: nn.Module, routers: Sequence[str]) -> SpreadExperts | None:
-    """Find the experts of a model that was loaded with `ep_implementation="foreroute"`; None where none was.
-
-    Experts beside other routers than these paths, such as those of images, are left alone.
-
-    Raises:
-        AttachError: when those of some router were not, or layers have different numbers of experts.
-    """
+    """Find the experts of a model that was loaded with `ep_implementation="foreroute"`; None where none was."""
+    # experts beside other routers, such as those of images, are left alone
     beside = tuple(path.rpartition(".")[0] + "." for path in routers)
     sites: list[tuple[str, ForerouteEP]] = [
         (path, module.__dict__[SITE])

@@ -51,11 +51,7 @@ class NothingSelected(TorchDispatchMode):
 def structure_of(path: Path) -> tuple[RoutingSpec, IndexerSpec | None, Mapping[str, Any]]:
     """Look at the decoder that a config.json describes; of a model with images or sound, its text decoder.
 
-    Returns:
-        Its routed layers, its indexers (None where they are not known), and its configuration with defaults.
-
-    Raises:
-        ConfigError: when transformers cannot make the model, it has no routers, or how they select depends on values.
+    Its routed layers, its indexers, None where they are not known, and its configuration with defaults.
     """
     config = read_config(path).get_text_config()
     try:

@@ -55,11 +55,7 @@ class Share:
         return cls(cp.size(), cp.rank(), number=rank // tp.size(), cp_group=cp)
 
     def of_context(self, layout: Layout, rank: int | None = None) -> Layout:
-        """Lay out what the model is handed on this context-parallel rank, or on another one.
-
-        Raises:
-            LayoutError: when the layout was split already, has batch-first rows, or does not divide.
-        """
+        """Lay out what the model is handed on this context-parallel rank, or on another one."""
         if layout.is_split or layout.order == "bshd":
             raise LayoutError(
                 f"the layout is {'split already' if layout.is_split else 'batch first'}; give the whole one, packed "
@@ -68,7 +64,7 @@ class Share:
         return layout.split_context(self.cp, self.cp_rank if rank is None else rank)
 
     def of_routers(self, layout: Layout, context: int | None = None, sequence: int | None = None) -> Layout:
-        """Lay out what routers see on this rank, or on another one. Raises as `of_context`."""
+        """Lay out what routers see on this rank, or on another one."""
         part = self.of_context(layout, context)
         return part.split_sequence(self.sp, self.sp_rank if sequence is None else sequence)
 
@@ -158,10 +154,8 @@ class RouteShard:
         counts: Counts = "native",
         cells: Any = None,
     ) -> ReplayRows:
-        """Gather the rows of layers that follow each other here, on the device, which is not waited for.
-
-        With `mask_padding`, statistics leave padding out even where no rank has any.
-        """
+        """Gather the rows of layers that follow each other here, on the device, which is not waited for."""
+        # with `mask_padding`, statistics leave padding out even where no rank has any
         there, first = self.on_device(device), self.layers.index(layers[0])
         # padding that is spread says so in `row_R`, and so do rows that are filled
         policy = Policy("drop" if self.missing == "drop" else "native", "native", counts, telemetry=False)

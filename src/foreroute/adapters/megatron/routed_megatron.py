@@ -143,7 +143,7 @@ class RoutedMegatron(PlannedModel):
         return planned_batches(given)
 
     def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> MicroBatchRoutes:
-        """Those of one micro-batch, cut to this rank when its forward begins. See `RoutedModel`."""
+        """Those of one micro-batch, cut to this rank when its forward begins."""
         if isinstance(routes, RouteShard):
             self._require_policies_of(routes, policy)
             self.spec.require_same(routes.spec, what="the routes")
@@ -157,7 +157,7 @@ class RoutedMegatron(PlannedModel):
         return MicroBatchRoutes(self, routes, layout)
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
-        """Over all ranks of the model. See `RoutedModel`."""
+        """Over all ranks of the model."""
         return rows_over_ranks(
             passes, self.spec, [each.layers for each in self.chunks], self.share, self.chunks[0].trunk.pg_collection
         )
@@ -200,12 +200,9 @@ class RoutedMegatron(PlannedModel):
 
 
 class MicroBatchRoutes:
-    """The routes of one micro-batch on one rank.
+    """The routes of one micro-batch in a session, cut to this rank when its first forward says how it lies.
 
-    Args:
-        routed: the model.
-        routes: that are replayed, in what the model was given or cut to its rank already.
-        layout: where they are in the batch, or None to see it from that.
+    A shard waits in queues without a model, and a trace alone does not know its layout: this binds them to the model.
     """
 
     def __init__(self, routed: RoutedMegatron, routes: RoutingTrace | RouteShard, layout: Layout | None) -> None:
@@ -214,7 +211,7 @@ class MicroBatchRoutes:
         self._shard = routes if isinstance(routes, RouteShard) else None
 
     def of_pass(self, chunk: int, call: Call, policy: Policy, checks: DeferredChecks) -> PassRoutes:
-        """Cut the routes, compare the tokens, and move the chunk's part to the device. See `Routes`."""
+        """Cut the routes, compare the tokens, and move the chunk's part to the device."""
         if call.inference is not None:
             raise BatchMismatchError(
                 "the forward runs with an inference context; replay whole sequences, without a key-value cache"
@@ -237,11 +234,7 @@ class MicroBatchRoutes:
 
 
 def _require_tokens(call: Call, shard: RouteShard, checks: DeferredChecks) -> None:
-    """Compare the tokens of a call, if it has any, with those of routes. Other ones are told late on a device.
-
-    Raises:
-        BatchMismatchError: when there are more or fewer; on the CPU, where they are others.
-    """
+    """Compare the tokens of a call, if it has any, with those of routes. Other ones are told late on a device."""
     tokens = call.input_ids
     if tokens is None:
         return

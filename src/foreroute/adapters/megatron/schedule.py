@@ -41,12 +41,7 @@ class ReplayingStep(WithTelemetry):
         update_wrapper(self, forward_step, updated=())  # a callable object keeps its attributes to itself
 
     def __call__(self, data_iterator: Iterator[Any] | None, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run the step on one micro-batch.
-
-        Raises:
-            BatchMismatchError: when this stage is given no batches, or routes of another batch.
-            ReplayError: when it did not take one batch, or the routes of that were not replayed.
-        """
+        """Run the step on one micro-batch, and raise `ReplayError` unless its routes were replayed."""
         if data_iterator is None:
             raise BatchMismatchError(
                 "this rank has no data iterator, so that its micro-batches bring no routes; give the batches to every "

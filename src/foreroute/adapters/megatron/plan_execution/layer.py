@@ -45,10 +45,7 @@ REFUSED_SETTINGS = {
 
 
 class PlannedLayer:
-    """Replaces, on the instance, the steps of a MoE layer from the output of its router to its own output.
-
-    It stands in the forward of the layer in this order: preprocess, dispatch, compute, combine, postprocess.
-    """
+    """The steps of a MoE layer from the output of its router to its own output, replaced on the instance."""
 
     def __init__(
         self,
@@ -126,7 +123,6 @@ class PlannedLayer:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Replace the steps while the context is open, once."""
         own = (self._preprocess, self._dispatch, self._compute, self._combine, self._postprocess)
         attributes = self._block.__dict__
         before = {name: attributes[name] for name in STEPS if name in attributes}
