@@ -21,6 +21,7 @@ from foreroute.core.caches import NO_CACHE, given_cache
 from foreroute.errors import BatchMismatchError
 from foreroute.layout import starts_from_cumulative_lengths, starts_from_positions
 from foreroute.replay.arguments import WANTED_MASK, kept_by
+from foreroute.replay.rows import to_host
 
 
 class ForwardTokens:
@@ -272,9 +273,3 @@ def _require_offsets(cumulative: Any) -> None:
 
 def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
-
-
-def to_host(tensor: Tensor) -> NDArray[Any]:
-    """Copy a tensor to the host, which waits for it."""
-    host = tensor.detach().cpu()
-    return np.asarray((host.float() if host.is_floating_point() else host).numpy())

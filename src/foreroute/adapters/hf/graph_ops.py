@@ -15,6 +15,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from foreroute.adapters.hf.forward_tokens import ForwardTokens
+
 if TYPE_CHECKING:
     from foreroute.adapters.hf.routed_transformer import TransformerHooks
 
@@ -46,22 +48,13 @@ def begin_pass(
     """Begin a pass, by `TransformerHooks.begin_from_graph`. A static cache has counted its positions in a tensor."""
     ledger.add_(1)
     past = past if counted is None else int(counted)
-    return _hooks[name].begin_from_graph(input_ids, mask, positions, cumulative, digests, past, begins)
+    batch = ForwardTokens(input_ids, mask, positions, cumulative, past, begins=begins, cache_was_seen=False).read()
+    batch.digests_BT = digests
+    return _hooks[name].begin_from_graph(batch)
 
 
 @begin_pass.register_fake
-def _(
-    name: str,
-    ledger: Tensor,
-    input_ids: Tensor,
-    mask: Tensor | None,
-    positions: Tensor | None,
-    cumulative: Tensor | None,
-    digests: Tensor | None,
-    past: int,
-    counted: Tensor | None,
-    begins: bool,
-) -> Tensor:
+def _(name: str, ledger: Tensor, input_ids: Tensor, *_: object) -> Tensor:
     shape, dtype = _hooks[name].shapes_for_graph(input_ids.shape[0] * input_ids.shape[1])
     return input_ids.new_empty(shape, dtype=dtype)
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from foreroute.adapters.hf import graph_ops
-from foreroute.adapters.hf.forward_tokens import ForwardTokens, kept_widths, to_host
+from foreroute.adapters.hf.forward_tokens import ForwardTokens, kept_widths
 from foreroute.adapters.hf.pixels import ImageTokens, pixel_stream, warn_of_unbound
 from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.adapters.planned_model import PlannedModel
@@ -37,6 +37,7 @@ from foreroute.layout import Layout
 from foreroute.replay import Policy, ReplayRows, Routes
 from foreroute.replay.arguments import not_of_kind
 from foreroute.replay.executed_counts import ExecutedCounts
+from foreroute.replay.rows import to_host
 from foreroute.trace import INDEXER, PIXELS, IndexerSpec, RoutingSpec, RoutingTrace
 from foreroute.trace.operations import with_lookups
 
@@ -269,7 +270,7 @@ class TransformerHooks(TrunkHooks):
         self, path: str, hooks: Sequence[SelectionHook], call: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         if self.passes and not torch.compiler.is_compiling() and uses_indexers(self.passes.current):
-            raise _in_graph("choices of indexers are", path)
+            raise _indexers_in_graph(path)
         return super().run_compiled(path, hooks, call, *args, **kwargs)
 
     def _run_in_graph(
@@ -298,24 +299,13 @@ class TransformerHooks(TrunkHooks):
         graph_ops.end_pass(self._name_in_graphs, self._ledger, current.calls_L, kept)
         return result
 
-    def begin_from_graph(
-        self,
-        input_ids: Tensor,
-        mask: Tensor | None,
-        positions: Tensor | None,
-        cumulative: Tensor | None,
-        digests: Tensor | None,
-        past: int,
-        begins: bool,
-    ) -> Tensor:
+    def begin_from_graph(self, batch: ForwardTokens) -> Tensor:
         """Begin a compiled pass, and return `Rows.ids_LRK`, empty without replay."""
         self.sessions.require_mine("runs a model")
-        batch = ForwardTokens(input_ids, mask, positions, cumulative, past, begins=begins, cache_was_seen=False).read()
-        batch.digests_BT = digests
         rows = self.begin_pass(batch)
         current = self.open_pass(rows, batch.num_slots, batch.device)
         if uses_indexers(current):
-            raise _in_graph("choices of indexers are", "the model")
+            raise _indexers_in_graph("the model")
         self._begun_in_graph = batch, current
         if rows is not None:
             return rows.ids_LRK
@@ -360,10 +350,10 @@ def uses_indexers(current: Pass) -> bool:
     return current.options.others or (isinstance(current.rows, ReplayRows) and current.rows.indexers is not None)
 
 
-def _in_graph(what: str, path: str) -> ReplayError:
+def _indexers_in_graph(path: str) -> ReplayError:
     return ReplayError(
-        f"{what} recorded and replayed in eager mode alone, and {path} is compiled; take torch.compile off it, or "
-        "leave them out of the session"
+        f"choices of indexers are recorded and replayed in eager mode alone, and {path} is compiled; take "
+        "torch.compile off it, or leave them out of the session"
     )
 
 

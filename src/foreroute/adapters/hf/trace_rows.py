@@ -17,14 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.adapters.hf.forward_tokens import ForwardTokens, to_host
+from foreroute.adapters.hf.forward_tokens import ForwardTokens
 from foreroute.adapters.hf.pixels import UNKNOWN, digests_of, refuse_other_pixels
 from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.layout import Layout, locate_rows
 from foreroute.replay import PassRoutes, Policy, TraceOnDevice
 from foreroute.replay.arguments import require_layout
-from foreroute.replay.rows import faithful_rows, refuse_missing
+from foreroute.replay.rows import faithful_rows, refuse_missing, to_host
 from foreroute.trace import INDEXER, PIXELS, RoutingTrace
 from foreroute.trace.operations import add_assignments
 

@@ -20,7 +20,7 @@ from foreroute.adapters.megatron.route_shard import RouteShard, Share
 from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.layout.slots import Layout, Side, pack, pad
-from foreroute.replay.rows import to_device
+from foreroute.replay.rows import to_device, to_host
 from foreroute.trace import RoutingTrace
 from foreroute.trace.checks import ascending
 
@@ -191,7 +191,7 @@ def require_fits(call: Call, shard: RouteShard) -> None:
 
 def lengths_of(cumulative: Tensor) -> NDArray[np.int64]:
     """Read the lengths that cumulative ones are the sums of, int64 [S]. The host waits for them."""
-    offsets = cumulative.detach().cpu().numpy()
+    offsets = to_host(cumulative)
     if offsets.ndim != 1 or not offsets.size or not ascending(offsets, int(offsets[-1])):
         raise BatchMismatchError(
             f"packed_seq_params has cumulative lengths {offsets.dtype} {offsets.reshape(-1)[:8].tolist()} of shape "
@@ -236,4 +236,4 @@ def _tensor(value: Any) -> Tensor | None:
 
 def on_host(of_slots: Tensor) -> NDArray[Any]:
     """Copy [B, T] to the host as [C], in the order of routers: sequence first. The host waits for it."""
-    return np.asarray(of_slots.detach().cpu().numpy()).T.reshape(-1)
+    return to_host(of_slots).T.reshape(-1)

@@ -76,19 +76,12 @@ class RouteShard:
     What waits in a queue for its micro-batch waits in this form, on the host: per row L · K bytes (twice that above 256
     experts) and 9 more, two more still where tokens are taken out of the loss. What passes need of it on their device
     is moved there by the first, and stays for later ones as long as the shard lives.
-
-    Attributes:
-        spec: of the whole model.
-        layers: the L routed layers of this rank.
-        versions: weight versions of the micro-batch, ascending.
-        missing: what was done with rows that have no route; "spread" if replay picked for them as for padding.
-        padding: who picks for padding.
     """
 
-    spec: RoutingSpec
-    layers: tuple[RoutedLayer, ...]
-    versions: tuple[int, ...]
-    missing: MissingRows | Literal["spread"]
+    spec: RoutingSpec  # of the whole model
+    layers: tuple[RoutedLayer, ...]  # of this rank
+    versions: tuple[int, ...]  # weight versions of the micro-batch, ascending
+    missing: MissingRows | Literal["spread"]  # what was done with rows that have no route
     padding: PaddingRows
     trace: RoutingTrace  # N rows of this rank as one sequence without tokens, of its layers; of all if it has none
     row_R: NDArray[np.int32]  # as `TraceOnDevice.gather` takes them, every spread pick named

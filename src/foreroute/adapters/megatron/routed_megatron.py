@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from foreroute.adapters.megatron.forward_args import Call, compare_tokens, find_layout, require_fits
 from foreroute.adapters.megatron.hooks import ChunkHooks
-from foreroute.adapters.megatron.plan_execution.execution import PlannedExperts, planned_batches
+from foreroute.adapters.megatron.plan_execution.execution import PlannedExperts
 from foreroute.adapters.megatron.recording import rows_over_ranks
 from foreroute.adapters.megatron.route_shard import RouteShard, shard
 from foreroute.adapters.megatron.schedule import ReplayingStep, routes_in
@@ -20,9 +20,9 @@ from foreroute.adapters.planned_model import PlannedModel
 from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.ep import PlanExecution
 from foreroute.ep.execution import MicroBatch
-from foreroute.errors import AttachError, BatchMismatchError, ConfigError
+from foreroute.errors import AttachError, BatchMismatchError, ConfigError, TraceError
 from foreroute.layout import Layout
-from foreroute.replay import ForwardRows, PassRoutes, Policy, RecordedPass, ReplaySession, Telemetry
+from foreroute.replay import ForwardRows, PassRoutes, Policy, RecordedPass
 from foreroute.replay.arguments import not_of_kind, require_layout, require_version
 from foreroute.replay.indexers import require_choices
 from foreroute.replay.rows import Counts, MissingRows, PaddingRows
@@ -124,13 +124,6 @@ class RoutedMegatron(PlannedModel):
         sums = self._telemetry_of(policy)
         return ReplayingStep(self, forward_step, routes_of, policy, sums)
 
-    def session_of(
-        self, routes: RoutingTrace | RouteShard, policy: Policy, telemetry: Telemetry | None
-    ) -> ReplaySession:
-        """Make the session of one micro-batch of a wrapped forward step."""
-        found = self.routes_of(routes, None, policy)
-        return ReplaySession(found, policy, self.checks, telemetry)
-
     @property
     def _experts(self) -> PlannedExperts:
         return self.spread
@@ -140,7 +133,12 @@ class RoutedMegatron(PlannedModel):
         return self
 
     def _planned_batches(self, given: Sequence[RouteShard]) -> list[MicroBatch]:
-        return planned_batches(given)
+        for number, each in enumerate(given):
+            if not isinstance(each, RouteShard):
+                raise TraceError(
+                    f"micro-batch {number} is a {type(each).__name__}; expected what routed.shard(trace, layout) makes"
+                )
+        return [MicroBatch(each, each.counts_LE, each.is_whole, each.num_routed) for each in given]
 
     def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> MicroBatchRoutes:
         """Those of one micro-batch, cut to this rank when its forward begins."""

@@ -68,7 +68,8 @@ class ReplayingStep(WithTelemetry):
                 f"the routes of a batch are a {type(routes).__name__}; expected a RoutingTrace, "
                 "routed.shard(trace, layout), or None to route natively"
             )
-        session = self._routed.session_of(routes, self._policy, self.telemetry)
+        found = self._routed.routes_of(routes, None, self._policy)
+        session = ReplaySession(found, self._policy, self._routed.checks, self.telemetry)
         stack.enter_context(hooks.listening(session, *session.beside))
         return session
 
