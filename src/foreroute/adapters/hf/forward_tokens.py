@@ -6,7 +6,6 @@ wrong with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -201,23 +200,6 @@ class ForwardTokens:
             self.cumulative = None if self.cumulative is None else self.cumulative.clone()
             self._is_kept = True
         return self
-
-
-def kept_widths(batches: Sequence[ForwardTokens]) -> list[int]:
-    """Count the positions of each forward of a recording that are still there behind the last that continues it."""
-    # the others were cut off at the end of the cache, as drafts that were rejected, and later forwards took their place
-    widths = [batch.shape[1] for batch in batches]
-    grown: list[int] = []  # forwards of the sequences that grow now, of which something is left
-    for number, batch in enumerate(batches):
-        if not batch.past:
-            grown = []
-        while grown and batch.cache_was_seen and batches[grown[-1]].past + widths[grown[-1]] > batch.past:
-            last = grown[-1]
-            widths[last] = max(0, batch.past - batches[last].past)
-            if not widths[last]:
-                grown.pop()
-        grown.append(number)
-    return widths
 
 
 WANTED_PATTERN = (

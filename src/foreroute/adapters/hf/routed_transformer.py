@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from foreroute.adapters.hf import graph_ops
-from foreroute.adapters.hf.forward_tokens import ForwardTokens, kept_widths
-from foreroute.adapters.hf.pixels import ImageTokens, pixel_stream, warn_of_unbound
+from foreroute.adapters.hf.forward_tokens import ForwardTokens
+from foreroute.adapters.hf.pixels import ImageTokens
 from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.adapters.planned_model import PlannedModel
 from foreroute.core.hooks import SelectingRouter, SelectionHook, overridden
@@ -37,7 +37,6 @@ from foreroute.layout import Layout
 from foreroute.replay import Policy, ReplayRows, Routes
 from foreroute.replay.arguments import not_of_kind
 from foreroute.replay.executed_counts import ExecutedCounts
-from foreroute.replay.rows import to_host
 from foreroute.trace import INDEXER, PIXELS, IndexerSpec, RoutingSpec, RoutingTrace
 from foreroute.trace.operations import with_lookups
 
@@ -176,10 +175,9 @@ class RoutedTransformer(PlannedModel):
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """Give the rows of one chunk and one rank."""
-        recorded = passes[0]
-        widths = kept_widths([each.args for each in recorded])
-        indexers = self._of_trunk.found_indexers
-        return [_rows_of_pass(each, width, indexers) for each, width in zip(recorded, widths, strict=True) if width]
+        from foreroute.adapters.hf.recording import rows_of_passes
+
+        return rows_of_passes(passes[0], self._of_trunk.found_indexers)
 
     def _counting(self) -> AbstractContextManager[None]:
         """The forward of the whole model, which may be the trunk itself: above the hooks of the session."""
@@ -354,40 +352,6 @@ def _indexers_in_graph(path: str) -> ReplayError:
     return ReplayError(
         f"choices of indexers are recorded and replayed in eager mode alone, and {path} is compiled; take "
         "torch.compile off it, or leave them out of the session"
-    )
-
-
-def _rows_of_pass(recorded: RecordedPass, width: int, indexers: FoundIndexers | None) -> ForwardRows:
-    """Give the rows of its first positions, of which `width` are left."""
-    from foreroute.replay import ForwardRows
-
-    batch: ForwardTokens = recorded.args
-    ids_BT, kept_BT, starts_BT = batch.on_host()
-    kept_BT = kept_BT & (np.arange(kept_BT.shape[1]) < width)
-    kept_R = kept_BT.reshape(-1)
-
-    def packed(of_slots: Tensor | None) -> Any:
-        return None if of_slots is None else of_slots.cpu().numpy().swapaxes(0, 1)[kept_R]
-
-    if starts_BT is None:
-        lengths_S = np.asarray(kept_BT.sum(axis=1))
-    else:
-        lengths_S = np.diff(np.flatnonzero(starts_BT[kept_BT]), append=kept_BT.sum())
-    streams = {}
-    digests_BT = None if batch.digests_BT is None else to_host(batch.digests_BT)
-    if digests_BT is not None:
-        streams[PIXELS] = pixel_stream(digests_BT[kept_BT])
-    warn_of_unbound(batch.pixel_names, digests_BT)
-    if recorded.choices is not None and indexers is not None:
-        streams[INDEXER] = indexers.stream(recorded.choices, lengths_S, kept_BT, batch)
-    return ForwardRows(
-        lengths_S,
-        ids_BT[kept_BT],
-        packed(recorded.ids_LRK),
-        packed(recorded.margin_LR),
-        batch.past,
-        width if starts_BT is None else None,
-        streams,
     )
 
 
