@@ -121,7 +121,7 @@ class ForerouteEP(AutoEP):
     # Rows and split sizes are numbers of the host, others in every cell: traced, each would be compiled anew.
     @torch.compiler.disable
     def _run_planned(self, hooks: Any, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
-        """Run the cell of a plan. Rows that the plan does not know, such as padding, get zeros."""
+        """Run the cell of a plan, of which rows that it does not know, such as padding, get zeros."""
         work, shape = active_work(hooks, self.number, self.path), hidden_ND.shape
         ids_NK, sent_N = ids_NK.to(torch.int64), work.sent()
         if sent_N is not None:
@@ -142,11 +142,9 @@ class ForerouteEP(AutoEP):
         return out_ND if sent_N is None else out_ND.new_zeros(shape).index_copy(0, sent_N, out_ND)
 
     def _execute(self, work: CellWork, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
-        """Dispatch rows to their experts, compute, and combine, [N, D].
-
-        Rows are in the order of "all_to_all", and summed in it, so that without replicas the bits are its own.
-        """
-        # so it is no `Dispatch` of `foreroute.ep`, whose gate weights travel: decision 0014
+        """Dispatch rows to their experts, compute, and combine, [N, D]."""
+        # Rows are in the order of "all_to_all", and summed in it, so that without replicas the bits are its own. So this
+        # is no `Dispatch` of `foreroute.ep`, with which gate weights travel: decision 0014.
         ids_A, top_k = ids_NK.reshape(-1), ids_NK.shape[1]
         rows = work.begin(ids_A.new_zeros(self.num_experts).index_add_(0, ids_A, torch.ones_like(ids_A)))
         (home, terms), replicas = self._home(), None

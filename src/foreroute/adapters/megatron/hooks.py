@@ -116,11 +116,12 @@ class TopKRouterHook(RouterHook):
     def _count_for_bias(
         self, apply: Callable[..., Any], routing_map: Tensor, padding_mask: Tensor | None = None
     ) -> Any:
-        """Count for the expert bias. Megatron's own masking of its counters fails to broadcast."""
+        """Count for the expert bias, without padding."""
         rows = None if self.now is None else self.now.rows
         if isinstance(rows, ReplayRows) and rows.counts == "native" and torch.is_grad_enabled():
             routing_map = torch.zeros_like(routing_map).scatter(1, self._seen[-1].native_RK, True)
         if padding_mask is not None:
+            # here, since Megatron's own masking of its counters fails to broadcast
             routing_map = routing_map & ~padding_mask[:, None]
         return apply(routing_map, padding_mask=None)
 
