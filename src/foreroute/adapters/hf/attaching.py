@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from foreroute.adapters.hf.executing import SpreadExperts
     from foreroute.adapters.hf.indexers import FoundIndexers
 
-WANTED_FORM = "their class needs a form in foreroute/adapters/hf/indexers.py"
+WANTED_FORM = "needs a form in foreroute/adapters/hf/indexers.py (see CONTRIBUTING, Adding a Hugging Face family)"
 
 
 def attach(model: nn.Module) -> RoutedTransformer:
@@ -119,7 +119,7 @@ def check_indexers(routed: RoutedTransformer, indexers: FoundIndexers) -> None:
         if not recording.trace().equals(own) or (is_stable and not torch.equal(native, replayed)):
             raise AttachError(
                 "self-check failed: replaying the indexers' own choices changed the output by up to "
-                f"{(native - replayed).abs().max().item():.3g}; {WANTED_FORM}"
+                f"{(native - replayed).abs().max().item():.3g}; their class {WANTED_FORM}"
             )
         stream, spec = own.streams[INDEXER], indexers.spec
         visible_N = np.repeat(spec.num_visible(np.arange(num_tokens)), stream.counts_ND.sum(axis=1))
@@ -133,5 +133,5 @@ def check_indexers(routed: RoutedTransformer, indexers: FoundIndexers) -> None:
     if not recording.trace().equals(other) or torch.equal(native, moved):
         raise AttachError(
             f"self-check failed: indexers such as {indexers.hooks[0].path} ({type(indexers.modules[0]).__name__}) were "
-            f"told to choose other keys, and were not obeyed; {WANTED_FORM}"
+            f"told to choose other keys, and were not obeyed; their class {WANTED_FORM}"
         )

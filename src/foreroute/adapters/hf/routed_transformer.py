@@ -170,7 +170,8 @@ class RoutedTransformer(PlannedModel):
         """Find the rows of a trace for each batch, unless these are routes that do so."""
         if isinstance(routes, TraceRows) and layout is not None:
             raise LayoutError("the rows were made for a layout already; give none with them")
-        # `isinstance` with a protocol would read `versions`, which looks at every row
+        # a session replays whatever finds rows by `of_pass`; `isinstance` with the protocol `Routes` would also read
+        # `versions`, which looks at every row
         return routes if hasattr(routes, "of_pass") else self.rows(routes, layout)
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
