@@ -83,7 +83,8 @@ class RoutedMegatron(PlannedModel):
             BatchMismatchError: when the layout is for other rows, or rows are missing.
             ForerouteError: for the trace and its weight version, as `replay`.
         """
-        self._require_trace(trace, layout, "what is to be sharded", "a RoutingTrace")
+        self._require_trace(trace, "what is to be sharded", "a RoutingTrace")
+        require_layout(layout, trace)
         if weight_version is not None:
             require_version(trace.versions, weight_version, "the trace")
         policy = Policy("native" if missing == "spread" else missing, padding, "native", telemetry=False)
@@ -150,8 +151,9 @@ class RoutedMegatron(PlannedModel):
                     "the routes are cut to a rank already: give no layout with them, and only those of this rank"
                 )
         else:
-            expected = "a RoutingTrace, or what `shard` made of one"
-            self._require_trace(routes, layout, "what is to be replayed", expected)
+            self._require_trace(routes, "what is to be replayed", "a RoutingTrace, or what `shard` made of one")
+            if layout is not None:
+                require_layout(layout, routes)
         return MicroBatchRoutes(self, routes, layout)
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
@@ -160,11 +162,9 @@ class RoutedMegatron(PlannedModel):
             passes, self.spec, [each.layers for each in self.chunks], self.share, self.chunks[0].trunk.pg_collection
         )
 
-    def _require_trace(self, trace: object, layout: Layout | None, what: str, expected: str) -> None:
+    def _require_trace(self, trace: object, what: str, expected: str) -> None:
         if not isinstance(trace, RoutingTrace):
             raise not_of_kind(what, trace, expected)
-        if layout is not None:
-            require_layout(layout, trace)
         self.spec.require_same(trace.spec, what="the trace")
         require_choices(trace, self.indexers)
 
