@@ -28,7 +28,7 @@ from torch import Tensor
 from experiments.cells import Cell
 from experiments.starts import configuration, loaded
 from experiments.static import figures_of
-from foreroute.adapters.hf.scoring import inputs, pad
+from foreroute.adapters.hf.response_logprobs import inputs, pad
 from foreroute.capture import Generation
 from foreroute.core.caches import named_cache
 from foreroute.engines.embedded import EmbeddedEngine

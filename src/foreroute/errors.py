@@ -85,7 +85,7 @@ class CountsError(InputError):
 
 
 class PlanError(InputError):
-    """Raised when a plan is damaged, breaks the limits that it states, or was made for other counts or ranks."""
+    """Raised when a plan is damaged, breaks its limits, is for other counts or ranks, or cannot be executed."""
 
 
 class DatasetError(InputError):

@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from foreroute.adapters import hf
-from foreroute.adapters.hf.expert_parallel import SITE, ForerouteEP
+from foreroute.adapters.hf.expert_parallel import SITE
 from foreroute.adapters.hf.spreading import spread_over
+from foreroute.ep.dispatch import ExchangeRows
 from foreroute.ep.execution import CellWork
 from foreroute.ep.transfer.engine import TransferOptions
 from tests.adapters.hf.model_runs import log_probs
@@ -171,8 +172,8 @@ def executions(rank, folder, sizes, cases):
 
 def ending(s, do):
     """The error, and how many all-to-alls of rows there were before it."""
-    calls, exchange = [], ForerouteEP._exchange
-    with mock.patch.object(ForerouteEP, "_exchange", lambda *given: calls.append(1) or exchange(*given)):
+    calls, exchange = [], ExchangeRows.apply
+    with mock.patch.object(ExchangeRows, "apply", lambda *given: calls.append(1) or exchange(*given)):
         return said_by(do, s), len(calls)
 
 

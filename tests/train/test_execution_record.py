@@ -13,8 +13,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from foreroute.adapters.hf.expert_parallel import ForerouteEP
-from foreroute.adapters.hf.scoring import response_log_probs
+from foreroute.adapters.hf.response_logprobs import response_log_probs
+from foreroute.ep.dispatch import ExchangeRows
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.records.json_form import to_json
@@ -48,11 +48,11 @@ def metered_steps(rank, config, count):
 
 @contextmanager
 def metering(meters):
-    exchange_rows, post, expert = ForerouteEP._exchange, PeerGroup.post, HostMemory.expert
+    exchange_rows, post, expert = ExchangeRows.apply, PeerGroup.post, HostMemory.expert
     make_plan = experts.planner.plan_and_why
 
-    def seen_rows(self, *given):
-        arrived = exchange_rows(self, *given)
+    def seen_rows(*given):
+        arrived = exchange_rows(*given)
         meters.rows.append(len(arrived))
         return arrived
 
@@ -72,7 +72,7 @@ def metering(meters):
 
     with ExitStack() as stack:
         for place, name, seen in (
-            (ForerouteEP, "_exchange", seen_rows),
+            (ExchangeRows, "apply", seen_rows),
             (PeerGroup, "post", seen_messages),
             (HostMemory, "expert", seen_expert),
             (experts.planner, "plan_and_why", seen_plan),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from foreroute.adapters.hf.scoring import response_log_probs, response_logits
+from foreroute.adapters.hf.response_logprobs import response_log_probs, response_logits
 from foreroute.layout.packing import padded_batches
 from foreroute.train.chain import VOCABULARY, ChainTask, draw_chain, encode, right_share
 from foreroute.train.config import RLConfig, TaskConfig

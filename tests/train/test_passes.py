@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from foreroute.adapters.hf.scoring import inputs, pad
+from foreroute.adapters.hf.response_logprobs import inputs, pad
 from foreroute.plan.counts import contiguous_imbalance
 from foreroute.train.chain import ChainTask
 from tests.replay.session_subject import router_paths

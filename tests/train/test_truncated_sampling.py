@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from foreroute.adapters.hf.scoring import response_log_probs
+from foreroute.adapters.hf.response_logprobs import response_log_probs
 from foreroute.doctor import diagnose
 from foreroute.doctor.examine import examine
 from foreroute.trace import SAMPLING

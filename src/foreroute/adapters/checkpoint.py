@@ -104,9 +104,9 @@ class ServedModel:
         if spec is None:
             from foreroute.adapters.hf.without_weights import structure_of
 
-            found = structure_of(path)
-            vocabulary_size, positions = _read_sizes(found.config)
-            return cls(found.spec, writer, vocabulary_size, found.indexers, positions)
+            spec, indexers, config = structure_of(path)
+            vocabulary_size, positions = _read_sizes(config)
+            return cls(spec, writer, vocabulary_size, indexers, positions)
         stated = parse_json(read_text(path, ConfigError, most_bytes=MOST_JSON_BYTES), ConfigError, name=str(path))
         # where a model of images or sound keeps its decoder
         for name in ("thinker_config", "text_config"):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf.packed_routers import about_packed
-from foreroute.adapters.hf.scoring import response_logits, sampled_tokens
+from foreroute.adapters.hf.response_logprobs import response_logits, sampled_tokens
 from foreroute.capture import Generation
 from foreroute.conformance import ALL_CHECKS, AdapterUnderTest, Case, Unsupported, run_conformance
 from foreroute.conformance.huggingface import HuggingFaceModel

@@ -96,7 +96,7 @@ class ExpertParallelModel(ABC):
 
     @abstractmethod
     def require_executable(self, plan: StepPlan) -> None:
-        """Raise `PlacementError` or `PlanError` when a layer of this rank cannot execute a plan."""
+        """Raise `PlanError` when a layer of this rank cannot execute a plan."""
 
     @abstractmethod
     def move(self, home_LE: ArrayLike, optimizer: Any) -> tuple[int, NDArray[np.int16]]:
@@ -174,10 +174,10 @@ class ExpertParallelModel(ABC):
                 it is left.
 
         Raises:
-            PlanError: when plans differ, or one is for other ranks, layers, experts, homes or tokens.
+            PlanError: when plans differ, one is for other ranks, layers, experts, homes or tokens, or a layer cannot
+                execute one.
             CountsError: when the plan was made for other counts, or a micro-batch has others. On the rank alone whose
                 forward brings other routes than `micro_batches`; the others end with it.
-            PlacementError: when a layer cannot execute a plan.
             TraceError: when a rank hands in what is no micro-batch of the model.
             ReplayError: when a planned micro-batch was not run, or a router did not do what was replayed; in a forward
                 that replays nothing, or when a plan is executed already.

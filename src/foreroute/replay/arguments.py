@@ -9,8 +9,9 @@ from typing import Any, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.errors import BatchMismatchError, ConfigError, StaleTraceError, TraceError
-from foreroute.trace import NO_VERSION
+from foreroute.errors import BatchMismatchError, ConfigError, LayoutError, StaleTraceError, TraceError
+from foreroute.layout import Layout
+from foreroute.trace import NO_VERSION, RoutingTrace
 
 LARGEST_VERSION = np.iinfo(np.int32).max
 SHOWN_VERSIONS = 8
@@ -60,6 +61,18 @@ def require_version(versions: tuple[int, ...], expected: int | Collection[int], 
         raise StaleTraceError(
             f"{what} was recorded under weight versions {list(versions)}, expected only {_shown(accepted)} "
             f"({NO_VERSION} means not stated). Replay the trace of the rollout that this update belongs to"
+        )
+
+
+def require_layout(layout: object, trace: RoutingTrace) -> None:
+    """Raise `LayoutError` for what is no layout, and `BatchMismatchError` for one of other rows than a trace has."""
+    if not isinstance(layout, Layout):
+        raise LayoutError(
+            f"layout is a {type(layout).__name__}; expected one of foreroute.layout, of pad(...) or pack(...)"
+        )
+    if layout.num_rows != trace.num_rows:
+        raise BatchMismatchError(
+            f"the layout is for {layout.num_rows} packed rows and the trace has {trace.num_rows}; lay out trace.lengths"
         )
 
 

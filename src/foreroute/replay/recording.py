@@ -15,6 +15,7 @@ from foreroute.core.passes import Interceptor, Pass, RecordOptions, Rows
 from foreroute.core.routed import NOTHING_RECORDED
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.replay.arguments import kept_by
+from foreroute.replay.rows import to_host
 from foreroute.trace import NO_VERSION, DecisionStream, RoutingSpec, RoutingTrace, concatenate
 from foreroute.trace.streams import join_streams
 
@@ -242,10 +243,7 @@ def _mask_of(attention_mask: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.bo
 
 def _as_array(values: Any) -> NDArray[Any]:
     try:
-        if isinstance(values, Tensor):
-            host = values.detach().cpu()
-            values = (host.float() if host.is_floating_point() else host).numpy()  # numpy knows no bfloat16
-        return np.asarray(values)
+        return to_host(values) if isinstance(values, Tensor) else np.asarray(values)
     except (TypeError, ValueError) as error:
         raise BatchMismatchError(f"a {type(values).__name__} holds no tokens ({error}); expected integers") from error
 

@@ -173,6 +173,12 @@ def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     return torch.from_numpy(array) if device.type == "cpu" else joined_to_device([array], device)
 
 
+def to_host(tensor: Tensor) -> NDArray[Any]:
+    """Copy a tensor to the host, which waits for it."""
+    host = tensor.detach().cpu()
+    return np.asarray((host.float() if host.is_floating_point() else host).numpy())  # numpy knows no bfloat16
+
+
 def joined_to_device(parts: Sequence[NDArray[Any]], device: torch.device) -> Tensor:
     """Move arrays, one after the other, to a device, which is not waited for. uint16 is int16 there."""
     of_dtype = torch.from_numpy(np.empty(0, parts[0].dtype))

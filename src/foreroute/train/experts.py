@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from foreroute import planner
 from foreroute.adapters.hf import RoutedTransformer
-from foreroute.adapters.hf.scoring import inputs
+from foreroute.adapters.hf.response_logprobs import inputs
 from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.costs.model import CostModel

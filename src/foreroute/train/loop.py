@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.adapters import hf
-from foreroute.adapters.hf.scoring import inputs, response_log_probs
+from foreroute.adapters.hf.response_logprobs import inputs, response_log_probs
 from foreroute.capture import Generation, Sampling
 from foreroute.engines.base import Engine
 from foreroute.errors import DivergedError

@@ -66,7 +66,7 @@ def test_models_that_no_machine_holds_take_no_memory(name, layers, experts, pick
     """As published: each has a decoder within, that of the largest is a DeepSeek-V3 of 671 billion weights."""
     path = tmp_path / "config.json"
     path.write_text(transformers.CONFIG_MAPPING[name]().to_json_string(use_diff=True))
-    spec = structure_of(path).spec
+    spec, _, _ = structure_of(path)
     assert [layer.index for layer in spec.layers] == list(layers)
     assert (spec.num_experts, spec.top_k) == (experts, picks)
 
@@ -158,7 +158,7 @@ def test_code_and_weights_of_a_folder_are_not_touched(tmp_path):
     (tmp_path / "modeling_mine.py").write_text("raise SystemExit")
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n")
     (tmp_path / "model.safetensors").symlink_to("/dev/zero")
-    assert structure_of(tmp_path / "config.json").spec.num_layers == 3
+    assert structure_of(tmp_path / "config.json")[0].num_layers == 3
 
 
 @pytest.mark.slow

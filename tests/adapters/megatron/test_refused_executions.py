@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from foreroute.adapters.megatron.plan_execution.layer import REFUSED_SETTINGS
-from foreroute.errors import PlacementError
+from foreroute.errors import PlanError
 from foreroute.plan import Links, Topology
 from foreroute.plan.capabilities import EXECUTES, Ability
 from foreroute.planner import plan
@@ -45,7 +45,7 @@ def test_layers_and_settings():
         refused(sharded(expert.linear_fc2), "linear_fc2.weight of its experts is sharded by FSDP")
         refused(said(expert.linear_fc2.weight, "__fsdp_param__", True), "sharded by FSDP")
         for name in REFUSED_SETTINGS:
-            refused(said(block.config, name, 2.0), f"{name} is set")
+            refused(said(block.config, name, 2.0), f"{name}=")
 
 
 @on_ranks(2)
@@ -73,7 +73,7 @@ def test_experts_over_tensor_ranks():
     """As a job sets them up: every expert is cut in two."""
     at = Planned.of(ExecutionCase(Cell(tp=2, etp=2, layers=2)), kind="static")
     with (
-        pytest.raises(PlacementError, match="expert_tensor_parallel_size is 2, and a replica is a whole expert"),
+        pytest.raises(PlanError, match="expert_tensor_parallel_size is 2, and a replica is a whole expert"),
         at.execute(),
     ):
         pass
@@ -107,7 +107,7 @@ def refusing(experts):
     def refused(broken, reason):
         with (
             broken if dist.get_rank() == 1 else contextlib.nullcontext(),
-            pytest.raises(PlacementError, match=f"rank 1: the layer of decoder.layers.\\d.mlp.router .*{reason}"),
+            pytest.raises(PlanError, match=f"rank 1: the layer of decoder.layers.\\d.mlp.router .*{reason}"),
             at.execute(),
         ):
             pass

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from foreroute.adapters.hf.executing import SpreadExperts
     from foreroute.adapters.hf.indexers import FoundIndexers
 
+WANTED_FORM = "needs a form in foreroute/adapters/hf/indexers.py (see CONTRIBUTING, Adding a Hugging Face family)"
+
 
 def attach(model: nn.Module) -> RoutedTransformer:
     """Make the routing of a Hugging Face MoE model recordable and replayable.
@@ -105,11 +107,7 @@ def find_indexers(model: nn.Module, trunk: nn.Module) -> FoundIndexers | None:
 
 
 def check_indexers(routed: RoutedTransformer, indexers: FoundIndexers) -> None:
-    """Run the model four times on three units, each indexer choosing one: as it is, on its own choices, and on others.
-
-    Raises:
-        AttachError: when its own choices change its output, or others are not obeyed or change nothing.
-    """
+    """Run the model four times, each indexer choosing one of three units: as it is, on its own choices, on others."""
     num_tokens = max(PROBE_TOKENS, 3 * indexers.spec.unit)
     with indexers.choosing_one():
         with routed.record(indexers=True) as recording:
@@ -121,7 +119,7 @@ def check_indexers(routed: RoutedTransformer, indexers: FoundIndexers) -> None:
         if not recording.trace().equals(own) or (is_stable and not torch.equal(native, replayed)):
             raise AttachError(
                 "self-check failed: replaying the indexers' own choices changed the output by up to "
-                f"{(native - replayed).abs().max().item():.3g}; this family needs an adapter of its own"
+                f"{(native - replayed).abs().max().item():.3g}; their class {WANTED_FORM}"
             )
         stream, spec = own.streams[INDEXER], indexers.spec
         visible_N = np.repeat(spec.num_visible(np.arange(num_tokens)), stream.counts_ND.sum(axis=1))
@@ -135,5 +133,5 @@ def check_indexers(routed: RoutedTransformer, indexers: FoundIndexers) -> None:
     if not recording.trace().equals(other) or torch.equal(native, moved):
         raise AttachError(
             f"self-check failed: indexers such as {indexers.hooks[0].path} ({type(indexers.modules[0]).__name__}) were "
-            "told to choose other keys, and were not obeyed; this family needs an adapter of its own"
+            f"told to choose other keys, and were not obeyed; their class {WANTED_FORM}"
         )

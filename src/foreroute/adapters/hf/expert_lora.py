@@ -46,7 +46,8 @@ def spread_adapters(model: nn.Module) -> nn.Module:
             'DistributedConfig(ep_implementation="foreroute"), and name experts in target_parameters'
         )
     for layer, wrapper in wrapped:
-        layer.require_block_homes()
+        if layer.spread is not None:
+            layer.spread.require_block_homes()
         for factors in (wrapper.lora_A, wrapper.lora_B):
             for name, factor in factors.items():
                 if not isinstance(factor, ExpertFactor):

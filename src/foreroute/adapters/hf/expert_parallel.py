@@ -37,19 +37,15 @@ SITE = "_foreroute_experts"
 """Where an experts module keeps its `ForerouteEP`."""
 WEIGHT = re.compile(r"(gate_up_proj|up_proj|down_proj)(_bias)?")
 """Parameters of an experts module that a replica computes with."""
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+REPLICA_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of weights that replicas compute with. Those of 8 bits and less are not: their scales do not travel."""
 LAYOUT = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
 """What transformers' `use_experts_implementation` puts on an experts module, and `foreroute.ep.compute` reads."""
 
 
 def find_spread_experts(model: nn.Module, routers: Sequence[str]) -> SpreadExperts | None:
-    """Find the experts of a model that was loaded with `ep_implementation="foreroute"`; None where none was.
-
-    Experts beside other routers than these paths, such as those of images, are left alone.
-
-    Raises:
-        AttachError: when those of some router were not, or layers have different numbers of experts.
-    """
+    """Find the experts of a model that was loaded with `ep_implementation="foreroute"`; None where none was."""
+    # experts beside other routers, such as those of images, are left alone
     beside = tuple(path.rpartition(".")[0] + "." for path in routers)
     sites: list[tuple[str, ForerouteEP]] = [
         (path, module.__dict__[SITE])
@@ -72,6 +68,8 @@ def find_spread_experts(model: nn.Module, routers: Sequence[str]) -> SpreadExper
         spread = SpreadExperts(layers, sizes[0], first.ep_mesh.get_group(), owners_of(first))
         for number, (path, layer) in enumerate(sites):
             layer.number, layer.path, layer.spread = number, path, spread
+            layer.experts.register_state_dict_pre_hook(spread.require_block_homes)
+            layer.experts.register_load_state_dict_pre_hook(spread.require_block_homes)
     return first.spread
 
 
@@ -108,8 +106,6 @@ class ForerouteEP(AutoEP):
         self.wrappers: list[Any] = []  # of PEFT around the experts module, whose adapters are spread with it
         self.active: list[tuple[Any, str]] = []  # those in whose forward experts run, each with an adapter that is on
         experts.__dict__[SITE] = self
-        experts.register_state_dict_pre_hook(self.require_block_homes)
-        experts.register_load_state_dict_pre_hook(self.require_block_homes)
 
     def __call__(self, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
         """Give every token to its experts, and add up what they return, weighted: [N, D].
@@ -151,10 +147,9 @@ class ForerouteEP(AutoEP):
         return out_ND if sent_N is None else out_ND.new_zeros(shape).index_copy(0, sent_N, out_ND)
 
     def _execute(self, work: CellWork, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
-        """Dispatch rows to their experts, compute, and combine, [N, D].
-
-        Rows are in the order of "all_to_all", and summed in it, so that without replicas the bits are its own.
-        """
+        """Dispatch rows to their experts, compute, and combine, [N, D]."""
+        # Rows are in the order of "all_to_all", and summed in it: without replicas the bits are its own. So this is no
+        # `Dispatch` of `foreroute.ep`, with which gate weights travel: decision 0014.
         ids_A, top_k = ids_NK.reshape(-1), ids_NK.shape[1]
         rows = work.begin(ids_A.new_zeros(self.num_experts).index_add_(0, ids_A, torch.ones_like(ids_A)))
         (home, terms), replicas = self._home(), None
@@ -162,8 +157,10 @@ class ForerouteEP(AutoEP):
             replicas = StackedReplicas(work.cell, work.engine, home, self.owned, terms)
             home = dict(zip(home, replicas.register(), strict=True))
 
-        sent_A = ids_A.argsort().index_select(0, rows.send_permutation)  # the assignment of each row that is sent
-        arrived = self._exchange(work.name, hidden_ND[sent_A // top_k], rows.send_G, rows.receive_G)
+        # the assignment of each row that is sent; sorted as "all_to_all" sorts, since in another order bits may differ
+        sent_A = ids_A.argsort().index_select(0, rows.send_permutation)
+        group, what = self.ep_mesh.get_group(), f"rows of {work.name}"
+        arrived = ExchangeRows.apply(hidden_ND[sent_A // top_k], rows.send_G, rows.receive_G, group, what)
 
         if replicas is None:
             with self._computing_with(home, terms) if terms else nullcontext():
@@ -180,7 +177,7 @@ class ForerouteEP(AutoEP):
             computed = replicas.compute(computed, self.experts, at_replicas, rows.replicas)
             computed = computed.index_select(0, rows.return_permutation)
 
-        returned = self._exchange(work.name, computed, rows.receive_G, rows.send_G)
+        returned = ExchangeRows.apply(computed, rows.receive_G, rows.send_G, group, what)
         picks_AD = torch.empty_like(returned).index_copy_(0, sent_A, returned)
         return (picks_AD.view(*weights_NK.shape, picks_AD.shape[1]) * weights_NK.unsqueeze(-1)).sum(dim=1)
 
@@ -196,10 +193,6 @@ class ForerouteEP(AutoEP):
         shared = DTensor.from_local(rows, self.tp_mesh, [Replicate()], run_check=False)
         local: Tensor = shared.redistribute(self.tp_mesh, [Shard(0)]).to_local()
         return local
-
-    def _exchange(self, cell: str, rows: Tensor, send_G: list[int], receive_G: list[int]) -> Tensor:
-        arrived: Tensor = ExchangeRows.apply(rows, send_G, receive_G, self.ep_mesh.get_group(), f"rows of {cell}")
-        return arrived
 
     def _compute_home(self, rows_ND: Tensor, local_N: Tensor) -> Tensor:
         """Run the experts here on rows, each of which goes to one of them, int64 [N]."""
@@ -252,11 +245,6 @@ class ForerouteEP(AutoEP):
     def _weights(self) -> dict[str, nn.Parameter]:
         return {name: each for name, each in self.experts._parameters.items() if each is not None}
 
-    def require_block_homes(self, *_: Any) -> None:
-        """Raise `PlacementError` while experts live elsewhere than transformers saves and loads them."""
-        if self.spread is not None:
-            self.spread.require_block_homes()
-
     @property
     def slices(self) -> tuple[int, int]:
         """The number of this rank among those that share a batch, and how many they are."""
@@ -270,11 +258,11 @@ class ForerouteEP(AutoEP):
                 f"{self.path} is a {name_of_class}, whose layout transformers does not declare ({', '.join(lacking)})"
             )
         for name, each in self._weights().items():
-            if not WEIGHT.fullmatch(name) or each.dtype not in DTYPES:
-                return (
-                    f"{self.path}.{name} is {each.dtype} {list(each.shape)}; expected gate_up_proj, up_proj or "
-                    "down_proj, or _bias of these, in floats that are trained"
-                )
+            if not WEIGHT.fullmatch(name):
+                return f"{self.path}.{name} is none of gate_up_proj, up_proj and down_proj, and no _bias of these"
+            if each.dtype not in REPLICA_DTYPES:
+                dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in REPLICA_DTYPES)
+                return f"{self.path}.{name} is {each.dtype}; expected one of {dtypes}, which need no scales"
         return None
 
     def begin(self) -> None:

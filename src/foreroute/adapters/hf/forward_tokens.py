@@ -6,7 +6,6 @@ wrong with it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +20,7 @@ from foreroute.core.caches import NO_CACHE, given_cache
 from foreroute.errors import BatchMismatchError
 from foreroute.layout import starts_from_cumulative_lengths, starts_from_positions
 from foreroute.replay.arguments import WANTED_MASK, kept_by
+from foreroute.replay.rows import to_host
 
 
 class ForwardTokens:
@@ -61,12 +61,7 @@ class ForwardTokens:
     def of_call(
         cls, names: list[str], images: ImageTokens | None, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> ForwardTokens:
-        """Find the arguments among those of a call whose parameters have these names. In a graph nothing is read.
-
-        Raises:
-            BatchMismatchError: when the call passes embeddings instead of tokens, or an attention mask that is none of
-                tokens; and as `read`.
-        """
+        """Find the arguments among those of a call whose parameters have these names. In a graph nothing is read."""
         given = dict(zip(names, args, strict=False)) | kwargs
         input_ids, mask, positions = given.get("input_ids"), given.get("attention_mask"), given.get("position_ids")
         if isinstance(mask, dict) and mask:  # by kind of layer; the values say whether one tells what is padding
@@ -95,11 +90,7 @@ class ForwardTokens:
         return cls(input_ids, mask, positions, cumulative, past, images, pixels, begins=may_begin and not past).read()
 
     def read(self) -> ForwardTokens:
-        """Read what shapes say, and return the same. What only the values say is refused when they are asked for.
-
-        Raises:
-            BatchMismatchError: when the mask does not fit the tokens.
-        """
+        """Read what shapes say, and return the same. What only the values say is refused when they are asked for."""
         self.past = int(self.past)
         if self.mask is not None:
             if self.mask.ndim == 4:
@@ -109,14 +100,8 @@ class ForwardTokens:
         return self
 
     def find_sequences(self) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """Find bool [B, T], what is no padding; the same, first tokens of sequences; and bool [] each, what is wrong.
-
-        All on the device of the batch. Nothing says where sequences begin if a row of the batch holds one. A batch is
-        wrong whose arguments are not those of whole sequences.
-
-        Raises:
-            BatchMismatchError: when shapes say that already.
-        """
+        """Find bool [B, T], what is no padding; first tokens of sequences; and bool [] each, what is wrong."""
+        # all on the device of the batch; no first tokens where a row of the batch holds one sequence
         (rows, width), cumulative, wrongs = self.shape, self.cumulative, list[Tensor]()
         if self.mask is None:
             kept_BT = torch.ones_like(self.input_ids, dtype=torch.bool)
@@ -147,11 +132,7 @@ class ForwardTokens:
         return kept_BT, starts_BT | (kept_BT & begins), wrongs
 
     def on_host(self) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.bool_] | None]:
-        """Copy tokens [B, T], what is no padding, and first tokens where rows hold several sequences. Waits for them.
-
-        Raises:
-            BatchMismatchError: for masks, offsets and positions that are not those of a batch of whole sequences.
-        """
+        """Copy tokens [B, T], what is no padding, and first tokens where rows hold several sequences, to the host."""
         kept_BT, starts_BT, wrongs = self.find_sequences()
         if any(wrongs):
             self.raise_wrong()
@@ -206,11 +187,8 @@ class ForwardTokens:
         return positions[0] if len(positions) == 4 else positions.amax(0)
 
     def kept(self) -> ForwardTokens:
-        """Copy what was given, to be read later, when whoever gave it may have overwritten it.
-
-        Raises:
-            BatchMismatchError: on the CPU, where nothing is waited for, as `on_host`.
-        """
+        """Copy what was given, to be read later, when whoever gave it may have overwritten it."""
+        # on the CPU nothing is waited for, and what is wrong is said at once
         if self.device.type == "cpu" and any(self.find_sequences()[2]):
             self.raise_wrong()
         if not self._is_kept:
@@ -222,23 +200,6 @@ class ForwardTokens:
             self.cumulative = None if self.cumulative is None else self.cumulative.clone()
             self._is_kept = True
         return self
-
-
-def kept_widths(batches: Sequence[ForwardTokens]) -> list[int]:
-    """Count the positions of each forward of a recording that are still there behind the last that continues it."""
-    # the others were cut off at the end of the cache, as drafts that were rejected, and later forwards took their place
-    widths = [batch.shape[1] for batch in batches]
-    grown: list[int] = []  # forwards of the sequences that grow now, of which something is left
-    for number, batch in enumerate(batches):
-        if not batch.past:
-            grown = []
-        while grown and batch.cache_was_seen and batches[grown[-1]].past + widths[grown[-1]] > batch.past:
-            last = grown[-1]
-            widths[last] = max(0, batch.past - batches[last].past)
-            if not widths[last]:
-                grown.pop()
-        grown.append(number)
-    return widths
 
 
 WANTED_PATTERN = (
@@ -294,9 +255,3 @@ def _require_offsets(cumulative: Any) -> None:
 
 def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
-
-
-def to_host(tensor: Tensor) -> NDArray[Any]:
-    """Copy a tensor to the host, which waits for it."""
-    host = tensor.detach().cpu()
-    return np.asarray((host.float() if host.is_floating_point() else host).numpy())

@@ -9,49 +9,32 @@ trace. Both operators write to a ledger, which keeps them in order and from bein
 from __future__ import annotations
 
 import itertools
-from typing import Protocol
+from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from foreroute.adapters.hf.forward_tokens import ForwardTokens
 
-class Host(Protocol):
-    """The hooks of a model, which the operators call."""
-
-    def begin_from_graph(
-        self,
-        input_ids: Tensor,
-        mask: Tensor | None,
-        positions: Tensor | None,
-        cumulative: Tensor | None,
-        digests: Tensor | None,
-        past: int,
-        begins: bool,
-    ) -> Tensor:
-        """Begin a compiled pass, and return `Rows.ids_LRK`, empty without replay."""
-
-    def end_from_graph(self, calls_L: Tensor, observed: list[Tensor]) -> None:
-        """End it, with what routers observed."""
-
-    def shapes_for_graph(self, num_slots: int) -> tuple[list[int], torch.dtype]:
-        """Say shape and dtype of the ids that `begin_from_graph` returns."""
+if TYPE_CHECKING:
+    from foreroute.adapters.hf.routed_transformer import TransformerHooks
 
 
-_hosts: WeakValueDictionary[str, Host] = WeakValueDictionary()
+_hooks: WeakValueDictionary[str, TransformerHooks] = WeakValueDictionary()
 _numbers = itertools.count()  # said as words: Dynamo makes a number symbolic when a second model has another
 
 
-def register(host: Host) -> str:
-    """Name a host, so that operators find it for as long as it lives: they take tensors, numbers and words."""
+def register(hooks: TransformerHooks) -> str:
+    """Name the hooks of a model, by which operators, which take tensors, numbers and words, find them."""
     name = str(next(_numbers))
-    _hosts[name] = host
+    _hooks[name] = hooks
     return name
 
 
 @torch.library.custom_op("foreroute::begin_pass", mutates_args=("ledger",), tags=(torch.Tag.cudagraph_unsafe,))
 def begin_pass(
-    host: str,
+    name: str,
     ledger: Tensor,
     input_ids: Tensor,
     mask: Tensor | None,
@@ -62,36 +45,27 @@ def begin_pass(
     counted: Tensor | None,
     begins: bool,
 ) -> Tensor:
-    """Locate the rows of a batch; see `Host.begin_from_graph`. A static cache has counted its positions in a tensor."""
+    """Begin a pass, by `TransformerHooks.begin_from_graph`. A static cache has counted its positions in a tensor."""
     ledger.add_(1)
     past = past if counted is None else int(counted)
-    return _hosts[host].begin_from_graph(input_ids, mask, positions, cumulative, digests, past, begins)
+    batch = ForwardTokens(input_ids, mask, positions, cumulative, past, begins=begins, cache_was_seen=False).read()
+    batch.digests_BT = digests
+    return _hooks[name].begin_from_graph(batch)
 
 
 @begin_pass.register_fake
-def _(
-    host: str,
-    ledger: Tensor,
-    input_ids: Tensor,
-    mask: Tensor | None,
-    positions: Tensor | None,
-    cumulative: Tensor | None,
-    digests: Tensor | None,
-    past: int,
-    counted: Tensor | None,
-    begins: bool,
-) -> Tensor:
-    shape, dtype = _hosts[host].shapes_for_graph(input_ids.shape[0] * input_ids.shape[1])
+def _(name: str, ledger: Tensor, input_ids: Tensor, *_: object) -> Tensor:
+    shape, dtype = _hooks[name].shapes_for_graph(input_ids.shape[0] * input_ids.shape[1])
     return input_ids.new_empty(shape, dtype=dtype)
 
 
 @torch.library.custom_op("foreroute::end_pass", mutates_args=("ledger",), tags=(torch.Tag.cudagraph_unsafe,))
-def end_pass(host: str, ledger: Tensor, calls_L: Tensor, observed: list[Tensor]) -> None:
-    """Hand over what routers observed; see `Host.end_from_graph`."""
+def end_pass(name: str, ledger: Tensor, calls_L: Tensor, observed: list[Tensor]) -> None:
+    """End it, by `TransformerHooks.end_from_graph`."""
     ledger.add_(1)
-    _hosts[host].end_from_graph(calls_L, observed)
+    _hooks[name].end_from_graph(calls_L, observed)
 
 
 @end_pass.register_fake
-def _(host: str, ledger: Tensor, calls_L: Tensor, observed: list[Tensor]) -> None:
+def _(name: str, ledger: Tensor, calls_L: Tensor, observed: list[Tensor]) -> None:
     return None

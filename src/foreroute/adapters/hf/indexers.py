@@ -104,11 +104,7 @@ class FoundIndexers:
         return opened
 
     def rows(self, trace: RoutingTrace, row_R: NDArray[np.int64], width: int, *, all_wanted: bool) -> IndexerRows:
-        """Take the choices of a trace that has some, for the rows int64 [R] of a batch of this width.
-
-        Raises:
-            BatchMismatchError: as `require`, and for rows without a choice where all are wanted.
-        """
+        """Take the choices of a trace that has some, for the rows int64 [R] of a batch of this width."""
         stream = trace.streams[INDEXER]
         position_R, first_R = find_positions(trace.offsets, row_R, width)
         self.require(position_R, first_R, width)
@@ -135,13 +131,7 @@ class FoundIndexers:
         kept_BT: NDArray[np.bool_],
         batch: ForwardTokens,
     ) -> DecisionStream:
-        """Make a stream of what each indexer returned in one forward, for its rows without padding.
-
-        `lengths_S`, int64 [S], are the rows of each sequence, `kept_BT`, bool [B, T], is False for padding.
-
-        Raises:
-            BatchMismatchError: as `require`.
-        """
+        """Make a stream of what each indexer returned in one forward, for its rows without padding."""
         kept_R, width = kept_BT.reshape(-1), kept_BT.shape[1]
         row_R = np.where(kept_R, np.cumsum(kept_R) - 1, -1)
         offsets, padding_B = as_offsets(lengths_S), batch.cached_padding_B()
@@ -207,7 +197,6 @@ class ChoosingIndexer(SelectionHook):
         self._form = form
 
     def select(self, now: IndexerPass, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """See `SelectionHook`."""
         returned = forward(*args, **kwargs)
         if now.rows is not None:
             returned = self._replayed(returned, now.rows, now.indexer)

@@ -43,14 +43,9 @@ def load_local(path: Path) -> tuple[Any, bool]:
         path = path / CONFIG
     config = read_config(path)
     # random weights are enough to see whether replay is wired
-    try:
+    with transformers_errors(f"{path} cannot be loaded by transformers"), _seeded(0):
         _require_memory(config, str(path), dtype=config.dtype or torch.float32)
-        with _seeded(0):
-            return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False), False
-    except ConfigError:
-        raise
-    except Exception as error:  # transformers raises what its loaders raise
-        raise ConfigError(f"{path} cannot be loaded by transformers: {first_line(error)}") from error
+        return transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False), False
 
 
 def load_pretrained(folder: Path, *, experts_implementation: str, distributed_config: Any = None) -> Any:
@@ -103,19 +98,16 @@ def build_model(family: str, *, seed: int, experts_implementation: str = "groupe
 
 def load_complete(model_class: Any, source: Path | None, folder: Path | str, **options: Any) -> Any:
     """Call `model_class.from_pretrained`; raise `ConfigError`, which names `folder`, when weights are missing."""
-    try:
-        with quiet_transformers():
-            model, found = model_class.from_pretrained(
-                source,
-                local_files_only=True,
-                trust_remote_code=False,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,  # they are named below
-                output_loading_info=True,
-                **options,
-            )
-    except Exception as error:  # transformers raises what its loaders raise
-        raise ConfigError(f"{folder} cannot be loaded by transformers: {first_line(error)}") from error
+    with transformers_errors(f"{folder} cannot be loaded by transformers"), quiet_transformers():
+        model, found = model_class.from_pretrained(
+            source,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are named below
+            output_loading_info=True,
+            **options,
+        )
     # transformers fills what it does not find at random, and says so in a warning alone
     missing = sorted(map(str, {*found["missing_keys"], *found["mismatched_keys"]}))
     if missing:
@@ -129,12 +121,9 @@ def load_complete(model_class: Any, source: Path | None, folder: Path | str, **o
 def read_config(path: Path) -> Any:
     """Read a config.json by transformers; refuse one that asks for code, other weights, a kernel or too many layers."""
     values = _check_config(path)
-    try:
-        with quiet_transformers():
-            config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-            text = config.get_text_config()
-    except Exception as error:  # transformers raises what its loaders raise
-        raise ConfigError(f"{path} cannot be loaded by transformers: {first_line(error)}") from error
+    with transformers_errors(f"{path} cannot be loaded by transformers"), quiet_transformers():
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+        text = config.get_text_config()
     if text is not config:
         _require_sizes_read(values, text, path)
     return config
@@ -149,11 +138,8 @@ def load_tokenizer(folder: Path) -> Any:
             f"{folder} holds no tokenizer (none of {', '.join(TOKENIZERS)}); name the folder that has it as "
             "model.tokenizer"
         )
-    try:
-        with quiet_transformers():
-            loaded = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers raises what its loaders raise
-        raise ConfigError(f"the tokenizer in {folder} cannot be read: {first_line(error)}") from error
+    with transformers_errors(f"the tokenizer in {folder} cannot be read"), quiet_transformers():
+        loaded = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if not loaded.get_vocab():
         raise ConfigError(f"the tokenizer in {folder} cannot be read: it has no tokens")
     return loaded
@@ -165,6 +151,17 @@ def first_line(error: BaseException) -> str:
     if "custom code" in text:
         return "it needs code of its own (auto_map); none of a folder's is run"
     return f"{type(error).__name__}: {text:.400}" if text else type(error).__name__
+
+
+@contextmanager
+def transformers_errors(what: str) -> Iterator[None]:
+    """Raise `ConfigError`, which begins with `what`, for whatever transformers raises in the context."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:  # its loaders raise whatever what they call raises
+        raise ConfigError(f"{what}: {first_line(error)}") from error
 
 
 @contextmanager

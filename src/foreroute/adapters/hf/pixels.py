@@ -63,12 +63,8 @@ class ImageTokens(NamedTuple):
         return cls(image, getattr(config, "video_token_id", None) or image, merge**2)
 
     def digests(self, input_ids: Tensor, given: dict[str, Tensor]) -> Tensor:
-        """Digest what stands behind each token, on its device, from the arguments of `given_images`.
-
-        Returns:
-            int64 [B, T], above 0; NO_PIXELS where a token of an image was given none, UNKNOWN where none belong or it
-            is not known which do.
-        """
+        """Digest what stands behind each token, int64 [B, T] on its device, from the arguments of `given_images`."""
+        # above 0; NO_PIXELS where a token of an image was given none, UNKNOWN where none belong or who knows which do
         is_image, is_video = input_ids == self.image, input_ids == self.video
         is_video = torch.where(is_video.any(), is_video, is_image)
         found = torch.where(is_image | is_video, NO_PIXELS, UNKNOWN)
@@ -127,11 +123,7 @@ def pixel_stream(digest_N: NDArray[np.int64]) -> DecisionStream:
 
 
 def digests_of(trace: RoutingTrace) -> NDArray[np.int64]:
-    """Read what `pixel_stream` was made of, int64 [N].
-
-    Raises:
-        TraceContentError: when the stream cannot be one of digests.
-    """
+    """Read what `pixel_stream` was made of, int64 [N]."""
     stream = trace.streams[PIXELS]
     counts = np.diff(stream.offsets)
     if stream.num_choices != 2 << BITS or stream.layers or not np.isin(counts, (0, 2)).all():

@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from foreroute.adapters.hf import graph_ops
-from foreroute.adapters.hf.forward_tokens import ForwardTokens, kept_widths, to_host
-from foreroute.adapters.hf.pixels import ImageTokens, pixel_stream, warn_of_unbound
+from foreroute.adapters.hf.forward_tokens import ForwardTokens
+from foreroute.adapters.hf.pixels import ImageTokens
 from foreroute.adapters.hf.trace_rows import TraceRows
+from foreroute.adapters.planned_model import PlannedModel
 from foreroute.core.hooks import SelectingRouter, SelectionHook, overridden
 from foreroute.core.passes import Pass, Rows
 from foreroute.core.selection import Scores
@@ -33,7 +34,7 @@ from foreroute.core.trunk import TrunkHooks
 from foreroute.core.untouched import reshard
 from foreroute.errors import BatchMismatchError, LayoutError, ReplayError
 from foreroute.layout import Layout
-from foreroute.replay import Policy, ReplayRows, RoutedModel, Routes
+from foreroute.replay import Policy, ReplayRows, Routes
 from foreroute.replay.arguments import not_of_kind
 from foreroute.replay.aux_loss_counts import ExecutedCounts
 from foreroute.trace import INDEXER, PIXELS, IndexerSpec, RoutingSpec, RoutingTrace
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
     from foreroute.adapters.hf.indexers import FoundIndexers
     from foreroute.ep import PlanExecution
     from foreroute.ep.execution import MicroBatch
-    from foreroute.ep.transfer.engine import TransferOptions
-    from foreroute.plan import StepPlan
     from foreroute.replay import ForwardRows, RecordedPass
 
 
@@ -53,13 +52,15 @@ BATCHES = "init_continuous_batching"
 """The method of a model by which each way of continuous batching begins."""
 
 
-class RoutedTransformer(RoutedModel):
+class RoutedTransformer(PlannedModel):
     """Recording and replaying sessions for one Hugging Face model. Made by `attach`.
 
     Attributes:
         model: the model that was attached.
         spread: its experts, where transformers has spread them over ranks by our implementation; else None.
     """
+
+    spread: SpreadExperts | None
 
     def __init__(self, hooks: TransformerHooks, spread: SpreadExperts | None = None) -> None:
         made_by = {"engine": "transformers", "engine_version": transformers.__version__}
@@ -132,61 +133,20 @@ class RoutedTransformer(RoutedModel):
         lookups = {layer: partial(looked_up, router.module) for layer, router in routers if router.rule.is_lookup}
         return with_lookups(trace, self.spec, lookups)
 
-    def gather_counts(self, micro_batches: Sequence[TraceRows | RoutingTrace]) -> NDArray[np.int32]:
-        """Count the routes of all ranks: int32 [M, L, G, E]. See `foreroute.ep.ExpertParallelModel`."""
-        return self._experts.gather_counts(self._planned(micro_batches))
-
-    def execute(
-        self,
-        plan: StepPlan | None,
-        planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace],
-        micro_batches: Sequence[TraceRows | RoutingTrace],
-        *,
-        step: int | None = None,
-    ) -> AbstractContextManager[PlanExecution]:
-        """Execute a plan while the context is open. See `foreroute.ep.ExpertParallelModel`.
-
-        Args:
-            plan: of these micro-batches; None computes every expert at its home.
-            planned: counts [M, L, G, E] of `gather_counts` that it was made for, or the traces of the whole step.
-            micro_batches: of this rank, the same objects that sessions replay: traces, or what `rows` made of them.
-            step: of the optimizer; executions of one number load weights once.
-        """
-        return self._experts.execute(self._of_trunk, plan, planned, self._planned(micro_batches), step)
-
-    def _planned(self, micro_batches: Sequence[TraceRows | RoutingTrace]) -> Callable[[], list[MicroBatch]]:
-        from foreroute.adapters.hf.executing import planned_batches
-
-        return partial(planned_batches, self, self._experts, micro_batches)
-
     @property
     def _experts(self) -> SpreadExperts:
-        """What plans are executed on, whose modules are imported where somebody plans. Raises as `gather_counts`."""
         from foreroute.adapters.hf.executing import spread_of
 
         return spread_of(self)
 
     @property
-    def home_LE(self) -> NDArray[np.int16]:
-        """int16 [L, E], the expert-parallel rank that every expert lives on now. Raises as `gather_counts`."""
-        return self._experts.home_LE
+    def _executing(self) -> TransformerHooks:
+        return self._of_trunk
 
-    @property
-    def block_home_LE(self) -> NDArray[np.int16]:
-        """int16 [L, E], the homes of transformers, in which models are saved. Raises as `gather_counts`."""
-        return self._experts.block_home_LE
+    def _planned_batches(self, given: Sequence[TraceRows | RoutingTrace]) -> list[MicroBatch]:
+        from foreroute.adapters.hf.executing import planned_batches
 
-    def share_plan(self, make: Callable[[], StepPlan]) -> StepPlan:
-        """Give all ranks the plan that the first one makes. See `foreroute.ep.ExpertParallelModel`."""
-        return self._experts.share_plan(make)
-
-    def use(self, transfers: TransferOptions) -> None:
-        """Say how weights of replicas travel. See `foreroute.ep.ExpertParallelModel`."""
-        self._experts.use(transfers)
-
-    def move_homes(self, homes: StepPlan | NDArray[np.integer], optimizer: torch.optim.Optimizer | None = None) -> int:
-        """Move experts to other ranks, and return the bytes received. See `foreroute.ep.ExpertParallelModel`."""
-        return self._experts.move_homes(homes, optimizer)
+        return planned_batches(self, self._experts, given)
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Give every weight and buffer that is saved, whole, as engines take them. A collective call.
@@ -206,24 +166,19 @@ class RoutedTransformer(RoutedModel):
             rows = row_E.get(id(tensor))
             yield name, whole if rows is None else whole[rows]
 
-    def close(self) -> None:
-        """Release what weights of replicas travel by. See `foreroute.ep.ExpertParallelModel`."""
-        if self.spread is not None:
-            self.spread.close()
-
     def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> Routes:
-        """Find the rows of a trace for each batch, unless these are routes that do so. See `RoutedModel`."""
+        """Find the rows of a trace for each batch, unless these are routes that do so."""
         if isinstance(routes, TraceRows) and layout is not None:
             raise LayoutError("the rows were made for a layout already; give none with them")
-        # `isinstance` with a protocol would read `versions`, which looks at every row
+        # a session replays whatever finds rows by `of_pass`; `isinstance` with the protocol `Routes` would also read
+        # `versions`, which looks at every row
         return routes if hasattr(routes, "of_pass") else self.rows(routes, layout)
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
-        """Give the rows of one chunk and one rank. See `RoutedModel`."""
-        recorded = passes[0]
-        widths = kept_widths([each.args for each in recorded])
-        indexers = self._of_trunk.found_indexers
-        return [_rows_of_pass(each, width, indexers) for each, width in zip(recorded, widths, strict=True) if width]
+        """Give the rows of one chunk and one rank."""
+        from foreroute.adapters.hf.recording import rows_of_passes
+
+        return rows_of_passes(passes[0], self._of_trunk.found_indexers)
 
     def _counting(self) -> AbstractContextManager[None]:
         """The forward of the whole model, which may be the trunk itself: above the hooks of the session."""
@@ -262,7 +217,7 @@ class TransformerHooks(TrunkHooks):
         return ForwardTokens.of_call(self.names, self.images, args, kwargs)
 
     def session_contexts(self) -> list[AbstractContextManager[Any]]:
-        """Add what encodes images before a forward, and continuous batching, which is refused. See `TrunkHooks`."""
+        """Add what encodes images before a forward, and continuous batching, which is refused."""
         contexts = super().session_contexts()
         contexts += [overridden(module, BATCHES, _refuse_batches) for module in self._generating]
         if self.images is not None:
@@ -277,7 +232,7 @@ class TransformerHooks(TrunkHooks):
         return result
 
     def open_others(self, current: Pass) -> Sequence[tuple[Any, Any]]:
-        """Open the indexers, which must choose if their choices are kept or forced. See `ModelHooks`."""
+        """Open the indexers, which must choose if their choices are kept or forced."""
         assert self.found_indexers is not None, "they are the others"
         if uses_indexers(current):
             current.num_expected += len(self.others)
@@ -313,9 +268,8 @@ class TransformerHooks(TrunkHooks):
     def run_compiled(
         self, path: str, hooks: Sequence[SelectionHook], call: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """See `TrunkHooks`."""
         if self.passes and not torch.compiler.is_compiling() and uses_indexers(self.passes.current):
-            raise _in_graph("choices of indexers are", path)
+            raise _indexers_in_graph(path)
         return super().run_compiled(path, hooks, call, *args, **kwargs)
 
     def _run_in_graph(
@@ -344,24 +298,13 @@ class TransformerHooks(TrunkHooks):
         graph_ops.end_pass(self._name_in_graphs, self._ledger, current.calls_L, kept)
         return result
 
-    def begin_from_graph(
-        self,
-        input_ids: Tensor,
-        mask: Tensor | None,
-        positions: Tensor | None,
-        cumulative: Tensor | None,
-        digests: Tensor | None,
-        past: int,
-        begins: bool,
-    ) -> Tensor:
-        """See `graph_ops.Host`."""
+    def begin_from_graph(self, batch: ForwardTokens) -> Tensor:
+        """Begin a compiled pass, and return `Rows.ids_LRK`, empty without replay."""
         self.sessions.require_mine("runs a model")
-        batch = ForwardTokens(input_ids, mask, positions, cumulative, past, begins=begins, cache_was_seen=False).read()
-        batch.digests_BT = digests
         rows = self.begin_pass(batch)
         current = self.open_pass(rows, batch.num_slots, batch.device)
         if uses_indexers(current):
-            raise _in_graph("choices of indexers are", "the model")
+            raise _indexers_in_graph("the model")
         self._begun_in_graph = batch, current
         if rows is not None:
             return rows.ids_LRK
@@ -369,7 +312,7 @@ class TransformerHooks(TrunkHooks):
         return torch.empty(shape, dtype=dtype, device=batch.device)
 
     def end_from_graph(self, calls_L: Tensor, kept: list[Tensor]) -> None:
-        """See `graph_ops.Host`."""
+        """End it, with what routers observed."""
         assert self._begun_in_graph is not None, "a compiled pass ends after it has begun"
         (batch, current), self._begun_in_graph = self._begun_in_graph, None
         current.calls_L = calls_L
@@ -381,7 +324,7 @@ class TransformerHooks(TrunkHooks):
             each.end_pass(self.chunk, batch, current)
 
     def shapes_for_graph(self, num_slots: int) -> tuple[list[int], torch.dtype]:
-        """See `graph_ops.Host`."""
+        """Say shape and dtype of the ids that `begin_from_graph` returns."""
         return [self.spec.num_layers, num_slots if self.options.routes else 0, self.spec.top_k], self.id_dtype
 
 
@@ -406,44 +349,10 @@ def uses_indexers(current: Pass) -> bool:
     return current.options.others or (isinstance(current.rows, ReplayRows) and current.rows.indexers is not None)
 
 
-def _in_graph(what: str, path: str) -> ReplayError:
+def _indexers_in_graph(path: str) -> ReplayError:
     return ReplayError(
-        f"{what} recorded and replayed in eager mode alone, and {path} is compiled; take torch.compile off it, or "
-        "leave them out of the session"
-    )
-
-
-def _rows_of_pass(recorded: RecordedPass, width: int, indexers: FoundIndexers | None) -> ForwardRows:
-    """Give the rows of its first positions, of which `width` are left."""
-    from foreroute.replay import ForwardRows
-
-    batch: ForwardTokens = recorded.args
-    ids_BT, kept_BT, starts_BT = batch.on_host()
-    kept_BT = kept_BT & (np.arange(kept_BT.shape[1]) < width)
-    kept_R = kept_BT.reshape(-1)
-
-    def packed(of_slots: Tensor | None) -> Any:
-        return None if of_slots is None else of_slots.cpu().numpy().swapaxes(0, 1)[kept_R]
-
-    if starts_BT is None:
-        lengths_S = np.asarray(kept_BT.sum(axis=1))
-    else:
-        lengths_S = np.diff(np.flatnonzero(starts_BT[kept_BT]), append=kept_BT.sum())
-    streams = {}
-    digests_BT = None if batch.digests_BT is None else to_host(batch.digests_BT)
-    if digests_BT is not None:
-        streams[PIXELS] = pixel_stream(digests_BT[kept_BT])
-    warn_of_unbound(batch.pixel_names, digests_BT)
-    if recorded.choices is not None and indexers is not None:
-        streams[INDEXER] = indexers.stream(recorded.choices, lengths_S, kept_BT, batch)
-    return ForwardRows(
-        lengths_S,
-        ids_BT[kept_BT],
-        packed(recorded.ids_LRK),
-        packed(recorded.margin_LR),
-        batch.past,
-        width if starts_BT is None else None,
-        streams,
+        f"choices of indexers are recorded and replayed in eager mode alone, and {path} is compiled; take "
+        "torch.compile off it, or leave them out of the session"
     )
 
 

@@ -17,13 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.adapters.hf.forward_tokens import ForwardTokens, to_host
+from foreroute.adapters.hf.forward_tokens import ForwardTokens
 from foreroute.adapters.hf.pixels import UNKNOWN, digests_of, refuse_other_pixels
 from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.layout import Layout, locate_rows
 from foreroute.replay import Policy, ReplayRows, TraceOnDevice
-from foreroute.replay.rows import faithful_rows, refuse_missing
+from foreroute.replay.arguments import require_layout
+from foreroute.replay.rows import faithful_rows, refuse_missing, to_host
 from foreroute.trace import INDEXER, PIXELS, RoutingTrace
 from foreroute.trace.operations import add_assignments
 
@@ -36,16 +37,16 @@ class TraceRows:
 
     Made by `RoutedTransformer.rows`, it keeps on the device what batches take, so that recompute, update and every
     epoch on the same micro-batch move nothing there again.
-
-    Args:
-        trace: of the sequences of the batch, in order. Nobody may write to its arrays from now on.
-        layout: where they are in it, or None to see it from the batch.
-        hooks: of the model.
     """
 
     def __init__(self, trace: RoutingTrace, layout: Layout | None, hooks: TransformerHooks) -> None:
         if layout is not None:
-            _require_whole(layout, trace)
+            require_layout(layout, trace)
+            if layout.is_split or layout.order == "sbhd":
+                raise LayoutError(
+                    f"the layout is {'split' if layout.is_split else 'sequence first'}; a Hugging Face model takes "
+                    'whole batches, packed or batch first (pad(..., order="bshd"))'
+                )
         self.trace = trace
         self.layout = layout
         self._hooks = hooks
@@ -55,16 +56,12 @@ class TraceRows:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """See `foreroute.replay.Routes`."""
+        """Weight versions of the rows that have a route, ascending, for which every row is looked at."""
         return self.trace.versions
 
     def counts_of(self, part: int = 0, num_parts: int = 1) -> NDArray[np.int64]:
-        """int64 [L, E], assignments of the rows that have a route, of which a batch leaves none out.
-
-        Args:
-            part: of these rows, when they are cut as `torch.chunk` cuts them.
-            num_parts: how many ranks share the batch, each of which sends its part.
-        """
+        """Count int64 [L, E], assignments of rows that have a route, or of one of the parts that ranks cut them in."""
+        # a batch leaves none of these rows out, and ranks cut them as `torch.chunk` does
         if (part, num_parts) not in self._counts:
             trace, spec = self.trace, self.trace.spec
             if num_parts > 1:
@@ -85,7 +82,7 @@ class TraceRows:
         return bool(faithful_rows(self.trace).all())
 
     def of_pass(self, chunk: int, batch: ForwardTokens, policy: Policy, checks: DeferredChecks) -> ReplayRows:
-        """Find and gather what a batch replays. See `foreroute.replay.Routes`."""
+        """Find and gather what a batch replays."""
         if batch.past:
             raise BatchMismatchError(
                 f"the forward continues a key-value cache of {batch.past} positions; replay whole sequences, "
@@ -158,10 +155,8 @@ class TraceRows:
     def _locate(
         self, kept_BT: Tensor, starts_BT: Tensor | None, there: TraceOnDevice
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Say what is kept, which row of the trace that is, and where its sequence ends there; [R] each.
-
-        And whether the batch has another number of sequences, where only the device knows that.
-        """
+        """Say what is kept, which row of the trace that is, where its sequence ends, [R] each; and what is wrong."""
+        # wrong: another number of sequences, where only the device knows how many there are
         rows, num_sequences = len(kept_BT), len(self.trace)
         offsets, last = there.upload("offsets", self.trace.offsets, self.trace.offsets[-1:]), max(1, num_sequences)
         if starts_BT is None:  # a row of the batch holds one sequence
@@ -178,19 +173,3 @@ class TraceRows:
         is_other = torch.where(are_packed, starts_R.sum(), rows) != num_sequences
         # padding alone fits a trace of none
         return kept_R, row_R, offsets[number_R + 1], [is_other] if num_sequences else []
-
-
-def _require_whole(layout: object, trace: RoutingTrace) -> None:
-    if not isinstance(layout, Layout):
-        raise LayoutError(
-            f"layout is a {type(layout).__name__}; expected one of foreroute.layout, of pad(...) or pack(...)"
-        )
-    if layout.is_split or layout.order == "sbhd":
-        raise LayoutError(
-            f"the layout is {'split' if layout.is_split else 'sequence first'}; a Hugging Face model takes whole "
-            'batches, packed or batch first (pad(..., order="bshd"))'
-        )
-    if layout.num_rows != trace.num_rows:
-        raise BatchMismatchError(
-            f"the layout is for {layout.num_rows} packed rows and the trace has {trace.num_rows}; lay out trace.lengths"
-        )

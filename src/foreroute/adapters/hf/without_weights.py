@@ -11,7 +11,6 @@ import importlib
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +48,10 @@ class NothingSelected(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-@dataclass(frozen=True)
-class Structure:
-    """What the classes of transformers make of a configuration."""
-
-    spec: RoutingSpec  # which layers route
-    indexers: IndexerSpec | None  # of its sparse attention; None where it has none, or they are not known
-    config: Mapping[str, Any]  # of the decoder, with the defaults of its family
-
-
-def structure_of(path: Path) -> Structure:
+def structure_of(path: Path) -> tuple[RoutingSpec, IndexerSpec | None, Mapping[str, Any]]:
     """Look at the decoder that a config.json describes; of a model with images or sound, its text decoder.
 
-    Raises:
-        ConfigError: when transformers cannot make the model, it has no routers, or how they select depends on values.
+    Its routed layers, its indexers, None where they are not known, and its configuration with defaults.
     """
     config = read_config(path).get_text_config()
     try:
@@ -82,7 +71,7 @@ def structure_of(path: Path) -> Structure:
             f"{path}: transformers {transformers.__version__} does not tell which layers route ({reason:.400}); pass a "
             "trace of the model, or the spec of its routed layers, instead"
         ) from error
-    return Structure(spec, None if indexers is None else indexers.spec, config.to_dict())
+    return spec, None if indexers is None else indexers.spec, config.to_dict()
 
 
 def _decoder_of(config: Any) -> Any:

@@ -78,7 +78,6 @@ def _proven(trunks: Sequence[Any], of_chunks: Sequence[Sequence[ChunkRouter]]) -
 
 
 def _spec_of(trunk: Any, layers: list[RoutedLayer], shapes: list[tuple[int, int]]) -> RoutingSpec:
-    """Make the table of the whole model."""
     if not layers:
         raise AttachError(f"{type(trunk).__name__} has no MoE layer; attach a Mixture-of-Experts model")
     if len(set(layers)) != len(layers) or layers[-1].index >= trunk.config.num_layers:
@@ -93,10 +92,7 @@ def _spec_of(trunk: Any, layers: list[RoutedLayer], shapes: list[tuple[int, int]
 
 
 def self_check(hooks: ChunkHooks) -> None:
-    """Run the routers of a chunk as they are, watched, on their native routes, and on other routes.
-
-    Raises `AttachError` when replay changes what it should not, or does not change what it should.
-    """
+    """Run the routers of a chunk as they are, watched, on their native routes, and on other routes."""
     with untouched(hooks.trunk):
         torch.manual_seed(0)
         given = [_rows_for(router.site.module) for router in hooks.routers]

@@ -9,13 +9,14 @@ Configurations under which replay would be bypassed, or would not be what is exe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import megatron.core
+import torch
 from megatron.core.transformer.moe.router import Router, TopKRouter
-from torch import nn
+from torch import Tensor, nn
 
 from foreroute.errors import AttachError
 from foreroute.trace import RoutedLayer
@@ -37,33 +38,16 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class ChunkRouter:
-    """One router of a chunk.
+    """One router of a chunk."""
 
-    Attributes:
-        path: dotted name inside the chunk.
-        module: the router.
-        block: the MoE layer that calls it.
-        layer: its row of the layer axis; numbers count decoder layers of the whole model from 0, dense ones included.
-    """
-
-    path: str
+    path: str  # dotted name inside the chunk
     module: Any
-    block: Any
-    layer: RoutedLayer
+    block: Any  # the MoE layer that calls it
+    layer: RoutedLayer  # numbers count decoder layers of the whole model from 0, dense ones included
 
 
 def find_trunks(model: nn.Module | Sequence[nn.Module]) -> list[Any]:
-    """What one rank runs in one go: the whole model, its pipeline stage, or each virtual chunk of that.
-
-    Args:
-        model: a model as Megatron's schedules take it, wrapped (DDP, Float16Module) or not, or a list of such chunks.
-
-    Returns:
-        the module of each that takes tokens and owns the decoder, in the order of the virtual stages.
-
-    Raises:
-        AttachError: for what is no Megatron-Core model, or has several decoders.
-    """
+    """Find the module of each chunk that takes tokens and owns the decoder; raise `AttachError` for other models."""
     parts = [model] if isinstance(model, nn.Module) else model
     if not isinstance(parts, Sequence) or not all(isinstance(part, nn.Module) for part in parts):
         given = f"a {type(model).__name__}" + (" of other things than modules" if isinstance(model, Sequence) else "")
@@ -116,6 +100,26 @@ def require_replayable(sites: Sequence[ChunkRouter]) -> None:
             raise AttachError(f"router {site.path} ({type(site.module).__name__}) cannot be replayed: {reason}")
 
 
+def objection_to_settings(config: Any, refused: Mapping[str, str]) -> str | None:
+    """Name the first of these settings that is on, and say why it is refused; None where all are off."""
+    for name, why in refused.items():
+        given = getattr(config, name, None)
+        if given is not None and given is not False and given != "none":
+            return f"{name}={given!r} {why}"
+    return None
+
+
+def objection_to_output(site: ChunkRouter, probs: Tensor, routing_map: Tensor) -> str | None:
+    """Say what a router returned in place of weights and a map with a column for each expert; None where it did not."""
+    num_experts = site.module.num_experts
+    if routing_map.dtype == torch.bool and probs.shape[-1] == routing_map.shape[-1] == num_experts:
+        return None
+    return (
+        f"router {site.path} returns weights {list(probs.shape)} and a map {list(routing_map.shape)} of "
+        f"{routing_map.dtype}; expected a column for each of {num_experts} experts, and a map of bool"
+    )
+
+
 def _unknown_class(router: Any) -> str | None:
     if not isinstance(router, TopKRouter):
         return "expected megatron.core's TopKRouter"
@@ -136,10 +140,8 @@ def _refused_setting(router: Any) -> str | None:
     for kind in balancing:
         if kind not in BALANCING:
             return f"moe_router_load_balancing_type {kind!r} does not select by top-k of its scores"
-    for name, why in REFUSED.items():
-        given = getattr(config, name, None)
-        if given is not None and given is not False and given != "none":
-            return f"{name}={given!r} {why}"
+    if setting := objection_to_settings(config, REFUSED):
+        return setting
     if getattr(config, "mlp_chunks_for_training", 1) > 1:
         return "mlp_chunks_for_training has a router run several times in one forward; set it to 1"
     factor = config.moe_expert_capacity_factor

@@ -20,7 +20,7 @@ from foreroute.adapters.megatron.route_shard import RouteShard, Share
 from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.layout.slots import Layout, Side, pack, pad
-from foreroute.replay.rows import to_device
+from foreroute.replay.rows import to_device, to_host
 from foreroute.trace import RoutingTrace
 from foreroute.trace.checks import ascending
 
@@ -50,13 +50,7 @@ class Call:
 
     @classmethod
     def read(cls, trunk: Any, share: Share, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Find the arguments among those of a call of the trunk, whose parameters have these names.
-
-        Raises:
-            BatchMismatchError: when tokens or padding are of a type that says something else, or routers would see the
-                rows of a packed batch in an order of their own.
-            ReplayError: when there is nothing to run on.
-        """
+        """Find the arguments among those of a call of the trunk, whose parameters have these names."""
         given = dict(zip(names, args, strict=False)) | kwargs
         tokens, padding = _tensor(given.get("input_ids")), _tensor(given.get("padding_mask"))
         if tokens is not None and tokens.is_nested:  # verl's, which stages behind the first are handed unpacked
@@ -95,12 +89,7 @@ class Call:
         )
 
     def kept(self) -> Call:
-        """Copy what was given, to be read later, when whoever gave it may have overwritten it.
-
-        Raises:
-            BatchMismatchError: when the batch does not say where its sequences are.
-            ReplayError: when steps of several requests are mixed in it.
-        """
+        """Copy what was given, to be read later, when whoever gave it may have overwritten it."""
         if self.inference is not None and not self.inference.is_static_batching():
             raise ReplayError(
                 "a dynamic inference context mixes steps of several requests in one forward, and which is whose is "
@@ -115,13 +104,7 @@ class Call:
         return replace(self, input_ids=_clone(self.input_ids), packed=packed, padding_mask=mask)
 
     def sequences(self) -> tuple[NDArray[np.int64], Layout, int | None]:
-        """Read lengths int64 [S] of what was recorded, where it is, and positions of a sequence, None where packed.
-
-        The host waits for them.
-
-        Raises:
-            BatchMismatchError: when the batch does not say where they are.
-        """
+        """Read lengths int64 [S] of what was recorded, where it is, and positions of a sequence, None where packed."""
         if self.packed is not None:
             lengths_S = lengths_of(self.packed.cu_seqlens_q)
             return lengths_S, _packed(self, lengths_S), None
@@ -140,11 +123,7 @@ class Call:
 
 
 def find_layout(trace: RoutingTrace, call: Call, checks: DeferredChecks) -> Layout:
-    """Lay out the sequences of the trace as the batch of a call has them; a padded one is taken to be so on the right.
-
-    Raises:
-        BatchMismatchError: when the batch has other sequences, or no tokens to tell by.
-    """
+    """Lay out the sequences of the trace as a batch has them; a padded one is taken to be so on the right."""
     if call.packed is not None:
         offsets = _padded_offsets(call)
         # without padding the trace says where sequences are, and the host need not wait for what the batch says
@@ -170,10 +149,7 @@ def find_layout(trace: RoutingTrace, call: Call, checks: DeferredChecks) -> Layo
 
 
 def compare_tokens(call: Call, shard: RouteShard) -> tuple[Tensor, Tensor]:
-    """Find, on the device, what holds another token than routes, and what only one of the two takes for padding.
-
-    Both are bool [C].
-    """
+    """Find bool [C] on the device: what holds another token than routes, what only one of the two takes for padding."""
     assert call.input_ids is not None, "compared where there are tokens"
     given_C = call.input_ids.T.reshape(-1)
     wanted_C = shard.on_device(given_C.device).upload("tokens", shard.tokens_C)
@@ -214,12 +190,8 @@ def require_fits(call: Call, shard: RouteShard) -> None:
 
 
 def lengths_of(cumulative: Tensor) -> NDArray[np.int64]:
-    """Read the lengths that cumulative ones are the sums of, int64 [S]. The host waits for them.
-
-    Raises:
-        BatchMismatchError: when they are not integers that ascend from 0.
-    """
-    offsets = cumulative.detach().cpu().numpy()
+    """Read the lengths that cumulative ones are the sums of, int64 [S]. The host waits for them."""
+    offsets = to_host(cumulative)
     if offsets.ndim != 1 or not offsets.size or not ascending(offsets, int(offsets[-1])):
         raise BatchMismatchError(
             f"packed_seq_params has cumulative lengths {offsets.dtype} {offsets.reshape(-1)[:8].tolist()} of shape "
@@ -264,4 +236,4 @@ def _tensor(value: Any) -> Tensor | None:
 
 def on_host(of_slots: Tensor) -> NDArray[Any]:
     """Copy [B, T] to the host as [C], in the order of routers: sequence first. The host waits for it."""
-    return np.asarray(of_slots.detach().cpu().numpy()).T.reshape(-1)
+    return to_host(of_slots).T.reshape(-1)

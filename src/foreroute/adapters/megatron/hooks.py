@@ -26,19 +26,7 @@ from foreroute.replay.aux_loss_counts import ExecutedCounts
 
 
 class ChunkHooks(ModelHooks):
-    """The hooks of what one rank runs in one go, of which a forward is one pass.
-
-    Args:
-        number: which chunk of its rank this is.
-        trunk: the module that takes tokens and owns the decoder.
-        sites: the routers of that, if it has any.
-        share: of the rows, on this rank.
-
-    Attributes:
-        layers: its routed layers.
-        counts_all_ranks: whether a loss counts tokens over data-parallel ranks, which must do it alike whoever of them
-            has padding.
-    """
+    """The hooks of what one rank runs in one go, of which a forward is one pass."""
 
     routers: Sequence[TopKRouterHook]
 
@@ -47,6 +35,7 @@ class ChunkHooks(ModelHooks):
         self.sites = sites
         self.share = share
         self.layers = tuple(site.layer for site in sites)
+        # whether a loss counts tokens over data-parallel ranks, which must do it alike whoever of them has padding
         self.counts_all_ranks = any(site.module.get_aux_loss_coeff("global_aux_loss") for site in sites)
         self._names = list(inspect.signature(type(trunk).forward).parameters)[1:]
 
@@ -68,11 +57,6 @@ class TopKRouterHook(RouterHook):
 
     @contextmanager
     def installed(self, run: Callable[..., Any]) -> Iterator[None]:
-        """See `SelectionHook`.
-
-        Raises:
-            ReplayError: when Megatron's own router replay is switched on.
-        """
         require_idle(self.site)
         router = self.site.module
         has_bias = router.enable_expert_bias
@@ -87,7 +71,7 @@ class TopKRouterHook(RouterHook):
     def select(
         self, now: LayerPass, forward: Callable[..., Any], hidden: Tensor, padding_mask: Tensor | None = None
     ) -> Any:
-        """See `RouterHook`. Hidden states are [T, B, H]; the mask is bool [T, B], True for padding."""
+        """Run the router on hidden states [T, B, H]; the mask is bool [T, B], True for padding."""
         router = self.site.module
         rows = now.rows if isinstance(now.rows, ReplayRows) else None
         if rows is not None and rows.padding_R is not None:
@@ -117,10 +101,7 @@ class TopKRouterHook(RouterHook):
         group_topk: int | None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Give scores [R, K] and ids int64 [R, K]: what Megatron's router asks of its `router_replay`.
-
-        It hands in the scores [R, E] that it selects by, K, limits of groups if there are any, and its own selection.
-        """
+        """Give scores [R, K] and ids int64 [R, K], as Megatron's router asks its `router_replay` by scores [R, E]."""
         now = self.now
         if now is None:
             raise ReplayError(f"router {self.path} selected outside of its forward")
@@ -135,11 +116,12 @@ class TopKRouterHook(RouterHook):
     def _count_for_bias(
         self, apply: Callable[..., Any], routing_map: Tensor, padding_mask: Tensor | None = None
     ) -> Any:
-        """Count for the expert bias. Megatron's own masking of its counters fails to broadcast."""
+        """Count for the expert bias, without padding."""
         rows = None if self.now is None else self.now.rows
         if isinstance(rows, ReplayRows) and rows.counts == "native" and torch.is_grad_enabled():
             routing_map = torch.zeros_like(routing_map).scatter(1, self._seen[-1].native_RK, True)
         if padding_mask is not None:
+            # here, since Megatron's own masking of its counters fails to broadcast
             routing_map = routing_map & ~padding_mask[:, None]
         return apply(routing_map, padding_mask=None)
 

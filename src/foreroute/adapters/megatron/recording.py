@@ -30,18 +30,7 @@ def rows_over_ranks(
     share: Share,
     groups: Any,
 ) -> list[ForwardRows]:
-    """Put all rows and layers of every micro-batch together, on every rank. A collective over the ranks of the model.
-
-    Args:
-        passes: of each chunk of this rank.
-        spec: of the whole model.
-        chunk_layers: the routed layers of each chunk.
-        share: of this rank.
-        groups: Megatron's.
-
-    Raises:
-        ReplayError: when no rank was given the tokens of a micro-batch.
-    """
+    """Put all rows and layers of every micro-batch together, on every rank. A collective of the model's ranks."""
     micro_batches = list(zip(*passes, strict=True))
     calls: list[Call] = [of_chunks[0].args for of_chunks in micro_batches]
     here = [layer for layers in chunk_layers for layer in layers]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from foreroute.errors import BatchMismatchError, LayoutError
+from foreroute.errors import LayoutError
 from foreroute.layout import Layout
 from foreroute.replay.rows import (
     NATIVE,
@@ -55,11 +55,7 @@ class Share:
         return cls(cp.size(), cp.rank(), number=rank // tp.size(), cp_group=cp)
 
     def of_context(self, layout: Layout, rank: int | None = None) -> Layout:
-        """Lay out what the model is handed on this context-parallel rank, or on another one.
-
-        Raises:
-            LayoutError: when the layout was split already, has batch-first rows, or does not divide.
-        """
+        """Lay out what the model is handed on this context-parallel rank, or on another one."""
         if layout.is_split or layout.order == "bshd":
             raise LayoutError(
                 f"the layout is {'split already' if layout.is_split else 'batch first'}; give the whole one, packed "
@@ -68,7 +64,7 @@ class Share:
         return layout.split_context(self.cp, self.cp_rank if rank is None else rank)
 
     def of_routers(self, layout: Layout, context: int | None = None, sequence: int | None = None) -> Layout:
-        """Lay out what routers see on this rank, or on another one. Raises as `of_context`."""
+        """Lay out what routers see on this rank, or on another one."""
         part = self.of_context(layout, context)
         return part.split_sequence(self.sp, self.sp_rank if sequence is None else sequence)
 
@@ -80,19 +76,12 @@ class RouteShard:
     What waits in a queue for its micro-batch waits in this form, on the host: per row L · K bytes (twice that above 256
     experts) and 9 more, two more still where tokens are taken out of the loss. What passes need of it on their device
     is moved there by the first, and stays for later ones as long as the shard lives.
-
-    Attributes:
-        spec: of the whole model.
-        layers: the L routed layers of this rank.
-        versions: weight versions of the micro-batch, ascending.
-        missing: what was done with rows that have no route; "spread" if replay picked for them as for padding.
-        padding: who picks for padding.
     """
 
-    spec: RoutingSpec
-    layers: tuple[RoutedLayer, ...]
-    versions: tuple[int, ...]
-    missing: MissingRows | Literal["spread"]
+    spec: RoutingSpec  # of the whole model
+    layers: tuple[RoutedLayer, ...]  # of this rank
+    versions: tuple[int, ...]  # weight versions of the micro-batch, ascending
+    missing: MissingRows | Literal["spread"]  # what was done with rows that have no route
     padding: PaddingRows
     trace: RoutingTrace  # N rows of this rank as one sequence without tokens, of its layers; of all if it has none
     row_R: NDArray[np.int32]  # as `TraceOnDevice.gather` takes them, every spread pick named
@@ -157,10 +146,8 @@ class RouteShard:
         mask_padding: bool = False,
         counts: Counts = "native",
     ) -> ReplayRows:
-        """Gather the rows of layers that follow each other here, if any, on the device, which is not waited for.
-
-        With `mask_padding`, statistics leave padding out even where no rank has any.
-        """
+        """Gather the rows of layers that follow each other here, if any, on the device, which is not waited for."""
+        # with `mask_padding`, statistics leave padding out even where no rank has any
         there, first = self.on_device(device), self.layers.index(layers[0]) if layers else 0
         # padding that is spread says so in `row_R`, and so do rows that are filled
         policy = Policy("drop" if self.missing == "drop" else "native", "native", counts, telemetry=False)
@@ -184,10 +171,6 @@ def shard(
 
     The rank of each expert of these layers is `home_LE`, integers [L, E]. The rest is as in `RoutedMegatron.shard`.
     """
-    if layout.num_rows != trace.num_rows:
-        raise BatchMismatchError(
-            f"the layout is for {layout.num_rows} packed rows and the trace has {trace.num_rows}; lay out trace.lengths"
-        )
     trace.spec.require_alike("a layout of ranks")
     whole_rows, row_R = layout.rows(), share.of_routers(layout).rows().row_of_slot_R
     context_C = share.of_context(layout).rows().row_of_slot_R

@@ -3,37 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
 import megatron.core
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from foreroute.adapters.megatron.forward_args import Call, compare_tokens, find_layout, require_fits
 from foreroute.adapters.megatron.hooks import ChunkHooks
-from foreroute.adapters.megatron.plan_execution.execution import PlannedExperts, planned_batches
+from foreroute.adapters.megatron.plan_execution.execution import PlannedExperts
 from foreroute.adapters.megatron.recording import rows_over_ranks
 from foreroute.adapters.megatron.route_shard import RouteShard, shard
 from foreroute.adapters.megatron.schedule import ReplayingStep, routes_in
+from foreroute.adapters.planned_model import PlannedModel
 from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.ep import PlanExecution
-from foreroute.ep.transfer.engine import TransferOptions
-from foreroute.errors import AttachError, BatchMismatchError, ConfigError, LayoutError
+from foreroute.ep.execution import MicroBatch
+from foreroute.errors import AttachError, BatchMismatchError, ConfigError, TraceError
 from foreroute.layout import Layout
-from foreroute.plan import StepPlan
-from foreroute.replay import ForwardRows, Policy, RecordedPass, ReplayRows, ReplaySession, RoutedModel, Telemetry
-from foreroute.replay.arguments import not_of_kind, require_version
+from foreroute.replay import ForwardRows, Policy, RecordedPass, ReplayRows
+from foreroute.replay.arguments import not_of_kind, require_layout, require_version
 from foreroute.replay.indexers import require_choices
 from foreroute.replay.rows import Counts, MissingRows, PaddingRows
 from foreroute.trace import RoutingSpec, RoutingTrace
 
 
-class RoutedMegatron(RoutedModel):
+class RoutedMegatron(PlannedModel):
     """Recording and replaying sessions for one Megatron-Core model, on one rank. Made by `attach`.
 
     Attributes:
@@ -46,6 +43,7 @@ class RoutedMegatron(RoutedModel):
 
     padding: PaddingRows = "spread"
     chunks: Sequence[ChunkHooks]
+    spread: PlannedExperts
 
     def __init__(self, chunks: Sequence[ChunkHooks], spec: RoutingSpec, ep_size: int) -> None:
         made_by = {"engine": "megatron-core", "engine_version": megatron.core.__version__}
@@ -87,7 +85,7 @@ class RoutedMegatron(RoutedModel):
             ForerouteError: for the trace and its weight version, as `replay`.
         """
         self._require_trace(trace, "what is to be sharded", "a RoutingTrace")
-        _require_layout(layout)
+        require_layout(layout, trace)
         if weight_version is not None:
             require_version(trace.versions, weight_version, "the trace")
         policy = Policy("native" if missing == "spread" else missing, padding, "native", telemetry=False)
@@ -128,65 +126,24 @@ class RoutedMegatron(RoutedModel):
         sums = self._telemetry_of(policy)
         return ReplayingStep(self, forward_step, routes_of, policy, sums)
 
-    def session_of(
-        self, routes: RoutingTrace | RouteShard, policy: Policy, telemetry: Telemetry | None
-    ) -> ReplaySession:
-        """Make the session of one micro-batch of a wrapped forward step."""
-        found = self.routes_of(routes, None, policy)
-        return ReplaySession(found, policy, self.checks, telemetry)
-
-    def gather_counts(self, micro_batches: Sequence[RouteShard]) -> NDArray[np.int32]:
-        """Count the routes of all ranks: int32 [M, L, G, E]. See `foreroute.ep.ExpertParallelModel`."""
-        return self.spread.gather_counts(partial(planned_batches, micro_batches))
-
-    def execute(
-        self,
-        plan: StepPlan | None,
-        planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace],
-        micro_batches: Sequence[RouteShard],
-        *,
-        step: int | None = None,
-    ) -> AbstractContextManager[PlanExecution]:
-        """Execute a plan while the context is open. See `foreroute.ep.ExpertParallelModel`.
-
-        Args:
-            plan: of these micro-batches; None computes every expert at its home.
-            planned: counts [M, L, G, E] of `gather_counts` that it was made for, or the traces of the whole step.
-            micro_batches: what `shard` made of the routes that batches bring, in the order of the schedule.
-            step: of the optimizer; executions of one number load weights once.
-        """
-        return self.spread.execute(self, plan, planned, partial(planned_batches, micro_batches), step)
+    @property
+    def _experts(self) -> PlannedExperts:
+        return self.spread
 
     @property
-    def home_LE(self) -> NDArray[np.int16]:
-        """int16 [L, E], the expert-parallel rank that every expert of the whole model lives on now."""
-        return self.spread.home_LE
+    def _executing(self) -> RoutedMegatron:
+        return self
 
-    @property
-    def block_home_LE(self) -> NDArray[np.int16]:
-        """int16 [L, E], the homes that Megatron gives experts when it builds a model, and looks for in checkpoints."""
-        return self.spread.block_home_LE
-
-    def share_plan(self, make: Callable[[], StepPlan]) -> StepPlan:
-        """Give all ranks the plan that the first one makes. See `foreroute.ep.ExpertParallelModel`."""
-        return self.spread.share_plan(make)
-
-    def use(self, transfers: TransferOptions) -> None:
-        """Say how weights of replicas travel. See `foreroute.ep.ExpertParallelModel`."""
-        self.spread.use(transfers)
-
-    def move_homes(self, homes: StepPlan | NDArray[np.integer], optimizer: Any = None) -> int:
-        """Move experts to other ranks, and return the bytes received. See `foreroute.ep.ExpertParallelModel`."""
-        return self.spread.move_homes(homes, optimizer)
-
-    def close(self) -> None:
-        """Release what weights of replicas travel by. See `foreroute.ep.ExpertParallelModel`."""
-        self.spread.close()
+    def _planned_batches(self, given: Sequence[RouteShard]) -> list[MicroBatch]:
+        for number, each in enumerate(given):
+            if not isinstance(each, RouteShard):
+                raise TraceError(
+                    f"micro-batch {number} is a {type(each).__name__}; expected what routed.shard(trace, layout) makes"
+                )
+        return [MicroBatch(each, each.counts_LE, each.is_whole, each.num_routed) for each in given]
 
     def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> MicroBatchRoutes:
-        """Those of one micro-batch, cut to this rank when its forward begins. See `RoutedModel`."""
-        if layout is not None:
-            _require_layout(layout)
+        """Those of one micro-batch, cut to this rank when its forward begins."""
         if isinstance(routes, RouteShard):
             self._require_policies_of(routes, policy)
             self.spec.require_same(routes.spec, what="the routes")
@@ -196,10 +153,12 @@ class RoutedMegatron(RoutedModel):
                 )
         else:
             self._require_trace(routes, "what is to be replayed", "a RoutingTrace, or what `shard` made of one")
+            if layout is not None:
+                require_layout(layout, routes)
         return MicroBatchRoutes(self, routes, layout)
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
-        """Over all ranks of the model. See `RoutedModel`."""
+        """Over all ranks of the model."""
         return rows_over_ranks(
             passes, self.spec, [each.layers for each in self.chunks], self.share, self.chunks[0].trunk.pg_collection
         )
@@ -240,12 +199,9 @@ class RoutedMegatron(RoutedModel):
 
 
 class MicroBatchRoutes:
-    """The routes of one micro-batch on one rank.
+    """The routes of one micro-batch in a session, cut to this rank when its first forward says how it lies.
 
-    Args:
-        routed: the model.
-        routes: that are replayed, in what the model was given or cut to its rank already.
-        layout: where they are in the batch, or None to see it from that.
+    A shard waits in queues without a model, and a trace alone does not know its layout: this binds them to the model.
     """
 
     def __init__(self, routed: RoutedMegatron, routes: RoutingTrace | RouteShard, layout: Layout | None) -> None:
@@ -254,7 +210,7 @@ class MicroBatchRoutes:
         self._shard = routes if isinstance(routes, RouteShard) else None
 
     def of_pass(self, chunk: int, call: Call, policy: Policy, checks: DeferredChecks) -> ReplayRows:
-        """Cut the routes, compare the tokens, and move the chunk's part to the device. See `Routes`."""
+        """Cut the routes, compare the tokens, and move the chunk's part to the device."""
         if call.inference is not None:
             raise BatchMismatchError(
                 "the forward runs with an inference context; replay whole sequences, without a key-value cache"
@@ -278,11 +234,7 @@ class MicroBatchRoutes:
 
 
 def _require_tokens(call: Call, shard: RouteShard, checks: DeferredChecks) -> None:
-    """Compare the tokens of a call, if it has any, with those of routes. Other ones are told late on a device.
-
-    Raises:
-        BatchMismatchError: when there are more or fewer; on the CPU, where they are others.
-    """
+    """Compare the tokens of a call, if it has any, with those of routes. Other ones are told late on a device."""
     tokens = call.input_ids
     if tokens is None:
         return
@@ -299,10 +251,3 @@ def _loss_mask(shard: RouteShard, call: Call) -> Tensor:
     batch = 1 if call.input_ids is None else len(call.input_ids)
     counted_C = shard.on_device(call.device).upload("counted tokens", shard.counted_C)
     return counted_C.view(-1, batch).T
-
-
-def _require_layout(layout: object) -> None:
-    if not isinstance(layout, Layout):
-        raise LayoutError(
-            f"layout is a {type(layout).__name__}; expected one of foreroute.layout, of pad(...) or pack(...)"
-        )

@@ -41,12 +41,7 @@ class ReplayingStep(WithTelemetry):
         update_wrapper(self, forward_step, updated=())  # a callable object keeps its attributes to itself
 
     def __call__(self, data_iterator: Iterator[Any] | None, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run the step on one micro-batch.
-
-        Raises:
-            BatchMismatchError: when this stage is given no batches, or routes of another batch.
-            ReplayError: when it did not take one batch, or the routes of that were not replayed.
-        """
+        """Run the step on one micro-batch, and raise `ReplayError` unless its routes were replayed."""
         if data_iterator is None:
             raise BatchMismatchError(
                 "this rank has no data iterator, so that its micro-batches bring no routes; give the batches to every "
@@ -73,7 +68,8 @@ class ReplayingStep(WithTelemetry):
                 f"the routes of a batch are a {type(routes).__name__}; expected a RoutingTrace, "
                 "routed.shard(trace, layout), or None to route natively"
             )
-        session = self._routed.session_of(routes, self._policy, self.telemetry)
+        found = self._routed.routes_of(routes, None, self._policy)
+        session = ReplaySession(found, self._policy, self._routed.checks, self.telemetry)
         stack.enter_context(hooks.listening(session, *session.beside))
         return session
 

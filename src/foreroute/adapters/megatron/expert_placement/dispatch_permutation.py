@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.adapters.megatron.discover import ChunkRouter
+from foreroute.adapters.megatron.discover import ChunkRouter, objection_to_output
 from foreroute.adapters.megatron.expert_placement.checkpoints import ExpertsCheckpoint
 from foreroute.errors import PlacementError
 
@@ -34,13 +34,8 @@ class DispatchPermutation:
 
     def __call__(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> Any:
         """Dispatch as `MoELayer.preprocess` does, by `probs` and a bool `routing_map` [N, E] in order of experts."""
-        num_experts = len(self._order_E)
-        if routing_map.dtype != torch.bool or not probs.shape[-1] == routing_map.shape[-1] == num_experts:
-            raise PlacementError(
-                f"router {self._site.path} hands on weights {list(probs.shape)} and a map {list(routing_map.shape)} of "
-                f"{routing_map.dtype}; expected a column for each of {num_experts} experts, and a map of bool. Homes "
-                "cannot be moved in this configuration"
-            )
+        if objection := objection_to_output(self._site, probs, routing_map):
+            raise PlacementError(f"{objection}. Homes cannot be moved in this configuration")
         if self._order_E.device != probs.device:
             self._order_E = self._order_E.to(probs.device)
         in_order = probs.index_select(1, self._order_E), routing_map.index_select(1, self._order_E)

@@ -14,13 +14,11 @@ from foreroute.adapters.megatron.expert_placement.placement import HomePlacement
 from foreroute.adapters.megatron.hooks import ChunkHooks
 from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer, objection_to_layer
 from foreroute.adapters.megatron.plan_execution.replicas import RunReplicas, home_parameters, replica_runner
-from foreroute.adapters.megatron.route_shard import RouteShard
 from foreroute.ep import ExpertParallelModel
 from foreroute.ep.agreement import RankConsensus
-from foreroute.ep.execution import MicroBatch
 from foreroute.ep.transfer.cells import Home
 from foreroute.ep.transfer.peers import gather_objects
-from foreroute.errors import PlacementError, TraceError
+from foreroute.errors import PlanError
 from foreroute.plan import StepPlan
 from foreroute.trace import RoutingSpec
 
@@ -56,7 +54,7 @@ class PlannedExperts(ExpertParallelModel):
         # of any plan, also one without replicas: a layer sends rows by it in place of Megatron
         for _, site, _ in self._sites:
             if reason := objection_to_layer(site):
-                raise PlacementError(f"the layer of {site.path} cannot execute a plan: {reason}")
+                raise PlanError(f"the layer of {site.path} cannot execute a plan: {reason}")
 
     def load(self) -> Mapping[int, Home]:
         homes = {number: home_parameters(site) for number, site, _ in self._sites}
@@ -88,13 +86,3 @@ class PlannedExperts(ExpertParallelModel):
             self._of_job = everyone if everyone.size == dist.get_world_size() else RankConsensus()
         received = self._homes.move(home_LE, optimizer, self._of_job)
         return received, self._homes.home_LE
-
-
-def planned_batches(shards: Sequence[RouteShard]) -> list[MicroBatch]:
-    """Return the micro-batches of this rank as plans know them; raise `TraceError` for what `shard` did not make."""
-    for number, each in enumerate(shards):
-        if not isinstance(each, RouteShard):
-            raise TraceError(
-                f"micro-batch {number} is a {type(each).__name__}; expected what routed.shard(trace, layout) makes"
-            )
-    return [MicroBatch(shard, shard.counts_LE, shard.is_whole, shard.num_routed) for shard in shards]

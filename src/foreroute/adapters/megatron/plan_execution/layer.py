@@ -18,37 +18,34 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 from torch import Tensor, nn
 
-from foreroute.adapters.megatron.discover import ChunkRouter
+from foreroute.adapters.megatron.discover import ChunkRouter, objection_to_output, objection_to_settings
 from foreroute.adapters.megatron.plan_execution.replicas import RunReplicas, SeparateReplicas, objection_to_experts
 from foreroute.core.passes import PassStack
 from foreroute.ep.dispatch import Combine, Dispatch, DispatchHandle
 from foreroute.ep.execution import work_of
-from foreroute.errors import PlacementError
+from foreroute.errors import PlanError
 
 DISPATCHERS = (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher)
 DDP_MODULE = "megatron.core.distributed.distributed_data_parallel"
 STEPS = ("preprocess", "dispatch", "routed_experts_compute", "combine", "postprocess")
 """Methods of MoELayer, in the order in which it calls them behind its router."""
 REFUSED_SETTINGS = {
-    "moe_expert_capacity_factor": "it drops assignments that the plan has counted",
-    "moe_router_padding_for_quantization": "it adds rows that no plan has counted",
-    "fp8": "FP8 scales are kept per parameter, and replica slots are not parameters",
-    "fp4": "FP4 scales are kept per parameter, and replica slots are not parameters",
-    "moe_latent_size": "rows are projected between the layer and its dispatcher",
-    "moe_apply_probs_on_input": "the experts module applies weights before its experts",
-    "delay_wgrad_compute": "delayed weight gradients arrive after the bucket was reduced",
-    "overlap_dispatch_backward_with_experts_wgrad": "delayed weight gradients may arrive after the bucket was reduced",
-    "quant_recipe": "its scales are kept per module that it names, and replica slots are in no module",
-    "add_bias_linear": "biases of experts are added by their module",
+    "moe_expert_capacity_factor": "drops assignments that the plan has counted",
+    "moe_router_padding_for_quantization": "adds rows that no plan has counted",
+    "fp8": "keeps scales per parameter, and replica slots are not parameters",
+    "fp4": "keeps scales per parameter, and replica slots are not parameters",
+    "moe_latent_size": "projects rows between the layer and its dispatcher",
+    "moe_apply_probs_on_input": "has the experts module apply weights before its experts",
+    "delay_wgrad_compute": "brings weight gradients after the bucket was reduced",
+    "overlap_dispatch_backward_with_experts_wgrad": "may bring weight gradients after the bucket was reduced",
+    "quant_recipe": "keeps scales per module that it names, and replica slots are in no module",
+    "add_bias_linear": "has the experts module add biases of experts",
 }
-"""Settings of TransformerConfig, and why they and replicas exclude each other."""
+"""Settings of TransformerConfig, and why no plan is executed under them, with replicas or without."""
 
 
 class PlannedLayer:
-    """Replaces, on the instance, the steps of a MoE layer from the output of its router to its own output.
-
-    It stands in the forward of the layer in this order: preprocess, dispatch, compute, combine, postprocess.
-    """
+    """The steps of a MoE layer from the output of its router to its own output, replaced on the instance."""
 
     def __init__(
         self,
@@ -70,12 +67,8 @@ class PlannedLayer:
     def _preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
         """[.., B, D], and [N, E] with a map of bool, to the rows [N, D] and their gate weights [N, K]."""
         num_experts, top_k = self._site.module.num_experts, self._site.module.topk
-        if routing_map.dtype != torch.bool or not probs.shape[-1] == routing_map.shape[-1] == num_experts:
-            raise PlacementError(
-                f"router {self._site.path} returns weights {list(probs.shape)} and a map {list(routing_map.shape)} of "
-                f"{routing_map.dtype}; expected a column for each of {num_experts} experts, and a map of bool. No plan "
-                "can be executed in this configuration"
-            )
+        if objection := objection_to_output(self._site, probs, routing_map):
+            raise PlanError(f"{objection}. No plan can be executed in this configuration")
         work = work_of(self._passes, self._number, f"the layer of {self._site.path}")
         self._replicas = replicas = SeparateReplicas(
             work.cell,
@@ -134,7 +127,6 @@ class PlannedLayer:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Replace the steps while the context is open, once."""
         own = (self._preprocess, self._dispatch, self._compute, self._combine, self._postprocess)
         attributes = self._block.__dict__
         before = {name: attributes[name] for name in STEPS if name in attributes}
@@ -171,7 +163,6 @@ def objection_to_layer(site: ChunkRouter) -> str | None:
             f"expert_tensor_parallel_size is {dispatcher.tp_size}, and a replica is a whole expert; set it to 1 to "
             "execute plans"
         )
-    for name, reason in REFUSED_SETTINGS.items():
-        if getattr(block.config, name, None) not in (None, False):
-            return f"{name} is set: {reason}; train without it to execute plans"
+    if setting := objection_to_settings(block.config, REFUSED_SETTINGS):
+        return f"{setting}; train without it to execute plans"
     return objection_to_experts(site)

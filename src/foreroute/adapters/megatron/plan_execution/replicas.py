@@ -37,23 +37,16 @@ rows of each. Returns what comes out, in that order, in one tensor or several.""
 
 
 class SeparateReplicas(Replicas):
-    """Replicas beside experts that have parameters of their own.
-
-    Args:
-        cell, engine: as in `Replicas`.
-        home: name -> the parameter of each home expert of the layer, in ascending order of its id.
-        num_replicas: of the cell, on this rank; None where no rank has one.
-        fuses_gradients: whether kernels add the gradient of a weight to its `main_grad` and return none.
-    """
+    """Replicas beside experts that have parameters of their own."""
 
     def __init__(
         self,
         cell: Cell,
         engine: TransferEngine,
-        home: Mapping[str, Sequence[nn.Parameter]],
+        home: Mapping[str, Sequence[nn.Parameter]],  # name -> that of each home expert, in ascending order of its id
         *,
-        num_replicas: int | None,
-        fuses_gradients: bool,
+        num_replicas: int | None,  # of the cell, on this rank; None where no rank has one
+        fuses_gradients: bool,  # whether kernels add the gradient of a weight to its `main_grad` and return none
     ) -> None:
         # Cells without replicas have the same nodes: buckets get ready in an order that follows from the nodes, and
         # groups of expert data parallelism, which reduce buckets together, have plans of their own.
@@ -138,7 +131,7 @@ class SeparateReplicas(Replicas):
 
 
 def home_parameters(site: ChunkRouter) -> dict[str, list[nn.Parameter]]:
-    """Name -> the parameter of each home expert of a layer."""
+    """Collect the parameters of a layer's home experts by name, in ascending order of their ids."""
     experts = site.block.experts
     if type(experts) is TEGroupedMLP:
         numbers = range(experts.num_local_experts)
@@ -173,11 +166,9 @@ def _run_grouped(
 
 
 def _grouped_beside(experts: Any, num_gemms: int) -> nn.Module:
-    """Make another TEGroupedMLP, with as many gemms as a cell has replicas here.
-
-    The layer's own cannot be made larger: `num_gemms` goes into checkpoints, and home weights must stay the parameters
-    that Transformer Engine leaves its marks on.
-    """
+    """Make another TEGroupedMLP, with as many gemms as a cell has replicas here."""
+    # The layer's own cannot be made larger: `num_gemms` goes into checkpoints, and home weights must stay the
+    # parameters that Transformer Engine leaves its marks on.
     config = copy.copy(experts.config)
     # neither memory nor random numbers for parameters that are never used
     config.use_cpu_initialization, config.init_model_with_meta_device = False, True

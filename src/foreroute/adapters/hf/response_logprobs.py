@@ -52,19 +52,11 @@ def response_log_probs(
 def response_logits(
     model: Any, generation: Generation, *, whole: bool = False, rows_at_once: int | None = None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Run a Hugging Face model over padded sequences, and compute logits where response tokens were sampled.
+    """Yield rows of the R response tokens, and the logits [rows, V] they were sampled from, in float32 or wider.
 
-    The forward runs at the call, its head on the first rows. The head runs on further rows as they are asked for, when
-    a session that was open at the call may be closed: the trunk, the model below the head, does not run again.
-
-    Args:
-        model: with a head on `model.base_model`.
-        generation: S sequences with R response tokens.
-        whole: put the last token of each sequence in too, so that it is routed.
-        rows_at_once: most rows of logits at a time; all of them by default, and always with gradients.
-
-    Returns:
-        Rows, of the R, and their logits [rows, V] in float32, or in their own dtype where that is wider.
+    The forward runs at the call, its head on the first `rows_at_once` rows. The head runs on further ones as they are
+    asked for, when a session that was open at the call may be closed. With `whole` the last token of each sequence is
+    put in too, so that it is routed. With gradients, all rows come at once.
     """
     trace = generation.trace if whole else inputs(generation.trace)
     input_ids_BT, mask_BT = pad(trace)
