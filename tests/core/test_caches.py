@@ -405,22 +405,20 @@ def with_caches_as(kind):
     return model
 
 
-@pytest.mark.parametrize("door", [attach, hf.attach])
 @pytest.mark.parametrize(
     ("kind", "said"),
     [(Handle, r"returns \w+, a Handle, where a key-value cache is expected"), (LengthAlone, "as those of beams are")],
 )
-def test_a_cache_of_unknown_form_is_refused_when_a_model_is_attached(door, kind, said):
+def test_a_cache_of_unknown_form_is_refused_when_a_model_is_attached(kind, said):
     with pytest.raises(AttachError, match=said):
-        door(with_caches_as(kind))
+        attach(with_caches_as(kind))
 
 
-@pytest.mark.parametrize("door", [attach, hf.attach])
-def test_a_cache_that_hooks_do_not_find_is_refused_when_a_model_is_attached(door, monkeypatch):
+def test_a_cache_that_hooks_do_not_find_is_refused_when_a_model_is_attached(monkeypatch):
     """As when a release hands it from the model to its trunk in another way than by an argument."""
     hide_caches(monkeypatch)
     with pytest.raises(AttachError, match="was recorded as a sequence of its own"):
-        door(tiny("qwen3_moe", num_hidden_layers=2))
+        attach(tiny("qwen3_moe", num_hidden_layers=2))
 
 
 def hide_caches(monkeypatch):
