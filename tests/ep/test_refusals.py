@@ -450,22 +450,6 @@ def test_ranks_ask_each_other_on_entering_and_leaving_alone(workers, folder_of, 
     assert workers(ranks).run(questions, folder_of(), sizes, whole) == [expected] * ranks
 
 
-def many_executions(rank, folder):
-    """Numbers of process groups behind executions between which transfers are set and closed."""
-    s, found = SpreadStep(rank, folder), []
-    for _ in range(3):
-        run(s, 0, 1)
-        found.append(len(dist.distributed_c10d._world.pg_names))
-        s.routed.use(TransferOptions())
-        s.routed.close()
-    return found
-
-
-def test_groups_of_ranks_are_made_once(workers, folder_of):
-    for found in workers(2).run(many_executions, folder_of()):
-        assert len(set(found)) == 1
-
-
 def publications(rank, folder):
     """How often weights are taken up in executions of one step, and of none in particular."""
     s, found = SpreadStep(rank, folder), []

@@ -38,7 +38,7 @@ class PlannedModel(RoutedModel):
 
     @property
     @abstractmethod
-    def _executing(self) -> ExecutionHolder:
+    def _execution_holder(self) -> ExecutionHolder:
         """Where its layers look for the plan that is executed."""
 
     @abstractmethod
@@ -71,7 +71,7 @@ class PlannedModel(RoutedModel):
             step: of the optimizer; executions of one number load weights once.
         """
         batches = partial(self._planned_batches, micro_batches)
-        return self._experts.execute(self._executing, plan, planned, batches, step)
+        return self._experts.execute(self._execution_holder, plan, planned, batches, step)
 
     @property
     def home_LE(self) -> NDArray[np.int16]:

@@ -76,7 +76,7 @@ def marks_of(name, check):
     return pytest.mark.slow if check in LONG and name not in LONG_AT_ONCE else ()
 
 
-@pytest.mark.shows("Hugging Face", "74 families, left and right padding, checkpointing of both kinds")
+@pytest.mark.shows("Hugging Face", "73 families, left and right padding, checkpointing of both kinds")
 @pytest.mark.parametrize(
     ("name", "check"),
     [

@@ -179,7 +179,7 @@ def test_a_selection_of_the_block_that_goes_unseen_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("router", NEEDED_RULES)
-def test_without_its_plan_a_class_is_refused_and_not_replayed_wrongly(router, monkeypatch):
+def test_without_its_rule_a_class_is_refused_and_not_replayed_wrongly(router, monkeypatch):
     assert RULES.keys() - NEEDED_RULES.keys() == {"ZayaRouter"}  # whose rule only keeps the probe off its skip class
     monkeypatch.delitem(RULES, router)
     with pytest.raises(AttachError):

@@ -203,17 +203,6 @@ def test_an_optimizer_steps_on_right_batches_alone():
 
 
 @on_ranks(1)
-def test_without_gradients_a_wrapped_step_tells_at_its_end():
-    with chunk() as there, torch.no_grad():
-        forward = there.routed.replaying(lambda batches, model: (next(batches), there.forward())[1])
-        shard = there.routed.shard(there.trace, there.layout)
-        run = lambda: forward(iter([{"routes": shard}]), there._model)  # noqa: E731
-        run()
-        other_token(there)
-        on.refuses(BatchMismatchError, "token 0 in the batch", run)
-
-
-@on_ranks(1)
 def test_a_planned_forward_waits_for_nothing():
     """Megatron's own dispatcher waits in every layer, for the rows that its masks select; under a plan nothing does."""
     with chunk() as there, torch.no_grad():

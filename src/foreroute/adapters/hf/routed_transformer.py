@@ -140,7 +140,7 @@ class RoutedTransformer(PlannedModel):
         return spread_of(self)
 
     @property
-    def _executing(self) -> TransformerHooks:
+    def _execution_holder(self) -> TransformerHooks:
         return self._of_trunk
 
     def _planned_batches(self, given: Sequence[TraceRows | RoutingTrace]) -> list[MicroBatch]:

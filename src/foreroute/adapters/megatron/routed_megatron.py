@@ -131,7 +131,7 @@ class RoutedMegatron(PlannedModel):
         return self.spread
 
     @property
-    def _executing(self) -> RoutedMegatron:
+    def _execution_holder(self) -> RoutedMegatron:
         return self
 
     def _planned_batches(self, given: Sequence[RouteShard]) -> list[MicroBatch]:
