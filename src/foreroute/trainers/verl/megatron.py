@@ -155,24 +155,26 @@ class MegatronPasses(EnginePasses):
             recording = None if shards else stack.enter_context(self.routed.record())
             executions = stack.enter_context(ExitStack())
             if self._planning is not None and shards:
-                # stages run other micro-batches at a time, so that they agree on a plan before the first
-                at_once = mpu.get_pipeline_model_parallel_world_size() > 1
-                is_first = mpu.get_expert_model_parallel_rank() == 0
-                how: dict[str, bool] = {"is_first": is_first, "at_once": at_once}
-                planned = PlannedBatch(self.routed, shards, self._planning, executions, **how)
-                planned.begin(0)
+                planned = PlannedBatch(
+                    self.routed,
+                    shards,
+                    self._planning,
+                    executions,
+                    is_first=mpu.get_expert_model_parallel_rank() == 0,
+                    # stages run other micro-batches at a time, so that they agree on a plan before the first
+                    waits_for_plan=mpu.get_pipeline_model_parallel_world_size() > 1,
+                )
 
             def step(batches: Iterator[Any], model: Any) -> Any:
-                if planned is not None and self._num_steps > num_before:
-                    planned.begin(self._num_steps - num_before)
+                if planned is not None and 0 < planned.num_at_home == self._num_steps - num_before:
+                    planned.execute_plan()
                 self._num_steps += 1
                 return replaying(batches, model)
 
             results = run(step, micro_batches)
         self._require_all(self._num_steps - num_before, len(micro_batches))
         if planned is not None:
-            groups = mpu.get_expert_model_parallel_group(), mpu.get_pipeline_model_parallel_group()
-            planned.add_to(self._plan_sums, "update" if update else "recompute", *groups)
+            planned.add_to(self._plan_sums, "update" if update else "recompute")
         outputs = [each["model_output"] for each in results] or [{}] * len(micro_batches)
         if recording is not None:
             self._write_routes(recording.trace(), micro_batches, outputs)
