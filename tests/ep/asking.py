@@ -32,7 +32,9 @@ def no_host_tensors(*groups):
     def refusing(original):
         def call(*args, group=None, **options):
             tensors = [each for arg in args for each in (arg if isinstance(arg, list) else [arg])]
-            if group in groups and any(isinstance(each, torch.Tensor) and each.device.type == "cpu" for each in tensors):
+            if group in groups and any(
+                isinstance(each, torch.Tensor) and each.device.type == "cpu" for each in tensors
+            ):
                 raise RuntimeError("No backend type associated with device type cpu")
             return original(*args, group=group, **options)
 

@@ -24,7 +24,8 @@ DRIFT = (Defect.WEIGHT_VERSION, Defect.UNEXPLAINED)
 def require_overridden(peer: str, version: str, ours: type, theirs: type) -> None:
     """Raise `AttachError` unless a peer's class has the methods that ours overrides, naming the first it lacks."""
     # an override of a method that is gone would be called by nobody, and replay would not happen
-    overrides = [name for name, value in vars(ours).items() if isfunction(value)]
+    classes = [each for each in ours.__mro__ if each not in theirs.__mro__]
+    overrides = [name for each in classes for name, value in vars(each).items() if isfunction(value)]
     if lacks := [name for name in overrides if not hasattr(theirs, name)]:
         raise AttachError(
             f"{peer} {version} has no {theirs.__name__}.{lacks[0]}, which routing replay stands on; this foreroute was "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from foreroute.errors import InputError
 from foreroute.mismatch import routing_mismatch
 from foreroute.mismatch.measures import MOST_LOGPROB
-from foreroute.replay import ReplayCounts
+from foreroute.replay import ReplayCounts, RoutedModel
 from foreroute.trace import RoutingTrace
 
 METRICS = {
@@ -37,10 +38,29 @@ OF_ROUTES = ("rows", "differing_rows", "cells", "differing_cells", "native_cells
 
 
 class MismatchSums:
-    """Sums of this process that are not logged yet, on the device of what is added. Nothing waits before `flush`."""
+    """Sums of this process that are not logged yet, on the device of what is added. Nothing waits before `flush`.
 
-    def __init__(self) -> None:
+    Where routes of the rollout itself are replayed (`replays_rollout`), experts are compared with its experts.
+    """
+
+    def __init__(self, *, replays_rollout: bool = True) -> None:
+        self.has_old_pass = False  # whether a pass without gradients was, or is, the first of a rollout
+        self._replays_rollout = replays_rollout
         self._sums: dict[str, Tensor | float] = {}
+
+    def at_rollout_weights(self, *, update: bool) -> bool:
+        """Say whether a pass is compared with the rollout."""
+        # from its second mini-batch on, an update has other weights; the pass before it has the rollout's
+        return not (update and self.has_old_pass)
+
+    @contextmanager
+    def counting(self, routed: RoutedModel, *, update: bool) -> Iterator[None]:
+        """Count on the device what is replayed while the context is open, and add it."""
+        counts = ReplayCounts()
+        with routed.listening(counts):
+            yield
+        executed = self._replays_rollout and self.at_rollout_weights(update=update)
+        self.add_counts(counts, executed=executed, native=update)
 
     def compare_tokens(self, sampled: Tensor, trained: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
         """Add probabilities of sampled tokens, compared in float64 where the tensors are.

@@ -102,7 +102,10 @@ def over_stages(output):
 @contextmanager
 def as_on_nccl():
     """What follows the micro-batches of a planned batch hands no tensor of the host to Megatron's own groups."""
-    add, groups = planning.PlannedBatch.add_to, (mpu.get_expert_model_parallel_group(), mpu.get_pipeline_model_parallel_group())
+    add, groups = (
+        planning.PlannedBatch.add_to,
+        (mpu.get_expert_model_parallel_group(), mpu.get_pipeline_model_parallel_group()),
+    )
 
     def added(*args):
         with no_host_tensors(*groups):

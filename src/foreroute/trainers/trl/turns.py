@@ -29,10 +29,11 @@ class TurnSource(Protocol):
     def turn(
         self, sample: Callable[[], Any], prompts: Sequence[Sequence[int]], weight_version: int
     ) -> tuple[Any, Callable[[], Captured]]:
-        """Give what TRL's `sample` returns, completions first; and what gives what was captured of them.
+        """Give what TRL's `sample` returns, completions first; and a function that reads what was captured of them.
 
-        The second raises CaptureError or ReplayError when there are no routes, or they cannot be true.
+        It raises CaptureError or ReplayError when there are no routes, or they cannot be true.
         """
+        # read later, as under "none" TRL trains on what was sampled whatever is wrong with its routes
 
 
 def join_turns(
