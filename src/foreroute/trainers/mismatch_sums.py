@@ -33,8 +33,9 @@ METRICS = {
   experts.
 """
 IMPOSSIBLE = {"impossible_sampled": "the rollout", "impossible_trained": "the trainer"}
-OF_TOKENS = ("k3", "above_2", "tokens", *IMPOSSIBLE)
-OF_ROUTES = ("rows", "differing_rows", "cells", "differing_cells", "native_cells", "native_differing_cells")
+SUMS = (*dict.fromkeys(name for ratio in METRICS.values() for name in ratio), *IMPOSSIBLE)
+"""The names of all sums: what is added under another one would be logged nowhere."""
+OF_ROUTES = tuple(name for name in SUMS if name not in {"k3", "above_2", "tokens", *IMPOSSIBLE})
 
 
 class MismatchSums:
@@ -131,8 +132,7 @@ class MismatchSums:
         Raises:
             InputError: on every process alike, for log-probs of tokens that count which are none.
         """
-        names = (*OF_TOKENS, *OF_ROUTES)
-        sums = dict(zip(names, reduce(self._stacked(names)).tolist(), strict=True))
+        sums = dict(zip(SUMS, reduce(self._stacked(SUMS)).tolist(), strict=True))
         self._sums = {}
         for name, side in IMPOSSIBLE.items():
             if sums[name]:
@@ -151,6 +151,8 @@ class MismatchSums:
         return torch.stack([nothing + self._sums.get(name, 0.0) for name in names])
 
     def _add(self, **values: Tensor | float) -> None:
+        if unknown := sorted(values.keys() - set(SUMS)):
+            raise InputError(f"no metric is made of {', '.join(unknown)}; expected some of {', '.join(SUMS)}")
         for name, value in values.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
 

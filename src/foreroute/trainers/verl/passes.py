@@ -152,7 +152,11 @@ class EnginePasses:
         self, packed: PackedBatch, micro_batch: Any, log_probs: Tensor | None, *, update: bool
     ) -> None:
         """Compare log-probs, of which an engine gives one for each input position, with the rollout's on the device."""
-        if log_probs is None or not packed.has(ROLLOUT_LOG_PROBS) or not self.metrics.at_rollout_weights(update=update):
+        if (
+            log_probs is None
+            or packed.fields.get(ROLLOUT_LOG_PROBS, None) is None
+            or not self.metrics.at_rollout_weights(update=update)
+        ):
             return
         if not log_probs.is_nested or len(log_probs.values()) != len(packed.tokens_N):
             raise CaptureError(
