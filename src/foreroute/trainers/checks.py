@@ -45,21 +45,15 @@ def refuse(why: str, refusals: Refusals) -> None:
 def check_first_rollout(
     routed: RoutedModel,
     rollout: RoutingTrace,
-    forward: Callable[[], object],
+    forward: Callable[[], object],  # on the same tokens; sequences of padding may stand behind them
     *,
+    # makes the rollout's sequences of what this process recorded, where that is parts of them or has padding in it
     sequences_of: Callable[[RoutingTrace], RoutingTrace] | None = None,
 ) -> None:
     """Hold the routes of a rollout against those that the policy picks natively at the same weights.
 
     Raises `ReplayError`, naming the mix-up, for routes that stand at other positions, in other sequences or layers, or
     are physical ids: once they are replayed, they look right. Routes that are only far apart are warned of.
-
-    Args:
-        routed: the policy, with the weights of the rollout.
-        rollout: its routes.
-        forward: runs the policy once on the same tokens, with or without sequences of padding after them.
-        sequences_of: makes the rollout's sequences of what this process recorded in it, where it has parts of them, or
-            padding among them.
     """
     with (
         torch.no_grad(),

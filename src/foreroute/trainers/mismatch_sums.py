@@ -64,16 +64,10 @@ class MismatchSums:
         self.add_counts(counts, executed=executed, native=update)
 
     def compare_tokens(self, sampled: Tensor, trained: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-        """Add probabilities of sampled tokens, compared in float64 where the tensors are.
+        """Add the rollout's log-probs of tokens, NaN where not known, and the trainer's, compared in float64.
 
-        Args:
-            sampled: [...], log-probs that the rollout sampled with, NaN where not known.
-            trained: [...], the trainer's of the same tokens, on the same device.
-            counted: bool [...], True for tokens that were sampled and are trained on.
-
-        Returns:
-            float64 [...], trainer's less rollout's, 0 for tokens that do not count; and bool [...], which count and
-            are known.
+        Returns the trainer's less the rollout's, float64 [...], 0 for tokens that do not count; and bool [...], those
+        that count and are known.
         """
         counted = counted & ~sampled.isnan()
         # what does not count may be padding of any value
@@ -118,19 +112,14 @@ class MismatchSums:
     def reduce_routes(self, reduce: Callable[[Tensor], Tensor]) -> None:
         """Add up the sums of routes over ranks that share rows or layers of a batch, and its tokens. A collective call.
 
-        Args:
-            reduce: float64 [...] in, the sum over these ranks out, on any device.
+        `reduce` adds float64 [...] up over these ranks, on any device; that of `flush` over all processes.
         """
         self._sums |= dict(zip(OF_ROUTES, reduce(self._stacked(OF_ROUTES)).unbind(), strict=True))
 
     def flush(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Read what is to be logged, by name, and start anew. The host waits once. A collective call.
 
-        Args:
-            reduce: float64 [...] in, the sum over all processes out, on any device.
-
-        Raises:
-            InputError: on every process alike, for log-probs of tokens that count which are none.
+        Raises `InputError` on every process alike, for log-probs of tokens that count which are none.
         """
         sums = dict(zip(SUMS, reduce(self._stacked(SUMS)).tolist(), strict=True))
         self._sums = {}

@@ -44,10 +44,6 @@ def join_turns(
     What stands between two turns, such as the answer of a tool, and the last token of a turn are routed by the turn
     behind them, of which they are a part of the prompt. Log-probs [T - prompt] are NaN where nothing was sampled, and
     None where a turn has none.
-
-    Raises:
-        BatchMismatchError: when a turn is the beginning of none of the sequences, or they are of other tokens.
-        ReplayError: when there was no turn.
     """
     if not turns:
         raise ReplayError(
