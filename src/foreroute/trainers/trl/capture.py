@@ -36,6 +36,8 @@ class MeasuringGuard:
 
     def run(self, function: Callable[..., Result], *args: Any) -> Result | None:
         """Call what measures, and return its result; None where measuring is off, or goes off."""
+        if self._raises:
+            return function(*args)
         if self.is_on:
             with self.catching_errors():
                 return function(*args)

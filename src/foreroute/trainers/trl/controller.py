@@ -53,7 +53,8 @@ class LogprobPass:
     """Log-probs of the policy that TRL is about to compute: old ones of a rollout, or those of an update."""
 
     is_update: bool
-    sequences: NDArray[np.int64] | None = None  # [B], their numbers in the rollout; None for all of them
+    batch: dict[str, Any] | None = None  # TRL's micro-batch of an update
+    sequences: NDArray[np.int64] | None = None  # [B], of that in the rollout, once found; None for all of it
     recorded: list[RoutingTrace] = field(default_factory=list)  # of each part, where that is recorded
     logprobs_BR: Tensor | None = None  # what came out, once it has run
 
@@ -128,11 +129,13 @@ class TrainerPassController:
 
     def run_update(self, compute: Callable[[], Any], inputs: dict[str, Any]) -> Any:
         """Run TRL's `_compute_loss` on a micro-batch."""
-        update = LogprobPass(is_update=True)
-        update.sequences = self._guard.run(lambda: self._current_rollout().sequences_of(inputs))
+        update = LogprobPass(is_update=True, batch=inputs)
         with self.passing(update):
             loss = compute()
-        self._guard.run(self._end_update, update, inputs)
+        if update.logprobs_BR is None:
+            self._guard.run(self._raise_unreplayed, "computed a loss without _get_per_token_logps_and_entropies")
+        elif not self._metrics.has_old_pass:
+            self._guard.run(self._compare_with_rollout, update, inputs)
         return loss
 
     @contextmanager
@@ -141,7 +144,9 @@ class TrainerPassController:
         before, windows = self._num_updates, self._windows
         with nullcontext() if windows is None else windows.micro_step():
             yield
-        self._guard.run(self._require_update_since, before)
+        if self._num_updates == before:
+            without = "made a training step without an update pass through _compute_loss and "
+            self._guard.run(self._raise_unreplayed, f"{without}_get_per_token_logps_and_entropies")
 
     def flush(self) -> dict[str, float]:
         """Read what is to be logged of all processes, and start anew. A collective call, for which the host waits."""
@@ -185,7 +190,8 @@ class TrainerPassController:
             self._checks_with_images = False
             self._guard.run(check_first_rollout, self.routed, parts[0].routes.trace, calls[0])
         results = []
-        with self._executing_plan(now, parts) if is_policy else nullcontext():
+        windows = self._windows if is_policy else None
+        with nullcontext() if windows is None else self._executing_plan(windows, now, parts):
             for part, call in zip(parts, calls, strict=True):
                 with ExitStack() as stack:
                     if is_policy:
@@ -222,8 +228,10 @@ class TrainerPassController:
         if self._replay == "R2" and not now.is_update:
             return cut, [None] * len(cut)
         rollout = self._current_rollout()
-        if now.sequences is None:
+        if now.batch is None:
             rollout.read_mask(mask_BT, num_scored)
+        else:
+            now.sequences = rollout.sequences_of(now.batch)
         sequences = np.arange(len(rollout.trace)) if now.sequences is None else now.sequences
         return cut, [self._part(sequences[each.rows]) for each in cut]
 
@@ -231,12 +239,14 @@ class TrainerPassController:
         drops_truncated = bool(self._trainer.mask_truncated_completions)
         return self._current_rollout().part(sequences, self.routed.rows, drops_truncated=drops_truncated)
 
-    def _executing_plan(self, now: LogprobPass, parts: Sequence[Part | None]) -> AbstractContextManager[None]:
+    def _executing_plan(
+        self, windows: PlannedWindows, now: LogprobPass, parts: Sequence[Part | None]
+    ) -> AbstractContextManager[None]:
         """Open a plan of the old-log-prob pass, until it has run; or see to that of the window of an update."""
-        if self._windows is not None and now.is_update:
-            self._windows.begin(lambda inputs: self._part(self._current_rollout().sequences_of(inputs)).routes)
-        elif self._windows is not None and self._replay == "R3":
-            return self._windows.executing([part.routes for part in parts if part is not None], "recompute")
+        if now.is_update:
+            windows.begin(lambda inputs: self._part(self._current_rollout().sequences_of(inputs)).routes)
+        elif self._replay == "R3":
+            return windows.executing([part.routes for part in parts if part is not None], "recompute")
         return nullcontext()
 
     @contextmanager
@@ -276,21 +286,8 @@ class TrainerPassController:
         if has_old_pass:
             self._compare_with_rollout(old, output)
 
-    def _end_update(self, update: LogprobPass, inputs: dict[str, Any]) -> None:
-        if update.logprobs_BR is None:
-            raise ReplayError(
-                f"{type(self._trainer).__name__} computed a loss without _get_per_token_logps_and_entropies, so that "
-                "nothing was replayed in it"
-            )
-        if self._metrics.at_rollout_weights(update=True):
-            self._compare_with_rollout(update, inputs)
-
-    def _require_update_since(self, num_before: int) -> None:
-        if self._num_updates == num_before:
-            raise ReplayError(
-                f"{type(self._trainer).__name__} made a training step without an update pass through _compute_loss and "
-                "_get_per_token_logps_and_entropies, so that nothing was replayed in it"
-            )
+    def _raise_unreplayed(self, what: str) -> None:
+        raise ReplayError(f"{type(self._trainer).__name__} {what}, so that nothing was replayed in it")
 
     def _take_recorded(self, old: LogprobPass, prompt_mask: Tensor) -> None:
         if not old.recorded:
