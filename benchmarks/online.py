@@ -44,7 +44,7 @@ from foreroute.plan.capabilities import FetchPath
 
 COUNTED = SIZES | {"num_hidden_layers": 4}
 COUNTED_MICRO_STEPS = 8
-TIMED_RIVALS = ("online_eplb", "online_exact", "online_ours")
+TIMED_BASELINES = ("online_eplb", "online_exact", "online_ours")
 """With two layers, one pool of slots is as good as a set for each."""
 SEQUENCES, IN_ALL, TOKENS = (1, 4, 16), 16, 256
 """Of a micro-step on a rank; of the step on it; in each."""
@@ -109,7 +109,7 @@ def measured(
             for stage, updating in STAGES.items():
                 works = {
                     name: partial(_step, bench, executing, updating)
-                    for name, executing in _methods(topology, PLANNED, TIMED_RIVALS).items()
+                    for name, executing in _methods(topology, PLANNED, TIMED_BASELINES).items()
                 }
                 seconds = seconds_in_turn(works, rounds=rounds)
                 foresight = seconds.pop("foresight")
@@ -183,7 +183,7 @@ def counted(rank: int, num_ranks: int, micro_steps: int) -> dict[str, dict[str, 
 
 def _waits(rank: int, num_ranks: int) -> dict[str, float]:
     """Waits of the host that a routed layer adds to a micro-step, by method."""
-    methods = _methods(Topology(num_ranks, num_ranks, SLOTS, LINKS), PLANNED, TIMED_RIVALS)
+    methods = _methods(Topology(num_ranks, num_ranks, SLOTS, LINKS), PLANNED, TIMED_BASELINES)
     return {name: waits_per_layer(rank, num_ranks, executing) for name, executing in methods.items()}
 
 

@@ -6,7 +6,8 @@ W0 to W7 are those of Megatron-LM's token-imbalance benchmark (`harness/token_im
 before, with sequences dealt at random or kind after kind, one of a rank in a micro-step.
 
 Keys are `metrics.workloads.<workload>.<method>.<setting>`. `ours_r2` and `ours_r1` balance exactly, with two slots and
-with one, which every layer keeps; those `relocated` also move homes before the step, without a limit. Rivals have two.
+with one, which every layer keeps; those `relocated` also move homes before the step, without a limit. Baselines have
+two.
 `balance` counts the cells of ours by what proves that they are as level as can be:
 
     level    no rank has more than the mean, rounded up

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.balancers import OTHER_BALANCERS, rivals
+from benchmarks.balancers import OTHER_BALANCERS, baselines
 from benchmarks.harness.planner_against import simulated
 from experiments.unevenness import BASE_RANKS, SEQUENCES, Ints, Steps, dealt, drawn, sequence_counts
 from foreroute.plan import PlanOptions, StepPlan
@@ -70,7 +70,7 @@ def balanced(steps: Steps) -> dict[str, dict[str, float]]:
     for before, counts in pairwise(steps):
         home_LE = np.tile(cluster.topology.contiguous_home_E(counts.shape[3]), (counts.shape[1], 1))
         problem = BalancerInput(counts, cluster.topology, home_LE, before.sum(axis=(0, 2), dtype=np.int64))
-        found = list(compare(problem, cluster.costs, rivals(before)))
+        found = list(compare(problem, cluster.costs, baselines(before)))
         free = replace(cluster.topology, redundant_slots=counts.shape[3] - counts.shape[3] // BASE_RANKS)
         free_llep = {"llep_free": OTHER_BALANCERS["llep"]}
         found += compare(replace(problem, topology=free), cluster.costs, free_llep)

@@ -31,7 +31,8 @@ SIZES = {
     "diffusion_gemma": SHARED | {"tp_plan": {"norm": "replicated_with_grad_allreduce"}},
 }
 REFUSED = {
-    "step3p7": "PlanError: rank 0: the plan has replicas, and layers.1.mlp.experts is a FSDPStep3p7Experts, whose",
+    "step3p7": "PlanError: agreeing on the plan of step 3: rank 0: the plan has replicas, and layers.1.mlp.experts is "
+    "a FSDPStep3p7Experts, whose",
     "zaya": "AttachError: routers of this FSDPZayaForCausalLM choose among 9, and layers have 8 experts",
 }
 """What cannot be replicas, and what plans do not know at all."""

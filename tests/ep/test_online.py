@@ -1,4 +1,4 @@
-"""Executors that see only now, the rivals of plans: they train as no plan does, and their plans are what they say.
+"""Executors that see only now, the baselines of plans: they train as no plan does, and their plans are what they say.
 
 So a comparison with them is one of when a plan is known, and of nothing else.
 """

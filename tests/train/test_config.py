@@ -45,7 +45,7 @@ def test_every_count_is_bounded(key):
     [
         ({"optimiser": {}}, r"optimiser: unknown key; known are name, seed"),
         ({"rl": {"steps": "ten"}}, r"rl\.steps: .*integer.*'ten'"),
-        ({"rl": {"routing": "R4"}}, r"rl\.routing: .*'none', 'R2', 'R3' or 'R3\+weights'"),
+        ({"rl": {"routing": "R4"}}, r"rl\.routing: .*'none', 'R2' or 'R3'"),
         ({"rollout": {"group_size": 1}}, r"rollout\.group_size"),
         ({"rl": {"mini_steps": 25}}, "exceeds the 24 sequences"),
         ({"task": {"min_operands": 9}}, "min_operands = 9 exceeds max_operands = 4"),

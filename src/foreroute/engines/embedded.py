@@ -72,9 +72,10 @@ class EmbeddedEngine:
             raise ConfigError(
                 "the policy of the embedded engine is spread over ranks; give weights=routed.gather_weights() too"
             )
+        empty.to(next(model.parameters()).device)
         # contiguous, since the zeros that were loaded are one number each
         for tensor in (*empty.parameters(), *empty.buffers()):
-            tensor.data = tensor.data.to(next(model.parameters()).device).contiguous()
+            tensor.data = tensor.data.contiguous()
         self._model: Any = empty.eval().requires_grad_(False)
         self._input_axis = _input_axes(self._model)
         self.load_weights(model.state_dict() if weights is None else weights, NO_VERSION)

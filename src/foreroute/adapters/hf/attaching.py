@@ -12,7 +12,7 @@ from torch import nn
 
 from foreroute.adapters.hf.packed_routers import about_packed
 from foreroute.adapters.hf.routed_transformer import RoutedTransformer, TransformerHooks
-from foreroute.core.attaching import attach_by
+from foreroute.core.attaching import attach_by, require_attachable
 from foreroute.core.find import ATTENTION, PROBE_TOKENS, hidden
 from foreroute.core.hooks import SelectingRouter
 from foreroute.errors import AttachError
@@ -40,6 +40,8 @@ def attach(model: nn.Module) -> RoutedTransformer:
             pass the self-check. The message says which router and why.
         ReplayError: when this release of torch keeps what activation checkpoints run again in an unknown place.
     """
+    require_attachable(model)
+    # imported when transformers has found our implementation: no experts are spread by it where it was never loaded
     spreading = sys.modules.get("foreroute.adapters.hf.expert_parallel")
     if spreading is not None:
         from foreroute.adapters.hf.expert_lora import require_adapters_spread
