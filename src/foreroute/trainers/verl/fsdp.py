@@ -68,7 +68,8 @@ class FSDPRoutingReplay(ReplayingEngine):
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         """Run verl's passes over a batch, of which each micro-batch is replayed."""
-        if self.routing is None and not self.engine_config.forward_only and data.get(FIELD, None) is not None:
+        is_policy = not (self.engine_config.forward_only or self.is_reference)
+        if self.routing is None and is_policy and data.get(FIELD, None) is not None:
             # routes of the rollout are at hand, and no replay was asked for: the mismatch is measured
             self.routing = FSDPPasses(self, "disabled")
         return super().forward_backward_batch(data, loss_function, forward_only)
@@ -76,7 +77,7 @@ class FSDPRoutingReplay(ReplayingEngine):
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         """Run verl's pass over a micro-batch, with its routes."""
         step = super().forward_step  # type: ignore[misc]
-        if self.routing is None or self.routing.is_reference:
+        if self.routing is None or self.is_reference:
             return step(micro_batch, loss_function, forward_only)
         return self.routing.step(step, micro_batch, loss_function, update=not forward_only)
 
@@ -84,14 +85,11 @@ class FSDPRoutingReplay(ReplayingEngine):
     def disable_adapter(self) -> Iterator[None]:
         """Leave the reference pass alone, where the reference is the policy without its adapters."""
         with super().disable_adapter():  # type: ignore[misc]
-            if self.routing is None:
-                yield
-                return
-            self.routing.is_reference = True
+            self.is_reference = True
             try:
                 yield
             finally:
-                self.routing.is_reference = False
+                self.is_reference = False
 
 
 class RoutingReplayEngine(FSDPRoutingReplay, FSDPEngineWithLMHead):

@@ -39,12 +39,13 @@ class ReplayingEngine:
     eval_mode: Any
     replays_routes = True  # what verl's registry is searched for
     routing: EnginePasses | None = None
+    is_reference = False  # whether the adapters of the policy are switched off now
     _in_training_step = False
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         """Run verl's passes over a batch, of which each micro-batch is replayed."""
         run = super().forward_backward_batch  # type: ignore[misc]
-        if self.routing is None or self.routing.is_reference:
+        if self.routing is None or self.is_reference:
             return run(data, loss_function, forward_only)
         with self.routing.batch(data, update=not forward_only):
             outputs = run(data, loss_function, forward_only)
@@ -73,7 +74,6 @@ class EnginePasses:
         self.routed: Any = routed
         self.metrics = MismatchSums(replays_rollout=replay == "R3")
         self.first_rollout_checked = False
-        self.is_reference = False  # set while adapters are switched off
         self.num_forwards = 0
         self._replay = replay
         self._engine = engine
