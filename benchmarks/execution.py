@@ -32,7 +32,7 @@ from benchmarks.harness.pairs import compare
 from benchmarks.harness.schedule_bench import host_work
 from benchmarks.harness.step_seconds import step_seconds
 from foreroute.ep.agreement import RankConsensus
-from foreroute.ep.transfer.cells import Cell, expert_bytes
+from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.plan import PlanOptions
@@ -77,7 +77,7 @@ def _counted(bench: Bench) -> dict[str, float]:
         begun = posted.questions
         bench.run()
         ended = posted.questions
-    sent = int(plan.num_replicas_ML.sum()) * expert_bytes(bench.homes[0])
+    sent = int(plan.num_replicas_ML.sum()) * bench.expert_bytes
     theirs = spread_model(implementation="all_to_all")
 
     def all_to_all() -> None:
@@ -104,7 +104,7 @@ def _steps(bench: Bench, pairs: int) -> dict[str, Any]:
     mean = float(bench.counts_MLGE.sum()) / plan.topology.num_ranks
     return {
         "executed_over_planned": busiest(planned.executed_ML) / int(plan.max_load_ML.sum()),
-        "bytes_over_least": moved / (int(plan.hosts.fetched_R.sum()) * expert_bytes(bench.homes[0])),
+        "bytes_over_least": moved / (int(plan.hosts.fetched_R.sum()) * bench.expert_bytes),
         "busiest_over_mean": round(busiest(planned.executed_ML) / mean, 4),
         "busiest_over_mean_at_home": round(busiest(home.executed_ML) / mean, 4),
         "planned_over_static_step": seconds.shown(),

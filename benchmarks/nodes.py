@@ -7,8 +7,8 @@ links, eight slots). On the clock is all that a method does within a step: plann
 its homes before, publishing, schedules and fetches.
 
 *Predicted* is what the simulator makes of the same plans, without publishing and planning, with rates fitted to the
-same stage of other steps on the same nodes: static ones and ones against traffic, of other draws. Plans are priced by
-one fit to both stages. *Bytes* are those that the kernel counted on all links, *link_busy* is the share of a step
+same pass of other steps on the same nodes: static ones and ones against traffic, of other draws. Plans are priced by
+one fit to both passes. *Bytes* are those that the kernel counted on all links, *link_busy* is the share of a step
 that the busiest link takes for its own at its rate, and *weights* the share of weights and gradients among the bytes:
 what does not go with rows that cross, and is not sent in a static step either.
 """
@@ -43,7 +43,7 @@ from benchmarks.harness.node_steps import (
 )
 from benchmarks.harness.pairs import PairedRatio, seconds_in_turn
 from benchmarks.harness.step_prediction import (
-    STAGES,
+    PASSES,
     TimedStep,
     fitted_costs,
     processes_config,
@@ -56,7 +56,7 @@ from foreroute.costs.links import pairs_between
 from foreroute.costs.model import CostModel
 from foreroute.costs.pricing import ALL_TO_ALL, price_cell
 from foreroute.plan import CellPlan, PlanOptions, StepPlan, Topology
-from foreroute.plan.options import Stage
+from foreroute.plan.options import PassName
 from foreroute.simulate import SimulateConfig
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.eplb import eplb_previous
@@ -79,7 +79,7 @@ OPTIONS = {
     "balanced": PlanOptions(traffic=False),
     "traffic": PlanOptions(traffic=True),
 }
-EXCHANGES: dict[Stage, int] = {"recompute": 2, "update": 6}
+EXCHANGES: dict[PassName, int] = {"recompute": 2, "update": 6}
 """How often the rows of a cell travel on Hugging Face: there and back in forward, recomputation and backward."""
 OTHER_SEEDS = {1: False, 2: True}
 """Of the steps that rates are fitted to, and whether they keep to home; none is a step that is predicted."""
@@ -129,7 +129,7 @@ def measured(rank: int, num_ranks: int, nodes: Nodes, effort: Effort) -> dict[st
     with closing(spread_model(nodes, rank)) as model, closing(spread_model(nodes, rank)) as of_eplb:
         others = time_steps(_others(model, nodes, effort.other_sequences), rounds=effort.other_rounds)
         costs = _of_rank_0(lambda: fitted_costs(others, config))
-        by_stage = {stage: _of_rank_0(partial(fitted_costs, others, config, [stage])) for stage in STAGES}
+        by_pass = {pass_name: _of_rank_0(partial(fitted_costs, others, config, [pass_name])) for pass_name in PASSES}
         step = model.step(seed=0, sequences=effort.sequences)
         eplb = _eplb(nodes, step, effort.sequences)
         of_eplb.move_homes(eplb.home_LE)
@@ -141,41 +141,42 @@ def measured(rank: int, num_ranks: int, nodes: Nodes, effort: Effort) -> dict[st
         }
         cases = {name: TimedStep(name, step.counts_MLGE, plans[name]) for name in methods}
         found: dict[str, Any] = {
-            stage: _stage(methods, cases, stage, nodes, effort.rounds, (config, by_stage[stage])) for stage in STAGES
+            pass_name: _of_pass(methods, cases, pass_name, nodes, effort.rounds, (config, by_pass[pass_name]))
+            for pass_name in PASSES
         }
     found["rates"] = {
-        stage: {name: getattr(of_stage.hardware, name) for name in RATES} | vars(of_stage.hardware.links)
-        for stage, of_stage in by_stage.items()
+        pass_name: {name: getattr(of_pass.hardware, name) for name in RATES} | vars(of_pass.hardware.links)
+        for pass_name, of_pass in by_pass.items()
     }
     found["plans"] = {
         name: {
             "busiest_over_mean": round(float(plan.max_load_ML.sum() / step.counts_MLGE.sum() * num_ranks), 3),
             "replicas_of_a_cell": float(plan.num_replicas_ML.mean()),
-            "gains": {stage: round(gain, 4) for stage, gain in plan.gains.items()},
+            "gains": {pass_name: round(gain, 4) for pass_name, gain in plan.gains.items()},
         }
         for name, plan in plans.items()
     }
     return found
 
 
-def _stage(
+def _of_pass(
     methods: Mapping[str, Callable[[bool], None]],
     cases: Mapping[str, TimedStep],
-    stage: Stage,
+    pass_name: PassName,
     nodes: Nodes,
     rounds: int,
     rates: tuple[SimulateConfig, CostModel],
 ) -> dict[str, Any]:
-    """Of one stage: by method, its seconds over static ones, what was predicted, and what the links carried."""
-    works = {name: partial(_together, run, STAGES[stage]) for name, run in methods.items()}
+    """Of one pass: by method, its seconds over static ones, what was predicted, and what the links carried."""
+    works = {name: partial(_together, run, PASSES[pass_name]) for name, run in methods.items()}
     seconds = seconds_in_turn(works, rounds=rounds)
     carried = {name: _carried_by(work, nodes) for name, work in works.items()}
-    predicted = dict(zip(cases, simulated_seconds(list(cases.values()), stage, *rates), strict=True))
-    crossing = {name: _crossing(case, stage) for name, case in cases.items()}
+    predicted = dict(zip(cases, simulated_seconds(list(cases.values()), pass_name, *rates), strict=True))
+    crossing = {name: _crossing(case, pass_name) for name, case in cases.items()}
     static_bytes = carried["static"][0]
     # of transformers' model FSDP2 sends the dense weights and gradients over the same links
     is_hf = nodes.executor == "hf"
-    row_bytes = crossing["static"] * 4 * SIZES["hidden_size"] * EXCHANGES[stage] if is_hf else static_bytes
+    row_bytes = crossing["static"] * 4 * SIZES["hidden_size"] * EXCHANGES[pass_name] if is_hf else static_bytes
     found: dict[str, Any] = {}
     for name in methods:
         all_bytes, busiest_bytes = carried[name]
@@ -264,9 +265,9 @@ def _carried_by(work: Callable[[], object], nodes: Nodes) -> tuple[int, int]:
     return int(of_nodes[:, 0].sum()), int(of_nodes.max())
 
 
-def _crossing(case: TimedStep, stage: Stage) -> int:
+def _crossing(case: TimedStep, pass_name: PassName) -> int:
     """Assignments that are served on another node than their token's."""
-    plan, node_G = case.plan.in_stage(stage), case.plan.topology.node_G
+    plan, node_G = case.plan.in_pass(pass_name), case.plan.topology.node_G
     is_away_GG = node_G[:, None] != node_G
     cells = np.ndindex(*plan.shape[:2])
     return sum(int(pairs_between(plan.cell(*cell), case.counts_MLGE[cell])[is_away_GG].sum()) for cell in cells)
@@ -297,7 +298,7 @@ def _busy_on_h100() -> dict[str, dict[str, float]]:
         costs = CostModel(model=model, hardware=replace(hardware, links=links), dispatcher=dispatcher)
         parts_SP = np.sum([price_cell(at_home, each, topology, costs).parts_SP for each in cells_CGE], axis=0)
         busy_S = parts_SP[:, ALL_TO_ALL] / parts_SP.sum(axis=1)
-        shares[dispatcher] = dict(zip(STAGES, busy_S.round(3).tolist(), strict=True))
+        shares[dispatcher] = dict(zip(PASSES, busy_S.round(3).tolist(), strict=True))
     return shares
 
 
@@ -309,8 +310,8 @@ def _quality(metrics: Mapping[str, Any]) -> dict[str, float | None]:
     cells = [
         ratio
         for of_topology in metrics.values()
-        for stage in STAGES
-        for name, ratio in of_topology[stage].items()
+        for pass_name in PASSES
+        for name, ratio in of_topology[pass_name].items()
         if name.endswith("_over_static")
     ]
     errors = [abs(cell["predicted"] / cell["median"] - 1) for cell in cells]

@@ -33,12 +33,11 @@ from benchmarks.harness.node_steps import SIZES as SMALL
 from benchmarks.harness.online_execution import executing_online
 from benchmarks.harness.online_plans import BASELINES
 from benchmarks.harness.pairs import PairedRatio, seconds_in_turn
-from benchmarks.harness.step_prediction import STAGES
+from benchmarks.harness.step_prediction import PASSES
 from benchmarks.harness.step_seconds import PLANNED, SKEWS, STATIC, recomputing_model
 from benchmarks.harness.step_seconds import SIZES as LARGE
 from foreroute import planner
 from foreroute.ep import PlanExecution
-from foreroute.ep.transfer.cells import expert_bytes
 from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.capabilities import FetchPath
 
@@ -86,7 +85,7 @@ def measured(
     paths: FetchPath = "host",
     sizes: Mapping[str, Any] = LARGE,
 ) -> dict[str, Any]:
-    """Seconds of foresight over those of each baseline, by sequences of a micro-step and stage, wherever ranks are.
+    """Seconds of foresight over those of each baseline, by sequences of a micro-step and pass, wherever ranks are.
 
     Args:
         rank: of the default group, all of whose ranks call it.
@@ -106,7 +105,7 @@ def measured(
             topology = replace(bench.topology, ranks_per_node=ranks_per_node or num_ranks)
             imbalance = bench.plan(STATIC).max_load_ML.sum() / bench.counts_MLGE.sum() * num_ranks
             of_shape: dict[str, Any] = {"static_imbalance": round(float(imbalance), 3)}
-            for stage, updating in STAGES.items():
+            for pass_name, updating in PASSES.items():
                 works = {
                     name: partial(_step, bench, executing, updating)
                     for name, executing in _methods(topology, PLANNED, TIMED_BASELINES).items()
@@ -114,8 +113,10 @@ def measured(
                 seconds = seconds_in_turn(works, rounds=rounds)
                 foresight = seconds.pop("foresight")
                 ratios = {baseline: PairedRatio.of(foresight, of_baseline) for baseline, of_baseline in seconds.items()}
-                of_shape[stage] = {f"foresight_over_{baseline}": ratio.shown() for baseline, ratio in ratios.items()}
-                of_shape[stage]["foresight_s"] = round(median(foresight), 4)
+                of_shape[pass_name] = {
+                    f"foresight_over_{baseline}": ratio.shown() for baseline, ratio in ratios.items()
+                }
+                of_shape[pass_name]["foresight_s"] = round(median(foresight), 4)
             found[str(sequences)] = of_shape
     return found
 
@@ -132,8 +133,8 @@ def _across_nodes() -> dict[str, Any]:
 def _over_exact(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Bytes of weights that foresight moves over those of MoonEP's way, with slots kept for each layer, or a pool."""
     return {
-        f"{stage}{suffix}": round(found["foresight_same_slots"][key] / found[f"online_exact{suffix}"][key], 4)
-        for stage, key in ((stage, f"weights_{stage}") for stage in STAGES)
+        f"{pass_name}{suffix}": round(found["foresight_same_slots"][key] / found[f"online_exact{suffix}"][key], 4)
+        for pass_name, key in ((pass_name, f"weights_{pass_name}") for pass_name in PASSES)
         for suffix in ("", "_pool")
     }
 
@@ -153,7 +154,7 @@ def counted(rank: int, num_ranks: int, micro_steps: int) -> dict[str, dict[str, 
     routed = recomputing_model(COUNTED, "direct")
     bench = Bench.routed_anew(routed, rank, micro_steps=micro_steps)
     mean, num_cells = bench.counts_MLGE.sum() / num_ranks, bench.counts_MLGE[..., 0, 0].size
-    one_bytes = expert_bytes(bench.homes[0])
+    one_bytes = bench.expert_bytes
     methods = _methods(bench.topology, EXACT, list(BASELINES))
     many = replace(bench.topology, redundant_slots=COUNTED["num_experts"] // num_ranks)
     methods["foresight_same_slots"] = partial(_foresight, topology=many, options=EXACT)
@@ -161,15 +162,15 @@ def counted(rank: int, num_ranks: int, micro_steps: int) -> dict[str, dict[str, 
     with closing(routed):
         for name, executing in methods.items():
             found[name] = {}
-            for stage, updating in STAGES.items():
+            for pass_name, updating in PASSES.items():
                 Bench.number += 1
                 with posting([]) as posted, executing(bench) as execution:
                     begun = len(posted.order)
                     bench.run(updating=updating)
                     during = posted.order[begun:]
                 moved = fetched_bytes(execution)
-                found[name][f"weights_{stage}"] = round(moved / one_bytes / num_cells, 4)
-                found[name][f"collectives_{stage}"] = (during.count("rows") + during.count("counts")) / num_cells
+                found[name][f"weights_{pass_name}"] = round(moved / one_bytes / num_cells, 4)
+                found[name][f"collectives_{pass_name}"] = (during.count("rows") + during.count("counts")) / num_cells
             plan, most = execution.plan, busiest(execution.executed_ML)
             planned = sum(
                 int(plan.cell(m, layer).loads_G(bench.counts_MLGE[m, layer]).max())

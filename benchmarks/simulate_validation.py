@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.harness.execution_bench import BATCH, SIZES, SLOTS, Bench, in_processes
 from benchmarks.harness.step_prediction import (
-    STAGES,
+    PASSES,
     TimedStep,
     executed,
     predict_seconds,
@@ -38,7 +38,7 @@ FOLDS = 3
 
 
 def run(*, quick: bool) -> dict[str, Any]:
-    """Errors of predictions by number of processes and stage; quick, of two processes in a single round."""
+    """Errors of predictions by number of processes and pass; quick, of two processes in a single round."""
     rounds, sizes = (1, (2,)) if quick else (12, (2, 4))
     metrics = {str(num_ranks): _figures(in_processes(_timed, num_ranks, rounds), num_ranks) for num_ranks in sizes}
     return {
@@ -51,21 +51,21 @@ def run(*, quick: bool) -> dict[str, Any]:
 def _figures(timed: list[TimedStep], num_ranks: int) -> dict[str, Any]:
     config = processes_config(SIZES, num_ranks, slots=SLOTS, sequence_tokens=BATCH[1])
     figures: dict[str, Any] = {"plans": len(timed)}
-    for stage in STAGES:
+    for pass_name in PASSES:
         found: list[tuple[TimedStep, float]] = []
         for fold in range(FOLDS):
             unseen = timed[fold::FOLDS]
             known = [one for n, one in enumerate(timed) if n % FOLDS != fold]
-            found += zip(unseen, predict_seconds(known, unseen, stage, config).tolist(), strict=True)
-        seconds = np.array([one.seconds[stage] for one, _ in found])
+            found += zip(unseen, predict_seconds(known, unseen, pass_name, config).tolist(), strict=True)
+        seconds = np.array([one.seconds[pass_name] for one, _ in found])
         predicted = np.array([value for _, value in found])
         correlation = rank_correlation(seconds, predicted)
-        figures[stage] = {
+        figures[pass_name] = {
             "median_error": round(float(np.median(np.abs(predicted / seconds - 1))), 4),
             "worst_error": round(float(np.abs(predicted / seconds - 1).max()), 4),
             "rank_correlation": correlation and round(correlation, 4),
             "measured_and_predicted_s": {
-                one.name: [round(one.seconds[stage], 4), round(value, 4)] for one, value in found
+                one.name: [round(one.seconds[pass_name], 4), round(value, 4)] for one, value in found
             },
         }
     return figures

@@ -108,6 +108,11 @@ class Bench:
         assert self.routed.spread is not None, "it was loaded so"
         return self.routed.spread.load()
 
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of the weights of one expert."""
+        return sum(experts[0].nbytes for experts in self.homes[0].values())
+
     def step(self, plan: StepPlan | None, *, updating: bool = True) -> PlanExecution:
         """All micro-steps under a plan, or with every expert at its home, as `run` has them."""
         with self.executing(plan) as execution:

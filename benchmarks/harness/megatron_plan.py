@@ -1,7 +1,7 @@
 """Seconds of a Megatron step under a plan over those of the same step with every expert at home, on two processes.
 
 Each process has a core, and experts dominate the step, as in `step_seconds`; counting and planning are on the clock.
-Whether a stage goes by the plan or at homes is decided by rates that `foreroute plan --measure` finds in the same run.
+Whether a pass goes by the plan or at homes is decided by rates that `foreroute plan --measure` finds in the same run.
 *Static* is Megatron as it is, attached and replaying the same routes. *Attached* is a step whose wrapped forward is
 given no routes, over the same step of a model that was never attached. *Predicted* is what the simulator makes of the
 very same plans, without counting and planning, with rates that were fitted to other skews and sizes on the same
@@ -30,7 +30,7 @@ from torch import Tensor
 from benchmarks.harness.execution_bench import LINKS, drawn, in_processes, measured_cluster
 from benchmarks.harness.executor_counts import launches, posting
 from benchmarks.harness.pairs import compare, near_one
-from benchmarks.harness.step_prediction import STAGES, TimedStep, predict_ratios, processes_config, time_steps
+from benchmarks.harness.step_prediction import PASSES, TimedStep, predict_ratios, processes_config, time_steps
 from benchmarks.harness.step_seconds import LEVEL_SLOTS, PLANNED
 from foreroute import layout, planner
 from foreroute.costs.cluster_file import Cluster, cluster_toml
@@ -69,9 +69,9 @@ Parts = tuple[dict[str, Any], dict[str, list[TimedStep]], list[TimedStep]]
 
 
 def planned_step(pairs: int) -> dict[str, Any]:
-    """Ratios of seconds, `planned_over_static` by stage and skew and `attached_ratio`, and what goes with them.
+    """Ratios of seconds, `planned_over_static` by pass and skew and `attached_ratio`, and what goes with them.
 
-    Beside them `predicted_planned_over_static` and `gains` by stage and skew, `static_imbalance` by skew,
+    Beside them `predicted_planned_over_static` and `gains` by pass and skew, `static_imbalance` by skew,
     `collectives_saved` and `host_waits`, the most of these per layer and micro-step under a plan, and what one rank
     posts, asks and launches (`Bench.counted`). Ratios are medians over pairs that were run in turn, with the 95 %
     interval of the median. Without pairs nothing is timed, and without two cores nothing is counted either; it is None
@@ -123,7 +123,7 @@ def _measured(rank: int, num_ranks: int, pairs: int, path: Path) -> Parts:
 
 
 def _timed(rank: int, num_ranks: int, pairs: int, path: Path, found: dict[str, Any]) -> Parts:
-    found |= {name: {stage: {} for stage in STAGES} for name in ("planned_over_static", "gains")}
+    found |= {name: {pass_name: {} for pass_name in PASSES} for name in ("planned_over_static", "gains")}
     found["static_imbalance"] = {}
     bench = Bench(rank, num_ranks, 0.0, {}, measured_cluster(path, SHAPE[0] * SHAPE[1]))
     cases: dict[str, list[TimedStep]] = {}
@@ -131,11 +131,11 @@ def _timed(rank: int, num_ranks: int, pairs: int, path: Path, found: dict[str, A
         bench.take_routes(rank, SKEWS.get(name, 0.0), zipf=MILD.get(name, 0.0))
         cases[name] = bench.steps(name)
         found["static_imbalance"][name] = round(bench.static_imbalance, 3)
-        for stage, updates in STAGES.items():
+        for pass_name, updates in PASSES.items():
             planned, static = partial(bench.paid_step, not updates), partial(bench.step, None, not updates)
             ratio = compare(planned, static, pairs=pairs)
-            found["planned_over_static"][stage][name] = ratio.shown()
-            found["gains"][stage][name] = round(cases[name][0].plan.gains[stage], 4)
+            found["planned_over_static"][pass_name][name] = ratio.shown()
+            found["gains"][pass_name][name] = round(cases[name][0].plan.gains[pass_name], 4)
     found |= near_one("attached", compare(*bench.without_routes(), pairs=pairs))
     others = []
     for skew, sequences in itertools.product(OTHER_SKEWS, OTHER_SEQUENCES):

@@ -26,8 +26,9 @@ from foreroute.ep.dispatch import CellRows, gather_counts, upload_rows
 from foreroute.ep.execution import AgreedStep, CellWork, MicroBatch, PassCells, PassPlan, PlanExecution
 from foreroute.ep.transfer.cells import Cell
 from foreroute.plan import CellPlan, StepPlan, Topology
+from foreroute.plan.capabilities import takes_host_memory
 from foreroute.plan.hosts import Hosts
-from foreroute.plan.options import Stage
+from foreroute.plan.options import PassName
 from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
 from foreroute.replay import ReplayRows
 
@@ -87,9 +88,9 @@ class OnlineExecution(PlanExecution):
     def begin_pass(self, chunk: int, routes: object) -> PassCells:
         """See `PlanExecution`."""
         known = super().begin_pass(chunk, routes)
-        return OnlineCells(self, known._micro_step, known._layers, known._micro_batch)
+        return OnlineCells(self, known.micro_step, known.layers, known.micro_batch)
 
-    def _exchange_counts(self, cell: Cell, name: Stage, counts_E: Tensor) -> CellRows:
+    def exchange_counts(self, cell: Cell, hosted: PassPlan, counts_E: Tensor) -> CellRows:
         """The rows of a cell; when it runs first, of the plan that is made for it now."""
         if cell not in self._known:
             counts_GE = gather_counts(self._group, counts_E, str(cell))
@@ -98,7 +99,7 @@ class OnlineExecution(PlanExecution):
                 plan,
                 counts_GE,
                 self._rank,
-                host_ranks=self.plan.topology.ranks_per_node if self._paths == "host" else 1,
+                host_ranks=self.plan.topology.ranks_per_node if takes_host_memory(self._paths) else 1,
                 what=str(cell),
             )
             self._enter(cell, plan, schedule)
@@ -152,9 +153,10 @@ class OnlineSchedule(ExecutionSchedule):
 class OnlineCells(PassCells):
     """The cells of one forward, none of which is known before it begins."""
 
-    def work(self, layer: int, current: Pass, *, is_recompute: bool) -> CellWork:
+    def work(self, layer: int, current: Pass, *, is_recomputation: bool) -> CellWork:
         """See `PassCells`."""
-        stage: Stage = "update" if current.with_grad else "recompute"
-        engine = self.execution.begin_transfers(stage)
         assert isinstance(current.rows, ReplayRows), "it has these cells"
-        return CellWork(self._cells[layer], self._names[layer], stage, None, engine, self, current.rows, is_recompute)
+        name: PassName = "update" if current.with_grad else "recompute"
+        cell, engine = Cell(self.execution.step.number, self.micro_step, layer), self.execution.begin_pass_of(name)
+        hosted, words = self.execution.hosted[name], self.names[layer]
+        return CellWork(self, cell, words, hosted, None, engine, current.rows, is_recomputation)

@@ -19,19 +19,19 @@ from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError
 from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import FetchPath
-from foreroute.plan.options import Stage
+from foreroute.plan.options import PassName
 from foreroute.simulate import SimulateConfig, parse_config
 from foreroute.simulate.cell_costs import Compute, Transfers
 from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.fit import Measurement, fit, predict
 
-STAGES: dict[Stage, bool] = {"recompute": False, "update": True}
-"""Whether a stage has backward passes."""
+PASSES: dict[PassName, bool] = {"recompute": False, "update": True}
+"""Whether backward passes follow in it, by pass of a plan."""
 HEAD_WIDTH = 64
 
 
 class TimedStep(NamedTuple):
-    """A plan of counts [M, L, G, E], and its seconds by stage where it was run."""
+    """A plan of counts [M, L, G, E], and its seconds by pass where it was run."""
 
     name: str
     counts_MLGE: NDArray[np.integer]
@@ -47,36 +47,36 @@ def time_steps(steps: Sequence[tuple[TimedStep, Callable[[bool], float]]], *, ro
             computed anew in backward passes, as in the simulator's update, where the simulator is told so.
         rounds: how many, behind one that warms up.
     """
-    seconds: list[dict[str, list[float]]] = [{stage: [] for stage in STAGES} for _ in steps]
+    seconds: list[dict[str, list[float]]] = [{pass_name: [] for pass_name in PASSES} for _ in steps]
     for turn in range(rounds + 1):
         for (_, timed), times in zip(steps, seconds, strict=True):
-            for stage, updating in STAGES.items():
+            for pass_name, updating in PASSES.items():
                 taken = timed(updating)
                 if turn > 0:
-                    times[stage].append(taken)
+                    times[pass_name].append(taken)
     return [
-        step._replace(seconds={stage: min(times[stage]) for stage in STAGES})
+        step._replace(seconds={pass_name: min(times[pass_name]) for pass_name in PASSES})
         for (step, _), times in zip(steps, seconds, strict=True)
     ]
 
 
 def predict_seconds(
-    known: Sequence[TimedStep], asked: Sequence[TimedStep], stage: Stage, config: SimulateConfig
+    known: Sequence[TimedStep], asked: Sequence[TimedStep], pass_name: PassName, config: SimulateConfig
 ) -> NDArray[np.float64]:
-    """float64 [asked], simulated seconds of a stage, with rates fitted to the same stage of the known steps."""
-    return simulated_seconds(asked, stage, config, fitted_costs(known, config, [stage]))
+    """float64 [asked], simulated seconds of a pass, with rates fitted to the same pass of the known steps."""
+    return simulated_seconds(asked, pass_name, config, fitted_costs(known, config, [pass_name]))
 
 
 def simulated_seconds(
-    asked: Sequence[TimedStep], stage: Stage, config: SimulateConfig, costs: CostModel
+    asked: Sequence[TimedStep], pass_name: PassName, config: SimulateConfig, costs: CostModel
 ) -> NDArray[np.float64]:
-    """float64 [asked], of a stage on processes of this machine."""
-    return predict([_measurement(one, stage) for one in asked], config, costs, seconds_on_processes)
+    """float64 [asked], of a pass on processes of this machine."""
+    return predict([_measurement(one, pass_name) for one in asked], config, costs, seconds_on_processes)
 
 
-def fitted_costs(known: Sequence[TimedStep], config: SimulateConfig, stages: Iterable[Stage] = STAGES) -> CostModel:
-    """The configured costs with rates fitted to these stages of known steps, all together."""
-    measured, rates = [_measurement(one, stage) for stage in stages for one in known], fitted_rates(config)
+def fitted_costs(known: Sequence[TimedStep], config: SimulateConfig, passes: Iterable[PassName] = PASSES) -> CostModel:
+    """The configured costs with rates fitted to these passes of known steps, all together."""
+    measured, rates = [_measurement(one, pass_name) for pass_name in passes for one in known], fitted_rates(config)
     costs = config.described().costs
     of_memory = ["host_bytes_per_s"] if costs.paths == "host" else []
     try:
@@ -103,25 +103,25 @@ def fitted_rates(config: SimulateConfig) -> list[str]:
 
 
 def seconds_on_processes(one: Measurement, config: SimulateConfig, costs: CostModel) -> float:
-    """Seconds of a stage on processes of this machine, which have no copy engines and take turns on its processors.
+    """Seconds of a pass on processes of this machine, which have no copy engines and take turns on its processors.
 
     Links between nodes are the kernel's, and take nobody's turn.
     """
     group = EPGroup.of(one.served, one.step, costs, overlap=config.execution.overlap)
-    moved = (group.recompute, group.update)[one.stage]
+    moved = (group.recompute, group.update)[one.pass_index]
     between, inside = np.array([1, 1, 0, 0]), np.array([0, 0, 1, 1])  # links, as `Transfers` has them
     copied = moved._replace(direct_KMLG4=moved.direct_KMLG4 * inside, gradient_MLG4=moved.gradient_MLG4 * inside)
     carried = Transfers(np.zeros_like(moved.host_KMLG), moved.direct_KMLG4 * between, moved.gradient_MLG4 * between)
     compute = in_turns(without_overlap(group.compute, copied), os.cpu_count() or 1)
     runs = replace(group, compute=compute, recompute=carried, update=carried).run()
-    return runs[one.stage].end_s
+    return runs[one.pass_index].end_s
 
 
 def without_overlap(compute: Compute, transfers: Transfers) -> Compute:
     """What a rank sends and receives for a cell takes time of its experts.
 
-    A backward stage pass computes forward anew, with what the forward one fetched, and then backward; so the forward
-    time has the fetch of the forward stage pass, and the backward time what the other one fetches beyond it.
+    A backward pass computes forward anew, with what the forward one fetched, and then backward; so the forward
+    time has the fetch of the forward pass, and the backward time what the other one fetches beyond it.
     """
     fetch_KMLG = transfers.host_KMLG + transfers.direct_KMLG4.sum(-1)
     later_MLG = fetch_KMLG[1] - fetch_KMLG[0] + transfers.gradient_MLG4.sum(-1)
@@ -154,13 +154,13 @@ def in_turns(compute: Compute, processors: int) -> Compute:
 
 def predict_ratios(
     known: Sequence[TimedStep], cases: Mapping[str, Sequence[TimedStep]], config: SimulateConfig
-) -> dict[Stage, dict[str, float]]:
-    """By stage and case: simulated seconds of its first step over those of its second."""
-    ratios: dict[Stage, dict[str, float]] = {stage: {} for stage in STAGES}
-    for stage, of_stage in ratios.items():
+) -> dict[PassName, dict[str, float]]:
+    """By pass and case: simulated seconds of its first step over those of its second."""
+    ratios: dict[PassName, dict[str, float]] = {pass_name: {} for pass_name in PASSES}
+    for pass_name, of_pass in ratios.items():
         asked = [one for first, second in cases.values() for one in (first, second)]
-        seconds = predict_seconds(known, asked, stage, config).reshape(-1, 2).tolist()
-        of_stage |= {
+        seconds = predict_seconds(known, asked, pass_name, config).reshape(-1, 2).tolist()
+        of_pass |= {
             name: round(first_s / second_s, 4) for name, (first_s, second_s) in zip(cases, seconds, strict=True)
         }
     return ratios
@@ -224,9 +224,9 @@ def processes_config(
     )
 
 
-def _measurement(one: TimedStep, stage: Stage) -> Measurement:
-    seconds = one.seconds.get(stage, 1.0)
-    return Measurement.of(one.name, one.counts_MLGE, one.plan, one.plan.topology, stage, seconds)
+def _measurement(one: TimedStep, pass_name: PassName) -> Measurement:
+    seconds = one.seconds.get(pass_name, 1.0)
+    return Measurement.of(one.name, one.counts_MLGE, one.plan, one.plan.topology, pass_name, seconds)
 
 
 def executed(name: str, bench: Bench, plan: StepPlan) -> tuple[TimedStep, Callable[[bool], float]]:

@@ -2,7 +2,7 @@
 
 The model is small in layers and large in experts, so that fetching a replica is little beside the rows that it serves,
 as on a cluster; backward passes compute activations anew. A planned step publishes its weights and makes its plan on
-the clock, in each stage anew, though an update under the plan of its recompute need not. Whether it goes by the plan
+the clock, in each pass anew, though an update under the plan of its recompute need not. Whether it goes by the plan
 or at homes is decided by rates that `foreroute plan --measure` finds in the same run. *Static* has every expert at its
 home, and does neither; *balanced* are as many tokens on uniform routes, at home. *Predicted* is what the simulator
 makes of the very same plans, without publishing and planning, with rates that were fitted to other skews and sizes on
@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks.harness.execution_bench import Bench, in_processes, measured_cluster, spread_model
 from benchmarks.harness.pairs import compare
 from benchmarks.harness.step_prediction import (
-    STAGES,
+    PASSES,
     TimedStep,
     executed,
     predict_ratios,
@@ -75,10 +75,10 @@ NAMES = (
 
 
 def step_seconds(pairs: int) -> dict[str, Any]:
-    """`planned_over_static` and `predicted_planned_over_static` by stage and skew, and what goes with them.
+    """`planned_over_static` and `predicted_planned_over_static` by pass and skew, and what goes with them.
 
-    Beside them `planned_over_balanced` and `static_imbalance` by skew, `gains`, by which the default decides, by stage
-    and skew, the measured `rates`, and `does_not_pay` by why and stage. Ratios are medians over pairs that were run in
+    Beside them `planned_over_balanced` and `static_imbalance` by skew, `gains`, by which the default decides, by pass
+    and skew, the measured `rates`, and `does_not_pay` by why and pass. Ratios are medians over pairs that were run in
     turn, with the 95 % interval of the median. Without pairs, or two cores, all are None.
     """
     if not pairs or len(os.sched_getaffinity(0)) < 2:
@@ -111,8 +111,8 @@ def _measured(
     routed = recomputing_model()
     found: dict[str, Any] = {
         "rates": tomllib.loads(path.read_text()),
-        "planned_over_static": {stage: {} for stage in STAGES},
-        "gains": {stage: {} for stage in STAGES},
+        "planned_over_static": {pass_name: {} for pass_name in PASSES},
+        "gains": {pass_name: {} for pass_name in PASSES},
         "planned_over_balanced": {},
         "static_imbalance": {},
     }
@@ -124,13 +124,13 @@ def _measured(
         cases[name] = [TimedStep(name, bench.counts_MLGE, one) for one in (plan, home)]
         mean = bench.counts_MLGE.sum() / num_ranks
         found["static_imbalance"][name] = round(float(home.max_load_ML.sum() / mean), 3)
-        for stage, updating in STAGES.items():
-            found["planned_over_static"][stage][name] = _ratio(bench, bench, updating, pairs)
-            found["gains"][stage][name] = round(plan.gains[stage], 4)
+        for pass_name, updating in PASSES.items():
+            found["planned_over_static"][pass_name][name] = _ratio(bench, bench, updating, pairs)
+            found["gains"][pass_name][name] = round(plan.gains[pass_name], 4)
         if name in SKEWS:
             found["planned_over_balanced"][name] = _ratio(bench, even, True, pairs)
     few = priced(routed, rank, skew=SKEWS["high"], shape=FEW_ROWS)
-    found["does_not_pay"] = {"few_rows": _by_stage(few, pairs)}
+    found["does_not_pay"] = {"few_rows": _by_pass(few, pairs)}
     others = [
         (
             f"skew {skew}, {sequences} sequences",
@@ -144,15 +144,15 @@ def _measured(
 
 
 def _crowded(rank: int, num_ranks: int, pairs: int) -> dict[str, Any]:
-    """Ratios by stage where processes share cores."""
+    """Ratios by pass where processes share cores."""
     bench = routed_anew(recomputing_model(), rank, skew=SKEWS["high"], shape=SHAPE)
     with closing(bench.routed):
-        return _by_stage(bench, pairs)
+        return _by_pass(bench, pairs)
 
 
-def _by_stage(bench: Bench, pairs: int) -> dict[str, Any]:
+def _by_pass(bench: Bench, pairs: int) -> dict[str, Any]:
     """Seconds planned over static."""
-    return {stage: _ratio(bench, bench, updating, pairs) for stage, updating in STAGES.items()}
+    return {pass_name: _ratio(bench, bench, updating, pairs) for pass_name, updating in PASSES.items()}
 
 
 def _ratio(bench: Bench, other: Bench, updating: bool, pairs: int) -> dict[str, float | None]:

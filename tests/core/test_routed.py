@@ -4,15 +4,19 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 import foreroute as fr
 from foreroute.adapters import hf
-from foreroute.core import ReplayError, attach, tensor_rows
+from foreroute.core import ReplayError, attach
+from foreroute.core.passes import ReplayCounts
+from foreroute.core.routed import INTEGERS, UNSIGNED
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import build
 from tests.adapters.hf.model_runs import (
@@ -124,6 +128,25 @@ def test_picks_that_are_made_one_after_the_other_are_made_again(use_reentrant):
     assert len(given) == spec.num_layers
     assert len(log) == 2 * len(given)
     assert all(torch.equal(given[path], ids) for path, ids in log)
+
+
+def test_a_selective_checkpoint_around_a_model_numbers_the_model_alone():
+    """Whatever it saves, replay leaves gradients as they are without a checkpoint."""
+    aten = torch.ops.aten
+    saved = [aten.add.Tensor, aten.bitwise_and.Tensor, aten.clone.default, aten.view.default, aten.where.self]
+    context_fn = partial(create_selective_checkpoint_contexts, saved)
+    seen = []
+    for is_checkpointed in (False, True):
+        model = tiny("qwen3_moe").train()
+        routed = attach(model)
+        routes = (own_routes(model, routed)[0].long() + 1) % 8
+        loss = partial(loss_of, model, BATCH)
+        if is_checkpointed:
+            loss = partial(checkpoint, loss, use_reentrant=False, context_fn=context_fn)
+        with routed.listening(ReplayCounts()), routed.replay(routes, BATCH["attention_mask"]):
+            loss().backward()
+        seen.append(gradients(model))
+    assert same(*seen)
 
 
 def test_rows_are_made_once_and_replayed_often():
@@ -271,7 +294,7 @@ def test_examples_run(script, said):
     assert re.search(said, ended.stdout), ended.stdout + ended.stderr
 
 
-@pytest.mark.parametrize("dtype", tensor_rows.INTEGERS, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("dtype", INTEGERS, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_ids_of_every_integer_type_are_replayed(dtype):
     model, routed, own, native = with_own_routes()
     other = (own.long() + 1) % 8
@@ -283,7 +306,7 @@ def test_ids_of_every_integer_type_are_replayed(dtype):
     assert not torch.equal(seen[0], native)
 
 
-@pytest.mark.parametrize("dtype", tensor_rows.UNSIGNED)
+@pytest.mark.parametrize("dtype", UNSIGNED)
 def test_minus_one_in_an_unsigned_type_is_not_recorded_throughout_and_too_large_alone(dtype):
     model, routed, own, _ = with_own_routes()
     other = (own.long() + 1) % 8

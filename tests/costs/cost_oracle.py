@@ -2,7 +2,7 @@
 
 import math
 
-STAGES = {"recompute": [["f"]], "update": [["f"], ["f", "b"]]}
+PASSES = {"recompute": [["f"]], "update": [["f"], ["f", "b"]]}
 GEMM, WEIGHTS, MEMORY, CORE = {"f": 1, "b": 2}, {"f": 1, "b": 4}, {"f": 1, "b": 1.6}, {"f": 1, "b": 3}
 """Of attention; that of experts backward is what the hardware says."""
 
@@ -57,7 +57,7 @@ def expected_messages(pairs_GG, top_k, ranks_per_node):
 
 
 def seconds(hosts, home_E, rows, tokens_G, squares_G, topology, costs, slots="layer"):
-    """Seconds by stage and part. `hosts` are (expert, rank, tokens, fetched); a slot that is kept is filled once."""
+    """Seconds by pass and part. `hosts` are (expert, rank, tokens, fetched); a slot that is kept is filled once."""
     model, machine, links = costs.model, costs.hardware, topology.links
     width = topology.ranks_per_node
     bandwidth = {"node": links.node_bytes_per_s, "cluster": links.cluster_bytes_per_s}
@@ -70,7 +70,7 @@ def seconds(hosts, home_E, rows, tokens_G, squares_G, topology, costs, slots="la
         for expert, rank, _, fetched in hosts
         if fetched and rank != int(home_E[expert])
     ]
-    for stage, groups in STAGES.items():
+    for pass_name, groups in PASSES.items():
         parts = dict.fromkeys(("attention", "all_to_all", "experts", "fixed", "exposed"), 0.0)
         filling = groups if slots == "shared" else groups[:1]
         for place, group in enumerate(groups):
@@ -103,12 +103,12 @@ def seconds(hosts, home_E, rows, tokens_G, squares_G, topology, costs, slots="la
         busy = {}
         for home, rank, path in moves:
             sent = [(home, rank, model.weight_bytes)] * len(filling) if path == "direct" else []
-            sent += [(rank, home, model.gradient_bytes)] if stage == "update" else []
+            sent += [(rank, home, model.gradient_bytes)] if pass_name == "update" else []
             link = "node" if rank // width == home // width else "cluster"
             for source, target, size in sent:
                 for key in ((link, "out", source), (link, "in", target)):
                     busy[key] = busy.get(key, 0.0) + parameters * size / bandwidth[link]
         left = sum(parts.values()) - parts["all_to_all"]
         parts["exposed"] += max(0.0, max(busy.values(), default=0.0) - left)
-        result[stage] = parts
+        result[pass_name] = parts
     return result

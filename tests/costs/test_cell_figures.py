@@ -55,8 +55,8 @@ def _oracle(cell, counts_GE, rows, topology, costs, squares_G=None, slots="layer
 
 
 def _agree(figures, rows_G4, expected, rows):
-    for parts_P, stage in zip(figures.parts_SP, ("recompute", "update"), strict=True):
-        assert parts_P.tolist() == pytest.approx(list(expected[stage].values()), rel=1e-12)
+    for parts_P, pass_name in zip(figures.parts_SP, ("recompute", "update"), strict=True):
+        assert parts_P.tolist() == pytest.approx(list(expected[pass_name].values()), rel=1e-12)
     for link, direction in itertools.product(("cluster", "node"), ("out", "in")):
         by_hand = [rows.get((link, direction, g), 0) for g in range(len(rows_G4))]
         assert rows_G4[:, getattr(links, f"{link}_{direction}".upper())] == pytest.approx(by_hand, rel=1e-12)

@@ -402,8 +402,12 @@ def test_ours_wait_no_longer_than_the_user_said_and_groups_of_a_mesh_do(workers,
     assert workers(4).run(timeouts, folder_of(), TWO_GROUPS) == [[300.0, 1800.0, 300.0, 300.0, 300.0]] * 4
 
 
+MOVING = 5
+"""Four votes, and the exchange of what each rank holds."""
+
+
 def questions(rank, folder, sizes, whole):
-    """How often the ranks asked each other on the host: on entering a second execution, in its passes, on leaving."""
+    """How often the ranks ask on the host: on entering a second execution, in its passes, on leaving, to move homes."""
     s = SpreadStep(rank, folder, sizes)
     traces = s.traces if whole else [without_route(trace, "second") for trace in s.traces]
     counts_MLGE = s.routed.gather_counts(traces)
@@ -418,7 +422,11 @@ def questions(rank, folder, sizes, whole):
         entering = len(asked)
         run_all(s, traces)
         in_passes = len(asked)
-    return entering, in_passes - entering, len(asked) - in_passes
+    leaving = len(asked) - in_passes
+    s.model.zero_grad()
+    with asking() as moving:
+        s.routed.move_homes(np.roll(s.routed.home_LE, 1, axis=1))
+    return entering, in_passes - entering, leaving, len(moving)
 
 
 def run_all(s, traces):
@@ -430,9 +438,9 @@ def run_all(s, traces):
 @grid(
     ("ranks", "sizes", "whole", "expected"),
     [
-        (2, ONE_GROUP, True, (1, 0, 1)),
-        (2, ONE_GROUP, False, (2, LAYERS * MICRO_STEPS, 1)),
-        (4, TWO_GROUPS, True, (2, 0, 1)),
+        (2, ONE_GROUP, True, (1, 0, 1, MOVING)),
+        (2, ONE_GROUP, False, (2, LAYERS * MICRO_STEPS, 1, MOVING)),
+        (4, TWO_GROUPS, True, (2, 0, 1, MOVING)),
     ],
     quick=2,
 )

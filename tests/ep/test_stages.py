@@ -1,4 +1,4 @@
-"""A plan that is executed in one stage, and at homes in the other: bits, what travels, and what is counted."""
+"""A plan that is executed in one pass, and at homes in the other: bits, what travels, and what is counted."""
 
 import warnings
 from dataclasses import replace
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from foreroute.costs.model import CostModel
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.host_memory import HostMemory
-from foreroute.plan.options import STAGE_NAMES
+from foreroute.plan.options import PASS_NAMES
 from tests.ep.spread_steps import MICRO_STEPS, SpreadStep
 from tests.ep.transfer.plans import split_plan
 from tests.roundings import TERMS, roundings
@@ -27,35 +27,35 @@ def counting(what, name, log):
     return patch.object(what, name, lambda *args, **more: log.append(name) or method(*args, **more))
 
 
-def run(s, stage):
+def run(s, pass_name):
     """Log-probs, and in an update the gradients, of all micro-steps."""
-    with torch.set_grad_enabled(stage == "update"):
+    with torch.set_grad_enabled(pass_name == "update"):
         found = [s.log_probs(m) for m in range(MICRO_STEPS)]
-    if stage == "update":
+    if pass_name == "update":
         for each in found:
             each.sum().backward()
     return [each.detach() for each in (*found, *s.gradients().values())]
 
 
 def two_stages(rank, folder, paths, gains):
-    """By stage: whether bits are those of known splits alone, what was called, and loads planned and executed."""
+    """By pass: whether bits are those of known splits alone, what was called, and loads planned and executed."""
     s = SpreadStep(rank, folder)
     s.routed.use(TransferOptions(paths=paths))
     plan, found = replace(s.plan, gains=gains, priced_paths=paths), {}
-    for stage in STAGE_NAMES:
+    for pass_name in PASS_NAMES:
         log = []
         with s.execute(None, step=6):
-            static = run(s, stage)
+            static = run(s, pass_name)
         with (
             counting(TransferEngine, "fetch", log),
             counting(TransferEngine, "return_grads", log),
             counting(HostMemory, "_write", log),
             s.execute(plan, step=7) as execution,
         ):
-            ours = run(s, stage)
-        served = plan.in_stage(stage)
+            ours = run(s, pass_name)
+        served = plan.in_pass(pass_name)
         loads = [served.cell(*cell).loads_G(s.counts_MLGE[cell])[rank] for cell in np.ndindex(*plan.shape[:2])]
-        found[stage] = {
+        found[pass_name] = {
             "same": len(ours) == len(static) and all(map(torch.equal, ours, static)),
             "called": log,
             "transfers": len(execution.transfers),
@@ -76,17 +76,17 @@ def two_stages(rank, folder, paths, gains):
     quick=2,
 )
 def test_a_stage_at_home_moves_nothing_and_is_static_bit_for_bit(workers, folder_of, paths, gains):
-    published = [stage for stage in STAGE_NAMES if gains[stage] >= 0.01][:1] if paths == "host" else []
+    published = [pass_name for pass_name in PASS_NAMES if gains[pass_name] >= 0.01][:1] if paths == "host" else []
     for of_rank in workers(2).run(two_stages, folder_of(), paths, gains):
-        for stage, seen in of_rank.items():
+        for pass_name, seen in of_rank.items():
             assert seen["as served"]
-            assert seen["called"].count("_write") == (stage in published)
-            if gains[stage] < 0.01:
+            assert seen["called"].count("_write") == (pass_name in published)
+            if gains[pass_name] < 0.01:
                 assert seen["same"]
                 assert (seen["called"], seen["transfers"]) == ([], 0)
             else:
                 assert "fetch" in seen["called"]
-                assert ("return_grads" in seen["called"]) == (stage == "update")
+                assert ("return_grads" in seen["called"]) == (pass_name == "update")
 
 
 def warned_of(rank, folder, priced, transfers):
@@ -95,7 +95,7 @@ def warned_of(rank, folder, priced, transfers):
     if transfers is not None:
         s.routed.use(transfers)
     for step, gain in enumerate((0.5, 0.0)):
-        plan = replace(s.plan, gains=dict.fromkeys(STAGE_NAMES, gain), priced_paths=priced)
+        plan = replace(s.plan, gains=dict.fromkeys(PASS_NAMES, gain), priced_paths=priced)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             with s.execute(plan, step=step):

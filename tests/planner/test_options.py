@@ -85,7 +85,7 @@ def test_options_left_open_are_on_where_they_pay_and_say_why():
         (many, PlanOptions(slots="shared", traffic=True, pay_off=False), COSTS, "off: asked for", "on: asked for"),
     ]:
         found, why = plan_and_why(counts(1, 4000), topology, options, costs=costs)
-        stages = {stage: found.decision(stage) for stage in ("recompute", "update")}
+        stages = {pass_name: found.decision(pass_name) for pass_name in ("recompute", "update")}
         assert why == {"pay_off": pay_off, "traffic": traffic, **stages}
         forced = replace(options, pay_off=pay_off.startswith("on"), traffic=traffic.startswith("on"))
         assert same(found, plan(counts(1, 4000), topology, forced, costs=costs))

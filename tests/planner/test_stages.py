@@ -1,4 +1,4 @@
-"""In which stages a plan is executed: its gain against the slow oracle of cells, and what is decided at 1 %."""
+"""In which passes a plan is executed: its gain against the slow oracle of cells, and what is decided at 1 %."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ import pytest
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.plan import CellPlan, PlanOptions, Topology, load_plan, save_plan
-from foreroute.plan.options import STAGE_NAMES
+from foreroute.plan.options import PASS_NAMES
 from foreroute.plan.step_plan import LEAST_GAIN
 from foreroute.planner import plan, plan_and_why
 from tests.costs.cost_oracle import seconds
@@ -41,8 +41,8 @@ def send(rows, target, tokens_G):
 
 
 def by_hand(cells, given, costs):
-    """Seconds of both stages: cell by cell of the oracle."""
-    found = dict.fromkeys(STAGE_NAMES, 0.0)
+    """Seconds of both passes: cell by cell of the oracle."""
+    found = dict.fromkeys(PASS_NAMES, 0.0)
     for cell, counts_GE in zip(cells, given.reshape(-1, *SHAPE[2:]), strict=True):
         left_GE, hosts, rows = counts_GE.astype(int), [], {}
         for expert, rank, _, fetched, tokens_G in zip(*cell[1:], strict=True):
@@ -55,8 +55,8 @@ def by_hand(cells, given, costs):
         tokens_G = counts_GE.sum(axis=1) / 2
         squares_G = tokens_G * costs.sequence_tokens
         parts = seconds(hosts, cell.home_E, rows, tokens_G, squares_G, TOPOLOGY, costs)
-        for stage in STAGE_NAMES:
-            found[stage] += sum(parts[stage].values())
+        for pass_name in PASS_NAMES:
+            found[pass_name] += sum(parts[pass_name].values())
     return found
 
 
@@ -81,27 +81,27 @@ def test_gains_are_those_of_the_oracle(seed, paths):
     cells = [found.cell(*cell) for cell in np.ndindex(*SHAPE[:2])]
     at_home = [CellPlan.homes_only(cell.home_E, 4) for cell in cells]
     planned_s, home_s = by_hand(cells, given, costs), by_hand(at_home, given, costs)
-    for stage in STAGE_NAMES:
-        gain = 1 - (planned_s[stage] + once(costs, cells)) / home_s[stage]
-        assert found.gains[stage] == pytest.approx(gain, rel=1e-9, abs=1e-12)
-        assert found.is_at_home(stage) == (gain < LEAST_GAIN)
-        assert why[stage] == found.decision(stage)
+    for pass_name in PASS_NAMES:
+        gain = 1 - (planned_s[pass_name] + once(costs, cells)) / home_s[pass_name]
+        assert found.gains[pass_name] == pytest.approx(gain, rel=1e-9, abs=1e-12)
+        assert found.is_at_home(pass_name) == (gain < LEAST_GAIN)
+        assert why[pass_name] == found.decision(pass_name)
 
 
 def test_one_percent_decides_and_each_stage_for_itself():
-    """What a step takes once is set so that the gain of one stage is just above 1 %, and just below."""
+    """What a step takes once is set so that the gain of one pass is just above 1 %, and just below."""
     given = counts(0, 4000)
     free = replace(COSTS, plan_s_per_count=0.0, begin_s=0.0, paths="direct")
     found = plan(given, TOPOLOGY, costs=free)
     home_s = by_hand([CellPlan.homes_only(home_E, 4) for _ in range(SHAPE[0]) for home_E in found.home_LE], given, free)
-    for stage, other in (STAGE_NAMES, STAGE_NAMES[::-1]):
-        most_s = (found.gains[stage] - LEAST_GAIN) * home_s[stage]
+    for pass_name, other in (PASS_NAMES, PASS_NAMES[::-1]):
+        most_s = (found.gains[pass_name] - LEAST_GAIN) * home_s[pass_name]
         for share, is_at_home in ((1 - 1e-6, False), (1 + 1e-6, True)):
             decided, why = plan_and_why(given, TOPOLOGY, costs=replace(free, begin_s=most_s * share))
-            assert decided.gains[stage] == pytest.approx(LEAST_GAIN, rel=1e-4)
-            assert decided.is_at_home(stage) == is_at_home
+            assert decided.gains[pass_name] == pytest.approx(LEAST_GAIN, rel=1e-4)
+            assert decided.is_at_home(pass_name) == is_at_home
             words = "at homes: the plan would save 1.0%" if is_at_home else "by the plan: it saves 1.0%"
-            assert why[stage].startswith(words)
+            assert why[pass_name].startswith(words)
             expected = found.gains[other] - most_s * share / home_s[other]
             assert decided.gains[other] == pytest.approx(expected, rel=1e-9)
 
@@ -113,8 +113,8 @@ def test_what_is_executed_in_a_stage(tmp_path):
     half = replace(found, gains={"recompute": 0.2, "update": 0.0})
     again = load_plan(save_plan(half, tmp_path / "plan"))
     assert again.gains == half.gains
-    assert again.in_stage("recompute") is again
-    served = again.in_stage("update")
+    assert again.in_pass("recompute") is again
+    served = again.in_pass("update")
     assert served.num_replicas_ML.shape == SHAPE[:2]
     assert not served.num_replicas_ML.any()
     for cell in np.ndindex(*SHAPE[:2]):
@@ -127,10 +127,10 @@ def test_where_nothing_is_priced_or_dropped_the_plan_is_executed():
     for options, costs in ((PlanOptions(), None), (PlanOptions(pay_off=False), COSTS)):
         found, why = plan_and_why(given, TOPOLOGY, options, costs=costs)
         assert found.gains == {}
-        assert not any(map(found.is_at_home, STAGE_NAMES))
+        assert not any(map(found.is_at_home, PASS_NAMES))
         assert why["recompute"] == why["update"] == "by the plan: its gain is not known"
     found, why = plan_and_why(given, TOPOLOGY, PlanOptions(replicas=False), costs=COSTS)
-    assert all(map(found.is_at_home, STAGE_NAMES))
+    assert all(map(found.is_at_home, PASS_NAMES))
     assert why["update"] == "at homes: the plan has no replicas"
 
 

@@ -82,7 +82,7 @@ def test_loads_that_no_integer_holds_are_named():
     stage = {name: [[[2**63]]] for name in ("at_home_MLG", "executed_MLG")}
     said = {"at_home": 1.0, "executed": 1.0}
     with pytest.raises(
-        RunFolderError, match=r"^execution: executed_MLG and at_home_MLG of stage recompute need .* below 2\^63"
+        RunFolderError, match=r"^execution: executed_MLG and at_home_MLG of pass recompute need .* below 2\^63"
     ):
         parse_step(
             line_of({"step": 0, "execution": {"ranks": 1, "max_over_mean": said, "stages": {"recompute": stage}}})

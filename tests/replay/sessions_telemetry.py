@@ -46,14 +46,32 @@ def check_telemetry_is_what_a_recount_finds_and_counts_are_of_the_selection_that
 def require_counts(seen, trace, layers):
     differing = sum(set(a) != set(b) for _, own, ids in layers for a, b in zip(own, ids, strict=True))
     rows = int(trace.valid_N.sum())
-    expected = {"rows": rows, "cells": rows * len(layers), "native_differing_cells": differing}
-    assert (
-        dict(zip(seen.NAMES, seen.sums.tolist(), strict=True))
-        == {
-            "differing_rows": 0,
-            "differing_cells": 0,
-        }
-        | expected
+    expected = {"rows": rows, "decisions": rows * len(layers), "native_differing_decisions": differing}
+    obeyed = {"differing_rows": 0, "differing_decisions": 0}
+    assert {name: int(value) for name, value in seen.sums.items()} == obeyed | expected
+
+
+def check_experts_that_a_router_returns_against_the_replay_are_counted(framework):
+    """The selection obeys, and what comes out of the router behind it names other experts in every row of a layer."""
+    on = framework.built()
+    trace = foreign(on.routed.spec, BATCH)
+    router = on.routed.chunks[0].routers[1]
+    rows, found = trace.num_rows, []
+    for disobeys in (False, True):
+        counts = ReplayCounts()
+        with pytest.MonkeyPatch.context() as patch, on.routed.listening(counts), on.routed.replay(trace):
+            if disobeys:
+                select = router.select
+                patch.setattr(router, "select", lambda *args, **kwargs: other_experts(select(*args, **kwargs), on))  # noqa: B023
+            on.run(BATCH)
+        found.append([int(counts.sums[name]) for name in ("rows", "differing_rows", "differing_decisions")])
+    assert found == [[rows, 0, 0], [rows, rows, rows]]
+
+
+def other_experts(output, on):
+    """What a router returned, with each expert id or column of experts moved on by one."""
+    return tuple(
+        (part + 1) % on.routed.spec.num_experts if part.dtype == torch.int64 else part.roll(1, -1) for part in output
     )
 
 

@@ -108,8 +108,8 @@ def line(**changes):
 def test_measurements_are_read_from_lines(folder):
     (folder / "m.jsonl").write_text(f"{line()}\n\n{line(plan=None, stage='recompute', seconds=0.25)}\n")
     planned, at_home = load_measurements(folder / "m.jsonl", small_config().described().topology)
-    assert (planned.stage, planned.seconds) == (1, 0.5)
-    assert (at_home.stage, at_home.seconds, at_home.name) == (0, 0.25, "counts.safetensors, recompute")
+    assert (planned.pass_index, planned.seconds) == (1, 0.5)
+    assert (at_home.pass_index, at_home.seconds, at_home.name) == (0, 0.25, "counts.safetensors, recompute")
     assert len(at_home.served.cells[0].expert_R) == 0 < len(planned.served.cells[0].expert_R)
 
 

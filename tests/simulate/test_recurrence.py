@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from foreroute.costs.model import STAGES
+from foreroute.costs.model import PASSES
 from foreroute.simulate.cell_costs import without_cost
 from foreroute.simulate.engine import PARTS, run
 from tests.simulate.event_oracle import play
@@ -17,7 +17,7 @@ from tests.simulate.simulate_cases import random_work, rules
 @settings(max_examples=100)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    stage=st.integers(0, 1),
+    pass_index=st.integers(0, 1),
     shape=st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3)),
     transfers=st.sampled_from([0.0, 0.1, 1.0, 10.0]),
     gradients=st.sampled_from([0.0, 1.0, 6.0]),
@@ -26,16 +26,16 @@ from tests.simulate.simulate_cases import random_work, rules
     keeps=st.booleans(),
 )
 @example(
-    seed=0, stage=1, shape=(3, 3, 2), transfers=1.0, gradients=1.0, planned=0.0, prefetch=3, keeps=True
+    seed=0, pass_index=1, shape=(3, 3, 2), transfers=1.0, gradients=1.0, planned=0.0, prefetch=3, keeps=True
 )  # fetches for the way forward wait for slots of the way back
-def test_equals_a_play_of_events(seed, stage, shape, transfers, gradients, planned, prefetch, keeps):
+def test_equals_a_play_of_events(seed, pass_index, shape, transfers, gradients, planned, prefetch, keeps):
     micro_steps, layers, ranks = shape
     compute, moved = random_work(seed, micro_steps=micro_steps, layers=layers, ranks=ranks, transfers=transfers)
     # many gradients are still on their way when all else has ended
-    moved = moved._replace(gradient_MLG4=moved.gradient_MLG4 * (0.0 if stage == 0 else gradients))
+    moved = moved._replace(gradient_MLG4=moved.gradient_MLG4 * (0.0 if pass_index == 0 else gradients))
     how = rules(prefetch=prefetch, keeps_slots=keeps)
-    found = run(compute, moved, how, stage=stage, ready_s=planned)
-    expected = play(SimpleNamespace(**compute._asdict(), **moved._asdict()), how, STAGES[stage], planned)
+    found = run(compute, moved, how, pass_index=pass_index, ready_s=planned)
+    expected = play(SimpleNamespace(**compute._asdict(), **moved._asdict()), how, PASSES[pass_index], planned)
     assert found.end_s == pytest.approx(expected, abs=1e-9)
     assert found.parts_X.sum() == pytest.approx(found.end_s)
 
@@ -54,14 +54,14 @@ def one_cell(leg_s):
     [(0.0, 3.5), (0.25, 3.0), (0.75, 2.0), (1.0, 2.0)],
 )
 def test_overlap_hides_all_to_alls_behind_its_share_of_computing(overlap, expected):
-    assert run(*one_cell(0.75), rules(overlap=overlap), stage=0).end_s == pytest.approx(expected)
+    assert run(*one_cell(0.75), rules(overlap=overlap), pass_index=0).end_s == pytest.approx(expected)
 
 
 def test_fetches_share_the_links_with_all_to_alls_that_are_hidden():
     """Computing of 1 + 1 hides 0.75 of all-to-alls, so links have 5/8 of it left: 0.5 takes 0.8 of the experts."""
     compute, moved = one_cell(0.375)
     moved.direct_KMLG4[0, 0, 0, 1, 2] = 0.5
-    found = run(compute, moved, rules(overlap=1.0), stage=0)
+    found = run(compute, moved, rules(overlap=1.0), pass_index=0)
     assert found.direct_end_N[0] == pytest.approx(1 + 0.8)
     assert found.end_s == pytest.approx(1 + 0.8 + 1)
 
@@ -80,11 +80,11 @@ FASTER = ("all_to_all_ML", "experts_MLG2", "attention_MG2", "host_KMLG", "direct
 )
 def test_faster_links_and_ranks_never_slow_a_step(seed, name, factor, rule):
     compute, moved = random_work(seed)
-    slow = run(compute, moved, rules(**rule), stage=1)
+    slow = run(compute, moved, rules(**rule), pass_index=1)
     holder = compute if hasattr(compute, name) else moved
     faster = holder._replace(**{name: factor * getattr(holder, name)})
     pair = (faster, moved) if holder is compute else (compute, faster)
-    quick = run(*pair, rules(**rule), stage=1)
+    quick = run(*pair, rules(**rule), pass_index=1)
     assert quick.end_s <= slow.end_s + 1e-9
 
 
@@ -92,7 +92,7 @@ def test_faster_links_and_ranks_never_slow_a_step(seed, name, factor, rule):
 @given(seed=st.integers(0, 2**32 - 1), keeps=st.booleans(), prefetch=st.integers(0, 3))
 def test_every_resource_does_exactly_its_work(seed, keeps, prefetch):
     compute, moved = random_work(seed)
-    found = run(compute, moved, rules(keeps_slots=keeps, prefetch=prefetch), stage=1)
+    found = run(compute, moved, rules(keeps_slots=keeps, prefetch=prefetch), pass_index=1)
     copied_G = np.diff(found.fetched_NG2, axis=2)[..., 0].sum(axis=0)
     assert copied_G == pytest.approx(moved.host_KMLG.sum(axis=(0, 1, 2)))
     busy_s = {"experts": 0.0, "attention": 0.0}

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.harness.execution_bench import LINKS, SIZES, SLOTS
 from benchmarks.harness.step_prediction import (
-    STAGES,
+    PASSES,
     TimedStep,
     fitted_rates,
     in_turns,
@@ -41,22 +41,25 @@ def steps(config, *, seed):
         for options in (PlanOptions(slots="shared"), PlanOptions(replicas=False)):
             one = TimedStep(f"{seed}-{number}", counts, plan(counts, topology, options))
             seconds = {
-                stage: predict(
-                    [Measurement.of("", counts, one.plan, topology, stage, 1.0)], config, costs, seconds_on_processes
+                pass_name: predict(
+                    [Measurement.of("", counts, one.plan, topology, pass_name, 1.0)],
+                    config,
+                    costs,
+                    seconds_on_processes,
                 ).item()
-                for stage in STAGES
+                for pass_name in PASSES
             }
             found.append(one._replace(seconds=seconds))
     return found
 
 
-@grid("stage", STAGES, quick=1)
-def test_steps_are_predicted_from_others(stage):
+@grid("pass_name", PASSES, quick=1)
+def test_steps_are_predicted_from_others(pass_name):
     config = processes_config(SIZES, 2, slots=2, sequence_tokens=64)
     known, asked = steps(config, seed=0), steps(config, seed=1)
     untimed = [one._replace(seconds={}) for one in asked]
-    predicted = predict_seconds(known, untimed, stage, config)
-    assert predicted == pytest.approx([one.seconds[stage] for one in asked], rel=1e-3)
+    predicted = predict_seconds(known, untimed, pass_name, config)
+    assert predicted == pytest.approx([one.seconds[pass_name] for one in asked], rel=1e-3)
     assert np.ptp(predicted) > 0.5 * predicted.mean()
     assert len(fitted_rates(config)) + 1 < len(known)
 
@@ -67,28 +70,28 @@ def test_planned_steps_over_those_at_home_are_predicted_as_megatron_executes_the
     known, asked = steps(config, seed=0), steps(config, seed=1)
     untimed = {str(i): [one._replace(seconds={}) for one in asked[i : i + 2]] for i in range(0, len(asked), 2)}
     ratios = predict_ratios(known, untimed, config)
-    for stage in STAGES:
-        wanted = [a.seconds[stage] / b.seconds[stage] for a, b in zip(asked[::2], asked[1::2], strict=True)]
-        assert list(ratios[stage].values()) == pytest.approx(wanted, rel=1e-3)
+    for pass_name in PASSES:
+        wanted = [a.seconds[pass_name] / b.seconds[pass_name] for a, b in zip(asked[::2], asked[1::2], strict=True)]
+        assert list(ratios[pass_name].values()) == pytest.approx(wanted, rel=1e-3)
         assert np.ptp(wanted) > 0.01
     by_host = processes_config(SIZES, 2, slots=2, sequence_tokens=64, head_width=128)
     assert ratios["update"] != predict_ratios(known, untimed, by_host)["update"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [pytest.param("recompute", marks=pytest.mark.exhaustive), "update"])
-def test_the_rate_of_host_memory_is_left_out_where_no_known_step_waits_for_it(stage):
+@pytest.mark.parametrize("pass_name", [pytest.param("recompute", marks=pytest.mark.exhaustive), "update"])
+def test_the_rate_of_host_memory_is_left_out_where_no_known_step_waits_for_it(pass_name):
     config = processes_config(SIZES, 2, slots=2, sequence_tokens=64)
     known, asked = (steps(config, seed=seed)[1::2] for seed in (0, 1))  # at home
-    predicted = predict_seconds(known + asked, asked, stage, config)
-    assert predicted == pytest.approx([one.seconds[stage] for one in asked], rel=1e-3)
+    predicted = predict_seconds(known + asked, asked, pass_name, config)
+    assert predicted == pytest.approx([one.seconds[pass_name] for one in asked], rel=1e-3)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_without_copy_engines_what_a_rank_moves_takes_time_of_its_experts(stage):
+@pytest.mark.parametrize("pass_index", [0, 1])
+def test_without_copy_engines_what_a_rank_moves_takes_time_of_its_experts(pass_index):
     compute, moved = random_work(5)
     whole = without_overlap(compute, moved)
-    found = run(whole, without_cost(moved), rules(), stage=stage)
+    found = run(whole, without_cost(moved), rules(), pass_index=pass_index)
     sums = np.zeros(2)
     for m in range(3):
         for layer in range(4):
@@ -97,12 +100,12 @@ def test_without_copy_engines_what_a_rank_moves_takes_time_of_its_experts(stage)
                 for g in range(2):
                     seconds_G[g] += moved.host_KMLG[kind, m, layer, g] + moved.direct_KMLG4[kind, m, layer, g].sum()
                     if kind:
-                        # the forward anew of a backward stage pass has the fetch of the forward one
+                        # the forward anew of a backward pass has the fetch of the forward one
                         seconds_G[g] -= moved.host_KMLG[0, m, layer, g] + moved.direct_KMLG4[0, m, layer, g].sum()
                         seconds_G[g] += moved.gradient_MLG4[m, layer, g].sum()
             sums += forward_G.max(), max(0.0, backward_G.max())
     experts = found.parts_X[PARTS.index("experts")]
-    assert experts == pytest.approx(sums[0] if stage == 0 else 2 * sums[0] + sums[1])
+    assert experts == pytest.approx(sums[0] if pass_index == 0 else 2 * sums[0] + sums[1])
     assert found.parts_X[PARTS.index("exposed transfers")] == 0
 
 

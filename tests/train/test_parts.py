@@ -108,7 +108,7 @@ def test_a_pass_that_fails_is_timed_and_its_records_are_not_those_of_the_next():
     execution._policy = SimpleNamespace(share_plan=lambda make: make(), execute=lambda *_, **__: nullcontext())
     execution._rows_M, execution._executed = None, []
     made = Future()
-    made.set_result(SimpleNamespace(in_stage=lambda stage: None))
+    made.set_result(SimpleNamespace(in_pass=lambda pass_name: None))
     execution._announced = {"update 0": _Announced(ExecutedPass("update 0", counts_MLGE), ["rows"], 0, made)}
     with pytest.raises(ArithmeticError), execution.running(SimpleNamespace(name="update 0")):
         fails(execution.to_replay(0, "routes") == "rows" or pytest.fail("planned rows are replayed"))

@@ -65,9 +65,9 @@ def test_a_log_prob_that_is_none_is_refused_where_it_counts(side, name, value):
 
 
 class Counted(ReplayCounts):
-    """Ten rows in three layers, of which other experts computed three cells, in two rows."""
+    """Ten rows in three layers, of which three decisions differ, in two rows."""
 
-    sums = torch.tensor([10, 2, 30, 3, 6])
+    sums = property(lambda self: dict(zip(self.NAMES, torch.tensor([10, 2, 30, 3, 6]), strict=True)))
 
 
 def test_counts_of_passes_are_added_over_ranks_by_what_their_pass_is():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from . import recompute
 from .caches import named_cache
 from .errors import AttachError, ReplayError
-from .find import PROBE_TOKENS, find_routers, first_tensor, hidden, probe, probe_tokens, run_probe
+from .find import NEEDS_A_RULE, PROBE_TOKENS, find_routers, first_tensor, hidden, probe, probe_tokens, run_probe
 from .hooks import SelectingRouter, is_hooked, overridden
 from .output_check import holds_ids, tensors_of
 from .routed import Routed
@@ -113,16 +113,13 @@ def _check_native_routes(routed: Routed) -> Tensor:
     if not same_routes or not (torch.equal(output, replayed) or not torch.equal(output, first_tensor(run()))):
         raise AttachError(
             f"self-check failed: replaying the model's own routes changed its output by up to "
-            f"{(output - replayed).abs().max().item():.3g}; this family needs an adapter of its own"
+            f"{(output - replayed).abs().max().item():.3g}. {NEEDS_A_RULE}"
         )
     return native_BTLK
 
 
 def _record_with_cache(routed: Routed) -> tuple[Tensor, Tensor, bool]:
-    """Record a forward, and one that continues its key-value cache, as rollouts do: the two must be one sequence.
-
-    Returns the output of the first, its routes [1, T, L, K], and whether the model uses a cache.
-    """
+    """Record a forward and one along its cache; give the first output, its routes, and whether there is a cache."""
     try:
         return *_record_rollout(routed, use_cache=True), True
     except (AttachError, ReplayError):
@@ -190,7 +187,7 @@ def _refuses_beams(model: nn.Module, given: dict[str, Any]) -> bool:
 
 
 def _other_routes(hooks: TrunkHooks, native_BTLK: Tensor) -> Tensor:
-    """Move each id to the next real expert; those of a lookup stay."""
+    """Move each id to the next real expert; those of a lookup stay. Any K different experts must be a legal choice."""
     other = native_BTLK.clone()
     for layer, router in enumerate(hooks.routers):
         if not router.rule.is_lookup and router.top_k < router.num_experts:
@@ -218,15 +215,15 @@ def _check_other_routes(routed: Routed, other_BTLK: Tensor) -> None:
         forced_NK = other_BTLK[0, :, layer, : router.top_k].long()
         forced.append(forced_NK.cpu())
         name = f"router {router.path} ({type(router.module).__name__})"
-        if not holds_ids(returned[router], router, forced_NK, may_drop=False):
+        if not holds_ids(returned[router], router, forced_NK, may_drop=False).all():
             raise AttachError(
-                f"self-check failed: {name} was told to pick other experts and its selection was not obeyed; this "
-                "family needs an adapter of its own"
+                f"self-check failed: {name} was told to pick other experts and its selection was not obeyed. "
+                f"{NEEDS_A_RULE}"
             )
         if not _all_weighted(returned[router], forced_NK, router.num_experts):
             raise AttachError(
                 f"self-check failed: {name} gave weight zero, or none that is finite, to an expert that it was "
-                "told to pick, as if its scores had been masked first; this family needs an adapter of its own"
+                f"told to pick, as if its scores had been masked first. {NEEDS_A_RULE}"
             )
     for path, ids_NK in experts:
         if not any(torch.equal(ids_NK, forced_NK) for forced_NK in forced):

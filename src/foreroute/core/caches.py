@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .errors import ReplayError
-from .tensor_ids import times_written
 
 CACHES = ("cache", "past_key_values")
 """What models call the argument that holds their cache: transformers from 5.24 on, and before."""
@@ -120,6 +119,11 @@ class _View:
 def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
     # the address of a storage is not used again while a weak reference to it lives
     return StorageWeakRef(tensor.untyped_storage()), tensor.stride(), tensor.dtype, times_written(tensor)
+
+
+def times_written(tensor: Tensor) -> int:
+    """Count the writes to the memory of a tensor; 0 in inference mode, where nobody counts."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_count(tensor: Tensor) -> bool:

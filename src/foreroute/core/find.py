@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,10 @@ IN_PARENT = "route_tokens_to_experts"
 """The method of the block around a router that selects for it: in DBRX, and up to transformers 5.13 in DeepSeek's."""
 ATTENTION = re.compile(r"attn|attention")
 STACKS = ("encoder", "decoder")
+NEEDS_A_RULE = (
+    "Such a router needs a rule in foreroute/core/selection_rules.py (CONTRIBUTING.md, Adding a Hugging Face family)"
+)
+"""Ends the messages about routers that the rule of a top-k does not fit."""
 PROBE_TOKENS = 8
 
 
@@ -83,17 +87,11 @@ def _may_be_another_gate(router: SelectingRouter) -> bool:
     return bool(PERHAPS_A_ROUTER.search(type(router.module).__name__))
 
 
-class Found(NamedTuple):
-    """What one forward showed."""
-
-    trunk: (
-        nn.Module
-    )  # the innermost module that was handed the tokens and contains the routers; its forward is one pass
-    routers: list[SelectingRouter]  # that selected, in the order in which they did
-
-
-def probe(model: nn.Module, candidates: list[SelectingRouter]) -> Found:
+def probe(model: nn.Module, candidates: list[SelectingRouter]) -> tuple[nn.Module, list[SelectingRouter]]:
     """Run the model on a few tokens and watch the candidates, each of which then knows E, K and its final top-k.
+
+    Returns the trunk, which is the innermost module that was handed the tokens and contains the routers, and the
+    routers that selected, in the order in which they did.
 
     Candidates that do not run on text alone (vision experts beside text experts, vision towers) are left out; so are
     gates that select nothing.
@@ -120,14 +118,14 @@ def probe(model: nn.Module, candidates: list[SelectingRouter]) -> Found:
         for module in _common_ancestors(model, candidates):
             stack.enter_context(_noting_tokens(module, given_tokens))
         for path in set(map(_layer_path, candidates)):
-            enter = partial(_note_entry, entered, path)
-            stack.callback(model.get_submodule(path).register_forward_pre_hook(enter).remove)
+            handle = model.get_submodule(path).register_forward_pre_hook(lambda *_, path=path: entered.add(path))
+            stack.callback(handle.remove)
         _forward_once(model)
     for router in candidates:
         if seen.get(router) == [] and not _may_be_another_gate(router):
             raise AttachError(
                 f"router {router.path} ({type(router.module).__name__}) made no top-k selection; how it selects is not "
-                "known, so replay would have no effect"
+                f"known, so replay would have no effect. {NEEDS_A_RULE}"
             )
     routers = [router for router, selections in seen.items() if selections]
     _refuse_bypassed(candidates, routers, entered)
@@ -142,7 +140,7 @@ def probe(model: nn.Module, candidates: list[SelectingRouter]) -> Found:
             )
         router.num_experts, router.top_k = final.scores_RE.shape[-1], final.ids_RK.shape[-1]
         router.final = len(seen[router]) - 1
-    return Found(_trunk_of(given_tokens, routers), routers)
+    return _trunk_of(given_tokens, routers), routers
 
 
 def _trunk_of(given_tokens: Sequence[nn.Module], routers: Sequence[SelectingRouter]) -> nn.Module:
@@ -180,10 +178,6 @@ def _refuse_bypassed(candidates: list[SelectingRouter], routers: Sequence[Select
                 f"router {router.path} ({type(router.module).__name__}) did not run, but its layer did: a fused kernel "
                 "or another branch bypassed it, and replay would have no effect there"
             )
-
-
-def _note_entry(entered: set[str], path: str, *_: Any) -> None:
-    entered.add(path)
 
 
 def hidden(model: nn.Module, num_tokens: int = PROBE_TOKENS) -> Tensor:

@@ -28,7 +28,7 @@ from torch.nn.modules import module as every_module
 
 from .deferred_checks import DeferredChecks
 from .errors import ReplayError
-from .output_check import OutputCheck
+from .output_check import OutputCheck, ids_or_obeyed
 from .passes import (
     ForwardArgs,
     Interceptor,
@@ -37,10 +37,10 @@ from .passes import (
     RecordOptions,
     Rows,
     ThreadGuard,
+    move_tensor,
     signed_dtype,
-    to_device,
 )
-from .recompute import bind
+from .recompute import bind, run_unnumbered
 from .selection import LayerPass, SelectionRule
 
 ATTACHED_TWICE = (
@@ -122,6 +122,7 @@ class RouterHook(SelectionHook):
         super().__init__(path, selecting)
         self.num_experts = num_experts
         self.top_k = top_k
+        self.num_skip_classes = 0  # as of `SelectionRule`
         # reads ids [R, K] in ascending order from what it returns, where they are not there as they are
         self.read_back: Callable[[Any], Tensor] | None = None
 
@@ -134,7 +135,7 @@ class SelectingRouter(RouterHook):
         self.module = module
         self.rule = rule
         self.final = 0  # which top-k of its forward is its selection
-        self.read_back = rule.read_back
+        self.read_back, self.num_skip_classes = rule.read_back, rule.num_skip_classes
 
     def select(self, now: LayerPass, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Force its final top-k. Raises `ReplayError` when it makes another number of them, or for other rows."""
@@ -296,12 +297,11 @@ class ModelHooks(ABC):
         interceptors = list(self.interceptors)
         if not interceptors:  # another thread closed its session when this one was about to be refused
             return forward(*args, **kwargs)
-        batch = self.read_args(args, kwargs)
-        rows, current = self.begin_pass(batch), None
-        if not self.routers:
+        # a selective checkpoint around the whole model repeats the forward alone: it must not number what is beside it
+        batch, current = run_unnumbered(self._begin_trunk, args, kwargs)
+        if current is None:
             result = forward(*args, **kwargs)
         else:
-            current = self.open_pass(rows, batch.num_slots, batch.device)
             with self.passes.running(current):
                 bind(current, self.every, self.recomputing)
                 result = forward(*args, **kwargs)
@@ -309,10 +309,25 @@ class ModelHooks(ABC):
                 raise ReplayError(
                     "the session was closed in the middle of a forward; close it when the model has returned"
                 )
+        run_unnumbered(self._end_trunk, interceptors, batch, current)
+        return result
+
+    def _begin_trunk(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ForwardArgs, Pass | None]:
+        batch = self.read_args(args, kwargs)
+        rows = self.begin_pass(batch)
+        if not self.routers:
+            return batch, None
+        current = self.open_pass(rows, batch.num_slots, batch.device)
+        current.parts()  # makes views, and keeps them
+        return batch, current
+
+    def _end_trunk(self, interceptors: Sequence[Interceptor], batch: ForwardArgs, current: Pass | None) -> None:
+        if current is not None:
             self.require_each_once(current)
         for each in interceptors:
             each.end_pass(self.chunk, batch, current)
-        return result
+        if current is not None:  # which lives on for its recomputations
+            current.outputs.clear()
 
     def begin_pass(self, batch: ForwardArgs) -> Rows | None:
         """Give the routes to force on a pass that begins. Raises `ReplayError` while a CUDA graph is captured."""
@@ -347,7 +362,7 @@ class ModelHooks(ABC):
             if count > 1:
                 raise _not_once(hook, count)
         # kept apart from `calls_L`: a CUDA graph counts its next pass at the same address
-        counts_L = current.calls_L[:num] + to_device(torch.tensor(outside, dtype=torch.int32), current.calls_L.device)
+        counts_L = current.calls_L[:num] + move_tensor(torch.tensor(outside, dtype=torch.int32), current.calls_L.device)
         raise_error = partial(self._require_counts, counts_L)
         if "torch._dynamo" not in sys.modules:  # there is no graph in which they could have run
             raise_error()
@@ -405,6 +420,8 @@ class ModelHooks(ABC):
             current.last_layer = now.layer
         result = hook.select(now, forward, *args, **kwargs)
         current.calls[now.layer] += 1
+        if current.options.outputs and isinstance(hook, RouterHook) and now.ids_RK is not None:
+            current.outputs[now.layer] = ids_or_obeyed(result, hook, now.ids_RK)
         is_watched = hook.is_replaced or hook.selecting[0]._forward_hooks or every_module._global_forward_hooks
         if is_watched and isinstance(hook, RouterHook):
             self._output_check = self._output_check or OutputCheck(self.checks)

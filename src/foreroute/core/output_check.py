@@ -7,17 +7,19 @@ on their device, which is not waited for.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
+from .caches import times_written
 from .deferred_checks import DeferredChecks
 from .errors import ReplayError
 from .recompute import run_unnumbered
 from .selection import LayerPass
-from .tensor_ids import TensorIds
 
 if TYPE_CHECKING:
     from .hooks import RouterHook
@@ -44,7 +46,9 @@ class OutputCheck:
         """
         module, name = router.selecting
         if router.is_replaced:
-            self._compare(router, now, result, f"a function that took the place of its {name}() after attach()")
+            run_unnumbered(
+                self._compare, router, now, result, f"a function that took the place of its {name}() after attach()"
+            )
         if name != "forward":  # of a method of the block around a router no hook sees what is returned
             return
         if router not in self._handles:
@@ -63,37 +67,73 @@ class OutputCheck:
             return
         hooks = [hook for number, hook in module._forward_hooks.items() if number != self._handles[router].id]
         names = ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks)
-        self._compare(router, now, output, f"a forward hook ({names or 'one on all modules'})")
+        run_unnumbered(self._compare, router, now, output, f"a forward hook ({names or 'one on all modules'})")
 
     def _compare(self, router: RouterHook, now: LayerPass, output: Any, who: str) -> None:
-        run_unnumbered(self._compare_values, router, now, output, who)
-
-    def _compare_values(self, router: RouterHook, now: LayerPass, output: Any, who: str) -> None:
         native_RK, ids_RK = now.into_RK, now.ids_RK
         ran_RK = native_RK if ids_RK is None else torch.where(ids_RK < 0, native_RK, ids_RK)
-        wrong = ~holds_ids(output, router, ran_RK.long(), may_drop=True)
+        wrong = ~holds_ids(output, router, ran_RK.long(), may_drop=True).all()
         self._checks.add(wrong, partial(_raise_changed, wrong, router.path, who))
 
 
-def holds_ids(output: Any, router: RouterHook, ids_RK: Tensor, *, may_drop: bool) -> Tensor:
-    """Bool [], whether what a router returned holds these ids: as they are, or as rows [E] that are not 0 at them.
+class TensorIds:
+    """Weak references to tensors and their version counters; keeps none alive.
 
-    With `may_drop` rows may lack some of the experts, as they do over a capacity, but not all. `ids_RK` is int64.
+    Collectives of torch.distributed write without counting. Who may be given a buffer that one fills compares values.
     """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._ids = [(ref(tensor), times_written(tensor)) for tensor in tensors]
+
+    def fit(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are they, and unwritten; in inference mode, where nobody counts, whether these are they."""
+        return len(tensors) == len(self._ids) and all(
+            known() is tensor and times_written(tensor) == times
+            for tensor, (known, times) in zip(tensors, self._ids, strict=True)
+        )
+
+
+def ids_or_obeyed(output: Any, router: RouterHook, ids_RK: Tensor) -> Tensor:
+    """Give the ids [R, K] that a router returned, untouched; else bool [R] as `holds_ids`, for rows with a route."""
+    listed = [] if router.num_skip_classes else _listed_ids(output, router, ids_RK)
+    if len(listed) == 1 and listed[0].shape == ids_RK.shape and listed[0].device == ids_RK.device:
+        return listed[0]  # compared at the end of the pass, for all layers at once
+    return run_unnumbered(partial(holds_ids, output, router, may_drop=True), ids_RK.long().clamp_min(0))
+
+
+def holds_ids(output: Any, router: RouterHook, ids_RK: Tensor, *, may_drop: bool) -> Tensor:
+    """Bool [R], whether what a router returned holds these ids: as they are, or as a row [E] that is not 0 at them.
+
+    With `may_drop` a row may lack some of its experts, as over a capacity, but not all rows all. `ids_RK` is int64.
+    """
+    device, num_rows = ids_RK.device, len(ids_RK)
     if router.read_back is not None:
-        read_RK = router.read_back(output).to(ids_RK.device)
-        return (read_RK == ids_RK.sort(-1).values).all()
-    selected_RE = torch.zeros(len(ids_RK), router.num_experts, dtype=torch.bool, device=ids_RK.device)
-    selected_RE.scatter_(-1, ids_RK, True)
-    found = torch.zeros((), dtype=torch.bool, device=ids_RK.device)
-    for part in tensors_of(output):
-        if not part.is_floating_point() and part.numel() == ids_RK.numel():
-            found |= (part.reshape(ids_RK.shape).to(ids_RK.device) == ids_RK).all()
-        elif part.numel() == selected_RE.numel():
-            is_on_RE = part.reshape(selected_RE.shape).to(ids_RK.device) != 0
-            wrong_RE = is_on_RE & ~selected_RE if may_drop else is_on_RE != selected_RE
-            found |= is_on_RE.any() & ~wrong_RE.any()
-    return found
+        return (router.read_back(output).to(device) == ids_RK.sort(-1).values).all(-1)
+    found_R = torch.zeros(num_rows, dtype=torch.bool, device=device)
+    if listed := _listed_ids(output, router, ids_RK):
+        is_skipped_RK = ids_RK >= router.num_experts - router.num_skip_classes  # which a router returns as any id
+        for part in listed:
+            found_R |= ((part.reshape(ids_RK.shape).to(device) == ids_RK) | is_skipped_RK).all(-1)
+        return found_R
+    selected_RE = torch.zeros(num_rows, router.num_experts, dtype=torch.bool, device=device).scatter_(-1, ids_RK, True)
+    dense = [part for part in tensors_of(output) if part.numel() == selected_RE.numel()]
+    # where a router returns a map, zeros among its gate weights tell nothing
+    for part in [part for part in dense if part.dtype == torch.bool] or dense:
+        is_on_RE = part.reshape(selected_RE.shape).to(device) != 0
+        wrong_RE = is_on_RE & ~selected_RE if may_drop else is_on_RE != selected_RE
+        found_R |= is_on_RE.any() & ~wrong_RE.any(-1)
+    return found_R
+
+
+def _listed_ids(output: Any, router: RouterHook, ids_RK: Tensor) -> list[Tensor]:
+    """Find the integers of a router's output that may be its K ids of each row."""
+    if router.read_back is not None:
+        return []
+    return [
+        part
+        for part in tensors_of(output)
+        if part.numel() == ids_RK.numel() and not part.is_floating_point() and part.dtype != torch.bool
+    ]
 
 
 def _raise_changed(wrong: Tensor, path: str, who: str) -> None:
@@ -105,6 +145,5 @@ def _raise_changed(wrong: Tensor, path: str, who: str) -> None:
 
 
 def tensors_of(output: Any) -> list[Tensor]:
-    """Give the tensors that a router returned."""
     parts = output if isinstance(output, tuple | list) else [output]
     return [part for part in parts if isinstance(part, Tensor)]

@@ -47,37 +47,24 @@ class RecordOptions(NamedTuple):
     """What is kept of a pass beside native picks, and whether it is given routes."""
 
     routes: bool = False  # it is given those to force
-    scores: bool = False  # of the picks, and the best score that was left out
+    scores: bool = False  # of the native picks, and the best score that was left out
+    outputs: bool = False  # which experts routers returned under replay; in eager mode alone
     others: bool = False  # what other modules that select returned; in eager mode alone
     caches: bool = False  # key-value caches must hold the same rows from forward to forward; in eager mode alone
 
 
 class Pass:
-    """One forward over one batch.
-
-    Args:
-        routers: path and number of picks of each of the L routers.
-        num_rows: R.
-        id_dtype: of the picks that are kept: signed.
-        device: of the batch.
-        rows: the routes to force, or None.
-        options: what to keep.
-        num_others: how many other modules select in it.
-
-    Attributes:
-        native_LRK: [L, R, K], what routers picked natively; -1 where they have not selected, or have fewer picks.
-        scores: what they selected by; None where that is not kept.
-    """
+    """One forward over one batch, and what it keeps."""
 
     def __init__(
         self,
-        routers: Sequence[tuple[str, int]],
+        routers: Sequence[tuple[str, int]],  # path and picks of each
         num_rows: int,
-        id_dtype: torch.dtype,
+        id_dtype: torch.dtype,  # of the picks that are kept: signed
         device: torch.device,
         rows: Rows | None,
         options: RecordOptions,
-        num_others: int = 0,
+        num_others: int = 0,  # other modules that select
     ) -> None:
         num_layers = len(routers)
         shape = num_layers, num_rows, max(map(itemgetter(1), routers))
@@ -88,6 +75,7 @@ class Pass:
             )
         self.rows = rows
         self.options = options
+        # what routers picked; -1 where they have not selected, or have fewer picks
         self.native_LRK = torch.full(shape, -1, dtype=id_dtype, device=device)
         self.scores = _room_for_scores(routers, shape, device) if options.scores else None
         # how often each router, and behind them each other module, has selected: outside of graphs, and inside
@@ -96,6 +84,8 @@ class Pass:
         self.num_expected = num_layers  # how many of these must select, each once
         self.others: Sequence[tuple[Any, Any]] = ()  # what each other module does in the pass, and in recomputation
         self.returned: dict[int, Tensor] = {}  # by other modules, by their number
+        # by layer, what a router returned: its ids [R, K] as they are, or bool [R], whether the replayed ones are in it
+        self.outputs: dict[int, Tensor] = {}
         self.with_grad = torch.is_grad_enabled()
         self.last_layer = -1  # of the router that ran last, outside of graphs
         self._routers = routers
@@ -244,22 +234,25 @@ class Interceptor:
 class ReplayCounts(Interceptor):
     """Counts what passes replayed, on the device: nothing here waits.
 
-    Rows that were replayed count, padding left out; a cell is a row in one layer. It differs where other experts
-    computed it than the replayed ones, and natively where the router would have picked others.
+    A decision is a row in one layer. Those that were replayed count, padding left out. One differs where the router
+    returned other experts than the replayed ones, and natively where it would have picked others. What it returns
+    inside a compiled graph nobody sees, so that no decision of that layer differs; a capacity may drop replayed ones.
     """
 
-    NAMES = ("rows", "differing_rows", "cells", "differing_cells", "native_differing_cells")
+    options = RecordOptions(outputs=True)
+    NAMES = ("rows", "differing_rows", "decisions", "differing_decisions", "native_differing_decisions")
 
     def __init__(self) -> None:
-        self.layers: dict[int, Tensor] = {}  # by chunk, int64 [L, 3]: cells, differing, natively differing
-        self._rows_2: Tensor | None = None
+        self.layers: dict[int, dict[str, Tensor]] = {}  # by chunk, and by each of `NAMES` of decisions: int64 [L]
+        self._rows: dict[str, Tensor] = {}
 
     @property
-    def sums(self) -> Tensor | None:
-        """int64 [5] on the device, one for each of `NAMES`; None before the first replayed pass."""
-        if self._rows_2 is None:
-            return None
-        return torch.cat([self._rows_2, torch.cat(list(self.layers.values())).sum(0)])
+    def sums(self) -> dict[str, Tensor]:
+        """Each of `NAMES`, int64 [] on the device; nothing before the first replayed pass."""
+        sums = dict(self._rows)
+        for layers in self.layers.values():
+            _add_to(sums, {name: each.sum() for name, each in layers.items()})
+        return sums
 
     def end_pass(self, chunk: int, args: Any, current: Pass | None) -> None:
         """Add a pass that replayed rows."""
@@ -267,12 +260,28 @@ class ReplayCounts(Interceptor):
             return
         ids_LRK, real_R = current.rows.ids_LRK, current.rows.real_R
         replayed_LR = ids_LRK[..., 0] >= 0 if real_R is None else (ids_LRK[..., 0] >= 0) & real_R
-        differs_LR = ~is_in(current.executed_LRK, ids_LRK).all(-1) & replayed_LR
+        differs_LR = ~_obeyed(current.outputs, ids_LRK) & replayed_LR
         native_differs_LR = ~is_in(current.native_LRK, ids_LRK).all(-1) & replayed_LR
-        added_L3 = torch.stack([each.sum(1) for each in (replayed_LR, differs_LR, native_differs_LR)], 1)
-        rows_2 = torch.stack([replayed_LR.any(0).sum(), differs_LR.any(0).sum()])
-        self._rows_2 = rows_2 if self._rows_2 is None else self._rows_2 + rows_2
-        self.layers[chunk] = added_L3 + self.layers.get(chunk, 0)
+        of_layers = zip(self.NAMES[2:], (replayed_LR, differs_LR, native_differs_LR), strict=True)
+        _add_to(self.layers.setdefault(chunk, {}), {name: each.sum(1) for name, each in of_layers})
+        _add_to(self._rows, {"rows": replayed_LR.any(0).sum(), "differing_rows": differs_LR.any(0).sum()})
+
+
+def _obeyed(outputs: dict[int, Tensor], ids_LRK: Tensor) -> Tensor:
+    """Bool [L, R], whether routers returned these experts, from `Pass.outputs`; True where nothing was seen."""
+    if len(outputs) == len(ids_LRK) and all(each.shape == ids_LRK.shape[1:] for each in outputs.values()):
+        return (torch.stack([outputs[layer] for layer in range(len(ids_LRK))]) == ids_LRK).all(-1)
+    obeyed_LR = torch.ones(ids_LRK.shape[:2], dtype=torch.bool, device=ids_LRK.device)
+    for layer, each in outputs.items():
+        # a router may have fewer picks than another
+        is_ids = each.ndim > 1
+        obeyed_LR[layer] = (each == ids_LRK[layer, :, : each.shape[1]]).all(-1) if is_ids else each
+    return obeyed_LR
+
+
+def _add_to(sums: dict[str, Tensor], more: dict[str, Tensor]) -> None:
+    for name, value in more.items():
+        sums[name] = sums[name] + value if name in sums else value
 
 
 def is_in(ids_LRK: Tensor, others_LRK: Tensor) -> Tensor:
@@ -290,7 +299,7 @@ def signed_dtype(num_experts: int) -> torch.dtype:
     return torch.int8 if num_experts <= 2**7 else torch.int16
 
 
-def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+def move_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     """Move a tensor without waiting for the device: from pageable memory a copy would wait for what was launched."""
     if tensor.device == device:
         return tensor

@@ -7,6 +7,8 @@
 
 Nothing here waits for the device until somebody asks. Ids are checked on it; what is wrong takes no effect there, and
 is told at the end of a later session, or by `report`.
+
+Letters: B, T rows and positions of the batch, L routers, K picks, E experts.
 """
 
 from __future__ import annotations
@@ -14,21 +16,38 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from .caches import NO_CACHE
 from .deferred_checks import DeferredChecks
 from .errors import ReplayError
 from .hooks import ModelHooks
-from .passes import Interceptor, Pass, RecordOptions, ReplayCounts, Rows
-from .tensor_rows import Missing, TensorRows
+from .passes import Interceptor, Pass, RecordOptions, ReplayCounts, Rows, move_tensor
 from .trunk import TrunkArgs, TrunkHooks
 
 NOTHING_RECORDED = (
     "nothing was recorded: no forward of the attached model ran in the record() session, in the thread that opened it"
+)
+
+Missing = Literal["native", "error"]
+"""What to do with rows of -1 that are neither padding nor the last of their sequence."""
+UNSIGNED = {
+    torch.uint8: torch.int16,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+}
+"""Types without -1, and those that hold their ids beside it."""
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, *UNSIGNED)
+FAULTS = (
+    "rows with an id out of range",
+    "rows with an expert twice",
+    "rows with -1 beside experts",
+    "rows of -1 that later tokens depend on",
 )
 
 
@@ -105,7 +124,7 @@ class Routed(HookedModel):
         super().__init__([hooks])
         self.model = hooks.model
         self.hooks = hooks
-        self._counts = ReplayCounts()
+        self._counts = _NativeCounts()
 
     def rows(
         self, ids_BTLK: Tensor, attention_mask: Tensor | None = None, *, missing: Missing = "native"
@@ -164,11 +183,16 @@ class Routed(HookedModel):
         """
         self.checks.wait()
         routers, counts = self.hooks.routers, self._counts.layers.get(0)
-        numbers = [(0, 0, 0)] * len(routers) if counts is None else counts.cpu().tolist()
-        return [
-            LayerReport(router.path, replayed, native_differing)
-            for router, (replayed, _, native_differing) in zip(routers, numbers, strict=True)
-        ]
+        numbers_2L = [[0] * len(routers)] * 2
+        if counts is not None:
+            numbers_2L = torch.stack([counts["decisions"], counts["native_differing_decisions"]]).tolist()
+        return [LayerReport(router.path, *numbers) for router, *numbers in zip(routers, *numbers_2L, strict=True)]
+
+
+class _NativeCounts(ReplayCounts):
+    """Counts for `Routed.report`, which does not ask what routers returned."""
+
+    options = RecordOptions()
 
 
 class _TensorReplay(Replaying):
@@ -203,7 +227,7 @@ class TensorRecording(Interceptor):
             self._passes.append((args, current.executed_LRK))
 
     def _add_checks(self, add: Callable[[Tensor, Callable[[], None]], None]) -> None:
-        """Ask of each forward with positions whether it continued what no cache holds. `add` as of `DeferredChecks`."""
+        """Ask, by `DeferredChecks.add`, whether a forward with positions continued what no cache holds."""
         for args, _ in self._passes:
             if isinstance(args, TrunkArgs) and args.continues is not None:
                 add(args.continues, partial(_raise_continued, args.continues))
@@ -232,3 +256,81 @@ class TensorRecording(Interceptor):
 def _raise_continued(continues: Tensor) -> None:
     if continues.item():
         raise ReplayError(f"no position of a sequence is 0, {NO_CACHE}")
+
+
+class TensorRows(NamedTuple):
+    """Routes of a batch on the device, to be replayed as often as wanted. Made by `Routed.rows`."""
+
+    ids_LBTK: Tensor  # as `Rows.ids_LRK`; rows with a fault are -1
+    faults: Tensor  # int64 [4], how many rows have each of `FAULTS`
+
+    @classmethod
+    def made(cls, hooks: TrunkHooks, ids: Tensor, mask: Tensor | None, missing: Missing) -> TensorRows:
+        """Check ids [B, T, L, K] against routers, on the device. Raises `ReplayError` for shapes and types."""
+        if missing not in get_args(Missing):
+            raise ReplayError(f"missing is {missing!r}; expected one of {get_args(Missing)}")
+        routers, top_k = hooks.routers, int(hooks.sizes_2L[1].max())
+        if not isinstance(ids, Tensor) or ids.ndim != 4 or ids.dtype not in INTEGERS:
+            raise ReplayError(f"ids are {_described(ids)}; expected integers [B, T, L, K]")
+        if ids.shape[2:] != (len(routers), top_k):
+            raise ReplayError(
+                f"ids have [L, K] = {list(ids.shape[2:])}; the model has {len(routers)} routers of at most {top_k} "
+                f"picks, from {routers[0].path} to {routers[-1].path}"
+            )
+        if mask is not None and mask.shape != ids.shape[:2]:
+            raise ReplayError(f"attention_mask is {list(mask.shape)}, ids are {list(ids.shape)} [B, T, L, K]")
+        device = hooks.device or ids.device
+        ids_LBTK = _signed(move_tensor(ids, device)).permute(2, 0, 1, 3)
+        real_BT = torch.ones(ids.shape[:2], dtype=torch.bool, device=device)
+        if mask is not None:
+            real_BT = move_tensor(mask, device) != 0
+        num_experts_L, top_k_L = move_tensor(hooks.sizes_2L, device)[..., None, None]
+        is_pick = torch.arange(top_k, device=device) < top_k_L[..., None]
+        given = (ids_LBTK >= 0) & is_pick & real_BT[..., None]
+        num_given = given.sum(-1)
+        routed = num_given == top_k_L
+        too_large = ((ids_LBTK >= num_experts_L[..., None]) & given).any(-1)
+        # equal ids are neighbours when sorted; -1, -2, ... in the place of what is not given are equal to nothing
+        fillers = -1 - torch.arange(top_k, device=device)
+        ordered = torch.where(given, ids_LBTK.long(), fillers).sort(-1).values
+        twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+        in_part = (num_given > 0) & ~routed
+        wrong = too_large | twice | in_part
+        lacking = torch.zeros_like(real_BT)
+        if missing == "error":  # the last real position of a sequence is before no other
+            has_later = real_BT.flip(1).cumsum(1).flip(1) > 1
+            lacking = (num_given == 0).any(0) & real_BT & has_later
+        faults = torch.stack(list(map(Tensor.sum, (too_large, twice, in_part, lacking))))
+        is_forced = (routed & ~wrong)[..., None] & is_pick
+        return cls(torch.where(is_forced, ids_LBTK, -1).to(hooks.id_dtype), faults)
+
+    def of(self, first: int, num: int) -> Rows:
+        """Give the rows of positions from `first` on; behind the last one there is no route."""
+        ids_LBTK = self.ids_LBTK[:, :, first : first + num]
+        if lacking := num - ids_LBTK.shape[2]:
+            ids_LBTK = functional.pad(ids_LBTK, (0, 0, 0, lacking), value=-1)
+        return Rows(ids_LBTK.flatten(1, 2))
+
+    def raise_faults(self) -> None:
+        """Raise `ReplayError` if a row had a fault. Waits for the device."""
+        totals = zip(self.faults.cpu().tolist(), FAULTS, strict=True)
+        said = ", ".join(f"{total} {what}" for total, what in totals if total)
+        if said:
+            raise ReplayError(
+                f"the routes had {said}; the model routed these rows itself. Mend the ids that are replayed"
+            )
+
+
+def _described(value: Any) -> str:
+    return f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+def _signed(ids: Tensor) -> Tensor:
+    """Give the same ids in a type that has -1, also where it became another number in all of several picks."""
+    if ids.dtype not in UNSIGNED:
+        return ids
+    wide = ids.to(UNSIGNED[ids.dtype])
+    was_minus_one = wide == (-1 if ids.dtype == torch.uint64 else torch.iinfo(ids.dtype).max)
+    wide = wide.where(wide >= 0, torch.iinfo(wide.dtype).max)  # what int64 does not hold is above all ids
+    # with one pick, 255 may be the expert of that number
+    return wide.masked_fill(was_minus_one.all(-1, keepdim=True), -1) if ids.shape[-1] > 1 else wide

@@ -32,7 +32,7 @@ SQUASHING = frozenset(
 class Scores(NamedTuple):
     """What routers selected by: a tensor each for all L of them, or for one without that axis."""
 
-    picked: Tensor  # float32 [L, R, K], of what they pick natively
+    picked: Tensor  # float32 [L, R, K], of their native picks, also where others are replayed
     next: Tensor  # float32 [L, R], the best of the others; of the last pick where all experts are picked
     by_probability: Tensor  # bool [L], whether they select by probabilities, and not by logits
 
@@ -129,17 +129,17 @@ class Selection:
 class SelectionMode(TorchFunctionMode):
     """Watches one call of a router that selects by top-k. Other routers have a subclass in `selection_rules`.
 
+    A subclass hands its native picks to `now.keep`, or to `now.choose` and runs what that gives; calls them by
+    `run_unnumbered`, and asks the router for picks only where `asks` is true; and leaves one final `Selection` in
+    `seen`, with `by_probability` where it was made by probabilities.
+
     Routers that limit the selection to groups of experts overwrite the scores of the others, and some of them take gate
     weights from the overwritten tensor. An expert replayed from outside the live groups would get weight zero and no
     gradient; so the weights are gathered from the tensor before the mask. Every family masks with `masked_fill`. What
     masks in another way is refused when a model is attached: a replayed expert must not have weight zero.
 
-    Args:
-        final: which top-k of the call is the final selection, from 0; None where that is not known yet.
-        now: what the router does in this pass; None to look on only.
-
-    Attributes:
-        seen: every selection so far, in order.
+    `final` says which top-k of the call is the final selection, None where that is not known yet; `now` is what the
+    router does in this pass, None to look on only.
     """
 
     def __init__(self, final: int | None, now: LayerPass | None = None) -> None:
@@ -151,7 +151,7 @@ class SelectionMode(TorchFunctionMode):
         self.asks = now is None or not now.is_recompute or in_graph
         # asked once, as calls of Python count in each layer
         self._is_numbered = not in_graph and torch._C._len_torch_dispatch_stack() > 0
-        self.seen: list[Selection] = []
+        self.seen: list[Selection] = []  # in order
         self._squashed = False
         # pairs (masked, what it was before); the tensors are held, so that identity stays meaningful
         self._masked: list[tuple[Tensor, Tensor]] = []
@@ -210,7 +210,11 @@ def _flat(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class SelectionRule:
-    """How one class of router selects."""
+    """How one class of router selects.
+
+    The self-check replays the expert behind each native pick, so that any K different experts must be a legal
+    selection. A router that allows fewer is refused.
+    """
 
     mode: type[SelectionMode] = SelectionMode  # what watches and forces its selection
     num_skip_classes: int = 0  # how many of its last ids stand for no expert at all

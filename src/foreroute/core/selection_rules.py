@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .passes import move_tensor
 from .recompute import run_unnumbered
 from .selection import FILLING, Selection, SelectionMode, SelectionRule
 
@@ -95,7 +96,7 @@ def grouped_by_expert(output: Any) -> Tensor:
     """Read int64 [R, K], ascending, from what JetMoE returns: picks sorted by expert, and how many each expert has."""
     _order, token_of_pick, _gates, picks_of_expert, logits_RE = output
     experts = torch.arange(len(picks_of_expert)).repeat_interleave(torch.tensor(picks_of_expert))
-    by_token = experts[token_of_pick.cpu().sort(stable=True).indices]
+    by_token = move_tensor(experts, token_of_pick.device)[token_of_pick.sort(stable=True).indices]
     return by_token.view(len(logits_RE), -1)
 
 

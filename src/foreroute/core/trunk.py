@@ -60,14 +60,7 @@ class TrunkArgs:
 
 
 class TrunkHooks(ModelHooks):
-    """The hooks of a model. Its trunk is the module whose forward is one pass.
-
-    Args:
-        model: that was attached.
-        trunk: of it.
-        routers: as the probe saw them, in the order in which they run.
-        others: other modules that select.
-    """
+    """The hooks of a model, whose trunk has all its routers."""
 
     routers: Sequence[SelectingRouter]
 

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import ConfigError, shown
-from foreroute.plan.capabilities import FetchPath, check_paths
+from foreroute.plan.capabilities import FetchPath, check_paths, takes_host_memory
 from foreroute.plan.hosts import Hosts
 from foreroute.plan.options import SlotSharing
 from foreroute.plan.topology import Links, Topology, check_number
@@ -174,7 +174,7 @@ FORWARD = PassCost(1.0, 1.0, 1.0, 1.0)
 BACKWARD = PassCost(2.0, 4.0, 1.6, 3.0)
 
 
-STAGES = (((1, 0),), ((1, 0), (1, 1)))
+PASSES = (((1, 0),), ((1, 0), (1, 1)))
 """Recompute and update, each as its groups of (forward passes, backward passes) over every cell, in order. The update
 goes through all layers forward, then backward, where each layer's activations are first computed anew and replicas
 return gradients. Weights of replicas are fetched once for each group, while the group before it runs."""
@@ -253,7 +253,7 @@ class CostModel:
 
     def publish_seconds(self, hosts: Hosts, topology: Topology) -> float:
         """Seconds of copying experts to host memory, once for a step, where ranks of a node fetch them from there."""
-        if self.paths == "direct":
+        if not takes_host_memory(self.paths):
             return 0.0
         sent_LE = hosts.sent_LEW(topology.ranks_per_node).any(axis=-1)
         sent_G = np.bincount(hosts.home_LE[sent_LE], minlength=topology.num_ranks)
@@ -304,8 +304,8 @@ class CostModel:
             dedup=self.dispatcher == "dedup",
             top_k=shape.top_k,
             ranks_per_node=topology.ranks_per_node,
-            host_ranks=topology.ranks_per_node if self.paths == "host" else 1,
-            groups=tuple((s, *group) for s, stage in enumerate(STAGES) for group in stage),
+            host_ranks=topology.ranks_per_node if takes_host_memory(self.paths) else 1,
+            groups=tuple((s, *group) for s, groups in enumerate(PASSES) for group in groups),
             refetches=slots == "shared",
         )
 
@@ -336,8 +336,8 @@ class Prices(NamedTuple):
         top_k: picks per token.
         ranks_per_node: of the topology.
         host_ranks: neighbouring ranks that fetch each other's weights through host memory; 1: none do.
-        groups: (stage, forward passes, backward passes) of all groups of all stages.
-        refetches: whether each group of a stage fetches weights; else the first one does, and slots keep them.
+        groups: (pass, forwards, backwards) of all groups of both passes.
+        refetches: whether each group of a pass fetches weights; else the first one does, and slots keep them.
     """
 
     forward: ExpertPrices

@@ -13,7 +13,7 @@ from foreroute.costs.model import BACKWARD, FORWARD, CostModel, expert_seconds
 from foreroute.errors import CountsError
 from foreroute.kernels import kernel
 from foreroute.plan.hosts import CellPlan, Hosts
-from foreroute.plan.options import STAGE_NAMES, SlotSharing
+from foreroute.plan.options import PASS_NAMES, SlotSharing
 from foreroute.plan.topology import Topology
 
 PART_NAMES = ("attention", "all-to-all", "experts", "fixed", "exposed transfers")
@@ -28,7 +28,7 @@ class CellFigures(NamedTuple):
     Attributes:
         loads_G: int64 [G], assignments that each rank serves.
         cross_node_share: of all assignments, those served on another node than their token's.
-        parts_SP: float64 [2, 5], seconds of `STAGE_NAMES` and `PART_NAMES`, all passes of a stage together.
+        parts_SP: float64 [2, 5], seconds of `PASS_NAMES` and `PART_NAMES`, of a whole pass.
     """
 
     loads_G: NDArray[np.int64]
@@ -91,7 +91,7 @@ def slowest_attention(counts_XGE: NDArray[np.integer], costs: CostModel) -> NDAr
 def step_parts(
     hosts: Hosts, counts_MLGE: NDArray[np.int32], topology: Topology, costs: CostModel, slots: SlotSharing = "layer"
 ) -> NDArray[np.float64]:
-    """float64 [2, 5], seconds of `STAGE_NAMES` and `PART_NAMES` of a step, one cell after another.
+    """float64 [2, 5], seconds of `PASS_NAMES` and `PART_NAMES` of a step, one cell after another.
 
     Args:
         hosts: of all cells.
@@ -101,7 +101,7 @@ def step_parts(
         slots: `PlanOptions.slots` of the plan.
     """
     prices, attention_ML2 = costs.prices(topology, slots), slowest_attention(counts_MLGE, costs)
-    parts_SP = np.zeros((len(STAGE_NAMES), len(PART_NAMES)))
+    parts_SP = np.zeros((len(PASS_NAMES), len(PART_NAMES)))
     for m, layer in np.ndindex(*counts_MLGE.shape[:2]):
         parts_SP += cell_seconds(hosts.cell(m, layer), counts_MLGE[m, layer], attention_ML2[m, layer], prices)
     return parts_SP
@@ -172,12 +172,12 @@ def cell_seconds(cell: CellPlan, counts_GE: Any, attention_s: Any, prices: Any) 
 
 @kernel
 def seconds_of_rows(rows_G4: Any, cell: CellPlan, counts_GE: Any, attention_s: Any, prices: Any) -> Any:
-    """float64 [2 stages, 5 parts]: recompute and update; attention, all-to-all, experts, fixed, exposed transfers.
+    """float64 [2 passes, 5 parts]: recompute and update; attention, all-to-all, experts, fixed, exposed transfers.
 
     Transfers of a cell run beside the cell before it and are taken to find the time of this one: a layer's time once
     the pipeline of layers runs. What they take beyond that is exposed. Copies from host memory have the whole of a
     group of passes; fetches and gradients over links share these with the all-to-all, and have the rest of their
-    stage, waiting for copies included. Slots that a layer keeps are filled once in a stage, shared ones for each group.
+    pass, waiting for copies included. Slots that a layer keeps are filled once in a pass, shared ones for each group.
 
     Args:
         rows_G4: of `rows_sent` or `rows_of_reach`.
@@ -195,25 +195,25 @@ def seconds_of_rows(rows_G4: Any, cell: CellPlan, counts_GE: Any, attention_s: A
         forward_s, backward_s = max(forward_s, forward_G[g]), max(backward_s, backward_G[g])
         copies_s = max(copies_s, fetch_G5[g, HOST])
     parts_SP, fetches_S = np.zeros((2, 5)), np.zeros(2)
-    for stage, forwards, backwards in prices.groups:
+    for pass_index, forwards, backwards in prices.groups:
         attention = forwards * attention_s[0] + backwards * attention_s[1]
         all_to_all = 2 * (forwards + backwards) * leg_s
         experts = forwards * forward_s + backwards * backward_s
         fixed = (forwards + backwards) * prices.layer_s
-        parts_SP[stage, ATTENTION] += attention
-        parts_SP[stage, ALL_TO_ALL] += all_to_all
-        parts_SP[stage, EXPERTS] += experts
-        parts_SP[stage, FIXED] += fixed
-        if prices.refetches or fetches_S[stage] == 0:
-            parts_SP[stage, EXPOSED] += max(0.0, copies_s - (attention + all_to_all + experts + fixed))
-            fetches_S[stage] += 1
-    for stage in range(2):
+        parts_SP[pass_index, ATTENTION] += attention
+        parts_SP[pass_index, ALL_TO_ALL] += all_to_all
+        parts_SP[pass_index, EXPERTS] += experts
+        parts_SP[pass_index, FIXED] += fixed
+        if prices.refetches or fetches_S[pass_index] == 0:
+            parts_SP[pass_index, EXPOSED] += max(0.0, copies_s - (attention + all_to_all + experts + fixed))
+            fetches_S[pass_index] += 1
+    for pass_index in range(2):
         links_s, free_s = 0.0, 0.0
         for g in range(num_ranks):
             for link in range(HOST):
-                links_s = max(links_s, fetches_S[stage] * fetch_G5[g, link] + stage * gradient_G5[g, link])
+                links_s = max(links_s, fetches_S[pass_index] * fetch_G5[g, link] + pass_index * gradient_G5[g, link])
         # links are free while nothing is exchanged between ranks
         for part in range(parts_SP.shape[1]):
-            free_s += 0.0 if part == ALL_TO_ALL else parts_SP[stage, part]
-        parts_SP[stage, EXPOSED] += max(0.0, links_s - free_s)
+            free_s += 0.0 if part == ALL_TO_ALL else parts_SP[pass_index, part]
+        parts_SP[pass_index, EXPOSED] += max(0.0, links_s - free_s)
     return parts_SP

@@ -42,7 +42,7 @@ class Engine(Protocol):
     def generate(
         self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator
     ) -> Generation:
-        """Sample `sampling.group_size` responses to each prompt, grouped by prompt."""
+        """Sample `sampling.group_size` responses to each prompt, integers [T], grouped by prompt in their order."""
 
     def close(self) -> None:
         """End what was started to sample. May be called again."""

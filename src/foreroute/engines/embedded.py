@@ -109,18 +109,10 @@ class EmbeddedEngine:
     def generate(
         self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator
     ) -> Generation:
-        """Sample `sampling.group_size` responses to each prompt.
+        """Sample as `Engine.generate` says, of `foreroute.engines.base`.
 
         A prompt is prefilled once, and its cache and its routes are shared by the group. Prompts of one length are
-        decoded together, so that nothing is padded.
-
-        Args:
-            prompts: integer arrays [T].
-            sampling: temperature, truncation, length and group size.
-            generator: on the CPU or on the device of the model.
-
-        Returns:
-            Sequences grouped by prompt, in the order of the prompts.
+        decoded together, so that nothing is padded. `generator` is on the CPU or on the device of the model.
 
         Raises:
             ConfigError: without a prompt, for one without a token, and when choices of indexers are asked for and the

@@ -74,7 +74,7 @@ class SGLangServerEngine(OutsideEngine):
     def generate(
         self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator
     ) -> Generation:
-        """Sample `sampling.group_size` responses to each prompt; as `embedded.EmbeddedEngine.generate`.
+        """Sample as `Engine.generate` says, of `foreroute.engines.base`.
 
         A response also ends at the end-of-text token of the model's configuration. SGLang minds the seeds, which come
         from `generator`, only when it was started with --enable-deterministic-inference.

@@ -116,7 +116,7 @@ class VLLMEngine(OutsideEngine):
     def generate(
         self, prompts: Sequence[NDArray[np.int32]], sampling: Sampling, generator: torch.Generator
     ) -> Generation:
-        """Sample `sampling.group_size` responses to each prompt; as `embedded.EmbeddedEngine.generate`.
+        """Sample as `Engine.generate` says, of `foreroute.engines.base`.
 
         After `load_weights`, the same state of `generator` gives the same seeds, one for each response.
         """

@@ -21,7 +21,7 @@ from foreroute.ep.dispatch import RowGroups
 from foreroute.ep.replicas import Replicas
 from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.engine import TransferEngine
-from foreroute.ep.transfer.gradients import segment_sums
+from foreroute.ep.transfer.gradients import segment_sums, wide_dtype
 from foreroute.replay.rows import joined_to_device
 
 
@@ -30,21 +30,15 @@ class StackedReplicas(Replicas):
 
     Gradients are made and returned in float32 (float64 for weights in float64), and rounded once, when they have been
     added to those of the home experts.
-
-    Args:
-        cell, engine: as in `Replicas`.
-        home: name -> [E / G, ...], what home experts compute with in this pass, maybe a copy in another dtype.
-        owned: name -> [E / W, ...], the memory that the optimizer updates, from which weights leave.
-        terms: what adapters add, whose factors are among both.
     """
 
     def __init__(
         self,
         cell: Cell,
         engine: TransferEngine,
-        home: Mapping[str, Tensor],
-        owned: Mapping[str, Tensor],
-        terms: Sequence[LowRankTerm] = (),
+        home: Mapping[str, Tensor],  # [E / G, ...], what home experts compute with, maybe a copy in another dtype
+        owned: Mapping[str, Tensor],  # [E / W, ...], the memory that the optimizer updates, from which weights leave
+        terms: Sequence[LowRankTerm] = (),  # of adapters, whose factors are among both
     ) -> None:
         super().__init__(cell, engine, owned)
         self.home, self.terms = home, terms
@@ -60,7 +54,7 @@ class StackedReplicas(Replicas):
         # Autograd casts a gradient to the dtype of its input, which may be bfloat16. So weights stand in the graph as
         # zeros in float32 that have a shape and no memory; products read the weights themselves.
         return [
-            weight.new_zeros((), dtype=_wide(weight.dtype)).expand(weight.shape)
+            weight.new_zeros((), dtype=wide_dtype(weight.dtype)).expand(weight.shape)
             for weight in map(self.weights.__getitem__, self._in_graph)
         ]
 
@@ -99,7 +93,7 @@ class StackedReplicas(Replicas):
         found: dict[str, Tensor] = {}
         for name, known in zip(self._in_graph, grads, strict=True):
             weight = self.weights[name]
-            grad = weight.new_zeros(weight.shape, dtype=_wide(weight.dtype)) if known is None else known
+            grad = weight.new_zeros(weight.shape, dtype=wide_dtype(weight.dtype)) if known is None else known
             found[name] = grad
             for term in self.terms:
                 if term.parameter == name and term.scaling:
@@ -201,7 +195,7 @@ def _grouped_mm(rows: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
 
 def _sum_outer_products(left: Tensor, right: Tensor, groups: RowGroups) -> Tensor:
     """Add up outer products over the rows of every group, [V, columns of left, columns of right], in float32."""
-    wide = _wide(left.dtype)
+    wide = wide_dtype(left.dtype)
     sums = left.new_empty((len(groups.sizes), left.shape[1], right.shape[1]), dtype=wide)
     # grouped_mm would round to the dtype of the rows. Replicas are few, and the host knows how many rows each has.
     for total, a, b in zip(sums, left.split(groups.sizes), right.split(groups.sizes), strict=True):
@@ -210,8 +204,3 @@ def _sum_outer_products(left: Tensor, right: Tensor, groups: RowGroups) -> Tenso
         else:  # autocast leaves alone what is given its output
             torch.mm(a.t().to(wide), b.to(wide), out=total)
     return sums
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Give the dtype of gradients of replicas: float32, or float64 for weights in float64."""
-    return torch.promote_types(dtype, torch.float32)

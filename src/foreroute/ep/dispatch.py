@@ -61,18 +61,13 @@ class Combine(torch.autograd.Function):
 
 
 class DispatchHandle:
-    """Where the rows of one call go, token by token.
+    """Where the rows of one call go, token by token."""
 
-    Args:
-        group: the expert-parallel ranks.
-        cell: in words, for errors.
-        rows: of the cell.
-        ids_NK: int64, the expert of each assignment.
-    """
-
+    # `cell` is in words, for errors; ids_NK int64, the expert of each assignment
     def __init__(self, group: dist.ProcessGroup, cell: str, rows: CellRows, ids_NK: Tensor) -> None:
         self.rows, self._group, self._what, self._top_k = rows, group, f"tokens of {cell}", ids_NK.shape[1]
         ids_A = ids_NK.reshape(-1)
+        # stable: the rows of an expert are summed in this order, the same on every device and in every run
         self._assignment = ids_A.argsort(stable=True).index_select(0, rows.send_permutation)
         self._token = self._assignment // self._top_k
         # the sent row of each assignment; where none is, the row of zeros behind what comes back
@@ -184,6 +179,9 @@ def expand_segments(
 class ExchangeRows(torch.autograd.Function):
     """`ExchangeRows.apply(rows_ND, send_G, receive_G, group, what)`: rows from all ranks, in order of rank."""
 
+    # for a framework that has a dispatcher, whose bits are kept without a plan (docs/decisions/0014): it orders rows,
+    # weighs and sums them as that does, where `Dispatch` and `Combine` keep fewer rows for backward
+
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, send_G: list[int], receive_G: list[int], group: dist.ProcessGroup, what: str
@@ -209,11 +207,7 @@ def _all_to_all(
 
 
 def gather_counts(group: dist.ProcessGroup, mine: Tensor, what: str) -> NDArray[np.int64]:
-    """Gather counts [..., E] of every rank as int64 [..., G, E]. The host waits for them.
-
-    Raises:
-        TransferError: when a rank does not answer.
-    """
+    """Gather counts [..., E] of every rank as int64 [..., G, E]. The host waits for them."""
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     with collective_errors(f"the counts of {what}", group):
         dist.all_gather(parts, mine, group=group)

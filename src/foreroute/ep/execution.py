@@ -3,32 +3,33 @@
 The routes of a pass carry its cells (`ReplayRows.cells`). A recomputation runs on the routes of its own pass, and nodes
 of autograd keep their cell. So a fetch is bound to (step, micro-step, layer), whatever ran last.
 
+A plan has two passes, "recompute" (of log-probs, without gradients) and "update". *Recomputation* is another thing:
+what an activation checkpoint runs again, in the backward pass of an update.
+
 Letters: M micro-steps, L routed layers, G expert-parallel ranks, E experts, K picks, R rows of one call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.core.hooks import ModelHooks
 from foreroute.core.passes import Pass, PassStack
-from foreroute.core.recompute import bind
 from foreroute.ep.dispatch import CellRows, gather_counts, upload_rows
 from foreroute.ep.plan_checks import objection_to_number
 from foreroute.ep.transfer.cells import Cell, Home
 from foreroute.ep.transfer.engine import TransferEngine, TransferRecord
 from foreroute.errors import CountsError, ReplayError
 from foreroute.plan import StepPlan
-from foreroute.plan.options import Stage
+from foreroute.plan.capabilities import takes_host_memory
+from foreroute.plan.options import PassName
 from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
 from foreroute.replay import ReplayRows
 
@@ -52,9 +53,9 @@ class PassPlan:
     """What is executed in the recompute or in the update."""
 
     plan: StepPlan  # of the step, or its homes alone
-    schedule: ExecutionSchedule  # of `plan`, for this rank
+    group_schedule: ExecutionSchedule  # of `plan`, for this rank: rows and gradients travel by it
     joined: StepPlan  # of all groups that hold the same experts
-    weights: ExecutionSchedule  # of `joined`, by which weights travel
+    fetch_schedule: ExecutionSchedule  # of `joined`: weights travel by it
     num_replicas_ML: NDArray[np.int64]  # of `joined`
 
     @cached_property
@@ -71,7 +72,7 @@ class AgreedStep:
     plan: StepPlan
     counts_MLGE: NDArray[np.integer]
     micro_batches: list[MicroBatch]
-    passes: dict[Stage, PassPlan]
+    passes: dict[PassName, PassPlan]
     is_known_M: list[bool]  # no rank has rows that the plan does not know
     keeps_weights: bool  # another execution of the step may follow
 
@@ -106,15 +107,11 @@ class PlanExecution:
         self._begun = {chunk: 0 for chunk, of_chunk in enumerate(chunks) if of_chunk}
         self._ran: dict[Cell, Tensor] = {}
         self._keeps_weights = step.keeps_weights
-        self._has_begun_transfers = False
+        self._has_plan = False  # the engine does
 
     def begin_pass(self, chunk: int, routes: object) -> PassCells:
-        """Return the cells of the next forward of a chunk, on these routes. Asks no other rank.
-
-        Raises:
-            CountsError: when these routes are not the ones that were planned. Where other ranks go on, they end with
-                this one, at the latest within the timeout of their group.
-        """
+        """Return the cells of the next forward of a chunk; raise `CountsError` for other routes than were planned."""
+        # asks no other rank: where others go on, they end with this one, within the timeout of their group
         micro_step, batches = self._begun[chunk], self.step.micro_batches
         if micro_step == len(batches):
             raise CountsError(f"a forward begins after all {micro_step} planned micro-batches; plan as many as are run")
@@ -126,18 +123,26 @@ class PlanExecution:
         self._begun[chunk] += 1
         return PassCells(self, micro_step, self._chunks[chunk], batches[micro_step])
 
-    def begin_transfers(self, name: Stage) -> TransferEngine:
-        """Return what brings weights in a pass, which is told, before the first, whether backward passes follow."""
-        engine, hosted = self.engine, self.hosted[name]
+    def begin_transfers(self, pass_name: PassName) -> None:
+        """Give the engine the plan of a pass, unless it has it or nothing travels."""
+        engine, hosted = self.engine, self.hosted[pass_name]
+        if engine is None or hosted.is_at_home or self._has_plan:
+            return
+        if takes_host_memory(engine.paths):
+            self._before_publishing()
+        # passes that are not at home are of one plan
+        engine.begin_step(self.step.number, hosted.joined, hosted.fetch_schedule, hosted.group_schedule)
+        self._has_plan = True
+
+    def begin_pass_of(self, pass_name: PassName) -> TransferEngine:
+        """Return what brings weights in a pass, a cell of which runs now."""
+        engine, is_update = self.engine, pass_name == "update"
         assert engine is not None, "there is a layer that runs"
-        if hosted.is_at_home:
-            return engine
-        if not self._has_begun_transfers:
-            if engine.paths == "host":
-                self._before_publishing()
-            engine.begin_step(self.step.number, hosted.joined, hosted.weights, hosted.schedule)
-            self._has_begun_transfers = True
-        engine.updating = name == "update"
+        if is_update:  # behind it an optimizer may write to weights, and fused ones do not count that
+            self._keeps_weights = False
+        if not self.hosted[pass_name].is_at_home:
+            self.begin_transfers(pass_name)
+            engine.expect_backward(is_update)
         return engine
 
     def end_transfers(self) -> None:
@@ -168,10 +173,15 @@ class PlanExecution:
                     "were planned and replayed, so rows were sent to the wrong ranks"
                 )
 
-    def _exchange_counts(self, cell: Cell, name: Stage, counts_E: Tensor) -> CellRows:
+    def record_cell(self, cell: Cell, num_rows: int, counts_E: Tensor) -> None:
+        """Book what a cell computes here, and what its router did, for the end of the step."""
+        self.executed_ML[cell.micro_step, cell.layer] += num_rows
+        self._ran[cell] = counts_E
+
+    def exchange_counts(self, cell: Cell, hosted: PassPlan, counts_E: Tensor) -> CellRows:
         """Return the rows of a cell in which some rank has rows without a route, which the plan has not counted."""
         counts_GE = gather_counts(self._group, counts_E, str(cell))
-        plan = self.hosted[name].plan.cell(cell.micro_step, cell.layer)
+        plan = hosted.plan.cell(cell.micro_step, cell.layer)
         if self.step.micro_batches[cell.micro_step].is_shared:
             plan = plan.within(counts_GE)
         found = CellSchedule.of(plan, counts_GE, self._rank, what=str(cell))
@@ -185,131 +195,95 @@ class PassCells:
     def __init__(
         self, execution: PlanExecution, micro_step: int, layers: Sequence[int], micro_batch: MicroBatch
     ) -> None:
-        self.execution, self._micro_step = execution, micro_step
-        self._layers, self._micro_batch = layers, micro_batch  # layers by their positions in the model
-        self._cells = {layer: Cell(execution.step.number, micro_step, layer) for layer in layers}
-        self._names = {layer: str(cell) for layer, cell in self._cells.items()}
+        self.execution, self.micro_step = execution, micro_step
+        self.layers, self.micro_batch = layers, micro_batch  # layers by their positions in the model
+        self.names = {layer: str(Cell(execution.step.number, micro_step, layer)) for layer in layers}  # made once
         self._rows: dict[int, CellRows] = {}
-        self._sent: tuple[Tensor | None] | None = None  # what `CellWork.sent` returns, the same in all layers
+        self._sent: tuple[Tensor | None] | None = None  # the same in all layers
 
-    def work(self, layer: int, current: Pass, *, is_recompute: bool) -> CellWork:
-        """Return what a layer is to do in the pass that these cells belong to, or in its recomputation."""
-        execution, cell = self.execution, self._cells[layer]
+    def work(self, layer: int, current: Pass, *, is_recomputation: bool) -> CellWork:
+        """Return what a layer is to do in the pass that these cells belong to, or in a recomputation of it."""
         assert isinstance(current.rows, ReplayRows), "it has these cells"
-        name: Stage = "update" if current.with_grad else "recompute"
-        if name == "update":  # behind it an optimizer may write to weights, and fused ones do not count that
-            execution._keeps_weights = False
-        hosted, rows = execution.hosted[name], None
-        if execution.step.is_known_M[self._micro_step]:
+        pass_name: PassName = "update" if current.with_grad else "recompute"
+        hosted, rows = self.execution.hosted[pass_name], None
+        if self.execution.step.is_known_M[self.micro_step]:
             if not self._rows:  # uploaded once, for recomputation and backward too
-                found = [hosted.schedule.cell(self._micro_step, each) for each in self._layers]
-                self._rows = dict(zip(self._layers, upload_rows(current.rows.ids_LRK.device, found), strict=True))
+                found = [hosted.group_schedule.cell(self.micro_step, each) for each in self.layers]
+                self._rows = dict(zip(self.layers, upload_rows(current.rows.ids_LRK.device, found), strict=True))
             rows = self._rows[layer]
-        engine, what = execution.begin_transfers(name), self._names[layer]
-        return CellWork(cell, what, name, rows, engine, self, current.rows, is_recompute)
+        cell, engine = Cell(self.execution.step.number, self.micro_step, layer), self.execution.begin_pass_of(pass_name)
+        return CellWork(self, cell, self.names[layer], hosted, rows, engine, current.rows, is_recomputation)
+
+    def find_sent(self, routes: ReplayRows) -> Tensor | None:
+        """Return int64, which of the R rows experts compute, ascending; None for all."""
+        # A row of padding, or one without a route that no other row depends on, gets zeros from the routed experts, and
+        # costs nothing.
+        if self._sent is not None:
+            return self._sent[0]
+        sent_R, real_R, num_routed = None, routes.real_R, self.micro_batch.num_routed
+        if not self.execution.step.is_known_M[self.micro_step]:
+            sent_R = real_R.nonzero()[:, 0]
+        elif num_routed < len(real_R):
+            # row n is the first at which n + 1 have been counted: of a size that the host knows, so that nobody waits.
+            # A batch of other rows, which is refused when the step ends, has fewer, and they lie behind the last row.
+            count_R = (real_R & routes.routed_R).cumsum(0)
+            sent_R = torch.searchsorted(count_R, torch.arange(1, num_routed + 1, device=real_R.device))
+            sent_R = sent_R.clamp(max=len(real_R) - 1)
+        self._sent = (sent_R,)
+        return sent_R
 
 
 @dataclass(frozen=True, eq=False)
 class CellWork:
     """What a layer is to do in one pass over a cell."""
 
+    cells: PassCells
     cell: Cell
     name: str  # of the cell, in words
-    pass_name: Stage
+    hosted: PassPlan  # what is executed in the pass
     rows: CellRows | None  # None where counts are exchanged first
     engine: TransferEngine
-    cells: PassCells
     routes: ReplayRows
-    is_recompute: bool
+    is_recomputation: bool  # an activation checkpoint runs the layer again, in either pass of the plan
 
     @property
-    def moves(self) -> CellSchedule | None:
-        """The moves of weights on this rank; None where no rank has a replica."""
-        cell, hosted = self.cell, self.cells.execution.hosted[self.pass_name]
-        has_replicas = hosted.num_replicas_ML[cell.micro_step, cell.layer]
-        return hosted.weights.cell(cell.micro_step, cell.layer) if has_replicas else None
+    def has_replicas(self) -> bool:
+        """Whether some rank has a replica in the cell."""
+        return bool(self.hosted.num_replicas_ML[self.cell.micro_step, self.cell.layer])
 
-    def sent(self) -> Tensor | None:
-        """Return int64, which of the R rows experts compute, ascending; None for all.
-
-        Not those of padding, nor of a row without a route that no other row depends on: it gets zeros from the routed
-        experts, and costs nothing.
-        """
-        if self.cells._sent is None:
-            self.cells._sent = (self._find_sent(),)
-        return self.cells._sent[0]
-
-    def _find_sent(self) -> Tensor | None:
-        cells, real_R = self.cells, self.routes.real_R
-        if not cells.execution.step.is_known_M[self.cell.micro_step]:
-            return real_R.nonzero()[:, 0]
-        num_routed = cells._micro_batch.num_routed
-        if num_routed == len(real_R):
-            return None
-        # row n is the first at which n + 1 have been counted: of a size that the host knows, so that nobody waits. A
-        # batch of other rows, which is refused when the step ends, has fewer, and they lie behind the last row.
-        count_R = (real_R & self.routes.routed_R).cumsum(0)
-        sent_R = torch.searchsorted(count_R, torch.arange(1, num_routed + 1, device=real_R.device))
-        return sent_R.clamp(max=len(real_R) - 1)
+    @property
+    def num_replicas_here(self) -> int:
+        """How many replicas this rank has."""
+        return len(self.hosted.fetch_schedule.cell(self.cell.micro_step, self.cell.layer).hosted)
 
     def begin(self, counts_E: Tensor) -> CellRows:
         """Return the rows of the cell, which begins to run, given the assignments of its router, integers [E]."""
         execution, rows = self.cells.execution, self.rows
         if rows is None:
-            rows = execution._exchange_counts(self.cell, self.pass_name, counts_E)
-        if not self.is_recompute:
-            execution.executed_ML[self.cell.micro_step, self.cell.layer] += sum(rows.receive_G)
-            execution._ran[self.cell] = counts_E
+            rows = execution.exchange_counts(self.cell, self.hosted, counts_E)
+        if not self.is_recomputation:
+            execution.record_cell(self.cell, sum(rows.receive_G), counts_E)
         return rows
 
 
-class Executing(Protocol):
-    """What knows which plan a model executes now, if it does."""
+class ExecutionHolder(Protocol):
+    """Where layers find the plan that a model executes now."""
 
     execution: PlanExecution | None
 
 
-class ExecutingHooks(Executing, Protocol):
-    """The hooks of a model whose experts look for the plan that is executed."""
-
-    passes: PassStack
-
-    def recomputing(self, current: Pass, ran: Sequence[Any]) -> AbstractContextManager[None]:
-        """See `foreroute.core.hooks.ModelHooks`."""
-
-
-def is_active(hooks: ExecutingHooks | None) -> bool:
-    """Return whether a plan is executed on a model, or a pass of one runs."""
-    return hooks is not None and (hooks.execution is not None or _cells(hooks.passes) is not None)
-
-
-def active_work(hooks: ExecutingHooks, layer: int, path: str) -> CellWork:
-    """Return what a layer is to do in the pass that runs, of the plan that is executed.
-
-    Raises:
-        ReplayError: when the forward replays none of its routes.
-    """
-    work = work_of(hooks.passes, layer, path)
-    # a checkpoint of experts alone, in which no router runs
-    bind(hooks.passes.current, (), hooks.recomputing, until=ModelHooks.run_trunk.__code__)
-    return work
+def find_cells(passes: PassStack) -> PassCells | None:
+    """Return the cells of the pass that runs; None where it replays no routes that were planned."""
+    rows = None if passes.current is None else passes.current.rows
+    return rows.cells if isinstance(rows, ReplayRows) else None
 
 
 def work_of(passes: PassStack, layer: int, path: str) -> CellWork:
-    """Return what a layer is to do in the pass that runs.
-
-    Raises:
-        ReplayError: when it replays no routes that were planned.
-    """
-    cells = _cells(passes)
-    if cells is None:
+    """Return what a layer is to do in the pass that runs; raise `ReplayError` when that replays no planned routes."""
+    cells = find_cells(passes)
+    if cells is None or passes.current is None:
         raise ReplayError(
             f"{path} runs under a plan, and outside of a replay of planned routes; run every forward inside of "
             "execute() on routes that were given to it, of the model itself and not of what torch.compile made of it"
         )
-    return cells.work(layer, passes.current, is_recompute=passes.is_recompute)
-
-
-def _cells(passes: PassStack) -> PassCells | None:
-    rows = None if passes.current is None else passes.current.rows
-    return rows.cells if isinstance(rows, ReplayRows) else None
+    return cells.work(layer, passes.current, is_recomputation=passes.is_recompute)

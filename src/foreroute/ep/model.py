@@ -19,7 +19,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.ep.agreement import RankConsensus
-from foreroute.ep.execution import AgreedStep, Executing, MicroBatch, PassPlan, PlanExecution
+from foreroute.ep.execution import AgreedStep, ExecutionHolder, MicroBatch, PassPlan, PlanExecution
 from foreroute.ep.owners import join_plans, owners_at
 from foreroute.ep.plan_checks import (
     plan_digest,
@@ -35,7 +35,7 @@ from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.errors import CountsError, PlanError, ReplayError
 from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import Executor, warn_of_lacks
-from foreroute.plan.options import STAGE_NAMES
+from foreroute.plan.options import PASS_NAMES
 from foreroute.plan.plan_file import plan_from_bytes, plan_to_bytes
 from foreroute.plan.schedule import ExecutionSchedule
 from foreroute.trace import RoutingTrace
@@ -45,9 +45,7 @@ class RankGroups(NamedTuple):
     """The groups of the ranks that execute plans together, made once for the life of a model."""
 
     consensus: RankConsensus  # of the expert-parallel group
-    everyone: (
-        RankConsensus  # of the ranks that end alike: its pipeline stages, or all groups that hold the same experts
-    )
+    everyone: RankConsensus  # of the ranks that end alike: pipeline stages, or all groups that hold the same experts
     peers: PeerGroup  # between which weights travel
     members: list[int]  # the numbers in `everyone` of the ranks of this group
 
@@ -70,7 +68,7 @@ class ExpertParallelModel(ABC):
 
     Attributes:
         home_LE: int16 [L, E], the rank of the group that every expert lives on now.
-        active: whose `execution` is the plan that is executed now, since one was executed first.
+        holder: whose `execution` is the plan that is executed now; None until one was executed.
     """
 
     executor: ClassVar[Executor]
@@ -86,7 +84,7 @@ class ExpertParallelModel(ABC):
     ) -> None:
         self.home_LE, self.block_home_LE = block_home_LE, block_home_LE
         self.chunks = chunks
-        self.active: Executing | None = None
+        self.holder: ExecutionHolder | None = None
         self._group, self._owner_AG = group, owner_AG
         self._transfers = TransferOptions()
         self._engine: TransferEngine | None = None
@@ -164,7 +162,7 @@ class ExpertParallelModel(ABC):
     @contextmanager
     def execute(
         self,
-        owner: Executing,
+        holder: ExecutionHolder,
         plan: StepPlan | None,
         planned: NDArray[np.integer] | RoutingTrace | Sequence[RoutingTrace],
         find_batches: Callable[[], list[MicroBatch]],
@@ -179,7 +177,7 @@ class ExpertParallelModel(ABC):
         row depends on.
 
         Args:
-            owner: where the layers of the model look for the plan. Models hand it in.
+            holder: where the layers of the model look for the plan. Models hand it in.
             plan: of these micro-batches, the same on every rank of the group and its pipeline stages. Experts live
                 where it says. None computes every expert at its home; the counts are still known ahead.
             planned: what it was made for: integers [M, L, G, E], from `gather_counts`; or the traces of all sequences
@@ -212,22 +210,22 @@ class ExpertParallelModel(ABC):
         homes = self.load()
         engine, rank = self.engine(homes), self.groups.consensus.rank
         execution = PlanExecution(agreed, self._group, rank, self.chunks, homes, engine, self.finish_gathering)
-        with self.activate(owner, execution), self.layers_in_place():
+        with self.activate(holder, execution), self.layers_in_place():
             yield execution
 
     @contextmanager
-    def activate(self, owner: Executing, execution: PlanExecution) -> Iterator[PlanExecution]:
-        """Have an execution found by the owner's layers while the context is open, and end it on all ranks alike."""
+    def activate(self, holder: ExecutionHolder, execution: PlanExecution) -> Iterator[PlanExecution]:
+        """Have layers find an execution while the context is open, and end it on all ranks alike."""
         hosted, number = execution.hosted.values(), execution.step.number
         if execution.engine is not None:
             execution.engine.take_records()  # of an execution that failed
             if not (self.gathers_late or any(each.is_at_home for each in hosted)):
                 execution.begin_transfers("update")
-        self.active, owner.execution = owner, execution
+        self.holder, holder.execution = holder, execution
         try:
             yield execution
         finally:
-            owner.execution = None
+            holder.execution = None
         execution.end_transfers()
         with self.groups.everyone.agree(f"ending step {number}", ReplayError):
             execution.require_ran()
@@ -374,7 +372,7 @@ class ExpertParallelModel(ABC):
                 "expert-parallel groups bring plans that cannot run together ({}); give all groups the same step, as "
                 "many micro-steps, and the same slots and nodes",
             )
-            in_pass = {name: plan.in_stage(name) for name in STAGE_NAMES}
+            in_pass = {name: plan.in_pass(name) for name in PASS_NAMES}
             is_partly_known = not all(each.is_whole for each in batches)
             differs = plan.is_at_home("recompute") != plan.is_at_home("update")
             vote.numbers = is_partly_known, differs, *(int(each.hosts.offsets[-1]) for each in in_pass.values())
@@ -384,16 +382,16 @@ class ExpertParallelModel(ABC):
             partly_M = torch.tensor([not each.is_whole for each in batches], dtype=torch.int32)
             is_known_M = [not any_ for any_ in groups.consensus.most(partly_M, what).tolist()]
         # passes that are alike on all ranks are scheduled once
-        names = STAGE_NAMES if vote.numbers_GN[:, 1].any() else STAGE_NAMES[:1]
+        names = PASS_NAMES if vote.numbers_GN[:, 1].any() else PASS_NAMES[:1]
         num_replicas_W = vote.numbers_GN[:, 2 : 2 + len(names)].sum(axis=1)
         hosted = self._schedule_passes([in_pass[name] for name in names], counts_MLGE, num_replicas_W)
-        passes = dict(zip(STAGE_NAMES, hosted * len(STAGE_NAMES), strict=False))
+        passes = dict(zip(PASS_NAMES, hosted * len(PASS_NAMES), strict=False))
         return AgreedStep(step, plan, counts_MLGE, batches, passes, is_known_M, keeps_weights)
 
     def _schedule_passes(
         self, plans: list[StepPlan], counts_MLGE: NDArray[np.integer], num_replicas_W: NDArray[np.int64]
     ) -> list[PassPlan]:
-        """Compile the plan of each pass for this rank, and that by which weights travel. A collective call."""
+        """Compile the plan of each pass for this rank, and that by which weights travel, on all ranks at once."""
         groups, paths = self.groups, self._transfers.paths
         own = [ExecutionSchedule(plan, counts_MLGE, groups.consensus.rank, paths=paths) for plan in plans]
         joined, weights = plans, own
@@ -409,5 +407,5 @@ class ExpertParallelModel(ABC):
         ]
 
     def _require_no_execution(self, before: str) -> None:
-        if self.active is not None and self.active.execution is not None:
+        if self.holder is not None and self.holder.execution is not None:
             raise ReplayError(f"a plan is executed on this model; leave that execution before {before}")

@@ -31,15 +31,16 @@ class Replicas(ABC):
     """The replicas of one cell in one pass, made on every rank of the group; a framework says what experts are made of.
 
     Rows are dispatched between `register` and `fetch`; home experts compute between `fetch` and `compute`.
-
-    Args:
-        cell: of the plan.
-        engine: brings weights and returns gradients.
-        owned: the home experts whose weights travel, as `engine` knows them.
-        hosted: whether any rank has a replica. Where none has, the nodes are there with nothing to do.
     """
 
-    def __init__(self, cell: Cell, engine: TransferEngine, owned: Home, *, hosted: bool = True) -> None:
+    def __init__(
+        self,
+        cell: Cell,
+        engine: TransferEngine,
+        owned: Home,  # the home experts whose weights travel, as `engine` knows them
+        *,
+        hosted: bool = True,  # whether any rank has a replica; where none has, the nodes have nothing to do
+    ) -> None:
         self.cell, self.hosted = cell, hosted
         # name -> [V, ...] in ascending order of slot; set in `compute`, and in backward until gradients are sent
         self.weights: dict[str, Tensor] = {}
@@ -54,7 +55,6 @@ class Replicas(ABC):
         return views
 
     def fetch(self) -> None:
-        """Begin to fetch the weights. Waits for nothing."""
         if self.hosted:
             self._engine.fetch(self.cell, self._owned)
 
@@ -76,7 +76,6 @@ class Replicas(ABC):
         return fetched
 
     def wait(self) -> None:
-        """Wait for the weights; on a GPU, the stream does."""
         if self.hosted:
             self.weights = self._engine.wait_weights(self.cell)
 
@@ -96,7 +95,7 @@ class Replicas(ABC):
 
     @abstractmethod
     def parameters(self) -> list[Tensor]:
-        """Give the parameters of the home experts."""
+        """Give those of the home experts."""
 
     @abstractmethod
     def graph_inputs(self) -> list[Tensor]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Set
 from enum import StrEnum
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Literal, assert_never, get_args
 
 from foreroute.errors import ConfigError, shown
-from foreroute.plan.options import STAGE_NAMES
+from foreroute.plan.options import PASS_NAMES
 
 if TYPE_CHECKING:
     from foreroute.plan.step_plan import StepPlan
@@ -57,7 +57,7 @@ def warn_of_lacks(plan: StepPlan, executor: Executor, paths: FetchPath) -> None:
             stacklevel=2,
         )
     # between nodes both paths are the same, and at homes nothing travels
-    has_two_paths = plan.topology.ranks_per_node > 1 and not all(plan.is_at_home(stage) for stage in STAGE_NAMES)
+    has_two_paths = plan.topology.ranks_per_node > 1 and not all(plan.is_at_home(pass_name) for pass_name in PASS_NAMES)
     if plan.priced_paths not in (None, paths) and has_two_paths:
         warnings.warn(
             f"the plan was priced for weights by the path {plan.priced_paths!r}, and they travel by {paths!r}, so that "
@@ -71,6 +71,20 @@ def check_paths(paths: object) -> None:
     """Raise `ConfigError` unless this is a `FetchPath`."""
     if paths not in get_args(FetchPath):
         raise ConfigError(f"paths is {shown(paths)}; expected 'host' or 'direct'")
+
+
+def takes_host_memory(paths: FetchPath) -> bool:
+    """Whether weights go through the memory of a node to those of its ranks that fetch them.
+
+    Everything that depends on the path asks here, so that another path is a type error until this function knows it.
+    """
+    match paths:
+        case "host":
+            return True
+        case "direct":
+            return False
+        case _:
+            assert_never(paths)
 
 
 def lacking(needs: Set[Ability]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from foreroute.errors import PlanError, shown
 from foreroute.files.container import objection
 from foreroute.plan.capabilities import FetchPath
 from foreroute.plan.counts import counts_digest
-from foreroute.plan.options import STAGE_NAMES, PlanOptions
+from foreroute.plan.options import PASS_NAMES, PlanOptions
 from foreroute.plan.step_plan import TENSORS, StepPlan
 from foreroute.trace.checks import ascending
 
@@ -108,8 +108,8 @@ def _check_packing(plan: StepPlan) -> None:
 
 def _check_figures(plan: StepPlan) -> None:
     gains: object = plan.gains
-    if not isinstance(gains, dict) or (gains and set(gains) != set(STAGE_NAMES)):
-        raise PlanError(f"gains are {shown(gains)}; expected those of {' and '.join(STAGE_NAMES)}, or none")
+    if not isinstance(gains, dict) or (gains and set(gains) != set(PASS_NAMES)):
+        raise PlanError(f"gains are {shown(gains)}; expected those of {' and '.join(PASS_NAMES)}, or none")
     if not all(isinstance(gain, float) and -math.inf < gain <= 1 for gain in gains.values()):  # so that NaN is wrong
         raise PlanError(f"gains are {shown(gains)}; expected finite shares of at most 1")
     known = get_args(FetchPath) if gains else (None, *get_args(FetchPath))

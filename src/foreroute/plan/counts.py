@@ -84,7 +84,7 @@ def packed_counts(traces: RoutingTrace | Sequence[RoutingTrace], packing: Packin
 
 
 def check_counts(counts: ArrayLike, *, num_ranks: int | None = None, top_k: int | None = None) -> NDArray[np.int32]:
-    """Check counts that were handed in, once, for all stages of the planner.
+    """Check counts that were handed in, once, for all parts of the planner.
 
     Args:
         counts: integers [M, L, G, E].

@@ -3,7 +3,7 @@
 A *cell* (m, l) is one routed layer in one micro-step; it is a barrier for all ranks. Cells are numbered in the order of
 execution, m * L + l. A *host* is an (expert, rank) pair that serves tokens. Every expert has a home, which serves what
 no other host does, so only the others are written down: the *replicas*. Axis letters: M micro-steps, L layers,
-C = M * L cells, G ranks, E logical experts, R replicas.
+C = M * L cells, G ranks, E logical experts, R replicas. *Host memory* is another thing, that of a node.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a plan may do. Every stage of the planner can be switched off by one field."""
+"""What a plan may do. Every part of the planner can be switched off by one field."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from foreroute.trace.spec import whole_number
 
 SlotSharing = Literal["layer", "shared"]
 """A set of redundant slots for each layer, or one set for all."""
-Stage = Literal["recompute", "update"]
-"""Passes without gradients, and with them."""
-STAGE_NAMES: tuple[Stage, ...] = get_args(Stage)
+PassName = Literal["recompute", "update"]
+"""The pass of a plan without gradients, for log-probs, and the one with them; no recomputation of activations."""
+PASS_NAMES: tuple[PassName, ...] = get_args(PassName)
 PRICED = ("traffic", "pay_off")
 """The options that a cost model prices."""
 MOST = 2**63 - 1

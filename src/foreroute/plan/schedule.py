@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import PlanError
-from foreroute.plan.capabilities import FetchPath
+from foreroute.plan.capabilities import FetchPath, takes_host_memory
 from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.plan.step_plan import StepPlan
 
@@ -128,7 +128,7 @@ class ExecutionSchedule:
         paths: FetchPath = "direct",
     ) -> None:
         num_micro_steps, num_layers = plan.shape[:2]
-        host_ranks = plan.topology.ranks_per_node if paths == "host" else 1
+        host_ranks = plan.topology.ranks_per_node if takes_host_memory(paths) else 1
 
         def block(m: int) -> Any:
             hosts = plan.hosts.part(m, m + 1)

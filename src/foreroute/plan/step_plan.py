@@ -18,7 +18,7 @@ from foreroute.layout import Packing
 from foreroute.plan.capabilities import FetchPath
 from foreroute.plan.counts import packed_counts, tokens_digest
 from foreroute.plan.hosts import CellPlan, Hosts
-from foreroute.plan.options import SlotSharing, Stage
+from foreroute.plan.options import PassName, SlotSharing
 from foreroute.plan.topology import Topology
 from foreroute.trace.container import RoutingTrace
 
@@ -38,7 +38,7 @@ TENSORS = {
 }
 """The arrays of a plan; those of the packing, which come last, are empty without one."""
 LEAST_GAIN = 0.01
-"""A stage in which a plan saves a smaller share is executed with every expert at its home."""
+"""A pass in which a plan saves a smaller share is executed with every expert at its home."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class StepPlan:
         slots: what becomes of the content of slots between cells, as in `PlanOptions`.
         packing: the rank and micro-step of every sequence, where sequences were planned; None for bare counts.
         tokens_digest: `tokens_digest` of these sequences; empty without a packing.
-        gains: of both stages, the share that the plan saves of the modelled seconds with every expert at its home, when
+        gains: of both passes, the share that the plan saves of the modelled seconds with every expert at its home, when
             it has paid for what a planned step takes once; empty where nothing was priced.
         priced_paths: the path of replicas' weights that prices are of; None where nothing was priced.
     """
@@ -69,7 +69,7 @@ class StepPlan:
     slots: SlotSharing
     packing: Packing | None = None
     tokens_digest: str = ""
-    gains: Mapping[Stage, float] = field(default_factory=dict)
+    gains: Mapping[PassName, float] = field(default_factory=dict)
     priced_paths: FetchPath | None = None
 
     @property
@@ -111,26 +111,26 @@ class StepPlan:
             )
         return self.hosts.cell(micro_step, layer)
 
-    def is_at_home(self, stage: Stage) -> bool:
-        """Whether every expert serves at its home in a stage: the plan has no replica, or saves too little there."""
-        return len(self.hosts.expert_R) == 0 or self.gains.get(stage, 1.0) < LEAST_GAIN
+    def is_at_home(self, pass_name: PassName) -> bool:
+        """Whether every expert serves at its home in a pass: the plan has no replica, or saves too little there."""
+        return len(self.hosts.expert_R) == 0 or self.gains.get(pass_name, 1.0) < LEAST_GAIN
 
-    def in_stage(self, stage: Stage) -> StepPlan:
-        """What is executed in a stage: this plan, or its homes alone, beside the loads and bounds of this plan."""
-        if not self.is_at_home(stage):
+    def in_pass(self, pass_name: PassName) -> StepPlan:
+        """What is executed in a pass: this plan, or its homes alone, beside the loads and bounds of this plan."""
+        if not self.is_at_home(pass_name):
             return self
         return replace(self, hosts=Hosts.with_room(self.home_LE, self.shape[0], self.topology.num_ranks, 0))
 
-    def decision(self, stage: Stage) -> str:
-        """What is executed in a stage, and why, in words."""
+    def decision(self, pass_name: PassName) -> str:
+        """What is executed in a pass, and why, in words."""
         if len(self.hosts.expert_R) == 0:
             return "at homes: the plan has no replicas"
-        if stage not in self.gains:
+        if pass_name not in self.gains:
             return "by the plan: its gain is not known"
-        gain = f"{abs(self.gains[stage]):.1%} of the modelled time"
-        if not self.is_at_home(stage):
+        gain = f"{abs(self.gains[pass_name]):.1%} of the modelled time"
+        if not self.is_at_home(pass_name):
             return f"by the plan: it saves {gain}"
-        verb = "cost" if self.gains[stage] < 0 else "save"
+        verb = "cost" if self.gains[pass_name] < 0 else "save"
         return f"at homes: the plan would {verb} {gain}; it must save {LEAST_GAIN:.0%} or more"
 
     def counts_of(self, traces: RoutingTrace | Sequence[RoutingTrace]) -> NDArray[np.int32]:

@@ -1,4 +1,4 @@
-"""The stage of homes: where every expert lives during a step, from where it lives now."""
+"""The part of homes: where every expert lives during a step, from where it lives now."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError
 from foreroute.plan.counts import check_counts, counts_digest
 from foreroute.plan.hosts import Hosts
-from foreroute.plan.options import PRICED, STAGE_NAMES, PlanOptions, Stage
+from foreroute.plan.options import PASS_NAMES, PRICED, PassName, PlanOptions
 from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Topology
 from foreroute.planner.homes import check_homes, place_homes
@@ -64,7 +64,7 @@ def plan_and_why(
     costs: CostModel | None = None,
     on_progress: OnProgress | None = None,
 ) -> tuple[StepPlan, dict[str, str]]:
-    """As `plan`, and why: by priced option ("traffic", "pay_off") whether it is on, by stage what is executed.
+    """As `plan`, and why: by priced option ("traffic", "pay_off") whether it is on, by pass what is executed.
 
     `on_progress` is called with the number of cells planned so far and in all, from a planner's thread.
     """
@@ -93,13 +93,13 @@ def plan_and_why(
         gains=_gains(hosts, counts, topology, costs, options),
         priced_paths=None if costs is None or (options.traffic, options.pay_off) == (False, False) else costs.paths,
     )
-    return found, why | {stage: found.decision(stage) for stage in STAGE_NAMES}
+    return found, why | {pass_name: found.decision(pass_name) for pass_name in PASS_NAMES}
 
 
 def _gains(
     hosts: Hosts, counts: NDArray[np.int32], topology: Topology, costs: CostModel | None, options: PlanOptions
-) -> dict[Stage, float]:
-    """By stage, the share that a plan saves of the seconds of all cells at home, each as if it paid for all alone.
+) -> dict[PassName, float]:
+    """By pass, the share that a plan saves of the seconds of all cells at home, each as if it paid for all alone.
 
     Nothing where no prices are known, or nothing is to be decided.
     """
@@ -113,7 +113,7 @@ def _gains(
     )
     once_s = costs.step_seconds(hosts, topology)
     saved_S = (home_S - planned_S - once_s) / home_S
-    return dict(zip(STAGE_NAMES, saved_S.tolist(), strict=True))
+    return dict(zip(PASS_NAMES, saved_S.tolist(), strict=True))
 
 
 def _plan_cells(

@@ -132,7 +132,7 @@ class Window(NamedTuple):
     prices: Prices
 
     def parts(self, cells: list[CellPlan]) -> NDArray[np.float64]:
-        """float64 [2 stages, 5 parts], of all cells together."""
+        """float64 [2 passes, 5 parts], of all cells together."""
         given = zip(cells, self.counts_MGE, self.attention_M2, strict=True)
         parts_SP: NDArray[np.float64] = np.sum([cell_seconds(*each, self.prices) for each in given], axis=0)
         return parts_SP

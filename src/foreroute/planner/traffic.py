@@ -64,7 +64,7 @@ def replicate_for_traffic(
         prices: the cost model.
 
     Returns:
-        A plan that takes less time by the cost model, both stages together, or `cell` itself.
+        A plan that takes less time by the cost model, both passes together, or `cell` itself.
     """
     num_ranks, num_experts = counts_GE.shape
     demand_NE = np.zeros(wanted_NE.shape, np.int64)

@@ -89,15 +89,15 @@ class SamplingRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageRecord:
-    """One stage of an expert-parallel step: the load of every rank in every cell, [M][L][G]."""
+class PassRecord:
+    """One pass of an expert-parallel step: the load of every rank in every cell, [M][L][G]."""
 
     executed_MLG: Loads
     """Assignments as executed."""
     at_home_MLG: Loads
     """Assignments with every expert at its home."""
     priced_options: dict[str, str] = field(default_factory=dict)
-    """Whether `pay_off` and `traffic` were on, whether the stage went by the plan or at homes, and why."""
+    """Whether `pay_off` and `traffic` were on, whether the pass went by the plan or at homes, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,21 +121,21 @@ class ExecutionRecord:
     planning_s: float | None = None
     """Seconds of planning."""
     exposed_planning_s: float | None = None
-    """Seconds that stages waited for plans."""
-    stages: dict[str, StageRecord] = field(default_factory=dict)
+    """Seconds that passes waited for plans."""
+    stages: dict[str, PassRecord] = field(default_factory=dict)
     """By name: recompute, update 0, ..."""
 
     def __post_init__(self) -> None:
         if self.stages and {"at_home", "executed"} - self.max_over_mean.keys():
-            raise ValueError("max_over_mean needs at_home and executed where there are stages")
-        for name, stage in self.stages.items():
+            raise ValueError("max_over_mean needs at_home and executed where there are passes")
+        for name, each in self.stages.items():
             try:
-                loads = np.array([stage.executed_MLG, stage.at_home_MLG], np.int64)
+                loads = np.array([each.executed_MLG, each.at_home_MLG], np.int64)
             except (ValueError, OverflowError):  # lists of uneven lengths, or more than an integer holds
                 loads = np.zeros(0, np.int64)
             if loads.ndim != 4 or loads.shape[3] != self.ranks or not loads.size:
                 raise ValueError(
-                    f"executed_MLG and at_home_MLG of stage {name} need the same numbers of micro-steps and layers, "
+                    f"executed_MLG and at_home_MLG of pass {name} need the same numbers of micro-steps and layers, "
                     f"loads of {self.ranks} ranks, and numbers below 2^63"
                 )
 

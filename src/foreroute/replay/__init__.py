@@ -13,13 +13,12 @@ if TYPE_CHECKING:
     from foreroute.replay.recording import ForwardRows, RecordedPass, Recording
     from foreroute.replay.rows import Policy, ReplayRows, TraceOnDevice
     from foreroute.replay.sampling_masks import masked_logprobs, masked_logprobs_of_logits
-    from foreroute.replay.session import PassRoutes, ReplaySession, RoutedModel, Routes
+    from foreroute.replay.session import ReplaySession, RoutedModel, Routes
     from foreroute.replay.telemetry import Telemetry
 
 __all__ = [
     "ForwardRows",
     "IndexerPass",
-    "PassRoutes",
     "Policy",
     "RecordedPass",
     "Recording",
@@ -36,7 +35,7 @@ __all__ = [
 
 _FILE_OF = {"IndexerPass": ".indexers", "ReplayCounts": "foreroute.core.passes", "Telemetry": ".telemetry"}
 _FILE_OF |= dict.fromkeys(("ForwardRows", "RecordedPass", "Recording"), ".recording")
-_FILE_OF |= dict.fromkeys(("PassRoutes", "ReplaySession", "RoutedModel", "Routes"), ".session")
+_FILE_OF |= dict.fromkeys(("ReplaySession", "RoutedModel", "Routes"), ".session")
 _FILE_OF |= dict.fromkeys(("masked_logprobs", "masked_logprobs_of_logits"), ".sampling_masks")
 
 

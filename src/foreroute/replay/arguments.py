@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,12 @@ def require_switches(**switches: object) -> None:
     for name, value in switches.items():
         if not isinstance(value, bool | np.bool_):
             raise ConfigError(f"{name} is {value!r}, a {type(value).__name__}; expected True or False")
+
+
+def require_choice(argument: str, value: object, choices: Any) -> None:
+    """Raise `ConfigError` unless an argument is one of the strings that a `Literal` names."""
+    if not (isinstance(value, str) and value in get_args(choices)):
+        raise ConfigError(f"{argument} is {value!r}; expected one of {', '.join(map(repr, get_args(choices)))}")
 
 
 def as_version(value: object) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,13 +32,6 @@ class ForwardRows:
     streams: dict[str, DecisionStream] = field(default_factory=dict)  # N rows; the same names in every forward
 
 
-class Recordable(Protocol):
-    """What the arguments of a forward say of its batch."""
-
-    def kept(self) -> Any:
-        """What `RowsOf` needs of it later, when whoever gave it may have overwritten it."""
-
-
 @dataclass(frozen=True)
 class RecordedPass:
     """One forward of one chunk, still on the device, and no more of it than the trace is made of."""
@@ -59,14 +52,6 @@ class Recording(Interceptor):
     Forwards that start without a key-value cache begin new sequences; forwards with one continue the sequences of the
     forward before them, from where the cache ends: positions that were cut off it are left out. Routes stay on the
     device until they are asked for.
-
-    Args:
-        spec: of the whole model.
-        num_chunks: that this rank runs of it.
-        rows_of: puts passes together, as the framework cut them.
-        weight_version: stamped on every row.
-        provenance: of the trace.
-        options: what to keep of passes beside their routes.
     """
 
     def __init__(
@@ -86,12 +71,12 @@ class Recording(Interceptor):
         self._passes: list[list[RecordedPass]] = [[] for _ in range(num_chunks)]
         self._begun: list[Any] = [None] * num_chunks
 
-    def begin_pass(self, chunk: int, args: Recordable) -> Rows | None:
-        """Keep what says where the sequences are."""
+    def begin_pass(self, chunk: int, args: Any) -> Rows | None:
+        """Keep what says where the sequences are, before whoever gave it overwrites it."""
         self._begun[chunk] = args.kept()
         return None
 
-    def end_pass(self, chunk: int, args: Recordable, current: Pass | None) -> None:
+    def end_pass(self, chunk: int, args: Any, current: Pass | None) -> None:
         """Keep what is asked for of the pass; one that failed is forgotten."""
         recorded = RecordedPass(self._begun[chunk], None)
         if current is not None:
@@ -226,9 +211,9 @@ def _tokens_of(sequences: Any, attention_mask: ArrayLike | None) -> list[NDArray
     if isinstance(sequences, list | tuple):
         if attention_mask is not None:
             raise BatchMismatchError("sequences in a list have no padding; give no attention_mask with them")
-        rows = [_on_host(row) for row in sequences]
+        rows = [_as_array(row) for row in sequences]
     else:
-        rows_BT = _on_host(sequences)
+        rows_BT = _as_array(sequences)
         if rows_BT.ndim != 2:
             raise BatchMismatchError(
                 f"sequences are a {type(sequences).__name__} of shape {rows_BT.shape}; expected integers [B, T], such "
@@ -246,7 +231,7 @@ def _tokens_of(sequences: Any, attention_mask: ArrayLike | None) -> list[NDArray
 
 
 def _mask_of(attention_mask: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.bool_]:
-    mask = _on_host(attention_mask)
+    mask = _as_array(attention_mask)
     if mask.shape != shape:
         raise BatchMismatchError(
             f"attention_mask is {mask.shape} and the sequences are {shape}; expected the mask of prompts and "
@@ -255,7 +240,7 @@ def _mask_of(attention_mask: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.bo
     return kept_by(mask)
 
 
-def _on_host(values: Any) -> NDArray[Any]:
+def _as_array(values: Any) -> NDArray[Any]:
     try:
         if isinstance(values, Tensor):
             host = values.detach().cpu()

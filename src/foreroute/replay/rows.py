@@ -10,9 +10,9 @@ Letters: N packed rows of a trace, R rows of a batch, padding included, L routed
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.core.passes import Rows, signed_dtype
-from foreroute.errors import BatchMismatchError, ConfigError
+from foreroute.errors import BatchMismatchError
 from foreroute.layout.rank_rows import fill_padding
-from foreroute.replay.arguments import require_switches
+from foreroute.replay.arguments import require_choice, require_switches
 from foreroute.trace import RoutingSpec, RoutingTrace
 
 if TYPE_CHECKING:
@@ -55,9 +55,7 @@ class Policy:
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a choice that there is not."""
         for name, choices in (("missing", MissingRows), ("padding", PaddingRows), ("counts", Counts)):
-            value = getattr(self, name)
-            if not (isinstance(value, str) and value in get_args(choices)):
-                raise ConfigError(f"{name} is {value!r}; expected one of {', '.join(map(repr, get_args(choices)))}")
+            require_choice(name, getattr(self, name), choices)
         require_switches(telemetry=self.telemetry)
 
 
@@ -71,6 +69,8 @@ class ReplayRows(Rows):
     counts: Counts = "native"  # which selection auxiliary losses and expert-bias counters count
     cells: Any = None  # of the plan that is executed on them, as its execution keeps them
     indexers: IndexerRows | None = None  # the choices to force; None leaves indexers alone
+    loss_mask: Callable[[], Tensor] | None = None  # gives `counted_R` as bool [B, T], as the model is given its tokens
+    drops: bool = False  # whether the loss must be masked, as rows are missing
 
     @property
     def routed_R(self) -> Tensor:

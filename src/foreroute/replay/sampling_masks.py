@@ -251,7 +251,7 @@ class _Block(NamedTuple):
 
 
 class _Work:
-    """How a call is cut: small sets into blocks, large ones by parts of the head. Sets of one are in neither."""
+    """The cut of a call: small sets in blocks, large ones by parts of the head, sets of one in neither."""
 
     def __init__(self, sets: _Sets, temperature: float, wide: torch.dtype, head_VH: Tensor) -> None:
         masks, device, width = sets.masks, head_VH.device, max(1, head_VH.shape[1])

@@ -6,7 +6,8 @@ A framework brings, in this order of the work:
    goes through `core.attaching.attach_by`, which finds and proves.
 2. Hooks of each chunk that a rank runs, derived from `core.hooks.ModelHooks`: `routers` in layer order, and
    `read_args(args, kwargs)`, which says of a call of the trunk how many rows its routers see, and on which device. What
-   it returns is handed through as `args`: it holds all that the framework wants to know of the batch.
+   it returns is handed through as `args`: it holds all that the framework wants to know of the batch. Its `kept()` is
+   what a recording needs of it later, in memory that nobody overwrites.
 3. A hook of each router, derived from `core.hooks.RouterHook`: `select(now, forward, ...)` runs the router's own
    forward and lets `now`, a `core.selection.LayerPass`, choose (`SelectionMode` does so at a top-k).
 4. A model, derived from `RoutedModel`:
@@ -14,6 +15,10 @@ A framework brings, in this order of the work:
    `Routes.of_pass(chunk, args, policy, checks)` finds the rows of one batch by its tokens, and asks `checks` on the
    device whether they are those of the trace;
    `rows_of(passes)` turns what passes recorded into rows without padding, over all ranks.
+5. Where a schedule runs many micro-batches in one call: `listening(session, *session.beside)` around each of them,
+   inside of `replaying_now(...)`, and `require_replayed()` at the end.
+6. Where plans are executed, an `ep.model.ExpertParallelModel` in the attribute `execution` of what `Routes` belong to:
+   `of_pass` hands `execution.begin_pass(chunk, routes)` on as `ReplayRows.cells`.
 
 Sessions, threads, recomputation, telemetry, masks and errors are written here and in the core, for all frameworks.
 `conformance` has the checks that an adapter must pass; docs/new-adapter.md walks through one.
@@ -22,9 +27,9 @@ Sessions, threads, recomputation, telemetry, masks and errors are written here a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -215,14 +220,6 @@ class RoutedModel(HookedModel, ABC):
         return nullcontext()
 
 
-class PassRoutes(NamedTuple):
-    """What a pass replays."""
-
-    rows: ReplayRows | None  # of its chunk; None where that has no routers
-    loss_mask: Callable[[], Tensor]  # makes bool [B, T], the tokens that belong in the loss, in memory of its own
-    drops: bool  # whether the loss must be masked, as rows are missing
-
-
 class Routes(Protocol):
     """The routes of a session, and where a framework's batches take them. Every framework has its own."""
 
@@ -230,8 +227,8 @@ class Routes(Protocol):
     def versions(self) -> tuple[int, ...]:
         """Weight versions of the routed rows, ascending."""
 
-    def of_pass(self, chunk: int, args: Any, policy: Policy, checks: DeferredChecks) -> PassRoutes:
-        """Find those of a pass that begins, replayed by this policy.
+    def of_pass(self, chunk: int, args: Any, policy: Policy, checks: DeferredChecks) -> ReplayRows:
+        """Find those of a pass that begins, replayed by this policy; in a chunk without routers, for its loss alone.
 
         Raises:
             BatchMismatchError: when batch and routes do not belong together. What only the device knows of them is
@@ -270,17 +267,7 @@ class WithTelemetry:
 
 
 class ReplaySession(Replaying, WithTelemetry):
-    """What `RoutedModel.replay` yields.
-
-    Args:
-        routes: to replay.
-        policy: how.
-        checks: what devices are asked of its batches.
-        telemetry: what adds up what routers do, if anybody wants to know.
-
-    Attributes:
-        num_forwards: completed so far, those of each chunk counted.
-    """
+    """What `RoutedModel.replay` yields; `num_forwards` are those completed so far, of each chunk."""
 
     def __init__(
         self,
@@ -294,16 +281,16 @@ class ReplaySession(Replaying, WithTelemetry):
         self._routes = routes
         self._policy = policy
         self._checks = checks
-        self._now: PassRoutes | None = None
+        self._now: ReplayRows | None = None
         self._mask_BT: Tensor | None = None
         self._drops = False
         self._mask_was_read = False
 
-    def begin_pass(self, chunk: int, args: Any) -> ReplayRows | None:
+    def begin_pass(self, chunk: int, args: Any) -> ReplayRows:
         """Find the routes of the batch."""
         self._now, self._mask_BT = self._routes.of_pass(chunk, args, self._policy, self._checks), None
         self._drops = self._drops or self._now.drops
-        return self._now.rows
+        return self._now
 
     def require_replayed(self) -> None:
         """Raise `ReplayError` if no forward ran, or if the loss mask of missing="drop" was never read."""
@@ -325,9 +312,9 @@ class ReplaySession(Replaying, WithTelemetry):
         Raises:
             ReplayError: before the first forward.
         """
-        if self._now is None:
+        if self._now is None or self._now.loss_mask is None:
             raise ReplayError("there is no loss mask before the first forward of a session")
         self._mask_was_read = True
         if self._mask_BT is None:
-            self._mask_BT = self._now.loss_mask()
+            self._mask_BT = self._now.loss_mask().clone()  # whoever takes it may write to it
         return self._mask_BT

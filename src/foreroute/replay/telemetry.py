@@ -17,16 +17,12 @@ from foreroute.trace import RoutingSpec
 
 
 class Telemetry(Interceptor):
-    """What routers do natively beside what is replayed, by chunk.
-
-    Args:
-        specs: of each chunk of a model; None of one without routers.
-    """
+    """What routers do natively beside what is replayed, by chunk."""
 
     options = RecordOptions(scores=True)
 
     def __init__(self, specs: Sequence[RoutingSpec | None]) -> None:
-        self._specs = specs
+        self._specs = specs  # of each chunk; None of one without routers
         self._edges: Tensor | None = None
         self._sums: dict[int, dict[str, Tensor]] = {}
 
@@ -75,7 +71,7 @@ class Telemetry(Interceptor):
         """Join the sums of a chunk that has counted. Waits for the device, once."""
         spec = self._specs[chunk]
         assert spec is not None, "a chunk without routers counts nothing"
-        return LiveAgreement.from_sums(_on_host(self._sums[chunk]), spec.picks_L)
+        return LiveAgreement.from_sums(_read_sums(self._sums[chunk]), spec.picks_L)
 
     def expert_counts_LE(self, chunk: int) -> NDArray[np.int64]:
         """int64 [L, E], tokens of each expert without padding, of a chunk that has counted. Waits for the device."""
@@ -91,7 +87,7 @@ class Telemetry(Interceptor):
         return bins_LR.clamp(0, len(LOG10_EDGES) - 2)
 
 
-def _on_host(sums: dict[str, Tensor]) -> dict[str, NDArray[Any]]:
+def _read_sums(sums: dict[str, Tensor]) -> dict[str, NDArray[Any]]:
     """Copy all sums, and wait for the device once."""
     on_host = {name: value.to("cpu", non_blocking=value.is_cuda) for name, value in sums.items()}
     if any(value.is_cuda for value in sums.values()):

@@ -38,11 +38,11 @@ def load_of_cells(sides: Sides, layers: Sequence[RoutedLayer]) -> Plot:
 def time_by_part(sides: Sides) -> Plot:
     """Where the modelled time goes."""
     from foreroute.costs.pricing import PART_NAMES
-    from foreroute.plan.options import STAGE_NAMES
+    from foreroute.plan.options import PASS_NAMES
 
     parts_SP = [side.parts_MLSP.sum(axis=(0, 1)) for side in sides]
-    bars = [(title, parts[s]) for s in range(len(STAGE_NAMES)) for title, parts in zip(TITLES, parts_SP, strict=True)]
+    bars = [(title, parts[s]) for s in range(len(PASS_NAMES)) for title, parts in zip(TITLES, parts_SP, strict=True)]
     unit, size = time_unit(max(float(seconds_P.sum()) for _, seconds_P in bars))
-    headings = {s * len(sides): name for s, name in enumerate(STAGE_NAMES)}
+    headings = {s * len(sides): name for s, name in enumerate(PASS_NAMES)}
     colours = {part: PART_COLOURS[part] for part in PART_NAMES}
     return stacked_bars(caption("plan_parts", unit=unit), bars, colours, unit_s=size, headings=headings)

@@ -78,8 +78,8 @@ def rank_load_plots(runs: Sequence[Run]) -> list[Plot]:
                 passes=", then of ".join(execution.stages),
             )
             loads = {
-                "every expert at its home": _over_mean_GC([stage.at_home_MLG for stage in stages], execution.ranks),
-                "executed under the plan": _over_mean_GC([stage.executed_MLG for stage in stages], execution.ranks),
+                "every expert at its home": _over_mean_GC([each.at_home_MLG for each in stages], execution.ranks),
+                "executed under the plan": _over_mean_GC([each.executed_MLG for each in stages], execution.ranks),
             }
             plots.append(heat_maps(said, loads, below=True))
     return plots
@@ -169,7 +169,7 @@ def _expert_load(runs: Sequence[Run]) -> Plot:
 
 
 def _over_mean_GC(loads_MLG: Sequence[Any], num_ranks: int) -> NDArray[np.float64]:
-    """float64 [G, C], load over the mean of the cell, of integers [M, L, G] by stage; 1 in a cell without tokens."""
+    """float64 [G, C], load over the mean of the cell, of integers [M, L, G] by pass; 1 in a cell without tokens."""
     loads_CG = np.concatenate([np.reshape(each, (-1, num_ranks)) for each in loads_MLG])
     mean_C = loads_CG.mean(axis=1, keepdims=True)
     return np.asarray(np.where(mean_C > 0, loads_CG / np.maximum(mean_C, 1e-12), 1.0).T, np.float64)

@@ -12,7 +12,7 @@ from foreroute.costs.model import CostModel
 from foreroute.costs.pricing import PART_NAMES, least_seconds, price_cell
 from foreroute.errors import CountsError
 from foreroute.plan.counts import check_counts
-from foreroute.plan.options import STAGE_NAMES
+from foreroute.plan.options import PASS_NAMES
 from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Topology
 from foreroute.simulate.balancers import Balancer, BalancerInput
@@ -32,7 +32,7 @@ class MethodFigures:
         loads_MLG: int64 [M, L, G], assignments that each rank serves.
         crossing_ML: [M, L], share of assignments that are served on another node than their token's.
         fetches_ML: int64 [M, L], experts whose weights are moved for the cell.
-        parts_MLSP: [M, L, 2, 5], seconds of `plan.options.STAGE_NAMES` and `pricing.PART_NAMES`.
+        parts_MLSP: [M, L, 2, 5], seconds of `plan.options.PASS_NAMES` and `pricing.PART_NAMES`.
         home_moves: experts that get another home before the step.
         planning_s: seconds of planning, from counts to token splits: processor time, or as `figures_of` was told.
     """
@@ -119,7 +119,7 @@ def _figures(served: ServedStep, topology: Topology, costs: CostModel, name: str
     """Price all cells."""
     shape = _, num_layers = served.counts_MLGE.shape[:2]
     loads_MLG, fetches_ML = np.empty((*shape, topology.num_ranks), np.int64), np.empty(shape, np.int64)
-    crossing_ML, parts_MLSP = np.empty(shape), np.empty((*shape, len(STAGE_NAMES), len(PART_NAMES)))
+    crossing_ML, parts_MLSP = np.empty(shape), np.empty((*shape, len(PASS_NAMES), len(PART_NAMES)))
     home_moves = 0
     for c, cell in enumerate(served.cells):
         place = divmod(c, num_layers)

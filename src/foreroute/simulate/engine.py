@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.costs.model import STAGES
+from foreroute.costs.model import PASSES
 from foreroute.kernels import kernel
 from foreroute.simulate.cell_costs import Compute, Transfers
 
@@ -90,18 +90,20 @@ Work = namedtuple("Work", (*Compute._fields, *Transfers._fields))  # type: ignor
 State = namedtuple("State", "clock progress queued_G4 owed_G4 host_G parts_X times_NX fetched_NG2 direct_end_N")
 
 
-def run(compute: Compute, transfers: Transfers, model: ExecutionModel, *, stage: int, ready_s: float = 0.0) -> GroupRun:
+def run(
+    compute: Compute, transfers: Transfers, model: ExecutionModel, *, pass_index: int, ready_s: float = 0.0
+) -> GroupRun:
     """Run recompute or update.
 
     Args:
         compute: of all cells.
         transfers: of all cells.
         model: how the cluster executes.
-        stage: position in `costs.STAGES`.
+        pass_index: position in `costs.PASSES`.
         ready_s: when the plan is there; nothing runs before it.
     """
     work = Work(*(np.ascontiguousarray(one) if isinstance(one, np.ndarray) else one for one in (*compute, *transfers)))
-    return GroupRun(*_run(np.array(STAGES[stage], np.int64), float(ready_s), work, model))
+    return GroupRun(*_run(np.array(PASSES[pass_index], np.int64), float(ready_s), work, model))
 
 
 @kernel

@@ -81,8 +81,8 @@ class EPGroup:
             ready_s: seconds from the start of the recompute when the plan is there.
         """
         return (
-            run(self.compute, self.recompute, self.model, stage=0, ready_s=ready_s),
-            run(self.compute, self.update, self.model, stage=1),
+            run(self.compute, self.recompute, self.model, pass_index=0, ready_s=ready_s),
+            run(self.compute, self.update, self.model, pass_index=1),
         )
 
     def moved_bytes(self) -> dict[str, dict[str, float]]:

@@ -31,7 +31,7 @@ from foreroute.files.config_file import Positive, Section, checked
 from foreroute.files.regular import parse_json, read_text
 from foreroute.plan import load_counts, load_plan, verify
 from foreroute.plan.counts import check_counts
-from foreroute.plan.options import STAGE_NAMES, Stage
+from foreroute.plan.options import PASS_NAMES, PassName
 from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Topology
 from foreroute.simulate.balancers import BalancerInput
@@ -68,25 +68,25 @@ MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class Measurement:
-    """One timed stage of one step.
+    """One timed pass of one step.
 
     Attributes:
         name: for people.
         step: what was run.
         served: how.
-        stage: position in `costs.STAGES`: 0 recompute, 1 update.
+        pass_index: position in `costs.PASSES`: 0 recompute, 1 update.
         seconds: wall time of the slowest rank.
     """
 
     name: str
     step: BalancerInput
     served: ServedStep
-    stage: int
+    pass_index: int
     seconds: float
 
     @classmethod
     def of(
-        cls, name: str, counts: Any, plan: StepPlan | None, topology: Topology, stage: Stage, seconds: float
+        cls, name: str, counts: Any, plan: StepPlan | None, topology: Topology, pass_name: PassName, seconds: float
     ) -> Measurement:
         """From arrays.
 
@@ -95,7 +95,7 @@ class Measurement:
             counts: integers [M, L, G, E].
             plan: of these counts, or None for contiguous homes alone.
             topology: of the ranks.
-            stage: "recompute" or "update".
+            pass_name: "recompute" or "update".
             seconds: wall time.
 
         Raises:
@@ -108,14 +108,14 @@ class Measurement:
             served = all_at_home(problem)
         else:
             verify(plan, counts_MLGE)
-            served = ServedStep.of(plan.in_stage(stage), counts_MLGE)
-        return cls(name, problem, served, STAGE_NAMES.index(stage), seconds)
+            served = ServedStep.of(plan.in_pass(pass_name), counts_MLGE)
+        return cls(name, problem, served, PASS_NAMES.index(pass_name), seconds)
 
 
 class _Line(Section):
     counts: str
     plan: str | None
-    stage: Stage
+    stage: PassName
     seconds: Positive
 
 
@@ -145,7 +145,7 @@ def load_measurements(path: Path, topology: Topology) -> list[Measurement]:
 
 
 Prediction = Callable[[Measurement, SimulateConfig, CostModel], float]
-"""Seconds of a measured stage, by a configuration and a cost model."""
+"""Seconds of a measured pass, by a configuration and a cost model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,9 +177,9 @@ class FitRecord:
 
 
 def simulated_seconds(one: Measurement, config: SimulateConfig, costs: CostModel) -> float:
-    """Seconds of one measured stage by the simulator."""
+    """Seconds of one measured pass by the simulator."""
     group = EPGroup.of(one.served, one.step, costs, overlap=config.execution.overlap)
-    return group.run()[one.stage].end_s
+    return group.run()[one.pass_index].end_s
 
 
 def fit(

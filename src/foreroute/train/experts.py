@@ -115,7 +115,9 @@ class ExpertParallel(OneProcess):
     def __init__(self, policy: RoutedTransformer, config: ParallelConfig, ranks: Alone) -> None:
         super().__init__(policy, ranks)
         self._policy = policy
-        policy.use(TransferOptions(paths=config.paths, prefetch=config.prefetch, directory=Path(config.shared_memory)))
+        policy.use(
+            TransferOptions(paths=config.paths, prefetch=config.prefetch, shared_memory=Path(config.shared_memory))
+        )
         self._planning = read_planning(config, policy.spec)
         ranks.require_same({"the topology": str(self._planning)}, "Give all of them the same topology file")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="foreroute-plans")
@@ -169,7 +171,7 @@ class ExpertParallel(OneProcess):
         begun = time.monotonic()
         plan = self._policy.share_plan(making.result)
         now.exposed_planning_s = time.monotonic() - begun
-        now.plan = plan.in_stage(now.stage)
+        now.plan = plan.in_pass(now.pass_name)
         with self._policy.execute(plan, now.counts_MLGE, rows_M, step=number) as execution:
             self._rows_M = rows_M
             try:
@@ -223,6 +225,6 @@ class ExpertParallel(OneProcess):
         begun, (topology, options, costs) = time.monotonic(), self._planning
         stay = replace(options, home_moves=0)
         plan, why = planner.plan_and_why(run.counts_MLGE, topology, stay, home_LE=home_LE, costs=costs)
-        run.priced_options = {name: why[name] for name in (*PRICED, run.stage)}
+        run.priced_options = {name: why[name] for name in (*PRICED, run.pass_name)}
         run.planning_s = time.monotonic() - begun
         return plan

@@ -37,6 +37,7 @@ from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.errors import ConfigError
 from foreroute.plan import Links, PlanOptions, StepPlan, Topology
+from foreroute.plan.capabilities import takes_host_memory
 from foreroute.plan.schedule import ExecutionSchedule
 from foreroute.planner import plan
 from foreroute.trace import RoutingTrace
@@ -93,7 +94,7 @@ def measure_rates(cluster: Cluster, ranks: Alone, device: torch.device, tokens: 
     routed.use(TransferOptions(costs.paths, costs.prefetch))
     with closing(routed):
         known = replace(costs.hardware, links=_links(clock, topology), replica_s=0.0, replica_backward_s=0.0)
-        if costs.paths == "host":
+        if takes_host_memory(costs.paths):
             known = _with_host_memory(clock, topology, routed, known)
         if device.type == "cpu":
             known = replace(known, tile_rows=1)
@@ -225,9 +226,9 @@ def _timed(
     seconds_XS, begin_s, number = np.full((len(steps), 2), math.inf), math.inf, 0
     inner: list[float] = []
 
-    def execute(step: MeasuredStep, stage: int, number: int) -> None:
+    def execute(step: MeasuredStep, pass_index: int, number: int) -> None:
         with routed.execute(step.plan, step.counts_MLGE, step.rows_M, step=number):
-            inner.append(clock(partial(_run, routed, step, updating=stage == 1)))
+            inner.append(clock(partial(_run, routed, step, updating=pass_index == 1)))
 
     for _ in range(ROUNDS + 1):
         for place in np.ndindex(*seconds_XS.shape):

@@ -16,7 +16,7 @@ from foreroute.ep.transfer.engine import TransferRecord
 from foreroute.mismatch import RoutingMismatch, TokenMismatch, margin_histogram, routing_mismatch, token_mismatch
 from foreroute.plan import StepPlan
 from foreroute.plan.counts import contiguous_imbalance
-from foreroute.plan.options import Stage
+from foreroute.plan.options import PassName
 from foreroute.records import StepRecord
 from foreroute.records.step_record import (
     DeviceRecord,
@@ -24,9 +24,9 @@ from foreroute.records.step_record import (
     Load,
     MismatchRecord,
     NumRanks,
+    PassRecord,
     SamplingRecord,
     Side,
-    StageRecord,
 )
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trace.operations import count_assignments
@@ -215,7 +215,7 @@ class ExecutedPass:
     """What one pass did on one rank under its plan for `counts_MLGE`.
 
     Attributes:
-        plan: once it is made, as it is executed in the stage of the pass.
+        plan: once it is made, as it is executed in this pass.
         planning_s: seconds that the planner took, on the first rank.
         exposed_planning_s: seconds that the pass waited for the plan before it began.
         priced_options: whether pay-off and traffic were on, what is executed, and why, on the first rank.
@@ -233,8 +233,8 @@ class ExecutedPass:
     executed_ML: NDArray[np.int64] = field(init=False)
 
     @property
-    def stage(self) -> Stage:
-        """That the pass belongs to."""
+    def pass_name(self) -> PassName:
+        """The pass of the plan that this one belongs to."""
         return "recompute" if self.name == "recompute" else "update"
 
 
@@ -288,7 +288,7 @@ def execution_record(executed: list[ExecutedPass], moved: MovedHomes, ranks: Alo
         planning_s=round(sum(each.planning_s for each in executed), 4),
         exposed_planning_s=round(sum(each.exposed_planning_s for each in executed), 4),
         stages={
-            each.name: StageRecord(
+            each.name: PassRecord(
                 executed_MLG=of_kind["executed"].tolist(),
                 at_home_MLG=of_kind["at_home"].tolist(),
                 priced_options=each.priced_options,

@@ -19,9 +19,9 @@ METRICS = {
     # what is logged: the two sums that it is the ratio of
     "mismatch/k3": ("k3", "tokens"),
     "mismatch/f2": ("above_2", "tokens"),
-    "mismatch/disagreement": ("differing_cells", "cells"),
+    "mismatch/disagreement": ("differing_decisions", "decisions"),
     "mismatch/disagreement_tokens": ("differing_rows", "rows"),
-    "mismatch/native_disagreement": ("native_differing_cells", "native_cells"),
+    "mismatch/native_disagreement": ("native_differing_decisions", "native_decisions"),
 }
 """Logged beside a trainer's own, where there was something to compare.
 
@@ -90,12 +90,12 @@ class MismatchSums:
             executed: whether the weights were still the rollout's, so that experts are compared with its experts.
             native: whether it was an update, so that it counts what its routers would have picked.
         """
-        if counts.sums is None:
+        by_name = counts.sums
+        if not by_name:
             return
-        by_name = dict(zip(ReplayCounts.NAMES, counts.sums.unbind(), strict=True))
-        native_differing_cells = by_name.pop("native_differing_cells")
+        native_differing = by_name.pop("native_differing_decisions")
         if native:
-            self._add(native_cells=by_name["cells"], native_differing_cells=native_differing_cells)
+            self._add(native_decisions=by_name["decisions"], native_differing_decisions=native_differing)
         if executed:
             self._add(**by_name)
 
@@ -105,8 +105,8 @@ class MismatchSums:
         self._add(
             rows=routes.rows,
             differing_rows=int(routes.by_differing_layers[1:].sum()),
-            cells=routes.rows * len(routes.differing_L),
-            differing_cells=int(routes.differing_L.sum()),
+            decisions=routes.rows * len(routes.differing_L),
+            differing_decisions=int(routes.differing_L.sum()),
         )
 
     def reduce_routes(self, reduce: Callable[[Tensor], Tensor]) -> None:

@@ -17,6 +17,7 @@ from foreroute.adapters.hf.packed_routers import about_packed
 from foreroute.adapters.hf.without_weights import structure_of
 from foreroute.core.hooks import overridden
 from foreroute.errors import ConfigError
+from foreroute.replay import ReplayCounts
 from foreroute.trace import LayerKind
 from tests.adapters.hf.families import build, modelling_file
 from tests.adapters.hf.family_gates import GATES
@@ -42,12 +43,13 @@ def native(name):
 
 
 def foreign(name):
-    """Experts are given exactly the ids of routes that the model would not take."""
+    """Experts are given exactly the ids of routes that the model would not take, and the count of others is 0."""
     model, routed = shared(name)
-    trace = foreign_routes(routed)
-    with routed.replay(trace), watching(name, routed) as calls:
+    trace, counts = foreign_routes(routed), ReplayCounts()
+    with routed.listening(counts), routed.replay(trace), watching(name, routed) as calls:
         run(model)
     require_given_to_experts(trace, calls)
+    assert [int(counts.sums[each]) for each in ("rows", "differing_decisions")] == [trace.num_rows, 0]
 
 
 def weights(name):

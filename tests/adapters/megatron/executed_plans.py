@@ -190,11 +190,11 @@ def skewed(batch, case, number, m):
     return RoutingTrace.from_sequences(spec, [t.numpy() for t in batch.tokens], routes)
 
 
-def rows_off_plan(routed, execution, counts_MLGE, stage="update"):
-    """In how many cells of this rank the experts computed another number of rows than the plan says for a stage."""
+def rows_off_plan(routed, execution, counts_MLGE, pass_name="update"):
+    """In how many cells of this rank the experts computed another number of rows than the plan says for a pass."""
     here = [routed.spec.layers.index(layer) for layer in routed.layers]
     rank = parallel_state.get_expert_model_parallel_rank()
-    served = execution.plan.in_stage(stage)
+    served = execution.plan.in_pass(pass_name)
     return sum(
         int(served.cell(m, layer).loads_G(counts_MLGE[m, layer])[rank]) != execution.executed_ML[m, layer]
         for m, layer in itertools.product(range(len(counts_MLGE)), here)

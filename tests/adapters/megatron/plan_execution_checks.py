@@ -13,7 +13,7 @@ from foreroute.ep.replicas import Replicas
 from foreroute.ep.transfer import engine
 from foreroute.ep.transfer.gradients import GradientReturn
 from foreroute.plan import PlanOptions, Topology
-from foreroute.plan.options import STAGE_NAMES
+from foreroute.plan.options import PASS_NAMES
 from foreroute.planner import plan
 from tests.adapters.megatron.executed_plans import (
     LINKS,
@@ -104,29 +104,31 @@ def check_a_model_that_nothing_wraps():
 
 
 def check_a_stage_at_home_is_megatron_as_it_is():
-    """A plan that saves too little in one stage: bits of that stage, and nothing published or fetched for it."""
+    """A plan that saves too little in one pass: bits of that pass, and nothing published or fetched for it."""
     for recompute in ("none", "uniform"):
         at = Planned.of(in_float64(ExecutionCase(Cell(ep=2, layers=2, recompute=recompute))))
         at.routed.use(engine.TransferOptions(paths="host"))
         assert len(at.plan.hosts.expert_R)
-        for planned in STAGE_NAMES:
+        for planned in PASS_NAMES:
             at.plan = dataclasses.replace(
-                at.plan, gains={stage: 0.5 * (stage == planned) for stage in STAGE_NAMES}, priced_paths="host"
+                at.plan,
+                gains={pass_name: 0.5 * (pass_name == planned) for pass_name in PASS_NAMES},
+                priced_paths="host",
             )
-            for stage in STAGE_NAMES:
-                with torch.set_grad_enabled(stage == "update"):
-                    losses, grads = at.step(forward_only=stage == "recompute")
+            for pass_name in PASS_NAMES:
+                with torch.set_grad_enabled(pass_name == "update"):
+                    losses, grads = at.step(forward_only=pass_name == "recompute")
                     with at.execute() as execution:
-                        found, found_grads = at.step(forward_only=stage == "recompute")
+                        found, found_grads = at.step(forward_only=pass_name == "recompute")
                 kinds = {transfer.kind for transfer in execution.transfers}
-                if stage == planned:
+                if pass_name == planned:
                     assert {"publish", "fetch"} <= kinds
                     continue
                 assert not kinds
-                assert rows_off_plan(at.routed, execution, at.counts_MLGE, stage) == 0
+                assert rows_off_plan(at.routed, execution, at.counts_MLGE, pass_name) == 0
                 assert found == losses
                 assert all(torch.equal(found_grads[name], grads[name]) for name in grads)
-                assert bool(grads) == (stage == "update")
+                assert bool(grads) == (pass_name == "update")
 
 
 def check_padding_is_spread_by_the_plan():

@@ -86,10 +86,10 @@ def test_an_uploaded_index_of_another_micro_step():
     """The rows that are sent are those of the micro-step before, on all ranks; as many as there should be."""
     work = PassCells.work
 
-    def of_another(self, layer, current, *, is_recompute):
-        own = work(self, layer, current, is_recompute=is_recompute)
-        other = PassCells(self.execution, self._micro_step - 1, self._layers, self._micro_batch)
-        before = work(other, layer, current, is_recompute=is_recompute)
+    def of_another(self, layer, current, *, is_recomputation):
+        own = work(self, layer, current, is_recomputation=is_recomputation)
+        other = PassCells(self.execution, self.micro_step - 1, self.layers, self.micro_batch)
+        before = work(other, layer, current, is_recomputation=is_recomputation)
         return replace(own, rows=own.rows._replace(send_permutation=before.rows.send_permutation))
 
     require_seen(TWO, what="losses", other=mock.patch.object(PassCells, "work", of_another))
@@ -106,7 +106,7 @@ def test_the_key_of_the_latest_forward():
         return latest[0]
 
     def of_latest(passes, layer, path):
-        return latest[0].work(layer, passes.current, is_recompute=passes.is_recompute)
+        return latest[0].work(layer, passes.current, is_recomputation=passes.is_recompute)
 
     with mock.patch.object(PlanExecution, "begin_pass", begin):
         require_seen(

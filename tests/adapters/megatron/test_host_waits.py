@@ -119,7 +119,7 @@ def test_packed_batches_are_read_only_where_there_is_padding_in_them():
             call = Call(given[None].to(DEVICE), packed, None, None, 0, len(given), DEVICE, routed.share)
             policy, checks = Policy("error", "spread", "native", False), DeferredChecks()
             device.reads.clear()
-            rows = routed.routes_of(trace, None, policy).of_pass(0, call, policy, checks).rows
+            rows = routed.routes_of(trace, None, policy).of_pass(0, call, policy, checks)
             if reads is None:
                 on.refuses(LayoutError, "sequence 0 has 5 tokens", checks.wait)
                 continue

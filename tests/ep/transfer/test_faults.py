@@ -203,7 +203,7 @@ def ask_for_too_much(rank, plan):
 
 
 def look_in(rank, plan, directory):
-    engine, _ = make_engine(plan, rank, TransferOptions(paths="host", directory=Path(directory)))
+    engine, _ = make_engine(plan, rank, TransferOptions(paths="host", shared_memory=Path(directory)))
     with closing(engine):
         begin(engine, 0, plan)
 

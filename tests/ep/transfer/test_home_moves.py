@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from foreroute.ep.agreement import RankConsensus
-from foreroute.ep.transfer.home_moves import move_homes
+from foreroute.ep.transfer.home_moves import MovingRanks, agree_on_homes, inspect_stacked, move_layers
+from foreroute.ep.transfer.segments import shard_moves
 from foreroute.testing.ranks import kept
 from tests.ep.transfer.plans import random_homes
 from tests.ep.transfer.toy import SHAPES, peers, shard
@@ -33,6 +34,18 @@ def homes_of_steps(seed, ranks, steps):
     return [np.stack([random_homes(rng, EXPERTS, ranks) for _ in range(LAYERS)]) for _ in range(steps)]
 
 
+def move(before_LE, given_LE, homes, optimizer):
+    """As a framework moves stacked experts."""
+    after_LE = agree_on_homes(consensus(), before_LE, given_LE, peers().size)
+    changed = np.flatnonzero((before_LE != after_LE).any(axis=1))
+    return move_layers(
+        consensus(),
+        MovingRanks(peers(), np.arange(peers().size)[:, None]),
+        [shard_moves(before_LE[layer], after_LE[layer]) for layer in changed],
+        lambda: [inspect_stacked(f"routed layer {layer}", homes[layer], optimizer) for layer in changed],
+    )
+
+
 def loss_of(home_E, layer, home, rank, step):
     """Different for every expert and step."""
     total = torch.zeros(())
@@ -52,7 +65,7 @@ def train(rank, homes_S, optimizer, lose=None):
     for step, home_LE in enumerate(homes_S):
         if step:
             state = optimize if lose is None else None
-            received += move_homes(peers(), consensus(), homes_S[step - 1], home_LE, homes, state)
+            received += move(homes_S[step - 1], home_LE, homes, state)
         sum(loss_of(home_LE[layer], layer, homes[layer], rank, step) for layer in range(LAYERS)).backward()
         optimize.step()
         optimize.zero_grad()
@@ -120,7 +133,7 @@ def refuse(rank, what):
         after_LE = WRONG_HOMES.get(what, np.array)(after_LE)
     kept = [p.detach().clone() for p in parameters]
     try:
-        move_homes(peers(), consensus(), before_LE, after_LE, homes, optimizer)
+        move(before_LE, after_LE, homes, optimizer)
     finally:
         assert all(torch.equal(a, b) for a, b in zip(kept, parameters, strict=True))
 

@@ -166,7 +166,7 @@ def begin(weights, step, plan, *, updating=True):
     rank = min(weights._peers.rank, plan.topology.num_ranks - 1)  # a plan for other ranks is refused later
     schedule = ExecutionSchedule(plan, no_tokens(plan), rank, paths=weights.paths)
     weights.begin_step(step, plan, schedule)
-    weights.updating = updating
+    weights.expect_backward(updating)
 
 
 def run_step(engine, plan, homes, rank, *, step=0, updating=True):

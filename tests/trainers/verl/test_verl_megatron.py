@@ -13,7 +13,7 @@ pytest.importorskip("mbridge", reason="there is no mbridge in this environment: 
 
 from examples.verl.tiny_checkpoint import save_policy
 from foreroute.errors import ConfigError
-from foreroute.plan.options import STAGE_NAMES
+from foreroute.plan.options import PASS_NAMES
 from foreroute.planner import plan
 from foreroute.testing.ranks import environment, torchrun
 from foreroute.trainers.verl.planning import PlanningMegatronConfig
@@ -165,7 +165,7 @@ def test_a_topology_file_prices_the_plans_of_stages(tmp_path, begin_s, stages):
     counts_MLGE = np.full((1, 1, 2, 128), 16)
     counts_MLGE[..., :4] = 100_000  # on the first rank
     made = plan(counts_MLGE, topology, costs=costs)
-    assert {made.decision(stage)[: len(stages)] for stage in STAGE_NAMES} == {stages}
+    assert {made.decision(name)[: len(stages)] for name in PASS_NAMES} == {stages}
     assert PlanningMegatronConfig().planned_for(2)[1] is None
 
 

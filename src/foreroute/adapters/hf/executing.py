@@ -15,8 +15,9 @@ from torch import Tensor
 from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.ep import ExpertParallelModel
 from foreroute.ep.agreement import RankConsensus
-from foreroute.ep.execution import ExecutingHooks, MicroBatch
-from foreroute.ep.transfer.home_moves import agree_on_homes, move_homes
+from foreroute.ep.execution import MicroBatch
+from foreroute.ep.transfer.home_moves import MovingRanks, agree_on_homes, inspect_stacked, move_layers
+from foreroute.ep.transfer.segments import shard_moves
 from foreroute.errors import AttachError, PlacementError, PlanError
 from foreroute.layout.rank_rows import block_homes
 from foreroute.plan import StepPlan
@@ -24,14 +25,14 @@ from foreroute.trace import RoutingTrace
 
 if TYPE_CHECKING:
     from foreroute.adapters.hf.expert_parallel import ForerouteEP
-    from foreroute.adapters.hf.routed_transformer import RoutedTransformer
+    from foreroute.adapters.hf.routed_transformer import RoutedTransformer, TransformerHooks
 
 
 class SpreadExperts(ExpertParallelModel):
     """The experts of a model that was loaded with `ep_implementation="foreroute"`, in its routed layers."""
 
     executor = "hf"
-    active: ExecutingHooks | None
+    holder: TransformerHooks | None
 
     def __init__(
         self,
@@ -67,22 +68,23 @@ class SpreadExperts(ExpertParallelModel):
         pass  # shards of FSDP2, which are sent, are never stale
 
     def move(self, home_LE: ArrayLike, optimizer: Any) -> tuple[int, NDArray[np.int16]]:
-        base, everyone = getattr(optimizer, "optimizer", optimizer), self.groups.everyone
+        base, (consensus, everyone, peers, _) = getattr(optimizer, "optimizer", optimizer), self.groups
         if base is not None and base not in self._guarded:  # accelerate wraps the one that has state
             base.register_state_dict_pre_hook(self.require_block_homes)
             base.register_load_state_dict_pre_hook(self.require_block_homes)
             self._guarded.add(base)
-        num_ranks = self.groups.consensus.size
-        after_LE = agree_on_homes(everyone, self.home_LE, home_LE, num_ranks, self._objection_to_shares())
+        after_LE = agree_on_homes(everyone, self.home_LE, home_LE, consensus.size, self._objection_to_shares())
+        owner_LE, next_owner_LE = self.owner_LE_at(self.home_LE), self.owner_LE_at(after_LE)
+        changed = np.flatnonzero((owner_LE != next_owner_LE).any(axis=1)).tolist()
         for layer in self.layers:
             layer.begin()
-        received = move_homes(
-            self.groups.peers,
+        received = move_layers(
             everyone,
-            self.owner_LE_at(self.home_LE),
-            self.owner_LE_at(after_LE),
-            [layer.parameters() for layer in self.layers],
-            base,
+            MovingRanks(peers, np.arange(peers.size)[:, None]),
+            [shard_moves(owner_LE[number], next_owner_LE[number]) for number in changed],
+            lambda: [
+                inspect_stacked(f"routed layer {number}", self.layers[number].parameters(), base) for number in changed
+            ],
         )
         for layer, home_E in zip(self.layers, after_LE, strict=True):
             layer.set_homes(home_E)

@@ -25,9 +25,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import AutoEP
 
 from foreroute.adapters.hf.executing import SpreadExperts
+from foreroute.core.hooks import ModelHooks
+from foreroute.core.recompute import bind
 from foreroute.ep.compute import LowRankTerm, StackedReplicas, adapt
 from foreroute.ep.dispatch import ExchangeRows
-from foreroute.ep.execution import CellWork, active_work, is_active
+from foreroute.ep.execution import CellWork, find_cells, work_of
 from foreroute.ep.transfer.home_moves import local_experts
 from foreroute.errors import AttachError
 
@@ -116,8 +118,9 @@ class ForerouteEP(AutoEP):
             ReplayError: when a plan is executed, and this forward replays none of its routes.
             TransferError: when a rank or its weights cannot be reached.
         """
-        hooks = None if self.spread is None else self.spread.active
-        if not is_active(hooks):
+        hooks = None if self.spread is None else self.spread.holder
+        # a backward that recomputes may run when its execution is over
+        if hooks is None or (hooks.execution is None and find_cells(hooks.passes) is None):
             return self._run_unplanned(hidden_ND, ids_NK, weights_NK)
         out: Tensor = self._run_planned(hooks, hidden_ND, ids_NK, weights_NK)
         return out
@@ -126,8 +129,10 @@ class ForerouteEP(AutoEP):
     @torch.compiler.disable
     def _run_planned(self, hooks: Any, hidden_ND: Tensor, ids_NK: Tensor, weights_NK: Tensor) -> Tensor:
         """Run the cell of a plan. Rows that the plan does not know, such as padding, get zeros."""
-        work, shape = active_work(hooks, self.number, self.path), hidden_ND.shape
-        ids_NK, sent_N = ids_NK.to(torch.int64), work.sent()
+        work, shape = work_of(hooks.passes, self.number, self.path), hidden_ND.shape
+        # a checkpoint of experts alone, in which no router runs
+        bind(hooks.passes.current, (), hooks.recomputing, until=ModelHooks.run_trunk.__code__)
+        ids_NK, sent_N = ids_NK.to(torch.int64), work.cells.find_sent(work.routes)
         if sent_N is not None:
             hidden_ND, ids_NK, weights_NK = (each.index_select(0, sent_N) for each in (hidden_ND, ids_NK, weights_NK))
         num_rows = len(hidden_ND)
@@ -153,7 +158,7 @@ class ForerouteEP(AutoEP):
         ids_A, top_k = ids_NK.reshape(-1), ids_NK.shape[1]
         rows = work.begin(ids_A.new_zeros(self.num_experts).index_add_(0, ids_A, torch.ones_like(ids_A)))
         (home, terms), replicas = self._home(), None
-        if work.moves is not None:
+        if work.has_replicas:
             replicas = StackedReplicas(work.cell, work.engine, home, self.owned, terms)
             home = dict(zip(home, replicas.register(), strict=True))
 

@@ -35,7 +35,7 @@ from foreroute.errors import BatchMismatchError, LayoutError, ReplayError
 from foreroute.layout import Layout
 from foreroute.replay import Policy, ReplayRows, RoutedModel, Routes
 from foreroute.replay.arguments import not_of_kind
-from foreroute.replay.executed_counts import ExecutedCounts
+from foreroute.replay.aux_loss_counts import ExecutedCounts
 from foreroute.trace import INDEXER, PIXELS, IndexerSpec, RoutingSpec, RoutingTrace
 from foreroute.trace.operations import with_lookups
 

@@ -22,7 +22,7 @@ from foreroute.adapters.hf.pixels import UNKNOWN, digests_of, refuse_other_pixel
 from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.layout import Layout, locate_rows
-from foreroute.replay import PassRoutes, Policy, TraceOnDevice
+from foreroute.replay import Policy, ReplayRows, TraceOnDevice
 from foreroute.replay.rows import faithful_rows, refuse_missing
 from foreroute.trace import INDEXER, PIXELS, RoutingTrace
 from foreroute.trace.operations import add_assignments
@@ -84,7 +84,7 @@ class TraceRows:
         """Whether no row is missing but the last of a sequence."""
         return bool(faithful_rows(self.trace).all())
 
-    def of_pass(self, chunk: int, batch: ForwardTokens, policy: Policy, checks: DeferredChecks) -> PassRoutes:
+    def of_pass(self, chunk: int, batch: ForwardTokens, policy: Policy, checks: DeferredChecks) -> ReplayRows:
         """Find and gather what a batch replays. See `foreroute.replay.Routes`."""
         if batch.past:
             raise BatchMismatchError(
@@ -105,10 +105,12 @@ class TraceRows:
             all_wanted = policy.missing == "error"
             choices = self._indexers.rows(self.trace, row_R.cpu().numpy(), batch.shape[1], all_wanted=all_wanted)
         rows, execution = there.gather(row_R, policy, choices), self._hooks.execution
-        if execution is not None:
-            rows = replace(rows, cells=execution.begin_pass(0, self.trace))
-        drops = there.counted_N(policy, choices) is not None
-        return PassRoutes(rows, lambda: rows.counted_R.view(batch.shape).clone(), drops)
+        return replace(
+            rows,
+            cells=None if execution is None else execution.begin_pass(0, self.trace),
+            loss_mask=lambda: rows.counted_R.view(batch.shape),
+            drops=there.counted_N(policy, choices) is not None,
+        )
 
     def raise_mismatch(self, batch: ForwardTokens, policy: Policy) -> None:
         """Raise `BatchMismatchError` for what is wrong with a batch, which the host waits for."""

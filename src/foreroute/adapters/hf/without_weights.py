@@ -73,9 +73,9 @@ def structure_of(path: Path) -> Structure:
                 model.set_experts_implementation("eager")
             with _fakes(), NothingSelected():
                 model.to_empty(device="cpu")  # autocast, which forwards turn off, knows no device `meta`
-                seen = probe(model, find_routers(model))
-            spec = spec_of(model, seen.routers)
-            indexers = find_indexers(model, seen.trunk)
+                trunk, routers = probe(model, find_routers(model))
+            spec = spec_of(model, routers)
+            indexers = find_indexers(model, trunk)
     except Exception as error:  # transformers raises what its classes raise
         reason = first_line(error.__cause__ or error) if isinstance(error, AttachError) else first_line(error)
         raise ConfigError(

@@ -13,8 +13,7 @@ from foreroute.adapters.megatron.hooks import ChunkHooks, TopKRouterHook, requir
 from foreroute.adapters.megatron.recording import gather_objects
 from foreroute.adapters.megatron.route_shard import Share
 from foreroute.adapters.megatron.routed_megatron import RoutedMegatron
-from foreroute.core import recompute
-from foreroute.core.hooks import is_hooked
+from foreroute.core.attaching import require_attachable
 from foreroute.core.passes import Rows
 from foreroute.core.untouched import untouched
 from foreroute.errors import AttachError, ForerouteError, ReplayError
@@ -63,11 +62,10 @@ def attach(model: nn.Module | Sequence[nn.Module]) -> RoutedMegatron:
 
 def _proven(trunks: Sequence[Any], of_chunks: Sequence[Sequence[ChunkRouter]]) -> list[ChunkHooks]:
     """Make the hooks of chunks, and try on each router that it can be replayed."""
-    if any(map(is_hooked, trunks)):
-        raise AttachError("a session is open on this model; attach it before or after, or use the one that it has")
+    for trunk in trunks:
+        require_attachable(trunk)
     sites = [site for each in of_chunks for site in each]
     require_replayable(sites)
-    recompute.prove()
     for site in sites:
         require_idle(site)
     share = Share.of(trunks[0], [site.module for site in sites])

@@ -22,7 +22,7 @@ from foreroute.core.hooks import ModelHooks, RouterHook, overridden
 from foreroute.core.selection import LayerPass, Selection, SelectionMode
 from foreroute.errors import ReplayError
 from foreroute.replay import ReplayRows
-from foreroute.replay.executed_counts import ExecutedCounts
+from foreroute.replay.aux_loss_counts import ExecutedCounts
 
 
 class ChunkHooks(ModelHooks):

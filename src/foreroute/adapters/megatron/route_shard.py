@@ -156,19 +156,18 @@ class RouteShard:
         *,
         mask_padding: bool = False,
         counts: Counts = "native",
-        cells: Any = None,
     ) -> ReplayRows:
-        """Gather the rows of layers that follow each other here, on the device, which is not waited for.
+        """Gather the rows of layers that follow each other here, if any, on the device, which is not waited for.
 
         With `mask_padding`, statistics leave padding out even where no rank has any.
         """
-        there, first = self.on_device(device), self.layers.index(layers[0])
+        there, first = self.on_device(device), self.layers.index(layers[0]) if layers else 0
         # padding that is spread says so in `row_R`, and so do rows that are filled
         policy = Policy("drop" if self.missing == "drop" else "native", "native", counts, telemetry=False)
         part = slice(first, first + len(layers))
         rows = there.gather(there.upload("rows", self.row_R), policy, layers=part)
         masked = mask_padding or self.is_padded
-        return replace(rows, padding_R=~rows.real_R if masked else None, cells=cells)
+        return replace(rows, padding_R=~rows.real_R if masked else None)
 
 
 def shard(

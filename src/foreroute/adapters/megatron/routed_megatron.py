@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.errors import AttachError, BatchMismatchError, ConfigError, LayoutError
 from foreroute.layout import Layout
 from foreroute.plan import StepPlan
-from foreroute.replay import ForwardRows, PassRoutes, Policy, RecordedPass, ReplaySession, RoutedModel, Telemetry
+from foreroute.replay import ForwardRows, Policy, RecordedPass, ReplayRows, ReplaySession, RoutedModel, Telemetry
 from foreroute.replay.arguments import not_of_kind, require_version
 from foreroute.replay.indexers import require_choices
 from foreroute.replay.rows import Counts, MissingRows, PaddingRows
@@ -252,7 +253,7 @@ class MicroBatchRoutes:
         self._routed, self._routes, self._layout = routed, routes, layout
         self._shard = routes if isinstance(routes, RouteShard) else None
 
-    def of_pass(self, chunk: int, call: Call, policy: Policy, checks: DeferredChecks) -> PassRoutes:
+    def of_pass(self, chunk: int, call: Call, policy: Policy, checks: DeferredChecks) -> ReplayRows:
         """Cut the routes, compare the tokens, and move the chunk's part to the device. See `Routes`."""
         if call.inference is not None:
             raise BatchMismatchError(
@@ -267,12 +268,13 @@ class MicroBatchRoutes:
         hooks, execution = self._routed.chunks[chunk], self._routed.execution
         cells = execution.begin_pass(chunk, shard) if execution is not None and hooks.layers else None
         _require_tokens(call, shard, checks)
-        rows = None
-        if hooks.layers:
-            how: dict[str, Any] = {"mask_padding": hooks.counts_all_ranks, "counts": policy.counts}
-            rows = shard.rows(hooks.layers, call.device, cells=cells, **how)
-        drops = bool(hooks.trunk.post_process) and shard.dropped_C is not None
-        return PassRoutes(rows, partial(_loss_mask, shard, call), drops)
+        rows = shard.rows(hooks.layers, call.device, mask_padding=hooks.counts_all_ranks, counts=policy.counts)
+        return replace(
+            rows,
+            cells=cells,
+            loss_mask=partial(_loss_mask, shard, call),
+            drops=bool(hooks.trunk.post_process) and shard.dropped_C is not None,
+        )
 
 
 def _require_tokens(call: Call, shard: RouteShard, checks: DeferredChecks) -> None:
@@ -296,7 +298,7 @@ def _loss_mask(shard: RouteShard, call: Call) -> Tensor:
     """Bool [B, T] on the device, the tokens that belong in the loss; B is 1 where the stage is given no tokens."""
     batch = 1 if call.input_ids is None else len(call.input_ids)
     counted_C = shard.on_device(call.device).upload("counted tokens", shard.counted_C)
-    return counted_C.view(-1, batch).T.clone()
+    return counted_C.view(-1, batch).T
 
 
 def _require_layout(layout: object) -> None:

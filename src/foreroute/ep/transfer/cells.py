@@ -44,11 +44,5 @@ def next_cell(
     return Cell(cell.step, cell.micro_step + 1, 0)
 
 
-def expert_bytes(home: Home) -> int:
-    """Return the bytes of one expert's weights in a layer."""
-    return sum(experts[0].numel() * experts[0].element_size() for experts in home.values())
-
-
 def device_of(homes: Mapping[int, Home]) -> torch.device:
-    """Return the device of the home experts of some layers."""
     return next(experts[0].device for home in homes.values() for experts in home.values())

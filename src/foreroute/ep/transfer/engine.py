@@ -27,7 +27,7 @@ from foreroute.ep.transfer.slots import SlotSet
 from foreroute.ep.transfer.transfers import Transfer, TransferLane, row_messages
 from foreroute.errors import ConfigError, TransferError
 from foreroute.plan import StepPlan
-from foreroute.plan.capabilities import FetchPath, check_paths
+from foreroute.plan.capabilities import FetchPath, check_paths, takes_host_memory
 from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
 
 
@@ -65,11 +65,10 @@ class TransferEngine:
         self._received_bytes = (0, 0)
         self._exposed_s = 0.0
         self._plan: StepPlan | None = None
-        self._schedule: ExecutionSchedule | None = None
+        self._fetch_schedule: ExecutionSchedule | None = None
         self._group_schedule: ExecutionSchedule | None = None
         self._step: int | None = None
-        # whether backward passes follow the forward passes of the plan; it tells what to prefetch
-        self.updating = False
+        self._expects_backward = False
         # layers whose weights may be sent in the step
         self._ready: set[int] = set()
         self._previous: Cell | None = None
@@ -78,13 +77,16 @@ class TransferEngine:
 
     @property
     def paths(self) -> FetchPath:
-        """Which path weights take."""
         return self._options.paths
 
     def begin_step(
-        self, step: int, plan: StepPlan, schedule: ExecutionSchedule, group_schedule: ExecutionSchedule | None = None
+        self,
+        step: int,
+        plan: StepPlan,
+        fetch_schedule: ExecutionSchedule,  # of `plan`, for this rank
+        group_schedule: ExecutionSchedule | None = None,  # by which gradients are returned, where another plan says it
     ) -> None:
-        """Activate a plan that is the same on all ranks, with its schedule for this rank and that of gradients.
+        """Activate a plan that is the same on all ranks.
 
         In another step than the last one, weights are those that the home shards hold now, and replicas of the weights
         before are forgotten. A step has another number after every change of weights or homes.
@@ -101,12 +103,17 @@ class TransferEngine:
             if self._memory is not None:
                 self._memory.forget()
         self._end_transfers()
-        if self._options.paths == "host":
+        if takes_host_memory(self._options.paths):
             self._publish(step, plan)
-        self._plan, self._schedule, self._group_schedule = plan, schedule, group_schedule or schedule
+        self._plan, self._fetch_schedule = plan, fetch_schedule
+        self._group_schedule = group_schedule or fetch_schedule
         self._step = step
         self._ready = set() if self._gathers_late else set(self._homes)
         self._previous, self._current, self._running = None, None, None
+
+    def expect_backward(self, is_expected: bool) -> None:
+        """Say whether backward passes follow the forward passes of the plan, which tells what to prefetch."""
+        self._expects_backward = is_expected
 
     def end_step(self, *, keeps_weights: bool = False) -> None:
         """Wait for what is under way, and release the slots, unless another plan of the same step keeps the weights."""
@@ -119,13 +126,11 @@ class TransferEngine:
         self._step, self._running, self._rings = None, None, {}
 
     def fetch(self, cell: Cell, home: Home) -> None:
-        """Begin to bring the replicas that this rank hosts in a cell, and behind them those of later cells.
-
-        Called when the rows of the cell have left, so that weights travel while experts compute, and no row waits
-        behind them. Nothing is waited for; what slots hold already, or is under way, is not begun again.
-        """
+        """Begin to bring the replicas that this rank hosts in a cell, and behind them those of later cells."""
+        # Called when the rows of the cell have left, so that weights travel while experts compute, and no row waits
+        # behind them. What slots hold already, or is under way, is not begun again.
         begun = time.monotonic()
-        self._moves(cell)  # refuses a cell of no active plan
+        self._require_active(cell)
         self._require_published(cell, home)
         self._ready.add(cell.layer)
         slots = self._running = self._slots_for(cell)
@@ -138,13 +143,11 @@ class TransferEngine:
         self._exposed_s += time.monotonic() - begun
 
     def wait_weights(self, cell: Cell) -> dict[str, Tensor]:
-        """Wait for the weights of a cell that was fetched: name -> [V here, ...] in ascending order of slot.
-
-        They are views of slots, which the next filling overwrites. A backward pass that needs them later fetches the
-        cell again (as `foreroute.ep` does), or is refused by autograd.
-        """
+        """Wait for the weights of a cell that was fetched: name -> [V here, ...] in ascending order of slot."""
+        # They are views of slots, which the next filling overwrites. A backward pass that needs them later fetches the
+        # cell again, or is refused by autograd.
         begun = time.monotonic()
-        moves = self._moves(cell)
+        moves = self._require_active(cell)
         slots = next((each for each in self._rings[self._ring_keys[cell.layer]] if each.cell == cell), None)
         assert slots is not None, "a cell is fetched before its weights are waited for"
         self._end_transfer(slots)
@@ -159,7 +162,7 @@ class TransferEngine:
         def record(num_bytes: int, exposed_s: float) -> None:
             self._records.append(TransferRecord(cell, "return", 0, num_bytes, exposed_s))
 
-        self._moves(cell)  # refuses a cell of no active plan
+        self._require_active(cell)
         assert self._group_schedule is not None, "a plan is active"
         moves, what = self._group_schedule.cell(cell.micro_step, cell.layer), f"returning the gradients of {cell}"
         return GradientReturn(self._peers, moves, grads, what, first=self._first, record=record)
@@ -181,7 +184,7 @@ class TransferEngine:
         """Copy what host memory lacks, which all ranks know from the plan."""
         begun, hosts, per_node = time.monotonic(), plan.hosts, plan.topology.ranks_per_node
         if self._memory is None or self._memory.per_node != per_node:
-            self._memory = HostMemory(self._consensus, self._homes, per_node, directory=self._options.directory)
+            self._memory = HostMemory(self._consensus, self._homes, per_node, directory=self._options.shared_memory)
         if self._memory.publish(hosts.home_LE, hosts.sent_LEW(per_node)):
             self._records.append(TransferRecord(Cell(step, 0, 0), "publish", 0, 0, time.monotonic() - begun))
 
@@ -192,7 +195,7 @@ class TransferEngine:
         ahead, previous, current = 0, self._previous, self._current
         # cells without replicas are passed over, at most as many as lie between a layer and itself in the backward pass
         for _ in range(2 * len(self._homes)):
-            guess = next_cell(previous, current, self._homes, self._plan.shape[:2], updating=self.updating)
+            guess = next_cell(previous, current, self._homes, self._plan.shape[:2], updating=self._expects_backward)
             if guess is None or ahead == self._options.prefetch:
                 return
             previous, current = current, guess
@@ -216,7 +219,7 @@ class TransferEngine:
         plan = self._plan.cell(cell.micro_step, cell.layer)
         if slots.holds(plan):
             return
-        sends, hosted = slots.lacking(self._moves(cell), self._peers.rank)
+        sends, hosted = slots.lacking(self._require_active(cell), self._peers.rank)
         received, by_host = hosted[~hosted["by_host"]], hosted[hosted["by_host"]]
         copies = []
         for expert, slot in zip(by_host["expert"].tolist(), by_host["slot"].tolist(), strict=True):
@@ -262,14 +265,15 @@ class TransferEngine:
         ring.append(found)
         return found
 
-    def _moves(self, cell: Cell) -> CellSchedule:
-        if self._schedule is None or cell.step != self._step:
+    def _require_active(self, cell: Cell) -> CellSchedule:
+        """Return the moves of weights in a cell; raise `TransferError` for one of no active plan."""
+        if self._fetch_schedule is None or cell.step != self._step:
             active = "none is" if self._step is None else f"that of step {self._step} is"
             raise TransferError(
                 f"{cell} is asked for, but no plan of that step is active, {active}; run forward and backward "
                 "inside of execute()"
             )
-        return self._schedule.cell(cell.micro_step, cell.layer)
+        return self._fetch_schedule.cell(cell.micro_step, cell.layer)
 
     def _require_published(self, cell: Cell, home: Home) -> None:
         mine = self._homes[cell.layer]
@@ -292,12 +296,12 @@ class TransferOptions:
     Attributes:
         paths: "direct", from peer to peer; or "host", through host memory within a node.
         prefetch: cells ahead of the one that runs whose replicas are fetched; 0 fetches them when they are needed.
-        directory: of node-shared memory.
+        shared_memory: the folder whose files the ranks of a node share; any folder of the node works.
     """
 
     paths: FetchPath = "direct"
     prefetch: int = 1
-    directory: Path = DIRECTORY
+    shared_memory: Path = DIRECTORY
 
     def __post_init__(self) -> None:
         check_paths(self.paths)

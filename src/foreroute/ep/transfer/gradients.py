@@ -41,11 +41,9 @@ class GradientReturn:
         self._exposed_s = time.monotonic() - begun
 
     def wait(self) -> dict[str, dict[int, Tensor]]:
-        """Wait for what comes home: name -> row of this rank's shard -> the gradient to be added there.
-
-        Rows of experts that have replicas elsewhere alone. Those of an expert are added in ascending order of their
-        rank, in float32 (float64 for gradients in float64). All ranks wait for the same ones in the same order.
-        """
+        """Wait for what comes home: name -> row of this rank's shard -> the gradient to be added there."""
+        # Rows of experts that have replicas elsewhere alone. Those of an expert are added in ascending order of their
+        # rank, in a wide dtype. All ranks wait for the same ones in the same order.
         begun = time.monotonic()
         self._transfer.wait()
         sums = {
@@ -61,7 +59,7 @@ def segment_sums(rows: Tensor, lengths_S: Sequence[int] | np.ndarray) -> Tensor:
 
     Gives [S, ...] in float32, or float64 for rows in float64; zeros for an empty segment.
     """
-    wide = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    wide = rows.to(wide_dtype(rows.dtype))
     if not len(lengths_S):
         # of which torch cannot take the smallest
         return wide
@@ -69,3 +67,8 @@ def segment_sums(rows: Tensor, lengths_S: Sequence[int] | np.ndarray) -> Tensor:
     # on a device, checking the lengths would wait for it
     unchecked = rows.device.type != "cpu"
     return torch.segment_reduce(wide, "sum", lengths=lengths, axis=0, unsafe=unchecked, initial=0.0)
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Give the dtype of gradients of replicas: float32, or float64 for weights in float64."""
+    return torch.promote_types(dtype, torch.float32)

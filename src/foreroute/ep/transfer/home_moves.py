@@ -1,9 +1,9 @@
 """Experts that change their home between two steps: parameters and optimizer state go from rank to rank.
 
-There are four votes, and behind each of them all ranks go on or none does: the new homes are compared, what is there is
-inspected, memory is taken, and segments are received into it, beside what is there. Only then is anything of the model
-written. `move_homes` is for experts that are rows of stacked parameters; what others have to do is to inspect their
-experts, and the votes are the same.
+There are four votes, and behind each of them all ranks go on or none does: the new homes are compared
+(`agree_on_homes`), what is there is inspected, memory is taken, and segments are received into it, beside what is there
+(`move_layers`). Only then is anything of the model written. `inspect_stacked` is for experts that are rows of stacked
+parameters; a framework with others inspects its own.
 
 Axis letters: L routed layers, E experts, G expert-parallel ranks, D expert-data-parallel ranks of each.
 """
@@ -11,19 +11,18 @@ Axis letters: L routed layers, E experts, G expert-parallel ranks, D expert-data
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
 from foreroute.ep.agreement import RankConsensus
-from foreroute.ep.transfer.peers import Message, PeerGroup, collective_errors
+from foreroute.ep.transfer.peers import Message, PeerGroup, gather_objects
 from foreroute.ep.transfer.segments import (
     Extent,
     LayerExtents,
@@ -31,7 +30,6 @@ from foreroute.ep.transfer.segments import (
     Segment,
     require_complete,
     segments_for,
-    shard_moves,
 )
 from foreroute.ep.transfer.transfers import Transfer
 from foreroute.errors import PlanError, TransferError
@@ -46,46 +44,7 @@ class MovingRanks(NamedTuple):
     """The ranks between which experts can move: those with the same layers and the same cut of each expert."""
 
     peers: PeerGroup
-    group: dist.ProcessGroup  # of the same, in their order, for what they say
     number_GD: NDArray[np.int64]  # the number among them of each expert-data-parallel rank of each expert-parallel one
-
-
-def move_homes(
-    peers: PeerGroup,
-    consensus: RankConsensus,
-    before_LE: NDArray[np.integer],
-    after_LE: ArrayLike,
-    homes: Sequence[Mapping[str, Tensor]],
-    optimizer: Optimizer | None = None,
-) -> int:
-    """Move experts to their new homes, in place. A collective call, between two steps and after `zero_grad`.
-
-    Every state tensor of a parameter whose first dimension counts the shard's experts moves with it (moments of Adam,
-    momentum, factored moments); state without dimensions (step counts) is that of all experts and stays.
-
-    Args:
-        peers: the ranks of the homes, in their order.
-        consensus: the same ranks.
-        before_LE: integers [L, E], home ranks so far.
-        after_LE: the same from now on.
-        homes: per routed layer, name -> [E / G, ...], this rank's shard, or the DTensor that it is of.
-        optimizer: of the shards, of one kind on all ranks; None when they are not trained.
-
-    Returns:
-        Bytes that this rank received.
-
-    Raises:
-        PlanError: on every rank alike, when homes are not E / G experts on each rank, or ranks are given other homes.
-        TransferError: on every rank alike, when a shard has a gradient, or state that cannot be cut into experts, when
-            ranks hold different state, or a rank is gone; nothing has moved then.
-    """
-    moved_LE = agree_on_homes(consensus, before_LE, after_LE, peers.size)
-    layers = np.flatnonzero((before_LE != moved_LE).any(axis=1)).tolist()
-    trained = None if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
-    with consensus.agree(WHAT, TransferError):
-        moving = [_inspect(f"routed layer {layer}", homes[layer], optimizer, trained) for layer in layers]
-    ranks = MovingRanks(peers, consensus.group, np.arange(peers.size)[:, None])
-    return move_layers(consensus, ranks, moving, [shard_moves(before_LE[layer], moved_LE[layer]) for layer in layers])
 
 
 def agree_on_homes(
@@ -114,14 +73,18 @@ def agree_on_homes(
 
 
 def move_layers(
-    consensus: RankConsensus, ranks: MovingRanks | None, moving: list[MovingLayer], moves: list[Moves]
+    consensus: RankConsensus,
+    ranks: MovingRanks | None,  # None on a rank without a layer that changes
+    moves: Sequence[Moves],  # of each layer of this rank that changes
+    inspect: Callable[[], list[MovingLayer]],  # finds what those layers hold, without a change; may raise
 ) -> int:
     """Bring everything to its rank, beside what is there, and then overwrite that. Returns the bytes from other ranks.
 
-    A collective call of all ranks, those between which nothing moves too: `ranks` is None on a rank without a layer
-    that changes.
+    A collective call of all ranks, those between which nothing moves too, behind `agree_on_homes`.
     """
-    extents: list[Any] = [] if ranks is None else gathered([layer.extents for layer in moving], ranks.group)
+    with consensus.agree(WHAT, TransferError):
+        moving = inspect()
+    extents = [] if ranks is None else gather_objects([layer.extents for layer in moving], ranks.peers.group, WHAT)
     with consensus.agree(WHAT, TransferError):
         for number, layer in enumerate(moving):
             assert ranks is not None, "layers that change have ranks that hold them"
@@ -142,30 +105,30 @@ def move_layers(
     return sum(transfer.direct_bytes for transfer in transfers)
 
 
-def gathered(mine: object, group: dist.ProcessGroup) -> list[Any]:
-    """Return what each rank says, by its number in the group. A collective call."""
-    said: list[Any] = [None] * dist.get_world_size(group)
-    with collective_errors(WHAT, group):
-        dist.all_gather_object(said, mine, group=group)
-    return said
-
-
 def local_experts(tensor: Tensor) -> Tensor:
     """[E / G, ...], this rank's part of a parameter, or of what an optimizer keeps of one, in the same memory."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.detach()
 
 
-def _inspect(
-    where: str, home: Mapping[str, Tensor], optimizer: Optimizer | None, trained: set[int] | None
-) -> MovingLayer:
-    """Find the rows of a shard, and of all state that has a row for each expert."""
+def inspect_stacked(where: str, home: Mapping[str, Tensor], optimizer: Optimizer | None) -> MovingLayer:
+    """Find the rows of a shard, and of all state that has a row for each expert, or raise `TransferError`.
+
+    Every state tensor of a parameter whose first dimension counts the shard's experts moves with it (moments of Adam,
+    momentum, factored moments); state without dimensions (step counts) is that of all experts and stays.
+
+    Args:
+        where: in words, for errors.
+        home: name -> [E / G, ...], this rank's shard, or the DTensor that it is of.
+        optimizer: of the shards, of one kind on all ranks; None when they are not trained.
+    """
+    trained = () if optimizer is None else {id(p) for group in optimizer.param_groups for p in group["params"]}
     tensors = {name: local_experts(shard) for name, shard in home.items()}
     num_rows = len(next(iter(tensors.values())))
     for name, shard in home.items():
         if shard.grad is not None:
             raise TransferError(f"{name} of {where} has a gradient; call zero_grad(set_to_none=True) first")
-        if optimizer is None or trained is None:
+        if optimizer is None:
             continue
         if shard.requires_grad and id(shard) not in trained:
             raise TransferError(f"{name} of {where} is no parameter of the optimizer; pass the parameters themselves")
@@ -219,12 +182,11 @@ class MovingLayer:
 
     @property
     def extents(self) -> LayerExtents:
-        """What this rank holds, without the tensors: what it tells the other ranks."""
+        """What this rank tells the others."""
         return LayerExtents([{name: held.extent for name, held in row.items()} for row in self.rows], self.counts)
 
     @property
     def device(self) -> torch.device:
-        """Where the experts are."""
         return next(held.tensor.device for row in self.rows for held in row.values())
 
     def allocate(self, rank: int, segments: Sequence[Segment]) -> None:

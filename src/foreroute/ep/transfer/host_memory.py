@@ -104,7 +104,7 @@ class HostMemory:
         return self._berths[layer, expert].tensors
 
     def _take_berths(self, experts: list[tuple[int, int]]) -> None:
-        """Give each expert a berth; all ranks of a node give the same. A collective call."""
+        """Give each expert a berth, the same on all ranks of a node, which call this together."""
         wanted = Counter(self._shapes[layer] for layer, _ in experts)
         lacking = {shapes: max(0, number - len(self._free[shapes])) for shapes, number in wanted.items()}
         num_bytes = sum(number * _berth_bytes(shapes) for shapes, number in lacking.items())
@@ -211,7 +211,7 @@ def _create_swept(directory: Path, num_bytes: int) -> NamedFile:
             free = f"{status.f_bavail * status.f_frsize / 1e9:.3g} GB"
         raise TransferError(
             f"cannot take {num_bytes / 1e9:.3g} GB of shared memory in {directory}: {error.strerror} ({free} free). "
-            "Make it larger (docker run --shm-size), name another directory, or use the direct path alone "
+            "Make it larger (docker run --shm-size), name another folder (shared_memory), or use the direct path alone "
             "(paths='direct')"
         ) from error
 

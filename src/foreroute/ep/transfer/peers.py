@@ -30,10 +30,9 @@ class PeerGroup:
     whose ranks it joins, the model's own. Two communicators that are in use at the same time can deadlock; of one,
     everything runs in the order in which it is launched, and one thread launches, on all ranks in the same order.
     `batch_isend_irecv` takes the communicator of the collectives (docs/decisions, "One communicator").
-
-    `along`, `ranks` and `timeout_s` are those of `own_group`. On NCCL, the timeout of the shared group holds.
     """
 
+    # arguments are those of `own_group`; on NCCL, the timeout of the shared group holds
     def __init__(
         self, *along: dist.ProcessGroup, ranks: list[int] | None = None, timeout_s: float | None = None
     ) -> None:
@@ -65,10 +64,8 @@ class PeerGroup:
             dist.all_reduce(torch.zeros(1, device=device), group=self.group)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], what: str) -> list[dist.Work]:
-        """Post messages and return at once. All ranks post in the same order; what one sends or receives may be empty.
-
-        A rank that posts and fails before it has waited leaves no other waiting: what was posted is still sent.
-        """
+        """Post messages, which may be none, and return at once. All ranks post in the same order."""
+        # a rank that posts and fails before it has waited leaves no other waiting: what was posted is still sent
         assert all(number < MESSAGES_PER_TRANSFER for _, number, _ in (*sends, *receives)), "tags would overlap"
         first_tag = self._posted % TRANSFERS_IN_FLIGHT * MESSAGES_PER_TRANSFER
         self._posted += 1
@@ -86,7 +83,6 @@ class PeerGroup:
 
 
 def has_nccl(group: dist.ProcessGroup) -> bool:
-    """Whether NCCL carries the group's tensors on a GPU."""
     return "cuda:nccl" in dist.get_backend_config(group).split(",")
 
 
@@ -98,13 +94,12 @@ def own_group(
 ) -> dist.ProcessGroup:
     """Make a new group, which lives until torch.distributed ends.
 
-    Nobody destroys it before: torch names a group after its ranks and the number of groups that there are, so the next
-    one of the same ranks would have the name, and look for its peers at the addresses, of one that was destroyed.
-
     It is a collective call of the groups `along`, one after the other, which join its ranks: with two, as of rows and
     columns, every rank is reached by one step in each. Its global `ranks`, ascending, are those of the last of `along`
     by default, and the whole world without any.
     """
+    # Nobody destroys it before: torch names a group after its ranks and the number of groups that there are, so the
+    # next one of the same ranks would have the name, and look for its peers at the addresses, of one that was destroyed
     timeout = timedelta(seconds=timeout_s or 0)
     if timeout_s is None:
         # groups of a device mesh have torch's default, whatever `init_process_group` was told
@@ -120,7 +115,7 @@ def own_group(
 
 
 def _timeout_of(group: Any) -> timedelta:
-    """Return the timeout of a group's collectives, or torch's default where its backend does not say."""
+    # a backend that does not say has torch's default
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     timeout: timedelta = getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
     return timeout
@@ -131,10 +126,17 @@ def _level_group_counts(group: dist.ProcessGroup | None) -> None:
     # The name of the next group has this number in it. Where it differs, as between pipeline stages, ranks wait for one
     # another under different names. torch tells it nowhere else.
     count = len(dist.distributed_c10d._world.pg_names)
-    counts = [0] * dist.get_world_size(group)
-    dist.all_gather_object(counts, count, group=group)
+    counts = gather_objects(count, group or dist.group.WORLD, "counting groups of ranks")
     for _ in range(max(counts) - count):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
+
+def gather_objects(mine: object, group: Any, what: str) -> list[Any]:
+    """Return what each rank of a group holds, by its number there. A collective call."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    with collective_errors(what, group):
+        dist.all_gather_object(found, mine, group=group)
+    return found
 
 
 @contextmanager

@@ -41,7 +41,6 @@ class SlotSet:
         self.cell = cell
 
     def clear(self) -> None:
-        """Take all slots for empty."""
         self.held_GR = np.full_like(self.held_GR, EMPTY)
 
     def holds(self, plan: CellPlan) -> bool:

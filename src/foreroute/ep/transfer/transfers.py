@@ -20,12 +20,10 @@ from foreroute.errors import TransferError
 
 
 class Transfer:
-    """What a rank sends, receives and copies from host memory in one go: to be posted, and then to be waited for.
+    """What a rank sends, receives and copies from host memory in one go: to be posted, and then to be waited for."""
 
-    Sent tensors must not be written to, and received ones not be read, until `wait` returns. Both ends of a pair of
-    ranks list their messages in the same order.
-    """
-
+    # Sent tensors must not be written to, and received ones not be read, until `wait` returns. Both ends of a pair of
+    # ranks list their messages in the same order.
     def __init__(
         self,
         peers: PeerGroup,
@@ -113,12 +111,10 @@ def row_messages(
 
 
 class TransferLane:
-    """What runs transfers beside the model: on a GPU one stream, elsewhere one thread, started when first needed.
+    """What runs transfers beside the model: on a GPU one stream, elsewhere one thread, started when first needed."""
 
-    gloo completes a receive only inside wait(), so somebody has to wait while the model computes. The thread ends when
-    the lane is closed, or when nobody holds it any more.
-    """
-
+    # gloo completes a receive only inside wait(), so somebody has to wait while the model computes. The thread ends
+    # when the lane is closed, or when nobody holds it any more.
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

@@ -17,7 +17,7 @@ from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.costs.cluster_file import Cluster
 from foreroute.errors import ConfigError, shown
 from foreroute.plan import Topology
-from foreroute.plan.options import Stage
+from foreroute.plan.options import PassName
 from foreroute.planner import plan
 from foreroute.trainers.plan_sums import PlanSums
 
@@ -83,7 +83,7 @@ class PlannedWindows:
                 self._open = stack.pop_all()
 
     @contextmanager
-    def executing(self, micro_batches: Sequence[TraceRows], stage: Stage) -> Iterator[None]:
+    def executing(self, micro_batches: Sequence[TraceRows], pass_name: PassName) -> Iterator[None]:
         """Run these micro-batches of this rank under a plan of all ranks. A collective call on entering and leaving."""
         routed = self._routed
         counts_MLGE = routed.gather_counts(micro_batches)
@@ -92,4 +92,4 @@ class PlannedWindows:
             yield
         assert routed.spread is not None, "its home_LE was there"
         executed_MLG = routed.spread.gather_executed([execution])
-        self.sums.add([execution.hosted[stage].plan], counts_MLGE, routed.home_LE, executed_MLG)
+        self.sums.add([execution.hosted[pass_name].plan], counts_MLGE, routed.home_LE, executed_MLG)

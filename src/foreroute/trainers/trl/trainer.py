@@ -12,7 +12,7 @@ batch holds, and has a public door for other rollout engines. Replay stands at t
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import trl
 from accelerate.utils import is_peft_model
@@ -24,6 +24,7 @@ from trl.trainer import utils
 from foreroute.costs.cluster_file import Cluster
 from foreroute.errors import AttachError, ConfigError
 from foreroute.plan import Topology
+from foreroute.replay.arguments import require_choice
 from foreroute.trainers.checks import Refusals, refuse, require_overridden
 from foreroute.trainers.trl.capture import Replay
 from foreroute.trainers.trl.capture_vllm import colocated_vllm_returns_decisions
@@ -130,8 +131,7 @@ def _require_trl(trainer: type) -> None:
 
 def require_mode(replay: str) -> None:
     """Raise `ConfigError` for a mode that does not exist."""
-    if replay not in get_args(Replay):
-        raise ConfigError(f"replay is {replay!r}; expected one of {', '.join(map(repr, get_args(Replay)))}")
+    require_choice("replay", replay, Replay)
 
 
 def require_supported(trainer: Any, replay: Replay) -> None:

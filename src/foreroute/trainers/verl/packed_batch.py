@@ -20,7 +20,7 @@ from foreroute.capture.verl_batch import kept_by_mask
 from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.core.passes import signed_dtype
 from foreroute.errors import BatchMismatchError, CaptureError, ReplayError
-from foreroute.replay import PassRoutes, Policy, ReplayRows
+from foreroute.replay import Policy, ReplayRows
 from foreroute.replay.rows import to_device
 from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace
 from foreroute.trainers.verl.protocol import FIELD, field_of, fields_of, tokens_and_mask
@@ -196,7 +196,7 @@ class PackedRoutes:
             self._packed.offsets.cpu().numpy(),
         )
 
-    def of_pass(self, chunk: int, batch: Any, policy: Policy, checks: DeferredChecks) -> PassRoutes:
+    def of_pass(self, chunk: int, batch: Any, policy: Policy, checks: DeferredChecks) -> ReplayRows:
         """Give the rows of a forward, whose tokens are compared with those of the batch."""
         (num_rows, width), packed = batch.shape, self._packed
         row_R = torch.arange(batch.num_slots, device=batch.device)
@@ -220,10 +220,13 @@ class PackedRoutes:
         checks.add(differs, lambda: _refuse_other(differs))
         forced_R = is_real_R & self._forced_N[row_R]
         ids_LRK = self._ids_NLK[row_R].to(signed_dtype(self._spec.num_experts)).transpose(0, 1).contiguous()
-        rows = ReplayRows(
-            ids_LRK.masked_fill(~forced_R[:, None], -1), real_R=is_real_R, counted_R=is_real_R, counts=policy.counts
+        return ReplayRows(
+            ids_LRK.masked_fill(~forced_R[:, None], -1),
+            real_R=is_real_R,
+            counted_R=is_real_R,
+            counts=policy.counts,
+            loss_mask=lambda: is_real_R.view(batch.shape),
         )
-        return PassRoutes(rows, lambda: is_real_R.view(batch.shape).clone(), drops=False)
 
 
 def _refuse_other(differs: Tensor) -> None:

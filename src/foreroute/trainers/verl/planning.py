@@ -21,7 +21,7 @@ from foreroute.costs import CostModel, hardware_preset
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.errors import ConfigError
 from foreroute.plan import Topology
-from foreroute.plan.options import Stage
+from foreroute.plan.options import PassName
 from foreroute.planner import plan
 from foreroute.trainers.plan_sums import PlanSums
 from foreroute.trainers.verl.registry import refuse_what_engines_pass_over
@@ -117,7 +117,7 @@ class PlannedBatch:
         execution = self._routed.execute(made, self._counts_MLGE[part], self._shards[part])
         self._executions.append(self._open.enter_context(execution))
 
-    def add_to(self, sums: PlanSums, name: Stage) -> None:
+    def add_to(self, sums: PlanSums, name: PassName) -> None:
         """Add what all ranks executed, after the last micro-batch. A collective call of all stages."""
         executed_MLG = self._routed.spread.gather_executed(self._executions)
         plans = [execution.hosted[name].plan for execution in self._executions]

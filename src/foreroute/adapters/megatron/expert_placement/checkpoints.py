@@ -53,7 +53,6 @@ class ExpertsCheckpoint:
         self._experts.__dict__["sharded_state_dict"] = self._in_logical_order
 
     def remove(self) -> None:
-        """Leave the experts as they were."""
         del self._experts.__dict__["sharded_state_dict"]
         for handle in self._handles:
             handle.remove()

@@ -47,13 +47,11 @@ class DispatchPermutation:
         return self._preprocess(hidden_states, *in_order)
 
     def remove(self) -> None:
-        """Leave the layer as it was."""
         del self._site.block.__dict__["preprocess"]
         self._checkpoint.remove()
 
 
 def permutation_of(site: ChunkRouter) -> DispatchPermutation | None:
-    """Return what stands before the dispatcher of a layer now."""
     found = site.block.__dict__.get("preprocess")
     return found if isinstance(found, DispatchPermutation) else None
 

@@ -21,8 +21,8 @@ from foreroute.adapters.megatron.expert_placement.parameters import (
     optimizer_state,
 )
 from foreroute.ep.agreement import RankConsensus
-from foreroute.ep.transfer.home_moves import WHAT, MovingLayer, MovingRanks, agree_on_homes, gathered, move_layers
-from foreroute.ep.transfer.peers import PeerGroup
+from foreroute.ep.transfer.home_moves import WHAT, MovingLayer, MovingRanks, agree_on_homes, move_layers
+from foreroute.ep.transfer.peers import PeerGroup, gather_objects
 from foreroute.ep.transfer.segments import shard_moves
 from foreroute.errors import TransferError
 from foreroute.layout.rank_rows import block_homes
@@ -48,13 +48,15 @@ class HomePlacement:
         agreed_LE = agree_on_homes(consensus, self.home_LE, given_LE, self._num_ep_ranks, self._objection())
         after_LE = _fixed(agreed_LE.copy())
         moved = [(row, site) for row, site in self._sites if (self.home_LE[row] != after_LE[row]).any()]
-        with consensus.agree(WHAT, TransferError):
-            moving = _inspect([site for _, site in moved], optimizer)
         if moved and self._ranks is None:
             self._ranks = _moving_ranks(self._sites[0][1].block.ep_group, self._groups.expt_dp)
-        moves = [shard_moves(self.home_LE[row], after_LE[row]) for row, _ in moved]
         # other pipeline stages may move theirs, and this rank votes with them
-        received = move_layers(consensus, self._ranks if moved else None, moving, moves)
+        received = move_layers(
+            consensus,
+            self._ranks if moved else None,
+            [shard_moves(self.home_LE[row], after_LE[row]) for row, _ in moved],
+            lambda: _inspect([site for _, site in moved], optimizer),
+        )
         for row, site in moved:
             set_home(site, after_LE[row], self.block_home_LE[row])
         self.home_LE = after_LE
@@ -102,9 +104,9 @@ def _fixed(home_LE: NDArray[np.int16]) -> NDArray[np.int16]:
 
 
 def _moving_ranks(ep_group: Any, edp_group: Any) -> MovingRanks:
-    """Join the expert-parallel ranks of a pipeline stage with all expert-data-parallel ranks of each. Collective."""
-    of_ep_ranks = gathered(dist.get_process_group_ranks(edp_group), ep_group)
+    """Join the expert-parallel ranks of a pipeline stage with all expert-data-parallel ranks of each, on each."""
+    of_ep_ranks = gather_objects(dist.get_process_group_ranks(edp_group), ep_group, WHAT)
     ranks = sorted(rank for members in of_ep_ranks for rank in members)
     peers = PeerGroup(edp_group, ep_group, ranks=ranks)
     number_GD = np.array([[ranks.index(rank) for rank in members] for members in of_ep_ranks])
-    return MovingRanks(peers, peers.group, number_GD)
+    return MovingRanks(peers, number_GD)

@@ -19,7 +19,7 @@ from foreroute.ep import ExpertParallelModel
 from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.execution import MicroBatch
 from foreroute.ep.transfer.cells import Home
-from foreroute.ep.transfer.home_moves import gathered
+from foreroute.ep.transfer.peers import gather_objects
 from foreroute.errors import PlacementError, TraceError
 from foreroute.plan import StepPlan
 from foreroute.trace import RoutingSpec
@@ -49,7 +49,7 @@ class PlannedExperts(ExpertParallelModel):
         pp_group = self._groups.pp
         if pp_group is None or pp_group.size() == 1:
             return None
-        of_stages = gathered(dist.get_process_group_ranks(self._group), pp_group)
+        of_stages = gather_objects(dist.get_process_group_ranks(self._group), pp_group, "joining pipeline stages")
         return RankConsensus(pp_group, self._group, ranks=sorted(rank for each in of_stages for rank in each))
 
     def require_executable(self, plan: StepPlan) -> None:

@@ -78,7 +78,11 @@ class PlannedLayer:
             )
         work = work_of(self._passes, self._number, f"the layer of {self._site.path}")
         self._replicas = replicas = SeparateReplicas(
-            work.cell, work.engine, self._home, work.moves, fuses_gradients=self._fuses_gradients
+            work.cell,
+            work.engine,
+            self._home,
+            num_replicas=work.num_replicas_here if work.has_replicas else None,
+            fuses_gradients=self._fuses_gradients,
         )
         if replicas.hosted:
             self.finish_gathering()

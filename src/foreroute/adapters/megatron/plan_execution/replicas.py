@@ -26,7 +26,7 @@ from foreroute.adapters.megatron.discover import ChunkRouter
 from foreroute.ep.replicas import Replicas
 from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.engine import TransferEngine
-from foreroute.plan.schedule import CellSchedule
+from foreroute.ep.transfer.gradients import wide_dtype
 
 GROUPED_NAMES = ("linear_fc1.weight", "linear_fc2.weight")
 """Parameters of TEGroupedMLP, each followed by the number of the expert."""
@@ -42,7 +42,7 @@ class SeparateReplicas(Replicas):
     Args:
         cell, engine: as in `Replicas`.
         home: name -> the parameter of each home expert of the layer, in ascending order of its id.
-        moves: of the cell, on this rank; None where no rank has a replica.
+        num_replicas: of the cell, on this rank; None where no rank has one.
         fuses_gradients: whether kernels add the gradient of a weight to its `main_grad` and return none.
     """
 
@@ -51,15 +51,15 @@ class SeparateReplicas(Replicas):
         cell: Cell,
         engine: TransferEngine,
         home: Mapping[str, Sequence[nn.Parameter]],
-        moves: CellSchedule | None,
         *,
+        num_replicas: int | None,
         fuses_gradients: bool,
     ) -> None:
         # Cells without replicas have the same nodes: buckets get ready in an order that follows from the nodes, and
         # groups of expert data parallelism, which reduce buckets together, have plans of their own.
-        super().__init__(cell, engine, home, hosted=moves is not None)
+        super().__init__(cell, engine, home, hosted=num_replicas is not None)
         self.home = home
-        self._num = 0 if moves is None else len(moves.hosted)
+        self._num = num_replicas or 0
         self._fuses_gradients = fuses_gradients
         self._fused: list[Tensor] = []
 
@@ -119,7 +119,7 @@ class SeparateReplicas(Replicas):
 
     def _gradient_dtype(self, weight: Tensor) -> torch.dtype:
         # kernels that add to `main_grad` make gradients in float32, others in what they compute in
-        return torch.promote_types(weight.dtype, torch.float32) if self._fuses_gradients else weight.dtype
+        return wide_dtype(weight.dtype) if self._fuses_gradients else weight.dtype
 
     def _pack(self, tensor: Tensor) -> Any:
         """Have autograd save, in place of a fetched weight or a view of it, where it lies in the slots."""

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from foreroute.core.selection import TOP_K
 from foreroute.errors import ReplayError
-
-TOP_K = frozenset({torch.topk, Tensor.topk})
 
 
 class ExecutedCounts(TorchFunctionMode):
