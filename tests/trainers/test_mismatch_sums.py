@@ -80,3 +80,9 @@ def test_counts_of_passes_are_added_over_ranks_by_what_their_pass_is():
     sums.reduce_routes(lambda sums: 2 * sums)  # of two ranks that share rows: all of them
     sums.compare_tokens(*map(torch.from_numpy, drawn(0)))
     assert sums.flush(lambda sums: 3 * sums)["mismatch/native_disagreement"] == 0.2
+
+
+def test_a_count_that_no_metric_is_made_of_is_refused(monkeypatch):
+    monkeypatch.setattr(ReplayCounts, "NAMES", ("lines", *ReplayCounts.NAMES[1:]))
+    with pytest.raises(InputError, match="no metric is made of lines"):
+        MismatchSums().add_counts(Counted(), executed=True, native=False)

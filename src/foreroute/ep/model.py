@@ -145,6 +145,20 @@ class ExpertParallelModel(ABC):
         ranks = groups.everyone if self._owner_AG is None else groups.consensus
         return ranks.most(counts_MLGE, what).numpy()
 
+    def gather_executed(self, executions: Sequence[PlanExecution]) -> NDArray[np.int64]:
+        """Gather what experts computed in executions that have ended, one after the other.
+
+        Returns:
+            executed_MLG: int64 [M, L, G], assignments, the same on every rank of the group and its pipeline stages.
+        """
+        groups = self.groups
+        mine_ML = torch.from_numpy(np.concatenate([each.executed_ML for each in executions]))
+        executed_MLG = torch.zeros((*mine_ML.shape, groups.consensus.size), dtype=torch.int64)
+        executed_MLG[..., groups.consensus.rank] = mine_ML
+        # as in `gather_counts`: a rank has zeros for the layers of other pipeline stages
+        ranks = groups.everyone if self._owner_AG is None else groups.consensus
+        return ranks.most(executed_MLG, "gathering what was executed").numpy()
+
     @contextmanager
     def execute(
         self,

@@ -24,7 +24,8 @@ DRIFT = (Defect.WEIGHT_VERSION, Defect.UNEXPLAINED)
 def require_overridden(peer: str, version: str, ours: type, theirs: type) -> None:
     """Raise `AttachError` unless a peer's class has the methods that ours overrides, naming the first it lacks."""
     # an override of a method that is gone would be called by nobody, and replay would not happen
-    overrides = [name for name, value in vars(ours).items() if isfunction(value)]
+    classes = [each for each in ours.__mro__ if each not in theirs.__mro__]
+    overrides = [name for each in classes for name, value in vars(each).items() if isfunction(value)]
     if lacks := [name for name in overrides if not hasattr(theirs, name)]:
         raise AttachError(
             f"{peer} {version} has no {theirs.__name__}.{lacks[0]}, which routing replay stands on; this foreroute was "
@@ -44,21 +45,15 @@ def refuse(why: str, refusals: Refusals) -> None:
 def check_first_rollout(
     routed: RoutedModel,
     rollout: RoutingTrace,
-    forward: Callable[[], object],
+    forward: Callable[[], object],  # on the same tokens; sequences of padding may stand behind them
     *,
+    # makes the rollout's sequences of what this process recorded, where that is parts of them or has padding in it
     sequences_of: Callable[[RoutingTrace], RoutingTrace] | None = None,
 ) -> None:
     """Hold the routes of a rollout against those that the policy picks natively at the same weights.
 
     Raises `ReplayError`, naming the mix-up, for routes that stand at other positions, in other sequences or layers, or
     are physical ids: once they are replayed, they look right. Routes that are only far apart are warned of.
-
-    Args:
-        routed: the policy, with the weights of the rollout.
-        rollout: its routes.
-        forward: runs the policy once on the same tokens, with or without sequences of padding after them.
-        sequences_of: makes the rollout's sequences of what this process recorded in it, where it has parts of them, or
-            padding among them.
     """
     with (
         torch.no_grad(),

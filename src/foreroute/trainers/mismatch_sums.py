@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from foreroute.errors import InputError
 from foreroute.mismatch import routing_mismatch
 from foreroute.mismatch.measures import MOST_LOGPROB
-from foreroute.replay import ReplayCounts
+from foreroute.replay import ReplayCounts, RoutedModel
 from foreroute.trace import RoutingTrace
 
 METRICS = {
@@ -32,27 +33,41 @@ METRICS = {
   experts.
 """
 IMPOSSIBLE = {"impossible_sampled": "the rollout", "impossible_trained": "the trainer"}
-OF_TOKENS = ("k3", "above_2", "tokens", *IMPOSSIBLE)
-OF_ROUTES = (*ReplayCounts.NAMES, "native_decisions")
+SUMS = (*dict.fromkeys(name for ratio in METRICS.values() for name in ratio), *IMPOSSIBLE)
+"""The names of all sums: what is added under another one would be logged nowhere."""
+OF_ROUTES = tuple(name for name in SUMS if name not in {"k3", "above_2", "tokens", *IMPOSSIBLE})
 
 
 class MismatchSums:
-    """Sums of this process that are not logged yet, on the device of what is added. Nothing waits before `flush`."""
+    """Sums of this process that are not logged yet, on the device of what is added. Nothing waits before `flush`.
 
-    def __init__(self) -> None:
+    Where routes of the rollout itself are replayed (`replays_rollout`), experts are compared with its experts.
+    """
+
+    def __init__(self, *, replays_rollout: bool = True) -> None:
+        self.has_old_pass = False  # whether a pass without gradients was, or is, the first of a rollout
+        self._replays_rollout = replays_rollout
         self._sums: dict[str, Tensor | float] = {}
 
+    def at_rollout_weights(self, *, update: bool) -> bool:
+        """Say whether a pass is compared with the rollout."""
+        # from its second mini-batch on, an update has other weights; the pass before it has the rollout's
+        return not (update and self.has_old_pass)
+
+    @contextmanager
+    def counting(self, routed: RoutedModel, *, update: bool) -> Iterator[None]:
+        """Count on the device what is replayed while the context is open, and add it."""
+        counts = ReplayCounts()
+        with routed.listening(counts):
+            yield
+        executed = self._replays_rollout and self.at_rollout_weights(update=update)
+        self.add_counts(counts, executed=executed, native=update)
+
     def compare_tokens(self, sampled: Tensor, trained: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-        """Add probabilities of sampled tokens, compared in float64 where the tensors are.
+        """Add the rollout's log-probs of tokens, NaN where not known, and the trainer's, compared in float64.
 
-        Args:
-            sampled: [...], log-probs that the rollout sampled with, NaN where not known.
-            trained: [...], the trainer's of the same tokens, on the same device.
-            counted: bool [...], True for tokens that were sampled and are trained on.
-
-        Returns:
-            float64 [...], trainer's less rollout's, 0 for tokens that do not count; and bool [...], which count and
-            are known.
+        Returns the trainer's less the rollout's, float64 [...], 0 for tokens that do not count; and bool [...], those
+        that count and are known.
         """
         counted = counted & ~sampled.isnan()
         # what does not count may be padding of any value
@@ -97,22 +112,16 @@ class MismatchSums:
     def reduce_routes(self, reduce: Callable[[Tensor], Tensor]) -> None:
         """Add up the sums of routes over ranks that share rows or layers of a batch, and its tokens. A collective call.
 
-        Args:
-            reduce: float64 [...] in, the sum over these ranks out, on any device.
+        `reduce` adds float64 [...] up over these ranks, on any device; that of `flush` over all processes.
         """
         self._sums |= dict(zip(OF_ROUTES, reduce(self._stacked(OF_ROUTES)).unbind(), strict=True))
 
     def flush(self, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Read what is to be logged, by name, and start anew. The host waits once. A collective call.
 
-        Args:
-            reduce: float64 [...] in, the sum over all processes out, on any device.
-
-        Raises:
-            InputError: on every process alike, for log-probs of tokens that count which are none.
+        Raises `InputError` on every process alike, for log-probs of tokens that count which are none.
         """
-        names = (*OF_TOKENS, *OF_ROUTES)
-        sums = dict(zip(names, reduce(self._stacked(names)).tolist(), strict=True))
+        sums = dict(zip(SUMS, reduce(self._stacked(SUMS)).tolist(), strict=True))
         self._sums = {}
         for name, side in IMPOSSIBLE.items():
             if sums[name]:
@@ -131,6 +140,8 @@ class MismatchSums:
         return torch.stack([nothing + self._sums.get(name, 0.0) for name in names])
 
     def _add(self, **values: Tensor | float) -> None:
+        if unknown := sorted(values.keys() - set(SUMS)):
+            raise InputError(f"no metric is made of {', '.join(unknown)}; expected some of {', '.join(SUMS)}")
         for name, value in values.items():
             self._sums[name] = self._sums.get(name, 0.0) + value
 

@@ -21,22 +21,14 @@ class PlanSums:
 
     def add(
         self,
-        plans: Sequence[StepPlan],
+        plans: Sequence[StepPlan],  # by which the micro-batches ran, one after the other
         counts_MLGE: NDArray[np.integer],
         home_LE: NDArray[np.int16],
-        executed_MLG: NDArray[np.int64],
+        executed_MLG: NDArray[np.int64],  # assignments that the experts of a rank computed
         *,
-        first: int = 0,
+        first: int = 0,  # micro-batches that ran before the plan
     ) -> None:
-        """Add the cells of a batch.
-
-        Args:
-            plans: by which its micro-batches ran, one after the other.
-            counts_MLGE: integers [M, L, G, E], of all of them.
-            home_LE: int16 [L, E].
-            executed_MLG: int64 [M, L, G], assignments that the experts of a rank computed.
-            first: how many micro-batches ran before the plan.
-        """
+        """Add the cells of a batch."""
         cells = [plan.cell(m, layer) for plan in plans for m, layer in np.ndindex(plan.shape[:2])]
         counts_CGE = counts_MLGE.reshape(len(cells), *counts_MLGE.shape[2:])
         loads = [cell.loads_G(counts_GE) for cell, counts_GE in zip(cells, counts_CGE, strict=True)]

@@ -102,7 +102,7 @@ class AttachedTrainer:
     def log_probs(self, batch: dict[str, Tensor]) -> Tensor:
         """[B, T - 1] of an update pass over a batch, shuffled or not."""
         ids = batch["ids"]
-        with self.trainer.routing.passing(LogprobPass(is_update=True, sequences=self._rollout.sequences_of(batch))):
+        with self.trainer.routing.passing(LogprobPass(is_update=True, batch=batch)):
             logprobs: Tensor = self.trainer._get_per_token_logps_and_entropies(
                 self.trainer.model, ids, batch["mask"], ids.shape[1] - 1
             )[0]

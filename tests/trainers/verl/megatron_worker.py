@@ -7,6 +7,7 @@ RUNS is JSON, the settings of `run` by the name of each.
 
 import json
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -21,6 +22,7 @@ from megatron.core import parallel_state as mpu
 
 from foreroute.planner import plan
 from foreroute.trainers.verl import planning
+from tests.ep.asking import no_host_tensors
 from tests.trainers.verl.verl_book import Book
 from tests.trainers.verl.verl_engines import mean_log_prob, old_log_probs, tensordict
 
@@ -49,7 +51,7 @@ def run(policy, batch, *, tokens=32, reverse=False, checkpoint=None, **settings)
     batch = {name: values[first : first + share] for name, values in batch.items()}
     if reverse:
         batch = {name: values.flip(0) for name, values in batch.items()}
-    found = {name: [] for name in ("log_probs", "metrics", "old", "update", "planned", "at_home")}
+    found = {name: [] for name in ("log_probs", "metrics", "old", "update", "planned")}
     found["first"] = first
     recorded = None
     if settings.get("replay") == "R2":
@@ -57,8 +59,8 @@ def run(policy, batch, *, tokens=32, reverse=False, checkpoint=None, **settings)
     for step in range(STEPS):
         if step:  # what was sampled before the weights changed
             batch = {name: values for name, values in batch.items() if name != "rollout_log_probs"}
-        planned, at_home = [], []
-        with mock.patch.object(planning, "plan", noting(planned, at_home)):
+        planned = []
+        with mock.patch.object(planning, "plan", noting(planned)), as_on_nccl():
             with Watch(engine) as old:
                 log_probs, output = old_log_probs(engine, tensordict(batch, max_token_len_per_gpu=tokens))
             td = tensordict(batch, max_token_len_per_gpu=tokens)
@@ -72,7 +74,6 @@ def run(policy, batch, *, tokens=32, reverse=False, checkpoint=None, **settings)
         found["old"].append({"routed": old.routed, "rows_ML": old.rows_ML})
         found["update"].append({"routed": updated.routed, "rows_ML": updated.rows_ML})
         found["planned"].append([loads_MLG(counts, made) for counts, made in planned])
-        found["at_home"].append(len(at_home))
         if checkpoint and step == 0:
             engine.save_checkpoint(str(checkpoint), global_step=1)
             dist.barrier()
@@ -98,10 +99,26 @@ def over_stages(output):
     return routes[0]
 
 
-def noting(planned, at_home):
-    def noted(counts_MLGE, topology, options, **kwargs):
-        made = plan(counts_MLGE, topology, options, **kwargs)
-        (at_home if options is planning.AT_HOME else planned).append((counts_MLGE, made))
+@contextmanager
+def as_on_nccl():
+    """What follows the micro-batches of a planned batch hands no tensor of the host to Megatron's own groups."""
+    add, groups = (
+        planning.PlannedBatch.add_to,
+        (mpu.get_expert_model_parallel_group(), mpu.get_pipeline_model_parallel_group()),
+    )
+
+    def added(*args):
+        with no_host_tensors(*groups):
+            add(*args)
+
+    with mock.patch.object(planning.PlannedBatch, "add_to", added):
+        yield
+
+
+def noting(planned):
+    def noted(counts_MLGE, *args, **kwargs):
+        made = plan(counts_MLGE, *args, **kwargs)
+        planned.append((counts_MLGE, made))
         return made
 
     return noted

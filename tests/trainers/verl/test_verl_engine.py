@@ -222,7 +222,7 @@ def test_what_would_have_no_effect_is_refused(group, folder, book, engine, monke
     with pytest.raises(ConfigError, match=r"router_replay.mode is set, and target_parameters puts LoRA on experts"):
         make(folder, "R3", model=LORA | OF_EXPERTS, strategy="fsdp")
     monkeypatch.setattr(engine, "forward_step", lambda *_, **__: pytest.fail("unused"), raising=False)
-    monkeypatch.setattr(RoutingReplayEngine.__mro__[2], "forward_backward_batch", lambda *_: {"metrics": {}})
+    monkeypatch.setattr(RoutingReplayEngine.__bases__[1], "forward_backward_batch", lambda *_: {"metrics": {}})
     with pytest.raises(ReplayError, match="without forward_step"):
         update(engine, tensordict(book.batch()))
 

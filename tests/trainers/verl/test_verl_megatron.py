@@ -16,7 +16,7 @@ from foreroute.errors import ConfigError
 from foreroute.plan.options import PASS_NAMES
 from foreroute.planner import plan
 from foreroute.testing.ranks import environment, torchrun
-from foreroute.trainers.verl.planning import UNDER_PLAN, PlanningMegatronConfig
+from foreroute.trainers.verl.planning import PlanningMegatronConfig
 from foreroute.trainers.verl.settings import require_supported_by_megatron
 from tests.trainers.verl.verl_book import Book
 
@@ -95,8 +95,7 @@ def test_experts_compute_the_rows_of_the_plan_from_the_second_micro_batch_on(nam
     ranks = found[name]
     at_home = 0 if "one micro-batch" in name else 1
     for step in range(len(ranks[0]["planned"])):
-        assert ranks[0]["at_home"][step] == 2 * at_home
-        assert (ranks[1]["planned"][step], ranks[1]["at_home"][step]) == ([], 0)  # one rank plans for both
+        assert ranks[1]["planned"][step] == []  # one rank plans for both
         for which, passes in (("old", 0), ("update", 1)):
             planned_MLG = ranks[0]["planned"][step][passes]
             executed_MLG = np.stack([rows_of(rank[which][step], name, which) for rank in ranks], -1)
@@ -165,7 +164,7 @@ def test_a_topology_file_prices_the_plans_of_stages(tmp_path, begin_s, stages):
     assert (topology.num_ranks, topology.redundant_slots, costs.paths) == (2, 2, "direct")
     counts_MLGE = np.full((1, 1, 2, 128), 16)
     counts_MLGE[..., :4] = 100_000  # on the first rank
-    made = plan(counts_MLGE, topology, UNDER_PLAN, costs=costs)
+    made = plan(counts_MLGE, topology, costs=costs)
     assert {made.decision(name)[: len(stages)] for name in PASS_NAMES} == {stages}
     assert PlanningMegatronConfig().planned_for(2)[1] is None
 

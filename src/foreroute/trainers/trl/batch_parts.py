@@ -26,11 +26,7 @@ class BatchPart(NamedTuple):
 def cut_batch(
     input_ids: Tensor, attention_mask: Tensor, options: dict[str, Any], batch_size: int | None
 ) -> list[BatchPart]:
-    """Cut a batch as TRL's `_get_per_token_logps_and_entropies` does. Images go with the sequences that they are in.
-
-    Raises:
-        ConfigError: where images have no grid that says how many patches each has.
-    """
+    """Cut a batch as TRL's `_get_per_token_logps_and_entropies` does. Images go with the sequences that they are in."""
     size, num_rows = batch_size or len(input_ids), len(input_ids)
     parts = [slice(first, first + size) for first in range(0, num_rows, size)]
     found = {name for name, value in options.items() if isinstance(value, Tensor | list)}

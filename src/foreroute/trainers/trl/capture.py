@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -24,14 +24,24 @@ from foreroute.trainers.trl.turns import Turn, TurnSource, join_tokens, join_tur
 LOG = logging.getLogger(__name__)
 
 Replay = Literal["none", "R2", "R3"]
+Result = TypeVar("Result")
 
 
 class MeasuringGuard:
     """Lets errors through where replay was asked for. Under "none" the first one is logged, and measuring is off."""
 
     def __init__(self, replay: Replay) -> None:
-        self.is_on = True
+        self.is_on = True  # False only under "none"
         self._raises = replay != "none"
+
+    def run(self, function: Callable[..., Result], *args: Any) -> Result | None:
+        """Call what measures, and return its result; None where measuring is off, or goes off."""
+        if self._raises:
+            return function(*args)
+        if self.is_on:
+            with self.catching_errors():
+                return function(*args)
+        return None
 
     @contextmanager
     def catching_errors(self) -> Iterator[None]:
@@ -68,23 +78,19 @@ class RolloutCapture:
         """Whether what is sampled now is trained on with its routes; R2 needs none of a rollout."""
         return self._guard.is_on and bool(self._trainer.model.training) and self._replay != "R2"
 
-    def run_generation(self, generate: Callable[[], Any]) -> tuple[Any, Rollout | None]:
+    def capture_rollout(self, generate: Callable[[], Any]) -> tuple[Any, Rollout | None]:
         """Run TRL's `_generate`, and join the turns that were captured in it."""
         self._turns = []
         result = generate()
-        with self._guard.catching_errors():
-            if self.is_open:
-                return result, self._join_rollout(*result[:3])
-        return result, None
+        return result, self._guard.run(self._join_rollout, *result[:3]) if self.is_open else None
 
-    def run_turn(self, sample: Callable[[], Any], prompts: Sequence[Sequence[int]]) -> Any:
+    def capture_turn(self, sample: Callable[[], Any], prompts: Sequence[Sequence[int]]) -> Any:
         """Run TRL's `_generate_single_turn`, on the prompts of a rollout or on what it goes on with behind tools."""
         if self._source is None or not (self.is_open or isinstance(self._source, EngineSource)):
             return sample()
         result, captured = self._source.turn(sample, prompts, self._version)
-        with self._guard.catching_errors():
-            if self.is_open:
-                self._add_turn(prompts, *captured())
+        if self.is_open:
+            self._guard.run(lambda: self._add_turn(prompts, *captured()))
         return result
 
     @property
@@ -107,8 +113,8 @@ class RolloutCapture:
         routes = output.pop(ROUTES, None)  # TRL would hand them to reward functions
         if self.is_open and {"prompt_ids", "completion_ids"} <= output.keys():  # TRL says what is missing
             prompts, completions = output["prompt_ids"], output["completion_ids"]
-            with self._guard.catching_errors():
-                self._add_turn(prompts, returned_trace(routes, prompts, completions, self._served, self._version))
+            read = partial(returned_trace, routes, prompts, completions, self._served, self._version)
+            self._guard.run(lambda: self._add_turn(prompts, read()))
         return output
 
     def _add_turn(self, prompts: Sequence[Sequence[int]], trace: RoutingTrace, logprobs: Any = None) -> None:

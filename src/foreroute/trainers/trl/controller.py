@@ -34,7 +34,6 @@ from foreroute.adapters.hf import RoutedTransformer
 from foreroute.costs.cluster_file import Cluster
 from foreroute.errors import ReplayError
 from foreroute.plan import Topology
-from foreroute.replay import ReplayCounts
 from foreroute.trace import INDEXER, SAMPLING, RoutingTrace, concatenate
 from foreroute.trainers.checks import check_first_rollout
 from foreroute.trainers.mismatch_sums import MismatchSums
@@ -54,13 +53,18 @@ class LogprobPass:
     """Log-probs of the policy that TRL is about to compute: old ones of a rollout, or those of an update."""
 
     is_update: bool
-    sequences: NDArray[np.int64] | None = None  # [B], their numbers in the rollout; None for all of them
+    batch: dict[str, Any] | None = None  # TRL's micro-batch of an update
+    sequences: NDArray[np.int64] | None = None  # [B], of that in the rollout, once found; None for all of it
     recorded: list[RoutingTrace] = field(default_factory=list)  # of each part, where that is recorded
     logprobs_BR: Tensor | None = None  # what came out, once it has run
 
 
 class TrainerPassController:
-    """The passes of one trainer of TRL, set up. `require_supported` raises where its settings do not go with replay."""
+    """The passes of one trainer of TRL, set up.
+
+    `require_supported` raises where its settings do not go with replay. It is called in here, as under "none" such
+    settings end no run: nothing is measured then.
+    """
 
     routed: RoutedTransformer  # the policy; left out where it cannot be measured
 
@@ -74,12 +78,11 @@ class TrainerPassController:
         self.rollout: Rollout | None = None  # that the trainer works on
         self._trainer = trainer
         self._replay = replay
-        self._metrics = MismatchSums()
+        self._metrics = MismatchSums(replays_rollout=replay == "R3")
         self._guard = MeasuringGuard(replay)
         self._now: LogprobPass | None = None
         self._num_rollouts = 0
         self._num_updates = 0
-        self._has_old_pass = False
         self._checks_with_images = False
         attached = None
         with self._guard.catching_errors():
@@ -94,7 +97,7 @@ class TrainerPassController:
     def run_rollout(self, generate: Callable[[], Any]) -> Any:
         """Run TRL's `_generate`, whose prompts, completions and routes become the rollout."""
         is_first = self.capture.is_open and not self._num_rollouts
-        result, rollout = self.capture.run_generation(generate)
+        result, rollout = self.capture.capture_rollout(generate)
         with self._guard.catching_errors():
             # the check is a forward, which processes that share a model run together
             if is_first and self._replay == "none" and self._is_off_anywhere():
@@ -121,27 +124,18 @@ class TrainerPassController:
         old = LogprobPass(is_update=False)
         with self.passing(old):
             output = generate()
-        with self._guard.catching_errors():
-            if self._guard.is_on:
-                self._end_generation(old, output)
+        self._guard.run(self._end_generation, old, output)
         return output
 
     def run_update(self, compute: Callable[[], Any], inputs: dict[str, Any]) -> Any:
         """Run TRL's `_compute_loss` on a micro-batch."""
-        update = LogprobPass(is_update=True)
-        with self._guard.catching_errors():
-            if self._guard.is_on:
-                update.sequences = self._current_rollout().sequences_of(inputs)
+        update = LogprobPass(is_update=True, batch=inputs)
         with self.passing(update):
             loss = compute()
-        with self._guard.catching_errors():
-            if self._guard.is_on and update.logprobs_BR is None:
-                raise ReplayError(
-                    f"{type(self._trainer).__name__} computed a loss without _get_per_token_logps_and_entropies, so "
-                    "that nothing was replayed in it"
-                )
-            if self._guard.is_on and not self._has_old_pass:
-                self._compare_with_rollout(update, inputs)
+        if update.logprobs_BR is None:
+            self._guard.run(self._raise_unreplayed, "computed a loss without _get_per_token_logps_and_entropies")
+        elif not self._metrics.has_old_pass:
+            self._guard.run(self._compare_with_rollout, update, inputs)
         return loss
 
     @contextmanager
@@ -150,12 +144,9 @@ class TrainerPassController:
         before, windows = self._num_updates, self._windows
         with nullcontext() if windows is None else windows.micro_step():
             yield
-        with self._guard.catching_errors():
-            if self._guard.is_on and self._num_updates == before:
-                raise ReplayError(
-                    f"{type(self._trainer).__name__} made a training step without an update pass through _compute_loss "
-                    "and _get_per_token_logps_and_entropies, so that nothing was replayed in it"
-                )
+        if self._num_updates == before:
+            without = "made a training step without an update pass through _compute_loss and "
+            self._guard.run(self._raise_unreplayed, f"{without}_get_per_token_logps_and_entropies")
 
     def flush(self) -> dict[str, float]:
         """Read what is to be logged of all processes, and start anew. A collective call, for which the host waits."""
@@ -187,22 +178,20 @@ class TrainerPassController:
         """Run TRL's `_get_per_token_logps_and_entropies`, in parts as TRL has them, each with its routes and masks."""
         # Routes are the policy's alone. Masks are the reference's too, whose log-probs are compared with the policy's.
         now = self._now
-        cut: Sequence[BatchPart] | None = None
-        parts: Sequence[Part | None] = [None]
-        is_policy = self._guard.is_on and self._is_policy(model)
+        is_policy, found = self._guard.is_on and self._is_policy(model), None
         if now is not None and (is_policy or self._has_masks):
-            with self._guard.catching_errors():
-                cut = cut_batch(input_ids, attention_mask, options, batch_size)
-                parts = self._parts_of(now, [each.rows for each in cut], attention_mask, num_scored)
-        if now is None or cut is None or not self._guard.is_on:
+            find = partial(cut_batch, input_ids, attention_mask, options, batch_size)
+            found = self._guard.run(self._find_parts, now, find, attention_mask, num_scored)
+        if now is None or found is None:
             return compute(input_ids, attention_mask, num_scored, batch_size=batch_size, **options)
+        cut, parts = found
         calls = [partial(compute, each.input_ids, each.attention_mask, num_scored, **each.options) for each in cut]
         if is_policy and self._checks_with_images and parts[0] is not None:
             self._checks_with_images = False
-            with self._guard.catching_errors():
-                check_first_rollout(self.routed, parts[0].routes.trace, calls[0])
+            self._guard.run(check_first_rollout, self.routed, parts[0].routes.trace, calls[0])
         results = []
-        with self._executing_plan(now, parts) if is_policy else nullcontext():
+        windows = self._windows if is_policy else None
+        with nullcontext() if windows is None else self._executing_plan(windows, now, parts):
             for part, call in zip(parts, calls, strict=True):
                 with ExitStack() as stack:
                     if is_policy:
@@ -231,48 +220,48 @@ class TrainerPassController:
             raise ReplayError("TRL trains on a batch that was not generated through _generate: its routes are unknown")
         return self.rollout
 
-    def _parts_of(
-        self, now: LogprobPass, slices: Sequence[slice], mask_BT: Tensor, num_scored: int
-    ) -> Sequence[Part | None]:
-        """Give what the parts of a pass take; None each where R2 is still to record it."""
+    def _find_parts(
+        self, now: LogprobPass, cut_batch: Callable[[], list[BatchPart]], mask_BT: Tensor, num_scored: int
+    ) -> tuple[list[BatchPart], Sequence[Part | None]]:
+        """Cut the batch of a pass, and give what the parts take; None each where R2 is still to record it."""
+        cut = cut_batch()
         if self._replay == "R2" and not now.is_update:
-            return [None] * len(slices)
+            return cut, [None] * len(cut)
         rollout = self._current_rollout()
-        if now.sequences is None:
+        if now.batch is None:
             rollout.read_mask(mask_BT, num_scored)
+        else:
+            now.sequences = rollout.sequences_of(now.batch)
         sequences = np.arange(len(rollout.trace)) if now.sequences is None else now.sequences
-        return [self._part(sequences[rows]) for rows in slices]
+        return cut, [self._part(sequences[each.rows]) for each in cut]
 
     def _part(self, sequences: NDArray[np.int64]) -> Part:
         drops_truncated = bool(self._trainer.mask_truncated_completions)
         return self._current_rollout().part(sequences, self.routed.rows, drops_truncated=drops_truncated)
 
-    def _executing_plan(self, now: LogprobPass, parts: Sequence[Part | None]) -> AbstractContextManager[None]:
+    def _executing_plan(
+        self, windows: PlannedWindows, now: LogprobPass, parts: Sequence[Part | None]
+    ) -> AbstractContextManager[None]:
         """Open a plan of the old-log-prob pass, until it has run; or see to that of the window of an update."""
-        if self._windows is not None and now.is_update:
-            self._windows.begin(lambda inputs: self._part(self._current_rollout().sequences_of(inputs)).routes)
-        elif self._windows is not None and self._replay == "R3":
-            return self._windows.executing([part.routes for part in parts if part is not None], "recompute")
+        if now.is_update:
+            windows.begin(lambda inputs: self._part(self._current_rollout().sequences_of(inputs)).routes)
+        elif self._replay == "R3":
+            return windows.executing([part.routes for part in parts if part is not None], "recompute")
         return nullcontext()
 
     @contextmanager
     def _replaying_or_recording(self, now: LogprobPass, part: Part | None) -> Iterator[None]:
         """Replay what belongs to a part of a pass; else record it, where the weights are still the rollout's."""
-        has_rollouts_weights = not (now.is_update and self._has_old_pass)
         if part is not None and self._replay != "none":
-            counts = ReplayCounts()
             with ExitStack() as stack:
+                stack.enter_context(self._metrics.counting(self.routed, update=now.is_update))
                 stack.enter_context(self.routed.replay(part.routes))
-                stack.enter_context(self.routed.listening(counts))
                 yield
                 # A session that ends where no gradients are recorded waits for what the device finds wrong. Behind an
                 # old-log-prob pass comes an update, and the optimizer's step looks before anything is learned.
                 with torch.enable_grad():
                     stack.close()
-            self._metrics.add_counts(
-                counts, executed=has_rollouts_weights and self._replay == "R3", native=now.is_update
-            )
-        elif has_rollouts_weights:
+        elif self._metrics.at_rollout_weights(update=now.is_update):
             choices = self._replay == "R2" and self.routed.indexers is not None
             with self.routed.record(indexers=choices) as recording:
                 yield
@@ -282,8 +271,8 @@ class TrainerPassController:
 
     def _end_generation(self, old: LogprobPass, output: dict[str, Any]) -> None:
         """Have TRL's batch carry the numbers of its sequences, and compare its old log-probs."""
-        self._has_old_pass = output.get("old_per_token_logps") is not None
-        if self._has_old_pass != (old.logprobs_BR is not None):
+        has_old_pass = self._metrics.has_old_pass = output.get("old_per_token_logps") is not None
+        if has_old_pass != (old.logprobs_BR is not None):
             raise ReplayError(
                 "TRL's old log-probs did not come through _get_per_token_logps_and_entropies, so that nothing was "
                 "replayed in them"
@@ -294,8 +283,11 @@ class TrainerPassController:
         masks = output["prompt_mask"], output["completion_mask"]
         rollout.read_mask(torch.cat(masks, dim=1), masks[1].shape[1])
         output |= rollout.columns(output)
-        if self._has_old_pass:
+        if has_old_pass:
             self._compare_with_rollout(old, output)
+
+    def _raise_unreplayed(self, what: str) -> None:
+        raise ReplayError(f"{type(self._trainer).__name__} {what}, so that nothing was replayed in it")
 
     def _take_recorded(self, old: LogprobPass, prompt_mask: Tensor) -> None:
         if not old.recorded:

@@ -35,13 +35,7 @@ class ScoringMasks(NamedTuple):
 
     @classmethod
     def of(cls, trace: RoutingTrace, mask_BT: NDArray[np.bool_], sampled_BR: NDArray[np.bool_]) -> ScoringMasks:
-        """Find them.
-
-        Args:
-            trace: the B sequences, with sampling masks.
-            mask_BT: which positions hold their tokens, one behind the other.
-            sampled_BR: which tokens of the last R positions were sampled, where they hold any.
-        """
+        """Find them, given where tokens of B sequences are, and which in the last R positions were sampled."""
         width = mask_BT.shape[1]
         before = width - sampled_BR.shape[1]
         # the state of a position predicts the token of the next one
@@ -56,11 +50,7 @@ class ScoringMasks(NamedTuple):
 def scored_on_sampling_masks(scoring: ScoringMasks) -> Iterator[None]:
     """Have one forward of a model of TRL score its tokens on their sets, and those not sampled as 0, a constant.
 
-    Raises:
-        AttributeError: when this release of TRL makes log-probs in another way.
-        ReplayError: when no log-probs were made while it was open.
-        TraceContentError, BatchMismatchError: as `masked_logprobs`.
-        ConfigError: for a head that is not linear.
+    Raises as `masked_logprobs`, and `ReplayError` when no log-probs were made while it was open.
     """
     calls, original = 0, getattr(utils, HEAD)
 

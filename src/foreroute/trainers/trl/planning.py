@@ -12,8 +12,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from foreroute.adapters.hf import RoutedTransformer
 from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.costs.cluster_file import Cluster
@@ -93,7 +91,5 @@ class PlannedWindows:
         with routed.execute(made, counts_MLGE, micro_batches) as execution:
             yield
         assert routed.spread is not None, "its home_LE was there"
-        everyone = routed.spread.groups.consensus
-        executed_GML = everyone.gather(torch.from_numpy(execution.executed_ML), "gathering what was executed")
-        served = execution.hosted[pass_name].plan
-        self.sums.add([served], counts_MLGE, routed.home_LE, executed_GML.permute(1, 2, 0).numpy())
+        executed_MLG = routed.spread.gather_executed([execution])
+        self.sums.add([execution.hosted[pass_name].plan], counts_MLGE, routed.home_LE, executed_MLG)

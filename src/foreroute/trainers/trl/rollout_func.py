@@ -120,12 +120,7 @@ def returned_trace(
     model: ServedModel,
     weight_version: int,
 ) -> RoutingTrace:
-    """Read the routes that a `rollout_func` returned, each a trace of one sequence or what `capture.decode` reads.
-
-    Raises:
-        ReplayError: when there is not one entry for each sequence.
-        CaptureError: when they cannot be those of these tokens.
-    """
+    """Read the routes that a `rollout_func` returned, each a trace of one sequence or what `capture.decode` reads."""
     is_list = isinstance(routes, Collection) and not isinstance(routes, str | bytes | Mapping)
     if not is_list or len(routes) != len(prompts):
         found = "no" if routes is None else len(routes) if is_list else f"a {type(routes).__name__} as"

@@ -78,7 +78,7 @@ class RoutingReplay:
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **options: Any) -> Any:
         sample = partial(super()._generate_single_turn, prompt_ids, *args, **options)  # type: ignore[misc]
-        return self.routing.capture.run_turn(sample, prompt_ids)
+        return self.routing.capture.capture_turn(sample, prompt_ids)
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
         generate = partial(super()._generate_and_score_completions, inputs)  # type: ignore[misc]

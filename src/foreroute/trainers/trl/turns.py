@@ -29,10 +29,11 @@ class TurnSource(Protocol):
     def turn(
         self, sample: Callable[[], Any], prompts: Sequence[Sequence[int]], weight_version: int
     ) -> tuple[Any, Callable[[], Captured]]:
-        """Give what TRL's `sample` returns, completions first; and what gives what was captured of them.
+        """Give what TRL's `sample` returns, completions first; and a function that reads what was captured of them.
 
-        The second raises CaptureError or ReplayError when there are no routes, or they cannot be true.
+        It raises CaptureError or ReplayError when there are no routes, or they cannot be true.
         """
+        # read later, as under "none" TRL trains on what was sampled whatever is wrong with its routes
 
 
 def join_turns(
@@ -43,10 +44,6 @@ def join_turns(
     What stands between two turns, such as the answer of a tool, and the last token of a turn are routed by the turn
     behind them, of which they are a part of the prompt. Log-probs [T - prompt] are NaN where nothing was sampled, and
     None where a turn has none.
-
-    Raises:
-        BatchMismatchError: when a turn is the beginning of none of the sequences, or they are of other tokens.
-        ReplayError: when there was no turn.
     """
     if not turns:
         raise ReplayError(

@@ -7,7 +7,7 @@ What is left of k3 is their precisions. Weights that arrived nowhere, or in wron
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ MOST_OF_A_TOKEN = 1.0
 
 Sums = dict[int, tuple[float, float]]
 """k3 and its number of tokens, by the version of the weights that sampled them, the oldest of a sequence."""
+
+Mine = TypeVar("Mine")
 
 
 class WeightsCheck:
@@ -64,8 +66,8 @@ class WeightsCheck:
         )
 
 
-def gather_over(group: Any, mine: Sums) -> list[Sums]:
-    """Give the sums of each rank of a group. A collective call."""
+def gather_over(group: Any, mine: Mine) -> list[Mine]:
+    """Give what each rank of a group has. A collective call."""
     every = [mine] * dist.get_world_size(group)
     dist.all_gather_object(every, mine, group=group)
     return every

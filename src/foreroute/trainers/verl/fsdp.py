@@ -32,9 +32,9 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from foreroute.adapters import hf
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trainers.checks import refuse, require_overridden
-from foreroute.trainers.verl.comparison import over_ranks
+from foreroute.trainers.verl.comparison import gather_over, over_ranks
 from foreroute.trainers.verl.packed_batch import PackedBatch, PackedRoutes
-from foreroute.trainers.verl.passes import ROLLOUT_LOG_PROBS, EnginePasses
+from foreroute.trainers.verl.passes import ROLLOUT_LOG_PROBS, EnginePasses, ReplayingEngine
 from foreroute.trainers.verl.protocol import FIELD, routed_experts
 from foreroute.trainers.verl.registry import refuse_what_engines_pass_over, replace_engine
 from foreroute.trainers.verl.settings import KEY, Replay, fsdp_refusals, replay_of
@@ -43,7 +43,7 @@ Step = Callable[..., Any]
 """verl's `forward_step(micro_batch, loss_function, forward_only)`."""
 
 
-class FSDPRoutingReplay:
+class FSDPRoutingReplay(ReplayingEngine):
     """Routing replay for verl's FSDP engines of language models; put it first among the bases.
 
         class MyEngine(FSDPRoutingReplay, MyFSDPEngine): ...
@@ -52,11 +52,7 @@ class FSDPRoutingReplay:
     reference, and is left alone.
     """
 
-    # verl's engine defines these; a mixin only sees them at run time
-    engine_config: Any
-    model_config: Any
-    eval_mode: Any
-    replays_routes = True  # what verl's registry is searched for
+    model_config: Any  # verl's engine defines it
     routing: FSDPPasses | None = None
 
     def initialize(self) -> None:
@@ -72,23 +68,16 @@ class FSDPRoutingReplay:
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         """Run verl's passes over a batch, of which each micro-batch is replayed."""
-        run = partial(super().forward_backward_batch, data, loss_function, forward_only)  # type: ignore[misc]
-        if self.routing is None and not self.engine_config.forward_only and data.get(FIELD, None) is not None:
+        is_policy = not (self.engine_config.forward_only or self.is_reference)
+        if self.routing is None and is_policy and data.get(FIELD, None) is not None:
             # routes of the rollout are at hand, and no replay was asked for: the mismatch is measured
             self.routing = FSDPPasses(self, "disabled")
-        if self.routing is None or self.routing.is_reference:
-            return run()
-        return self.routing.run_batch(run, data, update=not forward_only)
-
-    def train_batch(self, data: Any, loss_function: Any) -> Any:
-        """Run verl's training step, with the mismatch among its metrics."""
-        train = partial(super().train_batch, data, loss_function)  # type: ignore[misc]
-        return train() if self.routing is None else self.routing.train(train)
+        return super().forward_backward_batch(data, loss_function, forward_only)
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         """Run verl's pass over a micro-batch, with its routes."""
         step = super().forward_step  # type: ignore[misc]
-        if self.routing is None or self.routing.is_reference:
+        if self.routing is None or self.is_reference:
             return step(micro_batch, loss_function, forward_only)
         return self.routing.step(step, micro_batch, loss_function, update=not forward_only)
 
@@ -96,14 +85,11 @@ class FSDPRoutingReplay:
     def disable_adapter(self) -> Iterator[None]:
         """Leave the reference pass alone, where the reference is the policy without its adapters."""
         with super().disable_adapter():  # type: ignore[misc]
-            if self.routing is None:
-                yield
-                return
-            self.routing.is_reference = True
+            self.is_reference = True
             try:
                 yield
             finally:
-                self.routing.is_reference = False
+                self.is_reference = False
 
 
 class RoutingReplayEngine(FSDPRoutingReplay, FSDPEngineWithLMHead):
@@ -119,7 +105,6 @@ class FSDPPasses(EnginePasses):
         with patch.object(model, "forward", partial(model.forward, return_dict=True)):
             routed = hf.attach(engine.module)
         super().__init__(engine, routed, replay)
-        self.is_reference = False  # set while adapters are switched off
         self._group = engine.ulysses_parallel_group  # of the ranks that share packed rows, or None
         self._rank = 0 if self._group is None else dist.get_rank(self._group)
 
@@ -129,8 +114,9 @@ class FSDPPasses(EnginePasses):
 
     def step(self, step: Step, micro_batch: Any, loss_function: Any, *, update: bool) -> Any:
         """Run a `forward_step` of verl on a micro-batch, replayed, recorded and compared as its pass asks for."""
-        self._num_steps += 1
-        is_compared, has_routes = self.at_rollout_weights(update=update), self.brings_routes(micro_batch, update=update)
+        self.num_forwards += 1
+        is_compared = self.metrics.at_rollout_weights(update=update)
+        has_routes = self.brings_routes(micro_batch, update=update)
         replays = has_routes and self._replay != "disabled"
         # the host looks at a rollout once, in the pass that is compared; afterwards the device checks what it is given
         routes = self.decode(micro_batch) if has_routes and is_compared else None
@@ -172,8 +158,7 @@ class FSDPPasses(EnginePasses):
         """Make the sequences of a micro-batch of what ranks recorded of its packed rows, without verl's padding."""
         parts = [recorded]
         if self._group is not None:
-            parts *= dist.get_world_size(self._group)
-            dist.all_gather_object(parts, recorded, group=self._group)
+            parts = gather_over(self._group, recorded)
         lengths = micro_batch["input_ids"].offsets().diff().cpu().numpy()
         return concatenate(parts).take_rows(np.arange(lengths.sum()), lengths)
 

@@ -17,8 +17,8 @@ micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from math import lcm
 from typing import Any
@@ -47,7 +47,7 @@ from foreroute.trainers.checks import require_overridden
 from foreroute.trainers.plan_sums import PlanSums
 from foreroute.trainers.verl.comparison import over_ranks
 from foreroute.trainers.verl.packed_batch import PackedBatch, PackedRoutes
-from foreroute.trainers.verl.passes import ROLLOUT_LOG_PROBS, EnginePasses
+from foreroute.trainers.verl.passes import ROLLOUT_LOG_PROBS, EnginePasses, ReplayingEngine
 from foreroute.trainers.verl.planning import PlannedBatch, PlanningMegatronConfig
 from foreroute.trainers.verl.protocol import FIELD, routed_experts
 from foreroute.trainers.verl.registry import replace_engine
@@ -59,7 +59,7 @@ Step = Callable[[Iterator[Any], Any], Any]
 """verl's `forward_step(batch_iter, model)`, its other parameters bound."""
 
 
-class MegatronRoutingReplay(MegatronEngineWithLMHead):
+class MegatronRoutingReplay(ReplayingEngine, MegatronEngineWithLMHead):
     """verl's Megatron engine of language models with routing replay, and plans where its configuration has them.
 
     An engine that only runs forward is a reference, and is left alone.
@@ -69,7 +69,7 @@ class MegatronRoutingReplay(MegatronEngineWithLMHead):
         ConfigError: for settings under which replay is not supported, and plans without replay.
     """
 
-    replays_routes = executes_plans = True  # what verl's registry is searched for
+    executes_plans = True  # what verl's registry is searched for
     routing: MegatronPasses | None = None
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -90,27 +90,6 @@ class MegatronRoutingReplay(MegatronEngineWithLMHead):
             with self.eval_mode():
                 self.routing = MegatronPasses(self, self._replay)
 
-    def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
-        """Run verl's passes over a batch, of which each micro-batch is replayed."""
-        run = partial(super().forward_backward_batch, data, loss_function, forward_only)
-        return run() if self.routing is None else self.routing.run_batch(run, data, update=not forward_only)
-
-    def train_batch(self, data: Any, loss_function: Any) -> Any:
-        """Run verl's training step, with mismatch and plans among its metrics."""
-        train = partial(super().train_batch, data, loss_function)
-        return train() if self.routing is None else self.routing.train(train)
-
-
-@dataclass(frozen=True)
-class RoutedMicroBatch:
-    """One micro-batch of verl, its field of routes taken off."""
-
-    data: Any
-    layout: Layout
-    packed: PackedBatch  # on the device, where log-probs are
-    routes: RoutingTrace | None  # as the host read them in the pass that is compared
-    shard: RouteShard | None  # to replay; rows that the rollout did not route are spread
-
 
 class MegatronPasses(EnginePasses):
     """The passes of one Megatron engine, whose schedule is given all micro-batches of a batch at once."""
@@ -125,11 +104,16 @@ class MegatronPasses(EnginePasses):
         ranks = mpu.get_context_parallel_world_size()
         self._align = mpu.get_tensor_model_parallel_world_size() * (2 * ranks if ranks > 1 else 1)
 
-    def around(self, *, update: bool) -> AbstractContextManager[object]:
-        """Give verl a schedule that replays while the passes of a batch run."""
+    @contextmanager
+    def batch(self, data: Any, *, update: bool) -> Iterator[None]:
+        """Give verl a schedule that replays while the passes of a batch run. See `EnginePasses`."""
         find_schedule = transformer_impl.get_forward_backward_func
         replaying = lambda: partial(self._run_schedule, find_schedule(), update=update)  # noqa: E731
-        return patch.object(transformer_impl, "get_forward_backward_func", replaying)
+        with (
+            patch.object(transformer_impl, "get_forward_backward_func", replaying),
+            super().batch(data, update=update),
+        ):
+            yield
 
     def over_sharing_ranks(self, sums: Tensor) -> Tensor:
         """Add sums up over the ranks of one model, which are all ranks but those of other data."""
@@ -143,88 +127,71 @@ class MegatronPasses(EnginePasses):
         self, schedule: Callable[..., Any], *, forward_step_func: Step, data_iterator: Any, update: bool, **options: Any
     ) -> Any:
         """Run the micro-batches of a batch as verl asks for it, replayed, and compared as their pass asks for."""
+        # all routes are read, checked and cut on the host before any micro-batch runs
         given = list(data_iterator[0] if isinstance(data_iterator, list) else data_iterator)
-        micro_batches = self._read_micro_batches(given, update=update)
-        shards = [each.shard for each in micro_batches if each.shard is not None]
-        run = partial(self._run_micro_batches, schedule, options)
+        layouts = self._lay_out(given)
+        traces = [self._read_routes(data, update=update) for data in given]
+        shards = [
+            None if trace is None else self.routed.shard(trace, layout, missing="spread")
+            for trace, layout in zip(traces, layouts, strict=True)
+        ]
+        packed = [_pack_responses(data) for data in given]
+        micro_batches = [data.exclude(FIELD) for data in given]  # the field would go to the device whole
+
+        def run(step: Step, first: int = len(given), **others: Any) -> Any:
+            batches = transformer_impl.make_batch_generator(micro_batches[:first], self._num_chunks)
+            settings = options | {"num_microbatches": min(first, len(given))} | others
+            return schedule(forward_step_func=step, data_iterator=batches, **settings)
+
         if self._replay == "R3" and not self.first_rollout_checked:
-            self._check_first(micro_batches, partial(run, forward_step_func, forward_only=True))
-        replaying = self.routed.replaying(forward_step_func, routes_of=partial(_find_shard, micro_batches))
-        num_before, planned = self._num_steps, None
+            # virtual stages take as many micro-batches at a time as there are stages
+            num_first = mpu.get_pipeline_model_parallel_world_size() if self._num_chunks > 1 else 1
+            self._check_first(traces[:num_first], partial(run, forward_step_func, num_first, forward_only=True))
+        replaying = self.routed.replaying(forward_step_func, routes_of=partial(_find_shard, micro_batches, shards))
+        num_before, planned, cut = self.num_forwards, None, [each for each in shards if each is not None]
         with ExitStack() as stack:
-            recording = None if shards else stack.enter_context(self.routed.record())
+            recording = None if cut else stack.enter_context(self.routed.record())
             executions = stack.enter_context(ExitStack())
-            if self._planning is not None and shards:
-                # stages run other micro-batches at a time, so that they agree on a plan before the first
-                at_once = mpu.get_pipeline_model_parallel_world_size() > 1
-                is_first = mpu.get_expert_model_parallel_rank() == 0
-                how: dict[str, bool] = {"is_first": is_first, "at_once": at_once}
-                planned = PlannedBatch(self.routed, shards, self._planning, executions, **how)
-                planned.begin(0)
+            if self._planning is not None and cut:
+                planned = PlannedBatch(
+                    self.routed,
+                    cut,
+                    self._planning,
+                    executions,
+                    is_first=mpu.get_expert_model_parallel_rank() == 0,
+                    # stages run other micro-batches at a time, so that they agree on a plan before the first
+                    waits_for_plan=mpu.get_pipeline_model_parallel_world_size() > 1,
+                )
 
             def step(batches: Iterator[Any], model: Any) -> Any:
-                if planned is not None and self._num_steps > num_before:
-                    planned.begin(self._num_steps - num_before)
-                self._num_steps += 1
+                if planned is not None and 0 < planned.num_at_home == self.num_forwards - num_before:
+                    planned.execute_plan()
+                self.num_forwards += 1
                 return replaying(batches, model)
 
-            results = run(step, micro_batches)
-        self._require_all(self._num_steps - num_before, len(micro_batches))
+            results = run(step)
+        self._require_all(self.num_forwards - num_before, len(given))
         if planned is not None:
-            groups = mpu.get_expert_model_parallel_group(), mpu.get_pipeline_model_parallel_group()
-            planned.add_to(self._plan_sums, "update" if update else "recompute", *groups)
-        outputs = [each["model_output"] for each in results] or [{}] * len(micro_batches)
+            planned.add_to(self._plan_sums, "update" if update else "recompute")
+        outputs = [each["model_output"] for each in results] or [{}] * len(given)
         if recording is not None:
-            self._write_routes(recording.trace(), micro_batches, outputs)
-        for each, output in zip(micro_batches, outputs, strict=True):
-            self.compare_log_probs(each.packed, each.data, output.get("log_probs"), update=update)
+            _write_routes(recording.trace(), layouts, micro_batches, outputs)
+        for each, data, output in zip(packed, micro_batches, outputs, strict=True):
+            self.compare_log_probs(each, data, output.get("log_probs"), update=update)
         return results
 
-    def _run_micro_batches(
-        self,
-        schedule: Callable[..., Any],
-        options: dict[str, Any],
-        step: Step,
-        micro_batches: Sequence[RoutedMicroBatch],
-        **others: Any,
-    ) -> Any:
-        """Run a schedule on some micro-batches, with verl's options but for others."""
-        batches = transformer_impl.make_batch_generator([each.data for each in micro_batches], self._num_chunks)
-        options = options | {"num_microbatches": len(micro_batches)} | others
-        return schedule(forward_step_func=step, data_iterator=batches, **options)
+    def _read_routes(self, data: Any, *, update: bool) -> RoutingTrace | None:
+        """Read the routes that a micro-batch brings, if it does, by the checks that are made on a device elsewhere."""
+        if not self.brings_routes(data, update=update):
+            return None
+        return PackedRoutes(PackedBatch(data), self.routed.spec, partial(self.decode, data)).trace()
 
-    def _read_micro_batches(self, given: Sequence[Any], *, update: bool) -> list[RoutedMicroBatch]:
-        """Read the routes of all micro-batches on the host, before any of them runs."""
-        lengths = [np.asarray(data["input_ids"].offsets().diff().cpu().numpy(), np.int64) for data in given]
-        longest = max(int(lengths_S.max()) for lengths_S in lengths)
-        return [
-            self._cut_micro_batch(data, self._lay_out(lengths_S, longest), update=update)
-            for data, lengths_S in zip(given, lengths, strict=True)
-        ]
-
-    def _cut_micro_batch(self, data: Any, layout: Layout, *, update: bool) -> RoutedMicroBatch:
-        """Cut the routes of a micro-batch to this rank, and take the field off, which would go to the device whole."""
-        routes = shard = None
-        if self.brings_routes(data, update=update):
-            if self.at_rollout_weights(update=update):
-                trace = routes = self.decode(data)
-            else:
-                trace = PackedRoutes(PackedBatch(data), self.routed.spec, partial(self.decode, data)).trace()
-            shard = self.routed.shard(trace, layout, missing="spread")
-        of_responses = ("input_ids", "responses", "attention_mask", "response_mask", ROLLOUT_LOG_PROBS)
-        there = data.select(*(name for name in of_responses if name in data.keys())).to(get_device_id())  # noqa: SIM118
-        rest = data.exclude(FIELD)
-        return RoutedMicroBatch(rest, layout, PackedBatch(there), routes, shard)
-
-    def _check_first(self, micro_batches: Sequence[RoutedMicroBatch], run: Callable[..., Any]) -> None:
+    def _check_first(self, traces: Sequence[RoutingTrace | None], run: Callable[[], Any]) -> None:
         """Hold the first routes of the rollout against the model's own."""
-        # virtual stages take as many micro-batches at a time as there are stages
-        num_first = mpu.get_pipeline_model_parallel_world_size() if self._num_chunks > 1 else 1
-        first = micro_batches[:num_first]
-        routes = concatenate([each.routes for each in first if each.routes is not None])
+        routes = concatenate([each for each in traces if each is not None])
         self.check_first(
             routes,
-            partial(run, first),
+            run,
             sequences_of=lambda recorded: recorded.select(np.arange(len(routes))).truncated(routes.lengths),
         )
 
@@ -236,19 +203,13 @@ class MegatronPasses(EnginePasses):
                 f"{self._num_chunks} chunks; expected {expected}, each of which is replayed"
             )
 
-    def _write_routes(
-        self, executed: RoutingTrace, micro_batches: Sequence[RoutedMicroBatch], outputs: Sequence[dict[str, Any]]
-    ) -> None:
-        """Put recorded routes among the outputs of their micro-batch, for updates to replay."""
-        first = 0
-        for each, output in zip(micro_batches, outputs, strict=True):
-            ranges = each.layout.ranges
-            own = executed.select(np.arange(first, first + len(ranges.count_J)))
-            first += len(own)
-            output[FIELD] = routed_experts(own.truncated(ranges.high_J - ranges.low_J), each.data)  # without padding
+    def _lay_out(self, micro_batches: Sequence[Any]) -> list[Layout]:
+        """Lay the sequences of micro-batches out as verl does."""
+        lengths = [np.asarray(data["input_ids"].offsets().diff().cpu().numpy(), np.int64) for data in micro_batches]
+        longest = max(int(lengths_S.max()) for lengths_S in lengths)
+        return [self._lay_out_micro_batch(lengths_S, longest) for lengths_S in lengths]
 
-    def _lay_out(self, lengths_S: NDArray[np.int64], longest: int) -> Layout:
-        """Lay sequences of these lengths out as verl does, in a batch of which the longest sequence is so long."""
+    def _lay_out_micro_batch(self, lengths_S: NDArray[np.int64], longest: int) -> Layout:
         if not self._config.use_remove_padding:
             width = longest if self._config.pad_bshd_to_minibatch_max else int(lengths_S.max())
             return pad(lengths_S, side="right", order="sbhd", to=-(-width // self._align) * self._align)
@@ -259,11 +220,29 @@ class MegatronPasses(EnginePasses):
         return pack(lengths_S, slots=slots_S)
 
 
-def _find_shard(micro_batches: Sequence[RoutedMicroBatch], data: Any) -> RouteShard | None:
-    for each in micro_batches:
-        if data is each.data:
-            return each.shard
+def _pack_responses(data: Any) -> PackedBatch:
+    """Put what tells where responses are on the device, where log-probs are."""
+    of_responses = ("input_ids", "responses", "attention_mask", "response_mask", ROLLOUT_LOG_PROBS)
+    return PackedBatch(data.select(*(name for name in of_responses if name in data.keys())).to(get_device_id()))  # noqa: SIM118
+
+
+def _find_shard(micro_batches: Sequence[Any], shards: Sequence[RouteShard | None], data: Any) -> RouteShard | None:
+    for each, shard in zip(micro_batches, shards, strict=True):
+        if data is each:
+            return shard
     raise ReplayError("Megatron's schedule runs other micro-batches than verl split the batch into")
+
+
+def _write_routes(
+    executed: RoutingTrace, layouts: Sequence[Layout], micro_batches: Sequence[Any], outputs: Sequence[dict[str, Any]]
+) -> None:
+    """Put recorded routes among the outputs of their micro-batch, for updates to replay."""
+    first = 0
+    for layout, data, output in zip(layouts, micro_batches, outputs, strict=True):
+        ranges = layout.ranges
+        own = executed.select(np.arange(first, first + len(ranges.count_J)))
+        first += len(own)
+        output[FIELD] = routed_experts(own.truncated(ranges.high_J - ranges.low_J), data)  # without padding
 
 
 def register() -> None:

@@ -30,8 +30,10 @@ class PackedBatch:
     """The sequences of a batch with responses, one behind the other."""
 
     def __init__(self, batch: Any) -> None:
-        self._fields = fields_of(batch)
-        ids, mask = tokens_and_mask(self._fields)
+        self.fields = fields_of(batch)
+        ids, mask = tokens_and_mask(self.fields)
+        self.tokens_N: Tensor
+        self.offsets: Tensor  # int64 [S + 1], first rows of the sequences, and N
         if mask is None:
             self.tokens_N, self.offsets = ids.values(), ids.offsets().long()
         else:
@@ -49,14 +51,6 @@ class PackedBatch:
         # the number of each row's token in its response; below 0 in a prompt
         self.index_N = self._row_N - (self.offsets[1:] - self._responses_S)[self.number_N]
 
-    def field(self, name: str) -> Any:
-        """Give a tensor of the batch. Raises `CaptureError` when it is not there."""
-        return field_of(self._fields, name)
-
-    def has(self, name: str) -> bool:
-        """Say whether the batch has a field."""
-        return self._fields.get(name, None) is not None
-
     @property
     def is_first_N(self) -> Tensor:
         """Bool [N], first tokens of sequences."""
@@ -64,7 +58,7 @@ class PackedBatch:
 
     def gather_field(self, name: str) -> Tensor:
         """Give each row its entry [N] of a field that has one for each token of a response; arbitrary in prompts."""
-        values = self.field(name)
+        values = field_of(self.fields, name)
         if len(values) != len(self._responses_S):
             raise CaptureError(
                 f"{name} has {len(values)} rows for {len(self._responses_S)} responses; expected as many"
@@ -77,7 +71,7 @@ class PackedBatch:
             ends_S = begins_S + width
         self.wrong = self.wrong | (ends_S - begins_S < self._responses_S).any()
         if not len(flat):
-            return flat.new_zeros(len(self.tokens_N))
+            return torch.zeros(len(self.tokens_N), dtype=flat.dtype, device=flat.device)
         entries_N: Tensor = flat[(begins_S[self.number_N] + self.index_N).clamp(0, len(flat) - 1)]
         return entries_N
 
@@ -106,10 +100,10 @@ class PackedBatch:
 
     def _lengths_of_responses(self) -> tuple[Tensor, Tensor]:
         """Give int64 [S], and whether the mask that says so is none."""
-        responses = self.field("responses")
+        responses = field_of(self.fields, "responses")
         if responses.is_nested:
             return responses.offsets().diff().long(), torch.zeros((), dtype=torch.bool, device=self.tokens_N.device)
-        width, mask = responses.shape[1], self.field("attention_mask")
+        width, mask = responses.shape[1], field_of(self.fields, "attention_mask")
         if not mask.is_nested:
             kept_BT = mask == 1
             # a row of tokens in one piece begins once
@@ -159,7 +153,7 @@ class PackedRoutes:
         rank: int = 0,  # among those that share the packed rows
         tables: Mapping[int, Tensor] | None = None,  # [vocabulary, K] of layers that look experts up by token
     ) -> None:
-        field, number_N = packed.field(FIELD), packed.number_N
+        field, number_N = field_of(packed.fields, FIELD), packed.number_N
         values = field.values() if field.is_nested else field
         expected = (len(number_N), (spec.top_k,))
         if not field.is_nested or values.is_floating_point() or (len(values), values.shape[2:]) != expected:

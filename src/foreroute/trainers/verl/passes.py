@@ -9,7 +9,7 @@ an update to that step the host reads nothing from the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.errors import CaptureError, ReplayError
-from foreroute.replay import ReplayCounts, RoutedModel
+from foreroute.replay import RoutedModel
 from foreroute.replay.rows import to_device
 from foreroute.trace import RoutingTrace
 from foreroute.trainers.checks import check_first_rollout
@@ -31,62 +31,72 @@ from foreroute.trainers.verl.settings import Replay
 ROLLOUT_LOG_PROBS = "rollout_log_probs"
 
 
+class ReplayingEngine:
+    """What engines of verl are derived from before its own: its passes over a batch, with replay around them."""
+
+    # verl's engine defines these; a mixin only sees them at run time
+    engine_config: Any
+    eval_mode: Any
+    replays_routes = True  # what verl's registry is searched for
+    routing: EnginePasses | None = None
+    is_reference = False  # whether the adapters of the policy are switched off now
+    _in_training_step = False
+
+    def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
+        """Run verl's passes over a batch, of which each micro-batch is replayed."""
+        run = super().forward_backward_batch  # type: ignore[misc]
+        if self.routing is None or self.is_reference:
+            return run(data, loss_function, forward_only)
+        with self.routing.batch(data, update=not forward_only):
+            outputs = run(data, loss_function, forward_only)
+        if not (forward_only or self._in_training_step):  # some workers of verl step later, by a call of their own
+            self.routing.log(outputs)
+        return outputs
+
+    def train_batch(self, data: Any, loss_function: Any) -> Any:
+        """Run verl's training step, and put mismatch and plans among its metrics when the optimizer has stepped."""
+        train = super().train_batch  # type: ignore[misc]
+        if self.routing is None:
+            return train(data, loss_function)
+        self._in_training_step = True
+        try:
+            outputs = train(data, loss_function)
+        finally:
+            self._in_training_step = False
+        self.routing.log(outputs)
+        return outputs
+
+
 class EnginePasses:
     """The passes of one engine of verl, as it is initialised."""
 
     def __init__(self, engine: Any, routed: RoutedModel, replay: Replay) -> None:
         self.routed: Any = routed
-        self.metrics = MismatchSums()
-        self.first_rollout_checked = self._in_training_step = False
+        self.metrics = MismatchSums(replays_rollout=replay == "R3")
+        self.first_rollout_checked = False
+        self.num_forwards = 0
         self._replay = replay
         self._engine = engine
         # under R3 both sides take the same routes, so that what is left tells of their weights
         self._weights_check = WeightsCheck() if replay == "R3" else None
-        self._has_old_pass = False
-        self._num_steps = 0
         self._checks = DeferredChecks()
-
-    def train(self, train: Callable[[], Any]) -> Any:
-        """Run verl's `train_batch`, and read what is to be logged when the optimizer has stepped."""
-        self._in_training_step = True
-        try:
-            outputs = train()
-        finally:
-            self._in_training_step = False
-        self.log(outputs)
-        return outputs
-
-    def run_batch(self, run: Callable[[], Any], data: Any, *, update: bool) -> Any:
-        """Run verl's `forward_backward_batch`."""
-        with self.batch(data, update=update):
-            outputs = run()
-        if update and not self._in_training_step:  # some workers of verl step later, by a call of their own
-            self.log(outputs)
-        return outputs
 
     @contextmanager
     def batch(self, data: Any, *, update: bool) -> Iterator[None]:
         """Surround a batch of verl, and judge the rollout behind the old-log-prob pass. A collective call."""
-        num_before, counts = self._num_steps, ReplayCounts()
-        self._has_old_pass |= not update
-        listening = nullcontext() if self._replay == "disabled" else self.routed.listening(counts)
-        with self.around(update=update), listening:
+        num_before, metrics = self.num_forwards, self.metrics
+        metrics.has_old_pass |= not update
+        with nullcontext() if self._replay == "disabled" else metrics.counting(self.routed, update=update):
             yield
-        if self._num_steps == num_before:
+        if self.num_forwards == num_before:
             raise ReplayError(
                 f"{type(self._engine).__name__} ran a batch of {len(data)} without forward_step, so that nothing was "
                 "replayed in it"
             )
-        executed = self._replay == "R3" and self.at_rollout_weights(update=update)
-        self.metrics.add_counts(counts, executed=executed, native=update)
         if not update:
             self._checks.wait()
             if self._weights_check is not None:
                 self._weights_check.judge(partial(gather_over, self._engine.get_data_parallel_group()))
-
-    def around(self, *, update: bool) -> AbstractContextManager[object]:
-        """Surround the passes of a batch by what the framework needs."""
-        return nullcontext()
 
     def over_sharing_ranks(self, sums: Tensor) -> Tensor:
         """Add sums up over ranks that share rows or layers of a batch. A collective call of them."""
@@ -103,11 +113,6 @@ class EnginePasses:
     def flush_plans(self) -> dict[str, float]:
         """Give what plans did, where there are any, and start anew."""
         return {}
-
-    def at_rollout_weights(self, *, update: bool) -> bool:
-        """Say whether a pass is compared with the rollout."""
-        # from its second mini-batch on, an update has other weights; the pass before it has the rollout's
-        return not (update and self._has_old_pass)
 
     def check_first(
         self,
@@ -147,7 +152,11 @@ class EnginePasses:
         self, packed: PackedBatch, micro_batch: Any, log_probs: Tensor | None, *, update: bool
     ) -> None:
         """Compare log-probs, of which an engine gives one for each input position, with the rollout's on the device."""
-        if log_probs is None or not packed.has(ROLLOUT_LOG_PROBS) or not self.at_rollout_weights(update=update):
+        if (
+            log_probs is None
+            or packed.fields.get(ROLLOUT_LOG_PROBS, None) is None
+            or not self.metrics.at_rollout_weights(update=update)
+        ):
             return
         if not log_probs.is_nested or len(log_probs.values()) != len(packed.tokens_N):
             raise CaptureError(

@@ -8,22 +8,19 @@ micro-batches at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
-import torch
-import torch.distributed as dist
 from verl.workers.config import McoreEngineConfig
 
 from foreroute.costs import CostModel, hardware_preset
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.errors import ConfigError
-from foreroute.plan import PlanOptions, Topology
+from foreroute.plan import Topology
 from foreroute.plan.options import PassName
 from foreroute.planner import plan
 from foreroute.trainers.plan_sums import PlanSums
@@ -34,10 +31,6 @@ if TYPE_CHECKING:
     from foreroute.adapters.megatron.route_shard import RouteShard
     from foreroute.ep import PlanExecution
     from foreroute.plan import StepPlan
-
-AT_HOME = PlanOptions(replicas=False)
-UNDER_PLAN = PlanOptions()
-"""Homes stay: verl's checkpoints, and its weights for the rollout, look for experts where Megatron put them first."""
 
 
 @dataclass
@@ -98,39 +91,34 @@ class PlannedBatch:
         open_executions: ExitStack,  # holds the active execution until all micro-batches have run
         *,
         is_first: bool,  # of the ranks that share experts, so that it plans for all
-        at_once: bool,  # the first micro-batch waits for the plan too
+        waits_for_plan: bool,  # also before the first micro-batch
     ) -> None:
         self._routed, self._shards, self._open = routed, list(shards), open_executions
         self._counts_MLGE = routed.gather_counts(self._shards)
-        self._topology, costs = config.planned_for(self._counts_MLGE.shape[2])
-        self._num_at_home = 0 if at_once else min(1, len(self._shards) - 1)
+        topology, costs = config.planned_for(self._counts_MLGE.shape[2])
+        self.num_at_home = 0 if waits_for_plan else min(1, len(self._shards) - 1)
         self._executions: list[PlanExecution] = []
         if is_first:
-            with_plan_MLGE, thread = self._counts_MLGE[self._num_at_home :], ThreadPoolExecutor(1, "foreroute-plan")
-            how: dict[str, Any] = {"home_LE": routed.home_LE, "costs": costs}
-            self._planned = thread.submit(plan, with_plan_MLGE, self._topology, UNDER_PLAN, **how)
+            with_plan_MLGE, thread = self._counts_MLGE[self.num_at_home :], ThreadPoolExecutor(1, "foreroute-plan")
+            self._planned = thread.submit(plan, with_plan_MLGE, topology, home_LE=routed.home_LE, costs=costs)
             thread.shutdown(wait=False)
+        if self.num_at_home:
+            self._execute(None, slice(self.num_at_home))
+        else:
+            self.execute_plan()
 
-    def begin(self, number: int) -> None:
-        """Activate the plan of a micro-batch that is about to run. A collective call before the first two."""
-        if number == self._num_at_home:
-            self._open.close()
-            self._execute(lambda: self._planned.result(), slice(self._num_at_home, None))
-        elif number == 0:
-            counts_MLGE, home_LE = self._counts_MLGE[:1], self._routed.home_LE
-            self._execute(lambda: plan(counts_MLGE, self._topology, AT_HOME, home_LE=home_LE), slice(0, 1))
+    def execute_plan(self) -> None:
+        """Run what has not run by the plan from here on. A collective call, which waits until it is made."""
+        self._open.close()
+        # homes stay: verl's checkpoints, and its weights for the rollout, look for experts where Megatron put them
+        self._execute(self._routed.share_plan(lambda: self._planned.result()), slice(self.num_at_home, None))
 
-    def _execute(self, make: Callable[[], StepPlan], part: slice) -> None:
-        made = self._routed.share_plan(make)
+    def _execute(self, made: StepPlan | None, part: slice) -> None:
         execution = self._routed.execute(made, self._counts_MLGE[part], self._shards[part])
         self._executions.append(self._open.enter_context(execution))
 
-    def add_to(self, sums: PlanSums, name: PassName, group: Any, stages: Any) -> None:
-        """Add what all ranks executed, after the last micro-batch. A collective call of the group and its stages."""
-        mine_ML = torch.from_numpy(np.concatenate([execution.executed_ML for execution in self._executions]))
-        dist.all_reduce(mine_ML, group=stages)  # each has its own layers
-        executed = [torch.empty_like(mine_ML) for _ in range(self._counts_MLGE.shape[2])]
-        dist.all_gather(executed, mine_ML, group=group)
-        served = [execution.hosted[name].plan for execution in self._executions]
-        executed_MLG = torch.stack(executed, -1).numpy()
-        sums.add(served, self._counts_MLGE, self._routed.home_LE, executed_MLG, first=self._num_at_home)
+    def add_to(self, sums: PlanSums, name: PassName) -> None:
+        """Add what all ranks executed, after the last micro-batch. A collective call of all stages."""
+        executed_MLG = self._routed.spread.gather_executed(self._executions)
+        plans = [execution.hosted[name].plan for execution in self._executions]
+        sums.add(plans, self._counts_MLGE, self._routed.home_LE, executed_MLG, first=self.num_at_home)

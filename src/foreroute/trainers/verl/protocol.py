@@ -132,7 +132,7 @@ def fields_of(batch: Any) -> Any:
     return fields
 
 
-def tokens_and_mask(fields: Any) -> tuple[Tensor, Tensor | None]:
+def tokens_and_mask(fields: Any) -> tuple[Any, Tensor | None]:
     """Find `input_ids`, and their mask [B, T] where they are padded."""
     ids = field_of(fields, "input_ids")
     if ids.is_nested:
@@ -145,8 +145,8 @@ def tokens_and_mask(fields: Any) -> tuple[Tensor, Tensor | None]:
     return ids, mask
 
 
-def field_of(fields: Any, name: str) -> Tensor:
-    """Find a tensor of a batch. Raises `CaptureError` when it is not there."""
+def field_of(fields: Any, name: str) -> Any:
+    """Find a tensor of a batch, plain or nested. Raises `CaptureError` when it is not there."""
     fields = fields_of(fields)
     value = fields.get(name) if isinstance(fields, Mapping) else fields.get(name, None)
     if not isinstance(value, Tensor):
@@ -179,7 +179,7 @@ def _sequences(fields: Any) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
     return tokens, rows
 
 
-def _unpadded(values: Tensor, mask: Tensor | None) -> list[NDArray[Any]]:
+def _unpadded(values: Any, mask: Tensor | None) -> list[NDArray[Any]]:
     """Copy each sequence to the host."""
     if mask is None:
         return np.split(values.values().cpu().numpy(), values.offsets().cpu().numpy()[1:-1])
