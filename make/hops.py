@@ -313,7 +313,7 @@ def main() -> None:
         ways = training_steps_verl(Path(folder)) if "--verl" in sys.argv else measure(Path(folder))
     for name, way in ways.items():
         counts = way.counts()
-        print(f"{name:27}" + "".join(f"{what} {count:4d}  " for what, count in counts.items()))
+        print(f"{name:29}" + "".join(f"{what} {count:4d}  " for what, count in counts.items()))
         if "--way" in sys.argv:
             print(*(f"    {each}" for each in way.files), sep="\n")
     if "--json" in sys.argv:
