@@ -99,8 +99,8 @@ def self_check(hooks: ChunkHooks) -> None:
         native = [_output_of(*each) for each in zip(hooks.routers, given, strict=True)]
         watched, native_LRK = _run_in_pass(hooks, given, None)
         replayed, _ = _run_in_pass(hooks, given, Rows(native_LRK))
-        num_experts_L = torch.tensor([router.num_experts for router in hooks.routers], device=native_LRK.device)
-        other_LRK = (native_LRK.long() + 1) % num_experts_L[:, None, None]
+        # routers are alike on Megatron: see `_spec_of`
+        other_LRK = (native_LRK.long() + 1) % hooks.routers[0].num_experts
         other, _ = _run_in_pass(hooks, given, Rows(other_LRK))
     for layer, router in enumerate(hooks.routers):
         for what, results in (("watching it", watched), ("replaying its own routes", replayed)):
