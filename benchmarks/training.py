@@ -226,7 +226,7 @@ def _r3_cost(pairs: int, counter: Counter | None) -> PairedRatio:
 def _step(trainer: Trainer) -> None:
     trainer.step = 1
     _, record = trainer.run_step()
-    if not record["grad_norm"]:
+    if record is None or not record.grad_norm:
         raise RuntimeError("the step updated nothing")
 
 

@@ -73,9 +73,9 @@ def make_traces(config: TrainConfig, folder: Path) -> dict[str, Any]:
     trainer = make_trainer(config, task, policy, make_engine(config, policy))
     rewards = []
     for step in range(config.rl.steps):
-        experience, record = trainer.run_step()
+        experience, _ = trainer.run_step()
         save(experience.generation.trace, folder / f"step-{step}.safetensors", overwrite=True)
-        rewards.append(round(record["reward_mean"], 4))
+        rewards.append(round(float(experience.rewards_S.mean()), 4))
     return {"loss": losses[-1], "rewards": rewards, "kind_bits": {"untrained": untrained, "trained": trained}}
 
 

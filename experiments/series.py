@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.mismatch import Signals, alarms
+from foreroute.records import StepRecord, alarms
 
 WINDOW = 10
 BINS = 12
@@ -22,7 +22,7 @@ def collapse_step(rewards: Sequence[float]) -> int | None:
     `WINDOW` steps that follow each other. The step is the last of these. (A loss that is not finite collapses a run
     too; it ends there.)
     """
-    history = [Signals(step=step, reward=reward) for step, reward in enumerate(rewards)]
+    history = [StepRecord(step=step, reward_mean=reward) for step, reward in enumerate(rewards)]
     for step in range(len(history)):
         if any(alarm.kind == "collapse" for alarm in alarms(history[: step + 1])):
             return step

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.figures import Figures
+from foreroute.records import StepRecord
+from foreroute.records.step_record import SIDES
 from foreroute.train import parse_config, train
 
 STAGES = ("rollout", "recompute", "measure", "update")
@@ -32,23 +34,23 @@ def run(figures: Figures) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         records = train(_config(figures, "R3", STEPS), folder / "R3").records()
-        k3 = {side: [record["mismatch"][side]["k3"] for record in records] for side in ("native", "replayed")}
+        k3 = {side: [record.mismatch[side].k3 for record in records] for side in SIDES}
         figures.record(
-            step_s=_median(records, tuple(records[-1]["seconds"])),
+            step_s=_median(records, tuple(records[-1].seconds)),
             **{f"{stage}_s": _median(records, (stage,)) for stage in STAGES},
             native_k3=statistics.fmean(k3["native"]),
             replayed_k3=statistics.fmean(k3["replayed"]),
-            reward_first=records[0]["reward_mean"],
-            reward_last=records[-1]["reward_mean"],
-            ran_on=records[0]["device"]["name"],
+            reward_first=records[0].reward_mean,
+            reward_last=records[-1].reward_mean,
+            ran_on=records[0].device.name,
         )
         if figures.device.type == "cuda":
-            figures.record(peak_memory_gb=max(record["device"]["peak_memory_bytes"] for record in records) / 1e9)
+            figures.record(peak_memory_gb=max(record.device.peak_memory_bytes for record in records) / 1e9)
         if figures.full and figures.seconds_left < RESERVE_S:
             return
         warm = {"checkpoint": str(folder / "R3" / "checkpoints" / "step-000000.safetensors")}
         records = train(_config(figures, "none", STEPS - 1, warm), folder / "none").records()
-        figures.record(step_none_s=_median(records, tuple(records[-1]["seconds"])))
+        figures.record(step_none_s=_median(records, tuple(records[-1].seconds)))
 
 
 def _config(figures: Figures, routing: str, steps: int, warm: dict[str, Any] | None = None) -> Any:
@@ -66,7 +68,7 @@ def _config(figures: Figures, routing: str, steps: int, warm: dict[str, Any] | N
     return parse_config(values, source="the demo's configuration")
 
 
-def _median(records: Sequence[dict[str, Any]], sum_of: Sequence[str]) -> float:
+def _median(records: Sequence[StepRecord], sum_of: Sequence[str]) -> float:
     """Of all steps but the first, which compiles and allocates."""
-    later = [sum(record["seconds"].get(stage, 0.0) for stage in sum_of) for record in records[1:]]
+    later = [sum(record.seconds.get(stage, 0.0) for stage in sum_of) for record in records[1:]]
     return float(statistics.median(later))

@@ -19,15 +19,16 @@ from foreroute.cli.exit_codes import ENDING, run
 from foreroute.cli.terminal import CommandProgress, Console
 from foreroute.cli.train import watching
 from foreroute.errors import ForerouteError
-from foreroute.mismatch.alarm_rules import ADVICE
 from foreroute.plan import save_counts
+from foreroute.records import Alarm, StepRecord
+from foreroute.records.step_record import ADVICE, MismatchRecord
 from foreroute.train import parse_config
 from tests.cli.command import CLUSTER, foreroute
 from tests.tiers import grid
 from tests.traces import random_trace
 
 CONFIG = parse_config({"name": "watched", "rl": {"steps": 41}}, source="test")
-ALARM = {"kind": "f2", "since": 3, "value": 0.25, "threshold": 0.1}
+ALARM = Alarm(kind="f2", since=3, value=0.25, threshold=0.1)
 
 
 @pytest.fixture
@@ -158,7 +159,7 @@ def shown(monkeypatch, works, steps, *, is_terminal=False, mismatch=None):
             heard()
             now[0] += 2.5
             alarms = [ALARM] if step in (5, 6, 7) else []
-            watcher.on_step({"step": step, "reward_mean": 0.5, "mismatch": mismatch or {}, "alarms": alarms})
+            watcher.on_step(StepRecord(step=step, reward_mean=0.5, mismatch=mismatch or {}, alarms=alarms))
         heard()
     return text.getvalue(), said
 
@@ -193,7 +194,8 @@ def test_a_terminal_knows_the_step_and_its_phase(monkeypatch, works):
 
 
 def test_a_narrow_terminal_has_a_bar_and_cuts_nothing(monkeypatch, works):
-    mismatch = {"native": {"k3": 3.1e-5}, "replayed": {"k3": 2.1e-5}}
+    shares = {"f2": 0.0, "differing_share": 0.0, "differing_tokens_share": 0.0}
+    mismatch = {"native": MismatchRecord(k3=3.1e-5, **shares), "replayed": MismatchRecord(k3=2.1e-5, **shares)}
     text, _ = shown(monkeypatch, works, range(21), is_terminal=True, mismatch=mismatch)
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
     words = re.sub(r"[\s━╸╺]+", " ", text)

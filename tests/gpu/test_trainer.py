@@ -1,6 +1,7 @@
 """The reference trainer on the device."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,15 +30,15 @@ def test_it_trains_there(device, tmp_path, routing):
     records = train(config_of(device, routing), tmp_path / "run").records()
     require_sound(records, [device.type] * 3)
     if routing == "R3":
-        assert [record["mismatch"]["replayed"]["differing_share"] for record in records] == [0.0] * 3
+        assert [record.mismatch["replayed"].differing_share for record in records] == [0.0] * 3
     if device.type == "cuda":
-        assert max(record["device"]["peak_memory_bytes"] for record in records) > 0
+        assert max(record.device.peak_memory_bytes for record in records) > 0
 
 
 def require_sound(records, kinds):
-    assert [record["device"]["kind"] for record in records] == kinds
+    assert [record.device.kind for record in records] == kinds
     for record in records:
-        assert all(math.isfinite(record[name]) for name in ("reward_mean", "loss", "grad_norm")), record["step"]
+        assert all(math.isfinite(value) for value in (record.reward_mean, record.loss, record.grad_norm)), record.step
 
 
 def test_models_of_policy_and_engine_are_there(device):
@@ -62,10 +63,7 @@ def test_a_resumed_run_ends_with_the_same_bits(device, tmp_path):
 
 
 def same_run(one, other):
-    ours, theirs = (
-        [{key: value for key, value in record.items() if key not in ("seconds", "device")} for record in run.records()]
-        for run in (one, other)
-    )
+    ours, theirs = ([replace(record, seconds={}, device=None) for record in run.records()] for run in (one, other))
     return ours == theirs and same_state(*(load_checkpoint(run.last_checkpoint()) for run in (one, other)))
 
 
@@ -75,4 +73,4 @@ def test_a_run_says_where_it_ran_and_goes_on_elsewhere(device, tmp_path):
         train(config_of(torch.device(kind), steps=done + 1), tmp_path / "run", resume=done > 0)
     records = RunFolder(tmp_path / "run").records()
     require_sound(records, kinds)
-    assert all(record["device"]["name"] for record in records)
+    assert all(record.device.name for record in records)

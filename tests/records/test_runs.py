@@ -52,16 +52,16 @@ def edit_line(folder, number, text):
 
 
 def execution_line(at_home, executed, sides=("at_home", "executed")):
-    """Of two ranks with one stage."""
-    stages = {"update": {"at_home_MLG": at_home, "executed_MLG": executed}}
+    """Of two ranks with one pass."""
+    passes = {"update": {"at_home_MLG": at_home, "executed_MLG": executed}}
     said = dict.fromkeys(sides, 1.5)
-    return json.dumps({"step": 1, "execution": {"ranks": 2, "max_over_mean": said, "stages": stages}})
+    return json.dumps({"step": 1, "execution": {"ranks": 2, "max_over_mean": said, "passes": passes}})
 
 
-def test_a_line_of_two_ranks_with_a_stage_is_read(tmp_path):
+def test_a_line_of_two_ranks_with_a_pass_is_read(tmp_path):
     folder = write_run(tmp_path / "a", config(), steps(2))
     edit_line(folder, 2, execution_line([[[1, 2]]], [[[2, 1]]]))
-    assert read_run(folder).steps[1].execution.stages["update"].executed_MLG == [[[2, 1]]]
+    assert read_run(folder).steps[1].execution.passes["update"].executed_MLG == [[[2, 1]]]
 
 
 def test_a_quotient_of_sums_may_be_a_share_to_rounding(tmp_path):

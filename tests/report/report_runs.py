@@ -63,9 +63,9 @@ def execution(step):
     rng = np.random.default_rng([7, step])
     at_home = rng.integers(40, 160, (3, 2, 4))
     executed = np.broadcast_to(at_home.sum(axis=2, keepdims=True) // 4, at_home.shape)
-    stages = {"executed_MLG": executed.tolist(), "at_home_MLG": at_home.tolist()}
-    stages = {
-        name: stages | {"priced_options": {"pay_off": "on: where it saves time"}} for name in ("recompute", "update 0")
+    loads = {"executed_MLG": executed.tolist(), "at_home_MLG": at_home.tolist()}
+    passes = {
+        name: loads | {"priced_options": {"pay_off": "on: where it saves time"}} for name in ("recompute", "update 0")
     }
     most = float(at_home.max(axis=2).sum() / at_home.mean(axis=2).sum())
     return {
@@ -76,7 +76,7 @@ def execution(step):
         "exposed_transfer_s": 0.5,
         "planning_s": 0.2 + step,
         "exposed_planning_s": 0.2,
-        "stages": stages,
+        "passes": passes,
     }
 
 

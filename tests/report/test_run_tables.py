@@ -5,8 +5,8 @@ from typing import get_args
 
 import pytest
 
-from foreroute.mismatch.alarm_rules import ADVICE, Kind
 from foreroute.records import read_runs
+from foreroute.records.step_record import ADVICE, AlarmKind
 from foreroute.report.run import write_report
 from foreroute.report.run_tables import alarm_table, summary_rows
 from tests.report.report_runs import config, side, step_line, write_run
@@ -98,9 +98,9 @@ def test_steps_in_a_row_are_one_row_with_the_worst_value(tmp_path):
 
 @pytest.mark.usefixtures("unpainted")
 def test_the_page_says_what_to_do_about_every_alarm(tmp_path):
-    by_step = {step: [alarm(kind, 0.5)] for step, kind in enumerate(get_args(Kind))}
+    by_step = {step: [alarm(kind, 0.5)] for step, kind in enumerate(get_args(AlarmKind))}
     page = " ".join(html.unescape(text_of([run_with(tmp_path / "run", by_step)], tmp_path / "page.html")).split())
-    for kind in get_args(Kind):
+    for kind in get_args(AlarmKind):
         assert ADVICE[kind] in page, kind
 
 

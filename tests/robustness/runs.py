@@ -99,7 +99,7 @@ def _require_rows(raw, rows):
 
 
 def _require_all(raw, records):
-    assert [record["step"] for record in records] == list(range(len(records)))
+    assert [record.step for record in records] == list(range(len(records)))
 
 
 def _require_steps(raw, steps):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import foreroute as fr
-from foreroute import layout, mismatch, planner
+from foreroute import layout, mismatch, planner, records
 from foreroute import plan as plans
 from foreroute import trace as traces
 from foreroute.adapters import hf
@@ -30,7 +30,7 @@ from foreroute.trainers.verl import routed_experts
 from foreroute.trainers.verl import trace_of as verl_trace
 from tests.traces import uneven_trace
 
-ROOMS = ("", "trace.", "layout.", "plan.", "planner.", "mismatch.", "doctor.", "report.")
+ROOMS = ("", "trace.", "layout.", "plan.", "planner.", "mismatch.", "records.", "doctor.", "report.")
 SPEC = fr.RoutingSpec(8, 2, tuple(map(fr.RoutedLayer, range(3))))
 FULL = synthetic_trace(SPEC, [4, 3], seed=0)
 LINKS = plans.Links(1e11, 1e10, 1e10, 1e-5, 1e-5)
@@ -117,7 +117,7 @@ def added_up(t, _):
         assert some + token_mismatch(np.zeros(shape), np.zeros(shape), mask=np.zeros(shape)) == some
     assert fr.concatenate([t, t.select([])]).equals(t)
     assert mismatch.margin_histogram(np.zeros((0, 3))).sum() == 0
-    assert mismatch.alarms([]) == []
+    assert records.alarms([]) == []
 
 
 @cache
@@ -183,7 +183,7 @@ DOORS = {
     "layout.pack layout.pad layout.take": laid_out,
     PLANS: lambda t, folder: planned(plans.packed_counts(t, layout.pack_sequences(t.lengths, 2, 100)), folder),
     "mismatch.explain": lambda t, _: mismatch.explain(t, t),
-    "mismatch.routing_mismatch mismatch.token_mismatch mismatch.margin_histogram mismatch.alarms": added_up,
+    "mismatch.routing_mismatch mismatch.token_mismatch mismatch.margin_histogram records.alarms": added_up,
     "doctor.compare doctor.diagnose report.write_diagnosis": examined,
 }
 NO_SEQUENCES, SOME_TOKENS = {"no sequences", "of layers that differ"}, {"one of them", "no row routed"}

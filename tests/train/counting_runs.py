@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from foreroute.capture import Generation
+from foreroute.records import StepRecord
 from foreroute.train import run
 from foreroute.train.policy import Alone
 from tests.traces import random_trace
@@ -33,11 +34,7 @@ class CountingTrainer:
     def run_step(self):
         share = 0.5 if self.config.rl.routing == "R3" else 0.25
         self.learned = self.learned * share + torch.from_numpy(np.random.default_rng(self.step).random(64))
-        record = {
-            "step": self.step,
-            "reward_mean": 0.5,
-            "entropy": float(self.learned.sum()),
-        }
+        record = StepRecord(step=self.step, reward_mean=0.5, entropy=float(self.learned.sum()))
         self.step += 1
         return SimpleNamespace(generation=GENERATION), record
 

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from foreroute.adapters import hf
 from foreroute.adapters.hf import spreading
 from foreroute.capture import Generation
+from foreroute.records.json_form import to_json
 from foreroute.train.chain import VOCABULARY, ChainTask
 from foreroute.train.experts import make_execution
 from foreroute.train.folder import load_checkpoint
@@ -27,7 +28,7 @@ TIMEOUT_S = 200.0
 
 @dataclass
 class Steps:
-    """What rank 0 knows of them, and the state after the last."""
+    """What rank 0 knows of them, records as lines of metrics, and the state after the last."""
 
     records: list
     generations: list[Generation]
@@ -80,7 +81,11 @@ def steps_alone(config, generations):
 def steps_of(trainer, count):
     with scored_by_tokens():
         experiences, records = zip(*[trainer.run_step() for _ in range(count)], strict=True)
-    return Steps(list(records), [experience.generation for experience in experiences], trainer.state())
+    return Steps(
+        [None if record is None else to_json(record) for record in records],
+        [experience.generation for experience in experiences],
+        trainer.state(),
+    )
 
 
 def precise_policy(config, num_ranks=1):

@@ -119,7 +119,7 @@ def test_a_step_mixes_no_devices_and_does_the_same_anywhere(way):
     most = 2 * (WARM["max_steps"] * config.warm_start.learning_rate + config.rl.learning_rate)
     for there, here in zip(require_there(record, state_there), tensors_of(state["model"]), strict=True):
         torch.testing.assert_close(there.values_here, here, rtol=0, atol=most)
-    assert record["grad_norm"] == pytest.approx(expected["grad_norm"], rel=0.05)
+    assert record.grad_norm == pytest.approx(expected.grad_norm, rel=0.05)
 
 
 @pytest.mark.slow
@@ -130,12 +130,12 @@ def test_an_engine_in_low_precision_mixes_no_devices():
         experience, record, state = stepped(config, DEVICE)
     require_there(record, state)
     assert len(experience.generation) == FEW["prompts"] * FEW["group_size"]
-    assert 0 < record["grad_norm"] < math.inf
+    assert 0 < record.grad_norm < math.inf
 
 
 def require_there(record, state):
     """Weights and optimizer state are on the device. Returns the weights."""
-    assert record["device"]["kind"] == DEVICE.type
+    assert record.device.kind == DEVICE.type
     weights = tensors_of(state["model"])
     assert all(isinstance(weight, OnDevice) for weight in weights)
     optimizer = [tensor for tensor in tensors_of(state["optimizer"]) if tensor.dim()]

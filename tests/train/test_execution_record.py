@@ -118,12 +118,12 @@ def metered(request, workers):
 
 def test_executed_rows_are_those_that_arrived(metered):
     record, _, meters = metered
-    stages = record["stages"]
-    assert stages.keys() == {"recompute", "update 0", "update 1"}
+    passes = record["passes"]
+    assert passes.keys() == {"recompute", "update 0", "update 1"}
     arrived_GX = np.array([each.rows for each in meters])
     # to the experts of each layer and back; the measured pass without replay has no plan
     there_GX = arrived_GX.reshape(RANKS, -1, 2)[..., 0]
-    for stage in stages.values():
+    for stage in passes.values():
         cells, there_GX = np.split(there_GX, [len(stage["executed_MLG"]) * LAYERS], axis=1)
         assert np.moveaxis(cells.reshape(RANKS, -1, LAYERS), 0, 2).tolist() == stage["executed_MLG"]
     assert there_GX.size == 0
@@ -137,8 +137,8 @@ def test_everything_of_it_is_in_the_schema(metered):
 def test_planned_loads_are_those_of_the_plan(metered):
     record, _, meters = metered
     assert len(meters[0].planned) == 3
-    for name, (counts_MLGE, plan) in zip(record["stages"], meters[0].planned, strict=True):
-        stage, (num_micro_steps, *_) = record["stages"][name], counts_MLGE.shape
+    for name, (counts_MLGE, plan) in zip(record["passes"], meters[0].planned, strict=True):
+        stage, (num_micro_steps, *_) = record["passes"][name], counts_MLGE.shape
         for m, layer in np.ndindex(num_micro_steps, LAYERS):
             cell = plan.cell(m, layer)
             at_home_G, planned_G = [0] * RANKS, [0] * RANKS
@@ -164,7 +164,7 @@ def test_counts_are_those_of_the_rollout(metered):
                 for expert in generation.trace.expert_ids_NLK[row, layer]:
                     counts_LE[layer, expert] += 1
     assert counts_MLGE.sum(axis=(0, 2)).tolist() == counts_LE.tolist()
-    at_home_LG = np.array(record["stages"]["recompute"]["at_home_MLG"]).sum(axis=0)
+    at_home_LG = np.array(record["passes"]["recompute"]["at_home_MLG"]).sum(axis=0)
     assert at_home_LG.tolist() == counts_LE.reshape(LAYERS, RANKS, -1).sum(axis=2).tolist()
 
 
@@ -172,7 +172,7 @@ def test_balance_and_replicas_are_those_of_the_stages(metered):
     record, _, meters = metered
     assert record["max_over_mean"]["planned"] == record["max_over_mean"]["executed"]
     for kind in ("executed", "at_home"):
-        cells = [cell for stage in record["stages"].values() for layers in stage[f"{kind}_MLG"] for cell in layers]
+        cells = [cell for stage in record["passes"].values() for layers in stage[f"{kind}_MLG"] for cell in layers]
         busiest, mean = sum(max(cell) for cell in cells), sum(sum(cell) / RANKS for cell in cells)
         assert record["max_over_mean"][kind] == pytest.approx(busiest / mean)
     assert record["max_over_mean"]["executed"] < record["max_over_mean"]["at_home"]
@@ -196,7 +196,7 @@ def test_planning_that_a_stage_does_not_wait_for_is_hidden(workers):
     plan_s, forward_s = 0.5, 1.0
     steps, *_ = workers(RANKS).run(steps_with_slow_plans, config_of(RANKS), plan_s, forward_s)
     record = steps.records[0]["execution"]
-    num_forwards = len(record["stages"]["recompute"]["executed_MLG"])
+    num_forwards = len(record["passes"]["recompute"]["executed_MLG"])
     assert num_forwards >= 2, "the case must give the planner time"
     assert record["planning_s"] >= 2 * plan_s
     # counting, and starting the thread, take from the first half second

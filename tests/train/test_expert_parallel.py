@@ -24,7 +24,7 @@ WAYS = {
 @grid("parallel", list(WAYS.values()), ids=list(WAYS), quick=1)
 def test_two_ranks_learn_what_one_process_learns_from_their_rollouts(workers, parallel):
     records = learn_alike(workers, config_of(2, **parallel))
-    for execution in (record["execution"] for record in records if record["execution"]["stages"]):
+    for execution in (record["execution"] for record in records if record["execution"]["passes"]):
         moves = parallel.get("home_moves", 0)
         assert bool(execution["bytes"]["homes"]) == (execution["home_moves"] > 0) == bool(moves)
         if moves == 4:
@@ -78,10 +78,10 @@ def test_plans_go_by_the_prices_of_a_topology_file(workers, tmp_path):
     for slots in ("layer", "shared"):
         (short,) = learn_alike(workers, config_of(4, topology=str(cheap), slots=slots), 1)
         assert short["execution"]["replicas"] > none["execution"]["replicas"] == 0
-        for name, stage in short["execution"]["stages"].items():
+        for name, stage in short["execution"]["passes"].items():
             assert stage["priced_options"].pop(name.split()[0]).startswith("by the plan: it saves")
             assert set(stage["priced_options"].values()) == {"on: where it saves time"}
-    for name, stage in none["execution"]["stages"].items():
+    for name, stage in none["execution"]["passes"].items():
         assert stage["priced_options"].pop(name.split()[0]) == "at homes: the plan has no replicas"
         assert set(stage["priced_options"].values()) == {"on: where it saves time"}
 

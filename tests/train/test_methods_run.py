@@ -41,7 +41,7 @@ def test_neither_micro_steps_nor_their_order_change_what_is_learned(method, monk
         trainer.policy.model.double()
         _, record = trainer.run_step()
         learned.append(weights(trainer))
-        seen.append([record["loss"], record["grad_norm"], record["clip_share"], *record["importance"].values()])
+        seen.append([record.loss, record.grad_norm, record.clip_share, *vars(record.importance).values()])
     np.testing.assert_allclose(seen[0], seen[1], rtol=1e-6)
     assert seen[0][1] > 0
     for name, value in learned[0].items():
@@ -53,13 +53,13 @@ def test_metrics_of_a_step_are_those_of_its_tokens():
     _, experience, record = step(rl=tis, **DISAGREEING)
     recomputed = trainer_of(small_config(rl=tis, **DISAGREEING)).recompute(experience.generation, ALL, "native")
     ratio = np.exp(recomputed.logprobs_R.astype(np.float64) - experience.generation.logprobs_R)
-    seen = record["importance"]
-    assert seen["ratio_mean"] == pytest.approx(ratio.mean(), rel=1e-5)
-    assert seen["ratio_max"] == pytest.approx(ratio.max(), rel=1e-5)
-    assert seen["effective_share"] == pytest.approx(ratio.sum() ** 2 / len(ratio) / (ratio**2).sum(), rel=1e-5)
-    assert seen["weight_mean"] == pytest.approx(np.minimum(ratio, 1.005).mean(), rel=1e-5)
-    assert seen["cut_share"] == pytest.approx((ratio > 1.005).mean())
-    assert 0 < seen["cut_share"] < 1
+    seen = record.importance
+    assert seen.ratio_mean == pytest.approx(ratio.mean(), rel=1e-5)
+    assert seen.ratio_max == pytest.approx(ratio.max(), rel=1e-5)
+    assert seen.effective_share == pytest.approx(ratio.sum() ** 2 / len(ratio) / (ratio**2).sum(), rel=1e-5)
+    assert seen.weight_mean == pytest.approx(np.minimum(ratio, 1.005).mean(), rel=1e-5)
+    assert seen.cut_share == pytest.approx((ratio > 1.005).mean())
+    assert 0 < seen.cut_share < 1
 
 
 @grid(
@@ -86,11 +86,11 @@ def test_routers_stay_where_they_are_told_to(settings, routers_move):
 @pytest.mark.slow
 def test_the_engines_weights_make_a_trainer_of_its_precision_agree():
     """In float32 both ways nothing is left but the order of sums."""
-    exact = step(rollout={"precision": "float32"}, rl={"routing": "R3"})[2]["mismatch"]
-    assert exact["replayed"]["k3"] < 1e-9
-    coarse = step(rl={"routing": "R3"}, **DISAGREEING)[2]["mismatch"]["replayed"]
-    assert coarse["k3"] > exact["replayed"]["k3"]
-    assert coarse["differing_share"] == 0
+    exact = step(rollout={"precision": "float32"}, rl={"routing": "R3"})[2].mismatch
+    assert exact["replayed"].k3 < 1e-9
+    coarse = step(rl={"routing": "R3"}, **DISAGREEING)[2].mismatch["replayed"]
+    assert coarse.k3 > exact["replayed"].k3
+    assert coarse.differing_share == 0
 
 
 def test_all_ranks_are_dealt_from_one_list_of_prompts():

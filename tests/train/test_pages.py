@@ -70,8 +70,8 @@ def test_a_method_of_the_page_runs(block, monkeypatch):
         base[name] = {**base.get(name, {}), **section}
     config = parse_config(base, source="the page")
     _, record = trainer_of(config).run_step()
-    assert np.isfinite(record["loss"])
-    assert record["grad_norm"] > 0
+    assert np.isfinite(record.loss)
+    assert record.grad_norm > 0
 
 
 def test_the_page_of_methods_shows_every_method_correction_and_routing():

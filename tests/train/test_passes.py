@@ -3,6 +3,7 @@
 The routes are those that the experts were given, seen by a hook on them, not those that the trainer says it used.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -106,8 +107,8 @@ def test_load_and_clipping_are_those_of_the_update():
             for layer in range(2):
                 counts[result.micro_step_S[s], layer, trace.expert_ids_NLK[row, layer]] += 1
     assert len(counts) > 6, "the case must have several micro-steps in a mini-batch"
-    assert record["expert_load"]["4"] == pytest.approx(contiguous_imbalance(counts, 4))
-    assert 0 < record["clip_share"] < 1
+    assert record.expert_load["4"] == pytest.approx(contiguous_imbalance(counts, 4))
+    assert 0 < record.clip_share < 1
 
 
 @grid("routing", ["R2", "R3"], quick=1)
@@ -122,7 +123,7 @@ def test_live_agreement_is_of_the_routers_inputs_in_the_update(routing):
     for each in seen["mini_batches"]:
         apart = sum(next(differing) for _ in range(len(each.micro_steps) * num_layers))
         expected.append(1 - apart / (num_layers * (lengths[np.concatenate(each.micro_steps)] - 1).sum()))
-    assert record["live_agreement"] == pytest.approx(expected)
+    assert record.live_agreement == pytest.approx(expected)
     assert expected[2] < expected[0]
     # the routes of R2 are of the weights that its first mini-batch still has
     assert (expected[0] == 1) == (routing == "R2")
@@ -130,10 +131,9 @@ def test_live_agreement_is_of_the_routers_inputs_in_the_update(routing):
 
 def test_nothing_is_watched_where_nothing_is_replayed(monkeypatch):
     monkeypatch.setattr(ChainTask, "rewards", always_informative)
-    assert "live_agreement" not in trainer_of(small_config(rl={"routing": "none"})).run_step()[1]
+    assert trainer_of(small_config(rl={"routing": "none"})).run_step()[1].live_agreement is None
     trainer = trainer_of(small_config(measure={"compare_every": 2}))
-    assert "live_agreement" in trainer.run_step()[1]
-    assert "live_agreement" not in trainer.run_step()[1]
+    assert [trainer.run_step()[1].live_agreement is None for _ in range(2)] == [False, True]
 
 
 def test_the_learning_rate_warms_up():
@@ -149,15 +149,14 @@ def one_step(checkpointing):
     experts = trainer.policy.model.get_submodule(router_paths(trainer.policy)[0].removesuffix("gate") + "experts")
     experts.register_forward_pre_hook(lambda *_: runs.append(torch.is_grad_enabled()))
     _, record = trainer.run_step()
-    del record["seconds"]
-    return record, trainer.state(), len(runs)
+    return replace(record, seconds={}), trainer.state(), len(runs)
 
 
 def test_activations_computed_again_change_no_bit(monkeypatch):
     monkeypatch.setattr(ChainTask, "rewards", always_informative)
     record, state, runs = one_step(checkpointing=False)
-    assert record["grad_norm"] > 0
-    assert record["mismatch"]["native"]["differing_share"] > 0, "routes of another kind would be seen"
+    assert record.grad_norm > 0
+    assert record.mismatch["native"].differing_share > 0, "routes of another kind would be seen"
     other_record, other_state, more_runs = one_step(checkpointing=True)
     assert more_runs > runs
     assert other_record == record

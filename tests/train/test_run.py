@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,8 +10,10 @@ import torch
 
 from foreroute.capture import load_generation
 from foreroute.errors import ConfigError, DivergedError, RunFolderError, StaleTraceError
+from foreroute.records import StepRecord, runs
+from foreroute.records.step_record import MismatchRecord
 from foreroute.testing.models import FAMILIES
-from foreroute.train import RunFolder, folder, loop, parse_config, train
+from foreroute.train import RunFolder, loop, parse_config, train
 from foreroute.train.chain import ChainTask
 from foreroute.train.folder import load_checkpoint
 from foreroute.train.loop import make_schedule
@@ -238,8 +241,8 @@ def test_only_the_last_checkpoints_are_kept(tmp_path):
 
 def test_the_metrics_are_read_once_when_a_run_goes_on_and_never_in_it(tmp_path, monkeypatch):
     """A checkpoint that read them would make a long run quadratic."""
-    reads, read = [], folder.read_file
-    monkeypatch.setattr(folder, "read_file", lambda path, *rest: reads.append(path.name) or read(path, *rest))
+    reads, read = [], runs.read_file
+    monkeypatch.setattr(runs, "read_file", lambda path, *rest: reads.append(path.name) or read(path, *rest))
     with counting():
         train(counting_config(checkpoint={"every": 1}, steps=3), tmp_path / "run")
         reads.clear()
@@ -268,7 +271,7 @@ def test_every_second_of_a_step_is_in_a_phase(monkeypatch):
         monkeypatch.setattr(trainer.execution, name, slow(getattr(trainer.execution, name)))
     monkeypatch.setattr(loop, "make_schedule", slow(loop.make_schedule))
     _, record = trainer.run_step()
-    assert sum(record["seconds"].values()) == now[0] > 5
+    assert sum(record.seconds.values()) == now[0] > 5
 
 
 def test_a_metric_that_is_no_number_ends_the_run(tmp_path, monkeypatch):
@@ -278,9 +281,11 @@ def test_a_metric_that_is_no_number_ends_the_run(tmp_path, monkeypatch):
         train(small_config(), tmp_path / "run")
     run = RunFolder(tmp_path / "run")
     assert run.records() == []
-    for within in ([0.5, float("nan")], [[1.0], [float("inf")]], {"a": [{"value": float("nan")}]}):
-        with pytest.raises(DivergedError, match=r"live_agreement(\.a)? of step 1 is not finite"):
-            run.append({"step": 1, "live_agreement": within})
+    sides = {"native": MismatchRecord(k3=1.0, f2=0.0, differing_share=0.0, differing_tokens_share=0.0)}
+    sides["native"] = replace(sides["native"], differing_share_by_layer=[0.5, float("nan")])
+    for within in ({"live_agreement": [0.5, float("inf")]}, {"mismatch": sides}, {"seconds": {"update": float("nan")}}):
+        with pytest.raises(DivergedError, match="of step 1 is not finite"):
+            run.append(StepRecord(step=1, **within))
 
 
 def test_unknown_model_sizes_are_explained(tmp_path):

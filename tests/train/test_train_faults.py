@@ -54,8 +54,8 @@ def test_a_step_without_any_reward_to_learn_from_is_taken_without_an_update(monk
     before = {name: tensor.clone() for name, tensor in trainer.policy.model.state_dict().items()}
     _, record = trainer.run_step()
     assert same_state(before, dict(trainer.policy.model.state_dict()))
-    assert (record["reward_mean"], record["grad_norm"], record["loss"]) == (worth, 0, 0)
-    assert record["sampling"]["informative_share"] == 0
+    assert (record.reward_mean, record.grad_norm, record.loss) == (worth, 0, 0)
+    assert record.sampling.informative_share == 0
     assert trainer.step == 1
 
 

@@ -7,12 +7,11 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from foreroute.cli.exit_codes import noting_the_first_signal
 from foreroute.cli.terminal import CommandProgress, Console, is_first_rank, working, write_page
-from foreroute.mismatch import Alarm
-from foreroute.records import read_runs
+from foreroute.records import StepRecord, read_runs
+from foreroute.records.step_record import SIDES, AlarmKind
 from foreroute.report.finding import run_finding
 from foreroute.report.run import write_report
 from foreroute.train import TrainConfig, load_config, train
@@ -81,7 +80,7 @@ class Display:
     def __init__(self, config: TrainConfig, console: Console, work: CommandProgress) -> None:
         self._config, self._console, self._work = config, console, work
         self._metrics = ""
-        self._alarms: set[str] = set()
+        self._alarms: set[AlarmKind] = set()
 
     def warm_start(self, step: int, loss: float) -> None:
         """Show a supervised step."""
@@ -96,17 +95,17 @@ class Display:
         self._begin("GRPO", "steps")
         self._work.advance(step, self._config.rl.steps, ", ".join(filter(None, [phase, self._metrics])))
 
-    def step(self, record: dict[str, Any]) -> None:
+    def step(self, record: StepRecord) -> None:
         """Show a finished step, and the alarms that were not on before it."""
-        step, num_steps = record["step"], self._config.rl.steps
+        step, num_steps = record.step, self._config.rl.steps
         self._metrics = _metrics(record)
         self.phase(step + 1, "saving what is due")
         if step % LINES_EVERY == 0 or step + 1 == num_steps:
             self._line(", ".join(filter(None, [f"step {step}", self._metrics, self._work.time_left()])))
-        alarms = {each["kind"]: Alarm(**each) for each in record["alarms"]}
-        for kind in sorted(alarms.keys() - self._alarms):
-            self._say(f"alarm at step {step}: {alarms[kind]}. {alarms[kind].advice}")
-        self._alarms = set(alarms)
+        for alarm in sorted(record.alarms or [], key=lambda alarm: alarm.kind):
+            if alarm.kind not in self._alarms:
+                self._say(f"alarm at step {step}: {alarm}. {alarm.advice}")
+        self._alarms = {alarm.kind for alarm in record.alarms or []}
 
     def _begin(self, what: str, unit: str) -> None:
         if self._work.what != (what := f"{self._config.name}, {what}"):
@@ -120,11 +119,12 @@ class Display:
             self._say(text)
 
 
-def _metrics(record: dict[str, Any]) -> str:
-    parts = [f"reward {record['reward_mean']:.2f}"]
-    for name, label in (("native", "without replay"), ("replayed", "with")):
-        if name in record["mismatch"]:
-            parts.append(f"k3 {label} {record['mismatch'][name]['k3']:.1e}")
-    if balance := record.get("execution", {}).get("max_over_mean"):
+def _metrics(record: StepRecord) -> str:
+    """Give the figures of a step that its line on the terminal has."""
+    parts = [f"reward {record.reward_mean:.2f}"]
+    for side, label in zip(SIDES, ("without replay", "with"), strict=True):
+        if side in record.mismatch:
+            parts.append(f"k3 {label} {record.mismatch[side].k3:.1e}")
+    if record.execution is not None and (balance := record.execution.max_over_mean):
         parts.append(f"busiest rank {balance['at_home']:.2f} → {balance['executed']:.2f}")
     return ", ".join(parts)

@@ -1,6 +1,7 @@
-"""What a run writes down about each step, and reading it: the metrics, typed. No torch, and nothing is drawn."""
+"""What a run writes down about each step, reading it, and alarms over it: the metrics, typed. No torch, no drawing."""
 
+from foreroute.records.alarm_rules import alarms
 from foreroute.records.runs import Run, read_runs
-from foreroute.records.step_record import StepRecord
+from foreroute.records.step_record import Alarm, StepRecord
 
-__all__ = ["Run", "StepRecord", "read_runs"]
+__all__ = ["Alarm", "Run", "StepRecord", "alarms", "read_runs"]

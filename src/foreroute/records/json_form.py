@@ -6,6 +6,7 @@ A line is what `json` writes of the values: numbers that are not finite are NaN,
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from functools import cache
 from types import UnionType
@@ -25,6 +26,14 @@ EXPECTED = {int: "an integer of 64 bits", float: "a number", str: "text", list: 
 def to_json(record: Any) -> dict[str, Any]:
     """Return a record, and the records in it, as plain values by key; what was not recorded has no key."""
     return asdict(record, dict_factory=lambda pairs: {KEYS.get(k, k): value for k, value in pairs if value is not None})
+
+
+def by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten tables within tables: their values by their whole key; an empty table is a value, and not nothing."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= by_key(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {prefix + key: value}
+    return flat
 
 
 def from_json(kind: type[Value], values: object, place: str = "") -> Value:

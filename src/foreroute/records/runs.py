@@ -87,7 +87,10 @@ def read_run(folder: Path) -> Run:
         precision, routing = _fact(str, config, "rollout", "precision"), _fact(str, config, "rl", "routing")
     except RunFolderError as error:
         raise RunFolderError(f"{path} is damaged: {error}. Restore it from a copy") from error
-    steps, notes = _read_metrics(metrics)
+    steps, is_torn = read_steps(metrics)
+    if not steps:
+        raise RunFolderError(f"{metrics} holds no complete step; let the run finish at least one step")
+    torn = f"Line {len(steps) + 1} of {metrics.name} is half written, so the run was stopped there; it is left out."
     layers, unread = _read_layers(folder / "rollouts")
     return Run(
         folder=folder,
@@ -99,8 +102,40 @@ def read_run(folder: Path) -> Run:
         config=config,
         steps=tuple(steps),
         layers=layers,
-        notes=(*notes, *unread),
+        notes=(*([torn] if is_torn else []), *unread),
     )
+
+
+def read_steps(path: Path) -> tuple[list[StepRecord], bool]:
+    """Read the finished steps in a `metrics.jsonl`, from 0 on, and whether a step after them is half written.
+
+    A killed run leaves a last line without its newline: it counts as a step where it is whole.
+
+    Raises:
+        RunFolderError: naming the file and the line, when a line is damaged, or of another step or model.
+    """
+    steps: list[StepRecord] = []
+    num_layers: set[int] = set()
+    *lines, last = read_file(path, RunFolderError).split(b"\n")
+    for number, line in enumerate([*lines, last] if last.strip() else lines):
+        try:
+            step = parse_step(line)
+            if step.step != number:
+                raise RunFolderError(f"its step is {step.step}, expected {number}")
+            # shares of layers are averaged over steps
+            num_layers |= {len(side.differing_share_by_layer) for side in step.mismatch.values()} - {0}
+            if len(num_layers) > 1:
+                raise RunFolderError(f"differing_share_by_layer has {sorted(num_layers)} layers here and before")
+        except RunFolderError as error:
+            # a write that was cut ends inside of the JSON
+            if number == len(lines) and isinstance(error.__cause__, json.JSONDecodeError | UnicodeDecodeError):
+                return steps, True
+            raise RunFolderError(
+                f"{path}, line {number + 1} is damaged: {error}. Restore the file from a copy, or remove line "
+                f"{number + 1} and those after it; to resume the run, remove the checkpoints of later steps too"
+            ) from error
+        steps.append(step)
+    return steps, False
 
 
 def parse_step(line: bytes) -> StepRecord:
@@ -114,44 +149,14 @@ def parse_step(line: bytes) -> StepRecord:
 
 
 def _fact(kind: type, config: Any, *keys: str) -> Any:
-    """A value of the configuration, by the keys of the tables that it is in."""
+    """Read a value of the configuration, by the keys of the tables that it is in."""
     for key in keys:
         config = config.get(key) if isinstance(config, dict) else None
     return value_of(kind, config, ".".join(keys))
 
 
-def _read_metrics(path: Path) -> tuple[list[StepRecord], list[str]]:
-    """The steps, and a note where the last line is half written."""
-    content = read_file(path, RunFolderError).split(b"\n")
-    lines = [(number, line) for number, line in enumerate(content, 1) if line.strip()]
-    steps: list[StepRecord] = []
-    notes: list[str] = []
-    layers: set[int] = set()
-    for number, line in lines:
-        try:
-            step = parse_step(line)
-            # shares of layers are averaged over steps
-            layers |= {len(side.differing_share_by_layer) for side in step.mismatch.values()} - {0}
-            if len(layers) > 1:
-                raise RunFolderError(f"differing_share_by_layer has {sorted(layers)} layers here and on earlier lines")
-            if step.step != len(steps):
-                raise RunFolderError(f"its step is {step.step}, expected {len(steps)}")
-            steps.append(step)
-        except RunFolderError as error:
-            # what was cut is no JSON
-            if number < lines[-1][0] or not isinstance(error.__cause__, json.JSONDecodeError | UnicodeDecodeError):
-                raise RunFolderError(
-                    f"{path}, line {number} is damaged: {error}. Restore the file from a copy, or remove line {number} "
-                    "and those after it to report on the steps before"
-                ) from error
-            notes = [f"Line {number} of {path.name} is half written, so the run was stopped there; it is left out."]
-    if not steps:
-        raise RunFolderError(f"{path} holds no complete step; let the run finish at least one step")
-    return steps, notes
-
-
 def _read_layers(rollouts: Path) -> tuple[tuple[RoutedLayer, ...], list[str]]:
-    """The layers of the first rollout's trace, and a note where it cannot be read."""
+    """Read the layers of the first rollout's trace; a note says where it cannot be read."""
     for path in sorted(rollouts.glob("step-*.safetensors"))[:1]:
         try:
             return load(path, sequences=[]).spec.layers, []

@@ -1,7 +1,7 @@
 """One line of `metrics.jsonl`: every key that a step may have, its type, and what it means.
 
-The trainer makes these records, and the report reads them. Fields without a default are always in their object; a line
-of another trainer may leave the others out. The reference (docs/reference/records.md) shows the strings below.
+The trainer makes these records, alarms and the report read them. Fields without a default are always in their object;
+a line of another trainer may leave the others out. The reference (docs/reference/records.md) shows the strings below.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 
-from foreroute.mismatch import LOG10_EDGES, Alarm
+from foreroute.mismatch import LOG10_EDGES
 
 Side = Literal["native", "replayed"]
 """How the trainer was routed when the mismatch was measured: by itself, or with the rollout's routes replayed."""
@@ -19,10 +19,10 @@ SIDES: tuple[Side, ...] = ("native", "replayed")
 """Both, in the order of tables and legends."""
 
 Load = Literal["at_home", "planned", "executed"]
-"""Whose load of the ranks: every expert at its home, the plan's, or what ran."""
+"""Which load of the ranks: with every expert at its home, by the plan, or as it ran."""
 
 ROUNDED = 1e-6
-"""A share that is a quotient of sums may end so far outside."""
+"""Rounding lets a quotient of sums end so far outside of 0 to 1."""
 
 
 def _check_share(value: float) -> None:
@@ -36,6 +36,28 @@ NumRanks = Literal["4", "8", "16"]
 """Numbers of ranks that the load of experts is stated for, as keys of JSON."""
 Loads = list[list[list[int]]]
 """Assignments [M][L][G] of every rank in every cell."""
+AlarmKind = Literal["collapse", "f2", "disagreement", "stale_routes", "effective_share"]
+"""What an alarm is about. The constants of `foreroute.records.alarm_rules` say when each goes off."""
+WORDS: dict[AlarmKind, str] = {
+    "collapse": "reward has collapsed, or the loss is not finite",
+    "f2": "too many tokens are far apart in trainer and engine, F(2)",
+    "disagreement": "routing disagreement of trainer and engine has grown",
+    "stale_routes": "replayed routes are no longer those that the policy would take",
+    "effective_share": "importance weights leave few effective samples",
+}
+ADVICE: dict[AlarmKind, str] = {
+    "collapse": "Start again from a checkpoint from before it (warm_start.checkpoint), with a lower rl.learning_rate "
+    "or fewer rl.mini_steps.",
+    "f2": 'Train with replay (rl.routing = "R3") if the run does not. If it does, routing is not the cause: run '
+    "foreroute doctor on a saved rollout, and check that the engine has the last weights, the temperature and the "
+    "precision that you meant.",
+    "disagreement": 'Train with replay (rl.routing = "R3"), or check with foreroute doctor that the engine gets every '
+    "update's weights. A run that replays may go on as long as F(2) and the reward hold.",
+    "stale_routes": "Lower rl.learning_rate or rl.mini_steps, so that an update moves the policy less. A run whose "
+    "held-out reward rises may go on; only runs that replay can have this alarm, so it does not speak against replay.",
+    "effective_share": "Lower rl.learning_rate or rl.mini_steps, or bound the weights with rl.correction.",
+}
+"""What to do about each, in the keys of `foreroute train`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +102,7 @@ class ImportanceRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingRecord:
-    """How the responses of a step were come by."""
+    """How this step's responses were sampled."""
 
     responses: int | None = None
     """Responses of the step."""
@@ -122,13 +144,13 @@ class ExecutionRecord:
     """Seconds of planning."""
     exposed_planning_s: float | None = None
     """Seconds that passes waited for plans."""
-    stages: dict[str, PassRecord] = field(default_factory=dict)
+    passes: dict[str, PassRecord] = field(default_factory=dict)
     """By name: recompute, update 0, ..."""
 
     def __post_init__(self) -> None:
-        if self.stages and {"at_home", "executed"} - self.max_over_mean.keys():
+        if self.passes and {"at_home", "executed"} - self.max_over_mean.keys():
             raise ValueError("max_over_mean needs at_home and executed where there are passes")
-        for name, each in self.stages.items():
+        for name, each in self.passes.items():
             try:
                 loads = np.array([each.executed_MLG, each.at_home_MLG], np.int64)
             except (ValueError, OverflowError):  # lists of uneven lengths, or more than an integer holds
@@ -150,6 +172,29 @@ class DeviceRecord:
     """Its name."""
     peak_memory_bytes: int | None = None
     """Most bytes of tensors on any rank; CUDA only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alarm:
+    """A warning that is on after a step."""
+
+    kind: AlarmKind
+    """What it is about."""
+    since: int
+    """The first step whose figures it rests on."""
+    value: float
+    """What was seen."""
+    threshold: float
+    """The limit that it passed."""
+
+    @property
+    def advice(self) -> str:
+        """What to do about it."""
+        return ADVICE[self.kind]
+
+    def __str__(self) -> str:
+        """Say what was seen, with the figures."""
+        return f"{WORDS[self.kind]} (since step {self.since}: {self.value:.3g}, limit {self.threshold:.3g})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from foreroute.records.json_form import by_key
+
 ABSENT = "–"  # noqa: RUF001  an en dash in a table cell: never measured
 GAP = "\N{NO-BREAK SPACE}"
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
@@ -83,15 +85,9 @@ def quoted(path: Path) -> str:
     return shlex.quote(str(path))
 
 
-def flattened(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flattened(config: Mapping[str, Any]) -> dict[str, str]:
     """A nested configuration as text by dotted key."""
-    flat: dict[str, str] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flattened(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = "none" if value is None else str(value)
-    return flat
+    return {key: "none" if value is None else str(value) for key, value in by_key(config).items()}
 
 
 def span_of(values: Iterable[Any], show: Callable[[Any], str]) -> str:

@@ -69,17 +69,17 @@ def rank_load_plots(runs: Sequence[Run]) -> list[Plot]:
     for run in runs:
         if steps := planned_steps(run):
             step, execution = steps[-1]
-            stages = execution.stages.values()
+            passes = execution.passes.values()
             said = caption(
                 "rank_load",
                 step=step,
                 of_run=f" of {run.label}" if len(runs) > 1 else "",
-                layers=np.shape(next(iter(execution.stages.values())).executed_MLG)[1],
-                passes=", then of ".join(execution.stages),
+                layers=np.shape(next(iter(execution.passes.values())).executed_MLG)[1],
+                passes=", then of ".join(execution.passes),
             )
             loads = {
-                "every expert at its home": _over_mean_GC([each.at_home_MLG for each in stages], execution.ranks),
-                "executed under the plan": _over_mean_GC([each.executed_MLG for each in stages], execution.ranks),
+                "every expert at its home": _over_mean_GC([each.at_home_MLG for each in passes], execution.ranks),
+                "executed under the plan": _over_mean_GC([each.executed_MLG for each in passes], execution.ranks),
             }
             plots.append(heat_maps(said, loads, below=True))
     return plots

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal, get_args
 
-from foreroute.mismatch.alarm_rules import WORDS, Alarm, Kind
-from foreroute.records import Run, StepRecord
-from foreroute.records.step_record import SIDES, ExecutionRecord, Load, Side
+from foreroute.records import Alarm, Run, StepRecord
+from foreroute.records.step_record import SIDES, WORDS, AlarmKind, ExecutionRecord, Load, Side
 from foreroute.report.format import ABSENT, flattened, percentage, reward, scientific, step_time
 from foreroute.report.page import Column, Table, TableRow, words
 
@@ -121,7 +120,7 @@ def alarm_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
     """For each run its alarms: the steps, what happened and what to do, and the value farthest from its limit."""
     rows = []
     for place, run in enumerate(runs):
-        for kind in get_args(Kind):
+        for kind in get_args(AlarmKind):
             for steps, worst in _episodes(run, kind):
                 cells = (
                     run.label,
@@ -220,7 +219,7 @@ def _by_run(
 
 def planned_steps(run: Run) -> list[tuple[int, ExecutionRecord]]:
     """The steps that ran under a plan, with their numbers."""
-    return [(step.step, step.execution) for step in run.steps if step.execution and step.execution.stages]
+    return [(step.step, step.execution) for step in run.steps if step.execution and step.execution.passes]
 
 
 def _loads(steps: Sequence[ExecutionRecord]) -> dict[str, str]:

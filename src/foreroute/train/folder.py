@@ -28,8 +28,11 @@ from torch import Tensor
 from foreroute.capture import Generation, save_generation
 from foreroute.errors import ConfigError, DivergedError, ForerouteError, RunFolderError
 from foreroute.files.container import MOST_HEADER_BYTES, FileFormat
-from foreroute.files.regular import as_path, parse_json, read_file, read_text
+from foreroute.files.regular import as_path, parse_json, read_text
 from foreroute.files.writing import write_atomically
+from foreroute.records import StepRecord
+from foreroute.records.json_form import by_key, to_json
+from foreroute.records.runs import read_steps
 from foreroute.train.config import TrainConfig, parse_config
 
 CHECKPOINT_FILE = FileFormat(
@@ -105,26 +108,16 @@ class RunFolder:
                 f"give {recorded} or more, or start in another folder"
             )
 
-    def records(self) -> list[dict[str, Any]]:
-        """Read the metrics of all finished steps, from 0; a torn last line is none.
+    def records(self) -> list[StepRecord]:
+        """Read the metrics of all finished steps, from 0; there are none before the first.
 
         Raises:
-            RunFolderError: when a line is no record of its step, naming it.
+            RunFolderError: as `foreroute.records.runs.read_steps`.
         """
         path = self.path / "metrics.jsonl"
-        content = read_file(path, RunFolderError) if os.path.lexists(path) else b""
-        found = []
-        for number, line in enumerate(content.split(b"\n")[:-1]):
-            record = parse_json(line, RunFolderError, name=f"{path}, line {number + 1}")
-            if not isinstance(record, dict) or record.get("step") != number:
-                raise RunFolderError(
-                    f"{path}, line {number + 1} is damaged: it is no record of step {number}. Restore the file from a "
-                    "copy, or remove this line and those after it and the checkpoints of later steps"
-                )
-            found.append(record)
-        return found
+        return read_steps(path)[0] if os.path.lexists(path) else []
 
-    def go_on_from(self, step: int) -> list[dict[str, Any]]:
+    def go_on_from(self, step: int) -> list[StepRecord]:
         """Drop the metrics of steps that run again, from `step` on, and give those of the steps before.
 
         Raises:
@@ -140,16 +133,16 @@ class RunFolder:
             write_atomically(path, "".join(map(_line, records[:step])))
         return records[:step]
 
-    def append(self, record: Mapping[str, Any]) -> None:
+    def append(self, record: StepRecord) -> None:
         """Add a line to the metrics and flush it to disk.
 
         Raises:
             DivergedError: when a metric is not finite.
         """
-        flat = by_key(record)
+        flat = by_key(to_json(record))
         if wrong := [key for key, value in flat.items() if not _is_finite(value)]:
             raise DivergedError(
-                f"{', '.join(wrong)} of step {record['step']} {'is' if len(wrong) == 1 else 'are'} not finite; lower "
+                f"{', '.join(wrong)} of step {record.step} {'is' if len(wrong) == 1 else 'are'} not finite; lower "
                 "rl.learning_rate"
             )
         path = self.path / "metrics.jsonl"
@@ -199,7 +192,7 @@ class RunFolder:
             raise RunFolderError(f"{error}. {advice}") from error
         # before the first update AdamW keeps nothing
         is_new = not state["optimizer"]["state"]
-        if is_new and any(record.get("grad_norm") for record in self.records()[: state["step"]]):
+        if is_new and any(record.grad_norm for record in self.records()[: state["step"]]):
             raise RunFolderError(f"checkpoint {path} holds no optimizer state, and its weights were updated. {advice}")
         if state.pop("data") != data:
             raise RunFolderError(
@@ -262,8 +255,8 @@ def _is_finite(value: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _line(record: Mapping[str, Any]) -> str:
-    return json.dumps(record, allow_nan=False) + "\n"
+def _line(record: StepRecord) -> str:
+    return json.dumps(to_json(record), allow_nan=False) + "\n"
 
 
 @contextmanager
@@ -275,14 +268,6 @@ def as_run_folder_error(what: str) -> Iterator[None]:
         raise
     except (AttributeError, LookupError, ArithmeticError, RuntimeError, TypeError, ValueError) as error:
         raise RunFolderError(f"{what} does not fit this model and optimizer: {error}") from error
-
-
-def by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten tables within tables: their values by their whole key; an empty table is a value, and not nothing."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= by_key(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {prefix + key: value}
-    return flat
 
 
 @contextmanager

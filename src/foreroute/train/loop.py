@@ -34,8 +34,7 @@ from foreroute.capture import Generation, Sampling
 from foreroute.engines.base import Engine
 from foreroute.errors import DivergedError
 from foreroute.layout.packing import padded_batches
-from foreroute.records.json_form import to_json
-from foreroute.records.step_record import Side
+from foreroute.records.step_record import Side, StepRecord
 from foreroute.replay.rows import to_device
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trace.checks import as_offsets, join_ranges
@@ -69,11 +68,11 @@ class Trainer:
     def __post_init__(self) -> None:
         self._device = next(self.policy.model.parameters()).device
 
-    def run_step(self) -> tuple[Experience, dict[str, Any]]:
+    def run_step(self) -> tuple[Experience, StepRecord | None]:
         """Sample one rollout and take the update on it.
 
         Returns:
-            The rollout and the step's record, on rank 0 those of all ranks; elsewhere the record is empty.
+            The rollout and the step's record, on rank 0 those of all ranks; elsewhere there is no record.
         """
         rl, step, execution, ranks = self.config.rl, self.step, self.execution, self.execution.ranks
         device: torch.device = self._device
@@ -116,9 +115,9 @@ class Trainer:
         # rank 0 writes the step's record; the others have nothing more to say about it
         parts = ranks.gather(StepPart(experience, passes, updated, peak_bytes))
         if not parts:
-            return experience, {}
+            return experience, None
         whole = merged(parts) if len(parts) > 1 else parts[0]
-        return whole.experience, to_json(step_record(step, whole, trains_with, self.seconds, device, executed))
+        return whole.experience, step_record(step, whole, trains_with, self.seconds, device, executed)
 
     def roll_out(self) -> Experience:
         """Draw this step's problems, and sample and score the responses to this rank's block of them.

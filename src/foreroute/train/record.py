@@ -287,7 +287,7 @@ def execution_record(executed: list[ExecutedPass], moved: MovedHomes, ranks: Alo
         exposed_transfer_s=transfer_s,
         planning_s=round(sum(each.planning_s for each in executed), 4),
         exposed_planning_s=round(sum(each.exposed_planning_s for each in executed), 4),
-        stages={
+        passes={
             each.name: PassRecord(
                 executed_MLG=of_kind["executed"].tolist(),
                 at_home_MLG=of_kind["at_home"].tolist(),

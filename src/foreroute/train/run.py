@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from foreroute.adapters.checkpoint import ModelWriter
-from foreroute.mismatch import Signals, alarms
+from foreroute.records import StepRecord, alarms
+from foreroute.records.json_form import by_key
 from foreroute.train.config import TrainConfig
 from foreroute.train.experts import make_execution, read_planning
-from foreroute.train.folder import RunFolder, as_run_folder_error, by_key
+from foreroute.train.folder import RunFolder, as_run_folder_error
 from foreroute.train.loop import Trainer, make_trainer
 from foreroute.train.policy import make_engine, make_model, make_policy, set_weights
 from foreroute.train.prompts import make_task
@@ -31,14 +32,14 @@ class Watcher:
 
     Attributes:
         on_warm_start: called with step and smoothed loss of each supervised step.
-        on_step: called with the record of each finished step, in which alarms are that are on.
+        on_step: called with the record of each finished step and the alarms that are on after it.
         should_stop: asked before each step; when true the state is saved and the run ends.
         on_phase: called when a phase of a step begins, with the step and the phase's name: "rollout", "recompute",
             "measure" or "update".
     """
 
     on_warm_start: Callable[[int, float], None] = lambda step, loss: None
-    on_step: Callable[[dict[str, Any]], None] = lambda record: None
+    on_step: Callable[[StepRecord], None] = lambda record: None
     should_stop: Callable[[], bool] = lambda: False
     on_phase: Callable[[int, str], object] | None = None
 
@@ -110,10 +111,10 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
 
 def _take_steps(trainer: Trainer, run: RunFolder, watcher: Watcher) -> None:
     config, ranks, saved_at = trainer.config, trainer.execution.ranks, trainer.step
-    history: list[Signals] = []
+    history: list[StepRecord] = []
 
     def go_on() -> None:
-        history.extend(Signals.of(record) for record in run.go_on_from(trainer.step))
+        history.extend(map(_without_tables, run.go_on_from(trainer.step)))
 
     ranks.on_rank_0("taking up the metrics", go_on)
     while trainer.step < config.rl.steps and not ranks.max([watcher.should_stop()])[0]:
@@ -139,17 +140,23 @@ def _write(
     run: RunFolder,
     config: TrainConfig,
     watcher: Watcher,
-    history: list[Signals],
+    history: list[StepRecord],
     experience: Experience,
-    record: dict[str, Any],
+    record: StepRecord | None,
 ) -> None:
     """Write one step down, with the alarms that are on after it, and show it."""
-    history.append(Signals.of(record))
-    record["alarms"] = [asdict(alarm) for alarm in alarms(history)]
-    if record["step"] % config.measure.save_trace_every == 0:
-        run.save_rollout(record["step"], experience.generation)
+    assert record is not None, "rank 0 has one"
+    history.append(_without_tables(record))
+    record = replace(record, alarms=alarms(history))
+    if record.step % config.measure.save_trace_every == 0:
+        run.save_rollout(record.step, experience.generation)
     run.append(record)
     watcher.on_step(record)
+
+
+def _without_tables(record: StepRecord) -> StepRecord:
+    """Drop what grows with layers and ranks: alarms look at single figures, and the history is kept for a whole run."""
+    return replace(record, margins_LB=None, execution=None, alarms=None)
 
 
 def _save(trainer: Trainer, run: RunFolder) -> None:

@@ -1,8 +1,8 @@
 """Alarms over hand-made series, with the step at which each goes off, and series at which none does."""
 
-import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import get_args
@@ -11,15 +11,39 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from foreroute.mismatch import Alarm, Signals, alarms
-from foreroute.mismatch.alarm_rules import Kind
+from foreroute.records import Alarm, StepRecord, alarms
+from foreroute.records.step_record import AlarmKind, ImportanceRecord, MismatchRecord
+
+
+def record(step, *, reward=None, loss=None, f2=None, disagreement=None, live_agreement=None, effective_share=None):
+    """A step of a run without replay that measured these figures."""
+    side, shares = None, None
+    if f2 is not None or disagreement is not None:
+        unseen = math.nan
+        side = MismatchRecord(
+            k3=0.0,
+            f2=unseen if f2 is None else f2,
+            differing_share=unseen if disagreement is None else disagreement,
+            differing_tokens_share=0.0,
+        )
+    if effective_share is not None:
+        shares = ImportanceRecord(effective_share=effective_share, cut_share=0.0)
+    return StepRecord(
+        step=step,
+        reward_mean=reward,
+        loss=loss,
+        trained_with="native",
+        mismatch={} if side is None else {"native": side},
+        live_agreement=None if live_agreement is None else [live_agreement],
+        importance=shares,
+    )
 
 
 def first_alarm(**series):
     """The first step with alarms, and these, for series of equal length by name."""
     history = []
     for step, values in enumerate(zip(*series.values(), strict=True)):
-        history.append(Signals(step=step, **dict(zip(series, values, strict=True))))
+        history.append(record(step, **dict(zip(series, values, strict=True))))
         if found := alarms(history):
             return step, found
     return None
@@ -78,7 +102,7 @@ def test_a_step_without_a_reward_silences_no_collapse(lost, at):
     assert (alarm.value, alarm.threshold) == (expected.value, expected.threshold)
 
 
-@pytest.mark.parametrize("signal", ["f2", "live_agreement", "effective_share", "disagreement"])
+@pytest.mark.parametrize("signal", ["f2", "live_agreement", "disagreement"])
 def test_what_a_step_could_not_measure_silences_no_warning(signal):
     good, bad = (0.05, 0.4) if signal in ("f2", "disagreement") else (1.0, 0.2)
     whole, [expected] = first_alarm(**{signal: [good] * 10 + [bad] * 20})
@@ -125,34 +149,36 @@ def test_what_is_measured_now_and_then_is_averaged_over_measurements():
     values = [0.2 if step % 5 == 0 else None for step in range(50)]
     step, [alarm] = first_alarm(f2=values)
     assert (step, alarm.since) == (45, 0)
-    assert alarms([Signals(step=s, f2=v) for s, v in enumerate(values)]) == [alarm]
+    assert alarms([record(s, f2=v) for s, v in enumerate(values)]) == [alarm]
 
 
-def test_signals_are_those_of_a_record():
-    record = {
-        "step": 3,
-        "reward_mean": 0.5,
-        "loss": -0.1,
-        "trained_with": "replayed",
-        "mismatch": {"native": {"f2": 0.3, "differing_share": 0.2}, "replayed": {"f2": 0.01, "differing_share": 0.0}},
-        "live_agreement": [0.9, 0.7],
-        "importance": {"effective_share": 0.8},
-    }
-    assert Signals.of(json.loads(json.dumps(record))) == Signals(
-        step=3, reward=0.5, loss=-0.1, f2=0.01, disagreement=0.2, live_agreement=0.7, effective_share=0.8
-    )
-    assert Signals.of({"step": 0}) == Signals(step=0)
-    assert Signals.of({"step": 0, "importance": {"effective_share": 0.0}}) == Signals(step=0)
+def test_figures_are_those_of_the_routes_that_a_step_trained_with():
+    """F(2) judges the side that trains, and disagreement always the trainer's own routes."""
+    close = MismatchRecord(k3=0.0, f2=0.01, differing_share=0.0, differing_tokens_share=0.0)
+
+    def step_of(step):
+        return record(step, f2=0.3, disagreement=0.05 if step < 10 else 0.4)
+
+    for trained_with, kinds in (("native", {"f2", "disagreement"}), ("replayed", {"disagreement"})):
+        history = [
+            replace(step_of(step), trained_with=trained_with, mismatch=step_of(step).mismatch | {"replayed": close})
+            for step in range(30)
+        ]
+        assert {alarm.kind for alarm in alarms(history)} == kinds
 
 
-@pytest.mark.parametrize("share", [math.nan, math.inf])
-def test_weights_without_a_finite_effective_share_leave_none(share):
-    records = [{"step": step, "importance": {"effective_share": share}} for step in range(10)]
-    [alarm] = alarms([Signals.of(record) for record in records])
-    assert (alarm.kind, alarm.since, alarm.value) == ("effective_share", 0, 0.0)
+def test_live_agreement_is_that_of_the_last_mini_batch():
+    [alarm] = alarms([StepRecord(step=step, live_agreement=[1.0, 0.5]) for step in range(10)])
+    assert (alarm.kind, alarm.value) == ("stale_routes", 0.5)
 
 
-@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize(("share", "seen"), [(math.nan, 0.0), (math.inf, 0.0), (0.0, None)])
+def test_weights_without_a_finite_effective_share_leave_no_sample_and_no_tokens_none(share, seen):
+    found = alarms([record(step, effective_share=share) for step in range(10)])
+    assert [alarm.value for alarm in found] == ([] if seen is None else [seen])
+
+
+@pytest.mark.parametrize("kind", get_args(AlarmKind))
 def test_every_alarm_says_what_to_do_and_stands_in_the_docs(kind):
     advice = Alarm(kind=kind, since=0, value=0.2, threshold=0.1).advice
     assert advice.endswith(".")
