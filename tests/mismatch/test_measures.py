@@ -57,6 +57,16 @@ def test_a_probability_of_one_may_be_rounded_up():
     assert token_mismatch(np.array([5e-4]), np.array([-5e-4])).count == 1
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_ratio_that_no_float_holds_leaves_a_number():
+    """One token of a broken engine ends no run; added up over ranks it does not either."""
+    found = token_mismatch(np.array([-1.0, -2.0]), np.array([-800.0, -2.0]))
+    assert math.isfinite(found.k3)
+    assert math.isfinite((found + found).k3)
+    assert (found.max_abs_log, found.f(2.0)) == (799.0, 0.5)
+    assert token_mismatch(np.array([-1.0]), np.array([-700.0])).k3 == np.expm1(699.0) - 699.0
+
+
 def test_no_token_is_no_number():
     assert math.isnan(token_mismatch(np.zeros(0), np.zeros(0)).k3)
 

@@ -136,7 +136,10 @@ def test_what_is_not_damaged_goes_on(whole, folder):
     assert [record["step"] for record in records(folder)] == list(range(11))
 
 
-def test_a_model_is_replaced_whole_and_what_a_kill_left_is_cleaned_up(tmp_path):
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_model_is_replaced_whole_and_what_a_kill_left_is_cleaned_up(tmp_path, monkeypatch, can_exchange):
+    if not can_exchange:
+        monkeypatch.setattr("foreroute.train.folder.ctypes.CDLL", lambda name: None)
     run = RunFolder(tmp_path)
 
     def write(text):
@@ -163,6 +166,23 @@ def test_a_model_is_replaced_whole_and_what_a_kill_left_is_cleaned_up(tmp_path):
     with pytest.raises(RunFolderError, match="model cannot be written"):  # what a link points at is left alone
         run.save_model(write("third"))
     assert (tmp_path / "elsewhere").is_dir()
+
+
+def test_a_model_is_there_whole_whenever_a_kill_comes(tmp_path, monkeypatch):
+    """What the new one takes the place of is removed last, or it is still there."""
+    run, remove = RunFolder(tmp_path), shutil.rmtree
+
+    def write(folder):
+        folder.mkdir()
+        (folder / "weights").write_text("whole")
+
+    def killed(path, **options):
+        remove(path, **options)
+        assert (tmp_path / "model" / "weights").read_text() == "whole"
+
+    run.save_model(write)
+    monkeypatch.setattr("foreroute.train.folder.shutil.rmtree", killed)
+    run.save_model(write)
 
 
 def state_of():

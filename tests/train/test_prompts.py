@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoePreTrainedModel
 
 from foreroute.errors import ConfigError, DatasetError, FunctionError, RunFolderError
 from foreroute.train import parse_config, train
@@ -19,7 +20,7 @@ from foreroute.train.run import Watcher
 from foreroute.train.tokenizer import Tokenizer
 from foreroute.train.warm_start import _loss
 from tests.tiers import grid
-from tests.train.small_runs import SIZES, records
+from tests.train.small_runs import SIZES, records, small_config
 from tests.train.tiny_model import write_model, write_tokenizer
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": a + b, "hard": a > 5} for a in range(9) for b in (1, 4)]
@@ -105,6 +106,15 @@ def test_every_epoch_has_every_row_once_in_an_order_of_its_own(home):
     assert drawn[:18] != drawn[18:]
     again = make_task(config_of(home))
     assert [p.prompt for p in again.problems(4, 5, rng)] == drawn[20:24], "the step alone decides"
+
+
+def test_an_order_is_drawn_once_for_an_epoch_and_not_for_each_prompt(home, monkeypatch):
+    task, drawn, rng_of = make_task(config_of(home)), [], np.random.default_rng
+    monkeypatch.setattr(
+        "foreroute.train.prompts.np.random.default_rng", lambda seed: drawn.append(seed) or rng_of(seed)
+    )
+    task.problems(12, 1, rng_of(0))  # prompts 12 to 23 of a file of 18
+    assert len(drawn) == 2
 
 
 def test_messages_go_through_the_chat_template(home, tmp_path):
@@ -233,7 +243,7 @@ def copied(home, tmp_path):
     return tmp_path
 
 
-def test_models_that_cannot_be_trained_are_refused(copied):
+def test_models_that_cannot_be_trained_are_refused(copied, monkeypatch):
     def policy_of(folder):
         return make_policy(config_of(folder), make_task(config_of(folder)))
 
@@ -242,6 +252,13 @@ def test_models_that_cannot_be_trained_are_refused(copied):
     write_model(model, vocab_size=12)
     with pytest.raises(ConfigError, match=r"has 20 tokens, the model in .* embeds 12; name the tokenizer"):
         policy_of(copied)
+    monkeypatch.setattr(Qwen3MoePreTrainedModel, "supports_gradient_checkpointing", False)
+    write_model(model)
+    write_tokenizer(model)
+    checkpointed = {"model": {"gradient_checkpointing": True}}
+    for config, named in ((config_of(copied, **checkpointed), str(model)), (small_config(**checkpointed), "qwen3_moe")):
+        with pytest.raises(ConfigError, match=rf"^{named} has no activation checkpointing"):
+            make_policy(config, make_task(config))
     dense = {name: SIZES[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
     Qwen3ForCausalLM(Qwen3Config(vocab_size=51, intermediate_size=16, **dense)).save_pretrained(model)
     with pytest.raises(ConfigError, match=r"model cannot be trained: Qwen3ForCausalLM has no router"):

@@ -135,10 +135,12 @@ def standard_error(sums_S: ArrayLike, counts_S: ArrayLike) -> float:
     """
     sums, counts = np.asarray(sums_S, np.float64), np.asarray(counts_S, np.float64)
     units, total = int((counts > 0).sum()), counts.sum()
-    if units < 2 or not np.isfinite(sums).all():
+    if units < 2:
         return math.nan
-    off_S = sums - sums.sum() / total * counts
-    return float(np.sqrt(units / (units - 1) * (off_S**2).sum()) / total)
+    with np.errstate(over="ignore", invalid="ignore"):
+        off_S = sums - sums.sum() / total * counts
+        error = float(np.sqrt(units / (units - 1) * (off_S**2).sum()) / total)
+    return error if math.isfinite(error) else math.nan
 
 
 class _Figures(NamedTuple):

@@ -28,6 +28,8 @@ THRESHOLDS = (1.5, 2.0)
 MOST_LOGPROB = 1e-3
 """A log-probability is at most 0. In float32, a logit and the logarithm of the sum of all are rounded apart, by up to
 1e-5 for logits near 100. The rest is room for coarser engines."""
+MOST_SUM = float(np.finfo(np.float64).max)
+"""The largest number. One token's r is above it from 709 nats on: that is a mismatch, and no reason to end a run."""
 LOG10_EDGES = np.linspace(-8.0, 1.0, 37)
 """Bin edges of log10(margin), a quarter of a decade wide. Outliers fall into the outermost bins."""
 
@@ -60,9 +62,11 @@ def token_mismatch(
                 f"none, the first at {int(impossible.argmax())} of those that count; leave them out by mask="
             )
     log_r = train - infer
+    with np.errstate(over="ignore"):
+        k3_sum = (np.expm1(log_r) - log_r).sum()
     return TokenMismatch(
         count=len(log_r),
-        k3_sum=float((np.expm1(log_r) - log_r).sum()),
+        k3_sum=min(float(k3_sum), MOST_SUM),
         above=tuple(int((np.abs(log_r) > math.log(tau)).sum()) for tau in THRESHOLDS),
         max_abs_log=float(np.abs(log_r).max(initial=0.0)),
     )
@@ -208,7 +212,7 @@ class TokenMismatch:
 
     Attributes:
         count: number of tokens.
-        k3_sum: sum of r - 1 - log r.
+        k3_sum: sum of r - 1 - log r; `MOST_SUM` where float64 does not hold it.
         above: for each threshold tau of `THRESHOLDS`, how many tokens have max(r, 1 / r) > tau.
         max_abs_log: largest |log r|, in nats.
     """
@@ -252,7 +256,7 @@ class TokenMismatch:
             )
         return TokenMismatch(
             self.count + other.count,
-            self.k3_sum + other.k3_sum,
+            min(self.k3_sum + other.k3_sum, MOST_SUM),
             tuple(a + b for a, b in zip(self.above, other.above, strict=True)),
             max(self.max_abs_log, other.max_abs_log),
         )

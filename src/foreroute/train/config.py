@@ -61,6 +61,11 @@ class ModelConfig(Section):
         return self
 
     @property
+    def source(self) -> str:
+        """The folder, or the family of a new model."""
+        return self.path or self.family or "qwen3_moe"
+
+    @property
     def tokenizer_folder(self) -> str | None:
         """Where the tokenizer is, if there is one."""
         return self.tokenizer or self.path

@@ -11,6 +11,7 @@ What cannot be written, on a full disk for one, is a `RunFolderError`; what was 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import os
@@ -48,6 +49,8 @@ CHECKPOINT_FILE = FileFormat(
 experts move; its metadata the next step, and the digest of the data that is trained on."""
 NAME = re.compile(r"step-(\d{6}|[1-9]\d{6,})\.safetensors")
 """The name of a checkpoint in a run's folder, with its step."""
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+"""Of renameat2(2) on Linux, which `os` does not have."""
 MAY_CHANGE = ("device", "parallel.", "checkpoint.", "rl.steps")
 """Beginnings of keys that may change on resume: how a run is executed and saved, and how long it is."""
 
@@ -208,14 +211,20 @@ class RunFolder:
             save_generation(generation, path, overwrite=True)
 
     def save_model(self, write: Callable[[Path], None]) -> Path:
-        """Write the final model to a folder: all of it or nothing. One that is there is replaced."""
+        """Write the final model to a folder: all of it or nothing. One that is there is replaced in one act."""
         path = self.path / "model"
         with _writing(path):
-            unfinished = path.with_name(".model")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            write(unfinished)
-            shutil.rmtree(path, ignore_errors=True)
-            os.replace(unfinished, path)
+            other, before = path.with_name(".model"), path.with_name(".model-before")
+            for left in (other, before):
+                shutil.rmtree(left, ignore_errors=True)
+            write(other)
+            is_there = path.is_dir() and not path.is_symlink()
+            if not (is_there and _exchanged(other, path)):
+                if is_there:  # a kill after this act leaves both folders, and --resume writes the model once more
+                    os.replace(path, before)
+                os.replace(other, path)
+            for left in (other, before):
+                shutil.rmtree(left, ignore_errors=True)
         return path
 
 
@@ -257,6 +266,13 @@ def _is_finite(value: Any) -> bool:
 
 def _line(record: StepRecord) -> str:
     return json.dumps(to_json(record), allow_nan=False) + "\n"
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Exchange two folders in one act; False on macOS and on file systems such as NFS, which cannot."""
+    exchange = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = (os.fsencode(path.absolute()) for path in (one, other))
+    return exchange is not None and exchange(AT_FDCWD, next(names), AT_FDCWD, next(names), RENAME_EXCHANGE) == 0
 
 
 @contextmanager

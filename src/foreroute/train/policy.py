@@ -56,16 +56,14 @@ def make_policy(config: TrainConfig, task: Task, device: torch.device = CPU) -> 
     if config.model.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
             raise ConfigError(
-                f"{config.model.family} has no activation checkpointing; set model.gradient_checkpointing = false"
+                f"{config.model.source} has no activation checkpointing; set model.gradient_checkpointing = false"
             )
         checkpoint_activations(model)
     to_training(model)
     try:
         return hf.attach(model)
     except AttachError as error:
-        raise ConfigError(
-            f"the model of {config.model.path or config.model.family} cannot be trained: {error}"
-        ) from error
+        raise ConfigError(f"the model of {config.model.source} cannot be trained: {error}") from error
 
 
 def make_model(config: ModelConfig, task: Task, seed: int, *, num_ranks: int = 1) -> Any:
@@ -78,7 +76,7 @@ def make_model(config: ModelConfig, task: Task, seed: int, *, num_ranks: int = 1
     """
     experts_implementation = config.experts_implementation
     if config.path is None:
-        family, sizes = config.family or "qwen3_moe", {**config.sizes, "vocab_size": task.vocabulary_size}
+        family, sizes = config.source, {**config.sizes, "vocab_size": task.vocabulary_size}
         if num_ranks > 1:
             return build_spread(family, num_ranks=num_ranks, experts_implementation=experts_implementation, **sizes)
         return hf.build_model(family, seed=seed, experts_implementation=experts_implementation, **sizes)

@@ -73,9 +73,10 @@ class PromptTask(Task):
 
     def problems(self, count: int, step: int, rng: np.random.Generator) -> list[Problem]:
         size = len(self._problems)
-        places = np.arange(step * count, (step + 1) * count)
-        orders = {int(e): np.random.default_rng([self._seed, int(e), 5]).permutation(size) for e in places // size}
-        return [self._problems[int(orders[int(place // size)][place % size])] for place in places]
+        epoch_S, place_S = np.divmod(np.arange(step * count, (step + 1) * count), size)
+        # a shuffle of the whole file, so once for each epoch that the step is in
+        orders = {e: np.random.default_rng([self._seed, e, 5]).permutation(size) for e in np.unique(epoch_S).tolist()}
+        return [self._problems[orders[e][place]] for e, place in zip(epoch_S.tolist(), place_S.tolist(), strict=True)]
 
     def demonstrations(self, count: int, rng: np.random.Generator) -> list[Demonstration]:
         raise ConfigError("task.data has no right answers to teach; leave warm_start out")
