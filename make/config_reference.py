@@ -117,6 +117,8 @@ def type_words(annotation: Any) -> str:
         return f"list of {type_words(arguments[0])}"
     if origin in (dict, Mapping):
         return "table"
+    if is_dataclass(annotation):
+        return "table"
     return PLAIN.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 
@@ -152,7 +154,7 @@ def _default_and_type(field: Any, annotation: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    return "" if value is None else f"`{json.dumps(value)}`"
+    return "" if value is None or is_dataclass(value) else f"`{json.dumps(value)}`"
 
 
 def _list(rows: list[tuple[str, str, str]]) -> Iterator[str]:

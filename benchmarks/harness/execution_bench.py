@@ -169,7 +169,7 @@ def run_model(model: Any, batch: torch.Tensor, *, updating: bool = True) -> None
 
 
 def measured_cluster(path: Path, tokens: int) -> Cluster:
-    """What `foreroute plan --measure` makes of a topology file, on the ranks that are here. A collective call."""
+    """What `foreroute measure` makes of a topology file, on the ranks that are here. A collective call."""
     ranks = Ranks(RankConsensus())
     rates = measure_rates(load_cluster(path), ranks, CPU, tokens)
     ranks.on_rank_0("writing the rates", lambda: write_rates(path, rates))

@@ -1,7 +1,7 @@
 """Seconds of a Megatron step under a plan over those of the same step with every expert at home, on two processes.
 
 Each process has a core, and experts dominate the step, as in `step_seconds`; counting and planning are on the clock.
-Whether a pass goes by the plan or at homes is decided by rates that `foreroute plan --measure` finds in the same run.
+Whether a pass goes by the plan or at homes is decided by rates that `foreroute measure` finds in the same run.
 *Static* is Megatron as it is, attached and replaying the same routes. *Attached* is a step whose wrapped forward is
 given no routes, over the same step of a model that was never attached. *Predicted* is what the simulator makes of the
 very same plans, without counting and planning, with rates that were fitted to other skews and sizes on the same

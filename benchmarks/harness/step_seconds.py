@@ -3,7 +3,7 @@
 The model is small in layers and large in experts, so that fetching a replica is little beside the rows that it serves,
 as on a cluster; backward passes compute activations anew. A planned step publishes its weights and makes its plan on
 the clock, in each pass anew, though an update under the plan of its recompute need not. Whether it goes by the plan
-or at homes is decided by rates that `foreroute plan --measure` finds in the same run. *Static* has every expert at its
+or at homes is decided by rates that `foreroute measure` finds in the same run. *Static* has every expert at its
 home, and does neither; *balanced* are as many tokens on uniform routes, at home. *Predicted* is what the simulator
 makes of the very same plans, without publishing and planning, with rates that were fitted to other skews and sizes on
 the same processes. *Does not pay* are steps of few rows, where replicas are fetched for too little, and four processes

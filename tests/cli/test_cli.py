@@ -97,7 +97,7 @@ def test_a_run_is_stopped_resumed_reported_and_examined(tmp_path, monkeypatch):
 
     def interrupted(display, record):
         show(display, record)
-        if record["step"] == 2:
+        if record.step == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
     # who runs the tests in the background of a shell has Ctrl-C ignored

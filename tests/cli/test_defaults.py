@@ -1,12 +1,12 @@
 """One default everywhere: on the command line, in Python, in files, and in docs/train.md and simulate.md."""
 
 import inspect
-from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
-from foreroute.capture import decode
+from foreroute.cli.convert import convert_file
 from foreroute.cli.doctor import run_doctor
 from foreroute.cli.main import app
 from foreroute.cli.plan_inputs import read_step
@@ -37,27 +37,37 @@ def of_function(function):
 @pytest.mark.parametrize(
     ("verb", "python", "shared"),
     [
-        ("plan", asdict(PlanOptions()), 6),
-        ("plan", of_function(read_step), 3),
-        ("convert", of_function(decode), 2),
+        ("plan", of_function(read_step), 1),
+        ("convert", of_function(convert_file), 4),
         ("doctor", of_function(run_doctor), 7),
         ("train", of_function(train), 1),
     ],
 )
 def test_an_option_of_the_command_line_has_the_default_of_its_argument(verb, python, shared):
     options = of_command(verb)
-    if "shared_slots" in options:  # which is another word in Python
-        options["slots"] = {False: "layer", True: "shared"}[options.pop("shared_slots")]
     both = options.keys() & python.keys()
     assert {name: options[name] for name in both} == {name: python[name] for name in both}
     assert len(both) == shared, both
 
 
+def test_options_are_few_and_each_is_given_in_a_test():
+    """What an option does, the test that gives it sees; one that no test gives is one too many."""
+    tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parents[1].rglob("test_*.py"))
+    root = get_command(app)
+    flags = [
+        (name, [*parameter.opts, *parameter.secondary_opts])
+        for name, command in {"": root, **root.commands}.items()
+        for parameter in command.params
+        if parameter.param_type_name == "option" and parameter.name != "help"
+    ]
+    assert len(flags) <= 35
+    assert [(verb, names) for verb, names in flags if not any(name in tests for name in names)] == []
+
+
 def test_the_trainer_and_the_simulator_plan_by_the_same_defaults():
     config: TrainConfig = parse_config({"name": "defaults"}, source="test")
     default = PlanOptions()
-    for name in ("tolerance", "slots", "home_moves", "traffic", "pay_off"):
-        assert getattr(config.parallel, name) == getattr(default, name), name
+    assert config.parallel.plan == default
     transfers = TransferOptions()
     for name in ("paths", "prefetch"):
         assert getattr(config.parallel, name) == getattr(transfers, name), name

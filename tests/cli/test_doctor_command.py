@@ -235,8 +235,12 @@ PASSES = "--rollout bf16.generation --trainer native.generation"
         ("--rollout unrouted.trace --trainer native.trace", "to compare"),
         ("--rollout bf16.trace --trainer unrouted.generation", "to compare"),
         (f"{PASSES} --replayed bf16.trace", "is a trace without log-probs"),
+        (f"{PASSES} --temperature 0.5", "--temperature changes nothing without --model"),
+        (f"{PASSES} --max-sequences 64", "--max-sequences changes nothing without --model"),
+        ("--model model --weight-version 3", "--weight-version changes nothing without --rollout"),
+        ("--model model --temperature 1 --max-sequences 2", "--temperature, --max-sequences change nothing without"),
     ],
-    quick=5,
+    quick=7,
 )
 def test_wrong_input_is_one_message_and_exit_code_2(files, words, message):
     good, unrouted = load_generation(files / "bf16.generation"), fr.load(files / "unrouted.trace")

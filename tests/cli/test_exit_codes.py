@@ -134,18 +134,6 @@ def test_one_signal_interrupts_once_and_what_closes_takes_its_time(tmp_path):
     assert signalled(text, tmp_path, signal.SIGTERM) == (143, "closed\nstopped: ended by SIGTERM\n")
 
 
-@pytest.mark.slow
-def test_a_signal_that_falls_into_a_finalizer_ends_the_command_too(tmp_path):
-    """Python drops what is raised there, and says so."""
-    text = HANGING.format(kernel=False).replace(
-        "        time.sleep(60)\n",
-        "        class Closing:\n            def __del__(self): print('ready', flush=True), time.sleep(5)\n"
-        "        Closing()\n        time.sleep(60)\n",
-    )
-    text = text.replace('        print("ready", flush=True)\n', "")
-    assert signalled(text, tmp_path, signal.SIGHUP) == (129, "stopped: ended by SIGHUP\n")
-
-
 def test_what_nohup_ignores_stays_ignored(tmp_path):
     text = HANGING.format(kernel=False).replace("time.sleep(60)\n    write", "os.kill(os.getpid(), 1)\n    write")
     text = text.replace("args=(60,)", "args=(0,)").replace("SIG_DFL)\n", "SIG_IGN)\nimport os\n")

@@ -24,12 +24,12 @@ INPUTS = (
     ("doctor", "--trainer", "generation.safetensors", "doctor --rollout {good}/generation.safetensors --trainer @"),
     ("doctor", "--trainer, a trace", "engine.safetensors", "doctor --rollout {good}/engine.safetensors --trainer @"),
     ("doctor", "--replayed", "generation.safetensors", "doctor {passes} --replayed @"),
-    ("plan", "--topology", "cluster.toml", "plan --counts {good}/counts.safetensors {few} --topology @"),
+    ("plan", "--topology", "cluster.toml", "plan {good}/counts.safetensors {few} --topology @"),
     ("plan", "traces", "trace.safetensors", "plan @ --topology {good}/cluster.toml {few}"),
-    ("plan", "--counts", "counts.safetensors", "plan --topology {good}/cluster.toml {few} --counts @"),
-    ("plan", "--previous-plan", "plan.safetensors", "plan {step} {few} --previous-plan @"),
-    ("plan", "--previous-step, counts", "counts.safetensors", "plan {step} {few} --previous-step @"),
-    ("plan", "--previous-step, a trace", "trace.safetensors", "plan {step} {few} --previous-step @"),
+    ("plan", "counts", "counts.safetensors", "plan @ --topology {good}/cluster.toml {few}"),
+    ("plan", "--previous, a plan", "plan.safetensors", "plan {step} {few} --previous @"),
+    ("plan", "--previous, counts", "counts.safetensors", "plan {step} {few} --previous @"),
+    ("plan", "--previous, a trace", "trace.safetensors", "plan {step} {few} --previous @"),
     ("simulate", "config", "simulate.toml", "simulate @ --output out"),
     ("simulate", "--fit", "measured.jsonl", "simulate {good}/simulate.toml --output out --rate layer_s --fit @"),
     ("report", "runs", "run", "report @ --output out.html"),
@@ -52,7 +52,7 @@ PARTS = {
     "{passes}": "--rollout {good}/generation.safetensors --trainer {good}/generation.safetensors",
     "{trace}": "--model {good}/trace.safetensors",
     "{few}": "--no-baselines",
-    "{step}": "--topology {good}/cluster.toml --counts {good}/counts.safetensors",
+    "{step}": "--topology {good}/cluster.toml {good}/counts.safetensors",
 }
 REFUSED, FINE, ANY = frozenset({2}), frozenset({0, 1}), frozenset({0, 1, 2})
 

@@ -131,7 +131,7 @@ def verbs(home, steps):
         return ["convert", trace, folder / "out", "--to", "sets"]
 
     def planning(folder):
-        given = ["--topology", topology, "--counts", counts, "--no-baselines"]
+        given = [counts, "--topology", topology, "--no-baselines"]
         return ["plan", *given, "--output", folder / "plan.safetensors", "--overwrite"]
 
     def training(folder):

@@ -37,7 +37,8 @@ class Steps:
 
 def config_of(num_ranks, *, routing="R3", mini_steps=1, model=None, **parallel):
     if num_ranks > 1:
-        parallel = {"expert": num_ranks, "tolerance": 0.0, "timeout_s": TIMEOUT_S, **parallel}
+        options = {"tolerance": 0.0, **parallel.pop("plan", {})}
+        parallel = {"expert": num_ranks, "plan": options, "timeout_s": TIMEOUT_S, **parallel}
     # grouped_mm knows no float64
     return small_config(
         model={"experts_implementation": "eager", "sizes": dict(SIZES), **(model or {})},

@@ -71,15 +71,17 @@ def test_every_count_is_bounded(key):
             "max_steps, batch_size, stop_at_loss change nothing beside a checkpoint",
         ),
         ({"warm_start": {"max_steps": 0}}, "batch_size, stop_at_loss change nothing with max_steps = 0"),
-        ({"parallel": {"prefetch": 2, "slots": "shared"}}, "slots, prefetch change nothing with expert = 1"),
+        ({"parallel": {"prefetch": 2, "plan": {"slots": "shared"}}}, "prefetch, plan change nothing with expert = 1"),
         *[
             ({"parallel": {"expert": 4, **parallel}, "rollout": {"prompts": 8}}, message)
             for parallel, message in (
-                ({"pay_off": True}, "pay_off = true goes by prices; name a topology file"),
-                ({"traffic": True}, "traffic = true goes by prices; name a topology file"),
+                ({"plan": {"pay_off": True}}, r"plan\.pay_off = true goes by prices; name a topology file"),
+                ({"plan": {"traffic": True}}, r"plan\.traffic = true goes by prices; name a topology file"),
                 ({"topology": "a.toml", "redundant_slots": 1}, "redundant_slots changes nothing beside topology"),
                 ({"topology": "a.toml", "ranks_per_node": 2}, "ranks_per_node changes nothing beside topology"),
-                ({"home_moves": "some"}, "home_moves"),
+                ({"plan": {"home_moves": "some"}}, r"parallel\.plan: .*home_moves is 'some'"),
+                ({"plan": {"tolerence": 0}}, "tolerence: unknown key; did you mean tolerance"),
+                ({"plan": 3}, "expected a table of the planner's options"),
             )
         ],
         ({"rollout": {"server": {"timeout_s": 5.0}}}, 'server changes nothing with engine = "embedded"'),
@@ -135,7 +137,7 @@ def planning_of(**parallel):
 
 
 def test_without_a_file_nothing_is_priced():
-    found = planning_of(expert=4, ranks_per_node=2, redundant_slots=3, home_moves="all", slots="shared")
+    found = planning_of(expert=4, ranks_per_node=2, redundant_slots=3, plan={"home_moves": "all", "slots": "shared"})
     assert found == (Topology(4, 2, 3, NO_LINKS), PlanOptions(home_moves=None, slots="shared"), None)
 
 
@@ -143,7 +145,7 @@ def test_a_file_says_ranks_slots_links_and_prices(tmp_path):
     path = tmp_path / "cluster.toml"
     path.write_text(TOPOLOGY.format(links="", weight_bytes=2.0))
     cluster = load_cluster(path)
-    found = planning_of(expert=4, topology=str(path), pay_off=False, home_moves=6)
+    found = planning_of(expert=4, topology=str(path), plan={"pay_off": False, "home_moves": 6})
     assert found == (cluster.topology, PlanOptions(home_moves=6, pay_off=False), cluster.costs)
     executed = planning_of(expert=4, topology=str(path), paths="direct", prefetch=3)
     assert executed.costs == replace(cluster.costs, paths="direct", prefetch=3), "prices are of what the run executes"

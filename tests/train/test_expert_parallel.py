@@ -13,9 +13,9 @@ STEPS = 2
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 WAYS = {
     "R3": {"routing": "R3"},
-    "R2_shared_slots": {"routing": "R2", "slots": "shared", "paths": "direct", "home_moves": "all"},
+    "R2_shared_slots": {"routing": "R2", "paths": "direct", "plan": {"slots": "shared", "home_moves": "all"}},
     "R3_at_home": {"routing": "R3", "redundant_slots": 0},
-    "R3_homes_move": {"routing": "R3", "home_moves": 4},
+    "R3_homes_move": {"routing": "R3", "plan": {"home_moves": 4}},
     "R3_recomputed": {"routing": "R3", "model": {"gradient_checkpointing": True}},
     "live": {"routing": "none"},
 }
@@ -25,7 +25,7 @@ WAYS = {
 def test_two_ranks_learn_what_one_process_learns_from_their_rollouts(workers, parallel):
     records = learn_alike(workers, config_of(2, **parallel))
     for execution in (record["execution"] for record in records if record["execution"]["passes"]):
-        moves = parallel.get("home_moves", 0)
+        moves = parallel.get("plan", {}).get("home_moves", 0)
         assert bool(execution["bytes"]["homes"]) == (execution["home_moves"] > 0) == bool(moves)
         if moves == 4:
             assert execution["home_moves"] <= 4 * SIZES["num_hidden_layers"]
@@ -76,7 +76,7 @@ def test_plans_go_by_the_prices_of_a_topology_file(workers, tmp_path):
     dear.write_text(TOPOLOGY.format(links="node_bytes_per_s = 1e6", weight_bytes=64))
     (none,) = learn_alike(workers, config_of(4, topology=str(dear), paths="direct"), 1)
     for slots in ("layer", "shared"):
-        (short,) = learn_alike(workers, config_of(4, topology=str(cheap), slots=slots), 1)
+        (short,) = learn_alike(workers, config_of(4, topology=str(cheap), plan={"slots": slots}), 1)
         assert short["execution"]["replicas"] > none["execution"]["replicas"] == 0
         for name, stage in short["execution"]["passes"].items():
             assert stage["priced_options"].pop(name.split()[0]).startswith("by the plan: it saves")

@@ -22,7 +22,7 @@ OTHER_ORDERS = 1000
 
 def test_an_interrupted_run_on_two_ranks_ends_as_the_uninterrupted_one(workers, tmp_path):
     """With homes that move from where they are."""
-    config = run_config(2, parallel={"home_moves": 4})
+    config = run_config(2, parallel={"plan": {"home_moves": 4}})
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert workers(2).run(run, config, whole) == [3, 0]
     # rank 0 alone is asked to stop, and rank 1 stops with it
@@ -60,7 +60,7 @@ def uninterrupted(workers, tmp_path_factory):
 def one_step(workers, num_ranks, folder, step):
     if num_ranks == 1:
         return step_on(0, config_of(1), folder, step)
-    moving = config_of(num_ranks, home_moves=4)
+    moving = config_of(num_ranks, plan={"home_moves": 4})
     part, *_ = workers(num_ranks).run(step_on, moving, folder, step)
     assert part.records[0]["execution"]["home_moves"] > 0
     return part

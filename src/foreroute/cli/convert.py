@@ -11,6 +11,7 @@ from typing import Any
 from foreroute.capture import decode
 from foreroute.capture.arrays import parse_text
 from foreroute.capture.generation import is_generation
+from foreroute.cli.exit_codes import refuse_unused
 from foreroute.cli.terminal import Console, working
 from foreroute.errors import CaptureError, TraceError, TraceFileError, printable
 from foreroute.files.regular import open_regular, read_file
@@ -35,10 +36,10 @@ def convert_file(
     target: Path,
     to: Encoding,
     *,
-    model: Path | None,
-    tokens: Path | None,
-    start: int,
-    weight_version: int,
+    model: Path | None = None,
+    tokens: Path | None = None,
+    start: int | None = None,
+    weight_version: int | None = None,
 ) -> None:
     """Read `source`, whatever it is, and write `target`; say what both are.
 
@@ -49,7 +50,7 @@ def convert_file(
         model: for engine output, a trace of the model or its folder.
         tokens: a JSON list of token lists, if the source has none.
         start: position of the first row.
-        weight_version: of the routes; -1 where it is not known.
+        weight_version: of the routes. A trace says this and all of the above itself.
 
     Raises:
         CaptureError, TraceFileError: when a file cannot be read, is none of these, or cannot be written.
@@ -60,13 +61,17 @@ def convert_file(
     console = Console(soft_wrap=True, highlight=False)
     with working(f"reading {source}", console):
         if _is_trace(source):
+            given = {"--model": model, "--tokens": tokens, "--start": start, "--weight-version": weight_version}
+            refuse_unused(given, f"about {source}, a trace, which says it itself; leave it out")
             what = "the trace of a generation, without its log-probs" if is_generation(source) else "trace"
             trace = load(source)
         else:
             facts = _facts_of(model)
             data, ids = read_file(source, TraceFileError), None if tokens is None else _tokens(tokens)
+            said = {"start": start, "weight_version": weight_version}
+            facts |= {name: value for name, value in said.items() if value is not None}
             with _as_options(source):
-                trace = decode(data, token_ids=ids, start=start, weight_version=weight_version, **facts)
+                trace = decode(data, token_ids=ids, **facts)
             what = f"output of the form {trace.provenance['wire']}"
     console.print(printable(f"read   {source}: {what}, {trace!r}"), markup=False)
     with working(f"writing {target}", console):

@@ -24,12 +24,12 @@ from foreroute.train import RunFolder, TrainConfig, parse_config, train
 from foreroute.train.ranks import num_started
 
 
-def run_demo(folder: Path | None, *, steps: int | None, engine: str, vllm_python: Path | None) -> None:
+def run_demo(folder: Path | None, *, steps: int | None, vllm_python: Path | None) -> None:
     """Train twice, print the table, write the report."""
     console = Console()
     folder = folder or Path("runs") / "demo" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     warm = folder / "none" / "checkpoints" / "step-000000.safetensors"
-    configs = [_config("none", steps, engine, vllm_python), _config("R3", steps, engine, vllm_python, begins_at=warm)]
+    configs = [_config("none", steps, vllm_python), _config("R3", steps, vllm_python, begins_at=warm)]
     for config in configs:  # before the first trains for minutes
         RunFolder(folder / config.name).require_new("Name another --folder")
     for config in configs:
@@ -57,18 +57,15 @@ def demo_values() -> dict[str, Any]:
     return tomllib.loads((files("foreroute.cli") / "arithmetic.toml").read_text(encoding="utf-8"))
 
 
-def _config(
-    routing: str, steps: int | None, engine: str, vllm_python: Path | None, *, begins_at: Path | None = None
-) -> TrainConfig:
+def _config(routing: str, steps: int | None, vllm_python: Path | None, *, begins_at: Path | None = None) -> TrainConfig:
+    """Give the configuration of one of the two runs."""
     values = demo_values()
     values["name"] = routing
     values["rl"]["routing"] = routing
     # the second run begins with the first checkpoint of the first, which must stay
     values["checkpoint"] = {"keep": MOST}
-    values["rollout"]["engine"] = engine
     if vllm_python is not None:
-        values["rollout"]["server"] = {"python": str(vllm_python)}
-    if engine == "vllm":
+        values["rollout"] |= {"engine": "vllm", "server": {"python": str(vllm_python)}}
         # vLLM's attention on the CPU has kernels for heads of 32 and more
         values["model"]["sizes"]["head_dim"] = 32
     if begins_at is not None:

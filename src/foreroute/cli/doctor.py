@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from foreroute.capture.generation import Generation, is_generation, load_generation
-from foreroute.cli.terminal import CommandProgress, Console, shown_table, working
+from foreroute.cli.exit_codes import refuse_unused
+from foreroute.cli.terminal import Console, Work, shown_table, working
 from foreroute.doctor import Evidence, Severity, diagnose
 from foreroute.doctor.evidence import TrainerPass
 from foreroute.errors import InputError, RunFolderError, printable
@@ -23,6 +24,9 @@ from foreroute.trace import RoutingTrace, load
 if TYPE_CHECKING:
     from foreroute.train import TrainConfig
 
+MOST_SEQUENCES = 64
+"""Sequences that a model runs where nothing else is asked for."""
+
 
 def run_doctor(
     model: Path | None,
@@ -32,7 +36,7 @@ def run_doctor(
     *,
     temperature: float | None = None,
     weight_version: int | None = None,
-    max_sequences: int = 64,
+    max_sequences: int | None = None,
     output: Path | None = None,
 ) -> Severity:
     """Print the diagnosis, write the page if asked, and return how bad it is.
@@ -45,7 +49,7 @@ def run_doctor(
         replayed: without a model, its pass on the engine's routes: a generation.
         temperature: that the engine divided its logits by; None takes the run's, or 1.
         weight_version: that the trainer is at; None takes that of the run's checkpoint, where there is one.
-        max_sequences: how many of the sequences a model runs.
+        max_sequences: how many of the sequences a model runs; None takes `MOST_SEQUENCES`.
         output: the page.
 
     Raises:
@@ -55,10 +59,14 @@ def run_doctor(
     if output is not None:
         check_page(output)
     _check_sides(model, rollout, trainer, replayed)
-    if model is not None and rollout is None:
-        rollout = _last_rollout(model)
+    of_passes = {"--temperature": temperature, "--max-sequences": max_sequences}
+    if model is None:
+        refuse_unused(of_passes, "without --model, whose passes it is about")
+    elif rollout is None and (rollout := _last_rollout(model)) is None:
+        refuse_unused({**of_passes, "--weight-version": weight_version}, "without --rollout, as nothing is compared")
     with working("reading the rollout", console):
-        trace, generation = (None, None) if rollout is None else _read(rollout, max_sequences if model else None)
+        most = None if model is None else max_sequences or MOST_SEQUENCES
+        trace, generation = (None, None) if rollout is None else _read(rollout, most)
     if model is not None:
         with working("loading the model", console) as work:
             evidence, facts = _examined(model, trace, generation, temperature, weight_version, work)
@@ -124,7 +132,7 @@ def _examined(
     generation: Generation | None,
     temperature: float | None,
     weight_version: int | None,
-    work: CommandProgress,
+    work: Work,
 ) -> tuple[Evidence, dict[str, str]]:
     """Load a model, of a run or of anybody, and examine it; returns the evidence, and what was examined, for people."""
     from foreroute.adapters.hf.loading import load_local

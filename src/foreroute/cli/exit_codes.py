@@ -5,24 +5,22 @@
     2         what was given is wrong, or cannot be read or written
     128 + n   it was ended by signal n: 130 by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP
 
+Typer says what is wrong with options, Rich ends when nobody reads. What is left is errors, full disks and signals.
 A verb may ask that the first signal is only noted, as `train` does, which then saves a checkpoint and ends by itself.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn, TextIO
-
-import typer
 
 from foreroute.cli.terminal import Console, prepare_streams
 from foreroute.errors import AttachError, ForerouteError, InputError, how_to_install, printable
@@ -39,8 +37,6 @@ EXTRA_OF = {
     "httpx": "engines",
 }
 """What verbs import that the light core does not bring, and the extra that does."""
-USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
-"""Typer brings its own click since 0.26, and used click before."""
 ISSUES = "https://github.com/foreroute/foreroute/issues"
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C, what schedulers send before they kill, and what a terminal sends that is closed."""
@@ -57,7 +53,7 @@ def run(command: Callable[[], Any]) -> NoReturn:
     if is_closed:
         _say("standard output is closed; open it, or send it to /dev/null")
         sys.exit(2)
-    with _plain_records(), _signals() as received:
+    with _warnings_on_one_line(), _signals() as received:
         try:
             code = int(command() or 0)
             sys.stdout.flush()
@@ -67,11 +63,25 @@ def run(command: Callable[[], Any]) -> NoReturn:
         is_ended = received.raised > 0 and code == 128 + received.raised
         if is_ended:
             name = "interrupted" if code == 130 else f"ended by {signal.Signals(received.raised).name}"
-            _say(name, kind="stopped")
+            _say(name, heading="stopped")
     _drop_broken_streams()
-    if is_ended and threading.active_count() > 1:  # the interpreter would wait for threads that nobody waits for
-        os._exit(code)
+    if is_ended and threading.active_count() > 1:
+        os._exit(code)  # a signal ends the command now, and the interpreter would wait for its threads
     sys.exit(code)
+
+
+def refuse_unused(options: Mapping[str, object], why: str) -> None:
+    """Refuse options that were given and change nothing, so that nobody waits for what they asked for.
+
+    Args:
+        options: values by the name of the option; None where it was not given.
+        why: in words that follow "changes nothing".
+
+    Raises:
+        InputError: naming those that were given.
+    """
+    if given := [name for name, value in options.items() if value is not None]:
+        raise InputError(f"{', '.join(given)} {'change' if len(given) > 1 else 'changes'} nothing {why}")
 
 
 class Received:
@@ -114,32 +124,17 @@ def noting_the_first_signal(console: Console) -> Iterator[Received]:
 
 @contextmanager
 def _signals() -> Iterator[Received]:
-    """Hand the signals to `received`, each once. A signal that is ignored, as under nohup, stays ignored.
-
-    Python drops an exception that is raised in a finalizer; such a signal comes again, a moment later.
-    """
+    """Hand the signals to `received`. A signal that is ignored, as under nohup, stays ignored."""
     received.raised = 0
-    say_dropped = sys.unraisablehook
-
-    def dropped(what: sys.UnraisableHookArgs) -> None:
-        if received.raised and isinstance(what.exc_value, KeyboardInterrupt | SystemExit):
-            resent = threading.Timer(0.05, os.kill, (os.getpid(), received.raised))
-            resent.daemon = True
-            resent.start()
-        else:
-            say_dropped(what)
-
     before = {number: signal.getsignal(number) for number in ENDING}
     taken = [number for number in ENDING if before[number] not in (signal.SIG_IGN, None)]
     if threading.current_thread() is not threading.main_thread():
         taken = []  # only the main thread may have handlers
     for number in taken:
         signal.signal(number, received)
-    sys.unraisablehook = dropped
     try:
         yield received
     finally:
-        sys.unraisablehook = say_dropped
         for number in taken:
             signal.signal(number, before[number])
 
@@ -156,7 +151,7 @@ def _code_of(error: BaseException) -> int:
             return 1
         case ModuleNotFoundError() if (library := (error.name or "").partition(".")[0]) in EXTRA_OF:
             _say(f"this needs {library}, which is not installed; {how_to_install(EXTRA_OF[library])}")
-        case BrokenPipeError():  # exit silently: the reader closed the pipe
+        case BrokenPipeError():  # the reader has seen enough
             pass
         case OSError(filename=None):
             where = "the system refused to go on" if _can_be_written(sys.stdout) else "standard output"
@@ -167,11 +162,6 @@ def _code_of(error: BaseException) -> int:
             _say(f"there is not enough memory{f' ({error})' if str(error) else ''}")
         case UnicodeEncodeError():
             _say(f"{error.object[max(error.start - 40, 0) : error.end + 40]} is not text in UTF-8; rename it")
-        case USAGE_ERROR() if type(error).__name__ == "NoArgsIsHelpError":  # typer has shown the help
-            pass
-        case USAGE_ERROR():
-            path = error.ctx.command_path if error.ctx else "foreroute"
-            _say(f"{error.format_message().strip().rstrip('.')}; {path} --help shows what there is")
         case _:
             with suppress(OSError):
                 sys.stderr.write(printable("".join(traceback.format_exception(error))))
@@ -181,12 +171,13 @@ def _code_of(error: BaseException) -> int:
     return 2
 
 
-def _say(message: str, *, kind: str = "error") -> None:
+def _say(message: str, *, heading: str = "error") -> None:
+    """Print a message on standard error, as one line where it has one."""
     from rich.markup import escape
 
     with suppress(OSError):
         console = Console(stderr=True, soft_wrap=True, highlight=False)
-        console.print(f"[bold red]{kind}[/]: {escape(printable(message))}")
+        console.print(f"[bold red]{heading}[/]: {escape(printable(message))}")
 
 
 def _can_be_written(stream: TextIO) -> bool:
@@ -207,18 +198,11 @@ def _drop_broken_streams() -> None:
 
 
 @contextmanager
-def _plain_records() -> Iterator[None]:
-    """Make each warning one line, and warnings and records of logging as `printable` as the rest."""
-
-    class Record(logging.LogRecord):
-        def getMessage(self) -> str:
-            return printable(super().getMessage())
-
-    factory, shown = logging.getLogRecordFactory(), warnings.showwarning
-    logging.setLogRecordFactory(Record)
-    warnings.showwarning = lambda message, *_, **__: _say(str(message), kind="warning")
+def _warnings_on_one_line() -> Iterator[None]:
+    """Show each warning as a message of the command, without the line of source that it came from."""
+    shown = warnings.showwarning
+    warnings.showwarning = lambda message, *_, **__: _say(str(message), heading="warning")
     try:
         yield
     finally:
-        logging.setLogRecordFactory(factory)
         warnings.showwarning = shown

@@ -1,4 +1,4 @@
-"""`foreroute demo | demo-ep | train | inspect | validate | convert | diff | doctor | plan | simulate | report`."""
+"""The verbs of `foreroute`, and the options and arguments of each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import typer
 import foreroute
 from foreroute.cli.exit_codes import run
 from foreroute.cli.terminal import Console
-from foreroute.errors import InputError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,7 +22,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Run the command line and exit; `foreroute.cli.exit_codes` has the exit codes."""
-    run(lambda: app(standalone_mode=False))
+    run(app)
 
 
 def _print_version(wanted: bool) -> None:
@@ -45,15 +44,14 @@ def _root(
 def demo(
     folder: Annotated[Path | None, typer.Option(help="Folder of the runs; a new one in runs/demo by default.")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="RL steps of each run; 100 by default.")] = None,
-    engine: Annotated[Literal["embedded", "vllm"], typer.Option(help="Rollout engine.")] = "embedded",
-    vllm_python: Annotated[
-        Path | None, typer.Option(help="For vllm: Python of its environment (docs/capture.md).")
+    vllm: Annotated[
+        Path | None, typer.Option(help="Sample with vLLM: Python of its environment (docs/capture.md).")
     ] = None,
 ) -> None:
     """Train a tiny MoE without and with replay. A page compares both runs."""
     from foreroute.cli.demo import run_demo
 
-    run_demo(folder, steps=steps, engine=engine, vllm_python=vllm_python)
+    run_demo(folder, steps=steps, vllm_python=vllm)
 
 
 @app.command("demo-ep")
@@ -103,7 +101,7 @@ def doctor(
         float | None, typer.Option(min=1e-3, help="The engine's; the run's, or 1, by default.")
     ] = None,
     weight_version: Annotated[int | None, typer.Option(help="The trainer's; the run's by default.")] = None,
-    max_sequences: Annotated[int, typer.Option(min=1, help="Most sequences to run.")] = 64,
+    max_sequences: Annotated[int | None, typer.Option(min=1, help="Most sequences to run; 64 by default.")] = None,
     output: Annotated[Path | None, typer.Option(help="Also write an HTML page.")] = None,
 ) -> None:
     """Diagnose trainer and engine. Says how far they differ, why, and whether R3 helps; exit code 1 for a problem."""
@@ -142,8 +140,10 @@ def convert(
         Path | None, typer.Option(help="For engine output: a trace of the model, or its folder (needs the extra hf).")
     ] = None,
     tokens: Annotated[Path | None, typer.Option(help="JSON list of token lists, if the source has none.")] = None,
-    start: Annotated[int, typer.Option(help="Position of the first row.")] = 0,
-    weight_version: Annotated[int, typer.Option(help="Weights that made the routes; -1: unknown.")] = -1,
+    start: Annotated[int | None, typer.Option(help="Position of the first row; 0 by default.")] = None,
+    weight_version: Annotated[
+        int | None, typer.Option(help="Weights that made the routes; -1, the default: unknown.")
+    ] = None,
 ) -> None:
     """Convert engine output and traces. Writes a trace."""
     from foreroute.cli.convert import convert_file
@@ -165,67 +165,48 @@ def diff(
 
 @app.command()
 def plan(
+    step: Annotated[list[Path], typer.Argument(help="Trace files of one step, or its counts file, [M, L, G, E].")],
     topology: Annotated[Path, typer.Option(help="TOML (docs/planner.md).")],
-    traces: Annotated[list[Path] | None, typer.Argument(help="Trace files of one step.")] = None,
-    counts: Annotated[Path | None, typer.Option(help="Instead of traces: a counts file, [M, L, G, E].")] = None,
     output: Annotated[Path, typer.Option(help="The plan file; the page has .html instead.")] = Path("plan.safetensors"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing plan and page.")] = False,
-    tolerance: Annotated[
-        float, typer.Option(help="Stop at 1 + this times the mean load; 0: exact. Traffic may leave more.")
-    ] = 0.02,
-    home_moves: Annotated[int, typer.Option(min=0, help="Most experts of a layer that change their home.")] = 0,
-    shared_slots: Annotated[bool, typer.Option("--shared-slots", help="One set of slots for all layers.")] = False,
-    traffic: Annotated[
-        bool | None, typer.Option(help="Also replicate to cut traffic between nodes; by default where it pays.")
-    ] = None,
-    pay_off: Annotated[
-        bool | None, typer.Option(help="Drop replicas that expose more time than they save; by default where it pays.")
-    ] = None,
-    previous_plan: Annotated[Path | None, typer.Option(help="Plan of the step before.")] = None,
-    previous_step: Annotated[
-        list[Path] | None, typer.Option(help="Traces (repeat it) or one counts file of the step before.")
+    previous: Annotated[
+        list[Path] | None,
+        typer.Option(help="Of the step before: its plan, and its traces or counts file; repeat it."),
     ] = None,
     token_budget: Annotated[
-        int | None,
-        typer.Option(min=1, help="Most tokens of a rank in a micro-step: 16384 of traces, 2048 to measure."),
+        int | None, typer.Option(min=1, help="Most tokens of a rank in a micro-step, of traces; 16384 by default.")
     ] = None,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Instead: measure the rates of the ranks of torchrun, into the topology.")
-    ] = False,
     baselines: Annotated[bool, typer.Option(help="Compare with other balancers.")] = True,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of the planner.")] = 1,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="An option of the planner, such as tolerance=0; repeat it."),
+    ] = None,
 ) -> None:
     """Plan a step before it runs. Says where experts live, which are replicated, and who serves which token."""
-    if measure:
-        if traces or counts:
-            raise InputError("--measure plans nothing; leave out the traces and --counts, or --measure")
-        from foreroute.cli.measure import measure as measure_ranks
-
-        measure_ranks(topology, token_budget)
-        return
     from foreroute.cli.plan import run_plan
-    from foreroute.plan import PlanOptions
+    from foreroute.cli.plan_inputs import parse_options
 
-    options = PlanOptions(
-        tolerance=tolerance,
-        home_moves=home_moves,
-        slots="shared" if shared_slots else "layer",
-        traffic=traffic,
-        pay_off=pay_off,
-        threads=threads,
-    )
     run_plan(
         topology,
-        options,
+        parse_options(settings or ()),
         output,
-        traces=traces or (),
-        counts=counts,
-        previous_plan=previous_plan,
-        previous_step=previous_step or (),
+        step=step,
+        previous=previous or (),
         token_budget=token_budget,
         baselines=baselines,
         overwrite=overwrite,
     )
+
+
+@app.command()
+def measure(
+    topology: Annotated[Path, typer.Argument(help="TOML (docs/planner.md), of the ranks that torchrun started.")],
+    token_budget: Annotated[int, typer.Option(min=1, help="Tokens of a rank in a micro-step.")] = 2048,
+) -> None:
+    """Measure what the ranks reach, into the topology file. Start it with torchrun -m foreroute.cli measure."""
+    from foreroute.cli.measure import run_measurement
+
+    run_measurement(topology, token_budget)
 
 
 @app.command()

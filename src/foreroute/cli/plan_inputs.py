@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,11 @@ from numpy.typing import NDArray
 
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.costs.model import CostModel
-from foreroute.errors import ConfigError, CountsError, InputError, PlanError
+from foreroute.errors import ConfigError, CountsError, InputError, PlanError, shown
 from foreroute.layout import Packing
-from foreroute.plan import load_plan
+from foreroute.plan import PlanOptions, load_plan
 from foreroute.plan.counts import COUNTS_FILE, check_counts, load_counts, packed_counts, tokens_digest
+from foreroute.plan.plan_file import PLAN_FILE
 from foreroute.plan.topology import Topology
 from foreroute.simulate.steps import TOKEN_BUDGET, packed, read_traces
 from foreroute.trace import RoutedLayer, RoutingTrace
@@ -50,39 +52,37 @@ class StepToPlan:
 
 def read_step(
     topology: Path,
+    step: Sequence[Path],
     *,
-    traces: Sequence[Path] = (),
-    counts: Path | None = None,
-    previous_plan: Path | None = None,
-    previous_step: Sequence[Path] = (),
+    previous: Sequence[Path] = (),
     token_budget: int | None = None,
 ) -> StepToPlan:
     """Read everything, and pack the sequences of traces.
 
     Args:
         topology: a TOML file, see `foreroute.costs.cluster_file`.
-        traces: of one step. Either these or `counts`.
-        counts: a counts file.
-        previous_plan: the plan of the step before, whose homes are where the experts are now.
-        previous_step: traces, or one counts file, of the step before.
+        step: trace files of one step, or its counts file.
+        previous: of the step before: the plan, whose homes are where the experts are now, and traces or a counts file.
         token_budget: most tokens of a rank in a micro-step, for traces; None takes `TOKEN_BUDGET`.
 
     Raises:
         InputError: when a file is missing, damaged, or does not fit the others.
     """
-    if bool(traces) == (counts is not None):
-        raise InputError("give either trace files or --counts FILE: one of the two says what is to be planned")
-    if counts is not None and token_budget is not None:
-        raise InputError("--token-budget is for traces; --counts are packed already")
+    plans = [path for path in previous if PLAN_FILE.is_in(path)]
+    if len(plans) > 1:
+        raise InputError(f"--previous names {len(plans)} plans; give the one of the step before")
+    before = [path for path in previous if path not in plans]
     cluster = load_cluster(topology)
     ranks, costs = cluster.topology, cluster.costs
-    facts = {"input": ", ".join(str(path) for path in [*traces, counts] if path)}
-    if counts is not None:
+    facts = {"input": ", ".join(map(str, step))}
+    if (counts := _counts_file(step)) is not None:
+        if token_budget is not None:
+            raise InputError("--token-budget is for traces; counts are packed already")
         read: list[RoutingTrace] = []
         packing, counts_MLGE = None, check_counts(load_counts(counts), num_ranks=ranks.num_ranks)
         _check_model(costs, counts_MLGE.shape[3], None, topology)
     else:
-        read = read_traces(traces)
+        read = read_traces(step)
         read[0].spec.require_alike("a plan", "in Python, save trace.select_layers of those of one size, and plan that")
         _check_model(costs, read[0].spec.num_experts, read[0].spec.top_k, topology)
         budget = token_budget or TOKEN_BUDGET
@@ -94,8 +94,8 @@ def read_step(
         counts_MLGE=counts_MLGE,
         topology=ranks,
         costs=costs,
-        home_LE=_homes(previous_plan, ranks, shape),
-        previous_LE=_loads(previous_step, shape) if previous_step else None,
+        home_LE=_homes(plans[0] if plans else None, ranks, shape),
+        previous_LE=_loads(before, shape) if before else None,
         facts=facts,
         layers=read[0].spec.layers if read else (),
         packing=packing,
@@ -103,7 +103,37 @@ def read_step(
     )
 
 
+def parse_options(settings: Sequence[str]) -> PlanOptions:
+    """Make options of the planner of `key=value`, with values as in TOML; a word needs no quotes.
+
+    Raises:
+        ConfigError: for a text without "=", an unknown key, and a value that an option cannot have.
+    """
+    values: dict[str, object] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {shown(setting)} gives no value; expected key=value, such as tolerance=0")
+        try:
+            values[key] = tomllib.loads(f"value = {text}")["value"]
+        except (ValueError, RecursionError):
+            values[key] = text
+    try:
+        return PlanOptions.from_table(values)
+    except ConfigError as error:
+        raise ConfigError(f"--set: {error}") from error
+
+
+def _counts_file(paths: Sequence[Path]) -> Path | None:
+    """Give the counts file of a step; None where the paths are those of traces."""
+    counts = [path for path in paths if COUNTS_FILE.is_in(path)]
+    if counts and len(paths) > 1:
+        raise InputError(f"{counts[0]} holds the counts of a whole step; leave out the {len(paths) - 1} other files")
+    return counts[0] if counts else None
+
+
 def _check_model(costs: CostModel, num_experts: int, top_k: int | None, source: Path) -> None:
+    """Refuse a topology file that describes another model than that of the input; counts do not know top_k."""
     model = costs.model
     if model.num_experts != num_experts or (top_k is not None and model.top_k != top_k):
         routed = f"{num_experts} experts" if top_k is None else f"top-{top_k} of {num_experts} experts"
@@ -114,6 +144,7 @@ def _check_model(costs: CostModel, num_experts: int, top_k: int | None, source: 
 
 
 def _homes(previous: Path | None, topology: Topology, shape: tuple[int, int]) -> NDArray[np.int16]:
+    """Give the homes [L, E] of the plan before, or those of a model that was loaded: blocks of experts."""
     if previous is None:
         return np.tile(topology.contiguous_home_E(shape[1]), (shape[0], 1))
     plan = load_plan(previous)
@@ -127,8 +158,8 @@ def _homes(previous: Path | None, topology: Topology, shape: tuple[int, int]) ->
 
 def _loads(paths: Sequence[Path], shape: tuple[int, int]) -> NDArray[np.int64]:
     """Read assignments [L, E] of the step before, from a counts file or from traces."""
-    if len(paths) == 1 and COUNTS_FILE.is_in(paths[0]):
-        loads_LE: NDArray[np.int64] = load_counts(paths[0]).sum(axis=(0, 2), dtype=np.int64)
+    if (counts := _counts_file(paths)) is not None:
+        loads_LE: NDArray[np.int64] = load_counts(counts).sum(axis=(0, 2), dtype=np.int64)
     else:
         parts = [count_assignments(trace, np.zeros(len(trace), np.int64)).sum(axis=0) for trace in read_traces(paths)]
         loads_LE = np.sum(parts, axis=0)

@@ -6,17 +6,16 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING
 
 import rich.console
-from rich.progress_bar import ProgressBar
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.segment import Segment
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from foreroute.errors import how_to_install, printable
@@ -29,6 +28,8 @@ FEWEST_COLUMNS, MOST_COLUMNS = 40, 1000
 """What COLUMNS of the environment is brought into."""
 TONES: dict[Tone, str] = {"": "", "fine": "green", "note": "blue", "warning": "yellow", "problem": "bold red"}
 """Styles of the tones of a page."""
+FOREVER_S = 1e9
+"""The pace is that of the whole work: a step of training may take longer than the half minute that Rich looks back."""
 DRAWN_WITH = ("jinja2", "matplotlib")
 """The libraries that a page needs, of the extra "report"."""
 
@@ -79,58 +80,44 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-class CommandProgress:
-    """What a command is doing, for people.
+class Work:
+    """What a command is doing, as a line of Rich's progress.
 
     Attributes:
-        what: its name.
-        detail: what it is at; empty where nothing is known.
-        done, total: how much of it; nothing is said of a total of 0.
-        unit: plural noun for `done` and `total`, such as "cells".
+        what: its name, which may hold names of files.
     """
 
-    def __init__(self, what: str, *, total: int = 0, unit: str = "") -> None:
+    def __init__(self, progress: Progress, what: str, *, total: int = 0, unit: str = "") -> None:
+        self._progress = progress
         self.begin(what, total=total, unit=unit)
 
     def begin(self, what: str, *, total: int = 0, unit: str = "") -> None:
-        """Begin a piece of work, of which no second has gone by."""
-        self.what, self.detail, self._begun = what, "", monotonic()
-        self.done, self.total, self.unit = 0, total, unit
-        self._first: tuple[int, float] | None = None
+        """Begin a piece of work, of which no second has gone by; `total` 0 where nobody knows how much it is."""
+        for task in self._progress.task_ids:
+            self._progress.remove_task(task)
+        self.what, self._unit = what, unit
+        self._task = self._progress.add_task(what, total=None)
+        if total:
+            self.advance(0, total)
 
     def advance(self, done: int, total: int, detail: str = "") -> None:
-        """Note that so much of it is done."""
-        self.done, self.total, self.detail = done, total, detail
-        self._first = self._first or (done, monotonic())
+        """Note that so much of it is done, and what it is at."""
+        facts = [*filter(None, [detail]), f"{done:,} of {total:,} {self._unit}".rstrip()]
+        said = f"{self.what}: {', '.join(facts)}"
+        self._progress.update(self._task, completed=done, total=total, description=said)
 
     def time_left(self) -> str:
-        """Give the time that the rest takes at the pace since the first `advance`; empty where that is not known."""
-        done, since = self._first or (self.done, 0.0)
-        if not done < self.done < self.total:
-            return ""
-        seconds = (monotonic() - since) * (self.total - self.done) / (self.done - done)
-        return f"{timedelta(seconds=round(seconds))} left"
+        """Give the time that the rest takes at the pace so far; empty where that is not known."""
+        seconds = self._progress.tasks[0].time_remaining
+        return f"{timedelta(seconds=seconds)} left" if seconds else ""
 
     def __str__(self) -> str:
-        """Give one line without control characters: "planning: 1,234 of 9,216 cells, 12 s, 0:01:17 left"."""
-        facts = [self.detail] if self.detail else []
-        if self.total:
-            facts.append(f"{self.done:,} of {self.total:,} {self.unit}".rstrip())
-        facts += [f"{monotonic() - self._begun:,.0f} s", *filter(None, [self.time_left()])]
-        separator = ": " if len(facts) > 1 else ", "
-        return printable(f"{self.what}{separator}{', '.join(facts)}").replace("\n", "\\n")
-
-    def __rich__(self) -> Text | Table:
-        """Give the same line for a terminal, and a bar where it is known how much there is."""
-        if not self.total:
-            return Text(str(self))
-        row = Table.grid(padding=(0, 1))
-        row.add_row(Text(str(self)), ProgressBar(self.total, self.done, width=20))
-        return row
+        """Give the line that a terminal shows, without its clocks."""
+        return str(self._progress.tasks[0].description)
 
 
 @contextmanager
-def working(what: str, console: Console, *, total: int = 0, unit: str = "") -> Iterator[CommandProgress]:
+def working(what: str, console: Console, *, total: int = 0, unit: str = "") -> Iterator[Work]:
     """Name a piece of work that may last, while the context is open; a terminal shows it.
 
     Args:
@@ -139,9 +126,18 @@ def working(what: str, console: Console, *, total: int = 0, unit: str = "") -> I
         total: how much there is to do, if that is known.
         unit: plural noun for `total`, such as "cells".
     """
-    work = CommandProgress(what, total=total, unit=unit)
-    with console.status(work) if console.is_terminal else nullcontext():
-        yield work
+    progress = Progress(
+        TextColumn("{task.description}", markup=False, table_column=Column()),  # a narrow terminal wraps it
+        BarColumn(20),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+        speed_estimate_period=FOREVER_S,
+    )
+    with progress:
+        yield Work(progress, what, total=total, unit=unit)
 
 
 def shown_table(table: PageTable) -> Table:

@@ -52,8 +52,9 @@ def validate_traces(paths: list[Path]) -> bool:
     sound = True
     for number, path in enumerate(paths):
         try:
-            with working(f"reading {path}", console, total=len(paths) if len(paths) > 1 else 0, unit="files") as work:
-                work.done = number
+            with working(f"reading {path}", console) as work:
+                if len(paths) > 1:
+                    work.advance(number, len(paths))
                 trace = load(path)
                 refuse_frozen_rows(trace)
         except InputError as error:

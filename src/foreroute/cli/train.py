@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from foreroute.cli.exit_codes import noting_the_first_signal
-from foreroute.cli.terminal import CommandProgress, Console, is_first_rank, working, write_page
+from foreroute.cli.terminal import Console, Work, is_first_rank, working, write_page
 from foreroute.records import StepRecord, read_runs
 from foreroute.records.step_record import SIDES, AlarmKind
 from foreroute.report.finding import run_finding
@@ -77,7 +77,7 @@ def watching(config: TrainConfig, console: Console) -> Iterator[Watcher]:
 class Display:
     """What a run shows: what is under way, lines where there is no terminal, and alarms on both."""
 
-    def __init__(self, config: TrainConfig, console: Console, work: CommandProgress) -> None:
+    def __init__(self, config: TrainConfig, console: Console, work: Work) -> None:
         self._config, self._console, self._work = config, console, work
         self._metrics = ""
         self._alarms: set[AlarmKind] = set()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
 
-from foreroute.errors import ConfigError
+from foreroute.errors import ConfigError, shown
+from foreroute.files.toml import unknown_key
 from foreroute.trace.spec import whole_number
 
 SlotSharing = Literal["layer", "shared"]
@@ -21,13 +23,13 @@ MOST = 2**63 - 1
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The switches of the planner.
+    """The switches of the planner: arguments, keys of `[parallel.plan]`, and of `foreroute plan --set key=value`.
 
     Attributes:
         tolerance: a cell is balanced when its slowest rank has at most (1 + tolerance) times the mean. 0 is exact mode,
             0.02 the economical one. `traffic` goes beyond it where the cell is faster so.
         home_moves: most experts of a layer that may change their home at the start of the step; 0 keeps the homes, None
-            sets no limit.
+            sets no limit; "all" in a file, which has no None.
         replicas: False serves every expert at its home alone.
         slots: "layer": each layer has its own redundant slots, which keep what they hold from micro-step to
             micro-step. "shared": one set of slots serves all layers and is empty at every cell.
@@ -53,8 +55,15 @@ class PlanOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tolerance < 1:
-            raise ConfigError(f"tolerance is {self.tolerance}; expected a share of the mean load, from 0 to below 1")
+        is_number = isinstance(self.tolerance, int | float) and not isinstance(self.tolerance, bool)
+        if not (is_number and 0 <= self.tolerance < 1):
+            raise ConfigError(
+                f"tolerance is {shown(self.tolerance)}; expected a share of the mean load, from 0 to below 1"
+            )
+        for name in ("replicas", "locality", *PRICED):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and (value is not None or name not in PRICED):
+                raise ConfigError(f"{name} is {shown(value)}; expected true or false")
         for name, least in (("home_moves", 0), ("threads", 1), ("seed", 0)):
             if name != "home_moves" or self.home_moves is not None:
                 whole_number(getattr(self, name), name=name, least=least, most=MOST, error=ConfigError)
@@ -62,3 +71,19 @@ class PlanOptions:
             raise ConfigError(f"slots is {self.slots!r}; expected 'layer' or 'shared'")
         if self.traffic and not self.replicas:
             raise ConfigError("traffic is on with replicas=False; it is by replicas that it is cut")
+
+    @classmethod
+    def from_table(cls, values: Mapping[str, object]) -> PlanOptions:
+        """Make options of keys and values as TOML has them.
+
+        Raises:
+            ConfigError: for an unknown key, naming the nearest known one, and for a value that an option cannot have.
+        """
+        known = [field.name for field in fields(cls)]
+        for key in values:
+            if key not in known:
+                raise ConfigError(unknown_key(key, key, known))
+        given: dict[str, Any] = dict(values)
+        if given.get("home_moves") == "all":
+            given["home_moves"] = None
+        return cls(**given)

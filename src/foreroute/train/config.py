@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
+from foreroute.errors import ConfigError, shown
 from foreroute.files.config_file import (
     MOST,
     Count,
@@ -23,6 +25,7 @@ from foreroute.files.config_file import (
 )
 from foreroute.files.toml import read_toml
 from foreroute.plan.capabilities import FetchPath
+from foreroute.plan.options import PRICED, PlanOptions
 
 Routing = Literal["none", "R2", "R3"]
 Method = Literal["dapo", "gspo"]
@@ -275,6 +278,15 @@ class CheckpointConfig(Section):
     """Last checkpoints that stay."""
 
 
+def _plan_options(values: object) -> PlanOptions:
+    """Take options, or make them of a table."""
+    if isinstance(values, PlanOptions):
+        return values
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"it is {shown(values)}; expected a table of the planner's options")
+    return PlanOptions.from_table(values)
+
+
 class ParallelConfig(Section):
     """Expert parallelism under torchrun ([versions](where.md#versions)). Changes nothing that a run learns."""
 
@@ -286,16 +298,6 @@ class ParallelConfig(Section):
     """Ranks of a node; all by default."""
     redundant_slots: Slots = 2
     """Replicas per rank and layer; 0: none."""
-    tolerance: Annotated[float, Field(ge=0, lt=1)] = 0.02
-    """Most of the busiest rank's load above the mean."""
-    slots: Literal["layer", "shared"] = "layer"
-    """Slots per layer, or one set for all."""
-    home_moves: Natural | Literal["all"] = 0
-    """Most home moves per layer and step."""
-    pay_off: bool | None = None
-    """Drop replicas that do not pay; by default where priced."""
-    traffic: bool | None = None
-    """Add replicas against traffic between nodes; by default where priced."""
     paths: FetchPath = "direct"
     """Replicas peer to peer, or through node memory."""
     shared_memory: str = "/dev/shm"
@@ -304,6 +306,8 @@ class ParallelConfig(Section):
     """Cells fetched ahead."""
     timeout_s: Timeout = 600.0
     """Longest silence of a live rank."""
+    plan: Annotated[PlanOptions, BeforeValidator(_plan_options)] = PlanOptions()
+    """The planner's [options](planner.md#stages), such as `home_moves = 4` or `"all"`."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ParallelConfig:
@@ -319,9 +323,8 @@ class ParallelConfig(Section):
             self.refuse_unused(
                 ("ranks_per_node", "redundant_slots"), "beside topology, which says them; leave them out"
             )
-        elif self.pay_off or self.traffic:
-            asked = "pay_off" if self.pay_off else "traffic"
-            raise ValueError(f"{asked} = true goes by prices; name a topology file, or leave it out")
+        elif asked := [name for name in PRICED if getattr(self.plan, name)]:
+            raise ValueError(f"plan.{asked[0]} = true goes by prices; name a topology file, or leave it out")
         return self
 
 

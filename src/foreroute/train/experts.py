@@ -72,16 +72,9 @@ def read_planning(config: ParallelConfig, spec: RoutingSpec) -> Planning:
     Raises:
         ConfigError: when the file cannot be read, or is of other ranks or another model.
     """
-    options = PlanOptions(
-        tolerance=config.tolerance,
-        home_moves=None if config.home_moves == "all" else config.home_moves,
-        slots=config.slots,
-        traffic=config.traffic,
-        pay_off=config.pay_off,
-    )
     if config.topology is None:
         per_node = config.ranks_per_node or config.expert
-        return Planning(Topology(config.expert, per_node, config.redundant_slots, NO_LINKS), options, None)
+        return Planning(Topology(config.expert, per_node, config.redundant_slots, NO_LINKS), config.plan, None)
     path = Path(config.topology)
     cluster = load_cluster(path)
     model = cluster.costs.model
@@ -93,7 +86,7 @@ def read_planning(config: ParallelConfig, spec: RoutingSpec) -> Planning:
     }
     if wrong := [f"{name} = {said}, the run has {here}" for name, (said, here) in seen.items() if said != here]:
         raise ConfigError(f"{path} says {'; '.join(wrong)}; describe the ranks and the model of the run")
-    return Planning(cluster.topology, options, replace(cluster.costs, paths=config.paths, prefetch=config.prefetch))
+    return Planning(cluster.topology, config.plan, replace(cluster.costs, paths=config.paths, prefetch=config.prefetch))
 
 
 class _Announced(NamedTuple):
