@@ -49,7 +49,7 @@ def step(tmp_path_factory, folder_of):
     trace = recording.trace()
     fr.save(trace, folder / "step.safetensors")
     (folder / "cluster.toml").write_text(TOML.format(top_k=trace.spec.top_k))
-    arguments = ("--token-budget", "12", "--no-baselines", "--no-pay-off", "--output", "4.plan")
+    arguments = ("--token-budget", "12", "--no-baselines", "--set", "pay_off=false", "--output", "4.plan")
     made = foreroute("plan", "step.safetensors", "--topology", "cluster.toml", *arguments, cwd=folder)
     assert made.returncode == 0, made.stderr
     return folder, float(loss)

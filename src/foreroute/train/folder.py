@@ -50,7 +50,7 @@ experts move; its metadata the next step, and the digest of the data that is tra
 NAME = re.compile(r"step-(\d{6}|[1-9]\d{6,})\.safetensors")
 """The name of a checkpoint in a run's folder, with its step."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""Of renameat2(2) on Linux, which `os` does not have."""
+"""Arguments of renameat2(2) on Linux, which `os` does not have."""
 MAY_CHANGE = ("device", "parallel.", "checkpoint.", "rl.steps")
 """Beginnings of keys that may change on resume: how a run is executed and saved, and how long it is."""
 
