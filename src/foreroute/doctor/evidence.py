@@ -29,10 +29,12 @@ from foreroute.trace.checks import as_offsets
 NAMES = ("the trainer's own trace", "the engine's trace")
 EXPLAINS = 4.0
 """Factor by which another reading of log-probs must be nearer to be believed. Chosen by hand, as what follows."""
-FEWEST, SHORTEST = 16, 8
-"""Tokens that it takes to believe another reading, and mean length of sequences whose order is looked for."""
+FEWEST = 16
+"""Tokens that it takes to believe a shift."""
+SHORTEST = 8
+"""Mean length of sequences whose order is looked for."""
 APART = 0.05
-"""Mean |log r|, in nats, up to which tokens are not those of other sequences."""
+"""Mean |log r|, in nats, up to which log-probs are not those of other sequences."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +68,7 @@ class Rescored:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evidence:
-    """What is known. Whatever is None was not looked at.
+    """Evidence about a trainer and an engine. Whatever is None was not looked at.
 
     Attributes:
         engine: the trace in question.
@@ -107,7 +109,7 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measures:
-    """Everything that was measured; None where the evidence is missing.
+    """The figures of the evidence; None where it is missing.
 
     Attributes:
         without: engine against trainer on its own routes.
@@ -159,7 +161,7 @@ class Measures:
 
     @property
     def floor(self) -> float:
-        """The k3 that no replay undercuts: what the trainer shows against itself, packed differently."""
+        """The noise floor: k3 of the trainer against itself under another packing, which no replay undercuts."""
         return max(3 * self.repacked.k3, 1e-9) if self.repacked is not None else 1e-9
 
 
@@ -174,7 +176,7 @@ class Severity(IntEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was found.
+    """A finding.
 
     Attributes:
         severity: how bad it is.
@@ -189,7 +191,7 @@ class Finding:
     advice: str = ""
 
     def __post_init__(self) -> None:
-        """Paths, names of models and errors are quoted: on one line, and as a terminal shows and does not obey them."""
+        # names of models and errors are quoted in them, which may hold what a terminal would obey
         object.__setattr__(self, "sentence", " ".join(printable(self.sentence).split()))
         object.__setattr__(self, "advice", " ".join(printable(self.advice).split()))
 
@@ -200,136 +202,146 @@ def many(count: int, unit: str) -> str:
 
 
 def measure(evidence: Evidence) -> Measures:
-    """The figures of the evidence. A model without weights is compared with nothing but itself.
+    """Take the figures of the evidence. A model without weights is compared with nothing but itself.
 
     Raises:
         SpecMismatchError, BatchMismatchError: when traces of other models or tokens are compared.
         InputError: when log-probs do not fit together.
     """
-    native, repacked = evidence.native, evidence.repacked
-    own, engine = native.executed if native else None, evidence.engine
+    native, repacked, engine = evidence.native, evidence.repacked, evidence.engine
+    own, own_R = (native.executed, native.logprobs_R) if native is not None else (None, None)
     of_itself = Measures(
-        repeated=_tokens(evidence.repeated, native.logprobs_R if native else None),
-        repacked=_tokens(repacked, native.logprobs_R if native else None),
-        repacked_routes=_routes(own, repacked.executed if repacked else None),
+        repeated=_tokens(evidence.repeated, own_R),
+        repacked=_tokens(repacked, own_R),
+        repacked_routes=_routes(own, repacked.executed if repacked is not None else None),
     )
     if evidence.random_weights:
         return of_itself
     reordered, explanation = False, None
     if own is not None and engine is not None and own.valid_N.any() and engine.valid_N.any():
         if len(engine.versions) == 1:
+            # a pass of the trainer says no version, and a stale trace is a finding of its own
             version = engine.versions[0] if evidence.expected_version is None else evidence.expected_version
             own = own.with_weight_version(version)
         explanation = explain(own, engine, names=NAMES)
         reordered = explanation.kind is Defect.PERMUTATION and explanation.parameters.get("with_tokens", False)
         if reordered:
+            # in one order, so that a second defect is seen too
             engine = engine.select(np.argsort(explanation.parameters["order"]))
             explanation = explain(own, engine, names=NAMES)
-    logprobs_R = None if reordered else evidence.engine_logprobs_R
-    without, with_replay = _tokens(native, logprobs_R), _tokens(evidence.replayed, logprobs_R)
-    rescored = _nearest(evidence.rescored, logprobs_R)
-    zeros = _zeros(evidence, logprobs_R, rescored)
-    return replace(
+    found = replace(
         of_itself,
-        without=without,
-        with_replay=with_replay,
         routes=_routes(engine, own) if explanation is not None else None,
-        zeros=zeros,
-        ratio=_ratio(evidence.replayed or native, logprobs_R, zeros),
-        rise=_rise(native, evidence.replayed, logprobs_R),
-        # sequences of zeros fit nowhere, and set the others apart
-        shift=None if zeros else _shift(evidence.replayed or native, logprobs_R),
-        order=None if zeros else _order(evidence.replayed or native, logprobs_R, evidence.response_lengths_S),
-        rescored=rescored,
         explanation=explanation,
         choices=_choices(own, engine),
         reordered=reordered,
         layers=engine.spec.layers if engine is not None else (),
     )
+    # log-probs have no tokens beside them that would tell how to sort them
+    return found if evidence.engine_logprobs_R is None or reordered else _with_tokens(found, evidence)
+
+
+def _with_tokens(found: Measures, evidence: Evidence) -> Measures:
+    """Add what log-probs tell about the tokens that the engine sampled."""
+    engine_R, native, replayed = evidence.engine_logprobs_R, evidence.native, evidence.replayed
+    assert engine_R is not None, "asked before"
+    nearest = _nearest(evidence.rescored, engine_R)
+    zeros = _zeros(evidence, engine_R, nearest)
+    found = replace(
+        found,
+        without=_tokens(native, engine_R),
+        with_replay=_tokens(replayed, engine_R),
+        rescored=nearest,
+        zeros=zeros,
+    )
+    native_R, replayed_R = (None if each is None else each.logprobs_R for each in (native, replayed))
+    if native_R is not None and replayed_R is not None:
+        found = replace(found, rise=_rise(native_R, replayed_R, engine_R))
+    # routes of the engine, where they were replayed, leave the least that is not about tokens
+    trainer_R = native_R if replayed is None else replayed_R
+    if trainer_R is None:
+        return found
+    found = replace(found, ratio=_ratio(trainer_R, engine_R, zeros))
+    if zeros:  # sequences of zeros fit nowhere, and set the others apart
+        return found
+    order = None if evidence.response_lengths_S is None else _order(trainer_R, engine_R, evidence.response_lengths_S)
+    return replace(found, shift=_shift(trainer_R, engine_R), order=order)
 
 
 def _zeros(
-    evidence: Evidence, reference: NDArray[Any] | None, rescored: tuple[Rescored, TokenMismatch] | None
+    evidence: Evidence, engine_R: NDArray[Any], nearest: tuple[Rescored, TokenMismatch] | None
 ) -> tuple[Zeros, ...]:
-    """Those of the engine, beside the nearest reading of the trainer, and those of each pass of the trainer.
+    """Find zeros of the engine, beside the nearest reading of the trainer, and those of each pass of the trainer.
 
     A temperature near 0 has many zeros, which the trainer does not deny once its own log-probs are taken so.
     """
     passes = {"the trainer": evidence.native, "the trainer, under replay,": evidence.replayed}
     own = {name: each.logprobs_R for name, each in passes.items() if each is not None and each.logprobs_R is not None}
-    if reference is None or not own:
+    if not own:
         return ()
-    nearest, lengths_S = (
-        list(own.values())[-1] if rescored is None else rescored[0].logprobs_R,
-        evidence.response_lengths_S,
-    )
-    if lengths_S is not None and lengths_S.sum() != len(reference):
+    trainer_R = list(own.values())[-1] if nearest is None else nearest[0].logprobs_R
+    lengths_S = evidence.response_lengths_S
+    if lengths_S is not None and lengths_S.sum() != len(engine_R):
         lengths_S = None
-    found = [denied_zeros("the engine", "the trainer", reference, nearest, lengths_S)]
-    found += [denied_zeros(name, "the engine", logprobs_R, reference, lengths_S) for name, logprobs_R in own.items()]
+    found = [denied_zeros("the engine", "the trainer", engine_R, trainer_R, lengths_S)]
+    found += [denied_zeros(name, "the engine", logprobs_R, engine_R, lengths_S) for name, logprobs_R in own.items()]
     return tuple(each for each in found if each is not None)
 
 
-def _ratio(
-    trainer: TrainerPass | None, reference: NDArray[Any] | None, zeros: tuple[Zeros, ...]
-) -> tuple[float, float] | None:
-    if trainer is None or trainer.logprobs_R is None or reference is None:
-        return None
+def _ratio(trainer_R: NDArray[Any], engine_R: NDArray[Any], zeros: tuple[Zeros, ...]) -> tuple[float, float] | None:
+    """Give the trainer's over the engine's probability, mean and standard error, over tokens that tell."""
     # nobody can tell whether a probability of 1 was filled in, or one token was left to draw from
-    kept_R = ~np.any([np.asarray(reference) == 0, *(each.zero_R for each in zeros)], axis=0)
-    log_r = (np.asarray(trainer.logprobs_R, np.float64) - reference)[kept_R]
+    kept_R = ~np.any([np.asarray(engine_R) == 0, *(each.zero_R for each in zeros)], axis=0)
+    log_r = (np.asarray(trainer_R, np.float64) - engine_R)[kept_R]
     return _mean(np.exp(log_r)) if len(log_r) > 1 else None
 
 
-def _rise(
-    native: TrainerPass | None, replayed: TrainerPass | None, reference: NDArray[Any] | None
-) -> tuple[float, float] | None:
-    passes = [None if each is None else each.logprobs_R for each in (native, replayed)]
-    if passes[0] is None or passes[1] is None or reference is None or len(reference) < 2:
+def _rise(native_R: NDArray[Any], replayed_R: NDArray[Any], engine_R: NDArray[Any]) -> tuple[float, float] | None:
+    """Give by how much replay raises a token's part of k3, mean and standard error."""
+    if len(engine_R) < 2:
         return None
-    without, with_replay = (np.asarray(each, np.float64) - reference for each in passes)
+    without, with_replay = (np.asarray(each, np.float64) - engine_R for each in (native_R, replayed_R))
     with np.errstate(over="ignore", invalid="ignore"):
         return _mean(np.expm1(with_replay) - with_replay - (np.expm1(without) - without))
 
 
 def _mean(values: NDArray[np.float64]) -> tuple[float, float]:
-    """And its standard error."""
+    """Return the mean and its standard error."""
     return float(values.mean()), float(values.std(ddof=1) / len(values) ** 0.5)
 
 
-def _shift(trainer: TrainerPass | None, reference: NDArray[Any] | None) -> tuple[int, float, float] | None:
-    """By medians, since one token of each sequence is compared with one of another, where packed tokens are moved."""
-    if trainer is None or trainer.logprobs_R is None or reference is None or len(reference) < FEWEST:
+def _shift(trainer_R: NDArray[Any], engine_R: NDArray[Any]) -> tuple[int, float, float] | None:
+    """Look for log-probs that are moved by a token."""
+    if len(engine_R) < FEWEST:
         return None
-    own_R, size = np.asarray(trainer.logprobs_R, np.float64), len(reference)
+    own_R, size = np.asarray(trainer_R, np.float64), len(engine_R)
+    # medians, since packed tokens that are moved compare one token of each sequence with one of another
     apart = {
-        n: float(np.median(np.abs(reference[max(n, 0) : size + n] - own_R[max(-n, 0) : size - n]))) for n in (0, 1, -1)
+        n: float(np.median(np.abs(engine_R[max(n, 0) : size + n] - own_R[max(-n, 0) : size - n]))) for n in (0, 1, -1)
     }
     best = min(apart, key=lambda n: apart[n])
     return (best, apart[best], apart[0]) if apart[best] * EXPLAINS < apart[0] else None
 
 
 def _order(
-    trainer: TrainerPass | None, reference: NDArray[Any] | None, lengths_S: NDArray[np.integer] | None
+    trainer_R: NDArray[Any], engine_R: NDArray[Any], lengths_S: NDArray[np.integer]
 ) -> tuple[list[int], float, float] | None:
-    """By means, with the sequence that fits best in the place of each, where sequences are no shorter than chance fits.
-
-    Rows of a padded batch in another order are cut by the trainer's lengths; packed sequences keep their own.
-    """
-    if trainer is None or trainer.logprobs_R is None or reference is None or lengths_S is None or not len(reference):
+    """Look for log-probs of other sequences, where sequences are too long to fit each other by chance."""
+    if not len(engine_R):
         return None
-    starts, own_R = as_offsets(lengths_S.astype(np.int64)), np.asarray(trainer.logprobs_R, np.float64)
-    own_S, before = np.split(own_R, starts[1:-1]), float(np.abs(reference - own_R).mean())
+    starts, own_R = as_offsets(lengths_S.astype(np.int64)), np.asarray(trainer_R, np.float64)
+    own_S, before = np.split(own_R, starts[1:-1]), float(np.abs(engine_R - own_R).mean())
     if not 1 < len(own_S) <= MAX_PERMUTED or len(own_R) < SHORTEST * len(own_S) or before < APART:
         return None
     near = before / EXPLAINS
+    # rows of a padded batch in another order are cut by the trainer's lengths; packed sequences keep their own
     for packed in (False, True):
         order: list[int] = []
         chosen: list[NDArray[np.float64]] = []
         left, start = set(range(len(own_S))), 0
         for s in range(len(own_S)):
             start = start if packed else starts[s]
-            fits = {t: _apart(reference[start : None if packed else starts[s + 1]], own_S[t]) for t in left}
+            fits = {t: _apart(engine_R[start : None if packed else starts[s + 1]], own_S[t]) for t in left}
             best = max(left, key=lambda t: ((near - fits[t]).sum(), t == s))
             order.append(best)
             chosen.append(fits[best])
@@ -341,35 +353,34 @@ def _order(
     return None
 
 
-def _apart(engine: NDArray[Any], own: NDArray[np.float64]) -> NDArray[np.float64]:
-    """|log r| of the tokens that both have."""
-    length = min(len(engine), len(own))
-    return np.abs(engine[:length] - own[:length])
+def _apart(engine_R: NDArray[Any], own_R: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return |log r| of the tokens that both have."""
+    length = min(len(engine_R), len(own_R))
+    return np.abs(engine_R[:length] - own_R[:length])
 
 
-def _nearest(rescored: tuple[Rescored, ...], reference: NDArray[Any] | None) -> tuple[Rescored, TokenMismatch] | None:
-    if reference is None or not rescored:
-        return None
-    found = [token_mismatch(one.logprobs_R, reference) for one in rescored]
-    best = min(range(len(found)), key=lambda number: found[number].k3)
-    return rescored[best], found[best]
+def _nearest(rescored: tuple[Rescored, ...], engine_R: NDArray[Any]) -> tuple[Rescored, TokenMismatch] | None:
+    """Find the reading of the trainer's log-probs that is nearest to the engine's."""
+    found = [(one, token_mismatch(one.logprobs_R, engine_R)) for one in rescored]
+    return min(found, key=lambda each: each[1].k3) if found else None
 
 
 def _routes(a: RoutingTrace | None, b: RoutingTrace | None) -> RoutingMismatch | None:
+    """Compare routes where both are known."""
     return None if a is None or b is None else routing_mismatch(a, b)
 
 
 def _choices(own: RoutingTrace | None, engine: RoutingTrace | None) -> StreamDifference | None:
-    """None as well where not both have choices of the same indexers."""
+    """Compare choices of indexers, where both have some of the same indexers."""
     mine, theirs = (None if trace is None else trace.streams.get(INDEXER) for trace in (own, engine))
     if mine is None or theirs is None or (mine.layers, mine.num_rows) != (theirs.layers, theirs.num_rows):
         return None
     return stream_difference(mine, theirs)
 
 
-def _tokens(trainer: TrainerPass | None, reference: NDArray[Any] | None) -> TokenMismatch | None:
-    """None as well where no token was sampled."""
-    if trainer is None or trainer.logprobs_R is None or reference is None:
+def _tokens(trainer: TrainerPass | None, other_R: NDArray[Any] | None) -> TokenMismatch | None:
+    """Compare log-probs where both are known and a token was sampled."""
+    if trainer is None or trainer.logprobs_R is None or other_R is None:
         return None
-    found = token_mismatch(trainer.logprobs_R, reference)
+    found = token_mismatch(trainer.logprobs_R, other_R)
     return found if found.count else None
