@@ -28,7 +28,7 @@ OPTIONS = {
     "indexers=hf.attach(model).indexers": "--model with the folder of the model",
     "a function of these names, such as weight_version=int": "no --weight-version",
 }
-"""By what `decode` advises to pass."""
+"""What `decode` advises to pass, and the option of the verb that passes it."""
 
 
 def convert_file(
@@ -41,20 +41,8 @@ def convert_file(
     start: int | None = None,
     weight_version: int | None = None,
 ) -> None:
-    """Read `source`, whatever it is, and write `target`; say what both are.
-
-    Args:
-        source: a trace file, output of an engine, or routes in a .npy file.
-        target: a file that does not exist yet.
-        to: whether the order of picks is kept.
-        model: for engine output, a trace of the model or its folder.
-        tokens: a JSON list of token lists, if the source has none.
-        start: position of the first row.
-        weight_version: of the routes. A trace says this and all of the above itself.
-
-    Raises:
-        CaptureError, TraceFileError: when a file cannot be read, is none of these, or cannot be written.
-    """
+    """Read `source`, whatever it is, and write `target`; say what both are. `foreroute.cli.main` has the options."""
+    # before a large source is read
     with writing_named(target, TraceFileError):
         if target.exists():
             raise TraceFileError(f"{target} already exists; pass another path")
@@ -92,6 +80,7 @@ def _as_options(source: Path) -> Iterator[None]:
 
 
 def _is_trace(path: Path) -> bool:
+    """Say whether a file begins as a trace does; text of engines may hold any words of ours."""
     with open_regular(path, TraceFileError) as file:
         return file.read(HEADER)[4:] == b"\0\0\0\0{"
 
@@ -105,7 +94,7 @@ def _tokens(path: Path) -> list[Any]:
 
 
 def _facts_of(model: Path | None) -> dict[str, Any]:
-    """Which layers route, the size of the vocabulary, and the indexers: of a trace, or of a model's folder."""
+    """Read which layers route, the size of the vocabulary, and the indexers, from a trace or a model's folder."""
     if model is None:
         raise CaptureError(
             "engine output does not say which model it is from; pass --model, a trace or the folder of the model"

@@ -1,7 +1,7 @@
-"""`foreroute demo` and `foreroute demo-ep`: a tiny model is trained here, and what was measured is printed.
+"""`foreroute demo` and `foreroute demo-ep`: train a tiny model, and print what was measured.
 
-The first trains after one warm start without and with rollout routing replay; the second trains on expert-parallel
-ranks, with R3 and a plan for every micro-step.
+The first trains without and with replay after one warm start; the second on expert-parallel ranks, with R3 and a plan
+for every micro-step.
 """
 
 from __future__ import annotations

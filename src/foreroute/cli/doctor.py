@@ -39,22 +39,7 @@ def run_doctor(
     max_sequences: int | None = None,
     output: Path | None = None,
 ) -> Severity:
-    """Print the diagnosis, write the page if asked, and return how bad it is.
-
-    Args:
-        model: a folder of a Hugging Face model, its config.json, or a folder of a run of `foreroute train`, whose last
-            rollout is taken where none is given.
-        rollout: the engine's side, a generation or a trace.
-        trainer: without a model, the trainer's pass on its own routes: a generation or a trace.
-        replayed: without a model, its pass on the engine's routes: a generation.
-        temperature: that the engine divided its logits by; None takes the run's, or 1.
-        weight_version: that the trainer is at; None takes that of the run's checkpoint, where there is one.
-        max_sequences: how many of the sequences a model runs; None takes `MOST_SEQUENCES`.
-        output: the page.
-
-    Raises:
-        InputError: for everything that a user can mend.
-    """
+    """Print the diagnosis, write the page if asked, and return how bad it is; `foreroute.cli.main` has the options."""
     console = Console()
     if output is not None:
         check_page(output)
@@ -119,7 +104,7 @@ def _read(path: Path, most: int | None = None) -> tuple[RoutingTrace, Generation
 
 
 def _replayed(path: Path, rollout: RoutingTrace | None) -> TrainerPass:
-    """Read the pass on the engine's routes, of which the log-probs alone are of interest."""
+    """Read the pass on the engine's routes, whose log-probs alone tell something."""
     side = load_generation(path)
     if rollout is None or not np.array_equal(side.trace.token_ids_N, rollout.token_ids_N):
         raise InputError(f"{path} holds other tokens than the rollout; give the trainer's pass over that rollout")
@@ -134,7 +119,7 @@ def _examined(
     weight_version: int | None,
     work: Work,
 ) -> tuple[Evidence, dict[str, str]]:
-    """Load a model, of a run or of anybody, and examine it; returns the evidence, and what was examined, for people."""
+    """Load a model, of a run or of anybody, and examine it; returns the evidence, and facts for people."""
     from foreroute.adapters.hf.loading import load_local
     from foreroute.doctor.examine import examine
 
@@ -145,6 +130,7 @@ def _examined(
         facts = {"examined": f"step {step} of {config.rl.steps}{'' if step else ', before training'}"}
     else:
         model, has_weights = load_local(path)
+    # a trace that says no version is not called stale for it
     if weight_version is None and trace is not None and any(version >= 0 for version in trace.versions):
         weight_version = step
     work.begin("examining the model: quick checks, then passes over the sequences")
@@ -181,11 +167,7 @@ def _last_rollout(model: Path) -> Path | None:
 def _of_run(folder: Path, trace: RoutingTrace | None) -> tuple[Any, Path, int, TrainConfig]:
     """Load the model of a run at the checkpoint that a trace was recorded under, or else at the last one.
 
-    Returns:
-        The model, its checkpoint, the step that this is of, and the configuration of the run.
-
-    Raises:
-        ConfigError, DatasetError, RunFolderError: when one of the files cannot be read, or the checkpoint is not there.
+    Returns the model, its checkpoint, the step that this is of, and the configuration of the run.
     """
     from foreroute.train import parse_config
     from foreroute.train.folder import as_run_folder_error, files_by_step, load_checkpoint
@@ -213,6 +195,7 @@ def _of_run(folder: Path, trace: RoutingTrace | None) -> tuple[Any, Path, int, T
 
 
 def _facts(trace: RoutingTrace | None) -> dict[str, str]:
+    """Say what the rollout holds."""
     if trace is None:
         return {}
     spec = trace.spec
@@ -222,7 +205,7 @@ def _facts(trace: RoutingTrace | None) -> dict[str, str]:
 
 
 def _commands(model: Path | None, rollout: Path | None, trainer: Path | None) -> list[tuple[str, str]]:
-    """What else looks at the same files: the page of the run, and the table of two traces."""
+    """Name commands that look at the same files: the page of the run, and the table of two traces."""
     commands = []
     if model is not None and (model / "metrics.jsonl").exists():
         commands.append(("The page of this run", f"foreroute report {quoted(model)}"))

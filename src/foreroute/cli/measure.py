@@ -15,15 +15,7 @@ from foreroute.train.rates import measure_rates
 
 
 def run_measurement(topology: Path, tokens: int) -> None:
-    """Measure, print, and write into the file. In one process nothing is written: links and ranks are not there.
-
-    Args:
-        topology: a TOML file, of the ranks that torchrun started.
-        tokens: of a rank in a micro-step.
-
-    Raises:
-        ConfigError: when the file cannot be read or written, or is of other ranks.
-    """
+    """Measure with `tokens` of a rank in a micro-step, print, and write into the file; in one process print alone."""
     cluster, console, device = load_cluster(topology), console_of_rank(), find_device("auto")
     with ExitStack() as held:
         if (size := num_started()) == 1 and not dist.is_initialized():
@@ -35,7 +27,7 @@ def run_measurement(topology: Path, tokens: int) -> None:
             rates = measure_rates(cluster, ranks, device, tokens)
         with_rates(topology, rates)  # on all ranks alike: what cannot be written ends them all
         console.print(shown_facts({f"{table}.{key}": f"{v:g}" for table, of in rates.items() for key, v in of.items()}))
-        if ranks.size == 1:
+        if ranks.size == 1:  # links and transfers between ranks are what plans are priced by
             console.print("one process measures no links and no replicas; nothing was written", highlight=False)
         else:
             ranks.on_rank_0("writing the rates", lambda: write_rates(topology, rates))

@@ -1,4 +1,4 @@
-"""What `foreroute plan` is pointed at: counts or traces, a cluster, the step before; checked before it plans."""
+"""Inputs of `foreroute plan`: counts or traces, a cluster, the step before; checked before it plans."""
 
 from __future__ import annotations
 
@@ -28,15 +28,12 @@ class StepToPlan:
     """A step, ready to be planned.
 
     Attributes:
-        counts_MLGE: int32.
-        topology: ranks and slots.
-        costs: the cost model.
-        home_LE: int16, where the experts are now.
-        previous_LE: int64, assignments of the step before, or None.
+        home_LE: where the experts are now.
+        previous_LE: assignments of the step before, which some balancers go by.
         facts: for people, by name.
-        layers: L, of the traces; none where there are only counts.
-        packing: the places of the sequences of the traces, or None.
-        tokens_digest: of these sequences.
+        layers: of the traces; none where there are only counts.
+        packing: the rank and micro-step of each sequence of the traces.
+        tokens_digest: of these sequences, by which an executor knows the step.
     """
 
     counts_MLGE: NDArray[np.int32]
@@ -57,17 +54,8 @@ def read_step(
     previous: Sequence[Path] = (),
     token_budget: int | None = None,
 ) -> StepToPlan:
-    """Read everything, and pack the sequences of traces.
-
-    Args:
-        topology: a TOML file, see `foreroute.costs.cluster_file`.
-        step: trace files of one step, or its counts file.
-        previous: of the step before: the plan, whose homes are where the experts are now, and traces or a counts file.
-        token_budget: most tokens of a rank in a micro-step, for traces; None takes `TOKEN_BUDGET`.
-
-    Raises:
-        InputError: when a file is missing, damaged, or does not fit the others.
-    """
+    """Read everything, and pack the sequences of traces; what the files are is told by their content."""
+    # experts are at the homes of the plan before; EPLB balances by the loads of the step before
     plans = [path for path in previous if PLAN_FILE.is_in(path)]
     if len(plans) > 1:
         raise InputError(f"--previous names {len(plans)} plans; give the one of the step before")

@@ -122,6 +122,7 @@ def _same_streams(trace: RoutingTrace, other: RoutingTrace, console: Console) ->
 
 
 def _facts(path: Path, trace: RoutingTrace) -> dict[str, str]:
+    """Say what a trace holds, for people."""
     spec, lengths, claims = trace.spec, trace.lengths, list(trace.provenance.items())
     versions = ["not stated" if version == NO_VERSION else str(version) for version in trace.versions]
     facts = {
@@ -143,11 +144,13 @@ def _facts(path: Path, trace: RoutingTrace) -> dict[str, str]:
 
 
 def _described(stream: DecisionStream) -> str:
+    """Say what a stream holds."""
     rows, sets = int(stream.valid_N.sum()), int((stream.counts_ND > 0).sum())
     return f"{rows} rows of {stream}, {len(stream.ids)} ids in {sets} sets"
 
 
 def _few(values: list[str]) -> str:
+    """List the first of them, and how many more there are."""
     return ", ".join(values[:MOST_SHOWN]) + (f" and {len(values) - MOST_SHOWN} more" * (len(values) > MOST_SHOWN))
 
 
@@ -159,6 +162,7 @@ def _one_line(text: object) -> str:
 
 
 def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Make a table of Rich, its cells on the right."""
     table = Table(*(Column(heading, justify="right") for heading in headings))
     for row in rows:
         table.add_row(*row)
@@ -166,6 +170,7 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
 
 
 def _layers(trace: RoutingTrace) -> Table:
+    """Show the load of the experts by layer."""
     counts_LE = count_assignments(trace, np.zeros(len(trace), np.int64)).sum(axis=0)  # zeros where the trace is empty
     rows = []
     for layer, (num_experts, _), counts_E in zip(trace.spec.layers, trace.spec.sizes_L, counts_LE, strict=True):
@@ -179,11 +184,13 @@ def _layers(trace: RoutingTrace) -> Table:
 
 
 def _by_layer(found: Explanation, spec: RoutingSpec) -> Table:
+    """Show which share of picks both traces have, by layer."""
     shares = zip(spec.layers, found.overlap_by_layer_L, strict=True)
     return _table(("layer", "share"), [(str(layer), f"{share:.2%}") for layer, share in shares])
 
 
 def _by_position(found: Explanation) -> Table:
+    """Show the same by stretches of positions: a shift or a lost prefix is seen there."""
     longest, rows = len(found.overlap_by_position_T), []
     edges = np.unique(np.linspace(0, longest, min(POSITION_BINS, longest) + 1, dtype=int))
     for start, stop in pairwise(edges.tolist()):

@@ -1,4 +1,4 @@
-"""`foreroute train`: a run with its progress on the terminal, its report, and a checkpoint when it is interrupted."""
+"""`foreroute train`: a run with progress on the terminal, a report, and a checkpoint when it is interrupted."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ def watching(config: TrainConfig, console: Console) -> Iterator[Watcher]:
         announced: list[int] = []
 
         def should_stop() -> bool:
+            # the handler prints nothing, as it may run in the middle of a print
             if received.noted and not announced:
                 announced.append(received.noted)
                 name = signal.Signals(received.noted).name
@@ -108,13 +109,16 @@ class Display:
         self._alarms = {alarm.kind for alarm in record.alarms or []}
 
     def _begin(self, what: str, unit: str) -> None:
+        """Begin a part of the run, unless it is under way: the pace is that of a part."""
         if self._work.what != (what := f"{self._config.name}, {what}"):
             self._work.begin(what, unit=unit)
 
     def _say(self, text: str) -> None:
+        """Print a line above the bar."""
         self._console.print(f"{self._config.name}: {text}", highlight=False, markup=False, soft_wrap=True)
 
     def _line(self, text: str) -> None:
+        """Print a line where no bar shows the same."""
         if not self._console.is_terminal:
             self._say(text)
 
