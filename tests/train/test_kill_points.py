@@ -105,7 +105,7 @@ def test_any_point_of_a_run_can_be_the_last(tmp_path, whole):
             train(config, folder, resume=True)
         else:
             begun_anew += 1
-            with pytest.raises(RunFolderError, match="holds no run to resume"):
+            with pytest.raises(RunFolderError):
                 train(config, folder, resume=True)
             train(config, folder)
         assert files(folder) == files(run.path), point
