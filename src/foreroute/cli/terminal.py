@@ -66,6 +66,7 @@ def prepare_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    # Rich takes any number: a width of millions makes lines of as many blanks
     for name, least, most in (("COLUMNS", FEWEST_COLUMNS, MOST_COLUMNS), ("LINES", 1, MOST_COLUMNS)):
         if (value := os.environ.get(name)) is None:
             continue
@@ -141,7 +142,7 @@ def working(what: str, console: Console, *, total: int = 0, unit: str = "") -> I
 
 
 def shown_table(table: PageTable) -> Table:
-    """The columns of a table that are for a terminal, and all rows."""
+    """Show the columns of a table that are for a terminal, and all rows."""
     title = Text(f"\n{table.title}") if table.title else None
     shown = Table(box=None, padding=(0, 1, 0, 0), title=title, title_justify="left")
     places = [place for place, column in enumerate(table.columns) if column.short]
@@ -156,7 +157,7 @@ def shown_table(table: PageTable) -> Table:
 
 
 def shown_facts(facts: Mapping[str, str]) -> Table:
-    """Names and what they are, below each other."""
+    """Show names and what they are, below each other."""
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(min_width=9)
     for name, value in facts.items():
@@ -165,7 +166,7 @@ def shown_facts(facts: Mapping[str, str]) -> Table:
 
 
 def shown_tiles(tiles: Iterable[Tile]) -> Table:
-    """Names and values, with what each is to be seen against."""
+    """Show names and values, with what each is to be seen against."""
     return shown_facts({tile.name: f"{tile.value}{f' ({tile.against})' if tile.against else ''}" for tile in tiles})
 
 

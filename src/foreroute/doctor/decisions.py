@@ -30,7 +30,7 @@ are allowed for beside it."""
 
 
 def about_masks(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
-    """Whether trainer and engine take probabilities of the same tokens, at the same temperature."""
+    """Say whether trainer and engine take probabilities of the same tokens, at the same temperature."""
     for zeros in measures.zeros:
         yield Finding(Severity.PROBLEM, "probabilities", _zeros_words(zeros), FILL_IN)
     if evidence.mask_error:
@@ -48,6 +48,7 @@ def about_masks(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
             f"and {far.k3:.2e} as the trainer takes them{', on the sampling masks' if has_masks else ''}.",
             AS_SAMPLED,
         )
+    # the mean ratio is 1 over tokens that both sides can draw, however noisy; below it some were left out
     elif measures.ratio is not None and not has_masks and measures.ratio[0] + 4 * measures.ratio[1] < KEPT_MASS:
         yield Finding(
             Severity.PROBLEM,
@@ -59,7 +60,7 @@ def about_masks(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
 
 
 def about_choices(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
-    """Whether queries attend to the same units of their sequence in trainer and engine."""
+    """Say whether queries attend to the same units of their sequence in trainer and engine."""
     if (found := measures.choices) is not None:
         yield Finding(
             Severity.FINE if not found.differing else Severity.NOTE,
@@ -78,7 +79,7 @@ def about_choices(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
 
 
 def _zeros_words(zeros: Zeros) -> str:
-    """What was seen of log-probs of exactly 0."""
+    """Put log-probs of exactly 0 into a sentence."""
     where = ""
     if zeros.sequences is not None:
         numbers = f"{str(zeros.sequences[:16]).strip('[]')}{', ...' if len(zeros.sequences) > 16 else ''}"

@@ -88,6 +88,7 @@ def _passes(
         sequences = replace(sequences, trace=trace)
     except TraceError as error:
         return Evidence(replay_error=str(error), **given)
+    # asked here, since an embedding on a GPU answers such a token with an assertion of the device
     vocabulary = _vocabulary(routed.model)
     if trace.num_rows and int(trace.token_ids_N.max()) >= vocabulary:
         error_text = f"it holds token {int(trace.token_ids_N.max())}, the model's vocabulary has {vocabulary}"
@@ -98,6 +99,7 @@ def _passes(
         # nothing is compared with log-probs on the masks, and of routes alone nobody says which tokens were sampled
         sequences = replace(sequences, trace=trace.without_streams(SAMPLING))
     together = padded_batches(trace.lengths, int(trace.lengths.max(initial=budget)))
+    # another order of sums, whose difference no engine can undercut
     alone = [np.array([s]) for s in range(len(trace))]
     has_sets = SAMPLING in sequences.trace.streams
     reading = (temperature, has_sets)
@@ -113,6 +115,7 @@ def _passes(
     except TraceError as error:
         return Evidence(replay_error=str(error), **given)
     engine = given["engine_logprobs_R"]
+    # many readings of the same logits, in one more pass, where the two are too far apart for precision
     if engine is not None and replayed.logprobs_R is not None and token_mismatch(replayed.logprobs_R, engine).k3 > FAR:
         readings = [(t, on_sets) for on_sets in sorted({False, has_sets}) for t in TEMPERATURES]
         _, logprobs = _run(routed, sequences, together, readings, replay=True)
@@ -129,7 +132,7 @@ def _run(
     *,
     replay: bool = False,
 ) -> tuple[RoutingTrace, list[NDArray[Any]]]:
-    """One pass over all sequences: the routes it took, and by each reading log-probs [R], in the order of sequences."""
+    """Run one pass over all sequences: its routes, and by each reading log-probs [R], in the order of sequences."""
     executed: list[RoutingTrace] = []
     logprobs: list[list[NDArray[Any]]] = [[] for _ in readings]
     rows_at_once = max(1, LOGITS_BYTES // (4 * _vocabulary(routed.model)))
@@ -143,6 +146,7 @@ def _run(
         ends = np.cumsum(part.response_lengths)[:-1]
         for parts, found in zip(logprobs, _logprobs(part, logits, readings), strict=True):
             parts += np.split(found, ends)
+    # batches are of like lengths; the caller has sequences in the order of the rollout
     back = np.argsort(np.concatenate(batches))
     return concatenate(executed).select(back), [np.concatenate([parts[int(s)] for s in back]) for parts in logprobs]
 
@@ -150,7 +154,7 @@ def _run(
 def _logprobs(
     part: Generation, logits: Iterator[tuple[slice, Tensor]], readings: Sequence[Reading]
 ) -> list[NDArray[Any]]:
-    """Log-probs [R] of the response tokens by each reading."""
+    """Compute log-probs [R] of the response tokens by each reading; logits of a large vocabulary never exist whole."""
     sets = part.trace.streams.get(SAMPLING)
     found: list[list[Tensor]] = [[] for _ in readings]
     for rows, logits_RV in logits:
@@ -166,7 +170,7 @@ def _logprobs(
 
 
 def _without_logprobs(trace: RoutingTrace) -> Generation:
-    """Every token but the first as a response, with log-probs that are not looked at."""
+    """Take every token but the first for a response, with log-probs that are not looked at."""
     trace = trace.select(np.flatnonzero(trace.lengths > 1))
     if not len(trace):
         raise BatchMismatchError("the trace has no sequence of two tokens or more, so nothing of it can be replayed")
@@ -179,7 +183,7 @@ def _vocabulary(model: Any) -> int:
 
 
 class _InPlace(AdapterUnderTest):
-    """A user's own model, for the checks that need no other: it is never copied."""
+    """Adapter under test that is a user's own model, for the checks that need no other: it is never copied."""
 
     def __init__(self, routed: hf.RoutedTransformer) -> None:
         self.name = f"foreroute.adapters.hf on {routed.spec.model}"

@@ -140,6 +140,7 @@ def _headline(findings: tuple[Finding, ...]) -> str:
         others = len(problems) - 1
         more = f" See below for {many(others, 'more problem')}." if others else ""
         return f"Fix this first: {problems[0].sentence}{more}"
+    # a verdict about replay is worth nothing beside a problem, and little beside a warning
     warnings = [f for f in findings if f.severity is Severity.WARNING]
     if warnings:
         return f"Look at this: {warnings[0].sentence}"
@@ -148,6 +149,7 @@ def _headline(findings: tuple[Finding, ...]) -> str:
 
 
 def _wiring(evidence: Evidence) -> Iterator[Finding]:
+    """Say whether replay reaches the routers of this model."""
     if evidence.attach_error:
         yield Finding(
             Severity.PROBLEM,
@@ -169,7 +171,7 @@ def _wiring(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _weights(evidence: Evidence) -> Iterator[Finding]:
-    """Whether the model has weights, and its routers have them whole."""
+    """Say whether the model has weights, and its routers have them whole."""
     if evidence.packed_routers:
         seen, _, advice = (each[:1].upper() + each[1:] for each in evidence.packed_routers.partition("; "))
         yield Finding(Severity.WARNING, "weights", f"{seen}.", f"{advice}.")
@@ -184,6 +186,7 @@ def _weights(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _versions(evidence: Evidence) -> Iterator[Finding]:
+    """Say whether the routes were recorded under the weights that the trainer has."""
     if evidence.expected_version is None or evidence.engine is None:
         return
     versions, expected = _known_versions(evidence), evidence.expected_version
@@ -204,13 +207,14 @@ def _versions(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _frozen(evidence: Evidence) -> Iterator[Finding]:
-    """Rows that an engine cannot have routed so, unless the trainer routes so too."""
+    """Find rows that an engine cannot have routed so, unless the trainer routes so too."""
     own = evidence.native.executed if evidence.native is not None else None
     if evidence.engine is not None and (found := frozen_rows(evidence.engine)) and not (own and frozen_rows(own)):
         yield Finding(Severity.PROBLEM, "routes", f"In the engine's trace, {found}.", UNFREEZE)
 
 
 def _routes(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
+    """Say what sets the routes of both sides apart, and where it starts."""
     explained, routes = measures.explanation, measures.routes
     if explained is None or routes is None:
         if evidence.engine is not None and evidence.native is not None and evidence.native.executed is not None:
@@ -226,6 +230,7 @@ def _routes(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
             COMPARED_TWICE,
         )
     if explained.kind is Defect.UNEXPLAINED:
+        # precision flips close decisions; a majority of them is another computation
         severity = Severity.PROBLEM if explained.differing >= MOST else Severity.WARNING
         yield Finding(severity, "routes", explained.sentence, ADVICE[explained.kind])
     elif explained.kind is not Defect.NONE:
@@ -234,6 +239,7 @@ def _routes(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
         sentence = f"The experts are the same in every layer of {many(routes.rows, 'row')}."
         yield Finding(Severity.FINE, "routes", sentence)
         return
+    # layers behind the first one that differs see other inputs, so that their picks tell little
     first = int(np.argmax(routes.first_differing_L))
     share = routes.first_differing_L[first] / routes.first_differing_L.sum()
     agreed = _agreed_positions(explained)
@@ -248,12 +254,13 @@ def _routes(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
 
 
 def _agreed_positions(explained: Explanation) -> int:
-    """The first position at which a sequence differs."""
+    """Return the first position at which a sequence differs."""
     with np.errstate(invalid="ignore"):
         return int(np.argmax(explained.overlap_by_position_T < 1))
 
 
 def _replay(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
+    """Say how far apart probabilities are, and whether replay brings them nearer."""
     if evidence.replay_error:
         yield Finding(
             Severity.PROBLEM,
@@ -304,7 +311,7 @@ def _replay(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
         )
     elif gain >= HELPS:
         yield Finding(Severity.NOTE, "replay", f"R3 helps by a factor of {gain:.3g}: {both}.", USE)
-    elif gain > 1 / HELPS:
+    elif gain > 1 / HELPS:  # neither a help nor a harm that anybody would act on
         yield Finding(Severity.NOTE, "replay", f"R3 makes little difference here: {both}.")
     elif measures.rise is not None and measures.rise[0] <= SURE * measures.rise[1]:
         chance = "Replay is seen neither to help nor to harm: k3 rises by no more than chance makes of so few tokens"
@@ -316,6 +323,7 @@ def _replay(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
             f"Replaying this trace makes it worse{_factor(gain)}: {both}.",
             WITHOUT_CHOICES if lacks_choices(evidence) else NOT_THESE_ROUTES,
         )
+    # what has a name above is not called by a guess here
     named = measures.shift is not None or measures.order is not None or bool(measures.zeros)
     if replayed.k3 > LARGE and gain > 1 / HELPS and not named:
         agreed = measures.explanation is not None and measures.explanation.kind is Defect.NONE
@@ -330,14 +338,14 @@ def _replay(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
 
 
 def _by_probabilities(found: TokenMismatch, mildest: Severity) -> Severity:
-    """The farther apart, the worse."""
+    """Judge by how far apart probabilities are."""
     if found.f(2.0) >= MOST:
         return Severity.PROBLEM
     return max(mildest, Severity.WARNING) if found.k3 > LARGE else mildest
 
 
 def _tail(*found: TokenMismatch) -> str:
-    """F(2) where any token is in it."""
+    """Say F(2) where any token is in it."""
     shares = [each.f(2.0) for each in found]
     if not any(shares):
         return ""
@@ -345,23 +353,27 @@ def _tail(*found: TokenMismatch) -> str:
 
 
 def _factor(gain: float) -> str:
+    """Say by which factor k3 rises, where it was not 0."""
     return f" by a factor of {1 / gain:.3g}" if gain > 0 else ""
 
 
 def _known_versions(evidence: Evidence) -> tuple[int, ...]:
+    """List the weight versions that the engine's trace states."""
     return tuple(version for version in evidence.engine.versions if version >= 0) if evidence.engine else ()
 
 
 def _version_words(versions: tuple[int, ...]) -> str:
+    """Name weight versions in a sentence."""
     return f"weight version{'' if len(versions) == 1 else 's'} {', '.join(map(str, versions))}"
 
 
 def _quoted(message: str) -> str:
-    """An error's text at the end of a sentence."""
+    """Put an error's text at the end of a sentence."""
     return message if message.rstrip().endswith((".", "?", "!")) else f"{message}."
 
 
 def _trainer(measures: Measures) -> Iterator[Finding]:
+    """Say how far the trainer is from itself, which no engine can undercut."""
     repeated, repacked = measures.repeated, measures.repacked
     if repeated is not None:
         if repeated.max_abs_log == 0:

@@ -41,9 +41,10 @@ class Zeros:
 def denied_zeros(
     side: str, other: str, own_R: NDArray[Any], other_R: NDArray[Any], lengths_S: NDArray[np.integer] | None
 ) -> Zeros | None:
-    """The stretches of zeros of one side in which the other denies too many for a rounding to be the cause."""
+    """Find the stretches of zeros of one side in which the other denies too many for a rounding to be the cause."""
     zero_R, lengths = np.asarray(own_R) == 0, [len(own_R)] if lengths_S is None else lengths_S
     sequence_R = np.repeat(np.arange(len(lengths)), lengths)
+    # a stretch ends with its sequence: what fills in log-probs works by sequences
     begins_R = np.diff(zero_R, prepend=False) | (np.diff(sequence_R, prepend=0) > 0)
     stretch_R = np.cumsum(begins_R)
     denied_R = zero_R & (np.asarray(other_R) < -math.log(2))
@@ -51,7 +52,7 @@ def denied_zeros(
     whole = np.zeros(len(zeros), np.bool_)  # sequences of zeros, which may be short
     whole[stretch_R] = zeros[stretch_R] == np.asarray(lengths)[sequence_R]
     chosen = (denied >= SHARE_DENIED * zeros) & ((denied >= DENIED) | whole & (denied > 0))
-    if denied[chosen].sum() < DENIED:
+    if denied[chosen].sum() < DENIED:  # a few tokens of a peaked policy, one of them far off
         return None
     zero_R &= chosen[stretch_R]
     sequences = None if lengths_S is None else np.unique(sequence_R[zero_R]).tolist()

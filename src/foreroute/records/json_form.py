@@ -93,7 +93,7 @@ def value_of(hint: Any, value: Any, place: str) -> Any:
     if is_dataclass(hint):
         return from_json(cast(Any, hint), value, place)
     fits = type(value) is hint and not (hint is str and HALF_CHARACTER.search(value))
-    if type(value) is int:
+    if type(value) is int:  # True is one of another type, and a whole number may stand for a float
         fits = hint in (int, float) and -(2**63) <= value < 2**63
     if not fits:
         raise RunFolderError(f"{_at(place)} is {shown(value)}; expected {EXPECTED[hint]}")
@@ -101,9 +101,10 @@ def value_of(hint: Any, value: Any, place: str) -> Any:
 
 
 def _at(place: str) -> str:
+    """Name a key in an error; the whole value has none."""
     return place or "it"
 
 
-@cache
+@cache  # resolving annotations takes longer than reading a line
 def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=True)

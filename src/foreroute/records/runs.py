@@ -19,7 +19,7 @@ from foreroute.trace import RoutedLayer, load
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one run folder holds: its configuration, its steps in order, and what the reader should know about it."""
+    """Content of one run folder: its configuration, its steps in order, and notes for the reader."""
 
     folder: Path
     label: str
@@ -157,6 +157,7 @@ def _fact(kind: type, config: Any, *keys: str) -> Any:
 
 def _read_layers(rollouts: Path) -> tuple[tuple[RoutedLayer, ...], list[str]]:
     """Read the layers of the first rollout's trace; a note says where it cannot be read."""
+    # all rollouts of a run are of one model
     for path in sorted(rollouts.glob("step-*.safetensors"))[:1]:
         try:
             return load(path, sequences=[]).spec.layers, []

@@ -94,7 +94,7 @@ class WarmStartConfig(Section):
     def _takes_place(self) -> WarmStartConfig:
         if self.checkpoint is not None:
             self.refuse_unused(LEARNING, "beside a checkpoint; leave it out")
-        elif self.max_steps == 0:
+        elif self.max_steps == 0:  # which itself is how a warm start is left out
             self.refuse_unused(LEARNING[1:], "with max_steps = 0; set max_steps")
         return self
 
@@ -107,17 +107,17 @@ class TaskConfig(Section):
     """Chains of digit arithmetic, or your prompts and reward."""
 
     min_operands: Count = 8
-    """Fewest and most digits of a chain."""
+    """Fewest digits of a chain."""
     max_operands: Count = 8
-    """Fewest and most digits of a chain."""
+    """Most digits of a chain."""
     data: str | None = None
     """JSONL file of prompts instead of chains."""
     reward: str | None = None
     """With data: "file.py:function"."""
     max_prompt_tokens: Tokens = 512
-    """With data: longest prompt and response; longer responses are cut and trained on."""
+    """With data: longest prompt."""
     max_response_tokens: Tokens = 512
-    """With data: longest prompt and response; longer responses are cut and trained on."""
+    """With data: longest response; longer ones are cut and trained on."""
 
     @property
     def longest_input(self) -> int:
@@ -256,6 +256,7 @@ class RLConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _as_the_method_says(cls, values: Any) -> Any:
+        # before the fields are read, so that a bound that is given stays
         method = values.get("method", "dapo") if isinstance(values, dict) else None
         return {**METHODS[method], **values} if isinstance(method, str) and method in METHODS else values
 
@@ -365,7 +366,7 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _sizes_fit(self) -> TrainConfig:
         sequences = self.rollout.prompts * self.rollout.group_size
-        if self.rl.mini_steps > sequences:
+        if self.rl.mini_steps > sequences:  # a mini-batch would be empty
             raise ValueError(f"rl.mini_steps = {self.rl.mini_steps} exceeds the {sequences} sequences of a rollout")
         longest = self.task.longest_input
         if self.rl.micro_step_tokens < longest:
@@ -381,6 +382,7 @@ class TrainConfig(Section):
             raise ValueError(
                 f"rollout.prompts = {self.rollout.prompts} cannot be dealt to parallel.expert = {num_ranks} evenly"
             )
+        # every rank samples its own block of prompts, by an engine of its own
         if num_ranks > 1 and self.rollout.engine != "embedded":
             raise ValueError(f'parallel.expert = {num_ranks} needs rollout.engine = "embedded", which every rank has')
         return self

@@ -49,7 +49,7 @@ def make_execution(config: TrainConfig, policy: RoutedTransformer, ranks: Alone)
 
 
 class Planning(NamedTuple):
-    """What plans are made with.
+    """Inputs of every plan of a run.
 
     Attributes:
         topology: of the run's ranks.
@@ -90,7 +90,7 @@ def read_planning(config: ParallelConfig, spec: RoutingSpec) -> Planning:
 
 
 class _Announced(NamedTuple):
-    """A pass that will run on weights with `number` optimizer steps behind them; `making` is the first rank's plan."""
+    """An announced pass, on weights with `number` optimizer steps behind them; `making` is the first rank's plan."""
 
     run: ExecutedPass
     rows_M: list[TraceRows]
@@ -124,6 +124,7 @@ class ExpertParallel(OneProcess):
         if self._planning.options.home_moves == 0:
             return super().state(optimizer)
         home_LE = self._policy.home_LE
+        # a checkpoint has its experts in one order, whatever the homes, so that other ranks can take it up
         self._policy.move_homes(self._policy.block_home_LE, optimizer)
         state = super().state(optimizer)
         self._policy.move_homes(home_LE, optimizer)
@@ -144,6 +145,7 @@ class ExpertParallel(OneProcess):
         rows = [
             [self._policy.rows(inputs(routes.select(sequences))) for sequences in each.micro_steps] for each in passes
         ]
+        # all passes are counted before the first one, since homes serve all of them
         counts = [self._policy.gather_counts(rows_M) for rows_M in rows]
         if counts and self._planning.options.home_moves != 0:
             self._place_experts(np.concatenate(counts), optimizer)
@@ -164,6 +166,7 @@ class ExpertParallel(OneProcess):
         begun = time.monotonic()
         plan = self._policy.share_plan(making.result)
         now.exposed_planning_s = time.monotonic() - begun
+        # at homes where the plan saves too little in this pass
         now.plan = plan.in_pass(now.pass_name)
         with self._policy.execute(plan, now.counts_MLGE, rows_M, step=number) as execution:
             self._rows_M = rows_M
@@ -184,6 +187,7 @@ class ExpertParallel(OneProcess):
             if parameter.grad is not None:
                 by_mesh[cast(DTensor, parameter.grad).device_mesh].append(parameter)
         norms = [get_total_norm([each.grad for each in alike]) for alike in by_mesh.values()]
+        # one norm over both meshes, as one process has it
         norm = torch.stack([cast(DTensor, each).full_tensor() for each in norms]).norm()
         for alike in by_mesh.values():
             clip_grads_with_norm_(alike, max_norm, norm)
@@ -196,7 +200,7 @@ class ExpertParallel(OneProcess):
         return execution_record(executed, moved, self.ranks)
 
     def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
+        self._thread.shutdown(cancel_futures=True)  # plans of passes that will not run
         self._policy.close()
 
     def _place_experts(self, counts_MLGE: NDArray[np.integer], optimizer: torch.optim.Optimizer) -> None:
@@ -209,6 +213,7 @@ class ExpertParallel(OneProcess):
                 return np.zeros_like(before_LE)
             return place_homes(counts_MLGE, topology, before_LE, max_moves=options.home_moves, seed=options.seed)
 
+        # no home is below 0, so that the largest is rank 0's
         home_LE = self.ranks.max(self.ranks.on_all("placing experts", place))
         received = self._policy.move_homes(home_LE, optimizer)
         self._moved = MovedHomes(int((home_LE != before_LE).sum()), received, time.monotonic() - begun)

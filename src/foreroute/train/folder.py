@@ -98,7 +98,7 @@ class RunFolder:
         except ConfigError as error:
             raise RunFolderError(f"{path} is damaged: {error}\nRestore it from a copy") from error
         old, new = by_key(stored), by_key(config.model_dump())
-        gone = object()  # which no null is equal to
+        gone = object()  # equal to no value: null is one
         differ = [key for key in sorted(old.keys() | new.keys()) if old.get(key, gone) != new.get(key, gone)]
         if changed := [key for key in differ if not key.startswith(MAY_CHANGE)]:
             raise RunFolderError(
@@ -133,6 +133,7 @@ class RunFolder:
                 "missing. Restore the file from a copy, or start in another folder"
             )
         with _writing(path):
+            # also without a torn last line, which the next step would be joined to
             write_atomically(path, "".join(map(_line, records[:step])))
         return records[:step]
 
@@ -152,7 +153,7 @@ class RunFolder:
         with _writing(path), open(path, "a", encoding="utf-8") as file:
             file.write(_line(record))
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # a checkpoint that is written later may not be of steps without metrics
 
     def save_checkpoint(self, state: Mapping[str, Any], *, data: str, keep: int) -> Path:
         """Write the state before `state["step"]`, the whole file or nothing; then remove all but the last `keep`.
@@ -177,7 +178,7 @@ class RunFolder:
         return path
 
     def last_checkpoint(self) -> Path | None:
-        """The checkpoint of the highest step, or None."""
+        """Give the checkpoint of the highest step, or None."""
         found = files_by_step(self.path / "checkpoints")
         return found[-1][1] if found else None
 
@@ -258,13 +259,14 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether a value of a record has no number that JSON lacks, in lists and records within it neither."""
+    """Say whether a value of a record, and all in it, can be written as JSON, which has no NaN and no infinity."""
     if isinstance(value, Mapping | list):
         return all(map(_is_finite, value.values() if isinstance(value, Mapping) else value))
     return not isinstance(value, float) or math.isfinite(value)
 
 
 def _line(record: StepRecord) -> str:
+    """Give the line of metrics.jsonl of a step."""
     return json.dumps(to_json(record), allow_nan=False) + "\n"
 
 
@@ -292,7 +294,7 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except ForerouteError as error:
-        if not isinstance(error.__cause__, OSError):
+        if not isinstance(error.__cause__, OSError):  # what is written was wrong, and not where it goes
             raise
         raise RunFolderError(f"{error}. Make room, then go on with --resume") from error
     except (OSError, ValueError) as error:

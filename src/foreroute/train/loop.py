@@ -86,6 +86,7 @@ class Trainer:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
+        # each phase waits for the device at its end, so that seconds are of what it launched
         with self._timed("rollout"):
             experience = ranks.on_all(f"the rollout of step {step}", self.roll_out)
 
@@ -101,7 +102,7 @@ class Trainer:
                 routes = passes["native"].executed
                 execution.plan(steps_taken, routes, mini_batches, self.optimizer)
 
-        if measures:
+        if measures:  # the side that does not train, on the same weights and rollout
             with self._timed("measure"):
                 passes[other] = self.recompute(experience.generation, recompute, other)
 
@@ -109,7 +110,7 @@ class Trainer:
             old_logprobs_R = passes[trains_with].logprobs_R
             updated = self.update(experience, mini_batches, old_logprobs_R, routes, watch_routes=measures)
 
-        self.step += 1
+        self.step += 1  # the weights have changed: what follows reads records alone
         executed = execution.record()
         peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         # rank 0 writes the step's record; the others have nothing more to say about it
@@ -166,7 +167,7 @@ class Trainer:
                 part = generation.select(sequences)
                 routes = inputs(part.trace)
                 forced: AbstractContextManager[Any] = nullcontext()
-                if replay:
+                if replay:  # the version is checked: a trace of older weights is refused here
                     forced = routed.replay(self.execution.to_replay(number, routes), weight_version=self.step)
                 recorded = routed.record(weight_version=self.step, margins=True, indexers=indexers)
                 with forced, recorded as recording:
@@ -178,6 +179,7 @@ class Trainer:
                 entropies.append(entropy_R.cpu().numpy())
                 executed.append(recording.rollout(np.split(part.trace.token_ids_N, part.trace.offsets[1:-1])))
                 margins.append(recording.margins_NL())
+        # micro-steps take sequences by length; the caller has them in the order of the rollout
         order_S = np.concatenate(planned.micro_steps)
         responses_S, routed_S = generation.response_lengths, generation.trace.lengths - 1
         return Recomputed(
@@ -220,6 +222,7 @@ class Trainer:
         for mini_batch in mini_batches:
             sequences = np.concatenate(mini_batch.micro_steps)
             trained = sequences[experience.informative_S[sequences]]
+            # one divisor for the mini-batch on all ranks, so that no cut into micro-steps changes the loss
             divisor = max(int(ranks.sum([denominator(lengths_S[trained], rl.method)])[0]), 1)
             parts: list[Tensor] = []
             with nullcontext() if routes is None else execution.running(mini_batch):
@@ -242,13 +245,14 @@ class Trainer:
                     of_tokens = [each.clipped_R, each.log_ratio_R, each.weights_R, each.cut_R]
                     # one copy, for which the device is waited for once
                     seen.append(torch.stack([*map(Tensor.double, of_tokens)]).cpu().numpy())
-                    parts.append(loss.detach().double())
+                    parts.append(loss.detach().double())  # stays on the device until the mini-batch ends
                     if routes is not None and watch_routes:
                         live = session.agreement().routing
                         agreement_M2[mini_batch.after] += live.differing_L.sum(), live.rows * len(live.differing_L)
                 # one read of the device for all of them
                 losses.append(float(ranks.sum([float(sum(parts))])[0]) / divisor)
             norms.append(execution.finish_gradients(rl.max_grad_norm))
+            # before the optimizer steps: weights that are lost are lost for good
             if not (math.isfinite(losses[-1]) and math.isfinite(norms[-1])):
                 raise DivergedError(
                     f"loss {losses[-1]} and gradient norm {norms[-1]} in step {self.step}; lower rl.learning_rate"
@@ -334,6 +338,7 @@ def make_schedule(
 
     everything = np.arange(len(lengths_S))
     order = np.random.default_rng([*seed, 2]).permutation(np.flatnonzero(experience.informative_S))
+    # a group of equal rewards teaches nothing, and may fill up a rank that has too few sequences
     spare = np.flatnonzero(~experience.informative_S)
     parts = np.array_split(order, config.mini_steps)
     # every rank takes part in the collectives of every micro-step, so all need as many as the rank with the most

@@ -42,6 +42,7 @@ def group_advantages(rewards_S: NDArray[np.float64], group_size: int) -> tuple[N
         float64 [S], exactly 0 in a group whose rewards are all equal but for rounding; and bool [S], False there.
     """
     groups = rewards_S.reshape(-1, group_size)
+    # rewards that are equal but for rounding would be divided by a standard deviation of roundings
     spread = groups.max(axis=1, keepdims=True) - groups.min(axis=1, keepdims=True)
     differs = spread > EQUAL * np.abs(groups).max(axis=1, keepdims=True)
     centred = groups - groups.mean(axis=1, keepdims=True)
@@ -67,7 +68,7 @@ def policy_log_ratio(logprobs_R: Tensor, old_logprobs_R: Tensor, lengths_S: Tens
 def clipped_ratio(
     log_ratio_R: Tensor, advantages_R: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
+    """Compute -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
 
     Sources: PPO, arXiv 1707.06347, equation 7; a higher upper bound, DAPO, arXiv 2503.14476, section 3.1; with the
     ratio of whole responses GSPO, arXiv 2507.18071, equation 5.
@@ -84,6 +85,7 @@ def clipped_ratio(
     ratio_R = log_ratio_R.exp()
     free_R = ratio_R * advantages_R
     bounded_R = ratio_R.clamp(1 - clip_low, 1 + clip_high) * advantages_R
+    # the lesser of both: a bound holds back an update, and never a correction of one that went too far
     return -free_R.minimum(bounded_R), bounded_R < free_R
 
 
@@ -145,7 +147,7 @@ class TokenLosses(NamedTuple):
 
 
 def token_losses(tokens: Tokens, config: RLConfig) -> TokenLosses:
-    """w(rho) l(r, A), without coefficients of the mean; w = min(rho, high), or 1 without a correction.
+    """Compute w(rho) l(r, A), without coefficients of the mean; w = min(rho, high), or 1 without a correction.
 
     rho compares the policy before the update with the engine, since r takes over from there. Source of w: truncated
     importance sampling, Yao et al. 2025, fengyao.notion.site/off-policy-rl.
@@ -153,6 +155,7 @@ def token_losses(tokens: Tokens, config: RLConfig) -> TokenLosses:
     now, old, engine, corrects = *tokens[:3], config.correction.kind == "tis"
     log_ratio_R = policy_log_ratio(now, old, tokens.lengths_S, config.method)
     losses_R, clipped_R = clipped_ratio(log_ratio_R, tokens.advantages_R, config.clip_low, config.clip_high)
+    # detached: the weight says how much a token counts, and is not trained
     ratio_R = (old - engine).detach().exp()
     weights_R = ratio_R.clamp(max=config.correction.high) if corrects else torch.ones_like(ratio_R)
     if corrects:

@@ -164,6 +164,7 @@ def make_optimizer(config: TrainConfig, policy: hf.RoutedTransformer) -> torch.o
     if config.rl.router == "frozen":
         for parameter in policy.router_parameters():
             parameter.requires_grad_(False)
+    # all of them, in the order of the model: a checkpoint names optimizer state by number
     parameters = list(policy.model.parameters())
     return torch.optim.AdamW(parameters, lr=config.rl.learning_rate, betas=BETAS, weight_decay=0.0)
 
@@ -174,7 +175,7 @@ def set_weights(model: nn.Module, weights: Mapping[str, Tensor], ranks: Alone) -
 
 
 def from_rank_0(ranks: Alone) -> StateDictOptions:
-    """How torch takes up whole states: from rank 0 where there are several, one tensor after the other."""
+    """Give torch's options to take up whole states: from rank 0 where there are several, one tensor at a time."""
     return StateDictOptions(full_state_dict=ranks.size > 1, broadcast_from_rank0=ranks.size > 1)
 
 
@@ -217,7 +218,7 @@ class ScheduledPass:
 
 
 class Alone:
-    """What the processes of a run tell each other, where there is one: every question has its own answer.
+    """Exchange of a run's processes where there is one: every question has its own answer.
 
     `ranks.Ranks` is the same for several, whose methods are then collective calls.
 
@@ -257,7 +258,7 @@ class Alone:
 
 
 class OneProcess:
-    """Runs the forwards and backwards of a policy in this process.
+    """Execution of a policy's forwards and backwards in this process.
 
     `experts.ExpertParallel` does so on several ranks, where most methods are collective calls. `plan` announces passes;
     `running` is open during one of them, whose micro-steps replay what `to_replay` gives; `finish_gradients` comes
@@ -279,6 +280,7 @@ class OneProcess:
         weights, kept = get_model_state_dict(self._model, options=whole), dict[str, Any]()
         if optimizer.state:  # torch would take a step to have some
             kept = dict[str, Any](get_optimizer_state_dict(self._model, optimizer, options=whole)).get("state", {})
+        # a checkpoint names optimizer state by number
         numbers = {name: number for number, (name, _) in enumerate(self._model.named_parameters())}
         return {"model": weights, "optimizer": {"state": {numbers[name]: kept[name] for name in kept}}}
 
@@ -298,6 +300,7 @@ class OneProcess:
             given: dict[str, Any] = {"state": {names[number]: kept[number] for number in kept}, "param_groups": groups}
             options = replace(from_rank_0(self.ranks), strict=False)
             set_optimizer_state_dict(self._model, optimizer, given if kept else {}, options=options)
+        # or a resumed run would end with other bits than one that was never interrupted
         for parameter, is_kept in zip(self._model.parameters(), has_state, strict=True):
             if not is_kept:  # torch has made state for a weight that was never trained
                 optimizer.state.pop(parameter, None)

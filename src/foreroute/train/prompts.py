@@ -66,6 +66,7 @@ class PromptTask(Task):
         self.end_token, self.vocabulary_size = tokenizer.end_token, tokenizer.size
         self.max_response_tokens = config.max_response_tokens
         self._reward = load_reward(str(config.reward))
+        # every line now, and not in the middle of a run
         content = read_file(Path(str(config.data)), DatasetError)
         lines = content.removesuffix(b"\n").split(b"\n")
         self._problems = [self._problem(f"{config.data}, line {number}", line) for number, line in enumerate(lines, 1)]
@@ -84,7 +85,7 @@ class PromptTask(Task):
     def rewards(self, problems: Sequence[Problem], responses: Sequence[NDArray[np.int32]]) -> NDArray[np.float64]:
         texts = [self._tokenizer.text(tokens) for tokens in responses]
         name, prompts = f"task.reward = {self._config.reward!r}", [problem.prompt for problem in problems]
-        rows = [dict(problem.row) for problem in problems]
+        rows = [dict(problem.row) for problem in problems]  # copies, which a reward may change
         try:
             values = list(self._reward(prompts, texts, rows))
         except Exception as error:  # a function of the user's raises what it likes
@@ -105,7 +106,7 @@ class PromptTask(Task):
         most = self._config.max_prompt_tokens
         try:
             prompt = row["prompt"] if "prompt" in row else self._tokenizer.chat(row["messages"])
-            if len(prompt) > MOST_CHARACTERS * most:
+            if len(prompt) > MOST_CHARACTERS * most:  # tokenising a megabyte takes longer than reading the file
                 raise DatasetError(
                     f"{where}: the prompt has {len(prompt):,} characters; expected at most {MOST_CHARACTERS} for each "
                     f"of task.max_prompt_tokens = {most}; raise it, or shorten the prompt"

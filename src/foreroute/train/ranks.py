@@ -50,6 +50,7 @@ class Ranks(Alone):
             done = work()
         except Exception as raised:
             error = raised
+        # asked on every rank, also on those that are well: a rank that raised at once would leave the others waiting
         objections = self._objections(_words(error), what)
         if not objections:
             return done  # type: ignore[return-value]  # without an error there is one
@@ -92,6 +93,7 @@ class Ranks(Alone):
 
     def _objections(self, mine: str | None, what: str) -> list[str]:
         """Return what is wrong on any rank, the same list on all of them, empty when all is well."""
+        # one number first: texts are exchanged where there are some
         if not self._votes.most(torch.tensor([mine is not None], dtype=torch.int32), what).item():
             return []
         texts = enumerate(self._votes.texts(mine or "", what))
@@ -99,6 +101,7 @@ class Ranks(Alone):
 
 
 def _words(error: Exception | None) -> str | None:
+    """Say on another rank what went wrong here; errors of ours need no name of a class."""
     if error is None:
         return None
     words = f"{type(error).__name__}: {error}"

@@ -116,7 +116,7 @@ def measure_rates(cluster: Cluster, ranks: Alone, device: torch.device, tokens: 
 
 
 def fitted(costs: CostModel, steps: Sequence[MeasuredStep], seconds_XS: NDArray[np.float64]) -> Hardware:
-    """The hardware with which the cost model takes as long as steps took.
+    """Find the hardware with which the cost model takes as long as steps took.
 
     Args:
         costs: what is known, links above all; replicas cost nothing.
@@ -155,14 +155,14 @@ def fitted(costs: CostModel, steps: Sequence[MeasuredStep], seconds_XS: NDArray[
 
 
 class _Clock:
-    """Seconds of work that all ranks do at the same time, of the slowest one. Calling it is a collective call."""
+    """Clock of work that all ranks do at the same time: seconds of the slowest. Calling it is a collective call."""
 
     def __init__(self, ranks: Alone, device: torch.device) -> None:
         self.ranks, self.device = ranks, device
 
     def __call__(self, work: Callable[[], object]) -> float:
         self._synchronize()
-        self.ranks.max([0])
+        self.ranks.max([0])  # nobody begins before all are there
         begun = time.perf_counter()
         work()
         self._synchronize()
@@ -178,7 +178,7 @@ class _Clock:
 
 
 def _small_model(shape: ModelShape, device: torch.device) -> hf.RoutedTransformer:
-    """Layers of the shape, whose activations are recomputed in backward."""
+    """Make layers of the shape, whose activations are recomputed in backward."""
     heads = max(1, shape.attention_width // HEAD_WIDTH)
     model: Any = hf.build_model(
         "qwen3_moe",
@@ -200,9 +200,10 @@ def _small_model(shape: ModelShape, device: torch.device) -> hf.RoutedTransforme
 
 
 def _steps(routed: hf.RoutedTransformer, topology: Topology, clock: _Clock, tokens: int) -> list[MeasuredStep]:
-    """Even and uneven at home, and the uneven one under its plan. A rank alone has more tokens in uneven steps."""
+    """Make an even and an uneven step at home, and the uneven one under its plan."""
     found, spec = [], routed.spec
     for skew, num_plans in ((0.0, 1), (UNEVEN, 2)):
+        # one rank alone cannot be uneven, and is given more tokens instead
         shape = max(1, tokens // SEQUENCE) * (2 if skew and clock.ranks.size == 1 else 1), SEQUENCE
         rng, batches, rows_M = np.random.default_rng([clock.ranks.rank, num_plans]), [], []
         for _ in range(MICRO_STEPS):
@@ -222,7 +223,7 @@ def _steps(routed: hf.RoutedTransformer, topology: Topology, clock: _Clock, toke
 def _timed(
     clock: _Clock, routed: hf.RoutedTransformer, steps: Sequence[MeasuredStep]
 ) -> tuple[NDArray[np.float64], float]:
-    """float64 [steps, 2], seconds between begin and end of recompute and update; and those of begin and end."""
+    """Time each step: seconds of recompute and update, float64 [steps, 2], and those of their begin and end."""
     seconds_XS, begin_s, number = np.full((len(steps), 2), math.inf), math.inf, 0
     inner: list[float] = []
 
@@ -230,6 +231,7 @@ def _timed(
         with routed.execute(step.plan, step.counts_MLGE, step.rows_M, step=number):
             inner.append(clock(partial(_run, routed, step, updating=pass_index == 1)))
 
+    # all kinds in each round, so that a machine that slows down slows all of them
     for _ in range(ROUNDS + 1):
         for place in np.ndindex(*seconds_XS.shape):
             number += 1
@@ -240,6 +242,7 @@ def _timed(
 
 
 def _run(routed: hf.RoutedTransformer, step: MeasuredStep, *, updating: bool) -> None:
+    """Run the forwards of a step, and its backwards where it updates; no weight changes."""
     for batch, rows in zip(step.batches, step.rows_M, strict=True):
         with torch.set_grad_enabled(updating), routed.replay(rows):
             loss = routed.model(input_ids=batch, use_cache=False).logits.float().log_softmax(-1)[..., 0].mean()
@@ -249,11 +252,12 @@ def _run(routed: hf.RoutedTransformer, step: MeasuredStep, *, updating: bool) ->
 
 
 def _links(clock: _Clock, topology: Topology) -> Links:
-    """As far as there are peers to measure them with."""
+    """Measure the links to peers that are there; the others stay those of the file."""
     links, node_G, rank = topology.links, topology.node_G, clock.ranks.rank
     for name, is_near in (("node", True), ("cluster", False)):
         to_G = ((node_G == node_G[rank]) == is_near) & (np.arange(len(node_G)) != rank)
         if to_G.any():
+            # an all-to-all of one element is all latency
             latency_s, whole_s = (_exchange_s(clock, to_G * size) for size in (1, MESSAGE))
             bytes_per_s = 4 * MESSAGE * int(to_G.sum()) / max(whole_s - latency_s, 1e-9)
             links = replace(links, **{f"{name}_bytes_per_s": bytes_per_s, f"{name}_latency_s": latency_s})
@@ -261,7 +265,7 @@ def _links(clock: _Clock, topology: Topology) -> Links:
 
 
 def _with_host_memory(clock: _Clock, topology: Topology, routed: hf.RoutedTransformer, known: Hardware) -> Hardware:
-    """With the bytes that a rank publishes, and reads of what another one has published, in a second."""
+    """Measure the bytes per second that a rank publishes, and reads of what another one has published."""
     assert routed.spread is not None, "it was spread"
     homes = routed.spread.load()
     home_LE, per_node = routed.home_LE, topology.ranks_per_node
@@ -283,14 +287,14 @@ def _with_host_memory(clock: _Clock, topology: Topology, routed: hf.RoutedTransf
 
 
 def _exchange_s(clock: _Clock, elements_G: NDArray[np.integer]) -> float:
-    """Seconds of an all-to-all with these numbers of elements of 4 bytes to and from each rank."""
+    """Time an all-to-all with these numbers of elements of 4 bytes to and from each rank."""
     sizes = elements_G.tolist()
     sent, received = (torch.ones(sum(sizes), device=clock.device) for _ in range(2))
     return clock.quickest(lambda: dist.all_to_all_single(received, sent, sizes, sizes))
 
 
 def _planning(clock: _Clock, step: MeasuredStep, costs: CostModel) -> float:
-    """Seconds of planning a cell and compiling its schedule, for each of its counts."""
+    """Time planning a cell and compiling its schedule, in seconds for each of its counts."""
     counts, topology = np.tile(step.counts_MLGE, (4, 1, 1, 1)), step.plan.topology
 
     def make() -> None:

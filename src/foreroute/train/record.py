@@ -71,7 +71,7 @@ class Recomputed:
 
 @dataclass(frozen=True, eq=False)
 class Updated:
-    """What an update did.
+    """Figures of an update.
 
     Attributes:
         loss: mean over mini-batches, of all ranks.
@@ -91,7 +91,7 @@ class Updated:
 
 @dataclass(frozen=True, eq=False)
 class StepPart:
-    """What one rank saw of a step, or all of them.
+    """Observations of a step, of one rank or of all of them.
 
     Attributes:
         experience: the rollout.
@@ -154,7 +154,9 @@ def step_record(
     """
     experience, passes, updated = whole.experience, whole.passes, whole.updated
     generation, rewards_S = experience.generation, experience.rewards_S
+    # what was not trained on has no ratio
     importance, clip_share = importance_of(updated.tokens_4R)
+    # mini-batches that nobody watched have no cells, and a share of none is no share
     differing, cells = updated.agreement_M2[updated.agreement_M2[:, 1] > 0].T
     peak = {"peak_memory_bytes": whole.peak_bytes} if device.type == "cuda" else {}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
@@ -212,7 +214,7 @@ def mismatch_record(tokens: TokenMismatch, routes: RoutingMismatch) -> MismatchR
 
 @dataclass(eq=False)
 class ExecutedPass:
-    """What one pass did on one rank under its plan for `counts_MLGE`.
+    """Execution of one pass on one rank, under its plan for `counts_MLGE`.
 
     Attributes:
         plan: once it is made, as it is executed in this pass.

@@ -82,6 +82,7 @@ def train(config: TrainConfig, folder: Path, *, resume: bool = False, watcher: W
         ranks.require_same({"the last checkpoint": seen}, f"Put {folder} on a file system that all of them share")
         # a model of a folder has its weights, unless a checkpoint has others
         if last is None and (config.model.path is None or config.warm_start.checkpoint is not None):
+            # rank 0 teaches a whole model alone, since the task is small, and hands its weights to all
             begun, first = [False], dict[str, Tensor]()
 
             def start() -> None:
@@ -123,10 +124,10 @@ def _take_steps(trainer: Trainer, run: RunFolder, watcher: Watcher) -> None:
         if trainer.step % config.checkpoint.every == 0:
             _save(trainer, run)
             saved_at = trainer.step
-    if trainer.step != saved_at:
+    if trainer.step != saved_at:  # stopped, or ended, between two checkpoints
         _save(trainer, run)
     if trainer.step == config.rl.steps:
-        # one of them at a time, but for rank 0, is whole
+        # whole tensors, gathered one at a time, which rank 0 alone keeps
         weights = {name: each.cpu() for name, each in trainer.policy.gather_weights() if ranks.rank == 0}
 
         def write_model(folder: Path) -> None:

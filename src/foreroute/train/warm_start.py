@@ -66,6 +66,7 @@ def warm_start(
         optimizer.step()
         schedule.step()
         optimizer.zero_grad(set_to_none=True)
+        # one read of the device a step, which a small model does not notice
         smoothed = loss.item() if step == 0 else SMOOTHING * smoothed + (1 - SMOOTHING) * loss.item()
         on_step(step, smoothed)
         if smoothed < settings.stop_at_loss:
