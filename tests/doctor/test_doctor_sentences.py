@@ -166,12 +166,12 @@ def probabilities(without, replayed=None, repacked=None):
     return Evidence(engine_logprobs_R=engine, **passes)
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("without", [0.0, 1e-6, 0.05, 0.5, 3.0, 800.0])
 @pytest.mark.parametrize("replayed", [None, 0.0, 1e-6, 0.05, 0.5, 3.0, 800.0])
 def test_probabilities_are_told_in_whole_sentences_however_far_apart(without, replayed):
-    with np.errstate(over="ignore"):
-        for repacked in (None, 0.0, 0.3):
-            require_all_whole(diagnose(probabilities(without, replayed, repacked)))
+    for repacked in (None, 0.0, 0.3):
+        require_all_whole(diagnose(probabilities(without, replayed, repacked)))
 
 
 def test_one_token_is_told_and_none_is_refused():

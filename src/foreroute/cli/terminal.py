@@ -145,12 +145,13 @@ def shown_table(table: PageTable) -> Table:
     """Show the columns of a table that are for a terminal, and all rows."""
     title = Text(f"\n{table.title}") if table.title else None
     shown = Table(box=None, padding=(0, 1, 0, 0), title=title, title_justify="left")
-    places = [place for place, column in enumerate(table.columns) if column.short]
-    for place in places:
-        numbers = place > 0 and table.columns[place].kind == "number"
-        shown.add_column(table.columns[place].short, justify="right" if numbers else "left", no_wrap=numbers)
+    # a terminal is narrower than a page
+    numbers = [number for number, column in enumerate(table.columns) if column.short]
+    for number in numbers:
+        right = number > 0 and table.columns[number].kind == "number"
+        shown.add_column(table.columns[number].short, justify="right" if right else "left", no_wrap=right)
     for row in table.rows:
-        first, *others = (Text(row.cells[place]) for place in places)
+        first, *others = (Text(row.cells[number]) for number in numbers)
         first.stylize(TONES[row.tone])
         shown.add_row(first, *others, style="bold" if row.strong else "")
     return shown

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
@@ -293,21 +294,22 @@ def _ratio(trainer_R: NDArray[Any], engine_R: NDArray[Any], zeros: tuple[Zeros, 
     # nobody can tell whether a probability of 1 was filled in, or one token was left to draw from
     kept_R = ~np.any([np.asarray(engine_R) == 0, *(each.zero_R for each in zeros)], axis=0)
     log_r = (np.asarray(trainer_R, np.float64) - engine_R)[kept_R]
-    return _mean(np.exp(log_r)) if len(log_r) > 1 else None
+    return _mean(np.exp, log_r) if len(log_r) > 1 else None
 
 
 def _rise(native_R: NDArray[Any], replayed_R: NDArray[Any], engine_R: NDArray[Any]) -> tuple[float, float] | None:
     """Give by how much replay raises a token's part of k3, mean and standard error."""
     if len(engine_R) < 2:
         return None
-    without, with_replay = (np.asarray(each, np.float64) - engine_R for each in (native_R, replayed_R))
-    with np.errstate(over="ignore", invalid="ignore"):
-        return _mean(np.expm1(with_replay) - with_replay - (np.expm1(without) - without))
+    log_r = [np.asarray(each, np.float64) - engine_R for each in (native_R, replayed_R)]
+    return _mean(lambda without, replay: np.expm1(replay) - replay - (np.expm1(without) - without), *log_r)
 
 
-def _mean(values: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the mean and its standard error."""
-    return float(values.mean()), float(values.std(ddof=1) / len(values) ** 0.5)
+def _mean(term: Callable[..., NDArray[np.float64]], *log_r: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the mean of a term of log-ratios and its standard error."""
+    with np.errstate(over="ignore", invalid="ignore"):  # a ratio that float64 does not hold makes no figure
+        values = term(*log_r)
+        return float(values.mean()), float(values.std(ddof=1) / len(values) ** 0.5)
 
 
 def _shift(trainer_R: NDArray[Any], engine_R: NDArray[Any]) -> tuple[int, float, float] | None:

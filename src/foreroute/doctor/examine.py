@@ -56,7 +56,7 @@ def examine(
         generation: S sequences with the engine's log-probs, or None to look at the routes of `trace` alone.
         trace: routes without log-probs. Sequences of fewer than two tokens are left out.
         temperature: that the engine divided its logits by.
-        micro_step_tokens: token slots of one forward; as many as the longest sequence has, where that is more.
+        micro_step_tokens: tokens of one forward, with padding; as many as the longest sequence has, where that is more.
         expected_version: the weight version that the trainer is at.
         random_weights: recorded in the evidence.
 

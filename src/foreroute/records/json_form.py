@@ -36,34 +36,34 @@ def by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def from_json(kind: type[Value], values: object, place: str = "") -> Value:
+def from_json(record_type: type[Value], values: object, at: str = "") -> Value:
     """Make a record of the value of a JSON text.
 
     Args:
-        kind: of record, a dataclass whose fields are numbers, texts, literals, lists, dictionaries and such records.
+        record_type: a dataclass whose fields are numbers, texts, literals, lists, dictionaries and such records.
         values: as `json` reads them. NaN and infinities are numbers; True is no integer.
-        place: where the values are in the line, for errors; empty at the top.
+        at: the key of the values in the line, for errors; empty at the top.
 
     Raises:
-        RunFolderError: naming the place, for a key that is missing or unknown, and for a value of another type or one
+        RunFolderError: naming the key, for one that is missing or unknown, and for a value of another type or one
             that a check of the field or record refuses.
     """
-    record, given = cast(Any, kind), cast(dict[str, Any], value_of(dict, values, place))
+    record, given = cast(Any, record_type), cast(dict[str, Any], value_of(dict, values, at))
     of_key = {KEYS.get(field.name, field.name): field for field in fields(record)}
     needed = {key for key, field in of_key.items() if field.default is MISSING and field.default_factory is MISSING}
     if missing := needed - given.keys():
-        raise RunFolderError(f"{_at(place)} lacks {few(missing)}")
+        raise RunFolderError(f"{_named(at)} lacks {few(missing)}")
     if unknown := given.keys() - of_key.keys():
-        raise RunFolderError(f"{_at(place)} has the unknown keys {few(unknown)}; expected no other than {few(of_key)}")
-    hints, prefix = _hints(record), f"{place}." if place else ""
+        raise RunFolderError(f"{_named(at)} has the unknown keys {few(unknown)}; expected no other than {few(of_key)}")
+    hints, prefix = _hints(record), f"{at}." if at else ""
     found = {of_key[key].name: value_of(hints[of_key[key].name], each, prefix + key) for key, each in given.items()}
     try:
-        return kind(**found)
+        return record_type(**found)
     except ValueError as error:
-        raise RunFolderError(f"{_at(place)}: {error}") from error
+        raise RunFolderError(f"{_named(at)}: {error}") from error
 
 
-def value_of(hint: Any, value: Any, place: str) -> Any:
+def value_of(hint: Any, value: Any, at: str) -> Any:
     """Return the value of a JSON text as one of the type `hint`.
 
     Raises:
@@ -71,38 +71,38 @@ def value_of(hint: Any, value: Any, place: str) -> Any:
     """
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):  # with None
-        return None if value is None else value_of(arguments[0], value, place)
+        return None if value is None else value_of(arguments[0], value, at)
     if origin is Annotated:
-        found, check = value_of(arguments[0], value, place), arguments[1]
+        found, check = value_of(arguments[0], value, at), arguments[1]
         try:
             check(found)
         except ValueError as error:
-            raise RunFolderError(f"{place} is {shown(found)}; {error}") from error
+            raise RunFolderError(f"{at} is {shown(found)}; {error}") from error
         return found
     if origin is Literal:
         if value not in arguments:
-            raise RunFolderError(f"{_at(place)} is {shown(value)}; expected one of {few(arguments)}")
+            raise RunFolderError(f"{_named(at)} is {shown(value)}; expected one of {few(arguments)}")
         return value
     if origin is dict:
-        items = value_of(dict, value, place).items()
-        return {value_of(arguments[0], k, f"{place}.{k}"): value_of(arguments[1], v, f"{place}.{k}") for k, v in items}
+        items = value_of(dict, value, at).items()
+        return {value_of(arguments[0], k, f"{at}.{k}"): value_of(arguments[1], v, f"{at}.{k}") for k, v in items}
     if origin is list:
-        if set(map(type, value_of(list, value, place))) == {arguments[0]}:  # numbers, of which there may be thousands
+        if set(map(type, value_of(list, value, at))) == {arguments[0]}:  # numbers, of which there may be thousands
             return value
-        return [value_of(arguments[0], each, f"{place}.{n}") for n, each in enumerate(value)]
+        return [value_of(arguments[0], each, f"{at}.{n}") for n, each in enumerate(value)]
     if is_dataclass(hint):
-        return from_json(cast(Any, hint), value, place)
+        return from_json(cast(Any, hint), value, at)
     fits = type(value) is hint and not (hint is str and HALF_CHARACTER.search(value))
     if type(value) is int:  # True is one of another type, and a whole number may stand for a float
         fits = hint in (int, float) and -(2**63) <= value < 2**63
     if not fits:
-        raise RunFolderError(f"{_at(place)} is {shown(value)}; expected {EXPECTED[hint]}")
+        raise RunFolderError(f"{_named(at)} is {shown(value)}; expected {EXPECTED[hint]}")
     return value
 
 
-def _at(place: str) -> str:
+def _named(at: str) -> str:
     """Name a key in an error; the whole value has none."""
-    return place or "it"
+    return at or "it"
 
 
 @cache  # resolving annotations takes longer than reading a line

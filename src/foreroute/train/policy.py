@@ -125,7 +125,7 @@ def make_engine(run: TrainConfig, policy: hf.RoutedTransformer) -> Engine:
         ConfigError: when `rollout.server.url` is no address, or its folder of weights is in use.
         EngineError: when there is no vLLM to run, or no server to reach.
     """
-    config, place = run.rollout, run.rollout.server
+    config, server = run.rollout, run.rollout.server
     if config.engine == "embedded":
         return EmbeddedEngine(
             policy.model,
@@ -136,27 +136,27 @@ def make_engine(run: TrainConfig, policy: hf.RoutedTransformer) -> Engine:
     from foreroute.engines import sglang, vllm
 
     served = ServedModel.of(policy)
-    weights = None if place.weights_folder is None else Path(place.weights_folder)
+    weights = None if server.weights_folder is None else Path(server.weights_folder)
     if config.engine == "sglang":  # TrainConfig refuses it without url and weights_folder
-        assert place.url is not None
+        assert server.url is not None
         assert weights is not None
-        return sglang.SGLangServerEngine(served, place.url, weights_folder=weights, timeout_s=place.timeout_s)
+        return sglang.SGLangServerEngine(served, server.url, weights_folder=weights, timeout_s=server.timeout_s)
     if policy.indexers is not None and run.rl.routing == "R3":
         warnings.warn(
             "the policy has indexers of sparse attention, and vLLM returns none of their choices: routes alone are "
             'replayed, and queries attend to other units than in the rollout. rollout.engine = "embedded" records both',
             stacklevel=2,
         )
-    if place.url is not None:
-        return vllm.VLLMEngine(served, place.url, weights_folder=weights, timeout_s=place.timeout_s)
+    if server.url is not None:
+        return vllm.VLLMEngine(served, server.url, weights_folder=weights, timeout_s=server.timeout_s)
     settings = vllm.ServerSettings(
-        python=Path(str(place.python)),  # TrainConfig refuses vLLM without either
+        python=Path(str(server.python)),  # TrainConfig refuses vLLM without either
         precision=config.precision,
-        max_model_len=place.max_model_len,
+        max_model_len=server.max_model_len,
         sampling_masks=config.truncates,
-        options=place.options,
+        options=server.options,
     )
-    return vllm.VLLMEngine(served, settings, timeout_s=place.timeout_s)
+    return vllm.VLLMEngine(served, settings, timeout_s=server.timeout_s)
 
 
 def make_optimizer(config: TrainConfig, policy: hf.RoutedTransformer) -> torch.optim.Optimizer:

@@ -74,10 +74,10 @@ class PromptTask(Task):
 
     def problems(self, count: int, step: int, rng: np.random.Generator) -> list[Problem]:
         size = len(self._problems)
-        epoch_S, place_S = np.divmod(np.arange(step * count, (step + 1) * count), size)
+        epoch_S, row_S = np.divmod(np.arange(step * count, (step + 1) * count), size)
         # a shuffle of the whole file, so once for each epoch that the step is in
         orders = {e: np.random.default_rng([self._seed, e, 5]).permutation(size) for e in np.unique(epoch_S).tolist()}
-        return [self._problems[orders[e][place]] for e, place in zip(epoch_S.tolist(), place_S.tolist(), strict=True)]
+        return [self._problems[orders[e][row]] for e, row in zip(epoch_S.tolist(), row_S.tolist(), strict=True)]
 
     def demonstrations(self, count: int, rng: np.random.Generator) -> list[Demonstration]:
         raise ConfigError("task.data has no right answers to teach; leave warm_start out")

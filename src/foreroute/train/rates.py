@@ -148,7 +148,7 @@ def fitted(costs: CostModel, steps: Sequence[MeasuredStep], seconds_XS: NDArray[
     hardware = replace(hardware, layer_s=max(left_s / even.plan.max_load_ML.size, 1e-9))
     over_S = np.maximum(seconds_XS[2] - parts_SP(planned, hardware).sum(axis=1), 0)
     ends = 0
-    for cell in (planned.plan.cell(*place) for place in np.ndindex(*planned.plan.shape[:2])):
+    for cell in (planned.plan.cell(m, layer) for m, layer in np.ndindex(*planned.plan.shape[:2])):
         ends += np.bincount(np.concatenate([cell.rank_R, cell.home_E[cell.expert_R]]), minlength=1).max()
     forward_s, both_s = (over_S / max(ends, 1)).tolist()
     return replace(hardware, replica_s=forward_s, replica_backward_s=max(both_s - 2 * forward_s, 0.0))
@@ -233,10 +233,10 @@ def _timed(
 
     # all kinds in each round, so that a machine that slows down slows all of them
     for _ in range(ROUNDS + 1):
-        for place in np.ndindex(*seconds_XS.shape):
+        for index in np.ndindex(*seconds_XS.shape):
             number += 1
-            whole_s = clock(partial(execute, steps[place[0]], place[1], number))
-            seconds_XS[place] = min(seconds_XS[place], inner[-1])
+            whole_s = clock(partial(execute, steps[index[0]], index[1], number))
+            seconds_XS[index] = min(seconds_XS[index], inner[-1])
             begin_s = min(begin_s, whole_s - inner[-1])
     return seconds_XS, max(begin_s, 0.0)
 
