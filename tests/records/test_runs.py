@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from foreroute.errors import InputError, RunFolderError
+from foreroute.errors import RunFolderError
 from foreroute.records import read_runs
 from foreroute.records.runs import read_run
 from tests.report.report_runs import config, step_line, write_run
@@ -156,8 +156,3 @@ def test_labels_tell_runs_of_one_name_apart(tmp_path):
     folders = [write_run(tmp_path / name, config("same"), steps(1)) for name in ("a", "b", "x/b")]
     other = write_run(tmp_path / "c", config("other"), steps(1))
     assert [run.label for run in read_runs([*folders, other])] == ["same (a)", "same (b) #2", "same (b) #3", "other"]
-
-
-def test_no_folder_at_all_is_refused():
-    with pytest.raises(InputError):
-        read_runs([])

@@ -208,6 +208,7 @@ ONCE = {
         ),
         None,
     ),
+    "records.read_runs": (lambda _: records.read_runs([]), "no run folder"),
     "concatenate": (lambda _: fr.concatenate([]), "there is no trace to concatenate"),
     "from_padded": (lambda _: fr.RoutingTrace.from_padded(SPEC, [], []), r"token_ids has shape \(0,\)"),
     "from_sequences": (lambda _: fr.RoutingTrace.from_sequences(SPEC, [[]], [[]]), "sequence 0 has 0 tokens"),
