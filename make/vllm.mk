@@ -29,7 +29,7 @@ $(VLLM_READY):
 
 # vLLM in bfloat16 as the rollout engine, Hugging Face in float32 as the trainer
 demo-vllm: $(READY) $(VLLM_READY)
-	$(BIN)/foreroute demo --engine vllm --vllm-python $(VLLM_ENV)/bin/python --steps 40
+	$(BIN)/foreroute demo --vllm $(VLLM_ENV)/bin/python --steps 40
 
 # in one process: the engines are started once
 test-vllm: $(READY) $(VLLM_READY)
