@@ -67,8 +67,6 @@ def removed(name):
 
 DAMAGES = {
     "a line that is no JSON": (line(3, lambda text: text[:20]), r"metrics\.jsonl, line 4 is damaged: it is not JSON"),
-    "a line that is no object": (line(3, lambda text: b"[1]"), "line 4 is damaged: it is .* expected an object"),
-    "a line of another step": (line(3, lambda text: text.replace(b": 3", b": 4")), "its step is 4, expected 3"),
     "lines missing": (edited("metrics.jsonl", lambda text: text[:100]), "last checkpoint is of step 9: lines are miss"),
     "metrics gone": (removed("metrics.jsonl"), "has the records of 0 steps, and the last checkpoint is of step 9"),
     "metrics are a folder": (
