@@ -15,7 +15,7 @@ from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.trace import SAMPLING
 from foreroute.trainers.trl import rollout_with
-from foreroute.trainers.trl.sampling import LEAVING_OUT
+from foreroute.trainers.trl.settings import LEAVING_OUT
 from tests.tiers import grid
 from tests.trainers.trl.trl_runs import SCORES_ON_SETS, logged, make, trained
 from tests.trainers.trl.vllm_fakes import COLOCATE, SERVER, as_they_are, colocated, served
