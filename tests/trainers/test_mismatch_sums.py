@@ -1,5 +1,7 @@
 """Sums of a trainer on a device that counts waits of the host, against the measures on the host."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.trainers import mismatch_sums
 from foreroute.trainers.mismatch_sums import MismatchSums
 
+UNTOUCHED = SimpleNamespace(listening=lambda *_: None)
 AT_ONCE = lambda sums: sums  # noqa: E731  of one process
 
 
@@ -73,13 +76,13 @@ class Counted(ReplayCounts):
 
 def test_counts_of_passes_are_added_over_ranks_by_what_their_pass_is(monkeypatch):
     sums = MismatchSums()
-    sums.counts_of(update=False)  # no pass
+    sums.counting(UNTOUCHED, update=False)  # no pass
     assert not sums.flush(AT_ONCE)
     monkeypatch.setattr(mismatch_sums, "ReplayCounts", Counted)
-    sums.counts_of(update=False)
+    sums.counting(UNTOUCHED, update=False)
     assert sums.flush(AT_ONCE) == {"mismatch/disagreement": 0.1, "mismatch/disagreement_tokens": 0.2}
     sums.has_old_pass = True
-    sums.counts_of(update=True)
+    sums.counting(UNTOUCHED, update=True)
     sums.reduce_routes(lambda sums: 2 * sums)  # of two ranks that share rows: all of them
     sums.compare_tokens(*map(torch.from_numpy, drawn(0)))
     logs = sums.flush(lambda sums: 3 * sums)
@@ -91,6 +94,6 @@ def test_a_count_that_no_metric_is_made_of_is_refused(monkeypatch):
     monkeypatch.setattr(ReplayCounts, "NAMES", ("lines", *ReplayCounts.NAMES[1:]))
     monkeypatch.setattr(mismatch_sums, "ReplayCounts", Counted)
     sums = MismatchSums()
-    sums.counts_of(update=False)
+    sums.counting(UNTOUCHED, update=False)
     with pytest.raises(InputError, match="no metric is made of lines"):
         sums.flush(AT_ONCE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,9 +12,11 @@ from torch import Tensor
 
 from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.core.passes import Interceptor, Pass, is_in
-from foreroute.errors import ForerouteError, InputError, ReplayError
+from foreroute.errors import BatchMismatchError, InputError, ReplayError
+from foreroute.mismatch import routing_mismatch
 from foreroute.mismatch.measures import MOST_LOGPROB
-from foreroute.replay import Policy, ReplayCounts, ReplayRows, Routes
+from foreroute.replay import Policy, ReplayCounts, ReplayRows, RoutedModel, Routes
+from foreroute.trace import RoutingTrace
 
 METRICS = {
     # what is logged: the two sums that it is the ratio of
@@ -57,14 +60,14 @@ class MismatchSums:
         # from its second mini-batch on, an update has other weights; the pass before it has the rollout's
         return not (update and self.has_old_pass)
 
-    def counts_of(self, *, update: bool) -> ReplayCounts:
-        """Give what counts a replayed pass: listen with it beside the session."""
+    def counting(self, routed: RoutedModel, *, update: bool) -> AbstractContextManager[None]:
+        """Count on the device what is replayed while the context is open."""
         is_compared = self._replays_rollout and self.at_rollout_weights(update=update)
-        return self._replayed.setdefault((is_compared, update), ReplayCounts())
+        return routed.listening(self._replayed.setdefault((is_compared, update), ReplayCounts()))
 
-    def comparison_with(self, routes: Routes) -> Interceptor:
-        """Give what compares a pass that is not replayed with routes of the rollout: listen with it."""
-        return _NativeComparison(routes, self._add)
+    def comparing(self, routed: RoutedModel, routes: Routes) -> AbstractContextManager[None]:
+        """Compare passes that are not replayed with routes of the rollout on the device while the context is open."""
+        return routed.listening(_NativeComparison(routes, self._add))
 
     def compare_tokens(self, sampled: Tensor, trained: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
         """Add the rollout's log-probs of tokens, NaN where not known, and the trainer's, compared in float64.
@@ -84,6 +87,16 @@ class MismatchSums:
             impossible_trained=_is_impossible(by_trainer).sum(),
         )
         return log_r, counted
+
+    def compare_routes(self, rollout: RoutingTrace, executed: RoutingTrace) -> None:
+        """Add routes of the rollout beside recorded ones, whose sequences may end earlier."""
+        routes = routing_mismatch(rollout.truncated(executed.lengths), executed)
+        self._add(
+            rows=routes.rows,
+            differing_rows=int(routes.by_differing_layers[1:].sum()),
+            decisions=routes.rows * len(routes.differing_L),
+            differing_decisions=int(routes.differing_L.sum()),
+        )
 
     def reduce_routes(self, reduce: Callable[[Tensor], Tensor]) -> None:
         """Add up the sums of routes over ranks that share rows or layers of a batch, and its tokens. A collective call.
@@ -153,7 +166,7 @@ class _NativeComparison(Interceptor):
         try:
             policy = Policy("native", "native", "native", telemetry=False)
             self._rows = self._routes.of_pass(chunk, args, policy, self._checks)
-        except ForerouteError:  # a pass that is only measured goes on
+        except BatchMismatchError:  # a pass that is only measured goes on
             self._rows = None
             self._add(**{UNLIKE: 1.0})
 

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.hf import RoutedTransformer
-from foreroute.errors import BatchMismatchError, ForerouteError, ReplayError, StaleTraceError
+from foreroute.errors import BatchMismatchError, ReplayError, StaleTraceError
 from foreroute.trace import NO_VERSION, RoutingTrace, concatenate, extended
 from foreroute.trainers.trl.capture_generate import GenerateSource
 from foreroute.trainers.trl.capture_vllm import VLLMSource
@@ -28,30 +27,8 @@ from foreroute.trainers.trl.rollout_func import (
 )
 from foreroute.trainers.trl.settings import Replay, require_masks
 
-LOG = logging.getLogger(__name__)
-
-
-class MeasuringGuard:
-    """Lets errors of its context through where replay was asked for. Under "none" the first one is logged.
-
-    Measuring is off then, and TRL trains on. A context must run nothing of TRL's, whose results are needed then too.
-    """
-
-    def __init__(self, replay: Replay) -> None:
-        self.is_on = True  # False only under "none"
-        self._raises = replay != "none"
-
-    def __enter__(self) -> None:
-        """Begin to measure; what cannot be measured raises."""
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        """Say whether an error ends here."""
-        if self._raises or not isinstance(error, ForerouteError):
-            return False
-        if self.is_on:
-            LOG.warning("replay='none' measures no mismatch from here on, and trains as TRL does. %s", error)
-        self.is_on = False
-        return True
+if TYPE_CHECKING:
+    from foreroute.trainers.trl.controller import MeasuringGuard
 
 
 class Turn(NamedTuple):
@@ -92,13 +69,20 @@ class RolloutCapture:
         if isinstance(function := trainer.rollout_func, EngineSource):
             # a turn is sampled where TRL samples one, so that tools are TRL's to call
             self.engine, trainer.rollout_func, function.trainer = function, None, trainer
+        needs_source = self.engine is None and replay != "R2"
         with guard:
             if routed is not None:
                 self._routed, self._served = routed, ServedModel.of(routed)
                 if trainer.rollout_func is not None:
                     trainer.rollout_func = partial(self._run_rollout_func, trainer.rollout_func)
-                elif self.engine is None and replay != "R2":
-                    self.source = self._find_source()
+                elif needs_source and trainer.use_vllm:
+                    self.source = VLLMSource(trainer.vllm_generation, trainer.accelerator, self._served)
+                elif needs_source:
+                    self.source = GenerateSource(
+                        routed,
+                        indexers=replay == "R3" and routed.indexers is not None,
+                        temperature=trainer.temperature if replay == "R3" else None,
+                    )
 
     @property
     def is_open(self) -> bool:
@@ -140,16 +124,6 @@ class RolloutCapture:
     def _version(self) -> int:
         """What rollouts of the weights of now are stamped with."""
         return int(self._trainer.state.global_step)
-
-    def _find_source(self) -> TurnSource:
-        trainer, replays = self._trainer, self._replay == "R3"
-        if trainer.use_vllm:
-            return VLLMSource(trainer.vllm_generation, trainer.accelerator, self._served)
-        return GenerateSource(
-            self._routed,
-            indexers=replays and self._routed.indexers is not None,
-            temperature=trainer.temperature if replays else None,
-        )
 
     def _run_rollout_func(self, function: Callable[..., Any], prompts: list[Any], trainer: Any) -> dict[str, Any]:
         output = require_mapping(function(prompts, trainer))

@@ -15,6 +15,7 @@ From the first forward of a pass to the step of the optimizer nothing here reads
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -25,19 +26,18 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import is_peft_model
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf import RoutedTransformer
 from foreroute.costs.cluster_file import Cluster
-from foreroute.errors import ReplayError
+from foreroute.errors import ForerouteError, ReplayError
 from foreroute.plan import Topology
 from foreroute.trace import INDEXER, SAMPLING, RoutingTrace, concatenate
 from foreroute.trainers.checks import check_first_rollout
 from foreroute.trainers.mismatch_sums import MismatchSums
-from foreroute.trainers.trl.capture import MeasuringGuard, RolloutCapture
+from foreroute.trainers.trl.capture import RolloutCapture
 from foreroute.trainers.trl.masked_head import scored_on_sampling_masks
 from foreroute.trainers.trl.partitioned import whole_where_run
 from foreroute.trainers.trl.planning import PlannedWindows
@@ -52,8 +52,32 @@ from foreroute.trainers.trl.rollout import (
 )
 from foreroute.trainers.trl.settings import Replay, require_supported
 
+LOG = logging.getLogger(__name__)
 CHECKED_SEQUENCES = 16
 """Sequences of the first rollout that are checked. A mix-up on the way concerns every sequence; a few show it."""
+
+
+class MeasuringGuard:
+    """Lets errors of its context through where replay was asked for. Under "none" the first one is logged.
+
+    Measuring is off then, and TRL trains on. A context must run nothing of TRL's, whose results are needed then too.
+    """
+
+    def __init__(self, replay: Replay) -> None:
+        self.is_on = True  # False only under "none"
+        self._raises = replay != "none"
+
+    def __enter__(self) -> None:
+        """Begin to measure; what cannot be measured raises."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        """Say whether an error ends here."""
+        if self._raises or not isinstance(error, ForerouteError):
+            return False
+        if self.is_on:
+            LOG.warning("replay='none' measures no mismatch from here on, and trains as TRL does. %s", error)
+        self.is_on = False
+        return True
 
 
 @dataclass(eq=False)
@@ -117,9 +141,11 @@ class TrainerPassController:
     def take(self, rollout: Rollout) -> None:
         """Begin to work on a rollout."""
         self._num_rollouts += 1
-        rollout.number = self._num_rollouts
+        rollout.number, rollout.make_rows = self._num_rollouts, self.routed.rows
+        rollout.drops_truncated = bool(self._trainer.mask_truncated_completions)
         if self._replay != "R3":  # under which alone tokens are scored on their sets
-            rollout.trace = rollout.trace.without_streams(SAMPLING)
+            unused = (SAMPLING, INDEXER) if self._replay == "none" else (SAMPLING,)
+            rollout.trace = rollout.trace.without_streams(*unused)
         self.rollout = rollout
 
     @contextmanager
@@ -242,11 +268,7 @@ class TrainerPassController:
             sequences = np.arange(len(rollout.trace))
         else:
             sequences = rollout.sequences_of(now.batch)
-        return [self._decisions_of(rollout, sequences[each.rows]) for each in slices]
-
-    def _decisions_of(self, rollout: Rollout, sequences: NDArray[np.int64]) -> Decisions:
-        drops_truncated = bool(self._trainer.mask_truncated_completions)
-        return rollout.decisions(sequences, self.routed.rows, drops_truncated=drops_truncated)
+        return [rollout.decisions(sequences[each.rows]) for each in slices]
 
     def _executing_plan(
         self, windows: PlannedWindows, now: LogprobPass, found: Sequence[Decisions | None]
@@ -254,7 +276,7 @@ class TrainerPassController:
         """Open a plan of the old-log-prob pass, until it has run; or see to that of the window of an update."""
         if now.is_update:
             rollout = self._current_rollout()
-            windows.begin(lambda inputs: self._decisions_of(rollout, rollout.sequences_of(inputs)).routes)
+            windows.begin(lambda inputs: rollout.decisions(rollout.sequences_of(inputs)).routes)
         elif self._replay == "R3":
             return windows.executing([each.routes for each in found if each is not None], "recompute")
         return nullcontext()
@@ -269,10 +291,10 @@ class TrainerPassController:
             if is_policy and found is None:
                 recording = stack.enter_context(self.routed.record(indexers=self.routed.indexers is not None))
             elif is_policy and found is not None and self._replay != "none":
-                stack.enter_context(self.routed.listening(self._metrics.counts_of(update=now.is_update)))
+                stack.enter_context(self._metrics.counting(self.routed, update=now.is_update))
                 stack.enter_context(self.routed.replay(found.routes))
             elif is_policy and found is not None and self._metrics.at_rollout_weights(update=now.is_update):
-                stack.enter_context(self.routed.listening(self._metrics.comparison_with(found.routes)))
+                stack.enter_context(self._metrics.comparing(self.routed, found.routes))
             yield
             # A session that ends where no gradients are recorded waits for what the device finds wrong. Behind an
             # old-log-prob pass comes an update, and the optimizer's step looks before anything is learned.

@@ -58,7 +58,10 @@ class Rollout:
     prompt_lengths: NDArray[np.int64]  # [S]
     logprobs: Sequence[NDArray[np.float32]] | None = None  # S of [R], as the source saw them; NaN where not known
     env_masks: Sequence[Sequence[int]] | None = None  # S of [R], 0 for what was not sampled; None where all was
-    number: int = 0  # counts the rollouts of a trainer
+    # of the trainer that works on it
+    number: int = 0  # counts its rollouts
+    make_rows: Callable[[RoutingTrace], TraceRows] = field(init=False)
+    drops_truncated: bool = False  # whether TRL masks truncated completions
     mask_ST: NDArray[np.bool_] | None = None  # TRL's attention mask, once it has padded the rollout
     num_scored: int = 0  # R, the last positions of the padded batch, of which some hold responses
     _decisions: dict[tuple[int, ...], Decisions] = field(default_factory=dict)
@@ -91,13 +94,8 @@ class Rollout:
             )
         return np.asarray(numbers_B2[:, 1])
 
-    def decisions(
-        self, sequences: NDArray[np.int64], make_rows: Callable[[RoutingTrace], TraceRows], *, drops_truncated: bool
-    ) -> Decisions:
-        """Give what forwards over these sequences take, made at the first of them.
-
-        Where TRL masks truncated completions (`drops_truncated`), the prompt alone is left of such.
-        """
+    def decisions(self, sequences: NDArray[np.int64]) -> Decisions:
+        """Give what forwards over these sequences take, made at the first of them."""
         key = tuple(sequences.tolist())
         if key not in self._decisions:
             assert self.mask_ST is not None, "it is read before the first forward"
@@ -106,9 +104,10 @@ class Rollout:
             if SAMPLING in trace.streams:
                 masks = ScoringMasks.of(trace, mask_BT, self._sampled(sequences))
             length_B, prompts = mask_BT.sum(1), self.prompt_lengths[sequences]
-            is_masked = drops_truncated & (length_B == prompts) & (length_B < trace.lengths)
+            # where TRL masks truncated completions, the prompt alone is left of such
+            is_masked = self.drops_truncated & (length_B == prompts) & (length_B < trace.lengths)
             routes = trace.truncated(np.where(is_masked, prompts, trace.lengths))
-            self._decisions[key] = Decisions(make_rows(routes), masks)
+            self._decisions[key] = Decisions(self.make_rows(routes), masks)
         return self._decisions[key]
 
     def _sampled(self, sequences: NDArray[np.int64]) -> NDArray[np.bool_]:

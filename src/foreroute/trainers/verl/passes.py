@@ -86,7 +86,7 @@ class EnginePasses:
         """Surround a batch of verl, and judge the rollout behind the old-log-prob pass. A collective call."""
         num_before, metrics = self.num_forwards, self.metrics
         metrics.has_old_pass |= not update
-        with nullcontext() if self._replay == "disabled" else self.routed.listening(metrics.counts_of(update=update)):
+        with nullcontext() if self._replay == "disabled" else metrics.counting(self.routed, update=update):
             yield
         if self.num_forwards == num_before:
             raise ReplayError(
