@@ -216,3 +216,12 @@ def test_a_resumed_run_draws_the_random_numbers_of_its_step_and_not_those_of_the
     assert [drawn(resumed, step) for step in (1, 1, 2)] == numbers[1:]
     monkeypatch.setattr(type(trainer.accelerator), "process_index", 1)
     assert drawn(rollout_with(Notes()), 2) != numbers[3]
+
+
+def test_an_engine_takes_the_weights_of_each_trainer_that_it_samples_for(folder):
+    """Also of one that stands at the step of whose weights it has."""
+    engine = EmbeddedEngine(policy(), "float32")
+    for seed in (0, 1):
+        sampled = rollout_with(engine)
+        trainer = trained(folder, model=policy(seed), rollout_func=sampled, max_steps=1, num_iterations=1)
+        assert logged(trainer, "mismatch/k3")[0] < 1e-9, seed

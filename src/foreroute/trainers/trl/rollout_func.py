@@ -65,6 +65,7 @@ class EngineSource:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._loaded_from: Any = None  # the trainer whose weights the engine has
         self._turns_of: Counter[int] = Counter()
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -79,9 +80,11 @@ class EngineSource:
         ends = getattr(trainer, "eos_token_ids", [trainer._tokenizer.eos_token_id])
         _require_known_settings(trainer, ends)
         step = int(trainer.state.global_step)
-        if self._engine.weight_version != step:
+        # a version is the step of its trainer; the engine may have sampled for another one
+        if self._engine.weight_version != step or self._loaded_from is not trainer:
             policy = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
             self._engine.load_weights(gathered_weights(policy), step)
+            self._loaded_from = trainer
         # a run that is resumed draws what it would have drawn at its step; a step may have several turns
         turn = (trainer.args.seed, trainer.accelerator.process_index, step, self._turns_of[step])
         self._turns_of[step] += 1
