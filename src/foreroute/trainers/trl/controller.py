@@ -142,10 +142,11 @@ class TrainerPassController:
         """Begin to work on a rollout."""
         self._num_rollouts += 1
         rollout.number, rollout.make_rows = self._num_rollouts, self.routed.rows
+        if self._replay == "none":  # routes alone are compared: choices of indexers are cut on the host, which waits
+            rollout.make_rows = lambda trace: self.routed.rows(trace.without_streams(INDEXER))
         rollout.drops_truncated = bool(self._trainer.mask_truncated_completions)
         if self._replay != "R3":  # under which alone tokens are scored on their sets
-            unused = (SAMPLING, INDEXER) if self._replay == "none" else (SAMPLING,)
-            rollout.trace = rollout.trace.without_streams(*unused)
+            rollout.trace = rollout.trace.without_streams(SAMPLING)
         self.rollout = rollout
 
     @contextmanager
