@@ -62,7 +62,7 @@ class MaskedRoutingReplayEngine(RoutingReplayEngine):
     """
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
-        """Run verl's pass over a micro-batch on its sets. Raises `ReplayError` where no log-probs are made of logits."""
+        """Run verl's pass over a micro-batch on its sets. Raises `ReplayError` where no logits are scored."""
         counts_N, ids = packed_sets(micro_batch)  # before it is on the device, which would be waited for
         parts = self.ulysses_parallel_group
         calls = 0
@@ -87,7 +87,7 @@ class MaskedRoutingReplayEngine(RoutingReplayEngine):
 def packed_sets(batch: Any) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Read how many ids the set of each of N rows has, 0 for none, and all ids, of a batch without padding."""
     packed = PackedBatch(batch)
-    trained_N, is_response_N = (each.cpu().numpy() for each in (packed.find_trained(), packed.index_N >= 0))
+    trained_N, is_response_N = (each.cpu().numpy() for each in (packed.trained_N, packed.index_N >= 0))
     packed.require_true()
     offsets = packed.offsets.cpu().numpy()
     counts_N, ids = np.zeros(len(trained_N), np.int64), [np.zeros(0, np.int32)]
