@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 
 from foreroute.core.deferred_checks import DeferredChecks
+from foreroute.errors import CaptureError
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.trainers.verl import megatron, passes
 from foreroute.trainers.verl.megatron import MegatronPasses, transformer_impl
 from tests.adapters.megatron import one_rank as on
 from tests.trainers.verl.jagged_there import Jagged, MicroBatch
 
-MICRO_BATCHES, EACH = 4, 2
+MICRO_BATCHES, EACH = 4, 3
+LENGTHS = (on.WIDTH,) * EACH
 OFFSETS = torch.arange(0, EACH * on.WIDTH + 1, on.WIDTH)
 
 
@@ -59,14 +61,20 @@ def main(to):
         read = lambda self, wrong, raise_error: wrong.item()  # noqa: E731
         with mock.patch.object(DeferredChecks, "add", read), routing.batch(batch[0], update=True):
             waits["read at once"] = there.run(forward_only=False)
+        batch[1]["routed_experts"].values()[:, 1] = torch.tensor([0, 1])
+        try:
+            with torch.no_grad(), routing.batch(batch[0], update=False):
+                there.run(forward_only=True)
+        except CaptureError as error:
+            waits["refused"] = str(error)
     Path(to).write_text(json.dumps(waits))
     dist.destroy_process_group()
 
 
 def micro_batch(spec, seed):
     """On the host, with routes that no router chose, and log-probs of a rollout."""
-    ids = on.tokens(seed)
-    routes = torch.from_numpy(on.foreign(spec, ids, seed).expert_ids_NLK.astype("int16"))
+    ids = on.tokens(seed, LENGTHS)
+    routes = torch.from_numpy(on.foreign(spec, ids, seed, LENGTHS).expert_ids_NLK.astype("int16"))
     responses = ids[:, 5:].clone()
     return MicroBatch(
         input_ids=Jagged(ids.reshape(-1), OFFSETS),

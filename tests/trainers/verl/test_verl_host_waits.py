@@ -150,3 +150,4 @@ def test_an_update_on_megatron_waits_for_what_verl_waits_for(tmp_path):
     assert waits["replayed"] == waits["plain"]
     assert waits["read at once"] >= waits["plain"] + MICRO_BATCHES  # the control
     assert waits["disagreement"] == [0.0]
+    assert "sends 36 rows, from there on, of" in waits["refused"]  # of one layer that was never captured
