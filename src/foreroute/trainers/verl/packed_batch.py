@@ -163,7 +163,13 @@ class PackedRoutes:
         if not field.is_nested or values.is_floating_point() or (len(values), values.shape[2:]) != expected:
             refuse()
         columns = columns_of(spec.layers, values.shape[1], FIELD)
-        self._ids_NLK = values.index_select(1, to_device(columns, values.device))
+        first, num_layers = int(columns[0]), len(columns)
+        if np.array_equal(columns, np.arange(first, first + num_layers)):
+            self._ids_NLK = values[:, first : first + num_layers]  # no copy of the field
+        else:
+            self._ids_NLK = values.index_select(1, to_device(columns, values.device))
+        if tables:
+            self._ids_NLK = self._ids_NLK.clone()  # the field is verl's
         written_N = (values != 0).flatten(1).any(1)
         self._valid_N = written_N & (self._ids_NLK != -1).flatten(1).any(1)
         for layer, table_VK in (tables or {}).items():
@@ -223,9 +229,9 @@ class PackedRoutes:
         checks.add(self._wrong, self._refuse)
         checks.add(differs, lambda: _refuse_other(differs))
         forced_R = is_real_R & self._forced_N[row_R]
-        ids_LRK = self._ids_NLK[row_R].to(signed_dtype(self._spec.num_experts)).transpose(0, 1).contiguous()
+        ids_LRK = self._ids_NLK.transpose(0, 1).index_select(1, row_R).to(signed_dtype(self._spec.num_experts))
         return ReplayRows(
-            ids_LRK.masked_fill(~forced_R[:, None], -1),
+            ids_LRK.masked_fill_(~forced_R[:, None], -1),
             real_R=is_real_R,
             counted_R=is_real_R,
             counts=policy.counts,
