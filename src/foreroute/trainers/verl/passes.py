@@ -139,7 +139,7 @@ class EnginePasses:
         *,
         sequences_of: Callable[[RoutingTrace], RoutingTrace],
     ) -> None:
-        """Call `check_first_rollout`, once in the life of the engine."""
+        """Call `check_first_rollout`; the engine does so once in its life."""
         check_first_rollout(self.routed, routes, forward, sequences_of=sequences_of)
         self.first_rollout_checked = True
 
