@@ -140,9 +140,9 @@ class MegatronPasses(EnginePasses):
             self._check_first(traces[:num_first], partial(run, forward_step_func, num_first, forward_only=True))
         shard_of = dict(zip(map(id, micro_batches), shards or [None] * len(given), strict=True))
         replaying = self.routed.replaying(forward_step_func, routes_of=lambda data: shard_of[id(data)])
-        planned = None
+        planned, plan_sums = None, self._plan_sums
         with nullcontext() if shards else self.routed.record() as recording, ExitStack() as executions:
-            if self._plan_sums is not None and shards:
+            if plan_sums is not None and shards:
                 planned = PlannedBatch(
                     self.routed,
                     shards,
@@ -161,10 +161,10 @@ class MegatronPasses(EnginePasses):
 
             results = run(step, len(given))
         self._require_all(len(given))
-        if planned is not None:
-            planned.add_to(self._plan_sums, "update" if self._is_update else "recompute")
+        if planned is not None and plan_sums is not None:
+            planned.add_to(plan_sums, "update" if self._is_update else "recompute")
         outputs = [each["model_output"] for each in results] or [{}] * len(given)
-        if not shards:
+        if recording is not None:
             _write_routes(recording.trace(), layouts, micro_batches, outputs)
         for each, data, output in zip(packed, micro_batches, outputs, strict=self._is_compared):
             self.compare_log_probs(each, data, output.get("log_probs"))
