@@ -99,7 +99,7 @@ class OnlineExecution(PlanExecution):
                 plan,
                 counts_GE,
                 self._rank,
-                host_ranks=self.plan.topology.ranks_per_node if takes_host_memory(self._paths) else 1,
+                memory_ranks=self.plan.topology.ranks_per_node if takes_host_memory(self._paths) else 1,
                 what=str(cell),
             )
             self._enter(cell, plan, schedule)

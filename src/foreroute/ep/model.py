@@ -24,7 +24,6 @@ from foreroute.ep.owners import join_plans, owners_at
 from foreroute.ep.plan_checks import (
     plan_digest,
     planned_counts,
-    require_counts,
     require_homes,
     require_micro_batches,
     require_ranks,
@@ -355,7 +354,7 @@ class ExpertParallelModel(ABC):
             self.require_executable(plan)
             require_ranks(plan, groups.consensus.size)
             require_homes(plan, self.home_LE)
-            require_counts(plan, counts_MLGE)
+            plan.require_counts(counts_MLGE)
             found_MLE, planned_MLE = [each.counts_LE for each in batches], counts_MLGE[:, self._layers, rank]
             require_micro_batches(found_MLE, planned_MLE, self._layers)
             homes = self.load()
