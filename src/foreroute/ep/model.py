@@ -19,7 +19,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.ep.agreement import RankConsensus
-from foreroute.ep.execution import AgreedStep, ExecutionHolder, MicroBatch, PassPlan, PlanExecution
+from foreroute.ep.execution import ExecutionHolder, MicroBatch, PassPlan, PlanExecution
 from foreroute.ep.owners import join_plans, owners_at
 from foreroute.ep.plan_checks import (
     plan_digest,
@@ -197,24 +197,22 @@ class ExpertParallelModel(ABC):
         """
         self._require_no_execution("another one begins")
         self._step = self._step + 1 if step is None else step
-        agreed, homes = self._agree_on_step(plan, planned, find_batches, keeps_weights=step is not None)
-        unknown = agreed.is_known_M.count(False)
+        execution = self._agree_on_execution(plan, planned, find_batches, keeps_weights=step is not None)
+        unknown = execution.is_known_M.count(False)
         if unknown:
             warnings.warn(
-                f"in {unknown} of {len(agreed.is_known_M)} micro-steps some rank has rows without a route that later "
-                "tokens depend on: no plan knows them, so that all ranks exchange counts in every cell, and wait for "
-                "them; record those rows, or leave their sequences out",
+                f"in {unknown} of {len(execution.is_known_M)} micro-steps some rank has rows without a route that "
+                "later tokens depend on: no plan knows them, so that all ranks exchange counts in every cell, and wait "
+                "for them; record those rows, or leave their sequences out",
                 stacklevel=3,
             )
-        engine, rank = self.engine(homes), self.groups.consensus.rank
-        execution = PlanExecution(agreed, self._group, rank, self.chunks, homes, engine, self.finish_gathering)
         with self.activate(holder, execution), self.layers_in_place():
             yield execution
 
     @contextmanager
     def activate(self, holder: ExecutionHolder, execution: PlanExecution) -> Iterator[PlanExecution]:
         """Have layers find an execution while the context is open, and end it on all ranks alike."""
-        number = execution.step.number
+        number = execution.number
         if execution.engine is not None:
             execution.engine.take_records()  # of an execution that failed
             if not (self.gathers_late or any(each.is_at_home for each in execution.passes.values())):
@@ -337,14 +335,14 @@ class ExpertParallelModel(ABC):
     def _layers(self) -> list[int]:
         return [layer for of_chunk in self.chunks for layer in of_chunk]
 
-    def _agree_on_step(
+    def _agree_on_execution(
         self,
         plan: StepPlan | None,
         planned: Any,
         find_batches: Callable[[], list[MicroBatch]],
         *,
         keeps_weights: bool,
-    ) -> tuple[AgreedStep, Mapping[int, Home]]:
+    ) -> PlanExecution:
         """Find all that this rank objects to, and ask the other ranks once; twice where some lack routes."""
         groups, step = self.groups, self._step
         what, rank = f"agreeing on the plan of step {step}", groups.consensus.rank
@@ -387,7 +385,19 @@ class ExpertParallelModel(ABC):
         num_replicas_W = vote.numbers_GN[:, 2 : 2 + len(names)].sum(axis=1)
         hosted = self._schedule_passes([in_pass[name] for name in names], counts_MLGE, num_replicas_W)
         passes = dict(zip(PASS_NAMES, hosted * len(PASS_NAMES), strict=False))
-        return AgreedStep(step, plan, counts_MLGE, batches, passes, is_known_M, keeps_weights), homes
+        return PlanExecution(
+            step,
+            plan,
+            counts_MLGE,
+            batches,
+            passes,
+            is_known_M,
+            keeps_weights,
+            self._group,
+            self.chunks,
+            self.engine(homes),
+            self.finish_gathering,
+        )
 
     def _schedule_passes(
         self, plans: list[StepPlan], counts_MLGE: NDArray[np.integer], num_replicas_W: NDArray[np.int64]
