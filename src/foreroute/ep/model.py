@@ -129,20 +129,16 @@ class ExpertParallelModel(ABC):
             TraceError: when a rank hands in what is no micro-batch of the model.
             CountsError: when ranks have different numbers of micro-batches.
         """
-        groups, what = self.groups, "gathering counts"
-        with groups.everyone.agree(what, CountsError) as vote:
+        what = "gathering counts"
+        with self.groups.everyone.agree(what, CountsError) as vote:
             batches = find_batches()
             otherwise = "ranks have other micro-batches than can be planned ({}); expected as many on each"
             vote.same(f"{len(batches)} micro-batches", otherwise)
             if not batches:
                 raise CountsError("there is no micro-batch to plan; hand in one or more")
-        num_layers, num_experts = self.home_LE.shape
-        counts_MLGE = torch.zeros((len(batches), num_layers, groups.consensus.size, num_experts), dtype=torch.int32)
-        mine_MLE = np.array([each.counts_LE for each in batches], np.int32)
-        counts_MLGE[:, self._layers, groups.consensus.rank] = torch.from_numpy(mine_MLE)
-        # every count is known to one rank and 0 elsewhere, on the ranks of other pipeline stages too
-        ranks = groups.everyone if self._owner_AG is None else groups.consensus
-        return ranks.most(counts_MLGE, what).numpy()
+        counts_MLE = np.zeros((len(batches), *self.home_LE.shape), np.int32)
+        counts_MLE[:, self._layers] = [each.counts_LE for each in batches]
+        return self._gather(counts_MLE, what)
 
     def gather_executed(self, executions: Sequence[PlanExecution]) -> NDArray[np.int64]:
         """Gather what experts computed in executions that have ended, one after the other.
@@ -150,13 +146,17 @@ class ExpertParallelModel(ABC):
         Returns:
             executed_MLG: int64 [M, L, G], assignments, the same on every rank of the group and its pipeline stages.
         """
-        groups = self.groups
-        mine_ML = torch.from_numpy(np.concatenate([each.executed_ML for each in executions]))
-        executed_MLG = torch.zeros((*mine_ML.shape, groups.consensus.size), dtype=torch.int64)
-        executed_MLG[..., groups.consensus.rank] = mine_ML
-        # as in `gather_counts`: a rank has zeros for the layers of other pipeline stages
-        ranks = groups.everyone if self._owner_AG is None else groups.consensus
-        return ranks.most(executed_MLG, "gathering what was executed").numpy()
+        executed_ML = np.concatenate([each.executed_ML for each in executions])
+        return self._gather(executed_ML, "gathering what was executed")
+
+    def _gather(self, counts_ML: NDArray[Any], what: str) -> NDArray[Any]:
+        """Gather counts [M, L, ...] of every rank as [M, L, G, ...]; each has zeros for layers of other stages."""
+        consensus = self.groups.consensus
+        counts_MLG = np.zeros((*counts_ML.shape[:2], consensus.size, *counts_ML.shape[2:]), counts_ML.dtype)
+        counts_MLG[:, :, consensus.rank] = counts_ML
+        # every count is known to one rank and 0 elsewhere, on the ranks of other pipeline stages too
+        ranks = self.groups.everyone if self._owner_AG is None else consensus
+        return ranks.most(torch.from_numpy(counts_MLG), what).numpy()
 
     @contextmanager
     def execute(
