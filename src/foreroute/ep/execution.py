@@ -12,7 +12,7 @@ Letters: M micro-steps, L routed layers, G expert-parallel ranks, E experts, K p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -86,10 +86,11 @@ class PlanExecution:
     chunks: Sequence[Sequence[int]]
     engine: TransferEngine | None  # None without a layer
     before_publishing: Callable[[], None]
+    executed_ML: NDArray[np.int64] = field(init=False)
+    transfers: list[TransferRecord] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.executed_ML = np.zeros(self.plan.shape[:2], np.int64)
-        self.transfers: list[TransferRecord] = []
         # chunks without routers take no part
         self._begun = {chunk: 0 for chunk, of_chunk in enumerate(self.chunks) if of_chunk}
         self._ran: dict[Cell, Tensor] = {}
