@@ -110,14 +110,10 @@ class RouteShard:
         return real_C if self.dropped_C is None else real_C & ~self.dropped_C
 
     @property
-    def num_routed(self) -> int:
-        """How many rows have a route here, padding that is spread among them."""
-        return int(self.trace.valid_N.sum() + (self.row_R <= SPREAD).sum()) if self.layers else 0
-
-    @property
     def is_whole(self) -> bool:
         """Whether every row, padding too, has a route here, so that nothing is left to the model's routers."""
-        return self.num_routed == len(self.row_R)
+        num_routed = int(self.trace.valid_N.sum() + (self.row_R <= SPREAD).sum()) if self.layers else 0
+        return num_routed == len(self.row_R)
 
     @cached_property
     def counts_LE(self) -> NDArray[np.int64]:

@@ -140,7 +140,7 @@ class RoutedMegatron(PlannedModel):
                 raise TraceError(
                     f"micro-batch {number} is a {type(each).__name__}; expected what routed.shard(trace, layout) makes"
                 )
-        return [MicroBatch(each, each.counts_LE, each.is_whole, each.num_routed) for each in given]
+        return [MicroBatch(each, each.counts_LE, each.is_whole) for each in given]
 
     def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> MicroBatchRoutes:
         """Those of one micro-batch, cut to this rank when its forward begins."""
@@ -222,9 +222,9 @@ class MicroBatchRoutes:
             self._shard = self._routed._cut(trace, layout, policy, policy.missing)
         shard = self._shard
         hooks, execution = self._routed.chunks[chunk], self._routed.execution
-        cells = execution.begin_pass(chunk, shard) if execution is not None and hooks.layers else None
-        _require_tokens(call, shard, checks)
         rows = shard.rows(hooks.layers, call.device, mask_padding=hooks.counts_all_ranks, counts=policy.counts)
+        cells = execution.begin_pass(chunk, shard, rows) if execution is not None and hooks.layers else None
+        _require_tokens(call, shard, checks)
         return replace(
             rows,
             cells=cells,

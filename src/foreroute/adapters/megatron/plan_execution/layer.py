@@ -72,12 +72,12 @@ class PlannedLayer:
         work = work_of(self._passes, self._number, f"the layer of {self._site.path}")
         self._replicas = replicas = SeparateReplicas(
             work.cell,
-            work.engine,
+            work.cells.engine,
             self._home,
             num_replicas=work.num_replicas_here if work.has_replicas else None,
             fuses_gradients=self._fuses_gradients,
         )
-        if replicas.hosted:
+        if replicas.on_any_rank:
             self.finish_gathering()
         replicas.register()
         if len(self._descending_E) != num_experts:
