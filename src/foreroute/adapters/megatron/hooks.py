@@ -10,19 +10,29 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from foreroute.adapters.megatron.discover import ChunkRouter
-from foreroute.adapters.megatron.forward_args import Call
-from foreroute.adapters.megatron.route_shard import Share
+from foreroute.adapters.megatron.forward_args import Call, Share
 from foreroute.core.hooks import ModelHooks, RouterHook, overridden
 from foreroute.core.selection import LayerPass, Selection, SelectionMode
-from foreroute.errors import ReplayError
+from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.replay import ReplayRows
 from foreroute.replay.aux_loss_counts import ExecutedCounts
+
+if TYPE_CHECKING:
+    from foreroute.ep.execution import ExecutionHolder
+
+OTHER_ORDER = {
+    "local_cp_size": "gives every micro-batch a context parallelism of its own; replay takes that of the model. Train "
+    "without hybrid context parallelism",
+    "tokens_per_sample": "has routers see the samples of a packed batch side by side, and attention one after the "
+    "other; leave it unset, or pass the samples as a padded batch",
+}
+"""Settings of a packed batch by which routers see its rows in an order of their own."""
 
 
 class ChunkHooks(ModelHooks):
@@ -37,10 +47,45 @@ class ChunkHooks(ModelHooks):
         self.layers = tuple(site.layer for site in sites)
         # whether a loss counts tokens over data-parallel ranks, which must do it alike whoever of them has padding
         self.counts_all_ranks = any(site.module.get_aux_loss_coeff("global_aux_loss") for site in sites)
+        self.holder: ExecutionHolder | None = None  # of the plan that is executed; the model, once it is attached
         self._names = list(inspect.signature(type(trunk).forward).parameters)[1:]
 
     def read_args(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        return Call.read(self.trunk, self.share, self._names, args, kwargs)
+        """Find what says where tokens are among the arguments of a call of the trunk, by the names of its forward."""
+        trunk: Any = self.trunk
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        tokens, padding, packed = (given.get(name) for name in ("input_ids", "padding_mask", "packed_seq_params"))
+        if tokens is not None and tokens.is_nested:  # verl's, which stages behind the first are handed unpacked
+            tokens = None
+        if tokens is not None and (tokens.ndim != 2 or tokens.is_floating_point() or tokens.dtype == torch.bool):
+            raise BatchMismatchError(
+                f"input_ids are {tokens.dtype} of shape {tuple(tokens.shape)}; expected integers [batch, tokens]"
+            )
+        if padding is not None and padding.dtype != torch.bool:
+            raise BatchMismatchError(
+                f"padding_mask is {padding.dtype}; expected booleans [batch, tokens], True for padding"
+            )
+        if getattr(packed, "qkv_format", None) in ("sbhd", "bshd"):  # of a padded batch: attention is told of padding
+            packed = None
+        for name, why in OTHER_ORDER.items():
+            if getattr(packed, name, None) is not None:
+                raise BatchMismatchError(f"packed_seq_params.{name} {why}")
+        # hidden states [T, B, H] are cut as routers see them: of the stage before, or in the place of tokens
+        is_first = getattr(trunk, "pre_process", True)
+        hidden = given.get("decoder_input") if is_first else trunk.decoder.input_tensor
+        if hidden is not None:
+            num_slots = hidden.shape[0] * hidden.shape[1]
+        elif tokens is not None:
+            num_slots = tokens.numel() // self.share.sp
+        else:
+            raise ReplayError(
+                "a forward of the model was given neither tokens, nor embeddings, nor what the stage before made"
+            )
+        inference = given.get("inference_context")
+        inference = given.get("inference_params") if inference is None else inference
+        past = int(getattr(inference, "sequence_len_offset", None) or 0)
+        device = next(trunk.parameters()).device
+        return Call(tokens, packed, padding, inference, past, num_slots, device, self)
 
 
 class TopKRouterHook(RouterHook):
