@@ -52,7 +52,7 @@ class Replicas(ABC):
         self._anchor: Tensor | None = None
 
     def register(self) -> list[Tensor]:
-        """Give views of `parameters`, if any. In backward, returned gradients are added before parameters get theirs."""
+        """Give views of `parameters`, if any. In backward, what is returned is added before they get gradients."""
         views: list[Tensor]
         self._anchor, *views = WaitGrads.apply(self, *self.parameters())
         return views
@@ -120,7 +120,7 @@ class Replicas(ABC):
 
 
 class WaitGrads(Function):
-    """`WaitGrads.apply(replicas, *parameters)`: a scalar as anchor of `ReturnGrads`, and views that are computed with."""
+    """`WaitGrads.apply(replicas, *parameters)`: a scalar as anchor of `ReturnGrads`, and views to compute with."""
 
     # AccumulateGrad of a parameter comes after this node, since the parameters go into it
     @staticmethod

@@ -10,7 +10,7 @@ import megatron.core
 from torch import nn
 
 from foreroute.adapters.megatron.hooks import ChunkHooks
-from foreroute.adapters.megatron.plan_execution.execution import PlannedExperts
+from foreroute.adapters.megatron.planned_experts import PlannedExperts
 from foreroute.adapters.megatron.recording import rows_over_ranks
 from foreroute.adapters.megatron.route_shard import CutMissing, RouteShard, UncutRoutes, shard
 from foreroute.adapters.megatron.schedule import ReplayingStep, routes_in
