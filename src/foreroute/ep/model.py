@@ -198,7 +198,7 @@ class ExpertParallelModel(ABC):
         """
         self._require_no_execution("another one begins")
         self._step = self._step + 1 if step is None else step
-        agreed = self._agree_on_step(plan, planned, find_batches, keeps_weights=step is not None)
+        agreed, homes = self._agree_on_step(plan, planned, find_batches, keeps_weights=step is not None)
         unknown = agreed.is_known_M.count(False)
         if unknown:
             warnings.warn(
@@ -207,7 +207,6 @@ class ExpertParallelModel(ABC):
                 "them; record those rows, or leave their sequences out",
                 stacklevel=3,
             )
-        homes = self.load()
         engine, rank = self.engine(homes), self.groups.consensus.rank
         execution = PlanExecution(agreed, self._group, rank, self.chunks, homes, engine, self.finish_gathering)
         with self.activate(holder, execution), self.layers_in_place():
@@ -346,7 +345,7 @@ class ExpertParallelModel(ABC):
         find_batches: Callable[[], list[MicroBatch]],
         *,
         keeps_weights: bool,
-    ) -> AgreedStep:
+    ) -> tuple[AgreedStep, Mapping[int, Home]]:
         """Find all that this rank objects to, and ask the other ranks once; twice where some lack routes."""
         groups, step = self.groups, self._step
         what, rank = f"agreeing on the plan of step {step}", groups.consensus.rank
@@ -359,6 +358,9 @@ class ExpertParallelModel(ABC):
             require_counts(plan, counts_MLGE)
             found_MLE, planned_MLE = [each.counts_LE for each in batches], counts_MLGE[:, self._layers, rank]
             require_micro_batches(found_MLE, planned_MLE, self._layers)
+            homes = self.load()
+            if self._engine is not None:
+                self._engine.require_same_memory(homes)
             vote.same(
                 f"step {step}, plan {plan_digest(plan)}",
                 "ranks hold different plans ({}); every rank of a group and of its pipeline stages must be given the "
@@ -386,7 +388,7 @@ class ExpertParallelModel(ABC):
         num_replicas_W = vote.numbers_GN[:, 2 : 2 + len(names)].sum(axis=1)
         hosted = self._schedule_passes([in_pass[name] for name in names], counts_MLGE, num_replicas_W)
         passes = dict(zip(PASS_NAMES, hosted * len(PASS_NAMES), strict=False))
-        return AgreedStep(step, plan, counts_MLGE, batches, passes, is_known_M, keeps_weights)
+        return AgreedStep(step, plan, counts_MLGE, batches, passes, is_known_M, keeps_weights), homes
 
     def _schedule_passes(
         self, plans: list[StepPlan], counts_MLGE: NDArray[np.integer], num_replicas_W: NDArray[np.int64]

@@ -154,7 +154,7 @@ class ForerouteEP(AutoEP):
         rows = work.begin(ids_A.new_zeros(self.num_experts).index_add_(0, ids_A, torch.ones_like(ids_A)))
         (home, terms), replicas = self._home(), None
         if work.has_replicas:
-            replicas = StackedReplicas(work.cell, work.engine, home, self.owned, terms)
+            replicas = StackedReplicas(work.cell, work.engine, home, terms)
             home = dict(zip(home, replicas.register(), strict=True))
 
         # the assignment of each row that is sent; sorted as "all_to_all" sorts, since in another order bits may differ

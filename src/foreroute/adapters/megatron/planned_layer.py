@@ -77,7 +77,7 @@ class PlannedLayer:
             num_replicas=work.num_replicas_here if work.has_replicas else None,
             fuses_gradients=self._fuses_gradients,
         )
-        if replicas.hosted:
+        if replicas.on_any_rank:
             self.finish_gathering()
         replicas.register()
         if len(self._descending_E) != num_experts:

@@ -52,7 +52,7 @@ class SeparateReplicas(Replicas):
     ) -> None:
         # Cells without replicas have the same nodes: buckets get ready in an order that follows from the nodes, and
         # groups of expert data parallelism, which reduce buckets together, have plans of their own.
-        super().__init__(cell, engine, home, hosted=num_replicas is not None)
+        super().__init__(cell, engine, on_any_rank=num_replicas is not None)
         self.home = home
         self._num = num_replicas or 0
         self._fuses_gradients = fuses_gradients
@@ -67,7 +67,13 @@ class SeparateReplicas(Replicas):
         return [row.data for name in self.home for row in self.weights.get(name, ())]
 
     def run(
-        self, inputs: Sequence[Any], run_replicas: RunReplicas, rows: Tensor, probs: Tensor, sizes: Sequence[int]
+        self,
+        token: Tensor,
+        inputs: Sequence[Any],
+        run_replicas: RunReplicas,
+        rows: Tensor,
+        probs: Tensor,
+        sizes: Sequence[int],
     ) -> list[Tensor]:
         """Run the replicas here, each on its part of the rows [N, D], which are in order of slot."""
         if not self._num:
