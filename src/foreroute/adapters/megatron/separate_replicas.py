@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,7 +61,7 @@ class SeparateReplicas(Replicas):
 
     def parameters(self) -> list[Tensor]:
         # expert after expert, as buckets have them
-        return [parameter for of_one in zip(*self.home.values(), strict=True) for parameter in of_one]
+        return list(chain.from_iterable(zip(*self.home.values(), strict=True)))
 
     def graph_inputs(self) -> list[Tensor]:
         # name after name, and of each replica after replica; a view would keep what it is a view of, emptied or not
