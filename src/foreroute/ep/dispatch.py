@@ -114,8 +114,8 @@ class DispatchHandle:
             into = packed.narrow(1, first, gate_columns).view(gates.dtype)
             torch.index_select(gates, 0, chosen_gates, out=into.narrow(1, 0, 1))
         whole = _all_to_all(packed, send_G, receive_G, self._group, self._what, num_zeros=1)
-        arrived = whole.narrow(1, 0, width)
-        return arrived, None if gates is None else whole.narrow(1, first, gate_columns).view(gates.dtype).narrow(1, 0, 1)
+        beside = None if gates is None else whole.narrow(1, first, gate_columns).view(gates.dtype).narrow(1, 0, 1)
+        return whole.narrow(1, 0, width), beside
 
 
 class RowGroups(NamedTuple):

@@ -84,6 +84,20 @@ class Call:
         """C, rows that the model is handed; 0 where it is given no tokens."""
         return 0 if self.input_ids is None else self.input_ids.numel()
 
+    @property
+    def offsets(self) -> Tensor:
+        """Where the sequences of a packed batch begin, padding between them included."""
+        padded, plain = self.packed.cu_seqlens_q_padded, self.packed.cu_seqlens_q
+        offsets: Tensor = plain if padded is None else padded
+        return offsets
+
+    def require_no_cache(self) -> None:
+        """Raise `BatchMismatchError` for a forward that is to be replayed, and goes on from a key-value cache."""
+        if self.inference is not None:
+            raise BatchMismatchError(
+                "the forward runs with an inference context; replay whole sequences, without a key-value cache"
+            )
+
     def kept(self) -> Call:
         """Copy what was given, to be read later, when whoever gave it may have overwritten it."""
         if self.inference is not None and not self.inference.is_static_batching():
@@ -103,14 +117,11 @@ class Call:
         """Read lengths int64 [S] of what was recorded, where it is, and positions of a sequence, None where packed."""
         if self.packed is not None:
             lengths_S = lengths_of(self.packed.cu_seqlens_q)
-            return lengths_S, _packed(self, lengths_S), None
+            return lengths_S, _pack(self.offsets, self.num_tokens * self.hooks.share.cp, lengths_S), None
         assert self.input_ids is not None, "kept as it was"
         batch, width = len(self.input_ids), self.input_ids.shape[1] * self.hooks.share.cp
-        is_pad_C = (
-            np.zeros(width * batch, np.bool_)
-            if self.padding_mask is None
-            else to_host(in_router_order(self.padding_mask))
-        )
+        mask = self.padding_mask
+        is_pad_C = np.zeros(width * batch, np.bool_) if mask is None else to_host(in_router_order(mask))
         lengths_S = width - is_pad_C.reshape(-1, batch).sum(0)
         for side in SIDES:
             layout = pad(lengths_S, side=side, order="sbhd", to=width)
@@ -125,13 +136,12 @@ class Call:
 def find_layout(trace: RoutingTrace, call: Call, checks: DeferredChecks) -> Layout:
     """Lay out the sequences of the trace as a batch has them; a padded one is taken to be so on the right."""
     if call.packed is not None:
-        offsets = _padded_offsets(call)
+        offsets, width = call.offsets, call.num_tokens * call.hooks.share.cp
         # without padding the trace says where sequences are, and the host need not wait for what the batch says
-        is_full = call.num_tokens * call.hooks.share.cp == trace.num_rows and len(offsets) == len(trace) + 1
-        if not is_full:
-            return _packed(call, trace.lengths)
+        if width != trace.num_rows or len(offsets) != len(trace) + 1:
+            return _pack(offsets, width, trace.lengths)
         wrong = (offsets != to_device(trace.offsets, offsets.device)).any()
-        checks.add(wrong, partial(_packed, call.kept(), trace.lengths))
+        checks.add(wrong, partial(_pack, offsets.clone(), width, trace.lengths))
         return pack(trace.lengths)
     if call.input_ids is None:
         raise BatchMismatchError(
@@ -159,22 +169,16 @@ def lengths_of(cumulative: Tensor) -> NDArray[np.int64]:
     return np.asarray(np.diff(offsets.astype(np.int64)), np.int64)
 
 
-def _packed(call: Call, lengths_S: NDArray[np.int64]) -> Layout:
-    """Lay out sequences of these lengths as a packed batch has them."""
-    slots_S = lengths_of(_padded_offsets(call))
+def _pack(offsets: Tensor, width: int, lengths_S: NDArray[np.int64]) -> Layout:
+    """Lay out sequences of these lengths as a packed batch of this many rows has them. The host waits for it."""
+    slots_S = lengths_of(offsets)
     if len(slots_S) != len(lengths_S):
         raise BatchMismatchError(
             f"the packed batch has {len(slots_S)} sequences and the trace has {len(lengths_S)}; replay "
             "trace.select(...) of the micro-batch's sequences"
         )
-    layout, width = pack(lengths_S, slots=slots_S), call.num_tokens * call.hooks.share.cp
+    layout = pack(lengths_S, slots=slots_S)
     return layout.align_total(width) if width > layout.num_slots else layout
-
-
-def _padded_offsets(call: Call) -> Tensor:
-    padded, plain = call.packed.cu_seqlens_q_padded, call.packed.cu_seqlens_q
-    offsets: Tensor = plain if padded is None else padded
-    return offsets
 
 
 def _clone(tensor: Tensor | None) -> Tensor | None:

@@ -41,7 +41,7 @@ AS_CUT = Policy("native", "native", "native", telemetry=False)
 AS_CUT_DROPPING = Policy("drop", "native", "native", telemetry=False)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class RouteShard:
     """Routes of one micro-batch, cut to the rows and layers of this rank. Made by `RoutedMegatron.shard`.
 
@@ -63,17 +63,6 @@ class RouteShard:
     tokens_C: NDArray[np.int32]  # in the order of the routers; -1 for padding
     dropped_C: NDArray[np.bool_] | None  # tokens that are taken out of the loss; None where there are none
     _there: dict[torch.device, TraceOnDevice] = field(default_factory=dict, init=False)
-
-    def __repr__(self) -> str:
-        return f"RouteShard({len(self.row_R)} rows, {len(self.layers)} layers, {self.nbytes} bytes)"
-
-    @property
-    def nbytes(self) -> int:
-        """Host memory that it holds for its rows, in bytes."""
-        cut = self.trace
-        arrays = (cut.expert_ids_NLK, cut.valid_N, self.row_R, self.tokens_C)
-        sometimes = sum(each.nbytes for each in (self.faithful_N, self.dropped_C) if each is not None)
-        return sum(each.nbytes for each in arrays) + sometimes
 
     @property
     def num_routed(self) -> int:
@@ -99,10 +88,7 @@ class RouteShard:
     def of_pass(self, chunk: int, call: Call, policy: Policy, checks: DeferredChecks) -> ReplayRows:
         """Compare the tokens, and gather the chunk's rows on its device, which is not waited for. See `Routes`."""
         hooks = call.hooks
-        if call.inference is not None:
-            raise BatchMismatchError(
-                "the forward runs with an inference context; replay whole sequences, without a key-value cache"
-            )
+        call.require_no_cache()
         execution = None if hooks.holder is None else hooks.holder.execution
         cells = execution.begin_pass(chunk, self) if execution is not None and hooks.layers else None
         if call.input_ids is not None:
@@ -201,6 +187,7 @@ class UncutRoutes:
 
     def of_pass(self, chunk: int, call: Call, policy: Policy, checks: DeferredChecks) -> ReplayRows:
         if self._shard is None:
+            call.require_no_cache()
             self._shard = self._cut(find_layout(self._trace, call, checks))
         return self._shard.of_pass(chunk, call, policy, checks)
 
