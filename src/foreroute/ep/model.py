@@ -215,10 +215,10 @@ class ExpertParallelModel(ABC):
     @contextmanager
     def activate(self, holder: ExecutionHolder, execution: PlanExecution) -> Iterator[PlanExecution]:
         """Have layers find an execution while the context is open, and end it on all ranks alike."""
-        hosted, number = execution.hosted.values(), execution.step.number
+        number = execution.step.number
         if execution.engine is not None:
             execution.engine.take_records()  # of an execution that failed
-            if not (self.gathers_late or any(each.is_at_home for each in hosted)):
+            if not (self.gathers_late or any(each.is_at_home for each in execution.passes.values())):
                 execution.begin_transfers("update")
         self.holder, holder.execution = holder, execution
         try:

@@ -17,8 +17,8 @@ A framework brings, in this order of the work:
    `rows_of(passes)` turns what passes recorded into rows without padding, over all ranks.
 5. Where a schedule runs many micro-batches in one call: `listening(session, *session.beside)` around each of them,
    inside of `replaying_now(...)`, and `require_replayed()` at the end.
-6. Where plans are executed, an `ep.model.ExpertParallelModel` in the attribute `execution` of what `Routes` belong to:
-   `of_pass` hands `execution.begin_pass(chunk, routes)` on as `ReplayRows.cells`.
+6. Where plans are executed, an `ep.PlanExecution` in the attribute `execution` of what `Routes` belong to:
+   `of_pass` hands `execution.begin_pass(chunk, routes, rows)` on as `ReplayRows.cells`.
 
 Sessions, threads, recomputation, telemetry, masks and errors are written here and in the core, for all frameworks.
 `conformance` has the checks that an adapter must pass; docs/new-adapter.md walks through one.

@@ -65,14 +65,10 @@ class RouteShard:
     _there: dict[torch.device, TraceOnDevice] = field(default_factory=dict, init=False)
 
     @property
-    def num_routed(self) -> int:
-        """How many rows have a route here, padding that is spread among them."""
-        return int(self.trace.valid_N.sum() + (self.row_R <= SPREAD).sum()) if self.layers else 0
-
-    @property
     def is_whole(self) -> bool:
         """Whether every row, padding too, has a route here, so that nothing is left to the model's routers."""
-        return self.num_routed == len(self.row_R)
+        num_routed = int(self.trace.valid_N.sum() + (self.row_R <= SPREAD).sum()) if self.layers else 0
+        return num_routed == len(self.row_R)
 
     @cached_property
     def counts_LE(self) -> NDArray[np.int64]:
@@ -89,11 +85,11 @@ class RouteShard:
         """Compare the tokens, and gather the chunk's rows on its device, which is not waited for. See `Routes`."""
         hooks = call.hooks
         call.require_no_cache()
+        rows = self.rows(hooks.layers, call.device)
         execution = None if hooks.holder is None else hooks.holder.execution
-        cells = execution.begin_pass(chunk, self) if execution is not None and hooks.layers else None
+        cells = execution.begin_pass(chunk, self, rows) if execution is not None and hooks.layers else None
         if call.input_ids is not None:
             self._compare_tokens(call.input_ids, call.padding_mask, checks)
-        rows = self.rows(hooks.layers, call.device)
         # losses that count tokens over all ranks leave padding out even where no rank has any
         is_masked = hooks.counts_all_ranks or self.is_padded
         return replace(

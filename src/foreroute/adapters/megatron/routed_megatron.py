@@ -139,7 +139,7 @@ class RoutedMegatron(PlannedModel):
                 raise TraceError(
                     f"micro-batch {number} is a {type(each).__name__}; expected what routed.shard(trace, layout) makes"
                 )
-        return [MicroBatch(each, each.counts_LE, each.is_whole, each.num_routed) for each in given]
+        return [MicroBatch(each, each.counts_LE, each.is_whole) for each in given]
 
     def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> RouteShard | UncutRoutes:
         """Those of one micro-batch, cut to this rank; without a layout, when its forward begins."""
