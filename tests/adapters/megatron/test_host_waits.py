@@ -127,7 +127,7 @@ def test_packed_batches_are_read_only_where_there_is_padding_in_them():
                 continue
             assert sum(device.reads.values()) == reads, slots
             checks.wait()
-            expected = routed.shard(trace, pack(lengths, slots=slots)).rows(routed.layers, DEVICE)
+            expected = routed.shard(trace, pack(lengths, padded_lengths=slots)).rows(routed.layers, DEVICE)
             assert torch.equal(rows.ids_LRK.values_here, expected.ids_LRK.values_here)
 
 

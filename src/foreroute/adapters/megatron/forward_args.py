@@ -18,7 +18,7 @@ from torch import Tensor
 
 from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.errors import BatchMismatchError, LayoutError, ReplayError
-from foreroute.layout.slots import Layout, Side, pack, pad
+from foreroute.layout.router_rows import Layout, Side, pack, pad
 from foreroute.replay.rows import to_device, to_host
 from foreroute.trace import RoutingTrace
 from foreroute.trace.checks import ascending
@@ -75,7 +75,7 @@ class Call:
     padding_mask: Tensor | None  # bool [B, T], True for padding
     inference: Any  # Megatron's inference context; None in training
     past: int  # positions that its key-value cache held before
-    num_slots: int  # R, the rows that routers see
+    num_router_rows: int  # R, the rows that routers see
     device: torch.device
     hooks: ChunkHooks  # on the chunk that is called
 
@@ -90,13 +90,6 @@ class Call:
         padded, plain = self.packed.cu_seqlens_q_padded, self.packed.cu_seqlens_q
         offsets: Tensor = plain if padded is None else padded
         return offsets
-
-    def require_no_cache(self) -> None:
-        """Raise `BatchMismatchError` for a forward that is to be replayed, and goes on from a key-value cache."""
-        if self.inference is not None:
-            raise BatchMismatchError(
-                "the forward runs with an inference context; replay whole sequences, without a key-value cache"
-            )
 
     def kept(self) -> Call:
         """Copy what was given, to be read later, when whoever gave it may have overwritten it."""
@@ -121,7 +114,7 @@ class Call:
         assert self.input_ids is not None, "kept as it was"
         batch, width = len(self.input_ids), self.input_ids.shape[1] * self.hooks.share.cp
         mask = self.padding_mask
-        is_pad_C = np.zeros(width * batch, np.bool_) if mask is None else to_host(in_router_order(mask))
+        is_pad_C = np.zeros(width * batch, np.bool_) if mask is None else to_host(mask).T.reshape(-1)
         lengths_S = width - is_pad_C.reshape(-1, batch).sum(0)
         for side in SIDES:
             layout = pad(lengths_S, side=side, order="sbhd", to=width)
@@ -171,20 +164,15 @@ def lengths_of(cumulative: Tensor) -> NDArray[np.int64]:
 
 def _pack(offsets: Tensor, width: int, lengths_S: NDArray[np.int64]) -> Layout:
     """Lay out sequences of these lengths as a packed batch of this many rows has them. The host waits for it."""
-    slots_S = lengths_of(offsets)
-    if len(slots_S) != len(lengths_S):
+    padded_S = lengths_of(offsets)
+    if len(padded_S) != len(lengths_S):
         raise BatchMismatchError(
-            f"the packed batch has {len(slots_S)} sequences and the trace has {len(lengths_S)}; replay "
+            f"the packed batch has {len(padded_S)} sequences and the trace has {len(lengths_S)}; replay "
             "trace.select(...) of the micro-batch's sequences"
         )
-    layout = pack(lengths_S, slots=slots_S)
-    return layout.align_total(width) if width > layout.num_slots else layout
+    layout = pack(lengths_S, padded_lengths=padded_S)
+    return layout.align_total(width) if width > layout.num_router_rows else layout
 
 
 def _clone(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.clone()
-
-
-def in_router_order(of_slots: Tensor) -> Tensor:
-    """Copy [B, T] as [C], in the order of routers: sequence first."""
-    return of_slots.T.clone(memory_format=torch.contiguous_format).view(-1)

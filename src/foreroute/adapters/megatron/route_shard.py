@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.adapters.megatron.forward_args import Call, Share, find_layout, in_router_order
+from foreroute.adapters.megatron.forward_args import Call, Share, find_layout
 from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.errors import BatchMismatchError
 from foreroute.layout import Layout
@@ -84,7 +84,7 @@ class RouteShard:
     def of_pass(self, chunk: int, call: Call, policy: Policy, checks: DeferredChecks) -> ReplayRows:
         """Compare the tokens, and gather the chunk's rows on its device, which is not waited for. See `Routes`."""
         hooks = call.hooks
-        call.require_no_cache()
+        _require_no_cache(call)
         rows = self.rows(hooks.layers, call.device)
         execution = None if hooks.holder is None else hooks.holder.execution
         cells = execution.begin_pass(chunk, self, rows) if execution is not None and hooks.layers else None
@@ -129,7 +129,7 @@ class RouteShard:
                 "the routes out as the batch is padded or packed"
             )
         # copies, which whoever gave the batch does not overwrite before somebody reads what is wrong with it
-        given_C, mask_C = in_router_order(tokens), None if mask is None else in_router_order(mask)
+        given_C, mask_C = _in_router_order(tokens), None if mask is None else _in_router_order(mask)
         wanted_C = self._on_device(given_C.device).upload("tokens", self.tokens_C)
         if mask_C is not None:
             wrong_C = torch.where(mask_C, wanted_C >= 0, given_C != wanted_C)
@@ -183,7 +183,7 @@ class UncutRoutes:
 
     def of_pass(self, chunk: int, call: Call, policy: Policy, checks: DeferredChecks) -> ReplayRows:
         if self._shard is None:
-            call.require_no_cache()
+            _require_no_cache(call)
             self._shard = self._cut(find_layout(self._trace, call, checks))
         return self._shard.of_pass(chunk, call, policy, checks)
 
@@ -203,10 +203,10 @@ def shard(
     The rank of each expert of these layers is `home_LE`, integers [L, E]. The rest is as in `RoutedMegatron.shard`.
     """
     trace.spec.require_alike("a layout of ranks")
-    whole_rows, row_R = layout.rows(), share.of_routers(layout).rows().row_of_slot_R
-    context_C = share.of_context(layout).rows().row_of_slot_R
+    whole_rows, row_R = layout.rows(), share.of_routers(layout).rows().packed_row_R
+    context_C = share.of_context(layout).rows().packed_row_R
     if missing == "error":
-        refuse_missing(trace, whole_rows.row_of_slot_R)
+        refuse_missing(trace, whole_rows.packed_row_R)
     # The rows of a rank become one sequence: what lies before them, on other ranks, is known to `faithful_N` alone.
     seen_N = np.unique(row_R[row_R >= 0]) if layers else np.zeros(0, np.int64)
     cut = trace.without_streams()
@@ -241,3 +241,15 @@ def shard(
         tokens_C=np.append(trace.token_ids_N, np.int32(-1))[context_C],  # padding is row -1
         dropped_C=dropped_C if dropped_C is not None and dropped_C.any() else None,
     )
+
+
+def _require_no_cache(call: Call) -> None:
+    if call.inference is not None:
+        raise BatchMismatchError(
+            "the forward runs with an inference context; replay whole sequences, without a key-value cache"
+        )
+
+
+def _in_router_order(of_tokens: Tensor) -> Tensor:
+    """Copy [B, T] as [C]: sequence first."""
+    return of_tokens.T.clone(memory_format=torch.contiguous_format).view(-1)
