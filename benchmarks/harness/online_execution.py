@@ -24,7 +24,7 @@ from torch import Tensor
 from benchmarks.harness.execution_bench import Bench
 from benchmarks.harness.online_plans import Baseline
 from foreroute.ep.dispatch import CellRows, gather_counts, upload_rows
-from foreroute.ep.execution import AgreedStep, MicroBatch, PassPlan, PlanExecution
+from foreroute.ep.execution import MicroBatch, PassPlan, PlanExecution
 from foreroute.ep.transfer.cells import Cell
 from foreroute.plan import CellPlan, StepPlan, Topology
 from foreroute.plan.capabilities import takes_host_memory
@@ -66,8 +66,9 @@ class OnlineExecution(PlanExecution):
             MicroBatch(rows.trace, rows.counts_of(), rows.is_whole, int(rows.trace.valid_N.sum()))
             for rows in bench.rows_M
         ]
+        engine = spread.engine(bench.homes)
         # counts are what the end of a step holds routers against
-        step = AgreedStep(
+        super().__init__(
             Bench.number,
             plan,
             bench.counts_MLGE,
@@ -75,10 +76,11 @@ class OnlineExecution(PlanExecution):
             {"recompute": hosted, "update": hosted},
             [True] * num_micro_steps,
             keeps_weights=True,
+            group=spread._group,
+            chunks=[range(num_layers)],
+            engine=engine,
+            before_publishing=lambda: None,
         )
-        homes, group = bench.homes, spread.groups.consensus
-        engine = spread.engine(homes)
-        super().__init__(step, spread._group, group.rank, [range(num_layers)], homes, engine, lambda: None)
         self._planner = baseline.planner(home_LE, topology, baseline.sharing)
         self._known: dict[Cell, CellRows] = {}
         assert engine is not None, "there are layers"
@@ -93,13 +95,13 @@ class OnlineExecution(PlanExecution):
     def exchange_counts(self, cell: Cell, pass_plan: PassPlan, counts_E: Tensor) -> CellRows:
         """The rows of a cell; when it runs first, of the plan that is made for it now."""
         if cell not in self._known:
-            counts_GE = gather_counts(self._group, counts_E, str(cell))
+            counts_GE = gather_counts(self.group, counts_E, str(cell))
             plan = self._planner(cell.layer, counts_GE)
             schedule = CellSchedule.of(
                 plan,
                 counts_GE,
                 self._rank,
-                host_ranks=self.plan.topology.ranks_per_node if takes_host_memory(self._paths) else 1,
+                memory_ranks=self.plan.topology.ranks_per_node if takes_host_memory(self._paths) else 1,
                 what=str(cell),
             )
             self._enter(cell, plan, schedule)

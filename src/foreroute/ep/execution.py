@@ -14,17 +14,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.core.passes import PassStack
 from foreroute.ep.dispatch import CellRows, gather_counts, upload_rows
 from foreroute.ep.plan_checks import objection_to_number
-from foreroute.ep.transfer.cells import Cell, Home
+from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.engine import TransferEngine, TransferRecord
 from foreroute.errors import CountsError, ReplayError
 from foreroute.plan import StepPlan
@@ -32,9 +33,6 @@ from foreroute.plan.capabilities import takes_host_memory
 from foreroute.plan.options import PassName
 from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
 from foreroute.replay import ReplayRows
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,21 +63,9 @@ class PassPlan:
         return not self.num_replicas_ML.any()
 
 
-@dataclass(frozen=True, eq=False)
-class AgreedStep:
-    """What all ranks have agreed to execute."""
-
-    number: int  # executions of one number run on the same weights, which are loaded once, and again behind an update
-    plan: StepPlan
-    counts_MLGE: NDArray[np.integer]
-    micro_batches: list[MicroBatch]
-    passes: dict[PassName, PassPlan]
-    is_known_M: list[bool]  # no rank has rows that the plan does not know
-    keeps_weights: bool  # another execution of the step may follow
-
-
+@dataclass(eq=False, repr=False)
 class PlanExecution:
-    """A plan that is executed, as `execute` yields it.
+    """A plan that is executed, as `execute` yields it: what all ranks have agreed to do, and what was done.
 
     Attributes:
         plan: the plan. In a pass that it saves too little in, every expert computes at its home (`plan.decision`).
@@ -89,26 +75,26 @@ class PlanExecution:
         transfers: what travelled here for replicas, once the execution is over.
     """
 
-    def __init__(
-        self,
-        step: AgreedStep,
-        group: dist.ProcessGroup,
-        rank: int,
-        chunks: Sequence[Sequence[int]],
-        homes: Mapping[int, Home],
-        engine: TransferEngine | None,
-        before_publishing: Callable[[], None],
-    ) -> None:
-        self.plan, self.passes = step.plan, step.passes
-        self.executed_ML = np.zeros(step.plan.shape[:2], np.int64)
+    number: int  # executions of one number run on the same weights, which are loaded once, and again behind an update
+    plan: StepPlan
+    counts_MLGE: NDArray[np.integer]
+    micro_batches: list[MicroBatch]
+    passes: dict[PassName, PassPlan]
+    is_known_M: list[bool]  # no rank has rows that the plan does not know
+    keeps_weights: bool  # another execution of the step may follow, and the weights have not been updated
+    group: dist.ProcessGroup  # the expert-parallel one
+    chunks: Sequence[Sequence[int]]
+    engine: TransferEngine | None  # None without a layer
+    before_publishing: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        self.executed_ML = np.zeros(self.plan.shape[:2], np.int64)
         self.transfers: list[TransferRecord] = []
-        self.step, self._group, self._rank, self._chunks = step, group, rank, chunks
-        self._homes, self.engine, self._before_publishing = homes, engine, before_publishing
         # chunks without routers take no part
-        self._begun = {chunk: 0 for chunk, of_chunk in enumerate(chunks) if of_chunk}
+        self._begun = {chunk: 0 for chunk, of_chunk in enumerate(self.chunks) if of_chunk}
         self._ran: dict[Cell, Tensor] = {}
-        self._keeps_weights = step.keeps_weights
         self._has_plan = False  # the engine does
+        self._rank = dist.get_rank(self.group)
 
     def begin_pass(self, chunk: int, routes: object, rows: ReplayRows) -> PassCells:
         """Return the cells of the next forward of a chunk, which replays these rows of `MicroBatch.routes`.
@@ -116,7 +102,7 @@ class PlanExecution:
         Raises `CountsError` for other routes than were planned. No other rank is asked: where others go on, they end
         with this one, within the timeout of their group.
         """
-        micro_step, batches = self._begun[chunk], self.step.micro_batches
+        micro_step, batches = self._begun[chunk], self.micro_batches
         if micro_step == len(batches):
             raise CountsError(f"a forward begins after all {micro_step} planned micro-batches; plan as many as are run")
         if routes is not batches[micro_step].routes:
@@ -127,7 +113,7 @@ class PlanExecution:
         self._begun[chunk] += 1
         pass_name: PassName = "update" if torch.is_grad_enabled() else "recompute"
         if pass_name == "update":  # behind it an optimizer may write to weights, and fused ones do not count that
-            self._keeps_weights = False
+            self.keeps_weights = False
         engine, plan = self.engine, self.passes[pass_name]
         assert engine is not None, "a chunk that replays has layers"
         if not plan.is_at_home:
@@ -136,7 +122,7 @@ class PlanExecution:
         # Here and once: for recomputation and backward too, and outside of the selective checkpoints of layers, which
         # number operators.
         sent_R = self._find_sent(micro_step, rows)
-        cell_rows = self.upload_cells(micro_step, self._chunks[chunk], plan, rows.ids_LRK.device)
+        cell_rows = self.upload_cells(micro_step, self.chunks[chunk], plan, rows.ids_LRK.device)
         return PassCells(self, micro_step, plan, engine, cell_rows, sent_R)
 
     def begin_transfers(self, pass_name: PassName) -> None:
@@ -145,16 +131,16 @@ class PlanExecution:
         if engine is None or plan.is_at_home or self._has_plan:
             return
         if takes_host_memory(engine.paths):
-            self._before_publishing()
+            self.before_publishing()
         # passes that are not at home are of one plan
-        engine.begin_step(self.step.number, plan.joined, plan.fetch_schedule, plan.group_schedule)
+        engine.begin_step(self.number, plan.joined, plan.fetch_schedule, plan.group_schedule)
         self._has_plan = True
 
     def upload_cells(
         self, micro_step: int, layers: Sequence[int], plan: PassPlan, device: torch.device
     ) -> dict[int, CellRows]:
         """Bring the rows of all cells of a forward to the device, by layer; none where ranks exchange counts first."""
-        if not self.step.is_known_M[micro_step]:
+        if not self.is_known_M[micro_step]:
             return {}
         cells = [plan.group_schedule.cell(micro_step, layer) for layer in layers]
         return dict(zip(layers, upload_rows(device, cells), strict=True))
@@ -163,10 +149,10 @@ class PlanExecution:
         """Return int64, which of the R rows experts compute, ascending; None for all."""
         # A row of padding, or one without a route that no other row depends on, gets zeros from the routed experts, and
         # costs nothing.
-        num_routed, real_R = self.step.micro_batches[micro_step].num_routed, rows.real_R
+        num_routed, real_R = self.micro_batches[micro_step].num_routed, rows.real_R
         if num_routed is None:
             return None
-        if not self.step.is_known_M[micro_step]:
+        if not self.is_known_M[micro_step]:
             return real_R.nonzero()[:, 0]
         if num_routed == len(real_R):
             return None
@@ -179,25 +165,26 @@ class PlanExecution:
     def end_transfers(self) -> None:
         """Wait for weights under way, and keep what is recorded of them."""
         if self.engine is not None:
-            self.engine.end_step(keeps_weights=self._keeps_weights)
+            self.engine.end_step(keeps_weights=self.keeps_weights)
             self.transfers = self.engine.take_records()
 
     def require_ran(self) -> None:
         """Raise `ReplayError` if a cell did not run, or a router did not do what was known ahead. Reads the device."""
-        num_planned = len(self.step.micro_batches)
+        num_planned = len(self.micro_batches)
         fewest = min(self._begun.values(), default=num_planned)
         if objection := objection_to_number(fewest, num_planned):
             raise ReplayError(objection)
+        layers = {layer for of_chunk in self.chunks for layer in of_chunk}
         for micro_step, layer in np.ndindex(fewest, self.plan.shape[1]):
-            cell = Cell(self.step.number, micro_step, layer)
-            if layer in self._homes and cell not in self._ran:
+            cell = Cell(self.number, micro_step, layer)
+            if layer in layers and cell not in self._ran:
                 raise ReplayError(f"{cell} was not executed: the forward of its micro-batch bypassed the layer")
         if not self._ran:
             return
         # one read for all cells
         for cell, found_E in zip(self._ran, torch.stack(list(self._ran.values())).cpu().numpy(), strict=True):
-            planned_E = self.step.counts_MLGE[cell.micro_step, cell.layer, self._rank]
-            if self.step.is_known_M[cell.micro_step] and (found_E != planned_E).any():
+            planned_E = self.counts_MLGE[cell.micro_step, cell.layer, self._rank]
+            if self.is_known_M[cell.micro_step] and (found_E != planned_E).any():
                 expert = int((found_E != planned_E).argmax())
                 raise ReplayError(
                     f"{cell}: the router made {found_E[expert]} assignments to expert {expert}, {planned_E[expert]} "
@@ -211,9 +198,9 @@ class PlanExecution:
 
     def exchange_counts(self, cell: Cell, pass_plan: PassPlan, counts_E: Tensor) -> CellRows:
         """Return the rows of a cell in which some rank has rows without a route, which the plan has not counted."""
-        counts_GE = gather_counts(self._group, counts_E, str(cell))
+        counts_GE = gather_counts(self.group, counts_E, str(cell))
         plan = pass_plan.plan.cell(cell.micro_step, cell.layer)
-        if self.step.micro_batches[cell.micro_step].is_shared:
+        if self.micro_batches[cell.micro_step].is_shared:
             plan = plan.within(counts_GE)
         found = CellSchedule.of(plan, counts_GE, self._rank, what=str(cell))
         (rows,) = upload_rows(counts_E.device, [found])
@@ -280,4 +267,4 @@ def work_of(passes: PassStack, layer: int, path: str) -> CellWork:
             f"{path} runs under a plan, and outside of a replay of planned routes; run every forward inside of "
             "execute() on routes that were given to it, of the model itself and not of what torch.compile made of it"
         )
-    return CellWork(cells, Cell(cells.execution.step.number, cells.micro_step, layer), passes.is_recompute)
+    return CellWork(cells, Cell(cells.execution.number, cells.micro_step, layer), passes.is_recompute)

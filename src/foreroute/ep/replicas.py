@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from foreroute.core.recompute import run_unnumbered
 from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.engine import TransferEngine
 from foreroute.ep.transfer.gradients import GradientReturn
@@ -58,7 +59,8 @@ class Replicas(ABC):
 
     def fetch(self) -> None:
         if self.on_any_rank:
-            self._engine.fetch(self.cell)
+            # what slots lack is another thing in a recomputation: selective checkpoints must not number it
+            run_unnumbered(self._engine.fetch, self.cell)
 
     def compute(self, home_output: Tensor, *args: Any) -> Tensor:
         """Give the rows of the home experts, and behind them those that the replicas here `run` by `args`, [N, D].
@@ -79,7 +81,7 @@ class Replicas(ABC):
 
     def wait(self) -> None:
         if self.on_any_rank:
-            self.weights = self._engine.wait_weights(self.cell)
+            self.weights = run_unnumbered(self._engine.wait_weights, self.cell)
 
     def return_grads(self, grads: Sequence[Tensor | None]) -> None:
         """Begin to return the gradients of `graph_inputs`, and release the weights."""

@@ -332,19 +332,20 @@ def _rows_of(experts: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
     return experts.detach().unbind() if isinstance(experts, Tensor) else [each.detach() for each in experts]
 
 
-def _addresses(home: Home) -> dict[str, list[int]]:
-    return {
-        name: [each.data_ptr() for each in ([experts] if isinstance(experts, Tensor) else experts)]
-        for name, experts in home.items()
-    }
+def _tensors_of(home: Home) -> list[tuple[str, Tensor]]:
+    return [
+        (name, tensor)
+        for name, experts in sorted(home.items())
+        for tensor in ([experts] if isinstance(experts, Tensor) else experts)
+    ]
 
 
 def _versions(home: Home) -> tuple[int, ...]:
-    return tuple(
-        tensor._version
-        for _, experts in sorted(home.items())
-        for tensor in ([experts] if isinstance(experts, Tensor) else experts)
-    )
+    return tuple(tensor._version for _, tensor in _tensors_of(home))
+
+
+def _addresses(home: Home) -> list[tuple[str, int]]:
+    return [(name, tensor.data_ptr()) for name, tensor in _tensors_of(home)]
 
 
 def _require_same_engines(consensus: RankConsensus, homes: Mapping[int, Home], options: TransferOptions) -> None:
