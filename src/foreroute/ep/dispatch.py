@@ -108,14 +108,11 @@ class DispatchHandle:
         first = width + -width % max(1, gate_columns)  # a gate begins at a multiple of its own size
         end = first + gate_columns
         packed = rows.new_empty(len(chosen), end + -end % (ALIGNMENT // size))
-        # `narrow` is one operator, where an index of two slices is two
-        torch.index_select(rows, 0, chosen, out=packed.narrow(1, 0, width))
+        torch.index_select(rows, 0, chosen, out=packed[:, :width])
         if gates is not None:
-            into = packed.narrow(1, first, gate_columns).view(gates.dtype)
-            torch.index_select(gates, 0, chosen_gates, out=into.narrow(1, 0, 1))
+            torch.index_select(gates, 0, chosen_gates, out=packed[:, first:end].view(gates.dtype)[:, :1])
         whole = _all_to_all(packed, send_G, receive_G, self._group, self._what, num_zeros=1)
-        beside = None if gates is None else whole.narrow(1, first, gate_columns).view(gates.dtype).narrow(1, 0, 1)
-        return whole.narrow(1, 0, width), beside
+        return whole[:, :width], None if gates is None else whole[:, first:end].view(gates.dtype)[:, :1]
 
 
 class RowGroups(NamedTuple):
