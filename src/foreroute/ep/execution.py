@@ -12,7 +12,7 @@ Letters: M micro-steps, L routed layers, G expert-parallel ranks, E experts, K p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -86,10 +86,11 @@ class PlanExecution:
     chunks: Sequence[Sequence[int]]
     engine: TransferEngine | None  # None without a layer
     before_publishing: Callable[[], None]
+    executed_ML: NDArray[np.int64] = field(init=False)
+    transfers: list[TransferRecord] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         self.executed_ML = np.zeros(self.plan.shape[:2], np.int64)
-        self.transfers: list[TransferRecord] = []
         # chunks without routers take no part
         self._begun = {chunk: 0 for chunk, of_chunk in enumerate(self.chunks) if of_chunk}
         self._ran: dict[Cell, Tensor] = {}
@@ -121,9 +122,10 @@ class PlanExecution:
             engine.expect_backward(pass_name == "update")
         # Here and once: for recomputation and backward too, and outside of the selective checkpoints of layers, which
         # number operators.
-        sent_R = self._find_sent(micro_step, rows)
-        cell_rows = self.upload_cells(micro_step, self.chunks[chunk], plan, rows.ids_LRK.device)
-        return PassCells(self, micro_step, plan, engine, cell_rows, sent_R)
+        sent_R, layers = self._find_sent(micro_step, rows), self.chunks[chunk]
+        cell_rows = self.upload_cells(micro_step, layers, plan, rows.ids_LRK.device)
+        names = {layer: str(Cell(self.number, micro_step, layer)) for layer in layers}
+        return PassCells(self, micro_step, plan, engine, names, cell_rows, sent_R)
 
     def begin_transfers(self, pass_name: PassName) -> None:
         """Give the engine the plan of a pass, unless it has it or nothing travels."""
@@ -215,7 +217,8 @@ class PassCells:
     micro_step: int
     plan: PassPlan  # what is executed in the pass
     engine: TransferEngine
-    rows: Mapping[int, CellRows]  # by the layer's position in the model; none where ranks exchange counts first
+    names: Mapping[int, str]  # of the cells, in words, by the layer's position in the model
+    rows: Mapping[int, CellRows]  # by the same; none where ranks exchange counts first
     sent_R: Tensor | None  # int64, which of the R rows experts compute, ascending; None for all
 
 
@@ -225,6 +228,7 @@ class CellWork:
 
     cells: PassCells
     cell: Cell
+    name: str  # of the cell, in words
     is_recomputation: bool  # an activation checkpoint runs the layer again, in either pass of the plan
 
     @property
@@ -267,4 +271,5 @@ def work_of(passes: PassStack, layer: int, path: str) -> CellWork:
             f"{path} runs under a plan, and outside of a replay of planned routes; run every forward inside of "
             "execute() on routes that were given to it, of the model itself and not of what torch.compile made of it"
         )
-    return CellWork(cells, Cell(cells.execution.number, cells.micro_step, layer), passes.is_recompute)
+    cell = Cell(cells.execution.number, cells.micro_step, layer)
+    return CellWork(cells, cell, cells.names[layer], passes.is_recompute)
