@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,9 @@ class Replicas(ABC):
     Rows are dispatched between `register` and `fetch`; home experts compute between `fetch` and `compute`.
     """
 
+    computes_views: ClassVar[bool] = True
+    """Whether home experts compute with the views of `register`, and not with the parameters themselves."""
+
     def __init__(
         self,
         cell: Cell,
@@ -49,7 +52,7 @@ class Replicas(ABC):
         self._anchor: Tensor | None = None
 
     def register(self) -> list[Tensor]:
-        """Give views of `parameters`. In backward, what is returned is added before the parameters get gradients."""
+        """Give views of `parameters`, if any. In backward, what is returned is added before they get gradients."""
         views: list[Tensor]
         self._anchor, *views = WaitGrads.apply(self, *self.parameters())
         return views
@@ -117,22 +120,25 @@ class Replicas(ABC):
     def add_returned(
         self, returned: dict[str, dict[int, Tensor]], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """Give the gradients of `parameters`: those of the views of `register`, and what `wait_grads` gave."""
+        """Give the gradients of `parameters`: those of the views of `register`, if any, and what `wait_grads` gave."""
 
 
 class WaitGrads(Function):
-    """`WaitGrads.apply(replicas, *parameters)`: a scalar as anchor of `ReturnGrads`, and views of the parameters."""
+    """`WaitGrads.apply(replicas, *parameters)`: a scalar as anchor of `ReturnGrads`, and views to compute with."""
 
     # AccumulateGrad of a parameter comes after this node, since the parameters go into it
     @staticmethod
     def forward(ctx: Any, replicas: Replicas, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.replicas = replicas
         ctx.set_materialize_grads(False)
+        anchor = parameters[0].new_zeros(())
+        if not replicas.computes_views:
+            return (anchor,)
         views = [each.view_as(each) for each in parameters]
         ctx.mark_non_differentiable(
             *(view for view, each in zip(views, parameters, strict=True) if not each.requires_grad)
         )
-        return parameters[0].new_zeros(()), *views
+        return anchor, *views
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

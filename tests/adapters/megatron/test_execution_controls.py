@@ -8,10 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
-from foreroute.adapters.megatron.plan_execution import execution as planned_experts
-from foreroute.adapters.megatron.plan_execution import layer as layers
-from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer
-from foreroute.adapters.megatron.plan_execution.replicas import SeparateReplicas
+from foreroute.adapters.megatron import planned_experts, planned_layer
+from foreroute.adapters.megatron.planned_layer import PlannedLayer
+from foreroute.adapters.megatron.separate_replicas import SeparateReplicas
 from foreroute.ep.execution import PlanExecution, work_of
 from foreroute.ep.replicas import Replicas
 from tests.adapters.megatron.executed_plans import furthest, trained
@@ -110,7 +109,7 @@ def test_the_key_of_the_latest_forward():
     with mock.patch.object(PlanExecution, "begin_pass", begin):
         require_seen(
             ExecutionCase(Cell(ep=2, pp=2, layers=2, recompute="selective", dispatcher="allgather"), 4),
-            latest=mock.patch.object(layers, "work_of", of_latest),
+            latest=mock.patch.object(planned_layer, "work_of", of_latest),
         )
 
 

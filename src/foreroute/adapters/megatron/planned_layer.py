@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 from torch import Tensor, nn
 
 from foreroute.adapters.megatron.discover import ChunkRouter, objection_to_output, objection_to_settings
-from foreroute.adapters.megatron.plan_execution.replicas import RunReplicas, SeparateReplicas, objection_to_experts
+from foreroute.adapters.megatron.separate_replicas import RunReplicas, SeparateReplicas, objection_to_experts
 from foreroute.core.passes import PassStack
 from foreroute.ep.dispatch import Combine, Dispatch, DispatchHandle
 from foreroute.ep.execution import work_of
