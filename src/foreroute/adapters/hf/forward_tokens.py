@@ -6,6 +6,7 @@ wrong with it.
 
 from __future__ import annotations
 
+from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -52,7 +53,6 @@ class ForwardTokens:
         self.cache_was_seen = cache_was_seen  # whether the cache was compared with what the forward before left of it
         self.is_causal: Tensor | None = None  # bool [], whether a mask that was a pattern is that of a batch
         self._pattern_shape: tuple[int, ...] = ()
-        self._is_kept = False
         self.shape = (input_ids.shape[0], input_ids.shape[1])
         self.num_slots = input_ids.shape[0] * input_ids.shape[1]
         self.device = input_ids.device
@@ -191,15 +191,41 @@ class ForwardTokens:
         # on the CPU nothing is waited for, and what is wrong is said at once
         if self.device.type == "cpu" and any(self.find_sequences()[2]):
             self.raise_wrong()
-        if not self._is_kept:
-            if self.mask is not None:
-                self.mask = self.mask[:, max(0, self.mask.shape[1] - self.past - self.shape[1]) :].clone()
-            _, self.pixels = self.digests_BT, {}  # which need not be kept for longer
-            self.input_ids = self.input_ids.clone()
-            self.position_ids = None if self.position_ids is None else self.position_ids.clone()
-            self.cumulative = None if self.cumulative is None else self.cumulative.clone()
-            self._is_kept = True
-        return self
+        return self.copied
+
+    @cached_property
+    def copied(self) -> ForwardTokens:
+        """The same in memory of its own, but for pixels, of which it has the digests."""
+        _ = self.digests_BT  # which the copy takes along
+        kept = copy(self)
+        kept.pixels = {}
+        kept.input_ids = self.input_ids.clone()
+        if self.mask is not None:
+            kept.mask = self.mask[:, max(0, self.mask.shape[1] - self.past - self.shape[1]) :].clone()
+        kept.position_ids = None if self.position_ids is None else self.position_ids.clone()
+        kept.cumulative = None if self.cumulative is None else self.cumulative.clone()
+        return kept
+
+    @property
+    def given(self) -> dict[str, Tensor]:
+        """The tensors that say what the batch is."""
+        named = {"tokens": self.input_ids, "mask": self.mask, "positions": self.position_ids, "ends": self.cumulative}
+        return {name: each for name, each in named.items() if each is not None} | self.pixels
+
+    def differs_from(self, before: ForwardTokens) -> Tensor:
+        """Compare with the copy of a batch that was given by tensors of the same shapes: bool [], on the device."""
+        differs = self.input_ids != before.input_ids
+        for given, kept in (
+            (self.mask, before.mask),
+            (self.digests_BT, before.digests_BT),
+            (self.position_ids, before.position_ids),
+            (self.cumulative, before.cumulative),
+        ):
+            if given is not None and kept is not None:
+                more = (given != kept).to(self.device, non_blocking=True)
+                # one operator for each, but where shapes differ
+                differs = differs | more if more.shape == differs.shape else differs.any() | more.any()
+        return differs.any()
 
 
 WANTED_PATTERN = (

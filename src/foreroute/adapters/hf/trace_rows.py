@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from foreroute.adapters.hf.forward_tokens import ForwardTokens
 from foreroute.adapters.hf.pixels import UNKNOWN, digests_of, refuse_other_pixels
 from foreroute.core.deferred_checks import DeferredChecks
+from foreroute.core.output_check import TensorIds
 from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.layout import Layout, locate_rows
 from foreroute.replay import Policy, ReplayRows, TraceOnDevice
@@ -30,6 +31,17 @@ from foreroute.trace.operations import add_assignments
 
 if TYPE_CHECKING:
     from foreroute.adapters.hf.routed_transformer import TransformerHooks
+
+
+class _LastBatch(NamedTuple):
+    """A batch and what it replays, for one that is given by the same tensors."""
+
+    batch: ForwardTokens  # a copy
+    names: list[str]  # of the tensors that said what it is
+    ids: TensorIds  # of these
+    policy: Policy
+    rows: ReplayRows
+    wrong: Tensor  # bool [], as `TraceRows._find`
 
 
 class TraceRows:
@@ -53,6 +65,7 @@ class TraceRows:
         self._indexers = hooks.found_indexers if INDEXER in trace.streams else None
         self._there: TraceOnDevice | None = None
         self._counts: dict[tuple[int, int], NDArray[np.int64]] = {}
+        self._last: _LastBatch | None = None
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -82,35 +95,60 @@ class TraceRows:
         return bool(faithful_rows(self.trace).all())
 
     def of_pass(self, chunk: int, batch: ForwardTokens, policy: Policy, checks: DeferredChecks) -> ReplayRows:
-        """Find and gather what a batch replays."""
+        """Find and gather what a batch replays, or give what the last one did where it is the same."""
         if batch.past:
             raise BatchMismatchError(
                 f"the forward continues a key-value cache of {batch.past} positions; replay whole sequences, "
                 "without a cache"
             )
+        rows = self._reuse(batch, policy, checks) or self._make(batch, policy, checks)
+        execution = self._hooks.execution
+        return rows if execution is None else replace(rows, cells=execution.begin_pass(0, self.trace))
+
+    def _reuse(self, batch: ForwardTokens, policy: Policy, checks: DeferredChecks) -> ReplayRows | None:
+        """Give the rows of the last batch, if this one is given by the same tensors and nobody wrote to them."""
+        last, given = self._last, batch.given
+        if last is None or last.policy != policy or last.names != list(given) or not last.ids.fit([*given.values()]):
+            return None
+        differs = batch.differs_from(last.batch)  # who writes is not always seen: collectives do not count their writes
+        if self._indexers is not None or differs.device.type == "cpu":  # where the host waits, or need not
+            return None if differs.item() else last.rows
+        checks.add(last.wrong | differs, partial(self._raise_overwritten, batch, policy))
+        return last.rows
+
+    def _make(self, batch: ForwardTokens, policy: Policy, checks: DeferredChecks) -> ReplayRows:
+        self._last = None
         there = self._there
         if there is None or there.device != batch.device:
             there = self._there = TraceOnDevice(self.trace, batch.device)
         row_R, wrong = self._find(batch, there, policy)
-        # also for tensors that were given before: who writes to them is not always seen, c10d among others
-        kept = batch if batch.device.type == "cpu" else batch.kept()  # on the CPU checks look at once
-        checks.add(wrong, partial(self.raise_mismatch, kept, policy))
+        # on the CPU checks look at once, before anybody overwrites the batch
+        checks.add(wrong, partial(self.raise_mismatch, batch if batch.device.type == "cpu" else batch.copied, policy))
         choices = None
         if self._indexers is not None:  # their choices are cut on the host, which waits for the rows
             if wrong.item():
                 self.raise_mismatch(batch, policy)
             all_wanted = policy.missing == "error"
             choices = self._indexers.rows(self.trace, row_R.cpu().numpy(), batch.shape[1], all_wanted=all_wanted)
-        rows, execution = there.gather(row_R, policy, choices), self._hooks.execution
-        return replace(
-            rows,
-            cells=None if execution is None else execution.begin_pass(0, self.trace),
-            loss_mask=lambda: rows.counted_R.view(batch.shape),
-            drops=there.counted_N(policy, choices) is not None,
+        rows = there.gather(row_R, policy, choices)
+        drops = there.counted_N(policy, choices) is not None
+        rows = replace(rows, loss_mask=partial(rows.counted_R.view, batch.shape), drops=drops)
+        given = batch.given
+        if not any(each.is_inference() for each in (rows.ids_LRK, *given.values())):  # nobody counts writes to those
+            self._last = _LastBatch(batch.copied, list(given), TensorIds(given.values()), policy, rows, wrong)
+        return rows
+
+    def _raise_overwritten(self, batch: ForwardTokens, policy: Policy) -> None:
+        """Raise `BatchMismatchError` for tensors that hold another batch than when its rows were found."""
+        self.raise_mismatch(batch, policy)
+        raise BatchMismatchError(
+            "tensors of the batch were overwritten, without torch's counting it, since their rows were found, and hold "
+            "the sequences elsewhere now; give the batch in other tensors, or make the rows anew by routed.rows(trace)"
         )
 
     def raise_mismatch(self, batch: ForwardTokens, policy: Policy) -> None:
         """Raise `BatchMismatchError` for what is wrong with a batch, which the host waits for."""
+        self._last = None  # what is told is found anew when it is given once more
         ids_BT, kept_BT, starts_BT = batch.on_host()
         row_R = locate_rows(self.trace, ids_BT, kept_BT, starts_BT)
         if self.layout is not None and not np.array_equal(row_R, self.layout.rows().row_of_slot_R):
