@@ -131,9 +131,9 @@ def _starts(start: object, sequences: Sequence[RawSequence]) -> list[int]:
         raise CaptureError(f"start has {len(each)} positions for {len(sequences)} sequences; expected one, or as many")
     starts = []
     for given, raw in zip(each, sequences, strict=True):
-        given = whole_number(given, name="start", least=0, most=MAX_INT32, kind=CaptureError)
+        given = whole_number(given, name="start", least=0, most=MAX_INT32, error=CaptureError)
         if raw.start is not None:
-            stated = whole_number(raw.start, name="start of the table", least=0, most=MAX_INT32, kind=CaptureError)
+            stated = whole_number(raw.start, name="start of the table", least=0, most=MAX_INT32, error=CaptureError)
             if given not in (0, stated):
                 raise CaptureError(f"start is {given}, and the table states {stated}; leave start out")
             given = stated
@@ -264,7 +264,7 @@ def _versions(
 
 
 def _as_version(value: object) -> int:
-    return whole_number(value, name="weight_version", least=NO_VERSION, most=MAX_INT32, kind=CaptureError)
+    return whole_number(value, name="weight_version", least=NO_VERSION, most=MAX_INT32, error=CaptureError)
 
 
 def _one_for_each(values: Any, count: int, name: str, kind: str) -> list[Any]:
