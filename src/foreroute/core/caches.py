@@ -133,7 +133,10 @@ def _is_count(tensor: Tensor) -> bool:
 
 def find_cache(values: Iterable[Any]) -> Any:
     """Find the key-value cache among the arguments or outputs of a forward, whatever its name; None without one."""
-    return next((value for value in values if hasattr(value, "get_seq_length")), None)
+    for value in values:
+        if hasattr(value, "get_seq_length"):
+            return value
+    return None
 
 
 def given_cache(given: Mapping[str, Any], error: type[Exception]) -> Any:

@@ -130,7 +130,7 @@ class TraceOnDevice:
             indexers: the choices to force on indexers, of the same rows. A row that has none is missing too.
             layers: of the trace; all by default.
         """
-        real_R, row_R, num_rows = row_R >= 0, row_R.long(), self.trace.num_rows
+        real_R, row_R, num_rows = row_R >= 0, row_R.long(), len(self.faithful_N)
         table_LXK = self._table(spreads=policy.padding == "spread" or self.picks_PLK is not None)
         if policy.padding == "spread":
             assert self.picks_PLK is not None, "made with the table"

@@ -39,6 +39,7 @@ class ForwardTokens:
         *,
         begins: bool = False,
         cache_was_seen: bool = True,
+        given: dict[str, Tensor] | None = None,
     ) -> None:
         # integers [B, T]; zeros and ones [B, T' >= T], or the causal pattern [B, 1, T, T' >= T] that `generate` makes
         # of them for a static cache: bool, or 0 where a token attends to another
@@ -56,6 +57,18 @@ class ForwardTokens:
         self.shape = (input_ids.shape[0], input_ids.shape[1])
         self.num_slots = input_ids.shape[0] * input_ids.shape[1]
         self.device = input_ids.device
+        self.given = given or {}  # the tensors of the call that tell all this; empty where they are not known
+        if torch.compiler.is_compiling():  # nothing is read in a graph; `graph_ops.begin_pass` makes another of these
+            return
+        # What shapes say is read here. What only the values say is refused when they are asked for.
+        self.past = int(past)
+        if mask is not None:
+            if mask.ndim == 4:
+                self._pattern_shape = tuple(mask.shape)
+                self.mask, self.is_causal = _read_pattern(mask, self.shape, self.past)
+            _require_shape(self.mask, self.shape, self.past)
+        # whether arguments say where sequences begin, so that a row of the batch may hold several
+        self.may_be_packed = not self.past and (cumulative is not None or position_ids is not None)
 
     @classmethod
     def of_call(
@@ -81,23 +94,18 @@ class ForwardTokens:
         cumulative, cache = given.get("cu_seq_lens_q"), given_cache(given, BatchMismatchError)
         if cumulative is not None:
             _require_offsets(cumulative)
-        past = 0 if cache is None else cache.get_seq_length()
-        pixels = None if ARGUMENTS.isdisjoint(given) else given_images(given)
-        # a part of longer sequences, as under context parallelism, is run without a cache
-        may_begin = given.get("use_cache") is not False
-        if torch.compiler.is_compiling():
-            return cls(input_ids, mask, positions, cumulative, past, images, pixels, begins=may_begin and cache is None)
-        return cls(input_ids, mask, positions, cumulative, past, images, pixels, begins=may_begin and not past).read()
-
-    def read(self) -> ForwardTokens:
-        """Read what shapes say, and return the same. What only the values say is refused when they are asked for."""
-        self.past = int(self.past)
-        if self.mask is not None:
-            if self.mask.ndim == 4:
-                self._pattern_shape = tuple(self.mask.shape)
-                self.mask, self.is_causal = _read_pattern(self.mask, self.shape, self.past)
-            _require_shape(self.mask, self.shape, self.past)
-        return self
+        return cls(
+            input_ids,
+            mask,
+            positions,
+            cumulative,
+            0 if cache is None else cache.get_seq_length(),
+            images,
+            None if ARGUMENTS.isdisjoint(given) else given_images(given),
+            # a part of longer sequences, as under context parallelism, is run without a cache
+            begins=given.get("use_cache") is not False and (cache is None or not cache.get_seq_length()),
+            given={name: each for name, each in given.items() if isinstance(each, Tensor)},
+        )
 
     def find_sequences(self) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """Find bool [B, T], what is no padding; first tokens of sequences; and bool [] each, what is wrong."""
@@ -160,11 +168,6 @@ class ForwardTokens:
         if self.begins:
             _require_beginning(positions, kept_BT)
 
-    @property
-    def may_be_packed(self) -> bool:
-        """Whether arguments say where sequences begin, so that a row of the batch may hold several."""
-        return not self.past and (self.cumulative is not None or self.position_ids is not None)
-
     def cached_padding_B(self) -> NDArray[np.int64]:
         """Count the cached positions of each row that are padding, on the left, int64 [B]. Waits for the mask."""
         if self.mask is None or not self.past:
@@ -196,9 +199,10 @@ class ForwardTokens:
     @cached_property
     def copied(self) -> ForwardTokens:
         """The same in memory of its own, but for pixels, of which it has the digests."""
-        _ = self.digests_BT  # which the copy takes along
+        if self.images is not None:
+            _ = self.digests_BT  # which the copy takes along
         kept = copy(self)
-        kept.pixels = {}
+        kept.pixels, kept.given = {}, {}
         kept.input_ids = self.input_ids.clone()
         if self.mask is not None:
             kept.mask = self.mask[:, max(0, self.mask.shape[1] - self.past - self.shape[1]) :].clone()
@@ -206,14 +210,8 @@ class ForwardTokens:
         kept.cumulative = None if self.cumulative is None else self.cumulative.clone()
         return kept
 
-    @property
-    def given(self) -> dict[str, Tensor]:
-        """The tensors that say what the batch is."""
-        named = {"tokens": self.input_ids, "mask": self.mask, "positions": self.position_ids, "ends": self.cumulative}
-        return {name: each for name, each in named.items() if each is not None} | self.pixels
-
     def differs_from(self, before: ForwardTokens) -> Tensor:
-        """Compare with the copy of a batch that was given by tensors of the same shapes: bool [], on the device."""
+        """Compare with the copy of a batch that was given by the same tensors: bool [], on the device."""
         differs = self.input_ids != before.input_ids
         for given, kept in (
             (self.mask, before.mask),
@@ -225,7 +223,7 @@ class ForwardTokens:
                 more = (given != kept).to(self.device, non_blocking=True)
                 # one operator for each, but where shapes differ
                 differs = differs | more if more.shape == differs.shape else differs.any() | more.any()
-        return differs.any()
+        return differs.any() if self.is_causal is None else differs.any() | ~self.is_causal
 
 
 WANTED_PATTERN = (

@@ -105,7 +105,8 @@ class RoutedTransformer(PlannedModel):
         """
         if not isinstance(trace, RoutingTrace):
             raise not_of_kind("what is to be replayed", trace, "a RoutingTrace, from a recording, `load` or `decode`")
-        trace = self.with_lookups(trace)
+        if trace.spec != self.spec:
+            trace = self.with_lookups(trace)
         for position, router in enumerate(self._of_trunk.routers):
             if router.rule.is_lookup:
                 require_looked_up(trace, position, router.module)
@@ -127,8 +128,6 @@ class RoutedTransformer(PlannedModel):
             SpecMismatchError: when the trace lacks another layer, or is of another model.
             BatchMismatchError: when it has a token that the model does not know.
         """
-        if trace.spec == self.spec:
-            return trace
         routers = zip(self.spec.layers, self._of_trunk.routers, strict=True)
         lookups = {layer: partial(looked_up, router.module) for layer, router in routers if router.rule.is_lookup}
         return with_lookups(trace, self.spec, lookups)

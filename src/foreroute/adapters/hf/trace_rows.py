@@ -41,7 +41,7 @@ class _LastBatch(NamedTuple):
     ids: TensorIds  # of these
     policy: Policy
     rows: ReplayRows
-    wrong: Tensor  # bool [], as `TraceRows._find`
+    wrong: Tensor  # bool [], as `TraceRows._locate`
 
 
 class TraceRows:
@@ -101,14 +101,15 @@ class TraceRows:
                 f"the forward continues a key-value cache of {batch.past} positions; replay whole sequences, "
                 "without a cache"
             )
-        rows = self._reuse(batch, policy, checks) or self._make(batch, policy, checks)
-        execution = self._hooks.execution
+        rows, execution = self._reuse(batch, policy, checks), self._hooks.execution
+        if rows is None:
+            rows = self._find(batch, policy, checks)
         return rows if execution is None else replace(rows, cells=execution.begin_pass(0, self.trace))
 
     def _reuse(self, batch: ForwardTokens, policy: Policy, checks: DeferredChecks) -> ReplayRows | None:
         """Give the rows of the last batch, if this one is given by the same tensors and nobody wrote to them."""
         last, given = self._last, batch.given
-        if last is None or last.policy != policy or last.names != list(given) or not last.ids.fit([*given.values()]):
+        if last is None or last.policy != policy or last.names != [*given] or not last.ids.fit([*given.values()]):
             return None
         differs = batch.differs_from(last.batch)  # who writes is not always seen: collectives do not count their writes
         if self._indexers is not None or differs.device.type == "cpu":  # where the host waits, or need not
@@ -116,12 +117,12 @@ class TraceRows:
         checks.add(last.wrong | differs, partial(self._raise_overwritten, batch, policy))
         return last.rows
 
-    def _make(self, batch: ForwardTokens, policy: Policy, checks: DeferredChecks) -> ReplayRows:
-        self._last = None
+    def _find(self, batch: ForwardTokens, policy: Policy, checks: DeferredChecks) -> ReplayRows:
+        """Find and gather them, and remember the batch."""
         there = self._there
         if there is None or there.device != batch.device:
             there = self._there = TraceOnDevice(self.trace, batch.device)
-        row_R, wrong = self._find(batch, there, policy)
+        row_R, wrong = self._locate(batch, there, policy)
         # on the CPU checks look at once, before anybody overwrites the batch
         checks.add(wrong, partial(self.raise_mismatch, batch if batch.device.type == "cpu" else batch.copied, policy))
         choices = None
@@ -133,9 +134,9 @@ class TraceRows:
         rows = there.gather(row_R, policy, choices)
         drops = there.counted_N(policy, choices) is not None
         rows = replace(rows, loss_mask=partial(rows.counted_R.view, batch.shape), drops=drops)
-        given = batch.given
-        if not any(each.is_inference() for each in (rows.ids_LRK, *given.values())):  # nobody counts writes to those
-            self._last = _LastBatch(batch.copied, list(given), TensorIds(given.values()), policy, rows, wrong)
+        # in inference mode nobody counts writes
+        if batch.given and not rows.ids_LRK.is_inference() and not batch.input_ids.is_inference():
+            self._last = _LastBatch(batch.copied, [*batch.given], TensorIds(batch.given.values()), policy, rows, wrong)
         return rows
 
     def _raise_overwritten(self, batch: ForwardTokens, policy: Policy) -> None:
@@ -161,53 +162,54 @@ class TraceRows:
         if PIXELS in self.trace.streams and batch.digests_BT is not None:
             refuse_other_pixels(self.trace, row_R, to_host(batch.digests_BT).reshape(-1))
 
-    def _find(self, batch: ForwardTokens, there: TraceOnDevice, policy: Policy) -> tuple[Tensor, Tensor]:
+    def _locate(self, batch: ForwardTokens, there: TraceOnDevice, policy: Policy) -> tuple[Tensor, Tensor]:
         """Find int64 [R], the row of each position or -1, and bool [], whether `raise_mismatch` would raise."""
         trace, is_error, faithful_N = self.trace, policy.missing == "error", there.faithful_N
         if (
-            (not batch.may_be_packed and len(trace) not in (0, batch.shape[0]))
+            (not batch.may_be_packed and len(trace.offsets) - 1 not in (0, batch.shape[0]))
             or (self.layout is not None and self.layout.num_slots != batch.num_slots)
             or (is_error and bool((trace.valid_N & ~faithful_N).any()))  # a row with a route must be in the batch
         ):  # shapes and trace say that it is wrong, whatever the batch holds
             self.raise_mismatch(batch, policy)
         kept_BT, starts_BT, wrongs = batch.find_sequences()
-        kept_R, row_R, end_R, is_other = self._locate(kept_BT, starts_BT, there)
-        row_R = torch.where(kept_R & (row_R < end_R), row_R, -1)  # which is behind the last row of what is uploaded
+        row_BT, end_BT, others = self._number(kept_BT, starts_BT, there)
+        row_BT = torch.where(kept_BT & (row_BT < end_BT), row_BT, -1)  # which is behind the last row of what is there
         nothing, no_token = np.zeros(1, np.bool_), np.full(1, np.iinfo(np.int32).min, np.int32)
-        tokens_R = there.upload("tokens", trace.token_ids_N, no_token)[row_R]
-        num_routed = there.upload("valid", trace.valid_N, nothing)[row_R].sum()
+        tokens_BT = there.upload("tokens", trace.token_ids_N, no_token)[row_BT]
+        num_routed = there.upload("valid", trace.valid_N, nothing)[row_BT].sum()
         wrongs += [
-            *is_other,
-            (kept_R & (tokens_R != batch.input_ids.reshape(-1))).any(),  # no token is what a sequence does not have
+            *others,
+            (kept_BT & (tokens_BT != batch.input_ids)).any(),  # no token is what a sequence does not have
             num_routed != int(trace.valid_N.sum()),  # rows with a route that the batch leaves out
         ]
+        row_R = row_BT.view(-1)
         if self.layout is not None:
             wrongs.append((row_R != there.upload("layout", self.layout.rows().row_of_slot_R)).any())
         if is_error and not faithful_N.all():
             wrongs.append(((row_R >= 0) & ~there.upload("faithful", faithful_N, nothing)[row_R]).any())
         if PIXELS in trace.streams and batch.digests_BT is not None:
-            known_R = there.upload("digests", digests_of(trace), np.full(1, UNKNOWN))[row_R]
-            wrongs.append(((known_R >= 0) & (known_R != batch.digests_BT.view(-1))).any())
+            known_BT = there.upload("digests", digests_of(trace), np.full(1, UNKNOWN))[row_BT]
+            wrongs.append(((known_BT >= 0) & (known_BT != batch.digests_BT)).any())
         return row_R, torch.stack(wrongs).any()
 
-    def _locate(
+    def _number(
         self, kept_BT: Tensor, starts_BT: Tensor | None, there: TraceOnDevice
-    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Say what is kept, which row of the trace that is, where its sequence ends, [R] each; and what is wrong."""
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Say which row of the trace each kept position is, where its sequence ends, [B, T] or [B, 1]; what is wrong."""
         # wrong: another number of sequences, where only the device knows how many there are
-        rows, num_sequences = len(kept_BT), len(self.trace)
-        offsets, last = there.upload("offsets", self.trace.offsets, self.trace.offsets[-1:]), max(1, num_sequences)
+        offsets, rows = self.trace.offsets, len(kept_BT)
+        num_sequences = len(offsets) - 1
+        begins_S = there.upload("begins", offsets[: max(1, num_sequences)])
+        ends_S = there.upload("ends", offsets[min(1, num_sequences) :])
         if starts_BT is None:  # a row of the batch holds one sequence
-            begins_B1, ends_B1 = offsets[:last, None], offsets[1 : last + 1, None]
-            row_BT = kept_BT.cumsum(1) + (begins_B1 - 1)
-            return kept_BT.reshape(-1), row_BT.reshape(-1), ends_B1.expand_as(kept_BT).reshape(-1), []
-        kept_R, starts_R, are_packed = kept_BT.reshape(-1), starts_BT.reshape(-1), (starts_BT.sum(1) > 1).any()
-        number_R = torch.arange(rows, device=there.device)[:, None].expand_as(kept_BT).reshape(-1)
-        number_R = torch.where(are_packed, starts_R.cumsum(0) - 1, number_R).clamp(0, last - 1)
+            return kept_BT.cumsum(1) + (begins_S - 1)[:, None], ends_S[:, None], []
+        starts_R, are_packed = starts_BT.reshape(-1), (starts_BT.sum(1) > 1).any()
+        number_R = torch.arange(len(starts_R), device=there.device) // kept_BT.shape[1]
+        number_R = torch.where(are_packed, starts_R.cumsum(0) - 1, number_R).clamp(0, len(begins_S) - 1)
         # A token is as many rows behind the first of its sequence as tokens were kept since that one; the number of
         # kept tokens grows along the batch, so that its running maximum over first tokens is that of the last of them.
-        count_R = kept_R.cumsum(0)
-        row_R = offsets[number_R] + count_R - torch.where(starts_R, count_R, 0).cummax(0).values
+        count_R = kept_BT.reshape(-1).cumsum(0)
+        row_R = begins_S[number_R] + count_R - torch.where(starts_R, count_R, 0).cummax(0).values
         is_other = torch.where(are_packed, starts_R.sum(), rows) != num_sequences
         # padding alone fits a trace of none
-        return kept_R, row_R, offsets[number_R + 1], [is_other] if num_sequences else []
+        return row_R.view_as(kept_BT), ends_S[number_R].view_as(kept_BT), [is_other] if num_sequences else []
