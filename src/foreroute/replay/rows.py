@@ -143,7 +143,14 @@ class TraceOnDevice:
             name = "counted" if indexers is None else "counted with choices"
             counted_R = real_R & self.upload(name, counted_N, np.zeros(1, np.bool_))[from_R.clamp(max=num_rows)]
         ids_LRK = (table_LXK if layers is None else table_LXK[layers]).index_select(1, from_R)
-        return ReplayRows(ids_LRK, real_R=real_R, counted_R=counted_R, counts=policy.counts, indexers=indexers)
+        return ReplayRows(
+            ids_LRK,
+            real_R=real_R,
+            counted_R=counted_R,
+            counts=policy.counts,
+            indexers=indexers,
+            drops=counted_N is not None,
+        )
 
     def _table(self, *, spreads: bool) -> Tensor:
         """Signed ids [L, N + 1, K], or with the spread picks behind them; -1 where the model picks, as in row N."""

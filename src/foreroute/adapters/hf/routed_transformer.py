@@ -201,7 +201,10 @@ class TransformerHooks(TrunkHooks):
         self.images = ImageTokens.of_trunk(trunk, self.names)
         self.executed: Tensor | None = None  # ids [L, R, K] of the last pass, where losses behind it count them
         self.execution: PlanExecution | None = None  # of the plan that is executed now
-        self._generating = [each for each in model.modules() if hasattr(type(each), BATCHES)]
+        self.stand_ins += [(each, BATCHES, _refuse_batches) for each in model.modules() if hasattr(type(each), BATCHES)]
+        if self.images is not None:
+            encoders = ("get_image_features", "get_video_features")
+            self.stand_ins += [(trunk, name, self._encode) for name in encoders if hasattr(trunk, name)]
         self._name_in_graphs = graph_ops.register(self)
         # Both operators of a compiled pass write to it, which keeps them in order (`graph_ops`).
         self._ledger = torch.zeros(1, dtype=torch.int64)
@@ -214,15 +217,6 @@ class TransformerHooks(TrunkHooks):
 
     def read_args(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardTokens:
         return ForwardTokens.of_call(self.names, self.images, args, kwargs)
-
-    def session_contexts(self) -> list[AbstractContextManager[Any]]:
-        """Add what encodes images before a forward, and continuous batching, which is refused."""
-        contexts = super().session_contexts()
-        contexts += [overridden(module, BATCHES, _refuse_batches) for module in self._generating]
-        if self.images is not None:
-            names = ("get_image_features", "get_video_features")
-            contexts += [overridden(self.trunk, name, self._encode) for name in names if hasattr(self.trunk, name)]
-        return contexts
 
     def _encode(self, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = encode(*args, **kwargs)

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from foreroute.adapters.hf.forward_tokens import ForwardTokens
 from foreroute.adapters.hf.pixels import UNKNOWN, digests_of, refuse_other_pixels
+from foreroute.core.caches import TensorIds
 from foreroute.core.deferred_checks import DeferredChecks
-from foreroute.core.output_check import TensorIds
 from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.layout import Layout, locate_rows
 from foreroute.replay import Policy, ReplayRows, TraceOnDevice
@@ -132,8 +132,7 @@ class TraceRows:
             all_wanted = policy.missing == "error"
             choices = self._indexers.rows(self.trace, row_R.cpu().numpy(), batch.shape[1], all_wanted=all_wanted)
         rows = there.gather(row_R, policy, choices)
-        drops = there.counted_N(policy, choices) is not None
-        rows = replace(rows, loss_mask=partial(rows.counted_R.view, batch.shape), drops=drops)
+        rows = replace(rows, loss_mask=partial(rows.counted_R.view, batch.shape))
         # in inference mode nobody counts writes
         if batch.given and not rows.ids_LRK.is_inference() and not batch.input_ids.is_inference():
             self._last = _LastBatch(batch.copied, [*batch.given], TensorIds(batch.given.values()), policy, rows, wrong)
@@ -195,7 +194,7 @@ class TraceRows:
     def _number(
         self, kept_BT: Tensor, starts_BT: Tensor | None, there: TraceOnDevice
     ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Say which row of the trace each kept position is, where its sequence ends, [B, T] or [B, 1]; what is wrong."""
+        """Say the row of the trace of each kept position, where its sequence ends, [B, T] or [B, 1]; what is wrong."""
         # wrong: another number of sequences, where only the device knows how many there are
         offsets, rows = self.trace.offsets, len(kept_BT)
         num_sequences = len(offsets) - 1
