@@ -23,6 +23,9 @@ from foreroute.layout import starts_from_cumulative_lengths, starts_from_positio
 from foreroute.replay.arguments import WANTED_MASK, kept_by
 from foreroute.replay.rows import to_host
 
+TEXT = ("input_ids", "attention_mask", "position_ids", "cu_seq_lens_q")
+"""Arguments that tell which token is where; `pixels.ARGUMENTS` are the others."""
+
 
 class ForwardTokens:
     """The arguments of one forward that tell which token is where, on their device."""
@@ -39,7 +42,7 @@ class ForwardTokens:
         *,
         begins: bool = False,
         cache_was_seen: bool = True,
-        given: dict[str, Tensor] | None = None,
+        given: dict[str, Any] | None = None,
     ) -> None:
         # integers [B, T]; zeros and ones [B, T' >= T], or the causal pattern [B, 1, T, T' >= T] that `generate` makes
         # of them for a static cache: bool, or 0 where a token attends to another
@@ -55,9 +58,9 @@ class ForwardTokens:
         self.is_causal: Tensor | None = None  # bool [], whether a mask that was a pattern is that of a batch
         self._pattern_shape: tuple[int, ...] = ()
         self.shape = (input_ids.shape[0], input_ids.shape[1])
-        self.num_slots = input_ids.shape[0] * input_ids.shape[1]
+        self.num_router_rows = input_ids.shape[0] * input_ids.shape[1]
         self.device = input_ids.device
-        self.given = given or {}  # the tensors of the call that tell all this; empty where they are not known
+        self.given = given or {}  # arguments of the call that tell all this, by name; empty where they are not known
         if torch.compiler.is_compiling():  # nothing is read in a graph; `graph_ops.begin_pass` makes another of these
             return
         # What shapes say is read here. What only the values say is refused when they are asked for.
@@ -94,17 +97,21 @@ class ForwardTokens:
         cumulative, cache = given.get("cu_seq_lens_q"), given_cache(given, BatchMismatchError)
         if cumulative is not None:
             _require_offsets(cumulative)
+        past = 0 if cache is None else cache.get_seq_length()
+        has_past = (
+            cache is not None if torch.compiler.is_compiling() else bool(past)
+        )  # a number on the device in graphs
         return cls(
             input_ids,
             mask,
             positions,
             cumulative,
-            0 if cache is None else cache.get_seq_length(),
+            past,
             images,
             None if ARGUMENTS.isdisjoint(given) else given_images(given),
             # a part of longer sequences, as under context parallelism, is run without a cache
-            begins=given.get("use_cache") is not False and (cache is None or not cache.get_seq_length()),
-            given={name: each for name, each in given.items() if isinstance(each, Tensor)},
+            begins=not has_past and given.get("use_cache") is not False,
+            given={name: given[name] for name in (*TEXT, *ARGUMENTS) if given.get(name) is not None},
         )
 
     def find_sequences(self) -> tuple[Tensor, Tensor | None, list[Tensor]]:

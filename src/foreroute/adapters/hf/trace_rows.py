@@ -133,9 +133,10 @@ class TraceRows:
             choices = self._indexers.rows(self.trace, row_R.cpu().numpy(), batch.shape[1], all_wanted=all_wanted)
         rows = there.gather(row_R, policy, choices)
         rows = replace(rows, loss_mask=partial(rows.counted_R.view, batch.shape))
-        # in inference mode nobody counts writes
-        if batch.given and not rows.ids_LRK.is_inference() and not batch.input_ids.is_inference():
-            self._last = _LastBatch(batch.copied, [*batch.given], TensorIds(batch.given.values()), policy, rows, wrong)
+        given = [*batch.given.values()]
+        # in inference mode nobody counts writes; what is no tensor may hold others next time
+        if given and all(isinstance(each, Tensor) and not each.is_inference() for each in (*given, rows.ids_LRK)):
+            self._last = _LastBatch(batch.copied, [*batch.given], TensorIds(given), policy, rows, wrong)
         return rows
 
     def _raise_overwritten(self, batch: ForwardTokens, policy: Policy) -> None:
@@ -151,7 +152,7 @@ class TraceRows:
         self._last = None  # what is told is found anew when it is given once more
         ids_BT, kept_BT, starts_BT = batch.on_host()
         row_R = locate_rows(self.trace, ids_BT, kept_BT, starts_BT)
-        if self.layout is not None and not np.array_equal(row_R, self.layout.rows().row_of_slot_R):
+        if self.layout is not None and not np.array_equal(row_R, self.layout.rows().packed_row_R):
             raise BatchMismatchError(
                 f"the layout has the sequences elsewhere than the batch of shape {list(batch.shape)}; lay them out as "
                 "the batch is padded or packed, or leave the layout out"
@@ -166,24 +167,32 @@ class TraceRows:
         trace, is_error, faithful_N = self.trace, policy.missing == "error", there.faithful_N
         if (
             (not batch.may_be_packed and len(trace.offsets) - 1 not in (0, batch.shape[0]))
-            or (self.layout is not None and self.layout.num_slots != batch.num_slots)
+            or (self.layout is not None and self.layout.num_router_rows != batch.num_router_rows)
             or (is_error and bool((trace.valid_N & ~faithful_N).any()))  # a row with a route must be in the batch
         ):  # shapes and trace say that it is wrong, whatever the batch holds
             self.raise_mismatch(batch, policy)
         kept_BT, starts_BT, wrongs = batch.find_sequences()
-        row_BT, end_BT, others = self._number(kept_BT, starts_BT, there)
+        # no sequence ends before the row behind the last one of a trace of none
+        offsets, num_sequences = trace.offsets, len(trace.offsets) - 1
+        begins_S = there.upload("begins", offsets[: max(1, num_sequences)])
+        ends_S = there.upload("ends", offsets[min(1, num_sequences) :])
+        if starts_BT is None:  # a row of the batch holds one sequence
+            row_BT, end_BT = kept_BT.cumsum(1) + (begins_S - 1)[:, None], ends_S[:, None]
+        else:
+            number_BT, row_BT, is_other = self._number(kept_BT, starts_BT, begins_S)
+            end_BT = ends_S[number_BT]
+            wrongs += [is_other] if num_sequences else []  # padding alone fits a trace of none
         row_BT = torch.where(kept_BT & (row_BT < end_BT), row_BT, -1)  # which is behind the last row of what is there
         nothing, no_token = np.zeros(1, np.bool_), np.full(1, np.iinfo(np.int32).min, np.int32)
         tokens_BT = there.upload("tokens", trace.token_ids_N, no_token)[row_BT]
         num_routed = there.upload("valid", trace.valid_N, nothing)[row_BT].sum()
         wrongs += [
-            *others,
             (kept_BT & (tokens_BT != batch.input_ids)).any(),  # no token is what a sequence does not have
             num_routed != int(trace.valid_N.sum()),  # rows with a route that the batch leaves out
         ]
         row_R = row_BT.view(-1)
         if self.layout is not None:
-            wrongs.append((row_R != there.upload("layout", self.layout.rows().row_of_slot_R)).any())
+            wrongs.append((row_R != there.upload("layout", self.layout.rows().packed_row_R)).any())
         if is_error and not faithful_N.all():
             wrongs.append(((row_R >= 0) & ~there.upload("faithful", faithful_N, nothing)[row_R]).any())
         if PIXELS in trace.streams and batch.digests_BT is not None:
@@ -191,24 +200,16 @@ class TraceRows:
             wrongs.append(((known_BT >= 0) & (known_BT != batch.digests_BT)).any())
         return row_R, torch.stack(wrongs).any()
 
-    def _number(
-        self, kept_BT: Tensor, starts_BT: Tensor | None, there: TraceOnDevice
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Say the row of the trace of each kept position, where its sequence ends, [B, T] or [B, 1]; what is wrong."""
-        # wrong: another number of sequences, where only the device knows how many there are
-        offsets, rows = self.trace.offsets, len(kept_BT)
-        num_sequences = len(offsets) - 1
-        begins_S = there.upload("begins", offsets[: max(1, num_sequences)])
-        ends_S = there.upload("ends", offsets[min(1, num_sequences) :])
-        if starts_BT is None:  # a row of the batch holds one sequence
-            return kept_BT.cumsum(1) + (begins_S - 1)[:, None], ends_S[:, None], []
-        starts_R, are_packed = starts_BT.reshape(-1), (starts_BT.sum(1) > 1).any()
-        number_R = torch.arange(len(starts_R), device=there.device) // kept_BT.shape[1]
-        number_R = torch.where(are_packed, starts_R.cumsum(0) - 1, number_R).clamp(0, len(begins_S) - 1)
+    def _number(self, kept_BT: Tensor, starts_BT: Tensor, begins_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Number sequences and rows of the trace of kept positions, int64 [B, T]; say whether sequences are others."""
+        # only the device knows how many sequences there are, and whether rows of the batch hold several
+        (rows, width), starts_R = kept_BT.shape, starts_BT.reshape(-1)
+        are_packed = (starts_BT.sum(1) > 1).any()
+        row_of_R = torch.arange(rows * width, device=kept_BT.device) // width
+        number_R = torch.where(are_packed, starts_R.cumsum(0) - 1, row_of_R).clamp(0, len(begins_S) - 1)
         # A token is as many rows behind the first of its sequence as tokens were kept since that one; the number of
         # kept tokens grows along the batch, so that its running maximum over first tokens is that of the last of them.
         count_R = kept_BT.reshape(-1).cumsum(0)
         row_R = begins_S[number_R] + count_R - torch.where(starts_R, count_R, 0).cummax(0).values
-        is_other = torch.where(are_packed, starts_R.sum(), rows) != num_sequences
-        # padding alone fits a trace of none
-        return row_R.view_as(kept_BT), ends_S[number_R].view_as(kept_BT), [is_other] if num_sequences else []
+        is_other = torch.where(are_packed, starts_R.sum(), rows) != len(self.trace.offsets) - 1
+        return number_R.view_as(kept_BT), row_R.view_as(kept_BT), is_other
