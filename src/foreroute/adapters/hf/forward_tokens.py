@@ -68,8 +68,9 @@ class ForwardTokens:
         if mask is not None:
             if mask.ndim == 4:
                 self._pattern_shape = tuple(mask.shape)
-                self.mask, self.is_causal = _read_pattern(mask, self.shape, self.past)
-            _require_shape(self.mask, self.shape, self.past)
+                mask, self.is_causal = _read_pattern(mask, self.shape, self.past)
+            _require_shape(mask, self.shape, self.past)
+            self.mask = mask
         # whether arguments say where sequences begin, so that a row of the batch may hold several
         self.may_be_packed = not self.past and (cumulative is not None or position_ids is not None)
 
