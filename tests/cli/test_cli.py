@@ -77,6 +77,16 @@ def test_a_small_demo_runs_to_its_table_and_page(tmp_path, monkeypatch):
     assert record["mismatch"] == control["mismatch"], "the first step has the same weights and rollouts in both runs"
 
 
+def test_a_demo_samples_with_vllm_where_its_python_is_given(tmp_path, monkeypatch):
+    trained = []
+    monkeypatch.setattr("foreroute.cli.demo.train", lambda config, *_, **__: trained.append(config) or exit(7))
+    for given in ((), ("--vllm", "of-vllm/python")):
+        assert foreroute("demo", "--folder", tmp_path / "demo", *given).returncode == 7
+    plain, served = (config.rollout for config in trained)
+    assert (plain.engine, plain.server.python) == ("embedded", None)
+    assert (served.engine, served.server.python) == ("vllm", "of-vllm/python")
+
+
 @pytest.mark.parametrize("name", ["none", "R3"])
 def test_a_demo_looks_at_both_folders_before_it_trains(tmp_path, monkeypatch, name):
     monkeypatch.setattr("foreroute.cli.demo.train", lambda *_, **__: pytest.fail("it trains"))
