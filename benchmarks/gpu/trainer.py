@@ -34,6 +34,7 @@ def run(figures: Figures) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         records = train(_config(figures, "R3", STEPS), folder / "R3").records()
+        devices = [record.device for record in records if record.device is not None]
         k3 = {side: [record.mismatch[side].k3 for record in records] for side in SIDES}
         figures.record(
             step_s=_median(records, tuple(records[-1].seconds)),
@@ -42,10 +43,10 @@ def run(figures: Figures) -> None:
             replayed_k3=statistics.fmean(k3["replayed"]),
             reward_first=records[0].reward_mean,
             reward_last=records[-1].reward_mean,
-            ran_on=records[0].device.name,
+            ran_on=devices[0].name,
         )
         if figures.device.type == "cuda":
-            figures.record(peak_memory_gb=max(record.device.peak_memory_bytes for record in records) / 1e9)
+            figures.record(peak_memory_gb=max(device.peak_memory_bytes or 0 for device in devices) / 1e9)
         if figures.full and figures.seconds_left < RESERVE_S:
             return
         warm = {"checkpoint": str(folder / "R3" / "checkpoints" / "step-000000.safetensors")}
