@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from experiments.cells import Cell
-from experiments.starts import configuration, loaded
+from experiments.models import configuration
+from experiments.starts import loaded
 from experiments.static import figures_of
 from foreroute.adapters.hf.response_logprobs import inputs, pad
 from foreroute.capture import Generation

@@ -16,7 +16,7 @@ import torch
 
 from experiments.balancing import balancing_of
 from experiments.cells import Cell
-from experiments.starts import configuration
+from experiments.models import configuration
 from experiments.texts import KINDS, SHORTEST, TextTask, encode, text
 from experiments.unevenness import Ints, figures_of, kind_information, sequence_counts
 from foreroute.adapters import hf

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from experiments.cells import Cell
+from experiments.models import configuration
 from experiments.noise import CHUNK, against_trainer, compared
-from experiments.starts import configuration, loaded
+from experiments.starts import loaded
 from experiments.static import figures_of
 from foreroute.adapters.checkpoint import ModelWriter, ServedModel
 from foreroute.adapters.hf import RoutedTransformer

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from experiments.cells import Cell
-from experiments.models import merged
-from experiments.starts import configuration, loaded
+from experiments.models import configuration, merged
+from experiments.starts import loaded
 from experiments.tampering import shifted
 from foreroute.capture import Generation
 from foreroute.mismatch import RoutingMismatch, TokenMismatch

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.cells import Cell
+from experiments.models import configuration
 from experiments.series import reduced
-from experiments.starts import configuration
 from experiments.tampering import shifting_engine
 from foreroute.errors import DivergedError
 from foreroute.train import RunFolder, train
