@@ -104,7 +104,7 @@ def number_of(value: object, name: str, most: int, *, least: int = 0) -> int:
     Raises:
         CaptureError: when it is something else, or out of range.
     """
-    return whole_number(value, name=name, least=least, most=most, kind=CaptureError)
+    return whole_number(value, name=name, least=least, most=most, error=CaptureError)
 
 
 def entries_of(record: Mapping[str, Any], name: str, *kinds: type) -> list[Any]:

@@ -210,7 +210,7 @@ def _check_rank(ranks: int, rank: int, what: str) -> None:
 
 def check_count(name: str, value: int, *, least: int = 1, most: int = MOST_ROUTER_SLOTS) -> None:
     """Raise `LayoutError` unless `value` is a whole number in that range."""
-    whole_number(value, name=name, least=least, most=most, kind=LayoutError)
+    whole_number(value, name=name, least=least, most=most, error=LayoutError)
 
 
 def _require(holds: bool, message: str) -> None:

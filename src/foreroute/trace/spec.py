@@ -286,15 +286,15 @@ def as_layers(layers: object) -> tuple[RoutedLayer, ...]:
 
 
 def whole_number(
-    value: object, *, name: str, least: int = 1, most: int, kind: type[InputError] = TraceContentError
+    value: object, *, name: str, least: int = 1, most: int, error: type[InputError] = TraceContentError
 ) -> int:
     """Make an integer from `least` to `most`, of Python or numpy, one of Python.
 
     Raises:
-        kind: when it is another number, or none: fractions, texts and truth values are not cast.
+        error: when it is another number, or none: fractions, texts and truth values are not cast.
     """
     if not is_whole(value) or not least <= value <= most:
-        raise kind(f"{name} is {shown(value)}; expected a whole number from {least} to {most}")
+        raise error(f"{name} is {shown(value)}; expected a whole number from {least} to {most}")
     return int(value)
 
 
