@@ -42,10 +42,10 @@ from torch import Tensor
 
 from benchmarks.harness import training_trl
 from benchmarks.harness.instructions import Counter, count_in_user_space
+from benchmarks.harness.models import Sizes, keep_memory
 from benchmarks.harness.pairs import PairedRatio, compare, median_interval, near_one
 from benchmarks.harness.training_trl import Batches
-from benchmarks.replay import SIZES as WIDE
-from benchmarks.replay import SMALLER, keep_memory
+from benchmarks.replay import SMALLER
 from foreroute.adapters import hf
 from foreroute.capture import Generation
 from foreroute.engines.embedded import EmbeddedEngine
@@ -57,19 +57,7 @@ from foreroute.train.policy import Alone, make_policy
 from foreroute.train.prompts import make_task
 from foreroute.train.record import Experience
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 1024,
-    "hidden_size": 256,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "num_experts": 16,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 128,
-    "norm_topk_prob": True,
-    "initializer_range": 0.05,
-}
+SIZES = Sizes(hidden=256, heads=8, kv_heads=2, experts=16, top_k=4, expert_width=128, layers=4, vocabulary=1024)
 """The output head has a tenth of the active weights, as in Qwen3-30B-A3B."""
 
 BATCHES = Batches(sequences=16, group_size=4, mini_steps=2, micro_batch=4)
@@ -100,8 +88,8 @@ def run(*, quick: bool) -> dict[str, Any]:
         },
         "baselines": {"step_without_replay": asdict(cost)},
         "setting": {
-            "sizes": SIZES,
-            "r3_cost_sizes": WIDE | SMALLER,
+            "sizes": SIZES._asdict(),
+            "r3_cost_sizes": SMALLER._asdict(),
             "batches": asdict(BATCHES),
             "prompts": PROMPTS,
             "responses": RESPONSES,
@@ -114,7 +102,7 @@ def _against_trl(
 ) -> dict[str, Any]:
     """Medians over the rollouts but the first, which warms up."""
     rng = np.random.default_rng(0)
-    theirs = hf.build_model("qwen3_moe", seed=0, pad_token_id=0, **SIZES).train()
+    theirs = hf.build_model("qwen3_moe", seed=0, pad_token_id=0, initializer_range=0.05, **SIZES.of_hf()).train()
     begun = {name: weight.clone() for name, weight in theirs.state_dict().items()}
     width = prompts[1] + responses[1]
     ours = {routing: _Ours(copy.deepcopy(theirs), routing, width) for routing in routings}
@@ -192,7 +180,7 @@ def _rollout(rng: np.random.Generator, spec: Any, prompts: tuple[int, int], resp
     prompt_S = rng.integers(prompts[0], prompts[1] + 1, groups).repeat(BATCHES.group_size)
     low, high = np.log(responses)
     response_S = np.exp(rng.uniform(low, high, BATCHES.sequences)).round().astype(np.int64)
-    tokens = [rng.integers(2, SIZES["vocab_size"], n).astype(np.int32) for n in prompt_S + response_S]
+    tokens = [rng.integers(2, SIZES.vocabulary, n).astype(np.int32) for n in prompt_S + response_S]
     shapes = [(len(each) - 1, spec.num_layers, spec.num_experts) for each in tokens]
     routes = [np.argsort(rng.random(shape), axis=-1)[..., : spec.top_k] for shape in shapes]
     trace = RoutingTrace.from_sequences(spec, tokens, routes, weight_version=0)
@@ -205,7 +193,7 @@ def _rollout(rng: np.random.Generator, spec: Any, prompts: tuple[int, int], resp
 
 def _r3_cost(pairs: int, counter: Counter | None) -> PairedRatio:
     """Whole steps with R3 over those without replay, whose engine records nothing."""
-    sizes = {name: size for name, size in (WIDE | SMALLER).items() if name != "vocab_size"}
+    sizes = {name: size for name, size in SMALLER.of_hf().items() if name != "vocab_size"}
     steps: dict[str, Callable[[], object]] = {}
     for routing in ("R3", "none"):
         config = TrainConfig(
@@ -246,7 +234,7 @@ class _Silent(EmbeddedEngine):
         super().__init__(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Generation:
-        """As always."""
+        """Sample as always."""
         self._next = 0
         return super().generate(*args, **kwargs)
 
@@ -270,7 +258,7 @@ class _Kept:
         self._answer: RoutingTrace | None = None
 
     def rollout(self, *args: Any) -> RoutingTrace:
-        """As `Recording.rollout`."""
+        """Answer as `Recording.rollout`."""
         if self._answer is None:
             self._answer = self._rollout(*args)
         return self._answer

@@ -1,4 +1,4 @@
-"""What balancers make of steps and micro-steps: loads and transfers that are counted, and seconds that are modelled.
+"""Balancers on steps and micro-steps: loads and transfers that are counted, and seconds that are modelled.
 
 Eight ranks of one node with two redundant slots each, and contiguous homes. `llep_free` is LLEP with a slot for every
 expert, as its public code has it. `eplb_last` is EPLB placed anew for every micro-step by the loads of the one before.
@@ -59,7 +59,7 @@ def balancing_of(traces: Sequence[RoutingTrace], kind_S: Ints, seed: int) -> dic
 
 
 def balanced(steps: Steps) -> dict[str, dict[str, float]]:
-    """By method: mean imbalance of a cell, and experts moved for one, over all steps but the first.
+    """Average imbalance of a cell and experts moved for one, by method, over all steps but the first.
 
     Args:
         steps: counts_MLGE of steps that follow each other.

@@ -47,7 +47,7 @@ REWARD = "reward of the last 10 steps"
 
 @cache
 def claims() -> tuple[Claim, ...]:
-    """All claims, in the order of the page."""
+    """List all claims, in the order of the page."""
     parts = (_fixed_weights, _training, _fresh_seeds, _loads, _balance, _noise, _long_runs, _base_start)
     return tuple(claim for part in parts for claim in part())
 

@@ -1,4 +1,4 @@
-"""What a claim is, and the rule that gives its verdict, which was fixed before any run."""
+"""Claims, and the rule that gives its verdict, which was fixed before any run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Claim:
-    """What somebody says, as a comparison of measures.
+    """A comparison of measures that somebody says something about.
 
     Attributes:
         words: the claim, with who says it.

@@ -36,7 +36,7 @@ class Interval:
     seeds: int
 
     def excludes(self, value: float) -> bool:
-        """Whether the value lies outside; never with fewer than two seeds."""
+        """Say whether the value lies outside; never with fewer than two seeds."""
         return self.low > value or self.high < value
 
 

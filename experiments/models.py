@@ -88,7 +88,7 @@ def configuration(base: dict[str, Any], settings: dict[str, Any], seed: int) -> 
 
 
 def start_path(folder: Path, start: str, seed: int) -> Path:
-    """Where the checkpoint of a start is kept."""
+    """Name the file of a start's checkpoint."""
     return folder / f"{start}-{seed}.safetensors"
 
 

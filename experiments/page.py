@@ -67,7 +67,7 @@ def page_text(
 
 
 def figures_text(cells: Sequence[Cell], done: Mapping[str, dict[str, Any]]) -> str:
-    """Every comparison and every arm, in tables.
+    """Write every comparison and every arm, in tables.
 
     Args:
         cells: of the grid.

@@ -45,7 +45,7 @@ RUNS = (
 
 @cache
 def tables() -> dict[str, Table]:
-    """All tables by name. What stands above them is in the templates of the pages."""
+    """Make all tables, by name; what stands above them is in the templates of the pages."""
     return {
         "static": Table(["model", "engine", "replay", "routers that differ", "k3", "F(1.5)", "F(2)"], _static_rows()),
         "replays": Table(

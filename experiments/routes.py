@@ -80,7 +80,7 @@ def make_traces(config: TrainConfig, folder: Path) -> dict[str, Any]:
 
 
 def _kind_bits(policy: hf.RoutedTransformer) -> float:
-    """On the same texts whenever it is asked."""
+    """Measure bits about kinds on the same texts whenever it is asked."""
     rng = np.random.default_rng(0)
     tokens = np.stack([encode(text(kind, rng)[:SHORTEST]) for kind in KINDS for _ in range(WATCHED)])
     with torch.no_grad(), policy.record() as recording:

@@ -1,4 +1,4 @@
-"""What is kept of a run: figures of its steps, and whether it collapsed."""
+"""Records of a run: figures of its steps, and whether it collapsed."""
 
 from __future__ import annotations
 

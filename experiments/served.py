@@ -84,7 +84,7 @@ def passes(
                 "enforce_eager": True,
             }  # compiled on the CPU, vLLM 0.30 returns routes that are all zero
             text = json.dumps({"options": {**own, **OPTIONS, **options}, "passes": asked})
-            (folder / "passes.json").write_text(text)
+            (folder / "passes.json").write_text(text, encoding="utf-8")
             script = Path(__file__).with_name("vllm_passes.py").absolute()
             environment = {**ENVIRONMENT, **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
             environment.pop("PYTHONPATH", None)

@@ -1,4 +1,4 @@
-"""What a table of the pages is made of: figures, each with how it is shown, in rows and columns."""
+"""Tables of the pages: figures, each with how it is shown, in rows and columns."""
 
 from __future__ import annotations
 

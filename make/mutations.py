@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def _mutations(room: Path) -> Iterator[Mutation]:
-    """Every place of a room's files that can be changed, in one order."""
+    """List every place of a room's files that can be changed, in one order."""
     for path in sorted(room.rglob("*.py")):
         source = path.read_bytes()
         starts = [0]
@@ -117,7 +117,7 @@ def _mutations(room: Path) -> Iterator[Mutation]:
 
 
 def _unexecuted(node: ast.AST) -> Iterator[ast.AST]:
-    """What of a node says types or how text is put together, all the way down."""
+    """Walk what of a node says types or how text is put together."""
     parts: list[ast.AST | None] = []
     if isinstance(node, ast.arg | ast.AnnAssign):
         parts.append(node.annotation)

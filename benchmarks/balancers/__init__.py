@@ -26,7 +26,7 @@ OTHER_BALANCERS = {
 
 
 def baselines(before_MLGE: NDArray[np.integer]) -> dict[str, Balancer]:
-    """All that stand beside the planner, after a step of these counts: static, EPLB by what it has seen, and others."""
+    """List what stands beside the planner after a step of these counts: static, EPLB by what it saw, and others."""
     last = Balancer("EPLB by the micro-step before", "previous micro-step", after(before_MLGE[-1].sum(axis=1)))
     return BALANCERS | {"eplb_last": last} | OTHER_BALANCERS
 

@@ -32,7 +32,7 @@ def laer_style(problem: BalancerInput) -> Iterator[CellPlan]:
 
 
 def crossing(problem: BalancerInput) -> float:
-    """What sending an assignment to another node costs in recompute and update, where serving it costs 1."""
+    """Price sending an assignment to another node in recompute and update, where serving it costs 1."""
     if problem.costs is None:
         return 0.0
     prices = problem.costs.prices(problem.topology)
@@ -164,7 +164,7 @@ def _nearby_split(expert_H: Any, rank_H: Any, node_G: Any, counts_GE: Any) -> An
 
 @kernel
 def _score(rank_H: Any, tokens_HG: Any, node_G: Any, crossing: float) -> Any:
-    """What crosses nodes at the rank that sends or receives most, and the largest load, weighted."""
+    """Weigh what crosses nodes at the rank that sends or receives most, and the largest load."""
     num_ranks = len(node_G)
     load_G, in_G, out_G = np.zeros(num_ranks), np.zeros(num_ranks), np.zeros(num_ranks)
     for h in range(len(rank_H)):

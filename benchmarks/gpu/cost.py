@@ -1,4 +1,4 @@
-"""What replay and recording cost over the unpatched model: time, memory, kernels, and waits of the host.
+"""Costs of replay and recording over the unpatched model: time, memory, kernels, and waits of the host.
 
 The unpatched side is the same model outside of any session. The two sides run in turn; an A/A line (unpatched over
 unpatched) says how far apart two equal things measure. A session is opened anew for each forward, and for the forward
@@ -30,6 +30,7 @@ from benchmarks.gpu.layers import (
     layers_that_fit,
     random_tokens,
 )
+from benchmarks.harness.models import run_model
 from benchmarks.harness.pairs import compare
 from foreroute.adapters import hf
 from foreroute.core.caches import named_cache
@@ -51,7 +52,7 @@ Work = Callable[[], object]
 
 
 def run(figures: Figures) -> None:
-    """See the module."""
+    """Measure all of them."""
     num_layers = 2
     if figures.full:
         num_layers = layers_that_fit(figures.device, 2 * LAYER_BYTES + ACTIVATION_BYTES, SPARE_BYTES, MOST_LAYERS)
@@ -71,8 +72,7 @@ def run(figures: Figures) -> None:
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
-        logits = model(input_ids=batch, use_cache=False).logits
-        logits.float().log_softmax(-1)[..., 0].mean().backward()
+        run_model(model, batch)
 
     def in_session(opened: Callable[[], Any], work: Work) -> Work:
         def inside() -> None:
@@ -134,7 +134,7 @@ def run(figures: Figures) -> None:
 
 
 def _ratio(figures: Figures, name: str, candidate: Work, baseline: Work) -> None:
-    """Over interleaved pairs, as many as fit a few seconds."""
+    """Measure interleaved pairs, as many as fit a few seconds."""
 
     def clock() -> float:
         figures.synchronize()
@@ -201,7 +201,7 @@ def _decode(figures: Figures, routed: hf.RoutedTransformer, decode: Work, record
 
 
 def _waits(figures: Figures, kinds: dict[str, tuple[Work, Work]]) -> None:
-    """Of the host for the device in a session, its opening and its end, beyond those of the unpatched work.
+    """Count waits of the host in a session, its opening and its end, beyond those of the unpatched work.
 
     Only a GPU is waited for; `python -m benchmarks replay` counts on a device that stands in for one.
 
@@ -249,7 +249,7 @@ def _memory(figures: Figures, model: Any, kinds: dict[str, tuple[Work, Work]]) -
 
 
 def _kernels(figures: Figures, baseline: Work, candidates: dict[str, Work]) -> None:
-    """Those that each adds."""
+    """Count the kernels that each adds."""
     if figures.device.type != "cuda":
         return
     unpatched = _launched(baseline)

@@ -1,4 +1,4 @@
-"""What a part of the figures works with. A part is a module with a function `run(figures)`."""
+"""Tools of a part of the figures. A part is a module with a function `run(figures)`."""
 
 from __future__ import annotations
 

@@ -70,5 +70,5 @@ def _measured(name: str, device: str, seconds: float) -> tuple[str, dict[str, An
 
 
 def _ending(code: int) -> str:
-    """Of a part that did not say its outcome."""
+    """Word the outcome of a part that did not say it."""
     return f"failed: it died of {signal.Signals(-code).name}" if code < 0 else f"failed: it ended with exit code {code}"

@@ -1,4 +1,4 @@
-"""What a balancer serves, as a plan that an executor takes: homes in equal numbers on all ranks, slots, fetches."""
+"""A balancer's placement as a plan that an executor takes: homes in equal numbers on all ranks, slots, fetches."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _homes(cell: CellPlan, num_ranks: int) -> NDArray[np.int16]:
 def _with_home(
     cell: CellPlan, home_E: NDArray[np.int16], counts_GE: NDArray[np.integer], *, is_first: bool
 ) -> CellPlan:
-    """The same hosts, of which another one is home; slots are filled by the first cell of a layer."""
+    """Make another host of each expert its home; slots are filled by the first cell of a layer."""
     expert_H = np.concatenate([np.arange(len(home_E)), cell.expert_R])
     rank_H = np.concatenate([cell.home_E, cell.rank_R])
     tokens_HG = np.concatenate([cell.home_tokens_GE(counts_GE).T, cell.tokens_RG])

@@ -32,7 +32,7 @@ WHY = {
 
 
 class Counting(NamedTuple):
-    """What counts, and if nothing does, why.
+    """A counter, or the reason why there is none.
 
     Attributes:
         counter: of the event; None where nothing counts it.

@@ -43,7 +43,7 @@ class PairedRatio:
 
     @classmethod
     def of(cls, seconds: Sequence[float], baseline: Sequence[float], instructions: Sequence[float] = ()) -> PairedRatio:
-        """Of seconds that were taken in turn, two or more of each, and of ratios of instructions."""
+        """Compare seconds that were taken in turn, two or more of each, and ratios of instructions."""
         ratios = [one / other for one, other in zip(seconds, baseline, strict=True)]
         # inclusive: those of two pairs are between the two
         low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
@@ -134,7 +134,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def near_one(name: str, found: PairedRatio, *, as_cost: bool = False) -> dict[str, Any]:
-    """What a report says of a ratio near 1.
+    """Report a ratio near 1.
 
     Args:
         name: of what is measured.

@@ -75,7 +75,7 @@ def eplb(
 
 
 def _published_us(counts: NDArray[np.int32], topology: Topology) -> float:
-    """Of placing alone, without a token split; the best of some cells."""
+    """Time placing alone, without a token split; the best of some cells."""
     num_experts, num_ranks = counts.shape[3], topology.num_ranks
     copies = num_experts + num_ranks * topology.redundant_slots
     weights = [torch.tensor(counts[m, :1].sum(axis=1)) for m in range(PUBLISHED_CELLS)]

@@ -16,7 +16,7 @@ from foreroute.plan import CellPlan, StepPlan
 
 @dataclass(frozen=True, eq=False)
 class CellHosts:
-    """All hosts of all experts in one cell, homes among them: for those that count anew what a plan says.
+    """Hosts of all experts in one cell, homes among them, for those that count anew what a plan says.
 
     Attributes:
         expert_H: int32 [H].
@@ -33,7 +33,7 @@ class CellHosts:
 
     @classmethod
     def of(cls, cell: CellPlan, counts_GE: NDArray[np.integer]) -> CellHosts:
-        """Homes and replicas of a planned cell."""
+        """Join homes and replicas of a planned cell."""
         num_experts = len(cell.home_E)
         return cls(
             np.concatenate([np.arange(num_experts), cell.expert_R]).astype(np.int32),

@@ -41,7 +41,7 @@ WORKLOADS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """How large a workload is: experts, picks of a token, tokens of a rank in a step, and ranks."""
+    """Sizes of a workload: experts, picks of a token, tokens of a rank in a step, and ranks."""
 
     num_experts: int
     top_k: int

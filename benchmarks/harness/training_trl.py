@@ -24,7 +24,7 @@ Order = list[int]
 
 @dataclass(frozen=True)
 class Batches:
-    """How a rollout is cut, on both sides.
+    """Cuts of a rollout, the same on both sides.
 
     Attributes:
         sequences: S, of a rollout.
@@ -75,7 +75,7 @@ class TimedGRPOTrainer(GRPOTrainer):
             self._started = None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As always, and the clock of the last rollout is read."""
+        """Train as always, and read the clock of the last rollout."""
         output = super().train(*args, **kwargs)
         self._stop()
         return output
