@@ -3,8 +3,7 @@
 A step runs through Megatron's own schedule: forward and backward of two micro-batches, their routes placed in the step.
 Both sides are the same model on its own routes, so that experts have the same work; the native side calls the forward
 step unwrapped, outside any session. An A/A line says how far apart two equal things measure on this machine. Times are
-CPU time of the one thread that works. A time that the run does not resolve is None (`harness.pairs`); user instructions
-stand beside it.
+CPU time of the one thread that works. A time that the run does not resolve is None (`harness.pairs`).
 
 What executing a plan brings on two processes is measured by `harness.megatron_plan`.
 
@@ -25,7 +24,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness.instructions import count_in_user_space
 from benchmarks.harness.megatron_plan import RECOMPUTE, planned_step
 from benchmarks.harness.models import (
     CPU,
@@ -62,8 +60,7 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 
 def _measured(many: int, few: int) -> dict[str, Any]:
-    counting = count_in_user_space()
-    ratio = partial(compare, clock=time.thread_time, counter=counting.counter)
+    ratio = partial(compare, clock=time.thread_time)
     figures: dict[str, PairedRatio] = {}
     for name, settings in RECOMPUTE.items():
         bench = Bench.of(settings)
@@ -73,7 +70,7 @@ def _measured(many: int, few: int) -> dict[str, Any]:
             figures["step_with_telemetry"] = ratio(bench.replayed(telemetry=True), bench.native, pairs=few)
         else:
             figures[f"step_{name}_recompute"] = ratio(bench.replayed(), bench.native, pairs=few)
-    metrics: dict[str, Any] = counting.reported()
+    metrics: dict[str, Any] = {}
     for name, figure in figures.items():
         metrics |= near_one(name, figure)
     for name, shape in QUEUED.items():

@@ -3,8 +3,8 @@
 The two run in turn on one model with the same weights and batch, for every implementation of the experts, eager and
 compiled. The unpatched side is the same model outside any session, which is bit for bit the model that was never
 attached. An A/A line (unpatched over unpatched) says how far apart two equal things measure on this machine. Times are
-CPU time of the one thread that works. A time that the run does not resolve is None (`harness.pairs`); user instructions
-stand beside it. `waits` and `aten` count what replay puts on the launch path of a forward (`harness.launch_path`).
+CPU time of the one thread that works. A time that the run does not resolve is None (`harness.pairs`). `waits` and
+`aten` count what replay puts on the launch path of a forward (`harness.launch_path`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from benchmarks.harness import launch_path
-from benchmarks.harness.instructions import Counter, count_in_user_space
 from benchmarks.harness.models import Sizes, keep_memory, run_model
 from benchmarks.harness.pairs import PairedRatio, compare, near_one, worst_near_one
 from foreroute.adapters import hf
@@ -99,15 +98,14 @@ def run(*, quick: bool) -> dict[str, Any]:
         launches()
     torch.set_num_threads(1)
     keep_memory()
-    few, many = (2, 4) if quick else (40, 80)  # quick resolves no time; instructions need no more
+    few, many = (2, 4) if quick else (40, 80)  # quick resolves no time
     compiler = "aot_eager" if quick else "inductor"
-    counting = count_in_user_space()
-    ratio = partial(_ratio, counter=counting.counter)
+    ratio = partial(compare, clock=time.thread_time)
     eager = Bench.of("grouped_mm")
     figures = {
-        "forward_recording": ratio(eager.recording, eager.forward, many),
-        "forward_a_over_a": ratio(lambda: eager.forward(), eager.forward, many),
-        "step_a_over_a": ratio(lambda: eager.step(), eager.step, few),
+        "forward_recording": ratio(eager.recording, eager.forward, pairs=many),
+        "forward_a_over_a": ratio(lambda: eager.forward(), eager.forward, pairs=many),
+        "step_a_over_a": ratio(lambda: eager.step(), eager.step, pairs=few),
     }
     by_kind = {"grouped_mm": _forwards(eager, many, ratio) | _steps(eager, few, ratio)}
     for kind in ("eager", "batched_mm"):
@@ -122,7 +120,7 @@ def run(*, quick: bool) -> dict[str, Any]:
     for end in TELEMETRY:
         metrics |= worst_near_one(f"worst_step{end}", {kind: found[f"step{end}"] for kind, found in by_kind.items()})
     return {
-        "metrics": metrics | counting.reported() | _bytes_per_token(eager) | launches(),
+        "metrics": metrics | _bytes_per_token(eager) | launches(),
         "baselines": {name: asdict(figures[name]) for name in ("forward_a_over_a", "step_a_over_a")},
         "setting": {
             "family": "qwen3_moe",
@@ -135,22 +133,16 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 def _forwards(bench: Bench, pairs: int, ratio: Callable[..., PairedRatio]) -> dict[str, PairedRatio]:
     return {
-        f"forward{end}": ratio(bench.replayed(bench.forward, telemetry=telemetry), bench.forward, pairs)
+        f"forward{end}": ratio(bench.replayed(bench.forward, telemetry=telemetry), bench.forward, pairs=pairs)
         for end, telemetry in TELEMETRY.items()
     }
 
 
 def _steps(bench: Bench, pairs: int, ratio: Callable[..., PairedRatio]) -> dict[str, PairedRatio]:
     return {
-        f"step{end}": ratio(bench.replayed(bench.step, telemetry=telemetry), bench.step, pairs)
+        f"step{end}": ratio(bench.replayed(bench.step, telemetry=telemetry), bench.step, pairs=pairs)
         for end, telemetry in TELEMETRY.items()
     }
-
-
-def _ratio(
-    candidate: Callable[[], object], baseline: Callable[[], object], pairs: int, counter: Counter | None
-) -> PairedRatio:
-    return compare(candidate, baseline, pairs=pairs, clock=time.thread_time, counter=counter)
 
 
 def _bytes_per_token(bench: Bench) -> dict[str, float]:

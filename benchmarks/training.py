@@ -17,9 +17,8 @@ on the CPU; on a GPU it leaves them out as the trainer does, so that less is lef
 **R3's cost.** Whole steps of the trainer, rollout, recompute and update, with R3 over those with no replay: the same
 weights and prompts, so that the sampled tokens are the same too. The model has one layer of those that `replay` times,
 half as wide as those of Qwen3-30B-A3B: what replay costs is a fixed time for each router and forward, and counts for
-several times as much in a toy. The side without replay has an engine that records
-nothing. Mismatch is measured on both alike. A time that the run does not resolve is None (`harness.pairs`); user
-instructions stand beside it.
+several times as much in a toy. The side without replay has an engine that records nothing. Mismatch is measured on both
+alike. A time that the run does not resolve is None (`harness.pairs`).
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.harness import training_trl
-from benchmarks.harness.instructions import Counter, count_in_user_space
 from benchmarks.harness.models import Sizes, keep_memory
 from benchmarks.harness.pairs import PairedRatio, compare, median_interval, near_one
 from benchmarks.harness.training_trl import Batches
@@ -75,8 +73,7 @@ def run(*, quick: bool) -> dict[str, Any]:
     equal = _against_trl(3 if quick else 9, (40, 40), (43, 43), ("none",))
     if equal["none_interval"] is None:  # near 1, where a few rollouts mislead
         equal |= {"none_over_trl": None, "none_reason": "not resolved: a 95 % interval takes six rollouts"}
-    counting = count_in_user_space()
-    cost = _r3_cost(5 if quick else 46, counting.counter)
+    cost = _r3_cost(5 if quick else 46)
     return {
         "metrics": {
             "tokens_per_s_over_trl": mixed.pop("none_over_trl"),
@@ -84,7 +81,6 @@ def run(*, quick: bool) -> dict[str, Any]:
             **mixed,
             "equal_lengths": equal,
             **near_one("r3_cost", cost, as_cost=True),
-            **counting.reported(),
         },
         "baselines": {"step_without_replay": asdict(cost)},
         "setting": {
@@ -191,7 +187,7 @@ def _rollout(rng: np.random.Generator, spec: Any, prompts: tuple[int, int], resp
     return Experience(Generation(trace, prompt_S, logprobs), rewards, advantages, np.ones(len(rewards), bool))
 
 
-def _r3_cost(pairs: int, counter: Counter | None) -> PairedRatio:
+def _r3_cost(pairs: int) -> PairedRatio:
     """Whole steps with R3 over those without replay, whose engine records nothing."""
     sizes = {name: size for name, size in SMALLER.of_hf().items() if name != "vocab_size"}
     steps: dict[str, Callable[[], object]] = {}
@@ -208,7 +204,7 @@ def _r3_cost(pairs: int, counter: Counter | None) -> PairedRatio:
         policy = make_policy(config, task)
         engine = (EmbeddedEngine if routing == "R3" else _Silent)(policy.model, "bfloat16")
         steps[routing] = partial(_step, make_trainer(config, task, policy, engine))
-    return compare(steps["R3"], steps["none"], pairs=pairs, clock=time.thread_time, counter=counter)
+    return compare(steps["R3"], steps["none"], pairs=pairs, clock=time.thread_time)
 
 
 def _step(trainer: Trainer) -> None:
