@@ -81,7 +81,8 @@ def compare(
     """
     candidate()
     baseline()
-    seconds, base = [], []
+    seconds: list[float] = []
+    base: list[float] = []
     for pair in range(pairs):
         # what runs second finds caches as the first left them
         for is_candidate in (True, False) if pair % 2 else (False, True):
@@ -123,29 +124,19 @@ def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
     return (ascending[k - 1], ascending[-k]) if k else None
 
 
-def near_one(name: str, found: PairedRatio, *, as_cost: bool = False) -> dict[str, Any]:
+def near_one(name: str, found: PairedRatio) -> dict[str, Any]:
     """Report a ratio near 1.
 
-    Args:
-        name: of what is measured.
-        found: the ratio.
-        as_cost: whether to say what it is above 1.
-
     Returns:
-        `<name>_ratio`, or `<name>` of a cost, None where the run did not resolve it, and then `<name>_reason`;
-        `<name>_interval` (95 %, of the median) and `<name>_quartiles`.
+        `<name>_ratio`, None where the run did not resolve it, and then `<name>_reason`; `<name>_interval` (95 %, of the
+        median) and `<name>_quartiles`.
     """
-    base, suffix = (1.0, "") if as_cost else (0.0, "_ratio")
-
-    def shown(*values: float | None) -> list[float | None]:
-        return [None if value is None else round(value - base, 4) for value in values]
-
-    why = found.unresolved
+    why, shown = found.unresolved, found.shown()
     return {
-        f"{name}{suffix}": None if why else shown(found.ratio)[0],
+        f"{name}_ratio": None if why else shown["median"],
         **({f"{name}_reason": why} if why else {}),
-        f"{name}_interval": None if found.lower is None else shown(found.lower, found.upper),
-        f"{name}_quartiles": shown(found.low, found.high),
+        f"{name}_interval": None if found.lower is None else [shown["lower"], shown["upper"]],
+        f"{name}_quartiles": [round(found.low, 4), round(found.high, 4)],
     }
 
 
