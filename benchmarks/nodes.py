@@ -131,6 +131,7 @@ def measured(rank: int, num_ranks: int, nodes: Nodes, effort: Effort) -> dict[st
         by_pass = {pass_name: _of_rank_0(partial(fitted_costs, others, config, [pass_name])) for pass_name in PASSES}
         step = model.second_step(seed=0, sequences=effort.sequences)
         eplb = _eplb(nodes, step, effort.sequences)
+        # a model of its own, since homes of the other stay
         of_eplb.routed.move_homes(eplb.home_LE)
         plans = {name: _plan(nodes, step, name, costs) for name in ("static", "balanced", "traffic")} | {"eplb": eplb}
         methods: dict[str, Callable[[bool], None]] = {

@@ -57,6 +57,7 @@ def _figures(timed: list[TimedStep], num_ranks: int) -> dict[str, Any]:
     for pass_name in PASSES:
         found: list[tuple[TimedStep, float]] = []
         for fold in range(FOLDS):
+            # a rate that has seen the plan would only repeat its time
             unseen = timed[fold::FOLDS]
             known = [one for n, one in enumerate(timed) if n % FOLDS != fold]
             found += zip(unseen, predict_seconds(known, unseen, pass_name, config).tolist(), strict=True)

@@ -93,6 +93,7 @@ def _figures(before: Ints, counts: Ints, top_k: int, repeats: int) -> Iterator[t
         options, there = PlanOptions(tolerance=0.0, home_moves=home_moves), replace(topology, redundant_slots=slots)
         found = plan(counts, there, options)
         verify(found, counts, options)
+        # homes are moved once in a step, and not in the time of a cell
         homed = replace(options, home_moves=0)
         seconds = quickest(lambda: plan(counts, there, homed, home_LE=found.home_LE), repeats)  # noqa: B023
         record = figures_of(found, counts, costs, label=name, planning_s=seconds)

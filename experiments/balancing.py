@@ -71,6 +71,7 @@ def balanced(steps: Steps) -> dict[str, dict[str, float]]:
         home_LE = np.tile(cluster.topology.contiguous_home_E(counts.shape[3]), (counts.shape[1], 1))
         problem = BalancerInput(counts, cluster.topology, home_LE, before.sum(axis=(0, 2), dtype=np.int64))
         found = list(compare(problem, cluster.costs, baselines(before)))
+        # a slot for every expert that a rank does not own: no limit at all
         free = replace(cluster.topology, redundant_slots=counts.shape[3] - counts.shape[3] // BASE_RANKS)
         free_llep = {"llep_free": OTHER_BALANCERS["llep"]}
         found += compare(replace(problem, topology=free), cluster.costs, free_llep)

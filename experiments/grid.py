@@ -46,6 +46,7 @@ ARMS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
 def grid() -> list[Cell]:
     """List all cells."""
     stages = (_mismatch, _core, _control, _second, _boundary)
+    # a stage goes through all seeds before the next begins
     explored = [cell for stage in stages for seed in SEEDS for cell in stage(seed)]
     confirming = [cell for seed in FRESH for cell in _confirm(seed)]
     routes = [Cell("H/routes", "routes", seed, "routes") for seed in SEEDS]

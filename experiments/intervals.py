@@ -47,6 +47,7 @@ def mean_interval(values: NDArray[np.float64], level: float = LEVEL) -> Interval
     mean = float(values.mean()) if count else math.nan
     if count < 2:
         return Interval(mean, math.nan, math.nan, count)
+    # ddof=1: the deviation is estimated from the same few seeds
     half = float(t.ppf((1 + level) / 2, count - 1) * values.std(ddof=1) / math.sqrt(count))
     return Interval(mean, mean - half, mean + half, count)
 

@@ -32,6 +32,7 @@ def draw_all(arms: Arms, folder: Path) -> dict[str, str]:
     drawn = {}
     for name, (draw, words) in PICTURES.items():
         path = folder / f"{name}.svg"
+        # a picture whose figures are gone would be shown for ever
         path.unlink(missing_ok=True)
         with matplotlib.rc_context(STYLE):
             figure = Figure()

@@ -53,6 +53,7 @@ def recorded(cell: Cell, base: dict[str, Any], starts: Path) -> tuple[list[Routi
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(learned, json.dumps(make_traces(config, folder)))
     traces = [load(folder / f"step-{step}.safetensors") for step in range(config.rl.steps)]
+    # prompts take kinds in turn, and each has a group of responses
     kind_S = np.arange(len(traces[0])) // config.rollout.group_size % len(KINDS)
     return traces, kind_S, json.loads(learned.read_text(encoding="utf-8"))
 

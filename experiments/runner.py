@@ -124,6 +124,7 @@ def _counts(line: dict[str, Any] | None, cell: Cell) -> bool:
 def _run(todo: Sequence[Cell], results: Path, starts: Path, processes: int, say: Say, work: Work) -> list[str]:
     """The names of those that failed."""
     failed = []
+    # torch's threads do not survive a fork
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, initializer=_leave_with, initargs=(os.getpid(),)) as pool:
         waiting: list[Cell] = list(todo)
@@ -157,6 +158,7 @@ def _append(results: Path, line: dict[str, Any]) -> None:
     with open(results, "a", encoding="utf-8") as file:
         file.write(json.dumps(line, sort_keys=True) + "\n")
         file.flush()
+        # a cell is hours of work: it is on disk before it counts as done
         os.fsync(file.fileno())
 
 

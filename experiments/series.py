@@ -42,6 +42,7 @@ def stale_shares(records: Sequence[dict[str, Any]]) -> list[float]:
     """
     watched = [record["live_agreement"] for record in records if "live_agreement" in record]
     most = max((len(agreement) for agreement in watched), default=0)
+    # a mean over mini-batches of unequal number would compare different optimizer steps
     full = [agreement for agreement in watched if len(agreement) == most]
     return [float(f"{1 - share:.4g}") for share in np.mean(full, axis=0)] if full else []
 

@@ -36,6 +36,7 @@ def started(folder: Path, start: str, base: dict[str, Any], seed: int) -> Path:
             run = folder / f"{start}-{seed}"
             shutil.rmtree(run, ignore_errors=True)
             train(configuration(base, {"rl": {"steps": 1}}, seed), run)
+            # in one act: a start that exists is whole
             os.replace(run / "checkpoints" / "step-000000.safetensors", checkpoint)
             shutil.rmtree(run)
     return checkpoint

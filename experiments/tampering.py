@@ -43,6 +43,7 @@ def shifting_engine() -> Iterator[None]:
     def make_shifting(*arguments: Any) -> Engine:
         return _Shifting(make_engine(*arguments))
 
+    # the product offers no such door, on purpose
     with patch.object(run, "make_engine", make_shifting):
         yield
 

@@ -33,5 +33,6 @@ def run_training(cell: Cell, base: dict[str, Any], checkpoint: Path) -> dict[str
     trained_with = "replayed" if config.rl.routing == "R3" else "native"
     figures = reduced(records, trained_with)
     if diverged and figures["collapsed_at"] is None:
+        # the step that diverged wrote no record
         figures["collapsed_at"] = len(records)
     return figures | {"diverged": diverged}

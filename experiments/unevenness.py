@@ -90,6 +90,7 @@ def dealt(
             order_S = order_S[np.argsort(kind_S[order_S], kind="stable")]
         if order == "even":
             order_S = order_S.reshape(len(np.unique(kind_S)), -1).T.reshape(-1)
+        # a micro-step that is not full would be uneven by its size alone
         used = len(order_S) // (num_ranks * sequences) * num_ranks * sequences
         counts = counts_SLE[order_S[:used]].reshape(-1, sequences, num_ranks, *counts_SLE.shape[1:])
         steps.append(counts.sum(axis=1).swapaxes(1, 2))

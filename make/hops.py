@@ -104,6 +104,7 @@ class Way:
 
 def way_of(work: Callable[[], object]) -> Way:
     """The way of a second call; the first one imports and fills caches."""
+    # lazy imports and caches are no part of the way
     work()
     way = Way()
     with way.noted():

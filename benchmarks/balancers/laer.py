@@ -41,6 +41,7 @@ def crossing(problem: BalancerInput) -> float:
         + backward * (prices.backward.row_s + prices.backward.pair_s)
         for _, forward, backward in prices.groups
     )
+    # serving is priced in seconds, so that crossing becomes a number of assignments
     legs = 2 * sum(forward + backward for _, forward, backward in prices.groups)  # a dispatch and a combine each
     return legs * prices.cluster_row_s / serve_s
 
@@ -58,6 +59,7 @@ def best_layout(counts_GE: Any, node_G: Any, slots: int, crossing: float) -> Any
     num_nodes = node_G[-1] + 1
     expert_H, rank_H = _layout(counts_GE, node_G, slots, 1)
     tokens_HG = _nearby_split(expert_H, rank_H, node_G, counts_GE)
+    # in one node both ways to grow are the same
     if num_nodes > 1:
         other_expert_H, other_rank_H = _layout(counts_GE, node_G, slots, num_nodes)
         other_HG = _nearby_split(other_expert_H, other_rank_H, node_G, counts_GE)
@@ -82,6 +84,7 @@ def _layout(counts_GE: Any, node_G: Any, slots: int, growth: int) -> Any:
     hosted_GE, on_node = np.zeros((num_ranks, num_experts), np.bool_), np.zeros((num_nodes, num_experts), np.int64)
     size = 0
     for e in np.argsort(-share_E.astype(np.float32), kind="mergesort"):
+        # a copy on a rank that has the expert already would serve nothing
         for _ in range(copies_E[e]):
             best = -1
             for g in range(num_ranks):

@@ -95,6 +95,7 @@ def run(figures: Figures) -> None:
     ratio("step_in_a_row", _often(replayed(step)), _often(step))
     ratio("step_of_rows_in_a_row", _often(of_rows(step)), _often(step))
     ratio("step_recording", recorded(step), step)
+    # gradients of the steps would count as memory of what follows
     model.zero_grad(set_to_none=True)
     prefill = partial(forward, use_cache=True)
     ratio("prefill_recording", recorded(prefill), prefill)
@@ -140,6 +141,7 @@ def _ratio(figures: Figures, name: str, candidate: Work, baseline: Work) -> None
         figures.synchronize()
         return time.perf_counter() if figures.full else time.thread_time()
 
+    # what compiles or allocates once must not set how many pairs there is time for
     candidate()
     baseline()
     both = figures.timed(candidate) + figures.timed(baseline)
@@ -180,6 +182,7 @@ def _decoding(figures: Figures, model: Any, vocabulary: int) -> tuple[Work, int]
                 ).logits
                 token = logits[:, -1].argmax(-1, keepdim=True)
                 bool((token < 0).all())
+        # each call finds the cache as the first did
         for cache in caches.values():
             cache.crop(-num_steps)
 

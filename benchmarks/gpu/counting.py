@@ -24,6 +24,7 @@ def waits_on_cuda(work: Callable[[], object]) -> list[str]:
     """
     work()  # what waits once in a process does so here
     before = torch.cuda.get_sync_debug_mode()
+    # Python shows a warning once for a place, unless told otherwise
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")

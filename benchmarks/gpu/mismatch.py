@@ -97,6 +97,7 @@ def run(figures: Figures) -> None:
     num_layers = layers_that_fit(figures.device, LAYER_BYTES, SPARE_BYTES, MOST_LAYERS) if figures.full else 4
     model = layered_model(figures.device, num_layers, scale.vocabulary, TRUE_LAYER if figures.full else SMALL_LAYER)
     with torch.no_grad():
+        # logits of random weights are nearly flat, and rounding would move no sampled token's probability
         model.lm_head.weight.mul_(SHARPNESS)
     routed = hf.attach(model)
     sampled = sample(routed, scale, figures.device)

@@ -61,6 +61,7 @@ def _time_copy(figures: Figures, path: HostPath, size: int) -> tuple[float, floa
     target = torch.empty(num_bytes, dtype=torch.uint8, device=figures.device)
     in_one = partial(target.copy_, source, non_blocking=True)
     ratio = compare(partial(figures.timed, partial(path.copy, size)), partial(figures.timed, in_one), pairs=pairs)
+    # without waiting: what the host pays to begin a burst
     launches = []
     for _ in range(pairs):
         figures.synchronize()

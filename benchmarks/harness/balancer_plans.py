@@ -52,6 +52,7 @@ def _homes(cell: CellPlan, num_ranks: int) -> NDArray[np.int16]:
     serves_EG = np.zeros((num_experts, num_ranks), np.bool_)
     serves_EG[np.arange(num_experts), cell.home_E] = True
     serves_EG[cell.expert_R, cell.rank_R] = True
+    # an expert costs 1 on a rank that does not serve it: the cheapest matching keeps most where they are
     places_EP = np.repeat(~serves_EG, num_experts // num_ranks, axis=1)
     _, place_E = linear_sum_assignment(places_EP)
     home_E: NDArray[np.int16] = (place_E // (num_experts // num_ranks)).astype(np.int16)

@@ -55,6 +55,7 @@ class Posted:
         """Fetches before which rows have left since the last routed layer began."""
         behind, has_left = 0, False
         for what in self.order:
+            # a new layer starts over: rows of the one before hide nothing of it
             has_left = what == "rows" or (has_left and what != "layer")
             behind += what == "weights" and has_left
         return behind
@@ -64,6 +65,7 @@ class Posted:
 def posting(layers: Iterable[nn.Module]) -> Iterator[Posted]:
     """Count while the context is open; `layers` are the routed ones."""
     posted = Posted()
+    # watched where calls leave for other ranks: the executor itself keeps no such counts
     post = PeerGroup.post
 
     def posting_messages(peers: PeerGroup, sends: Any, receives: Any, what: str) -> Any:

@@ -102,6 +102,7 @@ class HostPath:
 def _most_experts(expert_bytes: int) -> int:
     status = os.statvfs(DIRECTORY)
     free = status.f_bavail * status.f_frsize
+    # a container's shared memory may be as small as 64 MB
     fitting = [size for size in BURSTS if 1.1 * size * expert_bytes < free]
     if not fitting:
         raise OSError(f"{DIRECTORY} has {free / 1e6:.0f} MB free, an expert takes {expert_bytes / 1e6:.1f} MB")

@@ -84,7 +84,8 @@ def _step(
     if is_known:
         assert rows_M is not None, "what is known is replayed"
         for rows in rows_M:
-            rows._counts.clear()  # so that they are counted on the clock
+            # counts are kept for executions of the same rows, and a training step sees its rows once
+            rows._counts.clear()
         executing = routed.execute(None, routed.gather_counts(rows_M), rows_M)
     with executing:
         for number, batch in enumerate(batches):

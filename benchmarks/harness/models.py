@@ -137,6 +137,7 @@ def gpt_model(sizes: Sizes, settings: Mapping[str, Any], width: int, position_em
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer import TransformerConfig
 
+    # Megatron draws weights from the global state, transformers' builder does not
     torch.manual_seed(0)
     config = TransformerConfig(**{**megatron_on_cpu.CONFIG, **sizes.of_megatron(), **settings})
     return GPTModel(

@@ -95,6 +95,7 @@ def drawn_counts(nodes: Nodes, *, seed: int, step: int, sequences: int, at_home:
     )
     counts = load.draw(seed=seed, step=step).counts()
     if at_home:
+        # popularity stays as drawn; only which rank owns the popular experts changes
         counts = np.sort(counts, axis=-1)[..., ::-1].copy()
         for source in range(counts.shape[2]):
             first = source // sequences * SIZES.experts // nodes.num_ranks

@@ -131,6 +131,7 @@ def simulated(
     num_ranks = counts.shape[2]
     values: dict[str, Any] = {"cluster": {"gpus": num_ranks, "expert_parallel": num_ranks}, "model": dict(model)}
     top_k = parse_config(values, source="the benchmark").described().costs.model.top_k
+    # recorded steps are small; the model's costs per byte and row need real sizes to weigh against
     factor = max(1, round(SIMULATED_TOKENS * top_k / (counts.sum(axis=(2, 3)).mean() / num_ranks)))
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / f"{number}.safetensors" for number in range(2)]

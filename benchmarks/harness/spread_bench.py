@@ -126,6 +126,7 @@ class SpreadBench(ABC):
     def seconds(self, plan: StepPlan | None, updating: bool) -> float:
         """Time a step on its slowest rank; publishing is left out."""
         SpreadBench.number += 1
+        # ranks begin together, so that nobody's time is waiting for another's publishing
         with self.executing(plan):
             dist.barrier()
             begun = time.perf_counter()

@@ -133,6 +133,7 @@ def in_turns(compute: Compute, processors: int) -> Compute:
 
     def shared(work: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:
         work_GX = np.sort(np.moveaxis(work, ranks, 0), axis=0)
+        # the first to end leave their processors to the others
         slowdown_G = np.maximum(1.0, (len(work_GX) - np.arange(len(work_GX))) / processors)
         steps_GX = np.diff(work_GX, axis=0, prepend=0.0)
         until_X = np.zeros(work_GX.shape[1:])

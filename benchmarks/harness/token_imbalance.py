@@ -58,6 +58,7 @@ def routes(name: str, num_experts: int, top_k: int, tokens: int, step: int, seed
     """
     if name not in WORKLOADS:
         raise ConfigError(f"no workload is called {name}; known are {', '.join(WORKLOADS)}")
+    # the pull request's own derivation of a seed, which its published loads follow from
     generator = torch.Generator().manual_seed(int(hashlib.sha256(f"{name}|{seed}|{step}".encode()).hexdigest()[:8], 16))
     hot, everyone = torch.tensor(_hot(name, num_experts, top_k, step)), torch.arange(num_experts)
     pools = [hot if _is_hot(name, step, token) else everyone for token in range(tokens)]
