@@ -221,8 +221,7 @@ def _no_routes(record: Any, what: str = "the output") -> CaptureError:
 def have_all(found: Sequence[Any], what: str) -> bool:
     """Say whether every sequence has what an output may carry beside routes.
 
-    Raises:
-        CaptureError: when some sequences have it and others do not.
+    Raises `CaptureError` when some sequences have it and others do not.
     """
     there = [each is not None for each in found]
     if any(there) and not all(there):

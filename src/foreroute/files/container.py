@@ -47,8 +47,7 @@ Others are anybody's, and no part of the checksum."""
 def as_place(place: str | os.PathLike[str], error: type[InputError]) -> Path | str:
     """A path, or the URL that this is: it has "://" in it, and is not one of `file://`, which is a path.
 
-    Raises:
-        error: when it is neither.
+    Raises `error` when it is neither.
     """
     if isinstance(place, str) and "://" in place and not place.startswith("file://"):
         return place
@@ -115,8 +114,7 @@ class FileFormat:
     def open(self, source: str | os.PathLike[str] | BinaryIO, *, name: str = "the opened file") -> TensorFile:
         """Open a file whose header is to be looked at, or which is read in part. Arguments are those of `TensorFile`.
 
-        Raises:
-            error: when it cannot be opened, or is not a whole safetensors file.
+        Raises `error` when it cannot be opened, or is not a whole safetensors file.
         """
         return TensorFile(source, self.error, name=name, made_by=self.made_by, most_header_bytes=self.most_header_bytes)
 
@@ -168,8 +166,7 @@ class FileFormat:
     def to_bytes(self, metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> bytes:
         """The content of a file. Equal content is equal bytes.
 
-        Raises:
-            error: when the tensors are not those of the format.
+        Raises `error` when the tensors are not those of the format.
         """
         return tensors_to_bytes(self._complete(metadata, tensors), tensors)
 
@@ -306,8 +303,7 @@ class TensorFile:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
         """A tensor, or of its first axis the part from `start` to `stop`. The array is the caller's own.
 
-        Raises:
-            error: when the file was cut meanwhile, or the part is not in the tensor.
+        Raises `error` when the file was cut meanwhile, or the part is not in the tensor.
         """
         tensor = self.tensors[name]
         rows, *rest = tensor.shape or (1,)
@@ -398,8 +394,7 @@ class TensorFile:
 def tensors_to_bytes(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> bytes:
     """A safetensors file. Equal content gives equal bytes, in whatever order it is handed in.
 
-    Raises:
-        InputError: when a tensor is of a type that `DTYPES` lacks.
+    Raises `InputError` when a tensor is of a type that `DTYPES` lacks.
     """
     file = BytesIO()
     _write_tensors(file, metadata, tensors)

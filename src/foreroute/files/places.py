@@ -25,8 +25,7 @@ def within(folder: Path | str, name: str) -> Path | str:
 def open_at(url: str, error: type[InputError]) -> BinaryIO:
     """Open the file at a URL. What is asked for is read, and some bytes behind it for who reads on.
 
-    Raises:
-        error: when it is missing, or the store refuses.
+    Raises `error` when it is missing, or the store refuses.
     """
     with _asking(url, "read", error):
         store, path = _store_of(url, error)
@@ -36,9 +35,8 @@ def open_at(url: str, error: type[InputError]) -> BinaryIO:
 def write_at(url: str, content: Callable[[IO[bytes]], None], error: type[InputError], *, overwrite: bool) -> None:
     """Fill a file at a URL under another name, `.<name>.<random>`, and move it: that of a killed writer stays.
 
-    Raises:
-        error: when there is a file and `overwrite` is False, or it cannot be written: what was there is whole. When
-            two writers at a time may not replace a file, a store may let both write; it is then the file of one.
+    Raises `error` when there is a file and `overwrite` is False, or it cannot be written: what was there is whole. When
+    two writers at a time may not replace a file, a store may let both write; it is then the file of one.
     """
     with _asking(url, "written", error):
         store, path = _store_of(url, error)
@@ -60,8 +58,7 @@ def write_at(url: str, content: Callable[[IO[bytes]], None], error: type[InputEr
 def names_in(folder: Path | str, error: type[InputError]) -> list[str]:
     """The names of all that lies in a folder, as it is now; none when there is no such folder.
 
-    Raises:
-        error: when it cannot be looked into.
+    Raises `error` when it cannot be looked into.
     """
     if isinstance(folder, Path):
         try:

@@ -32,8 +32,7 @@ NO_FILE = {
 def as_path(path: object, error: type[InputError]) -> Path:
     """A path that is one.
 
-    Raises:
-        error: for None, bytes, numbers and whatever else is neither text nor a `pathlib.Path`.
+    Raises `error` for None, bytes, numbers and whatever else is neither text nor a `pathlib.Path`.
     """
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise error(f"a path is {shown(path)}; expected text or a pathlib.Path, the name of a file or a folder")
@@ -43,8 +42,7 @@ def as_path(path: object, error: type[InputError]) -> Path:
 def open_regular(path: str | os.PathLike[str], error: type[InputError]) -> BufferedReader[FileIO]:
     """Open a file that is known to be one.
 
-    Raises:
-        error: when it is no path, is missing, cannot be opened, or is a folder, FIFO, device or socket.
+    Raises `error` when it is no path, is missing, cannot be opened, or is a folder, FIFO, device or socket.
     """
     path = as_path(path, error)
     try:
@@ -65,8 +63,7 @@ def open_regular(path: str | os.PathLike[str], error: type[InputError]) -> Buffe
 def read_file(path: str | os.PathLike[str], error: type[InputError], *, most_bytes: int = MOST_BYTES) -> bytes:
     """All bytes of a file.
 
-    Raises:
-        error: as `open_regular` does, when it cannot be read, and when the file has more than `most_bytes`.
+    Raises `error` as `open_regular` does, when it cannot be read, and when the file has more than `most_bytes`.
     """
     with open_regular(path, error) as file:
         size = os.fstat(file.fileno()).st_size
@@ -84,11 +81,7 @@ def read_file(path: str | os.PathLike[str], error: type[InputError], *, most_byt
 
 
 def read_text(path: str | os.PathLike[str], error: type[InputError], *, most_bytes: int = MOST_BYTES) -> str:
-    """All text of a UTF-8 file.
-
-    Raises:
-        error: as `read_file` does, and when the bytes are not UTF-8.
-    """
+    """All text of a UTF-8 file. Raises `error` as `read_file` does, and when the bytes are not UTF-8."""
     return _decoded(read_file(path, error, most_bytes=most_bytes), error, str(path))
 
 

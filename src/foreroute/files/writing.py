@@ -108,9 +108,8 @@ def check_writable(target: Path) -> None:
 def writing_named(path: str | os.PathLike[str], error: type[InputError]) -> Iterator[None]:
     """What the system refuses while `path` is written becomes one `error` that names it.
 
-    Raises:
-        error: when `path` is none, or cannot be a name; for `FileExistsError` of `write_atomically`, and for any other
-            `OSError`: a full disk, no permission, a parent that is a file, a name that is too long.
+    Raises `error` when `path` is none, or cannot be a name; for `FileExistsError` of `write_atomically`, and for any
+    other `OSError`: a full disk, no permission, a parent that is a file, a name that is too long.
     """
     path = as_path(path, error)
     try:

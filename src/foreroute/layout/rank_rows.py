@@ -169,8 +169,7 @@ def fill_padding(
 def block_homes(num_experts: int, ep_ranks: int) -> NDArray[np.int64]:
     """int64 [E], the usual home of each expert: E / G consecutive experts to a rank.
 
-    Raises:
-        LayoutError: when the experts do not divide over the ranks.
+    Raises `LayoutError` when the experts do not divide over the ranks.
     """
     if ep_ranks < 1 or num_experts % ep_ranks:
         raise LayoutError(

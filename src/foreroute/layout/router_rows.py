@@ -289,8 +289,7 @@ class RowRanges:
 def as_lengths(lengths: ArrayLike, name: str) -> NDArray[np.int64]:
     """`lengths` as int64 [S].
 
-    Raises:
-        LayoutError: unless they are integers from 0, `MOST_ROUTER_ROWS` in all at most.
+    Raises `LayoutError` unless they are integers from 0, `MOST_ROUTER_ROWS` in all at most.
     """
     given = np.asarray(lengths)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
