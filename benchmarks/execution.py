@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from benchmarks.harness.executor_counts import busiest, fetched_bytes, launches, posting, summed, waits_per_layer
+from benchmarks.harness.executor_counts import busiest, fetched_bytes, posting, summed, waits_per_layer
 from benchmarks.harness.implementations import SETTINGS, seconds_over_all_to_all
+from benchmarks.harness.launch_path import launches
 from benchmarks.harness.models import run_model, spread_model
 from benchmarks.harness.pairs import compare
 from benchmarks.harness.schedule_bench import host_work

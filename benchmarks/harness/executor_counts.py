@@ -14,7 +14,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from benchmarks.harness.launch_path import Launches
 from benchmarks.harness.models import run_model, spread_model
 from benchmarks.harness.spread_bench import SIZES, HFBench, drawn
 from foreroute.adapters import hf
@@ -99,14 +98,6 @@ def posting(layers: Iterable[nn.Module]) -> Iterator[Posted]:
             hook = layer.register_forward_pre_hook(lambda *_: posted.order.append("layer"))
             stack.callback(hook.remove)
         yield posted
-
-
-def launches(work: Callable[[], object]) -> int:
-    """Operators of aten, those of backward too."""
-    counting = Launches()
-    with counting:
-        work()
-    return counting.number
 
 
 def waits_per_layer(rank: int, num_ranks: int) -> float:

@@ -78,6 +78,14 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def launches(work: Callable[[], object]) -> int:
+    """Count the operators of one call, those of backward too."""
+    counting = Launches()
+    with counting:
+        work()
+    return counting.number
+
+
 def _of_hugging_face() -> tuple[dict[str, int], dict[str, int]]:
     """Waits by batch. Operators added to a forward and a step of a padded one, when rows are made and used again."""
     torch.set_num_threads(1)
@@ -100,10 +108,10 @@ def _of_hugging_face() -> tuple[dict[str, int], dict[str, int]]:
             with routed.replay(trace):
                 waits[name] += _waits(device, forward)
             if name == "padded_left":
-                own = _launches(forward), _launches(lambda: forward().sum().backward())
+                own = launches(forward), launches(lambda: forward().sum().backward())
                 with routed.replay(trace):
-                    first = _launches(forward)
-                    again = _launches(forward), _launches(lambda: forward().sum().backward())
+                    first = launches(forward)
+                    again = launches(forward), launches(lambda: forward().sum().backward())
         aten = {"first_forward": first - own[0], "forward": again[0] - own[0], "step": again[1] - own[1]}
         return waits, aten
 
@@ -159,10 +167,3 @@ def _waits(device: OtherDevice, forward: Callable[[], object]) -> int:
     with torch.no_grad():
         forward()
     return sum(device.reads.values())
-
-
-def _launches(work: Callable[[], object]) -> int:
-    launches = Launches()
-    with launches:
-        work()
-    return launches.number

@@ -16,7 +16,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.executor_counts import launches, posting
+from benchmarks.harness.executor_counts import posting
+from benchmarks.harness.launch_path import launches
 from benchmarks.harness.models import Sizes, forward_step, gpt_model, run_schedule, start_megatron_ranks
 from benchmarks.harness.pairs import compare, near_one
 from benchmarks.harness.spread_bench import MegatronBench, measured_cluster
