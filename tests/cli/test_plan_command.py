@@ -48,8 +48,8 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
     lines = result.stdout.splitlines()
     paths = [line for line in lines if str(tmp_path) in line]
     assert max(len(line.rstrip()) for line in lines if line not in paths) <= 80
-    for label in ("static", "EPLB, previous step", "EPLB, per micro-step", "foreroute", "no plan beats"):
-        assert sum(line.startswith(label) for line in lines) == 1
+    for label in ("static", "EPLB, previous step", "EPLB, per micro-step", "foreroute", "lower bound"):
+        assert sum(line.startswith(f"{label} ") for line in lines) == 1
     assert "modelled" in result.stdout
     found = load_plan(output)
     verify(found, counts(), PlanOptions(home_moves=2))

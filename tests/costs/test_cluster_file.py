@@ -106,7 +106,7 @@ def test_rates_are_put_into_a_file_and_all_else_stays(tmp_path):
     [
         ('hardware = {preset = "a100"}\n', "cannot be given rates line by line; write hardware"),
         ("topology.num_ranks = 16\nhardware.tile_rows = 3\n", "cannot be given rates line by line"),
-        ("[topology]\nnum_ranks = 16\n", r"\[links\] has no node_bytes_per_s"),
+        ("[topology]\nnum_ranks = 16\n", r"lacks\n.*redundant_slots\n.*\[links\] node_bytes_per_s"),
     ],
 )
 def test_files_that_lines_cannot_be_put_into_stay_as_they_are(text, message, tmp_path):
@@ -119,27 +119,39 @@ def test_files_that_lines_cannot_be_put_into_stay_as_they_are(text, message, tmp
 
 def test_without_presets_every_key_without_default_is_needed():
     hardware = {"gemm_flops_per_s": 1e12, "attention_flops_per_s": 1e12, "memory_bytes_per_s": 1e10}
-    with pytest.raises(ConfigError, match=r"x: \[links\] has no node_bytes_per_s, cluster_bytes_per_s"):
+    with pytest.raises(ConfigError, match=r"\[links\] node_bytes_per_s, cluster_bytes_per_s.*\n.*\[hardware\] with"):
         parse_cluster({**USUAL, "hardware": hardware}, source="x")
     names = ("node_bytes_per_s", "cluster_bytes_per_s", "host_bytes_per_s", "node_latency_s", "cluster_latency_s")
     whole = {**USUAL, "hardware": hardware, "links": dict.fromkeys(names, 1)}
     assert parse_cluster(whole, source="x").costs.hardware.tile_rows == 128
-    with pytest.raises(ConfigError, match=r"x: \[model\] has no num_layers, num_experts"):
+    with pytest.raises(ConfigError, match=r"\[model\] num_layers, num_experts"):
         parse_cluster({key: whole[key] for key in whole if key != "model"}, source="x")
+
+
+def test_all_missing_keys_of_all_tables_are_in_one_error():
+    """Adding what is named gives a file that is read."""
+    with pytest.raises(ConfigError) as caught:
+        parse_cluster({}, source="x")
+    lines = re.findall(r"^  \[(\w+)\] (.*)$", str(caught.value), re.MULTILINE)
+    named = {table: dict.fromkeys(keys.split(", "), 1) for table, keys in lines}
+    assert set(named) == {"topology", "hardware", "links", "model"}
+    assert parse_cluster(named, source="x").topology.num_ranks == 1
 
 
 def test_the_files_of_the_planners_page_are_read():
     page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
-    whole, model = map(tomllib.loads, re.findall(r"```toml\n(.*?)```", page, re.DOTALL))
-    assert parse_cluster(whole, source="page").costs.model == MODELS["qwen3-30b-a3b"]
-    assert parse_cluster({**whole, **model}, source="page").costs.model.num_experts == 64
+    preset, whole = map(tomllib.loads, re.findall(r"```toml\n(.*?)```", page, re.DOTALL))
+    assert parse_cluster(preset, source="page").costs.model == MODELS["qwen3-30b-a3b"]
+    cluster = parse_cluster(whole, source="page")
+    assert cluster.costs.model.num_experts == 64
+    assert cluster.costs.hardware == HARDWARE["h100"], "the rates of the preset, written down"
 
 
 @pytest.mark.parametrize(
     ("table", "values", "message"),
     [
-        ("topology", {"num_ranks": 64}, r"x: \[topology\] has no redundant_slots; give them$"),
-        ("topology", {"redundant_slots": 2}, r"x: \[topology\] has no num_ranks; give them$"),
+        ("topology", {"num_ranks": 64}, r"x lacks\n  \[topology\] redundant_slots\nGive them$"),
+        ("topology", {"redundant_slots": 2}, r"x lacks\n  \[topology\] num_ranks\nGive them$"),
         ("topology", {"num_ranks": 64, "redundant_slot": 2}, r"did you mean redundant_slots\?"),
         (
             "topology",

@@ -110,7 +110,7 @@ def test_measurements_are_read_from_lines(folder):
     planned, at_home = load_measurements(folder / "m.jsonl", small_config().described().topology)
     assert (planned.pass_index, planned.seconds) == (1, 0.5)
     assert (at_home.pass_index, at_home.seconds, at_home.name) == (0, 0.25, "counts.safetensors, recompute")
-    assert len(at_home.served.cells[0].expert_R) == 0 < len(planned.served.cells[0].expert_R)
+    assert len(at_home.served.passes[0].expert_R) == 0 < len(planned.served.passes[0].expert_R)
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ def warn_of_lacks(plan: StepPlan, executor: Executor, paths: FetchPath) -> None:
     """
     if plan.topology.num_nodes > 1 and Ability.NODES not in EXECUTES[executor]:
         warnings.warn(
-            f"the plan asks for {Ability.NODES}, which no test has run on this executor ({executor}), so that steps "
-            "take other times than were planned; keep an expert-parallel group within a node",
+            f"the plan asks for {Ability.NODES}, and this executor ({executor}) has run on nodes made of one machine "
+            "alone, so that steps may take other times than were planned; keep an expert-parallel group within a node",
             stacklevel=2,
         )
     # between nodes both paths are the same, and at homes nothing travels

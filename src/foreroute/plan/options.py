@@ -16,7 +16,7 @@ PASS_NAMES: tuple[PassName, ...] = get_args(PassName)
 PRICED = ("traffic", "pay_off")
 """The options that a cost model prices."""
 MOST = 2**63 - 1
-"""The largest number of moves, of threads and seed: far more than there are experts or processors."""
+"""The largest number of moves and of threads: far more than there are experts or processors."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,6 @@ class PlanOptions:
             where it saves more time than planning it exposes. Where there is a cost model and this is not False, stages
             that the plan saves too little in are executed at homes (`StepPlan.gains`).
         threads: of the planner. Plans do not depend on it.
-        seed: of the placement search. The same seed gives the same plan.
     """
 
     tolerance: float = 0.02
@@ -50,12 +49,11 @@ class PlanOptions:
     traffic: bool | None = None
     pay_off: bool | None = None
     threads: int = 1
-    seed: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.tolerance < 1:
             raise ConfigError(f"tolerance is {self.tolerance}; expected a share of the mean load, from 0 to below 1")
-        for name, least in (("home_moves", 0), ("threads", 1), ("seed", 0)):
+        for name, least in (("home_moves", 0), ("threads", 1)):
             if name != "home_moves" or self.home_moves is not None:
                 whole_number(getattr(self, name), name=name, least=least, most=MOST, kind=ConfigError)
         if self.slots not in ("layer", "shared"):

@@ -78,9 +78,7 @@ def plan_and_why(
         raise ConfigError(f"{asked} cannot be priced without a cost model; pass costs")
     home_LE = previous_LE.copy()
     if options.home_moves != 0:
-        home_LE = place_homes(
-            counts, topology, home_LE, max_moves=options.home_moves, seed=options.seed, threads=options.threads
-        )
+        home_LE = place_homes(counts, topology, home_LE, max_moves=options.home_moves, threads=options.threads)
     hosts, figures_ML2, why = _plan_cells(counts, topology, options, home_LE, costs, on_progress)
     found = StepPlan(
         topology=topology,

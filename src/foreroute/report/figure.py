@@ -7,12 +7,10 @@ import io
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.colors import TwoSlopeNorm, to_hex, to_rgb
 from matplotlib.figure import Figure
@@ -21,9 +19,8 @@ from numpy.typing import NDArray
 
 from foreroute.records import Run, StepRecord
 from foreroute.records.step_record import SIDES, Side
-from foreroute.report.format import over_mean, step_time
+from foreroute.report.format import INK, WINDOW, over_mean, step_time
 from foreroute.report.page import Caption, Key, Plot
-from foreroute.report.run_tables import WINDOW
 from foreroute.trace import RoutedLayer
 
 # A colour stands for the same on every page. Okabe and Ito's stay apart under the common colour deficiencies.
@@ -48,40 +45,11 @@ DASHES = ("", "6 3", "2 2", "8 2 2 2")
 SHADES = (0.0, 0.45, -0.4)
 """By run among those that train on the same side: towards white, or black. With four dashes, twelve looks."""
 
-INK, GREY = "#3b4550", "#8a94a0"
-"""Colours of words in a picture, and of lines that only guide the eye."""
-
 INCHES = (5.0, 3.1)
 HEAT_INCHES = (5.0, 4.2)
 BAR_INCHES = 0.34
 LABEL_WIDTH = 21
 """Characters of a line of a bar's label."""
-STYLE: dict[str, Any] = {
-    "axes.axisbelow": True,
-    "axes.edgecolor": GREY,
-    "axes.grid": True,
-    "axes.labelcolor": INK,
-    "axes.labelsize": 11,
-    "axes.linewidth": 0.8,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "figure.constrained_layout.use": True,
-    "font.family": "DejaVu Sans",  # shipped with matplotlib, so pages look alike everywhere
-    "font.size": 11,
-    "grid.color": "#e6e9ed",
-    "grid.linewidth": 0.8,
-    "lines.linewidth": 1.7,
-    "lines.solid_capstyle": "round",
-    "path.simplify_threshold": 0.6,  # of a point
-    "svg.fonttype": "path",
-    "svg.hashsalt": "foreroute",  # the same records give the same page
-    "xtick.color": GREY,
-    "xtick.labelcolor": INK,
-    "xtick.labelsize": 10.5,
-    "ytick.color": GREY,
-    "ytick.labelcolor": INK,
-    "ytick.labelsize": 10.5,
-}
 
 
 @dataclass(frozen=True)
@@ -92,11 +60,6 @@ class Series:
     side: Side | None
     x: NDArray[np.float64]
     y: NDArray[np.float64]
-
-
-def in_style() -> AbstractContextManager[None]:
-    """The look of all plots, for as long as they are drawn."""
-    return matplotlib.rc_context(STYLE)
 
 
 def new_axes(inches: tuple[float, float] = INCHES) -> Any:

@@ -7,8 +7,8 @@ from statistics import fmean
 
 from foreroute.records import Run
 from foreroute.records.step_record import SIDES
-from foreroute.report.format import percentage, reward, scientific, span_of
-from foreroute.report.run_tables import WINDOW, SummaryRow, planned_steps, summary_rows
+from foreroute.report.format import WINDOW, percentage, reward, scientific, span_of
+from foreroute.report.run_tables import SummaryRow, planned_steps, summary_rows
 
 FEWEST_RUNS = 4
 """Runs of each kind. Chance puts all 4 of one above all 4 of the other once in 35 times; with 3, once in 10."""

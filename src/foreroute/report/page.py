@@ -17,6 +17,7 @@ from typing import Any, Literal
 from foreroute.errors import InputError, how_to_install, printable
 from foreroute.files.regular import as_path, open_regular
 from foreroute.files.writing import check_writable, write_atomically, writing_named
+from foreroute.report.format import STYLE
 
 MARK = '<meta name="generator" content="foreroute">'
 """In the head of every page. A file with it may be replaced by another page, any other file may not."""
@@ -216,9 +217,9 @@ def write_page(target: Path, page: Page | Callable[[], Page]) -> Path:
         from jinja2 import Environment, PackageLoader, StrictUndefined
 
         if not isinstance(page, Page):
-            from foreroute.report.figure import in_style
+            import matplotlib
 
-            with in_style():
+            with matplotlib.rc_context(STYLE):
                 page = page()
     except ModuleNotFoundError as error:
         raise InputError(f"a page needs {error.name}, which is not installed; {how_to_install('report')}") from error

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from foreroute.records import Run
 from foreroute.report.finding import run_finding
-from foreroute.report.format import quoted
+from foreroute.report.format import WINDOW, quoted
 from foreroute.report.page import Column, Page, PageSection, Table, TableRow, texts, write_page
 from foreroute.report.run_tables import (
-    WINDOW,
     SummaryRow,
     alarm_table,
     config_table,

@@ -17,7 +17,6 @@ from foreroute.records import Run
 from foreroute.records.step_record import SIDES
 from foreroute.report.figure import (
     INCHES,
-    INK,
     Series,
     card_of_runs,
     heat_maps,
@@ -32,8 +31,9 @@ from foreroute.report.figure import (
     series_by_side,
     style_of,
 )
+from foreroute.report.format import INK, WINDOW
 from foreroute.report.page import Plot, caption
-from foreroute.report.run_tables import WINDOW, planned_steps
+from foreroute.report.run_tables import planned_steps
 
 if TYPE_CHECKING:
     from foreroute.trace import RoutedLayer

@@ -13,14 +13,12 @@ from typing import Literal, get_args
 from foreroute.mismatch.alarm_rules import WORDS, Alarm, Kind
 from foreroute.records import Run, StepRecord
 from foreroute.records.step_record import SIDES, ExecutionRecord, Load, Side
-from foreroute.report.format import ABSENT, flattened, percentage, reward, scientific, step_time
+from foreroute.report.format import ABSENT, WINDOW, flattened, percentage, reward, scientific, step_time
 from foreroute.report.page import Column, Table, TableRow, words
 
 Measure = Literal["k3", "f2", "differing_share", "differing_tokens_share"]
 BySide = dict[Side, float | None]
 """One measure without replay and with it. None: never measured."""
-WINDOW = 10
-"""Steps at each end of a run whose reward is averaged."""
 
 
 @dataclass(frozen=True, kw_only=True)

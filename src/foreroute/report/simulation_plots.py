@@ -1,4 +1,4 @@
-"""The plots of a simulated step: its stages, where its time goes, and a few layers rank by rank."""
+"""The plots of a simulated step: its phases, where its time goes, and a few layers rank by rank."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from foreroute.report.figure import GREY, INK, PART_COLOURS, card, new_axes, stacked_bars
-from foreroute.report.format import step_time
+from foreroute.report.figure import PART_COLOURS, card, new_axes, stacked_bars
+from foreroute.report.format import GREY, INK, step_time
+from foreroute.report.methods import modelled, named
 from foreroute.report.page import Key, Plot, caption
-from foreroute.report.simulation import compared_methods, modelled, named
+from foreroute.simulate.records import compared
 
 if TYPE_CHECKING:
     from foreroute.simulate import SimulationRecord, Timeline
 
-STAGE_COLOURS = {
+PHASE_COLOURS = {
     "planning": PART_COLOURS["waiting for the plan"],
     "home moves": "#EEDD88",
     "publishing": "#BBCC33",
@@ -37,23 +38,22 @@ NUM_RANKS = 4
 LANE_INCHES = 0.225
 
 
-def by_stage(record: SimulationRecord) -> Plot:
+def by_phase(record: SimulationRecord) -> Plot:
     """The whole step of every method."""
-    static = record["static"].stages
+    static = record["static"].phases
     forced_s = record.forced_balance_s + static.reduction + static.optimizer
-    said = caption("stages", forced=step_time(forced_s), modelled=modelled(record))
-    bars = [(named(method, record), tuple(method.stages)) for method in record.methods]
-    return stacked_bars(said, bars, STAGE_COLOURS, line_s=forced_s)
+    said = caption("phases", forced=step_time(forced_s), modelled=modelled(record))
+    bars = [(named(method, record), tuple(method.phases)) for method in record.methods]
+    return stacked_bars(said, bars, PHASE_COLOURS, line_s=forced_s)
 
 
 def by_part(record: SimulationRecord) -> Plot:
     """Recompute and update of the methods that matter, by what they are spent on."""
-    methods = (record["static"], *compared_methods(record))
+    methods = (record["static"], *compared(record.methods))
     bars = [
         (named(method, record), [parts[part] for part in PART_COLOURS])
-        for stage in ("recompute", "update")
-        for method in methods
-        for parts in [method.recompute_parts if stage == "recompute" else method.update_parts]
+        for passes in zip(*((method.recompute_parts, method.update_parts) for method in methods), strict=True)
+        for method, parts in zip(methods, passes, strict=True)
     ]
     said = caption("parts", modelled=modelled(record))
     return stacked_bars(said, bars, PART_COLOURS, headings={0: "recompute", len(methods): "update"})

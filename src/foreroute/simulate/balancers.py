@@ -12,6 +12,7 @@ from foreroute.costs.model import CostModel
 from foreroute.errors import CountsError
 from foreroute.plan.hosts import CellPlan
 from foreroute.plan.options import SlotSharing
+from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Topology
 
 
@@ -68,9 +69,10 @@ class BalancerInput:
         return self.previous_LE
 
 
-Method = Callable[[BalancerInput], Iterator[CellPlan]]
-"""Plans a step cell by cell, in the order of execution. The homes of a layer are those of its first cell, the same in
-all; slots are not numbered. A home among the replicas is a rank that gave up its own expert and fetches it back."""
+Method = Callable[[BalancerInput], Iterator[CellPlan] | StepPlan]
+"""Makes a plan, or the cells of a step in the order of execution. The homes of a layer are those of its first cell, the
+same in all; slots are not numbered. A home among the replicas is a rank that gave up its own expert and fetches it
+back."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,9 @@ class Balancer:
     Attributes:
         label: for tables.
         knows: the loads that it plans from: "nothing", "previous step", "step" or "micro-step".
-        method: yields the hosts of each cell.
-        slots: each layer has redundant slots of its own, or all layers share one set, which is empty at every cell.
+        method: makes a plan, or yields the hosts of each cell.
+        slots: of yielded cells: each layer has redundant slots of its own, or all layers share one set, which is empty
+            at every cell.
     """
 
     label: str
