@@ -19,9 +19,23 @@ FRAMEWORKS = ("Hugging Face", "TRL", "verl, FSDP engine", "verl, Megatron engine
 INTRO = """# Settings by framework
 
 Look up whether replay goes with a setting of your script. *Works*: the linked test compares it with an independent
-result, on CPUs. *Refused*: one error names it before anything is trained. A setting that is missing here may stand on
-the framework's page, or was not tried. [What runs where](where.md) has hardware and versions.
+result, on CPUs. *Refused*: one error names it before anything is trained. *Not tried*: nobody has looked; so is what
+stands neither here nor on the framework's page. [What runs where](where.md) has hardware and versions.
 """
+NOT_TRIED = {
+    "Hugging Face": (
+        "4-bit, FP8 and MXFP4 weights that stay packed on a GPU",
+        "Unsloth itself; kernels of the Hub themselves",
+        "sequence and context parallelism of `accelerate`",
+    ),
+    "TRL": (
+        "images with vLLM or a `rollout_func`",
+        "Liger's kernels themselves",
+        "vLLM that is tensor-parallel, or beside experts spread by `ep_implementation`",
+    ),
+    "verl, FSDP engine": ("FP8 rollouts", "a real SGLang server", "images under Ulysses"),
+    "verl, Megatron engine": ("FP8 rollouts", "Megatron-Bridge", "a real SGLang server", "images"),
+}
 SOURCE = "https://github.com/foreroute/foreroute/blob/main/"
 
 
@@ -49,7 +63,7 @@ def settings_page(tests: Path = ROOT / "tests") -> str:
 
 
 def _rows_of(file: Path) -> Iterator[Shown]:
-    text = file.read_text()
+    text = file.read_text("utf-8")
     if "mark.shows(" not in text:
         return
     for function in ast.walk(ast.parse(text)):
@@ -66,9 +80,12 @@ def _lists(framework: str, rows: list[Shown]) -> str:
     mine = sorted((row for row in rows if row.framework == framework), key=lambda row: row.setting)
     works = [f"- [{row.setting}]({SOURCE}{row.file})" for row in mine if not row.refused]
     refused = [f"- [{row.setting}]({SOURCE}{row.file}): {row.refused}" for row in mine if row.refused]
-    parts = [f"\n## {framework}", "Works:", "\n".join(works), "Refused:", "\n".join(refused)]
+    not_tried = [f"- {setting}" for setting in NOT_TRIED[framework]]
+    parts = [f"\n## {framework}"]
+    for title, lines in (("Works:", works), ("Refused:", refused), ("Not tried:", not_tried)):
+        parts += [title, "\n".join(lines)]
     return "\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(settings_page())
+    PAGE.write_text(settings_page(), "utf-8")

@@ -12,7 +12,7 @@ from foreroute.files.container import FileFormat, TensorSchema, checksum, tensor
 FORMAT = FileFormat(
     name="song",
     version=4,
-    kind=PlanError,
+    error=PlanError,
     metadata=("title",),
     tensors={"pitch_NV": TensorSchema("U8 U16", "NV"), "length_N": TensorSchema("F32", "N")},
     made_by="somebody sings songs",

@@ -24,21 +24,21 @@ class Case:
     counts: tuple[tuple[int, ...], ...]
 
     def plan(self, sequences, cp_rank, tp_rank):
-        """The slots of a micro-batch; rows are numbered as in the trace of all sequences."""
+        """The router rows of a micro-batch; rows are numbered as in the trace of all sequences."""
         lengths = np.array(self.lengths, np.int64)[list(sequences)]
         if self.form == "thd":
-            slots = layout.pack(lengths, align=self.align).align_total(self.total[0])
+            here = layout.pack(lengths, align=self.align).align_total(self.total[0])
         else:
-            slots = layout.pad(lengths, side=self.side, order=self.form, to=self.grid_width(sequences))
-        slots = slots.split_context(self.cp, cp_rank)
+            here = layout.pad(lengths, side=self.side, order=self.form, to=self.grid_width(sequences))
+        here = here.split_context(self.cp, cp_rank)
         if self.form == "thd":
-            slots = slots.align_total(self.total[1])
-        rows = slots.split_sequence(self.tp, tp_rank).rows()
+            here = here.align_total(self.total[1])
+        rows = here.split_sequence(self.tp, tp_rank).rows()
         assert isinstance(rows, layout.RankRows)
         assert rows.num_rows == lengths.sum()
         first = np.cumsum((0, *self.lengths))
         of_trace = np.concatenate([np.arange(first[s], first[s + 1]) for s in sequences] + [[-1]])
-        return layout.RankRows(of_trace[rows.row_of_slot_R].astype(rows.row_of_slot_R.dtype), sum(self.lengths))
+        return layout.RankRows(of_trace[rows.packed_row_R].astype(rows.packed_row_R.dtype), sum(self.lengths))
 
     def expected(self, sequences, cp_rank, tp_rank):
         if self.form == "thd":

@@ -1,6 +1,6 @@
 """Layouts spelled out by hand: lists and loops from their definitions, slow and obviously right, nothing of `layout/`.
 
-A cell is what one slot sees: (sequence, position), or None for padding. A lane is a list of cells, one sequence as it
+A cell is what a router row sees: (sequence, position), or None for padding. A lane is a list of cells, a sequence as it
 is padded; a batch is a list of lanes.
 """
 

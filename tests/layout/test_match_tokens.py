@@ -31,7 +31,7 @@ def test_padding_on_either_side_is_deduced(side):
     ids, mask = padded_batch(
         trace, 6, lambda _, n: [1] * n + [0] * (6 - n) if side == "right" else [0] * (6 - n) + [1] * n
     )
-    expected = pad(trace.lengths, side=side, order="bshd", to=6).rows().row_of_slot_R
+    expected = pad(trace.lengths, side=side, order="bshd", to=6).rows().packed_row_R
     assert np.array_equal(locate_rows(trace, ids, mask), expected)
     assert np.array_equal(locate_rows(trace, ids.astype(np.int32), mask.astype(bool)), expected)
     assert locate_rows(trace, ids, mask).dtype == np.int64

@@ -39,7 +39,7 @@ def test_every_rank_gets_the_rows_of_the_oracle_and_gives_them_back_in_packed_or
                 seen = seen_places(canary, plans[-1], layers)
                 assert np.array_equal(seen, expected), (seed, case, sequences, ranks)
         if sorted(s for batch in case.batches for s in batch) == list(range(len(case.lengths))):
-            collected = layout.collect([(each, each.row_of_slot_R * 7) for each in plans])
+            collected = layout.collect([(each, each.packed_row_R * 7) for each in plans])
             assert collected.tolist() == [7 * n for n in range(sum(case.lengths))], seed
             num_collected += 1
     assert num_collected >= len(seeds) // 2
@@ -80,9 +80,9 @@ def test_a_shift_by_one_token_is_seen(shift):
         canary = canary_trace(case.lengths, case.spec, last_absent=False)
         for sequences in case.batches:
             right = case.plan(sequences, 0, 0)
-            moved = layout.RankRows(np.roll(right.row_of_slot_R, shift), right.num_rows)
+            moved = layout.RankRows(np.roll(right.packed_row_R, shift), right.num_rows)
             expected = places(case, canary, case.expected(sequences, 0, 0), case.spec.layers)
-            same = np.array_equal(moved.row_of_slot_R, right.row_of_slot_R)
+            same = np.array_equal(moved.packed_row_R, right.packed_row_R)
             assert np.array_equal(seen_places(canary, moved, case.spec.layers), expected) == same
 
 

@@ -76,9 +76,9 @@ def test_impossible_fills_are_refused():
             fill_padding(ids, np.ones(2, bool), wrong)
     with pytest.raises(LayoutError, match="3 distinct picks cannot be made from 2"):
         fill_padding(ids, np.ones(2, bool), homes[:, 1:])
-    with pytest.raises(LayoutError, match="one bool for each of 2 slots"):
+    with pytest.raises(LayoutError, match="one bool for each of 2 router rows"):
         fill_padding(ids, np.ones(3, bool), homes)
-    with pytest.raises(LayoutError, match="one bool for each of 2 slots"):
+    with pytest.raises(LayoutError, match="one bool for each of 2 router rows"):
         fill_padding(ids, np.array([0, 1]), homes)
     with pytest.raises(LayoutError, match="6 experts do not divide over 4"):
         block_homes(6, 4)

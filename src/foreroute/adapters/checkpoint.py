@@ -232,7 +232,7 @@ def _read_sizes(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
     vocabulary_size, positions = (
         None
         if config.get(name) is None
-        else whole_number(config[name], name=f"{name} of the configuration", most=MOST_COUNT, kind=ConfigError)
+        else whole_number(config[name], name=f"{name} of the configuration", most=MOST_COUNT, error=ConfigError)
         for name in ("vocab_size", "max_position_embeddings")
     )
     return vocabulary_size, positions

@@ -1,7 +1,8 @@
 """Engine output in, routing trace out: the form is recognised, the routes are put in place and checked. No torch, no
 engine.
 
-decode          the door: tokens, rows and layers put in place
+decode          the doors: tokens, rows and layers put in place
+logprobs        log-probs of sampled tokens
 recognition     which form an output has, where the routes lie
 arrays          fields, arrays, text and bytes from outside
 verl_batch      padded and packed batches of verl, ms-swift and SkyRL
@@ -15,7 +16,7 @@ generation      what an engine is asked for and hands back       Sampling, Gener
 """
 
 from foreroute.capture.agents import AgentRollout
-from foreroute.capture.decode import decode
+from foreroute.capture.decode import decode, decode_generation
 from foreroute.capture.generation import Generation, Sampling, load_generation, save_generation
 from foreroute.capture.indexers import with_indexer_choices
 from foreroute.capture.nemo_gym import read_nemo_gym
@@ -26,6 +27,7 @@ __all__ = [
     "Generation",
     "Sampling",
     "decode",
+    "decode_generation",
     "load_generation",
     "read_nemo_gym",
     "read_skycap",

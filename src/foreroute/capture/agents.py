@@ -80,11 +80,7 @@ def trace_of(spec: RoutingSpec, tokens_T: NDArray[np.int32], rows: Any, valid: N
 
 
 def version_of(call: Mapping[str, Any], weight_version: WeightVersion) -> int:
-    """Return the weights that made a call.
-
-    Raises:
-        CaptureError: when the caller states none that can be.
-    """
+    """Return the weights that made a call. Raises `CaptureError` when the caller states none that can be."""
     stated: object = weight_version(call) if callable(weight_version) else weight_version
     return number_of(stated, "the weight version", MAX_INT32, least=NO_VERSION)
 
@@ -99,19 +95,14 @@ def naming(what: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def number_of(value: object, name: str, most: int, *, least: int = 0) -> int:
-    """Return a whole number of a record.
-
-    Raises:
-        CaptureError: when it is something else, or out of range.
-    """
-    return whole_number(value, name=name, least=least, most=most, kind=CaptureError)
+    """Return a whole number of a record. Raises `CaptureError` when it is something else, or out of range."""
+    return whole_number(value, name=name, least=least, most=most, error=CaptureError)
 
 
 def entries_of(record: Mapping[str, Any], name: str, *kinds: type) -> list[Any]:
     """Return a list of a JSON object, whose entries are of these types and of none derived from them.
 
-    Raises:
-        CaptureError: when it is something else.
+    Raises `CaptureError` when it is something else.
     """
     values = record.get(name)
     if not isinstance(values, list) or not set(map(type, values)) <= set(kinds):

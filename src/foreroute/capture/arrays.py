@@ -39,8 +39,7 @@ _NPY_HEADER = re.compile(
 def field_of(record: Any, name: str) -> Any:
     """Return a field of a mapping, or of another object its attribute or else its item; None when it has none.
 
-    Raises:
-        CaptureError: when the record does not let itself be asked.
+    Raises `CaptureError` when the record does not let itself be asked.
     """
     try:
         if isinstance(record, Mapping):
@@ -59,11 +58,7 @@ def _item_of(record: Any, name: str) -> Any:
 
 
 def items_of(values: Any, name: str) -> list[Any]:
-    """Return the entries of a list or tuple.
-
-    Raises:
-        CaptureError: when it does not give them.
-    """
+    """Return the entries of a list or tuple. Raises `CaptureError` when it does not give them."""
     try:
         return [*values]
     except Exception as error:
@@ -91,8 +86,7 @@ def is_nested(value: Any, depth: int = 3) -> bool:
 def as_array(values: Any, name: str) -> np.ndarray[Any, Any]:
     """Return what numpy makes of an array of any library.
 
-    Raises:
-        CaptureError: when it makes none, or entries are masked, which a plain array cannot say.
+    Raises `CaptureError` when it makes none, or entries are masked, which a plain array cannot say.
     """
     try:
         array = host_array(values)
@@ -109,8 +103,7 @@ def as_array(values: Any, name: str) -> np.ndarray[Any, Any]:
 def as_integers(values: Any, name: str) -> NDArray[Any]:
     """Return an array of any library as one of numpy.
 
-    Raises:
-        CaptureError: as `as_array`, and when its numbers are no integers.
+    Raises `CaptureError` as `as_array`, and when its numbers are no integers.
     """
     array = as_array(values, name)
     if array.dtype.kind not in "iu":
@@ -121,8 +114,7 @@ def as_integers(values: Any, name: str) -> NDArray[Any]:
 def read_npy(data: bytes) -> NDArray[Any]:
     """Read an integer array [rows, layers, K] from a version 1 `.npy` file.
 
-    Raises:
-        CaptureError: when it is another file, or has more or fewer bytes than its header states.
+    Raises `CaptureError` when it is another file, or has more or fewer bytes than its header states.
     """
     header_end = 10 + int.from_bytes(data[8:10], "little")
     header = _NPY_HEADER.fullmatch(data[10:header_end])
@@ -210,8 +202,7 @@ def _read_table(table: Any, name: str) -> NDArray[Any]:
 def columns_of(layers: Sequence[RoutedLayer], axis_length: int, name: str) -> NDArray[np.int64]:
     """Return where layers lie on an axis of these layers alone, or of all decoder layers: int64 [L].
 
-    Raises:
-        CaptureError: when the axis is neither.
+    Raises `CaptureError` when the axis is neither.
     """
     numbers = [layer.index for layer in layers]
     if axis_length == len(numbers):

@@ -7,6 +7,7 @@ the model. Then `RoutingTrace.from_rows` checks every id, and what looks like a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,9 @@ from foreroute.capture.arrays import (
     read_rows,
 )
 from foreroute.capture.checks import refuse_frozen_rows, refuse_routed_dense, unfilled_lookups
+from foreroute.capture.generation import Generation
 from foreroute.capture.indexers import with_indexer_choices
+from foreroute.capture.logprobs import read_logprobs
 from foreroute.capture.recognition import Form, RawSequence, have_all, read_output
 from foreroute.capture.sampling_masks import decode_masks
 from foreroute.errors import CaptureError, TraceContentError, shown
@@ -75,6 +78,56 @@ def decode(
             be trusted.
         SpecMismatchError: when layers of the model differ in experts or picks.
     """
+    return _decode(output, model, token_ids, valid, start, weight_version, vocabulary_size, indexers).trace
+
+
+def decode_generation(
+    output: object,
+    *,
+    model: RoutingSpec,
+    token_ids: Any = None,
+    start: int | Sequence[int] = 0,
+    weight_version: int | Callable[[str], int] = NO_VERSION,
+    vocabulary_size: int | None = None,
+    indexers: IndexerSpec | None = None,
+) -> Generation:
+    """Read routes as `decode`, whose arguments these are, and the log-probs of sampled tokens with them.
+
+    Each answer of vLLM or SGLang in `output` must have log-probs, of the distribution that was sampled from: vLLM gives
+    them under `--logprobs-mode processed_logprobs`.
+
+    Raises:
+        CaptureError: as `decode`, and when log-probs are missing, too many, of other tokens, or no numbers.
+        TraceContentError: when they are no logarithms of probabilities, or a sequence has no prompt.
+    """
+    decoded = _decode(output, model, token_ids, None, start, weight_version, vocabulary_size, indexers)
+    logprobs = [
+        read_logprobs(raw, tokens_T, f"sequence {s}")
+        for s, (raw, tokens_T) in enumerate(zip(decoded.sequences, decoded.tokens, strict=True))
+    ]
+    lengths_S = [len(tokens_T) - len(each) for tokens_T, each in zip(decoded.tokens, logprobs, strict=True)]
+    return Generation(decoded.trace, np.array(lengths_S), np.concatenate(logprobs))
+
+
+@dataclass(frozen=True)
+class _Decoded:
+    """What was read of an output: its trace, and each sequence as it was found, with all its tokens."""
+
+    trace: RoutingTrace
+    sequences: list[RawSequence]
+    tokens: list[NDArray[np.int32]]
+
+
+def _decode(
+    output: object,
+    model: RoutingSpec,
+    token_ids: Any,
+    valid: Any,
+    start: int | Sequence[int],
+    weight_version: int | Callable[[str], int],
+    vocabulary_size: int | None,
+    indexers: IndexerSpec | None,
+) -> _Decoded:
     _require_readable(model)
     form, sequences = read_output(output)
     starts = _starts(start, sequences)
@@ -119,7 +172,9 @@ def decode(
     if have_all([raw.sampling_mask for raw in sequences], "sampling mask"):
         trace = trace.with_stream(SAMPLING, decode_masks(sequences, tokens, vocabulary_size))
     choices = [raw.indexer_topk for raw in sequences]
-    return with_indexer_choices(trace, choices, indexers) if have_all(choices, "choices of indexers") else trace
+    if have_all(choices, "choices of indexers"):
+        trace = with_indexer_choices(trace, choices, indexers)
+    return _Decoded(trace, sequences, tokens)
 
 
 def _starts(start: object, sequences: Sequence[RawSequence]) -> list[int]:
@@ -131,9 +186,9 @@ def _starts(start: object, sequences: Sequence[RawSequence]) -> list[int]:
         raise CaptureError(f"start has {len(each)} positions for {len(sequences)} sequences; expected one, or as many")
     starts = []
     for given, raw in zip(each, sequences, strict=True):
-        given = whole_number(given, name="start", least=0, most=MAX_INT32, kind=CaptureError)
+        given = whole_number(given, name="start", least=0, most=MAX_INT32, error=CaptureError)
         if raw.start is not None:
-            stated = whole_number(raw.start, name="start of the table", least=0, most=MAX_INT32, kind=CaptureError)
+            stated = whole_number(raw.start, name="start of the table", least=0, most=MAX_INT32, error=CaptureError)
             if given not in (0, stated):
                 raise CaptureError(f"start is {given}, and the table states {stated}; leave start out")
             given = stated
@@ -264,7 +319,7 @@ def _versions(
 
 
 def _as_version(value: object) -> int:
-    return whole_number(value, name="weight_version", least=NO_VERSION, most=MAX_INT32, kind=CaptureError)
+    return whole_number(value, name="weight_version", least=NO_VERSION, most=MAX_INT32, error=CaptureError)
 
 
 def _one_for_each(values: Any, count: int, name: str, kind: str) -> list[Any]:

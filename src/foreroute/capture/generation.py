@@ -50,7 +50,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 1), ("end_token", -1), ("group_size", 1), ("top_k", 0)):
-            value = whole_number(getattr(self, name), name=name, least=least, most=MAX_INT32, kind=ConfigError)
+            value = whole_number(getattr(self, name), name=name, least=least, most=MAX_INT32, error=ConfigError)
             object.__setattr__(self, name, value)
         for name in ("temperature", "top_p", "min_p"):
             given: object = getattr(self, name)

@@ -56,6 +56,7 @@ class RawSequence:
         weight_versions: spans of generated tokens and the weights that produced them, where the output has them.
         prompt_routes: those of the prompt, where they are apart; `routes` are then of what follows.
         start: the position of the first row, where a table states it.
+        logprobs: of its sampled tokens, where the output has them.
     """
 
     routes: Any
@@ -68,6 +69,7 @@ class RawSequence:
     weight_versions: Any = None
     prompt_routes: Any = None
     start: Any = None
+    logprobs: Any = None
 
 
 def read_output(output: Any) -> tuple[Form, list[RawSequence]]:
@@ -160,6 +162,8 @@ def _sequence(holder: Any, choice: Any, record: Any, what: str) -> RawSequence:
                 f"write it, nested lists, or a table of {', '.join(TABLE)}"
             )
     prompt = field_of(choice, "prompt_token_ids")
+    # SGLang's; those of the truncated distribution that was sampled from come first, where it has both
+    logprobs = _first(holder, "output_token_sampling_logprobs", "output_token_logprobs")
     return RawSequence(
         [] if routes is None else routes,  # one token was sampled, or none
         prompt_routes=of_prompt,
@@ -169,6 +173,7 @@ def _sequence(holder: Any, choice: Any, record: Any, what: str) -> RawSequence:
         sampling_mask=_first(holder, "sampling_mask", "output_token_sampling_mask"),
         indexer_topk=field_of(holder, "indexer_topk"),
         weight_versions=field_of(holder, "weight_versions"),
+        logprobs=field_of(choice, "logprobs") if logprobs is None else logprobs,
     )
 
 
@@ -216,8 +221,7 @@ def _no_routes(record: Any, what: str = "the output") -> CaptureError:
 def have_all(found: Sequence[Any], what: str) -> bool:
     """Say whether every sequence has what an output may carry beside routes.
 
-    Raises:
-        CaptureError: when some sequences have it and others do not.
+    Raises `CaptureError` when some sequences have it and others do not.
     """
     there = [each is not None for each in found]
     if any(there) and not all(there):

@@ -66,8 +66,7 @@ def sequences_of(fields: Mapping[str, Any]) -> Iterator[tuple[NDArray[Any], NDAr
 def packed_places(positions_T: NDArray[Any]) -> list[slice]:
     """Find where sequences lie that are packed into one row.
 
-    Raises:
-        CaptureError: for positions that do not count from 0 to the end of each.
+    Raises `CaptureError` for positions that do not count from 0 to the end of each.
     """
     starts, width = np.flatnonzero(positions_T == 0), len(positions_T)
     lengths = np.diff(starts, append=width)
@@ -88,8 +87,7 @@ def packed_places(positions_T: NDArray[Any]) -> list[slice]:
 def kept_by_mask(mask_BT: NDArray[Any]) -> list[slice]:
     """Find where the tokens of each sequence lie in a padded batch.
 
-    Raises:
-        CaptureError: for a mask that is neither bool nor integers 0 and 1, and for one with padding between tokens.
+    Raises `CaptureError` for a mask that is neither bool nor integers 0 and 1, and for one with padding between tokens.
     """
     if mask_BT.dtype.kind not in "biu" or ((mask_BT != 0) & (mask_BT != 1)).any():
         raise CaptureError(

@@ -28,6 +28,7 @@ from foreroute.conformance.adapter import (
 from foreroute.errors import ForerouteError
 from foreroute.mismatch import Defect, explain
 from foreroute.trace import RoutingSpec, RoutingTrace
+from foreroute.trace.checks import place_of
 
 FOREIGN_VERSION = 3
 """Weight version of the routes that the kit makes: not 0, which a field that was never set would have."""
@@ -258,9 +259,9 @@ def _first(wanted: RoutingTrace, seen_NLK: NDArray[Any], wrong_RL: NDArray[np.bo
     routed = np.flatnonzero(wanted.valid_N)
     at, layer = (int(i) for i in np.argwhere(wrong_RL)[0])
     row = int(routed[at])
-    sequence = int(np.searchsorted(wanted.offsets, row, side="right") - 1)
+    sequence, position = place_of(row, wanted.offsets)
     return (
         f"{int(wrong_RL.sum())} of {wrong_RL.size} routing decisions were not followed; first: sequence "
-        f"{sequence}, position {row - int(wanted.offsets[sequence])}, {wanted.spec.layers[layer]} asked for "
+        f"{sequence}, position {position}, {wanted.spec.layers[layer]} asked for "
         f"{wanted.expert_ids_NLK[row, layer].tolist()} and got {seen_NLK[row, layer].tolist()}"
     )

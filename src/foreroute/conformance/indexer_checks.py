@@ -107,7 +107,7 @@ def _with_canaries(context: CheckContext, spec: IndexerSpec) -> RoutingTrace:
     """The model's own routes, with choices at random: each row and layer has its own, and so says where it belongs."""
     rng = np.random.default_rng([context.seed, 2])
     trace = context.native_trace()
-    positions = _positions(trace)
+    positions = trace.positions_N
     visible_N = spec.num_visible(positions)
 
     def sets(pick: Callable[[int], NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
@@ -122,15 +122,10 @@ def _with_canaries(context: CheckContext, spec: IndexerSpec) -> RoutingTrace:
     return trace.with_stream(INDEXER, spec.stream(positions, [sets(at_random) for _ in spec.layers]))
 
 
-def _positions(trace: RoutingTrace) -> NDArray[np.int64]:
-    """int64 [N], of each row in its sequence."""
-    return np.arange(trace.num_rows) - np.repeat(trace.offsets[:-1], trace.lengths)
-
-
 def _visible(trace: RoutingTrace, spec: IndexerSpec) -> NDArray[np.bool_]:
     """Bool [N, D, U · H], what a trace says that queries attend to."""
     stream = trace.streams[INDEXER]
-    seen_N = spec.num_visible(_positions(trace)) * spec.heads
+    seen_N = spec.num_visible(trace.positions_N) * spec.heads
     width = int(spec.num_visible(trace.lengths - 1).max()) * spec.heads
     whole_NDU = np.broadcast_to((np.arange(width) < seen_N[:, None])[:, None], (len(seen_N), stream.depth, width))
     chosen_NDU = np.zeros(whole_NDU.shape, np.bool_)

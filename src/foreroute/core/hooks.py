@@ -317,7 +317,7 @@ class ModelHooks(ABC):
         rows = self.begin_pass(batch)
         if not self.routers:
             return batch, None
-        current = self.open_pass(rows, batch.num_slots, batch.device)
+        current = self.open_pass(rows, batch.num_router_rows, batch.device)
         current.parts()  # makes views, and keeps them
         return batch, current
 

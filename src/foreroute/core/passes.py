@@ -207,7 +207,7 @@ class ForwardArgs(Protocol):
     """What the arguments of one forward say about its batch. Every framework has its own."""
 
     @property
-    def num_slots(self) -> int:
+    def num_router_rows(self) -> int:
         """R, rows of the batch that routers see, padding included."""
 
     @property

@@ -30,7 +30,7 @@ class TrunkArgs:
     continues: Tensor | None  # bool [], whether positions say that a row continues what no cache holds
 
     @property
-    def num_slots(self) -> int:
+    def num_router_rows(self) -> int:
         return self.shape[0] * self.shape[1]
 
     @classmethod

@@ -81,9 +81,9 @@ class ModelShape:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if name in MOST_OF_MODEL:
-                whole_number(value, name=name, most=MOST_OF_MODEL[name], kind=ConfigError)
+                whole_number(value, name=name, most=MOST_OF_MODEL[name], error=ConfigError)
             else:
-                check_number(value, name=name, most=MOST_ELEMENT_BYTES, kind=ConfigError)
+                check_number(value, name=name, most=MOST_ELEMENT_BYTES, error=ConfigError)
         if self.top_k > self.num_experts:
             raise ConfigError(f"top_k is {self.top_k}; a layer of {self.num_experts} experts has no more to pick")
 
@@ -136,11 +136,11 @@ class Hardware:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if name in MOST_OF_HARDWARE:
-                whole_number(value, name=name, most=MOST_OF_HARDWARE[name], kind=ConfigError)
+                whole_number(value, name=name, most=MOST_OF_HARDWARE[name], error=ConfigError)
             elif name.endswith("_per_s") and not (name == "publish_bytes_per_s" and value == 0):
-                check_number(value, name=name, least=1, most=MOST_RATE, kind=ConfigError)
-        check_number(self.layer_s, name="layer_s", most=MOST_SECONDS, kind=ConfigError)
-        check_number(self.backward_products, name="backward_products", most=MOST_PRODUCTS, kind=ConfigError)
+                check_number(value, name=name, least=1, most=MOST_RATE, error=ConfigError)
+        check_number(self.layer_s, name="layer_s", most=MOST_SECONDS, error=ConfigError)
+        check_number(self.backward_products, name="backward_products", most=MOST_PRODUCTS, error=ConfigError)
         _check_seconds(self, "replica_s", "replica_backward_s")
 
     def topology(self, num_ranks: int, redundant_slots: int) -> Topology:
@@ -212,8 +212,8 @@ class CostModel:
         if self.dispatcher not in ("copies", "dedup"):
             raise ConfigError(f"dispatcher is {shown(self.dispatcher)}; expected 'copies' or 'dedup'")
         check_paths(self.paths)
-        whole_number(self.prefetch, name="prefetch", least=0, most=MOST_PREFETCH, kind=ConfigError)
-        check_number(self.sequence_tokens, name="sequence_tokens", most=MOST_SEQUENCE, kind=ConfigError)
+        whole_number(self.prefetch, name="prefetch", least=0, most=MOST_PREFETCH, error=ConfigError)
+        check_number(self.sequence_tokens, name="sequence_tokens", most=MOST_SEQUENCE, error=ConfigError)
         _check_seconds(self, "trial_s_per_count", "plan_s_per_count", "begin_s")
 
     def expert_seconds(self, tokens_X: NDArray[np.integer], one: PassCost = FORWARD) -> NDArray[np.float64]:
@@ -364,7 +364,7 @@ def _check_seconds(owner: Hardware | CostModel, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
         if isinstance(value, bool) or value != 0:
-            check_number(value, name=name, most=MOST_SECONDS, kind=ConfigError)
+            check_number(value, name=name, most=MOST_SECONDS, error=ConfigError)
 
 
 def expert_seconds(tokens: Any, of: ExpertPrices) -> Any:

@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.capture import Sampling, decode
+from foreroute.capture.logprobs import NO_LOGPROB
 from foreroute.errors import ConfigError, EngineError
 from foreroute.mismatch.measures import MOST_LOGPROB
 from foreroute.trace import NO_VERSION, RoutingTrace
 
-NO_LOGPROB = -9999.0
-"""What vLLM writes for a log-prob that is missing or not finite."""
 REASONS = ("stop", "length", "abort")
 
 

@@ -60,7 +60,7 @@ class SGLangServerEngine(OutsideEngine):
         at_once: int = 8,
     ) -> None:
         super().__init__(model, "sglang")
-        self._batch_size = whole_number(batch_size, name="batch_size", least=1, most=MAX_INT32, kind=ConfigError)
+        self._batch_size = whole_number(batch_size, name="batch_size", least=1, most=MAX_INT32, error=ConfigError)
         self._server = Client(url, timeout_s=timeout_s, what="the SGLang server", at_once=at_once)
         info = self._server.get("/server_info")
         self._engine_version = info.read(str, "version")

@@ -61,11 +61,11 @@ class Section(BaseModel):
 Config = TypeVar("Config", bound=Section)
 
 
-def checked(kind: type[Config], values: Any, *, source: str) -> Config:
+def checked(table: type[Config], values: Any, *, source: str) -> Config:
     """Values as what they are to be.
 
     Args:
-        kind: a table, of tables or of values.
+        table: its pydantic model, of tables or of values.
         values: as read.
         source: where they came from, for errors.
 
@@ -74,9 +74,9 @@ def checked(kind: type[Config], values: Any, *, source: str) -> Config:
     """
     refuse_impossible(values, source)
     try:
-        return kind.model_validate(values)
+        return table.model_validate(values)
     except ValidationError as error:
-        problems = [_describe(problem, kind) for problem in error.errors()]
+        problems = [_describe(problem, table) for problem in error.errors()]
         raise ConfigError(_invalid(source, problems)) from error
 
 
@@ -87,21 +87,21 @@ def _invalid(source: str, lines: list[str]) -> str:
     return f"{source} is not a valid configuration:\n" + "\n".join(f"  {line}" for line in shown)
 
 
-def _describe(problem: Any, kind: type[BaseModel]) -> str:
+def _describe(problem: Any, table: type[BaseModel]) -> str:
     location = problem["loc"]
     key = ".".join(str(part)[:80] for part in location)
     if problem["type"] == "extra_forbidden":
-        return unknown_key(key, str(location[-1]), _known_keys(kind, location[:-1]))
+        return unknown_key(key, str(location[-1]), _known_keys(table, location[:-1]))
     if problem["type"] == "missing":
         return f"{key}: required and not given"
     seen = "" if problem["type"] == "value_error" else f" (got {problem['input']!r:.80})"
     return f"{key + ': ' if key else ''}{problem['msg']}{seen}"
 
 
-def _known_keys(kind: type[BaseModel], location: Sequence[str | int]) -> list[str]:
+def _known_keys(table: type[BaseModel], location: Sequence[str | int]) -> list[str]:
     for part in location:
-        annotation = kind.model_fields[str(part)].annotation
+        annotation = table.model_fields[str(part)].annotation
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return []
-        kind = annotation
-    return list(kind.model_fields)
+        table = annotation
+    return list(table.model_fields)

@@ -44,15 +44,14 @@ KEY = "foreroute."
 Others are anybody's, and no part of the checksum."""
 
 
-def as_place(place: str | os.PathLike[str], kind: type[InputError]) -> Path | str:
+def as_place(place: str | os.PathLike[str], error: type[InputError]) -> Path | str:
     """A path, or the URL that this is: it has "://" in it, and is not one of `file://`, which is a path.
 
-    Raises:
-        kind: when it is neither.
+    Raises `error` when it is neither.
     """
     if isinstance(place, str) and "://" in place and not place.startswith("file://"):
         return place
-    return as_path(place.removeprefix("file://") if isinstance(place, str) else place, kind)
+    return as_path(place.removeprefix("file://") if isinstance(place, str) else place, error)
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class FileFormat:
     Attributes:
         name: what it is, in keys and messages.
         version: the only one that is read.
-        kind: the error to raise.
+        error: the error to raise.
         metadata: keys, without `foreroute.`.
         tensors: what they must be by name; None for any.
         made_by: what writes such files, in words, for whoever hands in another file.
@@ -90,7 +89,7 @@ class FileFormat:
 
     name: str
     version: int
-    kind: type[InputError]
+    error: type[InputError]
     metadata: tuple[str, ...]
     tensors: Mapping[str, TensorSchema] | None
     made_by: str
@@ -106,7 +105,7 @@ class FileFormat:
         Arguments are those of `TensorFile`.
 
         Raises:
-            kind: when it cannot be read, is of another format or version, lacks something, holds something else or
+            error: when it cannot be read, is of another format or version, lacks something, holds something else or
                 something of another type or shape, or does not have the checksum that it states.
         """
         with self.open(source, name=name) as file:
@@ -115,10 +114,9 @@ class FileFormat:
     def open(self, source: str | os.PathLike[str] | BinaryIO, *, name: str = "the opened file") -> TensorFile:
         """Open a file whose header is to be looked at, or which is read in part. Arguments are those of `TensorFile`.
 
-        Raises:
-            kind: when it cannot be opened, or is not a whole safetensors file.
+        Raises `error` when it cannot be opened, or is not a whole safetensors file.
         """
-        return TensorFile(source, self.kind, name=name, made_by=self.made_by, most_header_bytes=self.most_header_bytes)
+        return TensorFile(source, self.error, name=name, made_by=self.made_by, most_header_bytes=self.most_header_bytes)
 
     def read_opened(self, file: TensorFile) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
         """As `read`, of an opened file, without the tensors that stand apart."""
@@ -127,34 +125,34 @@ class FileFormat:
         if version is None:
             # the version of another format is the number by its name
             has = few(key for key, value in file.metadata.items() if key.startswith(KEY) and value.isdecimal())
-            raise self.kind(
+            raise self.error(
                 f"{file.name} is no {self.name} file: its metadata lack {KEY + self.name}. {self.made_by}"
                 f"{has and f'; this one has {has}'}"
             )
         if version != str(self.version):
-            raise self.kind(
+            raise self.error(
                 f"{file.name} is a {self.name} file of version {version:.40}; this foreroute reads version "
                 f"{self.version}. Make it again"
             )
         ours = {key: value for key, value in file.metadata.items() if key.startswith(KEY)}
         expected = {KEY + key for key in (self.name, *self.metadata, "checksum")}
         if set(ours) != expected:
-            raise self.kind(
+            raise self.error(
                 f"{file.name} is no readable {self.name} file: its metadata are {few(ours)}; expected {few(expected)}"
             )
         if (why := self._objection(file.tensors)) is not None:
-            raise self.kind(f"{file.name} is no readable {self.name} file: {why}")
+            raise self.error(f"{file.name} is no readable {self.name} file: {why}")
         tensors = {name: file.read(name) for name in file.tensors if name not in self.apart}
         stated, found = ours.pop(KEY + "checksum"), checksum(ours, tensors)
         if found != stated:
-            raise self.kind(
+            raise self.error(
                 f"{file.name} is damaged: its checksum is {found}, the file states {stated:.40}; copy it again, or "
                 "make it again"
             )
         for name in [name for name, schema in (self.tensors or {}).items() if schema.sizes]:
             # a sum of sizes from 0 that wraps becomes negative at once
             if tensors[name].min(initial=0) < 0 or np.cumsum(tensors[name]).min(initial=0) < 0:
-                raise self.kind(f"{file.name} is damaged: its {name} are not sizes that add up to less than 2^63")
+                raise self.error(f"{file.name} is damaged: its {name} are not sizes that add up to less than 2^63")
         return {key: ours[KEY + key] for key in self.metadata}, tensors
 
     def is_in(self, path: str | os.PathLike[str]) -> bool:
@@ -162,14 +160,13 @@ class FileFormat:
         try:
             with self.open(path) as file:
                 return KEY + self.name in file.metadata
-        except self.kind:
+        except self.error:
             return False
 
     def to_bytes(self, metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> bytes:
         """The content of a file. Equal content is equal bytes.
 
-        Raises:
-            kind: when the tensors are not those of the format.
+        Raises `error` when the tensors are not those of the format.
         """
         return tensors_to_bytes(self._complete(metadata, tensors), tensors)
 
@@ -184,16 +181,16 @@ class FileFormat:
         """Write a file to a path or a URL: the whole file or nothing. Return which.
 
         Raises:
-            kind: when `path` exists and `overwrite` is False, or it cannot be written: what was there is whole. When
+            error: when `path` exists and `overwrite` is False, or it cannot be written: what was there is whole. When
                 the tensors are not those of the format.
         """
-        target, complete = as_place(path, self.kind), self._complete(metadata, tensors)
+        target, complete = as_place(path, self.error), self._complete(metadata, tensors)
         if isinstance(target, str):
-            write_at(target, lambda file: _write_tensors(file, complete, tensors), self.kind, overwrite=overwrite)
+            write_at(target, lambda file: _write_tensors(file, complete, tensors), self.error, overwrite=overwrite)
             return target
-        with writing_named(target, self.kind):
+        with writing_named(target, self.error):
             if target.exists() and not overwrite:
-                raise self.kind(f"{target} already exists; pass another path, or overwrite=True to replace it")
+                raise self.error(f"{target} already exists; pass another path, or overwrite=True to replace it")
             write_atomically(target, lambda file: _write_tensors(file, complete, tensors), overwrite=overwrite)
         return target
 
@@ -206,7 +203,7 @@ class FileFormat:
     def _complete(self, metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> dict[str, str]:
         """Metadata as they stand in the file."""
         if (why := self._objection(tensors)) is not None:
-            raise self.kind(f"this {self.name} file cannot be written: {why}")
+            raise self.error(f"this {self.name} file cannot be written: {why}")
         ours = {KEY + self.name: str(self.version), **{KEY + key: metadata[key] for key in self.metadata}}
         covered = {name: tensor for name, tensor in tensors.items() if name not in self.apart}
         return {**ours, KEY + "checksum": checksum(ours, covered)}
@@ -247,9 +244,9 @@ class StoredTensor:
     start: int
 
 
-def _opened(place: str | os.PathLike[str], kind: type[InputError]) -> BinaryIO:
-    where = as_place(place, kind)
-    return open_at(where, kind) if isinstance(where, str) else open_regular(where, kind)
+def _opened(place: str | os.PathLike[str], error: type[InputError]) -> BinaryIO:
+    where = as_place(place, error)
+    return open_at(where, error) if isinstance(where, str) else open_regular(where, error)
 
 
 class TensorFile:
@@ -258,7 +255,7 @@ class TensorFile:
     Args:
         source: the path of a regular file, or a URL, which are closed with this; or an opened file, which may be in
             memory.
-        kind: the error to raise.
+        error: the error to raise.
         name: of an opened file, for messages.
         made_by: what writes such files, in words, for whoever hands in another file.
         most_header_bytes: a longer header is refused. A parsed one takes about 25 times its bytes of memory at most.
@@ -269,13 +266,13 @@ class TensorFile:
         tensors: what the header says of each tensor, by name, in the order of their bytes.
 
     Raises:
-        kind: when it cannot be opened, or is not a whole safetensors file.
+        error: when it cannot be opened, or is not a whole safetensors file.
     """
 
     def __init__(
         self,
         source: str | os.PathLike[str] | BinaryIO,
-        kind: type[InputError],
+        error: type[InputError],
         *,
         name: str = "the opened file",
         made_by: str = "",
@@ -283,8 +280,8 @@ class TensorFile:
     ) -> None:
         given: Any = source
         self._is_ours = not hasattr(given, "seek")  # what is no opened file must be a path, or is refused
-        self._kind, self.name = kind, str(source) if self._is_ours else name
-        self._file: Any = _opened(given, kind) if self._is_ours else given
+        self._error, self.name = error, str(source) if self._is_ours else name
+        self._file: Any = _opened(given, error) if self._is_ours else given
         try:
             with self._reading():
                 self._size = self._file.seek(0, os.SEEK_END)
@@ -293,11 +290,11 @@ class TensorFile:
                 self._refuse_another_kind(made_by)
                 raise self._wrong(f"its header would take {length} of its {self._size} bytes")
             if length > most_header_bytes:
-                raise kind(f"{self.name} has a header of {length} bytes; expected {most_header_bytes} at most")
+                raise error(f"{self.name} has a header of {length} bytes; expected {most_header_bytes} at most")
             text = self._bytes(8, length).tobytes()
             if not text.startswith(b"{"):  # zeros of another kind may be a length
                 self._refuse_another_kind(made_by)
-            header = parse_json(text, kind, name=f"{self.name}: the safetensors header")
+            header = parse_json(text, error, name=f"{self.name}: the safetensors header")
             self.metadata, self.tensors = self._described(header, 8 + length)
         except BaseException:
             self.close()
@@ -306,14 +303,13 @@ class TensorFile:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
         """A tensor, or of its first axis the part from `start` to `stop`. The array is the caller's own.
 
-        Raises:
-            kind: when the file was cut meanwhile, or the part is not in the tensor.
+        Raises `error` when the file was cut meanwhile, or the part is not in the tensor.
         """
         tensor = self.tensors[name]
         rows, *rest = tensor.shape or (1,)
         stop = rows if stop is None else stop
         if not 0 <= start <= stop <= rows:
-            raise self._kind(f"{self.name}: rows {start} to {stop} of tensor {name} are not among its {rows}")
+            raise self._error(f"{self.name}: rows {start} to {stop} of tensor {name} are not among its {rows}")
         row_bytes = prod(rest) * tensor.dtype.itemsize
         content = self._bytes(tensor.start + start * row_bytes, (stop - start) * row_bytes)
         # numpy takes such bytes for true, and yet for unequal
@@ -334,16 +330,16 @@ class TensorFile:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """What fails, in whatever error of the library that has the file, becomes one of the caller's kind."""
+        """What fails, in whatever error of the library that has the file, becomes the error that the caller names."""
         try:
             yield
-        except Exception as error:
-            raise self._kind(f"{self.name} cannot be read ({reason(error)})") from error
+        except Exception as cause:
+            raise self._error(f"{self.name} cannot be read ({reason(cause)})") from cause
 
     def _refuse_another_kind(self, made_by: str) -> None:
         """Raise where the file is one of another kind that can be told."""
         if what := it_is(self._bytes(0, min(self._size, HEAD_BYTES)).data):
-            raise self._kind(f"{self.name} is not a safetensors file{what}{made_by and f'. {made_by}'}")
+            raise self._error(f"{self.name} is not a safetensors file{what}{made_by and f'. {made_by}'}")
 
     def _bytes(self, start: int, size: int) -> NDArray[np.uint8]:
         """Exactly `size` bytes from `start`, which the file had when it was opened."""
@@ -352,7 +348,7 @@ class TensorFile:
             self._file.seek(start)
             found = self._file.readinto(content.data)
         if found < size:
-            raise self._kind(f"{self.name} was cut while it was read; copy it again")
+            raise self._error(f"{self.name} was cut while it was read; copy it again")
         return content
 
     def _described(self, header: Any, begin: int) -> tuple[dict[str, str], dict[str, StoredTensor]]:
@@ -362,8 +358,8 @@ class TensorFile:
             raise self._wrong("its header is no object, or its metadata are not strings")
         try:  # JSON can name halves of characters, which no text has
             "".join([*header, *metadata, *metadata.values()]).encode()
-        except UnicodeEncodeError as error:
-            raise self._wrong(f"a name or a text of its header is no text ({error.reason})") from error
+        except UnicodeEncodeError as cause:
+            raise self._wrong(f"a name or a text of its header is no text ({cause.reason})") from cause
         tensors, end = {}, begin
         # in the order of their bytes, each must begin where the one before ends: no gap, no overlap, nothing behind
         entries = [(*self._entry(name, entry), name) for name, entry in header.items()]
@@ -392,14 +388,13 @@ class TensorFile:
         return offsets[0], offsets[1], DTYPES[dtype], tuple(shape)
 
     def _wrong(self, why: str) -> InputError:
-        return self._kind(f"{self.name} is not a whole safetensors file: {why}. It may be truncated; copy it again")
+        return self._error(f"{self.name} is not a whole safetensors file: {why}. It may be truncated; copy it again")
 
 
 def tensors_to_bytes(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> bytes:
     """A safetensors file. Equal content gives equal bytes, in whatever order it is handed in.
 
-    Raises:
-        InputError: when a tensor is of a type that `DTYPES` lacks.
+    Raises `InputError` when a tensor is of a type that `DTYPES` lacks.
     """
     file = BytesIO()
     _write_tensors(file, metadata, tensors)

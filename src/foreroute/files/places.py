@@ -22,30 +22,28 @@ def within(folder: Path | str, name: str) -> Path | str:
     return folder / name if isinstance(folder, Path) else f"{folder.rstrip('/')}/{name}"
 
 
-def open_at(url: str, kind: type[InputError]) -> BinaryIO:
+def open_at(url: str, error: type[InputError]) -> BinaryIO:
     """Open the file at a URL. What is asked for is read, and some bytes behind it for who reads on.
 
-    Raises:
-        kind: when it is missing, or the store refuses.
+    Raises `error` when it is missing, or the store refuses.
     """
-    with _asking(url, "read", kind):
-        store, path = _store_of(url, kind)
+    with _asking(url, "read", error):
+        store, path = _store_of(url, error)
         return cast(BinaryIO, store.open(path, "rb", block_size=BUFFER_BYTES))
 
 
-def write_at(url: str, content: Callable[[IO[bytes]], None], kind: type[InputError], *, overwrite: bool) -> None:
+def write_at(url: str, content: Callable[[IO[bytes]], None], error: type[InputError], *, overwrite: bool) -> None:
     """Fill a file at a URL under another name, `.<name>.<random>`, and move it: that of a killed writer stays.
 
-    Raises:
-        kind: when there is a file and `overwrite` is False, or it cannot be written: what was there is whole. When
-            two writers at a time may not replace a file, a store may let both write; it is then the file of one.
+    Raises `error` when there is a file and `overwrite` is False, or it cannot be written: what was there is whole. When
+    two writers at a time may not replace a file, a store may let both write; it is then the file of one.
     """
-    with _asking(url, "written", kind):
-        store, path = _store_of(url, kind)
+    with _asking(url, "written", error):
+        store, path = _store_of(url, error)
         folder, _, name = path.rpartition("/")
         temporary = f"{folder}/.{name}.{secrets.token_hex(4)}"
         if not overwrite and store.exists(path):
-            raise kind(f"{url} already exists; pass another path, or overwrite=True to replace it")
+            raise error(f"{url} already exists; pass another path, or overwrite=True to replace it")
         store.makedirs(folder, exist_ok=True)
         try:
             with store.open(temporary, "wb") as file:
@@ -57,21 +55,20 @@ def write_at(url: str, content: Callable[[IO[bytes]], None], kind: type[InputErr
             raise
 
 
-def names_in(folder: Path | str, kind: type[InputError]) -> list[str]:
+def names_in(folder: Path | str, error: type[InputError]) -> list[str]:
     """The names of all that lies in a folder, as it is now; none when there is no such folder.
 
-    Raises:
-        kind: when it cannot be looked into.
+    Raises `error` when it cannot be looked into.
     """
     if isinstance(folder, Path):
         try:
             return os.listdir(folder)
         except FileNotFoundError:
             return []
-        except OSError as error:
-            raise kind(f"{folder} cannot be looked into ({reason(error)})") from error
-    with _asking(folder, "looked into", kind):
-        store, path = _store_of(folder, kind)
+        except OSError as cause:
+            raise error(f"{folder} cannot be looked into ({reason(cause)})") from cause
+    with _asking(folder, "looked into", error):
+        store, path = _store_of(folder, error)
         store.invalidate_cache(path)
         try:
             return [entry.rstrip("/").rpartition("/")[2] for entry in store.ls(path, detail=False)]
@@ -79,24 +76,24 @@ def names_in(folder: Path | str, kind: type[InputError]) -> list[str]:
             return []
 
 
-def _store_of(url: str, kind: type[InputError]) -> tuple[Any, str]:
+def _store_of(url: str, error: type[InputError]) -> tuple[Any, str]:
     """The file system of a URL, and the path in it."""
     try:
         from fsspec.core import url_to_fs  # an engine's worker has numpy alone
-    except ImportError as error:
-        raise kind(f"{url} needs fsspec, which is not installed; {how_to_install('engines')}") from error
+    except ImportError as cause:
+        raise error(f"{url} needs fsspec, which is not installed; {how_to_install('engines')}") from cause
     store, path = url_to_fs(url)
     return store, path
 
 
 @contextmanager
-def _asking(url: str, doing: str, kind: type[InputError]) -> Iterator[None]:
-    """What a store refuses, in whatever error of its library, becomes one of `kind` that names the URL."""
+def _asking(url: str, doing: str, error: type[InputError]) -> Iterator[None]:
+    """What a store refuses, in whatever error of its library, becomes one `error` that names the URL."""
     try:
         yield
     except ForerouteError:
         raise
-    except FileNotFoundError as error:
-        raise kind(f"{url} does not exist") from error
-    except Exception as error:
-        raise kind(f"{url} cannot be {doing} ({type(error).__name__}: {error!s:.200})") from error
+    except FileNotFoundError as cause:
+        raise error(f"{url} does not exist") from cause
+    except Exception as cause:
+        raise error(f"{url} cannot be {doing} ({type(cause).__name__}: {cause!s:.200})") from cause

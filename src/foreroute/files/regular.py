@@ -1,4 +1,4 @@
-"""Opening and reading what others wrote. Every failure is one error of the caller's kind that names the path.
+"""Opening and reading what others wrote. Every failure is the error that the caller names, with the path.
 
 A file is never mapped into memory: a mapped file that another process cuts ends this one with SIGBUS, which cannot be
 caught. A FIFO, a device or a socket is never opened for reading: it would wait, or go on, for ever.
@@ -29,100 +29,93 @@ NO_FILE = {
 }
 
 
-def as_path(path: object, kind: type[InputError]) -> Path:
+def as_path(path: object, error: type[InputError]) -> Path:
     """A path that is one.
 
-    Raises:
-        kind: for None, bytes, numbers and whatever else is neither text nor a `pathlib.Path`.
+    Raises `error` for None, bytes, numbers and whatever else is neither text nor a `pathlib.Path`.
     """
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
-        raise kind(f"a path is {shown(path)}; expected text or a pathlib.Path, the name of a file or a folder")
+        raise error(f"a path is {shown(path)}; expected text or a pathlib.Path, the name of a file or a folder")
     return Path(path)
 
 
-def open_regular(path: str | os.PathLike[str], kind: type[InputError]) -> BufferedReader[FileIO]:
+def open_regular(path: str | os.PathLike[str], error: type[InputError]) -> BufferedReader[FileIO]:
     """Open a file that is known to be one.
 
-    Raises:
-        kind: when it is no path, is missing, cannot be opened, or is a folder, FIFO, device or socket.
+    Raises `error` when it is no path, is missing, cannot be opened, or is a folder, FIFO, device or socket.
     """
-    path = as_path(path, kind)
+    path = as_path(path, error)
     try:
         # O_NONBLOCK: to open a FIFO would otherwise wait for a writer
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        raise kind(f"{path} does not exist") from error
-    except (OSError, ValueError) as error:  # a ValueError for a path that is no name
-        raise kind(f"{path} cannot be opened ({reason(error)})") from error
+    except FileNotFoundError as cause:
+        raise error(f"{path} does not exist") from cause
+    except (OSError, ValueError) as cause:  # a ValueError for a path that is no name
+        raise error(f"{path} cannot be opened ({reason(cause)})") from cause
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
         what, within = NO_FILE.get(stat.S_IFMT(mode), "no regular file"), ", such as one in it" * stat.S_ISDIR(mode)
-        raise kind(f"{path} is {what}; expected a file{within}")
+        raise error(f"{path} is {what}; expected a file{within}")
     return BufferedReader(FileIO(descriptor), BUFFER_BYTES)
 
 
-def read_file(path: str | os.PathLike[str], kind: type[InputError], *, most_bytes: int = MOST_BYTES) -> bytes:
+def read_file(path: str | os.PathLike[str], error: type[InputError], *, most_bytes: int = MOST_BYTES) -> bytes:
     """All bytes of a file.
 
-    Raises:
-        kind: as `open_regular` does, when it cannot be read, and when the file has more than `most_bytes`.
+    Raises `error` as `open_regular` does, when it cannot be read, and when the file has more than `most_bytes`.
     """
-    with open_regular(path, kind) as file:
+    with open_regular(path, error) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
-            raise kind(
+            raise error(
                 f"{path} has {size} bytes; expected {most_bytes} at most{it_is(file.read(HEAD_BYTES), beside=(TEXT,))}"
             )
         try:
             content = file.read(size)
-        except OSError as error:
-            raise kind(f"{path} cannot be read ({reason(error)})") from error
+        except OSError as cause:
+            raise error(f"{path} cannot be read ({reason(cause)})") from cause
     if len(content) != size:
-        raise kind(f"{path} was cut while it was read; copy it again")
+        raise error(f"{path} was cut while it was read; copy it again")
     return content
 
 
-def read_text(path: str | os.PathLike[str], kind: type[InputError], *, most_bytes: int = MOST_BYTES) -> str:
-    """All text of a UTF-8 file.
-
-    Raises:
-        kind: as `read_file` does, and when the bytes are not UTF-8.
-    """
-    return _decoded(read_file(path, kind, most_bytes=most_bytes), kind, str(path))
+def read_text(path: str | os.PathLike[str], error: type[InputError], *, most_bytes: int = MOST_BYTES) -> str:
+    """All text of a UTF-8 file. Raises `error` as `read_file` does, and when the bytes are not UTF-8."""
+    return _decoded(read_file(path, error, most_bytes=most_bytes), error, str(path))
 
 
-def parse_json(text: str | bytes | bytearray, kind: type[ForerouteError], *, name: str) -> Any:
+def parse_json(text: str | bytes | bytearray, error: type[ForerouteError], *, name: str) -> Any:
     """The value of a JSON text from outside.
 
     Args:
         text: UTF-8 when it is bytes.
-        kind: the error to raise.
+        error: the error to raise.
         name: of the text, such as its path, for the message.
 
     Raises:
-        kind: when it is no JSON, nested deeper than the interpreter's stack, or has an integer of
+        error: when it is no JSON, nested deeper than the interpreter's stack, or has an integer of
             thousands of digits.
     """
     try:
-        return json.loads(text if isinstance(text, str) else _decoded(text, kind, name))
+        return json.loads(text if isinstance(text, str) else _decoded(text, error, name))
     except ForerouteError:
         raise
-    except ValueError as error:
+    except ValueError as cause:
         content = text[:HEAD_BYTES].encode(errors="replace") if isinstance(text, str) else text
-        raise kind(f"{name} is not JSON ({error}){it_is(content, beside=(JSON, TEXT))}") from error
-    except RecursionError as error:
-        raise kind(f"{name} is not JSON that can be read: it is nested too deep") from error
+        raise error(f"{name} is not JSON ({cause}){it_is(content, beside=(JSON, TEXT))}") from cause
+    except RecursionError as cause:
+        raise error(f"{name} is not JSON that can be read: it is nested too deep") from cause
 
 
-def _decoded(content: bytes | bytearray, kind: type[ForerouteError], name: str) -> str:
+def _decoded(content: bytes | bytearray, error: type[ForerouteError], name: str) -> str:
     try:
         return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        why = f"{error.reason} at byte {error.start}"
-        raise kind(f"{name} is not text in UTF-8 ({why}){it_is(content, beside=(JSON, TEXT))}") from error
+    except UnicodeDecodeError as cause:
+        why = f"{cause.reason} at byte {cause.start}"
+        raise error(f"{name} is not text in UTF-8 ({why}){it_is(content, beside=(JSON, TEXT))}") from cause
 
 
-def reason(error: Exception) -> str:
+def reason(cause: Exception) -> str:
     """What the system says of a file that it does not open or read."""
-    return getattr(error, "strerror", None) or str(error)
+    return getattr(cause, "strerror", None) or str(cause)

@@ -19,8 +19,7 @@ MOST_BYTES, MOST_DOTS, DEEPEST = 1 << 16, 1000, 32
 def read_toml(path: Path) -> dict[str, Any]:
     """The values of a file.
 
-    Raises:
-        ConfigError: when there is none, it is not TOML, or no configuration can have what is in it.
+    Raises `ConfigError` when there is none, it is not TOML, or no configuration can have what is in it.
     """
     text = read_text(path, ConfigError, most_bytes=MOST_BYTES)
     for number, line in enumerate(text.split("\n"), 1):
@@ -40,8 +39,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 def refuse_impossible(values: Any, source: str) -> None:
     """Refuse what no configuration can have, and what later tools would fail on without naming it.
 
-    Raises:
-        ConfigError: for tables nested too deep, integers of more than 64 bits, and text with a NUL character.
+    Raises `ConfigError` for tables nested too deep, integers of more than 64 bits, and text with a NUL character.
     """
     waiting = [("", 0, values)]
     while waiting:

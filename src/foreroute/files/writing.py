@@ -48,8 +48,8 @@ def write_atomically(
     _refuse_special(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-    except FileExistsError as error:  # what is there is no folder
-        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(target.parent)) from error
+    except FileExistsError as cause:  # what is there is no folder
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(target.parent)) from cause
     descriptor, named = _open_unnamed(target.parent), None
     if descriptor is None:
         named = _temporary(target, secrets.token_hex(4))
@@ -105,27 +105,28 @@ def check_writable(target: Path) -> None:
 
 
 @contextmanager
-def writing_named(path: str | os.PathLike[str], kind: type[InputError]) -> Iterator[None]:
-    """What the system refuses while `path` is written becomes one error of `kind` that names it.
+def writing_named(path: str | os.PathLike[str], error: type[InputError]) -> Iterator[None]:
+    """What the system refuses while `path` is written becomes one `error` that names it.
 
-    Raises:
-        kind: when `path` is none, or cannot be a name; for `FileExistsError` of `write_atomically`, and for any other
-            `OSError`: a full disk, no permission, a parent that is a file, a name that is too long.
+    Raises `error` when `path` is none, or cannot be a name; for `FileExistsError` of `write_atomically`, and for any
+    other `OSError`: a full disk, no permission, a parent that is a file, a name that is too long.
     """
-    path = as_path(path, kind)
+    path = as_path(path, error)
     try:
         if b"\0" in os.fsencode(path):
-            raise kind(f"{path} cannot be written: a path has no NUL character. Choose another path")
-    except UnicodeEncodeError as error:
-        raise kind(f"{path} cannot be written: its letters cannot be encoded ({error}). Choose another path") from error
+            raise error(f"{path} cannot be written: a path has no NUL character. Choose another path")
+    except UnicodeEncodeError as cause:
+        raise error(
+            f"{path} cannot be written: its letters cannot be encoded ({cause}). Choose another path"
+        ) from cause
     try:
         yield
     except ForerouteError:
         raise
-    except OSError as error:
-        taken = isinstance(error, FileExistsError)
+    except OSError as cause:
+        taken = isinstance(cause, FileExistsError)
         state = "nothing was changed. Choose another path" if taken else "what was there before is whole"
-        raise kind(f"{path} cannot be written ({error.strerror or error}); {state}") from error
+        raise error(f"{path} cannot be written ({cause.strerror or cause}); {state}") from cause
 
 
 def _refuse_special(target: Path) -> None:
@@ -181,9 +182,9 @@ def _rename(temporary: Path, target: Path, *, overwrite: bool) -> None:
         os.link(temporary, target)
     except FileExistsError:
         raise
-    except OSError as error:  # a file system without links
+    except OSError as cause:  # a file system without links
         if target.exists():
-            raise FileExistsError(None, "it exists") from error
+            raise FileExistsError(None, "it exists") from cause
         os.replace(temporary, target)
     else:
         os.unlink(temporary)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from foreroute.layout.match_tokens import locate_rows, starts_from_cumulative_lengths, starts_from_positions
 from foreroute.layout.rank_rows import PAD, RankRoutes, RankRows, collect, take
-from foreroute.layout.slots import Layout, pack, pad
+from foreroute.layout.router_rows import Layout, pack, pad
 
 if TYPE_CHECKING:
     from foreroute.layout.packing import Packing, pack_sequences

@@ -30,7 +30,7 @@ def locate_rows(
     attention_mask_BT: ArrayLike | None = None,
     starts_BT: ArrayLike | None = None,
 ) -> NDArray[np.int64]:
-    """The packed row of every slot of a batch, flattened batch first.
+    """The packed row of every router row of a batch, flattened batch first.
 
     Sequence s of the batch must be sequence s of the trace, token by token. Its tokens are those the mask keeps, in
     order, wherever the padding is. It may end before the trace's does if only rows without a route are left out, such
@@ -231,7 +231,7 @@ def starts_from_cumulative_lengths(cumulative: ArrayLike, kept_BT: NDArray[np.bo
         bool [1, T].
 
     Raises:
-        BatchMismatchError: when they are not the offsets of one row of T slots.
+        BatchMismatchError: when they are not the offsets of one row of T positions.
     """
     offsets = np.asarray(cumulative)
     if len(kept_BT) != 1 or offsets.ndim != 1 or not len(offsets) or offsets.dtype.kind not in "iu":
@@ -242,7 +242,7 @@ def starts_from_cumulative_lengths(cumulative: ArrayLike, kept_BT: NDArray[np.bo
     if not ascending(offsets, kept_BT.shape[1]):
         raise BatchMismatchError(
             f"cumulative lengths run from {int(offsets[0])} to {int(offsets[-1])}; expected 0 to {kept_BT.shape[1]}, "
-            "the slots of the row, and none below the one before it"
+            "the positions of the row, and none below the one before it"
         )
     starts = np.zeros(kept_BT.shape, np.bool_)
     starts[0, offsets[:-1][offsets[1:] > offsets[:-1]]] = True

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import ConfigError, LayoutError
-from foreroute.layout.slots import as_lengths, check_count
+from foreroute.layout.router_rows import as_lengths, check_count
 from foreroute.trace.checks import as_offsets
 
 

@@ -1,6 +1,6 @@
-"""The index map of one rank: which packed row each of its router slots sees, the routes there, and the way back.
+"""The index map of one rank: which packed row each of its router rows sees, the routes there, and the way back.
 
-Also legal picks for the slots that see no row, which a dispatcher must send somewhere.
+Also legal picks for the router rows that see no token, which a dispatcher must send somewhere.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.trace import RoutedLayer, RoutingTrace
 
 PAD = -1
-"""The row of a slot that sees no token."""
+"""The packed row of a router row that sees no token."""
 
 
 @dataclass(frozen=True, eq=False)
 class RankRows:
-    """The R router slots of one rank, in the order in which its routers see them.
+    """The R router rows of one rank, in the order in which its routers see them.
 
     Attributes:
-        row_of_slot_R: int32 or int64 [R], the packed trace row that each slot sees; `PAD` (-1) where it sees none.
+        packed_row_R: int32 or int64 [R], the packed trace row that each router row sees; `PAD` (-1) where it sees none.
         num_rows: N, packed rows of the trace that the indices are for.
     """
 
-    row_of_slot_R: NDArray[Any]
+    packed_row_R: NDArray[Any]
     num_rows: int
 
     def __len__(self) -> int:
         """R, padding included."""
-        return len(self.row_of_slot_R)
+        return len(self.packed_row_R)
 
     @property
     def is_pad_R(self) -> NDArray[np.bool_]:
-        """Where a slot sees no token, bool [R]."""
-        return self.row_of_slot_R < 0
+        """Where a router row sees no token, bool [R]."""
+        return self.packed_row_R < 0
 
 
 def collect(parts: Iterable[tuple[RankRows, NDArray[Any]]]) -> NDArray[Any]:
     """Put what the ranks computed back into packed rows: the inverse of laying out.
 
     Args:
-        parts: the slots of each rank that shares the rows, with one value per slot ([R, …], any trailing shape). Values
-            in padding slots are dropped.
+        parts: the router rows of each rank that shares the packed rows, with one value for each ([R, …], any trailing
+            shape). Values of padding are dropped.
 
     Returns:
         values_N: [N, …], one value per packed row.
@@ -56,19 +56,19 @@ def collect(parts: Iterable[tuple[RankRows, NDArray[Any]]]) -> NDArray[Any]:
     """
     given = list(parts)
     if not given:
-        raise LayoutError("there is nothing to collect; pass the slots and values of at least one rank")
+        raise LayoutError("there is nothing to collect; pass the router rows and values of at least one rank")
     num_rows = given[0][0].num_rows
     arrivals = np.zeros(num_rows, np.int64)
     values_N = np.empty((num_rows, *given[0][1].shape[1:]), given[0][1].dtype)
     for rank_rows, values_R in given:
         if rank_rows.num_rows != num_rows or len(values_R) != len(rank_rows):
             raise LayoutError(
-                f"got {len(values_R)} values for {len(rank_rows)} slots of {rank_rows.num_rows} rows; "
-                f"expected one value per slot, of {num_rows} rows"
+                f"got {len(values_R)} values for {len(rank_rows)} router rows of {rank_rows.num_rows} packed rows; "
+                f"expected one value per router row, of {num_rows} packed rows"
             )
-        slots = np.flatnonzero(~rank_rows.is_pad_R)
-        rows = rank_rows.row_of_slot_R[slots]
-        values_N[rows] = values_R[slots]
+        tokens = np.flatnonzero(~rank_rows.is_pad_R)
+        rows = rank_rows.packed_row_R[tokens]
+        values_N[rows] = values_R[tokens]
         arrivals += np.bincount(rows, minlength=num_rows)
     if (arrivals != 1).any():
         row = int(np.argmax(arrivals != 1))
@@ -94,10 +94,10 @@ class RankRoutes(NamedTuple):
 
 
 def take(trace: RoutingTrace, rank_rows: RankRows, layers: Sequence[RoutedLayer] | None = None) -> RankRoutes:
-    """The routes of one rank's slots and layers.
+    """The routes of one rank's router rows and layers.
 
-    A slot without a route is padding (`rank_rows.is_pad_R`) or a token whose route was never recorded; the mask says
-    that there is none, and what to do about it is the caller's policy.
+    A router row without a route is padding (`rank_rows.is_pad_R`) or a token whose route was never recorded. The mask
+    says that there is none; what to do about it is the caller's policy.
 
     Args:
         trace: N packed rows.
@@ -116,11 +116,11 @@ def take(trace: RoutingTrace, rank_rows: RankRows, layers: Sequence[RoutedLayer]
         )
     columns = trace.spec.positions(trace.spec.layers if layers is None else layers)
     routed_R = ~rank_rows.is_pad_R
-    routed_R[routed_R] = trace.valid_N[rank_rows.row_of_slot_R[routed_R]]
+    routed_R[routed_R] = trace.valid_N[rank_rows.packed_row_R[routed_R]]
     num_experts = trace.spec.num_experts
     shape = (len(rank_rows), len(columns), trace.spec.top_k)
     ids_RLK = np.full(shape, num_experts, np.min_scalar_type(num_experts))
-    rows = rank_rows.row_of_slot_R[routed_R]
+    rows = rank_rows.packed_row_R[routed_R]
     ids_RLK[routed_R] = _gather(trace.expert_ids_NLK, rows, columns)
     return RankRoutes(ids_RLK, routed_R)
 
@@ -128,28 +128,30 @@ def take(trace: RoutingTrace, rank_rows: RankRows, layers: Sequence[RoutedLayer]
 def fill_padding(
     ids_RLK: NDArray[Any], fill_R: NDArray[np.bool_], home_LE: NDArray[np.integer], *, start: int = 0
 ) -> NDArray[Any]:
-    """Legal picks for slots that a dispatcher must send somewhere: distinct, and even over EP ranks and experts.
+    """Legal picks for router rows that a dispatcher must send somewhere: distinct, and even over EP ranks and experts.
 
     The last step before routes enter a router, and an explicit one: zeros would send all padding to expert 0, twice.
-    Filled slots are for the dispatcher alone; keep them out of loss, balance statistics and expert-bias counters.
+    Filled router rows are for the dispatcher alone; keep them out of loss, balance statistics and expert-bias counters.
 
     Args:
         ids_RLK: [R, L, K] from `take`.
-        fill_R: bool [R], the slots to fill, usually `rank_rows.is_pad_R`.
+        fill_R: bool [R], the router rows to fill, usually `rank_rows.is_pad_R`.
         home_LE: integers [L, E], the EP rank that hosts each expert (`block_homes(E, G)` for the usual blocks).
         start: where in the cycle of experts to begin; give ranks different ones so that their first pads differ.
 
     Returns:
-        A copy, [R, L, K]. Over the filled slots of a layer, the loads of two experts differ by at most one, and so do
+        A copy, [R, L, K]. Over the filled rows of a layer, the loads of two experts differ by at most one, and so do
         those of two ranks that host equally many experts.
 
     Raises:
         LayoutError: for a mask of another length, homes of other layers, or fewer experts than picks.
     """
-    num_slots, num_layers, top_k = ids_RLK.shape
+    num_router_rows, num_layers, top_k = ids_RLK.shape
     num_experts = home_LE.shape[-1]
-    if fill_R.shape != (num_slots,) or fill_R.dtype != np.bool_:
-        raise LayoutError(f"the mask is {fill_R.dtype} {fill_R.shape}; expected one bool for each of {num_slots} slots")
+    if fill_R.shape != (num_router_rows,) or fill_R.dtype != np.bool_:
+        raise LayoutError(
+            f"the mask is {fill_R.dtype} {fill_R.shape}; expected one bool for each of {num_router_rows} router rows"
+        )
     if home_LE.ndim != 2 or len(home_LE) != num_layers or home_LE.dtype.kind not in "iu":
         raise LayoutError(
             f"homes are {home_LE.dtype} {home_LE.shape}; expected integers [{num_layers} layers, experts]"
@@ -167,8 +169,7 @@ def fill_padding(
 def block_homes(num_experts: int, ep_ranks: int) -> NDArray[np.int64]:
     """int64 [E], the usual home of each expert: E / G consecutive experts to a rank.
 
-    Raises:
-        LayoutError: when the experts do not divide over the ranks.
+    Raises `LayoutError` when the experts do not divide over the ranks.
     """
     if ep_ranks < 1 or num_experts % ep_ranks:
         raise LayoutError(

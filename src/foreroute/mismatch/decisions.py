@@ -33,9 +33,8 @@ class StreamDifference:
 def stream_difference(a: DecisionStream, b: DecisionStream) -> StreamDifference:
     """Compare two streams of the same rows. A set without ids, which left nothing out, has all choices.
 
-    Raises:
-        SpecMismatchError: when they are not of one model.
-        BatchMismatchError: when they have other numbers of rows.
+    Raises `SpecMismatchError` when they are not of one model, and `BatchMismatchError` when they have other numbers of
+    rows.
     """
     if (a.num_choices, a.layers) != (b.num_choices, b.layers):
         raise SpecMismatchError(

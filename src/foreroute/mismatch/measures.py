@@ -242,8 +242,7 @@ class TokenMismatch:
     def __add__(self, other: TokenMismatch) -> TokenMismatch:
         """The mismatch over the tokens of both.
 
-        Raises:
-            InputError: when they have shares of other thresholds, as of ranks with another foreroute.
+        Raises `InputError` when they have shares of other thresholds, as of ranks with another foreroute.
         """
         if len(self.above) != len(other.above):
             raise InputError(
@@ -303,8 +302,7 @@ class RoutingMismatch:
     def __add__(self, other: RoutingMismatch) -> RoutingMismatch:
         """The mismatch over the rows of both.
 
-        Raises:
-            SpecMismatchError: when they are of models with other layers or picks.
+        Raises `SpecMismatchError` when they are of models with other layers or picks.
         """
         if not np.array_equal(self.picks_L, other.picks_L):
             one, two = (

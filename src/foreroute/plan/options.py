@@ -55,7 +55,7 @@ class PlanOptions:
             raise ConfigError(f"tolerance is {self.tolerance}; expected a share of the mean load, from 0 to below 1")
         for name, least in (("home_moves", 0), ("threads", 1)):
             if name != "home_moves" or self.home_moves is not None:
-                whole_number(getattr(self, name), name=name, least=least, most=MOST, kind=ConfigError)
+                whole_number(getattr(self, name), name=name, least=least, most=MOST, error=ConfigError)
         if self.slots not in ("layer", "shared"):
             raise ConfigError(f"slots is {self.slots!r}; expected 'layer' or 'shared'")
         if self.traffic and not self.replicas:

@@ -28,7 +28,7 @@ from foreroute.plan.topology import Links, Topology
 PLAN_FILE = FileFormat(
     name="plan",
     version=7,
-    kind=PlanError,
+    error=PlanError,
     metadata=("topology", "slots", "gains", "priced_paths", "counts_digest", "tokens_digest"),
     # splits are most of a plan, and few are large
     tensors=TENSORS | {"tokens_RG": TensorSchema("U8 U16 I32", "RG")},

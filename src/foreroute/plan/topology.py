@@ -19,13 +19,13 @@ MOST_BYTES_PER_S, MOST_LATENCY_S = 1e18, 3600.0
 """Far beyond any link, and such that no product of costs overflows."""
 
 
-def check_number(value: object, *, name: str, least: float = 0, most: float, kind: type[InputError]) -> None:
-    """Raise `kind` unless this is a number from `least` to `most`; one above 0, where `least` is 0."""
+def check_number(value: object, *, name: str, least: float = 0, most: float, error: type[InputError]) -> None:
+    """Raise `error` unless this is a number from `least` to `most`; one above 0, where `least` is 0."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise kind(f"{name} is {shown(value)}; expected a number")
+        raise error(f"{name} is {shown(value)}; expected a number")
     if not (value > 0 and least <= value <= most):
         span = f"{least:g} to {most:g}" if least else f"more than 0, and {most:g} at most"
-        raise kind(f"{name} is {value!r:.40}; expected {span}")
+        raise error(f"{name} is {value!r:.40}; expected {span}")
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Links:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             least, most = (0, MOST_LATENCY_S) if name.endswith("_latency_s") else (1, MOST_BYTES_PER_S)
-            check_number(value, name=name, least=least, most=most, kind=TopologyError)
+            check_number(value, name=name, least=least, most=most, error=TopologyError)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Topology:
 
     def __post_init__(self) -> None:
         for name, least in (("num_ranks", 1), ("ranks_per_node", 1), ("redundant_slots", 0)):
-            value = whole_number(getattr(self, name), name=name, least=least, most=MOST_RANKS, kind=TopologyError)
+            value = whole_number(getattr(self, name), name=name, least=least, most=MOST_RANKS, error=TopologyError)
             object.__setattr__(self, name, value)
         if self.num_ranks % self.ranks_per_node:
             raise TopologyError(

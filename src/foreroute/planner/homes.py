@@ -52,7 +52,7 @@ def place_homes(
     counts = check_counts(counts_MLGE, num_ranks=topology.num_ranks)
     start_LE = check_homes(home_LE, counts.shape[1], counts.shape[3], topology.num_ranks)
     for name, value, least in (("max_moves", max_moves or 0, 0), ("threads", threads, 1)):
-        whole_number(value, name=name, least=least, most=MOST, kind=ConfigError)
+        whole_number(value, name=name, least=least, most=MOST, error=ConfigError)
     num_layers, num_experts = start_LE.shape
     budget = num_experts if max_moves is None else min(max_moves, num_experts)
     if budget < 2 or topology.num_ranks == 1:  # one move alone leaves ranks with unequal numbers of experts

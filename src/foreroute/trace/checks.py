@@ -186,8 +186,7 @@ def ascending(offsets: NDArray[Any], upto: int) -> bool:
 def as_offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the running sum of the lengths, from 0: int64 [S + 1].
 
-    Raises:
-        TraceContentError: when a length is negative, or they add up to 2^63 or more.
+    Raises `TraceContentError` when a length is negative, or they add up to 2^63 or more.
     """
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
     if (offsets[1:] < offsets[:-1]).any():  # a sum of lengths from 0 that wraps becomes negative at once
@@ -198,8 +197,7 @@ def as_offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 def join_ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64], dtype: Any = np.int64) -> NDArray[Any]:
     """Return the integers `starts[i] : starts[i] + lengths[i]` for i = 0, 1, …, joined.
 
-    Raises:
-        TraceContentError: as `as_offsets`.
+    Raises `TraceContentError` as `as_offsets`.
     """
     before = as_offsets(lengths)
     joined: NDArray[Any] = np.repeat((starts - before[:-1]).astype(dtype), lengths)
@@ -210,8 +208,7 @@ def join_ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64], dtype: An
 def take_ranges(values: NDArray[Any], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[Any]:
     """Return `values[join_ranges(starts, lengths)]`, and never hold more than a part of that index.
 
-    Raises:
-        TraceContentError: as `as_offsets`.
+    Raises `TraceContentError` as `as_offsets`.
     """
     before = as_offsets(lengths)
     taken = np.empty(int(before[-1]), values.dtype)

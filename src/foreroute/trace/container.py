@@ -476,8 +476,7 @@ def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
 def on_common_layers(traces: Sequence[RoutingTrace], *, what: str) -> list[RoutingTrace]:
     """Return traces of one model, without the layers of the kind `hash` that one of them lacks. `what` names others.
 
-    Raises:
-        SpecMismatchError: when they come from different models.
+    Raises `SpecMismatchError` when they come from different models.
     """
     tables = [{layer for layer in trace.spec.layers if layer.kind is LayerKind.HASH} for trace in traces]
     partial = {layer for own in tables for layer in own if not all(layer in each for each in tables)}

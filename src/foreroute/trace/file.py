@@ -46,7 +46,7 @@ SETS = "sets"
 FORMAT = FileFormat(
     name="trace",
     version=3,
-    kind=TraceFileError,
+    error=TraceFileError,
     metadata=("model", "layers", "encoding", "streams", "provenance"),
     tensors={
         "lengths": TensorSchema("I64", "S", sizes=True),
@@ -385,8 +385,7 @@ def _damage(file: TensorFile, error: TraceContentError) -> TraceFileError:
 def _header_from(metadata: Mapping[str, str], tables: Mapping[str, NDArray[Any]], stored_bytes: int) -> TraceHeader:
     """Check what a file says of itself, and of the bytes of its frames.
 
-    Raises:
-        TraceContentError: when it cannot be right.
+    Raises `TraceContentError` when it cannot be right.
     """
     table = parse_json(metadata["layers"], TraceContentError, name="its layer table")
     entries = parse_json(metadata["streams"], TraceContentError, name="its list of streams")
@@ -480,9 +479,8 @@ def _read_chunks(
 ) -> RoutingTrace:
     """Read all rows of some chunks, in the layers of `spec`, with some streams, as one sequence.
 
-    Raises:
-        TraceFileError: when the file was cut meanwhile.
-        TraceContentError: when a frame is damaged, or holds what cannot be true.
+    Raises `TraceFileError` when the file was cut meanwhile, and `TraceContentError` when a frame is damaged, or holds
+    what cannot be true.
     """
     edges = np.append(0, np.cumsum(np.diff(header.chunk_starts)[chunks]))
     num_rows, frames, before = int(edges[-1]), {}, 1 + header.spec.num_layers

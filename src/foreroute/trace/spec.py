@@ -243,8 +243,7 @@ class RoutingSpec:
 def layers_from(entries: Any) -> tuple[RoutedLayer, ...]:
     """Make a layer table of what a file has: a list of [number, kind].
 
-    Raises:
-        TraceContentError: when it is something else.
+    Raises `TraceContentError` when it is something else.
     """
     # counted before anything is made of them
     if not isinstance(entries, list) or len(entries) > MAX_LAYERS:
@@ -259,8 +258,7 @@ def layers_from(entries: Any) -> tuple[RoutedLayer, ...]:
 def spec_from(table: Any, model: str) -> RoutingSpec:
     """Make the facts of a model of what a trace file has: a list of [number, kind, experts, picks].
 
-    Raises:
-        TraceContentError: when it is something else.
+    Raises `TraceContentError` when it is something else.
     """
     if not isinstance(table, list) or not all(isinstance(entry, list) and len(entry) == 4 for entry in table):
         raise TraceContentError(f"the layer table is {table!r:.80}; expected a list of [number, kind, experts, picks]")
@@ -274,8 +272,7 @@ def spec_from(table: Any, model: str) -> RoutingSpec:
 def as_layers(layers: object) -> tuple[RoutedLayer, ...]:
     """Make a layer table of the routed layers that are given.
 
-    Raises:
-        TraceContentError: when they are something else.
+    Raises `TraceContentError` when they are something else.
     """
     table = tuple(layers) if isinstance(layers, Iterable) else None
     if table is None or not all(isinstance(layer, RoutedLayer) for layer in table):
@@ -286,15 +283,14 @@ def as_layers(layers: object) -> tuple[RoutedLayer, ...]:
 
 
 def whole_number(
-    value: object, *, name: str, least: int = 1, most: int, kind: type[InputError] = TraceContentError
+    value: object, *, name: str, least: int = 1, most: int, error: type[InputError] = TraceContentError
 ) -> int:
     """Make an integer from `least` to `most`, of Python or numpy, one of Python.
 
-    Raises:
-        kind: when it is another number, or none: fractions, texts and truth values are not cast.
+    Raises `error` when it is another number, or none: fractions, texts and truth values are not cast.
     """
     if not is_whole(value) or not least <= value <= most:
-        raise kind(f"{name} is {shown(value)}; expected a whole number from {least} to {most}")
+        raise error(f"{name} is {shown(value)}; expected a whole number from {least} to {most}")
     return int(value)
 
 

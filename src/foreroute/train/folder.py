@@ -35,7 +35,7 @@ from foreroute.train.config import TrainConfig, parse_config
 CHECKPOINT_FILE = FileFormat(
     name="checkpoint",
     version=3,
-    kind=RunFolderError,
+    error=RunFolderError,
     metadata=("step", "data"),
     tensors=None,
     made_by="foreroute train writes checkpoints",

@@ -34,11 +34,11 @@ class PackedAttention(MegatronModule):
         weights = scores.masked_fill(~seen_QK.to(scores.device), -10000.0).softmax(-1)
         return torch.einsum("bhqk,kbhd->qbhd", weights, value).flatten(2)
 
-    def _seen(self, num_slots, packed):
+    def _seen(self, num_router_rows, packed):
         """bool [this rank's slots, the slots of all context ranks]: which key a query sees."""
         ranks, rank = self.cp_group.size(), self.cp_group.rank()
         ends = packed and (packed.cu_seqlens_q if packed.cu_seqlens_q_padded is None else packed.cu_seqlens_q_padded)
-        lengths = ends.diff().tolist() if packed else [num_slots * ranks]
+        lengths = ends.diff().tolist() if packed else [num_router_rows * ranks]
         by_rank = [torch.tensor(zigzag(lengths, ranks, r)) for r in range(ranks)]
         sequence_Q, position_Q = by_rank[rank].T
         sequence_K, position_K = torch.cat(by_rank).T

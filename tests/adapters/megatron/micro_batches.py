@@ -50,7 +50,7 @@ class Batch:
         return torch.cat([_padded(v, n, fill) for v, n in zip(values, self.slots, strict=True)])[None]
 
     @property
-    def num_slots(self):
+    def num_router_rows(self):
         """Slots of a stream, over all its context ranks: T of a padded batch, the whole of a packed one."""
         return sum(self.slots) if self.packed else self.width
 

@@ -32,7 +32,7 @@ def step(chunks, batches, forward=forward_step, forward_only=False):
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=len(batches),
-        seq_length=batches[0].num_slots,
+        seq_length=batches[0].num_router_rows,
         micro_batch_size=1 if batches[0].packed else len(batches[0].lengths),
         forward_only=forward_only,
     )

@@ -54,7 +54,7 @@ class ForwardTokens:
         self._pattern_shape: tuple[int, ...] = ()
         self._is_kept = False
         self.shape = (input_ids.shape[0], input_ids.shape[1])
-        self.num_slots = input_ids.shape[0] * input_ids.shape[1]
+        self.num_router_rows = input_ids.shape[0] * input_ids.shape[1]
         self.device = input_ids.device
 
     @classmethod

@@ -290,7 +290,7 @@ class TransformerHooks(TrunkHooks):
             batch.begins,
         )
         rows = Rows(ids_LRK) if self.options.routes else None
-        current = self.open_pass(rows, batch.num_slots, batch.device)
+        current = self.open_pass(rows, batch.num_router_rows, batch.device)
         with self.passes.running(current):
             result = forward(*args, **kwargs)
         self.executed = current.executed_LRK if self._counts_executed else None
@@ -302,13 +302,13 @@ class TransformerHooks(TrunkHooks):
         """Begin a compiled pass, and return `Rows.ids_LRK`, empty without replay."""
         self.sessions.require_mine("runs a model")
         rows = self.begin_pass(batch)
-        current = self.open_pass(rows, batch.num_slots, batch.device)
+        current = self.open_pass(rows, batch.num_router_rows, batch.device)
         if uses_indexers(current):
             raise _indexers_in_graph("the model")
         self._begun_in_graph = batch, current
         if rows is not None:
             return rows.ids_LRK
-        shape, dtype = self.shapes_for_graph(batch.num_slots)
+        shape, dtype = self.shapes_for_graph(batch.num_router_rows)
         return torch.empty(shape, dtype=dtype, device=batch.device)
 
     def end_from_graph(self, calls_L: Tensor, kept: list[Tensor]) -> None:
@@ -323,9 +323,9 @@ class TransformerHooks(TrunkHooks):
         for each in list(self.interceptors):
             each.end_pass(self.chunk, batch, current)
 
-    def shapes_for_graph(self, num_slots: int) -> tuple[list[int], torch.dtype]:
+    def shapes_for_graph(self, num_router_rows: int) -> tuple[list[int], torch.dtype]:
         """Say shape and dtype of the ids that `begin_from_graph` returns."""
-        return [self.spec.num_layers, num_slots if self.options.routes else 0, self.spec.top_k], self.id_dtype
+        return [self.spec.num_layers, num_router_rows if self.options.routes else 0, self.spec.top_k], self.id_dtype
 
 
 def saved_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -113,7 +113,7 @@ class TraceRows:
         """Raise `BatchMismatchError` for what is wrong with a batch, which the host waits for."""
         ids_BT, kept_BT, starts_BT = batch.on_host()
         row_R = locate_rows(self.trace, ids_BT, kept_BT, starts_BT)
-        if self.layout is not None and not np.array_equal(row_R, self.layout.rows().row_of_slot_R):
+        if self.layout is not None and not np.array_equal(row_R, self.layout.rows().packed_row_R):
             raise BatchMismatchError(
                 f"the layout has the sequences elsewhere than the batch of shape {list(batch.shape)}; lay them out as "
                 "the batch is padded or packed, or leave the layout out"
@@ -128,7 +128,7 @@ class TraceRows:
         trace, is_error, faithful_N = self.trace, policy.missing == "error", there.faithful_N
         if (
             (not batch.may_be_packed and len(trace) not in (0, batch.shape[0]))
-            or (self.layout is not None and self.layout.num_slots != batch.num_slots)
+            or (self.layout is not None and self.layout.num_router_rows != batch.num_router_rows)
             or (is_error and bool((trace.valid_N & ~faithful_N).any()))  # a row with a route must be in the batch
         ):  # shapes and trace say that it is wrong, whatever the batch holds
             self.raise_mismatch(batch, policy)
@@ -144,7 +144,7 @@ class TraceRows:
             num_routed != int(trace.valid_N.sum()),  # rows with a route that the batch leaves out
         ]
         if self.layout is not None:
-            wrongs.append((row_R != there.upload("layout", self.layout.rows().row_of_slot_R)).any())
+            wrongs.append((row_R != there.upload("layout", self.layout.rows().packed_row_R)).any())
         if is_error and not faithful_N.all():
             wrongs.append(((row_R >= 0) & ~there.upload("faithful", faithful_N, nothing)[row_R]).any())
         if PIXELS in trace.streams and batch.digests_BT is not None:

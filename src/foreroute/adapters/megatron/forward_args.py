@@ -19,7 +19,7 @@ from torch import Tensor
 from foreroute.adapters.megatron.route_shard import RouteShard, Share
 from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.errors import BatchMismatchError, ReplayError
-from foreroute.layout.slots import Layout, Side, pack, pad
+from foreroute.layout.router_rows import Layout, Side, pack, pad
 from foreroute.replay.rows import to_device, to_host
 from foreroute.trace import RoutingTrace
 from foreroute.trace.checks import ascending
@@ -44,7 +44,7 @@ class Call:
     padding_mask: Tensor | None  # bool [B, T], True for padding
     inference: Any  # Megatron's inference context; None in training
     past: int  # positions that its key-value cache held before
-    num_slots: int  # R, the rows that routers see
+    num_router_rows: int  # R, the rows that routers see
     device: torch.device
     share: Share  # of the rows, on this rank
 
@@ -202,14 +202,14 @@ def lengths_of(cumulative: Tensor) -> NDArray[np.int64]:
 
 def _packed(call: Call, lengths_S: NDArray[np.int64]) -> Layout:
     """Lay out sequences of these lengths as a packed batch has them."""
-    slots_S = lengths_of(_padded_offsets(call))
-    if len(slots_S) != len(lengths_S):
+    padded_S = lengths_of(_padded_offsets(call))
+    if len(padded_S) != len(lengths_S):
         raise BatchMismatchError(
-            f"the packed batch has {len(slots_S)} sequences and the trace has {len(lengths_S)}; replay "
+            f"the packed batch has {len(padded_S)} sequences and the trace has {len(lengths_S)}; replay "
             "trace.select(...) of the micro-batch's sequences"
         )
-    layout, width = pack(lengths_S, slots=slots_S), _numel(call.input_ids) * call.share.cp
-    return layout.align_total(width) if width > layout.num_slots else layout
+    layout, width = pack(lengths_S, padded_lengths=padded_S), _numel(call.input_ids) * call.share.cp
+    return layout.align_total(width) if width > layout.num_router_rows else layout
 
 
 def _padded_offsets(call: Call) -> Tensor:

@@ -62,12 +62,12 @@ def rows_over_ranks(
         # torch sends no uint16
         ids = [None if each.ids_LRK is None else _as_signed(each.ids_LRK) for each in of_chunks]
         narrow = torch.uint8 if spec.id_dtype.itemsize == 1 else torch.int16
-        nothing = torch.zeros(call.num_slots, spec.top_k, dtype=narrow, device=call.device)
+        nothing = torch.zeros(call.num_router_rows, spec.top_k, dtype=narrow, device=call.device)
         ids_NLK, margins_NL = collect_rows(ids, nothing, layout).view(spec.id_dtype), None
         if any(asked for _, asked, _ in stages):
-            nothing = torch.zeros(call.num_slots, device=call.device)
+            nothing = torch.zeros(call.num_router_rows, device=call.device)
             margins_NL = collect_rows([each.margin_LR for each in of_chunks], nothing, layout)
-        tokens_C = torch.zeros(call.num_slots * share.sp, dtype=torch.int64, device=call.device)
+        tokens_C = torch.zeros(call.num_router_rows * share.sp, dtype=torch.int64, device=call.device)
         if call.input_ids is not None:
             tokens_C = call.input_ids.T.reshape(-1).long()
         of_ranks = _gather(_gather(tokens_C, groups.pp)[with_tokens[0]], share.cp_group).cpu().numpy()

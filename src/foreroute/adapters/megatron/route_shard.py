@@ -172,10 +172,10 @@ def shard(
     The rank of each expert of these layers is `home_LE`, integers [L, E]. The rest is as in `RoutedMegatron.shard`.
     """
     trace.spec.require_alike("a layout of ranks")
-    whole_rows, row_R = layout.rows(), share.of_routers(layout).rows().row_of_slot_R
-    context_C = share.of_context(layout).rows().row_of_slot_R
+    whole_rows, row_R = layout.rows(), share.of_routers(layout).rows().packed_row_R
+    context_C = share.of_context(layout).rows().packed_row_R
     if missing == "error":
-        refuse_missing(trace, whole_rows.row_of_slot_R)
+        refuse_missing(trace, whole_rows.packed_row_R)
     # The rows of a rank become one sequence: what lies before them, on other ranks, is known to `faithful_N` alone.
     seen_N = np.unique(row_R[row_R >= 0]) if layers else np.zeros(0, np.int64)
     cut = trace.without_streams()

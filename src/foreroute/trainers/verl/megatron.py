@@ -213,11 +213,11 @@ class MegatronPasses(EnginePasses):
         if not self._config.use_remove_padding:
             width = longest if self._config.pad_bshd_to_minibatch_max else int(lengths_S.max())
             return pad(lengths_S, side="right", order="sbhd", to=-(-width // self._align) * self._align)
-        slots_S = -(-lengths_S // self._align) * self._align
+        padded_S = -(-lengths_S // self._align) * self._align
         if self._config.pad_to_length:
             bucket = lcm(self._config.pad_to_length_bucket, mpu.get_context_parallel_world_size())
-            slots_S[-1] += -slots_S.sum() % bucket
-        return pack(lengths_S, slots=slots_S)
+            padded_S[-1] += -padded_S.sum() % bucket
+        return pack(lengths_S, padded_lengths=padded_S)
 
 
 def _pack_responses(data: Any) -> PackedBatch:

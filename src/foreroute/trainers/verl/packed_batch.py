@@ -199,7 +199,7 @@ class PackedRoutes:
     def of_pass(self, chunk: int, batch: Any, policy: Policy, checks: DeferredChecks) -> ReplayRows:
         """Give the rows of a forward, whose tokens are compared with those of the batch."""
         (num_rows, width), packed = batch.shape, self._packed
-        row_R = torch.arange(batch.num_slots, device=batch.device)
+        row_R = torch.arange(batch.num_router_rows, device=batch.device)
         if num_rows == 1:
             # verl pads the packed rows at their end, and under Ulysses cuts them into equal parts, one for each rank
             row_R = row_R + self._rank * width

@@ -222,7 +222,7 @@ def _rows_of(trace: RoutingTrace, num_hidden_layers: int | None) -> list[NDArray
         raise CaptureError(f"verl keeps expert ids in signed 16 bits, and the model has {spec.num_experts} experts")
     width, columns = spec.num_layers, list(range(spec.num_layers))
     if num_hidden_layers is not None:
-        width = whole_number(num_hidden_layers, name="num_hidden_layers", most=MAX_LAYERS, kind=CaptureError)
+        width = whole_number(num_hidden_layers, name="num_hidden_layers", most=MAX_LAYERS, error=CaptureError)
         columns = [layer.index for layer in spec.layers]
         if len(set(columns)) < len(columns) or max(columns) >= width:
             raise CaptureError(

@@ -1,4 +1,4 @@
-"""Corners of layouts, layouts that cannot be, and the way back from slots to rows."""
+"""Corners of layouts, layouts that cannot be, and the way back from router rows to rows."""
 
 import numpy as np
 import pytest
@@ -7,19 +7,19 @@ from foreroute import layout
 from foreroute.errors import LayoutError
 
 
-def slots_of(planned):
-    return planned.rows().row_of_slot_R.tolist()
+def rows_of(planned):
+    return planned.rows().packed_row_R.tolist()
 
 
 def test_nothing_at_all_is_a_layout():
-    assert slots_of(layout.pack([])) == []
-    assert slots_of(layout.pack([]).align_total(8).split_context(2, 0).split_sequence(2, 1)) == []
-    assert slots_of(layout.pad([], side="left", order="sbhd").split_sequence(4, 0)) == []
-    assert slots_of(layout.pad([0, 0], side="left", order="sbhd")) == []
+    assert rows_of(layout.pack([])) == []
+    assert rows_of(layout.pack([]).align_total(8).split_context(2, 0).split_sequence(2, 1)) == []
+    assert rows_of(layout.pad([], side="left", order="sbhd").split_sequence(4, 0)) == []
+    assert rows_of(layout.pad([0, 0], side="left", order="sbhd")) == []
 
 
 def test_a_rank_counts_its_slots_without_writing_them():
-    assert layout.pack([5, 3], align=8).split_context(2, 0).split_sequence(2, 0).num_slots == 4
+    assert layout.pack([5, 3], align=8).split_context(2, 0).split_sequence(2, 0).num_router_rows == 4
 
 
 @pytest.mark.parametrize(
@@ -32,10 +32,10 @@ def test_a_rank_counts_its_slots_without_writing_them():
 )
 def test_indices_widen_only_when_rows_need_it(num_rows, dtype, last_two):
     whole = layout.pack([num_rows], align=2)
-    ranks = whole.num_slots // 2
+    ranks = whole.num_router_rows // 2
     far = whole.split_sequence(ranks, ranks - 1).rows()
-    assert far.row_of_slot_R.dtype == dtype
-    assert far.row_of_slot_R.tolist() == last_two
+    assert far.packed_row_R.dtype == dtype
+    assert far.packed_row_R.tolist() == last_two
 
 
 @pytest.mark.parametrize(
@@ -47,19 +47,22 @@ def test_indices_widen_only_when_rows_need_it(num_rows, dtype, last_two):
         (lambda: layout.pack([3], align=0), "align is 0"),
         (lambda: layout.pack([3], align=1.5), "a whole number"),
         (lambda: layout.pack([2**63 - 1, 2**63 - 1, 7]), "lengths add up to"),
-        (lambda: layout.pack([3, 3], slots=[2**63 - 1, 2**62]), "slots add up to"),
-        (lambda: layout.pack([3], slots=[4.5]), "slots are float64"),
-        (lambda: layout.pack([3] * 3, align=2**40), "slots add up to"),
-        (lambda: layout.pad([3] * 3, side="left", order="bshd", to=2**40), "slots add up to"),
+        (lambda: layout.pack([3, 3], padded_lengths=[2**63 - 1, 2**62]), "padded_lengths add up to"),
+        (lambda: layout.pack([3], padded_lengths=[4.5]), "padded_lengths are float64"),
+        (lambda: layout.pack([3] * 3, align=2**40), "router rows add up to"),
+        (lambda: layout.pad([3] * 3, side="left", order="bshd", to=2**40), "router rows add up to"),
         (lambda: layout.pad([3], side="left", order="bshd", to=3.5), "to is 3.5; expected"),
         (lambda: layout.pad([3], side="top", order="bshd"), "expected 'left' or 'right'"),
         (lambda: layout.pad([3], side="left", order="thd"), "expected 'bshd'"),
         (lambda: layout.pad([3, 9], side="left", order="bshd", to=8), "sequence 1 has 9 tokens"),
         (lambda: layout.pad([3], side="left", order="bshd").align_total(8), "give `pad` a width `to`"),
         (lambda: layout.pack([3]).align_total(0), "multiple is 0"),
-        (lambda: layout.pack([4, 6]).split_context(2, 0), "sequence 1 of the batch has 6 slots.*Give pack.align=. 4"),
+        (
+            lambda: layout.pack([4, 6]).split_context(2, 0),
+            "sequence 1 of the batch has 6 router rows.*Give pack.align=. 4",
+        ),
         (lambda: layout.pad([6], side="left", order="bshd").split_context(2, 0), "Give pad.to=. 4"),
-        (lambda: layout.pack([4]).align_total(6).split_context(2, 0), "the tail of the line has 2 slots"),
+        (lambda: layout.pack([4]).align_total(6).split_context(2, 0), "the tail of the line has 2 router rows"),
         (
             lambda: layout.pack([4]).split_context(2, 2),
             "context-parallel rank is 2; expected a whole number from 0 to 1",
@@ -67,7 +70,7 @@ def test_indices_widen_only_when_rows_need_it(num_rows, dtype, last_two):
         (lambda: layout.pack([4]).split_context(0, 0), "ranks is 0; expected a whole number from 1"),
         (lambda: layout.pack([8]).split_context(2, 0).split_context(2, 0), "split_context comes before"),
         (lambda: layout.pack([8]).split_sequence(2, 0).split_context(2, 0), "split_context comes before"),
-        (lambda: layout.pack([5]).split_sequence(2, 0), "5 slots do not divide over 2 sequence-parallel ranks"),
+        (lambda: layout.pack([5]).split_sequence(2, 0), "5 router rows do not divide over 2 sequence-parallel ranks"),
         (lambda: layout.pack([4]).split_sequence(2, -1), "sequence-parallel rank is -1"),
     ],
 )
@@ -76,15 +79,15 @@ def test_impossible_layouts_are_refused(make, message):
         make()
 
 
-def test_packed_sequences_may_have_slots_of_their_own():
-    lengths, slots = [3, 1, 4], [4, 4, 4]
-    by_slots = layout.pack(lengths, slots=slots).rows().row_of_slot_R
-    assert by_slots.tolist() == [0, 1, 2, -1, 3, -1, -1, -1, 4, 5, 6, 7]
-    uneven = layout.pack(lengths, slots=[3, 5, 4]).rows().row_of_slot_R
+def test_packed_sequences_may_have_rows_of_their_own():
+    lengths, padded = [3, 1, 4], [4, 4, 4]
+    given = layout.pack(lengths, padded_lengths=padded).rows().packed_row_R
+    assert given.tolist() == [0, 1, 2, -1, 3, -1, -1, -1, 4, 5, 6, 7]
+    uneven = layout.pack(lengths, padded_lengths=[3, 5, 4]).rows().packed_row_R
     assert uneven.tolist() == [0, 1, 2, 3, -1, -1, -1, -1, 4, 5, 6, 7]
     for wrong in ([2, 4, 4], [4, 4]):
-        with pytest.raises(LayoutError, match=r"slots"):
-            layout.pack(lengths, slots=wrong)
+        with pytest.raises(LayoutError, match=r"padded_lengths|router rows"):
+            layout.pack(lengths, padded_lengths=wrong)
 
 
 def test_padding_is_told_from_rows():
@@ -94,7 +97,7 @@ def test_padding_is_told_from_rows():
 
 def test_collect_keeps_the_trailing_shape_and_drops_padding():
     halves = [layout.pack([3], align=4).split_context(2, r).rows() for r in range(2)]
-    values = [np.stack([h.row_of_slot_R] * 2, axis=1) * 1.5 for h in halves]
+    values = [np.stack([h.packed_row_R] * 2, axis=1) * 1.5 for h in halves]
     assert layout.collect(zip(halves, values, strict=True)).tolist() == [[0, 0], [1.5, 1.5], [3, 3]]
 
 
@@ -105,7 +108,7 @@ def test_collect_refuses_missing_and_repeated_ranks():
         layout.collect([(halves[0], values)])
     with pytest.raises(LayoutError, match="row 0 arrived 2 times"):
         layout.collect([(halves[0], values), (halves[1], values), (halves[0], values)])
-    with pytest.raises(LayoutError, match="one value per slot"):
+    with pytest.raises(LayoutError, match="one value per router row"):
         layout.collect([(halves[0], np.zeros(3))])
     with pytest.raises(LayoutError, match="nothing to collect"):
         layout.collect([])

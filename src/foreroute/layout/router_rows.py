@@ -1,11 +1,12 @@
-"""From sequence lengths and a parallel layout to the router slots of one rank, stage by stage.
+"""From sequence lengths and a parallel layout to the router rows of one rank, step by step.
 
     pack │ pad  ──▶  split_context  ──▶  split_sequence  ──▶  rows
      THD │ [B, T]     CP, per sequence    SP or Ulysses       RankRows
 
-Each stage maps slots to slots and knows nothing of the stage before it; `rows` writes the indices of this rank's own
-slots and no others. Until then a layout is ranges of consecutive slots (`SlotRanges`): a part of a range is a range, so
-splitting costs as much as there are sequences, and only writing costs as much as there are slots.
+A router row is a position of the batch as a router sees it, padding included. Each step maps router rows to router rows
+and knows nothing of the step before it; `rows` writes the indices of this rank's own and no others. Until then a layout
+is ranges of consecutive router rows (`RowRanges`): a part of a range is a range, so splitting costs as much as there
+are sequences, and only writing costs as much as there are rows.
 """
 
 from __future__ import annotations
@@ -25,35 +26,36 @@ Side = Literal["left", "right"]
 Order = Literal["thd", "bshd", "sbhd"]
 
 _INT32_ROWS = 2**31 - 1
-MOST_ROUTER_SLOTS = 1 << 40
-"""Router slots of a layout, and tokens of its sequences. Sums and multiples of this many are exact in 64 bits."""
+MOST_ROUTER_ROWS = 1 << 40
+"""Router rows of a layout, and tokens of its sequences. Sums and multiples of this many are exact in 64 bits."""
 
 
-def pack(lengths: ArrayLike, *, align: int = 1, slots: ArrayLike | None = None) -> Layout:
+def pack(lengths: ArrayLike, *, align: int = 1, padded_lengths: ArrayLike | None = None) -> Layout:
     """THD: sequences one after the other, each padded on the right.
 
     Args:
         lengths: integers [S], tokens per sequence of the trace (`trace.lengths`). Sequences of a micro-batch are chosen
             with `trace.select`.
-        align: slots of a sequence are a multiple of this. With context and sequence parallelism over CP x TP ranks,
-            Megatron-Core and Transformer Engine need 2·CP·TP.
-        slots: integers [S], the slots of each sequence where no one multiple says them (the differences of
-            `cu_seqlens_q_padded`); rounded up to `align` too.
+        align: the padded length of a sequence is a multiple of this. With context and sequence parallelism over CP x
+            TP ranks, Megatron-Core and Transformer Engine need 2·CP·TP.
+        padded_lengths: integers [S], where no one multiple says them (the differences of `cu_seqlens_q_padded`);
+            rounded up to `align` too.
 
     Raises:
-        LayoutError: for an `align` below 1, negative lengths, or a sequence that does not fit its slots.
+        LayoutError: for an `align` below 1, negative lengths, or a sequence longer than its padded length.
     """
     length_S = as_lengths(lengths, "lengths")
     check_count("align", align)
-    count_S = length_S if slots is None else as_lengths(slots, "slots")
+    count_S = length_S if padded_lengths is None else as_lengths(padded_lengths, "padded_lengths")
     _require(
-        count_S.shape == length_S.shape, f"got slots of {count_S.size} sequences; expected those of {len(length_S)}"
+        count_S.shape == length_S.shape,
+        f"got padded_lengths of {count_S.size} sequences; expected those of {len(length_S)}",
     )
     for s in np.flatnonzero(length_S > count_S)[:1]:
-        raise LayoutError(f"sequence {s} has {length_S[s]} tokens and {count_S[s]} slots; give it more slots")
-    count_S = as_lengths(-(-count_S // align) * align, "slots")
+        raise LayoutError(f"sequence {s} has {length_S[s]} tokens and {count_S[s]} router rows; give it more")
+    count_S = as_lengths(-(-count_S // align) * align, "router rows")
     offsets = as_offsets(length_S)
-    return Layout(SlotRanges(offsets[:-1], count_S, offsets[:-1], offsets[1:]), "thd", 1, int(offsets[-1]))
+    return Layout(RowRanges(offsets[:-1], count_S, offsets[:-1], offsets[1:]), "thd", 1, int(offsets[-1]))
 
 
 def pad(
@@ -63,7 +65,7 @@ def pad(
     order: Literal["bshd", "sbhd"],
     to: int | None = None,
 ) -> Layout:
-    """A grid of S sequences x T slots, padded on one side; side and order have no default, for neither can be guessed.
+    """A grid of S sequences x T positions, padded on one side. Side and order have no default: neither can be guessed.
 
     Args:
         lengths: integers [S], tokens per sequence of the trace (`trace.lengths`).
@@ -84,43 +86,43 @@ def pad(
             f"sequence {s} has {length_S[s]} tokens and cannot be padded to {width}; "
             "raise `to`, or cut the trace with trace.truncated(lengths)"
         )
-    count_S = as_lengths(np.full_like(length_S, width), "slots")
+    count_S = as_lengths(np.full_like(length_S, width), "router rows")
     offsets = as_offsets(length_S)
     low_S, high_S = offsets[:-1], offsets[1:]
     first_S = low_S if side == "right" else high_S - count_S
-    return Layout(SlotRanges(first_S, count_S, low_S, high_S), order, len(length_S), int(offsets[-1]))
+    return Layout(RowRanges(first_S, count_S, low_S, high_S), order, len(length_S), int(offsets[-1]))
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The router slots of one rank, not yet written out. Make one with `pack` or `pad`.
+    """The router rows of one rank, not yet written out. Make one with `pack` or `pad`.
 
     Attributes:
-        ranges: the slots, as ranges; one per sequence until a split.
+        ranges: the router rows, as ranges; one per sequence until a split.
         order: "thd", "bshd" or "sbhd".
-        num_lines: lines of slots that a sequence split cuts: 1 when packed, S in a grid.
+        num_lines: lines of router rows that a sequence split cuts: 1 when packed, S in a grid.
         num_rows: N, packed rows of the trace.
-        is_split: whether ranks already share the slots.
+        is_split: whether ranks already share the router rows.
     """
 
-    ranges: SlotRanges
+    ranges: RowRanges
     order: Order
     num_lines: int
     num_rows: int
     is_split: bool = False
 
     @property
-    def num_slots(self) -> int:
+    def num_router_rows(self) -> int:
         """R, the router rows of this rank, padding included."""
-        return self.ranges.num_slots
+        return self.ranges.num_router_rows
 
     @property
     def line_length(self) -> int:
         """Slots that a sequence split cuts: all of them when packed, T in a grid."""
-        return self.num_slots // self.num_lines if self.num_lines else 0
+        return self.num_router_rows // self.num_lines if self.num_lines else 0
 
     def align_total(self, multiple: int) -> Layout:
-        """Pad the end of a packed line so that its slots are a multiple of `multiple` (as slime and FP8 kernels do).
+        """Pad the end of a packed line to a multiple of `multiple` router rows (as slime and FP8 kernels do).
 
         Before `split_context` the tail is shared out like a sequence; after it, every rank pads its own line.
         """
@@ -167,25 +169,25 @@ class Layout:
         _check_rank(ranks, rank, "sequence-parallel")
         _require(
             self.line_length % ranks == 0,
-            f"{self.line_length} slots do not divide over {ranks} sequence-parallel ranks; "
+            f"{self.line_length} router rows do not divide over {ranks} sequence-parallel ranks; "
             f"align sequences to a multiple of {ranks}, or the end of a packed line with align_total({ranks})",
         )
         share = self.line_length // ranks
         return replace(self, ranges=self._window(rank * share, (rank + 1) * share), is_split=True)
 
     def rows(self) -> RankRows:
-        """Write the indices of this rank's slots, in the order in which its routers see them."""
-        row_of_slot = self.ranges.write(self.num_rows)
+        """Write the indices of this rank's router rows, in the order in which its routers see them."""
+        packed_row = self.ranges.write(self.num_rows)
         if self.order == "sbhd":
-            row_of_slot = row_of_slot.reshape(self.num_lines, self.line_length).T.reshape(-1)
-        return RankRows(row_of_slot, self.num_rows)
+            packed_row = packed_row.reshape(self.num_lines, self.line_length).T.reshape(-1)
+        return RankRows(packed_row, self.num_rows)
 
-    def _window(self, start: int, stop: int) -> SlotRanges:
-        """The slots `start : stop` of every line: of each range, what lies in that window."""
+    def _window(self, start: int, stop: int) -> RowRanges:
+        """The router rows `start : stop` of every line: of each range, what lies in that window."""
         count = self.ranges.count_J
-        # lines follow one another and have equally many slots, so the remainder is where a range begins in its own line
+        # lines follow one another and are equally long, so the remainder is where a range begins in its own line
         begin_J = as_offsets(count)[:-1] % max(self.line_length, 1)
-        # a range outside of the window keeps 0 slots
+        # a range outside of the window keeps 0 router rows
         skip_J = np.clip(start - begin_J, 0, count)
         return self.ranges.part(skip_J, np.clip(stop - begin_J, 0, count) - skip_J).nonempty()
 
@@ -195,11 +197,11 @@ class Layout:
             return
         j = int(uneven[0])
         is_tail = self.order == "thd" and self.ranges.low_J[j] == self.ranges.high_J[j]
-        stage = "align_total" if is_tail else "pack(align=)" if self.order == "thd" else "pad(to=)"
+        step = "align_total" if is_tail else "pack(align=)" if self.order == "thd" else "pad(to=)"
         raise LayoutError(
             f"{'the tail of the line' if is_tail else f'sequence {j} of the batch'} has "
-            f"{int(self.ranges.count_J[j])} slots; context parallelism over {ranks} ranks needs a multiple of "
-            f"{chunks}. Give {stage} {chunks} or a multiple of it, as the trainer does"
+            f"{int(self.ranges.count_J[j])} router rows; context parallelism over {ranks} ranks needs a multiple of "
+            f"{chunks}. Give {step} {chunks} or a multiple of it, as the trainer does"
         )
 
 
@@ -208,9 +210,9 @@ def _check_rank(ranks: int, rank: int, what: str) -> None:
     check_count(f"{what} rank", rank, least=0, most=ranks - 1)
 
 
-def check_count(name: str, value: int, *, least: int = 1, most: int = MOST_ROUTER_SLOTS) -> None:
+def check_count(name: str, value: int, *, least: int = 1, most: int = MOST_ROUTER_ROWS) -> None:
     """Raise `LayoutError` unless `value` is a whole number in that range."""
-    whole_number(value, name=name, least=least, most=most, kind=LayoutError)
+    whole_number(value, name=name, least=least, most=most, error=LayoutError)
 
 
 def _require(holds: bool, message: str) -> None:
@@ -219,18 +221,18 @@ def _require(holds: bool, message: str) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class SlotRanges:
-    """J ranges of slots, one after the other.
+class RowRanges:
+    """J ranges of router rows, one after the other.
 
-    In a range, slot i sees packed row `first + i`, or is padding where that row falls outside of the range's own
+    In a range, router row i sees packed row `first + i`, or is padding where that row falls outside of the range's own
     sequence, `low` to `high`:
 
         sequence owns rows 40 41 42          low = 40, high = 43
-        range first = 38, count = 6          slots:  -1 -1 40 41 42 -1
+        range first = 38, count = 6          router rows: -1 -1 40 41 42 -1
 
     Attributes:
-        first_J: int64 [J], the packed row under the first slot of the range, were it not padding.
-        count_J: int64 [J], slots in the range.
+        first_J: int64 [J], the packed row under the first router row of the range, were it not padding.
+        count_J: int64 [J], router rows in the range.
         low_J: int64 [J], first row of the range's sequence.
         high_J: int64 [J], row after the last of the range's sequence. `low == high` makes a range of padding.
     """
@@ -241,40 +243,40 @@ class SlotRanges:
     high_J: NDArray[np.int64]
 
     @property
-    def num_slots(self) -> int:
-        """R, the slots of all ranges."""
+    def num_router_rows(self) -> int:
+        """R, the router rows of all ranges."""
         return int(self.count_J.sum())
 
-    def part(self, skip_J: NDArray[np.int64] | int, count_J: NDArray[np.int64]) -> SlotRanges:
-        """The `count_J` slots of each range that follow its first `skip_J`."""
-        return SlotRanges(self.first_J + skip_J, count_J, self.low_J, self.high_J)
+    def part(self, skip_J: NDArray[np.int64] | int, count_J: NDArray[np.int64]) -> RowRanges:
+        """The `count_J` router rows of each range that follow its first `skip_J`."""
+        return RowRanges(self.first_J + skip_J, count_J, self.low_J, self.high_J)
 
-    def with_padding(self, count: int) -> SlotRanges:
-        """These ranges, and one of `count` slots of padding behind them."""
+    def with_padding(self, count: int) -> RowRanges:
+        """These ranges, and one of `count` router rows of padding behind them."""
         tail = {"first_J": 0, "count_J": count, "low_J": 0, "high_J": 0}
-        return SlotRanges(**{name: np.append(of_range, tail[name]) for name, of_range in vars(self).items()})
+        return RowRanges(**{name: np.append(of_range, tail[name]) for name, of_range in vars(self).items()})
 
-    def alternating_with(self, other: SlotRanges) -> SlotRanges:
+    def alternating_with(self, other: RowRanges) -> RowRanges:
         """Range 0 of either, then range 1 of either, and so on; both have J ranges."""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return SlotRanges(*(np.stack(pair, axis=1).reshape(-1) for pair in pairs))
+        return RowRanges(*(np.stack(pair, axis=1).reshape(-1) for pair in pairs))
 
-    def nonempty(self) -> SlotRanges:
-        """The ranges that have slots."""
+    def nonempty(self) -> RowRanges:
+        """The ranges that have router rows."""
         held = self.count_J > 0
-        return SlotRanges(self.first_J[held], self.count_J[held], self.low_J[held], self.high_J[held])
+        return RowRanges(self.first_J[held], self.count_J[held], self.low_J[held], self.high_J[held])
 
     def write(self, num_rows: int) -> NDArray[Any]:
-        """The row of every slot, `PAD` where it sees none.
+        """The packed row of every router row, `PAD` where it sees none.
 
         Args:
             num_rows: N, of the packed rows that the ranges index.
 
         Returns:
-            row_of_slot_R: int32 [R] where rows and slots can be counted in it, else int64 [R].
+            packed_row_R: int32 [R] where rows and router rows can be counted in it, else int64 [R].
         """
         # each range is written as if it saw rows throughout; what lies outside of its sequence is overwritten
-        dtype = np.dtype(np.int32 if max(num_rows, self.num_slots) <= _INT32_ROWS else np.int64)
+        dtype = np.dtype(np.int32 if max(num_rows, self.num_router_rows) <= _INT32_ROWS else np.int64)
         rows = join_ranges(self.first_J, self.count_J, dtype)
         start_J = as_offsets(self.count_J)[:-1]
         before_J = np.clip(self.low_J - self.first_J, 0, self.count_J)
@@ -287,14 +289,13 @@ class SlotRanges:
 def as_lengths(lengths: ArrayLike, name: str) -> NDArray[np.int64]:
     """`lengths` as int64 [S].
 
-    Raises:
-        LayoutError: unless they are integers from 0, `MOST_ROUTER_SLOTS` in all at most.
+    Raises `LayoutError` unless they are integers from 0, `MOST_ROUTER_ROWS` in all at most.
     """
     given = np.asarray(lengths)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise LayoutError(f"{name} are {given.dtype} of shape {given.shape}; expected one integer per sequence")
     if given.min(initial=0) < 0:
         raise LayoutError(f"{name}: sequence {int(given.argmin())} has {int(given.min())}; expected 0 or more")
-    if int(given.max(initial=0)) * len(given) > MOST_ROUTER_SLOTS and sum(given.tolist()) > MOST_ROUTER_SLOTS:
-        raise LayoutError(f"{name} add up to {sum(given.tolist())}; expected {MOST_ROUTER_SLOTS} at most")
+    if int(given.max(initial=0)) * len(given) > MOST_ROUTER_ROWS and sum(given.tolist()) > MOST_ROUTER_ROWS:
+        raise LayoutError(f"{name} add up to {sum(given.tolist())}; expected {MOST_ROUTER_ROWS} at most")
     return given.astype(np.int64)
