@@ -101,12 +101,12 @@ def folder(tmp_path):
 
 
 def line(**changes):
-    values = {"counts": "counts.safetensors", "plan": "plan.safetensors", "stage": "update", "seconds": 0.5}
+    values = {"counts": "counts.safetensors", "plan": "plan.safetensors", "pass_name": "update", "seconds": 0.5}
     return json.dumps(values | changes)
 
 
 def test_measurements_are_read_from_lines(folder):
-    (folder / "m.jsonl").write_text(f"{line()}\n\n{line(plan=None, stage='recompute', seconds=0.25)}\n")
+    (folder / "m.jsonl").write_text(f"{line()}\n\n{line(plan=None, pass_name='recompute', seconds=0.25)}\n")
     planned, at_home = load_measurements(folder / "m.jsonl", small_config().described().topology)
     assert (planned.pass_index, planned.seconds) == (1, 0.5)
     assert (at_home.pass_index, at_home.seconds, at_home.name) == (0, 0.25, "counts.safetensors, recompute")
@@ -127,7 +127,7 @@ def test_measurements_are_read_from_lines(folder):
             ConfigError,
             "line 1 is not a valid configuration:\n  seconds: Input should be greater than 0",
         ),
-        (line(stage="rollout"), ConfigError, "line 1 is not a valid configuration:\n  stage"),
+        (line(pass_name="rollout"), ConfigError, "line 1 is not a valid configuration:\n  pass_name"),
         (line() + "\n" + line(plan="other.safetensors"), PlanError, "line 2: "),
     ],
 )

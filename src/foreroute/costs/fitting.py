@@ -116,6 +116,7 @@ def _least_squares(
     """Find the factors with the least sum of squared errors, and the slopes there (Levenberg and Marquardt)."""
     scale_K, damping = begin_K, 1e-3
     error_V = errors(scale_K)
+    # one-sided: the pieces are linear, and a step across a kink is mended by the next round
     slopes_VK = _slopes(errors, scale_K, error_V)
     for _ in range(MOST_ROUNDS):
         gradient_K, curvature_KK = slopes_VK.T @ error_V, slopes_VK.T @ slopes_VK
@@ -130,6 +131,7 @@ def _least_squares(
         tried_K = np.clip(scale_K + move_K, least_K, FARTHEST)
         tried_V = errors(tried_K)
         better, before = error_V @ error_V - tried_V @ tried_V, error_V @ error_V
+        # a step that helps may be longer next time; one that does not is tried shorter
         if better > 0:
             is_still = np.abs(tried_K - scale_K).max() <= CONVERGED * np.abs(tried_K).max()
             scale_K, error_V, damping = tried_K, tried_V, damping / 10

@@ -97,11 +97,13 @@ def experts_by_rank(cell: CellPlan, counts_GE: Any, prices: Any) -> Any:
         tokens = 0
         for g in range(num_ranks):
             tokens += cell.tokens_RG[r, g]
+        # the home serves what no replica does
         rank, home = cell.rank_R[r], cell.home_E[cell.expert_R[r]]
         home_tokens_E[cell.expert_R[r]] -= tokens
         forward_G[rank] += _expert_seconds(tokens, prices.forward)
         backward_G[rank] += _expert_seconds(tokens, prices.backward)
         if rank != home:
+            # both ends spend time on a replica, whatever it serves
             for end in (rank, home):
                 forward_G[end] += prices.forward.replica_s
                 backward_G[end] += prices.backward.replica_s

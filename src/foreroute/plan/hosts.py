@@ -46,6 +46,7 @@ class CellPlan(NamedTuple):
     def home_tokens_GE(self, counts_GE: NDArray[np.integer]) -> NDArray[np.int64]:
         """int64 [G, E], assignments of source rank g to expert e that the home rank of e serves."""
         rest_GE = counts_GE.astype(np.int64)
+        # an expert may have several replicas, each with its share
         np.subtract.at(rest_GE.T, self.expert_R, self.tokens_RG)
         return rest_GE
 

@@ -36,7 +36,7 @@ class PlanOptions:
             pays: over all micro-steps of a layer, or where slots are shared, cell by cell. None: on in layers where it
             saves more time than planning it exposes.
         pay_off: drop replicas whose transfer exposes more time than they save, by the cost model. None: on in layers
-            where it saves more time than planning it exposes. Where there is a cost model and this is not False, stages
+            where it saves more time than planning it exposes. Where there is a cost model and this is not False, passes
             that the plan saves too little in are executed at homes (`StepPlan.gains`).
         threads: of the planner. Plans do not depend on it.
     """

@@ -113,6 +113,7 @@ class StepPlan:
 
     def is_at_home(self, pass_name: PassName) -> bool:
         """Whether every expert serves at its home in a pass: the plan has no replica, or saves too little there."""
+        # what was never priced is executed: somebody asked for it
         return len(self.hosts.expert_R) == 0 or self.gains.get(pass_name, 1.0) < LEAST_GAIN
 
     def in_pass(self, pass_name: PassName) -> StepPlan:

@@ -23,6 +23,7 @@ def check_number(value: object, *, name: str, least: float = 0, most: float, err
     """Raise `error` unless this is a number from `least` to `most`; one above 0, where `least` is 0."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise error(f"{name} is {shown(value)}; expected a number")
+    # written so that NaN is refused
     if not (value > 0 and least <= value <= most):
         span = f"{least:g} to {most:g}" if least else f"more than 0, and {most:g} at most"
         raise error(f"{name} is {value!r:.40}; expected {span}")

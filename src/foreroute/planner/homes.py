@@ -54,6 +54,7 @@ def place_homes(
     for name, value, least in (("max_moves", max_moves or 0, 0), ("threads", threads, 1)):
         whole_number(value, name=name, least=least, most=MOST, error=ConfigError)
     num_layers, num_experts = start_LE.shape
+    # an exchange moves two experts or none
     budget = num_experts if max_moves is None else min(max_moves, num_experts)
     if budget < 2 or topology.num_ranks == 1:  # one move alone leaves ranks with unequal numbers of experts
         return start_LE.copy()

@@ -105,6 +105,7 @@ def _gains(
         return {}
     from foreroute.costs.pricing import step_parts
 
+    # the same homes: moves were made before, and are no part of the decision
     at_home = Hosts.with_room(hosts.home_LE, len(counts), topology.num_ranks, 0)
     home_S, planned_S = (
         step_parts(each, counts, topology, costs, options.slots).sum(axis=1) for each in (at_home, hosts)

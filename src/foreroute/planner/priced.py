@@ -138,7 +138,7 @@ class Window(NamedTuple):
         return parts_SP
 
     def seconds(self, cells: list[CellPlan]) -> float:
-        """Both stages of all cells."""
+        """Seconds of both passes of all cells."""
         return float(self.parts(cells).sum())
 
     def short(self, given: list[CellPlan], tolerance: float) -> list[CellPlan]:

@@ -29,7 +29,7 @@ SHOWN: dict[Column, Callable[[Any, float], str]] = {
     Column("Home moves"): lambda one, _: duration(one.phases.home_moves) if one.phases.home_moves else "",
     Column("Exposed transfers"): lambda one, _: percentage(one.exposed_share),
     Column("Groups wait"): lambda one, _: percentage(one.groups_waiting),
-    Column("Experts fetched per cell", "experts\nfetched\na cell"): lambda one, _: f"{one.fetches_per_cell:.1f}",
+    Column("Experts fetched per cell"): lambda one, _: f"{one.fetches_per_cell:.1f}",
     Column("Homes moved"): lambda one, _: f"{one.home_moves:,}",
     Column("Served across nodes", "served\nacross\nnodes"): lambda one, _: f"{one.cross_node_share:.0%}",
     Column("Planning time", "to plan"): lambda one, _: of_planning(one, duration(one.planning_s)),
@@ -62,6 +62,7 @@ def method_table(
         title: for a terminal.
         strong: whether a row is what the page is about.
     """
+    # pages name headings, so that each has its own columns in its own order
     by_heading = {column.heading: column for column in SHOWN}
     columns = tuple(by_heading[heading] for heading in headings)
     static_s = next(record.training_s for record in records if record.name == "static")

@@ -79,6 +79,7 @@ def plan_finding(found: PlanComparison) -> str:
 
     static, planned, executed = found.methods[0], _unused(found), found.methods[-1]
     other = strongest_other(found.methods)
+    # what is executed is compared, not what was planned
     gain = worth(executed, static, other, "" if other is None else other.label)
     loads = {name: over_mean(one.imbalance) for name, one in (("home", static), ("plan", planned))}
     both = f"the slowest rank has {loads['plan']} times the mean load, and {loads['home']} times without balancing"

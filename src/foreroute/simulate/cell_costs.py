@@ -70,14 +70,9 @@ def compute_of(
     topology: Topology,
     costs: CostModel,
 ) -> Compute:
-    """Price what is computed and sent in all cells.
+    """Price what is computed and sent in all cells; `layers` are the planned ones that stand for those of the model.
 
-    Args:
-        hosts: who serves what.
-        step: the tokens; without squares of lengths, sequences are those of `costs.sequence_tokens`.
-        layers: which planned layer stands for each layer of the model.
-        topology: ranks and links.
-        costs: the cost model.
+    Without squares of lengths, sequences are those of `costs.sequence_tokens`.
     """
     shape = step.counts_MLGE.shape[:2]
     prices, ranks = costs.prices(topology), topology.num_ranks
@@ -112,18 +107,10 @@ def transfers_of(
     *,
     is_update: bool,
 ) -> Transfers:
-    """Price what moves in a pass.
+    """Price what moves in a pass; only the update has a way back, on which gradients return.
 
     Slots of a layer hold what the plan left there, so that the way back fetches nothing. Slots that layers share hold
     the last `prefetch` + 1 cells, which the way back begins with.
-
-    Args:
-        hosts: who serves what.
-        slots: of the plan.
-        layers: which planned layer stands for each layer of the model.
-        topology: ranks and links.
-        costs: the cost model.
-        is_update: whether the pass has a way back, on which gradients return.
     """
     prices, ranks, num_layers = costs.prices(topology), topology.num_ranks, len(hosts.home_LE)
     num_micro_steps = (len(hosts.offsets) - 1) // num_layers

@@ -72,6 +72,7 @@ def figures_of(
 def record_of(served: ServedStep, topology: Topology, costs: CostModel, *, name: str, label: str) -> MethodRecord:
     """Price a served step by the cost model, one cell after another."""
     counts = np.ascontiguousarray(served.counts_MLGE, np.int32)  # as planners count: kernels are compiled once
+    # most methods serve both passes alike, and are priced once
     by_hosts = {id(hosts): step_parts(hosts, counts, topology, costs, served.slots) for hosts in served.passes}
     recompute, update = (
         dict(zip(PART_NAMES, by_hosts[id(hosts)][s].tolist(), strict=True)) for s, hosts in enumerate(served.passes)
@@ -129,6 +130,7 @@ def timed_plan(problem: BalancerInput, options: PlanOptions, on_progress: OnProg
         InputError: as `plan`.
     """
     homes, costs, topology = problem.home_LE, problem.costs, problem.topology
+    # a user waits for the one; methods are compared by the other, which other work on the machine does not lengthen
     before, before_cpu = time.perf_counter(), time.process_time()
     found, why = plan_and_why(
         problem.counts_MLGE, topology, options, home_LE=homes, costs=costs, on_progress=on_progress
@@ -194,7 +196,9 @@ def compare_plan(
         if on_progress is not None:
             on_progress(done, len(balancers))
     executed = figures_of(plan, counts, costs, label="foreroute", planning_s=found.planning_s)
+    # without gains nothing is decided: both passes are those of the plan
     planned = ServedStep.of(replace(plan, gains={}), counts, found.planning_s)
+    # beside what is executed, so that a reader sees why the plan is not
     if len(plan.hosts.expert_R) and any(plan.is_at_home(pass_name) for pass_name in PASS_NAMES):
         methods.append(record_of(planned, plan.topology, costs, name="unused", label=UNUSED))
     mean_ML = counts.sum(axis=(2, 3), dtype=np.int64) / plan.topology.num_ranks

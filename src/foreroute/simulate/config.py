@@ -89,6 +89,7 @@ def parse_config(values: dict[str, Any], *, source: str) -> SimulateConfig:
         require_drawable(config, cluster.topology, cluster.costs.model, source=source)
     if len(points) > MOST_POINTS:
         raise ConfigError(f"{source}: the sweep has {len(points)} points; expected {MOST_POINTS} at most")
+    # before the first is simulated: a sweep that cannot be ends after no work
     for key, value in points:
         varied(config, key, value)
     return config
@@ -105,6 +106,7 @@ def varied(config: SimulateConfig, key: str, value: float) -> SimulateConfig:
     Raises:
         ConfigError, TopologyError: when the key is unknown, or the configuration then describes what cannot be.
     """
+    # a point of a sweep sweeps nothing itself
     values = config.model_dump() | {"sweep": {}}
     if key in BANDWIDTHS:
         name = BANDWIDTHS[key]

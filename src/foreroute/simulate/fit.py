@@ -2,11 +2,11 @@
 
 Steps that were really run and timed come from a file, JSON Lines, one measurement a line:
 
-    {"counts": "counts.safetensors", "plan": "plan.safetensors", "stage": "update", "seconds": 1.62}
+    {"counts": "counts.safetensors", "plan": "plan.safetensors", "pass_name": "update", "seconds": 1.62}
 
-`counts` is a counts file, [M, L, G, E]; `plan` a plan file of these counts, or null where
-every expert was served at its home, contiguously; `stage` "recompute" (forward passes of all micro-steps) or "update"
-(forward, and backward with activations computed anew). Paths are relative to the file.
+`counts` is a counts file, [M, L, G, E]; `plan` a plan file of these counts, or null where every expert was served at
+its home, contiguously; `pass_name` "recompute" (forward passes of all micro-steps) or "update" (forward, and backward
+with activations computed anew). Paths are relative to the file.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Measurement:
 class _Line(Section):
     counts: str
     plan: str | None
-    stage: PassName
+    pass_name: PassName
     seconds: Positive
 
 
@@ -123,9 +123,9 @@ def load_measurements(path: Path, topology: Topology) -> list[Measurement]:
         line = checked(_Line, parse_json(text, ConfigError, name=where), source=where)
         counts = load_counts(path.parent / line.counts)
         plan = None if line.plan is None else load_plan(path.parent / line.plan)
-        name = f"{line.plan or line.counts}, {line.stage}"
+        name = f"{line.plan or line.counts}, {line.pass_name}"
         try:
-            measured.append(Measurement.of(name, counts, plan, topology, line.stage, line.seconds))
+            measured.append(Measurement.of(name, counts, plan, topology, line.pass_name, line.seconds))
         except InputError as error:
             raise type(error)(f"{where}: {error}") from error
     return measured

@@ -165,6 +165,7 @@ def serve(method: Balancer, problem: BalancerInput, costs: CostModel, *, most_ti
     problem = replace(problem, costs=costs)
     counts_MLGE, home_LE = problem.counts_MLGE, problem.home_LE
     previous = None if problem.previous_LE is None else problem.previous_LE[:1]
+    # one cell compiles whatever the whole step runs
     small = replace(problem, counts_MLGE=counts_MLGE[:1, :1], home_LE=home_LE[:1], previous_LE=previous)
     _planned(method, small)
     seconds: list[float] = []
@@ -174,6 +175,7 @@ def serve(method: Balancer, problem: BalancerInput, costs: CostModel, *, most_ti
         seconds.append(time.process_time() - before_s)
     if isinstance(found, StepPlan):
         return ServedStep.of(found, counts_MLGE, min(seconds))
+    # homes are those of the first micro-step, the same in all
     homes = np.stack([cell.home_E for cell in found[: len(home_LE)]])
     hosts = Hosts.of_cells(homes, found)
     return ServedStep(counts_MLGE, home_LE.astype(np.int16), method.slots, (hosts, hosts), min(seconds))

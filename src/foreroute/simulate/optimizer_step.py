@@ -1,4 +1,4 @@
-"""What surrounds the two stages, in closed form: home moves and publishing before, reduction and optimizer after them.
+"""What surrounds the two passes, in closed form: home moves and publishing before, reduction and optimizer after them.
 
 Nothing of it overlaps with anything, which is the most that it can cost.
 """
@@ -35,6 +35,7 @@ def reduction_bytes(cluster: ClusterConfig, topology: Topology, costs: CostModel
     """
     model, ranks_per_node = costs.model, costs.hardware.ranks_per_node
     experts = _expert_parameters(topology, costs)
+    # groups smaller than a node have data-parallel peers inside of it
     in_node = max(1, ranks_per_node // topology.num_ranks)
     size = model.gradient_bytes + model.weight_bytes
     scattered = [
@@ -64,6 +65,7 @@ def move_seconds(
         costs: the cost model.
     """
     before_X, home_X = before_LE.ravel().astype(np.int64), home_LE.ravel().astype(np.int64)
+    # state never goes through host memory, whatever replicas do
     all_X, prices = np.ones(len(home_X), np.bool_), replace(costs, paths="direct").prices(topology)
     weights_G5, _ = transfer_seconds(np.arange(len(home_X)), home_X, all_X, before_X, topology.num_ranks, prices)
     return float(weights_G5.max()) * scale * (costs.model.weight_bytes + STATE_BYTES) / costs.model.weight_bytes

@@ -84,6 +84,7 @@ def load_figures(loads: Sequence[Loads]) -> dict[str, float]:
     """The fields of a `MethodRecord` that loads of one or several groups say."""
     ratios_SC = np.concatenate([each.over_mean_SMLG.max(axis=-1).reshape(2, -1) for each in loads], axis=1)
     fetches = np.concatenate([each.fetches_SML.ravel() for each in loads])
+    # groups may differ in tokens, so shares are of sums
     crossing, served = (sum(int(each[n].sum()) for each in loads) for n in (1, 0))
     return {
         "imbalance": float(ratios_SC.mean()),

@@ -60,6 +60,7 @@ def simulate(
         ConfigError, TopologyError, CountsError: when the configuration describes what cannot be.
     """
     cluster, overlap = config.described(), config.execution.overlap
+    # what is configured is not timed
     most_timings = 3 if config.execution.planning_s is None else 1
     steps = list(group_steps(config, cluster.topology, cluster.costs))
     methods = _methods(config, dict(balancers or {}), has_previous=steps[0].previous_LE is not None)
@@ -82,11 +83,13 @@ def simulate(
             done += 1
     if on_progress is not None:
         on_progress("done", total, total)
+    # as of methods: all groups wait for the slowest one in each pass
     limits = (sum(_slowest(forced)), sum(_slowest(bound)))
     records: list[SimulatedMethod] = []
     for name, method in methods.items():
         static = records[0] if records else None
         records.append(_method(name, method, served[name], limits, static, config, cluster))
+    # all layers have the same tokens
     counts = np.concatenate([step.counts_MLGE[:, 0] for step in steps])
     return SimulationRecord(
         facts=_facts(config, cluster.costs),
@@ -190,6 +193,7 @@ def _method(
         reduction=reduction_seconds(config.cluster, topology, costs),
         optimizer=optimizer_seconds(config.cluster, topology, costs),
     )
+    # the same under every method: no plan changes what data parallelism reduces
     reduced = {"gradients and weights of data parallelism": reduction_bytes(config.cluster, topology, costs)}
     hours = (sum(phases) + config.execution.rollout_s) * config.cluster.gpus / 3600
     return SimulatedMethod(

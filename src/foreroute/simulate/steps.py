@@ -41,6 +41,7 @@ def group_steps(config: SimulateConfig, topology: Topology, costs: CostModel) ->
         yield _read(config, topology, costs)
         return
     workload = drawn_workload(drawn, topology.num_ranks, model, groups)
+    # methods that plan from the step before are given one of the same run
     step, before = (workload.draw(seed=drawn.seed, step=number) for number in (1, 0))
     counts, squares_MG = step.counts(), _squares(step, step.rows_S, (workload.num_micro_steps, workload.num_ranks))
     previous_LE = before.counts().sum(axis=(0, 2), dtype=np.int64)
