@@ -1,6 +1,7 @@
 """`foreroute plan` as a user meets it."""
 
 import shutil
+from datetime import date
 
 import numpy as np
 import pytest
@@ -49,11 +50,13 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
     paths = [line for line in lines if str(tmp_path) in line]
     assert max(len(line.rstrip()) for line in lines if line not in paths) <= 80
     for label in ("static", "EPLB, previous step", "EPLB, per micro-step", "foreroute", "lower bound"):
-        assert sum(line.startswith(f"{label} ") for line in lines) == 1
+        assert sum(line.startswith(f"{label} ") and "\N{MULTIPLICATION SIGN}" in line for line in lines) == 1
     assert "modelled" in result.stdout
     found = load_plan(output)
     verify(found, counts(), PlanOptions(home_moves=2))
-    assert "foreroute plan" in output.with_suffix(".html").read_text()
+    page = output.with_suffix(".html").read_text()
+    for made in (f"foreroute {fr.__version__}, {date.today()}: ", "--home-moves 2", "cluster.toml", "TFLOP/s"):
+        assert made in page
     again = plan(given, files)
     assert again.returncode == 2
     assert "already exists" in again.stderr

@@ -17,7 +17,7 @@ from foreroute.simulate.methods import METHODS
 from foreroute.simulate.steps import drawn_workload, group_steps
 from foreroute.simulate.workload import WORKLOADS
 from foreroute.testing.routes import synthetic_trace
-from tests.simulate.simulate_cases import small_config, small_values
+from tests.simulate.simulate_cases import FAST_LINKS, FREE_OF_ALL_BUT_ROWS, small_config, small_values
 from tests.traces import spec_of
 
 SMALLEST = {"cluster": {"gpus": 64, "expert_parallel": 16}}
@@ -162,6 +162,7 @@ def of_traces(tmp_path):
     traces = [synthetic_trace(spec_of(num_layers=2), lengths, seed=n) for n, lengths in enumerate(LENGTHS)]
     paths = [str(fr.save(trace, tmp_path / f"{n}.safetensors")) for n, trace in enumerate(traces)]
     values = small_values() | {"workload": {"traces": paths, "tokens_per_rank": 512}}
+    values |= {"hardware": FREE_OF_ALL_BUT_ROWS, "links": FAST_LINKS}
     return parse_config(values, source="here"), traces
 
 
