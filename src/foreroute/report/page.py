@@ -201,11 +201,7 @@ def check_page(target: Path) -> None:
 
 
 def write_page(target: Path, page: Page | Callable[[], Page]) -> Path:
-    """Write a page; one that is there is replaced.
-
-    Args:
-        target: the file to write.
-        page: the page, or what draws it, in the style of all plots and with what the `report` extra brings.
+    """Write a page, or what draws one in the style of all plots; a page that is there is replaced.
 
     Raises:
         InputError: as `check_page` does, when the system refuses to write, and when the `report` extra is not

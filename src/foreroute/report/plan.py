@@ -42,17 +42,10 @@ def write_plan_page(
     cluster: Cluster | None = None,
     layers: Sequence[RoutedLayer] = (),
 ) -> Path:
-    """Write the page; one that is there is replaced.
+    """Write the page; raises `InputError` as `page.write_page`.
 
-    Args:
-        found: the plan and the methods beside it.
-        facts: what was planned, how and when, by name.
-        target: the file to write.
-        cluster: with the rates and sizes that the seconds stand on.
-        layers: L, where the model's own numbers of them are known.
-
-    Raises:
-        InputError: when `target` cannot be written or is no page of ours, or the `report` extra is not installed.
+    `facts` say what was planned, how and when; `cluster` has the rates and sizes that seconds stand on; `layers` are L,
+    where the model's own numbers of them are known.
     """
     return write_page(target, lambda: _page(found, facts, cluster, layers))
 

@@ -24,15 +24,7 @@ KEPT = ("rollouts", "checkpoints")
 
 
 def write_report(runs: Sequence[Run], target: Path) -> Path:
-    """Write the report of one run, or the comparison of several, to `target`; a report that is there is replaced.
-
-    Args:
-        runs: as `foreroute.records.read_runs` reads them.
-        target: the file to write.
-
-    Raises:
-        InputError: when `target` cannot be written or is no page of ours, or the `report` extra is not installed.
-    """
+    """Write the report of one run, or the comparison of several; raises `InputError` as `page.write_page`."""
     return write_page(target, lambda: _page(runs))
 
 

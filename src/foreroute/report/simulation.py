@@ -41,19 +41,7 @@ def write_simulation_page(
     timelines: Sequence[Timeline] = (),
     fit: FitRecord | None = None,
 ) -> Path:
-    """Write the page; one that is there is replaced.
-
-    Args:
-        record: all methods on one step.
-        config: that was simulated.
-        target: the file to write.
-        sweeps: of the same configuration.
-        timelines: of the same micro-step and layers.
-        fit: what was fitted to measurements, if anything was.
-
-    Raises:
-        InputError: when `target` cannot be written or is no page of ours, or the `report` extra is not installed.
-    """
+    """Write the page of a simulation, its sweeps, timelines, and the fit of its rates; raises as `page.write_page`."""
     return write_page(target, lambda: _page(record, config, sweeps, timelines, fit))
 
 

@@ -119,16 +119,7 @@ class TimedPlan:
 
 
 def timed_plan(problem: BalancerInput, options: PlanOptions, on_progress: OnProgress | None = None) -> TimedPlan:
-    """Plan a step, and time it.
-
-    Args:
-        problem: the step, with its costs.
-        options: of the planner.
-        on_progress: of `plan_and_why`.
-
-    Raises:
-        InputError: as `plan`.
-    """
+    """Plan a step, which has its costs, and time it; raises `InputError` as `plan`."""
     homes, costs, topology = problem.home_LE, problem.costs, problem.topology
     # a user waits for the one; methods are compared by the other, which other work on the machine does not lengthen
     before, before_cpu = time.perf_counter(), time.process_time()
@@ -177,16 +168,10 @@ def compare_plan(
     balancers: Mapping[str, Balancer] = BALANCERS,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> PlanComparison:
-    """Set a plan beside balancers.
+    """Set a plan beside balancers, of which static is one.
 
-    Args:
-        found: the plan, of these counts.
-        problem: the step, with its costs.
-        balancers: by short name; static is one of them.
-        on_progress: called with the balancers that are done, and all.
-
-    Raises:
-        CountsError: when the counts are of another shape than the plan's.
+    `problem` has the counts of the plan, and its costs. `on_progress` is called with the balancers that are done, and
+    all. Raises `CountsError` when the counts are of another shape than the plan's.
     """
     plan, counts, costs = found.plan, problem.counts_MLGE, problem.costs
     assert costs is not None, "pages have seconds"

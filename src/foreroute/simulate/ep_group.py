@@ -36,13 +36,9 @@ class EPGroup:
 
     @classmethod
     def of(cls, served: ServedStep, step: BalancerInput, costs: CostModel, *, overlap: float) -> EPGroup:
-        """Price a served step. Layers that were drawn stand in turn for those of the model.
+        """Price a served step, which may have other counts of the same tokens.
 
-        Args:
-            served: who serves what.
-            step: the tokens. `served` may have other counts of the same tokens.
-            costs: the cost model; its links take the place of those of the step's topology.
-            overlap: of the `ExecutionModel`.
+        Layers that were drawn stand in turn for those of the model. The links are those of `costs`.
         """
         topology = replace(step.topology, links=costs.hardware.links)
         counted = replace(step, counts_MLGE=served.counts_MLGE)
@@ -79,11 +75,7 @@ class EPGroup:
         return replace(self, recompute=recompute, update=update)
 
     def run(self, ready_s: float = 0.0) -> tuple[GroupRun, GroupRun]:
-        """Recompute and update.
-
-        Args:
-            ready_s: seconds from the start of the recompute when the plan is there.
-        """
+        """Run recompute and update; the plan is there `ready_s` seconds after the start of the recompute."""
         return (
             run(*self.recompute, self.model, pass_index=0, ready_s=ready_s),
             run(*self.update, self.model, pass_index=1),

@@ -57,12 +57,7 @@ def move_seconds(
 ) -> float:
     """Moving homes with their optimizer state, peer to peer: the busiest link.
 
-    Args:
-        before_LE: [L, E], the homes so far.
-        home_LE: [L, E], the homes from now on.
-        scale: layers of the model for each layer that was planned.
-        topology: ranks and links.
-        costs: the cost model.
+    `scale` are layers of the model for each layer that was planned.
     """
     before_X, home_X = before_LE.ravel().astype(np.int64), home_LE.ravel().astype(np.int64)
     # state never goes through host memory, whatever replicas do
