@@ -23,7 +23,7 @@ from foreroute.plan.topology import Links, Topology
 from foreroute.trace.spec import is_whole
 
 TABLES = {"topology": Topology, "hardware": Hardware, "links": Links, "model": ModelShape, "costs": CostModel}
-"""What each table describes. Attributes that are tables of this file stand beside it."""
+"""Class that each table describes. Attributes that are tables of this file stand beside it."""
 PRESETS = {"hardware": hardware_preset, "model": model_preset}
 Rates = Mapping[str, Mapping[str, float]]
 """Values by table and key."""
@@ -31,7 +31,7 @@ Rates = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a file describes."""
+    """Ranks, links and cost model of a file."""
 
     topology: Topology
     costs: CostModel
@@ -148,7 +148,7 @@ def keys_of(table: str) -> list[str]:
 
 
 def described(cluster: Cluster) -> dict[str, dict[str, int | float | str]]:
-    """By table and key, every value of a file that describes this cluster."""
+    """Every value, by table and key, of a file that describes this cluster."""
     costs, topology = cluster.costs, cluster.topology
     made = {"topology": topology, "hardware": costs.hardware, "links": topology.links, "model": costs.model}
     # nested tables stand beside
@@ -169,7 +169,7 @@ def cluster_toml(cluster: Cluster) -> str:
 
 
 def _made(table: str, given: Mapping[str, Mapping[str, Any]], source: str, preset: Any = None, **beside: Any) -> Any:
-    """What a table describes, from its keys, what stands beside it, and a preset for the rest."""
+    """Object that a table describes, from its keys, what stands beside it, and a preset for the rest."""
     values = {**given[table], **beside}
     try:
         return TABLES[table](**values) if preset is None else replace(preset, **values)

@@ -25,7 +25,7 @@ AS_THEY_ARE = (
 MAY_VANISH = ("replica_s", "replica_backward_s")
 """Parameters that may be found to be 0."""
 FARTHEST = 1e3
-"""What is found is at most this many times what it was, or one over it."""
+"""Largest factor: what is found is at most this many times what it was, or one over it."""
 STEP = 1e-4
 """Relative change by which slopes are taken: far above rounding, and within one linear piece mostly."""
 CONVERGED = 1e-12

@@ -311,8 +311,8 @@ class CostModel:
 
 
 class ExpertPrices(NamedTuple):
-    """What `expert_seconds` of one pass goes by: rows of a tile, seconds of a row's products, of all weights through
-    memory, and of a row through memory; and what a replica takes beside, at both of its ends.
+    """Inputs of `expert_seconds` for one pass: rows of a tile, seconds of a row's products, of all weights through
+    memory, of a row through memory, and of a replica at each of its ends.
     """
 
     tile_rows: int

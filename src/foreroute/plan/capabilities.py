@@ -1,4 +1,4 @@
-"""Who executes what: one table, read by both executors, which warn of the rest, and by the simulator, which marks it.
+"""Abilities of the executors: one table. Executors warn of what is beyond it, and the simulator marks that.
 
 An executor has an ability when a test runs it there, on CPU processes of one machine, so nothing here says how fast it
 is; `tests/simulate/test_executed.py` names the tests.
@@ -88,6 +88,6 @@ def takes_host_memory(paths: FetchPath) -> bool:
 
 
 def lacking(needs: Set[Ability]) -> tuple[str, ...]:
-    """What the executor that lacks least cannot do of what is asked for, in words; empty where one can do all."""
+    """Abilities asked for that the executor which lacks least does not have, in words; none where one has all."""
     missing = (tuple(str(one) for one in Ability if one in needs - abilities) for abilities in EXECUTES.values())
     return min(missing, key=len)

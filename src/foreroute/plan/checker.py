@@ -1,4 +1,4 @@
-"""Whether a plan is what it says it is: an independent check that shares no code with the planner.
+"""Check that a plan is what it says it is: an independent check that shares no code with the planner.
 
 It proves that a plan can be executed as it stands and that its figures are true. Not that it is a good plan.
 """

@@ -1,4 +1,4 @@
-"""Who serves what: the one form that searching, pricing, pruning, checking and scheduling share.
+"""Hosts of experts: the one form that searching, pricing, pruning, checking and scheduling share.
 
 A *cell* (m, l) is one routed layer in one micro-step; it is a barrier for all ranks. Cells are numbered in the order of
 execution, m * L + l. A *host* is an (expert, rank) pair that serves tokens. Every expert has a home, which serves what

@@ -1,4 +1,4 @@
-"""What a plan may do. Every part of the planner can be switched off by one field."""
+"""Options of a plan. Every part of the planner can be switched off by one field."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PassName = Literal["recompute", "update"]
 PASS_NAMES: tuple[PassName, ...] = get_args(PassName)
 PRICED = ("traffic", "pay_off")
 """The options that a cost model prices."""
-MOST = 2**63 - 1
+LARGEST_OPTION = 2**63 - 1
 """The largest number of moves and of threads: far more than there are experts or processors."""
 
 
@@ -55,7 +55,7 @@ class PlanOptions:
             raise ConfigError(f"tolerance is {self.tolerance}; expected a share of the mean load, from 0 to below 1")
         for name, least in (("home_moves", 0), ("threads", 1)):
             if name != "home_moves" or self.home_moves is not None:
-                whole_number(getattr(self, name), name=name, least=least, most=MOST, error=ConfigError)
+                whole_number(getattr(self, name), name=name, least=least, most=LARGEST_OPTION, error=ConfigError)
         if self.slots not in ("layer", "shared"):
             raise ConfigError(f"slots is {self.slots!r}; expected 'layer' or 'shared'")
         if self.traffic and not self.replicas:

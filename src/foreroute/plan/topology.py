@@ -1,4 +1,4 @@
-"""Where experts can live: ranks, nodes, redundant slots, and the links between them."""
+"""Places of experts: ranks, nodes, redundant slots, and the links between them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes the ranks fill."""
+        """N, nodes that the ranks fill."""
         return self.num_ranks // self.ranks_per_node
 
     @property

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import ConfigError, TopologyError
 from foreroute.plan.counts import check_counts
-from foreroute.plan.options import MOST
+from foreroute.plan.options import LARGEST_OPTION
 from foreroute.plan.topology import Topology
 from foreroute.trace.spec import whole_number
 
@@ -52,7 +52,7 @@ def place_homes(
     counts = check_counts(counts_MLGE, num_ranks=topology.num_ranks)
     start_LE = check_homes(home_LE, counts.shape[1], counts.shape[3], topology.num_ranks)
     for name, value, least in (("max_moves", max_moves or 0, 0), ("threads", threads, 1)):
-        whole_number(value, name=name, least=least, most=MOST, error=ConfigError)
+        whole_number(value, name=name, least=least, most=LARGEST_OPTION, error=ConfigError)
     num_layers, num_experts = start_LE.shape
     # an exchange moves two experts or none
     budget = num_experts if max_moves is None else min(max_moves, num_experts)

@@ -61,7 +61,7 @@ def new_placement(load_EM: NDArray[np.int32], start_E: Ints, topology: Topology,
 
 
 def objective(load_EM: Ints, home_E: Ints, topology: Topology) -> int:
-    """What is lowered."""
+    """The sum that is lowered."""
     cost_X = np.maximum(_surpluses(load_EM, home_E, topology), 0).sum(axis=1)
     return int(2 * cost_X[: topology.num_ranks].sum() + cost_X[topology.num_ranks :].sum())
 
@@ -120,7 +120,7 @@ def _pull(now: Placement, node: int) -> None:
 
 @inlined
 def _more_moves(now: Placement, e: int, f: int) -> int:
-    """How many experts more are away from their start once e and f have exchanged their homes."""
+    """Number of experts more that are away from their start once e and f have exchanged their homes."""
     a, b = now.home_E[e], now.home_E[f]
     return int(now.start_E[e] == a) - int(now.start_E[e] == b) + int(now.start_E[f] == b) - int(now.start_E[f] == a)
 

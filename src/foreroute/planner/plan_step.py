@@ -97,7 +97,7 @@ def plan_and_why(
 def _gains(
     hosts: Hosts, counts: NDArray[np.int32], topology: Topology, costs: CostModel | None, options: PlanOptions
 ) -> dict[PassName, float]:
-    """By pass, the share that a plan saves of the seconds of all cells at home, each as if it paid for all alone.
+    """Gains by pass: the share that a plan saves of the seconds of all cells at home, each as if it paid for all alone.
 
     Nothing where no prices are known, or nothing is to be decided.
     """

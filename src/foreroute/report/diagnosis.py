@@ -44,7 +44,7 @@ def finding_table(diagnosis: Diagnosis) -> Table:
 
 
 def measure_table(measures: Measures) -> Table:
-    """What was measured, one row per comparison; a dash means never measured."""
+    """Measures, one row per comparison; a dash means never measured."""
     compared: tuple[tuple[str, TokenMismatch | None, RoutingMismatch | None], ...] = (
         ("Engine and trainer, without replay", measures.without, measures.routes),
         ("Engine and trainer, with replay", measures.with_replay, None),

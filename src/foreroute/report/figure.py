@@ -1,4 +1,4 @@
-"""What every plot shares: colours, type sizes, legends, and what stands in place of a plot without data."""
+"""Shared parts of plots: colours, type sizes, legends, and what stands in place of a plot without data."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PART_COLOURS = {
     "output head": "#EEDD88",
     "waiting for the plan": "#332288",
 }
-"""What time is spent on, in Tol's light scheme, none of which is the colour of a method, and dark for waiting."""
+"""Parts of the time, in Tol's light scheme, none of which is the colour of a method, and dark for waiting."""
 SIDE_WORDS: dict[Side, str] = {"native": "without replay", "replayed": "with replay"}
 DASHES = ("", "6 3", "2 2", "8 2 2 2")
 """By run, as in SVG; matplotlib takes the numbers."""
@@ -146,7 +146,7 @@ def _series(position: int, run: Run, side: Side | None, path: str) -> list[Serie
 
 
 def _recorded(step: StepRecord, path: str) -> float | None:
-    """What a step recorded by this path of keys, joined by dots; of a list the last. None where it did not."""
+    """The figure that a step recorded by this path of keys, joined by dots; of a list the last. None where none."""
     found: Any = step
     for key in path.split("."):
         found = found.get(key) if isinstance(found, dict) else getattr(found, key, None)
@@ -197,7 +197,7 @@ def integer_ticks(most: int) -> MaxNLocator:
 
 
 def layer_label(layers: Sequence[RoutedLayer]) -> str:
-    """What an axis of routed layers is called: by the model's own numbers where its layers are known."""
+    """Label of an axis of routed layers: by the model's own numbers where its layers are known."""
     kinds = {layer.noun.removesuffix(" layer") for layer in layers}
     return f"{kinds.pop()} layer" if len(kinds) == 1 else "layer" if kinds else "routed layer, counted from 0"
 
@@ -307,7 +307,7 @@ def _keys(runs: Sequence[Run], series: Sequence[Series]) -> tuple[Key, ...]:
 
 
 def run_key(runs: Sequence[Run], position: int) -> Key:
-    """What the line of a run that is of no side looks like: its colour is that of the side which it trains with."""
+    """Look of the line of a run that is of no side: its colour is that of the side which it trains with."""
     label = f"{runs[position].label}, trained {SIDE_WORDS[runs[position].trains_with]}"
     return Key(label, colour_of(runs, position), dashes_of(position))
 

@@ -1,4 +1,4 @@
-"""What the numbers of runs say, in one sentence. Nothing is claimed that they do not show."""
+"""Findings of runs, in one sentence. Nothing is claimed that they do not show."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAME = 1.05
 
 
 def run_finding(runs: Sequence[Run]) -> str:
-    """What the runs show, in one sentence: the load of their ranks, their mismatch, their reward."""
+    """Finding of the runs, in one sentence: the load of their ranks, their mismatch, their reward."""
     rows = summary_rows(runs)
     clauses = [*_idle(runs), *_load(runs), _mismatch(rows), *_reward(rows), *_collapsed(runs)]
     text = "; ".join(clauses)
@@ -43,7 +43,7 @@ def _mismatch(rows: Sequence[SummaryRow]) -> str:
 
 
 def _one_side(rows: Sequence[SummaryRow]) -> str:
-    """Where no step was measured both ways."""
+    """Mismatch of runs in which no step was measured both ways."""
     for side in SIDES:
         words, other = ("without", "with") if side == "native" else ("with", "without")
         shares = [row.differing_share[side] for row in rows if row.differing_share[side] is not None]

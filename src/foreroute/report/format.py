@@ -1,4 +1,4 @@
-"""How numbers and settings look in tables, sentences and plots. Pure text; escaping is the page's."""
+"""Looks of numbers and settings in tables, sentences and plots. Pure text; escaping is the page's."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def times(ratio: float) -> str:
 
 
 def as_fast(other_s: float, this_s: float) -> str:
-    """How fast something is beside another whose seconds come first; the other's name follows."""
+    """Speed of something beside another whose seconds come first; the other's name follows."""
     ratio = other_s / this_s
     return "as fast as" if 1 / AS_FAST <= ratio <= AS_FAST else f"{ratio:.2f} times as fast as"
 

@@ -41,7 +41,7 @@ SHOWN: dict[Column, Callable[[Any, float], str]] = {
 
 
 def of_planning(record: MethodRecord, text: str) -> str:
-    """What is said of a method that plans; nothing of static."""
+    """Text about a method that plans; nothing for static."""
     return "" if record.name == "static" else text
 
 
@@ -77,7 +77,7 @@ def method_table(
 
 
 def worth(main: MethodRecord, static: MethodRecord, other: MethodRecord | None, other_label: str = "") -> str:
-    """How fast a method is beside static and, where there is one, beside the strongest other method."""
+    """Speed of a method beside static and, where there is one, beside the strongest other method."""
     text = f"{as_fast(static.training_s, main.training_s)} static"
     if other is None:
         return text
@@ -91,5 +91,5 @@ def named(method: SimulatedMethod, record: SimulationRecord) -> str:
 
 
 def modelled(record: SimulationRecord) -> str:
-    """What all seconds are, for axes."""
+    """Mark of all seconds, for axes."""
     return "modelled, not executed" if record["static"].not_executed else "modelled"

@@ -1,4 +1,4 @@
-"""What a page is, and one self-contained HTML file of it: every page of foreroute is made here.
+"""Parts of a page, and one self-contained HTML file of it: every page of foreroute is made here.
 
 A page is a finding, tiles, facts, and sections of texts, plots, tables and notes. A table is declared once, for the
 page and for a terminal. A number stands in one place, the finding aside.

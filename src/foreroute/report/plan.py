@@ -31,7 +31,7 @@ HEADINGS = (
     "Planning time",
 )
 TONES: tuple[Tone, Tone, Tone] = ("warning", "note", "fine")
-"""By how many passes run by the plan."""
+"""Tones by the number of passes that run by the plan."""
 
 
 def write_plan_page(
@@ -67,7 +67,7 @@ def plan_table(found: PlanComparison) -> Table:
 
 
 def plan_finding(found: PlanComparison) -> str:
-    """Whether to use the plan, and what it is worth, in a sentence or two."""
+    """Decision whether to use the plan, and its worth, in a sentence or two."""
     from foreroute.simulate.records import strongest_other
 
     static, planned, executed = found.methods[0], _unused(found), found.methods[-1]
@@ -114,7 +114,7 @@ def _unused(found: PlanComparison) -> MethodRecord:
 
 
 def plan_tiles(found: PlanComparison) -> tuple[Tile, ...]:
-    """How the plan gets there, were it to serve both passes."""
+    """Replicas and distance from the bound of the plan, were it to serve both passes."""
     over_mean_ML = found.planned.over_mean_SMLG[0].max(axis=-1)
     gap_ML = over_mean_ML / found.least_over_mean_ML - 1
     kept = found.plan.num_replicas_ML.mean() - found.planned.fetches_SML[0].mean()

@@ -35,7 +35,7 @@ def load_of_cells(found: PlanComparison, layers: Sequence[RoutedLayer]) -> Plot:
 
 
 def time_by_part(found: PlanComparison) -> Plot:
-    """Where the modelled time goes, as executors serve the plan."""
+    """Modelled time by part, as executors serve the plan."""
     from foreroute.costs.pricing import PART_NAMES
 
     methods = {HOME: found.methods[0], "as executed": found.methods[-1]}

@@ -61,7 +61,7 @@ def _page(runs: Sequence[Run]) -> Page:
 
 
 def commands_of(run: Run) -> list[tuple[str, str]]:
-    """What diagnoses a run, and the line for a shell, where the run kept a rollout of a checkpoint's weights."""
+    """Commands that diagnose a run, with what each does, where it kept a rollout of a checkpoint's weights."""
     rollouts, checkpoints = ({path.name for path in (run.folder / name).glob("step-*")} for name in KEPT)
     if not rollouts & checkpoints:
         return []
@@ -88,7 +88,7 @@ def _alarms(runs: Sequence[Run], colours: Sequence[str]) -> list[PageSection]:
 
 
 def _notes(runs: Sequence[Run], rows: Sequence[SummaryRow]) -> list[str]:
-    """What a reader of the tables should know of each run."""
+    """Notes on each run for readers of the tables."""
     notes = [f"{run.label}: {note}" for run in runs for note in run.notes]
     for row in rows:
         if not row.paired_steps and set(row.k3.values()) == {None}:

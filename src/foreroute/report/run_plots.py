@@ -52,7 +52,7 @@ def run_plots(runs: Sequence[Run]) -> list[Plot]:
 
 
 def update_plots(runs: Sequence[Run]) -> list[Plot]:
-    """Those that some run has something to show in; a bound that nothing ever reached is no plot."""
+    """Plots of the update that some run has something to show in; a bound that nothing ever reached is no plot."""
     finish = {"importance.effective_share": _up_to_all, "live_agreement": _up_to_all}
     finish |= {"clip_share": percent_axis, "importance.cut_share": percent_axis}
     series = {path: series_by_run(runs, path) for path in finish}

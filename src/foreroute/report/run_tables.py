@@ -166,7 +166,7 @@ def load_table(runs: Sequence[Run]) -> Table:
 
 
 def facts_table(runs: Sequence[Run], rows: Sequence[SummaryRow]) -> Table:
-    """What each run is, by topic: routing, device, length, pace; its settings are in `config_table`."""
+    """Facts of each run, by topic: routing, device, length, pace; its settings are in `config_table`."""
     return _by_run("", [(run.label, describe(run, row)) for run, row in zip(runs, rows, strict=True)], kind="words")
 
 
@@ -222,7 +222,7 @@ def planned_steps(run: Run) -> list[tuple[int, ExecutionRecord]]:
 
 
 def _loads(steps: Sequence[ExecutionRecord]) -> dict[str, str]:
-    """What plans did, by name: means over the steps."""
+    """Effects of plans, by name: means over the steps."""
 
     def mean(value: Callable[[ExecutionRecord], float]) -> float:
         return sum(map(value, steps)) / len(steps)

@@ -62,7 +62,7 @@ def simulation_table(record: SimulationRecord) -> Table:
 
 
 def simulation_finding(record: SimulationRecord) -> str:
-    """What the methods are worth beside static and the strongest of the others, in one sentence."""
+    """Worth of the methods beside static and the strongest of the others, in one sentence."""
     from foreroute.simulate.records import fastest_plan, headline, strongest_other
 
     static, main, other = record["static"], headline(record.methods), strongest_other(record.methods)
@@ -87,7 +87,7 @@ def simulation_finding(record: SimulationRecord) -> str:
 
 
 def simulation_tiles(record: SimulationRecord) -> tuple[Tile, ...]:
-    """What the method that the page is about saves, and the size of a step."""
+    """Savings of the method that the page is about, and the size of a step."""
     from foreroute.simulate.records import headline
 
     static, main = record["static"], headline(record.methods)
@@ -129,7 +129,7 @@ def fit_table(found: FitRecord) -> Table:
 
 
 def fit_summary(found: FitRecord) -> str:
-    """How near the predictions are, in a sentence."""
+    """Nearness of the predictions, in a sentence."""
     correlation = "not defined" if found.rank_correlation is None else f"{found.rank_correlation:.2f}"
     return (
         f"{len(found.names)} measured passes are predicted with a median error of {percentage(found.median_error)} and "

@@ -1,4 +1,4 @@
-"""What the gain depends on: one small plot for each thing that was varied, and all points against static imbalance."""
+"""Dependence of the gain: one small plot for each thing that was varied, and all points against static imbalance."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sensitivities(record: SimulationRecord, config: SimulateConfig, sweeps: Sequ
 
 
 def legend(record: SimulationRecord) -> list[Key]:
-    """What the lines and points of all cards are."""
+    """Legend of the lines and points of all cards."""
     methods = [Key(named(record[name], record), colour) for name, colour in _colours(record).items()]
     return [*methods, Key("forced balance", FORCED, "6 3")]
 

@@ -1,4 +1,4 @@
-"""What a balancer is given, and the form that it has; and the balancer that does nothing."""
+"""Input and form of a balancer; and the balancer that does nothing."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Balancer:
 
 
 class HeldExperts:
-    """What the ranks hold, so that only weights that move count as moved.
+    """Holdings of all ranks, so that only weights that move count as moved.
 
     A rank still has what it hosted in the last cell of the layer; before the first one, the homes.
 

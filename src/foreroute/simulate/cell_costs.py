@@ -1,4 +1,4 @@
-"""What a method makes of a step, as seconds of work: for every cell, rank and resource. The engine's input.
+"""Seconds of work of a served step, for every cell, rank and resource: the engine's input.
 
 Every micro-step goes through the layers once in the recompute, and forward and back in the update, where activations
 are computed anew on the way back. Arrays over both ways have the axis K: 0 forward, 1 back. What is found in the slots
@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 
 
 class Compute(NamedTuple):
-    """What the ranks compute and send between each other in each cell; no transfers.
+    """Work of the ranks and of the all-to-alls between them in each cell; no transfers.
 
     Attributes:
         attention_MG2: [M, G, 2], seconds of attention and all that is dense in a layer, forward and backward.

@@ -17,7 +17,7 @@ from foreroute.simulate.methods import ServedStep
 
 @dataclass(frozen=True, eq=False)
 class EPGroup:
-    """What a group is to do, by one method, with all layers of the model.
+    """Work of a group under one method, with all layers of the model.
 
     Attributes:
         step: the tokens of the group.
@@ -82,7 +82,7 @@ class EPGroup:
         )
 
     def moved_bytes(self) -> dict[str, dict[str, float]]:
-        """What a rank sends in recompute and update, on average, by what it is and over which link.
+        """Bytes that a rank sends in recompute and update, on average, by what it is and over which link.
 
         Fetches from host memory are counted where they arrive.
         """

@@ -137,7 +137,7 @@ Prediction = Callable[[Measurement, SimulateConfig, CostModel], float]
 
 @dataclass(frozen=True, kw_only=True)
 class FitRecord:
-    """What came out.
+    """Outcome of a fit.
 
     Attributes:
         hardware: with the fitted rates; what was not fitted is as configured.

@@ -76,7 +76,7 @@ METHODS = {**BALANCERS, **PRESETS}
 
 
 class Loads(NamedTuple):
-    """What a served step is like in every cell of both passes.
+    """Loads of a served step in every cell of both passes.
 
     Attributes:
         served_SMLG: int64 [2, M, L, G], assignments that each rank serves.
@@ -205,7 +205,7 @@ def forced_balance(problem: BalancerInput) -> ServedStep:
 
 
 def not_executed(method: Balancer, config: SimulateConfig) -> tuple[str, ...]:
-    """What a step that this method serves requires and no executor supports yet; empty where one does all of it."""
+    """Requirements of steps under this method that no executor supports yet, in words; none where one does all."""
     cluster, execution, described = config.cluster, config.execution, config.described()
     asked = {
         Ability.NODES: described.topology.num_nodes > 1,

@@ -1,4 +1,4 @@
-"""What surrounds the two passes, in closed form: home moves and publishing before, reduction and optimizer after them.
+"""Seconds around the two passes, in closed form: home moves and publishing before, reduction and optimizer after them.
 
 Nothing of it overlaps with anything, which is the most that it can cost.
 """
@@ -22,13 +22,13 @@ OPTIMIZER_BYTES = 4 + 12 + 12 + 2
 
 
 def reduction_seconds(cluster: ClusterConfig, topology: Topology, costs: CostModel) -> float:
-    """What `reduction_bytes` take, those over the NICs after those in the node."""
+    """Seconds of `reduction_bytes`, those over the NICs after those in the node."""
     moved, links = reduction_bytes(cluster, topology, costs), topology.links
     return moved["node"] / links.node_bytes_per_s + moved["cluster"] / links.cluster_bytes_per_s
 
 
 def reduction_bytes(cluster: ClusterConfig, topology: Topology, costs: CostModel) -> dict[str, float]:
-    """What a rank sends, by link, to reduce-scatter gradients and gather weights over data-parallel ranks.
+    """Bytes that a rank sends, by link, to reduce-scatter gradients and gather weights over data-parallel ranks.
 
     Dense parameters and experts are each taken to go through the node first and then over the NICs, where a rank has
     its part of the node's data: (r - 1) / r * B and (n - 1) / n * B / r, for B bytes on n nodes of r ranks.

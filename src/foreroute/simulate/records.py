@@ -1,4 +1,4 @@
-"""What methods make of a step, as plain numbers: for JSON, tables, sentences and pages."""
+"""Records of methods on a step, as plain numbers: for JSON, tables, sentences and pages."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def sweep(config: SimulateConfig, methods: Sequence[str] | None = None) -> Itera
 
 
 def _methods(config: SimulateConfig, balancers: dict[str, Balancer], *, has_previous: bool) -> dict[str, Balancer]:
-    """What is simulated. Methods that plan from the step before are left out where all are asked for by default."""
+    """Methods to simulate. Those that plan from the step before are left out where all are asked for by default."""
     if taken := sorted({"forced_balance", "bound", *METHODS} & set(balancers)):
         raise ConfigError(f"balancers are called {', '.join(taken)}, which are names of our own; expected others")
     methods = {name: METHODS[name] for name in config.methods} | balancers
@@ -139,7 +139,7 @@ def _methods(config: SimulateConfig, balancers: dict[str, Balancer], *, has_prev
 
 
 class _ServedGroup(NamedTuple):
-    """What one group does under one method, and what its plan is like."""
+    """One group under one method: its runs, what surrounds them, and its loads."""
 
     runs: Runs
     planning_s: float

@@ -76,7 +76,7 @@ def require_memory(shape: tuple[int, int, int], topology: Topology, model: Model
 
 
 def drawn_workload(load: WorkloadConfig, num_ranks: int, model: ModelShape, groups: int) -> Workload:
-    """What is drawn: the micro-steps of all groups, one group after the other."""
+    """Workload to draw from: the micro-steps of all groups, one group after the other."""
     base = WORKLOADS[load.preset]
     workload = replace(
         base,

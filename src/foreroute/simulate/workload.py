@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from foreroute.errors import ConfigError
 from foreroute.kernels import LOW_32, SHIFT_32, TO_UNIT, kernel, next_unit, next_word
+from foreroute.plan.counts import MOST_ASSIGNMENTS
 
 GROUP = 8
 """Responses per prompt: as many as in the runs of the R3 paper (arXiv 2510.11370)."""
@@ -31,8 +32,6 @@ LENGTH_SIGMA = 0.7
 """Standard deviation of the logarithm of lengths. Chosen by hand, as is `SHORTEST`."""
 SHORTEST = 32
 """Tokens; shorter draws are taken for this."""
-MOST_ASSIGNMENTS = 2**31 - 1
-"""Most assignments of a cell, as `plan.counts` has them."""
 DRIFT = 0.03
 """Standard deviation of the change of a log share from one step to the next. Chosen by hand."""
 
@@ -149,7 +148,7 @@ class DrawnStep:
 
     @property
     def _rule(self) -> tuple[int, int, int, float]:
-        """What the kernels know of the workload."""
+        """Numbers of the workload that the kernels take."""
         load = self.workload
         return load.top_k, load.prompt_draws, load.response_draws, load.common
 
