@@ -131,6 +131,7 @@ def test_the_page_says_first_whether_to_use_the_plan(tmp_path, at_home, begins, 
     html = write_plan_page(found, {}, tmp_path / "page.html").read_text()
     finding = plan_finding(found)
     assert finding.startswith(begins)
+    assert "as planned" not in finding, "the plan is no method beside itself"
     assert f'<p class="card finding {tone}">{finding}' in html
     assert f"; {titles} " in html
     labels = plan_table(found).column("Method")

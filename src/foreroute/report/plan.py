@@ -15,7 +15,6 @@ from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Ti
 if TYPE_CHECKING:  # they load compiled code
     from foreroute.costs.cluster_file import Cluster
     from foreroute.simulate.compare import PlanComparison
-    from foreroute.simulate.records import MethodRecord
     from foreroute.trace import RoutedLayer
 
 HEADINGS = (
@@ -68,9 +67,10 @@ def plan_table(found: PlanComparison) -> Table:
 
 def plan_finding(found: PlanComparison) -> str:
     """Decision whether to use the plan, and its worth, in a sentence or two."""
-    from foreroute.simulate.records import strongest_other
+    from foreroute.simulate.records import AS_PLANNED, strongest_other
 
-    static, planned, executed = found.methods[0], _unused(found), found.methods[-1]
+    static, executed = found.methods[0], found.methods[-1]
+    planned = next((one for one in found.methods if one.name == AS_PLANNED), executed)
     other = strongest_other(found.methods)
     # what is executed is compared, not what was planned
     gain = worth(executed, static, other, "" if other is None else other.label)
@@ -106,11 +106,6 @@ def cost_words(cluster: Cluster) -> str:
         f"{links.cluster_bytes_per_s / 1e9:.4g} GB/s between nodes, {costs.model.expert_bytes / 1e6:.3g} MB an expert, "
         f"dispatch {sent}, weights of replicas by the path {costs.paths!r}"
     )
-
-
-def _unused(found: PlanComparison) -> MethodRecord:
-    """The plan as if both passes ran by it."""
-    return next((one for one in found.methods if one.name == "unused"), found.methods[-1])
 
 
 def plan_tiles(found: PlanComparison) -> tuple[Tile, ...]:

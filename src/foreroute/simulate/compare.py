@@ -19,11 +19,9 @@ from foreroute.plan.topology import Topology
 from foreroute.planner.plan_step import OnProgress, plan, plan_and_why
 from foreroute.simulate.balancers import Balancer, BalancerInput
 from foreroute.simulate.methods import BALANCERS, Loads, ServedStep, all_at_home, over, serve
-from foreroute.simulate.records import MethodRecord, load_figures
+from foreroute.simulate.records import AS_PLANNED, MethodRecord, load_figures
 
 Floats = NDArray[np.float64]
-UNUSED = "foreroute, as planned"
-"""The label of a plan as if both passes were executed by it, where they are not."""
 
 
 def compare(
@@ -142,7 +140,7 @@ class PlanComparison:
     Attributes:
         plan: of the step.
         methods: static first; the plan as executors serve it last. Where a pass runs at homes, the plan as if both
-            passes ran by it stands before it, labelled `UNUSED`.
+            passes ran by it stands before it, named `AS_PLANNED`.
         at_home, planned: loads of static, and of the plan if both passes ran by it.
         least_over_mean_ML: [M, L], the least load of a slowest rank under any plan of the same homes and slots, over
             the mean load; 1 where a cell is empty.
@@ -185,7 +183,7 @@ def compare_plan(
     planned = ServedStep.of(replace(plan, gains={}), counts, found.planning_s)
     # beside what is executed, so that a reader sees why the plan is not
     if len(plan.hosts.expert_R) and any(plan.is_at_home(pass_name) for pass_name in PASS_NAMES):
-        methods.append(record_of(planned, plan.topology, costs, name="unused", label=UNUSED))
+        methods.append(record_of(planned, plan.topology, costs, name=AS_PLANNED, label="foreroute, as planned"))
     mean_ML = counts.sum(axis=(2, 3), dtype=np.int64) / plan.topology.num_ranks
     return PlanComparison(
         plan=plan,

@@ -12,6 +12,8 @@ from foreroute.simulate.methods import PRESETS, Loads
 
 PLAN = "waiting for the plan"
 """The part of a pass that planning delays it by: counted as planning, and not as time of the pass."""
+AS_PLANNED = "ours_as_planned"
+"""The short name of a plan as if both passes ran by it, where one runs at homes."""
 
 
 class PhaseSeconds(NamedTuple):
@@ -57,7 +59,7 @@ class MethodRecord:
     @property
     def is_plan(self) -> bool:
         """Whether it is a plan of foreroute."""
-        return self.name in PRESETS
+        return self.name in PRESETS or self.name == AS_PLANNED
 
     @property
     def pass_s(self) -> tuple[float, float]:
