@@ -123,7 +123,7 @@ def _fetches(bench: Bench, pairs: int) -> dict[str, Any]:
             schedule = ExecutionSchedule(plan, bench.counts_MLGE, dist.get_rank(), paths=engine.paths)
             engine.begin_step(0, plan, schedule)
             for m, layer in np.ndindex(*plan.shape[:2]):
-                engine.fetch(Cell(0, m, layer), homes[layer])
+                engine.fetch(Cell(0, m, layer))
                 engine.wait_weights(Cell(0, m, layer))
             dist.barrier()
 

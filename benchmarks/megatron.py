@@ -210,7 +210,8 @@ def _queued_bytes_per_token(num_layers: int, num_experts: int, top_k: int) -> tu
     """Of one micro-batch of 8 sequences, held by `RouterReplay` objects and by `RouteShard`."""
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
-    from foreroute.adapters.megatron.route_shard import Share, shard
+    from foreroute.adapters.megatron.forward_args import Share
+    from foreroute.adapters.megatron.route_shard import shard
 
     spec = RoutingSpec(num_experts, top_k, tuple(map(RoutedLayer, range(num_layers))))
     trace = synthetic_trace(spec, [1024] * 8, seed=0, complete=True)

@@ -12,25 +12,24 @@ does, would spare the wait of the host; the counts would still be gathered, and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.harness.execution_bench import Bench
 from benchmarks.harness.online_plans import Baseline
-from foreroute.core.passes import Pass
 from foreroute.ep.dispatch import CellRows, gather_counts, upload_rows
-from foreroute.ep.execution import AgreedStep, CellWork, MicroBatch, PassCells, PassPlan, PlanExecution
+from foreroute.ep.execution import MicroBatch, PassPlan, PlanExecution
 from foreroute.ep.transfer.cells import Cell
 from foreroute.plan import CellPlan, StepPlan, Topology
 from foreroute.plan.capabilities import takes_host_memory
 from foreroute.plan.hosts import Hosts
-from foreroute.plan.options import PassName
 from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
-from foreroute.replay import ReplayRows
 
 
 def executing_online(bench: Bench, baseline: Baseline, topology: Topology) -> AbstractContextManager[PlanExecution]:
@@ -67,8 +66,9 @@ class OnlineExecution(PlanExecution):
             MicroBatch(rows.trace, rows.counts_of(), rows.is_whole, int(rows.trace.valid_N.sum()))
             for rows in bench.rows_M
         ]
+        engine = spread.engine(bench.homes)
         # counts are what the end of a step holds routers against
-        step = AgreedStep(
+        super().__init__(
             Bench.number,
             plan,
             bench.counts_MLGE,
@@ -76,30 +76,32 @@ class OnlineExecution(PlanExecution):
             {"recompute": hosted, "update": hosted},
             [True] * num_micro_steps,
             keeps_weights=True,
+            group=spread._group,
+            chunks=[range(num_layers)],
+            engine=engine,
+            before_publishing=lambda: None,
         )
-        homes, group = bench.homes, spread.groups.consensus
-        engine = spread.engine(homes)
-        super().__init__(step, spread._group, group.rank, [range(num_layers)], homes, engine, lambda: None)
         self._planner = baseline.planner(home_LE, topology, baseline.sharing)
         self._known: dict[Cell, CellRows] = {}
         assert engine is not None, "there are layers"
         self._paths = engine.paths
 
-    def begin_pass(self, chunk: int, routes: object) -> PassCells:
-        """See `PlanExecution`."""
-        known = super().begin_pass(chunk, routes)
-        return OnlineCells(self, known.micro_step, known.layers, known.micro_batch)
+    def upload_cells(
+        self, micro_step: int, layers: Sequence[int], plan: PassPlan, device: torch.device
+    ) -> dict[int, CellRows]:
+        """None is known before it begins."""
+        return {}
 
-    def exchange_counts(self, cell: Cell, hosted: PassPlan, counts_E: Tensor) -> CellRows:
+    def exchange_counts(self, cell: Cell, pass_plan: PassPlan, counts_E: Tensor) -> CellRows:
         """The rows of a cell; when it runs first, of the plan that is made for it now."""
         if cell not in self._known:
-            counts_GE = gather_counts(self._group, counts_E, str(cell))
+            counts_GE = gather_counts(self.group, counts_E, str(cell))
             plan = self._planner(cell.layer, counts_GE)
             schedule = CellSchedule.of(
                 plan,
                 counts_GE,
                 self._rank,
-                host_ranks=self.plan.topology.ranks_per_node if takes_host_memory(self._paths) else 1,
+                memory_ranks=self.plan.topology.ranks_per_node if takes_host_memory(self._paths) else 1,
                 what=str(cell),
             )
             self._enter(cell, plan, schedule)
@@ -148,15 +150,3 @@ class OnlineSchedule(ExecutionSchedule):
     def cell(self, micro_step: int, layer: int) -> CellSchedule:
         """See `ExecutionSchedule`."""
         return self.by_cell[micro_step, layer]
-
-
-class OnlineCells(PassCells):
-    """The cells of one forward, none of which is known before it begins."""
-
-    def work(self, layer: int, current: Pass, *, is_recomputation: bool) -> CellWork:
-        """See `PassCells`."""
-        assert isinstance(current.rows, ReplayRows), "it has these cells"
-        name: PassName = "update" if current.with_grad else "recompute"
-        cell, engine = Cell(self.execution.step.number, self.micro_step, layer), self.execution.begin_pass_of(name)
-        hosted, words = self.execution.hosted[name], self.names[layer]
-        return CellWork(self, cell, words, hosted, None, engine, current.rows, is_recomputation)

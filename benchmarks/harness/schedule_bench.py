@@ -73,7 +73,7 @@ def _index(plan: StepPlan, schedule: ExecutionSchedule, sets: list[SlotSet], hom
                 cell = plan.cell(micro_step, layer)
                 if not slots.holds(cell):
                     sends, hosted = slots.lacking(moves, RANK)
-                    leaving, arriving = row_messages(sends, "row", home), row_messages(hosted, "slot", slots.tensors)
+                    leaving, arriving = row_messages(sends, "row", home), row_messages(hosted, "slot", slots.rows)
                     Transfer(peers, "weights", leaving, arriving).post()
                     slots.enter(cell, fills_mine=len(hosted) > 0)
             grads = {"weight": torch.zeros(max(len(moves.hosted), len(moves.sends)), 1)}

@@ -1,5 +1,7 @@
 """Sums of a trainer on a device that counts waits of the host, against the measures on the host."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,10 @@ from foreroute.errors import InputError
 from foreroute.mismatch import token_mismatch
 from foreroute.replay import ReplayCounts
 from foreroute.testing.counting_device import DEVICE, other_device
+from foreroute.trainers import mismatch_sums
 from foreroute.trainers.mismatch_sums import MismatchSums
 
+UNTOUCHED = SimpleNamespace(listening=lambda *_: None)
 AT_ONCE = lambda sums: sums  # noqa: E731  of one process
 
 
@@ -70,19 +74,26 @@ class Counted(ReplayCounts):
     sums = property(lambda self: dict(zip(self.NAMES, torch.tensor([10, 2, 30, 3, 6]), strict=True)))
 
 
-def test_counts_of_passes_are_added_over_ranks_by_what_their_pass_is():
-    counts, sums = Counted(), MismatchSums()
-    sums.add_counts(ReplayCounts(), executed=True, native=True)  # of no pass
+def test_counts_of_passes_are_added_over_ranks_by_what_their_pass_is(monkeypatch):
+    sums = MismatchSums()
+    sums.counting(UNTOUCHED, update=False)  # no pass
     assert not sums.flush(AT_ONCE)
-    sums.add_counts(counts, executed=True, native=False)
+    monkeypatch.setattr(mismatch_sums, "ReplayCounts", Counted)
+    sums.counting(UNTOUCHED, update=False)
     assert sums.flush(AT_ONCE) == {"mismatch/disagreement": 0.1, "mismatch/disagreement_tokens": 0.2}
-    sums.add_counts(counts, executed=False, native=True)
+    sums.has_old_pass = True
+    sums.counting(UNTOUCHED, update=True)
     sums.reduce_routes(lambda sums: 2 * sums)  # of two ranks that share rows: all of them
     sums.compare_tokens(*map(torch.from_numpy, drawn(0)))
-    assert sums.flush(lambda sums: 3 * sums)["mismatch/native_disagreement"] == 0.2
+    logs = sums.flush(lambda sums: 3 * sums)
+    assert logs["mismatch/native_disagreement"] == 0.2
+    assert "mismatch/disagreement" not in logs
 
 
 def test_a_count_that_no_metric_is_made_of_is_refused(monkeypatch):
     monkeypatch.setattr(ReplayCounts, "NAMES", ("lines", *ReplayCounts.NAMES[1:]))
+    monkeypatch.setattr(mismatch_sums, "ReplayCounts", Counted)
+    sums = MismatchSums()
+    sums.counting(UNTOUCHED, update=False)
     with pytest.raises(InputError, match="no metric is made of lines"):
-        MismatchSums().add_counts(Counted(), executed=True, native=False)
+        sums.flush(AT_ONCE)

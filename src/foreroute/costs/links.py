@@ -134,7 +134,7 @@ def transfer_seconds(expert_R: Any, rank_R: Any, fetched_R: Any, home_E: Any, nu
         out, into, fetch_s, gradient_s = CLUSTER_OUT, CLUSTER_IN, prices.cluster_fetch_s, prices.cluster_gradient_s
         if rank // prices.ranks_per_node == home // prices.ranks_per_node:
             out, into, fetch_s, gradient_s = NODE_OUT, NODE_IN, prices.node_fetch_s, prices.node_gradient_s
-        if fetched_R[r] and rank // prices.host_ranks == home // prices.host_ranks:
+        if fetched_R[r] and rank // prices.memory_ranks == home // prices.memory_ranks:
             fetch_G5[rank, HOST] += prices.host_fetch_s
         elif fetched_R[r]:
             fetch_G5[home, out] += fetch_s

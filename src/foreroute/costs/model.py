@@ -304,7 +304,7 @@ class CostModel:
             dedup=self.dispatcher == "dedup",
             top_k=shape.top_k,
             ranks_per_node=topology.ranks_per_node,
-            host_ranks=topology.ranks_per_node if takes_host_memory(self.paths) else 1,
+            memory_ranks=topology.ranks_per_node if takes_host_memory(self.paths) else 1,
             groups=tuple((s, *group) for s, groups in enumerate(PASSES) for group in groups),
             refetches=slots == "shared",
         )
@@ -335,7 +335,7 @@ class Prices(NamedTuple):
         dedup: whether a token is sent once to each node and rank.
         top_k: picks per token.
         ranks_per_node: of the topology.
-        host_ranks: neighbouring ranks that fetch each other's weights through host memory; 1: none do.
+        memory_ranks: neighbouring ranks that fetch each other's weights through host memory; 1: none do.
         groups: (pass, forwards, backwards) of all groups of both passes.
         refetches: whether each group of a pass fetches weights; else the first one does, and slots keep them.
     """
@@ -354,7 +354,7 @@ class Prices(NamedTuple):
     dedup: bool
     top_k: int
     ranks_per_node: int
-    host_ranks: int
+    memory_ranks: int
     groups: tuple[tuple[int, int, int], ...]
     refetches: bool
 

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from foreroute.errors import PlanError, shown
 from foreroute.files.container import objection
 from foreroute.plan.capabilities import FetchPath
-from foreroute.plan.counts import counts_digest
 from foreroute.plan.options import PASS_NAMES, PlanOptions
 from foreroute.plan.step_plan import TENSORS, StepPlan
 from foreroute.trace.checks import ascending
@@ -37,18 +36,10 @@ def verify(plan: StepPlan, counts_MLGE: NDArray[np.integer], options: PlanOption
 
     Raises:
         PlanError: for the first thing that is wrong, with its cell.
+        CountsError: when the plan was made for other counts.
     """
     check_structure(plan)
-    shape = (*plan.shape[:2], plan.topology.num_ranks, plan.shape[2])
-    if counts_MLGE.shape != shape or counts_MLGE.dtype.kind not in "iu":
-        raise PlanError(
-            f"counts are {counts_MLGE.dtype} {list(counts_MLGE.shape)}; the plan is for integers {list(shape)}"
-        )
-    found = counts_digest(counts_MLGE)
-    if found != plan.counts_digest:
-        raise PlanError(
-            f"the plan was made for counts with digest {plan.counts_digest}, these have {found}; plan these counts"
-        )
+    plan.require_counts(counts_MLGE)
     if options is not None:
         _check_options(plan, options)
     _check_tokens(plan, counts_MLGE)

@@ -26,7 +26,6 @@ from foreroute.conformance.huggingface import Given, HuggingFaceModel, HuggingFa
 from foreroute.trace import RoutingSpec, RoutingTrace
 from foreroute.trainers.trl import GRPOTrainer
 from foreroute.trainers.trl.capture import require_version
-from foreroute.trainers.trl.controller import LogprobPass
 from foreroute.trainers.trl.rollout import ROWS, Rollout
 
 
@@ -102,7 +101,7 @@ class AttachedTrainer:
     def log_probs(self, batch: dict[str, Tensor]) -> Tensor:
         """[B, T - 1] of an update pass over a batch, shuffled or not."""
         ids = batch["ids"]
-        with self.trainer.routing.passing(LogprobPass(is_update=True, batch=batch)):
+        with self.trainer.routing.updating(batch):
             logprobs: Tensor = self.trainer._get_per_token_logps_and_entropies(
                 self.trainer.model, ids, batch["mask"], ids.shape[1] - 1
             )[0]

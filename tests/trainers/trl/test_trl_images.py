@@ -12,7 +12,7 @@ from foreroute.core.hooks import overridden
 from foreroute.errors import BatchMismatchError, ConfigError, ReplayError
 from foreroute.trace import PIXELS
 from foreroute.trainers.trl import GRPOTrainer
-from foreroute.trainers.trl.batch_parts import cut_batch
+from foreroute.trainers.trl.rollout import cut_batch
 from tests.trainers.trl.images import conversations, policy, processor
 from tests.trainers.trl.trl_runs import config, logged
 

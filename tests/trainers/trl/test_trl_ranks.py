@@ -1,14 +1,16 @@
 """Two data-parallel processes: each replays its own sequences, and metrics are those of both."""
 
-from contextlib import closing
+from contextlib import closing, nullcontext
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
 from examples.trl.tiny import policy
-from foreroute.errors import BatchMismatchError, CaptureError
+from foreroute.adapters import hf
+from foreroute.errors import AttachError, BatchMismatchError, CaptureError
 from foreroute.testing.ranks import Workers
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.trainers.trl.capture_vllm import VLLMSource
@@ -39,11 +41,15 @@ def train(rank, folder):
             "log_r": log_ratios(book),
             "cells": differing_cells(book),
         }
-    model = policy()
-    book = Book(model, seed=rank, change=lambda routes: None if rank else routes)
-    trainer = make(f"{folder}/one", model=model, rollout_func=book, max_steps=1, replay="none")
-    trainer.train()
-    results["measured"] = [name for name in trainer.state.log_history[0] if name.startswith("mismatch/")]
+    results["measured"] = []
+    for what in ("routes", "model"):  # that the second process cannot measure
+        model = policy()
+        book = Book(model, seed=rank, change=lambda routes: None if rank and what == "routes" else routes)
+        fails = patch.object(hf, "attach", side_effect=AttachError("no router"))
+        with fails if rank and what == "model" else nullcontext():
+            trainer = make(f"{folder}/{what}", model=model, rollout_func=book, max_steps=1, replay="none")
+        trainer.train()
+        results["measured"] += [name for name in trainer.state.log_history[0] if name.startswith("mismatch/")]
     return results
 
 
@@ -86,7 +92,10 @@ def test_metrics_are_those_of_the_tokens_of_both(results):
 
 
 def test_where_one_process_cannot_measure_none_does(results):
-    """The first rollout is checked by a forward, in which processes that share a model would wait for each other."""
+    """The first rollout is checked by a forward, in which processes that share a model would wait for each other.
+
+    A process that could not attach asks the others too.
+    """
     assert [rank["measured"] for rank in results] == [[], []]
 
 

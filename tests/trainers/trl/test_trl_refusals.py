@@ -15,7 +15,7 @@ from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import AttachError, BatchMismatchError, CaptureError, ConfigError, ReplayError, StaleTraceError
 from foreroute.trainers.trl import GRPOTrainer, RoutingReplay, rollout_with
 from foreroute.trainers.trl.rollout import ROWS
-from foreroute.trainers.trl.trainer import require_supported
+from foreroute.trainers.trl.settings import require_supported
 from tests.tiers import grid
 from tests.trainers.trl.routes_book import Book
 from tests.trainers.trl.trl_runs import make
@@ -112,6 +112,15 @@ def of_the_rollout_before(inputs):
 def test_a_step_in_which_nothing_was_replayed_or_routes_of_others(kind, error, message, folder):
     with pytest.raises(error, match=message):
         make(folder, kind=kind).train()
+
+
+def test_routes_of_other_tokens_are_not_compared_either_and_end_no_run(folder, caplog):
+    kind = bringing(of_another_sequence)
+    trainer = make(folder, kind=kind, replay="none", num_iterations=1, steps_per_generation=2, max_steps=1)
+    trainer.train()
+    (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("foreroute")]
+    assert "2 forwards ran on other tokens than the routes of the rollout" in said
+    assert not any(name.startswith("mismatch/") for entry in trainer.state.log_history for name in entry)
 
 
 @grid(

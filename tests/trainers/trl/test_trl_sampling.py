@@ -15,7 +15,7 @@ from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.trace import SAMPLING
 from foreroute.trainers.trl import rollout_with
-from foreroute.trainers.trl.sampling import LEAVING_OUT
+from foreroute.trainers.trl.settings import LEAVING_OUT
 from tests.tiers import grid
 from tests.trainers.trl.trl_runs import SCORES_ON_SETS, logged, make, trained
 from tests.trainers.trl.vllm_fakes import COLOCATE, SERVER, as_they_are, colocated, served
@@ -216,3 +216,12 @@ def test_a_resumed_run_draws_the_random_numbers_of_its_step_and_not_those_of_the
     assert [drawn(resumed, step) for step in (1, 1, 2)] == numbers[1:]
     monkeypatch.setattr(type(trainer.accelerator), "process_index", 1)
     assert drawn(rollout_with(Notes()), 2) != numbers[3]
+
+
+def test_an_engine_takes_the_weights_of_each_trainer_that_it_samples_for(folder):
+    """Also of one that stands at the step of whose weights it has."""
+    engine = EmbeddedEngine(policy(), "float32")
+    for seed in (0, 1):
+        sampled = rollout_with(engine)
+        trainer = trained(folder, model=policy(seed), rollout_func=sampled, max_steps=1, num_iterations=1)
+        assert logged(trainer, "mismatch/k3")[0] < 1e-9, seed

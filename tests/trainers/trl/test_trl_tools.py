@@ -15,8 +15,8 @@ from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import BatchMismatchError, ConfigError, ReplayError
 from foreroute.trace import SAMPLING, RoutingTrace, concatenate
 from foreroute.trainers.trl import GRPOTrainer, rollout_with
-from foreroute.trainers.trl import trainer as adapter
-from foreroute.trainers.trl.turns import Turn, join_turns
+from foreroute.trainers.trl.capture import Turn, join_turns
+from foreroute.trainers.trl.settings import require_supported
 from tests.trainers.trl.routes_book import native
 from tests.trainers.trl.tools_runs import Counter, branching, make, oracle, sequences_of, trained
 from tests.trainers.trl.trl_runs import SCORES_ON_SETS, logged
@@ -150,11 +150,11 @@ def test_turns_that_trl_would_sample_or_deal_out_otherwise(settings, message, fo
     for name, value in {**changes, "accelerator": stand_in}.items():
         monkeypatch.setattr(trainer, name, value, raising=False)
     monkeypatch.setattr(trainer, "rollout_func", settings.get("rollout_func"))
-    adapter.require_supported(trainer, "R3")  # the control: without tools
+    require_supported(trainer, "R3")  # the control: without tools
     monkeypatch.setattr(trainer, "tools", [look_up])
-    adapter.require_supported(trainer, "R2")
+    require_supported(trainer, "R2")
     with pytest.raises(ConfigError, match=message):
-        adapter.require_supported(trainer, "R3")
+        require_supported(trainer, "R3")
 
 
 def turn_of(spec, number, prompts, responses):

@@ -104,7 +104,7 @@ class TraceRows:
         rows, execution = there.gather(row_R, policy, choices), self._hooks.execution
         return replace(
             rows,
-            cells=None if execution is None else execution.begin_pass(0, self.trace),
+            cells=None if execution is None else execution.begin_pass(0, self.trace, rows),
             loss_mask=lambda: rows.counted_R.view(batch.shape),
             drops=there.counted_N(policy, choices) is not None,
         )

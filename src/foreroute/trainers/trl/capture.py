@@ -2,125 +2,115 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.hf import RoutedTransformer
-from foreroute.errors import BatchMismatchError, ForerouteError, StaleTraceError
-from foreroute.trace import NO_VERSION, RoutingTrace
+from foreroute.errors import BatchMismatchError, ReplayError, StaleTraceError
+from foreroute.trace import NO_VERSION, RoutingTrace, concatenate, extended
 from foreroute.trainers.trl.capture_generate import GenerateSource
 from foreroute.trainers.trl.capture_vllm import VLLMSource
 from foreroute.trainers.trl.rollout import Rollout
-from foreroute.trainers.trl.rollout_func import ROUTES, EngineSource, require_mapping, returned_trace
-from foreroute.trainers.trl.sampling import require_masks
-from foreroute.trainers.trl.turns import Turn, TurnSource, join_tokens, join_turns
+from foreroute.trainers.trl.rollout_func import (
+    ROUTES,
+    EngineSource,
+    join_tokens,
+    require_mapping,
+    returned_trace,
+    rollout_output,
+)
+from foreroute.trainers.trl.settings import Replay, require_masks
 
-LOG = logging.getLogger(__name__)
-
-Replay = Literal["none", "R2", "R3"]
-Result = TypeVar("Result")
+if TYPE_CHECKING:
+    from foreroute.trainers.trl.controller import MeasuringGuard
 
 
-class MeasuringGuard:
-    """Lets errors through where replay was asked for. Under "none" the first one is logged, and measuring is off."""
+class Turn(NamedTuple):
+    """What one request to an engine brought: a whole rollout, or what is sampled behind the answers of tools."""
 
-    def __init__(self, replay: Replay) -> None:
-        self.is_on = True  # False only under "none"
-        self._raises = replay != "none"
+    prompt_lengths: Sequence[int]  # of each of its sequences, tokens that the engine was given
+    trace: RoutingTrace  # of these tokens, and of those that were sampled
+    logprobs: Sequence[NDArray[np.float32]] | None = None  # of each, [R]; None where the source has not seen them
 
-    def run(self, function: Callable[..., Result], *args: Any) -> Result | None:
-        """Call what measures, and return its result; None where measuring is off, or goes off."""
-        if self._raises:
-            return function(*args)
-        if self.is_on:
-            with self.catching_errors():
-                return function(*args)
-        return None
 
-    @contextmanager
-    def catching_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except ForerouteError as error:
-            if self._raises:
-                raise
-            if self.is_on:
-                LOG.warning("replay='none' measures no mismatch from here on, and trains as TRL does. %s", error)
-            self.is_on = False
+class TurnSource(Protocol):
+    """An engine of TRL, which is watched while it samples a turn: `generate`, or vLLM."""
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Keep what the engine answers while the context is open."""
+
+    def read(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
+    ) -> tuple[RoutingTrace, Sequence[NDArray[np.float32]] | None]:
+        """Read routes from what was kept of a turn, and log-probs where the engine has shown them.
+
+        Raises `CaptureError` or `ReplayError` when there are no routes, or they cannot be true.
+        """
 
 
 class RolloutCapture:
-    """Captures the rollouts of one trainer. `routed` is None where the policy cannot be measured."""
+    """Captures the rollouts of one trainer. `routed` is None where the policy cannot be measured.
+
+    A turn is sampled by `engine`, an engine of foreroute that is asked in the place of TRL's; or by one of TRL, which
+    `source` watches; or by the trainer's own `rollout_func`, which returns routes.
+    """
 
     def __init__(self, trainer: Any, routed: RoutedTransformer | None, replay: Replay, guard: MeasuringGuard) -> None:
+        self.engine: EngineSource | None = None
+        self.source: TurnSource | None = None
         self._trainer, self._replay, self._guard = trainer, replay, guard
         self._turns: list[Turn] = []
-        self._source: TurnSource | None = None
-        if isinstance(source := trainer.rollout_func, EngineSource):
+        if isinstance(function := trainer.rollout_func, EngineSource):
             # a turn is sampled where TRL samples one, so that tools are TRL's to call
-            self._source, trainer.rollout_func, source.trainer = source, None, trainer
-        with guard.catching_errors():
+            self.engine, trainer.rollout_func, function.trainer = function, None, trainer
+        needs_source = self.engine is None and replay != "R2"
+        with guard:
             if routed is not None:
                 self._routed, self._served = routed, ServedModel.of(routed)
                 if trainer.rollout_func is not None:
                     trainer.rollout_func = partial(self._run_rollout_func, trainer.rollout_func)
-                elif self._source is None and replay != "R2":
-                    self._source = self._find_source()
+                elif needs_source and trainer.use_vllm:
+                    self.source = VLLMSource(trainer.vllm_generation, trainer.accelerator, self._served)
+                elif needs_source:
+                    self.source = GenerateSource(
+                        routed,
+                        indexers=replay == "R3" and routed.indexers is not None,
+                        temperature=trainer.temperature if replay == "R3" else None,
+                    )
 
     @property
     def is_open(self) -> bool:
         """Whether what is sampled now is trained on with its routes; R2 needs none of a rollout."""
         return self._guard.is_on and bool(self._trainer.model.training) and self._replay != "R2"
 
-    def capture_rollout(self, generate: Callable[[], Any]) -> tuple[Any, Rollout | None]:
-        """Run TRL's `_generate`, and join the turns that were captured in it."""
+    def begin_rollout(self) -> None:
+        """Forget the turns of a generation that an error ended."""
         self._turns = []
-        result = generate()
-        return result, self._guard.run(self._join_rollout, *result[:3]) if self.is_open else None
 
-    def capture_turn(self, sample: Callable[[], Any], prompts: Sequence[Sequence[int]]) -> Any:
-        """Run TRL's `_generate_single_turn`, on the prompts of a rollout or on what it goes on with behind tools."""
-        if self._source is None or not (self.is_open or isinstance(self._source, EngineSource)):
-            return sample()
-        result, captured = self._source.turn(sample, prompts, self._version)
+    def sample_turn(self, prompts: Sequence[Sequence[int]]) -> Any:
+        """Sample a turn with `engine`; give what TRL's `_generate_single_turn` returns."""
+        assert self.engine is not None, "it is asked for before"
+        generation = self.engine.sample(prompts)
         if self.is_open:
-            self._guard.run(lambda: self._add_turn(prompts, *captured()))
-        return result
+            with self._guard:
+                self._add_turn(prompts, generation.trace)
+        output = rollout_output(generation)
+        return output["completion_ids"], output["logprobs"]
 
-    @property
-    def _version(self) -> int:
-        """What rollouts of the weights of now are stamped with."""
-        return int(self._trainer.state.global_step)
+    def end_turn(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> None:
+        """Read what `source` has watched of a turn."""
+        assert self.source is not None, "it was watching"
+        with self._guard:
+            self._add_turn(prompts, *self.source.read(prompts, completions, self._version))
 
-    def _find_source(self) -> TurnSource:
-        trainer, replays = self._trainer, self._replay == "R3"
-        if trainer.use_vllm:
-            return VLLMSource(trainer.vllm_generation, trainer.accelerator, self._served)
-        return GenerateSource(
-            self._routed,
-            indexers=replays and self._routed.indexers is not None,
-            temperature=trainer.temperature if replays else None,
-        )
-
-    def _run_rollout_func(self, function: Callable[..., Any], prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        output = require_mapping(function(prompts, trainer))
-        routes = output.pop(ROUTES, None)  # TRL would hand them to reward functions
-        if self.is_open and {"prompt_ids", "completion_ids"} <= output.keys():  # TRL says what is missing
-            prompts, completions = output["prompt_ids"], output["completion_ids"]
-            read = partial(returned_trace, routes, prompts, completions, self._served, self._version)
-            self._guard.run(lambda: self._add_turn(prompts, read()))
-        return output
-
-    def _add_turn(self, prompts: Sequence[Sequence[int]], trace: RoutingTrace, logprobs: Any = None) -> None:
-        self._turns.append(Turn([len(each) for each in prompts], trace, logprobs))
-
-    def _join_rollout(self, prompts: Sequence[Any], completions: Sequence[Any], env_masks: Any) -> Rollout:
+    def join_rollout(self, prompts: Sequence[Any], completions: Sequence[Any], env_masks: Any) -> Rollout:
+        """Join the turns that were captured to the sequences that TRL trains on. Raises where they do not fit."""
         prompt_lengths = [len(each) for each in prompts]
         trace, logprobs = join_turns(self._turns, join_tokens(prompts, completions), prompt_lengths)
         trace = self._routed.with_lookups(trace)
@@ -129,6 +119,59 @@ class RolloutCapture:
             require_masks(self._trainer, trace)
             _require_lengths(env_masks, completions)
         return Rollout(trace, np.array(prompt_lengths), logprobs, env_masks)
+
+    @property
+    def _version(self) -> int:
+        """What rollouts of the weights of now are stamped with."""
+        return int(self._trainer.state.global_step)
+
+    def _run_rollout_func(self, function: Callable[..., Any], prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        output = require_mapping(function(prompts, trainer))
+        routes = output.pop(ROUTES, None)  # TRL would hand them to reward functions
+        if self.is_open and {"prompt_ids", "completion_ids"} <= output.keys():  # TRL says what is missing
+            prompts, completions = output["prompt_ids"], output["completion_ids"]
+            with self._guard:
+                self._add_turn(prompts, returned_trace(routes, prompts, completions, self._served, self._version))
+        return output
+
+    def _add_turn(self, prompts: Sequence[Sequence[int]], trace: RoutingTrace, logprobs: Any = None) -> None:
+        self._turns.append(Turn([len(each) for each in prompts], trace, logprobs))
+
+
+def join_turns(
+    turns: Sequence[Turn], sequences: Sequence[NDArray[np.int32]], prompt_lengths: Sequence[int]
+) -> tuple[RoutingTrace, list[NDArray[np.float32]] | None]:
+    """Join the turns of a rollout to its S sequences [T]: of a row that several of them routed, the first one's routes.
+
+    What stands between two turns, such as the answer of a tool, and the last token of a turn are routed by the turn
+    behind them, of which they are a part of the prompt. Log-probs [T - prompt] are NaN where nothing was sampled, and
+    None where a turn has none.
+    """
+    if not turns:
+        raise ReplayError(
+            "TRL sampled a rollout past _generate_single_turn and rollout_func, so that its routes are unknown; return "
+            "them from a rollout_func, or take replay='R2'"
+        )
+    traces = [RoutingTrace.unrouted(turns[0].trace.spec, [[]]) for _ in sequences]
+    logprobs = [np.full(len(tokens), np.nan, np.float32) for tokens in sequences]
+    for turn in turns:
+        for number, s in enumerate(_match_sequences(turn, sequences)):
+            traces[s] = extended(traces[s], turn.trace.select([number]))
+            if turn.logprobs is not None:
+                behind = logprobs[s][turn.prompt_lengths[number] :]
+                behind[: len(turn.logprobs[number])] = turn.logprobs[number][: len(behind)]
+    whole = concatenate(traces)
+    lengths = np.array([len(tokens) for tokens in sequences])
+    if len(short := np.flatnonzero(whole.lengths < lengths)):
+        raise BatchMismatchError(
+            f"TRL trains on {lengths[short[0]]} tokens of sequence {short[0]}, and the turns that were captured end at "
+            f"{whole.lengths[short[0]]}: something between the engine and the trainer added tokens"
+        )
+    # TRL cuts the last turn of a sequence that is longer than max_completion_length
+    trace = whole.truncated(lengths)
+    if any(turn.logprobs is None for turn in turns):
+        return trace, None
+    return trace, [each[prompt:] for each, prompt in zip(logprobs, prompt_lengths, strict=True)]
 
 
 def require_version(trace: RoutingTrace, weight_version: int) -> None:
@@ -139,6 +182,25 @@ def require_version(trace: RoutingTrace, weight_version: int) -> None:
             f"routes of weight versions {others} came with the rollout of step {weight_version}; return those of the "
             "weights that sampled the tokens, or state no version"
         )
+
+
+def _match_sequences(turn: Turn, sequences: Sequence[NDArray[np.int32]]) -> Iterator[int]:
+    """Yield the numbers of the sequences that a turn went on with, which hold its prompt and some of its samples."""
+    # equal turns of equal prompts are told apart by their order alone, which TRL keeps: no number comes twice
+    numbers = iter(range(len(sequences)))
+    for own, prompt_length in enumerate(turn.prompt_lengths):
+        tokens = turn.trace.tokens(own)
+        for s in numbers:
+            trained = sequences[s]
+            if len(trained) >= prompt_length and np.array_equal(tokens[: len(trained)], trained[: len(tokens)]):
+                yield s
+                break
+        else:
+            raise BatchMismatchError(
+                f"sequence {own} of a turn, {len(tokens)} tokens, is the beginning of none of the {len(sequences)} "
+                "sequences that TRL trains on: something between the engine and the trainer reordered, cut or "
+                "retokenised them"
+            )
 
 
 def _require_lengths(env_masks: Sequence[Sequence[int]] | None, completions: Sequence[Sequence[int]]) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,9 @@ from foreroute.capture.sampling_masks import masks_of_steps
 from foreroute.core.hooks import overridden
 from foreroute.errors import ForerouteError, ReplayError
 from foreroute.replay import Recording
-from foreroute.trace import SAMPLING
-from foreroute.trainers.trl.sampling import leaves_out
-from foreroute.trainers.trl.turns import Captured, join_tokens
+from foreroute.trace import SAMPLING, RoutingTrace
+from foreroute.trainers.trl.rollout_func import join_tokens
+from foreroute.trainers.trl.settings import leaves_out
 
 REMEDY = "return the routes from a rollout_func, or take replay='R2'"
 
@@ -44,18 +44,17 @@ class GenerateSource:
         model: Any = routed.model
         self._sampler = model.get_base_model() if is_peft_model(model) else model
 
-    def turn(
-        self, sample: Callable[[], Any], prompts: Sequence[Sequence[int]], weight_version: int
-    ) -> tuple[Any, Callable[[], Captured]]:
-        """Sample a turn, and capture it; see `TurnSource`. Log-probs are of the distribution that was drawn from."""
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Keep what each call of `generate` gives while the context is open."""
         self._seen = []
         with overridden(self._routed.model, "generate", self._generate):
-            result = sample()
-        return result, partial(self._read_captured, prompts, result[0], weight_version)
+            yield
 
-    def _read_captured(
+    def read(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
-    ) -> Captured:
+    ) -> tuple[RoutingTrace, list[NDArray[np.float32]]]:
+        """Read what was kept; see `TurnSource`. Log-probs are of the distribution that was drawn from."""
         if len(self._seen) != 1:
             raise ReplayError(
                 f"the model's generate() ran {len(self._seen)} times in one turn, expected once; this way of "

@@ -7,8 +7,7 @@ object, or the client's request, returned.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -21,8 +20,7 @@ from foreroute.capture import decode
 from foreroute.core.hooks import overridden
 from foreroute.errors import BatchMismatchError, CaptureError, ForerouteError, ReplayError
 from foreroute.trace import RoutingTrace
-from foreroute.trainers.trl.sampling import cuts_of
-from foreroute.trainers.trl.turns import Captured
+from foreroute.trainers.trl.settings import cuts_of
 
 COMPLETIONS = "/v1/completions"
 
@@ -54,12 +52,12 @@ class VLLMSource:
         self._accelerator = accelerator
         self._model = model
         self._serves = generation.mode == "server"
+        self._answers: list[Any] = []  # of the turn that was watched last
 
-    def turn(
-        self, sample: Callable[[], Any], prompts: Sequence[Sequence[int]], weight_version: int
-    ) -> tuple[Any, Callable[[], Captured]]:
-        """Sample a turn, and capture its answer; see `TurnSource`."""
-        answers: list[Any] = []
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Keep what vLLM answers while the context is open, in a process that asks."""
+        answers = self._answers = list[Any]()
 
         def keep_answer(ask: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             answer = ask(*args, **kwargs)
@@ -67,16 +65,20 @@ class VLLMSource:
                 answers.append(answer)
             return answer
 
-        asks = not self._serves or self._accelerator.is_main_process
-        with ExitStack() as stack:
-            if asks:
-                holder = self._generation.vllm_client if self._serves else self._generation.llm
-                stack.enter_context(overridden(holder, "_post" if self._serves else "generate", keep_answer))
-            result = sample()
-        return result, partial(self._read_captured, answers if asks else None, len(prompts), weight_version)
+        if self._serves and not self._accelerator.is_main_process:
+            yield
+            return
+        holder = self._generation.vllm_client if self._serves else self._generation.llm
+        with overridden(holder, "_post" if self._serves else "generate", keep_answer):
+            yield
 
-    def _read_captured(self, answers: list[Any] | None, count: int, weight_version: int) -> Captured:
-        outcome = None if answers is None else self._decode(answers, weight_version)
+    def read(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
+    ) -> tuple[RoutingTrace, None]:
+        """Read what was answered; see `TurnSource`. A collective call of processes that share a server."""
+        answers, count = self._answers, len(prompts)
+        asks = not self._serves or self._accelerator.is_main_process
+        outcome = self._decode(answers, weight_version) if asks else None
         if self._serves and self._accelerator.num_processes > 1:
             outcome = self._scatter(outcome, count)
         if isinstance(outcome, ForerouteError):

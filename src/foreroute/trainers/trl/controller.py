@@ -8,13 +8,14 @@ splitting into micro-batches, and one update pass for each.
   travels in a tensor of the batch beside TRL's own.
 - A *turn* is one request to an engine: a whole rollout, or what is sampled behind the answers of tools.
 - A *pass* computes log-probs of a batch: of a whole rollout, old and reference; of a micro-batch, in an update.
-- A *part* is a batch or a slice of it, of `per_device_train_batch_size` sequences, which the model runs in one forward.
+- A *slice* of a batch has `per_device_train_batch_size` sequences, which the model runs in one forward.
 
 From the first forward of a pass to the step of the optimizer nothing here reads from the device.
 """
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -25,27 +26,58 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import is_peft_model
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf import RoutedTransformer
 from foreroute.costs.cluster_file import Cluster
-from foreroute.errors import ReplayError
+from foreroute.errors import ForerouteError, ReplayError
 from foreroute.plan import Topology
 from foreroute.trace import INDEXER, SAMPLING, RoutingTrace, concatenate
 from foreroute.trainers.checks import check_first_rollout
 from foreroute.trainers.mismatch_sums import MismatchSums
-from foreroute.trainers.trl.batch_parts import BatchPart, cut_batch, join_results
-from foreroute.trainers.trl.capture import MeasuringGuard, Replay, RolloutCapture
+from foreroute.trainers.trl.capture import RolloutCapture
 from foreroute.trainers.trl.masked_head import scored_on_sampling_masks
 from foreroute.trainers.trl.partitioned import whole_where_run
 from foreroute.trainers.trl.planning import PlannedWindows
-from foreroute.trainers.trl.rollout import LOGPROBS, LOGPROBS_OF_TRL, Part, Rollout
+from foreroute.trainers.trl.rollout import (
+    LOGPROBS,
+    LOGPROBS_OF_TRL,
+    BatchSlice,
+    Decisions,
+    Rollout,
+    cut_batch,
+    join_results,
+)
+from foreroute.trainers.trl.settings import Replay, require_supported
 
+LOG = logging.getLogger(__name__)
 CHECKED_SEQUENCES = 16
 """Sequences of the first rollout that are checked. A mix-up on the way concerns every sequence; a few show it."""
+
+
+class MeasuringGuard:
+    """Lets errors of its context through where replay was asked for. Under "none" the first one is logged.
+
+    Measuring is off then, and TRL trains on. A context must run nothing of TRL's, whose results are needed then too.
+    """
+
+    def __init__(self, replay: Replay) -> None:
+        self.is_on = True  # False only under "none"
+        self._raises = replay != "none"
+
+    def __enter__(self) -> None:
+        """Begin to measure; what cannot be measured raises."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        """Say whether an error ends here."""
+        if self._raises or not isinstance(error, ForerouteError):
+            return False
+        if self.is_on:
+            LOG.warning("replay='none' measures no mismatch from here on, and trains as TRL does. %s", error)
+        self.is_on = False
+        return True
 
 
 @dataclass(eq=False)
@@ -54,27 +86,16 @@ class LogprobPass:
 
     is_update: bool
     batch: dict[str, Any] | None = None  # TRL's micro-batch of an update
-    sequences: NDArray[np.int64] | None = None  # [B], of that in the rollout, once found; None for all of it
-    recorded: list[RoutingTrace] = field(default_factory=list)  # of each part, where that is recorded
+    recorded: list[RoutingTrace] = field(default_factory=list)  # of each slice, for R2
     logprobs_BR: Tensor | None = None  # what came out, once it has run
 
 
 class TrainerPassController:
-    """The passes of one trainer of TRL, set up.
-
-    `require_supported` raises where its settings do not go with replay. It is called in here, as under "none" such
-    settings end no run: nothing is measured then.
-    """
+    """The passes of one trainer of TRL, set up."""
 
     routed: RoutedTransformer  # the policy; left out where it cannot be measured
 
-    def __init__(
-        self,
-        trainer: Any,
-        replay: Replay,
-        require_supported: Callable[[], None],
-        topology: Topology | Cluster | None = None,
-    ) -> None:
+    def __init__(self, trainer: Any, replay: Replay, topology: Topology | Cluster | None = None) -> None:
         self.rollout: Rollout | None = None  # that the trainer works on
         self._trainer = trainer
         self._replay = replay
@@ -85,75 +106,48 @@ class TrainerPassController:
         self._num_updates = 0
         self._checks_with_images = False
         attached = None
-        with self._guard.catching_errors():
-            require_supported()
+        with self._guard:
+            require_supported(trainer, replay)
             self._policy = self._unwrapped(trainer.model)
             self._is_reference = _is_reference(self._policy)
             with whole_where_run(self._policy):
                 self.routed = attached = hf.attach(self._policy)
         self.capture = RolloutCapture(trainer, attached, replay, self._guard)
+        with self._guard:
+            self._require_measured_everywhere()
         self._windows = None if topology is None else PlannedWindows(trainer, self.routed, topology)
 
-    def run_rollout(self, generate: Callable[[], Any]) -> Any:
-        """Run TRL's `_generate`, whose prompts, completions and routes become the rollout."""
-        is_first = self.capture.is_open and not self._num_rollouts
-        result, rollout = self.capture.capture_rollout(generate)
-        with self._guard.catching_errors():
-            # the check is a forward, which processes that share a model run together
-            if is_first and self._replay == "none" and self._is_off_anywhere():
-                raise ReplayError("Another process cannot measure it")
-            if rollout is not None and is_first:
+    @property
+    def is_open(self) -> bool:
+        """Whether what TRL runs now is replayed, or measured."""
+        return self._guard.is_on and bool(self._trainer.model.training)
+
+    def end_rollout(self, prompts: Sequence[Any], completions: Sequence[Any], env_masks: Any) -> None:
+        """Behind TRL's `_generate`: what it gave, and the routes that were captured meanwhile, become the rollout."""
+        is_first, rollout = not self._num_rollouts, None
+        with self._guard:
+            rollout = self.capture.join_rollout(prompts, completions, env_masks)
+        with self._guard:
+            if is_first:  # the check is a forward, which processes that share a model run together
+                self._require_measured_everywhere()
+            if rollout is None:
+                return
+            if is_first:
                 self._warn_of_choices(rollout.trace)
                 with self.passing(None):
                     self._check_first(rollout.trace)
-            if rollout is not None:
-                self.take(rollout)
-        return result
+            self.take(rollout)
 
     def take(self, rollout: Rollout) -> None:
         """Begin to work on a rollout."""
         self._num_rollouts += 1
-        rollout.number = self._num_rollouts
+        rollout.number, rollout.make_rows = self._num_rollouts, self.routed.rows
+        if self._replay == "none":  # routes alone are compared: choices of indexers are cut on the host, which waits
+            rollout.make_rows = lambda trace: self.routed.rows(trace.without_streams(INDEXER))
+        rollout.drops_truncated = bool(self._trainer.mask_truncated_completions)
         if self._replay != "R3":  # under which alone tokens are scored on their sets
             rollout.trace = rollout.trace.without_streams(SAMPLING)
         self.rollout = rollout
-
-    def run_generation(self, generate: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Run TRL's `_generate_and_score_completions`, whose old-log-prob pass is replayed, or recorded for R2."""
-        self.rollout = None
-        old = LogprobPass(is_update=False)
-        with self.passing(old):
-            output = generate()
-        self._guard.run(self._end_generation, old, output)
-        return output
-
-    def run_update(self, compute: Callable[[], Any], inputs: dict[str, Any]) -> Any:
-        """Run TRL's `_compute_loss` on a micro-batch."""
-        update = LogprobPass(is_update=True, batch=inputs)
-        with self.passing(update):
-            loss = compute()
-        if update.logprobs_BR is None:
-            self._guard.run(self._raise_unreplayed, "computed a loss without _get_per_token_logps_and_entropies")
-        elif not self._metrics.has_old_pass:
-            self._guard.run(self._compare_with_rollout, update, inputs)
-        return loss
-
-    @contextmanager
-    def training_step(self) -> Iterator[None]:
-        """Around TRL's `training_step`. Raises `ReplayError` when no update pass ran in it."""
-        before, windows = self._num_updates, self._windows
-        with nullcontext() if windows is None else windows.micro_step():
-            yield
-        if self._num_updates == before:
-            without = "made a training step without an update pass through _compute_loss and "
-            self._guard.run(self._raise_unreplayed, f"{without}_get_per_token_logps_and_entropies")
-
-    def flush(self) -> dict[str, float]:
-        """Read what is to be logged of all processes, and start anew. A collective call, for which the host waits."""
-        logs = {} if self._windows is None else self._windows.sums.flush()
-        with self._guard.catching_errors():
-            logs |= self._metrics.flush(self._over_processes)
-        return logs
 
     @contextmanager
     def passing(self, begun: LogprobPass | None) -> Iterator[None]:
@@ -163,6 +157,55 @@ class TrainerPassController:
             yield
         finally:
             self._now = outer
+
+    def end_generation(self, old: LogprobPass, output: dict[str, Any]) -> None:
+        """Behind TRL's `_generate_and_score_completions`: let its batch carry the numbers of its sequences."""
+        with self._guard:
+            has_old_pass = self._metrics.has_old_pass = output.get("old_per_token_logps") is not None
+            if has_old_pass != (old.logprobs_BR is not None):
+                raise ReplayError(
+                    "TRL's old log-probs did not come through _get_per_token_logps_and_entropies, so that nothing was "
+                    "replayed in them"
+                )
+            if self._replay == "R2":
+                self._take_recorded(old, output["prompt_mask"])
+            rollout = self._current_rollout()
+            masks = output["prompt_mask"], output["completion_mask"]
+            rollout.read_mask(torch.cat(masks, dim=1), masks[1].shape[1])
+            output |= rollout.columns(output)
+            if has_old_pass:
+                self._compare_tokens(old, output)
+
+    @contextmanager
+    def updating(self, inputs: dict[str, Any]) -> Iterator[None]:
+        """Around TRL's `_compute_loss` on a micro-batch."""
+        update = LogprobPass(is_update=True, batch=inputs)
+        with self.passing(update):
+            yield
+        if update.logprobs_BR is None:
+            self._refuse_unreplayed("computed a loss without _get_per_token_logps_and_entropies")
+        elif not self._metrics.has_old_pass:
+            with self._guard:
+                self._compare_tokens(update, inputs)
+
+    @contextmanager
+    def training_step(self) -> Iterator[None]:
+        """Around TRL's `training_step`. Raises `ReplayError` when no update pass ran in it."""
+        num_before, windows = self._num_updates, self._windows
+        with nullcontext() if windows is None else windows.micro_step():
+            yield
+        if self._num_updates == num_before:
+            self._refuse_unreplayed(
+                "made a training step without an update pass through _compute_loss and "
+                "_get_per_token_logps_and_entropies"
+            )
+
+    def flush(self) -> dict[str, float]:
+        """Read what is to be logged of all processes, and start anew. A collective call, for which the host waits."""
+        logs = {} if self._windows is None else self._windows.sums.flush()
+        with self._guard:
+            logs |= self._metrics.flush(self._over_processes)
+        return logs
 
     def run_pass(
         self,
@@ -175,30 +218,27 @@ class TrainerPassController:
         batch_size: int | None,
         options: dict[str, Any],
     ) -> Any:
-        """Run TRL's `_get_per_token_logps_and_entropies`, in parts as TRL has them, each with its routes and masks."""
+        """Run TRL's `_get_per_token_logps_and_entropies`, in slices as TRL has them, each with its routes and masks."""
         # Routes are the policy's alone. Masks are the reference's too, whose log-probs are compared with the policy's.
-        now = self._now
-        is_policy, found = self._guard.is_on and self._is_policy(model), None
+        now, found = self._now, None
+        is_policy = now is not None and self._unwrapped(model) is self._policy and not self._is_reference()
         if now is not None and (is_policy or self._has_masks):
-            find = partial(cut_batch, input_ids, attention_mask, options, batch_size)
-            found = self._guard.run(self._find_parts, now, find, attention_mask, num_scored)
+            with self._guard:
+                slices = cut_batch(input_ids, attention_mask, options, batch_size)
+                found = self._find_decisions(now, slices, attention_mask, num_scored)
         if now is None or found is None:
             return compute(input_ids, attention_mask, num_scored, batch_size=batch_size, **options)
-        cut, parts = found
-        calls = [partial(compute, each.input_ids, each.attention_mask, num_scored, **each.options) for each in cut]
-        if is_policy and self._checks_with_images and parts[0] is not None:
-            self._checks_with_images = False
-            self._guard.run(check_first_rollout, self.routed, parts[0].routes.trace, calls[0])
+        if is_policy and self._checks_with_images and found[0] is not None:
+            self._checks_with_images, of = False, slices[0]
+            call = partial(compute, of.input_ids, of.attention_mask, num_scored, **of.options)
+            with self._guard:
+                check_first_rollout(self.routed, found[0].routes.trace, call)
         results = []
         windows = self._windows if is_policy else None
-        with nullcontext() if windows is None else self._executing_plan(windows, now, parts):
-            for part, call in zip(parts, calls, strict=True):
-                with ExitStack() as stack:
-                    if is_policy:
-                        stack.enter_context(self._replaying_or_recording(now, part))
-                    if part is not None and part.masks is not None:
-                        stack.enter_context(scored_on_sampling_masks(part.masks))
-                    results.append(call())
+        with nullcontext() if windows is None else self._executing_plan(windows, now, found):
+            for of, decisions in zip(slices, found, strict=True):
+                with self._forward(now, decisions, is_policy=is_policy):
+                    results.append(compute(of.input_ids, of.attention_mask, num_scored, **of.options))
         result = join_results(results)
         if is_policy:
             now.logprobs_BR = result[0].detach()
@@ -209,9 +249,6 @@ class TrainerPassController:
     def _has_masks(self) -> bool:
         return self.rollout is not None and SAMPLING in self.rollout.trace.streams
 
-    def _is_policy(self, model: Any) -> bool:
-        return self._unwrapped(model) is self._policy and not self._is_reference()
-
     def _unwrapped(self, model: Any) -> Any:
         return self._trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
 
@@ -220,74 +257,56 @@ class TrainerPassController:
             raise ReplayError("TRL trains on a batch that was not generated through _generate: its routes are unknown")
         return self.rollout
 
-    def _find_parts(
-        self, now: LogprobPass, cut_batch: Callable[[], list[BatchPart]], mask_BT: Tensor, num_scored: int
-    ) -> tuple[list[BatchPart], Sequence[Part | None]]:
-        """Cut the batch of a pass, and give what the parts take; None each where R2 is still to record it."""
-        cut = cut_batch()
+    def _find_decisions(
+        self, now: LogprobPass, slices: Sequence[BatchSlice], mask_BT: Tensor, num_scored: int
+    ) -> Sequence[Decisions | None]:
+        """Give what the forwards of a pass take; None each where R2 is still to record it."""
         if self._replay == "R2" and not now.is_update:
-            return cut, [None] * len(cut)
+            return [None] * len(slices)
         rollout = self._current_rollout()
         if now.batch is None:
             rollout.read_mask(mask_BT, num_scored)
+            sequences = np.arange(len(rollout.trace))
         else:
-            now.sequences = rollout.sequences_of(now.batch)
-        sequences = np.arange(len(rollout.trace)) if now.sequences is None else now.sequences
-        return cut, [self._part(sequences[each.rows]) for each in cut]
-
-    def _part(self, sequences: NDArray[np.int64]) -> Part:
-        drops_truncated = bool(self._trainer.mask_truncated_completions)
-        return self._current_rollout().part(sequences, self.routed.rows, drops_truncated=drops_truncated)
+            sequences = rollout.sequences_of(now.batch)
+        return [rollout.decisions(sequences[each.rows]) for each in slices]
 
     def _executing_plan(
-        self, windows: PlannedWindows, now: LogprobPass, parts: Sequence[Part | None]
+        self, windows: PlannedWindows, now: LogprobPass, found: Sequence[Decisions | None]
     ) -> AbstractContextManager[None]:
         """Open a plan of the old-log-prob pass, until it has run; or see to that of the window of an update."""
         if now.is_update:
-            windows.begin(lambda inputs: self._part(self._current_rollout().sequences_of(inputs)).routes)
+            rollout = self._current_rollout()
+            windows.begin(lambda inputs: rollout.decisions(rollout.sequences_of(inputs)).routes)
         elif self._replay == "R3":
-            return windows.executing([part.routes for part in parts if part is not None], "recompute")
+            return windows.executing([each.routes for each in found if each is not None], "recompute")
         return nullcontext()
 
     @contextmanager
-    def _replaying_or_recording(self, now: LogprobPass, part: Part | None) -> Iterator[None]:
-        """Replay what belongs to a part of a pass; else record it, where the weights are still the rollout's."""
-        if part is not None and self._replay != "none":
-            with ExitStack() as stack:
+    def _forward(self, now: LogprobPass, found: Decisions | None, *, is_policy: bool) -> Iterator[None]:
+        """Around one forward: its tokens are scored on their sets; routes are replayed, recorded or compared."""
+        recording = None
+        with ExitStack() as stack:
+            if found is not None and found.masks is not None:
+                stack.enter_context(scored_on_sampling_masks(found.masks))
+            if is_policy and found is None:
+                recording = stack.enter_context(self.routed.record(indexers=self.routed.indexers is not None))
+            elif is_policy and found is not None and self._replay != "none":
                 stack.enter_context(self._metrics.counting(self.routed, update=now.is_update))
-                stack.enter_context(self.routed.replay(part.routes))
-                yield
-                # A session that ends where no gradients are recorded waits for what the device finds wrong. Behind an
-                # old-log-prob pass comes an update, and the optimizer's step looks before anything is learned.
-                with torch.enable_grad():
-                    stack.close()
-        elif self._metrics.at_rollout_weights(update=now.is_update):
-            choices = self._replay == "R2" and self.routed.indexers is not None
-            with self.routed.record(indexers=choices) as recording:
-                yield
-            now.recorded.append(recording.trace())
-        else:
+                stack.enter_context(self.routed.replay(found.routes))
+            elif is_policy and found is not None and self._metrics.at_rollout_weights(update=now.is_update):
+                stack.enter_context(self._metrics.comparing(self.routed, found.routes))
             yield
+            # A session that ends where no gradients are recorded waits for what the device finds wrong. Behind an
+            # old-log-prob pass comes an update, and the optimizer's step looks before anything is learned.
+            with torch.enable_grad():
+                stack.close()
+        if recording is not None:
+            now.recorded.append(recording.trace())
 
-    def _end_generation(self, old: LogprobPass, output: dict[str, Any]) -> None:
-        """Have TRL's batch carry the numbers of its sequences, and compare its old log-probs."""
-        has_old_pass = self._metrics.has_old_pass = output.get("old_per_token_logps") is not None
-        if has_old_pass != (old.logprobs_BR is not None):
-            raise ReplayError(
-                "TRL's old log-probs did not come through _get_per_token_logps_and_entropies, so that nothing was "
-                "replayed in them"
-            )
-        if self._replay == "R2":
-            self._take_recorded(old, output["prompt_mask"])
-        rollout = self._current_rollout()
-        masks = output["prompt_mask"], output["completion_mask"]
-        rollout.read_mask(torch.cat(masks, dim=1), masks[1].shape[1])
-        output |= rollout.columns(output)
-        if has_old_pass:
-            self._compare_with_rollout(old, output)
-
-    def _raise_unreplayed(self, what: str) -> None:
-        raise ReplayError(f"{type(self._trainer).__name__} {what}, so that nothing was replayed in it")
+    def _refuse_unreplayed(self, what: str) -> None:
+        with self._guard:
+            raise ReplayError(f"{type(self._trainer).__name__} {what}, so that nothing was replayed in it")
 
     def _take_recorded(self, old: LogprobPass, prompt_mask: Tensor) -> None:
         if not old.recorded:
@@ -297,12 +316,8 @@ class TrainerPassController:
             )
         self.take(Rollout(concatenate(old.recorded), prompt_mask.sum(dim=1).cpu().numpy()))
 
-    def _compare_with_rollout(self, seen: LogprobPass, batch: dict[str, Any]) -> None:
-        """Add a pass at the rollout's weights to the metrics, beside the rollout."""
-        if self._replay == "none":
-            trace = self._current_rollout().trace
-            of_pass = trace if seen.sequences is None else trace.select(seen.sequences)
-            self._metrics.compare_routes(of_pass, concatenate(seen.recorded))
+    def _compare_tokens(self, seen: LogprobPass, batch: dict[str, Any]) -> None:
+        """Add log-probs of a pass at the rollout's weights to the metrics, beside those of the rollout."""
         sampled_BR = batch.get(LOGPROBS_OF_TRL, batch.get(LOGPROBS))
         if sampled_BR is not None and seen.logprobs_BR is not None:
             counted_BR = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
@@ -315,8 +330,10 @@ class TrainerPassController:
         total: Tensor = accelerator.reduce(sums.to(accelerator.device), reduction="sum")
         return total
 
-    def _is_off_anywhere(self) -> bool:
-        return bool(self._over_processes(torch.tensor(float(not self._guard.is_on))))
+    def _require_measured_everywhere(self) -> None:
+        """Raise `ReplayError` where another process cannot measure. Under "none" a collective call."""
+        if self._replay == "none" and self._over_processes(torch.tensor(float(not self._guard.is_on))):
+            raise ReplayError("Another process cannot measure it")
 
     def _warn_of_choices(self, trace: RoutingTrace) -> None:
         if self._replay == "R3" and self.routed.indexers is not None and INDEXER not in trace.streams:

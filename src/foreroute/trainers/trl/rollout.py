@@ -1,6 +1,9 @@
-"""The rollout that a trainer works on, and what a forward over some of its sequences takes, made once for all passes.
+"""The rollout that a trainer works on, and what a forward over some of its sequences takes.
 
-Letters: `S` sequences of a rollout, `B` of a part of it, `T` positions of TRL's padded batch, `R` of its responses.
+A pass of TRL over a batch is one forward, or one for each slice of it. Routes and masks of a forward are made once for
+all passes over the same sequences.
+
+Letters: `S` sequences of a rollout, `B` of a forward, `T` positions of TRL's padded batch, `R` of its responses.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.errors import ReplayError
+from foreroute.errors import ConfigError, ReplayError
 from foreroute.replay.rows import to_device
 from foreroute.trace import SAMPLING, RoutingTrace
 from foreroute.trainers.trl.masked_head import ScoringMasks
@@ -27,13 +30,24 @@ ROWS = "foreroute_rows"
 LOGPROBS = "foreroute_logprobs"
 """In TRL's batches, where TRL keeps none: float32 [B, R], what tokens were sampled with, NaN where not known."""
 LOGPROBS_OF_TRL = "sampling_per_token_logps"
+OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
+"""What TRL's batches say of each token beside images, [B, T]."""
 
 
-class Part(NamedTuple):
-    """What every forward over the same sequences takes."""
+class Decisions(NamedTuple):
+    """What every forward over the same sequences takes of the rollout."""
 
     routes: TraceRows
     masks: ScoringMasks | None  # None where no token of the vocabulary was left out in sampling
+
+
+class BatchSlice(NamedTuple):
+    """The arguments of one forward."""
+
+    rows: slice  # of the batch
+    input_ids: Tensor
+    attention_mask: Tensor
+    options: dict[str, Any]  # TRL's further arguments
 
 
 @dataclass(eq=False)
@@ -44,10 +58,13 @@ class Rollout:
     prompt_lengths: NDArray[np.int64]  # [S]
     logprobs: Sequence[NDArray[np.float32]] | None = None  # S of [R], as the source saw them; NaN where not known
     env_masks: Sequence[Sequence[int]] | None = None  # S of [R], 0 for what was not sampled; None where all was
-    number: int = 0  # counts the rollouts of a trainer
+    # of the trainer that works on it
+    number: int = 0  # counts its rollouts
+    make_rows: Callable[[RoutingTrace], TraceRows] = field(init=False)
+    drops_truncated: bool = False  # whether TRL masks truncated completions
     mask_ST: NDArray[np.bool_] | None = None  # TRL's attention mask, once it has padded the rollout
     num_scored: int = 0  # R, the last positions of the padded batch, of which some hold responses
-    _parts: dict[tuple[int, ...], Part] = field(default_factory=dict)
+    _decisions: dict[tuple[int, ...], Decisions] = field(default_factory=dict)
 
     def read_mask(self, mask_ST: Tensor, num_scored: int) -> None:
         """Read TRL's mask of the whole rollout. The host waits, once for each rollout and before its first forward."""
@@ -77,25 +94,21 @@ class Rollout:
             )
         return np.asarray(numbers_B2[:, 1])
 
-    def part(
-        self, sequences: NDArray[np.int64], make_rows: Callable[[RoutingTrace], TraceRows], *, drops_truncated: bool
-    ) -> Part:
-        """Give what forwards over these sequences take, made at the first of them.
-
-        Where TRL masks truncated completions (`drops_truncated`), the prompt alone is left of such.
-        """
+    def decisions(self, sequences: NDArray[np.int64]) -> Decisions:
+        """Give what forwards over these sequences take, made at the first of them."""
         key = tuple(sequences.tolist())
-        if key not in self._parts:
+        if key not in self._decisions:
             assert self.mask_ST is not None, "it is read before the first forward"
             mask_BT, trace = self.mask_ST[sequences], self.trace.select(sequences)
             masks = None
             if SAMPLING in trace.streams:
                 masks = ScoringMasks.of(trace, mask_BT, self._sampled(sequences))
             length_B, prompts = mask_BT.sum(1), self.prompt_lengths[sequences]
-            is_masked = drops_truncated & (length_B == prompts) & (length_B < trace.lengths)
+            # where TRL masks truncated completions, the prompt alone is left of such
+            is_masked = self.drops_truncated & (length_B == prompts) & (length_B < trace.lengths)
             routes = trace.truncated(np.where(is_masked, prompts, trace.lengths))
-            self._parts[key] = Part(make_rows(routes), masks)
-        return self._parts[key]
+            self._decisions[key] = Decisions(self.make_rows(routes), masks)
+        return self._decisions[key]
 
     def _sampled(self, sequences: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Say which tokens of the responses were sampled, bool [B, R], padded on the right."""
@@ -105,3 +118,49 @@ class Rollout:
         for row, s in enumerate(sequences):
             sampled_BR[row, : len(self.env_masks[s])] = self.env_masks[s]
         return sampled_BR
+
+
+def cut_batch(
+    input_ids: Tensor, attention_mask: Tensor, options: dict[str, Any], batch_size: int | None
+) -> list[BatchSlice]:
+    """Cut a batch as TRL's `_get_per_token_logps_and_entropies` does. Images go with the sequences that they are in."""
+    size, num_rows = batch_size or len(input_ids), len(input_ids)
+    if num_rows <= size:  # as every batch of an update
+        return [BatchSlice(slice(0, num_rows), input_ids, attention_mask, options)]
+    parts = [slice(first, first + size) for first in range(0, num_rows, size)]
+    found = {name for name, value in options.items() if isinstance(value, Tensor | list)}
+    known = {"num_images", *OF_TOKENS} | ({"pixel_values", "image_grid_thw"} if "image_grid_thw" in found else set())
+    if others := sorted(found - known):
+        raise ConfigError(
+            f"the batch holds {', '.join(others)}, and routing replay cuts batches of images by "
+            "image_grid_thw alone; let per_device_train_batch_size be all sequences of a rollout, or take replay='none'"
+        )
+    # the host waits for the grids once, before the first forward; TRL waits for them in each part
+    patches = options["image_grid_thw"].prod(1).tolist() if "image_grid_thw" in found else []
+    return [
+        BatchSlice(rows, input_ids[rows], attention_mask[rows], _options_of(options, found, rows, patches))
+        for rows in parts
+    ]
+
+
+def join_results(results: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Join results of slices of a batch: rows one after another, scalars averaged, what is None left None."""
+    if len(results) == 1:
+        return results[0]
+    return tuple(
+        None if values[0] is None else torch.cat(values) if values[0].ndim else torch.stack(values).mean()
+        for values in zip(*results, strict=True)
+    )
+
+
+def _options_of(options: dict[str, Any], found: set[str], rows: slice, patches: list[int]) -> dict[str, Any]:
+    part = options | {name: options[name][rows] for name in found & {"num_images", *OF_TOKENS}}
+    if "image_grid_thw" in found:
+        first, last = sum(options["num_images"][: rows.start]), sum(options["num_images"][: rows.stop])
+        begin, end = sum(patches[:first]), sum(patches[:last])
+        images = {
+            "image_grid_thw": options["image_grid_thw"][first:last],
+            "pixel_values": options["pixel_values"][begin:end],
+        }
+        part |= images if first < last else dict.fromkeys([*images, "num_images"])
+    return part

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate.utils import is_peft_model
+from numpy.typing import NDArray
 
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.capture import Generation, Sampling, decode
@@ -16,7 +17,6 @@ from foreroute.engines.base import Engine
 from foreroute.errors import ConfigError, ReplayError
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trainers.trl.partitioned import gathered_weights
-from foreroute.trainers.trl.turns import Captured, join_tokens
 
 ROUTES = "routed_experts"
 """The key under which a `rollout_func` returns routes: a list with one entry for each sequence."""
@@ -65,30 +65,26 @@ class EngineSource:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._loaded_from: Any = None  # the trainer whose weights the engine has
         self._turns_of: Counter[int] = Counter()
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Sample one turn for each prompt, and give what a `rollout_func` returns."""
+        """Give what a `rollout_func` returns."""
         self.trainer = trainer
-        return rollout_output(self._sample(trainer._tokenize_prompts(prompts)[0]))
+        return rollout_output(self.sample(trainer._tokenize_prompts(prompts)[0]))
 
-    def turn(
-        self, sample: Callable[[], Any], prompts: Sequence[Sequence[int]], weight_version: int
-    ) -> tuple[Any, Callable[[], Captured]]:
-        """Sample a turn in the place of TRL's engine; see `TurnSource`."""
-        generation = self._sample(prompts)
-        output = rollout_output(generation)
-        return (output["completion_ids"], output["logprobs"]), lambda: (generation.trace, None)
-
-    def _sample(self, prompt_ids: Sequence[Sequence[int]]) -> Generation:
+    def sample(self, prompt_ids: Sequence[Sequence[int]]) -> Generation:
+        """Sample one turn for each prompt."""
         trainer = self.trainer
         # before TRL 1.14 that of the tokenizer is the only one
         ends = getattr(trainer, "eos_token_ids", [trainer._tokenizer.eos_token_id])
         _require_known_settings(trainer, ends)
         step = int(trainer.state.global_step)
-        if self._engine.weight_version != step:
+        # a version is the step of its trainer; the engine may have sampled for another one
+        if self._engine.weight_version != step or self._loaded_from is not trainer:
             policy = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
             self._engine.load_weights(gathered_weights(policy), step)
+            self._loaded_from = trainer
         # a run that is resumed draws what it would have drawn at its step; a step may have several turns
         turn = (trainer.args.seed, trainer.accelerator.process_index, step, self._turns_of[step])
         self._turns_of[step] += 1
@@ -141,6 +137,11 @@ def returned_trace(
         )
         for each, tokens in zip(routes, join_tokens(prompts, completions), strict=True)
     )
+
+
+def join_tokens(prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]) -> list[NDArray[np.int32]]:
+    """Give S arrays int32 [T], prompt and completion."""
+    return [np.array([*p, *c], np.int32) for p, c in zip(prompts, completions, strict=True)]
 
 
 def _require_known_settings(trainer: Any, ends: Sequence[int]) -> None:

@@ -15,22 +15,17 @@ from functools import partial
 from typing import Any
 
 import trl
-from accelerate.utils import is_peft_model
 from torch import Tensor
 from transformers.integrations.liger import apply_liger_kernel
-from trl.generation.vllm_client import VLLMClient
-from trl.trainer import utils
 
 from foreroute.costs.cluster_file import Cluster
 from foreroute.errors import AttachError, ConfigError
 from foreroute.plan import Topology
 from foreroute.replay.arguments import require_choice
-from foreroute.trainers.checks import Refusals, refuse, require_overridden
-from foreroute.trainers.trl.capture import Replay
+from foreroute.trainers.checks import require_overridden
 from foreroute.trainers.trl.capture_vllm import colocated_vllm_returns_decisions
-from foreroute.trainers.trl.controller import TrainerPassController
-from foreroute.trainers.trl.rollout_func import EngineSource
-from foreroute.trainers.trl.sampling import cuts_of, refusals
+from foreroute.trainers.trl.controller import LogprobPass, TrainerPassController
+from foreroute.trainers.trl.settings import Replay
 
 
 class RoutingReplay:
@@ -63,7 +58,7 @@ class RoutingReplay:
         self, *args: Any, replay: Replay = "R3", topology: Topology | Cluster | None = None, **kwargs: Any
     ) -> None:
         _require_trl(type(self))
-        require_mode(replay)
+        require_choice("replay", replay, Replay)
         if topology is not None and replay == "none":
             raise ConfigError("a topology is given for plans, which are made of replayed routes; take replay='R3'")
         with colocated_vllm_returns_decisions(self, replay):
@@ -71,18 +66,35 @@ class RoutingReplay:
         if self.args.use_liger_kernel and replay != "none":
             # as transformers does when training starts: replay is proven on the modules that it puts in
             apply_liger_kernel(self.model, self.args.liger_kernel_config)
-        self.routing = TrainerPassController(self, replay, partial(require_supported, self, replay), topology)
+        self.routing = TrainerPassController(self, replay, topology)
 
     def _generate(self, prompts: list[Any]) -> Any:
-        return self.routing.run_rollout(partial(super()._generate, prompts))  # type: ignore[misc]
+        if not self.routing.capture.is_open:
+            return super()._generate(prompts)  # type: ignore[misc]
+        self.routing.capture.begin_rollout()
+        result = super()._generate(prompts)  # type: ignore[misc]
+        self.routing.end_rollout(*result[:3])
+        return result
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **options: Any) -> Any:
-        sample = partial(super()._generate_single_turn, prompt_ids, *args, **options)  # type: ignore[misc]
-        return self.routing.capture.capture_turn(sample, prompt_ids)
+        capture, sample = self.routing.capture, super()._generate_single_turn  # type: ignore[misc]
+        if capture.engine is not None:
+            return capture.sample_turn(prompt_ids)
+        if capture.source is None or not capture.is_open:
+            return sample(prompt_ids, *args, **options)
+        with capture.source.watching():
+            result = sample(prompt_ids, *args, **options)
+        capture.end_turn(prompt_ids, result[0])
+        return result
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
-        generate = partial(super()._generate_and_score_completions, inputs)  # type: ignore[misc]
-        return self.routing.run_generation(generate) if self.model.training else generate()
+        if not self.routing.is_open:
+            return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        self.routing.rollout, old = None, LogprobPass(is_update=False)
+        with self.routing.passing(old):
+            output = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        self.routing.end_generation(old, output)
+        return output
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -99,8 +111,10 @@ class RoutingReplay:
         )
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
-        compute = partial(super()._compute_loss, model, inputs)  # type: ignore[misc]
-        return self.routing.run_update(compute, inputs) if self.model.training else compute()
+        if not self.routing.is_open:
+            return super()._compute_loss(model, inputs)  # type: ignore[misc]
+        with self.routing.updating(inputs):
+            return super()._compute_loss(model, inputs)  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a training step of TRL. Raises `ReplayError` when no pass of the policy was replayed in it."""
@@ -127,74 +141,3 @@ def _require_trl(trainer: type) -> None:
             "trl.GRPOTrainer)"
         )
     require_overridden("trl", trl.__version__, RoutingReplay, trl.GRPOTrainer)
-
-
-def require_mode(replay: str) -> None:
-    """Raise `ConfigError` for a mode that does not exist."""
-    require_choice("replay", replay, Replay)
-
-
-def require_supported(trainer: Any, replay: Replay) -> None:
-    """Raise `ConfigError` naming all settings of a trainer, set up by TRL, that replay does not go with."""
-    refuse("", [*_refusals(trainer, replay), *(refusals(trainer) if replay == "R3" else ())])
-
-
-def _refusals(trainer: Any, replay: Replay) -> Refusals:
-    args, captures = trainer.args, replay != "R2"
-    generates = captures and not trainer.use_vllm and trainer.rollout_func is None
-    beams = generates and (trainer.generation_config.num_beams or trainer.model.generation_config.num_beams or 1)
-    paged = "use_transformers_continuous_batching"
-    if not hasattr(trainer, paged):  # before TRL 1.7
-        paged = "use_transformers_paged"
-    serves = captures and trainer.use_vllm and trainer.rollout_func is None and trainer.vllm_mode == "server"
-    headless = not hasattr(utils, "add_fused_lm_head")
-    newer = "{} is not replayed before TRL {}; install a newer one, or do without".format
-    turns = captures and bool(trainer.tools) and not isinstance(trainer.rollout_func, EngineSource)
-    fsdp = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    prompt_learning = is_peft_model(trainer.model) and any(
-        config.is_prompt_learning for config in trainer.model.peft_config.values()
-    )
-    return [
-        (
-            fsdp is not None and getattr(fsdp, "fsdp_version", 1) == 1,
-            "accelerate runs FSDP1 on GPUs alone, where replay under TRL was never tested; set fsdp_version: 2 in the "
-            "configuration of accelerate, or take DeepSpeed",
-        ),
-        (
-            replay != "none" and args.torch_compile_backend == "eager" and args.gradient_checkpointing,
-            "torch_compile_backend 'eager' cannot recompute what was replayed; take 'inductor' or 'aot_eager', or set "
-            "gradient_checkpointing=False",
-        ),
-        # older releases have a server of their own, a loss of Liger, and log-probs from all logits
-        (serves and not hasattr(VLLMClient, "_post"), newer("vllm_mode='server'", "1.11")),
-        (headless and args.use_liger_kernel, newer("use_liger_kernel", "1.15")),
-        (headless and replay == "R3" and cuts_of(trainer), newer("sampling by top_p, top_k or min_p", "1.15")),
-        (
-            prompt_learning,
-            "PEFT's prompt and prefix tuning put positions before the sequence that are no tokens, so that routes and "
-            "batch cannot be checked to belong together; use LoRA",
-        ),
-        (
-            beams > 1,
-            f"num_beams is {beams}, and beams change their places after they were routed; sample with num_beams=1, or "
-            "take replay='R2'",
-        ),
-        (
-            generates and getattr(trainer, paged),
-            f"{paged} generates over paged batches, whose routes cannot be recorded; leave it off, sample with vLLM or "
-            "a rollout_func, or take replay='R2'",
-        ),
-        (
-            turns and trainer.rollout_func is not None,
-            "TRL samples what follows a tool's answer with its own engine, not with the rollout_func; call the tools "
-            "in the rollout_func and return env_mask, or take rollout_with(engine)",
-        ),
-        (
-            turns
-            and trainer.use_vllm
-            and trainer.accelerator.num_processes > 1
-            and (trainer.vllm_mode == "server" or trainer.vllm_tensor_parallel_size > 1),
-            "TRL deals the answers of a vLLM that serves several processes out in equal shares, and with tools the "
-            "processes ask for unequal numbers; take vllm_mode='colocate' with a tensor_parallel_size of 1",
-        ),
-    ]
