@@ -53,6 +53,7 @@ def parse_cluster(values: Mapping[str, Any], *, source: str) -> Cluster:
     Raises:
         ConfigError, TopologyError: as `load_cluster`.
     """
+    # before any value is looked at
     refuse_impossible(values, source)
     for name, table in values.items():
         if name not in TABLES:
@@ -112,6 +113,7 @@ def with_rates(path: Path, rates: Rates) -> str:
         lines = _with_keys(lines, table, values)
     text, expected = "\n".join(lines), {**before, **{t: {**before.get(t, {}), **rates[t]} for t in rates}}
     try:
+        # lines were edited as text: what they say now is read again before anything is written
         changed: object = tomllib.loads(text)
     except ValueError:
         changed = None

@@ -63,6 +63,7 @@ def find_rates(
         measured_V: seconds.
         size_V: seconds that errors are taken relative to.
     """
+    # factors of what is configured, so that all parameters are of one size
     begin_K = np.array([_cost(value_of(costs.hardware, name), name) for name in names])
     least_K = np.array([0.0 if name in MAY_VANISH else 1 / FARTHEST for name in names])
 

@@ -48,6 +48,7 @@ def step_parts(
         costs: the cost model.
         slots: `PlanOptions.slots` of the plan.
     """
+    # no placement of experts changes attention, so it is priced once for all cells
     prices, attention_ML2 = costs.prices(topology, slots), slowest_attention(counts_MLGE, costs)
     parts_SP = np.zeros((len(PASS_NAMES), len(PART_NAMES)))
     for m, layer in np.ndindex(*counts_MLGE.shape[:2]):

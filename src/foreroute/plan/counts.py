@@ -65,6 +65,7 @@ def packed_counts(traces: RoutingTrace | Sequence[RoutingTrace], packing: Packin
     spec = several[0].spec
     for trace in several[1:]:
         spec.require_same(trace.spec, what="a trace to be counted")
+    # a plan has one E and one K for all layers
     spec.require_alike("a plan")
     entries = packing.num_micro_steps * spec.num_layers * packing.num_ranks * spec.num_experts
     assignments = sum(int(trace.lengths.sum()) for trace in several) * spec.num_layers * spec.top_k
@@ -78,6 +79,7 @@ def packed_counts(traces: RoutingTrace | Sequence[RoutingTrace], packing: Packin
     first = 0
     for trace in several:
         part = slice(first, first + len(trace))
+        # into one array, so that traces are never joined
         add_assignments(trace, packing.micro_step_S[part], packing.rank_S[part], counts)
         first += len(trace)
     return counts
@@ -206,6 +208,7 @@ def contiguous_imbalance(counts_MLE: NDArray[np.int64], num_ranks: int) -> float
     if num_experts % num_ranks:
         raise InputError(f"{num_experts} experts cannot be placed evenly on {num_ranks} ranks; use a divisor")
     loads_CG = counts_MLE.reshape(-1, num_ranks, num_experts // num_ranks).sum(axis=-1)
+    # an empty cell is no barrier
     loads_CG = loads_CG[loads_CG.sum(axis=1) > 0]
     return float((loads_CG.max(axis=1) / loads_CG.mean(axis=1)).mean()) if len(loads_CG) else 1.0
 

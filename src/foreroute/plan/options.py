@@ -51,6 +51,7 @@ class PlanOptions:
     threads: int = 1
 
     def __post_init__(self) -> None:
+        # so that NaN is refused
         if not 0 <= self.tolerance < 1:
             raise ConfigError(f"tolerance is {self.tolerance}; expected a share of the mean load, from 0 to below 1")
         for name, least in (("home_moves", 0), ("threads", 1)):

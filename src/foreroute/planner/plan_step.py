@@ -73,6 +73,7 @@ def plan_and_why(
     if home_LE is None:
         home_LE = np.tile(topology.contiguous_home_E(num_experts), (num_layers, 1))
     previous_LE = check_homes(home_LE, num_layers, num_experts, topology.num_ranks)
+    # asked for by name, so that leaving it out in silence would be wrong
     if costs is None and (options.traffic or options.pay_off):
         asked = " and ".join(name for name in PRICED if getattr(options, name))
         raise ConfigError(f"{asked} cannot be priced without a cost model; pass costs")
@@ -165,6 +166,7 @@ def _plan_cells(
             priced.refine(hosts, figures_ML2[..., 0], layers.start, count_planned)
         return hosts.part(0, num_micro_steps), figures_ML2
 
+    # layers in a row, so that a thread's replicas are one piece of the plan
     bounds = [num_layers * i // options.threads for i in range(options.threads + 1)]
     parts = [slice(first, end) for first, end in pairwise(bounds) if first < end]
     with ThreadPoolExecutor(len(parts)) as pool:

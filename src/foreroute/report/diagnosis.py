@@ -35,6 +35,7 @@ MEASURES = (
 
 def finding_table(diagnosis: Diagnosis) -> Table:
     """The findings, the worst first."""
+    # the reader may stop after the first
     findings = sorted(diagnosis.findings, key=lambda finding: -finding.severity)
     rows = [
         TableRow(cells=(TONES[one.severity], one.topic, one.sentence, one.advice), tone=TONES[one.severity])

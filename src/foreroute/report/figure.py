@@ -78,6 +78,7 @@ def card(caption: Caption, drawn: Any, alt: str, keys: Sequence[Key] = (), notes
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     # matplotlib writes six decimals of a point; a tenth is less than a pixel, and a third of the bytes go
     small = re.sub(rb' d="[^"]*"', lambda path: re.sub(rb"(\.\d)\d+", rb"\1", path[0]), buffer.getvalue())
+    # a page loads nothing, so pictures are in it
     image = "data:image/svg+xml;base64," + base64.b64encode(small).decode("ascii")
     return Plot(caption=caption, image=image, alt=f"{caption.title}. {alt}.", keys=tuple(keys), notes=tuple(notes))
 
@@ -90,6 +91,7 @@ def card_of_runs(
     keys: Sequence[Key] = (),
 ) -> Plot:
     """Make a card with the legend of its runs, or `keys`; without a picture where no series has a number."""
+    # infinite values would stretch the span that is told to those who see no picture
     values = [line.y[np.isfinite(line.y)] for line in series]
     if not any(finite.size for finite in values):
         return Plot(caption=caption)
@@ -155,6 +157,7 @@ def _recorded(step: StepRecord, path: str) -> float | None:
 
 def colour_of(runs: Sequence[Run], position: int, side: Side | None = None) -> str:
     """The colour of a side, by default of that which the run trains with; runs of the same one differ in shade."""
+    # runs of one side share its hue, so that side stays the first thing that is seen
     own = runs[position].trains_with
     rank = sum(run.trains_with == own for run in runs[:position])
     shade = SHADES[rank % len(SHADES)]
@@ -181,6 +184,7 @@ def style_of(runs: Sequence[Run], line: Series) -> dict[str, Any]:
 
 def percent_axis(axes: Any) -> None:
     """Shares as percentages, from just below zero, so that a line of exact zeros stays clear of the axis."""
+    # matplotlib leaves room above all data, also above 100 %
     top = min(axes.get_ylim()[1], 1.025)
     axes.set_ylim(-0.025 * top, top)
     percent_ticks(axes.yaxis)
@@ -231,7 +235,9 @@ def heat_maps(
     The panels stand side by side, or `below` each other. The colour bar may begin at 1, which is white. `layers` are
     those of the y axis, where it has some.
     """
+    # nearly even loads would otherwise look as uneven as any
     most = max(1.05, *(float(over.max()) for over in loads.values()))
+    # below and above the mean are different things: ranks that wait, and those waited for
     norm = TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=most)
     figure = Figure(figsize=HEAT_INCHES)
     panels = figure.subplots(*((len(loads), 1) if below else (1, len(loads))), sharex=True, sharey=True)
@@ -272,6 +278,7 @@ def stacked_bars(
     totals_B = widths_BX.sum(axis=1)
     # A part below a thousandth of the longest bar would be thinner than a line.
     shown = [(x, name) for x, name in enumerate(colours) if widths_BX[:, x].max() > 1e-3 * totals_B.max()]
+    # a heading takes the room of a bar
     places_B = np.array([place + sum(first <= place for first in headings) for place in range(len(bars))], np.float64)
     axes = new_axes((INCHES[0], max(INCHES[1], 0.8 + BAR_INCHES * (len(bars) + len(headings)))))
     left_B = np.zeros(len(bars))

@@ -19,6 +19,7 @@ SAME = 1.05
 def run_finding(runs: Sequence[Run]) -> str:
     """Finding of the runs, in one sentence: the load of their ranks, their mismatch, their reward."""
     rows = summary_rows(runs)
+    # the most consequential first: a run that learned nothing has no other news
     clauses = [*_idle(runs), *_load(runs), _mismatch(rows), *_reward(rows), *_collapsed(runs)]
     text = "; ".join(clauses)
     return f"{text[:1].upper()}{text[1:]}."
@@ -37,6 +38,7 @@ def _mismatch(rows: Sequence[SummaryRow]) -> str:
         return f"no route differs even without replay, so replay has none to mend; {both}"
     if any(replayed):
         return f"{_shares(replayed)} of the routing decisions differ with replay, {_shares(native)} without; {both}"
+    # one run in which replay does not help is not hidden by the others
     lower = all(high > SAME * low > 0 for high, low in k3)
     factors = span_of([high / low for high, low in k3], _factor) if lower else ""
     return f"replay removes every differing route{f' and lowers k3 {factors} times' if lower else f'; {both}'}"
@@ -69,6 +71,7 @@ def _reward(rows: Sequence[SummaryRow]) -> list[str]:
         [row.reward_last for row in known if row.reward_last is not None and (row.trains_with == "replayed") is replays]
         for replays in (True, False)
     )
+    # rewards are compared between the two kinds of runs alone
     if not with_ or not without or any(row.routing == "R2" for row in known):  # R2 is neither
         return [f"their mean reward over the last {WINDOW} steps is {span_of((*with_, *without), reward)}, by run"]
     figures = f"{span_of(with_, reward)} with replay, {span_of(without, reward)} without"

@@ -192,6 +192,7 @@ def check_page(target: Path) -> None:
         check_writable(target)
         if not target.exists():
             return
+    # a user's own file is never overwritten by a page
     with open_regular(target, InputError) as file:
         head = file.read(MARKED_WITHIN)
     if head and MARK.encode() not in head:
@@ -219,6 +220,7 @@ def write_page(target: Path, page: Page | Callable[[], Page]) -> Path:
                 page = page()
     except ModuleNotFoundError as error:
         raise InputError(f"a page needs {error.name}, which is not installed; {how_to_install('report')}") from error
+    # names of runs and models come from outside: all of them are escaped
     environment = Environment(
         loader=PackageLoader("foreroute.report", ""),
         autoescape=True,

@@ -77,6 +77,7 @@ def plan_finding(found: PlanComparison) -> str:
     loads = {name: over_mean(one.imbalance) for name, one in (("home", static), ("plan", planned))}
     both = f"the slowest rank has {loads['plan']} times the mean load, and {loads['home']} times without balancing"
     passes = found.passes_by_plan
+    # whether to use it comes before what it is worth
     if len(passes) == 2:
         return f"Use the plan: by the cost model, recompute and update are {gain}; {both}."
     if passes:
@@ -112,6 +113,7 @@ def plan_tiles(found: PlanComparison) -> tuple[Tile, ...]:
     """Replicas and distance from the bound of the plan, were it to serve both passes."""
     over_mean_ML = found.planned.over_mean_SMLG[0].max(axis=-1)
     gap_ML = over_mean_ML / found.least_over_mean_ML - 1
+    # replicas and fetches differ, and a reader would take one for the other
     kept = found.plan.num_replicas_ML.mean() - found.planned.fetches_SML[0].mean()
     return (
         Tile(

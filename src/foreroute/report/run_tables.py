@@ -51,6 +51,7 @@ def summary_rows(runs: Sequence[Run]) -> list[SummaryRow]:
 
 
 def _row(run: Run) -> SummaryRow:
+    # a killed run has steps without times
     timed = [step.seconds for step in run.steps if step.seconds]
     phases = list(dict.fromkeys(phase for seconds in timed for phase in seconds))
     return SummaryRow(
@@ -173,8 +174,10 @@ def facts_table(runs: Sequence[Run], rows: Sequence[SummaryRow]) -> Table:
 def config_table(runs: Sequence[Run]) -> Table:
     """Every key of every configuration with its value in each run; first and strong those that differ between runs."""
     table = _by_run("Setting", [(run.label, flattened(run.config)) for run in runs], kind="words", absent="not set")
+    # what differs between runs is what a reader of a comparison looks for
     marked = [TableRow(cells=row.cells, strong=len(set(row.cells[1:])) > 1) for row in table.rows]
     differ = ", those that differ first and in bold" if len(runs) > 1 else ""
+    # stable, so that keys keep their order within both parts
     rows = sorted(marked, key=lambda row: not row.strong)
     return Table(columns=table.columns, rows=tuple(rows), folded=f"All settings{differ}")
 
@@ -228,6 +231,7 @@ def _loads(steps: Sequence[ExecutionRecord]) -> dict[str, str]:
         return sum(map(value, steps)) / len(steps)
 
     def over_mean(load: Load) -> str:
+        # a mean over some of the steps would look like one over all
         if any(load not in step.max_over_mean for step in steps):
             return ABSENT
         return f"{mean(lambda step: step.max_over_mean[load]):.2f}"

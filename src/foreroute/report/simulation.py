@@ -73,11 +73,13 @@ def simulation_finding(record: SimulationRecord) -> str:
             f"{as_fast(static.training_s, record.forced_balance_s)} static; no other method was simulated."
         )
     gain, best = worth(main, static, other, "" if other is None else named(other, record)), fastest_plan(record.methods)
+    # the page is about the first plan of the configuration, which need not be the fastest
     if main.training_s > AS_FAST * best.training_s:
         against = other or main
         gain += f"; {named(best, record)} is {as_fast(against.training_s, best.training_s)} {against.label}"
     if main.step_s <= AS_FAST * static.step_s:
         return f"{by}, {named(main, record)} makes recompute and update {gain}."
+    # a faster pass may be bought by planning or moves; the finding must not hide it
     longest = max(range(len(main.phases)), key=lambda phase: main.phases[phase] - static.phases[phase])
     added = f"{duration(main.phases[longest])} more of {main.phases._fields[longest].replace('_', ' ')}"
     return (
@@ -110,6 +112,7 @@ def executed(record: SimulationRecord) -> str:
     """Which methods no executor carries out, and why."""
     if missing := record["static"].not_executed:
         return f"No executor carries out any of it: it takes {', '.join(missing)}."
+    # methods that lack the same are named together
     reasons: dict[tuple[str, ...], list[str]] = {}
     for method in record.methods:
         reasons.setdefault(method.not_executed, []).append(method.label)

@@ -70,6 +70,7 @@ def timelines(found: Sequence[Timeline], record: SimulationRecord) -> list[Plot]
     layers = sorted({span.layer for span in found[0].spans})
     layers = layers[1:-1] if len(layers) > 3 else layers
     ranks = _ranks(found[0], layers)
+    # one scale, so that the faster method looks shorter
     longest_s = max(bounds[-1] - bounds[0] for bounds in (_bounds(one, layers) for one in found))
     return [_timeline(one, record, layers, ranks, longest_s) for one in found]
 
@@ -123,6 +124,7 @@ def _ranks(found: Timeline, layers: list[int]) -> list[int]:
     for span in found.spans:
         if span.what == "experts" and span.layer in layers:
             work_G[span.rank] += span.end_s - span.begin_s
+    # the ranks that others wait for, and those that wait
     order = np.argsort(-work_G, kind="stable")
     chosen = np.unique(np.linspace(0, found.num_ranks - 1, min(NUM_RANKS, found.num_ranks)).round().astype(int))
     ranks: list[int] = order[chosen].tolist()

@@ -46,6 +46,7 @@ def _card(
     span: tuple[float, float],
 ) -> Plot:
     configured, waits, main = _configured(key, record, config), key == "planning_s", headline(record.methods).name
+    # the configured value is a point too, simulated already
     places = sorted(({configured: record} | known).items())
     said = caption(key)
     sentences = (_as_configured(key, configured, config), said.sentence, _not_executed(places, main))

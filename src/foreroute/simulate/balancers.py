@@ -120,6 +120,7 @@ class HeldExperts:
         self, layer: int, expert_H: NDArray[np.integer], rank_H: NDArray[np.integer], tokens_HG: NDArray[np.integer]
     ) -> CellPlan:
         """The layer's next cell, with hosts that are there from now on, and they alone."""
+        # homes move before the step, and are no fetches of its first cell
         if not self._is_placed_L[layer]:
             _, first_E = np.unique(expert_H, return_index=True)
             self._home_LE[layer] = rank_H[first_E]
@@ -127,6 +128,7 @@ class HeldExperts:
             self._is_placed_L[layer] = True
         home_E, held_EG = self._home_LE[layer], self._held_LEG[layer]
         fetched_H = ~held_EG[expert_H, rank_H]
+        # a rank that no longer hosts an expert frees its place at once
         held_EG[:] = False
         held_EG[expert_H, rank_H] = True
         listed_H = fetched_H | (rank_H != home_E[expert_H])

@@ -93,6 +93,7 @@ class EPGroup:
         )
         node, cluster = rows_2 * model.row_bytes / ranks
         of_expert = model.expert_bytes / ranks
+        # seconds over the seconds of one give how many there are
         moves = (self.recompute.transfers, self.update.transfers)
         host_s = sum(float(each.host_KMLG.sum()) for each in moves)
         direct_4 = sum(each.direct_KMLG4.sum(axis=(0, 1, 2, 3)) for each in moves)

@@ -177,6 +177,7 @@ def fit_config(
     values = config.model_dump()
     for name, value in found.parameters.items():
         table = "hardware" if hasattr(found.hardware, name) else "links"
+        # a preset stays, and what was fitted overrides it
         values[table] = {**values[table], name: value}
     return parse_config(values, source=f"{path}, fitted"), found
 
@@ -208,6 +209,7 @@ def fit(
     """
     if unknown := [name for name in parameters if name not in FITTABLE]:
         raise ConfigError(f"{', '.join(unknown)} cannot be fitted; expected some of {', '.join(FITTABLE)}")
+    # as many parameters as measurements fit anything
     if len(measured) < len(parameters) or not parameters:
         raise ConfigError(
             f"{len(measured)} measurements cannot tell {len(parameters)} parameters; measure more steps, or fit fewer"

@@ -63,6 +63,7 @@ def timeline(method: str, group: EPGroup) -> Timeline:
     compute = group.recompute.compute
     num_micro_steps, num_ranks = compute.head_MG.shape
     micro_step, num_layers = min(1, num_micro_steps - 1), compute.all_to_all_ML.shape[1]
+    # the first layers fetch into an empty pipeline, and the last have nothing after them
     first = max(0, (num_layers - NUM_LAYERS) // 2)
     layers = range(first, min(first + NUM_LAYERS, num_layers))
     recompute, _ = group.run()

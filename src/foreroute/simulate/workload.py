@@ -136,6 +136,7 @@ class DrawnStep:
         counts_MG = rng.integers(fewest, most + 1, (workload.num_micro_steps, workload.num_ranks))
         lengths = [_lengths(workload, count, rng) for count in counts_MG.sum(axis=1)]
         prompts = [np.arange(len(n)) // GROUP for n in lengths]
+        # prompts are numbered over the whole step, and never shared by micro-steps
         firsts = np.cumsum([0] + [int(p[-1]) + 1 for p in prompts])
         if workload.even_sources:
             ranks = [_deal_longest_first(n, workload.num_ranks) for n in lengths]
@@ -204,6 +205,7 @@ def _lengths(load: Workload, count: int, rng: np.random.Generator) -> NDArray[np
 
 def _deal_longest_first(lengths_S: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
     """The rank of each sequence: longest first, to the rank with the fewest tokens so far."""
+    # longest first leaves short ones to even out what is left
     ranks_S, tokens_G = np.empty(len(lengths_S), np.int64), np.zeros(num_ranks, np.int64)
     for s in np.argsort(-lengths_S, kind="stable"):
         ranks_S[s] = np.argmin(tokens_G)
