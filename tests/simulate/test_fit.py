@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from foreroute.errors import ConfigError, CountsError, PlanError
+from foreroute.errors import ConfigError, CountsError
 from foreroute.plan import PlanOptions, save_counts, save_plan
 from foreroute.planner import plan
 from foreroute.simulate import parse_config
@@ -128,7 +128,7 @@ def test_measurements_are_read_from_lines(folder):
             "line 1 is not a valid configuration:\n  seconds: Input should be greater than 0",
         ),
         (line(pass_name="rollout"), ConfigError, "line 1 is not a valid configuration:\n  pass_name"),
-        (line() + "\n" + line(plan="other.safetensors"), PlanError, "line 2: "),
+        (line() + "\n" + line(plan="other.safetensors"), CountsError, "line 2: "),
     ],
 )
 def test_bad_measurements_are_refused_with_their_number(folder, text, error, message):
