@@ -2,8 +2,8 @@
 
 The objective is twice the surplus of all ranks over their mean, in every micro-step, plus that of all nodes. Counting
 in int32 lets an exchange be priced in a few vector instructions. Simulated annealing after it lowers the objective by
-0 to 6 % more and changes no plan beyond what another seed of it does: on the workloads G8 to G64 and R8, with budgets of
-4, 16 and all experts, modelled seconds of steps differ by -0.2 to 0.1 % in the mean of five draws.
+0 to 6 % more and changes no plan beyond what another seed of it does: on the workloads G8 to G64 and R8, with budgets
+of 4, 16 and all experts, modelled seconds of steps differ by -0.2 to 0.1 % in the mean of five draws.
 """
 
 from __future__ import annotations
