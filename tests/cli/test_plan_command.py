@@ -1,5 +1,6 @@
 """`foreroute plan` as a user meets it."""
 
+import re
 import shutil
 from dataclasses import fields
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 import foreroute as fr
+from foreroute.cli.plan import _facts
 from foreroute.cli.plan_inputs import parse_options, read_step
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.errors import InputError
@@ -49,12 +51,14 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
     lines = result.stdout.splitlines()
     paths = [line for line in lines if str(tmp_path) in line]
     assert max(len(line.rstrip()) for line in lines if line not in paths) <= 80
-    for label in ("static", "EPLB, previous step", "EPLB, per micro-step", "foreroute", "no plan beats"):
-        assert sum(line.startswith(label) for line in lines) == 1
+    for label in ("static", "EPLB, previous step", "EPLB, per micro-step", "foreroute", "lower bound"):
+        assert sum(line.startswith(f"{label} ") and "\N{MULTIPLICATION SIGN}" in line for line in lines) == 1
     assert "modelled" in result.stdout
     found = load_plan(output)
     verify(found, counts(), PlanOptions(home_moves=2))
-    assert "foreroute plan" in output.with_suffix(".html").read_text()
+    page = output.with_suffix(".html").read_text()
+    for made in (rf"foreroute {fr.__version__}, \d{{4}}-\d\d-\d\d: ", "--set home_moves=2", "cluster.toml", "TFLOP/s"):
+        assert re.search(made, page)
     again = plan(given, files)
     assert again.returncode == 2
     assert "already exists" in again.stderr
@@ -99,6 +103,8 @@ def test_the_step_before_from_traces(files):
             ids = trace.expert_ids_NLK[trace.valid_N, layer]
             expected[layer] += np.bincount(ids.ravel(), minlength=8)
     assert step.previous_LE.tolist() == expected.tolist()
+    for moves, told in ((0, "homes stay"), (3, "at most 3 homes"), (None, "any number of homes")):
+        assert told in _facts(step, PlanOptions(home_moves=moves))["options"]
 
 
 @grid(

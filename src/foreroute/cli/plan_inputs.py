@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.costs.cluster_file import load_cluster
+from foreroute.costs.cluster_file import Cluster, load_cluster
 from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError, CountsError, InputError, PlanError, shown
 from foreroute.layout import Packing
@@ -18,6 +18,7 @@ from foreroute.plan import PlanOptions, load_plan
 from foreroute.plan.counts import COUNTS_FILE, check_counts, load_counts, packed_counts, tokens_digest
 from foreroute.plan.plan_file import PLAN_FILE
 from foreroute.plan.topology import Topology
+from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.steps import TOKEN_BUDGET, packed, read_traces
 from foreroute.trace import RoutedLayer, RoutingTrace
 from foreroute.trace.operations import count_assignments
@@ -28,6 +29,7 @@ class StepToPlan:
     """A step, ready to be planned.
 
     Attributes:
+        cluster: ranks, slots and the cost model.
         home_LE: where the experts are now.
         previous_LE: assignments of the step before, which some balancers go by.
         facts: for people, by name.
@@ -37,14 +39,23 @@ class StepToPlan:
     """
 
     counts_MLGE: NDArray[np.int32]
-    topology: Topology
-    costs: CostModel
+    cluster: Cluster
     home_LE: NDArray[np.int16]
     previous_LE: NDArray[np.int64] | None
     facts: dict[str, str]
     layers: tuple[RoutedLayer, ...]
     packing: Packing | None
     tokens_digest: str
+
+    @property
+    def topology(self) -> Topology:
+        """Ranks and slots."""
+        return self.cluster.topology
+
+    @property
+    def problem(self) -> BalancerInput:
+        """What balancers are given."""
+        return BalancerInput(self.counts_MLGE, self.topology, self.home_LE, self.previous_LE, self.cluster.costs)
 
 
 def read_step(
@@ -62,7 +73,7 @@ def read_step(
     before = [path for path in previous if path not in plans]
     cluster = load_cluster(topology)
     ranks, costs = cluster.topology, cluster.costs
-    facts = {"input": ", ".join(map(str, step))}
+    facts = {"input": ", ".join(map(str, step)), "topology": str(topology)}
     if (counts := _counts_file(step)) is not None:
         if token_budget is not None:
             raise InputError("--token-budget is for traces; counts are packed already")
@@ -80,8 +91,7 @@ def read_step(
     shape = counts_MLGE.shape[1], counts_MLGE.shape[3]
     return StepToPlan(
         counts_MLGE=counts_MLGE,
-        topology=ranks,
-        costs=costs,
+        cluster=cluster,
         home_LE=_homes(plans[0] if plans else None, ranks, shape),
         previous_LE=_loads(before, shape) if before else None,
         facts=facts,
