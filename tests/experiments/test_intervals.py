@@ -9,7 +9,7 @@ from scipy import stats
 from experiments.arms import roughness
 from experiments.intervals import mean_interval, paired_difference, paired_ratio
 from experiments.series import WINDOW, binned, collapse_step
-from foreroute.mismatch import alarm_rules
+from foreroute.records import alarm_rules
 
 VALUES = {0: 0.71, 1: 0.78, 2: 0.64, 3: 0.9, 4: 0.66}
 OTHERS = {4: 0.5, 2: 0.61, 1: 0.8, 7: 3.0, 0: 0.4}
