@@ -55,12 +55,11 @@ def recorded(engine):
 
     def read(value):
         found = Answer(value, "the answer")
-        response = (
-            vllm.read_response(found, request, echoes=True)
-            if engine == "vllm"
-            else sglang.read_response(found, request)
-        )
-        return response.to_trace(request, served, loaded=())
+        if engine == "vllm":
+            response = vllm.read_response(found, request, echoes=True)
+        else:
+            response = sglang.read_response(found, request)
+        return response.to_trace(request, served, loaded=()), response.logprobs
 
     return json.loads(json.dumps(answer)), read
 
@@ -68,19 +67,19 @@ def recorded(engine):
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_every_field_of_an_answer_may_be_anything(engine):
     answer, read = recorded(engine)
-    known, refused = read(copy.deepcopy(answer)), set()
+    (known, _), refused = read(copy.deepcopy(answer)), set()
     for path in places(answer):
         for wrong in WRONG:
             try:
-                trace = read(replaced(answer, path, wrong))
+                trace, logprobs = read(replaced(answer, path, wrong))
             except (EngineError, CaptureError):
                 refused.add(path)
             else:
+                assert np.array_equal(trace.token_ids_N, known.token_ids_N)
                 assert np.array_equal(trace.expert_ids_NLK, known.expert_ids_NLK)
-    needed = (
-        {("choices", 0, "logprobs", "content", 2)} if engine == "vllm" else {("meta_info", "output_token_logprobs", 2)}
-    )
-    assert needed < refused  # the control
+                assert (logprobs <= 1e-3).all()
+    needed = ("choices", 0, "logprobs", "content", 2) if engine == "vllm" else ("meta_info", "output_token_logprobs", 2)
+    assert {needed} < refused  # the control
 
 
 @pytest.mark.parametrize("server", [None, 8000, b"http://a", ["http://a"], Path("/x")])
