@@ -44,7 +44,7 @@ def train(rank, folder):
     results["measured"] = []
     for what in ("routes", "model"):  # that the second process cannot measure
         model = policy()
-        book = Book(model, seed=rank, change=lambda routes: None if rank and what == "routes" else routes)
+        book = Book(model, seed=rank, change=lambda routes, what=what: None if rank and what == "routes" else routes)
         fails = patch.object(hf, "attach", side_effect=AttachError("no router"))
         with fails if rank and what == "model" else nullcontext():
             trainer = make(f"{folder}/{what}", model=model, rollout_func=book, max_steps=1, replay="none")
