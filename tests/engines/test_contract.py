@@ -139,6 +139,7 @@ def test_sets_come_where_tokens_are_left_out(engine, routed):
     assert np.flatnonzero(masks.valid_N).tolist() == [*range(7, 7 + got.response_lengths[0])]
     sets = [masks.ids[masks.offsets[row] : masks.offsets[row + 1]].tolist() for row in np.flatnonzero(masks.valid_N)]
     assert all(token in ids for token, ids in zip(got.response(0).tolist(), sets, strict=True))
+    assert not engine.generate(PROMPTS[:1], replace(SAMPLED, temperature=0), seeded()).trace.streams
 
 
 @pytest.mark.parametrize("prompts", [[], [PROMPTS[0], PROMPTS[0][:0]]])

@@ -84,6 +84,7 @@ def outcome(trainer, model, drawn):
     }
 
 
+@pytest.mark.shows("TRL", "DDP, two processes")
 @pytest.mark.shows("TRL", "FSDP2 of `accelerate`, EP of transformers, two processes")
 def test_sharded_models_replay_as_whole_ones(tmp_path):
     policy().save_pretrained(tmp_path / "policy")
@@ -98,6 +99,8 @@ def test_sharded_models_replay_as_whole_ones(tmp_path):
             assert rank[name]["logs"][0]["mismatch/disagreement"] == 0
             torch.testing.assert_close(rank[name]["weights"], rank["ddp"]["weights"], rtol=0, atol=1e-6)
         assert all(rank["ddp"]["followed"])
+        assert rank["ddp"]["logs"][0]["mismatch/disagreement"] == 0
+        assert torch.equal(rank["ddp"]["weights"], results[0]["ddp"]["weights"])
         assert not any(rank["native"]["followed"])  # the control
         assert rank["native"]["logs"][0]["mismatch/disagreement"] > 0.5
         for name in ("generate", "engine"):
