@@ -54,7 +54,8 @@ def test_valid_says_of_routes_alone_which_rows_are_absent_anywhere(absent, dtype
 def test_a_row_of_minus_one_is_absent_whatever_the_form(absent):
     rows, batch = R.routes_RLK.astype(np.int64), wires.verl([R])
     rows[absent] = batch["routed_experts"][0, absent] = -1
-    for trace in (decode(rows, model=R.spec, token_ids=R.tokens), decode(batch, model=R.spec)):
+    for output in (rows, rows.tolist(), batch):
+        trace = decode(output, model=R.spec, token_ids=[R.tokens])
         assert np.flatnonzero(~trace.valid_N).tolist() == [*absent, 11]
         assert np.array_equal(trace.expert_ids_NLK[trace.valid_N], np.delete(R.routes_RLK, absent, axis=0))
 

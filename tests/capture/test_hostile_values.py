@@ -171,6 +171,11 @@ def test_hostile_tokens(tokens):
         decode({"routed_experts": ROUTES, "prompt_token_ids": [], "token_ids": tokens}, model=R.spec)
 
 
+def test_tokens_of_several_sequences_may_be_rows_of_an_array():
+    trace = decode([ROUTES, ROUTES], model=R.spec, token_ids=np.array([R.tokens, R.tokens]))
+    assert trace.lengths.tolist() == [12, 12]
+
+
 @pytest.mark.parametrize("model", SCALARS, **IDS)
 def test_hostile_model(model):
     with pytest.raises(InputError, match="expected a RoutingSpec"):

@@ -24,29 +24,24 @@ def read(output, number=0, **given):
     return decode(output, model=R.spec, token_ids=[TOKENS[number]], **given)
 
 
-def test_nested_lists_are_read_alone_in_a_list_as_text_and_inside_an_answer():
-    nested = [r.routes_RLK.tolist() for r in ALL]
-    answer = {"choices": [{"token_ids": R.response, "finish_reason": "stop", "routed_experts": nested[0]}]}
-    wide = {"token_ids": R.response, "prompt_token_ids": R.prompt, "routed_experts": R.all_layers().tolist()}
-    for output in (nested[0], tuple(nested[0]), json.dumps(nested[0]), [nested[0]], answer, json.dumps(answer), wide):
-        assert read(output).equals(KNOWN[0])
-    for output in (nested, json.dumps(nested).encode()):
-        assert decode(output, model=R.spec, token_ids=TOKENS).equals(fr.concatenate(KNOWN))
-    absent = R.routes_RLK.tolist()
-    absent[2] = [[-1] * 3] * 4
-    assert np.flatnonzero(~read(absent).valid_N).tolist() == [2, 6]
+TYPES = ("uint8", "int16", "uint16", "int32", "int64", "uint64")
+ROUTES = {"lists": np.ndarray.tolist, "flat": lambda rows: rows.reshape(len(rows), -1)} | {
+    f"table of {dtype}": lambda rows, dtype=dtype: table(rows.astype(dtype), __ndarray__=True) for dtype in TYPES
+}
+"""AReaL's rows are flat; ms-swift's server marks its tables."""
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint16", "int32", "int64", "uint64"])
-def test_tables_are_read_alone_in_a_list_as_text_and_inside_an_answer(dtype):
-    mine = table(R.routes_RLK.astype(dtype), __ndarray__=True)  # as ms-swift's server marks them
+@pytest.mark.parametrize("form", ROUTES)
+def test_routes_are_read_alone_in_a_list_as_text_and_inside_an_answer(form):
+    write = ROUTES[form]
+    mine, several = write(R.routes_RLK), [write(r.routes_RLK) for r in ALL]
     answer = {"choices": [{"token_ids": R.response, "prompt_token_ids": R.prompt, "routed_experts": mine}]}
-    for output in (mine, json.dumps(mine), [mine], answer, json.dumps(answer)):
+    alone = [mine, [mine], write(R.all_layers()), answer]
+    texts = [] if isinstance(mine, np.ndarray) else [json.dumps(mine), json.dumps(answer)]
+    for output in (*alone, *texts):
         assert read(output).equals(KNOWN[0])
-    wide = table(R.all_layers().astype(dtype))
-    assert read(wide).equals(KNOWN[0])
-    several = decode([table(r.routes_RLK.astype(dtype)) for r in ALL], model=R.spec, token_ids=TOKENS)
-    assert several.equals(fr.concatenate(KNOWN))
+    for output in (several, *(json.dumps(several).encode() for _ in texts[:1])):
+        assert decode(output, model=R.spec, token_ids=TOKENS).equals(fr.concatenate(KNOWN))
 
 
 def test_a_table_may_state_where_it_starts():
@@ -61,13 +56,9 @@ def test_a_table_may_state_where_it_starts():
     assert decode(several, model=R.spec, token_ids=TOKENS[:2]).equals(fr.concatenate([expected, KNOWN[1]]))
 
 
-def test_flat_rows_are_read():
-    """AReaL's [rows, layers * picks]."""
-    for rows in (R.routes_RLK, R.all_layers()):
-        flat = rows.reshape(len(rows), -1).astype(np.int32)
-        for output in (flat, torch.from_numpy(flat), [flat], table(flat)):
-            assert read(output).equals(KNOWN[0])
-    with pytest.raises(CaptureError, match="Rows are too many"):  # of an interrupted rollout: the prompt's rows twice
+def test_a_prompt_that_stands_twice_is_refused():
+    """As of an interrupted rollout of AReaL."""
+    with pytest.raises(CaptureError, match="Rows are too many"):
         read(np.concatenate([R.routes_RLK, R.routes_RLK[:3]]).reshape(9, -1))
 
 

@@ -225,6 +225,7 @@ LIES = {
     # tokens and ends that cannot be
     "token 64": (sampled(1, 64), "sampled token 64, the policy knows those below 64"),
     "token -1": (sampled(1, -1), r"a list of integers|sampled token -1"),
+    "a truth value": (lambda said: said["tokens"].__setitem__(1, True), "a list of integers"),
     "too many": (lengthened(3), "sampled 8 tokens, it was asked for 1 to 5"),
     "none": (lengthened(-5), "sampled 0 tokens"),
     "behind the end": (sampled(1, END), "3 tokens behind the end token 3"),
