@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf.expert_parallel import ForerouteEP
-from foreroute.ep.compute import StackedReplicas
+from foreroute.ep.compute import ReplicaLinear
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
 from tests.adapters.hf.model_runs import enable_checkpointing, log_probs
@@ -30,9 +30,9 @@ def telling(log):
         PeerGroup.post,
     )
 
-    def fetching(engine, cell, home):
+    def fetching(engine, cell):
         log.append(("fetched", cell.layer))
-        return fetch(engine, cell, home)
+        return fetch(engine, cell)
 
     def sending(engine, cell, grads):
         log.append(("sent", cell.layer))
@@ -124,10 +124,10 @@ def test_frozen_experts_send_nothing(workers, folder_of):
 
 
 def kept_by_plain_products(rank, folder):
-    def plain(replicas, module, name, rows, groups, stand_ins):
+    def plain(token, rows, replicas, name, module, groups):
         return torch.nn.functional.grouped_mm(rows, replicas.weight(name).mT.requires_grad_(), offs=groups.ends)
 
-    with patch.object(StackedReplicas, "_linear", plain):
+    with patch.object(ReplicaLinear, "apply", plain):
         return pass_log(rank, folder, "nothing")[-1]
 
 

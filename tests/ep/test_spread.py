@@ -7,17 +7,19 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
 import peft
 import pytest
 import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from foreroute.adapters import hf
 from foreroute.ep import execution
 from foreroute.testing.ranks import environment
-from tests.adapters.hf.model_runs import batch_of, log_probs, random_routes
+from tests.adapters.hf.model_runs import batch_of, checkpointed_by_library, log_probs, random_routes
 from tests.ep.spread_models import load_spread
 from tests.ep.spread_steps import LAYERS, MICRO_STEPS, ONE_GROUP, SpreadStep, compile_layers, differing
 from tests.ep.test_refusals import said_by, without_route
@@ -158,6 +160,22 @@ def two_at_once(rank, folder):
 def test_two_models_run_under_plans_at_once(workers, folder_of):
     for alone, together in workers(2).run(two_at_once, folder_of()):
         assert together == alone
+
+
+def checkpointed_in_parts(rank, folder):
+    """Tensors whose gradients differ where checkpoints of layers keep what some operators gave, from none kept."""
+    s, found = SpreadStep(rank, folder), []
+    for operators in ([], [torch.ops.aten.index_select.default, torch.ops.aten.cumsum.default]):
+        kept = partial(create_selective_checkpoint_contexts, operators)
+        checkpointed_by_library(s.model.train(), {"use_reentrant": False, "context_fn": kept})
+        with s.execute(step=len(found)):
+            s.update()
+        found.append(s.gradients())
+    return differing(*found)
+
+
+def test_selective_checkpoints_number_no_operators_that_a_recomputation_lacks(workers, folder_of):
+    assert workers(2).run(checkpointed_in_parts, folder_of()) == [[], []]
 
 
 def compiled(rank, folder):

@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from foreroute.adapters import megatron
-from foreroute.adapters.megatron.expert_placement.checkpoints import ExpertsCheckpoint
+from foreroute.adapters.megatron.home_checkpoints import ExpertsCheckpoint
 from foreroute.errors import PlacementError
 from foreroute.layout.rank_rows import block_homes
 from foreroute.testing.megatron_on_cpu import write_checkpoints_without_server

@@ -8,11 +8,10 @@ from unittest import mock
 import pytest
 import torch
 
-from foreroute.adapters.megatron.plan_execution import execution as planned_experts
-from foreroute.adapters.megatron.plan_execution import layer as layers
-from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer
-from foreroute.adapters.megatron.plan_execution.replicas import SeparateReplicas
-from foreroute.ep.execution import PassCells, PlanExecution
+from foreroute.adapters.megatron import planned_experts, planned_layer
+from foreroute.adapters.megatron.planned_layer import PlannedLayer
+from foreroute.adapters.megatron.separate_replicas import SeparateReplicas
+from foreroute.ep.execution import PlanExecution, work_of
 from foreroute.ep.replicas import Replicas
 from tests.adapters.megatron.executed_plans import furthest, trained
 from tests.adapters.megatron.forked_ranks import on_ranks
@@ -84,15 +83,13 @@ def test_an_expert_that_is_looked_for_in_the_slot_of_another():
 @on_ranks(2)
 def test_an_uploaded_index_of_another_micro_step():
     """The rows that are sent are those of the micro-step before, on all ranks; as many as there should be."""
-    work = PassCells.work
+    upload = PlanExecution.upload_cells
 
-    def of_another(self, layer, current, *, is_recomputation):
-        own = work(self, layer, current, is_recomputation=is_recomputation)
-        other = PassCells(self.execution, self.micro_step - 1, self.layers, self.micro_batch)
-        before = work(other, layer, current, is_recomputation=is_recomputation)
-        return replace(own, rows=own.rows._replace(send_permutation=before.rows.send_permutation))
+    def of_another(self, micro_step, layers, plan, device):
+        own, before = (upload(self, each, layers, plan, device) for each in (micro_step, micro_step - 1))
+        return {n: rows._replace(send_permutation=before[n].send_permutation) for n, rows in own.items()}
 
-    require_seen(TWO, what="losses", other=mock.patch.object(PassCells, "work", of_another))
+    require_seen(TWO, what="losses", other=mock.patch.object(PlanExecution, "upload_cells", of_another))
 
 
 @pytest.mark.slow
@@ -101,17 +98,18 @@ def test_the_key_of_the_latest_forward():
     """A recomputation that takes the cell of whatever ran last, as a global variable would say. Seen on two stages."""
     latest, begin_pass = [], PlanExecution.begin_pass
 
-    def begin(self, chunk, shard):
-        latest[:] = [begin_pass(self, chunk, shard)]
+    def begin(self, chunk, shard, rows):
+        latest[:] = [begin_pass(self, chunk, shard, rows)]
         return latest[0]
 
     def of_latest(passes, layer, path):
-        return latest[0].work(layer, passes.current, is_recomputation=passes.is_recompute)
+        work = work_of(passes, layer, path)
+        return replace(work, cells=latest[0], cell=work.cell._replace(micro_step=latest[0].micro_step))
 
     with mock.patch.object(PlanExecution, "begin_pass", begin):
         require_seen(
             ExecutionCase(Cell(ep=2, pp=2, layers=2, recompute="selective", dispatcher="allgather"), 4),
-            latest=mock.patch.object(layers, "work_of", of_latest),
+            latest=mock.patch.object(planned_layer, "work_of", of_latest),
         )
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer
+from foreroute.adapters.megatron.planned_layer import PlannedLayer
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
 from tests.adapters.megatron.executed_plans import Planned, rows_off_plan

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 
-from foreroute.adapters.megatron import routed_megatron
 from foreroute.adapters.megatron.forward_args import Call
+from foreroute.adapters.megatron.route_shard import RouteShard
 from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.ep import dispatch
 from foreroute.errors import BatchMismatchError, LayoutError
@@ -93,12 +93,14 @@ def test_a_replayed_forward_waits_for_nothing():
 @contextlib.contextmanager
 def a_read_put_back():
     """The control: tokens are compared where the host waits for them."""
-    compare = routed_megatron.compare_tokens
-    routed_megatron.compare_tokens = lambda call, shard: (call.input_ids.cpu(), compare(call, shard))[1]
-    try:
+    compare = RouteShard._compare_tokens
+
+    def reading(shard, tokens, mask, checks):
+        tokens.cpu()
+        compare(shard, tokens, mask, checks)
+
+    with mock.patch.object(RouteShard, "_compare_tokens", reading):
         yield
-    finally:
-        routed_megatron.compare_tokens = compare
 
 
 @on_ranks(1)
@@ -116,7 +118,7 @@ def test_packed_batches_are_read_only_where_there_is_padding_in_them():
                 given = torch.cat([tokens[:5], tokens.new_zeros(1), tokens[5:], tokens.new_zeros(1)])
             offsets = torch.tensor([0, slots[0], sum(slots)], dtype=torch.int32)
             packed = SimpleNamespace(cu_seqlens_q=offsets.to(DEVICE), cu_seqlens_q_padded=None)
-            call = Call(given[None].to(DEVICE), packed, None, None, 0, len(given), DEVICE, routed.share)
+            call = Call(given[None].to(DEVICE), packed, None, None, 0, len(given), DEVICE, routed.chunks[0])
             policy, checks = Policy("error", "spread", "native", False), DeferredChecks()
             device.reads.clear()
             rows = routed.routes_of(trace, None, policy).of_pass(0, call, policy, checks)
@@ -125,7 +127,7 @@ def test_packed_batches_are_read_only_where_there_is_padding_in_them():
                 continue
             assert sum(device.reads.values()) == reads, slots
             checks.wait()
-            expected = routed.shard(trace, pack(lengths, slots=slots)).rows(routed.layers, DEVICE)
+            expected = routed.shard(trace, pack(lengths, padded_lengths=slots)).rows(routed.layers, DEVICE)
             assert torch.equal(rows.ids_LRK.values_here, expected.ids_LRK.values_here)
 
 

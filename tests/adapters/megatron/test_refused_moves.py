@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from foreroute.adapters import megatron
 from foreroute.adapters.megatron.discover import ChunkRouter
-from foreroute.adapters.megatron.expert_placement.parameters import local_expert_parameters
+from foreroute.adapters.megatron.expert_parameters import local_expert_parameters
 from foreroute.ep.transfer.home_moves import MovingLayer
 from foreroute.ep.transfer.transfers import Transfer
 from foreroute.errors import PlanError, TransferError

@@ -27,7 +27,7 @@ def _check_cell(weights, plan, cell, rank, home, spoil):
     plan_cell, dtype = plan.cell(cell.micro_step, cell.layer), home["down_proj"].dtype
     here = hosted(plan_cell, rank)
     for _ in range(2):
-        replicas = fetched(weights, cell, home)
+        replicas = fetched(weights, cell)
         for name in SHAPES:
             wanted = [weight(name, cell.layer, e, dtype) for e in here]
             assert replicas[name].shape == (len(here), *SHAPES[name])
@@ -63,9 +63,9 @@ def wrong_calls(rank, plan, other):
     weights, _ = make_engine(plan, rank, DIRECT)
     errors = []
     for call in (
-        lambda: weights.fetch(Cell(0, 0, 0), {}),
+        lambda: weights.fetch(Cell(0, 0, 0)),
         lambda: begin(weights, 0, other, updating=True),
-        lambda: (begin(weights, 1, plan, updating=True), weights.fetch(Cell(2, 0, 0), {})),
+        lambda: (begin(weights, 1, plan, updating=True), weights.fetch(Cell(2, 0, 0))),
     ):
         try:
             call()

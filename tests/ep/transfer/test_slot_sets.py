@@ -23,8 +23,8 @@ def kept_for_backward(rank, plan, options, protects=True):
         if not protects:
             patch.setattr(torch.autograd.graph, "increment_version", lambda tensor: None)
         begin(engine, 0, plan)
-        for layer, home in enumerate(homes):
-            slots = fetched(engine, Cell(0, 0, layer), home)["down_proj"]
+        for layer in range(len(homes)):
+            slots = fetched(engine, Cell(0, 0, layer))["down_proj"]
             factor = torch.ones_like(slots, requires_grad=True)
             uses.append((factor, [weight("down_proj", layer, e) for e in hosted(plan.cell(0, layer), rank)]))
             loss = loss + (factor * slots).sum()
@@ -86,14 +86,14 @@ def test_weights_that_change_within_a_step_are_refused(workers, optimizer):
 
 def wrong_shards(rank, plan):
     engine, homes = make_engine(plan, rank, TIGHT)
-    begin(engine, 0, plan, updating=False)
+    engine.require_same_memory(dict(enumerate(homes)))
     try:
-        engine.fetch(Cell(0, 0, 0), homes[1])
+        engine.require_same_memory({0: homes[1]})
     finally:
         engine.close()
 
 
-def test_shards_of_another_layer_are_refused(workers):
+def test_other_shards_than_those_that_were_sent_are_refused(workers):
     for outcome in workers(2).outcomes(wrong_shards, full_plan()):
         assert outcome.kind == "TransferError"
-        assert "are not the home shards of this layer" in outcome.message
+        assert "of routed layer 0 are not the home shards" in outcome.message

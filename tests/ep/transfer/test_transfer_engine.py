@@ -97,12 +97,12 @@ def test_all_but_the_first_fetch_had_begun_before_it_was_asked_for(workers):
 
 def fetch_those_with_replicas(rank, plan):
     """As the expert-parallel layer does: cells that no replica serves are not asked for."""
-    engine, homes = make_engine(plan, rank, TransferOptions(paths="direct"))
+    engine, _ = make_engine(plan, rank, TransferOptions(paths="direct"))
     for updating in (False, True):
         begin(engine, 0, plan, updating=updating)
         for cell in asked(*plan.shape[:2], updating=updating, checkpointed=True):
             if plan.num_replicas_ML[cell.micro_step, cell.layer]:
-                fetched(engine, cell, homes[cell.layer])
+                fetched(engine, cell)
     engine.close()
     return engine.take_records()
 
@@ -132,14 +132,14 @@ def test_records_that_nobody_takes_do_not_pile_up(workers):
 
 def fetch_after_a_failure(rank, plan):
     """The first transfer cannot begin on any rank."""
-    engine, homes = make_engine(plan, rank, TransferOptions(paths="direct", prefetch=0))
+    engine, _ = make_engine(plan, rank, TransferOptions(paths="direct", prefetch=0))
     begin(engine, 0, plan, updating=False)
     cell = next(Cell(0, m, n) for m, n in np.argwhere(plan.num_replicas_ML).tolist())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PeerGroup, "post", Mock(side_effect=MemoryError("no memory for messages")))
         with pytest.raises(MemoryError, match="no memory for messages"):
-            engine.fetch(cell, homes[cell.layer])
-    found = fetched(engine, cell, homes[cell.layer])
+            engine.fetch(cell)
+    found = fetched(engine, cell)
     experts = hosted(plan.cell(cell.micro_step, cell.layer), rank)
     engine.close()
     return [(found[name][i] == weight(name, cell.layer, e)).all() for name in found for i, e in enumerate(experts)]

@@ -101,9 +101,9 @@ class Multiplied:
         }
 
 
-def fetched(engine, cell, home):
+def fetched(engine, cell):
     """The weights of the replicas here."""
-    engine.fetch(cell, home)
+    engine.fetch(cell)
     return engine.wait_weights(cell)
 
 
@@ -113,11 +113,11 @@ class _Replicas(torch.autograd.Function):
     @staticmethod
     def forward(ctx, engine, cell, home, part_of, *shards):
         ctx.engine, ctx.cell, ctx.home, ctx.part_of = engine, cell, home, part_of
-        return part_of(fetched(engine, cell, home))
+        return part_of(fetched(engine, cell))
 
     @staticmethod
     def backward(ctx, grad):
-        found = fetched(ctx.engine, ctx.cell, ctx.home)
+        found = fetched(ctx.engine, ctx.cell)
         names = sorted(found)
         with torch.enable_grad():
             weights = {name: found[name].detach().requires_grad_() for name in names}

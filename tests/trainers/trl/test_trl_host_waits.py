@@ -101,7 +101,7 @@ def test_a_recorded_pass_and_rows_found_on_the_host_are_seen_to_wait(folder):
     """The controls."""
     waits, _ = run(folder, replay="R2", max_steps=1)
     assert waits["pass"][0]["to the host"] > 4
-    with patch.object(TraceRows, "_find", found_on_the_host):
+    with patch.object(TraceRows, "_locate", found_on_the_host):
         waits, _ = run(folder, max_steps=1)
     assert min(waits["step"][0]["to the host"], waits["pass"][1]["to the host"] - 1) >= 4
 

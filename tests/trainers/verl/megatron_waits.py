@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 
 from foreroute.core.deferred_checks import DeferredChecks
+from foreroute.errors import CaptureError
 from foreroute.testing.counting_device import DEVICE, other_device
-from foreroute.trainers.verl import comparison, megatron, passes
+from foreroute.trainers.verl import megatron, passes
 from foreroute.trainers.verl.megatron import MegatronPasses, transformer_impl
 from tests.adapters.megatron import one_rank as on
 from tests.trainers.verl.jagged_there import Jagged, MicroBatch
 
-MICRO_BATCHES, EACH = 4, 2
+MICRO_BATCHES, EACH = 4, 3
+LENGTHS = (on.WIDTH,) * EACH
 OFFSETS = torch.arange(0, EACH * on.WIDTH + 1, on.WIDTH)
 
 
@@ -41,33 +43,38 @@ def main(to):
         mock.patch.object(torch.cuda, "current_device", return_value=DEVICE),
         mock.patch.object(megatron, "get_device_id", return_value=DEVICE),
         mock.patch.object(passes, "gather_over", lambda group, mine: [mine]),
-        mock.patch.object(passes, "over_ranks", lambda sums, group: sums),
-        mock.patch.object(megatron, "over_ranks", lambda sums, group: sums),
-        mock.patch.object(comparison, "K3_LIMIT", 10),
+        mock.patch.object(passes, "add_over", lambda groups, sums: sums),
+        mock.patch.object(passes, "K3_LIMIT", 10),
         mock.patch.object(transformer_impl, "get_forward_backward_func", return_value=one_after_the_other),
     ):
         built.to(DEVICE)
         there = Engine(device, built, batch)
         there.run(forward_only=False)  # what Megatron keeps is made
         waits["plain"] = there.run(forward_only=False)
-        with torch.no_grad(), routing.batch(batch, update=False):
+        with torch.no_grad(), routing.batch(batch[0], update=False):
             there.run(forward_only=True)
-        with routing.batch(batch, update=True):
+        with routing.batch(batch[0], update=True):
             waits["replayed"] = there.run(forward_only=False)
         logs = {"metrics": {}}
         routing.log(logs)
         waits["disagreement"] = logs["metrics"]["mismatch/disagreement"]
         read = lambda self, wrong, raise_error: wrong.item()  # noqa: E731
-        with mock.patch.object(DeferredChecks, "add", read), routing.batch(batch, update=True):
+        with mock.patch.object(DeferredChecks, "add", read), routing.batch(batch[0], update=True):
             waits["read at once"] = there.run(forward_only=False)
+        batch[1]["routed_experts"].values()[:, 1] = torch.tensor([0, 1])
+        try:
+            with torch.no_grad(), routing.batch(batch[0], update=False):
+                there.run(forward_only=True)
+        except CaptureError as error:
+            waits["refused"] = str(error)
     Path(to).write_text(json.dumps(waits))
     dist.destroy_process_group()
 
 
 def micro_batch(spec, seed):
     """On the host, with routes that no router chose, and log-probs of a rollout."""
-    ids = on.tokens(seed)
-    routes = torch.from_numpy(on.foreign(spec, ids, seed).expert_ids_NLK.astype("int16"))
+    ids = on.tokens(seed, LENGTHS)
+    routes = torch.from_numpy(on.foreign(spec, ids, seed, LENGTHS).expert_ids_NLK.astype("int16"))
     responses = ids[:, 5:].clone()
     return MicroBatch(
         input_ids=Jagged(ids.reshape(-1), OFFSETS),

@@ -104,7 +104,7 @@ class AttachedEngine:
         self.spec.require_same(trace.spec, what="the trace")
         outer, self.rollout = self.rollout, trace
         try:
-            with self.engine.controller.batch(range(len(trace)), update=True):
+            with self.engine.controller.batch({FIELD: trace}, update=True):
                 yield
         finally:
             self.rollout = outer

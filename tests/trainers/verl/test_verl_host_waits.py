@@ -17,7 +17,7 @@ from foreroute.errors import CaptureError
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
 from foreroute.testing.ranks import environment, torchrun
-from foreroute.trainers.verl import comparison, fsdp, passes
+from foreroute.trainers.verl import fsdp, passes
 from tests.trainers.verl.jagged_there import Jagged, MicroBatch
 from tests.trainers.verl.verl_batches import padded, sequences
 
@@ -82,16 +82,16 @@ class There:
 
     def old_log_probs(self):
         self.device.reads.clear()
-        with torch.no_grad(), self.passes.batch(self.micro_batches, update=False):
+        with torch.no_grad(), self.passes.batch(self.micro_batches[0], update=False):
             for each in self.micro_batches:
-                self.passes.step(self.forward_step, each, None, update=False)
+                self.passes.step(self.forward_step, each, None)
 
     def update(self):
         """The waits of an update, up to the step of the optimizer."""
         self.device.reads.clear()
-        with self.passes.batch(self.micro_batches, update=True):
+        with self.passes.batch(self.micro_batches[0], update=True):
             for each in self.micro_batches:
-                self.passes.step(self.forward_step, each, None, update=True)[0].backward()
+                self.passes.step(self.forward_step, each, None)[0].backward()
         return sum(self.device.reads.values())
 
 
@@ -99,8 +99,8 @@ class There:
 def there(monkeypatch):
     monkeypatch.setattr(fsdp, "get_device_id", lambda: DEVICE)
     monkeypatch.setattr(passes, "gather_over", lambda group, mine: [mine])
-    monkeypatch.setattr(passes, "over_ranks", lambda sums, group: sums)
-    monkeypatch.setattr(comparison, "K3_LIMIT", 10)  # the rollout's are made up
+    monkeypatch.setattr(passes, "add_over", lambda groups, sums: sums)
+    monkeypatch.setattr(passes, "K3_LIMIT", 10)  # the rollout's are made up
     with other_device() as device:
         yield There(device)
 
@@ -150,3 +150,4 @@ def test_an_update_on_megatron_waits_for_what_verl_waits_for(tmp_path):
     assert waits["replayed"] == waits["plain"]
     assert waits["read at once"] >= waits["plain"] + MICRO_BATCHES  # the control
     assert waits["disagreement"] == [0.0]
+    assert "sends 36 rows, from there on, of" in waits["refused"]  # of one layer that was never captured

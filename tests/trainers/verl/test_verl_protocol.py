@@ -83,7 +83,7 @@ def with_masks(batch, masks):
 def trained(batch):
     """Of each response, which tokens are trained on."""
     packed = PackedBatch(batch)
-    mask_N, is_response_N = packed.find_trained(), packed.index_N >= 0
+    mask_N, is_response_N = packed.trained_N, packed.index_N >= 0
     packed.require_true()
     return [mask_N[(packed.number_N == s) & is_response_N].tolist() for s in range(len(packed.offsets) - 1)]
 

@@ -129,7 +129,7 @@ def test_every_row_is_that_of_its_token_in_the_last_request_and_sampled_tokens_a
         assert trace.valid_N.tolist() == [True] * len(rows) + [False] * (len(tokens) - len(rows))
         assert np.array_equal(trace.expert_ids_NLK[: len(rows)], rows)
         packed = PackedBatch(form)
-        assert np.array_equal(packed.find_trained()[packed.index_N >= 0], sampled[prompt:])
+        assert np.array_equal(packed.trained_N[packed.index_N >= 0], sampled[prompt:])
         require_routed(trace, form)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from foreroute.errors import EngineError
 from foreroute.trainers.mismatch_sums import MismatchSums
-from foreroute.trainers.verl.comparison import K3_LIMIT, WeightsCheck
+from foreroute.trainers.verl.passes import K3_LIMIT, WeightsCheck
 
 
 def rollout(log_ratio, *, seed=0, count=60):

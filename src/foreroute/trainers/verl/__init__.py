@@ -4,6 +4,7 @@ Importing this needs torch alone. The engine is in `foreroute.trainers.verl.fsdp
 `actor_rollout_ref.model.external_lib` names it.
 """
 
-from foreroute.trainers.verl.protocol import FIELD, routed_experts, trace_of
+from foreroute.trainers.verl.packed_batch import FIELD
+from foreroute.trainers.verl.protocol import routed_experts, trace_of
 
 __all__ = ["FIELD", "routed_experts", "trace_of"]

@@ -24,7 +24,6 @@ require_peers("torch", "transformers", "verl")
 
 import torch.distributed as dist
 import verl
-from torch import Tensor
 from transformers import PreTrainedModel
 from verl.utils.device import get_device_id
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -32,10 +31,9 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from foreroute.adapters import hf
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trainers.checks import refuse, require_overridden
-from foreroute.trainers.verl.comparison import gather_over, over_ranks
-from foreroute.trainers.verl.packed_batch import PackedBatch, PackedRoutes
-from foreroute.trainers.verl.passes import ROLLOUT_LOG_PROBS, EnginePasses, ReplayingEngine
-from foreroute.trainers.verl.protocol import FIELD, routed_experts
+from foreroute.trainers.verl.packed_batch import FIELD, PackedBatch, PackedRoutes
+from foreroute.trainers.verl.passes import ROLLOUT_LOG_PROBS, EnginePasses, ReplayingEngine, gather_over
+from foreroute.trainers.verl.protocol import routed_experts
 from foreroute.trainers.verl.registry import refuse_what_engines_pass_over, replace_engine
 from foreroute.trainers.verl.settings import KEY, Replay, fsdp_refusals, replay_of
 
@@ -79,7 +77,7 @@ class FSDPRoutingReplay(ReplayingEngine):
         step = super().forward_step  # type: ignore[misc]
         if self.routing is None or self.is_reference:
             return step(micro_batch, loss_function, forward_only)
-        return self.routing.step(step, micro_batch, loss_function, update=not forward_only)
+        return self.routing.step(step, micro_batch, loss_function)
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
@@ -104,55 +102,44 @@ class FSDPPasses(EnginePasses):
         model = next(module for module in engine.module.modules() if isinstance(module, PreTrainedModel))
         with patch.object(model, "forward", partial(model.forward, return_dict=True)):
             routed = hf.attach(engine.module)
-        super().__init__(engine, routed, replay)
         self._group = engine.ulysses_parallel_group  # of the ranks that share packed rows, or None
+        super().__init__(engine, routed, replay, sharing_groups=() if self._group is None else (self._group,))
         self._rank = 0 if self._group is None else dist.get_rank(self._group)
 
-    def over_sharing_ranks(self, sums: Tensor) -> Tensor:
-        """Add sums up over ranks of Ulysses, each of which has a part of the rows."""
-        return sums if self._group is None else over_ranks(sums, self._group)
-
-    def step(self, step: Step, micro_batch: Any, loss_function: Any, *, update: bool) -> Any:
+    def step(self, step: Step, micro_batch: Any, loss_function: Any) -> Any:
         """Run a `forward_step` of verl on a micro-batch, replayed, recorded and compared as its pass asks for."""
         self.num_forwards += 1
-        is_compared = self.metrics.at_rollout_weights(update=update)
-        has_routes = self.brings_routes(micro_batch, update=update)
-        replays = has_routes and self._replay != "disabled"
+        replays = self._has_routes and self._replay != "disabled"
         # the host looks at a rollout once, in the pass that is compared; afterwards the device checks what it is given
-        routes = self.decode(micro_batch) if has_routes and is_compared else None
+        routes = self.decode(micro_batch) if self._has_routes and self._is_compared else None
         there = micro_batch.to(get_device_id())  # as verl does next: the field goes up once, for verl and for us
-        run = partial(step, there, loss_function, not update)
-        packed = PackedBatch(there) if replays or ROLLOUT_LOG_PROBS in there.keys() else None  # noqa: SIM118
+        run = partial(step, there, loss_function, not self._is_update)
+        compares = self._is_compared and ROLLOUT_LOG_PROBS in there.keys()  # noqa: SIM118
+        packed = PackedBatch(there) if replays or compares else None
         if replays and packed is not None:
             if routes is not None:
                 self.routed.rows(routes)  # refuses what a model of this kind cannot replay
-                if self._replay == "R3":
+                if not self.first_rollout_checked:
                     forward, join = partial(step, there, None, True), partial(self._join_ranks, there)
                     self.check_first(routes, forward, sequences_of=join)
             refuse, tables = partial(self.decode, micro_batch), self.routed.lookup_tables
             field = PackedRoutes(packed, self.routed.spec, refuse, rank=self._rank, tables=tables)
             with self.routed.replay(field, missing="native"):
                 loss, output = run()
-        elif is_compared and (has_routes or self._replay == "R2"):
+        elif routes is not None or (self._replay == "R2" and not self._is_update):
             with self.routed.record() as recording:
                 loss, output = run()
-            self._use_recorded(self._join_ranks(there, recording.trace()), routes, there, output["model_output"])
+            executed = self._join_ranks(there, recording.trace())
+            if routes is not None:
+                self.metrics.compare_routes(routes, executed)
+            else:  # put among the outputs, for updates to replay
+                layers = self.routed.model.config.get_text_config().num_hidden_layers
+                output["model_output"][FIELD] = routed_experts(executed, there, num_hidden_layers=layers)
         else:
             loss, output = run()
-        if packed is not None:
-            log_probs = output["model_output"].get("log_probs")
-            self.compare_log_probs(packed, micro_batch, log_probs, update=update)
+        if compares and packed is not None:
+            self.compare_log_probs(packed, micro_batch, output["model_output"].get("log_probs"))
         return loss, output
-
-    def _use_recorded(
-        self, executed: RoutingTrace, routes: RoutingTrace | None, micro_batch: Any, output: dict[str, Any]
-    ) -> None:
-        """Compare recorded routes with the rollout's; under R2 put them among the outputs, for updates to replay."""
-        if routes is not None:
-            self.metrics.compare_routes(routes, executed)
-        else:
-            layers = self.routed.model.config.get_text_config().num_hidden_layers
-            output[FIELD] = routed_experts(executed, micro_batch, num_hidden_layers=layers)
 
     def _join_ranks(self, micro_batch: Any, recorded: RoutingTrace) -> RoutingTrace:
         """Make the sequences of a micro-batch of what ranks recorded of its packed rows, without verl's padding."""

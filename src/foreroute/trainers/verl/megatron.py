@@ -17,7 +17,7 @@ micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import lcm
@@ -32,24 +32,21 @@ import numpy as np
 import verl
 from megatron.core import parallel_state as mpu
 from numpy.typing import NDArray
-from torch import Tensor
 from verl.utils.device import get_device_id
 from verl.workers.config import EngineRouterReplayConfig
 from verl.workers.engine.megatron import transformer_impl
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
 from foreroute.adapters import megatron
-from foreroute.adapters.megatron.route_shard import RouteShard
 from foreroute.errors import ReplayError
 from foreroute.layout import Layout, pack, pad
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trainers.checks import require_overridden
 from foreroute.trainers.plan_sums import PlanSums
-from foreroute.trainers.verl.comparison import over_ranks
-from foreroute.trainers.verl.packed_batch import PackedBatch, PackedRoutes
+from foreroute.trainers.verl.packed_batch import FIELD, PackedBatch, PackedRoutes
 from foreroute.trainers.verl.passes import ROLLOUT_LOG_PROBS, EnginePasses, ReplayingEngine
 from foreroute.trainers.verl.planning import PlannedBatch, PlanningMegatronConfig
-from foreroute.trainers.verl.protocol import FIELD, routed_experts
+from foreroute.trainers.verl.protocol import routed_experts
 from foreroute.trainers.verl.registry import replace_engine
 from foreroute.trainers.verl.settings import Replay, replay_of, require_supported_by_megatron
 
@@ -95,10 +92,12 @@ class MegatronPasses(EnginePasses):
     """The passes of one Megatron engine, whose schedule is given all micro-batches of a batch at once."""
 
     def __init__(self, engine: Any, replay: Replay) -> None:
-        super().__init__(engine, megatron.attach(engine.module), replay)
+        # all ranks but those of other data
+        of_one_model = (mpu.get_model_parallel_group(), mpu.get_context_parallel_group())
+        super().__init__(engine, megatron.attach(engine.module), replay, sharing_groups=of_one_model)
         self._config = config = engine.engine_config
-        self._planning = config if isinstance(config, PlanningMegatronConfig) else None
-        self._plan_sums = PlanSums()
+        if isinstance(config, PlanningMegatronConfig):
+            self._plan_sums = PlanSums()
         self._num_chunks = len(engine.module)
         # verl pads each sequence to a multiple, which ranks share; those of context parallelism in two chunks each
         ranks = mpu.get_context_parallel_world_size()
@@ -107,56 +106,47 @@ class MegatronPasses(EnginePasses):
     @contextmanager
     def batch(self, data: Any, *, update: bool) -> Iterator[None]:
         """Give verl a schedule that replays while the passes of a batch run. See `EnginePasses`."""
-        find_schedule = transformer_impl.get_forward_backward_func
-        replaying = lambda: partial(self._run_schedule, find_schedule(), update=update)  # noqa: E731
+        schedule = partial(self._run_schedule, transformer_impl.get_forward_backward_func())
         with (
-            patch.object(transformer_impl, "get_forward_backward_func", replaying),
+            patch.object(transformer_impl, "get_forward_backward_func", lambda: schedule),
             super().batch(data, update=update),
         ):
             yield
 
-    def over_sharing_ranks(self, sums: Tensor) -> Tensor:
-        """Add sums up over the ranks of one model, which are all ranks but those of other data."""
-        return over_ranks(over_ranks(sums, mpu.get_model_parallel_group()), mpu.get_context_parallel_group())
-
-    def flush_plans(self) -> dict[str, float]:
-        """Give what plans did."""
-        return self._plan_sums.flush()
-
     def _run_schedule(
-        self, schedule: Callable[..., Any], *, forward_step_func: Step, data_iterator: Any, update: bool, **options: Any
+        self, schedule: Callable[..., Any], *, forward_step_func: Step, data_iterator: Any, **options: Any
     ) -> Any:
         """Run the micro-batches of a batch as verl asks for it, replayed, and compared as their pass asks for."""
-        # all routes are read, checked and cut on the host before any micro-batch runs
         given = list(data_iterator[0] if isinstance(data_iterator, list) else data_iterator)
         layouts = self._lay_out(given)
-        traces = [self._read_routes(data, update=update) for data in given]
+        # all routes are read, checked and cut on the host before any micro-batch runs
+        traces = [self._read_routes(data) for data in given] if self._has_routes else []
         shards = [
-            None if trace is None else self.routed.shard(trace, layout, missing="spread")
-            for trace, layout in zip(traces, layouts, strict=True)
+            self.routed.shard(trace, layout, missing="spread")
+            for trace, layout in zip(traces, layouts, strict=self._has_routes)
         ]
-        packed = [_pack_responses(data) for data in given]
+        packed = [_pack_responses(data) for data in given] if self._is_compared else []
         micro_batches = [data.exclude(FIELD) for data in given]  # the field would go to the device whole
 
-        def run(step: Step, first: int = len(given), **others: Any) -> Any:
-            batches = transformer_impl.make_batch_generator(micro_batches[:first], self._num_chunks)
-            settings = options | {"num_microbatches": min(first, len(given))} | others
+        def run(step: Step, num: int, **others: Any) -> Any:
+            batches = transformer_impl.make_batch_generator(micro_batches[:num], self._num_chunks)
+            settings = options | {"num_microbatches": num} | others
             return schedule(forward_step_func=step, data_iterator=batches, **settings)
 
-        if self._replay == "R3" and not self.first_rollout_checked:
+        if traces and not self.first_rollout_checked:
             # virtual stages take as many micro-batches at a time as there are stages
-            num_first = mpu.get_pipeline_model_parallel_world_size() if self._num_chunks > 1 else 1
+            stages = mpu.get_pipeline_model_parallel_world_size() if self._num_chunks > 1 else 1
+            num_first = min(stages, len(given))
             self._check_first(traces[:num_first], partial(run, forward_step_func, num_first, forward_only=True))
-        replaying = self.routed.replaying(forward_step_func, routes_of=partial(_find_shard, micro_batches, shards))
-        num_before, planned, cut = self.num_forwards, None, [each for each in shards if each is not None]
-        with ExitStack() as stack:
-            recording = None if cut else stack.enter_context(self.routed.record())
-            executions = stack.enter_context(ExitStack())
-            if self._planning is not None and cut:
+        shard_of = dict(zip(map(id, micro_batches), shards or [None] * len(given), strict=True))
+        replaying = self.routed.replaying(forward_step_func, routes_of=lambda data: shard_of[id(data)])
+        planned, plan_sums = None, self._plan_sums
+        with nullcontext() if shards else self.routed.record() as recording, ExitStack() as executions:
+            if plan_sums is not None and shards:
                 planned = PlannedBatch(
                     self.routed,
-                    cut,
-                    self._planning,
+                    shards,
+                    self._config,
                     executions,
                     is_first=mpu.get_expert_model_parallel_rank() == 0,
                     # stages run other micro-batches at a time, so that they agree on a plan before the first
@@ -164,42 +154,42 @@ class MegatronPasses(EnginePasses):
                 )
 
             def step(batches: Iterator[Any], model: Any) -> Any:
-                if planned is not None and 0 < planned.num_at_home == self.num_forwards - num_before:
+                if planned is not None and 0 < planned.num_at_home == self.num_forwards:
                     planned.execute_plan()
                 self.num_forwards += 1
                 return replaying(batches, model)
 
-            results = run(step)
-        self._require_all(self.num_forwards - num_before, len(given))
-        if planned is not None:
-            planned.add_to(self._plan_sums, "update" if update else "recompute")
+            results = run(step, len(given))
+        self._require_all(len(given))
+        if planned is not None and plan_sums is not None:
+            planned.add_to(plan_sums, "update" if self._is_update else "recompute")
         outputs = [each["model_output"] for each in results] or [{}] * len(given)
         if recording is not None:
             _write_routes(recording.trace(), layouts, micro_batches, outputs)
-        for each, data, output in zip(packed, micro_batches, outputs, strict=True):
-            self.compare_log_probs(each, data, output.get("log_probs"), update=update)
+        for each, data, output in zip(packed, micro_batches, outputs, strict=self._is_compared):
+            self.compare_log_probs(each, data, output.get("log_probs"))
         return results
 
-    def _read_routes(self, data: Any, *, update: bool) -> RoutingTrace | None:
-        """Read the routes that a micro-batch brings, if it does, by the checks that are made on a device elsewhere."""
-        if not self.brings_routes(data, update=update):
-            return None
+    def _read_routes(self, data: Any) -> RoutingTrace:
+        """Read the routes of a micro-batch: with every check once, afterwards as a device checks them elsewhere."""
+        if self._is_compared:
+            return self.decode(data)
         return PackedRoutes(PackedBatch(data), self.routed.spec, partial(self.decode, data)).trace()
 
-    def _check_first(self, traces: Sequence[RoutingTrace | None], run: Callable[[], Any]) -> None:
+    def _check_first(self, traces: Sequence[RoutingTrace], run: Callable[[], Any]) -> None:
         """Hold the first routes of the rollout against the model's own."""
-        routes = concatenate([each for each in traces if each is not None])
+        routes = concatenate(traces)
         self.check_first(
             routes,
             run,
             sequences_of=lambda recorded: recorded.select(np.arange(len(routes))).truncated(routes.lengths),
         )
 
-    def _require_all(self, num_forwards: int, num_micro_batches: int) -> None:
+    def _require_all(self, num_micro_batches: int) -> None:
         expected = num_micro_batches * self._num_chunks
-        if num_forwards != expected:
+        if self.num_forwards != expected:
             raise ReplayError(
-                f"Megatron's schedule ran {num_forwards} forwards of {num_micro_batches} micro-batches on "
+                f"Megatron's schedule ran {self.num_forwards} forwards of {num_micro_batches} micro-batches on "
                 f"{self._num_chunks} chunks; expected {expected}, each of which is replayed"
             )
 
@@ -224,13 +214,6 @@ def _pack_responses(data: Any) -> PackedBatch:
     """Put what tells where responses are on the device, where log-probs are."""
     of_responses = ("input_ids", "responses", "attention_mask", "response_mask", ROLLOUT_LOG_PROBS)
     return PackedBatch(data.select(*(name for name in of_responses if name in data.keys())).to(get_device_id()))  # noqa: SIM118
-
-
-def _find_shard(micro_batches: Sequence[Any], shards: Sequence[RouteShard | None], data: Any) -> RouteShard | None:
-    for each, shard in zip(micro_batches, shards, strict=True):
-        if data is each:
-            return shard
-    raise ReplayError("Megatron's schedule runs other micro-batches than verl split the batch into")
 
 
 def _write_routes(

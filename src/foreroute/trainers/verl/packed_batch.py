@@ -8,6 +8,7 @@ Axis letters: S sequences, N packed token rows, L routed layers, K picks, R rows
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,13 @@ from foreroute.capture.arrays import columns_of
 from foreroute.capture.verl_batch import kept_by_mask
 from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.core.passes import signed_dtype
-from foreroute.errors import BatchMismatchError, CaptureError, ReplayError
+from foreroute.errors import BatchMismatchError, CaptureError, ReplayError, shown
 from foreroute.replay import Policy, ReplayRows
 from foreroute.replay.rows import to_device
 from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace
-from foreroute.trainers.verl.protocol import FIELD, field_of, fields_of, tokens_and_mask
+
+FIELD = "routed_experts"
+"""The name of the field of routes, verl's own."""
 
 
 class PackedBatch:
@@ -75,8 +78,9 @@ class PackedBatch:
         entries_N: Tensor = flat[(begins_S[self.number_N] + self.index_N).clamp(0, len(flat) - 1)]
         return entries_N
 
-    def find_trained(self) -> Tensor:
-        """Give bool [N], tokens that were sampled and are trained on."""
+    @cached_property
+    def trained_N(self) -> Tensor:
+        """Bool [N], tokens that were sampled and are trained on."""
         mask_N, is_response_N = self.gather_field("response_mask"), self.index_N >= 0
         self.wrong = self.wrong | (is_response_N & _is_no_mask(mask_N)).any()
         return is_response_N & (mask_N == 1)
@@ -84,7 +88,7 @@ class PackedBatch:
     def find_missing(self, valid_N: Tensor) -> Tensor:
         """Give bool [N], rows without a route that a trained token depends on: those before the last one trained."""
         last_S = torch.full_like(self._responses_S, -1)
-        trained_N = torch.where(self.find_trained(), self._row_N, -1)
+        trained_N = torch.where(self.trained_N, self._row_N, -1)
         last_S = last_S.scatter_reduce(0, self.number_N, trained_N, "amax")
         return ~valid_N & (self._row_N < last_S[self.number_N])
 
@@ -131,7 +135,7 @@ def require_routed(trace: RoutingTrace, batch: Any) -> None:
     if missing_N.any():
         row = int(missing_N.int().argmax())
         begin, end = (int(packed.offsets[packed.number_N[row] + each]) for each in (0, 1))
-        last = int(packed.find_trained()[begin:end].nonzero()[-1])
+        last = int(packed.trained_N[begin:end].nonzero()[-1])
         raise ReplayError(
             f"sequence {int(packed.number_N[row])} of the micro-batch has no route at position {row - begin}, and "
             f"trains on tokens up to position {last}: the rollout engine did not return it (a row of zeros is an "
@@ -159,7 +163,13 @@ class PackedRoutes:
         if not field.is_nested or values.is_floating_point() or (len(values), values.shape[2:]) != expected:
             refuse()
         columns = columns_of(spec.layers, values.shape[1], FIELD)
-        self._ids_NLK = values.index_select(1, to_device(columns, values.device))
+        first, num_layers = int(columns[0]), len(columns)
+        if np.array_equal(columns, np.arange(first, first + num_layers)):
+            self._ids_NLK = values[:, first : first + num_layers]  # no copy of the field
+        else:
+            self._ids_NLK = values.index_select(1, to_device(columns, values.device))
+        if tables:
+            self._ids_NLK = self._ids_NLK.clone()  # the field is verl's
         written_N = (values != 0).flatten(1).any(1)
         self._valid_N = written_N & (self._ids_NLK != -1).flatten(1).any(1)
         for layer, table_VK in (tables or {}).items():
@@ -219,9 +229,9 @@ class PackedRoutes:
         checks.add(self._wrong, self._refuse)
         checks.add(differs, lambda: _refuse_other(differs))
         forced_R = is_real_R & self._forced_N[row_R]
-        ids_LRK = self._ids_NLK[row_R].to(signed_dtype(self._spec.num_experts)).transpose(0, 1).contiguous()
+        ids_LRK = self._ids_NLK.transpose(0, 1).index_select(1, row_R).to(signed_dtype(self._spec.num_experts))
         return ReplayRows(
-            ids_LRK.masked_fill(~forced_R[:, None], -1),
+            ids_LRK.masked_fill_(~forced_R[:, None], -1),
             real_R=is_real_R,
             counted_R=is_real_R,
             counts=policy.counts,
@@ -235,6 +245,38 @@ def _refuse_other(differs: Tensor) -> None:
             "the forward runs on other tokens than the micro-batch that brings its routes; hand verl's micro-batches "
             "on as they are"
         )
+
+
+def fields_of(batch: Any) -> Any:
+    """Find what maps names to tensors: a `DataProto` keeps it in its attribute `batch`."""
+    fields = batch.batch if hasattr(batch, "non_tensor_batch") else batch
+    if not (hasattr(fields, "get") and hasattr(fields, "keys")):
+        raise CaptureError(f"{shown(batch)} is no batch of verl; expected a DataProto, a TensorDict or a mapping")
+    return fields
+
+
+def tokens_and_mask(fields: Any) -> tuple[Any, Tensor | None]:
+    """Find `input_ids`, and their mask [B, T] where they are padded."""
+    ids = field_of(fields, "input_ids")
+    if ids.is_nested:
+        return ids, None
+    mask = field_of(fields, "attention_mask")
+    if mask.is_nested or ids.ndim != 2 or mask.shape != ids.shape:
+        raise CaptureError(
+            f"attention_mask is {tuple(mask.shape)} and input_ids {tuple(ids.shape)}; expected [B, T] both"
+        )
+    return ids, mask
+
+
+def field_of(fields: Any, name: str) -> Any:
+    """Find a tensor, plain or nested, in what `fields_of` found. Raises `CaptureError` when it is not there."""
+    value = fields.get(name, None)
+    if not isinstance(value, Tensor):
+        raise CaptureError(
+            f"the batch of verl has no {name!r}, only {sorted(map(str, fields.keys()))[:16]}; routes come from a "
+            "rollout with actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
+        )
+    return value
 
 
 def _is_no_mask(values: Tensor) -> Tensor:

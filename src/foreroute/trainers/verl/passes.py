@@ -11,24 +11,35 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from foreroute.core.deferred_checks import DeferredChecks
-from foreroute.errors import CaptureError, ReplayError
+from foreroute.errors import CaptureError, EngineError, ReplayError
 from foreroute.replay import RoutedModel
 from foreroute.replay.rows import to_device
-from foreroute.trace import RoutingTrace
+from foreroute.trace import NO_VERSION, RoutingTrace
 from foreroute.trainers.checks import check_first_rollout
 from foreroute.trainers.mismatch_sums import MismatchSums
-from foreroute.trainers.verl.comparison import WeightsCheck, gather_over, over_ranks
-from foreroute.trainers.verl.packed_batch import PackedBatch, require_routed
-from foreroute.trainers.verl.protocol import FIELD, trace_of, versions_of
+from foreroute.trainers.plan_sums import PlanSums
+from foreroute.trainers.verl.packed_batch import FIELD, PackedBatch, require_routed
+from foreroute.trainers.verl.protocol import trace_of, versions_of
 from foreroute.trainers.verl.settings import Replay
 
 ROLLOUT_LOG_PROBS = "rollout_log_probs"
+K3_LIMIT = 0.1
+"""k3, in nats, above which two sides do not hold the same weights. Runs of verl with vLLM were at 4e-4 in bfloat16,
+and at 0.5 where a sync had put experts' weights in wrong places."""
+MOST_OF_A_TOKEN = 1.0
+"""Per-token cap, so that a few outliers caused by rounding do not abort a run."""
+
+K3Sums = dict[int, tuple[float, float]]
+"""k3 and its number of tokens, by the version of the weights that sampled them, the oldest of a sequence."""
+Value = TypeVar("Value")
 
 
 class ReplayingEngine:
@@ -41,17 +52,6 @@ class ReplayingEngine:
     routing: EnginePasses | None = None
     is_reference = False  # whether the adapters of the policy are switched off now
     _in_training_step = False
-
-    def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
-        """Run verl's passes over a batch, of which each micro-batch is replayed."""
-        run = super().forward_backward_batch  # type: ignore[misc]
-        if self.routing is None or self.is_reference:
-            return run(data, loss_function, forward_only)
-        with self.routing.batch(data, update=not forward_only):
-            outputs = run(data, loss_function, forward_only)
-        if not (forward_only or self._in_training_step):  # some workers of verl step later, by a call of their own
-            self.routing.log(outputs)
-        return outputs
 
     def train_batch(self, data: Any, loss_function: Any) -> Any:
         """Run verl's training step, and put mismatch and plans among its metrics when the optimizer has stepped."""
@@ -66,29 +66,52 @@ class ReplayingEngine:
         self.routing.log(outputs)
         return outputs
 
+    def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
+        """Run verl's passes over a batch, of which each micro-batch is replayed."""
+        run = super().forward_backward_batch  # type: ignore[misc]
+        if self.routing is None or self.is_reference:
+            return run(data, loss_function, forward_only)
+        with self.routing.batch(data, update=not forward_only):
+            outputs = run(data, loss_function, forward_only)
+        if not (forward_only or self._in_training_step):  # some workers of verl step later, by a call of their own
+            self.routing.log(outputs)
+        return outputs
+
 
 class EnginePasses:
     """The passes of one engine of verl, as it is initialised."""
 
-    def __init__(self, engine: Any, routed: RoutedModel, replay: Replay) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        routed: RoutedModel,
+        replay: Replay,
+        *,
+        sharing_groups: tuple[Any, ...] = (),  # of ranks that share rows or layers of a batch
+    ) -> None:
         self.routed: Any = routed
         self.metrics = MismatchSums(replays_rollout=replay == "R3")
-        self.first_rollout_checked = False
-        self.num_forwards = 0
-        self._replay = replay
-        self._engine = engine
+        self.first_rollout_checked = replay != "R3"
+        self._engine, self._replay, self._sharing_groups = engine, replay, sharing_groups
         # under R3 both sides take the same routes, so that what is left tells of their weights
         self._weights_check = WeightsCheck() if replay == "R3" else None
+        self._plan_sums: PlanSums | None = None
         self._checks = DeferredChecks()
+        # of the batch that runs, the same for all of its micro-batches
+        self.num_forwards = 0
+        self._is_update = self._is_compared = self._has_routes = False
 
     @contextmanager
     def batch(self, data: Any, *, update: bool) -> Iterator[None]:
         """Surround a batch of verl, and judge the rollout behind the old-log-prob pass. A collective call."""
-        num_before, metrics = self.num_forwards, self.metrics
+        metrics = self.metrics
         metrics.has_old_pass |= not update
+        self.num_forwards, self._is_update = 0, update
+        self._is_compared = metrics.at_rollout_weights(update=update)
+        self._has_routes = self._brings_routes(data)
         with nullcontext() if self._replay == "disabled" else metrics.counting(self.routed, update=update):
             yield
-        if self.num_forwards == num_before:
+        if not self.num_forwards:
             raise ReplayError(
                 f"{type(self._engine).__name__} ran a batch of {len(data)} without forward_step, so that nothing was "
                 "replayed in it"
@@ -98,21 +121,16 @@ class EnginePasses:
             if self._weights_check is not None:
                 self._weights_check.judge(partial(gather_over, self._engine.get_data_parallel_group()))
 
-    def over_sharing_ranks(self, sums: Tensor) -> Tensor:
-        """Add sums up over ranks that share rows or layers of a batch. A collective call of them."""
-        return sums
-
     def log(self, outputs: Any) -> None:
         """Put what was summed up among the metrics of verl, which the host waits for. A collective call."""
         # only metrics of updates reach verl's logs, so sums of the old-log-prob pass wait for the update behind it
-        self.metrics.reduce_routes(self.over_sharing_ranks)
-        logs = self.metrics.flush(lambda sums: over_ranks(sums, self._engine.get_data_parallel_group()))
+        if self._sharing_groups:
+            self.metrics.reduce_routes(partial(add_over, self._sharing_groups))
+        logs = self.metrics.flush(partial(add_over, (self._engine.get_data_parallel_group(),)))
+        if self._plan_sums is not None:
+            logs |= self._plan_sums.flush()
         if "metrics" in outputs:  # of the last stage, which verl asks
-            outputs["metrics"].update({name: [value] for name, value in (logs | self.flush_plans()).items()})
-
-    def flush_plans(self) -> dict[str, float]:
-        """Give what plans did, where there are any, and start anew."""
-        return {}
+            outputs["metrics"].update({name: [value] for name, value in logs.items()})
 
     def check_first(
         self,
@@ -121,15 +139,46 @@ class EnginePasses:
         *,
         sequences_of: Callable[[RoutingTrace], RoutingTrace],
     ) -> None:
-        """Call `check_first_rollout`, once in the life of the engine."""
-        if not self.first_rollout_checked:
-            check_first_rollout(self.routed, routes, forward, sequences_of=sequences_of)
-            self.first_rollout_checked = True
+        """Call `check_first_rollout`; the engine does so once in its life."""
+        check_first_rollout(self.routed, routes, forward, sequences_of=sequences_of)
+        self.first_rollout_checked = True
 
-    def brings_routes(self, micro_batch: Any, *, update: bool) -> bool:
-        """Say whether a micro-batch has routes to replay, or to compare with."""
-        has_routes = micro_batch.get(FIELD, None) is not None
-        if self._replay == "R2" and has_routes != update:
+    def decode(self, micro_batch: Any) -> RoutingTrace:
+        """Read routes on the host. Raises whatever is wrong with them."""
+        routes = trace_of(micro_batch, model=self.routed.spec)
+        if self._replay != "disabled":
+            require_routed(routes, micro_batch)
+        return routes
+
+    def compare_log_probs(self, packed: PackedBatch, micro_batch: Any, log_probs: Tensor | None) -> None:
+        """Compare log-probs, of which an engine gives one for each input position, with the rollout's on the device."""
+        if log_probs is None or packed.fields.get(ROLLOUT_LOG_PROBS, None) is None:
+            return
+        if not log_probs.is_nested or len(log_probs.values()) != len(packed.tokens_N):
+            raise CaptureError(
+                f"the engine gives log-probs of shape {list(log_probs.shape)} for {len(packed.tokens_N)} tokens; "
+                "expected a nested tensor with one for each"
+            )
+        # the entry of a position is of the token behind it; a first token that was sampled would have none
+        trained_N, ours_N = packed.trained_N, log_probs.values().roll(1)
+        sampled_N = packed.gather_field(ROLLOUT_LOG_PROBS)
+        packed.wrong = packed.wrong | (trained_N & packed.is_first_N).any()
+        self._checks.add(packed.wrong, packed.require_true)
+        log_r_N, counted_N = self.metrics.compare_tokens(sampled_N, ours_N, trained_N)
+        if self._weights_check is None or self._is_update:
+            return
+        oldest_S = versions_of(micro_batch)[0]
+        versions = np.unique(oldest_S).tolist()
+        for version in versions:
+            is_of_version_N = counted_N
+            if len(versions) > 1:
+                is_of_version_N = counted_N & to_device(oldest_S == version, counted_N.device)[packed.number_N]
+            self._weights_check.add(log_r_N, is_of_version_N, version)
+
+    def _brings_routes(self, data: Any) -> bool:
+        """Say whether micro-batches of a batch have routes to replay, or to compare with."""
+        has_routes = data.get(FIELD, None) is not None
+        if self._replay == "R2" and has_routes != self._is_update:
             if has_routes:
                 raise ReplayError(
                     f"router_replay.mode is R2 and the rollout brought {FIELD!r}; set "
@@ -139,42 +188,62 @@ class EnginePasses:
                 f"router_replay.mode is R2, and the update has no {FIELD!r} of an old-log-prob pass: verl ran none, or "
                 "did not keep its output"
             )
-        return has_routes if self._replay == "disabled" else self._replay == "R3" or update
+        return has_routes or self._replay == "R3"
 
-    def decode(self, micro_batch: Any) -> RoutingTrace:
-        """Read routes on the host. Raises whatever is wrong with them."""
-        routes = trace_of(micro_batch, model=self.routed.spec)
-        if self._replay != "disabled":
-            require_routed(routes, micro_batch)
-        return routes
 
-    def compare_log_probs(
-        self, packed: PackedBatch, micro_batch: Any, log_probs: Tensor | None, *, update: bool
-    ) -> None:
-        """Compare log-probs, of which an engine gives one for each input position, with the rollout's on the device."""
-        if (
-            log_probs is None
-            or packed.fields.get(ROLLOUT_LOG_PROBS, None) is None
-            or not self.metrics.at_rollout_weights(update=update)
-        ):
-            return
-        if not log_probs.is_nested or len(log_probs.values()) != len(packed.tokens_N):
-            raise CaptureError(
-                f"the engine gives log-probs of shape {list(log_probs.shape)} for {len(packed.tokens_N)} tokens; "
-                "expected a nested tensor with one for each"
-            )
-        # the entry of a position is of the token behind it; a first token that was sampled would have none
-        trained_N, ours_N = packed.find_trained(), log_probs.values().roll(1)
-        sampled_N = packed.gather_field(ROLLOUT_LOG_PROBS)
-        packed.wrong = packed.wrong | (trained_N & packed.is_first_N).any()
-        self._checks.add(packed.wrong, packed.require_true)
-        log_r_N, counted_N = self.metrics.compare_tokens(sampled_N, ours_N, trained_N)
-        if self._weights_check is None or update:
-            return
-        oldest_S = versions_of(micro_batch)[0]
-        versions = np.unique(oldest_S).tolist()
-        for version in versions:
-            is_of_version_N = counted_N
-            if len(versions) > 1:
-                is_of_version_N = counted_N & to_device(oldest_S == version, counted_N.device)[packed.number_N]
-            self._weights_check.add(log_r_N, is_of_version_N, version)
+class WeightsCheck:
+    """Whether a rollout was sampled with the trainer's weights: by the mean k3 of its tokens, once for each rollout.
+
+    In the old-log-prob pass under R3 both sides have the same tokens, experts and, if the last sync went well, weights.
+    What is left of k3 is their precisions. Weights that arrived nowhere, or in wrong places, are far above that.
+
+    Where rollouts go on while the trainer trains, tokens of older weights may be far from it: they are stale. Those of
+    the newest weights are then judged by themselves.
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[int, Tensor] = {}
+
+    def add(self, log_r: Tensor, counted: Tensor, version: int = NO_VERSION) -> None:
+        """Add tokens that one version of the weights sampled, as `MismatchSums.compare_tokens` returns them."""
+        k3 = (log_r.expm1() - log_r).clamp_max(MOST_OF_A_TOKEN)
+        added = torch.stack([torch.where(counted, k3, 0.0).sum(), counted.sum()])
+        self._sums[version] = self._sums[version] + added if version in self._sums else added
+
+    def judge(self, gather: Callable[[K3Sums], list[K3Sums]]) -> None:
+        """Raise `EngineError` when tokens since the last call are too far, and those of the newest weights are.
+
+        The host waits once. `gather` takes the sums of this process and gives those of all: a collective call.
+        """
+        sums, self._sums = self._sums, {}
+        values = torch.stack(list(sums.values())).tolist() if sums else []
+        mine = {version: (k3, tokens) for version, (k3, tokens) in zip(sums, values, strict=True)}
+        every = [(version, *each) for part in gather(mine) for version, each in part.items() if each[1]]
+        newest = max((version for version, _, _ in every), default=NO_VERSION)
+        for part in (every, [each for each in every if each[0] == newest]):
+            k3, tokens = (sum(each[column] for each in part) for column in (1, 2))
+            if k3 <= K3_LIMIT * tokens:
+                return
+        raise EngineError(
+            f"the rollout's log-probs are {k3 / tokens:.3g} nats (k3) from the trainer's on the same experts; expected "
+            f"at most {K3_LIMIT} in any precision. Weights did not arrive in the rollout engine at the last sync, or "
+            "it samples from another distribution than it reports (temperature, top_p, top_k). Compare its log-probs "
+            "of a fixed text with those of a checkpoint"
+        )
+
+
+def gather_over(group: Any, mine: Value) -> list[Value]:
+    """Give what each rank of a group has. A collective call."""
+    every = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(every, mine, group=group)
+    return every
+
+
+def add_over(groups: tuple[Any, ...], sums: Tensor) -> Tensor:
+    """Add sums up over the ranks of groups of verl, one after the other, on their device. A collective call."""
+    from verl.utils.device import get_device_id  # all else here needs no verl
+
+    on_device = sums.to(get_device_id(), copy=True)
+    for group in groups:
+        dist.all_reduce(on_device, group=group)
+    return on_device

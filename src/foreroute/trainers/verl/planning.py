@@ -45,13 +45,13 @@ class PlanningMegatronConfig(McoreEngineConfig):
 
     Attributes:
         asks_for_plans: what engines without plans are refused by.
-        redundant_slots: R, replicas that a rank may serve in a layer.
+        redundant_slots: R, replicas that a rank may host in a layer.
         hardware: a name of `foreroute.costs.hardware_preset`; its nodes and links are planned for.
         topology: instead of both, a topology file, by whose rates recompute and update are executed by the plan or at
             homes.
 
     Raises:
-        ConfigError: when a rank is to serve no replica, no such hardware is known, or the file cannot be read.
+        ConfigError: when a rank is to host no replica, no such hardware is known, or the file cannot be read.
     """
 
     asks_for_plans: ClassVar[bool] = True
@@ -66,10 +66,10 @@ class PlanningMegatronConfig(McoreEngineConfig):
                 f"redundant_slots is {self.redundant_slots}; expected 1 or more: homes stay, so plans are made of "
                 "replicas. To train without plans, leave out the line that names PlanningMegatronConfig"
             )
-        self.planned_for(1)
+        self.planned_for(1)  # raises here, on the driver too, for hardware or a file that nobody can plan for
 
     def planned_for(self, num_ranks: int) -> tuple[Topology, CostModel | None]:
-        """What plans of this many ranks are made for, and their prices, if there are any."""
+        """Return what plans of this many ranks are made for, and their prices, if there are any."""
         if self.topology is None:
             return hardware_preset(self.hardware).topology(num_ranks, self.redundant_slots), None
         cluster = load_cluster(Path(self.topology))
@@ -120,5 +120,5 @@ class PlannedBatch:
     def add_to(self, sums: PlanSums, name: PassName) -> None:
         """Add what all ranks executed, after the last micro-batch. A collective call of all stages."""
         executed_MLG = self._routed.spread.gather_executed(self._executions)
-        plans = [execution.hosted[name].plan for execution in self._executions]
+        plans = [execution.passes[name].plan for execution in self._executions]
         sums.add(plans, self._counts_MLGE, self._routed.home_LE, executed_MLG, first=self.num_at_home)

@@ -13,7 +13,6 @@ removal of padding) is done to the routes as well.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,12 +23,10 @@ from torch import Tensor
 
 from foreroute.capture import decode
 from foreroute.capture.verl_batch import kept_by_mask, routed_rows
-from foreroute.errors import BatchMismatchError, CaptureError, shown
+from foreroute.errors import BatchMismatchError, CaptureError
 from foreroute.trace import INDEXER, NO_VERSION, RoutingSpec, RoutingTrace
 from foreroute.trace.spec import MAX_LAYERS, whole_number
-
-FIELD = "routed_experts"
-"""The name of the field, verl's own."""
+from foreroute.trainers.verl.packed_batch import FIELD, field_of, fields_of, tokens_and_mask
 
 
 def trace_of(batch: Any, *, model: RoutingSpec, weight_version: int = NO_VERSION) -> RoutingTrace:
@@ -79,7 +76,7 @@ def versions_of(batch: Any) -> NDArray[np.int64]:
     """Read the oldest and the newest weights that sampled each sequence, int64 [2, S], as verl counts its steps."""
     given = getattr(batch, "non_tensor_batch", batch)
     stated = [given.get(name, None) for name in ("min_global_steps", "max_global_steps")]
-    num_sequences = len(field_of(batch, "input_ids"))
+    num_sequences = len(field_of(fields_of(batch), "input_ids"))
     versions = [[None] * num_sequences if each is None else each.tolist() for each in stated]
     return np.array([[NO_VERSION if v is None else v for v in each] for each in versions], np.int64)
 
@@ -124,39 +121,6 @@ def routed_experts(trace: RoutingTrace, batch: Any, *, num_hidden_layers: int | 
     return padded
 
 
-def fields_of(batch: Any) -> Any:
-    """Find what maps names to tensors: a `DataProto` keeps it in its attribute `batch`."""
-    fields = batch.batch if hasattr(batch, "non_tensor_batch") else batch
-    if not (hasattr(fields, "get") and hasattr(fields, "keys")):
-        raise CaptureError(f"{shown(batch)} is no batch of verl; expected a DataProto, a TensorDict or a mapping")
-    return fields
-
-
-def tokens_and_mask(fields: Any) -> tuple[Any, Tensor | None]:
-    """Find `input_ids`, and their mask [B, T] where they are padded."""
-    ids = field_of(fields, "input_ids")
-    if ids.is_nested:
-        return ids, None
-    mask = field_of(fields, "attention_mask")
-    if mask.is_nested or ids.ndim != 2 or mask.shape != ids.shape:
-        raise CaptureError(
-            f"attention_mask is {tuple(mask.shape)} and input_ids {tuple(ids.shape)}; expected [B, T] both"
-        )
-    return ids, mask
-
-
-def field_of(fields: Any, name: str) -> Any:
-    """Find a tensor of a batch, plain or nested. Raises `CaptureError` when it is not there."""
-    fields = fields_of(fields)
-    value = fields.get(name) if isinstance(fields, Mapping) else fields.get(name, None)
-    if not isinstance(value, Tensor):
-        raise CaptureError(
-            f"the batch of verl has no {name!r}, only {sorted(map(str, fields.keys()))[:16]}; routes come from a "
-            "rollout with actor_rollout_ref.rollout.enable_rollout_routing_replay=True"
-        )
-    return value
-
-
 def _sequences(fields: Any) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
     """Read tokens [T] and rows [T, layers, K] of each sequence."""
     routes = field_of(fields, FIELD)
@@ -197,21 +161,21 @@ def _trains(fields: Any) -> bool:
 
 def _require_readable(trace: RoutingTrace) -> None:
     """Raise `CaptureError` where zeros in the place of absent rows would be taken for something else."""
-    for s in range(len(trace)):
-        rows = slice(int(trace.offsets[s]), int(trace.offsets[s + 1]))
-        valid = trace.valid_N[rows]
-        gap = int(np.argmin(valid)) if len(valid) and not valid.all() else len(valid)
-        if valid[gap:].any():
-            raise CaptureError(
-                f"sequence {s} has no route at position {gap}, and one behind it; verl's field says so only at the "
-                "end of a sequence"
-            )
-        zero = valid & ~trace.expert_ids_NLK[rows].any(axis=(1, 2))
-        if zero.any():
-            raise CaptureError(
-                f"sequence {s} goes to expert 0 in all layers at position {int(np.argmax(zero))}, which in verl's "
-                "field means 'never routed'; routes of top-1 models cannot be kept in it"
-            )
+    valid_N, sequence_N = trace.valid_N, np.repeat(np.arange(len(trace)), trace.lengths)
+    gap_N = ~valid_N[:-1] & valid_N[1:] & (sequence_N[:-1] == sequence_N[1:])
+    zero_N = valid_N & ~trace.expert_ids_NLK.any(axis=(1, 2))
+    for wrong_N, before, behind in (
+        (gap_N, "has no route at", "and one behind it; verl's field says so only at the end of a sequence"),
+        (
+            zero_N,
+            "goes to expert 0 in all layers at",
+            "which in verl's field means 'never routed'; routes of top-1 models cannot be kept in it",
+        ),
+    ):
+        if wrong_N.any():
+            row = int(wrong_N.argmax())
+            s = int(sequence_N[row])
+            raise CaptureError(f"sequence {s} {before} position {row - int(trace.offsets[s])}, {behind}")
 
 
 def _rows_of(trace: RoutingTrace, num_hidden_layers: int | None) -> list[NDArray[np.int16]]:

@@ -38,6 +38,7 @@ from verl.workers.rollout.llm_server import LLMServerClient
 
 from foreroute.errors import ReplayError
 from foreroute.replay import masked_logprobs_of_logits
+from foreroute.replay.rows import to_device
 from foreroute.trace import DecisionStream
 from foreroute.trainers.checks import require_overridden
 from foreroute.trainers.verl.fsdp import RoutingReplayEngine
@@ -60,9 +61,9 @@ class MaskedRoutingReplayEngine(RoutingReplayEngine):
     So are those of references. Entropy stays verl's, over all tokens.
     """
 
-    def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, logits_processor_func: Any) -> Any:
-        """Make log-probs of a forward on recorded sets. Raises `ReplayError` where none were made of logits."""
-        counts_N, ids = packed_sets(micro_batch)
+    def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
+        """Run verl's pass over a micro-batch on its sets. Raises `ReplayError` where no logits are scored."""
+        counts_N, ids = packed_sets(micro_batch)  # before it is on the device, which would be waited for
         parts = self.ulysses_parallel_group
         calls = 0
 
@@ -70,11 +71,11 @@ class MaskedRoutingReplayEngine(RoutingReplayEngine):
             nonlocal calls
             calls += 1
             first = 0 if parts is None else dist.get_rank(parts) * len(labels)
-            sets = _fill_with_labels(counts_N, ids, first, labels.cpu().numpy(), logits.shape[-1])
+            labels, sets = _cut_sets(counts_N, ids, first, labels, logits.shape[-1])
             return masked_logprobs_of_logits(logits, labels, sets)
 
         with patch.object(transformer_impl, "logprobs_from_logits", on_sets):
-            result = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+            result = super().forward_step(micro_batch, loss_function, forward_only)
         if not calls:
             raise ReplayError(
                 "verl made log-probs past its logits, so that no sampling mask was replayed in them; leave "
@@ -86,7 +87,7 @@ class MaskedRoutingReplayEngine(RoutingReplayEngine):
 def packed_sets(batch: Any) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
     """Read how many ids the set of each of N rows has, 0 for none, and all ids, of a batch without padding."""
     packed = PackedBatch(batch)
-    trained_N, is_response_N = (each.cpu().numpy() for each in (packed.find_trained(), packed.index_N >= 0))
+    trained_N, is_response_N = (each.cpu().numpy() for each in (packed.trained_N, packed.index_N >= 0))
     packed.require_true()
     offsets = packed.offsets.cpu().numpy()
     counts_N, ids = np.zeros(len(trained_N), np.int64), [np.zeros(0, np.int32)]
@@ -114,20 +115,18 @@ def _read_fields(batch: Any) -> list[Any]:
     return [None] * len(batch["input_ids"])
 
 
-def _fill_with_labels(
-    counts_N: NDArray[np.int64], ids: NDArray[np.int32], first: int, labels_R: NDArray[np.int64], vocabulary_size: int
-) -> DecisionStream:
-    """Give the sets of rows from the first on; the label alone, which has a log-prob of 0, where there is none."""
+def _cut_sets(
+    counts_N: NDArray[np.int64], ids: NDArray[np.int32], first: int, labels_R: Tensor, vocabulary_size: int
+) -> tuple[Tensor, DecisionStream]:
+    """Give labels and sets of the rows from the first on; token 0 of the set of 0, with log-prob 0, where none is."""
     here = counts_N[first : first + len(labels_R)]
     counts_R = np.concatenate([here, np.zeros(len(labels_R) - len(here), np.int64)])  # padding of the packed rows
+    has_set_R, sizes_R = counts_R > 0, np.maximum(counts_R, 1)
     begin = int(counts_N[:first].sum())
-    has_none_R = counts_R == 0
-    counts_R[has_none_R] = 1
-    is_label = has_none_R.repeat(counts_R)
-    joined = np.empty(len(is_label), np.int64)
-    joined[is_label] = labels_R[has_none_R]
-    joined[~is_label] = ids[begin : begin + int(here.sum())]
-    return DecisionStream.from_sets(vocabulary_size, np.ones(len(counts_R), np.bool_), counts_R, joined)
+    joined = np.zeros(sizes_R.sum(), np.int64)
+    joined[has_set_R.repeat(sizes_R)] = ids[begin : begin + int(here.sum())]
+    sets = DecisionStream.from_sets(vocabulary_size, np.ones(len(sizes_R), np.bool_), sizes_R, joined)
+    return labels_R.where(to_device(has_set_R, labels_R.device), 0), sets
 
 
 def lay_masks_on(turns: list[Turn], prompt: list[int], response: list[int]) -> dict[str, NDArray[np.int32]]:

@@ -10,10 +10,10 @@ import numpy as np
 import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 
-from foreroute.adapters.megatron.expert_placement.placement import HomePlacement
+from foreroute.adapters.megatron.home_placement import HomePlacement
 from foreroute.adapters.megatron.hooks import ChunkHooks
-from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer, objection_to_layer
-from foreroute.adapters.megatron.plan_execution.replicas import RunReplicas, home_parameters, replica_runner
+from foreroute.adapters.megatron.planned_layer import PlannedLayer, objection_to_layer
+from foreroute.adapters.megatron.separate_replicas import RunReplicas, home_parameters, replica_runner
 from foreroute.ep import ExpertParallelModel
 from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.transfer.cells import Home
