@@ -17,6 +17,8 @@ from tests.attended import SIZES as SPARSE
 from tests.replay.session_subject import router_paths
 
 SIZES = {**FAMILIES, **GROUPED, "deepseek_v32": SPARSE}
+BROKEN = {}
+"""By adapter that is broken in one way, the check that must fail, and no other."""
 
 
 class Adapter:
@@ -27,6 +29,10 @@ class Adapter:
     scores_on_sets = True
     checks = None  # all
     compiles = False  # a second or two each time
+
+    def __init_subclass__(cls, fails=None):
+        if fails is not None:
+            BROKEN[cls] = fails
 
     def __init__(self):
         self.good = HuggingFaceUnderTest(self.family, SIZES[self.family])

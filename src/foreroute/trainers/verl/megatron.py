@@ -139,6 +139,7 @@ class MegatronPasses(EnginePasses):
             stages = mpu.get_pipeline_model_parallel_world_size() if self._num_chunks > 1 else 1
             num_first = min(stages, len(given))
             self._check_first(traces[:num_first], partial(run, forward_step_func, num_first, forward_only=True))
+        shards_by_id: dict[int, RouteShard | None]
         shards_by_id = dict(zip(map(id, micro_batches), shards or [None] * len(given), strict=True))
 
         def routes_of(data: Any) -> RouteShard | None:
