@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -162,7 +163,7 @@ class Handle:
     @contextmanager
     def record(self, **options):
         with self.good.record(**options) as recording:
-            yield Recording(self, recording)
+            yield SimpleNamespace(trace=lambda: self.adapter.recorded(self, recording.trace()))
 
     @contextmanager
     def replay(self, trace, **options):
@@ -174,14 +175,6 @@ class Handle:
                 yield
             finally:
                 self.model.session_trace = self.model.good.trace = None
-
-
-class Recording:
-    def __init__(self, handle, good):
-        self.handle, self.good = handle, good
-
-    def trace(self):
-        return self.handle.adapter.recorded(self.handle, self.good.trace())
 
 
 def with_ids(trace, ids):

@@ -222,9 +222,8 @@ class TakesOtherLayers(Adapter, fails="other-model-refused"):
 class TakesOtherTokens(Adapter, fails="other-tokens-refused"):
     def forward(self, model, batch, grad):
         trace = model.session_trace
-        if trace is None or len(trace.token_ids_N) != batch.lengths.sum() or len(trace) != len(batch.sequences):
-            return super().forward(model, batch, grad)
-        trace.token_ids_N[:] = np.concatenate(batch.sequences)
+        if trace is not None and (len(trace), trace.num_rows) == (len(batch.sequences), batch.lengths.sum()):
+            trace.token_ids_N[:] = np.concatenate(batch.sequences)
         return super().forward(model, batch, grad)
 
 
