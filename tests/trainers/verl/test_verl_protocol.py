@@ -11,7 +11,7 @@ import torch
 from foreroute.errors import BatchMismatchError, CaptureError, ReplayError
 from foreroute.trace import DecisionStream, RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.trainers.verl import routed_experts, trace_of
-from foreroute.trainers.verl.packed_batch import PackedBatch, require_routed
+from foreroute.trainers.verl.packed_batch import PackedBatch, PackedRoutes, require_routed
 from tests.trainers.verl.verl_batches import (
     PROMPT,
     SPEC,
@@ -79,7 +79,12 @@ def test_tokens_entries_and_rows_that_trained_tokens_depend_on_are_those_of_a_lo
     rows = [int(rng.choice([n, n - 1, n - 2, n - 3])) for n in (sum(map(len, pair)) for pair in pairs)]
     masks[0][:], rows[0] = (masks[0], rows[0]) if seed % 2 else (0, 0)
     num_rows = {int(prompt[0]): kept for (prompt, _), kept in zip(pairs, rows, strict=True)}
-    batch = with_masks(layout(pairs, lambda tokens: telling_routes(tokens, rows=num_rows[int(tokens[0])])), masks)
+
+    def given(tokens):
+        routed = telling_routes(tokens, rows=num_rows[int(tokens[0])])
+        return np.concatenate([routed, np.full((len(tokens) - len(routed), 3, 2), rng.choice([0, -1]))])
+
+    batch = with_masks(layout(pairs, given), masks)
     packed = PackedBatch({**batch, "tokens again": batch["responses"]})
     expected = [
         (s, p, token, p >= len(prompt), p >= len(prompt) and bool(masks[s][p - len(prompt)]))
@@ -108,6 +113,19 @@ def test_tokens_entries_and_rows_that_trained_tokens_depend_on_are_those_of_a_lo
     refused = pytest.raises(ReplayError, match=said.format(*missing[0])) if missing else nullcontext()
     with refused:
         require_routed(trace, batch)
+    with nullcontext() if layout is padded else refused:
+        assert layout is padded or on_device(batch).equals(trace)
+
+
+def decode(batch):
+    trace = trace_of(batch, model=SPEC)
+    require_routed(trace, batch)
+    return trace
+
+
+def on_device(batch):
+    """The routes as forwards replay them, of a batch whose tokens have no padding."""
+    return PackedRoutes(PackedBatch(batch), SPEC, lambda: decode(batch)).trace()
 
 
 def test_a_batch_without_any_route_is_read_where_it_trains_on_nothing(layout):
@@ -144,30 +162,33 @@ def masked(name, change):
     return lambda batch: batch.update({name: change(batch[name])})
 
 
-BOTH = (padded, unpadded)
+LONG = nested([[1] * 20] * 3)
+EACH = (padded, unpadded, between)
 REFUSED = [
-    (BOTH, lambda batch: batch.pop("routed_experts"), "has no 'routed_experts'.*enable_rollout_routing_replay"),
-    (BOTH, at((0, 1), 5), "an expert twice"),
-    (BOTH, at((0, 1, 0), 64), "expected 0 to 63"),
-    (BOTH, at((0, 0), torch.tensor([3, 4])), "which the spec says is dense"),
-    (BOTH, at(slice(0, 1), 0), "sequence 0 .*no route at position 0, .*only at the end"),
-    (BOTH, at(slice(1, 3), 0), "sequence 0 .*no route at position 1, .*only at the end"),
-    (BOTH, routes(lambda _, field: field * 0), r"nothing but zeros.*enable_rollout_routing_replay"),
+    (EACH, lambda batch: batch.pop("routed_experts"), "has no 'routed_experts'.*enable_rollout_routing_replay"),
+    (EACH, at((0, 1), 5), "an expert twice"),
+    (EACH, at(0, -1), "sequence 0 .* no route at position 0, and trains"),
+    (EACH, at((0, 1, 0), 64), "expected 0 to 63"),
+    ([padded], at((0, 0), torch.tensor([3, 4])), "which the spec says is dense"),
+    (EACH, at(slice(0, 1), 0), "sequence 0 .*no route at position 0, .*only at the end"),
+    (EACH, at(slice(1, 3), 0), "sequence 0 .*no route at position 1, .*only at the end"),
+    (EACH, routes(lambda _, field: field * 0), r"nothing but zeros.*enable_rollout_routing_replay"),
     (
-        BOTH,
+        [padded],
         lambda batch: [routes(lambda _, field: field * 0)(batch), batch.pop("response_mask")],
         "nothing but zeros",
     ),
-    (BOTH, routes(lambda _, field: field.float()), "dtype float32; expected integers"),
-    (BOTH, masked("response_mask", lambda mask: mask * 2), "response_mask"),
-    (BOTH, masked("response_mask", lambda mask: -mask), "response_mask"),
-    (BOTH, masked("response_mask", lambda mask: mask * 0.5), "response_mask"),
+    (EACH, routes(lambda _, field: field.float()), "dtype float32; expected integers"),
+    (EACH, masked("response_mask", lambda mask: mask * 2), "response_mask"),
+    (EACH, masked("response_mask", lambda mask: -mask), "response_mask"),
+    (EACH, masked("response_mask", lambda mask: mask * 0.5), "response_mask"),
     (
-        BOTH,
+        EACH,
         masked("response_mask", lambda mask: mask[:2] if not mask.is_nested else nested([[1], [1]])),
         "2 rows for 3",
     ),
-    (BOTH, masked("response_mask", lambda _: nested([[1]] * 3)), "every field of responses, have room for"),
+    (EACH, masked("response_mask", lambda _: nested([[1]] * 3)), "every field of responses, have room for"),
+    ([unpadded], lambda batch: batch.update(responses=LONG, response_mask=LONG), "that their sequences, .* have room"),
     ([padded], routes(lambda _, field: field.repeat(1, 1, 2, 1)), "has routes in decoder layer 4, .* is dense"),
     ([padded], routes(lambda *_: unpadded(sequences(3))["routed_experts"]), "are padded and .* are unpadded"),
     ([padded], lambda batch: batch.pop("attention_mask"), "has no 'attention_mask'"),
@@ -177,18 +198,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("make", "spoil", "message"), [(make, *case) for makes, *case in REFUSED for make in makes])
-def test_what_cannot_be_true_is_refused(make, spoil, message):
-    def read(batch):
-        trace_of(batch, model=SPEC)
-        packed = PackedBatch(batch)
-        assert len(packed.trained_N) == len(packed.tokens_N)
-        packed.require_true()
-
+def test_what_cannot_be_true_is_refused_on_the_host_and_alike_on_the_device(make, spoil, message):
     batch = make(sequences(3))
-    read(batch)
+    decode(batch)
     spoil(batch)
-    with pytest.raises(CaptureError, match=message):
-        read(batch)
+    for read in (decode, *([] if make is padded else [on_device])):
+        with pytest.raises((CaptureError, ReplayError), match=message):
+            read(batch)
 
 
 @pytest.mark.parametrize("number", [0, 2], ids=["hole", "other"])
