@@ -8,7 +8,7 @@ import torch
 from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.engine import TransferOptions
 from tests.ep.transfer.plans import random_plan
-from tests.ep.transfer.toy import DTYPE, begin, fetched, hosted, make_engine, run_step, weight
+from tests.ep.transfer.toy import DTYPE, begin, fetched, hosted, make_engine, walk, weight
 from tests.tiers import grid
 
 TIGHT = TransferOptions(paths="host", prefetch=0)
@@ -64,13 +64,15 @@ def step_twice(rank, plan, optimizer):
     """An optimizer step behind which no other step begins, then one behind which it does."""
     engine, homes = make_engine(plan, rank, TIGHT)
     parameters = [p for home in homes for p in home.values()]
-    optimize = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[optimizer](parameters, lr=0.1)
-    run_step(engine, plan, homes, rank)
-    optimize.step()
+    walk(engine, plan, rank)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}[optimizer](parameters, lr=0.1).step()
     errors = []
     for step in range(2):
         try:
-            run_step(engine, plan, homes, rank, step=step)
+            begin(engine, step, plan)
+            fetched(engine, Cell(step, 0, 0))
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
     engine.close()
