@@ -7,7 +7,6 @@ from unittest import mock
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from foreroute.ep.replicas import Replicas
 from foreroute.ep.transfer import engine
@@ -33,8 +32,6 @@ from tests.adapters.megatron.training_step import forward_step, step
 
 FLOAT64 = {"moe_router_dtype": "fp64", "params_dtype": torch.float64, "pipeline_dtype": torch.float64}
 EXACT = 1e-12
-IN_SLOTS = 2 * 2
-"""Tensors of shared slots: of the cell that runs and of the next one, two names each."""
 
 
 def check_cases(cases, steps=STEPS):
@@ -88,18 +85,6 @@ def sending_as(dtype):
         return GradientReturn(peers, moves, {name: grad.to(dtype) for name, grad in grads.items()}, what, **others)
 
     return begin
-
-
-def check_a_model_that_nothing_wraps():
-    """Without main_grad, gradients of replicas come home through autograd, in the dtype of the parameter."""
-    at = Planned.of(in_float64(ExecutionCase(Cell(ep=2, layers=2, recompute="uniform"))))
-    plain_losses, plain_grads = at.step()
-    assert len(at.plan.hosts.expert_R)
-    with at.execute():
-        losses, grads = at.step()
-    found = {"losses": [losses], "gradients": grads}
-    apart = furthest(found, {"losses": [plain_losses], "gradients": plain_grads})
-    assert max(apart.values()) <= EXACT, apart
 
 
 def check_padding_is_spread_by_the_plan():
@@ -184,30 +169,6 @@ def check_modules_of_replicas_are_kept_from_one_execution_to_the_next():
     first, second = made[: made.index(None)], made[made.index(None) + 1 : -1]
     assert first
     assert second == []
-
-
-def check_nothing_fetched_is_kept_for_backward():
-    """When a forward ends, what was fetched for it lies in slots or is free; behind a step all of it is free."""
-    kinds = [("sequential", "none"), ("grouped", "none"), ("grouped, fused", "none"), ("sequential", "uniform")]
-    for experts, recompute in kinds:
-        optimizer = "momentum" if "fused" in experts else None
-        at = Planned.of(ExecutionCase(Cell(ep=2, layers=4, experts=experts, recompute=recompute)), optimizer, "shared")
-        fetched, alive, wait = [], [], Replicas.wait
-
-        def waited(self, fetched=fetched, wait=wait):
-            wait(self)
-            fetched.extend(StorageWeakRef(rows.untyped_storage()) for rows in self.weights.values())
-
-        def forward(iterator, chunk, fetched=fetched, alive=alive):
-            found = forward_step(iterator, chunk)
-            alive.append(len({storage.cdata for storage in fetched if not storage.expired()}))
-            return found
-
-        with mock.patch.object(Replicas, "wait", waited), at.execute():
-            at.step(forward)
-        alive.append(sum(not storage.expired() for storage in fetched))
-        assert max(alive[:-1]) <= IN_SLOTS < len(fetched), (experts, recompute, alive)
-        assert not alive[-1], (experts, recompute, alive)
 
 
 def check_nothing_of_executions_piles_up():

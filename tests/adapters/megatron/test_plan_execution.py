@@ -74,10 +74,8 @@ def test_rows_that_nothing_depends_on_are_spread_by_the_plan(rows):
     "check",
     [
         pytest.param("check_gradients_lose_nothing_on_their_way_home", marks=pytest.mark.slow),
-        pytest.param("check_a_model_that_nothing_wraps", marks=pytest.mark.slow),
         "check_checkpoints_do_not_see_replicas",
         "check_modules_of_replicas_are_kept_from_one_execution_to_the_next",
-        pytest.param("check_nothing_fetched_is_kept_for_backward", marks=pytest.mark.slow),
         pytest.param("check_nothing_of_executions_piles_up", marks=pytest.mark.slow),
     ],
 )
