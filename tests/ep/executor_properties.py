@@ -55,6 +55,10 @@ class PlannedStep:
         """Of the weights of one expert."""
         raise NotImplementedError
 
+    def put_elsewhere(self):
+        """Replace the parameters of a layer's experts by others of the same weights."""
+        raise NotImplementedError
+
     kinds = ({},)
     """Of experts that compute in other ways, what makes each."""
     not_cut = ""
@@ -227,6 +231,15 @@ def check_what_is_no_route_is_refused(make):
     wrong = [s.traces[0], 5] if s.rank else s.traces
     for do in (lambda s: s.routed.gather_counts(wrong), lambda s: enter(s, traces=wrong)):
         require_said(said_by(do, s), f"TraceError: rank 1: {s.not_cut}")
+
+
+def check_parameters_that_were_replaced_are_refused(make):
+    s = make()
+    run(s, 0, 1)
+    if s.rank:
+        s.put_elsewhere()
+    require_said(said_by(enter, s), "TransferError: rank 1: ")
+    require_said(said_by(enter, s), "TransferError: are not the home shards")
 
 
 def check_a_step_under_a_plan_is_the_step_without(make):

@@ -47,6 +47,10 @@ class SpreadStep(PlannedStep):
         self.model.zero_grad()
         return found
 
+    def put_elsewhere(self):
+        for each in self.routed.spread.layers[0].experts.parameters():
+            each._local_tensor = each._local_tensor.clone()
+
     def expert_bytes(self):
         return sum(each[0].nbytes for each in self.routed.spread.layers[0].owned.values())
 

@@ -7,7 +7,7 @@ from foreroute.adapters import megatron
 from tests.adapters.megatron.executed_plans import Planned
 from tests.adapters.megatron.grid import Cell, ExecutionCase
 from tests.adapters.megatron.micro_batches import model_inputs
-from tests.adapters.megatron.plan_execution_checks import in_float64
+from tests.adapters.megatron.test_replicas_inside import in_float64
 from tests.adapters.megatron.training_step import gradients, moe_layers
 from tests.ep.executor_properties import LAYERS, MICRO_STEPS, PlannedStep, failures
 from tests.ep.transfer.plans import split_plan
@@ -41,6 +41,11 @@ class MegatronStep(PlannedStep):
         found = gradients([self.model])
         self.model.zero_grad(set_to_none=True)
         return found
+
+    def put_elsewhere(self):
+        for module in moe_layers([self.model])[0].experts.modules():
+            for name, each in list(module.named_parameters(recurse=False)):
+                setattr(module, name, torch.nn.Parameter(each.detach().clone()))
 
     def expert_bytes(self):
         return sum(each.nbytes for each in moe_layers([self.model])[0].experts.local_experts[0].parameters())

@@ -84,18 +84,3 @@ def test_weights_that_change_within_a_step_are_refused(workers, optimizer):
     for errors in workers(2).run(step_twice, full_plan(), optimizer):
         (error,) = errors
         assert error.startswith("TransferError: the home shards of step 0, micro-step 0, routed layer 0 hold other")
-
-
-def wrong_shards(rank, plan):
-    engine, homes = make_engine(plan, rank, TIGHT)
-    engine.require_same_memory(dict(enumerate(homes)))
-    try:
-        engine.require_same_memory({0: homes[1]})
-    finally:
-        engine.close()
-
-
-def test_other_shards_than_those_that_were_sent_are_refused(workers):
-    for outcome in workers(2).outcomes(wrong_shards, full_plan()):
-        assert outcome.kind == "TransferError"
-        assert "of routed layer 0 are not the home shards" in outcome.message

@@ -1,10 +1,11 @@
-"""Plans that are executed change nothing that a training run gives, and have every rank compute what they say."""
+"""What plans leave as it was inside Megatron: gradients, checkpoints and memory. And what is spread by them."""
 
 import dataclasses
 import gc
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -23,6 +24,7 @@ from tests.adapters.megatron.executed_plans import (
     rows_off_plan,
     trained,
 )
+from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell, ExecutionCase, with_settings
 from tests.adapters.megatron.grid_checks import carrying
 from tests.adapters.megatron.grouped_linear import GroupedLinear
@@ -55,7 +57,9 @@ def check_equal(plain, executed, planned):
     assert (executed["replicas"] > 0, executed["moved"] > 0) == (planned != "static", planned == "random")
 
 
-def check_gradients_lose_nothing_on_their_way_home():
+@pytest.mark.slow
+@on_ranks(2)
+def test_gradients_lose_nothing_on_their_way_home():
     """Sent in float64 they arrive with the same bits, and sent in bfloat16 only where kernels made them in bfloat16.
 
     A gradient that is rounded at home, before it is added to main_grad, is the same in bfloat16 as well. That the sums
@@ -87,7 +91,8 @@ def sending_as(dtype):
     return begin
 
 
-def check_padding_is_spread_by_the_plan():
+@on_ranks(2)
+def test_padding_is_spread_by_the_plan():
     """Counts have it, so that ranks are even with it, and the largest cell of the plan is an exact capacity.
 
     Padding that is left to the model is in no count, and homes take it beyond what was planned.
@@ -121,7 +126,9 @@ def check_padding_is_spread_by_the_plan():
             assert (executed_GML.max(0) > made.max_load_ML).any()
 
 
-def check_rows_without_a_route_are_spread_by_the_plan():
+@pytest.mark.slow
+@on_ranks(2)
+def test_rows_without_a_route_are_spread_by_the_plan():
     """Rows that no counted token depends on: the plan knows them, and what is measured of the others is the same."""
     at = Planned.of(ExecutionCase(Cell(ep=2, layers=2), complete=False))
     routed, batches, traces = at.routed, at.batches, at.traces
@@ -139,7 +146,8 @@ def check_rows_without_a_route_are_spread_by_the_plan():
     assert (off_plan[0] > 0, off_plan[1]) == (True, 0), off_plan
 
 
-def check_checkpoints_do_not_see_replicas():
+@on_ranks(2)
+def test_checkpoints_do_not_see_replicas():
     """While a plan is executed, a model has the parameters, state and shards of checkpoints that it has else."""
     for experts in ("sequential", "grouped"):
         at = Planned.of(ExecutionCase(Cell(ep=2, layers=2, experts=experts)))
@@ -150,7 +158,8 @@ def check_checkpoints_do_not_see_replicas():
         assert any(transfer.kind == "return" for transfer in execution.transfers)
 
 
-def check_modules_of_replicas_are_kept_from_one_execution_to_the_next():
+@on_ranks(2)
+def test_modules_of_replicas_are_kept_from_one_execution_to_the_next():
     """Transformer Engine's are dear to make; they are made once for each layer and number, and draw nothing."""
     at = Planned.of(ExecutionCase(Cell(ep=2, layers=2, experts="grouped")))
     made, make = [], GroupedLinear.__init__
@@ -171,7 +180,9 @@ def check_modules_of_replicas_are_kept_from_one_execution_to_the_next():
     assert second == []
 
 
-def check_nothing_of_executions_piles_up():
+@pytest.mark.slow
+@on_ranks(2)
+def test_nothing_of_executions_piles_up():
     """Megatron keeps tensors of a pass, and nodes of autograd lead from them to what executed it: circles for ever."""
     at = Planned.of(ExecutionCase(Cell(ep=2, layers=2)))
     for _ in range(3):
