@@ -53,7 +53,8 @@ def test_token_mismatch_of_a_padded_batch_is_that_of_a_loop(kind, of_mask):
     ratios = [math.exp(t - i) for t, i in pairs]
     assert found.count == len(pairs) > 20
     assert found.k3 == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / len(pairs), rel=1e-9)
-    assert found.f(2.0) == sum(max(r, 1 / r) > 2 for r in ratios) / len(pairs)
+    for tau in (1.5, 2.0):
+        assert found.f(tau) == sum(max(r, 1 / r) > tau for r in ratios) / len(pairs)
     assert found.max_abs_log == pytest.approx(max(abs(t - i) for t, i in pairs))
 
 
@@ -82,7 +83,20 @@ def test_routing_mismatch_of_a_padded_batch_is_that_of_a_loop(kind, masked):
     assert found.rows == len(rows) > 8
     assert found.differing_L.tolist() == [sum(row[j] for row in rows) for j in range(3)]
     assert found.by_differing_layers.tolist() == [sum(sum(row) == d for row in rows) for d in range(4)]
+    firsts = [row.index(True) for row in rows if any(row)]
+    assert found.first_differing_L.tolist() == [firsts.count(j) for j in range(3)]
     assert 0 < found.differing_share < 1
+    assert found.differing_share == pytest.approx(np.mean(rows))
+    assert found.differing_tokens_share == pytest.approx(np.mean([any(row) for row in rows]))
+    shared = [
+        [len({*a[s, t, j].tolist()} & {*b[s, t, j].tolist()}) / 2 for j in range(3)]
+        for s in range(4)
+        for t in range(7)
+        if mask[s, t] and not gaps[:, s, t].any()
+    ]
+    assert found.overlap_L == pytest.approx(np.mean(shared, axis=0))
+    both = found + found
+    assert (both.rows, both.differing_share) == (2 * found.rows, pytest.approx(found.differing_share))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -97,7 +111,9 @@ def test_arrays_have_the_figures_of_their_traces(seed):
 @pytest.mark.parametrize("kind", FLOATS, ids=str)
 def test_margins_of_a_padded_batch_are_those_of_a_loop(kind):
     rng = np.random.default_rng(3)
-    margins = given_as(10 ** rng.uniform(-5, 0, (3, 8, 2)), kind)
+    margins = 10 ** rng.uniform(-10, 3, (3, 8, 2))
+    margins[0, :3] = 0
+    margins = given_as(margins, kind)
     mask = rng.random((3, 8)) < 0.5
     found = margin_histogram(margins, mask=mask)
     expected = np.zeros_like(found)
