@@ -119,14 +119,6 @@ def test_a_part_of_a_tensor_is_read_and_nothing_else(tmp_path, as_source):
                 file.read("a", start, stop)
 
 
-def test_a_file_that_gives_fewer_bytes_than_it_has_is_refused():
-    source = Held(tensors_to_bytes({}, TENSORS))
-    with TensorFile(source, InputError, name="what was sent") as file:
-        source.truncate(200)
-        with pytest.raises(InputError, match="what was sent was cut while it was read"):
-            file.read("a")
-
-
 def test_what_the_system_cannot_read_is_the_callers_error():
     class Broken(BytesIO):
         def readinto(self, buffer):
