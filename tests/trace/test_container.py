@@ -25,20 +25,6 @@ def test_last_token_has_no_route_and_no_version():
     assert trace.versions == (5,)
 
 
-def test_unrouted_rows_complete_a_trace():
-    trace = fr.RoutingTrace.from_sequences(SPEC, [[7], [8]], [[[[0, 1]]], [[[3, 2]]]])
-    longer = trace.continued_by(fr.RoutingTrace.unrouted(SPEC, [[1], [2]]))
-    assert longer.token_ids_N.tolist() == [7, 1, 8, 2]
-    assert longer.valid_N.tolist() == [True, False, True, False]
-
-
-@pytest.mark.parametrize(("num_experts", "dtype"), [(2, np.uint8), (256, np.uint8), (257, np.uint16), (512, np.uint16)])
-def test_id_width_follows_the_model_not_the_data(num_experts, dtype):
-    spec = spec_of(num_experts=num_experts, top_k=2, num_layers=1)
-    trace = fr.RoutingTrace.from_sequences(spec, [[1, 2]], [np.array([[[0, 1]]])])
-    assert trace.expert_ids_NLK.dtype == dtype
-
-
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
@@ -110,13 +96,6 @@ def test_facts_of_joined_traces_do_not_grow_with_every_join():
         stepwise = fr.concatenate([stepwise, trace])
     for once in (stepwise, fr.concatenate(many)):
         assert once.provenance["step"] == " | ".join([*map(str, range(16)), "…"])
-
-
-def test_a_model_takes_one_line_however_many_layers_it_has():
-    assert repr(spec_of(num_layers=48)) == "RoutingSpec(test, 48 layers (decoder 0 to decoder 47), top-2 of 8)"
-    assert repr(fr.RoutingSpec(4, 1, (fr.RoutedLayer(3),))) == (
-        "RoutingSpec(model not stated, 1 layers (decoder 3), top-1 of 4)"
-    )
 
 
 def test_counting_needs_whole_micro_steps():
