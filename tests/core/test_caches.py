@@ -47,47 +47,14 @@ def one_layer(cache):
     layer.values = layer.values[SWAPPED]
 
 
-def refilled(cache):
-    """As long as before, with other tokens at the end."""
-    cache.crop(-1)
-    for layer in cache.layers:
-        layer.keys = torch.cat([layer.keys, layer.keys[..., -1:, :]], -2)
-        layer.values = torch.cat([layer.values, layer.values[..., -1:, :]], -2)
-
-
-def narrowed(part):
-    """Another part of what every tensor shows, in the same memory."""
-
-    def change(cache):
-        for layer in cache.layers:
-            layer.keys, layer.values = (each[part] for each in (layer.keys, layer.values))
-
-    return change
-
-
-def cut_and_written(cache):
-    cache.crop(-1)
-    cache.layers[0].keys.mul_(2)
-
-
-def cut_in_one_layer(cache):
-    cache.layers[1].crop(-1)
-
-
 CHANGES = {
-    "selected": (lambda cache: cache.batch_select_indices(SWAPPED), 2),
-    "reordered": (lambda cache: cache.reorder_cache(SWAPPED), 2),
     "repeated": (lambda cache: cache.batch_repeat_interleave(2), 4),
     "fewer": (lambda cache: cache.batch_select_indices(SWAPPED[:1]), 1),
-    "fewer, by a view": (narrowed(part=slice(0, 1)), 1),
-    "the last alone, by a view": (narrowed(part=slice(1, 2)), 1),
-    "cut at the beginning": (narrowed(part=(..., slice(1, None), slice(None))), 2),
-    "cut and written to": (cut_and_written, 2),
-    "cut in one layer": (cut_in_one_layer, 2),
-    "refilled": (refilled, 2),
+    "reordered": (lambda cache: cache.reorder_cache(SWAPPED), 2),
     "in place": (in_place, 2),
     "one layer": (one_layer, 2),
 }
+"""With the number of rows afterwards. `REFUSED` has more of them, without a model."""
 
 
 def prefilled(model, cache=None):

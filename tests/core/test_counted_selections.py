@@ -6,6 +6,7 @@ import torch._dynamo  # graphs are looked for where it is loaded
 
 from foreroute.core.errors import ReplayError
 from foreroute.core.hooks import ModelHooks, RouterHook
+from foreroute.core.passes import Rows
 from foreroute.testing.counting_device import DEVICE, other_device
 
 
@@ -58,3 +59,8 @@ def test_a_graph_that_bypassed_a_router_is_told_before_weights_change(hooks, ins
 def test_what_the_host_has_seen_twice_is_told_at_once(hooks):
     with other_device(), pytest.raises(ReplayError, match="layer 1 selected 2 times"):
         hooks.require_each_once(counted(hooks, [0, 2], [1, 0]))
+
+
+def test_routes_for_other_rows_than_the_pass_has_are_refused(hooks):
+    with pytest.raises(ReplayError, match=r"the routes are \[1, 3, 2\] \[L, R, K\], the routers select \[2, 3, 2\]"):
+        hooks.open_pass(Rows(torch.zeros(1, 3, 2, dtype=torch.int16)), 3, torch.device("cpu"))
