@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -22,11 +23,13 @@ from tests.adapters.hf.families import build
 from tests.adapters.hf.model_runs import (
     batch_of,
     checkpoint_by_hand,
+    enable_checkpointing,
     experts_log,
     gradients,
     loss_of,
     random_routes,
 )
+from tests.python_calls import calls_per_layer
 from tests.replay.session_subject import same
 from tests.tiers import grid
 
@@ -332,3 +335,19 @@ def test_a_compiled_router_may_unflatten():
             loss_of(each, BATCH).backward()
         seen.append(gradients(each))
     assert same(*seen)
+
+
+@grid(("use_reentrant", "most"), [(None, 16), (True, 48), (False, 52)], quick=1)
+def test_a_layer_costs_few_calls(use_reentrant, most):
+    """Forward and backward, however many guards there are; recomputed layers run twice, each in its own pass."""
+
+    @contextmanager
+    def steps(layers):
+        model = tiny("qwen3_moe", num_hidden_layers=layers, norm_topk_prob=False)
+        enable_checkpointing(model, use_reentrant)
+        routed = attach(model)
+        routes, _ = own_routes(model, routed)
+        with routed.replay(routes, BATCH["attention_mask"]):
+            yield lambda: loss_of(model, BATCH).backward()
+
+    assert 1 < calls_per_layer(steps) <= most

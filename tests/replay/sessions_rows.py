@@ -22,12 +22,7 @@ BATCH = batch_of()
 UNPADDED = batch_of(9, 9, 9)  # Megatron's own bias of experts fails on a mask of padding
 LASTS = [(s, length - 1) for s, length in enumerate(BATCH.lengths)]
 """Absent in all cases, as engines give them."""
-ABSENT = {
-    "none": [],
-    "gap": [(0, 2), (0, 3), (2, 0)],
-    "tail": [(0, 7), (1, 4)],
-    "all": [(0, p) for p in range(9)],
-}
+ABSENT = {"none": [], "gap": [(0, 2), (0, 3), (2, 0)], "tail": [(0, 7), (1, 4)], "all": [(0, p) for p in range(9)]}
 
 
 def mask_of(absent):
