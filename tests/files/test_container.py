@@ -61,14 +61,8 @@ def test_what_is_written_is_read_here_and_by_the_library(tensors, metadata):
     assert found_metadata == metadata
     assert same(found, tensors)
     assert same(read(save(tensors, metadata=metadata or None))[1], tensors)
-
-
-@given(SOME_TENSORS, st.dictionaries(TEXTS, TEXTS, max_size=3))
-def test_every_tensor_begins_at_a_multiple_of_the_size_of_its_numbers(tensors, metadata):
-    """So that a file can be mapped into memory, whatever the length of the text before."""
-    with TensorFile(Held(tensors_to_bytes(metadata, tensors)), InputError) as file:
-        for stored in file.tensors.values():
-            assert stored.start % stored.dtype.itemsize == 0
+    with TensorFile(Held(content), InputError) as file:  # so that it can be mapped, whatever the text before
+        assert all(stored.start % stored.dtype.itemsize == 0 for stored in file.tensors.values())
 
 
 def test_equal_content_is_equal_bytes_in_every_process(tmp_path):
