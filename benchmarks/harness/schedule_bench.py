@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from foreroute import planner
 from foreroute.ep.transfer.cells import Cell
@@ -53,15 +54,18 @@ def host_work(repeats: int) -> dict[str, dict[str, float]]:
             return schedule
 
         schedule, home = compiled(), {"weight": torch.zeros(workload.num_experts // workload.num_ranks, 1)}
+        rows = {name: tensor.unbind() for name, tensor in home.items()}
         sets = [SlotSet(home, topology) for _ in range(workload.num_layers)]
         cells = workload.num_layers * MICRO_STEPS
         compiling[name] = _median(compiled, repeats) / cells * 1e6
-        indexing[name] = _median(lambda: _index(plan, schedule, sets, home), repeats) / cells / 2 * 1e3  # noqa: B023
+        indexing[name] = _median(lambda: _index(plan, schedule, sets, rows), repeats) / cells / 2 * 1e3  # noqa: B023
     return {"schedule_us_per_cell": compiling, "host_ms_per_cell": indexing}
 
 
-def _index(plan: StepPlan, schedule: ExecutionSchedule, sets: list[SlotSet], home: dict[str, torch.Tensor]) -> None:
-    """A forward and a backward of every cell: who holds what, messages of weights twice, messages of gradients once."""
+def _index(
+    plan: StepPlan, schedule: ExecutionSchedule, sets: list[SlotSet], rows: Mapping[str, Sequence[Tensor]]
+) -> None:
+    """Index a forward and a backward of every cell: who holds what, messages of weights twice, of gradients once."""
     peers = cast("PeerGroup", _Unposted())
     for micro_step in range(MICRO_STEPS):
         for layer, slots in enumerate(sets):
@@ -73,10 +77,10 @@ def _index(plan: StepPlan, schedule: ExecutionSchedule, sets: list[SlotSet], hom
                 cell = plan.cell(micro_step, layer)
                 if not slots.holds(cell):
                     sends, hosted = slots.lacking(moves, RANK)
-                    leaving, arriving = row_messages(sends, "row", home), row_messages(hosted, "slot", slots.rows)
+                    leaving, arriving = row_messages(sends, "row", rows), row_messages(hosted, "slot", slots.rows)
                     Transfer(peers, "weights", leaving, arriving).post()
                     slots.enter(cell, fills_mine=len(hosted) > 0)
-            grads = {"weight": torch.zeros(max(len(moves.hosted), len(moves.sends)), 1)}
+            grads = {"weight": torch.zeros(max(len(moves.hosted), len(moves.sends)), 1).unbind()}
             leaving, arriving = (row_messages(each, "position", grads) for each in (moves.hosted, moves.sends))
             Transfer(peers, "gradients", leaving, arriving).post()
 
