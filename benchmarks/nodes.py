@@ -53,8 +53,9 @@ from foreroute import planner
 from foreroute.costs import hardware_preset, model_preset
 from foreroute.costs.links import pairs_between
 from foreroute.costs.model import CostModel
-from foreroute.costs.pricing import ALL_TO_ALL, price_cell
-from foreroute.plan import CellPlan, PlanOptions, StepPlan, Topology
+from foreroute.costs.pricing import ALL_TO_ALL, step_parts
+from foreroute.plan import PlanOptions, StepPlan, Topology
+from foreroute.plan.hosts import Hosts
 from foreroute.plan.options import PassName
 from foreroute.simulate import SimulateConfig
 from foreroute.simulate.balancers import BalancerInput
@@ -295,12 +296,13 @@ def _busy_on_h100() -> dict[str, dict[str, float]]:
     hardware = hardware_preset("h100")
     links = replace(hardware.links, cluster_bytes_per_s=hardware.links.cluster_bytes_per_s / 2)
     model, load = model_preset("qwen3-30b-a3b"), replace(WORKLOADS["G16"], num_micro_steps=4, num_layers=4)
-    cells_CGE = load.draw(seed=0).counts().reshape(-1, 16, load.num_experts)
+    counts = load.draw(seed=0).counts()
     topology, shares = Topology(16, 8, 0, links), {}
-    at_home = CellPlan.homes_only(topology.contiguous_home_E(load.num_experts), 16)
+    home_LE = np.tile(topology.contiguous_home_E(load.num_experts), (counts.shape[1], 1))
+    at_home = Hosts.with_room(home_LE, len(counts), 16, 0)
     for dispatcher in ("copies", "dedup"):
         costs = CostModel(model=model, hardware=replace(hardware, links=links), dispatcher=dispatcher)
-        parts_SP = np.sum([price_cell(at_home, each, topology, costs).parts_SP for each in cells_CGE], axis=0)
+        parts_SP = step_parts(at_home, counts, topology, costs)
         busy_S = parts_SP[:, ALL_TO_ALL] / parts_SP.sum(axis=1)
         shares[dispatcher] = dict(zip(PASSES, busy_S.round(3).tolist(), strict=True))
     return shares

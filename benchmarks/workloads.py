@@ -87,8 +87,9 @@ def _figures(before: Ints, counts: Ints, top_k: int, repeats: int) -> Iterator[t
     topology = costs.hardware.topology(num_ranks, 2)
     home_LE = np.tile(topology.contiguous_home_E(num_experts), (num_layers, 1))
     problem = BalancerInput(counts, topology, home_LE, before.sum(axis=(0, 2), dtype=np.int64))
+    cells = counts.shape[0] * num_layers
     for record in compare(problem, costs, baselines(before)):
-        yield record.name, shown(record)
+        yield record.name, shown(record, cells)
     for name, (slots, home_moves) in OURS.items():
         options, there = PlanOptions(tolerance=0.0, home_moves=home_moves), replace(topology, redundant_slots=slots)
         found = plan(counts, there, options)
@@ -98,7 +99,7 @@ def _figures(before: Ints, counts: Ints, top_k: int, repeats: int) -> Iterator[t
         seconds = quickest(lambda: plan(counts, there, homed, home_LE=found.home_LE), repeats)  # noqa: B023
         record = figures_of(found, counts, costs, label=name, planning_s=seconds)
         replicas = round(float(found.num_replicas_ML.mean()), 2)
-        yield name, {**shown(record), "replicas": replicas, **_certified(found, counts)}
+        yield name, {**shown(record, cells), "replicas": replicas, **_certified(found, counts)}
 
 
 def _certified(found: StepPlan, counts: Ints) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from foreroute.plan import PlanOptions, StepPlan
 from foreroute.planner import plan
 from foreroute.simulate import parse_config
 from foreroute.simulate.balancers import BalancerInput
-from foreroute.simulate.compare import MethodFigures, compare, figures_of
+from foreroute.simulate.compare import compare, figures_of
+from foreroute.simulate.records import MethodRecord
 from foreroute.trace import RoutingTrace
 
 OLMOE = {
@@ -66,7 +67,7 @@ def balanced(steps: Steps) -> dict[str, dict[str, float]]:
     """
     values = {"cluster": {"gpus": BASE_RANKS, "expert_parallel": BASE_RANKS}, "model": OLMOE}
     cluster = parse_config(values, source="the experiments").described()
-    records: dict[str, list[MethodFigures]] = {}
+    records: dict[str, list[MethodRecord]] = {}
     for before, counts in pairwise(steps):
         home_LE = np.tile(cluster.topology.contiguous_home_E(counts.shape[3]), (counts.shape[1], 1))
         problem = BalancerInput(counts, cluster.topology, home_LE, before.sum(axis=(0, 2), dtype=np.int64))
@@ -81,7 +82,7 @@ def balanced(steps: Steps) -> dict[str, dict[str, float]]:
             records.setdefault(record.name, []).append(record)
     return {
         name: {
-            "imbalance": _rounded([float(record.imbalance_ML.mean()) for record in several]),
+            "imbalance": _rounded([record.imbalance for record in several]),
             "fetches": _rounded([record.fetches_per_cell for record in several]),
         }
         for name, several in records.items()

@@ -32,7 +32,7 @@ LIGHT_ROOMS = [
     "trace", "layout", "capture", "mismatch", "plan", "costs", "planner", "records", "conformance", "doctor",
 ]  # fmt: skip
 EXTRAS = {
-    "cli": ["simulate", "report", "cli.main"],
+    "cli": ["simulate", "simulate.fit", "report", "cli.main"],
     "hf": [
         "adapters.hf",
         "engines.embedded",
@@ -45,7 +45,6 @@ EXTRAS = {
     "engines": ["engines.vllm", "engines.sglang"],
     "megatron": ["adapters.megatron"],
     "trl": ["trainers.trl"],
-    "fit": ["simulate.fit"],
     "report": ["report.run_plots", "report.plan_plots", "report.simulation_plots"],
 }
 

@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from foreroute import planner
 from foreroute.ep.transfer.cells import Cell
@@ -53,19 +52,18 @@ def host_work(repeats: int) -> dict[str, dict[str, float]]:
             schedule.cell(MICRO_STEPS - 1, plan.shape[1] - 1)
             return schedule
 
-        schedule, home = compiled(), {"weight": torch.zeros(workload.num_experts // workload.num_ranks, 1)}
-        rows = {name: tensor.unbind() for name, tensor in home.items()}
+        schedule, home = compiled(), {"weight": torch.zeros(workload.num_experts // workload.num_ranks, 1).unbind()}
         sets = [SlotSet(home, topology) for _ in range(workload.num_layers)]
         cells = workload.num_layers * MICRO_STEPS
         compiling[name] = _median(compiled, repeats) / cells * 1e6
-        indexing[name] = _median(lambda: _index(plan, schedule, sets, rows), repeats) / cells / 2 * 1e3  # noqa: B023
+        indexing[name] = _median(lambda: _index(plan, schedule, sets, home), repeats) / cells / 2 * 1e3  # noqa: B023
     return {"schedule_us_per_cell": compiling, "host_ms_per_cell": indexing}
 
 
 def _index(
-    plan: StepPlan, schedule: ExecutionSchedule, sets: list[SlotSet], rows: Mapping[str, Sequence[Tensor]]
+    plan: StepPlan, schedule: ExecutionSchedule, sets: list[SlotSet], home: Mapping[str, Sequence[torch.Tensor]]
 ) -> None:
-    """Index a forward and a backward of every cell: who holds what, messages of weights twice, of gradients once."""
+    """A forward and a backward of every cell: who holds what, messages of weights twice, messages of gradients once."""
     peers = cast("PeerGroup", _Unposted())
     for micro_step in range(MICRO_STEPS):
         for layer, slots in enumerate(sets):
@@ -77,7 +75,7 @@ def _index(
                 cell = plan.cell(micro_step, layer)
                 if not slots.holds(cell):
                     sends, hosted = slots.lacking(moves, RANK)
-                    leaving, arriving = row_messages(sends, "row", rows), row_messages(hosted, "slot", slots.rows)
+                    leaving, arriving = row_messages(sends, "row", home), row_messages(hosted, "slot", slots.rows)
                     Transfer(peers, "weights", leaving, arriving).post()
                     slots.enter(cell, fills_mine=len(hosted) > 0)
             grads = {"weight": torch.zeros(max(len(moves.hosted), len(moves.sends)), 1).unbind()}

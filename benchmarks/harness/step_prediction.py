@@ -17,7 +17,7 @@ from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import FetchPath
 from foreroute.plan.options import PassName
 from foreroute.simulate import SimulateConfig, parse_config
-from foreroute.simulate.cell_costs import Compute, Transfers
+from foreroute.simulate.cell_costs import Compute, PassWork, Transfers
 from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.fit import Measurement, fit, predict
 
@@ -103,13 +103,12 @@ def seconds_on_processes(one: Measurement, config: SimulateConfig, costs: CostMo
     Links between nodes are the kernel's, and take nobody's turn.
     """
     group = EPGroup.of(one.served, one.step, costs, overlap=config.execution.overlap)
-    moved = (group.recompute, group.update)[one.pass_index]
+    compute, moved = (group.recompute, group.update)[one.pass_index]
     between, inside = np.array([1, 1, 0, 0]), np.array([0, 0, 1, 1])  # links, as `Transfers` has them
     copied = moved._replace(direct_KMLG4=moved.direct_KMLG4 * inside, gradient_MLG4=moved.gradient_MLG4 * inside)
     carried = Transfers(np.zeros_like(moved.host_KMLG), moved.direct_KMLG4 * between, moved.gradient_MLG4 * between)
-    compute = in_turns(without_overlap(group.compute, copied), os.cpu_count() or 1)
-    runs = replace(group, compute=compute, recompute=carried, update=carried).run()
-    return runs[one.pass_index].end_s
+    work = PassWork(in_turns(without_overlap(compute, copied), os.cpu_count() or 1), carried)
+    return replace(group, recompute=work, update=work).run()[one.pass_index].end_s
 
 
 def without_overlap(compute: Compute, transfers: Transfers) -> Compute:

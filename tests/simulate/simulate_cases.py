@@ -6,6 +6,11 @@ from foreroute.simulate import parse_config
 from foreroute.simulate.cell_costs import Compute, Transfers
 from foreroute.simulate.engine import ExecutionModel
 
+FREE_OF_ALL_BUT_ROWS = {"preset": "h100", "layer_s": 1e-9, "tile_rows": 1, "memory_bytes_per_s": 1e20}
+"""Hardware on which few tokens are enough for a plan to pay."""
+FAST_LINKS = dict.fromkeys(("node_bytes_per_s", "cluster_bytes_per_s", "host_bytes_per_s"), 1e15)
+FAST_LINKS |= dict.fromkeys(("node_latency_s", "cluster_latency_s"), 1e-9)
+
 
 def random_work(seed, *, micro_steps=3, layers=4, ranks=2, transfers=1.0):
     """Compute and transfers of about one second a phase; a third of the cells fetch nothing."""

@@ -81,13 +81,7 @@ def _rows_of_copies(pairs_GG: Any, ranks_per_node: int) -> Any:
 
 @kernel
 def rows_of_reach(reach_GN: Any, reach_GG: Any, ranks_per_node: int) -> Any:
-    """float64 [G, 4] as `rows_sent`, deduplicated.
-
-    Args:
-        reach_GN: tokens of each source rank that have a pick on each node.
-        reach_GG: tokens of each source rank that have a pick on each rank.
-        ranks_per_node: of the topology.
-    """
+    """float64 [G, 4] as `rows_sent`, of the tokens of each source with a pick on each node, and on each rank."""
     num_ranks, num_nodes = reach_GN.shape
     rows_G4 = np.zeros((num_ranks, 4))
     for g in range(num_ranks):

@@ -84,6 +84,7 @@ class ModelShape:
                 whole_number(value, name=name, most=MOST_OF_MODEL[name], error=ConfigError)
             else:
                 check_number(value, name=name, most=MOST_ELEMENT_BYTES, error=ConfigError)
+        # picks of a token are distinct experts
         if self.top_k > self.num_experts:
             raise ConfigError(f"top_k is {self.top_k}; a layer of {self.num_experts} experts has no more to pick")
 
@@ -248,6 +249,7 @@ class CostModel:
             hosts: of the plan.
             topology: ranks and links.
         """
+        # planning looks at every count of a cell
         num_counts = (len(hosts.offsets) - 1) * topology.num_ranks * int(hosts.home_LE.shape[1])
         return self.begin_s + self.plan_s_per_count * num_counts + self.publish_seconds(hosts, topology)
 
@@ -257,6 +259,7 @@ class CostModel:
             return 0.0
         sent_LE = hosts.sent_LEW(topology.ranks_per_node).any(axis=-1)
         sent_G = np.bincount(hosts.home_LE[sent_LE], minlength=topology.num_ranks)
+        # where nobody measured it, writing is taken to be as fast as reading
         rate = self.hardware.publish_bytes_per_s or topology.links.host_bytes_per_s
         return int(sent_G.max()) * self.model.expert_bytes / rate
 
@@ -273,6 +276,7 @@ class CostModel:
             one: the pass.
         """
         tokens_X = np.asarray(tokens_X, np.float64)
+        # tokens in equal sequences of that length
         squares_X = tokens_X * self.sequence_tokens if squares_X is None else np.asarray(squares_X, np.float64)
         dense_X = one.gemm * 2 * self.model.dense_parameters * tokens_X / self.hardware.gemm_flops_per_s
         core_X = one.attention * 2 * self.model.attention_width * squares_X / self.hardware.attention_flops_per_s
@@ -311,8 +315,8 @@ class CostModel:
 
 
 class ExpertPrices(NamedTuple):
-    """What `expert_seconds` of one pass goes by: rows of a tile, seconds of a row's products, of all weights through
-    memory, and of a row through memory; and what a replica takes beside, at both of its ends.
+    """Inputs of `expert_seconds` for one pass: rows of a tile, seconds of a row's products, of all weights through
+    memory, of a row through memory, and of a replica at each of its ends.
     """
 
     tile_rows: int

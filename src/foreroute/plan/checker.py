@@ -1,4 +1,4 @@
-"""Whether a plan is what it says it is: an independent check that shares no code with the planner.
+"""Check that a plan is what it says it is: an independent check that shares no code with the planner.
 
 It proves that a plan can be executed as it stands and that its figures are true. Not that it is a good plan.
 """
@@ -70,6 +70,7 @@ def _check_arrays(plan: StepPlan) -> None:
             "more, and a multiple of the ranks"
         )
     sources, num_replicas = plan.hosts.tokens_RG.shape[1], len(plan.hosts.expert_R)
+    # before anything is indexed by a rank
     if sources != num_ranks:
         raise PlanError(f"tokens_RG is of {sources} source ranks; the topology has {num_ranks}")
     offsets, expected = plan.hosts.offsets, num_micro_steps * num_layers + 1
@@ -152,6 +153,7 @@ def _check_replicas(plan: StepPlan) -> None:
         _refuse(plan, (value_R < 0) | (value_R >= size), f": there are {size} {what}")
     home_R = plan.home_LE[cell_R % plan.shape[1], hosts.expert_R]
     _refuse(plan, home_R == hosts.rank_R, " is on the expert's home")
+    # an (expert, rank) pair is one host: two would leave open who serves what
     twice_R = _repeated((cell_R * num_experts + hosts.expert_R) * num_ranks + hosts.rank_R)
     _refuse(plan, twice_R, ": the rank serves that expert twice")
     twice_R = _repeated((cell_R * num_ranks + hosts.rank_R) * slots + hosts.slot_R)
@@ -189,6 +191,7 @@ def _check_tokens(plan: StepPlan, counts_MLGE: NDArray[np.integer]) -> None:
         layer_R, expert_R, rank_R, tokens_RG = (
             array[part] for array in (layer_of_all, hosts.expert_R, hosts.rank_R, hosts.tokens_RG)
         )
+        # unsigned counts would wrap where replicas serve too much
         rest_LEG = counts_MLGE[m].swapaxes(1, 2).astype(np.int64)
         np.subtract.at(rest_LEG, (layer_R, expert_R), tokens_RG)
         if (rest_LEG < 0).any():

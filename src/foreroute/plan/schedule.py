@@ -48,7 +48,7 @@ by_host: whether its weights go through host memory; gradients never do.
 
 @dataclass(frozen=True, eq=False)
 class CellSchedule:
-    """What one rank does in one cell.
+    """Work of one rank in one cell.
 
     Segments of rows are int64 [B, 2]: first row and length, in the order in which they are taken; none is empty.
 

@@ -112,17 +112,18 @@ class StepPlan:
         return self.hosts.cell(micro_step, layer)
 
     def is_at_home(self, pass_name: PassName) -> bool:
-        """Whether every expert serves at its home in a pass: the plan has no replica, or saves too little there."""
+        """Say whether every expert serves at its home in a pass: the plan has no replica, or saves too little there."""
+        # what was never priced is executed: somebody asked for it
         return len(self.hosts.expert_R) == 0 or self.gains.get(pass_name, 1.0) < LEAST_GAIN
 
     def in_pass(self, pass_name: PassName) -> StepPlan:
-        """What is executed in a pass: this plan, or its homes alone, beside the loads and bounds of this plan."""
+        """The plan that is executed in a pass: this one, or its homes alone beside the loads and bounds of this one."""
         if not self.is_at_home(pass_name):
             return self
         return replace(self, hosts=Hosts.with_room(self.home_LE, self.shape[0], self.topology.num_ranks, 0))
 
     def decision(self, pass_name: PassName) -> str:
-        """What is executed in a pass, and why, in words."""
+        """The decision on a pass, and why, in words."""
         if len(self.hosts.expert_R) == 0:
             return "at homes: the plan has no replicas"
         if pass_name not in self.gains:

@@ -1,4 +1,4 @@
-"""What a method makes of a step, as seconds of work: for every cell, rank and resource. The engine's input.
+"""Seconds of work of a served step, for every cell, rank and resource: the engine's input.
 
 Every micro-step goes through the layers once in the recompute, and forward and back in the update, where activations
 are computed anew on the way back. Arrays over both ways have the axis K: 0 forward, 1 back. What is found in the slots
@@ -14,14 +14,16 @@ from numpy.typing import NDArray
 
 from foreroute.costs import links, pricing
 from foreroute.costs.model import BACKWARD, FORWARD, CostModel
+from foreroute.plan.hosts import Hosts
+from foreroute.plan.options import SlotSharing
 from foreroute.plan.topology import Topology
-from foreroute.simulate.methods import ServedStep
+from foreroute.simulate.balancers import BalancerInput
 
 Floats = NDArray[np.float64]
 
 
 class Compute(NamedTuple):
-    """What the ranks compute and send between each other in each cell; no transfers.
+    """Work of the ranks and of the all-to-alls between them in each cell; no transfers.
 
     Attributes:
         attention_MG2: [M, G, 2], seconds of attention and all that is dense in a layer, forward and backward.
@@ -54,38 +56,38 @@ class Transfers(NamedTuple):
     gradient_MLG4: Floats
 
 
+class PassWork(NamedTuple):
+    """All that a group does in one pass of a step."""
+
+    compute: Compute
+    transfers: Transfers
+
+
 def compute_of(
-    served: ServedStep,
-    squares_MG: NDArray[np.integer] | None,
+    hosts: Hosts,
+    step: BalancerInput,
     layers: NDArray[np.integer],
     topology: Topology,
     costs: CostModel,
 ) -> Compute:
-    """Price all cells.
+    """Price what is computed and sent in all cells; `layers` are the planned ones that stand for those of the model.
 
-    Args:
-        served: who serves what.
-        squares_MG: [M, G], sum of squared lengths of the sequences on each rank; by default those of
-            `costs.sequence_tokens`.
-        layers: which planned layer stands for each layer of the model.
-        topology: ranks and links.
-        costs: the cost model.
+    Without squares of lengths, sequences are those of `costs.sequence_tokens`.
     """
-    shape = num_micro_steps, num_layers = served.counts_MLGE.shape[:2]
+    shape = step.counts_MLGE.shape[:2]
     prices, ranks = costs.prices(topology), topology.num_ranks
     all_to_all_ML, rows_ML2, experts_MLG2 = np.empty(shape), np.empty((*shape, 2)), np.empty((*shape, ranks, 2))
-    tokens_MG = np.empty((num_micro_steps, ranks))
-    for c, cell in enumerate(served.cells):
-        m, layer = divmod(c, num_layers)
-        counts_GE = served.counts_MLGE[m, layer]
+    for place in np.ndindex(shape):
+        cell, counts_GE = hosts.cell(*place), step.counts_MLGE[place]
         rows_G4 = links.rows_sent(links.pairs_between(cell, counts_GE), prices)
-        all_to_all_ML[m, layer] = links.all_to_all_seconds(rows_G4, prices)
-        rows_ML2[m, layer] = rows_G4[:, [links.NODE_OUT, links.CLUSTER_OUT]].sum(axis=0)
-        forward_G, backward_G = pricing.experts_by_rank(cell, counts_GE, prices)
-        experts_MLG2[m, layer, :, 0], experts_MLG2[m, layer, :, 1] = forward_G, backward_G
-        if layer == 0:
-            tokens_MG[m] = counts_GE.sum(axis=1) / costs.model.top_k
-    attention_MG2 = np.stack([costs.attention_seconds(tokens_MG, squares_MG, one) for one in (FORWARD, BACKWARD)], -1)
+        all_to_all_ML[place] = links.all_to_all_seconds(rows_G4, prices)
+        rows_ML2[place] = rows_G4[:, [links.NODE_OUT, links.CLUSTER_OUT]].sum(axis=0)
+        experts_MLG2[place] = np.stack(pricing.experts_by_rank(cell, counts_GE, prices), axis=-1)
+    # the same tokens pass all layers
+    tokens_MG = step.counts_MLGE[:, 0].sum(axis=-1) / costs.model.top_k
+    attention_MG2 = np.stack(
+        [costs.attention_seconds(tokens_MG, step.squares_MG, one) for one in (FORWARD, BACKWARD)], -1
+    )
     return Compute(
         attention_MG2=attention_MG2,
         head_MG=costs.head_seconds(tokens_MG),
@@ -97,41 +99,36 @@ def compute_of(
 
 
 def transfers_of(
-    served: ServedStep, layers: NDArray[np.integer], topology: Topology, costs: CostModel
-) -> tuple[Transfers, Transfers]:
-    """Price what moves in the recompute and in the update.
+    hosts: Hosts,
+    slots: SlotSharing,
+    layers: NDArray[np.integer],
+    topology: Topology,
+    costs: CostModel,
+    *,
+    is_update: bool,
+) -> Transfers:
+    """Price what moves in a pass; only the update has a way back, on which gradients return.
 
     Slots of a layer hold what the plan left there, so that the way back fetches nothing. Slots that layers share hold
     the last `prefetch` + 1 cells, which the way back begins with.
-
-    Args:
-        served: who serves what.
-        layers: which planned layer stands for each layer of the model.
-        topology: ranks and links.
-        costs: the cost model.
     """
-    prices, ranks = costs.prices(topology), topology.num_ranks
-    fetch_MLG5, gradient_MLG5 = np.zeros((2, *served.counts_MLGE.shape[:2], ranks, 5))
-    for c, cell in enumerate(served.cells):
-        fetched_R = cell.fetched_R if served.slots == "layer" else np.ones(len(cell.rank_R), np.bool_)
-        fetch_G5, gradient_G5 = links.transfer_seconds(
+    prices, ranks, num_layers = costs.prices(topology), topology.num_ranks, len(hosts.home_LE)
+    num_micro_steps = (len(hosts.offsets) - 1) // num_layers
+    fetch_MLG5, gradient_MLG5 = np.zeros((2, num_micro_steps, num_layers, ranks, 5))
+    for place in np.ndindex(num_micro_steps, num_layers):
+        cell = hosts.cell(*place)
+        fetched_R = cell.fetched_R if slots == "layer" else np.ones(len(cell.rank_R), np.bool_)
+        fetch_MLG5[place], gradient_MLG5[place] = links.transfer_seconds(
             cell.expert_R, cell.rank_R, fetched_R, cell.home_E, ranks, prices
         )
-        place = divmod(c, served.counts_MLGE.shape[1])
-        fetch_MLG5[place], gradient_MLG5[place] = fetch_G5, gradient_G5
-    forth_MLG5 = fetch_MLG5[:, layers]
-    back_MLG5 = np.zeros_like(forth_MLG5)
-    if served.slots == "shared":
-        fetched_back = max(len(layers) - costs.prefetch - 1, 0)
-        back_MLG5[:, :fetched_back] = forth_MLG5[:, :fetched_back]
-
-    def moved(fetch_KMLG5: Floats, gradient_MLG4: Floats) -> Transfers:
-        return Transfers(fetch_KMLG5[..., links.HOST], fetch_KMLG5[..., : links.HOST], gradient_MLG4)
-
-    gradient_MLG4 = gradient_MLG5[:, layers][..., : links.HOST]
-    return (
-        moved(np.stack([forth_MLG5, np.zeros_like(forth_MLG5)]), np.zeros_like(gradient_MLG4)),
-        moved(np.stack([forth_MLG5, back_MLG5]), gradient_MLG4),
+    fetch_KMLG5 = np.stack([fetch_MLG5[:, layers]] * 2)
+    # what the slots still hold when the way turns back is there
+    fetched_back = max(len(layers) - costs.prefetch - 1, 0) if is_update and slots == "shared" else 0
+    fetch_KMLG5[1, :, fetched_back:] = 0
+    return Transfers(
+        fetch_KMLG5[..., links.HOST],
+        fetch_KMLG5[..., : links.HOST],
+        gradient_MLG5[:, layers][..., : links.HOST] * is_update,
     )
 
 
