@@ -50,9 +50,7 @@ def grid() -> list[Cell]:
     explored = [cell for part in parts for seed in SEEDS for cell in part(seed)]
     confirming = [cell for seed in FRESH for cell in _confirm(seed)]
     routes = [Cell("H/routes", "routes", seed, "routes") for seed in SEEDS]
-    later = [
-        cell for part, seeds in ((_noise, SEEDS), (_long, FEW), (_weak, SEEDS)) for s in seeds for cell in part(s)
-    ]
+    later = [cell for part, seeds in ((_noise, SEEDS), (_long, FEW), (_weak, SEEDS)) for s in seeds for cell in part(s)]
     return explored + confirming + routes + later
 
 
