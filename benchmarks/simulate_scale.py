@@ -1,4 +1,4 @@
-"""From 64 to 4,096 GPUs: planning measured here on one thread, step time simulated, and where planning no longer hides.
+"""Planning from 64 to 4,096 GPUs: its time, measured here on one thread, in steps whose time is simulated.
 
 Two ways to grow. More groups at the same expert parallelism: every group plans its own step (`planning_ms`), or one
 planner plans for all (`one_planner_ms`, the sum). Larger groups: a model of 256 experts over 16 to 256 ranks, whose
@@ -33,7 +33,7 @@ def run(quick: bool) -> dict[str, Any]:
 
 
 def figures(found: SimulationRecord) -> dict[str, Any]:
-    """Of one cluster."""
+    """Reduce the simulation of one cluster."""
     ours = found["ours"]
     planning_s = ours.planning_s
     return {

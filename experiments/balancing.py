@@ -1,4 +1,4 @@
-"""What balancers make of steps and micro-steps: loads and transfers that are counted, and seconds that are modelled.
+"""Balancers on steps and micro-steps: loads and transfers that are counted, and seconds that are modelled.
 
 Eight ranks of one node with two redundant slots each, and contiguous homes. `llep_free` is LLEP with a slot for every
 expert, as its public code has it. `eplb_last` is EPLB placed anew for every micro-step by the loads of the one before.
@@ -60,7 +60,7 @@ def balancing_of(traces: Sequence[RoutingTrace], kind_S: Ints, seed: int) -> dic
 
 
 def balanced(steps: Steps) -> dict[str, dict[str, float]]:
-    """By method: mean imbalance of a cell, and experts moved for one, over all steps but the first.
+    """Average imbalance of a cell and experts moved for one, by method, over all steps but the first.
 
     Args:
         steps: counts_MLGE of steps that follow each other.
@@ -72,6 +72,7 @@ def balanced(steps: Steps) -> dict[str, dict[str, float]]:
         home_LE = np.tile(cluster.topology.contiguous_home_E(counts.shape[3]), (counts.shape[1], 1))
         problem = BalancerInput(counts, cluster.topology, home_LE, before.sum(axis=(0, 2), dtype=np.int64))
         found = list(compare(problem, cluster.costs, baselines(before)))
+        # a slot for every expert that a rank does not own: no limit at all
         free = replace(cluster.topology, redundant_slots=counts.shape[3] - counts.shape[3] // BASE_RANKS)
         free_llep = {"llep_free": OTHER_BALANCERS["llep"]}
         found += compare(replace(problem, topology=free), cluster.costs, free_llep)

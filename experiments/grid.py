@@ -44,8 +44,9 @@ ARMS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
 
 
 def grid() -> list[Cell]:
-    """All cells."""
+    """List all cells."""
     stages = (_mismatch, _core, _control, _second, _boundary)
+    # a stage goes through all seeds before the next begins
     explored = [cell for stage in stages for seed in SEEDS for cell in stage(seed)]
     confirming = [cell for seed in FRESH for cell in _confirm(seed)]
     routes = [Cell("H/routes", "routes", seed, "routes") for seed in SEEDS]
@@ -60,7 +61,7 @@ def _mismatch(seed: int) -> Iterator[Cell]:
 
 
 def _core(seed: int) -> Iterator[Cell]:
-    """What says most about training: on policy, and far from it."""
+    """Train on policy, and far from it: what says most."""
     for mini_steps in (8, 1):
         yield from _b(seed, mini_steps, "plain", {})
 

@@ -28,7 +28,7 @@ RESERVE_S = 8
 
 
 def run(figures: Figures) -> None:
-    """See the module."""
+    """Train with R3, then without replay."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         records = train(_config(figures, "R3", STEPS), folder / "R3").records()
@@ -67,6 +67,6 @@ def _config(figures: Figures, routing: str, steps: int, warm: dict[str, Any] | N
 
 
 def _median(records: Sequence[dict[str, Any]], sum_of: Sequence[str]) -> float:
-    """Of all steps but the first, which compiles and allocates."""
+    """Take the median of all steps but the first, which compiles and allocates."""
     later = [sum(record["seconds"].get(stage, 0.0) for stage in sum_of) for record in records[1:]]
     return float(statistics.median(later))

@@ -76,7 +76,7 @@ def eplb(
 
 
 def _published_us(counts: NDArray[np.int32], topology: Topology) -> float:
-    """Of placing alone, without a token split; the best of some cells."""
+    """Time placing alone, without a token split; the best of some cells."""
     num_experts, num_ranks = counts.shape[3], topology.num_ranks
     copies = num_experts + num_ranks * topology.redundant_slots
     weights = [torch.tensor(counts[m, :1].sum(axis=1)) for m in range(PUBLISHED_CELLS)]
@@ -132,6 +132,7 @@ def simulated(
     num_ranks = counts.shape[2]
     values: dict[str, Any] = {"cluster": {"gpus": num_ranks, "expert_parallel": num_ranks}, "model": dict(model)}
     top_k = parse_config(values, source="the benchmark").described().costs.model.top_k
+    # recorded steps are small; the model's costs per byte and row need real sizes to weigh against
     factor = max(1, round(SIMULATED_TOKENS * top_k / (counts.sum(axis=(2, 3)).mean() / num_ranks)))
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / f"{number}.safetensors" for number in range(2)]

@@ -34,7 +34,7 @@ class _Unposted:
     rank = RANK
 
     def post(self, sends: list[Any], receives: list[Any], what: str) -> list[Any]:
-        """Nothing leaves."""
+        """Send nothing."""
         return []
 
 

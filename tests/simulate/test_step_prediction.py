@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.harness.execution_bench import LINKS, SIZES, SLOTS
+from benchmarks.harness.spread_bench import LINKS, SIZES, SLOTS
 from benchmarks.harness.step_prediction import (
     PASSES,
     TimedStep,
@@ -36,8 +36,8 @@ def steps(config, *, seed):
     costs = replace(costs, hardware=replace(costs.hardware, links=links, **RATES))
     found = []
     for number in range(4):
-        shares = rng.dirichlet(np.full(SIZES["num_experts"], 0.3 + number))
-        counts = rng.multinomial(512 * (1 + number), shares, (2, SIZES["num_hidden_layers"], 2)).astype(np.int32)
+        shares = rng.dirichlet(np.full(SIZES.experts, 0.3 + number))
+        counts = rng.multinomial(512 * (1 + number), shares, (2, SIZES.layers, 2)).astype(np.int32)
         for options in (PlanOptions(slots="shared"), PlanOptions(replicas=False)):
             one = TimedStep(f"{seed}-{number}", counts, plan(counts, topology, options))
             seconds = {
@@ -66,7 +66,7 @@ def test_steps_are_predicted_from_others(pass_name):
 
 @pytest.mark.slow
 def test_planned_steps_over_those_at_home_are_predicted_as_megatron_executes_them():
-    config = processes_config(SIZES, 2, slots=2, sequence_tokens=64, head_width=128, paths="direct")
+    config = processes_config(SIZES, 2, slots=2, sequence_tokens=64, paths="direct")
     known, asked = steps(config, seed=0), steps(config, seed=1)
     untimed = {str(i): [one._replace(seconds={}) for one in asked[i : i + 2]] for i in range(0, len(asked), 2)}
     ratios = predict_ratios(known, untimed, config)
@@ -74,7 +74,7 @@ def test_planned_steps_over_those_at_home_are_predicted_as_megatron_executes_the
         wanted = [a.seconds[pass_name] / b.seconds[pass_name] for a, b in zip(asked[::2], asked[1::2], strict=True)]
         assert list(ratios[pass_name].values()) == pytest.approx(wanted, rel=1e-3)
         assert np.ptp(wanted) > 0.01
-    by_host = processes_config(SIZES, 2, slots=2, sequence_tokens=64, head_width=128)
+    by_host = processes_config(SIZES, 2, slots=2, sequence_tokens=64)
     assert ratios["update"] != predict_ratios(known, untimed, by_host)["update"]
 
 
