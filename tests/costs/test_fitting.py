@@ -83,6 +83,11 @@ def test_seconds_of_a_replica_may_vanish_and_rates_end_at_their_bounds():
     hardware = find_rates(COSTS, names, predicted, none_V, np.full(3, 1e-4)).costs.hardware
     assert (hardware.replica_s, hardware.replica_backward_s) == pytest.approx((0, 0), abs=1e-12)
     assert hardware.gemm_flops_per_s == pytest.approx(FARTHEST * COSTS.hardware.gemm_flops_per_s)
+    most = replace(COSTS, hardware=replace(COSTS.hardware, backward_products=1.0))  # 1000 is the most that there may be
+    far = find_rates(
+        most, ("backward_products",), lambda costs: np.array([costs.hardware.backward_products]), *[np.array([1e9])] * 2
+    )
+    assert far.costs.hardware.backward_products == FARTHEST
     huge = find_rates(COSTS, names[:1], lambda costs: predicted(costs)[:1], np.array([1e9]), np.ones(1))
     assert huge.costs.hardware.gemm_flops_per_s == pytest.approx(COSTS.hardware.gemm_flops_per_s / FARTHEST)
 
