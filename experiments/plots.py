@@ -14,7 +14,8 @@ from matplotlib.ticker import NullFormatter
 from experiments.arms import Arms, Measure, Metric, over_steps, reward_last, static
 from experiments.grid import MINI_STEPS, REGIMES, ROUTINGS
 from experiments.intervals import Interval
-from foreroute.report.figure import SIDE_COLOURS, STYLE
+from foreroute.report.figure import SIDE_COLOURS
+from foreroute.report.format import STYLE
 
 COLOURS = (SIDE_COLOURS["native"], SIDE_COLOURS["replayed"], "#009E73", "#CC79A7", "#333333")
 LOOKS = {"none": (COLOURS[0], "o"), "R2": (COLOURS[2], "^"), "R3": (COLOURS[1], "s"), "exact": (COLOURS[4], "D")}

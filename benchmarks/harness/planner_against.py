@@ -22,7 +22,7 @@ from foreroute.planner import plan
 from foreroute.simulate import parse_config, simulate
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.compare import compare, figures_of
-from foreroute.simulate.methods import BALANCERS
+from foreroute.simulate.eplb import eplb_micro_step
 from foreroute.simulate.records import MethodRecord
 from foreroute.simulate.workload import WORKLOADS
 
@@ -52,11 +52,10 @@ def eplb(
     """
     found = plan(counts, topology, PlanOptions(tolerance=0.0), home_LE=home_LE)
     cells = counts.shape[0] * counts.shape[1]
-    method = BALANCERS["eplb_micro_step"].method
     contiguous_LE = np.tile(topology.contiguous_home_E(counts.shape[3]), (counts.shape[1], 1))
     problem = BalancerInput(counts, topology, contiguous_LE)
-    theirs = list(method(problem))
-    fast_us = quickest(lambda: list(method(problem)), repeats) * 1e6 / cells
+    theirs = list(eplb_micro_step(problem))
+    fast_us = quickest(lambda: list(eplb_micro_step(problem)), repeats) * 1e6 / cells
     pairs = zip(found.max_load_ML.ravel(), theirs, problem.cells(), strict=True)
     worse = sum(most > int(other.loads_G(counts_GE).max()) for most, other, (_, counts_GE) in pairs)
     moves = sum(int(other.fetched_R.sum()) for other in theirs)
