@@ -38,7 +38,8 @@ def converted(folder, source="answer.json", target="out", *more, model="model"):
 def refused(folder, message, *args, **kwargs):
     result = converted(folder, *args, **kwargs)
     assert result.returncode == 2, result.stdout
-    assert message in " ".join(result.stderr.replace("│", "").split())
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
     return result
 
 

@@ -138,6 +138,7 @@ def test_a_users_error_is_one_message_and_exit_code_2(files, words, message):
     save_counts(np.ones((1, 1, 4, 16), np.int64), files / "large.safetensors", overwrite=True)
     result = plan(f"--topology cluster.toml {words}", files)
     assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
     assert message in result.stderr
     assert result.stdout == ""
     assert not list(files.glob("plan.*")), "nothing is written"

@@ -5,7 +5,6 @@
     2         what was given is wrong, or cannot be read or written
     128 + n   it was ended by signal n: 130 by Ctrl-C, 143 by SIGTERM, 129 by SIGHUP
 
-Typer says what is wrong with options, Rich ends when nobody reads. What is left is errors, full disks and signals.
 A verb may ask that the first signal is only noted, as `train` does, which then saves a checkpoint and ends by itself.
 """
 
@@ -22,6 +21,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
+import typer
+
 from foreroute.cli.terminal import Console, prepare_streams
 from foreroute.errors import AttachError, ForerouteError, InputError, how_to_install, printable
 
@@ -36,6 +37,8 @@ EXTRA_OF = {
     "httpx": "engines",
 }
 """What verbs import that the light core does not bring, and the extra that does."""
+USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
+"""Typer brings its own click since 0.26, and used click before."""
 ISSUES = "https://github.com/foreroute/foreroute/issues"
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Ctrl-C, what schedulers send before they kill, and what a terminal sends that is closed."""
@@ -161,6 +164,11 @@ def _code_of(error: BaseException) -> int:
             _say(f"there is not enough memory{f' ({error})' if str(error) else ''}")
         case UnicodeEncodeError():
             _say(f"{error.object[max(error.start - 40, 0) : error.end + 40]} is not text in UTF-8; rename it")
+        case USAGE_ERROR() if type(error).__name__ == "NoArgsIsHelpError":  # Typer has shown the help
+            pass
+        case USAGE_ERROR():
+            path = error.ctx.command_path if error.ctx else "foreroute"
+            _say(f"{error.format_message().strip().rstrip('.')}; {path} --help shows what there is")
         case _:
             with suppress(OSError):
                 sys.stderr.write(printable("".join(traceback.format_exception(error))))
