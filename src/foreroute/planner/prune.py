@@ -75,7 +75,7 @@ def _least_on_busiest(cell: CellPlan, num_ranks: int, prices: Any) -> int:
     for r in range(len(cell.expert_R)):
         here, home = cell.rank_R[r], cell.home_E[cell.expert_R[r]]
         if link == HOST:
-            involved = cell.fetched_R[r] and here == rank and here // prices.host_ranks == home // prices.host_ranks
+            involved = cell.fetched_R[r] and here == rank and here // prices.memory_ranks == home // prices.memory_ranks
         else:
             is_near = here // prices.ranks_per_node == home // prices.ranks_per_node
             involved = (here == rank or home == rank) and is_near == (link >= NODE_OUT)
