@@ -7,11 +7,11 @@ from tests.robustness import NIGHT
 from tests.robustness.fuzzer import attack, summary
 from tests.robustness.mutations import damage
 from tests.robustness.target import FAILURES, load_group
-from tests.robustness.wires import SAMPLE_TRACE, wires_as_text
+from tests.robustness.traces import SAMPLE_TRACE, wires_as_text
 
 LIGHT = (
-    "texts:text_targets",
-    "wires:wire_targets",
+    "plans:text_targets",
+    "traces:wire_targets",
     "plans:plan_targets",
     "traces:trace_targets",
     "records:record_targets",
@@ -84,7 +84,7 @@ def test_every_bit_and_every_cut_of_a_file_with_a_checksum_counts(tmp_path, grou
 @pytest.mark.parametrize(("name", "part"), [(name, part) for name, _, parts in wires_as_text() for part in parts])
 def test_what_a_wire_repeats_cannot_change_routes(name, part):
     """Names of types and shapes of an array, which the answer has besides."""
-    target = next(each for each in load_group("tests.robustness.wires:wire_targets", None) if each.name == name)
+    target = next(each for each in load_group("tests.robustness.traces:wire_targets", None) if each.name == name)
     raw, expected, rng = target.make(None), target.content(target.make(None)), np.random.default_rng(12)
     assert target.read(raw).equals(SAMPLE_TRACE)
     start = raw.index(part)

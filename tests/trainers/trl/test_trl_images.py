@@ -1,6 +1,5 @@
 """Rollouts with images under TRL: what the experts are given in updates, and the mismatch that is left."""
 
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +13,7 @@ from foreroute.trace import PIXELS
 from foreroute.trainers.trl import GRPOTrainer
 from foreroute.trainers.trl.rollout import cut_batch
 from tests.trainers.trl.images import conversations, policy, processor
+from tests.trainers.trl.routes_book import watched
 from tests.trainers.trl.trl_runs import config, logged
 
 
@@ -41,24 +41,6 @@ def generating_with_other_routers(model, scale=0.02):
     return overridden(model, "generate", generate)
 
 
-@contextmanager
-def watched_updates(model):
-    """Tokens [B, T] and executed experts [L, B, T, K] of every forward with gradients, by plain hooks."""
-    batches, handles = [], []
-
-    def begin(_, args, kwargs):
-        batches.append((torch.is_grad_enabled(), kwargs["input_ids"].clone(), []))
-
-    handles.append(model.model.register_forward_pre_hook(begin, with_kwargs=True))
-    for module in model.modules():
-        if type(module).__name__ == "Qwen3VLMoeTextExperts":
-            note = lambda _, args: batches[-1][2].append(args[1].detach().clone())  # noqa: E731
-            handles.append(module.register_forward_pre_hook(note))
-    yield batches
-    for handle in handles:
-        handle.remove()
-
-
 def trained(folder, replay, change=lambda trace: trace, **settings):
     model = policy()
     chosen = {"max_steps": 2, "max_completion_length": 6, "gradient_checkpointing": False, "beta": 0.0, **settings}
@@ -79,7 +61,7 @@ def trained(folder, replay, change=lambda trace: trace, **settings):
         take(rollout)
 
     trainer.routing.take = changed
-    with generating_with_other_routers(model), watched_updates(model) as batches:
+    with generating_with_other_routers(model), watched(model) as batches:
         trainer.train()
     return trainer, rollouts, batches
 
@@ -94,17 +76,11 @@ def test_routes_of_images_are_replayed_in_updates_and_the_mismatch_falls(folder)
     assert {int(each.sum()) for each in np.split(begins, rollout.offsets[1:-1])} == {1, 2}  # images of a sequence
     assert np.array_equal(rollout.streams[PIXELS].valid_N, is_image)
     num_compared = 0
-    for with_grad, input_ids, calls in batches:
-        for row, ids in enumerate(input_ids.tolist()):
-            tokens = ids[next(i for i, token in enumerate(ids) if token) :]
-            while tokens[-1] == 0:
-                tokens.pop()
-            if not with_grad or tuple(tokens) not in routes_of:
-                continue
-            part = rollout.select([routes_of[tuple(tokens)]])
-            first = next(i for i, token in enumerate(ids) if token)
+    for batch in (batch for batch in batches if batch.grad):
+        for row, first, _, tokens in batch.sequences():
+            part = rollout.select([routes_of[tokens]])
             places = first + np.flatnonzero(part.token_ids_N == image)
-            executed = torch.stack(calls).view(len(calls), len(input_ids), -1, 2)[:, row, places].numpy()
+            executed = batch.ids_LRK().reshape(3, len(batch.input_ids), -1, 2)[:, row, places]
             assert np.array_equal(executed, part.expert_ids_NLK[part.token_ids_N == image].swapaxes(0, 1))
             num_compared += len(places)
     assert num_compared == is_image.sum()  # in two steps each sequence is used once
