@@ -1,4 +1,4 @@
-"""What plans are worth, simulated: every method over ours, and ours over forced balance, in both passes.
+"""Worth of plans, simulated: every method over ours, and ours over forced balance, in both passes.
 
 H100-class GPUs; Qwen3-30B-A3B and Qwen3-235B-A22B; workloads G8 to G64, the same tokens for every method.
 **Every second is modelled.** Planning is measured here.
@@ -104,7 +104,7 @@ def figures(found: SimulationRecord) -> dict[str, Any]:
         "groups_waiting": round(ours.groups_waiting, 4),
         "parts_of_ours": _parts(found, "ours"),
         "parts_of_static": _parts(found, "static"),
-        "stages_of_ours": {name: round(value, 4) for name, value in ours.phases._asdict().items()},
+        "phases_of_ours": {name: round(value, 4) for name, value in ours.phases._asdict().items()},
         "planning_ms": round(ours.planning_s * 1e3, 1),
     }
 

@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
@@ -17,6 +18,8 @@ from tests.attended import SIZES as SPARSE
 from tests.replay.session_subject import router_paths
 
 SIZES = {**FAMILIES, **GROUPED, "deepseek_v32": SPARSE}
+BROKEN = {}
+"""By adapter that is broken in one way, the check that must fail, and no other."""
 
 
 class Adapter:
@@ -27,6 +30,10 @@ class Adapter:
     scores_on_sets = True
     checks = None  # all
     compiles = False  # a second or two each time
+
+    def __init_subclass__(cls, fails=None):
+        if fails is not None:
+            BROKEN[cls] = fails
 
     def __init__(self):
         self.good = HuggingFaceUnderTest(self.family, SIZES[self.family])
@@ -156,7 +163,7 @@ class Handle:
     @contextmanager
     def record(self, **options):
         with self.good.record(**options) as recording:
-            yield Recording(self, recording)
+            yield SimpleNamespace(trace=lambda: self.adapter.recorded(self, recording.trace()))
 
     @contextmanager
     def replay(self, trace, **options):
@@ -168,14 +175,6 @@ class Handle:
                 yield
             finally:
                 self.model.session_trace = self.model.good.trace = None
-
-
-class Recording:
-    def __init__(self, handle, good):
-        self.handle, self.good = handle, good
-
-    def trace(self):
-        return self.handle.adapter.recorded(self.handle, self.good.trace())
 
 
 def with_ids(trace, ids):

@@ -1,4 +1,4 @@
-"""Adapters whose rows or gates are broken in one way each; `BROKEN` says which check must fail, and no other."""
+"""Adapters whose rows or gates are broken in one way each."""
 
 from contextlib import contextmanager
 from itertools import pairwise
@@ -11,29 +11,24 @@ from foreroute.trace import DecisionStream
 from tests.conformance.breaking import Adapter, filled, native, other_ids, with_ids
 
 
-class SomeRowsWrong(Adapter):
+class SomeRowsWrong(Adapter, fails="routes-followed"):
     def rows(self, trace):
         ids = trace.expert_ids_NLK.copy()
         ids[::5, 0] = other_ids(trace)[::5, 0]
         return with_ids(trace, ids)
 
 
-class NoEffect(Adapter):
-    def output(self, handle, layer, router, args, output):
-        return native(router, args)
-
-
-class OneLayerWithoutEffect(Adapter):
+class OneLayerWithoutEffect(Adapter, fails="silent-no-op"):
     def output(self, handle, layer, router, args, output):
         return native(router, args) if layer == 1 else output
 
 
-class Shifted(Adapter):
+class Shifted(Adapter, fails="token-shift"):
     def rows(self, trace):
         return with_ids(trace, np.roll(trace.expert_ids_NLK, 1, axis=0))
 
 
-class ShiftedWithoutLastRow(Adapter):
+class ShiftedWithoutLastRow(Adapter, fails="token-shift"):
     """Aligns T - 1 rows with the end of the sequence."""
 
     def rows(self, trace):
@@ -41,7 +36,7 @@ class ShiftedWithoutLastRow(Adapter):
         return with_ids(trace, np.roll(trace.expert_ids_NLK, 1, axis=0)) if short else trace
 
 
-class BatchFirst(Adapter):
+class BatchFirst(Adapter, fails="sequence-order"):
     def rows(self, trace):
         sequences, ids = len(trace), trace.expert_ids_NLK
         if len(set(trace.lengths)) > 1:
@@ -49,7 +44,7 @@ class BatchFirst(Adapter):
         return with_ids(trace, ids.reshape(-1, sequences, *ids.shape[1:]).swapaxes(0, 1).reshape(ids.shape))
 
 
-class AllLayersAxis(Adapter):
+class AllLayersAxis(Adapter, fails="layer-axis"):
     """Takes row i of the layer axis for decoder layer i, where the first is dense."""
 
     family = "deepseek_v3"
@@ -58,34 +53,34 @@ class AllLayersAxis(Adapter):
         return with_ids(trace, np.roll(trace.expert_ids_NLK, -1, axis=1))
 
 
-class ZeroIsMissing(Adapter):
+class ZeroIsMissing(Adapter, fails="one-pick"):
     def rows(self, trace):
         ids = trace.expert_ids_NLK
         return with_ids(trace, np.where((ids == 0).all(-1, keepdims=True), other_ids(trace), ids))
 
 
-class OneByte(Adapter):
+class OneByte(Adapter, fails="wide-ids"):
     def rows(self, trace):
         return with_ids(trace, trace.expert_ids_NLK & 0xFF)
 
 
-class SignedByte(Adapter):
+class SignedByte(Adapter, fails="wide-ids"):
     def rows(self, trace):
         return with_ids(trace, trace.expert_ids_NLK & 0x7F)
 
 
-class NewestVersionOnly(Adapter):
+class NewestVersionOnly(Adapter, fails="resumed-rollout"):
     def rows(self, trace):
         old = trace.weight_versions_N < max(trace.versions, default=0)
         return with_ids(trace, np.where(old[:, None, None], other_ids(trace), trace.expert_ids_NLK))
 
 
-class LastRowFilled(Adapter):
+class LastRowFilled(Adapter, fails="missing-rows"):
     def rows(self, trace):
         return filled(trace, lasts(trace) & ~trace.valid_N)
 
 
-class GapsFilled(Adapter):
+class GapsFilled(Adapter, fails="gaps"):
     def rows(self, trace):
         return filled(trace, ~lasts(trace) & ~trace.valid_N)
 
@@ -97,12 +92,12 @@ def lasts(trace):
     return last
 
 
-class PaddingConsumesRows(Adapter):
+class PaddingConsumesRows(Adapter, fails="padding-neutral"):
     def rows(self, trace):
         return trace if len(set(trace.lengths)) == 1 else with_ids(trace, np.roll(trace.expert_ids_NLK, 2, axis=0))
 
 
-class PaddingToTheFirstExperts(Adapter):
+class PaddingToTheFirstExperts(Adapter, fails="padding-hot-spot"):
     def output(self, handle, layer, router, args, output):
         logits, weights, ids = output
         batch = handle.model.batch
@@ -112,7 +107,7 @@ class PaddingToTheFirstExperts(Adapter):
         return logits, weights, ids
 
 
-class SoftmaxGates(Adapter):
+class SoftmaxGates(Adapter, fails="gate-rule"):
     family = "deepseek_v3"
 
     def output(self, handle, layer, router, args, output):
@@ -120,20 +115,20 @@ class SoftmaxGates(Adapter):
         return logits, logits.gather(-1, ids).softmax(-1), ids
 
 
-class LastBits(Adapter):
+class LastBits(Adapter, fails="native-bit-equal"):
     def output(self, handle, layer, router, args, output):
         logits, weights, ids = output
         return logits, weights * (1 + 1e-6), ids
 
 
-class ZeroedScores(Adapter):
+class ZeroedScores(Adapter, fails="dense-scores"):
     def output(self, handle, layer, router, args, output):
         logits, weights, ids = output
         own = native(router, args)[2]
         return logits, weights * (ids[..., None] == own[..., None, :]).any(-1), ids
 
 
-class WithinGroups(Adapter):
+class WithinGroups(Adapter, fails="group-limit"):
     family = "deepseek_v3"
 
     def rows(self, trace):
@@ -143,30 +138,30 @@ class WithinGroups(Adapter):
         return with_ids(trace, np.where(spanned > self.groups.live, np.arange(trace.spec.top_k), trace.expert_ids_NLK))
 
 
-class DetachedGates(Adapter):
+class DetachedGates(Adapter, fails="router-gradient"):
     def output(self, handle, layer, router, args, output):
         logits, weights, ids = output
         return logits, weights.detach(), ids
 
 
-class MasksDropped(Adapter):
+class MasksDropped(Adapter, fails="masks-followed"):
     def score(self, logits, targets, masks):
         return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
 
 
-class MasksOneLate(Adapter):
+class MasksOneLate(Adapter, fails="masks-followed"):
     """Without a look at the tokens."""
 
     def score(self, logits, targets, masks):
         return super().score(logits, targets, with_tokens(masks.take(np.arange(masks.num_rows) - 1), targets))
 
 
-class MasksAtAnotherTemperature(Adapter):
+class MasksAtAnotherTemperature(Adapter, fails="masks-followed"):
     def score(self, logits, targets, masks):
         return super().score(logits / 0.8, targets, masks)
 
 
-class MasksWithoutGradient(Adapter):
+class MasksWithoutGradient(Adapter, fails="masks-followed"):
     """A value on the sets with the gradient of all tokens."""
 
     def score(self, logits, targets, masks):
@@ -174,7 +169,7 @@ class MasksWithoutGradient(Adapter):
         return super().score(logits, targets, masks).detach() + of_all - of_all.detach()
 
 
-class MasksMended(Adapter):
+class MasksMended(Adapter, fails="masks-refused"):
     """Rows whose set is missing or lacks the token are scored over all tokens."""
 
     def score(self, logits, targets, masks):
@@ -194,17 +189,12 @@ class Sparse(Adapter):
     checks = ("routes-followed", "indexers-followed", "indexers-recorded", "indexers-refused")
 
 
-class ChoicesDropped(Sparse):
-    def rows(self, trace):
-        return trace.without_streams()
-
-
-class ChoicesOfTheLayerBefore(Sparse):
+class ChoicesOfTheLayerBefore(Sparse, fails="indexers-followed"):
     def rows(self, trace):
         return changed_sets(trace, lambda sets_ND: np.roll(sets_ND, 1, axis=1))
 
 
-class ChoicesForgottenInRecomputation(Sparse):
+class ChoicesForgottenInRecomputation(Sparse, fails="indexers-followed"):
     def backward(self, model, step):
         if model.case.checkpointing:
             step.under(step.trace.without_streams())
@@ -212,7 +202,7 @@ class ChoicesForgottenInRecomputation(Sparse):
             step.right()
 
 
-class ChoicesRecordedOneLate(Sparse):
+class ChoicesRecordedOneLate(Sparse, fails="indexers-recorded"):
     def recorded(self, handle, trace):
         if "indexer" not in trace.streams:
             return trace
@@ -220,7 +210,7 @@ class ChoicesRecordedOneLate(Sparse):
         return trace.with_stream("indexer", trace.streams["indexer"].take(np.roll(rows, 1, axis=1).reshape(-1)))
 
 
-class ChoicesMended(Sparse):
+class ChoicesMended(Sparse, fails="indexers-refused"):
     """Where they cannot be those of the model, it chooses for itself, and so it does where a row has none."""
 
     @contextmanager
@@ -251,37 +241,3 @@ def changed_sets(trace, change):
     return trace.with_stream(
         "indexer", DecisionStream.from_sets(stream.num_choices, stream.valid_N, counts, ids, layers=stream.layers)
     )
-
-
-BROKEN = {
-    SomeRowsWrong: "routes-followed",
-    NoEffect: "silent-no-op",
-    OneLayerWithoutEffect: "silent-no-op",
-    Shifted: "token-shift",
-    ShiftedWithoutLastRow: "token-shift",
-    BatchFirst: "sequence-order",
-    AllLayersAxis: "layer-axis",
-    ZeroIsMissing: "one-pick",
-    OneByte: "wide-ids",
-    SignedByte: "wide-ids",
-    NewestVersionOnly: "resumed-rollout",
-    LastRowFilled: "missing-rows",
-    GapsFilled: "gaps",
-    PaddingConsumesRows: "padding-neutral",
-    PaddingToTheFirstExperts: "padding-hot-spot",
-    SoftmaxGates: "gate-rule",
-    LastBits: "native-bit-equal",
-    ZeroedScores: "dense-scores",
-    WithinGroups: "group-limit",
-    DetachedGates: "router-gradient",
-    MasksDropped: "masks-followed",
-    MasksOneLate: "masks-followed",
-    MasksAtAnotherTemperature: "masks-followed",
-    MasksWithoutGradient: "masks-followed",
-    MasksMended: "masks-refused",
-    ChoicesDropped: "indexers-followed",
-    ChoicesOfTheLayerBefore: "indexers-followed",
-    ChoicesForgottenInRecomputation: "indexers-followed",
-    ChoicesRecordedOneLate: "indexers-recorded",
-    ChoicesMended: "indexers-refused",
-}

@@ -11,9 +11,8 @@ from foreroute.conformance.check import PLACEMENT
 from foreroute.conformance.kit import bugs_of
 from foreroute.errors import ConfigError
 from tests.conformance import broken_rows, broken_sessions
-from tests.conformance.breaking import Adapter
+from tests.conformance.breaking import BROKEN, Adapter
 
-BROKEN = {**broken_rows.BROKEN, **broken_sessions.BROKEN}
 IDS = [check.id for check in ALL_CHECKS]
 
 
@@ -33,7 +32,7 @@ AT_ONCE = {
     broken_rows.SomeRowsWrong,
     broken_rows.SoftmaxGates,
     broken_rows.MasksDropped,
-    broken_rows.ChoicesDropped,
+    broken_rows.ChoicesOfTheLayerBefore,
     broken_sessions.RecomputesWithTheLatest,
     broken_sessions.TakesDuplicates,
 }

@@ -3,8 +3,6 @@
 Each test stands behind the function that worker processes run for it.
 """
 
-import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -18,38 +16,13 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from foreroute.adapters import hf
 from foreroute.ep import execution
-from foreroute.testing.ranks import environment
 from tests.adapters.hf.model_runs import batch_of, checkpointed_by_library, log_probs, random_routes
+from tests.ep.executor_properties import said_by
 from tests.ep.spread_models import load_spread
-from tests.ep.spread_steps import LAYERS, MICRO_STEPS, ONE_GROUP, SpreadStep, compile_layers, differing
-from tests.ep.test_refusals import said_by, without_route
+from tests.ep.spread_steps import LAYERS, MICRO_STEPS, SpreadStep, compile_layers, differing
+from tests.ep.test_refusals import without_route
 from tests.ep.transfer.plans import split_plan, static_plan
 from tests.roundings import require_rounded
-
-REGISTERED = """
-from transformers.distributed.expert_parallel import EPImplementationInterface as Interface
-assert "foreroute" not in Interface()
-import foreroute.adapters.hf
-assert "foreroute" in Interface()
-"""
-
-
-@pytest.mark.slow
-def test_the_name_is_there_once_the_adapter_is_imported():
-    ran = subprocess.run(
-        [sys.executable, "-c", REGISTERED], env=environment(), capture_output=True, text=True, timeout=120
-    )
-    assert ran.returncode == 0, ran.stderr
-
-
-def in_a_pipeline(rank, folder):
-    return said_by(lambda: load_spread(folder, pp_size=2, **ONE_GROUP))
-
-
-@pytest.mark.slow
-def test_a_pipeline_beside_is_refused_by_transformers(workers, folder_of):
-    for said in workers(4).run(in_a_pipeline, folder_of()):
-        assert said.startswith("ValueError: Combining FSDP with pipeline parallelism is not supported"), said
 
 
 def padded(rank, folder):

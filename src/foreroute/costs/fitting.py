@@ -30,7 +30,8 @@ STEP = 1e-4
 """Relative change by which slopes are taken: far above rounding, and within one linear piece mostly."""
 CONVERGED = 1e-12
 """Relative change of errors and parameters below which the search ends: a few rounds more, and digits to compare."""
-MOST_ROUNDS = 200
+MOST_ROUNDS, REACH = 200, 4.0
+"""Rounds of the search, and the most that one of them changes a parameter by, as a factor."""
 ALIKE = 1e6
 """Singular values of the slopes, largest over smallest, from which parameters cannot be told apart."""
 
@@ -120,18 +121,12 @@ def _least_squares(
     # one-sided: the pieces are linear, and a step across a kink is mended by the next round
     slopes_VK = _slopes(errors, scale_K, error_V)
     for _ in range(MOST_ROUNDS):
-        gradient_K, curvature_KK = slopes_VK.T @ error_V, slopes_VK.T @ slopes_VK
-        # what would leave its bounds stays there, and the others move as if it were known
-        free_K = ~(((scale_K <= least_K) & (gradient_K > 0)) | ((scale_K >= FARTHEST) & (gradient_K < 0)))
-        free_K &= np.diag(curvature_KK) > 0
-        if not free_K.any():
-            break
-        part_KK = curvature_KK[np.ix_(free_K, free_K)]
-        move_K = np.zeros(len(scale_K))
-        move_K[free_K] = -np.linalg.lstsq(part_KK + damping * np.diag(np.diag(part_KK)), gradient_K[free_K])[0]
-        tried_K = np.clip(scale_K + move_K, least_K, FARTHEST)
+        # a factor goes far in several rounds, since slopes do not hold far away; what may vanish vanishes at once
+        low_K = np.where(least_K > 0, np.maximum(least_K, scale_K / REACH), 0.0)
+        high_K = np.minimum(FARTHEST, np.maximum(scale_K, STEP) * REACH)
+        tried_K = scale_K + _move(slopes_VK, error_V, damping, low_K - scale_K, high_K - scale_K)
         tried_V = errors(tried_K)
-        better, before = error_V @ error_V - tried_V @ tried_V, error_V @ error_V
+        before, better = error_V @ error_V, error_V @ error_V - tried_V @ tried_V
         # a step that helps may be longer next time; one that does not is tried shorter
         if better > 0:
             is_still = np.abs(tried_K - scale_K).max() <= CONVERGED * np.abs(tried_K).max()
@@ -144,11 +139,30 @@ def _least_squares(
     return scale_K, slopes_VK
 
 
+def _move(slopes_VK: Floats, error_V: Floats, damping: float, low_K: Floats, high_K: Floats) -> Floats:
+    """The damped step of least squares within bounds: what would leave them ends there, and the others know of it."""
+    gradient_K, curvature_KK = slopes_VK.T @ error_V, slopes_VK.T @ slopes_VK
+    curvature_KK = curvature_KK + damping * np.diag(np.diag(curvature_KK))
+    move_K, free_K = np.zeros(len(gradient_K)), np.diag(curvature_KK) > 0
+    # each round bounds one factor more at least
+    while free_K.any():
+        known_K = gradient_K + curvature_KK @ np.where(free_K, 0.0, move_K)
+        move_K[free_K] = -np.linalg.lstsq(curvature_KK[np.ix_(free_K, free_K)], known_K[free_K])[0]
+        is_out_K = free_K & ((move_K < low_K) | (move_K > high_K))
+        move_K = np.clip(move_K, low_K, high_K)
+        if not is_out_K.any():
+            break
+        free_K &= ~is_out_K
+    return move_K
+
+
 def _slopes(errors: Callable[[Floats], Floats], scale_K: Floats, error_V: Floats) -> Floats:
     """float64 [V, K], change of each error by each factor."""
     slopes_VK = np.empty((len(error_V), len(scale_K)))
     for k in range(len(scale_K)):
         step_K = np.zeros(len(scale_K))
         step_K[k] = STEP * max(scale_K[k], STEP)  # a parameter that has vanished has slopes too
+        if scale_K[k] + step_K[k] > FARTHEST:  # nothing is predicted beyond the bounds, where values may be refused
+            step_K[k] *= -1
         slopes_VK[:, k] = (errors(scale_K + step_K) - error_V) / step_K[k]
     return slopes_VK

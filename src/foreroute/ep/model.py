@@ -417,6 +417,10 @@ class ExpertParallelModel(ABC):
             for plan, schedule, of_all, of_weights in zip(plans, own, joined, weights, strict=True)
         ]
 
+    def _is_executing(self) -> bool:
+        """Return whether a plan is executed on the model, by whichever of its attachments."""
+        return self.holder is not None and self.holder.execution is not None
+
     def _require_no_execution(self, before: str) -> None:
-        if self.holder is not None and self.holder.execution is not None:
+        if self._is_executing():
             raise ReplayError(f"a plan is executed on this model; leave that execution before {before}")

@@ -124,16 +124,12 @@ def fitted(costs: CostModel, steps: Sequence[MeasuredStep], seconds_XS: NDArray[
         steps: even, uneven, and the latter under a plan.
         seconds_XS: float64 [3, 2], of each, recompute and update.
     """
-    (even, _, planned), shape = steps, costs.model
+    even, _, planned = steps
     # to begin with, all of the even recompute is rows, and each layer takes a tenth of it beside them
     row_s = float(seconds_XS[0, 0]) / int(even.plan.max_load_ML.sum())
     layer_s = 0.1 * float(seconds_XS[0, 0]) / even.plan.max_load_ML.size
-    begin = {"gemm_flops_per_s": 2 * shape.expert_parameters / row_s, "backward_products": 1.0, "layer_s": layer_s}
-    costs = with_values(costs, begin)
-
-    def rows_and_layers(seconds_XS: NDArray[np.float64]) -> NDArray[np.float64]:
-        # a row by the difference of uneven and even steps, a layer by what is left of the even recompute
-        return np.array([*(seconds_XS[1] - seconds_XS[0]), seconds_XS[0, 0]])
+    begin = {"gemm_flops_per_s": 2 * costs.model.expert_parameters / row_s, "backward_products": 1.0}
+    costs = with_values(costs, begin | {"layer_s": layer_s})
 
     def predicted(of_costs: CostModel, some: Sequence[MeasuredStep]) -> NDArray[np.float64]:
         return np.array(
@@ -143,19 +139,21 @@ def fitted(costs: CostModel, steps: Sequence[MeasuredStep], seconds_XS: NDArray[
             ]
         )
 
-    costs = find_rates(
-        costs,
-        ("gemm_flops_per_s", "backward_products", "layer_s"),
-        lambda tried: rows_and_layers(predicted(tried, steps[:2])),
-        rows_and_layers(seconds_XS),
-        np.array([*seconds_XS[0], seconds_XS[0, 0]]),
-    ).costs
+    def find(
+        names: Sequence[str], take: Callable[[NDArray[np.float64]], NDArray[np.float64]], *places: int
+    ) -> CostModel:
+        some, measured_XS = [steps[x] for x in places], seconds_XS[list(places)]
+        measured_V = take(measured_XS)
+        size_V = measured_XS[0, : len(measured_V)]  # of a whole pass: differences may be 0
+        return find_rates(costs, names, lambda tried: take(predicted(tried, some)), measured_V, size_V).costs
+
+    # One after the other: what a row takes is what plans save, and must not bend to levels, which hold much else.
+    costs = find(("gemm_flops_per_s", "backward_products"), lambda found_XS: found_XS[1] - found_XS[0], 0, 1)
+    costs = find(("layer_s",), lambda found_XS: found_XS[0, :1], 0)
     if len(planned.plan.hosts.expert_R):
         names = ("replica_s", "replica_backward_s")
         costs = with_values(costs, dict.fromkeys(names, layer_s))
-        costs = find_rates(
-            costs, names, lambda tried: predicted(tried, [planned])[0], seconds_XS[2], seconds_XS[2]
-        ).costs
+        costs = find(names, lambda found_XS: found_XS[0], 2)
     return costs.hardware
 
 

@@ -13,10 +13,8 @@ from torch import Tensor
 from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.core.passes import Interceptor, Pass, is_in
 from foreroute.errors import BatchMismatchError, InputError, ReplayError
-from foreroute.mismatch import routing_mismatch
 from foreroute.mismatch.measures import MOST_LOGPROB
 from foreroute.replay import Policy, ReplayCounts, ReplayRows, RoutedModel, Routes
-from foreroute.trace import RoutingTrace
 
 METRICS = {
     # what is logged: the two sums that it is the ratio of
@@ -87,16 +85,6 @@ class MismatchSums:
             impossible_trained=_is_impossible(by_trainer).sum(),
         )
         return log_r, counted
-
-    def compare_routes(self, rollout: RoutingTrace, executed: RoutingTrace) -> None:
-        """Add routes of the rollout beside recorded ones, whose sequences may end earlier."""
-        routes = routing_mismatch(rollout.truncated(executed.lengths), executed)
-        self._add(
-            rows=routes.rows,
-            differing_rows=int(routes.by_differing_layers[1:].sum()),
-            decisions=routes.rows * len(routes.differing_L),
-            differing_decisions=int(routes.differing_L.sum()),
-        )
 
     def reduce_routes(self, reduce: Callable[[Tensor], Tensor]) -> None:
         """Add up the sums of routes over ranks that share rows or layers of a batch, and its tokens. A collective call.

@@ -1,11 +1,10 @@
-"""A chunk on a device that counts the waits of the host: replay adds none, and no optimizer steps on a wrong batch."""
+"""A chunk on a device that counts the waits of the host: replay adds none."""
 
 import contextlib
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
-import pytest
 import torch
 
 from foreroute.adapters.megatron.forward_args import Call
@@ -56,9 +55,6 @@ class Chunk:
         self.device.reads.clear()
         self.forward()
         return sum(self.device.reads.values())
-
-    def parameters(self):
-        return self._model.parameters()
 
 
 @contextlib.contextmanager
@@ -176,32 +172,6 @@ def test_what_is_wrong_is_told_when_the_session_ends():
                 leave()
             else:
                 on.refuses(BatchMismatchError, message, leave)
-
-
-@pytest.mark.slow
-@on_ranks(1)
-def test_an_optimizer_steps_on_right_batches_alone():
-    """A wrapped forward step leaves the wait to the optimizer, so that micro-batches are in flight."""
-    for is_wrong in (False, True):
-        with chunk() as there:
-            forward = there.routed.replaying(lambda batches, model: (next(batches), there.forward())[1])
-            optimizer = torch.optim.SGD(there.parameters(), lr=0.1)
-            shard = there.routed.shard(there.trace, there.layout)
-            before = [each.detach().values_here.clone() for each in there.parameters()]
-            unpatched = there.waits()
-            for micro_batch in range(2):
-                if is_wrong and micro_batch == 1:
-                    other_token(there)
-                there.device.reads.clear()
-                logits = forward(iter([{"routes": shard}]), there._model)
-                assert sum(there.device.reads.values()) == unpatched, "not the session's end either"
-                logits.sum().backward()
-            if is_wrong:
-                on.refuses(BatchMismatchError, "token 0 in the batch", optimizer.step)
-            else:
-                optimizer.step()
-            after = [each.detach().values_here for each in there.parameters()]
-            assert all(map(torch.equal, before, after)) == is_wrong
 
 
 @on_ranks(1)

@@ -2,7 +2,6 @@
 
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -34,17 +33,10 @@ class OtherLayer(MoELayer):
 
 @on_ranks(2)
 def test_refusals():
-    for refusal in (of_homes, of_gradients, of_optimizers, of_layers, of_faults, of_a_second_attach):
+    for refusal in (of_gradients, of_optimizers, of_layers, of_faults, of_a_second_attach):
         initialize(CELL)
         chunks = build(CELL)
         refusal(megatron.attach(chunks), chunks)
-
-
-def of_homes(routed, chunks):
-    refused(PlanError, "an expert lives on rank 3; expected ranks from 0 to 1", routed, np.arange(16).reshape(2, 8) % 4)
-    refused(
-        PlanError, "ranks are given other homes to move experts to", routed, np.roll(swapped(routed), here(), axis=1)
-    )
 
 
 def of_gradients(routed, chunks):

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from foreroute.core.deferred_checks import DeferredChecks
-from foreroute.errors import CaptureError
+from foreroute.errors import CaptureError, ReplayError
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.trainers.verl import megatron, passes
 from foreroute.trainers.verl.megatron import MegatronPasses, transformer_impl
@@ -61,6 +61,13 @@ def main(to):
         read = lambda self, wrong, raise_error: wrong.item()  # noqa: E731
         with mock.patch.object(DeferredChecks, "add", read), routing.batch(batch[0], update=True):
             waits["read at once"] = there.run(forward_only=False)
+        others = lambda **given: one_after_the_other(**given | {"data_iterator": iter(batch)})  # noqa: E731
+        with mock.patch.object(transformer_impl, "get_forward_backward_func", return_value=others):
+            try:
+                with routing.batch(batch[0], update=True):
+                    there.run(forward_only=False)
+            except ReplayError as error:
+                waits["others"] = str(error)
         batch[1]["routed_experts"].values()[:, 1] = torch.tensor([0, 1])
         try:
             with torch.no_grad(), routing.batch(batch[0], update=False):

@@ -20,7 +20,16 @@ from verl.utils.seqlen_balancing import rearrange_micro_batches
 from verl.workers.utils.padding import left_right_2_no_padding
 
 from foreroute.trainers.verl import trace_of
-from tests.trainers.verl.verl_batches import PROMPT, RESPONSE, SPEC, padded, require_told, sequences, telling_routes
+from tests.trainers.verl.verl_batches import (
+    PROMPT,
+    RESPONSE,
+    SPEC,
+    nested,
+    padded,
+    require_told,
+    sequences,
+    telling_routes,
+)
 
 ENGINES = {
     # what vLLM and SGLang hand to verl: uint8 or int32 of all layers, one row for each token but the last
@@ -77,22 +86,27 @@ def test_mini_and_micro_batches_without_padding_keep_their_routes():
     require_all([tu.concat_tensordict(tu.chunk_tensordict(batch, 4)[::-1])])
 
 
-def test_rows_have_the_version_of_the_weights_where_one_sampled_the_sequence():
-    """As verl's client for servers says it, of requests that were resumed under other weights too."""
-    pairs = sequences(6)
-    spans = [(3, 3), (4, 4), (3, 4), (None, None), (5, 5), (4, 4)]
-    outputs = [
+def outputs_of(pairs, engine, spans=None):
+    """What verl's agent loop has of a rollout, and of which weights."""
+    spans = spans or [(None, None)] * len(pairs)
+    return [
         AgentLoopOutput(
             prompt_ids=prompt.tolist(),
             response_ids=response.tolist(),
             response_mask=[1] * len(response),
-            routed_experts=ENGINES["vllm"](np.concatenate([prompt, response])),
+            routed_experts=ENGINES[engine](np.concatenate([prompt, response])),
             metrics=AgentLoopMetrics(),
             extra_fields=dict(zip(("min_global_steps", "max_global_steps"), span, strict=True)),
         )
         for (prompt, response), span in zip(pairs, spans, strict=True)
     ]
-    batch = asyncio.run(agent_loop_batch(outputs))
+
+
+def test_rows_have_the_version_of_the_weights_where_one_sampled_the_sequence():
+    """As verl's client for servers says it, of requests that were resumed under other weights too."""
+    batch = asyncio.run(
+        agent_loop_batch(outputs_of(sequences(6), "vllm", [(3, 3), (4, 4), (3, 4), (None, None), (5, 5), (4, 4)]))
+    )
     parts, order = rearrange_micro_batches(left_right_2_no_padding(batch.to_tensordict()), max_token_len=24)
     expected = [3, 4, -1, -1, 5, 4]
     for part, numbers in [(batch, range(6)), *zip(parts, order, strict=True)]:
@@ -106,23 +120,12 @@ def test_rows_have_the_version_of_the_weights_where_one_sampled_the_sequence():
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_wire_of_each_engine_arrives_through_verls_agent_loop(engine):
     pairs = sequences(4)
-    outputs = [
-        AgentLoopOutput(
-            prompt_ids=prompt.tolist(),
-            response_ids=response.tolist(),
-            response_mask=[1] * len(response),
-            routed_experts=ENGINES[engine](np.concatenate([prompt, response])),
-            metrics=AgentLoopMetrics(),
-        )
-        for prompt, response in pairs
-    ]
+    outputs = outputs_of(pairs, engine)
     for output, pair in zip(outputs, pairs, strict=True):  # the newer trainer's way, one sequence at a time
         fields = output.as_dict()
-        ids = torch.cat([fields["prompts"], fields["responses"]])
-        one = {"input_ids": ids, "routed_experts": fields["routed_experts"]}
-        assert one["routed_experts"].dtype == torch.int16
-        alone = {n: torch.nested.as_nested_tensor([v], layout=torch.jagged) for n, v in one.items()}
-        require_told(trace_of(alone, model=SPEC), [pair])
+        assert fields["routed_experts"].dtype == torch.int16
+        one = {"input_ids": [*fields["prompts"], *fields["responses"]], "routed_experts": fields["routed_experts"]}
+        require_told(trace_of({name: nested([each]) for name, each in one.items()}, model=SPEC), [pair])
     batch = asyncio.run(agent_loop_batch(outputs))
     require_told(trace_of(batch, model=SPEC), pairs)
     require_told(trace_of(left_right_2_no_padding(batch.to_tensordict()), model=SPEC), pairs)
@@ -151,13 +154,6 @@ async def none():
 def test_sequences_that_fill_a_batch_up_have_no_routes():
     source = torch.from_numpy(telling_routes(np.arange(1, 9))).short()
     filler = build_padding_routed_experts(source, 5)
-    ids = torch.nested.as_nested_tensor([torch.full((5,), 2)], layout=torch.jagged)
-    td = TensorDict(
-        {
-            "input_ids": ids,
-            "routed_experts": torch.nested.as_nested_tensor([filler], layout=torch.jagged),
-            "response_mask": torch.nested.as_nested_tensor([torch.zeros(1)], layout=torch.jagged),
-        },
-        batch_size=1,
-    )
+    td = {"input_ids": [2] * 5, "routed_experts": filler, "response_mask": [0]}
+    td = TensorDict({name: nested([each]) for name, each in td.items()}, batch_size=1)
     assert not trace_of(td, model=SPEC).valid_N.any()

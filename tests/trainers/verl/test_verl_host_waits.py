@@ -54,11 +54,11 @@ class There:
         micro_batches: of one batch.
     """
 
-    def __init__(self, device):
+    def __init__(self, device, replay):
         self.device, self.model = device, tiny("qwen3_moe", experts="batched_mm").to(DEVICE)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
         engine = SimpleNamespace(module=self.model, ulysses_parallel_group=None, get_data_parallel_group=lambda: None)
-        self.passes = fsdp.FSDPPasses(engine, "R3")
+        self.passes = fsdp.FSDPPasses(engine, replay)
         self.passes.first_rollout_checked = True
         spec = self.passes.routed.spec
         self.micro_batches = micro_batches(spec.num_layers, spec.num_experts)
@@ -96,13 +96,13 @@ class There:
 
 
 @pytest.fixture
-def there(monkeypatch):
+def there(monkeypatch, request):
     monkeypatch.setattr(fsdp, "get_device_id", lambda: DEVICE)
     monkeypatch.setattr(passes, "gather_over", lambda group, mine: [mine])
     monkeypatch.setattr(passes, "add_over", lambda groups, sums: sums)
     monkeypatch.setattr(passes, "K3_LIMIT", 10)  # the rollout's are made up
     with other_device() as device:
-        yield There(device)
+        yield There(device, getattr(request, "param", "R3"))
 
 
 def test_an_update_waits_for_what_verl_waits_for(there, monkeypatch):
@@ -119,10 +119,17 @@ def test_an_update_waits_for_what_verl_waits_for(there, monkeypatch):
     assert there.update() >= unpatched + MICRO_BATCHES
 
 
-def test_an_old_pass_copies_no_routes_to_the_host(there):
+@pytest.mark.parametrize(("there", "reads"), [("R3", 1), ("disabled", 0)], indirect=["there"])
+def test_an_old_pass_copies_no_routes_to_the_host(there, reads):
+    if not reads:  # what is not replayed may be missing where tokens are trained
+        routes = there.micro_batches[0]["routed_experts"]
+        routes.values()[routes.offsets()[1] - 2] = 0
     there.old_log_probs()
-    # what judges the weights
-    assert there.device.reads["to the host"] == 1, there.device.reads
+    # replay reads what judges the weights, once; without it the mismatch is measured, and read when it is logged
+    assert there.device.reads["to the host"] == reads, there.device.reads
+    logs = {"metrics": {}}
+    there.passes.log(logs)
+    assert (logs["metrics"]["mismatch/disagreement"] == [0.0]) == bool(reads)
 
 
 @pytest.mark.parametrize(
@@ -151,3 +158,4 @@ def test_an_update_on_megatron_waits_for_what_verl_waits_for(tmp_path):
     assert waits["read at once"] >= waits["plain"] + MICRO_BATCHES  # the control
     assert waits["disagreement"] == [0.0]
     assert "sends 36 rows, from there on, of" in waits["refused"]  # of one layer that was never captured
+    assert "another micro-batch than those" in waits["others"]

@@ -4,7 +4,6 @@ import asyncio
 import copy
 import importlib
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,13 +27,15 @@ from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.utils.padding import left_right_2_no_padding
 
-from examples.trl.tiny import chat_tokenizer
 from foreroute.errors import BatchMismatchError, EngineError, ReplayError
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.trace import RoutingTrace
+from foreroute.trainers.verl import trace_of
+from foreroute.trainers.verl.packed_batch import PackedBatch, require_routed
 from tests.trainers.verl.jagged_there import Jagged, MicroBatch
 from tests.trainers.verl.test_verl_data import agent_loop_batch
-from tests.trainers.verl.test_verl_tools import CALL, END, WIDTHS, looped, routes_of
+from tests.trainers.verl.test_verl_tools import CALL, WIDTHS, Engine, client_of, drawn_from, looped, routes_of
+from tests.trainers.verl.verl_batches import SPEC
 from tests.trainers.verl.verl_book import Book
 from tests.trainers.verl.verl_engines import make, mean_log_prob, old_log_probs, on_cpu, tensordict
 
@@ -58,11 +59,6 @@ def masks(folder):
         HFModelConfig(path=folder, external_lib=MODULE)
         yield sys.modules[MODULE]
         del sys.modules[MODULE]
-
-
-def drawn_from(token, position):
-    """The set of a token, by which it is known."""
-    return sorted({token, (token + 3 * position) % 190, (7 * position + 1) % 190})
 
 
 def field_of(sets):
@@ -284,106 +280,59 @@ def _rank(rank, folder, shared):
     dist.destroy_process_group()
 
 
-class Engine:
-    """Answers as vLLM's engine does, which is asked by verl's server.
-
-    Attributes:
-        answers: (prompt, response) of each request.
-    """
-
-    def __init__(self, texts, *, resumes=False):
-        self.answers, self.texts, self.resumes = [], list(texts), resumes
-
-    async def generate(self, prompt, sampling_params, **_):
-        from vllm.logprobs import Logprob
-        from vllm.outputs import CompletionOutput, RequestOutput, SamplingMask
-
-        asked = list(prompt["prompt_token_ids"])
-        response, reason = [*chat_tokenizer()(self.texts.pop(0))["input_ids"], END], "stop"
-        if self.resumes and not self.answers:  # the rest is asked for by itself
-            self.texts.insert(0, chat_tokenizer().decode(response[3:-1]))
-            response, reason = response[:3], "abort"
-        tokens = [*asked, *response]
-        self.answers.append((asked, response))
-        completion = CompletionOutput(
-            index=0,
-            text="",
-            token_ids=response,
-            cumulative_logprob=None,
-            logprobs=[{token: Logprob(-1.0)} for token in response],
-            routed_experts=routes_of(tokens, 0),
-            sampling_mask=SamplingMask([drawn_from(tokens[p], p) for p in range(len(asked), len(tokens))]),
-            finish_reason=reason,
-        )
-        yield RequestOutput(
-            request_id="0",
-            prompt=None,
-            prompt_token_ids=asked,
-            prompt_logprobs=None,
-            outputs=[completion],
-            finished=True,
-        )
-
-
-def client_of(engine, kind):
-    """verl's client, asking verl's server, which asks this engine."""
-    server_module = sys.modules["verl.workers.rollout.vllm_rollout.vllm_async_server"]
-    server = object.__new__(type("Server", (server_module.vLLMHttpServer,), {"lora_as_adapter": False}))
-    rollout = {"max_model_len": 1000, "response_length": 400, "prompt_length": 400, "full_determinism": False}
-    rollout |= {"enable_rollout_routing_replay": True, "mtp": None}
-    server.config = type("Rollout", (SimpleNamespace,), {"get": lambda self, name, other: other})(**rollout)
-    server.model_config = SimpleNamespace(processor=None)
-    server._disaggregation_role, server.global_steps = "null", 3
-    server.replica_rank = server._admitting = 0
-    server.engine = engine
-
-    async def at_once(*_):
-        return None
-
-    async def acquired(*_, **__):
-        return "0", SimpleNamespace(generate=SimpleNamespace(remote=server.generate))
-
-    server._park_until_admitted = at_once
-    client = object.__new__(kind)
-    rollout = SimpleNamespace(name="vllm", full_determinism=False, response_length=400)
-    client.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
-    client._acquire_server, client._release_server = acquired, lambda *_, **__: None
-    return client
-
-
 ASKS = {
-    "one turn": (SingleTurnAgentLoop, LLMServerClient, ["no call"], 400, 1),
-    "one turn, cut": (SingleTurnAgentLoop, LLMServerClient, ["a long text that is cut"], 7, 1),
-    "turns with a tool": (ToolAgentLoop, LLMServerClient, [CALL, CALL, "and so"], 400, 3),
-    "cut in the second turn": (ToolAgentLoop, LLMServerClient, [CALL, "a long text"], 95, 2),
-    "resumed": (ToolAgentLoop, FullyAsyncLLMServerClient, [CALL, "and so"], 400, 3),
+    "one turn": (SingleTurnAgentLoop, ["no call"], 400, 1, False),
+    "one turn, cut": (SingleTurnAgentLoop, ["a long text that is cut"], 7, 1, True),
+    "turns with a tool": (ToolAgentLoop, [CALL, CALL, "and so"], 400, 3, False),
+    "cut in the second turn": (ToolAgentLoop, [CALL, "a long text"], 95, 2, True),
+    "cut in the first turn": (ToolAgentLoop, [CALL * 2, "unused"], 90, 1, True),
+    "no room for the answer": (ToolAgentLoop, [CALL, "unused"], 80, 1, False),
+    "stopped twice": (ToolAgentLoop, [CALL, "and so"], 400, 4, False),
 }
+STOPS = (None, 3, 0)
+"""Weights may change while a request of asynchronous rollouts is stopped."""
+
+
+def expected_of(answers, response_length):
+    """By what the engine was asked and answered: tokens, their sets, log-probs of the response, and the rows known."""
+    prompt, tokens, sets, logprobs, rows = len(answers[0][0]), list(answers[0][0]), [[]] * len(answers[0][0]), [], []
+    for request, (asked, response) in enumerate(answers):
+        assert asked[: len(tokens)] == tokens
+        if len(asked) > len(tokens):
+            rows = []  # verl keeps those of the last turn, which has a row for each token of the turns before it
+        known = routes_of(asked + response, request)
+        rows = [*rows, *known[len(rows) :]]  # rows of a part that was stopped are of its own weights
+        between = len(asked) - len(tokens)
+        tokens = asked + response
+        sets += [[]] * between + [drawn_from(tokens[p], p) for p in range(len(asked), len(tokens))]
+        logprobs += [0.0] * between + [-1.0 - request] * len(response)
+    kept = prompt + response_length
+    return tokens[:kept], [*sets[1:kept], []], logprobs[:response_length], np.array(rows)[:kept, 1:]
 
 
 @pytest.mark.parametrize("name", ASKS)
-def test_each_sampled_token_has_its_set_through_verls_server_client_and_agent_loop(name, masks, monkeypatch):
+def test_each_token_has_its_row_and_a_sampled_one_its_set_through_verls_server_client_and_agent_loop(
+    name, masks, monkeypatch
+):
     """Beside another conversation at the same time, in the batch of either trainer of verl."""
-    kind, client, texts, response_length, requests = ASKS[name]
+    kind, texts, response_length, requests, is_cut = ASKS[name]
     monkeypatch.setattr("verl.workers.rollout.llm_server.asyncio.sleep", lambda _: nothing())
-    engines = [Engine(texts, resumes=name == "resumed"), Engine(["another"])]
+    client, stops = (FullyAsyncLLMServerClient, STOPS) if "stopped" in name else (LLMServerClient, ())
+    engines = [Engine(texts, stops=stops), Engine(["another"])]
 
     async def at_once():
         talks = [looped(client_of(each, client), response_length=response_length, kind=kind) for each in engines]
-        outputs = [output for output, _ in await asyncio.gather(*talks)]
+        outputs = await asyncio.gather(*talks)
         return outputs, await agent_loop_batch(outputs, (WIDTHS[0], response_length))
 
     outputs, batch = asyncio.run(at_once())
     assert [len(engine.answers) for engine in engines] == [requests, 1]
-    expected, fields = [], []
-    for output in outputs:
-        sets = [
-            drawn_from(token, len(output.prompt_ids) + r) if sampled else []
-            for r, (token, sampled) in enumerate(zip(output.response_ids, output.response_mask, strict=True))
-        ]
-        expected.append([[]] * (len(output.prompt_ids) - 1) + sets + [[]])
-        tokens = torch.tensor([*output.prompt_ids, *output.response_ids])
-        fields.append(output.as_dict() | {"input_ids": tokens})
-    assert (len(texts) > 1) == (not all(expected[0][len(outputs[0].prompt_ids) - 1 : -1]))  # a tool's tokens have none
+    expected = [expected_of(engine.answers, response_length) for engine in engines]
+    fields = []
+    for output, (tokens, _, logprobs, _) in zip(outputs, expected, strict=True):
+        assert output.response_logprobs == logprobs
+        fields.append(output.as_dict() | {"input_ids": torch.tensor(tokens)})
+    assert (len(expected[0][3]) == len(expected[0][0])) == is_cut
     legacy = left_right_2_no_padding(batch.to_tensordict())
     newer = tu.list_of_dict_to_tensordict(fields)
     for key in ("input_ids", "responses", "response_mask"):  # also where all are of one length
@@ -393,7 +342,16 @@ def test_each_sampled_token_has_its_set_through_verls_server_client_and_agent_lo
             counts, ids = masks.packed_sets(part)
             ends = counts.cumsum()
             found = [sorted(ids[a:b].tolist()) for a, b in zip(ends - counts, ends, strict=True)]
-            assert found == [each for number in numbers for each in expected[number]]
+            assert found == [each for number in numbers for each in expected[number][1]]
+    for form in (batch, legacy):
+        trace, packed = trace_of(form, model=SPEC), PackedBatch(form)
+        for s, (tokens, sets, _, rows) in enumerate(expected):
+            own = slice(*trace.offsets[s : s + 2])
+            assert trace.tokens(s).tolist() == tokens
+            assert trace.valid_N[own].tolist() == [p < len(rows) for p in range(len(tokens))]
+            assert np.array_equal(trace.expert_ids_NLK[own][: len(rows)], rows)
+            assert packed.trained_N[own].tolist() == [False, *map(bool, sets[:-1])]
+        require_routed(trace, form)
 
 
 async def nothing():

@@ -31,12 +31,8 @@ RUNS = {
     "planned, offloaded": {"plans": True, "param_offload": True, "optimizer_offload": True},
     "planned, one micro-batch": {"plans": True, "tokens": 4096},
     "planned, resumed": {"plans": True, "resumes": True},
-    "larger micro-batches": {"tokens": 48},
-    "another order": {"reverse": True},
 }
 PLANNED = [name for name, settings in RUNS.items() if settings.get("plans") and not settings.get("resumes")]
-BFLOAT16 = 0.2
-"""How far log-probs may be from those in float64, in nats: twice what was seen."""
 
 
 @pytest.fixture(scope="module")
@@ -58,16 +54,6 @@ def found(policy, tmp_path_factory):
     result = torchrun(2, *worker, timeout=WITHIN_S, env=environment(OMP_NUM_THREADS="1"))
     assert result.returncode == 0, result.stderr[-4000:]
     return {name: [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in (0, 1)] for name in RUNS}
-
-
-@pytest.mark.parametrize("name", ["plain", "planned"])
-def test_log_probs_are_those_of_hugging_face_on_the_same_routes(name, found, book):
-    ours = [row for rank in found[name] for row in rank["log_probs"][0]]
-    apart = [float((row - exact).abs().max()) for row, exact in zip(ours, book.replayed(torch.float64), strict=True)]
-    assert max(apart) < BFLOAT16
-    # the control: on its own routes the model says something else
-    native = [float((row - torch.tensor(own[1])).abs().max()) for row, own in zip(ours, book.native, strict=True)]
-    assert max(native) > 5 * BFLOAT16
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -118,20 +104,12 @@ def test_experts_compute_the_rows_of_the_plan_from_the_second_micro_batch_on(nam
 @pytest.mark.shows(
     "verl, Megatron engine", "expert parallelism, plans, full recomputation, offload of parameters and optimizer"
 )
-def test_weights_under_plans_are_no_further_than_those_of_another_order_of_sums(found):
-    weights = {name: ranks[0]["weights"] for name, ranks in found.items()}
-    for ranks in found.values():
-        assert apart(ranks[0]["weights"], ranks[1]["weights"]) == 0
-    orders = [apart(weights["plain"], weights[name]) for name in ("larger micro-batches", "another order")]
-    for name in ("planned", "planned, recomputed"):
-        assert 0 < apart(weights["plain"], weights[name]) <= max(orders)
-    # recomputation changes no bit, nor does memory of the host between passes
-    for name in ("planned, recomputed", "planned, offloaded"):
-        assert apart(weights["planned"], weights[name]) == 0
-
-
-def test_a_run_that_goes_on_from_its_checkpoint_ends_with_the_same_bits(found):
-    assert apart(found["planned, resumed"][0]["weights"], found["planned"][0]["weights"]) == 0
+def test_recomputation_memory_of_the_host_and_a_checkpoint_change_no_bit_of_weights_under_plans(found):
+    """What plans are held against is in test_verl_parallel.py, in float32."""
+    first = found["planned"][0]["weights"]
+    for name in ("planned", "planned, recomputed", "planned, offloaded", "planned, resumed"):
+        assert [apart(first, rank["weights"]) for rank in found[name]] == [0, 0], name
+    assert apart(first, found["plain"][0]["weights"]) > 0  # the control: other sums are seen
 
 
 @pytest.mark.shows(

@@ -32,6 +32,7 @@ RUNS = {
     "data, larger micro-batches": {"tokens": 48},
     "data, another order": {"reverse": True},
     "data, not replayed": {"replay": "disabled"},
+    "data, planned": {"plans": True},
     "tensor": TENSOR,
     "tensor, no sequence": TENSOR | {"sequence_parallel": False},
     "tensor, planned": TENSOR | {"plans": True},

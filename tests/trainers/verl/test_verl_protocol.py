@@ -1,6 +1,7 @@
 """Routes in verl's data protocol on plain tensors: read, written, refused. These tests need no verl."""
 
 import dataclasses
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from foreroute.errors import BatchMismatchError, CaptureError, ReplayError
 from foreroute.trace import DecisionStream, RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.trainers.verl import routed_experts, trace_of
-from foreroute.trainers.verl.packed_batch import PackedBatch, require_routed
+from foreroute.trainers.verl.packed_batch import PackedBatch, PackedRoutes, require_routed
 from tests.trainers.verl.verl_batches import (
     PROMPT,
     SPEC,
@@ -22,7 +23,15 @@ from tests.trainers.verl.verl_batches import (
     unpadded,
 )
 
-LAYOUTS = {"padded": padded, "unpadded": unpadded}
+
+def between(pairs, routes=telling_routes):
+    """As verl's workers are given it: tokens and routes without padding, all else with it."""
+    flat = unpadded(pairs, routes)
+    return {**padded(pairs, routes), "input_ids": flat["input_ids"], "routed_experts": flat["routed_experts"]}
+
+
+LAYOUTS = {"padded": padded, "unpadded": unpadded, "between": between}
+TOP_1 = RoutingSpec(64, 1, (RoutedLayer(0),))
 
 
 @pytest.fixture(params=LAYOUTS)
@@ -45,31 +54,12 @@ def test_routes_come_out_where_they_went_in_and_go_back_as_they_were(layout):
     assert torch.equal(written, given)
 
 
-def test_decisions_that_the_field_cannot_hold_are_refused():
-    """The control: without them, the same trace goes in."""
-    batch = padded(sequences(3))
-    trace = trace_of(batch, model=SPEC)
-    nothing = DecisionStream.absent(2**31 - 1, trace.num_rows, layers=[RoutedLayer(0)])
-    full = trace.with_stream("indexer", nothing)
-    with pytest.raises(CaptureError, match="choices of indexers, and verl has no field"):
-        routed_experts(full, batch)
-    routed_experts(full.without_streams("indexer"), batch)
-
-
 def test_a_data_proto_and_routes_of_routed_layers_alone_are_read():
     pairs = sequences(3)
     batch = padded(pairs)
     batch["routed_experts"] = batch["routed_experts"][:, :, 1:]
     proto = SimpleNamespace(batch=batch, non_tensor_batch={}, meta_info={})
     require_told(trace_of(proto, model=SPEC), pairs)
-
-
-def test_a_response_that_verl_cut_keeps_the_route_of_its_last_token():
-    """The engine went on sampling, so that a route of the last token that verl keeps was computed."""
-    pairs = sequences(2)
-    trace = trace_of(padded(pairs, lambda tokens: telling_routes(tokens, rows=len(tokens))), model=SPEC)
-    assert trace.valid_N.all()
-    assert np.array_equal(trace.expert_ids_NLK[-1], telling_routes(np.concatenate(pairs[-1]), rows=99)[-1, 1:])
 
 
 def with_masks(batch, masks):
@@ -80,141 +70,145 @@ def with_masks(batch, masks):
     return {**batch, "response_mask": rows}
 
 
-def trained(batch):
-    """Of each response, which tokens are trained on."""
-    packed = PackedBatch(batch)
-    mask_N, is_response_N = packed.trained_N, packed.index_N >= 0
-    packed.require_true()
-    return [mask_N[(packed.number_N == s) & is_response_N].tolist() for s in range(len(packed.offsets) - 1)]
+@pytest.mark.parametrize("seed", range(30))
+def test_tokens_entries_and_rows_that_trained_tokens_depend_on_are_those_of_a_loop(layout, seed):
+    """Sequences that verl cut have a route of their last token too; those that fill a batch up have none."""
+    rng = np.random.default_rng(seed)
+    pairs = sequences(int(rng.integers(1, 5)), seed)
+    masks = [rng.integers(0, 2, len(response)) for _, response in pairs]
+    rows = [int(rng.choice([n, n - 1, n - 2, n - 3])) for n in (sum(map(len, pair)) for pair in pairs)]
+    masks[0][:], rows[0] = (masks[0], rows[0]) if seed % 2 else (0, 0)
+    num_rows = {int(prompt[0]): kept for (prompt, _), kept in zip(pairs, rows, strict=True)}
 
+    def given(tokens):
+        routed = telling_routes(tokens, rows=num_rows[int(tokens[0])])
+        return np.concatenate([routed, np.full((len(tokens) - len(routed), 3, 2), rng.choice([0, -1]))])
 
-def test_rows_that_no_trained_token_depends_on_may_be_absent(layout):
-    """A tool answers last: its three tokens are not trained on, and the engine has not seen them."""
-    pairs = [(np.arange(1, 5), np.arange(10, 16)), (np.arange(5, 9), np.arange(20, 23))]
-    batch = layout(pairs, lambda tokens: telling_routes(tokens, rows=len(tokens) - 4 if len(tokens) > 7 else None))
-    masks = [[1, 1, 1, 0, 0, 0], [1, 1, 1]]
-    batch = with_masks(batch, masks)
-    trace = trace_of(batch, model=SPEC)
-    assert trained(batch) == [[bool(x) for x in mask] for mask in masks]
-    require_routed(trace, batch)
-    with pytest.raises(
-        ReplayError, match=r"sequence 0 .* no route at position 6, and trains on tokens up to position 7"
-    ):
-        require_routed(trace, with_masks(batch, [[1, 1, 1, 1, 0, 0], masks[1]]))
-
-
-def test_a_sequence_that_fills_the_batch_up_needs_no_routes():
-    """As verl's upsample_batch_to_divisible_size makes it: end tokens, nothing trained, routes of zeros."""
-    pairs = [*sequences(1), (np.full(5, 2), np.full(1, 2))]
-    batch = unpadded(pairs, lambda tokens: telling_routes(tokens, rows=0 if tokens[0] == 2 else None))
-    batch["response_mask"] = nested([np.ones_like(pairs[0][1]), np.zeros(1, np.int64)])
-    trace = trace_of(batch, model=SPEC)
-    assert not trace.select([1]).valid_N.any()
-    require_routed(trace, batch)
-
-
-def test_each_token_of_a_response_has_its_entry_in_a_field_of_responses(layout):
-    pairs = sequences(4)
-    batch = layout(pairs)
+    batch = with_masks(layout(pairs, given), masks)
     packed = PackedBatch({**batch, "tokens again": batch["responses"]})
-    is_response_N = packed.index_N >= 0
-    assert torch.equal(packed.gather_field("tokens again")[is_response_N], packed.tokens_N[is_response_N])
-    assert is_response_N.tolist() == [r for prompt, response in pairs for r in [0] * len(prompt) + [1] * len(response)]
-    assert packed.tokens_N[packed.is_first_N].tolist() == [prompt[0] for prompt, _ in pairs]
+    expected = [
+        (s, p, token, p >= len(prompt), p >= len(prompt) and bool(masks[s][p - len(prompt)]))
+        for s, (prompt, response) in enumerate(pairs)
+        for p, token in enumerate([*prompt, *response])
+    ]
+    of_response, found = packed.index_N >= 0, (packed.number_N, packed.is_first_N, packed.tokens_N, packed.trained_N)
+    assert [each.tolist() for each in found] == [
+        [s for s, *_ in expected],
+        [p == 0 for _, p, *_ in expected],
+        [token for _, _, token, *_ in expected],
+        [trained for *_, trained in expected],
+    ]
+    assert of_response.tolist() == [each[3] for each in expected]
+    assert torch.equal(packed.gather_field("tokens again")[of_response], packed.tokens_N[of_response])
+    packed.require_true()
+    if not any(rows):  # refused as a whole, where anything is trained on
+        return
+    trace = trace_of(batch, model=SPEC)
+    assert trace.valid_N.tolist() == [p < rows[s] for s, p, *_ in expected]
+    last = [
+        max([p for s, p, *_, trained in expected if trained and s == number], default=0) for number in range(len(pairs))
+    ]
+    missing = [(s, rows[s], last[s]) for s in range(len(pairs)) if rows[s] < last[s]]
+    said = "sequence {} .* no route at position {}, and trains on tokens up to position {}"
+    refused = pytest.raises(ReplayError, match=said.format(*missing[0])) if missing else nullcontext()
+    with refused:
+        require_routed(trace, batch)
+    with nullcontext() if layout is padded else refused:
+        assert layout is padded or on_device(batch).equals(trace)
 
 
-def _put(place, value):
+def decode(batch):
+    trace = trace_of(batch, model=SPEC)
+    require_routed(trace, batch)
+    return trace
+
+
+def on_device(batch):
+    """The routes as forwards replay them, of a batch whose tokens have no padding."""
+    return PackedRoutes(PackedBatch(batch), SPEC, lambda: decode(batch)).trace()
+
+
+def test_a_batch_without_any_route_is_read_where_it_trains_on_nothing(layout):
+    batch = layout(sequences(2), lambda tokens: telling_routes(tokens, rows=0))
+    trace = trace_of({**batch, "response_mask": batch["response_mask"] * 0}, model=SPEC)
+    assert (len(trace), trace.valid_N.any()) == (2, False)
+
+
+def routes(change):
+    """Of a batch, routes changed; `change` is given those of the first sequence, to write to, and the whole field."""
+
     def spoil(batch):
-        batch["routed_experts"][place] = value
+        field = batch["routed_experts"].clone()
+        if field.is_nested:
+            first = field.values()[: int(field.offsets()[1])]
+        else:
+            first = field[0, int(batch["attention_mask"][0].argmax()) :]
+        made = change(first, field)
+        batch["routed_experts"] = field if made is None else made
 
     return spoil
 
 
-def _changed(change):
-    return lambda batch: batch.update(routed_experts=change(batch["routed_experts"]))
+def at(place, value):
+    return routes(lambda first, _: first.__setitem__(place, value))
 
 
-def _shorter(routes):
-    first, *others = routes.unbind()
+def _shorter(_, field):
+    first, *others = field.unbind()
     return torch.nested.as_nested_tensor([first[:-1], *others], layout=torch.jagged)
 
 
-@pytest.mark.parametrize(
-    ("make", "spoil", "message"),
-    [
-        (
-            padded,
-            lambda batch: batch.pop("routed_experts"),
-            "has no 'routed_experts'.*enable_rollout_routing_replay",
-        ),
-        (padded, lambda batch: batch.pop("attention_mask"), "has no 'attention_mask'"),
-        (
-            padded,
-            _changed(lambda _: unpadded(sequences(3))["routed_experts"]),
-            "input_ids are padded and routed_experts are unpadded",
-        ),
-        (padded, _put((0, PROMPT - 1, 1), 5), "an expert twice"),
-        (padded, _put((0, PROMPT - 1, 1, 0), 64), "expected 0 to 63"),
-        (padded, _put((0, PROMPT - 1, 0), torch.tensor([3, 4])), "which the spec says is dense"),
-        (
-            padded,
-            _changed(lambda routes: routes.repeat(1, 1, 2, 1)),
-            "has routes in decoder layer 4, which the spec says is dense",
-        ),
-        (padded, _changed(torch.Tensor.float), "dtype float32; expected integers"),
-        (unpadded, _changed(_shorter), "sequence 0 has .* rows of routed_experts for .* tokens"),
-    ],
-)
-def test_what_cannot_be_true_is_refused(make, spoil, message):
+def masked(name, change):
+    return lambda batch: batch.update({name: change(batch[name])})
+
+
+LONG = nested([[1] * 20] * 3)
+EACH = (padded, unpadded, between)
+REFUSED = [
+    (EACH, lambda batch: batch.pop("routed_experts"), "has no 'routed_experts'.*enable_rollout_routing_replay"),
+    (EACH, at((0, 1), 5), "an expert twice"),
+    (EACH, at(0, -1), "sequence 0 .* no route at position 0, and trains"),
+    (EACH, at((0, 1, 0), 64), "expected 0 to 63"),
+    ([padded], at((0, 0), torch.tensor([3, 4])), "which the spec says is dense"),
+    (EACH, at(slice(0, 1), 0), "sequence 0 .*no route at position 0, .*only at the end"),
+    (EACH, at(slice(1, 3), 0), "sequence 0 .*no route at position 1, .*only at the end"),
+    (EACH, routes(lambda _, field: field * 0), r"nothing but zeros.*enable_rollout_routing_replay"),
+    (
+        [padded],
+        lambda batch: [routes(lambda _, field: field * 0)(batch), batch.pop("response_mask")],
+        "nothing but zeros",
+    ),
+    (EACH, routes(lambda _, field: field.float()), "dtype float32; expected integers"),
+    (EACH, masked("response_mask", lambda mask: mask * 2), "response_mask"),
+    (EACH, masked("response_mask", lambda mask: -mask), "response_mask"),
+    (EACH, masked("response_mask", lambda mask: mask * 0.5), "response_mask"),
+    (
+        EACH,
+        masked("response_mask", lambda mask: mask[:2] if not mask.is_nested else nested([[1], [1]])),
+        "2 rows for 3",
+    ),
+    (EACH, masked("response_mask", lambda _: nested([[1]] * 3)), "every field of responses, have room for"),
+    ([unpadded], lambda batch: batch.update(responses=LONG, response_mask=LONG), "that their sequences, .* have room"),
+    ([padded], routes(lambda _, field: field.repeat(1, 1, 2, 1)), "has routes in decoder layer 4, .* is dense"),
+    ([padded], routes(lambda *_: unpadded(sequences(3))["routed_experts"]), "are padded and .* are unpadded"),
+    ([padded], lambda batch: batch.pop("attention_mask"), "has no 'attention_mask'"),
+    ([padded], masked("attention_mask", lambda mask: mask * 0.5), "attention_mask is float32"),
+    ([unpadded], routes(_shorter), "sequence 0 has .* rows of routed_experts for .* tokens"),
+]
+
+
+@pytest.mark.parametrize(("make", "spoil", "message"), [(make, *case) for makes, *case in REFUSED for make in makes])
+def test_what_cannot_be_true_is_refused_on_the_host_and_alike_on_the_device(make, spoil, message):
     batch = make(sequences(3))
-    trace_of(batch, model=SPEC)
+    decode(batch)
     spoil(batch)
-    with pytest.raises(CaptureError, match=message):
-        trace_of(batch, model=SPEC)
-
-
-def test_top_1_routes_to_expert_0_are_refused_where_they_mean_absent_as_well():
-    top_1 = RoutingSpec(64, 1, (RoutedLayer(0),))
-    ids = nested([np.array([1, 2, 3, 4])])
-    rows = np.array([5, 6, 7, 0], np.int16).reshape(4, 1, 1)
-    assert trace_of({"input_ids": ids, "routed_experts": nested([rows])}, model=top_1).valid_N.tolist() == [1, 1, 1, 0]
-    rows[1] = 0
-    with pytest.raises(CaptureError, match="row of zeros at position 1"):
-        trace_of({"input_ids": ids, "routed_experts": nested([rows])}, model=top_1)
-
-
-def _of_zeros(batch, sequence, rows):
-    values = batch["routed_experts"]
-    if values.is_nested:
-        parts = list(values.unbind())
-        parts[sequence][rows] = 0
-        batch["routed_experts"] = torch.nested.as_nested_tensor(parts, layout=torch.jagged)
-    else:
-        first = int(batch["attention_mask"][sequence].argmax())
-        values[sequence, first:][rows] = 0
-
-
-@pytest.mark.parametrize("rows", [slice(0, 1), slice(1, 3)])
-def test_a_row_of_zeros_before_a_routed_one_is_refused(layout, rows):
-    batch = layout([(np.arange(1, 5), np.arange(10, 16))])
-    _of_zeros(batch, 0, rows)
-    with pytest.raises(CaptureError, match=rf"sequence 0 .*no route at position {rows.start}, .*only at the end"):
-        trace_of(batch, model=SPEC)
-
-
-def test_a_batch_without_any_route_is_refused_unless_it_trains_on_nothing(layout):
-    batch = layout(sequences(2), lambda tokens: telling_routes(tokens, rows=0))
-    with pytest.raises(CaptureError, match=r"nothing but zeros.*enable_rollout_routing_replay"):
-        trace_of(batch, model=SPEC)
-    with pytest.raises(CaptureError, match="nothing but zeros"):
-        trace_of({name: batch[name] for name in batch if name != "response_mask"}, model=SPEC)
-    trace = trace_of({**batch, "response_mask": batch["response_mask"] * 0}, model=SPEC)
-    assert len(trace) == 2
-    assert not trace.valid_N.any()
+    for read in (decode, *([] if make is padded else [on_device])):
+        with pytest.raises((CaptureError, ReplayError), match=message):
+            read(batch)
 
 
 @pytest.mark.parametrize("number", [0, 2], ids=["hole", "other"])
-def test_masks_with_holes_or_other_numbers_are_refused(number):
+def test_attention_masks_with_holes_or_other_numbers_are_refused(number):
     batch = padded(sequences(3))
     batch["response_mask"] = batch["response_mask"].clone()
     trace = trace_of(batch, model=SPEC)
@@ -223,59 +217,47 @@ def test_masks_with_holes_or_other_numbers_are_refused(number):
         lambda: trace_of(batch, model=SPEC),
         lambda: routed_experts(trace, batch),
         lambda: require_routed(trace, batch),
+        lambda: require_routed(trace, {**between(sequences(3)), "attention_mask": batch["attention_mask"]}),
     ):
         with pytest.raises(CaptureError, match="attention_mask"):
             use()
-    with pytest.raises(CaptureError, match="attention_mask is float32"):
-        trace_of({**batch, "attention_mask": batch["attention_mask"] * 0.5}, model=SPEC)
-
-
-@pytest.mark.parametrize("number", [2, -1, 0.5])
-def test_a_response_mask_is_of_zeros_and_ones(layout, number):
-    batch = layout(sequences(3))
-    batch["response_mask"] = batch["response_mask"] * number
-    with pytest.raises(CaptureError, match="response_mask"):
-        trained(batch)
-
-
-def test_fields_of_another_batch_are_refused(layout):
-    batch, other = layout(sequences(3)), layout(sequences(2))
-    trace = trace_of(batch, model=SPEC)
-    with pytest.raises(CaptureError, match="2 rows for 3 responses"):
-        trained({**batch, "response_mask": other["response_mask"]})
-    with pytest.raises(BatchMismatchError, match="the trace has 3 sequences, the batch 2"):
-        require_routed(trace, other)
-    short = {**batch, "response_mask": nested([np.ones(1, np.int64)] * 3)}
-    with pytest.raises(CaptureError, match="that their sequences, and every field of responses, have room for"):
-        trained(short)
 
 
 @pytest.mark.parametrize("batch", [None, 5, "batch", [], object(), {}, {"input_ids": [1]}, SimpleNamespace(batch=None)])
 def test_what_is_no_batch_is_refused(batch):
-    with pytest.raises(CaptureError, match="batch of verl"):
-        trace_of(batch, model=SPEC)
-    with pytest.raises(CaptureError, match="batch of verl"):
-        PackedBatch(batch)
+    for read in (lambda: trace_of(batch, model=SPEC), lambda: PackedBatch(batch)):
+        with pytest.raises(CaptureError, match="batch of verl"):
+            read()
 
 
-def test_a_gap_is_not_written_as_zeros(layout):
-    pairs = sequences(2)
+def test_top_1_routes_to_expert_0_are_refused_where_they_mean_absent_as_well():
+    tokens = [np.arange(1, 5)]
+    rows = np.array([5, 6, 7, 0], np.int16).reshape(4, 1, 1)
+    read = lambda: trace_of({"input_ids": nested(tokens), "routed_experts": nested([rows])}, model=TOP_1)  # noqa: E731
+    assert read().valid_N.tolist() == [1, 1, 1, 0]
+    rows[1] = 0
+    with pytest.raises(CaptureError, match="row of zeros at position 1"):
+        read()
+    written = RoutingTrace.from_sequences(TOP_1, tokens, [np.array([3, 0, 2]).reshape(3, 1, 1)])
+    with pytest.raises(CaptureError, match="sequence 0 goes to expert 0 in all layers at position 1"):
+        routed_experts(written, {"input_ids": nested(tokens)})
+
+
+def test_what_the_field_cannot_hold_is_not_written(layout):
+    """The control: the trace itself goes in."""
+    pairs = sequences(3)
     batch = layout(pairs)
     trace = trace_of(batch, model=SPEC)
-    valid = trace.valid_N.copy()
-    valid[1] = False
-    gap = dataclasses.replace(trace, valid_N=valid)
-    with pytest.raises(CaptureError, match="sequence 0 has no route at position 1, and one behind it"):
-        routed_experts(gap, batch)
-    top_1 = RoutingSpec(64, 1, (RoutedLayer(0),))
-    tokens = [np.arange(1, 5)]
-    routes = RoutingTrace.from_sequences(top_1, tokens, [np.array([3, 0, 2]).reshape(3, 1, 1)])
-    with pytest.raises(CaptureError, match="sequence 0 goes to expert 0 in all layers at position 1"):
-        routed_experts(routes, {"input_ids": nested(tokens)})
-
-
-def test_a_trace_is_not_written_beside_other_tokens():
-    pairs = sequences(3)
-    trace = trace_of(padded(pairs), model=SPEC)
+    nothing = DecisionStream.absent(2**31 - 1, trace.num_rows, layers=[RoutedLayer(0)])
+    gap = dataclasses.replace(trace, valid_N=trace.valid_N & (np.arange(trace.num_rows) != 1))
+    for wrong, message in (
+        (trace.with_stream("indexer", nothing), "choices of indexers, and verl has no field"),
+        (gap, "sequence 0 has no route at position 1, and one behind it"),
+    ):
+        with pytest.raises(CaptureError, match=message):
+            routed_experts(wrong, batch)
+    routed_experts(trace, batch)
     with pytest.raises(BatchMismatchError, match="in another order"):
-        routed_experts(trace, padded(pairs[::-1]))
+        routed_experts(trace, layout(pairs[::-1]))
+    with pytest.raises(BatchMismatchError, match="the trace has 3 sequences, the batch 2"):
+        require_routed(trace, layout(sequences(2)))

@@ -97,7 +97,11 @@ def test_r2_records_whole_sequences_of_ranks_that_share_them(found, book):
     own = np.concatenate([ids for ids, _ in book.native])
     for rank in found[R2]:
         assert np.array_equal(rank["recorded"], own)
+        assert rank["counts"]
         assert all(no == 0 for _, no in rank["counts"])
+        # of the second update, whose weights are others
+        assert rank["metrics"]["mismatch/native_disagreement"][0] > 0
+        assert "mismatch/disagreement" not in rank["metrics"]
 
 
 def _rank(rank, folder, shared):
@@ -143,8 +147,9 @@ def _recorded_and_replayed(folder):
         batch["routed_experts"] = output["model_output"]["routed_experts"]
         update(engine, batch)  # moves the weights
         with watched(engine.module) as forwards:
-            update(engine, batch)
+            metrics = update(engine, batch)["metrics"]
     book.routes = [ids for ids, _ in book.native]
     # the column of the dense layer stands first
     recorded = batch["routed_experts"].values()[:, 1:].numpy()
-    return {"recorded": recorded, "counts": [followed(forward, book)[:2] for forward in forwards]}
+    counts = [followed(forward, book)[:2] for forward in forwards]
+    return {"recorded": recorded, "counts": counts, "metrics": metrics}

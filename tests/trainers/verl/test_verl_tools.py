@@ -1,10 +1,11 @@
-"""verl's own agent loop with a tool, on a stand-in for its server that answers as vLLM's does, turn by turn.
+"""verl's own agent loop with a tool, its client and its server, on a stand-in for vLLM's engine, turn by turn.
 
 verl keeps the routes of the last request alone, which has a row for each token of the turns before it. Routes say here
 to which token, position and request they belong.
 """
 
 import asyncio
+import copy
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,14 +18,15 @@ from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
 from verl.tools.function_tool import FunctionTool
 from verl.tools.schemas import OpenAIFunctionToolSchema
-from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
-from verl.workers.rollout.replica import TokenOutput
-from verl.workers.utils.padding import left_right_2_no_padding
+from verl.workers.rollout.llm_server import LLMServerClient
+from verl.workers.rollout.vllm_rollout import vllm_async_server
+from vllm.logprobs import Logprob
+from vllm.outputs import CompletionOutput, RequestOutput, SamplingMask
 
 from examples.trl.tiny import chat_tokenizer, look_up
 from foreroute.errors import CaptureError, ReplayError
 from foreroute.trainers.verl import trace_of
-from foreroute.trainers.verl.packed_batch import PackedBatch, require_routed
+from foreroute.trainers.verl.packed_batch import require_routed
 from tests.trainers.verl.test_verl_data import agent_loop_batch
 from tests.trainers.verl.verl_batches import SPEC, telling_routes
 from tests.trainers.verl.verl_book import Book, followed, watched
@@ -40,26 +42,77 @@ def routes_of(tokens, request):
     return telling_routes(np.asarray(tokens) + 1000 * request).astype(np.uint8)
 
 
-class Server:
-    """Answers each request with the next text, and with routes as vLLM does: of all tokens but the last.
+class Engine:
+    """Answers requests with texts, as vLLM's engine does, which is asked by verl's server.
+
+    Args:
+        texts: of the answers.
+        routes: of what was asked for and answered, of all tokens but the last.
+        stops: by request, after how many tokens it is stopped, the rest to be asked for by itself; None where it ends.
 
     Attributes:
         answers: (prompt, response) of each request.
     """
 
-    def __init__(self, texts, *, routes=routes_of):
-        self.answers, self._texts, self._routes = [], texts, routes
+    def __init__(self, texts, *, routes=routes_of, stops=()):
+        self.answers, self._routes, self._stops = [], routes, stops
+        self._texts = [[*chat_tokenizer()(text)["input_ids"], END] for text in texts]
 
-    async def generate(self, request_id, *, prompt_ids, sampling_params, **_):
-        request = len(self.answers)
-        response = [*chat_tokenizer()(self._texts[request])["input_ids"], END]
-        self.answers.append((list(prompt_ids), response))
-        routes = self._routes([*prompt_ids, *response], request)
-        return TokenOutput(token_ids=response, log_probs=[-1.0 - request] * len(response), routed_experts=routes)
+    async def generate(self, prompt, sampling_params, **_):
+        request, asked = len(self.answers), list(prompt["prompt_token_ids"])
+        response, stop = self._texts.pop(0), dict(enumerate(self._stops)).get(request)
+        if stop is not None:
+            self._texts.insert(0, response[stop:])
+            response = response[:stop]
+        self.answers.append((asked, response))
+        tokens = [*asked, *response]
+        completion = CompletionOutput(
+            index=0,
+            text="",
+            token_ids=response,
+            cumulative_logprob=None,
+            logprobs=[{token: Logprob(-1.0 - request)} for token in response],
+            routed_experts=self._routes(tokens, request),
+            sampling_mask=SamplingMask([drawn_from(tokens[p], p) for p in range(len(asked), len(tokens))]),
+            finish_reason="stop" if stop is None else "abort",
+        )
+        about = {"prompt": None, "prompt_token_ids": asked, "prompt_logprobs": None, "finished": True}
+        yield RequestOutput(request_id="0", outputs=[completion], **about)
 
 
-async def looped(server, *, response_length, kind=ToolAgentLoop):
-    """What verl's agent loop makes of a conversation, as one sequence of a padded batch."""
+def drawn_from(token, position):
+    """The set of a token, by which it is known."""
+    return sorted({token, (token + 3 * position) % 190, (7 * position + 1) % 190})
+
+
+def client_of(engine, kind=LLMServerClient):
+    """verl's client, asking verl's server, which asks this engine."""
+    server = object.__new__(type("Server", (vllm_async_server.vLLMHttpServer,), {"lora_as_adapter": False}))
+    rollout = {"max_model_len": 1000, "response_length": 400, "prompt_length": 400, "full_determinism": False}
+    rollout |= {"enable_rollout_routing_replay": True, "mtp": None}
+    server.config = type("Rollout", (SimpleNamespace,), {"get": lambda self, name, other: other})(**rollout)
+    server.model_config = SimpleNamespace(processor=None)
+    server._disaggregation_role, server.global_steps = "null", 3
+    server.replica_rank = server._admitting = 0
+    server.engine = engine
+
+    async def at_once(*_):
+        return None
+
+    async def acquired(*_, **__):
+        remote = lambda **given: server.generate(**copy.deepcopy(given))  # noqa: E731  Ray sends copies
+        return "0", SimpleNamespace(generate=SimpleNamespace(remote=remote))
+
+    server._park_until_admitted = at_once
+    client = object.__new__(kind)
+    rollout = SimpleNamespace(name="vllm", full_determinism=False, response_length=400)
+    client.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
+    client._acquire_server, client._release_server = acquired, lambda *_, **__: None
+    return client
+
+
+async def looped(client, *, response_length, kind=ToolAgentLoop):
+    """What verl's agent loop makes of a conversation."""
     multi_turn = SimpleNamespace(
         max_user_turns=None,
         max_assistant_turns=None,
@@ -75,62 +128,14 @@ async def looped(server, *, response_length, kind=ToolAgentLoop):
     schema = OpenAIFunctionToolSchema.model_validate(get_json_schema(look_up))
     loop = kind(
         trainer_config=DictConfigWrap(config),
-        server_manager=server,
+        server_manager=client,
         tokenizer=chat_tokenizer(),
         processor=None,
         dataset_cls=None,
         data_config=DictConfigWrap({}),
         tools=ToolListWrap([FunctionTool("look_up", look_up, schema)]),
     )
-    output = await loop.run({}, raw_prompt=[{"role": "user", "content": "how many"}])
-    return output, await agent_loop_batch([output], (WIDTHS[0], response_length))
-
-
-def expected_of(answers, response_length):
-    """Tokens, which of them were sampled and their log-probs, by what the server was asked and what it answered."""
-    prompt = answers[0][0]
-    tokens, sampled, logprobs = list(prompt), [False] * len(prompt), [0.0] * len(prompt)
-    for request, (asked, response) in enumerate(answers):
-        assert asked[: len(tokens)] == tokens
-        tokens = asked + response
-        between = len(asked) - len(sampled)
-        sampled += [False] * between + [True] * len(response)
-        logprobs += [0.0] * between + [-1.0 - request] * len(response)
-    kept = len(prompt) + response_length
-    return tokens[:kept], np.array(sampled[:kept]), logprobs[:kept], len(prompt)
-
-
-@pytest.mark.parametrize(
-    ("texts", "response_length", "requests", "is_cut"),
-    [
-        (["no call"], 400, 1, False),
-        ([CALL, "and so"], 400, 2, False),
-        ([CALL, CALL, CALL, "and so"], 400, 4, False),
-        ([CALL, "a long text"], 95, 2, True),
-        ([CALL, "unused"], 80, 1, False),
-        ([CALL * 2, "unused"], 90, 1, True),
-    ],
-    ids=["one-turn", "two-turns", "four-turns", "cut-in-a-turn", "no-room-for-the-answer", "cut-in-the-first-turn"],
-)
-def test_every_row_is_that_of_its_token_in_the_last_request_and_sampled_tokens_alone_are_trained(
-    texts, response_length, requests, is_cut
-):
-    server = Server(texts)
-    output, batch = asyncio.run(looped(server, response_length=response_length))
-    assert len(server.answers) == requests
-    tokens, sampled, logprobs, prompt = expected_of(server.answers, response_length)
-    whole = [token for turn in server.answers[-1:] for part in turn for token in part]
-    rows = routes_of(whole, requests - 1)[: len(tokens), 1:]
-    assert output.response_logprobs == logprobs[prompt:]
-    assert (len(rows) == len(tokens)) == is_cut
-    for form in (batch, left_right_2_no_padding(batch.to_tensordict())):
-        trace = trace_of(form, model=SPEC)
-        assert trace.tokens(0).tolist() == tokens
-        assert trace.valid_N.tolist() == [True] * len(rows) + [False] * (len(tokens) - len(rows))
-        assert np.array_equal(trace.expert_ids_NLK[: len(rows)], rows)
-        packed = PackedBatch(form)
-        assert np.array_equal(packed.trained_N[packed.index_N >= 0], sampled[prompt:])
-        require_routed(trace, form)
+    return await loop.run({"logprobs": True}, raw_prompt=[{"role": "user", "content": "how many"}])
 
 
 @pytest.mark.parametrize(
@@ -142,10 +147,9 @@ def test_every_row_is_that_of_its_token_in_the_last_request_and_sampled_tokens_a
     ids=["last-turn-without", "no-turn-with"],
 )
 def test_turns_without_routes_are_refused(routed, error, message):
-    server = Server(
-        [CALL, CALL, "and so"], routes=lambda tokens, request: routes_of(tokens, request) if routed(request) else None
-    )
-    _, batch = asyncio.run(looped(server, response_length=400))
+    routes = lambda tokens, request: routes_of(tokens, request) if routed(request) else None  # noqa: E731
+    output = asyncio.run(looped(client_of(Engine([CALL, CALL, "and so"], routes=routes)), response_length=400))
+    batch = asyncio.run(agent_loop_batch([output], (WIDTHS[0], 400)))
     with pytest.raises(error, match=message):
         require_routed(trace_of(batch, model=SPEC), batch)
 
@@ -165,7 +169,7 @@ def test_verls_engine_gives_experts_the_routes_of_every_turn(group, folder):
     outputs, chosen = [], []
     book.pairs, book.routes = [], []
     for texts in (["no call"], [CALL, CALL, "and so"]):
-        output, _ = asyncio.run(looped(Server(texts, routes=drawn), response_length=300))
+        output = asyncio.run(looped(client_of(Engine(texts, routes=drawn)), response_length=300))
         outputs.append(output)
         book.pairs.append((np.array(output.prompt_ids), np.array(output.response_ids)))
         chosen.append(book.routes[-1])
@@ -179,31 +183,3 @@ def test_verls_engine_gives_experts_the_routes_of_every_turn(group, folder):
     assert own[1] > 0  # the first is held against the model's own routes
     assert sorted(s for *_, sequences in replayed for s in sequences) == [0, 1]
     assert all((yes, no) == (2, 0) for yes, no, _ in replayed)
-
-
-def test_a_resumed_request_keeps_the_rows_that_its_tokens_were_sampled_with(monkeypatch):
-    """verl's client of asynchronous rollouts, whose weights may change while a request is stopped."""
-    parts = iter([([7, 8, 9], "aborted"), ([], "aborted"), ([10, 11], "completed")])
-    asked = []
-
-    async def answer(self, request_id, *, prompt_ids, **_):
-        response, reason = next(parts)
-        routes = routes_of([*prompt_ids, *response], len(asked))
-        asked.append(len(prompt_ids))
-        return TokenOutput(
-            token_ids=response, log_probs=[-1.0] * len(response), routed_experts=routes, stop_reason=reason
-        )
-
-    async def at_once(_):
-        pass
-
-    monkeypatch.setattr(LLMServerClient, "generate", answer)
-    monkeypatch.setattr("verl.workers.rollout.llm_server.asyncio.sleep", at_once)
-    client = object.__new__(FullyAsyncLLMServerClient)
-    client.config = SimpleNamespace()
-    output = asyncio.run(client.generate("0", prompt_ids=[2, 3, 4], sampling_params={}))
-    assert asked == [3, 6, 6]
-    tokens = [2, 3, 4, *output.token_ids]
-    assert output.token_ids == [7, 8, 9, 10, 11]
-    # the row of the last token of the first part was routed when the request went on
-    assert np.array_equal(output.routed_experts, np.concatenate([routes_of(tokens, 0)[:5], routes_of(tokens, 2)[5:]]))

@@ -115,26 +115,25 @@ class FSDPPasses(EnginePasses):
         there = micro_batch.to(get_device_id())  # as verl does next: the field goes up once, for verl and for us
         run = partial(step, there, loss_function, not self._is_update)
         compares = self._is_compared and ROLLOUT_LOG_PROBS in there.keys()  # noqa: SIM118
-        packed = PackedBatch(there) if replays or compares else None
-        if replays and packed is not None:
-            if routes is not None:
+        packed = PackedBatch(there) if replays or compares or routes is not None else None
+        if packed is not None and (replays or routes is not None):
+            if replays and routes is not None:
                 self.routed.rows(routes)  # refuses what a model of this kind cannot replay
                 if not self.first_rollout_checked:
                     forward, join = partial(step, there, None, True), partial(self._join_ranks, there)
                     self.check_first(routes, forward, sequences_of=join)
             refuse, tables = partial(self.decode, micro_batch), self.routed.lookup_tables
             field = PackedRoutes(packed, self.routed.spec, refuse, rank=self._rank, tables=tables)
-            with self.routed.replay(field, missing="native"):
+            with self.routed.replay(field) if replays else self.metrics.comparing(self.routed, field):
                 loss, output = run()
-        elif routes is not None or (self._replay == "R2" and not self._is_update):
+        elif self._replay == "R2" and not self._is_update:
             with self.routed.record() as recording:
                 loss, output = run()
-            executed = self._join_ranks(there, recording.trace())
-            if routes is not None:
-                self.metrics.compare_routes(routes, executed)
-            else:  # put among the outputs, for updates to replay
-                layers = self.routed.model.config.get_text_config().num_hidden_layers
-                output["model_output"][FIELD] = routed_experts(executed, there, num_hidden_layers=layers)
+            # put among the outputs, for updates to replay
+            executed, layers = recording.trace(), self.routed.model.config.get_text_config().num_hidden_layers
+            output["model_output"][FIELD] = routed_experts(
+                self._join_ranks(there, executed), there, num_hidden_layers=layers
+            )
         else:
             loss, output = run()
         if compares and packed is not None:

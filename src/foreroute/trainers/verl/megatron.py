@@ -38,6 +38,7 @@ from verl.workers.engine.megatron import transformer_impl
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
 from foreroute.adapters import megatron
+from foreroute.adapters.megatron.route_shard import RouteShard
 from foreroute.errors import ReplayError
 from foreroute.layout import Layout, pack, pad
 from foreroute.trace import RoutingTrace, concatenate
@@ -138,8 +139,18 @@ class MegatronPasses(EnginePasses):
             stages = mpu.get_pipeline_model_parallel_world_size() if self._num_chunks > 1 else 1
             num_first = min(stages, len(given))
             self._check_first(traces[:num_first], partial(run, forward_step_func, num_first, forward_only=True))
-        shard_of = dict(zip(map(id, micro_batches), shards or [None] * len(given), strict=True))
-        replaying = self.routed.replaying(forward_step_func, routes_of=lambda data: shard_of[id(data)])
+        shards_by_id: dict[int, RouteShard | None]
+        shards_by_id = dict(zip(map(id, micro_batches), shards or [None] * len(given), strict=True))
+
+        def routes_of(data: Any) -> RouteShard | None:
+            if id(data) not in shards_by_id:
+                raise ReplayError(
+                    "Megatron's schedule runs another micro-batch than those that verl split the batch into; expected "
+                    "those alone, whose routes are known. Hand verl's micro-batches on as they are"
+                )
+            return shards_by_id[id(data)]
+
+        replaying = self.routed.replaying(forward_step_func, routes_of=routes_of)
         planned, plan_sums = None, self._plan_sums
         with nullcontext() if shards else self.routed.record() as recording, ExitStack() as executions:
             if plan_sums is not None and shards:
