@@ -17,7 +17,7 @@ from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import FetchPath
 from foreroute.plan.options import PassName
 from foreroute.simulate import SimulateConfig, parse_config
-from foreroute.simulate.cell_costs import Compute, PassWork, Transfers
+from foreroute.simulate.cell_costs import PassWork
 from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.fit import Measurement, fit, predict
 
@@ -103,35 +103,35 @@ def seconds_on_processes(one: Measurement, config: SimulateConfig, costs: CostMo
     Links between nodes are the kernel's, and take nobody's turn.
     """
     group = EPGroup.of(one.served, one.step, costs, overlap=config.execution.overlap)
-    compute, moved = (group.recompute, group.update)[one.pass_index]
-    between, inside = np.array([1, 1, 0, 0]), np.array([0, 0, 1, 1])  # links, as `Transfers` has them
-    copied = moved._replace(direct_KMLG4=moved.direct_KMLG4 * inside, gradient_MLG4=moved.gradient_MLG4 * inside)
-    carried = Transfers(np.zeros_like(moved.host_KMLG), moved.direct_KMLG4 * between, moved.gradient_MLG4 * between)
-    work = PassWork(in_turns(without_overlap(compute, copied), os.cpu_count() or 1), carried)
+    work = (group.recompute, group.update)[one.pass_index]
+    between, inside = np.array([1, 1, 0, 0]), np.array([0, 0, 1, 1])  # links, as `PassWork` has them
+    copied = work._replace(direct_KMLG4=work.direct_KMLG4 * inside, gradient_MLG4=work.gradient_MLG4 * inside)
+    carried = {"direct_KMLG4": work.direct_KMLG4 * between, "gradient_MLG4": work.gradient_MLG4 * between}
+    work = in_turns(without_overlap(copied), os.cpu_count() or 1)._replace(**carried)
     return replace(group, recompute=work, update=work).run()[one.pass_index].end_s
 
 
-def without_overlap(compute: Compute, transfers: Transfers) -> Compute:
-    """Charge what a rank sends and receives for a cell to its experts.
+def without_overlap(work: PassWork) -> PassWork:
+    """What a rank sends and receives for a cell takes time of its experts, and of nothing beside.
 
     A backward pass computes forward anew, with what the forward one fetched, and then backward; so the forward
     time has the fetch of the forward pass, and the backward time what the other one fetches beyond it.
     """
-    fetch_KMLG = transfers.host_KMLG + transfers.direct_KMLG4.sum(-1)
-    later_MLG = fetch_KMLG[1] - fetch_KMLG[0] + transfers.gradient_MLG4.sum(-1)
-    experts_MLG2 = compute.experts_MLG2 + np.stack([fetch_KMLG[0], later_MLG], axis=-1)
-    return compute._replace(experts_MLG2=np.maximum(experts_MLG2, 0))
+    fetch_KMLG = work.host_KMLG + work.direct_KMLG4.sum(-1)
+    later_MLG = fetch_KMLG[1] - fetch_KMLG[0] + work.gradient_MLG4.sum(-1)
+    experts_MLG2 = work.experts_MLG2 + np.stack([fetch_KMLG[0], later_MLG], axis=-1)
+    return work.without_transfers()._replace(experts_MLG2=np.maximum(experts_MLG2, 0))
 
 
-def in_turns(compute: Compute, processors: int) -> Compute:
+def in_turns(work: PassWork, processors: int) -> PassWork:
     """Let all ranks share these processors: each part of a pass lasts until the last rank has had its turns.
 
     Ranks take turns as an operating system lets them, shortest first: while n ranks are left, each gets processors / n
     of the time, at most all of it.
     """
 
-    def shared(work: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:
-        work_GX = np.sort(np.moveaxis(work, ranks, 0), axis=0)
+    def shared(seconds: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:
+        work_GX = np.sort(np.moveaxis(seconds, ranks, 0), axis=0)
         # the first to end leave their processors to the others
         slowdown_G = np.maximum(1.0, (len(work_GX) - np.arange(len(work_GX))) / processors)
         steps_GX = np.diff(work_GX, axis=0, prepend=0.0)
@@ -140,10 +140,10 @@ def in_turns(compute: Compute, processors: int) -> Compute:
             until_X += steps_X * slowdown
         return np.repeat(np.expand_dims(until_X, ranks), len(work_GX), axis=ranks)
 
-    return compute._replace(
-        attention_MG2=shared(compute.attention_MG2, 1),
-        head_MG=shared(compute.head_MG, 1),
-        experts_MLG2=shared(compute.experts_MLG2, 2),
+    return work._replace(
+        attention_MG2=shared(work.attention_MG2, 1),
+        head_MG=shared(work.head_MG, 1),
+        experts_MLG2=shared(work.experts_MLG2, 2),
     )
 
 

@@ -64,11 +64,6 @@ class OneByte(Adapter, fails="wide-ids"):
         return with_ids(trace, trace.expert_ids_NLK & 0xFF)
 
 
-class SignedByte(Adapter, fails="wide-ids"):
-    def rows(self, trace):
-        return with_ids(trace, trace.expert_ids_NLK & 0x7F)
-
-
 class NewestVersionOnly(Adapter, fails="resumed-rollout"):
     def rows(self, trace):
         old = trace.weight_versions_N < max(trace.versions, default=0)
@@ -154,11 +149,6 @@ class MasksOneLate(Adapter, fails="masks-followed"):
 
     def score(self, logits, targets, masks):
         return super().score(logits, targets, with_tokens(masks.take(np.arange(masks.num_rows) - 1), targets))
-
-
-class MasksAtAnotherTemperature(Adapter, fails="masks-followed"):
-    def score(self, logits, targets, masks):
-        return super().score(logits / 0.8, targets, masks)
 
 
 class MasksWithoutGradient(Adapter, fails="masks-followed"):

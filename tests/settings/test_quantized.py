@@ -1,5 +1,7 @@
 """Models whose attention is quantized, with adapters, are replayed as they are without foreroute."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -25,14 +27,13 @@ def int8():
     return TorchAoConfig(Int8WeightOnlyConfig(version=2))
 
 
-FORMS = {
-    "8-bit": lambda: BitsAndBytesConfig(load_in_8bit=True),
-    "4-bit": lambda: BitsAndBytesConfig(load_in_4bit=True),
-    "4-bit, nested": lambda: BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
-    ),
-    "int8": int8,
-}
+NESTED = partial(BitsAndBytesConfig, load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+FORMS = [
+    pytest.param(partial(BitsAndBytesConfig, load_in_8bit=True), id="8-bit", marks=needs("bitsandbytes")),
+    pytest.param(partial(BitsAndBytesConfig, load_in_4bit=True), id="4-bit", marks=needs("bitsandbytes")),
+    pytest.param(NESTED, id="4-bit, nested", marks=needs("bitsandbytes")),
+    pytest.param(int8, id="int8", marks=needs("torchao")),
+]
 
 
 @pytest.fixture(scope="module")
@@ -43,20 +44,12 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.shows("Hugging Face", "QLoRA, LoRA on 8 bits, and on torchao's int8")
-@pytest.mark.parametrize(
-    "form",
-    [
-        pytest.param("8-bit", marks=needs("bitsandbytes")),
-        pytest.param("4-bit", marks=needs("bitsandbytes")),
-        pytest.param("4-bit, nested", marks=needs("bitsandbytes")),
-        pytest.param("int8", marks=needs("torchao")),
-    ],
-)
+@pytest.mark.parametrize("form", FORMS)
 def test_quantized_models_with_adapters(form, folder):
     def make():
         model = AutoModelForCausalLM.from_pretrained(
             folder,
-            quantization_config=FORMS[form](),
+            quantization_config=form(),
             dtype=torch.bfloat16,
             trust_remote_code=False,
             use_safetensors=True,
@@ -76,9 +69,8 @@ def test_a_rollout_in_eval_mode_leaves_what_trains_adapters(mended, folder, monk
         monkeypatch.setattr(untouched._Values, "put_back", lambda held: None)
 
     def make():
-        quantized = FORMS["4-bit, nested"]()
         model = AutoModelForCausalLM.from_pretrained(
-            folder, quantization_config=quantized, trust_remote_code=False, use_safetensors=True
+            folder, quantization_config=NESTED(), trust_remote_code=False, use_safetensors=True
         )
         return with_lora(model).train()
 

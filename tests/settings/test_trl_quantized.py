@@ -8,7 +8,6 @@ from transformers import AutoModelForCausalLM
 
 from examples.trl.tiny import policy
 from foreroute.trainers.trl import GRPOTrainer
-from tests.settings.comparing import needs
 from tests.settings.test_quantized import FORMS
 from tests.trainers.trl.tools_runs import told_apart
 from tests.trainers.trl.trl_runs import logged, make
@@ -37,18 +36,11 @@ def trained(saved, folder, config, kind, **settings):
 
 @pytest.mark.slow
 @pytest.mark.shows("TRL", "QLoRA, LoRA on 8 bits, and on torchao's int8")
-@pytest.mark.parametrize(
-    "form",
-    [
-        pytest.param("8-bit", marks=needs("bitsandbytes")),
-        pytest.param("4-bit", marks=needs("bitsandbytes")),
-        pytest.param("int8", marks=needs("torchao")),
-    ],
-)
+@pytest.mark.parametrize("form", [form for form in FORMS if "nested" not in form.id])
 def test_adapters_of_quantized_policies_are_trained_as_by_trl_alone(form, saved, tmp_path):
-    _, before, alone = trained(saved, tmp_path / "alone", FORMS[form](), trl.GRPOTrainer)
-    native, *_ = trained(saved, tmp_path / "native", FORMS[form](), GRPOTrainer, replay="none")
-    trainer, _, ours = trained(saved, tmp_path / "R3", FORMS[form](), GRPOTrainer, replay="R3")
+    _, before, alone = trained(saved, tmp_path / "alone", form(), trl.GRPOTrainer)
+    native, *_ = trained(saved, tmp_path / "native", form(), GRPOTrainer, replay="none")
+    trainer, _, ours = trained(saved, tmp_path / "R3", form(), GRPOTrainer, replay="R3")
     assert len(ours) == 18
     for name, expected in alone.items():
         assert not torch.equal(ours[name], before[name]), name

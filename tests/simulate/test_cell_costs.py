@@ -11,12 +11,13 @@ from foreroute.plan import Links, PlanOptions, Topology
 from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.plan.schedule import ExecutionSchedule
 from foreroute.planner import plan
-from foreroute.simulate.cell_costs import transfers_of
+from foreroute.simulate.balancers import BalancerInput
+from foreroute.simulate.cell_costs import pass_work
 
 TOPOLOGY = Topology(4, 2, 1, Links(340e9, 45e9, 50e9, 20e-6, 50e-6))
 COSTS = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"])
 HOME_E = np.arange(4)
-LAYERS = np.arange(2)
+LAYERS, COUNTS = np.arange(2), np.ones((3, 2, 4, 4), np.int32)
 BYTES = 3 * 2048 * 768
 # (expert, rank, fetched) of the replicas of both layers, micro-step by micro-step
 REPLICAS = [[(1, 0, True)], [(1, 0, False)], [(3, 0, True)]]
@@ -30,9 +31,11 @@ def planned(slots):
     return Hosts.of_cells(np.tile(HOME_E, (2, 1)), cells), slots
 
 
-def transfers(served, layers, costs, topology=TOPOLOGY):
+def transfers(served, layers, costs, topology=TOPOLOGY, counts=COUNTS):
     """Of the recompute, and of the update."""
-    return [transfers_of(*served, layers, topology, costs, is_update=is_update) for is_update in (False, True)]
+    hosts, slots = served
+    update = pass_work(hosts, slots, BalancerInput(counts, topology, hosts.home_LE), layers, topology, costs)
+    return update.forward_alone(), update
 
 
 def arrivals(moved):
@@ -82,7 +85,7 @@ def test_replicas_take_the_paths_of_the_executors_schedule(paths):
     found = plan(counts, topology, PlanOptions(slots="shared"))
     assert found.num_replicas_ML.min() > 4
     costs, num_bytes, links = replace(COSTS, paths=paths), COSTS.model.expert_bytes, topology.links
-    moved = transfers((found.hosts, "shared"), np.arange(3), costs, topology)[0]
+    moved = transfers((found.hosts, "shared"), np.arange(3), costs, topology, counts)[0]
     by_host = np.rint(moved.host_KMLG[0] * links.host_bytes_per_s / num_bytes).astype(int)
     executed, served, near = np.zeros_like(by_host), np.zeros_like(by_host), np.zeros_like(by_host)
     for rank in range(8):

@@ -12,7 +12,6 @@ from foreroute.errors import ConfigError
 from foreroute.plan import save_counts
 from foreroute.plan.hosts import Hosts
 from foreroute.simulate import parse_config, simulate
-from foreroute.simulate.cell_costs import without_cost
 from foreroute.simulate.engine import PARTS
 from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.methods import METHODS, ServedStep, all_at_home, forced_balance, serve
@@ -87,7 +86,7 @@ def test_bound_by_transfers_a_recompute_takes_what_its_copies_take():
     served = ServedStep(at_home.counts_MLGE, at_home.before_LE, "shared", (hosts, hosts))
     group = EPGroup.of(served, step, cluster.costs, overlap=0.0)
     recompute, _ = group.run()
-    compute = group.recompute.compute
+    compute = group.recompute
     cells = compute.all_to_all_ML.size
     copy_s = cluster.costs.model.expert_bytes / 1e6
     assert np.diff(recompute.fetched_NG2, axis=2).sum() == pytest.approx(cells * copy_s)
@@ -107,9 +106,7 @@ def test_without_transfers_and_overlap_it_is_the_planners_cost_model(method, dis
     step = replace(step, squares_MG=None)
     planned = serve(METHODS[method], step, cluster.costs)
     group = EPGroup.of(planned, step, cluster.costs, overlap=0.0)
-    recompute, update = (
-        work._replace(transfers=without_cost(work.transfers)) for work in (group.recompute, group.update)
-    )
+    recompute, update = (work.without_transfers() for work in (group.recompute, group.update))
     group = replace(group, recompute=recompute, update=update)
     counts = np.ascontiguousarray(step.counts_MLGE, np.int32)
     parts = [

@@ -9,7 +9,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from foreroute.costs.links import HOST, all_to_all_seconds, pairs_between, rows_sent, transfer_seconds
-from foreroute.costs.model import BACKWARD, FORWARD, CostModel, expert_seconds
+from foreroute.costs.model import BACKWARD, FORWARD, CostModel, Prices, expert_seconds
 from foreroute.kernels import kernel
 from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.plan.options import PASS_NAMES, SlotSharing
@@ -83,7 +83,7 @@ def least_seconds(counts_MLGE: NDArray[np.integer], topology: Topology, costs: C
 
 
 @kernel
-def experts_by_rank(cell: CellPlan, counts_GE: Any, prices: Any) -> Any:
+def experts_by_rank(cell: CellPlan, counts_GE: Any, prices: Prices) -> Any:
     """float64 [G] twice, seconds of each rank's experts in a forward pass, and in a backward pass.
 
     What a replica takes of its rank and of its home is among them.
@@ -115,14 +115,14 @@ def experts_by_rank(cell: CellPlan, counts_GE: Any, prices: Any) -> Any:
 
 
 @kernel
-def cell_seconds(cell: CellPlan, counts_GE: Any, attention_s: Any, prices: Any) -> Any:
+def cell_seconds(cell: CellPlan, counts_GE: Any, attention_s: Any, prices: Prices) -> Any:
     """Give what `seconds_of_rows` gives for the rows that `rows_sent` estimates."""
     rows_G4 = rows_sent(pairs_between(cell, counts_GE), prices)
     return seconds_of_rows(rows_G4, cell, counts_GE, attention_s, prices)
 
 
 @kernel
-def seconds_of_rows(rows_G4: Any, cell: CellPlan, counts_GE: Any, attention_s: Any, prices: Any) -> Any:
+def seconds_of_rows(rows_G4: Any, cell: CellPlan, counts_GE: Any, attention_s: Any, prices: Prices) -> Any:
     """float64 [2 passes, 5 parts]: recompute and update; attention, all-to-all, experts, fixed, exposed transfers.
 
     Transfers of a cell run beside the cell before it and are taken to find the time of this one: a layer's time once

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.kernels import kernel
+from foreroute.plan.hosts import Hosts
 
 NONE = -1
 SOURCES_AT_ONCE = 16
@@ -34,7 +35,9 @@ class Columns(NamedTuple):
 
 
 @kernel
-def schedule_cells(rank: int, hosts: Any, counts_CGE: Any, memory_ranks: int, out: Any) -> tuple[int, int, int, int]:
+def schedule_cells(
+    rank: int, hosts: Hosts, counts_CGE: Any, memory_ranks: int, out: Columns
+) -> tuple[int, int, int, int]:
     """Fill `out` for the cells of a block, whose layers are 0, 1, ... L - 1, 0, ...
 
     Args:
@@ -234,7 +237,7 @@ def _by_rank_and_slot(
 
 
 @kernel
-def _computed(tokens_SG: Any, num_home: int, c: int, out: Any, at: Any) -> None:
+def _computed(tokens_SG: Any, num_home: int, c: int, out: Columns, at: Any) -> None:
     """From received to computed order, and back: the transpose of a (source rank, group) table of segments.
 
     An empty part, home experts or replicas, gets a row from beyond the rows received, which is not sent back.

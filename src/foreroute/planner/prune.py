@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 
 from foreroute.costs.links import HOST, NODE_OUT, pairs_between, transfer_seconds
+from foreroute.costs.model import Prices
 from foreroute.costs.pricing import EXPOSED, cell_seconds
 from foreroute.kernels import NONE, kernel
 from foreroute.plan.hosts import CellPlan
 
 
 @kernel
-def prune_replicas(cell: CellPlan, counts_GE: Any, attention_s: Any, prices: Any) -> CellPlan:
+def prune_replicas(cell: CellPlan, counts_GE: Any, attention_s: Any, prices: Prices) -> CellPlan:
     """Drop replicas of one cell while their transfers expose time.
 
     One after another goes the replica that serves least of those whose weights or gradients are on the busiest link;
@@ -63,7 +64,7 @@ def _rows(cell: CellPlan, kept_R: Any) -> CellPlan:
 
 
 @kernel
-def _least_on_busiest(cell: CellPlan, num_ranks: int, prices: Any) -> int:
+def _least_on_busiest(cell: CellPlan, num_ranks: int, prices: Prices) -> int:
     """The replica that serves least of those on the busiest link of the step; NONE when nothing moves."""
     fetch_G5, gradient_G5 = transfer_seconds(cell.expert_R, cell.rank_R, cell.fetched_R, cell.home_E, num_ranks, prices)
     # slots that keep what they hold are filled once for each of the two passes

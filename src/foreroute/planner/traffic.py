@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from foreroute.costs.model import Prices
 from foreroute.costs.pricing import cell_seconds
 from foreroute.kernels import NONE, kernel
 from foreroute.plan.hosts import CellPlan
@@ -47,7 +48,7 @@ def replicate_for_traffic(
     keep: float,
     target: int,
     attention_s: Any,
-    prices: Any,
+    prices: Prices,
 ) -> CellPlan:
     """Plan a cell anew for short traffic, if that is faster.
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from foreroute.costs.model import PASSES
 from foreroute.kernels import kernel
-from foreroute.simulate.cell_costs import Compute, Transfers
+from foreroute.simulate.cell_costs import PassWork
 
 Floats = NDArray[np.float64]
 
@@ -82,28 +82,16 @@ class GroupRun(NamedTuple):
     direct_end_N: Floats
 
 
-Work = namedtuple("Work", (*Compute._fields, *Transfers._fields))  # type: ignore[misc]  # fields of two records
-"""`Compute` and `Transfers`, for compiled code."""
-
 # One moment. `clock` holds its seconds, `progress` three places. `queued_G4` and `owed_G4` are seconds of direct
 # fetches and of gradients that the links have not carried yet; `host_G` is when each copy engine is free.
 State = namedtuple("State", "clock progress queued_G4 owed_G4 host_G parts_X times_NX fetched_NG2 direct_end_N")
 
 
-def run(
-    compute: Compute, transfers: Transfers, model: ExecutionModel, *, pass_index: int, ready_s: float = 0.0
-) -> GroupRun:
-    """Run recompute or update.
-
-    Args:
-        compute: of all cells.
-        transfers: of all cells.
-        model: how the cluster executes.
-        pass_index: position in `costs.PASSES`.
-        ready_s: when the plan is there; nothing runs before it.
-    """
-    work = Work(*(np.ascontiguousarray(one) if isinstance(one, np.ndarray) else one for one in (*compute, *transfers)))
-    return GroupRun(*_run(np.array(PASSES[pass_index], np.int64), float(ready_s), work, model))
+def run(work: PassWork, model: ExecutionModel, *, pass_index: int, ready_s: float = 0.0) -> GroupRun:
+    """Run recompute or update, by position in `costs.PASSES`; nothing runs before the plan is there, at `ready_s`."""
+    # one kind of array: kernels are compiled once
+    whole = PassWork._make(np.ascontiguousarray(one) if isinstance(one, np.ndarray) else one for one in work)
+    return GroupRun(*_run(np.array(PASSES[pass_index], np.int64), float(ready_s), whole, model))
 
 
 @kernel

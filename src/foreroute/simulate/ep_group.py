@@ -10,7 +10,7 @@ from foreroute.costs import links
 from foreroute.costs.model import BACKWARD, FORWARD, CostModel
 from foreroute.plan.topology import Topology
 from foreroute.simulate.balancers import BalancerInput
-from foreroute.simulate.cell_costs import PassWork, compute_of, transfers_of, without_cost
+from foreroute.simulate.cell_costs import PassWork, pass_work
 from foreroute.simulate.engine import ExecutionModel, GroupRun, run
 from foreroute.simulate.methods import ServedStep
 
@@ -44,16 +44,12 @@ class EPGroup:
         counted = replace(step, counts_MLGE=served.counts_MLGE)
         layers = np.arange(costs.model.num_layers) % step.counts_MLGE.shape[1]
         # most methods serve both passes alike
-        by_hosts = {id(hosts): compute_of(hosts, counted, layers, topology, costs) for hosts in served.passes}
-        recompute, update = (
-            PassWork(
-                by_hosts[id(hosts)],
-                transfers_of(hosts, served.slots, layers, topology, costs, is_update=is_update),
-            )
-            for hosts, is_update in zip(served.passes, (False, True), strict=True)
-        )
+        by_hosts = {
+            id(hosts): pass_work(hosts, served.slots, counted, layers, topology, costs) for hosts in served.passes
+        }
+        recompute, update = (by_hosts[id(hosts)] for hosts in served.passes)
         model = ExecutionModel(overlap, costs.prefetch, served.slots == "layer")
-        return cls(step, topology, costs, recompute, update, model)
+        return cls(step, topology, costs, recompute.forward_alone(), update, model)
 
     def bound(self) -> EPGroup:
         """The same at the least cost that any plan could have.
@@ -62,23 +58,21 @@ class EPGroup:
         free transfers. It is `costs.pricing.least_seconds`, cell by cell.
         """
         loads_MLE = self.step.counts_MLGE.sum(axis=2, dtype=np.int64)
-        compute = self.recompute.compute
-        layers = np.arange(compute.all_to_all_ML.shape[1]) % loads_MLE.shape[1]
+        layers = np.arange(self.update.all_to_all_ML.shape[1]) % loads_MLE.shape[1]
         experts = [
             self.costs.expert_seconds(loads_MLE, one).sum(axis=2)[:, layers] / self.topology.num_ranks
             for one in (FORWARD, BACKWARD)
         ]
-        even_MLG2 = np.broadcast_to(np.stack(experts, -1)[:, :, None], compute.experts_MLG2.shape)
-        all_to_all_ML = np.full(compute.all_to_all_ML.shape, self.costs.prices(self.topology).latency_s)
-        least = compute._replace(all_to_all_ML=all_to_all_ML, experts_MLG2=even_MLG2)
-        recompute, update = (PassWork(least, without_cost(work.transfers)) for work in (self.recompute, self.update))
-        return replace(self, recompute=recompute, update=update)
+        even_MLG2 = np.broadcast_to(np.stack(experts, -1)[:, :, None], self.update.experts_MLG2.shape)
+        all_to_all_ML = np.full(self.update.all_to_all_ML.shape, self.costs.prices(self.topology).latency_s)
+        least = self.update.without_transfers()._replace(all_to_all_ML=all_to_all_ML, experts_MLG2=even_MLG2)
+        return replace(self, recompute=least, update=least)
 
     def run(self, ready_s: float = 0.0) -> tuple[GroupRun, GroupRun]:
         """Run recompute and update; the plan is there `ready_s` seconds after the start of the recompute."""
         return (
-            run(*self.recompute, self.model, pass_index=0, ready_s=ready_s),
-            run(*self.update, self.model, pass_index=1),
+            run(self.recompute, self.model, pass_index=0, ready_s=ready_s),
+            run(self.update, self.model, pass_index=1),
         )
 
     def moved_bytes(self) -> dict[str, dict[str, float]]:
@@ -88,16 +82,14 @@ class EPGroup:
         """
         model, prices, ranks = self.costs.model, self.costs.prices(self.topology), self.topology.num_ranks
         # the update goes forward, forward anew and backward; a dispatch and a combine each
-        rows_2 = 2 * self.recompute.compute.rows_ML2.sum(axis=(0, 1)) + 6 * self.update.compute.rows_ML2.sum(
-            axis=(0, 1)
-        )
+        rows_2 = 2 * self.recompute.rows_ML2.sum(axis=(0, 1)) + 6 * self.update.rows_ML2.sum(axis=(0, 1))
         node, cluster = rows_2 * model.row_bytes / ranks
         of_expert = model.expert_bytes / ranks
         # seconds over the seconds of one give how many there are
-        moves = (self.recompute.transfers, self.update.transfers)
+        moves = (self.recompute, self.update)
         host_s = sum(float(each.host_KMLG.sum()) for each in moves)
         direct_4 = sum(each.direct_KMLG4.sum(axis=(0, 1, 2, 3)) for each in moves)
-        gradient_4 = self.update.transfers.gradient_MLG4.sum(axis=(0, 1, 2))
+        gradient_4 = self.update.gradient_MLG4.sum(axis=(0, 1, 2))
         of_gradient = model.expert_parameters * model.gradient_bytes / ranks
         return {
             "rows": {"node": float(node), "cluster": float(cluster)},

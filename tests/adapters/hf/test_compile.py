@@ -53,9 +53,23 @@ def step(routed, call, seed, batch=BATCH, *, inside=True, **kwargs):
             loss.backward()
     if not inside:
         loss.backward()
+    return loss.detach(), plain_gradients(routed.model), session
+
+
+def trained(routed, call):
+    """Loss and gradients of a step whose backward comes when its session is closed, and another batch was replayed."""
+    with routed.replay(random_routes(routed.spec, BATCH)):
+        loss = loss_of(call, BATCH)
+    with routed.replay(random_routes(routed.spec, OTHER)), torch.no_grad():
+        loss_of(call, OTHER)
+    loss.backward()
+    return loss.detach(), plain_gradients(routed.model)
+
+
+def plain_gradients(model):
+    """By the names of a model that nobody has wrapped."""
     names = ("_orig_mod.", "_checkpoint_wrapped_module.")
-    grads = {name.replace(names[0], "").replace(names[1], ""): g for name, g in gradients(routed.model).items()}
-    return loss.detach(), grads, session
+    return {name.replace(names[0], "").replace(names[1], ""): g for name, g in gradients(model).items()}
 
 
 def assert_same(seen, expected):
@@ -119,19 +133,10 @@ def test_one_graph_replays_every_trace(family, use_reentrant, attach_first):
     [("grouped_mm", None), ("eager", "selected 0 times.*a checkpoint that torch.compile cannot hold in one graph")],
 )
 def test_a_compiled_model_with_checkpoints_is_replayed_or_refused(use_reentrant, experts, refused):
-    """Whether its session is closed, and another batch was replayed since."""
     routed, eager = attached(2, experts=experts)
     for each in (routed, eager):
         enable_checkpointing(each.model, use_reentrant)
     compiled = torch.compile(routed.model, backend="aot_eager")
-
-    def trained(routed, call):
-        with routed.replay(random_routes(routed.spec, BATCH)):
-            loss = loss_of(call, BATCH)
-        with routed.replay(random_routes(routed.spec, OTHER)), torch.no_grad():
-            loss_of(call, OTHER)
-        loss.backward()
-        return loss.detach(), gradients(routed.model)
 
     if refused:
         with pytest.raises(ReplayError, match=refused):
@@ -254,23 +259,13 @@ def test_a_compiled_forward_checks_its_batch_and_its_routers():
     [(compile_each_layer, True), pytest.param(replace_each_layer, False, marks=pytest.mark.exhaustive)],
 )
 def test_a_compiled_layer_checkpointed_by_hand_finds_its_routes(how, use_reentrant):
-    """When the session is closed, and another batch was replayed since."""
-    seen = {}
-    for by_hand in (False, True):
-        [routed] = attached(layers=2)
-        model = routed.model.train()
-        how(model)
-        if by_hand:
-            impl = CheckpointImpl.REENTRANT if use_reentrant else CheckpointImpl.NO_REENTRANT
-            model.model.layers[1] = checkpoint_wrapper(model.model.layers[1], checkpoint_impl=impl)
-        with routed.replay(random_routes(routed.spec, BATCH)):
-            loss = loss_of(model, BATCH)
-        with routed.replay(random_routes(routed.spec, BATCH, 1)), torch.no_grad():
-            loss_of(model, BATCH)
-        loss.backward()
-        seen[by_hand] = [parameter.grad for parameter in model.parameters()]
-    for expected, found in zip(*seen.values(), strict=True):
-        require_rounded(found, expected)
+    routed, eager = attached(2, layers=2)
+    layers = routed.model.train().model.layers
+    how(routed.model)
+    impl = CheckpointImpl.REENTRANT if use_reentrant else CheckpointImpl.NO_REENTRANT
+    layers[1] = checkpoint_wrapper(layers[1], checkpoint_impl=impl)
+    seen = trained(routed, routed.model)
+    assert_same(seen, trained(eager, eager.model.train()))
 
 
 @pytest.mark.slow

@@ -23,12 +23,6 @@ from tests.trainers.verl.verl_book import Book, followed, watched
 from tests.trainers.verl.verl_engines import full_weights, make, old_log_probs, on_cpu, tensordict, update
 
 ROOT = Path(__file__).parents[3]
-LAYOUTS = {
-    "micro-batches by tokens, no padding": {},
-    "micro-batches by count": {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2},
-    "padded": {"use_remove_padding": False},
-    "padded to buckets": {"bucket": 16},
-}
 
 
 @pytest.fixture(scope="module")
@@ -45,46 +39,6 @@ def engine(group, folder, book):
     own = [followed(forward, book)[1] > 0 for forward in forwards]
     assert own == [True] + [False] * (len(own) - 1)  # the first is held against the model's own routes
     return engine
-
-
-@pytest.fixture(scope="module")
-def exact(book):
-    return book.exact()
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_same_routes_give_the_log_probs_that_hugging_face_gives(layout, engine, book, exact, monkeypatch):
-    settings = dict(LAYOUTS[layout])
-    bucket = settings.pop("bucket", None)
-    monkeypatch.setattr(engine, "pad_to_length", bucket is not None)
-    monkeypatch.setattr(engine, "pad_to_length_bucket", bucket)
-    with watched(engine.module) as forwards:
-        found, _ = old_log_probs(engine, tensordict(book.batch(), **settings))
-    log_probs, rounding = exact
-    assert rounding < 1e-4
-    for one, other, native in zip(found, log_probs, book.native, strict=True):
-        assert float((one - other).abs().max()) < 8 * rounding
-        # the control: on its own routes the model says something else
-        assert np.abs(one.numpy() - native[1]).max() > 100 * rounding
-    counts = [followed(forward, book) for forward in forwards]
-    assert sorted(s for _, _, sequences in counts for s in sequences) == list(range(len(book.pairs)))
-    assert all((yes, no) == (2, 0) for yes, no, _ in counts)
-
-
-@pytest.mark.shows("verl, FSDP engine", "activation checkpointing, `pad_to_length`")
-def test_updates_follow_the_routes_and_so_does_their_recomputation(engine, book):
-    td = tensordict(book.batch())
-    old_log_probs(engine, td)
-    with watched(engine.module) as forwards:
-        output = update(engine, tensordict(book.batch()))
-    counts = [followed(forward, book)[:2] for forward in forwards]
-    assert all(no == 0 and yes == 4 for yes, no in counts), counts  # two layers, forward and recomputation
-    metrics = output["metrics"]
-    log_r = book.log_ratios()
-    assert metrics["mismatch/k3"] == [pytest.approx(np.mean(np.exp(log_r) - 1 - log_r), rel=1e-3)]
-    assert metrics["mismatch/f2"] == [pytest.approx(np.mean(np.abs(log_r) > np.log(2)))]
-    assert metrics["mismatch/disagreement"] == [0.0]
-    assert metrics["mismatch/native_disagreement"][0] > 0.05
 
 
 def test_a_rollout_without_the_weights_of_a_layers_experts_ends_the_run_before_it_learns(group, folder):

@@ -10,8 +10,7 @@ from verl.utils import tensordict_utils as tu
 
 from examples.verl.tiny_checkpoint import VOCABULARY, save_policy
 from foreroute.adapters import hf
-from foreroute.trace import RoutingTrace
-from tests.trainers.verl.verl_batches import RESPONSE, padded
+from tests.trainers.verl.verl_book import RESPONSE, Book
 from tests.trainers.verl.verl_engines import make, old_log_probs, tensordict, update
 from tests.trainers.vision_language import PATCH_VALUES, policy
 
@@ -20,60 +19,38 @@ SHAPES = ((1, 2, 4), None, (1, 2, 2), (1, 2, 4))
 """Of the images of the sequences, of 2, no, 1 and 2 tokens."""
 
 
-class ImageBook:
-    """Sequences with images, routes of which a part is drawn at random, and log-probs near those on these routes."""
+class ImageBook(Book):
+    """Sequences with images."""
 
     def __init__(self, folder):
         rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(0)
+        self.folder, self.pairs, self.images, self.given = folder, [], [], []
         self.model = policy(VOCABULARY, image=IMAGE, video=VIDEO, start=START).eval()
         save_policy(folder)  # for its tokenizer
         self.model.save_pretrained(folder)
         self.routed = hf.attach(self.model)
-        self.pairs, self.images, self.routes, self.sampled, self.expected = [], [], [], [], []
         for shape in SHAPES:
-            images = {}
-            tokens = []
+            images, tokens = {}, []
             if shape is not None:
                 patches = shape[1] * shape[2]
                 images = {"pixel_values": torch.randn(patches, PATCH_VALUES, generator=generator)}
                 images["image_grid_thw"] = torch.tensor([shape])
                 tokens = [START, *[IMAGE] * (patches // 4)]
             prompt = np.array([*rng.integers(2, 200, 2), *tokens, rng.integers(2, 200)])
-            pair = prompt, rng.integers(2, 200, int(rng.integers(3, RESPONSE + 1)))
-            self.pairs.append(pair)
+            self.pairs.append((prompt, rng.integers(2, 200, int(rng.integers(3, RESPONSE + 1)))))
             self.images.append(images)
-            with self.routed.record() as recording:
-                self.log_probs(-1)
-            drawn = recording.trace().expert_ids_NLK[:-1].copy()
-            cells = rng.random(drawn.shape[:2]) < 0.3
-            drawn[cells] = np.argsort(rng.random((*drawn.shape[:2], 8)), axis=-1)[cells][:, :2]
-            self.routes.append(drawn)
-            with self.routed.replay(RoutingTrace.from_sequences(self.routed.spec, [np.concatenate(pair)], [drawn])):
-                self.expected.append(self.log_probs(-1))
-            response = self.expected[-1][-len(pair[1]) :].numpy()
-            self.sampled.append(response + rng.normal(0, 0.02, len(response)).astype(np.float32))
-
-    @torch.no_grad()
-    def log_probs(self, s):
-        ids = torch.from_numpy(np.concatenate(self.pairs[s]))[None]
-        logits = self.model(input_ids=ids, **self.images[s], **self.types(ids), use_cache=False).logits[0, :-1]
-        return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-
-    def types(self, ids):
-        return {"mm_token_type_ids": (ids == IMAGE).int()}
+            self.given.append(images | types_of(torch.from_numpy(np.concatenate(self.pairs[-1]))[None]))
+        self.draw(rng, 0.3, spread=0.02, first=0.0)
+        self.expected = self.replayed()
 
     def batch(self):
-        by_tokens = {tuple(np.concatenate(pair)): routes for pair, routes in zip(self.pairs, self.routes, strict=True)}
-        batch = padded(self.pairs, lambda tokens: by_tokens[tuple(tokens)])
+        batch = super().batch()
         positions = batch["position_ids"][:, None].repeat(1, 4, 1)
-        batch["rollout_log_probs"] = torch.zeros(len(self.pairs), RESPONSE)
         for s, images in enumerate(self.images):
             kept = batch["attention_mask"][s].bool()
             ids = batch["input_ids"][s, kept][None]
-            grid = images.get("image_grid_thw")
-            axes, _ = self.model.model.get_rope_index(ids, image_grid_thw=grid, **self.types(ids))
+            axes, _ = self.model.model.get_rope_index(ids, image_grid_thw=images.get("image_grid_thw"), **types_of(ids))
             positions[s, 1:, kept] = axes[:, 0]
-            batch["rollout_log_probs"][s, : len(self.sampled[s])] = torch.from_numpy(self.sampled[s])
         return batch | {"position_ids": positions}
 
     def tensordict(self, **settings):
@@ -82,12 +59,13 @@ class ImageBook:
         return td
 
 
+def types_of(ids):
+    return {"mm_token_type_ids": (ids == IMAGE).int()}
+
+
 @pytest.fixture(scope="module")
 def book(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("images"))
-    book = ImageBook(folder)
-    book.folder = folder
-    return book
+    return ImageBook(str(tmp_path_factory.mktemp("images")))
 
 
 class Watched:

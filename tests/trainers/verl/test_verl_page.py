@@ -43,13 +43,6 @@ def test_verl_reads_the_configuration_of_the_example_as_meant():
     assert config.actor_rollout_ref.model.external_lib == "foreroute.trainers.verl.fsdp"
 
 
-def test_the_deprecated_key_of_ulysses_is_read_too():
-    words = [*lines_of_page()[0], "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", *OTHERWISE[1:]]
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        actor = compose("ppo_trainer", overrides=words).actor_rollout_ref.actor
-    assert omega_conf_to_dataclass(actor).engine.ulysses_sequence_parallel_size == 2
-
-
 def test_verl_reads_the_lines_of_megatron_as_meant():
     _, lines = lines_of_page()
     names = {line.partition("=")[0] for line in demo_cluster.SETTINGS + demo_cluster.MEGATRON}

@@ -1,4 +1,4 @@
-"""Twelve MoE scripts of verl, by what decides about replay, and what is said of them before Ray starts.
+"""MoE scripts of verl, by what decides about replay, and what is said of them before Ray starts.
 
 Settings are those of the scripts in `examples/` of verl (August 2026), composed with the configuration of the release
 at hand. foreroute's own lines are added, and nothing else.
@@ -27,38 +27,32 @@ LINES = {
 }
 PLANS = f"{ACTOR}.megatron._target_=foreroute.trainers.verl.planning.PlanningMegatronConfig"
 FUSED = f"{MODEL}.use_fused_kernels=True"
+ULYSSES = f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2"
 FLEX = [
     f"+{ACTOR}.megatron.override_transformer_config.moe_token_dispatcher_type=flex",
     f"+{ACTOR}.megatron.override_transformer_config.moe_enable_deepep=True",
 ]
 
 
-def fsdp(*settings):
-    return ["fsdp", *settings]
-
-
-def megatron(*settings, **sizes):
-    names = {"tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "ep": "expert"}
-    keys = {short: f"{name}_model_parallel_size" for short, name in names.items()}
-    keys |= {"cp": "context_parallel_size", "etp": "expert_tensor_parallel_size"}
-    return ["megatron", *(f"{ACTOR}.megatron.{keys[name]}={size}" for name, size in sizes.items()), *settings]
-
-
+SIZES = [
+    f"{ACTOR}.megatron.{name}_size={size}"
+    for name, size in {
+        "tensor_model_parallel": 4,
+        "pipeline_model_parallel": 2,
+        "virtual_pipeline_model_parallel": 2,
+        "context_parallel": 2,
+        "expert_model_parallel": 8,
+        "expert_tensor_parallel": 1,
+    }.items()
+]
 SCRIPTS = {
-    "qwen3_30b_a3b_fsdp": fsdp(f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.use_kl_loss=True"),
-    "gpt_oss_20b_fsdp": fsdp(f"{ROLLOUT}.name=sglang"),
-    "qwen3_vl_30b_a3b_fsdp": fsdp(
-        f"{ACTOR}.strategy=fsdp2", FUSED, f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2"
-    ),
-    "qwen3_30b_a3b_megatron": megatron(FUSED, tp=4, pp=2, vpp=2, ep=2),
-    "router_replay, vLLM": megatron(FUSED, *FLEX, tp=2, ep=8, etp=1),
-    "router_replay, SGLang": megatron(FUSED, *FLEX, f"{ROLLOUT}.name=sglang", pp=6, ep=8, etp=1),
-    "qwen3_235b_a22b_megatron": megatron(tp=4, pp=8, ep=4),
-    "deepseek_v3_671b_megatron": megatron(FUSED, *FLEX, tp=8, pp=12, ep=8),
-    "moonlight_16b_a3b_megatron": megatron(tp=4, pp=3, ep=4, etp=1),
-    "gspo, qwen3_30b_a3b_megatron": megatron(f"{ACTOR}.policy_loss.loss_mode=gspo", tp=2, ep=8),
-    "lora, qwen3_30b_a3b_megatron": megatron(FUSED, f"{MODEL}.lora.rank=16", tp=2, pp=2, cp=2, ep=2),
-    "qwen3.5_122b_a10b_megatron": megatron(f"{MODEL}.use_remove_padding=False", tp=2, pp=2, ep=8),
+    "qwen3_30b_a3b_fsdp": ["fsdp", f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.use_kl_loss=True"],
+    "gpt_oss_20b_fsdp": ["fsdp", f"{ROLLOUT}.name=sglang"],
+    "qwen3_vl_30b_a3b_fsdp": ["fsdp", f"{ACTOR}.strategy=fsdp2", FUSED, ULYSSES],
+    "deepseek_v3_671b_megatron": ["megatron", FUSED, *FLEX, *SIZES],
+    "router_replay, SGLang": ["megatron", FUSED, *FLEX, f"{ROLLOUT}.name=sglang"],
+    "lora, qwen3_30b_a3b_megatron": ["megatron", FUSED, f"{MODEL}.lora.rank=16", *SIZES],
+    "qwen3.5_122b_a10b_megatron": ["megatron", f"{MODEL}.use_remove_padding=False", *SIZES],
 }
 REFUSED = {
     "qwen3_vl_30b_a3b_fsdp": ["use_fused_kernels is on with fsdp2"],
@@ -101,7 +95,7 @@ def test_a_script_of_verl_is_taken_as_it_stands_or_all_that_is_in_its_way_is_nam
     "verl, Megatron engine", "plans with the `flex` dispatcher", refused="its kernels know no places of a plan"
 )
 def test_lines_that_are_missing_are_named_with_the_rest(recwarn):
-    script = [PLANS, *megatron(*FLEX, f"{ACTOR}.megatron.context_parallel_size=1", tp=2, ep=8)[1:]]
+    script = [PLANS, *FLEX, f"{ACTOR}.megatron.tensor_model_parallel_size=2"]
     said = "\n".join(
         said_of(composed("megatron", *script, LINES["megatron"][0].replace("megatron", "fsdp"), *LINES["megatron"][1:]))
     )
@@ -171,20 +165,16 @@ def test_verl_says_so_before_ray_starts(tmp_path):
     plugin = project.partition('[project.entry-points."verl.plugins"]\n')[2].partition("\n")[0].replace('"', "")
     (metadata / "entry_points.txt").write_text(f"[verl.plugins]\n{plugin}\n")
     engine, *settings = SCRIPTS["lora, qwen3_30b_a3b_megatron"]
-    settings = [*settings, f"{MODEL}.mtp.enable=True"]
-    settings = [*settings, "algorithm.adv_estimator=grpo", f"{ROLLOUT}.name=vllm", f"{ACTOR}.use_dynamic_bsz=True"]
-    command = [
-        sys.executable,
-        "-m",
-        "verl.trainer.main_ppo",
-        f"model_engine={engine}",
-        *settings,
-        *LINES[engine],
-        ROUTES,
+    settings += [
+        f"{MODEL}.mtp.enable=True",
+        "algorithm.adv_estimator=grpo",
+        f"{ROLLOUT}.name=vllm",
+        f"{ACTOR}.use_dynamic_bsz=True",
     ]
+    ppo = [sys.executable, "-m", "verl.trainer.main_ppo", f"model_engine={engine}"]
     paths = os.pathsep.join([str(tmp_path), str(root / "src")])
     ran = subprocess.run(
-        [*command, f"hydra.run.dir={tmp_path}"],
+        [*ppo, *settings, *LINES[engine], ROUTES, f"hydra.run.dir={tmp_path}"],
         env={name: value for name, value in os.environ.items() if name != "VERL_PLATFORM"} | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,

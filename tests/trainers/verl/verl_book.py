@@ -30,30 +30,40 @@ class Book:
         self.model.set_experts_implementation("eager")  # the others know no float64
         self.routed = hf.attach(self.model)
         lengths = [(int(rng.integers(2, PROMPT + 1)), int(rng.integers(3, RESPONSE + 1))) for _ in range(count)]
-        self.pairs = [tuple(rng.integers(2, 200, n) for n in pair) for pair in lengths]
-        self.native = [self.native_of(np.concatenate(pair)) for pair in self.pairs]
+        self.pairs, self.given = [tuple(rng.integers(2, 200, n) for n in pair) for pair in lengths], [{}] * count
+        self.draw(rng, replaced)
+
+    def draw(self, rng, replaced, *, spread=0.2, first=0.8):
+        """Routes of the pairs, and log-probs so far from those on them; more than twofold, in one token of each."""
+        self.native = [self.native_of(*each) for each in self.sequences()]
         self.routes, noise = [], []
         for (_, response), (ids, _) in zip(self.pairs, self.native, strict=True):
             drawn = ids[:-1].copy()
             cells = rng.random(drawn.shape[:2]) < replaced
             drawn[cells] = np.argsort(rng.random((*drawn.shape[:2], 8)), axis=-1)[cells][:, :2]
             self.routes.append(drawn)
-            noise.append(rng.normal(0, 0.2, len(response)))
-            noise[-1][0] += 0.8  # more than twofold, in one token of each sequence
+            noise.append(rng.normal(0, spread, len(response)))
+            noise[-1][0] += first
         self.sampled = [
             (logprobs[-len(drawn) :].numpy() + drawn).astype(np.float32)
             for logprobs, drawn in zip(self.replayed(), noise, strict=True)
         ]
 
+    def sequences(self):
+        """Tokens, and what else the model is given with them."""
+        return [(np.concatenate(pair), given) for pair, given in zip(self.pairs, self.given, strict=True)]
+
+    def on_routes(self):
+        """The log-probs of each sequence, a replay of its routes open."""
+        for (tokens, given), routes in zip(self.sequences(), self.routes, strict=True):
+            with self.routed.replay(RoutingTrace.from_sequences(self.routed.spec, [tokens], [routes])):
+                yield logprobs_of(self.model, tokens, **given)
+
     @torch.no_grad()
     def replayed(self, dtype=torch.float32):
         """Log-probs [T - 1] of each sequence, alone, on its routes, by the Hugging Face adapter."""
         self.model.to(dtype)
-        found = []
-        for pair, routes in zip(self.pairs, self.routes, strict=True):
-            tokens = np.concatenate(pair)
-            with self.routed.replay(RoutingTrace.from_sequences(self.routed.spec, [tokens], [routes])):
-                found.append(logprobs_of(self.model, tokens))
+        found = list(self.on_routes())
         self.model.float()
         return found
 
@@ -62,10 +72,8 @@ class Book:
         `mean_log_prob`, and before it.
         """
         self.model.double()
-        for pair, routes in zip(self.pairs, self.routes, strict=True):
-            tokens = np.concatenate(pair)
-            with self.routed.replay(RoutingTrace.from_sequences(self.routed.spec, [tokens], [routes])):
-                (-logprobs_of(self.model, tokens)[-len(pair[1]) :].sum() / 100).backward()
+        for logprobs, (_, response) in zip(self.on_routes(), self.pairs, strict=True):
+            (-logprobs[-len(response) :].sum() / 100).backward()
         weights = {name: (each.detach().clone(), each.grad) for name, each in self.model.named_parameters()}
         self.model.zero_grad()
         self.model.float()
@@ -82,24 +90,25 @@ class Book:
         return np.concatenate([ours[-len(theirs) :].numpy() - theirs for ours, theirs in pairs]).astype(np.float64)
 
     @torch.no_grad()
-    def native_of(self, tokens):
+    def native_of(self, tokens, given=None):
         """int64 [T, 2, 2] and float32 [T - 1]: what the model picks and expects by itself."""
         with self.routed.record() as recording:
-            logprobs = logprobs_of(self.model, tokens)
+            logprobs = logprobs_of(self.model, tokens, **given or {})
         return recording.trace().expert_ids_NLK.astype(np.int64), logprobs.numpy()
 
     def batch(self, *, routes=True):
         """As verl's agent loop pads it; the layer axis counts dense layers."""
         from tests.trainers.verl.verl_batches import padded
 
+        layers = self.model.config.get_text_config().num_hidden_layers
         by_tokens = {tuple(np.concatenate(pair)): s for s, pair in enumerate(self.pairs)}
 
         def wide(tokens):
             rows = self.routes[by_tokens[tuple(tokens)]]
-            dense = self.model.config.num_hidden_layers - rows.shape[1]
+            dense = layers - rows.shape[1]
             return np.concatenate([np.zeros((len(rows), dense, 2), rows.dtype), rows], axis=1)
 
-        batch = padded(self.pairs, wide, layers=self.model.config.num_hidden_layers)
+        batch = padded(self.pairs, wide, layers=layers)
         batch["rollout_log_probs"] = torch.zeros(len(self.pairs), RESPONSE)
         for s, logprobs in enumerate(self.sampled):
             batch["rollout_log_probs"][s, : len(logprobs)] = torch.from_numpy(logprobs)
@@ -108,9 +117,9 @@ class Book:
         return batch
 
 
-def logprobs_of(model, tokens):
+def logprobs_of(model, tokens, **given):
     ids = torch.from_numpy(np.asarray(tokens, np.int64))[None]
-    logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+    logits = model(input_ids=ids, use_cache=False, **given).logits[0, :-1]
     return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
 
 
