@@ -23,38 +23,43 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def main() -> None:
-    """Parse the command line and run the case, or all; with --json one JSON object as the last line of each."""
+    """Run the case that the command line names, or all, and print one report of each as the last line of its output."""
     # A file is a case; folders hold parts of cases and what they share, but for `gpu`, which is a case of many parts.
     cases = sorted(m.name for m in pkgutil.iter_modules(benchmarks.__path__) if not m.ispkg and m.name != "__main__")
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("name", choices=[*cases, "gpu", "all"])
-    parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
-    parser.add_argument("--quick", action="store_true", help="end within 50 s on two cores")
-    of_gpu = parser.add_argument_group("of gpu, which all leaves out")
-    of_gpu.add_argument(
-        "--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART", help=", ".join(PARTS)
-    )
-    of_gpu.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu at small sizes (default: cuda)")
-    of_gpu.add_argument("--ends-at", type=float, default=math.inf, help="the second of the epoch at which it all ends")
-    arguments = parser.parse_args()
-    if arguments.name == "gpu":
-        measured = runner.run(arguments.parts, arguments.device, arguments.ends_at)
-        report = {"case": "gpu", **measured, "env": environment()}
-        print(json.dumps(report) if arguments.json else json.dumps(report, indent=2), flush=True)
-        sys.exit(any(outcome.startswith("failed") for outcome in report["parts"].values()))
+    arguments = _parser(cases).parse_args()
     if arguments.name == "all":
         flags = [f"--{flag}" for flag in ("json", "quick") if getattr(arguments, flag)]
         for name in cases:  # each in a process of its own, which it may set up as it likes
             subprocess.run([sys.executable, "-m", "benchmarks", name, *flags], check=True)
         return
-    case = importlib.import_module(f"benchmarks.{arguments.name}")
-    result: dict[str, Any] = case.run(quick=arguments.quick)
-    report = {"case": arguments.name, **result, "env": environment()}
-    print(json.dumps(report) if arguments.json else json.dumps(report, indent=2), flush=True)
+    if arguments.name == "gpu":
+        result = runner.run(arguments.parts, arguments.device, arguments.ends_at)
+    else:
+        result = importlib.import_module(f"benchmarks.{arguments.name}").run(quick=arguments.quick)
+    report: dict[str, Any] = {"case": arguments.name, **result, "env": environment()}
+    print(json.dumps(report, indent=None if arguments.json else 2), flush=True)
+    sys.exit(any(outcome.startswith("failed") for outcome in report.get("parts", {}).values()))
+
+
+def _parser(cases: list[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(dest="name", metavar="NAME", required=True, help=", ".join([*cases, "gpu", "all"]))
+    printing = argparse.ArgumentParser(add_help=False)
+    printing.add_argument("--json", action="store_true", help="print one JSON object as the last line")
+    for name in (*cases, "all"):
+        command = commands.add_parser(name, parents=[printing])
+        command.add_argument("--quick", action="store_true", help="end within 50 s on two cores")
+    gpu = commands.add_parser("gpu", parents=[printing])  # all leaves it out
+    gpu.add_argument(
+        "--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART", help=", ".join(PARTS)
+    )
+    gpu.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu at small sizes (default: cuda)")
+    gpu.add_argument("--ends-at", type=float, default=math.inf, help="the second of the epoch at which it all ends")
+    return parser
 
 
 def environment() -> dict[str, str]:
-    """What the figures depend on."""
+    """List what the figures depend on."""
     packages = {}
     for name in ("foreroute", "numpy", "numba", "torch", "transformers", "megatron-core", "trl", "zstandard"):
         try:

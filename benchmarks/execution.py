@@ -1,4 +1,4 @@
-"""What executing a plan costs and brings on 2 and 4 gloo processes of one machine.
+"""Costs and gains of an executed plan on 2 and 4 gloo processes of one machine.
 
 One step of four micro-steps, forward and backward, on skewed routes that are replayed: under the plan, and with every
 expert at its home, in turn; publishing the weights and planning are on the clock. The busiest rank's assignments are
@@ -16,26 +16,21 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from benchmarks.harness.execution_bench import (
-    BATCH,
-    MICRO_STEPS,
-    SIZES,
-    SLOTS,
-    Bench,
-    in_processes,
-    run_model,
-    spread_model,
-)
-from benchmarks.harness.executor_counts import busiest, fetched_bytes, launches, posting, summed, waits_per_layer
+from benchmarks.harness.executor_counts import busiest, fetched_bytes, posting, summed, waits_per_layer
 from benchmarks.harness.implementations import SETTINGS, seconds_over_all_to_all
+from benchmarks.harness.launch_path import launches
+from benchmarks.harness.models import run_model, spread_model
 from benchmarks.harness.pairs import compare
 from benchmarks.harness.schedule_bench import host_work
+from benchmarks.harness.spread_bench import BATCH, MICRO_STEPS, SIZES, SLOTS, HFBench, in_processes
 from benchmarks.harness.step_seconds import step_seconds
+from foreroute.adapters import hf
+from foreroute.ep import PlanExecution
 from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.plan import PlanOptions
+from foreroute.plan import PlanOptions, StepPlan
 from foreroute.plan.capabilities import FetchPath
 from foreroute.plan.schedule import ExecutionSchedule
 
@@ -59,26 +54,33 @@ def run(*, quick: bool) -> dict[str, Any]:
         | host_work(15 if quick else 50)
         | step_seconds(0 if quick else 20),
         "baselines": {"busiest_over_mean_at_home": {n: f["busiest_over_mean_at_home"] for n, f in by_ranks.items()}},
-        "setting": {"sizes": SIZES, "micro_steps": MICRO_STEPS, "batch": BATCH, "slots": SLOTS, "pairs": pairs}
-        | {"over_all_to_all": {name: each._asdict() for name, each in SETTINGS.items()}},
+        "setting": {
+            "sizes": SIZES._asdict(),
+            "micro_steps": MICRO_STEPS,
+            "batch": BATCH,
+            "slots": SLOTS,
+            "pairs": pairs,
+        }
+        | {"over_all_to_all": {name: (each.sizes._asdict(), each.shape) for name, each in SETTINGS.items()}},
     }
 
 
 def _measured(rank: int, num_ranks: int, pairs: int) -> dict[str, Any]:
-    bench = Bench.of(rank, num_ranks)
+    routed = hf.attach(spread_model(SIZES))
+    bench = HFBench.drawn(routed.model, routed)
     return _counted(bench) | _steps(bench, pairs) | _fetches(bench, pairs)
 
 
-def _counted(bench: Bench) -> dict[str, float]:
-    """What a planned step with weights from peer to peer posts and asks, and operators over those of "all_to_all"."""
+def _counted(bench: HFBench) -> dict[str, float]:
+    """Count what a step, its weights from peer to peer, posts and asks, and operators over those of "all_to_all"."""
     plan = bench.plan(PlanOptions())
-    experts = [module for path, module in bench.routed.model.named_modules() if path.endswith(".experts")]
+    experts = [module for path, module in bench.model.named_modules() if path.endswith(".experts")]
     with posting(experts) as posted, bench.executing(plan):
         begun = posted.questions
         bench.run()
         ended = posted.questions
     sent = int(plan.num_replicas_ML.sum()) * bench.expert_bytes
-    theirs = spread_model(implementation="all_to_all")
+    theirs = spread_model(SIZES, "all_to_all")
 
     def all_to_all() -> None:
         for batch in bench.batches:
@@ -88,16 +90,16 @@ def _counted(bench: Bench) -> dict[str, float]:
         "posted_behind_rows": posted.num_behind_rows / posted.num_fetches,
         "fetches_per_cell": posted.num_fetches / int((plan.num_replicas_ML > 0).sum()),
         "votes_per_step": ended - begun,
-        "aten_over_all_to_all": round(launches(lambda: bench.step(plan)) / launches(all_to_all), 4),
+        "aten_over_all_to_all": round(launches(lambda: _executed(bench, plan)) / launches(all_to_all), 4),
         "gradient_bytes_over_sent_rows": round(summed(posted.returned_bytes) / sent, 4),
     }
 
 
-def _steps(bench: Bench, pairs: int) -> dict[str, Any]:
+def _steps(bench: HFBench, pairs: int) -> dict[str, Any]:
     plan = bench.plan(PlanOptions())
     bench.routed.use(TransferOptions(paths="host"))
     with closing(bench.routed):
-        home, planned = (bench.step(chosen) for chosen in (None, plan))
+        home, planned = (_executed(bench, chosen) for chosen in (None, plan))
         moved = fetched_bytes(planned)
         options = PlanOptions()
         seconds = compare(lambda: bench.paid_step(options), bench.unplanned_step, pairs=pairs)
@@ -111,7 +113,14 @@ def _steps(bench: Bench, pairs: int) -> dict[str, Any]:
     }
 
 
-def _fetches(bench: Bench, pairs: int) -> dict[str, Any]:
+def _executed(bench: HFBench, plan: StepPlan | None) -> PlanExecution:
+    with bench.executing(plan) as execution:
+        bench.run()
+    found: PlanExecution = execution
+    return found
+
+
+def _fetches(bench: HFBench, pairs: int) -> dict[str, Any]:
     """The replicas of all cells, one after the other, into slots that hold nothing of use."""
     plan, peers, homes = bench.plan(PlanOptions(slots="shared")), PeerGroup(timeout_s=120), bench.homes
 
@@ -123,7 +132,7 @@ def _fetches(bench: Bench, pairs: int) -> dict[str, Any]:
             schedule = ExecutionSchedule(plan, bench.counts_MLGE, dist.get_rank(), paths=engine.paths)
             engine.begin_step(0, plan, schedule)
             for m, layer in np.ndindex(*plan.shape[:2]):
-                engine.fetch(Cell(0, m, layer), homes[layer])
+                engine.fetch(Cell(0, m, layer))
                 engine.wait_weights(Cell(0, m, layer))
             dist.barrier()
 

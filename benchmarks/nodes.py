@@ -37,11 +37,10 @@ from benchmarks.harness.node_steps import (
     TOKENS,
     Nodes,
     SpreadModel,
-    Step,
     drawn_counts,
-    spread_model,
 )
 from benchmarks.harness.pairs import PairedRatio, seconds_in_turn
+from benchmarks.harness.spread_bench import SpreadBench
 from benchmarks.harness.step_prediction import (
     PASSES,
     TimedStep,
@@ -54,8 +53,9 @@ from foreroute import planner
 from foreroute.costs import hardware_preset, model_preset
 from foreroute.costs.links import pairs_between
 from foreroute.costs.model import CostModel
-from foreroute.costs.pricing import ALL_TO_ALL, price_cell
-from foreroute.plan import CellPlan, PlanOptions, StepPlan, Topology
+from foreroute.costs.pricing import ALL_TO_ALL, step_parts
+from foreroute.plan import PlanOptions, StepPlan, Topology
+from foreroute.plan.hosts import Hosts
 from foreroute.plan.options import PassName
 from foreroute.simulate import SimulateConfig
 from foreroute.simulate.balancers import BalancerInput
@@ -86,7 +86,7 @@ OTHER_SEEDS = {1: False, 2: True}
 
 
 class Effort(NamedTuple):
-    """How much is run: rounds of the methods and of other steps, sequences of a rank in a micro-step of each."""
+    """Amount of work: rounds of the methods and of other steps, sequences of a rank in a micro-step of each."""
 
     rounds: int
     sequences: int
@@ -104,7 +104,7 @@ def run(*, quick: bool) -> dict[str, Any]:
         "metrics": {},
         "baselines": {"link_busy_on_h100": _busy_on_h100()},
         "setting": {
-            "sizes": SIZES,
+            "sizes": SIZES._asdict(),
             "tokens": TOKENS,
             "micro_steps": MICRO_STEPS,
             "slots": SLOTS,
@@ -124,19 +124,20 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 
 def measured(rank: int, num_ranks: int, nodes: Nodes, effort: Effort) -> dict[str, Any]:
-    """On one rank: what `run` gives for a topology. Methods take turns in a round, each time from another one on."""
+    """Measure a topology, on one rank. Methods take turns in a round, each time from another one on."""
     config = _config(nodes)
-    with closing(spread_model(nodes, rank)) as model, closing(spread_model(nodes, rank)) as of_eplb:
+    with closing(SpreadModel.over(nodes)) as model, closing(SpreadModel.over(nodes)) as of_eplb:
         others = time_steps(_others(model, nodes, effort.other_sequences), rounds=effort.other_rounds)
         costs = _of_rank_0(lambda: fitted_costs(others, config))
         by_pass = {pass_name: _of_rank_0(partial(fitted_costs, others, config, [pass_name])) for pass_name in PASSES}
-        step = model.step(seed=0, sequences=effort.sequences)
+        step = model.second_step(seed=0, sequences=effort.sequences)
         eplb = _eplb(nodes, step, effort.sequences)
-        of_eplb.move_homes(eplb.home_LE)
+        # a model of its own, since homes of the other stay
+        of_eplb.routed.move_homes(eplb.home_LE)
         plans = {name: _plan(nodes, step, name, costs) for name in ("static", "balanced", "traffic")} | {"eplb": eplb}
         methods: dict[str, Callable[[bool], None]] = {
-            "static": partial(step.run, None),
-            "eplb": partial(of_eplb.step(seed=0, sequences=effort.sequences).run, eplb),
+            "static": partial(_run, step, None),
+            "eplb": partial(_run, of_eplb.second_step(seed=0, sequences=effort.sequences), eplb),
             **{name: partial(_plan_and_run, nodes, step, name, costs) for name in ("balanced", "traffic")},
         }
         cases = {name: TimedStep(name, step.counts_MLGE, plans[name]) for name in methods}
@@ -167,7 +168,7 @@ def _of_pass(
     rounds: int,
     rates: tuple[SimulateConfig, CostModel],
 ) -> dict[str, Any]:
-    """Of one pass: by method, its seconds over static ones, what was predicted, and what the links carried."""
+    """Measure one pass: by method, its seconds over static ones, what was predicted, and what the links carried."""
     works = {name: partial(_together, run, PASSES[pass_name]) for name, run in methods.items()}
     seconds = seconds_in_turn(works, rounds=rounds)
     carried = {name: _carried_by(work, nodes) for name, work in works.items()}
@@ -176,7 +177,7 @@ def _of_pass(
     static_bytes = carried["static"][0]
     # of transformers' model FSDP2 sends the dense weights and gradients over the same links
     is_hf = nodes.executor == "hf"
-    row_bytes = crossing["static"] * 4 * SIZES["hidden_size"] * EXCHANGES[pass_name] if is_hf else static_bytes
+    row_bytes = crossing["static"] * 4 * SIZES.hidden * EXCHANGES[pass_name] if is_hf else static_bytes
     found: dict[str, Any] = {}
     for name in methods:
         all_bytes, busiest_bytes = carried[name]
@@ -198,7 +199,7 @@ def _of_pass(
 
 
 def _together(run: Callable[[bool], None], updating: bool) -> None:
-    """It begins when all ranks are there, and is over when it is over on all."""
+    """Run it on all ranks together: begun when all are there, over when it is over on all."""
     dist.barrier()
     run(updating)
     dist.barrier()
@@ -216,10 +217,10 @@ def _others(
     """Other steps, to fit rates to, and what times them."""
     found: list[tuple[TimedStep, Callable[[bool], float]]] = []
     for (seed, at_home), sequences in itertools.product(OTHER_SEEDS.items(), sequences_of):
-        step = model.step(seed=seed, sequences=sequences, at_home=at_home)
+        step = model.second_step(seed=seed, sequences=sequences, at_home=at_home)
         for name in ("static", "traffic"):
             plan = _plan(nodes, step, name, _config(nodes).described().costs)
-            run = partial(step.run, None if name == "static" else plan)
+            run = partial(_run, step, None if name == "static" else plan)
             timed = TimedStep(f"{name}, seed {seed}, {sequences} sequences", step.counts_MLGE, plan)
             found.append((timed, partial(_seconds, run)))
     return found
@@ -229,25 +230,29 @@ def _topology(nodes: Nodes, name: str) -> Topology:
     return replace(_config(nodes).described().topology, redundant_slots=SLOTS.get(name, 0))
 
 
-def _plan(nodes: Nodes, step: Step, name: str, costs: CostModel) -> StepPlan:
-    """By a method of `OPTIONS`."""
+def _plan(nodes: Nodes, step: SpreadBench, name: str, costs: CostModel) -> StepPlan:
+    """Plan by a method of `OPTIONS`."""
     topology = replace(_topology(nodes, name), links=costs.hardware.links)
-    return planner.plan(step.counts_MLGE, topology, OPTIONS[name], home_LE=step.home_LE, costs=costs)
+    return planner.plan(step.counts_MLGE, topology, OPTIONS[name], home_LE=step.routed.home_LE, costs=costs)
 
 
-def _plan_and_run(nodes: Nodes, step: Step, name: str, costs: CostModel, updating: bool) -> None:
-    step.run(_plan(nodes, step, name, costs), updating)
+def _plan_and_run(nodes: Nodes, step: SpreadBench, name: str, costs: CostModel, updating: bool) -> None:
+    _run(step, _plan(nodes, step, name, costs), updating)
 
 
-def _eplb(nodes: Nodes, step: Step, sequences: int) -> StepPlan:
+def _run(step: SpreadBench, plan: StepPlan | None, updating: bool) -> None:
+    step.step(plan, updating=updating)
+
+
+def _eplb(nodes: Nodes, step: SpreadBench, sequences: int) -> StepPlan:
     """Placed once, by the loads of the step before."""
     loads_LE = drawn_counts(nodes, seed=0, step=0, sequences=sequences).sum(axis=(0, 2), dtype=np.int64)
-    problem = BalancerInput(step.counts_MLGE, _topology(nodes, "eplb"), step.home_LE, loads_LE)
+    problem = BalancerInput(step.counts_MLGE, _topology(nodes, "eplb"), step.routed.home_LE, loads_LE)
     return executable(problem, list(eplb_previous(problem)))
 
 
 def _of_rank_0(work: Callable[[], CostModel]) -> CostModel:
-    """What it returns there, on all ranks."""
+    """Give all ranks what it returns there."""
     found = [work() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     assert found[0] is not None
@@ -291,12 +296,13 @@ def _busy_on_h100() -> dict[str, dict[str, float]]:
     hardware = hardware_preset("h100")
     links = replace(hardware.links, cluster_bytes_per_s=hardware.links.cluster_bytes_per_s / 2)
     model, load = model_preset("qwen3-30b-a3b"), replace(WORKLOADS["G16"], num_micro_steps=4, num_layers=4)
-    cells_CGE = load.draw(seed=0).counts().reshape(-1, 16, load.num_experts)
+    counts = load.draw(seed=0).counts()
     topology, shares = Topology(16, 8, 0, links), {}
-    at_home = CellPlan.homes_only(topology.contiguous_home_E(load.num_experts), 16)
+    home_LE = np.tile(topology.contiguous_home_E(load.num_experts), (counts.shape[1], 1))
+    at_home = Hosts.with_room(home_LE, len(counts), 16, 0)
     for dispatcher in ("copies", "dedup"):
         costs = CostModel(model=model, hardware=replace(hardware, links=links), dispatcher=dispatcher)
-        parts_SP = np.sum([price_cell(at_home, each, topology, costs).parts_SP for each in cells_CGE], axis=0)
+        parts_SP = step_parts(at_home, counts, topology, costs)
         busy_S = parts_SP[:, ALL_TO_ALL] / parts_SP.sum(axis=1)
         shares[dispatcher] = dict(zip(PASSES, busy_S.round(3).tolist(), strict=True))
     return shares

@@ -28,8 +28,9 @@ from foreroute.plan import PlanOptions, StepPlan, Topology
 from foreroute.planner import plan
 from foreroute.planner.homes import place_homes
 from foreroute.simulate.balancers import BalancerInput
-from foreroute.simulate.compare import MethodFigures, compare, figures_of
+from foreroute.simulate.compare import compare, figures_of
 from foreroute.simulate.methods import BALANCERS
+from foreroute.simulate.records import MethodRecord
 from foreroute.simulate.workload import WORKLOADS
 
 CELLS = ("G8", "G16", "G32", "G64", "E256")
@@ -65,22 +66,23 @@ def _cell(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     topology = costs.hardware.topology(counts.shape[2], 2)
     contiguous = np.tile(topology.contiguous_home_E(counts.shape[3]), (counts.shape[1], 1))
-    homes = {"contiguous": contiguous, "relocated": place_homes(counts, topology, contiguous, seed=SEED)}
+    homes = {"contiguous": contiguous, "relocated": place_homes(counts, topology, contiguous)}
     figures: dict[str, Any] = {}
     for mode, (tolerance, slots) in MODES.items():
         there = replace(topology, redundant_slots=slots)
         figures[mode] = {
             home: _mode(counts, there, home_LE, tolerance, costs, repeats, sampled) for home, home_LE in homes.items()
         }
-    budgeted = quickest(lambda: place_homes(counts, topology, contiguous, max_moves=BUDGET, seed=SEED), repeats)
-    unlimited = quickest(lambda: place_homes(counts, topology, contiguous, seed=SEED), 2)
+    budgeted = quickest(lambda: place_homes(counts, topology, contiguous, max_moves=BUDGET), repeats)
+    unlimited = quickest(lambda: place_homes(counts, topology, contiguous), 2)
     figures["relocation"] = {
         "budget_16_ms_per_layer": round(budgeted * 1e3 / counts.shape[1], 3),
         "unlimited_ms_per_layer": round(unlimited * 1e3 / counts.shape[1], 3),
     }
     problem = BalancerInput(counts, topology, contiguous, previous_LE)
     others: dict[str, Any] = {
-        record.name: shown(record) for record in compare(problem, costs, BALANCERS | OTHER_BALANCERS)
+        record.name: shown(record, counts.shape[0] * counts.shape[1])
+        for record in compare(problem, costs, BALANCERS | OTHER_BALANCERS)
     }
     others["least_seconds"] = round(float(least_seconds(counts, topology, costs).sum()), 4)
     figures["static"] = others["static"]
@@ -102,7 +104,7 @@ def _mode(
 ) -> dict[str, float]:
     cells = counts.shape[0] * counts.shape[1]
     found: dict[str, StepPlan] = {}
-    records: dict[str, MethodFigures] = {}
+    records: dict[str, MethodRecord] = {}
     us: dict[str, float] = {}
     for slots in ("shared", "layer"):
         options = PlanOptions(tolerance=tolerance, slots=slots)
@@ -122,14 +124,14 @@ def _mode(
         "replicas": empty.fetches_per_cell,
         "us_per_cell": us["shared"],
         "step_ms": us["shared"] * counts.shape[0] * STEP_LAYERS / 1e3,
-        "seconds": empty.seconds,
+        "seconds": empty.training_s,
         "cross_node_share": empty.cross_node_share,
         "persistent_mean": of_kept[0],
         "persistent_p99": of_kept[1],
         "persistent_worst": of_kept[2],
         "transfers_persistent": kept.fetches_per_cell,
         "persistent_us_per_cell": us["layer"],
-        "persistent_seconds": kept.seconds,
+        "persistent_seconds": kept.training_s,
     }
     if tolerance == 0:
         gap_ML = found["shared"].max_load_ML / np.maximum(planner_oracles.best_split(counts, found["shared"]), 1) - 1

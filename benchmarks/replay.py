@@ -1,51 +1,37 @@
-"""What replay costs: time of a forward, and of forward plus backward, replayed over unpatched, with telemetry and not.
+"""Costs of replay: time of a forward, and of forward plus backward, over the unpatched model's.
 
 The two run in turn on one model with the same weights and batch, for every implementation of the experts, eager and
 compiled. The unpatched side is the same model outside any session, which is bit for bit the model that was never
 attached. An A/A line (unpatched over unpatched) says how far apart two equal things measure on this machine. Times are
-CPU time of the one thread that works. A time that the run does not resolve is None (`harness.pairs`); user instructions
-stand beside it. `waits` and `aten` count what replay puts on the launch path of a forward (`harness.launch_path`).
+CPU time of the one thread that works. A time that the run does not resolve is None (`harness.pairs`). `waits` and
+`aten` count what replay puts on the launch path of a forward (`harness.launch_path`).
 """
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.harness import launch_path
-from benchmarks.harness.instructions import Counter, count_in_user_space
+from benchmarks.harness.models import Sizes, keep_memory, run_model
 from benchmarks.harness.pairs import PairedRatio, compare, near_one, worst_near_one
 from foreroute.adapters import hf
 from foreroute.core.passes import Pass, RecordOptions
 from foreroute.replay import Policy, TraceOnDevice
 from foreroute.trace import RoutingTrace
 
-VOCABULARY = 1024
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 1024,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "num_experts": 32,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 384,
-    "norm_topk_prob": True,
-    "initializer_range": 0.02,
-}
+SIZES = Sizes(hidden=1024, heads=16, kv_heads=2, experts=32, top_k=8, expert_width=384, vocabulary=1024)
 """Layers of half the width of Qwen3-30B-A3B, with a quarter of its experts."""
-
-SMALLER = {"num_hidden_layers": 1, "num_experts": 16}
-SETTINGS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
+SMALLER = SIZES._replace(layers=1, experts=16)
+SETTINGS: dict[str, tuple[Sizes, tuple[int, int]]] = {
     "grouped_mm": (SIZES, (2, 128)),
-    "eager": (SIZES | SMALLER, (2, 128)),
-    "batched_mm": (SIZES | SMALLER, (1, 16)),
+    "eager": (SMALLER, (2, 128)),
+    "batched_mm": (SMALLER, (1, 16)),
 }
 """Sizes and batch by implementation of the experts. The backward of eager fills the gradient of every expert once for
 each of them; batched_mm copies the weights of every pick."""
@@ -69,30 +55,29 @@ class Bench:
 
     @classmethod
     def of(cls, experts: str, compiler: str | None = None) -> Bench:
-        """With these experts, eager or compiled by this backend."""
+        """Build a model with these experts, eager or compiled by this backend."""
         torch.compiler.reset()
         sizes, shape = SETTINGS[experts]
-        model = hf.build_model("qwen3_moe", seed=0, experts_implementation=experts, **sizes)
+        model = hf.build_model("qwen3_moe", seed=0, experts_implementation=experts, **sizes.of_hf())
         routed = hf.attach(model)
-        batch = torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(0))
+        batch = torch.randint(0, sizes.vocabulary, shape, generator=torch.Generator().manual_seed(0))
         with routed.record() as recording, torch.no_grad():
             model(input_ids=batch)
         call = model if compiler is None else torch.compile(model, backend=compiler, fullgraph=True)
         return cls(routed, call, batch, recording.trace())
 
     def forward(self) -> object:
-        """Without gradients."""
+        """Run a forward without gradients."""
         with torch.no_grad():
             return self.call(input_ids=self.batch, use_cache=False).logits
 
-    def step(self) -> object:
-        """Forward and backward."""
+    def step(self) -> None:
+        """Run forward and backward."""
         self.routed.model.zero_grad(set_to_none=True)
-        logits = self.call(input_ids=self.batch, use_cache=False).logits
-        return logits.float().log_softmax(-1)[..., 0].mean().backward()
+        run_model(self.call, self.batch)
 
     def replayed(self, work: Callable[[], object], *, telemetry: bool = True) -> Callable[[], object]:
-        """The same in a session of its own."""
+        """Wrap the work in a session of its own."""
 
         def run() -> object:
             with self.routed.replay(self.trace, telemetry=telemetry):
@@ -113,15 +98,14 @@ def run(*, quick: bool) -> dict[str, Any]:
         launches()
     torch.set_num_threads(1)
     keep_memory()
-    few, many = (2, 4) if quick else (40, 80)  # quick resolves no time; instructions need no more
+    few, many = (2, 4) if quick else (40, 80)  # quick resolves no time
     compiler = "aot_eager" if quick else "inductor"
-    counting = count_in_user_space()
-    ratio = partial(_ratio, counter=counting.counter)
+    ratio = partial(compare, clock=time.thread_time)
     eager = Bench.of("grouped_mm")
     figures = {
-        "forward_recording": ratio(eager.recording, eager.forward, many),
-        "forward_a_over_a": ratio(lambda: eager.forward(), eager.forward, many),
-        "step_a_over_a": ratio(lambda: eager.step(), eager.step, few),
+        "forward_recording": ratio(eager.recording, eager.forward, pairs=many),
+        "forward_a_over_a": ratio(lambda: eager.forward(), eager.forward, pairs=many),
+        "step_a_over_a": ratio(lambda: eager.step(), eager.step, pairs=few),
     }
     by_kind = {"grouped_mm": _forwards(eager, many, ratio) | _steps(eager, few, ratio)}
     for kind in ("eager", "batched_mm"):
@@ -136,47 +120,33 @@ def run(*, quick: bool) -> dict[str, Any]:
     for end in TELEMETRY:
         metrics |= worst_near_one(f"worst_step{end}", {kind: found[f"step{end}"] for kind, found in by_kind.items()})
     return {
-        "metrics": metrics | counting.reported() | _bytes_per_token(eager) | launches(),
-        "baselines": {name: asdict(figures[name]) for name in ("forward_a_over_a", "step_a_over_a")},
+        "metrics": metrics | _bytes_per_token(eager) | launches(),
+        "baselines": {name: figures[name].shown() for name in ("forward_a_over_a", "step_a_over_a")},
         "setting": {
             "family": "qwen3_moe",
-            "sizes_and_tokens": SETTINGS,
+            "sizes_and_tokens": {name: (sizes._asdict(), shape) for name, (sizes, shape) in SETTINGS.items()},
             "pairs": [many, few],
             "compiler": compiler,
         },
     }
 
 
-def keep_memory() -> None:
-    """Let glibc keep freed memory: handing it back and faulting it in again takes a varying half of all time."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        for trim_or_map_threshold in (-1, -3):
-            mallopt(trim_or_map_threshold, 1 << 30)
-
-
 def _forwards(bench: Bench, pairs: int, ratio: Callable[..., PairedRatio]) -> dict[str, PairedRatio]:
     return {
-        f"forward{end}": ratio(bench.replayed(bench.forward, telemetry=telemetry), bench.forward, pairs)
+        f"forward{end}": ratio(bench.replayed(bench.forward, telemetry=telemetry), bench.forward, pairs=pairs)
         for end, telemetry in TELEMETRY.items()
     }
 
 
 def _steps(bench: Bench, pairs: int, ratio: Callable[..., PairedRatio]) -> dict[str, PairedRatio]:
     return {
-        f"step{end}": ratio(bench.replayed(bench.step, telemetry=telemetry), bench.step, pairs)
+        f"step{end}": ratio(bench.replayed(bench.step, telemetry=telemetry), bench.step, pairs=pairs)
         for end, telemetry in TELEMETRY.items()
     }
 
 
-def _ratio(
-    candidate: Callable[[], object], baseline: Callable[[], object], pairs: int, counter: Counter | None
-) -> PairedRatio:
-    return compare(candidate, baseline, pairs=pairs, clock=time.thread_time, counter=counter)
-
-
 def _bytes_per_token(bench: Bench) -> dict[str, float]:
-    """Of all layers: the trace on the host, routes on the device until backward, notes on the device in a forward."""
+    """Weigh all layers: the trace on the host, routes on the device until backward, notes there in a forward."""
     trace, device = bench.trace, torch.device("cpu")
     policy = Policy("error", "native", "native", telemetry=False)
     rows = TraceOnDevice(trace, device).gather(torch.arange(trace.num_rows), policy)

@@ -1,4 +1,4 @@
-"""What plans are worth, simulated: every method over ours, and ours over forced balance, in both stages.
+"""Worth of plans, simulated: every method over ours, and ours over forced balance, in both passes.
 
 H100-class GPUs; Qwen3-30B-A3B and Qwen3-235B-A22B; workloads G8 to G64, the same tokens for every method.
 **Every second is modelled.** Planning is measured here.
@@ -47,7 +47,7 @@ class Scenario:
     def simulate(
         self, methods: tuple[str, ...], *, tokens: str = "8k", dispatcher: str | None = None, skew: float = 1.0
     ) -> SimulationRecord:
-        """With its first dispatcher by default; all methods, and others' balancers beside them."""
+        """Simulate methods, with the first dispatcher by default; others' balancers stand beside all methods."""
         size = {"micro_steps": 4, "layers": 1, "groups": 1} if self.quick else DRAWN
         values = {
             "cluster": {"gpus": self.gpus, "expert_parallel": self.ranks},
@@ -83,7 +83,7 @@ def run(quick: bool) -> dict[str, Any]:
 
 
 def figures(found: SimulationRecord) -> dict[str, Any]:
-    """Of the main setting."""
+    """Reduce the main setting."""
     ours, static = found["ours"], found["static"]
     others = {
         f"speedup_over_{record.name}": round(record.training_s / ours.training_s, 4)
@@ -104,7 +104,7 @@ def figures(found: SimulationRecord) -> dict[str, Any]:
         "groups_waiting": round(ours.groups_waiting, 4),
         "parts_of_ours": _parts(found, "ours"),
         "parts_of_static": _parts(found, "static"),
-        "stages_of_ours": {name: round(value, 4) for name, value in ours.stages._asdict().items()},
+        "phases_of_ours": {name: round(value, 4) for name, value in ours.phases._asdict().items()},
         "planning_ms": round(ours.planning_s * 1e3, 1),
     }
 
@@ -124,7 +124,7 @@ def _short(found: SimulationRecord) -> dict[str, float]:
 
 
 def _skewed(found: SimulationRecord) -> dict[str, float]:
-    """Of more or less even experts."""
+    """Reduce a simulation of more or less even experts."""
     return {
         "static_imbalance": round(found["static"].imbalance, 3),
         "speedup_over_static": round(found["ours"].speedup_over_static, 4),

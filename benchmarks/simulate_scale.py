@@ -1,4 +1,4 @@
-"""From 64 to 4,096 GPUs: planning measured here on one thread, step time simulated, and where planning no longer hides.
+"""Planning from 64 to 4,096 GPUs: its time, measured here on one thread, in steps whose time is simulated.
 
 Two ways to grow. More groups at the same expert parallelism: every group plans its own step (`planning_ms`), or one
 planner plans for all (`one_planner_ms`, the sum). Larger groups: a model of 256 experts over 16 to 256 ranks, whose
@@ -33,7 +33,7 @@ def run(quick: bool) -> dict[str, Any]:
 
 
 def figures(found: SimulationRecord) -> dict[str, Any]:
-    """Of one cluster."""
+    """Reduce the simulation of one cluster."""
     ours = found["ours"]
     planning_s = ours.planning_s
     return {
@@ -44,13 +44,13 @@ def figures(found: SimulationRecord) -> dict[str, Any]:
         "share_of_forced_balance": round(ours.share_of_forced_balance, 4),
         "groups_waiting": round(ours.groups_waiting, 4),
         "step_s": round(ours.step_s, 3),
-        "recompute_s": round(ours.stages.recompute, 3),
-        "reduction_s": round(ours.stages.reduction, 4),
+        "recompute_s": round(ours.phases.recompute, 3),
+        "reduction_s": round(ours.phases.reduction, 4),
         "planning_ms": round(planning_s * 1e3, 1),
-        "planning_exposed_ms": round(ours.stages.planning * 1e3, 2),
-        "planning_over_recompute": round(planning_s / ours.stages.recompute, 4),
+        "planning_exposed_ms": round(ours.phases.planning * 1e3, 2),
+        "planning_over_recompute": round(planning_s / ours.phases.recompute, 4),
         "one_planner_ms": round(planning_s * found.groups * 1e3, 1),
-        "one_planner_over_recompute": round(planning_s * found.groups / ours.stages.recompute, 4),
+        "one_planner_over_recompute": round(planning_s * found.groups / ours.phases.recompute, 4),
         "first_micro_step_ms": round(planning_s / MICRO_STEPS * 1e3, 2),
         "gpu_hours_saved_per_1000_steps": round(ours.gpu_hours_saved * 1000, 1),
     }

@@ -17,16 +17,15 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.execution_bench import BATCH, SIZES, SLOTS, Bench, in_processes
+from benchmarks.harness.spread_bench import BATCH, SIZES, SLOTS, HFBench, in_processes
 from benchmarks.harness.step_prediction import (
     PASSES,
     TimedStep,
-    executed,
     predict_seconds,
     processes_config,
     time_steps,
 )
-from foreroute.ep.transfer.engine import TransferOptions
+from benchmarks.harness.step_seconds import recomputing_model
 from foreroute.plan import PlanOptions
 from foreroute.simulate.fit import rank_correlation
 
@@ -44,7 +43,11 @@ def run(*, quick: bool) -> dict[str, Any]:
     return {
         "metrics": metrics,
         "baselines": {},
-        "setting": {"rounds": rounds, "sizes": SIZES, "load_average": [round(one, 1) for one in os.getloadavg()]},
+        "setting": {
+            "rounds": rounds,
+            "sizes": SIZES._asdict(),
+            "load_average": [round(one, 1) for one in os.getloadavg()],
+        },
     }
 
 
@@ -54,6 +57,7 @@ def _figures(timed: list[TimedStep], num_ranks: int) -> dict[str, Any]:
     for pass_name in PASSES:
         found: list[tuple[TimedStep, float]] = []
         for fold in range(FOLDS):
+            # a rate that has seen the plan would only repeat its time
             unseen = timed[fold::FOLDS]
             known = [one for n, one in enumerate(timed) if n % FOLDS != fold]
             found += zip(unseen, predict_seconds(known, unseen, pass_name, config).tolist(), strict=True)
@@ -72,19 +76,11 @@ def _figures(timed: list[TimedStep], num_ranks: int) -> dict[str, Any]:
 
 
 def _timed(rank: int, num_ranks: int, rounds: int) -> list[TimedStep]:
-    bench = Bench.of(rank, num_ranks)
-    model: Any = bench.routed.model
-    model.activation_checkpointing_enable()
-    bench.routed.use(TransferOptions(paths="host"))
-    with closing(bench.routed):
-        again = partial(Bench.routed_anew, bench.routed, rank)
-        steps = [
-            (again(skew=skew, shape=(sequences, BATCH[1])), f"skew {skew}, {sequences} sequences")
-            for skew, sequences in itertools.product(SKEWS, SEQUENCES)
-        ]
-        planned = [
-            executed(f"{name}, {how}", step, step.plan(options))
-            for step, name in steps
-            for how, options in OPTIONS.items()
-        ]
-        return time_steps(planned, rounds=rounds)
+    with closing(recomputing_model(SIZES)) as routed:
+        steps = []
+        for skew, sequences in itertools.product(SKEWS, SEQUENCES):
+            bench = HFBench.drawn(routed.model, routed, skew=skew, shape=(sequences, BATCH[1]))
+            for how, options in OPTIONS.items():
+                name, plan = f"skew {skew}, {sequences} sequences, {how}", bench.plan(options)
+                steps.append((TimedStep(name, bench.counts_MLGE, plan), partial(bench.seconds, plan)))
+        return time_steps(steps, rounds=rounds)

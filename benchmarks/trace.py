@@ -48,6 +48,7 @@ def run(quick: bool) -> dict[str, Any]:
 def made_trace(sequences: int, correlation: float) -> RoutingTrace:
     """48 layers of routes, of which 8 are drawn and the others are those with their experts renamed."""
     spec = RoutingSpec(NUM_EXPERTS, TOP_K, tuple(RoutedLayer(i) for i in range(MADE_LAYERS)), model="synthetic")
+    # drawing is slow; renamed experts are as good as drawn ones to a codec that looks at one layer
     few = synthetic_trace(spec, [LENGTH] * sequences, seed=1, correlation=correlation)
     ids = [relabelled(few, 100 + i).expert_ids_NLK for i in range(NUM_LAYERS // MADE_LAYERS)]
     layers = tuple(RoutedLayer(i) for i in range(NUM_LAYERS))
@@ -59,6 +60,7 @@ def relabelled(trace: RoutingTrace, seed: int) -> RoutingTrace:
     rng = np.random.default_rng(seed)
     names = np.stack([rng.permutation(trace.spec.num_experts) for _ in range(trace.spec.num_layers)])
     ids = names.astype(trace.spec.id_dtype)[np.arange(trace.spec.num_layers)[:, None], trace.expert_ids_NLK]
+    # a trace holds 0 where it has no route
     ids[~trace.valid_N] = 0
     return replace(trace, expert_ids_NLK=ids, token_ids_N=rng.permutation(trace.token_ids_N))
 

@@ -1,9 +1,8 @@
-"""The planner and its baselines on workloads that others chose, and on routes that were really made.
+"""The planner and its baselines on workloads that others chose.
 
 W0 to W7 are those of Megatron-LM's token-imbalance benchmark (`harness/token_imbalance.py`), in its own sizes and with
 128 experts. A step is twelve micro-steps, a whole turn of the hot spot of W6, after a step of the twelve before.
-`recorded_mixed` and `recorded_one_kind` are the routes of part H of `experiments`: their last step after the one
-before, with sequences dealt at random or kind after kind, one of a rank in a micro-step.
+Part H of `experiments` has balancers on routes that were really made.
 
 Keys are `metrics.workloads.<workload>.<method>.<setting>`. `ours_r2` and `ours_r1` balance exactly, with two slots and
 with one, which every layer keeps; those `relocated` also move homes before the step, without a limit. Baselines have
@@ -25,7 +24,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,7 +57,6 @@ SIMULATED_SETTING = "e128_k8_ep8"
 OURS = {"ours_r2": (2, 0), "ours_r1": (1, 0), "ours_r2_relocated": (2, None), "ours_r1_relocated": (1, None)}
 """Slots, and home moves of a layer."""
 PROGRAM_EXPERTS = 8
-STARTS = Path("runs/starts")
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -79,36 +76,34 @@ def run(quick: bool) -> dict[str, Any]:
             if setting == SIMULATED_SETTING:
                 model = {"preset": "qwen3-30b-a3b"}
                 by_method["simulated"] = {setting: simulated(before, counts, model, (*SIMULATED, "ours_rehomed"))}
-    kept, missing = _recorded(quick)
-    for workload, (before, counts) in kept.items():
-        for method, figures in _figures(before, counts, 8, repeats):
-            metrics.setdefault(workload, {}).setdefault(method, {})["e64_k8_ep8"] = figures
-    return {"metrics": {"workloads": metrics}, "baselines": {}, **missing}
+    return {"metrics": {"workloads": metrics}, "baselines": {}}
 
 
 def _figures(before: Ints, counts: Ints, top_k: int, repeats: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Of every method, with its name."""
+    """Measure every method; give its name and figures."""
     num_layers, num_ranks, num_experts = counts.shape[1:]
     model = replace(MODELS["qwen3-30b-a3b"], num_experts=num_experts, top_k=top_k)
     costs = CostModel(model=model, hardware=HARDWARE["h100"], dispatcher="copies", paths="host")
     topology = costs.hardware.topology(num_ranks, 2)
     home_LE = np.tile(topology.contiguous_home_E(num_experts), (num_layers, 1))
     problem = BalancerInput(counts, topology, home_LE, before.sum(axis=(0, 2), dtype=np.int64))
+    cells = counts.shape[0] * num_layers
     for record in compare(problem, costs, baselines(before)):
-        yield record.name, shown(record)
+        yield record.name, shown(record, cells)
     for name, (slots, home_moves) in OURS.items():
         options, there = PlanOptions(tolerance=0.0, home_moves=home_moves), replace(topology, redundant_slots=slots)
         found = plan(counts, there, options)
         verify(found, counts, options)
+        # homes are moved once in a step, and not in the time of a cell
         homed = replace(options, home_moves=0)
         seconds = quickest(lambda: plan(counts, there, homed, home_LE=found.home_LE), repeats)  # noqa: B023
         record = figures_of(found, counts, costs, label=name, planning_s=seconds)
         replicas = round(float(found.num_replicas_ML.mean()), 2)
-        yield name, {**shown(record), "replicas": replicas, **_certified(found, counts)}
+        yield name, {**shown(record, cells), "replicas": replicas, **_certified(found, counts)}
 
 
 def _certified(found: StepPlan, counts: Ints) -> dict[str, Any]:
-    """Cells by what proves that none is more level, and the worst distance from what is proved."""
+    """Count cells by what proves that none is more level, and find the worst distance from what is proved."""
     (num_micro_steps, num_layers, num_experts), ranks = found.shape, found.topology.num_ranks
     proofs: Counter[str] = Counter(level=0, slots=0, program=0, missed=0, open=0)
     gap, bounds = 0.0, []
@@ -128,28 +123,11 @@ def _certified(found: StepPlan, counts: Ints) -> dict[str, Any]:
 
 
 def _oracle(workload: str, size: Setting, counts: Ints) -> list[str]:
-    """Checks that a planned cell fails, of a micro-step with a burst; see `failed_checks`."""
+    """Name the checks that a planned cell of a micro-step with a burst fails."""
     step = MICRO_STEPS + 3
     topology = HARDWARE["h100"].topology(size.num_ranks, 2)
     cell = plan(counts[3:4], topology, PlanOptions(tolerance=0.0)).cell(0, 0)
-    ids_TK, _ = routes(workload, size.num_experts, size.top_k, size.tokens, step, SEED)
+    ids_TK = routes(workload, size.num_experts, size.top_k, size.tokens, step, SEED)
     return failed_checks(
         cell, np.tile(ids_TK, (size.num_ranks, 1)), sources(workload, size.tokens, size.num_ranks), size
     )
-
-
-def _recorded(quick: bool) -> tuple[dict[str, tuple[Ints, Ints]], dict[str, str]]:
-    """The last two steps of recorded routes; and what is missing, and why. To make the routes takes five minutes."""
-    from experiments.cells import Cell
-    from experiments.models import base_values
-    from experiments.routes import recorded
-    from experiments.unevenness import dealt, sequence_counts
-
-    cell, base = Cell("H/routes", "routes", 0, "routes"), base_values("routes")
-    if quick and not (STARTS / f"routes-{cell.digest(base)}" / "learned.json").exists():
-        return {}, {"missing": f"recorded routes: none in {STARTS}, and they take longer than --quick may"}
-    traces, kind_S, _ = recorded(cell, base, STARTS)
-    counts_TSLE = [sequence_counts(trace) for trace in traces[-2:]]
-    orders = {"recorded_mixed": "mixed", "recorded_one_kind": "sorted"}
-    steps = {name: dealt(counts_TSLE, kind_S, order, 8, 1, cell.seed) for name, order in orders.items()}
-    return {name: (before.astype(np.int32), now.astype(np.int32)) for name, (before, now) in steps.items()}, {}

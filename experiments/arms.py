@@ -1,8 +1,9 @@
-"""Figures by arm and seed, as the page asks for them."""
+"""Figures of arms: what is asked of the finished cells of one arm, and means and comparisons of it over seeds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,13 +11,21 @@ import numpy as np
 from experiments.intervals import Interval, mean_interval, paired_difference, paired_ratio
 
 Metric = Callable[[dict[str, Any]], float | None]
+"""Takes one figure out of those of a cell; None where the cell lacks it."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A metric of an arm."""
+
+    arm: str
+    metric: Metric
 
 
 class Arms:
     """Results of a grid, one line for each finished cell."""
 
     def __init__(self, results: Mapping[str, dict[str, Any]]) -> None:
-        self.results = results
         self._by_arm: dict[str, dict[int, dict[str, Any]]] = {}
         for line in results.values():
             self._by_arm.setdefault(line["arm"], {})[line["seed"]] = line["figures"]
@@ -24,57 +33,34 @@ class Arms:
     def __contains__(self, arm: str) -> bool:
         return arm in self._by_arm
 
-    def seeds(self, arm: str) -> dict[int, dict[str, Any]]:
-        """Figures of an arm by seed; empty when no cell of it is finished."""
-        return dict(sorted(self._by_arm.get(arm, {}).items()))
-
-    def values(self, arm: str, metric: Metric) -> dict[int, float]:
-        """One figure of an arm by seed; seeds that lack it are left out."""
-        found = {seed: metric(figures) for seed, figures in self.seeds(arm).items()}
+    def values(self, measure: Measure) -> dict[int, float]:
+        """Return a measure by seed; seeds that lack it are left out."""
+        by_seed = sorted(self._by_arm.get(measure.arm, {}).items())
+        found = {seed: measure.metric(figures) for seed, figures in by_seed}
         return {seed: value for seed, value in found.items() if value is not None}
 
-    def mean(self, arm: str, metric: Metric) -> Interval:
-        """Over seeds."""
-        return mean_interval(np.array(list(self.values(arm, metric).values())))
+    def mean(self, measure: Measure) -> Interval:
+        """Average a measure over seeds."""
+        return mean_interval(np.array(list(self.values(measure).values())))
 
-    def difference(self, first: str, second: str, metric: Metric, of_second: Metric | None = None) -> Interval:
-        """First minus second over the seeds of both; `of_second` when they are different figures."""
-        return paired_difference(self.values(first, metric), self.values(second, of_second or metric))
+    def difference(self, first: Measure, second: Measure) -> Interval:
+        """Subtract the second measure from the first, over the seeds that have both."""
+        return paired_difference(self.values(first), self.values(second))
 
-    def ratio(self, first: str, second: str, metric: Metric, of_second: Metric | None = None) -> Interval | None:
-        """First over second over the seeds of both; `of_second` when they are different figures."""
-        return paired_ratio(self.values(first, metric), self.values(second, of_second or metric))
+    def ratio(self, first: Measure, second: Measure | None) -> Interval | None:
+        """Divide the first measure by the second, over the seeds that have both; alone it is a ratio itself."""
+        above = self.values(first)
+        return paired_ratio(above, dict.fromkeys(above, 1.0) if second is None else self.values(second))
 
     def collapsed(self, arm: str) -> tuple[int, int]:
-        """How many of its runs collapsed, and how many there are."""
-        runs = self.seeds(arm).values()
+        """Count the runs of an arm that collapsed, and all of them."""
+        runs = self._by_arm.get(arm, {}).values()
         return sum(run["collapsed_at"] is not None for run in runs), len(runs)
-
-
-def metric(name: str) -> Metric:
-    """A metric by its name, as tables and claims have it: a function of `METRICS` and its arguments after colons.
-
-    "a / b" is one metric over another; None where one of them is missing, or the second is 0.
-    """
-    if " / " in name:
-        above, below = map(metric, name.split(" / "))
-        return lambda figures: _ratio(above(figures), below(figures))
-    function, *arguments = name.split(":")
-    return METRICS[function](*arguments)
-
-
-def _ratio(above: float | None, below: float | None) -> float | None:
-    return above / below if above is not None and below else None
 
 
 def reward_last(figures: dict[str, Any]) -> float:
     """Mean reward of the last ten steps; 0 in a run that diverged, which has none."""
     return 0.0 if figures["diverged"] else float(figures["reward_last"])
-
-
-def over_steps(name: str) -> Metric:
-    """A figure of the steps, averaged over a run."""
-    return lambda figures: float(figures["mean"][name])
 
 
 def reward_first(figures: dict[str, Any]) -> float:
@@ -92,13 +78,18 @@ def spikes(figures: dict[str, Any]) -> float:
     return float(figures["spikes"])
 
 
+def over_steps(name: str) -> Metric:
+    """Return the metric of a figure of the steps, averaged over a run."""
+    return lambda figures: float(figures["mean"][name])
+
+
 def static(replay: str, name: str) -> Metric:
-    """A figure at fixed weights; None for a model that has no such pass."""
+    """Return the metric of a figure at fixed weights; None for a model that has no such pass."""
     return lambda figures: float(figures[replay][name]) if replay in figures else None
 
 
 def roughness(name: str) -> Metric:
-    """Root mean square of the changes from stretch to stretch of a run over the mean, of a figure kept in stretches."""
+    """Return the metric of changes from stretch to stretch: their root mean square over the mean stretch."""
 
     def of(figures: dict[str, Any]) -> float | None:
         stretches = np.array(figures["binned"][name])
@@ -108,7 +99,7 @@ def roughness(name: str) -> Metric:
 
 
 def growth(name: str) -> Metric:
-    """Last third of a run over its first third, of a figure that is kept in stretches."""
+    """Return the metric of growth in a run: a figure's last third over its first third."""
 
     def of(figures: dict[str, Any]) -> float | None:
         stretches = figures["binned"][name]
@@ -120,7 +111,7 @@ def growth(name: str) -> Metric:
 
 
 def at(*path: str) -> Metric:
-    """A figure by the names that lead to it."""
+    """Return the metric of a figure by the names that lead to it."""
 
     def of(figures: dict[str, Any]) -> float:
         found: Any = figures
@@ -131,15 +122,11 @@ def at(*path: str) -> Metric:
     return of
 
 
-METRICS: dict[str, Callable[..., Metric]] = {
-    "reward_first": lambda: reward_first,
-    "reward_last": lambda: reward_last,
-    "collapse": lambda: collapse,
-    "spikes": lambda: spikes,
-    "steps": over_steps,
-    "static": static,
-    "roughness": roughness,
-    "growth": growth,
-    "at": at,
-}
-"""What `metric` knows, by the first part of a name."""
+def over(above: Metric, below: Metric) -> Metric:
+    """Return the metric of one figure over another of the same cell; None where one is missing or `below` is 0."""
+
+    def of(figures: dict[str, Any]) -> float | None:
+        first, second = above(figures), below(figures)
+        return first / second if first is not None and second else None
+
+    return of

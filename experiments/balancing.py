@@ -1,4 +1,4 @@
-"""What balancers make of steps and micro-steps: loads and transfers that are counted, and seconds that are modelled.
+"""Balancers on steps and micro-steps: loads and transfers that are counted, and seconds that are modelled.
 
 Eight ranks of one node with two redundant slots each, and contiguous homes. `llep_free` is LLEP with a slot for every
 expert, as its public code has it. `eplb_last` is EPLB placed anew for every micro-step by the loads of the one before.
@@ -20,7 +20,8 @@ from foreroute.plan import PlanOptions, StepPlan
 from foreroute.planner import plan
 from foreroute.simulate import parse_config
 from foreroute.simulate.balancers import BalancerInput
-from foreroute.simulate.compare import MethodFigures, compare, figures_of
+from foreroute.simulate.compare import compare, figures_of
+from foreroute.simulate.records import MethodRecord
 from foreroute.trace import RoutingTrace
 
 OLMOE = {
@@ -59,18 +60,19 @@ def balancing_of(traces: Sequence[RoutingTrace], kind_S: Ints, seed: int) -> dic
 
 
 def balanced(steps: Steps) -> dict[str, dict[str, float]]:
-    """By method: mean imbalance of a cell, and experts moved for one, over all steps but the first.
+    """Average imbalance of a cell and experts moved for one, by method, over all steps but the first.
 
     Args:
         steps: counts_MLGE of steps that follow each other.
     """
     values = {"cluster": {"gpus": BASE_RANKS, "expert_parallel": BASE_RANKS}, "model": OLMOE}
     cluster = parse_config(values, source="the experiments").described()
-    records: dict[str, list[MethodFigures]] = {}
+    records: dict[str, list[MethodRecord]] = {}
     for before, counts in pairwise(steps):
         home_LE = np.tile(cluster.topology.contiguous_home_E(counts.shape[3]), (counts.shape[1], 1))
         problem = BalancerInput(counts, cluster.topology, home_LE, before.sum(axis=(0, 2), dtype=np.int64))
         found = list(compare(problem, cluster.costs, baselines(before)))
+        # a slot for every expert that a rank does not own: no limit at all
         free = replace(cluster.topology, redundant_slots=counts.shape[3] - counts.shape[3] // BASE_RANKS)
         free_llep = {"llep_free": OTHER_BALANCERS["llep"]}
         found += compare(replace(problem, topology=free), cluster.costs, free_llep)
@@ -80,7 +82,7 @@ def balanced(steps: Steps) -> dict[str, dict[str, float]]:
             records.setdefault(record.name, []).append(record)
     return {
         name: {
-            "imbalance": _rounded([float(record.imbalance_ML.mean()) for record in several]),
+            "imbalance": _rounded([record.imbalance for record in several]),
             "fetches": _rounded([record.fetches_per_cell for record in several]),
         }
         for name, several in records.items()

@@ -7,6 +7,11 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from experiments.models import configuration
+
+TRAINER_VERSION = 1
+"""Of `foreroute.train` and of what is measured here. Whoever changes what a run computes or keeps raises it: results of
+another version are out of date."""
 Kind = Literal["static", "noise", "served", "train", "routes"]
 
 
@@ -37,10 +42,20 @@ class Cell:
         return f"{self.arm}/{self.seed}"
 
     def digest(self, base: dict[str, Any]) -> str:
-        """What was asked for, in 16 hexadecimal digits; a finished cell counts only while this stays the same.
+        """Give 16 hexadecimal digits of all that the figures follow from; a result counts while they stay the same.
+
+        They cover the cell, every key of its configuration, defaults too, and `TRAINER_VERSION`.
 
         Args:
             base: the configuration of its start, which the settings go on top of.
         """
-        text = json.dumps([asdict(self), base], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        whole = configuration(base, self.settings, self.seed).model_dump(mode="json")
+        return _digits([asdict(self), whole, TRAINER_VERSION])
+
+    def settings_digest(self, base: dict[str, Any]) -> str:
+        """Give what a digest was until 2026-11-29: of the cell and the keys that its configuration names."""
+        return _digits([asdict(self), base])
+
+
+def _digits(what: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]

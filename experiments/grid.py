@@ -1,6 +1,6 @@
 """The grid: which cells there are, in the order that they run.
 
-It has stages with seeds outermost in each, so that a part of it is already of use.
+Seeds are outermost in each of its parts, so that half of a part is already of use.
 """
 
 from __future__ import annotations
@@ -44,14 +44,13 @@ ARMS: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
 
 
 def grid() -> list[Cell]:
-    """All cells."""
-    stages = (_mismatch, _core, _control, _second, _boundary)
-    explored = [cell for stage in stages for seed in SEEDS for cell in stage(seed)]
+    """List all cells."""
+    parts = (_mismatch, _core, _control, _second, _boundary)
+    # a part goes through all seeds before the next begins
+    explored = [cell for part in parts for seed in SEEDS for cell in part(seed)]
     confirming = [cell for seed in FRESH for cell in _confirm(seed)]
     routes = [Cell("H/routes", "routes", seed, "routes") for seed in SEEDS]
-    later = [
-        cell for stage, seeds in ((_noise, SEEDS), (_long, FEW), (_weak, SEEDS)) for s in seeds for cell in stage(s)
-    ]
+    later = [cell for part, seeds in ((_noise, SEEDS), (_long, FEW), (_weak, SEEDS)) for s in seeds for cell in part(s)]
     return explored + confirming + routes + later
 
 
@@ -60,7 +59,7 @@ def _mismatch(seed: int) -> Iterator[Cell]:
 
 
 def _core(seed: int) -> Iterator[Cell]:
-    """What says most about training: on policy, and far from it."""
+    """Train on policy, and far from it: what says most."""
     for mini_steps in (8, 1):
         yield from _b(seed, mini_steps, "plain", {})
 

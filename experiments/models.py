@@ -1,10 +1,13 @@
-"""The models that RL starts from, and what all runs of one have in common. No torch."""
+"""The models that RL starts from, and what all runs of one have in common."""
 
 from __future__ import annotations
 
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from foreroute.train import TrainConfig
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -73,8 +76,19 @@ def base_values(start: str) -> dict[str, Any]:
     return merged(values, STARTS[start])
 
 
+def configuration(base: dict[str, Any], settings: dict[str, Any], seed: int) -> TrainConfig:
+    """Join a configuration of its parts.
+
+    Raises:
+        ConfigError: when it is none.
+    """
+    from foreroute.train import parse_config  # loads torch, which those do without who only look at results
+
+    return parse_config(merged(base, settings) | {"seed": seed}, source="the grid")
+
+
 def start_path(folder: Path, start: str, seed: int) -> Path:
-    """Where the checkpoint of a start is kept."""
+    """Name the file of a start's checkpoint."""
     return folder / f"{start}-{seed}.safetensors"
 
 

@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from experiments.cells import Cell
-from experiments.starts import configuration, loaded
+from experiments.models import configuration
+from experiments.starts import loaded
 from experiments.static import figures_of
 from foreroute.adapters.hf.response_logprobs import inputs, pad
 from foreroute.capture import Generation
@@ -126,6 +127,7 @@ class ScoringEngine(EmbeddedEngine):
             group: neighbours that have one prompt, which is computed once for them.
         """
         parts = [self._scored(generation.select(batch), temperature, chunk, group) for batch in batches]
+        # batches took sequences out of order; figures compare them one by one
         return Generation.concatenate(parts).select(np.argsort(np.concatenate(batches)))
 
     def _scored(self, part: Generation, temperature: float, chunk: int, group: int) -> Generation:

@@ -10,15 +10,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from experiments.arms import Arms
 from experiments.cells import Cell
-from experiments.claims import ENOUGH, VERDICTS, claims
+from experiments.claimed import claims
+from experiments.claims import ENOUGH, VERDICTS, judged
 from experiments.grid import FEW, FRESH, SEEDS
+from experiments.page_tables import tables
 from experiments.plots import draw_all
 from experiments.runner import current
-from experiments.tables import layouts, table
 
 FIGURES = "https://github.com/foreroute/foreroute/blob/main/experiments/results.md"
-OF_THE_PAGE = ("swing", "summary")
-"""Tables that are on the page; all others stand among the figures."""
 
 
 def write_page(cells: Sequence[Cell], results: Path, page: Path) -> None:
@@ -47,8 +46,7 @@ def page_text(
         folder: where they are, from the page.
     """
     arms = Arms(done)
-    found = claims(arms)
-    rows = [row for name in OF_THE_PAGE for row in table(name, arms)]
+    found = judged(claims(), arms)
     return _render(
         "evidence.md.j2",
         finished=len(done),
@@ -60,27 +58,26 @@ def page_text(
         claims=len(found),
         verdicts={verdict: count for verdict in VERDICTS if (count := sum(row.verdict == verdict for row in found))},
         figures=FIGURES,
-        noise={row[0]: row for row in table("noise", arms)},
-        regimes={row[0]: row for row in table("boundary", arms)},
-        summary=rows,
-        places=layouts()["summary"]["columns"][1:],
+        noise={row[0]: row for row in tables()["noise"].lines(arms)},
+        regimes={row[0]: row for row in tables()["boundary"].lines(arms)},
+        summary=[row for name in ("swing", "summary") for row in tables()[name].lines(arms)],
+        places=tables()["summary"].columns[1:],
         pictures=[f"![{words}]({folder}/{name}.svg)" for name, words in pictures.items()],
     )
 
 
 def figures_text(cells: Sequence[Cell], done: Mapping[str, dict[str, Any]]) -> str:
-    """Every comparison and every arm, in tables.
+    """Write every comparison and every arm, in tables.
 
     Args:
         cells: of the grid.
         done: results by name.
     """
     arms = Arms(done)
-    found = claims(arms)
+    found = judged(claims(), arms)
     by_quantity = {
         name: [claim for claim in found if claim.quantity == name] for name in dict.fromkeys(c.quantity for c in found)
     }
-    shown = [(layout, table(name, arms)) for name, layout in layouts().items() if name not in OF_THE_PAGE]
     return _render(
         "results.md.j2",
         finished=len(done),
@@ -88,8 +85,10 @@ def figures_text(cells: Sequence[Cell], done: Mapping[str, dict[str, Any]]) -> s
         seeds=len(SEEDS),
         fresh=len(FRESH),
         enough=ENOUGH,
+        early=sum("trainer" not in line for line in done.values()),
         claims=by_quantity,
-        tables=shown,
+        tables=tables(),
+        arms=arms,
     )
 
 

@@ -11,10 +11,11 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from experiments.arms import Arms, Metric, over_steps, reward_last, static
+from experiments.arms import Arms, Measure, Metric, over_steps, reward_last, static
 from experiments.grid import MINI_STEPS, REGIMES, ROUTINGS
 from experiments.intervals import Interval
-from foreroute.report.figure import SIDE_COLOURS, STYLE
+from foreroute.report.figure import SIDE_COLOURS
+from foreroute.report.format import STYLE
 
 COLOURS = (SIDE_COLOURS["native"], SIDE_COLOURS["replayed"], "#009E73", "#CC79A7", "#333333")
 LOOKS = {"none": (COLOURS[0], "o"), "R2": (COLOURS[2], "^"), "R3": (COLOURS[1], "s"), "exact": (COLOURS[4], "D")}
@@ -32,6 +33,7 @@ def draw_all(arms: Arms, folder: Path) -> dict[str, str]:
     drawn = {}
     for name, (draw, words) in PICTURES.items():
         path = folder / f"{name}.svg"
+        # a picture whose figures are gone would be shown for ever
         path.unlink(missing_ok=True)
         with matplotlib.rc_context(STYLE):
             figure = Figure()
@@ -52,7 +54,7 @@ def _static(arms: Arms, figure: Figure) -> bool:
     panels = figure.subplots(1, 2, sharey=True)
     for axes, measure, label in zip(panels, ("k3", "f1.5"), ("k3, nats per token", "F(1.5)"), strict=True):
         for place, (_, arm, how, colour) in enumerate(rows):
-            values = list(arms.values(arm, static(how, measure)).values())
+            values = list(arms.values(Measure(arm, static(how, measure))).values())
             shown = shown or bool(values)
             _points(axes, values, place, colour)
         axes.set_xscale("log") if measure == "k3" else axes.set_xscale("symlog", linthresh=1e-4)
@@ -97,7 +99,7 @@ def _against_mini_steps(
     grid = figure.subplots(1, len(panels), sharey=not log)
     for axes, (measure, pattern, title) in zip(grid, panels, strict=True):
         for number, routing in enumerate(ROUTINGS):
-            found = [(n, arms.mean(pattern.format(routing, n), measure)) for n in MINI_STEPS]
+            found = [(n, arms.mean(Measure(pattern.format(routing, n), measure))) for n in MINI_STEPS]
             found = [(n, interval) for n, interval in found if interval.seeds]
             if not found or not any(interval.mean for _, interval in found):
                 continue
@@ -135,7 +137,7 @@ def _boundary(arms: Arms, figure: Figure) -> bool:
     shown = False
     for place, names in enumerate(rows.values()):
         for number, (arm, look) in enumerate(zip(names, ("none", "R3", "exact"), strict=True)):
-            interval = arms.mean(arm, reward_last)
+            interval = arms.mean(Measure(arm, reward_last))
             if not interval.seeds:
                 continue
             colour, marker = LOOKS[look]

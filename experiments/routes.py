@@ -16,7 +16,7 @@ import torch
 
 from experiments.balancing import balancing_of
 from experiments.cells import Cell
-from experiments.starts import configuration
+from experiments.models import configuration
 from experiments.texts import KINDS, SHORTEST, TextTask, encode, text
 from experiments.unevenness import Ints, figures_of, kind_information, sequence_counts
 from foreroute.adapters import hf
@@ -53,6 +53,7 @@ def recorded(cell: Cell, base: dict[str, Any], starts: Path) -> tuple[list[Routi
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(learned, json.dumps(make_traces(config, folder)))
     traces = [load(folder / f"step-{step}.safetensors") for step in range(config.rl.steps)]
+    # prompts take kinds in turn, and each has a group of responses
     kind_S = np.arange(len(traces[0])) // config.rollout.group_size % len(KINDS)
     return traces, kind_S, json.loads(learned.read_text(encoding="utf-8"))
 
@@ -80,7 +81,7 @@ def make_traces(config: TrainConfig, folder: Path) -> dict[str, Any]:
 
 
 def _kind_bits(policy: hf.RoutedTransformer) -> float:
-    """On the same texts whenever it is asked."""
+    """Measure bits about kinds on the same texts whenever it is asked."""
     rng = np.random.default_rng(0)
     tokens = np.stack([encode(text(kind, rng)[:SHORTEST]) for kind in KINDS for _ in range(WATCHED)])
     with torch.no_grad(), policy.record() as recording:

@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from experiments.cells import Cell
+from experiments.cells import TRAINER_VERSION, Cell
 from experiments.models import base_values, start_path
 
 Say = Callable[[str], None]
@@ -54,7 +54,7 @@ def run_cells(
     with _alone(results):
         _drop_torn_line(results)
         done = finished(results)
-        todo = [cell for cell in cells if done.get(cell.name, {}).get("digest") != digest_of(cell)]
+        todo = [cell for cell in cells if not _counts(done.get(cell.name), cell)]
         say(f"{len(cells) - len(todo)} of {len(cells)} cells have a result, {len(todo)} to run")
         try:
             failed = _run(todo, results, starts, processes, say, work or run_cell) if todo else []
@@ -74,9 +74,9 @@ def finished(results: Path) -> dict[str, dict[str, Any]]:
 
 
 def current(cells: Sequence[Cell], results: Path) -> dict[str, dict[str, Any]]:
-    """Those that belong to these cells as they are configured now."""
+    """Return the results that belong to these cells as they are configured now."""
     done = finished(results)
-    return {cell.name: done[cell.name] for cell in cells if done.get(cell.name, {}).get("digest") == digest_of(cell)}
+    return {cell.name: done[cell.name] for cell in cells if _counts(done.get(cell.name), cell)}
 
 
 def run_cell(cell: Cell, starts: Path) -> dict[str, Any]:
@@ -96,7 +96,8 @@ def run_cell(cell: Cell, starts: Path) -> dict[str, Any]:
     figures = (measures | {"routes": run_routes})[cell.kind](cell, base, checkpoint)
     return {
         "cell": cell.name,
-        "digest": digest_of(cell),
+        "digest": cell.digest(base),
+        "trainer": TRAINER_VERSION,
         "arm": cell.arm,
         "seed": cell.seed,
         "settings": {"start": cell.start, "shifted": cell.shifted, **cell.settings},
@@ -108,14 +109,22 @@ def run_cell(cell: Cell, starts: Path) -> dict[str, Any]:
     }
 
 
-def digest_of(cell: Cell) -> str:
-    """What was asked for; a result with another is out of date."""
-    return cell.digest(base_values(cell.start))
+def _counts(line: dict[str, Any] | None, cell: Cell) -> bool:
+    """Say whether a line is the result of a cell.
+
+    A line without a version of the trainer was written until 2026-11-29. What it took for defaults is not known any
+    more, so its settings are all that it is held by; `results.md` says how many there are.
+    """
+    if line is None:
+        return False
+    digest = cell.digest if "trainer" in line else cell.settings_digest
+    return bool(line["digest"] == digest(base_values(cell.start)))
 
 
 def _run(todo: Sequence[Cell], results: Path, starts: Path, processes: int, say: Say, work: Work) -> list[str]:
     """The names of those that failed."""
     failed = []
+    # torch's threads do not survive a fork
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, context, initializer=_leave_with, initargs=(os.getpid(),)) as pool:
         waiting: list[Cell] = list(todo)
@@ -149,6 +158,7 @@ def _append(results: Path, line: dict[str, Any]) -> None:
     with open(results, "a", encoding="utf-8") as file:
         file.write(json.dumps(line, sort_keys=True) + "\n")
         file.flush()
+        # a cell is hours of work: it is on disk before it counts as done
         os.fsync(file.fileno())
 
 

@@ -1,4 +1,4 @@
-"""What is kept of a run: figures of its steps, and whether it collapsed."""
+"""Records of a run: figures of its steps, and whether it collapsed."""
 
 from __future__ import annotations
 
@@ -7,25 +7,31 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from foreroute.mismatch import Signals, alarms
-
 WINDOW = 10
+COLLAPSED = 0.5
+"""Share of its highest average below which a run's reward has collapsed."""
 BINS = 12
 
 
 def collapse_step(rewards: Sequence[float]) -> int | None:
     """The step at which the rule says that a run has collapsed, or None.
 
-    The rule was fixed before any run: the moving average of the reward is below half of its highest value so far, for
-    `WINDOW` steps that follow each other. The step is the last of these. (A loss that is not finite collapses a run
-    too; it ends there.)
+    The rule was fixed before any run, and stands here because `foreroute.mismatch` may mend its alarm: the moving
+    average of the reward over `WINDOW` steps is below half of its highest value so far, for `WINDOW` steps that follow
+    each other. The step is the last of these. (A loss that is not finite collapses a run too; it ends there.)
     """
-    history = [Signals(step=step, reward=reward) for step, reward in enumerate(rewards)]
-    for step in range(len(history)):
-        if any(alarm.kind == "collapse" for alarm in alarms(history[: step + 1])):
-            return step
+    if len(rewards) < WINDOW:
+        return None
+    averages = sliding_window_view(np.asarray(rewards, np.float64), WINDOW).mean(axis=-1)
+    is_low = averages < COLLAPSED * np.maximum.accumulate(averages)
+    in_a_row = 0
+    for place, low in enumerate(is_low):
+        in_a_row = in_a_row + 1 if low else 0
+        if in_a_row == WINDOW:
+            return place + WINDOW - 1
     return None
 
 
@@ -36,6 +42,7 @@ def stale_shares(records: Sequence[dict[str, Any]]) -> list[float]:
     """
     watched = [record["live_agreement"] for record in records if "live_agreement" in record]
     most = max((len(agreement) for agreement in watched), default=0)
+    # a mean over mini-batches of unequal number would compare different optimizer steps
     full = [agreement for agreement in watched if len(agreement) == most]
     return [float(f"{1 - share:.4g}") for share in np.mean(full, axis=0)] if full else []
 

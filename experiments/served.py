@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from experiments.cells import Cell
+from experiments.models import configuration
 from experiments.noise import CHUNK, against_trainer, compared
-from experiments.starts import configuration, loaded
+from experiments.starts import loaded
 from experiments.static import figures_of
 from foreroute.adapters.checkpoint import ModelWriter, ServedModel
 from foreroute.adapters.hf import RoutedTransformer
@@ -83,7 +84,7 @@ def passes(
                 "enforce_eager": True,
             }  # compiled on the CPU, vLLM 0.30 returns routes that are all zero
             text = json.dumps({"options": {**own, **OPTIONS, **options}, "passes": asked})
-            (folder / "passes.json").write_text(text)
+            (folder / "passes.json").write_text(text, encoding="utf-8")
             script = Path(__file__).with_name("vllm_passes.py").absolute()
             environment = {**ENVIRONMENT, **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
             environment.pop("PYTHONPATH", None)

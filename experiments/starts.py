@@ -10,22 +10,13 @@ from typing import Any
 
 import torch
 
-from experiments.models import merged, start_path
+from experiments.models import configuration, start_path
 from foreroute.adapters import hf
-from foreroute.train import TrainConfig, parse_config, train
+from foreroute.train import TrainConfig, train
 from foreroute.train.chain import Task
 from foreroute.train.folder import load_checkpoint
 from foreroute.train.policy import make_policy
 from foreroute.train.prompts import make_task
-
-
-def configuration(base: dict[str, Any], settings: dict[str, Any], seed: int) -> TrainConfig:
-    """Of a run.
-
-    Raises:
-        ConfigError: when it is none.
-    """
-    return parse_config(merged(base, settings) | {"seed": seed}, source="the grid")
 
 
 def started(folder: Path, start: str, base: dict[str, Any], seed: int) -> Path:
@@ -45,6 +36,7 @@ def started(folder: Path, start: str, base: dict[str, Any], seed: int) -> Path:
             run = folder / f"{start}-{seed}"
             shutil.rmtree(run, ignore_errors=True)
             train(configuration(base, {"rl": {"steps": 1}}, seed), run)
+            # in one act: a start that exists is whole
             os.replace(run / "checkpoints" / "step-000000.safetensors", checkpoint)
             shutil.rmtree(run)
     return checkpoint

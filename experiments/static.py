@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from experiments.cells import Cell
-from experiments.models import merged
-from experiments.starts import configuration, loaded
+from experiments.models import configuration, merged
+from experiments.starts import loaded
 from experiments.tampering import shifted
 from foreroute.capture import Generation
 from foreroute.mismatch import RoutingMismatch, TokenMismatch
@@ -49,6 +49,6 @@ def run_static(cell: Cell, base: dict[str, Any], checkpoint: Path) -> dict[str, 
 
 
 def figures_of(tokens: TokenMismatch, routes: RoutingMismatch) -> dict[str, float]:
-    """What is kept of a comparison of two passes."""
+    """Keep the figures of a comparison of two passes that the page needs."""
     record = to_json(mismatch_record(tokens, routes))
     return {name: record[name] for name in KEPT}

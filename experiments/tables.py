@@ -1,59 +1,89 @@
-"""The tables of the pages, as rows of text: what `tables.toml` asks for, from the figures of arms."""
+"""Tables of the pages: figures, each with how it is shown, in rows and columns."""
 
 from __future__ import annotations
 
-import tomllib
-from functools import cache
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-from experiments.arms import Arms, metric
-from experiments.wording import interval_text, number, percent
-
-Table = list[list[str]]
-SHOWN = {
-    "number": lambda found: number(found.mean),
-    "percent": lambda found: percent(found.mean),
-    "interval": interval_text,
-}
-"""How the mean of a figure over seeds is shown."""
+from experiments.arms import Arms, Measure
+from experiments.intervals import Interval, interval_text, mean_text
 
 
-@cache
-def layouts() -> dict[str, dict[str, Any]]:
-    """All tables by name: `columns`, `cells`, `each`, and on some a `heading` and a `text`."""
-    return tomllib.loads(Path(__file__).with_name("tables.toml").read_text(encoding="utf-8"))
+@dataclass(frozen=True)
+class Shown:
+    """The mean of a measure over seeds, as `how` writes it."""
+
+    measure: Measure
+    how: Callable[[Interval], str] = mean_text
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """The arms that it is made of."""
+        return (self.measure.arm,)
+
+    def text(self, arms: Arms) -> str:
+        """Write it."""
+        return self.how(arms.mean(self.measure))
 
 
-def table(name: str, arms: Arms) -> Table:
-    """The rows for which there is any result."""
-    layout = layouts()[name]
-    rows = []
-    for taken in zip(*layout["each"].values(), strict=True):
-        values = dict(zip(layout["each"], taken, strict=True))
-        cells = [_filled(cell, values) for cell in layout["cells"]]
-        if any(arm in arms for cell in cells for text in cell for arm in _parts(text)[1]):
-            rows.append(["; ".join(_shown(text, arms) for text in cell) for cell in cells])
-    return rows
+@dataclass(frozen=True)
+class Apart:
+    """One measure minus another, within seeds."""
+
+    first: Measure
+    second: Measure
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """The arms that it is made of."""
+        return self.first.arm, self.second.arm
+
+    def text(self, arms: Arms) -> str:
+        """Write it."""
+        return interval_text(arms.difference(self.first, self.second), signed=True)
 
 
-def _filled(cell: str | list[str], values: dict[str, str]) -> list[str]:
-    return [text.format(**values) for text in ([cell] if isinstance(cell, str) else cell)]
+@dataclass(frozen=True)
+class Collapsed:
+    """Runs of some arms that collapsed, of how many."""
 
+    arms: tuple[str, ...]
 
-def _parts(text: str) -> tuple[str, list[str], str]:
-    """How a cell is shown, its arms and its figure; text has no arms."""
-    how, *rest = text.split(" | ")
-    return how, rest[0].split(";") if rest else [], rest[1] if len(rest) > 1 else ""
-
-
-def _shown(text: str, arms: Arms) -> str:
-    how, of, name = _parts(text)
-    if not of:
-        return text
-    if how == "collapsed":
-        collapsed, runs = (sum(counts) for counts in zip(*map(arms.collapsed, of), strict=True))
+    def text(self, arms: Arms) -> str:
+        """Write both numbers."""
+        collapsed, runs = (sum(counts) for counts in zip(*map(arms.collapsed, self.arms), strict=True))
         return f"{collapsed}/{runs}" if runs else "-"
-    if how == "difference":
-        return interval_text(arms.difference(of[0], of[1], metric(name)), signed=True)
-    return SHOWN[how](arms.mean(of[0], metric(name)))
+
+
+Part = str | Shown | Apart | Collapsed
+Row = tuple[Part | tuple[Part, ...], ...]
+"""One cell for each column. A cell of several parts has semicolons between them."""
+
+
+class Table:
+    """A table of `results.md` or `evidence.md`.
+
+    Attributes:
+        columns: their names.
+        rows: all of them, also those without a result.
+    """
+
+    def __init__(self, columns: Iterable[str], rows: Iterable[Row]) -> None:
+        self.columns, self.rows = list(columns), list(rows)
+
+    def lines(self, arms: Arms) -> list[list[str]]:
+        """Write the rows for which there is any result."""
+        return [[_written(cell, arms) for cell in row] for row in self.rows if any(_known(cell, arms) for cell in row)]
+
+
+def _parts(cell: Part | tuple[Part, ...]) -> tuple[Part, ...]:
+    return cell if isinstance(cell, tuple) else (cell,)
+
+
+def _known(cell: Part | tuple[Part, ...], arms: Arms) -> bool:
+    """Say whether there is a result of an arm of a cell; text has no arms."""
+    return any(arm in arms for part in _parts(cell) if not isinstance(part, str) for arm in part.arms)
+
+
+def _written(cell: Part | tuple[Part, ...], arms: Arms) -> str:
+    return "; ".join(part if isinstance(part, str) else part.text(arms) for part in _parts(cell))

@@ -1,4 +1,4 @@
-"""What the product refuses, done on purpose: routes shifted by one token.
+"""Routes that the product refuses, made on purpose: shifted by one token.
 
 The guards compare tokens, weight versions and models; a wiring that is off by one in its own indices has all of these
 right. This is what such a defect does when nothing stops it.
@@ -25,7 +25,7 @@ from foreroute.train.policy import make_engine
 
 
 def shifted(trace: RoutingTrace) -> RoutingTrace:
-    """Each token has the route of the token before it in its sequence, the first that of the last that has one.
+    """Give each token the route of the token before it in its sequence, the first that of the last that has one.
 
     Tokens, versions and validity stay as they are.
     """
@@ -43,6 +43,7 @@ def shifting_engine() -> Iterator[None]:
     def make_shifting(*arguments: Any) -> Engine:
         return _Shifting(make_engine(*arguments))
 
+    # the product offers no such door, on purpose
     with patch.object(run, "make_engine", make_shifting):
         yield
 

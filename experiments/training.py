@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.cells import Cell
+from experiments.models import configuration
 from experiments.series import reduced
-from experiments.starts import configuration
 from experiments.tampering import shifting_engine
 from foreroute.errors import DivergedError
 from foreroute.train import RunFolder, train
@@ -33,5 +33,6 @@ def run_training(cell: Cell, base: dict[str, Any], checkpoint: Path) -> dict[str
     trained_with = "replayed" if config.rl.routing == "R3" else "native"
     figures = reduced(records, trained_with)
     if diverged and figures["collapsed_at"] is None:
+        # the step that diverged wrote no record
         figures["collapsed_at"] = len(records)
     return figures | {"diverged": diverged}

@@ -1,4 +1,4 @@
-"""How uneven steps and micro-steps are: loads of experts, told from the routes of the sequences of some steps.
+"""Unevenness of steps and micro-steps: loads of experts, told from the routes of the sequences of some steps.
 
 A micro-step is `sequences` sequences on each of `num_ranks` ranks. Sequences are dealt to micro-steps
 
@@ -90,6 +90,7 @@ def dealt(
             order_S = order_S[np.argsort(kind_S[order_S], kind="stable")]
         if order == "even":
             order_S = order_S.reshape(len(np.unique(kind_S)), -1).T.reshape(-1)
+        # a micro-step that is not full would be uneven by its size alone
         used = len(order_S) // (num_ranks * sequences) * num_ranks * sequences
         counts = counts_SLE[order_S[:used]].reshape(-1, sequences, num_ranks, *counts_SLE.shape[1:])
         steps.append(counts.sum(axis=1).swapaxes(1, 2))
@@ -126,7 +127,7 @@ def drawn(
 
 
 def recalibrated(traces: Sequence[RoutingTrace], sequences: int, seed: int) -> list[NDArray[np.int32]]:
-    """The same, as uneven as the preset that was calibrated to these traces."""
+    """Draw likewise, as uneven as the preset that was calibrated to these traces."""
     return drawn(traces, sequences, seed, f"R{BASE_RANKS}")
 
 
@@ -193,7 +194,7 @@ def kind_information(counts_SLE: Ints, kind_S: Ints) -> float:
 
 
 def _shares(counts: NDArray[np.integer]) -> NDArray[np.float64]:
-    """Of each expert, the last axis."""
+    """Divide by the sum over experts, the last axis."""
     shares: NDArray[np.float64] = counts / counts.sum(axis=-1, keepdims=True)
     return shares
 

@@ -17,7 +17,7 @@ from vllm import LLM, SamplingParams
 def main() -> None:
     """Run the passes of a folder."""
     folder = Path(sys.argv[1])
-    asked = json.loads((folder / "passes.json").read_text())
+    asked = json.loads((folder / "passes.json").read_text(encoding="utf-8"))
     given = np.load(folder / "tokens.npz")
     sequences = np.split(given["tokens_N"], np.cumsum(given["lengths_S"])[:-1])
     engine = LLM(model=str(folder / "model"), **asked["options"])

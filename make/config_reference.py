@@ -44,7 +44,7 @@ UNSAID = ((1, "≥"), (0, ">"))
 
 
 def pages() -> dict[Path, str]:
-    """Each page with its keys."""
+    """Write each page with its keys."""
     topology = ["### Topology file", "", TOPOLOGY, "", *topology_tables()]
     sections = {
         "train.md": [TRAINING, "", *tables(TrainConfig)],
@@ -73,7 +73,7 @@ def tables(kind: type[Section], name: str = "") -> Iterator[str]:
 
 
 def topology_tables() -> Iterator[str]:
-    """Those whose keys are the attributes of dataclasses."""
+    """Write tables whose keys are the attributes of dataclasses."""
     for name, kind in TABLES.items():
         yield from (f"#### [{name}]", "", _first_paragraph(kind), "")
         texts, hints = _attributes_section(kind), get_type_hints(kind)

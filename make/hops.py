@@ -1,4 +1,4 @@
-"""How far one piece of work travels through the source: the measure of how hard it is to read.
+"""The way of one piece of work through the source: the measure of how hard it is to read.
 
     python -m make.hops [--json] [--way] [--verl]
 
@@ -104,6 +104,7 @@ class Way:
 
 def way_of(work: Callable[[], object]) -> Way:
     """The way of a second call; the first one imports and fills caches."""
+    # lazy imports and caches are no part of the way
     work()
     way = Way()
     with way.noted():
@@ -181,9 +182,10 @@ def planned_cell(folder: Path) -> Way:
 
 def of_megatron(folder: Path) -> dict[str, Way]:
     """A replayed step in Megatron's schedule; and a planned cell, from the first step of a layer behind its router."""
-    from benchmarks.megatron import Bench, start  # verl's environment has not all of it
+    from benchmarks.harness.models import CPU, start_megatron
+    from benchmarks.megatron import Bench  # verl's environment has not all of it
 
-    start(str(folder), torch.device("cpu"))
+    start_megatron(str(folder), CPU)
     bench = Bench.of({})
     shards = bench.shards()
     replayed = way_of(bench.replayed(shards=shards))

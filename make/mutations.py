@@ -82,6 +82,7 @@ def main() -> None:
         for n, room in enumerate(rooms):
             share = args.number * (n + 1) // len(rooms) - args.number * n // len(rooms)
             found = list(_mutations(tree / "src" / "foreroute" / room))
+            # a failing room would count every mutation as killed
             untouched = _seconds(tree, room, limit=3600)
             assert untouched is not None, f"the tests of {room} fail without a mutation"
             for mutation in draw.sample(found, min(share, len(found))):
@@ -100,7 +101,7 @@ def main() -> None:
 
 
 def _mutations(room: Path) -> Iterator[Mutation]:
-    """Every place of a room's files that can be changed, in one order."""
+    """List every place of a room's files that can be changed, in one order."""
     for path in sorted(room.rglob("*.py")):
         source = path.read_bytes()
         starts = [0]
@@ -117,7 +118,7 @@ def _mutations(room: Path) -> Iterator[Mutation]:
 
 
 def _unexecuted(node: ast.AST) -> Iterator[ast.AST]:
-    """What of a node says types or how text is put together, all the way down."""
+    """Walk what of a node says types or how text is put together."""
     parts: list[ast.AST | None] = []
     if isinstance(node, ast.arg | ast.AnnAssign):
         parts.append(node.annotation)

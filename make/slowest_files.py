@@ -13,4 +13,5 @@ for case in ElementTree.parse(ROOT / ".pytest_cache" / "whole.xml").iter("testca
     # "file" is where a test's function stands, which may be a helper
     seconds[case.get("classname", "").replace(".", "/") + ".py"] += float(case.get("time", 0))
 slow = sorted((name for name in seconds if seconds[name] >= LEAST_SECONDS), key=seconds.__getitem__, reverse=True)
-(ROOT / "tests" / "slowest_files.txt").write_text("".join(f"{name}\n" for name in slow if (ROOT / name).exists()))
+there = "".join(f"{name}\n" for name in slow if (ROOT / name).exists())
+(ROOT / "tests" / "slowest_files.txt").write_text(there, encoding="utf-8")

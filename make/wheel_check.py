@@ -32,7 +32,7 @@ LIGHT_ROOMS = [
     "trace", "layout", "capture", "mismatch", "plan", "costs", "planner", "records", "conformance", "doctor",
 ]  # fmt: skip
 EXTRAS = {
-    "cli": ["simulate", "report", "cli.main"],
+    "cli": ["simulate", "simulate.fit", "report", "cli.main"],
     "hf": [
         "adapters.hf",
         "engines.embedded",
@@ -45,7 +45,6 @@ EXTRAS = {
     "engines": ["engines.vllm", "engines.sglang"],
     "megatron": ["adapters.megatron"],
     "trl": ["trainers.trl"],
-    "fit": ["simulate.fit"],
     "report": ["report.run_plots", "report.plan_plots", "report.simulation_plots"],
 }
 
@@ -87,7 +86,7 @@ def check_sdist(sdist: Path) -> None:
 
 
 def check_wheel(wheel: Path) -> None:
-    """Every file of the package, typed, with its templates and configurations, and nothing beside it."""
+    """Require every file of the package, typed, with its templates and configurations, and nothing beside it."""
     source = ROOT / "src"
     expected = {
         path.relative_to(source).as_posix()
@@ -122,7 +121,7 @@ def check_light_core(wheel: Path, folder: Path) -> None:
     said = run([command, "--version"], folder)
     require(said.split() == ["foreroute", wanted], f"foreroute --version says {said!r}, pyproject.toml {wanted}")
     run([str(python), "-c", "; ".join(f"import foreroute.{room}" for room in EXTRAS["cli"])], folder)
-    (folder / "cluster.toml").write_text(A_CLUSTER)
+    (folder / "cluster.toml").write_text(A_CLUSTER, encoding="utf-8")
     for arguments in (["inspect", "t.safetensors"], ["validate", "t.safetensors"]):
         run([command, *arguments], folder)
     # the kernels as plain Python: compiling them takes a minute, and is what the tests do
@@ -201,7 +200,7 @@ def check_core(wheel: Path, folder: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     (folder / "foreroute" / "core").rename(folder / "foreroute_core")
-    (folder / "replay.py").write_text(A_MODEL)
+    (folder / "replay.py").write_text(A_MODEL, encoding="utf-8")
     said = run([sys.executable, "-I", "replay.py", str(folder)], folder)
     require(said.split() == ["foreroute_core", "torch"], f"the core alone said {said!r}")
     print("core     foreroute_core replays a model of torch, and imports nothing else")
@@ -222,7 +221,7 @@ def check_extras(wheel: Path, folder: Path) -> None:
 
 def project() -> dict[str, object]:
     """The table of pyproject.toml."""
-    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 def run(command: list[str], folder: Path, *, code: int = 0, **environment: str) -> str:

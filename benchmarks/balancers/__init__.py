@@ -26,7 +26,7 @@ OTHER_BALANCERS = {
 
 
 def baselines(before_MLGE: NDArray[np.integer]) -> dict[str, Balancer]:
-    """All that stand beside the planner, after a step of these counts: static, EPLB by what it has seen, and others."""
+    """List what stands beside the planner after a step of these counts: static, EPLB by what it saw, and others."""
     last = Balancer("EPLB by the micro-step before", "previous micro-step", after(before_MLGE[-1].sum(axis=1)))
     return BALANCERS | {"eplb_last": last} | OTHER_BALANCERS
 
@@ -39,6 +39,7 @@ def after(loads_LE: NDArray[np.integer]) -> Method:
         seen_LE = loads_LE.astype(np.int64)
         for layer, counts_GE in problem.cells():
             expert_H, rank_H, copies_H = eplb_hosts(seen_LE[layer], problem)
+            # placed first, so that this cell's own loads are news to it
             seen_LE[layer] = counts_GE.sum(axis=0)
             yield held.host(layer, expert_H, rank_H, even_split(expert_H, copies_H, counts_GE))
 

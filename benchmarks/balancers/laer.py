@@ -32,7 +32,7 @@ def laer_style(problem: BalancerInput) -> Iterator[CellPlan]:
 
 
 def crossing(problem: BalancerInput) -> float:
-    """What sending an assignment to another node costs in recompute and update, where serving it costs 1."""
+    """Price sending an assignment to another node in recompute and update, where serving it costs 1."""
     if problem.costs is None:
         return 0.0
     prices = problem.costs.prices(problem.topology)
@@ -41,6 +41,7 @@ def crossing(problem: BalancerInput) -> float:
         + backward * (prices.backward.row_s + prices.backward.pair_s)
         for _, forward, backward in prices.groups
     )
+    # serving is priced in seconds, so that crossing becomes a number of assignments
     legs = 2 * sum(forward + backward for _, forward, backward in prices.groups)  # a dispatch and a combine each
     return legs * prices.cluster_row_s / serve_s
 
@@ -58,6 +59,7 @@ def best_layout(counts_GE: Any, node_G: Any, slots: int, crossing: float) -> Any
     num_nodes = node_G[-1] + 1
     expert_H, rank_H = _layout(counts_GE, node_G, slots, 1)
     tokens_HG = _nearby_split(expert_H, rank_H, node_G, counts_GE)
+    # in one node both ways to grow are the same
     if num_nodes > 1:
         other_expert_H, other_rank_H = _layout(counts_GE, node_G, slots, num_nodes)
         other_HG = _nearby_split(other_expert_H, other_rank_H, node_G, counts_GE)
@@ -82,6 +84,7 @@ def _layout(counts_GE: Any, node_G: Any, slots: int, growth: int) -> Any:
     hosted_GE, on_node = np.zeros((num_ranks, num_experts), np.bool_), np.zeros((num_nodes, num_experts), np.int64)
     size = 0
     for e in np.argsort(-share_E.astype(np.float32), kind="mergesort"):
+        # a copy on a rank that has the expert already would serve nothing
         for _ in range(copies_E[e]):
             best = -1
             for g in range(num_ranks):
@@ -164,7 +167,7 @@ def _nearby_split(expert_H: Any, rank_H: Any, node_G: Any, counts_GE: Any) -> An
 
 @kernel
 def _score(rank_H: Any, tokens_HG: Any, node_G: Any, crossing: float) -> Any:
-    """What crosses nodes at the rank that sends or receives most, and the largest load, weighted."""
+    """Weigh what crosses nodes at the rank that sends or receives most, and the largest load."""
     num_ranks = len(node_G)
     load_G, in_G, out_G = np.zeros(num_ranks), np.zeros(num_ranks), np.zeros(num_ranks)
     for h in range(len(rank_H)):

@@ -52,6 +52,7 @@ def least_loaded(counts_GE: Any, home_E: Any, slots: int) -> Any:
         load_G[home_E[e]] += loads_E[e]
     size = num_experts
     for e in np.argsort(-loads_E, kind="mergesort"):
+        # from now on its load is what is assigned, no longer what is to come
         a = home_E[e]
         load_G[a] -= loads_E[e]
         kept = min(max(capacity - load_G[a], 0), loads_E[e])

@@ -1,4 +1,4 @@
-"""What replay and recording cost over the unpatched model: time, memory, kernels, and waits of the host.
+"""Costs of replay and recording over the unpatched model: time, memory, kernels, and waits of the host.
 
 The unpatched side is the same model outside of any session. The two sides run in turn; an A/A line (unpatched over
 unpatched) says how far apart two equal things measure. A session is opened anew for each forward, and for the forward
@@ -30,6 +30,7 @@ from benchmarks.gpu.layers import (
     layers_that_fit,
     random_tokens,
 )
+from benchmarks.harness.models import run_model
 from benchmarks.harness.pairs import compare
 from foreroute.adapters import hf
 from foreroute.core.caches import named_cache
@@ -51,7 +52,7 @@ Work = Callable[[], object]
 
 
 def run(figures: Figures) -> None:
-    """See the module."""
+    """Measure all of them."""
     num_layers = 2
     if figures.full:
         num_layers = layers_that_fit(figures.device, 2 * LAYER_BYTES + ACTIVATION_BYTES, SPARE_BYTES, MOST_LAYERS)
@@ -71,8 +72,7 @@ def run(figures: Figures) -> None:
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
-        logits = model(input_ids=batch, use_cache=False).logits
-        logits.float().log_softmax(-1)[..., 0].mean().backward()
+        run_model(model, batch)
 
     def in_session(opened: Callable[[], Any], work: Work) -> Work:
         def inside() -> None:
@@ -95,6 +95,7 @@ def run(figures: Figures) -> None:
     ratio("step_in_a_row", _often(replayed(step)), _often(step))
     ratio("step_of_rows_in_a_row", _often(of_rows(step)), _often(step))
     ratio("step_recording", recorded(step), step)
+    # gradients of the steps would count as memory of what follows
     model.zero_grad(set_to_none=True)
     prefill = partial(forward, use_cache=True)
     ratio("prefill_recording", recorded(prefill), prefill)
@@ -134,12 +135,13 @@ def run(figures: Figures) -> None:
 
 
 def _ratio(figures: Figures, name: str, candidate: Work, baseline: Work) -> None:
-    """Over interleaved pairs, as many as fit a few seconds."""
+    """Measure interleaved pairs, as many as fit a few seconds."""
 
     def clock() -> float:
         figures.synchronize()
         return time.perf_counter() if figures.full else time.thread_time()
 
+    # what compiles or allocates once must not set how many pairs there is time for
     candidate()
     baseline()
     both = figures.timed(candidate) + figures.timed(baseline)
@@ -180,6 +182,7 @@ def _decoding(figures: Figures, model: Any, vocabulary: int) -> tuple[Work, int]
                 ).logits
                 token = logits[:, -1].argmax(-1, keepdim=True)
                 bool((token < 0).all())
+        # each call finds the cache as the first did
         for cache in caches.values():
             cache.crop(-num_steps)
 
@@ -201,7 +204,7 @@ def _decode(figures: Figures, routed: hf.RoutedTransformer, decode: Work, record
 
 
 def _waits(figures: Figures, kinds: dict[str, tuple[Work, Work]]) -> None:
-    """Of the host for the device in a session, its opening and its end, beyond those of the unpatched work.
+    """Count waits of the host in a session, its opening and its end, beyond those of the unpatched work.
 
     Only a GPU is waited for; `python -m benchmarks replay` counts on a device that stands in for one.
 
@@ -249,7 +252,7 @@ def _memory(figures: Figures, model: Any, kinds: dict[str, tuple[Work, Work]]) -
 
 
 def _kernels(figures: Figures, baseline: Work, candidates: dict[str, Work]) -> None:
-    """Those that each adds."""
+    """Count the kernels that each adds."""
     if figures.device.type != "cuda":
         return
     unpatched = _launched(baseline)

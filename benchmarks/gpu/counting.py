@@ -17,13 +17,14 @@ DATA_PATH = tuple(f"foreroute/ep/{name}" for name in ("layer.py", "compute.py", 
 
 
 def waits_on_cuda(work: Callable[[], object]) -> list[str]:
-    """Where the host waits for the device in one call: what PyTorch's sync debug mode warns of, a place for each time.
+    """List where the host waits for the device in one call, a place for each time PyTorch's sync debug mode warns.
 
     It sees what operators wait for, blocking copies in both directions among them, and no explicit waits for a stream
     or an event.
     """
     work()  # what waits once in a process does so here
     before = torch.cuda.get_sync_debug_mode()
+    # Python shows a warning once for a place, unless told otherwise
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -35,12 +36,12 @@ def waits_on_cuda(work: Callable[[], object]) -> list[str]:
 
 
 def waits_are_seen(device: torch.device) -> bool:
-    """Whether that mode sees one which is there. Otherwise it would see none elsewhere."""
+    """Say whether that mode sees a wait which is there; otherwise it would see none elsewhere."""
     return device.type == "cuda" and bool(waits_on_cuda(lambda: torch.ones(1, device=device).item()))
 
 
 def launch_waits(work: Callable[[], object]) -> list[str]:
-    """Those of `waits_on_cuda`, and the explicit ones for a stream or an event, that the data path of a layer makes."""
+    """List waits of `waits_on_cuda`, and explicit ones for a stream or an event, on the data path of a layer."""
     explicit: list[str] = []
     with ExitStack() as stack:
         for kind in (torch.cuda.Stream, torch.cuda.Event):

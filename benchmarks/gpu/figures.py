@@ -1,4 +1,4 @@
-"""What a part of the figures works with. A part is a module with a function `run(figures)`."""
+"""Tools of a part of the figures. A part is a module with a function `run(figures)`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ class Figures:
 
     def record(self, **figures: Any) -> None:
         """Keep figures, in the units that their names end with."""
+        # whoever reads this process takes the last line, whatever ends it
         self.found.update(figures)
         self.show("")
 

@@ -9,36 +9,17 @@ import torch
 import transformers
 from torch import Tensor
 
-TRUE_LAYER: dict[str, Any] = {
-    "hidden_size": 2048,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-}
+from benchmarks.harness.models import Sizes
+
+TRUE_LAYER = Sizes(2048, 32, 4, experts=128, top_k=8, expert_width=768, head_width=128)
 """Of Qwen3-30B-A3B, which has 48 of them."""
-SMALL_LAYER: dict[str, Any] = {
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_experts": 16,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 32,
-}
+SMALL_LAYER = Sizes(64, 4, 2, experts=16, top_k=4, expert_width=32)
 LAYER_BYTES = 1.3e9
 """Of the weights of one true layer in bfloat16."""
 
 
 def layered_model(
-    device: torch.device,
-    num_layers: int,
-    vocabulary: int,
-    layer: dict[str, Any],
-    *,
-    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device, num_layers: int, vocabulary: int, layer: Sizes, *, dtype: torch.dtype = torch.bfloat16
 ) -> Any:
     """A model of these layers in eval mode, with the experts of `grouped_mm`.
 
@@ -46,13 +27,8 @@ def layered_model(
     logits of routers spread alike at every size.
     """
     torch.manual_seed(0)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=vocabulary,
-        num_hidden_layers=num_layers,
-        norm_topk_prob=True,
-        initializer_range=0.9 / layer["hidden_size"] ** 0.5,
-        **layer,
-    )
+    sizes = layer._replace(layers=num_layers, vocabulary=vocabulary)
+    config = transformers.Qwen3MoeConfig(**sizes.of_hf(), initializer_range=0.9 / layer.hidden**0.5)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=dtype, experts_implementation="grouped_mm", trust_remote_code=False
@@ -61,7 +37,7 @@ def layered_model(
 
 
 def layers_that_fit(device: torch.device, bytes_each: float, spare_bytes: float, most: int) -> int:
-    """How many true layers fit the free memory, where each takes so much and all else takes `spare_bytes`."""
+    """Count the true layers that fit the free memory, where each takes so much and all else takes `spare_bytes`."""
     free, _ = torch.cuda.mem_get_info(device)
     return max(1, min(most, int((0.9 * free - spare_bytes) / bytes_each)))
 

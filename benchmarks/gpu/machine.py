@@ -1,4 +1,4 @@
-"""What the device is called, and the versions that figures depend on."""
+"""The device's name, and the versions that figures depend on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.gpu.figures import Figures
 
 
 def run(figures: Figures) -> None:
-    """See the module."""
+    """Look them up."""
     if figures.device.type == "cpu":
         figures.record(device_name=f"a CPU with {os.cpu_count()} cores")
         return

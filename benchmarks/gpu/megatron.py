@@ -8,40 +8,28 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 
 from benchmarks.gpu.figures import Figures
+from benchmarks.harness.models import start_megatron
 from benchmarks.harness.pairs import compare
-from benchmarks.megatron import MICRO_BATCHES, SEQUENCES, SIZES, Bench, start
+from benchmarks.megatron import MICRO_BATCHES, SEQUENCES, SIZES, Bench
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 128,
-    "ffn_hidden_size": 128,
-    "moe_ffn_hidden_size": 64,
-    "num_attention_heads": 4,
-}
-LARGE: dict[str, Any] = {
-    "hidden_size": 2048,
-    "num_attention_heads": 32,
-    "num_moe_experts": 32,
-    "moe_ffn_hidden_size": 768,
-    "params_dtype": torch.bfloat16,
-    "pipeline_dtype": torch.bfloat16,
-    "bf16": True,
-}
+SMALL = SIZES._replace(hidden=128, heads=4, expert_width=64)
+LARGE = SIZES._replace(hidden=2048, heads=32, experts=32, expert_width=768)
 """Layers of Qwen3-30B-A3B with a quarter of its experts."""
+BFLOAT16 = {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16, "bf16": True}
 LARGE_WIDTH = 2048
 PAIRS, FEW_PAIRS = 20, 3
 
 
 def run(figures: Figures) -> None:
-    """See the module."""
+    """Measure steps of one model."""
     with tempfile.TemporaryDirectory() as folder:
-        start(folder, figures.device)
-        sizes, width = (LARGE, LARGE_WIDTH) if figures.full else (SMALL, 32)
-        bench = Bench.of(sizes, figures.device, width)
+        start_megatron(folder, figures.device)
+        sizes, settings, width = (LARGE, BFLOAT16, LARGE_WIDTH) if figures.full else (SMALL, {}, 32)
+        bench = Bench.of(settings, sizes, figures.device, width)
         candidates: dict[str, Callable[[], object]] = {
             "step": bench.replayed(),
             "step_with_telemetry": bench.replayed(telemetry=True),
@@ -58,6 +46,6 @@ def run(figures: Figures) -> None:
         figures.record(
             step_with_telemetry_ratio_aim="<= 1.005",
             tokens_of_step=MICRO_BATCHES * SEQUENCES * width,
-            layers=SIZES["num_layers"],
+            layers=SIZES.layers,
         )
         torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""How far rollout and trainer are apart on this device, both in bfloat16 with the same weights.
+"""Distance of rollout and trainer on this device, both in bfloat16 with the same weights.
 
 A rollout decodes token by token over a key-value cache, as engines do; a trainer runs whole sequences. They multiply
 matrices of other shapes, so that they round otherwise, and tokens near a tie go to other experts. The same holds of two
@@ -52,7 +52,7 @@ SMALL = Scale(vocabulary=256, sequences=8, prompt=8, response=24, batch=4, alone
 
 @dataclass(frozen=True)
 class Observed:
-    """What one side saw of the sequences, in their order.
+    """Sequences as one side saw them, in their order.
 
     Attributes:
         logprobs: of each sequence, of its response tokens.
@@ -63,7 +63,7 @@ class Observed:
     trace: RoutingTrace
 
     def of(self, sequences: Sequence[int]) -> Observed:
-        """Of these."""
+        """Select sequences."""
         return Observed([self.logprobs[s] for s in sequences], self.trace.select(np.asarray(sequences)))
 
 
@@ -92,11 +92,12 @@ class Setting:
 
 
 def run(figures: Figures) -> None:
-    """See the module."""
+    """Measure one rollout against trainers of several layouts."""
     scale = FULL if figures.full else SMALL
     num_layers = layers_that_fit(figures.device, LAYER_BYTES, SPARE_BYTES, MOST_LAYERS) if figures.full else 4
     model = layered_model(figures.device, num_layers, scale.vocabulary, TRUE_LAYER if figures.full else SMALL_LAYER)
     with torch.no_grad():
+        # logits of random weights are nearly flat, and rounding would move no sampled token's probability
         model.lm_head.weight.mul_(SHARPNESS)
     routed = hf.attach(model)
     sampled = sample(routed, scale, figures.device)
@@ -176,7 +177,7 @@ def _padded(tokens: list[NDArray[np.int64]]) -> dict[str, Tensor]:
 
 
 def _packed(tokens: list[NDArray[np.int64]]) -> dict[str, Tensor]:
-    """All in one row, told apart by their positions."""
+    """Pack all into one row, told apart by their positions."""
     positions = np.concatenate([np.arange(len(each)) for each in tokens])
     ids = np.concatenate(tokens)
     return {"input_ids": torch.from_numpy(ids)[None], "position_ids": torch.from_numpy(positions)[None]}
@@ -197,7 +198,7 @@ def _of_responses(logits_BTV: Tensor, tokens: list[NDArray[np.int64]], setting: 
 
 
 def _compare(figures: Figures, name: str, reference: Observed, native: Observed | None, setting: Setting) -> None:
-    """How far a trainer is from the reference on its own routes, and on those of the reference.
+    """Compare a trainer with the reference on its own routes, and on those of the reference.
 
     Args:
         figures: to record them.

@@ -38,6 +38,7 @@ def run(figures: Figures) -> None:
     cores = len(os.sched_getaffinity(0))
     threads = sorted({1, 2, 4, 8, cores} - {n for n in (2, 4, 8) if n > cores}) if figures.full else [1, 2, 3]
     topology = HARDWARE["h100"].topology(workload.num_ranks, SLOTS)
+    # compiled kernels are no part of planning, and are timed by themselves
     small = replace(workload, num_micro_steps=1, num_layers=1).draw(seed=1)
     figures.record(compile_workload_s=round(figures.timed(small.counts), 2))
     figures.record(compile_planner_s=round(figures.timed(lambda: _planned(small.counts(), topology, 1)), 2))

@@ -64,11 +64,12 @@ def _measured(name: str, device: str, seconds: float) -> tuple[str, dict[str, An
         printed, ended = done.stdout, _ending(done.returncode)
     except subprocess.TimeoutExpired as late:
         printed, ended = late.stdout or b"", f"failed: it was ended after {seconds + GRACE_S:.0f} s"
+    # libraries print too, and a part that was ended has printed figures without an outcome
     lines = [line for line in printed.decode(errors="replace").splitlines() if line.startswith('{"outcome"')]
     found: dict[str, Any] = json.loads(lines[-1]) if lines else {"outcome": "", "figures": {}}
     return found["outcome"] or ended, found["figures"]
 
 
 def _ending(code: int) -> str:
-    """Of a part that did not say its outcome."""
+    """Word the outcome of a part that did not say it."""
     return f"failed: it died of {signal.Signals(-code).name}" if code < 0 else f"failed: it ended with exit code {code}"

@@ -1,7 +1,7 @@
 """The reference trainer on the device: seconds and memory of the demo's task for a few steps, with R3 and without.
 
-step_s                       seconds of a step with R3, all stages; median, the first step left out
-rollout_s, recompute_s, measure_s, update_s        the stages of it
+step_s                       seconds of a step with R3, all phases; median, the first step left out
+rollout_s, recompute_s, measure_s, update_s        the phases of it
 step_none_s                  without replay
 native_k3, replayed_k3       trainer against engine on the trainer's own routes, and on the rollout's
 peak_memory_gb               of tensors on the device in a step; CUDA alone
@@ -21,21 +21,21 @@ from typing import Any
 from benchmarks.gpu.figures import Figures
 from foreroute.train import parse_config, train
 
-STAGES = ("rollout", "recompute", "measure", "update")
+PHASES = ("rollout", "recompute", "measure", "update")
 STEPS = 4
 RESERVE_S = 8
 """Training without replay is not begun with less left: a few steps of a model that is bound by launches."""
 
 
 def run(figures: Figures) -> None:
-    """See the module."""
+    """Train with R3, then without replay."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         records = train(_config(figures, "R3", STEPS), folder / "R3").records()
         k3 = {side: [record["mismatch"][side]["k3"] for record in records] for side in ("native", "replayed")}
         figures.record(
             step_s=_median(records, tuple(records[-1]["seconds"])),
-            **{f"{stage}_s": _median(records, (stage,)) for stage in STAGES},
+            **{f"{phase}_s": _median(records, (phase,)) for phase in PHASES},
             native_k3=statistics.fmean(k3["native"]),
             replayed_k3=statistics.fmean(k3["replayed"]),
             reward_first=records[0]["reward_mean"],
@@ -67,6 +67,6 @@ def _config(figures: Figures, routing: str, steps: int, warm: dict[str, Any] | N
 
 
 def _median(records: Sequence[dict[str, Any]], sum_of: Sequence[str]) -> float:
-    """Of all steps but the first, which compiles and allocates."""
-    later = [sum(record["seconds"].get(stage, 0.0) for stage in sum_of) for record in records[1:]]
+    """Take the median of all steps but the first, which compiles and allocates."""
+    later = [sum(record["seconds"].get(phase, 0.0) for phase in sum_of) for record in records[1:]]
     return float(statistics.median(later))

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +15,8 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from benchmarks.gpu.figures import Figures
-from benchmarks.harness.execution_bench import spread_model
 from benchmarks.harness.host_path import HostPath
+from benchmarks.harness.models import Sizes, spread_model
 from benchmarks.harness.pairs import compare
 from foreroute.adapters import hf
 from foreroute.ep.transfer.transfers import Transfer
@@ -29,17 +28,7 @@ LEAST_GEMM_S = 1e-3
 ROWS, FEW_ROWS = 32768, 128
 PAIRS, FEW_PAIRS = 30, 4
 PASS_PAIRS, FEW_PASS_PAIRS = 20, 3
-LARGE: dict[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 2048,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 32,
-    "num_experts_per_tok": 8,
-}
+LARGE = Sizes(hidden=2048, heads=16, kv_heads=4, experts=32, top_k=8, expert_width=768, vocabulary=512)
 """Layers of Qwen3-30B-A3B with a quarter of its experts, as a rank of four has."""
 
 
@@ -72,6 +61,7 @@ def _time_copy(figures: Figures, path: HostPath, size: int) -> tuple[float, floa
     target = torch.empty(num_bytes, dtype=torch.uint8, device=figures.device)
     in_one = partial(target.copy_, source, non_blocking=True)
     ratio = compare(partial(figures.timed, partial(path.copy, size)), partial(figures.timed, in_one), pairs=pairs)
+    # without waiting: what the host pays to begin a burst
     launches = []
     for _ in range(pairs):
         figures.synchronize()
@@ -163,7 +153,7 @@ def _repeated(work: Callable[[], None], times: int) -> None:
 
 def _passes(figures: Figures) -> None:
     """Forward and backward with split sizes known ahead, over "all_to_all" of transformers under the same replay."""
-    sizes = LARGE if figures.full else LARGE | {"hidden_size": 128, "moe_intermediate_size": 48, "head_dim": 8}
+    sizes = LARGE if figures.full else LARGE._replace(hidden=128, expert_width=48)
     ours, theirs = (
         hf.attach(spread_model(sizes, name, device=figures.device, dtype=torch.bfloat16))
         for name in ("foreroute", "all_to_all")
@@ -193,7 +183,7 @@ def _passes(figures: Figures) -> None:
         return run
 
     ratio = compare(passing(True), passing(False), pairs=PASS_PAIRS if figures.full else FEW_PASS_PAIRS)
-    per_cell_ms = {known: statistics.median(s) * 1e3 / sizes["num_hidden_layers"] for known, s in launches.items()}
+    per_cell_ms = {known: statistics.median(s) * 1e3 / sizes.layers for known, s in launches.items()}
     figures.record_ratio("known_over_all_to_all", ratio)
     figures.record(
         known_launch_per_cell_ms=round(per_cell_ms[True], 4),

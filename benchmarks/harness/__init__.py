@@ -1,1 +1,1 @@
-"""What benchmark cases share, and the parts of one that are files of their own."""
+"""Tools that benchmark cases share, and the parts of one that are files of their own."""

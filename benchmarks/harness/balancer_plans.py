@@ -1,4 +1,4 @@
-"""What a balancer serves, as a plan that an executor takes: homes in equal numbers on all ranks, slots, fetches."""
+"""A balancer's placement as a plan that an executor takes: homes in equal numbers on all ranks, slots, fetches."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
+from benchmarks.harness.planner_oracles import CellHosts
 from foreroute.plan import StepPlan
 from foreroute.plan.counts import counts_digest
 from foreroute.plan.hosts import CellPlan, Hosts
@@ -52,6 +53,7 @@ def _homes(cell: CellPlan, num_ranks: int) -> NDArray[np.int16]:
     serves_EG = np.zeros((num_experts, num_ranks), np.bool_)
     serves_EG[np.arange(num_experts), cell.home_E] = True
     serves_EG[cell.expert_R, cell.rank_R] = True
+    # an expert costs 1 on a rank that does not serve it: the cheapest matching keeps most where they are
     places_EP = np.repeat(~serves_EG, num_experts // num_ranks, axis=1)
     _, place_E = linear_sum_assignment(places_EP)
     home_E: NDArray[np.int16] = (place_E // (num_experts // num_ranks)).astype(np.int16)
@@ -61,10 +63,9 @@ def _homes(cell: CellPlan, num_ranks: int) -> NDArray[np.int16]:
 def _with_home(
     cell: CellPlan, home_E: NDArray[np.int16], counts_GE: NDArray[np.integer], *, is_first: bool
 ) -> CellPlan:
-    """The same hosts, of which another one is home; slots are filled by the first cell of a layer."""
-    expert_H = np.concatenate([np.arange(len(home_E)), cell.expert_R])
-    rank_H = np.concatenate([cell.home_E, cell.rank_R])
-    tokens_HG = np.concatenate([cell.home_tokens_GE(counts_GE).T, cell.tokens_RG])
+    """Make another host of each expert its home; slots are filled by the first cell of a layer."""
+    hosts = CellHosts.of(cell, counts_GE)
+    expert_H, rank_H = hosts.expert_H, hosts.rank_H
     is_replica_H = rank_H != home_E[expert_H]
     order_R = np.lexsort((rank_H[is_replica_H], expert_H[is_replica_H]))
     expert_R, rank_R = expert_H[is_replica_H][order_R], rank_H[is_replica_H][order_R]
@@ -77,5 +78,5 @@ def _with_home(
         rank_R.astype(np.int16),
         slot_R,
         np.full(len(slot_R), is_first),
-        tokens_HG[is_replica_H][order_R].astype(np.int32),
+        hosts.tokens_HG[is_replica_H][order_R].astype(np.int32),
     )

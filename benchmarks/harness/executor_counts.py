@@ -1,9 +1,9 @@
-"""What an executor posts, asks and launches in one planned step, counted: in which order, how often, how many bytes."""
+"""Counts of what an executor posts, asks and launches in a planned step: in which order, how often, how many bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from benchmarks.harness.execution_bench import SIZES, Bench, run_model
-from benchmarks.harness.launch_path import Launches
+from benchmarks.harness.models import run_model, spread_model
+from benchmarks.harness.spread_bench import SIZES, HFBench, drawn
 from foreroute.adapters import hf
 from foreroute.ep import PlanExecution
 from foreroute.ep.agreement import RankConsensus
@@ -23,6 +23,7 @@ from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.errors import ReplayError
 from foreroute.plan import PlanOptions
 from foreroute.testing.counting_device import DEVICE, other_device
+from foreroute.trace import RoutingTrace
 
 QUESTIONS = ("most", "gather", "from_first")
 """Methods of `RankConsensus`, each of which asks all ranks on the host."""
@@ -30,7 +31,7 @@ QUESTIONS = ("most", "gather", "from_first")
 
 @dataclass
 class Posted:
-    """Of one rank.
+    """Messages of one rank.
 
     Attributes:
         order: "layer" where a routed layer begins its forward, "rows" for an all-to-all, "counts" for an all-gather,
@@ -45,7 +46,7 @@ class Posted:
 
     @property
     def num_fetches(self) -> int:
-        """Of cells."""
+        """Fetches of cells."""
         return self.order.count("weights")
 
     @property
@@ -53,6 +54,7 @@ class Posted:
         """Fetches before which rows have left since the last routed layer began."""
         behind, has_left = 0, False
         for what in self.order:
+            # a new layer starts over: rows of the one before hide nothing of it
             has_left = what == "rows" or (has_left and what != "layer")
             behind += what == "weights" and has_left
         return behind
@@ -62,6 +64,7 @@ class Posted:
 def posting(layers: Iterable[nn.Module]) -> Iterator[Posted]:
     """Count while the context is open; `layers` are the routed ones."""
     posted = Posted()
+    # watched where calls leave for other ranks: the executor itself keeps no such counts
     post = PeerGroup.post
 
     def posting_messages(peers: PeerGroup, sends: Any, receives: Any, what: str) -> Any:
@@ -97,28 +100,16 @@ def posting(layers: Iterable[nn.Module]) -> Iterator[Posted]:
         yield posted
 
 
-def launches(work: Callable[[], object]) -> int:
-    """Operators of aten, those of backward too."""
-    counting = Launches()
-    with counting:
-        work()
-    return counting.number
+def waits_per_layer(rank: int, num_ranks: int) -> float:
+    """Count waits of the host in forward and backward of a planned micro-step beyond the unpatched model's, by layer.
 
-
-def _planned(bench: Bench) -> AbstractContextManager[object]:
-    return bench.executing(bench.plan(PlanOptions()))
-
-
-def waits_per_layer(
-    rank: int, num_ranks: int, executing: Callable[[Bench], AbstractContextManager[object]] = _planned
-) -> float:
-    """Waits of the host in forward and backward of a micro-step beyond the unpatched model's, by layer.
-
-    Executed as `executing` says, by default under a plan; on a device that stands in for a GPU, of sequences with their
-    last token, in a group of one rank: no backend sends what is on that device to others.
+    They are counted on a device that stands in for a GPU, in a group of one rank: no backend sends what is on that
+    device to others.
     """
-    bench = _without_routes_of_last_tokens(Bench.of(rank, num_ranks))
-    unpatched = hf.build_model("qwen3_moe", seed=0, **SIZES)
+    routed = hf.attach(spread_model(SIZES))
+    batches, traces = drawn(routed.spec)
+    bench = HFBench.of(routed.model, routed, batches, [_without_last_tokens(trace) for trace in traces])
+    unpatched = hf.build_model("qwen3_moe", seed=0, **SIZES.of_hf())
     with other_device() as device:
         batch = bench.batches[0].to(DEVICE)
 
@@ -128,20 +119,17 @@ def waits_per_layer(
             return device.reads.total()
 
         before = waits(unpatched.to(DEVICE))
-        model = bench.routed.model.to(DEVICE)
-        with suppress(ReplayError), executing(bench), bench.routed.replay(bench.rows_M[0]):  # the others are not run
+        model, executing = bench.model.to(DEVICE), bench.executing(bench.plan(PlanOptions()))
+        with suppress(ReplayError), executing, bench.routed.replay(bench.routes_M[0]):  # the others are not run
             found = waits(model)
     return (found - before) / len(bench.homes)
 
 
-def _without_routes_of_last_tokens(bench: Bench) -> Bench:
-    """As engines bring them: no router of theirs has seen the last token of a sequence."""
-    rows_M = []
-    for trace in bench.traces:
-        valid_N = trace.valid_N.copy()
-        valid_N[trace.offsets[1:] - 1] = False
-        rows_M.append(bench.routed.rows(replace(trace, valid_N=valid_N)))
-    return replace(bench, rows_M=rows_M, counts_MLGE=bench.routed.gather_counts(rows_M))
+def _without_last_tokens(trace: RoutingTrace) -> RoutingTrace:
+    """Leave out what engines do not bring: no router of theirs has seen the last token of a sequence."""
+    valid_N = trace.valid_N.copy()
+    valid_N[trace.offsets[1:] - 1] = False
+    return replace(trace, valid_N=valid_N)
 
 
 def busiest(executed_ML: NDArray[np.int64]) -> int:
@@ -152,13 +140,13 @@ def busiest(executed_ML: NDArray[np.int64]) -> int:
 
 
 def summed(value: float) -> float:
-    """Over all ranks. A collective call."""
+    """Add over all ranks. A collective call."""
     total = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(total)
     return float(total)
 
 
 def fetched_bytes(execution: PlanExecution) -> int:
-    """Of weights, that came to replicas on all ranks. A collective call."""
+    """Add the bytes of weights that came to replicas on all ranks. A collective call."""
     mine = [record.host_bytes + record.direct_bytes for record in execution.transfers if record.kind == "fetch"]
     return int(summed(sum(mine)))

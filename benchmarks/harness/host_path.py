@@ -49,7 +49,7 @@ class HostPath:
     @classmethod
     @contextmanager
     def opened(cls, device: torch.device) -> Iterator[HostPath]:
-        """With as many experts as shared memory holds, in a process group of one rank.
+        """Publish as many experts as shared memory holds, in a process group of one rank.
 
         Raises:
             OSError: when it holds none.
@@ -72,17 +72,17 @@ class HostPath:
 
     @property
     def num_experts(self) -> int:
-        """That are published."""
+        """Published experts."""
         return len(self.home["down_proj"])
 
     @property
     def bursts(self) -> list[int]:
-        """Those of `BURSTS` that the published experts allow."""
+        """Sizes of `BURSTS` that the published experts allow."""
         return [size for size in BURSTS if size <= self.num_experts]
 
     @property
     def expert_bytes(self) -> int:
-        """Of one expert."""
+        """Bytes of one expert."""
         return sum(shard[0].nbytes for shard in self.home.values())
 
     def begin(self, size: int) -> Transfer:
@@ -102,6 +102,7 @@ class HostPath:
 def _most_experts(expert_bytes: int) -> int:
     status = os.statvfs(DIRECTORY)
     free = status.f_bavail * status.f_frsize
+    # a container's shared memory may be as small as 64 MB
     fitting = [size for size in BURSTS if 1.1 * size * expert_bytes < free]
     if not fitting:
         raise OSError(f"{DIRECTORY} has {free / 1e6:.0f} MB free, an expert takes {expert_bytes / 1e6:.1f} MB")

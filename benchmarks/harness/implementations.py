@@ -18,8 +18,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.harness.execution_bench import in_processes, run_model, spread_model
+from benchmarks.harness.models import Sizes, run_model, spread_model
 from benchmarks.harness.pairs import PairedRatio, seconds_in_turn
+from benchmarks.harness.spread_bench import in_processes
 from foreroute.adapters import hf
 from foreroute.adapters.hf.trace_rows import TraceRows
 
@@ -30,33 +31,19 @@ MICRO_STEPS = 4
 class Setting(NamedTuple):
     """Sizes of a model, and sequences and tokens of a micro-batch of a rank."""
 
-    sizes: dict[str, Any]
+    sizes: Sizes
     shape: tuple[int, int]
 
 
-def _sizes(hidden: int) -> dict[str, Any]:
-    return {
-        "vocab_size": 256,
-        "hidden_size": hidden,
-        "num_hidden_layers": 8,
-        "num_attention_heads": hidden // 64,
-        "num_key_value_heads": hidden // 128,
-        "num_experts": 16,
-        "num_experts_per_tok": 4,
-        "moe_intermediate_size": hidden // 2,
-        "norm_topk_prob": True,
-    }
-
-
 SETTINGS = {
-    "few_rows": Setting(_sizes(256), (2, 32)),
-    "many_rows": Setting(_sizes(512), (2, 128)),
+    "few_rows": Setting(Sizes(256, 4, 2, experts=16, top_k=4, expert_width=128, layers=8), (2, 32)),
+    "many_rows": Setting(Sizes(512, 8, 4, experts=16, top_k=4, expert_width=256, layers=8), (2, 128)),
 }
 """64 and 256 tokens of a rank in a micro-step: 32 and 128 rows for each of 16 experts."""
 
 
 def seconds_over_all_to_all(pairs: Mapping[str, int]) -> dict[str, Any]:
-    """By setting, ratios as medians of so many pairs with the 95 % interval; None without pairs, or two cores."""
+    """Measure ratios by setting, medians of so many pairs with the 95 % interval; None without pairs, or two cores."""
     found: dict[str, Any] = dict.fromkeys(SETTINGS)
     if len(os.sched_getaffinity(0)) > 1:
         found |= {name: in_processes(_measured, 2, SETTINGS[name], number) for name, number in pairs.items()}
@@ -92,12 +79,13 @@ def _step(
     *,
     is_known: bool = False,
 ) -> None:
-    """All micro-steps, forward and backward, replayed if there are rows; ranks end together."""
+    """Run all micro-steps, forward and backward, replayed if there are rows; ranks end together."""
     executing: AbstractContextManager[object] = nullcontext()
     if is_known:
         assert rows_M is not None, "what is known is replayed"
         for rows in rows_M:
-            rows._counts.clear()  # so that they are counted on the clock
+            # counts are kept for executions of the same rows, and a training step sees its rows once
+            rows._counts.clear()
         executing = routed.execute(None, routed.gather_counts(rows_M), rows_M)
     with executing:
         for number, batch in enumerate(batches):

@@ -1,4 +1,4 @@
-"""What replay puts on the launch path of a forward: waits of the host for the device, and operators.
+"""Replay on the launch path of a forward: waits of the host for the device, and operators.
 
 Both are counted on a device that stands in for a GPU, beyond what the unpatched model does there.
 """
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.harness.models import CPU, Sizes, gpt_model, start_megatron
 from foreroute.adapters import hf
 from foreroute.layout import pad
 from foreroute.testing.counting_device import DEVICE, OtherDevice, other_device
@@ -77,6 +78,14 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def launches(work: Callable[[], object]) -> int:
+    """Count the operators of one call, those of backward too."""
+    counting = Launches()
+    with counting:
+        work()
+    return counting.number
+
+
 def _of_hugging_face() -> tuple[dict[str, int], dict[str, int]]:
     """Waits by batch. Operators added to a forward and a step of a padded one, when rows are made and used again."""
     torch.set_num_threads(1)
@@ -99,32 +108,29 @@ def _of_hugging_face() -> tuple[dict[str, int], dict[str, int]]:
             with routed.replay(trace):
                 waits[name] += _waits(device, forward)
             if name == "padded_left":
-                own = _launches(forward), _launches(lambda: forward().sum().backward())
+                own = launches(forward), launches(lambda: forward().sum().backward())
                 with routed.replay(trace):
-                    first = _launches(forward)
-                    again = _launches(forward), _launches(lambda: forward().sum().backward())
+                    first = launches(forward)
+                    again = launches(forward), launches(lambda: forward().sum().backward())
         aten = {"first_forward": first - own[0], "forward": again[0] - own[0], "step": again[1] - own[1]}
         return waits, aten
 
 
 def _of_megatron() -> dict[str, int]:
     """Waits in a forward of one chunk, by what it replays."""
-    from benchmarks import megatron
-
     torch.set_num_threads(1)
-    width = 16
-    small = {"hidden_size": 64, "ffn_hidden_size": 64, "moe_ffn_hidden_size": 32, "num_attention_heads": 4}
+    width, small = 16, Sizes(64, 4, 4, experts=16, top_k=8, expert_width=32)
     with tempfile.TemporaryDirectory() as folder:
-        megatron.start(folder, torch.device("cpu"))
-        model = megatron.built(small, width, position_embedding_type="learned_absolute")
-        from foreroute.adapters import megatron as adapter
+        start_megatron(folder, CPU)
+        model = gpt_model(small, {}, width, position_embedding_type="learned_absolute")
+        from foreroute.adapters import megatron
 
         torch.cuda.current_device = lambda: DEVICE  # type: ignore[assignment,return-value]
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(1, VOCABULARY, (2, width), generator=generator)
         is_padding = torch.arange(width) >= torch.tensor([[width], [width - 5]])
         with other_device() as device:
-            routed = adapter.attach(model.to(DEVICE))
+            routed = megatron.attach(model.to(DEVICE))
             positions, causal = torch.arange(width).expand_as(ids), torch.ones(width, width, dtype=torch.bool).triu(1)
             there = [each.to(DEVICE) for each in (ids, positions, causal[None, None])]
             waits = {}
@@ -161,10 +167,3 @@ def _waits(device: OtherDevice, forward: Callable[[], object]) -> int:
     with torch.no_grad():
         forward()
     return sum(device.reads.values())
-
-
-def _launches(work: Callable[[], object]) -> int:
-    launches = Launches()
-    with launches:
-        work()
-    return launches.number

@@ -98,7 +98,7 @@ class NodeLab:
         _run("tc", "qdisc", "add", "dev", name, *bucket)  # what it receives
 
     def run(self, work: Callable[..., Any], *, ranks_per_node: int, args: tuple[Any, ...] = ()) -> Any:
-        """What `work(rank, num_ranks, *args)` of an importable module returns on rank 0. Ranks fill node by node.
+        """Run `work(rank, num_ranks, *args)` of an importable module; return what it returns on rank 0.
 
         Raises:
             RuntimeError: when a rank fails or hangs, with what the ranks of all nodes printed last.
@@ -118,7 +118,9 @@ class NodeLab:
                     break
                 time.sleep(0.05)
             if any(code != 0 for code in codes):
-                printed = (f"{log.stem} printed\n{log.read_text(errors='replace')[-3000:]}" for log in logs)
+                printed = (
+                    f"{log.stem} printed\n{log.read_text(encoding='utf-8', errors='replace')[-3000:]}" for log in logs
+                )
                 raise RuntimeError(f"of {num_ranks} ranks some failed\n" + "\n".join(printed))
             return pickle.loads((folder / "found").read_bytes())
 
@@ -127,7 +129,7 @@ class NodeLab:
         ranks = map(str, range(node * ranks_per_node, (node + 1) * ranks_per_node))
         inside = ("ip", "netns", "exec", name, "unshare", "--mount", "--uts", "--", "sh", "-ec", INSIDE, name)
         rank = (sys.executable, "-m", "benchmarks.harness.node_lab", str(folder), str(num_ranks))
-        with log.open("w") as printed:
+        with log.open("w", encoding="utf-8") as printed:
             return subprocess.Popen(
                 [*inside, " ".join(ranks), *rank],
                 env=environment(GLOO_SOCKET_IFNAME=INTERFACE, OMP_NUM_THREADS="1"),
@@ -152,15 +154,15 @@ def reason_against(num_nodes: int = 2) -> str:
 
 
 def carried_bytes() -> tuple[int, int]:
-    """What the link of this process's node has sent and received so far, as the kernel counts it."""
+    """Bytes that the link of this process's node has sent and received so far, as the kernel counts them."""
     folder = Path("/sys/class/net", INTERFACE, "statistics")
-    sent, received = (int((folder / name).read_text()) for name in ("tx_bytes", "rx_bytes"))
+    sent, received = (int((folder / name).read_text(encoding="utf-8")) for name in ("tx_bytes", "rx_bytes"))
     return sent, received
 
 
 @contextmanager
 def _ended_at_last(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
-    """With all that it has begun."""
+    """Kill a process at last, with all that it has begun."""
     try:
         yield process
     finally:

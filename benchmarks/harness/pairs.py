@@ -1,7 +1,7 @@
 """Interleaved measurement: two callables in turn, compared pair by pair, so that drift of the machine cancels.
 
 A ratio near 1 is a figure only where the run resolved it: `near_one` holds back what a few pairs on a busy machine
-happened to say. Beside time stand user instructions, which no neighbour moves, where something counts them.
+happened to say.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import comb
 from typing import Any
-
-from benchmarks.harness.instructions import Counter
 
 RESOLUTION = 0.02
 """The widest 95 % interval of a ratio near 1 that still says something about a cost of a percent."""
@@ -28,7 +26,6 @@ class PairedRatio:
         low, high: quartiles over the pairs, of which there are two or more.
         lower, upper: the 95 % interval of the median; None of fewer than six pairs.
         baseline_ms: median time of the baseline.
-        instructions_ratio: median over the pairs of user instructions; None where nobody counts them.
         pairs: how many.
     """
 
@@ -38,18 +35,16 @@ class PairedRatio:
     lower: float | None
     upper: float | None
     baseline_ms: float
-    instructions_ratio: float | None
     pairs: int
 
     @classmethod
-    def of(cls, seconds: Sequence[float], baseline: Sequence[float], instructions: Sequence[float] = ()) -> PairedRatio:
-        """Of seconds that were taken in turn, two or more of each, and of ratios of instructions."""
+    def of(cls, seconds: Sequence[float], baseline: Sequence[float]) -> PairedRatio:
+        """Compare seconds that were taken in turn, two or more of each."""
         ratios = [one / other for one, other in zip(seconds, baseline, strict=True)]
         # inclusive: those of two pairs are between the two
         low, median, high = statistics.quantiles(ratios, n=4, method="inclusive")
         lower, upper = median_interval(ratios) or (None, None)
-        counted = statistics.median(instructions) if instructions else None
-        return cls(median, low, high, lower, upper, statistics.median(baseline) * 1e3, counted, len(ratios))
+        return cls(median, low, high, lower, upper, statistics.median(baseline) * 1e3, len(ratios))
 
     @property
     def unresolved(self) -> str:
@@ -75,7 +70,6 @@ def compare(
     *,
     pairs: int,
     clock: Clock = time.perf_counter,
-    counter: Counter | None = None,
 ) -> PairedRatio:
     """Run both `pairs` times, swapping which goes first, after one warm-up of each.
 
@@ -84,20 +78,17 @@ def compare(
         baseline: what it is measured against.
         pairs: how often each runs.
         clock: in seconds. `time.thread_time` leaves out the waits of a busy machine, for work of one thread.
-        counter: of user instructions.
     """
     candidate()
     baseline()
-    seconds, base, instructions = [], [], []
+    seconds: list[float] = []
+    base: list[float] = []
     for pair in range(pairs):
-        in_turn = (candidate, baseline) if pair % 2 else (baseline, candidate)
-        measured = [_measured(each, clock, counter) for each in in_turn]
-        of_candidate, of_baseline = measured if pair % 2 else reversed(measured)
-        seconds.append(of_candidate[0])
-        base.append(of_baseline[0])
-        if counter is not None:
-            instructions.append(of_candidate[1] / of_baseline[1])
-    return PairedRatio.of(seconds, base, instructions)
+        # what runs second finds caches as the first left them
+        for is_candidate in (True, False) if pair % 2 else (False, True):
+            taken = _seconds(candidate if is_candidate else baseline, clock)
+            (seconds if is_candidate else base).append(taken)
+    return PairedRatio.of(seconds, base)
 
 
 def seconds_in_turn(works: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, list[float]]:
@@ -107,7 +98,7 @@ def seconds_in_turn(works: Mapping[str, Callable[[], object]], *, rounds: int) -
     for number in range(rounds + 1):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            taken, _ = _measured(works[name], time.perf_counter, None)
+            taken = _seconds(works[name], time.perf_counter)
             if number:
                 seconds[name].append(taken)
     return seconds
@@ -115,7 +106,7 @@ def seconds_in_turn(works: Mapping[str, Callable[[], object]], *, rounds: int) -
 
 def quickest(work: Callable[[], object], repeats: int) -> float:
     """Processor seconds of the quickest of several runs, all threads together, for work of one thread."""
-    return min(_measured(work, time.process_time, None)[0] for _ in range(repeats))
+    return min(_seconds(work, time.process_time) for _ in range(repeats))
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
@@ -133,48 +124,30 @@ def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
     return (ascending[k - 1], ascending[-k]) if k else None
 
 
-def near_one(name: str, found: PairedRatio, *, as_cost: bool = False) -> dict[str, Any]:
-    """What a report says of a ratio near 1.
-
-    Args:
-        name: of what is measured.
-        found: the ratio.
-        as_cost: whether to say what it is above 1.
+def near_one(name: str, found: PairedRatio) -> dict[str, Any]:
+    """Report a ratio near 1.
 
     Returns:
-        `<name>_ratio` and `<name>_instructions_ratio`, or `<name>` and `<name>_instructions` of a cost; each is None
-        where the run did not resolve or nobody counted it. `<name>_interval` (95 %, of the median), `<name>_quartiles`,
-        and `<name>_reason` where the time is None.
+        `<name>_ratio`, None where the run did not resolve it, and then `<name>_reason`; `<name>_interval` (95 %, of the
+        median) and `<name>_quartiles`.
     """
-    base, suffix = (1.0, "") if as_cost else (0.0, "_ratio")
-
-    def shown(*values: float | None) -> list[float | None]:
-        return [None if value is None else round(value - base, 4) for value in values]
-
-    why = found.unresolved
+    why, shown = found.unresolved, found.shown()
     return {
-        f"{name}{suffix}": None if why else shown(found.ratio)[0],
+        f"{name}_ratio": None if why else shown["median"],
         **({f"{name}_reason": why} if why else {}),
-        f"{name}_interval": None if found.lower is None else shown(found.lower, found.upper),
-        f"{name}_quartiles": shown(found.low, found.high),
-        f"{name}_instructions{suffix}": shown(found.instructions_ratio)[0],
+        f"{name}_interval": None if found.lower is None else [shown["lower"], shown["upper"]],
+        f"{name}_quartiles": [round(found.low, 4), round(found.high, 4)],
     }
 
 
 def worst_near_one(name: str, by_kind: Mapping[str, PairedRatio]) -> dict[str, Any]:
-    """`<name>_ratio` and `<name>_instructions_ratio` as of `near_one`: the largest, or None if one is."""
-    unresolved = [kind for kind, found in by_kind.items() if found.unresolved]
-    counted = [found.instructions_ratio for found in by_kind.values() if found.instructions_ratio is not None]
-    figures: dict[str, Any] = {
-        f"{name}_ratio": None if unresolved else round(max(found.ratio for found in by_kind.values()), 4),
-        f"{name}_instructions_ratio": round(max(counted), 4) if len(counted) == len(by_kind) else None,
-    }
-    return figures | ({f"{name}_reason": f"not resolved: {', '.join(unresolved)}"} if unresolved else {})
+    """Report `<name>_ratio` as `near_one` does: the largest, or None with a reason if one is not resolved."""
+    if unresolved := [kind for kind, found in by_kind.items() if found.unresolved]:
+        return {f"{name}_ratio": None, f"{name}_reason": f"not resolved: {', '.join(unresolved)}"}
+    return {f"{name}_ratio": round(max(found.ratio for found in by_kind.values()), 4)}
 
 
-def _measured(run: Callable[[], object], clock: Clock, counter: Counter | None) -> tuple[float, int]:
-    counted = 0 if counter is None else counter()
+def _seconds(run: Callable[[], object], clock: Clock) -> float:
     begun = clock()
     run()
-    seconds = clock() - begun
-    return seconds, 0 if counter is None else counter() - counted
+    return clock() - begun

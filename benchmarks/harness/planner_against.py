@@ -21,8 +21,9 @@ from foreroute.plan import PlanOptions, StepPlan, Topology, save_counts
 from foreroute.planner import plan
 from foreroute.simulate import parse_config, simulate
 from foreroute.simulate.balancers import BalancerInput
-from foreroute.simulate.compare import MethodFigures, compare, figures_of
-from foreroute.simulate.methods import BALANCERS
+from foreroute.simulate.compare import compare, figures_of
+from foreroute.simulate.eplb import eplb_micro_step
+from foreroute.simulate.records import MethodRecord
 from foreroute.simulate.workload import WORKLOADS
 
 PUBLISHED_CELLS = 4
@@ -51,11 +52,10 @@ def eplb(
     """
     found = plan(counts, topology, PlanOptions(tolerance=0.0), home_LE=home_LE)
     cells = counts.shape[0] * counts.shape[1]
-    method = BALANCERS["eplb_micro_step"].method
     contiguous_LE = np.tile(topology.contiguous_home_E(counts.shape[3]), (counts.shape[1], 1))
     problem = BalancerInput(counts, topology, contiguous_LE)
-    theirs = list(method(problem))
-    fast_us = quickest(lambda: list(method(problem)), repeats) * 1e6 / cells
+    theirs = list(eplb_micro_step(problem))
+    fast_us = quickest(lambda: list(eplb_micro_step(problem)), repeats) * 1e6 / cells
     pairs = zip(found.max_load_ML.ravel(), theirs, problem.cells(), strict=True)
     worse = sum(most > int(other.loads_G(counts_GE).max()) for most, other, (_, counts_GE) in pairs)
     moves = sum(int(other.fetched_R.sum()) for other in theirs)
@@ -75,7 +75,7 @@ def eplb(
 
 
 def _published_us(counts: NDArray[np.int32], topology: Topology) -> float:
-    """Of placing alone, without a token split; the best of some cells."""
+    """Time placing alone, without a token split; the best of some cells."""
     num_experts, num_ranks = counts.shape[3], topology.num_ranks
     copies = num_experts + num_ranks * topology.redundant_slots
     weights = [torch.tensor(counts[m, :1].sum(axis=1)) for m in range(PUBLISHED_CELLS)]
@@ -96,12 +96,12 @@ def traffic(name: str, costs: CostModel, *, quick: bool) -> dict[str, float]:
         priced = replace(costs, sequence_tokens=min(4096.0, float(tokens)))
         balanced, _ = _planned(counts, PlanOptions(slots="shared", traffic=False, pay_off=False), 2, priced)
         short, us = _planned(counts, PlanOptions(slots="shared", traffic=True, pay_off=False), 8, priced)
-        seconds = [figures_of(one, counts, priced, label="", planning_s=0.0).seconds for one in (balanced, short)]
+        seconds = [figures_of(one, counts, priced, label="", planning_s=0.0).training_s for one in (balanced, short)]
         problem = BalancerInput(counts, short.topology, short.home_LE)
         (laer,) = compare(problem, priced, {"laer": OTHER_BALANCERS["laer"]})
         suffix = "" if label == "8k" else f"_{label}"
         figures[f"time_gain{suffix}"] = round(seconds[0] / seconds[1], 4)
-        figures[f"laer_time_gain{suffix}"] = round(seconds[0] / laer.seconds, 4)
+        figures[f"laer_time_gain{suffix}"] = round(seconds[0] / laer.training_s, 4)
         figures[f"us_per_cell{suffix}"] = round(us, 1)
     return figures
 
@@ -131,6 +131,7 @@ def simulated(
     num_ranks = counts.shape[2]
     values: dict[str, Any] = {"cluster": {"gpus": num_ranks, "expert_parallel": num_ranks}, "model": dict(model)}
     top_k = parse_config(values, source="the benchmark").described().costs.model.top_k
+    # recorded steps are small; the model's costs per byte and row need real sizes to weigh against
     factor = max(1, round(SIMULATED_TOKENS * top_k / (counts.sum(axis=(2, 3)).mean() / num_ranks)))
     with tempfile.TemporaryDirectory() as folder:
         paths = [Path(folder) / f"{number}.safetensors" for number in range(2)]
@@ -145,14 +146,13 @@ def simulated(
     return {name: float(f"{gain:.4g}") for name, gain in gains.items()}
 
 
-def imbalance(record: MethodFigures) -> tuple[float, float, float]:
+def imbalance(record: MethodRecord) -> tuple[float, float, float]:
     """Mean, 99th percentile and worst over cells."""
-    ratio_ML = record.imbalance_ML
-    return float(ratio_ML.mean()), float(np.quantile(ratio_ML, 0.99)), float(ratio_ML.max())
+    return record.imbalance, record.imbalance_99, record.imbalance_worst
 
 
-def shown(record: MethodFigures) -> dict[str, float]:
-    """Balance, experts moved for a cell, modelled seconds of the step, and processor time of planning."""
+def shown(record: MethodRecord, cells: int) -> dict[str, float]:
+    """Balance, experts moved for a cell, modelled seconds of the step, and processor time of planning a cell."""
     mean, p99, worst = imbalance(record)
     return {
         "mean": round(mean, 5),
@@ -160,6 +160,6 @@ def shown(record: MethodFigures) -> dict[str, float]:
         "worst": round(worst, 5),
         "moves": round(record.fetches_per_cell, 2),
         "cross_node_share": round(record.cross_node_share, 4),
-        "seconds": round(record.seconds, 4),
-        "us_per_cell": round(record.planning_s / record.fetches_ML.size * 1e6, 1),
+        "seconds": round(record.training_s, 4),
+        "us_per_cell": round(record.planning_s / cells * 1e6, 1),
     }

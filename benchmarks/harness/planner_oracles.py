@@ -16,7 +16,7 @@ from foreroute.plan import CellPlan, StepPlan
 
 @dataclass(frozen=True, eq=False)
 class CellHosts:
-    """All hosts of all experts in one cell, homes among them: for those that count anew what a plan says.
+    """Hosts of all experts in one cell, homes among them, for those that count anew what a plan says.
 
     Attributes:
         expert_H: int32 [H].
@@ -33,7 +33,7 @@ class CellHosts:
 
     @classmethod
     def of(cls, cell: CellPlan, counts_GE: NDArray[np.integer]) -> CellHosts:
-        """Homes and replicas of a planned cell."""
+        """Join homes and replicas of a planned cell."""
         num_experts = len(cell.home_E)
         return cls(
             np.concatenate([np.arange(num_experts), cell.expert_R]).astype(np.int32),
@@ -79,6 +79,7 @@ def cross_node_gap(plan: StepPlan, counts_MLGE: NDArray[np.integer], tolerance: 
         here_HG = node_G[assignment.rank_H][:, None] == node_G
         crossing = int(assignment.tokens_HG[~here_HG].sum())
         mean = counts_GE.sum() / plan.topology.num_ranks
+        # the plan's own slowest rank may stand above the tolerance, where slots lack
         most = max(math.ceil(mean * (1 + tolerance)), int(assignment.loads_G.max()))
         gaps.append((crossing - least_crossing(assignment, counts_GE, node_G, most)) / counts_GE.sum())
     return float(np.mean(gaps))
@@ -130,6 +131,7 @@ def least_where_slots_lack(
         heavy = loads_E[above_G[home_E]]
         pieces = np.concatenate([np.full(int((heavy // middle).sum()), middle), heavy % middle])
         passed = np.sort(pieces)[::-1][: int((~above_G).sum()) * slots].sum()
+        # enough pieces exist, so that this limit does not exclude the target
         if (load_G - middle)[above_G].sum() <= passed:
             most = middle
         else:
@@ -163,6 +165,7 @@ def least_of_all_plans(loads_E: NDArray[np.integer], home_E: NDArray[np.integer]
         bounds=Bounds(np.repeat([0.0, 0.0, 0.0], [size, size, 1]), np.repeat([1.0, 1.0, np.inf], [size, size, 1])),
         options={"mip_rel_gap": 0.0},
     )
+    # a solver's 3.0000001 for 3 must not become 4
     return math.ceil(float(answer.fun) - 1e-6)
 
 

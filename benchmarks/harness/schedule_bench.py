@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -34,7 +34,7 @@ class _Unposted:
     rank = RANK
 
     def post(self, sends: list[Any], receives: list[Any], what: str) -> list[Any]:
-        """Nothing leaves."""
+        """Send nothing."""
         return []
 
 
@@ -52,7 +52,7 @@ def host_work(repeats: int) -> dict[str, dict[str, float]]:
             schedule.cell(MICRO_STEPS - 1, plan.shape[1] - 1)
             return schedule
 
-        schedule, home = compiled(), {"weight": torch.zeros(workload.num_experts // workload.num_ranks, 1)}
+        schedule, home = compiled(), {"weight": torch.zeros(workload.num_experts // workload.num_ranks, 1).unbind()}
         sets = [SlotSet(home, topology) for _ in range(workload.num_layers)]
         cells = workload.num_layers * MICRO_STEPS
         compiling[name] = _median(compiled, repeats) / cells * 1e6
@@ -60,7 +60,9 @@ def host_work(repeats: int) -> dict[str, dict[str, float]]:
     return {"schedule_us_per_cell": compiling, "host_ms_per_cell": indexing}
 
 
-def _index(plan: StepPlan, schedule: ExecutionSchedule, sets: list[SlotSet], home: dict[str, torch.Tensor]) -> None:
+def _index(
+    plan: StepPlan, schedule: ExecutionSchedule, sets: list[SlotSet], home: Mapping[str, Sequence[torch.Tensor]]
+) -> None:
     """A forward and a backward of every cell: who holds what, messages of weights twice, messages of gradients once."""
     peers = cast("PeerGroup", _Unposted())
     for micro_step in range(MICRO_STEPS):
@@ -73,10 +75,10 @@ def _index(plan: StepPlan, schedule: ExecutionSchedule, sets: list[SlotSet], hom
                 cell = plan.cell(micro_step, layer)
                 if not slots.holds(cell):
                     sends, hosted = slots.lacking(moves, RANK)
-                    leaving, arriving = row_messages(sends, "row", home), row_messages(hosted, "slot", slots.tensors)
+                    leaving, arriving = row_messages(sends, "row", home), row_messages(hosted, "slot", slots.rows)
                     Transfer(peers, "weights", leaving, arriving).post()
                     slots.enter(cell, fills_mine=len(hosted) > 0)
-            grads = {"weight": torch.zeros(max(len(moves.hosted), len(moves.sends)), 1)}
+            grads = {"weight": torch.zeros(max(len(moves.hosted), len(moves.sends)), 1).unbind()}
             leaving, arriving = (row_messages(each, "position", grads) for each in (moves.hosted, moves.sends))
             Transfer(peers, "gradients", leaving, arriving).post()
 

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 
-from benchmarks.harness.execution_bench import Bench
+from benchmarks.harness.models import Sizes
 from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError
 from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import FetchPath
 from foreroute.plan.options import PassName
 from foreroute.simulate import SimulateConfig, parse_config
-from foreroute.simulate.cell_costs import Compute, Transfers
+from foreroute.simulate.cell_costs import PassWork
 from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.fit import Measurement, fit, predict
 
 PASSES: dict[PassName, bool] = {"recompute": False, "update": True}
 """Whether backward passes follow in it, by pass of a plan."""
-HEAD_WIDTH = 64
 
 
 class TimedStep(NamedTuple):
@@ -90,7 +85,7 @@ def fitted_costs(known: Sequence[TimedStep], config: SimulateConfig, passes: Ite
 
 
 def fitted_rates(config: SimulateConfig) -> list[str]:
-    """That are fitted, beside the one of host memory: of links that there are, and of replicas where they take time."""
+    """List rates that are fitted beside that of host memory: of links that there are, of replicas that take time."""
     topology = config.described().topology
     links = {"node_bytes_per_s": topology.ranks_per_node > 1, "cluster_bytes_per_s": topology.num_nodes > 1}
     return [
@@ -108,36 +103,36 @@ def seconds_on_processes(one: Measurement, config: SimulateConfig, costs: CostMo
     Links between nodes are the kernel's, and take nobody's turn.
     """
     group = EPGroup.of(one.served, one.step, costs, overlap=config.execution.overlap)
-    moved = (group.recompute, group.update)[one.pass_index]
-    between, inside = np.array([1, 1, 0, 0]), np.array([0, 0, 1, 1])  # links, as `Transfers` has them
-    copied = moved._replace(direct_KMLG4=moved.direct_KMLG4 * inside, gradient_MLG4=moved.gradient_MLG4 * inside)
-    carried = Transfers(np.zeros_like(moved.host_KMLG), moved.direct_KMLG4 * between, moved.gradient_MLG4 * between)
-    compute = in_turns(without_overlap(group.compute, copied), os.cpu_count() or 1)
-    runs = replace(group, compute=compute, recompute=carried, update=carried).run()
-    return runs[one.pass_index].end_s
+    work = (group.recompute, group.update)[one.pass_index]
+    between, inside = np.array([1, 1, 0, 0]), np.array([0, 0, 1, 1])  # links, as `PassWork` has them
+    copied = work._replace(direct_KMLG4=work.direct_KMLG4 * inside, gradient_MLG4=work.gradient_MLG4 * inside)
+    carried = {"direct_KMLG4": work.direct_KMLG4 * between, "gradient_MLG4": work.gradient_MLG4 * between}
+    work = in_turns(without_overlap(copied), os.cpu_count() or 1)._replace(**carried)
+    return replace(group, recompute=work, update=work).run()[one.pass_index].end_s
 
 
-def without_overlap(compute: Compute, transfers: Transfers) -> Compute:
-    """What a rank sends and receives for a cell takes time of its experts.
+def without_overlap(work: PassWork) -> PassWork:
+    """What a rank sends and receives for a cell takes time of its experts, and of nothing beside.
 
     A backward pass computes forward anew, with what the forward one fetched, and then backward; so the forward
     time has the fetch of the forward pass, and the backward time what the other one fetches beyond it.
     """
-    fetch_KMLG = transfers.host_KMLG + transfers.direct_KMLG4.sum(-1)
-    later_MLG = fetch_KMLG[1] - fetch_KMLG[0] + transfers.gradient_MLG4.sum(-1)
-    experts_MLG2 = compute.experts_MLG2 + np.stack([fetch_KMLG[0], later_MLG], axis=-1)
-    return compute._replace(experts_MLG2=np.maximum(experts_MLG2, 0))
+    fetch_KMLG = work.host_KMLG + work.direct_KMLG4.sum(-1)
+    later_MLG = fetch_KMLG[1] - fetch_KMLG[0] + work.gradient_MLG4.sum(-1)
+    experts_MLG2 = work.experts_MLG2 + np.stack([fetch_KMLG[0], later_MLG], axis=-1)
+    return work.without_transfers()._replace(experts_MLG2=np.maximum(experts_MLG2, 0))
 
 
-def in_turns(compute: Compute, processors: int) -> Compute:
-    """The same where all ranks share these processors: each part of a pass lasts until the last rank has had its turns.
+def in_turns(work: PassWork, processors: int) -> PassWork:
+    """Let all ranks share these processors: each part of a pass lasts until the last rank has had its turns.
 
     Ranks take turns as an operating system lets them, shortest first: while n ranks are left, each gets processors / n
     of the time, at most all of it.
     """
 
-    def shared(work: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:
-        work_GX = np.sort(np.moveaxis(work, ranks, 0), axis=0)
+    def shared(seconds: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:
+        work_GX = np.sort(np.moveaxis(seconds, ranks, 0), axis=0)
+        # the first to end leave their processors to the others
         slowdown_G = np.maximum(1.0, (len(work_GX) - np.arange(len(work_GX))) / processors)
         steps_GX = np.diff(work_GX, axis=0, prepend=0.0)
         until_X = np.zeros(work_GX.shape[1:])
@@ -145,17 +140,17 @@ def in_turns(compute: Compute, processors: int) -> Compute:
             until_X += steps_X * slowdown
         return np.repeat(np.expand_dims(until_X, ranks), len(work_GX), axis=ranks)
 
-    return compute._replace(
-        attention_MG2=shared(compute.attention_MG2, 1),
-        head_MG=shared(compute.head_MG, 1),
-        experts_MLG2=shared(compute.experts_MLG2, 2),
+    return work._replace(
+        attention_MG2=shared(work.attention_MG2, 1),
+        head_MG=shared(work.head_MG, 1),
+        experts_MLG2=shared(work.experts_MLG2, 2),
     )
 
 
 def predict_ratios(
     known: Sequence[TimedStep], cases: Mapping[str, Sequence[TimedStep]], config: SimulateConfig
 ) -> dict[PassName, dict[str, float]]:
-    """By pass and case: simulated seconds of its first step over those of its second."""
+    """Predict, by pass and case, seconds of its first step over those of its second."""
     ratios: dict[PassName, dict[str, float]] = {pass_name: {} for pass_name in PASSES}
     for pass_name, of_pass in ratios.items():
         asked = [one for first, second in cases.values() for one in (first, second)]
@@ -167,12 +162,11 @@ def predict_ratios(
 
 
 def processes_config(
-    sizes: Mapping[str, Any],
+    sizes: Sizes,
     num_ranks: int,
     *,
     slots: int,
     sequence_tokens: int,
-    head_width: int = HEAD_WIDTH,
     paths: FetchPath = "host",
     ranks_per_node: int | None = None,
     cluster_bytes_per_s: float = 5e8,
@@ -182,7 +176,7 @@ def processes_config(
 
     They are all of one node, unless `ranks_per_node` says otherwise.
     """
-    hidden, heads, kv_heads = sizes["hidden_size"], sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    width, kv_width = sizes.attention_width, sizes.attention_width // sizes.heads * sizes.kv_heads
     return parse_config(
         {
             "cluster": {
@@ -191,14 +185,14 @@ def processes_config(
                 "redundant_slots": slots,
             },
             "model": {
-                "num_layers": sizes["num_hidden_layers"],
-                "num_experts": sizes["num_experts"],
-                "top_k": sizes["num_experts_per_tok"],
-                "hidden": hidden,
-                "intermediate": sizes["moe_intermediate_size"],
-                "dense_parameters": 2 * hidden * head_width * (heads + kv_heads),
-                "attention_width": heads * head_width,
-                "vocabulary": sizes["vocab_size"],
+                "num_layers": sizes.layers,
+                "num_experts": sizes.experts,
+                "top_k": sizes.top_k,
+                "hidden": sizes.hidden,
+                "intermediate": sizes.expert_width,
+                "dense_parameters": 2 * sizes.hidden * (width + kv_width),
+                "attention_width": width,
+                "vocabulary": sizes.vocabulary,
                 "weight_bytes": 4.0,
                 "activation_bytes": 4.0,
             },
@@ -227,19 +221,3 @@ def processes_config(
 def _measurement(one: TimedStep, pass_name: PassName) -> Measurement:
     seconds = one.seconds.get(pass_name, 1.0)
     return Measurement.of(one.name, one.counts_MLGE, one.plan, one.plan.topology, pass_name, seconds)
-
-
-def executed(name: str, bench: Bench, plan: StepPlan) -> tuple[TimedStep, Callable[[bool], float]]:
-    """A step, and what runs it for `time_steps`; the seconds are those of the slowest rank, publishing left out."""
-    return TimedStep(name, bench.counts_MLGE, plan), partial(_seconds, bench, plan)
-
-
-def _seconds(bench: Bench, plan: StepPlan, updating: bool) -> float:
-    Bench.number += 1
-    with bench.executing(plan):
-        dist.barrier()
-        begun = time.perf_counter()
-        bench.run(updating=updating)
-        taken = torch.tensor([time.perf_counter() - begun], dtype=torch.float64)
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return taken.item()

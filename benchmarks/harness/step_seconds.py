@@ -1,13 +1,15 @@
 """Seconds of a planned step over those of a static one, on two processes with a core each, where expert GEMMs dominate.
 
 The model is small in layers and large in experts, so that fetching a replica is little beside the rows that it serves,
-as on a cluster; backward passes compute activations anew. A planned step publishes its weights and makes its plan on
-the clock, in each pass anew, though an update under the plan of its recompute need not. Whether it goes by the plan
-or at homes is decided by rates that `foreroute plan --measure` finds in the same run. *Static* has every expert at its
-home, and does neither; *balanced* are as many tokens on uniform routes, at home. *Predicted* is what the simulator
-makes of the very same plans, without publishing and planning, with rates that were fitted to other skews and sizes on
-the same processes. *Does not pay* are steps of few rows, where replicas are fetched for too little, and four processes
-on two cores, which do all of the work whatever the plan.
+as on a cluster. A planned step counts its rows, publishes its weights and makes its plan on the clock, in each pass
+anew, though an update under the plan of its recompute need not. Whether it goes by the plan or at homes is decided by
+rates that `foreroute plan --measure` finds in the same run. *Static* has every expert at its home, and does none of
+this. *Predicted* is what the simulator makes of the very same plans, without publishing and planning, with rates that
+were fitted to other skews and sizes on the same processes.
+
+On Hugging Face backward passes compute activations anew. *Balanced* are as many tokens on uniform routes, at home.
+*Does not pay* are steps of few rows, where replicas are fetched for too little, and four processes on two cores, which
+do all of the work whatever the plan. On Megatron-Core (`megatron_plan`) nothing is computed anew.
 """
 
 from __future__ import annotations
@@ -16,40 +18,25 @@ import itertools
 import os
 import tempfile
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.harness.execution_bench import Bench, in_processes, measured_cluster, spread_model
+from benchmarks.harness.models import Sizes, spread_model
 from benchmarks.harness.pairs import compare
-from benchmarks.harness.step_prediction import (
-    PASSES,
-    TimedStep,
-    executed,
-    predict_ratios,
-    processes_config,
-    time_steps,
-)
+from benchmarks.harness.spread_bench import HFBench, SpreadBench, in_processes, measured_cluster
+from benchmarks.harness.step_prediction import PASSES, TimedStep, predict_ratios, processes_config, time_steps
 from foreroute.adapters import hf
-from foreroute.costs.cluster_file import cluster_toml
+from foreroute.costs.cluster_file import Cluster, cluster_toml
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.plan import PlanOptions
 from foreroute.plan.capabilities import FetchPath
+from foreroute.simulate import SimulateConfig
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_experts": 16,
-    "num_experts_per_tok": 4,
-    "moe_intermediate_size": 512,
-    "norm_topk_prob": True,
-}
+SIZES = Sizes(hidden=512, heads=4, kv_heads=2, experts=16, top_k=4, expert_width=512)
 SHAPE, MICRO_STEPS = (8, 256), 2
 """Sequences and tokens of a micro-batch, and how many make a step."""
 MILD = {"least": 0.2, "slight": 0.4, "mild": 0.8}
@@ -65,17 +52,24 @@ CROWDED_PAIRS = 10
 PLANNED, STATIC = PlanOptions(tolerance=0.0), PlanOptions(replicas=False)
 LEVEL_SLOTS = 3
 """What levels all of these loads; with two, 1.09 and 1.17 times the mean are left of "middle" and "high"."""
-routed_anew = partial(Bench.routed_anew, micro_steps=MICRO_STEPS, slots=LEVEL_SLOTS)
-
-
 NAMES = (
     *("planned_over_static", "planned_over_balanced", "static_imbalance", "does_not_pay"),
     *("predicted_planned_over_static", "gains", "rates"),
 )
+Draw = Callable[..., SpreadBench]
+"""Makes a bench on other routes, as `SpreadBench.drawn` does of its model."""
+
+
+class Measured(NamedTuple):
+    """Figures of rank 0; what was planned and static in each case; and other steps, timed."""
+
+    figures: dict[str, Any]
+    cases: dict[str, list[TimedStep]]
+    others: list[TimedStep]
 
 
 def step_seconds(pairs: int) -> dict[str, Any]:
-    """`planned_over_static` and `predicted_planned_over_static` by pass and skew, and what goes with them.
+    """Measure `planned_over_static` by pass and skew, predict it, and find what goes with it.
 
     Beside them `planned_over_balanced` and `static_imbalance` by skew, `gains`, by which the default decides, by pass
     and skew, the measured `rates`, and `does_not_pay` by why and pass. Ratios are medians over pairs that were run in
@@ -83,80 +77,98 @@ def step_seconds(pairs: int) -> dict[str, Any]:
     """
     if not pairs or len(os.sched_getaffinity(0)) < 2:
         return dict.fromkeys(NAMES)
-    found: dict[str, Any]
     config = processes_config(SIZES, 2, slots=LEVEL_SLOTS, sequence_tokens=SHAPE[1])
+    found = with_predictions(_measured, pairs, config)
+    found["does_not_pay"]["four_processes_on_two_cores"] = in_processes(_crowded, 4, min(pairs, CROWDED_PAIRS))
+    return found
+
+
+def with_predictions(measure: Callable[..., Measured], pairs: int, config: SimulateConfig) -> dict[str, Any]:
+    """Run `measure(rank, num_ranks, pairs, path)` of a topology file on two processes, and predict its cases."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cluster.toml"
-        path.write_text(cluster_toml(config.described()))
-        found, cases, others = in_processes(_measured, 2, pairs, path)
-    found["does_not_pay"]["four_processes_on_two_cores"] = in_processes(_crowded, 4, min(pairs, CROWDED_PAIRS))
-    return found | {"predicted_planned_over_static": predict_ratios(others, cases, config)}
+        path.write_text(cluster_toml(config.described()), encoding="utf-8")
+        found: Measured = in_processes(measure, 2, pairs, path)
+    if not pairs:  # nothing was timed that could be predicted, or predicted from
+        return found.figures
+    return found.figures | {"predicted_planned_over_static": predict_ratios(found.others, found.cases, config)}
 
 
-def recomputing_model(sizes: Mapping[str, Any] = SIZES, paths: FetchPath = "host") -> hf.RoutedTransformer:
-    """A model over all ranks, which computes activations anew in backward."""
-    model = spread_model(sizes)
-    model.activation_checkpointing_enable()
-    routed = hf.attach(model)
-    routed.use(TransferOptions(paths))
-    return routed
-
-
-def _measured(
-    rank: int, num_ranks: int, pairs: int, path: Path
-) -> tuple[dict[str, Any], dict[str, list[TimedStep]], list[TimedStep]]:
-    """Ratios of rank 0; what was planned and static in each case; and other steps, timed."""
+def own_core(rank: int) -> None:
+    """Keep this process to a core of its own."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
-    priced = partial(routed_anew, cluster=measured_cluster(path, SHAPE[0] * SHAPE[1]))
-    routed = recomputing_model()
-    found: dict[str, Any] = {
-        "rates": tomllib.loads(path.read_text()),
-        "planned_over_static": {pass_name: {} for pass_name in PASSES},
-        "gains": {pass_name: {} for pass_name in PASSES},
-        "planned_over_balanced": {},
-        "static_imbalance": {},
-    }
-    cases: dict[str, list[TimedStep]] = {}
-    even = routed_anew(routed, rank, skew=0.0, shape=SHAPE)
+
+
+def planned_over_static(draw: Draw, cluster: Cluster, pairs: int) -> tuple[dict[str, Any], dict[str, list[TimedStep]]]:
+    """Measure every skew in both passes; return figures, and the planned and the static step of each skew."""
+    found: dict[str, Any] = {name: {each: {} for each in PASSES} for name in ("planned_over_static", "gains")}
+    found["static_imbalance"], cases = {}, {}
     for name in (*MILD, *SKEWS):
-        bench = priced(routed, rank, skew=SKEWS.get(name, 0.0), zipf=MILD.get(name, 0.0), shape=SHAPE)
+        bench = draw(skew=SKEWS.get(name, 0.0), zipf=MILD.get(name, 0.0), cluster=cluster)
         plan, home = bench.plan(PLANNED), bench.plan(STATIC)
         cases[name] = [TimedStep(name, bench.counts_MLGE, one) for one in (plan, home)]
-        mean = bench.counts_MLGE.sum() / num_ranks
+        mean = bench.counts_MLGE.sum() / plan.topology.num_ranks
         found["static_imbalance"][name] = round(float(home.max_load_ML.sum() / mean), 3)
         for pass_name, updating in PASSES.items():
             found["planned_over_static"][pass_name][name] = _ratio(bench, bench, updating, pairs)
             found["gains"][pass_name][name] = round(plan.gains[pass_name], 4)
-        if name in SKEWS:
-            found["planned_over_balanced"][name] = _ratio(bench, even, True, pairs)
-    few = priced(routed, rank, skew=SKEWS["high"], shape=FEW_ROWS)
-    found["does_not_pay"] = {"few_rows": _by_pass(few, pairs)}
-    others = [
-        (
-            f"skew {skew}, {sequences} sequences",
-            routed_anew(routed, rank, skew=skew, shape=(sequences, SHAPE[1])),
-        )
-        for skew, sequences in itertools.product(OTHER_SKEWS, OTHER_SEQUENCES)
-    ]
-    with closing(routed):
-        steps = [executed(name, one, one.plan(how)) for name, one in others for how in (PLANNED, STATIC)]
-        return found, cases, time_steps(steps, rounds=ROUNDS)
+    return found, cases
+
+
+def other_steps(draw: Draw, sequences: tuple[int, ...], tokens: int) -> list[TimedStep]:
+    """Time steps of other skews and sizes, planned and static."""
+    steps = []
+    for skew, size in itertools.product(OTHER_SKEWS, sequences):
+        bench = draw(skew=skew, shape=(size, tokens))
+        for options in (PLANNED, STATIC):
+            plan = bench.plan(options)
+            timed = TimedStep(f"skew {skew}, {size} sequences", bench.counts_MLGE, plan)
+            steps.append((timed, partial(bench.seconds, plan if options is PLANNED else None)))
+    return time_steps(steps, rounds=ROUNDS)
+
+
+def recomputing_model(sizes: Sizes = SIZES, paths: FetchPath = "host") -> hf.RoutedTransformer:
+    """Build a model over all ranks, which computes activations anew in backward."""
+    routed = hf.attach(spread_model(sizes, recomputes=True))
+    routed.use(TransferOptions(paths))
+    return routed
+
+
+def _draw(routed: hf.RoutedTransformer) -> Draw:
+    return partial(HFBench.drawn, routed.model, routed, micro_steps=MICRO_STEPS, slots=LEVEL_SLOTS)
+
+
+def _measured(rank: int, num_ranks: int, pairs: int, path: Path) -> Measured:
+    own_core(rank)
+    cluster = measured_cluster(path, SHAPE[0] * SHAPE[1])
+    with closing(recomputing_model()) as routed:
+        draw = partial(_draw(routed), shape=SHAPE)
+        found, cases = planned_over_static(draw, cluster, pairs)
+        even = draw(skew=0.0)
+        found["planned_over_balanced"] = {
+            name: _ratio(draw(skew=skew, cluster=cluster), even, True, pairs) for name, skew in SKEWS.items()
+        }
+        few = draw(skew=SKEWS["high"], shape=FEW_ROWS, cluster=cluster)
+        found |= {
+            "does_not_pay": {"few_rows": _by_pass(few, pairs)},
+            "rates": tomllib.loads(path.read_text(encoding="utf-8")),
+        }
+        return Measured(found, cases, other_steps(draw, OTHER_SEQUENCES, SHAPE[1]))
 
 
 def _crowded(rank: int, num_ranks: int, pairs: int) -> dict[str, Any]:
-    """Ratios by pass where processes share cores."""
-    bench = routed_anew(recomputing_model(), rank, skew=SKEWS["high"], shape=SHAPE)
-    with closing(bench.routed):
-        return _by_pass(bench, pairs)
+    """Measure ratios by pass where processes share cores."""
+    with closing(recomputing_model()) as routed:
+        return _by_pass(_draw(routed)(skew=SKEWS["high"], shape=SHAPE), pairs)
 
 
-def _by_pass(bench: Bench, pairs: int) -> dict[str, Any]:
-    """Seconds planned over static."""
+def _by_pass(bench: SpreadBench, pairs: int) -> dict[str, Any]:
+    """Measure seconds planned over static."""
     return {pass_name: _ratio(bench, bench, updating, pairs) for pass_name, updating in PASSES.items()}
 
 
-def _ratio(bench: Bench, other: Bench, updating: bool, pairs: int) -> dict[str, float | None]:
-    """Seconds of a step, published, planned and executed, over those of another with every expert at home.
+def _ratio(bench: SpreadBench, other: SpreadBench, updating: bool, pairs: int) -> dict[str, float | None]:
+    """Measure seconds of a step, counted, published, planned and executed, over those of another at homes.
 
     Beside the ratio and its interval `before`, the share of it that passes before the first row.
     """

@@ -67,7 +67,7 @@ class RolloutRoutes:
         if not keys or self._routed is None:
             return nullcontext()  # padding alone
         found = trace.concatenate([self.known[key] for key, _ in keys])
-        whole = layout.pack(found.lengths, slots=[slots for _, slots in keys]).align_total(tokens.shape[1])
+        whole = layout.pack(found.lengths, padded_lengths=[slots for _, slots in keys]).align_total(tokens.shape[1])
         return self._routed.replay(found, whole)
 
     def _key(self, tokens: Sequence[int]) -> Key:

@@ -29,36 +29,27 @@ def test_the_interval_holds_the_median_in_95_of_100_samples_and_no_narrower_one_
 
 
 class Machine:
-    """Its clock and counter move only by what runs on it."""
+    """Its clock moves only by what runs on it."""
 
     def __init__(self):
-        self.seconds, self.count = 0.0, 0
+        self.seconds = 0.0
 
-    def running(self, seconds, instructions=0):
+    def running(self, seconds):
         given = itertools.cycle(seconds)
 
         def run():
             self.seconds += next(given)
-            self.count += instructions
 
         return run
 
-    def compared(self, seconds, pairs, instructions=(1004, 1000)):
-        candidate, baseline = instructions
-        return compare(
-            self.running(seconds, candidate),
-            self.running([1.0], baseline),
-            pairs=pairs,
-            clock=lambda: self.seconds,
-            counter=lambda: self.count,
-        )
+    def compared(self, seconds, pairs):
+        return compare(self.running(seconds), self.running([1.0]), pairs=pairs, clock=lambda: self.seconds)
 
 
-def test_time_and_instructions_of_a_candidate_stand_over_those_of_the_baseline():
+def test_the_time_of_a_candidate_stands_over_that_of_the_baseline():
     found = Machine().compared([1.25], pairs=7)
     assert (found.ratio, found.low, found.high, found.lower, found.upper) == pytest.approx([1.25] * 5)
     assert (found.baseline_ms, found.pairs) == (pytest.approx(1000), 7)
-    assert found.instructions_ratio == 1.004
     assert found.shown() == {"median": 1.25, "lower": 1.25, "upper": 1.25}
     assert Machine().compared([1.25], pairs=5).shown() == {"median": 1.25, "lower": None, "upper": None}
 
@@ -72,50 +63,22 @@ def test_works_take_turns_and_each_round_begins_with_another():
 
 
 def test_what_is_resolved_is_a_figure():
-    figures = near_one("step", Machine().compared([1.003], pairs=6))
-    assert figures == {
-        "step_ratio": 1.003,
-        "step_interval": [1.003, 1.003],
-        "step_quartiles": [1.003, 1.003],
-        "step_instructions_ratio": 1.004,
-    }
+    expected = {"step_ratio": 1.003, "step_interval": [1.003, 1.003], "step_quartiles": [1.003, 1.003]}
+    assert near_one("step", Machine().compared([1.003], pairs=6)) == expected
 
 
-def test_a_cost_is_what_is_above_1():
-    figures = near_one("r3_cost", Machine().compared([1.003], pairs=6), as_cost=True)
-    assert figures == {
-        "r3_cost": 0.003,
-        "r3_cost_interval": [0.003, 0.003],
-        "r3_cost_quartiles": [0.003, 0.003],
-        "r3_cost_instructions": 0.004,
-    }
-
-
-def test_a_few_pairs_resolve_nothing_and_their_instructions_stand():
+def test_few_pairs_or_a_wide_interval_resolve_nothing():
     figures = near_one("step", Machine().compared([1.12], pairs=5))
     assert (figures["step_ratio"], figures["step_interval"]) == (None, None)
     assert figures["step_reason"] == "not resolved: a 95 % interval takes six pairs, and these are 5"
-    assert figures["step_instructions_ratio"] == 1.004
-
-
-def test_a_wide_interval_resolves_nothing_and_is_shown():
-    wide = Machine().compared([1.0, 1.001 + RESOLUTION], pairs=8)
-    figures = near_one("step", wide)
-    assert figures["step_ratio"] is None
-    assert figures["step_interval"] == [1.0, 1.021]
+    figures = near_one("step", Machine().compared([1.0, 1.001 + RESOLUTION], pairs=8))
+    assert (figures["step_ratio"], figures["step_interval"]) == (None, [1.0, 1.021])
     assert figures["step_reason"] == "not resolved: 8 pairs leave a 95 % interval of 1.000 to 1.021"
     assert near_one("step", Machine().compared([1.0, 0.999 + RESOLUTION], pairs=8))["step_ratio"] is not None
 
 
 def test_the_worst_is_known_where_all_are():
-    machine = Machine()
-    known = {"a": machine.compared([1.001], 6), "b": machine.compared([1.003], 6, (1001, 1000))}
-    assert worst_near_one("worst", known) == {"worst_ratio": 1.003, "worst_instructions_ratio": 1.004}
-    figures = worst_near_one("worst", known | {"c": machine.compared([1.0], 2)})
-    assert figures == {
-        "worst_ratio": None,
-        "worst_instructions_ratio": 1.004,
-        "worst_reason": "not resolved: c",
-    }
-    uncounted = compare(machine.running([1]), machine.running([1]), pairs=6, clock=lambda: machine.seconds)
-    assert worst_near_one("worst", known | {"c": uncounted})["worst_instructions_ratio"] is None
+    known = {name: Machine().compared([ratio], 6) for name, ratio in {"a": 1.001, "b": 1.003}.items()}
+    assert worst_near_one("worst", known) == {"worst_ratio": 1.003}
+    figures = worst_near_one("worst", known | {"c": Machine().compared([1.0], 2)})
+    assert figures == {"worst_ratio": None, "worst_reason": "not resolved: c"}

@@ -29,11 +29,6 @@ def test_rows_of_zeros_before_a_routed_row_are_refused(absent):
         decode(verl(absent), model=R.spec)
 
 
-def test_a_verl_batch_of_nothing_but_zeros_is_refused():
-    with pytest.raises(CaptureError, match="no row of the output has a route"):
-        decode(verl(slice(0, 11)), model=R.spec)
-
-
 def test_a_sequence_that_fills_a_verl_batch_up_is_absent_as_a_whole():
     batch = wires.verl([R, R])
     batch["routed_experts"][1] = 0
@@ -55,34 +50,12 @@ def test_valid_says_of_routes_alone_which_rows_are_absent_anywhere(absent, dtype
         assert not trace.expert_ids_NLK[~trace.valid_N].any()
 
 
-@pytest.mark.parametrize(
-    ("valid", "match"),
-    [
-        (valid_but([2], 10), r"has 11 rows, and valid is bool of shape \(10,\)"),
-        (np.ones(11), "valid is float64"),
-        (np.ones(11, int), "valid is int64"),
-        ([None] * 11, "valid is object"),
-        ([valid_but([2])] * 2, "got valid of 2 sequences for the routes of 1"),
-        (True, "valid is a bool; expected bools"),
-        (valid_but(slice(None)), "no row of the output has a route"),
-    ],
-)
-def test_valid_that_does_not_fit_is_refused(valid, match):
-    with pytest.raises(CaptureError, match=match):
-        decode(R.routes_RLK, model=R.spec, token_ids=R.tokens, valid=valid)
-
-
-@pytest.mark.parametrize("writer", [wires.vllm_http, wires.sglang, lambda r: wires.verl([r])])
-def test_valid_is_for_routes_alone(writer):
-    with pytest.raises(CaptureError, match="valid is for routes alone"):
-        decode(writer(R), model=R.spec, token_ids=[R.tokens], valid=np.ones(11, bool))
-
-
 @pytest.mark.parametrize("absent", [[0], [4, 5], [10], list(range(10))])
 def test_a_row_of_minus_one_is_absent_whatever_the_form(absent):
     rows, batch = R.routes_RLK.astype(np.int64), wires.verl([R])
     rows[absent] = batch["routed_experts"][0, absent] = -1
-    for trace in (decode(rows, model=R.spec, token_ids=R.tokens), decode(batch, model=R.spec)):
+    for output in (rows, rows.tolist(), batch):
+        trace = decode(output, model=R.spec, token_ids=[R.tokens])
         assert np.flatnonzero(~trace.valid_N).tolist() == [*absent, 11]
         assert np.array_equal(trace.expert_ids_NLK[trace.valid_N], np.delete(R.routes_RLK, absent, axis=0))
 
@@ -100,14 +73,6 @@ def test_a_batch_may_have_minus_one_for_the_last_token_and_over_padding():
     routes[(routes == 0).all(axis=(2, 3))] = -1
     batch["routed_experts"] = routes
     assert decode(batch, model=R.spec).equals(decode(zeros, model=R.spec))
-
-
-@pytest.mark.parametrize("part", [np.s_[4, 1], np.s_[4, 1, 2], np.s_[4, 1:]])
-def test_a_row_that_is_minus_one_in_part_is_refused(part):
-    rows = R.routes_RLK.astype(np.int64)
-    rows[part] = -1
-    with pytest.raises(CaptureError, match=r"holds ids from -1 .*, or -1 in every layer and pick of a row"):
-        decode(rows, model=R.spec, token_ids=R.tokens)
 
 
 def test_one_token_needs_no_row():

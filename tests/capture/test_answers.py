@@ -27,35 +27,6 @@ def choice(r, number, **changes):
 ABORTED = {"finish_reason": "abort", "routed_experts": None, "token_ids": []}
 
 
-def test_an_aborted_choice_is_named_with_what_to_do():
-    choices = [choice(R, 0), choice(OTHER, 1, **ABORTED)]
-    with pytest.raises(CaptureError, match=r"choice 1 was aborted .finish_reason abort.*; leave it out") as caught:
-        decode({"choices": choices}, model=R.spec)
-    assert "enable-return-routed-experts" not in str(caught.value)
-    assert decode({"choices": choices[:1]}, model=R.spec).equals(KNOWN)
-
-
-@pytest.mark.parametrize(
-    ("outputs", "match"),
-    [
-        ([{"choices": [choice(R, 0)]}, {"choices": [choice(R, 0, **ABORTED)]}], "output 1: choice 0 was aborted"),
-        (
-            {"choices": [choice(R, 0), choice(R, 1, routed_experts=None)]},
-            r"choice 1 has no routed_experts in \['finish_",
-        ),
-        (
-            [wires.sglang(R), {"output_ids": [], "meta_info": {"id": "2", "finish_reason": {"type": "abort"}}}],
-            "output 1: the answer was aborted",
-        ),
-        ({"finish_reason": "abort", "routed_experts": None}, "the answer was aborted"),
-        ({"choices": [choice(R, 0, routed_experts=5)]}, "routed_experts of choice 0 is a int"),
-    ],
-)
-def test_every_answer_without_routes_is_named(outputs, match):
-    with pytest.raises(CaptureError, match=match):
-        decode(outputs, model=R.spec, token_ids=None)
-
-
 def test_an_aborted_choice_that_has_rows_is_read():
     """Those of the prompt, of which all but the last row produced a token of it."""
     text = base64.b64encode(wires.npy(R.all_layers()[:3].astype(np.uint8))).decode()
@@ -126,21 +97,3 @@ def test_each_sequence_may_have_a_start_of_its_own(kind):
         5,
         *range(8, 16),
     ]
-
-
-@pytest.mark.parametrize(
-    ("start", "match"),
-    [
-        ([0], "start has 1 positions for 2 sequences"),
-        ([0, 0, 0], "start has 3 positions"),
-        ([0, -1], "start is -1"),
-        ([0, True], "start is True"),
-        ([0, 1.0], "start is 1.0"),
-        (np.array([0.0, 0.0]), "start is .*0.0"),
-        ("00", "start is '00'"),
-        ([0, 10], "sequence 1 starts at 10; expected a position of its 10 tokens"),
-    ],
-)
-def test_starts_that_cannot_be_are_refused(start, match):
-    with pytest.raises(CaptureError, match=match):
-        decode([R.routes_RLK, OTHER.routes_RLK], model=R.spec, token_ids=[R.tokens, OTHER.tokens], start=start)

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 TYPES = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 LIBRARIES = {"numpy": np.asarray, "torch": torch.from_numpy}
-R = wires.rollout(np.random.default_rng(12), experts=100)
+R = wires.rollout(np.random.default_rng(12), experts=128)
 KNOWN = fr.RoutingTrace.from_sequences(R.spec, [R.tokens], [R.routes_RLK])
 ABSENT = np.full((1, 4, 3), -1)
 

@@ -1,4 +1,4 @@
-"""What is refused, and that the message names what was seen."""
+"""What is refused: malformed routes through every door that can carry them, and answers that are damaged otherwise."""
 
 import base64
 import json
@@ -13,190 +13,279 @@ from foreroute.errors import CaptureError
 from tests import wires
 
 RNG = np.random.default_rng(5)
+R = wires.rollout(np.random.default_rng(5))
+OTHER = wires.rollout(np.random.default_rng(6), prompt=6, response=4)
+ALL = R.all_layers()
+"""[11, 5, 3]: 11 rows of 12 tokens, and a dense layer before four that route."""
 
 
-def refused(output, r, match, **kwargs):
+def refused(output, match, **given):
     with pytest.raises(CaptureError, match=match):
-        decode(output, model=kwargs.pop("model", r.spec), token_ids=kwargs.pop("token_ids", r.tokens), **kwargs)
+        decode(output, **{"model": R.spec, "token_ids": R.tokens} | given)
 
 
-def edited(r, where, value):
-    """The output of a rollout after `rows[where] = value`."""
-    rows = r.all_layers()
-    rows[where] = value
-    output = wires.vllm_narrow(r)
-    output.outputs[0].routed_experts = rows.astype(np.int32)
+def base64_of(data):
+    return base64.b64encode(data).decode()
+
+
+def in_process(rows):
+    output = wires.vllm_narrow(R)
+    output.outputs[0].routed_experts = rows
     return output
 
 
-@pytest.mark.parametrize(
-    ("where", "value", "match"),
-    [
-        (np.s_[:], 0, "nothing but zeros in 4 of 4 layers .*enforce_eager"),
-        (np.s_[:, 2], 0, "nothing but zeros in 1 of 4 layers .first: decoder 2."),
-        (np.s_[3, 2], [4, 4, 1], "position 3, decoder 2 has expert ids .4, 4, 1.: an expert is picked twice"),
-        (np.s_[3, 2, 0], 16, "from 0 to 16; expected 0 to 15.*physical ids"),
-        (np.s_[3, 2], -1, "from -1 to 15; expected 0 to 15.*not filled"),
-        (np.s_[3, 2:], -1, "from -1 to 15; expected 0 to 15"),
-        (np.s_[:, 0], [1, 2, 3], "decoder layer 0, which the spec says is dense"),
-    ],
-)
-def test_false_rows(where, value, match):
-    r = wires.rollout(RNG)
-    refused(edited(r, where, value), r, match)
-
-
-def test_constant_layer():
-    r = wires.rollout(RNG, prompt=40)
-    refused(
-        edited(r, np.s_[:, 3], [5, 9, 2]),
-        r,
-        r"position 0: decoder 3 sends 44 rows.* of 4\d different tokens to experts \[5, 9, 2\]",
-    )
-
-
-def test_constant_layer_of_a_repeated_token_or_a_short_prompt_is_accepted():
-    r = wires.rollout(RNG, prompt=40)
-    same = wires.Rollout(r.spec, r.num_layers, [7] * 40, r.response[:1] * 5, r.routes_RLK)
-    assert decode(edited(same, np.s_[:, 3], [5, 9, 2]), model=r.spec)
-    short = wires.rollout(RNG)
-    assert decode(edited(short, np.s_[:, 3], [5, 9, 2]), model=short.spec)
-
-
-def test_top_1_zeros():
-    r = wires.rollout(RNG, top_k=1)
-    refused(edited(r, np.s_[:], 0), r, "nothing but zeros")
-    assert decode(edited(r, np.s_[4], 0), model=r.spec).valid_N.sum() == 11
-
-
-def test_top_1_zero_filled_wire_is_ambiguous():
-    r = wires.rollout(RNG, top_k=1)
-    batch = wires.verl([r])
-    batch["routed_experts"][0, 4] = 0
-    refused(batch, r, "may as well be expert 0")
-
-
-@pytest.mark.parametrize(
-    ("shape", "match"),
-    [
-        ((10, 5, 3), "has 10 rows for 12 tokens.*expected 11.*Rows are missing"),
-        *(((rows, 5, 3), f"has {rows} rows for 12 tokens.*expected 11.*Rows are too many") for rows in (12, 13)),
-        *(((11, n, 3), rf"have {n} layers; expected 4 .*, or all decoder layers, 5 or more") for n in (1, 2, 3)),
-        ((11, 5, 2), "has 2 picks in a row; expected top_k = 3"),
-    ],
-)
-def test_axes_of_another_length(shape, match):
-    r = wires.rollout(RNG)
-    output = wires.vllm_narrow(r)
-    output.outputs[0].routed_experts = np.resize(r.all_layers(), shape)
-    refused(output, r, match)
-
-
-@pytest.mark.parametrize("writer", [wires.vllm_narrow, wires.vllm_http, wires.sglang, lambda r: wires.verl([r])])
-def test_a_draft_layer_that_poses_as_a_decoder_layer(writer):
-    """An axis of one layer more than the model has: behind the last one, or before the first."""
-    r = wires.rollout(RNG)
-    more = wires.rollout(RNG, dense=1, layers=5)
-    behind = wires.Rollout(more.spec, 6, r.prompt, r.response, more.routes_RLK)
-    refused(writer(behind), r, "has routes in decoder layer 5, which the spec says is dense.*draft or MTP layer")
-    front = wires.rollout(RNG, dense=0, layers=6)
-    before = wires.Rollout(front.spec, 6, r.prompt, r.response, front.routes_RLK)
-    refused(writer(before), r, "has routes in decoder layer 0, which the spec says is dense")
-
-
-def test_two_routers_of_one_layer_have_no_place_on_an_axis_of_layers():
-    kinds = (fr.LayerKind.ATTENTION, fr.LayerKind.DECODER)
-    spec = fr.RoutingSpec(16, 3, tuple(fr.RoutedLayer(i, kind) for i in range(2) for kind in kinds))
-    r = wires.rollout(RNG, dense=0)
-    assert decode(r.routes_RLK, model=spec, token_ids=r.tokens).valid_N.sum() == 11
-    refused(r.routes_RLK[:, :2], r, "have 2 layers; expected 4 .*with one column for each", model=spec)
-
-
-def with_two_choices(r):
-    body = json.loads(wires.sglang_openai(r))
-    return body | {"choices": body["choices"] * 2}
-
-
-@pytest.mark.parametrize(
-    ("write", "match", "given"),
-    [
-        (wires.sglang, "660 bytes without a shape; expected 10 rows of 3", {"token_ids": [1] * 11}),
-        (wires.sglang, "expected 9 rows", {"start": 2}),
-        (with_two_choices, "the response has 2 choices", {}),
-        (wires.sglang, "does not carry the tokens of sequence 0", {"token_ids": None}),
-        (wires.vllm_narrow, "carries 12 tokens that differ from the 11", {"token_ids": [1] * 11}),
-        (lambda r: [wires.sglang(r)] * 2, "token_ids of 1 sequences for the routes of 2", {"token_ids": [[1] * 12]}),
-        (wires.vllm_narrow, "starts at 12; expected a position of its 12 tokens", {"start": 12}),
-    ],
-)
-def test_tokens_and_starts_that_do_not_fit(write, match, given):
-    r = wires.rollout(RNG)
-    refused(write(r), r, match, **given)
+def over_http(rows):
+    choice = {"token_ids": R.response, "prompt_token_ids": R.prompt, "routed_experts": base64_of(wires.npy(rows))}
+    return json.dumps({"choices": [choice]})
 
 
 def raw(text):
     return {"meta_info": {"routed_experts": text}}
 
 
-@pytest.mark.parametrize(
-    ("output", "match"),
-    [
-        ({"choices": [{"text": ""}]}, r"choice 0 has no routed_experts in \['text'\]; start the engine with"),
-        ({"meta_info": {"id": 1}}, "no routed_experts"),
-        (SimpleNamespace(outputs=[SimpleNamespace(routed_experts=None)]), "streams and unfinished requests"),
-        ({}, "no routed_experts"),
-        (
-            {"routed_experts": {"data": "", "shape": [], "dtype": ""}},
-            "are a table of '', '' of shape .*expected base64",
-        ),
-        ({"routed_experts": {"data": ""}}, "routed_experts of the answer is a dict; expected an array"),
-        ({"routed_experts": [[[1, 2]]]}, "has 1 rows for 12 tokens"),
-        ("{", "the text, which may have been cut, is not JSON"),
-        ("[" * 100_000, "nested too deep"),
-        (b"\xff\xfe\x00", "not text in UTF-8"),
-        (np.zeros((2, 3, 4, 2), int), r"do not say what is padding: RoutingTrace.from_padded takes them"),
-        ([1, 2], "no routed_experts in 1;"),
-        ([[[1, 2]]], "has 1 rows for 12 tokens"),
-        ([[1, 2]], r"output 0: the answer has no routed_experts in \[1, 2\]"),
-        ([], r"no routed_experts in \[\]"),
-        ([{"meta_info": {"routed_experts": ""}}, np.zeros((1, 2, 3), int)], "mix forms .array, sglang."),
-        ({"routed_experts": np.zeros((1, 2, 3, 2), int), "input_ids": np.zeros((1, 2), int)}, "lacks position_ids"),
-        (raw("AAAA*AAA"), "not base64"),
-        (raw("AAAAA"), "not base64"),
-        (raw("AAAA\nAAAA"), "not base64"),
-        (raw("AAAA"), "3 bytes without a shape"),
-        (raw(""), "0 bytes without a shape"),
-        (wires.npy(np.zeros((1, 2, 3), np.float32)), "expected version 1 with an integer array"),
-        (wires.npy(np.zeros((1, 2, 3), object)), "expected version 1 with an integer array"),
-        (wires.npy(np.zeros((1, 2, 3), ">i4")), "expected version 1 with an integer array"),
-        (wires.npy(np.zeros((2, 2, 3), np.uint8))[:-1], "which is 12 bytes; 11 bytes follow"),
-        (b"\x93NUMPY", "expected version 1"),
-        (
-            wires.npy(np.zeros((1, 1, 1), np.uint8)).replace(b"(1, 1, 1)", b"(999999999999, 999999999999, 9)"),
-            "npy file",
-        ),
-        (wires.npy(np.zeros((0, 1, 1), np.uint8)).replace(b"(0, 1, 1)", b"(7, 0, 9)"), "0 bytes follow"),
-        (np.zeros((11, 4, 3)), "dtype float64"),
-        (np.zeros((11, 4), int), "expected .rows, layers, picks., or"),
-    ],
-)
-def test_no_form_and_damaged_bytes(output, match):
-    r = wires.rollout(RNG)
-    refused(output, r, match)
+def verl(rows):
+    wide = np.zeros((1, len(R.tokens), *rows.shape[1:]), rows.dtype)
+    wide[0, : len(rows)] = rows
+    return wires.verl([R]) | {"routed_experts": wide}
 
 
-@pytest.mark.parametrize("kind", [fr.LayerKind.MTP, fr.LayerKind.DRAFT])
-def test_a_spec_that_no_engine_can_fill(kind):
-    spec = fr.RoutingSpec(8, 2, (fr.RoutedLayer(0), fr.RoutedLayer(0, kind)))
-    refused(np.zeros((1, 2, 2), int), wires.rollout(RNG), "lists MTP or draft layers", model=spec)
+def table(rows, **more):
+    return {"data": base64_of(rows.tobytes()), "shape": rows.shape, "dtype": str(rows.dtype), **more}
+
+
+TYPED = {
+    "array": lambda rows: rows,
+    "npy": wires.npy,
+    "table": table,
+    "vllm": in_process,
+    "http": over_http,
+    "verl": verl,
+}
+"""Doors whose rows keep their type."""
+DOORS = TYPED | {"lists": np.ndarray.tolist, "sglang": lambda rows: raw(base64_of(rows.astype("<i4").tobytes()))}
+
+
+def edited(where, value):
+    rows = ALL.copy()
+    rows[where] = value
+    return rows
+
+
+def with_draft(place):
+    """Routes in a layer more than the model has."""
+    rows = np.concatenate([ALL, ALL[:, :1]], axis=1)
+    rows[:, place] = ALL[:, 2][::-1]
+    return rows
+
+
+TWICE = "position 3, decoder 2 has expert ids .4, 4, 1.: an expert is picked twice"
+MALFORMED = {
+    "zeros": (ALL * 0, "nothing but zeros in 4 of 4 layers .*enforce_eager|no row of the output has a route"),
+    "a layer of zeros": (edited(np.s_[:, 2], 0), "nothing but zeros in 1 of 4 layers .first: decoder 2."),
+    "an expert twice": (edited(np.s_[3, 2], [4, 4, 1]), TWICE),
+    "an expert too many": (edited(np.s_[3, 2, 0], 16), "from 0 to 16; expected 0 to 15.*physical ids"),
+    "a layer of -1": (edited(np.s_[3, 2], -1), "from -1 to 15; expected 0 to 15.*, or bytes"),
+    "layers of -1": (edited(np.s_[3, 2:], -1), "ids from -1 .*not filled.* a row that was never routed is -1"),
+    "a pick of -1": (edited(np.s_[3, 2, 1], -1), "ids from -1 .*not filled.* a row that was never routed is -1"),
+    "a dense layer": (edited(np.s_[:, 0], [1, 2, 3]), "decoder layer 0, which the spec says is dense"),
+    "a draft before": (with_draft(0), "routes in decoder layer 0, which the spec says is dense"),
+    "a draft behind": (with_draft(5), "routes in decoder layer 5, which the spec says is dense.*draft or MTP layer"),
+    **{f"{n} layers": (ALL[:, :n], f"have {n} layers; expected 4 .*, or all .*, 5 or more") for n in (1, 2, 3)},
+    "other picks": (ALL[..., :2], "has 2 picks in a row; expected top_k = 3|440 bytes without a shape"),
+    "too few rows": (ALL[:10], "has 10 rows for 12 tokens.*expected 11.*Rows are missing|600 bytes without a shape"),
+    "too many rows": (np.concatenate([ALL, ALL[:2]]), "has 13 rows for 12.*Rows are too many|780 bytes without a sh"),
+    "the last row": (np.concatenate([ALL, ALL[:1]]), "has 12 rows for 12.*too many|720 bytes|routes for its last tok"),
+}
+UNTOLD = {("too few rows", "verl"), ("too many rows", "verl")} | {
+    ("the last row", d) for d in ("array", "npy", "table", "lists")
+}
+"""What a batch cannot hold, and what routes alone may have: see test_last_row.py."""
+
+
+@pytest.mark.parametrize(("malformed", "door"), [(m, d) for m in MALFORMED for d in DOORS if (m, d) not in UNTOLD])
+def test_malformed_routes_are_refused_at_every_door(malformed, door):
+    assert decode(DOORS[door](ALL), model=R.spec, token_ids=R.tokens).valid_N.sum() == 11  # the control
+    rows, match = MALFORMED[malformed]
+    refused(DOORS[door](rows), match)
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(300, "uint8"), (257, "uint8"), (129, "int8"), (300, "int8")])
+@pytest.mark.parametrize("door", TYPED)
+def test_ids_of_a_type_that_is_too_narrow_for_the_model(door, experts, dtype):
+    """Each row is possible: two ids, which are those of the model less 256."""
+    r = wires.rollout(RNG, experts=experts, top_k=2, dense=0)
+    output = TYPED[door](r.all_layers().astype(dtype))
+    refused(
+        output,
+        rf"ids of {dtype}, which cannot tell {experts} experts apart; expected uint",
+        model=r.spec,
+        token_ids=None if door in ("vllm", "http", "verl") else R.tokens,
+    )
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int16", "uint16", "int64"])
 def test_raw_bytes_of_another_type_than_int32(dtype):
     """Nothing says so but what they become: another number of ids, or ids of no expert."""
-    r = wires.rollout(RNG, prompt=8, response=5)
-    text = base64.b64encode(r.all_layers().astype(dtype).tobytes()).decode()
-    refused(raw(text), r, "without a shape|layers; expected|the spec says is dense|holds ids from")
+    refused(raw(base64_of(ALL.astype(dtype).tobytes())), "without a shape|layers; expected|is dense|holds ids from")
+
+
+def lists(change):
+    rows = R.routes_RLK.tolist()
+    change(rows)
+    return rows
+
+
+def pick(value):
+    return lists(lambda rows: rows[1][2].__setitem__(0, value))
+
+
+def choice(**changes):
+    text = base64_of(wires.npy(ALL.astype(np.uint8)))
+    known = {"finish_reason": "stop", "token_ids": R.response, "prompt_token_ids": R.prompt, "routed_experts": text}
+    return known | changes
+
+
+ABORTED = choice(finish_reason="abort", routed_experts=None, token_ids=[])
+ROWS = np.zeros((1, 2, 3), np.uint8)
+A_TABLE = "expected base64, the axes, and one of int8"
+NO_NPY = "expected version 1 with an integer array"
+DAMAGED = [
+    # without routes
+    ({"choices": [{"text": ""}]}, r"choice 0 has no routed_experts in \['text'\]; start the engine with"),
+    ({"choices": [choice(), choice(routed_experts=None)]}, r"choice 1 has no routed_experts in \['finish_"),
+    ({"meta_info": {"id": 1}}, "no routed_experts"),
+    (SimpleNamespace(outputs=[SimpleNamespace(routed_experts=None)]), "streams and unfinished requests"),
+    ({}, "no routed_experts"),
+    ([1, 2], "no routed_experts in 1;"),
+    ([[1, 2]], r"output 0: the answer has no routed_experts in \[1, 2\]"),
+    ([], r"no routed_experts in \[\]"),
+    (
+        [{"choices": [choice()]}, {"choices": [ABORTED]}],
+        "output 1: choice 0 was aborted .finish_reason abort.*; leave it",
+    ),
+    ([wires.sglang(R), {"meta_info": {"finish_reason": {"type": "abort"}}}], "output 1: the answer was aborted"),
+    (ABORTED, "the answer was aborted"),
+    # of no form, or of two
+    ("{", "the text, which may have been cut, is not JSON"),
+    ("[" * 100_000, "nested too deep"),
+    (b"\xff\xfe\x00", "not text in UTF-8"),
+    (np.zeros((2, 3, 4, 2), int), r"do not say what is padding: RoutingTrace.from_padded takes them"),
+    ([raw(""), ROWS], "mix forms .array, sglang."),
+    ({"routed_experts": ROWS[None], "input_ids": ROWS[0]}, "lacks position_ids"),
+    ({"choices": [choice(routed_experts=5)]}, "routed_experts of choice 0 is a int"),
+    (json.loads(wires.sglang_openai(R)) | {"choices": [{}, {}]}, "the response has 2 choices"),
+    # text and bytes
+    *((raw(text), "not base64") for text in ("AAAA*AAA", "AAAAA", "AAAA\nAAAA")),
+    (raw("AAAA"), "3 bytes without a shape"),
+    (raw(""), "0 bytes without a shape"),
+    *((wires.npy(ROWS.astype(dtype)), NO_NPY) for dtype in (np.float32, object, ">i4")),
+    (wires.npy(ROWS)[:-1], "which is 6 bytes; 5 bytes follow"),
+    (b"\x93NUMPY", "expected version 1"),
+    (wires.npy(ROWS).replace(b"(1, 2, 3)", b"(999999999999, 999999999999, 9)"), "npy file"),
+    (wires.npy(ROWS[:0]).replace(b"(0, 2, 3)", b"(7, 0, 9)"), "0 bytes follow"),
+    # arrays and nested lists
+    (np.zeros((11, 4, 3)), "dtype float64"),
+    (np.zeros((11, 13), int), r"shape \(11, 13\); expected .rows, layers, picks., or"),
+    (R.routes_RLK[:, :3].reshape(11, -1), "have 3 layers; expected 4"),
+    ([[[1, 2]]], "has 1 rows for 12 tokens"),
+    ({"routed_experts": [[[1, 2]]]}, "has 1 rows for 12 tokens"),
+    (lists(lambda rows: rows[1][2].append(5)), "cannot be read as an array"),
+    (lists(lambda rows: rows[1].pop()), "cannot be read as an array"),
+    (lists(lambda rows: rows.__setitem__(1, 5)), "cannot be read .*expected lists"),
+    (lists(lambda rows: rows[1].__setitem__(2, "abc")), "lists that hold str"),
+    (pick(True), "lists that hold bool; expected whole numbers"),
+    (pick(2.0), "lists that hold float"),
+    (pick(None), "lists that hold NoneType"),
+    (pick(1 << 70), "dtype object; expected integers"),
+    # tables
+    ({"routed_experts": {"data": "", "shape": [], "dtype": ""}}, "are a table of '', '' of shape .*expected base64"),
+    ({"routed_experts": {"data": ""}}, "routed_experts of the answer is a dict; expected an array"),
+    *((table(R.routes_RLK) | {"dtype": dtype}, A_TABLE) for dtype in ("float32", "|O", ["int8"])),
+    *((table(R.routes_RLK) | {"shape": [11, 4, axis]}, A_TABLE) for axis in (-3, True)),
+    (table(R.routes_RLK) | {"data": 5}, "are a table of 5"),
+    (table(R.routes_RLK) | {"data": "AAA"}, "not base64"),
+    (table(R.routes_RLK) | {"shape": [11, 4]}, r"1056 bytes, and int64 \[11, 4\] is 352"),
+    (table(R.routes_RLK) | {"shape": [44, 3]}, "have .* layers|has 44 rows"),
+    (table(R.routes_RLK) | {"shape": [10**30, 10**30, 3]}, "1056 bytes, and"),
+    (table(R.routes_RLK) | {"shape": 132}, "the shape of .* cannot be read"),
+    (table(R.routes_RLK) | {"shape": [0, 10**30, 3], "data": ""}, "has 0 rows for 12 tokens"),
+    (table(R.routes_RLK, start="x"), "start of the table is 'x'"),
+]
+
+
+@pytest.mark.parametrize(("output", "match"), DAMAGED)
+def test_what_is_no_answer_with_routes_is_refused(output, match):
+    refused(output, match)
+
+
+def valid_but(absent, count=11):
+    valid = np.ones(count, bool)
+    valid[absent] = False
+    return valid
+
+
+BOTH = {"token_ids": [R.tokens, OTHER.tokens]}
+TWO = [R.routes_RLK, OTHER.routes_RLK]
+LAYERS = (fr.RoutedLayer(0),)
+KINDS = (fr.LayerKind.ATTENTION, fr.LayerKind.DECODER)
+ROUTERS = fr.RoutingSpec(16, 3, tuple(fr.RoutedLayer(i, kind) for i in range(2) for kind in KINDS))
+TOLD = [
+    # tokens
+    (wires.sglang(R), {"token_ids": [1] * 11}, "660 bytes without a shape; expected 10 rows of 3"),
+    (wires.sglang(R), {"token_ids": None}, "does not carry the tokens of sequence 0"),
+    (wires.vllm_narrow(R), {"token_ids": [1] * 11}, "carries 12 tokens that differ from the 11"),
+    ([wires.sglang(R)] * 2, {"token_ids": [[1] * 12]}, "token_ids of 1 sequences for the routes of 2"),
+    (TWO, {"token_ids": [R.tokens, "x"]}, "the tokens of sequence 1 are a str; expected a list of integers"),
+    (ALL, {"token_ids": [*R.tokens[:-1], "x"]}, r"the tokens of sequence 0 is <U21 .*; expected integers \[T\] from 0"),
+    (ALL, {"token_ids": dict.fromkeys(R.tokens)}, r"token_ids is a dict; expected integers \[T\], or a list of S such"),
+    # starts
+    (wires.sglang(R), {"start": 2}, "expected 9 rows"),
+    (wires.vllm_narrow(R), {"start": 12}, "starts at 12; expected a position of its 12 tokens"),
+    (table(ALL[2:], start=2), {"start": 3}, "start is 3, and the table states 2"),
+    (TWO, BOTH | {"start": [0]}, "start has 1 positions for 2 sequences"),
+    (TWO, BOTH | {"start": [0, 10]}, "sequence 1 starts at 10; expected a position of its 10 tokens"),
+    *((TWO, BOTH | {"start": [0, bad]}, f"start is {bad}") for bad in (-1, True, 1.0)),
+    (TWO, BOTH | {"start": np.array([0.0, 0.0])}, "start is .*0.0"),
+    (TWO, BOTH | {"start": "00"}, "start is '00'"),
+    # rows that are said to be absent
+    (ALL, {"valid": valid_but([2], 10)}, r"has 11 rows, and valid is bool of shape \(10,\)"),
+    (ALL, {"valid": np.ones(11)}, "valid is float64"),
+    (ALL, {"valid": np.ones(11, int)}, "valid is int64"),
+    (ALL, {"valid": [None] * 11}, "valid is object"),
+    (ALL, {"valid": [valid_but([2])] * 2}, "got valid of 2 sequences for the routes of 1"),
+    (ALL, {"valid": True}, "valid is a bool; expected bools"),
+    (ALL, {"valid": valid_but(slice(None))}, "no row of the output has a route"),
+    *(
+        (DOORS[door](ALL), {"valid": np.ones(11, bool)}, "valid is for routes alone")
+        for door in ("http", "sglang", "verl")
+    ),
+    # models
+    (ALL, {"model": fr.RoutingSpec(8, 2, (*LAYERS, fr.RoutedLayer(0, fr.LayerKind.MTP)))}, "lists MTP or draft layers"),
+    (
+        ALL,
+        {"model": fr.RoutingSpec(8, 2, (*LAYERS, fr.RoutedLayer(0, fr.LayerKind.DRAFT)))},
+        "lists MTP or draft layers",
+    ),
+    (R.routes_RLK[:, :2], {"model": ROUTERS}, "have 2 layers; expected 4 .*with one column for each"),
+]
+
+
+@pytest.mark.parametrize(("output", "given", "match"), TOLD)
+def test_what_the_caller_says_and_cannot_be_is_refused(output, given, match):
+    refused(output, match, **given)
+
+
+def test_two_routers_of_one_layer_have_columns_of_their_own():
+    assert decode(R.routes_RLK, model=ROUTERS, token_ids=R.tokens).valid_N.sum() == 11
+
+
+def test_zeros_of_a_top_1_model_are_experts_or_none():
+    r = wires.rollout(RNG, top_k=1)
+    rows, batch = r.all_layers(), wires.verl([r])
+    refused(rows * 0, "nothing but zeros", model=r.spec)
+    rows[4] = batch["routed_experts"][0, 4] = 0
+    assert decode(rows, model=r.spec, token_ids=r.tokens).valid_N.sum() == 11
+    refused(batch, "may as well be expert 0", model=r.spec, token_ids=None)
 
 
 @pytest.mark.parametrize("layers", [1, 4])
@@ -222,33 +311,3 @@ def test_a_sequence_that_a_verl_batch_cut_has_routes_for_its_last_token():
     alone = {name: values[:1] for name, values in cut.items()}
     with pytest.raises(CaptureError, match="sequence 0 has routes for its last token"):
         decode(alone, model=rollouts[0].spec)
-
-
-NARROW = {
-    "array": lambda r, dtype: r.all_layers().astype(dtype),
-    "npy": lambda r, dtype: wires.npy(r.all_layers().astype(dtype)),
-    "vllm": lambda r, dtype: {"routed_experts": r.all_layers().astype(dtype)},
-    "vllm http": lambda r, dtype: {
-        "routed_experts": base64.b64encode(wires.npy(r.all_layers().astype(dtype))).decode()
-    },
-    "verl": lambda r, dtype: {
-        name: values.astype(dtype) if name == "routed_experts" else values for name, values in wires.verl([r]).items()
-    },
-}
-
-
-@pytest.mark.parametrize(("experts", "dtype"), [(300, "uint8"), (257, "uint8"), (129, "int8"), (300, "int8")])
-@pytest.mark.parametrize("form", NARROW)
-def test_ids_of_a_type_that_is_too_narrow_for_the_model(form, experts, dtype):
-    """Each row is possible: two ids, which are those of the model less 256."""
-    r = wires.rollout(RNG, experts=experts, top_k=2, dense=0)
-    output = NARROW[form](r, dtype)
-    refused(output, r, rf"ids of {dtype}, which cannot tell {experts} experts apart; expected uint")
-
-
-@pytest.mark.parametrize(("experts", "dtype"), [(256, "uint8"), (128, "int8"), (300, "int16"), (300, "uint16")])
-@pytest.mark.parametrize("form", NARROW)
-def test_ids_of_the_narrowest_type_that_holds_the_model(form, experts, dtype):
-    r = wires.rollout(RNG, experts=experts, top_k=2, dense=0)
-    trace = decode(NARROW[form](r, dtype), model=r.spec, token_ids=r.tokens)
-    assert np.array_equal(trace.expert_ids_NLK[:-1], r.routes_RLK)

@@ -62,7 +62,7 @@ def test_the_trainer_and_the_simulator_plan_by_the_same_defaults():
     for name in ("paths", "prefetch"):
         assert getattr(config.parallel, name) == getattr(transfers, name), name
     assert config.parallel.shared_memory == str(transfers.shared_memory)
-    assert PRESETS["ours"].options == default
+    assert PRESETS["ours"].method.options == default
     assert TOKEN_BUDGET == 16_384
 
 

@@ -195,7 +195,6 @@ def test_a_light_install_says_in_one_line_what_a_verb_needs(tmp_path):
         "doctor --model model --rollout t": "hf",
         "doctor --model run": "hf",
         "report run": "report",
-        "simulate simulate.toml --fit measured.jsonl": "fit",
         "doctor --trainer t --rollout t --output page.html": "report",
     }
     done = subprocess.run(

@@ -1,5 +1,6 @@
 """`foreroute plan` as a user meets it."""
 
+import re
 import shutil
 
 import numpy as np
@@ -48,12 +49,14 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
     lines = result.stdout.splitlines()
     paths = [line for line in lines if str(tmp_path) in line]
     assert max(len(line.rstrip()) for line in lines if line not in paths) <= 80
-    for label in ("static", "EPLB, previous step", "EPLB, per micro-step", "foreroute", "no plan beats"):
-        assert sum(line.startswith(label) for line in lines) == 1
+    for label in ("static", "EPLB, previous step", "EPLB, per micro-step", "foreroute", "lower bound"):
+        assert sum(line.startswith(f"{label} ") and "\N{MULTIPLICATION SIGN}" in line for line in lines) == 1
     assert "modelled" in result.stdout
     found = load_plan(output)
     verify(found, counts(), PlanOptions(home_moves=2))
-    assert "foreroute plan" in output.with_suffix(".html").read_text()
+    page = output.with_suffix(".html").read_text()
+    for made in (rf"foreroute {fr.__version__}, \d{{4}}-\d\d-\d\d: ", "--home-moves 2", "cluster.toml", "TFLOP/s"):
+        assert re.search(made, page)
     again = plan(given, files)
     assert again.returncode == 2
     assert "already exists" in again.stderr

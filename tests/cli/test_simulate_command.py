@@ -35,7 +35,7 @@ def measure(folder):
     for number, count in enumerate((100, 400)):
         save_counts(np.full((2, 4, 4, 8), count, np.int32), folder / f"counts-{number}.safetensors")
     lines = [
-        {"counts": f"counts-{number}.safetensors", "plan": None, "stage": "recompute", "seconds": seconds}
+        {"counts": f"counts-{number}.safetensors", "plan": None, "pass_name": "recompute", "seconds": seconds}
         for number, seconds in enumerate((0.004, 0.011))
     ]
     (folder / "measured.jsonl").write_text("\n".join(json.dumps(line) for line in lines))

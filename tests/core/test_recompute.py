@@ -44,15 +44,6 @@ def leaf():
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_what_ran_in_a_checkpoint_runs_again_in_its_own_pass(use_reentrant):
-    owner = Owner()
-    outs = [checkpoint(part(owner, n, "a", "b", "a"), leaf(), use_reentrant=use_reentrant) for n in range(3)]
-    for number in (1, 0, 2):
-        outs[number].sum().backward()
-    assert owner.again == [(number, ["a", "b"]) for number in (1, 0, 2)]
-
-
-@pytest.mark.parametrize("use_reentrant", [True, False])
 def test_two_owners_bind_one_checkpoint(use_reentrant):
     one, two = Owner(), Owner()
 
@@ -61,15 +52,6 @@ def test_two_owners_bind_one_checkpoint(use_reentrant):
 
     checkpoint(both, leaf(), use_reentrant=use_reentrant).sum().backward()
     assert (one.again, two.again) == ([("first", ["a"])], [("second", ["b"])])
-
-
-@pytest.mark.parametrize("outer", [True, False])
-@pytest.mark.parametrize("inner", [True, False])
-def test_a_checkpoint_in_a_checkpoint_is_bound_anew(outer, inner):
-    owner = Owner()
-    inside = lambda x: checkpoint(part(owner, "pass", "a"), x, use_reentrant=inner)  # noqa: E731
-    checkpoint(inside, leaf(), use_reentrant=outer).sum().backward()
-    assert owner.again == [("pass", ["a"])] * 2
 
 
 def test_a_caller_ends_the_search():

@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -22,11 +23,13 @@ from tests.adapters.hf.families import build
 from tests.adapters.hf.model_runs import (
     batch_of,
     checkpoint_by_hand,
+    enable_checkpointing,
     experts_log,
     gradients,
     loss_of,
     random_routes,
 )
+from tests.python_calls import calls_per_layer
 from tests.replay.session_subject import same
 from tests.tiers import grid
 
@@ -96,9 +99,11 @@ def test_every_number_of_experts_is_attached_and_replayed(num_experts):
 
 def test_own_routes_change_no_bit_and_others_are_counted():
     model, routed, own, native = with_own_routes()
-    with routed.replay(own, BATCH["attention_mask"]), torch.no_grad():
-        assert torch.equal(model(**BATCH, use_cache=False).logits, native)
-    real = int(BATCH["attention_mask"].sum())
+    rows = routed.rows(own, BATCH["attention_mask"])  # made once and replayed often
+    for session in (routed.replay(own, BATCH["attention_mask"]), routed.replay(rows), routed.replay(rows)):
+        with session, torch.no_grad():
+            assert torch.equal(model(**BATCH, use_cache=False).logits, native)
+    real = 3 * int(BATCH["attention_mask"].sum())
     assert [tuple(line)[1:] for line in routed.report()] == [(real, 0)] * len(routed.report())
     other = own.clone()
     other[0, 0, -1, 0] = next(e for e in range(8) if e not in own[0, 0, -1])  # in the last layer, behind which none is
@@ -147,27 +152,6 @@ def test_a_selective_checkpoint_around_a_model_numbers_the_model_alone():
             loss().backward()
         seen.append(gradients(model))
     assert same(*seen)
-
-
-def test_rows_are_made_once_and_replayed_often():
-    model, routed, own, native = with_own_routes()
-    rows = routed.rows(own, BATCH["attention_mask"])
-    for _ in range(2):
-        with routed.replay(rows), torch.no_grad():
-            assert torch.equal(model(**BATCH, use_cache=False).logits, native)
-
-
-@pytest.mark.slow
-def test_a_compiled_model_is_replayed_with_a_break_in_its_graph():
-    model, routed, own, _ = with_own_routes(experts="grouped_mm", num_hidden_layers=2)
-    other = (own + 1) % 8
-    compiled = torch.compile(model, backend="eager")
-    seen = []
-    for call in (model, compiled):
-        with routed.replay(other), routed.record() as recording, torch.no_grad():
-            seen.append(call(**BATCH, use_cache=False).logits)
-        assert torch.equal(recording.ids()[0], other)
-    assert torch.equal(*seen)
 
 
 def test_generate_is_recorded_and_replayed_along_its_cache():
@@ -351,3 +335,19 @@ def test_a_compiled_router_may_unflatten():
             loss_of(each, BATCH).backward()
         seen.append(gradients(each))
     assert same(*seen)
+
+
+@grid(("use_reentrant", "most"), [(None, 16), (True, 48), (False, 52)], quick=1)
+def test_a_layer_costs_few_calls(use_reentrant, most):
+    """Forward and backward, however many guards there are; recomputed layers run twice, each in its own pass."""
+
+    @contextmanager
+    def steps(layers):
+        model = tiny("qwen3_moe", num_hidden_layers=layers, norm_topk_prob=False)
+        enable_checkpointing(model, use_reentrant)
+        routed = attach(model)
+        routes, _ = own_routes(model, routed)
+        with routed.replay(routes, BATCH["attention_mask"]):
+            yield lambda: loss_of(model, BATCH).backward()
+
+    assert 1 < calls_per_layer(steps) <= most

@@ -8,9 +8,10 @@ import pytest
 from foreroute.costs import links
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
-from foreroute.costs.pricing import ALL_TO_ALL, least_seconds, price_cell
+from foreroute.costs.pricing import ALL_TO_ALL, least_seconds
 from foreroute.plan import CellPlan, Topology
 from foreroute.plan.schedule import ExecutionSchedule
+from tests.costs.priced_cells import price_cell
 from tests.plan.random_plans import LINKS, random_counts, random_plan
 
 H100 = HARDWARE["h100"]

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 from benchmarks.harness.planner_oracles import CellHosts
 from foreroute.costs import links
 from foreroute.costs.model import BACKWARD, FORWARD
-from foreroute.costs.pricing import CellFigures, seconds_of_rows
+from foreroute.costs.pricing import seconds_of_rows
 from foreroute.errors import CountsError
 from foreroute.kernels import kernel
+from tests.costs.priced_cells import CellFigures
 
 MAX_NODES = 64  # nodes of a token are bits of one integer
 

@@ -1,4 +1,4 @@
-"""Every field of an answer of a server, replaced by something else: read, or refused as an error of ours."""
+"""Recorded answers of servers, as they are, and with every field replaced: read, or refused as an error of ours."""
 
 import copy
 import json
@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from foreroute.adapters.checkpoint import ServedModel
-from foreroute.capture import Sampling
+from foreroute.capture import Sampling, decode
 from foreroute.engines import sglang, vllm
 from foreroute.engines.http import Answer
 from foreroute.engines.sequences import Request
 from foreroute.errors import CaptureError, ConfigError, EngineError
-from tests.engines.recorded_answers import payload
-from tests.engines.small_policy import END
+from tests.engines.recorded_answers import assert_routes, payload
+from tests.engines.small_policy import END, SIZES
 
 DATA = Path(__file__).parent
 WRONG = [None, True, -1, 1.5, float("nan"), 10**400, "x", "7" * 5000, [], [[]], [None], {}, {"x": 1}]
@@ -55,32 +55,42 @@ def recorded(engine):
 
     def read(value):
         found = Answer(value, "the answer")
-        response = (
-            vllm.read_response(found, request, echoes=True)
-            if engine == "vllm"
-            else sglang.read_response(found, request)
-        )
-        return response.to_trace(request, served, loaded=())
+        if engine == "vllm":
+            response = vllm.read_response(found, request, echoes=True)
+        else:
+            response = sglang.read_response(found, request)
+        return response.to_trace(request, served, loaded=()), response.logprobs
 
     return json.loads(json.dumps(answer)), read
+
+
+@pytest.mark.parametrize("path", sorted(DATA.glob("*/data/*.json")), ids=lambda path: f"{path.parts[-3]} {path.stem}")
+def test_recorded_answers_decode_to_the_routes_of_the_model(path):
+    record = payload(path)
+    asked = record["request"]
+    start = asked.get("routed_experts_prompt_start", asked.get("routed_experts_start_len", 0))
+    known = {"model": record["spec"], "vocabulary_size": SIZES["vocab_size"], "token_ids": record["tokens"]}
+    trace = decode(record["response"], **known, start=start)
+    assert_routes(trace, record, start=start)
+    assert trace.provenance["wire"] == path.parts[-3]
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_every_field_of_an_answer_may_be_anything(engine):
     answer, read = recorded(engine)
-    known, refused = read(copy.deepcopy(answer)), set()
+    (known, _), refused = read(copy.deepcopy(answer)), set()
     for path in places(answer):
         for wrong in WRONG:
             try:
-                trace = read(replaced(answer, path, wrong))
+                trace, logprobs = read(replaced(answer, path, wrong))
             except (EngineError, CaptureError):
                 refused.add(path)
             else:
+                assert np.array_equal(trace.token_ids_N, known.token_ids_N)
                 assert np.array_equal(trace.expert_ids_NLK, known.expert_ids_NLK)
-    needed = (
-        {("choices", 0, "logprobs", "content", 2)} if engine == "vllm" else {("meta_info", "output_token_logprobs", 2)}
-    )
-    assert needed < refused  # the control
+                assert (logprobs <= 1e-3).all()
+    needed = ("choices", 0, "logprobs", "content", 2) if engine == "vllm" else ("meta_info", "output_token_logprobs", 2)
+    assert {needed} < refused  # the control
 
 
 @pytest.mark.parametrize("server", [None, 8000, b"http://a", ["http://a"], Path("/x")])

@@ -1,8 +1,6 @@
 """A step of two padded micro-batches on uneven routes: the plain model on one process, and ranks that spread it."""
 
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -11,8 +9,6 @@ from transformers import AutoModelForCausalLM
 import foreroute as fr
 from foreroute import planner
 from foreroute.adapters import hf
-from foreroute.ep.compute import StackedReplicas
-from foreroute.ep.execution import CellWork
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.plan import PlanOptions, Topology, verify
 from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, gradients, log_probs, sequences_of
@@ -43,31 +39,12 @@ class Way:
         slots: "layer" or "shared".
         paths: "direct" or "host".
         use_reentrant: of activation checkpointing; None without.
-        spoilt: a name of `SPOILT`, or "".
     """
 
     plan: str | int = 3
     slots: str = "layer"
     paths: str = "direct"
     use_reentrant: bool | None = None
-    spoilt: str = ""
-
-
-SPOILT = {
-    "": lambda: nullcontext(),
-    "gradients lost": lambda: patch.object(StackedReplicas, "add_returned", lambda self, returned, grads: list(grads)),
-    "zeros fetched": lambda: patch.object(
-        StackedReplicas,
-        "weight",
-        lambda self, name: self.weights[name].to(self.home[name].dtype).zero_(),
-    ),
-    "other rows sent": lambda: patch.object(CellWork, "begin", _other_rows),
-}
-
-
-def _other_rows(work, counts_E, begin=CellWork.begin):
-    rows = begin(work, counts_E)
-    return rows._replace(send_permutation=rows.send_permutation.roll(1))
 
 
 def batch(number, micro_step):
@@ -144,10 +121,9 @@ def steps(rank, folder, spread, dtype, ways):
         ours.gradient_checkpointing_disable()
         enable_checkpointing(ours, way.use_reentrant)
         routed.use(TransferOptions(paths=way.paths))
-        with SPOILT[way.spoilt]():
-            plan = plan_by(way, counts_MLGE, routed.home_LE)
-            with routed.execute(plan, counts_MLGE, traces) as execution:
-                result = step_of(ours, routed, given)
+        plan = plan_by(way, counts_MLGE, routed.home_LE)
+        with routed.execute(plan, counts_MLGE, traces) as execution:
+            result = step_of(ours, routed, given)
         me = routed.spread.layers[0].ep_mesh.get_local_rank()
         cells = [[execution.plan.cell(m, layer) for layer in range(counts_MLGE.shape[1])] for m in range(MICRO_STEPS)]
         planned_ML = [
@@ -183,10 +159,3 @@ def plan_by(way, counts_MLGE, home_LE):
     )
     verify(plan, counts_MLGE)
     return plan
-
-
-def distance(found, expected):
-    """The largest difference of any tensors over the largest number of all."""
-    assert found.keys() == expected.keys()
-    largest = max(float(each.abs().max()) for each in expected.values())
-    return max(float((found[name].double() - each.double()).abs().max()) for name, each in expected.items()) / largest

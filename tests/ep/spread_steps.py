@@ -4,21 +4,20 @@ import torch
 
 from foreroute.adapters import hf
 from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, gradients, log_probs, random_routes
+from tests.ep.executor_properties import LAYERS as LAYERS
+from tests.ep.executor_properties import MICRO_STEPS, PlannedStep
 from tests.ep.spread_models import load_spread, sharded
 from tests.ep.transfer.plans import split_plan
 
-MICRO_STEPS, LAYERS = 2, 3
 ONE_GROUP = {"fsdp_size": 2, "ep_size": 2}
 TWO_GROUPS = {"fsdp_size": 4, "ep_size": 2}
 """Of `DistributedConfig`, on two ranks and on four."""
 
 
-class SpreadStep:
-    """A model, and what this rank replays on it; other tokens and lengths on every rank, padded on either side.
+class SpreadStep(PlannedStep):
+    """A model, and what this rank replays on it; other tokens and lengths on every rank, padded on either side."""
 
-    Attributes:
-        plan: with replicas, of the counts of all ranks; None where it is given no slots.
-    """
+    not_cut = "what is to be replayed is a int"
 
     def __init__(self, rank, folder, sizes=ONE_GROUP, *, slots=2, checkpointed=False, compiled="", dtype=torch.float32):
         self.rank, self.model = rank, load_spread(folder, dtype=dtype, **sizes)
@@ -34,31 +33,26 @@ class SpreadStep:
         self.counts_MLGE = self.routed.gather_counts(self.traces)
         self.plan = split_plan(5, self.counts_MLGE, self.routed.home_LE, slots=slots) if slots else None
 
-    def execute(self, plan=..., counts=None, traces=None, step=0):
-        counts = self.counts_MLGE if counts is None else counts
-        given = self.plan if plan is ... else plan
-        return self.routed.execute(given, counts, self.traces if traces is None else traces, step=step)
+    def attach(self):
+        return hf.attach(self.model)
 
     def log_probs(self, micro_step, *, replay=True):
-        """Of the tokens that are not padding, [tokens]."""
         if not replay:
             return log_probs(self.model, self.batches[micro_step])
         with self.routed.replay(self.traces[micro_step]):
             return log_probs(self.model, self.batches[micro_step])
 
-    def update(self):
-        """Forward and backward of all micro-batches: losses, in which ranks are alike in weight."""
-        losses = [-self.log_probs(m).mean() / MICRO_STEPS for m in range(MICRO_STEPS)]
-        # all are in flight: each recomputes its own cells
-        for loss in losses:
-            loss.backward()
-        return [loss.item() for loss in losses]
-
     def gradients(self):
-        """Whole, by name; and none are left."""
         found = gradients(sharded(self.model))
         self.model.zero_grad()
         return found
+
+    def put_elsewhere(self):
+        for each in self.routed.spread.layers[0].experts.parameters():
+            each._local_tensor = each._local_tensor.clone()
+
+    def expert_bytes(self):
+        return sum(each[0].nbytes for each in self.routed.spread.layers[0].owned.values())
 
 
 def compile_layers(model, backend):

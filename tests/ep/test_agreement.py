@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from foreroute.ep.agreement import RankConsensus
 from foreroute.errors import CountsError, PlanError
-from tests.ep.test_refusals import said_by
+from tests.ep.executor_properties import said_by
 
 
 def deciding(consensus, rank, case):

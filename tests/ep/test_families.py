@@ -15,9 +15,8 @@ from foreroute.adapters import hf
 from foreroute.errors import ForerouteError, PlanError
 from tests.adapters.hf.families import FAMILIES, build
 from tests.adapters.hf.model_runs import gradients, whole
-from tests.ep.replica_steps import distance
+from tests.ep.executor_properties import distance, said_by
 from tests.ep.spread_models import load_spread, sharded
-from tests.ep.test_refusals import said_by
 from tests.ep.transfer.plans import split_plan, static_plan
 from tests.replay.session_subject import same
 from tests.roundings import GRADIENT_TERMS, roundings

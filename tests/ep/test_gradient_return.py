@@ -1,14 +1,11 @@
-"""In which order rows, weights and gradients are launched and waited for, on all ranks alike; what autograd keeps."""
+"""In which order rows, weights and gradients are launched and waited for, on all ranks alike."""
 
 from contextlib import ExitStack
 from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
 
 from foreroute.adapters import hf
-from foreroute.adapters.hf.expert_parallel import ForerouteEP
-from foreroute.ep.compute import StackedReplicas
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
 from tests.adapters.hf.model_runs import enable_checkpointing, log_probs
@@ -30,9 +27,9 @@ def telling(log):
         PeerGroup.post,
     )
 
-    def fetching(engine, cell, home):
+    def fetching(engine, cell):
         log.append(("fetched", cell.layer))
-        return fetch(engine, cell, home)
+        return fetch(engine, cell)
 
     def sending(engine, cell, grads):
         log.append(("sent", cell.layer))
@@ -57,7 +54,7 @@ def telling(log):
 
 
 def pass_log(rank, folder, frozen, slots="layer", use_reentrant=None):
-    """What happens in a forward and in a backward pass; how often weights travelled; and weights that autograd kept."""
+    """What happens in a forward and in a backward pass; and how often weights travelled."""
     model = load_spread(folder)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.endswith(frozen))
@@ -67,43 +64,24 @@ def pass_log(rank, folder, frozen, slots="layer", use_reentrant=None):
     batch, trace = drawn(routed.spec, rank)[0]
     counts_MLGE = routed.gather_counts([trace])
     plans = (split_plan(seed, counts_MLGE, routed.home_LE, sharing=slots) for seed in range(100))
-    plan, log, kept = next(plan for plan in plans if plan.num_replicas_ML[0].all()), [], []
+    plan, log = next(plan for plan in plans if plan.num_replicas_ML[0].all()), []
     with routed.execute(plan, counts_MLGE, [trace]), telling(log):
-        with routed.replay(trace), keeping(kept):
+        with routed.replay(trace):
             loss = log_probs(model, batch).sum()
         forward, log[:] = log[:], []
         loss.backward()
     passes = [[event for event in each if event != "travels"] for each in (forward, log)]
-    return *passes, (forward + log).count("travels"), kept
-
-
-def keeping(kept):
-    """Writes down, while it is open, the shapes of weights that autograd keeps of experts, but for parameters."""
-    call = ForerouteEP.__call__
-
-    def kept_by(layer, *args):
-        own = {each.untyped_storage().data_ptr() for each in layer.parameters().values()}
-        shapes = {tuple(sorted(each.shape[1:])) for each in layer.parameters().values()}
-
-        def pack(tensor):
-            if tuple(sorted(tensor.shape[1:])) in shapes and tensor.untyped_storage().data_ptr() not in own:
-                kept.append(tuple(tensor.shape))
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            return call(layer, *args)
-
-    return patch.object(ForerouteEP, "__call__", kept_by)
+    return *passes, (forward + log).count("travels")
 
 
 @grid(("frozen", "slots"), [("nothing", "layer"), ("nothing", "shared"), ("experts.down_proj", "layer")], quick=1)
 def test_rows_are_launched_before_weights_and_gradients_before_rows_are_sent_back(workers, folder_of, frozen, slots):
-    """On one communicator rows would wait behind weights. Of weights that travelled, autograd keeps none."""
+    """On one communicator rows would wait behind weights."""
     forward = [event for layer in range(3) for event in ("rows", ("fetched", layer), "rows")]
     backward = [
         event for layer in (2, 1, 0) for event in ("rows", ("fetched", layer), ("sent", layer), "rows", ("home", layer))
     ]
-    expected = [(forward, backward, FETCHES[slots], [])] * 2
+    expected = [(forward, backward, FETCHES[slots])] * 2
     assert workers(2).run(pass_log, folder_of(), frozen, slots) == expected
 
 
@@ -111,7 +89,7 @@ def test_rows_are_launched_before_weights_and_gradients_before_rows_are_sent_bac
 def test_checkpointed_parts_send_theirs_once_and_are_fetched_no_more_often(workers, folder_of, slots):
     """The two forward passes of a cell send nothing home. Recomputation and the backward behind it share a fetch."""
     for use_reentrant in (True, False):
-        for _, log, fetches, _ in workers(2).run(pass_log, folder_of(), "nothing", slots, use_reentrant):
+        for _, log, fetches in workers(2).run(pass_log, folder_of(), "nothing", slots, use_reentrant):
             assert [event for event in log if event[0] in ("sent", "home")] == [
                 event for layer in (2, 1, 0) for event in (("sent", layer), ("home", layer))
             ]
@@ -121,15 +99,3 @@ def test_checkpointed_parts_send_theirs_once_and_are_fetched_no_more_often(worke
 def test_frozen_experts_send_nothing(workers, folder_of):
     for _, log, *_ in workers(2).run(pass_log, folder_of(), ("experts.down_proj", "experts.gate_up_proj")):
         assert [event for event in log if event == "rows" or event[0] in ("sent", "home")] == ["rows"] * 6
-
-
-def kept_by_plain_products(rank, folder):
-    def plain(replicas, module, name, rows, groups, stand_ins):
-        return torch.nn.functional.grouped_mm(rows, replicas.weight(name).mT.requires_grad_(), offs=groups.ends)
-
-    with patch.object(StackedReplicas, "_linear", plain):
-        return pass_log(rank, folder, "nothing")[-1]
-
-
-def test_weights_that_autograd_keeps_would_be_seen(workers, folder_of):
-    assert all(workers(2).run(kept_by_plain_products, folder_of()))

@@ -4,11 +4,10 @@ Each test stands behind the function that worker processes run for it.
 """
 
 import numpy as np
-import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from foreroute.errors import PlacementError, TransferError
+from foreroute.errors import PlacementError
 from tests.adapters.hf.model_runs import whole
 from tests.ep.spread_models import sharded
 from tests.ep.spread_steps import ONE_GROUP, TWO_GROUPS, SpreadStep, differing, weights
@@ -111,26 +110,3 @@ def test_nothing_is_saved_or_loaded_while_experts_are_away(workers, folder_of, t
         for name, (away, *back) in found.items():
             assert "call routed.move_homes(routed.block_home_LE, optimizer) before" in away, name
             assert back == ["done"] * (name != "optimizer.load_state_dict"), name
-
-
-def moves_refused(rank, folder):
-    """What ends a move: gradients that are there, and an optimizer of other parameters. Nothing has moved then."""
-    s = SpreadStep(rank, folder)
-    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    before, ended, away_LE = weights(s.routed), [], homes(2, s.routed)
-    with pytest.raises(TransferError) as refused:
-        s.routed.move_homes(away_LE, other)
-    ended.append(str(refused.value))
-    s.update()
-    with pytest.raises(TransferError) as refused:
-        s.routed.move_homes(away_LE, adamw(s.model))
-    ended.append(str(refused.value))
-    at_home = (s.routed.home_LE == s.routed.block_home_LE).all()
-    return ended, bool(at_home), differing(before, weights(s.routed))
-
-
-def test_experts_with_gradients_or_of_another_optimizer_do_not_move(workers, folder_of):
-    for (other, gradients), at_home, changed in workers(2).run(moves_refused, folder_of()):
-        assert "is no parameter of the optimizer; pass the parameters themselves" in other
-        assert "has a gradient; call zero_grad(set_to_none=True) first" in gradients
-        assert (at_home, changed) == (True, [])

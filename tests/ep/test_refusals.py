@@ -7,7 +7,6 @@ import os
 import signal
 from dataclasses import replace
 from datetime import timedelta
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -19,189 +18,20 @@ from transformers.distributed import DistributedConfig
 from foreroute.adapters import hf
 from foreroute.adapters.hf.expert_parallel import SITE
 from foreroute.adapters.hf.spreading import spread_over
-from foreroute.ep.dispatch import ExchangeRows
-from foreroute.ep.execution import CellWork
 from foreroute.ep.transfer.engine import TransferOptions
 from tests.adapters.hf.model_runs import log_probs
 from tests.ep.asking import asking
+from tests.ep.executor_properties import RIGHT, ending, enter, require_said, run, said_by
 from tests.ep.spread_models import load_spread
 from tests.ep.spread_steps import LAYERS, MICRO_STEPS, ONE_GROUP, TWO_GROUPS, SpreadStep
-from tests.ep.transfer.plans import random_plan, split_plan, static_plan
+from tests.ep.transfer.plans import split_plan
 from tests.tiers import grid
 
-RIGHT = 2 * LAYERS * MICRO_STEPS
-"""All-to-alls of rows in the forwards of a step."""
 
-
-def enter(s, *given, **begun):
-    with s.execute(*given, **begun):
-        pass
-
-
-def run(s, *micro_steps, replay=True):
-    """A step with forwards of these micro-steps."""
-    with s.execute(), torch.no_grad():
-        for m in micro_steps:
-            s.log_probs(min(m, 1), replay=replay)
-
-
-def inside_of_another(s):
-    with s.execute():
-        enter(s)
-
-
-def inside_of_another_session(s):
-    beside = hf.attach(s.model)
-    with s.execute(), beside.execute(s.plan, s.counts_MLGE, s.traces):
-        pass
-
-
-def moving_inside(s):
-    beside = hf.attach(s.model)
-    with s.execute():
-        beside.move_homes(np.roll(s.routed.home_LE, 1, axis=1))
-
-
-def changing_inside(s):
-    with s.execute():
-        s.routed.use(TransferOptions(paths="host"))
-
-
-def with_a_backward_behind_it(s):
-    with s.execute(step=None):
-        losses = [s.log_probs(m).sum() for m in range(MICRO_STEPS)]
-    losses[-1].backward()
-
-
-def with_other_weights_than_it_began_with(s):
-    for _ in range(2):
-        with s.execute(step=5), torch.no_grad():
-            for m in range(MICRO_STEPS):
-                s.log_probs(m)
-        for weight in s.model.parameters():  # as an optimizer does
-            weight.grad = torch.zeros_like(weight)
-        torch.optim.SGD(s.model.parameters(), lr=1.0).step()
-        s.model.zero_grad()
-
-
-def with_routers_that_did_otherwise(s):
-    """On one rank, as far as it counts what they did."""
-    begin = CellWork.begin
-    shifted = (lambda work, counts_E: begin(work, counts_E.roll(1))) if s.rank else begin
-    with mock.patch.object(CellWork, "begin", shifted):
-        run(s, 0, 1)
-
-
-EARLY = {
-    "PlanError: the plan is for 4 ranks, and 2 are here": lambda s: enter(s, random_plan(0, ranks=4, slots=0)),
-    "PlanError: ranks hold different plans": lambda s: enter(s, split_plan(5 + s.rank, s.counts_MLGE, s.plan.home_LE)),
-    "PlanError: ranks hold different plans (rank 0: step 0, plan ": lambda s: enter(s, step=s.rank),
-    "PlanError: ranks hold different plans (": lambda s: enter(
-        s, replace(s.plan, gains={"recompute": 0.5, "update": 0.5 * s.rank})
-    ),
-    "PlanError: rank 1: the plan is 5; expected what plan() or load_plan() gives": lambda s: enter(
-        s, 5 if s.rank else s.plan
-    ),
-    "PlanError: rank 1: what was planned is given as 5; expected counts or traces": lambda s: enter(
-        s, counts=5 if s.rank else None
-    ),
-    "PlanError: without a plan, whose packing counts traces, expected what gather_counts() gives": lambda s: enter(
-        s, None, counts=s.traces
-    ),
-    "PlanError: rank 0: counts are int32 [2, 3, 2, 7]; expected integers [micro-steps, 3, ranks, 8]": lambda s: enter(
-        s, None, counts=s.counts_MLGE[..., :7]
-    ),
-    "PlanError: by the plan; call move_homes": lambda s: enter(
-        s, static_plan(s.counts_MLGE, np.roll(s.plan.home_LE, 1, axis=1))
-    ),
-    "PlanError: the plan is for 2 routed layers of 8 experts, the model has 3 of 8": lambda s: enter(
-        s, static_plan(s.counts_MLGE[:, :2]), s.counts_MLGE[:, :2]
-    ),
-    "CountsError: rank 1: counts have digest": lambda s: enter(s, counts=s.counts_MLGE + s.rank),
-    "CountsError: counts are int32 [1, 3, 2, 8], the plan is for integers [2, 3, 2, 8]": lambda s: enter(
-        s, counts=s.counts_MLGE[:1]
-    ),
-    "CountsError: (rank 0: 1 micro-batches; rank 1: 2 micro-batches); expected as many": lambda s: (
-        s.routed.gather_counts(s.traces[: 1 + s.rank])
-    ),
-    "TraceError: rank 1: what is to be replayed is a int": lambda s: s.routed.gather_counts(
-        [5] if s.rank else s.traces
-    ),
-    "TraceError: rank 1: what is to be replayed is a RoutingSpec": lambda s: enter(
-        s, traces=s.routed.spec if s.rank else None
-    ),
-    "CountsError: rank 1: micro-batch 0 makes": lambda s: enter(s, traces=s.traces[:: -1 if s.rank else 1]),
-    "CountsError: rank 1: 1 of 2 planned micro-batches are here": lambda s: enter(s, traces=s.traces[s.rank :]),
-    "CountsError: micro-batch 0 brings other routes than were planned": lambda s: run(s, 1),
-    "ReplayError: runs under a plan, and outside of a replay of planned routes": lambda s: run(s, 0, replay=False),
-    "ReplayError: ending step 0: rank 0: 0 of 2 planned micro-batches are here": lambda s: enter(s),
-    "ReplayError: leave that execution before another one begins": inside_of_another,
-    "ReplayError: a plan is executed on this model; leave that execution before another": inside_of_another_session,
-    "ReplayError: leave that execution before experts move": moving_inside,
-    "ReplayError: leave that execution before weights travel in another way": changing_inside,
-    "PlanError: homes cannot be moved, and none were: rank 1: got homes of dtype int16 and shape (3, 7)": lambda s: (
-        s.routed.move_homes(s.plan.home_LE[:, : 8 - s.rank])
-    ),
-    "PlanError: ranks are given other homes to move experts to": lambda s: s.routed.move_homes(
-        np.roll(s.plan.home_LE, s.rank, axis=1)
-    ),
-}
-"""Kind and words of the error: what must end in it, on a `SpreadStep`, before any row is sent."""
-LATE = {
-    "CountsError: micro-batch 1 brings other routes than were planned": lambda s: run(s, 0, 0),
-    "CountsError: a forward begins after all 2 planned micro-batches": lambda s: run(s, 0, 1, 2),
-    "ReplayError: ending step 0: rank 0: 1 of 2 planned micro-batches are here": lambda s: run(s, 0),
-    "ReplayError: ending step 0: rank 1: step 0, micro-step 0, routed layer 0: the router made": (
-        with_routers_that_did_otherwise
-    ),
-    "TransferError: hold other weights than its step began with; execute under another step": (
-        with_other_weights_than_it_began_with
-    ),
-    "TransferError: no plan of that step is active, none is; run forward and backward inside": (
-        with_a_backward_behind_it
-    ),
-}
-"""The same, where rows have been sent before it can be known."""
-
-
-def executions(rank, folder, sizes, cases):
+def executions(rank, folder, sizes):
     """Run every case, and after each of them the right one, on the same model; by its words, how both ended."""
     s = SpreadStep(rank, folder, sizes)
-    return {words: (ending(s, do), ending(s, lambda s: run(s, 0, 1))) for words, do in globals()[cases].items()}
-
-
-def ending(s, do):
-    """The error, and how many all-to-alls of rows there were before it."""
-    calls, exchange = [], ExchangeRows.apply
-    with mock.patch.object(ExchangeRows, "apply", lambda *given: calls.append(1) or exchange(*given)):
-        return said_by(do, s), len(calls)
-
-
-def said_by(do, *given):
-    try:
-        do(*given)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def require_said(found, words):
-    kind, _, part = words.partition(": ")
-    assert (found.partition(":")[0], part in found) == (kind, True), found
-
-
-@pytest.fixture(scope="module")
-def executed(workers, folder_of):
-    return {cases: workers(2).run(executions, folder_of(), ONE_GROUP, cases) for cases in ("EARLY", "LATE")}
-
-
-@pytest.mark.parametrize("words", [*EARLY, *LATE])
-def test_every_rank_ends_with_the_same_error_and_goes_on(executed, words):
-    for outcomes in executed["EARLY" if words in EARLY else "LATE"]:
-        (found, all_to_alls), right = outcomes[words]
-        require_said(found, words)
-        assert all_to_alls == 0 or words in LATE
-        assert right == ("nothing", RIGHT)
+    return {words: (ending(s, do), ending(s, lambda s: run(s, 0, 1))) for words, do in GROUPS.items()}
 
 
 def in_group(s):
@@ -235,22 +65,26 @@ GROUPS = {
     "CountsError: rank 2: 1 micro-batches; rank 3: 1 micro-batches": lambda s: s.routed.gather_counts(
         s.traces[in_group(s) :]
     ),
-    "CountsError: rank 3: counts have digest": lambda s: enter(s, counts=s.counts_MLGE + (s.rank == 3)),
-    "CountsError: rank 2: micro-batch 0 makes": lambda s: enter(s, traces=s.traces[:: -1 if s.rank == 2 else 1]),
     "TraceError: rank 3: what is to be replayed is a int": lambda s: s.routed.gather_counts(
         [5] if s.rank == 3 else s.traces
+    ),
+    "TraceError: rank 3: what is to be replayed is a RoutingSpec": lambda s: enter(
+        s, traces=s.routed.spec if s.rank == 3 else None
     ),
     "PlanError: ranks are given other homes": lambda s: s.routed.move_homes(
         np.roll(s.plan.home_LE, in_group(s), axis=1)
     ),
     "ReplayError: rank 3: 0 of 2 planned micro-batches are here": enter,
 }
-"""The same in two groups of two ranks, of which one or all ranks of the second are wrong."""
+"""Kind and words of the error: what must end in it before any row is sent, in two groups of two ranks.
+
+One or all ranks of the second are wrong. `executor_properties` has what is wrong in one group.
+"""
 
 
 @pytest.mark.slow
 def test_both_groups_end_with_the_same_error_and_go_on(workers, folder_of):
-    for outcomes in workers(4).run(executions, folder_of(), TWO_GROUPS, "GROUPS"):
+    for outcomes in workers(4).run(executions, folder_of(), TWO_GROUPS):
         for words, ((found, all_to_alls), right) in outcomes.items():
             require_said(found, words)
             assert all_to_alls == 0
@@ -448,23 +282,6 @@ def run_all(s, traces):
 def test_ranks_ask_each_other_on_entering_and_leaving_alone(workers, folder_of, ranks, sizes, whole, expected):
     """Once, and twice to enter where groups join their replicas, or rows lack routes, whose counts no plan knows."""
     assert workers(ranks).run(questions, folder_of(), sizes, whole) == [expected] * ranks
-
-
-def publications(rank, folder):
-    """How often weights are taken up in executions of one step, and of none in particular."""
-    s, found = SpreadStep(rank, folder), []
-    s.routed.use(TransferOptions(paths="host"))
-    for step, with_grad in ((7, False), (7, True), (7, False), (7, False), (None, False), (None, False)):
-        with s.execute(step=step) as execution, torch.set_grad_enabled(with_grad):
-            for m in range(MICRO_STEPS):
-                s.log_probs(m)
-        found.append([record.kind for record in execution.transfers].count("publish"))
-    s.routed.close()
-    return found
-
-
-def test_executions_of_one_step_take_up_weights_once_and_anew_behind_an_update(workers, folder_of):
-    assert workers(2).run(publications, folder_of()) == [[1, 0, 1, 0, 1, 1]] * 2
 
 
 def without_route(trace, which):

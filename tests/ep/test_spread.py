@@ -3,51 +3,26 @@
 Each test stands behind the function that worker processes run for it.
 """
 
-import subprocess
-import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
 import peft
 import pytest
 import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from foreroute.adapters import hf
 from foreroute.ep import execution
-from foreroute.testing.ranks import environment
-from tests.adapters.hf.model_runs import batch_of, log_probs, random_routes
+from tests.adapters.hf.model_runs import batch_of, checkpointed_by_library, log_probs, random_routes
+from tests.ep.executor_properties import said_by
 from tests.ep.spread_models import load_spread
-from tests.ep.spread_steps import LAYERS, MICRO_STEPS, ONE_GROUP, SpreadStep, compile_layers, differing
-from tests.ep.test_refusals import said_by, without_route
+from tests.ep.spread_steps import LAYERS, MICRO_STEPS, SpreadStep, compile_layers, differing
+from tests.ep.test_refusals import without_route
 from tests.ep.transfer.plans import split_plan, static_plan
 from tests.roundings import require_rounded
-
-REGISTERED = """
-from transformers.distributed.expert_parallel import EPImplementationInterface as Interface
-assert "foreroute" not in Interface()
-import foreroute.adapters.hf
-assert "foreroute" in Interface()
-"""
-
-
-@pytest.mark.slow
-def test_the_name_is_there_once_the_adapter_is_imported():
-    ran = subprocess.run(
-        [sys.executable, "-c", REGISTERED], env=environment(), capture_output=True, text=True, timeout=120
-    )
-    assert ran.returncode == 0, ran.stderr
-
-
-def in_a_pipeline(rank, folder):
-    return said_by(lambda: load_spread(folder, pp_size=2, **ONE_GROUP))
-
-
-@pytest.mark.slow
-def test_a_pipeline_beside_is_refused_by_transformers(workers, folder_of):
-    for said in workers(4).run(in_a_pipeline, folder_of()):
-        assert said.startswith("ValueError: Combining FSDP with pipeline parallelism is not supported"), said
 
 
 def padded(rank, folder):
@@ -158,6 +133,22 @@ def two_at_once(rank, folder):
 def test_two_models_run_under_plans_at_once(workers, folder_of):
     for alone, together in workers(2).run(two_at_once, folder_of()):
         assert together == alone
+
+
+def checkpointed_in_parts(rank, folder):
+    """Tensors whose gradients differ where checkpoints of layers keep what some operators gave, from none kept."""
+    s, found = SpreadStep(rank, folder), []
+    for operators in ([], [torch.ops.aten.index_select.default, torch.ops.aten.cumsum.default]):
+        kept = partial(create_selective_checkpoint_contexts, operators)
+        checkpointed_by_library(s.model.train(), {"use_reentrant": False, "context_fn": kept})
+        with s.execute(step=len(found)):
+            s.update()
+        found.append(s.gradients())
+    return differing(*found)
+
+
+def test_selective_checkpoints_number_no_operators_that_a_recomputation_lacks(workers, folder_of):
+    assert workers(2).run(checkpointed_in_parts, folder_of()) == [[], []]
 
 
 def compiled(rank, folder):

@@ -9,6 +9,7 @@ from scipy import stats
 from experiments.arms import roughness
 from experiments.intervals import mean_interval, paired_difference, paired_ratio
 from experiments.series import WINDOW, binned, collapse_step
+from foreroute.mismatch import alarm_rules
 
 VALUES = {0: 0.71, 1: 0.78, 2: 0.64, 3: 0.9, 4: 0.66}
 OTHERS = {4: 0.5, 2: 0.61, 1: 0.8, 7: 3.0, 0: 0.4}
@@ -74,7 +75,8 @@ def test_collapse_is_decided_as_the_rule_says():
     assert 8 < sum(step is not None for step in found) < 72, "both outcomes were seen"
 
 
-def test_a_dip_is_no_collapse():
+def test_a_dip_is_no_collapse_whatever_the_product_warns_of(monkeypatch):
+    monkeypatch.setattr(alarm_rules, "COLLAPSE_FOR", 2)
     high, low = [0.8] * 20, [0.02]
     # of ten values six must be low, so that n low ones in a row make n - 1 low averages
     assert collapse_step(high + low * 10 + high) is None

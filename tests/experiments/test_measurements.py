@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from experiments import training
 from experiments.arms import reward_last
 from experiments.cells import Cell
-from experiments.models import base_values, merged
+from experiments.models import base_values, configuration, merged
 from experiments.series import stale_shares
-from experiments.starts import configuration, started
+from experiments.starts import started
 from experiments.static import run_static
 from experiments.tampering import shifted
 from experiments.training import run_training

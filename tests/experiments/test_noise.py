@@ -7,10 +7,10 @@ import pytest
 
 from experiments import noise
 from experiments.cells import Cell
-from experiments.models import merged
+from experiments.claimed import PASSES
+from experiments.models import configuration, merged
 from experiments.noise import ScoringEngine, batches_of, compared, passes, run_noise
-from experiments.starts import configuration, loaded, started
-from experiments.tables import layouts
+from experiments.starts import loaded, started
 from foreroute.core.caches import find_cache
 from foreroute.testing.models import round_by_shape
 from foreroute.train.loop import make_trainer
@@ -47,7 +47,7 @@ def test_every_pass_computes_the_model(start):
     policy.model.eval()
     own, _ = forward(policy, generation.trace)
     whole, others = passes(engine, generation, GROUP, TEMPERATURE, seed=0)
-    assert list(others) == layouts()["noise"]["each"]["pass"][2:]
+    assert list(others) == list(PASSES)
     for found in (whole, *others.values()):
         np.testing.assert_allclose(found.logprobs_R, response_logprobs(policy, generation, TEMPERATURE), atol=2e-5)
         require_routes(found.trace, own)

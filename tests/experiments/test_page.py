@@ -4,23 +4,22 @@ import json
 from copy import deepcopy
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from experiments.__main__ import PAGE, RESULTS
-from experiments.arms import Arms, at, metric, reward_first, reward_last
+from experiments.arms import Arms, Measure, at, reward_first, reward_last
 from experiments.arms import static as static_of
-from experiments.claims import claims, entries, verdict
+from experiments.claimed import PASSES, claims
+from experiments.claims import judged, verdict
 from experiments.grid import ARMS, FEW, FRESH, SEEDS, grid
-from experiments.intervals import Interval
+from experiments.intervals import Interval, interval_text
 from experiments.page import figures_text, page_text, write_page
+from experiments.page_tables import tables
 from experiments.plots import PICTURES
 from experiments.runner import current
-from experiments.tables import layouts, table
-from experiments.wording import interval_text
 
 ROUTES = "H/routes"
-PASSES = layouts()["noise"]["each"]["pass"][2:]
-METHODS = dict(zip(*(layouts()["balancers"]["each"][name] for name in ("method", "words")), strict=True))
 KEPT = current(grid(), RESULTS)
 
 
@@ -33,7 +32,11 @@ def planted(arm, change):
 
 
 def decided(results):
-    return {row.claim: row for row in claims(Arms(results))}
+    return {row.claim: row for row in judged(claims(), Arms(results))}
+
+
+def table(name, arms):
+    return tables()[name].lines(arms)
 
 
 def changed_verdicts(results):
@@ -59,18 +62,12 @@ def test_verdicts_follow_from_the_interval(low, high, seeds, expected):
 
 def test_every_claim_and_table_asks_for_arms_and_figures_of_the_grid():
     arms = {cell.arm for cell in grid()}
-    for entry in entries():
-        assert {
-            *entry.get("ratio", ()),
-            *entry.get("difference", ()),
-            *([entry["arm"]] if "arm" in entry else ()),
-        } <= arms
-        assert ("{" in str(entry)) is False or "each" not in entry
-    assert len({(entry["claim"], entry["measured"]) for entry in entries()}) == len(entries()) == 114
-    with pytest.raises(KeyError):
-        metric("no_such:metric")
+    for claim in claims():
+        measures = claim.effect.first, getattr(claim.effect, "second", None)
+        assert {measure.arm for measure in measures if measure} <= arms
+    assert len({(claim.words, claim.quantity) for claim in claims()}) == len(claims()) == 114
     done = Arms(KEPT)
-    assert all(len(table(name, done)) == len(next(iter(layout["each"].values()))) for name, layout in layouts().items())
+    assert all(len(table.lines(done)) == len(table.rows) for table in tables().values())
 
 
 def test_an_interval_near_a_round_number_shows_its_ends():
@@ -155,7 +152,7 @@ def test_a_page_without_results_says_so(tmp_path):
     write_page(grid(), tmp_path / "results.jsonl", tmp_path / "page.md")
     text = (tmp_path / "page.md").read_text()
     assert f"0 of {len(grid())} cells" in text
-    assert (tmp_path / "results.md").read_text().count("Not finished.") == len(layouts()) - 2
+    assert (tmp_path / "results.md").read_text().count("Not finished.") == len(tables()) - 2
     assert not list((tmp_path / "page").iterdir())
 
 
@@ -229,7 +226,7 @@ def test_what_the_page_says_of_loads_rests_on_figures():
     arms = Arms(KEPT)
 
     def mean(*path):
-        return arms.mean(ROUTES, at(*path)).mean
+        return arms.mean(Measure(ROUTES, at(*path))).mean
 
     for setting in ("8x1", "8x8"):
         drawn, mixed = ([mean(of, setting, name) for name in ("swing", "step_change")] for of in ("workload", "mixed"))
@@ -252,11 +249,11 @@ def test_what_the_page_says_of_the_engines_own_noise_rests_on_figures():
     arms = Arms(KEPT)
     for arm in ("I/bfloat16", "I/fp8"):
         for name in ("again", "neighbours", "prefix"):
-            assert set(arms.values(arm, static_of(name, "max_abs_log_ratio")).values()) == {0.0}
+            assert set(arms.values(Measure(arm, static_of(name, "max_abs_log_ratio"))).values()) == {0.0}
     for name in set(PASSES) - {"neighbours"}:
         for measure in ("max_abs_log_ratio", "differing_share"):
-            assert list(arms.values("I/vllm", static_of(name, measure)).values()) == [0.0] * len(FEW)
-    found = {row.claim: row.verdict for row in claims(arms)}
+            assert list(arms.values(Measure("I/vllm", static_of(name, measure))).values()) == [0.0] * len(FEW)
+    found = {row.claim: row.verdict for row in judged(claims(), arms)}
     chunks = "One engine chooses other experts in another pass (chunked prefill, {}; R3 paper)"
     assert [found[chunks.format(engine)] for engine in ("bfloat16", "fp8", "vLLM")] == ["holds", "holds", "not shown"]
 
@@ -265,9 +262,9 @@ def test_what_the_page_says_of_long_runs_and_base_starts_rests_on_figures():
     arms = Arms(KEPT)
     for arm in ARMS:
         assert arms.collapsed(f"J/{arm}") == (0, len(FEW))
-        assert all(0.71 < reward < 0.96 for reward in arms.values(f"J/{arm}", reward_last).values())
+        assert all(0.71 < reward < 0.96 for reward in arms.values(Measure(f"J/{arm}", reward_last)).values())
         assert arms.collapsed(f"K/{arm}") == (0, len(SEEDS))
-        first, last = (arms.mean(f"K/{arm}", figure).mean for figure in (reward_first, reward_last))
+        first, last = (arms.mean(Measure(f"K/{arm}", metric)).mean for metric in (reward_first, reward_last))
         assert last < first == pytest.approx(0.2, abs=0.01)
 
 
@@ -277,8 +274,9 @@ def test_the_table_of_the_simulator_is_that_of_the_results():
     rows = [f"| {' | '.join(row)} |" for row in simulated]
     text = (PAGE.parent / "simulate.md").read_text()
     assert "\n".join(rows) in text
-    swings = [
-        arms.mean(ROUTES, at("workload", size, "swing")).mean / arms.mean(ROUTES, at("mixed", size, "swing")).mean
-        for size in ("8x1", "8x8")
-    ]
+    drawn, real = (
+        [arms.mean(Measure(ROUTES, at(of, size, "swing"))).mean for size in ("8x1", "8x8")]
+        for of in ("workload", "mixed")
+    )
+    swings = np.divide(drawn, real)
     assert f"swing {swings[0]:.1f} to {swings[1]:.1f} times as much" in text

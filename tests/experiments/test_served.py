@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.models import merged
+from experiments.models import configuration, merged
 from experiments.noise import ScoringEngine
 from experiments.served import PASSES, passes
-from experiments.starts import configuration, loaded, started
+from experiments.starts import loaded, started
 from foreroute.train.loop import make_trainer
 from tests.engines.small_policy import forward, require_routes, response_logprobs
 from tests.train.small_runs import small_values

@@ -1,8 +1,6 @@
 """Configurations as anyone may write them: one error that names the file, in a moment, and without a traceback."""
 
-import os
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,23 +42,6 @@ def test_text_that_is_no_configuration_is_one_error(tmp_path, read, content, mes
     with pytest.raises(ConfigError, match=rf"bad\.toml.*{message}"):
         read(path)
     assert time.monotonic() - before < 5
-
-
-@pytest.mark.parametrize("read", DOORS, ids=["any", "topology", "simulation", "training"])
-def test_what_is_no_file_is_named_and_not_waited_for(tmp_path, read):
-    os.mkfifo(tmp_path / "fifo")
-    (tmp_path / "loop").symlink_to(tmp_path / "loop")
-    for path, message in (
-        (tmp_path / "none", "does not exist"),
-        (tmp_path, "is a folder"),
-        (tmp_path / "fifo", "is a FIFO"),
-        (Path("/dev/zero"), "is a device"),
-        (tmp_path / "loop", "cannot be opened"),
-        (tmp_path / ("x" * 300), "cannot be opened"),
-        (Path("a\0b"), "cannot be opened"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            read(path)
 
 
 class Inner(Section):

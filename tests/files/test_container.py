@@ -61,14 +61,8 @@ def test_what_is_written_is_read_here_and_by_the_library(tensors, metadata):
     assert found_metadata == metadata
     assert same(found, tensors)
     assert same(read(save(tensors, metadata=metadata or None))[1], tensors)
-
-
-@given(SOME_TENSORS, st.dictionaries(TEXTS, TEXTS, max_size=3))
-def test_every_tensor_begins_at_a_multiple_of_the_size_of_its_numbers(tensors, metadata):
-    """So that a file can be mapped into memory, whatever the length of the text before."""
-    with TensorFile(Held(tensors_to_bytes(metadata, tensors)), InputError) as file:
-        for stored in file.tensors.values():
-            assert stored.start % stored.dtype.itemsize == 0
+    with TensorFile(Held(content), InputError) as file:  # so that it can be mapped, whatever the text before
+        assert all(stored.start % stored.dtype.itemsize == 0 for stored in file.tensors.values())
 
 
 def test_equal_content_is_equal_bytes_in_every_process(tmp_path):
@@ -117,14 +111,6 @@ def test_a_part_of_a_tensor_is_read_and_nothing_else(tmp_path, as_source):
         for start, stop in ((3, 7), (-1, 2), (4, 3)):
             with pytest.raises(InputError, match="not among its 6"):
                 file.read("a", start, stop)
-
-
-def test_a_file_that_gives_fewer_bytes_than_it_has_is_refused():
-    source = Held(tensors_to_bytes({}, TENSORS))
-    with TensorFile(source, InputError, name="what was sent") as file:
-        source.truncate(200)
-        with pytest.raises(InputError, match="what was sent was cut while it was read"):
-            file.read("a")
 
 
 def test_what_the_system_cannot_read_is_the_callers_error():

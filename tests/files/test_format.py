@@ -69,10 +69,7 @@ def test_metadata_of_others_are_let_pass():
             forged(without=["foreroute.song"]),
             r"opened file is no song file: its metadata lack foreroute\.song\. somebody",
         ),
-        (
-            forged({"foreroute.song": "3"}),
-            "opened file is a song file of version 3; this foreroute reads version 4",
-        ),
+        (forged({"foreroute.song": "3"}), "opened file is a song file of version 3; this foreroute reads version 4"),
         (forged({"foreroute.more": ""}), r"its metadata are .*foreroute\.more.*; expected"),
         (forged(without=["foreroute.title"]), r"expected foreroute\.checksum, foreroute\.song, foreroute\.title"),
         (forged(without=["length_N"]), "its tensors are pitch_NV; expected length_N, pitch_NV"),

@@ -3,6 +3,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,41 +13,28 @@ from foreroute.files.container import TensorFile, tensors_to_bytes
 from foreroute.files.regular import open_regular, parse_json, read_file, read_text
 
 
-@pytest.fixture
-def no_file(tmp_path, request):
-    path = tmp_path / "there"
-    match request.param:
-        case "folder":
-            path.mkdir()
-        case "FIFO":
-            os.mkfifo(path)
-        case "socket":
-            socket.socket(socket.AF_UNIX).bind(str(path))
-        case "device":
-            path = type(path)("/dev/zero")
-        case "loop":
-            path.symlink_to(path)
-        case "dangling":
-            path.symlink_to(tmp_path / "nowhere")
-        case "long":
-            path = tmp_path / ("x" * 300)
-        case "below a file":
-            (tmp_path / "file").write_bytes(b"")
-            path = tmp_path / "file" / "below"
-        case "null":
-            path = type(path)("a\0b")
-    return path
-
-
-@pytest.mark.parametrize(
-    "no_file",
-    ["folder", "FIFO", "socket", "device", "loop", "dangling", "long", "below a file", "null", "missing"],
-    indirect=True,
-)
-def test_what_is_no_file_is_refused_at_once_by_the_callers_error(no_file):
-    for read in (read_file, read_text, open_regular, TensorFile):
-        with pytest.raises(TraceFileError, match=r"there|device|cannot|does not exist"):
-            read(no_file, TraceFileError)
+def test_what_is_no_file_is_refused_at_once_by_the_callers_error(tmp_path):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "fifo")
+    socket.socket(socket.AF_UNIX).bind(str(tmp_path / "socket"))
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "file").write_bytes(b"")
+    for path, said in (
+        (tmp_path / "folder", "is a folder"),
+        (tmp_path / "fifo", "is a FIFO"),
+        (tmp_path / "socket", "socket|cannot be opened"),
+        (Path("/dev/zero"), "is a device"),
+        (tmp_path / "loop", "cannot be opened"),
+        (tmp_path / "dangling", "does not exist"),
+        (tmp_path / ("x" * 300), "cannot be opened"),
+        (tmp_path / "file" / "below", "cannot be opened"),
+        (Path("a\0b"), "cannot be opened"),
+        (tmp_path / "missing", "does not exist"),
+    ):
+        for read in (read_file, read_text, open_regular, TensorFile):
+            with pytest.raises(TraceFileError, match=said):
+                read(path, TraceFileError)
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_an_error_and_no_signal(tmp_path):

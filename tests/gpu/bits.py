@@ -17,45 +17,21 @@ from tests.adapters.hf.model_runs import batch_of, gradients, sequences_of
 from tests.replay.session_subject import router_paths
 
 FAMILIES = (
-    "qwen3_moe",
-    "deepseek_v3",
-    "gpt_oss",
-    "mixtral",
-    "olmoe",
-    "deepseek_v2",
-    "glm4_moe",
-    "deepseek_v4",
-    "qwen2_moe",
-    "minimax_m2",
-    "ernie4_5_moe",
-    "phimoe",
+    *("qwen3_moe", "deepseek_v3", "gpt_oss", "mixtral", "olmoe", "deepseek_v2", "glm4_moe", "deepseek_v4"),
+    *("qwen2_moe", "minimax_m2", "ernie4_5_moe", "phimoe"),
 )
 """They differ in how they select."""
-WIDE = SIZES | {
-    "vocab_size": 2048,
-    "hidden_size": 512,
-    "intermediate_size": 256,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "initializer_range": 0.1,
-    "max_position_embeddings": 512,
-    "num_experts": 16,
-    "num_local_experts": 16,
-    "n_routed_experts": 16,
-    "moe_num_experts": 16,
-    "num_experts_per_tok": 4,
-    "moe_k": 4,
-    "moe_topk": 4,
-    "moe_intermediate_size": 256,
-    "shared_expert_intermediate_size": 256,
-    "q_lora_rank": 256,
-    "kv_lora_rank": 256,
-    "qk_rope_head_dim": 64,
-    "qk_nope_head_dim": 64,
-    "v_head_dim": 64,
-    "index_head_dim": 128,
+NAMES_OF = {
+    16: ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    4: ("num_experts_per_tok", "moe_k", "moe_topk"),
+    8: ("num_attention_heads", "num_key_value_heads"),
+    64: ("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+    128: ("index_head_dim",),
+    256: ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "kv_lora_rank"),
+    512: ("hidden_size", "max_position_embeddings"),
 }
+WIDE = SIZES | {"vocab_size": 2048, "initializer_range": 0.1, "q_lora_rank": 256}
+WIDE |= {name: size for size, names in NAMES_OF.items() for name in names}
 """For a GPU, whose kernels are chosen by sizes."""
 GATE_TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 """Of gate weights, relative: weights are rounded to the model's dtype, renormalised in it in some families."""

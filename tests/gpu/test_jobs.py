@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from foreroute.adapters import hf
-from foreroute.errors import AttachError, ForerouteError, ReplayError
+from foreroute.errors import ForerouteError
 from tests.adapters.hf.model_runs import experts_log
 from tests.gpu import bits
 from tests.gpu.bits import Case, backward, forward, logits_of, step
@@ -120,31 +120,6 @@ def test_experts_of_other_kernels(half, experts):
         bits.require_other_outcome(half, bits.require_obeyed(half))
     finally:
         half.use("grouped_mm")
-
-
-def test_a_kernel_that_does_all_of_a_block_its_router_included_is_refused(single):
-    model = copy.deepcopy(single.untouched)
-    fuse(model.model.layers[1].mlp)
-    with pytest.raises(AttachError, match="did not run, but its layer did"):
-        hf.attach(model)
-    model = copy.deepcopy(single.untouched)
-    routed = hf.attach(model)
-    fuse(model.model.layers[1].mlp)
-    for session in (routed.replay(single.foreign), routed.record()):
-        with pytest.raises(ReplayError, match=r"model\.layers\.1\.mlp\.gate selected 0 times"), session:
-            logits_of(model, single.batch)
-
-
-def fuse(block):
-    """As fused kernels of a hub do."""
-    gate, experts = block.gate, block.experts
-
-    def fused(hidden_BTH):
-        hidden_RH = hidden_BTH.reshape(-1, hidden_BTH.shape[-1])
-        picked = torch.nn.functional.linear(hidden_RH, gate.weight).softmax(-1).topk(gate.top_k)
-        return experts(hidden_RH, picked.indices, picked.values).view_as(hidden_BTH)
-
-    block.forward = fused
 
 
 def test_kernels_of_the_hub_work_or_are_refused(half):

@@ -7,14 +7,13 @@ import torch
 
 pytest.importorskip("pydantic")  # which configurations take
 
-from benchmarks.harness.tiny_run import same_state
 from foreroute.train import RunFolder, train
 from foreroute.train.folder import load_checkpoint
 from foreroute.train.policy import make_engine, make_policy
 from foreroute.train.prompts import make_task
 from foreroute.train.run import Watcher
 from tests.gpu.bits import deterministic
-from tests.train.small_runs import small_config
+from tests.train.small_runs import same_state, small_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 WARM = {"max_steps": 4, "batch_size": 8}

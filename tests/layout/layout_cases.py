@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from foreroute import LayerKind, RoutedLayer, RoutingSpec, layout
+from foreroute import LayerKind, RoutedLayer, RoutingSpec, RoutingTrace, layout
 from foreroute.layout.packing import padded_batches
 from tests.layout import layout_oracle as oracle
 
@@ -60,6 +60,27 @@ class Case:
 
     def ranks(self):
         return [(c, t) for c in range(self.cp) for t in range(self.tp)]
+
+
+def canary_trace(lengths, spec, *, last_absent=True):
+    """A trace whose picks name their place: digits of row times L plus layer, each in a band of experts of its own."""
+    rows = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1]) if len(lengths) else []
+    code_NL = np.arange(sum(lengths) * spec.num_layers).reshape(-1, spec.num_layers, 1)
+    base, k = spec.num_experts // spec.top_k, np.arange(spec.top_k)
+    assert code_NL.size <= base**spec.top_k, "two places would have the same picks"
+    ids_NLK = code_NL // base**k % base + base * k
+    return RoutingTrace.from_sequences(spec, rows, [ids_NLK[r[:-1] if last_absent else r] for r in rows])
+
+
+def decoded(trace, ids):
+    """(sample, position, layer) [..., 3] that picks [..., K] of a canary were made for; -1 where they were for none."""
+    spec = trace.spec
+    base, k = spec.num_experts // spec.top_k, np.arange(spec.top_k)
+    digits = np.asarray(ids, np.int64) - base * k
+    row, layer = np.divmod((digits * base**k).sum(axis=-1), spec.num_layers)
+    known = ((digits >= 0) & (digits < base)).all(axis=-1) & (row < trace.num_rows)
+    sample = np.searchsorted(trace.offsets, np.where(known, row, 0), side="right") - 1
+    return np.where(known[..., None], np.stack([sample, row - trace.offsets[sample], layer], axis=-1), -1)
 
 
 def draw_case(seed):

@@ -58,22 +58,6 @@ def test_a_few_sequences_are_packed_about_as_well_as_can_be(num_micro_steps, num
 @settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(0, 50), min_size=1, max_size=40),
-    num_ranks=st.integers(1, 5),
-    spare=st.integers(0, 60),
-    square=st.sampled_from([0.0, 0.05]),
-)
-def test_budgets_hold_and_every_sequence_has_one_place(lengths, num_ranks, spare, square):
-    budget = max(lengths) + spare
-    packed = pack_sequences(lengths, num_ranks, budget, square_cost=square)
-    assert per_place(packed, lengths).max() <= budget
-    assert packed.micro_step_S.max() < packed.num_micro_steps
-    executed = [packed.sequences(m, g) for m in range(packed.num_micro_steps) for g in range(num_ranks)]
-    assert sorted(np.concatenate(executed).tolist()) == list(range(len(lengths)))
-
-
-@settings(max_examples=60)
-@given(
-    lengths=st.lists(st.integers(0, 50), min_size=1, max_size=40),
     num_ranks=st.integers(1, 4),
     spare=st.integers(0, 60),
     square=st.sampled_from([0.0, 0.05]),
@@ -83,6 +67,8 @@ def test_the_longest_goes_first_to_the_lightest_place_with_room(lengths, num_ran
     """Against the rule in loops over all places, and as many micro-steps as the first number that works."""
     budget = max(lengths) + spare
     packed = pack_sequences(lengths, num_ranks, budget, square_cost=square)
+    executed = [packed.sequences(m, g) for m in range(packed.num_micro_steps) for g in range(num_ranks)]
+    assert sorted(np.concatenate(executed).tolist()) == list(range(len(lengths)))
     works = layout_oracle.dealt(lengths, cost(lengths, square), budget, packed.num_micro_steps * num_ranks)
     assert (packed.micro_step_S * num_ranks + packed.rank_S).tolist() == works
     fewer = (packed.num_micro_steps - 1) * num_ranks
@@ -108,13 +94,6 @@ def test_the_work_of_dealing_grows_with_the_sequences_and_no_faster(length, monk
         packed = pack_sequences(np.full(sequences, length), 8, 8192)
         assert packed.num_micro_steps == -(-sequences // (8192 // length * 8))
         assert sequences <= work["looked at"] <= 4 * sequences * math.log2(sequences)
-
-
-def test_a_budget_that_no_integer_of_64_bits_holds_is_refused():
-    with pytest.raises(
-        LayoutError, match="the token budget is 99999999999999999999; expected a whole number from 0 to"
-    ):
-        pack_sequences([3], 1, 99999999999999999999)
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +130,7 @@ def test_attention_is_far_more_even_than_by_longest_first_tokens(lengths):
         ({"lengths": []}, LayoutError, "no sequence to pack"),
         ({"lengths": [-1]}, LayoutError, "expected 0 or more"),
         ({"token_budget": 20.5}, LayoutError, "the token budget is 20.5"),
+        ({"token_budget": 10**20}, LayoutError, "the token budget is 100000000000000000000"),
         ({"square_cost": -1.0}, ConfigError, "square_cost is -1.0"),
         ({"square_cost": float("nan")}, ConfigError, "square_cost is nan"),
     ],

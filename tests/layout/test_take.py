@@ -6,13 +6,13 @@ import pytest
 from foreroute import RoutedLayer, layout
 from foreroute.errors import BatchMismatchError, LayoutError, SpecMismatchError
 from foreroute.layout.rank_rows import block_homes, fill_padding
-from tests.layout.canary import canary_trace
+from tests.layout.layout_cases import canary_trace
 from tests.traces import spec_of
 
 
 @pytest.mark.parametrize(("num_experts", "dtype"), [(8, np.uint8), (255, np.uint8), (256, np.uint16), (512, np.uint16)])
 def test_missing_routes_are_one_past_the_last_expert(num_experts, dtype):
-    trace = canary_trace([2, 2], spec_of(num_experts=num_experts)).trace
+    trace = canary_trace([2, 2], spec_of(num_experts=num_experts))
     routes = layout.take(trace, layout.pack(trace.lengths, align=3).rows())
     assert routes.routed_R.tolist() == [True, False, False, True, False, False]
     assert routes.ids_RLK.dtype == dtype
@@ -21,7 +21,7 @@ def test_missing_routes_are_one_past_the_last_expert(num_experts, dtype):
 
 
 def test_layers_are_taken_by_name():
-    trace = canary_trace([3], spec_of(num_experts=32)).trace
+    trace = canary_trace([3], spec_of(num_experts=32))
     rows = layout.pack(trace.lengths).rows()
     ids, _ = layout.take(trace, rows, [RoutedLayer(2), RoutedLayer(0)])
     assert np.array_equal(ids[:2], trace.expert_ids_NLK[:2, [2, 0]])
@@ -31,7 +31,7 @@ def test_layers_are_taken_by_name():
 
 
 def test_a_layout_of_other_rows_is_refused():
-    trace = canary_trace([3], spec_of(num_experts=32)).trace
+    trace = canary_trace([3], spec_of(num_experts=32))
     with pytest.raises(BatchMismatchError, match="4 packed rows and the trace has 3"):
         layout.take(trace, layout.pack([4]).rows())
 

@@ -83,15 +83,6 @@ def test_a_rotation_of_all_layers_is_an_offset():
         assert (found.kind, found.parameters["layers"]) == (Defect.LAYER_OFFSET, 1), (seed, found.sentence)
 
 
-def test_a_mixup_lowers_the_overlap_and_is_told_in_a_sentence():
-    reference, other = clean_pair(0)
-    before = explain(reference, other).overlap_by_layer_L.mean()
-    broken, _ = planted.shift(np.random.default_rng(0), other)
-    found = explain(reference, broken)
-    assert found.overlap_by_layer_L.mean() < before - 0.2
-    assert found.sentence.startswith("The other trace is shifted by")
-
-
 def test_overlaps_by_layer_and_position_match_a_loop():
     reference, other = clean_pair(1)
     found = explain(reference, other)

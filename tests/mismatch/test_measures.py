@@ -1,4 +1,4 @@
-"""The mismatch measures, by hand and by loops over plain lists."""
+"""The mismatch measures: on padded batches of any library and type beside loops over plain lists, and refused."""
 
 import math
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import foreroute as fr
-from foreroute.errors import InputError, SpecMismatchError
+from foreroute.errors import InputError, SpecMismatchError, TraceContentError
 from foreroute.mismatch import (
     LiveAgreement,
     RoutingMismatch,
@@ -15,19 +15,177 @@ from foreroute.mismatch import (
     routing_mismatch,
     token_mismatch,
 )
-from foreroute.mismatch.measures import LOG10_EDGES
-from tests.traces import random_trace, spec_of
+from foreroute.mismatch.measures import LOG10_EDGES, as_traces
+from tests.traces import random_trace
+
+torch = pytest.importorskip("torch")
+
+FLOATS = [np.float16, np.float32, np.float64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
+INTEGERS = [np.int8, np.uint8, np.int16, np.uint16, np.int64, np.uint64, torch.uint8, torch.int16, torch.int64]
+MASKS = [np.bool_, np.int64, np.float32, torch.bool, torch.int64, torch.bfloat16]
 
 
-def test_k3_and_f_by_hand():
-    train = np.log([0.5, 0.9, 0.1, 0.2])
-    infer = np.log([0.5, 0.3, 0.25, 0.25])
-    result = token_mismatch(train, infer)
-    ratios = [1.0, 3.0, 0.4, 0.8]
-    assert result.k3 == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / 4, rel=1e-12)
-    assert result.f(2.0) == 2 / 4  # 3.0 and 1 / 0.4
-    assert result.f(1.5) == 2 / 4
-    assert result.max_abs_log == pytest.approx(math.log(3))
+def given_as(array, kind):
+    """The same numbers in a type of numpy, or as a tensor with a gradient where it may have one."""
+    if not isinstance(kind, torch.dtype):
+        return array.astype(kind)
+    tensor = torch.from_numpy(array).to(kind)
+    return tensor.requires_grad_() if kind.is_floating_point else tensor
+
+
+def as_floats(array):
+    """What a loop sees of them."""
+    return array.detach().double().tolist() if isinstance(array, torch.Tensor) else array.astype(np.float64).tolist()
+
+
+def batch(seed, shape=(5, 9)):
+    rng = np.random.default_rng(seed)
+    mask = rng.random(shape) < 0.6
+    values = [np.where(mask, -rng.exponential(1, shape), rng.choice([np.nan, 7.0, -np.inf])) for _ in range(2)]
+    return values, mask
+
+
+@pytest.mark.parametrize("kind", FLOATS, ids=str)
+@pytest.mark.parametrize("of_mask", MASKS, ids=str)
+def test_token_mismatch_of_a_padded_batch_is_that_of_a_loop(kind, of_mask):
+    (train, infer), mask = batch(0)
+    train, infer = given_as(train, kind), given_as(infer, kind)
+    found = token_mismatch(train, infer, mask=given_as(mask, of_mask))
+    pairs = [
+        (t, i)
+        for ts, ins, ms in zip(as_floats(train), as_floats(infer), mask.tolist(), strict=True)
+        for t, i, m in zip(ts, ins, ms, strict=True)
+        if m
+    ]
+    ratios = [math.exp(t - i) for t, i in pairs]
+    assert found.count == len(pairs) > 20
+    assert found.k3 == pytest.approx(sum(r - 1 - math.log(r) for r in ratios) / len(pairs), rel=1e-9)
+    for tau in (1.5, 2.0):
+        assert found.f(tau) == sum(max(r, 1 / r) > tau for r in ratios) / len(pairs)
+    assert found.max_abs_log == pytest.approx(max(abs(t - i) for t, i in pairs))
+
+
+def test_a_padded_batch_has_the_figures_of_its_packed_tokens_bit_for_bit():
+    (train, infer), mask = batch(1)
+    assert token_mismatch(train, infer, mask=mask) == token_mismatch(train[mask], infer[mask])
+
+
+@pytest.mark.parametrize("kind", INTEGERS, ids=str)
+@pytest.mark.parametrize("masked", [True, False])
+def test_routing_mismatch_of_a_padded_batch_is_that_of_a_loop(kind, masked):
+    rng = np.random.default_rng(2)
+    a = np.argsort(rng.random((4, 7, 3, 6)), axis=-1)[..., :2]
+    b = np.where(rng.random((4, 7, 3, 1)) < 0.6, a[..., ::-1], np.argsort(rng.random((4, 7, 3, 6)), axis=-1)[..., :2])
+    signed = np.dtype(kind).kind == "i" if not isinstance(kind, torch.dtype) else kind.is_signed
+    gaps = rng.random((2, 4, 7)) < (0.2 if signed else 0)
+    a[gaps[0]], b[gaps[1]] = -1, -1
+    mask = rng.random((4, 7)) < 0.7 if masked else np.ones((4, 7), bool)
+    found = routing_mismatch(given_as(a, kind), given_as(b, kind), mask=mask if masked else None)
+    rows = [
+        [set(a[s, t, j].tolist()) != set(b[s, t, j].tolist()) for j in range(3)]
+        for s in range(4)
+        for t in range(7)
+        if mask[s, t] and not gaps[:, s, t].any()
+    ]
+    assert found.rows == len(rows) > 8
+    assert found.differing_L.tolist() == [sum(row[j] for row in rows) for j in range(3)]
+    assert found.by_differing_layers.tolist() == [sum(sum(row) == d for row in rows) for d in range(4)]
+    firsts = [row.index(True) for row in rows if any(row)]
+    assert found.first_differing_L.tolist() == [firsts.count(j) for j in range(3)]
+    assert 0 < found.differing_share < 1
+    assert found.differing_share == pytest.approx(np.mean(rows))
+    assert found.differing_tokens_share == pytest.approx(np.mean([any(row) for row in rows]))
+    shared = [
+        [len({*a[s, t, j].tolist()} & {*b[s, t, j].tolist()}) / 2 for j in range(3)]
+        for s in range(4)
+        for t in range(7)
+        if mask[s, t] and not gaps[:, s, t].any()
+    ]
+    assert found.overlap_L == pytest.approx(np.mean(shared, axis=0))
+    both = found + found
+    assert (both.rows, both.differing_share) == (2 * found.rows, pytest.approx(found.differing_share))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_arrays_have_the_figures_of_their_traces(seed):
+    a, b = random_trace(seed), random_trace(seed, route_seed=seed + 100)
+    one, other = a.to_padded(), b.to_padded()
+    found = routing_mismatch(one.expert_ids_BTLK, other.expert_ids_BTLK, mask=one.attention_mask_BT)
+    for name, value in vars(routing_mismatch(a, b)).items():
+        assert np.array_equal(vars(found)[name], value), name
+
+
+@pytest.mark.parametrize("kind", FLOATS, ids=str)
+def test_margins_of_a_padded_batch_are_those_of_a_loop(kind):
+    rng = np.random.default_rng(3)
+    margins = 10 ** rng.uniform(-10, 3, (3, 8, 2))
+    margins[0, :3] = 0
+    margins = given_as(margins, kind)
+    mask = rng.random((3, 8)) < 0.5
+    found = margin_histogram(margins, mask=mask)
+    expected = np.zeros_like(found)
+    for row, own in zip(as_floats(margins), mask.tolist(), strict=True):
+        for layers, counts in zip(row, own, strict=True):
+            for layer, margin in enumerate(layers):
+                log = math.log10(min(max(margin, 1e-8), 9.99))
+                expected[layer, sum(log >= edge for edge in LOG10_EDGES) - 1] += counts
+    assert found.tolist() == expected.tolist()
+    assert found.sum() == 2 * mask.sum()
+
+
+@pytest.mark.parametrize(
+    ("values", "mask", "message"),
+    [
+        (np.zeros((4, 17)), None, r"float64 of shape \(4, 17\), without a mask; .*those of a padded batch with mask="),
+        (np.zeros((4, 17)), np.ones((4, 16)), r"with a mask of \(4, 16\)"),
+        (np.zeros((4, 17)), np.ones(4), r"with a mask of \(4,\)"),
+        (np.zeros(()), None, r"of shape \(\)"),
+        (np.array(["-1.0"]), None, "are <U4"),
+        (np.zeros(2, complex), None, "are complex128"),
+        (np.zeros((4, 17)), np.full((4, 17), 0.5), "mask is float64.*expected bools, or 0 and 1 alone"),
+    ],
+)
+def test_numbers_that_cannot_be_packed_are_refused(values, mask, message):
+    assert token_mismatch(np.zeros((4, 17)), np.zeros((4, 17)), mask=np.ones((4, 17))).count == 68
+    with pytest.raises(InputError, match=message):
+        token_mismatch(values, values, mask=mask)
+
+
+def test_routes_that_cannot_be_compared_are_refused():
+    ids = np.tile([[0, 1]], (1, 4, 3, 1))
+    trace = fr.RoutingTrace.from_padded(fr.RoutingSpec(4, 2, tuple(map(fr.RoutedLayer, range(3)))), [[1] * 4], ids)
+    assert routing_mismatch(ids, ids).rows == routing_mismatch(trace, trace).rows == 4
+    for pair, mask in (((trace, ids), None), ((ids, trace), None), ((trace, trace), np.ones((1, 4)))):
+        with pytest.raises(InputError, match="a trace is beside an array or a mask"):
+            routing_mismatch(*pair, mask=mask)
+    for other, mask in ((ids[0], None), (ids[:, :3], None), (ids[..., :1], None), (ids, [1]), (ids, [[1] * 3])):
+        with pytest.raises(InputError, match=r"expected \[B, T, layers, picks\] of both, and \[B, T\]"):
+            routing_mismatch(ids, other, mask=mask)
+    for other in (ids * 1.0, ids * np.nan, ids.astype(str)):
+        with pytest.raises(TraceContentError, match="expected integers"):
+            routing_mismatch(ids, other)
+    beyond = ids.copy()
+    beyond[0, 3] = 2**40
+    assert as_traces(ids, beyond, [[1, 1, 1, 0]])[0].spec.num_experts == 2, "padding is not looked at"
+    with pytest.raises(TraceContentError, match="num_experts is"):
+        routing_mismatch(ids, beyond)
+    padded = ids.copy()
+    padded[0, 3] = 0
+    assert routing_mismatch(padded, padded, mask=[[1, 1, 1, 0]]).differing_share == 0
+    with pytest.raises(TraceContentError, match=r"position 3.*a row of zeros is no route"):
+        routing_mismatch(padded, padded)
+    padded[0, 3, 0] = -1
+    with pytest.raises(TraceContentError, match="or -1 in every layer and pick"):
+        routing_mismatch(padded, ids)
+
+
+def test_a_model_may_be_stated_for_arrays():
+    spec = fr.RoutingSpec(300, 2, (fr.RoutedLayer(4),))
+    ids = np.array([[[[0, 1]], [[2, 299]]]])
+    assert as_traces(ids, ids, None, spec)[1].spec == spec
+    assert as_traces(ids, ids)[0].spec.num_experts == 300
+    with pytest.raises(TraceContentError, match="expected 0 to 298"):
+        as_traces(ids, ids, None, fr.RoutingSpec(299, 2, (fr.RoutedLayer(4),)))
 
 
 def test_f_is_kept_for_its_thresholds_alone():
@@ -82,29 +240,6 @@ def test_the_first_impossible_log_prob_is_told_by_its_place_among_those_that_cou
         token_mismatch(np.full((2, 3), -1.0), given, mask=[[0, 1, 1], [0, 1, 1]])
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_routing_mismatch_matches_a_loop(seed):
-    a = random_trace(seed, num_experts=4, num_layers=3)
-    b = random_trace(seed, num_experts=4, num_layers=3, route_seed=seed + 100)
-    result = routing_mismatch(a, b)
-    per_row = [
-        [set(a.expert_ids_NLK[n, j]) != set(b.expert_ids_NLK[n, j]) for j in range(3)]
-        for n in range(a.num_rows)
-        if a.valid_N[n] and b.valid_N[n]
-    ]
-    assert result.rows == len(per_row)
-    assert result.differing_L.tolist() == [sum(row[j] for row in per_row) for j in range(3)]
-    assert result.by_differing_layers.tolist() == [sum(sum(row) == d for row in per_row) for d in range(4)]
-    firsts = [row.index(True) for row in per_row if any(row)]
-    assert result.first_differing_L.tolist() == [firsts.count(j) for j in range(3)]
-    if per_row:
-        assert result.differing_share == pytest.approx(np.mean(per_row))
-        assert result.differing_tokens_share == pytest.approx(np.mean([any(row) for row in per_row]))
-    both = result + result
-    assert both.rows == 2 * result.rows
-    assert both.differing_share == pytest.approx(result.differing_share)
-
-
 def test_of_no_rows_no_share_is_said():
     """0 would say that nothing differs."""
     nothing = random_trace(0).select([])
@@ -116,15 +251,6 @@ def test_of_no_rows_no_share_is_said():
     )
     assert np.isnan(result.differing_share_L).all()
     assert np.isnan(result.overlap_L).all()
-
-
-def test_pick_order_is_no_difference():
-    spec = spec_of(num_experts=4, top_k=2, num_layers=1)
-    a = fr.RoutingTrace.from_sequences(spec, [[1, 2]], [[[[0, 1]], [[2, 3]]]])
-    b = fr.RoutingTrace.from_sequences(spec, [[1, 2]], [[[[1, 0]], [[2, 1]]]])
-    result = routing_mismatch(a, b)
-    assert result.differing_share == 0.5
-    assert result.overlap_L.tolist() == [0.75]
 
 
 @pytest.mark.parametrize(
@@ -155,13 +281,3 @@ def test_a_margin_that_is_no_number_is_refused_where_its_token_counts():
         margin_histogram(margins)
     counts = margin_histogram(margins, mask=[0, 1, 0])
     assert (counts[0, -1], counts[1, 0], counts.sum()) == (1, 1, 2), "the largest, and below 0 the smallest"
-
-
-def test_margins_fall_into_their_bins():
-    margins = np.array([[0.0, 1e-3], [1e-20, 0.05], [100.0, 0.05]])
-    counts = margin_histogram(margins)
-    assert counts.sum(axis=1).tolist() == [3, 3]
-    assert counts[0, 0] == 2
-    assert counts[0, -1] == 1
-    low = np.searchsorted(LOG10_EDGES, math.log10(0.05), side="right") - 1
-    assert counts[1, low] == 2

@@ -141,45 +141,35 @@ def changed(where, value, dtype=np.int64):
 
 
 @pytest.mark.parametrize(
-    ("counts", "message"),
+    ("counts", "words"),
     [
-        (GOOD[0], r"shape \(3, 4, 8\); expected \[micro-steps, layers, source ranks, experts\]"),
+        (GOOD[0], r"shape \(3, 4, 8\).*micro-steps"),
         (GOOD[:0], "none of them 0"),
-        (GOOD[:, :, :3], "8 experts cannot be placed evenly on 3 ranks; use a number"),
-        (GOOD.astype(float), "dtype float64; expected integers"),
-        (GOOD.astype(bool), "dtype bool; expected integers"),
+        (GOOD[:, :, :3], "8 experts.*3 ranks"),
+        (GOOD.astype(float), "float64.*integers"),
+        (GOOD.astype(bool), "bool.*integers"),
         (GOOD.astype(str), "expected integers"),
-        (changed((1, 2, 3, 4), -7), "the entry -7 in micro-step 1"),
-        (
-            changed((1, 2, 3, 4), -7, np.int32),
-            "the entry -7 in micro-step 1, layer 2, source rank 3; expected 0 to 2147483647",
-        ),
-        (
-            changed((1, 2, 3, 4), 2**31),
-            "the entry 2147483648 in micro-step 1, layer 2, source rank 3; expected 0 to 2147483647",
-        ),
-        (changed((1, 2, 3, 4), 2**64 - 1, np.uint64), "the entry 18446744073709551615 in micro-step 1"),
-        (changed((1, 2, slice(3), 4), 2**30, np.int32), "micro-step 1, layer 2 holds 3221225617 assignments"),
-        (np.zeros((1, 1, 1, 2**15 + 1), np.int8), "counts have 32769 experts; expected at most 32768"),
+        (changed((1, 2, 3, 4), -7), "-7 in micro-step 1, layer 2, source rank 3"),
+        (changed((1, 2, 3, 4), -7, np.int32), "-7 in micro-step 1, layer 2, source rank 3"),
+        (changed((1, 2, 3, 4), 2**31), "2147483648 in micro-step 1, layer 2, source rank 3"),
+        (changed((1, 2, 3, 4), 2**64 - 1, np.uint64), "18446744073709551615 in micro-step 1"),
+        (changed((1, 2, slice(3), 4), 2**30, np.int32), "micro-step 1, layer 2 holds 3221225617"),
+        (np.zeros((1, 1, 1, 2**15 + 1), np.int8), "32769 experts.*32768"),
     ],
 )
-def test_counts_that_cannot_be_planned_are_refused(counts, message):
-    with pytest.raises(CountsError, match=message):
+def test_counts_that_cannot_be_planned_are_refused(counts, words):
+    with pytest.raises(CountsError, match=words):
         check_counts(counts)
 
 
 @pytest.mark.parametrize(
     ("counts", "top_k", "message"),
     [
-        (changed((1, 2, 3, 4), 7), 2, "micro-step 1, layer 2, source rank 3 sends 42 assignments; expected as many"),
-        (GOOD, 3, "micro-step 0, layer 0, source rank 0 sends 40 assignments; expected a multiple of top_k = 3"),
-        (
-            changed((1, slice(None), 3, slice(4, 6)), (25, 5)),
-            4,
-            "micro-step 1, layer 0, source rank 3 .* more than 1/4",
-        ),
-        (GOOD, 0, "top_k is 0; expected 1 to the 8 experts"),
-        (GOOD, 9, "top_k is 9; expected 1 to the 8 experts"),
+        (changed((1, 2, 3, 4), 7), 2, "micro-step 1, layer 2, source rank 3 sends 42"),
+        (GOOD, 3, "micro-step 0, layer 0, source rank 0.*multiple of top_k = 3"),
+        (changed((1, slice(None), 3, slice(4, 6)), (25, 5)), 4, "micro-step 1, layer 0, source rank 3 .*1/4"),
+        (GOOD, 0, "top_k is 0"),
+        (GOOD, 9, "top_k is 9"),
     ],
 )
 def test_counts_that_no_tokens_have_are_refused_when_top_k_is_known(counts, top_k, message):

@@ -43,8 +43,6 @@ def test_micro_steps_are_written_one_behind_the_other():
         ({"home_moves": 1.5}, "home_moves is 1.5; expected a whole number from 0 to"),
         ({"threads": 0}, "threads is 0; expected a whole number from 1 to"),
         ({"threads": True}, "threads is True; expected a whole number from 1 to"),
-        ({"seed": -1}, "seed is -1; expected a whole number from 0 to"),
-        ({"seed": 0.5}, "seed is 0.5; expected a whole number from 0 to"),
         ({"slots": "both"}, "slots is 'both'; expected 'layer' or 'shared'"),
         ({"traffic": True, "replicas": False}, "traffic is on with replicas=False"),
     ],

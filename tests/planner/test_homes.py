@@ -1,7 +1,7 @@
 """Home placement against every placement of small instances, and against its own limits."""
 
 from dataclasses import replace
-from itertools import permutations
+from itertools import combinations, permutations
 
 import numpy as np
 import pytest
@@ -32,22 +32,36 @@ def surplus(counts_MGE, home_E, topo):
     return total
 
 
+def exchanges(home_E, start_E, max_moves):
+    """Every placement that one exchange within the budget makes."""
+    for e, f in combinations(range(len(home_E)), 2):
+        swapped = home_E.copy()
+        swapped[[e, f]] = swapped[[f, e]]
+        if (swapped != start_E).sum() <= max_moves:
+            yield swapped
+
+
 def every_placement(start_E, max_moves):
     return {p for p in set(permutations(start_E)) if sum(x != y for x, y in zip(p, start_E, strict=True)) <= max_moves}
 
 
 @pytest.mark.parametrize("max_moves", [0, 1, 2, 3, 4, 8])
 @pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(2, 2), (4, 4), (4, 2), (2, 1)])
-def test_small_placements_are_the_best_of_all(num_ranks, ranks_per_node, max_moves):
+def test_no_exchange_improves_a_placement_and_it_is_near_the_best_of_all(num_ranks, ranks_per_node, max_moves):
     rng = np.random.default_rng([num_ranks, ranks_per_node, max_moves])
-    topo = topology(num_ranks, ranks_per_node)
+    topo, found, least, before = topology(num_ranks, ranks_per_node), 0, 0, 0
     for _ in range(3):
         counts = (rng.pareto(1.2, (3, 1, num_ranks, 8)) * 50).astype(np.int64)
-        start = rng.permutation(np.repeat(np.arange(num_ranks), 8 // num_ranks)).tolist()
+        start = rng.permutation(np.repeat(np.arange(num_ranks), 8 // num_ranks))
         placed = place_homes(counts, topo, [start], max_moves=max_moves)[0]
-        best = min(surplus(counts[:, 0], p, topo) for p in every_placement(start, max_moves))
-        assert surplus(counts[:, 0], placed, topo) == best
-        assert sum(placed != start) <= max_moves
+        reached = surplus(counts[:, 0], placed, topo)
+        assert all(surplus(counts[:, 0], p, topo) >= reached for p in exchanges(placed, start, max_moves))
+        best = min(surplus(counts[:, 0], p, topo) for p in every_placement(start.tolist(), max_moves))
+        if max_moves <= 2:  # one exchange, which was the best
+            assert reached == best
+        found, least, before = found + reached, least + best, before + surplus(counts[:, 0], start, topo)
+    # a local optimum: most of what any placement saves
+    assert before - found >= 0.85 * (before - least)
 
 
 @settings(max_examples=60)
@@ -67,7 +81,7 @@ def test_no_placement_is_worse_or_breaks_its_limits(seed, nodes, per_node, per_r
     counts = rng.integers(0, 4, (micro_steps, 2, topo.num_ranks, num_experts)) * scale
     counts[rng.random(micro_steps) < 0.2] = 0
     start = rng.permuted(np.tile(np.repeat(np.arange(topo.num_ranks), per_rank), (2, 1)), axis=1)
-    placed = place_homes(counts, topo, start, max_moves=max_moves, seed=1)
+    placed = place_homes(counts, topo, start, max_moves=max_moves)
     assert placed.dtype == np.int16
     for layer in range(2):
         assert np.bincount(placed[layer], minlength=topo.num_ranks).tolist() == [per_rank] * topo.num_ranks
@@ -104,12 +118,10 @@ def test_a_step_placed_before_is_a_start_and_costs_few_moves(g16):
     assert all(surplus(g16[:, la], again[la], topo) <= surplus(g16[:, la], placed[la], topo) for la in range(3))
 
 
-def test_the_same_seed_gives_the_same_homes_on_any_threads(g16):
+def test_homes_do_not_depend_on_threads(g16):
     topo = topology(16, 8)
     start = contiguous(g16, topo)
-    first = place_homes(g16, topo, start, seed=3)
-    np.testing.assert_array_equal(first, place_homes(g16, topo, start, seed=3, threads=3))
-    assert not np.array_equal(first, place_homes(g16, topo, start, seed=4))
+    np.testing.assert_array_equal(place_homes(g16, topo, start), place_homes(g16, topo, start, threads=3))
 
 
 def test_nodes_count_where_there_are_several(g16):
@@ -141,7 +153,6 @@ def test_start_homes_are_left_as_they_were(g16):
         ({"max_moves": -1}, ConfigError, "max_moves is -1; expected a whole number from 0"),
         ({"max_moves": 2.5}, ConfigError, "max_moves is 2.5; expected a whole number from 0"),
         ({"threads": 0}, ConfigError, "threads is 0; expected a whole number from 1"),
-        ({"seed": -2}, ConfigError, "seed is -2"),
         ({"counts": np.ones((1, 1, 4, 4), int)}, CountsError, "4 source ranks and the topology 2"),
     ],
 )

@@ -10,15 +10,16 @@ import pytest
 
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
-from foreroute.costs.pricing import price_cell, slowest_attention
+from foreroute.costs.pricing import slowest_attention
 from foreroute.plan import CellPlan, PlanOptions, Topology
 from foreroute.plan.checker import verify
 from foreroute.plan.hosts import Hosts
 from foreroute.plan.plan_file import plan_to_bytes
 from foreroute.planner import plan
 from foreroute.planner.priced import Window
-from foreroute.planner.prune import prune_replicas
+from foreroute.planner.prune import _least_on_busiest, prune_replicas
 from foreroute.simulate.workload import WORKLOADS
+from tests.costs.priced_cells import price_cell
 from tests.costs.token_hosts import CellRoutes, price_tokens
 from tests.plan.random_plans import LINKS, random_counts, random_plan
 from tests.simulate.drawn_routes import routes_of
@@ -342,6 +343,18 @@ def test_replicas_whose_transfer_exposes_more_than_they_save_are_declined():
     assert 0 < len(some.expert_R) < len(cell.expert_R)
     _check_valid(some, counts_GE, topology)
     assert _seconds(some, counts_GE, topology, dear) < _seconds(cell, counts_GE, topology, dear)
+
+
+@pytest.mark.parametrize(("slots", "experts"), [("layer", {2, 3}), ("shared", {0, 1})])
+def test_weights_in_kept_slots_are_fetched_once_a_pass_and_in_shared_ones_three_times(slots, experts):
+    """A gradient takes as long as two fetches. Rank 0 sends four experts, rank 1 gets five gradients."""
+    places = [(0, 2), (0, 3), (1, 2), (1, 3), (2, 3), (2, 4), (2, 5), (3, 4), (3, 5)]
+    expert_R, rank_R = np.array(places, np.int16).T
+    cell = CellPlan(
+        np.repeat(np.arange(6), 2).astype(np.int16), expert_R, rank_R, rank_R, expert_R < 2, np.ones((9, 6), np.int32)
+    )
+    prices = replace(COSTS, paths="direct").prices(Topology(6, 6, 9, LINKS), slots)
+    assert expert_R[_least_on_busiest(cell, 6, prices)] in experts
 
 
 def test_where_host_memory_is_slow_replicas_of_other_nodes_are_kept():

@@ -120,11 +120,18 @@ def batch_of(*lengths, seed=0):
 def foreign(spec, batch, seed=1, absent=()):
     """Routes that no router chose, with none for the rows (sequence, position) that are absent; of version 1."""
     rng = np.random.default_rng(seed)
-    shape = (spec.num_layers, spec.num_experts)
-    routes = [np.argsort(rng.random((n, *shape)), -1)[..., : spec.top_k] for n in batch.lengths]
+    routes = [random_ids(rng, spec, length) for length in batch.lengths]
     valid = [np.array([(s, p) not in absent for p in range(n)]) for s, n in enumerate(batch.lengths)]
     versions = [np.full(n, 1) for n in batch.lengths]
     return RoutingTrace.from_rows(spec, batch.sequences, routes, valid=valid, weight_versions=versions)
+
+
+def random_ids(rng, spec, num_rows):
+    """[rows, L, K], -1 behind the picks of a layer."""
+    scores = rng.random((num_rows, spec.num_layers, spec.num_experts))
+    for layer, (num_experts, _) in enumerate(spec.sizes_L):
+        scores[:, layer, num_experts:] = 2  # sorted behind all experts that there are
+    return np.where(spec.is_pick_LK, np.argsort(scores, axis=-1)[..., : spec.top_k], -1)
 
 
 def recorded(on, batch, **options):
@@ -159,7 +166,8 @@ def map_of(trace, batch, column):
     for s, length in enumerate(batch.lengths):
         rows = slice(trace.offsets[s], trace.offsets[s + 1])
         map_TE = np.zeros((length, trace.spec.num_experts), bool)
-        np.put_along_axis(map_TE, trace.expert_ids_NLK[rows, column].astype(int), True, axis=-1)
+        picks_TK = trace.expert_ids_NLK[rows, column, : trace.spec.sizes_L[column][1]].astype(int)
+        np.put_along_axis(map_TE, picks_TK, True, axis=-1)
         map_BTE[s, :length] = map_TE & trace.valid_N[rows, None]
     return map_BTE
 
@@ -171,7 +179,7 @@ def require_followed(given, trace, batch):
         wanted = map_of(trace, batch, each.column)
         routed = wanted.any(-1)
         assert np.array_equal(each.map_BTE[routed], wanted[routed]), f"layer {each.column} did not follow"
-        assert (each.map_BTE.sum(-1) == trace.spec.top_k).all()
+        assert (each.map_BTE.sum(-1) == trace.spec.sizes_L[each.column][1]).all()
 
 
 def refuses(kind, said, call):

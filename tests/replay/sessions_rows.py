@@ -22,12 +22,7 @@ BATCH = batch_of()
 UNPADDED = batch_of(9, 9, 9)  # Megatron's own bias of experts fails on a mask of padding
 LASTS = [(s, length - 1) for s, length in enumerate(BATCH.lengths)]
 """Absent in all cases, as engines give them."""
-ABSENT = {
-    "none": [],
-    "gap": [(0, 2), (0, 3), (2, 0)],
-    "tail": [(0, 7), (1, 4)],
-    "all": [(0, p) for p in range(9)],
-}
+ABSENT = {"none": [], "gap": [(0, 2), (0, 3), (2, 0)], "tail": [(0, 7), (1, 4)], "all": [(0, p) for p in range(9)]}
 
 
 def mask_of(absent):
@@ -65,7 +60,7 @@ def check_rows_without_a_route_are_routed_by_the_model_and_others_as_given(frame
     on = framework.built(usual)
     cases = [(on, name, missing) for name in ABSENT for missing in ("native", "drop")]
     for on, name, missing in cases + [(framework.built(gate), "gap", "native") for gate in others]:
-        absent, top_k = ABSENT[name], on.routed.spec.top_k
+        absent = ABSENT[name]
         trace = foreign(on.routed.spec, BATCH, absent=absent + LASTS)
         for telemetry in (False, True):
             with on.routed.replay(trace, missing=missing, telemetry=telemetry) as session, on.given() as given:
@@ -76,6 +71,7 @@ def check_rows_without_a_route_are_routed_by_the_model_and_others_as_given(frame
             for each in given:
                 wanted = map_of(trace, BATCH, each.column)
                 own = torch.zeros(wanted.shape, dtype=torch.bool)
+                top_k = trace.spec.sizes_L[each.column][1]
                 own.scatter_(-1, scores[each.column].topk(top_k, dim=-1).indices, True)
                 wanted = np.where(wanted.any(-1, keepdims=True), wanted, own.numpy())
                 real = BATCH.real_BT.numpy()
@@ -149,8 +145,8 @@ def check_padding_is_spread_over_experts_and_real_rows_go_where_they_went(framew
             require_followed(given, trace, BATCH)
             counts[padding] = session.agreement().routing.shared_L, session.expert_counts_LE()
             assert torch.equal(session.loss_mask_BT, BATCH.real_BT)
-            assert counts[padding][1].sum() == trace.expert_ids_NLK.size
-            loads = [each.map_BTE[~real].sum(0) for each in given]
+            assert counts[padding][1].sum() == trace.num_rows * trace.spec.picks_L.sum()
+            loads = [each.map_BTE[~real].sum(0)[: trace.spec.sizes_L[each.column][0]] for each in given]
             assert all((load.max() - load.min() <= 1) == (padding == "spread") for load in loads), (gate, loads)
         assert all(map(np.array_equal, counts["native"], counts["spread"]))
         # experts are given other numbers of rows, for which a processor may add up in another order

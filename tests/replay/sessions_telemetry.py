@@ -111,14 +111,14 @@ def check_recorded_margins_are_the_gap_to_the_best_expert_that_could_have_been_p
         on = framework.built(gate)
         with on.scores() as scores, on.routed.record(margins=True) as recording, torch.no_grad():
             on.run(BATCH)
-        for column, scores_BTE in enumerate(scores):
-            margins = margins_of(scores_BTE[BATCH.real_BT].numpy(), on.routed.spec.top_k)
+        for column, (scores_BTE, (_, top_k)) in enumerate(zip(scores, on.routed.spec.sizes_L, strict=True)):
+            margins = margins_of(scores_BTE[BATCH.real_BT].numpy(), top_k)
             assert (margins > 0).all(), gate
             seen = recording.margins_NL()[:, column]
             assert np.allclose(seen, margins, rtol=1e-4, atol=1e-7), gate
             if on.selects_by_logits:  # one subtraction of what is known to the bit
                 narrow = scores_BTE[BATCH.real_BT].float().numpy()
-                assert np.array_equal(seen, margins_of(narrow, on.routed.spec.top_k)), gate
+                assert np.array_equal(seen, margins_of(narrow, top_k)), gate
 
 
 def check_a_recording_keeps_of_margins_one_number_for_each_row_and_layer(framework):

@@ -47,11 +47,7 @@ def check_forwards_and_sessions_of_another_thread_are_refused_while_one_is_open(
     for session in (on.routed.replay(trace), on.routed.record()):
         with session:
             expected = on.loss(BATCH)
-            for refused in (
-                lambda: on.loss(BATCH),
-                entering(on.routed.record),
-                entering(on.routed.replay, trace),
-            ):
+            for refused in (lambda: on.loss(BATCH), entering(on.routed.record), entering(on.routed.replay, trace)):
                 outcome = in_thread(refused)
                 require_refused(outcome)
                 assert f"thread {threading.current_thread().name!r}" in str(outcome)

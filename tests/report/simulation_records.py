@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from benchmarks.balancers import OTHER_BALANCERS
-from foreroute.simulate import MethodRecord, SimulationRecord, SweepRecord, Timeline, parse_config
+from foreroute.simulate import SimulatedMethod, SimulationRecord, SweepRecord, Timeline, parse_config
 from foreroute.simulate.engine import PARTS
 from foreroute.simulate.methods import METHODS, PRESETS
-from foreroute.simulate.records import StageSeconds
+from foreroute.simulate.records import PhaseSeconds
 from foreroute.simulate.timelines import Span
 
 TRAINING = {
@@ -39,15 +39,19 @@ def method(name, training=None):
     recompute, update = 0.2 * training, 0.8 * training
     parts = [dict(zip(PARTS, [share * s for share in shares], strict=True)) for s in (recompute, update)]
     parts[0]["waiting for the plan"] = waits
-    stages = StageSeconds(waits, 0.31 if name == "ours_rehomed" else 0.0, 0.0, recompute, update, 0.42, 0.011)
-    return MethodRecord(
+    phases = PhaseSeconds(waits, 0.31 if name == "ours_rehomed" else 0.0, 0.0, recompute, update, 0.42, 0.011)
+    return SimulatedMethod(
         name=name,
         label=LABELS[name],
         not_executed=() if name == "static" or name in PRESETS else ("plans of other balancers",),
-        stages=stages,
+        phases=phases,
         recompute_parts=parts[0],
         update_parts=parts[1],
         imbalance=2.09 if name == "static" else 1.02,
+        imbalance_99=2.5,
+        imbalance_worst=3.0,
+        cross_node_share=0.25,
+        home_moves=0,
         share_of_forced_balance=FORCED / training,
         share_of_bound=BOUND / training,
         speedup_over_static=TRAINING["static"] / training,
@@ -55,8 +59,8 @@ def method(name, training=None):
         planning_s=0.0 if name == "static" else 2.13,
         fetches_per_cell=0.0 if name == "static" else 120.4 if name == "eplb_micro_step" else 3.1,
         moved_bytes={"rows": {"node": 2.5e9, "cluster": 1.25e9}},
-        gpu_hours=sum(stages) * 64 / 3600,
-        gpu_hours_saved=(TRAINING["static"] + 0.431 - sum(stages)) * 64 / 3600,
+        gpu_hours=sum(phases) * 64 / 3600,
+        gpu_hours_saved=(TRAINING["static"] + 0.431 - sum(phases)) * 64 / 3600,
     )
 
 

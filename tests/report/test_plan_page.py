@@ -1,18 +1,22 @@
 """The page of a plan, its rows, tiles and finding; and how numbers look on every page."""
 
+import tomllib
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from foreroute.costs.cluster_file import Cluster, parse_cluster
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import hardware_preset, model_preset
 from foreroute.plan import Topology
+from foreroute.plan.options import PASS_NAMES
 from foreroute.report.figure import integer_ticks, ticks_above_one
 from foreroute.report.format import duration, over_mean, percentage, step_time, time_unit
+from foreroute.report.methods import BOUND
 from foreroute.report.plan import plan_finding, plan_table, plan_tiles, write_plan_page
 from foreroute.simulate.balancers import BalancerInput
-from foreroute.simulate.compare import compare, facts_of, figures_of
+from foreroute.simulate.compare import TimedPlan, compare_plan
 from foreroute.simulate.methods import BALANCERS
 from foreroute.trace import RoutedLayer
 from tests.plan.random_plans import LINKS, random_counts, random_plan
@@ -21,15 +25,15 @@ from tests.report.pages import rows_of, text_of
 COSTS = CostModel(model=model_preset("qwen3-30b-a3b"), hardware=hardware_preset("h100"))
 
 
-def case(topology=None, shape=(3, 2, 4, 8), *, empty=False):
+def case(topology=None, shape=(3, 2, 4, 8), *, empty=False, at_home=()):
     topology = topology or Topology(4, 2, 2, LINKS)
     counts = random_counts(0, shape, most=1 if empty else 900)
     plan = random_plan(counts, topology, seed=1, moves=4)
-    step = facts_of(plan, counts, COSTS)
-    problem = BalancerInput(counts, topology, plan.previous_home_LE)
-    others = compare(problem, COSTS, {name: BALANCERS[name] for name in ("static", "eplb_micro_step")})
-    ours = figures_of(plan, counts, COSTS, label="foreroute", planning_s=0.0123)
-    return plan, step, [*others, ours]
+    if at_home:
+        plan = replace(plan, gains={name: 0.0 if name in at_home else 0.5 for name in PASS_NAMES}, priced_paths="host")
+    problem = BalancerInput(counts, topology, plan.previous_home_LE, costs=COSTS)
+    others = {name: BALANCERS[name] for name in ("static", "eplb_micro_step")}
+    return compare_plan(TimedPlan(plan, {}, 0.1, 0.0123), problem, others)
 
 
 def cells(table, label):
@@ -39,83 +43,134 @@ def cells(table, label):
 
 
 def test_everything_is_on_the_page(tmp_path):
-    plan, step, records = case()
-    html = write_plan_page(plan, step, records, {"step": "3 micro-steps"}, tmp_path / "page.html").read_text()
-    text, table = text_of(html), plan_table(records, step)
+    found = case()
+    cluster = Cluster(found.plan.topology, COSTS)
+    html = write_plan_page(found, {"step": "3 micro-steps"}, tmp_path / "page.html", cluster=cluster).read_text()
+    text, table = text_of(html), plan_table(found)
     assert html.count("data:image/svg+xml;base64,") == 3
     assert "is not shown" not in html
-    assert plan_finding(records) in text
-    for tile in plan_tiles(plan, step, records):
+    assert plan_finding(found) in text
+    for tile in plan_tiles(found):
         assert f"{tile.name} {tile.value} {tile.against}".strip().replace("\N{NO-BREAK SPACE}", " ") in text
     shown = rows_of(html)
     for row in table.rows:
         assert shown[row.cells[0]] == [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in row.cells[1:]]
     assert [row.strong for row in table.rows] == [False, False, True, False]
     assert "3 micro-steps" in text
+    rates = {key: value for key, (value, *_) in shown.items() if "." in key}
+    assert (rates["topology.num_ranks"], rates["hardware.gemm_flops_per_s"]) == ("4", "6e+14")
+    read = tomllib.loads(
+        "\n".join(f"{key} = {value if value[0].isdigit() else repr(value)}" for key, value in rates.items())
+    )
+    assert parse_cluster(read, source="the page") == cluster, "seconds can be computed again"
 
 
 def test_rows_say_what_records_say():
-    plan, step, records = case()
-    table = plan_table(records, step)
-    static, ours, bound = (cells(table, label) for label in ("static", "foreroute", "no plan beats"))
+    found = case()
+    table = plan_table(found)
+    static, planned, bound = (cells(table, label) for label in ("static", "foreroute", BOUND))
+    records = found.methods
     assert static["Speedup over static"] == "1.00\N{MULTIPLICATION SIGN}"
     assert static["Planning time"] == ""
-    assert static["Slowest rank over mean"] == f"{records[0].imbalance_ML.mean():.3f}"
-    assert ours["Experts fetched per cell"] == f"{plan.hosts.fetched_R.sum() / 6:.1f}"
-    assert ours["Speedup over static"] == f"{records[0].seconds / records[-1].seconds:.2f}\N{MULTIPLICATION SIGN}"
-    assert ours["Planning time"] == "12.3\N{NO-BREAK SPACE}ms"
-    assert bound["Step, modelled"] == step_time(step.least_seconds)
-    assert bound["In the worst cell"] == f"{step.least_over_mean_ML.max():.3f}"
+    assert static["Slowest rank over mean"] == f"{records[0].imbalance:.3f}"
+    assert planned["Experts fetched per cell"] == f"{found.plan.hosts.fetched_R.sum() / 6:.1f}"
+    assert (
+        planned["Speedup over static"] == f"{records[0].training_s / records[-1].training_s:.2f}\N{MULTIPLICATION SIGN}"
+    )
+    assert planned["Planning time"] == "12.3\N{NO-BREAK SPACE}ms"
+    assert bound["Recompute and update, modelled"] == step_time(found.least_s)
+    assert bound["In the worst cell"] == f"{found.least_over_mean_ML.max():.3f}"
 
 
 def test_tiles_say_what_no_row_says():
-    plan, step, records = case()
-    replicas, gap = plan_tiles(plan, step, records)
-    gap_ML = records[-1].imbalance_ML / step.least_over_mean_ML - 1
-    assert replicas.value == f"{plan.num_replicas_ML.mean():.1f}"
+    found = case()
+    replicas, gap = plan_tiles(found)
+    gap_ML = found.planned.over_mean_SMLG[0].max(axis=-1) / found.least_over_mean_ML - 1
+    assert replicas.value == f"{found.plan.num_replicas_ML.mean():.1f}"
+    kept = (len(found.plan.hosts.fetched_R) - found.plan.hosts.fetched_R.sum()) / 6
+    assert replicas.against.startswith(f"{kept:.1f} stay in their slots")
     assert (gap.value, gap.against.split(" at most")[0]) == tuple(map(percentage, (np.median(gap_ML), gap_ML.max())))
 
 
 @pytest.mark.usefixtures("unpainted")
 def test_layers_have_the_numbers_that_the_model_gives_them(tmp_path):
-    plan, step, records = case()
+    found = case()
     layers = (RoutedLayer(3), RoutedLayer(5))
-    named = text_of(write_plan_page(plan, step, records, {}, tmp_path / "a.html", layers=layers).read_text())
-    assert f"in {layers[most_uneven(records)]}, the most uneven layer" in named
-    counted = text_of(write_plan_page(plan, step, records, {}, tmp_path / "b.html").read_text())
-    assert f"in routed layer {most_uneven(records)}, counted from 0, the most uneven layer" in counted
+    worst = int(found.at_home.over_mean_SMLG[0].max(axis=-1).mean(axis=0).argmax())
+    named = text_of(write_plan_page(found, {}, tmp_path / "a.html", layers=layers).read_text())
+    assert f"in {layers[worst]}, the most uneven layer" in named
+    counted = text_of(write_plan_page(found, {}, tmp_path / "b.html").read_text())
+    assert f"in routed layer {worst}, counted from 0, the most uneven layer" in counted
 
 
 def test_one_empty_cell(tmp_path):
-    plan, step, records = case(shape=(1, 1, 4, 8), empty=True)
-    text = text_of(write_plan_page(plan, step, records, {}, tmp_path / "page.html").read_text())
+    text = text_of(write_plan_page(case(shape=(1, 1, 4, 8), empty=True), {}, tmp_path / "page.html").read_text())
     assert "the slowest rank has 1.000 times the mean load, and 1.000 times without balancing" in text
 
 
 @pytest.mark.parametrize(
-    ("plan_s", "static_s", "rival_s", "words"),
+    ("at_home", "begins", "tone", "titles"),
     [
-        (1.0, 2.0, 1.5, "2.00 times as fast as static and 1.50 times as fast as the strongest other balancer, EPLB"),
-        (1.0, 1.004, 0.5, "is as fast as static and 0.50 times as fast as the strongest other balancer, EPLB"),
-        (1.0, 0.99, 1.02, "is 0.99 times as fast as static and 1.02 times as fast as the strongest other balancer"),
-        (1.0, 0.5, None, "is 0.50 times as fast as static; the slowest rank"),
+        ((), "Use the plan: by the cost model, recompute and update are ", "fine", "under the plan"),
+        (
+            ("recompute",),
+            "Use the plan in the update; the recompute runs with every expert at its home",
+            "note",
+            "under the plan, update alone",
+        ),
+        (
+            ("recompute", "update"),
+            "Do not use the plan: both passes run with every expert at its home, where the slowest rank has",
+            "warning",
+            "under the plan, not executed",
+        ),
     ],
 )
-def test_the_finding_is_beside_static_and_the_strongest_rival(plan_s, static_s, rival_s, words):
-    _, _, (static, rival, ours) = case()
-    others = [] if rival_s is None else [replace(priced(rival, rival_s), label="EPLB")]
-    finding = plan_finding([priced(static, static_s), *others, priced(ours, plan_s)])
+def test_the_page_says_first_whether_to_use_the_plan(tmp_path, at_home, begins, tone, titles):
+    found = case(at_home=at_home)
+    html = write_plan_page(found, {}, tmp_path / "page.html").read_text()
+    finding = plan_finding(found)
+    assert finding.startswith(begins)
+    assert "as planned" not in finding, "the plan is no method beside itself"
+    assert f'<p class="card finding {tone}">{finding}' in html
+    assert f"; {titles} " in html
+    labels = plan_table(found).column("Method")
+    assert labels[2:-1] == [*["foreroute, as planned"] * bool(at_home), "foreroute"]
+    if len(at_home) == 2:
+        assert f"{found.methods[-1].imbalance:.3f} times the mean load. Under the plan" in finding
+        assert f"would have {found.methods[-2].imbalance:.3f} times the mean, and" in finding
+
+
+def test_a_plan_without_replicas_is_nothing_to_use():
+    found = case(Topology(4, 2, 0, LINKS))
+    assert plan_finding(found).startswith("There is nothing to use: the plan has no replicas.")
+    assert plan_table(found).column("Method")[-2] == "foreroute"
+
+
+@pytest.mark.parametrize(
+    ("plan_s", "static_s", "other_s", "words"),
+    [
+        (1.0, 2.0, 1.5, "2.00 times as fast as static and 1.50 times as fast as EPLB, the strongest other method;"),
+        (1.0, 1.004, 0.5, "are as fast as static and 0.50 times as fast as EPLB, the strongest other method;"),
+        (1.0, 0.99, 1.02, "are 0.99 times as fast as static and 1.02 times as fast as EPLB, the strongest other"),
+        (1.0, 0.5, None, "are 0.50 times as fast as static; the slowest rank"),
+    ],
+)
+def test_the_finding_is_beside_static_and_the_strongest_other_method(plan_s, static_s, other_s, words):
+    found = case()
+    static, other, planned = found.methods
+    others = [] if other_s is None else [replace(priced(other, other_s), label="EPLB")]
+    finding = plan_finding(replace(found, methods=(priced(static, static_s), *others, priced(planned, plan_s))))
     assert words in finding
-    assert finding.startswith("By the cost model, the step under this plan is ")
-    assert ("strongest" in finding) is (rival_s is not None)
+    assert ("strongest" in finding) is (other_s is not None)
 
 
 def priced(record, seconds):
-    return replace(record, parts_MLSP=record.parts_MLSP * (seconds / record.seconds))
-
-
-def most_uneven(records):
-    return int(records[0].imbalance_ML.mean(axis=0).argmax())
+    parts = [
+        {part: value * seconds / record.training_s for part, value in parts.items()}
+        for parts in (record.recompute_parts, record.update_parts)
+    ]
+    return replace(record, recompute_parts=parts[0], update_parts=parts[1])
 
 
 SHOWN = {

@@ -8,8 +8,7 @@ import pytest
 from foreroute.costs.presets import hardware_preset
 from foreroute.report import simulation_plots
 from foreroute.report.simulation import (
-    COLUMNS,
-    compared_methods,
+    HEADINGS,
     executed,
     simulation_finding,
     simulation_table,
@@ -17,20 +16,20 @@ from foreroute.report.simulation import (
     write_simulation_page,
 )
 from foreroute.simulate.fit import FitRecord
+from foreroute.simulate.records import compared
 from tests.report.pages import plots_of, rows_of, text_of
 from tests.report.simulation_records import TRAINING, config, record, sweeps, timeline, timelines
 from tests.tiers import grid
 
-HEADINGS = [column.heading for column in COLUMNS][1:]
 SHOWN = {
     "Executed": lambda m: "no" if m.not_executed else "yes",
-    "Recompute and update": lambda m: m.training_s,
+    "Recompute and update, modelled": lambda m: m.training_s,
     "Speedup over static": lambda m: m.speedup_over_static,
     "Share of forced balance": lambda m: 100 * m.share_of_forced_balance,
     "Share of the bound": lambda m: 100 * m.share_of_bound,
     "Slowest rank over mean": lambda m: m.imbalance,
-    "Wait for the plan": lambda m: 1e3 * m.stages.planning,
-    "Home moves": lambda m: 1e3 * m.stages.home_moves,
+    "Wait for the plan": lambda m: 1e3 * m.phases.planning,
+    "Home moves": lambda m: 1e3 * m.phases.home_moves,
     "Exposed transfers": lambda m: 100 * m.exposed_share,
     "Groups wait": lambda m: 100 * m.groups_waiting,
     "Experts fetched per cell": lambda m: m.fetches_per_cell,
@@ -51,7 +50,7 @@ def full(tmp_path_factory):
 
 def cells_of(html, label):
     """Numbers, yes and no of a row of the table by their column, as text; empty cells left out."""
-    cells = dict(zip(HEADINGS, rows_of(html)[label], strict=True))
+    cells = dict(zip(HEADINGS[1:], rows_of(html)[label], strict=True))
     return {name: re.match(r"-?[\d.]+|yes|no", value)[0] for name, value in cells.items() if value}
 
 
@@ -69,24 +68,25 @@ def test_numbers_of_the_table_are_those_of_the_records(full):
         known = {name: of(method) for name, of in SHOWN.items()}
         if method.name == "static":
             del known["Wait for the plan"], known["Planning time"], known["GPU-hours saved"]
-        if not method.stages.home_moves:
+        if not method.phases.home_moves:
             del known["Home moves"]
         assert set(cells) == set(known)
         assert [name for name, text in cells.items() if not rounds_to(text, known[name])] == []
         assert rounds_to(cells["Speedup over static"], 17.72 / TRAINING[method.name])
     assert [row.strong for row in simulation_table(record()).rows].count(True) == 4
     assert cells_of(full, "forced balance")["Share of forced balance"] == "100.0"
-    assert [cells_of(full, limit)["Executed"] for limit in ("forced balance", "no plan beats")] == ["no", "no"]
-    assert cells_of(full, "no plan beats")["Share of the bound"] == "100.0"
+    assert [cells_of(full, limit)["Executed"] for limit in ("forced balance", "lower bound")] == [
+        "no",
+        "no",
+    ]
+    assert cells_of(full, "lower bound")["Share of the bound"] == "100.0"
 
 
 def test_tiles_and_sentences_are_on_the_page(full):
     text, found = text_of(full), record()
     hours, all_hours = ((17.72 - 13.21 - 0.0123) * 64 / 3600, found["static"].gpu_hours)
-    saved = (
-        f"GPU-hours saved in 1000 steps {1000 * hours:.3g} of {1000 * all_hours:.3g} without balancing, by foreroute"
-    )
-    assert saved in text
+    saved = f"{1000 * hours:.3g} of {1000 * all_hours:.3g} for whole steps without balancing, by foreroute"
+    assert f"GPU-hours saved in 1000 steps {saved}" in text
     assert "cells of a group in a step 1,536 2 of 4 groups simulated" in text
     assert simulation_finding(found) in text
     assert executed(found) in text
@@ -131,29 +131,19 @@ def test_what_is_missing_is_said(tmp_path):
     ("names", "shown", "finding"),
     [
         (("static",), [], "forced balance would make recompute and update 1.35 times as fast as static; no other"),
-        (
-            ("static", "llep", "laer"),
-            ["laer"],
-            "LAER-style (not executed) makes recompute and update 1.27 times as fast as static.",
-        ),
-        (
-            ("static", "llep"),
-            ["llep"],
-            "LLEP-style (not executed) makes recompute and update 1.19 times as fast as static.",
-        ),
+        (("static", "llep", "laer"), ["laer"], "LAER-style (not executed) makes recompute and update 1.27 times"),
         (("static", "ours_traffic"), ["ours_traffic"], "1.81 times as fast as static."),
         (
             ("static", "ours", "llep"),
             ["ours", "llep"],
-            "foreroute makes recompute and update 1.34 times as fast as static and 1.13 times as fast as LLEP-style "
-            "(not executed), the strongest other method.",
+            "1.34 times as fast as static and 1.13 times as fast as LLEP-style (not executed), the strongest other",
         ),
     ],
     quick=2,
 )
 def test_some_methods_alone(tmp_path, names, shown, finding):
     found = record(names)
-    assert [method.name for method in compared_methods(found)] == shown
+    assert [method.name for method in compared(found.methods)] == shown
     text = text_of(page(tmp_path, found, sweeps=sweeps(names)[:1]))
     assert finding in text
     assert ("strongest" in text) is ("ours" in names)
@@ -175,7 +165,7 @@ def test_a_scenario_that_no_executor_carries_out_is_marked_at_every_figure(tmp_p
     assert set(simulation_table(found).column("Executed")) == {"no"}
     text = text_of(page(tmp_path, found, timelines=timelines()))
     assert "All times are modelled, not executed" in text
-    plots = [simulation_plots.by_stage(found), simulation_plots.by_part(found)]
+    plots = [simulation_plots.by_phase(found), simulation_plots.by_part(found)]
     plots += simulation_plots.timelines(timelines(), found)
     assert all(plot.caption.x_label.endswith("seconds, modelled, not executed") for plot in plots)
 
@@ -194,7 +184,7 @@ def test_points_of_a_sweep_that_no_executor_carries_out_are_named(tmp_path):
 def test_a_faster_plan_of_ours_stands_in_the_finding_and_no_other_does():
     found = record(("static", "ours", "ours_traffic", "eplb_micro_step"))
     assert "foreroute, 8 slots against traffic is 1." in simulation_finding(found)
-    slower = replace(found["ours_traffic"], stages=found["ours"].stages)
+    slower = replace(found["ours"], name="ours_traffic", label="foreroute, 8 slots against traffic")
     assert "against traffic" not in simulation_finding(
         replace(found, methods=(found["static"], found["ours"], slower, found["eplb_micro_step"]))
     )
@@ -203,9 +193,9 @@ def test_a_faster_plan_of_ours_stands_in_the_finding_and_no_other_does():
 def test_a_step_that_takes_longer_is_no_gain_however_fast_its_training():
     found = record(("static", "ours"))
     assert simulation_finding(found).startswith("By the cost model, foreroute makes recompute and update 1.34 times")
-    stages = found["ours"].stages._replace(planning=9.0)
-    hours = sum(stages) * 64 / 3600
-    late = replace(found["ours"], stages=stages, gpu_hours=hours, gpu_hours_saved=found["static"].gpu_hours - hours)
+    phases = found["ours"].phases._replace(planning=9.0)
+    hours = sum(phases) * 64 / 3600
+    late = replace(found["ours"], phases=phases, gpu_hours=hours, gpu_hours_saved=found["static"].gpu_hours - hours)
     found = replace(found, methods=(found["static"], late))
     assert simulation_finding(found) == (
         "By the cost model, foreroute makes the whole step 0.80 times as fast as static, with 9\N{NO-BREAK SPACE}s "
@@ -236,14 +226,14 @@ def test_fitted_rates(tmp_path):
         median_error=0.035,
         worst_error=0.04,
         rank_correlation=1.0,
+        before={"gemm_flops_per_s": 6e14, "host_bytes_per_s": 5e10, "layer_s": 4e-5},
     )
-    before = {"gemm_flops_per_s": 6e14, "host_bytes_per_s": 5e10, "layer_s": 4e-5}
-    html = page(tmp_path, record(("static",)), fit=(found, before))
+    html = page(tmp_path, record(("static",)), fit=found)
     text = text_of(html)
     assert "gemm_flops_per_s 600 TFLOP/s 321 TFLOP/s" in text
     assert "host_bytes_per_s 50 GB/s 25 GB/s" in text
     assert "layer_s 40 us 90 us" in text
-    assert "2 measured stages are predicted with a median error of 3.50 % and a worst of 4.00 %" in text
+    assert "2 measured passes are predicted with a median error of 3.50 % and a worst of 4.00 %" in text
     assert "the rank correlation is 1.00." in text
-    html = page(tmp_path, record(("static",)), fit=(replace(found, rank_correlation=None), before))
+    html = page(tmp_path, record(("static",)), fit=replace(found, rank_correlation=None))
     assert "the rank correlation is not defined." in text_of(html)

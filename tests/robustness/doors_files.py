@@ -45,7 +45,7 @@ def write_files(folder):
     counts = np.random.default_rng(0).poisson(20, (1, LAYERS, 2, EXPERTS))
     save_counts(counts, folder / "counts.safetensors")
     save_plan(plan(counts, load_cluster(folder / "cluster.toml").topology), folder / "plan.safetensors")
-    line = {"counts": "counts.safetensors", "plan": None, "stage": "recompute", "seconds": 0.004}
+    line = {"counts": "counts.safetensors", "plan": None, "pass_name": "recompute", "seconds": 0.004}
     (folder / "measured.jsonl").write_text("".join(json.dumps(line | {"seconds": s}) + "\n" for s in (0.004, 0.011)))
     (folder / "model").mkdir()  # whose configuration is enough to know its layers
     (folder / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"} | MODEL))

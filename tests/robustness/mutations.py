@@ -24,7 +24,7 @@ def damage(raw, rng):
     """One to three random changes of the bytes; the result may happen to be equal."""
     for _ in range(int(rng.integers(1, 4))):
         if raw:
-            raw = DAMAGES[int(rng.integers(len(DAMAGES)))](raw, rng)
+            raw = _one_of(DAMAGES, rng)(raw, int(rng.integers(len(raw))), rng)
     return raw
 
 
@@ -85,74 +85,34 @@ def forge_values(values, rng):
     return values
 
 
-def _flip_bit(raw, rng):
-    place = int(rng.integers(len(raw)))
-    return _with_byte(raw, place, raw[place] ^ 1 << int(rng.integers(8)))
+def _put(raw, at, piece):
+    """The bytes with others in their place from there on; as many as before."""
+    return (raw[:at] + piece + raw[at + len(piece) :])[: len(raw)]
 
 
-def _set_byte(raw, rng):
-    return _with_byte(raw, int(rng.integers(len(raw))), int(rng.integers(256)))
+def _alike(raw, at, rng):
+    same = next((each for each in ALIKE if raw[at] in each), b"+/")
+    return _put(raw, at, bytes([same[int(rng.integers(len(same)))]]))
 
 
-def _with_byte(raw, place, byte):
-    return raw[:place] + bytes([byte]) + raw[place + 1 :]
-
-
-def _exchange_character(raw, rng):
-    place = int(rng.integers(len(raw)))
-    alike = next((each for each in ALIKE if raw[place] in each), b"+/")
-    return _with_byte(raw, place, alike[int(rng.integers(len(alike)))])
-
-
-def _truncate(raw, rng):
-    return raw[: int(rng.integers(len(raw)))]
-
-
-def _extend(raw, rng):
-    return raw + rng.bytes(int(rng.integers(1, 64)))
-
-
-def _cut_out(raw, rng):
-    start, size = int(rng.integers(len(raw))), int(rng.integers(1, 64))
-    return raw[:start] + raw[start + size :]
-
-
-def _copy_over(raw, rng):
-    source, target = (int(x) for x in rng.integers(len(raw), size=2))
-    piece = raw[source : source + int(rng.integers(1, 256))]
-    return (raw[:target] + piece + raw[target + len(piece) :])[: len(raw)]
-
-
-def _zero_out(raw, rng):
-    start, size = int(rng.integers(len(raw))), int(rng.integers(1, 256))
-    return raw[:start] + bytes(len(raw[start : start + size])) + raw[start + size :]
-
-
-def _plant_number(raw, rng):
-    start = int(rng.integers(len(raw))) // 8 * 8
-    return (raw[:start] + struct.pack("<Q", _extreme(rng)) + raw[start + 8 :])[: max(len(raw), start + 8)]
-
-
-def _change_digit(raw, rng):
-    head = np.frombuffer(raw[:4096], np.uint8)
-    digits = np.flatnonzero((head >= ord("0")) & (head <= ord("9")))
-    if not len(digits):
-        return raw
-    place = int(rng.choice(digits))
+def _other_number(raw, at, rng):
+    """Another number for a digit of the head."""
+    digits = [place for place, byte in enumerate(raw[:4096]) if byte in ALIKE[0]] or [at]
+    place = digits[int(rng.integers(len(digits)))]
     return raw[:place] + str(rng.integers(10 ** int(rng.integers(1, 12)))).encode() + raw[place + 1 :]
 
 
 DAMAGES = (
-    _flip_bit,
-    _set_byte,
-    _exchange_character,
-    _truncate,
-    _extend,
-    _cut_out,
-    _copy_over,
-    _zero_out,
-    _plant_number,
-    _change_digit,
+    lambda raw, at, rng: _put(raw, at, bytes([raw[at] ^ 1 << int(rng.integers(8))])),
+    lambda raw, at, rng: _put(raw, at, rng.bytes(1)),
+    _alike,
+    _other_number,
+    lambda raw, at, rng: raw[:at],
+    lambda raw, at, rng: raw + rng.bytes(int(rng.integers(1, 64))),
+    lambda raw, at, rng: raw[:at] + raw[at + int(rng.integers(1, 64)) :],
+    lambda raw, at, rng: _put(raw, int(rng.integers(len(raw))), raw[at : at + int(rng.integers(1, 256))]),
+    lambda raw, at, rng: _put(raw, at, bytes(int(rng.integers(1, 256)))),
+    lambda raw, at, rng: _put(raw, at // 8 * 8, struct.pack("<Q", _extreme(rng))),
 )
 
 
@@ -181,20 +141,16 @@ def _replaced(tensor, rng):
         return tensor
     words = flat.view(f"u{flat.itemsize}")
     bits = 8 * flat.itemsize
-    kind = int(rng.integers(7))
+    kind, inner = int(rng.integers(5)), max(len(words) - 2, 0)
     if kind == 0:  # differences of neighbours wrap to something small, and the ends stay
-        words[1:-1] = np.array([_staircase(i, bits, rng) for i in range(max(len(words) - 2, 0))], np.uint64)
+        words[1:-1] = np.array([_staircase(i, bits, rng) for i in range(inner)], np.uint64)
     elif kind == 1:  # lengths whose sum wraps to what it was
         total = int(words.sum(dtype=np.uint64))
         words[:] = np.array([_extreme(rng) % (1 << bits) for _ in words], np.uint64)
         words[-1] = (total - int(words[:-1].astype(object).sum())) % (1 << bits)
     elif kind == 2:
-        words[:] = np.array([_extreme(rng) % (1 << bits) for _ in words], np.uint64)
+        words[:] = rng.permutation(words) if rng.random() < 0.5 else words[::-1].copy()
     elif kind == 3:
-        words[:] = rng.permutation(words)
-    elif kind == 4:
-        words[:] = words[::-1].copy()
-    elif kind == 5:
         words[:] = _extreme(rng) % (1 << bits)
     else:
         words[:] = rng.integers(0, 1 << min(bits, 62), len(words), dtype=np.uint64)

@@ -10,8 +10,8 @@ from foreroute.train.folder import load_checkpoint
 from foreroute.train.prompts import parse_row
 from tests.report.report_runs import step_line
 from tests.robustness.mutations import forge, forge_json
+from tests.robustness.plans import json_lines, require_unchanged, toml_target
 from tests.robustness.target import Target
-from tests.robustness.texts import json_lines, require_unchanged, toml_target
 from tests.train.small_runs import small_values
 
 TRAINING = small_values(

@@ -15,11 +15,10 @@ from foreroute import layout, mismatch, planner
 from foreroute import plan as plans
 from foreroute import trace as traces
 from foreroute.adapters import hf
-from foreroute.capture import Generation, Sampling, decode, load_generation, save_generation, with_indexer_choices
+from foreroute.capture import Generation, load_generation, save_generation, with_indexer_choices
 from foreroute.costs import CostModel, hardware_preset, model_preset
 from foreroute.doctor import Evidence, diagnose
 from foreroute.doctor.evidence import TrainerPass
-from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.errors import ForerouteError
 from foreroute.mismatch import routing_mismatch, token_mismatch
 from foreroute.replay import masked_logprobs_of_logits
@@ -146,12 +145,6 @@ def replayed(_):
     assert (recorded.trace().num_rows, recorded.margins_NL().shape) == (0, (0, 3))
 
 
-def sampled(_):
-    for prompts in ([], [np.zeros(0, np.int32)]):
-        with pytest.raises(ForerouteError, match="expected one or more, of one token or more"):
-            EmbeddedEngine(tiny()[0]).generate(prompts, Sampling(3, -1), torch.Generator())
-
-
 def of_verl(_):
     ids = torch.zeros((0, 4), dtype=torch.long)
     batch = {"input_ids": ids, "attention_mask": ids, "routed_experts": torch.zeros((0, 4, 3, 2), dtype=torch.int16)}
@@ -200,7 +193,6 @@ REFUSES = {
 
 ONCE = {
     "replay and record": (replayed, None),
-    "engine": (sampled, None),
     "verl": (of_verl, None),
     "masked log-probs": (
         lambda _: masked_logprobs_of_logits(
@@ -211,7 +203,6 @@ ONCE = {
     "concatenate": (lambda _: fr.concatenate([]), "there is no trace to concatenate"),
     "from_padded": (lambda _: fr.RoutingTrace.from_padded(SPEC, [], []), r"token_ids has shape \(0,\)"),
     "from_sequences": (lambda _: fr.RoutingTrace.from_sequences(SPEC, [[]], [[]]), "sequence 0 has 0 tokens"),
-    "decode": (lambda _: decode([], model=SPEC), r"the output has no routed_experts in \[\]"),
     "layout.collect": (lambda _: layout.collect([]), "there is nothing to collect"),
     "layout.starts_from_positions": (
         lambda _: layout.starts_from_positions(np.zeros((1, 0), int), np.zeros((1, 0), bool)),

@@ -1,17 +1,22 @@
 """Malformed inputs for every reader of what others wrote: no crash, no hang, no memory, nothing accepted unseen."""
 
+import ctypes
+import json
+import signal
+
 import numpy as np
 import pytest
 
+from foreroute.errors import InputError
 from tests.robustness import NIGHT
 from tests.robustness.fuzzer import attack, summary
 from tests.robustness.mutations import damage
-from tests.robustness.target import FAILURES, load_group
-from tests.robustness.wires import SAMPLE_TRACE, wires_as_text
+from tests.robustness.target import FAILURES, Target, load_group
+from tests.robustness.traces import SAMPLE_TRACE, wires_as_text
 
 LIGHT = (
-    "texts:text_targets",
-    "wires:wire_targets",
+    "plans:text_targets",
+    "traces:wire_targets",
     "plans:plan_targets",
     "traces:trace_targets",
     "records:record_targets",
@@ -42,9 +47,52 @@ def test_malformed_inputs_are_refused_or_harmless(group):
         assert tally.verdicts["refused"] > INPUTS / 5
 
 
+def readers(folder):
+    """Readers with one defect each, which the fuzzer must see."""
+
+    def make(rng):
+        return json.dumps({"values": list(range(40))}).encode()
+
+    def sound(raw):
+        try:
+            return json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise InputError("no JSON") from error
+
+    def names_no_file(path):
+        if path.read_bytes() != make(None):
+            raise InputError("the file holds something else")
+
+    def harmed(harm):
+        def read(raw):
+            if b"7" not in raw:
+                harm()
+            return sound(raw)
+
+        return read
+
+    def check(raw, value):
+        assert max(value["values"]) < 40
+
+    def target(name, read, check=lambda raw, value: None, **others):
+        return Target(name, make, read, check=check, **others)
+
+    return [
+        target("sound", sound),
+        target("accepts damage", sound, has_checksum=True),
+        target("breaks a rule", sound, check=check),
+        target("traceback", json.loads),
+        target("names no file", names_no_file, file=folder / "given", has_checksum=True),
+        target("crash", harmed(lambda: ctypes.string_at(0))),
+        target("hang", harmed(lambda: signal.sigwait([signal.SIGUSR1]))),
+        target("takes memory", harmed(lambda: np.ones(100 << 17))),
+        target("takes address space", harmed(lambda: np.empty(1 << 30))),
+    ]
+
+
 @pytest.mark.slow
 def test_every_kind_of_defect_is_seen():
-    found = attack("tests.robustness.fuzz_controls:readers", 100, hangs_after_s=8, most_failures=1)
+    found = attack("tests.robustness.test_fuzz:readers", 100, hangs_after_s=8, most_failures=1)
     assert {name: seen(tally) for name, tally in found.items()} == {
         "sound": set(),
         "accepts damage": {"accepted wrong"},
@@ -84,7 +132,7 @@ def test_every_bit_and_every_cut_of_a_file_with_a_checksum_counts(tmp_path, grou
 @pytest.mark.parametrize(("name", "part"), [(name, part) for name, _, parts in wires_as_text() for part in parts])
 def test_what_a_wire_repeats_cannot_change_routes(name, part):
     """Names of types and shapes of an array, which the answer has besides."""
-    target = next(each for each in load_group("tests.robustness.wires:wire_targets", None) if each.name == name)
+    target = next(each for each in load_group("tests.robustness.traces:wire_targets", None) if each.name == name)
     raw, expected, rng = target.make(None), target.content(target.make(None)), np.random.default_rng(12)
     assert target.read(raw).equals(SAMPLE_TRACE)
     start = raw.index(part)

@@ -1,20 +1,26 @@
-"""Trace and generation files, which have checksums."""
+"""Trace and generation files, which have checksums, and the wires that traces are read from, which have none."""
 
+import base64
+import json
 from itertools import pairwise
 
 import numpy as np
 from safetensors.numpy import load as tensors_of
 from safetensors.numpy import save as file_of
 
-from foreroute.capture import Generation, load_generation, save_generation
+from foreroute.capture import Generation, decode, load_generation, save_generation
 from foreroute.testing.routes import synthetic_trace
-from foreroute.trace import ENCODINGS, IndexerSpec, RoutedLayer, RoutingSpec, concatenate, load
+from foreroute.trace import ENCODINGS, IndexerSpec, RoutedLayer, RoutingSpec, RoutingTrace, concatenate, load
 from foreroute.trace.file import FORMAT, encode
-from tests.robustness.mutations import damage, forge, metadata_of, put_checksum_right
+from tests import wires
+from tests.robustness.mutations import damage, forge, forge_json, metadata_of, put_checksum_right
 from tests.robustness.target import Target
 from tests.trace.forging import frame_contents, set_contents
 from tests.traces import foreign_choices, with_decisions
 
+ROLLOUT = wires.rollout(np.random.default_rng(7))
+SAMPLE_TRACE = RoutingTrace.from_sequences(ROLLOUT.spec, [ROLLOUT.tokens], [ROLLOUT.routes_RLK])
+"""The routes of every valid sample."""
 MODELS = (
     ((8, 2),) * 3,
     ((128, 8),) * 2,
@@ -138,3 +144,45 @@ def _require_generation(raw, generation):
     assert len(generation.logprobs_R) == int(generation.sampled_N.sum())
     assert len(generation.sampled_N) == generation.trace.num_rows
     assert (generation.prompt_lengths >= 1).all()
+
+
+def wire_targets(folder):
+    """The decoder of every text or byte wire of the capture room.
+
+    No wire has a checksum: a byte of the payload that turns one plausible row into another cannot be noticed by any
+    reader. What can be noticed stands in `wires_as_text`: the parts of a sample in which the wire repeats itself, where
+    every change must be refused or change no route.
+    """
+    return [
+        Target(name, lambda rng, sample=sample: sample, _decode_wire, forge=forge_json, check=_require_same_tokens)
+        for name, sample, _ in wires_as_text()
+    ]
+
+
+def wires_as_text():
+    """Name, valid sample, and the parts that the wire repeats."""
+    npy = wires.npy(ROLLOUT.all_layers().astype(np.uint8))
+    return [
+        ("vllm-http", wires.vllm_http(ROLLOUT).encode(), [base64.b64encode(npy[:120])]),
+        ("npy", npy, [b"'descr': '|u", b"'shape': (11, 5, 3)"]),
+        ("sglang", wires.sglang(ROLLOUT).encode(), []),
+        ("sglang-openai", wires.sglang_openai(ROLLOUT).encode(), []),
+        ("lists", json.dumps(ROLLOUT.routes_RLK.tolist()).encode(), []),
+        ("table", json.dumps(_table()).encode(), [b'"shape": [11, 4, 3]', b'"dtype": "uint8"']),
+    ]
+
+
+def _table():
+    data = base64.b64encode(ROLLOUT.routes_RLK.astype(np.uint8).tobytes()).decode()
+    return {"data": data, "shape": [11, 4, 3], "dtype": "uint8"}
+
+
+def _decode_wire(raw):
+    return decode(raw, model=ROLLOUT.spec, token_ids=ROLLOUT.tokens)
+
+
+def _require_same_tokens(raw, trace):
+    require_possible(raw, trace)
+    assert trace.spec == SAMPLE_TRACE.spec
+    assert np.array_equal(trace.token_ids_N, SAMPLE_TRACE.token_ids_N)
+    assert np.array_equal(trace.valid_N, SAMPLE_TRACE.valid_N)

@@ -3,28 +3,30 @@
 import numpy as np
 
 from foreroute.simulate import parse_config
-from foreroute.simulate.cell_costs import Compute, Transfers
+from foreroute.simulate.cell_costs import PassWork
 from foreroute.simulate.engine import ExecutionModel
+
+FREE_OF_ALL_BUT_ROWS = {"preset": "h100", "layer_s": 1e-9, "tile_rows": 1, "memory_bytes_per_s": 1e20}
+"""Hardware on which few tokens are enough for a plan to pay."""
+FAST_LINKS = dict.fromkeys(("node_bytes_per_s", "cluster_bytes_per_s", "host_bytes_per_s"), 1e15)
+FAST_LINKS |= dict.fromkeys(("node_latency_s", "cluster_latency_s"), 1e-9)
 
 
 def random_work(seed, *, micro_steps=3, layers=4, ranks=2, transfers=1.0):
-    """Compute and transfers of about one second a phase; a third of the cells fetch nothing."""
+    """Work of about one second a phase; a third of the cells fetch nothing."""
     rng = np.random.default_rng(seed)
     cells = (micro_steps, layers)
-    compute = Compute(
+    return PassWork(
         attention_MG2=rng.random((micro_steps, ranks, 2)),
         head_MG=rng.random((micro_steps, ranks)),
         all_to_all_ML=rng.random(cells) / 2,
         rows_ML2=np.zeros((*cells, 2)),
         experts_MLG2=rng.random((*cells, ranks, 2)),
         layer_s=0.05,
-    )
-    moved = Transfers(
         host_KMLG=transfers * rng.random((2, *cells, ranks)) * 4 * (rng.random((2, *cells, ranks)) < 0.5),
         direct_KMLG4=transfers * rng.random((2, *cells, ranks, 4)) * (rng.random((2, *cells, 1, 1)) < 0.6),
         gradient_MLG4=transfers * rng.random((*cells, ranks, 4)) * 2,
     )
-    return compute, moved
 
 
 def rules(**changes):

@@ -8,16 +8,16 @@ import pytest
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.plan import Links, PlanOptions, Topology
-from foreroute.plan.hosts import CellPlan
+from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.plan.schedule import ExecutionSchedule
 from foreroute.planner import plan
-from foreroute.simulate.cell_costs import transfers_of
-from foreroute.simulate.methods import ServedStep
+from foreroute.simulate.balancers import BalancerInput
+from foreroute.simulate.cell_costs import pass_work
 
 TOPOLOGY = Topology(4, 2, 1, Links(340e9, 45e9, 50e9, 20e-6, 50e-6))
 COSTS = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"])
 HOME_E = np.arange(4)
-LAYERS = np.arange(2)
+LAYERS, COUNTS = np.arange(2), np.ones((3, 2, 4, 4), np.int32)
 BYTES = 3 * 2048 * 768
 # (expert, rank, fetched) of the replicas of both layers, micro-step by micro-step
 REPLICAS = [[(1, 0, True)], [(1, 0, False)], [(3, 0, True)]]
@@ -28,23 +28,30 @@ def planned(slots):
     for replicas in REPLICAS:
         expert_R, rank_R, fetched_R = map(np.array, zip(*replicas, strict=True))
         cells += 2 * [CellPlan(HOME_E, expert_R, rank_R, 0 * rank_R, fetched_R, np.ones((1, 4), np.int32))]
-    return ServedStep(np.ones((3, 2, 4, 4), np.int64), np.tile(HOME_E, (2, 1)), slots, cells)
+    return Hosts.of_cells(np.tile(HOME_E, (2, 1)), cells), slots
 
 
-def arrivals(transfers):
+def transfers(served, layers, costs, topology=TOPOLOGY, counts=COUNTS):
+    """Of the recompute, and of the update."""
+    hosts, slots = served
+    update = pass_work(hosts, slots, BalancerInput(counts, topology, hosts.home_LE), layers, topology, costs)
+    return update.forward_alone(), update
+
+
+def arrivals(moved):
     """bool [K, M, L]: something is fetched for the cell."""
-    return transfers.host_KMLG.any(axis=3) | transfers.direct_KMLG4.any(axis=(3, 4))
+    return moved.host_KMLG.any(axis=3) | moved.direct_KMLG4.any(axis=(3, 4))
 
 
 def test_slots_of_a_layer_keep_what_they_hold():
-    for moved in transfers_of(planned("layer"), LAYERS, TOPOLOGY, replace(COSTS, prefetch=0)):
+    for moved in transfers(planned("layer"), LAYERS, replace(COSTS, prefetch=0)):
         assert arrivals(moved).tolist() == [[[True] * 2, [False] * 2, [True] * 2], [[False] * 2] * 3]
 
 
 @pytest.mark.parametrize(("prefetch", "fetched_back"), [(0, [True, False]), (1, [False, False])])
 def test_shared_slots_still_hold_the_last_cells_where_the_way_turns_back(prefetch, fetched_back):
     costs = replace(COSTS, paths="direct", prefetch=prefetch)
-    recompute, update = transfers_of(planned("shared"), LAYERS, TOPOLOGY, costs)
+    recompute, update = transfers(planned("shared"), LAYERS, costs)
     assert arrivals(recompute).tolist() == [[[True, True]] * 3, [[False, False]] * 3]
     assert arrivals(update).tolist() == [[[True, True]] * 3, [fetched_back] * 3]
     assert np.array_equal(update.direct_KMLG4[0], recompute.direct_KMLG4[0])
@@ -60,7 +67,7 @@ NEAR_LINK, FAR_LINK = (3, 2 * BYTES / 340e9), (1, 2 * BYTES / 45e9)
 )
 def test_paths_by_hand(paths, near, far):
     costs = replace(COSTS, paths=paths)
-    moved = transfers_of(planned("layer"), LAYERS, TOPOLOGY, costs)[0]
+    moved = transfers(planned("layer"), LAYERS, costs)[0]
     for m, (lane, seconds) in ((0, near), (2, far)):
         host_s, direct_G4 = moved.host_KMLG[0, m, 0, 0], moved.direct_KMLG4[0, m, 0]
         if lane == "host":
@@ -77,10 +84,8 @@ def test_replicas_take_the_paths_of_the_executors_schedule(paths):
     counts = rng.multinomial(2000, rng.dirichlet(np.full(32, 0.1), (2, 3, 1)), (2, 3, 8)).astype(np.int32)
     found = plan(counts, topology, PlanOptions(slots="shared"))
     assert found.num_replicas_ML.min() > 4
-    cells = [found.cell(*cell) for cell in np.ndindex(2, 3)]
-    step = ServedStep(counts, found.home_LE, "shared", cells)
     costs, num_bytes, links = replace(COSTS, paths=paths), COSTS.model.expert_bytes, topology.links
-    moved = transfers_of(step, np.arange(3), topology, costs)[0]
+    moved = transfers((found.hosts, "shared"), np.arange(3), costs, topology, counts)[0]
     by_host = np.rint(moved.host_KMLG[0] * links.host_bytes_per_s / num_bytes).astype(int)
     executed, served, near = np.zeros_like(by_host), np.zeros_like(by_host), np.zeros_like(by_host)
     for rank in range(8):
@@ -97,7 +102,7 @@ def test_replicas_take_the_paths_of_the_executors_schedule(paths):
 
 
 def test_gradients_return_in_every_micro_step():
-    recompute, update = transfers_of(planned("layer"), LAYERS, TOPOLOGY, COSTS)
+    recompute, update = transfers(planned("layer"), LAYERS, COSTS)
     near_s, far_s = 4 * BYTES / 340e9, 4 * BYTES / 45e9
     found = update.gradient_MLG4[:, 0]
     assert found[:, 0, 2] == pytest.approx([near_s, near_s, 0])

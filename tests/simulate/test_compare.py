@@ -10,13 +10,14 @@ from benchmarks.balancers import OTHER_BALANCERS
 from benchmarks.balancers.laer import crossing
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import hardware_preset, model_preset
-from foreroute.costs.pricing import least_seconds, price_cell
+from foreroute.costs.pricing import least_seconds, step_parts
 from foreroute.errors import CountsError
 from foreroute.plan import Topology
+from foreroute.plan.options import PASS_NAMES
 from foreroute.simulate import methods
 from foreroute.simulate.balancers import BalancerInput
-from foreroute.simulate.compare import compare, facts_of, figures_of
-from foreroute.simulate.methods import serve
+from foreroute.simulate.compare import TimedPlan, compare, compare_plan, figures_of
+from foreroute.simulate.methods import ServedStep, serve
 from tests.plan.random_plans import LINKS, random_counts, random_plan
 
 BALANCERS = methods.BALANCERS | OTHER_BALANCERS
@@ -54,29 +55,63 @@ def test_figures_by_hand(name):
     given = problem()
     if name == "a plan":
         found = random_plan(given.counts_MLGE, given.topology, seed=1, moves=4)
-        figures = figures_of(found, given.counts_MLGE, COSTS, label=name, planning_s=0.5)
-        cells, before_LE = [found.cell(*cell) for cell in np.ndindex(3, 2)], found.previous_home_LE
-        assert (figures.name, figures.label, figures.planning_s) == (name, name, 0.5)
+        record = figures_of(found, given.counts_MLGE, COSTS, label=name, planning_s=0.5)
+        served = ServedStep.of(found, given.counts_MLGE)
+        assert (record.name, record.label, record.planning_s) == (name, name, 0.5)
     else:
-        (figures,) = compare(given, COSTS, {name: BALANCERS[name]})
-        cells, before_LE = serve(BALANCERS[name], given, COSTS).cells, given.home_LE
-        assert (figures.name, figures.label) == (name, BALANCERS[name].label)
-        assert figures.planning_s > 0
-    crossing = total = 0
-    for c, cell in enumerate(cells):
-        place = divmod(c, 2)
-        loads_G, away, all_of_it = count(cell, given.counts_MLGE[place])
-        assert figures.loads_MLG[place].tolist() == loads_G
-        assert figures.crossing_ML[place] == pytest.approx(away / max(all_of_it, 1))
-        assert figures.imbalance_ML[place] == pytest.approx(max(loads_G) / all_of_it * 8 if all_of_it else 1)
-        assert figures.fetches_ML[place] == cell.fetched_R.sum()
-        one = price_cell(cell, given.counts_MLGE[place], given.topology, COSTS)
-        assert np.array_equal(figures.parts_MLSP[place], one.parts_SP)
+        (record,) = compare(given, COSTS, {name: BALANCERS[name]})
+        served = serve(BALANCERS[name], given, COSTS)
+        assert (record.name, record.label) == (name, BALANCERS[name].label)
+        assert record.planning_s > 0
+    loads = served.loads(given.topology)
+    crossing, total, fetches, ratios = 0, 0, 0, []
+    for m, layer in np.ndindex(3, 2):
+        cell, counts_GE = served.passes[0].cell(m, layer), given.counts_MLGE[m, layer]
+        loads_G, away, all_of_it = count(cell, counts_GE)
+        assert loads.served_SMLG[:, m, layer].tolist() == [loads_G] * 2
+        assert loads.crossing_SML[:, m, layer].tolist() == [away] * 2
+        ratios.append(max(loads_G) / all_of_it * 8 if all_of_it else 1)
+        fetches += sum(cell.fetched_R & (cell.home_E[cell.expert_R] != cell.rank_R))
         crossing, total = crossing + away, total + all_of_it
-    assert figures.cross_node_share == pytest.approx(crossing / total)
-    assert figures.fetches_per_cell == figures.fetches_ML.sum() / 6
-    assert figures.seconds == pytest.approx(figures.parts_MLSP.sum())
-    assert figures.home_moves == sum((cells[layer].home_E != before_LE[layer]).sum() for layer in range(2))
+    assert record.imbalance == pytest.approx(np.mean(ratios))
+    assert (record.imbalance_99, record.imbalance_worst) == pytest.approx((np.quantile(ratios, 0.99), max(ratios)))
+    assert record.cross_node_share == pytest.approx(crossing / total)
+    assert record.fetches_per_cell == pytest.approx(fetches / 6)
+    assert record.home_moves == (served.home_LE != served.before_LE).sum()
+    parts_SP = step_parts(served.passes[0], served.counts_MLGE.astype(np.int32), given.topology, COSTS, served.slots)
+    assert record.pass_s == pytest.approx(parts_SP.sum(axis=1))
+    assert record.training_s == pytest.approx(parts_SP.sum())
+
+
+@pytest.mark.parametrize("at_home", [(), ("recompute",), ("update",), ("recompute", "update")])
+def test_a_pass_that_gains_too_little_is_that_of_homes(at_home):
+    """As executors run it: `ep` asks `StepPlan.in_pass` too."""
+    given = problem()
+    found = random_plan(given.counts_MLGE, given.topology, seed=1)
+    given = replace(given, home_LE=found.home_LE, costs=COSTS)
+    gains = {name: 0.009 if name in at_home else 0.01 for name in PASS_NAMES}
+    found = replace(found, gains=gains, priced_paths="direct")
+    whole, homes = (
+        figures_of(one, given.counts_MLGE, COSTS, label="", planning_s=0.0)
+        for one in (replace(found, gains={}), found.in_pass("update") if "update" in at_home else static_of(found))
+    )
+    assert whole.training_s != homes.training_s
+    compared = compare_plan(TimedPlan(found, {}, 0.0, 0.1), given, {"static": BALANCERS["static"]})
+    static, *unused, record = compared.methods
+    assert record.pass_s == tuple((homes if name in at_home else whole).pass_s[s] for s, name in enumerate(PASS_NAMES))
+    assert [one.label for one in unused] == ["foreroute, as planned"] * bool(at_home)
+    assert all(one.pass_s == whole.pass_s for one in unused)
+    assert record.imbalance == pytest.approx(
+        np.mean([(homes if n in at_home else whole).imbalance for n in PASS_NAMES])
+    )
+    assert static.training_s == pytest.approx(homes.training_s)
+    assert compared.passes_by_plan == [name for name in PASS_NAMES if name not in at_home]
+    assert np.array_equal(compared.planned.served_SMLG[0].max(axis=-1), found.max_load_ML)
+
+
+def static_of(plan):
+    """The plan with every expert at its home."""
+    return replace(plan, gains=dict.fromkeys(PASS_NAMES, 0.0)).in_pass("update")
 
 
 def test_what_is_not_known_is_left_out():
@@ -107,14 +142,15 @@ def test_crossing_is_priced_in_all_passes():
     assert crossing(replace(problem(), costs=COSTS)) == pytest.approx(8 * prices.cluster_row_s / assignment_s)
 
 
-def test_facts_of_a_step_by_hand():
+def test_what_no_plan_beats_by_hand():
     counts, topology = random_counts(0, (3, 2, 4, 8), most=900), Topology(4, 2, 2, LINKS)
     counts[1, 1] = 0
     plan = random_plan(counts, topology, seed=1, moves=4)
-    facts = facts_of(plan, counts, COSTS)
-    assert facts.least_seconds == pytest.approx(least_seconds(counts, topology, COSTS).sum())
-    assert facts.least_over_mean_ML[1, 1] == 1
-    assert facts.least_over_mean_ML[0].tolist() == (plan.bound_ML[0] / (counts[0].sum(axis=(1, 2)) / 4)).tolist()
+    given = BalancerInput(counts, topology, plan.previous_home_LE, costs=COSTS)
+    found = compare_plan(TimedPlan(plan, {}, 0.0, 0.0), given, {"static": BALANCERS["static"]})
+    assert found.least_s == pytest.approx(least_seconds(counts, topology, COSTS).sum())
+    assert found.least_over_mean_ML[1, 1] == 1
+    assert found.least_over_mean_ML[0].tolist() == (plan.bound_ML[0] / (counts[0].sum(axis=(1, 2)) / 4)).tolist()
 
 
 @pytest.mark.parametrize(
@@ -128,4 +164,4 @@ def test_planning_is_timed_again_where_it_is_short(monkeypatch, seconds, most_ti
     served = serve(methods.BALANCERS["eplb_step"], problem(), COSTS, most_timings=most_timings)
     assert served.planning_s == pytest.approx(shortest)
     assert not list(ticks)
-    assert len(served.cells) == 6
+    assert len(served.passes[0].offsets) == 7

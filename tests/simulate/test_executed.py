@@ -19,7 +19,7 @@ from foreroute.plan.capabilities import EXECUTES, Ability, lacking, warn_of_lack
 from foreroute.planner import plan
 from foreroute.simulate import parse_config, simulate
 from foreroute.simulate.balancers import BalancerInput
-from foreroute.simulate.methods import METHODS, PRESETS, PlannerPreset, serve
+from foreroute.simulate.methods import METHODS, PRESETS, Planner, serve
 from foreroute.testing.ranks import Workers
 from foreroute.trace import RoutingTrace
 from tests.adapters.hf.families import skip_where_nothing_is_spread
@@ -38,9 +38,15 @@ TESTS = {
 RANKS, MICRO_STEPS = 4, 2
 ROWS = ("static", *PRESETS)
 COSTS = CostModel(
-    # transfers that cost next to nothing, so that none is left out
+    # all but rows costs next to nothing, so that no transfer is left out, and plans of few tokens pay
     model=replace(MODELS["qwen3-30b-a3b"], num_experts=16, top_k=2),
-    hardware=replace(HARDWARE["h100"], links=Links(1e15, 1e15, 1e15, 1e-9, 1e-9)),
+    hardware=replace(
+        HARDWARE["h100"],
+        links=Links(1e15, 1e15, 1e15, 1e-9, 1e-9),
+        layer_s=1e-9,
+        tile_rows=1,
+        memory_bytes_per_s=1e20,
+    ),
     paths="host",
 )
 
@@ -67,12 +73,11 @@ def executed():
 
 
 def planned(counts_MLGE, name, home_LE):
-    method = METHODS[name]
-    is_ours = isinstance(method, PlannerPreset)
-    topology = Topology(RANKS, RANKS, (is_ours and method.redundant_slots) or 2, COSTS.hardware.links)
-    options = method.options if is_ours else PlanOptions(replicas=False)
-    made = plan(counts_MLGE, topology, options, home_LE=home_LE, costs=COSTS)
-    return replace(made, gains={})  # executed, however little it saves
+    method = METHODS[name].method
+    is_plan = isinstance(method, Planner)
+    topology = Topology(RANKS, RANKS, (is_plan and method.redundant_slots) or 2, COSTS.hardware.links)
+    options = method.options if is_plan else PlanOptions(replicas=False)
+    return plan(counts_MLGE, topology, options, home_LE=home_LE, costs=COSTS)
 
 
 def execute(rank):
@@ -113,9 +118,7 @@ def test_rows_that_are_called_executed_are_executed_as_simulated(executed, name)
     assert (len(step_plan.hosts.expert_R) > 0) == (name != "static")
     assert (step_plan.home_LE != step_plan.previous_home_LE).any() == (name == "ours_rehomed")
     simulated = serve(METHODS[name], BalancerInput(counts_MLGE, step_plan.topology, home_LE), COSTS)
-    counts_CGE = counts_MLGE.reshape(-1, RANKS, 16)
-    loads_CG = [cell.loads_G(counts_GE) for cell, counts_GE in zip(simulated.cells, counts_CGE, strict=True)]
-    simulated_MLG = np.reshape(loads_CG, (*counts_MLGE.shape[:2], RANKS))
+    simulated_MLG = simulated.loads(step_plan.topology).served_SMLG[1]
     assert np.array_equal(np.stack([of_rank[name][1] for _, _, of_rank in executed], axis=-1), simulated_MLG)
     assert loss == pytest.approx(found["static"][2], rel=1e-6)
 
@@ -154,7 +157,7 @@ def test_one_executor_must_do_all(monkeypatch):
 def test_a_plan_for_what_the_executor_lacks_is_warned_of(monkeypatch):
     counts = np.ones((1, 1, RANKS, 16), np.int64)
     across = plan(counts, Topology(RANKS, 2, 1, COSTS.hardware.links))
-    with pytest.warns(UserWarning, match="the plan asks for expert-parallel ranks on several nodes, which no test"):
+    with pytest.warns(UserWarning, match="several nodes.*made of one machine alone"):
         warn_of_lacks(across, "hf", "direct")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from foreroute.errors import ConfigError, CountsError, PlanError
+from foreroute.errors import ConfigError, CountsError
 from foreroute.plan import PlanOptions, save_counts, save_plan
 from foreroute.planner import plan
 from foreroute.simulate import parse_config
@@ -101,16 +101,16 @@ def folder(tmp_path):
 
 
 def line(**changes):
-    values = {"counts": "counts.safetensors", "plan": "plan.safetensors", "stage": "update", "seconds": 0.5}
+    values = {"counts": "counts.safetensors", "plan": "plan.safetensors", "pass_name": "update", "seconds": 0.5}
     return json.dumps(values | changes)
 
 
 def test_measurements_are_read_from_lines(folder):
-    (folder / "m.jsonl").write_text(f"{line()}\n\n{line(plan=None, stage='recompute', seconds=0.25)}\n")
+    (folder / "m.jsonl").write_text(f"{line()}\n\n{line(plan=None, pass_name='recompute', seconds=0.25)}\n")
     planned, at_home = load_measurements(folder / "m.jsonl", small_config().described().topology)
     assert (planned.pass_index, planned.seconds) == (1, 0.5)
     assert (at_home.pass_index, at_home.seconds, at_home.name) == (0, 0.25, "counts.safetensors, recompute")
-    assert len(at_home.served.cells[0].expert_R) == 0 < len(planned.served.cells[0].expert_R)
+    assert len(at_home.served.passes[0].expert_R) == 0 < len(planned.served.passes[0].expert_R)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,8 @@ def test_measurements_are_read_from_lines(folder):
             ConfigError,
             "line 1 is not a valid configuration:\n  seconds: Input should be greater than 0",
         ),
-        (line(stage="rollout"), ConfigError, "line 1 is not a valid configuration:\n  stage"),
-        (line() + "\n" + line(plan="other.safetensors"), PlanError, "line 2: "),
+        (line(pass_name="rollout"), ConfigError, "line 1 is not a valid configuration:\n  pass_name"),
+        (line() + "\n" + line(plan="other.safetensors"), CountsError, "line 2: "),
     ],
 )
 def test_bad_measurements_are_refused_with_their_number(folder, text, error, message):

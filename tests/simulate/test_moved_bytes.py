@@ -32,7 +32,8 @@ def config_of(method, paths="host"):
 @pytest.mark.parametrize(("paths", "slots"), [("host", "shared"), ("direct", "layer")])
 def test_rows_and_replicas_are_those_that_counting_finds(paths, slots, monkeypatch):
     preset = METHODS["ours_traffic"]
-    monkeypatch.setitem(METHODS, "ours_traffic", replace(preset, options=replace(preset.options, slots=slots)))
+    options = replace(preset.method.options, slots=slots, pay_off=False)  # so that both passes run by the plan
+    monkeypatch.setitem(METHODS, "ours_traffic", replace(preset, method=replace(preset.method, options=options)))
     config = config_of("ours_traffic", paths)
     cluster = config.described()
     record = simulate(config)
@@ -41,9 +42,8 @@ def test_rows_and_replicas_are_those_that_counting_finds(paths, slots, monkeypat
         planned = serve(METHODS["ours_traffic"], step, cluster.costs)
         assert planned.slots == slots
         rows, weights, gradients = np.zeros(2), np.zeros(3), np.zeros(2)
-        for c, cell in enumerate(planned.cells):
-            layer = c % LAYERS
-            one = CellHosts.of(cell, step.counts_MLGE[divmod(c, LAYERS)])
+        for m, layer in np.ndindex(step.counts_MLGE.shape[:2]):
+            one = CellHosts.of(planned.passes[1].cell(m, layer), step.counts_MLGE[m, layer])
             times = sum(model_layer % LAYERS == layer for model_layer in range(48))
             hosts = zip(one.expert_H, one.rank_H, one.tokens_HG, one.fetched_H, strict=True)
             for expert, host, tokens_G, fetched in hosts:

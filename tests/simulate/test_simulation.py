@@ -7,11 +7,11 @@ import pytest
 
 from benchmarks.balancers import OTHER_BALANCERS
 from foreroute.costs.model import BACKWARD, FORWARD
-from foreroute.costs.pricing import least_seconds, price_cell
+from foreroute.costs.pricing import least_seconds, step_parts
 from foreroute.errors import ConfigError
 from foreroute.plan import save_counts
+from foreroute.plan.hosts import Hosts
 from foreroute.simulate import parse_config, simulate
-from foreroute.simulate.cell_costs import without_cost
 from foreroute.simulate.engine import PARTS
 from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.methods import METHODS, ServedStep, all_at_home, forced_balance, serve
@@ -77,17 +77,20 @@ def test_bound_by_transfers_a_recompute_takes_what_its_copies_take():
     at_home = all_at_home(step)
     replica = {name: np.array([value], np.int16) for name, value in (("expert_R", 7), ("rank_R", 0), ("slot_R", 0))}
     cells = [
-        cell._replace(**replica, fetched_R=np.array([True]), tokens_RG=np.zeros((1, 4), np.int32))
-        for cell in at_home.cells
+        at_home.passes[0]
+        .cell(*place)
+        ._replace(**replica, fetched_R=np.array([True]), tokens_RG=np.zeros((1, 4), np.int32))
+        for place in np.ndindex(at_home.counts_MLGE.shape[:2])
     ]
-    served = ServedStep(at_home.counts_MLGE, at_home.before_LE, "shared", cells)
+    hosts = Hosts.of_cells(at_home.home_LE, cells)
+    served = ServedStep(at_home.counts_MLGE, at_home.before_LE, "shared", (hosts, hosts))
     group = EPGroup.of(served, step, cluster.costs, overlap=0.0)
     recompute, _ = group.run()
-    cells = group.compute.all_to_all_ML.size
+    compute = group.recompute
+    cells = compute.all_to_all_ML.size
     copy_s = cluster.costs.model.expert_bytes / 1e6
     assert np.diff(recompute.fetched_NG2, axis=2).sum() == pytest.approx(cells * copy_s)
     # from the first fetch, which begins with the first dispatch, to the last experts there is no pause
-    compute = group.compute
     first_s = compute.attention_MG2[0, :, 0].max() + compute.layer_s
     last_s = compute.experts_MLG2[-1, -1, 0, 0] + compute.all_to_all_ML[-1, -1] + compute.head_MG[-1].max()
     assert recompute.end_s == pytest.approx(first_s + cells * copy_s + last_s)
@@ -103,10 +106,12 @@ def test_without_transfers_and_overlap_it_is_the_planners_cost_model(method, dis
     step = replace(step, squares_MG=None)
     planned = serve(METHODS[method], step, cluster.costs)
     group = EPGroup.of(planned, step, cluster.costs, overlap=0.0)
-    group = replace(group, recompute=without_cost(group.recompute), update=without_cost(group.update))
-    parts = np.zeros((2, 4))
-    for cell, (_, counts_GE) in zip(planned.cells, step.cells(), strict=True):
-        parts += price_cell(cell, counts_GE, cluster.topology, cluster.costs).parts_SP[:, :4]
+    recompute, update = (work.without_transfers() for work in (group.recompute, group.update))
+    group = replace(group, recompute=recompute, update=update)
+    counts = np.ascontiguousarray(step.counts_MLGE, np.int32)
+    parts = [
+        step_parts(hosts, counts, cluster.topology, cluster.costs)[s, :4] for s, hosts in enumerate(planned.passes)
+    ]
     for run, expected in zip(group.run(), parts, strict=True):
         assert run.parts_X[:4] == pytest.approx(2 * expected)  # two layers stand for four
     head_s = sum(float(run.parts_X[PARTS.index("output head")]) for run in group.run())
@@ -134,14 +139,14 @@ def test_no_method_beats_the_bound_and_parts_add_up(everything):
     for record in found.methods:
         assert 0 < record.share_of_bound <= 1
         for parts, seconds in (
-            (record.recompute_parts, record.stages.recompute),
-            (record.update_parts, record.stages.update),
+            (record.recompute_parts, record.phases.recompute),
+            (record.update_parts, record.phases.update),
         ):
             assert sum(parts.values()) - parts["waiting for the plan"] == pytest.approx(seconds)
         assert record.share_of_forced_balance == pytest.approx(found.forced_balance_s / record.training_s)
         assert record.gpu_hours == pytest.approx(record.step_s * 64 / 3600)
         assert record.gpu_hours_saved == pytest.approx(found["static"].gpu_hours - record.gpu_hours)
-        assert record.as_dict()["stages"]["recompute"] == record.stages.recompute
+        assert record.as_dict()["phases"]["recompute"] == record.phases.recompute
     assert found["ours_exact"].imbalance < found["ours"].imbalance
     # between nodes ours leaves more to the slowest rank where that keeps tokens in their node
     assert found["ours"].training_s < found["eplb_previous"].training_s
@@ -151,7 +156,7 @@ def test_no_method_beats_the_bound_and_parts_add_up(everything):
 def test_forced_balance_keeps_what_every_source_sends_and_levels_every_expert():
     problem, _ = first_step(small_config(gpus=16, expert_parallel=16, experts=32))
     forced = forced_balance(problem)
-    assert all(len(cell.expert_R) == 0 for cell in forced.cells)
+    assert all(len(hosts.expert_R) == 0 for hosts in forced.passes)
     for even_GE, (_, counts_GE) in zip(forced.counts_MLGE.reshape(-1, 16, 32), problem.cells(), strict=True):
         assert np.array_equal(even_GE.sum(axis=1), counts_GE.sum(axis=1))
         assert np.ptp(even_GE.sum(axis=0)) <= 1
@@ -160,10 +165,10 @@ def test_forced_balance_keeps_what_every_source_sends_and_levels_every_expert():
 
 def test_the_recompute_waits_for_what_of_planning_does_not_come_before_it():
     hidden = simulate(small_config(planning_s=0.0))["ours"]
-    assert hidden.stages.planning == 0
+    assert hidden.phases.planning == 0
     for lead_s, expected_s in ((0.0, 1e3), (400.0, 600.0), (2e3, 0.0)):
         waited = simulate(small_config(planning_s=1e3, plan_lead_s=lead_s))["ours"]
-        assert waited.stages.planning == pytest.approx(expected_s)
+        assert waited.phases.planning == pytest.approx(expected_s)
         assert waited.training_s == pytest.approx(hidden.training_s)
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.harness.execution_bench import LINKS, SIZES, SLOTS
+from benchmarks.harness.spread_bench import LINKS, SIZES, SLOTS
 from benchmarks.harness.step_prediction import (
     PASSES,
     TimedStep,
@@ -19,7 +19,6 @@ from benchmarks.harness.step_prediction import (
 )
 from foreroute.plan import PlanOptions, Topology
 from foreroute.planner import plan
-from foreroute.simulate.cell_costs import without_cost
 from foreroute.simulate.engine import PARTS, run
 from foreroute.simulate.fit import Measurement, predict
 from tests.simulate.simulate_cases import random_work, rules
@@ -36,8 +35,8 @@ def steps(config, *, seed):
     costs = replace(costs, hardware=replace(costs.hardware, links=links, **RATES))
     found = []
     for number in range(4):
-        shares = rng.dirichlet(np.full(SIZES["num_experts"], 0.3 + number))
-        counts = rng.multinomial(512 * (1 + number), shares, (2, SIZES["num_hidden_layers"], 2)).astype(np.int32)
+        shares = rng.dirichlet(np.full(SIZES.experts, 0.3 + number))
+        counts = rng.multinomial(512 * (1 + number), shares, (2, SIZES.layers, 2)).astype(np.int32)
         for options in (PlanOptions(slots="shared"), PlanOptions(replicas=False)):
             one = TimedStep(f"{seed}-{number}", counts, plan(counts, topology, options))
             seconds = {
@@ -66,7 +65,7 @@ def test_steps_are_predicted_from_others(pass_name):
 
 @pytest.mark.slow
 def test_planned_steps_over_those_at_home_are_predicted_as_megatron_executes_them():
-    config = processes_config(SIZES, 2, slots=2, sequence_tokens=64, head_width=128, paths="direct")
+    config = processes_config(SIZES, 2, slots=2, sequence_tokens=64, paths="direct")
     known, asked = steps(config, seed=0), steps(config, seed=1)
     untimed = {str(i): [one._replace(seconds={}) for one in asked[i : i + 2]] for i in range(0, len(asked), 2)}
     ratios = predict_ratios(known, untimed, config)
@@ -74,7 +73,7 @@ def test_planned_steps_over_those_at_home_are_predicted_as_megatron_executes_the
         wanted = [a.seconds[pass_name] / b.seconds[pass_name] for a, b in zip(asked[::2], asked[1::2], strict=True)]
         assert list(ratios[pass_name].values()) == pytest.approx(wanted, rel=1e-3)
         assert np.ptp(wanted) > 0.01
-    by_host = processes_config(SIZES, 2, slots=2, sequence_tokens=64, head_width=128)
+    by_host = processes_config(SIZES, 2, slots=2, sequence_tokens=64)
     assert ratios["update"] != predict_ratios(known, untimed, by_host)["update"]
 
 
@@ -89,20 +88,19 @@ def test_the_rate_of_host_memory_is_left_out_where_no_known_step_waits_for_it(pa
 
 @pytest.mark.parametrize("pass_index", [0, 1])
 def test_without_copy_engines_what_a_rank_moves_takes_time_of_its_experts(pass_index):
-    compute, moved = random_work(5)
-    whole = without_overlap(compute, moved)
-    found = run(whole, without_cost(moved), rules(), pass_index=pass_index)
+    work = random_work(5)
+    found = run(without_overlap(work), rules(), pass_index=pass_index)
     sums = np.zeros(2)
     for m in range(3):
         for layer in range(4):
-            forward_G, backward_G = compute.experts_MLG2[m, layer].T.copy()
+            forward_G, backward_G = work.experts_MLG2[m, layer].T.copy()
             for kind, seconds_G in ((0, forward_G), (1, backward_G)):
                 for g in range(2):
-                    seconds_G[g] += moved.host_KMLG[kind, m, layer, g] + moved.direct_KMLG4[kind, m, layer, g].sum()
+                    seconds_G[g] += work.host_KMLG[kind, m, layer, g] + work.direct_KMLG4[kind, m, layer, g].sum()
                     if kind:
                         # the forward anew of a backward pass has the fetch of the forward one
-                        seconds_G[g] -= moved.host_KMLG[0, m, layer, g] + moved.direct_KMLG4[0, m, layer, g].sum()
-                        seconds_G[g] += moved.gradient_MLG4[m, layer, g].sum()
+                        seconds_G[g] -= work.host_KMLG[0, m, layer, g] + work.direct_KMLG4[0, m, layer, g].sum()
+                        seconds_G[g] += work.gradient_MLG4[m, layer, g].sum()
             sums += forward_G.max(), max(0.0, backward_G.max())
     experts = found.parts_X[PARTS.index("experts")]
     assert experts == pytest.approx(sums[0] if pass_index == 0 else 2 * sums[0] + sums[1])
@@ -111,15 +109,15 @@ def test_without_copy_engines_what_a_rank_moves_takes_time_of_its_experts(pass_i
 
 def test_ranks_that_share_processors_take_turns():
     """Works of 1, 2, 3 on two processors: all three run at 2/3 until 1.5, then two at full speed until 2.5 and 3.5."""
-    compute, _ = random_work(0, micro_steps=1, layers=1, ranks=3)
-    compute = compute._replace(
+    work = random_work(0, micro_steps=1, layers=1, ranks=3)
+    work = work._replace(
         attention_MG2=np.broadcast_to(np.array([2.0, 3.0, 1.0])[:, None], (1, 3, 2)),
-        experts_MLG2=np.zeros_like(compute.experts_MLG2),
-        head_MG=np.zeros_like(compute.head_MG),
+        experts_MLG2=np.zeros_like(work.experts_MLG2),
+        head_MG=np.zeros_like(work.head_MG),
         all_to_all_ML=np.zeros((1, 1)),
         layer_s=0.0,
     )
-    found = in_turns(compute, 2)
+    found = in_turns(work, 2)
     assert found.attention_MG2.tolist() == [[[3.5, 3.5]] * 3]
     assert found.experts_MLG2.max() == found.head_MG.max() == 0
-    assert in_turns(compute, 3).attention_MG2.tolist() == [[[3.0, 3.0]] * 3]
+    assert in_turns(work, 3).attention_MG2.tolist() == [[[3.0, 3.0]] * 3]

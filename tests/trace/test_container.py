@@ -25,20 +25,6 @@ def test_last_token_has_no_route_and_no_version():
     assert trace.versions == (5,)
 
 
-def test_unrouted_rows_complete_a_trace():
-    trace = fr.RoutingTrace.from_sequences(SPEC, [[7], [8]], [[[[0, 1]]], [[[3, 2]]]])
-    longer = trace.continued_by(fr.RoutingTrace.unrouted(SPEC, [[1], [2]]))
-    assert longer.token_ids_N.tolist() == [7, 1, 8, 2]
-    assert longer.valid_N.tolist() == [True, False, True, False]
-
-
-@pytest.mark.parametrize(("num_experts", "dtype"), [(2, np.uint8), (256, np.uint8), (257, np.uint16), (512, np.uint16)])
-def test_id_width_follows_the_model_not_the_data(num_experts, dtype):
-    spec = spec_of(num_experts=num_experts, top_k=2, num_layers=1)
-    trace = fr.RoutingTrace.from_sequences(spec, [[1, 2]], [np.array([[[0, 1]]])])
-    assert trace.expert_ids_NLK.dtype == dtype
-
-
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
@@ -110,13 +96,6 @@ def test_facts_of_joined_traces_do_not_grow_with_every_join():
         stepwise = fr.concatenate([stepwise, trace])
     for once in (stepwise, fr.concatenate(many)):
         assert once.provenance["step"] == " | ".join([*map(str, range(16)), "…"])
-
-
-def test_a_model_takes_one_line_however_many_layers_it_has():
-    assert repr(spec_of(num_layers=48)) == "RoutingSpec(test, 48 layers (decoder 0 to decoder 47), top-2 of 8)"
-    assert repr(fr.RoutingSpec(4, 1, (fr.RoutedLayer(3),))) == (
-        "RoutingSpec(model not stated, 1 layers (decoder 3), top-1 of 4)"
-    )
 
 
 def test_counting_needs_whole_micro_steps():
@@ -197,30 +176,19 @@ def trace_of(spec, masks):
     return fr.RoutingTrace.from_sequences(spec, [[1, 2, 3]], [ROUTES]).with_stream(SAMPLING, masks)
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        fr.RoutingSpec(np.int64(8), np.uint8(2), LAYERS),
-        fr.RoutingSpec(8, 2, list(LAYERS)),
-        fr.RoutingSpec(8, 2, (fr.RoutedLayer(np.int32(0)), fr.RoutedLayer(np.int64(2)))),
-    ],
-    ids=["numpy's integers", "list of layers", "numpy's layer numbers"],
-)
-@pytest.mark.parametrize(
-    "masks",
-    [DecisionStream.from_sets(np.int64(50), **SETS), DecisionStream.absent(np.int64(50), 3)],
-    ids=["sets", "absent"],
-)
-def test_numpys_integers_and_lists_are_taken_by_every_room(spec, masks, tmp_path):
-    plain = trace_of(
-        MODEL, DecisionStream.from_sets(50, **SETS) if masks.valid_N.any() else DecisionStream.absent(50, 3)
-    )
-    given = trace_of(spec, masks)
-    assert digest(given) == digest(plain)
-    assert fr.load(fr.save(given, tmp_path / "trace", encoding="ordered")).equals(given)
-    MODEL.require_same(given.spec, what="the trace")
-    save_generation(Generation(given, np.array([1]), np.zeros(2, np.float32)), tmp_path / "generation")
-    assert load_generation(tmp_path / "generation").trace.equals(plain)
+def test_numpys_integers_and_lists_are_taken_by_every_room(tmp_path):
+    layers = (fr.RoutedLayer(np.int32(0)), fr.RoutedLayer(np.int64(2)))
+    streams = (lambda num: DecisionStream.from_sets(num, **SETS), lambda num: DecisionStream.absent(num, 3))
+    for spec in (fr.RoutingSpec(np.int64(8), np.uint8(2), list(LAYERS)), fr.RoutingSpec(8, 2, layers)):
+        for number, stream in enumerate(streams):
+            given, plain = trace_of(spec, stream(np.int64(50))), trace_of(MODEL, stream(50))
+            assert digest(given) == digest(plain)
+            place = tmp_path / f"{number}"
+            assert fr.load(fr.save(given, place, encoding="ordered", overwrite=True)).equals(given)
+            MODEL.require_same(given.spec, what="the trace")
+            made = Generation(given, np.array([1]), np.zeros(2, np.float32))
+            save_generation(made, tmp_path / "generation", overwrite=True)
+            assert load_generation(tmp_path / "generation").trace.equals(plain)
 
 
 def test_a_stream_keeps_its_layers_as_a_tuple_however_it_was_made():

@@ -103,22 +103,15 @@ def test_padding_and_gaps_hold_anything_but_a_row_that_is_minus_one_in_part_is_r
 
 def test_rows_of_minus_one_are_gaps_in_sequences_and_rows_too():
     spec = spec_of(num_layers=1)
-    ids = [[[[0, 1]], [[-1, -1]], [[2, 3]]]]
+    ids, given = [[[[0, 1]], [[-1, -1]], [[2, 3]]]], np.ones(3, bool)
     for trace in (
         fr.RoutingTrace.from_sequences(spec, [[1, 2, 3]], ids, weight_version=5),
-        fr.RoutingTrace.from_rows(spec, [[1, 2, 3]], ids, valid=[[True] * 3], weight_versions=[[5, -7, 5]]),
+        fr.RoutingTrace.from_rows(spec, [[1, 2, 3]], ids, valid=[given], weight_versions=[[5, -7, 5]]),
     ):
         assert trace.valid_N.tolist() == [True, False, True]
         assert trace.weight_versions_N.tolist() == [5, fr.trace.NO_VERSION, 5]
         assert trace.expert_ids_NLK[1].tolist() == [[0, 0]]
-
-
-def test_the_rule_leaves_the_callers_mask_alone():
-    valid = np.ones(2, bool)
-    fr.RoutingTrace.from_rows(
-        spec_of(num_layers=1), [[1, 2]], [[[[0, 1]], [[-1, -1]]]], valid=[valid], weight_versions=[[0, 0]]
-    )
-    assert valid.all()
+    assert given.all(), "the caller's mask is left alone"
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.int64])
@@ -161,13 +154,6 @@ def test_a_mask_of_other_tokens_is_refused_on_the_way_back(wrong):
     assert trace.to_padded(trace.to_padded().attention_mask_BT).token_ids_BT.shape[0] == len(trace)
     with pytest.raises(TraceContentError, match="attention_mask has "):
         trace.to_padded(wrong)
-
-
-def test_no_sequence_and_no_token_are_batches_too():
-    for trace in (random_trace(0).select([]), fr.RoutingTrace.unrouted(spec_of(), [[], []])):
-        back = trace.to_padded()
-        assert back.expert_ids_BTLK.shape == (len(trace), 0, 3, 2)
-        assert fr.RoutingTrace.from_padded(trace.spec, *back).equals(trace)
 
 
 def test_order_of_picks_is_kept_and_a_dropped_one_stays_dropped_in_the_ids():

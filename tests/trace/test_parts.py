@@ -284,9 +284,7 @@ def test_parts_of_different_models_or_streams_are_refused(tmp_path):
     [
         ({"sequences": [11]}, "sequences hold 11; expected whole numbers from 0 to 10"),
         ({"sequences": [True]}, "expected whole numbers; turn a mask"),
-        ({"layers": []}, "layer table is empty"),
         ({"layers": [fr.RoutedLayer(7)]}, "no routes of decoder 7"),
-        ({"streams": ["masks"]}, "has no stream 'masks'"),
         *[({"wait_s": wait_s}, "expected seconds from 0") for wait_s in (-1, np.inf, np.nan, "1")],
     ],
 )

@@ -153,12 +153,7 @@ def test_a_reader_written_from_the_page_agrees(encoding, seed, make, small):
     picks = picks_of(trace)
     beside = [sets_of(trace.streams[name]) for name in sorted(trace.streams)]
     rows = [
-        (
-            int(trace.token_ids_N[n]),
-            int(trace.weight_versions_N[n]),
-            picks[n],
-            [decisions[n] for decisions in beside],
-        )
+        (int(trace.token_ids_N[n]), int(trace.weight_versions_N[n]), picks[n], [decisions[n] for decisions in beside])
         for n in range(trace.num_rows)
     ]
     assert sequences == [rows[a:b] for a, b in zip(trace.offsets[:-1], trace.offsets[1:], strict=True)]

@@ -92,6 +92,8 @@ def test_what_is_equal_is_the_spec_of_equal_layers():
     ("sizes", "dtype"),
     [
         ([(256, 2), (7, 2)], np.uint8),
+        ([(256, 2), (256, 2)], np.uint8),
+        ([(257, 2), (257, 2)], np.uint16),
         ([(255, 2), (7, 1)], np.uint8),
         ([(256, 2), (256, 1)], np.uint16),
         ([(65_535, 2), (256, 1)], np.uint16),

@@ -33,7 +33,6 @@ EXTRA_OF = {
     "transformers": "hf",
     "jinja2": "report",
     "matplotlib": "report",
-    "scipy": "fit",
     "megatron": "megatron",
     "trl": "trl",
     "httpx": "engines",

@@ -9,13 +9,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.costs.cluster_file import load_cluster
+from foreroute.costs.cluster_file import Cluster, load_cluster
 from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError, CountsError, InputError, PlanError
 from foreroute.layout import Packing
 from foreroute.plan import load_plan
 from foreroute.plan.counts import COUNTS_FILE, check_counts, load_counts, packed_counts, tokens_digest
 from foreroute.plan.topology import Topology
+from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.steps import TOKEN_BUDGET, packed, read_traces
 from foreroute.trace import RoutedLayer, RoutingTrace
 from foreroute.trace.operations import count_assignments
@@ -27,8 +28,7 @@ class StepToPlan:
 
     Attributes:
         counts_MLGE: int32.
-        topology: ranks and slots.
-        costs: the cost model.
+        cluster: ranks, slots and the cost model.
         home_LE: int16, where the experts are now.
         previous_LE: int64, assignments of the step before, or None.
         facts: for people, by name.
@@ -38,14 +38,23 @@ class StepToPlan:
     """
 
     counts_MLGE: NDArray[np.int32]
-    topology: Topology
-    costs: CostModel
+    cluster: Cluster
     home_LE: NDArray[np.int16]
     previous_LE: NDArray[np.int64] | None
     facts: dict[str, str]
     layers: tuple[RoutedLayer, ...]
     packing: Packing | None
     tokens_digest: str
+
+    @property
+    def topology(self) -> Topology:
+        """Ranks and slots."""
+        return self.cluster.topology
+
+    @property
+    def problem(self) -> BalancerInput:
+        """What balancers are given."""
+        return BalancerInput(self.counts_MLGE, self.topology, self.home_LE, self.previous_LE, self.cluster.costs)
 
 
 def read_step(
@@ -76,7 +85,7 @@ def read_step(
         raise InputError("--token-budget is for traces; --counts are packed already")
     cluster = load_cluster(topology)
     ranks, costs = cluster.topology, cluster.costs
-    facts = {"input": ", ".join(str(path) for path in [*traces, counts] if path)}
+    facts = {"input": ", ".join(str(path) for path in [*traces, counts] if path), "topology": str(topology)}
     if counts is not None:
         read: list[RoutingTrace] = []
         packing, counts_MLGE = None, check_counts(load_counts(counts), num_ranks=ranks.num_ranks)
@@ -92,8 +101,7 @@ def read_step(
     shape = counts_MLGE.shape[1], counts_MLGE.shape[3]
     return StepToPlan(
         counts_MLGE=counts_MLGE,
-        topology=ranks,
-        costs=costs,
+        cluster=cluster,
         home_LE=_homes(previous_plan, ranks, shape),
         previous_LE=_loads(previous_step, shape) if previous_step else None,
         facts=facts,

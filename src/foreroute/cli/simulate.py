@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from foreroute.cli.terminal import Console, shown_facts, shown_table, shown_tiles, working, write_page
 from foreroute.costs.cluster_file import cluster_toml
 from foreroute.errors import InputError, RunFolderError
 from foreroute.files.writing import check_writable, write_atomically, writing_named
 from foreroute.report.simulation import (
-    compared_methods,
     executed,
     fit_summary,
     fit_table,
@@ -22,25 +20,9 @@ from foreroute.report.simulation import (
     simulation_tiles,
     write_simulation_page,
 )
-from foreroute.simulate import (
-    SimulateConfig,
-    SimulationRecord,
-    SweepRecord,
-    Timeline,
-    load_config,
-    parse_config,
-    simulate,
-    sweep,
-    timeline,
-)
+from foreroute.simulate import SimulationRecord, Timeline, load_config, simulate, sweep, timeline
 from foreroute.simulate.ep_group import EPGroup
-
-if TYPE_CHECKING:  # it needs scipy
-    from foreroute.simulate.fit import FitRecord
-
-DEFAULT_RATES = ("gemm_flops_per_s", "layer_s")
-
-Fitted = tuple["FitRecord", Mapping[str, float]]
+from foreroute.simulate.records import compared
 
 
 def run_simulation(
@@ -52,7 +34,7 @@ def run_simulation(
         config_path: a TOML file, see `foreroute.simulate.config`.
         output: the folder, which must be empty or not there; runs/simulate/NAME by default.
         measurements: a file of timed steps, see `foreroute.simulate.fit`, to fit rates to first.
-        rates: of `foreroute.simulate.fit.FITTABLE`, which to fit; by default `DEFAULT_RATES`.
+        rates: of `foreroute.simulate.fit.FITTABLE`, which to fit; by default its `DEFAULT_RATES`.
 
     Raises:
         InputError: for everything that a user can mend.
@@ -63,7 +45,12 @@ def run_simulation(
         raise InputError("--rate says what to fit, and nothing to fit to was given; add --fit MEASUREMENTS")
     config, console, fitted = load_config(config_path), Console(), None
     if measurements is not None:
-        config, fitted = _fitted(config, measurements, rates or DEFAULT_RATES, console)
+        from foreroute.simulate.fit import DEFAULT_RATES, fit_config
+
+        with working("fitting rates to measurements", console):
+            config, fitted = fit_config(config, measurements, rates or DEFAULT_RATES)
+        console.print(shown_table(fit_table(fitted)))
+        console.print(fit_summary(fitted), highlight=False)
     drawn: dict[str, Timeline] = {}
 
     def draw(name: str, group: EPGroup) -> None:
@@ -75,12 +62,18 @@ def run_simulation(
             config, on_progress=lambda name, done, total: work.advance(done, total, detail=name), on_group=draw
         )
     _print(record, console)
-    timelines = [drawn[name] for name in dict.fromkeys(["static", *(m.name for m in compared_methods(record)[:1])])]
-    sweeps = _sweeps(config, record, console)
+    # static and the methods that plots set beside it: all others would take many times as long
+    names = ["static", *(method.name for method in compared(record.methods))]
+    timelines = [drawn[name] for name in names[:2]]
+    sweeps = []
+    with working("sweeps", console, total=len(config.sweep.points())) as work:
+        for point in sweep(config, names):
+            sweeps.append(point)
+            work.advance(len(sweeps), work.total)
     figures = record.as_dict() | {
         "sweeps": [point.as_dict() for point in sweeps],
         "timelines": [found.as_dict() for found in timelines],
-        "fit": None if fitted is None else fitted[0].as_dict(),
+        "fit": None if fitted is None else fitted.as_dict(),
     }
     contents = {"simulation.json": figures, "config.json": config.model_dump(mode="json")}
     texts = {name: json.dumps(values, indent=1, allow_nan=False) for name, values in contents.items()}
@@ -104,40 +97,6 @@ def _check_free(folder: Path) -> None:
         if os.path.realpath(folder) == os.getcwd():
             raise RunFolderError(f"{folder} is the folder that this runs in; nothing was changed. Name one in it")
         check_writable(folder / "simulation.json")
-
-
-def _fitted(
-    config: SimulateConfig, measurements: Path, rates: Sequence[str], console: Console
-) -> tuple[SimulateConfig, Fitted]:
-    """Fit rates; returns the configuration with them, what was fitted, and the rates before."""
-    from foreroute.simulate.fit import fit, load_measurements
-
-    described = config.described()
-    measured = load_measurements(measurements, described.topology)
-    with working(f"fitting to {len(measured)} measurements", console):
-        found = fit(measured, config, rates)
-    values, hardware = config.model_dump(), described.costs.hardware
-    before = {}
-    for name, value in found.parameters.items():
-        holder, table = (hardware, "hardware") if hasattr(hardware, name) else (hardware.links, "links")
-        before[name] = float(getattr(holder, name))
-        values[table] = {**values[table], name: value}
-    console.print(shown_table(fit_table(found, before)))
-    console.print(fit_summary(found), highlight=False)
-    return parse_config(values, source=f"{measurements}, fitted"), (found, before)
-
-
-def _sweeps(config: SimulateConfig, record: SimulationRecord, console: Console) -> list[SweepRecord]:
-    """Sweep static and the methods that plots compare with it; all methods would take many times as long."""
-    names = ("static", *(method.name for method in compared_methods(record)))
-    narrowed = config.model_copy(update={"methods": names})
-    total = len(config.sweep.points())
-    found: list[SweepRecord] = []
-    with working("sweeps", console, total=total) as work:
-        for point in sweep(narrowed):
-            found.append(point)
-            work.advance(len(found), total)
-    return found
 
 
 def _print(record: SimulationRecord, console: Console) -> None:

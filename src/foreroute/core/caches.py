@@ -10,9 +10,10 @@ memory, seen in part and not written to, so that every position before is that o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import starmap
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -126,6 +127,23 @@ def times_written(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+class TensorIds:
+    """Weak references to tensors and their version counters; keeps none alive.
+
+    Collectives of torch.distributed write without counting. Who may be given a buffer that one fills compares values.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._ids = [(ref(tensor), times_written(tensor)) for tensor in tensors]
+
+    def fit(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether these are they, and unwritten; in inference mode, where nobody counts, whether these are they."""
+        return len(tensors) == len(self._ids) and all(
+            known() is tensor and times_written(tensor) == times
+            for tensor, (known, times) in zip(tensors, self._ids, strict=True)
+        )
+
+
 def _is_count(tensor: Tensor) -> bool:
     """Say whether a static cache counts its positions in it."""
     return tensor.dtype in COUNTS and not tensor.ndim
@@ -133,7 +151,10 @@ def _is_count(tensor: Tensor) -> bool:
 
 def find_cache(values: Iterable[Any]) -> Any:
     """Find the key-value cache among the arguments or outputs of a forward, whatever its name; None without one."""
-    return next((value for value in values if hasattr(value, "get_seq_length")), None)
+    for value in values:
+        if hasattr(value, "get_seq_length"):
+            return value
+    return None
 
 
 def given_cache(given: Mapping[str, Any], error: type[Exception]) -> Any:

@@ -192,6 +192,8 @@ class ModelHooks(ABC):
         self.id_dtype = signed_dtype(max((router.num_experts for router in routers), default=0))
         self.options = RecordOptions()
         self.checks = DeferredChecks()
+        # what is called in the place of methods while a session is open, beside those that select
+        self.stand_ins: list[tuple[nn.Module, str, Callable[..., Any]]] = [(trunk, "forward", self.run_trunk)]
         self.awaits_backward = False  # whether the session replayed routes with gradients, so that a backward follows
         self.left_behind: list[str] = []  # what is wrong with the model at the end of a session
         self.passes = PassStack(self.every)
@@ -211,8 +213,8 @@ class ModelHooks(ABC):
         """Read what a call of the trunk says about its batch. Raises for what cannot be recorded or replayed."""
 
     def session_contexts(self) -> Iterable[AbstractContextManager[Any]]:
-        """What is open while a session is, routers aside."""
-        return [overridden(self.trunk, "forward", self.run_trunk)]
+        """What else is open while a session is, above its stand-ins and below the hooks on routers."""
+        return ()
 
     def open_others(self, current: Pass) -> Sequence[tuple[Any, Any]]:
         """What each of the other modules does in a pass, and in its recomputation; says whether they must."""
@@ -277,7 +279,10 @@ class ModelHooks(ABC):
     def _trunk_hooked(self) -> Iterator[None]:
         """Keep the hooks of a session on the trunk, below those on routers, and refuse copies."""
         with ExitStack() as stack:
-            for context in self.session_contexts():
+            contexts = self.session_contexts()  # which look at modules as they are without hooks
+            for module, name, run in self.stand_ins:
+                stack.enter_context(overridden(module, name, run))
+            for context in contexts:
                 stack.enter_context(context)
             for module in self._modules:
                 for name in UNCOPYABLE:

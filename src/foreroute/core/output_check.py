@@ -7,15 +7,13 @@ on their device, which is not waited for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from .caches import times_written
+from .caches import TensorIds
 from .deferred_checks import DeferredChecks
 from .errors import ReplayError
 from .recompute import run_unnumbered
@@ -74,23 +72,6 @@ class OutputCheck:
         ran_RK = native_RK if ids_RK is None else torch.where(ids_RK < 0, native_RK, ids_RK)
         wrong = ~holds_ids(output, router, ran_RK.long(), may_drop=True).all()
         self._checks.add(wrong, partial(_raise_changed, wrong, router.path, who))
-
-
-class TensorIds:
-    """Weak references to tensors and their version counters; keeps none alive.
-
-    Collectives of torch.distributed write without counting. Who may be given a buffer that one fills compares values.
-    """
-
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._ids = [(ref(tensor), times_written(tensor)) for tensor in tensors]
-
-    def fit(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether these are they, and unwritten; in inference mode, where nobody counts, whether these are they."""
-        return len(tensors) == len(self._ids) and all(
-            known() is tensor and times_written(tensor) == times
-            for tensor, (known, times) in zip(tensors, self._ids, strict=True)
-        )
 
 
 def ids_or_obeyed(output: Any, router: RouterHook, ids_RK: Tensor) -> Tensor:

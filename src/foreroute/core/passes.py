@@ -105,7 +105,7 @@ class Pass:
         num_layers, scores = len(self._routers), self.scores
         # One graph serves forward and recomputation, so that both read picks from a tensor and write them to another.
         # The forward finds that nothing was picked before; what a recomputation writes, nobody reads.
-        nothing = [torch.full_like(self.native_LRK[0], -1)] * num_layers
+        nothing = [self.native_LRK.new_full(self.native_LRK.shape[1:], -1)] * num_layers
         native = self.native_LRK.unbind()
         into, before = (nothing, native) if is_recompute else (native, nothing)
         ids = [None] * num_layers if self.rows is None else self.rows.ids_LRK.unbind()

@@ -83,7 +83,7 @@ class HookedModel:
         self.checks = DeferredChecks()  # one for all chunks, so that one wait before a step reads them
         for hooks in chunks:
             hooks.checks = self.checks
-        self._replayed: Callable[[], Any] | None = None
+        self._replayed: Replaying | None = None
 
     @contextmanager
     def listening(self, *interceptors: Interceptor) -> Iterator[None]:
@@ -94,22 +94,23 @@ class HookedModel:
             yield
 
     @contextmanager
-    def _open_replay(self, session: Replaying, *beside: Interceptor) -> Iterator[None]:
-        """Let a session force routes in every pass. Raises `ReplayError` at the end, when no forward ran."""
-        with self.listening(session, *beside), self.replaying_now(lambda: session):
+    def open_replay(
+        self, session: Replaying, *beside: Interceptor, chunks: Sequence[ModelHooks] | None = None
+    ) -> Iterator[None]:
+        """Let a session force routes in every pass of chunks, by default of all, while the context is open.
+
+        Raises:
+            ReplayError: when the model is replaying already; at the end, when no forward ran.
+        """
+        with ExitStack() as stack:
+            for hooks in self.chunks if chunks is None else chunks:
+                stack.enter_context(hooks.listening(session, *beside))
+            if self._replayed is not None:
+                raise ReplayError("this model is already replaying; close that session before opening another")
+            self._replayed = session
+            stack.callback(setattr, self, "_replayed", None)
             yield
         session.require_replayed()
-
-    @contextmanager
-    def replaying_now(self, session: Callable[[], Any]) -> Iterator[None]:
-        """Let `session()` be the replay of this model while the context is open. Raises `ReplayError` if it has one."""
-        if self._replayed is not None:
-            raise ReplayError("this model is already replaying; close that session before opening another")
-        self._replayed = session
-        try:
-            yield
-        finally:
-            self._replayed = None
 
 
 class Routed(HookedModel):
@@ -156,7 +157,7 @@ class Routed(HookedModel):
         rows = ids_BTLK
         if not isinstance(rows, TensorRows):
             rows = self.rows(rows, attention_mask, missing=missing)
-        with self._open_replay(_TensorReplay(rows), self._counts):
+        with self.open_replay(_TensorReplay(rows), self._counts):
             yield
         self.checks.add(rows.faults.any(), rows.raise_faults)
 

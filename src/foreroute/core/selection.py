@@ -191,7 +191,7 @@ class SelectionMode(TorchFunctionMode):
         given = now, func, scores.detach(), args[1:], kwargs
         ids_RK, native_RK = run_unnumbered(self._choose, *given) if self._is_numbered else self._choose(*given)
         self.seen.append(Selection(scores, ids_RK, native_RK, self._squashed))
-        ids = ids_RK.view(*scores.shape[:-1], ids_RK.shape[-1])
+        ids = ids_RK if scores.ndim == 2 else ids_RK.view(*scores.shape[:-1], ids_RK.shape[-1])
         live = self.before_masking(scores) if self._masked else scores
         return torch.return_types.topk((live.gather(-1, ids), ids))
 

@@ -92,7 +92,7 @@ class TrunkHooks(ModelHooks):
         return TrunkArgs.of_call(self.names, args, kwargs)
 
     def session_contexts(self) -> list[AbstractContextManager[Any]]:
-        """The trunk, and whatever was compiled on its own with a router in it. See `ModelHooks`.
+        """Parameters, which must stay, and whatever was compiled on its own with a router in it. See `ModelHooks`.
 
         Raises:
             ReplayError: when routers have exchanged their places, which a compiled graph would not notice.
@@ -100,8 +100,7 @@ class TrunkHooks(ModelHooks):
         self._cache, self.awaits_backward = None, False
         self.left_behind.clear()
         contexts: list[AbstractContextManager[Any]] = [
-            parameters_kept(self.model, partial(getattr, self, "awaits_backward"), self.left_behind.append),
-            *super().session_contexts(),
+            parameters_kept(self.model, partial(getattr, self, "awaits_backward"), self.left_behind.append)
         ]
         # Dynamo refuses by default to trace a checkpointed region with a function mode in it, because a recomputation
         # would not enter the mode again. It need not: the graph keeps routes. Importing Dynamo would cost seconds.

@@ -1,4 +1,4 @@
-"""What a step takes: the one cost model of planner, balancers and simulator, with presets. No torch."""
+"""Seconds of a step: the one cost model of planner, balancers and simulator, with presets. No torch."""
 
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import hardware_preset, model_preset

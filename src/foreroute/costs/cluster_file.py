@@ -23,7 +23,7 @@ from foreroute.plan.topology import Links, Topology
 from foreroute.trace.spec import is_whole
 
 TABLES = {"topology": Topology, "hardware": Hardware, "links": Links, "model": ModelShape, "costs": CostModel}
-"""What each table describes. Attributes that are tables of this file stand beside it."""
+"""Class that each table describes. Attributes that are tables of this file stand beside it."""
 PRESETS = {"hardware": hardware_preset, "model": model_preset}
 Rates = Mapping[str, Mapping[str, float]]
 """Values by table and key."""
@@ -31,7 +31,7 @@ Rates = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Cluster:
-    """What a file describes."""
+    """Ranks, links and cost model of a file."""
 
     topology: Topology
     costs: CostModel
@@ -53,6 +53,7 @@ def parse_cluster(values: Mapping[str, Any], *, source: str) -> Cluster:
     Raises:
         ConfigError, TopologyError: as `load_cluster`.
     """
+    # before any value is looked at
     refuse_impossible(values, source)
     for name, table in values.items():
         if name not in TABLES:
@@ -68,15 +69,35 @@ def parse_cluster(values: Mapping[str, Any], *, source: str) -> Cluster:
         name: of(given[name].pop("preset")) for name, of in PRESETS.items() if "preset" in given[name]
     }
     hardware = preset.get("hardware")
-    links = _made("links", given, source, preset=None if hardware is None else hardware.links)
-    hardware = _made("hardware", given, source, preset=hardware, links=links)
-    model = _made("model", given, source, preset=preset.get("model"))
+    if hardware is not None:
+        preset["links"] = hardware.links
+    _refuse_missing(given, preset, source)
+    links = _made("links", given, source, preset.get("links"))
+    hardware = _made("hardware", given, source, hardware, links=links)
+    model = _made("model", given, source, preset.get("model"))
     width = hardware.ranks_per_node
     num_ranks = given["topology"].get("num_ranks", width)
     # what is no number is refused below, by its name
     given["topology"].setdefault("ranks_per_node", min(num_ranks, width) if is_whole(num_ranks) else width)
     costs = _made("costs", given, source, model=model, hardware=hardware)
     return Cluster(_made("topology", given, source, links=links), costs)
+
+
+def _refuse_missing(given: Mapping[str, Mapping[str, Any]], preset: Mapping[str, Any], source: str) -> None:
+    """Raise `ConfigError` with all keys of all tables that have no default and were not given."""
+    missing = {}
+    for table, of in TABLES.items():
+        needed = [field.name for field in fields(of) if field.default is MISSING]
+        # tables that stand beside, and what follows from the hardware
+        known = {*TABLES, *given[table], *(["ranks_per_node"] if table == "topology" else [])}
+        if table not in preset and (names := [name for name in needed if name not in known]):
+            missing[table] = names
+    if missing:
+        lines = "\n".join(f"  [{table}] {', '.join(names)}" for table, names in missing.items())
+        # links are part of a preset of hardware
+        presets = [name for name in PRESETS if name in missing or (name == "hardware" and "links" in missing)]
+        hint = f'; or begin {" and ".join(f"[{name}]" for name in presets)} with preset = "NAME"' if presets else ""
+        raise ConfigError(f"{source} lacks\n{lines}\nGive them{hint}")
 
 
 def with_rates(path: Path, rates: Rates) -> str:
@@ -92,6 +113,7 @@ def with_rates(path: Path, rates: Rates) -> str:
         lines = _with_keys(lines, table, values)
     text, expected = "\n".join(lines), {**before, **{t: {**before.get(t, {}), **rates[t]} for t in rates}}
     try:
+        # lines were edited as text: what they say now is read again before anything is written
         changed: object = tomllib.loads(text)
     except ValueError:
         changed = None
@@ -127,27 +149,31 @@ def keys_of(table: str) -> list[str]:
     return [*(["preset"] if table in PRESETS else []), *own]
 
 
+def described(cluster: Cluster) -> dict[str, dict[str, int | float | str]]:
+    """Every value, by table and key, of a file that describes this cluster."""
+    costs, topology = cluster.costs, cluster.topology
+    made = {"topology": topology, "hardware": costs.hardware, "links": topology.links, "model": costs.model}
+    # nested tables stand beside
+    return {
+        name: {key: value for key, value in vars(one).items() if isinstance(value, int | float | str)}
+        for name, one in {**made, "costs": costs}.items()
+    }
+
+
 def cluster_toml(cluster: Cluster) -> str:
     """The content of a file that describes this cluster, every key given."""
-    costs, topology = cluster.costs, cluster.topology
-    described = {"topology": topology, "hardware": costs.hardware, "links": topology.links, "model": costs.model}
     lines = []
-    for name, made in {**described, "costs": costs}.items():
-        # numbers and words in JSON are those of TOML; nested tables stand beside
-        values = {key: value for key, value in vars(made).items() if isinstance(value, int | float | str)}
+    for name, values in described(cluster).items():
+        # numbers and words in JSON are those of TOML
         pairs = [f"{key} = {json.dumps(value, allow_nan=False)}" for key, value in values.items()]
         lines += [f"[{name}]", *pairs, ""]
     return "\n".join(lines)
 
 
-def _made(table: str, given: Mapping[str, Mapping[str, Any]], source: str, *, preset: Any = None, **beside: Any) -> Any:
-    """What a table describes, from its keys, what stands beside it, and a preset for the rest."""
-    kind, values = TABLES[table], {**given[table], **beside}
-    missing = [field.name for field in fields(kind) if field.default is MISSING and field.name not in values]
-    if missing and preset is None:
-        more = ", or a preset" if table in PRESETS or table == "links" else ""
-        raise ConfigError(f"{source}: [{table}] has no {', '.join(missing)}; give them{more}")
+def _made(table: str, given: Mapping[str, Mapping[str, Any]], source: str, preset: Any = None, **beside: Any) -> Any:
+    """Object that a table describes, from its keys, what stands beside it, and a preset for the rest."""
+    values = {**given[table], **beside}
     try:
-        return kind(**values) if preset is None else replace(preset, **values)
+        return TABLES[table](**values) if preset is None else replace(preset, **values)
     except (ConfigError, TopologyError) as error:
         raise type(error)(f"{source}: [{table}] {error}") from error

@@ -81,13 +81,7 @@ def _rows_of_copies(pairs_GG: Any, ranks_per_node: int) -> Any:
 
 @kernel
 def rows_of_reach(reach_GN: Any, reach_GG: Any, ranks_per_node: int) -> Any:
-    """float64 [G, 4] as `rows_sent`, deduplicated.
-
-    Args:
-        reach_GN: tokens of each source rank that have a pick on each node.
-        reach_GG: tokens of each source rank that have a pick on each rank.
-        ranks_per_node: of the topology.
-    """
+    """float64 [G, 4] as `rows_sent`, of the tokens of each source with a pick on each node, and on each rank."""
     num_ranks, num_nodes = reach_GN.shape
     rows_G4 = np.zeros((num_ranks, 4))
     for g in range(num_ranks):
@@ -140,7 +134,7 @@ def transfer_seconds(expert_R: Any, rank_R: Any, fetched_R: Any, home_E: Any, nu
         out, into, fetch_s, gradient_s = CLUSTER_OUT, CLUSTER_IN, prices.cluster_fetch_s, prices.cluster_gradient_s
         if rank // prices.ranks_per_node == home // prices.ranks_per_node:
             out, into, fetch_s, gradient_s = NODE_OUT, NODE_IN, prices.node_fetch_s, prices.node_gradient_s
-        if fetched_R[r] and rank // prices.host_ranks == home // prices.host_ranks:
+        if fetched_R[r] and rank // prices.memory_ranks == home // prices.memory_ranks:
             fetch_G5[rank, HOST] += prices.host_fetch_s
         elif fetched_R[r]:
             fetch_G5[home, out] += fetch_s

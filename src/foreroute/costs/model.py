@@ -84,6 +84,7 @@ class ModelShape:
                 whole_number(value, name=name, most=MOST_OF_MODEL[name], error=ConfigError)
             else:
                 check_number(value, name=name, most=MOST_ELEMENT_BYTES, error=ConfigError)
+        # picks of a token are distinct experts
         if self.top_k > self.num_experts:
             raise ConfigError(f"top_k is {self.top_k}; a layer of {self.num_experts} experts has no more to pick")
 
@@ -248,6 +249,7 @@ class CostModel:
             hosts: of the plan.
             topology: ranks and links.
         """
+        # planning looks at every count of a cell
         num_counts = (len(hosts.offsets) - 1) * topology.num_ranks * int(hosts.home_LE.shape[1])
         return self.begin_s + self.plan_s_per_count * num_counts + self.publish_seconds(hosts, topology)
 
@@ -257,6 +259,7 @@ class CostModel:
             return 0.0
         sent_LE = hosts.sent_LEW(topology.ranks_per_node).any(axis=-1)
         sent_G = np.bincount(hosts.home_LE[sent_LE], minlength=topology.num_ranks)
+        # where nobody measured it, writing is taken to be as fast as reading
         rate = self.hardware.publish_bytes_per_s or topology.links.host_bytes_per_s
         return int(sent_G.max()) * self.model.expert_bytes / rate
 
@@ -273,6 +276,7 @@ class CostModel:
             one: the pass.
         """
         tokens_X = np.asarray(tokens_X, np.float64)
+        # tokens in equal sequences of that length
         squares_X = tokens_X * self.sequence_tokens if squares_X is None else np.asarray(squares_X, np.float64)
         dense_X = one.gemm * 2 * self.model.dense_parameters * tokens_X / self.hardware.gemm_flops_per_s
         core_X = one.attention * 2 * self.model.attention_width * squares_X / self.hardware.attention_flops_per_s
@@ -304,15 +308,15 @@ class CostModel:
             dedup=self.dispatcher == "dedup",
             top_k=shape.top_k,
             ranks_per_node=topology.ranks_per_node,
-            host_ranks=topology.ranks_per_node if takes_host_memory(self.paths) else 1,
+            memory_ranks=topology.ranks_per_node if takes_host_memory(self.paths) else 1,
             groups=tuple((s, *group) for s, groups in enumerate(PASSES) for group in groups),
             refetches=slots == "shared",
         )
 
 
 class ExpertPrices(NamedTuple):
-    """What `expert_seconds` of one pass goes by: rows of a tile, seconds of a row's products, of all weights through
-    memory, and of a row through memory; and what a replica takes beside, at both of its ends.
+    """Inputs of `expert_seconds` for one pass: rows of a tile, seconds of a row's products, of all weights through
+    memory, of a row through memory, and of a replica at each of its ends.
     """
 
     tile_rows: int
@@ -335,7 +339,7 @@ class Prices(NamedTuple):
         dedup: whether a token is sent once to each node and rank.
         top_k: picks per token.
         ranks_per_node: of the topology.
-        host_ranks: neighbouring ranks that fetch each other's weights through host memory; 1: none do.
+        memory_ranks: neighbouring ranks that fetch each other's weights through host memory; 1: none do.
         groups: (pass, forwards, backwards) of all groups of both passes.
         refetches: whether each group of a pass fetches weights; else the first one does, and slots keep them.
     """
@@ -354,7 +358,7 @@ class Prices(NamedTuple):
     dedup: bool
     top_k: int
     ranks_per_node: int
-    host_ranks: int
+    memory_ranks: int
     groups: tuple[tuple[int, int, int], ...]
     refetches: bool
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numba import njit
@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 
 from foreroute.costs.links import HOST, all_to_all_seconds, pairs_between, rows_sent, transfer_seconds
 from foreroute.costs.model import BACKWARD, FORWARD, CostModel, expert_seconds
-from foreroute.errors import CountsError
 from foreroute.kernels import kernel
 from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.plan.options import PASS_NAMES, SlotSharing
@@ -20,61 +19,6 @@ PART_NAMES = ("attention", "all-to-all", "experts", "fixed", "exposed transfers"
 ATTENTION, ALL_TO_ALL, EXPERTS, FIXED, EXPOSED = range(5)
 
 _expert_seconds = njit(nogil=True, inline="always")(expert_seconds)
-
-
-class CellFigures(NamedTuple):
-    """One cell, as some hosts serve it.
-
-    Attributes:
-        loads_G: int64 [G], assignments that each rank serves.
-        cross_node_share: of all assignments, those served on another node than their token's.
-        parts_SP: float64 [2, 5], seconds of `PASS_NAMES` and `PART_NAMES`, of a whole pass.
-    """
-
-    loads_G: NDArray[np.int64]
-    cross_node_share: float
-    parts_SP: NDArray[np.float64]
-
-    @property
-    def seconds(self) -> float:
-        """Both stages."""
-        return float(self.parts_SP.sum())
-
-
-def price_cell(
-    cell: CellPlan,
-    counts_GE: NDArray[np.integer],
-    topology: Topology,
-    costs: CostModel,
-    slots: SlotSharing = "layer",
-) -> CellFigures:
-    """Price one cell.
-
-    Deduplicated rows are estimated as if the picks of a token were independent. They are distinct experts, which
-    spreads them, and sequences keep to their experts, which gathers them. On generated routes of 16 to 64 ranks the
-    estimate is 0 to 7 % low over NICs, 6 to 10 % inside nodes, and 0 to 3 % in seconds.
-
-    Args:
-        cell: who serves what.
-        counts_GE: integers [G, E], of the cell.
-        topology: ranks and links.
-        costs: the cost model.
-        slots: `PlanOptions.slots` of the plan.
-
-    Raises:
-        CountsError: when the counts are of other ranks, or replicas serve more than there is.
-    """
-    if len(counts_GE) != topology.num_ranks:
-        raise CountsError(f"counts are of {len(counts_GE)} source ranks; the topology has {topology.num_ranks} ranks")
-    least = min(cell.home_tokens_GE(counts_GE).min(initial=0), cell.tokens_RG.min(initial=0))
-    if least < 0:
-        raise CountsError(f"a host is to serve {least} assignments; expected the counts that the cell was planned for")
-    counts = np.ascontiguousarray(counts_GE, np.int32)  # as planners count: kernels are compiled once
-    pairs_GG = pairs_between(cell, counts)
-    parts_SP = cell_seconds(cell, counts, slowest_attention(counts, costs), costs.prices(topology, slots))
-    node_G = topology.node_G
-    total, away = int(pairs_GG.sum()), int(pairs_GG[node_G[:, None] != node_G].sum())
-    return CellFigures(pairs_GG.sum(axis=0), away / total if total else 0.0, parts_SP)
 
 
 def slowest_attention(counts_XGE: NDArray[np.integer], costs: CostModel) -> NDArray[np.float64]:
@@ -93,6 +37,10 @@ def step_parts(
 ) -> NDArray[np.float64]:
     """float64 [2, 5], seconds of `PASS_NAMES` and `PART_NAMES` of a step, one cell after another.
 
+    Deduplicated rows are estimated as if the picks of a token were independent. They are distinct experts, which
+    spreads them, and sequences keep to their experts, which gathers them. On generated routes of 16 to 64 ranks the
+    estimate is 0 to 7 % low over NICs, 6 to 10 % inside nodes, and 0 to 3 % in seconds.
+
     Args:
         hosts: of all cells.
         counts_MLGE: int32 [M, L, G, E].
@@ -100,6 +48,7 @@ def step_parts(
         costs: the cost model.
         slots: `PlanOptions.slots` of the plan.
     """
+    # no placement of experts changes attention, so it is priced once for all cells
     prices, attention_ML2 = costs.prices(topology, slots), slowest_attention(counts_MLGE, costs)
     parts_SP = np.zeros((len(PASS_NAMES), len(PART_NAMES)))
     for m, layer in np.ndindex(*counts_MLGE.shape[:2]):
@@ -149,11 +98,13 @@ def experts_by_rank(cell: CellPlan, counts_GE: Any, prices: Any) -> Any:
         tokens = 0
         for g in range(num_ranks):
             tokens += cell.tokens_RG[r, g]
+        # the home serves what no replica does
         rank, home = cell.rank_R[r], cell.home_E[cell.expert_R[r]]
         home_tokens_E[cell.expert_R[r]] -= tokens
         forward_G[rank] += _expert_seconds(tokens, prices.forward)
         backward_G[rank] += _expert_seconds(tokens, prices.backward)
         if rank != home:
+            # both ends spend time on a replica, whatever it serves
             for end in (rank, home):
                 forward_G[end] += prices.forward.replica_s
                 backward_G[end] += prices.backward.replica_s

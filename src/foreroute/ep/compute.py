@@ -8,8 +8,7 @@ V replicas here, N rows, D hidden size, E experts, G ranks of a group, W ranks t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ from foreroute.ep.dispatch import RowGroups
 from foreroute.ep.replicas import Replicas
 from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.engine import TransferEngine
-from foreroute.ep.transfer.gradients import segment_sums, wide_dtype
+from foreroute.ep.transfer.gradients import wide_dtype
 from foreroute.replay.rows import joined_to_device
 
 
@@ -37,64 +36,53 @@ class StackedReplicas(Replicas):
         cell: Cell,
         engine: TransferEngine,
         home: Mapping[str, Tensor],  # [E / G, ...], what home experts compute with, maybe a copy in another dtype
-        owned: Mapping[str, Tensor],  # [E / W, ...], the memory that the optimizer updates, from which weights leave
-        terms: Sequence[LowRankTerm] = (),  # of adapters, whose factors are among both
+        terms: Sequence[LowRankTerm] = (),  # of adapters, whose factors are among them
     ) -> None:
-        super().__init__(cell, engine, owned)
+        super().__init__(cell, engine)
         self.home, self.terms = home, terms
         trained = {name for name, shard in home.items() if shard.requires_grad}
         factors = {factor for term in terms for factor in term.factors}
         adapted = {term.parameter for term in terms if term.scaling and not trained.isdisjoint(term.factors)}
-        self._in_graph = [name for name in home if name not in factors and name in trained | adapted]
+        self._trained = [name for name in home if name not in factors and name in trained | adapted]
+        self._grads: dict[str, Tensor] = {}  # of those, as `ReplicaLinear` has made them
 
     def parameters(self) -> list[Tensor]:
         return list(self.home.values())
 
-    def graph_inputs(self) -> list[Tensor]:
-        # Autograd casts a gradient to the dtype of its input, which may be bfloat16. So weights stand in the graph as
-        # zeros in float32 that have a shape and no memory; products read the weights themselves.
-        return [
-            weight.new_zeros((), dtype=wide_dtype(weight.dtype)).expand(weight.shape)
-            for weight in map(self.weights.__getitem__, self._in_graph)
-        ]
-
-    def run(self, inputs: Sequence[Tensor], module: Any, rows_ND: Tensor, groups: RowGroups) -> list[Tensor]:
+    def run(
+        self, token: Tensor, inputs: Sequence[Tensor], module: Any, rows_ND: Tensor, groups: RowGroups
+    ) -> list[Tensor]:
         """Compute rows, which are in order of group, by the layout, gate and activation of the experts module."""
         if not groups.sizes:
             return []
-        stand_ins = dict(zip(self._in_graph, inputs, strict=True))
         up = "gate_up_proj" if module.has_gate else "up_proj"
-        hidden = self._linear(module, up, rows_ND, groups, stand_ins)
+        hidden = ReplicaLinear.apply(token, rows_ND.to(self.home[up].dtype), self, up, module, groups)
         activated = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
-        out = self._linear(module, "down_proj", activated, groups, stand_ins)
+        activated = activated.to(self.home["down_proj"].dtype)
+        out = ReplicaLinear.apply(token, activated, self, "down_proj", module, groups)
         return [module.post_expert_norm(out) if getattr(module, "has_post_expert_norm", False) else out]
-
-    def _linear(
-        self, module: Any, name: str, rows: Tensor, groups: RowGroups, stand_ins: Mapping[str, Tensor]
-    ) -> Tensor:
-        bias = f"{name}_bias"
-        out: Tensor = ReplicaLinear.apply(
-            rows.to(self.home[name].dtype),
-            stand_ins.get(name),
-            stand_ins.get(bias),
-            partial(self.weight, name),
-            self.weight(bias) if module.has_bias else None,
-            module.is_transposed,
-            groups,
-        )
-        return out
 
     def weight(self, name: str) -> Tensor:
         """Give the weight that the replicas compute with, [V, ...], while they are fetched."""
         weight = self.weights[name].to(self.home[name].dtype)
         return adapt(name, {**self.weights, name: weight}, self.terms)
 
+    def keep_grads(self, name: str, rows: Tensor, grad: Tensor, module: Any, groups: RowGroups) -> None:
+        """Make the gradients of a weight and of its bias, of rows and of the gradient of what came of them."""
+        # not by the graph, where autograd would round them to the dtype of the weight
+        if name in self._trained:
+            left, right = (rows, grad) if module.is_transposed else (grad, rows)
+            self._grads[name] = _sum_outer_products(left, right, groups)
+        if f"{name}_bias" in self._trained:
+            self._grads[f"{name}_bias"] = _sum_rows(grad, groups)
+
     def grads_to_return(self, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = {}
-        for name, known in zip(self._in_graph, grads, strict=True):
+        found, self._grads = self._grads, {}
+        for name in self._trained:
             weight = self.weights[name]
-            grad = weight.new_zeros(weight.shape, dtype=wide_dtype(weight.dtype)) if known is None else known
-            found[name] = grad
+            if name not in found:  # no replica is here, or no row came
+                found[name] = weight.new_zeros(weight.shape, dtype=wide_dtype(weight.dtype))
+            grad = found[name]
             for term in self.terms:
                 if term.parameter == name and term.scaling:
                     found |= term.factor_grads(self.weights, grad, self.home[name].dtype)
@@ -104,14 +92,15 @@ class StackedReplicas(Replicas):
         self, returned: dict[str, dict[int, Tensor]], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         totals: list[Tensor | None] = []
+        rows: list[Tensor] = []
         for (name, shard), grad in zip(self.home.items(), grads, strict=True):
-            total = grad
-            if name in returned:
-                total = torch.zeros_like(shard) if grad is None else grad
-                # in place, as no other node is given it; the sum is made in float32 and rounded once
-                for row, gradient in returned[name].items():
-                    total[row].add_(gradient)
+            total = torch.zeros_like(shard) if grad is None and name in returned else grad
+            if total is not None and returned.get(name):
+                rows += map(total.unbind().__getitem__, returned[name])
             totals.append(total)
+        if rows:
+            # in place, as no other node is given them; each sum is made in float32 and rounded once
+            torch._foreach_add_(rows, [each for name in self.home for each in returned.get(name, {}).values()])
         return totals
 
 
@@ -147,43 +136,33 @@ def adapt(name: str, weights: Mapping[str, Tensor], terms: Sequence[LowRankTerm]
 
 
 class ReplicaLinear(torch.autograd.Function):
-    """Rows times the matrix of their group, plus its bias; `stand_in`s take gradients, None where none is wanted.
+    """Rows times the matrix of their group, plus its bias, whose gradients the replicas keep until they are returned.
 
-    Autograd keeps the rows and no weight: slots serve other cells until backward, where `get_weight` is called anew.
+    Autograd keeps the rows and no weight: slots serve other cells until backward, which asks for the weight anew. The
+    token is that of `ReturnGrads`, which runs behind the backward of this.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        rows: Tensor,
-        stand_in: Tensor | None,
-        bias_stand_in: Tensor | None,
-        get_weight: Callable[[], Tensor],
-        bias: Tensor | None,
-        is_transposed: bool,
-        groups: RowGroups,
+        ctx: Any, token: Tensor, rows: Tensor, replicas: StackedReplicas, name: str, module: Any, groups: RowGroups
     ) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.get_weight, ctx.is_transposed, ctx.groups = get_weight, is_transposed, groups
-        weight = get_weight()
-        out = _grouped_mm(rows, weight if is_transposed else weight.mT, groups)
-        if bias is None:
+        ctx.replicas, ctx.name, ctx.module, ctx.groups = replicas, name, module, groups
+        weight = replicas.weight(name)
+        out = _grouped_mm(rows, weight if module.is_transposed else weight.mT, groups)
+        if not module.has_bias:
             return out
-        sizes = joined_to_device([np.asarray(groups.sizes, np.int64)], bias.device)
         # with the size of the output, repeat_interleave does not ask the device for it
-        return out + bias.repeat_interleave(sizes, dim=0, output_size=len(rows))
+        sizes = _sizes_there(groups, out.device)
+        return out + replicas.weight(f"{name}_bias").repeat_interleave(sizes, dim=0, output_size=len(rows))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (rows,), (grad,), groups = ctx.saved_tensors, grads, ctx.groups
-        weight, weight_grad, bias_grad = ctx.get_weight(), None, None
-        if ctx.needs_input_grad[1]:
-            left, right = (rows, grad) if ctx.is_transposed else (grad, rows)
-            weight_grad = _sum_outer_products(left, right, groups)
-        if ctx.needs_input_grad[2]:
-            bias_grad = segment_sums(grad, groups.sizes)
-        row_grad = _grouped_mm(grad, weight.mT if ctx.is_transposed else weight, groups)
-        return row_grad, weight_grad, bias_grad, None, None, None, None
+        (rows,), (grad,), replicas, module = ctx.saved_tensors, grads, ctx.replicas, ctx.module
+        replicas.keep_grads(ctx.name, rows, grad, module, ctx.groups)
+        weight = replicas.weight(ctx.name)
+        row_grad = _grouped_mm(grad, weight.mT if module.is_transposed else weight, ctx.groups)
+        return None, row_grad, None, None, None, None
 
 
 def _grouped_mm(rows: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
@@ -204,3 +183,15 @@ def _sum_outer_products(left: Tensor, right: Tensor, groups: RowGroups) -> Tenso
         else:  # autocast leaves alone what is given its output
             torch.mm(a.t().to(wide), b.to(wide), out=total)
     return sums
+
+
+def _sum_rows(rows: Tensor, groups: RowGroups) -> Tensor:
+    """Add up the rows of every group, one after the other, [V, columns], in float32, on any device alike."""
+    wide, lengths = rows.to(wide_dtype(rows.dtype)), _sizes_there(groups, rows.device)
+    # on a device, checking the lengths would wait for it
+    unchecked = rows.device.type != "cpu"
+    return torch.segment_reduce(wide, "sum", lengths=lengths, axis=0, unsafe=unchecked, initial=0.0)
+
+
+def _sizes_there(groups: RowGroups, device: torch.device) -> Tensor:
+    return joined_to_device([np.asarray(groups.sizes, np.int64)], device)

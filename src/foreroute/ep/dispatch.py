@@ -198,9 +198,10 @@ def _all_to_all(
     rows: Tensor, send_G: list[int], receive_G: list[int], group: dist.ProcessGroup, what: str, num_zeros: int = 0
 ) -> Tensor:
     """Exchange rows with all ranks; `num_zeros` rows of zeros lie behind what arrives."""
-    whole = rows.new_empty(sum(receive_G) + num_zeros, rows.shape[1])
-    arrived, zeros = whole.split([len(whole) - num_zeros, num_zeros])
-    zeros.zero_()
+    arrived = whole = rows.new_empty(sum(receive_G) + num_zeros, rows.shape[1])
+    if num_zeros:
+        arrived, zeros = whole.split([len(whole) - num_zeros, num_zeros])
+        zeros.zero_()
     with collective_errors(what, group):
         dist.all_to_all_single(arrived, rows.contiguous(), receive_G, send_G, group=group)
     return whole

@@ -12,19 +12,20 @@ Letters: M micro-steps, L routed layers, G expert-parallel ranks, E experts, K p
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.core.passes import Pass, PassStack
+from foreroute.core.passes import PassStack
 from foreroute.ep.dispatch import CellRows, gather_counts, upload_rows
 from foreroute.ep.plan_checks import objection_to_number
-from foreroute.ep.transfer.cells import Cell, Home
+from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.engine import TransferEngine, TransferRecord
 from foreroute.errors import CountsError, ReplayError
 from foreroute.plan import StepPlan
@@ -32,9 +33,6 @@ from foreroute.plan.capabilities import takes_host_memory
 from foreroute.plan.options import PassName
 from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
 from foreroute.replay import ReplayRows
-
-if TYPE_CHECKING:
-    import torch.distributed as dist
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +42,8 @@ class MicroBatch:
     routes: object  # that are replayed; whoever begins its forward hands in the same object
     counts_LE: NDArray[np.int64]  # assignments of its rows that have a route, in the layers of this rank
     is_whole: bool  # no other row is sent to experts, so that the plan knows all of them
-    num_routed: int  # rows that have a route, those that other ranks send among them where ranks share a batch
+    # rows that have a route, which are all that is sent, by whichever rank that shares the batch; None sends every row
+    num_routed: int | None = None
     is_shared: bool = False  # rows that the plan does not know shift the part that each rank sends of a shared batch
 
 
@@ -64,9 +63,17 @@ class PassPlan:
         return not self.num_replicas_ML.any()
 
 
-@dataclass(frozen=True, eq=False)
-class AgreedStep:
-    """What all ranks have agreed to execute."""
+@dataclass(eq=False, repr=False)
+class PlanExecution:
+    """A plan that is executed, as `execute` yields it: what all ranks have agreed to do, and what was done.
+
+    Attributes:
+        plan: the plan. In a pass that it saves too little in, every expert computes at its home (`plan.decision`).
+        passes: what is executed, by "recompute" and "update"; `passes[...].plan` is a `StepPlan`.
+        executed_ML: int64 [M, L], assignments that the experts of this rank have computed, recomputation left out;
+            layers of other stages have none.
+        transfers: what travelled here for replicas, once the execution is over.
+    """
 
     number: int  # executions of one number run on the same weights, which are loaded once, and again behind an update
     plan: StepPlan
@@ -74,45 +81,29 @@ class AgreedStep:
     micro_batches: list[MicroBatch]
     passes: dict[PassName, PassPlan]
     is_known_M: list[bool]  # no rank has rows that the plan does not know
-    keeps_weights: bool  # another execution of the step may follow
+    keeps_weights: bool  # another execution of the step may follow, and the weights have not been updated
+    group: dist.ProcessGroup  # the expert-parallel one
+    chunks: Sequence[Sequence[int]]
+    engine: TransferEngine | None  # None without a layer
+    before_publishing: Callable[[], None]
+    executed_ML: NDArray[np.int64] = field(init=False)
+    transfers: list[TransferRecord] = field(init=False, default_factory=list)
 
-
-class PlanExecution:
-    """A plan that is executed, as `execute` yields it.
-
-    Attributes:
-        plan: the plan. In a pass that it saves too little in, every expert computes at its home (`plan.decision`).
-        hosted: what is executed, by "recompute" and "update"; `hosted[...].plan` is a `StepPlan`.
-        executed_ML: int64 [M, L], assignments that the experts of this rank have computed, recomputation left out;
-            layers of other stages have none.
-        transfers: what travelled here for replicas, once the execution is over.
-    """
-
-    def __init__(
-        self,
-        step: AgreedStep,
-        group: dist.ProcessGroup,
-        rank: int,
-        chunks: Sequence[Sequence[int]],
-        homes: Mapping[int, Home],
-        engine: TransferEngine | None,
-        before_publishing: Callable[[], None],
-    ) -> None:
-        self.plan, self.hosted = step.plan, step.passes
-        self.executed_ML = np.zeros(step.plan.shape[:2], np.int64)
-        self.transfers: list[TransferRecord] = []
-        self.step, self._group, self._rank, self._chunks = step, group, rank, chunks
-        self._homes, self.engine, self._before_publishing = homes, engine, before_publishing
+    def __post_init__(self) -> None:
+        self.executed_ML = np.zeros(self.plan.shape[:2], np.int64)
         # chunks without routers take no part
-        self._begun = {chunk: 0 for chunk, of_chunk in enumerate(chunks) if of_chunk}
+        self._begun = {chunk: 0 for chunk, of_chunk in enumerate(self.chunks) if of_chunk}
         self._ran: dict[Cell, Tensor] = {}
-        self._keeps_weights = step.keeps_weights
         self._has_plan = False  # the engine does
+        self._rank = dist.get_rank(self.group)
 
-    def begin_pass(self, chunk: int, routes: object) -> PassCells:
-        """Return the cells of the next forward of a chunk; raise `CountsError` for other routes than were planned."""
-        # asks no other rank: where others go on, they end with this one, within the timeout of their group
-        micro_step, batches = self._begun[chunk], self.step.micro_batches
+    def begin_pass(self, chunk: int, routes: object, rows: ReplayRows) -> PassCells:
+        """Return the cells of the next forward of a chunk, which replays these rows of `MicroBatch.routes`.
+
+        Raises `CountsError` for other routes than were planned. No other rank is asked: where others go on, they end
+        with this one, within the timeout of their group.
+        """
+        micro_step, batches = self._begun[chunk], self.micro_batches
         if micro_step == len(batches):
             raise CountsError(f"a forward begins after all {micro_step} planned micro-batches; plan as many as are run")
         if routes is not batches[micro_step].routes:
@@ -121,52 +112,81 @@ class PlanExecution:
                 "in the same order"
             )
         self._begun[chunk] += 1
-        return PassCells(self, micro_step, self._chunks[chunk], batches[micro_step])
+        pass_name: PassName = "update" if torch.is_grad_enabled() else "recompute"
+        if pass_name == "update":  # behind it an optimizer may write to weights, and fused ones do not count that
+            self.keeps_weights = False
+        engine, plan = self.engine, self.passes[pass_name]
+        assert engine is not None, "a chunk that replays has layers"
+        if not plan.is_at_home:
+            self.begin_transfers(pass_name)
+            engine.expect_backward(pass_name == "update")
+        # Here and once: for recomputation and backward too, and outside of the selective checkpoints of layers, which
+        # number operators.
+        sent_R, layers = self._find_sent(micro_step, rows), self.chunks[chunk]
+        cell_rows = self.upload_cells(micro_step, layers, plan, rows.ids_LRK.device)
+        names = {layer: str(Cell(self.number, micro_step, layer)) for layer in layers}
+        return PassCells(self, micro_step, plan, engine, names, cell_rows, sent_R)
 
     def begin_transfers(self, pass_name: PassName) -> None:
         """Give the engine the plan of a pass, unless it has it or nothing travels."""
-        engine, hosted = self.engine, self.hosted[pass_name]
-        if engine is None or hosted.is_at_home or self._has_plan:
+        engine, plan = self.engine, self.passes[pass_name]
+        if engine is None or plan.is_at_home or self._has_plan:
             return
         if takes_host_memory(engine.paths):
-            self._before_publishing()
+            self.before_publishing()
         # passes that are not at home are of one plan
-        engine.begin_step(self.step.number, hosted.joined, hosted.fetch_schedule, hosted.group_schedule)
+        engine.begin_step(self.number, plan.joined, plan.fetch_schedule, plan.group_schedule)
         self._has_plan = True
 
-    def begin_pass_of(self, pass_name: PassName) -> TransferEngine:
-        """Return what brings weights in a pass, a cell of which runs now."""
-        engine, is_update = self.engine, pass_name == "update"
-        assert engine is not None, "there is a layer that runs"
-        if is_update:  # behind it an optimizer may write to weights, and fused ones do not count that
-            self._keeps_weights = False
-        if not self.hosted[pass_name].is_at_home:
-            self.begin_transfers(pass_name)
-            engine.expect_backward(is_update)
-        return engine
+    def upload_cells(
+        self, micro_step: int, layers: Sequence[int], plan: PassPlan, device: torch.device
+    ) -> dict[int, CellRows]:
+        """Bring the rows of all cells of a forward to the device, by layer; none where ranks exchange counts first."""
+        if not self.is_known_M[micro_step]:
+            return {}
+        cells = [plan.group_schedule.cell(micro_step, layer) for layer in layers]
+        return dict(zip(layers, upload_rows(device, cells), strict=True))
+
+    def _find_sent(self, micro_step: int, rows: ReplayRows) -> Tensor | None:
+        """Return int64, which of the R rows experts compute, ascending; None for all."""
+        # A row of padding, or one without a route that no other row depends on, gets zeros from the routed experts, and
+        # costs nothing.
+        num_routed, real_R = self.micro_batches[micro_step].num_routed, rows.real_R
+        if num_routed is None:
+            return None
+        if not self.is_known_M[micro_step]:
+            return real_R.nonzero()[:, 0]
+        if num_routed == len(real_R):
+            return None
+        # row n is the first at which n + 1 have been counted: of a size that the host knows, so that nobody waits. A
+        # batch of other rows, which is refused when the step ends, has fewer, and they lie behind the last row.
+        count_R = (real_R & rows.routed_R).cumsum(0)
+        sent_R = torch.searchsorted(count_R, torch.arange(1, num_routed + 1, device=real_R.device))
+        return sent_R.clamp(max=len(real_R) - 1)
 
     def end_transfers(self) -> None:
         """Wait for weights under way, and keep what is recorded of them."""
         if self.engine is not None:
-            self.engine.end_step(keeps_weights=self._keeps_weights)
+            self.engine.end_step(keeps_weights=self.keeps_weights)
             self.transfers = self.engine.take_records()
 
     def require_ran(self) -> None:
         """Raise `ReplayError` if a cell did not run, or a router did not do what was known ahead. Reads the device."""
-        num_planned = len(self.step.micro_batches)
+        num_planned = len(self.micro_batches)
         fewest = min(self._begun.values(), default=num_planned)
         if objection := objection_to_number(fewest, num_planned):
             raise ReplayError(objection)
+        layers = {layer for of_chunk in self.chunks for layer in of_chunk}
         for micro_step, layer in np.ndindex(fewest, self.plan.shape[1]):
-            cell = Cell(self.step.number, micro_step, layer)
-            if layer in self._homes and cell not in self._ran:
+            cell = Cell(self.number, micro_step, layer)
+            if layer in layers and cell not in self._ran:
                 raise ReplayError(f"{cell} was not executed: the forward of its micro-batch bypassed the layer")
         if not self._ran:
             return
         # one read for all cells
         for cell, found_E in zip(self._ran, torch.stack(list(self._ran.values())).cpu().numpy(), strict=True):
-            planned_E = self.step.counts_MLGE[cell.micro_step, cell.layer, self._rank]
-            if self.step.is_known_M[cell.micro_step] and (found_E != planned_E).any():
+            planned_E = self.counts_MLGE[cell.micro_step, cell.layer, self._rank]
+            if self.is_known_M[cell.micro_step] and (found_E != planned_E).any():
                 expert = int((found_E != planned_E).argmax())
                 raise ReplayError(
                     f"{cell}: the router made {found_E[expert]} assignments to expert {expert}, {planned_E[expert]} "
@@ -178,59 +198,28 @@ class PlanExecution:
         self.executed_ML[cell.micro_step, cell.layer] += num_rows
         self._ran[cell] = counts_E
 
-    def exchange_counts(self, cell: Cell, hosted: PassPlan, counts_E: Tensor) -> CellRows:
+    def exchange_counts(self, cell: Cell, pass_plan: PassPlan, counts_E: Tensor) -> CellRows:
         """Return the rows of a cell in which some rank has rows without a route, which the plan has not counted."""
-        counts_GE = gather_counts(self._group, counts_E, str(cell))
-        plan = hosted.plan.cell(cell.micro_step, cell.layer)
-        if self.step.micro_batches[cell.micro_step].is_shared:
+        counts_GE = gather_counts(self.group, counts_E, str(cell))
+        plan = pass_plan.plan.cell(cell.micro_step, cell.layer)
+        if self.micro_batches[cell.micro_step].is_shared:
             plan = plan.within(counts_GE)
         found = CellSchedule.of(plan, counts_GE, self._rank, what=str(cell))
         (rows,) = upload_rows(counts_E.device, [found])
         return rows
 
 
+@dataclass(frozen=True, eq=False)
 class PassCells:
     """The cells of one forward of a chunk, and of its recomputation."""
 
-    def __init__(
-        self, execution: PlanExecution, micro_step: int, layers: Sequence[int], micro_batch: MicroBatch
-    ) -> None:
-        self.execution, self.micro_step = execution, micro_step
-        self.layers, self.micro_batch = layers, micro_batch  # layers by their positions in the model
-        self.names = {layer: str(Cell(execution.step.number, micro_step, layer)) for layer in layers}  # made once
-        self._rows: dict[int, CellRows] = {}
-        self._sent: tuple[Tensor | None] | None = None  # the same in all layers
-
-    def work(self, layer: int, current: Pass, *, is_recomputation: bool) -> CellWork:
-        """Return what a layer is to do in the pass that these cells belong to, or in a recomputation of it."""
-        assert isinstance(current.rows, ReplayRows), "it has these cells"
-        pass_name: PassName = "update" if current.with_grad else "recompute"
-        hosted, rows = self.execution.hosted[pass_name], None
-        if self.execution.step.is_known_M[self.micro_step]:
-            if not self._rows:  # uploaded once, for recomputation and backward too
-                found = [hosted.group_schedule.cell(self.micro_step, each) for each in self.layers]
-                self._rows = dict(zip(self.layers, upload_rows(current.rows.ids_LRK.device, found), strict=True))
-            rows = self._rows[layer]
-        cell, engine = Cell(self.execution.step.number, self.micro_step, layer), self.execution.begin_pass_of(pass_name)
-        return CellWork(self, cell, self.names[layer], hosted, rows, engine, current.rows, is_recomputation)
-
-    def find_sent(self, routes: ReplayRows) -> Tensor | None:
-        """Return int64, which of the R rows experts compute, ascending; None for all."""
-        # A row of padding, or one without a route that no other row depends on, gets zeros from the routed experts, and
-        # costs nothing.
-        if self._sent is not None:
-            return self._sent[0]
-        sent_R, real_R, num_routed = None, routes.real_R, self.micro_batch.num_routed
-        if not self.execution.step.is_known_M[self.micro_step]:
-            sent_R = real_R.nonzero()[:, 0]
-        elif num_routed < len(real_R):
-            # row n is the first at which n + 1 have been counted: of a size that the host knows, so that nobody waits.
-            # A batch of other rows, which is refused when the step ends, has fewer, and they lie behind the last row.
-            count_R = (real_R & routes.routed_R).cumsum(0)
-            sent_R = torch.searchsorted(count_R, torch.arange(1, num_routed + 1, device=real_R.device))
-            sent_R = sent_R.clamp(max=len(real_R) - 1)
-        self._sent = (sent_R,)
-        return sent_R
+    execution: PlanExecution
+    micro_step: int
+    plan: PassPlan  # what is executed in the pass
+    engine: TransferEngine
+    names: Mapping[int, str]  # of the cells, in words, by the layer's position in the model
+    rows: Mapping[int, CellRows]  # by the same; none where ranks exchange counts first
+    sent_R: Tensor | None  # int64, which of the R rows experts compute, ascending; None for all
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,27 +229,23 @@ class CellWork:
     cells: PassCells
     cell: Cell
     name: str  # of the cell, in words
-    hosted: PassPlan  # what is executed in the pass
-    rows: CellRows | None  # None where counts are exchanged first
-    engine: TransferEngine
-    routes: ReplayRows
     is_recomputation: bool  # an activation checkpoint runs the layer again, in either pass of the plan
 
     @property
     def has_replicas(self) -> bool:
         """Whether some rank has a replica in the cell."""
-        return bool(self.hosted.num_replicas_ML[self.cell.micro_step, self.cell.layer])
+        return bool(self.cells.plan.num_replicas_ML[self.cell.micro_step, self.cell.layer])
 
     @property
     def num_replicas_here(self) -> int:
         """How many replicas this rank has."""
-        return len(self.hosted.fetch_schedule.cell(self.cell.micro_step, self.cell.layer).hosted)
+        return len(self.cells.plan.fetch_schedule.cell(self.cell.micro_step, self.cell.layer).hosted)
 
     def begin(self, counts_E: Tensor) -> CellRows:
         """Return the rows of the cell, which begins to run, given the assignments of its router, integers [E]."""
-        execution, rows = self.cells.execution, self.rows
+        execution, rows = self.cells.execution, self.cells.rows.get(self.cell.layer)
         if rows is None:
-            rows = execution.exchange_counts(self.cell, self.hosted, counts_E)
+            rows = execution.exchange_counts(self.cell, self.cells.plan, counts_E)
         if not self.is_recomputation:
             execution.record_cell(self.cell, sum(rows.receive_G), counts_E)
         return rows
@@ -281,9 +266,10 @@ def find_cells(passes: PassStack) -> PassCells | None:
 def work_of(passes: PassStack, layer: int, path: str) -> CellWork:
     """Return what a layer is to do in the pass that runs; raise `ReplayError` when that replays no planned routes."""
     cells = find_cells(passes)
-    if cells is None or passes.current is None:
+    if cells is None:
         raise ReplayError(
             f"{path} runs under a plan, and outside of a replay of planned routes; run every forward inside of "
             "execute() on routes that were given to it, of the model itself and not of what torch.compile made of it"
         )
-    return cells.work(layer, passes.current, is_recomputation=passes.is_recompute)
+    cell = Cell(cells.execution.number, cells.micro_step, layer)
+    return CellWork(cells, cell, cells.names[layer], passes.is_recompute)

@@ -19,12 +19,11 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.ep.agreement import RankConsensus
-from foreroute.ep.execution import AgreedStep, ExecutionHolder, MicroBatch, PassPlan, PlanExecution
+from foreroute.ep.execution import ExecutionHolder, MicroBatch, PassPlan, PlanExecution
 from foreroute.ep.owners import join_plans, owners_at
 from foreroute.ep.plan_checks import (
     plan_digest,
     planned_counts,
-    require_counts,
     require_homes,
     require_micro_batches,
     require_ranks,
@@ -130,20 +129,16 @@ class ExpertParallelModel(ABC):
             TraceError: when a rank hands in what is no micro-batch of the model.
             CountsError: when ranks have different numbers of micro-batches.
         """
-        groups, what = self.groups, "gathering counts"
-        with groups.everyone.agree(what, CountsError) as vote:
+        what = "gathering counts"
+        with self.groups.everyone.agree(what, CountsError) as vote:
             batches = find_batches()
             otherwise = "ranks have other micro-batches than can be planned ({}); expected as many on each"
             vote.same(f"{len(batches)} micro-batches", otherwise)
             if not batches:
                 raise CountsError("there is no micro-batch to plan; hand in one or more")
-        num_layers, num_experts = self.home_LE.shape
-        counts_MLGE = torch.zeros((len(batches), num_layers, groups.consensus.size, num_experts), dtype=torch.int32)
-        mine_MLE = np.array([each.counts_LE for each in batches], np.int32)
-        counts_MLGE[:, self._layers, groups.consensus.rank] = torch.from_numpy(mine_MLE)
-        # every count is known to one rank and 0 elsewhere, on the ranks of other pipeline stages too
-        ranks = groups.everyone if self._owner_AG is None else groups.consensus
-        return ranks.most(counts_MLGE, what).numpy()
+        counts_MLE = np.zeros((len(batches), *self.home_LE.shape), np.int32)
+        counts_MLE[:, self._layers] = [each.counts_LE for each in batches]
+        return self._gather(counts_MLE, what)
 
     def gather_executed(self, executions: Sequence[PlanExecution]) -> NDArray[np.int64]:
         """Gather what experts computed in executions that have ended, one after the other.
@@ -151,13 +146,17 @@ class ExpertParallelModel(ABC):
         Returns:
             executed_MLG: int64 [M, L, G], assignments, the same on every rank of the group and its pipeline stages.
         """
-        groups = self.groups
-        mine_ML = torch.from_numpy(np.concatenate([each.executed_ML for each in executions]))
-        executed_MLG = torch.zeros((*mine_ML.shape, groups.consensus.size), dtype=torch.int64)
-        executed_MLG[..., groups.consensus.rank] = mine_ML
-        # as in `gather_counts`: a rank has zeros for the layers of other pipeline stages
-        ranks = groups.everyone if self._owner_AG is None else groups.consensus
-        return ranks.most(executed_MLG, "gathering what was executed").numpy()
+        executed_ML = np.concatenate([each.executed_ML for each in executions])
+        return self._gather(executed_ML, "gathering what was executed")
+
+    def _gather(self, counts_ML: NDArray[Any], what: str) -> NDArray[Any]:
+        """Gather counts [M, L, ...] of every rank as [M, L, G, ...]; each has zeros for layers of other stages."""
+        consensus = self.groups.consensus
+        counts_MLG = np.zeros((*counts_ML.shape[:2], consensus.size, *counts_ML.shape[2:]), counts_ML.dtype)
+        counts_MLG[:, :, consensus.rank] = counts_ML
+        # every count is known to one rank and 0 elsewhere, on the ranks of other pipeline stages too
+        ranks = self.groups.everyone if self._owner_AG is None else consensus
+        return ranks.most(torch.from_numpy(counts_MLG), what).numpy()
 
     @contextmanager
     def execute(
@@ -198,28 +197,25 @@ class ExpertParallelModel(ABC):
         """
         self._require_no_execution("another one begins")
         self._step = self._step + 1 if step is None else step
-        agreed = self._agree_on_step(plan, planned, find_batches, keeps_weights=step is not None)
-        unknown = agreed.is_known_M.count(False)
+        execution = self._agree_on_execution(plan, planned, find_batches, keeps_weights=step is not None)
+        unknown = execution.is_known_M.count(False)
         if unknown:
             warnings.warn(
-                f"in {unknown} of {len(agreed.is_known_M)} micro-steps some rank has rows without a route that later "
-                "tokens depend on: no plan knows them, so that all ranks exchange counts in every cell, and wait for "
-                "them; record those rows, or leave their sequences out",
+                f"in {unknown} of {len(execution.is_known_M)} micro-steps some rank has rows without a route that "
+                "later tokens depend on: no plan knows them, so that all ranks exchange counts in every cell, and wait "
+                "for them; record those rows, or leave their sequences out",
                 stacklevel=3,
             )
-        homes = self.load()
-        engine, rank = self.engine(homes), self.groups.consensus.rank
-        execution = PlanExecution(agreed, self._group, rank, self.chunks, homes, engine, self.finish_gathering)
         with self.activate(holder, execution), self.layers_in_place():
             yield execution
 
     @contextmanager
     def activate(self, holder: ExecutionHolder, execution: PlanExecution) -> Iterator[PlanExecution]:
         """Have layers find an execution while the context is open, and end it on all ranks alike."""
-        hosted, number = execution.hosted.values(), execution.step.number
+        number = execution.number
         if execution.engine is not None:
             execution.engine.take_records()  # of an execution that failed
-            if not (self.gathers_late or any(each.is_at_home for each in hosted)):
+            if not (self.gathers_late or any(each.is_at_home for each in execution.passes.values())):
                 execution.begin_transfers("update")
         self.holder, holder.execution = holder, execution
         try:
@@ -339,14 +335,14 @@ class ExpertParallelModel(ABC):
     def _layers(self) -> list[int]:
         return [layer for of_chunk in self.chunks for layer in of_chunk]
 
-    def _agree_on_step(
+    def _agree_on_execution(
         self,
         plan: StepPlan | None,
         planned: Any,
         find_batches: Callable[[], list[MicroBatch]],
         *,
         keeps_weights: bool,
-    ) -> AgreedStep:
+    ) -> PlanExecution:
         """Find all that this rank objects to, and ask the other ranks once; twice where some lack routes."""
         groups, step = self.groups, self._step
         what, rank = f"agreeing on the plan of step {step}", groups.consensus.rank
@@ -356,9 +352,12 @@ class ExpertParallelModel(ABC):
             self.require_executable(plan)
             require_ranks(plan, groups.consensus.size)
             require_homes(plan, self.home_LE)
-            require_counts(plan, counts_MLGE)
+            plan.require_counts(counts_MLGE)
             found_MLE, planned_MLE = [each.counts_LE for each in batches], counts_MLGE[:, self._layers, rank]
             require_micro_batches(found_MLE, planned_MLE, self._layers)
+            homes = self.load()
+            if self._engine is not None:
+                self._engine.require_same_memory(homes)
             vote.same(
                 f"step {step}, plan {plan_digest(plan)}",
                 "ranks hold different plans ({}); every rank of a group and of its pipeline stages must be given the "
@@ -386,7 +385,19 @@ class ExpertParallelModel(ABC):
         num_replicas_W = vote.numbers_GN[:, 2 : 2 + len(names)].sum(axis=1)
         hosted = self._schedule_passes([in_pass[name] for name in names], counts_MLGE, num_replicas_W)
         passes = dict(zip(PASS_NAMES, hosted * len(PASS_NAMES), strict=False))
-        return AgreedStep(step, plan, counts_MLGE, batches, passes, is_known_M, keeps_weights)
+        return PlanExecution(
+            step,
+            plan,
+            counts_MLGE,
+            batches,
+            passes,
+            is_known_M,
+            keeps_weights,
+            self._group,
+            self.chunks,
+            self.engine(homes),
+            self.finish_gathering,
+        )
 
     def _schedule_passes(
         self, plans: list[StepPlan], counts_MLGE: NDArray[np.integer], num_replicas_W: NDArray[np.int64]
@@ -406,6 +417,10 @@ class ExpertParallelModel(ABC):
             for plan, schedule, of_all, of_weights in zip(plans, own, joined, weights, strict=True)
         ]
 
+    def _is_executing(self) -> bool:
+        """Return whether a plan is executed on the model, by whichever of its attachments."""
+        return self.holder is not None and self.holder.execution is not None
+
     def _require_no_execution(self, before: str) -> None:
-        if self.holder is not None and self.holder.execution is not None:
+        if self._is_executing():
             raise ReplayError(f"a plan is executed on this model; leave that execution before {before}")

@@ -90,20 +90,6 @@ def require_homes(plan: StepPlan, home_LE: NDArray[np.int16]) -> None:
         )
 
 
-def require_counts(plan: StepPlan, counts_MLGE: NDArray[np.integer]) -> None:
-    """Raise `CountsError` unless counts, integers [M, L, G, E], are those that a plan was made for."""
-    expected = (*plan.shape[:2], plan.topology.num_ranks, plan.shape[2])
-    if counts_MLGE.shape != expected or counts_MLGE.dtype.kind not in "iu":
-        raise CountsError(
-            f"counts are {counts_MLGE.dtype} {list(counts_MLGE.shape)}, the plan is for integers {list(expected)}"
-        )
-    found = counts_digest(counts_MLGE)
-    if found != plan.counts_digest:
-        raise CountsError(
-            f"counts have digest {found}, the plan was made for {plan.counts_digest}; hand in the counts of the plan"
-        )
-
-
 def objection_to_number(num_micro_batches: int, num_planned: int) -> str | None:
     """Return what is wrong when a rank brings, or has run, another number of micro-batches than was planned."""
     if num_micro_batches == num_planned:

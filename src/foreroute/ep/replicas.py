@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from foreroute.ep.transfer.cells import Cell, Home
+from foreroute.core.recompute import run_unnumbered
+from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.engine import TransferEngine
 from foreroute.ep.transfer.gradients import GradientReturn
 
@@ -33,30 +34,33 @@ class Replicas(ABC):
     Rows are dispatched between `register` and `fetch`; home experts compute between `fetch` and `compute`.
     """
 
+    computes_views: ClassVar[bool] = True
+    """Whether home experts compute with the views of `register`, and not with the parameters themselves."""
+
     def __init__(
         self,
         cell: Cell,
         engine: TransferEngine,
-        owned: Home,  # the home experts whose weights travel, as `engine` knows them
         *,
-        hosted: bool = True,  # whether any rank has a replica; where none has, the nodes have nothing to do
+        on_any_rank: bool = True,  # whether any rank has a replica; where none has, the nodes have nothing to do
     ) -> None:
-        self.cell, self.hosted = cell, hosted
+        self.cell, self.on_any_rank = cell, on_any_rank
         # name -> [V, ...] in ascending order of slot; set in `compute`, and in backward until gradients are sent
         self.weights: dict[str, Tensor] = {}
-        self._engine, self._owned = engine, owned
+        self._engine = engine
         self._returning: GradientReturn | None = None
         self._anchor: Tensor | None = None
 
     def register(self) -> list[Tensor]:
-        """Give views of `parameters`. In backward, what is returned is added before the parameters get gradients."""
+        """Give views of `parameters`, if any. In backward, what is returned is added before they get gradients."""
         views: list[Tensor]
         self._anchor, *views = WaitGrads.apply(self, *self.parameters())
         return views
 
     def fetch(self) -> None:
-        if self.hosted:
-            self._engine.fetch(self.cell, self._owned)
+        if self.on_any_rank:
+            # what slots lack is another thing in a recomputation: selective checkpoints must not number it
+            run_unnumbered(self._engine.fetch, self.cell)
 
     def compute(self, home_output: Tensor, *args: Any) -> Tensor:
         """Give the rows of the home experts, and behind them those that the replicas here `run` by `args`, [N, D].
@@ -68,7 +72,7 @@ class Replicas(ABC):
         # the node keeps this object, so this object lets go of the node
         anchor, self._anchor = self._anchor, None
         token, *inputs = ReturnGrads.apply(self, anchor)
-        computed = [each.to(home_output.dtype) for each in self.run(inputs, *args)]
+        computed = [each.to(home_output.dtype) for each in self.run(token, inputs, *args)]
         output = torch.cat([home_output, *computed]) if computed else home_output
         # from here on, the slots may serve other cells
         self.weights = {}
@@ -76,18 +80,18 @@ class Replicas(ABC):
         return fetched
 
     def wait(self) -> None:
-        if self.hosted:
-            self.weights = self._engine.wait_weights(self.cell)
+        if self.on_any_rank:
+            self.weights = run_unnumbered(self._engine.wait_weights, self.cell)
 
     def return_grads(self, grads: Sequence[Tensor | None]) -> None:
         """Begin to return the gradients of `graph_inputs`, and release the weights."""
-        if self.hosted:
+        if self.on_any_rank:
             self._returning = self._engine.return_grads(self.cell, self.grads_to_return(grads))
         self.weights = {}
 
     def wait_grads(self) -> dict[str, dict[int, Tensor]]:
         """Wait for the gradients of replicas elsewhere, as `GradientReturn.wait` gives them."""
-        if not self.hosted:
+        if not self.on_any_rank:
             return {}
         assert self._returning is not None, "ReturnGrads, which has the anchor of WaitGrads, runs before it"
         returned, self._returning = self._returning.wait(), None
@@ -97,13 +101,16 @@ class Replicas(ABC):
     def parameters(self) -> list[Tensor]:
         """Give those of the home experts."""
 
-    @abstractmethod
     def graph_inputs(self) -> list[Tensor]:
-        """Give the tensors by which autograd knows the trained weights of the replicas here."""
+        """Give what autograd knows trained weights of the replicas here by, if it is to make their gradients."""
+        return []
 
     @abstractmethod
-    def run(self, inputs: Sequence[Tensor], *args: Any) -> list[Tensor]:
-        """Compute the rows of the replicas here, with `graph_inputs` as part of the graph; [] without a replica."""
+    def run(self, token: Tensor, inputs: Sequence[Tensor], *args: Any) -> list[Tensor]:
+        """Compute the rows of the replicas here; [] without a replica. `ReturnGrads` gave the token and the inputs.
+
+        Whatever makes gradients of weights has one of them in its graph, so that `ReturnGrads` runs behind it.
+        """
 
     @abstractmethod
     def grads_to_return(self, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
@@ -113,22 +120,25 @@ class Replicas(ABC):
     def add_returned(
         self, returned: dict[str, dict[int, Tensor]], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """Give the gradients of `parameters`: those of the views of `register`, and what `wait_grads` gave."""
+        """Give the gradients of `parameters`: those of the views of `register`, if any, and what `wait_grads` gave."""
 
 
 class WaitGrads(Function):
-    """`WaitGrads.apply(replicas, *parameters)`: a scalar as anchor of `ReturnGrads`, and views of the parameters."""
+    """`WaitGrads.apply(replicas, *parameters)`: a scalar as anchor of `ReturnGrads`, and views to compute with."""
 
     # AccumulateGrad of a parameter comes after this node, since the parameters go into it
     @staticmethod
     def forward(ctx: Any, replicas: Replicas, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.replicas = replicas
         ctx.set_materialize_grads(False)
+        anchor = parameters[0].new_zeros(())
+        if not replicas.computes_views:
+            return (anchor,)
         views = [each.view_as(each) for each in parameters]
         ctx.mark_non_differentiable(
             *(view for view, each in zip(views, parameters, strict=True) if not each.requires_grad)
         )
-        return parameters[0].new_zeros(()), *views
+        return anchor, *views
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -164,7 +174,7 @@ class FetchWeights(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (token,) = ctx.saved_tensors
+        _ = ctx.saved_tensors
         ctx.replicas.fetch()
         ctx.replicas.wait()
-        return None, torch.zeros_like(token), grads[0]
+        return None, None, grads[0]

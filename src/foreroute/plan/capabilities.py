@@ -1,4 +1,4 @@
-"""Who executes what: one table, read by both executors, which warn of the rest, and by the simulator, which marks it.
+"""Abilities of the executors: one table. Executors warn of what is beyond it, and the simulator marks that.
 
 An executor has an ability when a test runs it there, on CPU processes of one machine, so nothing here says how fast it
 is; `tests/simulate/test_executed.py` names the tests.
@@ -52,8 +52,8 @@ def warn_of_lacks(plan: StepPlan, executor: Executor, paths: FetchPath) -> None:
     """
     if plan.topology.num_nodes > 1 and Ability.NODES not in EXECUTES[executor]:
         warnings.warn(
-            f"the plan asks for {Ability.NODES}, which no test has run on this executor ({executor}), so that steps "
-            "take other times than were planned; keep an expert-parallel group within a node",
+            f"the plan asks for {Ability.NODES}, and this executor ({executor}) has run on nodes made of one machine "
+            "alone, so that steps may take other times than were planned; keep an expert-parallel group within a node",
             stacklevel=2,
         )
     # between nodes both paths are the same, and at homes nothing travels
@@ -88,6 +88,6 @@ def takes_host_memory(paths: FetchPath) -> bool:
 
 
 def lacking(needs: Set[Ability]) -> tuple[str, ...]:
-    """What the executor that lacks least cannot do of what is asked for, in words; empty where one can do all."""
+    """Abilities asked for that the executor which lacks least does not have, in words; none where one has all."""
     missing = (tuple(str(one) for one in Ability if one in needs - abilities) for abilities in EXECUTES.values())
     return min(missing, key=len)

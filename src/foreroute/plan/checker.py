@@ -1,4 +1,4 @@
-"""Whether a plan is what it says it is: an independent check that shares no code with the planner.
+"""Check that a plan is what it says it is: an independent check that shares no code with the planner.
 
 It proves that a plan can be executed as it stands and that its figures are true. Not that it is a good plan.
 """
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from foreroute.errors import PlanError, shown
 from foreroute.files.container import objection
 from foreroute.plan.capabilities import FetchPath
-from foreroute.plan.counts import counts_digest
 from foreroute.plan.options import PASS_NAMES, PlanOptions
 from foreroute.plan.step_plan import TENSORS, StepPlan
 from foreroute.trace.checks import ascending
@@ -37,18 +36,10 @@ def verify(plan: StepPlan, counts_MLGE: NDArray[np.integer], options: PlanOption
 
     Raises:
         PlanError: for the first thing that is wrong, with its cell.
+        CountsError: when the plan was made for other counts.
     """
     check_structure(plan)
-    shape = (*plan.shape[:2], plan.topology.num_ranks, plan.shape[2])
-    if counts_MLGE.shape != shape or counts_MLGE.dtype.kind not in "iu":
-        raise PlanError(
-            f"counts are {counts_MLGE.dtype} {list(counts_MLGE.shape)}; the plan is for integers {list(shape)}"
-        )
-    found = counts_digest(counts_MLGE)
-    if found != plan.counts_digest:
-        raise PlanError(
-            f"the plan was made for counts with digest {plan.counts_digest}, these have {found}; plan these counts"
-        )
+    plan.require_counts(counts_MLGE)
     if options is not None:
         _check_options(plan, options)
     _check_tokens(plan, counts_MLGE)
@@ -79,6 +70,7 @@ def _check_arrays(plan: StepPlan) -> None:
             "more, and a multiple of the ranks"
         )
     sources, num_replicas = plan.hosts.tokens_RG.shape[1], len(plan.hosts.expert_R)
+    # before anything is indexed by a rank
     if sources != num_ranks:
         raise PlanError(f"tokens_RG is of {sources} source ranks; the topology has {num_ranks}")
     offsets, expected = plan.hosts.offsets, num_micro_steps * num_layers + 1
@@ -161,6 +153,7 @@ def _check_replicas(plan: StepPlan) -> None:
         _refuse(plan, (value_R < 0) | (value_R >= size), f": there are {size} {what}")
     home_R = plan.home_LE[cell_R % plan.shape[1], hosts.expert_R]
     _refuse(plan, home_R == hosts.rank_R, " is on the expert's home")
+    # an (expert, rank) pair is one host: two would leave open who serves what
     twice_R = _repeated((cell_R * num_experts + hosts.expert_R) * num_ranks + hosts.rank_R)
     _refuse(plan, twice_R, ": the rank serves that expert twice")
     twice_R = _repeated((cell_R * num_ranks + hosts.rank_R) * slots + hosts.slot_R)
@@ -198,6 +191,7 @@ def _check_tokens(plan: StepPlan, counts_MLGE: NDArray[np.integer]) -> None:
         layer_R, expert_R, rank_R, tokens_RG = (
             array[part] for array in (layer_of_all, hosts.expert_R, hosts.rank_R, hosts.tokens_RG)
         )
+        # unsigned counts would wrap where replicas serve too much
         rest_LEG = counts_MLGE[m].swapaxes(1, 2).astype(np.int64)
         np.subtract.at(rest_LEG, (layer_R, expert_R), tokens_RG)
         if (rest_LEG < 0).any():

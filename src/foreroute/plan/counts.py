@@ -20,7 +20,7 @@ from foreroute.layout import Packing
 from foreroute.trace.container import RoutingTrace
 from foreroute.trace.operations import add_assignments
 
-MOST = 2**31 - 1
+MOST_ASSIGNMENTS = 2**31 - 1
 """Most assignments of a cell: planners count in int32."""
 FEW_ENTRIES, ENTRIES_PER_ASSIGNMENT = 1 << 26, 16
 """Counts from traces have this many entries at most: any trace 256 MB, and a large one in proportion to what it holds.
@@ -65,6 +65,7 @@ def packed_counts(traces: RoutingTrace | Sequence[RoutingTrace], packing: Packin
     spec = several[0].spec
     for trace in several[1:]:
         spec.require_same(trace.spec, what="a trace to be counted")
+    # a plan has one E and one K for all layers
     spec.require_alike("a plan")
     entries = packing.num_micro_steps * spec.num_layers * packing.num_ranks * spec.num_experts
     assignments = sum(int(trace.lengths.sum()) for trace in several) * spec.num_layers * spec.top_k
@@ -78,6 +79,7 @@ def packed_counts(traces: RoutingTrace | Sequence[RoutingTrace], packing: Packin
     first = 0
     for trace in several:
         part = slice(first, first + len(trace))
+        # into one array, so that traces are never joined
         add_assignments(trace, packing.micro_step_S[part], packing.rank_S[part], counts)
         first += len(trace)
     return counts
@@ -105,21 +107,21 @@ def check_counts(counts: ArrayLike, *, num_ranks: int | None = None, top_k: int 
             f"counts are of dtype {given.dtype}; expected integers. Round and convert them where they arise"
         )
     least, most = int(given.min()), int(given.max())
-    if least < 0 or most > MOST:
+    if least < 0 or most > MOST_ASSIGNMENTS:
         wrong = int(given.argmin() if least < 0 else given.argmax())
         m, layer, g, _ = np.unravel_index(wrong, given.shape)
         raise CountsError(
             f"counts have the entry {given.flat[wrong]} in micro-step {m}, layer {layer}, source rank {g}; expected 0 "
-            f"to {MOST}"
+            f"to {MOST_ASSIGNMENTS}"
         )
     counts_MLGE = np.require(given, np.int32, ["C", "A", "W"])  # one kind of array: kernels are compiled once
-    if most * counts_MLGE[0, 0].size > MOST:  # hardly ever, so that planning does without these sums
+    if most * counts_MLGE[0, 0].size > MOST_ASSIGNMENTS:  # hardly ever, so that planning does without these sums
         cell_ML = counts_MLGE.sum(axis=(2, 3), dtype=np.int64)
         m, layer = np.unravel_index(int(cell_ML.argmax()), cell_ML.shape)
-        if cell_ML[m, layer] > MOST:
+        if cell_ML[m, layer] > MOST_ASSIGNMENTS:
             raise CountsError(
-                f"micro-step {m}, layer {layer} holds {cell_ML[m, layer]} assignments; expected at most {MOST} in a "
-                "cell"
+                f"micro-step {m}, layer {layer} holds {cell_ML[m, layer]} assignments; expected at most "
+                f"{MOST_ASSIGNMENTS} in a cell"
             )
     if top_k is not None:
         _check_tokens(counts_MLGE, top_k)
@@ -206,6 +208,7 @@ def contiguous_imbalance(counts_MLE: NDArray[np.int64], num_ranks: int) -> float
     if num_experts % num_ranks:
         raise InputError(f"{num_experts} experts cannot be placed evenly on {num_ranks} ranks; use a divisor")
     loads_CG = counts_MLE.reshape(-1, num_ranks, num_experts // num_ranks).sum(axis=-1)
+    # an empty cell is no barrier
     loads_CG = loads_CG[loads_CG.sum(axis=1) > 0]
     return float((loads_CG.max(axis=1) / loads_CG.mean(axis=1)).mean()) if len(loads_CG) else 1.0
 

@@ -1,4 +1,4 @@
-"""Who serves what: the one form that searching, pricing, pruning, checking and scheduling share.
+"""Hosts of experts: the one form that searching, pricing, pruning, checking and scheduling share.
 
 A *cell* (m, l) is one routed layer in one micro-step; it is a barrier for all ranks. Cells are numbered in the order of
 execution, m * L + l. A *host* is an (expert, rank) pair that serves tokens. Every expert has a home, which serves what
@@ -46,6 +46,7 @@ class CellPlan(NamedTuple):
     def home_tokens_GE(self, counts_GE: NDArray[np.integer]) -> NDArray[np.int64]:
         """int64 [G, E], assignments of source rank g to expert e that the home rank of e serves."""
         rest_GE = counts_GE.astype(np.int64)
+        # an expert may have several replicas, each with its share
         np.subtract.at(rest_GE.T, self.expert_R, self.tokens_RG)
         return rest_GE
 
@@ -58,6 +59,7 @@ class CellPlan(NamedTuple):
 
     def within(self, counts_GE: NDArray[np.integer]) -> CellPlan:
         """The same hosts, of which replicas serve no more than there is: for other counts than it was made for."""
+        # replicas of one expert share what there is, in their order
         left_GE, tokens_RG = counts_GE.astype(np.int32), self.tokens_RG.copy()
         for tokens_G, expert in zip(tokens_RG, self.expert_R, strict=True):
             np.minimum(tokens_G, left_GE[:, expert], out=tokens_G)
@@ -128,6 +130,7 @@ class Hosts(NamedTuple):
         layer_R = np.repeat(np.arange(len(sizes_C)) % len(self.home_LE), sizes_C)
         expert_R, rank_R = self.expert_R[: len(layer_R)], self.rank_R[: len(layer_R)]
         home_R = self.home_LE[layer_R, expert_R]
+        # ranks of other nodes do not read this node's memory
         is_sent_R = (home_R != rank_R) & (home_R // ranks_per_node == rank_R // ranks_per_node)
         sent_LEW = np.zeros((*self.home_LE.shape, ranks_per_node), np.bool_)
         sent_LEW[layer_R[is_sent_R], expert_R[is_sent_R], rank_R[is_sent_R] % ranks_per_node] = True

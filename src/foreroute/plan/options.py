@@ -1,4 +1,4 @@
-"""What a plan may do. Every part of the planner can be switched off by one field."""
+"""Options of a plan. Every part of the planner can be switched off by one field."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ PassName = Literal["recompute", "update"]
 PASS_NAMES: tuple[PassName, ...] = get_args(PassName)
 PRICED = ("traffic", "pay_off")
 """The options that a cost model prices."""
-MOST = 2**63 - 1
-"""The largest number of moves, of threads and seed: far more than there are experts or processors."""
+LARGEST_OPTION = 2**63 - 1
+"""The largest number of moves and of threads: far more than there are experts or processors."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,9 @@ class PlanOptions:
             pays: over all micro-steps of a layer, or where slots are shared, cell by cell. None: on in layers where it
             saves more time than planning it exposes.
         pay_off: drop replicas whose transfer exposes more time than they save, by the cost model. None: on in layers
-            where it saves more time than planning it exposes. Where there is a cost model and this is not False, stages
+            where it saves more time than planning it exposes. Where there is a cost model and this is not False, passes
             that the plan saves too little in are executed at homes (`StepPlan.gains`).
         threads: of the planner. Plans do not depend on it.
-        seed: of the placement search. The same seed gives the same plan.
     """
 
     tolerance: float = 0.02
@@ -50,14 +49,14 @@ class PlanOptions:
     traffic: bool | None = None
     pay_off: bool | None = None
     threads: int = 1
-    seed: int = 0
 
     def __post_init__(self) -> None:
+        # so that NaN is refused
         if not 0 <= self.tolerance < 1:
             raise ConfigError(f"tolerance is {self.tolerance}; expected a share of the mean load, from 0 to below 1")
-        for name, least in (("home_moves", 0), ("threads", 1), ("seed", 0)):
+        for name, least in (("home_moves", 0), ("threads", 1)):
             if name != "home_moves" or self.home_moves is not None:
-                whole_number(getattr(self, name), name=name, least=least, most=MOST, error=ConfigError)
+                whole_number(getattr(self, name), name=name, least=least, most=LARGEST_OPTION, error=ConfigError)
         if self.slots not in ("layer", "shared"):
             raise ConfigError(f"slots is {self.slots!r}; expected 'layer' or 'shared'")
         if self.traffic and not self.replicas:

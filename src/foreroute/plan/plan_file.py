@@ -86,6 +86,7 @@ def plan_content(plan: StepPlan) -> tuple[dict[str, str], dict[str, NDArray[Any]
     """
     check_structure(plan)
     most = plan.hosts.tokens_RG.max(initial=0)
+    # splits are most of the file, and most are small
     narrowest = next(kind for kind in (np.uint8, np.uint16, np.int32) if most <= np.iinfo(kind).max)
     metadata = {
         "topology": json.dumps(asdict(plan.topology), allow_nan=False),
@@ -101,6 +102,7 @@ def plan_content(plan: StepPlan) -> tuple[dict[str, str], dict[str, NDArray[Any]
 def _read(source: str | os.PathLike[str] | BytesIO, name: str) -> StepPlan:
     metadata, tensors = PLAN_FILE.read(source, name=name)
     try:
+        # checksums say that a file is whole, not that it is right
         plan = _decoded(metadata, tensors)
         check_structure(plan)
     except InputError as error:

@@ -48,7 +48,7 @@ by_host: whether its weights go through host memory; gradients never do.
 
 @dataclass(frozen=True, eq=False)
 class CellSchedule:
-    """What one rank does in one cell.
+    """Work of one rank in one cell.
 
     Segments of rows are int64 [B, 2]: first row and length, in the order in which they are taken; none is empty.
 
@@ -83,7 +83,7 @@ class CellSchedule:
         counts_GE: NDArray[np.integer],
         rank: int,
         *,
-        host_ranks: int = 1,
+        memory_ranks: int = 1,
         what: str = "the cell",
     ) -> CellSchedule:
         """The schedule of a cell whose counts are learnt only when it runs.
@@ -92,13 +92,13 @@ class CellSchedule:
             cell: homes and replicas.
             counts_GE: integers [G, E], assignments of every rank to every expert.
             rank: whose schedule.
-            host_ranks: neighbouring ranks whose weights go through host memory; 1 has all go from peer to peer.
+            memory_ranks: neighbouring ranks whose weights go through host memory; 1 has all go from peer to peer.
             what: the cell in words, for errors.
 
         Raises:
             PlanError: as in `ExecutionSchedule`.
         """
-        columns = _compile(Hosts.of_cells(cell.home_E[None], [cell]), counts_GE[None], rank, host_ranks, [what])
+        columns = _compile(Hosts.of_cells(cell.home_E[None], [cell]), counts_GE[None], rank, memory_ranks, [what])
         return _cut(columns, 0)
 
 
@@ -128,18 +128,19 @@ class ExecutionSchedule:
         paths: FetchPath = "direct",
     ) -> None:
         num_micro_steps, num_layers = plan.shape[:2]
-        host_ranks = plan.topology.ranks_per_node if takes_host_memory(paths) else 1
+        memory_ranks = plan.topology.ranks_per_node if takes_host_memory(paths) else 1
 
-        def block(m: int) -> Any:
+        def block(m: int) -> list[CellSchedule]:
             hosts = plan.hosts.part(m, m + 1)
             words = [f"micro-step {m}, routed layer {layer}" for layer in range(num_layers)]
-            return _compile(hosts, counts_MLGE[m], rank, host_ranks, words)
+            columns = _compile(hosts, counts_MLGE[m], rank, memory_ranks, words)
+            return [_cut(columns, layer) for layer in range(num_layers)]
 
-        self._blocks: list[Future[Any]] = [_compiler().submit(block, m) for m in range(num_micro_steps)]
+        self._blocks: list[Future[list[CellSchedule]]] = [_compiler().submit(block, m) for m in range(num_micro_steps)]
 
     def cell(self, micro_step: int, layer: int) -> CellSchedule:
         """Give the schedule of one cell, once it is compiled."""
-        return _cut(self._blocks[micro_step].result(), layer)
+        return self._blocks[micro_step].result()[layer]
 
 
 @cache
@@ -156,7 +157,7 @@ def _compile(
     hosts: Hosts,
     counts_CGE: NDArray[np.integer],
     rank: int,
-    host_ranks: int,
+    memory_ranks: int,
     words: Sequence[str],
 ) -> Any:
     # numba loads with the first schedule
@@ -179,7 +180,7 @@ def _compile(
         num_home,
     )
     counts = np.ascontiguousarray(counts_CGE, np.int32)
-    cell, expert, source, excess = schedule_cells(rank, hosts, counts, host_ranks, out)
+    cell, expert, source, excess = schedule_cells(rank, hosts, counts, memory_ranks, out)
     if cell != NONE:
         raise PlanError(
             f"{words[cell]}: replicas of expert {expert} are to serve {excess} assignments of rank {source} more than "

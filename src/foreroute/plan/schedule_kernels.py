@@ -34,14 +34,14 @@ class Columns(NamedTuple):
 
 
 @kernel
-def schedule_cells(rank: int, hosts: Any, counts_CGE: Any, host_ranks: int, out: Any) -> tuple[int, int, int, int]:
+def schedule_cells(rank: int, hosts: Any, counts_CGE: Any, memory_ranks: int, out: Any) -> tuple[int, int, int, int]:
     """Fill `out` for the cells of a block, whose layers are 0, 1, ... L - 1, 0, ...
 
     Args:
         rank: whose schedule.
         hosts: `Hosts` of these cells.
         counts_CGE: int32 [C, G, E].
-        host_ranks: this many neighbouring ranks fetch weights through the memory that they share; 1: none do.
+        memory_ranks: this many neighbouring ranks fetch weights through the memory that they share; 1: none do.
         out: `Columns`, filled.
 
     Returns:
@@ -154,7 +154,7 @@ def schedule_cells(rank: int, hosts: Any, counts_CGE: Any, host_ranks: int, out:
                     move.row = home_row_E[move.expert]
                     move.peer, move.slot = peer_R[i], slot_R[begin + r]
                     move.position = place_R[i] if end == 0 else nth_R[r]
-                    move.by_host = peer_R[i] // host_ranks == rank // host_ranks
+                    move.by_host = peer_R[i] // memory_ranks == rank // memory_ranks
                     at[3 + end] += 1
         out.ends_CX[c, :] = at
     return NONE, 0, 0, 0

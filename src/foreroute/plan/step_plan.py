@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.errors import PlanError
+from foreroute.errors import CountsError, PlanError
 from foreroute.files.container import TensorSchema
 from foreroute.layout import Packing
 from foreroute.plan.capabilities import FetchPath
-from foreroute.plan.counts import packed_counts, tokens_digest
+from foreroute.plan.counts import counts_digest, packed_counts, tokens_digest
 from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.plan.options import PassName, SlotSharing
 from foreroute.plan.topology import Topology
@@ -112,17 +112,18 @@ class StepPlan:
         return self.hosts.cell(micro_step, layer)
 
     def is_at_home(self, pass_name: PassName) -> bool:
-        """Whether every expert serves at its home in a pass: the plan has no replica, or saves too little there."""
+        """Say whether every expert serves at its home in a pass: the plan has no replica, or saves too little there."""
+        # what was never priced is executed: somebody asked for it
         return len(self.hosts.expert_R) == 0 or self.gains.get(pass_name, 1.0) < LEAST_GAIN
 
     def in_pass(self, pass_name: PassName) -> StepPlan:
-        """What is executed in a pass: this plan, or its homes alone, beside the loads and bounds of this plan."""
+        """The plan that is executed in a pass: this one, or its homes alone beside the loads and bounds of this one."""
         if not self.is_at_home(pass_name):
             return self
         return replace(self, hosts=Hosts.with_room(self.home_LE, self.shape[0], self.topology.num_ranks, 0))
 
     def decision(self, pass_name: PassName) -> str:
-        """What is executed in a pass, and why, in words."""
+        """The decision on a pass, and why, in words."""
         if len(self.hosts.expert_R) == 0:
             return "at homes: the plan has no replicas"
         if pass_name not in self.gains:
@@ -149,3 +150,17 @@ class StepPlan:
                 "sequences, or hand in those that were planned, in their order"
             )
         return packed_counts(traces, self.packing)
+
+    def require_counts(self, counts_MLGE: NDArray[np.integer]) -> None:
+        """Raise `CountsError` unless counts, integers [M, L, G, E], are those that the plan was made for."""
+        expected = (*self.shape[:2], self.topology.num_ranks, self.shape[2])
+        if counts_MLGE.shape != expected or counts_MLGE.dtype.kind not in "iu":
+            raise CountsError(
+                f"counts are {counts_MLGE.dtype} {list(counts_MLGE.shape)}, the plan is for integers {list(expected)}"
+            )
+        found = counts_digest(counts_MLGE)
+        if found != self.counts_digest:
+            raise CountsError(
+                f"counts have digest {found}, the plan was made for counts with digest {self.counts_digest}; hand in "
+                "the counts of the plan, or plan these counts"
+            )

@@ -1,4 +1,4 @@
-"""Where experts can live: ranks, nodes, redundant slots, and the links between them."""
+"""Places of experts: ranks, nodes, redundant slots, and the links between them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def check_number(value: object, *, name: str, least: float = 0, most: float, err
     """Raise `error` unless this is a number from `least` to `most`; one above 0, where `least` is 0."""
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
         raise error(f"{name} is {shown(value)}; expected a number")
+    # written so that NaN is refused
     if not (value > 0 and least <= value <= most):
         span = f"{least:g} to {most:g}" if least else f"more than 0, and {most:g} at most"
         raise error(f"{name} is {value!r:.40}; expected {span}")
@@ -84,7 +85,7 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
-        """How many nodes the ranks fill."""
+        """N, nodes that the ranks fill."""
         return self.num_ranks // self.ranks_per_node
 
     @property

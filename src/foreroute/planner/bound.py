@@ -15,11 +15,7 @@ def least_load(cell: CellState) -> int:
     replicas, each of which takes T at most, and no more than the heaviest of these experts has. By (2) and (3) every
     rank's experts need a number of replicas; together they have as many as there are redundant slots.
 
-    Args:
-        cell: as `begin_cell` leaves it, with every expert served at home.
-
-    Returns:
-        The smallest T that (1) to (3) allow.
+    The cell is as `begin_cell` leaves it; the answer is the smallest T that (1) to (3) allow.
     """
     total, most, num_ranks = 0, 0, len(cell.load_G)
     for g in range(num_ranks):

@@ -15,7 +15,7 @@ from foreroute.kernels import NONE, inlined, next_unit, routine
 from foreroute.planner.cell import EXPERT, HELD, NEXT, QUOTA, RANK, CellState, clear, later_use, put, slots_of
 
 REUSE_WEIGHT = 3.0
-"""What an assignment that a replica could serve in later micro-steps counts, by one that stays in its node now.
+"""Weight of a future reuse of a replica, relative to one assignment that stays in its node now.
 At 0, slots that persist fetch 8 to 34 % more; as said of the values in `replicas`."""
 
 

@@ -10,17 +10,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.errors import ConfigError, TopologyError
 from foreroute.plan.counts import check_counts
-from foreroute.plan.options import MOST
+from foreroute.plan.options import LARGEST_OPTION
 from foreroute.plan.topology import Topology
 from foreroute.trace.spec import whole_number
-
-PROPOSALS_PER_EXPERT, PROPOSALS_AFTER_DESCENT = 320, 10_000
-"""Proposals of the annealing: 40,960 for 128 experts. After a descent, which has spent a small budget well already, a
-fixed number. Chosen by hand: on workload G8 (4 layers, 16 micro-steps) 10.4 % of the assignments are surplus, 1.8 %
-after 320 proposals per expert, 2.0 % after 40 and 1.7 % after 640; after a descent more proposals change little."""
-FEW_SHARE, FEW = 8, 4
-"""Up to one expert in eight, or four, may move: then the best swaps are taken one by one before annealing. On the same
-workload that is better and four times as fast with 4 and 8 moves of 128 experts; from 16 on neither way always wins."""
 
 LARGEST = 1 << 28
 """Sum of all loads of a layer at most, so that six times as much fits into the int32 of the search: twice the surplus
@@ -33,22 +25,21 @@ def place_homes(
     home_LE: ArrayLike,
     *,
     max_moves: int | None = None,
-    seed: int = 0,
     threads: int = 1,
 ) -> NDArray[np.int16]:
     """Place the experts of each layer for a step, so that micro-steps need few replicas and transfers.
 
     What is lowered is the sum over micro-steps of what ranks have above the mean, plus half of what nodes have above
     theirs: each surplus must be carried to another rank, and the latter over the slower link. A single placement serves
-    all micro-steps, so their loads are not summed first. Swaps of two experts keep E / G experts on every rank.
+    all micro-steps, so their loads are not summed first. Pairs of experts exchange their homes, the pair that lowers
+    the sum most first, until no pair within the budget does. That keeps E / G experts on every rank.
 
     Args:
         counts_MLGE: integers [M, L, G, E], assignments of the step.
         topology: G ranks in nodes.
         home_LE: integers [L, E], the rank that each expert lives on now.
         max_moves: most experts of a layer that may change their rank; None sets no limit.
-        seed: of the search. The same seed gives the same homes, whatever `threads`.
-        threads: layers that are searched at a time.
+        threads: layers that are searched at a time. Homes do not depend on it.
 
     Returns:
         home_LE: int16 [L, E]. For no layer is the sum above higher than before (means are rounded down).
@@ -56,32 +47,24 @@ def place_homes(
     Raises:
         CountsError: for counts that cannot be planned.
         TopologyError: for homes on ranks that are not there, or not as many on every rank.
-        ConfigError: for a negative budget or seed, or no thread.
+        ConfigError: for a negative budget, or no thread.
     """
     counts = check_counts(counts_MLGE, num_ranks=topology.num_ranks)
     start_LE = check_homes(home_LE, counts.shape[1], counts.shape[3], topology.num_ranks)
-    for name, value, least in (("max_moves", max_moves or 0, 0), ("seed", seed, 0), ("threads", threads, 1)):
-        whole_number(value, name=name, least=least, most=MOST, error=ConfigError)
+    for name, value, least in (("max_moves", max_moves or 0, 0), ("threads", threads, 1)):
+        whole_number(value, name=name, least=least, most=LARGEST_OPTION, error=ConfigError)
     num_layers, num_experts = start_LE.shape
+    # an exchange moves two experts or none
     budget = num_experts if max_moves is None else min(max_moves, num_experts)
     if budget < 2 or topology.num_ranks == 1:  # one move alone leaves ranks with unequal numbers of experts
         return start_LE.copy()
     from foreroute.planner import homes_kernels as kernels
 
-    few = budget <= max(num_experts // FEW_SHARE, FEW)
-    proposals = PROPOSALS_AFTER_DESCENT if few else PROPOSALS_PER_EXPERT * num_experts
-    random_L1 = np.random.default_rng(seed).integers(0, 2**64, (num_layers, 1), dtype=np.uint64)
-
     def placed_E(layer: int) -> NDArray[np.int64]:
         exact_EM, load_EM = layer_loads(counts[:, layer])
         start_E = start_LE[layer].astype(np.int64)
-        placement = kernels.new_placement(load_EM, start_E, start_E, topology, budget)
-        if few:
-            kernels.descend(placement, np.empty((num_experts, topology.num_ranks), np.int32))
-            placement = kernels.new_placement(load_EM, placement.home_E, start_E, topology, budget)
-        kernels.anneal(placement, proposals, random_L1[layer])
-        placement = kernels.new_placement(load_EM, placement.home_E, start_E, topology, budget)
-        kernels.sweep(placement)
+        placement = kernels.new_placement(load_EM, start_E, topology, budget)
+        kernels.exchange(placement)
         # Halved loads may have misled the search; the loads as they are decide.
         return min((placement.home_E, start_E), key=lambda home_E: kernels.objective(exact_EM, home_E, topology))
 

@@ -73,14 +73,13 @@ def plan_and_why(
     if home_LE is None:
         home_LE = np.tile(topology.contiguous_home_E(num_experts), (num_layers, 1))
     previous_LE = check_homes(home_LE, num_layers, num_experts, topology.num_ranks)
+    # asked for by name, so that leaving it out in silence would be wrong
     if costs is None and (options.traffic or options.pay_off):
         asked = " and ".join(name for name in PRICED if getattr(options, name))
         raise ConfigError(f"{asked} cannot be priced without a cost model; pass costs")
     home_LE = previous_LE.copy()
     if options.home_moves != 0:
-        home_LE = place_homes(
-            counts, topology, home_LE, max_moves=options.home_moves, seed=options.seed, threads=options.threads
-        )
+        home_LE = place_homes(counts, topology, home_LE, max_moves=options.home_moves, threads=options.threads)
     hosts, figures_ML2, why = _plan_cells(counts, topology, options, home_LE, costs, on_progress)
     found = StepPlan(
         topology=topology,
@@ -99,7 +98,7 @@ def plan_and_why(
 def _gains(
     hosts: Hosts, counts: NDArray[np.int32], topology: Topology, costs: CostModel | None, options: PlanOptions
 ) -> dict[PassName, float]:
-    """By pass, the share that a plan saves of the seconds of all cells at home, each as if it paid for all alone.
+    """Gains by pass: the share that a plan saves of the seconds of all cells at home, each as if it paid for all alone.
 
     Nothing where no prices are known, or nothing is to be decided.
     """
@@ -107,6 +106,7 @@ def _gains(
         return {}
     from foreroute.costs.pricing import step_parts
 
+    # the same homes: moves were made before, and are no part of the decision
     at_home = Hosts.with_room(hosts.home_LE, len(counts), topology.num_ranks, 0)
     home_S, planned_S = (
         step_parts(each, counts, topology, costs, options.slots).sum(axis=1) for each in (at_home, hosts)
@@ -166,6 +166,7 @@ def _plan_cells(
             priced.refine(hosts, figures_ML2[..., 0], layers.start, count_planned)
         return hosts.part(0, num_micro_steps), figures_ML2
 
+    # layers in a row, so that a thread's replicas are one piece of the plan
     bounds = [num_layers * i // options.threads for i in range(options.threads + 1)]
     parts = [slice(first, end) for first, end in pairwise(bounds) if first < end]
     with ThreadPoolExecutor(len(parts)) as pool:

@@ -67,7 +67,7 @@ class PricedOptions:
         hosts.write(0, Hosts.side_by_side(refined))
 
     def why(self) -> dict[str, str]:
-        """By option, whether it is on, and why. Final when all cells are refined."""
+        """Say by option whether it is on, and why. Final when all cells are refined."""
         return {name: self._why(name) for name in PRICED}
 
     def _why(self, name: str) -> str:
@@ -107,7 +107,7 @@ class PricedOptions:
             if "traffic" in on:
                 tried = [window.short(some, self._options.tolerance)]
                 if "pay_off" in on:
-                    # A cell that declines what later ones need may make the window longer.
+                    # Dropping a replica here can force a later cell to fetch it, so both are tried on the whole window.
                     homes = [CellPlan.homes_only(cell.home_E, len(window.counts_MGE[0])) for cell in some]
                     tried += [window.pruned(tried[0]), homes]
                 some = min(tried, key=window.seconds) if len(tried) > 1 else tried[0]
@@ -138,7 +138,7 @@ class Window(NamedTuple):
         return parts_SP
 
     def seconds(self, cells: list[CellPlan]) -> float:
-        """Both stages of all cells."""
+        """Seconds of both passes of all cells."""
         return float(self.parts(cells).sum())
 
     def short(self, given: list[CellPlan], tolerance: float) -> list[CellPlan]:
@@ -185,7 +185,7 @@ class Window(NamedTuple):
 
 
 def _reasons_against(topology: Topology, options: PlanOptions, costs: CostModel | None) -> dict[str, str | None]:
-    """By option, why it cannot be on, or None."""
+    """Reasons by option why it cannot be on, or None."""
     reasons: dict[str, str | None] = dict.fromkeys(PRICED)
     if topology.num_nodes == 1:
         reasons["traffic"] = "all ranks share a node"

@@ -66,14 +66,16 @@ def _rows(cell: CellPlan, kept_R: Any) -> CellPlan:
 def _least_on_busiest(cell: CellPlan, num_ranks: int, prices: Any) -> int:
     """The replica that serves least of those on the busiest link of the step; NONE when nothing moves."""
     fetch_G5, gradient_G5 = transfer_seconds(cell.expert_R, cell.rank_R, cell.fetched_R, cell.home_E, num_ranks, prices)
-    busy_G5 = len(prices.groups) * fetch_G5 + gradient_G5
+    # slots that keep what they hold are filled once for each of the two passes
+    fetches = len(prices.groups) if prices.refetches else 2
+    busy_G5 = fetches * fetch_G5 + gradient_G5
     busiest = np.argmax(busy_G5)
     rank, link = busiest // busy_G5.shape[1], busiest % busy_G5.shape[1]
     best, fewest = NONE, 0
     for r in range(len(cell.expert_R)):
         here, home = cell.rank_R[r], cell.home_E[cell.expert_R[r]]
         if link == HOST:
-            involved = cell.fetched_R[r] and here == rank and here // prices.host_ranks == home // prices.host_ranks
+            involved = cell.fetched_R[r] and here == rank and here // prices.memory_ranks == home // prices.memory_ranks
         else:
             is_near = here // prices.ranks_per_node == home // prices.ranks_per_node
             involved = (here == rank or home == rank) and is_near == (link >= NODE_OUT)

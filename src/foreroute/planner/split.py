@@ -54,22 +54,11 @@ def split_expert(
     ranks_per_node: int,
     local: bool,
 ) -> None:
-    """Share the tokens of one expert out to its replicas, by quotas that are used up. The home gets what is left.
+    """Share the tokens of one expert out to its replicas, rows `first` to `end` - 1; the home gets what is left.
 
-    For given quotas no split keeps more assignments on their rank, nor on their node.
-
-    Args:
-        rank_R: integers [R], ranks of replicas.
-        tokens_RG: integers [R, G], what each serves of each source rank; added to.
-        first: the first replica of the expert.
-        end: the one behind its last.
-        quota_V: integers, most that each of these serves.
-        home: the rank of the home.
-        home_quota: most that it serves.
-        left_G: integers [G], the tokens of each source rank; taken from.
-        home_G: integers [G], scratch.
-        ranks_per_node: of the topology.
-        local: False shares them out in order, wherever they come from.
+    No replica serves more than its quota, which is used up. For given quotas no split keeps more assignments on their
+    rank, nor on their node; `local` False shares them out in order, wherever they come from. The tokens of each source
+    rank, `left_G`, are taken from and added to `tokens_RG`; `home_G` is scratch.
     """
     # Three rounds: own rank, own node, the rest. In the first two the home comes first, at the end it gets what is
     # left. Tokens never leave a rank or node while a host there has quota left.
@@ -83,18 +72,7 @@ def split_expert(
 
 @inlined
 def take_near(tokens_G: NDArray[np.integer], left_G: NDArray[np.integer], quota: int, rank: int, size: int) -> int:
-    """Let a host on a rank serve tokens of the `size` ranks around it that have no host yet.
-
-    Args:
-        tokens_G: integers [G], what the host serves of each source rank; added to.
-        left_G: integers [G], tokens that have no host yet; taken from.
-        quota: most tokens that the host serves.
-        rank: of the host.
-        size: 1 for its own rank's tokens, the ranks of a node for its node's, G for all.
-
-    Returns:
-        What is left of the quota.
-    """
+    """Let a host serve tokens of the `size` ranks around it that have none yet; returns what is left of its quota."""
     begin = rank // size * size
     for g in range(begin, begin + size):
         if quota == 0:

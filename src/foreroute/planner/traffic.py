@@ -100,15 +100,10 @@ def replicate_for_traffic(
 def choose_hosted(
     wanted_NE: Any, order_X: Any, home_E: Any, ranks_per_node: int, slots: int, most_copies: float
 ) -> Any:
-    """What each node hosts: bool [N, E]. Its homes, and what its tokens want most.
+    """What each node hosts, bool [N, E]: its homes, and what its tokens want most.
 
-    Args:
-        wanted_NE: how much the tokens of each node want an expert.
-        order_X: int64, the flat indices of `wanted_NE`, in the order in which they are hosted.
-        home_E: integers, homes.
-        ranks_per_node: of the topology.
-        slots: of each rank.
-        most_copies: other nodes at most that host the experts of one home rank.
+    `order_X` are the flat indices of `wanted_NE`, in the order in which they are hosted; at most `most_copies` other
+    nodes host the experts of one home rank.
     """
     num_nodes, num_experts = wanted_NE.shape
     # The slots kept back are for parts of experts that are too large for one rank: a slot for each rank but one, and a
@@ -132,15 +127,10 @@ def choose_hosted(
 
 @kernel
 def serve_locally(demand_NE: Any, hosted_NE: Any, home_E: Any, held_GS: Any, slots: int, target: int) -> Any:
-    """Loads of all hosts of a cell whose nodes host given experts: int64 [G, E], what each rank serves of each expert.
+    """What each rank serves of each expert, int64 [G, E], where nodes host given experts, `hosted_NE`.
 
-    Args:
-        demand_NE: int64, assignments of each node's own tokens.
-        hosted_NE: bool, of `choose_hosted`.
-        home_E: integers, homes.
-        held_GS: what slots hold.
-        slots: replicas that a rank may take.
-        target: most assignments that a rank should serve. It is kept where this construction finds a way to.
+    `demand_NE` are assignments of each node's own tokens. No rank takes more than `slots` replicas, nor, where this
+    construction finds a way to, more than `target` assignments.
     """
     num_experts, num_ranks = len(home_E), len(held_GS)
     served_GE, load_G = np.zeros((num_ranks, num_experts), np.int64), np.zeros(num_ranks, np.int64)

@@ -130,7 +130,7 @@ class TraceOnDevice:
             indexers: the choices to force on indexers, of the same rows. A row that has none is missing too.
             layers: of the trace; all by default.
         """
-        real_R, row_R, num_rows = row_R >= 0, row_R.long(), self.trace.num_rows
+        real_R, row_R, num_rows = row_R >= 0, row_R.long(), len(self.faithful_N)
         table_LXK = self._table(spreads=policy.padding == "spread" or self.picks_PLK is not None)
         if policy.padding == "spread":
             assert self.picks_PLK is not None, "made with the table"
@@ -143,7 +143,14 @@ class TraceOnDevice:
             name = "counted" if indexers is None else "counted with choices"
             counted_R = real_R & self.upload(name, counted_N, np.zeros(1, np.bool_))[from_R.clamp(max=num_rows)]
         ids_LRK = (table_LXK if layers is None else table_LXK[layers]).index_select(1, from_R)
-        return ReplayRows(ids_LRK, real_R=real_R, counted_R=counted_R, counts=policy.counts, indexers=indexers)
+        return ReplayRows(
+            ids_LRK,
+            real_R=real_R,
+            counted_R=counted_R,
+            counts=policy.counts,
+            indexers=indexers,
+            drops=counted_N is not None,
+        )
 
     def _table(self, *, spreads: bool) -> Tensor:
         """Signed ids [L, N + 1, K], or with the spread picks behind them; -1 where the model picks, as in row N."""

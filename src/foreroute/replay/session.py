@@ -15,10 +15,10 @@ A framework brings, in this order of the work:
    `Routes.of_pass(chunk, args, policy, checks)` finds the rows of one batch by its tokens, and asks `checks` on the
    device whether they are those of the trace;
    `rows_of(passes)` turns what passes recorded into rows without padding, over all ranks.
-5. Where a schedule runs many micro-batches in one call: `listening(session, *session.beside)` around each of them,
-   inside of `replaying_now(...)`, and `require_replayed()` at the end.
-6. Where plans are executed, an `ep.model.ExpertParallelModel` in the attribute `execution` of what `Routes` belong to:
-   `of_pass` hands `execution.begin_pass(chunk, routes)` on as `ReplayRows.cells`.
+5. Where a schedule runs many micro-batches in one call: `open_replay(session, *session.beside, chunks=...)` around each
+   of them.
+6. Where plans are executed, an `ep.PlanExecution` in the attribute `execution` of what `Routes` belong to:
+   `of_pass` hands `execution.begin_pass(chunk, routes, rows)` on as `ReplayRows.cells`.
 
 Sessions, threads, recomputation, telemetry, masks and errors are written here and in the core, for all frameworks.
 `conformance` has the checks that an adapter must pass; docs/new-adapter.md walks through one.
@@ -98,10 +98,9 @@ class RoutedModel(HookedModel, ABC):
         Raises:
             ReplayError: when none is.
         """
-        session = None if self._replayed is None else self._replayed()
-        if not isinstance(session, ReplaySession):
+        if not isinstance(self._replayed, ReplaySession):
             raise ReplayError("no micro-batch is being replayed now; ask inside of a replay, after the model has run")
-        return session
+        return self._replayed
 
     @contextmanager
     def record(
@@ -205,7 +204,7 @@ class RoutedModel(HookedModel, ABC):
             require_version(found.versions, weight_version, "what is to be replayed")
         session = ReplaySession(found, policy, self.checks, self._telemetry_of(policy))
         counting = self._counting() if counts == "replayed" else nullcontext()
-        with self._open_replay(session, *session.beside), counting:
+        with self.open_replay(session, *session.beside), counting:
             yield session
 
     def _telemetry_of(self, policy: Policy) -> Telemetry | None:

@@ -35,6 +35,7 @@ MEASURES = (
 
 def finding_table(diagnosis: Diagnosis) -> Table:
     """The findings, the worst first."""
+    # the reader may stop after the first
     findings = sorted(diagnosis.findings, key=lambda finding: -finding.severity)
     rows = [
         TableRow(cells=(TONES[one.severity], one.topic, one.sentence, one.advice), tone=TONES[one.severity])
@@ -44,7 +45,7 @@ def finding_table(diagnosis: Diagnosis) -> Table:
 
 
 def measure_table(measures: Measures) -> Table:
-    """What was measured, one row per comparison; a dash means never measured."""
+    """Measures, one row per comparison; a dash means never measured."""
     compared: tuple[tuple[str, TokenMismatch | None, RoutingMismatch | None], ...] = (
         ("Engine and trainer, without replay", measures.without, measures.routes),
         ("Engine and trainer, with replay", measures.with_replay, None),

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from foreroute.report.figure import (
-    INK,
     SIDE_COLOURS,
     card,
     integer_ticks,
@@ -17,6 +16,7 @@ from foreroute.report.figure import (
     number_layers,
     percent_ticks,
 )
+from foreroute.report.format import INK
 from foreroute.report.page import Key, Plot, caption
 
 if TYPE_CHECKING:

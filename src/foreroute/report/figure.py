@@ -1,4 +1,4 @@
-"""What every plot shares: colours, type sizes, legends, and what stands in place of a plot without data."""
+"""Shared parts of plots: colours, type sizes, legends, and what stands in place of a plot without data."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import io
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-import matplotlib
 import numpy as np
 from matplotlib.colors import TwoSlopeNorm, to_hex, to_rgb
 from matplotlib.figure import Figure
@@ -21,9 +19,8 @@ from numpy.typing import NDArray
 
 from foreroute.records import Run, StepRecord
 from foreroute.records.step_record import SIDES, Side
-from foreroute.report.format import over_mean, step_time
+from foreroute.report.format import INK, WINDOW, over_mean, step_time
 from foreroute.report.page import Caption, Key, Plot
-from foreroute.report.run_tables import WINDOW
 from foreroute.trace import RoutedLayer
 
 # A colour stands for the same on every page. Okabe and Ito's stay apart under the common colour deficiencies.
@@ -41,47 +38,18 @@ PART_COLOURS = {
     "output head": "#EEDD88",
     "waiting for the plan": "#332288",
 }
-"""What time is spent on, in Tol's light scheme, none of which is the colour of a method, and dark for waiting."""
+"""Parts of the time, in Tol's light scheme, none of which is the colour of a method, and dark for waiting."""
 SIDE_WORDS: dict[Side, str] = {"native": "without replay", "replayed": "with replay"}
 DASHES = ("", "6 3", "2 2", "8 2 2 2")
 """By run, as in SVG; matplotlib takes the numbers."""
 SHADES = (0.0, 0.45, -0.4)
 """By run among those that train on the same side: towards white, or black. With four dashes, twelve looks."""
 
-INK, GREY = "#3b4550", "#8a94a0"
-"""Colours of words in a picture, and of lines that only guide the eye."""
-
 INCHES = (5.0, 3.1)
 HEAT_INCHES = (5.0, 4.2)
 BAR_INCHES = 0.34
 LABEL_WIDTH = 21
 """Characters of a line of a bar's label."""
-STYLE: dict[str, Any] = {
-    "axes.axisbelow": True,
-    "axes.edgecolor": GREY,
-    "axes.grid": True,
-    "axes.labelcolor": INK,
-    "axes.labelsize": 11,
-    "axes.linewidth": 0.8,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "figure.constrained_layout.use": True,
-    "font.family": "DejaVu Sans",  # shipped with matplotlib, so pages look alike everywhere
-    "font.size": 11,
-    "grid.color": "#e6e9ed",
-    "grid.linewidth": 0.8,
-    "lines.linewidth": 1.7,
-    "lines.solid_capstyle": "round",
-    "path.simplify_threshold": 0.6,  # of a point
-    "svg.fonttype": "path",
-    "svg.hashsalt": "foreroute",  # the same records give the same page
-    "xtick.color": GREY,
-    "xtick.labelcolor": INK,
-    "xtick.labelsize": 10.5,
-    "ytick.color": GREY,
-    "ytick.labelcolor": INK,
-    "ytick.labelsize": 10.5,
-}
 
 
 @dataclass(frozen=True)
@@ -92,11 +60,6 @@ class Series:
     side: Side | None
     x: NDArray[np.float64]
     y: NDArray[np.float64]
-
-
-def in_style() -> AbstractContextManager[None]:
-    """The look of all plots, for as long as they are drawn."""
-    return matplotlib.rc_context(STYLE)
 
 
 def new_axes(inches: tuple[float, float] = INCHES) -> Any:
@@ -115,6 +78,7 @@ def card(caption: Caption, drawn: Any, alt: str, keys: Sequence[Key] = (), notes
     figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     # matplotlib writes six decimals of a point; a tenth is less than a pixel, and a third of the bytes go
     small = re.sub(rb' d="[^"]*"', lambda path: re.sub(rb"(\.\d)\d+", rb"\1", path[0]), buffer.getvalue())
+    # a page loads nothing, so pictures are in it
     image = "data:image/svg+xml;base64," + base64.b64encode(small).decode("ascii")
     return Plot(caption=caption, image=image, alt=f"{caption.title}. {alt}.", keys=tuple(keys), notes=tuple(notes))
 
@@ -127,6 +91,7 @@ def card_of_runs(
     keys: Sequence[Key] = (),
 ) -> Plot:
     """Make a card with the legend of its runs, or `keys`; without a picture where no series has a number."""
+    # infinite values would stretch the span that is told to those who see no picture
     values = [line.y[np.isfinite(line.y)] for line in series]
     if not any(finite.size for finite in values):
         return Plot(caption=caption)
@@ -183,7 +148,7 @@ def _series(position: int, run: Run, side: Side | None, path: str) -> list[Serie
 
 
 def _recorded(step: StepRecord, path: str) -> float | None:
-    """What a step recorded by this path of keys, joined by dots; of a list the last. None where it did not."""
+    """The figure that a step recorded by this path of keys, joined by dots; of a list the last. None where none."""
     found: Any = step
     for key in path.split("."):
         found = found.get(key) if isinstance(found, dict) else getattr(found, key, None)
@@ -192,6 +157,7 @@ def _recorded(step: StepRecord, path: str) -> float | None:
 
 def colour_of(runs: Sequence[Run], position: int, side: Side | None = None) -> str:
     """The colour of a side, by default of that which the run trains with; runs of the same one differ in shade."""
+    # runs of one side share its hue, so that side stays the first thing that is seen
     own = runs[position].trains_with
     rank = sum(run.trains_with == own for run in runs[:position])
     shade = SHADES[rank % len(SHADES)]
@@ -218,6 +184,7 @@ def style_of(runs: Sequence[Run], line: Series) -> dict[str, Any]:
 
 def percent_axis(axes: Any) -> None:
     """Shares as percentages, from just below zero, so that a line of exact zeros stays clear of the axis."""
+    # matplotlib leaves room above all data, also above 100 %
     top = min(axes.get_ylim()[1], 1.025)
     axes.set_ylim(-0.025 * top, top)
     percent_ticks(axes.yaxis)
@@ -234,7 +201,7 @@ def integer_ticks(most: int) -> MaxNLocator:
 
 
 def layer_label(layers: Sequence[RoutedLayer]) -> str:
-    """What an axis of routed layers is called: by the model's own numbers where its layers are known."""
+    """Label of an axis of routed layers: by the model's own numbers where its layers are known."""
     kinds = {layer.noun.removesuffix(" layer") for layer in layers}
     return f"{kinds.pop()} layer" if len(kinds) == 1 else "layer" if kinds else "routed layer, counted from 0"
 
@@ -268,7 +235,9 @@ def heat_maps(
     The panels stand side by side, or `below` each other. The colour bar may begin at 1, which is white. `layers` are
     those of the y axis, where it has some.
     """
+    # nearly even loads would otherwise look as uneven as any
     most = max(1.05, *(float(over.max()) for over in loads.values()))
+    # below and above the mean are different things: ranks that wait, and those waited for
     norm = TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=most)
     figure = Figure(figsize=HEAT_INCHES)
     panels = figure.subplots(*((len(loads), 1) if below else (1, len(loads))), sharex=True, sharey=True)
@@ -309,6 +278,7 @@ def stacked_bars(
     totals_B = widths_BX.sum(axis=1)
     # A part below a thousandth of the longest bar would be thinner than a line.
     shown = [(x, name) for x, name in enumerate(colours) if widths_BX[:, x].max() > 1e-3 * totals_B.max()]
+    # a heading takes the room of a bar
     places_B = np.array([place + sum(first <= place for first in headings) for place in range(len(bars))], np.float64)
     axes = new_axes((INCHES[0], max(INCHES[1], 0.8 + BAR_INCHES * (len(bars) + len(headings)))))
     left_B = np.zeros(len(bars))
@@ -344,7 +314,7 @@ def _keys(runs: Sequence[Run], series: Sequence[Series]) -> tuple[Key, ...]:
 
 
 def run_key(runs: Sequence[Run], position: int) -> Key:
-    """What the line of a run that is of no side looks like: its colour is that of the side which it trains with."""
+    """Look of the line of a run that is of no side: its colour is that of the side which it trains with."""
     label = f"{runs[position].label}, trained {SIDE_WORDS[runs[position].trains_with]}"
     return Key(label, colour_of(runs, position), dashes_of(position))
 

@@ -1,4 +1,4 @@
-"""What the numbers of runs say, in one sentence. Nothing is claimed that they do not show."""
+"""Findings of runs, in one sentence. Nothing is claimed that they do not show."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from statistics import fmean
 
 from foreroute.records import Run
 from foreroute.records.step_record import SIDES
-from foreroute.report.format import percentage, reward, scientific, span_of
-from foreroute.report.run_tables import WINDOW, SummaryRow, planned_steps, summary_rows
+from foreroute.report.format import WINDOW, percentage, reward, scientific, span_of
+from foreroute.report.run_tables import SummaryRow, planned_steps, summary_rows
 
 FEWEST_RUNS = 4
 """Runs of each kind. Chance puts all 4 of one above all 4 of the other once in 35 times; with 3, once in 10."""
@@ -17,8 +17,9 @@ SAME = 1.05
 
 
 def run_finding(runs: Sequence[Run]) -> str:
-    """What the runs show, in one sentence: the load of their ranks, their mismatch, their reward."""
+    """Finding of the runs, in one sentence: the load of their ranks, their mismatch, their reward."""
     rows = summary_rows(runs)
+    # the most consequential first: a run that learned nothing has no other news
     clauses = [*_idle(runs), *_load(runs), _mismatch(rows), *_reward(rows), *_collapsed(runs)]
     text = "; ".join(clauses)
     return f"{text[:1].upper()}{text[1:]}."
@@ -37,13 +38,14 @@ def _mismatch(rows: Sequence[SummaryRow]) -> str:
         return f"no route differs even without replay, so replay has none to mend; {both}"
     if any(replayed):
         return f"{_shares(replayed)} of the routing decisions differ with replay, {_shares(native)} without; {both}"
+    # one run in which replay does not help is not hidden by the others
     lower = all(high > SAME * low > 0 for high, low in k3)
     factors = span_of([high / low for high, low in k3], _factor) if lower else ""
     return f"replay removes every differing route{f' and lowers k3 {factors} times' if lower else f'; {both}'}"
 
 
 def _one_side(rows: Sequence[SummaryRow]) -> str:
-    """Where no step was measured both ways."""
+    """Mismatch of runs in which no step was measured both ways."""
     for side in SIDES:
         words, other = ("without", "with") if side == "native" else ("with", "without")
         shares = [row.differing_share[side] for row in rows if row.differing_share[side] is not None]
@@ -69,6 +71,7 @@ def _reward(rows: Sequence[SummaryRow]) -> list[str]:
         [row.reward_last for row in known if row.reward_last is not None and (row.trains_with == "replayed") is replays]
         for replays in (True, False)
     )
+    # rewards are compared between the two kinds of runs alone
     if not with_ or not without or any(row.routing == "R2" for row in known):  # R2 is neither
         return [f"their mean reward over the last {WINDOW} steps is {span_of((*with_, *without), reward)}, by run"]
     figures = f"{span_of(with_, reward)} with replay, {span_of(without, reward)} without"

@@ -1,4 +1,4 @@
-"""How numbers and settings look in tables, sentences and pages. Pure text; escaping is the page's."""
+"""Looks of numbers and settings in tables, sentences and plots. Pure text; escaping is the page's."""
 
 from __future__ import annotations
 
@@ -15,6 +15,38 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 
 AS_FAST = 1.005
 """What differs by no more than this factor is called as fast."""
+WINDOW = 10
+"""Steps at each end of a run whose reward is averaged, and of the thick line of a plot."""
+
+INK, GREY = "#3b4550", "#8a94a0"
+"""Colours of words in a picture, and of lines that only guide the eye."""
+STYLE: dict[str, Any] = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": GREY,
+    "axes.grid": True,
+    "axes.labelcolor": INK,
+    "axes.labelsize": 11,
+    "axes.linewidth": 0.8,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "figure.constrained_layout.use": True,
+    "font.family": "DejaVu Sans",  # shipped with matplotlib, so pages look alike everywhere
+    "font.size": 11,
+    "grid.color": "#e6e9ed",
+    "grid.linewidth": 0.8,
+    "lines.linewidth": 1.7,
+    "lines.solid_capstyle": "round",
+    "path.simplify_threshold": 0.6,  # of a point
+    "svg.fonttype": "path",
+    "svg.hashsalt": "foreroute",  # the same records give the same page
+    "xtick.color": GREY,
+    "xtick.labelcolor": INK,
+    "xtick.labelsize": 10.5,
+    "ytick.color": GREY,
+    "ytick.labelcolor": INK,
+    "ytick.labelsize": 10.5,
+}
+"""The look of all plots, for matplotlib."""
 
 
 def reward(value: float | None) -> str:
@@ -68,7 +100,7 @@ def times(ratio: float) -> str:
 
 
 def as_fast(other_s: float, this_s: float) -> str:
-    """How fast something is beside another whose seconds come first; the other's name follows."""
+    """Speed of something beside another whose seconds come first; the other's name follows."""
     ratio = other_s / this_s
     return "as fast as" if 1 / AS_FAST <= ratio <= AS_FAST else f"{ratio:.2f} times as fast as"
 

@@ -1,4 +1,4 @@
-"""What a page is, and one self-contained HTML file of it: every page of foreroute is made here.
+"""Parts of a page, and one self-contained HTML file of it: every page of foreroute is made here.
 
 A page is a finding, tiles, facts, and sections of texts, plots, tables and notes. A table is declared once, for the
 page and for a terminal. A number stands in one place, the finding aside.
@@ -17,6 +17,7 @@ from typing import Any, Literal
 from foreroute.errors import InputError, how_to_install, printable
 from foreroute.files.regular import as_path, open_regular
 from foreroute.files.writing import check_writable, write_atomically, writing_named
+from foreroute.report.format import STYLE
 
 MARK = '<meta name="generator" content="foreroute">'
 """In the head of every page. A file with it may be replaced by another page, any other file may not."""
@@ -191,6 +192,7 @@ def check_page(target: Path) -> None:
         check_writable(target)
         if not target.exists():
             return
+    # a user's own file is never overwritten by a page
     with open_regular(target, InputError) as file:
         head = file.read(MARKED_WITHIN)
     if head and MARK.encode() not in head:
@@ -200,11 +202,7 @@ def check_page(target: Path) -> None:
 
 
 def write_page(target: Path, page: Page | Callable[[], Page]) -> Path:
-    """Write a page; one that is there is replaced.
-
-    Args:
-        target: the file to write.
-        page: the page, or what draws it, in the style of all plots and with what the `report` extra brings.
+    """Write a page, or what draws one in the style of all plots; a page that is there is replaced.
 
     Raises:
         InputError: as `check_page` does, when the system refuses to write, and when the `report` extra is not
@@ -216,12 +214,13 @@ def write_page(target: Path, page: Page | Callable[[], Page]) -> Path:
         from jinja2 import Environment, PackageLoader, StrictUndefined
 
         if not isinstance(page, Page):
-            from foreroute.report.figure import in_style
+            import matplotlib
 
-            with in_style():
+            with matplotlib.rc_context(STYLE):
                 page = page()
     except ModuleNotFoundError as error:
         raise InputError(f"a page needs {error.name}, which is not installed; {how_to_install('report')}") from error
+    # names of runs and models come from outside: all of them are escaped
     environment = Environment(
         loader=PackageLoader("foreroute.report", ""),
         autoescape=True,

@@ -2,101 +2,125 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from foreroute.report.format import TIMES, as_fast, duration, over_mean, percentage, step_time, times
-from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tile, texts, write_page
+from foreroute.report.format import over_mean, percentage, step_time, times
+from foreroute.report.methods import BOUND, method_table, worth
+from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tile, Tone, texts, write_page
 
 if TYPE_CHECKING:  # they load compiled code
-    from foreroute.plan.step_plan import StepPlan
-    from foreroute.simulate.compare import MethodFigures, StepFacts
+    from foreroute.costs.cluster_file import Cluster
+    from foreroute.simulate.compare import PlanComparison
     from foreroute.trace import RoutedLayer
 
-COLUMNS: dict[Column, Callable[[MethodFigures, float], str]] = {
-    Column("Method", " "): lambda record, _: record.label,
-    Column("Slowest rank over mean", f"slowest\nrank,\n{TIMES} mean"): lambda record, _: over_mean(
-        float(record.imbalance_ML.mean())
-    ),
-    Column("In 99 % of cells"): lambda record, _: over_mean(float(np.quantile(record.imbalance_ML, 0.99))),
-    Column("In the worst cell", "in the\nworst\ncell"): lambda record, _: over_mean(float(record.imbalance_ML.max())),
-    Column("Step, modelled", "step"): lambda record, _: step_time(record.seconds),
-    Column("Speedup over static", "speedup\nover\nstatic"): lambda record, static_s: times(static_s / record.seconds),
-    Column("Experts fetched per cell", "experts\nfetched\na cell"): lambda record, _: f"{record.fetches_per_cell:.1f}",
-    Column("Homes moved"): lambda record, _: f"{record.home_moves:,}",
-    Column("Served across nodes", "served\nacross\nnodes"): lambda record, _: f"{record.cross_node_share:.0%}",
-    Column("Planning time", "to plan"): lambda record, _: (
-        duration(record.planning_s) if record.name != "static" else ""
-    ),
-}
-"""Each with what it shows of a record and of the seconds of static; `MethodFigures` explains them."""
+HEADINGS = (
+    "Method",
+    "Slowest rank over mean",
+    "In 99 % of cells",
+    "In the worst cell",
+    "Recompute and update, modelled",
+    "Speedup over static",
+    "Experts fetched per cell",
+    "Homes moved",
+    "Served across nodes",
+    "Planning time",
+)
+TONES: tuple[Tone, Tone, Tone] = ("warning", "note", "fine")
+"""Tones by the number of passes that run by the plan."""
 
 
 def write_plan_page(
-    plan: StepPlan,
-    step: StepFacts,
-    records: Sequence[MethodFigures],
+    found: PlanComparison,
     facts: Mapping[str, str],
     target: Path,
     *,
+    cluster: Cluster | None = None,
     layers: Sequence[RoutedLayer] = (),
 ) -> Path:
-    """Write the page; one that is there is replaced.
+    """Write the page; raises `InputError` as `page.write_page`.
 
-    Args:
-        plan: the plan.
-        step: that it was made for.
-        records: of the methods to compare, the plan's own last.
-        facts: what was planned and how, by name.
-        target: the file to write.
-        layers: L, where the model's own numbers of them are known.
-
-    Raises:
-        InputError: when `target` cannot be written or is no page of ours, or the `report` extra is not installed.
+    `facts` say what was planned, how and when; `cluster` has the rates and sizes that seconds stand on; `layers` are L,
+    where the model's own numbers of them are known.
     """
-    return write_page(target, lambda: _page(plan, step, records, facts, layers))
+    return write_page(target, lambda: _page(found, facts, cluster, layers))
 
 
-def plan_table(records: Sequence[MethodFigures], step: StepFacts) -> Table:
-    """One row per record, the last of which is ours, and one for what no plan can beat."""
-    static_s, least_ML = static_of(records).seconds, step.least_over_mean_ML
-    rows = [
-        TableRow(cells=tuple(show(record, static_s) for show in COLUMNS.values()), strong=record is records[-1])
-        for record in records
-    ]
+def plan_table(found: PlanComparison) -> Table:
+    """One row per method, and one for what no plan can beat."""
+    static_s, least_ML = found.methods[0].training_s, found.least_over_mean_ML
     limits = {
-        "Method": "no plan beats",
         "Slowest rank over mean": over_mean(float(least_ML.mean())),
         "In 99 % of cells": over_mean(float(np.quantile(least_ML, 0.99))),
         "In the worst cell": over_mean(float(least_ML.max())),
-        "Step, modelled": step_time(step.least_seconds),
-        "Speedup over static": times(static_s / step.least_seconds),
+        "Recompute and update, modelled": step_time(found.least_s),
+        "Speedup over static": times(static_s / found.least_s),
     }
-    rows.append(TableRow(cells=tuple(limits.get(column.heading, "") for column in COLUMNS)))
-    return Table(title="The step by method, modelled", columns=tuple(COLUMNS), rows=tuple(rows))
-
-
-def plan_finding(records: Sequence[MethodFigures]) -> str:
-    """What the plan is worth beside static and the strongest other balancer, in one sentence."""
-    before, after, baseline = static_of(records), records[-1], strongest_baseline(records)
-    worth = f"{as_fast(before.seconds, after.seconds)} static"
-    if baseline is not None:
-        worth += f" and {as_fast(baseline.seconds, after.seconds)} the strongest other balancer, {baseline.label}"
-    loads = [over_mean(float(side.imbalance_ML.mean())) for side in (before, after)]
-    return (
-        f"By the cost model, the step under this plan is {worth}; the slowest rank has {loads[1]} times the mean load, "
-        f"and {loads[0]} times without balancing."
+    title = "The step by method, all modelled but the time of planning"
+    return method_table(
+        found.methods, HEADINGS, {BOUND: limits}, title=title, strong=lambda one: one is found.methods[-1]
     )
 
 
-def plan_tiles(plan: StepPlan, step: StepFacts, records: Sequence[MethodFigures]) -> tuple[Tile, ...]:
-    """How the plan gets there."""
-    gap_ML = records[-1].imbalance_ML / step.least_over_mean_ML - 1
+def plan_finding(found: PlanComparison) -> str:
+    """Decision whether to use the plan, and its worth, in a sentence or two."""
+    from foreroute.simulate.records import AS_PLANNED, strongest_other
+
+    static, executed = found.methods[0], found.methods[-1]
+    planned = next((one for one in found.methods if one.name == AS_PLANNED), executed)
+    other = strongest_other(found.methods)
+    # what is executed is compared, not what was planned
+    gain = worth(executed, static, other, "" if other is None else other.label)
+    loads = {name: over_mean(one.imbalance) for name, one in (("home", static), ("plan", planned))}
+    both = f"the slowest rank has {loads['plan']} times the mean load, and {loads['home']} times without balancing"
+    passes = found.passes_by_plan
+    # whether to use it comes before what it is worth
+    if len(passes) == 2:
+        return f"Use the plan: by the cost model, recompute and update are {gain}; {both}."
+    if passes:
+        (home,) = {"recompute", "update"} - set(passes)
+        return (
+            f"Use the plan in the {passes[0]}; the {home} runs with every expert at its home, since the plan would "
+            f"save too little there. By the cost model, both passes are {gain}; by the plan {both}."
+        )
+    if not len(found.plan.hosts.expert_R):
+        return (
+            f"There is nothing to use: the plan has no replicas. Every expert serves at its home, where the slowest "
+            f"rank has {over_mean(executed.imbalance)} times the mean load. By the cost model, both passes are {gain}."
+        )
     return (
-        Tile("replicas in a cell", f"{plan.num_replicas_ML.mean():.1f}"),
+        f"Do not use the plan: both passes run with every expert at its home, where the slowest rank has "
+        f"{over_mean(executed.imbalance)} times the mean load. Under the plan it would have {loads['plan']} times the "
+        f"mean, and recompute and update would be {worth(planned, static, None)}, by the cost model."
+    )
+
+
+def cost_words(cluster: Cluster) -> str:
+    """The rates that seconds stand on, in words: presumed, unless a topology file has measured ones."""
+    costs, links = cluster.costs, cluster.topology.links
+    sent = "without duplicates" if costs.dispatcher == "dedup" else "of every copy"
+    return (
+        f"{costs.hardware.gemm_flops_per_s / 1e12:.4g} TFLOP/s, {links.node_bytes_per_s / 1e9:.4g} GB/s in a node, "
+        f"{links.cluster_bytes_per_s / 1e9:.4g} GB/s between nodes, {costs.model.expert_bytes / 1e6:.3g} MB an expert, "
+        f"dispatch {sent}, weights of replicas by the path {costs.paths!r}"
+    )
+
+
+def plan_tiles(found: PlanComparison) -> tuple[Tile, ...]:
+    """Replicas and distance from the bound of the plan, were it to serve both passes."""
+    over_mean_ML = found.planned.over_mean_SMLG[0].max(axis=-1)
+    gap_ML = over_mean_ML / found.least_over_mean_ML - 1
+    # replicas and fetches differ, and a reader would take one for the other
+    kept = found.plan.num_replicas_ML.mean() - found.planned.fetches_SML[0].mean()
+    return (
+        Tile(
+            "replicas in a cell",
+            f"{found.plan.num_replicas_ML.mean():.1f}",
+            f"{max(kept, 0):.1f} stay in their slots from a micro-step before, the others are fetched",
+        ),
         Tile(
             "slowest rank above the least possible, median",
             percentage(float(np.median(gap_ML))),
@@ -105,40 +129,41 @@ def plan_tiles(plan: StepPlan, step: StepFacts, records: Sequence[MethodFigures]
     )
 
 
-def static_of(records: Sequence[MethodFigures]) -> MethodFigures:
-    """What the step is without balancing."""
-    return next(record for record in records if record.name == "static")
-
-
-def strongest_baseline(records: Sequence[MethodFigures]) -> MethodFigures | None:
-    """The method with the fastest step, but for static and the plan at hand, which is the last record."""
-    others = [record for record in records[:-1] if record.name != "static"]
-    return min(others, key=lambda record: record.seconds, default=None)
-
-
 def _page(
-    plan: StepPlan,
-    step: StepFacts,
-    records: Sequence[MethodFigures],
-    facts: Mapping[str, str],
-    layers: Sequence[RoutedLayer],
+    found: PlanComparison, facts: Mapping[str, str], cluster: Cluster | None, layers: Sequence[RoutedLayer]
 ) -> Page:
     from foreroute.report import plan_plots
 
-    sides = (static_of(records), records[-1])
     plots = (
-        plan_plots.load_of_cells(sides, layers),
-        plan_plots.load_of_ranks(sides, layers),
-        plan_plots.time_by_part(sides),
+        plan_plots.load_of_cells(found, layers),
+        plan_plots.load_of_ranks(found, layers),
+        plan_plots.time_by_part(found),
     )
     return Page(
         command="foreroute plan",
         title="Plan of a step",
-        finding=plan_finding(records),
-        tiles=plan_tiles(plan, step, records),
+        finding=plan_finding(found),
+        tone=TONES[len(found.passes_by_plan)],
+        tiles=plan_tiles(found),
         facts=facts,
         sections=(
             PageSection(heading="Before and after", plots=plots),
-            PageSection(heading="Against other balancers", tables=(plan_table(records, step),), notes=texts("plan")),
+            PageSection(heading="Against other balancers", tables=(plan_table(found),), notes=texts("plan")),
+            *([] if cluster is None else [_rates(cluster)]),
         ),
     )
+
+
+def _rates(cluster: Cluster) -> PageSection:
+    """Every key of a topology file with which the seconds can be computed again."""
+    from foreroute.costs.cluster_file import described
+
+    rows = [
+        TableRow(cells=(f"{table}.{key}", f"{value:g}" if isinstance(value, float) else str(value)))
+        for table, values in described(cluster).items()
+        for key, value in values.items()
+    ]
+    table = Table(
+        columns=(Column("Key"), Column("Value", kind="words")), rows=tuple(rows), folded="All rates and sizes"
+    )
+    return PageSection(heading="What the seconds stand on", tables=(table,))

@@ -11,38 +11,46 @@ from foreroute.report.format import time_unit
 from foreroute.report.page import Plot, caption
 
 if TYPE_CHECKING:
-    from foreroute.simulate.compare import MethodFigures
+    from foreroute.simulate.compare import PlanComparison
     from foreroute.trace import RoutedLayer
 
-    Sides = tuple[MethodFigures, MethodFigures]
-    """Static, and the plan."""
-
-TITLES = ("without balancing", "under the plan")
+HOME = "without balancing"
 
 
-def load_of_ranks(sides: Sides, layers: Sequence[RoutedLayer]) -> Plot:
+def load_of_ranks(found: PlanComparison, layers: Sequence[RoutedLayer]) -> Plot:
     """Load of every rank in every micro-step, in the layer that is the most uneven."""
-    layer = int(sides[0].imbalance_ML.mean(axis=0).argmax())
+    home_MLG, planned_MLG = found.at_home.over_mean_SMLG[0], found.planned.over_mean_SMLG[0]
+    layer = int(home_MLG.max(axis=-1).mean(axis=0).argmax())
     named = str(layers[layer]) if layers else f"routed layer {layer}, counted from 0"
-    loads = {title: side.over_mean_MLG[:, layer].T for title, side in zip(TITLES, sides, strict=True)}
+    loads = {HOME: home_MLG[:, layer].T, _planned(found): planned_MLG[:, layer].T}
     return heat_maps(caption("plan_ranks", layer=named), loads)
 
 
-def load_of_cells(sides: Sides, layers: Sequence[RoutedLayer]) -> Plot:
+def load_of_cells(found: PlanComparison, layers: Sequence[RoutedLayer]) -> Plot:
     """The slowest rank of every cell."""
     said = replace(caption("plan_cells"), y_label=layer_label(layers))
-    loads = {title: side.imbalance_ML.T for title, side in zip(TITLES, sides, strict=True)}
+    sides = {HOME: found.at_home, _planned(found): found.planned}
+    loads = {title: side.over_mean_SMLG[0].max(axis=-1).T for title, side in sides.items()}
     return heat_maps(said, loads, from_one=True, layers=layers)
 
 
-def time_by_part(sides: Sides) -> Plot:
-    """Where the modelled time goes."""
+def time_by_part(found: PlanComparison) -> Plot:
+    """Modelled time by part, as executors serve the plan."""
     from foreroute.costs.pricing import PART_NAMES
-    from foreroute.plan.options import PASS_NAMES
 
-    parts_SP = [side.parts_MLSP.sum(axis=(0, 1)) for side in sides]
-    bars = [(title, parts[s]) for s in range(len(PASS_NAMES)) for title, parts in zip(TITLES, parts_SP, strict=True)]
-    unit, size = time_unit(max(float(seconds_P.sum()) for _, seconds_P in bars))
-    headings = {s * len(sides): name for s, name in enumerate(PASS_NAMES)}
+    methods = {HOME: found.methods[0], "as executed": found.methods[-1]}
+    bars = [
+        (title, [parts[part] for part in PART_NAMES])
+        for passes in zip(*((one.recompute_parts, one.update_parts) for one in methods.values()), strict=True)
+        for title, parts in zip(methods, passes, strict=True)
+    ]
+    unit, size = time_unit(max(float(sum(seconds)) for _, seconds in bars))
+    headings = {0: "recompute", len(methods): "update"}
     colours = {part: PART_COLOURS[part] for part in PART_NAMES}
     return stacked_bars(caption("plan_parts", unit=unit), bars, colours, unit_s=size, headings=headings)
+
+
+def _planned(found: PlanComparison) -> str:
+    """The title of what the plan does: it says where that is not executed."""
+    passes = found.passes_by_plan
+    return "under the plan" + ("" if len(passes) == 2 else f", {passes[0]} alone" if passes else ", not executed")

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from foreroute.records import Run
 from foreroute.report.finding import run_finding
-from foreroute.report.format import quoted
+from foreroute.report.format import WINDOW, quoted
 from foreroute.report.page import Column, Page, PageSection, Table, TableRow, texts, write_page
 from foreroute.report.run_tables import (
-    WINDOW,
     SummaryRow,
     alarm_table,
     config_table,
@@ -25,15 +24,7 @@ KEPT = ("rollouts", "checkpoints")
 
 
 def write_report(runs: Sequence[Run], target: Path) -> Path:
-    """Write the report of one run, or the comparison of several, to `target`; a report that is there is replaced.
-
-    Args:
-        runs: as `foreroute.records.read_runs` reads them.
-        target: the file to write.
-
-    Raises:
-        InputError: when `target` cannot be written or is no page of ours, or the `report` extra is not installed.
-    """
+    """Write the report of one run, or the comparison of several; raises `InputError` as `page.write_page`."""
     return write_page(target, lambda: _page(runs))
 
 
@@ -70,7 +61,7 @@ def _page(runs: Sequence[Run]) -> Page:
 
 
 def commands_of(run: Run) -> list[tuple[str, str]]:
-    """What diagnoses a run, and the line for a shell, where the run kept a rollout of a checkpoint's weights."""
+    """Commands that diagnose a run, with what each does, where it kept a rollout of a checkpoint's weights."""
     rollouts, checkpoints = ({path.name for path in (run.folder / name).glob("step-*")} for name in KEPT)
     if not rollouts & checkpoints:
         return []
@@ -97,7 +88,7 @@ def _alarms(runs: Sequence[Run], colours: Sequence[str]) -> list[PageSection]:
 
 
 def _notes(runs: Sequence[Run], rows: Sequence[SummaryRow]) -> list[str]:
-    """What a reader of the tables should know of each run."""
+    """Notes on each run for readers of the tables."""
     notes = [f"{run.label}: {note}" for run in runs for note in run.notes]
     for row in rows:
         if not row.paired_steps and set(row.k3.values()) == {None}:

@@ -17,7 +17,6 @@ from foreroute.records import Run
 from foreroute.records.step_record import SIDES
 from foreroute.report.figure import (
     INCHES,
-    INK,
     Series,
     card_of_runs,
     heat_maps,
@@ -32,8 +31,9 @@ from foreroute.report.figure import (
     series_by_side,
     style_of,
 )
+from foreroute.report.format import INK, WINDOW
 from foreroute.report.page import Plot, caption
-from foreroute.report.run_tables import WINDOW, planned_steps
+from foreroute.report.run_tables import planned_steps
 
 if TYPE_CHECKING:
     from foreroute.trace import RoutedLayer
@@ -52,7 +52,7 @@ def run_plots(runs: Sequence[Run]) -> list[Plot]:
 
 
 def update_plots(runs: Sequence[Run]) -> list[Plot]:
-    """Those that some run has something to show in; a bound that nothing ever reached is no plot."""
+    """Plots of the update that some run has something to show in; a bound that nothing ever reached is no plot."""
     finish = {"importance.effective_share": _up_to_all, "live_agreement": _up_to_all}
     finish |= {"clip_share": percent_axis, "importance.cut_share": percent_axis}
     series = {path: series_by_run(runs, path) for path in finish}
@@ -88,12 +88,14 @@ def rank_load_plots(runs: Sequence[Run]) -> list[Plot]:
 def layers_of(runs: Sequence[Run], shown: Sequence[tuple[int, int]]) -> tuple[RoutedLayer, ...]:
     """The layers of these runs, each given with how many it recorded; none where they are unknown, or not the same."""
     tables = {runs[position].layers for position, _ in shown}
+    # numbers of one model would be wrong for another on the same axis
     same = tables.pop() if len(tables) == 1 else ()
     return same if all(recorded == len(same) for _, recorded in shown) else ()
 
 
 def _k3(runs: Sequence[Run]) -> Plot:
     series = series_by_side(runs, "k3")
+    # replay may make k3 exactly 0, which has no logarithm
     positive = [value for line in series for value in line.y if 0 < value < np.inf]
     # The power of ten below the smallest value: the axis is logarithmic down to there, and linear to zero.
     floor = 10.0 ** np.floor(np.log10(min(positive, default=1.0)))
@@ -151,6 +153,7 @@ def _up_to_all(axes: Any) -> None:
 def _expert_load(runs: Sequence[Run]) -> Plot:
     """One panel for each number of ranks."""
     said = caption("expert_load")
+    # runs may have been measured for other numbers of ranks
     ranks = sorted({int(rank) for run in runs for step in run.steps for rank in step.expert_load})
     if not ranks:
         return Plot(caption=said)

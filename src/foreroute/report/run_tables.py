@@ -13,14 +13,12 @@ from typing import Literal, get_args
 from foreroute.mismatch.alarm_rules import WORDS, Alarm, Kind
 from foreroute.records import Run, StepRecord
 from foreroute.records.step_record import SIDES, ExecutionRecord, Load, Side
-from foreroute.report.format import ABSENT, flattened, percentage, reward, scientific, step_time
+from foreroute.report.format import ABSENT, WINDOW, flattened, percentage, reward, scientific, step_time
 from foreroute.report.page import Column, Table, TableRow, words
 
 Measure = Literal["k3", "f2", "differing_share", "differing_tokens_share"]
 BySide = dict[Side, float | None]
 """One measure without replay and with it. None: never measured."""
-WINDOW = 10
-"""Steps at each end of a run whose reward is averaged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +51,7 @@ def summary_rows(runs: Sequence[Run]) -> list[SummaryRow]:
 
 
 def _row(run: Run) -> SummaryRow:
+    # a killed run has steps without times
     timed = [step.seconds for step in run.steps if step.seconds]
     phases = list(dict.fromkeys(phase for seconds in timed for phase in seconds))
     return SummaryRow(
@@ -168,15 +167,17 @@ def load_table(runs: Sequence[Run]) -> Table:
 
 
 def facts_table(runs: Sequence[Run], rows: Sequence[SummaryRow]) -> Table:
-    """What each run is, by topic: routing, device, length, pace; its settings are in `config_table`."""
+    """Facts of each run, by topic: routing, device, length, pace; its settings are in `config_table`."""
     return _by_run("", [(run.label, describe(run, row)) for run, row in zip(runs, rows, strict=True)], kind="words")
 
 
 def config_table(runs: Sequence[Run]) -> Table:
     """Every key of every configuration with its value in each run; first and strong those that differ between runs."""
     table = _by_run("Setting", [(run.label, flattened(run.config)) for run in runs], kind="words", absent="not set")
+    # what differs between runs is what a reader of a comparison looks for
     marked = [TableRow(cells=row.cells, strong=len(set(row.cells[1:])) > 1) for row in table.rows]
     differ = ", those that differ first and in bold" if len(runs) > 1 else ""
+    # stable, so that keys keep their order within both parts
     rows = sorted(marked, key=lambda row: not row.strong)
     return Table(columns=table.columns, rows=tuple(rows), folded=f"All settings{differ}")
 
@@ -224,12 +225,13 @@ def planned_steps(run: Run) -> list[tuple[int, ExecutionRecord]]:
 
 
 def _loads(steps: Sequence[ExecutionRecord]) -> dict[str, str]:
-    """What plans did, by name: means over the steps."""
+    """Effects of plans, by name: means over the steps."""
 
     def mean(value: Callable[[ExecutionRecord], float]) -> float:
         return sum(map(value, steps)) / len(steps)
 
     def over_mean(load: Load) -> str:
+        # a mean over some of the steps would look like one over all
         if any(load not in step.max_over_mean for step in steps):
             return ABSENT
         return f"{mean(lambda step: step.max_over_mean[load]):.2f}"

@@ -1,4 +1,4 @@
-"""The plots of a simulated step: its stages, where its time goes, and a few layers rank by rank."""
+"""The plots of a simulated step: its phases, where its time goes, and a few layers rank by rank."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from foreroute.report.figure import GREY, INK, PART_COLOURS, card, new_axes, stacked_bars
-from foreroute.report.format import step_time
+from foreroute.report.figure import PART_COLOURS, card, new_axes, stacked_bars
+from foreroute.report.format import GREY, INK, step_time
+from foreroute.report.methods import modelled, named
 from foreroute.report.page import Key, Plot, caption
-from foreroute.report.simulation import compared_methods, modelled, named
+from foreroute.simulate.records import compared
 
 if TYPE_CHECKING:
     from foreroute.simulate import SimulationRecord, Timeline
 
-STAGE_COLOURS = {
+PHASE_COLOURS = {
     "planning": PART_COLOURS["waiting for the plan"],
     "home moves": "#EEDD88",
     "publishing": "#BBCC33",
@@ -37,23 +38,22 @@ NUM_RANKS = 4
 LANE_INCHES = 0.225
 
 
-def by_stage(record: SimulationRecord) -> Plot:
+def by_phase(record: SimulationRecord) -> Plot:
     """The whole step of every method."""
-    static = record["static"].stages
+    static = record["static"].phases
     forced_s = record.forced_balance_s + static.reduction + static.optimizer
-    said = caption("stages", forced=step_time(forced_s), modelled=modelled(record))
-    bars = [(named(method, record), tuple(method.stages)) for method in record.methods]
-    return stacked_bars(said, bars, STAGE_COLOURS, line_s=forced_s)
+    said = caption("phases", forced=step_time(forced_s), modelled=modelled(record))
+    bars = [(named(method, record), tuple(method.phases)) for method in record.methods]
+    return stacked_bars(said, bars, PHASE_COLOURS, line_s=forced_s)
 
 
 def by_part(record: SimulationRecord) -> Plot:
     """Recompute and update of the methods that matter, by what they are spent on."""
-    methods = (record["static"], *compared_methods(record))
+    methods = (record["static"], *compared(record.methods))
     bars = [
         (named(method, record), [parts[part] for part in PART_COLOURS])
-        for stage in ("recompute", "update")
-        for method in methods
-        for parts in [method.recompute_parts if stage == "recompute" else method.update_parts]
+        for passes in zip(*((method.recompute_parts, method.update_parts) for method in methods), strict=True)
+        for method, parts in zip(methods, passes, strict=True)
     ]
     said = caption("parts", modelled=modelled(record))
     return stacked_bars(said, bars, PART_COLOURS, headings={0: "recompute", len(methods): "update"})
@@ -70,6 +70,7 @@ def timelines(found: Sequence[Timeline], record: SimulationRecord) -> list[Plot]
     layers = sorted({span.layer for span in found[0].spans})
     layers = layers[1:-1] if len(layers) > 3 else layers
     ranks = _ranks(found[0], layers)
+    # one scale, so that the faster method looks shorter
     longest_s = max(bounds[-1] - bounds[0] for bounds in (_bounds(one, layers) for one in found))
     return [_timeline(one, record, layers, ranks, longest_s) for one in found]
 
@@ -123,6 +124,7 @@ def _ranks(found: Timeline, layers: list[int]) -> list[int]:
     for span in found.spans:
         if span.what == "experts" and span.layer in layers:
             work_G[span.rank] += span.end_s - span.begin_s
+    # the ranks that others wait for, and those that wait
     order = np.argsort(-work_G, kind="stable")
     chosen = np.unique(np.linspace(0, found.num_ranks - 1, min(NUM_RANKS, found.num_ranks)).round().astype(int))
     ranks: list[int] = order[chosen].tolist()

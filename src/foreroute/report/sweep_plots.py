@@ -1,4 +1,4 @@
-"""What the gain depends on: one small plot for each thing that was varied, and all points against static imbalance."""
+"""Dependence of the gain: one small plot for each thing that was varied, and all points against static imbalance."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from foreroute.report.figure import BASELINE, FORCED, GREY, PLANNED, PLANNED_OTHERWISE, card, new_axes
-from foreroute.report.format import duration
+from foreroute.report.figure import BASELINE, FORCED, PLANNED, PLANNED_OTHERWISE, card, new_axes
+from foreroute.report.format import GREY, duration
+from foreroute.report.methods import named
 from foreroute.report.page import Key, Plot, caption
-from foreroute.report.simulation import compared_methods, headline, is_ours, named
+from foreroute.simulate.records import compared, headline
 
 if TYPE_CHECKING:
     from foreroute.simulate import SimulateConfig, SimulationRecord, SweepRecord
@@ -32,7 +33,7 @@ def sensitivities(record: SimulationRecord, config: SimulateConfig, sweeps: Sequ
 
 
 def legend(record: SimulationRecord) -> list[Key]:
-    """What the lines and points of all cards are."""
+    """Legend of the lines and points of all cards."""
     methods = [Key(named(record[name], record), colour) for name, colour in _colours(record).items()]
     return [*methods, Key("forced balance", FORCED, "6 3")]
 
@@ -44,7 +45,8 @@ def _card(
     known: dict[float, SimulationRecord],
     span: tuple[float, float],
 ) -> Plot:
-    configured, waits, main = _configured(key, record, config), key == "planning_s", headline(record).name
+    configured, waits, main = _configured(key, record, config), key == "planning_s", headline(record.methods).name
+    # the configured value is a point too, simulated already
     places = sorted(({configured: record} | known).items())
     said = caption(key)
     sentences = (_as_configured(key, configured, config), said.sentence, _not_executed(places, main))
@@ -54,14 +56,14 @@ def _card(
         axes.plot(x, [_forced_gain(one) for _, one in places], color=FORCED, linestyle=(0, (4, 2)), linewidth=1.3)
     for name, colour in reversed(_colours(record).items()):
         same = [one[name] for _, one in places]
-        y = [one.stages.planning if waits else one.speedup_over_static for one in same]
+        y = [one.phases.planning if waits else one.speedup_over_static for one in same]
         axes.plot(x, y, color=colour, marker="o", markersize=4.2)
     axes.axvline(configured, color=GREY, linewidth=0.9, linestyle=(0, (1, 2)))
     _x_axis(axes, list(known) if waits else x)
     low, high = (0.0, None) if waits else (min(1.0, span[0]) - 0.03, span[1] + 0.05 * (span[1] - 0.95))
     axes.set_ylim(low, high)
     alt = "; ".join(
-        f"{value:,.4g}: {one[main].stages.planning if waits else one[main].speedup_over_static:.3g}"
+        f"{value:,.4g}: {one[main].phases.planning if waits else one[main].speedup_over_static:.3g}"
         for value, one in places
     )
     return card(replace(said, sentence=" ".join(filter(None, sentences))), axes, alt)
@@ -81,8 +83,8 @@ def _short(value: float) -> str:
 
 def _colours(record: SimulationRecord) -> dict[str, str]:
     """Give the colours of the methods that are compared, by name."""
-    names = [method.name for method in compared_methods(record)]
-    plans = [name for name in names if is_ours(name)]
+    names = [method.name for method in compared(record.methods)]
+    plans = [name for name in names if record[name].is_plan]
     return dict.fromkeys(names, BASELINE) | dict(zip(plans, (PLANNED, PLANNED_OTHERWISE), strict=False))
 
 
@@ -118,4 +120,4 @@ def _configured(key: str, record: SimulationRecord, config: SimulateConfig) -> f
     value = getattr(getattr(config, PLACES[key]), key)
     if value is not None:
         return float(value)
-    return headline(record).planning_s if key == "planning_s" else record.tokens_per_rank
+    return headline(record.methods).planning_s if key == "planning_s" else record.tokens_per_rank

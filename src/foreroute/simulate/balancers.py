@@ -1,4 +1,4 @@
-"""What a balancer is given, and the form that it has; and the balancer that does nothing."""
+"""Input and form of a balancer; and the balancer that does nothing."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from foreroute.costs.model import CostModel
 from foreroute.errors import CountsError
 from foreroute.plan.hosts import CellPlan
 from foreroute.plan.options import SlotSharing
+from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Topology
 
 
@@ -68,9 +69,10 @@ class BalancerInput:
         return self.previous_LE
 
 
-Method = Callable[[BalancerInput], Iterator[CellPlan]]
-"""Plans a step cell by cell, in the order of execution. The homes of a layer are those of its first cell, the same in
-all; slots are not numbered. A home among the replicas is a rank that gave up its own expert and fetches it back."""
+Method = Callable[[BalancerInput], Iterator[CellPlan] | StepPlan]
+"""Makes a plan, or the cells of a step in the order of execution. The homes of a layer are those of its first cell, the
+same in all; slots are not numbered. A home among the replicas is a rank that gave up its own expert and fetches it
+back."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,9 @@ class Balancer:
     Attributes:
         label: for tables.
         knows: the loads that it plans from: "nothing", "previous step", "step" or "micro-step".
-        method: yields the hosts of each cell.
-        slots: each layer has redundant slots of its own, or all layers share one set, which is empty at every cell.
+        method: makes a plan, or yields the hosts of each cell.
+        slots: of yielded cells: each layer has redundant slots of its own, or all layers share one set, which is empty
+            at every cell.
     """
 
     label: str
@@ -91,7 +94,7 @@ class Balancer:
 
 
 class HeldExperts:
-    """What the ranks hold, so that only weights that move count as moved.
+    """Holdings of all ranks, so that only weights that move count as moved.
 
     A rank still has what it hosted in the last cell of the layer; before the first one, the homes.
 
@@ -117,6 +120,7 @@ class HeldExperts:
         self, layer: int, expert_H: NDArray[np.integer], rank_H: NDArray[np.integer], tokens_HG: NDArray[np.integer]
     ) -> CellPlan:
         """The layer's next cell, with hosts that are there from now on, and they alone."""
+        # homes move before the step, and are no fetches of its first cell
         if not self._is_placed_L[layer]:
             _, first_E = np.unique(expert_H, return_index=True)
             self._home_LE[layer] = rank_H[first_E]
@@ -124,6 +128,7 @@ class HeldExperts:
             self._is_placed_L[layer] = True
         home_E, held_EG = self._home_LE[layer], self._held_LEG[layer]
         fetched_H = ~held_EG[expert_H, rank_H]
+        # a rank that no longer hosts an expert frees its place at once
         held_EG[:] = False
         held_EG[expert_H, rank_H] = True
         listed_H = fetched_H | (rank_H != home_E[expert_H])

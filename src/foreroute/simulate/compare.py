@@ -1,83 +1,33 @@
-"""Plans and balancers on the same counts: figures of every cell, by the cost model, each cell priced once."""
+"""A plan beside other balancers on the same counts: one record each, by the cost model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.costs.model import CostModel
-from foreroute.costs.pricing import PART_NAMES, least_seconds, price_cell
+from foreroute.costs.pricing import PART_NAMES, least_seconds, step_parts
 from foreroute.errors import CountsError
 from foreroute.plan.counts import check_counts
-from foreroute.plan.options import PASS_NAMES
+from foreroute.plan.options import PASS_NAMES, PassName, PlanOptions
 from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Topology
+from foreroute.planner.plan_step import OnProgress, plan, plan_and_why
 from foreroute.simulate.balancers import Balancer, BalancerInput
-from foreroute.simulate.methods import BALANCERS, ServedStep, serve
+from foreroute.simulate.methods import BALANCERS, Loads, ServedStep, all_at_home, over, serve
+from foreroute.simulate.records import AS_PLANNED, MethodRecord, load_figures
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class MethodFigures:
-    """One method on one step. Cells without assignments count in sums and as balanced.
-
-    Attributes:
-        name: short.
-        label: for tables.
-        loads_MLG: int64 [M, L, G], assignments that each rank serves.
-        crossing_ML: [M, L], share of assignments that are served on another node than their token's.
-        fetches_ML: int64 [M, L], experts whose weights are moved for the cell.
-        parts_MLSP: [M, L, 2, 5], seconds of `plan.options.PASS_NAMES` and `pricing.PART_NAMES`.
-        home_moves: experts that get another home before the step.
-        planning_s: seconds of planning, from counts to token splits: processor time, or as `figures_of` was told.
-    """
-
-    name: str
-    label: str
-    loads_MLG: Ints
-    crossing_ML: Floats
-    fetches_ML: Ints
-    parts_MLSP: Floats
-    home_moves: int
-    planning_s: float
-
-    @property
-    def over_mean_MLG(self) -> Floats:
-        """[M, L, G], load of every rank over the mean of its cell; 1 where a cell is empty."""
-        return _over(self.loads_MLG, self.loads_MLG.mean(axis=2, keepdims=True))
-
-    @property
-    def imbalance_ML(self) -> Floats:
-        """[M, L], the slowest rank's."""
-        imbalance_ML: Floats = self.over_mean_MLG.max(axis=2)
-        return imbalance_ML
-
-    @property
-    def cross_node_share(self) -> float:
-        """Share of the assignments of the step that are served on another node than their token's."""
-        total_ML = self.loads_MLG.sum(axis=2)
-        return float((self.crossing_ML * total_ML).sum() / max(int(total_ML.sum()), 1))
-
-    @property
-    def fetches_per_cell(self) -> float:
-        """On average."""
-        return float(self.fetches_ML.mean())
-
-    @property
-    def seconds(self) -> float:
-        """Recompute and update of the whole step."""
-        return float(self.parts_MLSP.sum())
 
 
 def compare(
     problem: BalancerInput, costs: CostModel, balancers: Mapping[str, Balancer] = BALANCERS
-) -> Iterator[MethodFigures]:
-    """Yield the figures of each balancer. Those that plan from the step before are skipped when it is not known.
+) -> Iterator[MethodRecord]:
+    """Yield the record of each balancer. Those that plan from the step before are skipped when it is not known.
 
     Args:
         problem: the step; its costs are these, whatever it says.
@@ -90,13 +40,14 @@ def compare(
     problem = _checked(problem)
     for name, balancer in balancers.items():
         if balancer.knows != "previous step" or problem.previous_LE is not None:
-            yield _figures(serve(balancer, problem, costs), problem.topology, costs, name, balancer.label)
+            served = serve(balancer, problem, costs)
+            yield record_of(served, problem.topology, costs, name=name, label=balancer.label)
 
 
 def figures_of(
     plan: StepPlan, counts_MLGE: NDArray[np.integer], costs: CostModel, *, label: str, planning_s: float
-) -> MethodFigures:
-    """The figures of a plan that is there already.
+) -> MethodRecord:
+    """The record of a plan that is there already, as executors serve it: at homes in a pass that gains too little.
 
     Args:
         plan: of these counts; `verify` says whether it is.
@@ -112,39 +63,31 @@ def figures_of(
     expected = (num_micro_steps, num_layers, plan.topology.num_ranks, num_experts)
     if counts_MLGE.shape != expected:
         raise CountsError(f"counts are {list(counts_MLGE.shape)}; the plan is for {list(expected)}")
-    return _figures(ServedStep.of(plan, counts_MLGE, planning_s), plan.topology, costs, label, label)
+    served = ServedStep.of(plan, counts_MLGE, planning_s)
+    return record_of(served, plan.topology, costs, name=label, label=label)
 
 
-def _figures(served: ServedStep, topology: Topology, costs: CostModel, name: str, label: str) -> MethodFigures:
-    """Price all cells."""
-    shape = _, num_layers = served.counts_MLGE.shape[:2]
-    loads_MLG, fetches_ML = np.empty((*shape, topology.num_ranks), np.int64), np.empty(shape, np.int64)
-    crossing_ML, parts_MLSP = np.empty(shape), np.empty((*shape, len(PASS_NAMES), len(PART_NAMES)))
-    home_moves = 0
-    for c, cell in enumerate(served.cells):
-        place = divmod(c, num_layers)
-        priced = price_cell(cell, served.counts_MLGE[place], topology, costs, served.slots)
-        loads_MLG[place], crossing_ML[place], parts_MLSP[place] = (
-            priced.loads_G,
-            priced.cross_node_share,
-            priced.parts_SP,
-        )
-        fetches_ML[place] = cell.fetched_R.sum()
-        if c < num_layers:
-            home_moves += int((cell.home_E != served.before_LE[c]).sum())
-    return MethodFigures(
+def record_of(served: ServedStep, topology: Topology, costs: CostModel, *, name: str, label: str) -> MethodRecord:
+    """Price a served step by the cost model, one cell after another."""
+    counts = np.ascontiguousarray(served.counts_MLGE, np.int32)  # as planners count: kernels are compiled once
+    # most methods serve both passes alike, and are priced once
+    by_hosts = {id(hosts): step_parts(hosts, counts, topology, costs, served.slots) for hosts in served.passes}
+    recompute, update = (
+        dict(zip(PART_NAMES, by_hosts[id(hosts)][s].tolist(), strict=True)) for s, hosts in enumerate(served.passes)
+    )
+    return MethodRecord(
         name=name,
         label=label,
-        loads_MLG=loads_MLG,
-        crossing_ML=crossing_ML,
-        fetches_ML=fetches_ML,
-        parts_MLSP=parts_MLSP,
-        home_moves=home_moves,
+        recompute_parts=recompute,
+        update_parts=update,
+        **load_figures([served.loads(topology)]),
+        home_moves=served.home_moves,
         planning_s=served.planning_s,
     )
 
 
 def _checked(problem: BalancerInput) -> BalancerInput:
+    """Refuse counts and homes that do not fit."""
     ranks, shape = problem.topology.num_ranks, problem.home_LE.shape
     counts_MLGE = check_counts(problem.counts_MLGE, num_ranks=ranks)
     known = shape if problem.previous_LE is None else problem.previous_LE.shape
@@ -156,36 +99,97 @@ def _checked(problem: BalancerInput) -> BalancerInput:
     return replace(problem, counts_MLGE=counts_MLGE)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class StepFacts:
-    """What a step is like, and what no plan can do better in it.
+@dataclass(frozen=True, eq=False)
+class TimedPlan:
+    """A plan, and how it came about.
 
     Attributes:
+        plan: of a step.
+        why: by priced option whether it is on and by pass what is executed, with the reason.
+        elapsed_s: wall time of planning, without compiling.
+        planning_s: the same in processor seconds.
+    """
+
+    plan: StepPlan
+    why: dict[str, str]
+    elapsed_s: float
+    planning_s: float
+
+
+def timed_plan(problem: BalancerInput, options: PlanOptions, on_progress: OnProgress | None = None) -> TimedPlan:
+    """Plan a step, which has its costs, and time it; raises `InputError` as `plan`."""
+    homes, costs, topology = problem.home_LE, problem.costs, problem.topology
+    # a user waits for the one; methods are compared by the other, which other work on the machine does not lengthen
+    before, before_cpu = time.perf_counter(), time.process_time()
+    found, why = plan_and_why(
+        problem.counts_MLGE, topology, options, home_LE=homes, costs=costs, on_progress=on_progress
+    )
+    elapsed_s, planning_s = time.perf_counter() - before, time.process_time() - before_cpu
+    return TimedPlan(found, {name.replace("_", "-"): reason for name, reason in why.items()}, elapsed_s, planning_s)
+
+
+def compile_planner(problem: BalancerInput, options: PlanOptions) -> None:
+    """Plan the first micro-step, so that a plan that is timed compiles nothing. It takes long once on a machine."""
+    plan(problem.counts_MLGE[:1], problem.topology, options, home_LE=problem.home_LE, costs=problem.costs)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PlanComparison:
+    """A plan and the methods beside it, for a page.
+
+    Attributes:
+        plan: of the step.
+        methods: static first; the plan as executors serve it last. Where a pass runs at homes, the plan as if both
+            passes ran by it stands before it, named `AS_PLANNED`.
+        at_home, planned: loads of static, and of the plan if both passes ran by it.
         least_over_mean_ML: [M, L], the least load of a slowest rank under any plan of the same homes and slots, over
             the mean load; 1 where a cell is empty.
-        least_seconds: no plan takes less for the step, by the cost model; see `pricing.least_seconds`.
+        least_s: no plan takes less for the step, by the cost model; see `pricing.least_seconds`.
     """
 
+    plan: StepPlan
+    methods: tuple[MethodRecord, ...]
+    at_home: Loads
+    planned: Loads
     least_over_mean_ML: Floats
-    least_seconds: float
+    least_s: float
+
+    @property
+    def passes_by_plan(self) -> list[PassName]:
+        """The passes that executors run by the plan; they run the others with every expert at its home."""
+        return [pass_name for pass_name in PASS_NAMES if not self.plan.is_at_home(pass_name)]
 
 
-def facts_of(plan: StepPlan, counts_MLGE: NDArray[np.integer], costs: CostModel) -> StepFacts:
-    """Look at the step that a plan was made for.
+def compare_plan(
+    found: TimedPlan,
+    problem: BalancerInput,
+    balancers: Mapping[str, Balancer] = BALANCERS,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> PlanComparison:
+    """Set a plan beside balancers, of which static is one.
 
-    Args:
-        plan: of these counts; it knows its bounds.
-        counts_MLGE: integers [M, L, G, E].
-        costs: the cost model.
+    `problem` has the counts of the plan, and its costs. `on_progress` is called with the balancers that are done, and
+    all. Raises `CountsError` when the counts are of another shape than the plan's.
     """
-    mean_ML = counts_MLGE.sum(axis=(2, 3), dtype=np.int64) / plan.topology.num_ranks
-    return StepFacts(
-        least_over_mean_ML=_over(plan.bound_ML, mean_ML),
-        least_seconds=float(least_seconds(counts_MLGE, plan.topology, costs).sum()),
+    plan, counts, costs = found.plan, problem.counts_MLGE, problem.costs
+    assert costs is not None, "pages have seconds"
+    methods = []
+    for done, record in enumerate(compare(problem, costs, balancers), 1):
+        methods.append(record)
+        if on_progress is not None:
+            on_progress(done, len(balancers))
+    executed = figures_of(plan, counts, costs, label="foreroute", planning_s=found.planning_s)
+    # without gains nothing is decided: both passes are those of the plan
+    planned = ServedStep.of(replace(plan, gains={}), counts, found.planning_s)
+    # beside what is executed, so that a reader sees why the plan is not
+    if len(plan.hosts.expert_R) and any(plan.is_at_home(pass_name) for pass_name in PASS_NAMES):
+        methods.append(record_of(planned, plan.topology, costs, name=AS_PLANNED, label="foreroute, as planned"))
+    mean_ML = counts.sum(axis=(2, 3), dtype=np.int64) / plan.topology.num_ranks
+    return PlanComparison(
+        plan=plan,
+        methods=(*methods, replace(executed, name="ours")),
+        at_home=all_at_home(problem).loads(problem.topology),
+        planned=planned.loads(problem.topology),
+        least_over_mean_ML=over(plan.bound_ML, mean_ML),
+        least_s=float(least_seconds(counts, plan.topology, costs).sum()),
     )
-
-
-def _over(values: NDArray[np.number], mean: NDArray[np.number]) -> Floats:
-    ratio: Floats = np.ones(np.broadcast_shapes(values.shape, mean.shape))
-    np.divide(values, mean, out=ratio, where=mean > 0)
-    return ratio

@@ -80,6 +80,7 @@ def parse_config(values: dict[str, Any], *, source: str) -> SimulateConfig:
     config = checked(SimulateConfig, values, source=source)
     cluster, points = config.described(source), config.sweep.points()
     experts, ranks = cluster.costs.model.num_experts, cluster.topology.num_ranks
+    # told here, by the name of the key, and not by the planner
     if experts % ranks:
         raise ConfigError(
             f"{source}: {experts} experts do not divide over expert_parallel = {ranks} ranks; use a number of "
@@ -89,6 +90,7 @@ def parse_config(values: dict[str, Any], *, source: str) -> SimulateConfig:
         require_drawable(config, cluster.topology, cluster.costs.model, source=source)
     if len(points) > MOST_POINTS:
         raise ConfigError(f"{source}: the sweep has {len(points)} points; expected {MOST_POINTS} at most")
+    # before the first is simulated: a sweep that cannot be ends after no work
     for key, value in points:
         varied(config, key, value)
     return config
@@ -105,6 +107,7 @@ def varied(config: SimulateConfig, key: str, value: float) -> SimulateConfig:
     Raises:
         ConfigError, TopologyError: when the key is unknown, or the configuration then describes what cannot be.
     """
+    # a point of a sweep sweeps nothing itself
     values = config.model_dump() | {"sweep": {}}
     if key in BANDWIDTHS:
         name = BANDWIDTHS[key]
@@ -174,6 +177,7 @@ class WorkloadConfig(Section):
     @model_validator(mode="after")
     def _one_origin(self) -> WorkloadConfig:
         drawing = {name for name in DRAWING if getattr(self, name) != type(self).model_fields[name].default}
+        # of traces it is the budget of packing
         drawing -= {"tokens_per_rank"} if self.traces else set()
         if self.are_drawn:
             if self.previous_counts is not None:
@@ -252,6 +256,7 @@ class SimulateConfig(Section):
     @field_validator("methods", mode="before")
     @classmethod
     def _known_methods(cls, methods: Any) -> Any:
+        # anything else is told by its type, by pydantic
         if isinstance(methods, list | tuple) and all(isinstance(name, str) for name in methods):
             if unknown := [name for name in methods if name not in METHODS]:
                 known = ", ".join(METHODS)

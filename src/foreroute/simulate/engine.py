@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from foreroute.costs.model import PASSES
 from foreroute.kernels import kernel
-from foreroute.simulate.cell_costs import Compute, Transfers
+from foreroute.simulate.cell_costs import PassWork
 
 Floats = NDArray[np.float64]
 
@@ -82,50 +82,38 @@ class GroupRun(NamedTuple):
     direct_end_N: Floats
 
 
-Work = namedtuple("Work", (*Compute._fields, *Transfers._fields))  # type: ignore[misc]  # fields of two records
-"""`Compute` and `Transfers`, for compiled code."""
-
 # One moment. `clock` holds its seconds, `progress` three places. `queued_G4` and `owed_G4` are seconds of direct
 # fetches and of gradients that the links have not carried yet; `host_G` is when each copy engine is free.
 State = namedtuple("State", "clock progress queued_G4 owed_G4 host_G parts_X times_NX fetched_NG2 direct_end_N")
 
 
-def run(
-    compute: Compute, transfers: Transfers, model: ExecutionModel, *, pass_index: int, ready_s: float = 0.0
-) -> GroupRun:
-    """Run recompute or update.
-
-    Args:
-        compute: of all cells.
-        transfers: of all cells.
-        model: how the cluster executes.
-        pass_index: position in `costs.PASSES`.
-        ready_s: when the plan is there; nothing runs before it.
-    """
-    work = Work(*(np.ascontiguousarray(one) if isinstance(one, np.ndarray) else one for one in (*compute, *transfers)))
-    return GroupRun(*_run(np.array(PASSES[pass_index], np.int64), float(ready_s), work, model))
+def run(work: PassWork, model: ExecutionModel, *, pass_index: int, ready_s: float = 0.0) -> GroupRun:
+    """Run recompute or update, by position in `costs.PASSES`; nothing runs before the plan is there, at `ready_s`."""
+    # one kind of array: kernels are compiled once
+    whole = PassWork._make(np.ascontiguousarray(one) if isinstance(one, np.ndarray) else one for one in work)
+    return GroupRun(*_run(np.array(PASSES[pass_index], np.int64), float(ready_s), whole, model))
 
 
 @kernel
 def _run(passes_KF: Any, ready_s: float, work: Any, model: Any) -> Any:
     """Go through all places. `passes_KF`: forward and backward passes over each cell, on the way forward and back."""
-    kinds, (num_micro_steps, layers) = len(passes_KF), work.all_to_all_ML.shape
-    state = _initial_state(num_micro_steps * kinds * layers, work.head_MG.shape[1])
+    ways, (num_micro_steps, layers) = len(passes_KF), work.all_to_all_ML.shape
+    state = _initial_state(num_micro_steps * ways * layers, work.head_MG.shape[1])
     place = np.int64(0)
     _elapse(state, PLAN, ready_s, ready_s)
     for m in range(num_micro_steps):
         head_s = work.head_MG[m].max()
-        for kind in range(kinds):
-            forwards, backwards = passes_KF[kind]
-            if kind == 1:
+        for way in range(ways):
+            forwards, backwards = passes_KF[way]
+            if way == 1:
                 _elapse(state, HEAD, 2 * head_s, 2 * head_s)
             for _ in range(layers):
                 for i in range(forwards + backwards):
-                    _pass_cell(state, place, i, i >= forwards, kinds, work, model)
+                    _pass_cell(state, place, i, i >= forwards, ways, work, model)
                 state.progress[ENDED] = place
-                _release(state, kinds, work, model)
+                _release(state, ways, work, model)
                 place += 1
-            if kind == 0:
+            if way == 0:
                 _elapse(state, HEAD, head_s, head_s)
     # What links still have to carry when the last pass has ended is hidden by nothing.
     tail = max(0.0, (state.queued_G4 + state.owed_G4).max())
@@ -152,10 +140,10 @@ def _initial_state(num_places: int, ranks: int) -> Any:
 
 
 @kernel
-def _pass_cell(state: Any, place: int, i: int, backward: bool, kinds: int, work: Any, model: Any) -> None:
+def _pass_cell(state: Any, place: int, i: int, backward: bool, ways: int, work: Any, model: Any) -> None:
     """One pass over one cell, the i-th at this place."""
     side = 1 if backward else 0
-    _, m, layer = _cell(place, kinds, work)
+    _, m, layer = _cell(place, ways, work)
     attention_s = work.attention_MG2[m, :, side].max()
     experts_s = work.experts_MLG2[m, layer, :, side].max()
     # What is hidden shortens both all-to-alls alike, and takes the links from fetches while the ranks compute.
@@ -180,10 +168,10 @@ def _pass_cell(state: Any, place: int, i: int, backward: bool, kinds: int, work:
         times[FIRST] = state.clock[0]
         if i == 0:
             state.progress[ATTENDED] = place
-            _release(state, kinds, work, model)
+            _release(state, ways, work, model)
         _elapse(state, ALL_TO_ALL, all_to_all_s, 0.0)
         times[SECOND] = state.clock[0]
-        exposed_s = _exposed(state, place, kinds, experts_s, rate, work) if i == 0 else 0.0
+        exposed_s = _exposed(state, place, ways, experts_s, rate, work) if i == 0 else 0.0
         _elapse(state, EXPERTS, experts_s, rate * experts_s)
         _elapse(state, EXPOSED, exposed_s, exposed_s)
         times[THIRD] = state.clock[0]
@@ -192,11 +180,11 @@ def _pass_cell(state: Any, place: int, i: int, backward: bool, kinds: int, work:
 
 
 @kernel
-def _exposed(state: Any, place: int, kinds: int, experts_s: float, rate: float, work: Any) -> float:
+def _exposed(state: Any, place: int, ways: int, experts_s: float, rate: float, work: Any) -> float:
     """Seconds that the experts of the first pass take longer, since they wait for what is fetched for them."""
-    _, m, layer = _cell(place, kinds, work)
+    _, m, layer = _cell(place, ways, work)
     now = state.clock[0]
-    direct_s = _direct_wait(state, place, kinds, experts_s, rate, work)
+    direct_s = _direct_wait(state, place, ways, experts_s, rate, work)
     state.direct_end_N[place] = now + direct_s
     longest = 0.0
     for g in range(state.host_G.shape[0]):
@@ -206,7 +194,7 @@ def _exposed(state: Any, place: int, kinds: int, experts_s: float, rate: float, 
 
 
 @kernel
-def _direct_wait(state: Any, place: int, kinds: int, experts_s: float, rate: float, work: Any) -> float:
+def _direct_wait(state: Any, place: int, ways: int, experts_s: float, rate: float, work: Any) -> float:
     """Seconds until the direct fetches of a place, and of those before it, have all arrived.
 
     Links serve places in order, so what is queued less what was queued for later places is in front of them.
@@ -216,7 +204,7 @@ def _direct_wait(state: Any, place: int, kinds: int, experts_s: float, rate: flo
         for k in range(4):
             left = state.queued_G4[g, k]
             for later in range(place + 1, state.progress[FETCHING]):
-                c, n, la = _cell(later, kinds, work)
+                c, n, la = _cell(later, ways, work)
                 left -= work.direct_KMLG4[c, n, la, g, k]
             # Adding the same seconds and taking them off again leaves a rounding error of this size.
             if left > 1e-15:
@@ -225,7 +213,7 @@ def _direct_wait(state: Any, place: int, kinds: int, experts_s: float, rate: flo
 
 
 @kernel
-def _release(state: Any, kinds: int, work: Any, model: Any) -> None:
+def _release(state: Any, ways: int, work: Any, model: Any) -> None:
     """Begin all fetches whose time has come."""
     layers = work.all_to_all_ML.shape[1]
     while state.progress[FETCHING] < len(state.direct_end_N):
@@ -233,31 +221,31 @@ def _release(state: Any, kinds: int, work: Any, model: Any) -> None:
         # Fetches begin in order: where one must wait, so do all after it.
         if state.progress[ATTENDED] < max(place - model.prefetch, 0):
             return
-        kind, m, layer = _cell(place, kinds, work)
+        way, m, layer = _cell(place, ways, work)
         if model.keeps_slots and place >= layers:
             # The slots of this layer are in use until its cell has ended on the way before, back where this is forward.
             first = (place // layers - 1) * layers
-            before = first + layer if kinds == 1 or kind == 1 else first + layers - 1 - layer
+            before = first + layer if ways == 1 or way == 1 else first + layers - 1 - layer
             if state.progress[ENDED] < before:
                 return
         for g in range(state.host_G.shape[0]):
-            seconds = work.host_KMLG[kind, m, layer, g]
+            seconds = work.host_KMLG[way, m, layer, g]
             if seconds > 0:
                 begin = max(state.host_G[g], state.clock[0])
                 state.host_G[g] = begin + seconds
                 state.fetched_NG2[place, g, 0] = begin
                 state.fetched_NG2[place, g, 1] = begin + seconds
-        state.queued_G4[:] += work.direct_KMLG4[kind, m, layer]
+        state.queued_G4[:] += work.direct_KMLG4[way, m, layer]
         state.progress[FETCHING] += 1
 
 
 @kernel
-def _cell(place: int, kinds: int, work: Any) -> Any:
-    """Kind (0 forward, 1 back), micro-step and layer of a place."""
+def _cell(place: int, ways: int, work: Any) -> Any:
+    """Way (0 forward, 1 back), micro-step and layer of a place."""
     layers = work.all_to_all_ML.shape[1]
-    way, k = divmod(place, layers)
-    m, kind = divmod(way, kinds)
-    return kind, m, (layers - 1 - k if kind == 1 else k)
+    turn, k = divmod(place, layers)
+    m, way = divmod(turn, ways)
+    return way, m, (layers - 1 - k if way == 1 else k)
 
 
 @kernel

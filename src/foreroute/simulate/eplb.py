@@ -47,6 +47,7 @@ def eplb_micro_step(problem: BalancerInput) -> Iterator[CellPlan]:
 def eplb_hosts(loads_E: NDArray[np.int64], problem: BalancerInput) -> Hosts:
     """The hosts of one layer. EPLB may put two copies of an expert on one rank; they are one host."""
     num_ranks, num_experts = problem.topology.num_ranks, len(loads_E)
+    # the published algorithm fills every place, slots among them
     expert_P = eplb_placement(loads_E, problem.experts_per_rank * num_ranks, num_ranks)
     rank_P = np.arange(len(expert_P)) // problem.experts_per_rank
     host_P, copies_H = np.unique(expert_P * num_ranks + rank_P, return_counts=True)

@@ -1,30 +1,25 @@
-"""Rates of hardware from measured steps, by least squares of relative errors; the extra `fit` brings what it needs.
+"""Rates of hardware from measured steps.
 
 Steps that were really run and timed come from a file, JSON Lines, one measurement a line:
 
-    {"counts": "counts.safetensors", "plan": "plan.safetensors", "stage": "update", "seconds": 1.62}
+    {"counts": "counts.safetensors", "plan": "plan.safetensors", "pass_name": "update", "seconds": 1.62}
 
-`counts` is a counts file, [M, L, G, E]; `plan` a plan file of these counts, or null where
-every expert was served at its home, contiguously; `stage` "recompute" (forward passes of all micro-steps) or "update"
-(forward, and backward with activations computed anew). Paths are relative to the file.
-
-The time of a step is the longest of many paths of work, and each path is linear in the inverse rates; so it is convex
-in them, and linear in pieces. A trust region follows the pieces (their slopes by differences), with no rate below a
-thousandth or above a thousand times what it was.
+`counts` is a counts file, [M, L, G, E]; `plan` a plan file of these counts, or null where every expert was served at
+its home, contiguously; `pass_name` "recompute" (forward passes of all micro-steps) or "update" (forward, and backward
+with activations computed anew). Paths are relative to the file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
-from scipy.stats import spearmanr
 
+from foreroute.costs.fitting import find_rates, require_distinct_effects, value_of
 from foreroute.costs.model import CostModel, Hardware
 from foreroute.errors import ConfigError, InputError
 from foreroute.files.config_file import Positive, Section, checked
@@ -35,13 +30,11 @@ from foreroute.plan.options import PASS_NAMES, PassName
 from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Topology
 from foreroute.simulate.balancers import BalancerInput
-from foreroute.simulate.config import SimulateConfig
+from foreroute.simulate.config import SimulateConfig, parse_config
 from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.methods import ServedStep, all_at_home
 
 Floats = NDArray[np.float64]
-SECONDS = ("layer_s", "replica_s", "node_latency_s", "cluster_latency_s")
-"""Parameters that are seconds; all others are rates."""
 FITTABLE = (
     "gemm_flops_per_s",
     "attention_flops_per_s",
@@ -54,14 +47,8 @@ FITTABLE = (
     "node_latency_s",
     "cluster_latency_s",
 )
-FARTHEST = 1e3
-"""A fitted rate is at most this many times what it was, or one over it."""
-STEP = 1e-4
-"""Relative change of a rate by which slopes are taken: far above rounding, and within one linear piece mostly."""
-CONVERGED = 1e-12
-"""Relative change of errors, rates and slopes below which the search ends: a few rounds more, and digits to compare."""
-ALIKE = 1e6
-"""Singular values of the slopes, largest over smallest, from which rates cannot be told apart."""
+DEFAULT_RATES = ("gemm_flops_per_s", "layer_s")
+"""The rates that are fitted where none is named."""
 MOST_BYTES = 1 << 20
 """Most bytes of a file of measurements: thousands of them."""
 
@@ -108,14 +95,14 @@ class Measurement:
             served = all_at_home(problem)
         else:
             verify(plan, counts_MLGE)
-            served = ServedStep.of(plan.in_pass(pass_name), counts_MLGE)
+            served = ServedStep.of(plan, counts_MLGE)
         return cls(name, problem, served, PASS_NAMES.index(pass_name), seconds)
 
 
 class _Line(Section):
     counts: str
     plan: str | None
-    stage: PassName
+    pass_name: PassName
     seconds: Positive
 
 
@@ -136,9 +123,9 @@ def load_measurements(path: Path, topology: Topology) -> list[Measurement]:
         line = checked(_Line, parse_json(text, ConfigError, name=where), source=where)
         counts = load_counts(path.parent / line.counts)
         plan = None if line.plan is None else load_plan(path.parent / line.plan)
-        name = f"{line.plan or line.counts}, {line.stage}"
+        name = f"{line.plan or line.counts}, {line.pass_name}"
         try:
-            measured.append(Measurement.of(name, counts, plan, topology, line.stage, line.seconds))
+            measured.append(Measurement.of(name, counts, plan, topology, line.pass_name, line.seconds))
         except InputError as error:
             raise type(error)(f"{where}: {error}") from error
     return measured
@@ -150,7 +137,7 @@ Prediction = Callable[[Measurement, SimulateConfig, CostModel], float]
 
 @dataclass(frozen=True, kw_only=True)
 class FitRecord:
-    """What came out.
+    """Outcome of a fit.
 
     Attributes:
         hardware: with the fitted rates; what was not fitted is as configured.
@@ -160,6 +147,7 @@ class FitRecord:
         median_error: median of |predicted - measured| / measured.
         worst_error: the largest.
         rank_correlation: as `rank_correlation` of predicted and measured seconds.
+        before: the rates by name before the fit.
     """
 
     hardware: Hardware
@@ -170,10 +158,28 @@ class FitRecord:
     median_error: float
     worst_error: float
     rank_correlation: float | None
+    before: Mapping[str, float]
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
+
+
+def fit_config(
+    config: SimulateConfig, path: Path, parameters: Sequence[str] = DEFAULT_RATES
+) -> tuple[SimulateConfig, FitRecord]:
+    """Fit rates to the measurements of a file; returns the configuration with them, and what came out.
+
+    Raises:
+        InputError: as `load_measurements` and `fit`.
+    """
+    found = fit(load_measurements(path, config.described().topology), config, parameters)
+    values = config.model_dump()
+    for name, value in found.parameters.items():
+        table = "hardware" if hasattr(found.hardware, name) else "links"
+        # a preset stays, and what was fitted overrides it
+        values[table] = {**values[table], name: value}
+    return parse_config(values, source=f"{path}, fitted"), found
 
 
 def simulated_seconds(one: Measurement, config: SimulateConfig, costs: CostModel) -> float:
@@ -185,11 +191,11 @@ def simulated_seconds(one: Measurement, config: SimulateConfig, costs: CostModel
 def fit(
     measured: Sequence[Measurement],
     config: SimulateConfig,
-    parameters: Sequence[str] = ("gemm_flops_per_s", "layer_s"),
+    parameters: Sequence[str] = DEFAULT_RATES,
     *,
     seconds_of: Prediction = simulated_seconds,
 ) -> FitRecord:
-    """Fit rates of the configured hardware to measurements.
+    """Fit rates of the configured hardware to measurements, by least squares of relative errors.
 
     Args:
         measured: at least as many as parameters.
@@ -203,22 +209,20 @@ def fit(
     """
     if unknown := [name for name in parameters if name not in FITTABLE]:
         raise ConfigError(f"{', '.join(unknown)} cannot be fitted; expected some of {', '.join(FITTABLE)}")
+    # as many parameters as measurements fit anything
     if len(measured) < len(parameters) or not parameters:
         raise ConfigError(
             f"{len(measured)} measurements cannot tell {len(parameters)} parameters; measure more steps, or fit fewer"
         )
     costs = config.described().costs
-    begin = np.array([_cost_of(costs.hardware, name) for name in parameters])
-    if nothing := [name for name, cost in zip(parameters, begin, strict=True) if cost == 0]:
+    if nothing := [name for name in parameters if value_of(costs.hardware, name) == 0]:
         raise ConfigError(f"{', '.join(nothing)} begins at 0, which no factor changes; configure a first value above 0")
     seconds_V = np.array([one.seconds for one in measured])
-
-    def predicted(scale_K: Floats) -> Floats:
-        return predict(measured, config, _scaled(costs, parameters, begin * scale_K), seconds_of)
-
-    scale_K = _least_squares(predicted, seconds_V, list(parameters))
-    fitted = _scaled(costs, parameters, begin * scale_K)
-    return fit_record(measured, config, fitted, parameters, seconds_of)
+    found = find_rates(
+        costs, parameters, lambda costs: predict(measured, config, costs, seconds_of), seconds_V, seconds_V
+    )
+    require_distinct_effects(found.share_VK, parameters)
+    return fit_record(measured, config, found.costs, parameters, seconds_of)
 
 
 def fit_record(
@@ -231,16 +235,17 @@ def fit_record(
     """How well a cost model predicts measurements, of which none need have been fitted."""
     seconds_V = np.array([one.seconds for one in measured])
     predicted_V = predict(measured, config, costs, seconds_of)
-    errors_V = np.abs(predicted_V / seconds_V - 1)
+    errors_V, configured = np.abs(predicted_V / seconds_V - 1), config.described().costs.hardware
     return FitRecord(
         hardware=costs.hardware,
-        parameters={name: _value_of(costs.hardware, name) for name in parameters},
+        parameters={name: value_of(costs.hardware, name) for name in parameters},
         names=tuple(one.name for one in measured),
         measured_s=tuple(seconds_V.tolist()),
         predicted_s=tuple(predicted_V.tolist()),
         median_error=float(np.median(errors_V)),
         worst_error=float(errors_V.max()),
         rank_correlation=rank_correlation(seconds_V, predicted_V),
+        before={name: value_of(configured, name) for name in parameters},
     )
 
 
@@ -252,7 +257,14 @@ def rank_correlation(a_V: Floats, b_V: Floats) -> float | None:
     """
     if not (np.ptp(a_V) and np.ptp(b_V)):
         return None
-    return float(np.clip(spearmanr(a_V, b_V).statistic, -1, 1))
+    return float(np.clip(np.corrcoef(_ranks(a_V), _ranks(b_V))[0, 1], -1, 1))
+
+
+def _ranks(values_V: Floats) -> Floats:
+    """float64 [V], the place of each value in ascending order; equal ones share the mean of theirs."""
+    _, which_V, counts = np.unique(values_V, return_inverse=True, return_counts=True)
+    ranks_V: Floats = (np.cumsum(counts) - (counts - 1) / 2)[which_V]
+    return ranks_V
 
 
 def predict(
@@ -263,54 +275,3 @@ def predict(
 ) -> Floats:
     """float64 [measurements], predicted seconds."""
     return np.array([seconds_of(one, config, costs) for one in measured])
-
-
-def _value_of(hardware: Hardware, name: str) -> float:
-    return float(getattr(hardware if hasattr(hardware, name) else hardware.links, name))
-
-
-def _cost_of(hardware: Hardware, name: str) -> float:
-    """What time is proportional to: seconds, or one over a rate."""
-    value = _value_of(hardware, name)
-    return value if name in SECONDS else 1 / value
-
-
-def _scaled(costs: CostModel, parameters: Sequence[str], cost_K: Floats) -> CostModel:
-    values = {
-        name: float(cost) if name in SECONDS else float(1 / cost) for name, cost in zip(parameters, cost_K, strict=True)
-    }
-    hardware = costs.hardware
-    links = replace(hardware.links, **{name: value for name, value in values.items() if not hasattr(hardware, name)})
-    own: dict[str, Any] = {name: value for name, value in values.items() if hasattr(hardware, name)}
-    return replace(costs, hardware=replace(hardware, links=links, **own))
-
-
-def _least_squares(predicted: Callable[[Floats], Floats], seconds_V: Floats, names: list[str]) -> Floats:
-    """Find the factors of the costs that it began from."""
-    found = least_squares(
-        lambda scale_K: predicted(scale_K) / seconds_V - 1,
-        np.ones(len(names)),
-        bounds=(1 / FARTHEST, FARTHEST),
-        diff_step=STEP,
-        x_scale="jac",
-        ftol=CONVERGED,
-        xtol=CONVERGED,
-        gtol=CONVERGED,
-    )
-    _require_distinct_effects(found.jac * found.x, names)
-    return np.asarray(found.x, np.float64)
-
-
-def _require_distinct_effects(share_VK: Floats, names: list[str]) -> None:
-    """Refuse parameters that the measurements say nothing about."""
-    largest_K = np.abs(share_VK).max(axis=0)
-    if idle := [name for name, share in zip(names, largest_K, strict=True) if share < 1e-9]:
-        raise ConfigError(
-            f"no measurement depends on {', '.join(idle)}; leave it out, or measure steps in which it takes time"
-        )
-    values = np.linalg.svd(share_VK / largest_K, compute_uv=False)
-    if values[-1] * ALIKE < values[0]:
-        raise ConfigError(
-            f"the measurements cannot tell {', '.join(names)} apart; measure steps that differ in size and imbalance, "
-            "or fit fewer"
-        )

@@ -5,18 +5,19 @@ executed.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.costs.links import pairs_between
 from foreroute.costs.model import CostModel
 from foreroute.plan.capabilities import Ability, lacking
-from foreroute.plan.hosts import CellPlan
-from foreroute.plan.options import PlanOptions, SlotSharing
+from foreroute.plan.hosts import CellPlan, Hosts
+from foreroute.plan.options import PASS_NAMES, PlanOptions, SlotSharing
 from foreroute.plan.step_plan import StepPlan
+from foreroute.plan.topology import Topology
 from foreroute.planner.plan_step import plan
 from foreroute.simulate.balancers import Balancer, BalancerInput, static
 from foreroute.simulate.eplb import eplb_micro_step, eplb_previous, eplb_step
@@ -29,33 +30,23 @@ REPEATED_S = 0.1
 
 
 @dataclass(frozen=True)
-class PlannerPreset:
-    """A way to call our planner.
+class Planner:
+    """The planner as the method of a balancer.
 
     Attributes:
-        label: for tables.
         options: of the planner.
         redundant_slots: instead of the topology's.
-        knows: as of a `Balancer`, as are `slots` and `method`.
     """
 
-    label: str
     options: PlanOptions
     redundant_slots: int | None = None
-    knows: str = "micro-step"
 
-    @property
-    def slots(self) -> SlotSharing:
-        """Those of the options."""
-        return self.options.slots
-
-    def method(self, problem: BalancerInput) -> Iterator[CellPlan]:
+    def __call__(self, problem: BalancerInput) -> StepPlan:
         """Plan the whole step before its first cell."""
         topology = problem.topology
         if self.redundant_slots is not None:
             topology = replace(topology, redundant_slots=self.redundant_slots)
-        found = plan(problem.counts_MLGE, topology, self.options, home_LE=problem.home_LE, costs=problem.costs)
-        return (found.cell(*cell) for cell in np.ndindex(*found.shape[:2]))
+        return plan(problem.counts_MLGE, topology, self.options, home_LE=problem.home_LE, costs=problem.costs)
 
 
 BALANCERS = {
@@ -66,16 +57,41 @@ BALANCERS = {
 }
 """By short name, in the order of tables. `benchmarks/balancers` has more in the same form."""
 
-PRESETS = {
-    "ours": PlannerPreset("foreroute", PlanOptions(tolerance=0.02)),
-    "ours_exact": PlannerPreset("foreroute, exact", PlanOptions(tolerance=0.0)),
-    "ours_rehomed": PlannerPreset("foreroute, 16 home moves a layer", PlanOptions(tolerance=0.02, home_moves=16)),
-    "ours_traffic": PlannerPreset("foreroute, 8 slots against traffic", PlanOptions(tolerance=0.02, traffic=True), 8),
-}
-"""By short name. Options not named are defaults."""
 
-METHODS: dict[str, Balancer | PlannerPreset] = {**BALANCERS, **PRESETS}
+def _preset(label: str, redundant_slots: int | None = None, **options: bool | float | int) -> Balancer:
+    """The planner with these options; others are defaults."""
+    return Balancer(label, "micro-step", Planner(PlanOptions(**options), redundant_slots))  # type: ignore[arg-type]
+
+
+PRESETS = {
+    "ours": _preset("foreroute", tolerance=0.02),
+    "ours_exact": _preset("foreroute, exact", tolerance=0.0),
+    "ours_rehomed": _preset("foreroute, 16 home moves a layer", tolerance=0.02, home_moves=16),
+    "ours_traffic": _preset("foreroute, 8 slots against traffic", 8, tolerance=0.02, traffic=True),
+}
+"""By short name."""
+
+METHODS = {**BALANCERS, **PRESETS}
 """By short name, in the order of tables."""
+
+
+class Loads(NamedTuple):
+    """Loads of a served step in every cell of both passes.
+
+    Attributes:
+        served_SMLG: int64 [2, M, L, G], assignments that each rank serves.
+        crossing_SML: int64 [2, M, L], of these, the ones that are served on another node than their token's.
+        fetches_SML: int64 [2, M, L], experts whose weights are moved for the cell.
+    """
+
+    served_SMLG: NDArray[np.int64]
+    crossing_SML: NDArray[np.int64]
+    fetches_SML: NDArray[np.int64]
+
+    @property
+    def over_mean_SMLG(self) -> NDArray[np.float64]:
+        """float64 [2, M, L, G], load of every rank over the mean of its cell; 1 where a cell is empty."""
+        return over(self.served_SMLG, self.served_SMLG.mean(axis=-1, keepdims=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,31 +102,55 @@ class ServedStep:
         counts_MLGE: integers [M, L, G, E].
         before_LE: int16 [L, E], the homes when the step begins.
         slots: each layer has redundant slots of its own, or all layers share one set.
-        cells: of the step, in the order of execution.
+        passes: who serves what in the recompute, and in the update. They differ where a plan saves too little in one,
+            which executors then run with every expert at its home.
         planning_s: processor seconds of planning; so other work on this machine does not count.
     """
 
     counts_MLGE: NDArray[np.integer]
     before_LE: NDArray[np.int16]
     slots: SlotSharing
-    cells: list[CellPlan]
+    passes: tuple[Hosts, Hosts]
     planning_s: float = 0.0
 
     @classmethod
     def of(cls, plan: StepPlan, counts_MLGE: NDArray[np.integer], planning_s: float = 0.0) -> ServedStep:
-        """As a plan of these counts serves it."""
-        cells = [plan.cell(*cell) for cell in np.ndindex(*plan.shape[:2])]
-        return cls(counts_MLGE, plan.previous_home_LE, plan.slots, cells, planning_s)
+        """As executors serve a plan of these counts."""
+        recompute, update = (plan.in_pass(pass_name).hosts for pass_name in PASS_NAMES)
+        return cls(counts_MLGE, plan.previous_home_LE, plan.slots, (recompute, update), planning_s)
 
     @property
-    def home_LE(self) -> NDArray[np.int64]:
-        """int64 [L, E], the homes during the step."""
-        return np.stack([cell.home_E for cell in self.cells[: len(self.before_LE)]]).astype(np.int64)
+    def home_LE(self) -> NDArray[np.int16]:
+        """int16 [L, E], the homes during the step."""
+        return self.passes[0].home_LE
+
+    @property
+    def home_moves(self) -> int:
+        """Experts that get another home before the step."""
+        return int((self.home_LE != self.before_LE).sum())
+
+    def loads(self, topology: Topology) -> Loads:
+        """Count what every rank serves."""
+        shape = (len(self.passes), *self.counts_MLGE.shape[:2])
+        served_SMLG, crossing_SML = np.zeros((*shape, topology.num_ranks), np.int64), np.zeros(shape, np.int64)
+        fetches_SML, is_away_GG = np.zeros(shape, np.int64), topology.node_G[:, None] != topology.node_G
+        for place in np.ndindex(shape):
+            cell = self.passes[place[0]].cell(*place[1:])
+            pairs_GG = pairs_between(cell, np.ascontiguousarray(self.counts_MLGE[place[1:]], np.int32))
+            served_SMLG[place], crossing_SML[place] = pairs_GG.sum(axis=0), pairs_GG[is_away_GG].sum()
+            # a home that a balancer lists has kept its weights: it is where they are trained
+            fetches_SML[place] = (cell.fetched_R & (cell.home_E[cell.expert_R] != cell.rank_R)).sum()
+        return Loads(served_SMLG, crossing_SML, fetches_SML)
 
 
-def serve(
-    method: Balancer | PlannerPreset, problem: BalancerInput, costs: CostModel, *, most_timings: int = 1
-) -> ServedStep:
+def over(values: NDArray[np.number], mean: NDArray[np.number]) -> NDArray[np.float64]:
+    """Values over a mean; 1 where it is 0, as in a cell without assignments."""
+    ratio: NDArray[np.float64] = np.ones(np.broadcast_shapes(values.shape, mean.shape))
+    np.divide(values, mean, out=ratio, where=mean > 0)
+    return ratio
+
+
+def serve(method: Balancer, problem: BalancerInput, costs: CostModel, *, most_timings: int = 1) -> ServedStep:
     """Serve a step by one method. Compiling is done first, and is no part of planning.
 
     Args:
@@ -125,19 +165,33 @@ def serve(
     problem = replace(problem, costs=costs)
     counts_MLGE, home_LE = problem.counts_MLGE, problem.home_LE
     previous = None if problem.previous_LE is None else problem.previous_LE[:1]
-    next(method.method(replace(problem, counts_MLGE=counts_MLGE[:1, :1], home_LE=home_LE[:1], previous_LE=previous)))
-    cells: list[CellPlan] = []
+    # one cell compiles whatever the whole step runs
+    small = replace(problem, counts_MLGE=counts_MLGE[:1, :1], home_LE=home_LE[:1], previous_LE=previous)
+    _planned(method, small)
     seconds: list[float] = []
     while len(seconds) < most_timings and sum(seconds) < REPEATED_S:
         before_s = time.process_time()
-        cells = list(method.method(problem))
+        found = _planned(method, problem)
         seconds.append(time.process_time() - before_s)
-    return ServedStep(counts_MLGE, home_LE, method.slots, cells, min(seconds))
+    if isinstance(found, StepPlan):
+        return ServedStep.of(found, counts_MLGE, min(seconds))
+    # homes are those of the first micro-step, the same in all
+    homes = np.stack([cell.home_E for cell in found[: len(home_LE)]])
+    hosts = Hosts.of_cells(homes, found)
+    return ServedStep(counts_MLGE, home_LE.astype(np.int16), method.slots, (hosts, hosts), min(seconds))
+
+
+def _planned(method: Balancer, problem: BalancerInput) -> StepPlan | list[CellPlan]:
+    """Run a method to its end."""
+    found = method.method(problem)
+    return found if isinstance(found, StepPlan) else list(found)
 
 
 def all_at_home(problem: BalancerInput) -> ServedStep:
     """Every expert at its home."""
-    return ServedStep(problem.counts_MLGE, problem.home_LE, "layer", list(static(problem)))
+    home_LE = problem.home_LE.astype(np.int16)
+    hosts = Hosts.with_room(home_LE, len(problem.counts_MLGE), problem.topology.num_ranks, 0)
+    return ServedStep(problem.counts_MLGE, home_LE, "layer", (hosts, hosts))
 
 
 def forced_balance(problem: BalancerInput) -> ServedStep:
@@ -150,15 +204,14 @@ def forced_balance(problem: BalancerInput) -> ServedStep:
     return all_at_home(replace(problem, counts_MLGE=share_MLG[..., None] + extra_MLGE))
 
 
-def not_executed(method: Balancer | PlannerPreset, config: SimulateConfig) -> tuple[str, ...]:
-    """What no executor carries out of a step that this method serves, in words; empty where one does all of it."""
+def not_executed(method: Balancer, config: SimulateConfig) -> tuple[str, ...]:
+    """Requirements of steps under this method that no executor supports yet, in words; none where one does all."""
     cluster, execution, described = config.cluster, config.execution, config.described()
     asked = {
         Ability.NODES: described.topology.num_nodes > 1,
         Ability.EXPERT_DATA_PARALLEL: cluster.groups > 1,
         Ability.OVERLAP: execution.overlap > 0,
         Ability.DEDUPLICATED_DISPATCH: described.costs.dispatcher == "dedup",
+        Ability.OTHER_BALANCERS: not isinstance(method.method, Planner) and method is not METHODS["static"],
     }
-    if not isinstance(method, PlannerPreset) and method is not METHODS["static"]:
-        asked[Ability.OTHER_BALANCERS] = True
     return lacking({ability for ability, is_asked in asked.items() if is_asked})

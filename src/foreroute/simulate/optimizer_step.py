@@ -1,4 +1,4 @@
-"""What surrounds the two stages, in closed form: home moves and publishing before, reduction and optimizer after them.
+"""Seconds around the two passes, in closed form: home moves and publishing before, reduction and optimizer after them.
 
 Nothing of it overlaps with anything, which is the most that it can cost.
 """
@@ -22,19 +22,20 @@ OPTIMIZER_BYTES = 4 + 12 + 12 + 2
 
 
 def reduction_seconds(cluster: ClusterConfig, topology: Topology, costs: CostModel) -> float:
-    """What `reduction_bytes` take, those over the NICs after those in the node."""
+    """Seconds of `reduction_bytes`, those over the NICs after those in the node."""
     moved, links = reduction_bytes(cluster, topology, costs), topology.links
     return moved["node"] / links.node_bytes_per_s + moved["cluster"] / links.cluster_bytes_per_s
 
 
 def reduction_bytes(cluster: ClusterConfig, topology: Topology, costs: CostModel) -> dict[str, float]:
-    """What a rank sends, by link, to reduce-scatter gradients and gather weights over data-parallel ranks.
+    """Bytes that a rank sends, by link, to reduce-scatter gradients and gather weights over data-parallel ranks.
 
     Dense parameters and experts are each taken to go through the node first and then over the NICs, where a rank has
     its part of the node's data: (r - 1) / r * B and (n - 1) / n * B / r, for B bytes on n nodes of r ranks.
     """
     model, ranks_per_node = costs.model, costs.hardware.ranks_per_node
     experts = _expert_parameters(topology, costs)
+    # groups smaller than a node have data-parallel peers inside of it
     in_node = max(1, ranks_per_node // topology.num_ranks)
     size = model.gradient_bytes + model.weight_bytes
     scattered = [
@@ -56,14 +57,10 @@ def move_seconds(
 ) -> float:
     """Moving homes with their optimizer state, peer to peer: the busiest link.
 
-    Args:
-        before_LE: [L, E], the homes so far.
-        home_LE: [L, E], the homes from now on.
-        scale: layers of the model for each layer that was planned.
-        topology: ranks and links.
-        costs: the cost model.
+    `scale` are layers of the model for each layer that was planned.
     """
     before_X, home_X = before_LE.ravel().astype(np.int64), home_LE.ravel().astype(np.int64)
+    # state never goes through host memory, whatever replicas do
     all_X, prices = np.ones(len(home_X), np.bool_), replace(costs, paths="direct").prices(topology)
     weights_G5, _ = transfer_seconds(np.arange(len(home_X)), home_X, all_X, before_X, topology.num_ranks, prices)
     return float(weights_G5.max()) * scale * (costs.model.weight_bytes + STATE_BYTES) / costs.model.weight_bytes

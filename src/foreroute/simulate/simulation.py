@@ -10,19 +10,24 @@ import numpy as np
 from foreroute.costs.cluster_file import Cluster
 from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError
-from foreroute.plan.hosts import Hosts
 from foreroute.simulate.balancers import Balancer
 from foreroute.simulate.config import SimulateConfig, varied
-from foreroute.simulate.engine import PARTS, PLAN, GroupRun
+from foreroute.simulate.engine import PARTS, GroupRun
 from foreroute.simulate.ep_group import EPGroup
-from foreroute.simulate.methods import METHODS, PlannerPreset, ServedStep, forced_balance, not_executed, serve
+from foreroute.simulate.methods import METHODS, Loads, ServedStep, forced_balance, not_executed, serve
 from foreroute.simulate.optimizer_step import (
     move_seconds,
     optimizer_seconds,
     reduction_bytes,
     reduction_seconds,
 )
-from foreroute.simulate.records import MethodRecord, SimulationRecord, StageSeconds, SweepRecord
+from foreroute.simulate.records import (
+    PhaseSeconds,
+    SimulatedMethod,
+    SimulationRecord,
+    SweepRecord,
+    load_figures,
+)
 from foreroute.simulate.steps import group_steps
 
 OnProgress = Callable[[str, int, int], None]
@@ -31,6 +36,7 @@ OnGroup = Callable[[str, EPGroup], None]
 """Called with the short name of a method and a group as it serves it, for looks into what is simulated."""
 Runs = tuple[GroupRun, GroupRun]
 """Recompute and update of one group."""
+WAITING = PARTS.index("waiting for the plan")
 
 
 def simulate(
@@ -54,6 +60,7 @@ def simulate(
         ConfigError, TopologyError, CountsError: when the configuration describes what cannot be.
     """
     cluster, overlap = config.described(), config.execution.overlap
+    # what is configured is not timed
     most_timings = 3 if config.execution.planning_s is None else 1
     steps = list(group_steps(config, cluster.topology, cluster.costs))
     methods = _methods(config, dict(balancers or {}), has_previous=steps[0].previous_LE is not None)
@@ -76,11 +83,13 @@ def simulate(
             done += 1
     if on_progress is not None:
         on_progress("done", total, total)
+    # as of methods: all groups wait for the slowest one in each pass
     limits = (sum(_slowest(forced)), sum(_slowest(bound)))
-    records: list[MethodRecord] = []
+    records: list[SimulatedMethod] = []
     for name, method in methods.items():
         static = records[0] if records else None
         records.append(_method(name, method, served[name], limits, static, config, cluster))
+    # all layers have the same tokens
     counts = np.concatenate([step.counts_MLGE[:, 0] for step in steps])
     return SimulationRecord(
         facts=_facts(config, cluster.costs),
@@ -97,20 +106,23 @@ def simulate(
     )
 
 
-def sweep(config: SimulateConfig) -> Iterator[SweepRecord]:
+def sweep(config: SimulateConfig, methods: Sequence[str] | None = None) -> Iterator[SweepRecord]:
     """Simulate every value of every key of `config.sweep`, one at a time; all else as configured.
+
+    Args:
+        config: of the simulation.
+        methods: short names of those to simulate; by default the configured ones.
 
     Raises:
         ConfigError, TopologyError, CountsError: when a value makes a configuration of what cannot be.
     """
+    narrowed = config if methods is None else config.model_copy(update={"methods": tuple(methods)})
     for key, value in config.sweep.points():
-        yield SweepRecord(key, value, simulate(varied(config, key, value)))
+        yield SweepRecord(key, value, simulate(varied(narrowed, key, value)))
 
 
-def _methods(
-    config: SimulateConfig, balancers: dict[str, Balancer], *, has_previous: bool
-) -> dict[str, Balancer | PlannerPreset]:
-    """What is simulated. Methods that plan from the step before are left out where all are asked for by default."""
+def _methods(config: SimulateConfig, balancers: dict[str, Balancer], *, has_previous: bool) -> dict[str, Balancer]:
+    """Methods to simulate. Those that plan from the step before are left out where all are asked for by default."""
     if taken := sorted({"forced_balance", "bound", *METHODS} & set(balancers)):
         raise ConfigError(f"balancers are called {', '.join(taken)}, which are names of our own; expected others")
     methods = {name: METHODS[name] for name in config.methods} | balancers
@@ -127,85 +139,77 @@ def _methods(
 
 
 class _ServedGroup(NamedTuple):
-    """What one group does under one method, and what its plan is like.
-
-    Attributes:
-        runs: recompute and update.
-        planning_s, home_moves_s, publish_s: seconds.
-        ratios: imbalance of every cell.
-        fetches: experts fetched.
-        moved_bytes: by what it is and link.
-    """
+    """One group under one method: its runs, what surrounds them, and its loads."""
 
     runs: Runs
     planning_s: float
     home_moves_s: float
     publish_s: float
-    ratios: list[float]
-    fetches: int
+    loads: Loads
+    home_moves: int
     moved_bytes: dict[str, dict[str, float]]
 
     @classmethod
     def of(cls, group: EPGroup, served: ServedStep, config: SimulateConfig) -> _ServedGroup:
         """Run the group."""
-        execution, drawn = config.execution, served.counts_MLGE.shape[1]
+        execution, topology, costs = config.execution, group.topology, group.costs
         # Layers that were drawn stand for all, and planning takes as long for one as for another.
-        scale = group.costs.model.num_layers / drawn
+        scale = costs.model.num_layers / served.counts_MLGE.shape[1]
         planning_s = served.planning_s * scale if execution.planning_s is None else execution.planning_s
-        ready_s = max(planning_s - execution.plan_lead_s, 0.0)
-        ratios, fetches = [], 0
-        for cell, (_, counts_GE) in zip(served.cells, group.step.cells(), strict=True):
-            total = int(counts_GE.sum())
-            ratios.append(int(cell.loads_G(counts_GE).max()) / total * len(counts_GE) if total else 1.0)
-            fetches += int((cell.fetched_R & (cell.home_E[cell.expert_R] != cell.rank_R)).sum())
-        home_moves_s = move_seconds(served.before_LE, served.home_LE, scale, group.topology, group.costs)
-        hosts = Hosts.of_cells(served.home_LE.astype(np.int16), served.cells)
-        publish_s = group.costs.publish_seconds(hosts, group.topology) * scale
-        return cls(group.run(ready_s), planning_s, home_moves_s, publish_s, ratios, fetches, group.moved_bytes())
+        return cls(
+            runs=group.run(ready_s=max(planning_s - execution.plan_lead_s, 0.0)),
+            planning_s=planning_s,
+            home_moves_s=move_seconds(served.before_LE, served.home_LE, scale, topology, costs),
+            # once for both passes, and not at all where both run at homes
+            publish_s=max(costs.publish_seconds(hosts, topology) for hosts in served.passes) * scale,
+            loads=served.loads(topology),
+            home_moves=round(served.home_moves * scale),
+            moved_bytes=group.moved_bytes(),
+        )
 
 
 def _method(
     name: str,
-    method: Balancer | PlannerPreset,
+    method: Balancer,
     groups: list[_ServedGroup],
     limits: tuple[float, float],
-    static: MethodRecord | None,
+    static: SimulatedMethod | None,
     config: SimulateConfig,
     cluster: Cluster,
-) -> MethodRecord:
+) -> SimulatedMethod:
+    """Put the groups of a method together: all wait for the slowest after each pass."""
     topology, costs = cluster.topology, cluster.costs
     runs = [group.runs for group in groups]
-    # the groups that all others wait for
-    slowest = [max(of_groups, key=lambda run: run.end_s) for of_groups in zip(*runs, strict=True)]
-    seconds, fetches = _slowest(runs), sum(group.fetches for group in groups)
-    training_s = sum(seconds)
+    slowest = [max(of_groups, key=_seconds) for of_groups in zip(*runs, strict=True)]
+    recompute_s, update_s = _slowest(runs)
+    training_s = recompute_s + update_s
     busy_s = sum(float(np.mean([_seconds(run) for run in of_groups])) for of_groups in zip(*runs, strict=True))
-    stages = StageSeconds(
-        planning=slowest[0].end_s - seconds[0],
+    phases = PhaseSeconds(
+        planning=max(run.end_s for run, _ in runs) - recompute_s,
         home_moves=max(group.home_moves_s for group in groups),
         publishing=max(group.publish_s for group in groups),
-        recompute=seconds[0],
-        update=seconds[1],
+        recompute=recompute_s,
+        update=update_s,
         reduction=reduction_seconds(config.cluster, topology, costs),
         optimizer=optimizer_seconds(config.cluster, topology, costs),
     )
+    # the same under every method: no plan changes what data parallelism reduces
     reduced = {"gradients and weights of data parallelism": reduction_bytes(config.cluster, topology, costs)}
-    hours = (sum(stages) + config.execution.rollout_s) * config.cluster.gpus / 3600
-    ratios = [ratio for group in groups for ratio in group.ratios]
-    return MethodRecord(
+    hours = (sum(phases) + config.execution.rollout_s) * config.cluster.gpus / 3600
+    return SimulatedMethod(
         name=name,
         label=method.label,
-        not_executed=not_executed(method, config),
-        stages=stages,
+        **load_figures([group.loads for group in groups]),
         recompute_parts=dict(zip(PARTS, slowest[0].parts_X.tolist(), strict=True)),
         update_parts=dict(zip(PARTS, slowest[1].parts_X.tolist(), strict=True)),
-        imbalance=float(np.mean(ratios)),
+        home_moves=max(group.home_moves for group in groups),
+        planning_s=max(group.planning_s for group in groups),
+        not_executed=not_executed(method, config),
+        phases=phases,
         share_of_forced_balance=limits[0] / training_s,
         share_of_bound=limits[1] / training_s,
         speedup_over_static=1.0 if static is None else static.training_s / training_s,
         groups_waiting=1 - busy_s / training_s,
-        planning_s=max(group.planning_s for group in groups),
-        fetches_per_cell=fetches / len(ratios),
         moved_bytes=_means([group.moved_bytes for group in groups]) | reduced,
         gpu_hours=hours,
         gpu_hours_saved=0.0 if static is None else static.gpu_hours - hours,
@@ -226,7 +230,7 @@ def _slowest(runs: Sequence[Runs]) -> list[float]:
 
 def _seconds(run: GroupRun) -> float:
     """To the last event, waiting for the plan aside."""
-    return float(run.end_s - run.parts_X[PLAN])
+    return float(run.end_s - run.parts_X[WAITING])
 
 
 PATH_WORDS = {

@@ -31,16 +31,14 @@ TOKEN_BUDGET = 16_384
 def group_steps(config: SimulateConfig, topology: Topology, costs: CostModel) -> Iterator[BalancerInput]:
     """One for each group that is looked at; they stand in turn for all groups of the cluster.
 
-    Raises:
-        ConfigError: when a file is of another model.
-        CountsError: when a file holds no counts, or those of other ranks.
-        TraceError, LayoutError: when a file holds no trace, or sequences longer than the tokens of a rank.
+    Raises `InputError` for a file of another model or of other ranks, or that is none.
     """
     drawn, model, groups = config.workload, costs.model, _groups(config)
     if not drawn.are_drawn:
         yield _read(config, topology, costs)
         return
     workload = drawn_workload(drawn, topology.num_ranks, model, groups)
+    # methods that plan from the step before are given one of the same run
     step, before = (workload.draw(seed=drawn.seed, step=number) for number in (1, 0))
     counts, squares_MG = step.counts(), _squares(step, step.rows_S, (workload.num_micro_steps, workload.num_ranks))
     previous_LE = before.counts().sum(axis=(0, 2), dtype=np.int64)
@@ -51,11 +49,7 @@ def group_steps(config: SimulateConfig, topology: Topology, costs: CostModel) ->
 
 
 def require_drawable(config: SimulateConfig, topology: Topology, model: ModelShape, *, source: str) -> None:
-    """Refuse a workload that cannot be, or takes too much memory.
-
-    Raises:
-        ConfigError: saying so.
-    """
+    """Raise `ConfigError` for a workload that cannot be, or takes too much memory."""
     groups = _groups(config)
     try:
         workload = drawn_workload(config.workload, topology.num_ranks, model, groups)
@@ -65,17 +59,7 @@ def require_drawable(config: SimulateConfig, topology: Topology, model: ModelSha
 
 
 def require_memory(shape: tuple[int, int, int], topology: Topology, model: ModelShape, *, source: str) -> None:
-    """Refuse what takes too much memory.
-
-    Args:
-        shape: groups, micro-steps and layers that are planned.
-        topology: ranks and redundant slots.
-        model: experts, and the layers that those planned stand for.
-        source: of the configuration.
-
-    Raises:
-        ConfigError: with the size and the bound.
-    """
+    """Raise `ConfigError` for too much memory; `shape` are the groups, micro-steps and layers that are planned."""
     groups, micro_steps, layers = shape
     ranks, slots, experts = topology.num_ranks, topology.redundant_slots, model.num_experts
     cells, passes = micro_steps * layers, micro_steps * model.num_layers * ranks
@@ -92,7 +76,7 @@ def require_memory(shape: tuple[int, int, int], topology: Topology, model: Model
 
 
 def drawn_workload(load: WorkloadConfig, num_ranks: int, model: ModelShape, groups: int) -> Workload:
-    """What is drawn: the micro-steps of all groups, one group after the other."""
+    """Workload to draw from: the micro-steps of all groups, one group after the other."""
     base = WORKLOADS[load.preset]
     workload = replace(
         base,

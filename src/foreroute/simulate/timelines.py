@@ -60,8 +60,10 @@ def timeline(method: str, group: EPGroup) -> Timeline:
 
     The recompute is taken to begin when all is planned.
     """
-    num_micro_steps, num_ranks = group.compute.head_MG.shape
-    micro_step, num_layers = min(1, num_micro_steps - 1), group.compute.all_to_all_ML.shape[1]
+    work = group.recompute
+    num_micro_steps, num_ranks = work.head_MG.shape
+    micro_step, num_layers = min(1, num_micro_steps - 1), work.all_to_all_ML.shape[1]
+    # the first layers fetch into an empty pipeline, and the last have nothing after them
     first = max(0, (num_layers - NUM_LAYERS) // 2)
     layers = range(first, min(first + NUM_LAYERS, num_layers))
     recompute, _ = group.run()
@@ -71,14 +73,15 @@ def timeline(method: str, group: EPGroup) -> Timeline:
 
 
 def _spans(group: EPGroup, recompute: GroupRun, micro_step: int, layer: int) -> Iterator[Span]:
-    place = micro_step * group.compute.all_to_all_ML.shape[1] + layer
+    work = group.recompute
+    place = micro_step * work.all_to_all_ML.shape[1] + layer
     begin, attended, dispatched, computed, end = recompute.times_NX[place, :5].tolist()
-    for rank in range(group.compute.head_MG.shape[1]):
+    for rank in range(work.head_MG.shape[1]):
         fetching, fetched = recompute.fetched_NG2[place, rank].tolist()
         if fetched > fetching:
             yield Span(rank, "copy engine", "fetch", layer, fetching, fetched)
-        attention_s = group.compute.attention_MG2[micro_step, rank, 0] + group.compute.layer_s
-        experts_s = group.compute.experts_MLG2[micro_step, layer, rank, 0]
+        attention_s = work.attention_MG2[micro_step, rank, 0] + work.layer_s
+        experts_s = work.experts_MLG2[micro_step, layer, rank, 0]
         yield Span(rank, "compute", "attention", layer, begin, begin + float(attention_s))
         yield Span(rank, "links", "dispatch", layer, attended, dispatched)
         start = max(dispatched, fetched, float(recompute.direct_end_N[place]))

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from foreroute.errors import ConfigError
 from foreroute.kernels import LOW_32, SHIFT_32, TO_UNIT, kernel, next_unit, next_word
+from foreroute.plan.counts import MOST_ASSIGNMENTS
 
 GROUP = 8
 """Responses per prompt: as many as in the runs of the R3 paper (arXiv 2510.11370)."""
@@ -31,8 +32,6 @@ LENGTH_SIGMA = 0.7
 """Standard deviation of the logarithm of lengths. Chosen by hand, as is `SHORTEST`."""
 SHORTEST = 32
 """Tokens; shorter draws are taken for this."""
-MOST_ASSIGNMENTS = 2**31 - 1
-"""Most assignments of a cell, as `plan.counts` has them."""
 DRIFT = 0.03
 """Standard deviation of the change of a log share from one step to the next. Chosen by hand."""
 
@@ -137,6 +136,7 @@ class DrawnStep:
         counts_MG = rng.integers(fewest, most + 1, (workload.num_micro_steps, workload.num_ranks))
         lengths = [_lengths(workload, count, rng) for count in counts_MG.sum(axis=1)]
         prompts = [np.arange(len(n)) // GROUP for n in lengths]
+        # prompts are numbered over the whole step, and never shared by micro-steps
         firsts = np.cumsum([0] + [int(p[-1]) + 1 for p in prompts])
         if workload.even_sources:
             ranks = [_deal_longest_first(n, workload.num_ranks) for n in lengths]
@@ -149,7 +149,7 @@ class DrawnStep:
 
     @property
     def _rule(self) -> tuple[int, int, int, float]:
-        """What the kernels know of the workload."""
+        """Numbers of the workload that the kernels take."""
         load = self.workload
         return load.top_k, load.prompt_draws, load.response_draws, load.common
 
@@ -205,6 +205,7 @@ def _lengths(load: Workload, count: int, rng: np.random.Generator) -> NDArray[np
 
 def _deal_longest_first(lengths_S: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
     """The rank of each sequence: longest first, to the rank with the fewest tokens so far."""
+    # longest first leaves short ones to even out what is left
     ranks_S, tokens_G = np.empty(len(lengths_S), np.int64), np.zeros(num_ranks, np.int64)
     for s in np.argsort(-lengths_S, kind="stable"):
         ranks_S[s] = np.argmin(tokens_G)

@@ -214,7 +214,7 @@ class ExpertParallel(OneProcess):
         def place() -> NDArray[np.integer]:
             if self.ranks.rank > 0:
                 return np.zeros_like(before_LE)
-            return place_homes(counts_MLGE, topology, before_LE, max_moves=options.home_moves, seed=options.seed)
+            return place_homes(counts_MLGE, topology, before_LE, max_moves=options.home_moves)
 
         home_LE = self.ranks.max(self.ranks.on_all("placing experts", place))
         received = self._policy.move_homes(home_LE, optimizer)

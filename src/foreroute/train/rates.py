@@ -30,8 +30,9 @@ from foreroute.adapters import hf
 from foreroute.adapters.hf.spreading import spread
 from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.costs.cluster_file import Cluster, Rates
-from foreroute.costs.model import MOST_PRODUCTS, CostModel, Hardware, ModelShape
-from foreroute.costs.pricing import ALL_TO_ALL, ATTENTION, EXPERTS, step_parts
+from foreroute.costs.fitting import find_rates, with_values
+from foreroute.costs.model import CostModel, Hardware, ModelShape
+from foreroute.costs.pricing import step_parts
 from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.ep.transfer.host_memory import HostMemory
@@ -123,35 +124,37 @@ def fitted(costs: CostModel, steps: Sequence[MeasuredStep], seconds_XS: NDArray[
         steps: even, uneven, and the latter under a plan.
         seconds_XS: float64 [3, 2], of each, recompute and update.
     """
-    hardware, shape = costs.hardware, costs.model
+    even, _, planned = steps
+    # to begin with, all of the even recompute is rows, and each layer takes a tenth of it beside them
+    row_s = float(seconds_XS[0, 0]) / int(even.plan.max_load_ML.sum())
+    layer_s = 0.1 * float(seconds_XS[0, 0]) / even.plan.max_load_ML.size
+    begin = {"gemm_flops_per_s": 2 * costs.model.expert_parameters / row_s, "backward_products": 1.0}
+    costs = with_values(costs, begin | {"layer_s": layer_s})
 
-    def parts_SP(step: MeasuredStep, hardware: Hardware) -> NDArray[np.float64]:
-        plan, found = step.plan, replace(costs, hardware=hardware)
-        return step_parts(plan.hosts, step.counts_MLGE, plan.topology, found, plan.slots)
+    def predicted(of_costs: CostModel, some: Sequence[MeasuredStep]) -> NDArray[np.float64]:
+        return np.array(
+            [
+                step_parts(one.plan.hosts, one.counts_MLGE, one.plan.topology, of_costs, one.plan.slots).sum(axis=1)
+                for one in some
+            ]
+        )
 
-    even, uneven, planned = steps
-    even_S, uneven_S = (
-        np.maximum(seconds_S - parts_SP(step, hardware)[:, ALL_TO_ALL], seconds_S / 100)
-        for seconds_S, step in zip(seconds_XS[:2], steps[:2], strict=True)
-    )
-    rows, more = (int(step.plan.max_load_ML.sum()) for step in (even, uneven))
-    row_S = ((uneven_S - even_S) / max(more - rows, 1)).tolist()
-    # where processes share cores, more rows of one may cost nothing
-    least_s = float(even_S[0]) / rows * 1e-4
-    pair_s = (8 * shape.hidden + 6 * shape.intermediate) / hardware.memory_bytes_per_s
-    forward_s = max(row_S[0] - pair_s, least_s)
-    backward_s = max(row_S[1] - 2 * row_S[0] - 1.6 * pair_s, least_s)
-    gemm_flops_per_s = 2 * shape.expert_parameters / forward_s
-    products = min(backward_s / forward_s, MOST_PRODUCTS)
-    hardware = replace(hardware, gemm_flops_per_s=gemm_flops_per_s, backward_products=products)
-    left_s = float(even_S[0] - parts_SP(even, hardware)[0, [ATTENTION, EXPERTS]].sum())
-    hardware = replace(hardware, layer_s=max(left_s / even.plan.max_load_ML.size, 1e-9))
-    over_S = np.maximum(seconds_XS[2] - parts_SP(planned, hardware).sum(axis=1), 0)
-    ends = 0
-    for cell in (planned.plan.cell(*place) for place in np.ndindex(*planned.plan.shape[:2])):
-        ends += np.bincount(np.concatenate([cell.rank_R, cell.home_E[cell.expert_R]]), minlength=1).max()
-    forward_s, both_s = (over_S / max(ends, 1)).tolist()
-    return replace(hardware, replica_s=forward_s, replica_backward_s=max(both_s - 2 * forward_s, 0.0))
+    def find(
+        names: Sequence[str], take: Callable[[NDArray[np.float64]], NDArray[np.float64]], *places: int
+    ) -> CostModel:
+        some, measured_XS = [steps[x] for x in places], seconds_XS[list(places)]
+        measured_V = take(measured_XS)
+        size_V = measured_XS[0, : len(measured_V)]  # of a whole pass: differences may be 0
+        return find_rates(costs, names, lambda tried: take(predicted(tried, some)), measured_V, size_V).costs
+
+    # One after the other: what a row takes is what plans save, and must not bend to levels, which hold much else.
+    costs = find(("gemm_flops_per_s", "backward_products"), lambda found_XS: found_XS[1] - found_XS[0], 0, 1)
+    costs = find(("layer_s",), lambda found_XS: found_XS[0, :1], 0)
+    if len(planned.plan.hosts.expert_R):
+        names = ("replica_s", "replica_backward_s")
+        costs = with_values(costs, dict.fromkeys(names, layer_s))
+        costs = find(names, lambda found_XS: found_XS[0], 2)
+    return costs.hardware
 
 
 class _Clock:

@@ -131,8 +131,7 @@ FAMILIES = {
         {"head_dim": 32, "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 3, 3]}},
     ),
     "glm5_next": Family(
-        "Glm5NextTextModel",
-        {"index_kpool": 4, "qk_rope_head_dim": 0, "head_dim": 0, "mlp_layer_types": DENSE_FIRST},
+        "Glm5NextTextModel", {"index_kpool": 4, "qk_rope_head_dim": 0, "head_dim": 0, "mlp_layer_types": DENSE_FIRST}
     ),
     "glm_moe_dsa": Family("GlmMoeDsaForCausalLM", {"mlp_layer_types": DENSE_FIRST}),
     "gpt_oss": Family("GptOssForCausalLM"),
@@ -155,8 +154,7 @@ FAMILIES = {
         "LaraMiniForCausalLM", {"layer_types": ["linear_attention", "sliding_attention", "full_attention"]}
     ),
     "lfm2_moe": Family(
-        "Lfm2MoeForCausalLM",
-        {"layer_types": ["conv", "full_attention", "full_attention"], "num_dense_layers": 1},
+        "Lfm2MoeForCausalLM", {"layer_types": ["conv", "full_attention", "full_attention"], "num_dense_layers": 1}
     ),
     "llama4": Family("Llama4ForCausalLM", {"num_experts_per_tok": 1}),
     "longcat_flash": Family(

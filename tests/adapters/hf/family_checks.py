@@ -134,9 +134,7 @@ def backends(name):
     return None
 
 
-NOT_TOLD = {
-    "jetmoe": ("split_with_sizes", "its experts are split by counts of rows, which are values"),
-}
+NOT_TOLD = {"jetmoe": ("split_with_sizes", "its experts are split by counts of rows, which are values")}
 
 
 def configuration(name):

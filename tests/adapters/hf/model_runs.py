@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import foreroute as fr
 from foreroute.adapters import hf
 from foreroute.testing.models import tiny
+from tests.replay.session_subject import random_ids
 
 
 def batch_of(*lengths, seed=0, side="right"):
@@ -42,16 +43,22 @@ def with_routes(batch, family="qwen3_moe", **options):
     return model, routed, random_routes(routed.spec, batch)
 
 
+def uneven(sizes=((8, 2), (6, 3), (5, 1)), *, seed=0, **options):
+    """A tiny Qwen3 whose layers have these experts and picks."""
+    options["num_hidden_layers"] = len(sizes)
+    models = [
+        tiny("qwen3_moe", seed=seed + number, num_experts=num_experts, num_experts_per_tok=top_k, **options)
+        for number, (num_experts, top_k) in enumerate(sizes)
+    ]
+    for layer, other in enumerate(models):
+        models[0].model.layers[layer].mlp = other.model.layers[layer].mlp
+    return models[0]
+
+
 def random_routes(spec, batch, seed=1):
     """Routes of no relation to the model."""
-    rng = np.random.default_rng(seed)
-    tokens, ids = sequences_of(batch), []
-    for each in tokens:
-        scores = rng.random((len(each), spec.num_layers, spec.num_experts))
-        for layer, (num_experts, _) in enumerate(spec.sizes_L):
-            scores[:, layer, num_experts:] = 2  # sorted behind all experts that there are
-        ids.append(np.where(spec.is_pick_LK, np.argsort(scores, axis=-1)[..., : spec.top_k], -1))
-    return fr.RoutingTrace.from_sequences(spec, tokens, ids)
+    rng, tokens = np.random.default_rng(seed), sequences_of(batch)
+    return fr.RoutingTrace.from_sequences(spec, tokens, [random_ids(rng, spec, len(each)) for each in tokens])
 
 
 def log_probs(model, batch):

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from foreroute.adapters import hf
 from foreroute.testing.models import FAMILIES, GROUPED, tiny
 from tests.adapters.hf.families import lacks
-from tests.adapters.hf.model_runs import checkpoint_by_hand, checkpointed_by_library
+from tests.adapters.hf.model_runs import checkpoint_by_hand, checkpointed_by_library, uneven
 from tests.replay.session_subject import Given, Subject, router_paths
 
 transformers.logging.set_verbosity_error()
@@ -57,17 +57,17 @@ RECOMPUTATIONS = {
 
 
 class HuggingFaceSubject(Subject):
-    """One family for each kind of gate that the installed transformers has."""
+    """One family for each kind of gate that the installed transformers has, and one of other sizes in each layer."""
 
-    gates = tuple(name for name in (*FAMILIES, *GROUPED) if lacks(name) is None)
+    gates = (*(name for name in (*FAMILIES, *GROUPED) if lacks(name) is None), "uneven layers")
     recomputations = tuple(RECOMPUTATIONS)
     family = "qwen3_moe"
 
     @classmethod
     def built(cls, gate=None, recompute="none", *, seed=0):
-        family = gate or cls.gates[0]
-        on = cls(tiny(family, seed=seed).train())
-        on.family = family
+        is_uneven, gate = gate == "uneven layers", gate or cls.gates[0]
+        on = cls((uneven(seed=seed) if is_uneven else tiny(gate, seed=seed)).train())
+        on.family = "qwen3_moe" if is_uneven else gate
         RECOMPUTATIONS[recompute](on)
         return on
 

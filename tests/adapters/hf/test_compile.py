@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from transformers import StaticCache
 
 from foreroute.adapters import hf
@@ -23,8 +23,6 @@ from tests.adapters.hf.model_runs import (
     loss_of,
     random_routes,
 )
-from tests.replay.session_subject import Batch, foreign
-from tests.replay.sessions_rows import ABSENT, LASTS
 from tests.roundings import GRADIENT_TERMS, require_rounded
 
 BATCH = batch_of(9, 6, 4)
@@ -45,17 +43,33 @@ def graphs():
 
 
 def step(routed, call, seed, batch=BATCH, *, inside=True, **kwargs):
-    """Loss, gradients and session of one replayed step."""
+    """Loss, gradients and session of one replayed step; every fourth row is routed by the model, others each time."""
     routed.model.zero_grad()
-    with routed.replay(random_routes(routed.spec, batch, seed), **kwargs) as session:
+    trace = random_routes(routed.spec, batch, seed)
+    trace.valid_N[seed % 4 :: 4] = False
+    with routed.replay(trace, missing="native", **kwargs) as session:
         loss = loss_of(call, batch)
         if inside:
             loss.backward()
     if not inside:
         loss.backward()
+    return loss.detach(), plain_gradients(routed.model), session
+
+
+def trained(routed, call):
+    """Loss and gradients of a step whose backward comes when its session is closed, and another batch was replayed."""
+    with routed.replay(random_routes(routed.spec, BATCH)):
+        loss = loss_of(call, BATCH)
+    with routed.replay(random_routes(routed.spec, OTHER)), torch.no_grad():
+        loss_of(call, OTHER)
+    loss.backward()
+    return loss.detach(), plain_gradients(routed.model)
+
+
+def plain_gradients(model):
+    """By the names of a model that nobody has wrapped."""
     names = ("_orig_mod.", "_checkpoint_wrapped_module.")
-    grads = {name.replace(names[0], "").replace(names[1], ""): g for name, g in gradients(routed.model).items()}
-    return loss.detach(), grads, session
+    return {name.replace(names[0], "").replace(names[1], ""): g for name, g in gradients(model).items()}
 
 
 def assert_same(seen, expected):
@@ -116,31 +130,19 @@ def test_one_graph_replays_every_trace(family, use_reentrant, attach_first):
 @pytest.mark.parametrize("use_reentrant", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     ("experts", "refused"),
-    [
-        ("grouped_mm", None),
-        ("eager", "selected 0 times.*a checkpoint that torch.compile cannot hold in one graph"),
-    ],
+    [("grouped_mm", None), ("eager", "selected 0 times.*a checkpoint that torch.compile cannot hold in one graph")],
 )
 def test_a_compiled_model_with_checkpoints_is_replayed_or_refused(use_reentrant, experts, refused):
-    """Whether its session is closed, and another batch was replayed since."""
     routed, eager = attached(2, experts=experts)
     for each in (routed, eager):
         enable_checkpointing(each.model, use_reentrant)
     compiled = torch.compile(routed.model, backend="aot_eager")
 
-    def trained():
-        with routed.replay(random_routes(routed.spec, BATCH)):
-            loss = loss_of(compiled, BATCH)
-        with routed.replay(random_routes(routed.spec, OTHER)), torch.no_grad():
-            loss_of(compiled, OTHER)
-        loss.backward()
-        return loss.detach(), gradients(routed.model)
-
     if refused:
         with pytest.raises(ReplayError, match=refused):
-            trained()
+            trained(routed, compiled)
     else:
-        assert_same(trained(), step(eager, eager.model, 1)[:2])
+        assert_same(trained(routed, compiled), trained(eager, eager.model))
 
 
 def compile_each_layer(model):
@@ -233,27 +235,6 @@ def test_decode_steps_over_a_static_cache_share_a_graph():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("telemetry", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_rows_without_a_route_are_routed_by_the_graph_itself(telemetry):
-    """Also in the middle, and in another place in each batch."""
-    routed, eager = attached(2)
-    compiled = torch.compile(routed.model, backend="eager", fullgraph=True)
-    for seed, absent in enumerate(ABSENT.values()):
-        trace = foreign(routed.spec, Batch(BATCH["input_ids"], (9, 6, 4)), seed, absent + LASTS)
-        recorded = []
-        for each, call in ((routed, compiled), (eager, eager.model)):
-            with (
-                each.replay(trace, missing="native", telemetry=telemetry),
-                each.record() as recording,
-                torch.no_grad(),
-            ):
-                call(**BATCH, use_cache=False)
-            recorded.append(recording.trace())
-        assert recorded[0].equals(recorded[1])
-    assert graphs() == 1
-
-
-@pytest.mark.slow
 def test_a_compiled_forward_checks_its_batch_and_its_routers():
     [routed] = attached(layers=2)
     compiled = torch.compile(routed.model, backend="eager", fullgraph=True)
@@ -272,45 +253,19 @@ def test_a_compiled_forward_checks_its_batch_and_its_routers():
         compiled(**BATCH, use_cache=False)
 
 
-class ByHand(torch.nn.Module):
-    """A layer that somebody checkpoints without anybody's knowing."""
-
-    def __init__(self, layer, use_reentrant):
-        super().__init__()
-        self.layer, self.use_reentrant = layer, use_reentrant
-
-    def forward(self, hidden, **kwargs):
-        return checkpoint(lambda x: self.layer(x, **kwargs), hidden, use_reentrant=self.use_reentrant)
-
-    def __getattr__(self, name):
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.layer, name)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "use_reentrant"),
     [(compile_each_layer, True), pytest.param(replace_each_layer, False, marks=pytest.mark.exhaustive)],
 )
 def test_a_compiled_layer_checkpointed_by_hand_finds_its_routes(how, use_reentrant):
-    """When the session is closed, and another batch was replayed since."""
-    seen = {}
-    for by_hand in (False, True):
-        [routed] = attached(layers=2)
-        model = routed.model.train()
-        how(model)
-        if by_hand:
-            model.model.layers[1] = ByHand(model.model.layers[1], use_reentrant)
-        with routed.replay(random_routes(routed.spec, BATCH)):
-            loss = loss_of(model, BATCH)
-        with routed.replay(random_routes(routed.spec, BATCH, 1)), torch.no_grad():
-            loss_of(model, BATCH)
-        loss.backward()
-        seen[by_hand] = [parameter.grad for parameter in model.parameters()]
-    for expected, found in zip(*seen.values(), strict=True):
-        require_rounded(found, expected)
+    routed, eager = attached(2, layers=2)
+    layers = routed.model.train().model.layers
+    how(routed.model)
+    impl = CheckpointImpl.REENTRANT if use_reentrant else CheckpointImpl.NO_REENTRANT
+    layers[1] = checkpoint_wrapper(layers[1], checkpoint_impl=impl)
+    seen = trained(routed, routed.model)
+    assert_same(seen, trained(eager, eager.model.train()))
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf.trace_rows import TraceRows
@@ -159,7 +160,7 @@ def test_rows_are_found_on_the_device_as_on_the_host(batch, policy, missing, mon
     trace = trace_of(here.spec, missing)
     seen_here = replayed(here, given_on("cpu", batch), trace, **policy)
     with monkeypatch.context() as on_the_host:
-        on_the_host.setattr(TraceRows, "_find", found_on_the_host)
+        on_the_host.setattr(TraceRows, "_locate", found_on_the_host)
         expected = replayed(here, given_on("cpu", batch), trace, **policy)
     assert all(map(torch.equal, seen_here[:2], expected[:2]))
     assert seen_here[2].equals(expected[2])
@@ -171,7 +172,7 @@ def test_rows_are_found_on_the_device_as_on_the_host(batch, policy, missing, mon
         with there.replay(trace, **policy) as session:
             assert waits(device, there, given) == unpatched
             assert policy.get("missing") != "drop" or session.loss_mask_BT.any()
-        monkeypatch.setattr(TraceRows, "_find", found_on_the_host)
+        monkeypatch.setattr(TraceRows, "_locate", found_on_the_host)
         with there.replay(trace, **policy) as session:
             assert waits(device, there, given) >= unpatched + 2
             assert policy.get("missing") != "drop" or session.loss_mask_BT.any()
@@ -336,20 +337,59 @@ def test_rows_made_once_are_compared_with_every_batch_though_nobody_counts_who_w
     with other_device() if device == DEVICE else nullcontext():
         routed = model_on(device)
         rows, given = routed.rows(trace_of(routed.spec)), given_on(device, padded("left"))
-        replayed(routed, given, rows)
         buffers = {name: getattr(each, "values_here", each).numpy() for name, each in given.items()}
+        as_given = replayed(routed, given, rows)
         buffers["input_ids"][1, 8] = 3
         assert not given["input_ids"]._version
         for _ in range(2):  # every session is told
             with pytest.raises(BatchMismatchError, match="sequence 1, position 3: token 3 in"):
                 replayed(routed, given, rows)
+        for name, values in padded("left").items():
+            buffers[name][:] = values
+        assert torch.equal(replayed(routed, given, rows)[0], as_given[0])
         for name, values in padded("right").items():
             buffers[name][:] = values
-        expected = replayed(routed, given_on(device, padded("right")), rows)
+        expected = replayed(routed, given_on(device, padded("right")), routed.rows(rows.trace))
+        if device == DEVICE:  # where nobody may wait to see that rows must be found anew
+            with pytest.raises(BatchMismatchError, match="tensors of the batch were overwritten"):
+                replayed(routed, given, rows)
         assert torch.equal(replayed(routed, given, rows)[0], expected[0])
         layout = pad(LENGTHS, side="left", order="bshd")
         with pytest.raises(LayoutError, match="made for a layout already"), routed.replay(rows, layout):
             pass
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators while it is open."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("batch", ["left", "left, with positions", "packed"])
+def test_a_batch_that_is_given_once_more_is_compared_and_not_found_anew(batch):
+    """Seven operators in each layer, and a few for the batch; one that was copied is the control."""
+    routed = model_here()
+    rows, given = routed.rows(trace_of(routed.spec)), given_on("cpu", BATCHES[batch])
+
+    def launches():
+        with Launches() as counted, torch.no_grad():
+            routed.model(**given, use_cache=False)
+        return counted.number
+
+    native, added = launches(), []
+    for _ in range(2):
+        with routed.replay(rows):
+            added.append(launches() - native)
+    given |= {name: each.clone() for name, each in given.items()}
+    with routed.replay(rows):
+        added.append(launches() - native)
+    first, again, copied = added
+    assert again <= 7 * routed.spec.num_layers + 12
+    assert min(first, copied) > again + 20
 
 
 @grid("options", [{}, {"margins": True}], ids=["plain", "margins"], quick=1)

@@ -76,9 +76,7 @@ def test_what_attaching_puts_back_would_be_missed():
 
 
 @pytest.mark.shows(
-    "Hugging Face",
-    "Unsloth's fast blocks (a stand-in)",
-    refused="they route in the place of the router",
+    "Hugging Face", "Unsloth's fast blocks (a stand-in)", refused="they route in the place of the router"
 )
 @pytest.mark.shows("Hugging Face", "`use_kernels`, of routers", refused="replay cannot reach into a kernel")
 @pytest.mark.parametrize(

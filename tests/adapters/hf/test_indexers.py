@@ -362,26 +362,16 @@ def test_an_unknown_indexer_leaves_routes_alone():
         output_of(model, BATCH)
 
 
-def test_choices_in_a_compiled_layer_are_refused():
-    _, trace = recorded("deepseek_v32")
-    model = build("deepseek_v32", **SPARSE["deepseek_v32"])
-    routed = hf.attach(model)
-    model.model.layers[0].compile(backend="eager")
-    refused = pytest.raises(ReplayError, match=r"in eager mode alone, and layers\.0 is compiled")
-    with refused, routed.replay(trace), torch.no_grad():
-        output_of(model, BATCH)
-
-
-@pytest.mark.exhaustive
-def test_a_compiled_model_replays_routes_and_refuses_choices():
+@pytest.mark.parametrize("part", ["model.layers.0", pytest.param("", marks=pytest.mark.exhaustive)])
+def test_choices_in_what_is_compiled_are_refused_and_routes_alone_replayed(part):
     expected, trace = recorded("deepseek_v32")
     model = build("deepseek_v32", **SPARSE["deepseek_v32"])
     routed = hf.attach(model)
-    model.compile(backend="eager")
-    with routed.replay(trace.without_streams()), torch.no_grad():
-        torch.testing.assert_close(output_of(model, BATCH), expected, rtol=0, atol=1e-4)
+    model.get_submodule(part).compile(backend="eager")
     with pytest.raises(ReplayError, match="in eager mode alone"), routed.replay(trace), torch.no_grad():
         output_of(model, BATCH)
+    with routed.replay(trace.without_streams()), torch.no_grad():
+        torch.testing.assert_close(output_of(model, BATCH), expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", SPARSE)

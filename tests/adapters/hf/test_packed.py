@@ -12,8 +12,7 @@ from foreroute.adapters import hf
 from foreroute.errors import BatchMismatchError, LayoutError, ReplayError
 from foreroute.layout import pack, pad
 from foreroute.testing.models import tiny
-from tests.adapters.hf.model_runs import batch_of, experts_log, gradients, loss_of, sequences_of, with_routes
-from tests.replay.session_subject import same
+from tests.adapters.hf.model_runs import batch_of, experts_log, sequences_of, with_routes
 
 ALONE = batch_of(5, 1, 4, 6, 3, 3)
 
@@ -72,15 +71,9 @@ def test_a_packed_batch_replays_each_sequence_as_if_alone(family, rows):
 def test_without_positions_a_packed_row_is_refused():
     """The control: one long sequence is not six short ones."""
     model, routed, trace = with_routes(ALONE)
-    with (
-        pytest.raises(BatchMismatchError, match="the batch has 1 sequences and the trace has 6"),
-        routed.replay(trace),
-    ):
+    with pytest.raises(BatchMismatchError, match="the batch has 1 sequences and the trace has 6"), routed.replay(trace):
         model(input_ids=packed(ROWS["one row"])["input_ids"])
-    with (
-        pytest.raises(BatchMismatchError, match=r"holds the sequences \[1, 0, 2, 3, 4, 5\]"),
-        routed.replay(trace),
-    ):
+    with pytest.raises(BatchMismatchError, match=r"holds the sequences \[1, 0, 2, 3, 4, 5\]"), routed.replay(trace):
         model(**packed([[1, 0, 2, 3, 4, 5]]))
 
 
@@ -105,28 +98,6 @@ def test_packed_sequences_cannot_go_on_over_a_cache():
         recording.trace()
 
 
-LENGTHS = (9, 6, 4)
-
-
-def step(model, routed, trace, batch, **how):
-    """Loss and gradients."""
-    model.zero_grad()
-    with routed.replay(trace, **how):
-        loss = loss_of(model, batch)
-    loss.backward()
-    return loss.detach(), gradients(model)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_layout_of_the_batch_changes_nothing(side):
-    batch = batch_of(*LENGTHS, side=side)
-    model, routed, trace = with_routes(batch)
-    layout = pad(trace.lengths, side=side, order="bshd")
-    seen, expected = (step(model, routed, trace, batch, **how) for how in ({"layout": layout}, {}))
-    assert torch.equal(seen[0], expected[0])
-    assert same(seen[1], expected[1])
-
-
 def test_the_layout_of_a_packed_batch_is_taken():
     model, routed, trace = with_routes(ALONE)
     batch = packed(ROWS["one row"])
@@ -147,7 +118,7 @@ def test_the_layout_of_a_packed_batch_is_taken():
     ],
 )
 def test_a_layout_that_is_none_of_a_batch_is_refused_at_once(layout, kind, message):
-    _, routed, trace = with_routes(batch_of(*LENGTHS))
+    _, routed, trace = with_routes(batch_of(9, 6, 4))
     with pytest.raises(kind, match=message):
         routed.replay(trace, layout(trace.lengths)).__enter__()
 

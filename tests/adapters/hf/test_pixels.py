@@ -125,49 +125,48 @@ def test_videos_are_told_apart_too(name):
         outputs(model, batch)
 
 
-def test_the_shape_of_an_image_is_a_part_of_it_and_its_precision_is_not():
+@pytest.fixture(scope="module")
+def seeing():
+    """A model, attached, what it is shown, and a trace of that."""
     model = build_seeing()
     routed, seen = hf.attach(model), Seen(patch_width(model))
+    return model, routed, seen, recorded(routed, seen.batch())
+
+
+def recorded(routed, batch):
+    with routed.record() as recording:
+        outputs(routed.model, batch)
+    return recording.trace()
+
+
+def refuse(said, routed, routes, batch):
+    with pytest.raises(BatchMismatchError, match=said), routed.replay(routes):
+        outputs(routed.model, batch)
+
+
+def test_the_shape_of_an_image_is_a_part_of_it_and_its_precision_is_not(seeing):
+    model, routed, seen, _ = seeing
     white = torch.ones(8, patch_width(model)) / 3
-    wide, high = ([[], [], [(white, shape)]] for shape in ((1, 2, 4), (1, 4, 2)))
-    with routed.record() as recording:
-        outputs(model, seen.batch((2,), images=wide))
-    halves = seen.batch((2,), images=wide)
-    halves["pixel_values"] = halves["pixel_values"].bfloat16()
-    with routed.replay(recording.trace()):
-        outputs(model, halves)
-    with pytest.raises(BatchMismatchError, match="another image"), routed.replay(recording.trace()):
-        outputs(model, seen.batch((2,), images=high))
+    wide, high = (seen.batch((2,), images=[[], [], [(white, shape)]]) for shape in ((1, 2, 4), (1, 4, 2)))
+    trace = recorded(routed, wide)
+    with routed.replay(trace):
+        outputs(model, wide | {"pixel_values": wide["pixel_values"].bfloat16()})
+    refuse("another image", routed, trace, high)
 
 
-def test_images_left_out_are_noticed_and_digests_can_be_left_out():
-    model = build_seeing()
-    routed, seen = hf.attach(model), Seen(patch_width(model))
-    with routed.record() as recording:
-        outputs(model, seen.batch())
-    blind = {name: each for name, each in seen.batch().items() if name not in ("pixel_values", "image_grid_thw")}
-    with pytest.raises(BatchMismatchError, match="no pixels behind the token"), routed.replay(recording.trace()):
-        outputs(model, blind)
-    with routed.record() as unseeing:
-        outputs(model, blind)
-    with pytest.raises(BatchMismatchError, match="recorded with none"), routed.replay(unseeing.trace()):
-        outputs(model, seen.batch())
-    with routed.replay(recording.trace().without_streams(PIXELS)):
-        outputs(model, blind)
-
-
-def test_a_batch_that_was_replayed_and_then_painted_over_is_refused():
-    model = build_seeing()
-    routed, seen = hf.attach(model), Seen(patch_width(model))
+def test_images_left_out_or_painted_over_are_noticed_and_digests_can_be_left_out(seeing):
+    model, routed, seen, trace = seeing
     batch = seen.batch()
-    with routed.record() as recording:
-        outputs(model, batch)
-    rows = routed.rows(recording.trace())
+    blind = {name: each for name, each in batch.items() if name not in ("pixel_values", "image_grid_thw")}
+    refuse("no pixels behind the token", routed, trace, blind)
+    refuse("recorded with none", routed, recorded(routed, blind), batch)
+    with routed.replay(trace.without_streams(PIXELS)):
+        outputs(model, blind)
+    rows = routed.rows(trace)
     with routed.replay(rows):
         outputs(model, batch)
     batch["pixel_values"][-1, -1] += 1
-    with pytest.raises(BatchMismatchError, match="sequence 2, position 4"), routed.replay(rows):
-        outputs(model, batch)
+    refuse("sequence 2, position 4", routed, rows, batch)
 
 
 def test_a_sampled_rollout_with_images_is_replayed_in_micro_batches():
@@ -210,9 +209,8 @@ def test_pixels_that_belong_to_unknown_tokens_are_warned_of(monkeypatch):
 
 
 @pytest.mark.parametrize("axes", [3, 4])
-def test_packed_sequences_with_images_are_found_by_positions_on_several_axes(axes):
-    model = build_seeing()
-    routed, seen = hf.attach(model), Seen(patch_width(model))
+def test_packed_sequences_with_images_are_found_by_positions_on_several_axes(seeing, axes):
+    model, routed, seen, _ = seeing
     alone = [seen.batch((s,)) for s in (0, 1, 2)]
     with routed.record() as recording:
         apart = torch.cat([outputs(model, batch) for batch in alone])
@@ -237,13 +235,9 @@ def test_packed_sequences_with_images_are_found_by_positions_on_several_axes(axe
         model(**other, use_cache=False)
 
 
-def test_pixels_are_compared_on_the_device_and_the_host_does_not_wait():
+def test_pixels_are_compared_on_the_device_and_the_host_does_not_wait(seeing):
     """The tower that sees, which waits by itself, has its features from the CPU."""
-    model = build_seeing()
-    routed, seen = hf.attach(model), Seen(patch_width(model))
-    with routed.record() as recording:
-        outputs(model, seen.batch())
-    trace = recording.trace()
+    model, _, seen, trace = seeing
     with torch.no_grad():
         features = model.model.get_image_features(seen.batch()["pixel_values"], seen.batch()["image_grid_thw"])
     with other_device() as device:

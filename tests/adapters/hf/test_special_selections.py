@@ -99,11 +99,6 @@ def test_attention_experts_of_jetmoe_have_rows_of_their_own_in_the_order_they_ru
     assert kinds == [(n, kind) for n in range(3) for kind in (LayerKind.ATTENTION, LayerKind.DECODER)]
 
 
-def test_hunyuan_with_a_list_of_one_k_is_a_model_of_equal_layers():
-    spec = attached("hunyuan_v1_moe", moe_topk=[2, 2, 2])[1].spec
-    assert (spec.top_k, spec.sizes) == (2, ())
-
-
 def test_vision_experts_of_ernie_are_left_out_and_vision_tokens_refused():
     model, routed = attached("ernie4_5_vl_moe")
     assert all("text_moe" in path for path in router_paths(routed))

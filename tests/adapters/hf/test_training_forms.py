@@ -137,10 +137,7 @@ def test_selective_checkpoints_repeat_what_the_forward_ran(family, kept):
         routed = hf.attach(model)
         trace = random_routes(routed.spec, BATCH)
         trace = replace(trace, valid_N=trace.valid_N & (np.arange(trace.num_rows) % 3 > 0))
-        with (
-            routed.record() as recording,
-            routed.replay(trace, missing="native", telemetry=True) as session,
-        ):
+        with routed.record() as recording, routed.replay(trace, missing="native", telemetry=True) as session:
             losses = [loss_of(model, BATCH), loss_of(model, BATCH)]
         for loss in losses:
             loss.backward()

@@ -25,7 +25,7 @@ from foreroute.errors import ConfigError, EngineError
 from foreroute.testing.models import same_bits
 from tests.adapters.megatron import one_rank as on
 from tests.adapters.megatron import qwen3_moe
-from tests.adapters.megatron.home_checkpoint_checks import children_allowed
+from tests.adapters.megatron.test_home_checkpoints import children_allowed
 
 LOST = "model.layers.2.mlp.experts.5.down_proj.weight"
 

@@ -1,54 +1,18 @@
-"""When weights of replicas travel in Megatron's schedules: behind rows, ahead of their cell, as seldom as can be.
-
-Slots that are kept for a layer and slots that all layers share give the same bits.
-"""
+"""When weights of replicas travel in Megatron's schedules: behind rows, and ahead of their cell."""
 
 import contextlib
-import dataclasses
 from unittest import mock
 
-import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
-from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer
-from foreroute.ep.transfer.engine import TransferOptions
+from foreroute.adapters.megatron.planned_layer import PlannedLayer
 from foreroute.ep.transfer.peers import PeerGroup
 from tests.adapters.megatron.executed_plans import Planned, rows_off_plan
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell, ExecutionCase
-from tests.adapters.megatron.training_step import moe_layers
 
 RECOMPUTE = ("none", "selective", "uniform")
-PATHS = ("host", "direct")
-
-
-@on_ranks(2)
-def test_a_replica_travels_once_in_a_step_to_a_slot_that_is_kept():
-    """However often its cell runs, by either path. To slots that layers share, it may once more for backward."""
-    for recompute in RECOMPUTE:
-        kept = Planned.of(ExecutionCase(Cell(ep=2, layers=4, recompute=recompute)))
-        shared = dataclasses.replace(kept, plan=on_shared_slots(kept.plan))
-        assert kept.plan.slots == "layer"
-        num_replicas, num_fetched = len(kept.plan.hosts.fetched_R), int(kept.plan.hosts.fetched_R.sum())
-        assert 0 < num_fetched < num_replicas
-        losses, grads = None, None
-        for path in PATHS:
-            kept.routed.use(TransferOptions(paths=path))
-            for at in (kept, shared):
-                (found_losses, found), transfers = outcome_of(at)
-                rows = rows_of(at, transfers, path)
-                assert rows == num_fetched if at is kept else num_replicas < rows <= 2 * num_replicas, (recompute, path)
-                losses, grads = losses or found_losses, grads or found
-                assert found_losses == losses
-                assert all(torch.equal(found[name], grads[name]) for name in grads)
-
-
-def on_shared_slots(plan):
-    """The same replicas in slots that keep nothing."""
-    hosts = plan.hosts._replace(fetched_R=np.ones_like(plan.hosts.fetched_R))
-    return dataclasses.replace(plan, slots="shared", hosts=hosts)
 
 
 def outcome_of(at):
@@ -62,16 +26,6 @@ def outcome_of(at):
 def fetched_in(transfers):
     """Those that brought weights to this rank."""
     return [each for each in transfers if each.kind == "fetch" and each.host_bytes + each.direct_bytes]
-
-
-def rows_of(at, transfers, path):
-    """Rows that reached all ranks by one path, and none by the other."""
-    expert = moe_layers(at.chunks)[0].experts.local_experts[0]
-    bytes_P = torch.tensor([sum(getattr(each, f"{name}_bytes") for each in fetched_in(transfers)) for name in PATHS])
-    dist.all_reduce(bytes_P)
-    found = dict(zip(PATHS, bytes_P.tolist(), strict=True))
-    assert [name for name, num_bytes in found.items() if num_bytes] == [path]
-    return found[path] / sum(parameter.nbytes for parameter in expert.parameters())
 
 
 @on_ranks(2)

@@ -26,12 +26,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=marks) for case, marks in CASES], ids=str)
 def test_losses_weights_state_and_routes_are_equal_bit_for_bit(case):
-    run("home_move_checks.check_moves_change_nothing", case, ranks=case.ranks)
-
-
-@pytest.mark.slow
-def test_the_comparison_sees_what_stays_behind():
-    run("home_move_checks.check_the_comparison_sees", ranks=2)
+    run("test_home_moves.check_moves_change_nothing", case, ranks=case.ranks)
 
 
 @pytest.mark.slow
@@ -46,7 +41,7 @@ def test_the_comparison_sees_what_stays_behind():
     ids=["more picks", "parts of experts"],
 )
 def test_order_of_sums_is_all_that_changes_with_more_summands(settings, cell, ranks):
-    run("home_move_checks.check_sums_are_all_that_differs", settings, cell, ranks=ranks)
+    run("test_home_moves.check_sums_are_all_that_differs", settings, cell, ranks=ranks)
 
 
 @pytest.mark.parametrize(
@@ -67,26 +62,10 @@ def test_order_of_sums_is_all_that_changes_with_more_summands(settings, cell, ra
     ids=str,
 )
 def test_distributed_checkpoints_are_in_logical_order(cell, kind, ranks):
-    run("home_checkpoint_checks.check_round_trips", cell, kind, ranks=ranks)
+    run("test_home_checkpoints.check_round_trips", cell, kind, ranks=ranks)
 
 
 @pytest.mark.exhaustive
 def test_so_they_are_with_keys_for_each_expert():
     more = {"singleton_local_shards": True}
-    run("home_checkpoint_checks.check_round_trips", Cell(ep=2, layers=2), "float32", more, ranks=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["float32", pytest.param("distributed", marks=pytest.mark.exhaustive)])
-def test_the_comparison_of_checkpoints_sees_slots_that_are_taken_for_experts(kind):
-    cell = Cell(ep=2, layers=2)
-    run("home_checkpoint_checks.check_slots_that_are_taken_for_experts_are_seen", cell, kind, ranks=2)
-
-
-@pytest.mark.slow
-def test_other_formats_of_checkpoints_are_refused_while_experts_are_away():
-    run("home_checkpoint_checks.check_other_formats_are_refused", Cell(ep=2, layers=2), ranks=2)
-
-
-def test_experts_of_transformer_engine_are_placed_by_their_offsets():
-    run("home_checkpoint_checks.check_experts_of_transformer_engine_are_placed_by_their_offsets")
+    run("test_home_checkpoints.check_round_trips", Cell(ep=2, layers=2), "float32", more, ranks=2)

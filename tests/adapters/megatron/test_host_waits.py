@@ -1,15 +1,14 @@
-"""A chunk on a device that counts the waits of the host: replay adds none, and no optimizer steps on a wrong batch."""
+"""A chunk on a device that counts the waits of the host: replay adds none."""
 
 import contextlib
 from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest import mock
 
-import pytest
 import torch
 
-from foreroute.adapters.megatron import routed_megatron
 from foreroute.adapters.megatron.forward_args import Call
+from foreroute.adapters.megatron.route_shard import RouteShard
 from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.ep import dispatch
 from foreroute.errors import BatchMismatchError, LayoutError
@@ -57,9 +56,6 @@ class Chunk:
         self.forward()
         return sum(self.device.reads.values())
 
-    def parameters(self):
-        return self._model.parameters()
-
 
 @contextlib.contextmanager
 def chunk(lengths=WHOLE):
@@ -93,12 +89,14 @@ def test_a_replayed_forward_waits_for_nothing():
 @contextlib.contextmanager
 def a_read_put_back():
     """The control: tokens are compared where the host waits for them."""
-    compare = routed_megatron.compare_tokens
-    routed_megatron.compare_tokens = lambda call, shard: (call.input_ids.cpu(), compare(call, shard))[1]
-    try:
+    compare = RouteShard._compare_tokens
+
+    def reading(shard, tokens, mask, checks):
+        tokens.cpu()
+        compare(shard, tokens, mask, checks)
+
+    with mock.patch.object(RouteShard, "_compare_tokens", reading):
         yield
-    finally:
-        routed_megatron.compare_tokens = compare
 
 
 @on_ranks(1)
@@ -116,7 +114,7 @@ def test_packed_batches_are_read_only_where_there_is_padding_in_them():
                 given = torch.cat([tokens[:5], tokens.new_zeros(1), tokens[5:], tokens.new_zeros(1)])
             offsets = torch.tensor([0, slots[0], sum(slots)], dtype=torch.int32)
             packed = SimpleNamespace(cu_seqlens_q=offsets.to(DEVICE), cu_seqlens_q_padded=None)
-            call = Call(given[None].to(DEVICE), packed, None, None, 0, len(given), DEVICE, routed.share)
+            call = Call(given[None].to(DEVICE), packed, None, None, 0, len(given), DEVICE, routed.chunks[0])
             policy, checks = Policy("error", "spread", "native", False), DeferredChecks()
             device.reads.clear()
             rows = routed.routes_of(trace, None, policy).of_pass(0, call, policy, checks)
@@ -125,7 +123,7 @@ def test_packed_batches_are_read_only_where_there_is_padding_in_them():
                 continue
             assert sum(device.reads.values()) == reads, slots
             checks.wait()
-            expected = routed.shard(trace, pack(lengths, slots=slots)).rows(routed.layers, DEVICE)
+            expected = routed.shard(trace, pack(lengths, padded_lengths=slots)).rows(routed.layers, DEVICE)
             assert torch.equal(rows.ids_LRK.values_here, expected.ids_LRK.values_here)
 
 
@@ -174,32 +172,6 @@ def test_what_is_wrong_is_told_when_the_session_ends():
                 leave()
             else:
                 on.refuses(BatchMismatchError, message, leave)
-
-
-@pytest.mark.slow
-@on_ranks(1)
-def test_an_optimizer_steps_on_right_batches_alone():
-    """A wrapped forward step leaves the wait to the optimizer, so that micro-batches are in flight."""
-    for is_wrong in (False, True):
-        with chunk() as there:
-            forward = there.routed.replaying(lambda batches, model: (next(batches), there.forward())[1])
-            optimizer = torch.optim.SGD(there.parameters(), lr=0.1)
-            shard = there.routed.shard(there.trace, there.layout)
-            before = [each.detach().values_here.clone() for each in there.parameters()]
-            unpatched = there.waits()
-            for micro_batch in range(2):
-                if is_wrong and micro_batch == 1:
-                    other_token(there)
-                there.device.reads.clear()
-                logits = forward(iter([{"routes": shard}]), there._model)
-                assert sum(there.device.reads.values()) == unpatched, "not the session's end either"
-                logits.sum().backward()
-            if is_wrong:
-                on.refuses(BatchMismatchError, "token 0 in the batch", optimizer.step)
-            else:
-                optimizer.step()
-            after = [each.detach().values_here for each in there.parameters()]
-            assert all(map(torch.equal, before, after)) == is_wrong
 
 
 @on_ranks(1)

@@ -9,12 +9,10 @@ from megatron.core.transformer.moe import token_dispatcher
 
 from foreroute.ep import execution as executions
 from foreroute.ep.agreement import RankConsensus
-from foreroute.errors import CountsError, PlanError, ReplayError, TraceError
+from foreroute.errors import CountsError, PlanError
 from tests.adapters.megatron.executed_plans import Planned, make_plan, trained
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell, ExecutionCase
-from tests.adapters.megatron.grid_checks import carrying
-from tests.adapters.megatron.training_step import forward_step, moe_layers, step
 from tests.ep.asking import asking
 
 MICRO_BATCHES, LAYERS = 3, 2
@@ -56,44 +54,6 @@ def counted(case, planned):
     return gathers.call_count + ours.call_count, waits.call_count
 
 
-@pytest.mark.slow
-@on_ranks(2)
-def test_wrong_routes_end_all_ranks_alike_and_leave_the_layers_as_they_were():
-    """What is told where Megatron's routes and layers come in; `tests.ep.test_refusals` has what is told before."""
-    at = Planned.of(ExecutionCase(Cell(ep=2, layers=LAYERS)), "momentum")
-    routed, model, batches, shards = at.routed, at.model, at.batches, at.shards
-    layers = moe_layers(at.chunks)
-    before = {layer: (block.token_dispatcher, dict(block.__dict__)) for layer, block in layers.items()}
-    first = dist.get_rank() == 0
-    backwards = [shards[1], shards[0], *shards[2:]]
-    forward = routed.replaying(forward_step)
-
-    def execute(brought, *, planned=shards, forward=forward):
-        with routed.execute(at.plan, at.counts_MLGE, planned):
-            step(model.chunks, carrying(batches[: len(brought)], brought), forward)
-
-    def inside(what):
-        with at.execute():
-            what()
-
-    mixed = [shards[0], at.traces[1] if first else shards[1], shards[2]]
-    for error, said, wrong in (
-        (CountsError, "micro-batch 0 brings other routes", lambda: execute(backwards)),
-        (CountsError, "rank 0: micro-batch 0 makes", lambda: execute(shards, planned=backwards if first else shards)),
-        (ReplayError, "2 of 3 planned micro-batches are here", lambda: execute(shards[:2])),
-        (ReplayError, "outside of a replay of planned routes", lambda: execute(shards, forward=forward_step)),
-        (TraceError, "rank 0: micro-batch 1 is a RoutingTrace", lambda: routed.gather_counts([shards[0], mixed[1]])),
-        (TraceError, "rank 0: micro-batch 1 is a RoutingTrace", lambda: execute(shards, planned=mixed)),
-        (ReplayError, "before another one begins", lambda: inside(lambda: execute(shards))),
-    ):
-        with pytest.raises(error, match=said):
-            wrong()
-        dist.barrier()
-        for layer, block in layers.items():
-            assert (block.token_dispatcher, dict(block.__dict__)) == before[layer], "the layer is left as it was"
-    execute(shards)
-
-
 @on_ranks(2)
 def test_ranks_ask_each_other_when_a_schedule_begins_and_ends():
     require_asked_once(ExecutionCase(Cell(ep=2, layers=LAYERS)))
@@ -117,28 +77,6 @@ def require_asked_once(case):
             assert votes.call_count == 1
             asked.clear()
         assert (len(asked), votes.call_count) == (1, 2)
-
-
-@on_ranks(2)
-def test_the_words_of_hugging_face_do_the_same_here():
-    """A plan of the first rank alone; none, which is static; and a recompute whose replicas the update finds."""
-    at = Planned.of(ExecutionCase(Cell(ep=2, layers=LAYERS)), "momentum")
-    routed, given = at.routed, (at.counts_MLGE, at.shards)
-    assert routed.share_plan(lambda: at.plan).counts_digest == at.plan.counts_digest
-    found = {}
-    for name, plan, number in (("static", None, None), ("recompute", at.plan, 7), ("update", at.plan, 7)):
-        with routed.execute(plan, *given, step=number) as execution:
-            found[name] = at.step(forward_only=name == "recompute")
-        fetches = [record for record in execution.transfers if record.kind == "fetch"]
-        found[f"fetched in {name}"] = sum(record.direct_bytes for record in fetches)
-    routed.close()
-    (expected, gradients), (losses, _), (losses_of_update, planned) = (
-        found[name] for name in ("static", "recompute", "update")
-    )
-    torch.testing.assert_close(torch.tensor([losses, losses_of_update]), torch.tensor([expected] * 2))
-    torch.testing.assert_close(planned, gradients)
-    assert found["fetched in static"] == 0
-    assert found["fetched in recompute"] > 0
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from tests.adapters.megatron.grid import (
 @pytest.mark.parametrize("name", EXECUTED)
 def test_losses_gradients_weights_and_state_equal_those_of_the_static_run(name, every, steps):
     cases, ranks = executions_of(name, every), EXECUTED[name].ranks
-    run("plan_execution_checks.check_cases", cases, steps, ranks=ranks, timeout=900)
+    run("test_replicas_inside.check_cases", cases, steps, ranks=ranks, timeout=900)
 
 
 @pytest.mark.parametrize(
@@ -45,12 +45,12 @@ def test_losses_gradients_weights_and_state_equal_those_of_the_static_run(name, 
     ],
 )
 def test_experts_in_one_module_are_executed(name):
-    run("plan_execution_checks.check_cases", [(GROUPED[name], PLANS)], ranks=GROUPED[name].ranks)
+    run("test_replicas_inside.check_cases", [(GROUPED[name], PLANS)], ranks=GROUPED[name].ranks)
 
 
 @pytest.mark.slow
 def test_layers_of_every_shape_are_executed():
-    run("plan_execution_checks.check_cases", [executed_shape(name) for name in EXECUTED_SHAPES], ranks=2)
+    run("test_replicas_inside.check_cases", [executed_shape(name) for name in EXECUTED_SHAPES], ranks=2)
 
 
 def test_every_pair_of_values_is_in_the_sample():
@@ -63,23 +63,3 @@ def test_every_pair_of_values_is_in_the_sample():
         _, dispatchers, forms, kinds = map(set, zip(*rows, strict=True))
         assert (len(dispatchers), len(forms)) == (2, 2)
         assert kinds != {"static"}
-
-
-@pytest.mark.parametrize("rows", ["padding_is", pytest.param("rows_without_a_route_are", marks=pytest.mark.slow)])
-def test_rows_that_nothing_depends_on_are_spread_by_the_plan(rows):
-    run(f"plan_execution_checks.check_{rows}_spread_by_the_plan", ranks=2)
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        pytest.param("check_gradients_lose_nothing_on_their_way_home", marks=pytest.mark.slow),
-        pytest.param("check_a_model_that_nothing_wraps", marks=pytest.mark.slow),
-        "check_checkpoints_do_not_see_replicas",
-        "check_modules_of_replicas_are_kept_from_one_execution_to_the_next",
-        pytest.param("check_nothing_fetched_is_kept_for_backward", marks=pytest.mark.slow),
-        pytest.param("check_nothing_of_executions_piles_up", marks=pytest.mark.slow),
-    ],
-)
-def test_replicas_leave_gradients_and_checkpoints_as_they_were(check):
-    run(f"plan_execution_checks.{check}", ranks=2)

@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatche
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from foreroute.adapters.megatron.plan_execution.layer import REFUSED_SETTINGS
+from foreroute.adapters.megatron.planned_layer import REFUSED_SETTINGS
 from foreroute.errors import PlanError
 from foreroute.plan import Links, Topology
 from foreroute.plan.capabilities import EXECUTES, Ability

@@ -2,7 +2,6 @@
 
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +10,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from foreroute.adapters import megatron
 from foreroute.adapters.megatron.discover import ChunkRouter
-from foreroute.adapters.megatron.expert_placement.parameters import local_expert_parameters
+from foreroute.adapters.megatron.expert_parameters import local_expert_parameters
 from foreroute.ep.transfer.home_moves import MovingLayer
 from foreroute.ep.transfer.transfers import Transfer
 from foreroute.errors import PlanError, TransferError
@@ -34,17 +33,10 @@ class OtherLayer(MoELayer):
 
 @on_ranks(2)
 def test_refusals():
-    for refusal in (of_homes, of_gradients, of_optimizers, of_layers, of_faults, of_a_second_attach):
+    for refusal in (of_gradients, of_optimizers, of_layers, of_faults, of_a_second_attach):
         initialize(CELL)
         chunks = build(CELL)
         refusal(megatron.attach(chunks), chunks)
-
-
-def of_homes(routed, chunks):
-    refused(PlanError, "an expert lives on rank 3; expected ranks from 0 to 1", routed, np.arange(16).reshape(2, 8) % 4)
-    refused(
-        PlanError, "ranks are given other homes to move experts to", routed, np.roll(swapped(routed), here(), axis=1)
-    )
 
 
 def of_gradients(routed, chunks):

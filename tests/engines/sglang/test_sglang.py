@@ -9,14 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from foreroute import capture
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.capture import Sampling
 from foreroute.engines import sglang
 from foreroute.errors import CaptureError, ConfigError, EngineError
 from foreroute.trace import SAMPLING, IndexerSpec, RoutedLayer
-from foreroute.train import parse_config
-from foreroute.train.policy import make_engine
 from tests.engines.recorded_answers import assert_routes, payload, serving
 from tests.engines.small_policy import END, policy, seeded
 from tests.tiers import grid
@@ -64,15 +61,6 @@ def masks_for(tokens):
         "output_token_sampling_logprobs": [-0.25 * number for number in range(len(tokens))],
         "output_token_sampling_mask_length": len(tokens),
     }
-
-
-@pytest.mark.parametrize("path", sorted(DATA.glob("*.json")), ids=lambda path: path.stem)
-def test_recorded_answers_decode_to_the_routes_of_the_model(path):
-    record = payload(path)
-    start = record["request"].get("routed_experts_start_len", 0)
-    trace = capture.decode(record["response"], model=record["spec"], token_ids=record["tokens"], start=start)
-    assert_routes(trace, record, start=start)
-    assert trace.provenance["wire"] == "sglang"
 
 
 def test_a_rollout_asks_for_what_it_needs_and_reads_the_answers(tmp_path):
@@ -161,27 +149,12 @@ def test_a_large_rollout_is_cut_into_batches(tmp_path):
             ServedModel.of(routed), server.url, weights_folder=tmp_path, timeout_s=5, batch_size=3
         )
         generation = engine.generate([PROMPT] * 4, replace(SAMPLED, group_size=2), seeded())
-        for nothing in ([], [PROMPT, PROMPT[:0]]):
-            with pytest.raises(ConfigError, match=r"prompts, of .* tokens; expected one or more"):
-                engine.generate(nothing, SAMPLED, seeded())
         engine.close()
     bodies = [body for path, body in server.asked if path == "/generate"]
     assert sorted(len(body["rid"]) for body in bodies) == [2, 3, 3]
     assert len({rid for body in bodies for rid in body["rid"]}) == len(generation) == 8
     with pytest.raises(ConfigError, match="batch_size"):
         sglang.SGLangServerEngine(ServedModel.of(routed), server.url, weights_folder=tmp_path, batch_size=0)
-
-
-def test_a_configuration_names_the_server(tmp_path):
-    """Of the trainer: an engine is made of it that samples."""
-    routed = policy()
-    with serving(Server()) as server:
-        place = {"url": server.url, "weights_folder": str(tmp_path / "weights"), "timeout_s": 5.0}
-        values = {"name": "x", "rollout": {"engine": "sglang", "server": place}}
-        engine = make_engine(parse_config(values, source="this test"), routed)
-        engine.load_weights(routed.model.state_dict(), version=3)
-        assert engine.generate([PROMPT], SAMPLED, seeded()).trace.provenance["engine"] == "sglang"
-        engine.close()
 
 
 @grid(
@@ -204,62 +177,6 @@ def test_a_configuration_names_the_server(tmp_path):
 def test_what_the_server_fails_at_is_reported(tmp_path, changes, said):
     with serving(Server(**changes)) as server, pytest.raises(EngineError, match=said):
         rollout(server.url, tmp_path)
-
-
-def meta(answers):
-    return answers[1]["meta_info"]
-
-
-LIES = {
-    # of another request, prompt or sequence; the prompts have one length
-    "in another order": (lambda a: a[::-1], "answers the request"),
-    "one given twice": (lambda a: [a[0], a[0]], "answers the request"),
-    "another id": (lambda a: meta(a).update(id="x"), "answers the request 'x'"),
-    "no id": (lambda a: meta(a).pop("id") and None, "lacks or garbles"),
-    "no length of the prompt": (lambda a: meta(a).pop("prompt_tokens") and None, "lacks or garbles"),
-    "another length of the prompt": (
-        lambda a: meta(a).update(prompt_tokens=99),
-        "a prompt of 99 tokens, it was sent 8",
-    ),
-    "other weights": (
-        lambda a: meta(a).update(weight_versions=[{"version": "2", "start": 0, "end": 5}]),
-        "trainer loaded version 3",
-    ),
-    "weights of a number": (
-        lambda a: meta(a).update(weight_versions=[{"version": 3, "start": 0, "end": 5}]),
-        "has the span",
-    ),
-    "log-probs of other tokens": (lambda a: meta(a)["output_token_logprobs"].reverse(), "token of each log-prob"),
-    "a log-prob too few": (lambda a: meta(a)["output_token_logprobs"].pop() and None, "token of each log-prob"),
-    "log-probs alone": (lambda a: meta(a).update(output_token_logprobs=[-1.0] * 5), "lacks or garbles"),
-    # the other tokens, ends and log-probs that cannot be are refused by what vLLM's answers go through too
-    "stop without an end": (lambda a: meta(a).update(finish_reason={"type": "stop"}), "ended by an end token"),
-    "aborted": (lambda a: meta(a).update(finish_reason={"type": "abort"}), "aborted a response: someone else uses"),
-    "another reason": (lambda a: meta(a).update(finish_reason={"type": "other"}), "for the reason 'other'"),
-    "no reason": (lambda a: meta(a).update(finish_reason=None), "lacks or garbles"),
-}
-
-
-@pytest.fixture(scope="module")
-def asked(tmp_path_factory):
-    """What answers, and an engine that asks it."""
-    routed = policy()
-    with serving(answers := Server()) as server:
-        folder = tmp_path_factory.mktemp("weights")
-        engine = sglang.SGLangServerEngine(ServedModel.of(routed), server.url, weights_folder=folder, timeout_s=5)
-        engine.load_weights(routed.model.state_dict(), version=3)
-        yield answers, lambda: engine.generate([PROMPT, PROMPT[::-1].copy()], SAMPLED, seeded())
-        engine.close()
-
-
-@grid("name", LIES, quick=6)
-def test_an_answer_that_is_none_to_its_question_is_refused(asked, name):
-    answers, ask = asked
-    answers.lie = None
-    assert len(ask()) == 2  # the control: without the lie it is taken
-    answers.lie, said = LIES[name]
-    with pytest.raises((EngineError, CaptureError), match=said):
-        ask()
 
 
 def test_weights_that_were_refused_sample_nothing_and_newer_servers_are_warned_of(tmp_path):

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
-import numpy as np
 import pytest
 
 from foreroute.adapters.checkpoint import ServedModel
@@ -21,7 +20,6 @@ from foreroute.engines import inside_vllm, vllm, vllm_server
 from foreroute.engines.vllm_server import ServerProcess
 from foreroute.errors import CaptureError, ConfigError, EngineError
 from foreroute.testing.ranks import environment
-from foreroute.trace import SAMPLING as MASKS
 from tests.engines.small_policy import SAMPLING, prompts, seeded
 from tests.tiers import grid
 
@@ -48,13 +46,6 @@ def loaded(engine, routed, version=1):
     return engine
 
 
-def rows_before_sampled(generation):
-    """Bool [N], the rows that predict a sampled token."""
-    rows = np.zeros(generation.trace.num_rows, bool)
-    rows[np.flatnonzero(generation.sampled_N) - 1] = True
-    return rows
-
-
 @grid("release", ["0.28.0", "0.30.0", "0.32.0"], quick=1)
 def test_sequences_are_grouped_by_prompt_in_every_release(routed, started, monkeypatch, release):
     monkeypatch.setenv("FAKE_VLLM_VERSION", release)
@@ -72,28 +63,6 @@ def test_sequences_are_grouped_by_prompt_in_every_release(routed, started, monke
     assert first.response_lengths.max() <= SAMPLING.max_new_tokens
     assert again.trace.equals(trace)
     assert not other.trace.equals(trace)
-    endless = engine.generate(asked, replace(SAMPLING, end_token=-1, group_size=8), seeded())
-    assert set(endless.response_lengths) == {SAMPLING.max_new_tokens}
-
-
-@pytest.mark.slow
-def test_masks_stand_on_the_rows_of_their_tokens_and_are_asked_for_alone(routed, started):
-    engine, cut = loaded(started(sampling_masks=True), routed), replace(PAIRS, top_k=3, end_token=-1)
-    three = engine.generate(prompts(5, 9), cut, seeded())
-    whole = engine.generate(prompts(5, 9), replace(cut, top_k=0, top_p=0.9), seeded())
-    for plain in (replace(cut, top_k=0), replace(cut, top_k=0, temperature=0)):
-        assert not engine.generate(prompts(5, 9), plain, seeded()).trace.streams
-    for generation, size in ((three, 3), (whole, 0)):
-        masks = generation.trace.streams[MASKS]
-        assert np.array_equal(masks.valid_N, rows_before_sampled(generation))
-        rows = np.flatnonzero(masks.valid_N)
-        # of 64 tokens that top-p could keep the fake keeps all, which left nothing out
-        assert set(masks.counts_ND[rows, 0]) == {size}
-        for row in rows[: len(rows) * (size > 0)]:
-            ids, token = masks.ids[masks.offsets[row] : masks.offsets[row + 1]], generation.trace.token_ids_N[row + 1]
-            assert ids.tolist() == list(range(max(0, token - 2), max(0, token - 2) + 3))
-    with pytest.raises(ConfigError, match=r"does not return sampling masks.*sampling_masks of ServerSettings"):
-        loaded(started(), routed).generate(prompts(4), replace(SAMPLING, top_p=0.9), seeded())
 
 
 @grid(

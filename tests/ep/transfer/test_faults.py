@@ -7,7 +7,6 @@ import signal
 import time
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,26 +20,11 @@ from foreroute.ep.transfer.host_memory import HostMemory, create_file, open_shar
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.errors import TransferError
 from tests.ep.transfer.plans import random_plan
-from tests.ep.transfer.toy import (
-    WITHIN,
-    begin,
-    consensus,
-    largest_difference,
-    make_engine,
-    peers,
-    reference,
-    run_step,
-    shards,
-    summed,
-)
+from tests.ep.transfer.toy import begin, consensus, make_engine, peers, shards, walk
 
 MEMORY = Path("/dev/shm")
 GONE_S = 3.0
 """After which a rank is taken for dead."""
-
-
-LATE_S = 0.3
-"""By so much is late what is slow."""
 
 
 class Fault(NamedTuple):
@@ -67,17 +51,12 @@ class FaultyPeers(PeerGroup):
             os.kill(os.getpid(), signal.SIGKILL)
         if fault.kind == "raises":
             raise ValueError("out of memory, say")
-        if fault.kind == "slow sender":
-            time.sleep(LATE_S)
         if fault.kind == "corrupt":
             peer, number, tensor = sends[0]
             tensor = tensor.clone()
             tensor.view(-1)[0] += 1
             sends[0] = peer, number, tensor
-        works = super().post(sends, receives, what)
-        if fault.kind == "slow receiver":
-            works.insert(0, SimpleNamespace(wait=lambda: time.sleep(LATE_S)))
-        return works
+        return super().post(sends, receives, what)
 
 
 def leaked():
@@ -94,34 +73,20 @@ def is_ours_or_gone(process):
     return process == os.getpid()
 
 
-def train(rank, plan, fault):
-    """One recompute and one update under a fault, beside one process that has all experts."""
-    engine, homes = make_engine(plan, rank, TransferOptions(paths="direct"), kind=FaultyPeers)
-    group = engine._peers
-    group.fault = fault
-    with torch.no_grad():
-        recompute = summed(run_step(engine, plan, homes, rank, updating=False))
-    update = summed(run_step(engine, plan, homes, rank))
-    engine.close()
-    wanted, _ = reference(plan)
-    apart = max(abs(recompute / wanted - 1), abs(update / wanted - 1))
-    return max(apart, largest_difference(plan, homes, rank)), group.happened
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["slow sender", "slow receiver"])
-def test_a_late_transfer_is_waited_for(workers, kind):
-    fault = Fault(kind, 1, "replicas of step 0, micro-step 1, routed layer 1")
-    outcomes = workers(4).run(train, random_plan(0, ranks=4, slots=3), fault)
-    assert outcomes[1][1] == 1
-    assert max(apart for apart, _ in outcomes) < WITHIN
+def walk_under(rank, plan, fault):
+    """One recompute and one update under a fault, and how often it happened."""
+    engine, _ = make_engine(plan, rank, TransferOptions(paths="direct"), kind=FaultyPeers)
+    with closing(engine):
+        engine._peers.fault = fault
+        walk(engine, plan, rank, updating=False)
+        walk(engine, plan, rank)
+        return engine._peers.happened
 
 
 @pytest.mark.parametrize("what", ["replicas of step 0, micro-step 1, routed layer 2", "gradients of step 0"])
 def test_the_comparison_sees_a_corrupt_payload(workers, what):
-    outcomes = workers(4).run(train, random_plan(0, ranks=4, slots=3), Fault("corrupt", 1, what))
-    assert outcomes[1][1] == 1
-    assert max(apart for apart, _ in outcomes) > 1e-4
+    outcomes = workers(4).outcomes(walk_under, random_plan(0, ranks=4, slots=3), Fault("corrupt", 1, what))
+    assert "AssertionError" in {getattr(outcome, "kind", "") for outcome in outcomes}
 
 
 def read_late(rank, plan, votes):
@@ -183,7 +148,7 @@ def end_in_a_step(rank, plan, options, kind):
     homes = shards(plan, rank)
     with closing(TransferEngine(dict(enumerate(homes)), options, group, consensus(GONE_S))) as engine:
         group.fault = Fault(kind, 2, "gradients of step 0, micro-step 0, routed layer 1")
-        run_step(engine, plan, homes, rank)
+        walk(engine, plan, rank)
 
 
 def count_mapped(rank):

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.transfer.home_moves import MovingRanks, agree_on_homes, inspect_stacked, move_layers
 from foreroute.ep.transfer.segments import shard_moves
-from foreroute.testing.ranks import kept
 from tests.ep.transfer.plans import random_homes
-from tests.ep.transfer.toy import SHAPES, peers, shard
+from tests.ep.transfer.toy import SHAPES, consensus, peers, shard
 from tests.tiers import grid
 
 EXPERTS, LAYERS = 8, 2
@@ -21,12 +19,6 @@ OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "plain sgd": lambda p: torch.optim.SGD(p, lr=0.1),
 }
-
-
-def consensus():
-    if "consensus" not in kept:
-        kept["consensus"] = RankConsensus(timeout_s=20)
-    return kept["consensus"]
 
 
 def homes_of_steps(seed, ranks, steps):

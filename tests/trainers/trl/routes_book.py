@@ -62,6 +62,29 @@ class Book:
         return drawn
 
 
+class Drawn:
+    """A `rollout_func` of tokens and routes that no model had a part in. `routes` is by tokens, as a `Book` has it.
+
+    With a skew, experts are wanted the more the lower their ids.
+    """
+
+    def __init__(self, rank, skew=0.0):
+        self.routes, self._rng, self._skew = {}, np.random.default_rng(rank), np.linspace(0, skew, 8)
+
+    def __call__(self, prompts, trainer):
+        prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        completions = [self._rng.integers(2, 200, self._rng.integers(2, 10)).tolist() for _ in prompts]
+        for prompt, completion in zip(prompt_ids, completions, strict=True):
+            shape = (len(prompt) + len(completion) - 1, 3, 8)
+            self.routes[tuple(prompt + completion)] = np.argsort(self._rng.random(shape) + self._skew, axis=-1)[..., :2]
+        return {
+            "prompt_ids": prompt_ids,
+            "completion_ids": completions,
+            "logprobs": [[-3.0] * len(completion) for completion in completions],
+            "routed_experts": list(self.routes.values())[-len(prompts) :],
+        }
+
+
 @torch.no_grad()
 def native(model, tokens):
     """int64 [T, L, K] and float32 [T - 1]: what a model picks and expects on a sequence, alone and unpadded."""
@@ -73,7 +96,7 @@ def native(model, tokens):
 
 
 def trunk_of(model):
-    return next(module for module in model.modules() if type(module).__name__ == "Qwen3MoeModel")
+    return next(module for module in model.modules() if type(module).__name__ in ("Qwen3MoeModel", "Qwen3VLMoeModel"))
 
 
 class Batch:
@@ -121,7 +144,7 @@ def watched(model):
         )
 
     handles.append(trunk_of(model).register_forward_pre_hook(begin, with_kwargs=True))
-    experts = [module for module in model.modules() if type(module).__name__ == "Qwen3MoeExperts"]
+    experts = [module for module in model.modules() if type(module).__name__.endswith("Experts")]
     for layer, module in enumerate(experts):
 
         def note(_, args, layer=layer):

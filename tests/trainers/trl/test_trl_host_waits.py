@@ -7,7 +7,6 @@ from collections import Counter
 from unittest.mock import patch
 
 import accelerate
-import numpy as np
 import pytest
 import torch
 import trl
@@ -22,24 +21,11 @@ from foreroute.trainers.mismatch_sums import MismatchSums
 from foreroute.trainers.trl import GRPOTrainer, rollout_with
 from tests.adapters.hf.test_host_waits import found_on_the_host
 from tests.tiers import grid
+from tests.trainers.trl.routes_book import Drawn
 from tests.trainers.trl.trl_runs import logged, make
 
 FOUR = {"per_device_train_batch_size": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 4}
 TENSOR = torch.tensor
-
-
-def drawn(prompts, trainer):
-    """A `rollout_func` of random tokens and routes, the same in every run."""
-    rng = np.random.default_rng(0)
-    prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
-    completions = [rng.integers(2, 200, rng.integers(2, 10)).tolist() for _ in prompts]
-    lengths = [len(prompt) + len(own) - 1 for prompt, own in zip(prompt_ids, completions, strict=True)]
-    return {
-        "prompt_ids": prompt_ids,
-        "completion_ids": completions,
-        "logprobs": [[-3.0] * len(own) for own in completions],
-        "routed_experts": [np.argsort(rng.random((length, 3, 8)), axis=-1)[..., :2] for length in lengths],
-    }
 
 
 def tensor(data, *, device=None, **options):
@@ -73,7 +59,7 @@ def run(folder, kind=GRPOTrainer, **settings):
 
         on_device = patch.object(accelerate.Accelerator, "device", DEVICE)
         with on_device, patch.object(torch, "tensor", tensor):
-            settings = {"rollout_func": drawn, "optim": "sgd", "max_steps": 2, **FOUR, **settings}
+            settings = {"rollout_func": Drawn(0), "optim": "sgd", "max_steps": 2, **FOUR, **settings}
             trainer = make(folder, kind=Watched, model=policy(), **settings)
             trainer.model.to(DEVICE)
             trainer.add_callback(Watch())
@@ -88,9 +74,9 @@ def sampled_on_sets():
 
 
 CASES = {
-    "old-pass": (lambda: drawn, {"num_iterations": 2}),
-    "one-update": (lambda: drawn, {"num_iterations": 1}),
-    "none": (lambda: drawn, {"num_iterations": 2, "replay": "none"}),
+    "old-pass": (lambda: Drawn(0), {"num_iterations": 2}),
+    "one-update": (lambda: Drawn(0), {"num_iterations": 1}),
+    "none": (lambda: Drawn(0), {"num_iterations": 2, "replay": "none"}),
     "masks": (sampled_on_sets, {"num_iterations": 2, "top_p": 0.8}),
 }
 
@@ -115,7 +101,7 @@ def test_a_recorded_pass_and_rows_found_on_the_host_are_seen_to_wait(folder):
     """The controls."""
     waits, _ = run(folder, replay="R2", max_steps=1)
     assert waits["pass"][0]["to the host"] > 4
-    with patch.object(TraceRows, "_find", found_on_the_host):
+    with patch.object(TraceRows, "_locate", found_on_the_host):
         waits, _ = run(folder, max_steps=1)
     assert min(waits["step"][0]["to the host"], waits["pass"][1]["to the host"] - 1) >= 4
 
@@ -132,7 +118,7 @@ def test_metrics_are_reduced_where_the_trainer_logs_and_nothing_is_recorded_unde
         patch.object(MismatchSums, "flush", counted(flush, "read")),
         patch.object(RoutedModel, "record", counted(record, "record")),
     ):
-        trainer = make(folder, rollout_func=drawn, replay=replay, max_steps=4, logging_steps=2)
+        trainer = make(folder, rollout_func=Drawn(0), replay=replay, max_steps=4, logging_steps=2)
         trainer.train()
         trainer.log({"of a user": 1.0})
     assert calls.count("read") == 3, "after two steps, after two more, and with the totals of the run"

@@ -1,20 +1,71 @@
 """Rollouts with images under TRL: what the experts are given in updates, and the mismatch that is left."""
 
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from PIL import Image
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.processing_utils import ProcessorMixin
 
+from examples.trl.tiny import tokenizer
 from foreroute.core.hooks import overridden
 from foreroute.errors import BatchMismatchError, ConfigError, ReplayError
 from foreroute.trace import PIXELS
 from foreroute.trainers.trl import GRPOTrainer
 from foreroute.trainers.trl.rollout import cut_batch
-from tests.trainers.trl.images import conversations, policy, processor
+from tests.trainers import vision_language
+from tests.trainers.trl.routes_book import watched
 from tests.trainers.trl.trl_runs import config, logged
+
+NAMES = ("image", "video", "start")
+TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+CHAT = """{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}
+{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}
+{%- endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}:{% endif %}"""
+
+
+class Processor(Qwen3VLProcessor):
+    """That of Qwen3-VL without its video processor, which takes torchvision."""
+
+    def __init__(self, image_processor=None, tokenizer=None, chat_template=None, **kwargs):
+        for name, token in zip(("image", "video", "vision_start", "vision_end"), TOKENS, strict=True):
+            setattr(self, f"{name}_token", token)
+            setattr(self, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
+        ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+
+def processor():
+    texts = tokenizer()
+    texts.add_special_tokens({"additional_special_tokens": list(TOKENS)})
+    texts.chat_template = CHAT
+    patches = Qwen2VLImageProcessorPil(
+        patch_size=4, temporal_patch_size=2, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024}
+    )
+    return Processor(patches, texts, chat_template=CHAT)
+
+
+def policy():
+    """What reads the tokens of the processor; an image of 8 by 8 pixels is one of them."""
+    reads = processor()
+    ids = {name: reads.tokenizer.convert_tokens_to_ids(token) for name, token in zip(NAMES, TOKENS, strict=False)}
+    return vision_language.policy(len(reads.tokenizer), **ids)
+
+
+def painted(number):
+    """An image of its own size and colours, one to six tokens of it."""
+    width, height = 8 * (1 + number % 3), 8 * (1 + number % 2)
+    pixels = torch.randint(256, (height, width, 3), generator=torch.Generator().manual_seed(number))
+    return Image.fromarray(pixels.to(torch.uint8).numpy())
+
+
+def conversations(number):
+    """Prompts of several lengths with one image or two, of several sizes."""
+    asked = [[{"role": "user", "content": f"{'very ' * (i % 3)}many vowels {i}"}] for i in range(number)]
+    return {"prompt": asked, "images": [[painted(i + j) for j in range(1 + i % 2)] for i in range(number)]}
 
 
 def letters(completions, **_):
@@ -41,24 +92,6 @@ def generating_with_other_routers(model, scale=0.02):
     return overridden(model, "generate", generate)
 
 
-@contextmanager
-def watched_updates(model):
-    """Tokens [B, T] and executed experts [L, B, T, K] of every forward with gradients, by plain hooks."""
-    batches, handles = [], []
-
-    def begin(_, args, kwargs):
-        batches.append((torch.is_grad_enabled(), kwargs["input_ids"].clone(), []))
-
-    handles.append(model.model.register_forward_pre_hook(begin, with_kwargs=True))
-    for module in model.modules():
-        if type(module).__name__ == "Qwen3VLMoeTextExperts":
-            note = lambda _, args: batches[-1][2].append(args[1].detach().clone())  # noqa: E731
-            handles.append(module.register_forward_pre_hook(note))
-    yield batches
-    for handle in handles:
-        handle.remove()
-
-
 def trained(folder, replay, change=lambda trace: trace, **settings):
     model = policy()
     chosen = {"max_steps": 2, "max_completion_length": 6, "gradient_checkpointing": False, "beta": 0.0, **settings}
@@ -79,7 +112,7 @@ def trained(folder, replay, change=lambda trace: trace, **settings):
         take(rollout)
 
     trainer.routing.take = changed
-    with generating_with_other_routers(model), watched_updates(model) as batches:
+    with generating_with_other_routers(model), watched(model) as batches:
         trainer.train()
     return trainer, rollouts, batches
 
@@ -94,17 +127,11 @@ def test_routes_of_images_are_replayed_in_updates_and_the_mismatch_falls(folder)
     assert {int(each.sum()) for each in np.split(begins, rollout.offsets[1:-1])} == {1, 2}  # images of a sequence
     assert np.array_equal(rollout.streams[PIXELS].valid_N, is_image)
     num_compared = 0
-    for with_grad, input_ids, calls in batches:
-        for row, ids in enumerate(input_ids.tolist()):
-            tokens = ids[next(i for i, token in enumerate(ids) if token) :]
-            while tokens[-1] == 0:
-                tokens.pop()
-            if not with_grad or tuple(tokens) not in routes_of:
-                continue
-            part = rollout.select([routes_of[tuple(tokens)]])
-            first = next(i for i, token in enumerate(ids) if token)
+    for batch in (batch for batch in batches if batch.grad):
+        for row, first, _, tokens in batch.sequences():
+            part = rollout.select([routes_of[tokens]])
             places = first + np.flatnonzero(part.token_ids_N == image)
-            executed = torch.stack(calls).view(len(calls), len(input_ids), -1, 2)[:, row, places].numpy()
+            executed = batch.ids_LRK().reshape(3, len(batch.input_ids), -1, 2)[:, row, places]
             assert np.array_equal(executed, part.expert_ids_NLK[part.token_ids_N == image].swapaxes(0, 1))
             num_compared += len(places)
     assert num_compared == is_image.sum()  # in two steps each sequence is used once

@@ -20,7 +20,8 @@ from foreroute.ep.compute import StackedReplicas
 from foreroute.errors import ConfigError
 from foreroute.testing.ranks import Workers
 from foreroute.trainers.trl.planning import PlannedWindows
-from tests.trainers.trl.test_trl_sharded import Drawn, outcome
+from tests.trainers.trl.routes_book import Drawn
+from tests.trainers.trl.test_trl_sharded import outcome
 from tests.trainers.trl.tools_runs import told_apart
 from tests.trainers.trl.trl_runs import as_torchrun_does, make
 

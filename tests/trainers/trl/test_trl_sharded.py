@@ -5,7 +5,6 @@ both, and the weights are those of DDP.
 import os
 from contextlib import closing
 
-import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState, DistributedType
@@ -18,7 +17,7 @@ from foreroute.testing.ranks import Workers
 from foreroute.trainers.trl import rollout_with
 from tests.adapters.hf.model_runs import whole
 from tests.roundings import most_k3
-from tests.trainers.trl.routes_book import follows, watched
+from tests.trainers.trl.routes_book import Drawn, follows, watched
 from tests.trainers.trl.tools_runs import told_apart
 from tests.trainers.trl.trl_runs import TERMS, as_torchrun_does, make
 
@@ -38,29 +37,6 @@ FSDP2 = {
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3MoeDecoderLayer",
 }
-
-
-class Drawn:
-    """A `rollout_func` of tokens and routes that no model had a part in. `routes` is by tokens, as a `Book` has it.
-
-    With a skew, experts are wanted the more the lower their ids.
-    """
-
-    def __init__(self, rank, skew=0.0):
-        self.routes, self._rng, self._skew = {}, np.random.default_rng(rank), np.linspace(0, skew, 8)
-
-    def __call__(self, prompts, trainer):
-        prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
-        completions = [self._rng.integers(2, 200, self._rng.integers(2, 10)).tolist() for _ in prompts]
-        for prompt, completion in zip(prompt_ids, completions, strict=True):
-            shape = (len(prompt) + len(completion) - 1, 3, 8)
-            self.routes[tuple(prompt + completion)] = np.argsort(self._rng.random(shape) + self._skew, axis=-1)[..., :2]
-        return {
-            "prompt_ids": prompt_ids,
-            "completion_ids": completions,
-            "logprobs": [[-3.0] * len(completion) for completion in completions],
-            "routed_experts": list(self.routes.values())[-len(prompts) :],
-        }
 
 
 def train(rank, folder):
@@ -108,6 +84,7 @@ def outcome(trainer, model, drawn):
     }
 
 
+@pytest.mark.shows("TRL", "DDP, two processes")
 @pytest.mark.shows("TRL", "FSDP2 of `accelerate`, EP of transformers, two processes")
 def test_sharded_models_replay_as_whole_ones(tmp_path):
     policy().save_pretrained(tmp_path / "policy")
@@ -122,6 +99,8 @@ def test_sharded_models_replay_as_whole_ones(tmp_path):
             assert rank[name]["logs"][0]["mismatch/disagreement"] == 0
             torch.testing.assert_close(rank[name]["weights"], rank["ddp"]["weights"], rtol=0, atol=1e-6)
         assert all(rank["ddp"]["followed"])
+        assert rank["ddp"]["logs"][0]["mismatch/disagreement"] == 0
+        assert torch.equal(rank["ddp"]["weights"], results[0]["ddp"]["weights"])
         assert not any(rank["native"]["followed"])  # the control
         assert rank["native"]["logs"][0]["mismatch/disagreement"] > 0.5
         for name in ("generate", "engine"):

@@ -34,7 +34,7 @@ def test_routes_of_vllm_are_replayed_and_measured(mode, folder, monkeypatch):
     first = {name: {m: logged(run, f"mismatch/{m}")[0] for m in ("k3", "disagreement")} for name, run in runs.items()}
     assert first["R3"]["disagreement"] == 0
     assert first["none"]["disagreement"] > 0.005
-    assert first["R3"]["k3"] < first["none"]["k3"]
+    assert first["R3"]["k3"] < first["none"]["k3"] / 2
 
 
 def test_routes_of_a_neighbour_are_refused(folder, monkeypatch):

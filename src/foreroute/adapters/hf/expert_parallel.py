@@ -128,7 +128,7 @@ class ForerouteEP(AutoEP):
         work, shape = work_of(hooks.passes, self.number, self.path), hidden_ND.shape
         # a checkpoint of experts alone, in which no router runs
         bind(hooks.passes.current, (), hooks.recomputing, until=ModelHooks.run_trunk.__code__)
-        ids_NK, sent_N = ids_NK.to(torch.int64), work.cells.find_sent(work.routes)
+        ids_NK, sent_N = ids_NK.to(torch.int64), work.cells.sent_R
         if sent_N is not None:
             hidden_ND, ids_NK, weights_NK = (each.index_select(0, sent_N) for each in (hidden_ND, ids_NK, weights_NK))
         num_rows = len(hidden_ND)
@@ -154,7 +154,7 @@ class ForerouteEP(AutoEP):
         rows = work.begin(ids_A.new_zeros(self.num_experts).index_add_(0, ids_A, torch.ones_like(ids_A)))
         (home, terms), replicas = self._home(), None
         if work.has_replicas:
-            replicas = StackedReplicas(work.cell, work.engine, home, self.owned, terms)
+            replicas = StackedReplicas(work.cell, work.cells.engine, home, terms)
             home = dict(zip(home, replicas.register(), strict=True))
 
         # the assignment of each row that is sent; sorted as "all_to_all" sorts, since in another order bits may differ

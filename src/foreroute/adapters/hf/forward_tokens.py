@@ -6,6 +6,7 @@ wrong with it.
 
 from __future__ import annotations
 
+from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -21,6 +22,9 @@ from foreroute.errors import BatchMismatchError
 from foreroute.layout import starts_from_cumulative_lengths, starts_from_positions
 from foreroute.replay.arguments import WANTED_MASK, kept_by
 from foreroute.replay.rows import to_host
+
+TEXT = ("input_ids", "attention_mask", "position_ids", "cu_seq_lens_q")
+"""Arguments that tell which token is where; `pixels.ARGUMENTS` are the others."""
 
 
 class ForwardTokens:
@@ -38,6 +42,7 @@ class ForwardTokens:
         *,
         begins: bool = False,
         cache_was_seen: bool = True,
+        given: dict[str, Any] | None = None,
     ) -> None:
         # integers [B, T]; zeros and ones [B, T' >= T], or the causal pattern [B, 1, T, T' >= T] that `generate` makes
         # of them for a static cache: bool, or 0 where a token attends to another
@@ -52,10 +57,22 @@ class ForwardTokens:
         self.cache_was_seen = cache_was_seen  # whether the cache was compared with what the forward before left of it
         self.is_causal: Tensor | None = None  # bool [], whether a mask that was a pattern is that of a batch
         self._pattern_shape: tuple[int, ...] = ()
-        self._is_kept = False
         self.shape = (input_ids.shape[0], input_ids.shape[1])
         self.num_router_rows = input_ids.shape[0] * input_ids.shape[1]
         self.device = input_ids.device
+        self.given = given or {}  # arguments of the call that tell all this, by name; empty where they are not known
+        if torch.compiler.is_compiling():  # nothing is read in a graph; `graph_ops.begin_pass` makes another of these
+            return
+        # What shapes say is read here. What only the values say is refused when they are asked for.
+        self.past = int(past)
+        if mask is not None:
+            if mask.ndim == 4:
+                self._pattern_shape = tuple(mask.shape)
+                mask, self.is_causal = _read_pattern(mask, self.shape, self.past)
+            _require_shape(mask, self.shape, self.past)
+            self.mask = mask
+        # whether arguments say where sequences begin, so that a row of the batch may hold several
+        self.may_be_packed = not self.past and (cumulative is not None or position_ids is not None)
 
     @classmethod
     def of_call(
@@ -82,22 +99,21 @@ class ForwardTokens:
         if cumulative is not None:
             _require_offsets(cumulative)
         past = 0 if cache is None else cache.get_seq_length()
-        pixels = None if ARGUMENTS.isdisjoint(given) else given_images(given)
-        # a part of longer sequences, as under context parallelism, is run without a cache
-        may_begin = given.get("use_cache") is not False
-        if torch.compiler.is_compiling():
-            return cls(input_ids, mask, positions, cumulative, past, images, pixels, begins=may_begin and cache is None)
-        return cls(input_ids, mask, positions, cumulative, past, images, pixels, begins=may_begin and not past).read()
-
-    def read(self) -> ForwardTokens:
-        """Read what shapes say, and return the same. What only the values say is refused when they are asked for."""
-        self.past = int(self.past)
-        if self.mask is not None:
-            if self.mask.ndim == 4:
-                self._pattern_shape = tuple(self.mask.shape)
-                self.mask, self.is_causal = _read_pattern(self.mask, self.shape, self.past)
-            _require_shape(self.mask, self.shape, self.past)
-        return self
+        has_past = (
+            cache is not None if torch.compiler.is_compiling() else bool(past)
+        )  # a number on the device in graphs
+        return cls(
+            input_ids,
+            mask,
+            positions,
+            cumulative,
+            past,
+            images,
+            None if ARGUMENTS.isdisjoint(given) else given_images(given),
+            # a part of longer sequences, as under context parallelism, is run without a cache
+            begins=not has_past and given.get("use_cache") is not False,
+            given={name: given[name] for name in (*TEXT, *ARGUMENTS) if given.get(name) is not None},
+        )
 
     def find_sequences(self) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """Find bool [B, T], what is no padding; first tokens of sequences; and bool [] each, what is wrong."""
@@ -160,11 +176,6 @@ class ForwardTokens:
         if self.begins:
             _require_beginning(positions, kept_BT)
 
-    @property
-    def may_be_packed(self) -> bool:
-        """Whether arguments say where sequences begin, so that a row of the batch may hold several."""
-        return not self.past and (self.cumulative is not None or self.position_ids is not None)
-
     def cached_padding_B(self) -> NDArray[np.int64]:
         """Count the cached positions of each row that are padding, on the left, int64 [B]. Waits for the mask."""
         if self.mask is None or not self.past:
@@ -191,15 +202,36 @@ class ForwardTokens:
         # on the CPU nothing is waited for, and what is wrong is said at once
         if self.device.type == "cpu" and any(self.find_sequences()[2]):
             self.raise_wrong()
-        if not self._is_kept:
-            if self.mask is not None:
-                self.mask = self.mask[:, max(0, self.mask.shape[1] - self.past - self.shape[1]) :].clone()
-            _, self.pixels = self.digests_BT, {}  # which need not be kept for longer
-            self.input_ids = self.input_ids.clone()
-            self.position_ids = None if self.position_ids is None else self.position_ids.clone()
-            self.cumulative = None if self.cumulative is None else self.cumulative.clone()
-            self._is_kept = True
-        return self
+        return self.copied
+
+    @cached_property
+    def copied(self) -> ForwardTokens:
+        """The same in memory of its own, but for pixels, of which it has the digests."""
+        if self.images is not None:
+            _ = self.digests_BT  # which the copy takes along
+        kept = copy(self)
+        kept.pixels, kept.given = {}, {}
+        kept.input_ids = self.input_ids.clone()
+        if self.mask is not None:
+            kept.mask = self.mask[:, max(0, self.mask.shape[1] - self.past - self.shape[1]) :].clone()
+        kept.position_ids = None if self.position_ids is None else self.position_ids.clone()
+        kept.cumulative = None if self.cumulative is None else self.cumulative.clone()
+        return kept
+
+    def differs_from(self, before: ForwardTokens) -> Tensor:
+        """Compare with the copy of a batch that was given by the same tensors: bool [], on the device."""
+        differs = self.input_ids != before.input_ids
+        for given, kept in (
+            (self.mask, before.mask),
+            (self.digests_BT, before.digests_BT),
+            (self.position_ids, before.position_ids),
+            (self.cumulative, before.cumulative),
+        ):
+            if given is not None and kept is not None:
+                more = (given != kept).to(self.device, non_blocking=True)
+                # one operator for each, but where shapes differ
+                differs = differs | more if more.shape == differs.shape else differs.any() | more.any()
+        return differs.any() if self.is_causal is None else differs.any() | ~self.is_causal
 
 
 WANTED_PATTERN = (

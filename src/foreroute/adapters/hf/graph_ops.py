@@ -48,7 +48,7 @@ def begin_pass(
     """Begin a pass, by `TransformerHooks.begin_from_graph`. A static cache has counted its positions in a tensor."""
     ledger.add_(1)
     past = past if counted is None else int(counted)
-    batch = ForwardTokens(input_ids, mask, positions, cumulative, past, begins=begins, cache_was_seen=False).read()
+    batch = ForwardTokens(input_ids, mask, positions, cumulative, past, begins=begins, cache_was_seen=False)
     batch.digests_BT = digests
     return _hooks[name].begin_from_graph(batch)
 

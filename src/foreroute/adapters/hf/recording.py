@@ -34,8 +34,8 @@ def _rows_of_pass(recorded: RecordedPass, width: int, indexers: FoundIndexers | 
     kept_BT = kept_BT & (np.arange(kept_BT.shape[1]) < width)
     kept_R = kept_BT.reshape(-1)
 
-    def packed(of_slots: Tensor | None) -> Any:
-        return None if of_slots is None else of_slots.cpu().numpy().swapaxes(0, 1)[kept_R]
+    def packed(of_rows: Tensor | None) -> Any:
+        return None if of_rows is None else of_rows.cpu().numpy().swapaxes(0, 1)[kept_R]
 
     if starts_BT is None:
         lengths_S = np.asarray(kept_BT.sum(axis=1))

@@ -94,7 +94,8 @@ class RoutedTransformer(PlannedModel):
         """Make the routes of a micro-batch ready once, to be replayed in recompute, update and every epoch.
 
         `replay(rows)` takes the result in the place of the trace. What batches take of it stays on their device as long
-        as the result lives: L · K ids of one byte, two above 128 experts, for each token.
+        as the result lives: L · K ids of one byte, two above 128 experts, for each token, and as many for the rows of
+        the last batch. That is compared with one that is given by the same tensors, which replays the same rows.
 
         Args:
             trace: of the sequences of the micro-batch. Nobody may write to its arrays from now on.
@@ -105,7 +106,8 @@ class RoutedTransformer(PlannedModel):
         """
         if not isinstance(trace, RoutingTrace):
             raise not_of_kind("what is to be replayed", trace, "a RoutingTrace, from a recording, `load` or `decode`")
-        trace = self.with_lookups(trace)
+        if trace.spec != self.spec:
+            trace = self.with_lookups(trace)
         for position, router in enumerate(self._of_trunk.routers):
             if router.rule.is_lookup:
                 require_looked_up(trace, position, router.module)
@@ -127,8 +129,6 @@ class RoutedTransformer(PlannedModel):
             SpecMismatchError: when the trace lacks another layer, or is of another model.
             BatchMismatchError: when it has a token that the model does not know.
         """
-        if trace.spec == self.spec:
-            return trace
         routers = zip(self.spec.layers, self._of_trunk.routers, strict=True)
         lookups = {layer: partial(looked_up, router.module) for layer, router in routers if router.rule.is_lookup}
         return with_lookups(trace, self.spec, lookups)
@@ -202,7 +202,10 @@ class TransformerHooks(TrunkHooks):
         self.images = ImageTokens.of_trunk(trunk, self.names)
         self.executed: Tensor | None = None  # ids [L, R, K] of the last pass, where losses behind it count them
         self.execution: PlanExecution | None = None  # of the plan that is executed now
-        self._generating = [each for each in model.modules() if hasattr(type(each), BATCHES)]
+        self.stand_ins += [(each, BATCHES, _refuse_batches) for each in model.modules() if hasattr(type(each), BATCHES)]
+        if self.images is not None:
+            encoders = ("get_image_features", "get_video_features")
+            self.stand_ins += [(trunk, name, self._encode) for name in encoders if hasattr(trunk, name)]
         self._name_in_graphs = graph_ops.register(self)
         # Both operators of a compiled pass write to it, which keeps them in order (`graph_ops`).
         self._ledger = torch.zeros(1, dtype=torch.int64)
@@ -215,15 +218,6 @@ class TransformerHooks(TrunkHooks):
 
     def read_args(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardTokens:
         return ForwardTokens.of_call(self.names, self.images, args, kwargs)
-
-    def session_contexts(self) -> list[AbstractContextManager[Any]]:
-        """Add what encodes images before a forward, and continuous batching, which is refused."""
-        contexts = super().session_contexts()
-        contexts += [overridden(module, BATCHES, _refuse_batches) for module in self._generating]
-        if self.images is not None:
-            names = ("get_image_features", "get_video_features")
-            contexts += [overridden(self.trunk, name, self._encode) for name in names if hasattr(self.trunk, name)]
-        return contexts
 
     def _encode(self, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = encode(*args, **kwargs)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from foreroute.adapters.megatron.discover import ChunkRouter, find_sites, find_trunks, require_replayable
+from foreroute.adapters.megatron.forward_args import Share
 from foreroute.adapters.megatron.hooks import ChunkHooks, TopKRouterHook, require_idle
 from foreroute.adapters.megatron.recording import gather_objects
-from foreroute.adapters.megatron.route_shard import Share
 from foreroute.adapters.megatron.routed_megatron import RoutedMegatron
 from foreroute.core.attaching import require_attachable
 from foreroute.core.passes import Rows

@@ -15,8 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.adapters.megatron.forward_args import Call
-from foreroute.adapters.megatron.route_shard import Share
+from foreroute.adapters.megatron.forward_args import Call, Share
 from foreroute.errors import ReplayError
 from foreroute.layout import Layout, collect
 from foreroute.replay import ForwardRows, RecordedPass

@@ -6,22 +6,23 @@ them, N rows of the cut trace, L layers of this rank, K picks, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from foreroute.errors import LayoutError
+from foreroute.adapters.megatron.forward_args import Call, Share, find_layout
+from foreroute.core.deferred_checks import DeferredChecks
+from foreroute.errors import BatchMismatchError
 from foreroute.layout import Layout
 from foreroute.replay.rows import (
     NATIVE,
     SPREAD,
-    Counts,
-    MissingRows,
     PaddingRows,
     Policy,
     ReplayRows,
@@ -29,47 +30,18 @@ from foreroute.replay.rows import (
     faithful_rows,
     refuse_missing,
     spread_picks,
+    to_host,
 )
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 
-
-@dataclass(frozen=True)
-class Share:
-    """How the rows of a micro-batch are shared by context-parallel ranks, and by those that cut what these are left."""
-
-    cp: int = 1  # each sequence is dealt to these ranks in zigzag chunks
-    cp_rank: int = 0
-    sp: int = 1  # tensor-parallel ranks under sequence parallelism, else 1
-    sp_rank: int = 0
-    number: int = 0  # tells ranks with different rows apart, and not those with the same
-    cp_group: Any = None  # None where one rank has all
-    sp_group: Any = None
-
-    @classmethod
-    def of(cls, trunk: Any, routers: list[Any]) -> Share:
-        """Read the groups of the routers, or of the model where a stage has none."""
-        owner = routers[0] if routers else trunk
-        tp, cp, rank = owner.tp_group, owner.cp_group, torch.distributed.get_rank()
-        if tp.size() > 1 and trunk.config.sequence_parallel:
-            return cls(cp.size(), cp.rank(), tp.size(), tp.rank(), rank, cp, tp)
-        return cls(cp.size(), cp.rank(), number=rank // tp.size(), cp_group=cp)
-
-    def of_context(self, layout: Layout, rank: int | None = None) -> Layout:
-        """Lay out what the model is handed on this context-parallel rank, or on another one."""
-        if layout.is_split or layout.order == "bshd":
-            raise LayoutError(
-                f"the layout is {'split already' if layout.is_split else 'batch first'}; give the whole one, packed "
-                'or sequence first (pad(..., order="sbhd")): Megatron itself says how ranks share it'
-            )
-        return layout.split_context(self.cp, self.cp_rank if rank is None else rank)
-
-    def of_routers(self, layout: Layout, context: int | None = None, sequence: int | None = None) -> Layout:
-        """Lay out what routers see on this rank, or on another one."""
-        part = self.of_context(layout, context)
-        return part.split_sequence(self.sp, self.sp_rank if sequence is None else sequence)
+CutMissing = Literal["error", "native", "drop", "spread"]
+"""`MissingRows`; or, for rows that no token of the loss depends on, spread as padding is."""
+# What a shard was cut by is in its rows: padding that is spread says so in `row_R`, and so do rows that are filled.
+AS_CUT = Policy("native", "native", "native", telemetry=False)
+AS_CUT_DROPPING = Policy("drop", "native", "native", telemetry=False)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class RouteShard:
     """Routes of one micro-batch, cut to the rows and layers of this rank. Made by `RoutedMegatron.shard`.
 
@@ -81,7 +53,7 @@ class RouteShard:
     spec: RoutingSpec  # of the whole model
     layers: tuple[RoutedLayer, ...]  # of this rank
     versions: tuple[int, ...]  # weight versions of the micro-batch, ascending
-    missing: MissingRows | Literal["spread"]  # what was done with rows that have no route
+    missing: CutMissing  # what was done with rows that have no route
     padding: PaddingRows
     trace: RoutingTrace  # N rows of this rank as one sequence without tokens, of its layers; of all if it has none
     row_R: NDArray[np.int32]  # as `TraceOnDevice.gather` takes them, every spread pick named
@@ -92,32 +64,11 @@ class RouteShard:
     dropped_C: NDArray[np.bool_] | None  # tokens that are taken out of the loss; None where there are none
     _there: dict[torch.device, TraceOnDevice] = field(default_factory=dict, init=False)
 
-    def __repr__(self) -> str:
-        return f"RouteShard({len(self.row_R)} rows, {len(self.layers)} layers, {self.nbytes} bytes)"
-
-    @property
-    def nbytes(self) -> int:
-        """Host memory that it holds for its rows, in bytes."""
-        cut = self.trace
-        arrays = (cut.expert_ids_NLK, cut.valid_N, self.row_R, self.tokens_C)
-        sometimes = sum(each.nbytes for each in (self.faithful_N, self.dropped_C) if each is not None)
-        return sum(each.nbytes for each in arrays) + sometimes
-
-    @property
-    def counted_C(self) -> NDArray[np.bool_]:
-        """Bool [C], tokens that belong in the loss; False for padding."""
-        real_C = np.asarray(self.tokens_C >= 0)
-        return real_C if self.dropped_C is None else real_C & ~self.dropped_C
-
-    @property
-    def num_routed(self) -> int:
-        """How many rows have a route here, padding that is spread among them."""
-        return int(self.trace.valid_N.sum() + (self.row_R <= SPREAD).sum()) if self.layers else 0
-
     @property
     def is_whole(self) -> bool:
         """Whether every row, padding too, has a route here, so that nothing is left to the model's routers."""
-        return self.num_routed == len(self.row_R)
+        num_routed = int(self.trace.valid_N.sum() + (self.row_R <= SPREAD).sum()) if self.layers else 0
+        return num_routed == len(self.row_R)
 
     @cached_property
     def counts_LE(self) -> NDArray[np.int64]:
@@ -130,31 +81,111 @@ class RouteShard:
             np.add.at(counts_E, picks_PLK[:, layer], times_P[:, None])
         return counts_LE
 
-    def on_device(self, device: torch.device) -> TraceOnDevice:
-        """Give the cut trace on the device of a pass."""
+    def of_pass(self, chunk: int, call: Call, policy: Policy, checks: DeferredChecks) -> ReplayRows:
+        """Compare the tokens, and gather the chunk's rows on its device, which is not waited for. See `Routes`."""
+        hooks = call.hooks
+        _require_no_cache(call)
+        rows = self.rows(hooks.layers, call.device)
+        execution = None if hooks.holder is None else hooks.holder.execution
+        cells = execution.begin_pass(chunk, self, rows) if execution is not None and hooks.layers else None
+        if call.input_ids is not None:
+            self._compare_tokens(call.input_ids, call.padding_mask, checks)
+        # losses that count tokens over all ranks leave padding out even where no rank has any
+        is_masked = hooks.counts_all_ranks or self.is_padded
+        return replace(
+            rows,
+            counts=policy.counts,
+            padding_R=~rows.real_R if is_masked else None,
+            cells=cells,
+            loss_mask=partial(self._loss_mask, call),
+            drops=bool(hooks.trunk.post_process) and self.dropped_C is not None,
+        )
+
+    def rows(self, layers: Sequence[RoutedLayer], device: torch.device) -> ReplayRows:
+        """Gather the rows of layers that follow each other here, if any, on the device."""
+        there, first = self._on_device(device), self.layers.index(layers[0]) if layers else 0
+        policy = AS_CUT_DROPPING if self.missing == "drop" else AS_CUT
+        return there.gather(there.upload("rows", self.row_R), policy, layers=slice(first, first + len(layers)))
+
+    def _on_device(self, device: torch.device) -> TraceOnDevice:
         if device not in self._there:
             self._there[device] = TraceOnDevice(
                 self.trace, device, picks_PLK=self.picks_PLK, faithful_N=self.faithful_N
             )
         return self._there[device]
 
-    def rows(
-        self,
-        layers: Sequence[RoutedLayer],
-        device: torch.device,
-        *,
-        mask_padding: bool = False,
-        counts: Counts = "native",
-    ) -> ReplayRows:
-        """Gather the rows of layers that follow each other here, if any, on the device, which is not waited for."""
-        # with `mask_padding`, statistics leave padding out even where no rank has any
-        there, first = self.on_device(device), self.layers.index(layers[0]) if layers else 0
-        # padding that is spread says so in `row_R`, and so do rows that are filled
-        policy = Policy("drop" if self.missing == "drop" else "native", "native", counts, telemetry=False)
-        part = slice(first, first + len(layers))
-        rows = there.gather(there.upload("rows", self.row_R), policy, layers=part)
-        masked = mask_padding or self.is_padded
-        return replace(rows, padding_R=~rows.real_R if masked else None)
+    def _loss_mask(self, call: Call) -> Tensor:
+        """Bool [B, T] on the device, tokens that belong in the loss; B is 1 where the stage is given no tokens."""
+        real_C = np.asarray(self.tokens_C >= 0)
+        counted_C = real_C if self.dropped_C is None else real_C & ~self.dropped_C
+        batch = 1 if call.input_ids is None else len(call.input_ids)
+        return self._on_device(call.device).upload("counted tokens", counted_C).view(-1, batch).T
+
+    def _compare_tokens(self, tokens: Tensor, mask: Tensor | None, checks: DeferredChecks) -> None:
+        """Compare the tokens of a batch [B, T] and its mask of padding. A device tells late what is wrong."""
+        if tokens.numel() != len(self.tokens_C):
+            raise BatchMismatchError(
+                f"the model is given {tokens.numel()} slots on this rank and the layout has {len(self.tokens_C)}; lay "
+                "the routes out as the batch is padded or packed"
+            )
+        # copies, which whoever gave the batch does not overwrite before somebody reads what is wrong with it
+        given_C, mask_C = _in_router_order(tokens), None if mask is None else _in_router_order(mask)
+        wanted_C = self._on_device(given_C.device).upload("tokens", self.tokens_C)
+        if mask_C is not None:
+            wrong_C = torch.where(mask_C, wanted_C >= 0, given_C != wanted_C)
+        elif self._first_padding is None:
+            wrong_C = given_C != wanted_C
+        else:  # without a mask, padding must hold one token throughout
+            wrong_C = given_C != torch.where(wanted_C < 0, given_C[self._first_padding], wanted_C)
+        checks.add(wrong_C.any(), partial(self._raise_other_tokens, given_C, mask_C))
+
+    def _raise_other_tokens(self, given_C: Tensor, mask_C: Tensor | None) -> None:
+        """Raise `BatchMismatchError` for the first token that differs, or that one side alone takes for padding."""
+        tokens_C, wanted_C = to_host(given_C), self.tokens_C
+        is_pad_C = wanted_C < 0
+        other_C = ~is_pad_C & (wanted_C != tokens_C)
+        if other_C.any():
+            slot = int(other_C.argmax())
+            raise BatchMismatchError(
+                f"slot {slot} of this rank (sequence first): token {int(tokens_C[slot])} in the batch, "
+                f"{int(wanted_C[slot])} in the trace; {int(other_C.sum())} of {len(tokens_C)} differ. Replay the trace "
+                "of this micro-batch, with its sequences in order; where it is padded on the left, give "
+                'layout=pad(trace.lengths, side="left", order="sbhd", to=...)'
+            )
+        if mask_C is not None:
+            padding_C, seen_by = is_pad_C != to_host(mask_C), "by its padding_mask"
+        else:
+            filler = int(tokens_C[self._first_padding or 0])
+            padding_C = is_pad_C & (tokens_C != filler)
+            seen_by = f"as other padding holds token {filler} (if padding is no single token, pass padding_mask)"
+        if padding_C.any():
+            slot = int(padding_C.argmax())
+            here, there = ("padding", "a token") if is_pad_C[slot] else ("a token", "padding")
+            raise BatchMismatchError(
+                f"slot {slot} of this rank (sequence first), token {int(tokens_C[slot])}, is {here} to the trace and "
+                f"{there} to the batch, {seen_by}; {int(padding_C.sum())} slots are like that. Replay whole sequences, "
+                "of which absent rows are a part"
+            )
+
+    @cached_property
+    def _first_padding(self) -> int | None:
+        is_pad_C = self.tokens_C < 0
+        return int(is_pad_C.argmax()) if is_pad_C.any() else None
+
+
+class UncutRoutes:
+    """The routes of a session whose first forward says how they lie; from then on, the shard that is cut by it."""
+
+    def __init__(self, trace: RoutingTrace, cut: Callable[[Layout], RouteShard]) -> None:
+        self.versions = trace.versions
+        self._trace, self._cut = trace, cut
+        self._shard: RouteShard | None = None
+
+    def of_pass(self, chunk: int, call: Call, policy: Policy, checks: DeferredChecks) -> ReplayRows:
+        if self._shard is None:
+            _require_no_cache(call)
+            self._shard = self._cut(find_layout(self._trace, call, checks))
+        return self._shard.of_pass(chunk, call, policy, checks)
 
 
 def shard(
@@ -164,7 +195,7 @@ def shard(
     layers: Sequence[RoutedLayer],
     home_LE: NDArray[np.integer],
     *,
-    missing: MissingRows | Literal["spread"] = "error",
+    missing: CutMissing = "error",
     padding: PaddingRows = "spread",
 ) -> RouteShard:
     """Cut a trace to what one rank replays: its layers, of which there may be none, and the rows of its share.
@@ -210,3 +241,15 @@ def shard(
         tokens_C=np.append(trace.token_ids_N, np.int32(-1))[context_C],  # padding is row -1
         dropped_C=dropped_C if dropped_C is not None and dropped_C.any() else None,
     )
+
+
+def _require_no_cache(call: Call) -> None:
+    if call.inference is not None:
+        raise BatchMismatchError(
+            "the forward runs with an inference context; replay whole sequences, without a key-value cache"
+        )
+
+
+def _in_router_order(of_tokens: Tensor) -> Tensor:
+    """Copy [B, T] as [C]: sequence first."""
+    return of_tokens.T.clone(memory_format=torch.contiguous_format).view(-1)

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import megatron.core
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from foreroute.adapters.megatron.forward_args import Call, compare_tokens, find_layout, require_fits
 from foreroute.adapters.megatron.hooks import ChunkHooks
-from foreroute.adapters.megatron.plan_execution.execution import PlannedExperts
+from foreroute.adapters.megatron.planned_experts import PlannedExperts
 from foreroute.adapters.megatron.recording import rows_over_ranks
-from foreroute.adapters.megatron.route_shard import RouteShard, shard
+from foreroute.adapters.megatron.route_shard import CutMissing, RouteShard, UncutRoutes, shard
 from foreroute.adapters.megatron.schedule import ReplayingStep, routes_in
 from foreroute.adapters.planned_model import PlannedModel
-from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.ep import PlanExecution
 from foreroute.ep.execution import MicroBatch
 from foreroute.errors import AttachError, BatchMismatchError, ConfigError, TraceError
 from foreroute.layout import Layout
-from foreroute.replay import ForwardRows, Policy, RecordedPass, ReplayRows
-from foreroute.replay.arguments import not_of_kind, require_layout, require_version
+from foreroute.replay import ForwardRows, Policy, RecordedPass
+from foreroute.replay.arguments import not_of_kind, require_choice, require_layout, require_version
 from foreroute.replay.indexers import require_choices
 from foreroute.replay.rows import Counts, MissingRows, PaddingRows
 from foreroute.trace import RoutingSpec, RoutingTrace
@@ -56,6 +52,8 @@ class RoutedMegatron(PlannedModel):
         self.share = chunks[0].share
         self.spread = PlannedExperts(spec, chunks, ep_size)
         self.execution: PlanExecution | None = None
+        for each in chunks:
+            each.holder = self
         self._hooks_of: dict[int, tuple[nn.Module, ChunkHooks]] = {}
 
     def shard(
@@ -64,7 +62,7 @@ class RoutedMegatron(PlannedModel):
         layout: Layout,
         *,
         weight_version: int | Collection[int] | None = None,
-        missing: MissingRows | Literal["spread"] = "error",
+        missing: CutMissing = "error",
         padding: PaddingRows = "spread",
     ) -> RouteShard:
         """Cut the routes of one micro-batch to this rank's rows and layers, to wait for it in little memory.
@@ -88,8 +86,9 @@ class RoutedMegatron(PlannedModel):
         require_layout(layout, trace)
         if weight_version is not None:
             require_version(trace.versions, weight_version, "the trace")
-        policy = Policy("native" if missing == "spread" else missing, padding, "native", telemetry=False)
-        return self._cut(trace, layout, policy, missing)
+        require_choice("missing", missing, CutMissing)
+        require_choice("padding", padding, PaddingRows)
+        return self._cut(trace, layout, missing=missing, padding=padding)
 
     def replaying(
         self,
@@ -140,22 +139,31 @@ class RoutedMegatron(PlannedModel):
                 raise TraceError(
                     f"micro-batch {number} is a {type(each).__name__}; expected what routed.shard(trace, layout) makes"
                 )
-        return [MicroBatch(each, each.counts_LE, each.is_whole, each.num_routed) for each in given]
+        return [MicroBatch(each, each.counts_LE, each.is_whole) for each in given]
 
-    def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> MicroBatchRoutes:
-        """Those of one micro-batch, cut to this rank when its forward begins."""
+    def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> RouteShard | UncutRoutes:
+        """Those of one micro-batch, cut to this rank; without a layout, when its forward begins."""
         if isinstance(routes, RouteShard):
-            self._require_policies_of(routes, policy)
             self.spec.require_same(routes.spec, what="the routes")
             if layout is not None or routes.layers != self.layers:
                 raise BatchMismatchError(
                     "the routes are cut to a rank already: give no layout with them, and only those of this rank"
                 )
-        else:
-            self._require_trace(routes, "what is to be replayed", "a RoutingTrace, or what `shard` made of one")
-            if layout is not None:
-                require_layout(layout, routes)
-        return MicroBatchRoutes(self, routes, layout)
+            for name, asked, default, cut in (  # defaults give way to what the cut says
+                ("missing", policy.missing, "error", routes.missing),
+                ("padding", policy.padding, self.padding, routes.padding),
+            ):
+                if asked not in (default, cut):
+                    raise ConfigError(
+                        f"{name} is {asked!r}, and the routes were cut with {name}={cut!r}; give it to routed.shard()"
+                    )
+            return routes
+        self._require_trace(routes, "what is to be replayed", "a RoutingTrace, or what `shard` made of one")
+        cut_to = partial(self._cut, routes, missing=policy.missing, padding=policy.padding)
+        if layout is None:
+            return UncutRoutes(routes, cut_to)
+        require_layout(layout, routes)
+        return cut_to(layout)
 
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """Over all ranks of the model."""
@@ -169,22 +177,9 @@ class RoutedMegatron(PlannedModel):
         self.spec.require_same(trace.spec, what="the trace")
         require_choices(trace, self.indexers)
 
-    def _require_policies_of(self, routes: RouteShard, policy: Policy) -> None:
-        """What was cut says what becomes of padding and of rows without a route; defaults give way to it."""
-        for name, asked, default, cut in (
-            ("missing", policy.missing, "error", routes.missing),
-            ("padding", policy.padding, self.padding, routes.padding),
-        ):
-            if asked not in (default, cut):
-                raise ConfigError(
-                    f"{name} is {asked!r}, and the routes were cut with {name}={cut!r}; give it to routed.shard()"
-                )
-
-    def _cut(
-        self, trace: RoutingTrace, layout: Layout, policy: Policy, missing: MissingRows | Literal["spread"]
-    ) -> RouteShard:
+    def _cut(self, trace: RoutingTrace, layout: Layout, *, missing: CutMissing, padding: PaddingRows) -> RouteShard:
         home_LE = self.home_LE[[self.spec.layers.index(layer) for layer in self.layers]]
-        return shard(trace, layout, self.share, self.layers, home_LE, missing=missing, padding=policy.padding)
+        return shard(trace, layout, self.share, self.layers, home_LE, missing=missing, padding=padding)
 
     def hooks_of(self, model: nn.Module) -> ChunkHooks:
         """Find the hooks of the chunk that a schedule runs, wrapped or not."""
@@ -196,58 +191,3 @@ class RoutedMegatron(PlannedModel):
                 raise AttachError("the forward step was called with another model than the one that was attached")
             known = self._hooks_of[id(model)] = (model, found[0])
         return known[1]
-
-
-class MicroBatchRoutes:
-    """The routes of one micro-batch in a session, cut to this rank when its first forward says how it lies.
-
-    A shard waits in queues without a model, and a trace alone does not know its layout: this binds them to the model.
-    """
-
-    def __init__(self, routed: RoutedMegatron, routes: RoutingTrace | RouteShard, layout: Layout | None) -> None:
-        self.versions = routes.versions
-        self._routed, self._routes, self._layout = routed, routes, layout
-        self._shard = routes if isinstance(routes, RouteShard) else None
-
-    def of_pass(self, chunk: int, call: Call, policy: Policy, checks: DeferredChecks) -> ReplayRows:
-        """Cut the routes, compare the tokens, and move the chunk's part to the device."""
-        if call.inference is not None:
-            raise BatchMismatchError(
-                "the forward runs with an inference context; replay whole sequences, without a key-value cache"
-            )
-        if self._shard is None:
-            trace, layout = self._routes, self._layout
-            assert isinstance(trace, RoutingTrace), "a shard is cut already"
-            layout = find_layout(trace, call, checks) if layout is None else layout
-            self._shard = self._routed._cut(trace, layout, policy, policy.missing)
-        shard = self._shard
-        hooks, execution = self._routed.chunks[chunk], self._routed.execution
-        cells = execution.begin_pass(chunk, shard) if execution is not None and hooks.layers else None
-        _require_tokens(call, shard, checks)
-        rows = shard.rows(hooks.layers, call.device, mask_padding=hooks.counts_all_ranks, counts=policy.counts)
-        return replace(
-            rows,
-            cells=cells,
-            loss_mask=partial(_loss_mask, shard, call),
-            drops=bool(hooks.trunk.post_process) and shard.dropped_C is not None,
-        )
-
-
-def _require_tokens(call: Call, shard: RouteShard, checks: DeferredChecks) -> None:
-    """Compare the tokens of a call, if it has any, with those of routes. Other ones are told late on a device."""
-    tokens = call.input_ids
-    if tokens is None:
-        return
-    if tokens.numel() != len(shard.tokens_C):
-        raise BatchMismatchError(
-            f"the model is given {tokens.numel()} slots on this rank and the layout has {len(shard.tokens_C)}; lay the "
-            "routes out as the batch is padded or packed"
-        )
-    checks.add(torch.cat(compare_tokens(call, shard)).any(), partial(require_fits, call.kept(), shard))
-
-
-def _loss_mask(shard: RouteShard, call: Call) -> Tensor:
-    """Bool [B, T] on the device, the tokens that belong in the loss; B is 1 where the stage is given no tokens."""
-    batch = 1 if call.input_ids is None else len(call.input_ids)
-    counted_C = shard.on_device(call.device).upload("counted tokens", shard.counted_C)
-    return counted_C.view(-1, batch).T

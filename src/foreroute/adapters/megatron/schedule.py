@@ -47,22 +47,17 @@ class ReplayingStep(WithTelemetry):
                 "this rank has no data iterator, so that its micro-batches bring no routes; give the batches to every "
                 "pipeline stage and every tensor-parallel rank, or call the forward step unwrapped to route natively"
             )
-        hooks = self._routed.hooks_of(model)
-        hooks.sessions.require_mine("opens a session on a model")
         with ExitStack() as stack:
-            batches = _StepBatches(self, data_iterator, hooks, stack)
-            with self._routed.replaying_now(lambda: batches.session):
-                result = self._step(batches, model, *args, **kwargs)
+            batches = _StepBatches(self, data_iterator, self._routed.hooks_of(model), stack)
+            result = self._step(batches, model, *args, **kwargs)
         batches.require_one()
-        if batches.session is not None:
-            batches.session.require_replayed()
         return result
 
-    def open_session(self, batch: Any, hooks: ChunkHooks, stack: ExitStack) -> ReplaySession | None:
+    def begin_replay(self, batch: Any, hooks: ChunkHooks, stack: ExitStack) -> None:
         """Replay the routes of a batch, if it has any, until the stack is left."""
         routes = self._routes_of(batch)
         if routes is None:
-            return None
+            return
         if not isinstance(routes, RoutingTrace | RouteShard):
             raise BatchMismatchError(
                 f"the routes of a batch are a {type(routes).__name__}; expected a RoutingTrace, "
@@ -70,8 +65,7 @@ class ReplayingStep(WithTelemetry):
             )
         found = self._routed.routes_of(routes, None, self._policy)
         session = ReplaySession(found, self._policy, self._routed.checks, self.telemetry)
-        stack.enter_context(hooks.listening(session, *session.beside))
-        return session
+        stack.enter_context(self._routed.open_replay(session, *session.beside, chunks=[hooks]))
 
 
 class _StepBatches:
@@ -80,7 +74,6 @@ class _StepBatches:
     def __init__(self, step: ReplayingStep, batches: Iterator[Any], hooks: ChunkHooks, stack: ExitStack) -> None:
         self._step, self._batches, self._hooks, self._stack = step, batches, hooks, stack
         self._num_taken = 0
-        self.session: ReplaySession | None = None  # None before a batch is taken, and where it brought no routes
 
     def __iter__(self) -> _StepBatches:
         return self
@@ -89,7 +82,7 @@ class _StepBatches:
         batch = next(self._batches)
         self._num_taken += 1
         self.require_one()
-        self.session = self._step.open_session(batch, self._hooks, self._stack)
+        self._step.begin_replay(batch, self._hooks, self._stack)
         return batch
 
     def __getattr__(self, name: str) -> Any:

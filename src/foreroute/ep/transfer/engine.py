@@ -10,7 +10,7 @@ on all of them, within the timeout.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -52,6 +52,7 @@ class TransferEngine:
         self._homes, self._options, self._peers, self._consensus = homes, options, peers, consensus
         self._first, self._gathers_late = first, gathers_late
         self._versions_of = versions or (lambda layer: _versions(homes[layer]))
+        self._rows: dict[int, dict[str, Sequence[Tensor]]] = {}  # of each layer's `homes`
         _require_same_engines(consensus, homes, options)
         peers.connect(device_of(homes))
         self._lane = TransferLane(device_of(homes))
@@ -109,7 +110,19 @@ class TransferEngine:
         self._group_schedule = group_schedule or fetch_schedule
         self._step = step
         self._ready = set() if self._gathers_late else set(self._homes)
+        # anew in each plan, as frameworks may have moved what a parameter refers to
+        self._rows = {layer: {n: _rows_of(each) for n, each in home.items()} for layer, home in self._homes.items()}
         self._previous, self._current, self._running = None, None, None
+
+    def require_same_memory(self, homes: Mapping[int, Home]) -> None:
+        """Raise `TransferError` unless home experts are still where this was made for."""
+        for layer, home in homes.items():
+            if _addresses(home) != _addresses(self._homes[layer]):
+                raise TransferError(
+                    f"{', '.join(sorted(home))} of routed layer {layer} are not the home shards that weights were sent "
+                    "from in earlier executions; after parameters were replaced, call close() of the model on every "
+                    "rank, and the next execution begins with the new ones"
+                )
 
     def expect_backward(self, is_expected: bool) -> None:
         """Say whether backward passes follow the forward passes of the plan, which tells what to prefetch."""
@@ -125,13 +138,13 @@ class TransferEngine:
             self._lane.stream.synchronize()
         self._step, self._running, self._rings = None, None, {}
 
-    def fetch(self, cell: Cell, home: Home) -> None:
+    def fetch(self, cell: Cell) -> None:
         """Begin to bring the replicas that this rank hosts in a cell, and behind them those of later cells."""
         # Called when the rows of the cell have left, so that weights travel while experts compute, and no row waits
         # behind them. What slots hold already, or is under way, is not begun again.
         begun = time.monotonic()
         self._require_active(cell)
-        self._require_published(cell, home)
+        self._require_published(cell)
         self._ready.add(cell.layer)
         slots = self._running = self._slots_for(cell)
         slots.was_prefetched = slots.cell == cell and slots.transfer is not None
@@ -225,12 +238,12 @@ class TransferEngine:
         for expert, slot in zip(by_host["expert"].tolist(), by_host["slot"].tolist(), strict=True):
             assert self._memory is not None, "a schedule of the host path has published its experts"
             for name, source in self._memory.expert(cell.layer, expert).items():
-                copies.append((source, slots.tensors[name][slot]))
+                copies.append((source, slots.rows[name][slot]))
         slots.transfer = Transfer(
             self._peers,
             f"fetching the replicas of {cell}",
-            row_messages(sends[~sends["by_host"]], "row", self._homes[cell.layer]),
-            row_messages(received, "slot", slots.tensors),
+            row_messages(sends[~sends["by_host"]], "row", self._rows[cell.layer]),
+            row_messages(received, "slot", slots.rows),
             copies,
             self._lane,
         ).post()
@@ -275,13 +288,7 @@ class TransferEngine:
             )
         return self._fetch_schedule.cell(cell.micro_step, cell.layer)
 
-    def _require_published(self, cell: Cell, home: Home) -> None:
-        mine = self._homes[cell.layer]
-        if {name: its[0].data_ptr() for name, its in home.items()} != {n: its[0].data_ptr() for n, its in mine.items()}:
-            raise TransferError(
-                f"{cell} hands in {sorted(home)}, which are not the home shards of this layer that the engine was made "
-                "with; pass the same parameters, and make a new engine after replacing them"
-            )
+    def _require_published(self, cell: Cell) -> None:
         if self._versions_of(cell.layer) != self._versions[cell.layer]:
             raise TransferError(
                 f"the home shards of {cell} hold other weights than its step began with; execute "
@@ -321,12 +328,24 @@ class TransferRecord:
     prefetched: bool = False  # the transfer had begun before it was asked for
 
 
-def _versions(home: Home) -> tuple[int, ...]:
-    return tuple(
-        tensor._version
-        for _, experts in sorted(home.items())
+def _rows_of(experts: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    return experts.detach().unbind() if isinstance(experts, Tensor) else [each.detach() for each in experts]
+
+
+def _tensors_of(home: Home) -> list[tuple[str, Tensor]]:
+    return [
+        (name, tensor)
+        for name, experts in sorted(home.items())
         for tensor in ([experts] if isinstance(experts, Tensor) else experts)
-    )
+    ]
+
+
+def _versions(home: Home) -> tuple[int, ...]:
+    return tuple(tensor._version for _, tensor in _tensors_of(home))
+
+
+def _addresses(home: Home) -> list[tuple[str, int]]:
+    return [(name, tensor.data_ptr()) for name, tensor in _tensors_of(home)]
 
 
 def _require_same_engines(consensus: RankConsensus, homes: Mapping[int, Home], options: TransferOptions) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor
 from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.ep.transfer.transfers import Transfer, row_messages
 from foreroute.plan.schedule import CellSchedule
-from foreroute.replay.rows import joined_to_device
 
 
 class GradientReturn:
@@ -31,12 +31,13 @@ class GradientReturn:
         begun = time.monotonic()
         self._arrived = {name: grad.new_empty((len(moves.sends), *grad.shape[1:])) for name, grad in grads.items()}
         # what comes home is in order of the row of the shard, those of one row behind each other
-        rows, self._replicas_of_row = np.unique(moves.sends["row"], return_counts=True)
-        self._rows = rows.tolist()
-        sends = row_messages(moves.hosted, "position", grads, first)
-        self._transfer = Transfer(
-            peers, what, sends, row_messages(moves.sends, "position", self._arrived, first)
-        ).post()
+        rows, replicas_of_row = np.unique(moves.sends["row"], return_counts=True)
+        self._rows, self._replicas_of_row = rows.tolist(), replicas_of_row.tolist()
+        sends, receives = (
+            row_messages(of_end, "position", {name: each.unbind() for name, each in rows_of.items()}, first)
+            for of_end, rows_of in ((moves.hosted, grads), (moves.sends, self._arrived))
+        )
+        self._transfer = Transfer(peers, what, sends, receives).post()
         self._record = record
         self._exposed_s = time.monotonic() - begun
 
@@ -46,29 +47,29 @@ class GradientReturn:
         # rank, in a wide dtype. All ranks wait for the same ones in the same order.
         begun = time.monotonic()
         self._transfer.wait()
-        sums = {
-            name: dict(zip(self._rows, segment_sums(grad, self._replicas_of_row), strict=True))
-            for name, grad in self._arrived.items()
-        }
+        sums = add_neighbours(self._arrived, self._replicas_of_row)
         self._record(self._transfer.direct_bytes, self._exposed_s + time.monotonic() - begun)
-        return sums
+        return {name: dict(zip(self._rows, of_rows, strict=True)) for name, of_rows in sums.items()}
 
 
-def segment_sums(rows: Tensor, lengths_S: Sequence[int] | np.ndarray) -> Tensor:
-    """Add up neighbouring rows of [V, ...], those of a segment one after the other, on any device alike.
+def add_neighbours(tensors: Mapping[str, Tensor], lengths_S: Sequence[int]) -> dict[str, list[Tensor]]:
+    """Add up neighbouring rows of each of [V, ...], those of a segment one after the other, on any device alike.
 
-    Gives [S, ...] in float32, or float64 for rows in float64; zeros for an empty segment.
+    Gives S sums by name, in float32, or float64 for rows in float64. Rows of these dtypes are written to.
     """
-    wide = rows.to(wide_dtype(rows.dtype))
-    if not len(lengths_S):
-        # of which torch cannot take the smallest
-        return wide
-    lengths = joined_to_device([np.asarray(lengths_S, np.int64)], rows.device)
-    # on a device, checking the lengths would wait for it
-    unchecked = rows.device.type != "cpu"
-    return torch.segment_reduce(wide, "sum", lengths=lengths, axis=0, unsafe=unchecked, initial=0.0)
+    rows = {name: each.to(wide_dtype(each.dtype)).unbind() for name, each in tensors.items()}
+    ends = accumulate(lengths_S, initial=0)
+    firsts = list(zip(ends, lengths_S, strict=False))
+    # the n-th row of every segment that has one, of all tensors at once
+    for n in range(1, max(lengths_S, default=0)):
+        longer = [first for first, length in firsts if length > n]
+        torch._foreach_add_(
+            [of_name[first] for of_name in rows.values() for first in longer],
+            [of_name[first + n] for of_name in rows.values() for first in longer],
+        )
+    return {name: [of_name[first] for first, _ in firsts] for name, of_name in rows.items()}
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Give the dtype of gradients of replicas: float32, or float64 for weights in float64."""
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float64 if dtype == torch.float64 else torch.float32

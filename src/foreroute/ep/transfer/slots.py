@@ -28,6 +28,7 @@ class SlotSet:
         num_slots = topology.redundant_slots
         experts = {name: of_name[0].detach() for name, of_name in home.items()}
         self.tensors = {name: expert.new_empty((num_slots, *expert.shape)) for name, expert in experts.items()}
+        self.rows = {name: tensor.unbind() for name, tensor in self.tensors.items()}  # one for each slot
         # the expert of the cell's layer that each slot holds or is being sent
         self.held_GR = np.full((topology.num_ranks, num_slots), EMPTY, np.int64)
         self.cell: Cell | None = None
@@ -70,6 +71,6 @@ class SlotSet:
         # Slots are distinct, so neighbours are those whose first and last are as far apart as they are many.
         if not len(slots) or slots[-1] - slots[0] == len(slots) - 1:
             first = int(slots[0]) if len(slots) else 0
-            return {name: tensor[first : first + len(slots)].detach() for name, tensor in self.tensors.items()}
+            return {name: tensor[first : first + len(slots)] for name, tensor in self.tensors.items()}
         rows = joined_to_device([slots], next(iter(self.tensors.values())).device)
         return {name: tensor.index_select(0, rows) for name, tensor in self.tensors.items()}

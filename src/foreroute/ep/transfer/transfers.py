@@ -96,15 +96,15 @@ class Transfer:
 
 
 def row_messages(
-    moves: NDArray[np.void], column: str, tensors: Mapping[str, Tensor] | Mapping[str, Sequence[Tensor]], first: int = 0
+    moves: NDArray[np.void], column: str, rows: Mapping[str, Sequence[Tensor]], first: int = 0
 ) -> list[Message]:
-    """List the messages of rows of some tensors, in the order of the moves, whose `column` counts rows at this end."""
-    names = sorted(tensors)
+    """List the messages of rows by name, in the order of the moves, whose `column` counts rows at this end."""
+    names = sorted(rows)
     # `first` is the number among the peers of the rank that moves call 0
     columns = (moves["peer"] + first, moves["number"], moves[column])
     return [
         # what arrives lies in one piece in slots and buffers; of a home row that does not, a copy is sent
-        (peer, number * len(names) + i, tensors[name][row].detach().contiguous())
+        (peer, number * len(names) + i, rows[name][row].contiguous())
         for peer, number, row in zip(*(each.tolist() for each in columns), strict=True)
         for i, name in enumerate(names)
     ]

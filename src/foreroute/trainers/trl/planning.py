@@ -92,4 +92,4 @@ class PlannedWindows:
             yield
         assert routed.spread is not None, "its home_LE was there"
         executed_MLG = routed.spread.gather_executed([execution])
-        self.sums.add([execution.hosted[pass_name].plan], counts_MLGE, routed.home_LE, executed_MLG)
+        self.sums.add([execution.passes[pass_name].plan], counts_MLGE, routed.home_LE, executed_MLG)

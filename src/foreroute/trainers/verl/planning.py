@@ -120,5 +120,5 @@ class PlannedBatch:
     def add_to(self, sums: PlanSums, name: PassName) -> None:
         """Add what all ranks executed, after the last micro-batch. A collective call of all stages."""
         executed_MLG = self._routed.spread.gather_executed(self._executions)
-        plans = [execution.hosted[name].plan for execution in self._executions]
+        plans = [execution.passes[name].plan for execution in self._executions]
         sums.add(plans, self._counts_MLGE, self._routed.home_LE, executed_MLG, first=self.num_at_home)

@@ -17,12 +17,13 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from foreroute.adapters import megatron
-from foreroute.adapters.megatron.expert_placement.checkpoints import ExpertsCheckpoint
+from foreroute.adapters.megatron.home_checkpoints import ExpertsCheckpoint
 from foreroute.errors import PlacementError
 from foreroute.layout.rank_rows import block_homes
 from foreroute.testing.megatron_on_cpu import write_checkpoints_without_server
 from tests.adapters.megatron.cpu_optimizers import Trained
 from tests.adapters.megatron.executed_plans import whole_experts
+from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell
 from tests.adapters.megatron.micro_batches import make_batches
 from tests.adapters.megatron.model_chunks import EXPERTS, build, initialize
@@ -57,7 +58,10 @@ def check_round_trips(cell, kind, more=()):
     assert away.differing(plain) == []
 
 
-def check_slots_that_are_taken_for_experts_are_seen(cell, kind):
+@pytest.mark.slow
+@on_ranks(2)
+def test_the_comparison_sees_slots_that_are_taken_for_experts():
+    cell, kind = Cell(ep=2, layers=2), "float32"
     with mock.patch.object(ExpertsCheckpoint, "_displace", lambda self, axis, shard: shard):
         initialize(cell)
         away, plain = Run(cell, kind, seed=0, attached=True), Run(cell, kind, seed=1)
@@ -71,8 +75,11 @@ def check_slots_that_are_taken_for_experts_are_seen(cell, kind):
     assert names >= {"weight", "exp_avg"}, names
 
 
-def check_other_formats_are_refused(cell):
-    """By name, while experts are away; and what another placement filled is no state dict of this one."""
+@pytest.mark.slow
+@on_ranks(2)
+def test_other_formats_are_refused_while_experts_are_away():
+    """By name; and what another placement filled is no state dict of this one."""
+    cell = Cell(ep=2, layers=2)
     initialize(cell)
     run = Run(cell, "distributed", seed=0, attached=True)
     [part] = [part for part in run.trained.optimizer.chained_optimizers if len(run.of_experts(part))]
@@ -109,7 +116,8 @@ def check_other_formats_are_refused(cell):
         run.trained.optimizer.load_state_dict(run.trained.optimizer.state_dict())
 
 
-def check_experts_of_transformer_engine_are_placed_by_their_offsets():
+@on_ranks(1)
+def test_experts_of_transformer_engine_are_placed_by_their_offsets():
     """By its own module, of linears that stand in for those of Transformer Engine."""
     initialize(Cell())
     home_E = np.array([1, 0, 0, 1, 0, 1, 0, 1], np.int16)

@@ -4,11 +4,13 @@ import dataclasses
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 
-from foreroute.adapters.megatron.expert_placement import placement
+from foreroute.adapters.megatron import home_placement
 from foreroute.ep.transfer.home_moves import MovingLayer
 from tests.adapters.megatron.executed_plans import furthest, trained
+from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell, ExecutionCase, with_settings
 
 STEPS = 4
@@ -29,14 +31,16 @@ def check_moves_change_nothing(case):
     assert max(apart.values()) == 0.0, apart
 
 
-def check_the_comparison_sees():
+@pytest.mark.slow
+@on_ranks(2)
+def test_the_comparison_sees_what_stays_behind():
     """State that stays behind, weights that do, and tokens that are sent where experts were, after one move."""
     case = ExecutionCase(Cell(ep=2, layers=2, packed=True), optimizer="adamw")
-    inner = placement.held_tensors
+    inner = home_placement.held_tensors
     breaks = {
-        "state stays": mock.patch.object(placement, "held_tensors", lambda expert, state: inner(expert, {})),
+        "state stays": mock.patch.object(home_placement, "held_tensors", lambda expert, state: inner(expert, {})),
         "weights stay": mock.patch.object(MovingLayer, "commit"),
-        "tokens go where experts were": mock.patch.object(placement, "set_home"),
+        "tokens go where experts were": mock.patch.object(home_placement, "set_home"),
     }
     fixed = trained(case, None, steps=3)
     for name, broken in breaks.items():

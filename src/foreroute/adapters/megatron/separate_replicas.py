@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +40,8 @@ rows of each. Returns what comes out, in that order, in one tensor or several.""
 class SeparateReplicas(Replicas):
     """Replicas beside experts that have parameters of their own."""
 
+    computes_views = False
+
     def __init__(
         self,
         cell: Cell,
@@ -50,7 +53,7 @@ class SeparateReplicas(Replicas):
     ) -> None:
         # Cells without replicas have the same nodes: buckets get ready in an order that follows from the nodes, and
         # groups of expert data parallelism, which reduce buckets together, have plans of their own.
-        super().__init__(cell, engine, home, hosted=num_replicas is not None)
+        super().__init__(cell, engine, on_any_rank=num_replicas is not None)
         self.home = home
         self._num = num_replicas or 0
         self._fuses_gradients = fuses_gradients
@@ -58,14 +61,20 @@ class SeparateReplicas(Replicas):
 
     def parameters(self) -> list[Tensor]:
         # expert after expert, as buckets have them
-        return [parameter for of_one in zip(*self.home.values(), strict=True) for parameter in of_one]
+        return list(chain.from_iterable(zip(*self.home.values(), strict=True)))
 
     def graph_inputs(self) -> list[Tensor]:
         # name after name, and of each replica after replica; a view would keep what it is a view of, emptied or not
         return [row.data for name in self.home for row in self.weights.get(name, ())]
 
     def run(
-        self, inputs: Sequence[Any], run_replicas: RunReplicas, rows: Tensor, probs: Tensor, sizes: Sequence[int]
+        self,
+        token: Tensor,
+        inputs: Sequence[Any],
+        run_replicas: RunReplicas,
+        rows: Tensor,
+        probs: Tensor,
+        sizes: Sequence[int],
     ) -> list[Tensor]:
         """Run the replicas here, each on its part of the rows [N, D], which are in order of slot."""
         if not self._num:
@@ -85,29 +94,26 @@ class SeparateReplicas(Replicas):
 
     def grads_to_return(self, grads: Sequence[Tensor | None]) -> dict[str, Tensor]:
         found, self._fused = self._fused if self._fuses_gradients else grads, []
-        own = [
-            torch.zeros_like(weight) if grad is None else grad
-            for weight, grad in zip(self.graph_inputs(), found, strict=True)
-        ]
-        num = self._num
-        return {
-            name: torch.stack(own[n * num : (n + 1) * num]) if num else rows.to(self._gradient_dtype(rows))
-            for n, (name, rows) in enumerate((name, self.weights[name]) for name in self.home)
-        }
+        returned = {}
+        for i, name in enumerate(self.home):
+            rows = self.weights[name]
+            own = found[i * self._num : (i + 1) * self._num]
+            of_all = [rows.new_zeros(rows.shape[1:]) if grad is None else grad for grad in own]
+            returned[name] = torch.stack(of_all) if of_all else rows.to(self._gradient_dtype(rows))
+        return returned
 
     def add_returned(
         self, returned: dict[str, dict[int, Tensor]], grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         found: list[Tensor | None] = []
-        num_home = len(next(iter(self.home.values())))
-        for row, (name, parameters) in ((row, of_name) for row in range(num_home) for of_name in self.home.items()):
-            grad, parameter = returned.get(name, {}).get(row), parameters[row]
-            main_grad = getattr(parameter, "main_grad", None)
-            if grad is not None and main_grad is not None:
-                # autograd would round to the parameter's dtype, and after fused kernels Megatron ignores what it brings
-                main_grad.add_(grad)
-                grad = None
-            found.append(None if grad is None else grad.to(parameter.dtype))
+        for row, of_one in enumerate(zip(*self.home.values(), strict=True)):
+            for name, parameter in zip(self.home, of_one, strict=True):
+                grad, main_grad = returned.get(name, {}).get(row), getattr(parameter, "main_grad", None)
+                if grad is not None and main_grad is not None:
+                    # autograd would round it, and what it brings after fused kernels Megatron ignores
+                    main_grad.add_(grad)
+                    grad = None
+                found.append(None if grad is None else grad.to(parameter.dtype))
         return found
 
     def _gradient_dtype(self, weight: Tensor) -> torch.dtype:

@@ -1,13 +1,14 @@
-"""Margins of live routers, on the device, fall into the bins that `margin_histogram` counts."""
+"""What is on the device beside what is in NumPy: bins of margins, and ids that take 16 bits without a sign."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
+import foreroute as fr
 from foreroute.core.selection import Scores
 from foreroute.mismatch import margin_histogram
-from foreroute.replay import ReplayRows, Telemetry
+from foreroute.replay import Policy, ReplayRows, Telemetry, TraceOnDevice
 from tests.traces import spec_of
 
 MARGINS = [0.0, 1e-12, 1e-8, 3e-4, 0.5, 9.9, 1e3, float("inf"), -1e-9, -2.0]
@@ -29,3 +30,14 @@ def test_margins_of_any_size_are_counted_alike_and_no_numbers_in_no_bin():
     found = telemetry.agreement(0)
     assert found.margins_LB.tolist() == margin_histogram(np.array(MARGINS, np.float32)[:, None]).tolist()
     assert found.routing.rows - found.margins_LB.sum() == 1
+
+
+def test_the_highest_experts_of_the_largest_models_are_replayed():
+    sizes, ids = [(40_000, 2), (65_535, 1)], [[[39_999, 1], [65_534, -1]], [[5, 32_768], [32_767, -1]]]
+    spec = fr.RoutingSpec.of_sizes([fr.RoutedLayer(0), fr.RoutedLayer(1)], sizes)
+    # the second sequence has no route
+    trace = fr.RoutingTrace.from_sequences(spec, [[1, 2], [3]], [ids, np.full((1, 2, 2), -1)])
+    rows = TraceOnDevice(trace, torch.device("cpu")).gather(
+        torch.tensor([0, 1, -1, 2]), Policy("native", "native", "native", telemetry=False)
+    )
+    assert rows.ids_LRK.transpose(0, 1).tolist() == [*ids, *[[[-1, -1]] * 2] * 2]

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
+from torch import nn
 
-from foreroute.adapters.megatron.expert_placement.placement import HomePlacement
+from foreroute.adapters.megatron.home_placement import HomePlacement
 from foreroute.adapters.megatron.hooks import ChunkHooks
-from foreroute.adapters.megatron.plan_execution.layer import PlannedLayer, objection_to_layer
-from foreroute.adapters.megatron.plan_execution.replicas import RunReplicas, home_parameters, replica_runner
+from foreroute.adapters.megatron.planned_layer import PlannedLayer, objection_to_layer
+from foreroute.adapters.megatron.separate_replicas import RunReplicas, home_parameters, replica_runner
 from foreroute.ep import ExpertParallelModel
 from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.transfer.cells import Home
@@ -31,6 +33,7 @@ class PlannedExperts(ExpertParallelModel):
 
     def __init__(self, spec: RoutingSpec, chunks: Sequence[ChunkHooks], ep_size: int) -> None:
         trunk: Any = chunks[0].trunk
+        self._chunks = chunks
         self._groups = trunk.pg_collection
         self._sites = [(spec.layers.index(site.layer), site, chunk) for chunk in chunks for site in chunk.sites]
         self._homes = HomePlacement(spec, [site for _, site, _ in self._sites], ep_size, self._groups)
@@ -67,10 +70,17 @@ class PlannedExperts(ExpertParallelModel):
         ]
         return homes
 
+    def _is_executing(self) -> bool:
+        return not _executed.isdisjoint(chunk.trunk for chunk in self._chunks)
+
     @contextmanager
     def layers_in_place(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.callback(self._layers_in_execution.clear)
+            # of every attachment, also where a stage has no layer that executes anything
+            for chunk in self._chunks:
+                _executed.add(chunk.trunk)
+                stack.callback(_executed.discard, chunk.trunk)
             for layer in self._layers_in_execution:
                 stack.enter_context(layer.in_place())
             yield
@@ -86,3 +96,7 @@ class PlannedExperts(ExpertParallelModel):
             self._of_job = everyone if everyone.size == dist.get_world_size() else RankConsensus()
         received = self._homes.move(home_LE, optimizer, self._of_job)
         return received, self._homes.home_LE
+
+
+_executed: WeakSet[nn.Module] = WeakSet()
+"""Trunks of chunks on which a plan is executed."""

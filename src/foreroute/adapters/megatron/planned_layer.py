@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 from torch import Tensor, nn
 
 from foreroute.adapters.megatron.discover import ChunkRouter, objection_to_output, objection_to_settings
-from foreroute.adapters.megatron.plan_execution.replicas import RunReplicas, SeparateReplicas, objection_to_experts
+from foreroute.adapters.megatron.separate_replicas import RunReplicas, SeparateReplicas, objection_to_experts
 from foreroute.core.passes import PassStack
 from foreroute.ep.dispatch import Combine, Dispatch, DispatchHandle
 from foreroute.ep.execution import work_of
@@ -72,12 +72,12 @@ class PlannedLayer:
         work = work_of(self._passes, self._number, f"the layer of {self._site.path}")
         self._replicas = replicas = SeparateReplicas(
             work.cell,
-            work.engine,
+            work.cells.engine,
             self._home,
             num_replicas=work.num_replicas_here if work.has_replicas else None,
             fuses_gradients=self._fuses_gradients,
         )
-        if replicas.hosted:
+        if replicas.on_any_rank:
             self.finish_gathering()
         replicas.register()
         if len(self._descending_E) != num_experts:

@@ -1,13 +1,13 @@
-"""Plans that are executed change nothing that a training run gives, and have every rank compute what they say."""
+"""What plans leave as it was inside Megatron: gradients, checkpoints and memory. And what is spread by them."""
 
 import dataclasses
 import gc
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from foreroute.ep.replicas import Replicas
 from foreroute.ep.transfer import engine
@@ -24,6 +24,7 @@ from tests.adapters.megatron.executed_plans import (
     rows_off_plan,
     trained,
 )
+from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell, ExecutionCase, with_settings
 from tests.adapters.megatron.grid_checks import carrying
 from tests.adapters.megatron.grouped_linear import GroupedLinear
@@ -33,8 +34,6 @@ from tests.adapters.megatron.training_step import forward_step, step
 
 FLOAT64 = {"moe_router_dtype": "fp64", "params_dtype": torch.float64, "pipeline_dtype": torch.float64}
 EXACT = 1e-12
-IN_SLOTS = 2 * 2
-"""Tensors of shared slots: of the cell that runs and of the next one, two names each."""
 
 
 def check_cases(cases, steps=STEPS):
@@ -58,7 +57,9 @@ def check_equal(plain, executed, planned):
     assert (executed["replicas"] > 0, executed["moved"] > 0) == (planned != "static", planned == "random")
 
 
-def check_gradients_lose_nothing_on_their_way_home():
+@pytest.mark.slow
+@on_ranks(2)
+def test_gradients_lose_nothing_on_their_way_home():
     """Sent in float64 they arrive with the same bits, and sent in bfloat16 only where kernels made them in bfloat16.
 
     A gradient that is rounded at home, before it is added to main_grad, is the same in bfloat16 as well. That the sums
@@ -90,19 +91,8 @@ def sending_as(dtype):
     return begin
 
 
-def check_a_model_that_nothing_wraps():
-    """Without main_grad, gradients of replicas come home through autograd, in the dtype of the parameter."""
-    at = Planned.of(in_float64(ExecutionCase(Cell(ep=2, layers=2, recompute="uniform"))))
-    plain_losses, plain_grads = at.step()
-    assert len(at.plan.hosts.expert_R)
-    with at.execute():
-        losses, grads = at.step()
-    found = {"losses": [losses], "gradients": grads}
-    apart = furthest(found, {"losses": [plain_losses], "gradients": plain_grads})
-    assert max(apart.values()) <= EXACT, apart
-
-
-def check_padding_is_spread_by_the_plan():
+@on_ranks(2)
+def test_padding_is_spread_by_the_plan():
     """Counts have it, so that ranks are even with it, and the largest cell of the plan is an exact capacity.
 
     Padding that is left to the model is in no count, and homes take it beyond what was planned.
@@ -136,7 +126,9 @@ def check_padding_is_spread_by_the_plan():
             assert (executed_GML.max(0) > made.max_load_ML).any()
 
 
-def check_rows_without_a_route_are_spread_by_the_plan():
+@pytest.mark.slow
+@on_ranks(2)
+def test_rows_without_a_route_are_spread_by_the_plan():
     """Rows that no counted token depends on: the plan knows them, and what is measured of the others is the same."""
     at = Planned.of(ExecutionCase(Cell(ep=2, layers=2), complete=False))
     routed, batches, traces = at.routed, at.batches, at.traces
@@ -154,7 +146,8 @@ def check_rows_without_a_route_are_spread_by_the_plan():
     assert (off_plan[0] > 0, off_plan[1]) == (True, 0), off_plan
 
 
-def check_checkpoints_do_not_see_replicas():
+@on_ranks(2)
+def test_checkpoints_do_not_see_replicas():
     """While a plan is executed, a model has the parameters, state and shards of checkpoints that it has else."""
     for experts in ("sequential", "grouped"):
         at = Planned.of(ExecutionCase(Cell(ep=2, layers=2, experts=experts)))
@@ -165,7 +158,8 @@ def check_checkpoints_do_not_see_replicas():
         assert any(transfer.kind == "return" for transfer in execution.transfers)
 
 
-def check_modules_of_replicas_are_kept_from_one_execution_to_the_next():
+@on_ranks(2)
+def test_modules_of_replicas_are_kept_from_one_execution_to_the_next():
     """Transformer Engine's are dear to make; they are made once for each layer and number, and draw nothing."""
     at = Planned.of(ExecutionCase(Cell(ep=2, layers=2, experts="grouped")))
     made, make = [], GroupedLinear.__init__
@@ -186,31 +180,9 @@ def check_modules_of_replicas_are_kept_from_one_execution_to_the_next():
     assert second == []
 
 
-def check_nothing_fetched_is_kept_for_backward():
-    """When a forward ends, what was fetched for it lies in slots or is free; behind a step all of it is free."""
-    kinds = [("sequential", "none"), ("grouped", "none"), ("grouped, fused", "none"), ("sequential", "uniform")]
-    for experts, recompute in kinds:
-        optimizer = "momentum" if "fused" in experts else None
-        at = Planned.of(ExecutionCase(Cell(ep=2, layers=4, experts=experts, recompute=recompute)), optimizer, "shared")
-        fetched, alive, wait = [], [], Replicas.wait
-
-        def waited(self, fetched=fetched, wait=wait):
-            wait(self)
-            fetched.extend(StorageWeakRef(rows.untyped_storage()) for rows in self.weights.values())
-
-        def forward(iterator, chunk, fetched=fetched, alive=alive):
-            found = forward_step(iterator, chunk)
-            alive.append(len({storage.cdata for storage in fetched if not storage.expired()}))
-            return found
-
-        with mock.patch.object(Replicas, "wait", waited), at.execute():
-            at.step(forward)
-        alive.append(sum(not storage.expired() for storage in fetched))
-        assert max(alive[:-1]) <= IN_SLOTS < len(fetched), (experts, recompute, alive)
-        assert not alive[-1], (experts, recompute, alive)
-
-
-def check_nothing_of_executions_piles_up():
+@pytest.mark.slow
+@on_ranks(2)
+def test_nothing_of_executions_piles_up():
     """Megatron keeps tensors of a pass, and nodes of autograd lead from them to what executed it: circles for ever."""
     at = Planned.of(ExecutionCase(Cell(ep=2, layers=2)))
     for _ in range(3):

@@ -1,0 +1,262 @@
+"""What every engine must do: one table, run by the embedded engine and by the clients of vLLM's and SGLang's servers.
+
+A client does not believe its server. What a server may say that is not so is told in words of no engine, and written
+into the recorded answers of each.
+"""
+
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from foreroute.adapters.checkpoint import ServedModel
+from foreroute.capture import Sampling
+from foreroute.engines import sglang, vllm
+from foreroute.engines.embedded import EmbeddedEngine
+from foreroute.errors import CaptureError, ConfigError, EngineError
+from foreroute.trace import SAMPLING
+from foreroute.train import parse_config
+from foreroute.train.policy import make_engine
+from tests.engines.recorded_answers import serving
+from tests.engines.sglang import test_sglang as of_sglang
+from tests.engines.small_policy import END, policy, seeded
+from tests.engines.vllm import test_engine as of_vllm
+from tests.tiers import grid
+
+PROMPTS = [of_vllm.PROMPT, of_vllm.PROMPT[::-1].copy()]
+SAMPLED = Sampling(max_new_tokens=5, end_token=END, temperature=0.8)
+MASKED = of_vllm.SETTINGS | {"model_config": of_vllm.SETTINGS["model_config"] | {"return_sampling_mask": True}}
+
+
+class VLLM:
+    """Its server, and how one answer of it says what it says."""
+
+    client = vllm.VLLMEngine
+
+    def __init__(self):
+        self.server = of_vllm.Server("generate_masks", **{of_vllm.INFO: {"vllm_config": MASKED}})
+
+    def tell(self, lie):
+        self.server.lie = lie and (lambda answer: self._changed(answer, lie))
+
+    @staticmethod
+    def _changed(answer, lie):
+        (choice,) = answer["choices"]
+        steps = choice["logprobs"]["content"]
+        said = {
+            "id": answer["request_id"],
+            "prompt": answer["prompt_token_ids"],
+            "tokens": choice["token_ids"],
+            "steps": [(step["logprob"], token) for step, token in zip(steps, choice["token_ids"], strict=True)],
+            "reason": choice["finish_reason"],
+            "weights": None,
+        }
+        lie(said)
+        answer |= {"request_id": said["id"], "prompt_token_ids": said["prompt"]}
+        choice |= {"token_ids": said["tokens"], "finish_reason": said["reason"], "weight_versions": said["weights"]}
+        choice["logprobs"]["content"] = [{"token": f"token_id:{token}", "logprob": own} for own, token in said["steps"]]
+        return answer
+
+
+class SGLang:
+    """As `VLLM`."""
+
+    client = sglang.SGLangServerEngine
+
+    def __init__(self):
+        self.server = of_sglang.Server()
+
+    def tell(self, lie):
+        self.server.lie = lie and (lambda answers: [self._changed(answer, lie) for answer in answers])
+
+    @staticmethod
+    def _changed(answer, lie):
+        meta = answer["meta_info"]
+        said = {
+            "id": meta["id"],
+            "prompt": [0] * meta["prompt_tokens"],
+            "tokens": answer["output_ids"],
+            "steps": [(own, token) for own, token, _ in meta["output_token_logprobs"]],
+            "reason": meta["finish_reason"]["type"],
+            "weights": meta["weight_versions"],
+        }
+        lie(said)
+        answer["output_ids"] = said["tokens"]
+        meta |= {"id": said["id"], "weight_versions": said["weights"], "finish_reason": {"type": said["reason"]}}
+        meta |= {"prompt_tokens": said["prompt"] and len(said["prompt"])}
+        meta |= {"output_token_logprobs": [[own, token, None] for own, token in said["steps"]]}
+        return answer
+
+
+SERVED = {"vllm": VLLM, "sglang": SGLang}
+
+
+@pytest.fixture(scope="module")
+def routed():
+    return policy()
+
+
+@contextmanager
+def open_engine(name, routed, folder):
+    """An engine, and its server where it has one."""
+    if name == "embedded":
+        yield EmbeddedEngine(routed.model, "float32"), None
+        return
+    of_server = SERVED[name]()
+    with serving(of_server.server) as at:
+        yield of_server.client(ServedModel.of(routed), at.url, weights_folder=folder, timeout_s=5), of_server
+
+
+@pytest.fixture(params=["embedded", *SERVED])
+def engine(request, routed, tmp_path):
+    with open_engine(request.param, routed, tmp_path) as (engine, _):
+        yield engine
+        engine.close()
+        engine.close()
+
+
+def test_each_request_is_answered_in_order_under_the_weights_that_were_loaded_last(engine, routed):
+    for version in (3, 7):
+        engine.load_weights(routed.model.state_dict(), version)
+        assert engine.weight_version == version
+        got = engine.generate(PROMPTS, replace(SAMPLED, group_size=2), seeded())
+        trace = got.trace
+        assert [trace.tokens(s)[:8].tolist() for s in range(4)] == [PROMPTS[s // 2].tolist() for s in range(4)]
+        assert got.prompt_lengths.tolist() == [8] * 4
+        assert trace.versions == (version,)
+        assert np.flatnonzero(~trace.valid_N).tolist() == (trace.offsets[1:] - 1).tolist()
+        assert 1 <= got.response_lengths.min() <= got.response_lengths.max() <= 5
+        assert len(got.logprobs_R) == got.response_lengths.sum()
+        assert (got.logprobs_R <= 0).all()
+        assert not trace.streams
+
+
+def test_sets_come_where_tokens_are_left_out(engine, routed):
+    engine.load_weights(routed.model.state_dict(), 3)
+    got = engine.generate(PROMPTS[:1], replace(SAMPLED, top_p=0.9), seeded())
+    masks = got.trace.streams[SAMPLING]
+    assert np.flatnonzero(masks.valid_N).tolist() == [*range(7, 7 + got.response_lengths[0])]
+    sets = [masks.ids[masks.offsets[row] : masks.offsets[row + 1]].tolist() for row in np.flatnonzero(masks.valid_N)]
+    assert all(token in ids for token, ids in zip(got.response(0).tolist(), sets, strict=True))
+    assert not engine.generate(PROMPTS[:1], replace(SAMPLED, temperature=0), seeded()).trace.streams
+
+
+@pytest.mark.parametrize("prompts", [[], [PROMPTS[0], PROMPTS[0][:0]]])
+def test_nothing_to_go_on_from_is_refused(engine, prompts):
+    with pytest.raises(ConfigError, match=r"prompts, of .* tokens; expected one or more"):
+        engine.generate(prompts, SAMPLED, seeded())
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_configuration_names_the_server(name, routed, tmp_path):
+    with serving(SERVED[name]().server) as at:
+        place = {"url": at.url, "weights_folder": str(tmp_path / "weights"), "timeout_s": 5.0}
+        values = {"name": "x", "rollout": {"engine": name, "server": place}}
+        with make_engine(parse_config(values, source="this test"), routed) as engine:
+            engine.load_weights(routed.model.state_dict(), version=3)
+            trace = engine.generate(PROMPTS, SAMPLED, seeded()).trace
+    assert (trace.versions, trace.provenance["engine"]) == ((3,), name)
+
+
+def stated(**changes):
+    return lambda said: said.update(changes)
+
+
+def step(position, *, logprob=None, token=None):
+    """Another log-prob at a place of the response, or that of another token."""
+
+    def change(said):
+        own, named = said["steps"][position]
+        said["steps"][position] = (own, token) if token is not None else (logprob, named)
+
+    return change
+
+
+def sampled(position, token):
+    """Another token at a place of the response, consistently."""
+
+    def change(said):
+        said["tokens"][position] = token
+        said["steps"][position] = (said["steps"][position][0], token)
+
+    return change
+
+
+def lengthened(by):
+    """More tokens, or fewer, consistently but for the routes."""
+
+    def change(said):
+        for name in ("tokens", "steps"):
+            said[name] = said[name][: len(said[name]) + min(by, 0)] + said[name][: max(by, 0)]
+
+    return change
+
+
+def of_the_first():
+    """The id of the answer that was given first, though prompts have one length."""
+    ids = []
+
+    def change(said):
+        ids.append(said["id"])
+        said["id"] = ids[0]
+
+    return change
+
+
+LIES = {
+    # of another request, prompt or sequence
+    "an answer given twice": (of_the_first(), "answers the request"),
+    "another id": (stated(id="x"), "answers the request 'x'"),
+    "no id": (stated(id=None), "lacks or garbles"),
+    "another prompt": (
+        stated(prompt=[1, 2, 3]),
+        "tokenizer or template of its own|a prompt of 3 tokens, it was sent 8",
+    ),
+    "no prompt": (stated(prompt=None), "lacks or garbles"),
+    "log-probs of other tokens": (step(1, token=9), "token of each log-prob"),
+    "log-probs in another order": (lambda said: said["steps"].reverse(), "token of each log-prob"),
+    "a log-prob too few": (lambda said: said["steps"].pop(), "token of each log-prob"),
+    "other weights": (
+        stated(weights=[{"version": "2", "start": 0, "end": 5}]),
+        "version 2, the trainer loaded version 3",
+    ),
+    "weights of a number": (stated(weights=[{"version": 3, "start": 0, "end": 5}]), "has the span"),
+    # tokens and ends that cannot be
+    "token 64": (sampled(1, 64), "sampled token 64, the policy knows those below 64"),
+    "token -1": (sampled(1, -1), r"a list of integers|sampled token -1"),
+    "a truth value": (lambda said: said["tokens"].__setitem__(1, True), "a list of integers"),
+    "too many": (lengthened(3), "sampled 8 tokens, it was asked for 1 to 5"),
+    "none": (lengthened(-5), "sampled 0 tokens"),
+    "behind the end": (sampled(1, END), "3 tokens behind the end token 3"),
+    "stop without an end": (lambda said: (sampled(4, 9)(said), stated(reason="stop")(said)), "ended by an end token"),
+    "length too early": (lengthened(-2), "for its length after 3 of 5 tokens"),
+    "no reason": (stated(reason=None), "lacks or garbles"),
+    "another reason": (stated(reason="repetition"), "for the reason 'repetition'"),
+    "aborted": (stated(reason="abort"), "aborted a response: someone else uses"),
+    # log-probs that cannot be; of other types are those of test_garbled_answers.py
+    **{
+        f"log-prob {value}": (step(2, logprob=value), "the log-prob")
+        for value in (5.0, 2.0**31, 1e12, 1.1e-3, -9999.0, -1e30, None)
+    },
+}
+
+
+@pytest.fixture(scope="module", params=SERVED)
+def asked(request, routed, tmp_path_factory):
+    """A server, and what asks it."""
+    with open_engine(request.param, routed, tmp_path_factory.mktemp("weights")) as (engine, of_server):
+        engine.load_weights(routed.model.state_dict(), version=3)
+        yield of_server, lambda: engine.generate(PROMPTS, SAMPLED, seeded())
+        engine.close()
+
+
+@grid("lie", LIES, quick=12)
+def test_an_answer_that_is_none_to_its_question_is_refused(asked, lie):
+    of_server, ask = asked
+    told, said = LIES[lie]
+    of_server.tell(lambda _: None)
+    assert len(ask()) == 2  # the control: without the lie it is taken
+    of_server.tell(told)
+    with pytest.raises((EngineError, CaptureError), match=said):
+        ask()
