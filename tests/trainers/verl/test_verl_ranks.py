@@ -19,10 +19,10 @@ BUCKETS = {"pad_to_length": True, "pad_to_length_bucket": 16}
 FUSED = {"model": {"use_fused_kernels": True}}
 SETTINGS = {
     "FSDP2": {},
-    "FSDP2, padded to buckets": BUCKETS,
+    "FSDP2, padded to buckets": BUCKETS | {"old": {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}},
     "FSDP1, padded": FSDP1 | {"batch": {"use_remove_padding": False}},
     "FSDP1, original parameters, fused": FSDP1 | FUSED | {"use_orig_params": True},
-    "Ulysses, by count": ULYSSES | {"batch": {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}},
+    "Ulysses": ULYSSES,
     "Ulysses, padded to buckets": ULYSSES | BUCKETS,
     "Ulysses, FSDP1, fused": ULYSSES | FSDP1 | FUSED,
     "Ulysses, not replayed": ULYSSES | {"replay": "disabled"},
@@ -122,11 +122,13 @@ def _rank(rank, folder, shared):
         book = Book(folder, count=COUNT)
         mine = slice(None) if "Ulysses" in name else slice(COUNT // 2 * rank, COUNT // 2 * (rank + 1))
         batch = {name: values[mine] for name, values in book.batch().items()}
+        settings = dict(settings)
+        old = settings.pop("old", {})  # of the pass whose log-probs are looked at
         td = partial(tensordict, batch, use_fused_kernels="fused" in name, **settings.pop("batch", {}))
         with on_cpu():
             engine = make(folder, optimizer={"optimizer": "SGD", "weight_decay": 0, "clip_grad": 1e9}, lr=1, **settings)
             old_log_probs(engine, td())  # the first is held against the model's own routes
-            log_probs, _ = old_log_probs(engine, td())
+            log_probs, _ = old_log_probs(engine, td(**old))
             engine.routing.metrics.__init__()  # so that sums are of one pass
             old_log_probs(engine, td())
             with watched(engine.module) as forwards:
