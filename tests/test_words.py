@@ -1,4 +1,4 @@
-"""Words that the house no longer uses stay away from pages, docstrings and messages."""
+"""Words that the house no longer uses stay away from pages, docstrings and messages, and prose from tests of errors."""
 
 import ast
 import re
@@ -107,3 +107,30 @@ def test_words_are_seen_in_names():
     )
     seen = {name for _, name in names_of(ast.parse(planted)) if re.search("|".join(NAMES_INSTEAD), snake(name))}
     assert seen == {"HandedOn", "give_up()", "lent_E", "is_again", "_rivals", "told", "_given()"}
+
+
+def prose_in_matches(tree):
+    """The patterns of `pytest.raises` and `pytest.warns` with three plain words in a row, and their lines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("pytest.raises", "pytest.warns"):
+            for keyword in node.keywords:
+                text = getattr(keyword.value, "value", "") if keyword.arg == "match" else ""
+                if not isinstance(text, str):
+                    continue
+                plain = re.sub(r"\\.|\[[^\]]*\]|[.*+?(){}|^$]", " # ", text)
+                if re.search(r"(?:^|[^\w])[A-Za-z']{2,}[,;:]? [A-Za-z']{2,}[,;:]? [A-Za-z']{2,}", plain):
+                    yield node.lineno, text
+
+
+def test_errors_are_matched_by_their_class_and_key_words():
+    """So that a message can be said better; what it must hold are names, numbers and two words."""
+    found = [
+        (str(test.relative_to(ROOT)), *place)
+        for test in sorted((ROOT / "tests").rglob("*.py"))
+        for place in prose_in_matches(ast.parse(test.read_text(encoding="utf-8")))
+    ]
+    assert not found
+    planted = (
+        'pytest.raises(E, match="the trace has 3 rows, and not so many")\npytest.raises(E, match=r"trace.*3 rows")'
+    )
+    assert [line for line, _ in prose_in_matches(ast.parse(planted))] == [1]

@@ -58,10 +58,10 @@ def test_prompts_are_whole_numbers_of_tokens(generation, lengths):
 def test_what_is_no_generation_is_refused(tmp_path, generation):
     path = tmp_path / "rollout.safetensors"
     fr.save(generation.trace, path)
-    with pytest.raises(TraceFileError, match=r"trace without log-probs; capture\.save_generation writes generations"):
+    with pytest.raises(TraceFileError, match=r"capture\.save_generation.*generations"):
         load_generation(path)
     metadata, tensors = encode(generation.trace, "ordered")
-    with pytest.raises(TraceFileError, match=r"its tensors are .*; expected .*prompt_lengths"):
+    with pytest.raises(TraceFileError, match=r"tensors.*prompt_lengths"):
         FORMAT.write(path, metadata, tensors | {"logprobs": generation.logprobs_R}, overwrite=True)
 
 
@@ -110,17 +110,17 @@ def test_a_log_prob_that_was_rounded_above_0_is_taken(generation):
     "make", [list, lambda each: each.astype(complex), lambda each: each.astype(str), lambda each: each[1:]]
 )
 def test_log_probs_that_are_no_real_for_each_token_are_refused(generation, make):
-    with pytest.raises(TraceContentError, match=r"expected floats \[\d+\], one for each sampled token"):
+    with pytest.raises(TraceContentError, match=r"floats \[\d+\].*sampled"):
         Generation(generation.trace, generation.prompt_lengths, make(generation.logprobs_R))
 
 
 def test_what_is_no_trace_no_response_and_no_mask_is_named(generation):
-    with pytest.raises(TraceContentError, match="at least one token each"):
+    with pytest.raises(TraceContentError, match="token"):
         Generation(generation.trace, generation.trace.lengths, generation.logprobs_R)
-    with pytest.raises(TraceContentError, match="the trace is None; expected a RoutingTrace"):
+    with pytest.raises(TraceContentError, match=r"trace.*RoutingTrace"):
         Generation(None, generation.prompt_lengths, generation.logprobs_R)
     for sampled in (generation.sampled_N.tolist(), "x", 3, generation.sampled_N[1:]):
-        with pytest.raises(TraceContentError, match=r"the sampled tokens are given as .* expected bool"):
+        with pytest.raises(TraceContentError, match="sampled tokens"):
             Generation(generation.trace, generation.prompt_lengths, generation.logprobs_R, sampled)
 
 

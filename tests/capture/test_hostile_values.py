@@ -230,5 +230,5 @@ def test_a_tensor_dictionary_is_a_batch_and_not_an_array(kind):
 
 def test_a_layer_of_zeros_may_be_a_wrong_layer_table():
     wrong = dataclasses.replace(R.spec, layers=tuple(map(RoutedLayer, range(5))))
-    with pytest.raises(CaptureError, match=r"zeros in 1 of 5 layers .first: decoder 0.*layer is dense.*stated wrong"):
+    with pytest.raises(CaptureError, match=r"1.*5 layers.*decoder 0"):
         decode(R.all_layers(), model=wrong, token_ids=R.tokens)

@@ -91,7 +91,7 @@ def test_what_cannot_be_choices_of_these_sequences_is_refused(broken):
 
 @pytest.mark.parametrize("indexers", [None, 3, IndexerSpec(3, ()), IndexerSpec(3, LAYERS, heads=2)])
 def test_indexers_that_sglang_has_no_form_for_are_refused(indexers):
-    with pytest.raises(CaptureError, match="expected an IndexerSpec of one head, with a layer or more"):
+    with pytest.raises(CaptureError, match=r"IndexerSpec.*layer"):
         with_indexer_choices(TRACE, returned(), indexers)
 
 

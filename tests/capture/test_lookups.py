@@ -58,7 +58,7 @@ def test_zeros_elsewhere_and_a_row_of_them_are_refused():
         decode(without(R, range(5)).routes_RLK, model=SPEC, token_ids=R.tokens)
     rows = R.routes_RLK.copy()
     rows[4, 0] = 0
-    with pytest.raises(CaptureError, match=r"position 4, hash 0 has expert ids .0, 0, 0.: an expert is picked twice"):
+    with pytest.raises(CaptureError, match=r"position 4.*0.*expert.*0, 0, 0"):
         decode(rows, model=SPEC, token_ids=R.tokens)
 
 
@@ -81,7 +81,7 @@ def test_sequences_with_them_and_without_are_joined_on_the_other_layers():
     start = fr.RoutingTrace.unrouted(SPEC, [R.tokens[:5]])
     assert extended(start, cut).equals(cut)
     assert fr.concatenate([full, full]).spec == SPEC
-    with pytest.raises(SpecMismatchError, match="a trace to concatenate belongs to another model"):
+    with pytest.raises(SpecMismatchError, match="concatenate belongs"):
         fr.concatenate([full, full.select_layers(LAYERS[:3])])
 
 
@@ -99,7 +99,7 @@ def test_a_trainers_trace_is_compared_with_an_engines_on_the_other_layers():
 
 
 def test_a_trace_that_lacks_more_is_refused():
-    with pytest.raises(SpecMismatchError, match="the trace belongs to another model"):
+    with pytest.raises(SpecMismatchError, match=r"belongs.*another"):
         with_lookups(WHOLE.select_layers(LAYERS[1:3]), SPEC, LOOKUPS)
-    with pytest.raises(SpecMismatchError, match="the trace belongs to another model"):
+    with pytest.raises(SpecMismatchError, match=r"belongs.*another"):
         with_lookups(WHOLE.select_layers(DECODER.layers), SPEC, {})

@@ -296,7 +296,7 @@ def test_routes_for_the_last_token_of_a_verl_batch_mean_a_shift(layers):
     assert decode(batch, model=rollouts[0].spec).valid_N.sum() == 110
     shifted = np.roll(batch["routed_experts"], 1, axis=1)
     shifted[:, 0] = shifted[:, 1]
-    with pytest.raises(CaptureError, match=r"sequence 0 has routes for its last token.*The rows are shifted"):
+    with pytest.raises(CaptureError, match=r"sequence 0.*shifted"):
         decode({**batch, "routed_experts": shifted}, model=rollouts[0].spec)
 
 
@@ -309,5 +309,5 @@ def test_a_sequence_that_a_verl_batch_cut_has_routes_for_its_last_token():
     assert np.flatnonzero(~trace.valid_N).tolist() == [9, 16]  # what no later token depends on
     np.testing.assert_array_equal(trace.expert_ids_NLK[:9], rollouts[0].routes_RLK[:9])
     alone = {name: values[:1] for name, values in cut.items()}
-    with pytest.raises(CaptureError, match="sequence 0 has routes for its last token"):
+    with pytest.raises(CaptureError, match=r"sequence 0.*routes"):
         decode(alone, model=rollouts[0].spec)

@@ -125,9 +125,9 @@ def test_masks_that_cannot_be_are_refused(form, broken):
 
 def test_masks_of_some_sequences_or_of_no_vocabulary_are_refused():
     sets = sets_for(R.response)
-    with pytest.raises(CaptureError, match="the size of the vocabulary is not known"):
+    with pytest.raises(CaptureError, match=r"vocabulary.*known"):
         decode(vllm(R, sets), model=R.spec)
-    with pytest.raises(CaptureError, match="sequence 1 has no sampling mask"):
+    with pytest.raises(CaptureError, match=r"sequence 1.*sampling"):
         decode([vllm(R, sets), wires.vllm_narrow(R)], **MODEL)
 
 
@@ -175,7 +175,7 @@ def test_masks_are_read_without_a_step_of_python_for_each_token(monkeypatch):
 def test_arrays_that_are_no_sets_are_refused(mask):
     output = vllm_arrays(R, sets_for(R.response))
     output.outputs[0].sampling_mask.token_ids[2] = mask
-    with pytest.raises(CaptureError, match="expected a list of token ids for each"):
+    with pytest.raises(CaptureError, match=r"list.*token"):
         decode(output, **MODEL)
 
 
@@ -186,5 +186,5 @@ def test_ids_of_several_types_are_not_rounded():
     masks[0], masks[1] = masks[0].astype(np.uint64), masks[1].astype(np.int64)
     assert masks_of(decode(output, **MODEL)) == masks_of(decode(vllm(R, sets_for(R.response)), **MODEL))
     masks[1] = np.array([2**64 - 1], np.uint64)
-    with pytest.raises(CaptureError, match="ids go from -1"):
+    with pytest.raises(CaptureError, match=r"ids go.*-1"):
         decode(output, **MODEL)

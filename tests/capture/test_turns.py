@@ -48,11 +48,11 @@ def test_turns_match_the_oracle(data):
 def test_what_does_not_continue_is_refused():
     rng = np.random.default_rng(3)
     start = turn([1, 2, 3], routes(rng, 2))
-    with pytest.raises(BatchMismatchError, match="token 9 at position 1, the earlier capture has 2"):
+    with pytest.raises(BatchMismatchError, match=r"9.*position 1.*earlier.*2"):
         extended(start, turn([1, 9, 3, 4], routes(rng, 3)))
     with pytest.raises(BatchMismatchError, match="none shorter"):
         extended(start, turn([1, 2], routes(rng, 1)))
-    with pytest.raises(BatchMismatchError, match="expected as many"):
+    with pytest.raises(BatchMismatchError, match="many"):
         extended(start, RoutingTrace.unrouted(SPEC, [[1, 2, 3], [2]]))
     with pytest.raises(SpecMismatchError):
         extended(start, RoutingTrace.unrouted(spec_of(num_experts=16), [[1, 2, 3]]))

@@ -56,7 +56,7 @@ def test_spans_of_an_answer_of_sglang():
 def test_a_number_stamps_all_rows_of_one_version_and_no_answer_of_two():
     assert decode(answer(spans(0, 6)), model=R.spec, weight_version=5).versions == (5,)
     assert decode(answer(spans(0, 2, 6)), model=R.spec).versions == (NO_VERSION,)
-    with pytest.raises(CaptureError, match="generated under the weights '3', '4', and weight_version is 5"):
+    with pytest.raises(CaptureError, match=r"generated.*'3', '4'.*weight_version.*5"):
         decode(answer(spans(0, 2, 6)), model=R.spec, weight_version=5)
 
 
@@ -86,5 +86,5 @@ def test_spans_that_cannot_be_are_refused(given, message):
 
 
 def test_a_form_without_spans_is_refused_where_they_are_asked_for():
-    with pytest.raises(CaptureError, match="does not say which weights"):
+    with pytest.raises(CaptureError, match=r"say.*weights"):
         decode(wires.sglang(R), model=R.spec, token_ids=R.tokens, weight_version=int)

@@ -133,5 +133,5 @@ def test_the_report_names_reasons_and_where_the_bug_was_seen():
 
 
 def test_an_unknown_check_is_refused():
-    with pytest.raises(ConfigError, match="no check tokenshift; known are routes-followed"):
+    with pytest.raises(ConfigError, match=r"tokenshift.*followed"):
         run_conformance(Adapter(), only=["tokenshift"])

@@ -87,7 +87,7 @@ def test_a_cache_that_was_changed_is_refused_in_the_session(routed, make, how, s
         for _ in range(steps):
             decode(model, cache)
         change(cache)
-        with pytest.raises(ReplayError, match=r"continues a key-value cache of \d positions, which is not as the forw"):
+        with pytest.raises(ReplayError, match=r"continues.*\d positions"):
             decode(model, cache, rows)
 
 
@@ -96,7 +96,7 @@ def test_in_inference_mode_other_tensors_are_seen(routed):
         cache = prefilled(routed.model)
         decode(routed.model, cache)
         cache.batch_select_indices(SWAPPED)
-        with pytest.raises(ReplayError, match="which is not as the forward before it left it"):
+        with pytest.raises(ReplayError, match="forward before"):
             decode(routed.model, cache)
 
 
@@ -105,13 +105,13 @@ def test_a_cache_of_another_batch_or_a_copy_is_refused(routed):
     with routed.record(), torch.no_grad():
         first = prefilled(model)
         model(input_ids=PROMPTS.flip(0), use_cache=False)
-        with pytest.raises(ReplayError, match="or it is of another batch"):
+        with pytest.raises(ReplayError, match="another batch"):
             decode(model, first)
         second = prefilled(model)
         with pytest.raises(ReplayError, match="or copied"):
             decode(model, copy.deepcopy(second))
         prefilled(model)
-        with pytest.raises(ReplayError, match="or it is of another batch"):
+        with pytest.raises(ReplayError, match="another batch"):
             decode(model, second)
 
 
@@ -310,7 +310,7 @@ def test_beams_are_refused_however_they_are_asked_for(routed, call, monkeypatch)
     model = routed.model
     if call is CALLS["the model's own"]:
         monkeypatch.setattr(model, "generation_config", BEAMS)
-    with routed.record(), pytest.raises(ReplayError, match=r"as beams are.*Sample with num_beams=1"):
+    with routed.record(), pytest.raises(ReplayError, match=r"Sample.*num_beams=1"):
         call(model)
     with torch.no_grad():
         call(model)  # outside of a session the model does what it always does
@@ -385,7 +385,7 @@ def test_a_cache_of_unknown_form_is_refused_when_a_model_is_attached(kind, said)
 def test_a_cache_that_hooks_do_not_find_is_refused_when_a_model_is_attached(monkeypatch):
     """As when a release hands it from the model to its trunk in another way than by an argument."""
     hide_caches(monkeypatch)
-    with pytest.raises(AttachError, match="was recorded as a sequence of its own"):
+    with pytest.raises(AttachError, match=r"recorded.*sequence"):
         attach(tiny("qwen3_moe", num_hidden_layers=2))
 
 
@@ -444,5 +444,5 @@ class NeedsAnArgument(DynamicCache):
 def test_a_cache_that_breaks_recordings_alone_is_refused_when_a_model_is_attached(monkeypatch):
     model = tiny("qwen3_moe", num_hidden_layers=2)
     monkeypatch.setattr(sys.modules[type(model).__module__], "DynamicCache", NeedsAnArgument)
-    with pytest.raises(AttachError, match="runs along a key-value cache, and does not while it is recorded"):
+    with pytest.raises(AttachError, match=r"along.*recorded"):
         attach(model)

@@ -116,7 +116,7 @@ def test_the_end_waits_once_and_tells_the_first_that_is_wrong(gpu, on_gpu):
 def test_a_batch_that_only_the_device_finds_wrong_is_no_silent_success():
     checks = DeferredChecks()
     checks.add(flag(wrong=True), lambda: None)
-    with pytest.raises(ReplayError, match="the host check passed; please report it"):
+    with pytest.raises(ReplayError, match="passed; please"):
         checks.wait()
 
 
@@ -209,5 +209,5 @@ def test_what_the_host_has_seen_twice_is_told_at_once(hooks):
 
 
 def test_routes_for_other_rows_than_the_pass_has_are_refused(hooks):
-    with pytest.raises(ReplayError, match=r"the routes are \[1, 3, 2\] \[L, R, K\], the routers select \[2, 3, 2\]"):
+    with pytest.raises(ReplayError, match=r"\[1, 3, 2\] \[L, R, K\].*\[2, 3, 2\]"):
         hooks.open_pass(Rows(torch.zeros(1, 3, 2, dtype=torch.int16)), 3, torch.device("cpu"))

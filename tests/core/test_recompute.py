@@ -70,7 +70,7 @@ def test_one_checkpoint_around_two_passes_is_refused(use_reentrant):
     """Its recomputation would run the second on the routes of the first."""
     owner = Owner()
     twice = lambda x: part(owner, "second", "a")(part(owner, "first", "a")(x))  # noqa: E731
-    with pytest.raises(ReplayError, match="holds two forwards"):
+    with pytest.raises(ReplayError, match=r"holds.*forwards"):
         checkpoint(twice, leaf(), use_reentrant=use_reentrant)
 
 
@@ -89,7 +89,7 @@ class Elsewhere(torch.autograd.Function):
 
 
 def test_a_checkpoint_of_unknown_kind_is_refused():
-    with pytest.raises(ReplayError, match=r"Elsewhere\.forward .* in a place that is not known"):
+    with pytest.raises(ReplayError, match=r"Elsewhere\.forward.*place"):
         Elsewhere.apply(part(Owner(), "pass", "a"), leaf())
 
 
@@ -106,14 +106,14 @@ def test_a_release_of_torch_that_hides_a_checkpoint_around_another_is_refused(mo
     """As 2.14 did to whoever looked where 2.13 had it: the innermost one is found by its hook on saved tensors."""
     monkeypatch.setattr(recompute, "NON_REENTRANT", None)
     assert [recompute._reopened([kind]) for kind in (True, False)] == [1, 1], "alone, nothing is seen"
-    with pytest.raises(ReplayError, match=r"of one in another \[2, 2, 2, 1\]"):
+    with pytest.raises(ReplayError, match=r"another \[2, 2, 2, 1\]"):
         recompute.prove.__wrapped__()
 
 
 def test_a_release_of_torch_that_numbers_operators_otherwise_is_refused(monkeypatch):
     monkeypatch.setattr(recompute, "SELECTIVE", ())
     assert recompute._reopened([False, False]) == 2, "by other checkpoints nothing is seen"
-    with pytest.raises(ReplayError, match="number operators in a way that is not known"):
+    with pytest.raises(ReplayError, match="number operators"):
         recompute.prove.__wrapped__()
 
 

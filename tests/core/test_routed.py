@@ -212,7 +212,7 @@ def test_rows_that_later_tokens_depend_on_may_be_asked_for():
         model(**BATCH, use_cache=False)
     own[1, 2] = -1
     with (
-        pytest.raises(ReplayError, match="1 rows of -1 that later tokens depend on"),
+        pytest.raises(ReplayError, match=r"1.*-1.*tokens depend"),
         routed.replay(own, mask, missing="error"),
         torch.no_grad(),
     ):
@@ -236,9 +236,9 @@ def test_shapes_and_types_are_refused_at_once(ids, said):
 
 def test_a_session_of_another_batch_or_without_a_forward_is_refused():
     model, routed, own, _ = with_own_routes()
-    with pytest.raises(ReplayError, match=r"runs on \[3, 8\] \[B, T\], the routes are of \[3, 9\]"), routed.replay(own):
+    with pytest.raises(ReplayError, match=r"\[3, 8\] \[B, T\].*routes.*\[3, 9\]"), routed.replay(own):
         model(input_ids=BATCH["input_ids"][:, 1:])
-    with pytest.raises(ReplayError, match="nothing was replayed"), routed.replay(own):
+    with pytest.raises(ReplayError, match=r"nothing.*replayed"), routed.replay(own):
         pass
     with routed.replay(own):
         with pytest.raises(ReplayError, match="already replaying"), routed.replay(own):
@@ -299,7 +299,7 @@ def test_minus_one_in_an_unsigned_type_is_not_recorded_throughout_and_too_large_
         logits = [replay_once(model, routed, ids) for ids in (other, other.to(dtype))]
     assert torch.equal(*logits)
     other[0, 3, :, 0] = 5
-    with torch.no_grad(), pytest.raises(ReplayError, match="3 rows with an id out of range"):
+    with torch.no_grad(), pytest.raises(ReplayError, match=r"3 rows.*range"):
         replay_once(model, routed, other.to(dtype))
 
 

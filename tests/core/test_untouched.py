@@ -191,7 +191,7 @@ def test_what_a_parameter_carries_stays_where_its_values_were_not_packed():
 def test_a_parameter_that_a_forward_replaces_is_named_and_the_model_left():
     model = with_front(ReplacesItsWeight())
     before = seen_by_an_optimizer(model)
-    with pytest.raises(AttachError, match=r"another parameter in the place of model\.embed_tokens\.front\.weight"):
+    with pytest.raises(AttachError, match=r"parameter.*model\.embed_tokens\.front\.weight"):
         attach(model)
     assert seen_by_an_optimizer(model) == before
 

@@ -145,9 +145,9 @@ def test_deals_use_each_host_as_often_as_the_assignment_says():
 
 def test_routes_of_other_counts_are_refused():
     routes, cell, counts_GE, topology, costs = _case(3, 8, 4)
-    with pytest.raises(CountsError, match=r"the hosts serve \d+ picks of expert 0 from rank 0"):
+    with pytest.raises(CountsError, match=r"hosts.*\d+.*expert 0.*0"):
         price_tokens(cell, counts_GE + 1, topology, costs, routes=routes)
-    with pytest.raises(CountsError, match="the hosts are of 8 source ranks and the routes 4"):
+    with pytest.raises(CountsError, match=r"8 source.*routes 4"):
         price_tokens(cell, counts_GE, topology, costs, routes=_routes(0, 4, 8, 2))
 
 

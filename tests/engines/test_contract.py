@@ -144,7 +144,7 @@ def test_sets_come_where_tokens_are_left_out(engine, routed):
 
 @pytest.mark.parametrize("prompts", [[], [PROMPTS[0], PROMPTS[0][:0]]])
 def test_nothing_to_go_on_from_is_refused(engine, prompts):
-    with pytest.raises(ConfigError, match=r"prompts, of .* tokens; expected one or more"):
+    with pytest.raises(ConfigError, match=r"prompts.*tokens"):
         engine.generate(prompts, SAMPLED, seeded())
 
 

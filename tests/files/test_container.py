@@ -90,7 +90,7 @@ sys.stderr.buffer.write(save({"a": np.zeros(1)}, metadata=metadata))
 
 
 def test_a_tensor_of_a_type_that_the_container_lacks_is_refused():
-    with pytest.raises(InputError, match="tensor z is complex128; expected one of bool"):
+    with pytest.raises(InputError, match=r"tensor.*complex128"):
         tensors_to_bytes({}, {"z": np.zeros(2, np.complex128)})
 
 
@@ -109,7 +109,7 @@ def test_a_part_of_a_tensor_is_read_and_nothing_else(tmp_path, as_source):
             begin = header + TENSORS["b"].nbytes
             assert source.asked == [(0, 8), (8, header - 8), (begin + 16, 24), (begin, 48)]
         for start, stop in ((3, 7), (-1, 2), (4, 3)):
-            with pytest.raises(InputError, match="not among its 6"):
+            with pytest.raises(InputError, match=r"among.*6"):
                 file.read("a", start, stop)
 
 
@@ -118,7 +118,7 @@ def test_what_the_system_cannot_read_is_the_callers_error():
         def readinto(self, buffer):
             raise OSError(5, "Input/output error")
 
-    with pytest.raises(InputError, match=r"what was sent cannot be read \(Input/output error\)"):
+    with pytest.raises(InputError, match="output error"):
         TensorFile(Broken(tensors_to_bytes({}, TENSORS)), InputError, name="what was sent")
 
 

@@ -48,11 +48,11 @@ def test_what_is_written_is_read(tmp_path, in_memory):
 def test_what_is_there_is_replaced_when_told_and_else_refused(tmp_path):
     path = FORMAT.write(tmp_path / "song", METADATA, TENSORS, overwrite=False)
     before, other = path.read_bytes(), {"title": "another"}
-    with pytest.raises(PlanError, match="already exists; pass another path, or overwrite=True to replace it"):
+    with pytest.raises(PlanError, match="overwrite=True"):
         FORMAT.write(path, other, TENSORS, overwrite=False)
     assert path.read_bytes() == before
     assert FORMAT.read(FORMAT.write(path, other, TENSORS, overwrite=True))[0] == other
-    with pytest.raises(PlanError, match=r"song/below cannot be written \(Not a directory\)"):
+    with pytest.raises(PlanError, match=r"written.*directory"):
         FORMAT.write(path / "below", METADATA, TENSORS, overwrite=True)
     assert os.listdir(tmp_path) == ["song"]
 
@@ -89,12 +89,12 @@ def test_damage_is_seen_wherever_the_checksum_is_of():
     content = FORMAT.to_bytes(METADATA, TENSORS)
     damaged = bytearray(content)
     damaged[-1] ^= 1  # the last byte of the narrowest tensor
-    with pytest.raises(PlanError, match=r"the opened file is damaged: its checksum is .*, the file states"):
+    with pytest.raises(PlanError, match=r"damaged.*checksum"):
         FORMAT.read(BytesIO(damaged))
 
 
 def test_what_breaks_the_declaration_is_not_written(tmp_path):
     for tensors in ({**TENSORS, "more": np.zeros(1)}, {**TENSORS, "length_N": np.ones(2, np.float32)}):
-        with pytest.raises(PlanError, match="this song file cannot be written"):
+        with pytest.raises(PlanError, match=r"song.*written"):
             FORMAT.write(tmp_path / "song", METADATA, tensors, overwrite=True)
     assert not os.listdir(tmp_path)

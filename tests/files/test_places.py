@@ -40,7 +40,7 @@ def test_what_fails_leaves_nothing_and_is_one_error():
     with pytest.raises(KeyboardInterrupt):
         write_at("memory://a/b", interrupted, TraceFileError, overwrite=True)
     assert names_in("memory://a", TraceFileError) == []
-    with pytest.raises(TraceFileError, match="memory://a/b does not exist"):
+    with pytest.raises(TraceFileError, match=r"memory.*exist"):
         open_at("memory://a/b", TraceFileError)
     write_at("memory://a/b", lambda file: file.write(b"whole"), TraceFileError, overwrite=False)
     assert open_at("memory://a/b", TraceFileError).read() == b"whole"

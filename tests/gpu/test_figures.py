@@ -53,5 +53,5 @@ def test_a_replay_that_does_nothing_is_seen(figures, monkeypatch):
         return routed
 
     monkeypatch.setattr(hf, "attach", attach_without_replay)
-    with pytest.raises(AssertionError, match=r"decode: .* are not those it was given"):
+    with pytest.raises(AssertionError, match="decode"):
         mismatch.run(figures)

@@ -29,11 +29,11 @@ def test_a_graph_captured_before_does_not_pass_for_a_replay_or_a_recording(case)
     graph, logits, ids = graph_of(routed.model, case.batch["input_ids"])
     with torch.no_grad():
         native = routed.model(input_ids=ids, use_cache=False).logits
-    with pytest.raises(ReplayError, match="nothing was replayed"), routed.replay(case.foreign):
+    with pytest.raises(ReplayError, match=r"nothing.*replayed"), routed.replay(case.foreign):
         graph.replay()
     with routed.record() as recording:
         graph.replay()
-        with pytest.raises(ReplayError, match="nothing was recorded"):
+        with pytest.raises(ReplayError, match=r"nothing.*recorded"):
             recording.trace()
     torch.cuda.synchronize()
     assert distance(logits, native) < 5e-2, "the graph is not the model's"

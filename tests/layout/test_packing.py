@@ -142,7 +142,7 @@ def test_impossible_packings_are_refused(change, error, message):
 
 
 def test_packings_are_two_arrays_of_one_length():
-    with pytest.raises(LayoutError, match="expected one of each for every sequence"):
+    with pytest.raises(LayoutError, match="sequence"):
         Packing(np.zeros(2, np.int32), np.zeros(3, np.int32), 1, 1)
     with pytest.raises(LayoutError, match="got 0 micro-steps on 1 ranks"):
         Packing(np.zeros(2, np.int32), np.zeros(2, np.int32), 0, 1)

@@ -108,7 +108,7 @@ def test_collect_refuses_missing_and_repeated_ranks():
         layout.collect([(halves[0], values)])
     with pytest.raises(LayoutError, match="row 0 arrived 2 times"):
         layout.collect([(halves[0], values), (halves[1], values), (halves[0], values)])
-    with pytest.raises(LayoutError, match="one value per router row"):
+    with pytest.raises(LayoutError, match=r"value.*router"):
         layout.collect([(halves[0], np.zeros(3))])
-    with pytest.raises(LayoutError, match="nothing to collect"):
+    with pytest.raises(LayoutError, match=r"nothing.*collect"):
         layout.collect([])

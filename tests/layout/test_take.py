@@ -26,13 +26,13 @@ def test_layers_are_taken_by_name():
     ids, _ = layout.take(trace, rows, [RoutedLayer(2), RoutedLayer(0)])
     assert np.array_equal(ids[:2], trace.expert_ids_NLK[:2, [2, 0]])
     assert layout.take(trace, rows, []).ids_RLK.shape == (3, 0, 2)
-    with pytest.raises(SpecMismatchError, match="no routes of decoder 9"):
+    with pytest.raises(SpecMismatchError, match=r"routes.*decoder 9"):
         layout.take(trace, rows, [RoutedLayer(9)])
 
 
 def test_a_layout_of_other_rows_is_refused():
     trace = canary_trace([3], spec_of(num_experts=32))
-    with pytest.raises(BatchMismatchError, match="4 packed rows and the trace has 3"):
+    with pytest.raises(BatchMismatchError, match=r"4 packed.*trace.*3"):
         layout.take(trace, layout.pack([4]).rows())
 
 
@@ -74,11 +74,11 @@ def test_impossible_fills_are_refused():
     for wrong in (homes[0], homes.repeat(2, axis=0), homes * 0.9):
         with pytest.raises(LayoutError, match=r"expected integers \[1 layers, experts\]"):
             fill_padding(ids, np.ones(2, bool), wrong)
-    with pytest.raises(LayoutError, match="3 distinct picks cannot be made from 2"):
+    with pytest.raises(LayoutError, match=r"3 distinct picks.*2"):
         fill_padding(ids, np.ones(2, bool), homes[:, 1:])
-    with pytest.raises(LayoutError, match="one bool for each of 2 router rows"):
+    with pytest.raises(LayoutError, match=r"bool.*2 router"):
         fill_padding(ids, np.ones(3, bool), homes)
-    with pytest.raises(LayoutError, match="one bool for each of 2 router rows"):
+    with pytest.raises(LayoutError, match=r"bool.*2 router"):
         fill_padding(ids, np.array([0, 1]), homes)
-    with pytest.raises(LayoutError, match="6 experts do not divide over 4"):
+    with pytest.raises(LayoutError, match=r"6 experts.*divide.*4"):
         block_homes(6, 4)

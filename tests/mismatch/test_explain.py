@@ -182,7 +182,7 @@ def test_edges():
 )
 def test_a_comparison_of_no_rows_is_refused(pair):
     """It would find no difference."""
-    with pytest.raises(InputError, match="no row is routed in both traces, so there is nothing to compare; expected"):
+    with pytest.raises(InputError, match=r"nothing.*compare"):
         explain(*pair(clean_pair(5)[0]))
 
 

@@ -96,7 +96,7 @@ def test_streams_are_compared_set_by_set(depth):
 
 def test_streams_of_other_models_or_tokens_are_refused():
     a = DecisionStream.absent(6, 4)
-    with pytest.raises(SpecMismatchError, match="6 choices in 1 layers, the other 7"):
+    with pytest.raises(SpecMismatchError, match=r"6 choices.*1 layers.*7"):
         stream_difference(a, DecisionStream.absent(7, 4))
-    with pytest.raises(BatchMismatchError, match="4 rows, the other 5"):
+    with pytest.raises(BatchMismatchError, match=r"4 rows.*5"):
         stream_difference(a, DecisionStream.absent(6, 5))

@@ -156,10 +156,10 @@ def test_routes_that_cannot_be_compared_are_refused():
     trace = fr.RoutingTrace.from_padded(fr.RoutingSpec(4, 2, tuple(map(fr.RoutedLayer, range(3)))), [[1] * 4], ids)
     assert routing_mismatch(ids, ids).rows == routing_mismatch(trace, trace).rows == 4
     for pair, mask in (((trace, ids), None), ((ids, trace), None), ((trace, trace), np.ones((1, 4)))):
-        with pytest.raises(InputError, match="a trace is beside an array or a mask"):
+        with pytest.raises(InputError, match=r"trace.*beside"):
             routing_mismatch(*pair, mask=mask)
     for other, mask in ((ids[0], None), (ids[:, :3], None), (ids[..., :1], None), (ids, [1]), (ids, [[1] * 3])):
-        with pytest.raises(InputError, match=r"expected \[B, T, layers, picks\] of both, and \[B, T\]"):
+        with pytest.raises(InputError, match=r"\[B, T, layers, picks\].*\[B, T\]"):
             routing_mismatch(ids, other, mask=mask)
     for other in (ids * 1.0, ids * np.nan, ids.astype(str)):
         with pytest.raises(TraceContentError, match="expected integers"):
@@ -172,10 +172,10 @@ def test_routes_that_cannot_be_compared_are_refused():
     padded = ids.copy()
     padded[0, 3] = 0
     assert routing_mismatch(padded, padded, mask=[[1, 1, 1, 0]]).differing_share == 0
-    with pytest.raises(TraceContentError, match=r"position 3.*a row of zeros is no route"):
+    with pytest.raises(TraceContentError, match=r"position 3.*zeros"):
         routing_mismatch(padded, padded)
     padded[0, 3, 0] = -1
-    with pytest.raises(TraceContentError, match="or -1 in every layer and pick"):
+    with pytest.raises(TraceContentError, match=r"-1.*layer.*pick"):
         routing_mismatch(padded, ids)
 
 
@@ -189,7 +189,7 @@ def test_a_model_may_be_stated_for_arrays():
 
 
 def test_f_is_kept_for_its_thresholds_alone():
-    with pytest.raises(InputError, match=r"F\(3.0\) was not counted; expected tau to be one of 1.5, 2.0"):
+    with pytest.raises(InputError, match=r"F.*3.0.*counted.*1.5, 2.0"):
         token_mismatch(np.zeros(1), np.zeros(1)).f(3.0)
 
 
@@ -246,7 +246,7 @@ def test_impossible_log_probs_are_refused(train, infer, message):
 
 def test_the_first_impossible_log_prob_is_told_by_its_place_among_those_that_count():
     given = np.array([[np.nan, -1.0, -2.0], [-1.0, np.nan, np.inf]])
-    with pytest.raises(InputError, match="2 of 4 have none, the first at 2 of those that count; leave"):
+    with pytest.raises(InputError, match=r"2.*4.*first.*2.*count"):
         token_mismatch(np.full((2, 3), -1.0), given, mask=[[0, 1, 1], [0, 1, 1]])
 
 
@@ -272,7 +272,7 @@ def test_mismatches_of_other_models_do_not_add_up(layers, picks):
     other = RoutingMismatch(4, np.array(picks), *(np.zeros(n, np.int64) for n in (layers, layers, layers + 1, layers)))
     live = [LiveAgreement(each, np.zeros((2, 36), np.int64), np.zeros(2)) for each in (one, other)]
     for pair in ((one, other), (other, one), live):
-        with pytest.raises(SpecMismatchError, match=r"2 layers with picks \[2, 2\].*; add those of one model"):
+        with pytest.raises(SpecMismatchError, match=r"2 layers.*picks \[2, 2\]"):
             pair[0] + pair[1]
     assert (one + one).rows == 8
 
@@ -280,14 +280,14 @@ def test_mismatches_of_other_models_do_not_add_up(layers, picks):
 def test_shares_of_other_thresholds_do_not_add_up():
     one, other = TokenMismatch(3, 0.1, (1, 0), 0.4), TokenMismatch(3, 0.1, (1,), 0.4)
     for pair in ((one, other), (other, one)):
-        with pytest.raises(InputError, match=r"one mismatch counts \d thresholds.*foreroute, 1\.5, 2\.0"):
+        with pytest.raises(InputError, match=r"\d thresholds.*foreroute, 1\.5, 2\.0"):
             pair[0] + pair[1]
     assert (one + one).above == (2, 0)
 
 
 def test_a_margin_that_is_no_number_is_refused_where_its_token_counts():
     margins = np.array([[0.1, np.nan], [np.inf, -0.5], [np.nan, np.nan]])
-    with pytest.raises(InputError, match="3 of 6 margins are NaN, which no bin counts"):
+    with pytest.raises(InputError, match=r"3.*6 margins.*NaN"):
         margin_histogram(margins)
     counts = margin_histogram(margins, mask=[0, 1, 0])
     assert (counts[0, -1], counts[1, 0], counts.sum()) == (1, 1, 2), "the largest, and below 0 the smallest"

@@ -153,11 +153,11 @@ def test_other_counts_are_refused():
     plan, counts = small_case(5)
     other = counts.copy()
     other[1, 1, 1, 1] += 1
-    with pytest.raises(CountsError, match="plan these counts"):
+    with pytest.raises(CountsError, match=r"plan.*counts"):
         verify(plan, other)
-    with pytest.raises(CountsError, match="the plan is for integers"):
+    with pytest.raises(CountsError, match=r"plan.*integers"):
         verify(plan, counts[:2])
-    with pytest.raises(CountsError, match="counts are float64"):
+    with pytest.raises(CountsError, match=r"counts.*float64"):
         verify(plan, counts.astype(float))
 
 
@@ -167,11 +167,11 @@ def test_options_bind():
     verify(plan, counts, PlanOptions(home_moves=moved))
     with pytest.raises(PlanError, match=f"{moved} homes move; the budget is {moved - 1}"):
         verify(plan, counts, PlanOptions(home_moves=moved - 1))
-    with pytest.raises(PlanError, match="in a plan without replicas"):
+    with pytest.raises(PlanError, match=r"plan.*replicas"):
         verify(plan, counts, PlanOptions(home_moves=None, replicas=False))
-    with pytest.raises(PlanError, match="the plan is for layer slots; expected shared"):
+    with pytest.raises(PlanError, match=r"layer.*shared"):
         verify(plan, counts, PlanOptions(home_moves=None, slots="shared"))
-    with pytest.raises(PlanError, match="the slot holds it already"):
+    with pytest.raises(PlanError, match=r"holds.*already"):
         verify(_with(plan, fetched_R=np.ones_like(plan.hosts.fetched_R)), counts, PlanOptions(home_moves=None))
 
 
@@ -179,9 +179,9 @@ def test_a_plan_for_shared_slots_fetches_everything():
     plan, counts = small_case(6, keep=0.6)
     everything = _with(plan, fetched_R=np.ones_like(plan.hosts.fetched_R))
     verify(replace(everything, slots="shared"), counts)
-    with pytest.raises(PlanError, match="shared slots keep nothing"):
+    with pytest.raises(PlanError, match=r"shared.*nothing"):
         verify(replace(plan, slots="shared"), counts)
-    with pytest.raises(PlanError, match="the slot holds it already"):
+    with pytest.raises(PlanError, match=r"holds.*already"):
         verify(everything, counts)
 
 

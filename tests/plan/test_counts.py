@@ -78,7 +78,7 @@ def test_counts_that_a_small_trace_cannot_fill_are_refused_before_they_are_made(
     trace = random_trace(0, num_experts=4096, num_layers=100)
     zeros = np.zeros(len(trace), np.int32)
     tracemalloc.start()
-    with pytest.raises(CountsError, match=r"would have 1,677,721,600 entries for [\d,]+ assignments; take fewer ranks"):
+    with pytest.raises(CountsError, match=r"1,677,721,600 entries.*[\d,]+ assignments"):
         packed_counts(trace, Packing(zeros, zeros, 1, 4096))
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
@@ -91,20 +91,20 @@ def test_packings_that_do_not_fit_are_refused():
         packed_counts(trace, Packing(*[np.zeros(len(trace) + 1, np.int32)] * 2, 1, 1))
     with pytest.raises(CountsError, match="got 0 traces"):
         packed_counts([], Packing(zeros[:0], zeros[:0], 1, 1))
-    with pytest.raises(TraceContentError, match="ranks hold 4; expected whole numbers from 0 to 3"):
+    with pytest.raises(TraceContentError, match=r"ranks.*4.*numbers.*0.*3"):
         packed_counts(trace, Packing(zeros, zeros + 4, 1, 4))
-    with pytest.raises(TraceContentError, match="micro-steps hold 1; expected whole numbers from 0 to 0"):
+    with pytest.raises(TraceContentError, match=r"micro.*1.*numbers.*0.*0"):
         packed_counts(trace, Packing(zeros + 1, zeros, 1, 4))
     with pytest.raises(TraceContentError, match="ranks hold -1"):
         packed_counts(trace, Packing(zeros, zeros - 1, 1, 4))
-    with pytest.raises(SpecMismatchError, match="belongs to another model"):
+    with pytest.raises(SpecMismatchError, match=r"belongs.*another"):
         packed_counts([trace, random_trace(0, num_experts=9)], random_packing(np.random.default_rng(0), 2 * len(trace)))
 
 
 def test_counts_of_another_shape_or_width_are_not_added_to():
     trace = random_trace(0)
     zeros = np.zeros(len(trace), np.int64)
-    with pytest.raises(TraceContentError, match=r"counts of shape \(1, 2, 1, 8\) for 3 layers of 8 experts"):
+    with pytest.raises(TraceContentError, match=r"counts.*1, 2, 1, 8.*3.*8 experts"):
         add_assignments(trace, zeros, zeros, np.zeros((1, 2, 1, 8), np.int32))
     with pytest.raises(TraceContentError, match="expected a C-contiguous int32 array"):
         add_assignments(trace, zeros, zeros, np.zeros((1, 3, 1, 8), np.int64))
@@ -179,7 +179,7 @@ def test_counts_that_no_tokens_have_are_refused_when_top_k_is_known(counts, top_
 
 
 def test_counts_of_other_ranks_are_refused():
-    with pytest.raises(CountsError, match="4 source ranks and the topology 8"):
+    with pytest.raises(CountsError, match=r"4 source.*topology 8"):
         check_counts(GOOD, num_ranks=8)
 
 
@@ -256,5 +256,5 @@ def test_one_hot_expert_costs_a_factor_of_the_ranks_and_empty_cells_nothing():
 
 
 def test_uneven_placements_are_refused():
-    with pytest.raises(InputError, match="6 experts cannot be placed evenly on 4 ranks"):
+    with pytest.raises(InputError, match=r"6 experts.*placed.*4"):
         contiguous_imbalance(np.zeros((1, 1, 6), np.int64), 4)

@@ -58,7 +58,7 @@ def test_splits_keep_their_values_in_as_few_bytes_as_hold_them(most, stored, tmp
 def test_a_plan_that_contradicts_itself_is_not_written(tmp_path):
     plan, _ = small_case(1)
     for gain in (float("-inf"), float("nan"), 2.0):
-        with pytest.raises(PlanError, match="expected finite shares"):
+        with pytest.raises(PlanError, match="finite shares"):
             save_plan(replace(plan, gains={"recompute": gain, "update": 0.0}), tmp_path / "p")
     with pytest.raises(PlanError, match="there are 2 slots"):
         save_plan(replace(plan, hosts=plan.hosts._replace(slot_R=plan.hosts.slot_R + np.int16(2))), tmp_path / "p")
@@ -70,14 +70,14 @@ def test_other_files_are_refused(tmp_path):
     plan_path, trace_path = save_plan(plan, tmp_path / "plan"), tmp_path / "trace"
     spec = fr.RoutingSpec(8, 2, (fr.RoutedLayer(0),))
     fr.save(synthetic_trace(spec, [5], seed=0), trace_path)
-    with pytest.raises(PlanError, match=r"is no plan file: its metadata lack.*; this one has .*foreroute\.trace"):
+    with pytest.raises(PlanError, match=r"metadata.*foreroute\.trace"):
         load_plan(trace_path)
-    with pytest.raises(TraceFileError, match="is no trace file"):
+    with pytest.raises(TraceFileError, match="trace file"):
         fr.load(plan_path)
-    with pytest.raises(PlanError, match="does not exist"):
+    with pytest.raises(PlanError, match="exist"):
         load_plan(tmp_path / "none")
     (tmp_path / "text").write_text("hello")
-    with pytest.raises(PlanError, match=r"not a safetensors file: it is text\. foreroute plan and"):
+    with pytest.raises(PlanError, match=r"safetensors.*foreroute"):
         load_plan(tmp_path / "text")
 
 
@@ -212,6 +212,6 @@ def test_version_7_is_read_and_written():
 
 @pytest.mark.parametrize("content", [b"", b"nonsense", b"\2" + bytes(7) + b"{}", b"\x10" + bytes(7) + b"[" * 16])
 def test_bytes_that_are_no_plan_are_refused(content):
-    with pytest.raises(PlanError, match="a plan from another rank"):
+    with pytest.raises(PlanError, match=r"plan.*another"):
         plan_from_bytes(content)
     assert equal(plan_from_bytes(plan_to_bytes(archived())), archived())

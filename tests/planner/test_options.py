@@ -136,5 +136,5 @@ def test_options_are_off_in_layers_where_planning_them_takes_more_than_they_save
     ],
 )
 def test_what_needs_prices_is_refused_without(topology, options):
-    with pytest.raises(ConfigError, match="cannot be priced without a cost model"):
+    with pytest.raises(ConfigError, match=r"priced.*model"):
         plan(counts(), topology, options)

@@ -62,7 +62,7 @@ def test_bad_input_is_refused():
     counts = _counts(5, (2, 1, 4, 16))
     with pytest.raises(CountsError, match="source ranks"):  # as check_counts, see tests/plan/test_counts.py
         plan(counts[:, :, :2], topology)
-    with pytest.raises(TopologyError, match="expected 4 on every rank"):
+    with pytest.raises(TopologyError, match=r"4.*rank"):
         plan(counts, topology, home_LE=np.zeros((1, 16), np.int64))
 
 

@@ -79,7 +79,7 @@ def throw(error):
 
 def check_a_session_without_a_forward_is_no_silent_no_op(framework):
     on = framework.built()
-    with pytest.raises(ReplayError, match="nothing was replayed"), on.routed.replay(foreign(on.routed.spec, BATCH)):
+    with pytest.raises(ReplayError, match=r"nothing.*replayed"), on.routed.replay(foreign(on.routed.spec, BATCH)):
         pass
     with on.routed.record() as recording:
         pass

@@ -49,7 +49,7 @@ def check_own_routes_change_no_bit_and_others_are_followed(framework):
             loss, _ = step(on, trace, batch)
         require_followed(given, trace, batch)
         other = foreign(on.routed.spec, batch, seed=2)
-        with pytest.raises(AssertionError, match="did not follow"):  # the control
+        with pytest.raises(AssertionError, match="follow"):  # the control
             require_followed(given, other, batch)
         assert not torch.equal(loss, native[0]), gate
         assert all(router.weight.grad.any() for router in on.routers), gate
@@ -113,7 +113,7 @@ def check_dropping_without_reading_the_mask_is_no_silent_no_op(framework):
     refuses(ReplayError, "nobody read the loss mask", lambda: replayed(on, gaps, BATCH, missing="drop"))
     replayed(on, foreign(on.routed.spec, BATCH, absent=LASTS), BATCH, missing="drop")
     with on.routed.replay(gaps, missing="drop") as session:
-        with pytest.raises(ReplayError, match="before the first forward"):
+        with pytest.raises(ReplayError, match=r"before.*forward"):
             _ = session.loss_mask_BT
         on.run(BATCH)
         assert session.loss_mask_BT.any()

@@ -131,7 +131,7 @@ def test_masks_of_other_rows_are_refused(compute, broken):
 
 def test_what_cannot_be_computed_is_refused():
     hidden, head, targets, masks = problem()
-    with pytest.raises(TraceContentError, match="row 4 has no sampling mask"):
+    with pytest.raises(TraceContentError, match=r"4.*sampling mask"):
         masked_logprobs(hidden, head, targets, masks.without(np.array([4])))
     for temperature in (0.0, -1.0, float("nan")):
         with pytest.raises(ConfigError, match="expected a number above 0"):
@@ -168,7 +168,7 @@ def test_nothing_waits_for_the_device_and_sets_go_there_once(compute, monkeypatc
         optimizer = torch.optim.SGD(there, lr=0.0)
         compute(*there, tokens, masks)
         tokens.zero_()  # what was given is remembered
-        with pytest.raises(BatchMismatchError, match="the mask of row 3 leaves out its token"):
+        with pytest.raises(BatchMismatchError, match=r"3 leaves.*token"):
             optimizer.step()
 
 

@@ -80,7 +80,7 @@ def test_a_page_has_no_empty_parts(tmp_path):
 
 
 def test_a_row_has_a_cell_for_every_column():
-    with pytest.raises(ValueError, match=r"a row has 1 cells, \('a',\); the table has 2 columns"):
+    with pytest.raises(ValueError, match=r"1 cells.*'a'.*2 columns"):
         Table(columns=(Column("one"), Column("two")), rows=(TableRow(cells=("a",)),))
     table = Table(columns=(Column("one"), Column("two")), rows=(TableRow(cells=("a", "b")),))
     assert table.column("two") == ["b"]
@@ -101,12 +101,12 @@ def test_only_a_page_of_ours_is_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     before = {path: path.read_bytes() for path in tmp_path.glob("*.*")}
     for target in (*before, tmp_path / "link"):
-        with pytest.raises(InputError, match="exists and is no page that foreroute wrote; nothing was changed"):
+        with pytest.raises(InputError, match=r"foreroute.*nothing"):
             write_page(target, page)
     for target in (tmp_path / "pipe", tmp_path / "notes.txt" / "below", tmp_path / ("x" * 300)):
-        with pytest.raises(InputError, match="cannot be written"):
+        with pytest.raises(InputError, match="written"):
             write_page(target, page)
-    with pytest.raises(InputError, match="is a folder; name the file to write"):
+    with pytest.raises(InputError, match=r"folder.*write"):
         write_page(tmp_path, page)
     assert {path: path.read_bytes() for path in before} == before
     assert (tmp_path / "pipe").is_fifo()

@@ -97,7 +97,7 @@ def laid_out(t, _):
 
 def compared(t, _):
     for shape in ((0,), (0, 3), (3, 0)):
-        with pytest.raises(ForerouteError, match="there is nothing to compare"):
+        with pytest.raises(ForerouteError, match=r"nothing.*compare"):
             fr.compare(np.zeros(shape), np.zeros(shape), np.zeros(shape))
     fr.compare(np.zeros(0), np.zeros(0), trainer_routes=t, engine_routes=t)
 

@@ -109,7 +109,7 @@ def test_a_sweep_changes_one_thing_at_a_time():
     assert overlapped["static"].training_s < within_a_node["static"].training_s
     links = varied(config, "node_bandwidth", 0.25).described().topology.links
     assert links.node_bytes_per_s == pytest.approx(340e9 / 4)
-    with pytest.raises(ConfigError, match="no sweep over speed"):
+    with pytest.raises(ConfigError, match=r"sweep.*speed"):
         varied(config, "speed", 1.0)
 
 
@@ -174,5 +174,5 @@ def test_ones_own_traces_are_simulated(of_traces):
 def test_traces_of_another_model_are_refused(of_traces):
     config, _ = of_traces
     other = config.model_copy(update={"model": config.model | {"top_k": 3}})
-    with pytest.raises(ConfigError, match=r"2 layers, top-2 of 8 experts, the model 4, top-3 of 8; set them in"):
+    with pytest.raises(ConfigError, match=r"2 layers.*2.*8 experts.*4.*3.*8"):
         simulate(other)

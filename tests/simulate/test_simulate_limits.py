@@ -73,7 +73,7 @@ def test_counts_from_a_file_are_bounded_like_drawn_ones(tmp_path):
     values = small_config(experts=2, gpus=1, expert_parallel=1).model_dump()
     values["workload"] = {"counts": str(tmp_path / "counts.safetensors")}
     values["model"] |= {"num_layers": 1000, "top_k": 1}
-    with pytest.raises(ConfigError, match=r"counts\.safetensors: .*would take about .* GB of memory"):
+    with pytest.raises(ConfigError, match=r"counts\.safetensors.*GB"):
         simulate(parse_config(values, source="here"))
 
 

@@ -50,7 +50,7 @@ def test_tokens_that_would_change_are_refused(tokens):
 
 @pytest.mark.parametrize("version", [1.5, True, "1", None, -2, 2**31])
 def test_weight_versions_are_whole_numbers(version):
-    with pytest.raises(TraceContentError, match="weight version is"):
+    with pytest.raises(TraceContentError, match="weight version"):
         random_trace(0).with_weight_version(version)
 
 
@@ -107,7 +107,7 @@ def test_counting_needs_whole_micro_steps():
 
 def test_selecting_and_truncating_out_of_range_is_refused():
     trace = random_trace(0)
-    with pytest.raises(TraceContentError, match=r"sequences hold \d+; expected whole numbers from 0 to"):
+    with pytest.raises(TraceContentError, match=r"sequences.*\d+.*numbers.*0"):
         trace.select([len(trace)])
     with pytest.raises(TraceContentError, match="sequences hold -1"):
         trace.select([-1, 0])
@@ -123,7 +123,7 @@ def test_selecting_and_truncating_out_of_range_is_refused():
 def test_traces_of_different_models_do_not_mix():
     a = random_trace(0)
     b = random_trace(0, num_experts=16)
-    with pytest.raises(SpecMismatchError, match="16 experts instead of 8"):
+    with pytest.raises(SpecMismatchError, match=r"16 experts instead.*8"):
         fr.concatenate([a, b])
 
 

@@ -141,14 +141,14 @@ def test_parts_that_are_not_there_are_refused(tmp_path):
     path = fr.save(trace, tmp_path / "t")
     with pytest.raises(TraceContentError, match="sequences hold"):
         fr.load(path, sequences=[len(trace)])
-    with pytest.raises(SpecMismatchError, match="no routes of decoder 7"):
+    with pytest.raises(SpecMismatchError, match=r"routes.*decoder 7"):
         fr.load(path, layers=[fr.RoutedLayer(7)])
-    with pytest.raises(TraceContentError, match="layer table is empty"):
+    with pytest.raises(TraceContentError, match="layer table"):
         fr.load(path, layers=[])
     for layers in (fr.RoutedLayer(1), 1, [1]):
-        with pytest.raises(TraceContentError, match="expected routed layers, such as"):
+        with pytest.raises(TraceContentError, match="routed layers"):
             fr.load(path, layers=layers)
-    with pytest.raises(TraceContentError, match="has no stream 'masks'; it has routes alone"):
+    with pytest.raises(TraceContentError, match=r"stream 'masks'.*routes"):
         fr.load(path, streams=["masks"])
 
 
@@ -164,7 +164,7 @@ def test_a_part_is_checked_and_the_rest_is_not_read():
     assert fr.load(CountedBytes(content), sequences=[0, 2]).equals(expected.select([0, 2]))
     layers = [trace.spec.layers[2], trace.spec.layers[0]]
     assert fr.load(CountedBytes(content), layers=layers).equals(expected.select_layers(layers))
-    with pytest.raises(TraceFileError, match="frame 2 of chunk 1 is not what was written"):
+    with pytest.raises(TraceFileError, match=r"frame 2.*1.*written"):
         fr.load(CountedBytes(content), sequences=[1])
     whole, part = CountedBytes(bytes_of(trace)), CountedBytes(bytes_of(trace))
     fr.load(whole)
@@ -221,6 +221,6 @@ def test_frames_that_are_no_frames_of_ours_are_refused(tmp_path, change):
         tensors["frames"] = np.frombuffer(made + tensors["frames"].tobytes()[size:], np.uint8)
         tensors["frame_bytes"][0, 0] = len(made)
 
-    with pytest.raises(TraceFileError, match="frame 0 of chunk 0 is not what was written"):
+    with pytest.raises(TraceFileError, match=r"frame 0.*0.*written"):
         fr.load(forged(tmp_path / "t", random_trace(0), edit))
     assert fr.load(forged(tmp_path / "s", random_trace(0), holding(0, lambda content: None))).equals(random_trace(0))

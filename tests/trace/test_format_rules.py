@@ -248,20 +248,20 @@ def test_far_more_memory_than_the_file_has_bytes_is_neither_written_nor_read(tmp
     """Equal rows without routes take next to nothing in a file, and as much as any others in memory."""
     spec = fr.RoutingSpec(64, 16, tuple(map(fr.RoutedLayer, range(1024))))
     trace = fr.RoutingTrace.unrouted(spec, [np.zeros(6000, np.int32)])
-    with pytest.raises(TraceContentError, match=r"\d+ bytes of frames would become 98358000"):
+    with pytest.raises(TraceContentError, match=r"\d+.*frames.*become 98358000"):
         fr.save(trace, tmp_path / "t")
     monkeypatch.setattr("foreroute.trace.file.check_memory", lambda *_: None)
     fr.save(trace, tmp_path / "t")
     monkeypatch.undo()
-    with pytest.raises(TraceFileError, match=r"\d+ bytes of frames would become 98358000"):
+    with pytest.raises(TraceFileError, match=r"\d+.*frames.*become 98358000"):
         fr.load(tmp_path / "t")
 
 
 def test_a_header_of_more_than_a_mebibyte_is_not_written(tmp_path):
-    with pytest.raises(TraceContentError, match="shorten the facts"):
+    with pytest.raises(TraceContentError, match=r"shorten.*facts"):
         fr.save(TRACE.with_provenance(log="x" * (1 << 20)), tmp_path / "u")
     most = 600 * 1024  # of characters that take two bytes each as JSON within JSON
-    with pytest.raises(TraceContentError, match="shorten the facts"):
+    with pytest.raises(TraceContentError, match=r"shorten.*facts"):
         fr.save(TRACE.with_provenance(log='"' * most), tmp_path / "u")
 
 

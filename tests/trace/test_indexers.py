@@ -65,11 +65,9 @@ def test_a_row_says_by_its_sets_where_it_may_stand(name):
     offsets = np.array([0, 14])
     spec.check(stream, offsets)
     for rows in (np.roll(np.arange(14), 1), np.roll(np.arange(14), -1)):
-        with pytest.raises(
-            TraceContentError, match=r"sequence 0, position \d+, decoder [14]: the indexer has \d+ choices"
-        ):
+        with pytest.raises(TraceContentError, match=r"sequence 0, position \d+.*14.*\d+"):
             spec.check(stream.take(rows), offsets)
-    with pytest.raises(TraceContentError, match="belong to another row"):
+    with pytest.raises(TraceContentError, match=r"belong.*another"):
         spec.check(stream, np.array([0, 7, 14]))  # of one sequence, and not of two
     spec.check(stream.without(np.arange(5, 9)), offsets)  # no choice is no wrong choice
 
@@ -81,7 +79,7 @@ def test_choices_of_other_indexers_are_refused():
     with pytest.raises(SpecMismatchError, match=r"of 2 layers \[decoder 1, decoder 4\] .* expected 1 layers"):
         IndexerSpec(3, LAYERS[:1]).check(stream, offsets)
     for other in (IndexerSpec(4, LAYERS), IndexerSpec(3, LAYERS, unit=2), IndexerSpec(3, LAYERS, heads=2)):
-        with pytest.raises(TraceContentError, match="to a model with other indexers"):
+        with pytest.raises(TraceContentError, match=r"model.*indexers"):
             other.check(stream, offsets)
     twice = choices_of(SPECS["blocks of two heads"], [14], np.random.default_rng(0))[0]
     one_head = np.where(twice.ids % 2 == 1, twice.ids - 1, twice.ids)

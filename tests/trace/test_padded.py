@@ -97,7 +97,7 @@ def test_padding_and_gaps_hold_anything_but_a_row_that_is_minus_one_in_part_is_r
     for part in (np.s_[0, 1, 0], np.s_[0, 1, 2, 1], np.s_[0, 1, 1:]):
         wrong = np.tile([[0, 1]], (1, 3, 3, 1))
         wrong[part] = -1
-        with pytest.raises(TraceContentError, match="expected 0 to 7, or -1 in every layer and pick of a row"):
+        with pytest.raises(TraceContentError, match=r"0.*7.*-1.*layer.*pick"):
             fr.RoutingTrace.from_padded(spec, tokens, wrong, mask)
 
 
@@ -191,5 +191,5 @@ def test_a_tensor_is_taken_from_its_device():
 
 def test_what_is_no_array_is_refused_in_words():
     for nothing in (torch.zeros(2, device="meta"), torch.ones(2).to_sparse(), [[1], [2, 3]]):
-        with pytest.raises(TraceContentError, match="token_ids is no array"):
+        with pytest.raises(TraceContentError, match=r"token_ids.*array"):
             fr.RoutingTrace.from_padded(spec_of(), nothing, nothing)

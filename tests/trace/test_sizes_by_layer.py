@@ -172,16 +172,16 @@ def test_a_file_whose_arrays_would_take_far_more_than_its_frames_is_refused(tmp_
     path = fr.save(trace, tmp_path / "t")
     assert fr.load(path).equals(trace.without_pick_order())
     monkeypatch.setattr("foreroute.trace.file.DECODED_FREELY", 1 << 18)
-    with pytest.raises(TraceFileError, match="bytes of frames would become 16"):
+    with pytest.raises(TraceFileError, match=r"frames.*become 16"):
         fr.load(path)
-    with pytest.raises(TraceContentError, match="bytes of frames would become 16"):
+    with pytest.raises(TraceContentError, match=r"frames.*become 16"):
         fr.save(trace, tmp_path / "again")
 
 
 def test_other_sizes_are_another_model():
     layers = SPEC.layers
     other = fr.RoutingSpec.of_sizes(layers, [(8, 2), (8, 3), (6, 1)])
-    with pytest.raises(SpecMismatchError, match=r"other experts or picks in some layers \(top-1 to 3 of 6 to 8\)"):
+    with pytest.raises(SpecMismatchError, match=r"experts.*layers.*1.*3.*6.*8"):
         SPEC.require_same(other, what="the trace")
     even = fr.RoutingSpec(8, 3, layers)
     ids = np.array([[[0, 2, 3], [5, 0, 3], [5, 1, 2]]])
@@ -201,6 +201,6 @@ def test_what_takes_equal_layers_alone_says_so(use, what):
 
 
 def test_an_engines_output_of_such_a_model_is_refused_with_a_door_that_takes_it():
-    with pytest.raises(SpecMismatchError, match=r"RoutingTrace\.from_sequences takes its arrays"):
+    with pytest.raises(SpecMismatchError, match=r"RoutingTrace\.from_sequences.*arrays"):
         fr.capture.decode(np.zeros((1, 3, 3), int), token_ids=[1, 2], model=SPEC)
     assert fr.RoutingTrace.from_sequences(SPEC, [[1, 2]], [[ROW]]).valid_N.tolist() == [True, False]

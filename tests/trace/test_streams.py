@@ -98,11 +98,11 @@ def test_traces_with_and_without_a_stream_do_not_mix_by_accident():
     masks = DecisionStream.from_sets(50, [0, 1, 1, 0], [0, 2, 1, 0], [7, 3, 9])
     masked = plain.with_stream(SAMPLING, masks)
     assert sets_of(masked.continued_by(tool).streams[SAMPLING]) == [None, [[3, 7]], [[9]], None, None, None]
-    with pytest.raises(TraceContentError, match="some of the traces have the stream sampling"):
+    with pytest.raises(TraceContentError, match=r"traces.*sampling"):
         fr.concatenate([masked, plain])
     absent = plain.with_stream(SAMPLING, DecisionStream.absent(50, 4))
     assert fr.concatenate([absent, masked]).streams[SAMPLING].valid_N.tolist() == [False] * 5 + [True] * 2 + [False]
-    with pytest.raises(SpecMismatchError, match="ids below 51 in 0 layers; expected sets of ids below 50"):
+    with pytest.raises(SpecMismatchError, match=r"below 51.*0 layers.*50"):
         fr.concatenate([masked, plain.with_stream(SAMPLING, DecisionStream.absent(51, 4))])
     assert fr.concatenate([masked.without_streams(), plain]).streams == {}
 
@@ -145,7 +145,7 @@ def test_a_stream_has_a_name_and_the_rows_of_its_trace():
     with pytest.raises(TraceContentError, match="expected a DecisionStream"):
         trace.with_stream(SAMPLING, np.zeros(3))
     for name in ("Sampling", "a" * 33, "a.b", "", 3):
-        with pytest.raises(TraceContentError, match="a stream is named"):
+        with pytest.raises(TraceContentError, match=r"stream.*named"):
             trace.with_stream(name, DecisionStream.absent(50, trace.num_rows))
 
 

@@ -79,7 +79,7 @@ def test_a_loss_that_cannot_be_told_is_refused():
 
     model.forward = with_a_loss_of_its_own
     with (
-        pytest.raises(ReplayError, match="selects 0 times where it has 3 routers"),
+        pytest.raises(ReplayError, match=r"selects 0.*3 routers"),
         routed.replay(trace, counts="replayed"),
     ):
         model(**BATCH)

@@ -289,7 +289,7 @@ def test_a_compiled_forward_whose_positions_say_that_it_continues_is_refused():
     model = tiny("qwen3_moe", num_hidden_layers=2, experts="grouped_mm")
     routed = hf.attach(model)
     compiled = torch.compile(model, backend="eager")
-    with torch.no_grad(), pytest.raises(BatchMismatchError, match="key-value cache, which was not recognised"):
+    with torch.no_grad(), pytest.raises(BatchMismatchError, match=r"value.*recognised"):
         record_at(routed, compiled, torch.arange(3, 9))
     assert len(record_at(routed, compiled, torch.arange(6))) == 1
 

@@ -269,7 +269,7 @@ def test_a_sequence_without_a_route_must_be_in_the_batch_too():
         trace, given = trace_of(there.spec), given_on(DEVICE, BATCHES["packed"])
         replayed(there, given, trace)
         longer = concatenate([trace, RoutingTrace.unrouted(there.spec, [[5]])])
-        with pytest.raises(BatchMismatchError, match="the batch has 3 sequences and the trace has 4"):
+        with pytest.raises(BatchMismatchError, match=r"batch.*3 sequences.*4"):
             replayed(there, given, longer)
 
 
@@ -351,7 +351,7 @@ def test_rows_made_once_are_compared_with_every_batch_though_nobody_counts_who_w
             buffers[name][:] = values
         expected = replayed(routed, given_on(device, padded("right")), routed.rows(rows.trace))
         if device == DEVICE:  # where nobody may wait to see that rows must be found anew
-            with pytest.raises(BatchMismatchError, match="tensors of the batch were overwritten"):
+            with pytest.raises(BatchMismatchError, match=r"tensors.*overwritten"):
                 replayed(routed, given, rows)
         assert torch.equal(replayed(routed, given, rows)[0], expected[0])
         layout = pad(LENGTHS, side="left", order="bshd")

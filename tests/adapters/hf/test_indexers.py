@@ -217,7 +217,7 @@ def test_layouts_move_choices_with_their_tokens(family):
     left, forms = batch_of(37, 24, side="left"), {}
     position_ids = (left["attention_mask"].cumsum(1) - 1).clamp(min=0)
     forms["right"] = (BATCH, nullcontext())
-    refused = pytest.raises(BatchMismatchError, match=r"units of . tokens by their place in the batch")
+    refused = pytest.raises(BatchMismatchError, match=r"units.*tokens")
     forms["left"] = (left | {"position_ids": position_ids}, refused if family in UNITS_ONLY_AT_SLOTS else nullcontext())
     tokens = np.concatenate(sequences_of(BATCH))
     positions = np.concatenate([np.arange(len(each)) for each in sequences_of(BATCH)])
@@ -286,7 +286,7 @@ def test_shifted_choices_are_refused(family, by):
     )
     shifted = trace.with_stream("indexer", trace.streams["indexer"].take(rows))
     with (
-        pytest.raises(TraceContentError, match=r"the indexer has \d+ choices.* belong to another row"),
+        pytest.raises(TraceContentError, match=r"indexer.*\d+ choices"),
         routed.replay(shifted),
     ):
         pass
@@ -307,7 +307,7 @@ def test_choices_of_another_model_are_refused():
     assert without.indexers is None
     routes = random_routes(without.spec, BATCH)
     with (
-        pytest.raises(SpecMismatchError, match="no indexer that can be replayed"),
+        pytest.raises(SpecMismatchError, match=r"indexer.*replayed"),
         without.replay(routes.with_stream("indexer", stream)),
     ):
         pass
@@ -321,7 +321,7 @@ def test_rows_without_choices_follow_the_policy():
     gappy = trace.with_stream("indexer", trace.streams["indexer"].without(np.array([20])))
     with torch.no_grad():
         with (
-            pytest.raises(BatchMismatchError, match="sequence 0 has no choice of indexers at position 20"),
+            pytest.raises(BatchMismatchError, match=r"sequence 0.*indexers.*20"),
             routed.replay(gappy),
         ):
             output_of(model, BATCH)
@@ -339,7 +339,7 @@ def test_rows_without_choices_follow_the_policy():
 
 def test_an_indexer_that_is_bypassed_or_deaf_is_refused_on_attach(monkeypatch):
     monkeypatch.setattr(hf_indexers.ChoosingIndexer, "_replayed", lambda self, own, rows, indexer: own)
-    with pytest.raises(AttachError, match=r"indexers such as model\.layers\.0\.self_attn\.indexer .* not obeyed"):
+    with pytest.raises(AttachError, match=r"model\.layers\.0\.self_attn\.indexer"):
         hf.attach(build("deepseek_v32", **SPARSE["deepseek_v32"]))
     monkeypatch.undo()
     model = build("deepseek_v32", **SPARSE["deepseek_v32"])
@@ -368,7 +368,7 @@ def test_choices_in_what_is_compiled_are_refused_and_routes_alone_replayed(part)
     model = build("deepseek_v32", **SPARSE["deepseek_v32"])
     routed = hf.attach(model)
     model.get_submodule(part).compile(backend="eager")
-    with pytest.raises(ReplayError, match="in eager mode alone"), routed.replay(trace), torch.no_grad():
+    with pytest.raises(ReplayError, match=r"eager.*alone"), routed.replay(trace), torch.no_grad():
         output_of(model, BATCH)
     with routed.replay(trace.without_streams()), torch.no_grad():
         torch.testing.assert_close(output_of(model, BATCH), expected, rtol=0, atol=1e-4)

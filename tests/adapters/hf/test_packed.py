@@ -71,16 +71,16 @@ def test_a_packed_batch_replays_each_sequence_as_if_alone(family, rows):
 def test_without_positions_a_packed_row_is_refused():
     """The control: one long sequence is not six short ones."""
     model, routed, trace = with_routes(ALONE)
-    with pytest.raises(BatchMismatchError, match="the batch has 1 sequences and the trace has 6"), routed.replay(trace):
+    with pytest.raises(BatchMismatchError, match=r"batch.*1 sequences.*6"), routed.replay(trace):
         model(input_ids=packed(ROWS["one row"])["input_ids"])
-    with pytest.raises(BatchMismatchError, match=r"holds the sequences \[1, 0, 2, 3, 4, 5\]"), routed.replay(trace):
+    with pytest.raises(BatchMismatchError, match=r"holds.*sequences \[1, 0, 2, 3, 4, 5\]"), routed.replay(trace):
         model(**packed([[1, 0, 2, 3, 4, 5]]))
 
 
 def test_padding_at_the_end_of_a_row_is_sequences_without_a_route():
     model, routed, trace = with_routes(ALONE)
     batch = {name: torch.nn.functional.pad(value, (0, 2)) for name, value in packed(ROWS["one row"]).items()}
-    with pytest.raises(BatchMismatchError, match="the batch has 8 sequences"), routed.replay(trace):
+    with pytest.raises(BatchMismatchError, match=r"batch.*8 sequences"), routed.replay(trace):
         model(**batch)
     padded = fr.concatenate([trace, fr.RoutingTrace.unrouted(trace.spec, [[0], [0]])])
     with routed.replay(padded), routed.record() as recording, torch.no_grad():
@@ -94,7 +94,7 @@ def test_packed_sequences_cannot_go_on_over_a_cache():
     with routed.record() as recording, torch.no_grad():
         cache = model(**packed(ROWS["one row"]), use_cache=True).past_key_values
         model(input_ids=torch.tensor([[7]]), past_key_values=cache)
-    with pytest.raises(ReplayError, match="packed into one row cannot be continued"):
+    with pytest.raises(ReplayError, match=r"packed.*continued"):
         recording.trace()
 
 

@@ -204,7 +204,7 @@ def test_pixels_that_belong_to_unknown_tokens_are_warned_of(monkeypatch):
     routed = hf.attach(model)
     with routed.record() as recording, torch.no_grad():
         model(input_ids=tokens, pixel_values=torch.zeros(1, 3, 16, 16), use_cache=False)
-    with pytest.warns(UserWarning, match="pixel_values: it is not known which of them"):
+    with pytest.warns(UserWarning, match=r"pixel_values.*known"):
         assert PIXELS not in recording.trace().streams
 
 
@@ -266,7 +266,7 @@ def test_pixels_are_compared_on_the_device_and_the_host_does_not_wait(seeing):
         assert waits(other) == unpatched, "what is wrong is not looked at in the forward"
         with (
             torch.no_grad(),
-            pytest.raises(BatchMismatchError, match="sequence 0, position 2: the batch has the pixels of another"),
+            pytest.raises(BatchMismatchError, match="sequence 0, position 2"),
         ):
             session.__exit__(None, None, None)
 

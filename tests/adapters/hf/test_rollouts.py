@@ -93,7 +93,7 @@ def test_a_rollout_is_what_one_forward_over_it_routes(routed, samples, end, atte
 )
 def test_masks_of_sliding_windows_alone_are_refused():
     routed = hf.attach(tiny("mixtral", sliding_window=6).eval())
-    with pytest.raises(BatchMismatchError, match="A sliding window hides what is padding: generate with cache_impl"):
+    with pytest.raises(BatchMismatchError, match=r"generate.*cache_impl"):
         sampled(routed, cache_implementation="static")
     recording, output, mask = sampled(routed)
     assert recording.rollout(output, mask).lengths.tolist() == mask.sum(1).tolist()
@@ -159,7 +159,7 @@ def test_sequences_longer_than_recorded_are_refused(routed, more):
 def test_a_rollout_of_nothing_is_refused(routed):
     with routed.record() as recording:
         pass
-    with pytest.raises(ReplayError, match="nothing was recorded"):
+    with pytest.raises(ReplayError, match=r"nothing.*recorded"):
         recording.rollout([[1, 2]])
     assert recording.rollout([[1], [2]]).lengths.tolist() == [1, 1]  # nothing had to be computed
 
@@ -171,9 +171,7 @@ def test_a_rollout_of_nothing_is_refused(routed):
 )
 def test_a_rollout_without_a_cache_is_refused(routed):
     recording, output, mask = sampled(routed, use_cache=False)
-    with pytest.raises(
-        BatchMismatchError, match=r"without a key-value cache. Leave use_cache on, and call model.eval\(\) before"
-    ):
+    with pytest.raises(BatchMismatchError, match=r"use_cache.*model.eval"):
         recording.rollout(output, mask)
 
 

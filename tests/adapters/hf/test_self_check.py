@@ -81,13 +81,13 @@ def test_an_expert_outside_the_open_groups_keeps_its_weight(mask):
 @pytest.mark.parametrize("mask", MASKS)
 def test_without_the_score_before_masking_attach_refuses(mask, monkeypatch):
     monkeypatch.setattr(SelectionMode, "before_masking", lambda self, scores: scores)
-    with pytest.raises(AttachError, match="weight zero, or none"):
+    with pytest.raises(AttachError, match="weight zero"):
         hf.attach(with_router(limited_to_groups(MASKS[mask])))
 
 
 @pytest.mark.parametrize("mask", UNKNOWN_MASKS)
 def test_a_way_of_masking_that_is_not_known_is_refused(mask):
-    with pytest.raises(AttachError, match="weight zero, or none"):
+    with pytest.raises(AttachError, match="weight zero"):
         hf.attach(with_router(limited_to_groups(UNKNOWN_MASKS[mask])))
 
 
@@ -184,5 +184,5 @@ def test_without_its_rule_a_class_is_refused_and_not_replayed_wrongly(router, mo
 
 def test_an_encoder_decoder_is_refused_whatever_its_routers_are():
     stacks = torch.nn.ModuleDict({"encoder": tiny("qwen3_moe"), "decoder": tiny("qwen3_moe")})
-    with pytest.raises(AttachError, match="ModuleDict routes in an encoder and in a decoder"):
+    with pytest.raises(AttachError, match=r"ModuleDict.*encoder"):
         hf.attach(stacks)

@@ -25,7 +25,7 @@ BATCH = batch_of(9, 6, 4)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda routed: pickle.loads(pickle.dumps(routed))])
 def test_what_was_attached_can_be_copied_with_its_model(copied):
     _, routed, trace = with_routes(BATCH)
-    with routed.record(), pytest.raises(ReplayError, match="cannot be copied inside"):
+    with routed.record(), pytest.raises(ReplayError, match="copied inside"):
         copied(routed.model.model.layers[1])
     other = copied(routed)
     assert other.model is not routed.model
@@ -62,7 +62,7 @@ def test_a_forward_that_continues_a_cache_is_not_replayed():
     with torch.no_grad():
         cache = model(input_ids=batch["input_ids"], use_cache=True).past_key_values
         with (
-            pytest.raises(BatchMismatchError, match="continues a key-value cache of 4 positions; replay whole seq"),
+            pytest.raises(BatchMismatchError, match=r"continues.*4 positions"),
             routed.replay(trace),
         ):
             model(input_ids=batch["input_ids"], past_key_values=cache, use_cache=True)
@@ -76,7 +76,7 @@ def test_a_forward_that_continues_a_cache_is_not_replayed():
 def test_continuous_batching_is_refused_before_it_begins():
     model, routed, trace = with_routes(BATCH)
     for session in (routed.record(), routed.replay(trace)):
-        with pytest.raises(ReplayError, match=r"runs the model in a thread of its own.*call generate"), session:
+        with pytest.raises(ReplayError, match=r"thread.*generate"), session:
             model.generate_batch([[1, 2, 3]], max_new_tokens=2)
     assert "init_continuous_batching" not in vars(model)
 
@@ -86,7 +86,7 @@ def test_continuous_batching_is_refused_by_sessions_of_tensors_when_it_runs():
         skip_in_older("this transformers has no configuration that keeps its cache small")
     model = tiny("qwen3_moe")
     config = transformers.ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=64)
-    with pytest.raises(core.ReplayError, match="in the thread that opened it"), core.attach(model).record():
+    with pytest.raises(core.ReplayError, match=r"thread.*opened"), core.attach(model).record():
         model.generate_batch([[1, 2, 3]], max_new_tokens=2, continuous_batching_config=config)
 
 
@@ -144,7 +144,7 @@ def test_decode_steps_of_another_batch_are_refused_of_a_compiled_model_too():
         cache = compiled(input_ids=first, use_cache=True).past_key_values
         compiled(input_ids=second, use_cache=True)
         compiled(input_ids=torch.tensor([[5]]), past_key_values=cache, use_cache=True)
-    with pytest.raises(ReplayError, match="1 sequences with 4 cached positions; the batch before it has 1 of 6"):
+    with pytest.raises(ReplayError, match=r"1 sequences.*4.*positions.*1.*6"):
         recording.trace()
 
 

@@ -50,8 +50,8 @@ def test_a_trace_of_other_sizes_is_refused_and_an_auxiliary_loss_that_cannot_cou
     routed = hf.attach(model)
     sizes = list(routed.spec.sizes)
     other = fr.RoutingSpec.of_sizes(routed.spec.layers, [sizes[0], (7, 3), sizes[2]])
-    with pytest.raises(SpecMismatchError, match="other experts or picks"), routed.replay(random_routes(other, BATCH)):
+    with pytest.raises(SpecMismatchError, match=r"experts.*picks"), routed.replay(random_routes(other, BATCH)):
         pass
     trace = random_routes(routed.spec, BATCH)
-    with pytest.raises(ReplayError, match='replay with counts="native"'), routed.replay(trace, counts="replayed"):
+    with pytest.raises(ReplayError, match=r"replay.*counts"), routed.replay(trace, counts="replayed"):
         model(**BATCH, output_router_logits=True, labels=BATCH["input_ids"])

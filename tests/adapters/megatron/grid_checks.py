@@ -171,5 +171,5 @@ def assert_a_shift_is_seen(chunks, batches, traces, forward, native):
         step(chunks, carrying(batches, [shifted(trace) for trace in traces]), forward)
     if not seen.layers:
         return
-    with pytest.raises(AssertionError, match="went to other experts"):
+    with pytest.raises(AssertionError, match=r"went.*experts"):
         assert_followed(seen, batches, traces, native)

@@ -104,13 +104,13 @@ def test_other_formats_are_refused_while_experts_are_away():
             lambda: run.trained.optimizer.save_parameter_state(f"{path}/state"),
             lambda: part.load_parameter_state_from_dp_zero({}),
         ):
-            with pytest.raises(PlacementError, match="in the order of a rank's memory"):
+            with pytest.raises(PlacementError, match="rank's memory"):
                 use()
         run.routed.move_homes(run.routed.block_home_LE, run.trained.optimizer)
         assert (set(vars(block)), set(vars(block.experts))) == untouched
         with pytest.raises(RuntimeError, match="foreroute_homes"):
             run.model.load_state_dict(loaded["model"])
-        with pytest.raises(PlacementError, match="in the order of a rank's memory"):
+        with pytest.raises(PlacementError, match="rank's memory"):
             run.trained.optimizer.load_state_dict(loaded["optimizer"])
         run.model.load_state_dict(before)
         run.trained.optimizer.load_state_dict(run.trained.optimizer.state_dict())

@@ -109,7 +109,7 @@ def test_what_waits_is_narrow():
 @on_ranks(1)
 def test_cumulative_lengths_that_do_not_ascend_from_0_are_refused():
     for wrong in ([0, 2**63 - 1, -(2**63), -1, 3], [0, 4, 2], [1, 3], [[0, 3]], [0.0, 3.0], []):
-        with pytest.raises(BatchMismatchError, match=r"expected integers \[sequences \+ 1\] that ascend from 0"):
+        with pytest.raises(BatchMismatchError, match=r"integers \[sequences \+ 1\].*ascend.*0"):
             lengths_of(torch.tensor(wrong))
     assert lengths_of(torch.tensor([0, 3, 3, 5], dtype=torch.int32)).tolist() == [3, 0, 2]
 

@@ -160,16 +160,16 @@ def test_settings_are_arguments(fake_settings):
 
 
 def test_what_cannot_be_started_says_so(routed, started, fake_settings, tmp_path):
-    with pytest.raises(EngineError, match=r"there is no vLLM environment: .*Install vllm=="):
+    with pytest.raises(EngineError, match=r"environment.*Install"):
         vllm.ServerSettings(python=tmp_path / "missing")
     bare = vllm.VLLMEngine(ServedModel.of(routed), replace(fake_settings(), python=Path(sys.executable), options={}))
-    with bare, pytest.raises(EngineError, match="No module named 'vllm'"):
+    with bare, pytest.raises(EngineError, match="named 'vllm'"):
         loaded(bare, routed)
     with pytest.raises(ConfigError, match="max_model_len is 256"):
         started().generate(prompts(230), PAIRS, seeded())
-    with pytest.raises(ConfigError, match="name a weights_folder for a server of yours"):
+    with pytest.raises(ConfigError, match=r"weights_folder.*server"):
         vllm.VLLMEngine(ServedModel.of(routed), fake_settings(), weights_folder=tmp_path)
-    with pytest.raises(EngineError, match=r"cannot be started: .*surrogates not allowed"):
+    with pytest.raises(EngineError, match=r"started.*surrogates"):
         started("\ud800")
 
 

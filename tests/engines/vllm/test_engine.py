@@ -123,7 +123,7 @@ def test_spans_of_weights_become_those_of_the_trace(routed, tmp_path):
         # of the prompt's other rows nobody says under which weights they were computed
         assert trace.weight_versions_N.tolist() == [-1] * 7 + [6] * 2 + [7] * 3 + [-1]
         engine._client.ask = ask
-        with pytest.raises(EngineError, match=r"weights of version 6, the trainer loaded version 7"):
+        with pytest.raises(EngineError, match=r"weights.*version 6.*7"):
             engine.generate([PROMPT], SAMPLED, seeded())
         spans[:] = [{"version": "7", "start": 0, "end": 5}]
         assert engine.generate([PROMPT], SAMPLED, seeded()).trace.versions == (7,)
@@ -208,7 +208,7 @@ def test_a_server_is_never_left_paused_and_samples_nothing_with_weights_half_loa
                 engine.load_weights(routed.model.state_dict(), version=1)
             assert [path for path, _ in server.asked].count("/resume") == 1
             assert server.asked[-1][0] == "/resume"
-            with pytest.raises(EngineError, match="weights are unknown"):
+            with pytest.raises(EngineError, match=r"weights.*unknown"):
                 engine.generate([PROMPT], SAMPLED, seeded())
             assert server.asked[-1][0] == "/resume"
 
@@ -216,7 +216,7 @@ def test_a_server_is_never_left_paused_and_samples_nothing_with_weights_half_loa
 def test_a_server_that_cannot_be_resumed_is_said_to_be_paused(routed, tmp_path):
     with (
         serving(Server(**{"/collective_rpc": (500, b"no room"), "/resume": (500, b"no")})) as server,
-        pytest.raises(EngineError, match=r"POST /resume of the vLLM server refused with status 500") as caught,
+        pytest.raises(EngineError, match=r"POST.*refused.*500") as caught,
     ):
         engine_at(server, routed, tmp_path, version=1)
     assert "no room" in str(caught.value.__context__)
@@ -285,7 +285,7 @@ def test_a_prompt_that_is_not_echoed_has_its_length_compared():
     answer = payload(DATA / "generate.json")["response"] | {"request_id": "x"}
     asked = Request("x", PROMPT, SAMPLED, seed=0)
     assert read_response(Answer(answer, "it"), asked, echoes=False).reason == "length"
-    with pytest.raises(EngineError, match="answers a prompt of 8 tokens, it was sent 7"):
+    with pytest.raises(EngineError, match=r"answers.*prompt.*8.*7"):
         read_response(Answer(answer, "it"), replace(asked, prompt=PROMPT[:7]), echoes=False)
 
 
@@ -336,12 +336,12 @@ def test_a_server_started_without_what_replay_needs_is_refused(routed, tmp_path,
 
 def test_what_is_no_server_is_refused(routed, tmp_path):
     served = ServedModel.of(routed)
-    with pytest.raises(EngineError, match="Is it running"):
+    with pytest.raises(EngineError, match="running"):
         vllm.VLLMEngine(served, "http://127.0.0.1:9", weights_folder=tmp_path)
     with pytest.raises(ConfigError, match="no address"):
         vllm.VLLMEngine(served, "127.0.0.1:8000", weights_folder=tmp_path)
     with pytest.raises(ConfigError, match="name a weights_folder"):
         vllm.VLLMEngine(served, "http://127.0.0.1:9")
-    with pytest.raises(ConfigError, match=r"not a RoutedTransformer; pass ServedModel\.of\(hf\.attach\(model\)\)"):
+    with pytest.raises(ConfigError, match=r"RoutedTransformer.*ServedModel\.of"):
         vllm.VLLMEngine(routed, "http://127.0.0.1:9", weights_folder=tmp_path)
     assert not list(tmp_path.iterdir())

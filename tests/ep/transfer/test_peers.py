@@ -139,7 +139,7 @@ def ask_in_a_group(rank):
     consensus, transfers = RankConsensus(group), PeerGroup(group)
     begun = time.monotonic()
     if rank:
-        with pytest.raises(TransferError, match="got no answer from another rank"):
+        with pytest.raises(TransferError, match=r"answer.*another"):
             agreeing(consensus)
     waited = time.monotonic() - begun
     dist.barrier()

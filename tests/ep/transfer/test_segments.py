@@ -69,7 +69,7 @@ def memory(home_E, number_GD, of_ranks):
 
 
 def test_a_change_of_homes_keeps_the_size_of_every_shard():
-    with pytest.raises(PlanError, match=r"ranks hold \[2, 2\] experts before and \[3, 1\] after"):
+    with pytest.raises(PlanError, match=r"\[2, 2\] experts before.*\[3, 1\]"):
         shard_moves(np.array([0, 0, 1, 1]), np.array([0, 0, 0, 1]))
 
 

@@ -121,7 +121,7 @@ def fetch_after_a_failure(rank, plan):
     cell = next(Cell(0, m, n) for m, n in np.argwhere(plan.num_replicas_ML).tolist())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(PeerGroup, "post", Mock(side_effect=MemoryError("no memory for messages")))
-        with pytest.raises(MemoryError, match="no memory for messages"):
+        with pytest.raises(MemoryError, match=r"memory.*messages"):
             engine.fetch(cell)
     found = fetched(engine, cell)
     experts = hosted(plan.cell(cell.micro_step, cell.layer), rank)

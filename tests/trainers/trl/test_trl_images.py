@@ -152,7 +152,7 @@ def test_an_update_on_another_image_is_refused(folder, replay):
             return compute(self, model, inputs | {"pixel_values": -inputs["pixel_values"]})
 
         patch.setattr(GRPOTrainer, "_compute_loss", painted_over)
-        with pytest.raises(BatchMismatchError, match="pixels of another image"):
+        with pytest.raises(BatchMismatchError, match=r"pixels.*another"):
             trained(folder, replay)
 
 
@@ -160,7 +160,7 @@ def test_the_first_rollout_is_checked_where_its_images_are_at_hand(folder):
     def other_layers(trace):
         return replace(trace, expert_ids_NLK=np.roll(trace.expert_ids_NLK, 1, axis=1))
 
-    with pytest.raises(ReplayError, match="the first rollout's routes are not those of its tokens"):
+    with pytest.raises(ReplayError, match="rollout's routes"):
         trained(folder, "R3", other_layers)
 
 
@@ -189,8 +189,8 @@ def test_a_part_of_a_batch_has_the_images_of_its_sequences():
             assert given["num_images"] == options["num_images"][part.rows]
         else:
             assert given["pixel_values"] is given["image_grid_thw"] is given["num_images"] is None
-    with pytest.raises(ConfigError, match="the batch holds image_sizes, and"):
+    with pytest.raises(ConfigError, match=r"batch.*image_sizes"):
         cut_batch(ids, ids, options | {"image_sizes": torch.zeros(3, 2)}, 2)
     options["image_grid_thw"] = None
-    with pytest.raises(ConfigError, match="the batch holds pixel_values, and"):
+    with pytest.raises(ConfigError, match=r"batch.*pixel_values"):
         cut_batch(ids, ids, options, 2)

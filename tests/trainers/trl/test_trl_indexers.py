@@ -79,7 +79,7 @@ def test_a_rollout_without_choices_is_warned_of(folder):
     trainer = make(
         folder, model=model, rollout_func=rollout_with(EmbeddedEngine(model, "bfloat16")), max_steps=1, **NO_AUXILIARY
     )
-    with pytest.warns(UserWarning, match=r"the rollout has none of their choices.*indexers=True"):
+    with pytest.warns(UserWarning, match="indexers=True"):
         trainer.train()
 
 
@@ -103,7 +103,7 @@ def sparse_by_units(family):
 def test_units_that_padding_moves_are_refused(folder, family, replay):
     """TRL pads prompts of several lengths on the left."""
     trainer = make(folder, model=sparse_by_units(family), replay=replay, max_steps=1)
-    with pytest.raises(BatchMismatchError, match=r"a sequence begins behind padding.* prompts of one length"):
+    with pytest.raises(BatchMismatchError, match=r"sequence.*padding"):
         trainer.train()
 
 

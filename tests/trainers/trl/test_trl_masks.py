@@ -147,7 +147,7 @@ class PastTheHead(GRPOTrainer):
 
 
 def test_masks_that_are_dropped_are_noticed(folder):
-    with pytest.raises(ReplayError, match="past its fused head, so that no sampling mask was replayed"):
+    with pytest.raises(ReplayError, match=r"sampling.*replayed"):
         make(folder, kind=PastTheHead, max_steps=1, top_p=0.8).train()
 
 
@@ -185,11 +185,11 @@ def test_what_a_tool_gave_is_a_constant_and_all_else_is_scored_on_its_sets(folde
 
 @pytest.mark.slow
 def test_a_sampled_token_needs_its_mask_where_others_do_not(folder):
-    with pytest.raises(TraceContentError, match="has no sampling mask"):
+    with pytest.raises(TraceContentError, match="sampling mask"):
         make(folder, rollout_func=with_a_tool(TOOL + 1), max_steps=1, top_p=0.8).train()
 
 
 @pytest.mark.slow
 def test_an_env_mask_of_another_length_is_refused(folder):
-    with pytest.raises(BatchMismatchError, match=r"env_mask of the lengths .* for completions of"):
+    with pytest.raises(BatchMismatchError, match=r"env_mask.*completions"):
         make(folder, rollout_func=with_a_tool(TOOL, [[1, 0, 1]] * 8), max_steps=1, top_p=0.8).train()

@@ -120,7 +120,7 @@ def test_a_processor_that_is_not_known_is_refused_and_left_to_other_modes(folder
         model._get_logits_processor = lambda *args, **kwargs: LogitsProcessorList([Doubled()])
         trainer = make(folder, model=model, replay=replay, max_steps=1)
         if replay == "R3":
-            with pytest.raises(ConfigError, match=r"Doubled, by .* changes log-probs in a way that no sampling mask"):
+            with pytest.raises(ConfigError, match=r"Doubled.*sampling"):
                 trainer.train()
     trainer.train()
     assert logged(trainer, "mismatch/k3")[0] > 1e-2
@@ -181,7 +181,7 @@ def test_a_rollout_without_the_masks_that_its_settings_call_for_is_refused(folde
         output["routed_experts"] = [each.without_streams(SAMPLING) for each in output["routed_experts"]]
         return output
 
-    with pytest.raises(ReplayError, match=r"top_p = 0.8 leave tokens out, and the rollout has"):
+    with pytest.raises(ReplayError, match=r"top_p = 0.8.*rollout"):
         make(folder, rollout_func=roll_out, max_steps=1, top_p=0.8).train()
 
 

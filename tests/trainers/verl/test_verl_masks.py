@@ -199,12 +199,12 @@ def test_a_reference_scores_on_the_sets_and_takes_its_own_routes(group, folder, 
 
 
 def test_masks_that_do_not_arrive_or_are_of_other_tokens_end_the_run(group, folder, masks, engine, scores):
-    with pytest.raises(ReplayError, match=r"sequence 0 trains on .* its rollout brought 0 sampling masks"):
+    with pytest.raises(ReplayError, match=r"sequence 0.*0 sampling"):
         old_log_probs(engine, tensordict(scores.batch("none")))
     first, *others = scores.sets
-    with pytest.raises(ReplayError, match="sampling masks for"):
+    with pytest.raises(ReplayError, match="sampling masks"):
         old_log_probs(engine, tensordict(scores.batch(sets=[[[], *first[1:]], *others])))
-    with pytest.raises(BatchMismatchError, match="leaves out its token"):
+    with pytest.raises(BatchMismatchError, match=r"leaves.*token"):
         old_log_probs(engine, tensordict(scores.batch(sets=[[[0], *first[1:]], *others])))
     # a sequence that fills the batch up has none
     batch = scores.batch(sets=[[], *others])
@@ -254,7 +254,7 @@ def test_the_host_waits_for_no_label_and_no_set(masks, monkeypatch):
 def test_log_probs_made_past_the_logits_are_noticed(group, folder, masks, scores):
     with on_cpu():
         engine = masked(folder, masks, strategy="fsdp", model={"use_fused_kernels": True})
-        with pytest.raises(ReplayError, match="made log-probs past its logits"):
+        with pytest.raises(ReplayError, match=r"probs.*logits"):
             old_log_probs(engine, tensordict(scores.batch(), use_fused_kernels=True))
 
 

@@ -226,7 +226,7 @@ def test_attention_masks_with_holes_or_other_numbers_are_refused(number):
 @pytest.mark.parametrize("batch", [None, 5, "batch", [], object(), {}, {"input_ids": [1]}, SimpleNamespace(batch=None)])
 def test_what_is_no_batch_is_refused(batch):
     for read in (lambda: trace_of(batch, model=SPEC), lambda: PackedBatch(batch)):
-        with pytest.raises(CaptureError, match="batch of verl"):
+        with pytest.raises(CaptureError, match=r"batch.*verl"):
             read()
 
 
@@ -236,10 +236,10 @@ def test_top_1_routes_to_expert_0_are_refused_where_they_mean_absent_as_well():
     read = lambda: trace_of({"input_ids": nested(tokens), "routed_experts": nested([rows])}, model=TOP_1)  # noqa: E731
     assert read().valid_N.tolist() == [1, 1, 1, 0]
     rows[1] = 0
-    with pytest.raises(CaptureError, match="row of zeros at position 1"):
+    with pytest.raises(CaptureError, match=r"zeros.*position 1"):
         read()
     written = RoutingTrace.from_sequences(TOP_1, tokens, [np.array([3, 0, 2]).reshape(3, 1, 1)])
-    with pytest.raises(CaptureError, match="sequence 0 goes to expert 0 in all layers at position 1"):
+    with pytest.raises(CaptureError, match=r"sequence 0.*0.*position 1"):
         routed_experts(written, {"input_ids": nested(tokens)})
 
 
@@ -257,7 +257,7 @@ def test_what_the_field_cannot_hold_is_not_written(layout):
         with pytest.raises(CaptureError, match=message):
             routed_experts(wrong, batch)
     routed_experts(trace, batch)
-    with pytest.raises(BatchMismatchError, match="in another order"):
+    with pytest.raises(BatchMismatchError, match="another order"):
         routed_experts(trace, layout(pairs[::-1]))
-    with pytest.raises(BatchMismatchError, match="the trace has 3 sequences, the batch 2"):
+    with pytest.raises(BatchMismatchError, match=r"trace.*3 sequences.*2"):
         require_routed(trace, layout(sequences(2)))

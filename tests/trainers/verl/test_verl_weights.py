@@ -33,7 +33,7 @@ def test_refused_is_what_a_loop_over_tokens_finds_too_far_of_all_and_of_the_newe
         checks[1].judge(lambda mine, sums=of_second: sums.append(mine) or [])
         seen.append(min(means) > K3_LIMIT)
         if seen[-1]:
-            with pytest.raises(EngineError, match="Weights did not arrive") as refused:
+            with pytest.raises(EngineError, match=r"Weights.*arrive") as refused:
                 checks[0].judge(lambda mine, sums=of_second: [mine, *sums])
             assert f"are {means[1]:.3g} nats (k3)" in str(refused.value)
         else:
