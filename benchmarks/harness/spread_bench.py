@@ -206,13 +206,14 @@ def drawn(
     zipf: float = 0.0,
     shape: tuple[int, int] = BATCH,
     micro_steps: int = MICRO_STEPS,
+    rank: int | None = None,
 ) -> tuple[list[torch.Tensor], list[RoutingTrace]]:
-    """Draw the micro-batches of this rank, int64 `shape`, and routes for them.
+    """Draw the micro-batches of a rank, by default of this one, int64 `shape`, and routes for them.
 
     They favour the first experts, which live together, and with `skew` 0 none; or, with `zipf`, experts of any rank by
     Zipf's law of this exponent.
     """
-    rng = np.random.default_rng([dist.get_rank(), int(1000 * (zipf or skew))])
+    rng = np.random.default_rng([dist.get_rank() if rank is None else rank, int(1000 * (zipf or skew))])
     batches = [torch.from_numpy(rng.integers(0, 256, shape)) for _ in range(micro_steps)]
     favour_E = np.linspace(skew, 0, spec.num_experts)
     if zipf:

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from benchmarks.gpu.megatron import SMALL
-from benchmarks.megatron import MICRO_BATCHES, RECOMPUTE, SEQUENCES, Bench, start
+from benchmarks.harness.megatron_plan import RECOMPUTE
+from benchmarks.harness.models import start_megatron
+from benchmarks.megatron import MICRO_BATCHES, SEQUENCES, Bench
 from foreroute.testing.routes import synthetic_trace
 from tests.gpu.bits import deterministic, differing
 from tests.replay.session_subject import router_paths
@@ -38,7 +40,7 @@ def begin(folder, device):
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
-    start(folder, device)
+    start_megatron(folder, device)
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
@@ -52,7 +54,7 @@ def test_own_routes_are_native_bits(megatron, recompute):
 def bits_without_and_with_replay(device, recompute):
     """What the unpatched model does not repeat, and what replay changes."""
     with sorted_picks(), deterministic():
-        bench = Bench.of(SMALL | RECOMPUTE[recompute], device)
+        bench = Bench.of(RECOMPUTE[recompute], SMALL, device)
         first, again, replayed = (bits_of(bench, run) for run in (bench.native, bench.native, bench.replayed()))
     return differing(first, again), differing(first, replayed)
 
@@ -87,7 +89,7 @@ def test_foreign_routes_are_obeyed(megatron, recompute):
 def check_obeyed(device, recompute):
     """Every router picks, for every token, the experts of routes that are not its own."""
     with sorted_picks(), deterministic():
-        bench = Bench.of(SMALL | RECOMPUTE[recompute], device)
+        bench = Bench.of(RECOMPUTE[recompute], SMALL, device)
         foreign = [other_routes(trace, seed) for seed, trace in enumerate(bench.traces)]
         with picks(bench) as picked:
             bench.replayed(traces=foreign)()

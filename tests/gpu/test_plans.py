@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from benchmarks.gpu.counting import launch_waits, waits_are_seen
-from benchmarks.harness.execution_bench import SIZES, Bench, drawn, spread_model
 from benchmarks.harness.host_path import HostPath
+from benchmarks.harness.models import spread_model
+from benchmarks.harness.spread_bench import SIZES, HFBench, drawn
 from foreroute.adapters import hf
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.ep.transfer.host_memory import HostMemory
@@ -100,10 +101,10 @@ def test_a_host_path_that_fills_other_bytes_is_seen(one):
         one(check_copies, True)
 
 
-def bench_on(rank, num_ranks, device, dtype=torch.float32):
+def bench_on(device, dtype=torch.float32):
     """The model of a rank, spread, and its routes."""
-    routed = hf.attach(spread_model(device=device, dtype=dtype))
-    return Bench.routed_anew(routed, rank, micro_steps=MICRO_STEPS, shape=shape_on(device))
+    model = spread_model(SIZES, device=device, dtype=dtype)
+    return HFBench.drawn(model, hf.attach(model), micro_steps=MICRO_STEPS, shape=shape_on(device))
 
 
 def shape_on(device):
@@ -113,13 +114,12 @@ def shape_on(device):
 
 def alone(num_ranks, device, dtype=torch.float32):
     """The step of so many ranks by one process and the plain model: logits, and gradients by name."""
-    model = hf.build_model("qwen3_moe", seed=0, experts_implementation="eager", **SIZES).to(device, dtype)
+    model = hf.build_model("qwen3_moe", seed=0, experts_implementation="eager", **SIZES.of_hf()).to(device, dtype)
     routed = hf.attach(model)
     logits = []
     for rank in range(num_ranks):
-        for batch, trace in zip(
-            *drawn(routed.spec, rank, micro_steps=MICRO_STEPS, shape=shape_on(device)), strict=True
-        ):
+        batches, traces = drawn(routed.spec, rank=rank, micro_steps=MICRO_STEPS, shape=shape_on(device))
+        for batch, trace in zip(batches, traces, strict=True):
             with routed.replay(trace):
                 logits.append(forward_and_backward(model, batch))
     return logits, {name: parameter.grad.cpu() / num_ranks for name, parameter in model.named_parameters()}
@@ -133,10 +133,10 @@ def forward_and_backward(model, batch):
 
 def step_under(bench, step, transfers=None):
     """A step under a plan with replicas: logits of this rank, and the mean of the gradients of all ranks."""
-    model, logits = bench.routed.model, []
+    model, logits = bench.model, []
     plan = split_plan(step, bench.counts_MLGE, bench.routed.home_LE)
-    with bench.routed.execute(plan, bench.counts_MLGE, bench.rows_M, step=step) as execution:
-        for batch, rows in zip(bench.batches, bench.rows_M, strict=True):
+    with bench.routed.execute(plan, bench.counts_MLGE, bench.routes_M, step=step) as execution:
+        for batch, rows in zip(bench.batches, bench.routes_M, strict=True):
             with bench.routed.replay(rows):
                 logits.append(forward_and_backward(model, batch))
     if transfers is not None:
@@ -159,9 +159,9 @@ def distance(found, expected):
 def check_one_rank(device):
     """In bfloat16 it may be as far from float32 as twice the model alone is."""
     exact = alone(1, device)
-    assert distance(step_under(bench_on(0, 1, device), 0), exact) < CLOSE
+    assert distance(step_under(bench_on(device), 0), exact) < CLOSE
     own = distance(alone(1, device, torch.bfloat16), exact)
-    assert distance(step_under(bench_on(0, 1, device, torch.bfloat16), 0), exact) < 2 * own
+    assert distance(step_under(bench_on(device, torch.bfloat16), 0), exact) < 2 * own
 
 
 def test_one_rank_under_a_plan_is_the_model_alone(one):
@@ -242,7 +242,7 @@ def on_two_ranks(rank, device, path, counts_waits):
 
 
 def step_on_two_ranks(rank, device, path, counts_waits):
-    bench, step = bench_on(rank, RANKS, device), 0
+    bench, step = bench_on(device), 0
     bench.routed.use(TransferOptions(paths=path))
     transfers = []
     with closing(bench.routed):
@@ -257,7 +257,7 @@ def step_on_two_ranks(rank, device, path, counts_waits):
 def waits_of_a_step(device):
     if not waits_are_seen(device):
         return None
-    return launch_waits(partial(step_under, bench_on(0, 1, device, torch.bfloat16), 0))
+    return launch_waits(partial(step_under, bench_on(device, torch.bfloat16), 0))
 
 
 def test_a_planned_step_waits_for_the_device_nowhere_between_its_rows(one):
