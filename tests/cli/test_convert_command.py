@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import foreroute as fr
+from foreroute.capture import load_generation
 from foreroute.cli.convert import OPTIONS
 from tests import wires
 from tests.cli.command import foreroute
@@ -133,3 +134,22 @@ def test_what_decode_advises_is_still_said_so():
     """Advice is put into options of the command where it occurs word for word."""
     said = "".join(path.read_text() for path in Path(fr.capture.__file__).parent.glob("*.py"))
     assert all(advice in said for advice in OPTIONS)
+
+
+def test_log_probs_are_kept_on_request(folder):
+    answer = json.loads(wires.vllm_http(R))
+    answer["choices"][0]["logprobs"] = {"token_logprobs": [-0.5] * len(R.response)}
+    (folder / "answer.json").write_text(json.dumps(answer))
+    assert converted(folder, "answer.json", "kept", "--to", "generation").returncode == 0
+    generation = load_generation(folder / "kept")
+    assert generation.logprobs_R.tolist() == [-0.5] * len(R.response)
+    assert foreroute("convert", folder / "kept", folder / "again", "--to", "generation").returncode == 0
+    assert load_generation(folder / "again").trace.equals(generation.trace)
+    assert "without its log-probs" in foreroute("convert", folder / "kept", folder / "routes").stdout
+
+
+def test_log_probs_that_are_not_there_are_refused(folder):
+    refused(folder, "0 log-probs for", "answer.json", "out", "--to", "generation")
+    result = foreroute("convert", folder / "trace", folder / "out", "--to", "generation")
+    assert result.returncode == 2
+    assert "trace without log-probs" in " ".join(result.stderr.split())

@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from foreroute.capture import decode
+from foreroute.capture import Generation, decode, decode_generation, load_generation, save_generation
 from foreroute.capture.arrays import parse_text
 from foreroute.capture.generation import is_generation
 from foreroute.cli.exit_codes import refuse_unused
@@ -34,7 +34,7 @@ OPTIONS = {
 def convert_file(
     source: Path,
     target: Path,
-    to: Encoding,
+    to: Literal[Encoding, "generation"],
     *,
     model: Path | None = None,
     tokens: Path | None = None,
@@ -47,23 +47,31 @@ def convert_file(
         if target.exists():
             raise TraceFileError(f"{target} already exists; pass another path")
     console = Console(soft_wrap=True, highlight=False)
+    generation: Generation | None = None  # read where log-probs are to be kept
     with working(f"reading {source}", console):
         if _is_trace(source):
             given = {"--model": model, "--tokens": tokens, "--start": start, "--weight-version": weight_version}
             refuse_unused(given, f"about {source}, a trace, which says it itself; leave it out")
             what = "the trace of a generation, without its log-probs" if is_generation(source) else "trace"
-            trace = load(source)
+            if to == "generation":
+                what, generation = "generation", load_generation(source)
+            trace = load(source) if generation is None else generation.trace
         else:
             facts = _facts_of(model)
             data, ids = read_file(source, TraceFileError), None if tokens is None else _tokens(tokens)
             said = {"start": start, "weight_version": weight_version}
             facts |= {name: value for name, value in said.items() if value is not None}
             with _as_options(source):
-                trace = decode(data, token_ids=ids, **facts)
+                if to == "generation":
+                    generation = decode_generation(data, token_ids=ids, **facts)
+                trace = decode(data, token_ids=ids, **facts) if generation is None else generation.trace
             what = f"output of the form {trace.provenance['wire']}"
     console.print(printable(f"read   {source}: {what}, {trace!r}"), markup=False)
     with working(f"writing {target}", console):
-        save(trace, target, encoding=to)
+        if generation is None:
+            save(trace, target, encoding="sets" if to == "sets" else "ordered")
+        else:
+            save_generation(generation, target)
     console.print(printable(f"wrote  {target}: {to}, {target.stat().st_size:,} bytes"), markup=False)
 
 

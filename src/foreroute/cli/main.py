@@ -135,7 +135,10 @@ def validate(traces: Annotated[list[Path], typer.Argument(help="Trace files.")])
 def convert(
     source: Annotated[Path, typer.Argument(help="A trace file, output of an engine, or routes in a .npy file.")],
     target: Annotated[Path, typer.Argument(help="A file that does not exist yet.")],
-    to: Annotated[Literal["sets", "ordered"], typer.Option(help="Without pick order, or with it.")] = "sets",
+    to: Annotated[
+        Literal["sets", "ordered", "generation"],
+        typer.Option(help="Without pick order, with it, or with it and the log-probs of sampled tokens."),
+    ] = "sets",
     model: Annotated[
         Path | None, typer.Option(help="For engine output: a trace of the model, or its folder (needs the extra hf).")
     ] = None,
