@@ -4,6 +4,7 @@ Ranks run it: whatever is wrong on one of them ends all of them alike.
 """
 
 import traceback
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from unittest import mock
 
@@ -27,7 +28,7 @@ LOST = 1e-3
 """Of the largest gradient, at least, what is lost without those of replicas."""
 
 
-class PlannedStep:
+class PlannedStep(ABC):
     """What a framework says of itself: a model of three routed layers of 8 experts, and a step for it on this rank.
 
     Attributes:
@@ -39,25 +40,25 @@ class PlannedStep:
         plan: with replicas; None where it is given no slots.
     """
 
+    @abstractmethod
     def attach(self):
         """The model once more."""
-        raise NotImplementedError
 
+    @abstractmethod
     def log_probs(self, micro_step, *, replay=True):
         """[tokens], of a forward."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gradients(self):
         """By name; and none are left."""
-        raise NotImplementedError
 
+    @abstractmethod
     def expert_bytes(self):
         """Of the weights of one expert."""
-        raise NotImplementedError
 
+    @abstractmethod
     def put_elsewhere(self):
         """Replace the parameters of a layer's experts by others of the same weights."""
-        raise NotImplementedError
 
     kinds = ({},)
     """Of experts that compute in other ways, what makes each."""
