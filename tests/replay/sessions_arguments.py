@@ -124,8 +124,8 @@ def check_a_batch_of_other_sequences_is_refused(framework):
     for batch, said in (
         (BATCH.select(0, 1), "2 sequences"),
         (BATCH.select(1, 0, 2), None),
-        (rolled, "sequence 0, position 0|slot 0 "),
-        (one_off, "sequence 2, position 3|slot 11 "),
+        (rolled, "sequence 0, position 0|row 0 "),
+        (one_off, "sequence 2, position 3|row 11 "),
         (batch_of(8, 6, 4), None),
         (batch_of(9, 7, 4), None),
         (batch_of(9, 5, 4), None),

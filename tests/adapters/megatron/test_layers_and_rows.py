@@ -57,7 +57,7 @@ def test_layouts_and_traces_of_other_batches_are_refused():
     on.refuses(SpecMismatchError, "no indexer that can be replayed", lambda: routed.shard(choices, pack(trace.lengths)))
     wider = pad(trace.lengths, side="right", order="sbhd", to=on.WIDTH + 4)
     on.refuses(
-        BatchMismatchError, "slots on this rank", lambda: on.replayed(built, routed, routed.shard(trace, wider), ids)
+        BatchMismatchError, "rows on this rank", lambda: on.replayed(built, routed, routed.shard(trace, wider), ids)
     )
     longer = on.foreign(routed.spec, torch.cat([ids, ids], 1), lengths=(15, 3))
     on.refuses(BatchMismatchError, "up to 15", lambda: on.replayed(built, routed, longer, ids))
@@ -79,7 +79,7 @@ def test_tokens_are_not_taken_for_padding():
     replaying(routed, trace, mixed, padding_mask=mask)()
     on.refuses(BatchMismatchError, "pass padding_mask", replaying(routed, trace, mixed))
     on.refuses(
-        BatchMismatchError, "by its padding_mask; 2 slots", replaying(routed, trace, padded, padding_mask=~mask & mask)
+        BatchMismatchError, "by its padding_mask; 2 rows", replaying(routed, trace, padded, padding_mask=~mask & mask)
     )
     on.refuses(
         BatchMismatchError,

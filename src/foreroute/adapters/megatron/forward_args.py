@@ -121,7 +121,7 @@ class Call:
             if np.array_equal(layout.rows().is_pad_R, is_pad_C):
                 return lengths_S, layout, width
         raise BatchMismatchError(
-            "padding_mask marks slots on both sides or in between, or context parallelism cuts it; record such a batch "
+            "padding_mask marks rows on both sides or in between, or context parallelism cuts it; record such a batch "
             "without the mask and cut the trace with trace.truncated(lengths)"
         )
 

@@ -125,7 +125,7 @@ class RouteShard:
         """Compare the tokens of a batch [B, T] and its mask of padding. A device tells late what is wrong."""
         if tokens.numel() != len(self.tokens_C):
             raise BatchMismatchError(
-                f"the model is given {tokens.numel()} slots on this rank and the layout has {len(self.tokens_C)}; lay "
+                f"the model is given {tokens.numel()} rows on this rank and the layout has {len(self.tokens_C)}; lay "
                 "the routes out as the batch is padded or packed"
             )
         # copies, which whoever gave the batch does not overwrite before somebody reads what is wrong with it
@@ -145,10 +145,10 @@ class RouteShard:
         is_pad_C = wanted_C < 0
         other_C = ~is_pad_C & (wanted_C != tokens_C)
         if other_C.any():
-            slot = int(other_C.argmax())
+            row = int(other_C.argmax())
             raise BatchMismatchError(
-                f"slot {slot} of this rank (sequence first): token {int(tokens_C[slot])} in the batch, "
-                f"{int(wanted_C[slot])} in the trace; {int(other_C.sum())} of {len(tokens_C)} differ. Replay the trace "
+                f"row {row} of this rank (sequence first): token {int(tokens_C[row])} in the batch, "
+                f"{int(wanted_C[row])} in the trace; {int(other_C.sum())} of {len(tokens_C)} differ. Replay the trace "
                 "of this micro-batch, with its sequences in order; where it is padded on the left, give "
                 'layout=pad(trace.lengths, side="left", order="sbhd", to=...)'
             )
@@ -159,11 +159,11 @@ class RouteShard:
             padding_C = is_pad_C & (tokens_C != filler)
             seen_by = f"as other padding holds token {filler} (if padding is no single token, pass padding_mask)"
         if padding_C.any():
-            slot = int(padding_C.argmax())
-            here, there = ("padding", "a token") if is_pad_C[slot] else ("a token", "padding")
+            row = int(padding_C.argmax())
+            here, there = ("padding", "a token") if is_pad_C[row] else ("a token", "padding")
             raise BatchMismatchError(
-                f"slot {slot} of this rank (sequence first), token {int(tokens_C[slot])}, is {here} to the trace and "
-                f"{there} to the batch, {seen_by}; {int(padding_C.sum())} slots are like that. Replay whole sequences, "
+                f"row {row} of this rank (sequence first), token {int(tokens_C[row])}, is {here} to the trace and "
+                f"{there} to the batch, {seen_by}; {int(padding_C.sum())} rows are like that. Replay whole sequences, "
                 "of which absent rows are a part"
             )
 
