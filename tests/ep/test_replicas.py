@@ -21,7 +21,6 @@ SLOW = [
     ("qwen3_moe", "a shared batch", torch.float64),
     ("deepseek_v3", "one group of four", torch.float32),
     ("qwen3_moe", "two groups", torch.float64),
-    ("gpt_oss", "two groups", torch.float32),
     ("qwen3_moe", "shared batches", torch.float64),
     ("deepseek_v3", "two groups of a batch each", torch.float32),
     ("qwen3_moe", "copies", torch.float64),

@@ -75,7 +75,8 @@ def is_ours_or_gone(process):
 
 def walk_under(rank, plan, fault):
     """One recompute and one update under a fault, and how often it happened."""
-    engine, _ = make_engine(plan, rank, TransferOptions(paths="direct"), kind=FaultyPeers)
+    # a rank whose comparison fails leaves, and the others wait for it as long as for a dead one
+    engine, _ = make_engine(plan, rank, TransferOptions(paths="direct"), kind=FaultyPeers, timeout_s=GONE_S)
     with closing(engine):
         engine._peers.fault = fault
         walk(engine, plan, rank, updating=False)

@@ -103,9 +103,8 @@ def begin(weights, step, plan, *, updating=True):
     weights.expect_backward(updating)
 
 
-def make_engine(plan, rank, options=None, *, kind=PeerGroup, homes=None):
+def make_engine(plan, rank, options=None, *, kind=PeerGroup, homes=None, timeout_s=20.0):
     """An engine with its trainable shards."""
     homes = shards(plan, rank) if homes is None else homes
-    return TransferEngine(
-        dict(enumerate(homes)), options or TransferOptions(paths="host"), peers(kind=kind), consensus()
-    ), homes
+    options, group = options or TransferOptions(paths="host"), peers(timeout_s, kind)
+    return TransferEngine(dict(enumerate(homes)), options, group, consensus(timeout_s)), homes
