@@ -77,7 +77,8 @@ def test_fields_that_do_not_join_are_refused():
 
 @pytest.mark.parametrize("start", [2, np.int64(2), np.array(2)])
 def test_one_start_may_be_any_whole_number(start):
-    trace = decode([R.routes_RLK[2:]], model=R.spec, token_ids=[R.tokens], start=start)
+    trace = decode([R.routes_RLK[2:]], model=R.spec, token_ids=[R.tokens], start=start, weight_version=np.uint8(7))
+    assert trace.versions == (7,)
     assert trace.valid_N.tolist() == [False] * 2 + [True] * (len(R.routes_RLK) - 2) + [False]
 
 

@@ -61,6 +61,12 @@ def planned(counts, folder):
     return planner.plan(counts, TOPOLOGY)
 
 
+def saved_and_read(trace, folder):
+    path = fr.save(trace, fresh(folder))
+    assert fr.load(path).equals(trace.without_pick_order())
+    assert len(fr.load(path, sequences=[])) == 0
+
+
 def written_in_parts(trace, folder):
     folder = fresh(folder)
     for part in range(2):
@@ -160,7 +166,7 @@ DOORS = {
         t.select([]), [], traces.IndexerSpec(2, (fr.RoutedLayer(0),))
     ),
     "compare": compared,
-    "load save": lambda t, folder: fr.load(fr.save(t, fresh(folder)), sequences=[]),
+    "load save": saved_and_read,
     "load of layers": lambda t, folder: fr.load(fr.save(t, fresh(folder)), layers=t.spec.layers[:1]),
     "trace.load_parts trace.save_part": written_in_parts,
     "trace.digest": lambda t, _: traces.digest(t),
