@@ -193,6 +193,7 @@ def test_a_light_install_says_in_one_line_what_a_verb_needs(tmp_path):
         "train run.toml": "hf",
         "doctor --model model --rollout t": "hf",
         "doctor --model run": "hf",
+        "simulate simulate.toml --fit measured.jsonl": "fit",
         "report run": "report",
         "doctor --trainer t --rollout t --output page.html": "report",
     }

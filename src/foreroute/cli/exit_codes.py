@@ -35,6 +35,7 @@ EXTRA_OF = {
     "megatron": "megatron",
     "trl": "trl",
     "httpx": "engines",
+    "scipy": "fit",
 }
 """What verbs import that the light core does not bring, and the extra that does."""
 USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
