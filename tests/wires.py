@@ -45,16 +45,7 @@ class Rollout:
         return wide
 
 
-def rollout(
-    rng,
-    *,
-    experts=16,
-    top_k=3,
-    layers=4,
-    dense=1,
-    prompt=7,
-    response=5,
-):
+def rollout(rng, *, experts=16, top_k=3, layers=4, dense=1, prompt=7, response=5):
     """A random request; tokens are distinct enough for every check to apply."""
     spec = RoutingSpec(experts, top_k, tuple(RoutedLayer(dense + i) for i in range(layers)), model="wire test")
     tokens = [int(t) for t in rng.integers(0, 50_000, prompt + response)]

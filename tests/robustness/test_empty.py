@@ -223,10 +223,7 @@ ONCE = {
         lambda folder: planned(np.zeros((1, 0, 2, 4), np.int32), folder),
         r"counts have shape \(1, 0, 2, 4\)",
     ),
-    "mismatch of arrays": (
-        lambda _: routing_mismatch(np.zeros((0, 4, 3, 2), int), np.zeros((0, 4, 3, 2), int)),
-        None,
-    ),
+    "mismatch of arrays": (lambda _: routing_mismatch(np.zeros((0, 4, 3, 2), int), np.zeros((0, 4, 3, 2), int)), None),
     "mismatch of lists": (lambda _: routing_mismatch([], []), r"routes have shapes \(0,\) and \(0,\)"),
     "costs": (lambda _: COSTS.expert_seconds(np.zeros(0, int)), None),
 }

@@ -37,21 +37,13 @@ REQUESTS = {
     "completion_one_token": ("/v1/completions", COMMON | {"prompt": PROMPT, "max_tokens": 1}),
     "generate": (
         "/inference/v1/generate",
-        {
-            "token_ids": PROMPT,
-            "sampling_params": {"max_tokens": 5, "temperature": 0.8, "seed": 11, "logprobs": 0},
-        },
+        {"token_ids": PROMPT, "sampling_params": {"max_tokens": 5, "temperature": 0.8, "seed": 11, "logprobs": 0}},
     ),
 }
 
 
 TRUNCATED = {"temperature": 0.8, "top_p": 0.9, "top_k": 64, "max_tokens": 5, "seed": 11, "logprobs": 0}
-WITH_MASKS = {
-    "generate_masks": (
-        "/inference/v1/generate",
-        {"token_ids": PROMPT, "sampling_params": TRUNCATED},
-    ),
-}
+WITH_MASKS = {"generate_masks": ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": TRUNCATED})}
 """Asked of a server with the stand-ins of `releases.stand_ins`."""
 
 

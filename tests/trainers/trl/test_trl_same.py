@@ -176,11 +176,7 @@ UNMEASURED = {
         "continuous_batching",
     ),
     "tools-and-rollout-func": (
-        {
-            "run": tools_runs.trained,
-            "model": agent,
-            "rollout_func": engaged,
-        },
+        {"run": tools_runs.trained, "model": agent, "rollout_func": engaged},
         "call the tools in the rollout_func",
     ),
 }
@@ -207,9 +203,7 @@ def test_where_nothing_can_be_recorded_training_is_trls_own_and_the_log_says_why
 @pytest.mark.shows("TRL", "LoRA, on experts too; `bf16`")
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("settings", "most_k3"),
-    [({"peft_config": LORA}, 1e-9), ({"bf16": True}, 1e-2)],
-    ids=["lora", "autocast"],
+    ("settings", "most_k3"), [({"peft_config": LORA}, 1e-9), ({"bf16": True}, 1e-2)], ids=["lora", "autocast"]
 )
 def test_trls_own_sampling_is_captured(settings, most_k3, folder):
     """Log-probs of the rollout are those at the temperature and of the whole distribution, as the trainer's are."""
