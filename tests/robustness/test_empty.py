@@ -53,7 +53,6 @@ def fresh(folder):
 
 
 def planned(counts, folder):
-    """Plan, check, write, read."""
     found, _ = planner.plan_and_why(counts, TOPOLOGY)
     plans.verify(found, counts)
     plans.load_plan(plans.save_plan(found, fresh(folder)))
@@ -127,7 +126,6 @@ def added_up(t, _):
 
 @cache
 def tiny():
-    """A model, and what is attached to it."""
     model = hf.build_model(
         "qwen3_moe", seed=0, vocab_size=9, hidden_size=32, num_hidden_layers=3, num_experts=8, num_experts_per_tok=2
     )
@@ -135,7 +133,6 @@ def tiny():
 
 
 def forward_of(open_session):
-    """Run the model over padding alone in a session."""
     model, routed = tiny()
     padding = torch.zeros((1, 4), dtype=torch.long)
     with open_session(routed) as session:

@@ -99,7 +99,6 @@ def _with_changed_contents(raw, rng):
 
 
 def bytes_of(trace, encoding):
-    """Its file."""
     return FORMAT.to_bytes(*encode(trace, encoding))
 
 

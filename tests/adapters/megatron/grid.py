@@ -135,7 +135,6 @@ SHAPES = {
         recompute="uniform",
     ),
 }
-"""name: cell."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +222,6 @@ EXECUTED_SHAPES = {
 
 
 def executed_shape(name):
-    """(case, kinds of plans) of one of them."""
     cell = with_settings(EXECUTED_SHAPES[name], ep=2, layers=2, recompute="selective", packed=True)
     return ExecutionCase(cell), ("planned",)
 

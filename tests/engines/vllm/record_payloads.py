@@ -48,7 +48,6 @@ WITH_MASKS = {"generate_masks": ("/inference/v1/generate", {"token_ids": PROMPT,
 
 
 def main():
-    """Start two servers, ask, and write."""
     routed = policy()
     python = Path(os.environ["FOREROUTE_VLLM_PYTHON"]).absolute()
     record(routed, ServerSettings(python=python, precision="float32", options=OPTIONS), REQUESTS, cached=OTHER)

@@ -40,7 +40,6 @@ def policy():
 
 @contextmanager
 def serving(policy, python, folder, precision):
-    """An engine whose server has the stand-ins."""
     settings = vllm.ServerSettings(
         python=with_stand_ins(python, folder), precision=precision, sampling_masks=True, options={"max_num_seqs": 16}
     )

@@ -69,7 +69,6 @@ def peers(timeout_s=20.0, kind=PeerGroup):
 
 
 def consensus(timeout_s=20.0):
-    """As `peers`."""
     return peers(timeout_s, RankConsensus)
 
 

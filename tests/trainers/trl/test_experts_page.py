@@ -62,7 +62,6 @@ def require_same_weights(page):
 
 
 def _trained(page, kind):
-    """The weights, whole."""
     model = page["model"] = page["load"]("sharp")
     page["routed"] = page["hf"].attach(model)
     settings = page["settings"] | {"max_steps": 3, "optim": "sgd", "learning_rate": 0.1, "seed": 0}

@@ -43,7 +43,6 @@ RUNS = {
 
 
 def train(rank, folder):
-    """The outcome of each run."""
     as_torchrun_does(rank)
     results = {}
     for name, settings in RUNS.items():
