@@ -92,6 +92,13 @@ def test_how_many_different_tokens_it_takes(experts, top_k, layers, enough):
             read(spec, rows, tokens=[ids])
 
 
+def test_a_loop_of_seven_tokens_may_stay_and_one_of_eight_may_not():
+    rows = freeze(healthy(WIDE, 99), 0, 99, [1])
+    read(WIDE, rows, tokens=[np.arange(100) % 7])
+    with pytest.raises(CaptureError, match="99 rows.* 8 different tokens"):
+        read(WIDE, rows, tokens=[np.arange(100) % 8])
+
+
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (8, 7), (16, 1), (16, 3)])
 def test_one_layer_of_few_picks_may_stay_over_a_text(experts, top_k):
     """As in models of random weights; all layers may not, nor one over the whole trace."""
