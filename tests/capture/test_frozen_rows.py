@@ -95,7 +95,7 @@ def test_how_many_different_tokens_it_takes(experts, top_k, layers, enough):
 def test_a_loop_of_seven_tokens_may_stay_and_one_of_eight_may_not():
     rows = freeze(healthy(WIDE, 99), 0, 99, [1])
     read(WIDE, rows, tokens=[np.arange(100) % 7])
-    with pytest.raises(CaptureError, match="99 rows.* 8 different tokens"):
+    with pytest.raises(CaptureError, match=r"99 rows.* 8 different tokens"):
         read(WIDE, rows, tokens=[np.arange(100) % 8])
 
 

@@ -1,6 +1,5 @@
 """Log-probs of sampled tokens, in each form in which an engine states them beside its routes."""
 
-import base64
 import json
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ from tests import wires
 
 R = wires.rollout(np.random.default_rng(16), prompt=4, response=3)
 LOGPROBS = [-1.25, -0.5, -2.0]
-TEXT = base64.b64encode(wires.npy(R.all_layers().astype(np.uint8))).decode()
+TEXT = wires.npy_text(R.all_layers().astype(np.uint8))
 CHOICE = {"prompt_token_ids": R.prompt, "token_ids": R.response, "routed_experts": TEXT}
 PAIRS = [[value, token, None] for value, token in zip(LOGPROBS, R.response, strict=True)]
 
