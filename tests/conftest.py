@@ -61,6 +61,23 @@ def compiled_planner():
 
 
 @pytest.fixture(scope="session")
+def workers(compiled_planner):
+    """`workers(4)`: four processes, started on first use and kept to the end; those that idle cost little."""
+    from foreroute.testing.ranks import Workers
+
+    groups = {}
+
+    def of(num_ranks):
+        if num_ranks not in groups or groups[num_ranks].is_closed:
+            groups[num_ranks] = Workers(num_ranks, timeout_s=240)
+        return groups[num_ranks]
+
+    yield of
+    for group in groups.values():
+        group.close()
+
+
+@pytest.fixture(scope="session")
 def vllm_python():
     """The interpreter that has vLLM; the tests that need it run in CI."""
     named = os.environ.get("FOREROUTE_VLLM_PYTHON")
