@@ -12,18 +12,19 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.capture.arrays import MAX_INT32
 from foreroute.capture.decode import decode
 from foreroute.capture.generation import Generation
+from foreroute.checks import MOST_INT32, whole_number
 from foreroute.errors import CaptureError, TraceError, shown
 from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace
-from foreroute.trace.spec import whole_number
 
+number_of = partial(whole_number, least=0, error=CaptureError)
 WeightVersion = int | Callable[[Mapping[str, Any]], int]
 """The weights of a rollout: one version, or a function of a call as the record has it."""
 
@@ -82,7 +83,7 @@ def trace_of(spec: RoutingSpec, tokens_T: NDArray[np.int32], rows: Any, valid: N
 def version_of(call: Mapping[str, Any], weight_version: WeightVersion) -> int:
     """Return the weights that made a call. Raises `CaptureError` when the caller states none that can be."""
     stated: object = weight_version(call) if callable(weight_version) else weight_version
-    return number_of(stated, "the weight version", MAX_INT32, least=NO_VERSION)
+    return number_of(stated, name="the weight version", least=NO_VERSION, most=MOST_INT32)
 
 
 @contextmanager
@@ -92,11 +93,6 @@ def naming(what: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except TraceError as error:
         raise CaptureError(f"{what}: {error}") from error
-
-
-def number_of(value: object, name: str, most: int, *, least: int = 0) -> int:
-    """Return a whole number of a record. Raises `CaptureError` when it is something else, or out of range."""
-    return whole_number(value, name=name, least=least, most=most, error=CaptureError)
 
 
 def entries_of(record: Mapping[str, Any], name: str, *kinds: type) -> list[Any]:

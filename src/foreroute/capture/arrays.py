@@ -16,15 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.checks import as_array, is_whole
 from foreroute.errors import CaptureError, shown
 from foreroute.files.regular import parse_json
 from foreroute.trace import RoutedLayer
-from foreroute.trace.checks import host_array
-from foreroute.trace.spec import is_whole
 
 MAX_TEXT = 1 << 28
 """Characters of one text, JSON or base64: 256 Mi, some ten million tokens of a model of 48 layers in base64."""
-MAX_INT32 = 2**31 - 1
 NPY_MAGIC = b"\x93NUMPY"
 TABLE = ("data", "shape", "dtype")
 """Fields of an array in JSON: its bytes in base64, as dynamo, prime-rl and ms-swift write them."""
@@ -83,29 +81,9 @@ def is_nested(value: Any, depth: int = 3) -> bool:
     return isinstance(value, list | tuple) and any(is_nested(each, depth - 1) for each in items_of(value, "a list")[:1])
 
 
-def as_array(values: Any, name: str) -> np.ndarray[Any, Any]:
-    """Return what numpy makes of an array of any library.
-
-    Raises `CaptureError` when it makes none, or entries are masked, which a plain array cannot say.
-    """
-    try:
-        array = host_array(values)
-    except Exception as error:
-        raise CaptureError(
-            f"{name}, a {type(values).__name__}, cannot be read as an array ({shown(error)}); "
-            "copy it to host memory first"
-        ) from error
-    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
-        raise CaptureError(f"{name} is an array with masked entries; expected a value everywhere")
-    return array
-
-
 def as_integers(values: Any, name: str) -> NDArray[Any]:
-    """Return an array of any library as one of numpy.
-
-    Raises `CaptureError` as `as_array`, and when its numbers are no integers.
-    """
-    array = as_array(values, name)
+    """Return an array of integers of any library as one of numpy."""
+    array = as_array(values, name=name, error=CaptureError)
     if array.dtype.kind not in "iu":
         raise CaptureError(f"{name}: dtype {array.dtype}; expected integers")
     return array

@@ -13,25 +13,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.capture.arrays import (
-    MAX_INT32,
-    as_array,
-    columns_of,
-    field_of,
-    is_array,
-    items_of,
-    read_rows,
-)
+from foreroute.capture.arrays import columns_of, field_of, is_array, items_of, read_rows
 from foreroute.capture.checks import refuse_frozen_rows, refuse_routed_dense, unfilled_lookups
 from foreroute.capture.generation import Generation
 from foreroute.capture.indexers import with_indexer_choices
 from foreroute.capture.logprobs import read_logprobs
 from foreroute.capture.recognition import Form, RawSequence, have_all, read_output
 from foreroute.capture.sampling_masks import decode_masks
+from foreroute.checks import MOST_INT32, as_array, as_int32, is_whole, whole_number
 from foreroute.errors import CaptureError, TraceContentError, shown
 from foreroute.trace import NO_VERSION, SAMPLING, IndexerSpec, LayerKind, RoutingSpec, RoutingTrace
-from foreroute.trace.checks import as_int32, recorded_rows
-from foreroute.trace.spec import is_whole, whole_number
+from foreroute.trace.checks import recorded_rows
 
 
 def decode(
@@ -139,7 +131,7 @@ def _decode(
     rows, valid_S, versions, unfilled_L = [], [], [], np.zeros(model.num_layers, np.bool_)
     for s, (raw, own, mask) in enumerate(zip(sequences, given_tokens, given_valid, strict=True)):
         tokens.append(_tokens(raw, own, s))
-        routed = raw.valid if mask is None else as_array(mask, f"valid of sequence {s}")
+        routed = raw.valid if mask is None else as_array(mask, name=f"valid of sequence {s}", error=CaptureError)
         versions.append(_versions(raw, len(tokens[s]), weight_version, f"sequence {s}"))
         rows_TLK, valid_T, missing_L = _place(raw, routed, len(tokens[s]), form, model, starts[s], f"sequence {s}")
         rows.append(rows_TLK)
@@ -186,9 +178,9 @@ def _starts(start: object, sequences: Sequence[RawSequence]) -> list[int]:
         raise CaptureError(f"start has {len(each)} positions for {len(sequences)} sequences; expected one, or as many")
     starts = []
     for given, raw in zip(each, sequences, strict=True):
-        given = whole_number(given, name="start", least=0, most=MAX_INT32, error=CaptureError)
+        given = whole_number(given, name="start", least=0, most=MOST_INT32, error=CaptureError)
         if raw.start is not None:
-            stated = whole_number(raw.start, name="start of the table", least=0, most=MAX_INT32, error=CaptureError)
+            stated = whole_number(raw.start, name="start of the table", least=0, most=MOST_INT32, error=CaptureError)
             if given not in (0, stated):
                 raise CaptureError(f"start is {given}, and the table states {stated}; leave start out")
             given = stated
@@ -319,7 +311,7 @@ def _versions(
 
 
 def _as_version(value: object) -> int:
-    return whole_number(value, name="weight_version", least=NO_VERSION, most=MAX_INT32, error=CaptureError)
+    return whole_number(value, name="weight_version", least=NO_VERSION, most=MOST_INT32, error=CaptureError)
 
 
 def _one_for_each(values: Any, count: int, name: str, kind: str) -> list[Any]:
@@ -331,7 +323,7 @@ def _one_for_each(values: Any, count: int, name: str, kind: str) -> list[Any]:
         if given and not isinstance(given[0], list | tuple) and not is_array(given[0]):
             given = [given]
     elif is_array(values):
-        array = as_array(values, name)
+        array = as_array(values, name=name, error=CaptureError)
         given = list(array) if array.ndim == 2 else [array]
     else:
         raise CaptureError(f"{name} is a {type(values).__name__}; expected {kind}, or a list of S such")
@@ -372,10 +364,7 @@ def _as_tokens(values: Any, sequence: int) -> NDArray[np.int32]:
             raise CaptureError(f"{what} hold a bool; expected integers")
     elif not is_array(values):
         raise CaptureError(f"{what} are a {type(values).__name__}; expected a list of integers")
-    try:
-        return as_int32(as_array(values, what), name=what)
-    except TraceContentError as error:
-        raise CaptureError(str(error)) from error
+    return as_int32(values, name=what, error=CaptureError)
 
 
 def _require_readable(spec: object) -> None:

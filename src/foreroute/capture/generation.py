@@ -16,13 +16,12 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from foreroute.capture.arrays import MAX_INT32
+from foreroute.checks import MOST_INT32, as_array, as_numbers, whole_number
 from foreroute.errors import ConfigError, TraceContentError, TraceFileError, shown
 from foreroute.mismatch.measures import MOST_LOGPROB
 from foreroute.trace import RoutingTrace, concatenate
-from foreroute.trace.checks import as_array, as_numbers, place_of
+from foreroute.trace.checks import place_of
 from foreroute.trace.file import FORMAT, encode, read_trace
-from foreroute.trace.spec import whole_number
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 1), ("end_token", -1), ("group_size", 1), ("top_k", 0)):
-            value = whole_number(getattr(self, name), name=name, least=least, most=MAX_INT32, error=ConfigError)
+            value = whole_number(getattr(self, name), name=name, least=least, most=MOST_INT32, error=ConfigError)
             object.__setattr__(self, name, value)
         for name in ("temperature", "top_p", "min_p"):
             given: object = getattr(self, name)

@@ -38,11 +38,10 @@ from foreroute.capture.agents import (
     version_of,
 )
 from foreroute.capture.arrays import as_integers, parse_text, read_base64
+from foreroute.checks import as_int32, is_whole
 from foreroute.errors import CaptureError, shown
 from foreroute.files.regular import MOST_BYTES, as_path, read_file
 from foreroute.trace import RoutingSpec, RoutingTrace, extended
-from foreroute.trace.checks import as_int32
-from foreroute.trace.spec import is_whole
 
 SUFFIX = ".tokens.jsonl"
 DOMAIN = b"nemo-gym-tokens"

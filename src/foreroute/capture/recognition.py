@@ -17,7 +17,6 @@ from typing import Any
 from foreroute.capture.arrays import (
     NPY_MAGIC,
     TABLE,
-    as_array,
     field_of,
     is_array,
     is_nested,
@@ -27,6 +26,7 @@ from foreroute.capture.arrays import (
     read_base64,
 )
 from foreroute.capture.verl_batch import sequences_of
+from foreroute.checks import as_array
 from foreroute.errors import CaptureError, shown
 
 PADDED = ("routed_experts", "rollout_expert_indices")
@@ -136,13 +136,18 @@ def _from_one(output: Any) -> tuple[Form, list[RawSequence]]:
     if isinstance(choices, list | tuple) and choices:
         given = enumerate(items_of(choices, "the choices"))
         found = [_sequence(choice, choice, output, f"choice {number}") for number, choice in given]
-    elif is_array(routes := _first(output, *PADDED)) and as_array(routes, "routed_experts").ndim == 4:
+    elif _is_padded(_first(output, *PADDED)):
         return Form.VERL, _verl(output)
     else:
         found = [_sequence(output, output, output, "the answer")]
     return Form.VLLM, [
         replace(each, routes=_of_vllm(each.routes), prompt_routes=_of_vllm(each.prompt_routes)) for each in found
     ]
+
+
+def _is_padded(routes: Any) -> bool:
+    """Say whether routes are those of a padded batch, by their axes."""
+    return is_array(routes) and as_array(routes, name="routed_experts", error=CaptureError).ndim == 4
 
 
 def _of_vllm(routes: Any) -> Any:

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.capture.arrays import as_array, as_integers
+from foreroute.capture.arrays import as_integers
+from foreroute.checks import as_array
 from foreroute.errors import CaptureError
 
 
@@ -34,7 +35,7 @@ def sequences_of(fields: Mapping[str, Any]) -> Iterator[tuple[NDArray[Any], NDAr
             "attention_mask [b, T], or position_ids [b, T] of a batch that is packed"
         )
     routes, tokens = (as_integers(fields[name], name) for name in ("routed_experts", "input_ids"))
-    found_by = as_array(fields[by], by)
+    found_by = as_array(fields[by], name=by, error=CaptureError)
     if routes.ndim != 4 or tokens.shape != routes.shape[:2] or found_by.shape != tokens.shape:
         raise CaptureError(
             f"routed_experts has shape {routes.shape}, input_ids {tokens.shape}, {by} {found_by.shape}; "

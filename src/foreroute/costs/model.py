@@ -21,12 +21,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.checks import check_number, whole_number
 from foreroute.errors import ConfigError, shown
 from foreroute.plan.capabilities import FetchPath, check_paths, takes_host_memory
 from foreroute.plan.hosts import Hosts
 from foreroute.plan.options import SlotSharing
-from foreroute.plan.topology import Links, Topology, check_number
-from foreroute.trace.spec import whole_number
+from foreroute.plan.topology import Links, Topology
 
 MOST_OF_MODEL = {
     "num_layers": 1024,

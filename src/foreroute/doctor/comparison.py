@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from foreroute.checks import as_array, as_mask
 from foreroute.doctor.evidence import Evidence, TrainerPass
 from foreroute.doctor.findings import Diagnosis, diagnose
 from foreroute.errors import InputError
 from foreroute.mismatch.measures import TokenMismatch, as_traces, packed, routing_mismatch, token_mismatch
 from foreroute.trace import RoutingSpec, RoutingTrace
-from foreroute.trace.checks import as_array, as_mask
 
 Ratio = Callable[[Any], tuple[float, float]]
 """A sum, and the count of what was added up, of a mismatch."""

@@ -68,7 +68,7 @@ def pack_sequences(lengths: ArrayLike, num_ranks: int, token_budget: int, *, squ
         ConfigError: for a negative cost.
     """
     tokens_S = _lengths_within(lengths, token_budget)
-    check_count("the number of ranks", num_ranks)
+    check_count(num_ranks, name="the number of ranks")
     if not len(tokens_S):
         raise LayoutError("there is no sequence to pack; expected at least one")
     if not square_cost >= 0:
@@ -119,7 +119,7 @@ def padded_batches(lengths: ArrayLike, token_budget: int, *, min_count: int = 0)
 
 def _lengths_within(lengths: ArrayLike, token_budget: int) -> NDArray[np.int64]:
     tokens_S = as_lengths(lengths, "lengths")
-    check_count("the token budget", token_budget, least=0)
+    check_count(token_budget, name="the token budget", least=0)
     longest = int(tokens_S.max(initial=0))
     if longest > token_budget:
         raise LayoutError(

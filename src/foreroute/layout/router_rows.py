@@ -12,22 +12,23 @@ are sequences, and only writing costs as much as there are rows.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from foreroute.checks import MOST_INT32, as_array, whole_number
 from foreroute.errors import LayoutError
 from foreroute.layout.rank_rows import PAD, RankRows
 from foreroute.trace.checks import as_offsets, join_ranges
-from foreroute.trace.spec import whole_number
 
 Side = Literal["left", "right"]
 Order = Literal["thd", "bshd", "sbhd"]
 
-_INT32_ROWS = 2**31 - 1
 MOST_ROUTER_ROWS = 1 << 40
 """Router rows of a layout, and tokens of its sequences. Sums and multiples of this many are exact in 64 bits."""
+check_count = partial(whole_number, most=MOST_ROUTER_ROWS, error=LayoutError)
 
 
 def pack(lengths: ArrayLike, *, align: int = 1, padded_lengths: ArrayLike | None = None) -> Layout:
@@ -45,7 +46,7 @@ def pack(lengths: ArrayLike, *, align: int = 1, padded_lengths: ArrayLike | None
         LayoutError: for an `align` below 1, negative lengths, or a sequence longer than its padded length.
     """
     length_S = as_lengths(lengths, "lengths")
-    check_count("align", align)
+    check_count(align, name="align")
     count_S = length_S if padded_lengths is None else as_lengths(padded_lengths, "padded_lengths")
     _require(
         count_S.shape == length_S.shape,
@@ -80,7 +81,7 @@ def pad(
     _require(side in ("left", "right"), f"side is {side!r}; expected 'left' or 'right'")
     _require(order in ("bshd", "sbhd"), f"order is {order!r}; expected 'bshd' (batch first) or 'sbhd' (sequence first)")
     width = int(length_S.max(initial=0)) if to is None else to
-    check_count("to", width, least=0)
+    check_count(width, name="to", least=0)
     for s in np.flatnonzero(length_S > width)[:1]:
         raise LayoutError(
             f"sequence {s} has {length_S[s]} tokens and cannot be padded to {width}; "
@@ -127,7 +128,7 @@ class Layout:
         Before `split_context` the tail is shared out like a sequence; after it, every rank pads its own line.
         """
         _require(self.order == "thd", "only a packed line has a total to align; give `pad` a width `to`")
-        check_count("multiple", multiple)
+        check_count(multiple, name="multiple")
         tail = -self.line_length % multiple
         return replace(self, ranges=self.ranges.with_padding(tail)) if tail else self
 
@@ -206,13 +207,8 @@ class Layout:
 
 
 def _check_rank(ranks: int, rank: int, what: str) -> None:
-    check_count(f"the number of {what} ranks", ranks)
-    check_count(f"{what} rank", rank, least=0, most=ranks - 1)
-
-
-def check_count(name: str, value: int, *, least: int = 1, most: int = MOST_ROUTER_ROWS) -> None:
-    """Raise `LayoutError` unless `value` is a whole number in that range."""
-    whole_number(value, name=name, least=least, most=most, error=LayoutError)
+    check_count(ranks, name=f"the number of {what} ranks")
+    check_count(rank, name=f"{what} rank", least=0, most=ranks - 1)
 
 
 def _require(holds: bool, message: str) -> None:
@@ -276,7 +272,7 @@ class RowRanges:
             packed_row_R: int32 [R] where rows and router rows can be counted in it, else int64 [R].
         """
         # each range is written as if it saw rows throughout; what lies outside of its sequence is overwritten
-        dtype = np.dtype(np.int32 if max(num_rows, self.num_router_rows) <= _INT32_ROWS else np.int64)
+        dtype = np.dtype(np.int32 if max(num_rows, self.num_router_rows) <= MOST_INT32 else np.int64)
         rows = join_ranges(self.first_J, self.count_J, dtype)
         start_J = as_offsets(self.count_J)[:-1]
         before_J = np.clip(self.low_J - self.first_J, 0, self.count_J)
@@ -291,7 +287,7 @@ def as_lengths(lengths: ArrayLike, name: str) -> NDArray[np.int64]:
 
     Raises `LayoutError` unless they are integers from 0, `MOST_ROUTER_ROWS` in all at most.
     """
-    given = np.asarray(lengths)
+    given = as_array(lengths, name=name, error=LayoutError)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise LayoutError(f"{name} are {given.dtype} of shape {given.shape}; expected one integer per sequence")
     if given.min(initial=0) < 0:

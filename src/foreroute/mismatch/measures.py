@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from foreroute.checks import as_array, as_mask
 from foreroute.errors import InputError, SpecMismatchError, shown
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
-from foreroute.trace.checks import as_array, as_mask, recorded_rows
+from foreroute.trace.checks import recorded_rows
 from foreroute.trace.container import on_common_layers
 from foreroute.trace.operations import overlap
 
@@ -140,9 +141,9 @@ def packed(values: ArrayLike, mask: ArrayLike | None, *, name: str, axes: int = 
     Raises:
         InputError: when they are no numbers, or the mask has another shape.
     """
-    array = as_array(values, name=name)
+    array = as_array(values, name=name, error=InputError)
     tokens = array.shape[: max(array.ndim - axes, 0)]
-    kept = np.ones(tokens, np.bool_) if mask is None else as_mask(mask, name="mask")
+    kept = np.ones(tokens, np.bool_) if mask is None else as_mask(mask, name="mask", error=InputError)
     if array.dtype.kind not in "fiu" or kept.shape != tokens or not tokens or (mask is None and len(tokens) != 1):
         given = "without a mask" if mask is None else f"with a mask of {kept.shape}"
         raise InputError(

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from foreroute.checks import whole_number
 from foreroute.errors import ConfigError, TopologyError
 from foreroute.plan.counts import check_counts
 from foreroute.plan.options import LARGEST_OPTION
 from foreroute.plan.topology import Topology
-from foreroute.trace.spec import whole_number
 
 LARGEST = 1 << 28
 """Sum of all loads of a layer at most, so that six times as much fits into the int32 of the search: twice the surplus

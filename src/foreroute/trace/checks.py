@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from foreroute.checks import as_array
 from foreroute.errors import TraceContentError
 from foreroute.trace.spec import RoutedLayer, RoutingSpec
 
@@ -95,80 +96,6 @@ def narrow_ids(ids: ArrayLike, spec: RoutingSpec, *, name: str) -> NDArray[Any]:
             )
         narrow[:, ~spec.is_pick_LK] = spec.filler
     return narrow
-
-
-def as_int32(values: ArrayLike, *, name: str, least: int = 0) -> NDArray[np.int32]:
-    """Return `values`, such as token ids, as int32 [T]; what is no integer from `least` or does not fit is refused."""
-    array = as_array(values, name=name)
-    if array.size == 0:
-        return np.zeros(0, np.int32)
-    most = np.iinfo(np.int32).max
-    if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < least or array.max() > most:
-        found = f", from {array.min()} to {array.max()}" if array.dtype.kind in "iu" else ""
-        raise TraceContentError(
-            f"{name} is {array.dtype} of shape {array.shape}{found}; "
-            f"expected integers [T] from {least} that fit 32 bits"
-        )
-    return array.astype(np.int32, copy=False)
-
-
-def as_mask(mask: ArrayLike, *, name: str) -> NDArray[np.bool_]:
-    """Return `mask` as bool, refusing whatever is neither true nor false. Numbers 0 and 1 of any type are."""
-    array = as_array(mask, name=name)
-    if array.dtype.kind not in "biuf" or ((array != 0) & (array != 1)).any():
-        raise TraceContentError(f"{name} is {array.dtype} of shape {array.shape}; expected bools, or 0 and 1 alone")
-    return array.astype(np.bool_, copy=False)
-
-
-def as_array(values: ArrayLike, *, name: str) -> NDArray[Any]:
-    """Return `values` as an array, refusing rows of different lengths and objects that are no arrays."""
-    try:
-        return host_array(values)
-    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise TraceContentError(f"{name} is no array ({error})") from error
-
-
-def host_array(values: Any) -> NDArray[Any]:
-    """Return an array of any library as one of numpy, which may share its memory.
-
-    This is the one place that knows a tensor of torch, which is not imported: it is taken from its device, and without
-    its gradient. numpy has no bfloat16, so that such values, of any library, come as float32, which holds each exactly.
-
-    Raises:
-        Exception: whatever the library raises where it makes none.
-    """
-    if hasattr(values, "detach"):
-        values = values.detach().cpu()
-        values = values.float() if str(values.dtype) == "torch.bfloat16" else values
-    array = np.asarray(values)
-    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
-
-
-def as_numbers(
-    values: ArrayLike, *, name: str, below: int | NDArray[np.int64], count: int | None = None
-) -> NDArray[np.int64]:
-    """Return `values` as int64 [S'], each from 0 to `below` - 1; a mask or a fraction is refused.
-
-    Args:
-        values: integers [S'], or one.
-        name: what they are, in the plural, for the message.
-        below: one limit for all, or one for each.
-        count: the S' that is expected, if one is.
-    """
-    array = as_array(values, name=name)
-    empty = array.shape == (0,) and array.dtype.kind != "b"
-    if array.ndim > 1 or not (array.dtype.kind in "iu" or empty) or count not in (None, array.size):
-        hint = "; turn a mask into numbers with numpy.flatnonzero" if array.dtype.kind == "b" else ""
-        raise TraceContentError(
-            f"{name} are {array.dtype} of shape {array.shape}; expected {'' if count is None else f'{count} '}"
-            f"whole numbers{hint}"
-        )
-    # below 0 would count from the end, as numpy does: a shifted number would pass for a sequence
-    outside = np.flatnonzero((array < 0) | (array >= below))
-    if outside.size:
-        most = np.broadcast_to(below, array.shape).reshape(-1)[outside[0]] - 1
-        raise TraceContentError(f"{name} hold {array.reshape(-1)[outside[0]]}; expected whole numbers from 0 to {most}")
-    return array.astype(np.int64).reshape(-1)
 
 
 def ascending(offsets: NDArray[Any], upto: int) -> bool:

@@ -27,26 +27,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from foreroute.checks import MOST_INT32, as_array, as_int32, as_mask, as_numbers, whole_number
 from foreroute.errors import TraceContentError
-from foreroute.trace.checks import (
-    MISSING,
-    as_array,
-    as_int32,
-    as_mask,
-    as_numbers,
-    as_offsets,
-    check_rows,
-    join_ranges,
-    narrow_ids,
-    recorded_rows,
-)
-from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec, as_layers, whole_number
+from foreroute.trace.checks import MISSING, as_offsets, check_rows, join_ranges, narrow_ids, recorded_rows
+from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec, as_layers
 from foreroute.trace.streams import SAMPLING, DecisionStream, check_name, join_streams
 
 NO_VERSION = -1
 """The weight version of a row that was never computed, or whose source did not state one."""
-MOST_VERSION = (1 << 31) - 1
-"""The highest weight version: what 32 bits hold."""
 MOST_VALUES = 16
 """Distinct values of a fact that joined traces keep, of those on which their parts do not agree."""
 _MORE = "…"
@@ -123,7 +111,7 @@ class RoutingTrace:
         """
         tokens = [as_array(t, name=f"token_ids[{s}]") for s, t in enumerate(token_ids)]
         routes = [as_array(r, name=f"expert_ids[{s}]") for s, r in enumerate(expert_ids)]
-        version = whole_number(weight_version, name="weight version", least=NO_VERSION, most=MOST_VERSION)
+        version = whole_number(weight_version, name="weight version", least=NO_VERSION, most=MOST_INT32)
         return cls.from_rows(
             spec,
             tokens,
@@ -359,7 +347,7 @@ class RoutingTrace:
 
     def with_weight_version(self, version: int) -> RoutingTrace:
         """Return the same routes, all stamped with one weight version, from 0, or `NO_VERSION`."""
-        whole = whole_number(version, name="weight version", least=NO_VERSION, most=MOST_VERSION)
+        whole = whole_number(version, name="weight version", least=NO_VERSION, most=MOST_INT32)
         return replace(self, weight_versions_N=np.where(self.valid_N, whole, NO_VERSION).astype(np.int32))
 
     def without_pick_order(self) -> RoutingTrace:

@@ -28,10 +28,11 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from foreroute.checks import as_numbers
 from foreroute.errors import TraceContentError, TraceFileError
 from foreroute.files.container import FileFormat, TensorFile, TensorSchema
 from foreroute.files.regular import parse_json
-from foreroute.trace.checks import as_numbers, as_offsets, check_rows, join_ranges
+from foreroute.trace.checks import as_offsets, check_rows, join_ranges
 from foreroute.trace.container import NO_VERSION, RoutingTrace
 from foreroute.trace.spec import RoutedLayer, RoutingSpec, spec_from
 from foreroute.trace.streams import DecisionStream, check_name

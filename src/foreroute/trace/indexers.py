@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.checks import whole_number
 from foreroute.errors import SpecMismatchError, TraceContentError
 from foreroute.trace.checks import join_ranges, place_of
-from foreroute.trace.spec import RoutedLayer, whole_number
+from foreroute.trace.spec import RoutedLayer
 from foreroute.trace.streams import MOST_CHOICES, DecisionStream, as_choices
 
 INDEXER = "indexer"

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from foreroute.checks import as_numbers
 from foreroute.errors import BatchMismatchError, TraceContentError
-from foreroute.trace.checks import as_numbers, join_ranges, place_of
+from foreroute.trace.checks import join_ranges, place_of
 from foreroute.trace.container import RoutingTrace, concatenate, on_common_layers
 from foreroute.trace.spec import RoutedLayer, RoutingSpec
 

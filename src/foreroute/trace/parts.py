@@ -23,13 +23,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
+from foreroute.checks import as_numbers, whole_number
 from foreroute.errors import TraceContentError, TraceFileError, few, shown
 from foreroute.files.container import as_place
 from foreroute.files.places import names_in, within
-from foreroute.trace.checks import as_numbers, as_offsets
+from foreroute.trace.checks import as_offsets
 from foreroute.trace.container import RoutingTrace, concatenate
 from foreroute.trace.file import FORMAT, Encoding, encode, read_trace
-from foreroute.trace.spec import RoutedLayer, whole_number
+from foreroute.trace.spec import RoutedLayer
 
 MOST_PARTS = 99_999
 NAME = re.compile(r"part-([0-9]{5})-of-([0-9]{5})-([0-9]{1,9})\.safetensors")

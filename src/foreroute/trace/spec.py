@@ -6,17 +6,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.errors import InputError, SpecMismatchError, TraceContentError, shown
+from foreroute.checks import MOST_INT32, is_whole, whole_number
+from foreroute.errors import SpecMismatchError, TraceContentError
 
 MAX_EXPERTS, MAX_LAYERS = 1 << 16, 1 << 10
 MAX_EXPERTS_OF_ALL_LAYERS = 1 << 20
 """Counts hold a number for each expert of each layer. The largest models have about 2^15 of them."""
-MAX_LAYER_NUMBER = (1 << 31) - 1
 
 
 class LayerKind(StrEnum):
@@ -40,8 +40,8 @@ class RoutedLayer:
     kind: LayerKind = LayerKind.DECODER
 
     def __post_init__(self) -> None:
-        if not is_whole(self.index) or not 0 <= self.index <= MAX_LAYER_NUMBER:
-            raise TraceContentError(f"a routed layer has number {self.index!r:.40}; expected 0 to {MAX_LAYER_NUMBER}")
+        if not is_whole(self.index) or not 0 <= self.index <= MOST_INT32:
+            raise TraceContentError(f"a routed layer has number {self.index!r:.40}; expected 0 to {MOST_INT32}")
         object.__setattr__(self, "index", int(self.index))
         if not isinstance(self.kind, LayerKind):
             raise TraceContentError(
@@ -280,23 +280,6 @@ def as_layers(layers: object) -> tuple[RoutedLayer, ...]:
             f"the layers are {layers!r:.60}; expected routed layers, such as [RoutedLayer(0), RoutedLayer(1)]"
         )
     return table
-
-
-def whole_number(
-    value: object, *, name: str, least: int = 1, most: int, error: type[InputError] = TraceContentError
-) -> int:
-    """Make an integer from `least` to `most`, of Python or numpy, one of Python.
-
-    Raises `error` when it is another number, or none: fractions, texts and truth values are not cast.
-    """
-    if not is_whole(value) or not least <= value <= most:
-        raise error(f"{name} is {shown(value)}; expected a whole number from {least} to {most}")
-    return int(value)
-
-
-def is_whole(value: object) -> TypeGuard[int]:
-    """Say whether it is an integer, and no bool."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _names(spec: RoutingSpec) -> str:

@@ -19,16 +19,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from foreroute.checks import MOST_INT32, as_array, as_mask, whole_number
 from foreroute.errors import SpecMismatchError, TraceContentError
-from foreroute.trace.checks import as_array, as_mask, as_offsets, ascending, join_ranges, take_ranges
-from foreroute.trace.spec import MAX_LAYERS, RoutedLayer, as_layers, layers_from, whole_number
+from foreroute.trace.checks import as_offsets, ascending, join_ranges, take_ranges
+from foreroute.trace.spec import MAX_LAYERS, RoutedLayer, as_layers, layers_from
 
 SAMPLING = "sampling"
 """The stream of sampling masks: ids are tokens, and no layer decides."""
 PIXELS = "pixels"
 """The stream of digests of the pixels behind each token of an image, which routes were computed from."""
 STREAM_NAME = re.compile(r"[a-z_]{1,32}", re.ASCII)
-MOST_CHOICES = (1 << 31) - 1
+MOST_CHOICES = MOST_INT32
 
 
 @dataclass(frozen=True, eq=False)
