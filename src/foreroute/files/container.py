@@ -53,43 +53,28 @@ def as_place(place: str | os.PathLike[str], error: type[InputError]) -> Path | s
 
 @dataclass(frozen=True)
 class TensorSchema:
-    """What one tensor must be.
+    """What one tensor must be."""
 
-    Attributes:
-        dtypes: the types it may have, by their names in a header: "I16", or "U8 U16".
-        axes: a letter for each axis; axes with one letter have one length in all tensors of a file.
-        sizes: whether its numbers are sizes of what lies one after another: 0 or more, and below 2^63 together.
-    """
-
-    dtypes: str
-    axes: str
+    dtypes: str  # the types it may have, by their names in a header: "I16", or "U8 U16"
+    axes: str  # a letter for each axis; axes with one letter have one length in all tensors of a file
+    # whether its numbers are sizes of what lies one after another: 0 or more, and below 2^63 together
     sizes: bool = False
 
 
 @dataclass(frozen=True)
 class FileFormat:
-    """One format in the container. Metadata are `foreroute.<name>`, its version, those of `metadata`, and the checksum.
+    """One format in the container, with the metadata `foreroute.<name>`, its version, `metadata`, and a checksum."""
 
-    Attributes:
-        name: of the format, in keys and messages.
-        version: the only one that is read.
-        error: the error to raise.
-        metadata: keys, without `foreroute.`.
-        tensors: schemas by name; None for any.
-        made_by: what writes such files, in words, for whoever hands in another file.
-        apart: tensors that are read in part: they have checksums of their own, and no place in that of the file.
-        together: tensors of which a file has all or none beside `tensors`.
-        most_header_bytes: a longer safetensors header is refused before it is parsed.
-    """
-
-    name: str
-    version: int
-    error: type[InputError]
-    metadata: tuple[str, ...]
-    tensors: Mapping[str, TensorSchema] | None
-    made_by: str
+    name: str  # of the format, in keys and messages
+    version: int  # the only one that is read
+    error: type[InputError]  # the error to raise
+    metadata: tuple[str, ...]  # keys, without `foreroute.`
+    tensors: Mapping[str, TensorSchema] | None  # schemas by name; None for any
+    made_by: str  # what writes such files, in words, for whoever hands in another file
+    # tensors that are read in part: they have checksums of their own, and no place in that of the file
     apart: tuple[str, ...] = ()
-    most_header_bytes: int = 1 << 20
+    most_header_bytes: int = 1 << 20  # a longer safetensors header is refused before it is parsed
+    # tensors of which a file has all or none beside `tensors`
     together: Mapping[str, TensorSchema] = field(default_factory=dict)
 
     def read(

@@ -1,4 +1,4 @@
-"""Whether routes can be true: dtypes, shapes, ranges and distinct picks, checked once where routes enter."""
+"""Checks of routes where they enter, once: shapes, ranges and distinct picks. And the arithmetic of offsets."""
 
 from __future__ import annotations
 
@@ -19,21 +19,15 @@ TAKEN_AT_ONCE = 1 << 18
 
 
 def check_rows(
-    expert_ids_NLK: NDArray[Any], valid_N: NDArray[np.bool_], offsets: NDArray[np.int64], spec: RoutingSpec
+    expert_ids_NLK: NDArray[Any],  # of `spec.id_dtype`, [N, L, K]
+    valid_N: NDArray[np.bool_],  # bool [N]; rows where it is False are not looked at
+    offsets: NDArray[np.int64],  # int64 [S + 1], to name the sequence of a bad row
+    spec: RoutingSpec,  # E and K of each layer
 ) -> None:
-    """Raise `TraceContentError` unless every routed row holds K distinct ids below E, and fillers behind them.
-
-    K and E are those of each layer. This is the one check of ids in range and distinct: a compiled loop that looks at
-    each id once.
-
-    Args:
-        expert_ids_NLK: of `spec.id_dtype`, [N, L, K].
-        valid_N: bool [N]; rows where it is False are not looked at.
-        offsets: int64 [S + 1], to name the sequence of a bad row.
-        spec: E, K and the layer table.
-    """
+    """Raise `TraceContentError` unless every routed row holds K distinct ids below E, and fillers behind them."""
     from foreroute.trace.kernels import first_bad_picks  # numba is slow to load
 
+    # ids are checked here alone, in a compiled loop that looks at each once
     rows = np.flatnonzero(valid_N)
     for num_experts, top_k, at in spec.groups:
         ids, layers = expert_ids_NLK[:, at, :top_k], np.arange(spec.num_layers)[at]
@@ -52,14 +46,12 @@ def check_rows(
 
 
 def recorded_rows(ids: NDArray[Any]) -> NDArray[np.bool_]:
-    """Say which rows of routes [..., L, K] were recorded: bool [...].
-
-    This is the one rule for `MISSING`, at every entrance of routes: a row that holds it in every layer and pick was not
-    recorded. A row that holds it in part is wrong, and is refused as one with ids out of range (`narrow_ids`). In a
-    type without a sign it is the highest number, as a cast makes it, where K is 2 or more: no row has one expert twice.
+    """Say which rows of routes [..., L, K] were recorded: those without `MISSING` in every layer and pick; bool
+    [...].
     """
     if ids.dtype.kind not in "iu" or (ids.dtype.kind == "u" and ids.shape[-1] < 2):
         return np.ones(ids.shape[:-2], np.bool_)
+    # In a type without a sign it is the highest number, as a cast makes it: of two picks or more, no row has that twice.
     missing_id = np.array(MISSING).astype(ids.dtype)
     # the first pick of a row tells nearly always
     missing = (ids[..., :1, :1] == missing_id).all(axis=(-2, -1))
@@ -68,10 +60,7 @@ def recorded_rows(ids: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def narrow_ids(ids: ArrayLike, spec: RoutingSpec, *, name: str) -> NDArray[Any]:
-    """Return `ids` as `spec.id_dtype` [R, L, K], refusing anything that would not survive the cast.
-
-    Columns that a layer does not have hold `MISSING`: in a type without a sign its highest number, as in a trace.
-    """
+    """Return `ids` as `spec.id_dtype` [R, L, K], refusing anything that would not survive the cast."""
     array = as_array(ids, name=name)
     expected = (spec.num_layers, spec.top_k)
     if array.ndim != 3 or array.shape[1:] != expected:
@@ -99,22 +88,16 @@ def narrow_ids(ids: ArrayLike, spec: RoutingSpec, *, name: str) -> NDArray[Any]:
 
 
 def ascending(offsets: NDArray[Any], upto: int) -> bool:
-    """Say whether `offsets` are integers that go from 0 to `upto` and never fall.
-
-    Everything that comes from outside and is used as offsets passes here first. Neighbours are compared, and not
-    subtracted: differences of 64-bit numbers wrap, and numpy's `repeat` writes out of bounds when the sum of its counts
-    wraps.
-    """
+    """Say whether `offsets` are integers that go from 0 to `upto` and never fall."""
     if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or not len(offsets):
         return False
+    # Neighbours are compared and not subtracted: differences of 64-bit numbers wrap, and numpy's `repeat` writes out of
+    # bounds when the sum of its counts does. Whatever comes from outside as offsets passes here first.
     return bool(offsets[0] == 0 and offsets[-1] == upto and (offsets[1:] >= offsets[:-1]).all())
 
 
 def as_offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the running sum of the lengths, from 0: int64 [S + 1].
-
-    Raises `TraceContentError` when a length is negative, or they add up to 2^63 or more.
-    """
+    """Return the running sum of lengths from 0, int64 [S + 1]; negative ones, and sums of 2^63 or more, are refused."""
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
     if (offsets[1:] < offsets[:-1]).any():  # a sum of lengths from 0 that wraps becomes negative at once
         raise TraceContentError("lengths must be 0 or more, and add up to less than 2^63")
@@ -122,10 +105,7 @@ def as_offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def join_ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64], dtype: Any = np.int64) -> NDArray[Any]:
-    """Return the integers `starts[i] : starts[i] + lengths[i]` for i = 0, 1, …, joined.
-
-    Raises `TraceContentError` as `as_offsets`.
-    """
+    """Return the integers `starts[i] : starts[i] + lengths[i]` for i = 0, 1, …, joined."""
     before = as_offsets(lengths)
     joined: NDArray[Any] = np.repeat((starts - before[:-1]).astype(dtype), lengths)
     joined += np.arange(before[-1], dtype=dtype)
@@ -133,10 +113,7 @@ def join_ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64], dtype: An
 
 
 def take_ranges(values: NDArray[Any], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[Any]:
-    """Return `values[join_ranges(starts, lengths)]`, and never hold more than a part of that index.
-
-    Raises `TraceContentError` as `as_offsets`.
-    """
+    """Return `values[join_ranges(starts, lengths)]`, and never hold more than a part of that index."""
     before = as_offsets(lengths)
     taken = np.empty(int(before[-1]), values.dtype)
     parts = np.searchsorted(before, np.arange(0, len(taken), TAKEN_AT_ONCE))
@@ -146,7 +123,7 @@ def take_ranges(values: NDArray[Any], starts: NDArray[np.int64], lengths: NDArra
 
 
 def place_of(row: int, offsets: NDArray[np.int64]) -> tuple[int, int]:
-    """Return the sequence that a packed row belongs to, and its position there; `offsets` int64 [S + 1]."""
+    """Return the sequence of a packed row, and its position there; `offsets` are int64 [S + 1]."""
     sequence = int(np.searchsorted(offsets, row, side="right")) - 1
     return sequence, int(row - offsets[sequence])
 
@@ -154,6 +131,7 @@ def place_of(row: int, offsets: NDArray[np.int64]) -> tuple[int, int]:
 def _refusal(
     row: int, ids_K: NDArray[Any], offsets: NDArray[np.int64], layer: RoutedLayer, why: str
 ) -> TraceContentError:
+    """Make the error for a row of one layer, with its place and its ids."""
     sequence, position = place_of(row, offsets)
     return TraceContentError(
         f"sequence {sequence}, position {position}, {layer} has expert ids {ids_K.tolist()}: {why}"

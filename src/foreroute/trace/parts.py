@@ -46,10 +46,8 @@ def save_part(
 ) -> Path | str:
     """Write one of several parts of a step, each by whoever has its sequences. A part is written once.
 
-    Sequences are read alone, so that a prompt that several share is stored with each; `foreroute.save` stores it once.
-
     Args:
-        trace: the sequences of this part.
+        trace: the sequences of this part. What several share is stored with each, so that each is read alone.
         folder: of the step, a path or a URL. It is made, if it is not there.
         part: which part this is, from 0.
         parts: how many the step has, 99,999 at most.
