@@ -92,7 +92,7 @@ def laid_out(t, _):
         layout.pad(t.lengths, side="left", order="bshd"),
         layout.pad(t.lengths, side="right", order="sbhd", to=4),
     ):
-        layout.take(t, each.rows())
+        layout.take_routes(t, each.rows())
 
 
 def compared(t, _):

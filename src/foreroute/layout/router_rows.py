@@ -4,9 +4,8 @@
      THD │ [B, T]     CP, per sequence    SP or Ulysses       RankRows
 
 A router row is a position of the batch as a router sees it, padding included. Each step maps router rows to router rows
-and knows nothing of the step before it; `rows` writes the indices of this rank's own and no others. Until then a layout
-is ranges of consecutive router rows (`RowRanges`): a part of a range is a range, so splitting costs as much as there
-are sequences, and only writing costs as much as there are rows.
+and knows nothing of the step before it. Until `rows` writes the indices of this rank, a layout is ranges of consecutive
+router rows: a part of a range is a range, so that splitting costs as much as there are sequences, not rows.
 """
 
 from __future__ import annotations
@@ -32,13 +31,12 @@ check_count = partial(whole_number, most=MOST_ROUTER_ROWS, error=LayoutError)
 
 
 def pack(lengths: ArrayLike, *, align: int = 1, padded_lengths: ArrayLike | None = None) -> Layout:
-    """THD: sequences one after the other, each padded on the right.
+    """Lay sequences one after the other (THD), each padded on the right.
 
     Args:
-        lengths: integers [S], tokens per sequence of the trace (`trace.lengths`). Sequences of a micro-batch are chosen
-            with `trace.select`.
-        align: the padded length of a sequence is a multiple of this. With context and sequence parallelism over CP x
-            TP ranks, Megatron-Core and Transformer Engine need 2·CP·TP.
+        lengths: integers [S], tokens per sequence of the trace (`trace.lengths`).
+        align: the padded length of a sequence is a multiple of this. Over CP x TP ranks, Megatron-Core and Transformer
+            Engine need 2·CP·TP.
         padded_lengths: integers [S], where no one multiple says them (the differences of `cu_seqlens_q_padded`);
             rounded up to `align` too.
 
@@ -66,7 +64,7 @@ def pad(
     order: Literal["bshd", "sbhd"],
     to: int | None = None,
 ) -> Layout:
-    """A grid of S sequences x T positions, padded on one side. Side and order have no default: neither can be guessed.
+    """Lay sequences out as a grid S x T, padded on one side. Side and order have no default: neither can be guessed.
 
     Args:
         lengths: integers [S], tokens per sequence of the trace (`trace.lengths`).
@@ -119,7 +117,7 @@ class Layout:
 
     @property
     def line_length(self) -> int:
-        """Slots that a sequence split cuts: all of them when packed, T in a grid."""
+        """Router rows that a sequence split cuts: all of them when packed, T in a grid."""
         return self.num_router_rows // self.num_lines if self.num_lines else 0
 
     def align_total(self, multiple: int) -> Layout:
@@ -133,14 +131,10 @@ class Layout:
         return replace(self, ranges=self.ranges.with_padding(tail)) if tail else self
 
     def split_context(self, ranks: int, rank: int) -> Layout:
-        """The share of one context-parallel rank, sequence by sequence.
+        """Return the share of context-parallel rank `rank` of `ranks`: of each sequence, chunks r and 2·CP - 1 - r of
+        2·CP.
 
-        Rank r gets the chunks r and 2·CP - 1 - r of 2·CP ("zigzag"), so that causal attention costs every rank the same
-        (Megatron-Core, Transformer Engine).
-
-        Args:
-            ranks: CP.
-            rank: 0 … CP - 1.
+        This "zigzag" of Megatron-Core and Transformer Engine makes causal attention cost every rank the same.
 
         Raises:
             LayoutError: when a padded sequence does not divide into its chunks, or a split was made before.
@@ -156,13 +150,9 @@ class Layout:
         return replace(self, ranges=near.alternating_with(far), is_split=True)
 
     def split_sequence(self, ranks: int, rank: int) -> Layout:
-        """The contiguous share of one tensor-parallel rank under sequence parallelism (or one Ulysses rank).
+        """Return the contiguous share of rank `rank` of `ranks` under sequence parallelism (or Ulysses).
 
         A packed line is cut as a whole, a grid along T, whatever the order its rows are flattened in.
-
-        Args:
-            ranks: TP.
-            rank: 0 … TP - 1.
 
         Raises:
             LayoutError: when the line does not divide over the ranks.
@@ -184,7 +174,7 @@ class Layout:
         return RankRows(packed_row, self.num_rows)
 
     def _window(self, start: int, stop: int) -> RowRanges:
-        """The router rows `start : stop` of every line: of each range, what lies in that window."""
+        """Return the router rows `start : stop` of every line: of each range, what lies in that window."""
         count = self.ranges.count_J
         # lines follow one another and are equally long, so the remainder is where a range begins in its own line
         begin_J = as_offsets(count)[:-1] % max(self.line_length, 1)
@@ -193,6 +183,7 @@ class Layout:
         return self.ranges.part(skip_J, np.clip(stop - begin_J, 0, count) - skip_J).nonempty()
 
     def _check_divides(self, chunks: int, ranks: int) -> None:
+        """Refuse sequences that do not divide into chunks of context parallelism."""
         uneven = np.flatnonzero(self.ranges.count_J % chunks)
         if not len(uneven):
             return
@@ -207,35 +198,29 @@ class Layout:
 
 
 def _check_rank(ranks: int, rank: int, what: str) -> None:
+    """Refuse a number of ranks, or a rank, that cannot be."""
     check_count(ranks, name=f"the number of {what} ranks")
     check_count(rank, name=f"{what} rank", least=0, most=ranks - 1)
 
 
 def _require(holds: bool, message: str) -> None:
+    """Raise `LayoutError` with a message unless a condition holds."""
     if not holds:
         raise LayoutError(message)
 
 
 @dataclass(frozen=True, eq=False)
 class RowRanges:
-    """J ranges of router rows, one after the other.
+    """J ranges of router rows, one after the other. Router row i of a range sees packed row `first + i`, or is padding.
 
-    In a range, router row i sees packed row `first + i`, or is padding where that row falls outside of the range's own
-    sequence, `low` to `high`:
-
-        sequence owns rows 40 41 42          low = 40, high = 43
-        range first = 38, count = 6          router rows: -1 -1 40 41 42 -1
-
-    Attributes:
-        first_J: int64 [J], the packed row under the first router row of the range, were it not padding.
-        count_J: int64 [J], router rows in the range.
-        low_J: int64 [J], first row of the range's sequence.
-        high_J: int64 [J], row after the last of the range's sequence. `low == high` makes a range of padding.
+    sequence owns rows 40 41 42          low = 40, high = 43
+    range first = 38, count = 6          router rows: -1 -1 40 41 42 -1
     """
 
-    first_J: NDArray[np.int64]
-    count_J: NDArray[np.int64]
-    low_J: NDArray[np.int64]
+    first_J: NDArray[np.int64]  # int64 [J], the packed row under the first router row of the range, were it not padding
+    count_J: NDArray[np.int64]  # int64 [J], router rows in the range
+    low_J: NDArray[np.int64]  # int64 [J], first row of the range's sequence
+    # int64 [J], row after the last of the range's sequence. `low == high` makes a range of padding
     high_J: NDArray[np.int64]
 
     @property
@@ -244,32 +229,27 @@ class RowRanges:
         return int(self.count_J.sum())
 
     def part(self, skip_J: NDArray[np.int64] | int, count_J: NDArray[np.int64]) -> RowRanges:
-        """The `count_J` router rows of each range that follow its first `skip_J`."""
+        """Return the `count_J` router rows of each range that follow its first `skip_J`."""
         return RowRanges(self.first_J + skip_J, count_J, self.low_J, self.high_J)
 
     def with_padding(self, count: int) -> RowRanges:
-        """These ranges, and one of `count` router rows of padding behind them."""
+        """Return these ranges, and one of `count` router rows of padding behind them."""
         tail = {"first_J": 0, "count_J": count, "low_J": 0, "high_J": 0}
         return RowRanges(**{name: np.append(of_range, tail[name]) for name, of_range in vars(self).items()})
 
     def alternating_with(self, other: RowRanges) -> RowRanges:
-        """Range 0 of either, then range 1 of either, and so on; both have J ranges."""
+        """Return range 0 of either, then range 1 of either, and so on; both have J ranges."""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return RowRanges(*(np.stack(pair, axis=1).reshape(-1) for pair in pairs))
 
     def nonempty(self) -> RowRanges:
-        """The ranges that have router rows."""
+        """Return the ranges that have router rows."""
         held = self.count_J > 0
         return RowRanges(self.first_J[held], self.count_J[held], self.low_J[held], self.high_J[held])
 
     def write(self, num_rows: int) -> NDArray[Any]:
-        """The packed row of every router row, `PAD` where it sees none.
-
-        Args:
-            num_rows: N, of the packed rows that the ranges index.
-
-        Returns:
-            packed_row_R: int32 [R] where rows and router rows can be counted in it, else int64 [R].
+        """Return the packed row of every router row, [R], `PAD` where it sees none: int32 where N and R fit, else
+        int64.
         """
         # each range is written as if it saw rows throughout; what lies outside of its sequence is overwritten
         dtype = np.dtype(np.int32 if max(num_rows, self.num_router_rows) <= MOST_INT32 else np.int64)
@@ -283,10 +263,7 @@ class RowRanges:
 
 
 def as_lengths(lengths: ArrayLike, name: str) -> NDArray[np.int64]:
-    """`lengths` as int64 [S].
-
-    Raises `LayoutError` unless they are integers from 0, `MOST_ROUTER_ROWS` in all at most.
-    """
+    """Return lengths as int64 [S], unless they are no integers from 0, or more than `MOST_ROUTER_ROWS` in all."""
     given = as_array(lengths, name=name, error=LayoutError)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise LayoutError(f"{name} are {given.dtype} of shape {given.shape}; expected one integer per sequence")

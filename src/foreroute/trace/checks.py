@@ -51,7 +51,7 @@ def recorded_rows(ids: NDArray[Any]) -> NDArray[np.bool_]:
     """
     if ids.dtype.kind not in "iu" or (ids.dtype.kind == "u" and ids.shape[-1] < 2):
         return np.ones(ids.shape[:-2], np.bool_)
-    # In a type without a sign it is the highest number, as a cast makes it: of two picks or more, no row has that twice.
+    # In a type without a sign this is the highest number, as a cast makes it: no row of two picks has it twice.
     missing_id = np.array(MISSING).astype(ids.dtype)
     # the first pick of a row tells nearly always
     missing = (ids[..., :1, :1] == missing_id).all(axis=(-2, -1))
