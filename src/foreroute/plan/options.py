@@ -1,4 +1,4 @@
-"""Options of a plan. Every part of the planner can be switched off by one field."""
+"""Options of a plan, each of which switches one part of the planner."""
 
 from __future__ import annotations
 

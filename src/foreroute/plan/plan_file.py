@@ -37,12 +37,7 @@ PLAN_FILE = FileFormat(
 
 
 def save_plan(plan: StepPlan, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path | str:
-    """Write `plan` to `path`: the whole file or nothing. The same plan is the same bytes.
-
-    Args:
-        plan: what to write.
-        path: where to, a path or a URL.
-        overwrite: whether an existing file may be replaced.
+    """Write `plan` to a path or a URL: the whole file or nothing. The same plan is the same bytes.
 
     Raises:
         PlanError: when `path` exists and `overwrite` is False, or cannot be written: what was there is whole. When the
@@ -61,29 +56,17 @@ def load_plan(path: str | os.PathLike[str]) -> StepPlan:
 
 
 def plan_to_bytes(plan: StepPlan) -> bytes:
-    """The content of a plan's file.
-
-    Raises:
-        PlanError: when the plan contradicts itself.
-    """
+    """Return the content of a plan's file."""
     return PLAN_FILE.to_bytes(*plan_content(plan))
 
 
 def plan_from_bytes(content: bytes) -> StepPlan:
-    """The plan of which `plan_to_bytes` made this, on another rank of the same run.
-
-    Raises:
-        PlanError: when it cannot be right.
-    """
+    """Return the plan that another rank of the same run sent."""
     return _read(BytesIO(content), "a plan from another rank")
 
 
 def plan_content(plan: StepPlan) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
-    """Metadata and tensors of a plan's file; splits are of the narrowest type of the format that holds them.
-
-    Raises:
-        PlanError: when the plan contradicts itself.
-    """
+    """Return metadata and tensors of a plan's file, once the plan is consistent."""
     check_structure(plan)
     most = plan.hosts.tokens_RG.max(initial=0)
     # splits are most of the file, and most are small
@@ -100,6 +83,7 @@ def plan_content(plan: StepPlan) -> tuple[dict[str, str], dict[str, NDArray[Any]
 
 
 def _read(source: str | os.PathLike[str] | BytesIO, name: str) -> StepPlan:
+    """Read a plan and check its structure."""
     metadata, tensors = PLAN_FILE.read(source, name=name)
     try:
         # checksums say that a file is whole, not that it is right
@@ -111,7 +95,7 @@ def _read(source: str | os.PathLike[str] | BytesIO, name: str) -> StepPlan:
 
 
 def _decoded(metadata: Mapping[str, str], tensors: dict[str, NDArray[Any]]) -> StepPlan:
-    """The plan that a file states, for `check_structure` to look at."""
+    """Make the plan that a file states, for `check_structure` to look at."""
     for name in ("counts_digest", *(("tokens_digest",) if metadata["tokens_digest"] else ())):
         if not re.fullmatch("[0-9a-f]{32}", metadata[name]):
             raise PlanError(f"the {name} is {metadata[name]:.40}; expected 32 hexadecimal digits")

@@ -5,9 +5,7 @@ its home, the next to its replicas in ascending order of their rank, as many to 
 in order of (target rank, group); a *group* is what one rank computes with one expert's weights: its home experts in
 ascending order of their id, then its replicas in ascending order of their slot. What is received is in order of
 (source rank, group), what is computed in order of (group, source rank). So rows of a group are always in order of
-(source rank, token, pick), whatever else is on the rank.
-
-The schedule is arithmetic on counts, with no token looked at and no framework known. An executor only indexes it.
+(source rank, token, pick), whatever else is on the rank. No token is looked at, and no framework is known.
 """
 
 from __future__ import annotations
@@ -51,72 +49,47 @@ class CellSchedule:
     """Work of one rank in one cell.
 
     Segments of rows are int64 [B, 2]: first row and length, in the order in which they are taken; none is empty.
-
-    Attributes:
-        send_G: int64 [G], rows to each rank.
-        receive_G: int64 [G], rows from each rank.
-        send_segments: of this rank's assignments sorted by expert: those that are sent, in the order of sending.
-        expert_segments: of the received rows: those that are computed, in that order. A segment that starts at the
-            number of received rows is padding.
-        return_segments: of the computed rows: those that are sent back, in order of arrival.
-        group_rows_S: int64 [S], rows of every group. Where home experts, or replicas, get none at all, the first has
-            one of padding: a grouped GEMM is never given an empty input.
-        num_home: how many groups are home experts; the others are replicas.
-        sends: `MOVE`s of the replicas whose home is here, in order of round.
-        hosted: `MOVE`s of the replicas here, in order of round.
     """
 
-    send_G: NDArray[np.int64]
-    receive_G: NDArray[np.int64]
+    send_G: NDArray[np.int64]  # int64 [G], rows to each rank
+    receive_G: NDArray[np.int64]  # int64 [G], rows from each rank
+    # of this rank's assignments sorted by expert: those that are sent, in the order of sending
     send_segments: NDArray[np.int64]
+    # of the received rows: those that are computed, in that order. A segment that starts at the number of received rows
+    # is padding
     expert_segments: NDArray[np.int64]
-    return_segments: NDArray[np.int64]
+    return_segments: NDArray[np.int64]  # of the computed rows: those that are sent back, in order of arrival
+    # int64 [S], rows of every group. Where home experts, or replicas, get none at all, the first has one of padding: a
+    # grouped GEMM is never given an empty input
     group_rows_S: NDArray[np.int64]
-    num_home: int
-    sends: NDArray[np.void]
-    hosted: NDArray[np.void]
+    num_home: int  # number of groups that are home experts; the others are replicas
+    sends: NDArray[np.void]  # `MOVE`s of the replicas whose home is here, in order of round
+    hosted: NDArray[np.void]  # `MOVE`s of the replicas here, in order of round
 
     @classmethod
     def of(
         cls,
-        cell: CellPlan,
-        counts_GE: NDArray[np.integer],
-        rank: int,
+        cell: CellPlan,  # homes and replicas
+        counts_GE: NDArray[np.integer],  # integers [G, E], assignments of every rank to every expert
+        rank: int,  # whose schedule
         *,
+        # neighbouring ranks whose weights go through host memory; 1 has all go from peer to peer
         memory_ranks: int = 1,
-        what: str = "the cell",
+        what: str = "the cell",  # the cell in words, for errors
     ) -> CellSchedule:
-        """The schedule of a cell whose counts are learnt only when it runs.
-
-        Args:
-            cell: homes and replicas.
-            counts_GE: integers [G, E], assignments of every rank to every expert.
-            rank: whose schedule.
-            memory_ranks: neighbouring ranks whose weights go through host memory; 1 has all go from peer to peer.
-            what: the cell in words, for errors.
-
-        Raises:
-            PlanError: as in `ExecutionSchedule`.
-        """
+        """Compile the schedule of a cell whose counts are learnt only when it runs."""
         columns = _compile(Hosts.of_cells(cell.home_E[None], [cell]), counts_GE[None], rank, memory_ranks, [what])
         return _cut(columns, 0)
 
 
 class ExecutionSchedule:
-    """The schedule of one rank for all cells of a step.
-
-    Micro-steps are compiled one after the other in a thread, the first first, so that the first can run while the
-    others are compiled. A cell that is asked for waits for its micro-step alone.
+    """The schedule of one rank for all cells of a step, compiled in a thread, the first micro-step first.
 
     Args:
         plan: of the step.
         counts_MLGE: integers [M, L, G, E], what was planned, of the whole step.
         rank: whose schedule.
         paths: which path weights take.
-
-    Raises:
-        PlanError: from `cell`, on all ranks alike, when replicas are to serve more assignments of an expert than there
-            are.
     """
 
     def __init__(
@@ -136,16 +109,21 @@ class ExecutionSchedule:
             columns = _compile(hosts, counts_MLGE[m], rank, memory_ranks, words)
             return [_cut(columns, layer) for layer in range(num_layers)]
 
+        # the first micro-step can run while the others are compiled
         self._blocks: list[Future[list[CellSchedule]]] = [_compiler().submit(block, m) for m in range(num_micro_steps)]
 
     def cell(self, micro_step: int, layer: int) -> CellSchedule:
-        """Give the schedule of one cell, once it is compiled."""
+        """Give the schedule of one cell, once its micro-step is compiled.
+
+        Raises:
+            PlanError: on all ranks alike, when replicas are to serve more assignments of an expert than there are.
+        """
         return self._blocks[micro_step].result()[layer]
 
 
 @cache
 def _compiler() -> ThreadPoolExecutor:
-    """The thread of all schedules: to start one takes longer than to compile ten cells."""
+    """Return the thread of all schedules: to start one takes longer than to compile ten cells."""
     return ThreadPoolExecutor(1, thread_name_prefix="schedule")
 
 
@@ -161,6 +139,7 @@ def _compile(
     words: Sequence[str],
 ) -> Any:
     # numba loads with the first schedule
+    """Fill `Columns` for cells, and refuse replicas that serve more than there is."""
     from foreroute.plan.schedule_kernels import NONE, Columns, schedule_cells
 
     num_cells, num_ranks, num_experts = counts_CGE.shape
@@ -190,7 +169,7 @@ def _compile(
 
 
 def _cut(out: Any, c: int) -> CellSchedule:
-    """One cell of `Columns`, as views."""
+    """Return one cell of `Columns`, as views."""
     begins = out.ends_CX[c - 1] if c else np.zeros(5, np.int64)
     send_segments, expert_segments, return_segments, sends, hosted = (
         array[begin:end]
