@@ -7,7 +7,6 @@ the model. Then `RoutingTrace.from_rows` checks every id, and what looks like a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,17 +44,16 @@ def decode(
             [rows, layers * K] of one sequence or a list of such: an array of any library, nested lists, a table of
             data, shape and dtype, or the bytes of a `.npy` file.
         model: experts, picks and routed layers. The layer axis of the output may have these layers alone, or all
-            decoder layers of the model. Zeros in layers of the kind `hash`, which look experts up by token, were not
-            recorded: the trace has the other layers, and a model of transformers replays it.
+            decoder layers. Where layers that look experts up by token (`hash`) hold zeros, the trace leaves them out.
         token_ids: prompt and response tokens, integers [T] for one sequence or S of them. Needed where the output does
             not carry them; compared with those that it carries.
         valid: for routes alone: bool [rows] for one sequence or S of them, False where a row was never routed.
         start: the position of the first row, where the request skipped a known prefix
             (`routed_experts_prompt_start`, `routed_experts_start_len`), one for all sequences or one for each. Earlier
             rows are absent. A table may state its own.
-        weight_version: the weights that computed the routes; or a function, such as `int`, that makes a version of the
-            name that vLLM (0.31 and newer) and SGLang give the weights of each span of generated tokens. The rows that
-            produced these tokens are then stamped, and rows of the prompt are not.
+        weight_version: the weights that computed the routes; or a function, such as `int`, of the name that vLLM (0.31
+            and newer) and SGLang give the weights of each span of generated tokens. The rows that produced these tokens
+            are then stamped, and rows of the prompt are not.
         vocabulary_size: tokens of the model; needed where the output has sampling masks.
         indexers: of the model's sparse attention, such as `hf.attach(model).indexers`; needed where the output has
             their choices.
@@ -70,7 +68,7 @@ def decode(
             be trusted.
         SpecMismatchError: when layers of the model differ in experts or picks.
     """
-    return _decode(output, model, token_ids, valid, start, weight_version, vocabulary_size, indexers).trace
+    return _decode(output, model, token_ids, valid, start, weight_version, vocabulary_size, indexers)[0]
 
 
 def decode_generation(
@@ -92,22 +90,10 @@ def decode_generation(
         CaptureError: as `decode`, and when log-probs are missing, too many, of other tokens, or no numbers.
         TraceContentError: when they are no logarithms of probabilities, or a sequence has no prompt.
     """
-    decoded = _decode(output, model, token_ids, None, start, weight_version, vocabulary_size, indexers)
-    logprobs = [
-        read_logprobs(raw, tokens_T, f"sequence {s}")
-        for s, (raw, tokens_T) in enumerate(zip(decoded.sequences, decoded.tokens, strict=True))
-    ]
-    lengths_S = [len(tokens_T) - len(each) for tokens_T, each in zip(decoded.tokens, logprobs, strict=True)]
-    return Generation(decoded.trace, np.array(lengths_S), np.concatenate(logprobs))
-
-
-@dataclass(frozen=True)
-class _Decoded:
-    """What was read of an output: its trace, and each sequence as it was found, with all its tokens."""
-
-    trace: RoutingTrace
-    sequences: list[RawSequence]
-    tokens: list[NDArray[np.int32]]
+    trace, sequences = _decode(output, model, token_ids, None, start, weight_version, vocabulary_size, indexers)
+    logprobs = [read_logprobs(raw, trace.tokens(s), f"sequence {s}") for s, raw in enumerate(sequences)]
+    lengths_S = trace.lengths - [len(each) for each in logprobs]
+    return Generation(trace, lengths_S, np.concatenate(logprobs))
 
 
 def _decode(
@@ -119,7 +105,8 @@ def _decode(
     weight_version: int | Callable[[str], int],
     vocabulary_size: int | None,
     indexers: IndexerSpec | None,
-) -> _Decoded:
+) -> tuple[RoutingTrace, list[RawSequence]]:
+    """Read the trace of an output, and its sequences as they were found."""
     _require_readable(model)
     form, sequences = read_output(output)
     starts = _starts(start, sequences)
@@ -166,7 +153,7 @@ def _decode(
     choices = [raw.indexer_topk for raw in sequences]
     if have_all(choices, "choices of indexers"):
         trace = with_indexer_choices(trace, choices, indexers)
-    return _Decoded(trace, sequences, tokens)
+    return trace, sequences
 
 
 def _starts(start: object, sequences: Sequence[RawSequence]) -> list[int]:
@@ -197,9 +184,8 @@ def _place(
     start: int,
     what: str,
 ) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Put the rows of one sequence of T tokens at their positions: integers [T, L, K], and bool [T] where one is.
-
-    Beside them bool [L], the layers that look experts up by token and have none here.
+    """Put the rows of one sequence at their positions: integers [T, L, K], and bool [T] and [L], what is there and
+    unfilled.
     """
     if start > max(num_tokens - 1, 0):
         raise CaptureError(f"{what} starts at {start}; expected a position of its {num_tokens} tokens")
@@ -311,6 +297,7 @@ def _versions(
 
 
 def _as_version(value: object) -> int:
+    """Return a weight version that can be."""
     return whole_number(value, name="weight_version", least=NO_VERSION, most=MOST_INT32, error=CaptureError)
 
 
@@ -368,7 +355,7 @@ def _as_tokens(values: Any, sequence: int) -> NDArray[np.int32]:
 
 
 def _require_readable(spec: object) -> None:
-    """Raise for what is no spec, and for one of layers that no engine returns, or that differ in size."""
+    """Refuse what is no spec, and one of layers that no engine returns, or that differ in size."""
     if not isinstance(spec, RoutingSpec):
         raise CaptureError(f"the model is {shown(spec)}; expected a RoutingSpec")
     spec.require_alike("a capture of an engine", "RoutingTrace.from_sequences takes its arrays, -1 behind fewer picks")

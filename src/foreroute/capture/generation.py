@@ -1,4 +1,4 @@
-"""What a rollout engine is asked for, what it hands to a trainer, and that on disk.
+"""What a rollout engine is asked for, and what it hands to a trainer, also on disk.
 
 A generation on disk is a trace file that has the log-probs of sampled tokens too. What reads traces reads its trace.
 """
@@ -159,10 +159,7 @@ class Generation:
         return self.sampled_N[int(start) : int(end)]
 
     def _check_logprobs(self) -> None:
-        """Raise `TraceContentError` unless each sampled token has a log-prob that can be.
-
-        One above 0 would make every ratio to the trainer's wrong, and no measure would say so.
-        """
+        """Refuse log-probs that cannot be those of the sampled tokens."""
         given: Any = self.logprobs_R
         expected = (int(self.sampled_N.sum()),)
         if not isinstance(given, np.ndarray) or given.dtype.kind != "f" or given.shape != expected:
@@ -179,7 +176,7 @@ class Generation:
             )
 
     def _check_sampled(self, behind_prompts_N: NDArray[np.bool_]) -> None:
-        """Raise `TraceContentError` unless each response begins behind its prompt and ends with its sequence."""
+        """Refuse sampled tokens that do not begin behind the prompt and end with the sequence."""
         sampled_N: Any = self.sampled_N
         dtype, shape = getattr(sampled_N, "dtype", None), np.shape(sampled_N)
         if not isinstance(sampled_N, np.ndarray) or dtype != np.bool_ or shape != behind_prompts_N.shape:
@@ -230,7 +227,7 @@ def load_generation(path: str | os.PathLike[str]) -> Generation:
 
 
 def is_generation(path: str | os.PathLike[str]) -> bool:
-    """Whether a file has log-probs beside a trace, by its header."""
+    """Say whether a file has log-probs beside a trace, by its header."""
     try:
         with FORMAT.open(path) as file:
             return "logprobs" in file.tensors

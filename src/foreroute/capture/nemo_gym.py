@@ -1,12 +1,12 @@
-"""Token ids that NeMo Gym captured (`token_id_capture`, schema version 1): one line for each call of a rollout.
+"""Reads token ids that NeMo Gym captured (`token_id_capture`, schema version 1): one line for each call of a rollout.
 
     <rollout>.tokens.jsonl         prompt, generation, log-probs and routes of each call, and the call it goes on from
     <rollout>.tokens.state.json    whether the rollout is frozen, and the SHA-256 of each line
     <rollout>.tokens.incomplete    there when a call was lost
     <rollout>.tokens.intents       the calls that were begun
 
-The order of lines says nothing: calls are joined by the parent that each of them names, and only when its prompt begins
-with all tokens of this parent. Calls of one parent with one prompt are retries, of which the agent saw one.
+Calls are joined by the parent that each names, whatever the order of lines, and only when its prompt begins with all
+tokens of this parent. Calls of one parent with one prompt are retries, of which the agent saw one.
 """
 
 from __future__ import annotations

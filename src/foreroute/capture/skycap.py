@@ -1,4 +1,4 @@
-"""Records of skycap (SkyRL's gateway for agents), format version 1, as its `docs/format.md` states it.
+"""Reads records of skycap (SkyRL's gateway for agents), format version 1, as its `docs/format.md` states it.
 
 A record is a document of messages, each a node below the one it follows, and side files with arrays:
 
@@ -7,9 +7,9 @@ A record is a document of messages, each a node below the one it follows, and si
     {id}.experts.zst         routed_experts [rows, layers, K]
     {id}.sampling_mask.zst   ids, offsets
 
-What must be known of it: the last token that a call sampled was never an input of that call, so that its row is a copy
-of the row before. A later call that goes on from there puts the row in its place; a row that still equals the one
-before it is taken as absent. No pixels are recorded, and no weight version.
+The last token that a call sampled was never an input of that call, so that its row is a copy of the row before. A later
+call that goes on from there puts the row in its place; a row that still equals the one before it is taken as absent. No
+pixels are recorded, and no weight version.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def read_skycap(
 
 
 class _Paths:
-    """Puts the nodes of a path together."""
+    """The paths of a record, whose nodes are put together."""
 
     def __init__(
         self,
@@ -197,9 +197,8 @@ class _Paths:
         return "" if kept else "none of its replies can be trained"
 
     def _join_path(self, chain: list[int], kept: set[int]) -> Path | None:
-        """Put the tokens of a chain one behind the other, and rows, versions, masks and log-probs at their places.
-
-        None where no row has a route.
+        """Put the tokens, rows, versions, masks and log-probs of a chain one behind the other; None where no row has a
+        route.
         """
         nodes = [self.nodes[number] for number in chain]
         spans = [node.tokens or slice(0, 0) for node in nodes]
@@ -402,4 +401,5 @@ def _object(value: object, what: str) -> Mapping[str, Any]:
 
 
 def _size(span: slice) -> int:
+    """Return the length of a slice."""
     return int(span.stop - span.start)
