@@ -94,8 +94,8 @@ def frozen_rows(trace: RoutingTrace) -> str:
     bits_L = np.array([min(top_k, num_experts - top_k) for num_experts, top_k in trace.spec.sizes_L], np.float64)
     if len(rows) < 2 or not bits_L.any():
         return ""
-    # Rows are taken one after the other and from one sequence to the next: so a layer that never changes is found, and an
-    # engine that stops to write rows in the middle of one request.
+    # Rows are taken one after the other and from one sequence to the next: so a layer that never changes is found, and
+    # an engine that stops to write rows in the middle of one request.
     picks_RL = _numbers_of_picks(trace, rows)
     return _same_picks(trace, rows, picks_RL, bits_L) or _same_row(trace, rows, picks_RL, bits_L)
 

@@ -1,7 +1,4 @@
-"""Records as JSON objects: one reader, which checks every value against the type of its field, and one writer.
-
-A line is what `json` writes of the values: numbers that are not finite are NaN, Infinity and -Infinity.
-"""
+"""Records as JSON objects: one reader, which checks every value against the type of its field, and one writer."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ def to_json(record: Any) -> dict[str, Any]:
 
 
 def by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten tables within tables: their values by their whole key; an empty table is a value, and not nothing."""
+    """Flatten tables within tables: values by their whole key; an empty table is a value, and not nothing."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= by_key(value, f"{prefix}{key}.") if isinstance(value, Mapping) and value else {prefix + key: value}

@@ -107,13 +107,7 @@ def read_run(folder: Path) -> Run:
 
 
 def read_steps(path: Path) -> tuple[list[StepRecord], bool]:
-    """Read the finished steps in a `metrics.jsonl`, from 0 on, and whether a step after them is half written.
-
-    A killed run leaves a last line without its newline: it counts as a step where it is whole.
-
-    Raises:
-        RunFolderError: naming the file and the line, when a line is damaged, or of another step or model.
-    """
+    """Read the finished steps in a `metrics.jsonl`, from 0 on, and say whether a step after them is half written."""
     steps: list[StepRecord] = []
     num_layers: set[int] = set()
     *lines, last = read_file(path, RunFolderError).split(b"\n")
@@ -139,12 +133,7 @@ def read_steps(path: Path) -> tuple[list[StepRecord], bool]:
 
 
 def parse_step(line: bytes) -> StepRecord:
-    """Read one line of `metrics.jsonl`.
-
-    Raises:
-        RunFolderError: when the line is not JSON, a required key is missing, a key is unknown, or a value is of another
-            type or out of range.
-    """
+    """Read one line of `metrics.jsonl`."""
     return from_json(StepRecord, parse_json(line, RunFolderError, name="it"))
 
 
