@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from foreroute.errors import InputError, PlanError
 from foreroute.files.container import FileFormat, TensorSchema
+from foreroute.files.json_form import from_json
 from foreroute.files.regular import parse_json
 from foreroute.layout import Packing
 from foreroute.plan.capabilities import FetchPath
@@ -23,7 +24,7 @@ from foreroute.plan.checker import check_structure
 from foreroute.plan.hosts import Hosts
 from foreroute.plan.options import SlotSharing
 from foreroute.plan.step_plan import TENSORS, StepPlan
-from foreroute.plan.topology import Links, Topology
+from foreroute.plan.topology import Topology
 
 PLAN_FILE = FileFormat(
     name="plan",
@@ -101,7 +102,8 @@ def _decoded(metadata: Mapping[str, str], tensors: dict[str, NDArray[Any]]) -> S
             raise PlanError(f"the {name} is {metadata[name]:.40}; expected 32 hexadecimal digits")
     if metadata["slots"] not in get_args(SlotSharing):
         raise PlanError(f"its slots are {metadata['slots']:.40}; expected one of {', '.join(get_args(SlotSharing))}")
-    topology = _topology(parse_json(metadata["topology"], PlanError, name="the topology"))
+    stated = parse_json(metadata["topology"], PlanError, name="the topology")
+    topology = from_json(Topology, stated, PlanError, "the topology")
     micro_step_S, rank_S = tensors.pop("micro_step_S"), tensors.pop("sequence_rank_S")
     packing = None
     if metadata["tokens_digest"]:
@@ -120,10 +122,3 @@ def _decoded(metadata: Mapping[str, str], tensors: dict[str, NDArray[Any]]) -> S
         priced_paths=cast("FetchPath | None", metadata["priced_paths"] or None),
         **tensors,
     )
-
-
-def _topology(values: Any) -> Topology:
-    try:
-        return Topology(**{**values, "links": Links(**values["links"])})
-    except (TypeError, KeyError) as error:  # no objects, or keys that are missing or unknown
-        raise PlanError(f"the topology is {values!r:.200} ({error}); expected what Topology has") from error

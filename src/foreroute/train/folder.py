@@ -29,10 +29,10 @@ from torch import Tensor
 from foreroute.capture import Generation, save_generation
 from foreroute.errors import ConfigError, DivergedError, ForerouteError, RunFolderError
 from foreroute.files.container import MOST_HEADER_BYTES, FileFormat
+from foreroute.files.json_form import by_key, to_json
 from foreroute.files.regular import as_path, parse_json, read_text
 from foreroute.files.writing import write_atomically
 from foreroute.records import StepRecord
-from foreroute.records.json_form import by_key, to_json
 from foreroute.records.runs import read_steps
 from foreroute.train.config import TrainConfig, parse_config
 

@@ -9,7 +9,7 @@ from functools import cache
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from foreroute.errors import RunFolderError, few, shown
+from foreroute.errors import InputError, few, shown
 
 Value = TypeVar("Value")
 
@@ -33,67 +33,67 @@ def by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def from_json(record_type: type[Value], values: object, at: str = "") -> Value:
-    """Make a record of the value of a JSON text.
+def from_json(record_type: type[Value], values: object, error: type[InputError], at: str = "") -> Value:
+    """Make a record of the value of a JSON text, as `json` reads it: NaN and infinities are numbers, True no integer.
 
     Args:
         record_type: a dataclass whose fields are numbers, texts, literals, lists, dictionaries and such records.
-        values: as `json` reads them. NaN and infinities are numbers; True is no integer.
-        at: the key of the values in the line, for errors; empty at the top.
-
-    Raises:
-        RunFolderError: naming the key, for one that is missing or unknown, and for a value of another type or one
-            that a check of the field or record refuses.
+        values: what JSON had.
+        error: raised with the key, for one that is missing or unknown, and for a value of another type or one that a
+            check of the field or record refuses.
+        at: the key of the values, for errors; empty at the top.
     """
-    record, given = cast(Any, record_type), cast(dict[str, Any], value_of(dict, values, at))
+    record, given = cast(Any, record_type), cast(dict[str, Any], value_of(dict, values, error, at))
     of_key = {KEYS.get(field.name, field.name): field for field in fields(record)}
     needed = {key for key, field in of_key.items() if field.default is MISSING and field.default_factory is MISSING}
     if missing := needed - given.keys():
-        raise RunFolderError(f"{_named(at)} lacks {few(missing)}")
+        raise error(f"{_named(at)} lacks {few(missing)}")
     if unknown := given.keys() - of_key.keys():
-        raise RunFolderError(f"{_named(at)} has the unknown keys {few(unknown)}; expected no other than {few(of_key)}")
+        raise error(f"{_named(at)} has the unknown keys {few(unknown)}; expected no other than {few(of_key)}")
     hints, prefix = _hints(record), f"{at}." if at else ""
-    found = {of_key[key].name: value_of(hints[of_key[key].name], each, prefix + key) for key, each in given.items()}
+    found = {
+        of_key[key].name: value_of(hints[of_key[key].name], each, error, prefix + key) for key, each in given.items()
+    }
     try:
         return record_type(**found)
-    except ValueError as error:
-        raise RunFolderError(f"{_named(at)}: {error}") from error
+    except ValueError as cause:
+        raise error(f"{_named(at)}: {cause}") from cause
 
 
-def value_of(hint: Any, value: Any, at: str) -> Any:
-    """Return the value of a JSON text as one of the type `hint`.
-
-    Raises:
-        RunFolderError: as `from_json`.
-    """
+def value_of(hint: Any, value: Any, error: type[InputError], at: str) -> Any:
+    """Return the value of a JSON text as one of the type `hint`."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):  # with None
-        return None if value is None else value_of(arguments[0], value, at)
+        return None if value is None else value_of(arguments[0], value, error, at)
     if origin is Annotated:
-        found, check = value_of(arguments[0], value, at), arguments[1]
+        found, check = value_of(arguments[0], value, error, at), arguments[1]
         try:
             check(found)
-        except ValueError as error:
-            raise RunFolderError(f"{at} is {shown(found)}; {error}") from error
+        except ValueError as cause:
+            raise error(f"{at} is {shown(found)}; {cause}") from cause
         return found
     if origin is Literal:
         if value not in arguments:
-            raise RunFolderError(f"{_named(at)} is {shown(value)}; expected one of {few(arguments)}")
+            raise error(f"{_named(at)} is {shown(value)}; expected one of {few(arguments)}")
         return value
     if origin is dict:
-        items = value_of(dict, value, at).items()
-        return {value_of(arguments[0], k, f"{at}.{k}"): value_of(arguments[1], v, f"{at}.{k}") for k, v in items}
+        key_hint, value_hint = arguments
+        return {
+            value_of(key_hint, key, error, f"{at}.{key}"): value_of(value_hint, each, error, f"{at}.{key}")
+            for key, each in value_of(dict, value, error, at).items()
+        }
     if origin is list:
-        if set(map(type, value_of(list, value, at))) == {arguments[0]}:  # numbers, of which there may be thousands
+        # thousands of numbers are looked at together
+        if set(map(type, value_of(list, value, error, at))) == {arguments[0]}:
             return value
-        return [value_of(arguments[0], each, f"{at}.{n}") for n, each in enumerate(value)]
+        return [value_of(arguments[0], each, error, f"{at}.{n}") for n, each in enumerate(value)]
     if is_dataclass(hint):
-        return from_json(cast(Any, hint), value, at)
+        return from_json(cast(Any, hint), value, error, at)
     fits = type(value) is hint and not (hint is str and HALF_CHARACTER.search(value))
     if type(value) is int:  # True is one of another type, and a whole number may stand for a float
         fits = hint in (int, float) and -(2**63) <= value < 2**63
     if not fits:
-        raise RunFolderError(f"{_named(at)} is {shown(value)}; expected {EXPECTED[hint]}")
+        raise error(f"{_named(at)} is {shown(value)}; expected {EXPECTED[hint]}")
     return value
 
 
@@ -103,5 +103,6 @@ def _named(at: str) -> str:
 
 
 @cache  # resolving annotations takes longer than reading a line
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind, include_extras=True)
+def _hints(record_type: type) -> dict[str, Any]:
+    """Return the types of the fields of a dataclass."""
+    return get_type_hints(record_type, include_extras=True)
