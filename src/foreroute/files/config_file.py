@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from foreroute.errors import ConfigError
 from foreroute.files.toml import refuse_impossible, unknown_key
 
-MOST = 999_999
+MOST_COUNTED = 999_999
 """Most of what is counted: steps, whose numbers have six digits in file names; sequences, which are kept in lists."""
 MOST_TOKENS = 1 << 24
 """Most tokens of a sequence or a batch; the longest contexts have about 10 million."""
@@ -21,8 +21,8 @@ MOST_EP = MOST_THREADS = 1024
 process, of which libraries cannot start many more."""
 MOST_FLOAT = 1e30
 """The largest number that is handed to float32, which ends at 3e38."""
-Count = Annotated[int, Field(ge=1, le=MOST)]
-Natural = Annotated[int, Field(ge=0, le=MOST)]
+Count = Annotated[int, Field(ge=1, le=MOST_COUNTED)]
+Natural = Annotated[int, Field(ge=0, le=MOST_COUNTED)]
 Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Ranks = Annotated[int, Field(ge=1, le=MOST_EP)]
 Threads = Annotated[int, Field(ge=1, le=MOST_THREADS)]

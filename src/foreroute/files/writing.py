@@ -24,7 +24,7 @@ def write_atomically(
 ) -> None:
     """Fill a file, flush it to disk, and name it `target`; folders on the way are made, and links are followed.
 
-    Of several writers of one target each writes all of it, and the last one stays. A killed writer leaves nothing, or
+    Each of several writers of one target writes all of it, and the last one stays. A killed writer leaves nothing, or
     `.<name>.foreroute`, which the next write takes away; where no file can be without a name (NFS, macOS), it leaves
     `.<name>.<random>`, and that stays.
 
@@ -132,8 +132,8 @@ def _open_unnamed(folder: Path) -> int | None:
 
 
 def _name(descriptor: int, name: Path) -> None:
-    # only with a folder for the source does Python follow the link that stands for the open file
     """Give an open file a name."""
+    # only with a folder for the source does Python follow the link that stands for the open file
     os.link(f"{OPEN_FILES}/{descriptor}", name, src_dir_fd=descriptor, follow_symlinks=True)
 
 

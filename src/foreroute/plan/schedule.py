@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,16 +53,16 @@ class CellSchedule:
 
     send_G: NDArray[np.int64]  # int64 [G], rows to each rank
     receive_G: NDArray[np.int64]  # int64 [G], rows from each rank
+    # int64 [S], rows of every group. Where home experts, or replicas, get none at all, the first has one of padding: a
+    # grouped GEMM is never given an empty input
+    group_rows_S: NDArray[np.int64]
+    num_home: int  # number of groups that are home experts; the others are replicas
     # of this rank's assignments sorted by expert: those that are sent, in the order of sending
     send_segments: NDArray[np.int64]
     # of the received rows: those that are computed, in that order. A segment that starts at the number of received rows
     # is padding
     expert_segments: NDArray[np.int64]
     return_segments: NDArray[np.int64]  # of the computed rows: those that are sent back, in order of arrival
-    # int64 [S], rows of every group. Where home experts, or replicas, get none at all, the first has one of padding: a
-    # grouped GEMM is never given an empty input
-    group_rows_S: NDArray[np.int64]
-    num_home: int  # number of groups that are home experts; the others are replicas
     sends: NDArray[np.void]  # `MOVE`s of the replicas whose home is here, in order of round
     hosted: NDArray[np.void]  # `MOVE`s of the replicas here, in order of round
 
@@ -78,8 +78,32 @@ class CellSchedule:
         what: str = "the cell",  # the cell in words, for errors
     ) -> CellSchedule:
         """Compile the schedule of a cell whose counts are learnt only when it runs."""
-        columns = _compile(Hosts.of_cells(cell.home_E[None], [cell]), counts_GE[None], rank, memory_ranks, [what])
-        return _cut(columns, 0)
+        block = _compile(Hosts.of_cells(cell.home_E[None], [cell]), counts_GE[None], rank, memory_ranks, [what])
+        return block.cell(0)
+
+
+class _Block(NamedTuple):
+    """The schedules of C cells as flat arrays, which the kernel fills."""
+
+    send_CG: NDArray[np.int64]
+    receive_CG: NDArray[np.int64]
+    group_rows_CS: NDArray[np.int64]
+    num_groups_C: NDArray[np.int64]
+    num_home: int
+    send_segments: NDArray[np.int64]
+    expert_segments: NDArray[np.int64]
+    return_segments: NDArray[np.int64]
+    sends: NDArray[np.void]
+    hosted: NDArray[np.void]
+    ends_CX: NDArray[np.int64]  # where the part of each cell ends in these five
+
+    def cell(self, c: int) -> CellSchedule:
+        """Return the schedule of one cell, as views."""
+        begins = self.ends_CX[c - 1] if c else np.zeros(5, np.int64)
+        bounds = zip(self[5:10], begins.tolist(), self.ends_CX[c].tolist(), strict=True)
+        parts: list[Any] = [array[begin:end] for array, begin, end in bounds]
+        rows_S = self.group_rows_CS[c, : self.num_groups_C[c]]
+        return CellSchedule(self.send_CG[c], self.receive_CG[c], rows_S, self.num_home, *parts)
 
 
 class ExecutionSchedule:
@@ -106,8 +130,8 @@ class ExecutionSchedule:
         def block(m: int) -> list[CellSchedule]:
             hosts = plan.hosts.part(m, m + 1)
             words = [f"micro-step {m}, routed layer {layer}" for layer in range(num_layers)]
-            columns = _compile(hosts, counts_MLGE[m], rank, memory_ranks, words)
-            return [_cut(columns, layer) for layer in range(num_layers)]
+            compiled = _compile(hosts, counts_MLGE[m], rank, memory_ranks, words)
+            return [compiled.cell(layer) for layer in range(num_layers)]
 
         # the first micro-step can run while the others are compiled
         self._blocks: list[Future[list[CellSchedule]]] = [_compiler().submit(block, m) for m in range(num_micro_steps)]
@@ -137,26 +161,26 @@ def _compile(
     rank: int,
     memory_ranks: int,
     words: Sequence[str],
-) -> Any:
+) -> _Block:
+    """Fill a block for cells, and refuse replicas that serve more than there is."""
     # numba loads with the first schedule
-    """Fill `Columns` for cells, and refuse replicas that serve more than there is."""
-    from foreroute.plan.schedule_kernels import NONE, Columns, schedule_cells
+    from foreroute.plan.schedule_kernels import NONE, schedule_cells
 
     num_cells, num_ranks, num_experts = counts_CGE.shape
     num_home = num_experts // num_ranks
     num_replicas, most_groups = len(hosts.expert_R), num_home + int(hosts.slot_R.max(initial=-1)) + 1
-    out = Columns(
+    out = _Block(
         np.empty((num_cells, num_ranks), np.int64),
         np.empty((num_cells, num_ranks), np.int64),
         np.empty((num_cells, most_groups), np.int64),
         np.empty(num_cells, np.int64),
+        num_home,
         np.empty((num_cells * num_experts + num_replicas, 2), np.int64),
         np.empty((num_cells * most_groups * (num_ranks + 1), 2), np.int64),
         np.empty((num_cells * most_groups * num_ranks, 2), np.int64),
         np.empty(num_replicas, MOVE),
         np.empty(num_replicas, MOVE),
         np.empty((num_cells, 5), np.int64),
-        num_home,
     )
     counts = np.ascontiguousarray(counts_CGE, np.int32)
     cell, expert, source, excess = schedule_cells(rank, hosts, counts, memory_ranks, out)
@@ -166,28 +190,3 @@ def _compile(
             "there are; the plan was made for other counts"
         )
     return out
-
-
-def _cut(out: Any, c: int) -> CellSchedule:
-    """Return one cell of `Columns`, as views."""
-    begins = out.ends_CX[c - 1] if c else np.zeros(5, np.int64)
-    send_segments, expert_segments, return_segments, sends, hosted = (
-        array[begin:end]
-        for array, begin, end in zip(
-            (out.send_segments, out.expert_segments, out.return_segments, out.sends, out.hosted),
-            begins.tolist(),
-            out.ends_CX[c].tolist(),
-            strict=True,
-        )
-    )
-    return CellSchedule(
-        out.send_CG[c],
-        out.receive_CG[c],
-        send_segments,
-        expert_segments,
-        return_segments,
-        out.group_rows_CS[c, : out.num_groups_C[c]],
-        out.num_home,
-        sends,
-        hosted,
-    )

@@ -5,41 +5,19 @@ Axis letters: C cells of a block, G ranks, E experts, R replicas of a cell, S gr
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from foreroute.kernels import kernel
+from foreroute.kernels import NONE, kernel
 from foreroute.plan.hosts import Hosts
 
-NONE = -1
 SOURCES_AT_ONCE = 16
 """int32 of a cache line."""
 
 
-class Columns(NamedTuple):
-    """Arrays that the kernel fills: a row of `..._C` for each cell, and its part of the flat arrays, up to
-    `ends_CX`.
-    """
-
-    send_CG: NDArray[np.int64]
-    receive_CG: NDArray[np.int64]
-    group_rows_CS: NDArray[np.int64]
-    num_groups_C: NDArray[np.int64]
-    send_segments: NDArray[np.int64]
-    expert_segments: NDArray[np.int64]
-    return_segments: NDArray[np.int64]
-    sends: NDArray[np.void]
-    hosted: NDArray[np.void]
-    ends_CX: NDArray[np.int64]
-    num_home: int
-
-
 @kernel
-def schedule_cells(
-    rank: int, hosts: Hosts, counts_CGE: Any, memory_ranks: int, out: Columns
-) -> tuple[int, int, int, int]:
+def schedule_cells(rank: int, hosts: Hosts, counts_CGE: Any, memory_ranks: int, out: Any) -> tuple[int, int, int, int]:
     """Fill `out` for the cells of a block, whose layers are 0, 1, ... L - 1, 0, ...
 
     Returns cell, expert, source rank and the excess of the first place where replicas serve more than there is; or
@@ -231,7 +209,7 @@ def _by_rank_and_slot(
 
 
 @kernel
-def _computed(tokens_SG: Any, num_home: int, c: int, out: Columns, at: Any) -> None:
+def _computed(tokens_SG: Any, num_home: int, c: int, out: Any, at: Any) -> None:
     """Transpose the (source rank, group) table of segments: from received to computed order, and back."""
     num_groups, num_ranks = tokens_SG.shape
     arrived_SG = np.empty((num_groups, num_ranks), np.int64)

@@ -480,8 +480,8 @@ def _common_provenance(all_facts: list[Mapping[str, str]]) -> dict[str, str]:
 
 
 def _join_facts(values: list[str]) -> str:
-    # a part may be a joined trace itself
     """Join the distinct values of one fact."""
+    # a part may be a joined trace itself
     distinct = list(dict.fromkeys(value for joined in values for value in joined.split(" | ")))
     kept = [value for value in distinct if value != _MORE][:MOST_VALUES]
     return " | ".join([*kept, _MORE] if len(kept) < len(distinct) else kept)
