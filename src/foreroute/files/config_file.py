@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from foreroute.errors import ConfigError
+from foreroute.errors import ConfigError, shown
 from foreroute.files.toml import refuse_impossible, unknown_key
 
 MOST_COUNTED = 999_999
@@ -81,7 +81,7 @@ def _describe(problem: Any, table: type[BaseModel]) -> str:
         return unknown_key(key, str(location[-1]), _known_keys(table, location[:-1]))
     if problem["type"] == "missing":
         return f"{key}: required and not given"
-    seen = "" if problem["type"] == "value_error" else f" (got {problem['input']!r:.80})"
+    seen = "" if problem["type"] == "value_error" else f" (got {shown(problem['input'])})"
     return f"{key + ': ' if key else ''}{problem['msg']}{seen}"
 
 

@@ -22,7 +22,7 @@ from typing import IO, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.errors import InputError, few
+from foreroute.errors import InputError, few, shown
 from foreroute.files.kinds import HEAD_BYTES, it_is
 from foreroute.files.places import open_at, write_at
 from foreroute.files.regular import as_path, open_regular, parse_json, reason
@@ -328,14 +328,14 @@ class TensorFile:
     def _entry(self, name: str, entry: Any) -> tuple[int, int, np.dtype[Any], tuple[int, ...]]:
         """Return where a tensor begins and ends behind the header, its type and its shape."""
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-            raise self._wrong(f"the entry of tensor {name} is {entry!r:.80}")
+            raise self._wrong(f"the entry of tensor {name} is {shown(entry)}")
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise self._wrong(f"tensor {name} is of type {dtype!r:.40}; expected one of {', '.join(DTYPES)}")
+            raise self._wrong(f"tensor {name} is of type {shown(dtype)}; expected one of {', '.join(DTYPES)}")
         # types are checked before sizes are multiplied: a shape may hold anything that JSON can
         possible = _counts(shape) and _counts(offsets) and len(offsets) == 2 and len(shape) <= MOST_AXES
         if not possible or prod(max(1, axis) for axis in shape) * DTYPES[dtype].itemsize > MOST_TENSOR_BYTES:
-            raise self._wrong(f"tensor {name} has shape {shape!r:.60} and offsets {offsets!r:.60}")
+            raise self._wrong(f"tensor {name} has shape {shown(shape)} and offsets {shown(offsets)}")
         if offsets[0] + prod(shape) * DTYPES[dtype].itemsize != offsets[1]:
             raise self._wrong(f"tensor {name} of {dtype} {shape} does not take the bytes {offsets}")
         return offsets[0], offsets[1], DTYPES[dtype], tuple(shape)

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.checks import MOST_INT32, as_array, as_int32, as_mask, as_numbers, whole_number
-from foreroute.errors import TraceContentError
+from foreroute.errors import TraceContentError, shown
 from foreroute.trace.checks import MISSING, as_offsets, check_rows, join_ranges, narrow_ids, recorded_rows
 from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec, as_layers
 from foreroute.trace.streams import SAMPLING, DecisionStream, check_name, join_streams
@@ -357,7 +357,7 @@ class RoutingTrace:
             TraceContentError: when there can be no such name, or the stream cannot belong to these rows.
         """
         if not isinstance(stream, DecisionStream):
-            raise TraceContentError(f"the stream is {stream!r:.60}; expected a DecisionStream")
+            raise TraceContentError(f"the stream is {shown(stream)}; expected a DecisionStream")
         check_name(name)
         if stream.num_rows != self.num_rows:
             raise TraceContentError(f"a stream has {stream.num_rows} rows for {self.num_rows} of the trace")

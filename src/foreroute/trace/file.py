@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.checks import as_numbers
-from foreroute.errors import TraceContentError, TraceFileError
+from foreroute.errors import TraceContentError, TraceFileError, shown
 from foreroute.files.container import FileFormat, TensorFile, TensorSchema
 from foreroute.files.regular import parse_json
 from foreroute.trace.checks import as_offsets, check_rows, join_ranges
@@ -111,7 +111,7 @@ def encode(
     import zstandard  # an engine's worker imports this room, and has numpy alone
 
     if encoding not in ENCODINGS:
-        raise TraceContentError(f"encoding {encoding!r:.40} is unknown; expected one of {', '.join(ENCODINGS)}")
+        raise TraceContentError(f"encoding {shown(encoding)} is unknown; expected one of {', '.join(ENCODINGS)}")
     _refuse_what_no_reader_takes(trace)
     spec, streams = trace.spec, dict(sorted(trace.streams.items()))  # sorted: equal traces give equal bytes
     as_sets = encoding == "sets" or not trace.pick_order_kept
@@ -185,7 +185,7 @@ def _refuse_no_texts(model: str, provenance: Any) -> None:
         "".join([model, *provenance, *provenance.values()]).encode()
     except (AttributeError, TypeError, UnicodeEncodeError) as error:
         raise TraceContentError(
-            f"the model is {model!r:.40} and the provenance {provenance!r:.120}; expected a text, and a table of texts"
+            f"the model is {shown(model)} and the provenance {shown(provenance)}; expected a text, and a table of texts"
         ) from error
 
 
@@ -347,7 +347,7 @@ def read_trace(
         wanted = list(header.streams) if streams is None else list(streams)
         if missing := [name for name in wanted if name not in header.streams]:
             raise TraceContentError(
-                f"{file.name} has no stream {missing[0]!r:.40}; it has {', '.join(header.streams) or 'routes alone'}"
+                f"{file.name} has no stream {shown(missing[0])}; it has {', '.join(header.streams) or 'routes alone'}"
             )
         chunks, rows, lengths = _rows_of(header, sequences)
         try:
@@ -370,7 +370,7 @@ def _header_from(metadata: Mapping[str, str], tables: Mapping[str, NDArray[Any]]
     entries = parse_json(metadata["streams"], TraceContentError, name="its list of streams")
     provenance = parse_json(metadata["provenance"], TraceContentError, name="its provenance")
     if metadata["encoding"] not in ENCODINGS:
-        raise TraceContentError(f"encoding {metadata['encoding']!r:.40} is unknown; expected one of {ENCODINGS}")
+        raise TraceContentError(f"encoding {shown(metadata['encoding'])} is unknown; expected one of {ENCODINGS}")
     spec = spec_from(table, metadata["model"])
     _refuse_no_texts(spec.model, provenance)
     rows = tables["chunk_rows"]
@@ -409,13 +409,13 @@ def _header_from(metadata: Mapping[str, str], tables: Mapping[str, NDArray[Any]]
 def _streams_from(entries: Any) -> dict[str, DecisionStream]:
     """Return the streams that a file names, without rows."""
     if not isinstance(entries, list) or len(entries) > MOST_STREAMS:
-        raise TraceContentError(f"the list of streams is {entries!r:.80}; expected a list of {MOST_STREAMS} at most")
+        raise TraceContentError(f"the list of streams is {shown(entries)}; expected a list of {MOST_STREAMS} at most")
     streams: dict[str, DecisionStream] = {}
     for entry in entries:
         facts = dict(entry) if isinstance(entry, dict) else {}
         name, kind = facts.pop("name", None), facts.pop("kind", None)
         if kind != SETS or not isinstance(name, str) or name in streams:
-            raise TraceContentError(f"a stream is {entry!r:.120}; expected a name of its own and the kind {SETS!r}")
+            raise TraceContentError(f"a stream is {shown(entry)}; expected a name of its own and the kind {SETS!r}")
         check_name(name)
         streams[name] = DecisionStream.from_facts(facts)
     return streams

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.checks import MOST_INT32, is_whole, whole_number
-from foreroute.errors import SpecMismatchError, TraceContentError
+from foreroute.checks import MOST_INT32, whole_number
+from foreroute.errors import SpecMismatchError, TraceContentError, shown
 
 MAX_EXPERTS, MAX_LAYERS = 1 << 16, 1 << 10
 MAX_EXPERTS_OF_ALL_LAYERS = 1 << 20
@@ -40,12 +40,11 @@ class RoutedLayer:
     kind: LayerKind = LayerKind.DECODER
 
     def __post_init__(self) -> None:
-        if not is_whole(self.index) or not 0 <= self.index <= MOST_INT32:
-            raise TraceContentError(f"a routed layer has number {self.index!r:.40}; expected 0 to {MOST_INT32}")
-        object.__setattr__(self, "index", int(self.index))
+        index = whole_number(self.index, name="the number of a routed layer", least=0, most=MOST_INT32)
+        object.__setattr__(self, "index", index)
         if not isinstance(self.kind, LayerKind):
             raise TraceContentError(
-                f"layer {self.index} is of kind {self.kind!r:.40}; expected one of {', '.join(LayerKind)}"
+                f"layer {self.index} is of kind {shown(self.kind)}; expected one of {', '.join(LayerKind)}"
             )
 
     @property
@@ -228,18 +227,20 @@ def layers_from(entries: Any) -> tuple[RoutedLayer, ...]:
     """Make a layer table from what a file has: a list of [number, kind]."""
     # counted before anything is made of them
     if not isinstance(entries, list) or len(entries) > MAX_LAYERS:
-        raise TraceContentError(f"the layer table is {entries!r:.40}; expected a list of {MAX_LAYERS} layers at most")
+        raise TraceContentError(f"the layer table is {shown(entries)}; expected a list of {MAX_LAYERS} layers at most")
     kinds = [kind.value for kind in LayerKind]
     for entry in entries:
         if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str) and entry[1] in kinds):
-            raise TraceContentError(f"a layer is {entry!r:.60}; expected [number, kind] with one of {', '.join(kinds)}")
+            raise TraceContentError(
+                f"a layer is {shown(entry)}; expected [number, kind] with one of {', '.join(kinds)}"
+            )
     return tuple(RoutedLayer(number, LayerKind(kind)) for number, kind in entries)
 
 
 def spec_from(table: Any, model: str) -> RoutingSpec:
     """Make the facts of a model from what a trace file has: a list of [number, kind, experts, picks]."""
     if not isinstance(table, list) or not all(isinstance(entry, list) and len(entry) == 4 for entry in table):
-        raise TraceContentError(f"the layer table is {table!r:.80}; expected a list of [number, kind, experts, picks]")
+        raise TraceContentError(f"the layer table is {shown(table)}; expected a list of [number, kind, experts, picks]")
     layers = layers_from([entry[:2] for entry in table])
     for entry in table:
         whole_number(entry[2], name="num_experts", most=MAX_EXPERTS)
@@ -252,7 +253,7 @@ def as_layers(layers: object) -> tuple[RoutedLayer, ...]:
     table = tuple(layers) if isinstance(layers, Iterable) else None
     if table is None or not all(isinstance(layer, RoutedLayer) for layer in table):
         raise TraceContentError(
-            f"the layers are {layers!r:.60}; expected routed layers, such as [RoutedLayer(0), RoutedLayer(1)]"
+            f"the layers are {shown(layers)}; expected routed layers, such as [RoutedLayer(0), RoutedLayer(1)]"
         )
     return table
 

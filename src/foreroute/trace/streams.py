@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.checks import MOST_INT32, as_array, as_mask, whole_number
-from foreroute.errors import SpecMismatchError, TraceContentError
+from foreroute.errors import SpecMismatchError, TraceContentError, shown
 from foreroute.trace.checks import as_offsets, ascending, join_ranges, take_ranges
 from foreroute.trace.spec import MAX_LAYERS, RoutedLayer, as_layers, layers_from
 
@@ -203,7 +203,7 @@ class DecisionStream:
     def from_facts(cls, facts: Mapping[str, Any]) -> DecisionStream:
         """Return a stream without rows from what `facts` returns."""
         if set(facts) != {"num_choices", "layers"}:
-            raise TraceContentError(f"a stream of sets has {sorted(facts)!r:.80}; expected num_choices and layers")
+            raise TraceContentError(f"a stream of sets has {shown(sorted(facts))}; expected num_choices and layers")
         return cls.absent(facts["num_choices"], 0, layers=layers_from(facts["layers"]))
 
     def arrays(self) -> dict[str, NDArray[Any]]:
@@ -270,7 +270,9 @@ class DecisionStream:
 def check_name(name: object) -> None:
     """Raise `TraceContentError` unless a stream can have the name."""
     if not (isinstance(name, str) and STREAM_NAME.fullmatch(name)):
-        raise TraceContentError(f"a stream is named {name!r:.60}; expected up to 32 lower-case letters and underscores")
+        raise TraceContentError(
+            f"a stream is named {shown(name)}; expected up to 32 lower-case letters and underscores"
+        )
 
 
 def as_choices(num_choices: int, layers: Iterable[RoutedLayer]) -> tuple[int, tuple[RoutedLayer, ...]]:
