@@ -3,9 +3,8 @@
     pack │ pad  ──▶  split_context  ──▶  split_sequence  ──▶  rows
      THD │ [B, T]     CP, per sequence    SP or Ulysses       RankRows
 
-A router row is a position of the batch as a router sees it, padding included. Each step maps router rows to router rows
-and knows nothing of the step before it. Until `rows` writes the indices of this rank, a layout is ranges of consecutive
-router rows: a part of a range is a range, so that splitting costs as much as there are sequences, not rows.
+A router row is a position of the batch as a router sees it, padding included. Until `rows` writes the indices of this
+rank, a layout is ranges of router rows: a split costs as much as there are sequences, not as there are rows.
 """
 
 from __future__ import annotations

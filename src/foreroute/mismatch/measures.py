@@ -76,7 +76,7 @@ def routing_mismatch(
     """Compare the routes of the same tokens by two sides.
 
     Args:
-        rollout: of the engine, a trace or routes as in `as_traces`.
+        rollout: of the engine, a trace, or routes [B, T, L, K] with -1 in all of a position that was not recorded.
         trainer: of the trainer, in the same form.
         mask: [B, T], bools, or 0 and 1: which tokens of arrays count.
 
@@ -144,25 +144,13 @@ def packed(
 
 
 def as_traces(
-    a: RoutingTrace | ArrayLike,
-    b: RoutingTrace | ArrayLike,
-    mask: ArrayLike | None = None,
+    a: RoutingTrace | ArrayLike,  # integers [B, T, L, K] of any width, -1 in all of a position that was not recorded
+    b: RoutingTrace | ArrayLike,  # routes in the same form
+    mask: ArrayLike | None = None,  # [B, T], true where a token is; everywhere by default
+    # the model; by default the highest id is the last expert's, and layers are "routed layer 0" and so on
     spec: RoutingSpec | None = None,
 ) -> tuple[RoutingTrace, RoutingTrace]:
-    """Return the routes of the same tokens by two sides as traces of the same layers.
-
-    Args:
-        a: integers [B, T, L, K] of any width, -1 in all of a position that was not recorded.
-        b: routes in the same form.
-        mask: [B, T], true where a token is; everywhere by default. Padding is not looked at.
-        spec: the model. By default the highest id is that of the last expert, and layers are "routed layer 0" and so
-            on: nothing tells which of the model they are.
-
-    Raises:
-        TraceContentError: when routes cannot be true.
-        InputError: when shapes differ, or a trace is given beside an array or a mask.
-        SpecMismatchError: when two traces come from different models.
-    """
+    """Return the routes of the same tokens by two sides as traces of the same layers."""
     if isinstance(a, RoutingTrace) and isinstance(b, RoutingTrace) and mask is None:
         a, b = on_common_layers([a, b], what="the second trace")
         return a, b
@@ -308,8 +296,7 @@ class LiveAgreement:
 
     Attributes:
         routing: rows, differing sets, overlap, first differing layer.
-        margins_LB: int64 [L, B], rows by the gap between the K-th and the (K+1)-th selection score, as of
-            `margin_histogram`; NaN is in no bin.
+        margins_LB: int64 [L, B], rows by their margin, as of `margin_histogram`; NaN is in no bin.
         replaced_mass_L: float64 [L], summed over rows: the share of a router's own selection mass that lay on experts
             which replay replaced. Mass is the score of a pick over that of all K picks; its exponential where the
             router selects by logits.

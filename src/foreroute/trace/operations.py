@@ -17,16 +17,12 @@ from foreroute.trace.spec import RoutedLayer, RoutingSpec
 
 
 def extended(earlier: RoutingTrace, later: RoutingTrace) -> RoutingTrace:
-    """Return the sequences of `later`, with the rows that `earlier` had already routed.
+    """Return the sequences of `later`, with the rows that `earlier`, their beginnings, had already routed.
 
     A row that both routed keeps the routes and the weight version of `earlier`, because the log-probability of the
     token
     behind it came from there. The last row of `earlier` comes from `later`, as the token behind it did. So does each
     stream, where both have a decision.
-
-    Args:
-        earlier: S sequences, each the beginning of the sequence of its number in `later`.
-        later: S sequences.
 
     Raises:
         SpecMismatchError: when the traces come from different models.
@@ -88,11 +84,8 @@ def with_lookups(
 
 
 def overlap(a: RoutingTrace, b: RoutingTrace) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Count the experts that `a` and `b` both picked, as sets: pick order does not matter.
-
-    Returns:
-        shared_RL: unsigned integers [R, L], experts picked by both, for the R rows that both traces routed.
-        rows_R: int64 [R], the packed row number of each.
+    """Count experts that `a` and `b` both picked, as sets: unsigned integers [R, L] for R rows that both routed, int64
+    [R].
     """
     a.spec.require_same(b.spec, what="the second trace")
     if not np.array_equal(a.offsets, b.offsets) or not np.array_equal(a.token_ids_N, b.token_ids_N):
