@@ -92,7 +92,7 @@ def decode_generation(
     """
     trace, sequences = _decode(output, model, token_ids, None, start, weight_version, vocabulary_size, indexers)
     logprobs = [read_logprobs(raw, trace.tokens(s), f"sequence {s}") for s, raw in enumerate(sequences)]
-    lengths_S = trace.lengths - [len(each) for each in logprobs]
+    lengths_S = trace.lengths - np.array([len(each) for each in logprobs], np.int64)
     return Generation(trace, lengths_S, np.concatenate(logprobs))
 
 

@@ -21,7 +21,7 @@ from foreroute.trace import DecisionStream
 
 def decode_masks(
     sequences: Sequence[RawSequence],  # as they were found, each with its masks
-    tokens: Sequence[NDArray[np.int32]],  # int32 [T] of each, prompt and response
+    tokens: Sequence[NDArray[np.int32]],  # [T] of each, prompt and response
     vocabulary_size: int | None,  # tokens of the model; None when it is not known
 ) -> DecisionStream:
     """Read the masks of all sequences: row p holds the set that token p + 1 was drawn from."""
@@ -42,10 +42,10 @@ def decode_masks(
 
 def mask_stream(
     vocabulary_size: int,  # tokens of the model
-    valid_N: NDArray[np.bool_],  # bool [N], the rows before a sampled token
-    counts_N: NDArray[np.int64],  # int64 [N], ids of each set, 0 elsewhere
+    valid_N: NDArray[np.bool_],  # [N], the rows before a sampled token
+    counts_N: NDArray[np.int64],  # [N], ids of each set, 0 elsewhere
     ids: NDArray[Any],  # integers, those of all sets joined
-    tokens_N: NDArray[np.int32],  # int32 [N], the token of each row; the one behind a row with a mask was sampled
+    tokens_N: NDArray[np.int32],  # [N], the token of each row; the one behind a row with a mask was sampled
 ) -> DecisionStream:
     """Make the stream of masks of the rows that have one, each with the token that was sampled."""
     empty_N = valid_N & (counts_N == 0)
@@ -70,8 +70,8 @@ def masks_of_steps(
     # of step r, a sequence and a token for each token that was kept: `np.nonzero` of bool [S, V]
     steps: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]],
     vocabulary_size: int,  # V
-    prompt_lengths: NDArray[np.int64],  # int64 [S]
-    response_lengths: NDArray[np.int64],  # int64 [S]; what a sequence kept after its end is left out
+    prompt_lengths: NDArray[np.int64],  # [S]
+    response_lengths: NDArray[np.int64],  # [S]; what a sequence kept after its end is left out
 ) -> DecisionStream:
     """Put what sampling kept, step by step for S sequences together, on the rows of these sequences."""
     lengths = prompt_lengths + response_lengths

@@ -46,6 +46,7 @@ def from_json(record_type: type[Value], values: object, error: type[InputError],
     record, given = cast(Any, record_type), cast(dict[str, Any], value_of(dict, values, error, at))
     of_key = {KEYS.get(field.name, field.name): field for field in fields(record)}
     needed = {key for key, field in of_key.items() if field.default is MISSING and field.default_factory is MISSING}
+    # all keys at once: who writes such lines mends them in one go
     if missing := needed - given.keys():
         raise error(f"{_named(at)} lacks {few(missing)}")
     if unknown := given.keys() - of_key.keys():

@@ -115,7 +115,7 @@ def take_routes(trace: RoutingTrace, rank_rows: RankRows, layers: Sequence[Route
 
 def fill_padding(
     ids_RLK: NDArray[Any],  # [R, L, K] from `take_routes`
-    fill_R: NDArray[np.bool_],  # bool [R], the router rows to fill, usually `rank_rows.is_pad_R`
+    fill_R: NDArray[np.bool_],  # [R], the router rows to fill, usually `rank_rows.is_pad_R`
     # integers [L, E], the EP rank that hosts each expert (`block_homes(E, G)` for the usual blocks)
     home_LE: NDArray[np.integer],
     *,

@@ -216,10 +216,10 @@ class RowRanges:
     range first = 38, count = 6          router rows: -1 -1 40 41 42 -1
     """
 
-    first_J: NDArray[np.int64]  # int64 [J], the packed row under the first router row of the range, were it not padding
-    count_J: NDArray[np.int64]  # int64 [J], router rows in the range
-    low_J: NDArray[np.int64]  # int64 [J], first row of the range's sequence
-    # int64 [J], row after the last of the range's sequence. `low == high` makes a range of padding
+    first_J: NDArray[np.int64]  # [J], the packed row under the first router row of the range, were it not padding
+    count_J: NDArray[np.int64]  # [J], router rows in the range
+    low_J: NDArray[np.int64]  # [J], first row of the range's sequence
+    # [J], row after the last of the range's sequence. `low == high` makes a range of padding
     high_J: NDArray[np.int64]
 
     @property

@@ -51,8 +51,8 @@ class CellSchedule:
     Segments of rows are int64 [B, 2]: first row and length, in the order in which they are taken; none is empty.
     """
 
-    send_G: NDArray[np.int64]  # int64 [G], rows to each rank
-    receive_G: NDArray[np.int64]  # int64 [G], rows from each rank
+    send_G: NDArray[np.int64]  # [G], rows to each rank
+    receive_G: NDArray[np.int64]  # [G], rows from each rank
     # int64 [S], rows of every group. Where home experts, or replicas, get none at all, the first has one of padding: a
     # grouped GEMM is never given an empty input
     group_rows_S: NDArray[np.int64]
@@ -164,7 +164,8 @@ def _compile(
 ) -> _Block:
     """Fill a block for cells, and refuse replicas that serve more than there is."""
     # numba loads with the first schedule
-    from foreroute.plan.schedule_kernels import NONE, schedule_cells
+    from foreroute.kernels import NONE
+    from foreroute.plan.schedule_kernels import schedule_cells
 
     num_cells, num_ranks, num_experts = counts_CGE.shape
     num_home = num_experts // num_ranks

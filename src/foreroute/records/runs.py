@@ -67,6 +67,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     runs = [read_run(folder) for folder in folders]
     names = Counter(run.name for run in runs)
     runs = [replace(run, label=f"{run.name} ({run.folder.name})") if names[run.name] > 1 else run for run in runs]
+    # folders of one name in different places are still alike
     labels = Counter(run.label for run in runs)
     return [
         replace(run, label=f"{run.label} #{position}") if labels[run.label] > 1 else run
@@ -84,6 +85,7 @@ def read_run(folder: Path) -> Run:
     if not folder.is_dir():
         raise RunFolderError(f"{folder} is not a folder; name the folder that a training run wrote")
     path, metrics = folder / "config.json", folder / "metrics.jsonl"
+    # a broken link is there too, and is refused as what cannot be read
     for each in (path, metrics):
         if not os.path.lexists(each):
             raise RunFolderError(
@@ -116,6 +118,7 @@ def read_steps(path: Path) -> tuple[list[StepRecord], bool]:
     """Read the finished steps in a `metrics.jsonl`, from 0 on, and say whether a step after them is half written."""
     steps: list[StepRecord] = []
     num_layers: set[int] = set()
+    # each step ends its line, so that only a killed run leaves text behind the last newline
     *lines, last = read_file(path, RunFolderError).split(b"\n")
     for number, line in enumerate([*lines, last] if last.strip() else lines):
         try:

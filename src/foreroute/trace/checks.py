@@ -20,8 +20,8 @@ TAKEN_AT_ONCE = 1 << 18
 
 def check_rows(
     expert_ids_NLK: NDArray[Any],  # of `spec.id_dtype`, [N, L, K]
-    valid_N: NDArray[np.bool_],  # bool [N]; rows where it is False are not looked at
-    offsets: NDArray[np.int64],  # int64 [S + 1], to name the sequence of a bad row
+    valid_N: NDArray[np.bool_],  # [N]; rows where it is False are not looked at
+    offsets: NDArray[np.int64],  # [S + 1], to name the sequence of a bad row
     spec: RoutingSpec,  # E and K of each layer
 ) -> None:
     """Raise `TraceContentError` unless every routed row holds K distinct ids below E, and fillers behind them."""

@@ -238,6 +238,7 @@ def cut_chunks(trace: RoutingTrace, chunk_rows: int | None = None) -> NDArray[np
             grouped = alike and np.array_equal(tokens[before : before + alike], tokens[start : start + alike])
             if not grouped or stop - cuts[-1] > most:
                 cuts.append(start)
+        # a sequence that no chunk can hold is cut into about even ones
         pieces = -(-(stop - cuts[-1]) // most)
         cuts += [cuts[-1] + (stop - cuts[-1]) * piece // pieces for piece in range(1, pieces)]
     return np.diff([*cuts, offsets[-1]] if offsets[-1] > cuts[-1] else cuts)
@@ -291,11 +292,11 @@ class TraceHeader:
     as_sets: bool  # whether ids are gaps of sorted ids; else they are in pick order
     provenance: Mapping[str, str]  # what made the trace
     streams: Mapping[str, DecisionStream]  # those beside the routes by name, without rows
-    offsets: NDArray[np.int64]  # int64 [S + 1], the rows of each sequence
-    chunk_starts: NDArray[np.int64]  # int64 [C + 1], the rows of each chunk
-    # int64 [C · F + 1], frame f of chunk c has the bytes from bound c · F + f to the next
+    offsets: NDArray[np.int64]  # [S + 1], the rows of each sequence
+    chunk_starts: NDArray[np.int64]  # [C + 1], the rows of each chunk
+    # [C · F + 1], frame f of chunk c has the bytes from bound c · F + f to the next
     frame_bounds: NDArray[np.int64]
-    content_bytes: NDArray[np.int64]  # int64 [C, F], the bytes of what each frame holds
+    content_bytes: NDArray[np.int64]  # [C, F], the bytes of what each frame holds
 
 
 def load(

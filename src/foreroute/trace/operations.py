@@ -124,7 +124,7 @@ def add_assignments(
     trace: RoutingTrace,  # the routes of S sequences; absent rows do not count
     micro_step_S: ArrayLike,  # integers [S], the micro-step that executes each sequence, from 0
     rank_S: ArrayLike,  # integers [S], the rank that each sequence is on, from 0
-    counts_MLGE: NDArray[np.int32],  # int32 [M, L, G, E], C-contiguous, added to
+    counts_MLGE: NDArray[np.int32],  # [M, L, G, E], C-contiguous, added to
 ) -> None:
     """Add a trace's assignments to counts per micro-step, layer, source rank and expert, reading each id once."""
     from foreroute.trace.kernels import add_counts
