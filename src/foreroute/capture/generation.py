@@ -162,7 +162,8 @@ class Generation:
         """Refuse log-probs that cannot be those of the sampled tokens."""
         given: Any = self.logprobs_R
         expected = (int(self.sampled_N.sum()),)
-        if not isinstance(given, np.ndarray) or given.dtype.kind != "f" or given.shape != expected:
+        plain = isinstance(given, np.ndarray) and not np.ma.is_masked(given)
+        if not plain or given.dtype.kind != "f" or given.shape != expected:
             raise TraceContentError(
                 f"got log-probs {shown(given)}, {getattr(given, 'dtype', 'no array')} of shape {np.shape(given)}; "
                 f"expected floats [{expected[0]}], one for each sampled token"
@@ -179,7 +180,8 @@ class Generation:
         """Refuse sampled tokens that do not begin behind the prompt and end with the sequence."""
         sampled_N: Any = self.sampled_N
         dtype, shape = getattr(sampled_N, "dtype", None), np.shape(sampled_N)
-        if not isinstance(sampled_N, np.ndarray) or dtype != np.bool_ or shape != behind_prompts_N.shape:
+        plain = isinstance(sampled_N, np.ndarray) and not np.ma.is_masked(sampled_N)
+        if not plain or dtype != np.bool_ or shape != behind_prompts_N.shape:
             raise TraceContentError(
                 f"the sampled tokens are given as {shown(sampled_N)}, {dtype} of shape {shape}; expected bool "
                 f"{behind_prompts_N.shape}, one for each token of the trace"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from foreroute.checks import as_array
 from foreroute.errors import BatchMismatchError
 from foreroute.layout.rank_rows import PAD
 from foreroute.trace import RoutingTrace
@@ -91,7 +92,7 @@ def _lengths(kept_BT: NDArray[np.bool_], starts_BT: ArrayLike | None) -> NDArray
     """Return the tokens of each sequence of a batch, int64 [S]."""
     if starts_BT is None:
         return np.asarray(kept_BT.sum(axis=1))
-    given_BT = np.asarray(starts_BT)
+    given_BT = as_array(starts_BT, name="starts", error=BatchMismatchError)
     if given_BT.shape != kept_BT.shape or not ((given_BT == 0) | (given_BT == 1)).all():
         raise BatchMismatchError(
             f"starts are {given_BT.dtype} of shape {given_BT.shape}; expected bool {kept_BT.shape}"
@@ -104,12 +105,12 @@ def _lengths(kept_BT: NDArray[np.bool_], starts_BT: ArrayLike | None) -> NDArray
 
 def _checked(ids: ArrayLike, mask: ArrayLike | None) -> tuple[NDArray[Any], NDArray[np.bool_]]:
     """Return ids and mask, once their types and shapes fit."""
-    ids_BT = np.asarray(ids)
+    ids_BT = as_array(ids, name="input_ids", error=BatchMismatchError)
     if ids_BT.ndim != 2 or ids_BT.dtype.kind not in "iu":
         raise BatchMismatchError(f"input_ids are {ids_BT.dtype} of shape {ids_BT.shape}; expected integers [B, T]")
     if mask is None:
         return ids_BT, np.ones(ids_BT.shape, np.bool_)
-    mask_BT = np.asarray(mask)
+    mask_BT = as_array(mask, name="attention_mask", error=BatchMismatchError)
     kept_BT = mask_BT == 1
     if mask_BT.shape != ids_BT.shape or not (kept_BT | (mask_BT == 0)).all():
         raise BatchMismatchError(
@@ -202,7 +203,7 @@ def starts_from_positions(position_ids: ArrayLike, kept_BT: NDArray[np.bool_]) -
     Raises:
         BatchMismatchError: when the shapes do not fit.
     """
-    positions = np.asarray(position_ids)
+    positions = as_array(position_ids, name="position_ids", error=BatchMismatchError)
     if positions.ndim != 2 or positions.shape[1] != kept_BT.shape[1] or positions.shape[0] not in (1, len(kept_BT)):
         raise BatchMismatchError(f"position_ids have shape {positions.shape}; expected {kept_BT.shape}")
     return np.asarray(kept_BT & ((positions == 0) | _first_of_row(kept_BT)))
@@ -217,7 +218,7 @@ def starts_from_cumulative_lengths(cumulative: ArrayLike, kept_BT: NDArray[np.bo
     Raises:
         BatchMismatchError: when they are not the offsets of one row of T positions.
     """
-    offsets = np.asarray(cumulative)
+    offsets = as_array(cumulative, name="cumulative lengths", error=BatchMismatchError)
     if len(kept_BT) != 1 or offsets.ndim != 1 or not len(offsets) or offsets.dtype.kind not in "iu":
         raise BatchMismatchError(
             f"cumulative lengths are {offsets.dtype} of shape {offsets.shape} for a batch of {len(kept_BT)} rows; "

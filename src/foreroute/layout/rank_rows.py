@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.checks import as_array
 from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.trace import RoutedLayer, RoutingTrace
 
@@ -45,7 +46,7 @@ def collect(parts: Iterable[tuple[RankRows, NDArray[Any]]]) -> NDArray[Any]:
     Raises:
         LayoutError: unless every row arrives exactly once. A row that no rank holds has no value, and none is made up.
     """
-    given = list(parts)
+    given = [(rank_rows, as_array(values, name="values", error=LayoutError)) for rank_rows, values in parts]
     if not given:
         raise LayoutError("there is nothing to collect; pass the router rows and values of at least one rank")
     num_rows = given[0][0].num_rows

@@ -14,13 +14,14 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from foreroute.checks import MOST_INT32, as_array
 from foreroute.errors import CountsError, InputError
 from foreroute.files.container import FileFormat, TensorSchema, blake2b_hex
 from foreroute.layout import Packing
 from foreroute.trace.container import RoutingTrace
 from foreroute.trace.operations import add_assignments
 
-MOST_ASSIGNMENTS = 2**31 - 1
+MOST_ASSIGNMENTS = MOST_INT32
 """Most assignments of a cell: planners count in int32."""
 FEW_ENTRIES, ENTRIES_PER_ASSIGNMENT = 1 << 26, 16
 """Counts from traces have this many entries at most: any trace 256 MB, and a large one in proportion to what it holds.
@@ -87,7 +88,7 @@ def check_counts(
     top_k: int | None = None,  # when given, counts must be those of whole tokens with K distinct experts each
 ) -> NDArray[np.int32]:
     """Return counts that were handed in as int32 [M, L, G, E], checked once for all parts of the planner."""
-    given: NDArray[Any] = np.asarray(counts)
+    given = as_array(counts, name="counts", error=CountsError)
     _check_shape(given, num_ranks)
     if given.dtype.kind not in "iu":
         raise CountsError(
