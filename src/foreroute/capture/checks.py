@@ -1,6 +1,4 @@
-"""Refuses captures that look like one that failed in silence: every id is possible, and together they cannot be
-true.
-"""
+"""Refuses captures of which every id is possible, and which look together like one that failed in silence."""
 
 from __future__ import annotations
 
@@ -63,9 +61,7 @@ def unfilled_lookups(rows_RLK: NDArray[Any], spec: RoutingSpec, *, what: str) ->
 
 
 def refuse_routed_dense(columns_RDK: NDArray[Any], layers: list[int], *, what: str) -> None:
-    """Refuse columns [R, D, K] of D dense layers, numbered `layers`, that vary: then the layer axis is not the
-    model's.
-    """
+    """Refuse columns [R, D, K] of the dense `layers` that vary: the layer axis is then not the model's."""
     if not columns_RDK.size:
         return
     varies_D = (columns_RDK != columns_RDK[:1, :, :1]).any(axis=(0, 2))

@@ -184,8 +184,8 @@ def _place(
     start: int,
     what: str,
 ) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Put the rows of one sequence at their positions: integers [T, L, K], and bool [T] and [L], what is there and
-    unfilled.
+    """Put the rows of one sequence at their positions, [T, L, K]; with bool [T], where one is, and [L], unfilled
+    layers.
     """
     if start > max(num_tokens - 1, 0):
         raise CaptureError(f"{what} starts at {start}; expected a position of its {num_tokens} tokens")

@@ -197,9 +197,7 @@ class _Paths:
         return "" if kept else "none of its replies can be trained"
 
     def _join_path(self, chain: list[int], kept: set[int]) -> Path | None:
-        """Put the tokens, rows, versions, masks and log-probs of a chain one behind the other; None where no row has a
-        route.
-        """
+        """Join tokens, rows, versions, masks and log-probs of a chain; None where no row has a route."""
         nodes = [self.nodes[number] for number in chain]
         spans = [node.tokens or slice(0, 0) for node in nodes]
         ends = np.cumsum([span.stop - span.start for span in spans]).tolist()

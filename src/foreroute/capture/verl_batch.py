@@ -98,9 +98,7 @@ def kept_by_mask(mask_BT: NDArray[Any]) -> list[slice]:
 def routed_rows(rows_TAK: NDArray[Any], sequence: int) -> NDArray[np.bool_]:
     """Say which rows, integers [T, layers, K], were routed, where zeros fill those that were not: bool [T].
 
-    Refused are a row of zeros before a routed one, where verl writes none, and any but the last when K is 1, where
-    zeros
-    may be expert 0.
+    Zeros before a routed row are refused, and with one pick all but those of the last row: they may be expert 0.
     """
     if rows_TAK.dtype.kind not in "iu":
         raise CaptureError(f"sequence {sequence} has routed_experts of dtype {rows_TAK.dtype}; expected integers")

@@ -193,9 +193,7 @@ def objection(
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What the header says of one tensor: its little-endian type, its shape, and the byte of the file at which it
-    begins.
-    """
+    """What the header says of one tensor: its little-endian type, its shape, and the first byte of it in the file."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -370,8 +368,7 @@ def _write_tensors(file: IO[bytes], metadata: Mapping[str, str], tensors: Mappin
 
 
 def checksum(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> str:
-    """Return `blake2b_hex` of metadata and tensors, each in order of name. It finds damage and does not prove who
-    wrote.
+    """Return `blake2b_hex` of metadata and tensors, in order of name: it finds damage, and proves no author.
 
     Hashed are fields, each as its length in decimal digits, ":", and its bytes: the number of metadata; key and value
     of
@@ -390,9 +387,7 @@ def checksum(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -
 
 
 def blake2b_hex(*parts: bytes | bytearray | memoryview | NDArray[Any]) -> str:
-    """Return BLAKE2b of 16 bytes, in hexadecimal, of the bytes of all parts: arrays in C order, without type and
-    shape.
-    """
+    """Return BLAKE2b of 16 bytes, in hexadecimal, of the bytes of all parts; arrays in C order, without their type."""
     state = blake2b(digest_size=16)
     for part in parts:
         state.update(np.ascontiguousarray(part).data if isinstance(part, np.ndarray) else part)

@@ -18,9 +18,7 @@ TOML_LINE = re.compile(r"\[{1,2}[A-Za-z_][\w.-]*\]{1,2}\s*(#.*)?|[A-Za-z_][\w.-]
 
 
 class FileKind(NamedTuple):
-    """A kind of file: its name with an article, and a sentence of what to do with it, empty where it is just another
-    file.
-    """
+    """A kind of file: its name with an article, and what to do with it in a sentence, if anything."""
 
     name: str
     advice: str
@@ -52,9 +50,7 @@ ZIPPED = {
 
 
 def it_is(content: bytes | bytearray | memoryview, *, beside: tuple[FileKind, ...] = ()) -> str:
-    """End a sentence with what the content is, and what to do; empty where nothing tells, or it is a kind of
-    `beside`.
-    """
+    """End a sentence with what the content is and what to do; empty where nothing tells, or for a kind of `beside`."""
     kind = kind_of(content)
     return "" if kind is None or kind in beside else f": it is {kind.name}. {kind.advice}".rstrip(". ")
 

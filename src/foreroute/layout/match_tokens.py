@@ -171,9 +171,7 @@ def _repeated(trace: RoutingTrace, ids_BT: NDArray[Any]) -> str:
 
 
 def _padding_before(ids_T: NDArray[Any], tokens: NDArray[np.int32]) -> int | None:
-    """Count the copies of one token before these, where copies of one also follow; None where there is anything
-    else.
-    """
+    """Count the copies of one token before these, where only copies of one follow; None for anything else."""
     leading = [int(np.append(each != ids_T[0], True).argmax()) for each in (ids_T, tokens)]
     # the last token may be left out at the end of the row, as where the next one is predicted
     for begin in (0, leading[0] - leading[1]):  # the tokens may begin with that which pads
@@ -195,8 +193,7 @@ def _advice(trace: RoutingTrace, sequences: Iterable[NDArray[Any]]) -> str:
 
 
 def starts_from_positions(position_ids: ArrayLike, kept_BT: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Find the first token of each sequence, bool [B, T]: the first in a row that is kept, and every kept one at
-    position 0.
+    """Find the first token of each sequence, bool [B, T]: the first that is kept in a row, and each at position 0.
 
     Position ids are integers [B, T] or [1, T], and say nothing where `kept_BT` is False.
 
@@ -212,8 +209,7 @@ def starts_from_positions(position_ids: ArrayLike, kept_BT: NDArray[np.bool_]) -
 def starts_from_cumulative_lengths(cumulative: ArrayLike, kept_BT: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """Find the first token of each sequence of one packed row, bool [1, T], of which `kept_BT` keeps some.
 
-    Cumulative lengths are those of variable-length attention (`cu_seq_lens_q`), integers [S + 1] from 0 to T. An empty
-    sequence is no sequence.
+    Cumulative lengths are the `cu_seq_lens_q` of attention, integers [S + 1] from 0 to T; empty sequences are none.
 
     Raises:
         BatchMismatchError: when they are not the offsets of one row of T positions.

@@ -85,8 +85,7 @@ def pack_sequences(lengths: ArrayLike, num_ranks: int, token_budget: int, *, squ
 def padded_batches(lengths: ArrayLike, token_budget: int, *, min_count: int = 0) -> list[NDArray[np.int64]]:
     """Cut sequences, in their order, into micro-batches [B, T] of at most `token_budget` tokens, padding included.
 
-    Returns the sequences of each, int64, none empty: at least `min_count`, as data-parallel ranks must agree on a
-    number.
+    Returns the sequences of each, int64: `min_count` or more, as data-parallel ranks must agree on a number.
     """
     tokens_S = _lengths_within(lengths, token_budget)
     if min_count > len(tokens_S):

@@ -40,8 +40,7 @@ class RankRows:
 
 
 def collect(parts: Iterable[tuple[RankRows, NDArray[Any]]]) -> NDArray[Any]:
-    """Put values [R, …] that ranks computed for their router rows back into packed rows, [N, …]; those of padding are
-    dropped.
+    """Put values [R, …] of router rows back into packed rows, [N, …], without those of padding.
 
     Raises:
         LayoutError: unless every row arrives exactly once. A row that no rank holds has no value, and none is made up.
@@ -122,12 +121,10 @@ def fill_padding(
     *,
     start: int = 0,  # where in the cycle of experts to begin; give ranks different ones so that their first pads differ
 ) -> NDArray[Any]:
-    """Return a copy with legal picks in router rows that a dispatcher must send somewhere, even over EP ranks and
-    experts.
+    """Return a copy with legal picks in router rows that a dispatcher must send somewhere, even over ranks and experts.
 
-    Over the filled rows of a layer, the loads of two experts differ by at most one, and so do those of two ranks that
-    host equally many experts. Filled rows are for the dispatcher alone: keep them out of loss, balance statistics and
-    expert-bias counters.
+    In a layer, the loads of two experts differ by at most one, and so do those of ranks that host equally many. Filled
+    rows are for the dispatcher alone: keep them out of loss, balance statistics and expert-bias counters.
     """
     num_router_rows, num_layers, top_k = ids_RLK.shape
     num_experts = home_LE.shape[-1]

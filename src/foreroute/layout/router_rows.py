@@ -130,8 +130,8 @@ class Layout:
         return replace(self, ranges=self.ranges.with_padding(tail)) if tail else self
 
     def split_context(self, ranks: int, rank: int) -> Layout:
-        """Return the share of context-parallel rank `rank` of `ranks`: of each sequence, chunks r and 2·CP - 1 - r of
-        2·CP.
+        """Return the share of one of `ranks` context-parallel ranks: chunks r and 2·CP - 1 - r of 2·CP of each
+        sequence.
 
         This "zigzag" of Megatron-Core and Transformer Engine makes causal attention cost every rank the same.
 
@@ -247,9 +247,7 @@ class RowRanges:
         return RowRanges(self.first_J[held], self.count_J[held], self.low_J[held], self.high_J[held])
 
     def write(self, num_rows: int) -> NDArray[Any]:
-        """Return the packed row of every router row, [R], `PAD` where it sees none: int32 where N and R fit, else
-        int64.
-        """
+        """Return the packed row of every router row, int32 or int64 [R], `PAD` where it sees none."""
         # each range is written as if it saw rows throughout; what lies outside of its sequence is overwritten
         dtype = np.dtype(np.int32 if max(num_rows, self.num_router_rows) <= MOST_INT32 else np.int64)
         rows = join_ranges(self.first_J, self.count_J, dtype)

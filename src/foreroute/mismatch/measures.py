@@ -203,17 +203,16 @@ class TokenMismatch:
 
     @property
     def k3(self) -> float:
-        """Mean of r - 1 - log r: KL(pi_infer || pi_train) in nats, estimated by tokens of pi_infer (arXiv 2510.11370,
-        equation 2).
+        """Mean of r - 1 - log r, an estimate of KL(pi_infer || pi_train) in nats. Source: arXiv 2510.11370, equation
+        2.
         """
         return self.k3_sum / self.count if self.count else math.nan
 
     def f(self, tau: float) -> float:
-        """Return F(tau), the share of tokens with max(r, 1 / r) > tau, for a tau of `THRESHOLDS`; arXiv 2510.11370,
-        equation 3.
+        """F(tau), the share of tokens with max(r, 1 / r) > tau. Source: arXiv 2510.11370, equation 3.
 
         Raises:
-            InputError: for another tau, for which nothing was counted.
+            InputError: for a tau that is none of `THRESHOLDS`, for which nothing was counted.
         """
         if tau not in THRESHOLDS:
             raise InputError(f"F({tau}) was not counted; expected tau to be one of {', '.join(map(str, THRESHOLDS))}")
@@ -236,7 +235,7 @@ class TokenMismatch:
 
 @dataclass(frozen=True, eq=False)
 class RoutingMismatch:
-    """Counts over the rows that both sides routed, prompt included. Experts are compared as sets; shares of no rows are
+    """Counts over the rows that both sides routed, prompt included; experts are compared as sets. Shares of none are
     NaN.
 
     Attributes:

@@ -140,9 +140,7 @@ def _assigned(scores: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def _pairwise(pair: TracePair) -> NDArray[np.float64]:
-    """Return the agreement of each sequence of `b` with each of `a`, [S, S], over positions that both have, less where
-    few.
-    """
+    """Return the agreement of each sequence of `b` with each of `a`, [S, S], less where few positions are shared."""
     # The same positions of every sequence, up to the longest, so that any two are compared where both go on.
     sampled = np.unique(np.linspace(0, int(pair.a.lengths.max()) - 1, _COMPARED_ROWS).astype(np.int64))
     rows_SR = np.where(sampled < pair.a.lengths[:, None], pair.a.offsets[:-1, None] + sampled, -1)
@@ -180,7 +178,7 @@ def _packed_permutations(pair: TracePair) -> Iterator[Mixup]:
 
 
 def _physical_ids(pair: TracePair) -> Iterator[Mixup]:
-    """Suppose that in each layer, expert x of `b` is expert `id_map[x]` of `a`; learnt on half the rows, judged on
+    """Suppose that expert x of a layer of `b` is expert `id_map[x]` of `a`; learnt on half the rows, judged on
     others.
     """
     rows, spec = np.flatnonzero(pair.a.valid_N & pair.b.valid_N), pair.a.spec
@@ -275,25 +273,21 @@ class TracePair:
 
     @cached_property
     def _quick_masks(self) -> list[NDArray[np.uint64]]:
-        """Return the sets of either trace in the layers of a first look, as bits: uint64 [N, layers, words of 64
-        experts].
-        """
+        """Return the sets of either trace in the layers of a first look, as `set_masks`."""
         return [set_masks(trace.expert_ids_NLK[:, :_QUICK_LAYERS], self.num_names) for trace in (self.a, self.b)]
 
     def first_look(
         self, rows_a: NDArray[np.int64], rows_b: NDArray[np.int64]
     ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """Return the agreement of rows of `a` with rows of `b`, in a few layers, and whether both are rows that were
-        routed.
-        """
+        """Return the agreement of rows of `a` with rows of `b` in a few layers, and whether both were routed."""
         both = (rows_a >= 0) & (rows_b >= 0) & self.a.valid_N[rows_a] & self.b.valid_N[rows_b]
         masks_a, masks_b = self._quick_masks
         shared = np.bitwise_count(masks_a[rows_a] & masks_b[rows_b]).sum(axis=-1)
         return self.above_chance(shared).mean(axis=-1), both
 
     def agreement_after(self, source_N: NDArray[np.int64]) -> tuple[float, float]:
-        """Return the mean agreement if row n of `b` were row `source_N[n]` of `a`: over all targets, and those with a
-        source.
+        """Return the mean agreement over all targets, and over those with a source, if row n of `b` were row
+        `source_N[n]` of `a`.
         """
         source = source_N[self.targets]
         covered = (source >= 0) & self.a.valid_N[source]

@@ -40,9 +40,7 @@ EXECUTES: Mapping[Executor, frozenset[Ability]] = {
 
 
 def warn_of_lacks(plan: StepPlan, executor: Executor, paths: FetchPath) -> None:
-    """Warn of what a plan asks for and its executor lacks, and of prices of another path than `paths`, which is
-    taken.
-    """
+    """Warn of what a plan asks for and its executor lacks, and of prices of another path than is taken."""
     # results are those of any plan all the same, so that neither is an error
     if plan.topology.num_nodes > 1 and Ability.NODES not in EXECUTES[executor]:
         warnings.warn(

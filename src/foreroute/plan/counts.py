@@ -179,8 +179,7 @@ def tokens_digest(traces: RoutingTrace | Sequence[RoutingTrace]) -> str:
 def contiguous_imbalance(counts_MLE: NDArray[np.int64], num_ranks: int) -> float:
     """Return the mean over (micro-step, layer) cells of the slowest rank's load over the mean load: 1.0 to G.
 
-    Each cell is a barrier, so this is the factor by which the experts' time grows where experts are in contiguous
-    blocks.
+    A cell is a barrier, so that the experts' time grows by this factor where they are in contiguous blocks.
     """
     num_experts = counts_MLE.shape[-1]
     if num_experts % num_ranks:

@@ -58,9 +58,7 @@ class CellPlan(NamedTuple):
         return loads_G
 
     def within(self, counts_GE: NDArray[np.integer]) -> CellPlan:
-        """Return the same hosts, of which replicas serve no more than there is: for other counts than it was made
-        for.
-        """
+        """Return the same hosts for other counts, of which replicas serve no more than there is."""
         # replicas of one expert share what there is, in their order
         left_GE, tokens_RG = counts_GE.astype(np.int32), self.tokens_RG.copy()
         for tokens_G, expert in zip(tokens_RG, self.expert_R, strict=True):
@@ -127,9 +125,7 @@ class Hosts(NamedTuple):
             getattr(self, name)[begin : begin + len(given)] = given
 
     def sent_LEW(self, ranks_per_node: int) -> NDArray[np.bool_]:
-        """Say whether the w-th rank of an expert's node, which is not its home, has a replica in any cell: bool [L, E,
-        W].
-        """
+        """Say whether the w-th rank of an expert's node has a replica of it, away from its home: bool [L, E, W]."""
         sizes_C = np.diff(self.offsets)
         layer_R = np.repeat(np.arange(len(sizes_C)) % len(self.home_LE), sizes_C)
         expert_R, rank_R = self.expert_R[: len(layer_R)], self.rank_R[: len(layer_R)]

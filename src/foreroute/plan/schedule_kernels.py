@@ -20,8 +20,7 @@ SOURCES_AT_ONCE = 16
 def schedule_cells(rank: int, hosts: Hosts, counts_CGE: Any, memory_ranks: int, out: Any) -> tuple[int, int, int, int]:
     """Fill `out` for the cells of a block, whose layers are 0, 1, ... L - 1, 0, ...
 
-    Returns cell, expert, source rank and the excess of the first place where replicas serve more than there is; or
-    NONE.
+    Returns cell, expert, source rank and excess of the first replicas that serve more than there is; or NONE.
     """
     home_LE, offsets, expert_R = hosts.home_LE, hosts.offsets, hosts.expert_R
     rank_R, slot_R, tokens_RG = hosts.rank_R, hosts.slot_R, hosts.tokens_RG

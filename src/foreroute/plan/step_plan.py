@@ -117,9 +117,7 @@ class StepPlan:
         return len(self.hosts.expert_R) == 0 or self.gains.get(pass_name, 1.0) < LEAST_GAIN
 
     def in_pass(self, pass_name: PassName) -> StepPlan:
-        """Return the plan that a pass executes: this one, or its homes alone beside the loads and bounds of this
-        one.
-        """
+        """Return what a pass executes: this plan, or its homes alone beside the loads and bounds of this one."""
         if not self.is_at_home(pass_name):
             return self
         return replace(self, hosts=Hosts.with_room(self.home_LE, self.shape[0], self.topology.num_ranks, 0))

@@ -84,7 +84,5 @@ class Topology:
         return (np.arange(self.num_ranks) // self.ranks_per_node).astype(np.int16)
 
     def contiguous_home_E(self, num_experts: int) -> NDArray[np.int16]:
-        """Return the usual placement, int16 [E], E / G experts in a row to a rank; `LayoutError` when G does not divide
-        E.
-        """
+        """Return the usual placement, int16 [E]: E / G experts in a row to a rank. G must divide E (`LayoutError`)."""
         return block_homes(num_experts, self.num_ranks).astype(np.int16)

@@ -46,9 +46,7 @@ def check_rows(
 
 
 def recorded_rows(ids: NDArray[Any]) -> NDArray[np.bool_]:
-    """Say which rows of routes [..., L, K] were recorded: those without `MISSING` in every layer and pick; bool
-    [...].
-    """
+    """Say which rows of routes [..., L, K] do not hold `MISSING` in every layer and pick: bool [...]."""
     if ids.dtype.kind not in "iu" or (ids.dtype.kind == "u" and ids.shape[-1] < 2):
         return np.ones(ids.shape[:-2], np.bool_)
     # In a type without a sign this is the highest number, as a cast makes it: no row of two picks has it twice.

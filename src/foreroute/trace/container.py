@@ -419,8 +419,7 @@ def digest(trace: RoutingTrace) -> str:
 def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
     """Join all sequences of traces, in order.
 
-    What one lacks, all lose: the order of picks, and a layer that looks experts up by token, which a model knows
-    itself.
+    What one lacks, all lose: the order of picks, and layers that look experts up by token, which a model knows.
 
     Raises:
         TraceContentError: when there is no trace to join, or some have a stream and others do not.

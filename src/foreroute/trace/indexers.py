@@ -57,8 +57,7 @@ class IndexerSpec:
     def stream(
         self, position_N: NDArray[np.int64], chosen: Iterable[tuple[NDArray[np.int64], NDArray[np.int32]]]
     ) -> DecisionStream:
-        """Pack what the indexers chose at positions, int64 [N]: of each layer, counts [N] and the ids of all sets,
-        ascending.
+        """Pack choices at positions, int64 [N]: of each layer, counts [N] and the ids of all sets, ascending in each.
 
         Raises:
             TraceContentError: for an id twice in a set, or a unit that its query does not see.

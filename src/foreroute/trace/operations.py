@@ -67,9 +67,7 @@ def extended(earlier: RoutingTrace, later: RoutingTrace) -> RoutingTrace:
 def with_lookups(
     trace: RoutingTrace, spec: RoutingSpec, lookups: Mapping[RoutedLayer, Callable[[NDArray[np.int32]], NDArray[Any]]]
 ) -> RoutingTrace:
-    """Return the trace with the layers of a model that it lacks and that look experts up by token, from `lookups` of
-    tokens.
-    """
+    """Return the trace with the model's layers that it lacks and that look experts up by token, as `lookups` do."""
     lacking = [layer for layer in spec.layers if layer not in trace.spec.layers and layer in lookups]
     if not lacking or spec.sizes:
         spec.require_same(trace.spec, what="the trace")
@@ -84,9 +82,7 @@ def with_lookups(
 
 
 def overlap(a: RoutingTrace, b: RoutingTrace) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Count experts that `a` and `b` both picked, as sets: unsigned integers [R, L] for R rows that both routed, int64
-    [R].
-    """
+    """Count experts that both picked, as sets: unsigned integers [R, L], and int64 [R], the rows that both routed."""
     a.spec.require_same(b.spec, what="the second trace")
     if not np.array_equal(a.offsets, b.offsets) or not np.array_equal(a.token_ids_N, b.token_ids_N):
         raise BatchMismatchError(

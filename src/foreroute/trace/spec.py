@@ -204,9 +204,7 @@ class RoutingSpec:
         return np.array([place[layer] for layer in chosen], np.int64)
 
     def require_same(self, other: RoutingSpec, *, what: str) -> None:
-        """Raise `SpecMismatchError` unless `other`, of what `what` names, has the same experts, picks and layer
-        table.
-        """
+        """Raise `SpecMismatchError` unless `other`, which `what` names, has the same experts, picks and layer table."""
         differences = []
         if other.num_experts != self.num_experts:
             differences.append(f"{other.num_experts} experts instead of {self.num_experts}")

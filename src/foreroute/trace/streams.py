@@ -153,7 +153,7 @@ class DecisionStream:
 
     @property
     def keys(self) -> NDArray[np.int64]:
-        """int64, the ids of all sets, ascending and all different: those of set i have i · `num_choices` added."""
+        """int64, all ids as one ascending sequence, by which sets are compared: set i has i · `num_choices` added."""
         counts = np.diff(self.offsets)
         return np.repeat(np.arange(len(counts)), counts) * self.num_choices + self.ids
 
@@ -226,9 +226,7 @@ class DecisionStream:
             raise TraceContentError(f"row {row} has id {int(ids[wrong])} twice, or ids that do not ascend")
 
     def contents(self, start: int, stop: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-        """Return the columns of the frames of a chunk of rows: sizes (0: no decision, n + 1: n ids), and gaps between
-        ids.
-        """
+        """Return columns of a chunk's frames: sizes (0: no decision, n + 1: n ids), and gaps between ids."""
         bounds = self.offsets[start * self.depth : stop * self.depth + 1]
         starts_RD, counts_RD = bounds[:-1].reshape(-1, self.depth), np.diff(bounds).reshape(-1, self.depth)
         contents = []
