@@ -371,8 +371,7 @@ def checksum(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -
     """Return `blake2b_hex` of metadata and tensors, in order of name: it finds damage, and proves no author.
 
     Hashed are fields, each as its length in decimal digits, ":", and its bytes: the number of metadata; key and value
-    of
-    each; name, type as in the header, shape joined by "x", and data of each tensor.
+    of each; name, type as in the header, shape joined by "x", and data of each tensor.
     """
     fields = [str(len(metadata)).encode()]
     for key in sorted(metadata):

@@ -30,17 +30,15 @@ def locate_rows(
     """Find the packed row of every router row of a batch, flattened batch first: int64 [B · T], -1 where the mask is 0.
 
     Sequence s of the batch, row by row and from left to right, must be sequence s of the trace, token by token. It may
-    end
-    early where only rows without a route are left out, such as that of the last sampled token. A batch of padding alone
-    also fits a trace of no sequences.
+    end early where only rows without a route are left out, such as that of the last sampled token. A batch of padding
+    alone also fits a trace of no sequences.
 
     Args:
         trace: S sequences.
         input_ids_BT: integers [B, T].
         attention_mask_BT: 0 or 1 [B, T], 0 for padding, wherever it is; everything is a token by default.
         starts_BT: bool [B, T], the first token of each sequence, as from `starts_from_positions`; one sequence per row
-            by
-            default.
+            by default.
 
     Raises:
         BatchMismatchError: naming the first sequence and position that differ, and the order of the trace's sequences

@@ -52,9 +52,8 @@ def pack_sequences(lengths: ArrayLike, num_ranks: int, token_budget: int, *, squ
     """Deal whole sequences to ranks and micro-steps, so that the ranks of a micro-step take equally long.
 
     A sequence of n tokens costs n + `square_cost` * n**2, for projections and the attention core. The dearest goes
-    first,
-    each to the cheapest of all M * G places that has room. M is such that dealing to one micro-step fewer fails. Routes
-    are not looked at: the planner levels experts.
+    first, each to the cheapest of all M * G places that has room. M is such that dealing to one micro-step fewer fails.
+    Routes are not looked at: the planner levels experts.
 
     Args:
         lengths: integers [S], tokens of each sequence.

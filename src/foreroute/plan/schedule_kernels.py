@@ -257,8 +257,7 @@ def colour_edges(
     """Colour the edges of a bipartite multigraph with as many colours as its largest degree; returns how many.
 
     An edge takes a round that is free at both ends; if there is none, the path that alternates between the round free
-    at
-    one end and that free at the other is flipped. Koenig's theorem: that many are enough, and fewer cannot be.
+    at one end and that free at the other is flipped. Koenig's theorem: that many are enough, and fewer cannot be.
     """
     num_ranks = edge_at.shape[1]
     degree = np.zeros((2, num_ranks), np.int64)

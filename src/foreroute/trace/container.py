@@ -100,8 +100,7 @@ class RoutingTrace:
             spec: the model the routes come from.
             token_ids: S integer arrays [T].
             expert_ids: S integer arrays [R, L, K], R <= T: the last T - R tokens were never routed (engines return T -
-                1
-                rows). A row of -1 throughout was not recorded; -1 also stands behind the picks of a layer with fewer.
+                1 rows). A row of -1 throughout was not recorded; -1 also stands behind the picks of a layer with fewer.
             weight_version: of the weights that computed the routes.
             provenance: what made the trace.
 
@@ -266,8 +265,7 @@ class RoutingTrace:
 
         Args:
             attention_mask: [B, T], with as many ones in a row as its sequence has tokens; by default tokens are on the
-                left
-                and padding goes up to the longest.
+                left and padding goes up to the longest.
 
         Raises:
             TraceContentError: when the mask has other numbers of tokens.

@@ -90,8 +90,7 @@ def save(
         trace: what to write.
         path: a path, or a URL that fsspec knows, such as "s3://bucket/step-000007".
         encoding: "sets" keeps which experts were picked, and drops the order of picks: the ids of a row ascend when
-            they
-            are read. "ordered" keeps the order, at about a fifth more bytes.
+            they are read. "ordered" keeps the order, at about a fifth more bytes.
         overwrite: whether an existing file may be replaced.
 
     Returns:

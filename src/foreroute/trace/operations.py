@@ -20,9 +20,8 @@ def extended(earlier: RoutingTrace, later: RoutingTrace) -> RoutingTrace:
     """Return the sequences of `later`, with the rows that `earlier`, their beginnings, had already routed.
 
     A row that both routed keeps the routes and the weight version of `earlier`, because the log-probability of the
-    token
-    behind it came from there. The last row of `earlier` comes from `later`, as the token behind it did. So does each
-    stream, where both have a decision.
+    token behind it came from there. The last row of `earlier` comes from `later`, as the token behind it did. So does
+    each stream, where both have a decision.
 
     Raises:
         SpecMismatchError: when the traces come from different models.

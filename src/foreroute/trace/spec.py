@@ -69,8 +69,7 @@ class RoutingSpec:
     """The routing facts of a model: E experts, K picks per token, and its routed layers in order.
 
     Layers may differ in E and K (`of_sizes`). Arrays then have the K of the layer with most, and `filler` in the
-    columns
-    that another layer does not have.
+    columns that another layer does not have.
 
     Attributes:
         num_experts: E, the logical experts in each routed layer; the largest, where layers differ.
