@@ -134,12 +134,7 @@ def _decode(
         model = model.select(model.layers[layer] for layer in np.flatnonzero(~unfilled_L))
     try:
         trace = RoutingTrace.from_rows(
-            model,
-            tokens,
-            rows,
-            valid=valid_S,
-            weight_versions=versions,
-            provenance={"wire": form.value},
+            model, tokens, rows, valid=valid_S, weight_versions=versions, provenance={"wire": form.value}
         )
     except TraceContentError as error:
         raise CaptureError(

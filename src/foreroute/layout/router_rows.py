@@ -56,13 +56,7 @@ def pack(lengths: ArrayLike, *, align: int = 1, padded_lengths: ArrayLike | None
     return Layout(RowRanges(offsets[:-1], count_S, offsets[:-1], offsets[1:]), "thd", 1, int(offsets[-1]))
 
 
-def pad(
-    lengths: ArrayLike,
-    *,
-    side: Side,
-    order: Literal["bshd", "sbhd"],
-    to: int | None = None,
-) -> Layout:
+def pad(lengths: ArrayLike, *, side: Side, order: Literal["bshd", "sbhd"], to: int | None = None) -> Layout:
     """Lay sequences out as a grid S x T, padded on one side. Side and order have no default: neither can be guessed.
 
     Args:

@@ -117,12 +117,7 @@ class ExecutionSchedule:
     """
 
     def __init__(
-        self,
-        plan: StepPlan,
-        counts_MLGE: NDArray[np.integer],
-        rank: int,
-        *,
-        paths: FetchPath = "direct",
+        self, plan: StepPlan, counts_MLGE: NDArray[np.integer], rank: int, *, paths: FetchPath = "direct"
     ) -> None:
         num_micro_steps, num_layers = plan.shape[:2]
         memory_ranks = plan.topology.ranks_per_node if takes_host_memory(paths) else 1
@@ -156,11 +151,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _compile(
-    hosts: Hosts,
-    counts_CGE: NDArray[np.integer],
-    rank: int,
-    memory_ranks: int,
-    words: Sequence[str],
+    hosts: Hosts, counts_CGE: NDArray[np.integer], rank: int, memory_ranks: int, words: Sequence[str]
 ) -> _Block:
     """Fill a block for cells, and refuse replicas that serve more than there is."""
     # numba loads with the first schedule

@@ -303,11 +303,7 @@ class RoutingTrace:
         spec, positions = self.spec.select(chosen), self.spec.positions(chosen)
         # the columns and the type of the layer with most picks and experts; fillers of a wider type become those of it
         ids_NLK = self.expert_ids_NLK[:, positions, : spec.top_k].astype(spec.id_dtype, copy=False)
-        return replace(
-            self,
-            spec=spec,
-            expert_ids_NLK=np.ascontiguousarray(ids_NLK),
-        )
+        return replace(self, spec=spec, expert_ids_NLK=np.ascontiguousarray(ids_NLK))
 
     def truncated(self, lengths: ArrayLike) -> RoutingTrace:
         """Return the first `lengths[s]` rows of each sequence, without the sampling masks of tokens that are cut off.
@@ -343,9 +339,7 @@ class RoutingTrace:
         """Return the same sets of experts, ids ascending in each row, as files of sets return them."""
         order_NLK = np.argsort(self.expert_ids_NLK, axis=-1, kind="stable")
         return replace(
-            self,
-            expert_ids_NLK=np.take_along_axis(self.expert_ids_NLK, order_NLK, axis=-1),
-            pick_order_kept=False,
+            self, expert_ids_NLK=np.take_along_axis(self.expert_ids_NLK, order_NLK, axis=-1), pick_order_kept=False
         )
 
     def with_stream(self, name: str, stream: DecisionStream) -> RoutingTrace:
