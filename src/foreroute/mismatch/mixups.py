@@ -178,7 +178,7 @@ def _packed_permutations(pair: TracePair) -> Iterator[Mixup]:
 
 
 def _physical_ids(pair: TracePair) -> Iterator[Mixup]:
-    """Suppose that expert x of a layer of `b` is expert `id_map[x]` of `a`; learnt on half the rows, judged on
+    """Suppose that expert x of a layer of `b` is expert `id_map[x]` of `a`: learnt on half the rows, judged on
     others.
     """
     rows, spec = np.flatnonzero(pair.a.valid_N & pair.b.valid_N), pair.a.spec
@@ -287,7 +287,7 @@ class TracePair:
 
     def agreement_after(self, source_N: NDArray[np.int64]) -> tuple[float, float]:
         """Return the mean agreement over all targets, and over those with a source, if row n of `b` were row
-        `source_N[n]` of `a`.
+        `source_N[n]`.
         """
         source = source_N[self.targets]
         covered = (source >= 0) & self.a.valid_N[source]
