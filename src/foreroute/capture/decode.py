@@ -179,7 +179,7 @@ def _place(
     start: int,
     what: str,
 ) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Put the rows of a sequence at their positions [T, L, K]; bool [T], where there is one, and [L], unfilled
+    """Put the rows of a sequence at their positions, [T, L, K]; beside them bool [T] of rows, [L] of unfilled
     layers.
     """
     if start > max(num_tokens - 1, 0):
