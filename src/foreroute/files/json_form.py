@@ -42,7 +42,7 @@ def from_json(
     error: type[InputError],
     at: str = "",  # the key of the values, for errors; empty at the top
 ) -> Value:
-    """Make a record of the value of a JSON text as `json` reads it: NaN and infinities are numbers, True is none."""
+    """Make a record of the value of a JSON text, in which NaN and infinities are numbers, and True is not."""
     record, given = cast(Any, record_type), cast(dict[str, Any], value_of(dict, values, error, at))
     of_key = {KEYS.get(field.name, field.name): field for field in fields(record)}
     needed = {key for key, field in of_key.items() if field.default is MISSING and field.default_factory is MISSING}
