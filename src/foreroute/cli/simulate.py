@@ -20,9 +20,7 @@ from foreroute.report.simulation import (
     simulation_tiles,
     write_simulation_page,
 )
-from foreroute.simulate import SimulationRecord, Timeline, load_config, simulate, sweep, timeline
-from foreroute.simulate.ep_group import EPGroup
-from foreroute.simulate.records import compared
+from foreroute.simulate import SimulationRecord, load_config, simulate
 
 
 def run_simulation(
@@ -51,30 +49,10 @@ def run_simulation(
             config, fitted = fit_config(config, measurements, rates or DEFAULT_RATES)
         console.print(shown_table(fit_table(fitted)))
         console.print(fit_summary(fitted), highlight=False)
-    drawn: dict[str, Timeline] = {}
-
-    def draw(name: str, group: EPGroup) -> None:
-        if name not in drawn:
-            drawn[name] = timeline(name, group)
-
     with working("simulating", console) as work:
-        record = simulate(
-            config, on_progress=lambda name, done, total: work.advance(done, total, detail=name), on_group=draw
-        )
+        record = simulate(config, on_progress=lambda name, done, total: work.advance(done, total, detail=name))
     _print(record, console)
-    # static and the methods that plots set beside it: all others would take many times as long
-    names = ["static", *(method.name for method in compared(record.methods))]
-    timelines = [drawn[name] for name in names[:2]]
-    sweeps, total = [], len(config.sweep.points())
-    with working("sweeps", console, total=total) as work:
-        for point in sweep(config, names):
-            sweeps.append(point)
-            work.advance(len(sweeps), total)
-    figures = record.as_dict() | {
-        "sweeps": [point.as_dict() for point in sweeps],
-        "timelines": [found.as_dict() for found in timelines],
-        "fit": None if fitted is None else fitted.as_dict(),
-    }
+    figures = record.as_dict() | {"fit": None if fitted is None else fitted.as_dict()}
     contents = {"simulation.json": figures, "config.json": config.model_dump(mode="json")}
     texts = {name: json.dumps(values, indent=1, allow_nan=False) for name, values in contents.items()}
     with working("writing the figures", console), writing_named(folder, RunFolderError):
@@ -82,10 +60,7 @@ def run_simulation(
             write_atomically(folder / name, text, overwrite=False)
     console.print(f"{'figures':<9} {folder / 'simulation.json'}", soft_wrap=True, highlight=False, markup=False)
     page = folder / "report.html"
-    write_page(
-        console,
-        lambda: write_simulation_page(record, config, page, sweeps=sweeps, timelines=timelines, fit=fitted),
-    )
+    write_page(console, lambda: write_simulation_page(record, config, page, fit=fitted))
 
 
 def _check_free(folder: Path) -> None:

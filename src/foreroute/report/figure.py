@@ -25,10 +25,6 @@ from foreroute.trace import RoutedLayer
 
 # A colour stands for the same on every page. Okabe and Ito's stay apart under the common colour deficiencies.
 SIDE_COLOURS: dict[Side, str] = {"native": "#D55E00", "replayed": "#0072B2"}
-PLANNED, BASELINE, FORCED = "#009E73", "#CC79A7", "#55606c"
-"""A plan of ours, the strongest other method, forced balance."""
-PLANNED_OTHERWISE = "#00543d"
-"""Another plan of ours: the same hue, darker."""
 PART_COLOURS = {
     "attention": "#77AADD",
     "all-to-all": "#EE8866",

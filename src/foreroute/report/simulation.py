@@ -1,8 +1,7 @@
-"""A simulated step and what it depends on -> tables, sentences, one page. It computes nothing."""
+"""A simulated step -> tables, sentences, one page. It computes nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,7 @@ from foreroute.report.methods import BOUND, method_table, modelled, named, worth
 from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tile, texts, write_page
 
 if TYPE_CHECKING:  # they load compiled code
-    from foreroute.simulate import SimulateConfig, SimulationRecord, SweepRecord, Timeline
+    from foreroute.simulate import SimulateConfig, SimulationRecord
     from foreroute.simulate.fit import FitRecord
 
 HEADINGS = (
@@ -37,12 +36,10 @@ def write_simulation_page(
     config: SimulateConfig,
     target: Path,
     *,
-    sweeps: Sequence[SweepRecord] = (),
-    timelines: Sequence[Timeline] = (),
     fit: FitRecord | None = None,
 ) -> Path:
-    """Write the page of a simulation, its sweeps, timelines, and the fit of its rates; raises as `page.write_page`."""
-    return write_page(target, lambda: _page(record, config, sweeps, timelines, fit))
+    """Write the page of a simulation, and of the fit of its rates; raises `InputError` as `page.write_page`."""
+    return write_page(target, lambda: _page(record, config, fit))
 
 
 def simulation_table(record: SimulationRecord) -> Table:
@@ -141,33 +138,14 @@ def fit_summary(found: FitRecord) -> str:
     )
 
 
-def _page(
-    record: SimulationRecord,
-    config: SimulateConfig,
-    sweeps: Sequence[SweepRecord],
-    timelines: Sequence[Timeline],
-    fit: FitRecord | None,
-) -> Page:
-    from foreroute.report import simulation_plots, sweep_plots
+def _page(record: SimulationRecord, config: SimulateConfig, fit: FitRecord | None) -> Page:
+    from foreroute.report import simulation_plots
 
-    plots = (
-        *simulation_plots.timelines(timelines, record),
-        simulation_plots.by_phase(record),
-        simulation_plots.by_part(record),
-    )
+    plots = (simulation_plots.by_phase(record), simulation_plots.by_part(record))
     planned = "measured: it was really done, on one thread of the machine that made this page"
     planning = planned if config.execution.planning_s is None else "configured"
     seconds_are = texts("simulation", modelled=modelled(record), planning=planning)
     sections = [PageSection(heading="Where the time goes", texts=seconds_are, plots=plots)]
-    if sweeps:
-        sections.append(
-            PageSection(
-                heading="What the gain depends on",
-                texts=texts("sweeps"),
-                keys=tuple(sweep_plots.legend(record)),
-                plots=tuple(sweep_plots.sensitivities(record, config, sweeps)),
-            )
-        )
     rollout = f"with {step_time(record.rollout_s)} of rollout" if record.rollout_s else "without its rollout"
     notes = (executed(record), *texts("methods", rollout=rollout))
     sections.append(PageSection(heading="All methods", tables=(simulation_table(record),), notes=notes))

@@ -45,8 +45,6 @@ ATTENTION, ALL_TO_ALL, EXPERTS, FIXED, EXPOSED, HEAD, PLAN = map(np.int64, range
 """Their places. numba would make a type of each plain number, and compile what takes it once for each."""
 FETCHING, ATTENDED, ENDED = range(3)
 """Indices of `progress`: the next place to fetch for, the last that ended its attention, the last that ended."""
-BEGIN, FIRST, SECOND, THIRD, END = range(5)
-"""Times of a pass over a cell: its begin, and the ends of its four parts in their order."""
 
 
 class ExecutionModel(NamedTuple):
@@ -69,22 +67,17 @@ class GroupRun(NamedTuple):
     Attributes:
         parts_X: [`PARTS`], seconds; they add up to `end_s`.
         end_s: seconds from the start to the last event, gradients included.
-        times_NX: [places, 10], seconds: begin and end of each part, of both passes; the second is NaN where there is
-            none.
         fetched_NG2: [places, G, 2], begin and end of each rank's copies from the host.
-        direct_end_N: [places], when the cell's direct fetches had all arrived.
     """
 
     parts_X: Floats
     end_s: float
-    times_NX: Floats
     fetched_NG2: Floats
-    direct_end_N: Floats
 
 
 # One moment. `clock` holds its seconds, `progress` three places. `queued_G4` and `owed_G4` are seconds of direct
 # fetches and of gradients that the links have not carried yet; `host_G` is when each copy engine is free.
-State = namedtuple("State", "clock progress queued_G4 owed_G4 host_G parts_X times_NX fetched_NG2 direct_end_N")
+State = namedtuple("State", "clock progress queued_G4 owed_G4 host_G parts_X fetched_NG2")
 
 
 def run(work: PassWork, model: ExecutionModel, *, pass_index: int, ready_s: float = 0.0) -> GroupRun:
@@ -118,7 +111,7 @@ def _run(passes_KF: Any, ready_s: float, work: Any, model: Any) -> Any:
     # What links still have to carry when the last pass has ended is hidden by nothing.
     tail = max(0.0, (state.queued_G4 + state.owed_G4).max())
     state.parts_X[EXPOSED] += tail
-    return state.parts_X, state.clock[0] + tail, state.times_NX, state.fetched_NG2, state.direct_end_N
+    return state.parts_X, state.clock[0] + tail, state.fetched_NG2
 
 
 @kernel
@@ -133,9 +126,7 @@ def _initial_state(num_places: int, ranks: int) -> Any:
         np.zeros((ranks, 4)),
         np.zeros(ranks),
         np.zeros(len(PARTS)),
-        np.full((num_places, 10), np.nan),
         np.zeros((num_places, ranks, 2)),
-        np.zeros(num_places),
     )
 
 
@@ -151,44 +142,32 @@ def _pass_cell(state: Any, place: int, i: int, backward: bool, ways: int, work: 
     all_to_all_s = work.all_to_all_ML[m, layer] - hidden / 2
     computing = attention_s + experts_s + work.layer_s
     rate = 1 - hidden / computing if computing > 0 else 1.0
-    # A place has at most two passes: forward anew, and backward. Each has a begin and four ends.
-    times = state.times_NX[place, 5 * i : 5 * i + 5]
-    times[BEGIN] = state.clock[0]
     if backward:
         _elapse(state, ALL_TO_ALL, all_to_all_s, 0.0)
-        times[FIRST] = state.clock[0]
         _elapse(state, EXPERTS, experts_s, rate * experts_s)
         state.owed_G4[:] += work.gradient_MLG4[m, layer]
-        times[SECOND] = state.clock[0]
         _elapse(state, ALL_TO_ALL, all_to_all_s, 0.0)
-        times[THIRD] = state.clock[0]
         _attend(state, attention_s, work.layer_s, rate)
     else:
         _attend(state, attention_s, work.layer_s, rate)
-        times[FIRST] = state.clock[0]
         if i == 0:
             state.progress[ATTENDED] = place
             _release(state, ways, work, model)
         _elapse(state, ALL_TO_ALL, all_to_all_s, 0.0)
-        times[SECOND] = state.clock[0]
         exposed_s = _exposed(state, place, ways, experts_s, rate, work) if i == 0 else 0.0
         _elapse(state, EXPERTS, experts_s, rate * experts_s)
         _elapse(state, EXPOSED, exposed_s, exposed_s)
-        times[THIRD] = state.clock[0]
         _elapse(state, ALL_TO_ALL, all_to_all_s, 0.0)
-    times[END] = state.clock[0]
 
 
 @kernel
 def _exposed(state: Any, place: int, ways: int, experts_s: float, rate: float, work: Any) -> float:
     """Seconds that the experts of the first pass take longer, since they wait for what is fetched for them."""
     _, m, layer = _cell(place, ways, work)
-    now = state.clock[0]
     direct_s = _direct_wait(state, place, ways, experts_s, rate, work)
-    state.direct_end_N[place] = now + direct_s
     longest = 0.0
     for g in range(state.host_G.shape[0]):
-        wait_s = max(direct_s, state.fetched_NG2[place, g, 1] - now)
+        wait_s = max(direct_s, state.fetched_NG2[place, g, 1] - state.clock[0])
         longest = max(longest, wait_s + work.experts_MLG2[m, layer, g, 0])
     return longest - experts_s
 
@@ -216,7 +195,7 @@ def _direct_wait(state: Any, place: int, ways: int, experts_s: float, rate: floa
 def _release(state: Any, ways: int, work: Any, model: Any) -> None:
     """Begin all fetches whose time has come."""
     layers = work.all_to_all_ML.shape[1]
-    while state.progress[FETCHING] < len(state.direct_end_N):
+    while state.progress[FETCHING] < len(state.fetched_NG2):
         place = state.progress[FETCHING]
         # Fetches begin in order: where one must wait, so do all after it.
         if state.progress[ATTENDED] < max(place - model.prefetch, 0):

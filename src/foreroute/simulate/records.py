@@ -179,25 +179,6 @@ class SimulationRecord:
         return asdict(self) | {"methods": [record.as_dict() for record in self.methods]}
 
 
-@dataclass(frozen=True)
-class SweepRecord:
-    """One point of a sweep.
-
-    Attributes:
-        key: what was changed, a field of `SweepConfig`.
-        value: to what; bandwidths are factors.
-        simulation: the record.
-    """
-
-    key: str
-    value: float
-    simulation: SimulationRecord
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self) | {"simulation": self.simulation.as_dict()}
-
-
 Record = TypeVar("Record", bound=MethodRecord)
 
 

@@ -1,8 +1,8 @@
-"""A configuration in, the record of one step under every method out; and the same with one thing changed at a time."""
+"""A configuration in, the record of one step under every method out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +11,7 @@ from foreroute.costs.cluster_file import Cluster
 from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError
 from foreroute.simulate.balancers import Balancer
-from foreroute.simulate.config import SimulateConfig, varied
+from foreroute.simulate.config import SimulateConfig
 from foreroute.simulate.engine import PARTS, GroupRun
 from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.methods import METHODS, Loads, ServedStep, forced_balance, not_executed, serve
@@ -25,15 +25,12 @@ from foreroute.simulate.records import (
     PhaseSeconds,
     SimulatedMethod,
     SimulationRecord,
-    SweepRecord,
     load_figures,
 )
 from foreroute.simulate.steps import group_steps
 
 OnProgress = Callable[[str, int, int], None]
 """Called with what is simulated, how much of it is done, and how much there is in all."""
-OnGroup = Callable[[str, EPGroup], None]
-"""Called with the short name of a method and a group as it serves it, for looks into what is simulated."""
 Runs = tuple[GroupRun, GroupRun]
 """Recompute and update of one group."""
 WAITING = PARTS.index("waiting for the plan")
@@ -44,7 +41,6 @@ def simulate(
     *,
     balancers: Mapping[str, Balancer] | None = None,
     on_progress: OnProgress | None = None,
-    on_group: OnGroup | None = None,
 ) -> SimulationRecord:
     """Simulate one RL step from the end of the rollout, under every method of the configuration, on the same tokens.
 
@@ -54,7 +50,6 @@ def simulate(
         config: of the simulation.
         balancers: of yours, by short name, after the methods of the configuration.
         on_progress: told of every method that is simulated.
-        on_group: told of every group under every method.
 
     Raises:
         ConfigError, TopologyError, CountsError: when the configuration describes what cannot be.
@@ -78,8 +73,6 @@ def simulate(
             planned = serve(method, step, cluster.costs, most_timings=most_timings)
             group = EPGroup.of(planned, step, cluster.costs, overlap=overlap)
             served[name].append(_ServedGroup.of(group, planned, config))
-            if on_group is not None:
-                on_group(name, group)
             done += 1
     if on_progress is not None:
         on_progress("done", total, total)
@@ -104,21 +97,6 @@ def simulate(
         rollout_s=config.execution.rollout_s,
         methods=tuple(records),
     )
-
-
-def sweep(config: SimulateConfig, methods: Sequence[str] | None = None) -> Iterator[SweepRecord]:
-    """Simulate every value of every key of `config.sweep`, one at a time; all else as configured.
-
-    Args:
-        config: of the simulation.
-        methods: short names of those to simulate; by default the configured ones.
-
-    Raises:
-        ConfigError, TopologyError, CountsError: when a value makes a configuration of what cannot be.
-    """
-    narrowed = config if methods is None else config.model_copy(update={"methods": tuple(methods)})
-    for key, value in config.sweep.points():
-        yield SweepRecord(key, value, simulate(varied(narrowed, key, value)))
 
 
 def _methods(config: SimulateConfig, balancers: dict[str, Balancer], *, has_previous: bool) -> dict[str, Balancer]:
