@@ -113,62 +113,6 @@ def least_crossing(
     return float(answer.fun)
 
 
-def least_where_slots_lack(
-    loads_E: NDArray[np.integer], home_E: NDArray[np.integer], num_ranks: int, slots: int
-) -> int:
-    """A load that the slowest rank of a cell has at least, whatever is replicated, by other limits than `bound_ML`.
-
-    If no rank serves more than T, ranks that have more at home pass the rest of it on, in sum, to the others. Those
-    have so many slots. Each takes a piece of one expert of the ranks above T, of T at most, and the pieces of an expert
-    are its load together: so the largest pieces, as many as there are slots, must be enough.
-    """
-    load_G = np.bincount(home_E, loads_E, num_ranks).astype(np.int64)
-    # invariant: `least` - 1 is too little or below the mean
-    least, most = -(-int(load_G.sum()) // num_ranks), int(load_G.max())
-    while least < most:
-        middle = (least + most) // 2
-        above_G = load_G > middle
-        heavy = loads_E[above_G[home_E]]
-        pieces = np.concatenate([np.full(int((heavy // middle).sum()), middle), heavy % middle])
-        passed = np.sort(pieces)[::-1][: int((~above_G).sum()) * slots].sum()
-        # enough pieces exist, so that this limit does not exclude the target
-        if (load_G - middle)[above_G].sum() <= passed:
-            most = middle
-        else:
-            least = middle + 1
-    return least
-
-
-def least_of_all_plans(loads_E: NDArray[np.integer], home_E: NDArray[np.integer], num_ranks: int, slots: int) -> int:
-    """The least load of the slowest rank over all replicas in so many slots and all splits, by an integer program.
-
-    For cells of few ranks and experts. Quotas are no whole numbers in it; those of a flow can be, at a load rounded up.
-    """
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
-    num_experts = len(loads_E)
-    size = num_experts * num_ranks
-    expert_V, rank_V = np.divmod(np.arange(size), num_ranks)  # a pair has a share of its expert, and is a host or not
-    none, every, is_home_V = np.zeros((num_ranks, size)), np.eye(size), home_E[expert_V] == rank_V
-    of_expert, of_rank = (
-        np.equal.outer(np.arange(n), which) for n, which in ((num_experts, expert_V), (num_ranks, rank_V))
-    )
-    answer = milp(
-        np.eye(2 * size + 1)[-1],
-        constraints=[
-            LinearConstraint(np.hstack([of_expert, np.zeros((num_experts, size + 1))]), 1, 1),
-            LinearConstraint(np.hstack([every, -every, np.zeros((size, 1))]), ub=0),
-            LinearConstraint(np.hstack([none, of_rank & ~is_home_V, none[:, :1]]), ub=slots),
-            LinearConstraint(np.hstack([of_rank * loads_E[expert_V], none, -np.ones((num_ranks, 1))]), ub=0),
-        ],
-        integrality=np.repeat([0, 1, 0], [size, size, 1]),
-        bounds=Bounds(np.repeat([0.0, 0.0, 0.0], [size, size, 1]), np.repeat([1.0, 1.0, np.inf], [size, size, 1])),
-        options={"mip_rel_gap": 0.0},
-    )
-    # a solver's 3.0000001 for 3 must not become 4
-    return math.ceil(float(answer.fun) - 1e-6)
-
-
 @kernel
 def level_quotas(expert_H: Any, rank_H: Any, loads_E: Any, num_ranks: int) -> Any:
     """Quotas of all hosts with the least largest load of a rank: the linear program of token splits, by flow.
