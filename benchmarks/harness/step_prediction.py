@@ -17,7 +17,7 @@ from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import FetchPath
 from foreroute.plan.options import PassName
 from foreroute.simulate import SimulateConfig, parse_config
-from foreroute.simulate.cell_costs import PassWork
+from foreroute.simulate.engine import PassWork
 from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.fit import Measurement, fit, predict
 

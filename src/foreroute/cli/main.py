@@ -186,8 +186,7 @@ def plan(
     ] = None,
 ) -> None:
     """Plan a step before it runs. Says where experts live, which are replicated, and who serves which token."""
-    from foreroute.cli.plan import run_plan
-    from foreroute.cli.plan_inputs import parse_options
+    from foreroute.cli.plan import parse_options, run_plan
 
     run_plan(
         topology,

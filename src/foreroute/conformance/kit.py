@@ -85,6 +85,7 @@ def run_conformance(
     Raises:
         ConfigError: for an id in `only` that no check has.
     """
+    # one context for all: what checks have in common is built once
     context = CheckContext(adapter, seed)
     return ConformanceReport(adapter.name, tuple(run_check(check, context) for check in _chosen(only)))
 
@@ -96,6 +97,7 @@ def run_check(check: Check, context: CheckContext) -> CheckResult:
     """
     if check.id not in context.results:
         needed = (run_check(_BY_ID[other], context) for other in check.needs)
+        # the first cause and not the nearest: one mistake is reported once
         root = next((result.root for result in needed if result.root), "")
         blocked = CheckResult(check, Outcome.BLOCKED, f"can be judged when {root} passes", root)
         context.results[check.id] = blocked if root else _run(check, context)
@@ -103,14 +105,14 @@ def run_check(check: Check, context: CheckContext) -> CheckResult:
 
 
 def _run(check: Check, context: CheckContext) -> CheckResult:
-    """What comes of a check whose needs are met."""
+    """Run a check whose needs are met."""
     try:
         check.run(context)
     except CheckFailed as failed:
         return CheckResult(check, Outcome.FAILED, str(failed), check.id)
     except Unsupported as reason:
         return CheckResult(check, Outcome.NOT_APPLICABLE, str(reason))
-    except Exception as error:
+    except Exception as error:  # an adapter raises what it likes
         return CheckResult(check, Outcome.FAILED, f"raised {type(error).__name__}: {_beginning(str(error))}", check.id)
     return CheckResult(check, Outcome.PASSED)
 
@@ -137,7 +139,7 @@ def conformance_tests(*adapters: AdapterUnderTest, only: Collection[str] | None 
         *adapters: what their authors wrote for the kit.
         only: ids of the checks to run; all by default.
     """
-    import pytest
+    import pytest  # a report needs none
 
     contexts = [CheckContext(adapter) for adapter in adapters]
     cases: list[Any] = [

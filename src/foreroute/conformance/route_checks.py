@@ -34,12 +34,14 @@ def _placed(check: str, context: CheckContext) -> None:
 
 
 def _one_pick(context: CheckContext) -> None:
-    """Zeros are where many adapters see padding."""
+    """Replay one pick a token, expert 0 among them."""
+    # zeros are where many adapters see padding
     _follows(context, Case(top_k=1))
 
 
 def _wide(context: CheckContext) -> None:
-    """Above 255 for an unsigned byte, above 127 for a signed one."""
+    """Replay ids that a byte does not hold."""
+    # above 255 for an unsigned one, above 127 for a signed one
     _follows(context, Case(num_experts=WIDE), low=WIDE - 8)
     _follows(context, Case(num_experts=WIDE), low=120)
 
@@ -56,7 +58,8 @@ def _follows(context: CheckContext, case: Case, *, low: int = 0) -> None:
 
 
 def _resumed(context: CheckContext) -> None:
-    """A rollout that was interrupted and went on under new weights keeps the rows of both."""
+    """Replay a rollout that was interrupted and went on under new weights."""
+    # both parts are foreign, and of different draws, so that neither can stand for the other
     whole = context.foreign(context.spec, context.base).with_weight_version(4)
     first = context.foreign(context.spec, context.base, seed=2).truncated(np.full(len(whole), 7))
     joined = extended(first.with_weight_version(3), whole)
@@ -65,7 +68,8 @@ def _resumed(context: CheckContext) -> None:
 
 
 def _missing_rows(context: CheckContext) -> None:
-    """Where an engine returned no row, many adapters fill in zeros, which are a route to expert 0."""
+    """Look at where a token without a row goes."""
+    # many adapters fill in zeros, which are a route to expert 0
     seen = context.native_replay
     last = np.cumsum(context.base.lengths) - 1
     # the input of the first routed layer does not depend on what is replayed; that of later ones may
@@ -78,7 +82,8 @@ def _missing_rows(context: CheckContext) -> None:
 
 
 def _gaps(context: CheckContext) -> None:
-    """Either is right. Silently taking another row's route is not."""
+    """Replay a trace with a row missing in the middle: refusing it, or the model's own route, is right."""
+    # taking another row's route silently is not
     model, handle = context.pair()
     batch, native = context.base, context.native.ids_NLK
     length = len(batch.sequences[0])
@@ -105,7 +110,7 @@ def _gaps(context: CheckContext) -> None:
 
 
 def _padding_neutral(context: CheckContext) -> None:
-    """One side is enough where the framework knows only one."""
+    """Replay padded batches, on each side that the framework knows."""
     tried = 0
     sides: tuple[Padding, ...] = ("right", "left")
     for padding in sides:
@@ -128,6 +133,7 @@ def _follows_when_padded(context: CheckContext, padding: Padding) -> None:
 
 def _hot_spot(context: CheckContext) -> None:
     """Padding goes where the untouched model sends it, or is spread; no expert gets much more than its share."""
+    # mostly padding, whose share of an expert then shows
     batch = context.batch(14, 3, 3, 2, padding="right")
     untouched = context.untouched().forward(batch, grad=False).seen
     if untouched.padding_ids_PLK is None:

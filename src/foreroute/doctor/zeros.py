@@ -51,6 +51,7 @@ def denied_zeros(
     zeros, denied = (np.bincount(stretch_R, each) for each in (zero_R, denied_R))
     whole = np.zeros(len(zeros), np.bool_)  # sequences of zeros, which may be short
     whole[stretch_R] = zeros[stretch_R] == np.asarray(lengths)[sequence_R]
+    # a rounded log-prob near 0 is denied by nobody, one that was never filled in by most
     chosen = (denied >= SHARE_DENIED * zeros) & ((denied >= DENIED) | whole & (denied > 0))
     if denied[chosen].sum() < DENIED:  # a few tokens of a peaked policy, one of them far off
         return None

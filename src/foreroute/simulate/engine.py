@@ -14,7 +14,7 @@ each is computed once and exactly. Times are seconds from the start. Compiled.
 - `overlap` times its computing time, a pass hides its all-to-alls behind; for so long the links are taken.
 
 A *place* is a cell in the order of execution: micro-step by micro-step through all layers, in the update forward and
-back.
+back. Arrays over both ways have the axis K: 0 forward, 1 back.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from numpy.typing import NDArray
 
 from foreroute.costs.model import PASSES
 from foreroute.kernels import kernel
-from foreroute.simulate.cell_costs import PassWork
 
 Floats = NDArray[np.float64]
 
@@ -45,6 +44,46 @@ ATTENTION, ALL_TO_ALL, EXPERTS, FIXED, EXPOSED, HEAD, PLAN = map(np.int64, range
 """Their places. numba would make a type of each plain number, and compile what takes it once for each."""
 FETCHING, ATTENDED, ENDED = range(3)
 """Indices of `progress`: the next place to fetch for, the last that ended its attention, the last that ended."""
+
+
+class PassWork(NamedTuple):
+    """Work of a group in one pass of a step, in seconds: of its ranks, of the all-to-alls, and of what moves beside.
+
+    Attributes:
+        attention_MG2: [M, G, 2], attention and all that is dense in a layer, forward and backward.
+        head_MG: [M, G], the output head in a forward pass; backward takes twice as long.
+        all_to_all_ML: [M, L], one all-to-all.
+        rows_ML2: [M, L, 2], rows that all ranks together send in it, over their links inside nodes and over NICs.
+        experts_MLG2: [M, L, G, 2], the experts, forward and backward.
+        layer_s: fixed, of one pass over one layer.
+        host_KMLG: [2, M, L, G], fetches by the copy engine from host memory, by way.
+        direct_KMLG4: [2, M, L, G, 4], fetches over NIC out, NIC in, node link out, node link in, by way.
+        gradient_MLG4: [M, L, G, 4], gradients that return over these links after the backward pass.
+    """
+
+    attention_MG2: Floats
+    head_MG: Floats
+    all_to_all_ML: Floats
+    rows_ML2: Floats
+    experts_MLG2: Floats
+    layer_s: float
+    host_KMLG: Floats
+    direct_KMLG4: Floats
+    gradient_MLG4: Floats
+
+    def forward_alone(self) -> PassWork:
+        """The same without a way back: nothing is fetched on it, and no gradient returns."""
+        is_forth = np.array([1.0, 0.0])
+        return self._replace(
+            host_KMLG=self.host_KMLG * is_forth[:, None, None, None],
+            direct_KMLG4=self.direct_KMLG4 * is_forth[:, None, None, None, None],
+            gradient_MLG4=np.zeros_like(self.gradient_MLG4),
+        )
+
+    def without_transfers(self) -> PassWork:
+        """The same where weights and gradients move at no cost."""
+        free = {name: np.zeros_like(getattr(self, name)) for name in ("host_KMLG", "direct_KMLG4", "gradient_MLG4")}
+        return self._replace(**free)
 
 
 class ExecutionModel(NamedTuple):

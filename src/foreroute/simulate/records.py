@@ -167,12 +167,8 @@ class SimulationRecord:
     methods: tuple[SimulatedMethod, ...]
 
     def __getitem__(self, name: str) -> SimulatedMethod:
-        """The record of a method.
-
-        Raises:
-            KeyError: when it was not simulated.
-        """
-        return by_name(self.methods, name)
+        """The record of a method. Raises `KeyError` when it was not simulated."""
+        return {record.name: record for record in self.methods}[name]
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -180,14 +176,6 @@ class SimulationRecord:
 
 
 Record = TypeVar("Record", bound=MethodRecord)
-
-
-def by_name(records: Sequence[Record], name: str) -> Record:
-    """The record of the method of this short name. Raises `KeyError` when there is none."""
-    for record in records:
-        if record.name == name:
-            return record
-    raise KeyError(name)
 
 
 def headline(records: Sequence[Record]) -> Record:

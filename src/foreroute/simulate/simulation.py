@@ -78,6 +78,7 @@ def simulate(
         on_progress("done", total, total)
     # as of methods: all groups wait for the slowest one in each pass
     limits = (sum(_slowest(forced)), sum(_slowest(bound)))
+    # static is the first of all methods, and the others are compared with it
     records: list[SimulatedMethod] = []
     for name, method in methods.items():
         static = records[0] if records else None
