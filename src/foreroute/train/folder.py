@@ -136,7 +136,7 @@ class RunFolder:
             os.fsync(file.fileno())  # a checkpoint that is written later may not be of steps without metrics
 
     def save_checkpoint(self, state: Mapping[str, Any], *, data: str, keep: int) -> Path:
-        """Write the state before `state["step"]`, the whole file or nothing; keep the last `keep` alone."""
+        """Write the state before `state["step"]`, whole or not at all; then keep the last `keep` alone."""
         tensors: dict[str, Tensor] = {f"model/{name}": weight for name, weight in state["model"].items()}
         for number, kept in state["optimizer"]["state"].items():
             tensors |= {f"optimizer/{number}/{key}": value for key, value in kept.items()}
@@ -159,7 +159,7 @@ class RunFolder:
     def load(self, path: Path, *, data: str) -> dict[str, Any]:
         """Read a checkpoint of this run, whose data has the digest `data`.
 
-        Raises `RunFolderError` when it is missing, damaged or of other data, or lacks the state of an optimizer that has
+        Raises `RunFolderError` when it is missing, damaged, of other data, or without the state of an optimizer that has
         updated weights.
         """
         advice = "Restore it from a copy, or remove it to use the one before"
