@@ -31,14 +31,7 @@ import torch.distributed as dist
 from benchmarks.harness import node_lab
 from benchmarks.harness.balancer_plans import executable
 from benchmarks.harness.node_lab import NodeLab
-from benchmarks.harness.node_steps import (
-    MICRO_STEPS,
-    SIZES,
-    TOKENS,
-    Nodes,
-    SpreadModel,
-    drawn_counts,
-)
+from benchmarks.harness.node_steps import MICRO_STEPS, SIZES, TOKENS, Nodes, SpreadModel, drawn_counts
 from benchmarks.harness.pairs import PairedRatio, seconds_in_turn
 from benchmarks.harness.spread_bench import SpreadBench
 from benchmarks.harness.step_prediction import (
@@ -103,14 +96,9 @@ def run(*, quick: bool) -> dict[str, Any]:
     result: dict[str, Any] = {
         "metrics": {},
         "baselines": {"link_busy_on_h100": _busy_on_h100()},
-        "setting": {
-            "sizes": SIZES._asdict(),
-            "tokens": TOKENS,
-            "micro_steps": MICRO_STEPS,
-            "slots": SLOTS,
-            **effort._asdict(),
-            "bytes_per_s": {name: nodes.bytes_per_s for name, nodes in TOPOLOGIES.items()},
-        },
+        "setting": {"sizes": SIZES._asdict(), "tokens": TOKENS, "micro_steps": MICRO_STEPS, "slots": SLOTS}
+        | effort._asdict()
+        | {"bytes_per_s": {name: nodes.bytes_per_s for name, nodes in TOPOLOGIES.items()}},
     }
     if reason := node_lab.reason_against():
         return result | {"skipped": reason}

@@ -13,16 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from benchmarks.balancers import OTHER_BALANCERS
 from benchmarks.harness import planner_oracles
-from benchmarks.harness.eplb_published import published_placement
 from benchmarks.harness.pairs import quickest
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
@@ -41,7 +38,6 @@ CELLS = ("G8", "G16", "G32", "G64", "E256")
 MODES = {"exact_r1": (0.0, 1), "exact_r2": (0.0, 2), "eps02_r2": (0.02, 2)}
 STEP_LAYERS, SEED = 48, 0
 BUDGET = 16
-PUBLISHED_CELLS = 4
 TOKENS = {"8k": 8192, "2k": 2048}
 """Of a rank in a micro-step, where replicas serve traffic."""
 
@@ -162,21 +158,11 @@ def _shown(record: MethodRecord, cells: int) -> dict[str, float]:
 
 
 def _against_eplb(
-    counts: NDArray[np.int32],
-    topology: Topology,
-    home_LE: NDArray[np.int16],
-    ours: Mapping[str, float],
-    repeats: int,
+    counts: NDArray[np.int32], topology: Topology, home_LE: NDArray[np.int16], ours: Mapping[str, float], repeats: int
 ) -> dict[str, float]:
-    """Ours exact, slots kept per layer, against EPLB per micro-step with as many slots, which may re-home every expert.
+    """Set ours exact, slots kept per layer, beside EPLB per micro-step with as many slots, which may move all homes.
 
-    Args:
-        counts: int32 [M, L, G, E].
-        topology: ranks and slots.
-        home_LE: where experts are when the step begins, for ours; EPLB begins with the contiguous homes.
-        ours: figures of ours in exact mode, of which microseconds per cell are read: those of the quickest of `repeats`
-            runs. So are those of EPLB.
-        repeats: of runs.
+    EPLB begins with contiguous homes. Times, `ours` among them, are of the quickest of `repeats` runs.
     """
     found = plan(counts, topology, PlanOptions(tolerance=0.0), home_LE=home_LE)
     cells = counts.shape[0] * counts.shape[1]
@@ -188,27 +174,14 @@ def _against_eplb(
     worse = sum(most > int(other.loads_G(counts_GE).max()) for most, other, (_, counts_GE) in pairs)
     moves = sum(int(other.fetched_R.sum()) for other in theirs)
     ours_moves = int(found.hosts.fetched_R.sum()) + int((home_LE != contiguous_LE).sum())
-    published_us = _published_us(counts, topology)
     return {
         "cells_worse_balanced": int(worse),
         "cells": cells,
         "moves_ratio": round(ours_moves / moves, 4),
-        "published_torch_us_per_cell": round(published_us, 1),
-        "published_torch_over_ours": round(published_us / ours["us_per_cell"], 1),
-        "published_torch_over_ours_persistent": round(published_us / ours["persistent_us_per_cell"], 1),
         "own_numba_eplb_us_per_cell": round(fast_us, 1),
         "own_numba_eplb_over_ours": round(fast_us / ours["us_per_cell"], 2),
         "own_numba_eplb_over_ours_persistent": round(fast_us / ours["persistent_us_per_cell"], 2),
     }
-
-
-def _published_us(counts: NDArray[np.int32], topology: Topology) -> float:
-    """Time placing alone, without a token split; the best of some cells."""
-    num_experts, num_ranks = counts.shape[3], topology.num_ranks
-    copies = num_experts + num_ranks * topology.redundant_slots
-    weights = [torch.tensor(counts[m, :1].sum(axis=1)) for m in range(PUBLISHED_CELLS)]
-    placing = [partial(published_placement, weight, copies, 1, 1, num_ranks) for weight in weights]
-    return min(quickest(place, 1) for place in placing) * 1e6
 
 
 def _traffic(name: str, costs: CostModel, *, quick: bool) -> dict[str, float]:

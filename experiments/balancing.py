@@ -46,10 +46,7 @@ TOKENS = 8192
 def balancing_of(traces: Sequence[RoutingTrace], kind_S: Ints, seed: int) -> dict[str, Any]:
     """Measure balancers on the traces of steps that follow each other, and on what is drawn in their place.
 
-    Args:
-        traces: of T steps, of S sequences each, dealt to micro-steps at random, and kind after kind.
-        kind_S: the kind of each sequence, the same in all steps.
-        seed: of the order of sequences.
+    Sequences, whose kinds are the same in all steps, are dealt to micro-steps at random, and kind after kind.
     """
     counts_TSLE = [sequence_counts(trace) for trace in traces]
     few, many = SEQUENCES[0], SEQUENCES[-1]
@@ -66,11 +63,7 @@ def balancing_of(traces: Sequence[RoutingTrace], kind_S: Ints, seed: int) -> dic
 
 
 def balanced(steps: Steps) -> dict[str, dict[str, float]]:
-    """Average imbalance of a cell and experts moved for one, by method, over all steps but the first.
-
-    Args:
-        steps: counts_MLGE of steps that follow each other.
-    """
+    """Average imbalance of a cell and experts moved for one, by method, over all steps but the first."""
     values = {"cluster": {"gpus": BASE_RANKS, "expert_parallel": BASE_RANKS}, "model": OLMOE}
     cluster = parse_config(values, source="the experiments").described()
     records: dict[str, list[MethodRecord]] = {}

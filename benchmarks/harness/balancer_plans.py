@@ -16,21 +16,11 @@ from foreroute.simulate.balancers import BalancerInput
 
 
 def executable(problem: BalancerInput, cells: Sequence[CellPlan]) -> StepPlan:
-    """The plan of a step whose hosts stay in all micro-steps. Homes have moved before it begins.
-
-    Args:
-        problem: that was balanced.
-        cells: in the order of execution.
-    """
+    """The plan of a step whose hosts stay in all micro-steps. Homes have moved before it begins."""
     num_layers, num_ranks = len(problem.home_LE), problem.topology.num_ranks
     home_LE = np.stack([_homes(cell, num_ranks) for cell in cells[:num_layers]])
     found = [
-        _with_home(
-            cell,
-            home_LE[number % num_layers],
-            counts_GE,
-            is_first=number < num_layers,
-        )
+        _with_home(cell, home_LE[number % num_layers], counts_GE, is_first=number < num_layers)
         for number, (cell, (_, counts_GE)) in enumerate(zip(cells, problem.cells(), strict=True))
     ]
     loads = [cell.loads_G(counts_GE).max() for cell, (_, counts_GE) in zip(found, problem.cells(), strict=True)]

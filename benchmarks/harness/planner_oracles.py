@@ -18,12 +18,7 @@ from foreroute.plan import CellPlan, StepPlan
 class CellHosts:
     """Hosts of all experts in one cell, homes among them, for those that count anew what a plan says.
 
-    Attributes:
-        expert_H: int32 [H].
-        rank_H: int32 [H].
-        tokens_HG: int64 [H, G], assignments of source rank g to this expert that this host serves. Over the hosts of
-            an expert they add up to the cell's counts.
-        fetched_H: bool [H], the weights must be moved to this rank before the cell.
+    `tokens_HG` are assignments that each host serves, by source rank; over the hosts of an expert they are the counts.
     """
 
     expert_H: NDArray[np.int32]
@@ -61,13 +56,9 @@ def best_split(counts_MLGE: NDArray[np.integer], plan: StepPlan) -> NDArray[np.i
 
 
 def cross_node_gap(plan: StepPlan, counts_MLGE: NDArray[np.integer], tolerance: float, sampled: int) -> float:
-    """Share of assignments served on another node, above the least with the same replicas, on average over cells.
+    """Average over `sampled` cells the share of assignments on another node, above the least with the same replicas.
 
-    Args:
-        plan: of these counts.
-        counts_MLGE: integers [M, L, G, E].
-        tolerance: of the plan: no rank serves more than 1 + this times the mean, or than the plan's slowest.
-        sampled: how many cells to look at, spread over the step.
+    No rank serves more than 1 + `tolerance` times the mean, or than the plan's slowest.
     """
     num_micro_steps, num_layers, _ = plan.shape
     cells = np.unique(np.linspace(0, num_micro_steps * num_layers - 1, sampled).astype(int))
@@ -115,22 +106,10 @@ def least_crossing(
 
 @kernel
 def level_quotas(expert_H: Any, rank_H: Any, loads_E: Any, num_ranks: int) -> Any:
-    """Quotas of all hosts with the least largest load of a rank: the linear program of token splits, by flow.
-
-    A rank above the target passes load along the shortest chain of ranks that share experts to one below it. Where no
-    chain is left, the ranks Q that can be reached have all hosts of all their experts among themselves, so no split
-    serves them with less than their mean: that is the next target. The last Q proves that the result is optimal.
-
-    Args:
-        expert_H: int32 [H].
-        rank_H: int32 [H]; no pair of expert and rank twice.
-        loads_E: int64 [E]; 0 for an expert without host.
-        num_ranks: G.
-
-    Returns:
-        quota_H: int64 [H], adding up to `loads_E`.
-        target: the largest load, the smallest that integers allow.
-    """
+    """int64 [H], quotas of all hosts with the least largest load of a rank, which comes with them, by flow."""
+    # A rank above the target passes load along the shortest chain of ranks that share experts to one below it. Where no
+    # chain is left, the ranks Q that can be reached have all hosts of all their experts among themselves, so no split
+    # serves them with less than their mean: that is the next target. The last Q proves that the result is optimal.
     hosts_E, of_expert = by_key(expert_H, len(loads_E))
     hosts_G, of_rank = by_key(rank_H, num_ranks)
     quota_H = _even(expert_H, loads_E, hosts_E)

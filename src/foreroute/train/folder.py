@@ -159,8 +159,8 @@ class RunFolder:
     def load(self, path: Path, *, data: str) -> dict[str, Any]:
         """Read a checkpoint of this run, whose data has the digest `data`.
 
-        Raises `RunFolderError` when it is missing, damaged, of other data, or without the state of an optimizer that has
-        updated weights.
+        Raises `RunFolderError` when it is missing, damaged, of other data, or without the state of an optimizer that
+        has updated weights.
         """
         advice = "Restore it from a copy, or remove it to use the one before"
         try:
