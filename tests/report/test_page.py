@@ -16,8 +16,6 @@ from foreroute.report.page import (
     Table,
     TableRow,
     Tile,
-    texts,
-    words,
     write_page,
 )
 from tests.report.pages import rows_of, text_of
@@ -119,11 +117,3 @@ def test_a_page_that_cannot_be_drawn_changes_nothing(tmp_path):
         write_page(tmp_path / "page.html", lambda: 1 / 0)
     assert (tmp_path / "page.html").read_bytes() == before
     assert os.listdir(tmp_path) == ["page.html"]
-
-
-def test_a_value_that_words_ask_for_must_be_given():
-    asking = [name for name in words()["texts"] if any("{" in text for text in words()["texts"][name])]
-    assert asking == ["simulation", "methods"]
-    for name in asking:
-        with pytest.raises(KeyError):
-            texts(name)

@@ -9,8 +9,9 @@ from foreroute.doctor import Diagnosis, Severity
 from foreroute.doctor.evidence import Measures
 from foreroute.mismatch import RoutingMismatch, TokenMismatch
 from foreroute.report.format import percentage, scientific
-from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tone, texts, write_page
+from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tone, write_page
 from foreroute.report.run import further
+from foreroute.report.run_tables import ABOUT_MEASURES
 
 TONES: dict[Severity, Tone] = {
     Severity.FINE: "fine",
@@ -82,7 +83,12 @@ def _page(diagnosis: Diagnosis, commands: Sequence[tuple[str, str]]) -> Page:
     from foreroute.report.diagnosis_plots import diagnosis_plots
 
     findings, measures = finding_table(diagnosis), measure_table(diagnosis.measures)
-    about_replay = () if diagnosis.measures.with_replay is None else texts("diagnosis")
+    sections = [PageSection(heading="Findings", tables=(findings,))] if findings.rows else []
+    if measures.rows:
+        replayed = diagnosis.measures.with_replay is not None
+        about_replay = ["With replay the trainer must use the engine's experts, so none differ."] if replayed else []
+        notes = (*ABOUT_MEASURES, *about_replay)
+        sections.append(PageSection(heading="What was measured", tables=(measures,), notes=notes))
     return Page(
         command="foreroute doctor",
         title="Diagnosis",
@@ -90,16 +96,7 @@ def _page(diagnosis: Diagnosis, commands: Sequence[tuple[str, str]]) -> Page:
         tone=TONES[diagnosis.worst],
         facts=diagnosis.facts,
         sections=(
-            *([PageSection(heading="Findings", tables=(findings,))] if findings.rows else []),
-            *(
-                [
-                    PageSection(
-                        heading="What was measured", tables=(measures,), notes=(*texts("measures"), *about_replay)
-                    )
-                ]
-                if measures.rows
-                else []
-            ),
+            *sections,
             PageSection(heading="Where the routes part", plots=diagnosis_plots(diagnosis.measures)),
             *further(commands),
         ),

@@ -6,13 +6,10 @@ page and for a terminal. A number stands in one place, the finding aside.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from foreroute.errors import InputError, how_to_install, printable
 from foreroute.files.regular import as_path, open_regular
@@ -160,22 +157,6 @@ class Page:
     tiles: tuple[Tile, ...] = ()
     facts: Mapping[str, str] = field(default_factory=dict)
     sections: tuple[PageSection, ...] = ()
-
-
-@cache
-def words() -> dict[str, Any]:
-    """The fixed words of pages: `captions` and `texts` by name, and what each `routing` is."""
-    return tomllib.loads(files("foreroute.report").joinpath("words.toml").read_text(encoding="utf-8"))
-
-
-def caption(name: str, **values: object) -> Caption:
-    """The caption of this name, with values filled in."""
-    return Caption(**{field: text.format(**values) for field, text in words()["captions"][name].items()})
-
-
-def texts(name: str, **values: object) -> tuple[str, ...]:
-    """The texts of this name, with values filled in."""
-    return tuple(text.format(**values) for text in words()["texts"][name])
 
 
 def check_page(target: Path) -> None:

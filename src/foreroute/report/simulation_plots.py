@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from foreroute.report.figure import PART_COLOURS, stacked_bars
 from foreroute.report.format import step_time
 from foreroute.report.methods import modelled, named
-from foreroute.report.page import Plot, caption
+from foreroute.report.page import Caption, Plot
 from foreroute.simulate.records import compared
 
 if TYPE_CHECKING:
@@ -28,7 +28,15 @@ def by_phase(record: SimulationRecord) -> Plot:
     """The whole step of every method."""
     static = record["static"].phases
     forced_s = record.forced_balance_s + static.reduction + static.optimizer
-    said = caption("phases", forced=step_time(forced_s), modelled=modelled(record))
+    said = Caption(
+        title="The step by method",
+        sentence=(
+            "From the end of the rollout to new weights, phase after phase. Planning is only what the recompute waits "
+            f"for. The line is the same step under forced balance, {step_time(forced_s)}."
+        ),
+        x_label=f"seconds, {modelled(record)}",
+        y_label="",
+    )
     bars = [(named(method, record), tuple(method.phases)) for method in record.methods]
     return stacked_bars(said, bars, PHASE_COLOURS, line_s=forced_s)
 
@@ -41,5 +49,14 @@ def by_part(record: SimulationRecord) -> Plot:
         for passes in zip(*((method.recompute_parts, method.update_parts) for method in methods), strict=True)
         for method, parts in zip(methods, passes, strict=True)
     ]
-    said = caption("parts", modelled=modelled(record))
+    said = Caption(
+        title="What recompute and update are spent on",
+        sentence=(
+            "Seconds of the slowest expert-parallel group. All-to-alls and experts last as long as their slowest "
+            "rank; exposed transfers are waits for weights and gradients that move. Waiting for the plan delays the "
+            "recompute and counts as planning elsewhere."
+        ),
+        x_label=f"seconds, {modelled(record)}",
+        y_label="",
+    )
     return stacked_bars(said, bars, PART_COLOURS, headings={0: "recompute", len(methods): "update"})
