@@ -11,6 +11,7 @@ import foreroute
 from foreroute.cli.exit_codes import run
 from foreroute.cli.terminal import Console
 
+# verbs import what they need when they run: `--help` must not load torch
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,

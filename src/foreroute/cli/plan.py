@@ -55,18 +55,22 @@ def run_plan(
     facts = {**step.facts, **_facts(step, options), "costs": cost_words(step.cluster)}
     console.print(shown_facts(facts))
     with working("planning the first micro-step, which compiles once on a machine", console):
+        # so that the time of planning, which the page names, has no compilation in it
         compile_planner(problem, options)
     cells = step.counts_MLGE.shape[0] * step.counts_MLGE.shape[1]
     with working("planning", console, total=cells, unit="cells") as work:
         found = timed_plan(problem, options, work.advance)
+    # counts do not say which sequences they are of; executors refuse a plan of other tokens by this digest
     found = replace(found, plan=replace(found.plan, packing=step.packing, tokens_digest=step.tokens_digest))
     threads = "one thread" if options.threads == 1 else f"{options.threads} threads"
     console.print(f"{'planned':<9} {cells} cells in {duration(found.elapsed_s)} with {threads}", highlight=False)
     console.print(shown_facts(found.why))
     with working("verifying and writing the plan", console), writing_named(output, PlanError):
+        # nothing that breaks a rule of plans is ever written, whatever planned it
         verify(found.plan, step.counts_MLGE, options)
         save_plan(found.plan, output, overwrite=overwrite)
     console.print(f"{'plan':<9} {output}, {output.stat().st_size:,} bytes, verified", soft_wrap=True, markup=False)
+    # static is what every speedup is over, so it is always compared
     balancers = BALANCERS if baselines else {"static": BALANCERS["static"]}
     with working("comparing with other balancers", console, total=len(balancers)) as work:
         compared = compare_plan(found, problem, balancers, work.advance)
@@ -141,6 +145,7 @@ def read_step(
         read = read_traces(step)
         read[0].spec.require_alike("a plan", "in Python, save trace.select_layers of those of one size, and plan that")
         _check_model(costs, read[0].spec.num_experts, read[0].spec.top_k, topology)
+        # the packing becomes part of the plan: the trainer must cut the step as it was planned
         budget = token_budget or TOKEN_BUDGET
         packing, sequences = packed(read, budget, ranks.num_ranks, costs), sum(map(len, read))
         facts["packing"] = f"{sequences} sequences by length, at most {budget} tokens of a rank in a micro-step"
@@ -171,6 +176,7 @@ def parse_options(settings: Sequence[str]) -> PlanOptions:
             raise ConfigError(f"--set {shown(setting)} gives no value; expected key=value, such as tolerance=0")
         try:
             values[key] = tomllib.loads(f"value = {text}")["value"]
+        # a bare word is no TOML; nested brackets of a thousand levels are no value either
         except (ValueError, RecursionError):
             values[key] = text
     try:
@@ -189,6 +195,7 @@ def _check_target(output: Path, page: Path, overwrite: bool) -> None:
                 raise PlanError(f"{path} already exists; pass another --output, or --overwrite to replace it")
             check_writable(path)
     check_page(page)
+    # a mistyped --output must cost nobody a file of another kind
     if output.exists() and output.stat().st_size and not PLAN_FILE.is_in(output):
         raise PlanError(f"{output} is no plan, which is all that --overwrite replaces; nothing was changed")
 

@@ -38,6 +38,7 @@ def run_simulation(
         InputError: for everything that a user can mend.
     """
     folder = output or Path("runs") / "simulate" / config_path.stem
+    # minutes of simulation must not end at a folder that cannot take them
     _check_free(folder)
     if rates and measurements is None:
         raise InputError("--rate says what to fit, and nothing to fit to was given; add --fit MEASUREMENTS")
@@ -53,6 +54,7 @@ def run_simulation(
         record = simulate(config, on_progress=lambda name, done, total: work.advance(done, total, detail=name))
     _print(record, console)
     figures = record.as_dict() | {"fit": None if fitted is None else fitted.as_dict()}
+    # with both files the step can be simulated again, by any later version
     contents = {"simulation.json": figures, "config.json": config.model_dump(mode="json")}
     texts = {name: json.dumps(values, indent=1, allow_nan=False) for name, values in contents.items()}
     with working("writing the figures", console), writing_named(folder, RunFolderError):
@@ -69,6 +71,7 @@ def _check_free(folder: Path) -> None:
             raise RunFolderError(f"{folder} is no folder; nothing was changed. Name another one with --output")
         if folder.exists() and any(folder.iterdir()):
             raise RunFolderError(f"{folder} is not empty; nothing was changed. Name another folder with --output")
+        # an empty folder, but one that the user did not mean to be a run's
         if os.path.realpath(folder) == os.getcwd():
             raise RunFolderError(f"{folder} is the folder that this runs in; nothing was changed. Name one in it")
         check_writable(folder / "simulation.json")

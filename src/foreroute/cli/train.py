@@ -110,6 +110,7 @@ class Display:
 
     def _begin(self, what: str, unit: str) -> None:
         """Begin a part of the run, unless it is under way: the pace is that of a part."""
+        # a new part begins a new pace
         if self._work.what != (what := f"{self._config.name}, {what}"):
             self._work.begin(what, unit=unit)
 

@@ -64,6 +64,7 @@ class ConformanceReport:
             details = [result.reason] if result.reason else []
             if result.outcome is Outcome.FAILED:
                 details += [f"seen before: {bug.title} {bug.seen}" for bug in bugs_of(result.check.id)]
+            # names of parameters and addresses stay whole, to be copied
             lines += [f"{'':>10}{part}" for detail in details for part in wrap(detail, 110, break_long_words=False)]
         return "\n".join(lines) + "\n"
 
@@ -151,6 +152,7 @@ def conformance_tests(*adapters: AdapterUnderTest, only: Collection[str] | None 
     @pytest.mark.parametrize(("context", "check"), cases)
     def test(context: CheckContext, check: Any) -> None:
         result = run_check(check, context)
+        # a blocked check fails too: nobody has shown what it asks
         if result.outcome is Outcome.NOT_APPLICABLE:
             pytest.skip(result.reason)
         assert result.outcome is Outcome.PASSED, f"{check.title}: {result.reason}"
@@ -186,6 +188,7 @@ def _known_bugs() -> tuple[KnownBug, ...]:
     text = files(__package__).joinpath("known_bugs.toml").read_text(encoding="utf-8")
     bugs = tomllib.loads(text)["bugs"]
     for bug in bugs:
+        # a project that was read has no address of a thread
         bug["seen"] = GITHUB + bug["seen"] if "/" in bug["seen"] else bug["seen"]
         bug["checks"] = tuple(bug.get("checks", ()))
     return tuple(KnownBug(**bug) for bug in bugs)

@@ -58,6 +58,7 @@ def measure_table(measures: Measures) -> Table:
         if tokens is None and routes is None:
             continue
         shares = (routes.differing_share, routes.differing_tokens_share) if routes else (None, None)
+        # with replay the routes are the engine's by construction, which nobody needs to measure
         forced = tokens is not None and tokens is measures.with_replay
         differing = ("0, forced",) * 2 if forced else tuple(map(percentage, shares))
         k3, f2 = (tokens.k3, tokens.f(2.0)) if tokens else (None, None)

@@ -171,6 +171,7 @@ def check_page(target: Path) -> None:
         if target.is_dir():
             raise InputError(f"{target} is a folder; name the file to write, for example {target / 'report.html'}")
         check_writable(target)
+        # a new file replaces nothing
         if not target.exists():
             return
     # a user's own file is never overwritten by a page
@@ -194,6 +195,7 @@ def write_page(target: Path, page: Page | Callable[[], Page]) -> Path:
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
 
+        # drawn here, since a plot takes the style of the moment in which it is made
         if not isinstance(page, Page):
             import matplotlib
 

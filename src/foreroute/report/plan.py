@@ -83,6 +83,7 @@ def plan_finding(found: PlanComparison) -> str:
     from foreroute.simulate.records import AS_PLANNED, strongest_other
 
     static, executed = found.methods[0], found.methods[-1]
+    # where both passes run by the plan, what was planned is what is executed
     planned = next((one for one in found.methods if one.name == AS_PLANNED), executed)
     other = strongest_other(found.methods)
     # what is executed is compared, not what was planned
@@ -99,6 +100,7 @@ def plan_finding(found: PlanComparison) -> str:
             f"Use the plan in the {passes[0]}; the {home} runs with every expert at its home, since the plan would "
             f"save too little there. By the cost model, both passes together are {gain}; by the plan {both}."
         )
+    # no replicas, so there is nothing that a pass could decline
     if not len(found.plan.hosts.expert_R):
         return (
             f"There is nothing to use: the plan has no replicas. Every expert serves at its home, where the slowest "

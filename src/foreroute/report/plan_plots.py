@@ -19,6 +19,7 @@ HOME = "without balancing"
 def load_of_ranks(found: PlanComparison, layers: Sequence[RoutedLayer]) -> Plot:
     """Load of every rank in every micro-step, in the layer that is the most uneven."""
     home_MLG, planned_MLG = found.at_home.over_mean_SMLG[0], found.planned.over_mean_SMLG[0]
+    # one layer is shown whole; the most uneven has the most to gain, and hides the least
     layer = int(home_MLG.max(axis=-1).mean(axis=0).argmax())
     named = str(layers[layer]) if layers else f"routed layer {layer}, counted from 0"
     loads = {HOME: home_MLG[:, layer].T, _planned(found): planned_MLG[:, layer].T}

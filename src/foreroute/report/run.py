@@ -70,6 +70,7 @@ def _page(runs: Sequence[Run]) -> Page:
         PageSection(heading="Over the run", plots=tuple(run_plots(runs))),
         PageSection(heading="What was run", keys=names, tables=(facts_table(runs, rows), config_table(runs))),
     ]
+    # a page that is read elsewhere cannot run them, but says what was kept
     commands = [command for run in runs for command in commands_of(run)]
     return Page(
         command="foreroute report",
@@ -81,6 +82,7 @@ def _page(runs: Sequence[Run]) -> Page:
 
 def commands_of(run: Run) -> list[tuple[str, str]]:
     """Commands that diagnose a run, with what each does, where it kept a rollout of a checkpoint's weights."""
+    # a rollout is compared with the weights that made it, which are those of a checkpoint or gone
     rollouts, checkpoints = ({path.name for path in (run.folder / name).glob("step-*")} for name in KEPT)
     if not rollouts & checkpoints:
         return []
@@ -98,6 +100,7 @@ def further(commands: Sequence[tuple[str, str]]) -> list[PageSection]:
 def _alarms(runs: Sequence[Run], colours: Sequence[str]) -> list[PageSection]:
     """Nothing where no run recorded whether alarms were on."""
     watched = [run.label for run in runs if any(step.alarms is not None for step in run.steps)]
+    # a section without a table would read as "no alarm"
     if not watched:
         return []
     if (table := alarm_table(runs, colours)).rows:

@@ -148,6 +148,7 @@ def rank_load_plots(runs: Sequence[Run]) -> list[Plot]:
     plots = []
     for run in runs:
         if steps := planned_steps(run):
+            # one step shows how a plan works; the last is what the run became
             step, execution = steps[-1]
             passes = execution.passes.values()
             of_run = f" of {run.label}" if len(runs) > 1 else ""
@@ -322,6 +323,7 @@ def plot_lines(
         look = style_of(runs, line)
         if smooth:
             axes.plot(line.x, line.y, color=look["color"], linewidth=0.7, alpha=0.3)
+            # over what is there at the beginning, so that the line begins with the run
             means = [line.y[max(0, end - WINDOW) : end].mean() for end in range(1, len(line.y) + 1)]
             axes.plot(line.x, means, **look | {"linewidth": 2.2})
         else:

@@ -213,6 +213,7 @@ def _devices(run: Run) -> list[str]:
     most: dict[str, int] = {}
     for step in run.steps:
         if device := step.device:
+            # a processor's name does not say that it is one
             name = f"CPU, {device.name}" if device.kind == "cpu" else device.name
             most[name] = max(most.get(name, 0), device.peak_memory_bytes or 0)
     return [f"{name}{f', up to {peak / 1e9:.2f} GB' if peak else ''}" for name, peak in most.items()]
@@ -253,6 +254,7 @@ def _loads(steps: Sequence[ExecutionRecord]) -> dict[str, str]:
         return f"{mean(lambda step: sum(step.bytes.get(kind, 0) for kind in kinds)) / 1e6:.3g} MB"
 
     planned, waited = ([getattr(step, name) or 0.0 for step in steps] for name in ("planning_s", "exposed_planning_s"))
+    # step by step: what one step waits for is not made up by another that hides more
     hidden_s = sum(max(0.0, planning_s - waited_s) for planning_s, waited_s in zip(planned, waited, strict=True))
     return {
         "Ranks": ", ".join(map(str, sorted({step.ranks for step in steps}))),

@@ -134,6 +134,7 @@ def simulation_tiles(record: SimulationRecord) -> tuple[Tile, ...]:
             f"{record.groups_simulated} of {record.groups} group{'s' * (record.groups != 1)} simulated",
         ),
     )
+    # nothing is saved by what was not simulated
     if main is static:
         return step
     hours = f"of {1000 * static.gpu_hours:,.3g} for whole steps without balancing, by {named(main, record)}"

@@ -187,12 +187,14 @@ class SimulateConfig(Section):
             if unknown := [name for name in methods if name not in METHODS]:
                 known = ", ".join(METHODS)
                 raise ValueError(f"there is no method called {', '.join(unknown)}; expected some of {known}")
+            # all figures are over static
             return tuple(dict.fromkeys(["static", *methods]))
         return methods
 
     @field_validator("workload", mode="before")
     @classmethod
     def _lists(cls, table: Any) -> Any:
+        # TOML has no tuples, and sections are checked strictly
         if isinstance(table, dict):
             return {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
         return table

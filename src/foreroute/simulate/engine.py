@@ -140,6 +140,7 @@ def _run(passes_KF: Any, ready_s: float, work: Any, model: Any) -> Any:
             if way == 1:
                 _elapse(state, HEAD, 2 * head_s, 2 * head_s)
             for _ in range(layers):
+                # the way back of an update runs every cell forward anew, then backward: activations were not kept
                 for i in range(forwards + backwards):
                     _pass_cell(state, place, i, i >= forwards, ways, work, model)
                 state.progress[ENDED] = place
@@ -180,10 +181,12 @@ def _pass_cell(state: Any, place: int, i: int, backward: bool, ways: int, work: 
     hidden = min(2 * work.all_to_all_ML[m, layer], model.overlap * (attention_s + experts_s))
     all_to_all_s = work.all_to_all_ML[m, layer] - hidden / 2
     computing = attention_s + experts_s + work.layer_s
+    # hidden all-to-alls take the links for their whole time, spread evenly over the computing
     rate = 1 - hidden / computing if computing > 0 else 1.0
     if backward:
         _elapse(state, ALL_TO_ALL, all_to_all_s, 0.0)
         _elapse(state, EXPERTS, experts_s, rate * experts_s)
+        # from here the weights' gradients are known, and may leave while all else goes on
         state.owed_G4[:] += work.gradient_MLG4[m, layer]
         _elapse(state, ALL_TO_ALL, all_to_all_s, 0.0)
         _attend(state, attention_s, work.layer_s, rate)
@@ -206,6 +209,7 @@ def _exposed(state: Any, place: int, ways: int, experts_s: float, rate: float, w
     direct_s = _direct_wait(state, place, ways, experts_s, rate, work)
     longest = 0.0
     for g in range(state.host_G.shape[0]):
+        # a rank that does little may wait long without delaying the others
         wait_s = max(direct_s, state.fetched_NG2[place, g, 1] - state.clock[0])
         longest = max(longest, wait_s + work.experts_MLG2[m, layer, g, 0])
     return longest - experts_s
@@ -249,6 +253,7 @@ def _release(state: Any, ways: int, work: Any, model: Any) -> None:
         for g in range(state.host_G.shape[0]):
             seconds = work.host_KMLG[way, m, layer, g]
             if seconds > 0:
+                # copies of a rank share one engine, whatever cell they are for
                 begin = max(state.host_G[g], state.clock[0])
                 state.host_G[g] = begin + seconds
                 state.fetched_NG2[place, g, 0] = begin

@@ -75,6 +75,7 @@ class EPGroup:
         moves = (self.recompute, self.update)
         host_s = sum(float(each.host_KMLG.sum()) for each in moves)
         direct_4 = sum(each.direct_KMLG4.sum(axis=(0, 1, 2, 3)) for each in moves)
+        # the recompute has no gradients
         gradient_4 = self.update.gradient_MLG4.sum(axis=(0, 1, 2))
         of_gradient = model.expert_parameters * model.gradient_bytes / ranks
         return {

@@ -200,6 +200,7 @@ def not_executed(method: Balancer, config: SimulateConfig) -> tuple[str, ...]:
         Ability.EXPERT_DATA_PARALLEL: cluster.groups > 1,
         Ability.OVERLAP: execution.overlap > 0,
         Ability.DEDUPLICATED_DISPATCH: described.costs.dispatcher == "dedup",
+        # executors read plans, and the others yield cells alone; static needs none
         Ability.OTHER_BALANCERS: not isinstance(method.method, Planner) and method is not METHODS["static"],
     }
     return lacking({ability for ability, is_asked in asked.items() if is_asked})

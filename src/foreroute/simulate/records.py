@@ -193,6 +193,7 @@ def strongest_other(records: Sequence[Record]) -> Record | None:
 def compared(records: Sequence[Record]) -> list[Record]:
     """The few methods that plots compare with static: the headline, the fastest plan, the fastest other one."""
     plans, others = _balanced(records)
+    # the headline may be the fastest plan too, and stands once
     chosen = [*plans[:1], *(_fastest(group) for group in (plans, others) if group)]
     return [record for n, record in enumerate(chosen) if record not in chosen[:n]]
 

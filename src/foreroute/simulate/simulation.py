@@ -64,6 +64,7 @@ def simulate(
     served: dict[str, list[_ServedGroup]] = {name: [] for name in methods}
     done, total = 0, len(steps) * len(methods)
     for step in steps:
+        # the limits are of the same tokens, so that shares of them compare like with like
         level = EPGroup.of(forced_balance(step), step, cluster.costs, overlap=overlap)
         forced.append(level.run())
         bound.append(level.bound().run())
@@ -162,8 +163,10 @@ def _method(
     slowest = [max(of_groups, key=_seconds) for of_groups in zip(*runs, strict=True)]
     recompute_s, update_s = _slowest(runs)
     training_s = recompute_s + update_s
+    # what a group waits for the slowest one is lost to all its GPUs
     busy_s = sum(float(np.mean([_seconds(run) for run in of_groups])) for of_groups in zip(*runs, strict=True))
     phases = PhaseSeconds(
+        # only what the recompute waits for: the rest of planning ran beside the rollout
         planning=max(run.end_s for run, _ in runs) - recompute_s,
         home_moves=max(group.home_moves_s for group in groups),
         publishing=max(group.publish_s for group in groups),
