@@ -54,7 +54,7 @@ def run_simulation(
         record = simulate(config, on_progress=lambda name, done, total: work.advance(done, total, detail=name))
     _print(record, console)
     figures = record.as_dict() | {"fit": None if fitted is None else fitted.as_dict()}
-    # with both files the step can be simulated again, by any later version
+    # with both files the step can be simulated anew, by any later version
     contents = {"simulation.json": figures, "config.json": config.model_dump(mode="json")}
     texts = {name: json.dumps(values, indent=1, allow_nan=False) for name, values in contents.items()}
     with working("writing the figures", console), writing_named(folder, RunFolderError):
