@@ -64,7 +64,6 @@ class Check:
     Attributes:
         id: short name; known bugs refer to it.
         title: the property, as a sentence that is true of a right adapter.
-        does: how it is looked at.
         run: raises `CheckFailed` when the property does not hold.
         needs: ids of checks without which this one says nothing: it is blocked when one of them failed.
         quick: takes only forwards of one model of the family's own shape, so it can run on a user's model.
@@ -72,7 +71,6 @@ class Check:
 
     id: str
     title: str
-    does: str
     run: Callable[[CheckContext], None]
     needs: tuple[str, ...] = ()
     quick: bool = False

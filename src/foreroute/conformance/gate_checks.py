@@ -130,18 +130,10 @@ def furthest(expected: Mapping[str, NDArray[Any]], seen: Mapping[str, NDArray[An
 
 
 CHECKS = (
-    Check(
-        "gate-rule",
-        "Gate weights follow the family's own rule",
-        "Replays the model's own routes and compares the weights of the experts with the untouched model's.",
-        _gate_rule,
-        needs=PLACEMENT,
-        quick=True,
-    ),
+    Check("gate-rule", "Gate weights follow the family's own rule", _gate_rule, needs=PLACEMENT, quick=True),
     Check(
         "native-bit-equal",
         "Replaying a model's own routes changes no bit",
-        "Compares log-probs of the untouched model with those under its own routes.",
         _native_bits,
         needs=("gate-rule", "missing-rows"),
         quick=True,
@@ -149,7 +141,6 @@ CHECKS = (
     Check(
         "dense-scores",
         "A replayed expert that the router would not pick keeps its weight",
-        "Replays random routes and looks for gate weights of exactly zero.",
         _dense_scores,
         needs=PLACEMENT,
         quick=True,
@@ -157,15 +148,12 @@ CHECKS = (
     Check(
         "group-limit",
         "The final selection is replaced, not limited to the router's own groups",
-        "Replays routes that span more groups than the router allows.",
         _group_limit,
         needs=PLACEMENT,
     ),
     Check(
         "router-gradient",
         "Routers get the gradient of the loss under the replayed routes",
-        "Compares all gradients under native routes with the untouched model, and those of routers under random "
-        "routes with finite differences.",
         _router_gradient,
         needs=("gate-rule", "dense-scores"),
     ),

@@ -142,21 +142,18 @@ CHECKS = (
     Check(
         "indexers-followed",
         "Queries attend to what the trace says, and so they do when activations are recomputed",
-        "Replays choices at random, other ones for each row and layer, and looks at what the attention is given.",
         _followed,
         needs=PLACEMENT,
     ),
     Check(
         "indexers-recorded",
         "Recorded choices are those that queries attended to",
-        "Records with and without a replay, and compares with what the attention was given.",
         _recorded,
         needs=("indexers-followed",),
     ),
     Check(
         "indexers-refused",
         "Choices of other rows or layers, of units that a query does not see, or missing ones, are refused",
-        "Replays choices shifted by a row, with a unit behind the query, of other layers, and without a row.",
         _refused,
         needs=("indexers-followed",),
     ),

@@ -104,15 +104,12 @@ CHECKS = (
     Check(
         "masks-followed",
         "Log-probabilities are those on the recorded sets, and gradients are theirs",
-        "Replays sets of a few tokens; the expected values come from the untouched model with each of them in the last "
-        "place, the gradient from finite differences.",
         _followed,
         needs=("router-gradient",),
     ),
     Check(
         "masks-refused",
         "A set that leaves out the sampled token, or is missing, is refused",
-        "Replays the sets of another sequence, and sets without one of them.",
         _refused,
         needs=("masks-followed",),
     ),

@@ -59,7 +59,7 @@ def _followed_or_refused(context: CheckContext, fault: Fault, *, attached_first:
 
 
 def _mtp(context: CheckContext) -> None:
-    """Replay the decoder's routes: a head keeps its own, or the model is refused."""
+    """Add a head whose layer number restarts at 0: it keeps its own routes, or the model is refused."""
     untouched = context.untouched()
     untouched.inject(Fault.MTP_HEAD)
     native = untouched.forward(context.base, grad=False).seen
@@ -188,67 +188,18 @@ def _empty(context: CheckContext) -> None:
 
 
 CHECKS = (
-    Check(
-        "fused-bypass",
-        "A router that a fused path bypasses is refused, not skipped",
-        "Bypasses one router, before and after attaching, and replays.",
-        _fused,
-        needs=PLACEMENT,
-    ),
-    Check(
-        "orphan-routers",
-        "Routers that never run take no layer's routes",
-        "Registers a second copy of the decoder before the one that runs, and replays.",
-        _orphans,
-        needs=PLACEMENT,
-    ),
-    Check(
-        "mtp-alias",
-        "A multi-token-prediction head takes no decoder layer's routes",
-        "Adds a head whose layer number restarts at 0, and replays the decoder's own routes.",
-        _mtp,
-        needs=PLACEMENT,
-    ),
-    Check(
-        "duplicates-refused",
-        "An expert picked twice in a row is refused",
-        "Hands in a row of one expert K times, through the adapter's entrance.",
-        _duplicates,
-        quick=True,
-    ),
-    Check(
-        "range-refused",
-        "An id beyond the experts is refused",
-        "Hands in id E, as a physical slot of a load balancer would be.",
-        _out_of_range,
-        quick=True,
-    ),
-    Check(
-        "stale-refused",
-        "Routes of other weights than expected are refused",
-        "Replays a trace of one version while expecting another.",
-        _stale,
-        quick=True,
-    ),
-    Check(
-        "other-model-refused",
-        "The trace of another model is refused",
-        "Replays traces with other layers, one layer, one expert and one pick more.",
-        _other_model,
-        quick=True,
-    ),
+    Check("fused-bypass", "A router that a fused path bypasses is refused, not skipped", _fused, needs=PLACEMENT),
+    Check("orphan-routers", "Routers that never run take no layer's routes", _orphans, needs=PLACEMENT),
+    Check("mtp-alias", "A multi-token-prediction head takes no decoder layer's routes", _mtp, needs=PLACEMENT),
+    Check("duplicates-refused", "An expert picked twice in a row is refused", _duplicates, quick=True),
+    Check("range-refused", "An id beyond the experts is refused", _out_of_range, quick=True),
+    Check("stale-refused", "Routes of other weights than expected are refused", _stale, quick=True),
+    Check("other-model-refused", "The trace of another model is refused", _other_model, quick=True),
     Check(
         "other-tokens-refused",
         "Routes are bound to tokens: those of another batch are refused",
-        "Replays traces of other tokens, of sequences in another order, shorter or fewer.",
         _other_tokens,
         quick=True,
     ),
-    Check(
-        "empty-session-refused",
-        "A session in which nothing was replayed is an error",
-        "Opens a session and runs no forward.",
-        _empty,
-        quick=True,
-    ),
+    Check("empty-session-refused", "A session in which nothing was replayed is an error", _empty, quick=True),
 )

@@ -51,7 +51,7 @@ def _outside(context: CheckContext) -> None:
 
 
 def _residue(context: CheckContext) -> None:
-    """Run a pass without gradients before an update."""
+    """Run a pass without gradients, as for old log-probs, before an update on another batch."""
     # rows that it leaves behind would be consumed by the next recomputation
     model, handle = context.pair(RECOMPUTE)
     one, two = _batches(context)
@@ -63,7 +63,7 @@ def _residue(context: CheckContext) -> None:
 
 
 def _selective(context: CheckContext) -> None:
-    """Keep the results of some operators, among them top-k."""
+    """Keep the results of top-k and of products."""
     # such a checkpoint answers the n-th call of an operator in the recomputation by the n-th of the forward
     _in_case(context, replace(RECOMPUTE, selective=True), "selective checkpoints")
 
@@ -254,83 +254,33 @@ CHECKS = (
     Check(
         "recompute-order",
         "Several micro-batches in flight keep their own routes in recomputation",
-        "Runs forward A, forward B, then both backwards in either order, and compares with one at a time and no "
-        "recomputation.",
         _order,
         needs=PLACEMENT,
     ),
     Check(
         "backward-outside-session",
         "A backward after the session recomputes under the routes of its forward",
-        "Closes the replay session before backward.",
         _outside,
         needs=PLACEMENT,
     ),
     Check(
         "forward-only-residue",
         "A forward-only pass leaves nothing that a later backward consumes",
-        "Runs a pass without gradients, as for old log-probs, then an update on another batch.",
         _residue,
         needs=PLACEMENT,
     ),
     Check(
         "selective-checkpoint",
         "Checkpoints that keep some results recompute under the routes of their forward",
-        "Keeps the results of top-k and of products, and compares with no recomputation.",
         _selective,
         needs=(*PLACEMENT, "dense-scores"),
     ),
-    Check(
-        "compiled-layers",
-        "Compiled layers take other routes in every session",
-        "Compiles each layer, and compares with layers that are not.",
-        _compiled,
-        needs=PLACEMENT,
-    ),
-    Check(
-        "reference-untouched",
-        "Reference, teacher and critic models never notice a replay",
-        "Runs untouched models, built before and during a session, while it is open.",
-        _reference,
-    ),
-    Check(
-        "second-model",
-        "Attaching another model disturbs none that is attached",
-        "Attaches a second model during a session and replays other routes in each.",
-        _second_attached,
-        needs=PLACEMENT,
-    ),
-    Check(
-        "model-restored",
-        "After a session the model routes itself again",
-        "Compares a forward after a session with the untouched model.",
-        _restored,
-        quick=True,
-    ),
-    Check(
-        "exception-safety",
-        "A session that ends with an exception leaves nothing behind",
-        "Raises in the body of a session, and in the middle of a forward, and compares a plain forward afterwards.",
-        _exceptions,
-        quick=True,
-    ),
-    Check(
-        "recording-faithful",
-        "A recording holds what was executed, token by token",
-        "Compares a recording with what the experts were given.",
-        _faithful,
-        quick=True,
-    ),
-    Check(
-        "recorded-once",
-        "Recomputation records no row a second time",
-        "Records a forward and a backward with recomputation, and counts rows.",
-        _once,
-    ),
-    Check(
-        "int-width",
-        "The width of ids follows the model, never the ids at hand",
-        f"Records small ids on the family's own model and on one of {WIDE} experts, and looks at the dtype.",
-        _width,
-    ),
+    Check("compiled-layers", "Compiled layers take other routes in every session", _compiled, needs=PLACEMENT),
+    Check("reference-untouched", "Reference, teacher and critic models never notice a replay", _reference),
+    Check("second-model", "Attaching another model disturbs none that is attached", _second_attached, needs=PLACEMENT),
+    Check("model-restored", "After a session the model routes itself again", _restored, quick=True),
+    Check("exception-safety", "A session that ends with an exception leaves nothing behind", _exceptions, quick=True),
+    Check("recording-faithful", "A recording holds what was executed, token by token", _faithful, quick=True),
+    Check("recorded-once", "Recomputation records no row a second time", _once),
+    Check("int-width", "The width of ids follows the model, never the ids at hand", _width),
 )
