@@ -174,8 +174,7 @@ def plan(
     output: Annotated[Path, typer.Option(help="The plan file; the page has .html instead.")] = Path("plan.safetensors"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing plan and page.")] = False,
     previous: Annotated[
-        list[Path] | None,
-        typer.Option(help="The plan, and the traces or counts file, of the step before; repeat it."),
+        list[Path] | None, typer.Option(help="The plan, and the traces or counts file, of the step before; repeat it.")
     ] = None,
     token_budget: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of a rank in a micro-step, of traces; 16384 by default.")

@@ -37,13 +37,7 @@ from foreroute.trace.operations import count_assignments
 
 
 def run_plan(
-    topology: Path,
-    options: PlanOptions,
-    output: Path,
-    *,
-    baselines: bool,
-    overwrite: bool,
-    **inputs: Any,
+    topology: Path, options: PlanOptions, output: Path, *, baselines: bool, overwrite: bool, **inputs: Any
 ) -> None:
     """Plan what `read_step` makes of `inputs`, print the table, write `output` and the page beside it."""
     page = output.with_suffix(".html")
@@ -79,10 +73,7 @@ def run_plan(
     console.print(shown_tiles(plan_tiles(compared)))
     made = {"made": f"foreroute {foreroute.__version__}, {date.today()}: {shlex.join(['foreroute', *sys.argv[1:]])}"}
     all_facts = facts | found.why | made
-    write_page(
-        console,
-        lambda: write_plan_page(compared, all_facts, page, cluster=step.cluster, layers=step.layers),
-    )
+    write_page(console, lambda: write_plan_page(compared, all_facts, page, cluster=step.cluster, layers=step.layers))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -120,11 +111,7 @@ class StepToPlan:
 
 
 def read_step(
-    topology: Path,
-    step: Sequence[Path],
-    *,
-    previous: Sequence[Path] = (),
-    token_budget: int | None = None,
+    topology: Path, step: Sequence[Path], *, previous: Sequence[Path] = (), token_budget: int | None = None
 ) -> StepToPlan:
     """Read everything, and pack the sequences of traces; what the files are is told by their content."""
     # experts are at the homes of the plan before; EPLB balances by the loads of the step before

@@ -16,15 +16,7 @@ from foreroute.errors import InputError, printable
 from foreroute.mismatch import Defect, Explanation, explain
 from foreroute.mismatch.decisions import misplaced_masks, stream_difference
 from foreroute.report.format import quoted
-from foreroute.trace import (
-    NO_VERSION,
-    SAMPLING,
-    DecisionStream,
-    RoutingSpec,
-    RoutingTrace,
-    digest,
-    load,
-)
+from foreroute.trace import NO_VERSION, SAMPLING, DecisionStream, RoutingSpec, RoutingTrace, digest, load
 from foreroute.trace.operations import count_assignments
 
 POSITION_BINS = 8

@@ -56,10 +56,7 @@ def console_of_rank() -> Console:
 @contextmanager
 def watching(config: TrainConfig, console: Console) -> Iterator[Watcher]:
     """Show progress and alarms, and turn the first Ctrl-C, SIGTERM or SIGHUP into an orderly stop."""
-    with (
-        working(f"{config.name}, preparing the run", console) as work,
-        noting_the_first_signal(console) as received,
-    ):
+    with working(f"{config.name}, preparing the run", console) as work, noting_the_first_signal(console) as received:
         announced: list[int] = []
 
         def should_stop() -> bool:

@@ -16,15 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.conformance.adapter import (
-    AdapterUnderTest,
-    AttachedModel,
-    Batch,
-    Case,
-    ModelUnderTest,
-    Padding,
-    Seen,
-)
+from foreroute.conformance.adapter import AdapterUnderTest, AttachedModel, Batch, Case, ModelUnderTest, Padding, Seen
 from foreroute.errors import ForerouteError
 from foreroute.mismatch import Defect, explain
 from foreroute.trace import RoutingSpec, RoutingTrace

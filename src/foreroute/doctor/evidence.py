@@ -251,11 +251,7 @@ def _with_tokens(found: Measures, evidence: Evidence) -> Measures:
     nearest = _nearest(evidence.rescored, engine_R)
     zeros = _zeros(evidence, engine_R, nearest)
     found = replace(
-        found,
-        without=_tokens(native, engine_R),
-        with_replay=_tokens(replayed, engine_R),
-        rescored=nearest,
-        zeros=zeros,
+        found, without=_tokens(native, engine_R), with_replay=_tokens(replayed, engine_R), rescored=nearest, zeros=zeros
     )
     native_R, replayed_R = (None if each is None else each.logprobs_R for each in (native, replayed))
     if native_R is not None and replayed_R is not None:

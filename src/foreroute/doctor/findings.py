@@ -113,20 +113,17 @@ def diagnose(evidence: Evidence, facts: Mapping[str, str] | None = None) -> Diag
     """
     measures = measure(evidence)
     # from what makes all else meaningless to what is read last
-    findings = tuple(
-        finding
-        for part in (
-            _wiring(evidence),
-            _weights(evidence),
-            _versions(evidence),
-            _frozen(evidence),
-            _routes(evidence, measures),
-            about_masks(evidence, measures),
-            about_choices(evidence, measures),
-            _replay(evidence, measures),
-        )
-        for finding in part
-    ) + tuple(_trainer(measures))
+    findings = (
+        *_wiring(evidence),
+        *_weights(evidence),
+        *_versions(evidence),
+        *_frozen(evidence),
+        *_routes(evidence, measures),
+        *about_masks(evidence, measures),
+        *about_choices(evidence, measures),
+        *_replay(evidence, measures),
+        *_trainer(measures),
+    )
     if {finding.advice for finding in findings} <= {NO_ROUTES}:  # lest nothing at all be called fine
         raise InputError(
             "there is nothing to compare: no row is routed on both sides, and no sampled token has log-probs of both. "

@@ -20,12 +20,7 @@ of ranks and once that of nodes, on both sides of a swap. Larger loads are halve
 
 
 def place_homes(
-    counts_MLGE: ArrayLike,
-    topology: Topology,
-    home_LE: ArrayLike,
-    *,
-    max_moves: int | None = None,
-    threads: int = 1,
+    counts_MLGE: ArrayLike, topology: Topology, home_LE: ArrayLike, *, max_moves: int | None = None, threads: int = 1
 ) -> NDArray[np.int16]:
     """Place the experts of each layer for a step, so that micro-steps need few replicas and transfers.
 

@@ -68,11 +68,7 @@ NOT_MODELLED = (
 
 
 def write_simulation_page(
-    record: SimulationRecord,
-    config: SimulateConfig,
-    target: Path,
-    *,
-    fit: FitRecord | None = None,
+    record: SimulationRecord, config: SimulateConfig, target: Path, *, fit: FitRecord | None = None
 ) -> Path:
     """Write the page of a simulation, and of the fit of its rates; raises `InputError` as `page.write_page`."""
     return write_page(target, lambda: _page(record, config, fit))

@@ -30,15 +30,7 @@ from foreroute.kernels import kernel
 
 Floats = NDArray[np.float64]
 
-PARTS = (
-    "attention",
-    "all-to-all",
-    "experts",
-    "fixed",
-    "exposed transfers",
-    "output head",
-    "waiting for the plan",
-)
+PARTS = ("attention", "all-to-all", "experts", "fixed", "exposed transfers", "output head", "waiting for the plan")
 """Parts of the time of recompute and update, in this order."""
 ATTENTION, ALL_TO_ALL, EXPERTS, FIXED, EXPOSED, HEAD, PLAN = map(np.int64, range(len(PARTS)))
 """Their places. numba would make a type of each plain number, and compile what takes it once for each."""

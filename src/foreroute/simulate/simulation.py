@@ -15,18 +15,8 @@ from foreroute.simulate.config import SimulateConfig
 from foreroute.simulate.engine import PARTS, GroupRun
 from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.methods import METHODS, Loads, ServedStep, forced_balance, not_executed, serve
-from foreroute.simulate.optimizer_step import (
-    move_seconds,
-    optimizer_seconds,
-    reduction_bytes,
-    reduction_seconds,
-)
-from foreroute.simulate.records import (
-    PhaseSeconds,
-    SimulatedMethod,
-    SimulationRecord,
-    load_figures,
-)
+from foreroute.simulate.optimizer_step import move_seconds, optimizer_seconds, reduction_bytes, reduction_seconds
+from foreroute.simulate.records import PhaseSeconds, SimulatedMethod, SimulationRecord, load_figures
 from foreroute.simulate.steps import group_steps
 
 OnProgress = Callable[[str, int, int], None]
@@ -37,10 +27,7 @@ WAITING = PARTS.index("waiting for the plan")
 
 
 def simulate(
-    config: SimulateConfig,
-    *,
-    balancers: Mapping[str, Balancer] | None = None,
-    on_progress: OnProgress | None = None,
+    config: SimulateConfig, *, balancers: Mapping[str, Balancer] | None = None, on_progress: OnProgress | None = None
 ) -> SimulationRecord:
     """Simulate one RL step from the end of the rollout, under every method of the configuration, on the same tokens.
 
@@ -215,10 +202,7 @@ def _seconds(run: GroupRun) -> float:
     return float(run.end_s - run.parts_X[WAITING])
 
 
-PATH_WORDS = {
-    "host": "from host memory within a node, from peers beyond",
-    "direct": "from peers",
-}
+PATH_WORDS = {"host": "from host memory within a node, from peers beyond", "direct": "from peers"}
 
 
 def _facts(config: SimulateConfig, costs: CostModel) -> dict[str, str]:

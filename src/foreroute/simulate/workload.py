@@ -185,14 +185,7 @@ class DrawnStep:
         load = self.workload
         counts = np.zeros((load.num_micro_steps, load.num_layers, load.num_ranks, load.num_experts), np.int32)
         draw_cells(
-            self._seed_ML,
-            self._share_MLE,
-            self._first_M,
-            self.prompt_S,
-            self.rows_S,
-            self.rank_S,
-            self._rule,
-            counts,
+            self._seed_ML, self._share_MLE, self._first_M, self.prompt_S, self.rows_S, self.rank_S, self._rule, counts
         )
         return counts
 
@@ -294,14 +287,7 @@ def _settle(missing: Any, rows: Any, last: Any, counts_E: Any) -> None:
 
 @kernel
 def draw_cells(
-    seed_ML: Any,
-    share_MLE: Any,
-    first_M: Any,
-    prompt_S: Any,
-    rows_S: Any,
-    rank_S: Any,
-    rule: Any,
-    counts_MLGE: Any,
+    seed_ML: Any, share_MLE: Any, first_M: Any, prompt_S: Any, rows_S: Any, rank_S: Any, rule: Any, counts_MLGE: Any
 ) -> None:
     """Add the assignments of every cell; `first_M`, int64 [M + 1], is the first sequence of each micro-step."""
     most = 0

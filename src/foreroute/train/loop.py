@@ -287,11 +287,7 @@ class Trainer:
 
 
 def make_trainer(
-    config: TrainConfig,
-    task: Task,
-    policy: hf.RoutedTransformer,
-    engine: Engine,
-    execution: OneProcess | None = None,
+    config: TrainConfig, task: Task, policy: hf.RoutedTransformer, engine: Engine, execution: OneProcess | None = None
 ) -> Trainer:
     """Make a trainer with a new optimizer; it executes in this process unless told otherwise."""
     optimizer = make_optimizer(config, policy)

@@ -22,11 +22,7 @@ SMOOTHING = 0.9
 
 
 def warm_start(
-    model: Any,
-    config: TrainConfig,
-    task: Task,
-    on_step: Callable[[int, float], None],
-    should_stop: Callable[[], bool],
+    model: Any, config: TrainConfig, task: Task, on_step: Callable[[int, float], None], should_stop: Callable[[], bool]
 ) -> bool:
     """Give `model` the weights that RL starts from: those of a checkpoint, or trained until the loss is low enough.
 
