@@ -75,14 +75,16 @@ def compare(
     return PairedRatio.of(seconds, base)
 
 
-def seconds_in_turn(works: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, list[float]]:
+def seconds_in_turn(
+    works: Mapping[str, Callable[[], object]], *, rounds: int, clock: Clock = time.perf_counter
+) -> dict[str, list[float]]:
     """Seconds of each of several works that run in turn, after a round that warms up. Rounds begin one work later."""
     names = list(works)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds + 1):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            taken = _seconds(works[name], time.perf_counter)
+            taken = _seconds(works[name], clock)
             if number:
                 seconds[name].append(taken)
     return seconds
