@@ -7,12 +7,7 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from benchmarks.harness.planner_oracles import (
-    best_split,
-    least_of_all_plans,
-    least_where_slots_lack,
-    level_quotas,
-)
+from benchmarks.harness.planner_oracles import best_split, level_quotas
 from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.checker import verify
 from foreroute.planner import plan
@@ -70,23 +65,14 @@ def test_balance_is_the_best_of_all_choices(small_cells):
     assert found.sum() <= best.sum() * 1.002
 
 
-def test_proofs_of_benchmarks_are_true_of_all_choices(small_cells):
-    counts, choices = small_cells
-    home_E = np.repeat(np.arange(4), 2)
-    for cell, found in zip(counts[:, 0], choices, strict=True):
-        best, loads_E = min(load for _, load in found), cell.sum(axis=0)
-        assert least_of_all_plans(loads_E, home_E, 4, 1) == best
-        assert least_where_slots_lack(loads_E, home_E, 4, 1) <= best
-
-
 def test_slots_of_a_rank_that_has_too_much_help_nobody():
     loads_E, home_E = np.array([100, 97, 95, 90, 88, 80, *[1] * 6]), np.repeat(np.arange(2), 6)
     counts = np.stack([loads_E, np.zeros_like(loads_E)])[None, None]
     found = plan(counts, Topology(2, 2, 2, LINKS), EXACT)
     best = min(load for _, load in _all_choices(loads_E, home_E, 2, 2))
     # the two heaviest experts are all that rank 1 can take
-    assert found.bound_ML[0, 0] < least_where_slots_lack(loads_E, home_E, 2, 2) == best == 550 - 197
-    assert found.max_load_ML[0, 0] == best == least_of_all_plans(loads_E, home_E, 2, 2)
+    assert found.bound_ML[0, 0] < best == 550 - 197
+    assert found.max_load_ML[0, 0] == best
 
 
 def test_replicas_are_the_fewest_of_all_choices(small_cells):

@@ -7,9 +7,9 @@ import pytest
 from matplotlib.figure import Figure
 
 from foreroute.records import read_runs
-from foreroute.report.figure import SIDE_COLOURS, SIDE_WORDS
+from foreroute.report.figure import SIDE_COLOURS
 from foreroute.report.run import write_report
-from foreroute.report.run_plots import _up_to_all, update_plots
+from foreroute.report.run_plots import SIDE_WORDS, _up_to_all, update_plots
 from foreroute.report.run_tables import describe, load_table, summary_rows
 from tests.report.pages import plots_of, rows_of, text_of
 from tests.report.report_runs import config, execution, side, step_line, write_run
