@@ -44,7 +44,7 @@ def test_gradients_return_from_every_replica_as_executors_send_them(paths):
 def taken(plan, counts_MLGE, costs):
     seconds_ML = np.empty(plan.shape[:2])
     for m, layer in np.ndindex(seconds_ML.shape):
-        seconds_ML[m, layer] = price_cell(plan.cell(m, layer), counts_MLGE[m, layer], plan.topology, costs).seconds
+        seconds_ML[m, layer] = price_cell(plan.cell(m, layer), counts_MLGE[m, layer], plan.topology, costs).sum()
     return seconds_ML
 
 

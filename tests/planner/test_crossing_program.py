@@ -5,11 +5,10 @@ import itertools
 import numpy as np
 import pytest
 
-from benchmarks.harness.planner_oracles import CellHosts, best_split, cross_node_gap, least_crossing
+from benchmarks.harness.planner_oracles import CellHosts, cross_node_gap, least_crossing
 from foreroute.plan import PlanOptions, Topology
 from foreroute.planner import plan
-from tests.plan.random_plans import LINKS, random_plan
-from tests.planner.test_replicas import least_load
+from tests.plan.random_plans import LINKS
 
 NODE_G = np.array([0, 0, 1, 1])
 
@@ -39,7 +38,7 @@ def brute_force(assignment, counts_GE, most):
     return best
 
 
-@pytest.mark.parametrize("seed", [0, 2, 3, 5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 4))])
+@pytest.mark.parametrize("seed", range(3))
 def test_against_all_splits(seed):
     rng = np.random.default_rng(seed)
     expert_H = np.array([0, 1, 2, 3, 0, 1], np.int32)
@@ -53,22 +52,12 @@ def test_against_all_splits(seed):
         )
 
 
-def test_a_plan_with_locality_is_at_the_least_and_one_without_is_not():
+@pytest.mark.parametrize("slots", ["shared", "layer"])
+@pytest.mark.parametrize("tolerance", [0.0, 0.02])
+def test_a_plan_with_locality_is_at_the_least_and_one_without_is_not(tolerance, slots):
     rng = np.random.default_rng(0)
     counts = rng.poisson(rng.pareto(1.5, (2, 2, 4, 1, 16)).repeat(2, axis=3) * 30).reshape(2, 2, 8, 16)
-    topology = Topology(8, 2, 2, LINKS)
-    gaps = [cross_node_gap(plan(counts, topology, PlanOptions(locality=on)), counts, 0.02, 4) for on in (True, False)]
-    assert 0 <= gaps[0] < 1e-3
+    near, far = (PlanOptions(tolerance=tolerance, slots=slots, locality=on) for on in (True, False))
+    gaps = [cross_node_gap(plan(counts, Topology(8, 2, 2, LINKS), each), counts, tolerance, 4) for each in (near, far)]
+    assert -1e-9 <= gaps[0] < 5e-3
     assert gaps[1] > 0.02
-
-
-@pytest.mark.slow
-def test_the_best_split_of_a_plan_is_that_of_each_of_its_cells():
-    rng = np.random.default_rng(0)
-    counts = rng.integers(0, 30, (2, 3, 4, 8))
-    topology = Topology(4, 2, 2, LINKS)
-    found = random_plan(counts, topology)
-    for (m, layer), best in np.ndenumerate(best_split(counts, found)):
-        cell, loads_E = found.cell(m, layer), counts[m, layer].sum(axis=0)
-        ranks_E = [{int(cell.home_E[e]), *cell.rank_R[cell.expert_R == e].tolist()} for e in range(8)]
-        assert best == least_load(loads_E, [sum(1 << g for g in ranks) for ranks in ranks_E], 4)

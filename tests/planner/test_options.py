@@ -28,7 +28,7 @@ def counts(seed=0, scale=40):
 
 def seconds(found, counts_MLGE, costs):
     cells = ((found.cell(m, la), counts_MLGE[m, la]) for m, la in np.ndindex(counts_MLGE.shape[:2]))
-    return sum(price_cell(cell, counts_GE, found.topology, costs).seconds for cell, counts_GE in cells)
+    return sum(price_cell(cell, counts_GE, found.topology, costs).sum() for cell, counts_GE in cells)
 
 
 def same(a, b):
@@ -110,7 +110,7 @@ def test_options_are_off_in_layers_where_planning_them_takes_more_than_they_save
     for layer in range(3):
         cells = [each.cell(0, layer) for each in plans]
         off, on = (price_cell(cell, given[0, layer], topology, COSTS) for cell in cells)
-        saved_L.append(off.seconds - on.seconds)
+        saved_L.append(off.sum() - on.sum())
     assert min(saved_L) > 0
     # one plan for pay-off; for traffic the one to beat, and with each of three limits 6, 4, 3, 2 and 1 slots
     entries = (1 + 1 + 3 * 5) * 8 * 16
