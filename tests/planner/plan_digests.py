@@ -1,7 +1,7 @@
 """Checksums of random plans without priced options, whose homes stay.
 
-`python -m tests.planner.plan_digests > tests/planner/plan_digests.txt` records them anew, after a change of the search on
-purpose.
+`python -m tests.planner.plan_digests > tests/planner/plan_digests.txt` records them anew after a change of the search
+that was meant.
 """
 
 from __future__ import annotations

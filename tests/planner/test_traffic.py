@@ -206,7 +206,7 @@ def _best_step_seconds(counts_MGE, home_E, topology, costs):
 
 @grid(("ranks", "slots"), [(3, 1), (2, 2)], quick=2)
 def test_near_the_best_of_all_steps(ranks, slots):
-    """Of whole steps in kept slots, over links from fast to slow. Loads are left free (tolerance), so that the choice of
+    """Of whole steps in kept slots, over links from fast to slow. Loads are left free, so that the choice of
     replicas alone is judged."""
     gaps, gains = [], []
     for seed in range(9):
