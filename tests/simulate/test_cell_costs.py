@@ -58,26 +58,6 @@ def test_shared_slots_still_hold_the_last_cells_where_the_way_turns_back(prefetc
     assert np.array_equal(update.direct_KMLG4[1, :, fetched_back], update.direct_KMLG4[0, :, fetched_back])
 
 
-NEAR_LINK, FAR_LINK = (3, 2 * BYTES / 340e9), (1, 2 * BYTES / 45e9)
-
-
-@pytest.mark.parametrize(
-    ("paths", "near", "far"),  # what rank 0 waits for: expert 1 of its node, expert 3 of the other
-    [("host", ("host", 2 * BYTES / 50e9), FAR_LINK), ("direct", NEAR_LINK, FAR_LINK)],
-)
-def test_paths_by_hand(paths, near, far):
-    costs = replace(COSTS, paths=paths)
-    moved = transfers(planned("layer"), LAYERS, costs)[0]
-    for m, (lane, seconds) in ((0, near), (2, far)):
-        host_s, direct_G4 = moved.host_KMLG[0, m, 0, 0], moved.direct_KMLG4[0, m, 0]
-        if lane == "host":
-            assert (host_s, direct_G4.sum()) == (pytest.approx(seconds), 0)
-        else:
-            assert (host_s, direct_G4[0, lane]) == (0, pytest.approx(seconds))
-            assert direct_G4.sum() == pytest.approx(2 * seconds)  # out of the home, into rank 0
-    assert not moved.gradient_MLG4.any()
-
-
 @pytest.mark.parametrize("paths", ["host", "direct"])
 def test_replicas_take_the_paths_of_the_executors_schedule(paths):
     topology, rng = replace(TOPOLOGY, num_ranks=8, ranks_per_node=4, redundant_slots=3), np.random.default_rng(3)
