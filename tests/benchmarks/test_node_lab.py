@@ -66,6 +66,7 @@ def failing(rank, num_ranks):
     dist.barrier()
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_fails_ends_the_others_and_says_why():
     if reason := reason_against():
         pytest.skip(reason)

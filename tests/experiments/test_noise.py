@@ -22,7 +22,7 @@ GROUP, TEMPERATURE = 4, 0.8
 
 
 def small(precision, **task):
-    rollout = {"precision": precision, "group_size": GROUP, "temperature": TEMPERATURE, "prompts": 24}
+    rollout = {"precision": precision, "group_size": GROUP, "temperature": TEMPERATURE, "prompts": 12}
     return merged(small_values(), {"rollout": rollout, "task": task})
 
 
@@ -93,6 +93,4 @@ def test_rounding_makes_passes_differ_and_repeating_does_not(start):
     assert (found["again"]["k3"], found["again"]["differing_share"]) == (0, 0)
     assert min(found[name]["k3"] for name in ("alone", "chunks", "prefix", "sampled")) > 0
     assert found["trainer"]["k3"] > found["trainer R3"]["k3"] > 0 == found["trainer R3"]["differing_share"]
-    exact = run_noise(cell, small("float32", **longer), start)
-    assert max(each["k3"] for each in exact.values()) < 1e-9
     assert {each["response_tokens"] for each in found.values()} == {found["again"]["response_tokens"]}
