@@ -7,7 +7,7 @@ from tests.train.small_runs import small_config
 
 
 def run_config(num_ranks, **sections):
-    sections["rl"] = {"steps": 3, "micro_step_tokens": 96, **sections.get("rl", {})}
+    sections["rl"] = {"steps": 2, "micro_step_tokens": 96, **sections.get("rl", {})}
     parallel = {"expert": num_ranks, "timeout_s": TIMEOUT_S, **sections.pop("parallel", {})}
     return small_config(rollout={"prompts": 8}, parallel=parallel if num_ranks > 1 else {}, **sections)
 

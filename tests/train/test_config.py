@@ -148,16 +148,16 @@ def test_a_file_says_ranks_slots_links_and_prices(tmp_path):
     path = tmp_path / "cluster.toml"
     path.write_text(TOPOLOGY.format(links="", weight_bytes=2.0))
     cluster = load_cluster(path)
-    found = planning_of(expert=4, topology=str(path), plan={"pay_off": False, "home_moves": 6})
+    found = planning_of(expert=2, topology=str(path), plan={"pay_off": False, "home_moves": 6})
     assert found == (cluster.topology, PlanOptions(home_moves=6, pay_off=False), cluster.costs)
-    executed = planning_of(expert=4, topology=str(path), paths="direct", prefetch=3)
+    executed = planning_of(expert=2, topology=str(path), paths="direct", prefetch=3)
     assert executed.costs == replace(cluster.costs, paths="direct", prefetch=3), "prices are of what the run executes"
 
 
 @grid(
     ("before", "after", "message"),
     [
-        ("num_ranks = 4", "num_ranks = 2", r"cluster.toml says num_ranks = 2, the run has 4; describe the ranks"),
+        ("num_ranks = 2", "num_ranks = 4", r"cluster.toml says num_ranks = 4, the run has 2; describe the ranks"),
         ("num_experts = 16", "num_experts = 32", "says num_experts = 32, the run has 16"),
         ("num_layers = 2", "num_layers = 3", "says num_layers = 3, the run has 2"),
         ("top_k = 2", "top_k = 4", "says top_k = 4, the run has 2"),
@@ -169,6 +169,6 @@ def test_a_file_of_another_run_is_refused(before, after, message, tmp_path):
     path = tmp_path / "cluster.toml"
     path.write_text(TOPOLOGY.format(links="", weight_bytes=2.0).replace(before, after))
     with pytest.raises(ConfigError, match=message):
-        planning_of(expert=4, topology=str(path))
+        planning_of(expert=2, topology=str(path))
     with pytest.raises(ConfigError):
-        planning_of(expert=4, topology=str(tmp_path / "missing.toml"))
+        planning_of(expert=2, topology=str(tmp_path / "missing.toml"))

@@ -66,7 +66,6 @@ def test_metrics_of_a_step_are_those_of_its_tokens():
     ("settings", "routers_move"),
     [
         ({"router": "frozen", "routing": "R3"}, False),
-        ({"router": "frozen", "routing": "none"}, False),
         ({"routing": "R3"}, True),
     ],
     quick=2,
@@ -81,16 +80,6 @@ def test_routers_stay_where_they_are_told_to(settings, routers_move):
     moved = {name for name, value in weights(trainer).items() if not torch.equal(value, before[name])}
     assert moved - names, "nothing was learned"
     assert (moved & names == names) if routers_move else not moved & names
-
-
-@pytest.mark.slow
-def test_the_engines_weights_make_a_trainer_of_its_precision_agree():
-    """In float32 both ways nothing is left but the order of sums."""
-    exact = step(rollout={"precision": "float32"}, rl={"routing": "R3"})[2].mismatch
-    assert exact["replayed"].k3 < 1e-9
-    coarse = step(rl={"routing": "R3"}, **DISAGREEING)[2].mismatch["replayed"]
-    assert coarse.k3 > exact["replayed"].k3
-    assert coarse.differing_share == 0
 
 
 def test_all_ranks_are_dealt_from_one_list_of_prompts():
