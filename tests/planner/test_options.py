@@ -110,7 +110,7 @@ def test_options_are_off_in_layers_where_planning_them_takes_more_than_they_save
     for layer in range(3):
         cells = [each.cell(0, layer) for each in plans]
         off, on = (price_cell(cell, given[0, layer], topology, COSTS) for cell in cells)
-        saved_L.append(off.sum() - on.sum())
+        saved_L.append(float(off.sum() - on.sum()))
     assert min(saved_L) > 0
     # one plan for pay-off; for traffic the one to beat, and with each of three limits 6, 4, 3, 2 and 1 slots
     entries = (1 + 1 + 3 * 5) * 8 * 16
