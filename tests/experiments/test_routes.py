@@ -13,21 +13,16 @@ from experiments.routes import recorded, run_routes
 from experiments.texts import KINDS, LONGEST, SHORTEST, TextTask, encode, text
 from experiments.unevenness import (
     dealt,
-    drawn,
     kind_information,
     kind_share,
-    made_up,
     sequence_counts,
-    shuffled,
 )
 from foreroute.plan import Topology
 from foreroute.plan.counts import contiguous_imbalance
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.methods import BALANCERS
-from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import load
 from tests.plan.random_plans import LINKS
-from tests.traces import spec_of
 
 SMALL = {
     "model": {"sizes": {"hidden_size": 16, "num_hidden_layers": 2, "moe_intermediate_size": 8}},
@@ -97,9 +92,6 @@ def test_unevenness_is_what_loops_say():
     found = unevenness.unevenness(steps)
     names = ("step_correlation", "step_change", "swing", "imbalance")
     assert [found[name] for name in names] == pytest.approx(by_loops(steps, 4), rel=1e-3)
-    same = unevenness.unevenness([np.repeat(steps[0][:1], 3, axis=0)] * 2)
-    assert [same[name] for name in ("step_correlation", "micro_correlation")] == [1, 1]
-    assert [same[name] for name in ("step_change", "swing", "variance")] == [0, 0, 0]
     apart = np.zeros((2, 1, 1, 16), int)
     apart[0, ..., :8] = apart[1, ..., 8:] = np.arange(1, 9)
     variance = 16**2 * 2 * sum((n / 36 / 2) ** 2 for n in range(1, 9)) / 16
@@ -110,9 +102,7 @@ def test_unevenness_is_what_loops_say():
 def test_what_kinds_explain():
     kind_S = np.arange(40) % 4
     own = np.repeat(np.eye(4, dtype=int)[kind_S][:, None] * 30, 2, axis=1)
-    assert (kind_information(own, kind_S), kind_share(own, kind_S)) == (2, 1)
-    alike = np.full((40, 2, 4), 7)
-    assert kind_information(alike, kind_S) == 0
+    assert [kind_information(each, kind_S) for each in (own, np.full((40, 2, 4), 7))] == [2, 0]
     rng = np.random.default_rng(1)
     mixed = own + rng.poisson(20, own.shape)
     shares = mixed / mixed.sum(axis=2, keepdims=True)
@@ -120,19 +110,6 @@ def test_what_kinds_explain():
     whole = ((shares - shares.mean(axis=0)) ** 2).sum(axis=(0, 2))
     assert kind_share(mixed, kind_S) == pytest.approx((1 - within / whole).mean())
     assert kind_share(mixed, rng.permutation(kind_S)) < 0.3 < kind_share(mixed, kind_S)
-
-
-@pytest.mark.slow
-def test_generators_take_the_place_of_traces():
-    spec = spec_of(num_experts=16, top_k=4, num_layers=2)
-    traces = [synthetic_trace(spec, [40 + n for n in range(64)], seed=seed) for seed in range(2)]
-    counts = sequence_counts(traces[0])
-    assert (counts.sum(axis=2) == 4 * (traces[0].lengths - 1)[:, None]).all()
-    tokens = shuffled(traces[0], 4, np.random.default_rng(0))
-    assert np.array_equal(tokens.sum(axis=(0, 2)), counts.sum(axis=0))
-    for made in (drawn(traces, 2, seed=1), made_up(traces, 2, seed=1)):
-        assert [step.shape for step in made] == [(4, 2, 8, 16)] * 2
-        assert not np.array_equal(*made)
 
 
 @pytest.mark.slow

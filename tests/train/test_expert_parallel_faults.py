@@ -14,7 +14,7 @@ from foreroute.files import container
 from foreroute.testing.ranks import Workers
 from foreroute.train.folder import load_checkpoint
 from foreroute.train.loop import Trainer
-from tests.train.expert_parallel_runs import path_of, run, run_config
+from tests.train.expert_parallel_steps import path_of, run, run_config
 from tests.train.small_runs import records
 
 

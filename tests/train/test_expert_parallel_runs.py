@@ -8,8 +8,16 @@ from foreroute.capture import load_generation
 from foreroute.errors import ConfigError
 from foreroute.train import RunFolder, parse_config, train
 from foreroute.train.folder import load_checkpoint
-from tests.train.expert_parallel_runs import path_of, run, run_config, step_on
-from tests.train.expert_parallel_steps import Steps, config_of, precise_trainer, steps_alone
+from tests.train.expert_parallel_steps import (
+    Steps,
+    config_of,
+    path_of,
+    precise_trainer,
+    run,
+    run_config,
+    step_on,
+    steps_alone,
+)
 from tests.train.small_runs import records, same_state, tensors_of
 from tests.train.tiny_model import write_model, write_tokenizer
 
