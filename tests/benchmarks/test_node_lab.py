@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from benchmarks.harness.node_lab import NodeLab, carried_bytes, reason_against
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 BYTES_PER_S, MESSAGE = 20e6, 20_000_000
 
 
@@ -66,7 +66,6 @@ def failing(rank, num_ranks):
     dist.barrier()
 
 
-@pytest.mark.exhaustive
 def test_a_rank_that_fails_ends_the_others_and_says_why():
     if reason := reason_against():
         pytest.skip(reason)
