@@ -23,7 +23,7 @@ from foreroute.trace import DecisionStream
 from foreroute.train.folder import load_checkpoint
 from tests.cli.command import foreroute
 from tests.mismatch import planted_defects as planted
-from tests.traces import choices_of, random_trace
+from tests.traces import random_trace
 from tests.train.small_runs import SIZES, records, small_values
 
 
@@ -247,18 +247,6 @@ def test_diff_names_sets_that_differ_are_missing_or_are_of_other_tokens(tmp_path
     result = foreroute("diff", first, saved("wrong", (own + 1) % choices))
     assert result.returncode == 1
     assert "leave out the token that was sampled" in " ".join(result.stdout.split())
-
-
-def test_diff_names_choices_of_indexers(tmp_path):
-    trace, same = choices_of(), choices_of(noise=0.05)
-    files = [fr.save(each, tmp_path / name) for each, name in ((trace, "a"), (same, "b"))]
-    stream = trace.streams["indexer"]
-    result = foreroute("diff", files[0], files[1])
-    assert (result.returncode, "indexer" in result.stdout) == (0, True)
-    for rows, code in ((trace.offsets[1:] - 1, 0), (trace.offsets[1:] - 2, 1)):  # of the last token, or of another
-        gappy = trace.with_stream("indexer", stream.without(rows))
-        result = foreroute("diff", files[0], fr.save(gappy, tmp_path / f"gappy {code}"))
-        assert result.returncode == code
 
 
 @pytest.mark.parametrize("form", ["sets", "ordered"])
