@@ -35,7 +35,7 @@ TESTS = {
     "megatron": {Ability.EXPERT_DATA_PARALLEL: STATIC},
 }
 """The test that executes each ability."""
-RANKS, MICRO_STEPS = 2, 2
+RANKS, MICRO_STEPS = 4, 2
 ROWS = ("static", *PRESETS)
 COSTS = CostModel(
     # all but rows costs next to nothing, so that no transfer is left out, and plans of few tokens pay
@@ -63,7 +63,7 @@ def test_every_ability_of_the_table_has_a_test():
 
 @pytest.fixture(scope="module")
 def executed():
-    """Counts of a step, and of every row the plan, the loads and the loss that two processes found."""
+    """Counts of a step, and of every row the plan, the loads and the loss that four processes found."""
     skip_where_nothing_is_spread()
     for name in ROWS:  # compiled here once
         planned(np.ones((1, 1, RANKS, 16), np.int64), name, None)
@@ -156,7 +156,7 @@ def test_one_executor_must_do_all(monkeypatch):
 
 def test_a_plan_for_what_the_executor_lacks_is_warned_of(monkeypatch):
     counts = np.ones((1, 1, RANKS, 16), np.int64)
-    across = plan(counts, Topology(RANKS, 1, 1, COSTS.hardware.links))
+    across = plan(counts, Topology(RANKS, 2, 1, COSTS.hardware.links))
     with pytest.warns(UserWarning, match=r"several.*machine"):
         warn_of_lacks(across, "hf", "direct")
     with warnings.catch_warnings():

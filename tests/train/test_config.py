@@ -54,8 +54,8 @@ def test_every_count_is_bounded(key):
         ("rl = {learning_rate = inf}", r"rl\.learning_rate"),
         ("rl = {micro_step_tokens = 8}", "cannot hold a sequence of up to 12 tokens"),
         ("model.sizes = {vocab_size = 7}", "vocab_size comes from the task"),
-        ("model.sizes = {hidden_sise = 3}", ""),
-        ('model = {family = "qwen9"}', ""),
+        ("model.sizes = {hidden_sise = 3}", "hidden_sise"),
+        ('model = {family = "qwen9"}', "qwen9"),
         *[
             (f'name = "{name}"', "name: String should")
             for name in ("../up", ".", "..", "a" * 5000, "\u00fc" * 120, "n\\n")
