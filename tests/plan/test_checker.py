@@ -101,12 +101,14 @@ def test_a_plan_for_shared_slots_fetches_everything():
         verify(everything, counts)
 
 
-def test_refuses_exactly_what_brute_force_refuses():
-    rng = np.random.default_rng(0)
-    plan, counts = small_case(7, keep=0.6)
+@pytest.mark.parametrize("most", [30, 1], ids=["tokens", "no tokens"])
+def test_refuses_exactly_what_brute_force_refuses(most):
+    """Where no tokens are, loads tell nothing, and the rules of places alone do."""
+    rng, counts = np.random.default_rng(0), random_counts(7, (3, 2, 4, 8), most)
+    plan = random_plan(counts, Topology(4, 2, 2, LINKS), seed=7, keep=0.6)
     names = ["expert_R", "rank_R", "slot_R", "fetched_R", "tokens_RG", "home_LE", "max_load_ML", "offsets"]
     valid = 0
-    for _ in range(900):
+    for _ in range(600):
         name = rng.choice(names)
         array = plan.tensors[name]
         place = tuple(int(rng.integers(n)) for n in array.shape)
@@ -119,7 +121,7 @@ def test_refuses_exactly_what_brute_force_refuses():
         else:
             assert _is_valid(changed, counts)
             valid += 1
-    assert 0 < valid < 90
+    assert 0 < valid < 200
 
 
 def _is_valid(plan, counts):
