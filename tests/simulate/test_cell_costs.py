@@ -66,7 +66,7 @@ def test_replicas_take_the_paths_of_the_executors_schedule(paths):
     assert found.num_replicas_ML.min() > 4
     costs, num_bytes, links = replace(COSTS, paths=paths), COSTS.model.expert_bytes, topology.links
     moved = transfers((found.hosts, "shared"), np.arange(3), costs, topology, counts)[0]
-    by_host = np.rint(moved.host_KMLG[0] * links.host_bytes_per_s / num_bytes).astype(int)
+    by_host = moved.host_KMLG[0] * links.host_bytes_per_s / num_bytes
     executed, served, near = np.zeros_like(by_host), np.zeros_like(by_host), np.zeros_like(by_host)
     for rank in range(8):
         schedule = ExecutionSchedule(found, counts, rank, paths=paths)
@@ -74,11 +74,11 @@ def test_replicas_take_the_paths_of_the_executors_schedule(paths):
             moves = schedule.cell(*c).hosted
             executed[(*c, rank)], served[(*c, rank)] = moves["by_host"].sum(), len(moves)
             near[(*c, rank)] = (moves["peer"] // 4 == rank // 4).sum()
-    assert np.array_equal(by_host, executed)
+    np.testing.assert_allclose(by_host, executed, rtol=1e-9)
     assert np.array_equal(executed, near * (paths == "host"))
     assert 0 < near.sum() < served.sum()
     arriving = moved.direct_KMLG4[0][..., [1, 3]] / num_bytes * [links.cluster_bytes_per_s, links.node_bytes_per_s]
-    assert np.array_equal(np.rint(arriving.sum(axis=-1)).astype(int), served - executed)
+    np.testing.assert_allclose(arriving.sum(axis=-1), served - executed, rtol=1e-9)
 
 
 def test_gradients_return_in_every_micro_step():
