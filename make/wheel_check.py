@@ -32,7 +32,7 @@ LIGHT_ROOMS = [
     "trace", "layout", "capture", "mismatch", "plan", "costs", "planner", "records", "conformance", "doctor",
 ]  # fmt: skip
 EXTRAS = {
-    "cli": ["simulate", "simulate.fit", "report", "cli.main"],
+    "cli": ["simulate", "report", "cli.main"],
     "hf": [
         "adapters.hf",
         "engines.embedded",
@@ -43,6 +43,7 @@ EXTRAS = {
         "doctor.examine",
     ],
     "engines": ["engines.vllm", "engines.sglang"],
+    "fit": ["costs.fitting", "simulate.fit"],
     "megatron": ["adapters.megatron"],
     "trl": ["trainers.trl"],
     "report": ["report.run_plots", "report.plan_plots", "report.simulation_plots"],

@@ -136,7 +136,7 @@ def test_what_is_missing_is_said(tmp_path):
         (
             ("static", "ours", "llep"),
             ["ours", "llep"],
-            "1.34 times as fast as static and 1.13 times as fast as LLEP-style (not executed), the strongest other",
+            "1.34 times as fast as static and 1.13 times as fast as LLEP-style (not executed), the fastest other",
         ),
     ],
     quick=2,
@@ -146,7 +146,7 @@ def test_some_methods_alone(tmp_path, names, shown, finding):
     assert [method.name for method in compared(found.methods)] == shown
     text = text_of(page(tmp_path, found, sweeps=sweeps(names)[:1]))
     assert finding in text
-    assert ("strongest" in text) is ("ours" in names)
+    assert ("fastest other" in text) is ("ours" in names)
     assert simulation_table(found).column("Method")[:-2] == [method.label for method in found.methods]
 
 

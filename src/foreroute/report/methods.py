@@ -81,7 +81,7 @@ def worth(main: MethodRecord, static: MethodRecord, other: MethodRecord | None, 
     text = f"{as_fast(static.training_s, main.training_s)} static"
     if other is None:
         return text
-    return f"{text} and {as_fast(other.training_s, main.training_s)} {other_label}, the strongest other method"
+    return f"{text} and {as_fast(other.training_s, main.training_s)} {other_label}, the fastest other balancer"
 
 
 def named(method: SimulatedMethod, record: SimulationRecord) -> str:

@@ -84,12 +84,13 @@ def plan_finding(found: PlanComparison) -> str:
         (home,) = {"recompute", "update"} - set(passes)
         return (
             f"Use the plan in the {passes[0]}; the {home} runs with every expert at its home, since the plan would "
-            f"save too little there. By the cost model, both passes are {gain}; by the plan {both}."
+            f"save too little there. By the cost model, both passes together are {gain}; by the plan {both}."
         )
     if not len(found.plan.hosts.expert_R):
         return (
             f"There is nothing to use: the plan has no replicas. Every expert serves at its home, where the slowest "
-            f"rank has {over_mean(executed.imbalance)} times the mean load. By the cost model, both passes are {gain}."
+            f"rank has {over_mean(executed.imbalance)} times the mean load. By the cost model, both passes together "
+            f"are {gain}."
         )
     return (
         f"Do not use the plan: both passes run with every expert at its home, where the slowest rank has "

@@ -53,4 +53,4 @@ def time_by_part(found: PlanComparison) -> Plot:
 def _planned(found: PlanComparison) -> str:
     """The title of what the plan does: it says where that is not executed."""
     passes = found.passes_by_plan
-    return "under the plan" + ("" if len(passes) == 2 else f", {passes[0]} alone" if passes else ", not executed")
+    return "by the plan" + ("" if len(passes) == 2 else f" ({passes[0]})" if passes else " (not run)")

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import spearmanr
 
 from foreroute.costs.fitting import find_rates, require_distinct_effects, value_of
 from foreroute.costs.model import CostModel, Hardware
@@ -257,14 +258,7 @@ def rank_correlation(a_V: Floats, b_V: Floats) -> float | None:
     """
     if not (np.ptp(a_V) and np.ptp(b_V)):
         return None
-    return float(np.clip(np.corrcoef(_ranks(a_V), _ranks(b_V))[0, 1], -1, 1))
-
-
-def _ranks(values_V: Floats) -> Floats:
-    """float64 [V], the place of each value in ascending order; equal ones share the mean of theirs."""
-    _, which_V, counts = np.unique(values_V, return_inverse=True, return_counts=True)
-    ranks_V: Floats = (np.cumsum(counts) - (counts - 1) / 2)[which_V]
-    return ranks_V
+    return float(spearmanr(a_V, b_V).statistic)
 
 
 def predict(
