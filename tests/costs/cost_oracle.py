@@ -1,12 +1,20 @@
-"""The cost model once more, slowly and from its description: an oracle for compiled pricing."""
+"""Cells by the compiled cost model, and by it once more, slowly and from its description: the oracle."""
 
 import math
 
 import numpy as np
 
+from foreroute.costs.pricing import cell_seconds, slowest_attention
+
 PASSES = {"recompute": [["f"]], "update": [["f"], ["f", "b"]]}
 GEMM, WEIGHTS, MEMORY, CORE = {"f": 1, "b": 2}, {"f": 1, "b": 4}, {"f": 1, "b": 1.6}, {"f": 1, "b": 3}
 """Of attention; that of experts backward is what the hardware says."""
+
+
+def price_cell(cell, counts_GE, topology, costs, slots="layer"):
+    """Seconds of a cell as compiled: [2 passes, 5 parts]."""
+    counts = np.ascontiguousarray(counts_GE, np.int32)
+    return cell_seconds(cell, counts, slowest_attention(counts, costs), costs.prices(topology, slots))
 
 
 def oracle(cell, counts_GE, topology, costs, slots="layer"):

@@ -13,8 +13,7 @@ from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.plan import Topology
 from foreroute.simulate.workload import WORKLOADS
-from tests.costs.cost_oracle import oracle
-from tests.costs.priced_cells import price_cell
+from tests.costs.cost_oracle import oracle, price_cell
 from tests.plan.random_plans import LINKS, random_plan
 from tests.simulate.drawn_routes import routes_of
 

@@ -11,7 +11,7 @@ from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.costs.pricing import least_seconds
 from foreroute.plan import Topology
 from foreroute.plan.schedule import ExecutionSchedule
-from tests.costs.priced_cells import price_cell
+from tests.costs.cost_oracle import price_cell
 from tests.plan.random_plans import LINKS, random_counts, random_plan
 
 H100 = HARDWARE["h100"]

@@ -11,7 +11,7 @@ from foreroute.errors import ConfigError
 from foreroute.plan import PlanOptions, Topology, verify
 from foreroute.planner import plan, plan_and_why
 from foreroute.planner.homes import place_homes
-from tests.costs.priced_cells import price_cell
+from tests.costs.cost_oracle import price_cell
 from tests.plan.random_plans import LINKS
 
 MODEL = replace(model_preset("qwen3-30b-a3b"), num_experts=16, top_k=2)

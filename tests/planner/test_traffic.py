@@ -17,7 +17,7 @@ from foreroute.planner import plan
 from foreroute.planner.priced import Window
 from foreroute.planner.prune import _least_on_busiest, prune_replicas
 from foreroute.simulate.workload import WORKLOADS
-from tests.costs.priced_cells import price_cell
+from tests.costs.cost_oracle import price_cell
 from tests.plan.random_plans import LINKS, random_counts, random_plan
 from tests.tiers import grid
 
