@@ -60,7 +60,7 @@ def test_replicas_against_traffic_are_faster_and_valid(slots):
 @pytest.mark.parametrize("slots", ["layer", "shared"])
 def test_replicas_that_do_not_pay_are_declined(slots):
     given = counts(2)
-    options = PlanOptions(tolerance=0.0, slots=slots)
+    options = PlanOptions(tolerance=0.0, slots=slots, traffic=False)
     keeping = replace(options, pay_off=False)
     kept, paid = (plan(given, TOPOLOGY, o, costs=SLOW_HOST) for o in (keeping, options))
     verify(paid, given, options)
