@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import foreroute as fr
-from foreroute.cli.plan import _facts
-from foreroute.cli.plan_inputs import parse_options, read_step
+from foreroute.cli.plan import _facts, parse_options, read_step
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.errors import InputError
 from foreroute.layout import pack_sequences

@@ -38,7 +38,7 @@ def _step(cells, counts_MGE, topology, costs, tolerance=0.02):
     """Cells of one layer, whose slots keep what they hold."""
     counts, attention_M2 = counts_MGE.astype(np.int32), slowest_attention(counts_MGE, costs)
     window = Window(counts, attention_M2, topology.redundant_slots, costs.prices(topology))
-    return window.short(cells, tolerance)
+    return window.against_traffic(cells, tolerance)
 
 
 def _same(one, other):

@@ -6,9 +6,9 @@ import re
 import pytest
 
 from foreroute.records import read_runs
-from foreroute.report.figure import SIDE_COLOURS, SIDE_WORDS
+from foreroute.report.figure import SIDE_COLOURS
 from foreroute.report.run import write_report
-from foreroute.report.run_plots import update_plots
+from foreroute.report.run_plots import SIDE_WORDS, update_plots
 from foreroute.report.run_tables import load_table
 from tests.report.pages import plots_of, rows_of, text_of
 from tests.report.report_runs import config, execution, side, step_line, write_run

@@ -16,12 +16,11 @@ from foreroute.report.simulation import (
     simulation_tiles,
     write_simulation_page,
 )
-from foreroute.simulate import SimulatedMethod, SimulationRecord, SweepRecord, Timeline, parse_config
+from foreroute.simulate import SimulatedMethod, SimulationRecord, parse_config
 from foreroute.simulate.engine import PARTS
 from foreroute.simulate.fit import FitRecord
 from foreroute.simulate.methods import METHODS, PRESETS
 from foreroute.simulate.records import PhaseSeconds, compared
-from foreroute.simulate.timelines import Span
 from tests.report.pages import plots_of, rows_of, text_of
 from tests.tiers import grid
 
@@ -47,9 +46,9 @@ def config(**tables):
     return parse_config(values | tables, source="the test")
 
 
-def method(name, training=None):
+def method(name):
     """A fifth of recompute and update is recompute; parts are shares of these. Other balancers are not executed."""
-    training = TRAINING[name] if training is None else training
+    training = TRAINING[name]
     waits = 0.0 if name == "static" else 0.0123
     shares = [0.35, 0.3, 0.28, 0.03, 0.0, 0.04, 0.0]
     recompute, update = 0.2 * training, 0.8 * training
@@ -80,10 +79,7 @@ def method(name, training=None):
     )
 
 
-def record(names=tuple(TRAINING), *, imbalance=2.09, scale=1.0):
-    """Gains over static are `scale` times those of `TRAINING`."""
-    static = replace(method("static"), imbalance=imbalance)
-    others = [method(name, TRAINING[name] / scale) for name in names if name != "static"]
+def record(names=tuple(TRAINING)):
     return SimulationRecord(
         facts={"cluster": "64 x h100, expert parallel 16", "model": "qwen3-30b-a3b: 48 routed layers"},
         gpus=64,
@@ -92,58 +88,10 @@ def record(names=tuple(TRAINING), *, imbalance=2.09, scale=1.0):
         groups_simulated=2,
         tokens_per_rank=8190.25,
         cells_per_group=1536,
-        forced_balance_s=FORCED / scale,
+        forced_balance_s=FORCED,
         bound_s=BOUND,
         rollout_s=0.0,
-        methods=(static, *others),
-    )
-
-
-def sweeps(names=("static", "eplb_micro_step", "ours", "ours_traffic")):
-    values = {
-        "skew": (0.5, 1.0, 2.0),
-        "tokens_per_rank": (2048, 4096, 16384),
-        "expert_parallel": (8, 32),
-        "redundant_slots": (0, 1, 2, 4),
-        "cluster_bandwidth": (0.5, 2.0),
-        "overlap": (0.5, 1.0),
-        "planning_s": (0.0, 1.0, 10.0),
-    }
-    return [
-        SweepRecord(key, value, record(names, imbalance=1.5 + 0.3 * n, scale=0.9 + 0.1 * n))
-        for key, points in values.items()
-        for n, value in enumerate(points)
-    ]
-
-
-def timelines():
-    return [timeline(name) for name in ("static", "ours")]
-
-
-def timeline(name, num_ranks=16, num_layers=5):
-    """Layers one after the other from 0.1 s on, each a fifth of a millisecond and more, by the slowest rank."""
-    spans, now = [], 0.1
-    for layer in range(20, 20 + num_layers):
-        slowest = 0.0
-        for rank in range(num_ranks):
-            attention, experts = 9e-4, 6e-4 * (1 + (rank % 5 if name == "static" else 0.02))
-            slowest = max(slowest, experts)
-            start = now + 1e-3 + 3e-4
-            spans += [
-                Span(rank, "compute", "attention", layer, now, now + attention),
-                Span(rank, "links", "dispatch", layer, now + 1e-3, start),
-                Span(rank, "compute", "experts", layer, start, start + experts),
-            ]
-            if name != "static" and rank % 3 == 0:
-                spans.append(Span(rank, "copy engine", "fetch", layer, now - 8e-4, now - 6e-4))
-        end = now + 1.3e-3 + slowest
-        spans += [Span(rank, "links", "combine", layer, end, end + 3e-4) for rank in range(num_ranks)]
-        now = end + 3e-4
-    return Timeline(
-        method=name,
-        micro_step=1,
-        num_ranks=num_ranks,
-        spans=tuple(sorted(spans, key=lambda span: (span.begin_s, span.rank))),
+        methods=tuple(map(method, names)),
     )
 
 
@@ -171,7 +119,7 @@ def page(folder, found=None, **parts):
 @pytest.fixture(scope="module")
 def full(tmp_path_factory):
     """The page of all methods with everything on it."""
-    return page(tmp_path_factory.mktemp("page"), sweeps=sweeps(), timelines=timelines())
+    return page(tmp_path_factory.mktemp("page"))
 
 
 def cells_of(html, label):
@@ -226,30 +174,7 @@ def test_pictures_show_the_records(full):
     assert "static 18.2 s, EPLB, previous step (not executed) 16.0 s" in seen["The step by method"]
     spent = seen["What recompute and update are spent on"]
     assert spent.startswith("static 3.54 s, foreroute 2.65 s, foreroute, 8 slots against traffic 1.97 s, EPLB, per")
-    assert seen["Skew of the experts"] == "0.5: 1.21; 1: 1.34; 2: 1.48."
-    assert seen["Micro-batch size"] == "2,048: 1.21; 4,096: 1.34; 8,192: 1.34; 1.638e+04: 1.48."
-    assert seen["Planning time"] == "0: 0.0123; 1: 0.0123; 2.13: 0.0123; 10: 0.0123."
-    assert len(seen) == 2 + 2 + 7
-
-
-def test_a_timeline_shows_its_inner_layers(full, tmp_path):
-    slowest = 6e-4 * 5
-    assert plots_of(full)["Timeline: static"] == f"3 layers take {1e3 * 3 * (1.6e-3 + slowest):.3g} ms."
-    assert "Layers 21 to 23 in micro-step 1 of the recompute, on 4 of 16 ranks" in text_of(full)
-    html = page(tmp_path, record(("static",)), timelines=[timeline("static", 2, 3)])
-    assert "Layers 20 to 22 in micro-step 1 of the recompute, on 2 of 2 ranks" in text_of(html)
-
-
-@pytest.mark.usefixtures("unpainted")
-def test_what_is_missing_is_said(tmp_path):
-    html = page(tmp_path, record(("static", "ours")))
-    assert "What the gain depends on" not in html
-    assert "Timeline" not in html
-    assert "Rates fitted" not in html
-    few = [point for point in sweeps(("static", "ours")) if point.key == "cluster_bandwidth"]
-    html = page(tmp_path, record(("static", "ours")), sweeps=few)
-    assert "What the gain depends on" in html
-    assert "As configured: 45 GB/s per GPU." in html
+    assert len(seen) == 2
 
 
 @pytest.mark.usefixtures("unpainted")
@@ -270,39 +195,24 @@ def test_what_is_missing_is_said(tmp_path):
 def test_some_methods_alone(tmp_path, names, shown, finding):
     found = record(names)
     assert [method.name for method in compared(found.methods)] == shown
-    text = text_of(page(tmp_path, found, sweeps=sweeps(names)[:1]))
+    text = text_of(page(tmp_path, found))
     assert finding in text
     assert ("fastest other" in text) is ("ours" in names)
     assert simulation_table(found).column("Method")[:-2] == [method.label for method in found.methods]
-
-
-def marked(found, missing):
-    """No executor carries out any of its methods."""
-    return replace(found, methods=tuple(replace(method, not_executed=missing) for method in found.methods))
 
 
 @pytest.mark.usefixtures("unpainted")
 def test_a_scenario_that_no_executor_carries_out_is_marked_at_every_figure(tmp_path):
     found = record(("static", "ours"))
     missing = ("expert-parallel ranks on several nodes", "expert data parallelism")
-    found = marked(found, missing)
+    found = replace(found, methods=tuple(replace(method, not_executed=missing) for method in found.methods))
     assert executed(found) == f"No executor carries out any of it: it takes {', '.join(missing)}."
     assert simulation_finding(found).startswith("By the cost model, and not executed, foreroute makes")
     assert set(simulation_table(found).column("Executed")) == {"no"}
-    text = text_of(page(tmp_path, found, timelines=timelines()))
+    text = text_of(page(tmp_path, found))
     assert "All times are modelled, not executed" in text
     plots = [simulation_plots.by_phase(found), simulation_plots.by_part(found)]
-    plots += simulation_plots.timelines(timelines(), found)
     assert all(plot.caption.x_label.endswith("seconds, modelled, not executed") for plot in plots)
-
-
-@pytest.mark.usefixtures("unpainted")
-def test_points_of_a_sweep_that_no_executor_carries_out_are_named(tmp_path):
-    points = [point for point in sweeps(("static", "ours")) if point.key in ("expert_parallel", "overlap")]
-    wide = replace(points[1], simulation=marked(points[1].simulation, ("expert data parallelism",)))
-    text = text_of(page(tmp_path, record(("static", "ours")), sweeps=[points[0], wide, *points[2:]]))
-    assert text.count("Not executed at") == 1
-    assert "Not executed at 32." in text
 
 
 def test_a_faster_plan_of_ours_stands_in_the_finding_and_no_other_does():

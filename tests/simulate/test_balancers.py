@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from benchmarks.balancers import OTHER_BALANCERS
-from benchmarks.harness.eplb_published import published_placement
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import hardware_preset, model_preset
 from foreroute.errors import CountsError
@@ -16,6 +15,7 @@ from foreroute.simulate import methods
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.eplb import eplb_placement
 from tests.plan.random_plans import LINKS
+from tests.simulate.eplb_published import published_placement
 
 BALANCERS = methods.BALANCERS | OTHER_BALANCERS
 # numba compiles a kernel of its own for this one, which takes longer than all tests of the others

@@ -40,7 +40,6 @@ def test_lengths_whose_sum_wraps_are_refused():
 
 
 def metadata(**values):
-    """A change of metadata."""
 
     def change(there, tensors):
         there.update({f"foreroute.{name}": value for name, value in values.items()})
@@ -83,8 +82,8 @@ METADATA = {
     "a layer of three": (layers(0, 1, [2, "decoder", 8]), r"expected a list of \[number, kind, experts, picks\]"),
     "no layer": (layers(), "the layer table is empty"),
     "a layer twice": (layers(0, 0, 1), "names a layer twice"),
-    "a negative layer": (layers(-4, 1, 2), "number -4"),
-    "a fraction of a layer": (layers([2.9, "decoder", 8, 2], 1, 3), "number 2.9"),
+    "a negative layer": (layers(-4, 1, 2), "routed layer is -4"),
+    "a fraction of a layer": (layers([2.9, "decoder", 8, 2], 1, 3), "routed layer is 2.9"),
     "a layer of another kind": (layers(*[[0, "sideways", 8, 2]] * 3), r"expected \[number, kind\]"),
     "too many layers": (layers(*range(1025)), "1024 layers at most"),
     "fewer experts in one layer": (layers(0, 1, [2, "decoder", 3, 2]), "decoder 2 has .*expected ids from 0 to 2"),

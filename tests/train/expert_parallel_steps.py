@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from foreroute.adapters import hf
 from foreroute.adapters.hf import spreading
 from foreroute.capture import Generation
-from foreroute.records.json_form import to_json
+from foreroute.files.json_form import to_json
 from foreroute.train import RunFolder, train
 from foreroute.train.chain import VOCABULARY, ChainTask
 from foreroute.train.experts import make_execution

@@ -17,7 +17,7 @@ from foreroute.adapters.hf.response_logprobs import response_log_probs
 from foreroute.ep.dispatch import ExchangeRows
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.records.json_form import to_json
+from foreroute.files.json_form import to_json
 from foreroute.records.runs import parse_step
 from foreroute.train import experts
 from tests.train.expert_parallel_steps import config_of, precise_trainer, steps_of

@@ -12,7 +12,7 @@ from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.plan.schedule import ExecutionSchedule
 from foreroute.planner import plan
 from foreroute.simulate.balancers import BalancerInput
-from foreroute.simulate.cell_costs import pass_work
+from foreroute.simulate.ep_group import pass_work
 
 TOPOLOGY = Topology(4, 2, 1, Links(340e9, 45e9, 50e9, 20e-6, 50e-6))
 COSTS = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"])
