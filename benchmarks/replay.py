@@ -147,7 +147,7 @@ def _bytes_per_token(bench: Bench) -> dict[str, float]:
     policy = Policy("error", "native", "native", telemetry=False)
     rows = TraceOnDevice(trace, device).gather(torch.arange(trace.num_rows), policy)
     queued = [rows.ids_LRK, rows.real_R, rows.counted_R]
-    routers = [("router", trace.spec.top_k)] * trace.spec.num_layers
+    routers = [("router", trace.spec.top_k, False)] * trace.spec.num_layers
     current = Pass(routers, trace.num_rows, rows.ids_LRK.dtype, device, rows, RecordOptions(scores=True))
     assert current.scores is not None
     queued.append(current.native_LRK)
