@@ -206,15 +206,10 @@ def same_sets(wanted: NDArray[Any], seen: NDArray[Any]) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class Misplaced:
-    """A mistake of placement.
+    """A mistake of placement."""
 
-    Attributes:
-        check: id of the check that is about it; "routes-followed" when it has no name.
-        sentence: what was seen.
-    """
-
-    check: str
-    sentence: str
+    check: str  # id of the check that is about it; "routes-followed" when it has no name
+    sentence: str  # what was seen
 
 
 def misplaced(wanted: RoutingTrace, seen_NLK: NDArray[Any], native_NLK: NDArray[Any]) -> Misplaced | None:

@@ -54,17 +54,11 @@ class TrainerPass:
 
 @dataclass(frozen=True, eq=False)
 class Rescored:
-    """Log-probs as they would be if the engine had sampled otherwise than was said.
+    """Log-probs as they would be if the engine had sampled otherwise than was said."""
 
-    Attributes:
-        temperature: that logits are divided by.
-        on_sets: on the sampling masks of the trace; over all tokens otherwise.
-        logprobs_R: of the response tokens.
-    """
-
-    temperature: float
-    on_sets: bool
-    logprobs_R: NDArray[Any]
+    temperature: float  # that logits are divided by
+    on_sets: bool  # on the sampling masks of the trace; over all tokens otherwise
+    logprobs_R: NDArray[Any]  # of the response tokens
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
