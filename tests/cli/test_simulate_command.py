@@ -94,15 +94,13 @@ def test_rates_are_fitted_first(run, tmp_path):
 @grid(
     ("text", "arguments", "message"),
     [
-        (TOML, ("none.toml",), "none.toml does not exist"),
         (TOML.replace("gpus", "gpu"), ("config.toml",), "cluster.gpu: unknown key; did you mean gpus?"),
         (TOML, ("config.toml", "--output", "full"), "full is not empty; nothing was changed"),
         (TOML, ("config.toml", "--output", "config.toml"), "config.toml is no folder; nothing was changed"),
         (TOML, ("config.toml", "--rate", "layer_s"), "add --fit MEASUREMENTS"),
-        (TOML, ("config.toml", "--fit", "none.jsonl"), "none.jsonl does not exist"),
         (TOML, ("config.toml", "--fit", "config.toml"), " is not JSON"),
     ],
-    quick=5,
+    quick=4,
 )
 def test_a_users_error_is_one_message_and_exit_code_2(run, tmp_path, text, arguments, message):
     (tmp_path / "config.toml").write_text(text)

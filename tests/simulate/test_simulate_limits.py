@@ -22,7 +22,6 @@ WIDE = {"num_experts": 32_768, "num_layers": 1000}
         ({"workload": {"layers": 48, "groups": 999_999, "micro_steps": 5000}}, "would take about .* GB of memory"),
         ({"cluster": {"gpus": 1024, "expert_parallel": 1024}, "model": WIDE}, "would take about .* GB of memory"),
         ({"cluster": {"gpus": 64, "expert_parallel": 64, "redundant_slots": 2000}}, "redundant_slots"),
-        ({"cluster": {"gpus": 64, "expert_parallel": 64, "redundant_slots": 1000}}, "would take about .* GB of memory"),
         (
             {"cluster": {"gpus": 999_999, "expert_parallel": 1}, "workload": {"groups": 999_999}},
             "would take about .* GB",
@@ -32,14 +31,7 @@ WIDE = {"num_experts": 32_768, "num_layers": 1000}
         ({"workload": {"tokens_per_rank": 2**24}}, "assignments in a cell; expected 2147483647 at most"),
         ({"workload": {"skew": 1e30}}, r"workload\.skew"),
         ({"execution": {"rollout_s": 1e300}}, r"execution\.rollout_s"),
-        ({"model": {"num_layers": 2**62}}, "num_layers is 4611686018427387904; expected .* to 1024"),
-        ({"model": {"hidden": 2**62}}, "hidden is 4611686018427387904; expected .* to 1048576"),
-        ({"model": {"weight_bytes": 1e300}}, r"weight_bytes is 1e\+300; expected .* at most"),
-        ({"links": {"node_bytes_per_s": 1e-300}}, r"node_bytes_per_s is 1e-300; expected 1 to 1e\+18"),
         ({"links": {"node_latency_s": 1e300}}, r"node_latency_s is 1e\+300; expected"),
-        ({"hardware": {"gemm_flops_per_s": 1e-300}}, "gemm_flops_per_s is 1e-300; expected"),
-        ({"hardware": {"tile_rows": 2**40}}, "tile_rows is 1099511627776; expected"),
-        ({"costs": {"sequence_tokens": 1e300}}, r"sequence_tokens is 1e\+300; expected"),
     ],
 )
 def test_what_would_take_too_much_is_refused_before_it_is_taken(values, message):
