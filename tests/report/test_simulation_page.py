@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.balancers import OTHER_BALANCERS
 from foreroute.costs.presets import hardware_preset
 from foreroute.report import simulation_plots
 from foreroute.report.simulation import (
@@ -15,11 +16,84 @@ from foreroute.report.simulation import (
     simulation_tiles,
     write_simulation_page,
 )
+from foreroute.simulate import SimulatedMethod, SimulationRecord, parse_config
+from foreroute.simulate.engine import PARTS
 from foreroute.simulate.fit import FitRecord
-from foreroute.simulate.records import compared
+from foreroute.simulate.methods import METHODS, PRESETS
+from foreroute.simulate.records import PhaseSeconds, compared
 from tests.report.pages import plots_of, rows_of, text_of
-from tests.report.simulation_records import TRAINING, config, record, sweeps, timeline, timelines
 from tests.tiers import grid
+
+TRAINING = {
+    "static": 17.72,
+    "eplb_previous": 15.6,
+    "eplb_step": 15.1,
+    "eplb_micro_step": 13.18,
+    "laer": 13.9,
+    "llep": 14.9,
+    "ours": 13.21,
+    "ours_exact": 13.15,
+    "ours_rehomed": 13.2,
+    "ours_traffic": 9.8,
+}
+"""Seconds of recompute and update."""
+LABELS = {name: method.label for name, method in (METHODS | OTHER_BALANCERS).items()}
+FORCED, BOUND = 13.1, 6.2
+
+
+def config(**tables):
+    values = {"cluster": {"gpus": 64, "expert_parallel": 16}, "workload": {"tokens_per_rank": 8192}}
+    return parse_config(values | tables, source="the test")
+
+
+def method(name):
+    """A fifth of recompute and update is recompute; parts are shares of these. Other balancers are not executed."""
+    training = TRAINING[name]
+    waits = 0.0 if name == "static" else 0.0123
+    shares = [0.35, 0.3, 0.28, 0.03, 0.0, 0.04, 0.0]
+    recompute, update = 0.2 * training, 0.8 * training
+    parts = [dict(zip(PARTS, [share * s for share in shares], strict=True)) for s in (recompute, update)]
+    parts[0]["waiting for the plan"] = waits
+    phases = PhaseSeconds(waits, 0.31 if name == "ours_rehomed" else 0.0, 0.0, recompute, update, 0.42, 0.011)
+    return SimulatedMethod(
+        name=name,
+        label=LABELS[name],
+        not_executed=() if name == "static" or name in PRESETS else ("plans of other balancers",),
+        phases=phases,
+        recompute_parts=parts[0],
+        update_parts=parts[1],
+        imbalance=2.09 if name == "static" else 1.02,
+        imbalance_99=2.5,
+        imbalance_worst=3.0,
+        cross_node_share=0.25,
+        home_moves=0,
+        share_of_forced_balance=FORCED / training,
+        share_of_bound=BOUND / training,
+        speedup_over_static=TRAINING["static"] / training,
+        groups_waiting=0.012,
+        planning_s=0.0 if name == "static" else 2.13,
+        fetches_per_cell=0.0 if name == "static" else 120.4 if name == "eplb_micro_step" else 3.1,
+        moved_bytes={"rows": {"node": 2.5e9, "cluster": 1.25e9}},
+        gpu_hours=sum(phases) * 64 / 3600,
+        gpu_hours_saved=(TRAINING["static"] + 0.431 - sum(phases)) * 64 / 3600,
+    )
+
+
+def record(names=tuple(TRAINING)):
+    return SimulationRecord(
+        facts={"cluster": "64 x h100, expert parallel 16", "model": "qwen3-30b-a3b: 48 routed layers"},
+        gpus=64,
+        expert_parallel=16,
+        groups=4,
+        groups_simulated=2,
+        tokens_per_rank=8190.25,
+        cells_per_group=1536,
+        forced_balance_s=FORCED,
+        bound_s=BOUND,
+        rollout_s=0.0,
+        methods=tuple(map(method, names)),
+    )
+
 
 SHOWN = {
     "Executed": lambda m: "no" if m.not_executed else "yes",
@@ -45,7 +119,7 @@ def page(folder, found=None, **parts):
 @pytest.fixture(scope="module")
 def full(tmp_path_factory):
     """The page of all methods with everything on it."""
-    return page(tmp_path_factory.mktemp("page"), sweeps=sweeps(), timelines=timelines())
+    return page(tmp_path_factory.mktemp("page"))
 
 
 def cells_of(html, label):
@@ -100,30 +174,7 @@ def test_pictures_show_the_records(full):
     assert "static 18.2 s, EPLB, previous step (not executed) 16.0 s" in seen["The step by method"]
     spent = seen["What recompute and update are spent on"]
     assert spent.startswith("static 3.54 s, foreroute 2.65 s, foreroute, 8 slots against traffic 1.97 s, EPLB, per")
-    assert seen["Skew of the experts"] == "0.5: 1.21; 1: 1.34; 2: 1.48."
-    assert seen["Micro-batch size"] == "2,048: 1.21; 4,096: 1.34; 8,192: 1.34; 1.638e+04: 1.48."
-    assert seen["Planning time"] == "0: 0.0123; 1: 0.0123; 2.13: 0.0123; 10: 0.0123."
-    assert len(seen) == 2 + 2 + 7
-
-
-def test_a_timeline_shows_its_inner_layers(full, tmp_path):
-    slowest = 6e-4 * 5
-    assert plots_of(full)["Timeline: static"] == f"3 layers take {1e3 * 3 * (1.6e-3 + slowest):.3g} ms."
-    assert "Layers 21 to 23 in micro-step 1 of the recompute, on 4 of 16 ranks" in text_of(full)
-    html = page(tmp_path, record(("static",)), timelines=[timeline("static", 2, 3)])
-    assert "Layers 20 to 22 in micro-step 1 of the recompute, on 2 of 2 ranks" in text_of(html)
-
-
-@pytest.mark.usefixtures("unpainted")
-def test_what_is_missing_is_said(tmp_path):
-    html = page(tmp_path, record(("static", "ours")))
-    assert "What the gain depends on" not in html
-    assert "Timeline" not in html
-    assert "Rates fitted" not in html
-    few = [point for point in sweeps(("static", "ours")) if point.key == "cluster_bandwidth"]
-    html = page(tmp_path, record(("static", "ours")), sweeps=few)
-    assert "What the gain depends on" in html
-    assert "As configured: 45 GB/s per GPU." in html
+    assert len(seen) == 2
 
 
 @pytest.mark.usefixtures("unpainted")
@@ -144,41 +195,24 @@ def test_what_is_missing_is_said(tmp_path):
 def test_some_methods_alone(tmp_path, names, shown, finding):
     found = record(names)
     assert [method.name for method in compared(found.methods)] == shown
-    text = text_of(page(tmp_path, found, sweeps=sweeps(names)[:1]))
+    text = text_of(page(tmp_path, found))
     assert finding in text
     assert ("fastest other" in text) is ("ours" in names)
     assert simulation_table(found).column("Method")[:-2] == [method.label for method in found.methods]
-
-
-def marked(found, missing):
-    """No executor carries out any of its methods."""
-    return replace(found, methods=tuple(replace(method, not_executed=missing) for method in found.methods))
 
 
 @pytest.mark.usefixtures("unpainted")
 def test_a_scenario_that_no_executor_carries_out_is_marked_at_every_figure(tmp_path):
     found = record(("static", "ours"))
     missing = ("expert-parallel ranks on several nodes", "expert data parallelism")
-    found = marked(found, missing)
+    found = replace(found, methods=tuple(replace(method, not_executed=missing) for method in found.methods))
     assert executed(found) == f"No executor carries out any of it: it takes {', '.join(missing)}."
     assert simulation_finding(found).startswith("By the cost model, and not executed, foreroute makes")
     assert set(simulation_table(found).column("Executed")) == {"no"}
-    text = text_of(page(tmp_path, found, timelines=timelines()))
+    text = text_of(page(tmp_path, found))
     assert "All times are modelled, not executed" in text
     plots = [simulation_plots.by_phase(found), simulation_plots.by_part(found)]
-    plots += simulation_plots.timelines(timelines(), found)
     assert all(plot.caption.x_label.endswith("seconds, modelled, not executed") for plot in plots)
-
-
-@pytest.mark.usefixtures("unpainted")
-def test_points_of_a_sweep_that_no_executor_carries_out_are_named(tmp_path):
-    points = [point for point in sweeps(("static", "ours")) if point.key in ("expert_parallel", "overlap")]
-    wide = replace(points[1], simulation=marked(points[1].simulation, ("expert data parallelism",)))
-    text = text_of(page(tmp_path, record(("static", "ours")), sweeps=[points[0], wide]))
-    assert text.count("Not executed at") == 1
-    assert "Not executed at 32." in text
-    text = text_of(page(tmp_path, record(("static", "ours")), sweeps=points[2:]))
-    assert "Not executed" not in text.split("All methods")[0]
 
 
 def test_a_faster_plan_of_ours_stands_in_the_finding_and_no_other_does():

@@ -58,6 +58,7 @@ def prepare_streams() -> None:
 
     A closed stream would hand its number to the next file that is opened, which would then hold what is printed.
     """
+    # daemons and cron start programs with closed streams
     for number in range(3):
         try:
             os.fstat(number)
@@ -94,6 +95,7 @@ class Work:
 
     def begin(self, what: str, *, total: int = 0, unit: str = "") -> None:
         """Begin a piece of work, of which no second has gone by; `total` 0 where nobody knows how much it is."""
+        # one line at a time: a second bar would look like work that goes on beside the first
         for task in self._progress.task_ids:
             self._progress.remove_task(task)
         self.what, self._unit = what, unit
@@ -119,13 +121,9 @@ class Work:
 
 @contextmanager
 def working(what: str, console: Console, *, total: int = 0, unit: str = "") -> Iterator[Work]:
-    """Name a piece of work that may last, while the context is open; a terminal shows it.
+    """Name a piece of work that may last, while the context is open; a terminal shows it, and how much there is to do.
 
-    Args:
-        what: its name, which may hold names of files.
-        console: where it is shown if that is a terminal.
-        total: how much there is to do, if that is known.
-        unit: plural noun for `total`, such as "cells".
+    `unit` is a plural noun for `total`, such as "cells".
     """
     progress = Progress(
         TextColumn("{task.description}", markup=False, table_column=Column()),  # a narrow terminal wraps it
@@ -173,6 +171,7 @@ def shown_tiles(tiles: Iterable[Tile]) -> Table:
 
 def write_page(console: Console, write: Callable[[], Path], *, name: str = f"{'page':<9}") -> None:
     """Write a page and say where it is, or say what is missing for one: the light core has figures alone."""
+    # asked before drawing: the figures are printed already, and a missing picture is no failure of the command
     missing = [library for library in DRAWN_WITH if find_spec(library) is None]
     with working("drawing the page", console):
         found = (

@@ -21,12 +21,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.checks import check_number, whole_number
 from foreroute.errors import ConfigError, shown
 from foreroute.plan.capabilities import FetchPath, check_paths, takes_host_memory
 from foreroute.plan.hosts import Hosts
 from foreroute.plan.options import SlotSharing
-from foreroute.plan.topology import Links, Topology, check_number
-from foreroute.trace.spec import whole_number
+from foreroute.plan.topology import Links, Topology
 
 MOST_OF_MODEL = {
     "num_layers": 1024,
@@ -154,19 +154,12 @@ class Hardware:
 
 
 class PassCost(NamedTuple):
-    """One way through a layer, as multiples of its forward pass. A dispatch and a combine are in each.
+    """One way through a layer, as multiples of its forward pass. A dispatch and a combine are in each."""
 
-    Attributes:
-        gemm: FLOPs of matrix products.
-        weights: bytes of expert weights and their gradients.
-        memory: bytes of permuting, activating and unpermuting rows.
-        attention: FLOPs of the attention core.
-    """
-
-    gemm: float
-    weights: float
-    memory: float
-    attention: float
+    gemm: float  # FLOPs of matrix products
+    weights: float  # bytes of expert weights and their gradients
+    memory: float  # bytes of permuting, activating and unpermuting rows
+    attention: float  # FLOPs of the attention core
 
 
 FORWARD = PassCost(1.0, 1.0, 1.0, 1.0)
@@ -221,11 +214,7 @@ class CostModel:
         """Seconds of single local experts; those of a rank add up. An expert without tokens costs nothing.
 
         6 h i FLOPs per row, in whole tiles; all weights once through memory; (8 h + 6 i) bytes per row through
-        memory to permute, activate and unpermute it (bf16).
-
-        Args:
-            tokens_X: any shape, assignments that each expert serves on its rank.
-            one: the pass.
+        memory to permute, activate and unpermute it (bf16). `tokens_X`, of any shape, are assignments of each expert.
         """
         seconds: NDArray[np.float64] = expert_seconds(np.asarray(tokens_X), self._expert_prices(one))
         return seconds
@@ -243,12 +232,7 @@ class CostModel:
         )
 
     def step_seconds(self, hosts: Hosts, topology: Topology) -> float:
-        """Seconds that a step under a plan takes once: planning, votes, and publishing what ranks send in their node.
-
-        Args:
-            hosts: of the plan.
-            topology: ranks and links.
-        """
+        """Seconds that a step under a plan takes once: planning, votes, publishing what ranks send in their node."""
         # planning looks at every count of a cell
         num_counts = (len(hosts.offsets) - 1) * topology.num_ranks * int(hosts.home_LE.shape[1])
         return self.begin_s + self.plan_s_per_count * num_counts + self.publish_seconds(hosts, topology)
@@ -266,14 +250,10 @@ class CostModel:
     def attention_seconds(
         self, tokens_X: NDArray[Any], squares_X: NDArray[Any] | None = None, one: PassCost = FORWARD
     ) -> NDArray[np.float64]:
-        """Seconds of attention and of all that is dense in a layer, on ranks that hold these tokens.
+        """Seconds of attention and of all that is dense in a layer, on ranks that hold these tokens, of any shape.
 
         2 * dense_parameters FLOPs per token, and 2 * attention_width FLOPs per square of a sequence's length (causal).
-
-        Args:
-            tokens_X: tokens of each rank.
-            squares_X: sum of squared lengths of each rank's sequences; by default those of `sequence_tokens`.
-            one: the pass.
+        `squares_X` are sums of squared lengths of each rank's sequences; by default those of `sequence_tokens`.
         """
         tokens_X = np.asarray(tokens_X, np.float64)
         # tokens in equal sequences of that length
@@ -292,6 +272,7 @@ class CostModel:
     def prices(self, topology: Topology, slots: SlotSharing = "layer") -> Prices:
         """All that the kernels need of model, hardware and links, where redundant slots are shared so."""
         links, shape = topology.links, self.model
+        # gradients return in a type of their own, float32 by default
         gradient_bytes = shape.expert_parameters * shape.gradient_bytes
         return Prices(
             forward=self._expert_prices(FORWARD),
@@ -315,9 +296,7 @@ class CostModel:
 
 
 class ExpertPrices(NamedTuple):
-    """Inputs of `expert_seconds` for one pass: rows of a tile, seconds of a row's products, of all weights through
-    memory, of a row through memory, and of a replica at each of its ends.
-    """
+    """Rows of a tile, and seconds of one pass: a row's products, all weights and a row through memory, a replica."""
 
     tile_rows: int
     row_s: float
@@ -327,44 +306,33 @@ class ExpertPrices(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """A cost model on a topology as plain numbers, for compiled code. Seconds, unless said.
+    """A cost model on a topology as plain numbers, for compiled code. Seconds, unless said."""
 
-    Attributes:
-        forward, backward: of one expert in either pass.
-        node_row_s, cluster_row_s: one row over the rank's link inside the node, and over its NIC.
-        latency_s: of one all-to-all.
-        host_fetch_s, node_fetch_s, cluster_fetch_s: the weights of one expert, by where they come from.
-        node_gradient_s, cluster_gradient_s: the gradients of one expert, by where they go.
-        layer_s: fixed, one pass.
-        dedup: whether a token is sent once to each node and rank.
-        top_k: picks per token.
-        ranks_per_node: of the topology.
-        memory_ranks: neighbouring ranks that fetch each other's weights through host memory; 1: none do.
-        groups: (pass, forwards, backwards) of all groups of both passes.
-        refetches: whether each group of a pass fetches weights; else the first one does, and slots keep them.
-    """
-
+    # of one expert in either pass
     forward: ExpertPrices
     backward: ExpertPrices
+    # one row over the rank's link inside the node, and over its NIC
     node_row_s: float
     cluster_row_s: float
-    latency_s: float
+    latency_s: float  # of one all-to-all
+    # the weights of one expert, by where they come from
     host_fetch_s: float
     node_fetch_s: float
     cluster_fetch_s: float
+    # the gradients of one expert, by where they go
     node_gradient_s: float
     cluster_gradient_s: float
-    layer_s: float
-    dedup: bool
-    top_k: int
-    ranks_per_node: int
-    memory_ranks: int
-    groups: tuple[tuple[int, int, int], ...]
-    refetches: bool
+    layer_s: float  # fixed, one pass
+    dedup: bool  # whether a token is sent once to each node and rank
+    top_k: int  # picks per token
+    ranks_per_node: int  # of the topology
+    memory_ranks: int  # neighbouring ranks that fetch each other's weights through host memory; 1: none do
+    groups: tuple[tuple[int, int, int], ...]  # (pass, forwards, backwards) of all groups of both passes
+    refetches: bool  # whether each group of a pass fetches weights; else the first one does, and slots keep them
 
 
 def _check_seconds(owner: Hardware | CostModel, *names: str) -> None:
-    """Raise `ConfigError` unless these are seconds, or 0."""
+    """Refuse what is neither seconds nor 0."""
     for name in names:
         value = getattr(owner, name)
         if isinstance(value, bool) or value != 0:
@@ -372,5 +340,6 @@ def _check_seconds(owner: Hardware | CostModel, *names: str) -> None:
 
 
 def expert_seconds(tokens: Any, of: ExpertPrices) -> Any:
-    """One local expert, as `CostModel.expert_seconds`; of numbers and arrays alike, compiled or not."""
+    """Seconds of one local expert, of numbers and arrays alike, compiled or not."""
+    # a tile that is not full takes as long, and an expert without tokens reads no weights
     return -(-tokens // of.tile_rows) * of.tile_rows * of.row_s + (tokens > 0) * of.weight_s + tokens * of.pair_s

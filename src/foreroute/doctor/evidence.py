@@ -54,17 +54,11 @@ class TrainerPass:
 
 @dataclass(frozen=True, eq=False)
 class Rescored:
-    """Log-probs as they would be if the engine had sampled otherwise than was said.
+    """Log-probs as they would be if the engine had sampled otherwise than was said."""
 
-    Attributes:
-        temperature: that logits are divided by.
-        on_sets: on the sampling masks of the trace; over all tokens otherwise.
-        logprobs_R: of the response tokens.
-    """
-
-    temperature: float
-    on_sets: bool
-    logprobs_R: NDArray[Any]
+    temperature: float  # that logits are divided by
+    on_sets: bool  # on the sampling masks of the trace; over all tokens otherwise
+    logprobs_R: NDArray[Any]  # of the response tokens
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -110,53 +104,44 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measures:
-    """The figures of the evidence; None where it is missing.
+    """The figures of the evidence; None where it is missing."""
 
-    Attributes:
-        without: engine against trainer on its own routes.
-        with_replay: engine against trainer on the engine's routes.
-        repeated, repacked: trainer against itself.
-        routes: engine's routes against the trainer's own.
-        repacked_routes: the trainer's own routes against those when it is packed differently.
-        zeros: log-probs of exactly 0 of one side that the other denies.
-        ratio: trainer's over engine's probability, mean over tokens and the standard error of that, on the engine's
-            routes where those were replayed. It is 1 where both draw from the same tokens, however far apart they are.
-            Tokens of `zeros`, and those to which the engine gives 1, are left out.
-        rise: by how much replay raises a token's part of k3: the mean over tokens and the standard error of that.
-        shift: where the engine's log-probs fit those of the trainer's neighbouring token: by how many tokens they are
-            moved, 1 or -1, and the median |log r| with that undone and as they are, in nats.
-        order: where they fit those of other sequences: the trainer's sequence in the place of each, and the mean
-            |log r| with that undone and as they are, in nats. Neither this nor `shift` is looked for beside `zeros`.
-        rescored: the one of `Evidence.rescored` that is nearest to the engine, and its mismatch.
-        explanation: what sets engine's and trainer's routes apart.
-        choices: of indexers, engine against trainer on its own.
-        reordered: the engine's sequences come in another order than the trainer's. Routes are compared in the trainer's
-            order; log-probs, whose sequences nothing tells apart, are not compared.
-        layers: L, of the routes.
-    """
-
-    without: TokenMismatch | None = None
-    with_replay: TokenMismatch | None = None
+    without: TokenMismatch | None = None  # engine against trainer on its own routes
+    with_replay: TokenMismatch | None = None  # engine against trainer on the engine's routes
+    # trainer against itself
     repeated: TokenMismatch | None = None
     repacked: TokenMismatch | None = None
-    routes: RoutingMismatch | None = None
+    routes: RoutingMismatch | None = None  # engine's routes against the trainer's own
+    # the trainer's own routes against those when it is packed differently
     repacked_routes: RoutingMismatch | None = None
-    zeros: tuple[Zeros, ...] = ()
+    zeros: tuple[Zeros, ...] = ()  # log-probs of exactly 0 of one side that the other denies
+    # trainer's over engine's probability, mean over tokens and the standard error of that, on the engine's routes where
+    # those were replayed. It is 1 where both draw from the same tokens, however far apart they are. Tokens of `zeros`,
+    # and those to which the engine gives 1, are left out.
     ratio: tuple[float, float] | None = None
+    # by how much replay raises a token's part of k3: the mean over tokens and the standard error of that
     rise: tuple[float, float] | None = None
+    # where the engine's log-probs fit those of the trainer's neighbouring token: by how many tokens they are moved, 1
+    # or -1, and the median |log r| with that undone and as they are, in nats
     shift: tuple[int, float, float] | None = None
+    # where they fit those of other sequences: the trainer's sequence in the place of each, and the mean |log r| with
+    # that undone and as they are, in nats. Neither this nor `shift` is looked for beside `zeros`.
     order: tuple[list[int], float, float] | None = None
+    # the one of `Evidence.rescored` that is nearest to the engine, and its mismatch
     rescored: tuple[Rescored, TokenMismatch] | None = None
-    explanation: Explanation | None = None
-    choices: StreamDifference | None = None
+    explanation: Explanation | None = None  # what sets engine's and trainer's routes apart
+    choices: StreamDifference | None = None  # of indexers, engine against trainer on its own
+    # the engine's sequences come in another order than the trainer's. Routes are compared in the trainer's order, and
+    # log-probs, whose sequences nothing tells apart, are not.
     reordered: bool = False
-    layers: tuple[RoutedLayer, ...] = ()
+    layers: tuple[RoutedLayer, ...] = ()  # L, of the routes
 
     @property
     def gain(self) -> float | None:
         """k3 without over k3 with replay; 1 where both are too large for a number."""
         if self.without is None or self.with_replay is None:
             return None
+        # a ratio of two numbers that are all rounding says nothing
         k3 = [max(each.k3, 1e-12) for each in (self.without, self.with_replay)]
         return 1.0 if k3[0] == k3[1] else k3[0] / k3[1]
 
@@ -209,6 +194,7 @@ def measure(evidence: Evidence) -> Measures:
         SpecMismatchError, BatchMismatchError: when traces of other models or tokens are compared.
         InputError: when log-probs do not fit together.
     """
+    # what the trainer says of itself needs no engine
     native, repacked, engine = evidence.native, evidence.repacked, evidence.engine
     own, own_R = (native.executed, native.logprobs_R) if native is not None else (None, None)
     of_itself = Measures(
@@ -249,11 +235,7 @@ def _with_tokens(found: Measures, evidence: Evidence) -> Measures:
     nearest = _nearest(evidence.rescored, engine_R)
     zeros = _zeros(evidence, engine_R, nearest)
     found = replace(
-        found,
-        without=_tokens(native, engine_R),
-        with_replay=_tokens(replayed, engine_R),
-        rescored=nearest,
-        zeros=zeros,
+        found, without=_tokens(native, engine_R), with_replay=_tokens(replayed, engine_R), rescored=nearest, zeros=zeros
     )
     native_R, replayed_R = (None if each is None else each.logprobs_R for each in (native, replayed))
     if native_R is not None and replayed_R is not None:
@@ -272,14 +254,12 @@ def _with_tokens(found: Measures, evidence: Evidence) -> Measures:
 def _zeros(
     evidence: Evidence, engine_R: NDArray[Any], nearest: tuple[Rescored, TokenMismatch] | None
 ) -> tuple[Zeros, ...]:
-    """Find zeros of the engine, beside the nearest reading of the trainer, and those of each pass of the trainer.
-
-    A temperature near 0 has many zeros, which the trainer does not deny once its own log-probs are taken so.
-    """
+    """Find zeros of the engine, beside the nearest reading of the trainer, and those of each pass of the trainer."""
     passes = {"the trainer": evidence.native, "the trainer, under replay,": evidence.replayed}
     own = {name: each.logprobs_R for name, each in passes.items() if each is not None and each.logprobs_R is not None}
     if not own:
         return ()
+    # a temperature near 0 has many zeros, which the trainer does not deny once its own log-probs are taken so
     trainer_R = list(own.values())[-1] if nearest is None else nearest[0].logprobs_R
     lengths_S = evidence.response_lengths_S
     if lengths_S is not None and lengths_S.sum() != len(engine_R):
@@ -344,6 +324,7 @@ def _order(
         for s in range(len(own_S)):
             start = start if packed else starts[s]
             fits = {t: _apart(engine_R[start : None if packed else starts[s + 1]], own_S[t]) for t in left}
+            # the sequence that explains most, so that long ones count more than short ones; ties stay in place
             best = max(left, key=lambda t: ((near - fits[t]).sum(), t == s))
             order.append(best)
             chosen.append(fits[best])
@@ -385,4 +366,5 @@ def _tokens(trainer: TrainerPass | None, other_R: NDArray[Any] | None) -> TokenM
     if trainer is None or trainer.logprobs_R is None or other_R is None:
         return None
     found = token_mismatch(trainer.logprobs_R, other_R)
+    # a rollout of prompts alone has no k3
     return found if found.count else None

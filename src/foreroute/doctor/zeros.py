@@ -17,25 +17,14 @@ Where top-p leaves one token to draw from, the other side gives it that much: on
 
 @dataclass(frozen=True, eq=False)
 class Zeros:
-    """Log-probs of exactly 0, probability 1, that the other side denies.
+    """Log-probs of exactly 0, probability 1, that the other side denies."""
 
-    Attributes:
-        side: whose they are, as the subject of a sentence.
-        other: the other side.
-        sequences: that have them; None where sequences are not known.
-        count: how many zeros there are.
-        denied: to how many of the zeros the other side gives less than one half.
-        mean: what the other side has in the place of the zeros, on average.
-        zero_R: bool, which tokens they are.
-    """
-
-    side: str
-    other: str
-    sequences: list[int] | None
-    count: int
-    denied: int
-    mean: float
-    zero_R: NDArray[np.bool_]
+    side: str  # whose they are, as the subject of a sentence
+    other: str  # the other side
+    sequences: list[int] | None  # that have them; None where sequences are not known
+    count: int  # how many zeros there are
+    mean: float  # what the other side has in the place of the zeros, on average
+    zero_R: NDArray[np.bool_]  # which tokens they are
 
 
 def denied_zeros(
@@ -51,10 +40,11 @@ def denied_zeros(
     zeros, denied = (np.bincount(stretch_R, each) for each in (zero_R, denied_R))
     whole = np.zeros(len(zeros), np.bool_)  # sequences of zeros, which may be short
     whole[stretch_R] = zeros[stretch_R] == np.asarray(lengths)[sequence_R]
+    # a rounded log-prob near 0 is denied by nobody, one that was never filled in by most
     chosen = (denied >= SHARE_DENIED * zeros) & ((denied >= DENIED) | whole & (denied > 0))
     if denied[chosen].sum() < DENIED:  # a few tokens of a peaked policy, one of them far off
         return None
     zero_R &= chosen[stretch_R]
     sequences = None if lengths_S is None else np.unique(sequence_R[zero_R]).tolist()
     mean = float(np.asarray(other_R)[zero_R].mean())
-    return Zeros(side, other, sequences, int(zero_R.sum()), int(denied[chosen].sum()), mean, zero_R)
+    return Zeros(side, other, sequences, int(zero_R.sum()), mean, zero_R)

@@ -44,51 +44,36 @@ class CellState(NamedTuple):
 
     Few arrays, because each takes seven arguments of every compiled function that the state is handed to. Their rows
     are walked by index: to iterate over them takes longer.
-
-    Attributes:
-        hosts: [7, H], see `RANK`.
-        host_GK: [G, E / G + S], the hosts on each rank, those at home first.
-        load_G: [G], the quotas of each rank.
-        demand_NE: [N, E], assignments of each expert that come from each node.
-        demand_MLE, surplus_MLG: of `look_ahead`.
-        position: [2], the micro-step and the layer.
-        random: uint64 [1], state of the random numbers.
-        num_experts: E.
-        slots: S.
-        ranks_per_node: G / N.
-        persistent: whether slots keep what they hold. Otherwise they are empty at every cell.
-        search: SEARCH_NODE [G + 1], of ranks; the last one is the slack of the search for circles. This and what
-            follows is scratch.
-        seen_E: [E], the number of the last search that passed the expert.
-        clock: [1], the number of the last search; marks of earlier searches are stale without being cleared.
-        over_NE: [N, E], what the hosts of a replicated expert in a node serve beyond the node's own tokens.
-        split_3G: [3, G], of one expert: tokens of each rank that have no host yet, those that the home serves, and
-            the quotas of its replicas.
     """
 
-    hosts: NDArray[np.int64]
-    host_GK: NDArray[np.int64]
-    load_G: NDArray[np.int64]
-    demand_NE: Ints
+    hosts: NDArray[np.int64]  # [7, H], see `RANK`
+    host_GK: NDArray[np.int64]  # [G, E / G + S], the hosts on each rank, those at home first
+    load_G: NDArray[np.int64]  # [G], the quotas of each rank
+    demand_NE: Ints  # [N, E], assignments of each expert that come from each node
+    # of `look_ahead`
     demand_MLE: Ints
     surplus_MLG: Ints
-    position: Ints
-    random: NDArray[np.uint64]
-    num_experts: int
-    slots: int
-    ranks_per_node: int
-    persistent: bool
+    position: Ints  # [2], the micro-step and the layer
+    random: NDArray[np.uint64]  # [1], state of the random numbers
+    num_experts: int  # E
+    slots: int  # S
+    ranks_per_node: int  # G / N
+    persistent: bool  # whether slots keep what they hold. Otherwise they are empty at every cell.
+    # SEARCH_NODE [G + 1], of ranks; the last one is the slack of the search for circles. This and what follows is
+    # scratch.
     search: NDArray[Any]
-    seen_E: Ints
-    clock: Ints
-    over_NE: Ints
+    seen_E: Ints  # [E], the number of the last search that passed the expert
+    clock: Ints  # [1], the number of the last search; marks of earlier searches are stale without being cleared
+    over_NE: Ints  # [N, E], what the hosts of a replicated expert in a node serve beyond the node's own tokens
+    # [3, G], of one expert: tokens of each rank that have no host yet, those that the home serves, and the quotas of
+    # its replicas
     split_3G: Ints
 
 
 def new_cell(
-    num_ranks: int, num_experts: int, slots: int, ranks_per_node: int, outlook: tuple[Ints, Ints], persistent: bool
+    num_ranks: int, num_experts: int, slots: int, ranks_per_node: int, later: tuple[Ints, Ints], persistent: bool
 ) -> CellState:
-    """An empty state for cells of this size; `outlook` is what `look_ahead` gave."""
+    """An empty state for cells of this size; `later` is what `look_ahead` gave."""
 
     def ints(*shape: int) -> Ints:
         return np.zeros(shape, np.int32)
@@ -101,8 +86,8 @@ def new_cell(
         host_GK=np.concatenate([home_GK, slot_GS], axis=1),
         load_G=np.zeros(num_ranks, np.int64),
         demand_NE=ints(num_nodes, num_experts),
-        demand_MLE=outlook[0],
-        surplus_MLG=outlook[1],
+        demand_MLE=later[0],
+        surplus_MLG=later[1],
         position=ints(2),
         random=np.ones(1, np.uint64),
         num_experts=num_experts,
@@ -121,12 +106,7 @@ def new_cell(
 
 
 def look_ahead(counts_MLGE: Ints, home_LE: NDArray[np.int16]) -> tuple[Ints, Ints]:
-    """What later micro-steps bring.
-
-    Returns:
-        demand_MLE: int32 [M, L, E], assignments of each expert.
-        surplus_MLG: int32 [M, L, G], what ranks would serve above the mean if every expert were served at home.
-    """
+    """int32 [M, L, E], assignments of each expert, and int32 [M, L, G], what ranks have at home above the mean."""
     demand_MLE = counts_MLGE.sum(axis=2, dtype=np.int32)
     num_micro_steps, num_layers, num_ranks, num_experts = counts_MLGE.shape
     by_rank_MLE = np.take_along_axis(demand_MLE, np.argsort(home_LE, axis=1)[None], axis=2)
@@ -149,11 +129,7 @@ def all_slots(cell: CellState) -> range:
 
 @routine
 def begin_cell(cell: CellState, counts_GE: Ints, home_E: NDArray[np.int16], held_H: Ints) -> int:
-    """Take up homes, what slots hold, and counts; every expert is served at home.
-
-    Returns:
-        The assignments of the cell.
-    """
+    """Take up homes, what slots hold, and counts, of which the sum is returned; every expert is served at home."""
     num_nodes, num_experts = cell.demand_NE.shape
     for n in range(num_nodes):
         for e in range(num_experts):

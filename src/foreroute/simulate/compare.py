@@ -29,13 +29,7 @@ def compare(
 ) -> Iterator[MethodRecord]:
     """Yield the record of each balancer. Those that plan from the step before are skipped when it is not known.
 
-    Args:
-        problem: the step; its costs are these, whatever it says.
-        costs: the cost model.
-        balancers: by short name.
-
-    Raises:
-        CountsError, TopologyError: when counts, homes and ranks do not fit each other.
+    Raises `CountsError` or `TopologyError` when counts, homes and ranks do not fit each other.
     """
     problem = _checked(problem)
     for name, balancer in balancers.items():
@@ -49,15 +43,7 @@ def figures_of(
 ) -> MethodRecord:
     """The record of a plan that is there already, as executors serve it: at homes in a pass that gains too little.
 
-    Args:
-        plan: of these counts; `verify` says whether it is.
-        counts_MLGE: integers [M, L, G, E].
-        costs: the cost model.
-        label: its name, for people too.
-        planning_s: seconds that it took.
-
-    Raises:
-        CountsError: when the counts are of another shape than the plan's.
+    Raises `CountsError` when the counts are of another shape than the plan's; `verify` says whether it is of them.
     """
     num_micro_steps, num_layers, num_experts = plan.shape
     expected = (num_micro_steps, num_layers, plan.topology.num_ranks, num_experts)
@@ -101,19 +87,12 @@ def _checked(problem: BalancerInput) -> BalancerInput:
 
 @dataclass(frozen=True, eq=False)
 class TimedPlan:
-    """A plan, and how it came about.
+    """A plan, and how it came about."""
 
-    Attributes:
-        plan: of a step.
-        why: by priced option whether it is on and by pass what is executed, with the reason.
-        elapsed_s: wall time of planning, without compiling.
-        planning_s: the same in processor seconds.
-    """
-
-    plan: StepPlan
-    why: dict[str, str]
-    elapsed_s: float
-    planning_s: float
+    plan: StepPlan  # of a step
+    why: dict[str, str]  # by priced option whether it is on and by pass what is executed, with the reason
+    elapsed_s: float  # wall time of planning, without compiling
+    planning_s: float  # the same in processor seconds
 
 
 def timed_plan(problem: BalancerInput, options: PlanOptions, on_progress: OnProgress | None = None) -> TimedPlan:
@@ -135,24 +114,19 @@ def compile_planner(problem: BalancerInput, options: PlanOptions) -> None:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PlanComparison:
-    """A plan and the methods beside it, for a page.
+    """A plan and the methods beside it, for a page."""
 
-    Attributes:
-        plan: of the step.
-        methods: static first; the plan as executors serve it last. Where a pass runs at homes, the plan as if both
-            passes ran by it stands before it, named `AS_PLANNED`.
-        at_home, planned: loads of static, and of the plan if both passes ran by it.
-        least_over_mean_ML: [M, L], the least load of a slowest rank under any plan of the same homes and slots, over
-            the mean load; 1 where a cell is empty.
-        least_s: no plan takes less for the step, by the cost model; see `pricing.least_seconds`.
-    """
-
-    plan: StepPlan
+    plan: StepPlan  # of the step
+    # static first; the plan as executors serve it last. Where a pass runs at homes, the plan as if both passes ran by
+    # it stands before it, named `AS_PLANNED`.
     methods: tuple[MethodRecord, ...]
+    # loads of static, and of the plan if both passes ran by it
     at_home: Loads
     planned: Loads
+    # [M, L], the least load of a slowest rank under any plan of the same homes and slots, over the mean load; 1 where a
+    # cell is empty
     least_over_mean_ML: Floats
-    least_s: float
+    least_s: float  # no plan takes less for the step, by the cost model; see `pricing.least_seconds`
 
     @property
     def passes_by_plan(self) -> list[PassName]:
@@ -166,10 +140,9 @@ def compare_plan(
     balancers: Mapping[str, Balancer] = BALANCERS,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> PlanComparison:
-    """Set a plan beside balancers, of which static is one.
+    """Set a plan beside balancers, of which static is one; `on_progress` is told how many are done, of how many.
 
-    `problem` has the counts of the plan, and its costs. `on_progress` is called with the balancers that are done, and
-    all. Raises `CountsError` when the counts are of another shape than the plan's.
+    Raises `CountsError` when the counts of `problem` are of another shape than the plan's.
     """
     plan, counts, costs = found.plan, problem.counts_MLGE, problem.costs
     assert costs is not None, "pages have seconds"

@@ -31,12 +31,7 @@ REPEATED_S = 0.1
 
 @dataclass(frozen=True)
 class Planner:
-    """The planner as the method of a balancer.
-
-    Attributes:
-        options: of the planner.
-        redundant_slots: instead of the topology's.
-    """
+    """The planner as the method of a balancer, with redundant slots in place of the topology's where it says some."""
 
     options: PlanOptions
     redundant_slots: int | None = None
@@ -76,17 +71,12 @@ METHODS = {**BALANCERS, **PRESETS}
 
 
 class Loads(NamedTuple):
-    """Loads of a served step in every cell of both passes.
+    """Loads of a served step in every cell of both passes."""
 
-    Attributes:
-        served_SMLG: int64 [2, M, L, G], assignments that each rank serves.
-        crossing_SML: int64 [2, M, L], of these, the ones that are served on another node than their token's.
-        fetches_SML: int64 [2, M, L], experts whose weights are moved for the cell.
-    """
-
-    served_SMLG: NDArray[np.int64]
+    served_SMLG: NDArray[np.int64]  # [2, M, L, G], assignments that each rank serves
+    # [2, M, L], of these, the ones that are served on another node than their token's
     crossing_SML: NDArray[np.int64]
-    fetches_SML: NDArray[np.int64]
+    fetches_SML: NDArray[np.int64]  # [2, M, L], experts whose weights are moved for the cell
 
     @property
     def over_mean_SMLG(self) -> NDArray[np.float64]:
@@ -96,22 +86,15 @@ class Loads(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ServedStep:
-    """A step as one method serves it.
+    """A step as one method serves it."""
 
-    Attributes:
-        counts_MLGE: integers [M, L, G, E].
-        before_LE: int16 [L, E], the homes when the step begins.
-        slots: each layer has redundant slots of its own, or all layers share one set.
-        passes: who serves what in the recompute, and in the update. They differ where a plan saves too little in one,
-            which executors then run with every expert at its home.
-        planning_s: processor seconds of planning; so other work on this machine does not count.
-    """
-
-    counts_MLGE: NDArray[np.integer]
-    before_LE: NDArray[np.int16]
-    slots: SlotSharing
+    counts_MLGE: NDArray[np.integer]  # integers [M, L, G, E]
+    before_LE: NDArray[np.int16]  # [L, E], the homes when the step begins
+    slots: SlotSharing  # each layer has redundant slots of its own, or all layers share one set
+    # who serves what in the recompute, and in the update. They differ where a plan saves too little in one, which
+    # executors then run with every expert at its home.
     passes: tuple[Hosts, Hosts]
-    planning_s: float = 0.0
+    planning_s: float = 0.0  # processor seconds of planning; so other work on this machine does not count
 
     @classmethod
     def of(cls, plan: StepPlan, counts_MLGE: NDArray[np.integer], planning_s: float = 0.0) -> ServedStep:
@@ -151,21 +134,14 @@ def over(values: NDArray[np.number], mean: NDArray[np.number]) -> NDArray[np.flo
 
 
 def serve(method: Balancer, problem: BalancerInput, costs: CostModel, *, most_timings: int = 1) -> ServedStep:
-    """Serve a step by one method. Compiling is done first, and is no part of planning.
+    """Serve a step by one method, planned up to `most_timings` times where that is quick; the shortest counts.
 
-    Args:
-        method: one of `METHODS`, or a balancer of yours.
-        problem: the step; its costs are these, whatever it says.
-        costs: the cost model.
-        most_timings: how often planning is done where it takes less than `REPEATED_S`; the shortest counts.
-
-    Raises:
-        CountsError: when a balancer plans from the step before, and the problem knows nothing of it.
+    Raises `CountsError` when a balancer plans from the step before, and the problem knows nothing of it.
     """
     problem = replace(problem, costs=costs)
     counts_MLGE, home_LE = problem.counts_MLGE, problem.home_LE
     previous = None if problem.previous_LE is None else problem.previous_LE[:1]
-    # one cell compiles whatever the whole step runs
+    # compiling is no part of planning, and one cell compiles whatever the whole step runs
     small = replace(problem, counts_MLGE=counts_MLGE[:1, :1], home_LE=home_LE[:1], previous_LE=previous)
     _planned(method, small)
     seconds: list[float] = []
@@ -212,6 +188,7 @@ def not_executed(method: Balancer, config: SimulateConfig) -> tuple[str, ...]:
         Ability.EXPERT_DATA_PARALLEL: cluster.groups > 1,
         Ability.OVERLAP: execution.overlap > 0,
         Ability.DEDUPLICATED_DISPATCH: described.costs.dispatcher == "dedup",
+        # executors read plans, and the others yield cells alone; static needs none
         Ability.OTHER_BALANCERS: not isinstance(method.method, Planner) and method is not METHODS["static"],
     }
     return lacking({ability for ability, is_asked in asked.items() if is_asked})

@@ -38,39 +38,23 @@ DRIFT = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The shape and the unevenness of an RL step.
+    """The shape and the unevenness of an RL step."""
 
-    Attributes:
-        num_ranks: G, sources of tokens.
-        num_experts: E.
-        top_k: K.
-        num_micro_steps: M.
-        num_layers: L.
-        sequences_per_rank: fewest and most sequences of a rank in a micro-step, drawn evenly.
-        mean_length: of a sequence in tokens, before clipping.
-        longest: longer sequences are clipped.
-        even_sources: deal the sequences of a micro-step longest first, each to the rank with the fewest tokens, instead
-            of at random.
-        layer_evenness: Dirichlet concentration of a layer's shares; lower is more uneven.
-        micro_step_evenness: Dirichlet concentration, in all experts together, of a micro-step around its layer.
-        prompt_draws: experts drawn for a prompt; fewer make prompts differ more.
-        response_draws: experts drawn for a response from those of its prompt.
-        common: part of every sequence's assignments that follows the micro-step's shares, above 0 and below 1.
-    """
-
-    num_ranks: int
-    num_experts: int = 128
-    top_k: int = 8
-    num_micro_steps: int = 32
-    num_layers: int = 48
-    sequences_per_rank: tuple[int, int] = (4, 8)
-    mean_length: int = 1900
-    longest: int = 8192
+    num_ranks: int  # G, sources of tokens
+    num_experts: int = 128  # E
+    top_k: int = 8  # K
+    num_micro_steps: int = 32  # M
+    num_layers: int = 48  # L
+    sequences_per_rank: tuple[int, int] = (4, 8)  # fewest and most sequences of a rank in a micro-step, drawn evenly
+    mean_length: int = 1900  # of a sequence in tokens, before clipping
+    longest: int = 8192  # longer sequences are clipped
+    # deal the sequences of a micro-step longest first, each to the rank with the fewest tokens, instead of at random
     even_sources: bool = False
-    layer_evenness: float
-    micro_step_evenness: float
-    prompt_draws: int
-    response_draws: int
+    layer_evenness: float  # Dirichlet concentration of a layer's shares; lower is more uneven
+    micro_step_evenness: float  # Dirichlet concentration, in all experts together, of a micro-step around its layer
+    prompt_draws: int  # experts drawn for a prompt; fewer make prompts differ more
+    response_draws: int  # experts drawn for a response from those of its prompt
+    # part of every sequence's assignments that follows the micro-step's shares, above 0 and below 1
     common: float = 0.1
 
     def __post_init__(self) -> None:
@@ -185,14 +169,7 @@ class DrawnStep:
         load = self.workload
         counts = np.zeros((load.num_micro_steps, load.num_layers, load.num_ranks, load.num_experts), np.int32)
         draw_cells(
-            self._seed_ML,
-            self._share_MLE,
-            self._first_M,
-            self.prompt_S,
-            self.rows_S,
-            self.rank_S,
-            self._rule,
-            counts,
+            self._seed_ML, self._share_MLE, self._first_M, self.prompt_S, self.rows_S, self.rank_S, self._rule, counts
         )
         return counts
 
@@ -215,15 +192,10 @@ def _deal_longest_first(lengths_S: NDArray[np.int64], num_ranks: int) -> NDArray
 
 @kernel
 def draw_sequences(seed: Any, share_E: Any, prompt_S: Any, rows_S: Any, rule: Any, counts_SE: Any) -> None:
-    """Assignments of every sequence of one cell, which is the same drawn alone or in a step.
+    """Draw the assignments of every sequence of one cell, the same alone or in a step, into int32 [S, E].
 
-    Args:
-        seed: uint64, of this cell.
-        share_E: float64 [E], the share of each expert in this micro-step; adds up to 1.
-        prompt_S: int32 [S], ascending from 0.
-        rows_S: int32 [S], routed tokens.
-        rule: (top_k, prompt_draws, response_draws, common) of the `Workload`.
-        counts_SE: int32 [S, E], written; row s adds up to `rows_S[s] * top_k`, and no entry exceeds `rows_S[s]`.
+    `share_E` adds up to 1, `prompt_S` ascends from 0, and `rule` is that of `DrawnStep`. Row s adds up to `rows_S[s] *
+    top_k`, and no entry exceeds `rows_S[s]`.
     """
     top_k, prompt_draws, response_draws, common = rule
     state = np.full(1, seed, np.uint64)
@@ -299,16 +271,9 @@ def _settle(missing: Any, rows: Any, last: Any, counts_E: Any) -> None:
 
 @kernel
 def draw_cells(
-    seed_ML: Any,
-    share_MLE: Any,
-    first_M: Any,
-    prompt_S: Any,
-    rows_S: Any,
-    rank_S: Any,
-    rule: Any,
-    counts_MLGE: Any,
+    seed_ML: Any, share_MLE: Any, first_M: Any, prompt_S: Any, rows_S: Any, rank_S: Any, rule: Any, counts_MLGE: Any
 ) -> None:
-    """Add the assignments of every cell. `first_M` is int64 [M + 1], the first sequence of each micro-step."""
+    """Add the assignments of every cell; `first_M`, int64 [M + 1], is the first sequence of each micro-step."""
     most = 0
     for m in range(len(first_M) - 1):
         most = max(most, first_M[m + 1] - first_M[m])
