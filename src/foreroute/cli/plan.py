@@ -62,8 +62,13 @@ def run_plan(
     console.print(shown_table(plan_table(compared)))
     console.print(plan_finding(compared), highlight=False, markup=False)
     console.print(shown_tiles(plan_tiles(compared)))
+    execute = {}
+    if compared.passes_by_plan:
+        way = f"foreroute.plan.load_plan({output.name!r}), then routed.execute: docs/experts.md, docs/megatron.md"
+        execute = {"execute": way}
+        console.print(shown_facts(execute))
     made = {"made": f"foreroute {foreroute.__version__}, {date.today()}: {shlex.join(['foreroute', *sys.argv[1:]])}"}
-    all_facts = facts | found.why | made
+    all_facts = facts | found.why | execute | made
     write_page(
         console,
         lambda: write_plan_page(compared, all_facts, page, cluster=step.cluster, layers=step.layers),
