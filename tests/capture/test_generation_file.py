@@ -28,6 +28,12 @@ def test_round_trip(tmp_path, generation):
     assert [each.name for each in tmp_path.iterdir()] == ["rollout.safetensors"]
 
 
+def test_a_generation_is_shown_in_a_line(generation):
+    shown = f"Generation({len(generation.logprobs_R)} sampled tokens of {generation.trace})"
+    assert repr(generation) == shown
+    assert len(shown) < 160
+
+
 def test_whatever_reads_traces_reads_the_trace_of_a_generation(tmp_path, generation):
     path, alone = save_generation(generation, tmp_path / "rollout"), tmp_path / "trace"
     assert fr.load(path).equals(generation.trace)

@@ -117,6 +117,9 @@ class Generation:
         """S, the number of sequences."""
         return len(self.trace)
 
+    def __repr__(self) -> str:
+        return f"Generation({len(self.logprobs_R)} sampled tokens of {self.trace})"
+
     @property
     def response_lengths(self) -> NDArray[np.int64]:
         """int64 [S], sampled tokens per sequence."""
