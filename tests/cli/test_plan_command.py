@@ -61,6 +61,7 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
         assert re.search(made, page)
     for shown in (page, result.stdout):
         assert re.search(r"(?s)load_plan.*routed\.execute.*docs/experts\.md", shown)
+        assert ("several nodes" in " ".join(shown.split())) == (load_plan(output).topology.num_nodes > 1)
     again = plan(given, files)
     assert again.returncode == 2
     assert "already exists" in again.stderr

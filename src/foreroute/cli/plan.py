@@ -17,6 +17,7 @@ from foreroute.cli.terminal import Console, shown_facts, shown_table, shown_tile
 from foreroute.errors import InputError, PlanError
 from foreroute.files.writing import check_writable, writing_named
 from foreroute.plan import PlanOptions, save_plan, verify
+from foreroute.plan.capabilities import EXECUTES, Ability
 from foreroute.plan.plan_file import PLAN_FILE
 from foreroute.report.format import duration
 from foreroute.report.page import check_page
@@ -65,6 +66,8 @@ def run_plan(
     execute = {}
     if compared.passes_by_plan:
         way = f"foreroute.plan.load_plan({output.name!r}), then routed.execute: docs/experts.md, docs/megatron.md"
+        if step.topology.num_nodes > 1 and not any(Ability.NODES in abilities for abilities in EXECUTES.values()):
+            way += ". No plan has run on several nodes, so that times may be others"
         execute = {"execute": way}
         console.print(shown_facts(execute))
     made = {"made": f"foreroute {foreroute.__version__}, {date.today()}: {shlex.join(['foreroute', *sys.argv[1:]])}"}
