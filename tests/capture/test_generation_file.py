@@ -28,6 +28,12 @@ def test_round_trip(tmp_path, generation):
     assert [each.name for each in tmp_path.iterdir()] == ["rollout.safetensors"]
 
 
+def test_a_generation_is_shown_in_a_line(generation):
+    shown = f"Generation({len(generation.logprobs_R)} sampled tokens of {generation.trace})"
+    assert repr(generation) == shown
+    assert len(shown) < 160
+
+
 def test_whatever_reads_traces_reads_the_trace_of_a_generation(tmp_path, generation):
     path, alone = save_generation(generation, tmp_path / "rollout"), tmp_path / "trace"
     assert fr.load(path).equals(generation.trace)
@@ -84,7 +90,7 @@ def test_what_tools_said_between_turns_is_kept(tmp_path, generation):
         wrong[token] = value
         with pytest.raises(TraceContentError, match=rf"token {token} of sequence 0, .* said to be sampled"):
             Generation(generation.trace, generation.prompt_lengths, generation.logprobs_R, wrong)
-    with pytest.raises(TraceContentError, match="expected bool"):
+    with pytest.raises(TraceContentError, match="numpy, bool"):
         Generation(generation.trace, generation.prompt_lengths, generation.logprobs_R, sampled.astype(np.int8))
 
 
@@ -106,8 +112,23 @@ def test_a_log_prob_that_was_rounded_above_0_is_taken(generation):
     assert len(Generation(generation.trace, generation.prompt_lengths, logprobs_R)) == len(generation)
 
 
+@pytest.mark.parametrize("make", [list, lambda each: each.astype(np.uint8)])
+def test_prompt_lengths_of_any_kind_become_an_array(generation, make):
+    made = Generation(generation.trace, make(generation.prompt_lengths), generation.logprobs_R)
+    assert type(made.prompt_lengths) is np.ndarray
+    assert made.prompt_lengths.dtype == np.int64
+    assert made.select([1, 0]).prompt_lengths.tolist() == generation.prompt_lengths[[1, 0]].tolist()
+
+
 @pytest.mark.parametrize(
-    "make", [list, lambda each: each.astype(complex), lambda each: each.astype(str), lambda each: each[1:]]
+    "make",
+    [
+        list,
+        lambda each: each.astype(complex),
+        lambda each: each.astype(str),
+        lambda each: each[1:],
+        lambda each: [each[:1], each[1:]],
+    ],
 )
 def test_log_probs_that_are_no_real_for_each_token_are_refused(generation, make):
     with pytest.raises(TraceContentError, match=r"floats \[\d+\].*sampled"):
@@ -119,7 +140,7 @@ def test_what_is_no_trace_no_response_and_no_mask_is_named(generation):
         Generation(generation.trace, generation.trace.lengths, generation.logprobs_R)
     with pytest.raises(TraceContentError, match=r"trace.*RoutingTrace"):
         Generation(None, generation.prompt_lengths, generation.logprobs_R)
-    for sampled in (generation.sampled_N.tolist(), "x", 3, generation.sampled_N[1:]):
+    for sampled in (generation.sampled_N.tolist(), "x", 3, [[True], [True, True]], generation.sampled_N[1:]):
         with pytest.raises(TraceContentError, match="sampled tokens"):
             Generation(generation.trace, generation.prompt_lengths, generation.logprobs_R, sampled)
 

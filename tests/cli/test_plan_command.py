@@ -58,6 +58,9 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
     page = output.with_suffix(".html").read_text()
     for made in (rf"foreroute {fr.__version__}, \d{{4}}-\d\d-\d\d: ", "--set home_moves=2", "cluster.toml", "TFLOP/s"):
         assert re.search(made, page)
+    for shown in (page, result.stdout):
+        assert re.search(r"(?s)load_plan.*routed\.execute.*docs/experts\.md", shown)
+        assert ("several nodes" in " ".join(shown.split())) == (load_plan(output).topology.num_nodes > 1)
     again = plan(given, files)
     assert again.returncode == 2
     assert "already exists" in again.stderr

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from foreroute.errors import CountsError, PlanError
+from foreroute.layout import pack_sequences
 from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.checker import verify
 from foreroute.plan.hosts import Hosts
@@ -54,6 +55,13 @@ CORRUPTIONS = {
     "other ranks": (lambda p: replace(p, topology=Topology(8, 2, 2, LINKS)), "tokens_RG is of 4 source ranks"),
     "fewer slots": (lambda p: replace(p, topology=Topology(4, 2, 1, LINKS)), "there are 1 slots on a rank"),
 }
+
+
+def test_other_counts_than_those_of_the_packing_are_sent_to_it():
+    found, counts = small_case(2, keep=0.6)
+    packed = replace(found, packing=pack_sequences([3] * 12, 4, 3), counts_digest="0" * 32)
+    with pytest.raises(CountsError, match=r"packing\.sequences"):
+        packed.require_counts(counts)
 
 
 @pytest.mark.parametrize("kind", CORRUPTIONS)

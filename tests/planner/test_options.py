@@ -124,6 +124,7 @@ def test_options_are_off_in_layers_where_planning_them_takes_more_than_they_save
             assert all(np.array_equal(getattr(mine, name), getattr(expected, name)) for name in mine._fields)
         num_off = is_on_L.count(False)
         assert (f"in {num_off} of 3 layers" in why["traffic"]) == (num_off > 0)
+        assert why["traffic"].startswith("on: except in ") == (0 < num_off < 3)
         assert why["pay_off"].startswith("off" if num_off == 3 else "on")
     assert num_off == 3, "the last one costs more than all of them save"
 

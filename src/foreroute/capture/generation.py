@@ -104,6 +104,7 @@ class Generation:
                 f"{prompts.reshape(-1)[:8].tolist()}; expected whole numbers, a prompt and a response of at least one "
                 "token each"
             )
+        object.__setattr__(self, "prompt_lengths", prompts.astype(np.int64, copy=False))
         behind_prompts_N = self.trace.positions_N >= np.repeat(prompts, lengths)
         if cast(Any, self.sampled_N) is None:
             object.__setattr__(self, "sampled_N", behind_prompts_N)
@@ -114,6 +115,9 @@ class Generation:
     def __len__(self) -> int:
         """S, the number of sequences."""
         return len(self.trace)
+
+    def __repr__(self) -> str:
+        return f"Generation({len(self.logprobs_R)} sampled tokens of {self.trace})"
 
     @property
     def response_lengths(self) -> NDArray[np.int64]:
@@ -165,8 +169,8 @@ class Generation:
         plain = isinstance(given, np.ndarray) and not np.ma.is_masked(given)
         if not plain or given.dtype.kind != "f" or given.shape != expected:
             raise TraceContentError(
-                f"got log-probs {shown(given)}, {getattr(given, 'dtype', 'no array')} of shape {np.shape(given)}; "
-                f"expected floats [{expected[0]}], one for each sampled token"
+                f"got log-probs {shown(given)}, {_kind(given)}; expected an array of numpy, floats [{expected[0]}], "
+                "one for each sampled token, sequence after sequence"
             )
         possible_R = np.isfinite(given) & (given <= MOST_LOGPROB)
         if not possible_R.all():
@@ -179,12 +183,11 @@ class Generation:
     def _check_sampled(self, behind_prompts_N: NDArray[np.bool_]) -> None:
         """Refuse sampled tokens that do not begin behind the prompt and end with the sequence."""
         sampled_N: Any = self.sampled_N
-        dtype, shape = getattr(sampled_N, "dtype", None), np.shape(sampled_N)
         plain = isinstance(sampled_N, np.ndarray) and not np.ma.is_masked(sampled_N)
-        if not plain or dtype != np.bool_ or shape != behind_prompts_N.shape:
+        if not plain or sampled_N.dtype != np.bool_ or sampled_N.shape != behind_prompts_N.shape:
             raise TraceContentError(
-                f"the sampled tokens are given as {shown(sampled_N)}, {dtype} of shape {shape}; expected bool "
-                f"{behind_prompts_N.shape}, one for each token of the trace"
+                f"the sampled tokens are given as {shown(sampled_N)}, {_kind(sampled_N)}; expected an array of numpy, "
+                f"bool {behind_prompts_N.shape}, one for each token of the trace"
             )
         must_be_N = np.zeros_like(sampled_N)
         must_be_N[self.trace.offsets[:-1] + self.prompt_lengths] = True
@@ -197,6 +200,10 @@ class Generation:
                 f"{int(self.prompt_lengths[sequence])}, is {'' if sampled_N[wrong[0]] else 'not '}said to be sampled; "
                 "expected that no token of a prompt is, and the first behind it and the last of a sequence are"
             )
+
+
+def _kind(given: Any) -> str:
+    return f"{given.dtype} of shape {given.shape}" if isinstance(given, np.ndarray) else f"a {type(given).__name__}"
 
 
 def save_generation(generation: Generation, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path | str:

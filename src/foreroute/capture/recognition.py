@@ -196,6 +196,13 @@ def _no_routes(record: Any, what: str = "the output") -> CaptureError:
         )
     seen = shown(record)
     if isinstance(record, Mapping):
+        error = field_of(record, "error")
+        error = field_of(error, "message") if isinstance(error, Mapping) else error
+        error = field_of(record, "message") if field_of(record, "object") == "error" else error
+        error = field_of(record, "detail") if error is None else error  # of a path that the server lacks
+        if error is not None:
+            said = repr(error[:300]) if type(error) is str else shown(error)
+            return CaptureError(f"{what} is an error of the engine: {said}; ask again as its message says")
         keys = (key for key in items_of(record, "the keys") if type(key) is str and field_of(record, key) is not None)
         seen = str(sorted(keys)[:12])
     return CaptureError(

@@ -22,6 +22,7 @@ from foreroute.errors import ConfigError, CountsError, InputError, PlanError, sh
 from foreroute.files.writing import check_writable, writing_named
 from foreroute.layout import Packing
 from foreroute.plan import PlanOptions, load_plan, save_plan, verify
+from foreroute.plan.capabilities import EXECUTES, Ability
 from foreroute.plan.counts import COUNTS_FILE, check_counts, load_counts, packed_counts, tokens_digest
 from foreroute.plan.plan_file import PLAN_FILE
 from foreroute.plan.topology import Topology
@@ -71,8 +72,15 @@ def run_plan(
     console.print(shown_table(plan_table(compared)))
     console.print(plan_finding(compared), highlight=False, markup=False)
     console.print(shown_tiles(plan_tiles(compared)))
+    execute = {}
+    if compared.passes_by_plan:
+        way = f"foreroute.plan.load_plan({output.name!r}), then routed.execute: docs/experts.md, docs/megatron.md"
+        if step.topology.num_nodes > 1 and not any(Ability.NODES in abilities for abilities in EXECUTES.values()):
+            way += ". No plan has run on several nodes, so that times may be others"
+        execute = {"execute": way}
+        console.print(shown_facts(execute))
     made = {"made": f"foreroute {foreroute.__version__}, {date.today()}: {shlex.join(['foreroute', *sys.argv[1:]])}"}
-    all_facts = facts | found.why | made
+    all_facts = facts | found.why | execute | made
     write_page(console, lambda: write_plan_page(compared, all_facts, page, cluster=step.cluster, layers=step.layers))
 
 

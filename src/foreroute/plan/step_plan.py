@@ -160,7 +160,8 @@ class StepPlan:
             )
         found = counts_digest(counts_MLGE)
         if found != self.counts_digest:
+            own = "" if self.packing is None else " (its traces have the sequences packing.sequences(micro_step, rank))"
             raise CountsError(
                 f"counts have digest {found}, the plan was made for counts with digest {self.counts_digest}; hand in "
-                "the counts of the plan, or plan these counts"
+                f"the counts of the plan{own}, or plan these counts"
             )

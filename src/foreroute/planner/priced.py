@@ -71,8 +71,9 @@ class PricedOptions:
         num_layers, num_off = len(self._on_L), sum(name not in on for on in self._on_L)
         if not num_off:
             return "on: where it saves time"
-        state = "off" if num_off == num_layers else "on"
-        return f"{state}: in {num_off} of {num_layers} layers, planning it would take more time than it saves"
+        layers = f"in {num_off} of {num_layers} layers"
+        state = f"off: {layers}," if num_off == num_layers else f"on: except {layers}, where"
+        return f"{state} planning it would take more time than it saves"
 
     def _decide(self, layer: int, cell: CellPlan) -> None:
         """Turn open options off in a layer if they save less than planning them takes, in all cells as in its first."""
