@@ -20,7 +20,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -61,7 +61,7 @@ class Tests:
 
     def __init__(self, order: dict[str, Any] | None = None, follow: coverage.Coverage | None = None) -> None:
         self.order, self.follow = order, follow
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -105,7 +105,7 @@ def main() -> None:
                 order = _order(tree, mutation, seconds)
                 is_killed = bool(order) and _is_killed(mutation, order, 4 * sum(seconds[test] for test in order) + 120)
                 figures["killed" if is_killed else "survivors" if order else "not run"].append(mutation.told)
-                print(room, *(f"{kind}: {len(told)}" for kind, told in figures.items()), file=sys.stderr)
+                print(room, "killed" if is_killed else "survived", len(order), mutation.told, file=sys.stderr)
             print(json.dumps({"room": room, "tests": len(seconds), **figures}), flush=True)
 
 
@@ -127,7 +127,7 @@ def _order(tree: Path, mutation: Mutation, seconds: dict[str, float]) -> dict[st
     by_line = data.contexts_by_lineno(str(tree / RANKS))
     file_of = {test: test.partition("::")[0] for test in seconds}
     on_ranks = {file_of.get(test) for tests in by_line.values() for test in tests}
-    files: Counter[str] = Counter()
+    files: defaultdict[str, float] = defaultdict(float)
     for test, took in seconds.items():
         files[file_of[test]] += took
     return {
