@@ -255,7 +255,7 @@ def _instead(node: ast.AST) -> str | None:
     elif isinstance(new, ast.BinOp | ast.BoolOp) and type(new.op) in SWAPS:
         new.op = SWAPS[type(new.op)]()  # type: ignore[assignment]
     elif isinstance(new, ast.UnaryOp) and isinstance(new.op, ast.Not):
-        new = new.operand  # type: ignore[assignment]
+        new = new.operand
     elif isinstance(new, ast.Constant) and isinstance(new.value, bool):
         new.value = not new.value
     elif isinstance(new, ast.Constant) and isinstance(new.value, int):
