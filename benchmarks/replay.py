@@ -42,11 +42,7 @@ TELEMETRY = {"": False, "_with_telemetry": True}
 
 @dataclass(frozen=True)
 class Bench:
-    """One model and one batch, recorded.
-
-    Attributes:
-        call: the model, or what `torch.compile` made of it.
-    """
+    """One model, or what `torch.compile` made of it, and one batch, recorded."""
 
     routed: hf.RoutedTransformer
     call: Any

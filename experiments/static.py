@@ -13,8 +13,8 @@ from experiments.models import configuration, merged
 from experiments.starts import loaded
 from experiments.tampering import shifted
 from foreroute.capture import Generation
+from foreroute.files.json_form import to_json
 from foreroute.mismatch import RoutingMismatch, TokenMismatch
-from foreroute.records.json_form import to_json
 from foreroute.records.step_record import Side
 from foreroute.train.loop import make_schedule, make_trainer
 from foreroute.train.policy import Alone, make_engine

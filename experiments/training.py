@@ -12,7 +12,7 @@ from experiments.models import configuration
 from experiments.series import reduced
 from experiments.tampering import shifting_engine
 from foreroute.errors import DivergedError
-from foreroute.records.json_form import to_json
+from foreroute.files.json_form import to_json
 from foreroute.train import RunFolder, train
 
 

@@ -5,7 +5,10 @@
 For each piece it counts the files and functions of the package that are entered, and the moves from one file to
 another. A small number means that a reader can follow the work.
 
+    decode             a generation of an answer of vLLM's server
     save, load         a trace of two sequences, to a file and back
+    plan               a plan from counts, and the schedule of one cell on one rank
+    page               the HTML page of a run of two steps
     replayed_forward   a session is opened, a model of four layers runs on recorded routes, the session is closed
     replayed_rows      the same, of rows made once, as in an update after the recompute and in later epochs
     replayed_tensors   the same of integer tensors, by `foreroute.core` alone
@@ -33,14 +36,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 import foreroute as fr
 from foreroute.adapters import hf
 from foreroute.adapters.hf.spreading import spread
+from foreroute.capture import decode
 from foreroute.core import attach
 from foreroute.plan import Links, PlanOptions, Topology
+from foreroute.plan.schedule import CellSchedule
+from foreroute.records import read_runs
+from foreroute.report.run import write_report
 from foreroute.train import parse_config, train
 from foreroute.train.loop import Trainer
 
@@ -138,6 +146,7 @@ def measure(folder: Path) -> dict[str, Way]:
             routed.model(ids, attention_mask=mask)
 
     return {
+        **from_answer_to_page(folder),
         "save": way_of(lambda: fr.save(trace, file, overwrite=True)),
         "load": way_of(lambda: fr.load(file)),
         "replayed_forward": way_of(partial(replay, trace)),
@@ -148,6 +157,27 @@ def measure(folder: Path) -> dict[str, Way]:
         "training_step_trl": training_step_trl(folder),
         # it stands in for a GPU in the whole process
         **of_megatron(folder),
+    }
+
+
+def from_answer_to_page(folder: Path) -> dict[str, Way]:
+    """The way of an answer of vLLM, of a plan and what a rank does by it, and of a run's page."""
+    rng = np.random.default_rng(0)
+    spec = fr.RoutingSpec(8, 2, tuple(map(fr.RoutedLayer, range(LAYERS))))
+    routes_RLK = rng.permuted(np.tile(np.arange(8), (6, LAYERS, 1)), axis=2)[:, :, :2]
+    choice = {"token_ids": [4, 5, 6], "routed_experts": routes_RLK[3:5].tolist()}
+    answer = {"prompt_token_ids": [1, 2, 3], "prompt_routed_experts": routes_RLK[:3].tolist(), "choices": [choice]}
+    counts_MLGE = rng.integers(0, 50, (2, LAYERS, 2, 8))
+    topology = Topology(num_ranks=2, ranks_per_node=2, redundant_slots=1, links=LINKS)
+
+    def plan() -> object:
+        return CellSchedule.of(fr.planner.plan(counts_MLGE, topology).cell(0, 0), counts_MLGE[0, 0], 0)
+
+    training_step(folder, "page")
+    return {
+        "decode": way_of(lambda: decode(answer, model=spec)),
+        "plan": way_of(plan),
+        "page": way_of(lambda: write_report(read_runs([folder / "page"]), folder / "page.html")),
     }
 
 
@@ -215,7 +245,7 @@ def of_megatron(folder: Path) -> dict[str, Way]:
     return {"replayed_forward_megatron": replayed, "planned_cell_megatron": ways[-1]}
 
 
-def training_step(folder: Path) -> Way:
+def training_step(folder: Path, name: str = "run") -> Way:
     """The second step of a run; the files of `train/` alone."""
     values = {
         "name": "hops",
@@ -234,7 +264,7 @@ def training_step(folder: Path) -> Way:
 
     Trainer.run_step = noted  # type: ignore[method-assign]
     try:
-        train(parse_config(values, source="make.hops"), folder / "run")
+        train(parse_config(values, source="make.hops"), folder / name)
     finally:
         Trainer.run_step = run_step  # type: ignore[method-assign]
     return ways[-1]

@@ -32,17 +32,10 @@ LIGHT_ROOMS = [
     "trace", "layout", "capture", "mismatch", "plan", "costs", "planner", "records", "conformance", "doctor",
 ]  # fmt: skip
 EXTRAS = {
-    "cli": ["simulate", "simulate.fit", "report", "cli.main"],
-    "hf": [
-        "adapters.hf",
-        "engines.embedded",
-        "replay",
-        "ep",
-        "train",
-        "conformance.huggingface",
-        "doctor.examine",
-    ],
+    "cli": ["simulate", "report", "cli.main"],
+    "hf": ["adapters.hf", "engines.embedded", "replay", "ep", "train", "conformance.huggingface", "doctor.examine"],
     "engines": ["engines.vllm", "engines.sglang"],
+    "fit": ["costs.fitting", "simulate.fit"],
     "megatron": ["adapters.megatron"],
     "trl": ["trainers.trl"],
     "report": ["report.run_plots", "report.plan_plots", "report.simulation_plots"],

@@ -37,7 +37,7 @@ def test_attaching_a_hugging_face_model_loads_what_it_takes_alone():
     """No format of files, no packer, no metrics, no executor of plans."""
     modules = loaded_by("from foreroute.adapters import hf\nhf.attach")
     rooms = {name.split(".")[1] for name in modules if name.startswith("foreroute.")}
-    assert rooms == {"adapters", "core", "errors", "layout", "replay", "trace"}
+    assert rooms == {"adapters", "checks", "core", "errors", "layout", "replay", "trace"}
     files = {"replay.recording", "replay.sampling_masks", "trace.file", "layout.packing", "adapters.hf.indexers"}
     assert modules.isdisjoint({f"foreroute.{name}" for name in files} | {"numba", "pydantic"})
 
@@ -65,8 +65,8 @@ def all_of(rooms):
 
 
 BASE_ROOMS = (
-    *("errors", "kernels", "files", "trace", "layout", "plan", "costs", "costs.cluster_file", "planner", "mismatch"),
-    *("records", "capture", "core", "replay", "ep", "conformance", "doctor"),
+    *("errors", "kernels", "checks", "files", "trace", "layout", "plan", "costs", "costs.cluster_file", "planner"),
+    *("mismatch", "records", "capture", "core", "replay", "ep", "conformance", "doctor"),
 )
 """Rooms below `train` and `simulate`, and those beside them that take no configuration, where torch is installed."""
 OF_CLI = ("typer", "rich", "pydantic")

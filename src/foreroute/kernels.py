@@ -73,9 +73,3 @@ def next_word(state: Any) -> Any:
 def next_unit(state: Any) -> float:
     """A float64 from 0 to below 1."""
     return float(next_word(state) >> SHIFT_32) * TO_UNIT
-
-
-@kernel
-def next_below(state: Any, limit: Any) -> Any:
-    """An integer from 0 to below `limit`, itself below 2**32."""
-    return np.int64(((next_word(state) >> SHIFT_32) * uint64(limit)) >> SHIFT_32)

@@ -123,13 +123,24 @@ def test_a_signal_ends_a_verb_in_one_line_and_leaves_nothing_behind(tmp_path, ke
     assert list(tmp_path.iterdir()) == [], "the temporary file is gone"
 
 
+def test_a_signal_whose_exception_python_drops_ends_a_verb_too(tmp_path):
+    """Python drops what is raised in a destructor; the second time the signal comes while the verb waits."""
+    text = HANGING.format(kernel=False).replace(
+        "        time.sleep(60)\n",
+        "        class Held:\n            def __del__(self): time.sleep(3)\n        Held()\n        time.sleep(60)\n",
+    )
+    assert signalled(text, tmp_path, signal.SIGINT) == (130, "stopped: interrupted\n")
+    at_the_end = text.replace("        time.sleep(60)\n", "")
+    assert signalled(at_the_end, tmp_path, signal.SIGTERM) == (143, "stopped: ended by SIGTERM\n")
+
+
 @pytest.mark.slow
 def test_one_signal_interrupts_once_and_what_closes_takes_its_time(tmp_path):
-    """Of a second, as an engine may need to end."""
+    """As an engine may need to end."""
     text = HANGING.format(kernel=False).replace(
         "        time.sleep(60)\n",
         "        try: time.sleep(60)\n"
-        "        finally:\n            time.sleep(1)\n            print('closed', file=sys.stderr)\n",
+        "        finally:\n            time.sleep(0.3)\n            print('closed', file=sys.stderr)\n",
     )
     assert signalled(text, tmp_path, signal.SIGTERM) == (143, "closed\nstopped: ended by SIGTERM\n")
 
@@ -182,6 +193,7 @@ def test_a_light_install_says_in_one_line_what_a_verb_needs(tmp_path):
         "train run.toml": "hf",
         "doctor --model model --rollout t": "hf",
         "doctor --model run": "hf",
+        "simulate simulate.toml --fit measured.jsonl": "fit",
         "report run": "report",
         "doctor --trainer t --rollout t --output page.html": "report",
     }

@@ -100,7 +100,7 @@ def stage_layers(case, seed):
 
 def seen_places(canary, rank_rows, layers):
     """[R, L, 3], what a rank's routers would replay, decoded; the mask and the picks must agree on what is missing."""
-    routes = layout.take(canary, rank_rows, layers)
+    routes = layout.take_routes(canary, rank_rows, layers)
     places = decoded(canary, routes.ids_RLK)
     assert np.array_equal((places >= 0).all(axis=-1), np.broadcast_to(routes.routed_R[:, None], places.shape[:2]))
     return places

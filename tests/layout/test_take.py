@@ -13,7 +13,7 @@ from tests.traces import spec_of
 @pytest.mark.parametrize(("num_experts", "dtype"), [(8, np.uint8), (255, np.uint8), (256, np.uint16), (512, np.uint16)])
 def test_missing_routes_are_one_past_the_last_expert(num_experts, dtype):
     trace = canary_trace([2, 2], spec_of(num_experts=num_experts))
-    routes = layout.take(trace, layout.pack(trace.lengths, align=3).rows())
+    routes = layout.take_routes(trace, layout.pack(trace.lengths, align=3).rows())
     assert routes.routed_R.tolist() == [True, False, False, True, False, False]
     assert routes.ids_RLK.dtype == dtype
     assert (routes.ids_RLK[~routes.routed_R] == num_experts).all()
@@ -23,17 +23,17 @@ def test_missing_routes_are_one_past_the_last_expert(num_experts, dtype):
 def test_layers_are_taken_by_name():
     trace = canary_trace([3], spec_of(num_experts=32))
     rows = layout.pack(trace.lengths).rows()
-    ids, _ = layout.take(trace, rows, [RoutedLayer(2), RoutedLayer(0)])
+    ids, _ = layout.take_routes(trace, rows, [RoutedLayer(2), RoutedLayer(0)])
     assert np.array_equal(ids[:2], trace.expert_ids_NLK[:2, [2, 0]])
-    assert layout.take(trace, rows, []).ids_RLK.shape == (3, 0, 2)
+    assert layout.take_routes(trace, rows, []).ids_RLK.shape == (3, 0, 2)
     with pytest.raises(SpecMismatchError, match=r"routes.*decoder 9"):
-        layout.take(trace, rows, [RoutedLayer(9)])
+        layout.take_routes(trace, rows, [RoutedLayer(9)])
 
 
 def test_a_layout_of_other_rows_is_refused():
     trace = canary_trace([3], spec_of(num_experts=32))
     with pytest.raises(BatchMismatchError, match=r"4 packed.*trace.*3"):
-        layout.take(trace, layout.pack([4]).rows())
+        layout.take_routes(trace, layout.pack([4]).rows())
 
 
 @pytest.mark.parametrize("seed", range(50))

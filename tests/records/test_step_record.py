@@ -6,8 +6,8 @@ import math
 import pytest
 
 from foreroute.errors import RunFolderError
+from foreroute.files.json_form import to_json
 from foreroute.records import Alarm, StepRecord
-from foreroute.records.json_form import to_json
 from foreroute.records.runs import parse_step
 from foreroute.records.step_record import DeviceRecord, MismatchRecord
 from tests.report.report_runs import execution, step_line

@@ -29,7 +29,6 @@ SIMULATION = {
     "hardware": {"preset": "h100"},
     "model": {"preset": "qwen3-30b-a3b"},
     "workload": {"tokens_per_rank": 2048, "micro_steps": 2, "layers": 2},
-    "sweep": {"skew": [0.5, 2.0], "expert_parallel": [8]},
 }
 
 
@@ -93,7 +92,6 @@ def _require_simulation(given, config):
     require_unchanged(given.get("cluster", {}), config.cluster)
     require_unchanged(given.get("workload", {}), config.workload)
     require_unchanged(given.get("execution", {}), config.execution)
-    require_unchanged(given.get("sweep", {}), config.sweep)
     assert config.cluster.gpus % config.cluster.expert_parallel == 0
 
 

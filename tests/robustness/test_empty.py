@@ -92,7 +92,7 @@ def laid_out(t, _):
         layout.pad(t.lengths, side="left", order="bshd"),
         layout.pad(t.lengths, side="right", order="sbhd", to=4),
     ):
-        layout.take(t, each.rows())
+        layout.take_routes(t, each.rows())
 
 
 def compared(t, _):
@@ -173,7 +173,7 @@ DOORS = {
     "generation": generated,
     "streams": lambda t, _: [each.join([each]).take(np.zeros(0, np.int64)).arrays() for each in t.streams.values()],
     "layout.locate_rows": located,
-    "layout.pack layout.pad layout.take": laid_out,
+    "layout.pack layout.pad layout.take_routes": laid_out,
     PLANS: lambda t, folder: planned(plans.packed_counts(t, layout.pack_sequences(t.lengths, 2, 100)), folder),
     "mismatch.explain": lambda t, _: mismatch.explain(t, t),
     "mismatch.routing_mismatch mismatch.token_mismatch mismatch.margin_histogram records.alarms": added_up,
@@ -185,7 +185,7 @@ REFUSES = {
     "compare": ("there is nothing to compare: no row is routed on both sides", NO_ROUTES),
     "padded to nothing": ("expected those of the 2 sequences", SOME_TOKENS),
     "layout.locate_rows": ("the batch has 0 sequences and the trace has 2", EMPTY.keys() - NO_SEQUENCES),
-    "layout.pack layout.pad layout.take": ("cannot take layers of different sizes", {"of layers that differ"}),
+    "layout.pack layout.pad layout.take_routes": ("cannot take layers of different sizes", {"of layers that differ"}),
     PLANS: ("there is no sequence to pack", NO_SEQUENCES),
     "mismatch.explain": ("no row is routed in both traces", NO_ROUTES),
 }

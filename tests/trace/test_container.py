@@ -63,8 +63,8 @@ def test_weight_versions_are_whole_numbers(version):
         ({"valid": [[0.3, 0]]}, r"valid\[0\] is float64.*expected bools"),
         ({"valid": [[2, 0]]}, "expected bools"),
         ({"token_ids": [[-1, 2]]}, "expected integers .T. from 0"),
-        ({"token_ids": [[[1], [2, 3]]]}, "is no array"),
-        ({"expert_ids": [[[[0, 1]], [[0]]]]}, "is no array"),
+        ({"token_ids": [[[1], [2, 3]]]}, "read as an array"),
+        ({"expert_ids": [[[[0, 1]], [[0]]]]}, "read as an array"),
         ({"valid": [[True, True]], "expert_ids": [[[[0, 1]]]]}, "one row of each for every token"),
         ({"expert_ids": []}, r"of \[0, 1\] sequences"),
     ],
@@ -114,7 +114,7 @@ def test_selecting_and_truncating_out_of_range_is_refused():
     with pytest.raises(TraceContentError, match=r"numpy\.flatnonzero"):
         trace.select(np.ones(len(trace), bool))
     for sequences in ([0.5], ["0"], [None], [[0], [0, 1]]):
-        with pytest.raises(TraceContentError, match=r"sequences (are|is no)"):
+        with pytest.raises(TraceContentError, match="sequences"):
             trace.select(sequences)
     with pytest.raises(TraceContentError, match="lengths hold"):
         trace.truncated(trace.lengths + 1)

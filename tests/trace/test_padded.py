@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import foreroute as fr
+from foreroute.checks import host_array
 from foreroute.errors import TraceContentError
-from foreroute.trace.checks import host_array, recorded_rows
+from foreroute.trace.checks import recorded_rows
 from tests.traces import mixed_trace, random_trace, spec_of, with_decisions
 
 torch = pytest.importorskip("torch")

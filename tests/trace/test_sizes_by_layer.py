@@ -192,7 +192,7 @@ def test_other_sizes_are_another_model():
     ("use", "what"),
     [
         (lambda trace: plan.packed_counts(trace, layout.pack_sequences([1], 1, 8)), "a plan"),
-        (lambda trace: layout.take(trace, layout.pack(trace.lengths).rows()), "a layout of ranks"),
+        (lambda trace: layout.take_routes(trace, layout.pack(trace.lengths).rows()), "a layout of ranks"),
     ],
 )
 def test_what_takes_equal_layers_alone_says_so(use, what):

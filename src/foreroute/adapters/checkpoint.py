@@ -25,11 +25,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from foreroute.checks import whole_number
 from foreroute.errors import ConfigError, printable
 from foreroute.files.regular import as_path, parse_json, read_text
 from foreroute.files.writing import writing_named
 from foreroute.trace import IndexerSpec, RoutingSpec
-from foreroute.trace.spec import whole_number
 
 if TYPE_CHECKING:
     from foreroute.adapters.hf import RoutedTransformer

@@ -3,7 +3,7 @@
     record ── every path of calls is one conversation ──▶ sequence: tokens, routes, which tokens were sampled for it
            └─ a call that two paths share was sampled once: it is trained on the first of them
 
-The tokens of every path stand as the engine saw them. Rows that the record does not have are absent.
+The tokens of every path are as the engine saw them. Rows that the record does not have are absent.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.capture.arrays import MAX_INT32
 from foreroute.capture.decode import decode
 from foreroute.capture.generation import Generation
+from foreroute.checks import MOST_INT32, whole_number
 from foreroute.errors import CaptureError, TraceError, shown
 from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace
-from foreroute.trace.spec import whole_number
 
+number_of = partial(whole_number, least=0, error=CaptureError)
 WeightVersion = int | Callable[[Mapping[str, Any]], int]
 """The weights of a rollout: one version, or a function of a call as the record has it."""
 
@@ -50,7 +51,7 @@ Path = tuple[str, Generation]
 def path_of(
     end: str, trace: RoutingTrace, sampled_T: NDArray[np.bool_], logprobs: Sequence[NDArray[np.float64]]
 ) -> Path:
-    """Return a conversation. `logprobs` are those of its sampled tokens, in pieces."""
+    """Return a conversation; `logprobs` are those of its sampled tokens, in pieces."""
     joined_R = np.concatenate([*logprobs, np.zeros(0)])
     with naming(f"the sequence that ends in {end:.40}"), np.errstate(over="ignore"):
         # what float32 cannot hold is no log-prob, and refused as such
@@ -68,11 +69,7 @@ def rollout_of(paths: Sequence[Path], left_out: Sequence[str]) -> AgentRollout:
 def trace_of(spec: RoutingSpec, tokens_T: NDArray[np.int32], rows: Any, valid: NDArray[np.bool_]) -> RoutingTrace:
     """Return one sequence as `decode` checks it, without weight versions; absent rows where nothing was routed.
 
-    Args:
-        spec: of the model.
-        tokens_T: int32 [T].
-        rows: integers [T or T - 1, layers, K].
-        valid: bool, one for each of the rows.
+    Rows are integers [T or T - 1, layers, K], and `valid` is a bool for each.
     """
     if not valid.any():
         return RoutingTrace.unrouted(spec, [tokens_T])
@@ -80,9 +77,9 @@ def trace_of(spec: RoutingSpec, tokens_T: NDArray[np.int32], rows: Any, valid: N
 
 
 def version_of(call: Mapping[str, Any], weight_version: WeightVersion) -> int:
-    """Return the weights that made a call. Raises `CaptureError` when the caller states none that can be."""
+    """Return the weights that made a call, as the caller states them."""
     stated: object = weight_version(call) if callable(weight_version) else weight_version
-    return number_of(stated, "the weight version", MAX_INT32, least=NO_VERSION)
+    return number_of(stated, name="the weight version", least=NO_VERSION, most=MOST_INT32)
 
 
 @contextmanager
@@ -94,16 +91,8 @@ def naming(what: str | os.PathLike[str]) -> Iterator[None]:
         raise CaptureError(f"{what}: {error}") from error
 
 
-def number_of(value: object, name: str, most: int, *, least: int = 0) -> int:
-    """Return a whole number of a record. Raises `CaptureError` when it is something else, or out of range."""
-    return whole_number(value, name=name, least=least, most=most, error=CaptureError)
-
-
 def entries_of(record: Mapping[str, Any], name: str, *kinds: type) -> list[Any]:
-    """Return a list of a JSON object, whose entries are of these types and of none derived from them.
-
-    Raises `CaptureError` when it is something else.
-    """
+    """Return a list of a JSON object, whose entries are of these types and of none derived from them."""
     values = record.get(name)
     if not isinstance(values, list) or not set(map(type, values)) <= set(kinds):
         raise CaptureError(f"{name} is {shown(values)}; expected a list of {' or '.join(k.__name__ for k in kinds)}")

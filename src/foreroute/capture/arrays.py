@@ -1,4 +1,4 @@
-"""Values from outside: fields of foreign objects, arrays of any library, text and bytes. All of it may be hostile.
+"""Values from outside, all of which may be hostile: fields of foreign objects, integer arrays, text and bytes.
 
 A foreign object's attributes may raise, and its lists may be no lists, so that it is asked through the functions here
 alone. Sizes are checked before anything is allocated, nothing is executed, and no pickle is read.
@@ -16,15 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.checks import as_array, is_whole
 from foreroute.errors import CaptureError, shown
 from foreroute.files.regular import parse_json
 from foreroute.trace import RoutedLayer
-from foreroute.trace.checks import host_array
-from foreroute.trace.spec import is_whole
 
 MAX_TEXT = 1 << 28
 """Characters of one text, JSON or base64: 256 Mi, some ten million tokens of a model of 48 layers in base64."""
-MAX_INT32 = 2**31 - 1
 NPY_MAGIC = b"\x93NUMPY"
 TABLE = ("data", "shape", "dtype")
 """Fields of an array in JSON: its bytes in base64, as dynamo, prime-rl and ms-swift write them."""
@@ -37,10 +35,7 @@ _NPY_HEADER = re.compile(
 
 
 def field_of(record: Any, name: str) -> Any:
-    """Return a field of a mapping, or of another object its attribute or else its item; None when it has none.
-
-    Raises `CaptureError` when the record does not let itself be asked.
-    """
+    """Return a field of a mapping, or of another object its attribute or else its item; None when it has none."""
     try:
         if isinstance(record, Mapping):
             return record.get(name)
@@ -51,6 +46,7 @@ def field_of(record: Any, name: str) -> Any:
 
 
 def _item_of(record: Any, name: str) -> Any:
+    """Return an item of an object; None when it has none."""
     try:
         return record[name]
     except (KeyError, IndexError, TypeError):
@@ -58,7 +54,7 @@ def _item_of(record: Any, name: str) -> Any:
 
 
 def items_of(values: Any, name: str) -> list[Any]:
-    """Return the entries of a list or tuple. Raises `CaptureError` when it does not give them."""
+    """Return the entries of a list or tuple, which may not give them."""
     try:
         return [*values]
     except Exception as error:
@@ -66,8 +62,9 @@ def items_of(values: Any, name: str) -> list[Any]:
 
 
 def is_array(value: Any) -> bool:
-    """Say whether it is an array of some library. A tensor dictionary may have a shape and a dtype, but has keys."""
+    """Say whether it is an array of some library."""
     kind = type(value)
+    # a tensor dictionary may have a shape and a dtype, but has keys
     return hasattr(kind, "__array__") and not hasattr(kind, "keys") and not isinstance(value, np.generic)
 
 
@@ -77,45 +74,22 @@ def is_table(value: Any) -> bool:
 
 
 def is_nested(value: Any, depth: int = 3) -> bool:
-    """Say whether it is lists of lists of lists of numbers, or as deep as is said, by the first of each."""
+    """Say whether it is lists of lists of lists of numbers, or `depth` deep, by the first of each."""
     if depth == 0:
         return type(value) is int
     return isinstance(value, list | tuple) and any(is_nested(each, depth - 1) for each in items_of(value, "a list")[:1])
 
 
-def as_array(values: Any, name: str) -> np.ndarray[Any, Any]:
-    """Return what numpy makes of an array of any library.
-
-    Raises `CaptureError` when it makes none, or entries are masked, which a plain array cannot say.
-    """
-    try:
-        array = host_array(values)
-    except Exception as error:
-        raise CaptureError(
-            f"{name}, a {type(values).__name__}, cannot be read as an array ({shown(error)}); "
-            "copy it to host memory first"
-        ) from error
-    if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
-        raise CaptureError(f"{name} is an array with masked entries; expected a value everywhere")
-    return array
-
-
 def as_integers(values: Any, name: str) -> NDArray[Any]:
-    """Return an array of any library as one of numpy.
-
-    Raises `CaptureError` as `as_array`, and when its numbers are no integers.
-    """
-    array = as_array(values, name)
+    """Return an array of integers of any library as one of numpy."""
+    array = as_array(values, name=name, error=CaptureError)
     if array.dtype.kind not in "iu":
         raise CaptureError(f"{name}: dtype {array.dtype}; expected integers")
     return array
 
 
 def read_npy(data: bytes) -> NDArray[Any]:
-    """Read an integer array [rows, layers, K] from a version 1 `.npy` file.
-
-    Raises `CaptureError` when it is another file, or has more or fewer bytes than its header states.
-    """
+    """Read an integer array [rows, layers, K] from a version 1 `.npy` file, and nothing else."""
     header_end = 10 + int.from_bytes(data[8:10], "little")
     header = _NPY_HEADER.fullmatch(data[10:header_end])
     if data[:8] != NPY_MAGIC + b"\x01\x00" or len(data) < 10 or header is None:
@@ -133,21 +107,15 @@ def read_npy(data: bytes) -> NDArray[Any]:
     return np.frombuffer(numbers, dtype).reshape(shape, order="F" if header[2] == b"True" else "C")
 
 
-def read_rows(values: Any, rows: int, picks: int, name: str) -> NDArray[Any]:
-    """Read what a sequence has in each layer: an array or table, nested lists, the bytes of a `.npy` file, or base64.
-
-    Args:
-        values: base64 is of int32 without a shape. Rows of arrays may be flat: [R, L · K].
-        rows: as many must lie in base64.
-        picks: K, of a row in a layer of base64.
-        name: says what they are.
-
-    Returns:
-        Integers [R, layers, K].
-
-    Raises:
-        CaptureError: for damaged bytes, another number of axes, or numbers that are not those of whole layers.
-    """
+def read_rows(
+    # an array or table, [R, L, K] or flat [R, L · K]; nested lists; the bytes of a `.npy` file; or base64 of int32
+    # without a shape
+    values: Any,
+    rows: int,  # as many must lie in base64
+    picks: int,  # K, of a row in a layer of base64
+    name: str,  # says what they are
+) -> NDArray[Any]:
+    """Read what a sequence has in each layer, integers [R, layers, K], from what `values` are."""
     if isinstance(values, bytes):
         return read_npy(values)
     if not isinstance(values, str):
@@ -186,6 +154,7 @@ def _plain(values: Any, name: str) -> Any:
 
 
 def _read_table(table: Any, name: str) -> NDArray[Any]:
+    """Read an array in a JSON object."""
     data, shape, dtype = (field_of(table, each) for each in TABLE)
     sizes = items_of(shape, f"the shape of {name}")
     if not isinstance(data, str) or dtype not in TABLE_TYPES or not all(is_whole(n) and n >= 0 for n in sizes):
@@ -200,10 +169,7 @@ def _read_table(table: Any, name: str) -> NDArray[Any]:
 
 
 def columns_of(layers: Sequence[RoutedLayer], axis_length: int, name: str) -> NDArray[np.int64]:
-    """Return where layers lie on an axis of these layers alone, or of all decoder layers: int64 [L].
-
-    Raises `CaptureError` when the axis is neither.
-    """
+    """Find the columns of the given layers on an axis of those layers, or of all decoder layers: int64 [L]."""
     numbers = [layer.index for layer in layers]
     if axis_length == len(numbers):
         return np.arange(len(numbers))

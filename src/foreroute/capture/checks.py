@@ -1,4 +1,4 @@
-"""Captures that look like one that failed in silence: every id is possible, and together they cannot be true."""
+"""Refuses captures of which every id is possible, and which look together like one that failed in silence."""
 
 from __future__ import annotations
 
@@ -35,17 +35,9 @@ UNFREEZE = "Run the engine without CUDA graphs (enforce_eager=True, --disable-cu
 
 
 def unfilled_lookups(rows_RLK: NDArray[Any], spec: RoutingSpec, *, what: str) -> NDArray[np.bool_]:
-    """Say in which layers a sequence has nothing but zeros because they look experts up by token, bool [L].
+    """Find layers of a sequence, rows [R, L, K], that are zeros because they look experts up by token: bool [L].
 
-    Engines may leave these out. Any other such layer is a buffer that was never filled.
-
-    Args:
-        rows_RLK: [R, L, K], the routed rows of one sequence.
-        spec: E and the layer table.
-        what: names the sequence.
-
-    Raises:
-        CaptureError: when another layer is, or all are.
+    Engines may leave these out. Any other layer of zeros is a buffer that was never filled, and refused.
     """
     zero_L = np.asarray(~rows_RLK.any(axis=(0, 2)) & (len(rows_RLK) > 0))
     if not zero_L.any():
@@ -69,13 +61,7 @@ def unfilled_lookups(rows_RLK: NDArray[Any], spec: RoutingSpec, *, what: str) ->
 
 
 def refuse_routed_dense(columns_RDK: NDArray[Any], layers: list[int], *, what: str) -> None:
-    """Raise `CaptureError` when the column of a dense layer varies: then the layer axis is not the model's.
-
-    Args:
-        columns_RDK: [R, D, K], the columns of D layers without a router, which engines leave at one constant.
-        layers: their numbers.
-        what: names the sequence.
-    """
+    """Refuse columns [R, D, K] of the dense `layers` that vary: the layer axis is then not the model's."""
     if not columns_RDK.size:
         return
     varies_D = (columns_RDK != columns_RDK[:1, :, :1]).any(axis=(0, 2))
@@ -97,18 +83,15 @@ def refuse_frozen_rows(trace: RoutingTrace) -> None:
 
 
 def frozen_rows(trace: RoutingTrace) -> str:
-    """Say where many different tokens have the same picks, or one token has the row of another: "" where none has.
-
-    Layers are looked at one by one, rows one after the other and from one sequence to the next. So a layer that never
-    changes is found, and an engine that stops to write rows in the middle of one request. Whole rows, of all layers,
-    stand twice in a sequence only where a token comes again.
-    """
+    """Say where many different tokens have the same picks, or one token has the row of another: "" where none has."""
     if not isinstance(trace, RoutingTrace):
         raise CaptureError(f"the trace is {shown(trace)}; expected a RoutingTrace")
     rows = np.flatnonzero(trace.valid_N)
     bits_L = np.array([min(top_k, num_experts - top_k) for num_experts, top_k in trace.spec.sizes_L], np.float64)
     if len(rows) < 2 or not bits_L.any():
         return ""
+    # Rows are taken one after the other and from one sequence to the next: so a layer that never changes is found, and
+    # an engine that stops to write rows in the middle of one request.
     picks_RL = _numbers_of_picks(trace, rows)
     return _same_picks(trace, rows, picks_RL, bits_L) or _same_row(trace, rows, picks_RL, bits_L)
 
@@ -138,12 +121,10 @@ def _same_picks(
 
 
 def _share_beside(trace: RoutingTrace, rows: NDArray[np.int64], picks_R: NDArray[Any], run: slice) -> float:
-    """Return in how many rows beside a run its picks may stand: next to it, or in all of its sequences, what is more.
-
-    Where these are few, all other rows are counted. A share of few rows is taken for a higher one.
-    """
+    """Return the share of rows beside a run with its picks: next to it, or in its sequences, whichever is higher."""
     first, last = (place_of(rows[row], trace.offsets)[0] for row in (run.start, run.stop - 1))
     start, stop = np.searchsorted(rows, trace.offsets[[first, last + 1]]).tolist()
+    # where few rows are beside the run, all others are counted; a share of few rows is taken for a higher one
     most, count = 0.0, run.stop - run.start
     for margin in (MIN_ROWS, len(rows)):
         before = picks_R[max(start, run.start - margin) : run.start] == picks_R[run.start]
@@ -158,6 +139,7 @@ def _share_beside(trace: RoutingTrace, rows: NDArray[np.int64], picks_R: NDArray
 
 def _same_row(trace: RoutingTrace, rows: NDArray[np.int64], picks_RL: NDArray[Any], bits_L: NDArray[np.float64]) -> str:
     """Say where a sequence has the picks of all layers twice, for two tokens."""
+    # whole rows, of all layers, stand twice in a sequence only where a token comes again
     certain = CERTAIN + 2 * np.log2(len(rows))  # there are fewer than R^2 pairs of rows
     if bits_L.sum() < certain:
         return ""
@@ -182,11 +164,9 @@ def _same_row(trace: RoutingTrace, rows: NDArray[np.int64], picks_RL: NDArray[An
 
 
 def _numbers_of_picks(trace: RoutingTrace, rows: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """Return a number for the picks of each row and layer, uint64 [R, L]: the sum of a random one of each pick.
-
-    The order of picks counts. Other picks have the same number with a chance of 2^-64.
-    """
+    """Return a number for the picks of each row and layer, uint64 [R, L]: the sum of a random one of each pick."""
     spec = trace.spec
+    # the order of picks counts; other picks have the same number with a chance of 2^-64
     of_pick = _random_numbers(spec.top_k, np.iinfo(spec.id_dtype).max + 1, seed=0)
     picks_RL = np.zeros((len(rows), spec.num_layers), np.uint64)
     for start in range(0, len(rows), ROWS_AT_ONCE):
@@ -198,6 +178,7 @@ def _numbers_of_picks(trace: RoutingTrace, rows: NDArray[np.int64]) -> NDArray[n
 
 
 def _random_numbers(*shape: int, seed: int) -> NDArray[np.uint64]:
+    """Draw the random numbers that picks stand for."""
     return np.random.default_rng(seed).integers(1 << 64, size=shape, dtype=np.uint64)
 
 
@@ -209,4 +190,5 @@ def _long_runs(is_same_R: NDArray[np.bool_]) -> list[slice]:
 
 
 def _place(trace: RoutingTrace, row: int) -> str:
+    """Name the place of a row."""
     return "sequence {}, position {}".format(*place_of(row, trace.offsets))

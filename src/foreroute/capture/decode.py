@@ -7,31 +7,22 @@ the model. Then `RoutingTrace.from_rows` checks every id, and what looks like a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.capture.arrays import (
-    MAX_INT32,
-    as_array,
-    columns_of,
-    field_of,
-    is_array,
-    items_of,
-    read_rows,
-)
+from foreroute.capture.arrays import columns_of, field_of, is_array, items_of, read_rows
 from foreroute.capture.checks import refuse_frozen_rows, refuse_routed_dense, unfilled_lookups
 from foreroute.capture.generation import Generation
 from foreroute.capture.indexers import with_indexer_choices
 from foreroute.capture.logprobs import read_logprobs
 from foreroute.capture.recognition import Form, RawSequence, have_all, read_output
 from foreroute.capture.sampling_masks import decode_masks
+from foreroute.checks import MOST_INT32, as_array, as_int32, is_whole, whole_number
 from foreroute.errors import CaptureError, TraceContentError, shown
 from foreroute.trace import NO_VERSION, SAMPLING, IndexerSpec, LayerKind, RoutingSpec, RoutingTrace
-from foreroute.trace.checks import as_int32, recorded_rows
-from foreroute.trace.spec import is_whole, whole_number
+from foreroute.trace.checks import recorded_rows
 
 
 def decode(
@@ -53,17 +44,16 @@ def decode(
             [rows, layers * K] of one sequence or a list of such: an array of any library, nested lists, a table of
             data, shape and dtype, or the bytes of a `.npy` file.
         model: experts, picks and routed layers. The layer axis of the output may have these layers alone, or all
-            decoder layers of the model. Zeros in layers of the kind `hash`, which look experts up by token, were not
-            recorded: the trace has the other layers, and a model of transformers replays it.
+            decoder layers. Where layers that look experts up by token (`hash`) hold zeros, the trace leaves them out.
         token_ids: prompt and response tokens, integers [T] for one sequence or S of them. Needed where the output does
             not carry them; compared with those that it carries.
         valid: for routes alone: bool [rows] for one sequence or S of them, False where a row was never routed.
         start: the position of the first row, where the request skipped a known prefix
             (`routed_experts_prompt_start`, `routed_experts_start_len`), one for all sequences or one for each. Earlier
             rows are absent. A table may state its own.
-        weight_version: the weights that computed the routes; or a function, such as `int`, that makes a version of the
-            name that vLLM (0.31 and newer) and SGLang give the weights of each span of generated tokens. The rows that
-            produced these tokens are then stamped, and rows of the prompt are not.
+        weight_version: the weights that computed the routes; or a function, such as `int`, of the name that vLLM (0.31
+            and newer) and SGLang give the weights of each span of generated tokens. The rows that produced these tokens
+            are then stamped, and rows of the prompt are not.
         vocabulary_size: tokens of the model; needed where the output has sampling masks.
         indexers: of the model's sparse attention, such as `hf.attach(model).indexers`; needed where the output has
             their choices.
@@ -78,7 +68,7 @@ def decode(
             be trusted.
         SpecMismatchError: when layers of the model differ in experts or picks.
     """
-    return _decode(output, model, token_ids, valid, start, weight_version, vocabulary_size, indexers).trace
+    return _decode(output, model, token_ids, valid, start, weight_version, vocabulary_size, indexers)[0]
 
 
 def decode_generation(
@@ -100,22 +90,10 @@ def decode_generation(
         CaptureError: as `decode`, and when log-probs are missing, too many, of other tokens, or no numbers.
         TraceContentError: when they are no logarithms of probabilities, or a sequence has no prompt.
     """
-    decoded = _decode(output, model, token_ids, None, start, weight_version, vocabulary_size, indexers)
-    logprobs = [
-        read_logprobs(raw, tokens_T, f"sequence {s}")
-        for s, (raw, tokens_T) in enumerate(zip(decoded.sequences, decoded.tokens, strict=True))
-    ]
-    lengths_S = [len(tokens_T) - len(each) for tokens_T, each in zip(decoded.tokens, logprobs, strict=True)]
-    return Generation(decoded.trace, np.array(lengths_S), np.concatenate(logprobs))
-
-
-@dataclass(frozen=True)
-class _Decoded:
-    """What was read of an output: its trace, and each sequence as it was found, with all its tokens."""
-
-    trace: RoutingTrace
-    sequences: list[RawSequence]
-    tokens: list[NDArray[np.int32]]
+    trace, sequences = _decode(output, model, token_ids, None, start, weight_version, vocabulary_size, indexers)
+    logprobs = [read_logprobs(raw, trace.tokens(s), f"sequence {s}") for s, raw in enumerate(sequences)]
+    lengths_S = trace.lengths - np.array([len(each) for each in logprobs], np.int64)
+    return Generation(trace, lengths_S, np.concatenate(logprobs))
 
 
 def _decode(
@@ -127,7 +105,8 @@ def _decode(
     weight_version: int | Callable[[str], int],
     vocabulary_size: int | None,
     indexers: IndexerSpec | None,
-) -> _Decoded:
+) -> tuple[RoutingTrace, list[RawSequence]]:
+    """Read the trace of an output, and its sequences as they were found."""
     _require_readable(model)
     form, sequences = read_output(output)
     starts = _starts(start, sequences)
@@ -139,7 +118,7 @@ def _decode(
     rows, valid_S, versions, unfilled_L = [], [], [], np.zeros(model.num_layers, np.bool_)
     for s, (raw, own, mask) in enumerate(zip(sequences, given_tokens, given_valid, strict=True)):
         tokens.append(_tokens(raw, own, s))
-        routed = raw.valid if mask is None else as_array(mask, f"valid of sequence {s}")
+        routed = raw.valid if mask is None else as_array(mask, name=f"valid of sequence {s}", error=CaptureError)
         versions.append(_versions(raw, len(tokens[s]), weight_version, f"sequence {s}"))
         rows_TLK, valid_T, missing_L = _place(raw, routed, len(tokens[s]), form, model, starts[s], f"sequence {s}")
         rows.append(rows_TLK)
@@ -155,12 +134,7 @@ def _decode(
         model = model.select(model.layers[layer] for layer in np.flatnonzero(~unfilled_L))
     try:
         trace = RoutingTrace.from_rows(
-            model,
-            tokens,
-            rows,
-            valid=valid_S,
-            weight_versions=versions,
-            provenance={"wire": form.value},
+            model, tokens, rows, valid=valid_S, weight_versions=versions, provenance={"wire": form.value}
         )
     except TraceContentError as error:
         raise CaptureError(
@@ -174,7 +148,7 @@ def _decode(
     choices = [raw.indexer_topk for raw in sequences]
     if have_all(choices, "choices of indexers"):
         trace = with_indexer_choices(trace, choices, indexers)
-    return _Decoded(trace, sequences, tokens)
+    return trace, sequences
 
 
 def _starts(start: object, sequences: Sequence[RawSequence]) -> list[int]:
@@ -186,9 +160,9 @@ def _starts(start: object, sequences: Sequence[RawSequence]) -> list[int]:
         raise CaptureError(f"start has {len(each)} positions for {len(sequences)} sequences; expected one, or as many")
     starts = []
     for given, raw in zip(each, sequences, strict=True):
-        given = whole_number(given, name="start", least=0, most=MAX_INT32, error=CaptureError)
+        given = whole_number(given, name="start", least=0, most=MOST_INT32, error=CaptureError)
         if raw.start is not None:
-            stated = whole_number(raw.start, name="start of the table", least=0, most=MAX_INT32, error=CaptureError)
+            stated = whole_number(raw.start, name="start of the table", least=0, most=MOST_INT32, error=CaptureError)
             if given not in (0, stated):
                 raise CaptureError(f"start is {given}, and the table states {stated}; leave start out")
             given = stated
@@ -205,9 +179,8 @@ def _place(
     start: int,
     what: str,
 ) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Put the rows of one sequence of T tokens at their positions: integers [T, L, K], and bool [T] where one is.
-
-    Beside them bool [L], the layers that look experts up by token and have none here.
+    """Put the rows of a sequence at their positions, [T, L, K]; beside them bool [T] of rows, [L] of unfilled
+    layers.
     """
     if start > max(num_tokens - 1, 0):
         raise CaptureError(f"{what} starts at {start}; expected a position of its {num_tokens} tokens")
@@ -319,7 +292,8 @@ def _versions(
 
 
 def _as_version(value: object) -> int:
-    return whole_number(value, name="weight_version", least=NO_VERSION, most=MAX_INT32, error=CaptureError)
+    """Return a weight version that can be."""
+    return whole_number(value, name="weight_version", least=NO_VERSION, most=MOST_INT32, error=CaptureError)
 
 
 def _one_for_each(values: Any, count: int, name: str, kind: str) -> list[Any]:
@@ -331,7 +305,7 @@ def _one_for_each(values: Any, count: int, name: str, kind: str) -> list[Any]:
         if given and not isinstance(given[0], list | tuple) and not is_array(given[0]):
             given = [given]
     elif is_array(values):
-        array = as_array(values, name)
+        array = as_array(values, name=name, error=CaptureError)
         given = list(array) if array.ndim == 2 else [array]
     else:
         raise CaptureError(f"{name} is a {type(values).__name__}; expected {kind}, or a list of S such")
@@ -372,14 +346,11 @@ def _as_tokens(values: Any, sequence: int) -> NDArray[np.int32]:
             raise CaptureError(f"{what} hold a bool; expected integers")
     elif not is_array(values):
         raise CaptureError(f"{what} are a {type(values).__name__}; expected a list of integers")
-    try:
-        return as_int32(as_array(values, what), name=what)
-    except TraceContentError as error:
-        raise CaptureError(str(error)) from error
+    return as_int32(values, name=what, error=CaptureError)
 
 
 def _require_readable(spec: object) -> None:
-    """Raise for what is no spec, and for one of layers that no engine returns, or that differ in size."""
+    """Refuse what is no spec, and one of layers that no engine returns, or that differ in size."""
     if not isinstance(spec, RoutingSpec):
         raise CaptureError(f"the model is {shown(spec)}; expected a RoutingSpec")
     spec.require_alike("a capture of an engine", "RoutingTrace.from_sequences takes its arrays, -1 behind fewer picks")

@@ -1,4 +1,4 @@
-"""What a rollout engine is asked for, what it hands to a trainer, and that on disk.
+"""What a rollout engine is asked for, and what it hands to a trainer, also on disk.
 
 A generation on disk is a trace file that has the log-probs of sampled tokens too. What reads traces reads its trace.
 """
@@ -16,13 +16,12 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from foreroute.capture.arrays import MAX_INT32
+from foreroute.checks import MOST_INT32, as_array, as_numbers, whole_number
 from foreroute.errors import ConfigError, TraceContentError, TraceFileError, shown
 from foreroute.mismatch.measures import MOST_LOGPROB
 from foreroute.trace import RoutingTrace, concatenate
-from foreroute.trace.checks import as_array, as_numbers, place_of
+from foreroute.trace.checks import place_of
 from foreroute.trace.file import FORMAT, encode, read_trace
-from foreroute.trace.spec import whole_number
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for name, least in (("max_new_tokens", 1), ("end_token", -1), ("group_size", 1), ("top_k", 0)):
-            value = whole_number(getattr(self, name), name=name, least=least, most=MAX_INT32, error=ConfigError)
+            value = whole_number(getattr(self, name), name=name, least=least, most=MOST_INT32, error=ConfigError)
             object.__setattr__(self, name, value)
         for name in ("temperature", "top_p", "min_p"):
             given: object = getattr(self, name)
@@ -160,13 +159,11 @@ class Generation:
         return self.sampled_N[int(start) : int(end)]
 
     def _check_logprobs(self) -> None:
-        """Raise `TraceContentError` unless each sampled token has a log-prob that can be.
-
-        One above 0 would make every ratio to the trainer's wrong, and no measure would say so.
-        """
+        """Refuse log-probs that cannot be those of the sampled tokens."""
         given: Any = self.logprobs_R
         expected = (int(self.sampled_N.sum()),)
-        if not isinstance(given, np.ndarray) or given.dtype.kind != "f" or given.shape != expected:
+        plain = isinstance(given, np.ndarray) and not np.ma.is_masked(given)
+        if not plain or given.dtype.kind != "f" or given.shape != expected:
             raise TraceContentError(
                 f"got log-probs {shown(given)}, {getattr(given, 'dtype', 'no array')} of shape {np.shape(given)}; "
                 f"expected floats [{expected[0]}], one for each sampled token"
@@ -180,10 +177,11 @@ class Generation:
             )
 
     def _check_sampled(self, behind_prompts_N: NDArray[np.bool_]) -> None:
-        """Raise `TraceContentError` unless each response begins behind its prompt and ends with its sequence."""
+        """Refuse sampled tokens that do not begin behind the prompt and end with the sequence."""
         sampled_N: Any = self.sampled_N
         dtype, shape = getattr(sampled_N, "dtype", None), np.shape(sampled_N)
-        if not isinstance(sampled_N, np.ndarray) or dtype != np.bool_ or shape != behind_prompts_N.shape:
+        plain = isinstance(sampled_N, np.ndarray) and not np.ma.is_masked(sampled_N)
+        if not plain or dtype != np.bool_ or shape != behind_prompts_N.shape:
             raise TraceContentError(
                 f"the sampled tokens are given as {shown(sampled_N)}, {dtype} of shape {shape}; expected bool "
                 f"{behind_prompts_N.shape}, one for each token of the trace"
@@ -231,7 +229,7 @@ def load_generation(path: str | os.PathLike[str]) -> Generation:
 
 
 def is_generation(path: str | os.PathLike[str]) -> bool:
-    """Whether a file has log-probs beside a trace, by its header."""
+    """Say whether a file has log-probs beside a trace, by its header."""
     try:
         with FORMAT.open(path) as file:
             return "logprobs" in file.tensors

@@ -27,13 +27,11 @@ def with_indexer_choices(trace: RoutingTrace, returned: Sequence[Any], indexers:
     Args:
         trace: of S sequences, each with its last token.
         returned: of each sequence, int32 [T - 1, layers, k] with -1 where a query chose less, as an array or its bytes
-            in base64. Layers are those with an indexer, or all decoder layers of the model. Units are those of
-            `indexers`: tokens, or compressed entries.
-        indexers: of the model, such as `hf.attach(model).indexers`; with one head. None where they are not known.
+            in base64. Layers are those with an indexer, or all decoder layers. Ids are units of `indexers`.
+        indexers: of the model, with one head, such as `hf.attach(model).indexers`. None where they are not known.
 
     Raises:
-        CaptureError: when the indexers are not known, or the choices cannot be those of the sequences, with what to ask
-            the engine for.
+        CaptureError: when the indexers are not known, or the choices cannot be those of the sequences.
     """
     if not isinstance(indexers, IndexerSpec) or indexers.heads != 1 or not indexers.layers:
         raise CaptureError(

@@ -23,16 +23,7 @@ NO_LOGPROB = -9999.0
 
 
 def read_logprobs(raw: RawSequence, tokens_T: NDArray[np.int32], what: str) -> NDArray[np.float32]:
-    """Return the log-probs of the sampled tokens of one answer, float32 [R].
-
-    Args:
-        raw: the answer.
-        tokens_T: of prompt and response.
-        what: names it, for messages.
-
-    Raises:
-        CaptureError: when it has none, has more or fewer than sampled tokens, or states those of other tokens.
-    """
+    """Return the log-probs of the sampled tokens of one answer, float32 [R]; `tokens_T` are of prompt and response."""
     sampled = tokens_T[_prompt_length(raw, len(tokens_T), what) :].tolist()
     stated = [] if raw.logprobs is None else _entries(raw.logprobs)
     if len(stated) != len(sampled) or not sampled:

@@ -1,12 +1,12 @@
-"""Token ids that NeMo Gym captured (`token_id_capture`, schema version 1): one line for each call of a rollout.
+"""Reads token ids that NeMo Gym captured (`token_id_capture`, schema version 1): one line for each call of a rollout.
 
     <rollout>.tokens.jsonl         prompt, generation, log-probs and routes of each call, and the call it goes on from
     <rollout>.tokens.state.json    whether the rollout is frozen, and the SHA-256 of each line
     <rollout>.tokens.incomplete    there when a call was lost
     <rollout>.tokens.intents       the calls that were begun
 
-The order of lines says nothing: calls are joined by the parent that each of them names, and only when its prompt begins
-with all tokens of this parent. Calls of one parent with one prompt are retries, of which the agent saw one.
+Calls are joined by the parent that each names, whatever the order of lines, and only when its prompt begins with all
+tokens of this parent. Calls of one parent with one prompt are retries, of which the agent saw one.
 """
 
 from __future__ import annotations
@@ -38,11 +38,10 @@ from foreroute.capture.agents import (
     version_of,
 )
 from foreroute.capture.arrays import as_integers, parse_text, read_base64
+from foreroute.checks import as_int32, is_whole
 from foreroute.errors import CaptureError, shown
 from foreroute.files.regular import MOST_BYTES, as_path, read_file
 from foreroute.trace import RoutingSpec, RoutingTrace, extended
-from foreroute.trace.checks import as_int32
-from foreroute.trace.spec import is_whole
 
 SUFFIX = ".tokens.jsonl"
 DOMAIN = b"nemo-gym-tokens"

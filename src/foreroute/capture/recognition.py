@@ -17,7 +17,6 @@ from typing import Any
 from foreroute.capture.arrays import (
     NPY_MAGIC,
     TABLE,
-    as_array,
     field_of,
     is_array,
     is_nested,
@@ -27,6 +26,7 @@ from foreroute.capture.arrays import (
     read_base64,
 )
 from foreroute.capture.verl_batch import sequences_of
+from foreroute.checks import as_array
 from foreroute.errors import CaptureError, shown
 
 PADDED = ("routed_experts", "rollout_expert_indices")
@@ -44,43 +44,23 @@ class Form(StrEnum):
 
 @dataclass(frozen=True)
 class RawSequence:
-    """The routes of one sequence as they were found, and the facts beside them.
+    """The routes of one sequence as they were found, and the facts beside them, None where the output lacks them."""
 
-    Attributes:
-        routes: an array, a table, nested lists, base64 of int32, or the bytes of a .npy file.
-        valid: bool [rows], False where a row was never routed; None where the form has no such rows.
-        prompt_token_ids, response_token_ids: the tokens, where the output carries them.
-        token_ids: all tokens, where the output does not tell prompt and response apart.
-        sampling_mask: the sets that its tokens were drawn from, where the output has them.
-        indexer_topk: what its sparse-attention indexers chose, where the output has that.
-        weight_versions: spans of generated tokens and the weights that produced them, where the output has them.
-        prompt_routes: those of the prompt, where they are apart; `routes` are then of what follows.
-        start: the position of the first row, where a table states it.
-        logprobs: of its sampled tokens, where the output has them.
-    """
-
-    routes: Any
-    valid: Any = None
+    routes: Any  # an array, a table, nested lists, base64 of int32, or the bytes of a .npy file
+    valid: Any = None  # bool [rows], False where a row was never routed
     prompt_token_ids: Any = None
     response_token_ids: Any = None
-    token_ids: Any = None
-    sampling_mask: Any = None
-    indexer_topk: Any = None
-    weight_versions: Any = None
-    prompt_routes: Any = None
-    start: Any = None
-    logprobs: Any = None
+    token_ids: Any = None  # all tokens, where the output does not tell prompt and response apart
+    sampling_mask: Any = None  # the sets that its tokens were drawn from
+    indexer_topk: Any = None  # what its sparse-attention indexers chose
+    weight_versions: Any = None  # spans of generated tokens and the weights that produced them
+    prompt_routes: Any = None  # those of the prompt, where they are apart; `routes` are then of what follows
+    start: Any = None  # the position of the first row, where a table states it
+    logprobs: Any = None  # of its sampled tokens
 
 
 def read_output(output: Any) -> tuple[Form, list[RawSequence]]:
-    """Return the form of an engine's output, and the sequences in it as they were found.
-
-    Args:
-        output: a response (parsed, or JSON text or bytes), an in-process output, a list of them, or a bare array.
-
-    Raises:
-        CaptureError: when the form is unknown or carries no routes.
-    """
+    """Return the form of an engine's output, and the sequences in it as they were found."""
     output = _parsed(output)
     if not isinstance(output, list | tuple) or is_nested(output):
         return _from_one(output)
@@ -136,13 +116,18 @@ def _from_one(output: Any) -> tuple[Form, list[RawSequence]]:
     if isinstance(choices, list | tuple) and choices:
         given = enumerate(items_of(choices, "the choices"))
         found = [_sequence(choice, choice, output, f"choice {number}") for number, choice in given]
-    elif is_array(routes := _first(output, *PADDED)) and as_array(routes, "routed_experts").ndim == 4:
+    elif _is_padded(_first(output, *PADDED)):
         return Form.VERL, _verl(output)
     else:
         found = [_sequence(output, output, output, "the answer")]
     return Form.VLLM, [
         replace(each, routes=_of_vllm(each.routes), prompt_routes=_of_vllm(each.prompt_routes)) for each in found
     ]
+
+
+def _is_padded(routes: Any) -> bool:
+    """Say whether routes are those of a padded batch, by their axes."""
+    return is_array(routes) and as_array(routes, name="routed_experts", error=CaptureError).ndim == 4
 
 
 def _of_vllm(routes: Any) -> Any:
@@ -201,6 +186,7 @@ def _verl(batch: Any) -> list[RawSequence]:
 
 
 def _no_routes(record: Any, what: str = "the output") -> CaptureError:
+    """Make the error for an output without routes."""
     reason = field_of(record, "finish_reason")
     reason = field_of(reason, "type") if isinstance(reason, Mapping) else reason
     if isinstance(reason, str) and reason == "abort":
@@ -219,10 +205,7 @@ def _no_routes(record: Any, what: str = "the output") -> CaptureError:
 
 
 def have_all(found: Sequence[Any], what: str) -> bool:
-    """Say whether every sequence has what an output may carry beside routes.
-
-    Raises `CaptureError` when some sequences have it and others do not.
-    """
+    """Say whether every sequence has what an output may carry beside routes; some and not others is refused."""
     there = [each is not None for each in found]
     if any(there) and not all(there):
         raise CaptureError(f"sequence {there.index(False)} has no {what} and others have; ask for all of them")

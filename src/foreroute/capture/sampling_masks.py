@@ -20,18 +20,11 @@ from foreroute.trace import DecisionStream
 
 
 def decode_masks(
-    sequences: Sequence[RawSequence], tokens: Sequence[NDArray[np.int32]], vocabulary_size: int | None
+    sequences: Sequence[RawSequence],  # as they were found, each with its masks
+    tokens: Sequence[NDArray[np.int32]],  # [T] of each, prompt and response
+    vocabulary_size: int | None,  # tokens of the model; None when it is not known
 ) -> DecisionStream:
-    """Read the masks of all sequences: row p holds the set that token p + 1 was drawn from.
-
-    Args:
-        sequences: as they were found, each with its masks.
-        tokens: int32 [T] of each, prompt and response.
-        vocabulary_size: tokens of the model; None when it is not known.
-
-    Raises:
-        CaptureError: when the vocabulary is not known, or masks cannot be those of the tokens.
-    """
+    """Read the masks of all sequences: row p holds the set that token p + 1 was drawn from."""
     if vocabulary_size is None:
         raise CaptureError(
             "the output has sampling masks, and the size of the vocabulary is not known; pass vocabulary_size="
@@ -48,24 +41,13 @@ def decode_masks(
 
 
 def mask_stream(
-    vocabulary_size: int,
-    valid_N: NDArray[np.bool_],
-    counts_N: NDArray[np.int64],
-    ids: NDArray[Any],
-    tokens_N: NDArray[np.int32],
+    vocabulary_size: int,  # tokens of the model
+    valid_N: NDArray[np.bool_],  # [N], the rows before a sampled token
+    counts_N: NDArray[np.int64],  # [N], ids of each set, 0 elsewhere
+    ids: NDArray[Any],  # integers, those of all sets joined
+    tokens_N: NDArray[np.int32],  # [N], the token of each row; the one behind a row with a mask was sampled
 ) -> DecisionStream:
-    """Make the stream of masks of the rows that have one.
-
-    Args:
-        vocabulary_size: tokens of the model.
-        valid_N: bool [N], the rows before a sampled token.
-        counts_N: int64 [N], ids of each set, 0 elsewhere.
-        ids: integers, those of all sets joined.
-        tokens_N: int32 [N], the token of each row; the one behind a row with a mask was sampled.
-
-    Raises:
-        CaptureError: when an id is no token, twice in a set, or the token that was sampled is not in its set.
-    """
+    """Make the stream of masks of the rows that have one, each with the token that was sampled."""
     empty_N = valid_N & (counts_N == 0)
     if empty_N.any():
         raise CaptureError(f"the sampling mask of the token behind row {int(empty_N.argmax())} is empty")
@@ -85,19 +67,13 @@ def mask_stream(
 
 
 def masks_of_steps(
+    # of step r, a sequence and a token for each token that was kept: `np.nonzero` of bool [S, V]
     steps: Sequence[tuple[NDArray[np.int64], NDArray[np.int64]]],
-    vocabulary_size: int,
-    prompt_lengths: NDArray[np.int64],
-    response_lengths: NDArray[np.int64],
+    vocabulary_size: int,  # V
+    prompt_lengths: NDArray[np.int64],  # [S]
+    response_lengths: NDArray[np.int64],  # [S]; what a sequence kept after its end is left out
 ) -> DecisionStream:
-    """Put what sampling kept, step by step for S sequences together, on the rows of these sequences.
-
-    Args:
-        steps: of step r, a sequence and a token for each token that was kept: `np.nonzero` of bool [S, V].
-        vocabulary_size: V.
-        prompt_lengths: int64 [S].
-        response_lengths: int64 [S]; what a sequence kept after its end is left out.
-    """
+    """Put what sampling kept, step by step for S sequences together, on the rows of these sequences."""
     lengths = prompt_lengths + response_lengths
     ends = np.cumsum(lengths)
     sequences, ids = (np.concatenate([step[part] for step in steps]) for part in (0, 1))
@@ -134,10 +110,8 @@ def _sets(raw: RawSequence, sequence: int, num_tokens: int) -> tuple[NDArray[np.
 
 
 def _join_masks(masks: list[Any], sequence: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Join lists or arrays of ids, all ids at once: a step of Python for each sampled token would take minutes.
-
-    Lists, tuples and arrays of numpy are read, and no classes derived from them, which may do anything.
-    """
+    """Join lists or arrays of ids, all ids at once: a step of Python for each sampled token would take minutes."""
+    # no classes derived from these are read, which may do anything
     kinds = set(map(type, masks))
     try:
         if kinds <= {list, tuple} and set(map(type, chain.from_iterable(masks))) <= {int}:

@@ -1,4 +1,4 @@
-"""Records of skycap (SkyRL's gateway for agents), format version 1, as its `docs/format.md` states it.
+"""Reads records of skycap (SkyRL's gateway for agents), format version 1, as its `docs/format.md` states it.
 
 A record is a document of messages, each a node below the one it follows, and side files with arrays:
 
@@ -7,9 +7,9 @@ A record is a document of messages, each a node below the one it follows, and si
     {id}.experts.zst         routed_experts [rows, layers, K]
     {id}.sampling_mask.zst   ids, offsets
 
-What must be known of it: the last token that a call sampled was never an input of that call, so that its row is a copy
-of the row before. A later call that goes on from there puts the row in its place; a row that still equals the one
-before it is taken as absent. No pixels are recorded, and no weight version.
+The last token that a call sampled was never an input of that call, so that its row is a copy of the row before. A later
+call that goes on from there puts the row in its place; a row that still equals the one before it is taken as absent. No
+pixels are recorded, and no weight version.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from foreroute.capture.agents import (
 )
 from foreroute.capture.arrays import MAX_TEXT, parse_text
 from foreroute.capture.sampling_masks import mask_stream
+from foreroute.checks import as_int32, is_whole
 from foreroute.errors import CaptureError, shown
 from foreroute.files.regular import MOST_BYTES, read_file
 from foreroute.trace import NO_VERSION, SAMPLING, RoutingSpec
-from foreroute.trace.checks import as_int32, ascending
-from foreroute.trace.spec import is_whole
+from foreroute.trace.checks import ascending
 
 TYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "uint16", "int16", "int32", "int64", "float64")}
 READ = {
@@ -108,7 +108,7 @@ def read_skycap(
 
 
 class _Paths:
-    """Puts the nodes of a path together."""
+    """The paths of a record, whose nodes are put together."""
 
     def __init__(
         self,
@@ -197,10 +197,7 @@ class _Paths:
         return "" if kept else "none of its replies can be trained"
 
     def _join_path(self, chain: list[int], kept: set[int]) -> Path | None:
-        """Put the tokens of a chain one behind the other, and rows, versions, masks and log-probs at their places.
-
-        None where no row has a route.
-        """
+        """Join tokens, rows, versions, masks and log-probs of a chain; None where no row has a route."""
         nodes = [self.nodes[number] for number in chain]
         spans = [node.tokens or slice(0, 0) for node in nodes]
         ends = np.cumsum([span.stop - span.start for span in spans]).tolist()
@@ -280,7 +277,7 @@ def _samples_of(record: Mapping[str, Any], left_out: list[str]) -> list[tuple[in
         numbers = [row.get("leaf"), *entries_of(row, "targets", int)]
         if len(numbers) == 1:
             continue  # it trains nothing
-        leaf, *targets = (number_of(number, "a node of samples", count - 1) for number in numbers)
+        leaf, *targets = (number_of(number, name="a node of samples", most=count - 1) for number in numbers)
         found.append((leaf, targets))
     if not found:
         left_out.append("the record is left out: its samples train no reply")
@@ -299,15 +296,15 @@ def _nodes_of(record: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
 
     def part(number: int, held: Mapping[str, Any], kind: str, start: object, size: object) -> slice:
         what = f"the {kind} of node {number}"
-        first = number_of(start, f"the start of {what}", most[kind], least=used[kind])
-        count = number_of(size, f"the length of {what}", most[kind] - first)
+        first = number_of(start, name=f"the start of {what}", most=most[kind], least=used[kind])
+        count = number_of(size, name=f"the length of {what}", most=most[kind] - first)
         used[kind] = first + count
         return slice(first, first + count)
 
     for number, entry in enumerate(entries_of(record, "nodes", dict)):
         parent, author, held = entry.get("parent"), entry.get("author"), entry.get("tokens")
         if parent is not None:
-            parent = number_of(parent, f"the parent of node {number}", number - 1)
+            parent = number_of(parent, name=f"the parent of node {number}", most=number - 1)
         if author not in ("client", "model") or entry.get("id") != number:
             raise CaptureError(
                 f"node {number} has the id {shown(entry.get('id'))} and the author {shown(author)}; expected its "
@@ -328,8 +325,8 @@ def _nodes_of(record: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
             if held.get("mask_offset") is not None and held.get("mask_rows") != 0:
                 masks = part(number, held, "mask", held["mask_offset"], held.get("mask_rows"))
             if is_model:
-                before = number_of(held.get("sampled_start"), f"sampled_start of node {number}", _size(tokens))
-                sampled = tokens.start + before
+                begins = held.get("sampled_start")
+                sampled = tokens.start + number_of(begins, name=f"sampled_start of node {number}", most=_size(tokens))
             has_logprobs, has_media = held.get("has_logprobs") is True, bool(held.get("media"))
         nodes.append(_Node(parent, is_model, calls[0], tokens, sampled, has_logprobs, experts, masks, has_media))
     return nodes
@@ -370,8 +367,8 @@ def _place_of(name: str, stated: object) -> tuple[np.dtype[Any], tuple[int, ...]
         raise CaptureError(
             f"the array {name:.40} is {shown(dtype)} of shape {shown(shape)}; expected {', '.join(TYPES)}"
         )
-    sizes = [number_of(size, "an axis", MOST_BYTES) for size in shape]
-    first = number_of(start, f"the offset of {name:.40}", MOST_BYTES)
+    sizes = [number_of(size, name="an axis", most=MOST_BYTES) for size in shape]
+    first = number_of(start, name=f"the offset of {name:.40}", most=MOST_BYTES)
     if first % 8:
         raise CaptureError(f"{name:.40} begins at byte {first}; expected a multiple of 8")
     return TYPES[dtype], tuple(sizes), first
@@ -402,4 +399,5 @@ def _object(value: object, what: str) -> Mapping[str, Any]:
 
 
 def _size(span: slice) -> int:
+    """Return the length of a slice."""
     return int(span.stop - span.start)

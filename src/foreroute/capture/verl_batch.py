@@ -1,4 +1,4 @@
-"""The routes of a batch of verl, ms-swift or SkyRL: padded or packed rows, where zeros stand for "never routed".
+"""Reads the routes of a batch of verl, ms-swift or SkyRL: padded or packed rows, where zeros stand for "never routed".
 
 `foreroute.trainers.verl` reads verl's own tensors by the same functions.
 """
@@ -11,21 +11,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.capture.arrays import as_array, as_integers
+from foreroute.capture.arrays import as_integers
+from foreroute.checks import as_array
 from foreroute.errors import CaptureError
 
 
 def sequences_of(fields: Mapping[str, Any]) -> Iterator[tuple[NDArray[Any], NDArray[np.bool_], NDArray[Any]]]:
     """Give for each sequence of a batch: rows [T, layers, K], which of them were routed [T], and tokens [T].
 
-    A row of -1 throughout, which verl never writes, counts as routed here; `decode` takes it as not recorded.
-
-    Args:
-        fields: `routed_experts` [b, width, layers, K], `input_ids` and `attention_mask` [b, width]; None where missing.
-            Without a mask, `position_ids` [b, width] are 0 where a sequence begins.
-
-    Raises:
-        CaptureError: when a field is missing, shapes disagree, or rows of zeros stand where none can be.
+    Fields are `routed_experts` [b, width, layers, K], `input_ids` and `attention_mask` [b, width]; without a mask,
+    `position_ids` [b, width] are 0 where a sequence begins. A row of -1 throughout counts as routed here.
     """
     by = "position_ids" if fields.get("attention_mask") is None else "attention_mask"
     if missing := [name for name in ("routed_experts", "input_ids", by) if fields.get(name) is None]:
@@ -34,7 +29,7 @@ def sequences_of(fields: Mapping[str, Any]) -> Iterator[tuple[NDArray[Any], NDAr
             "attention_mask [b, T], or position_ids [b, T] of a batch that is packed"
         )
     routes, tokens = (as_integers(fields[name], name) for name in ("routed_experts", "input_ids"))
-    found_by = as_array(fields[by], by)
+    found_by = as_array(fields[by], name=by, error=CaptureError)
     if routes.ndim != 4 or tokens.shape != routes.shape[:2] or found_by.shape != tokens.shape:
         raise CaptureError(
             f"routed_experts has shape {routes.shape}, input_ids {tokens.shape}, {by} {found_by.shape}; "
@@ -64,10 +59,7 @@ def sequences_of(fields: Mapping[str, Any]) -> Iterator[tuple[NDArray[Any], NDAr
 
 
 def packed_places(positions_T: NDArray[Any]) -> list[slice]:
-    """Find where sequences lie that are packed into one row.
-
-    Raises `CaptureError` for positions that do not count from 0 to the end of each.
-    """
+    """Find where sequences lie that are packed into one row, by positions that count from 0 to the end of each."""
     starts, width = np.flatnonzero(positions_T == 0), len(positions_T)
     lengths = np.diff(starts, append=width)
     # what stands before the first start is repeated for none of them
@@ -85,10 +77,7 @@ def packed_places(positions_T: NDArray[Any]) -> list[slice]:
 
 
 def kept_by_mask(mask_BT: NDArray[Any]) -> list[slice]:
-    """Find where the tokens of each sequence lie in a padded batch.
-
-    Raises `CaptureError` for a mask that is neither bool nor integers 0 and 1, and for one with padding between tokens.
-    """
+    """Find where the tokens of each sequence lie in a padded batch, by a mask with padding at both ends alone."""
     if mask_BT.dtype.kind not in "biu" or ((mask_BT != 0) & (mask_BT != 1)).any():
         raise CaptureError(
             f"attention_mask is {mask_BT.dtype} and not of 0 and 1 alone; expected 1 for a token and 0 for padding"
@@ -107,15 +96,9 @@ def kept_by_mask(mask_BT: NDArray[Any]) -> list[slice]:
 
 
 def routed_rows(rows_TAK: NDArray[Any], sequence: int) -> NDArray[np.bool_]:
-    """Say which rows were routed, where zeros fill those that were not: bool [T].
+    """Say which rows, integers [T, layers, K], were routed, where zeros fill those that were not: bool [T].
 
-    Args:
-        rows_TAK: integers [T, layers, K], a row for each token.
-        sequence: its number, for the message.
-
-    Raises:
-        CaptureError: when a row of zeros stands before a routed one, where verl writes none; and for any but the last
-            row when K is 1, where zeros may be expert 0.
+    Zeros before a routed row are refused, and with one pick all but those of the last row: they may be expert 0.
     """
     if rows_TAK.dtype.kind not in "iu":
         raise CaptureError(f"sequence {sequence} has routed_experts of dtype {rows_TAK.dtype}; expected integers")

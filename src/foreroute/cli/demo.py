@@ -15,7 +15,7 @@ from typing import Any
 from foreroute.cli.terminal import Console, is_first_rank, shown_table, write_page
 from foreroute.cli.train import console_of_rank, train_and_report, watching
 from foreroute.errors import ConfigError
-from foreroute.files.config_file import MOST
+from foreroute.files.config_file import MOST_COUNTED
 from foreroute.records import read_runs
 from foreroute.report.finding import run_finding
 from foreroute.report.run import write_report
@@ -63,7 +63,7 @@ def _config(routing: str, steps: int | None, vllm_python: Path | None, *, begins
     values["name"] = routing
     values["rl"]["routing"] = routing
     # the second run begins with the first checkpoint of the first, which must stay
-    values["checkpoint"] = {"keep": MOST}
+    values["checkpoint"] = {"keep": MOST_COUNTED}
     if vllm_python is not None:
         values["rollout"] |= {"engine": "vllm", "server": {"python": str(vllm_python)}}
         # vLLM's attention on the CPU has kernels for heads of 32 and more

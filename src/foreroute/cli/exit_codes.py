@@ -35,6 +35,7 @@ EXTRA_OF = {
     "megatron": "megatron",
     "trl": "trl",
     "httpx": "engines",
+    "scipy": "fit",
 }
 """What verbs import that the light core does not bring, and the extra that does."""
 USAGE_ERROR: Any = typer.BadParameter.__mro__[1]
@@ -60,8 +61,11 @@ def run(command: Callable[[], Any]) -> NoReturn:
             code = int(command() or 0)
             sys.stdout.flush()
         except BaseException as error:
-            # a library may make another exception of the one that the handler raised: numba a SystemError
-            code = 128 + received.raised if received.raised else _code_of(error)
+            code = 0 if received.raised else _code_of(error)
+        if received.again:
+            received.again.cancel()
+        # whatever became of its exception: numba makes a SystemError of it, and a destructor drops it
+        code = 128 + received.raised if received.raised else code
         is_ended = received.raised > 0 and code == 128 + received.raised
         if is_ended:
             name = "interrupted" if code == 130 else f"ended by {signal.Signals(received.raised).name}"
@@ -93,11 +97,13 @@ class Received:
         raised: the signal that ended the command; 0 where none did.
         noted: the signal that asks a verb to end by itself; 0 where none did.
         console: of the verb that wants the first signal noted; None where each signal raises.
+        again: sends the signal that ended the command once more; None where its exception was not dropped.
     """
 
     def __init__(self) -> None:
         self.raised = self.noted = 0
         self.console: Console | None = None
+        self.again: threading.Timer | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Note the first signal where a verb wants that. It prints nothing: a handler may run anywhere."""
@@ -127,16 +133,31 @@ def noting_the_first_signal(console: Console) -> Iterator[Received]:
 @contextmanager
 def _signals() -> Iterator[Received]:
     """Hand the signals to `received`. A signal that is ignored, as under nohup, stays ignored."""
-    received.raised = 0
+    received.raised, received.again = 0, None
     before = {number: signal.getsignal(number) for number in ENDING}
     taken = [number for number in ENDING if before[number] not in (signal.SIG_IGN, None)]
     if threading.current_thread() is not threading.main_thread():
         taken = []  # only the main thread may have handlers
     for number in taken:
         signal.signal(number, received)
+    hook = sys.unraisablehook
+
+    def raise_again(dropped: Any) -> None:
+        """Send a signal once more whose exception was raised in a destructor or callback, where Python drops it."""
+        if not received.raised or not isinstance(dropped.exc_value, KeyboardInterrupt | SystemExit):
+            hook(dropped)
+            return
+        # a moment later: the main thread is still inside of what drops exceptions
+        main_thread = threading.main_thread().ident
+        received.again = threading.Timer(0.01, signal.pthread_kill, [main_thread, received.raised])
+        received.again.daemon = True
+        received.again.start()
+
+    sys.unraisablehook = raise_again
     try:
         yield received
     finally:
+        sys.unraisablehook = hook
         for number in taken:
             signal.signal(number, before[number])
 

@@ -13,6 +13,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from foreroute.checks import is_whole
 from foreroute.costs.model import CostModel, Hardware, ModelShape
 from foreroute.costs.presets import hardware_preset, model_preset
 from foreroute.errors import ConfigError, TopologyError, shown
@@ -20,7 +21,6 @@ from foreroute.files.regular import read_text
 from foreroute.files.toml import MOST_BYTES, read_toml, refuse_impossible, unknown_key
 from foreroute.files.writing import write_atomically, writing_named
 from foreroute.plan.topology import Links, Topology
-from foreroute.trace.spec import is_whole
 
 TABLES = {"topology": Topology, "hardware": Hardware, "links": Links, "model": ModelShape, "costs": CostModel}
 """Class that each table describes. Attributes that are tables of this file stand beside it."""

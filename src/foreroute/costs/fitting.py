@@ -1,7 +1,7 @@
 """The rates of a cost model by which it takes as long as steps took: the one finder, for whoever has timed something.
 
 The seconds of a step are the longest of many paths of work, and each path is linear in the inverse rates; so they are
-convex in these, and linear in pieces. Damped least squares follow the pieces, with slopes by differences.
+convex in these, and linear in pieces. Least squares in a trust region follow the pieces, with slopes by differences.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import least_squares
 
 from foreroute.costs.model import CostModel, Hardware
 from foreroute.errors import ConfigError
@@ -26,12 +27,10 @@ MAY_VANISH = ("replica_s", "replica_backward_s")
 """Parameters that may be found to be 0."""
 FARTHEST = 1e3
 """Largest factor: what is found is at most this many times what it was, or one over it."""
-STEP = 1e-4
+STEP = 1e-3
 """Relative change by which slopes are taken: far above rounding, and within one linear piece mostly."""
 CONVERGED = 1e-12
 """Relative change of errors and parameters below which the search ends: a few rounds more, and digits to compare."""
-MOST_ROUNDS, REACH = 200, 4.0
-"""Rounds of the search, and the most that one of them changes a parameter by, as a factor."""
 ALIKE = 1e6
 """Singular values of the slopes, largest over smallest, from which parameters cannot be told apart."""
 
@@ -75,8 +74,18 @@ def find_rates(
     def errors(scale_K: Floats) -> Floats:
         return (predicted(scaled(scale_K)) - measured_V) / size_V
 
-    scale_K, slopes_VK = _least_squares(errors, np.ones(len(names)), least_K)
-    return Found(scaled(scale_K), slopes_VK * scale_K)
+    found = least_squares(
+        errors,
+        np.ones(len(names)),
+        bounds=(least_K, FARTHEST),
+        method="dogbox",  # the other one never reaches a bound, and parameters may vanish
+        diff_step=STEP,
+        x_scale="jac",
+        ftol=CONVERGED,
+        xtol=CONVERGED,
+        gtol=CONVERGED,
+    )
+    return Found(scaled(found.x), found.jac * found.x)
 
 
 def require_distinct_effects(share_VK: Floats, names: Sequence[str]) -> None:
@@ -110,59 +119,3 @@ def with_values(costs: CostModel, values: Mapping[str, float]) -> CostModel:
 def _cost(value: float, name: str) -> float:
     """Turn a parameter into what time is proportional to, and back."""
     return value if name in AS_THEY_ARE else 1 / value
-
-
-def _least_squares(
-    errors: Callable[[Floats], Floats], begin_K: Floats, least_K: Floats
-) -> tuple[Floats, NDArray[np.float64]]:
-    """Find the factors with the least sum of squared errors, and the slopes there (Levenberg and Marquardt)."""
-    scale_K, damping = begin_K, 1e-3
-    error_V = errors(scale_K)
-    # one-sided: the pieces are linear, and a step across a kink is mended by the next round
-    slopes_VK = _slopes(errors, scale_K, error_V)
-    for _ in range(MOST_ROUNDS):
-        # a factor goes far in several rounds, since slopes do not hold far away; what may vanish vanishes at once
-        low_K = np.where(least_K > 0, np.maximum(least_K, scale_K / REACH), 0.0)
-        high_K = np.minimum(FARTHEST, np.maximum(scale_K, STEP) * REACH)
-        tried_K = scale_K + _move(slopes_VK, error_V, damping, low_K - scale_K, high_K - scale_K)
-        tried_V = errors(tried_K)
-        before, better = error_V @ error_V, error_V @ error_V - tried_V @ tried_V
-        # a step that helps may be longer next time; one that does not is tried shorter
-        if better > 0:
-            is_still = np.abs(tried_K - scale_K).max() <= CONVERGED * np.abs(tried_K).max()
-            scale_K, error_V, damping = tried_K, tried_V, damping / 10
-            slopes_VK = _slopes(errors, scale_K, error_V)
-            if is_still or better <= CONVERGED * before:
-                break
-        elif (damping := damping * 10) > 1e12:
-            break
-    return scale_K, slopes_VK
-
-
-def _move(slopes_VK: Floats, error_V: Floats, damping: float, low_K: Floats, high_K: Floats) -> Floats:
-    """The damped step of least squares within bounds: what would leave them ends there, and the others know of it."""
-    gradient_K, curvature_KK = slopes_VK.T @ error_V, slopes_VK.T @ slopes_VK
-    curvature_KK = curvature_KK + damping * np.diag(np.diag(curvature_KK))
-    move_K, free_K = np.zeros(len(gradient_K)), np.diag(curvature_KK) > 0
-    # each round bounds one factor more at least
-    while free_K.any():
-        known_K = gradient_K + curvature_KK @ np.where(free_K, 0.0, move_K)
-        move_K[free_K] = -np.linalg.lstsq(curvature_KK[np.ix_(free_K, free_K)], known_K[free_K])[0]
-        is_out_K = free_K & ((move_K < low_K) | (move_K > high_K))
-        move_K = np.clip(move_K, low_K, high_K)
-        if not is_out_K.any():
-            break
-        free_K &= ~is_out_K
-    return move_K
-
-
-def _slopes(errors: Callable[[Floats], Floats], scale_K: Floats, error_V: Floats) -> Floats:
-    """float64 [V, K], change of each error by each factor."""
-    slopes_VK = np.empty((len(error_V), len(scale_K)))
-    for k in range(len(scale_K)):
-        step_K = np.zeros(len(scale_K))
-        step_K[k] = STEP * max(scale_K[k], STEP)  # a parameter that has vanished has slopes too
-        if scale_K[k] + step_K[k] > FARTHEST:  # nothing is predicted beyond the bounds, where values may be refused
-            step_K[k] *= -1
-        slopes_VK[:, k] = (errors(scale_K + step_K) - error_V) / step_K[k]
-    return slopes_VK

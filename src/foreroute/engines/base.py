@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from foreroute.adapters.checkpoint import CheckpointWriter, ServedModel, Weights
 from foreroute.capture import Generation, Sampling
-from foreroute.capture.arrays import MAX_INT32
+from foreroute.checks import MOST_INT32
 from foreroute.engines.sequences import Request, Response, count_tokens
 from foreroute.errors import ConfigError, EngineError
 from foreroute.files.regular import as_path
@@ -134,7 +134,7 @@ class OutsideEngine(ABC):
         # an id of 4 bytes takes 5.3 letters of base64; 12 leave room for ids of 8 bytes
         return ANSWER_BYTES + tokens * (12 * ids + 16) + sampled * (LOGPROB_BYTES + 12 * most_kept)
 
-    def _truncation_params(self, sampling: Sampling, *, most: int = MAX_INT32) -> dict[str, float]:
+    def _truncation_params(self, sampling: Sampling, *, most: int = MOST_INT32) -> dict[str, float]:
         """Return temperature, top_k, top_p and min_p for an engine whose masks have at most `most` tokens."""
         # such engines need a top_k, which bounds a mask, and a temperature above 0, at which top_k = 1 is greedy
         is_greedy = sampling.temperature == 0

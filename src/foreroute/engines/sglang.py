@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 from foreroute.adapters.checkpoint import ServedModel
 from foreroute.adapters.versions import require_engine
 from foreroute.capture import Generation, Sampling
-from foreroute.capture.arrays import MAX_INT32
+from foreroute.checks import MOST_INT32, whole_number
 from foreroute.engines.base import OutsideEngine, WeightsFolder, stop_token_ids
 from foreroute.engines.http import Answer, Client
 from foreroute.engines.sequences import Request, Response
 from foreroute.errors import ConfigError, EngineError
-from foreroute.trace.spec import whole_number
 
 __all__ = ["SGLangServerEngine"]
 
@@ -60,7 +59,7 @@ class SGLangServerEngine(OutsideEngine):
         at_once: int = 8,
     ) -> None:
         super().__init__(model, "sglang")
-        self._batch_size = whole_number(batch_size, name="batch_size", least=1, most=MAX_INT32, error=ConfigError)
+        self._batch_size = whole_number(batch_size, name="batch_size", least=1, most=MOST_INT32, error=ConfigError)
         self._server = Client(url, timeout_s=timeout_s, what="the SGLang server", at_once=at_once)
         info = self._server.get("/server_info")
         self._engine_version = info.read(str, "version")

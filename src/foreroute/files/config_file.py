@@ -1,4 +1,4 @@
-"""Configurations in TOML: tables that are checked, and words for what is wrong in them."""
+"""Reads TOML values into pydantic models, and turns validation errors into readable messages."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from foreroute.errors import ConfigError
+from foreroute.errors import ConfigError, shown
 from foreroute.files.toml import refuse_impossible, unknown_key
 
-MOST = 999_999
+MOST_COUNTED = 999_999
 """Most of what is counted: steps, whose numbers have six digits in file names; sequences, which are kept in lists."""
 MOST_TOKENS = 1 << 24
 """Most tokens of a sequence or a batch; the longest contexts have about 10 million."""
@@ -21,8 +21,8 @@ MOST_EP = MOST_THREADS = 1024
 process, of which libraries cannot start many more."""
 MOST_FLOAT = 1e30
 """The largest number that is handed to float32, which ends at 3e38."""
-Count = Annotated[int, Field(ge=1, le=MOST)]
-Natural = Annotated[int, Field(ge=0, le=MOST)]
+Count = Annotated[int, Field(ge=1, le=MOST_COUNTED)]
+Natural = Annotated[int, Field(ge=0, le=MOST_COUNTED)]
 Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Ranks = Annotated[int, Field(ge=1, le=MOST_EP)]
 Threads = Annotated[int, Field(ge=1, le=MOST_THREADS)]
@@ -43,14 +43,9 @@ class Section(BaseModel):
     def refuse_unused(self, names: Iterable[str], why: str) -> None:
         """Refuse keys that change nothing beside others, so that nobody waits for what they asked for.
 
-        A default may be written down: the resolved configuration of a run is a configuration.
-
         Args:
-            names: of the keys.
-            why: what they are not looked at for, and what to do, in words that follow "change nothing".
-
-        Raises:
-            ValueError: naming those that have another value than their default.
+            names: of the keys; a default may be written down, as in the resolved configuration of a run.
+            why: the reason and the remedy, in words that follow "change nothing".
         """
         fields = type(self).model_fields
         unused = [name for name in names if getattr(self, name) != fields[name].get_default(call_default_factory=True)]
@@ -62,16 +57,7 @@ Config = TypeVar("Config", bound=Section)
 
 
 def checked(table: type[Config], values: Any, *, source: str) -> Config:
-    """Values as what they are to be.
-
-    Args:
-        table: its pydantic model, of tables or of values.
-        values: as read.
-        source: where they came from, for errors.
-
-    Raises:
-        ConfigError: naming every unknown key (with the nearest known one), wrong type and conflict.
-    """
+    """Return values as a `table` of theirs, or raise `ConfigError` with every unknown key, wrong type and conflict."""
     refuse_impossible(values, source)
     try:
         return table.model_validate(values)
@@ -81,24 +67,26 @@ def checked(table: type[Config], values: Any, *, source: str) -> Config:
 
 
 def _invalid(source: str, lines: list[str]) -> str:
-    """The message for all problems, or the first of many."""
+    """Write the message for all problems, or the first of many."""
     more = [f"and {len(lines) - MOST_PROBLEMS} more"] if len(lines) > MOST_PROBLEMS else []
     shown = [line[:MOST_LINE] for line in [*lines[:MOST_PROBLEMS], *more]]
     return f"{source} is not a valid configuration:\n" + "\n".join(f"  {line}" for line in shown)
 
 
 def _describe(problem: Any, table: type[BaseModel]) -> str:
+    """Say what is wrong with one key."""
     location = problem["loc"]
     key = ".".join(str(part)[:80] for part in location)
     if problem["type"] == "extra_forbidden":
         return unknown_key(key, str(location[-1]), _known_keys(table, location[:-1]))
     if problem["type"] == "missing":
         return f"{key}: required and not given"
-    seen = "" if problem["type"] == "value_error" else f" (got {problem['input']!r:.80})"
+    seen = "" if problem["type"] == "value_error" else f" (got {shown(problem['input'])})"
     return f"{key + ': ' if key else ''}{problem['msg']}{seen}"
 
 
 def _known_keys(table: type[BaseModel], location: Sequence[str | int]) -> list[str]:
+    """List the keys of the table at a location."""
     for part in location:
         annotation = table.model_fields[str(part)].annotation
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):

@@ -22,7 +22,7 @@ from typing import IO, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.errors import InputError, few
+from foreroute.errors import InputError, few, shown
 from foreroute.files.kinds import HEAD_BYTES, it_is
 from foreroute.files.places import open_at, write_at
 from foreroute.files.regular import as_path, open_regular, parse_json, reason
@@ -45,10 +45,7 @@ Others are anybody's, and no part of the checksum."""
 
 
 def as_place(place: str | os.PathLike[str], error: type[InputError]) -> Path | str:
-    """A path, or the URL that this is: it has "://" in it, and is not one of `file://`, which is a path.
-
-    Raises `error` when it is neither.
-    """
+    """Return a path, or the URL that this is: text with "://" that does not begin with `file://`."""
     if isinstance(place, str) and "://" in place and not place.startswith("file://"):
         return place
     return as_path(place.removeprefix("file://") if isinstance(place, str) else place, error)
@@ -56,70 +53,43 @@ def as_place(place: str | os.PathLike[str], error: type[InputError]) -> Path | s
 
 @dataclass(frozen=True)
 class TensorSchema:
-    """What one tensor must be.
+    """What one tensor must be."""
 
-    Attributes:
-        dtypes: the types it may have, by their names in a header: "I16", or "U8 U16".
-        axes: a letter for each of its axes. Axes with one letter have one length in all tensors of a file.
-        sizes: whether its numbers are sizes of what lies one after another: 0 or more, and below 2^63 together.
-    """
-
-    dtypes: str
-    axes: str
+    dtypes: str  # the types it may have, by their names in a header: "I16", or "U8 U16"
+    axes: str  # a letter for each axis; axes with one letter have one length in all tensors of a file
+    # whether its numbers are sizes of what lies one after another: 0 or more, and below 2^63 together
     sizes: bool = False
 
 
 @dataclass(frozen=True)
 class FileFormat:
-    """A kind of file in the container.
+    """One format in the container, with the metadata `foreroute.<name>`, its version, `metadata`, and a checksum."""
 
-    Its metadata are `foreroute.<name>`, which holds the version, those of `metadata`, and `foreroute.checksum`.
-
-    Attributes:
-        name: what it is, in keys and messages.
-        version: the only one that is read.
-        error: the error to raise.
-        metadata: keys, without `foreroute.`.
-        tensors: what they must be by name; None for any.
-        made_by: what writes such files, in words, for whoever hands in another file.
-        apart: tensors that a reader reads in part. They have checksums of their own, and no place in that of the file.
-        together: tensors of which a file has all or none beside `tensors`.
-        most_header_bytes: a longer safetensors header is refused before it is parsed.
-    """
-
-    name: str
-    version: int
-    error: type[InputError]
-    metadata: tuple[str, ...]
-    tensors: Mapping[str, TensorSchema] | None
-    made_by: str
+    name: str  # of the format, in keys and messages
+    version: int  # the only one that is read
+    error: type[InputError]  # the error to raise
+    metadata: tuple[str, ...]  # keys, without `foreroute.`
+    tensors: Mapping[str, TensorSchema] | None  # schemas by name; None for any
+    made_by: str  # what writes such files, in words, for whoever hands in another file
+    # tensors that are read in part: they have checksums of their own, and no place in that of the file
     apart: tuple[str, ...] = ()
-    most_header_bytes: int = 1 << 20
+    most_header_bytes: int = 1 << 20  # a longer safetensors header is refused before it is parsed
+    # tensors of which a file has all or none beside `tensors`
     together: Mapping[str, TensorSchema] = field(default_factory=dict)
 
     def read(
         self, source: str | os.PathLike[str] | BinaryIO, *, name: str = "the opened file"
     ) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
-        """Metadata by their keys in `metadata`, and tensors, once they are known to be what was written.
-
-        Arguments are those of `TensorFile`.
-
-        Raises:
-            error: when it cannot be read, is of another format or version, lacks something, holds something else or
-                something of another type or shape, or does not have the checksum that it states.
-        """
+        """Return metadata by their keys in `metadata`, and tensors, once both are known to be what was written."""
         with self.open(source, name=name) as file:
             return self.read_opened(file)
 
     def open(self, source: str | os.PathLike[str] | BinaryIO, *, name: str = "the opened file") -> TensorFile:
-        """Open a file whose header is to be looked at, or which is read in part. Arguments are those of `TensorFile`.
-
-        Raises `error` when it cannot be opened, or is not a whole safetensors file.
-        """
+        """Open a file whose header is to be looked at, or which is read in part."""
         return TensorFile(source, self.error, name=name, made_by=self.made_by, most_header_bytes=self.most_header_bytes)
 
     def read_opened(self, file: TensorFile) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
-        """As `read`, of an opened file, without the tensors that stand apart."""
+        """Read an opened file as `read` does, without the tensors that stand apart."""
         # by the header alone: what is no such file is refused before any tensor is read
         version = file.metadata.get(KEY + self.name)
         if version is None:
@@ -156,7 +126,7 @@ class FileFormat:
         return {key: ours[KEY + key] for key in self.metadata}, tensors
 
     def is_in(self, path: str | os.PathLike[str]) -> bool:
-        """Whether a file says that it is of this format, of any version."""
+        """Say whether a file states that it is of this format, of any version."""
         try:
             with self.open(path) as file:
                 return KEY + self.name in file.metadata
@@ -164,10 +134,7 @@ class FileFormat:
             return False
 
     def to_bytes(self, metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> bytes:
-        """The content of a file. Equal content is equal bytes.
-
-        Raises `error` when the tensors are not those of the format.
-        """
+        """Return the content of a file; equal content is equal bytes."""
         return tensors_to_bytes(self._complete(metadata, tensors), tensors)
 
     def write(
@@ -178,12 +145,7 @@ class FileFormat:
         *,
         overwrite: bool,
     ) -> Path | str:
-        """Write a file to a path or a URL: the whole file or nothing. Return which.
-
-        Raises:
-            error: when `path` exists and `overwrite` is False, or it cannot be written: what was there is whole. When
-                the tensors are not those of the format.
-        """
+        """Write a file to a path or a URL, the whole file or nothing, and return which."""
         target, complete = as_place(path, self.error), self._complete(metadata, tensors)
         if isinstance(target, str):
             write_at(target, lambda file: _write_tensors(file, complete, tensors), self.error, overwrite=overwrite)
@@ -195,13 +157,13 @@ class FileFormat:
         return target
 
     def _objection(self, tensors: Mapping[str, StoredTensor] | Mapping[str, NDArray[Any]]) -> str | None:
-        """What is wrong with the tensors; None for nothing."""
+        """Say what is wrong with the tensors; None for nothing."""
         if self.tensors is None:
             return None
         return objection(tensors, {**self.tensors, **(self.together if set(self.together) & set(tensors) else {})})
 
     def _complete(self, metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> dict[str, str]:
-        """Metadata as they stand in the file."""
+        """Return the metadata as they stand in the file, with version and checksum."""
         if (why := self._objection(tensors)) is not None:
             raise self.error(f"this {self.name} file cannot be written: {why}")
         ours = {KEY + self.name: str(self.version), **{KEY + key: metadata[key] for key in self.metadata}}
@@ -212,7 +174,7 @@ class FileFormat:
 def objection(
     tensors: Mapping[str, StoredTensor] | Mapping[str, NDArray[Any]], schemas: Mapping[str, TensorSchema]
 ) -> str | None:
-    """What is wrong with the names, types and axes of tensors, looked at before any is read; None for nothing."""
+    """Say what is wrong with the names, types and axes of tensors, looked at before any is read; None for nothing."""
     if set(tensors) != set(schemas):
         return f"its tensors are {few(tensors)}; expected {few(schemas)}"
     length_of: dict[str, tuple[int, str]] = {}
@@ -231,13 +193,7 @@ def objection(
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What the header says of one tensor.
-
-    Attributes:
-        dtype: of its numbers, little-endian.
-        shape: of the tensor.
-        start: the byte of the file at which it begins.
-    """
+    """What the header says of one tensor: its little-endian type, its shape, and the first byte of it in the file."""
 
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
@@ -245,6 +201,7 @@ class StoredTensor:
 
 
 def _opened(place: str | os.PathLike[str], error: type[InputError]) -> BinaryIO:
+    """Open a path or a URL."""
     where = as_place(place, error)
     return open_at(where, error) if isinstance(where, str) else open_regular(where, error)
 
@@ -253,8 +210,7 @@ class TensorFile:
     """An opened safetensors file. Its header is checked whole, its tensors are read when they are asked for.
 
     Args:
-        source: the path of a regular file, or a URL, which are closed with this; or an opened file, which may be in
-            memory.
+        source: a path or a URL, which are closed with this; or an opened file, which may be in memory.
         error: the error to raise.
         name: of an opened file, for messages.
         made_by: what writes such files, in words, for whoever hands in another file.
@@ -262,11 +218,8 @@ class TensorFile:
 
     Attributes:
         name: of the file, for messages.
-        metadata: its strings by name, all of them text.
-        tensors: what the header says of each tensor, by name, in the order of their bytes.
-
-    Raises:
-        error: when it cannot be opened, or is not a whole safetensors file.
+        metadata: its texts by name.
+        tensors: what the header says of each tensor, in the order of their bytes.
     """
 
     def __init__(
@@ -301,10 +254,7 @@ class TensorFile:
             raise
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """A tensor, or of its first axis the part from `start` to `stop`. The array is the caller's own.
-
-        Raises `error` when the file was cut meanwhile, or the part is not in the tensor.
-        """
+        """Return a tensor, or the part from `start` to `stop` of its first axis, as an array of the caller's own."""
         tensor = self.tensors[name]
         rows, *rest = tensor.shape or (1,)
         stop = rows if stop is None else stop
@@ -318,7 +268,7 @@ class TensorFile:
         return content.view(tensor.dtype).reshape((stop - start, *rest) if tensor.shape else ())
 
     def close(self) -> None:
-        """Let go of the file that this opened."""
+        """Close the file if this opened it."""
         if self._is_ours:
             self._file.close()
 
@@ -330,29 +280,30 @@ class TensorFile:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
-        """What fails, in whatever error of the library that has the file, becomes the error that the caller names."""
+        """Turn whatever the library that has the file raises into the error that the caller names."""
         try:
             yield
         except Exception as cause:
             raise self._error(f"{self.name} cannot be read ({reason(cause)})") from cause
 
     def _refuse_another_kind(self, made_by: str) -> None:
-        """Raise where the file is one of another kind that can be told."""
+        """Refuse a file of another kind that can be told, and say what to do with it."""
         if what := it_is(self._bytes(0, min(self._size, HEAD_BYTES)).data):
             raise self._error(f"{self.name} is not a safetensors file{what}{made_by and f'. {made_by}'}")
 
     def _bytes(self, start: int, size: int) -> NDArray[np.uint8]:
-        """Exactly `size` bytes from `start`, which the file had when it was opened."""
+        """Return exactly `size` bytes from `start`, which the file had when it was opened."""
         content = np.empty(size, np.uint8)
         with self._reading():
             self._file.seek(start)
             found = self._file.readinto(content.data)
+        # never mapped, so that a file that is cut meanwhile is told here
         if found < size:
             raise self._error(f"{self.name} was cut while it was read; copy it again")
         return content
 
     def _described(self, header: Any, begin: int) -> tuple[dict[str, str], dict[str, StoredTensor]]:
-        """Metadata and tensors of a parsed header; the tensors' bytes begin at `begin`."""
+        """Return metadata and tensors of a parsed header; the tensors' bytes begin at `begin`."""
         metadata = header.pop("__metadata__", {}) if isinstance(header, dict) else None
         if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
             raise self._wrong("its header is no object, or its metadata are not strings")
@@ -373,46 +324,42 @@ class TensorFile:
         return metadata, tensors
 
     def _entry(self, name: str, entry: Any) -> tuple[int, int, np.dtype[Any], tuple[int, ...]]:
-        """Where a tensor begins and ends behind the header, its type and its shape."""
+        """Return where a tensor begins and ends behind the header, its type and its shape."""
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-            raise self._wrong(f"the entry of tensor {name} is {entry!r:.80}")
+            raise self._wrong(f"the entry of tensor {name} is {shown(entry)}")
         dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
         if not isinstance(dtype, str) or dtype not in DTYPES:
-            raise self._wrong(f"tensor {name} is of type {dtype!r:.40}; expected one of {', '.join(DTYPES)}")
+            raise self._wrong(f"tensor {name} is of type {shown(dtype)}; expected one of {', '.join(DTYPES)}")
         # types are checked before sizes are multiplied: a shape may hold anything that JSON can
         possible = _counts(shape) and _counts(offsets) and len(offsets) == 2 and len(shape) <= MOST_AXES
         if not possible or prod(max(1, axis) for axis in shape) * DTYPES[dtype].itemsize > MOST_TENSOR_BYTES:
-            raise self._wrong(f"tensor {name} has shape {shape!r:.60} and offsets {offsets!r:.60}")
+            raise self._wrong(f"tensor {name} has shape {shown(shape)} and offsets {shown(offsets)}")
         if offsets[0] + prod(shape) * DTYPES[dtype].itemsize != offsets[1]:
             raise self._wrong(f"tensor {name} of {dtype} {shape} does not take the bytes {offsets}")
         return offsets[0], offsets[1], DTYPES[dtype], tuple(shape)
 
     def _wrong(self, why: str) -> InputError:
+        """Make the error for a file that is damaged."""
         return self._error(f"{self.name} is not a whole safetensors file: {why}. It may be truncated; copy it again")
 
 
 def tensors_to_bytes(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> bytes:
-    """A safetensors file. Equal content gives equal bytes, in whatever order it is handed in.
-
-    Raises `InputError` when a tensor is of a type that `DTYPES` lacks.
-    """
+    """Return a safetensors file; equal content gives equal bytes, in whatever order it is handed in."""
     file = BytesIO()
     _write_tensors(file, metadata, tensors)
     return file.getvalue()
 
 
 def _write_tensors(file: IO[bytes], metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> None:
-    """Write a safetensors file, tensor by tensor, so that no second copy of all is made.
-
-    The header is sorted, and tensors stand by the size of their numbers, the largest first, so that each begins
-    aligned, and then by name.
-    """
+    """Write a safetensors file, tensor by tensor, so that no second copy of all is made."""
+    # the largest numbers first, so that each tensor begins aligned
     order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in order:
         begin, end = end, end + tensors[name].nbytes
         header[name] = {"dtype": _type(name, tensors[name]), "shape": tensors[name].shape, "data_offsets": [begin, end]}
+    # sorted, as the metadata are: equal content must be equal bytes
     text = json.dumps(header, separators=(",", ":"), sort_keys=True).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
     file.write(len(text).to_bytes(8, "little") + text)
@@ -421,12 +368,10 @@ def _write_tensors(file: IO[bytes], metadata: Mapping[str, str], tensors: Mappin
 
 
 def checksum(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> str:
-    """`blake2b_hex` of metadata and tensors, each in order of name.
+    """Return `blake2b_hex` of metadata and tensors, in order of name: it finds damage, and proves no author.
 
-    A field is its length in bytes as decimal digits, ":", and its bytes. Hashed are the fields: the number of metadata;
-    key and value of each; name, type as in the header, shape joined by "x", and data of each tensor.
-
-    It finds damage and mix-ups. It does not prove who wrote a file.
+    Hashed are fields, each as its length in decimal digits, ":", and its bytes: the number of metadata; key and value
+    of each; name, type as in the header, shape joined by "x", and data of each tensor.
     """
     fields = [str(len(metadata)).encode()]
     for key in sorted(metadata):
@@ -441,10 +386,7 @@ def checksum(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -
 
 
 def blake2b_hex(*parts: bytes | bytearray | memoryview | NDArray[Any]) -> str:
-    """BLAKE2b of 16 bytes, as 32 hexadecimal digits, of the bytes of all parts one after another.
-
-    Arrays are hashed in C order; their type and shape must be known or hashed too.
-    """
+    """Return BLAKE2b of 16 bytes, in hexadecimal, of the bytes of all parts; arrays in C order, without their type."""
     state = blake2b(digest_size=16)
     for part in parts:
         state.update(np.ascontiguousarray(part).data if isinstance(part, np.ndarray) else part)
@@ -452,6 +394,7 @@ def blake2b_hex(*parts: bytes | bytearray | memoryview | NDArray[Any]) -> str:
 
 
 def _type(name: str, tensor: NDArray[Any]) -> str:
+    """Return the name of a tensor's type in a header."""
     dtype = tensor.dtype.newbyteorder("<")
     if dtype not in NAME_OF:
         raise InputError(f"tensor {name} is {tensor.dtype}; expected one of {', '.join(map(str, NAME_OF))}")
@@ -459,8 +402,10 @@ def _type(name: str, tensor: NDArray[Any]) -> str:
 
 
 def _little_endian(tensor: NDArray[Any]) -> NDArray[Any]:
+    """Return a tensor as its bytes stand in a file."""
     return np.ascontiguousarray(tensor, tensor.dtype.newbyteorder("<"))
 
 
 def _counts(values: Any) -> bool:
+    """Say whether this is a list of sizes."""
     return isinstance(values, list) and all(type(value) is int and 0 <= value <= MOST_TENSOR_BYTES for value in values)

@@ -1,4 +1,4 @@
-"""What kind of file some bytes are, by how they begin: for whoever hands in another kind than the one that is read."""
+"""Tells what kind of file some bytes begin, for whoever hands in another kind than the one that is read."""
 
 from __future__ import annotations
 
@@ -18,12 +18,7 @@ TOML_LINE = re.compile(r"\[{1,2}[A-Za-z_][\w.-]*\]{1,2}\s*(#.*)?|[A-Za-z_][\w.-]
 
 
 class FileKind(NamedTuple):
-    """A kind of file.
-
-    Attributes:
-        name: with its article, as in the middle of a sentence.
-        advice: what to do with it, a sentence; empty where it is simply another file.
-    """
+    """A kind of file: its name with an article, and what to do with it in a sentence, if anything."""
 
     name: str
     advice: str
@@ -55,21 +50,13 @@ ZIPPED = {
 
 
 def it_is(content: bytes | bytearray | memoryview, *, beside: tuple[FileKind, ...] = ()) -> str:
-    """The end of a sentence that says what the content is not: what it is, and what to do.
-
-    Args:
-        content: the file, or its beginning.
-        beside: kinds of which nothing is to be said.
-
-    Returns:
-        Words that begin with a colon; empty where nothing tells.
-    """
+    """End a sentence with what the content is and what to do; empty where nothing tells, or for a kind of `beside`."""
     kind = kind_of(content)
     return "" if kind is None or kind in beside else f": it is {kind.name}. {kind.advice}".rstrip(". ")
 
 
 def kind_of(content: bytes | bytearray | memoryview) -> FileKind | None:
-    """The kind of file that begins so; None where nothing tells, and for a safetensors file."""
+    """Return the kind of file that begins so; None where nothing tells, and for a safetensors file."""
     head = bytes(content[:HEAD_BYTES])
     if not head:
         return FileKind("empty", "Was it written to the end? Make it again.")
@@ -89,6 +76,7 @@ def kind_of(content: bytes | bytearray | memoryview) -> FileKind | None:
 
 
 def _kind_of_text(head: bytes) -> FileKind | None:
+    """Return the kind of text that begins so; None where it is no text."""
     text = head.decode("utf-8", errors="ignore")
     # half a character may stand at the end of what was read; elsewhere none is left out
     if len(head) - len(text.encode()) > 3 or re.search(r"[\0-\x08\x0e-\x1f]", text):
@@ -105,6 +93,7 @@ def _kind_of_text(head: bytes) -> FileKind | None:
 
 
 def _is_json(line: str) -> bool:
+    """Say whether a line is JSON."""
     try:
         json.loads(line)
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
-"""Files at a URL of any store that fsspec knows (https://filesystem-spec.readthedocs.io), and what lies in a folder.
+"""Files at a URL of any store that fsspec knows (https://filesystem-spec.readthedocs.io), and the names in a folder.
 
-Bytes are read by ranges. A file is written under another name and moved. A store must show what was moved there whole
-or not at all, and list it from then on: network file systems do, and so do S3, Google's and Azure's object stores.
+A store must show a file that was moved whole or not at all, and list it from then on: network file systems do, and so
+do S3, Google's and Azure's object stores.
 """
 
 from __future__ import annotations
@@ -18,29 +18,23 @@ from foreroute.files.regular import BUFFER_BYTES, reason
 
 
 def within(folder: Path | str, name: str) -> Path | str:
-    """The place of a file in a folder at a path or a URL."""
+    """Return the place of a file in a folder at a path or a URL."""
     return folder / name if isinstance(folder, Path) else f"{folder.rstrip('/')}/{name}"
 
 
 def open_at(url: str, error: type[InputError]) -> BinaryIO:
-    """Open the file at a URL. What is asked for is read, and some bytes behind it for who reads on.
-
-    Raises `error` when it is missing, or the store refuses.
-    """
+    """Open the file at a URL, whose bytes are read by ranges."""
     with _asking(url, "read", error):
         store, path = _store_of(url, error)
         return cast(BinaryIO, store.open(path, "rb", block_size=BUFFER_BYTES))
 
 
 def write_at(url: str, content: Callable[[IO[bytes]], None], error: type[InputError], *, overwrite: bool) -> None:
-    """Fill a file at a URL under another name, `.<name>.<random>`, and move it: that of a killed writer stays.
-
-    Raises `error` when there is a file and `overwrite` is False, or it cannot be written: what was there is whole. When
-    two writers at a time may not replace a file, a store may let both write; it is then the file of one.
-    """
+    """Write a file to a URL, the whole file or nothing; of two writers at a time, a store may keep either."""
     with _asking(url, "written", error):
         store, path = _store_of(url, error)
         folder, _, name = path.rpartition("/")
+        # that of a killed writer stays: no store has files without a name
         temporary = f"{folder}/.{name}.{secrets.token_hex(4)}"
         if not overwrite and store.exists(path):
             raise error(f"{url} already exists; pass another path, or overwrite=True to replace it")
@@ -56,10 +50,7 @@ def write_at(url: str, content: Callable[[IO[bytes]], None], error: type[InputEr
 
 
 def names_in(folder: Path | str, error: type[InputError]) -> list[str]:
-    """The names of all that lies in a folder, as it is now; none when there is no such folder.
-
-    Raises `error` when it cannot be looked into.
-    """
+    """Return the names of all that lies in a folder, as it is now; none when there is no such folder."""
     if isinstance(folder, Path):
         try:
             return os.listdir(folder)
@@ -69,7 +60,7 @@ def names_in(folder: Path | str, error: type[InputError]) -> list[str]:
             raise error(f"{folder} cannot be looked into ({reason(cause)})") from cause
     with _asking(folder, "looked into", error):
         store, path = _store_of(folder, error)
-        store.invalidate_cache(path)
+        store.invalidate_cache(path)  # other writers may have added files since it was asked
         try:
             return [entry.rstrip("/").rpartition("/")[2] for entry in store.ls(path, detail=False)]
         except FileNotFoundError:
@@ -77,7 +68,7 @@ def names_in(folder: Path | str, error: type[InputError]) -> list[str]:
 
 
 def _store_of(url: str, error: type[InputError]) -> tuple[Any, str]:
-    """The file system of a URL, and the path in it."""
+    """Return the file system of a URL, and the path in it."""
     try:
         from fsspec.core import url_to_fs  # an engine's worker has numpy alone
     except ImportError as cause:
@@ -88,7 +79,7 @@ def _store_of(url: str, error: type[InputError]) -> tuple[Any, str]:
 
 @contextmanager
 def _asking(url: str, doing: str, error: type[InputError]) -> Iterator[None]:
-    """What a store refuses, in whatever error of its library, becomes one `error` that names the URL."""
+    """Turn whatever a store's library raises into one `error` that names the URL."""
     try:
         yield
     except ForerouteError:

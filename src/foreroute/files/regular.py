@@ -1,4 +1,4 @@
-"""Opening and reading what others wrote. Every failure is the error that the caller names, with the path.
+"""Opens and reads what others wrote. Every failure is the error that the caller names, with the path.
 
 A file is never mapped into memory: a mapped file that another process cuts ends this one with SIGBUS, which cannot be
 caught. A FIFO, a device or a socket is never opened for reading: it would wait, or go on, for ever.
@@ -30,20 +30,14 @@ NO_FILE = {
 
 
 def as_path(path: object, error: type[InputError]) -> Path:
-    """A path that is one.
-
-    Raises `error` for None, bytes, numbers and whatever else is neither text nor a `pathlib.Path`.
-    """
+    """Return a path, and refuse None, bytes, numbers and whatever else is neither text nor a `pathlib.Path`."""
     if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
         raise error(f"a path is {shown(path)}; expected text or a pathlib.Path, the name of a file or a folder")
     return Path(path)
 
 
 def open_regular(path: str | os.PathLike[str], error: type[InputError]) -> BufferedReader[FileIO]:
-    """Open a file that is known to be one.
-
-    Raises `error` when it is no path, is missing, cannot be opened, or is a folder, FIFO, device or socket.
-    """
+    """Open a file, and refuse a folder, FIFO, device or socket."""
     path = as_path(path, error)
     try:
         # O_NONBLOCK: to open a FIFO would otherwise wait for a writer
@@ -61,11 +55,9 @@ def open_regular(path: str | os.PathLike[str], error: type[InputError]) -> Buffe
 
 
 def read_file(path: str | os.PathLike[str], error: type[InputError], *, most_bytes: int = MOST_BYTES) -> bytes:
-    """All bytes of a file.
-
-    Raises `error` as `open_regular` does, when it cannot be read, and when the file has more than `most_bytes`.
-    """
+    """Return all bytes of a file of `most_bytes` at most."""
     with open_regular(path, error) as file:
+        # its size is asked before anything is allocated
         size = os.fstat(file.fileno()).st_size
         if size > most_bytes:
             raise error(
@@ -81,22 +73,12 @@ def read_file(path: str | os.PathLike[str], error: type[InputError], *, most_byt
 
 
 def read_text(path: str | os.PathLike[str], error: type[InputError], *, most_bytes: int = MOST_BYTES) -> str:
-    """All text of a UTF-8 file. Raises `error` as `read_file` does, and when the bytes are not UTF-8."""
+    """Return all text of a UTF-8 file."""
     return _decoded(read_file(path, error, most_bytes=most_bytes), error, str(path))
 
 
 def parse_json(text: str | bytes | bytearray, error: type[ForerouteError], *, name: str) -> Any:
-    """The value of a JSON text from outside.
-
-    Args:
-        text: UTF-8 when it is bytes.
-        error: the error to raise.
-        name: of the text, such as its path, for the message.
-
-    Raises:
-        error: when it is no JSON, nested deeper than the interpreter's stack, or has an integer of
-            thousands of digits.
-    """
+    """Return the value of a JSON text from outside; `name` says which, for the message."""
     try:
         return json.loads(text if isinstance(text, str) else _decoded(text, error, name))
     except ForerouteError:
@@ -104,11 +86,12 @@ def parse_json(text: str | bytes | bytearray, error: type[ForerouteError], *, na
     except ValueError as cause:
         content = text[:HEAD_BYTES].encode(errors="replace") if isinstance(text, str) else text
         raise error(f"{name} is not JSON ({cause}){it_is(content, beside=(JSON, TEXT))}") from cause
-    except RecursionError as cause:
+    except RecursionError as cause:  # deeper than the interpreter's stack
         raise error(f"{name} is not JSON that can be read: it is nested too deep") from cause
 
 
 def _decoded(content: bytes | bytearray, error: type[ForerouteError], name: str) -> str:
+    """Return bytes as text in UTF-8."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as cause:
@@ -117,5 +100,5 @@ def _decoded(content: bytes | bytearray, error: type[ForerouteError], name: str)
 
 
 def reason(cause: Exception) -> str:
-    """What the system says of a file that it does not open or read."""
+    """Say why the system does not open or read a file."""
     return getattr(cause, "strerror", None) or str(cause)

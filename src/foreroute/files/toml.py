@@ -1,4 +1,4 @@
-"""TOML files of ours: read within limits, and words for a key that nobody knows. No pydantic."""
+"""Reads TOML files within limits, and finds words for a key that nobody knows. No pydantic."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ MOST_BYTES, MOST_DOTS, DEEPEST = 1 << 16, 1000, 32
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The values of a file.
-
-    Raises `ConfigError` when there is none, it is not TOML, or no configuration can have what is in it.
-    """
+    """Return the values of a file that a configuration can have; `ConfigError` says why there are none."""
     text = read_text(path, ConfigError, most_bytes=MOST_BYTES)
     for number, line in enumerate(text.split("\n"), 1):
         if line.count(".") > MOST_DOTS:
@@ -37,10 +34,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def refuse_impossible(values: Any, source: str) -> None:
-    """Refuse what no configuration can have, and what later tools would fail on without naming it.
-
-    Raises `ConfigError` for tables nested too deep, integers of more than 64 bits, and text with a NUL character.
-    """
+    """Refuse what no configuration can have, and what later tools would fail on without naming it."""
     waiting = [("", 0, values)]
     while waiting:
         key, depth, value = waiting.pop()
@@ -57,6 +51,6 @@ def refuse_impossible(values: Any, source: str) -> None:
 
 
 def unknown_key(key: str, name: str, known: Sequence[str]) -> str:
-    """The words for the key `name`, written `key` in full, where others are known."""
+    """Say that the key `name`, written `key` in full, is unknown, with the nearest known one."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"{key[:400]}: unknown key; " + (f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}")

@@ -1,4 +1,4 @@
-"""Files that are there in whole or not at all, and never in the place of something that is no file."""
+"""Writes files in whole or not at all, and never in the place of something that is no file."""
 
 from __future__ import annotations
 
@@ -22,26 +22,19 @@ OPEN_FILES = "/proc/self/fd"
 def write_atomically(
     target: Path, content: bytes | str | Callable[[IO[bytes]], None], *, overwrite: bool = True
 ) -> None:
-    """Fill a file that has no name, flush it to disk, then give it the name of `target`.
+    """Fill a file, flush it to disk, and name it `target`; folders on the way are made, and links are followed.
 
-    Nothing is left of a file without a name when its writer is killed. Another file can only be replaced by one with a
-    name: it gets `.<name>.foreroute` when it is whole, and is renamed at once. A writer that is killed in between
-    leaves this file, and the next write to the same target takes it away. Several writers of one target each write all
-    of it, and the last one stays.
-
-    Where the file system has no files without a name (NFS, macOS), the file is `.<name>.<random>` until it is renamed,
-    and one that a killed writer left stays.
-
-    A link is followed: the file that it points at is replaced, not the link.
+    Each of several writers of one target writes all of it, and the last one stays. A killed writer leaves nothing, or
+    `.<name>.foreroute`, which the next write takes away; where no file can be without a name (NFS, macOS), it leaves
+    `.<name>.<random>`, and that stays.
 
     Args:
-        target: the file to write; folders on the way are made.
+        target: the file to write.
         content: bytes, text to be written as UTF-8, or a function that writes to an opened file.
         overwrite: whether a file that is there may be replaced.
 
     Raises:
-        FileExistsError: when `target` is there, or appears meanwhile, and `overwrite` is False; when it is a folder, a
-            FIFO, a device or a socket, always.
+        FileExistsError: when `target` is there and may not be replaced; when it is no regular file, always.
         OSError: what the system refuses. `target` is as it was.
     """
     target = Path(os.path.realpath(target))
@@ -50,6 +43,7 @@ def write_atomically(
         target.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError as cause:  # what is there is no folder
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(target.parent)) from cause
+    # of a file without a name, nothing is left when its writer is killed
     descriptor, named = _open_unnamed(target.parent), None
     if descriptor is None:
         named = _temporary(target, secrets.token_hex(4))
@@ -82,15 +76,7 @@ def write_atomically(
 
 
 def check_writable(target: Path) -> None:
-    """Check, before long work begins, that `write_atomically` could write; nothing is written.
-
-    Args:
-        target: need not exist, nor the folder that it is in.
-
-    Raises:
-        FileExistsError: when it is a folder, a FIFO, a device or a socket.
-        OSError: what the system would refuse: no permission, a parent that is a file, a name that is too long.
-    """
+    """Raise, before long work begins, what `write_atomically` would raise for `target`; nothing is written."""
     target = Path(os.path.realpath(target))
     _refuse_special(target)
     folder = target.parent
@@ -106,11 +92,7 @@ def check_writable(target: Path) -> None:
 
 @contextmanager
 def writing_named(path: str | os.PathLike[str], error: type[InputError]) -> Iterator[None]:
-    """What the system refuses while `path` is written becomes one `error` that names it.
-
-    Raises `error` when `path` is none, or cannot be a name; for `FileExistsError` of `write_atomically`, and for any
-    other `OSError`: a full disk, no permission, a parent that is a file, a name that is too long.
-    """
+    """Turn what the system refuses while `path` is written into one `error` that names it."""
     path = as_path(path, error)
     try:
         if b"\0" in os.fsencode(path):
@@ -130,17 +112,19 @@ def writing_named(path: str | os.PathLike[str], error: type[InputError]) -> Iter
 
 
 def _refuse_special(target: Path) -> None:
+    """Refuse a folder, a FIFO, a device or a socket."""
     with suppress(FileNotFoundError, NotADirectoryError):
         if not stat.S_ISREG(os.stat(target).st_mode):
             raise FileExistsError(None, "it exists and is no regular file")
 
 
 def _temporary(target: Path, end: str) -> Path:
+    """Return the name of a file on its way to `target`."""
     return target.parent / f".{target.name}.{end}"
 
 
 def _open_unnamed(folder: Path) -> int | None:
-    """An empty file without a name, or None where there are none; why there is none is then told by a named one."""
+    """Open an empty file without a name; None where there are none, and a named one will tell why."""
     if hasattr(os, "O_TMPFILE") and os.path.isdir(OPEN_FILES):
         with suppress(OSError):
             return os.open(folder, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666)
@@ -148,16 +132,15 @@ def _open_unnamed(folder: Path) -> int | None:
 
 
 def _name(descriptor: int, name: Path) -> None:
+    """Give an open file a name."""
     # only with a folder for the source does Python follow the link that stands for the open file
     os.link(f"{OPEN_FILES}/{descriptor}", name, src_dir_fd=descriptor, follow_symlinks=True)
 
 
 def _replace(descriptor: int, temporary: Path, target: Path) -> None:
-    """Name an open file `temporary` and rename that to `target`, beside others that do the same.
-
-    `temporary` is never anything but a whole file on its way to `target`, so whoever finds one sends it there: that of
-    a killed writer goes, and that of a living one has arrived. It must not be removed: Linux names a file once only.
-    """
+    """Name an open file `temporary` and rename that to `target`, beside others that do the same."""
+    # `temporary` is never anything but a whole file on its way to `target`, so whoever finds one sends it there: that
+    # of a killed writer goes, that of a living one has arrived. Nobody removes it: Linux names an open file only once.
     is_named = False
     while not is_named:
         with suppress(FileExistsError):
@@ -174,10 +157,11 @@ def _replace(descriptor: int, temporary: Path, target: Path) -> None:
 
 
 def _rename(temporary: Path, target: Path, *, overwrite: bool) -> None:
-    """Rename a file; where it may not replace another, by a link, which looks and names in one step."""
+    """Rename a file, over another or not."""
     if overwrite:
         os.replace(temporary, target)
         return
+    # a link looks whether the name is free and takes it in one step
     try:
         os.link(temporary, target)
     except FileExistsError:

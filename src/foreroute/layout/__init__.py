@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from foreroute.layout.match_tokens import locate_rows, starts_from_cumulative_lengths, starts_from_positions
-from foreroute.layout.rank_rows import PAD, RankRoutes, RankRows, collect, take
+from foreroute.layout.rank_rows import PAD, RankRoutes, RankRows, collect, take_routes
 from foreroute.layout.router_rows import Layout, pack, pad
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ __all__ = [
     "pad",
     "starts_from_cumulative_lengths",
     "starts_from_positions",
-    "take",
+    "take_routes",
 ]
 
 

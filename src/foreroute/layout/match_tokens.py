@@ -1,8 +1,4 @@
-"""Which tokens of a batch are which rows of a trace: where sequences begin in it, and which of the trace they are.
-
-Packed sequences share a row of the batch, and the arguments of the forward say where each begins. Sequences are then
-found in the trace by their tokens.
-"""
+"""Which tokens of a batch are which rows of a trace, found by the tokens; packed sequences share a row of the batch."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from foreroute.checks import as_array
 from foreroute.errors import BatchMismatchError
 from foreroute.layout.rank_rows import PAD
 from foreroute.trace import RoutingTrace
@@ -30,22 +27,18 @@ def locate_rows(
     attention_mask_BT: ArrayLike | None = None,
     starts_BT: ArrayLike | None = None,
 ) -> NDArray[np.int64]:
-    """The packed row of every router row of a batch, flattened batch first.
+    """Find the packed row of every router row of a batch, flattened batch first: int64 [B · T], -1 where the mask is 0.
 
-    Sequence s of the batch must be sequence s of the trace, token by token. Its tokens are those the mask keeps, in
-    order, wherever the padding is. It may end before the trace's does if only rows without a route are left out, such
-    as that of the last sampled token. Sequences of the batch are counted row by row, and within a row from left to
-    right. A batch of padding alone also fits a trace of no sequences.
+    Sequence s of the batch, row by row and from left to right, must be sequence s of the trace, token by token. It may
+    end early where only rows without a route are left out, such as that of the last sampled token. A batch of padding
+    alone also fits a trace of no sequences.
 
     Args:
         trace: S sequences.
         input_ids_BT: integers [B, T].
-        attention_mask_BT: 0 or 1 [B, T], 0 for padding; everything is a token by default.
-        starts_BT: bool [B, T], the first token of each sequence where rows hold several (see
-            `starts_from_positions`); one sequence per row by default.
-
-    Returns:
-        int64 [B · T], -1 where the mask is 0.
+        attention_mask_BT: 0 or 1 [B, T], 0 for padding, wherever it is; everything is a token by default.
+        starts_BT: bool [B, T], the first token of each sequence, as from `starts_from_positions`; one sequence per row
+            by default.
 
     Raises:
         BatchMismatchError: naming the first sequence and position that differ, and the order of the trace's sequences
@@ -68,15 +61,10 @@ def locate_rows(
 
 
 def order_by_tokens(trace: RoutingTrace, sequences: Iterable[NDArray[Any]]) -> NDArray[np.int64] | None:
-    """The sequence of the trace that each of some sequences is, by its tokens.
+    """Find which sequence of the trace each of some sequences is: int64; None where one of them is nowhere in it.
 
-    Args:
-        trace: S sequences. A sequence whose last row has no route may be met without its last token.
-        sequences: token ids [T] of each.
-
-    Returns:
-        int64, one number for each; None where one of them is in the trace nowhere. Sequences of equal tokens are given
-        out in the order of the trace, each once while there is another.
+    Sequences of equal tokens are given out in the order of the trace, each once while there is another. One whose last
+    row has no route may be met without its last token.
     """
     places: dict[bytes, deque[int]] = defaultdict(deque)
     for s in range(len(trace)):
@@ -94,13 +82,15 @@ def order_by_tokens(trace: RoutingTrace, sequences: Iterable[NDArray[Any]]) -> N
 
 
 def _key(token_ids: NDArray[Any]) -> bytes:
+    """Return tokens as a key."""
     return token_ids.astype(np.int64).tobytes()
 
 
 def _lengths(kept_BT: NDArray[np.bool_], starts_BT: ArrayLike | None) -> NDArray[np.int64]:
+    """Return the tokens of each sequence of a batch, int64 [S]."""
     if starts_BT is None:
         return np.asarray(kept_BT.sum(axis=1))
-    given_BT = np.asarray(starts_BT)
+    given_BT = as_array(starts_BT, name="starts", error=BatchMismatchError)
     if given_BT.shape != kept_BT.shape or not ((given_BT == 0) | (given_BT == 1)).all():
         raise BatchMismatchError(
             f"starts are {given_BT.dtype} of shape {given_BT.shape}; expected bool {kept_BT.shape}"
@@ -112,12 +102,13 @@ def _lengths(kept_BT: NDArray[np.bool_], starts_BT: ArrayLike | None) -> NDArray
 
 
 def _checked(ids: ArrayLike, mask: ArrayLike | None) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    ids_BT = np.asarray(ids)
+    """Return ids and mask, once their types and shapes fit."""
+    ids_BT = as_array(ids, name="input_ids", error=BatchMismatchError)
     if ids_BT.ndim != 2 or ids_BT.dtype.kind not in "iu":
         raise BatchMismatchError(f"input_ids are {ids_BT.dtype} of shape {ids_BT.shape}; expected integers [B, T]")
     if mask is None:
         return ids_BT, np.ones(ids_BT.shape, np.bool_)
-    mask_BT = np.asarray(mask)
+    mask_BT = as_array(mask, name="attention_mask", error=BatchMismatchError)
     kept_BT = mask_BT == 1
     if mask_BT.shape != ids_BT.shape or not (kept_BT | (mask_BT == 0)).all():
         raise BatchMismatchError(
@@ -162,7 +153,7 @@ def _compared(
 
 
 def _fits_amid_padding(trace: RoutingTrace, ids_BT: NDArray[Any]) -> bool:
-    """Whether each row of the batch has its sequence of the trace amid padding, and one of them behind some."""
+    """Say whether each row of the batch has its sequence of the trace amid padding, and one of them behind some."""
     padding = [_padding_before(ids_T, trace.tokens(s)) for s, ids_T in enumerate(ids_BT)]
     return None not in padding and any(padding)
 
@@ -178,11 +169,9 @@ def _repeated(trace: RoutingTrace, ids_BT: NDArray[Any]) -> str:
 
 
 def _padding_before(ids_T: NDArray[Any], tokens: NDArray[np.int32]) -> int | None:
-    """How many copies of one token stand before these, behind which there are copies of one as well; None for no such.
-
-    The last token may be left out at the end of the row, as where the next one is predicted.
-    """
+    """Count the copies of one token before these, where only copies of one follow; None for anything else."""
     leading = [int(np.append(each != ids_T[0], True).argmax()) for each in (ids_T, tokens)]
+    # the last token may be left out at the end of the row, as where the next one is predicted
     for begin in (0, leading[0] - leading[1]):  # the tokens may begin with that which pads
         here_T = ids_T[max(begin, 0) :]
         whole_T, behind_T = here_T[: len(tokens)], here_T[len(tokens) :]
@@ -202,38 +191,28 @@ def _advice(trace: RoutingTrace, sequences: Iterable[NDArray[Any]]) -> str:
 
 
 def starts_from_positions(position_ids: ArrayLike, kept_BT: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """The first token of each sequence: the first one kept in a row, and every kept one at position 0.
+    """Find the first token of each sequence, bool [B, T]: the first that is kept in a row, and each at position 0.
 
-    Args:
-        position_ids: integers [B, T] or [1, T].
-        kept_BT: bool [B, T], False where padded. What positions say about padding does not matter.
-
-    Returns:
-        bool [B, T].
+    Position ids are integers [B, T] or [1, T], and say nothing where `kept_BT` is False.
 
     Raises:
         BatchMismatchError: when the shapes do not fit.
     """
-    positions = np.asarray(position_ids)
+    positions = as_array(position_ids, name="position_ids", error=BatchMismatchError)
     if positions.ndim != 2 or positions.shape[1] != kept_BT.shape[1] or positions.shape[0] not in (1, len(kept_BT)):
         raise BatchMismatchError(f"position_ids have shape {positions.shape}; expected {kept_BT.shape}")
     return np.asarray(kept_BT & ((positions == 0) | _first_of_row(kept_BT)))
 
 
 def starts_from_cumulative_lengths(cumulative: ArrayLike, kept_BT: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """The first token of each sequence of one packed row, from the offsets that variable-length attention takes.
+    """Find the first token of each sequence of one packed row, bool [1, T], of which `kept_BT` keeps some.
 
-    Args:
-        cumulative: integers [S + 1], from 0 to T (`cu_seq_lens_q`). An empty sequence is no sequence.
-        kept_BT: bool [1, T].
-
-    Returns:
-        bool [1, T].
+    Cumulative lengths are the `cu_seq_lens_q` of attention, integers [S + 1] from 0 to T; empty sequences are none.
 
     Raises:
         BatchMismatchError: when they are not the offsets of one row of T positions.
     """
-    offsets = np.asarray(cumulative)
+    offsets = as_array(cumulative, name="cumulative lengths", error=BatchMismatchError)
     if len(kept_BT) != 1 or offsets.ndim != 1 or not len(offsets) or offsets.dtype.kind not in "iu":
         raise BatchMismatchError(
             f"cumulative lengths are {offsets.dtype} of shape {offsets.shape} for a batch of {len(kept_BT)} rows; "
@@ -250,4 +229,5 @@ def starts_from_cumulative_lengths(cumulative: ArrayLike, kept_BT: NDArray[np.bo
 
 
 def _first_of_row(kept_BT: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Mark the first kept token of each row."""
     return np.asarray(kept_BT & (np.cumsum(kept_BT, axis=1) == 1))

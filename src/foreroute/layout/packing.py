@@ -1,4 +1,4 @@
-"""Which rank executes which sequence in which micro-step: packed under a token budget, or padded to batches."""
+"""Deals sequences to ranks and micro-steps: packed under a token budget, or padded to batches."""
 
 from __future__ import annotations
 
@@ -44,31 +44,29 @@ class Packing:
             )
 
     def sequences(self, micro_step: int, rank: int) -> NDArray[np.int64]:
-        """The sequences that a rank executes in a micro-step, int64, ascending."""
+        """Return the sequences that a rank executes in a micro-step, int64, ascending."""
         return np.flatnonzero((self.micro_step_S == micro_step) & (self.rank_S == rank))
 
 
 def pack_sequences(lengths: ArrayLike, num_ranks: int, token_budget: int, *, square_cost: float = 0.0) -> Packing:
     """Deal whole sequences to ranks and micro-steps, so that the ranks of a micro-step take equally long.
 
-    A sequence of n tokens costs n + `square_cost` * n**2 outside the experts: projections and the attention core. The
-    dearest sequence goes first, each to the cheapest of all M * G places that has room; places are numbered by
-    micro-step, so that the longest sequences meet in the same ones. M, the number of micro-steps, is such that dealing
-    to one fewer leaves a sequence without room. Routes are not looked at: what experts get too much is the planner's
-    to level.
+    A sequence of n tokens costs n + `square_cost` * n**2, for projections and the attention core. The dearest goes
+    first, each to the cheapest of all M * G places that has room. M is such that dealing to one micro-step fewer fails.
+    Routes are not looked at: the planner levels experts.
 
     Args:
         lengths: integers [S], tokens of each sequence.
         num_ranks: G; 1 for the micro-batches of one rank.
         token_budget: most tokens of a rank in a micro-step.
-        square_cost: see above. 8192 / 37.7e6 by FLOPs for Qwen3-30B-A3B, more as its kernel is slower.
+        square_cost: 8192 / 37.7e6 by FLOPs for Qwen3-30B-A3B, more as its kernel is slower.
 
     Raises:
         LayoutError: when there is no sequence, or one alone exceeds the budget.
         ConfigError: for a negative cost.
     """
     tokens_S = _lengths_within(lengths, token_budget)
-    check_count("the number of ranks", num_ranks)
+    check_count(num_ranks, name="the number of ranks")
     if not len(tokens_S):
         raise LayoutError("there is no sequence to pack; expected at least one")
     if not square_cost >= 0:
@@ -84,27 +82,16 @@ def pack_sequences(lengths: ArrayLike, num_ranks: int, token_budget: int, *, squ
 
 
 def padded_batches(lengths: ArrayLike, token_budget: int, *, min_count: int = 0) -> list[NDArray[np.int64]]:
-    """Cut sequences, in their order, into micro-batches of at most `token_budget` tokens, padding included.
+    """Cut sequences, in their order, into micro-batches [B, T] of at most `token_budget` tokens, padding included.
 
-    A padded batch [B, T] takes B times its longest sequence. Sequences sorted by length make batches with little
-    padding; `pack_sequences` is for rows without padding.
-
-    Args:
-        lengths: integers [S], tokens per sequence.
-        token_budget: most B times T of a micro-batch.
-        min_count: make at least as many micro-batches: data-parallel ranks must agree on the number, or they hang.
-
-    Returns:
-        The sequences of each micro-batch, int64, ascending; none is empty.
-
-    Raises:
-        LayoutError: when a sequence alone exceeds the budget, or there are fewer sequences than `min_count`.
+    Returns the sequences of each, int64: `min_count` or more, as data-parallel ranks must agree on a number.
     """
     tokens_S = _lengths_within(lengths, token_budget)
     if min_count > len(tokens_S):
         raise LayoutError(f"{len(tokens_S)} sequences cannot make {min_count} micro-batches; lower min_count")
     if not len(tokens_S):
         return []
+    # a padded batch [B, T] takes B times its longest sequence
     bounds, longest = [0], 0
     for sequence, tokens in enumerate(tokens_S.tolist()):
         longest = max(longest, tokens)
@@ -118,8 +105,9 @@ def padded_batches(lengths: ArrayLike, token_budget: int, *, min_count: int = 0)
 
 
 def _lengths_within(lengths: ArrayLike, token_budget: int) -> NDArray[np.int64]:
+    """Return the lengths, none of them above the budget."""
     tokens_S = as_lengths(lengths, "lengths")
-    check_count("the token budget", token_budget, least=0)
+    check_count(token_budget, name="the token budget", least=0)
     longest = int(tokens_S.max(initial=0))
     if longest > token_budget:
         raise LayoutError(
@@ -140,7 +128,7 @@ def _halve_heaviest(bounds: list[int], sums: NDArray[np.int64]) -> list[int]:
 
 
 def _deal(tokens: list[int], costs: list[float], num_ranks: int, token_budget: int) -> tuple[list[int], int]:
-    """The place of each sequence, micro-step * G + rank, and the number of micro-steps."""
+    """Return the place of each sequence, micro-step * G + rank, and the number of micro-steps."""
     # by tokens more fit into tight budgets
     kinds: list[list[Any]] = [costs] if costs == tokens else [costs, tokens]
 
@@ -162,11 +150,9 @@ def _deal(tokens: list[int], costs: list[float], num_ranks: int, token_budget: i
 
 
 def _first_that_works(least: int, attempt: Callable[[int], list[int] | None]) -> int:
-    """The first number from `least` on with which an attempt works.
-
-    An attempt takes as long as dealing once, and what works once mostly works with every larger number. So distances
-    are doubled up to a number that works, then halved: attempts are few, and the one before the result fails.
-    """
+    """Return the first number from `least` on with which an attempt works."""
+    # An attempt takes as long as dealing once, and what works once mostly works with every larger number: distances are
+    # doubled up to a number that works, then halved, so that attempts are few and the one before the result fails.
     most, step = least, 1
     while attempt(most) is None:
         least, most, step = most + 1, most + step, 2 * step
@@ -176,18 +162,13 @@ def _first_that_works(least: int, attempt: Callable[[int], list[int] | None]) ->
     return most
 
 
-def _to_lightest(tokens: list[int], weights: list[Any], token_budget: int, places: int) -> list[int] | None:
-    """Give each sequence in turn to the place with the least weight that has room; ties go to the first place.
-
-    Args:
-        tokens: of each sequence, descending: where one found no room, only a later and shorter one can.
-        weights: of each sequence.
-        token_budget: most tokens of a place.
-        places: how many there are.
-
-    Returns:
-        The place of each sequence; None when one has room nowhere.
-    """
+def _to_lightest(
+    tokens: list[int],  # of each sequence, descending: where one found no room, only a later and shorter one can
+    weights: list[Any],  # of each sequence
+    token_budget: int,  # most tokens of a place
+    places: int,  # number of places
+) -> list[int] | None:
+    """Give each sequence in turn to the first of the lightest places with room; None when one has room nowhere."""
     held = [0] * places
     chosen: list[int] = []
     opened = 0  # places from here on are empty

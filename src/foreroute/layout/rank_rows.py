@@ -1,7 +1,4 @@
-"""The index map of one rank: which packed row each of its router rows sees, the routes there, and the way back.
-
-Also legal picks for the router rows that see no token, which a dispatcher must send somewhere.
-"""
+"""The index map of one rank: which packed row each of its router rows sees, the routes there, and the way back."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.checks import as_array
 from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.trace import RoutedLayer, RoutingTrace
 
@@ -37,24 +35,17 @@ class RankRows:
 
     @property
     def is_pad_R(self) -> NDArray[np.bool_]:
-        """Where a router row sees no token, bool [R]."""
+        """Mark router rows that see no token, bool [R]."""
         return self.packed_row_R < 0
 
 
 def collect(parts: Iterable[tuple[RankRows, NDArray[Any]]]) -> NDArray[Any]:
-    """Put what the ranks computed back into packed rows: the inverse of laying out.
-
-    Args:
-        parts: the router rows of each rank that shares the packed rows, with one value for each ([R, …], any trailing
-            shape). Values of padding are dropped.
-
-    Returns:
-        values_N: [N, …], one value per packed row.
+    """Put values [R, …] of router rows back into packed rows, [N, …], without those of padding.
 
     Raises:
         LayoutError: unless every row arrives exactly once. A row that no rank holds has no value, and none is made up.
     """
-    given = list(parts)
+    given = [(rank_rows, as_array(values, name="values", error=LayoutError)) for rank_rows, values in parts]
     if not given:
         raise LayoutError("there is nothing to collect; pass the router rows and values of at least one rank")
     num_rows = given[0][0].num_rows
@@ -80,7 +71,7 @@ def collect(parts: Iterable[tuple[RankRows, NDArray[Any]]]) -> NDArray[Any]:
 
 
 class RankRoutes(NamedTuple):
-    """What `take` returns.
+    """Routes of one rank.
 
     Attributes:
         ids_RLK: expert ids [R, L of this rank, K]. Where `routed_R` is False every pick is E, one past the last
@@ -93,11 +84,8 @@ class RankRoutes(NamedTuple):
     routed_R: NDArray[np.bool_]
 
 
-def take(trace: RoutingTrace, rank_rows: RankRows, layers: Sequence[RoutedLayer] | None = None) -> RankRoutes:
-    """The routes of one rank's router rows and layers.
-
-    A router row without a route is padding (`rank_rows.is_pad_R`) or a token whose route was never recorded. The mask
-    says that there is none; what to do about it is the caller's policy.
+def take_routes(trace: RoutingTrace, rank_rows: RankRows, layers: Sequence[RoutedLayer] | None = None) -> RankRoutes:
+    """Return the routes of one rank's router rows and layers; what to do where there is none is the caller's policy.
 
     Args:
         trace: N packed rows.
@@ -126,25 +114,17 @@ def take(trace: RoutingTrace, rank_rows: RankRows, layers: Sequence[RoutedLayer]
 
 
 def fill_padding(
-    ids_RLK: NDArray[Any], fill_R: NDArray[np.bool_], home_LE: NDArray[np.integer], *, start: int = 0
+    ids_RLK: NDArray[Any],  # [R, L, K] from `take_routes`
+    fill_R: NDArray[np.bool_],  # [R], the router rows to fill, usually `rank_rows.is_pad_R`
+    # integers [L, E], the EP rank that hosts each expert (`block_homes(E, G)` for the usual blocks)
+    home_LE: NDArray[np.integer],
+    *,
+    start: int = 0,  # where in the cycle of experts to begin; give ranks different ones so that their first pads differ
 ) -> NDArray[Any]:
-    """Legal picks for router rows that a dispatcher must send somewhere: distinct, and even over EP ranks and experts.
+    """Return a copy with legal picks in router rows that a dispatcher must send somewhere, even over ranks and experts.
 
-    The last step before routes enter a router, and an explicit one: zeros would send all padding to expert 0, twice.
-    Filled router rows are for the dispatcher alone; keep them out of loss, balance statistics and expert-bias counters.
-
-    Args:
-        ids_RLK: [R, L, K] from `take`.
-        fill_R: bool [R], the router rows to fill, usually `rank_rows.is_pad_R`.
-        home_LE: integers [L, E], the EP rank that hosts each expert (`block_homes(E, G)` for the usual blocks).
-        start: where in the cycle of experts to begin; give ranks different ones so that their first pads differ.
-
-    Returns:
-        A copy, [R, L, K]. Over the filled rows of a layer, the loads of two experts differ by at most one, and so do
-        those of two ranks that host equally many experts.
-
-    Raises:
-        LayoutError: for a mask of another length, homes of other layers, or fewer experts than picks.
+    In a layer, the loads of two experts differ by at most one, and so do those of ranks that host equally many. Filled
+    rows are for the dispatcher alone: keep them out of loss, balance statistics and expert-bias counters.
     """
     num_router_rows, num_layers, top_k = ids_RLK.shape
     num_experts = home_LE.shape[-1]
@@ -161,16 +141,14 @@ def fill_padding(
     cycle_LE = np.array([_round_robin(home_E) for home_E in home_LE], np.int64).reshape(home_LE.shape)
     step = np.arange(int(fill_R.sum()))[:, None, None] * top_k + np.arange(top_k)
     shift = start + np.arange(num_layers)[:, None] * top_k
+    # never zeros: they would send all padding to expert 0, twice
     filled = ids_RLK.copy()
     filled[fill_R] = cycle_LE[np.arange(num_layers)[:, None], (step + shift) % num_experts]
     return filled
 
 
 def block_homes(num_experts: int, ep_ranks: int) -> NDArray[np.int64]:
-    """int64 [E], the usual home of each expert: E / G consecutive experts to a rank.
-
-    Raises `LayoutError` when the experts do not divide over the ranks.
-    """
+    """Return the usual home of each expert, int64 [E]: E / G consecutive experts to a rank."""
     if ep_ranks < 1 or num_experts % ep_ranks:
         raise LayoutError(
             f"{num_experts} experts do not divide over {ep_ranks} ranks; use a number of expert-parallel ranks that "
@@ -180,7 +158,7 @@ def block_homes(num_experts: int, ep_ranks: int) -> NDArray[np.int64]:
 
 
 def _round_robin(homes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Every expert once: the first of each rank, then the second of each rank, and so on."""
+    """Return every expert once: the first of each rank, then the second of each rank, and so on."""
     by_rank = np.argsort(homes, kind="stable")
     ordered = homes[by_rank]
     nth = np.empty(len(homes), np.int64)
@@ -189,7 +167,8 @@ def _round_robin(homes: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _gather(ids_NLK: NDArray[Any], rows: NDArray[Any], columns: NDArray[np.int64]) -> NDArray[Any]:
-    """The rows and layers. Layers of a stage mostly follow one another: then one segment of bytes per row is copied."""
+    """Return some rows and layers of routes."""
+    # layers of a stage mostly follow one another: then one segment of bytes per row is copied
     if len(columns) and (np.diff(columns) == 1).all():
         part: NDArray[Any] = ids_NLK[:, columns[0] : columns[-1] + 1][rows]
         return part

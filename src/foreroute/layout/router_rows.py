@@ -3,41 +3,39 @@
     pack │ pad  ──▶  split_context  ──▶  split_sequence  ──▶  rows
      THD │ [B, T]     CP, per sequence    SP or Ulysses       RankRows
 
-A router row is a position of the batch as a router sees it, padding included. Each step maps router rows to router rows
-and knows nothing of the step before it; `rows` writes the indices of this rank's own and no others. Until then a layout
-is ranges of consecutive router rows (`RowRanges`): a part of a range is a range, so splitting costs as much as there
-are sequences, and only writing costs as much as there are rows.
+A router row is a position of the batch as a router sees it, padding included. Until `rows` writes the indices of this
+rank, a layout is ranges of router rows: a split costs as much as there are sequences, not as there are rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from foreroute.checks import MOST_INT32, as_array, whole_number
 from foreroute.errors import LayoutError
 from foreroute.layout.rank_rows import PAD, RankRows
 from foreroute.trace.checks import as_offsets, join_ranges
-from foreroute.trace.spec import whole_number
 
 Side = Literal["left", "right"]
 Order = Literal["thd", "bshd", "sbhd"]
 
-_INT32_ROWS = 2**31 - 1
 MOST_ROUTER_ROWS = 1 << 40
 """Router rows of a layout, and tokens of its sequences. Sums and multiples of this many are exact in 64 bits."""
+check_count = partial(whole_number, most=MOST_ROUTER_ROWS, error=LayoutError)
 
 
 def pack(lengths: ArrayLike, *, align: int = 1, padded_lengths: ArrayLike | None = None) -> Layout:
-    """THD: sequences one after the other, each padded on the right.
+    """Lay sequences one after the other (THD), each padded on the right.
 
     Args:
-        lengths: integers [S], tokens per sequence of the trace (`trace.lengths`). Sequences of a micro-batch are chosen
-            with `trace.select`.
-        align: the padded length of a sequence is a multiple of this. With context and sequence parallelism over CP x
-            TP ranks, Megatron-Core and Transformer Engine need 2·CP·TP.
+        lengths: integers [S], tokens per sequence of the trace (`trace.lengths`).
+        align: the padded length of a sequence is a multiple of this. Over CP x TP ranks, Megatron-Core and Transformer
+            Engine need 2·CP·TP.
         padded_lengths: integers [S], where no one multiple says them (the differences of `cu_seqlens_q_padded`);
             rounded up to `align` too.
 
@@ -45,7 +43,7 @@ def pack(lengths: ArrayLike, *, align: int = 1, padded_lengths: ArrayLike | None
         LayoutError: for an `align` below 1, negative lengths, or a sequence longer than its padded length.
     """
     length_S = as_lengths(lengths, "lengths")
-    check_count("align", align)
+    check_count(align, name="align")
     count_S = length_S if padded_lengths is None else as_lengths(padded_lengths, "padded_lengths")
     _require(
         count_S.shape == length_S.shape,
@@ -58,14 +56,8 @@ def pack(lengths: ArrayLike, *, align: int = 1, padded_lengths: ArrayLike | None
     return Layout(RowRanges(offsets[:-1], count_S, offsets[:-1], offsets[1:]), "thd", 1, int(offsets[-1]))
 
 
-def pad(
-    lengths: ArrayLike,
-    *,
-    side: Side,
-    order: Literal["bshd", "sbhd"],
-    to: int | None = None,
-) -> Layout:
-    """A grid of S sequences x T positions, padded on one side. Side and order have no default: neither can be guessed.
+def pad(lengths: ArrayLike, *, side: Side, order: Literal["bshd", "sbhd"], to: int | None = None) -> Layout:
+    """Lay sequences out as a grid S x T, padded on one side. Side and order have no default: neither can be guessed.
 
     Args:
         lengths: integers [S], tokens per sequence of the trace (`trace.lengths`).
@@ -80,7 +72,7 @@ def pad(
     _require(side in ("left", "right"), f"side is {side!r}; expected 'left' or 'right'")
     _require(order in ("bshd", "sbhd"), f"order is {order!r}; expected 'bshd' (batch first) or 'sbhd' (sequence first)")
     width = int(length_S.max(initial=0)) if to is None else to
-    check_count("to", width, least=0)
+    check_count(width, name="to", least=0)
     for s in np.flatnonzero(length_S > width)[:1]:
         raise LayoutError(
             f"sequence {s} has {length_S[s]} tokens and cannot be padded to {width}; "
@@ -118,7 +110,7 @@ class Layout:
 
     @property
     def line_length(self) -> int:
-        """Slots that a sequence split cuts: all of them when packed, T in a grid."""
+        """Router rows that a sequence split cuts: all of them when packed, T in a grid."""
         return self.num_router_rows // self.num_lines if self.num_lines else 0
 
     def align_total(self, multiple: int) -> Layout:
@@ -127,19 +119,15 @@ class Layout:
         Before `split_context` the tail is shared out like a sequence; after it, every rank pads its own line.
         """
         _require(self.order == "thd", "only a packed line has a total to align; give `pad` a width `to`")
-        check_count("multiple", multiple)
+        check_count(multiple, name="multiple")
         tail = -self.line_length % multiple
         return replace(self, ranges=self.ranges.with_padding(tail)) if tail else self
 
     def split_context(self, ranks: int, rank: int) -> Layout:
-        """The share of one context-parallel rank, sequence by sequence.
+        """Return the share of one of `ranks` context-parallel ranks: chunks r and 2·CP - 1 - r of 2·CP of each
+        sequence.
 
-        Rank r gets the chunks r and 2·CP - 1 - r of 2·CP ("zigzag"), so that causal attention costs every rank the same
-        (Megatron-Core, Transformer Engine).
-
-        Args:
-            ranks: CP.
-            rank: 0 … CP - 1.
+        This "zigzag" of Megatron-Core and Transformer Engine makes causal attention cost every rank the same.
 
         Raises:
             LayoutError: when a padded sequence does not divide into its chunks, or a split was made before.
@@ -155,13 +143,9 @@ class Layout:
         return replace(self, ranges=near.alternating_with(far), is_split=True)
 
     def split_sequence(self, ranks: int, rank: int) -> Layout:
-        """The contiguous share of one tensor-parallel rank under sequence parallelism (or one Ulysses rank).
+        """Return the contiguous share of rank `rank` of `ranks` under sequence parallelism (or Ulysses).
 
         A packed line is cut as a whole, a grid along T, whatever the order its rows are flattened in.
-
-        Args:
-            ranks: TP.
-            rank: 0 … TP - 1.
 
         Raises:
             LayoutError: when the line does not divide over the ranks.
@@ -183,7 +167,7 @@ class Layout:
         return RankRows(packed_row, self.num_rows)
 
     def _window(self, start: int, stop: int) -> RowRanges:
-        """The router rows `start : stop` of every line: of each range, what lies in that window."""
+        """Return the router rows `start : stop` of every line: of each range, what lies in that window."""
         count = self.ranges.count_J
         # lines follow one another and are equally long, so the remainder is where a range begins in its own line
         begin_J = as_offsets(count)[:-1] % max(self.line_length, 1)
@@ -192,6 +176,7 @@ class Layout:
         return self.ranges.part(skip_J, np.clip(stop - begin_J, 0, count) - skip_J).nonempty()
 
     def _check_divides(self, chunks: int, ranks: int) -> None:
+        """Refuse sequences that do not divide into chunks of context parallelism."""
         uneven = np.flatnonzero(self.ranges.count_J % chunks)
         if not len(uneven):
             return
@@ -206,40 +191,29 @@ class Layout:
 
 
 def _check_rank(ranks: int, rank: int, what: str) -> None:
-    check_count(f"the number of {what} ranks", ranks)
-    check_count(f"{what} rank", rank, least=0, most=ranks - 1)
-
-
-def check_count(name: str, value: int, *, least: int = 1, most: int = MOST_ROUTER_ROWS) -> None:
-    """Raise `LayoutError` unless `value` is a whole number in that range."""
-    whole_number(value, name=name, least=least, most=most, error=LayoutError)
+    """Refuse a number of ranks, or a rank, that cannot be."""
+    check_count(ranks, name=f"the number of {what} ranks")
+    check_count(rank, name=f"{what} rank", least=0, most=ranks - 1)
 
 
 def _require(holds: bool, message: str) -> None:
+    """Raise `LayoutError` with a message unless a condition holds."""
     if not holds:
         raise LayoutError(message)
 
 
 @dataclass(frozen=True, eq=False)
 class RowRanges:
-    """J ranges of router rows, one after the other.
+    """J ranges of router rows, one after the other. Router row i of a range sees packed row `first + i`, or is padding.
 
-    In a range, router row i sees packed row `first + i`, or is padding where that row falls outside of the range's own
-    sequence, `low` to `high`:
-
-        sequence owns rows 40 41 42          low = 40, high = 43
-        range first = 38, count = 6          router rows: -1 -1 40 41 42 -1
-
-    Attributes:
-        first_J: int64 [J], the packed row under the first router row of the range, were it not padding.
-        count_J: int64 [J], router rows in the range.
-        low_J: int64 [J], first row of the range's sequence.
-        high_J: int64 [J], row after the last of the range's sequence. `low == high` makes a range of padding.
+    sequence owns rows 40 41 42          low = 40, high = 43
+    range first = 38, count = 6          router rows: -1 -1 40 41 42 -1
     """
 
-    first_J: NDArray[np.int64]
-    count_J: NDArray[np.int64]
-    low_J: NDArray[np.int64]
+    first_J: NDArray[np.int64]  # [J], the packed row under the first router row of the range, were it not padding
+    count_J: NDArray[np.int64]  # [J], router rows in the range
+    low_J: NDArray[np.int64]  # [J], first row of the range's sequence
+    # [J], row after the last of the range's sequence. `low == high` makes a range of padding
     high_J: NDArray[np.int64]
 
     @property
@@ -248,35 +222,28 @@ class RowRanges:
         return int(self.count_J.sum())
 
     def part(self, skip_J: NDArray[np.int64] | int, count_J: NDArray[np.int64]) -> RowRanges:
-        """The `count_J` router rows of each range that follow its first `skip_J`."""
+        """Return the `count_J` router rows of each range that follow its first `skip_J`."""
         return RowRanges(self.first_J + skip_J, count_J, self.low_J, self.high_J)
 
     def with_padding(self, count: int) -> RowRanges:
-        """These ranges, and one of `count` router rows of padding behind them."""
+        """Return these ranges, and one of `count` router rows of padding behind them."""
         tail = {"first_J": 0, "count_J": count, "low_J": 0, "high_J": 0}
         return RowRanges(**{name: np.append(of_range, tail[name]) for name, of_range in vars(self).items()})
 
     def alternating_with(self, other: RowRanges) -> RowRanges:
-        """Range 0 of either, then range 1 of either, and so on; both have J ranges."""
+        """Return range 0 of either, then range 1 of either, and so on; both have J ranges."""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return RowRanges(*(np.stack(pair, axis=1).reshape(-1) for pair in pairs))
 
     def nonempty(self) -> RowRanges:
-        """The ranges that have router rows."""
+        """Return the ranges that have router rows."""
         held = self.count_J > 0
         return RowRanges(self.first_J[held], self.count_J[held], self.low_J[held], self.high_J[held])
 
     def write(self, num_rows: int) -> NDArray[Any]:
-        """The packed row of every router row, `PAD` where it sees none.
-
-        Args:
-            num_rows: N, of the packed rows that the ranges index.
-
-        Returns:
-            packed_row_R: int32 [R] where rows and router rows can be counted in it, else int64 [R].
-        """
+        """Return the packed row of every router row, int32 or int64 [R], `PAD` where it sees none."""
         # each range is written as if it saw rows throughout; what lies outside of its sequence is overwritten
-        dtype = np.dtype(np.int32 if max(num_rows, self.num_router_rows) <= _INT32_ROWS else np.int64)
+        dtype = np.dtype(np.int32 if max(num_rows, self.num_router_rows) <= MOST_INT32 else np.int64)
         rows = join_ranges(self.first_J, self.count_J, dtype)
         start_J = as_offsets(self.count_J)[:-1]
         before_J = np.clip(self.low_J - self.first_J, 0, self.count_J)
@@ -287,11 +254,8 @@ class RowRanges:
 
 
 def as_lengths(lengths: ArrayLike, name: str) -> NDArray[np.int64]:
-    """`lengths` as int64 [S].
-
-    Raises `LayoutError` unless they are integers from 0, `MOST_ROUTER_ROWS` in all at most.
-    """
-    given = np.asarray(lengths)
+    """Return lengths as int64 [S], unless they are no integers from 0, or more than `MOST_ROUTER_ROWS` in all."""
+    given = as_array(lengths, name=name, error=LayoutError)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise LayoutError(f"{name} are {given.dtype} of shape {given.shape}; expected one integer per sequence")
     if given.min(initial=0) < 0:

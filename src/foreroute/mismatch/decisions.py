@@ -1,4 +1,4 @@
-"""Decisions beside routes: how two streams differ, and sampling masks that belong to other tokens."""
+"""Compares decisions beside routes: how two streams differ, and sampling masks that belong to other tokens."""
 
 from __future__ import annotations
 
@@ -13,29 +13,17 @@ from foreroute.trace.checks import place_of
 
 @dataclass(frozen=True)
 class StreamDifference:
-    """How the sets of two traces of the same tokens differ.
+    """How the sets of two traces of the same tokens differ."""
 
-    Attributes:
-        rows: that have a decision in both.
-        differing: of those, how many have other sets in at least one layer.
-        alone: rows with a decision in the first trace alone, and in the second alone.
-        first: the packed number of the first row that differs, in one of these ways; None where none does.
-        shared: mean share of the ids of either set that both have, over all sets of the rows; NaN without rows.
-    """
-
-    rows: int
-    differing: int
-    alone: tuple[int, int]
-    first: int | None
-    shared: float
+    rows: int  # that have a decision in both
+    differing: int  # of those, how many have other sets in at least one layer
+    alone: tuple[int, int]  # rows with a decision in the first trace alone, and in the second alone
+    first: int | None  # the packed number of the first row that differs, in one of these ways; None where none does
+    shared: float  # mean share of the ids of either set that both have, over all sets of the rows; NaN without rows
 
 
 def stream_difference(a: DecisionStream, b: DecisionStream) -> StreamDifference:
-    """Compare two streams of the same rows. A set without ids, which left nothing out, has all choices.
-
-    Raises `SpecMismatchError` when they are not of one model, and `BatchMismatchError` when they have other numbers of
-    rows.
-    """
+    """Compare two streams of the same rows. A set without ids, which left nothing out, has all choices."""
     if (a.num_choices, a.layers) != (b.num_choices, b.layers):
         raise SpecMismatchError(
             f"one stream has {a.num_choices} choices in {a.depth} layers, the other {b.num_choices} in {b.depth}; "
@@ -62,11 +50,7 @@ def stream_difference(a: DecisionStream, b: DecisionStream) -> StreamDifference:
 
 
 def misplaced_masks(trace: RoutingTrace) -> str:
-    """Say that sampling masks leave out the tokens that were sampled.
-
-    Returns:
-        A sentence in the middle; empty when every set has its token, or the trace has none.
-    """
+    """Say, within a sentence, that sampling masks leave out the tokens that were sampled; "" where none does."""
     masks = trace.streams.get(SAMPLING)
     if masks is None:
         return ""

@@ -1,4 +1,4 @@
-"""Why two traces of the same tokens differ: names the defect when one explains it."""
+"""Names the defect that explains why two traces of the same tokens differ, if one does."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _found(
     order: NDArray[np.int64] | None,
     names: tuple[str, str],
 ) -> _Finding:
-    """The first defect that explains the difference, mix-ups before losses before drift."""
+    """Return the first defect that explains the difference, mix-ups before losses before drift."""
     if pair.a.spec.top_k == pair.a.spec.num_experts:
         return _Finding(Defect.NONE, {}, "Nothing to compare: every row holds all experts.")
     if order is not None:
@@ -128,7 +128,7 @@ def _found(
 
 
 def _of_mixup(pair: TracePair, mixup: Mixup, name: str) -> _Finding | None:
-    """A mix-up that wins enough agreement to be believed."""
+    """Return a mix-up that wins enough agreement to be believed."""
     gain, spec = mixup.total - pair.before, pair.a.spec
     if gain * pair.num_routers < _MIN_EVIDENCE or gain < _MIN_GAIN or mixup.covered < _MIN_COVERED:
         return None
@@ -136,7 +136,7 @@ def _of_mixup(pair: TracePair, mixup: Mixup, name: str) -> _Finding | None:
 
 
 def _predicate(kind: Defect, p: Mapping[str, Any], spec: RoutingSpec) -> str:
-    """What a mix-up did to a trace, as in the middle of a sentence."""
+    """Say what a mix-up did to a trace, within a sentence."""
     if kind is Defect.SHIFT:
         source = f"p {'-' if p['tokens'] > 0 else '+'} {abs(p['tokens'])}"
         return f"is shifted by {_steps(p['tokens'], 'token')}: its row p holds the routes of row {source}"
@@ -161,7 +161,7 @@ def _predicate(kind: Defect, p: Mapping[str, Any], spec: RoutingSpec) -> str:
 
 
 def _prefix_absent(pair: TracePair, differs_RL: NDArray[np.bool_], names: tuple[str, str]) -> _Finding | None:
-    """Leading rows that one trace routed and the other lacks."""
+    """Find leading rows that one trace routed and the other lacks."""
     for lacking, other, name in ((pair.b, pair.a, names[1]), (pair.a, pair.b, names[0])):
         # Only what the other has before the first row that it has of a sequence is a lost prefix.
         routed_before = as_offsets(lacking.valid_N.astype(np.int64))
@@ -175,15 +175,13 @@ def _prefix_absent(pair: TracePair, differs_RL: NDArray[np.bool_], names: tuple[
 
 
 def _prefix_garbage(positions: NDArray[np.int64], differs_RL: NDArray[np.bool_]) -> _Finding | None:
-    """A change point: below some position nearly everything differs, above it next to nothing.
-
-    The position is taken that parts differing routers from others best: with fewest on the wrong side.
-    """
+    """Find a position below which nearly everything differs, and above which next to nothing does."""
     longest = int(positions.max()) + 1
     routers = np.cumsum(np.bincount(positions, minlength=longest)) * differs_RL.shape[1]
     differing = np.cumsum(np.bincount(positions, differs_RL.sum(axis=1), longest))
     if longest == 1:
         return None
+    # the position that parts differing routers from others best: with fewest on the wrong side
     last = int(np.argmax(2 * differing[:-1] - routers[:-1]))
     above_differing, above_routers = differing[-1] - differing[last], routers[-1] - routers[last]
     if differing[last] < _BROKEN * routers[last] or above_differing > NATURAL * above_routers:
@@ -196,7 +194,7 @@ def _prefix_garbage(positions: NDArray[np.int64], differs_RL: NDArray[np.bool_])
 
 
 def _layer_replaced(spec: RoutingSpec, differs_RL: NDArray[np.bool_]) -> _Finding | None:
-    """One layer is unrelated and all others agree."""
+    """Find the one layer that is unrelated where all others agree."""
     by_layer = differs_RL.mean(axis=0)
     ordered = np.sort(by_layer)
     # The others are natural on average, and the worst of them is within half as much again as natural: one layer may
@@ -210,7 +208,7 @@ def _layer_replaced(spec: RoutingSpec, differs_RL: NDArray[np.bool_]) -> _Findin
 
 
 def _drift(pair: TracePair, differs_RL: NDArray[np.bool_], names: tuple[str, str]) -> _Finding:
-    """Nothing is mixed up or lost: natural mismatch, other weights, or unknown."""
+    """Tell natural mismatch from other weights, where nothing is mixed up or lost."""
     versions = {"a": pair.a.versions, "b": pair.b.versions}
     by_layer, differing = differs_RL.mean(axis=0), float(differs_RL.mean())
     third = max(len(by_layer) // 3, 1)
@@ -232,22 +230,24 @@ def _drift(pair: TracePair, differs_RL: NDArray[np.bool_], names: tuple[str, str
 
 
 def _alike(spec: RoutingSpec) -> list[RoutedLayer]:
-    """The layers of the size that most of them have, one of which a row does not hold all experts if there is one."""
+    """List the layers of the size that most of them have, of those where a row does not hold all experts."""
     counts = Counter(spec.sizes_L)
     most = max(counts, key=lambda size: (size[1] < size[0], counts[size]))
     return [layer for layer, size in zip(spec.layers, spec.sizes_L, strict=True) if size == most]
 
 
 def _capital(name: str) -> str:
-    """A name as at the beginning of a sentence."""
+    """Return a name as at the beginning of a sentence."""
     return name[:1].upper() + name[1:]
 
 
 def _steps(count: int, unit: str) -> str:
+    """Write a number of steps with its sign."""
     return f"{count:+d} {unit}{'' if abs(count) == 1 else 's'}"
 
 
 def _weights(trace: RoutingTrace) -> str:
+    """Name the weight versions of a trace."""
     known = [version for version in trace.versions if version >= 0]
     if not known:
         return "unknown weights"
@@ -255,7 +255,7 @@ def _weights(trace: RoutingTrace) -> str:
 
 
 def _order(a: RoutingTrace, b: RoutingTrace) -> NDArray[np.int64] | None:
-    """int64 [S], the sequence of `a` that each sequence of `b` is, where only their order differs; else None."""
+    """Return the sequence of `a` that each sequence of `b` is, int64 [S], where only their order differs; else None."""
     if np.array_equal(a.offsets, b.offsets) and np.array_equal(a.token_ids_N, b.token_ids_N):
         return None
     order = order_by_tokens(a, map(b.tokens, range(len(b))))

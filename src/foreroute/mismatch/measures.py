@@ -1,10 +1,7 @@
 """Measures of how far trainer and engine are apart, kept as sums and counts so that batches and ranks can be added.
 
 What is compared may be an array or a tensor of any type and library. `packed` and `as_traces` alone turn it into rows.
-
-`TokenMismatch` is about token probabilities, `RoutingMismatch` about routes. `LiveAgreement` is about a model's own
-selection under replay, and how close its decisions were: a margin is the gap between the last expert that is in and
-the first that is out.
+A margin is the gap between the last expert that is in and the first that is out.
 """
 
 from __future__ import annotations
@@ -17,9 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from foreroute.checks import as_array, as_mask
 from foreroute.errors import InputError, SpecMismatchError, shown
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
-from foreroute.trace.checks import as_array, as_mask, recorded_rows
+from foreroute.trace.checks import recorded_rows
 from foreroute.trace.container import on_common_layers
 from foreroute.trace.operations import overlap
 
@@ -78,7 +76,7 @@ def routing_mismatch(
     """Compare the routes of the same tokens by two sides.
 
     Args:
-        rollout: of the engine, a trace or routes as in `as_traces`.
+        rollout: of the engine, a trace, or routes [B, T, L, K] with -1 in all of a position that was not recorded.
         trainer: of the trainer, in the same form.
         mask: [B, T], bools, or 0 and 1: which tokens of arrays count.
 
@@ -104,14 +102,11 @@ def routing_mismatch(
 
 
 def margin_histogram(margins_NL: ArrayLike, *, mask: ArrayLike | None = None) -> NDArray[np.int64]:
-    """Count margins (K-th minus (K+1)-th selection score, in the router's own scale) into bins.
+    """Count margins, K-th minus (K+1)-th selection score, into the B bins between `LOG10_EDGES`: int64 [L, B].
 
     Args:
-        margins_NL: numbers [N, L], or [..., L] with a mask [...].
+        margins_NL: numbers [N, L] in the router's own scale, or [..., L] with a mask [...].
         mask: bools, or 0 and 1: which tokens count.
-
-    Returns:
-        int64 [L, B], rows in each of the B bins between `LOG10_EDGES`. Every row is in one bin of a layer.
 
     Raises:
         InputError: when they are no numbers of tokens and layers, or one of a token that counts is NaN.
@@ -128,21 +123,17 @@ def margin_histogram(margins_NL: ArrayLike, *, mask: ArrayLike | None = None) ->
     return np.array(counts, np.int64).reshape(logs.shape[1], len(LOG10_EDGES) - 1)
 
 
-def packed(values: ArrayLike, mask: ArrayLike | None, *, name: str, axes: int = 0) -> NDArray[np.float64]:
-    """Return the numbers of the tokens that count, one after the other: float64 [R, ...].
-
-    Args:
-        values: numbers [...] of any type, and `axes` more axes.
-        mask: [...], true where a token counts; all of one axis of tokens do by default.
-        name: what they are, in the plural, for the message.
-        axes: how many axes follow those of tokens.
-
-    Raises:
-        InputError: when they are no numbers, or the mask has another shape.
-    """
-    array = as_array(values, name=name)
+def packed(
+    values: ArrayLike,  # numbers [...] of any type, and `axes` more axes
+    mask: ArrayLike | None,  # [...], true where a token counts; all of one axis of tokens do by default
+    *,
+    name: str,  # what they are, in the plural, for the message
+    axes: int = 0,  # how many axes follow those of tokens
+) -> NDArray[np.float64]:
+    """Return the numbers of the tokens that count, one after the other: float64 [R, ...]."""
+    array = as_array(values, name=name, error=InputError)
     tokens = array.shape[: max(array.ndim - axes, 0)]
-    kept = np.ones(tokens, np.bool_) if mask is None else as_mask(mask, name="mask")
+    kept = np.ones(tokens, np.bool_) if mask is None else as_mask(mask, name="mask", error=InputError)
     if array.dtype.kind not in "fiu" or kept.shape != tokens or not tokens or (mask is None and len(tokens) != 1):
         given = "without a mask" if mask is None else f"with a mask of {kept.shape}"
         raise InputError(
@@ -153,25 +144,13 @@ def packed(values: ArrayLike, mask: ArrayLike | None, *, name: str, axes: int = 
 
 
 def as_traces(
-    a: RoutingTrace | ArrayLike,
-    b: RoutingTrace | ArrayLike,
-    mask: ArrayLike | None = None,
+    a: RoutingTrace | ArrayLike,  # integers [B, T, L, K] of any width, -1 in all of a position that was not recorded
+    b: RoutingTrace | ArrayLike,  # routes in the same form
+    mask: ArrayLike | None = None,  # [B, T], true where a token is; everywhere by default
+    # the model; by default the highest id is the last expert's, and layers are "routed layer 0" and so on
     spec: RoutingSpec | None = None,
 ) -> tuple[RoutingTrace, RoutingTrace]:
-    """Return the routes of the same tokens by two sides as traces of the same layers.
-
-    Args:
-        a: integers [B, T, L, K] of any width, -1 in all of a position that was not recorded.
-        b: routes in the same form.
-        mask: [B, T], true where a token is; everywhere by default. Padding is not looked at.
-        spec: the model. By default the highest id is that of the last expert, and layers are "routed layer 0" and so
-            on: nothing tells which of the model they are.
-
-    Raises:
-        TraceContentError: when routes cannot be true.
-        InputError: when shapes differ, or a trace is given beside an array or a mask.
-        SpecMismatchError: when two traces come from different models.
-    """
+    """Return the routes of the same tokens by two sides as traces of the same layers."""
     if isinstance(a, RoutingTrace) and isinstance(b, RoutingTrace) and mask is None:
         a, b = on_common_layers([a, b], what="the second trace")
         return a, b
@@ -224,30 +203,21 @@ class TokenMismatch:
 
     @property
     def k3(self) -> float:
-        """Mean of r - 1 - log r: an estimate of KL(pi_infer || pi_train) from tokens of pi_infer, in nats.
-
-        Source: arXiv 2510.11370, equation 2 (Schulman's k3).
-        """
+        """Mean of r - 1 - log r: estimates KL(pi_infer || pi_train) in nats. Source: arXiv 2510.11370, equation 2."""
         return self.k3_sum / self.count if self.count else math.nan
 
     def f(self, tau: float) -> float:
         """F(tau), the share of tokens with max(r, 1 / r) > tau. Source: arXiv 2510.11370, equation 3.
 
-        Args:
-            tau: one of `THRESHOLDS`; for others nothing was counted.
-
         Raises:
-            InputError: for another one.
+            InputError: for a tau that is none of `THRESHOLDS`, for which nothing was counted.
         """
         if tau not in THRESHOLDS:
             raise InputError(f"F({tau}) was not counted; expected tau to be one of {', '.join(map(str, THRESHOLDS))}")
         return self.above[THRESHOLDS.index(tau)] / self.count if self.count else math.nan
 
     def __add__(self, other: TokenMismatch) -> TokenMismatch:
-        """The mismatch over the tokens of both.
-
-        Raises `InputError` when they have shares of other thresholds, as of ranks with another foreroute.
-        """
+        """Return the mismatch over the tokens of both; sums over other thresholds raise `InputError`."""
         if len(self.above) != len(other.above):
             raise InputError(
                 f"one mismatch counts {len(self.above)} thresholds, the other {len(other.above)}; expected those of "
@@ -263,9 +233,8 @@ class TokenMismatch:
 
 @dataclass(frozen=True, eq=False)
 class RoutingMismatch:
-    """Counts over the rows that both sides routed, prompt included. Experts are compared as sets.
-
-    Shares of no rows are NaN.
+    """Counts over the rows that both sides routed, prompt included; experts are compared as sets. Shares of none are
+    NaN.
 
     Attributes:
         rows: number of token rows compared.
@@ -304,15 +273,13 @@ class RoutingMismatch:
         return np.asarray(self.shared_L / (self.rows * self.picks_L if self.rows else math.nan), np.float64)
 
     def __add__(self, other: RoutingMismatch) -> RoutingMismatch:
-        """The mismatch over the rows of both.
-
-        Raises `SpecMismatchError` when they are of models with other layers or picks.
-        """
+        """Return the mismatch over the rows of both; other layers or picks raise `SpecMismatchError`."""
         if not np.array_equal(self.picks_L, other.picks_L):
             one, two = (
                 f"{len(each.picks_L)} layers with picks {shown(each.picks_L.tolist())}" for each in (self, other)
             )
             raise SpecMismatchError(f"one mismatch is of {one}, the other of {two}; add those of one model")
+        # sums and counts add up over batches and ranks, where means would not
         added = {name: value + vars(other)[name] for name, value in vars(self).items() if name != "picks_L"}
         return replace(self, **added)
 
@@ -326,8 +293,7 @@ class LiveAgreement:
 
     Attributes:
         routing: rows, differing sets, overlap, first differing layer.
-        margins_LB: int64 [L, B], rows by the gap between the K-th and the (K+1)-th selection score, as of
-            `margin_histogram`; NaN is in no bin.
+        margins_LB: int64 [L, B], rows by their margin, as of `margin_histogram`; NaN is in no bin.
         replaced_mass_L: float64 [L], summed over rows: the share of a router's own selection mass that lay on experts
             which replay replaced. Mass is the score of a pick over that of all K picks; its exponential where the
             router selects by logits.
@@ -339,7 +305,7 @@ class LiveAgreement:
 
     @classmethod
     def from_sums(cls, sums: Mapping[str, NDArray[Any]], picks_L: NDArray[np.int64]) -> LiveAgreement:
-        """From arrays named as in `LiveAgreement` and `RoutingMismatch`."""
+        """Make it of arrays named as in `LiveAgreement` and `RoutingMismatch`."""
         counted = {name: sums[name] for name in RoutingMismatch.__dataclass_fields__ if name not in ("rows", "picks_L")}
         routing = RoutingMismatch(rows=int(sums["rows"]), picks_L=picks_L, **counted)
         return cls(routing, sums["margins_LB"], sums["replaced_mass_L"])
@@ -350,5 +316,5 @@ class LiveAgreement:
         return np.asarray(self.replaced_mass_L / max(self.routing.rows, 1), np.float64)
 
     def __add__(self, other: LiveAgreement) -> LiveAgreement:
-        """The agreement over the rows of both."""
+        """Return the agreement over the rows of both."""
         return LiveAgreement(**{name: value + vars(other)[name] for name, value in vars(self).items()})

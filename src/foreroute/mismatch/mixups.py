@@ -1,7 +1,4 @@
-"""Supposed mix-ups: for each kind of defect, the one of its kind that makes two traces agree most.
-
-`TracePair` lays two traces of the same tokens side by side: agreement of any rows under any supposed mix-up.
-"""
+"""Supposed mix-ups: for each kind of defect, the one of its kind that makes two traces agree most."""
 
 from __future__ import annotations
 
@@ -47,23 +44,16 @@ class Defect(StrEnum):
 
 @dataclass(frozen=True)
 class Mixup:
-    """A defect that was supposed and undone.
+    """A defect that was supposed and undone."""
 
-    Attributes:
-        kind: of defect.
-        parameters: what exactly was undone.
-        total: mean agreement over all sampled routers after it; routers that it cannot restore count 0.
-        covered: mean agreement over the routers that it restores.
-    """
-
-    kind: Defect
-    parameters: Mapping[str, Any]
-    total: float
-    covered: float
+    kind: Defect  # of defect
+    parameters: Mapping[str, Any]  # what exactly was undone
+    total: float  # mean agreement over all sampled routers after it; routers that it cannot restore count 0
+    covered: float  # mean agreement over the routers that it restores
 
 
 def mixups(pair: TracePair) -> Iterator[Mixup]:
-    """The best of each kind, where the kind applies."""
+    """Give the best of each kind, where the kind applies."""
     yield from _shifts(pair)
     yield from _layers_moved(pair)
     if len(pair.a) > 1:
@@ -75,7 +65,7 @@ def mixups(pair: TracePair) -> Iterator[Mixup]:
 
 
 def _shifts(pair: TracePair) -> Iterator[Mixup]:
-    """Row p of `b` is row p - n of `a`."""
+    """Suppose that row p of `b` is row p - n of `a`."""
     reach = min(int(pair.a.lengths.max()) - 1, MAX_SHIFT)
     shifts = np.array([n for n in range(-reach, reach + 1) if n], np.int64)
     quick = pair.targets[np.linspace(0, len(pair.targets) - 1, min(_QUICK_ROWS, len(pair.targets))).astype(int)]
@@ -88,7 +78,7 @@ def _shifts(pair: TracePair) -> Iterator[Mixup]:
 
 
 def _layers_moved(pair: TracePair) -> Iterator[Mixup]:
-    """Layer l of `b` is layer l - d of `a`, or layer `order[l]`."""
+    """Suppose that layer l of `b` is layer l - d of `a`, or layer `order[l]`."""
     rows, num_layers = pair.targets[pair.a.valid_N[pair.targets]], pair.a.spec.num_layers
     if not len(rows):
         return
@@ -114,7 +104,7 @@ def _layers_moved(pair: TracePair) -> Iterator[Mixup]:
 
 
 def _flattenings(pair: TracePair) -> Iterator[Mixup]:
-    """The padded batch [S, T] was flattened one way and read the other way."""
+    """Suppose that the padded batch [S, T] was flattened one way and read the other way."""
     num_sequences, longest = len(pair.a), int(pair.a.lengths.max())
     # Trainers pad to the longest sequence, with or without its last token, or to a multiple that kernels like.
     widths = {longest, longest - 1, *(-(-longest // m) * m for m in (8, 16, 32, 64, 128))} - {0}
@@ -128,7 +118,7 @@ def _flattenings(pair: TracePair) -> Iterator[Mixup]:
 
 
 def _permutations(pair: TracePair) -> Iterator[Mixup]:
-    """Sequence s of `b` has the rows of sequence `order[s]` of `a`, position by position."""
+    """Suppose that sequence s of `b` has the rows of sequence `order[s]` of `a`, position by position."""
     order = _assigned(_pairwise(pair))
     if (order != np.arange(len(order))).any():
         source = _rows_at(pair, order[pair.sequences], pair.positions)
@@ -136,7 +126,7 @@ def _permutations(pair: TracePair) -> Iterator[Mixup]:
 
 
 def _assigned(scores: NDArray[np.float64]) -> NDArray[np.int64]:
-    """The column that goes with each row of a square table: the surest first, each of them once."""
+    """Assign a column to each row of a square table: the surest first, each of them once."""
     in_place = np.arange(len(scores))
     scores = scores.copy()
     # Ties stay where they are, and near ones too: a permutation must win more than this (chosen by hand).
@@ -150,7 +140,7 @@ def _assigned(scores: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 def _pairwise(pair: TracePair) -> NDArray[np.float64]:
-    """[S, S], agreement of sequence s of `b` with sequence t of `a`, over positions that both have, less where few."""
+    """Return the agreement of each sequence of `b` with each of `a`, [S, S], less where few positions are shared."""
     # The same positions of every sequence, up to the longest, so that any two are compared where both go on.
     sampled = np.unique(np.linspace(0, int(pair.a.lengths.max()) - 1, _COMPARED_ROWS).astype(np.int64))
     rows_SR = np.where(sampled < pair.a.lengths[:, None], pair.a.offsets[:-1, None] + sampled, -1)
@@ -164,7 +154,7 @@ def _pairwise(pair: TracePair) -> NDArray[np.float64]:
 
 
 def _packed_permutations(pair: TracePair) -> Iterator[Mixup]:
-    """The packed rows of `b` are the sequences of `a` one after the other in another order."""
+    """Suppose that the packed rows of `b` are the sequences of `a` one after the other in another order."""
     lengths, offsets = pair.a.lengths, pair.a.offsets
     # R rows of each sequence; all rows of a short one, some of them twice, of which the second is not looked at
     within_SR = np.linspace(0, lengths - 1, _FITTED_ROWS, axis=1).astype(np.int64)
@@ -188,7 +178,7 @@ def _packed_permutations(pair: TracePair) -> Iterator[Mixup]:
 
 
 def _physical_ids(pair: TracePair) -> Iterator[Mixup]:
-    """In each layer, expert x of `b` is expert `id_map[x]` of `a`; learnt on half the rows, judged on the others."""
+    """Suppose that expert x of a layer of `b` is expert `id_map[x]` of `a`, as half of the rows teach."""
     rows, spec = np.flatnonzero(pair.a.valid_N & pair.b.valid_N), pair.a.spec
     if len(rows) < 8 or spec.num_experts > MAX_RENAMED:
         return
@@ -213,7 +203,7 @@ def _physical_ids(pair: TracePair) -> Iterator[Mixup]:
 
 
 def _matched_ids(ids_a: NDArray[Any], ids_b: NDArray[Any], num_experts: int) -> NDArray[np.int64]:
-    """int64 [E], the expert of `a` that goes with each id of `b` most exclusively; -1 for an id never seen."""
+    """Return the expert of `a` that goes with each id of `b` most exclusively, int64 [E]; -1 for an id never seen."""
     pairs = ids_b[:, :, None].astype(np.int64) * num_experts + ids_a[:, None, :]
     together = np.bincount(pairs.reshape(-1), minlength=num_experts**2).reshape(num_experts, num_experts)
     seen_b = np.bincount(ids_b.reshape(-1), minlength=num_experts)[:, None]
@@ -227,22 +217,20 @@ def _matched_ids(ids_a: NDArray[Any], ids_b: NDArray[Any], num_experts: int) -> 
 
 
 def _rows_at(pair: TracePair, sequence_N: NDArray[np.int64], position_N: NDArray[np.int64]) -> NDArray[np.int64]:
-    """int64 [N], the packed rows at such places, -1 where there is no such place."""
+    """Return the packed rows at such places, int64 [N]; -1 where there is no such place."""
     sequence = np.where(sequence_N < len(pair.a), sequence_N, 0)
     inside = (sequence_N < len(pair.a)) & (position_N >= 0) & (position_N < pair.a.lengths[sequence])
     return np.where(inside, pair.a.offsets[sequence] + position_N, -1)
 
 
 def _rows_moved(pair: TracePair, kind: Defect, parameters: Mapping[str, Any], source_N: NDArray[np.int64]) -> Mixup:
+    """Judge a mix-up by which row of `a` each row of `b` would be."""
     return Mixup(kind, parameters, *pair.agreement_after(source_N))
 
 
 @dataclass(frozen=True)
 class TracePair:
-    """Traces `a` and `b` of the same tokens; a supposed mix-up says which row of `a` each row of `b` truly is.
-
-    Agreement is the share of common picks above chance: 1 for equal sets, 0 on average for unrelated ones.
-    """
+    """Traces `a` and `b` of the same tokens; a supposed mix-up says which row of `a` each row of `b` truly is."""
 
     a: RoutingTrace
     b: RoutingTrace
@@ -283,24 +271,21 @@ class TracePair:
 
     @cached_property
     def _quick_masks(self) -> list[NDArray[np.uint64]]:
-        """The sets of either trace in the layers of a first look, as bits: uint64 [N, layers, words of 64 experts]."""
+        """Return the sets of either trace in the layers of a first look, as `set_masks`."""
         return [set_masks(trace.expert_ids_NLK[:, :_QUICK_LAYERS], self.num_names) for trace in (self.a, self.b)]
 
     def first_look(
         self, rows_a: NDArray[np.int64], rows_b: NDArray[np.int64]
     ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """Agreement of rows of `a` with rows of `b`, in a few layers, and whether both are rows that were routed."""
+        """Return the agreement of rows of `a` with rows of `b` in a few layers, and whether both were routed."""
         both = (rows_a >= 0) & (rows_b >= 0) & self.a.valid_N[rows_a] & self.b.valid_N[rows_b]
         masks_a, masks_b = self._quick_masks
         shared = np.bitwise_count(masks_a[rows_a] & masks_b[rows_b]).sum(axis=-1)
         return self.above_chance(shared).mean(axis=-1), both
 
     def agreement_after(self, source_N: NDArray[np.int64]) -> tuple[float, float]:
-        """Mean agreement over the targets if row n of `b` were row `source_N[n]` of `a`.
-
-        Returns:
-            That over all targets, of which those without a source (-1, or a row that `a` did not route) count 0; and
-            that over the targets that have one.
+        """Return the mean agreement, over all targets and those with a source, if row n of `b` were row
+        `source_N[n]`.
         """
         source = source_N[self.targets]
         covered = (source >= 0) & self.a.valid_N[source]
@@ -311,16 +296,14 @@ class TracePair:
         return float(agreed.sum() / self.num_routers), float(agreed.mean())
 
     def above_chance(self, shared: NDArray[Any] | float) -> NDArray[np.float64]:
-        """Counts of shared picks as agreement."""
+        """Return counts of shared picks as agreement: 1 for equal sets, 0 on average for unrelated ones."""
         chance = self.a.spec.top_k / self.a.spec.num_experts
         return np.asarray((shared / self.a.spec.top_k - chance) / (1 - chance), np.float64)
 
 
 def set_masks(ids: NDArray[Any], num_experts: int) -> NDArray[np.uint64]:
-    """Sets of picks [..., K] as bits, uint64 [..., words of 64 experts]; `a & b` then holds the common picks.
-
-    Ids from `num_experts` on, which no known model has, are taken modulo it.
-    """
+    """Return sets of picks [..., K] as bits, uint64 [..., words of 64 experts]; `a & b` then holds the common picks."""
+    # no known model has more experts; of one that had, some would be taken for others
     ids = ids % num_experts if num_experts == MAX_RENAMED else ids
     word, bit = ids >> 6, np.uint64(1) << (ids & 63).astype(np.uint64)
     masks = np.zeros((*ids.shape[:-1], -(-num_experts // 64)), np.uint64)

@@ -1,7 +1,6 @@
 """Abilities of the executors: one table. Executors warn of what is beyond it, and the simulator marks that.
 
-An executor has an ability when a test runs it there, on CPU processes of one machine, so nothing here says how fast it
-is; `tests/simulate/test_executed.py` names the tests.
+An executor has an ability when a test of `tests/simulate/test_executed.py` names it, on CPU processes of one machine.
 """
 
 from __future__ import annotations
@@ -24,12 +23,7 @@ between nodes; "direct", from peer to peer."""
 
 
 class Ability(StrEnum):
-    """One thing that executing a step may ask for and that some executor lacks, in words.
-
-    What all executors do is not listed: replicas in every micro-step, in slots that layers share and in slots of every
-    layer's own, homes that move between steps, replicas from peer to peer and from host memory of the node, any number
-    of cells ahead, counts that are not exchanged, a row for every assignment.
-    """
+    """One thing that executing a step may ask for and that some executor lacks; what all of them do is not listed."""
 
     DEDUPLICATED_DISPATCH = "deduplicated dispatch"
     OVERLAP = "all-to-alls hidden behind compute"
@@ -46,10 +40,8 @@ EXECUTES: Mapping[Executor, frozenset[Ability]] = {
 
 
 def warn_of_lacks(plan: StepPlan, executor: Executor, paths: FetchPath) -> None:
-    """Warn of what a plan asks for and its executor lacks, and of prices of another path than `paths`, which is taken.
-
-    Results are those of any plan all the same, so neither is an error.
-    """
+    """Warn of what a plan asks for and its executor lacks, and of prices of another path than is taken."""
+    # results are those of any plan all the same, so that neither is an error
     if plan.topology.num_nodes > 1 and Ability.NODES not in EXECUTES[executor]:
         warnings.warn(
             f"the plan asks for {Ability.NODES}, and this executor ({executor}) has run on nodes made of one machine "
@@ -74,10 +66,8 @@ def check_paths(paths: object) -> None:
 
 
 def takes_host_memory(paths: FetchPath) -> bool:
-    """Whether weights go through the memory of a node to those of its ranks that fetch them.
-
-    Everything that depends on the path asks here, so that another path is a type error until this function knows it.
-    """
+    """Say whether weights go through the memory of a node to those of its ranks that fetch them."""
+    # everything that depends on the path asks here, so that another one is a type error until this knows it
     match paths:
         case "host":
             return True
@@ -88,6 +78,6 @@ def takes_host_memory(paths: FetchPath) -> bool:
 
 
 def lacking(needs: Set[Ability]) -> tuple[str, ...]:
-    """Abilities asked for that the executor which lacks least does not have, in words; none where one has all."""
+    """List, in words, the needs that the executor which lacks least does not have; none where one has all."""
     missing = (tuple(str(one) for one in Ability if one in needs - abilities) for abilities in EXECUTES.values())
     return min(missing, key=len)

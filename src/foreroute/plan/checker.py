@@ -1,7 +1,4 @@
-"""Check that a plan is what it says it is: an independent check that shares no code with the planner.
-
-It proves that a plan can be executed as it stands and that its figures are true. Not that it is a good plan.
-"""
+"""Checks that a plan can be executed and that its figures are true, with no code of the planner."""
 
 from __future__ import annotations
 
@@ -40,17 +37,14 @@ def verify(plan: StepPlan, counts_MLGE: NDArray[np.integer], options: PlanOption
     """
     check_structure(plan)
     plan.require_counts(counts_MLGE)
+    # each cell is looked at anew, with no code of the planner, whose errors it would share
     if options is not None:
         _check_options(plan, options)
     _check_tokens(plan, counts_MLGE)
 
 
 def check_structure(plan: StepPlan) -> None:
-    """Check what can be known without the counts: dtypes, shapes, homes, replicas, slots and fetches.
-
-    Raises:
-        PlanError: for the first thing that is wrong.
-    """
+    """Check what can be known without the counts: dtypes, shapes, homes, replicas, slots and fetches."""
     _check_arrays(plan)
     for name in ("previous_home_LE", "home_LE"):
         _check_homes(name, getattr(plan, name), plan.topology.num_ranks)
@@ -61,6 +55,7 @@ def check_structure(plan: StepPlan) -> None:
 
 
 def _check_arrays(plan: StepPlan) -> None:
+    """Check dtypes, shapes and offsets."""
     if (why := objection(plan.tensors, TENSORS)) is not None:
         raise PlanError(f"the plan is not whole: {why}")
     (num_micro_steps, num_layers, num_experts), num_ranks = plan.shape, plan.topology.num_ranks
@@ -82,6 +77,7 @@ def _check_arrays(plan: StepPlan) -> None:
 
 
 def _check_packing(plan: StepPlan) -> None:
+    """Check that sequences are packed into micro-steps and ranks of the plan."""
     packing = plan.packing
     if packing is None:
         if plan.tokens_digest:
@@ -99,6 +95,7 @@ def _check_packing(plan: StepPlan) -> None:
 
 
 def _check_figures(plan: StepPlan) -> None:
+    """Check gains, paths and bounds."""
     gains: object = plan.gains
     if not isinstance(gains, dict) or (gains and set(gains) != set(PASS_NAMES)):
         raise PlanError(f"gains are {shown(gains)}; expected those of {' and '.join(PASS_NAMES)}, or none")
@@ -120,6 +117,7 @@ def _check_figures(plan: StepPlan) -> None:
 
 
 def _check_homes(name: str, home_LE: NDArray[np.int16], num_ranks: int) -> None:
+    """Check that each rank is home to as many experts of each layer."""
     per_rank = home_LE.shape[1] // num_ranks
     wrong_L = (np.sort(home_LE, axis=1) != np.repeat(np.arange(num_ranks), per_rank)).any(axis=1)
     if wrong_L.any():
@@ -132,6 +130,7 @@ def _check_homes(name: str, home_LE: NDArray[np.int16], num_ranks: int) -> None:
 
 
 def _check_options(plan: StepPlan, options: PlanOptions) -> None:
+    """Check the limits that options set."""
     moves_L = (plan.previous_home_LE != plan.home_LE).sum(axis=1)
     if options.home_moves is not None and (moves_L > options.home_moves).any():
         layer = int(np.argmax(moves_L))
@@ -143,6 +142,7 @@ def _check_options(plan: StepPlan, options: PlanOptions) -> None:
 
 
 def _check_replicas(plan: StepPlan) -> None:
+    """Check that replicas are of known experts, ranks and slots, one in a slot, and none twice or at its home."""
     num_ranks, slots, num_experts = plan.topology.num_ranks, plan.topology.redundant_slots, plan.shape[2]
     hosts, cell_R = plan.hosts, _cell_of_replica(plan)
     for what, value_R, size in (
@@ -162,6 +162,7 @@ def _check_replicas(plan: StepPlan) -> None:
 
 
 def _check_fetches(plan: StepPlan) -> None:
+    """Check that a replica is fetched where its slot does not hold it already."""
     fetched_R = plan.hosts.fetched_R
     if plan.slots == "shared":
         _refuse(plan, ~fetched_R, " is not fetched, but shared slots keep nothing")
@@ -172,7 +173,7 @@ def _check_fetches(plan: StepPlan) -> None:
 
 
 def _held(plan: StepPlan) -> Bools:
-    """Marks replicas that their slot holds already: a slot of a layer keeps its expert until it gets another."""
+    """Mark replicas that their slot holds already: a slot of a layer keeps its expert until it gets another."""
     # sorted by slot and, within one, by time: each replica stands after the one that the slot held before it
     hosts = plan.hosts
     micro_step_R, layer_R = np.divmod(_cell_of_replica(plan), plan.shape[1])
@@ -184,6 +185,7 @@ def _held(plan: StepPlan) -> Bools:
 
 
 def _check_tokens(plan: StepPlan, counts_MLGE: NDArray[np.integer]) -> None:
+    """Check that every assignment is served once."""
     (num_micro_steps, num_layers, _), hosts = plan.shape, plan.hosts
     layer_of_all = _cell_of_replica(plan) % num_layers
     for m in range(num_micro_steps):
@@ -207,6 +209,7 @@ def _check_tokens(plan: StepPlan, counts_MLGE: NDArray[np.integer]) -> None:
 
 
 def _check_loads(m: int, stated_L: Ints, bound_L: NDArray[np.float64], loads_LG: Ints) -> None:
+    """Check the largest loads and the bounds of a micro-step."""
     most_L, mean_L = loads_LG.max(axis=1), loads_LG.mean(axis=1)
     for layer in np.flatnonzero((stated_L != most_L) | (bound_L < mean_L * (1 - 1e-12))).tolist():
         raise PlanError(
@@ -216,11 +219,12 @@ def _check_loads(m: int, stated_L: Ints, bound_L: NDArray[np.float64], loads_LG:
 
 
 def _cell_of_replica(plan: StepPlan) -> Ints:
+    """Number the cell of each replica."""
     return np.repeat(np.arange(len(plan.hosts.offsets) - 1), np.diff(plan.hosts.offsets))
 
 
 def _repeated(keys_R: Ints) -> Bools:
-    """Marks all but the first of equal keys."""
+    """Mark all but the first of equal keys."""
     repeated = np.ones(len(keys_R), np.bool_)
     repeated[np.unique(keys_R, return_index=True)[1]] = False
     return repeated
@@ -238,4 +242,5 @@ def _refuse(plan: StepPlan, wrong_R: Bools, why: str) -> None:
 
 
 def _cell_name(micro_step: int, layer: int) -> str:
+    """Name a cell in an error."""
     return f"micro-step {micro_step}, layer {layer}"

@@ -14,13 +14,14 @@ from zlib import crc32
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from foreroute.checks import MOST_INT32, as_array
 from foreroute.errors import CountsError, InputError
 from foreroute.files.container import FileFormat, TensorSchema, blake2b_hex
 from foreroute.layout import Packing
 from foreroute.trace.container import RoutingTrace
 from foreroute.trace.operations import add_assignments
 
-MOST_ASSIGNMENTS = 2**31 - 1
+MOST_ASSIGNMENTS = MOST_INT32
 """Most assignments of a cell: planners count in int32."""
 FEW_ENTRIES, ENTRIES_PER_ASSIGNMENT = 1 << 26, 16
 """Counts from traces have this many entries at most: any trace 256 MB, and a large one in proportion to what it holds.
@@ -38,16 +39,11 @@ COUNTS_FILE = FileFormat(
 
 
 def packed_counts(traces: RoutingTrace | Sequence[RoutingTrace], packing: Packing) -> NDArray[Any]:
-    """Count the assignments of packed sequences, straight from their traces, which are neither copied nor joined.
-
-    Counts of micro-steps and ranks that no sequence is packed into are 0.
+    """Count the assignments of packed sequences, straight from their traces: int32 [M, L, G, E].
 
     Args:
         traces: one trace or several of one model, S sequences in all.
         packing: the micro-step and the rank of each sequence, in the order of the traces.
-
-    Returns:
-        counts_MLGE: int32 [M, L, G, E].
 
     Raises:
         CountsError: when there is no trace, the packing is of another number of sequences, or the counts would be far
@@ -85,22 +81,14 @@ def packed_counts(traces: RoutingTrace | Sequence[RoutingTrace], packing: Packin
     return counts
 
 
-def check_counts(counts: ArrayLike, *, num_ranks: int | None = None, top_k: int | None = None) -> NDArray[np.int32]:
-    """Check counts that were handed in, once, for all parts of the planner.
-
-    Args:
-        counts: integers [M, L, G, E].
-        num_ranks: the G that is expected, from a topology.
-        top_k: when given, the counts must be those of whole tokens with K distinct experts each: what a rank sends in
-            a micro-step is the same in all layers, a multiple of K, and K times its largest entry at least.
-
-    Returns:
-        counts_MLGE: int32 [M, L, G, E], C-contiguous and writeable; the array itself where it is that already.
-
-    Raises:
-        CountsError: naming what is wrong and where.
-    """
-    given: NDArray[Any] = np.asarray(counts)
+def check_counts(
+    counts: ArrayLike,  # integers [M, L, G, E]
+    *,
+    num_ranks: int | None = None,  # the G that is expected, from a topology
+    top_k: int | None = None,  # when given, counts must be those of whole tokens with K distinct experts each
+) -> NDArray[np.int32]:
+    """Return counts that were handed in as int32 [M, L, G, E], checked once for all parts of the planner."""
+    given = as_array(counts, name="counts", error=CountsError)
     _check_shape(given, num_ranks)
     if given.dtype.kind not in "iu":
         raise CountsError(
@@ -129,6 +117,7 @@ def check_counts(counts: ArrayLike, *, num_ranks: int | None = None, top_k: int 
 
 
 def _check_shape(given: NDArray[Any], num_ranks: int | None) -> None:
+    """Check the axes of counts."""
     if given.ndim != 4 or 0 in given.shape:
         raise CountsError(
             f"counts have shape {given.shape}; expected [micro-steps, layers, source ranks, experts], none of them 0"
@@ -146,12 +135,14 @@ def _check_shape(given: NDArray[Any], num_ranks: int | None) -> None:
 
 
 def _check_tokens(counts_MLGE: NDArray[np.int32], top_k: int) -> None:
+    """Check that a rank sends as much in all layers: a multiple of K, and K times its largest entry at least."""
     if not 1 <= top_k <= counts_MLGE.shape[3]:
         raise CountsError(f"top_k is {top_k}; expected 1 to the {counts_MLGE.shape[3]} experts of the counts")
     total_MLG = counts_MLGE.sum(axis=3, dtype=np.int64)
     uneven = total_MLG != total_MLG[:, :1]
     broken = total_MLG % top_k != 0
     crowded = counts_MLGE.max(axis=3) > total_MLG // top_k
+    # the same tokens pass all layers, and each picks an expert once at most
     for wrong, what in (
         (uneven, "expected as many assignments as in layer 0, since the same tokens pass all layers"),
         (broken, f"expected a multiple of top_k = {top_k}"),
@@ -165,44 +156,30 @@ def _check_tokens(counts_MLGE: NDArray[np.int32], top_k: int) -> None:
 
 
 def counts_digest(counts_MLGE: NDArray[np.integer]) -> str:
-    """`blake2b_hex` of the shape, as `MxLxGxE`, of ":" and the bytes of a number, and of a CRC-32 of each micro-step.
+    """Return `blake2b_hex` of the shape, as `MxLxGxE`, of ":" and the bytes of a number, and of a CRC-32 of each
+    micro-step.
 
     That of a micro-step, as a little-endian uint32, is of its values in C order: little-endian unsigned integers of the
-    narrowest type of 1, 2 or 4 bytes that holds all values of the step. BLAKE2b alone takes about a nanosecond for a
-    byte, a third of the time of planning on 64 ranks. Arrays of any integer dtype and layout with the same values have
-    the same digest.
-
-    Args:
-        counts_MLGE: integers [M, L, G, E], each from 0 to 2**31 - 1.
+    narrowest type of 1, 2 or 4 bytes that holds all values of the step, whatever type they came in.
     """
     narrowest = np.min_scalar_type(int(counts_MLGE.max(initial=0))).newbyteorder("<")
     facts = f"{'x'.join(map(str, counts_MLGE.shape))}:{narrowest.itemsize}".encode()
+    # BLAKE2b alone takes about a nanosecond for a byte, a third of the time of planning on 64 ranks
     sums_M = [crc32(np.ascontiguousarray(counts_LGE, narrowest).data) for counts_LGE in counts_MLGE]
     return blake2b_hex(facts, np.array(sums_M, "<u4"))
 
 
 def tokens_digest(traces: RoutingTrace | Sequence[RoutingTrace]) -> str:
-    """`blake2b_hex` of the lengths of all sequences as int64 and of their tokens as int32.
-
-    It does not depend on how the sequences are divided into traces.
-    """
+    """Return `blake2b_hex` of the lengths of all sequences as int64 and of their tokens as int32, over all traces."""
     several = [traces] if isinstance(traces, RoutingTrace) else list(traces)
     lengths = [trace.lengths.astype("<i8") for trace in several]
     return blake2b_hex(*lengths, *(np.asarray(trace.token_ids_N, "<i4") for trace in several))
 
 
 def contiguous_imbalance(counts_MLE: NDArray[np.int64], num_ranks: int) -> float:
-    """Mean over (micro-step, layer) cells of the slowest rank's load over the mean load.
+    """Return the mean over (micro-step, layer) cells of the slowest rank's load over the mean load: 1.0 to G.
 
-    Each cell is a barrier, so this is the factor by which the experts' time grows when rank g holds the experts
-    g * E / G to (g + 1) * E / G - 1 and nothing is balanced.
-
-    Args:
-        counts_MLE: assignments per micro-step, layer and expert. Empty cells do not count.
-        num_ranks: G; must divide E.
-
-    Returns:
-        1.0 when every rank does the same; at most G.
+    A cell is a barrier, so that the experts' time grows by this factor where they are in contiguous blocks.
     """
     num_experts = counts_MLE.shape[-1]
     if num_experts % num_ranks:
@@ -214,27 +191,19 @@ def contiguous_imbalance(counts_MLE: NDArray[np.int64], num_ranks: int) -> float
 
 
 def save_counts(counts_MLGE: ArrayLike, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path | str:
-    """Write counts to `path`: the whole file or nothing.
-
-    Args:
-        counts_MLGE: integers [M, L, G, E].
-        path: where to, a path or a URL.
-        overwrite: whether an existing file may be replaced.
+    """Write counts, integers [M, L, G, E], to a path or a URL: the whole file or nothing.
 
     Raises:
-        CountsError: as `check_counts`; when `path` exists and `overwrite` is False, or cannot be written.
+        CountsError: for counts that cannot be; when `path` exists and `overwrite` is False, or cannot be written.
     """
     return COUNTS_FILE.write(path, {}, {"counts_MLGE": check_counts(counts_MLGE)}, overwrite=overwrite)
 
 
 def load_counts(path: str | os.PathLike[str]) -> NDArray[np.int32]:
-    """Read what `save_counts` wrote.
-
-    Returns:
-        counts_MLGE: int32 [M, L, G, E].
+    """Read what `save_counts` wrote: int32 [M, L, G, E].
 
     Raises:
-        CountsError: when the file is missing, holds no counts, is damaged, or holds what `check_counts` refuses.
+        CountsError: when the file is missing, holds no counts or impossible ones, or is damaged.
     """
     _, tensors = COUNTS_FILE.read(path)
     try:

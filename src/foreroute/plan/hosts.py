@@ -39,26 +39,26 @@ class CellPlan(NamedTuple):
 
     @classmethod
     def homes_only(cls, home_E: NDArray[np.int16], num_ranks: int) -> CellPlan:
-        """The plan of a cell without replicas, whose homes serve all tokens of G = `num_ranks` ranks."""
+        """Make the plan of a cell without replicas, whose homes serve all tokens of G = `num_ranks` ranks."""
         none = np.empty(0, np.int16)
         return cls(home_E, none, none, none, np.empty(0, np.bool_), np.empty((0, num_ranks), np.int32))
 
     def home_tokens_GE(self, counts_GE: NDArray[np.integer]) -> NDArray[np.int64]:
-        """int64 [G, E], assignments of source rank g to expert e that the home rank of e serves."""
+        """Count the assignments of source rank g to expert e that the home rank of e serves: int64 [G, E]."""
         rest_GE = counts_GE.astype(np.int64)
         # an expert may have several replicas, each with its share
         np.subtract.at(rest_GE.T, self.expert_R, self.tokens_RG)
         return rest_GE
 
     def loads_G(self, counts_GE: NDArray[np.integer]) -> NDArray[np.int64]:
-        """int64 [G], assignments that each rank serves."""
+        """Count the assignments that each rank serves: int64 [G]."""
         loads_G = np.zeros(len(counts_GE), np.int64)
         np.add.at(loads_G, self.home_E, self.home_tokens_GE(counts_GE).sum(axis=0))
         np.add.at(loads_G, self.rank_R, self.tokens_RG.sum(axis=1))
         return loads_G
 
     def within(self, counts_GE: NDArray[np.integer]) -> CellPlan:
-        """The same hosts, of which replicas serve no more than there is: for other counts than it was made for."""
+        """Return the same hosts for other counts, of which replicas serve no more than there is."""
         # replicas of one expert share what there is, in their order
         left_GE, tokens_RG = counts_GE.astype(np.int32), self.tokens_RG.copy()
         for tokens_G, expert in zip(tokens_RG, self.expert_R, strict=True):
@@ -86,9 +86,9 @@ class Hosts(NamedTuple):
 
     @classmethod
     def with_room(cls, home_LE: NDArray[np.int16], num_micro_steps: int, num_ranks: int, most: int) -> Hosts:
-        """No replicas yet, and room for `most` in each cell. Pages that are never written take no memory."""
+        """Make hosts without replicas yet, with room for `most` in each cell."""
         cells = num_micro_steps * len(home_LE)
-        rows = cells * most
+        rows = cells * most  # pages that are never written take no memory
         return cls(
             home_LE,
             np.zeros(cells + 1, np.int64),
@@ -101,12 +101,12 @@ class Hosts(NamedTuple):
 
     @classmethod
     def of_cells(cls, home_LE: NDArray[np.int16], cells: Sequence[CellPlan]) -> Hosts:
-        """These cells, one at least, one after the other."""
+        """Join cells, one at least."""
         return _concatenated(home_LE, [len(cell.expert_R) for cell in cells], [cell[1:] for cell in cells])
 
     @classmethod
     def side_by_side(cls, layers: Sequence[Hosts]) -> Hosts:
-        """The same micro-steps of some layers, and of those behind them; one alone stays as it is."""
+        """Join the same micro-steps of layers with those of layers behind them; one alone stays as it is."""
         if len(layers) == 1:
             return layers[0]
         num_micro_steps = (len(layers[0].offsets) - 1) // len(layers[0].home_LE)
@@ -116,7 +116,7 @@ class Hosts(NamedTuple):
         return _concatenated(home_LE, sizes_C, [part[2:] for part in parts])
 
     def write(self, micro_step: int, others: Hosts) -> None:
-        """Let these be the last micro-steps so far, from `micro_step` on, where there is room."""
+        """Put the micro-steps from `micro_step` on, which are the last so far, where there is room."""
         first = micro_step * len(self.home_LE)
         begin = self.offsets[first]
         self.offsets[first : first + len(others.offsets)] = begin + others.offsets
@@ -125,7 +125,7 @@ class Hosts(NamedTuple):
             getattr(self, name)[begin : begin + len(given)] = given
 
     def sent_LEW(self, ranks_per_node: int) -> NDArray[np.bool_]:
-        """Bool [L, E, W], whether the w-th rank of an expert's node, which is another, has a replica in any cell."""
+        """Say whether the w-th rank of an expert's node has a replica of it, away from its home: bool [L, E, W]."""
         sizes_C = np.diff(self.offsets)
         layer_R = np.repeat(np.arange(len(sizes_C)) % len(self.home_LE), sizes_C)
         expert_R, rank_R = self.expert_R[: len(layer_R)], self.rank_R[: len(layer_R)]
@@ -137,21 +137,21 @@ class Hosts(NamedTuple):
         return sent_LEW
 
     def cell(self, micro_step: int, layer: int) -> CellPlan:
-        """One cell, as views."""
+        """Return one cell, as views."""
         c = micro_step * len(self.home_LE) + layer
         return CellPlan(self.home_LE[layer], *self._rows(int(self.offsets[c]), int(self.offsets[c + 1])))
 
     def part(self, begin: int, end: int) -> Hosts:
-        """The micro-steps `begin` to `end` - 1, as views."""
+        """Return the micro-steps `begin` to `end` - 1, as views."""
         offsets = self.offsets[begin * len(self.home_LE) : end * len(self.home_LE) + 1]
         return Hosts(self.home_LE, offsets - offsets[0], *self._rows(int(offsets[0]), int(offsets[-1])))
 
     def _rows(self, begin: int, end: int) -> Iterator[Any]:
-        """The arrays of some replicas."""
+        """Give the arrays of some replicas."""
         return (array[begin:end] for array in self[2:])
 
 
 def _concatenated(home_LE: NDArray[np.int16], sizes_C: ArrayLike, rows: Sequence[tuple[Any, ...]]) -> Hosts:
-    """Hosts of cells with this many replicas each, whose arrays come in pieces."""
+    """Make hosts of cells with this many replicas each, whose arrays come in pieces."""
     arrays = (np.concatenate(pieces) for pieces in zip(*rows, strict=True))
     return Hosts(home_LE, np.concatenate([[0], np.cumsum(sizes_C)]), *arrays)

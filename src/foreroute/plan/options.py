@@ -1,4 +1,4 @@
-"""Options of a plan. Every part of the planner can be switched off by one field."""
+"""Options of a plan, each of which switches one part of the planner."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from foreroute.checks import whole_number
 from foreroute.errors import ConfigError, shown
 from foreroute.files.toml import unknown_key
-from foreroute.trace.spec import whole_number
 
 SlotSharing = Literal["layer", "shared"]
 """A set of redundant slots for each layer, or one set for all."""

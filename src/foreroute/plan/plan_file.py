@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from foreroute.errors import InputError, PlanError
 from foreroute.files.container import FileFormat, TensorSchema
+from foreroute.files.json_form import from_json
 from foreroute.files.regular import parse_json
 from foreroute.layout import Packing
 from foreroute.plan.capabilities import FetchPath
@@ -23,7 +24,7 @@ from foreroute.plan.checker import check_structure
 from foreroute.plan.hosts import Hosts
 from foreroute.plan.options import SlotSharing
 from foreroute.plan.step_plan import TENSORS, StepPlan
-from foreroute.plan.topology import Links, Topology
+from foreroute.plan.topology import Topology
 
 PLAN_FILE = FileFormat(
     name="plan",
@@ -37,12 +38,7 @@ PLAN_FILE = FileFormat(
 
 
 def save_plan(plan: StepPlan, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path | str:
-    """Write `plan` to `path`: the whole file or nothing. The same plan is the same bytes.
-
-    Args:
-        plan: what to write.
-        path: where to, a path or a URL.
-        overwrite: whether an existing file may be replaced.
+    """Write `plan` to a path or a URL: the whole file or nothing. The same plan is the same bytes.
 
     Raises:
         PlanError: when `path` exists and `overwrite` is False, or cannot be written: what was there is whole. When the
@@ -61,29 +57,17 @@ def load_plan(path: str | os.PathLike[str]) -> StepPlan:
 
 
 def plan_to_bytes(plan: StepPlan) -> bytes:
-    """The content of a plan's file.
-
-    Raises:
-        PlanError: when the plan contradicts itself.
-    """
+    """Return the content of a plan's file."""
     return PLAN_FILE.to_bytes(*plan_content(plan))
 
 
 def plan_from_bytes(content: bytes) -> StepPlan:
-    """The plan of which `plan_to_bytes` made this, on another rank of the same run.
-
-    Raises:
-        PlanError: when it cannot be right.
-    """
+    """Return the plan that another rank of the same run sent."""
     return _read(BytesIO(content), "a plan from another rank")
 
 
 def plan_content(plan: StepPlan) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
-    """Metadata and tensors of a plan's file; splits are of the narrowest type of the format that holds them.
-
-    Raises:
-        PlanError: when the plan contradicts itself.
-    """
+    """Return metadata and tensors of a plan's file, once the plan is consistent."""
     check_structure(plan)
     most = plan.hosts.tokens_RG.max(initial=0)
     # splits are most of the file, and most are small
@@ -100,6 +84,7 @@ def plan_content(plan: StepPlan) -> tuple[dict[str, str], dict[str, NDArray[Any]
 
 
 def _read(source: str | os.PathLike[str] | BytesIO, name: str) -> StepPlan:
+    """Read a plan and check its structure."""
     metadata, tensors = PLAN_FILE.read(source, name=name)
     try:
         # checksums say that a file is whole, not that it is right
@@ -111,13 +96,14 @@ def _read(source: str | os.PathLike[str] | BytesIO, name: str) -> StepPlan:
 
 
 def _decoded(metadata: Mapping[str, str], tensors: dict[str, NDArray[Any]]) -> StepPlan:
-    """The plan that a file states, for `check_structure` to look at."""
+    """Make the plan that a file states, for `check_structure` to look at."""
     for name in ("counts_digest", *(("tokens_digest",) if metadata["tokens_digest"] else ())):
         if not re.fullmatch("[0-9a-f]{32}", metadata[name]):
             raise PlanError(f"the {name} is {metadata[name]:.40}; expected 32 hexadecimal digits")
     if metadata["slots"] not in get_args(SlotSharing):
         raise PlanError(f"its slots are {metadata['slots']:.40}; expected one of {', '.join(get_args(SlotSharing))}")
-    topology = _topology(parse_json(metadata["topology"], PlanError, name="the topology"))
+    stated = parse_json(metadata["topology"], PlanError, name="the topology")
+    topology = from_json(Topology, stated, PlanError, "the topology")
     micro_step_S, rank_S = tensors.pop("micro_step_S"), tensors.pop("sequence_rank_S")
     packing = None
     if metadata["tokens_digest"]:
@@ -136,10 +122,3 @@ def _decoded(metadata: Mapping[str, str], tensors: dict[str, NDArray[Any]]) -> S
         priced_paths=cast("FetchPath | None", metadata["priced_paths"] or None),
         **tensors,
     )
-
-
-def _topology(values: Any) -> Topology:
-    try:
-        return Topology(**{**values, "links": Links(**values["links"])})
-    except (TypeError, KeyError) as error:  # no objects, or keys that are missing or unknown
-        raise PlanError(f"the topology is {values!r:.200} ({error}); expected what Topology has") from error

@@ -5,9 +5,7 @@ its home, the next to its replicas in ascending order of their rank, as many to 
 in order of (target rank, group); a *group* is what one rank computes with one expert's weights: its home experts in
 ascending order of their id, then its replicas in ascending order of their slot. What is received is in order of
 (source rank, group), what is computed in order of (group, source rank). So rows of a group are always in order of
-(source rank, token, pick), whatever else is on the rank.
-
-The schedule is arithmetic on counts, with no token looked at and no framework known. An executor only indexes it.
+(source rank, token, pick), whatever else is on the rank. No token is looked at, and no framework is known.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,81 +49,75 @@ class CellSchedule:
     """Work of one rank in one cell.
 
     Segments of rows are int64 [B, 2]: first row and length, in the order in which they are taken; none is empty.
-
-    Attributes:
-        send_G: int64 [G], rows to each rank.
-        receive_G: int64 [G], rows from each rank.
-        send_segments: of this rank's assignments sorted by expert: those that are sent, in the order of sending.
-        expert_segments: of the received rows: those that are computed, in that order. A segment that starts at the
-            number of received rows is padding.
-        return_segments: of the computed rows: those that are sent back, in order of arrival.
-        group_rows_S: int64 [S], rows of every group. Where home experts, or replicas, get none at all, the first has
-            one of padding: a grouped GEMM is never given an empty input.
-        num_home: how many groups are home experts; the others are replicas.
-        sends: `MOVE`s of the replicas whose home is here, in order of round.
-        hosted: `MOVE`s of the replicas here, in order of round.
     """
 
-    send_G: NDArray[np.int64]
-    receive_G: NDArray[np.int64]
-    send_segments: NDArray[np.int64]
-    expert_segments: NDArray[np.int64]
-    return_segments: NDArray[np.int64]
+    send_G: NDArray[np.int64]  # [G], rows to each rank
+    receive_G: NDArray[np.int64]  # [G], rows from each rank
+    # int64 [S], rows of every group. Where home experts, or replicas, get none at all, the first has one of padding: a
+    # grouped GEMM is never given an empty input
     group_rows_S: NDArray[np.int64]
-    num_home: int
-    sends: NDArray[np.void]
-    hosted: NDArray[np.void]
+    num_home: int  # number of groups that are home experts; the others are replicas
+    # of this rank's assignments sorted by expert: those that are sent, in the order of sending
+    send_segments: NDArray[np.int64]
+    # of the received rows: those that are computed, in that order. A segment that starts at the number of received rows
+    # is padding
+    expert_segments: NDArray[np.int64]
+    return_segments: NDArray[np.int64]  # of the computed rows: those that are sent back, in order of arrival
+    sends: NDArray[np.void]  # `MOVE`s of the replicas whose home is here, in order of round
+    hosted: NDArray[np.void]  # `MOVE`s of the replicas here, in order of round
 
     @classmethod
     def of(
         cls,
-        cell: CellPlan,
-        counts_GE: NDArray[np.integer],
-        rank: int,
+        cell: CellPlan,  # homes and replicas
+        counts_GE: NDArray[np.integer],  # integers [G, E], assignments of every rank to every expert
+        rank: int,  # whose schedule
         *,
+        # neighbouring ranks whose weights go through host memory; 1 has all go from peer to peer
         memory_ranks: int = 1,
-        what: str = "the cell",
+        what: str = "the cell",  # the cell in words, for errors
     ) -> CellSchedule:
-        """The schedule of a cell whose counts are learnt only when it runs.
+        """Compile the schedule of a cell whose counts are learnt only when it runs."""
+        block = _compile(Hosts.of_cells(cell.home_E[None], [cell]), counts_GE[None], rank, memory_ranks, [what])
+        return block.cell(0)
 
-        Args:
-            cell: homes and replicas.
-            counts_GE: integers [G, E], assignments of every rank to every expert.
-            rank: whose schedule.
-            memory_ranks: neighbouring ranks whose weights go through host memory; 1 has all go from peer to peer.
-            what: the cell in words, for errors.
 
-        Raises:
-            PlanError: as in `ExecutionSchedule`.
-        """
-        columns = _compile(Hosts.of_cells(cell.home_E[None], [cell]), counts_GE[None], rank, memory_ranks, [what])
-        return _cut(columns, 0)
+class _Block(NamedTuple):
+    """The schedules of C cells as flat arrays, which the kernel fills."""
+
+    send_CG: NDArray[np.int64]
+    receive_CG: NDArray[np.int64]
+    group_rows_CS: NDArray[np.int64]
+    num_groups_C: NDArray[np.int64]
+    num_home: int
+    send_segments: NDArray[np.int64]
+    expert_segments: NDArray[np.int64]
+    return_segments: NDArray[np.int64]
+    sends: NDArray[np.void]
+    hosted: NDArray[np.void]
+    ends_CX: NDArray[np.int64]  # where the part of each cell ends in these five
+
+    def cell(self, c: int) -> CellSchedule:
+        """Return the schedule of one cell, as views."""
+        begins = self.ends_CX[c - 1] if c else np.zeros(5, np.int64)
+        bounds = zip(self[5:10], begins.tolist(), self.ends_CX[c].tolist(), strict=True)
+        parts: list[Any] = [array[begin:end] for array, begin, end in bounds]
+        rows_S = self.group_rows_CS[c, : self.num_groups_C[c]]
+        return CellSchedule(self.send_CG[c], self.receive_CG[c], rows_S, self.num_home, *parts)
 
 
 class ExecutionSchedule:
-    """The schedule of one rank for all cells of a step.
-
-    Micro-steps are compiled one after the other in a thread, the first first, so that the first can run while the
-    others are compiled. A cell that is asked for waits for its micro-step alone.
+    """The schedule of one rank for all cells of a step, compiled in a thread, the first micro-step first.
 
     Args:
         plan: of the step.
         counts_MLGE: integers [M, L, G, E], what was planned, of the whole step.
         rank: whose schedule.
         paths: which path weights take.
-
-    Raises:
-        PlanError: from `cell`, on all ranks alike, when replicas are to serve more assignments of an expert than there
-            are.
     """
 
     def __init__(
-        self,
-        plan: StepPlan,
-        counts_MLGE: NDArray[np.integer],
-        rank: int,
-        *,
-        paths: FetchPath = "direct",
+        self, plan: StepPlan, counts_MLGE: NDArray[np.integer], rank: int, *, paths: FetchPath = "direct"
     ) -> None:
         num_micro_steps, num_layers = plan.shape[:2]
         memory_ranks = plan.topology.ranks_per_node if takes_host_memory(paths) else 1
@@ -133,19 +125,24 @@ class ExecutionSchedule:
         def block(m: int) -> list[CellSchedule]:
             hosts = plan.hosts.part(m, m + 1)
             words = [f"micro-step {m}, routed layer {layer}" for layer in range(num_layers)]
-            columns = _compile(hosts, counts_MLGE[m], rank, memory_ranks, words)
-            return [_cut(columns, layer) for layer in range(num_layers)]
+            compiled = _compile(hosts, counts_MLGE[m], rank, memory_ranks, words)
+            return [compiled.cell(layer) for layer in range(num_layers)]
 
+        # the first micro-step can run while the others are compiled
         self._blocks: list[Future[list[CellSchedule]]] = [_compiler().submit(block, m) for m in range(num_micro_steps)]
 
     def cell(self, micro_step: int, layer: int) -> CellSchedule:
-        """Give the schedule of one cell, once it is compiled."""
+        """Give the schedule of one cell, once its micro-step is compiled.
+
+        Raises:
+            PlanError: on all ranks alike, when replicas are to serve more assignments of an expert than there are.
+        """
         return self._blocks[micro_step].result()[layer]
 
 
 @cache
 def _compiler() -> ThreadPoolExecutor:
-    """The thread of all schedules: to start one takes longer than to compile ten cells."""
+    """Return the thread of all schedules: to start one takes longer than to compile ten cells."""
     return ThreadPoolExecutor(1, thread_name_prefix="schedule")
 
 
@@ -154,30 +151,28 @@ if hasattr(os, "register_at_fork"):
 
 
 def _compile(
-    hosts: Hosts,
-    counts_CGE: NDArray[np.integer],
-    rank: int,
-    memory_ranks: int,
-    words: Sequence[str],
-) -> Any:
+    hosts: Hosts, counts_CGE: NDArray[np.integer], rank: int, memory_ranks: int, words: Sequence[str]
+) -> _Block:
+    """Fill a block for cells, and refuse replicas that serve more than there is."""
     # numba loads with the first schedule
-    from foreroute.plan.schedule_kernels import NONE, Columns, schedule_cells
+    from foreroute.kernels import NONE
+    from foreroute.plan.schedule_kernels import schedule_cells
 
     num_cells, num_ranks, num_experts = counts_CGE.shape
     num_home = num_experts // num_ranks
     num_replicas, most_groups = len(hosts.expert_R), num_home + int(hosts.slot_R.max(initial=-1)) + 1
-    out = Columns(
+    out = _Block(
         np.empty((num_cells, num_ranks), np.int64),
         np.empty((num_cells, num_ranks), np.int64),
         np.empty((num_cells, most_groups), np.int64),
         np.empty(num_cells, np.int64),
+        num_home,
         np.empty((num_cells * num_experts + num_replicas, 2), np.int64),
         np.empty((num_cells * most_groups * (num_ranks + 1), 2), np.int64),
         np.empty((num_cells * most_groups * num_ranks, 2), np.int64),
         np.empty(num_replicas, MOVE),
         np.empty(num_replicas, MOVE),
         np.empty((num_cells, 5), np.int64),
-        num_home,
     )
     counts = np.ascontiguousarray(counts_CGE, np.int32)
     cell, expert, source, excess = schedule_cells(rank, hosts, counts, memory_ranks, out)
@@ -187,28 +182,3 @@ def _compile(
             "there are; the plan was made for other counts"
         )
     return out
-
-
-def _cut(out: Any, c: int) -> CellSchedule:
-    """One cell of `Columns`, as views."""
-    begins = out.ends_CX[c - 1] if c else np.zeros(5, np.int64)
-    send_segments, expert_segments, return_segments, sends, hosted = (
-        array[begin:end]
-        for array, begin, end in zip(
-            (out.send_segments, out.expert_segments, out.return_segments, out.sends, out.hosted),
-            begins.tolist(),
-            out.ends_CX[c].tolist(),
-            strict=True,
-        )
-    )
-    return CellSchedule(
-        out.send_CG[c],
-        out.receive_CG[c],
-        send_segments,
-        expert_segments,
-        return_segments,
-        out.group_rows_CS[c, : out.num_groups_C[c]],
-        out.num_home,
-        sends,
-        hosted,
-    )

@@ -1,55 +1,26 @@
-"""What one rank does in each cell of a plan, as compiled loops over flat arrays. `plan.schedule` says what they mean.
+"""Compiled loops over flat arrays that fill the schedule of one rank, cell by cell. `plan.schedule` defines its order.
 
 Axis letters: C cells of a block, G ranks, E experts, R replicas of a cell, S groups of this rank.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from foreroute.kernels import kernel
+from foreroute.kernels import NONE, kernel
 from foreroute.plan.hosts import Hosts
 
-NONE = -1
 SOURCES_AT_ONCE = 16
 """int32 of a cache line."""
 
 
-class Columns(NamedTuple):
-    """What the kernel fills: for each cell a row of `..._C`, and its part of the flat arrays, up to `ends_CX`."""
-
-    send_CG: NDArray[np.int64]
-    receive_CG: NDArray[np.int64]
-    group_rows_CS: NDArray[np.int64]
-    num_groups_C: NDArray[np.int64]
-    send_segments: NDArray[np.int64]
-    expert_segments: NDArray[np.int64]
-    return_segments: NDArray[np.int64]
-    sends: NDArray[np.void]
-    hosted: NDArray[np.void]
-    ends_CX: NDArray[np.int64]
-    num_home: int
-
-
 @kernel
-def schedule_cells(
-    rank: int, hosts: Hosts, counts_CGE: Any, memory_ranks: int, out: Columns
-) -> tuple[int, int, int, int]:
+def schedule_cells(rank: int, hosts: Hosts, counts_CGE: Any, memory_ranks: int, out: Any) -> tuple[int, int, int, int]:
     """Fill `out` for the cells of a block, whose layers are 0, 1, ... L - 1, 0, ...
 
-    Args:
-        rank: whose schedule.
-        hosts: `Hosts` of these cells.
-        counts_CGE: int32 [C, G, E].
-        memory_ranks: this many neighbouring ranks fetch weights through the memory that they share; 1: none do.
-        out: `Columns`, filled.
-
-    Returns:
-        Cell, expert, source rank and how many assignments of it replicas are to serve beyond those there are, of the
-        first place where they do; NONE and zeros where nothing is wrong.
+    Returns cell, expert, source rank and excess of the first replicas that serve more than there is; or NONE.
     """
     home_LE, offsets, expert_R = hosts.home_LE, hosts.offsets, hosts.expert_R
     rank_R, slot_R, tokens_RG = hosts.rank_R, hosts.slot_R, hosts.tokens_RG
@@ -165,7 +136,7 @@ def schedule_cells(
 
 @kernel(inline="always")
 def _append(blocks: Any, at: int, start: int, length: int) -> int:
-    """A segment of rows, unless it is empty."""
+    """Append a segment of rows, unless it is empty."""
     if length == 0:
         return at
     blocks[at, 0] = start
@@ -175,7 +146,7 @@ def _append(blocks: Any, at: int, start: int, length: int) -> int:
 
 @kernel
 def _served(expert_R: Any, tokens_RG: Any, begin: int, num_replicas: int, served_GE: Any) -> None:
-    """What replicas serve, of every source: int32 [G, E]."""
+    """Count what replicas serve of every source: int32 [G, E]."""
     served_GE[:] = 0
     num_ranks = len(served_GE)
     # a few sources at a time, whose rows stay in the cache while all replicas write to them
@@ -189,7 +160,7 @@ def _served(expert_R: Any, tokens_RG: Any, begin: int, num_replicas: int, served
 
 @kernel
 def _first_excess(served_GE: Any, counts_GE: Any) -> tuple[int, int]:
-    """Source and expert of which more is served than there is, the first of them, or NONE twice."""
+    """Find the first source and expert of which more is served than there is; NONE twice for none."""
     for g in range(len(served_GE)):
         has_excess = False
         for e in range(served_GE.shape[1]):
@@ -203,7 +174,7 @@ def _first_excess(served_GE: Any, counts_GE: Any) -> tuple[int, int]:
 
 @kernel
 def _by_home(home_E: Any, home_row_E: Any, member_GS: Any) -> None:
-    """The experts of every rank in ascending order of their id, and the place of each."""
+    """List the experts of every rank in ascending order of their id, and the place of each."""
     num_S = np.zeros(len(member_GS), np.int64)
     for e in range(len(home_E)):
         g = home_E[e]
@@ -216,7 +187,7 @@ def _by_home(home_E: Any, home_row_E: Any, member_GS: Any) -> None:
 def _by_rank_and_slot(
     rank_R: Any, slot_R: Any, begin: int, num_replicas: int, order_R: Any, nth_R: Any, first_G: Any
 ) -> None:
-    """Replicas in ascending order of (rank, slot), and which of its rank each is."""
+    """Order replicas by (rank, slot), and number those of each rank."""
     first_G[:] = 0
     for i in range(num_replicas):
         first_G[rank_R[begin + i] + 1] += 1
@@ -237,11 +208,8 @@ def _by_rank_and_slot(
 
 
 @kernel
-def _computed(tokens_SG: Any, num_home: int, c: int, out: Columns, at: Any) -> None:
-    """From received to computed order, and back: the transpose of a (source rank, group) table of segments.
-
-    An empty part, home experts or replicas, gets a row from beyond the rows received, which is not sent back.
-    """
+def _computed(tokens_SG: Any, num_home: int, c: int, out: Any, at: Any) -> None:
+    """Transpose the (source rank, group) table of segments: from received to computed order, and back."""
     num_groups, num_ranks = tokens_SG.shape
     arrived_SG = np.empty((num_groups, num_ranks), np.int64)
     total = 0
@@ -257,7 +225,7 @@ def _computed(tokens_SG: Any, num_home: int, c: int, out: Columns, at: Any) -> N
         rows_S[s] = tokens_SG[s].sum()
         any_home |= s < num_home and rows_S[s] > 0
         any_replica |= s >= num_home and rows_S[s] > 0
-    # a grouped GEMM is never given an empty input
+    # a grouped GEMM is never given an empty input: one row from beyond those received, which is not sent back
     if not any_home:
         rows_S[0] = 1
     if not any_replica and num_groups > num_home:
@@ -279,17 +247,17 @@ def _computed(tokens_SG: Any, num_home: int, c: int, out: Columns, at: Any) -> N
 
 
 @kernel
-def colour_edges(source_V: Any, target_V: Any, edge_at: Any, round_V: Any) -> Any:
+def colour_edges(
+    source_V: Any,  # integers [V]
+    target_V: Any,  # integers [V]
+    # int64 [2, G, at least as many as rounds], filled: a sender's and a receiver's edge of a round, or NONE
+    edge_at: Any,
+    round_V: Any,  # int64 [V], filled
+) -> Any:
     """Colour the edges of a bipartite multigraph with as many colours as its largest degree; returns how many.
 
-    Koenig's theorem: that many are enough, and fewer cannot be. An edge takes a round that is free at both ends; if
-    there is none, the path that alternates between the round free at one end and that free at the other is flipped.
-
-    Args:
-        source_V: integers [V].
-        target_V: integers [V].
-        edge_at: int64 [2, G, at least as many as rounds], filled: a sender's and a receiver's edge of a round, or NONE.
-        round_V: int64 [V], filled.
+    An edge takes a round that is free at both ends; if there is none, the path that alternates between the round free
+    at one end and that free at the other is flipped. Koenig's theorem: that many are enough, and fewer cannot be.
     """
     num_ranks = edge_at.shape[1]
     degree = np.zeros((2, num_ranks), np.int64)

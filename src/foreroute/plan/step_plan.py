@@ -104,7 +104,7 @@ class StepPlan:
         }
 
     def cell(self, micro_step: int, layer: int) -> CellPlan:
-        """The plan of one cell, as views. Raises `PlanError` when the step has no such cell."""
+        """Return the plan of one cell, as views; `PlanError` when the step has no such cell."""
         if not (0 <= micro_step < self.shape[0] and 0 <= layer < self.shape[1]):
             raise PlanError(
                 f"the plan has {self.shape[0]} micro-steps of {self.shape[1]} layers, no ({micro_step}, {layer})"
@@ -117,13 +117,13 @@ class StepPlan:
         return len(self.hosts.expert_R) == 0 or self.gains.get(pass_name, 1.0) < LEAST_GAIN
 
     def in_pass(self, pass_name: PassName) -> StepPlan:
-        """The plan that is executed in a pass: this one, or its homes alone beside the loads and bounds of this one."""
+        """Return what a pass executes: this plan, or its homes alone beside the loads and bounds of this one."""
         if not self.is_at_home(pass_name):
             return self
         return replace(self, hosts=Hosts.with_room(self.home_LE, self.shape[0], self.topology.num_ranks, 0))
 
     def decision(self, pass_name: PassName) -> str:
-        """The decision on a pass, and why, in words."""
+        """State the decision on a pass, and why, in words."""
         if len(self.hosts.expert_R) == 0:
             return "at homes: the plan has no replicas"
         if pass_name not in self.gains:
@@ -135,7 +135,7 @@ class StepPlan:
         return f"at homes: the plan would {verb} {gain}; it must save {LEAST_GAIN:.0%} or more"
 
     def counts_of(self, traces: RoutingTrace | Sequence[RoutingTrace]) -> NDArray[np.int32]:
-        """int32 [M, L, G, E], the counts of these sequences under the plan's packing.
+        """Count the assignments of these sequences under the plan's packing: int32 [M, L, G, E].
 
         Raises:
             PlanError: when the plan has no packing, or was made for other tokens.

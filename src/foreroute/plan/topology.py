@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.errors import InputError, TopologyError, shown
+from foreroute.checks import check_number, whole_number
+from foreroute.errors import TopologyError
 from foreroute.layout.rank_rows import block_homes
-from foreroute.trace.spec import whole_number
 
 MOST_RANKS = 32_767
 """Plans name ranks and slots in int16."""
@@ -17,16 +17,6 @@ MOST_REDUNDANT_SLOTS = 1 << 17
 """Redundant slots of all ranks together. What they hold is kept for every layer."""
 MOST_BYTES_PER_S, MOST_LATENCY_S = 1e18, 3600.0
 """Far beyond any link, and such that no product of costs overflows."""
-
-
-def check_number(value: object, *, name: str, least: float = 0, most: float, error: type[InputError]) -> None:
-    """Raise `error` unless this is a number from `least` to `most`; one above 0, where `least` is 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise error(f"{name} is {shown(value)}; expected a number")
-    # written so that NaN is refused
-    if not (value > 0 and least <= value <= most):
-        span = f"{least:g} to {most:g}" if least else f"more than 0, and {most:g} at most"
-        raise error(f"{name} is {value!r:.40}; expected {span}")
 
 
 @dataclass(frozen=True)
@@ -94,9 +84,5 @@ class Topology:
         return (np.arange(self.num_ranks) // self.ranks_per_node).astype(np.int16)
 
     def contiguous_home_E(self, num_experts: int) -> NDArray[np.int16]:
-        """int16 [E], the usual placement: rank g is home to the experts g * E / G to (g + 1) * E / G - 1.
-
-        Raises:
-            LayoutError: when G does not divide E.
-        """
+        """Return the usual placement, int16 [E]: E / G experts in a row to a rank. G must divide E (`LayoutError`)."""
         return block_homes(num_experts, self.num_ranks).astype(np.int16)

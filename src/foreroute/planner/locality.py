@@ -82,12 +82,7 @@ def _edge(cell: CellState, x: int, y: int) -> tuple[int, int]:
 
 @inlined
 def _relax(cell: CellState, target: int, least: int, backwards: bool) -> tuple[bool, bool]:
-    """One pass over all edges: longer walks of more gain. Circles are emptied as they close.
-
-    Returns:
-        Whether any walk has come to gain more.
-        Whether a circle was emptied.
-    """
+    """Follow all edges to longer walks of more gain; say whether any walk gained more, and whether a circle closed."""
     num_ranks = len(cell.load_G)
     changed, sent = False, False
     for i in range(num_ranks):

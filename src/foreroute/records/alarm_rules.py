@@ -1,4 +1,4 @@
-"""Alarms over the records of a run: the collapse rule that was fixed beforehand, and early warnings. Pure functions.
+"""Alarms over the records of a run: the collapse rule that was fixed beforehand, and early warnings.
 
 `docs/diagnose.md` says where each threshold comes from.
 """
@@ -33,11 +33,7 @@ Measured = tuple[list[int], list[float]]
 
 
 def alarms(history: Sequence[StepRecord]) -> list[Alarm]:
-    """Give the alarms that are on after the last step of a run.
-
-    Args:
-        history: all its steps so far, in order. Before the first, none is on.
-    """
+    """Give the alarms that are on after the last step of a run, by the records of all its steps so far, in order."""
     if not history:
         return []
     disagreement = _measured(history, _disagreement)

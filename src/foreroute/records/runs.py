@@ -11,10 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from foreroute.errors import InputError, RunFolderError, TraceFileError, shown
+from foreroute.files.json_form import by_key, from_json, value_of
 from foreroute.files.regular import as_path, parse_json, read_file
-from foreroute.records.json_form import from_json, value_of
 from foreroute.records.step_record import SIDES, Side, StepRecord
 from foreroute.trace import RoutedLayer, load
+
+FACTS: dict[str, tuple[str, type]] = {
+    "name": ("name", str),
+    "seed": ("seed", int),
+    "precision": ("rollout.precision", str),
+    "routing": ("rl.routing", str),
+}
+"""What `Run` has of a configuration: its key there, and its type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +67,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     runs = [read_run(folder) for folder in folders]
     names = Counter(run.name for run in runs)
     runs = [replace(run, label=f"{run.name} ({run.folder.name})") if names[run.name] > 1 else run for run in runs]
+    # folders of one name in different places are still alike
     labels = Counter(run.label for run in runs)
     return [
         replace(run, label=f"{run.label} #{position}") if labels[run.label] > 1 else run
@@ -76,15 +85,17 @@ def read_run(folder: Path) -> Run:
     if not folder.is_dir():
         raise RunFolderError(f"{folder} is not a folder; name the folder that a training run wrote")
     path, metrics = folder / "config.json", folder / "metrics.jsonl"
+    # a broken link is there too, and is refused as what cannot be read
     for each in (path, metrics):
         if not os.path.lexists(each):
             raise RunFolderError(
                 f"{each} does not exist; a run folder holds config.json and metrics.jsonl. Name one that training wrote"
             )
     try:
-        config = value_of(dict, parse_json(read_file(path, RunFolderError), RunFolderError, name="it"), "it")
-        name, seed = _fact(str, config, "name"), _fact(int, config, "seed")
-        precision, routing = _fact(str, config, "rollout", "precision"), _fact(str, config, "rl", "routing")
+        stated = parse_json(read_file(path, RunFolderError), RunFolderError, name="it")
+        config = value_of(dict, stated, RunFolderError, "it")
+        flat = by_key(config)
+        facts = {name: value_of(kind, flat.get(key), RunFolderError, key) for name, (key, kind) in FACTS.items()}
     except RunFolderError as error:
         raise RunFolderError(f"{path} is damaged: {error}. Restore it from a copy") from error
     steps, is_torn = read_steps(metrics)
@@ -94,11 +105,8 @@ def read_run(folder: Path) -> Run:
     layers, unread = _read_layers(folder / "rollouts")
     return Run(
         folder=folder,
-        label=name,
-        name=name,
-        seed=seed,
-        precision=precision,
-        routing=routing,
+        label=facts["name"],
+        **facts,
         config=config,
         steps=tuple(steps),
         layers=layers,
@@ -107,15 +115,10 @@ def read_run(folder: Path) -> Run:
 
 
 def read_steps(path: Path) -> tuple[list[StepRecord], bool]:
-    """Read the finished steps in a `metrics.jsonl`, from 0 on, and whether a step after them is half written.
-
-    A killed run leaves a last line without its newline: it counts as a step where it is whole.
-
-    Raises:
-        RunFolderError: naming the file and the line, when a line is damaged, or of another step or model.
-    """
+    """Read the finished steps in a `metrics.jsonl`, from 0 on, and say whether a step after them is half written."""
     steps: list[StepRecord] = []
     num_layers: set[int] = set()
+    # each step ends its line, so that only a killed run leaves text behind the last newline
     *lines, last = read_file(path, RunFolderError).split(b"\n")
     for number, line in enumerate([*lines, last] if last.strip() else lines):
         try:
@@ -139,20 +142,8 @@ def read_steps(path: Path) -> tuple[list[StepRecord], bool]:
 
 
 def parse_step(line: bytes) -> StepRecord:
-    """Read one line of `metrics.jsonl`.
-
-    Raises:
-        RunFolderError: when the line is not JSON, a required key is missing, a key is unknown, or a value is of another
-            type or out of range.
-    """
-    return from_json(StepRecord, parse_json(line, RunFolderError, name="it"))
-
-
-def _fact(kind: type, config: Any, *keys: str) -> Any:
-    """Read a value of the configuration, by the keys of the tables that it is in."""
-    for key in keys:
-        config = config.get(key) if isinstance(config, dict) else None
-    return value_of(kind, config, ".".join(keys))
+    """Read one line of `metrics.jsonl`."""
+    return from_json(StepRecord, parse_json(line, RunFolderError, name="it"), RunFolderError)
 
 
 def _read_layers(rollouts: Path) -> tuple[tuple[RoutedLayer, ...], list[str]]:

@@ -247,6 +247,7 @@ class StepRecord:
     """Those that are on: `kind`, `since` which step, `value`, `threshold`."""
 
     def __post_init__(self) -> None:
+        # counts of other bins would be drawn at wrong margins
         bins = len(LOG10_EDGES) - 1
         if any(len(counts_B) != bins for counts_B in self.margins_LB or ()):
             raise ValueError(f"margins_LB needs {bins} counts in every layer")

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from foreroute.records.json_form import by_key
+from foreroute.files.json_form import by_key
 
 ABSENT = "–"  # noqa: RUF001  an en dash in a table cell: never measured
 GAP = "\N{NO-BREAK SPACE}"
@@ -127,5 +127,6 @@ def span_of(values: Iterable[Any], show: Callable[[Any], str]) -> str:
     known = [value for value in values if value is not None]
     if not known:
         return ABSENT
+    # as shown: values that differ in unseen digits are one value to a reader
     low, high = show(min(known)), show(max(known))
     return low if low == high else f"{low} to {high}"

@@ -71,6 +71,7 @@ def method_table(
         for record in records
     ]
     for label, cells in limits.items():
+        # limits have no plan and no planning, so most of their cells are empty
         shown = {"Method": label, **cells}
         rows.append(TableRow(cells=tuple(shown.get(heading, "") for heading in headings)))
     return Table(title=title, columns=columns, rows=tuple(rows))
@@ -81,7 +82,7 @@ def worth(main: MethodRecord, static: MethodRecord, other: MethodRecord | None, 
     text = f"{as_fast(static.training_s, main.training_s)} static"
     if other is None:
         return text
-    return f"{text} and {as_fast(other.training_s, main.training_s)} {other_label}, the strongest other method"
+    return f"{text} and {as_fast(other.training_s, main.training_s)} {other_label}, the fastest other balancer"
 
 
 def named(method: SimulatedMethod, record: SimulationRecord) -> str:

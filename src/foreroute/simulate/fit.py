@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.stats import spearmanr
 
 from foreroute.costs.fitting import find_rates, require_distinct_effects, value_of
 from foreroute.costs.model import CostModel, Hardware
@@ -55,15 +56,7 @@ MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class Measurement:
-    """One timed pass of one step.
-
-    Attributes:
-        name: for people.
-        step: what was run.
-        served: how.
-        pass_index: position in `costs.PASSES`: 0 recompute, 1 update.
-        seconds: wall time of the slowest rank.
-    """
+    """One timed pass of one step: 0 recompute, 1 update, as in `costs.PASSES`; wall time of the slowest rank."""
 
     name: str
     step: BalancerInput
@@ -75,18 +68,9 @@ class Measurement:
     def of(
         cls, name: str, counts: Any, plan: StepPlan | None, topology: Topology, pass_name: PassName, seconds: float
     ) -> Measurement:
-        """From arrays.
+        """Check counts [M, L, G, E] and the plan of them, None for contiguous homes alone.
 
-        Args:
-            name: for people.
-            counts: integers [M, L, G, E].
-            plan: of these counts, or None for contiguous homes alone.
-            topology: of the ranks.
-            pass_name: "recompute" or "update".
-            seconds: wall time.
-
-        Raises:
-            CountsError, PlanError: when the counts are none, or the plan is not of them.
+        Raises `CountsError` or `PlanError` when the counts are none, or the plan is not of them.
         """
         counts_MLGE = check_counts(counts, num_ranks=topology.num_ranks)
         home_LE = np.tile(topology.contiguous_home_E(counts_MLGE.shape[3]), (counts_MLGE.shape[1], 1))
@@ -168,11 +152,7 @@ class FitRecord:
 def fit_config(
     config: SimulateConfig, path: Path, parameters: Sequence[str] = DEFAULT_RATES
 ) -> tuple[SimulateConfig, FitRecord]:
-    """Fit rates to the measurements of a file; returns the configuration with them, and what came out.
-
-    Raises:
-        InputError: as `load_measurements` and `fit`.
-    """
+    """The configuration with rates fitted to the measurements of a file, and what came out. Raises as `fit`."""
     found = fit(load_measurements(path, config.described().topology), config, parameters)
     values = config.model_dump()
     for name, value in found.parameters.items():
@@ -257,14 +237,7 @@ def rank_correlation(a_V: Floats, b_V: Floats) -> float | None:
     """
     if not (np.ptp(a_V) and np.ptp(b_V)):
         return None
-    return float(np.clip(np.corrcoef(_ranks(a_V), _ranks(b_V))[0, 1], -1, 1))
-
-
-def _ranks(values_V: Floats) -> Floats:
-    """float64 [V], the place of each value in ascending order; equal ones share the mean of theirs."""
-    _, which_V, counts = np.unique(values_V, return_inverse=True, return_counts=True)
-    ranks_V: Floats = (np.cumsum(counts) - (counts - 1) / 2)[which_V]
-    return ranks_V
+    return float(spearmanr(a_V, b_V).statistic)
 
 
 def predict(

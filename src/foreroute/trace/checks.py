@@ -1,4 +1,4 @@
-"""Whether routes can be true: dtypes, shapes, ranges and distinct picks, checked once where routes enter."""
+"""Checks of routes where they enter, once (shapes, ranges, distinct picks), and the arithmetic of offsets."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from foreroute.checks import as_array
 from foreroute.errors import TraceContentError
 from foreroute.trace.spec import RoutedLayer, RoutingSpec
 
@@ -18,21 +19,15 @@ TAKEN_AT_ONCE = 1 << 18
 
 
 def check_rows(
-    expert_ids_NLK: NDArray[Any], valid_N: NDArray[np.bool_], offsets: NDArray[np.int64], spec: RoutingSpec
+    expert_ids_NLK: NDArray[Any],  # of `spec.id_dtype`, [N, L, K]
+    valid_N: NDArray[np.bool_],  # [N]; rows where it is False are not looked at
+    offsets: NDArray[np.int64],  # [S + 1], to name the sequence of a bad row
+    spec: RoutingSpec,  # E and K of each layer
 ) -> None:
-    """Raise `TraceContentError` unless every routed row holds K distinct ids below E, and fillers behind them.
-
-    K and E are those of each layer. This is the one check of ids in range and distinct: a compiled loop that looks at
-    each id once.
-
-    Args:
-        expert_ids_NLK: of `spec.id_dtype`, [N, L, K].
-        valid_N: bool [N]; rows where it is False are not looked at.
-        offsets: int64 [S + 1], to name the sequence of a bad row.
-        spec: E, K and the layer table.
-    """
+    """Raise `TraceContentError` unless every routed row holds K distinct ids below E, and fillers behind them."""
     from foreroute.trace.kernels import first_bad_picks  # numba is slow to load
 
+    # ids are checked here alone, in a compiled loop that looks at each once
     rows = np.flatnonzero(valid_N)
     for num_experts, top_k, at in spec.groups:
         ids, layers = expert_ids_NLK[:, at, :top_k], np.arange(spec.num_layers)[at]
@@ -51,14 +46,10 @@ def check_rows(
 
 
 def recorded_rows(ids: NDArray[Any]) -> NDArray[np.bool_]:
-    """Say which rows of routes [..., L, K] were recorded: bool [...].
-
-    This is the one rule for `MISSING`, at every entrance of routes: a row that holds it in every layer and pick was not
-    recorded. A row that holds it in part is wrong, and is refused as one with ids out of range (`narrow_ids`). In a
-    type without a sign it is the highest number, as a cast makes it, where K is 2 or more: no row has one expert twice.
-    """
+    """Say which rows of routes [..., L, K] do not hold `MISSING` in every layer and pick: bool [...]."""
     if ids.dtype.kind not in "iu" or (ids.dtype.kind == "u" and ids.shape[-1] < 2):
         return np.ones(ids.shape[:-2], np.bool_)
+    # In a type without a sign this is the highest number, as a cast makes it: no row of two picks has it twice.
     missing_id = np.array(MISSING).astype(ids.dtype)
     # the first pick of a row tells nearly always
     missing = (ids[..., :1, :1] == missing_id).all(axis=(-2, -1))
@@ -67,10 +58,7 @@ def recorded_rows(ids: NDArray[Any]) -> NDArray[np.bool_]:
 
 
 def narrow_ids(ids: ArrayLike, spec: RoutingSpec, *, name: str) -> NDArray[Any]:
-    """Return `ids` as `spec.id_dtype` [R, L, K], refusing anything that would not survive the cast.
-
-    Columns that a layer does not have hold `MISSING`: in a type without a sign its highest number, as in a trace.
-    """
+    """Return `ids` as `spec.id_dtype` [R, L, K], refusing anything that would not survive the cast."""
     array = as_array(ids, name=name)
     expected = (spec.num_layers, spec.top_k)
     if array.ndim != 3 or array.shape[1:] != expected:
@@ -97,97 +85,17 @@ def narrow_ids(ids: ArrayLike, spec: RoutingSpec, *, name: str) -> NDArray[Any]:
     return narrow
 
 
-def as_int32(values: ArrayLike, *, name: str, least: int = 0) -> NDArray[np.int32]:
-    """Return `values`, such as token ids, as int32 [T]; what is no integer from `least` or does not fit is refused."""
-    array = as_array(values, name=name)
-    if array.size == 0:
-        return np.zeros(0, np.int32)
-    most = np.iinfo(np.int32).max
-    if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < least or array.max() > most:
-        found = f", from {array.min()} to {array.max()}" if array.dtype.kind in "iu" else ""
-        raise TraceContentError(
-            f"{name} is {array.dtype} of shape {array.shape}{found}; "
-            f"expected integers [T] from {least} that fit 32 bits"
-        )
-    return array.astype(np.int32, copy=False)
-
-
-def as_mask(mask: ArrayLike, *, name: str) -> NDArray[np.bool_]:
-    """Return `mask` as bool, refusing whatever is neither true nor false. Numbers 0 and 1 of any type are."""
-    array = as_array(mask, name=name)
-    if array.dtype.kind not in "biuf" or ((array != 0) & (array != 1)).any():
-        raise TraceContentError(f"{name} is {array.dtype} of shape {array.shape}; expected bools, or 0 and 1 alone")
-    return array.astype(np.bool_, copy=False)
-
-
-def as_array(values: ArrayLike, *, name: str) -> NDArray[Any]:
-    """Return `values` as an array, refusing rows of different lengths and objects that are no arrays."""
-    try:
-        return host_array(values)
-    except (ValueError, TypeError, AttributeError, RuntimeError) as error:
-        raise TraceContentError(f"{name} is no array ({error})") from error
-
-
-def host_array(values: Any) -> NDArray[Any]:
-    """Return an array of any library as one of numpy, which may share its memory.
-
-    This is the one place that knows a tensor of torch, which is not imported: it is taken from its device, and without
-    its gradient. numpy has no bfloat16, so that such values, of any library, come as float32, which holds each exactly.
-
-    Raises:
-        Exception: whatever the library raises where it makes none.
-    """
-    if hasattr(values, "detach"):
-        values = values.detach().cpu()
-        values = values.float() if str(values.dtype) == "torch.bfloat16" else values
-    array = np.asarray(values)
-    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
-
-
-def as_numbers(
-    values: ArrayLike, *, name: str, below: int | NDArray[np.int64], count: int | None = None
-) -> NDArray[np.int64]:
-    """Return `values` as int64 [S'], each from 0 to `below` - 1; a mask or a fraction is refused.
-
-    Args:
-        values: integers [S'], or one.
-        name: what they are, in the plural, for the message.
-        below: one limit for all, or one for each.
-        count: the S' that is expected, if one is.
-    """
-    array = as_array(values, name=name)
-    empty = array.shape == (0,) and array.dtype.kind != "b"
-    if array.ndim > 1 or not (array.dtype.kind in "iu" or empty) or count not in (None, array.size):
-        hint = "; turn a mask into numbers with numpy.flatnonzero" if array.dtype.kind == "b" else ""
-        raise TraceContentError(
-            f"{name} are {array.dtype} of shape {array.shape}; expected {'' if count is None else f'{count} '}"
-            f"whole numbers{hint}"
-        )
-    # below 0 would count from the end, as numpy does: a shifted number would pass for a sequence
-    outside = np.flatnonzero((array < 0) | (array >= below))
-    if outside.size:
-        most = np.broadcast_to(below, array.shape).reshape(-1)[outside[0]] - 1
-        raise TraceContentError(f"{name} hold {array.reshape(-1)[outside[0]]}; expected whole numbers from 0 to {most}")
-    return array.astype(np.int64).reshape(-1)
-
-
 def ascending(offsets: NDArray[Any], upto: int) -> bool:
-    """Say whether `offsets` are integers that go from 0 to `upto` and never fall.
-
-    Everything that comes from outside and is used as offsets passes here first. Neighbours are compared, and not
-    subtracted: differences of 64-bit numbers wrap, and numpy's `repeat` writes out of bounds when the sum of its counts
-    wraps.
-    """
+    """Say whether `offsets` are integers that go from 0 to `upto` and never fall."""
     if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or not len(offsets):
         return False
+    # Neighbours are compared and not subtracted: differences of 64-bit numbers wrap, and numpy's `repeat` writes out of
+    # bounds when the sum of its counts does. Whatever comes from outside as offsets passes here first.
     return bool(offsets[0] == 0 and offsets[-1] == upto and (offsets[1:] >= offsets[:-1]).all())
 
 
 def as_offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the running sum of the lengths, from 0: int64 [S + 1].
-
-    Raises `TraceContentError` when a length is negative, or they add up to 2^63 or more.
-    """
+    """Return the running sum of lengths from 0, int64 [S + 1]; negative ones, and sums of 2^63 or more, are refused."""
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
     if (offsets[1:] < offsets[:-1]).any():  # a sum of lengths from 0 that wraps becomes negative at once
         raise TraceContentError("lengths must be 0 or more, and add up to less than 2^63")
@@ -195,10 +103,7 @@ def as_offsets(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def join_ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64], dtype: Any = np.int64) -> NDArray[Any]:
-    """Return the integers `starts[i] : starts[i] + lengths[i]` for i = 0, 1, …, joined.
-
-    Raises `TraceContentError` as `as_offsets`.
-    """
+    """Return the integers `starts[i] : starts[i] + lengths[i]` for i = 0, 1, …, joined."""
     before = as_offsets(lengths)
     joined: NDArray[Any] = np.repeat((starts - before[:-1]).astype(dtype), lengths)
     joined += np.arange(before[-1], dtype=dtype)
@@ -206,10 +111,7 @@ def join_ranges(starts: NDArray[np.int64], lengths: NDArray[np.int64], dtype: An
 
 
 def take_ranges(values: NDArray[Any], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[Any]:
-    """Return `values[join_ranges(starts, lengths)]`, and never hold more than a part of that index.
-
-    Raises `TraceContentError` as `as_offsets`.
-    """
+    """Return `values[join_ranges(starts, lengths)]`, and never hold more than a part of that index."""
     before = as_offsets(lengths)
     taken = np.empty(int(before[-1]), values.dtype)
     parts = np.searchsorted(before, np.arange(0, len(taken), TAKEN_AT_ONCE))
@@ -219,7 +121,7 @@ def take_ranges(values: NDArray[Any], starts: NDArray[np.int64], lengths: NDArra
 
 
 def place_of(row: int, offsets: NDArray[np.int64]) -> tuple[int, int]:
-    """Return the sequence that a packed row belongs to, and its position there; `offsets` int64 [S + 1]."""
+    """Return the sequence of a packed row, and its position there; `offsets` are int64 [S + 1]."""
     sequence = int(np.searchsorted(offsets, row, side="right")) - 1
     return sequence, int(row - offsets[sequence])
 
@@ -227,6 +129,7 @@ def place_of(row: int, offsets: NDArray[np.int64]) -> tuple[int, int]:
 def _refusal(
     row: int, ids_K: NDArray[Any], offsets: NDArray[np.int64], layer: RoutedLayer, why: str
 ) -> TraceContentError:
+    """Make the error for a row of one layer, with its place and its ids."""
     sequence, position = place_of(row, offsets)
     return TraceContentError(
         f"sequence {sequence}, position {position}, {layer} has expert ids {ids_K.tolist()}: {why}"

@@ -27,45 +27,27 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from foreroute.errors import TraceContentError
-from foreroute.trace.checks import (
-    MISSING,
-    as_array,
-    as_int32,
-    as_mask,
-    as_numbers,
-    as_offsets,
-    check_rows,
-    join_ranges,
-    narrow_ids,
-    recorded_rows,
-)
-from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec, as_layers, whole_number
+from foreroute.checks import MOST_INT32, as_array, as_int32, as_mask, as_numbers, whole_number
+from foreroute.errors import TraceContentError, shown
+from foreroute.trace.checks import MISSING, as_offsets, check_rows, join_ranges, narrow_ids, recorded_rows
+from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec, as_layers
 from foreroute.trace.streams import SAMPLING, DecisionStream, check_name, join_streams
 
 NO_VERSION = -1
 """The weight version of a row that was never computed, or whose source did not state one."""
-MOST_VERSION = (1 << 31) - 1
-"""The highest weight version: what 32 bits hold."""
 MOST_VALUES = 16
 """Distinct values of a fact that joined traces keep, of those on which their parts do not agree."""
 _MORE = "…"
 
 
 class PaddedRoutes(NamedTuple):
-    """Sequences as a padded batch, one in each row.
+    """Sequences as a padded batch, one in each row."""
 
-    Attributes:
-        token_ids_BT: int32 [B, T], 0 where no token is.
-        expert_ids_BTLK: int16 [B, T, L, K], or int32 for a model of more than 32,768 experts: the routes of each input
-            position, -1 in all of it where none were recorded or no token is, and in the last columns of a layer with
-            fewer picks.
-        attention_mask_BT: bool [B, T], where the tokens are.
-    """
-
-    token_ids_BT: NDArray[np.int32]
+    token_ids_BT: NDArray[np.int32]  # int32 [B, T], 0 where no token is
+    # int16 [B, T, L, K], int32 above 32,768 experts; -1 in all of a position without a route, and in the last columns
+    # of a layer with fewer picks
     expert_ids_BTLK: NDArray[Any]
-    attention_mask_BT: NDArray[np.bool_]
+    attention_mask_BT: NDArray[np.bool_]  # bool [B, T], where the tokens are
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +62,7 @@ class RoutingTrace:
             and `spec.filler` in the last columns of a layer with fewer picks than K.
         valid_N: bool [N], False where a row was never computed.
         token_ids_N: int32 [N], the input token of each row.
-        weight_versions_N: int32 [N], the weights a row was computed under; `NO_VERSION` where absent or not stated.
+        weight_versions_N: int32 [N], the weights of each row; `NO_VERSION` where absent or not stated.
         offsets: int64 [S + 1], sequence s owns the rows `offsets[s]:offsets[s + 1]`.
         provenance: what made the trace, as short strings (engine, version, source).
         pick_order_kept: False when a file dropped the order of picks; the ids of a row then ascend.
@@ -112,10 +94,9 @@ class RoutingTrace:
         Args:
             spec: the model the routes come from.
             token_ids: S integer arrays [T].
-            expert_ids: S integer arrays [R, L, K] with R = T, or R < T where the last T - R tokens were never routed
-                (engines return T - 1 rows). A row of -1 throughout was not recorded. -1 stands in the last columns of a
-                layer with fewer picks.
-            weight_version: the version of the weights that computed the routes.
+            expert_ids: S integer arrays [R, L, K], R <= T: the last T - R tokens were never routed (engines return T -
+                1 rows). A row of -1 throughout was not recorded; -1 also stands behind the picks of a layer with fewer.
+            weight_version: of the weights that computed the routes.
             provenance: what made the trace.
 
         Raises:
@@ -123,7 +104,7 @@ class RoutingTrace:
         """
         tokens = [as_array(t, name=f"token_ids[{s}]") for s, t in enumerate(token_ids)]
         routes = [as_array(r, name=f"expert_ids[{s}]") for s, r in enumerate(expert_ids)]
-        version = whole_number(weight_version, name="weight version", least=NO_VERSION, most=MOST_VERSION)
+        version = whole_number(weight_version, name="weight version", least=NO_VERSION, most=MOST_INT32)
         return cls.from_rows(
             spec,
             tokens,
@@ -147,16 +128,15 @@ class RoutingTrace:
         """Pack sequences whose routed rows may lie anywhere and may come from several weight versions.
 
         Args:
-            spec: the model the routes come from.
-            token_ids: S integer arrays [T].
-            expert_ids: S integer arrays [T, L, K], one row for each token, or none for the last tokens; not looked at
-                where `valid` is False. A row of -1 throughout was not recorded, whatever `valid` says.
+            spec: as in `from_sequences`.
+            token_ids: as in `from_sequences`.
+            expert_ids: as in `from_sequences`, with rows of any content where `valid` is False.
             valid: S bool arrays [T], True where a row was routed.
             weight_versions: S integer arrays [T], from 0, or `NO_VERSION`; not looked at where `valid` is False.
             provenance: what made the trace.
 
         Raises:
-            TraceContentError: for ids out of range, an expert picked twice in a row, or shapes that disagree.
+            TraceContentError: as `from_sequences`.
         """
         counts = {len(token_ids), len(expert_ids), len(valid), len(weight_versions)}
         if len(counts) != 1:
@@ -276,13 +256,11 @@ class RoutingTrace:
         return self.token_ids_N[self.offsets[sequence] : self.offsets[sequence + 1]]
 
     def to_padded(self, attention_mask: ArrayLike | None = None) -> PaddedRoutes:
-        """Lay the sequences out as a padded batch, one in each row; `from_padded` takes them out again.
-
-        Weight versions, provenance and streams stay behind.
+        """Lay the sequences out as a padded batch, one in each row, without weight versions, provenance and streams.
 
         Args:
-            attention_mask: where the tokens go, [B, T] with as many ones in a row as its sequence has tokens. They go
-                to the left by default, with padding on the right up to the longest.
+            attention_mask: [B, T], with as many ones in a row as its sequence has tokens; by default tokens are on the
+                left and padding goes up to the longest.
 
         Raises:
             TraceContentError: when the mask has other numbers of tokens.
@@ -304,17 +282,13 @@ class RoutingTrace:
         return PaddedRoutes(tokens, routes, kept)
 
     def select(self, sequences: ArrayLike) -> RoutingTrace:
-        """Return the given sequences, in the given order; one may be taken several times.
-
-        Args:
-            sequences: integers [S'], each in 0 .. S - 1.
-        """
+        """Return the given sequences, integers [S'] from 0 to S - 1, in that order; one may be taken several times."""
         chosen = as_numbers(sequences, name="sequences", below=len(self))
         lengths = self.lengths[chosen]
         return self.take_rows(join_ranges(self.offsets[:-1][chosen], lengths), lengths)
 
     def select_layers(self, layers: Iterable[RoutedLayer]) -> RoutingTrace:
-        """Return the given layers, in the given order; the layer table shrinks with them, and gate weights do.
+        """Return the given layers, in the given order; the layer table shrinks with them.
 
         Raises:
             TraceContentError: when something else than routed layers is given.
@@ -324,16 +298,10 @@ class RoutingTrace:
         spec, positions = self.spec.select(chosen), self.spec.positions(chosen)
         # the columns and the type of the layer with most picks and experts; fillers of a wider type become those of it
         ids_NLK = self.expert_ids_NLK[:, positions, : spec.top_k].astype(spec.id_dtype, copy=False)
-        return replace(
-            self,
-            spec=spec,
-            expert_ids_NLK=np.ascontiguousarray(ids_NLK),
-        )
+        return replace(self, spec=spec, expert_ids_NLK=np.ascontiguousarray(ids_NLK))
 
     def truncated(self, lengths: ArrayLike) -> RoutingTrace:
-        """Return the first `lengths[s]` rows of each sequence.
-
-        The sampling mask of a token that is cut off goes with it.
+        """Return the first `lengths[s]` rows of each sequence, without the sampling masks of tokens that are cut off.
 
         Raises:
             TraceContentError: unless there is a whole number for each sequence, from 0 to its length.
@@ -359,30 +327,24 @@ class RoutingTrace:
 
     def with_weight_version(self, version: int) -> RoutingTrace:
         """Return the same routes, all stamped with one weight version, from 0, or `NO_VERSION`."""
-        whole = whole_number(version, name="weight version", least=NO_VERSION, most=MOST_VERSION)
+        whole = whole_number(version, name="weight version", least=NO_VERSION, most=MOST_INT32)
         return replace(self, weight_versions_N=np.where(self.valid_N, whole, NO_VERSION).astype(np.int32))
 
     def without_pick_order(self) -> RoutingTrace:
         """Return the same sets of experts, ids ascending in each row, as files of sets return them."""
         order_NLK = np.argsort(self.expert_ids_NLK, axis=-1, kind="stable")
         return replace(
-            self,
-            expert_ids_NLK=np.take_along_axis(self.expert_ids_NLK, order_NLK, axis=-1),
-            pick_order_kept=False,
+            self, expert_ids_NLK=np.take_along_axis(self.expert_ids_NLK, order_NLK, axis=-1), pick_order_kept=False
         )
 
     def with_stream(self, name: str, stream: DecisionStream) -> RoutingTrace:
-        """Add a stream of decisions, or put it in the place of the one with its name.
-
-        Args:
-            name: lower-case letters and underscores, such as "sampling".
-            stream: with a row for each of the trace.
+        """Add a stream with N rows under a name of lower-case letters and underscores, or replace the one of that name.
 
         Raises:
             TraceContentError: when there can be no such name, or the stream cannot belong to these rows.
         """
         if not isinstance(stream, DecisionStream):
-            raise TraceContentError(f"the stream is {stream!r:.60}; expected a DecisionStream")
+            raise TraceContentError(f"the stream is {shown(stream)}; expected a DecisionStream")
         check_name(name)
         if stream.num_rows != self.num_rows:
             raise TraceContentError(f"a stream has {stream.num_rows} rows for {self.num_rows} of the trace")
@@ -416,11 +378,10 @@ class RoutingTrace:
 
 
 def digest(trace: RoutingTrace) -> str:
-    """Return BLAKE2b-128 over model facts, sequence bounds, tokens, weight versions, validity, routes, streams, as hex.
+    """Return a BLAKE2b-128 digest of all but the provenance and the model's name, as hex.
 
-    Provenance and the model's name do not take part: the same routes have the same digest wherever they came from.
-    Whether pick order is kept does: a trace read from a file of sets has the digest of `trace.without_pick_order()`,
-    not that of the trace that was recorded.
+    The same routes have the same digest wherever they came from. A trace read from a file of sets has the digest of
+    `trace.without_pick_order()`, not that of the trace that was recorded.
     """
     spec, streams = trace.spec, sorted(trace.streams.items())
     layers: list[list[Any]] = [[layer.index, layer.kind.value] for layer in spec.layers]
@@ -435,6 +396,7 @@ def digest(trace: RoutingTrace) -> str:
         trace.valid_N,
         trace.expert_ids_NLK,
     ]
+    # provenance and the model's name are left out: the same routes are the same wherever they came from
     arrays += [array for _, stream in streams for array in stream.arrays().values()]
     from foreroute.files.container import blake2b_hex
 
@@ -442,9 +404,9 @@ def digest(trace: RoutingTrace) -> str:
 
 
 def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
-    """Join all sequences of the given traces, in order; pick order is dropped where one of them has dropped it.
+    """Join all sequences of traces, in order.
 
-    So is a layer that looks experts up by token, where one of them does not have it: a model knows it without a trace.
+    What one lacks, all lose: the order of picks, and layers that look experts up by token, which a model knows.
 
     Raises:
         TraceContentError: when there is no trace to join, or some have a stream and others do not.
@@ -474,10 +436,7 @@ def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
 
 
 def on_common_layers(traces: Sequence[RoutingTrace], *, what: str) -> list[RoutingTrace]:
-    """Return traces of one model, without the layers of the kind `hash` that one of them lacks. `what` names others.
-
-    Raises `SpecMismatchError` when they come from different models.
-    """
+    """Return traces of one model, without the layers of the kind `hash` that one of them lacks. `what` names others."""
     tables = [{layer for layer in trace.spec.layers if layer.kind is LayerKind.HASH} for trace in traces]
     partial = {layer for own in tables for layer in own if not all(layer in each for each in tables)}
     alike = [
@@ -492,7 +451,7 @@ def on_common_layers(traces: Sequence[RoutingTrace], *, what: str) -> list[Routi
 
 
 def _kept_places(attention_mask: ArrayLike, tokens_BT: NDArray[Any]) -> NDArray[np.bool_]:
-    """Where the tokens of a padded batch are, by its mask or its lengths: bool [B, T]."""
+    """Find the tokens of a padded batch by its mask or its lengths: bool [B, T]."""
     given = as_array(attention_mask, name="attention_mask")
     if given.ndim != 1 or tokens_BT.ndim != 2:
         return as_mask(given, name="attention_mask")
@@ -507,6 +466,7 @@ def _common_provenance(all_facts: list[Mapping[str, str]]) -> dict[str, str]:
 
 
 def _join_facts(values: list[str]) -> str:
+    """Join the distinct values of one fact."""
     # a part may be a joined trace itself
     distinct = list(dict.fromkeys(value for joined in values for value in joined.split(" | ")))
     kept = [value for value in distinct if value != _MORE][:MOST_VALUES]

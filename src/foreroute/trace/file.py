@@ -28,10 +28,11 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from foreroute.errors import TraceContentError, TraceFileError
+from foreroute.checks import as_numbers
+from foreroute.errors import TraceContentError, TraceFileError, shown
 from foreroute.files.container import FileFormat, TensorFile, TensorSchema
 from foreroute.files.regular import parse_json
-from foreroute.trace.checks import as_numbers, as_offsets, check_rows, join_ranges
+from foreroute.trace.checks import as_offsets, check_rows, join_ranges
 from foreroute.trace.container import NO_VERSION, RoutingTrace
 from foreroute.trace.spec import RoutedLayer, RoutingSpec, spec_from
 from foreroute.trace.streams import DecisionStream, check_name
@@ -87,9 +88,9 @@ def save(
 
     Args:
         trace: what to write.
-        path: where to, a path or a URL that fsspec knows, such as "s3://bucket/step-000007".
-        encoding: "sets" keeps which experts were picked, and gate weights with them, and drops the order of picks:
-            the ids of a row ascend when they are read. "ordered" keeps the order, at about a fifth more bytes.
+        path: a path, or a URL that fsspec knows, such as "s3://bucket/step-000007".
+        encoding: "sets" keeps which experts were picked, and drops the order of picks: the ids of a row ascend when
+            they are read. "ordered" keeps the order, at about a fifth more bytes.
         overwrite: whether an existing file may be replaced.
 
     Returns:
@@ -105,16 +106,13 @@ def save(
 def encode(
     trace: RoutingTrace, encoding: Encoding, *, chunk_rows: int | None = None
 ) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
-    """Return metadata and tensors of the file of a trace, as `FORMAT` takes them.
-
-    Arguments and errors are those of `save`, and `chunk_rows` as in `cut_chunks`.
-    """
+    """Return metadata and tensors of the file of a trace, as `FORMAT` takes them; `chunk_rows` as in `cut_chunks`."""
     import zstandard  # an engine's worker imports this room, and has numpy alone
 
     if encoding not in ENCODINGS:
-        raise TraceContentError(f"encoding {encoding!r:.40} is unknown; expected one of {', '.join(ENCODINGS)}")
+        raise TraceContentError(f"encoding {shown(encoding)} is unknown; expected one of {', '.join(ENCODINGS)}")
     _refuse_what_no_reader_takes(trace)
-    spec, streams = trace.spec, dict(sorted(trace.streams.items()))
+    spec, streams = trace.spec, dict(sorted(trace.streams.items()))  # sorted: equal traces give equal bytes
     as_sets = encoding == "sets" or not trace.pick_order_kept
     if not as_sets or spec.sizes:
         check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)
@@ -162,7 +160,7 @@ def _narrow(sizes: NDArray[np.int64]) -> NDArray[Any]:
 
 
 def _refuse_what_no_reader_takes(trace: RoutingTrace) -> None:
-    """Refuse what a reader would refuse, but for routes, which are checked as they are encoded: nothing was checked."""
+    """Refuse what a reader would refuse, but for routes, which are checked as they are encoded."""
     spec, rows = trace.spec, len(trace.valid_N)
     _refuse_no_texts(spec.model, trace.provenance)
     for name, dtype, shape in (
@@ -186,12 +184,12 @@ def _refuse_no_texts(model: str, provenance: Any) -> None:
         "".join([model, *provenance, *provenance.values()]).encode()
     except (AttributeError, TypeError, UnicodeEncodeError) as error:
         raise TraceContentError(
-            f"the model is {model!r:.40} and the provenance {provenance!r:.120}; expected a text, and a table of texts"
+            f"the model is {shown(model)} and the provenance {shown(provenance)}; expected a text, and a table of texts"
         ) from error
 
 
 def _refuse_false_rows(tokens: NDArray[np.int32], versions: NDArray[np.int32], valid: NDArray[np.bool_]) -> None:
-    """Refuse what no row has, of a trace or of a file: of tokens, and of weight versions where there is no route."""
+    """Refuse what no row has, of a trace or of a file: a negative token, a version beside no route."""
     if tokens.min(initial=0) < 0:
         raise TraceContentError(f"a token id is {tokens.min()}; expected 0 or more")
     if versions.min(initial=NO_VERSION) < NO_VERSION or (versions[~valid] != NO_VERSION).any():
@@ -223,17 +221,13 @@ def check_memory(decoded_bytes: int, stored_bytes: int) -> None:
 
 
 def cut_chunks(trace: RoutingTrace, chunk_rows: int | None = None) -> NDArray[np.int64]:
-    """Return the rows of each chunk, int64 [C].
-
-    A chunk has whole sequences, so that they are read alone: up to `CHUNK_ROWS` rows, or `MOST_CHUNK_ROWS` while each
-    begins as the one before, by a quarter of the shorter: only within a frame does zstd find a prompt again. With
-    `chunk_rows`, a chunk ends with the sequence that brings it to this many, however the next begins. A sequence that
-    is longer than `MOST_CHUNK_ROWS` is cut into about even chunks.
-    """
+    """Return the rows of each chunk, int64 [C]; with `chunk_rows`, a chunk ends once it has that many."""
     offsets, tokens = trace.offsets.tolist(), trace.token_ids_N
     arrays = [trace.expert_ids_NLK, *(a for stream in trace.streams.values() for a in stream.arrays().values())]
     row_bytes = max(1, sum(array.nbytes for array in arrays) // max(1, len(tokens)))
     most = min(MOST_CHUNK_ROWS, max(1, CHUNK_MEMORY // row_bytes))
+    # Sequences are whole in a chunk, so that they are read alone. A chunk grows while each begins as the one before:
+    # only within a frame does zstd find a prompt again.
     cuts = [0]
     for before, start, stop in zip([0, *offsets], offsets, offsets[1:], strict=False):
         if chunk_rows is not None and start - cuts[-1] >= chunk_rows:
@@ -243,6 +237,7 @@ def cut_chunks(trace: RoutingTrace, chunk_rows: int | None = None) -> NDArray[np
             grouped = alike and np.array_equal(tokens[before : before + alike], tokens[start : start + alike])
             if not grouped or stop - cuts[-1] > most:
                 cuts.append(start)
+        # a sequence that no chunk can hold is cut into about even ones
         pieces = -(-(stop - cuts[-1]) // most)
         cuts += [cuts[-1] + (stop - cuts[-1]) * piece // pieces for piece in range(1, pieces)]
     return np.diff([*cuts, offsets[-1]] if offsets[-1] > cuts[-1] else cuts)
@@ -290,27 +285,17 @@ def _numbers(planes: NDArray[np.uint8], dtype: Any) -> NDArray[Any]:
 
 @dataclass(frozen=True)
 class TraceHeader:
-    """What a file says about itself. N rows in C chunks of F frames.
+    """What a file says about itself. N rows in C chunks of F frames."""
 
-    Attributes:
-        spec: the model.
-        as_sets: whether ids are gaps of sorted ids; else they are in pick order.
-        provenance: what made the trace.
-        streams: those beside the routes by name, without rows.
-        offsets: int64 [S + 1], the rows of each sequence.
-        chunk_starts: int64 [C + 1], the rows of each chunk.
-        frame_bounds: int64 [C · F + 1], frame f of chunk c has the bytes from bound c · F + f to the next.
-        content_bytes: int64 [C, F], the bytes of what each frame holds.
-    """
-
-    spec: RoutingSpec
-    as_sets: bool
-    provenance: Mapping[str, str]
-    streams: Mapping[str, DecisionStream]
-    offsets: NDArray[np.int64]
-    chunk_starts: NDArray[np.int64]
+    spec: RoutingSpec  # the model
+    as_sets: bool  # whether ids are gaps of sorted ids; else they are in pick order
+    provenance: Mapping[str, str]  # what made the trace
+    streams: Mapping[str, DecisionStream]  # those beside the routes by name, without rows
+    offsets: NDArray[np.int64]  # [S + 1], the rows of each sequence
+    chunk_starts: NDArray[np.int64]  # [C + 1], the rows of each chunk
+    # [C · F + 1], frame f of chunk c has the bytes from bound c · F + f to the next
     frame_bounds: NDArray[np.int64]
-    content_bytes: NDArray[np.int64]
+    content_bytes: NDArray[np.int64]  # [C, F], the bytes of what each frame holds
 
 
 def load(
@@ -322,14 +307,13 @@ def load(
 ) -> RoutingTrace:
     """Read a trace, or the sequences, layers and streams that a rank needs, and check every byte that is used.
 
-    Reading a part gives what `load(source).select(sequences).select_layers(layers)` gives, and reads the frames that
-    hold those sequences, in those layers alone.
+    A part is `load(source).select(sequences).select_layers(layers)`, for which other frames are not read.
 
     Args:
         source: the path or the URL of a file that `save` wrote, or such a file that was opened.
         sequences: integers [S'], each from 0 to S - 1; all in order when left out.
         layers: members of the file's layer table; all in order when left out.
-        streams: names of those wanted beside the routes; all when left out. Others are not read.
+        streams: names of those wanted beside the routes; all when left out.
 
     Raises:
         TraceFileError: when the file is missing, not a trace, of another format, truncated or damaged.
@@ -347,10 +331,7 @@ def read_trace(
     *,
     num_sequences: int | None = None,
 ) -> tuple[RoutingTrace, dict[str, NDArray[Any]]]:
-    """As `load`, and the tensors that are read whole: of a generation, what it has beside its trace.
-
-    A file of another number of sequences than `num_sequences` is refused.
-    """
+    """Read as `load`, and return the tensors that are read whole too: of a generation, what it has beside its trace."""
     with FORMAT.open(source) as file:
         metadata, tables = FORMAT.read_opened(file)
         try:
@@ -366,7 +347,7 @@ def read_trace(
         wanted = list(header.streams) if streams is None else list(streams)
         if missing := [name for name in wanted if name not in header.streams]:
             raise TraceContentError(
-                f"{file.name} has no stream {missing[0]!r:.40}; it has {', '.join(header.streams) or 'routes alone'}"
+                f"{file.name} has no stream {shown(missing[0])}; it has {', '.join(header.streams) or 'routes alone'}"
             )
         chunks, rows, lengths = _rows_of(header, sequences)
         try:
@@ -379,19 +360,17 @@ def read_trace(
 
 
 def _damage(file: TensorFile, error: TraceContentError) -> TraceFileError:
+    """Make the error for a file that cannot be right."""
     return TraceFileError(f"{file.name} is damaged: {error}. Record or copy it again")
 
 
 def _header_from(metadata: Mapping[str, str], tables: Mapping[str, NDArray[Any]], stored_bytes: int) -> TraceHeader:
-    """Check what a file says of itself, and of the bytes of its frames.
-
-    Raises `TraceContentError` when it cannot be right.
-    """
+    """Check what a file says of itself, and of the bytes of its frames."""
     table = parse_json(metadata["layers"], TraceContentError, name="its layer table")
     entries = parse_json(metadata["streams"], TraceContentError, name="its list of streams")
     provenance = parse_json(metadata["provenance"], TraceContentError, name="its provenance")
     if metadata["encoding"] not in ENCODINGS:
-        raise TraceContentError(f"encoding {metadata['encoding']!r:.40} is unknown; expected one of {ENCODINGS}")
+        raise TraceContentError(f"encoding {shown(metadata['encoding'])} is unknown; expected one of {ENCODINGS}")
     spec = spec_from(table, metadata["model"])
     _refuse_no_texts(spec.model, provenance)
     rows = tables["chunk_rows"]
@@ -430,13 +409,13 @@ def _header_from(metadata: Mapping[str, str], tables: Mapping[str, NDArray[Any]]
 def _streams_from(entries: Any) -> dict[str, DecisionStream]:
     """Return the streams that a file names, without rows."""
     if not isinstance(entries, list) or len(entries) > MOST_STREAMS:
-        raise TraceContentError(f"the list of streams is {entries!r:.80}; expected a list of {MOST_STREAMS} at most")
+        raise TraceContentError(f"the list of streams is {shown(entries)}; expected a list of {MOST_STREAMS} at most")
     streams: dict[str, DecisionStream] = {}
     for entry in entries:
         facts = dict(entry) if isinstance(entry, dict) else {}
         name, kind = facts.pop("name", None), facts.pop("kind", None)
         if kind != SETS or not isinstance(name, str) or name in streams:
-            raise TraceContentError(f"a stream is {entry!r:.120}; expected a name of its own and the kind {SETS!r}")
+            raise TraceContentError(f"a stream is {shown(entry)}; expected a name of its own and the kind {SETS!r}")
         check_name(name)
         streams[name] = DecisionStream.from_facts(facts)
     return streams
@@ -445,13 +424,7 @@ def _streams_from(entries: Any) -> dict[str, DecisionStream]:
 def _rows_of(
     header: TraceHeader, sequences: ArrayLike | None
 ) -> tuple[NDArray[np.int64], NDArray[np.int64] | None, NDArray[np.int64]]:
-    """Find the chunks that hold some sequences.
-
-    Returns:
-        chunks: int64 [C'], their numbers, ascending.
-        rows: int64, the rows of the sequences among those of these chunks, joined; None where they are all, in order.
-        lengths: int64 [S'], the rows of each sequence.
-    """
+    """Find the chunks that hold some sequences, the rows to take of them (None: all, in order), and the lengths."""
     lengths = np.diff(header.offsets)
     if sequences is None:
         return np.arange(len(header.chunk_starts) - 1), None, lengths
@@ -477,11 +450,7 @@ def _read_chunks(
     positions: NDArray[np.int64],
     wanted: Sequence[str],
 ) -> RoutingTrace:
-    """Read all rows of some chunks, in the layers of `spec`, with some streams, as one sequence.
-
-    Raises `TraceFileError` when the file was cut meanwhile, and `TraceContentError` when a frame is damaged, or holds
-    what cannot be true.
-    """
+    """Read all rows of some chunks, in the layers of `spec`, with some streams, as one sequence."""
     edges = np.append(0, np.cumsum(np.diff(header.chunk_starts)[chunks]))
     num_rows, frames, before = int(edges[-1]), {}, 1 + header.spec.num_layers
     tokens, versions = np.empty(num_rows, np.int32), np.empty(num_rows, np.int32)
@@ -530,7 +499,7 @@ def _read_chunks(
 def _put_routes(
     columns_LKR: NDArray[Any], valid_R: NDArray[np.bool_], num_experts: int, as_sets: bool, ids_RLK: NDArray[Any]
 ) -> None:
-    """Put the numbers of frames into rows, as ids. Raises `TraceContentError` for sets that cannot be."""
+    """Put the numbers of frames into rows, as ids, and refuse sets that cannot be."""
     from foreroute.trace.kernels import put_sets  # numba is slow to load
 
     if not as_sets:
@@ -580,7 +549,7 @@ def _read_frames(
 
 
 def _sizes_and_gaps(content: NDArray[np.uint8], rows: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Return what a frame of a stream holds. Raises `TraceContentError` when it is too short for its rows."""
+    """Return what a frame of a stream holds, unless it is too short for its rows."""
     size = np.dtype(np.uint32).itemsize
     if len(content) < size * rows or len(content) % size:
         raise TraceContentError(f"sets of {rows} rows have {len(content)} bytes; expected {size} per number")

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from foreroute.checks import whole_number
 from foreroute.errors import SpecMismatchError, TraceContentError
 from foreroute.trace.checks import join_ranges, place_of
-from foreroute.trace.spec import RoutedLayer, whole_number
+from foreroute.trace.spec import RoutedLayer
 from foreroute.trace.streams import MOST_CHOICES, DecisionStream, as_choices
 
 INDEXER = "indexer"
@@ -49,22 +50,17 @@ class IndexerSpec:
         object.__setattr__(self, "layers", as_choices(MOST_CHOICES, self.layers)[1])
 
     def num_visible(self, position_N: NDArray[np.int64]) -> NDArray[np.int64]:
-        """int64 [N], the units that a query at each position sees; none at a negative one, such as of padding."""
+        """Count the units that a query at each position sees, int64 [N]; none at a negative one, such as of padding."""
         through = position_N + (self.unit if self.sees_begun else 1)
         return np.where(position_N < 0, 0, through // self.unit)
 
     def stream(
         self, position_N: NDArray[np.int64], chosen: Iterable[tuple[NDArray[np.int64], NDArray[np.int32]]]
     ) -> DecisionStream:
-        """Pack what the indexers chose.
-
-        Args:
-            position_N: of each row in its sequence.
-            chosen: of each layer, counts [N], and the ids of all sets joined, ascending in each.
+        """Pack choices at positions, int64 [N]: of each layer, counts [N] and the ids of all sets, ascending in each.
 
         Raises:
-            TraceContentError: when an id stands twice in a set, or one that its query does not see in the place of
-                one that it sees.
+            TraceContentError: for an id twice in a set, or a unit that its query does not see.
         """
         everything_N = self.heads * self.num_visible(position_N)
         sets_of = []
@@ -81,11 +77,7 @@ class IndexerSpec:
         return DecisionStream.from_layers(MOST_CHOICES, np.ones(len(position_N), np.bool_), sets_of, self.layers)
 
     def check(self, stream: DecisionStream, offsets: NDArray[np.int64]) -> None:
-        """Raise unless these can be choices of such indexers, each at its own position.
-
-        Args:
-            stream: of a trace.
-            offsets: int64 [S + 1], of its sequences.
+        """Raise unless a stream of sequences with these `offsets`, int64 [S + 1], can be choices of such indexers.
 
         Raises:
             SpecMismatchError: when other layers choose.
@@ -122,4 +114,5 @@ class IndexerSpec:
 
 
 def _named(layers: tuple[RoutedLayer, ...]) -> str:
+    """Name the first layers of a table."""
     return f"{len(layers)} layers [{', '.join(map(str, layers[:4]))}{', …' if len(layers) > 4 else ''}]"

@@ -1,4 +1,4 @@
-"""Loops over all picks of a trace: the check, the counts, and sets that are read from a file. Compiled.
+"""Compiled loops over all picks of a trace: the check, the counts, and sets that are read from a file.
 
 Other files import from here inside functions alone: numba is slow to load. Arithmetic on positions is in uint64: numba
 makes a float of an int64 and a uint64.
@@ -19,16 +19,14 @@ cache. Shorter pieces of L · K planes take longer: each begins in a page of its
 
 
 @kernel
-def first_bad_picks(flat_ids: Any, num_layers: Any, top_k: Any, rows: Any, num_experts: Any) -> Any:
-    """Find the first (row, layer) of `rows` with an id of E or more or an expert twice: row * L + layer, or -1.
-
-    Args:
-        flat_ids: uint8 or uint16, [N, L, K] flattened.
-        num_layers: L.
-        top_k: K.
-        rows: int64 [R].
-        num_experts: E.
-    """
+def first_bad_picks(
+    flat_ids: Any,  # uint8 or uint16, [N, L, K] flattened
+    num_layers: Any,
+    top_k: Any,
+    rows: Any,  # int64 [R]
+    num_experts: Any,
+) -> Any:
+    """Find the first (row, layer) of `rows` with an id of E or more or an expert twice: row * L + layer, or -1."""
     # seen[e] is the stamp of the last row and layer that picked e. No two have the same, so that nothing needs to be
     # cleared in between.
     seen = np.zeros(1 << (8 * flat_ids.itemsize), np.int64)
@@ -49,16 +47,15 @@ def first_bad_picks(flat_ids: Any, num_layers: Any, top_k: Any, rows: Any, num_e
 
 
 @kernel
-def gaps_of_rows(ids_RLK: Any, valid_R: Any, num_experts: Any, gaps_LKR: Any) -> Any:
-    """Sort the ids of each row, and take the gaps between them: gap k is id k less id k - 1 less 1, gap 0 is id 0.
+def gaps_of_rows(
+    ids_RLK: Any,  # uint8 or uint16 [R, L, K]; anything in rows without a route
+    valid_R: Any,  # bool [R], the routed rows
+    num_experts: Any,  # E
+    gaps_LKR: Any,  # of the same type [L, K, R], written
+) -> Any:
+    """Write the gaps between the sorted ids of each row, and say whether all are different and below E.
 
-    Rows without a route get zeros. Returns whether all ids of the others are different and below E.
-
-    Args:
-        ids_RLK: uint8 or uint16 [R, L, K]; anything in rows without a route.
-        valid_R: bool [R], the routed rows.
-        num_experts: E.
-        gaps_LKR: of the same type [L, K, R], written.
+    Gap 0 is id 0, gap k is id k less id k - 1 less 1; rows without a route get zeros.
     """
     num_layers, top_k, rows = gaps_LKR.shape
     ids_KR = np.empty((top_k, TILE_ROWS), gaps_LKR.dtype)
@@ -92,18 +89,13 @@ def gaps_of_rows(ids_RLK: Any, valid_R: Any, num_experts: Any, gaps_LKR: Any) ->
 
 
 @kernel
-def put_sets(gaps_LKR: Any, valid_R: Any, num_experts: Any, out_RLW: Any) -> Any:
-    """Put sets into their rows, ids ascending: what `gaps_of_rows` took gaps of.
-
-    Rows without a route get zeros. Returns whether their gaps are zeros too, and all ids are below E.
-
-    Args:
-        gaps_LKR: uint8 or uint16 [L, K, R].
-        valid_R: bool [R], the routed rows.
-        num_experts: E.
-        out_RLW: uint8 to uint64 [R, L, W], written: the K ids as W words, in each of them the first id in the lowest
-            bits.
-    """
+def put_sets(
+    gaps_LKR: Any,  # uint8 or uint16 [L, K, R], as `gaps_of_rows` writes them
+    valid_R: Any,  # bool [R], the routed rows
+    num_experts: Any,  # E
+    out_RLW: Any,  # uint8 to uint64 [R, L, W], written: the K ids as W words, the first id of a word in its lowest bits
+) -> Any:
+    """Put sets into their rows, ids ascending, and say whether all are below E and rows without a route have zeros."""
     num_layers, top_k, rows = gaps_LKR.shape
     ids_KR, words = np.empty((top_k, TILE_ROWS), gaps_LKR.dtype), np.empty(TILE_ROWS, out_RLW.dtype)
     per_word, bits = out_RLW.itemsize // gaps_LKR.itemsize, 8 * gaps_LKR.itemsize
@@ -193,21 +185,18 @@ def _leaves_range(last: Any, valid: Any, num_experts: Any) -> bool:
 
 @kernel
 def add_counts(
-    flat_ids: Any, valid_N: Any, offsets: Any, order: Any, start_S: Any, layer_L: Any, held_LE: Any, flat_counts: Any
+    flat_ids: Any,  # uint8 or uint16, [N, L, K] flattened
+    valid_N: Any,  # bool [N]
+    offsets: Any,  # int64 [S + 1]
+    order: Any,  # int64, sequence numbers; those of one start are neighbours
+    start_S: Any,  # int64 [S], where the counts of each sequence begin in `flat_counts`
+    layer_L: Any,  # int64 [L], from there to those of each layer
+    # uint32 [L, E] of zeros, and zeros again afterwards: small enough for the first-level cache, and free of the
+    # collisions in it that a large power of two between layers would cause
+    held_LE: Any,
+    flat_counts: Any,  # int32, added to
 ) -> None:
-    """Count the picks of some sequences.
-
-    Args:
-        flat_ids: uint8 or uint16, [N, L, K] flattened.
-        valid_N: bool [N].
-        offsets: int64 [S + 1].
-        order: int64, sequence numbers; those of one start are neighbours.
-        start_S: int64 [S], where the counts of each sequence begin in `flat_counts`.
-        layer_L: int64 [L], from there to those of each layer.
-        held_LE: uint32 [L, E] of zeros, and zeros again afterwards. Small enough for the first-level cache, and free
-            of the collisions in it that a large power of two between layers would cause.
-        flat_counts: int32, added to.
-    """
+    """Count the picks of some sequences."""
     num_layers, num_experts = held_LE.shape
     held = held_LE.reshape(-1)
     row_size = uint64(flat_ids.size // max(1, len(valid_N)))

@@ -1,4 +1,4 @@
-"""What is done with whole traces: extended by a later capture, compared, counted."""
+"""Operations on whole traces: extending one by a later capture, comparing two, counting assignments."""
 
 from __future__ import annotations
 
@@ -9,23 +9,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from foreroute.checks import as_numbers
 from foreroute.errors import BatchMismatchError, TraceContentError
-from foreroute.trace.checks import as_numbers, join_ranges, place_of
+from foreroute.trace.checks import join_ranges, place_of
 from foreroute.trace.container import RoutingTrace, concatenate, on_common_layers
 from foreroute.trace.spec import RoutedLayer, RoutingSpec
 
 
 def extended(earlier: RoutingTrace, later: RoutingTrace) -> RoutingTrace:
-    """Return the sequences of `later`, with the rows that `earlier` had already routed.
+    """Return the sequences of `later`, with the rows that `earlier`, their beginnings, had already routed.
 
-    Each sequence of `earlier` must be a beginning of the sequence of the same number in `later`. A row that both routed
-    keeps the routes and the weight version of `earlier`, because the log-probability of the token behind it came from
-    there. That behind the last one of `earlier` came from `later`, whose row is taken. So is each stream, where both
-    have a decision.
-
-    Args:
-        earlier: S sequences.
-        later: S sequences, each at least as long.
+    A row that both routed keeps the routes and the weight version of `earlier`, because the log-probability of the
+    token behind it came from there. The last row of `earlier` comes from `later`, as the token behind it did. So does
+    each stream, where both have a decision.
 
     Raises:
         SpecMismatchError: when the traces come from different models.
@@ -55,7 +51,7 @@ def extended(earlier: RoutingTrace, later: RoutingTrace) -> RoutingTrace:
     is_last_N[earlier.offsets[1:][earlier.lengths > 0] - 1] = True
 
     def rows_N(decided_N: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """The row of `both` that each row of the result is, where these rows of it have a decision."""
+        """Choose the row of `both` for each row of the result, by which of its rows have a decision."""
         earlier_has, later_has = np.split(decided_N, [earlier.num_rows])
         kept_N = earlier_has & ~(is_last_N & later_has[shared])
         rows = earlier.num_rows + np.arange(later.num_rows)
@@ -70,16 +66,7 @@ def extended(earlier: RoutingTrace, later: RoutingTrace) -> RoutingTrace:
 def with_lookups(
     trace: RoutingTrace, spec: RoutingSpec, lookups: Mapping[RoutedLayer, Callable[[NDArray[np.int32]], NDArray[Any]]]
 ) -> RoutingTrace:
-    """Return the trace with the layers of a model that it lacks and that look experts up by token.
-
-    Args:
-        trace: as engines give it that leave these layers out; returned as it is where it lacks none.
-        spec: of the model, whose layers are of one size.
-        lookups: of each such layer, what gives the experts of tokens, integers [N, K].
-
-    Raises:
-        SpecMismatchError: when it lacks another layer, or is of another model.
-    """
+    """Return the trace with the model's layers that it lacks and that look experts up by token, as `lookups` do."""
     lacking = [layer for layer in spec.layers if layer not in trace.spec.layers and layer in lookups]
     if not lacking or spec.sizes:
         spec.require_same(trace.spec, what="the trace")
@@ -94,16 +81,7 @@ def with_lookups(
 
 
 def overlap(a: RoutingTrace, b: RoutingTrace) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Count the experts that `a` and `b` both picked, as sets: pick order does not matter.
-
-    Returns:
-        shared_RL: unsigned integers [R, L], experts picked by both, for the R rows that both traces routed.
-        rows_R: int64 [R], the packed row number of each.
-
-    Raises:
-        SpecMismatchError: when the traces come from different models.
-        BatchMismatchError: when they do not hold the same tokens in the same order.
-    """
+    """Count experts that both picked, as sets: unsigned integers [R, L], and int64 [R], the rows that both routed."""
     a.spec.require_same(b.spec, what="the second trace")
     if not np.array_equal(a.offsets, b.offsets) or not np.array_equal(a.token_ids_N, b.token_ids_N):
         raise BatchMismatchError(
@@ -118,11 +96,7 @@ def overlap(a: RoutingTrace, b: RoutingTrace) -> tuple[NDArray[Any], NDArray[np.
 
 
 def shared_picks(ids_a: NDArray[Any], ids_b: NDArray[Any]) -> NDArray[Any]:
-    """Count the ids of `ids_a` [..., K] that are also in `ids_b` [..., K].
-
-    Returns:
-        shared: unsigned integers [...], of the narrowest type that holds K.
-    """
+    """Count the ids of `ids_a` [..., K] that are also in `ids_b` [..., K]: unsigned integers [...]."""
     # One pick after the other: K comparisons of [..., K] take less memory than one of [..., K, K].
     shared = np.zeros(ids_a.shape[:-1], np.min_scalar_type(ids_a.shape[-1]))
     for k in range(ids_a.shape[-1]):
@@ -130,17 +104,11 @@ def shared_picks(ids_a: NDArray[Any], ids_b: NDArray[Any]) -> NDArray[Any]:
     return shared
 
 
-def count_assignments(trace: RoutingTrace, micro_step_S: ArrayLike) -> NDArray[np.int64]:
-    """Count the assignments per micro-step, layer and expert.
-
-    Args:
-        trace: the routes of S sequences; absent rows do not count.
-        micro_step_S: integers [S], the micro-step that each sequence belongs to, from 0.
-
-    Returns:
-        counts_MLE: int64 [M, L, E]. Its sum is the picks of all layers times the number of routed rows. Experts that a
-            layer does not have count 0.
-    """
+def count_assignments(
+    trace: RoutingTrace,  # the routes of S sequences; absent rows do not count
+    micro_step_S: ArrayLike,  # integers [S], the micro-step that each sequence belongs to, from 0
+) -> NDArray[np.int64]:
+    """Count the assignments per micro-step, layer and expert: int64 [M, L, E]."""
     micro_steps = as_numbers(micro_step_S, name="micro-steps", below=1 << 31, count=len(trace))
     counts = np.zeros((micro_steps.max(initial=-1) + 1, trace.spec.num_layers, 1, trace.spec.num_experts), np.int32)
     add_assignments(trace, micro_steps, np.zeros(len(trace), np.int64), counts)
@@ -148,23 +116,12 @@ def count_assignments(trace: RoutingTrace, micro_step_S: ArrayLike) -> NDArray[n
 
 
 def add_assignments(
-    trace: RoutingTrace,
-    micro_step_S: ArrayLike,
-    rank_S: ArrayLike,
-    counts_MLGE: NDArray[np.int32],
+    trace: RoutingTrace,  # the routes of S sequences; absent rows do not count
+    micro_step_S: ArrayLike,  # integers [S], the micro-step that executes each sequence, from 0
+    rank_S: ArrayLike,  # integers [S], the rank that each sequence is on, from 0
+    counts_MLGE: NDArray[np.int32],  # [M, L, G, E], C-contiguous, added to
 ) -> None:
-    """Add a trace's assignments to counts per micro-step, layer, source rank and expert, reading each id once.
-
-    Args:
-        trace: the routes of S sequences; absent rows do not count.
-        micro_step_S: integers [S], the micro-step that executes each sequence, from 0.
-        rank_S: integers [S], the rank that each sequence is on, from 0.
-        counts_MLGE: int32 [M, L, G, E], C-contiguous, added to.
-
-    Raises:
-        TraceContentError: when a micro-step or a rank is not a whole number within the counts, or the counts are of
-            another model.
-    """
+    """Add a trace's assignments to counts per micro-step, layer, source rank and expert, reading each id once."""
     from foreroute.trace.kernels import add_counts
 
     spec = trace.spec

@@ -23,13 +23,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
+from foreroute.checks import as_numbers, whole_number
 from foreroute.errors import TraceContentError, TraceFileError, few, shown
 from foreroute.files.container import as_place
 from foreroute.files.places import names_in, within
-from foreroute.trace.checks import as_numbers, as_offsets
+from foreroute.trace.checks import as_offsets
 from foreroute.trace.container import RoutingTrace, concatenate
 from foreroute.trace.file import FORMAT, Encoding, encode, read_trace
-from foreroute.trace.spec import RoutedLayer, whole_number
+from foreroute.trace.spec import RoutedLayer
 
 MOST_PARTS = 99_999
 NAME = re.compile(r"part-([0-9]{5})-of-([0-9]{5})-([0-9]{1,9})\.safetensors")
@@ -43,19 +44,16 @@ POLL_S = 0.5
 def save_part(
     trace: RoutingTrace, folder: str | os.PathLike[str], part: int, parts: int, *, encoding: Encoding = "sets"
 ) -> Path | str:
-    """Write one of several parts of a step, each by whoever has its sequences. A part is written once.
+    """Write part `part`, from 0, of the `parts` of a step, each by whoever has its sequences, and return where it is.
 
-    Sequences are read alone, so that a prompt that several share is stored with each; `foreroute.save` stores it once.
+    A part is written once. What sequences share is stored with each, so that each is read alone.
 
     Args:
         trace: the sequences of this part.
         folder: of the step, a path or a URL. It is made, if it is not there.
-        part: which part this is, from 0.
+        part: below `parts`.
         parts: how many the step has, 99,999 at most.
         encoding: as in `foreroute.save`; of all parts the same.
-
-    Returns:
-        Where the part is.
 
     Raises:
         TraceFileError: when the part is there already, or cannot be written.
@@ -84,8 +82,8 @@ def load_parts(
     Args:
         folder: of the step, a path or a URL.
         sequences: integers [S'], numbered through all parts, in any order; all in order when left out.
-        layers: as in `foreroute.load`.
-        streams: as in `foreroute.load`.
+        layers: as in `foreroute.load`, like `streams`.
+        streams: names.
         wait_s: seconds to wait for parts that are not there yet.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What a trace must know about the model that it was recorded from."""
+"""Facts of the model that a trace was recorded from: experts, picks and routed layers."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.errors import InputError, SpecMismatchError, TraceContentError, shown
+from foreroute.checks import MOST_INT32, whole_number
+from foreroute.errors import SpecMismatchError, TraceContentError, shown
 
 MAX_EXPERTS, MAX_LAYERS = 1 << 16, 1 << 10
 MAX_EXPERTS_OF_ALL_LAYERS = 1 << 20
 """Counts hold a number for each expert of each layer. The largest models have about 2^15 of them."""
-MAX_LAYER_NUMBER = (1 << 31) - 1
 
 
 class LayerKind(StrEnum):
@@ -40,12 +40,11 @@ class RoutedLayer:
     kind: LayerKind = LayerKind.DECODER
 
     def __post_init__(self) -> None:
-        if not is_whole(self.index) or not 0 <= self.index <= MAX_LAYER_NUMBER:
-            raise TraceContentError(f"a routed layer has number {self.index!r:.40}; expected 0 to {MAX_LAYER_NUMBER}")
-        object.__setattr__(self, "index", int(self.index))
+        index = whole_number(self.index, name="the number of a routed layer", least=0, most=MOST_INT32)
+        object.__setattr__(self, "index", index)
         if not isinstance(self.kind, LayerKind):
             raise TraceContentError(
-                f"layer {self.index} is of kind {self.kind!r:.40}; expected one of {', '.join(LayerKind)}"
+                f"layer {self.index} is of kind {shown(self.kind)}; expected one of {', '.join(LayerKind)}"
             )
 
     @property
@@ -58,13 +57,7 @@ class RoutedLayer:
 
 
 class LayerGroup(NamedTuple):
-    """Layers of a model that have the same sizes.
-
-    Attributes:
-        num_experts: E of each.
-        top_k: K of each.
-        at: where they stand on the layer axis: all of it, or int64 [L'].
-    """
+    """Layers of a model that have the same E and K, and where they are on the layer axis: all of it, or int64 [L']."""
 
     num_experts: int
     top_k: int
@@ -75,18 +68,17 @@ class LayerGroup(NamedTuple):
 class RoutingSpec:
     """The routing facts of a model: E experts, K picks per token, and its routed layers in order.
 
-    Layers may differ in E and K. Arrays then have the K of the layer with most, and `filler` in the columns that
-    another layer does not have. `of_sizes` makes such a spec.
+    Layers may differ in E and K (`of_sizes`). Arrays then have the K of the layer with most, and `filler` in the
+    columns that another layer does not have.
 
     Attributes:
-        num_experts: E, the number of logical experts in each routed layer; of the layer with most, where they differ.
+        num_experts: E, the logical experts in each routed layer; the largest, where layers differ.
         top_k: K, how many of them a token is sent to; the largest, where layers differ.
         layers: the L routed layers, 1,024 at most, with L times E at most 2^20. Dense layers have no entry.
         model: the model's name, for messages. It does not take part in `require_same`.
         sizes: (E, K) of each layer, where they differ; empty where all are (`num_experts`, `top_k`).
         num_layers: L, the number of routed layers.
-        id_dtype: uint8 up to 256 experts, or 255 where layers differ in K; else uint16. The width follows the model,
-            never the ids at hand.
+        id_dtype: uint8 up to 256 experts, or 255 where layers differ in K; else uint16.
         sizes_L: (E, K) of each of L layers, whether they differ or not.
         picks_L: int64 [L], the K of each layer.
         groups: the layers by their sizes, so that each part [..., `at`, :K] of routes is one without a filler.
@@ -136,6 +128,7 @@ class RoutingSpec:
         object.__setattr__(self, "groups", tuple(groups))
 
     def _checked_sizes(self) -> tuple[tuple[int, int], ...]:
+        """Return the sizes of layers, if they differ, as whole numbers."""
         checked = []
         for num_experts, top_k in self.sizes:
             experts = whole_number(num_experts, name="num_experts of a layer", most=self.num_experts)
@@ -152,21 +145,14 @@ class RoutingSpec:
 
     @classmethod
     def of_sizes(cls, layers: Iterable[RoutedLayer], sizes: Iterable[tuple[int, int]], model: str = "") -> RoutingSpec:
-        """Make the facts of a model of the (E, K) of each of its layers.
-
-        Raises:
-            TraceContentError: when there can be no such layers.
-        """
+        """Make the facts of a model from the (E, K) of each of its layers."""
         table, each = as_layers(layers), tuple(sizes)
         num_experts, top_k = map(max, zip(*each, strict=True)) if each else (1, 1)  # without a layer, it is refused
         return cls(num_experts, top_k, table, model, each)
 
     @property
     def filler(self) -> int:
-        """What stands in the columns of a layer with fewer picks: the highest number of `id_dtype`, never an expert.
-
-        It is -1 in a type with a sign, so that arrays from outside have -1 there.
-        """
+        """The highest number of `id_dtype`, -1 in a type with a sign: it fills columns of a layer with fewer picks."""
         return int(np.iinfo(self.id_dtype).max)
 
     @cached_property
@@ -186,14 +172,14 @@ class RoutingSpec:
         return f"RoutingSpec({self.model or 'model not stated'}, {self.num_layers} layers ({ends}), {self.routing})"
 
     def require_alike(self, what: str, advice: str = "take those of one size by trace.select_layers") -> None:
-        """Raise `SpecMismatchError`, with what to do, unless all layers have the E and K that `what` stands on."""
+        """Raise `SpecMismatchError`, with `advice`, unless all layers have the E and K that `what` stands on."""
         if self.sizes:
             raise SpecMismatchError(
                 f"{what} cannot take layers of different sizes, and this model has {self.routing} experts; {advice}"
             )
 
     def select(self, layers: Iterable[RoutedLayer]) -> RoutingSpec:
-        """Return the facts of some of the layers, in the given order. Raises as `positions`."""
+        """Return the facts of some of the layers, in the given order."""
         chosen = as_layers(layers)
         at = self.positions(chosen)
         if not self.sizes:
@@ -201,10 +187,9 @@ class RoutingSpec:
         return RoutingSpec.of_sizes(chosen, [self.sizes[i] for i in at.tolist()], self.model)
 
     def positions(self, layers: Iterable[RoutedLayer]) -> NDArray[np.int64]:
-        """Return where the given layers stand on the layer axis, int64 [L'].
+        """Return where the given layers are on the layer axis, int64 [L'].
 
         Raises:
-            TraceContentError: when something else than routed layers is given.
             SpecMismatchError: when a layer is not in the table.
         """
         # by name and never by number: a part of a model keeps the names of its layers, and not their places
@@ -218,12 +203,7 @@ class RoutingSpec:
         return np.array([place[layer] for layer in chosen], np.int64)
 
     def require_same(self, other: RoutingSpec, *, what: str) -> None:
-        """Raise `SpecMismatchError` unless `other` has the same experts, picks and layer table.
-
-        Args:
-            other: the spec of the thing that `what` names.
-            what: names the thing that carries `other`, for the message.
-        """
+        """Raise `SpecMismatchError` unless `other`, which `what` names, has the same experts, picks and layer table."""
         differences = []
         if other.num_experts != self.num_experts:
             differences.append(f"{other.num_experts} experts instead of {self.num_experts}")
@@ -241,27 +221,23 @@ class RoutingSpec:
 
 
 def layers_from(entries: Any) -> tuple[RoutedLayer, ...]:
-    """Make a layer table of what a file has: a list of [number, kind].
-
-    Raises `TraceContentError` when it is something else.
-    """
+    """Make a layer table from what a file has: a list of [number, kind]."""
     # counted before anything is made of them
     if not isinstance(entries, list) or len(entries) > MAX_LAYERS:
-        raise TraceContentError(f"the layer table is {entries!r:.40}; expected a list of {MAX_LAYERS} layers at most")
+        raise TraceContentError(f"the layer table is {shown(entries)}; expected a list of {MAX_LAYERS} layers at most")
     kinds = [kind.value for kind in LayerKind]
     for entry in entries:
         if not (isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str) and entry[1] in kinds):
-            raise TraceContentError(f"a layer is {entry!r:.60}; expected [number, kind] with one of {', '.join(kinds)}")
+            raise TraceContentError(
+                f"a layer is {shown(entry)}; expected [number, kind] with one of {', '.join(kinds)}"
+            )
     return tuple(RoutedLayer(number, LayerKind(kind)) for number, kind in entries)
 
 
 def spec_from(table: Any, model: str) -> RoutingSpec:
-    """Make the facts of a model of what a trace file has: a list of [number, kind, experts, picks].
-
-    Raises `TraceContentError` when it is something else.
-    """
+    """Make the facts of a model from what a trace file has: a list of [number, kind, experts, picks]."""
     if not isinstance(table, list) or not all(isinstance(entry, list) and len(entry) == 4 for entry in table):
-        raise TraceContentError(f"the layer table is {table!r:.80}; expected a list of [number, kind, experts, picks]")
+        raise TraceContentError(f"the layer table is {shown(table)}; expected a list of [number, kind, experts, picks]")
     layers = layers_from([entry[:2] for entry in table])
     for entry in table:
         whole_number(entry[2], name="num_experts", most=MAX_EXPERTS)
@@ -270,33 +246,13 @@ def spec_from(table: Any, model: str) -> RoutingSpec:
 
 
 def as_layers(layers: object) -> tuple[RoutedLayer, ...]:
-    """Make a layer table of the routed layers that are given.
-
-    Raises `TraceContentError` when they are something else.
-    """
+    """Return routed layers as a table, and refuse anything else."""
     table = tuple(layers) if isinstance(layers, Iterable) else None
     if table is None or not all(isinstance(layer, RoutedLayer) for layer in table):
         raise TraceContentError(
-            f"the layers are {layers!r:.60}; expected routed layers, such as [RoutedLayer(0), RoutedLayer(1)]"
+            f"the layers are {shown(layers)}; expected routed layers, such as [RoutedLayer(0), RoutedLayer(1)]"
         )
     return table
-
-
-def whole_number(
-    value: object, *, name: str, least: int = 1, most: int, error: type[InputError] = TraceContentError
-) -> int:
-    """Make an integer from `least` to `most`, of Python or numpy, one of Python.
-
-    Raises `error` when it is another number, or none: fractions, texts and truth values are not cast.
-    """
-    if not is_whole(value) or not least <= value <= most:
-        raise error(f"{name} is {shown(value)}; expected a whole number from {least} to {most}")
-    return int(value)
-
-
-def is_whole(value: object) -> TypeGuard[int]:
-    """Say whether it is an integer, and no bool."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _names(spec: RoutingSpec) -> str:

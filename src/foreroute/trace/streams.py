@@ -19,16 +19,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from foreroute.errors import SpecMismatchError, TraceContentError
-from foreroute.trace.checks import as_array, as_mask, as_offsets, ascending, join_ranges, take_ranges
-from foreroute.trace.spec import MAX_LAYERS, RoutedLayer, as_layers, layers_from, whole_number
+from foreroute.checks import MOST_INT32, as_array, as_mask, whole_number
+from foreroute.errors import SpecMismatchError, TraceContentError, shown
+from foreroute.trace.checks import as_offsets, ascending, join_ranges, take_ranges
+from foreroute.trace.spec import MAX_LAYERS, RoutedLayer, as_layers, layers_from
 
 SAMPLING = "sampling"
 """The stream of sampling masks: ids are tokens, and no layer decides."""
 PIXELS = "pixels"
 """The stream of digests of the pixels behind each token of an image, which routes were computed from."""
 STREAM_NAME = re.compile(r"[a-z_]{1,32}", re.ASCII)
-MOST_CHOICES = (1 << 31) - 1
+MOST_CHOICES = MOST_INT32
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +72,7 @@ class DecisionStream:
         Args:
             num_choices: ids are below it.
             valid: bool [N], False where nothing was recorded.
-            counts: integers [N] or [N, D], ids of each set; 0 where `valid` is False, and for a set that left nothing
-                out.
+            counts: integers [N] or [N, D], ids of each set; 0 where `valid` is False, and where nothing was left out.
             ids: integers, those of all sets joined; each set in any order.
             layers: the D layers that decide, if any.
 
@@ -115,11 +115,7 @@ class DecisionStream:
         sets_of: Sequence[tuple[NDArray[np.int64], NDArray[Any]]],
         layers: tuple[RoutedLayer, ...] = (),
     ) -> DecisionStream:
-        """Pack the sets of D layers: of each counts int64 [N], and the ids of all sets joined, ascending in each.
-
-        Raises:
-            TraceContentError: for an id out of range or twice in a set.
-        """
+        """Pack the sets of D layers: of each counts int64 [N], and the ids of all sets joined, ascending in each."""
         counts_ND = np.stack([counts_N for counts_N, _ in sets_of], axis=1)
         offsets = as_offsets(counts_ND.reshape(-1))
         starts_ND = offsets[:-1].reshape(counts_ND.shape)
@@ -157,18 +153,14 @@ class DecisionStream:
 
     @property
     def keys(self) -> NDArray[np.int64]:
-        """int64, the ids of all sets, ascending and all different: those of set i have i · `num_choices` added."""
+        """int64, all ids as one ascending sequence, by which sets are compared: set i has i · `num_choices` added."""
         counts = np.diff(self.offsets)
         return np.repeat(np.arange(len(counts)), counts) * self.num_choices + self.ids
 
     def contains(self, ids_N: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Say whether the set of each row has an id, such as that of its sampled token. For streams with D = 1.
+        """Say whether the set of each row has the id of `ids_N`, int64 [N], where D = 1: bool [N].
 
-        Args:
-            ids_N: int64 [N], one id for each row.
-
-        Returns:
-            bool [N]: True for every possible id where nothing was left out, False where nothing was recorded.
+        True for every possible id where nothing was left out, False where nothing was recorded.
         """
         possible = (ids_N >= 0) & (ids_N < self.num_choices)
         wanted, keys = np.arange(self.num_rows) * self.num_choices + np.where(possible, ids_N, 0), self.keys
@@ -209,9 +201,9 @@ class DecisionStream:
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> DecisionStream:
-        """Return a stream without rows. Raises `TraceContentError` for other facts than `facts` returns."""
+        """Return a stream without rows from what `facts` returns."""
         if set(facts) != {"num_choices", "layers"}:
-            raise TraceContentError(f"a stream of sets has {sorted(facts)!r:.80}; expected num_choices and layers")
+            raise TraceContentError(f"a stream of sets has {shown(sorted(facts))}; expected num_choices and layers")
         return cls.absent(facts["num_choices"], 0, layers=layers_from(facts["layers"]))
 
     def arrays(self) -> dict[str, NDArray[Any]]:
@@ -234,10 +226,7 @@ class DecisionStream:
             raise TraceContentError(f"row {row} has id {int(ids[wrong])} twice, or ids that do not ascend")
 
     def contents(self, start: int, stop: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
-        """Return the columns of the frames of a chunk of rows: sizes (0: no decision, n + 1: n ids), gaps between ids.
-
-        The first gap of a set is its first id.
-        """
+        """Return columns of a chunk's frames: sizes (0: no decision, n + 1: n ids), and gaps between ids."""
         bounds = self.offsets[start * self.depth : stop * self.depth + 1]
         starts_RD, counts_RD = bounds[:-1].reshape(-1, self.depth), np.diff(bounds).reshape(-1, self.depth)
         contents = []
@@ -253,11 +242,7 @@ class DecisionStream:
         return contents
 
     def from_contents(self, contents: Iterable[tuple[NDArray[Any], NDArray[Any]]]) -> DecisionStream:
-        """Return the rows of a chunk from what `contents` returned.
-
-        Raises:
-            TraceContentError: when there can be no such sets.
-        """
+        """Return the rows of a chunk from what `contents` returns, and refuse sets that cannot be."""
         sizes_DR, sets_of = [], []
         for sizes_R, gaps in contents:
             counts_R = np.maximum(sizes_R.astype(np.int64) - 1, 0)
@@ -283,11 +268,13 @@ class DecisionStream:
 def check_name(name: object) -> None:
     """Raise `TraceContentError` unless a stream can have the name."""
     if not (isinstance(name, str) and STREAM_NAME.fullmatch(name)):
-        raise TraceContentError(f"a stream is named {name!r:.60}; expected up to 32 lower-case letters and underscores")
+        raise TraceContentError(
+            f"a stream is named {shown(name)}; expected up to 32 lower-case letters and underscores"
+        )
 
 
 def as_choices(num_choices: int, layers: Iterable[RoutedLayer]) -> tuple[int, tuple[RoutedLayer, ...]]:
-    """Validate and return `num_choices` and the layers. Raises `TraceContentError` when there cannot be these."""
+    """Return the number of choices and the layers, checked."""
     table = as_layers(layers)
     if len(table) > MAX_LAYERS or len(set(table)) != len(table):
         raise TraceContentError(f"{len(table)} layers decide; expected {MAX_LAYERS} at most, and none twice")
@@ -295,19 +282,11 @@ def as_choices(num_choices: int, layers: Iterable[RoutedLayer]) -> tuple[int, tu
 
 
 def join_streams(
-    name: str, parts: Sequence[DecisionStream | None], routed_N: Sequence[NDArray[np.bool_]]
+    name: str,  # of the stream
+    parts: Sequence[DecisionStream | None],  # that of each trace; one at least is there
+    routed_N: Sequence[NDArray[np.bool_]],  # the rows of each trace that have routes. One without any needs no stream
 ) -> DecisionStream:
-    """Join the rows of one stream of several traces.
-
-    Args:
-        name: of the stream.
-        parts: that of each trace; None where it has none. One at least is there.
-        routed_N: the rows of each trace that have routes. One without any needs no stream.
-
-    Raises:
-        TraceContentError: when a trace has routes and no such stream.
-        SpecMismatchError: when the streams are not of one model.
-    """
+    """Join the rows of one stream of several traces; one that routed no row needs no stream."""
     first = next(part for part in parts if part is not None)
     # A trace without routes, such as a tool's text, decided nothing and needs no stream to say so.
     whole = []
@@ -334,6 +313,7 @@ def _falls(ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> NDArray[np.boo
 
 
 def _sorted_sets(ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Sort the ids of each set."""
     if not _falls(ids, offsets).any():
         return ids
     of_set = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from foreroute.errors import ConfigError, shown
 from foreroute.files.config_file import (
-    MOST,
+    MOST_COUNTED,
     Count,
     Natural,
     NotNegative,
@@ -176,7 +176,7 @@ class RolloutConfig(Section):
     server: ServerConfig = ServerConfig()
     prompts: Count = 32
     """Prompts per step."""
-    group_size: Annotated[int, Field(ge=2, le=MOST)] = 8
+    group_size: Annotated[int, Field(ge=2, le=MOST_COUNTED)] = 8
     """Responses per prompt."""
     temperature: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=MOST_TEMPERATURE)] = 1.0
     """Divides logits, in engine and trainer."""
@@ -194,8 +194,10 @@ class RolloutConfig(Section):
 
     @model_validator(mode="after")
     def _can_be_sampled(self) -> RolloutConfig:
-        if self.prompts * self.group_size > MOST:
-            raise ValueError(f"prompts times group_size is {self.prompts * self.group_size}; expected {MOST} at most")
+        if self.prompts * self.group_size > MOST_COUNTED:
+            raise ValueError(
+                f"prompts times group_size is {self.prompts * self.group_size}; expected {MOST_COUNTED} at most"
+            )
         if self.engine == "embedded":
             self.refuse_unused(["server"], 'with engine = "embedded"; set engine = "vllm" or "sglang", or leave it out')
         elif self.server.url is not None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from foreroute.adapters.checkpoint import ModelWriter
+from foreroute.files.json_form import by_key
 from foreroute.records import StepRecord, alarms
-from foreroute.records.json_form import by_key
 from foreroute.train.config import TrainConfig
 from foreroute.train.experts import make_execution, read_planning
 from foreroute.train.folder import RunFolder, as_run_folder_error

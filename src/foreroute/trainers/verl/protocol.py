@@ -23,9 +23,10 @@ from torch import Tensor
 
 from foreroute.capture import decode
 from foreroute.capture.verl_batch import kept_by_mask, routed_rows
+from foreroute.checks import whole_number
 from foreroute.errors import BatchMismatchError, CaptureError
 from foreroute.trace import INDEXER, NO_VERSION, RoutingSpec, RoutingTrace
-from foreroute.trace.spec import MAX_LAYERS, whole_number
+from foreroute.trace.spec import MAX_LAYERS
 from foreroute.trainers.verl.packed_batch import FIELD, field_of, fields_of, tokens_and_mask
 
 

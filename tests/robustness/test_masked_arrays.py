@@ -1,0 +1,60 @@
+"""Arrays with masked entries: numpy drops the mask, and what it hides would be taken for values."""
+
+import numpy as np
+import pytest
+
+import foreroute as fr
+from foreroute import layout, mismatch
+from foreroute.capture import Generation
+from foreroute.errors import InputError
+from foreroute.plan.counts import check_counts
+from tests.traces import random_trace
+
+SPEC = fr.RoutingSpec(8, 2, (fr.RoutedLayer(0),))
+HIDDEN = np.ma.array([1, 2], mask=[False, True])
+ROUTES = np.ma.array([[[0, 1]], [[2, 3]]], mask=[[[False, False]], [[True, True]]])
+COUNTS = np.ma.masked_equal(np.arange(4).reshape(1, 1, 2, 2), 3)
+LOGPROBS = np.ma.array([-0.5, -700.0], mask=[False, True])
+MASK = np.ma.array([[True, True]], mask=[[False, True]])
+DOORS = {
+    "tokens": lambda: fr.RoutingTrace.from_sequences(SPEC, [HIDDEN], [[[[0, 1]], [[2, 3]]]]),
+    "routes": lambda: fr.RoutingTrace.from_sequences(SPEC, [[1, 2]], [ROUTES]),
+    "padded routes": lambda: fr.RoutingTrace.from_padded(SPEC, [[1, 2]], ROUTES[None]),
+    "an attention mask": lambda: fr.RoutingTrace.from_padded(SPEC, [[1, 2]], [[[[0, 1]], [[2, 3]]]], MASK),
+    "sequences": lambda: random_trace(0).select(HIDDEN - 1),
+    "lengths": lambda: layout.pack(HIDDEN),
+    "a batch": lambda: layout.locate_rows(random_trace(0), HIDDEN[None]),
+    "a batch's mask": lambda: layout.locate_rows(random_trace(0), [[1, 2]], MASK),
+    "starts": lambda: layout.locate_rows(random_trace(0), [[1, 2]], None, MASK),
+    "positions": lambda: layout.starts_from_positions(HIDDEN[None] - 1, np.ones((1, 2), bool)),
+    "cumulative lengths": lambda: layout.starts_from_cumulative_lengths(HIDDEN - 1, np.ones((1, 1), bool)),
+    "values of ranks": lambda: layout.collect([(layout.pack([2]).rows(), LOGPROBS)]),
+    "counts": lambda: check_counts(COUNTS),
+    "log-probs": lambda: mismatch.token_mismatch(LOGPROBS, [-0.5, -0.5]),
+    "compared log-probs": lambda: fr.compare(LOGPROBS, [-0.5, -0.5]),
+    "margins": lambda: mismatch.margin_histogram(np.ma.array([[0.1], [0.2]], mask=[[True], [False]])),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_an_array_with_masked_entries_is_refused(door):
+    with pytest.raises(InputError, match="masked entries"):
+        DOORS[door]()
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "sampled"),
+    [
+        (np.ma.array([-0.5], np.float32, mask=[True]), np.array([False, True])),
+        (np.array([-0.5], np.float32), np.ma.array([False, True], mask=[True, False])),
+    ],
+)
+def test_a_generation_with_masked_entries_is_refused(logprobs, sampled):
+    trace = fr.RoutingTrace.from_sequences(SPEC, [[1, 2]], [[[[0, 1]]]])
+    with pytest.raises(InputError, match="masked_array"):
+        Generation(trace, np.array([1]), logprobs, sampled)
+
+
+def test_a_mask_that_hides_nothing_is_none():
+    whole = np.ma.array([-0.5, -0.25], mask=[False, False])
+    assert mismatch.token_mismatch(whole, [-0.5, -0.5]) == mismatch.token_mismatch([-0.5, -0.25], [-0.5, -0.5])
