@@ -147,10 +147,10 @@ def _bytes_per_token(bench: Bench) -> dict[str, float]:
     policy = Policy("error", "native", "native", telemetry=False)
     rows = TraceOnDevice(trace, device).gather(torch.arange(trace.num_rows), policy)
     queued = [rows.ids_LRK, rows.real_R, rows.counted_R]
-    routers = [("router", trace.spec.top_k)] * trace.spec.num_layers
+    routers = [("router", trace.spec.top_k, False)] * trace.spec.num_layers
     current = Pass(routers, trace.num_rows, rows.ids_LRK.dtype, device, rows, RecordOptions(scores=True))
     assert current.scores is not None
-    queued.append(current.native_LRK)
+    queued += [current.native_LRK, *(each for layer in current.parts() for each in (layer.ids_RK, layer.absent_R1))]
     notes = list(current.scores)
     host = [trace.expert_ids_NLK, trace.valid_N, trace.token_ids_N, trace.weight_versions_N]
     parts = {

@@ -84,7 +84,7 @@ def _mismatch(arms: Arms, figure: Figure) -> bool:
 
 
 def _against_mini_steps(
-    arms: Arms, figure: Figure, panels: list[tuple[Metric, str, str]], label: str, *, log: bool
+    arms: Arms, figure: Figure, panels: Sequence[tuple[Metric, str, str]], label: str, *, log: bool
 ) -> bool:
     figure.set_size_inches(WIDTH, 3.4)
     shown = False

@@ -45,7 +45,7 @@ def shifting_engine() -> Iterator[None]:
             generation = generate(*asked)
             return replace(generation, trace=shifted(generation.trace))
 
-        engine.generate = generate_shifted  # type: ignore[method-assign]
+        engine.generate = generate_shifted  # type: ignore[assignment, method-assign]
         return engine
 
     # the product offers no such door, on purpose

@@ -60,6 +60,33 @@ def compiled_planner():
         plan(np.ones((1, 1, 2, 4), np.int32), hardware_preset("h100").topology(2, 1), PlanOptions(slots=slots))
 
 
+@pytest.fixture(scope="session")
+def workers(compiled_planner):
+    """`workers(4)`: four processes, started on first use and kept to the end; those that idle cost little."""
+    from foreroute.testing.ranks import Workers
+
+    groups = {}
+
+    def of(num_ranks):
+        if num_ranks not in groups or groups[num_ranks].is_closed:
+            groups[num_ranks] = Workers(num_ranks, timeout_s=240)
+        return groups[num_ranks]
+
+    yield of
+    for group in groups.values():
+        group.close()
+
+
+@pytest.fixture(scope="session")
+def vllm_python():
+    """The interpreter that has vLLM; the tests that need it run in CI."""
+    named = os.environ.get("FOREROUTE_VLLM_PYTHON")
+    python = Path(named or ".venv-vllm/bin/python").absolute()
+    if not named and not python.exists():
+        pytest.skip("there is no vLLM environment: run `make vllm-env`, or set FOREROUTE_VLLM_PYTHON")
+    return python
+
+
 @pytest.fixture
 def unpainted(monkeypatch):
     """Painting the pictures of a page takes a second; they are made up to there, and told in words."""

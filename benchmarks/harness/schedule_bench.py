@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -53,7 +53,10 @@ def host_work(repeats: int) -> dict[str, dict[str, float]]:
         schedule, home = compiled(), {"weight": torch.zeros(workload.num_experts // workload.num_ranks, 1).unbind()}
         sets = [SlotSet(home, topology) for _ in range(workload.num_layers)]
         cells = workload.num_layers * MICRO_STEPS
-        works = {"compile": compiled, "index": partial(_index, plan, schedule, sets, home)}
+        works: dict[str, Callable[[], object]] = {
+            "compile": compiled,
+            "index": partial(_index, plan, schedule, sets, home),
+        }
         taken = seconds_in_turn(works, rounds=repeats, clock=time.process_time)
         compiling[name] = statistics.median(taken["compile"]) / cells * 1e6
         indexing[name] = statistics.median(taken["index"]) / cells / 2 * 1e3

@@ -128,7 +128,6 @@ def bench_on(device, dtype=torch.float32):
 
 
 def shape_on(device):
-    """Sequences and tokens of a micro-batch."""
     return (4, 64) if device.type == "cuda" else (2, 12)
 
 

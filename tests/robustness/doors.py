@@ -45,8 +45,6 @@ BESIDE = {"measured.jsonl": "counts.safetensors"}
 
 @dataclass
 class Result:
-    """What became of a case."""
-
     case: Case
     code: int
     stdout: bytes

@@ -33,7 +33,6 @@ SIMULATION = {
 
 
 def text_targets(folder):
-    """Their readers."""
     return [
         toml_target("topology", TOPOLOGY, load_cluster, _require_cluster, folder),
         toml_target("simulation", SIMULATION, load_config, _require_simulation, folder),
@@ -96,12 +95,10 @@ def _require_simulation(given, config):
 
 
 def json_lines(values):
-    """One object a line."""
     return "".join(json.dumps(value) + "\n" for value in values).encode()
 
 
 def plan_targets(folder):
-    """Their readers."""
 
     def target(name, make, read, check, weight):
         return Target(
@@ -142,7 +139,6 @@ def _require_executable(raw, plan):
 
 
 def _require_counts(raw, counts_MLGE):
-    """Raise unless an array can be counts."""
     assert counts_MLGE.ndim == 4
     assert counts_MLGE.dtype.kind in "iu"
     assert min(counts_MLGE.shape) >= 1

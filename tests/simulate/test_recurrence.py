@@ -1,4 +1,11 @@
-"""The recurrence against a play of events, by hand, and what must hold of any schedule."""
+"""The recurrence against a play of events, by hand, and what must hold of any schedule.
+
+The play knows nothing of recurrences: slow, and meant to be read. Every rank runs a program of its own; ranks meet in
+all-to-alls. A copy engine and four links per rank have queues of jobs. Time goes to the next moment at which something
+ends.
+"""
+
+import itertools
 
 import numpy as np
 import pytest
@@ -7,8 +14,194 @@ from hypothesis import strategies as st
 
 from foreroute.costs.model import PASSES
 from foreroute.simulate.engine import PARTS, run
-from tests.simulate.event_oracle import play
 from tests.simulate.simulate_cases import random_work, rules
+
+CRUMB = 1e-12
+
+
+class Player:
+    """A group: G ranks, their copy engines and links."""
+
+    def __init__(self, work, rules, passes, ready_s):
+        self.work, self.rules, self.ready_s = work, rules, ready_s
+        micro_steps, layers = work.all_to_all_ML.shape
+        self.order = [(kind, m) for m in range(micro_steps) for kind in range(len(passes))]
+        self.layers = list(range(layers)), list(reversed(range(layers)))  # of the ways forward and back
+        self.cells = [(kind, m, layer) for kind, m in self.order for layer in self.layers[kind]]
+        self.ranks = work.head_MG.shape[1]
+        self.attended, self.served = set(), set()  # places
+        self.released = set()
+        self.copies = [[] for _ in range(self.ranks)]  # of [place, seconds left]
+        self.links = {(g, k): [] for g in range(self.ranks) for k in range(4)}
+        self.gradients = {(g, k): 0.0 for g in range(self.ranks) for k in range(4)}
+        self.programs = [self.program(g, passes) for g in range(self.ranks)]
+        self.at = [0] * self.ranks  # instruction of each rank
+        self.left = [None] * self.ranks  # seconds left of it
+        self.arrived = [False] * self.ranks
+
+    def program(self, g, passes):
+        work, program = self.work, []
+        place = itertools.count()
+        for kind, m in self.order:
+            program.append(("planned", m))
+            head = work.head_MG[m].max()
+            if kind == 1:
+                program.append(("meet", 2 * head))
+            for layer in self.layers[kind]:
+                cell, leg = next(place), work.all_to_all_ML[m, layer]
+                forwards, backwards = passes[kind]
+                for i in range(forwards + backwards):
+                    side = int(i >= forwards)
+                    attention = work.attention_MG2[m, g, side] + work.layer_s
+                    experts = work.experts_MLG2[m, layer, g, side]
+                    if side == 0:
+                        program += [("work", attention), ("meet", 0.0)]
+                        program += [("attended", cell)] if i == 0 else []
+                        program += [("all-to-all", leg)]
+                        program += [("fetched", cell)] if i == 0 else []
+                        program += [("work", experts), ("all-to-all", leg)]
+                    else:
+                        program += [("all-to-all", leg), ("work", experts), ("meet", 0.0), ("gradients", m, layer)]
+                        program += [("all-to-all", leg), ("work", attention), ("meet", 0.0)]
+                program.append(("served", cell))
+            if kind == 0:
+                program.append(("meet", head))
+        program.append(("gradients home",))
+        return program
+
+    def release(self):
+        """Start what may start, in the order of the cells."""
+        for place, (kind, m, layer) in enumerate(self.cells):
+            if place in self.released:
+                continue
+            if max(place - self.rules.prefetch, 0) not in self.attended:
+                return False
+            same = [p for p in range(place) if self.cells[p][2] == layer]
+            if self.rules.keeps_slots and same and same[-1] not in self.served:
+                return False
+            self.released.add(place)
+            for g in range(self.ranks):
+                if self.work.host_KMLG[kind, m, layer, g] > 0:
+                    self.copies[g].append([place, self.work.host_KMLG[kind, m, layer, g]])
+                for k in range(4):
+                    self.links[g, k].append([place, self.work.direct_KMLG4[kind, m, layer, g, k]])
+            return True
+        return False
+
+    def is_there(self, g, place):
+        copied = all(job[0] != place for job in self.copies[g])
+        linked = all(job[0] > place for queue in self.links.values() for job in queue)
+        return place in self.released and copied and linked
+
+    def advance(self, g, now):
+        """Begin the next instruction of a rank, or end the one that it is at; whether anything changed."""
+        if self.at[g] == len(self.programs[g]):
+            return False
+        what, *rest = self.programs[g][self.at[g]]
+        if what == "work":
+            if self.left[g] is None:
+                self.left[g] = rest[0]
+                return True
+            if self.left[g] > CRUMB:
+                return False
+        elif what in ("meet", "all-to-all"):
+            if not self.arrived[g]:
+                self.arrived[g] = True
+                return True
+            if not all(self.arrived[r] and self.at[r] == self.at[g] for r in range(self.ranks)):
+                return False
+            if self.left[g] is None:
+                self.left = [rest[0]] * self.ranks
+                return True
+            if self.left[g] > CRUMB:
+                return False
+            for r in range(self.ranks):  # all together
+                self.at[r], self.left[r], self.arrived[r] = self.at[r] + 1, None, False
+            return True
+        elif what == "fetched":
+            if not self.is_there(g, rest[0]):
+                return False
+        elif what == "planned":
+            if now < self.ready_s - CRUMB:
+                return False
+        elif what == "attended":
+            self.attended.add(rest[0])
+        elif what == "served":
+            self.served.add(rest[0])
+        elif what == "gradients":
+            if g == 0:
+                for r, k in self.gradients:
+                    self.gradients[r, k] += self.work.gradient_MLG4[(*rest, r, k)]
+        elif what == "gradients home" and (any(self.gradients.values()) or any(self.links.values())):
+            return False
+        self.at[g], self.left[g] = self.at[g] + 1, None
+        return True
+
+    def exchanging(self):
+        return any(
+            self.at[g] < len(self.programs[g])
+            and self.programs[g][self.at[g]][0] == "all-to-all"
+            and self.left[g] is not None
+            for g in range(self.ranks)
+        )
+
+    def jobs(self):
+        """Seconds left of everything that makes progress now, and how to make it."""
+        for g in range(self.ranks):
+            if self.left[g] is not None:
+                yield self.left[g], ("rank", g)
+            if self.copies[g]:
+                yield self.copies[g][0][1], ("copy", g)
+        if not self.exchanging():
+            for key in self.links:
+                if self.links[key]:
+                    yield self.links[key][0][1], ("link", key)
+                elif self.gradients[key]:
+                    yield self.gradients[key], ("gradient", key)
+
+    def progress(self, seconds):
+        for _, (what, key) in list(self.jobs()):
+            if what == "rank":
+                self.left[key] -= seconds
+            elif what == "gradient":
+                self.gradients[key] -= seconds
+            else:
+                (self.copies[key] if what == "copy" else self.links[key])[0][1] -= seconds
+
+    def tidy(self):
+        """Take away what has ended."""
+        changed = False
+        for queue in (*self.copies, *self.links.values()):
+            if queue and queue[0][1] <= CRUMB:
+                queue.pop(0)
+                changed = True
+        for key, left in self.gradients.items():
+            if 0 < left <= CRUMB or left < 0:
+                self.gradients[key] = 0.0
+                changed = True
+        return changed
+
+
+def play(work, rules, passes, ready_s):
+    """Seconds at which all has ended."""
+    player, now = Player(work, rules, passes, ready_s), 0.0
+    while True:
+        changed = True
+        while changed:
+            changed = player.tidy()
+            for g in range(player.ranks):
+                changed |= player.advance(g, now)
+            while player.release():
+                changed = True
+        if all(at == len(player.programs[g]) for g, at in enumerate(player.at)):
+            return now
+        moments = [left for left, _ in player.jobs()]
+        if ready_s > now + CRUMB:
+            moments.append(ready_s - now)
+        assert moments, "nothing moves, and somebody waits"
+        seconds = min(moment for moment in moments if moment > 0)
+        player.progress(seconds)
+        now += seconds
 
 
 @settings(max_examples=100)

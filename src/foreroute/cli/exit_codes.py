@@ -62,8 +62,8 @@ def run(command: Callable[[], Any]) -> NoReturn:
             sys.stdout.flush()
         except BaseException as error:
             code = 0 if received.raised else _code_of(error)
-        if received.again:
-            received.again.cancel()
+        if received.resender:
+            received.resender.cancel()
         # whatever became of its exception: numba makes a SystemError of it, and a destructor drops it
         code = 128 + received.raised if received.raised else code
         is_ended = received.raised > 0 and code == 128 + received.raised
@@ -97,13 +97,13 @@ class Received:
         raised: the signal that ended the command; 0 where none did.
         noted: the signal that asks a verb to end by itself; 0 where none did.
         console: of the verb that wants the first signal noted; None where each signal raises.
-        again: sends the signal that ended the command once more; None where its exception was not dropped.
+        resender: sends the signal that ended the command once more; None where its exception was not dropped.
     """
 
     def __init__(self) -> None:
         self.raised = self.noted = 0
         self.console: Console | None = None
-        self.again: threading.Timer | None = None
+        self.resender: threading.Timer | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Note the first signal where a verb wants that. It prints nothing: a handler may run anywhere."""
@@ -133,7 +133,7 @@ def noting_the_first_signal(console: Console) -> Iterator[Received]:
 @contextmanager
 def _signals() -> Iterator[Received]:
     """Hand the signals to `received`. A signal that is ignored, as under nohup, stays ignored."""
-    received.raised, received.again = 0, None
+    received.raised, received.resender = 0, None
     before = {number: signal.getsignal(number) for number in ENDING}
     taken = [number for number in ENDING if before[number] not in (signal.SIG_IGN, None)]
     if threading.current_thread() is not threading.main_thread():
@@ -142,18 +142,18 @@ def _signals() -> Iterator[Received]:
         signal.signal(number, received)
     hook = sys.unraisablehook
 
-    def raise_again(dropped: Any) -> None:
+    def send_once_more(dropped: Any) -> None:
         """Send a signal once more whose exception was raised in a destructor or callback, where Python drops it."""
         if not received.raised or not isinstance(dropped.exc_value, KeyboardInterrupt | SystemExit):
             hook(dropped)
             return
         # a moment later: the main thread is still inside of what drops exceptions
         main_thread = threading.main_thread().ident
-        received.again = threading.Timer(0.01, signal.pthread_kill, [main_thread, received.raised])
-        received.again.daemon = True
-        received.again.start()
+        received.resender = threading.Timer(0.01, signal.pthread_kill, [main_thread, received.raised])
+        received.resender.daemon = True
+        received.resender.start()
 
-    sys.unraisablehook = raise_again
+    sys.unraisablehook = send_once_more
     try:
         yield received
     finally:

@@ -78,26 +78,16 @@ def run_plan(
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class StepToPlan:
-    """A step, ready to be planned.
-
-    Attributes:
-        cluster: ranks, slots and the cost model.
-        home_LE: where the experts are now.
-        previous_LE: assignments of the step before, which some balancers go by.
-        facts: for people, by name.
-        layers: of the traces; none where there are only counts.
-        packing: the rank and micro-step of each sequence of the traces.
-        tokens_digest: of these sequences, by which an executor knows the step.
-    """
+    """A step, ready to be planned."""
 
     counts_MLGE: NDArray[np.int32]
-    cluster: Cluster
-    home_LE: NDArray[np.int16]
-    previous_LE: NDArray[np.int64] | None
-    facts: dict[str, str]
-    layers: tuple[RoutedLayer, ...]
-    packing: Packing | None
-    tokens_digest: str
+    cluster: Cluster  # ranks, slots and the cost model
+    home_LE: NDArray[np.int16]  # where the experts are now
+    previous_LE: NDArray[np.int64] | None  # assignments of the step before, which some balancers go by
+    facts: dict[str, str]  # for people, by name
+    layers: tuple[RoutedLayer, ...]  # of the traces; none where there are only counts
+    packing: Packing | None  # the rank and micro-step of each sequence of the traces
+    tokens_digest: str  # of these sequences, by which an executor knows the step
 
     @property
     def topology(self) -> Topology:

@@ -26,17 +26,7 @@ from foreroute.simulate import SimulationRecord, load_config, simulate
 def run_simulation(
     config_path: Path, output: Path | None, *, measurements: Path | None = None, rates: Sequence[str] = ()
 ) -> None:
-    """Simulate, print the table, write the folder.
-
-    Args:
-        config_path: a TOML file, see `foreroute.simulate.config`.
-        output: the folder, which must be empty or not there; runs/simulate/NAME by default.
-        measurements: a file of timed steps, see `foreroute.simulate.fit`, to fit rates to first.
-        rates: of `foreroute.simulate.fit.FITTABLE`, which to fit; by default its `DEFAULT_RATES`.
-
-    Raises:
-        InputError: for everything that a user can mend.
-    """
+    """Fit rates to measurements if there are some, simulate, print the table, and write the folder."""
     folder = output or Path("runs") / "simulate" / config_path.stem
     # minutes of simulation must not end at a folder that cannot take them
     _check_free(folder)

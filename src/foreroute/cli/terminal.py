@@ -121,13 +121,9 @@ class Work:
 
 @contextmanager
 def working(what: str, console: Console, *, total: int = 0, unit: str = "") -> Iterator[Work]:
-    """Name a piece of work that may last, while the context is open; a terminal shows it.
+    """Name a piece of work that may last, while the context is open; a terminal shows it, and how much there is to do.
 
-    Args:
-        what: its name, which may hold names of files.
-        console: where it is shown if that is a terminal.
-        total: how much there is to do, if that is known.
-        unit: plural noun for `total`, such as "cells".
+    `unit` is a plural noun for `total`, such as "cells".
     """
     progress = Progress(
         TextColumn("{task.description}", markup=False, table_column=Column()),  # a narrow terminal wraps it

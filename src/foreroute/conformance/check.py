@@ -206,27 +206,16 @@ def same_sets(wanted: NDArray[Any], seen: NDArray[Any]) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class Misplaced:
-    """A mistake of placement.
+    """A mistake of placement."""
 
-    Attributes:
-        check: id of the check that is about it; "routes-followed" when it has no name.
-        sentence: what was seen.
-    """
-
-    check: str
-    sentence: str
+    check: str  # id of the check that is about it; "routes-followed" when it has no name
+    sentence: str  # what was seen
 
 
 def misplaced(wanted: RoutingTrace, seen_NLK: NDArray[Any], native_NLK: NDArray[Any]) -> Misplaced | None:
-    """Compare what the experts were given with what a trace asked for.
+    """Compare what the experts were given with what a trace asked for; None where every routed row was followed.
 
-    Args:
-        wanted: the replayed trace, of N rows.
-        seen_NLK: what was executed.
-        native_NLK: what the untouched model executes on the same tokens.
-
-    Returns:
-        None when every routed row was followed, as a set of experts.
+    `native_NLK` is what the untouched model executes on the same tokens.
     """
     if seen_NLK.shape != wanted.expert_ids_NLK.shape:
         sentence = f"the probe saw rows of shape {seen_NLK.shape}, the trace has {wanted.expert_ids_NLK.shape}"

@@ -86,14 +86,7 @@ class HuggingFaceUnderTest(AdapterUnderTest):
 
 
 class HuggingFaceModel(TorchModel):
-    """A causal language model of transformers with a probe at its experts.
-
-    Args:
-        model: the model.
-
-    Attributes:
-        indexers: paths of the modules that choose what queries attend to.
-    """
+    """A causal language model of transformers with a probe at its experts, and at `indexers`, by their paths."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)

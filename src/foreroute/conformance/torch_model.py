@@ -14,11 +14,7 @@ from foreroute.conformance.adapter import Batch, Seen
 
 
 class TorchModel:
-    """A model whose weights and gradients the kit reads and changes. Subclasses run it, with their probe.
-
-    Args:
-        model: the model.
-    """
+    """A model whose weights and gradients the kit reads and changes. Subclasses run it, with their probe."""
 
     def __init__(self, model: Any) -> None:
         self.model = model

@@ -198,7 +198,8 @@ class SelectionMode(TorchFunctionMode):
         if now is None or now.ids_RK is None:
             result = func(*args, **kwargs)
             ids_RK = _flat(result.indices)
-            self.seen.append(Selection(scores, ids_RK, ids_RK, self._squashed, _flat(result.values)))
+            # without its scores, which the router goes on with, and some overwrite
+            self.seen.append(Selection(scores, ids_RK, ids_RK, self._squashed))
             if now is not None:
                 run_unnumbered(now.keep, ids_RK) if self._is_numbered else now.keep(ids_RK)
             return result

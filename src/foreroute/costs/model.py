@@ -154,19 +154,12 @@ class Hardware:
 
 
 class PassCost(NamedTuple):
-    """One way through a layer, as multiples of its forward pass. A dispatch and a combine are in each.
+    """One way through a layer, as multiples of its forward pass. A dispatch and a combine are in each."""
 
-    Attributes:
-        gemm: FLOPs of matrix products.
-        weights: bytes of expert weights and their gradients.
-        memory: bytes of permuting, activating and unpermuting rows.
-        attention: FLOPs of the attention core.
-    """
-
-    gemm: float
-    weights: float
-    memory: float
-    attention: float
+    gemm: float  # FLOPs of matrix products
+    weights: float  # bytes of expert weights and their gradients
+    memory: float  # bytes of permuting, activating and unpermuting rows
+    attention: float  # FLOPs of the attention core
 
 
 FORWARD = PassCost(1.0, 1.0, 1.0, 1.0)
@@ -313,40 +306,29 @@ class ExpertPrices(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """A cost model on a topology as plain numbers, for compiled code. Seconds, unless said.
+    """A cost model on a topology as plain numbers, for compiled code. Seconds, unless said."""
 
-    Attributes:
-        forward, backward: of one expert in either pass.
-        node_row_s, cluster_row_s: one row over the rank's link inside the node, and over its NIC.
-        latency_s: of one all-to-all.
-        host_fetch_s, node_fetch_s, cluster_fetch_s: the weights of one expert, by where they come from.
-        node_gradient_s, cluster_gradient_s: the gradients of one expert, by where they go.
-        layer_s: fixed, one pass.
-        dedup: whether a token is sent once to each node and rank.
-        top_k: picks per token.
-        ranks_per_node: of the topology.
-        memory_ranks: neighbouring ranks that fetch each other's weights through host memory; 1: none do.
-        groups: (pass, forwards, backwards) of all groups of both passes.
-        refetches: whether each group of a pass fetches weights; else the first one does, and slots keep them.
-    """
-
+    # of one expert in either pass
     forward: ExpertPrices
     backward: ExpertPrices
+    # one row over the rank's link inside the node, and over its NIC
     node_row_s: float
     cluster_row_s: float
-    latency_s: float
+    latency_s: float  # of one all-to-all
+    # the weights of one expert, by where they come from
     host_fetch_s: float
     node_fetch_s: float
     cluster_fetch_s: float
+    # the gradients of one expert, by where they go
     node_gradient_s: float
     cluster_gradient_s: float
-    layer_s: float
-    dedup: bool
-    top_k: int
-    ranks_per_node: int
-    memory_ranks: int
-    groups: tuple[tuple[int, int, int], ...]
-    refetches: bool
+    layer_s: float  # fixed, one pass
+    dedup: bool  # whether a token is sent once to each node and rank
+    top_k: int  # picks per token
+    ranks_per_node: int  # of the topology
+    memory_ranks: int  # neighbouring ranks that fetch each other's weights through host memory; 1: none do
+    groups: tuple[tuple[int, int, int], ...]  # (pass, forwards, backwards) of all groups of both passes
+    refetches: bool  # whether each group of a pass fetches weights; else the first one does, and slots keep them
 
 
 def _check_seconds(owner: Hardware | CostModel, *names: str) -> None:

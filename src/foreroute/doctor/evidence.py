@@ -54,17 +54,11 @@ class TrainerPass:
 
 @dataclass(frozen=True, eq=False)
 class Rescored:
-    """Log-probs as they would be if the engine had sampled otherwise than was said.
+    """Log-probs as they would be if the engine had sampled otherwise than was said."""
 
-    Attributes:
-        temperature: that logits are divided by.
-        on_sets: on the sampling masks of the trace; over all tokens otherwise.
-        logprobs_R: of the response tokens.
-    """
-
-    temperature: float
-    on_sets: bool
-    logprobs_R: NDArray[Any]
+    temperature: float  # that logits are divided by
+    on_sets: bool  # on the sampling masks of the trace; over all tokens otherwise
+    logprobs_R: NDArray[Any]  # of the response tokens
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -110,47 +104,37 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Measures:
-    """The figures of the evidence; None where it is missing.
+    """The figures of the evidence; None where it is missing."""
 
-    Attributes:
-        without: engine against trainer on its own routes.
-        with_replay: engine against trainer on the engine's routes.
-        repeated, repacked: trainer against itself.
-        routes: engine's routes against the trainer's own.
-        repacked_routes: the trainer's own routes against those when it is packed differently.
-        zeros: log-probs of exactly 0 of one side that the other denies.
-        ratio: trainer's over engine's probability, mean over tokens and the standard error of that, on the engine's
-            routes where those were replayed. It is 1 where both draw from the same tokens, however far apart they are.
-            Tokens of `zeros`, and those to which the engine gives 1, are left out.
-        rise: by how much replay raises a token's part of k3: the mean over tokens and the standard error of that.
-        shift: where the engine's log-probs fit those of the trainer's neighbouring token: by how many tokens they are
-            moved, 1 or -1, and the median |log r| with that undone and as they are, in nats.
-        order: where they fit those of other sequences: the trainer's sequence in the place of each, and the mean
-            |log r| with that undone and as they are, in nats. Neither this nor `shift` is looked for beside `zeros`.
-        rescored: the one of `Evidence.rescored` that is nearest to the engine, and its mismatch.
-        explanation: what sets engine's and trainer's routes apart.
-        choices: of indexers, engine against trainer on its own.
-        reordered: the engine's sequences come in another order than the trainer's. Routes are compared in the trainer's
-            order; log-probs, whose sequences nothing tells apart, are not compared.
-        layers: L, of the routes.
-    """
-
-    without: TokenMismatch | None = None
-    with_replay: TokenMismatch | None = None
+    without: TokenMismatch | None = None  # engine against trainer on its own routes
+    with_replay: TokenMismatch | None = None  # engine against trainer on the engine's routes
+    # trainer against itself
     repeated: TokenMismatch | None = None
     repacked: TokenMismatch | None = None
-    routes: RoutingMismatch | None = None
+    routes: RoutingMismatch | None = None  # engine's routes against the trainer's own
+    # the trainer's own routes against those when it is packed differently
     repacked_routes: RoutingMismatch | None = None
-    zeros: tuple[Zeros, ...] = ()
+    zeros: tuple[Zeros, ...] = ()  # log-probs of exactly 0 of one side that the other denies
+    # trainer's over engine's probability, mean over tokens and the standard error of that, on the engine's routes where
+    # those were replayed. It is 1 where both draw from the same tokens, however far apart they are. Tokens of `zeros`,
+    # and those to which the engine gives 1, are left out.
     ratio: tuple[float, float] | None = None
+    # by how much replay raises a token's part of k3: the mean over tokens and the standard error of that
     rise: tuple[float, float] | None = None
+    # where the engine's log-probs fit those of the trainer's neighbouring token: by how many tokens they are moved, 1
+    # or -1, and the median |log r| with that undone and as they are, in nats
     shift: tuple[int, float, float] | None = None
+    # where they fit those of other sequences: the trainer's sequence in the place of each, and the mean |log r| with
+    # that undone and as they are, in nats. Neither this nor `shift` is looked for beside `zeros`.
     order: tuple[list[int], float, float] | None = None
+    # the one of `Evidence.rescored` that is nearest to the engine, and its mismatch
     rescored: tuple[Rescored, TokenMismatch] | None = None
-    explanation: Explanation | None = None
-    choices: StreamDifference | None = None
+    explanation: Explanation | None = None  # what sets engine's and trainer's routes apart
+    choices: StreamDifference | None = None  # of indexers, engine against trainer on its own
+    # the engine's sequences come in another order than the trainer's. Routes are compared in the trainer's order, and
+    # log-probs, whose sequences nothing tells apart, are not.
     reordered: bool = False
-    layers: tuple[RoutedLayer, ...] = ()
+    layers: tuple[RoutedLayer, ...] = ()  # L, of the routes
 
     @property
     def gain(self) -> float | None:

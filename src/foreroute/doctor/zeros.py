@@ -17,23 +17,14 @@ Where top-p leaves one token to draw from, the other side gives it that much: on
 
 @dataclass(frozen=True, eq=False)
 class Zeros:
-    """Log-probs of exactly 0, probability 1, that the other side denies.
+    """Log-probs of exactly 0, probability 1, that the other side denies."""
 
-    Attributes:
-        side: whose they are, as the subject of a sentence.
-        other: the other side.
-        sequences: that have them; None where sequences are not known.
-        count: how many zeros there are.
-        mean: what the other side has in the place of the zeros, on average.
-        zero_R: bool, which tokens they are.
-    """
-
-    side: str
-    other: str
-    sequences: list[int] | None
-    count: int
-    mean: float
-    zero_R: NDArray[np.bool_]
+    side: str  # whose they are, as the subject of a sentence
+    other: str  # the other side
+    sequences: list[int] | None  # that have them; None where sequences are not known
+    count: int  # how many zeros there are
+    mean: float  # what the other side has in the place of the zeros, on average
+    zero_R: NDArray[np.bool_]  # which tokens they are
 
 
 def denied_zeros(

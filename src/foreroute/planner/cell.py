@@ -44,44 +44,29 @@ class CellState(NamedTuple):
 
     Few arrays, because each takes seven arguments of every compiled function that the state is handed to. Their rows
     are walked by index: to iterate over them takes longer.
-
-    Attributes:
-        hosts: [7, H], see `RANK`.
-        host_GK: [G, E / G + S], the hosts on each rank, those at home first.
-        load_G: [G], the quotas of each rank.
-        demand_NE: [N, E], assignments of each expert that come from each node.
-        demand_MLE, surplus_MLG: of `look_ahead`.
-        position: [2], the micro-step and the layer.
-        random: uint64 [1], state of the random numbers.
-        num_experts: E.
-        slots: S.
-        ranks_per_node: G / N.
-        persistent: whether slots keep what they hold. Otherwise they are empty at every cell.
-        search: SEARCH_NODE [G + 1], of ranks; the last one is the slack of the search for circles. This and what
-            follows is scratch.
-        seen_E: [E], the number of the last search that passed the expert.
-        clock: [1], the number of the last search; marks of earlier searches are stale without being cleared.
-        over_NE: [N, E], what the hosts of a replicated expert in a node serve beyond the node's own tokens.
-        split_3G: [3, G], of one expert: tokens of each rank that have no host yet, those that the home serves, and
-            the quotas of its replicas.
     """
 
-    hosts: NDArray[np.int64]
-    host_GK: NDArray[np.int64]
-    load_G: NDArray[np.int64]
-    demand_NE: Ints
+    hosts: NDArray[np.int64]  # [7, H], see `RANK`
+    host_GK: NDArray[np.int64]  # [G, E / G + S], the hosts on each rank, those at home first
+    load_G: NDArray[np.int64]  # [G], the quotas of each rank
+    demand_NE: Ints  # [N, E], assignments of each expert that come from each node
+    # of `look_ahead`
     demand_MLE: Ints
     surplus_MLG: Ints
-    position: Ints
-    random: NDArray[np.uint64]
-    num_experts: int
-    slots: int
-    ranks_per_node: int
-    persistent: bool
+    position: Ints  # [2], the micro-step and the layer
+    random: NDArray[np.uint64]  # [1], state of the random numbers
+    num_experts: int  # E
+    slots: int  # S
+    ranks_per_node: int  # G / N
+    persistent: bool  # whether slots keep what they hold. Otherwise they are empty at every cell.
+    # SEARCH_NODE [G + 1], of ranks; the last one is the slack of the search for circles. This and what follows is
+    # scratch.
     search: NDArray[Any]
-    seen_E: Ints
-    clock: Ints
-    over_NE: Ints
+    seen_E: Ints  # [E], the number of the last search that passed the expert
+    clock: Ints  # [1], the number of the last search; marks of earlier searches are stale without being cleared
+    over_NE: Ints  # [N, E], what the hosts of a replicated expert in a node serve beyond the node's own tokens
+    # [3, G], of one expert: tokens of each rank that have no host yet, those that the home serves, and the quotas of
+    # its replicas
     split_3G: Ints
 
 

@@ -174,7 +174,7 @@ def _receiving_capacity(cell: CellState, target: int) -> int:
     for rank in range(len(cell.load_G)):
         # A rank below the target was not seen by the last search, which would have ended there.
         capacity = target - cell.load_G[rank]
-        if capacity > 0 and _free_slot(cell, rank, NONE) == NONE:
+        if capacity > 0 and not _has_free_slot(cell, rank):
             capacity = 0
         cell.search[rank].back_width = max(capacity, 0)
         most = max(most, capacity)
@@ -182,12 +182,12 @@ def _receiving_capacity(cell: CellState, target: int) -> int:
         return most
     own, count = _search_back(cell, target)
     for i in range(own, count):
-        if _free_slot(cell, cell.search[i].back_queue, NONE) != NONE:
+        if _has_free_slot(cell, cell.search[i].back_queue):
             most = max(most, cell.search[cell.search[i].back_queue].back_width)
     if most > 0:
         for i in range(count):
             rank = cell.search[i].back_queue
-            if i < own or _free_slot(cell, rank, NONE) == NONE:
+            if i < own or not _has_free_slot(cell, rank):
                 cell.search[rank].back_width = 0
     return most
 
@@ -253,6 +253,15 @@ def _free_slot(cell: CellState, rank: int, expert: int) -> int:
         if best == NONE or worth < best_worth:
             best, best_worth = x, worth
     return best
+
+
+@inlined
+def _has_free_slot(cell: CellState, rank: int) -> bool:
+    """Say whether a slot of the rank serves nothing."""
+    found = False
+    for x in slots_of(cell, rank):
+        found |= cell.hosts[QUOTA, x] == 0
+    return found
 
 
 @inlined

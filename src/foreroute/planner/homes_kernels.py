@@ -21,28 +21,18 @@ Ints = NDArray[np.int64]
 
 
 class Placement(NamedTuple):
-    """Homes of one layer, and what follows from them. Exchanges keep all of it in step.
+    """Homes of one layer, and what follows from them. Exchanges keep all of it in step."""
 
-    Attributes:
-        table_XM: int32 [E + G + N, M], a row for each expert, its load; for each rank, its surplus over the mean, below
-            0 where it has less; and for each node, the same.
-        cost_X: int32 [E + G + N], the sum of what is above 0 in the rows of ranks and nodes.
-        pull_EG: int32 [E, G], the slope of the objective in the presence of each expert on each rank.
-        home_E: int64 [E].
-        start_E: int64 [E], the homes that the budget counts from.
-        moves: int64 [1], how many experts are away from their start.
-        max_moves: most that may be, at least 2.
-        ranks_per_node: of the topology.
-    """
-
+    # [E + G + N, M], a row for each expert, its load; for each rank, its surplus over the mean, below 0 where it
+    # has less; and for each node, the same
     table_XM: NDArray[np.int32]
-    cost_X: NDArray[np.int32]
-    pull_EG: NDArray[np.int32]
-    home_E: Ints
-    start_E: Ints
-    moves: Ints
-    max_moves: int
-    ranks_per_node: int
+    cost_X: NDArray[np.int32]  # [E + G + N], the sum of what is above 0 in the rows of ranks and nodes
+    pull_EG: NDArray[np.int32]  # [E, G], the slope of the objective in the presence of each expert on each rank
+    home_E: Ints  # [E]
+    start_E: Ints  # [E], the homes that the budget counts from
+    moves: Ints  # [1], how many experts are away from their start
+    max_moves: int  # most that may be, at least 2
+    ranks_per_node: int  # of the topology
 
 
 def new_placement(load_EM: NDArray[np.int32], start_E: Ints, topology: Topology, budget: int) -> Placement:

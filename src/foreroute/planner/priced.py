@@ -27,11 +27,7 @@ with 0.9 for 0.5, to 2.6 %."""
 
 
 class PricedOptions:
-    """Changes cells where that saves time. Layers may come from several threads.
-
-    Attributes:
-        is_any_on: whether there is anything to do.
-    """
+    """Changes cells where that saves time, if `is_any_on`. Layers may come from several threads."""
 
     def __init__(
         self, counts_MLGE: NDArray[np.int32], topology: Topology, options: PlanOptions, costs: CostModel | None

@@ -27,7 +27,7 @@ from foreroute.planner.cell import (
     restore_held,
 )
 from foreroute.planner.flow import grow, heaviest
-from foreroute.planner.locality import keep_local
+from foreroute.planner.locality import keep_local, serve_near
 from foreroute.planner.split import split
 
 # None of these values is published. They steer a search whose result is checked against the target, so they decide how
@@ -79,6 +79,8 @@ def plan_block(
             total = begin_cell(cell, counts_GE, hosts.home_LE[layer - place[2]], held_LH[layer])
             figures_C2[c, 1] = least_load(cell)
             target = int(-((-total * (1.0 + tolerance)) // len(cell.load_G)))  # mean and tolerance, rounded up
+            if cell.persistent and locality:
+                serve_near(cell, target)
             reached = find_replicas(cell, target, tolerance > 0.0)
             restore_held(cell)
             if locality:

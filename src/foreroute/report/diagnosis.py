@@ -67,16 +67,7 @@ def measure_table(measures: Measures) -> Table:
 
 
 def write_diagnosis(diagnosis: Diagnosis, target: Path, commands: Sequence[tuple[str, str]] = ()) -> Path:
-    """Write the page; one that is there is replaced.
-
-    Args:
-        diagnosis: to show.
-        target: the file to write.
-        commands: what to run next: what each does, and the line for a shell.
-
-    Raises:
-        InputError: when `target` cannot be written or is no page of ours, or the `report` extra is not installed.
-    """
+    """Write the page, and on it commands to run next, each with what it does; raises `InputError` as `write_page`."""
     return write_page(target, lambda: _page(diagnosis, commands))
 
 

@@ -53,14 +53,9 @@ def method_table(
     title: str,
     strong: Callable[[MethodRecord], bool],
 ) -> Table:
-    """One row per record, static among them, then the limits.
+    """One row per record, static among them, then the limits, which are cells by heading by label.
 
-    Args:
-        records: from the top.
-        headings: of the columns of `SHOWN`, in order.
-        limits: cells by heading of further rows by label.
-        title: for a terminal.
-        strong: whether a row is what the page is about.
+    `headings` name columns of `SHOWN`; `strong` says whether a row is what the page is about.
     """
     # pages name headings, so that each has its own columns in its own order
     by_heading = {column.heading: column for column in SHOWN}

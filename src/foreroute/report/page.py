@@ -36,51 +36,32 @@ class Tile:
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table.
+    """One column of a table."""
 
-    Attributes:
-        heading: of the page.
-        short: of a terminal, with line breaks; a column without one is on the page alone.
-        kind: numbers stand on the right and are not broken, words on the left; code is for a shell.
-    """
-
-    heading: str
-    short: str = ""
+    heading: str  # of the page
+    short: str = ""  # of a terminal, with line breaks; a column without one is on the page alone
+    # numbers stand on the right and are not broken, words on the left; code is for a shell
     kind: Literal["number", "words", "code"] = "number"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableRow:
-    """One row of a table.
+    """One row of a table."""
 
-    Attributes:
-        cells: text, one for each column; an empty one says nothing.
-        strong: whether it is what the page is about.
-        colour: of the run that it is about, as on the plots.
-        tone: how bad it is.
-    """
-
-    cells: tuple[str, ...]
-    strong: bool = False
-    colour: str = ""
-    tone: Tone = ""
+    cells: tuple[str, ...]  # text, one for each column; an empty one says nothing
+    strong: bool = False  # whether it is what the page is about
+    colour: str = ""  # of the run that it is about, as on the plots
+    tone: Tone = ""  # how bad it is
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Rows under headings.
+    """Rows under headings."""
 
-    Attributes:
-        columns: of every row.
-        rows: from the top.
-        title: for a terminal, and for a section of several tables.
-        folded: what stands in its place until a reader opens it; empty where all is seen.
-    """
-
-    columns: tuple[Column, ...]
-    rows: tuple[TableRow, ...]
-    title: str = ""
-    folded: str = ""
+    columns: tuple[Column, ...]  # of every row
+    rows: tuple[TableRow, ...]  # from the top
+    title: str = ""  # for a terminal, and for a section of several tables
+    folded: str = ""  # what stands in its place until a reader opens it; empty where all is seen
 
     def __post_init__(self) -> None:
         """A row has a cell for every column."""
@@ -138,25 +119,15 @@ class PageSection:
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """A whole page.
+    """A whole page."""
 
-    Attributes:
-        command: that makes it.
-        title: what it is about.
-        finding: what the numbers say, in one sentence.
-        tone: of the finding.
-        tiles: numbers of weight.
-        facts: what was looked at and how, by name.
-        sections: from the top.
-    """
-
-    command: str
-    title: str
-    finding: str
-    tone: Tone = ""
-    tiles: tuple[Tile, ...] = ()
-    facts: Mapping[str, str] = field(default_factory=dict)
-    sections: tuple[PageSection, ...] = ()
+    command: str  # that makes it
+    title: str  # what it is about
+    finding: str  # what the numbers say, in one sentence
+    tone: Tone = ""  # of the finding
+    tiles: tuple[Tile, ...] = ()  # numbers of weight
+    facts: Mapping[str, str] = field(default_factory=dict)  # what was looked at and how, by name
+    sections: tuple[PageSection, ...] = ()  # from the top
 
 
 def check_page(target: Path) -> None:

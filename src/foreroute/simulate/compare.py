@@ -87,19 +87,12 @@ def _checked(problem: BalancerInput) -> BalancerInput:
 
 @dataclass(frozen=True, eq=False)
 class TimedPlan:
-    """A plan, and how it came about.
+    """A plan, and how it came about."""
 
-    Attributes:
-        plan: of a step.
-        why: by priced option whether it is on and by pass what is executed, with the reason.
-        elapsed_s: wall time of planning, without compiling.
-        planning_s: the same in processor seconds.
-    """
-
-    plan: StepPlan
-    why: dict[str, str]
-    elapsed_s: float
-    planning_s: float
+    plan: StepPlan  # of a step
+    why: dict[str, str]  # by priced option whether it is on and by pass what is executed, with the reason
+    elapsed_s: float  # wall time of planning, without compiling
+    planning_s: float  # the same in processor seconds
 
 
 def timed_plan(problem: BalancerInput, options: PlanOptions, on_progress: OnProgress | None = None) -> TimedPlan:
@@ -121,24 +114,19 @@ def compile_planner(problem: BalancerInput, options: PlanOptions) -> None:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PlanComparison:
-    """A plan and the methods beside it, for a page.
+    """A plan and the methods beside it, for a page."""
 
-    Attributes:
-        plan: of the step.
-        methods: static first; the plan as executors serve it last. Where a pass runs at homes, the plan as if both
-            passes ran by it stands before it, named `AS_PLANNED`.
-        at_home, planned: loads of static, and of the plan if both passes ran by it.
-        least_over_mean_ML: [M, L], the least load of a slowest rank under any plan of the same homes and slots, over
-            the mean load; 1 where a cell is empty.
-        least_s: no plan takes less for the step, by the cost model; see `pricing.least_seconds`.
-    """
-
-    plan: StepPlan
+    plan: StepPlan  # of the step
+    # static first; the plan as executors serve it last. Where a pass runs at homes, the plan as if both passes ran by
+    # it stands before it, named `AS_PLANNED`.
     methods: tuple[MethodRecord, ...]
+    # loads of static, and of the plan if both passes ran by it
     at_home: Loads
     planned: Loads
+    # [M, L], the least load of a slowest rank under any plan of the same homes and slots, over the mean load; 1 where a
+    # cell is empty
     least_over_mean_ML: Floats
-    least_s: float
+    least_s: float  # no plan takes less for the step, by the cost model; see `pricing.least_seconds`
 
     @property
     def passes_by_plan(self) -> list[PassName]:

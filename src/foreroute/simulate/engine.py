@@ -39,29 +39,17 @@ FETCHING, ATTENDED, ENDED = range(3)
 
 
 class PassWork(NamedTuple):
-    """Work of a group in one pass of a step, in seconds: of its ranks, of the all-to-alls, and of what moves beside.
+    """Work of a group in one pass of a step, in seconds: of its ranks, of the all-to-alls, and of what moves beside."""
 
-    Attributes:
-        attention_MG2: [M, G, 2], attention and all that is dense in a layer, forward and backward.
-        head_MG: [M, G], the output head in a forward pass; backward takes twice as long.
-        all_to_all_ML: [M, L], one all-to-all.
-        rows_ML2: [M, L, 2], rows that all ranks together send in it, over their links inside nodes and over NICs.
-        experts_MLG2: [M, L, G, 2], the experts, forward and backward.
-        layer_s: fixed, of one pass over one layer.
-        host_KMLG: [2, M, L, G], fetches by the copy engine from host memory, by way.
-        direct_KMLG4: [2, M, L, G, 4], fetches over NIC out, NIC in, node link out, node link in, by way.
-        gradient_MLG4: [M, L, G, 4], gradients that return over these links after the backward pass.
-    """
-
-    attention_MG2: Floats
-    head_MG: Floats
-    all_to_all_ML: Floats
-    rows_ML2: Floats
-    experts_MLG2: Floats
-    layer_s: float
-    host_KMLG: Floats
-    direct_KMLG4: Floats
-    gradient_MLG4: Floats
+    attention_MG2: Floats  # [M, G, 2], attention and all that is dense in a layer, forward and backward
+    head_MG: Floats  # [M, G], the output head in a forward pass; backward takes twice as long
+    all_to_all_ML: Floats  # [M, L], one all-to-all
+    rows_ML2: Floats  # [M, L, 2], rows that all ranks together send in it, over their links inside nodes and over NICs
+    experts_MLG2: Floats  # [M, L, G, 2], the experts, forward and backward
+    layer_s: float  # fixed, of one pass over one layer
+    host_KMLG: Floats  # [2, M, L, G], fetches by the copy engine from host memory, by way
+    direct_KMLG4: Floats  # [2, M, L, G, 4], fetches over NIC out, NIC in, node link out, node link in, by way
+    gradient_MLG4: Floats  # [M, L, G, 4], gradients that return over these links after the backward pass
 
     def forward_alone(self) -> PassWork:
         """The same without a way back: nothing is fetched on it, and no gradient returns."""
@@ -79,31 +67,19 @@ class PassWork(NamedTuple):
 
 
 class ExecutionModel(NamedTuple):
-    """How the cluster executes.
+    """How the cluster executes."""
 
-    Attributes:
-        overlap: share of its computing time behind which a pass over a cell hides its all-to-alls, 0 to 1.
-        prefetch: cells that are fetched ahead.
-        keeps_slots: slots belong to layers, and are in use until the last cell of the layer has ended.
-    """
-
-    overlap: float
-    prefetch: int
-    keeps_slots: bool
+    overlap: float  # share of its computing time behind which a pass over a cell hides its all-to-alls, 0 to 1
+    prefetch: int  # cells that are fetched ahead
+    keeps_slots: bool  # slots belong to layers, and are in use until the last cell of the layer has ended
 
 
 class GroupRun(NamedTuple):
-    """Recompute or update of one group.
+    """Recompute or update of one group."""
 
-    Attributes:
-        parts_X: [`PARTS`], seconds; they add up to `end_s`.
-        end_s: seconds from the start to the last event, gradients included.
-        fetched_NG2: [places, G, 2], begin and end of each rank's copies from the host.
-    """
-
-    parts_X: Floats
-    end_s: float
-    fetched_NG2: Floats
+    parts_X: Floats  # [`PARTS`], seconds; they add up to `end_s`
+    end_s: float  # seconds from the start to the last event, gradients included
+    fetched_NG2: Floats  # [places, G, 2], begin and end of each rank's copies from the host
 
 
 # One moment. `clock` holds its seconds, `progress` three places. `queued_G4` and `owed_G4` are seconds of direct

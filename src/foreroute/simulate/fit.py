@@ -121,28 +121,18 @@ Prediction = Callable[[Measurement, SimulateConfig, CostModel], float]
 
 @dataclass(frozen=True, kw_only=True)
 class FitRecord:
-    """Outcome of a fit.
+    """Outcome of a fit."""
 
-    Attributes:
-        hardware: with the fitted rates; what was not fitted is as configured.
-        parameters: the fitted rates by name.
-        names: of the measurements.
-        measured_s, predicted_s: of each.
-        median_error: median of |predicted - measured| / measured.
-        worst_error: the largest.
-        rank_correlation: as `rank_correlation` of predicted and measured seconds.
-        before: the rates by name before the fit.
-    """
-
-    hardware: Hardware
-    parameters: dict[str, float]
-    names: tuple[str, ...]
+    hardware: Hardware  # with the fitted rates; what was not fitted is as configured
+    parameters: dict[str, float]  # the fitted rates by name
+    names: tuple[str, ...]  # of the measurements
+    # of each measurement
     measured_s: tuple[float, ...]
     predicted_s: tuple[float, ...]
-    median_error: float
-    worst_error: float
-    rank_correlation: float | None
-    before: Mapping[str, float]
+    median_error: float  # median of |predicted - measured| / measured
+    worst_error: float  # the largest
+    rank_correlation: float | None  # as `rank_correlation` of predicted and measured seconds
+    before: Mapping[str, float]  # the rates by name before the fit
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""

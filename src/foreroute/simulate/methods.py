@@ -71,17 +71,12 @@ METHODS = {**BALANCERS, **PRESETS}
 
 
 class Loads(NamedTuple):
-    """Loads of a served step in every cell of both passes.
+    """Loads of a served step in every cell of both passes."""
 
-    Attributes:
-        served_SMLG: int64 [2, M, L, G], assignments that each rank serves.
-        crossing_SML: int64 [2, M, L], of these, the ones that are served on another node than their token's.
-        fetches_SML: int64 [2, M, L], experts whose weights are moved for the cell.
-    """
-
-    served_SMLG: NDArray[np.int64]
+    served_SMLG: NDArray[np.int64]  # [2, M, L, G], assignments that each rank serves
+    # [2, M, L], of these, the ones that are served on another node than their token's
     crossing_SML: NDArray[np.int64]
-    fetches_SML: NDArray[np.int64]
+    fetches_SML: NDArray[np.int64]  # [2, M, L], experts whose weights are moved for the cell
 
     @property
     def over_mean_SMLG(self) -> NDArray[np.float64]:
@@ -91,22 +86,15 @@ class Loads(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ServedStep:
-    """A step as one method serves it.
+    """A step as one method serves it."""
 
-    Attributes:
-        counts_MLGE: integers [M, L, G, E].
-        before_LE: int16 [L, E], the homes when the step begins.
-        slots: each layer has redundant slots of its own, or all layers share one set.
-        passes: who serves what in the recompute, and in the update. They differ where a plan saves too little in one,
-            which executors then run with every expert at its home.
-        planning_s: processor seconds of planning; so other work on this machine does not count.
-    """
-
-    counts_MLGE: NDArray[np.integer]
-    before_LE: NDArray[np.int16]
-    slots: SlotSharing
+    counts_MLGE: NDArray[np.integer]  # integers [M, L, G, E]
+    before_LE: NDArray[np.int16]  # [L, E], the homes when the step begins
+    slots: SlotSharing  # each layer has redundant slots of its own, or all layers share one set
+    # who serves what in the recompute, and in the update. They differ where a plan saves too little in one, which
+    # executors then run with every expert at its home.
     passes: tuple[Hosts, Hosts]
-    planning_s: float = 0.0
+    planning_s: float = 0.0  # processor seconds of planning; so other work on this machine does not count
 
     @classmethod
     def of(cls, plan: StepPlan, counts_MLGE: NDArray[np.integer], planning_s: float = 0.0) -> ServedStep:

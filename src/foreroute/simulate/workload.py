@@ -38,39 +38,23 @@ DRIFT = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The shape and the unevenness of an RL step.
+    """The shape and the unevenness of an RL step."""
 
-    Attributes:
-        num_ranks: G, sources of tokens.
-        num_experts: E.
-        top_k: K.
-        num_micro_steps: M.
-        num_layers: L.
-        sequences_per_rank: fewest and most sequences of a rank in a micro-step, drawn evenly.
-        mean_length: of a sequence in tokens, before clipping.
-        longest: longer sequences are clipped.
-        even_sources: deal the sequences of a micro-step longest first, each to the rank with the fewest tokens, instead
-            of at random.
-        layer_evenness: Dirichlet concentration of a layer's shares; lower is more uneven.
-        micro_step_evenness: Dirichlet concentration, in all experts together, of a micro-step around its layer.
-        prompt_draws: experts drawn for a prompt; fewer make prompts differ more.
-        response_draws: experts drawn for a response from those of its prompt.
-        common: part of every sequence's assignments that follows the micro-step's shares, above 0 and below 1.
-    """
-
-    num_ranks: int
-    num_experts: int = 128
-    top_k: int = 8
-    num_micro_steps: int = 32
-    num_layers: int = 48
-    sequences_per_rank: tuple[int, int] = (4, 8)
-    mean_length: int = 1900
-    longest: int = 8192
+    num_ranks: int  # G, sources of tokens
+    num_experts: int = 128  # E
+    top_k: int = 8  # K
+    num_micro_steps: int = 32  # M
+    num_layers: int = 48  # L
+    sequences_per_rank: tuple[int, int] = (4, 8)  # fewest and most sequences of a rank in a micro-step, drawn evenly
+    mean_length: int = 1900  # of a sequence in tokens, before clipping
+    longest: int = 8192  # longer sequences are clipped
+    # deal the sequences of a micro-step longest first, each to the rank with the fewest tokens, instead of at random
     even_sources: bool = False
-    layer_evenness: float
-    micro_step_evenness: float
-    prompt_draws: int
-    response_draws: int
+    layer_evenness: float  # Dirichlet concentration of a layer's shares; lower is more uneven
+    micro_step_evenness: float  # Dirichlet concentration, in all experts together, of a micro-step around its layer
+    prompt_draws: int  # experts drawn for a prompt; fewer make prompts differ more
+    response_draws: int  # experts drawn for a response from those of its prompt
+    # part of every sequence's assignments that follows the micro-step's shares, above 0 and below 1
     common: float = 0.1
 
     def __post_init__(self) -> None:

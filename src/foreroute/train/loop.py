@@ -47,13 +47,7 @@ from foreroute.train.record import Experience, Recomputed, StepPart, Updated, me
 
 @dataclass
 class Trainer:
-    """The state of a run between two steps.
-
-    Attributes:
-        step: the next step; the version of the policy's weights.
-        seconds: how long each phase of the last step took, by its name.
-        on_phase: called when a phase begins, with the step and the phase's name.
-    """
+    """The state of a run between two steps."""
 
     config: TrainConfig
     task: Task
@@ -61,8 +55,9 @@ class Trainer:
     execution: OneProcess
     engine: Engine
     optimizer: torch.optim.Optimizer
-    step: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
+    step: int = 0  # the next step; the version of the policy's weights
+    seconds: dict[str, float] = field(default_factory=dict)  # how long each phase of the last step took, by its name
+    # called when a phase begins, with the step and the phase's name
     on_phase: Callable[[int, str], object] | None = None
 
     def __post_init__(self) -> None:

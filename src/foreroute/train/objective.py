@@ -102,39 +102,23 @@ def denominator(lengths_S: NDArray[np.int64], method: Method) -> int:
 
 
 class Tokens(NamedTuple):
-    """Response tokens of whole sequences, packed.
+    """Response tokens of whole sequences, packed."""
 
-    Attributes:
-        logprobs_R: [R], of the policy as it is now, differentiable.
-        old_logprobs_R: [R], of the policy before the update, in the trainer.
-        engine_logprobs_R: [R], of the rollout.
-        advantages_R: [R].
-        lengths_S: int64 [S].
-    """
-
-    logprobs_R: Tensor
-    old_logprobs_R: Tensor
-    engine_logprobs_R: Tensor
-    advantages_R: Tensor
-    lengths_S: Tensor
+    logprobs_R: Tensor  # [R], of the policy as it is now, differentiable
+    old_logprobs_R: Tensor  # [R], of the policy before the update, in the trainer
+    engine_logprobs_R: Tensor  # [R], of the rollout
+    advantages_R: Tensor  # [R]
+    lengths_S: Tensor  # int64 [S]
 
 
 class TokenLosses(NamedTuple):
-    """Losses of response tokens, and what clipping and correction did to them.
+    """Losses of response tokens, and what clipping and correction did to them."""
 
-    Attributes:
-        losses_R: [R], differentiable.
-        clipped_R: bool [R], tokens whose update the clip bounds changed.
-        log_ratio_R: float64 [R], log of trainer over engine: finite where the ratio is not.
-        weights_R: [R], what the correction made of the ratio; 1 without one.
-        cut_R: bool [R], tokens for which it is another than the ratio.
-    """
-
-    losses_R: Tensor
-    clipped_R: Tensor
-    log_ratio_R: Tensor
-    weights_R: Tensor
-    cut_R: Tensor
+    losses_R: Tensor  # [R], differentiable
+    clipped_R: Tensor  # bool [R], tokens whose update the clip bounds changed
+    log_ratio_R: Tensor  # float64 [R], log of trainer over engine: finite where the ratio is not
+    weights_R: Tensor  # [R], what the correction made of the ratio; 1 without one
+    cut_R: Tensor  # bool [R], tokens for which it is another than the ratio
 
 
 def token_losses(tokens: Tokens, config: RLConfig) -> TokenLosses:

@@ -193,17 +193,11 @@ def require_fitting(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class ScheduledPass:
-    """Micro-steps that run on the same weights: recompute, or one mini-batch of the update.
+    """Micro-steps that run on the same weights: recompute, or one mini-batch of the update."""
 
-    Attributes:
-        name: "recompute", or "update 0" and so on.
-        after: how many optimizer steps of this rollout come before it.
-        micro_steps: the sequences of each, int64.
-    """
-
-    name: str
-    after: int
-    micro_steps: list[NDArray[np.int64]]
+    name: str  # "recompute", or "update 0" and so on
+    after: int  # how many optimizer steps of this rollout come before it
+    micro_steps: list[NDArray[np.int64]]  # the sequences of each
 
 
 class Alone:

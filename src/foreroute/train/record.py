@@ -36,75 +36,50 @@ from foreroute.train.policy import Alone
 
 @dataclass(frozen=True, eq=False)
 class Experience:
-    """A step's rollout with its rewards and advantages.
+    """A step's rollout with its rewards and advantages."""
 
-    Attributes:
-        generation: S = prompts * group size sequences, grouped by prompt.
-        rewards_S: float64 [S].
-        advantages_S: float64 [S].
-        informative_S: bool [S], False in groups whose rewards are all equal; they are left out of the update.
-    """
-
-    generation: Generation
-    rewards_S: NDArray[np.float64]
-    advantages_S: NDArray[np.float64]
+    generation: Generation  # S = prompts * group size sequences, grouped by prompt
+    rewards_S: NDArray[np.float64]  # [S]
+    advantages_S: NDArray[np.float64]  # [S]
+    # [S], False in groups whose rewards are all equal; they are left out of the update
     informative_S: NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
 class Recomputed:
-    """One pass of the trainer over a rollout, without gradients.
+    """One pass of the trainer over a rollout, without gradients."""
 
-    Attributes:
-        logprobs_R: float32 [R], of the response tokens, sequence after sequence.
-        entropy_R: float32 [R], in nats.
-        executed: the routes that this pass took, and the choices of indexers where they were asked for; last tokens
-            have none.
-        margins_NL: float32 [N - S, L], top-k margins of its routers; last tokens are not put into the model.
-    """
-
-    logprobs_R: NDArray[np.float32]
-    entropy_R: NDArray[np.float32]
+    logprobs_R: NDArray[np.float32]  # [R], of the response tokens, sequence after sequence
+    entropy_R: NDArray[np.float32]  # [R], in nats
+    # the routes that this pass took, and the choices of indexers where they were asked for; last tokens have none
     executed: RoutingTrace
+    # [N - S, L], top-k margins of its routers; last tokens are not put into the model
     margins_NL: NDArray[np.float32]
 
 
 @dataclass(frozen=True, eq=False)
 class Updated:
-    """Figures of an update.
+    """Figures of an update."""
 
-    Attributes:
-        loss: mean over mini-batches, of all ranks.
-        grad_norm: mean over mini-batches, before clipping, of all ranks.
-        tokens_4R: of the trained tokens of this rank, what `objective.importance_of` takes.
-        micro_step_S: int64 [S], the micro-step of each sequence of this rank; -1 where it was left out.
-        agreement_M2: for each mini-batch, (token, layer) of this rank whose live top-k is another than the replayed
-            set, and all of them; 0 where nothing is replayed, or it was not watched.
-    """
-
-    loss: float
-    grad_norm: float
-    tokens_4R: NDArray[np.float64]
-    micro_step_S: NDArray[np.int64]
+    loss: float  # mean over mini-batches, of all ranks
+    grad_norm: float  # mean over mini-batches, before clipping, of all ranks
+    tokens_4R: NDArray[np.float64]  # of the trained tokens of this rank, what `objective.importance_of` takes
+    micro_step_S: NDArray[np.int64]  # [S], the micro-step of each sequence of this rank; -1 where it was left out
+    # for each mini-batch, (token, layer) of this rank whose live top-k is another than the replayed set, and all of
+    # them; 0 where nothing is replayed, or it was not watched
     agreement_M2: NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
 class StepPart:
-    """Observations of a step, of one rank or of all of them.
-
-    Attributes:
-        experience: the rollout.
-        passes: forwards of the trainer on it at the same weights: "native" on its own routes, "replayed" on the
-            rollout's; one of them may be missing.
-        updated: what the update did.
-        peak_bytes: most bytes of tensors on the device; 0 on the CPU, where torch counts none.
-    """
+    """Observations of a step, of one rank or of all of them."""
 
     experience: Experience
+    # forwards of the trainer on it at the same weights: "native" on its own routes, "replayed" on the rollout's; one of
+    # them may be missing
     passes: dict[Side, Recomputed]
     updated: Updated
-    peak_bytes: int
+    peak_bytes: int  # most bytes of tensors on the device; 0 on the CPU, where torch counts none
 
 
 def merged(parts: list[StepPart]) -> StepPart:
@@ -205,24 +180,17 @@ def mismatch_record(tokens: TokenMismatch, routes: RoutingMismatch) -> MismatchR
 
 @dataclass(eq=False)
 class ExecutedPass:
-    """Execution of one pass on one rank, under its plan for `counts_MLGE`.
-
-    Attributes:
-        plan: once it is made, as it is executed in this pass.
-        planning_s: seconds that the planner took, on the first rank.
-        exposed_planning_s: seconds that the pass waited for the plan before it began.
-        priced_options: whether pay-off and traffic were on, what is executed, and why, on the first rank.
-        transfers: of this rank, once the pass has ended.
-        executed_ML: int64 [M, L], assignments that this rank computed, once the pass has ended.
-    """
+    """Execution of one pass on one rank, under its plan for `counts_MLGE`."""
 
     name: str
     counts_MLGE: NDArray[np.integer]
-    plan: StepPlan = field(init=False)
-    planning_s: float = 0.0
-    exposed_planning_s: float = 0.0
+    plan: StepPlan = field(init=False)  # once it is made, as it is executed in this pass
+    planning_s: float = 0.0  # seconds that the planner took, on the first rank
+    exposed_planning_s: float = 0.0  # seconds that the pass waited for the plan before it began
+    # whether pay-off and traffic were on, what is executed, and why, on the first rank
     priced_options: dict[str, str] = field(default_factory=dict)
-    transfers: list[TransferRecord] = field(default_factory=list)
+    transfers: list[TransferRecord] = field(default_factory=list)  # of this rank, once the pass has ended
+    # [M, L], assignments that this rank computed, once the pass has ended
     executed_ML: NDArray[np.int64] = field(init=False)
 
     @property

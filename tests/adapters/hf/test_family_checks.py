@@ -35,8 +35,8 @@ def of_its_own(monkeypatch):
 def rows_one_off(patch):
     choose = LayerPass.choose
 
-    def changed(now, own):
-        ids, own = choose(now, own)
+    def changed(now, own, device):
+        ids, own = choose(now, own, device)
         return ids if now.ids_RK is None else ids.roll(1, 0), own
 
     patch.setattr(LayerPass, "choose", changed)

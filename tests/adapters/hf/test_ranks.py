@@ -91,14 +91,8 @@ def every_case(rank):
 
 
 @pytest.fixture(scope="module")
-def workers():
-    with closing(Workers(2, timeout_s=300)) as workers:
-        yield workers
-
-
-@pytest.fixture(scope="module")
 def ranks(workers):
-    return workers.run(every_case)
+    return workers(2).run(every_case)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +168,7 @@ def test_an_optimizer_trains_what_it_would_without_attaching_and_recording(worke
         skip_in_older("this transformers shards no model itself")
     policy().save_pretrained(tmp_path)
     runs = [
-        workers.run(weights_after_training, sharding, tmp_path, *case) for case in ((False,), (True,), (True, False))
+        workers(2).run(weights_after_training, sharding, tmp_path, *case) for case in ((False,), (True,), (True, False))
     ]
     (without, plain), (attached, ours), (lost, _) = (ranks[0] for ranks in runs)
     assert attached == without
@@ -205,13 +199,13 @@ def train_adapters(rank):
 
 
 @pytest.mark.slow
-def test_adapters_of_experts_are_trained_under_fsdp2_as_in_a_single_process():
+def test_adapters_of_experts_are_trained_under_fsdp2_as_in_a_single_process(workers):
     model = adapted()
     routed = hf.attach(model)
     with routed.replay(random_routes(routed.spec, BATCH)):
         loss = loss_of(model, BATCH)
     loss.backward()
-    (one, grads), (other, _) = on_two_ranks(train_adapters)
+    (one, grads), (other, _) = workers(2).run(train_adapters)
     expected = gradients(model)
     assert grads.keys() == expected.keys()
     assert abs((one + other) / 2 - loss) < 1e-13
@@ -287,7 +281,7 @@ def sessions_after_other_passes(rank, before):
 
 @pytest.mark.parametrize("before", ["evaluated", "accumulated", "gathered by hand"])
 def test_what_was_gathered_before_a_session_is_no_concern_of_it(workers, before):
-    for lost, elements in workers.run(sessions_after_other_passes, before):
+    for lost, elements in workers(2).run(sessions_after_other_passes, before):
         assert not lost
         assert elements
 
@@ -303,4 +297,4 @@ def recorded_below_its_root(rank):
 
 
 def test_a_root_around_the_attached_module_takes_its_weights_back(workers):
-    assert workers.run(recorded_below_its_root) == [[], []]
+    assert workers(2).run(recorded_below_its_root) == [[], []]

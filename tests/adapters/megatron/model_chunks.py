@@ -36,14 +36,7 @@ def initialize(cell):
     Models that were built before are of no use any more.
     """
     global _made
-    sizes = {
-        "tensor_model_parallel_size": cell.tp,
-        "pipeline_model_parallel_size": cell.pp,
-        "virtual_pipeline_model_parallel_size": cell.vpp if cell.vpp > 1 else None,
-        "context_parallel_size": cell.cp,
-        "expert_model_parallel_size": cell.ep,
-        "expert_tensor_parallel_size": cell.etp,
-    }
+    sizes = sizes_of(cell)
     stay = _made[1] if _made and _made[0] == sizes and dist.group.WORLD in _made[1] else set()
     if not stay:
         parallel_state.destroy_model_parallel()
@@ -57,8 +50,18 @@ def initialize(cell):
         _made = sizes, set(dist.distributed_c10d._world.pg_map)
 
 
+def sizes_of(cell):
+    return {
+        "tensor_model_parallel_size": cell.tp,
+        "pipeline_model_parallel_size": cell.pp,
+        "virtual_pipeline_model_parallel_size": cell.vpp if cell.vpp > 1 else None,
+        "context_parallel_size": cell.cp,
+        "expert_model_parallel_size": cell.ep,
+        "expert_tensor_parallel_size": cell.etp,
+    }
+
+
 def config(cell):
-    """Its TransformerConfig."""
     settings = {
         "num_layers": cell.layers,
         "hidden_size": 32,
@@ -76,20 +79,21 @@ def config(cell):
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "init_method_std": 0.2,
-        "tensor_model_parallel_size": cell.tp,
+        **sizes_of(cell),
         "sequence_parallel": cell.tp > 1,
-        "pipeline_model_parallel_size": cell.pp,
-        "virtual_pipeline_model_parallel_size": cell.vpp if cell.vpp > 1 else None,
-        "context_parallel_size": cell.cp,
-        "expert_model_parallel_size": cell.ep,
-        "expert_tensor_parallel_size": cell.etp,
         "variable_seq_lengths": cell.packed and not cell.same_shapes,
         # two ranks in a ring: only separate groups tell what comes from the rank before and what from the rank after
         "overlap_p2p_comm": cell.vpp > 1,
         "batch_p2p_comm": cell.vpp == 1,
     }
     return TransformerConfig(
-        **{**megatron_on_cpu.CONFIG, **settings, **RECOMPUTE_SETTINGS[cell.recompute], **dict(cell.settings)}
+        **{
+            **megatron_on_cpu.CONFIG,
+            **settings,
+            **sizes_of(cell),
+            **RECOMPUTE_SETTINGS[cell.recompute],
+            **dict(cell.settings),
+        }
     )
 
 

@@ -1,9 +1,7 @@
 """The pipeline of examples/pipeline: exported weights, the same losses on other ranks, and a canary that sees."""
 
 import json
-import os
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -137,12 +135,8 @@ def test_a_sync_that_fails_half_way_ends_all_ranks(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_real_vllm_samples_for_four_ranks(tmp_path):
-    named = os.environ.get("FOREROUTE_VLLM_PYTHON")
-    python = Path(named or ".venv-vllm/bin/python").absolute()
-    if not named and not python.exists():
-        pytest.skip("there is no vLLM environment: run `make vllm-env`, or set FOREROUTE_VLLM_PYTHON")
-    arguments = (tmp_path / "run", "--vllm-python", python, "--pipeline", "2", "--steps", "3")
+def test_a_real_vllm_samples_for_four_ranks(tmp_path, vllm_python):
+    arguments = (tmp_path / "run", "--vllm-python", vllm_python, "--pipeline", "2", "--steps", "3")
     done = torchrun(4, "-m", "examples.pipeline.train", *arguments, timeout=300, cwd=ROOT, env=environment())
     assert done.returncode == 0, done.stderr[-3000:]
     for step in metrics(tmp_path / "run"):

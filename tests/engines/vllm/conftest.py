@@ -1,6 +1,5 @@
 """The environment with vLLM, and small fakes where there is none."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -11,16 +10,6 @@ from tests.engines.small_policy import policy
 
 FAKE = Path(__file__).parent / "fake"
 STAND_INS = Path(__file__).parents[1] / "releases" / "stand_ins.py"
-
-
-@pytest.fixture(scope="session")
-def vllm_python():
-    """The interpreter that has vLLM; the tests that need it run in CI."""
-    named = os.environ.get("FOREROUTE_VLLM_PYTHON")
-    python = Path(named or ".venv-vllm/bin/python").absolute()
-    if not named and not python.exists():
-        pytest.skip("there is no vLLM environment: run `make vllm-env`, or set FOREROUTE_VLLM_PYTHON")
-    return python
 
 
 @pytest.fixture(scope="module")

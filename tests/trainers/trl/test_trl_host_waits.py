@@ -4,6 +4,7 @@ Numbers that TRL reads for its own metrics are not ours; the difference is.
 """
 
 from collections import Counter
+from functools import cache
 from unittest.mock import patch
 
 import accelerate
@@ -73,19 +74,38 @@ def sampled_on_sets():
     return rollout_with(EmbeddedEngine(policy(), "float32")).__call__
 
 
+def drawn():
+    return Drawn(0)
+
+
+@pytest.fixture(scope="module")
+def waits_of_trl(tmp_path_factory):
+    @cache
+    def of(source, settings):
+        return run(str(tmp_path_factory.mktemp("trl")), trl.GRPOTrainer, rollout_func=source(), **dict(settings))[0]
+
+    return of
+
+
 CASES = {
-    "old-pass": (lambda: Drawn(0), {"num_iterations": 2}),
-    "one-update": (lambda: Drawn(0), {"num_iterations": 1}),
-    "none": (lambda: Drawn(0), {"num_iterations": 2, "replay": "none"}),
+    "old-pass": (drawn, {"num_iterations": 2}),
+    "one-update": (drawn, {"num_iterations": 1}),
+    "none": (drawn, {"num_iterations": 2, "replay": "none"}),
     "masks": (sampled_on_sets, {"num_iterations": 2, "top_p": 0.8}),
 }
 
 
-@grid("case", list(CASES), quick=1)
-def test_no_update_waits_and_an_old_pass_reads_its_mask_alone(folder, case):
+@pytest.mark.parametrize(
+    "case",
+    [
+        "old-pass",
+        pytest.param("one-update", marks=pytest.mark.exhaustive),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("none", "masks")),
+    ],
+)
+def test_no_update_waits_and_an_old_pass_reads_its_mask_alone(folder, waits_of_trl, case):
     source, settings = CASES[case]
-    of_trl = {name: value for name, value in settings.items() if name != "replay"}
-    theirs, _ = run(folder, trl.GRPOTrainer, rollout_func=source(), **of_trl)
+    theirs = waits_of_trl(source, tuple(item for item in settings.items() if item[0] != "replay"))
     ours, trainer = run(folder, rollout_func=source(), **settings)
     assert ours["step"] == theirs["step"]
     assert min(sum(each.values()) for each in theirs["step"]) > 50, "TRL's own, of four micro-batches"

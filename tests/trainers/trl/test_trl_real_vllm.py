@@ -13,11 +13,8 @@ OF_TRL = ("trl", "accelerate", "datasets", "pyarrow", "pandas", "dill", "xxhash"
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(tmp_path, vllm_python):
     """One step in vLLM's Python, which finds TRL and what it stands on here: both have the same torch."""
-    vllm_python = Path(os.environ.get("FOREROUTE_VLLM_PYTHON") or ROOT / ".venv-vllm/bin/python")
-    if not vllm_python.exists():
-        pytest.skip("there is no vLLM environment: run `make vllm-env`, or set FOREROUTE_VLLM_PYTHON")
     layer = tmp_path / "site-packages"  # a name by which dill tells code that is installed
     layer.mkdir()
     for name in OF_TRL:
