@@ -1,120 +1,234 @@
-"""Changes one place of the source at a time and asks whether a room's tests notice: `python -m make.mutations --json`.
+"""Changes one place of the source at a time and asks whether a room's tests notice: `python -m make.mutations`.
 
-The places are drawn with a seed from the rooms' files, so that trees with equal rooms get equal mutations. A mutation
-is killed when a test fails, or when the tests run four times as long as without it.
+The quick tests of a room run once under coverage (`pip install coverage`). A mutation meets those that ran its lines,
+cheapest first. One in a kernel, or in what runs on import, meets all of them, and each meets those with ranks: coverage
+sees none of these. Lots are drawn by statements, so that trees get equal mutations where their source is equal. A
+mutation is killed when a test fails, or when the tests run four times as long as without it and two minutes.
 """
-
-from __future__ import annotations
 
 import argparse
 import ast
 import copy
+import hashlib
+import importlib
 import json
+import math
 import os
-import random
+import re
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import coverage
+import pytest
 
 ROOT = Path(__file__).parents[1]
-TESTS = {
-    "files": ["tests/files", "tests/robustness"],
-    "trace": ["tests/trace", "tests/robustness"],
-    "layout": ["tests/layout"],
-    "capture": ["tests/capture", "tests/robustness"],
-    "mismatch": ["tests/mismatch"],
-    "plan": ["tests/plan", "tests/robustness"],
-    "costs": ["tests/costs"],
-    "ep": ["tests/ep"],
-}
-"""What is run for a mutation in a room; a folder that is not there is left out."""
-SWAPS: dict[type[ast.AST], type[ast.AST]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.FloorDiv,
-    ast.FloorDiv: ast.Mult,
-    ast.Div: ast.Mult,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
-}
+ROOMS = "files,trace,layout,capture,mismatch,plan,costs,planner,replay,ep,adapters/hf,adapters/megatron"
+READERS = "files", "trace", "capture", "plan"
+"""Rooms that tests/robustness tests too."""
+LOADED = "numba", "hypothesis", "scipy.optimize", "torch._dynamo", "transformers"
+"""Once, before tests are forked."""
+RANKS = "src/foreroute/testing/ranks.py"
+KERNEL = re.compile(r"(?m)^@(kernel|routine|inlined)\b|\bnjit\(")
+_COMPARED = [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)]
+_PAIRS = [*_COMPARED, (ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv), (ast.And, ast.Or)]
+SWAPS: dict[type[ast.AST], type[ast.AST]] = {a: b for pair in _PAIRS for a, b in (pair, pair[::-1])}
+SWAPS[ast.Div] = ast.Mult
 
 
 class Mutation(NamedTuple):
-    """One place of a file, and what stands there instead."""
+    """One place of a file, what stands there instead, the lines of its statement, and whether coverage sees them."""
 
     path: str
-    line: int
+    told: str
     begin: int
     end: int
     text: str
+    lot: bytes
+    lines: range
+    is_seen: bool
+
+
+class Tests:
+    """A plugin of pytest: the tests in an order, or all of them under coverage, with the seconds of each."""
+
+    def __init__(self, order: dict[str, Any] | None = None, follow: coverage.Coverage | None = None) -> None:
+        self.order, self.follow = order, follow
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Leave the others out."""
+        if (order := self.order) is not None:
+            items[:] = sorted((item for item in items if item.nodeid in order), key=lambda item: order[item.nodeid])
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Tell coverage whose lines follow, those of fixtures among them."""
+        if self.follow is not None:
+            self.follow.switch_context(nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """A test that fails or is skipped takes for ever."""
+        self.seconds[report.nodeid] += report.duration if report.passed else math.inf
 
 
 def main() -> None:
-    """Draw mutations, run the tests of their rooms, and print how many were killed and which were not."""
+    """Draw mutations, run the tests of their rooms, and print how many were killed and which were not, room by room."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--number", type=int, default=120)
-    parser.add_argument("--rooms", default=",".join(TESTS))
+    parser.add_argument("--number", type=int, default=240)
+    parser.add_argument("--rooms", default=ROOMS)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     rooms = args.rooms.split(",")
-    draw = random.Random(args.seed)
-    killed, survivors = 0, []
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         ignored = shutil.ignore_patterns(".git", ".venv*", ".megatron*", "runs", "site", "dist", ".mypy_cache")
         shutil.copytree(ROOT, tree, ignore=ignored)
+        os.chdir(tree)
+        os.environ |= {"PYTHONPATH": str(tree / "src"), "NUMBA_CACHE_DIR": str(tree / ".numba_cache"), "NUMBA_OPT": "1"}
+        os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        sys.path[:0] = [str(tree / "src"), str(tree)]
+        for name in LOADED:
+            importlib.import_module(name)
         for n, room in enumerate(rooms):
             share = args.number * (n + 1) // len(rooms) - args.number * n // len(rooms)
-            found = list(_mutations(tree / "src" / "foreroute" / room))
-            # a failing room would count every mutation as killed
-            untouched = _seconds(tree, room, limit=3600)
-            assert untouched is not None, f"the tests of {room} fail without a mutation"
-            for mutation in draw.sample(found, min(share, len(found))):
-                path = tree / mutation.path
-                source = path.read_bytes()
-                path.write_bytes(source[: mutation.begin] + mutation.text.encode() + source[mutation.end :])
-                if _seconds(tree, room, limit=4 * untouched + 30) is None:
-                    killed += 1
-                else:
-                    was = source[mutation.begin : mutation.end].decode()
-                    survivors.append(f"{mutation.path}:{mutation.line}: {was} -> {mutation.text}")
-                path.write_bytes(source)
-                print(f"{room}: {killed} killed, {len(survivors)} not", file=sys.stderr)
-    metrics = {"mutations": killed + len(survivors), "killed": killed, "survivors": survivors}
-    print(json.dumps(metrics) if args.json else "\n".join([f"{killed} of {metrics['mutations']} killed", *survivors]))
+            seconds = _alone(room)
+            figures: dict[str, list[str]] = {"killed": [], "not run": [], "survivors": []}
+            for mutation in sorted(_mutations(tree, room, args.seed), key=lambda mutation: mutation.lot)[:share]:
+                order = _order(tree, mutation, seconds)
+                is_killed = bool(order) and _is_killed(mutation, order, 4 * sum(seconds[test] for test in order) + 120)
+                figures["killed" if is_killed else "survivors" if order else "not run"].append(mutation.told)
+                print(room, "killed" if is_killed else "survived", len(order), mutation.told, file=sys.stderr)
+            print(json.dumps({"room": room, "tests": len(seconds), **figures}), flush=True)
 
 
-def _mutations(room: Path) -> Iterator[Mutation]:
-    """List every place of a room's files that can be changed, in one order."""
-    for path in sorted(room.rglob("*.py")):
-        source = path.read_bytes()
+def _alone(room: str) -> dict[str, float]:
+    """Seconds of a room's tests without a mutation. One that fails is left out: it would kill every mutation."""
+    folders = [f"tests/{room}"] + ["tests/robustness"] * (room in READERS)
+    tests = Tests(follow=coverage.Coverage(".coverage", config_file=False, include=[f"src/foreroute/{room}/*", RANKS]))
+    assert _code(tests, folders, limit=7200) in (0, 1), f"{room}: {Path('output.txt').read_text()[-2000:]}"
+    seconds = json.loads(Path("seconds.json").read_text())
+    return {test: took for test, took in seconds.items() if took < math.inf}
+
+
+def _order(tree: Path, mutation: Mutation, seconds: dict[str, float]) -> dict[str, Any]:
+    """What tests that meet a mutation are sorted by: those that ran its lines first, file by file, cheapest first."""
+    data = coverage.CoverageData(".coverage")
+    data.read()
+    by_line = data.contexts_by_lineno(str(tree / mutation.path))
+    ran = {test for line in mutation.lines for test in by_line.get(line, ())}
+    by_line = data.contexts_by_lineno(str(tree / RANKS))
+    file_of = {test: test.partition("::")[0] for test in seconds}
+    on_ranks = {file_of.get(test) for tests in by_line.values() for test in tests}
+    files: defaultdict[str, float] = defaultdict(float)
+    for test, took in seconds.items():
+        files[file_of[test]] += took
+    return {
+        test: (test not in ran, files[file_of[test]], file_of[test], took)
+        for test, took in seconds.items()
+        # no test's lines are those of import
+        if test in ran or not mutation.is_seen or "" in ran or file_of[test] in on_ranks
+    }
+
+
+def _is_killed(mutation: Mutation, order: dict[str, Any], limit: float) -> bool:
+    """Whether tests fail, or do not end within so many seconds."""
+    path = Path(mutation.path)
+    source, status = path.read_bytes(), path.stat()
+    path.write_bytes(source[: mutation.begin] + mutation.text.encode() + source[mutation.end :])
+    # a kernel that took code or a constant of this file would not be compiled anew
+    is_stale = not mutation.is_seen or KERNEL.search(source.decode()) is not None
+    code = _code(Tests(order), sorted({test.partition("::")[0] for test in order}), limit, is_stale)
+    path.write_bytes(source)
+    # Python and numba keep what they compiled by the time of its file
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    return code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+
+
+def _code(tests: Tests, folders: list[str], limit: float, is_stale: bool = False) -> int | None:
+    """The exit code of pytest in a fork of this process; None where it does not end within so many seconds."""
+    if (child := os.fork()) == 0:
+        try:
+            os.setsid()
+            with open("output.txt", "wb") as output:
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+            os._exit(_run(tests, [name for name in folders if Path(name).exists()], is_stale))
+        finally:
+            os._exit(pytest.ExitCode.INTERNAL_ERROR)
+    end = time.monotonic() + limit
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < end:
+        time.sleep(0.05)
+    with suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)  # its ranks too
+    if ended[0]:
+        return os.waitstatus_to_exitcode(ended[1])
+    os.waitpid(child, 0)
+    return None
+
+
+def _run(tests: Tests, folders: list[str], is_stale: bool) -> int:
+    """Run quick tests in this process: under coverage all of them, or up to the first that fails."""
+    import hypothesis
+    import numba
+
+    # a failure need not be made small
+    phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
+    hypothesis.settings.register_profile("unshrunk", phases=phases, database=None)
+    hypothesis.settings.load_profile("unshrunk")
+    if is_stale:
+        numba.config.CACHE_DIR = os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp(dir=Path.cwd())
+    command = ["-q", "-n0", "-pno:cacheprovider", "--basetemp=tmp", "-mnot slow and not exhaustive", *folders]
+    if (follow := tests.follow) is None:
+        return pytest.main([*command, "-x"], plugins=[tests])
+    follow.erase()
+    with follow.collect():
+        code = pytest.main(command, plugins=[tests])
+    follow.save()
+    Path("seconds.json").write_text(json.dumps(tests.seconds))
+    return code
+
+
+def _mutations(root: Path, room: str, seed: int) -> Iterator[Mutation]:
+    """List every place of a room's files that can be changed."""
+    for path in sorted((root / "src/foreroute" / room).rglob("*.py")):
+        source, name = path.read_bytes(), str(path.relative_to(root))
         starts = [0]
         for line in source.splitlines(keepends=True):
             starts.append(starts[-1] + len(line))
         tree = ast.parse(source)
         annotations = {id(part) for node in ast.walk(tree) for part in _unexecuted(node)}
+        # inner statements and functions come later, and stay
+        whole = {id(part): node for node in ast.walk(tree) if isinstance(node, ast.stmt) for part in ast.walk(node)}
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        around = {id(part): node for node in functions for body in node.body for part in ast.walk(body)}
         for node in ast.walk(tree):
             if id(node) in annotations or (text := _instead(node)) is None:
                 continue
             begin = starts[node.lineno - 1] + node.col_offset  # type: ignore[attr-defined]
             end = starts[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined]
-            yield Mutation(str(path.relative_to(room.parents[2])), node.lineno, begin, end, text)  # type: ignore[attr-defined]
+            statement, function = whole[id(node)], around.get(id(node))
+            below = [
+                part.lineno for part in ast.walk(statement) if isinstance(part, ast.stmt) and part is not statement
+            ]
+            lines = range(
+                statement.lineno, max(min(below, default=(statement.end_lineno or 0) + 1), statement.lineno + 1)
+            )
+            first, last = starts[lines[0] - 1], starts[lines[-1]]
+            lot = hashlib.sha256(
+                f"{seed} {name} {source[first:last].strip()!r} {begin - first} {text}".encode()
+            ).digest()
+            decorators = [f"@{ast.unparse(by)}" for by in function.decorator_list] if function else ["@kernel"]
+            is_seen = not any(map(KERNEL.match, decorators))
+            told = f"{name}:{node.lineno}: {source[begin:end].decode()} -> {text}"  # type: ignore[attr-defined]
+            yield Mutation(name, told, begin, end, text, lot, lines, is_seen)
 
 
 def _unexecuted(node: ast.AST) -> Iterator[ast.AST]:
@@ -141,7 +255,7 @@ def _instead(node: ast.AST) -> str | None:
     elif isinstance(new, ast.BinOp | ast.BoolOp) and type(new.op) in SWAPS:
         new.op = SWAPS[type(new.op)]()  # type: ignore[assignment]
     elif isinstance(new, ast.UnaryOp) and isinstance(new.op, ast.Not):
-        new = new.operand  # type: ignore[assignment]
+        new = new.operand
     elif isinstance(new, ast.Constant) and isinstance(new.value, bool):
         new.value = not new.value
     elif isinstance(new, ast.Constant) and isinstance(new.value, int):
@@ -149,33 +263,6 @@ def _instead(node: ast.AST) -> str | None:
     else:
         return None
     return f"({ast.unparse(new)})"
-
-
-def _seconds(tree: Path, room: str, limit: float) -> float | None:
-    """Seconds of the tests of a room; None if one fails or they do not end within the limit."""
-    folders = [name for name in TESTS[room] if (tree / name).exists()]
-    # a kernel that took a constant of another file would not be compiled anew
-    shutil.rmtree(tree / ".numba_cache", ignore_errors=True)
-    environment = os.environ | {
-        "PYTHONPATH": str(tree / "src"),
-        "NUMBA_CACHE_DIR": str(tree / ".numba_cache"),
-        "NUMBA_OPT": "1",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider", *folders]
-    began = time.monotonic()
-    try:
-        run = subprocess.run(
-            [*command, "-m", "not slow and not exhaustive"],
-            cwd=tree,
-            env=environment,
-            capture_output=True,
-            timeout=limit,
-        )
-    except subprocess.TimeoutExpired:
-        return None
-    return time.monotonic() - began if run.returncode == 0 else None
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ def test_a_few_sequences_are_packed_about_as_well_as_can_be(num_micro_steps, num
     square=st.sampled_from([0.0, 0.05]),
 )
 @example(lengths=[1, 1, 0, 0], num_ranks=4, spare=1, square=0.0)
+@example(lengths=[2, 1], num_ranks=1, spare=1, square=0.0)  # they fill the place
 def test_the_longest_goes_first_to_the_lightest_place_with_room(lengths, num_ranks, spare, square):
     """Against the rule in loops over all places, and as many micro-steps as the first number that works."""
     budget = max(lengths) + spare
