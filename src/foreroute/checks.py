@@ -43,8 +43,9 @@ def host_array(values: Any) -> NDArray[Any]:
         values = values.detach().cpu()
         values = values.float() if str(values.dtype) == "torch.bfloat16" else values
     array = np.asarray(values)
-    # numpy has no bfloat16, whose values float32 holds exactly
-    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+    # numpy has no bfloat16, whose values float32 holds exactly; it takes long to name a type
+    is_bfloat16 = array.dtype.kind not in "biu" and array.dtype.name == "bfloat16"
+    return array.astype(np.float32) if is_bfloat16 else array
 
 
 def as_array(values: Any, *, name: str, error: type[InputError] = TraceContentError) -> NDArray[Any]:

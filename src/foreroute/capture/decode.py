@@ -179,9 +179,7 @@ def _place(
     start: int,
     what: str,
 ) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Put the rows of one sequence at their positions, [T, L, K]; with bool [T], where one is, and [L], unfilled
-    layers.
-    """
+    """Return the rows of one sequence from position 0, [R, L, K]; with bool [T], where one is, and [L], unfilled layers."""
     if start > max(num_tokens - 1, 0):
         raise CaptureError(f"{what} starts at {start}; expected a position of its {num_tokens} tokens")
     expected = num_tokens - 1 - start  # each token but the last has a row; the last may, in routes alone and in verl
@@ -198,10 +196,9 @@ def _place(
                 else "Rows are too many: pass the tokens of prompt and response, or the start of the request"
             )
         )
-    placed_TLK = np.zeros((num_tokens, spec.num_layers, spec.top_k), rows_RAK.dtype)
     valid_T = np.zeros(num_tokens, np.bool_)
     if not count:
-        return placed_TLK, valid_T, np.zeros(spec.num_layers, np.bool_)
+        return np.zeros((0, spec.num_layers, spec.top_k), spec.id_dtype), valid_T, np.zeros(spec.num_layers, np.bool_)
     if rows_RAK.shape[2] != spec.top_k:
         raise CaptureError(f"{what} has {rows_RAK.shape[2]} picks in a row; expected top_k = {spec.top_k}")
     if np.iinfo(rows_RAK.dtype).max < spec.num_experts - 1:
@@ -219,14 +216,18 @@ def _place(
     # The columns are chosen before rows are looked at: dense layers hold a constant, an expert twice in every row,
     # so that they are judged by a rule of their own.
     columns = columns_of(spec.layers, rows_RAK.shape[1], f"the routes of {what}")
-    dense = np.setdiff1d(np.arange(rows_RAK.shape[1]), columns)
-    rows_RLK = rows_RAK[:, columns]
+    dense = np.delete(np.arange(rows_RAK.shape[1]), columns)
+    first = int(columns[0])
+    together = np.array_equal(columns, np.arange(first, first + len(columns)))  # then they are not copied
+    rows_RLK = rows_RAK[:, first : first + len(columns)] if together else rows_RAK[:, columns]
     valid_R = valid_R & recorded_rows(rows_RLK)
-    refuse_routed_dense(rows_RAK[valid_R][:, dense], dense.tolist(), what=what)
-    unfilled_L = unfilled_lookups(rows_RLK[valid_R], spec, what=what)
-    here = slice(start, start + len(rows_RLK))
-    placed_TLK[here], valid_T[here] = rows_RLK, valid_R
-    return placed_TLK, valid_T, unfilled_L
+    if len(dense):
+        refuse_routed_dense(rows_RAK[:, dense][valid_R], dense.tolist(), what=what)
+    unfilled_L = unfilled_lookups(rows_RLK, valid_R, spec, what=what)
+    valid_T[start : start + len(rows_RLK)] = valid_R
+    if start:
+        rows_RLK = np.concatenate([np.zeros((start, *rows_RLK.shape[1:]), rows_RLK.dtype), rows_RLK])
+    return rows_RLK, valid_T, unfilled_L
 
 
 def _read(raw: RawSequence, expected: int, start: int, top_k: int, what: str) -> NDArray[Any]:

@@ -14,6 +14,8 @@ from foreroute.trace.spec import RoutedLayer, RoutingSpec
 
 MISSING = -1
 """What stands for an id in a row that was not recorded, where routes come in and go out as arrays."""
+PUT_AT_ONCE = 1 << 18
+"""Bytes of routes that are looked at and then copied, so that they are read from memory once."""
 TAKEN_AT_ONCE = 1 << 18
 """Numbers whose places are worked out together; a place takes 16 bytes meanwhile."""
 
@@ -25,9 +27,13 @@ def check_rows(
     spec: RoutingSpec,  # E and K of each layer
 ) -> None:
     """Raise `TraceContentError` unless every routed row holds K distinct ids below E, and fillers behind them."""
-    from foreroute.trace.kernels import first_bad_picks  # numba is slow to load
+    from foreroute.trace.kernels import are_sets_of_eight, first_bad_picks  # numba is slow to load
 
     # ids are checked here alone, in a compiled loop that looks at each once
+    if spec.top_k == 8 and spec.id_dtype == np.uint8 and not spec.sizes:
+        picks_NL = np.ascontiguousarray(expert_ids_NLK).view(np.uint64)[..., 0]
+        if are_sets_of_eight(picks_NL, valid_N, spec.num_experts):
+            return
     rows = np.flatnonzero(valid_N)
     for num_experts, top_k, at in spec.groups:
         ids, layers = expert_ids_NLK[:, at, :top_k], np.arange(spec.num_layers)[at]
@@ -55,6 +61,36 @@ def recorded_rows(ids: NDArray[Any]) -> NDArray[np.bool_]:
     missing = (ids[..., :1, :1] == missing_id).all(axis=(-2, -1))
     missing[missing] = (ids[missing] == missing_id).all(axis=(-2, -1))
     return np.asarray(~missing)
+
+
+def put_ids(
+    ids_RLK: NDArray[Any],  # of any type
+    valid_R: NDArray[np.bool_],  # the rows to put; others hold anything, also ids that no type of ours could take
+    out_RLK: NDArray[Any],  # of `spec.id_dtype`, written
+    spec: RoutingSpec,
+    *,
+    name: str,
+) -> None:
+    """Write rows where a trace has them, refusing as `narrow_ids` does what would not survive the cast."""
+    if spec.sizes or ids_RLK.shape[1:] != out_RLK.shape[1:] or ids_RLK.dtype.kind not in "iu":
+        out_RLK[valid_R] = narrow_ids(ids_RLK[valid_R], spec, name=name)
+        return
+    # without a sign, a number below 0 is one above all experts
+    unsigned = ids_RLK.view(ids_RLK.dtype.str.replace("i", "u"))
+    may_leave = spec.num_experts <= np.iinfo(unsigned.dtype).max
+    step = max(1, PUT_AT_ONCE // unsigned[:1].nbytes) if len(unsigned) else 1
+    for first in range(0, len(unsigned), step):
+        here = slice(first, first + step)
+        part, kept, out = unsigned[here], valid_R[here], out_RLK[here]
+        is_whole = kept.all()
+        if not is_whole:
+            part = part[kept]
+        if may_leave and part.max(initial=0) >= spec.num_experts:
+            narrow_ids(ids_RLK[valid_R], spec, name=name)  # raises, with the range of all rows
+        if is_whole:
+            out[...] = part
+        else:
+            out[kept] = part
 
 
 def narrow_ids(ids: ArrayLike, spec: RoutingSpec, *, name: str) -> NDArray[Any]:
