@@ -82,7 +82,8 @@ def as_int32(
 def as_mask(mask: ArrayLike, *, name: str, error: type[InputError] = TraceContentError) -> NDArray[np.bool_]:
     """Return bools, or numbers 0 and 1 of any type, as bools of the same shape."""
     array = as_array(mask, name=name, error=error)
-    if array.dtype.kind not in "biuf" or ((array != 0) & (array != 1)).any():
+    kind = array.dtype.kind
+    if kind not in "biuf" or (kind != "b" and ((array != 0) & (array != 1)).any()):
         raise error(f"{name} is {array.dtype} of shape {array.shape}; expected bools, or 0 and 1 alone")
     return array.astype(np.bool_, copy=False)
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from foreroute.errors import CaptureError, shown
 from foreroute.trace import LayerKind, RoutingSpec, RoutingTrace
-from foreroute.trace.checks import place_of
+from foreroute.trace.checks import place_of, recorded_rows
 
 MIN_ROWS, MIN_TOKENS = 32, 8
 """Rows one after the other, and distinct input tokens among them, before a layer that stays with one set counts as
@@ -32,7 +32,7 @@ and by, as a model of random weights does over a long text."""
 FEW = 4
 """Rows with the set that are added to those beside a run, since a share of 32 rows is known to no more than a tenth."""
 ROWS_AT_ONCE = 4096
-TAIL = 32
+TAIL = 16
 """Bytes at the end of a row, whose words are compared before all of it: last layers know most of the text before it."""
 UNFREEZE = "Run the engine without CUDA graphs (enforce_eager=True, --disable-cuda-graph), or take a newer one."
 
@@ -40,16 +40,17 @@ UNFREEZE = "Run the engine without CUDA graphs (enforce_eager=True, --disable-cu
 def unfilled_lookups(
     rows_RLK: NDArray[Any], valid_R: NDArray[np.bool_], spec: RoutingSpec, *, what: str
 ) -> NDArray[np.bool_]:
-    """Find layers of a sequence whose valid rows are zeros because they look experts up by token: bool [L].
+    """Find layers of a sequence whose recorded rows are zeros because they look experts up by token: bool [L].
 
-    Engines may leave these out. Any other layer of zeros is a buffer that was never filled, and refused.
+    Engines may leave these out. Any other layer of zeros is a buffer that was never filled, and refused. Rows that are
+    not valid, or -1 throughout, were not recorded.
     """
-    count = int(valid_R.sum())
-    if not count:
-        return np.zeros(spec.num_layers, np.bool_)
-    zero_L = ~rows_RLK[valid_R.argmax()].any(axis=1)  # the first of these rows tells nearly always
-    if zero_L.any():
-        zero_L[zero_L] = ~rows_RLK[:, zero_L][valid_R].any(axis=(0, 2))
+    for first in np.flatnonzero(valid_R)[:1]:  # one row tells nearly always
+        if rows_RLK[first].any(axis=1).all() and recorded_rows(rows_RLK[first : first + 1])[0]:
+            return np.zeros(spec.num_layers, np.bool_)
+    routed_RLK = rows_RLK[valid_R & recorded_rows(rows_RLK)]
+    count = len(routed_RLK)
+    zero_L = np.asarray(~routed_RLK.any(axis=(0, 2)) & (count > 0))
     if not zero_L.any():
         return zero_L
     lookup_L = zero_L & np.array([layer.kind is LayerKind.HASH for layer in spec.layers])
@@ -182,7 +183,7 @@ def _layers_that_stay(trace: RoutingTrace, rows: NDArray[np.int64]) -> NDArray[n
     step, ids_NLK = MIN_ROWS // 2, trace.expert_ids_NLK
     # of `MIN_ROWS` rows two are looked at, and what is between them where they are alike
     seen_RLK = ids_NLK[rows[::step]]
-    at, layers = np.nonzero(_equal_picks(seen_RLK[1:], seen_RLK[:-1]))
+    at, layers = np.divmod(np.flatnonzero(_equal_picks(seen_RLK[1:], seen_RLK[:-1])), trace.spec.num_layers)
     for behind in range(1, step):
         if not len(at):
             break
@@ -194,14 +195,16 @@ def _layers_that_stay(trace: RoutingTrace, rows: NDArray[np.int64]) -> NDArray[n
 
 def _rows_that_end_alike(trace: RoutingTrace, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Find the rows whose last words may be those of another in their sequence, int64: few but where it is so."""
-    bytes_NB = trace.expert_ids_NLK.view(np.uint8).reshape(trace.num_rows, -1)
+    start = int(rows[0])
+    bytes_NB = trace.expert_ids_NLK[start:].view(np.uint8).reshape(trace.num_rows - start, -1)
     num_words = min(bytes_NB.shape[1], TAIL) // 8
     words_NW = bytes_NB[:, bytes_NB.shape[1] - 8 * num_words :].view(np.uint64)
     # odd factors lose no bit of a word
     number_N = np.einsum("nw,w->n", words_NW, _random_numbers(num_words, seed=1) | np.uint64(1))
-    number_R = (number_N + np.repeat(_random_numbers(len(trace), seed=2), trace.lengths))[rows]
+    number_R = number_N[rows - start] + np.repeat(_random_numbers(len(trace), seed=2), trace.lengths)[rows]
     ascending_R = np.sort(number_R)
-    return rows[np.isin(number_R, ascending_R[1:][ascending_R[1:] == ascending_R[:-1]])]
+    twice = ascending_R[1:][ascending_R[1:] == ascending_R[:-1]]
+    return rows[np.isin(number_R, twice)] if len(twice) else twice.astype(np.int64)
 
 
 def _equal_picks(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_]:

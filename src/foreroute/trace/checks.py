@@ -65,32 +65,35 @@ def recorded_rows(ids: NDArray[Any]) -> NDArray[np.bool_]:
 
 def put_ids(
     ids_RLK: NDArray[Any],  # of any type
-    valid_R: NDArray[np.bool_],  # the rows to put; others hold anything, also ids that no type of ours could take
-    out_RLK: NDArray[Any],  # of `spec.id_dtype`, written
+    valid_R: NDArray[np.bool_],  # made False where a row is `MISSING`; others hold anything where it is False already
+    out_RLK: NDArray[Any],  # of `spec.id_dtype`, written where a row is valid
     spec: RoutingSpec,
     *,
     name: str,
 ) -> None:
-    """Write rows where a trace has them, refusing as `narrow_ids` does what would not survive the cast."""
+    """Write the rows of a sequence where a trace has them, refusing what `narrow_ids` does."""
     if spec.sizes or ids_RLK.shape[1:] != out_RLK.shape[1:] or ids_RLK.dtype.kind not in "iu":
+        valid_R &= recorded_rows(ids_RLK)
         out_RLK[valid_R] = narrow_ids(ids_RLK[valid_R], spec, name=name)
         return
     # without a sign, a number below 0 is one above all experts
     unsigned = ids_RLK.view(ids_RLK.dtype.str.replace("i", "u"))
     may_leave = spec.num_experts <= np.iinfo(unsigned.dtype).max
-    step = max(1, PUT_AT_ONCE // unsigned[:1].nbytes) if len(unsigned) else 1
-    for first in range(0, len(unsigned), step):
+    step = max(1, PUT_AT_ONCE // max(1, unsigned[:1].nbytes))
+    # where a capture skipped a known prefix, the memory of its rows stays untouched
+    for first in range(int(valid_R.argmax()) if valid_R.any() else len(valid_R), len(valid_R), step):
         here = slice(first, first + step)
-        part, kept, out = unsigned[here], valid_R[here], out_RLK[here]
-        is_whole = kept.all()
-        if not is_whole:
-            part = part[kept]
-        if may_leave and part.max(initial=0) >= spec.num_experts:
-            narrow_ids(ids_RLK[valid_R], spec, name=name)  # raises, with the range of all rows
-        if is_whole:
-            out[...] = part
+        kept = valid_R[here]
+        part = unsigned[here] if kept.all() else unsigned[here][kept]
+        if not may_leave or part.max(initial=0) >= spec.num_experts:  # only so can a row be one of -1
+            kept &= recorded_rows(ids_RLK[here])
+            part = unsigned[here][kept]
+            if may_leave and part.max(initial=0) >= spec.num_experts:
+                narrow_ids(ids_RLK[valid_R & recorded_rows(ids_RLK)], spec, name=name)  # raises, with the whole range
+        if len(part) == len(kept):
+            out_RLK[here] = part
         else:
-            out[kept] = part
+            out_RLK[here][kept] = part
 
 
 def narrow_ids(ids: ArrayLike, spec: RoutingSpec, *, name: str) -> NDArray[Any]:

@@ -29,9 +29,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.checks import MOST_INT32, as_array, as_int32, as_mask, as_numbers, whole_number
 from foreroute.errors import TraceContentError, shown
-from foreroute.trace.checks import MISSING, as_offsets, check_rows, join_ranges, put_ids, recorded_rows
+from foreroute.trace.checks import MISSING, as_offsets, check_rows, join_ranges, put_ids
 from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec, as_layers
-from foreroute.trace.streams import SAMPLING, DecisionStream, check_name, join_streams
+from foreroute.trace.streams import SAMPLING, DecisionStream, check_name, streams_of_all
 
 NO_VERSION = -1
 """The weight version of a row that was never computed, or whose source did not state one."""
@@ -164,7 +164,7 @@ class RoutingTrace:
                     "Check that prompt and response tokens are both passed"
                 )
             with_rows = slice(start, start + len(r))
-            valid_N[with_rows] = m[: len(r)] & recorded_rows(r)
+            valid_N[start:stop] = m
             put_ids(r, valid_N[with_rows], ids_NLK[with_rows], spec, name=f"expert_ids[{s}]")
             is_routed = valid_N[start:stop]
             stated = np.where(is_routed, v, v.dtype.type(0))  # others are not looked at
@@ -246,7 +246,7 @@ class RoutingTrace:
     @property
     def lengths(self) -> NDArray[np.int64]:
         """int64 [S], tokens per sequence."""
-        return np.diff(self.offsets)
+        return self.offsets[1:] - self.offsets[:-1]
 
     @property
     def positions_N(self) -> NDArray[np.int64]:
@@ -426,6 +426,10 @@ def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
     # One flag speaks for all rows: what one part has lost, the others must give up too.
     if not all(part.pick_order_kept for part in parts):
         parts = [part.without_pick_order() if part.pick_order_kept else part for part in parts]
+    streams = {}
+    for name in dict.fromkeys(name for part in parts for name in part.streams):
+        first, *others = streams_of_all(name, [p.streams.get(name) for p in parts], [p.valid_N for p in parts])
+        streams[name] = first.join(others)
     return RoutingTrace(
         spec=parts[0].spec,
         expert_ids_NLK=np.concatenate([p.expert_ids_NLK for p in parts]),
@@ -435,10 +439,7 @@ def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
         offsets=as_offsets(np.concatenate([p.lengths for p in parts])),
         provenance=_common_provenance([p.provenance for p in parts]),
         pick_order_kept=parts[0].pick_order_kept,
-        streams={
-            name: join_streams(name, [p.streams.get(name) for p in parts], [p.valid_N for p in parts])
-            for name in dict.fromkeys(name for p in parts for name in p.streams)
-        },
+        streams=streams,
     )
 
 
