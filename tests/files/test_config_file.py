@@ -61,7 +61,7 @@ class Outer(Section):
         ({"inner": {"count": 10**5000}}, r"inner\.count: an integer of more than 64 bits"),
         ({"inner": {"more": {"a": -(2**63) - 1}}}, r"inner\.more\.a: an integer of more than 64 bits"),
         ({"inner": {"more": {"a": ["b\0"]}}}, r"inner\.more\.a: text with a NUL character"),
-        ({"counts": ("x" * 10_000,)}, r"counts\.0: .*x{60}"),
+        ({"counts": ("x" * 10_000,)}, r"counts\.0: .*x{20}"),
         ({"counts": (0,) * 1000}, "and 980 more"),
         ({"k" * 100_000: 1}, "unknown key"),
     ],

@@ -31,6 +31,7 @@ DOORS = {
     "values of ranks": lambda: layout.collect([(layout.pack([2]).rows(), LOGPROBS)]),
     "counts": lambda: check_counts(COUNTS),
     "log-probs": lambda: mismatch.token_mismatch(LOGPROBS, [-0.5, -0.5]),
+    "compared log-probs": lambda: fr.compare(LOGPROBS, [-0.5, -0.5]),
     "margins": lambda: mismatch.margin_histogram(np.ma.array([[0.1], [0.2]], mask=[[True], [False]])),
 }
 

@@ -139,7 +139,7 @@ def probe(model: nn.Module, candidates: list[SelectingRouter]) -> tuple[nn.Modul
                 f"each of {PROBE_TOKENS} tokens"
             )
         router.num_experts, router.top_k = final.scores_RE.shape[-1], final.ids_RK.shape[-1]
-        router.final = len(seen[router]) - 1
+        router.final, router.by_probability = len(seen[router]) - 1, final.by_probability
     return _trunk_of(given_tokens, routers), routers
 
 

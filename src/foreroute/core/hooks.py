@@ -122,6 +122,7 @@ class RouterHook(SelectionHook):
         super().__init__(path, selecting)
         self.num_experts = num_experts
         self.top_k = top_k
+        self.by_probability = False  # whether it selects by probabilities, and not by logits
         self.num_skip_classes = 0  # as of `SelectionRule`
         # reads ids [R, K] in ascending order from what it returns, where they are not there as they are
         self.read_back: Callable[[Any], Tensor] | None = None
@@ -148,8 +149,7 @@ class SelectingRouter(RouterHook):
                 "attached; its forward takes another path now. Attach again"
             )
         if now.scores_into is not None:
-            seen = mode.seen[-1]
-            now.keep_scores(seen.scores_RE, seen.native_RK, by_probability=seen.by_probability)
+            now.keep_scores(mode.seen[-1])
         return result
 
 
@@ -191,6 +191,7 @@ class ModelHooks(ABC):
         self.every: list[SelectionHook] = [*routers, *others]
         self.id_dtype = signed_dtype(max((router.num_experts for router in routers), default=0))
         self.options = RecordOptions()
+        self.counts_native = False  # whether the framework itself wants native picks of rows that are replayed
         self.checks = DeferredChecks()
         # what is called in the place of methods while a session is open, beside those that select
         self.stand_ins: list[tuple[nn.Module, str, Callable[..., Any]]] = [(trunk, "forward", self.run_trunk)]
@@ -200,7 +201,7 @@ class ModelHooks(ABC):
         self.sessions = ThreadGuard("has a record() or replay() session open on it")
         self.interceptors: list[Interceptor] = []
         self._output_check: OutputCheck | None = None
-        self._picks = [(router.path, router.top_k) for router in routers]
+        self._picks = [(router.path, router.top_k, router.by_probability) for router in routers]
         self._modules = list({trunk: None} | {hook.selecting[0]: None for hook in self.every})
         self._num_users = 0  # sessions, and recomputations behind them
         self._on_trunk = _Shared(self._trunk_hooked)
@@ -248,6 +249,7 @@ class ModelHooks(ABC):
     def _join_options(self) -> None:
         wanted = zip(RecordOptions(), *map(attrgetter("options"), self.interceptors), strict=True)
         self.options = RecordOptions(*map(any, wanted))
+        self.options = self.options._replace(native=self.options.native or self.counts_native)
 
     @contextmanager
     def _used(self, *contexts: _Shared) -> Iterator[None]:

@@ -37,17 +37,21 @@ class Rows:
     Attributes:
         ids_LRK: signed integers [L, R, K], the experts to run; -1 where the router chooses.
         real_R: bool [R], False for padding; None where every row with a route is real.
+        is_complete: whether every row has a route, as far as the host knows, so that no router has to choose. One that
+            has none all the same runs expert 0 until a check tells of it.
     """
 
     ids_LRK: Tensor
     real_R: Tensor | None = None
+    is_complete: bool = False
 
 
 class RecordOptions(NamedTuple):
     """What is kept of a pass beside native picks, and whether it is given routes."""
 
     routes: bool = False  # it is given those to force
-    scores: bool = False  # of the native picks, and the best score that was left out
+    native: bool = False  # of rows that are replayed too
+    scores: bool = False  # of the native picks, and the best score that was left out; those are kept then
     outputs: bool = False  # which experts routers returned under replay; in eager mode alone
     others: bool = False  # what other modules that select returned; in eager mode alone
     caches: bool = False  # key-value caches must hold the same rows from forward to forward; in eager mode alone
@@ -58,7 +62,7 @@ class Pass:
 
     def __init__(
         self,
-        routers: Sequence[tuple[str, int]],  # path and picks of each
+        routers: Sequence[tuple[str, int, bool]],  # path and picks of each, and whether it selects by probabilities
         num_rows: int,
         id_dtype: torch.dtype,  # of the picks that are kept: signed
         device: torch.device,
@@ -75,7 +79,7 @@ class Pass:
             )
         self.rows = rows
         self.options = options
-        # what routers picked; -1 where they have not selected, or have fewer picks
+        # what routers picked; -1 where they have not selected, or have fewer picks, or nobody asks them
         self.native_LRK = torch.full(shape, -1, dtype=id_dtype, device=device)
         self.scores = _room_for_scores(routers, shape, device) if options.scores else None
         # how often each router, and behind them each other module, has selected: outside of graphs, and inside
@@ -90,46 +94,86 @@ class Pass:
         self.last_layer = -1  # of the router that ran last, outside of graphs
         self._routers = routers
         self._parts: dict[bool, list[Any]] = {}
+        self._forced: tuple[Sequence[Any], Sequence[Any]] | None = None
 
     @property
     def executed_LRK(self) -> Tensor:
         """[L, R, K], the experts that ran."""
         if self.rows is None:
             return self.native_LRK
+        if self.rows.is_complete:
+            return self.rows.ids_LRK
         return torch.where(self.rows.ids_LRK < 0, self.native_LRK, self.rows.ids_LRK)
 
     def parts(self, *, is_recompute: bool = False) -> list[Any]:
         """Give what each router does, and then each other module, in the forward or in a recomputation of it."""
         if is_recompute in self._parts:
             return self._parts[is_recompute]
-        num_layers, scores = len(self._routers), self.scores
+        num_layers = len(self._routers)
         # One graph serves forward and recomputation, so that both read picks from a tensor and write them to another.
         # The forward finds that nothing was picked before; what a recomputation writes, nobody reads.
         nothing = [self.native_LRK.new_full(self.native_LRK.shape[1:], -1)] * num_layers
         native = self.native_LRK.unbind()
         into, before = (nothing, native) if is_recompute else (native, nothing)
-        ids = [None] * num_layers if self.rows is None else self.rows.ids_LRK.unbind()
+        is_complete = self.rows is not None and self.rows.is_complete
+        # a recomputation runs what the forward picked
+        asks = not is_recompute and (self.options.native or self.options.scores or not is_complete)
+        ids, absent = self._forced_by_layer()
         parts: list[Any] = []
-        for layer, ((path, top_k), calls_1) in enumerate(zip(self._routers, self.calls_L.split(1), strict=False)):
+        kept = [None] * num_layers if self.scores is None else _by_layer(self.scores, self._routers)
+        for layer, ((path, top_k, _), calls_1) in enumerate(zip(self._routers, self.calls_L.split(1), strict=False)):
             picks: list[Any] = []  # where to keep native ones, those of the forward, and those to force
             for of_layers in (into, before, ids):
                 part = of_layers[layer]
                 picks.append(part if part is None or top_k == nothing[0].shape[-1] else part[:, :top_k])
-            kept = None
-            if scores is not None:
-                kept = Scores(scores.picked[layer][:, :top_k], scores.next[layer], scores.by_probability[layer])
             into_RK, before_RK, ids_RK = picks
-            parts.append(LayerPass(path, layer, is_recompute, calls_1, self.rows, into_RK, before_RK, ids_RK, kept))
+            what = LayerPass(
+                path=path,
+                layer=layer,
+                is_recompute=is_recompute,
+                asks=asks,
+                is_complete=is_complete,
+                calls_1=calls_1,
+                rows=self.rows,
+                into_RK=into_RK,
+                before_RK=before_RK,
+                ids_RK=ids_RK,
+                absent_R1=absent[layer],
+                scores_into=kept[layer],
+            )
+            parts.append(what)
         self._parts[is_recompute] = [*parts, *map(itemgetter(is_recompute), self.others)]
         return self._parts[is_recompute]
 
+    def _forced_by_layer(self) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Give `ids_RK` and `absent_R1` of every layer: made at once, and of forward and recomputation the same."""
+        if self.rows is None:
+            return [None] * len(self._routers), [None] * len(self._routers)
+        if self._forced is None:
+            ids_LRK = self.rows.ids_LRK
+            # a row that has none all the same must not index anything until a check has told of it
+            wide_LRK = ids_LRK.long().clamp(min=0) if self.rows.is_complete else ids_LRK.long()
+            self._forced = wide_LRK.unbind(), (ids_LRK[..., :1] < 0).unbind()
+        return self._forced
 
-def _room_for_scores(routers: Sequence[tuple[str, int]], shape: tuple[int, int, int], device: torch.device) -> Scores:
+
+def _room_for_scores(
+    routers: Sequence[tuple[str, int, bool]], shape: tuple[int, int, int], device: torch.device
+) -> Scores:
     picked_LRK = torch.empty(shape, device=device)
-    if any(top_k < shape[-1] for _, top_k in routers):
+    if any(top_k < shape[-1] for _, top_k, _ in routers):
         picked_LRK.fill_(torch.inf)  # behind the picks of a router, where none is the least
-    by_probability_L = torch.zeros(shape[0], dtype=torch.bool, device=device)
+    # filled there, as a list of the host would be copied to the device
+    by_probability_L = torch.full(shape[:1], routers[0][2], device=device)
+    for layer, (*_, by_probability) in enumerate(routers):
+        if by_probability != routers[0][2]:
+            by_probability_L[layer].fill_(by_probability)
     return Scores(picked_LRK, torch.empty(shape[:2], device=device), by_probability_L)
+
+
+def _by_layer(scores: Scores, routers: Sequence[tuple[str, int, bool]]) -> list[tuple[Tensor, Tensor]]:
+    most, parts = scores.picked.shape[-1], zip(routers, scores.picked.unbind(), scores.next.unbind(), strict=True)
+    return [(picked if top_k == most else picked[:, :top_k], behind) for (_, top_k, _), picked, behind in parts]
 
 
 class ThreadGuard:
@@ -239,7 +283,7 @@ class ReplayCounts(Interceptor):
     inside a compiled graph nobody sees, so that no decision of that layer differs; a capacity may drop replayed ones.
     """
 
-    options = RecordOptions(outputs=True)
+    options = RecordOptions(outputs=True, native=True)
     NAMES = ("rows", "differing_rows", "decisions", "differing_decisions", "native_differing_decisions")
 
     def __init__(self) -> None:

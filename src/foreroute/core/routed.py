@@ -193,7 +193,7 @@ class Routed(HookedModel):
 class _NativeCounts(ReplayCounts):
     """Counts for `Routed.report`, which does not ask what routers returned."""
 
-    options = RecordOptions()
+    options = RecordOptions(native=True)
 
 
 class _TensorReplay(Replaying):

@@ -30,7 +30,7 @@ SQUASHING = frozenset(
 
 
 class Scores(NamedTuple):
-    """What routers selected by: a tensor each for all L of them, or for one without that axis."""
+    """What the L routers of a pass selected by."""
 
     picked: Tensor  # float32 [L, R, K], of their native picks, also where others are replayed
     next: Tensor  # float32 [L, R], the best of the others; of the last pick where all experts are picked
@@ -48,31 +48,40 @@ class LayerPass:
     path: str  # of the router, for messages
     layer: int  # its row of the layer axis
     is_recompute: bool
+    asks: bool  # whether the router picks for itself as well; inside a graph it always does
+    is_complete: bool  # whether every row is forced
     calls_1: Tensor  # int32 [1], how often it has selected inside a compiled graph
     rows: Rows | None  # of the pass
     into_RK: Tensor  # integers [R, K], where to keep what it picks natively
     before_RK: Tensor  # what it picked in the forward; -1 in that itself. Never written: a graph may save it
-    ids_RK: Tensor | None  # the routes to force, as `Rows.ids_LRK`
-    scores_into: Scores | None  # where to keep its scores, without the axis of layers
+    ids_RK: Tensor | None  # int64 [R, K], the routes to force; None without replay
+    absent_R1: Tensor | None  # bool [R, 1], rows that have none
+    scores_into: tuple[Tensor, Tensor] | None  # where to keep `picked` and `next` of its scores, [R, K] and [R]
 
-    def choose(self, native_RK: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Give the experts to run, and those that the router picks natively, int64 [R, K].
+    def choose(self, native_RK: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Give the experts to run, and those that the router picks natively, int64 [R, K] on its device.
 
-        `native_RK` are integers; None in a recomputation, which runs what was kept. In a graph, which is one for both,
-        the router is always asked. Raises `ReplayError` when it selects for other rows than the batch has.
+        `native_RK` are integers; None where the router was not asked: what was kept stands for them in a recomputation,
+        and nothing needs them where every row is forced. In a graph, which is one for forward and recomputation, it is
+        always asked. Raises `ReplayError` when it selects for other rows than the batch has.
         """
-        native = self.before_RK if native_RK is None else native_RK
-        if torch.compiler.is_compiling():
+        in_graph = torch.compiler.is_compiling()
+        ids = None if self.ids_RK is None else self.ids_RK.to(device)
+        if ids is not None and native_RK is None and not self.is_recompute:
+            return ids, ids
+        native = self.before_RK.to(device) if native_RK is None else native_RK
+        if in_graph:
             native = torch.where(self.before_RK < 0, native, self.before_RK)
         native = native.long()
         if native_RK is not None:
             self.keep(native)
-        if self.ids_RK is None:
+        if ids is None or self.absent_R1 is None:
             return native, native
-        ids = self.ids_RK.to(native.device)
         if ids.shape != native.shape:
-            raise self._seeing_a_part(native)
-        return torch.where(ids < 0, native, ids.long()), native
+            raise self._seeing_a_part(*native.shape)
+        if self.is_complete and not in_graph:
+            return ids, native
+        return torch.where(self.absent_R1.to(device), native, ids), native
 
     def of_pick(self, pick: int) -> LayerPass:
         """Narrow it to one pick, for a router that makes them one after the other."""
@@ -83,32 +92,36 @@ class LayerPass:
     def keep(self, native_RK: Tensor) -> None:
         """Keep what the router picks natively, for the recomputation. Raises as `choose`."""
         if native_RK.shape != self.into_RK.shape:
-            raise self._seeing_a_part(native_RK)
+            raise self._seeing_a_part(*native_RK.shape)
         if torch.compiler.is_compiling() or not self.is_recompute:
             self.into_RK.copy_(native_RK)
 
-    def keep_scores(self, scores_RE: Tensor, native_RK: Tensor, *, by_probability: bool) -> None:
-        """Keep what the router selected by, if anybody wants to know. `native_RK` is int64."""
+    def keep_scores(self, selection: Selection) -> None:
+        """Keep what the router selected by, if anybody wants to know."""
         into = self.scores_into
         if into is not None and (torch.compiler.is_compiling() or not self.is_recompute):
-            run_unnumbered(_copy_scores, into, scores_RE, native_RK, by_probability)
+            run_unnumbered(_copy_scores, into, selection)
 
-    def _seeing_a_part(self, native: Tensor) -> ReplayError:
+    def require_rows(self, scores: Tensor) -> None:
+        """Raise `ReplayError` where a router that is not asked has scores [..., E] of other rows than the batch has."""
+        if scores.shape[:-1].numel() != len(self.into_RK):
+            raise self._seeing_a_part(scores.shape[:-1].numel(), self.into_RK.shape[1])
+
+    def _seeing_a_part(self, rows: int, picks: int) -> ReplayError:
         num_rows, top_k = self.into_RK.shape
         return ReplayError(
-            f"router {self.path} selects {native.shape[1]} experts in {native.shape[0]} of the {num_rows} rows of the "
-            f"batch, expected {top_k} in each; a router that sees only part of the batch cannot be recorded or replayed"
+            f"router {self.path} selects {picks} experts in {rows} of the {num_rows} rows of the batch, expected "
+            f"{top_k} in each; a router that sees only part of the batch cannot be recorded or replayed"
         )
 
 
-def _copy_scores(into: Scores, scores_RE: Tensor, native_RK: Tensor, by_probability: bool) -> None:
-    scores_RE = scores_RE.detach()
-    picked_RK = scores_RE.gather(-1, native_RK)
+def _copy_scores(into: tuple[Tensor, Tensor], selection: Selection) -> None:
+    picked_into, next_into = into
+    scores_RE, native_RK = selection.scores_RE.detach(), selection.native_RK
+    picked_RK = scores_RE.gather(-1, native_RK) if selection.picked_RK is None else selection.picked_RK.detach()
     picks_all = native_RK.shape[-1] == scores_RE.shape[-1]
-    into.picked.copy_(picked_RK)
-    into.next.copy_(picked_RK.amin(-1) if picks_all else scores_RE.scatter(-1, native_RK, -torch.inf).amax(-1))
-    if by_probability:
-        into.by_probability.fill_(True)
+    picked_into.copy_(picked_RK)
+    next_into.copy_(picked_RK.amin(-1) if picks_all else scores_RE.scatter(-1, native_RK, -torch.inf).amax(-1))
 
 
 @dataclass(frozen=True)
@@ -118,7 +131,8 @@ class Selection:
     scores: Tensor  # [..., E], what was selected by; some routers keep batch and token axes apart
     ids_RK: Tensor  # int64 [R, K], the experts that were selected, forced or not
     native_RK: Tensor  # int64 [R, K]
-    by_probability: bool = False
+    by_probability: bool = False  # whether it was made by probabilities
+    picked_RK: Tensor | None = None  # [R, K], scores of the native picks, where the selection gave them
 
     @property
     def scores_RE(self) -> Tensor:
@@ -147,8 +161,8 @@ class SelectionMode(TorchFunctionMode):
         self.final = final
         self.now = now
         in_graph = torch.compiler.is_compiling()
-        # a recomputation runs what the forward picked; a graph is one for both, and always asks the router
-        self.asks = now is None or not now.is_recompute or in_graph
+        # a graph is one for all passes, and always asks the router
+        self.asks = now is None or now.asks or in_graph
         # asked once, as calls of Python count in each layer
         self._is_numbered = not in_graph and torch._C._len_torch_dispatch_stack() > 0
         self.seen: list[Selection] = []  # in order
@@ -184,21 +198,28 @@ class SelectionMode(TorchFunctionMode):
         if now is None or now.ids_RK is None:
             result = func(*args, **kwargs)
             ids_RK = _flat(result.indices)
-            self.seen.append(Selection(scores, ids_RK, ids_RK, self._squashed))
+            self.seen.append(Selection(scores, ids_RK, ids_RK, self._squashed, _flat(result.values)))
             if now is not None:
                 run_unnumbered(now.keep, ids_RK) if self._is_numbered else now.keep(ids_RK)
             return result
-        given = now, func, scores.detach(), args[1:], kwargs
-        ids_RK, native_RK = run_unnumbered(self._choose, *given) if self._is_numbered else self._choose(*given)
-        self.seen.append(Selection(scores, ids_RK, native_RK, self._squashed))
+        # its own picks are no part of what gradients flow through
+        alone = scores.detach() if self.asks and scores.requires_grad else scores
+        given = now, func, alone, args[1:], kwargs
+        chosen = run_unnumbered(self._choose, *given) if self._is_numbered else self._choose(*given)
+        ids_RK, native_RK, picked_RK = chosen
+        self.seen.append(Selection(scores, ids_RK, native_RK, self._squashed, picked_RK))
         ids = ids_RK if scores.ndim == 2 else ids_RK.view(*scores.shape[:-1], ids_RK.shape[-1])
         live = self.before_masking(scores) if self._masked else scores
         return torch.return_types.topk((live.gather(-1, ids), ids))
 
     def _choose(
         self, now: LayerPass, func: Callable[..., Any], scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
-        return now.choose(_flat(func(scores, *args, **kwargs).indices) if self.asks else None)
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        if not self.asks:
+            now.require_rows(scores)
+            return *now.choose(None, scores.device), None
+        native = func(scores, *args, **kwargs)
+        return *now.choose(_flat(native.indices), scores.device), _flat(native.values)
 
 
 def _flat(tensor: Tensor) -> Tensor:

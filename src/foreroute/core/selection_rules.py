@@ -79,9 +79,9 @@ class SparseMixerMode(SelectionMode):
         if self._scores is None or len(self._picks) < 2:
             return
         ids_RK = native_RK = torch.cat(self._picks, dim=-1)
-        if self.now is not None:
-            if self.now.ids_RK is not None:  # a row that is forced says nothing of what would have been picked
-                native_RK = torch.where(self.now.ids_RK < 0, ids_RK, self._scores.detach().topk(2, dim=-1).indices)
+        if self.now is not None and self.asks:
+            if self.now.absent_R1 is not None:  # a row that is forced says nothing of what would have been picked
+                native_RK = torch.where(self.now.absent_R1, ids_RK, self._scores.detach().topk(2, dim=-1).indices)
             run_unnumbered(self.now.keep, native_RK)
         self.seen.append(Selection(self._scores, ids_RK, native_RK))
 
@@ -89,7 +89,7 @@ class SparseMixerMode(SelectionMode):
         if self.now is None:
             return native_R1
         pick = len(self._picks) - self._in_band
-        return run_unnumbered(self.now.of_pick(pick).choose, native_R1 if self.asks else None)[0]
+        return run_unnumbered(self.now.of_pick(pick).choose, native_R1 if self.asks else None, native_R1.device)[0]
 
 
 def grouped_by_expert(output: Any) -> Tensor:

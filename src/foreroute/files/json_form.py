@@ -33,16 +33,16 @@ def by_key(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def from_json(record_type: type[Value], values: object, error: type[InputError], at: str = "") -> Value:
-    """Make a record of the value of a JSON text, as `json` reads it: NaN and infinities are numbers, True no integer.
-
-    Args:
-        record_type: a dataclass whose fields are numbers, texts, literals, lists, dictionaries and such records.
-        values: what JSON had.
-        error: raised with the key, for one that is missing or unknown, and for a value of another type or one that a
-            check of the field or record refuses.
-        at: the key of the values, for errors; empty at the top.
-    """
+def from_json(
+    # a dataclass whose fields are numbers, texts, literals, lists, dictionaries and such records
+    record_type: type[Value],
+    values: object,  # what JSON had
+    # raised with the key, for one that is missing or unknown, and for a value of another type or one that a check of
+    # the field or record refuses
+    error: type[InputError],
+    at: str = "",  # the key of the values, for errors; empty at the top
+) -> Value:
+    """Make a record of the value of a JSON text, in which NaN and infinities are numbers, and True is not."""
     record, given = cast(Any, record_type), cast(dict[str, Any], value_of(dict, values, error, at))
     of_key = {KEYS.get(field.name, field.name): field for field in fields(record)}
     needed = {key for key, field in of_key.items() if field.default is MISSING and field.default_factory is MISSING}

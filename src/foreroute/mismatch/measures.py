@@ -203,9 +203,7 @@ class TokenMismatch:
 
     @property
     def k3(self) -> float:
-        """Mean of r - 1 - log r, an estimate of KL(pi_infer || pi_train) in nats. Source: arXiv 2510.11370, equation
-        2.
-        """
+        """Mean of r - 1 - log r: estimates KL(pi_infer || pi_train) in nats. Source: arXiv 2510.11370, equation 2."""
         return self.k3_sum / self.count if self.count else math.nan
 
     def f(self, tau: float) -> float:

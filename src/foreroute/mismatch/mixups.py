@@ -178,9 +178,7 @@ def _packed_permutations(pair: TracePair) -> Iterator[Mixup]:
 
 
 def _physical_ids(pair: TracePair) -> Iterator[Mixup]:
-    """Suppose that expert x of a layer of `b` is expert `id_map[x]` of `a`; learnt on half the rows, judged on
-    others.
-    """
+    """Suppose that expert x of a layer of `b` is expert `id_map[x]` of `a`, as half of the rows teach."""
     rows, spec = np.flatnonzero(pair.a.valid_N & pair.b.valid_N), pair.a.spec
     if len(rows) < 8 or spec.num_experts > MAX_RENAMED:
         return
@@ -286,8 +284,8 @@ class TracePair:
         return self.above_chance(shared).mean(axis=-1), both
 
     def agreement_after(self, source_N: NDArray[np.int64]) -> tuple[float, float]:
-        """Return the mean agreement over all targets, and over those with a source, if row n of `b` were row
-        `source_N[n]` of `a`.
+        """Return the mean agreement, over all targets and those with a source, if row n of `b` were row
+        `source_N[n]`.
         """
         source = source_N[self.targets]
         covered = (source >= 0) & self.a.valid_N[source]

@@ -118,6 +118,8 @@ class TraceOnDevice:
         policy: Policy,
         indexers: IndexerRows | None = None,
         layers: slice | None = None,
+        *,
+        is_complete: bool = False,
     ) -> ReplayRows:
         """Gather the routes of each row of a batch, once for all layers. The host waits for nothing.
 
@@ -129,6 +131,7 @@ class TraceOnDevice:
             policy: whose policies for missing rows and padding hold.
             indexers: the choices to force on indexers, of the same rows. A row that has none is missing too.
             layers: of the trace; all by default.
+            is_complete: as of `Rows`.
         """
         real_R, row_R, num_rows = row_R >= 0, row_R.long(), len(self.faithful_N)
         table_LXK = self._table(spreads=policy.padding == "spread" or self.picks_PLK is not None)
@@ -146,6 +149,7 @@ class TraceOnDevice:
         return ReplayRows(
             ids_LRK,
             real_R=real_R,
+            is_complete=is_complete,
             counted_R=counted_R,
             counts=policy.counts,
             indexers=indexers,

@@ -1,4 +1,4 @@
-"""Checks of routes where they enter, once: shapes, ranges and distinct picks. And the arithmetic of offsets."""
+"""Checks of routes where they enter, once (shapes, ranges, distinct picks), and the arithmetic of offsets."""
 
 from __future__ import annotations
 

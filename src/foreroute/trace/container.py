@@ -41,18 +41,13 @@ _MORE = "…"
 
 
 class PaddedRoutes(NamedTuple):
-    """Sequences as a padded batch, one in each row.
+    """Sequences as a padded batch, one in each row."""
 
-    Attributes:
-        token_ids_BT: int32 [B, T], 0 where no token is.
-        expert_ids_BTLK: int16 [B, T, L, K], int32 above 32,768 experts; -1 in all of a position without a route, and in
-            the last columns of a layer with fewer picks.
-        attention_mask_BT: bool [B, T], where the tokens are.
-    """
-
-    token_ids_BT: NDArray[np.int32]
+    token_ids_BT: NDArray[np.int32]  # int32 [B, T], 0 where no token is
+    # int16 [B, T, L, K], int32 above 32,768 experts; -1 in all of a position without a route, and in the last columns
+    # of a layer with fewer picks
     expert_ids_BTLK: NDArray[Any]
-    attention_mask_BT: NDArray[np.bool_]
+    attention_mask_BT: NDArray[np.bool_]  # bool [B, T], where the tokens are
 
 
 @dataclass(frozen=True, eq=False)

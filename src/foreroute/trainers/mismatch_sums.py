@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from foreroute.core.deferred_checks import DeferredChecks
-from foreroute.core.passes import Interceptor, Pass, is_in
+from foreroute.core.passes import Interceptor, Pass, RecordOptions, is_in
 from foreroute.errors import BatchMismatchError, InputError, ReplayError
 from foreroute.mismatch.measures import MOST_LOGPROB
 from foreroute.replay import Policy, ReplayCounts, ReplayRows, RoutedModel, Routes
@@ -143,6 +143,8 @@ class MismatchSums:
 
 class _NativeComparison(Interceptor):
     """Compares what passes pick natively with routes that they are not given, on the device."""
+
+    options = RecordOptions(native=True)
 
     def __init__(self, routes: Routes, add: Callable[..., None]) -> None:
         self._routes, self._add = routes, add

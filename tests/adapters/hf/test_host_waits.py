@@ -4,6 +4,7 @@ The oracle of rows is `locate_rows`, in NumPy on the host; that of what is told 
 """
 
 import copy
+from collections import Counter
 from contextlib import nullcontext
 from functools import lru_cache
 
@@ -96,9 +97,9 @@ POLICIES = {
 }
 
 
-def trace_of(spec, missing=NONE):
-    """Routes that no router chose; those of the last row of each sequence and of these are absent."""
-    absent = {(s, p) for s, lacking in enumerate(missing) for p in (*lacking, LENGTHS[s] - 1)}
+def trace_of(spec, missing=NONE, *, ends=(0, 1, 2)):
+    """Routes that no router chose; those of these rows, and of the last row of sequences `ends`, are absent."""
+    absent = {(s, p) for s, lacking in enumerate(missing) for p in lacking} | {(s, LENGTHS[s] - 1) for s in ends}
     return foreign(spec, Batch(torch.from_numpy(padded("right")["input_ids"]), LENGTHS), 3, absent)
 
 
@@ -360,36 +361,76 @@ def test_rows_made_once_are_compared_with_every_batch_though_nobody_counts_who_w
 
 
 class Launches(TorchDispatchMode):
-    """Counts operators while it is open."""
+    """Counts operators by name while it is open."""
 
-    number = 0
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.number += 1
+        self.names[func.name()] += 1
         return func(*args, **(kwargs or {}))
+
+
+def launches(routed, given):
+    with Launches() as counted, torch.no_grad():
+        routed.model(**given, use_cache=False)
+    return counted.names
 
 
 @pytest.mark.parametrize("batch", ["left", "left, with positions", "packed"])
 def test_a_batch_that_is_given_once_more_is_compared_and_not_found_anew(batch):
-    """Seven operators in each layer, and a few for the batch; one that was copied is the control."""
+    """Three operators in each layer, and a few for the batch; one that was copied is the control."""
     routed = model_here()
     rows, given = routed.rows(trace_of(routed.spec)), given_on("cpu", BATCHES[batch])
-
-    def launches():
-        with Launches() as counted, torch.no_grad():
-            routed.model(**given, use_cache=False)
-        return counted.number
-
-    native, added = launches(), []
+    native, added = launches(routed, given).total(), []
     for _ in range(2):
         with routed.replay(rows):
-            added.append(launches() - native)
+            added.append(launches(routed, given).total() - native)
     given |= {name: each.clone() for name, each in given.items()}
     with routed.replay(rows):
-        added.append(launches() - native)
+        added.append(launches(routed, given).total() - native)
     first, again, copied = added
-    assert again <= 7 * routed.spec.num_layers + 12
-    assert min(first, copied) > again + 20
+    assert again <= 3 * routed.spec.num_layers + 18
+    assert min(first, copied) > again + 15
+
+
+GATHERED = {"aten::gather": 1}
+OF_A_LAYER = {
+    "all rows known": ((), {}, {**GATHERED, "aten::topk": -1}),
+    "last rows absent": ((0, 1, 2), {}, {**GATHERED, "aten::where.self": 1, "aten::copy_": 1}),
+    "telemetry": (
+        (),
+        {"telemetry": True},
+        {**GATHERED, "aten::copy_": 3, "aten::detach": 2, "aten::scatter.value": 1, "aten::amax": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize(("absent", "how", "wanted"), OF_A_LAYER.values(), ids=OF_A_LAYER)
+def test_what_replay_adds_to_a_layer(absent, how, wanted):
+    """What depends on the batch is made once, and a router whose rows are all known picks nothing."""
+    of_layers = []
+    for layers in (1, 3):
+        routed = hf.attach(tiny("qwen3_moe", experts="batched_mm", num_hidden_layers=layers))
+        given, trace = given_on("cpu", BATCHES["packed"]), trace_of(routed.spec, ends=absent)
+        native = launches(routed, given)
+        with routed.replay(trace, **how):
+            of_layers.append(launches(routed, given))
+        of_layers[-1].subtract(native)
+    few, many = of_layers
+    added = {name: (many[name] - few[name]) / 2 for name in {*few, *many}}
+    assert {name: number for name, number in added.items() if number} == wanted
+
+
+def test_a_batch_of_other_rows_indexes_nothing_before_it_is_told_of():
+    """Though the trace has a route for every row of such a batch, so that no router is asked."""
+    with other_device():
+        there = model_there()
+        batch = copy.deepcopy(BATCHES["packed"])
+        batch["position_ids"][0, 3] = 0
+        with pytest.raises(BatchMismatchError, match=r"4 sequences.*3"):
+            replayed(there, given_on(DEVICE, batch), trace_of(there.spec, ends=()))
 
 
 @grid("options", [{}, {"margins": True}], ids=["plain", "margins"], quick=1)

@@ -70,7 +70,7 @@ def test_megatrons_own_replay_is_left_alone():
 
 
 def forced(site, hidden, ids_RK):
-    shape = [(site.path, ids_RK.shape[1])], len(ids_RK), torch.int16, ids_RK.device
+    shape = [(site.path, ids_RK.shape[1], False)], len(ids_RK), torch.int16, ids_RK.device
     [now] = Pass(*shape, Rows(ids_RK[None].short()), RecordOptions()).parts()
     hook = TopKRouterHook(site)
     hook.now = now

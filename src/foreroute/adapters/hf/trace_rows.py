@@ -131,7 +131,9 @@ class TraceRows:
                 self.raise_mismatch(batch, policy)
             all_wanted = policy.missing == "error"
             choices = self._indexers.rows(self.trace, row_R.cpu().numpy(), batch.shape[1], all_wanted=all_wanted)
-        rows = there.gather(row_R, policy, choices)
+        # rows with a route are all in the batch, or a check tells of it
+        is_full = policy.padding == "spread" or len(row_R) == self.trace.num_rows
+        rows = there.gather(row_R, policy, choices, is_complete=is_full and bool(self.trace.valid_N.all()))
         rows = replace(rows, loss_mask=partial(rows.counted_R.view, batch.shape))
         given = [*batch.given.values()]
         # in inference mode nobody counts writes; what is no tensor may hold others next time

@@ -53,6 +53,7 @@ class ChunkHooks(ModelHooks):
         self.layers = tuple(site.layer for site in sites)
         # whether a loss counts tokens over data-parallel ranks, which must do it alike whoever of them has padding
         self.counts_all_ranks = any(site.module.get_aux_loss_coeff("global_aux_loss") for site in sites)
+        self.counts_native = any(site.module.enable_expert_bias for site in sites)
         self.holder: ExecutionHolder | None = None  # of the plan that is executed; the model, once it is attached
         self._names = list(inspect.signature(type(trunk).forward).parameters)[1:]
 
@@ -103,7 +104,7 @@ class TopKRouterHook(RouterHook):
         self.site = site
         # where groups are limited, two selections of groups come before that of experts
         self._final = 2 if router.config.moe_router_group_topk else 0
-        self._by_probability = router.score_function != "softmax" or router.config.moe_router_pre_softmax
+        self.by_probability = router.score_function != "softmax" or router.config.moe_router_pre_softmax
         self._seen: list[Selection] = []
 
     def select(
@@ -160,7 +161,7 @@ class TopKRouterHook(RouterHook):
             selected = default_compute_topk(scores, topk, num_groups, group_topk)
         for seen in mode.seen[self._final :]:
             if now.scores_into is not None:
-                now.keep_scores(seen.scores_RE, seen.native_RK, by_probability=self._by_probability)
+                now.keep_scores(seen)
             self._seen.append(seen)
         return selected
 

@@ -64,7 +64,7 @@ class RouteShard:
     dropped_C: NDArray[np.bool_] | None  # tokens that are taken out of the loss; None where there are none
     _there: dict[torch.device, TraceOnDevice] = field(default_factory=dict, init=False)
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         """Whether every row, padding too, has a route here, so that nothing is left to the model's routers."""
         num_routed = int(self.trace.valid_N.sum() + (self.row_R <= SPREAD).sum()) if self.layers else 0
@@ -105,7 +105,8 @@ class RouteShard:
         """Gather the rows of layers that follow each other here, if any, on the device."""
         there, first = self._on_device(device), self.layers.index(layers[0]) if layers else 0
         policy = AS_CUT_DROPPING if self.missing == "drop" else AS_CUT
-        return there.gather(there.upload("rows", self.row_R), policy, layers=slice(first, first + len(layers)))
+        row_R, of_layers = there.upload("rows", self.row_R), slice(first, first + len(layers))
+        return there.gather(row_R, policy, layers=of_layers, is_complete=self.is_whole)
 
     def _on_device(self, device: torch.device) -> TraceOnDevice:
         if device not in self._there:
