@@ -36,10 +36,15 @@ def test_decode_takes_the_rows_that_python_picks(data, seed):
     is_missing = (rng.random(count) < 0.3) & (top_k > 1)
     valid = rng.random(count) < draw(st.sampled_from([0.5, 1.0]))
     if draw(st.booleans()):
-        wrong = draw(st.sampled_from([each for each in (experts, rows[0, 0, 0]) if each <= np.iinfo(dtype).max]))
+        # the last three would be experts in a narrower type
+        wrongs = experts, rows[0, 0, 0], 1 << 8, 1 << 16, (1 << 16) - (1 << 32)
+        bounds = np.iinfo(dtype)
+        wrong = draw(st.sampled_from([each for each in wrongs if bounds.min <= each <= bounds.max]))
         rows[draw(st.integers(0, count - 1)), draw(st.integers(0, 2)), draw(st.integers(0, top_k - 1))] = wrong
     is_routed = valid & ~is_missing
-    is_wrong = [len({*ids}) < top_k or max(ids) >= experts for row in rows[is_routed].tolist() for ids in row]
+    is_wrong = [
+        len({*ids}) < top_k or max(ids) >= experts or min(ids) < 0 for row in rows[is_routed].tolist() for ids in row
+    ]
     given = rows.copy()
     given[is_missing] = -1
     if draw(st.booleans()):  # all layers
