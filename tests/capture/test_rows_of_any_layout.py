@@ -1,4 +1,4 @@
-"""Routes of any integer type and memory layout, with masks, gaps and faults, against rows that Python picks one by one."""
+"""Routes of any integer type and memory layout, with masks, gaps and faults, against rows that Python picks."""
 
 import numpy as np
 import pytest
@@ -84,7 +84,7 @@ def test_each_pair_and_each_place_of_eight_picks_is_looked_at(experts):
         ids = rng.permutation(experts)[:8]
         assert not refused(ids)
         assert not refused(np.r_[ids[ids != experts - 1], experts - 1][-8:])
-        for a, b in [(a, b) for a in range(8) for b in range(a)]:
+        for a, b in zip(*np.tril_indices(8, -1), strict=True):
             twice = ids.copy()
             twice[a] = twice[b]
             assert refused(twice)

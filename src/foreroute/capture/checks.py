@@ -201,7 +201,8 @@ def _rows_that_end_alike(trace: RoutingTrace, rows: NDArray[np.int64]) -> NDArra
     words_NW = bytes_NB[:, bytes_NB.shape[1] - 8 * num_words :].view(np.uint64)
     # odd factors lose no bit of a word
     number_N = np.einsum("nw,w->n", words_NW, _random_numbers(num_words, seed=1) | np.uint64(1))
-    number_R = number_N[rows - start] + np.repeat(_random_numbers(len(trace), seed=2), trace.lengths)[rows]
+    number_N += np.repeat(_random_numbers(len(trace), seed=2), trace.lengths)[start:]
+    number_R = number_N[trace.valid_N[start:]]
     ascending_R = np.sort(number_R)
     twice = ascending_R[1:][ascending_R[1:] == ascending_R[:-1]]
     return rows[np.isin(number_R, twice)] if len(twice) else twice.astype(np.int64)
