@@ -70,7 +70,8 @@ def as_int32(
     array = as_array(values, name=name, error=error)
     if array.size == 0:
         return np.zeros(0, np.int32)
-    if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < least or array.max() > MOST_INT32:
+    fits = array.ndim == 1 and array.dtype.kind in "iu" and array.min() >= least
+    if not fits or (not np.can_cast(array.dtype, np.int32) and array.max() > MOST_INT32):
         found = f", from {array.min()} to {array.max()}" if array.dtype.kind in "iu" else ""
         raise error(
             f"{name} is {array.dtype} of shape {array.shape}{found}; "
