@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE = 1
 unexport PYTHONDONTWRITEBYTECODE
 # where kernels stand, and what they take code and constants from
 KERNEL_SOURCES := src/foreroute/kernels.py $(addprefix src/foreroute/,trace layout plan costs planner simulate) \
-	benchmarks/balancers benchmarks/harness tests/costs tests/simulate
+	benchmarks/balancers benchmarks/harness
 KERNELS := .numba_cache/$(call hash,$(shell find $(KERNEL_SOURCES) -name '*.py'))
 export NUMBA_CACHE_DIR = $(CURDIR)/$(KERNELS)
 

@@ -27,19 +27,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
 
 from benchmarks.harness import node_lab
-from benchmarks.harness.balancer_plans import executable
 from benchmarks.harness.node_lab import NodeLab
-from benchmarks.harness.node_steps import (
-    MICRO_STEPS,
-    SIZES,
-    TOKENS,
-    Nodes,
-    SpreadModel,
-    drawn_counts,
-)
+from benchmarks.harness.node_steps import MICRO_STEPS, SIZES, TOKENS, Nodes, SpreadModel, drawn_counts
 from benchmarks.harness.pairs import PairedRatio, seconds_in_turn
+from benchmarks.harness.planner_oracles import CellHosts
 from benchmarks.harness.spread_bench import SpreadBench
 from benchmarks.harness.step_prediction import (
     PASSES,
@@ -55,7 +50,8 @@ from foreroute.costs.links import pairs_between
 from foreroute.costs.model import CostModel
 from foreroute.costs.pricing import ALL_TO_ALL, step_parts
 from foreroute.plan import PlanOptions, StepPlan, Topology
-from foreroute.plan.hosts import Hosts
+from foreroute.plan.counts import counts_digest
+from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.plan.options import PassName
 from foreroute.simulate import SimulateConfig
 from foreroute.simulate.balancers import BalancerInput
@@ -103,14 +99,9 @@ def run(*, quick: bool) -> dict[str, Any]:
     result: dict[str, Any] = {
         "metrics": {},
         "baselines": {"link_busy_on_h100": _busy_on_h100()},
-        "setting": {
-            "sizes": SIZES._asdict(),
-            "tokens": TOKENS,
-            "micro_steps": MICRO_STEPS,
-            "slots": SLOTS,
-            **effort._asdict(),
-            "bytes_per_s": {name: nodes.bytes_per_s for name, nodes in TOPOLOGIES.items()},
-        },
+        "setting": {"sizes": SIZES._asdict(), "tokens": TOKENS, "micro_steps": MICRO_STEPS, "slots": SLOTS}
+        | effort._asdict()
+        | {"bytes_per_s": {name: nodes.bytes_per_s for name, nodes in TOPOLOGIES.items()}},
     }
     if reason := node_lab.reason_against():
         return result | {"skipped": reason}
@@ -249,6 +240,63 @@ def _eplb(nodes: Nodes, step: SpreadBench, sequences: int) -> StepPlan:
     loads_LE = drawn_counts(nodes, seed=0, step=0, sequences=sequences).sum(axis=(0, 2), dtype=np.int64)
     problem = BalancerInput(step.counts_MLGE, _topology(nodes, "eplb"), step.routed.home_LE, loads_LE)
     return executable(problem, list(eplb_previous(problem)))
+
+
+def executable(problem: BalancerInput, cells: Sequence[CellPlan]) -> StepPlan:
+    """Make a plan that an executor takes of a balancer's placement: as many homes on all ranks, and slots."""
+    num_layers, num_ranks = len(problem.home_LE), problem.topology.num_ranks
+    home_LE = np.stack([_homes(cell, num_ranks) for cell in cells[:num_layers]])
+    found = [
+        _with_home(cell, home_LE[number % num_layers], counts_GE, is_first=number < num_layers)
+        for number, (cell, (_, counts_GE)) in enumerate(zip(cells, problem.cells(), strict=True))
+    ]
+    loads = [cell.loads_G(counts_GE).max() for cell, (_, counts_GE) in zip(found, problem.cells(), strict=True)]
+    shape = problem.counts_MLGE.shape[:2]
+    least_ML = problem.counts_MLGE.sum(axis=(2, 3)) / num_ranks
+    return StepPlan(
+        topology=problem.topology,
+        previous_home_LE=home_LE,
+        hosts=Hosts.of_cells(home_LE, found),
+        max_load_ML=np.array(loads, np.int64).reshape(shape),
+        bound_ML=least_ML,
+        counts_digest=counts_digest(problem.counts_MLGE),
+        slots="layer",
+    )
+
+
+def _homes(cell: CellPlan, num_ranks: int) -> NDArray[np.int16]:
+    """int16 [E], a host of each expert where there can be one, E / G experts on every rank."""
+    num_experts = len(cell.home_E)
+    serves_EG = np.zeros((num_experts, num_ranks), np.bool_)
+    serves_EG[np.arange(num_experts), cell.home_E] = True
+    serves_EG[cell.expert_R, cell.rank_R] = True
+    # an expert costs 1 on a rank that does not serve it: the cheapest matching keeps most where they are
+    places_EP = np.repeat(~serves_EG, num_experts // num_ranks, axis=1)
+    _, place_E = linear_sum_assignment(places_EP)
+    home_E: NDArray[np.int16] = (place_E // (num_experts // num_ranks)).astype(np.int16)
+    return home_E
+
+
+def _with_home(
+    cell: CellPlan, home_E: NDArray[np.int16], counts_GE: NDArray[np.integer], *, is_first: bool
+) -> CellPlan:
+    """Make another host of each expert its home; slots are filled by the first cell of a layer."""
+    hosts = CellHosts.of(cell, counts_GE)
+    expert_H, rank_H = hosts.expert_H, hosts.rank_H
+    is_replica_H = rank_H != home_E[expert_H]
+    order_R = np.lexsort((rank_H[is_replica_H], expert_H[is_replica_H]))
+    expert_R, rank_R = expert_H[is_replica_H][order_R], rank_H[is_replica_H][order_R]
+    slot_R = np.empty(len(rank_R), np.int16)
+    for rank in np.unique(rank_R):
+        slot_R[rank_R == rank] = np.arange((rank_R == rank).sum())
+    return CellPlan(
+        home_E,
+        expert_R.astype(np.int16),
+        rank_R.astype(np.int16),
+        slot_R,
+        np.full(len(slot_R), is_first),
+        hosts.tokens_HG[is_replica_H][order_R].astype(np.int32),
+    )
 
 
 def _of_rank_0(work: Callable[[], CostModel]) -> CostModel:

@@ -11,6 +11,7 @@ Seconds of the step are modelled (Qwen3-30B-A3B on H100, deduplicated dispatch):
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,9 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.balancers import OTHER_BALANCERS
-from benchmarks.harness import planner_against, planner_oracles
+from benchmarks.harness import planner_oracles
 from benchmarks.harness.pairs import quickest
-from benchmarks.harness.planner_against import imbalance, shown
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.costs.pricing import least_seconds
@@ -29,6 +29,7 @@ from foreroute.planner import plan
 from foreroute.planner.homes import place_homes
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.compare import compare, figures_of
+from foreroute.simulate.eplb import eplb_micro_step
 from foreroute.simulate.methods import BALANCERS
 from foreroute.simulate.records import MethodRecord
 from foreroute.simulate.workload import WORKLOADS
@@ -37,6 +38,8 @@ CELLS = ("G8", "G16", "G32", "G64", "E256")
 MODES = {"exact_r1": (0.0, 1), "exact_r2": (0.0, 2), "eps02_r2": (0.02, 2)}
 STEP_LAYERS, SEED = 48, 0
 BUDGET = 16
+TOKENS = {"8k": 8192, "2k": 2048}
+"""Of a rank in a micro-step, where replicas serve traffic."""
 
 Ints = NDArray[np.int32]
 
@@ -50,7 +53,7 @@ def run(quick: bool) -> dict[str, Any]:
         counts, before = (workload.draw(seed=SEED, step=step).counts() for step in (1, 0))
         costs = costs_of(workload.num_experts)
         figures, others = _cell(counts, before.sum(axis=(0, 2), dtype=np.int64), costs, repeats, sampled)
-        figures["traffic_r8"] = planner_against.traffic(name, costs, quick=quick)
+        figures["traffic_r8"] = _traffic(name, costs, quick=quick)
         metrics[name], baselines[name] = figures, others
     return {"metrics": {"layers": layers, **metrics}, "baselines": baselines}
 
@@ -81,13 +84,13 @@ def _cell(
     }
     problem = BalancerInput(counts, topology, contiguous, previous_LE)
     others: dict[str, Any] = {
-        record.name: shown(record, counts.shape[0] * counts.shape[1])
+        record.name: _shown(record, counts.shape[0] * counts.shape[1])
         for record in compare(problem, costs, BALANCERS | OTHER_BALANCERS)
     }
     others["least_seconds"] = round(float(least_seconds(counts, topology, costs).sum()), 4)
     figures["static"] = others["static"]
     figures["against_eplb"] = {
-        home: planner_against.eplb(counts, topology, home_LE, figures["exact_r2"][home], repeats)
+        home: _against_eplb(counts, topology, home_LE, figures["exact_r2"][home], repeats)
         for home, home_LE in homes.items()
     }
     return figures, others
@@ -116,19 +119,18 @@ def _mode(
         us[slots] = quickest(planned, repeats) * 1e6 / cells
         records[slots] = figures_of(found[slots], counts, costs, label=slots, planning_s=us[slots] * cells / 1e6)
     empty, kept = records["shared"], records["layer"]
-    (mean, p99, worst), of_kept = imbalance(empty), imbalance(kept)
     figures = {
-        "mean": mean,
-        "p99": p99,
-        "worst": worst,
+        "mean": empty.imbalance,
+        "p99": empty.imbalance_99,
+        "worst": empty.imbalance_worst,
         "replicas": empty.fetches_per_cell,
         "us_per_cell": us["shared"],
         "step_ms": us["shared"] * counts.shape[0] * STEP_LAYERS / 1e3,
         "seconds": empty.training_s,
         "cross_node_share": empty.cross_node_share,
-        "persistent_mean": of_kept[0],
-        "persistent_p99": of_kept[1],
-        "persistent_worst": of_kept[2],
+        "persistent_mean": kept.imbalance,
+        "persistent_p99": kept.imbalance_99,
+        "persistent_worst": kept.imbalance_worst,
         "transfers_persistent": kept.fetches_per_cell,
         "persistent_us_per_cell": us["layer"],
         "persistent_seconds": kept.training_s,
@@ -140,3 +142,74 @@ def _mode(
         for slots, name in (("shared", "cross_node_gap"), ("layer", "persistent_cross_node_gap")):
             figures[name] = planner_oracles.cross_node_gap(found[slots], counts, tolerance, sampled)
     return {name: round(value, 5) for name, value in figures.items()}
+
+
+def _shown(record: MethodRecord, cells: int) -> dict[str, float]:
+    """Balance, experts moved for a cell, modelled seconds of the step, and processor time of planning a cell."""
+    return {
+        "mean": round(record.imbalance, 5),
+        "p99": round(record.imbalance_99, 5),
+        "worst": round(record.imbalance_worst, 5),
+        "moves": round(record.fetches_per_cell, 2),
+        "cross_node_share": round(record.cross_node_share, 4),
+        "seconds": round(record.training_s, 4),
+        "us_per_cell": round(record.planning_s / cells * 1e6, 1),
+    }
+
+
+def _against_eplb(
+    counts: NDArray[np.int32], topology: Topology, home_LE: NDArray[np.int16], ours: Mapping[str, float], repeats: int
+) -> dict[str, float]:
+    """Set ours exact, slots kept per layer, beside EPLB per micro-step with as many slots, which may move all homes.
+
+    EPLB begins with contiguous homes. Times, `ours` among them, are of the quickest of `repeats` runs.
+    """
+    found = plan(counts, topology, PlanOptions(tolerance=0.0), home_LE=home_LE)
+    cells = counts.shape[0] * counts.shape[1]
+    contiguous_LE = np.tile(topology.contiguous_home_E(counts.shape[3]), (counts.shape[1], 1))
+    problem = BalancerInput(counts, topology, contiguous_LE)
+    theirs = list(eplb_micro_step(problem))
+    fast_us = quickest(lambda: list(eplb_micro_step(problem)), repeats) * 1e6 / cells
+    pairs = zip(found.max_load_ML.ravel(), theirs, problem.cells(), strict=True)
+    worse = sum(most > int(other.loads_G(counts_GE).max()) for most, other, (_, counts_GE) in pairs)
+    moves = sum(int(other.fetched_R.sum()) for other in theirs)
+    ours_moves = int(found.hosts.fetched_R.sum()) + int((home_LE != contiguous_LE).sum())
+    return {
+        "cells_worse_balanced": int(worse),
+        "cells": cells,
+        "moves_ratio": round(ours_moves / moves, 4),
+        "own_numba_eplb_us_per_cell": round(fast_us, 1),
+        "own_numba_eplb_over_ours": round(fast_us / ours["us_per_cell"], 2),
+        "own_numba_eplb_over_ours_persistent": round(fast_us / ours["persistent_us_per_cell"], 2),
+    }
+
+
+def _traffic(name: str, costs: CostModel, *, quick: bool) -> dict[str, float]:
+    """Replicas against traffic in 8 slots over load balancing alone in 2, empty slots; even sources.
+
+    Beside it, likewise over ours with 2 slots: the LAER-style balancer, which lays all experts anew in every cell with
+    traffic in view, with as many slots.
+    """
+    figures = {}
+    for label, tokens in TOKENS.items():
+        workload = replace(WORKLOADS[name], num_micro_steps=2 if quick else 16, num_layers=2)
+        counts = workload.of_tokens(tokens).draw(seed=1).counts()
+        priced = replace(costs, sequence_tokens=min(4096.0, float(tokens)))
+        balanced, _ = _planned(counts, PlanOptions(slots="shared", traffic=False, pay_off=False), 2, priced)
+        short, us = _planned(counts, PlanOptions(slots="shared", traffic=True, pay_off=False), 8, priced)
+        seconds = [figures_of(one, counts, priced, label="", planning_s=0.0).training_s for one in (balanced, short)]
+        problem = BalancerInput(counts, short.topology, short.home_LE)
+        (laer,) = compare(problem, priced, {"laer": OTHER_BALANCERS["laer"]})
+        suffix = "" if label == "8k" else f"_{label}"
+        figures[f"time_gain{suffix}"] = round(seconds[0] / seconds[1], 4)
+        figures[f"laer_time_gain{suffix}"] = round(seconds[0] / laer.training_s, 4)
+        figures[f"us_per_cell{suffix}"] = round(us, 1)
+    return figures
+
+
+def _planned(counts: NDArray[np.int32], options: PlanOptions, slots: int, costs: CostModel) -> tuple[StepPlan, float]:
+    """The plan, and processor microseconds per cell."""
+    topology = costs.hardware.topology(counts.shape[2], slots)
+    found = plan(counts, topology, options, costs=costs)
+    seconds = quickest(lambda: plan(counts, topology, options, costs=costs), 2)
+    return found, seconds * 1e6 / (counts.shape[0] * counts.shape[1])

@@ -42,11 +42,7 @@ TELEMETRY = {"": False, "_with_telemetry": True}
 
 @dataclass(frozen=True)
 class Bench:
-    """One model and one batch, recorded.
-
-    Attributes:
-        call: the model, or what `torch.compile` made of it.
-    """
+    """One model, or what `torch.compile` made of it, and one batch, recorded."""
 
     routed: hf.RoutedTransformer
     call: Any
@@ -151,10 +147,10 @@ def _bytes_per_token(bench: Bench) -> dict[str, float]:
     policy = Policy("error", "native", "native", telemetry=False)
     rows = TraceOnDevice(trace, device).gather(torch.arange(trace.num_rows), policy)
     queued = [rows.ids_LRK, rows.real_R, rows.counted_R]
-    routers = [("router", trace.spec.top_k)] * trace.spec.num_layers
+    routers = [("router", trace.spec.top_k, False)] * trace.spec.num_layers
     current = Pass(routers, trace.num_rows, rows.ids_LRK.dtype, device, rows, RecordOptions(scores=True))
     assert current.scores is not None
-    queued.append(current.native_LRK)
+    queued += [current.native_LRK, *(each for layer in current.parts() for each in (layer.ids_RK, layer.absent_R1))]
     notes = list(current.scores)
     host = [trace.expert_ids_NLK, trace.valid_N, trace.token_ids_N, trace.weight_versions_N]
     parts = {

@@ -20,15 +20,7 @@ from foreroute.simulate import SimulationRecord, parse_config, simulate
 MODELS = {"qwen3-30b-a3b": "qwen3_30b_a3b", "qwen3-235b-a22b": "qwen3_235b_a22b"}
 RANKS = (8, 16, 32, 64)
 TOKENS = {"2k": 2048, "8k": 8192, "16k": 16_384}
-METHODS = (
-    "static",
-    "eplb_previous",
-    "eplb_step",
-    "eplb_micro_step",
-    "ours",
-    "ours_exact",
-    "ours_traffic",
-)
+METHODS = ("static", "eplb_previous", "eplb_step", "eplb_micro_step", "ours", "ours_exact", "ours_traffic")
 SKEWS = (0.5, 1.0, 2.0, 4.0)
 DRAWN = {"micro_steps": 16, "layers": 4, "groups": 2}
 FEW = ("static", "eplb_micro_step", "ours", "ours_traffic")

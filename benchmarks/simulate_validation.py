@@ -18,13 +18,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.spread_bench import BATCH, SIZES, SLOTS, HFBench, in_processes
-from benchmarks.harness.step_prediction import (
-    PASSES,
-    TimedStep,
-    predict_seconds,
-    processes_config,
-    time_steps,
-)
+from benchmarks.harness.step_prediction import PASSES, TimedStep, predict_seconds, processes_config, time_steps
 from benchmarks.harness.step_seconds import recomputing_model
 from foreroute.plan import PlanOptions
 from foreroute.simulate.fit import rank_correlation

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from io import BytesIO
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
+from benchmarks.harness.pairs import seconds_in_turn
 from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace, concatenate, load
 from foreroute.trace.checks import check_rows
@@ -111,7 +111,7 @@ def speeds(trace: RoutingTrace, rounds: int) -> tuple[dict[str, Any], dict[str, 
     compressor, decompressor = zstandard.ZstdCompressor(level=3), zstandard.ZstdDecompressor()
     frame, picks_NL = compressor.compress(quarter), ids.view(np.uint64)[..., 0]
     part: dict[str, Any] = {"sequences": np.arange(len(trace) // 8) + len(trace) // 8, "layers": spec.layers[6:12]}
-    seconds = medians(
+    taken = seconds_in_turn(
         {
             "encode": lambda: encode(trace, "sets"),
             "decode": lambda: load(CountedBytes(content)),
@@ -121,8 +121,10 @@ def speeds(trace: RoutingTrace, rounds: int) -> tuple[dict[str, Any], dict[str, 
             "check": lambda: check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec),
             "kernel": lambda: are_sets_of_eight(picks_NL, trace.valid_N, spec.num_experts),
         },
-        rounds,
+        rounds=rounds,
+        clock=time.thread_time,
     )
+    seconds = {name: statistics.median(each) for name, each in taken.items()}
     read = CountedBytes(content)
     load(read, **part)
     as_speed = {name: len(quarter) / seconds[f"zstd {name}"] for name in ("encode", "decode")}
@@ -135,15 +137,3 @@ def speeds(trace: RoutingTrace, rounds: int) -> tuple[dict[str, Any], dict[str, 
         **{f"{name}_mbs": round(ids.nbytes / seconds[name] / 1e6) for name in ("encode", "decode", "check")},
         "megabytes": round(ids.nbytes / 1e6),
     }, {f"zstd_uint8_{name}_mbs": round(speed / 1e6) for name, speed in as_speed.items()}
-
-
-def medians(jobs: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of every job, run in turn, after one turn that warms up."""
-    times: dict[str, list[float]] = {name: [] for name in jobs}
-    for turn in range(rounds + 1):
-        for name, job in jobs.items():
-            start = time.thread_time()
-            job()
-            if turn:
-                times[name].append(time.thread_time() - start)
-    return {name: statistics.median(spent) for name, spent in times.items()}

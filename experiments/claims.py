@@ -55,15 +55,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Claim:
-    """A comparison of measures that somebody says something about.
-
-    Attributes:
-        words: the claim, with who says it.
-        quantity: what is measured.
-        compared: of which arms, or of which part of them.
-        effect: the comparison.
-        side: of `effect.null` on which the effect is claimed to be.
-    """
+    """A comparison of arms that somebody makes a claim of, in words, and the side of `effect.null` that is claimed."""
 
     words: str
     quantity: str
@@ -89,13 +81,7 @@ def judged(claims: Sequence[Claim], arms: Arms) -> list[Judged]:
 
 
 def verdict(interval: Interval | None, null: float, side: Side) -> str:
-    """Judge the 95 % interval of one comparison.
-
-    Args:
-        interval: of the difference or ratio.
-        null: its value if there is no effect, 0 or 1; or a bound.
-        side: of the null that is claimed.
-    """
+    """Judge the 95 % interval of one comparison; `null` is its value without effect, 0 or 1, or a bound."""
     holds, opposite, not_shown, too_few = VERDICTS
     if interval is None or interval.seeds < ENOUGH:
         return too_few

@@ -21,14 +21,7 @@ LEVEL = 0.95
 
 @dataclass(frozen=True)
 class Interval:
-    """An estimate and its two-sided interval; ends are NaN with fewer than two seeds.
-
-    Attributes:
-        mean: over seeds; of a ratio the geometric mean.
-        low: the lower end.
-        high: the upper end.
-        seeds: how many.
-    """
+    """A mean over seeds, geometric of a ratio, and its two-sided interval; ends are NaN with fewer than two seeds."""
 
     mean: float
     low: float

@@ -59,11 +59,7 @@ STARTS: dict[str, dict[str, Any]] = {
 
 
 def base_values(start: str) -> dict[str, Any]:
-    """The configuration that all cells of a start share.
-
-    Raises:
-        KeyError: when there is no such start.
-    """
+    """The configuration that all cells of a start share."""
     values: dict[str, Any] = {
         "name": "evidence",
         "model": {"family": "qwen3_moe", "sizes": dict(SIZES)},
@@ -77,11 +73,7 @@ def base_values(start: str) -> dict[str, Any]:
 
 
 def configuration(base: dict[str, Any], settings: dict[str, Any], seed: int) -> TrainConfig:
-    """Join a configuration of its parts.
-
-    Raises:
-        ConfigError: when it is none.
-    """
+    """Join a configuration of its parts."""
     from foreroute.train import parse_config  # loads torch, which those do without who only look at results
 
     return parse_config(merged(base, settings) | {"seed": seed}, source="the grid")

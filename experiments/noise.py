@@ -71,15 +71,7 @@ def against_trainer(trainer: Trainer, experience: Experience) -> dict[str, Any]:
 def passes(
     engine: ScoringEngine, generation: Generation, group_size: int, temperature: float, seed: int
 ) -> tuple[Generation, dict[str, Generation]]:
-    """The pass over whole sequences, and all others by name.
-
-    Args:
-        engine: with the weights that sampled.
-        generation: the rollout, groups of one prompt together.
-        group_size: responses of a prompt.
-        temperature: of the rollout.
-        seed: of the other neighbours.
-    """
+    """Give the pass over whole sequences of a rollout, groups of one prompt together, and all others by name."""
     size, kept = len(generation), np.arange(len(generation))
     batches = list(batches_of(generation, kept, BATCH // group_size * group_size))
     elsewhere = np.random.default_rng(seed).permutation(size)
@@ -117,14 +109,9 @@ class ScoringEngine(EmbeddedEngine):
     def score(
         self, generation: Generation, batches: Batches, temperature: float, *, chunk: int = 0, group: int = 1
     ) -> Generation:
-        """Compute routes and log-probs of a generation's tokens anew.
+        """Compute routes and log-probs of a generation's tokens anew, in batches of prompts of one length.
 
-        Args:
-            generation: S sequences.
-            batches: which of them share forwards; each stands in one of them, and prompts of a batch are of one length.
-            temperature: of the distribution.
-            chunk: tokens of a sequence in a forward; 0 takes all.
-            group: neighbours that have one prompt, which is computed once for them.
+        `chunk` are tokens of a sequence in a forward, 0 for all; `group` neighbours have one prompt, computed once.
         """
         parts = [self._scored(generation.select(batch), temperature, chunk, group) for batch in batches]
         # batches took sequences out of order; figures compare them one by one

@@ -21,13 +21,7 @@ FIGURES = "https://github.com/foreroute/foreroute/blob/main/experiments/results.
 
 
 def write_page(cells: Sequence[Cell], results: Path, page: Path) -> None:
-    """Draw the page, the pictures beside it in a folder of its name, and the figures beside the results.
-
-    Args:
-        cells: of the grid; results of others, or of other settings, are left out.
-        results: one JSON object per finished cell; the figures get its name and the ending `.md`.
-        page: to write.
-    """
+    """Draw the page, the pictures beside it in a folder of its name, and the figures beside the results."""
     done = current(cells, results)
     pictures = draw_all(Arms(done), page.with_suffix(""))
     page.write_text(page_text(cells, done, pictures, page.stem), encoding="utf-8")
@@ -37,14 +31,7 @@ def write_page(cells: Sequence[Cell], results: Path, page: Path) -> None:
 def page_text(
     cells: Sequence[Cell], done: Mapping[str, dict[str, Any]], pictures: Mapping[str, str], folder: str
 ) -> str:
-    """The page: findings, verdicts, how it was measured, pictures.
-
-    Args:
-        cells: of the grid.
-        done: results by name.
-        pictures: what each of the pictures shows, by name.
-        folder: where they are, from the page.
-    """
+    """Write the page: findings, verdicts, how it was measured, and pictures by name in a folder."""
     arms = Arms(done)
     found = judged(claims(), arms)
     return _render(
@@ -67,12 +54,7 @@ def page_text(
 
 
 def figures_text(cells: Sequence[Cell], done: Mapping[str, dict[str, Any]]) -> str:
-    """Write every comparison and every arm, in tables.
-
-    Args:
-        cells: of the grid.
-        done: results by name.
-    """
+    """Write every comparison and every arm, in tables."""
     arms = Arms(done)
     found = judged(claims(), arms)
     by_quantity = {

@@ -58,12 +58,10 @@ def tables() -> dict[str, Table]:
         ),
         "facts": Table(["mean over seeds", ""], _fact_rows()),
         "loads": Table(
-            ["ranks", "sequences a rank", "swing: tokens", *ORDERS, "imbalance: mixed", *ORDERS[1:]],
-            _load_rows(),
+            ["ranks", "sequences a rank", "swing: tokens", *ORDERS, "imbalance: mixed", *ORDERS[1:]], _load_rows()
         ),
         "balancers": Table(
-            ["", "1 sequence a rank", "2", "4", "8", "sorted, 1", "sorted, 8", "drawn, 1", "drawn, 8"],
-            _balancer_rows(),
+            ["", "1 sequence a rank", "2", "4", "8", "sorted, 1", "sorted, 8", "drawn, 1", "drawn, 8"], _balancer_rows()
         ),
         "generators": Table(
             ["", "real, 1", "G8", "R8", "synthetic", "real, 8", "G8", "R8", "synthetic"], _generator_rows()

@@ -73,28 +73,20 @@ def _points(axes: Any, values: Sequence[float], place: float, colour: str) -> No
 
 
 def _by_mini_steps(arms: Arms, figure: Figure) -> bool:
-    figure.set_size_inches(WIDTH, 3.4)
-    return _against_mini_steps(
-        arms,
-        figure,
-        [(reward_last, "B/{}/plain/{}", "without correction"), (reward_last, "B/{}/tis/{}", "with TIS")],
-        "reward of the last 10 steps",
-        log=False,
-    )
+    panels = [(reward_last, "B/{}/plain/{}", "without correction"), (reward_last, "B/{}/tis/{}", "with TIS")]
+    return _against_mini_steps(arms, figure, panels, "reward of the last 10 steps", log=False)
 
 
 def _mismatch(arms: Arms, figure: Figure) -> bool:
-    figure.set_size_inches(WIDTH, 3.4)
-    panels = [
-        (over_steps("k3"), "B/{}/plain/{}", "k3, nats per token"),
-        (over_steps("f2"), "B/{}/plain/{}", "F(2), share of tokens"),
-    ]
+    measures = {"k3": "k3, nats per token", "f2": "F(2), share of tokens"}
+    panels = [(over_steps(name), "B/{}/plain/{}", title) for name, title in measures.items()]
     return _against_mini_steps(arms, figure, panels, "mean over the run", log=True)
 
 
 def _against_mini_steps(
     arms: Arms, figure: Figure, panels: list[tuple[Metric, str, str]], label: str, *, log: bool
 ) -> bool:
+    figure.set_size_inches(WIDTH, 3.4)
     shown = False
     grid = figure.subplots(1, len(panels), sharey=not log)
     for axes, (measure, pattern, title) in zip(grid, panels, strict=True):

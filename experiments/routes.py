@@ -38,13 +38,7 @@ def run_routes(cell: Cell, base: dict[str, Any], starts: Path) -> dict[str, Any]
 
 
 def recorded(cell: Cell, base: dict[str, Any], starts: Path) -> tuple[list[RoutingTrace], Ints, dict[str, Any]]:
-    """Make the traces of a seed, unless they are there: of all steps, the kind of each sequence, and figures of both.
-
-    Args:
-        cell: of the kind "routes".
-        base: the configuration of its start.
-        starts: the folder that traces are kept in.
-    """
+    """Make the traces of a seed, unless they are there: of all steps, with the kind of each sequence and figures."""
     config = configuration(base, cell.settings, cell.seed)
     torch.set_num_threads(config.threads)
     folder = starts / f"routes-{cell.digest(base)}"
@@ -61,9 +55,7 @@ def recorded(cell: Cell, base: dict[str, Any], starts: Path) -> tuple[list[Routi
 def make_traces(config: TrainConfig, folder: Path) -> dict[str, Any]:
     """Pretrain, then take the steps of RL, with the trace of each as `step-N.safetensors` in the folder.
 
-    Returns:
-        The loss that pretraining came to in nats per character, rewards of all steps, and bits that an expert says
-        about the kind of a text, before and after pretraining.
+    Give the loss of pretraining in nats per character, rewards, and bits that an expert says about the kind of a text.
     """
     task = TextTask()
     policy = make_policy(config, task)

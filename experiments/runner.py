@@ -32,21 +32,11 @@ class GridError(Exception):
 def run_cells(
     cells: Sequence[Cell], results: Path, starts: Path, *, processes: int, say: Say = print, work: Work | None = None
 ) -> int:
-    """Run those that have no result, in their order.
+    """Run those that have no result, in their order, and count them.
 
     What is finished is written at once and never run again; a runner that was killed goes on where it was. A cell that
-    fails is named, and the others go on.
-
-    Args:
-        cells: of the grid.
-        results: one JSON object per line and finished cell.
-        starts: the folder of the checkpoints that runs start from.
-        processes: at a time.
-        say: told of every cell.
-        work: makes the line of a cell, `run_cell` unless given; a function of a module.
-
-    Returns:
-        How many ran.
+    fails is named, and the others go on. `starts` is the folder of the checkpoints that runs start from; `work`, a
+    function of a module, makes the line of a cell.
 
     Raises:
         GridError: when another runner writes to the same results, cells failed, or a process was killed.

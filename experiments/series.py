@@ -54,12 +54,7 @@ def binned(values: Sequence[float], bins: int = BINS) -> list[float]:
 
 
 def reduced(records: Sequence[dict[str, Any]], trained_with: str) -> dict[str, Any]:
-    """The figures of a run from the records of its steps.
-
-    Args:
-        records: lines of metrics.jsonl.
-        trained_with: the pass whose mismatch is that of the run: "native" or "replayed".
-    """
+    """The figures of a run from its lines of metrics.jsonl, with the mismatch of the pass that it trained with."""
     trained = [record["mismatch"][trained_with] for record in records]
     columns = {
         "k3": [each["k3"] for each in trained],

@@ -79,10 +79,8 @@ def passes(
         for options, asked in PASSES:
             own = {"dtype": dtype, "max_model_len": int(trace.lengths.max()) + 1, "skip_tokenizer_init": True}
             own |= {"enable_return_routed_experts": True, "trust_remote_code": False}
-            own |= {
-                "gpu_memory_utilization": 0.5,
-                "enforce_eager": True,
-            }  # compiled on the CPU, vLLM 0.30 returns routes that are all zero
+            # compiled on the CPU, vLLM 0.30 returns routes that are all zero
+            own |= {"gpu_memory_utilization": 0.5, "enforce_eager": True}
             text = json.dumps({"options": {**own, **OPTIONS, **options}, "passes": asked})
             (folder / "passes.json").write_text(text, encoding="utf-8")
             script = Path(__file__).with_name("vllm_passes.py").absolute()

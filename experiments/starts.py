@@ -20,14 +20,7 @@ from foreroute.train.prompts import make_task
 
 
 def started(folder: Path, start: str, base: dict[str, Any], seed: int) -> Path:
-    """The checkpoint that a cell starts from, made by the first who asks; whoever asks meanwhile waits.
-
-    Args:
-        folder: where they are kept.
-        start: names the checkpoint.
-        base: its configuration.
-        seed: of its weights.
-    """
+    """The checkpoint that a cell starts from, made by the first who asks; whoever asks meanwhile waits."""
     checkpoint = start_path(folder, start, seed)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / f"{start}-{seed}.lock", "w", encoding="utf-8") as lock:

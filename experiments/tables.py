@@ -61,12 +61,7 @@ Row = tuple[Part | tuple[Part, ...], ...]
 
 
 class Table:
-    """A table of `results.md` or `evidence.md`.
-
-    Attributes:
-        columns: their names.
-        rows: all of them, also those without a result.
-    """
+    """A table of `results.md` or `evidence.md`, with all rows, also those without a result."""
 
     def __init__(self, columns: Iterable[str], rows: Iterable[Row]) -> None:
         self.columns, self.rows = list(columns), list(rows)

@@ -39,13 +39,7 @@ Steps = Sequence[NDArray[np.integer]]
 
 
 def figures_of(traces: Sequence[RoutingTrace], kind_S: Ints, seed: int) -> dict[str, Any]:
-    """Measure the traces of steps that follow each other, and what generators make in their place.
-
-    Args:
-        traces: of T steps, of S sequences each.
-        kind_S: the kind of each sequence, the same in all steps.
-        seed: of the order of sequences.
-    """
+    """Measure the traces of steps that follow each other, and what generators make in their place."""
     counts_TSLE = [sequence_counts(trace) for trace in traces]
     figures: dict[str, Any] = {
         "tokens": float(np.mean([trace.valid_N.sum() for trace in traces])),
@@ -183,10 +177,8 @@ def kind_share(counts_SLE: Ints, kind_S: Ints) -> float:
 
 
 def kind_information(counts_SLE: Ints, kind_S: Ints) -> float:
-    """Bits that the expert of an assignment says about the kind of its text, all kinds alike; mean over layers.
-
-    0 where all kinds go to the same experts, log2 of the number of kinds where they share none.
-    """
+    """Bits that the expert of an assignment says about the kind of its text, all kinds alike; mean over layers."""
+    # 0 where all kinds go to the same experts, log2 of the number of kinds where they share none
     shares_DLE = np.stack([_shares(counts_SLE[kind_S == kind].sum(axis=0)) for kind in np.unique(kind_S)])
     mean_LE = shares_DLE.mean(axis=0)
     ratio_DLE = np.divide(shares_DLE, mean_LE, out=np.ones_like(shares_DLE), where=shares_DLE > 0)

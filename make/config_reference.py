@@ -66,7 +66,9 @@ def tables(kind: type[Section], name: str = "") -> Iterator[str]:
         if isinstance(info.annotation, type) and issubclass(info.annotation, Section):
             inner.append((info.annotation, f"{name}.{key}" if name else key))
             continue
-        rows.append((key, _values(_annotation(info), _default_of(info)), _required(texts, key, kind)))
+        annotation = Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
+        default = "required" if info.is_required() else _shown(info.get_default(call_default_factory=True))
+        rows.append((key, _values(annotation, default), _required(texts, key, kind)))
     yield from _list(rows)
     for child, path in inner:
         yield from tables(child, path)
@@ -79,7 +81,11 @@ def topology_tables() -> Iterator[str]:
         texts, hints = _attributes_section(kind), get_type_hints(kind)
         known = keys_of(name)
         rows = [
-            (field.name, _default_and_type(field, hints[field.name]), _required(texts, field.name, kind))
+            (
+                field.name,
+                "" if field.default is MISSING else _values(hints[field.name], _shown(field.default)),
+                _required(texts, field.name, kind),
+            )
             for field in fields(kind)
             if field.name in known
         ]
@@ -115,9 +121,7 @@ def type_words(annotation: Any) -> str:
         return " or ".join(type_words(each) for each in arguments if each is not type(None))
     if origin in (list, tuple):
         return f"list of {type_words(arguments[0])}"
-    if origin in (dict, Mapping):
-        return "table"
-    if is_dataclass(annotation):
+    if origin in (dict, Mapping) or is_dataclass(annotation):
         return "table"
     return PLAIN.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
@@ -139,18 +143,6 @@ def _bound(metadata: Iterable[Any], kinds: Mapping[type, tuple[str, str, str]]) 
             if isinstance(each, kind):
                 return getattr(each, attribute), sign, bracket
     return 0, "", ""
-
-
-def _annotation(info: FieldInfo) -> Any:
-    return Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
-
-
-def _default_of(info: FieldInfo) -> str:
-    return "required" if info.is_required() else _shown(info.get_default(call_default_factory=True))
-
-
-def _default_and_type(field: Any, annotation: Any) -> str:
-    return "" if field.default is MISSING else _values(annotation, _shown(field.default))
 
 
 def _shown(value: Any) -> str:
@@ -189,12 +181,8 @@ def _attributes_section(kind: type) -> dict[str, str]:
     assert is_dataclass(kind), "tables without strings under their keys are dataclasses"
     section = (inspect.getdoc(kind) or "").split("Attributes:\n")[-1].split("\n\n")[0]
     entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
-    return {name: _capitalised(_joined(text)) for name, text in entries}
-
-
-def _capitalised(text: str) -> str:
-    """Single letters such as E stay as they are, and so do quoted values."""
-    return text[:1].upper() + text[1:]
+    # what follows the first letter stays: single letters such as E, and quoted values
+    return {name: text[:1].upper() + _joined(text)[1:] for name, text in entries}
 
 
 def _joined(text: str) -> str:

@@ -33,15 +33,7 @@ LIGHT_ROOMS = [
 ]  # fmt: skip
 EXTRAS = {
     "cli": ["simulate", "report", "cli.main"],
-    "hf": [
-        "adapters.hf",
-        "engines.embedded",
-        "replay",
-        "ep",
-        "train",
-        "conformance.huggingface",
-        "doctor.examine",
-    ],
+    "hf": ["adapters.hf", "engines.embedded", "replay", "ep", "train", "conformance.huggingface", "doctor.examine"],
     "engines": ["engines.vllm", "engines.sglang"],
     "fit": ["costs.fitting", "simulate.fit"],
     "megatron": ["adapters.megatron"],

@@ -64,7 +64,6 @@ class Call:
 
     @property
     def tokens(self):
-        """Prompt and generation."""
         return self.prompt + self.generated
 
     @property
@@ -287,7 +286,6 @@ class Skycap:
         return {"paths": "all", "rows": rows}
 
     def arrays(self):
-        """Of the side files."""
         ids = np.array([t for node in self.nodes for t in node.tokens], np.int32)
         probs = [p for n in self.nodes for p in (n.logprobs or [float("nan")] * len(n.tokens))]
         found = {
@@ -308,7 +306,6 @@ class Skycap:
         return found
 
     def document(self, **changed):
-        """The document without its side files."""
         at, entries = {"tokens": 0, "experts": 0, "mask": 0}, []
         for number, node in enumerate(self.nodes):
             sizes = {

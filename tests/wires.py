@@ -45,16 +45,7 @@ class Rollout:
         return wide
 
 
-def rollout(
-    rng,
-    *,
-    experts=16,
-    top_k=3,
-    layers=4,
-    dense=1,
-    prompt=7,
-    response=5,
-):
+def rollout(rng, *, experts=16, top_k=3, layers=4, dense=1, prompt=7, response=5):
     """A random request; tokens are distinct enough for every check to apply."""
     spec = RoutingSpec(experts, top_k, tuple(RoutedLayer(dense + i) for i in range(layers)), model="wire test")
     tokens = [int(t) for t in rng.integers(0, 50_000, prompt + response)]
@@ -82,10 +73,15 @@ def npy(array):
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(padded)) + padded.encode() + array.tobytes()
 
 
+def npy_text(array):
+    """The same in base64, as vLLM's server sends arrays."""
+    return base64.b64encode(npy(array)).decode()
+
+
 def vllm_http(r, start=0):
     """Of vLLM 0.22+ over HTTP: base64 of a .npy file for each choice."""
     dtype = np.uint8 if r.spec.num_experts <= 256 else np.uint16
-    text = base64.b64encode(npy(r.all_layers()[start:].astype(dtype))).decode()
+    text = npy_text(r.all_layers()[start:].astype(dtype))
     choice = {"index": 0, "text": "", "finish_reason": "length", "token_ids": r.response, "routed_experts": text}
     return json.dumps({"id": "cmpl-1", "choices": [{**choice, "prompt_token_ids": r.prompt}]})
 

@@ -48,14 +48,7 @@ def crossing(problem: BalancerInput) -> float:
 
 @kernel
 def best_layout(counts_GE: Any, node_G: Any, slots: int, crossing: float) -> Any:
-    """Hosts and tokens, int32 [H], int32 [H], int64 [H, G], of the better of both ways to grow copies.
-
-    Args:
-        counts_GE: int64 [G, E].
-        node_G: int64 [G].
-        slots: experts per rank.
-        crossing: what an assignment costs that crosses nodes, where serving one costs 1.
-    """
+    """Hosts and tokens, int32 [H], int32 [H], int64 [H, G], of the better of both ways to grow copies."""
     num_nodes = node_G[-1] + 1
     expert_H, rank_H = _layout(counts_GE, node_G, slots, 1)
     tokens_HG = _nearby_split(expert_H, rank_H, node_G, counts_GE)
@@ -70,10 +63,8 @@ def best_layout(counts_GE: Any, node_G: Any, slots: int, crossing: float) -> Any
 
 @kernel
 def _layout(counts_GE: Any, node_G: Any, slots: int, growth: int) -> Any:
-    """Hosts, int32 [H] twice: copies, the heaviest first, each to the node with fewest of them and its lightest rank.
-
-    `growth` is what the numbers of copies are multiples of, where the slots allow it.
-    """
+    """Hosts, int32 [H] twice: copies, the heaviest first, each to the node with fewest and its lightest rank."""
+    # numbers of copies are multiples of `growth`, where the slots allow it
     num_ranks, num_experts = counts_GE.shape
     loads_E = counts_GE.sum(axis=0)
     copies_E = _copies(loads_E, num_ranks * slots, num_ranks, growth)

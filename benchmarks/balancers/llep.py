@@ -32,13 +32,7 @@ def llep(problem: BalancerInput) -> Iterator[CellPlan]:
 
 @kernel
 def least_loaded(counts_GE: Any, home_E: Any, slots: int) -> Any:
-    """Hosts and tokens, int32 [H], int32 [H], int64 [H, G]: all homes, then the ranks that tokens are spilled to.
-
-    Args:
-        counts_GE: int64 [G, E].
-        home_E: int16 [E].
-        slots: experts that a rank can borrow.
-    """
+    """Hosts and tokens, int32 [H], int32 [H], int64 [H, G]: all homes, then the ranks that tokens are spilled to."""
     num_ranks, num_experts = counts_GE.shape
     loads_E = counts_GE.sum(axis=0)
     capacity = (loads_E.sum() + num_ranks - 1) // num_ranks

@@ -175,10 +175,7 @@ def _decoding(figures: Figures, model: Any, vocabulary: int) -> tuple[Work, int]
         with torch.no_grad():
             for step in range(num_steps):
                 logits = model(
-                    input_ids=token,
-                    attention_mask=mask[:, : shape[1] + step + 1],
-                    **caches,
-                    use_cache=True,
+                    input_ids=token, attention_mask=mask[:, : shape[1] + step + 1], **caches, use_cache=True
                 ).logits
                 token = logits[:, -1].argmax(-1, keepdim=True)
                 bool((token < 0).all())
@@ -204,13 +201,8 @@ def _decode(figures: Figures, routed: hf.RoutedTransformer, decode: Work, record
 
 
 def _waits(figures: Figures, kinds: dict[str, tuple[Work, Work]]) -> None:
-    """Count waits of the host in a session, its opening and its end, beyond those of the unpatched work.
-
-    Only a GPU is waited for; `python -m benchmarks replay` counts on a device that stands in for one.
-
-    Raises:
-        AssertionError: when a session adds one.
-    """
+    """Count waits of the host in a session, beyond those of the unpatched work; raise `AssertionError` for one."""
+    # only a GPU is waited for; `python -m benchmarks replay` counts on a device that stands in for one
     if not waits_are_seen(figures.device):
         return
     own: list[str] = []

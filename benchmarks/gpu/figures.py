@@ -16,13 +16,7 @@ from benchmarks.harness.pairs import PairedRatio
 class Figures:
     """Figures by name, printed anew whenever one is added: what ends the process leaves what was found.
 
-    Args:
-        device: where to work.
-        ends_at: when the part is ended from outside, by the monotonic clock.
-
-    Attributes:
-        full: at the sizes that the part is about; small ones, for seconds on two cores, otherwise.
-        found: all figures.
+    `full` are the sizes that the part is about; small ones, for seconds on two cores, otherwise.
     """
 
     def __init__(self, device: torch.device, ends_at: float) -> None:

@@ -52,12 +52,7 @@ SMALL = Scale(vocabulary=256, sequences=8, prompt=8, response=24, batch=4, alone
 
 @dataclass(frozen=True)
 class Observed:
-    """Sequences as one side saw them, in their order.
-
-    Attributes:
-        logprobs: of each sequence, of its response tokens.
-        trace: the routes that were executed.
-    """
+    """Sequences as one side saw them, in their order: log-probs of response tokens, and the routes that ran."""
 
     logprobs: list[NDArray[np.float64]]
     trace: RoutingTrace
@@ -69,12 +64,7 @@ class Observed:
 
 @dataclass(frozen=True)
 class Sampled:
-    """A rollout: prompts of one length, and responses of different ones.
-
-    Attributes:
-        tokens: of each sequence, int64 [T].
-        prompt: the length of each prompt.
-    """
+    """A rollout: tokens int64 [T] of each sequence, prompts of one length, responses of different ones."""
 
     tokens: list[NDArray[np.int64]]
     prompt: int
@@ -140,11 +130,7 @@ def sample(routed: hf.RoutedTransformer, scale: Scale, device: torch.device) -> 
 
 
 def train_side(setting: Setting, routes: RoutingTrace | None = None) -> Observed:
-    """Whole sequences, on their own routes or on given ones, which are of the sequences in order.
-
-    Returns:
-        What was seen of the sequences of all batches, in their order.
-    """
+    """Run whole sequences, on their own routes or on given ones; what is seen is in the order of the sequences."""
     order = np.argsort(np.concatenate(setting.batches))
     sequences = sorted(s for batch in setting.batches for s in batch)
     model = setting.routed.model
@@ -198,17 +184,9 @@ def _of_responses(logits_BTV: Tensor, tokens: list[NDArray[np.int64]], setting: 
 
 
 def _compare(figures: Figures, name: str, reference: Observed, native: Observed | None, setting: Setting) -> None:
-    """Compare a trainer with the reference on its own routes, and on those of the reference.
+    """Compare a trainer with a rollout or another trainer, on its own routes and on those of the reference.
 
-    Args:
-        figures: to record them.
-        name: of the figures.
-        reference: a rollout, or another trainer.
-        native: the trainer on its own routes, where that is known.
-        setting: the trainer.
-
-    Raises:
-        AssertionError: when replay executed other routes, or did not bring probabilities nearer where many differ.
+    Raises `AssertionError` when replay executed other routes, or did not bring probabilities nearer where many differ.
     """
     found = _figures(name, reference, native or train_side(setting))
     replayed = train_side(setting, reference.trace)

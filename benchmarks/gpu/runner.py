@@ -16,31 +16,17 @@ GRACE_S = 10
 """A part looks at the time as it goes; one that goes on for so many seconds more is ended."""
 LEAST_S = 5
 """A part that has less left is not begun."""
-PARTS = {
-    "machine": 20,
-    "cost": 80,
-    "mismatch": 45,
-    "transfers": 35,
-    "planning": 40,
-    "trainer": 25,
-    "megatron": 25,
-}
+PARTS = {"machine": 20, "cost": 80, "mismatch": 45, "transfers": 35, "planning": 40, "trainer": 25, "megatron": 25}
 """Modules of this package, and the seconds that they have on a GPU, in the order of their weight."""
 ON_CPU_S = 300
 """What each has on a CPU, which may be busy."""
 
 
 def run(parts: Sequence[str], device: str, ends_at: float) -> dict[str, Any]:
-    """Measure these parts.
+    """Measure these parts of `PARTS` until this second of the epoch.
 
-    Args:
-        parts: names of PARTS.
-        device: as torch spells it.
-        ends_at: the second of the epoch at which it all ends.
-
-    Returns:
-        `parts`, each "passed", "failed: why" or "skipped: why"; `metrics`, the figures of each; `seconds` of each;
-        `full`, whether sizes were those that the parts are about.
+    Report `parts`, each "passed", "failed: why" or "skipped: why", with their `metrics` and `seconds`, and whether they
+    were at `full` sizes.
     """
     report: dict[str, Any] = {"device": device, "full": device.startswith("cuda")}
     report |= {"parts": {}, "metrics": {}, "seconds": {}}

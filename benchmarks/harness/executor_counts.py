@@ -31,14 +31,7 @@ QUESTIONS = ("most", "gather", "from_first")
 
 @dataclass
 class Posted:
-    """Messages of one rank.
-
-    Attributes:
-        order: "layer" where a routed layer begins its forward, "rows" for an all-to-all, "counts" for an all-gather,
-            "weights" for a fetch.
-        questions: that the host asked other ranks.
-        returned_bytes: of gradients that arrived at their homes here.
-    """
+    """Messages of one rank: "layer" where one begins, "rows", "counts" and "weights"; questions; bytes of gradients."""
 
     order: list[str] = field(default_factory=list)
     questions: int = 0
@@ -101,11 +94,8 @@ def posting(layers: Iterable[nn.Module]) -> Iterator[Posted]:
 
 
 def waits_per_layer(rank: int, num_ranks: int) -> float:
-    """Count waits of the host in forward and backward of a planned micro-step beyond the unpatched model's, by layer.
-
-    They are counted on a device that stands in for a GPU, in a group of one rank: no backend sends what is on that
-    device to others.
-    """
+    """Count waits of the host in forward and backward of a planned micro-step beyond the plain model's, by layer."""
+    # on a device that stands in for a GPU, in a group of one rank: no backend sends what is on it to others
     routed = hf.attach(spread_model(SIZES))
     batches, traces = drawn(routed.spec)
     bench = HFBench.of(routed.model, routed, batches, [_without_last_tokens(trace) for trace in traces])

@@ -30,15 +30,7 @@ BURSTS = (1, 8, 32)
 
 @dataclass(frozen=True, eq=False)
 class HostPath:
-    """Experts of one layer, published, and slots for all of them.
-
-    Attributes:
-        home: name -> [experts, ...].
-        slots: name -> [experts, ...].
-        memory: that the home is published in.
-        peers: of one rank.
-        lane: of bursts.
-    """
+    """Experts of one layer, published, and slots for all of them: by name [experts, ...]."""
 
     home: dict[str, Tensor]
     slots: dict[str, Tensor]
@@ -49,12 +41,7 @@ class HostPath:
     @classmethod
     @contextmanager
     def opened(cls, device: torch.device) -> Iterator[HostPath]:
-        """Publish as many experts as shared memory holds, in a process group of one rank.
-
-        Raises:
-            OSError: when it holds none.
-            TransferError: when it cannot be page-locked.
-        """
+        """Publish as many experts as shared memory holds, in a group of one rank; `OSError` when it holds none."""
         smaller = 1 if device.type == "cuda" else SMALLER
         width, inner = WIDTH // smaller, INNER // smaller
         shapes = {"down_proj": (width, inner), "gate_up_proj": (2 * inner, width)}

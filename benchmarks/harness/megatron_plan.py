@@ -18,13 +18,14 @@ import torch.distributed as dist
 
 from benchmarks.harness.executor_counts import posting
 from benchmarks.harness.launch_path import launches
-from benchmarks.harness.models import Sizes, forward_step, gpt_model, run_schedule, start_megatron_ranks
+from benchmarks.harness.models import forward_step, gpt_model, run_schedule, start_megatron_ranks
 from benchmarks.harness.pairs import compare, near_one
 from benchmarks.harness.spread_bench import MegatronBench, measured_cluster
 from benchmarks.harness.step_prediction import processes_config
 from benchmarks.harness.step_seconds import (
     LEVEL_SLOTS,
     PLANNED,
+    SIZES,
     SKEWS,
     Measured,
     other_steps,
@@ -33,7 +34,6 @@ from benchmarks.harness.step_seconds import (
     with_predictions,
 )
 
-SIZES = Sizes(hidden=512, heads=4, kv_heads=2, experts=16, top_k=4, expert_width=512)
 SHAPE = (4, 256)
 """Sequences of a micro-batch and tokens of each."""
 OTHER_SEQUENCES = (2, 6)

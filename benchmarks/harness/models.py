@@ -161,11 +161,7 @@ def forward_step(batches: Iterator[dict[str, Any]], model: Any) -> tuple[Tensor,
 
 
 def run_schedule(
-    model: Any,
-    forward: Callable[..., Any],
-    batches: Sequence[dict[str, Any]],
-    *,
-    updating: bool = True,
+    model: Any, forward: Callable[..., Any], batches: Sequence[dict[str, Any]], *, updating: bool = True
 ) -> Losses:
     """Send micro-batches through Megatron's schedule, with backward passes if `updating`; return losses by token."""
     from megatron.core.pipeline_parallel import get_forward_backward_func

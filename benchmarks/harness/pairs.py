@@ -19,15 +19,7 @@ RESOLUTION = 0.02
 
 @dataclass(frozen=True)
 class PairedRatio:
-    """Time of a candidate over a baseline.
-
-    Attributes:
-        ratio: median over the pairs.
-        low, high: quartiles over the pairs, of which there are two or more.
-        lower, upper: the 95 % interval of the median; None of fewer than six pairs.
-        baseline_ms: median time of the baseline.
-        pairs: how many.
-    """
+    """Time of a candidate over a baseline: median, quartiles, and the median's 95 % interval, None below six pairs."""
 
     ratio: float
     low: float
@@ -65,19 +57,11 @@ Clock = Callable[[], float]
 
 
 def compare(
-    candidate: Callable[[], object],
-    baseline: Callable[[], object],
-    *,
-    pairs: int,
-    clock: Clock = time.perf_counter,
+    candidate: Callable[[], object], baseline: Callable[[], object], *, pairs: int, clock: Clock = time.perf_counter
 ) -> PairedRatio:
     """Run both `pairs` times, swapping which goes first, after one warm-up of each.
 
-    Args:
-        candidate: what is measured.
-        baseline: what it is measured against.
-        pairs: how often each runs.
-        clock: in seconds. `time.thread_time` leaves out the waits of a busy machine, for work of one thread.
+    The clock `time.thread_time` leaves out the waits of a busy machine, for work of one thread.
     """
     candidate()
     baseline()
@@ -91,14 +75,16 @@ def compare(
     return PairedRatio.of(seconds, base)
 
 
-def seconds_in_turn(works: Mapping[str, Callable[[], object]], *, rounds: int) -> dict[str, list[float]]:
+def seconds_in_turn(
+    works: Mapping[str, Callable[[], object]], *, rounds: int, clock: Clock = time.perf_counter
+) -> dict[str, list[float]]:
     """Seconds of each of several works that run in turn, after a round that warms up. Rounds begin one work later."""
     names = list(works)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(rounds + 1):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            taken = _seconds(works[name], time.perf_counter)
+            taken = _seconds(works[name], clock)
             if number:
                 seconds[name].append(taken)
     return seconds
@@ -110,11 +96,9 @@ def quickest(work: Callable[[], object], repeats: int) -> float:
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """The narrowest pair of order statistics, alike from both ends, that holds the true median in 95 % of all samples.
-
-    Each value falls below the median like a fair coin, whatever the distribution. None of fewer than six values, where
-    even the smallest and the largest miss it more often.
-    """
+    """The narrowest pair of order statistics, alike from both ends, that holds the true median in 95 % of samples."""
+    # Each value falls below the median like a fair coin, whatever the distribution. Of fewer than six values even the
+    # smallest and the largest miss it more often.
     n, k, misses = len(values), 0, 0
     # as many samples of 2^n leave the median outside of the (k+1)-th smallest and largest
     while k < n // 2 and 40 * (misses + comb(n, k)) <= 2**n:
@@ -125,12 +109,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def near_one(name: str, found: PairedRatio) -> dict[str, Any]:
-    """Report a ratio near 1.
-
-    Returns:
-        `<name>_ratio`, None where the run did not resolve it, and then `<name>_reason`; `<name>_interval` (95 %, of the
-        median) and `<name>_quartiles`.
-    """
+    """Report a ratio near 1: `<name>_ratio`, or None and `<name>_reason`; `<name>_interval` and `<name>_quartiles`."""
     why, shown = found.unresolved, found.shown()
     return {
         f"{name}_ratio": None if why else shown["median"],

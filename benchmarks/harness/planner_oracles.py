@@ -18,12 +18,7 @@ from foreroute.plan import CellPlan, StepPlan
 class CellHosts:
     """Hosts of all experts in one cell, homes among them, for those that count anew what a plan says.
 
-    Attributes:
-        expert_H: int32 [H].
-        rank_H: int32 [H].
-        tokens_HG: int64 [H, G], assignments of source rank g to this expert that this host serves. Over the hosts of
-            an expert they add up to the cell's counts.
-        fetched_H: bool [H], the weights must be moved to this rank before the cell.
+    `tokens_HG` are assignments that each host serves, by source rank; over the hosts of an expert they are the counts.
     """
 
     expert_H: NDArray[np.int32]
@@ -61,13 +56,9 @@ def best_split(counts_MLGE: NDArray[np.integer], plan: StepPlan) -> NDArray[np.i
 
 
 def cross_node_gap(plan: StepPlan, counts_MLGE: NDArray[np.integer], tolerance: float, sampled: int) -> float:
-    """Share of assignments served on another node, above the least with the same replicas, on average over cells.
+    """Average over `sampled` cells the share of assignments on another node, above the least with the same replicas.
 
-    Args:
-        plan: of these counts.
-        counts_MLGE: integers [M, L, G, E].
-        tolerance: of the plan: no rank serves more than 1 + this times the mean, or than the plan's slowest.
-        sampled: how many cells to look at, spread over the step.
+    No rank serves more than 1 + `tolerance` times the mean, or than the plan's slowest.
     """
     num_micro_steps, num_layers, _ = plan.shape
     cells = np.unique(np.linspace(0, num_micro_steps * num_layers - 1, sampled).astype(int))
@@ -113,80 +104,12 @@ def least_crossing(
     return float(answer.fun)
 
 
-def least_where_slots_lack(
-    loads_E: NDArray[np.integer], home_E: NDArray[np.integer], num_ranks: int, slots: int
-) -> int:
-    """A load that the slowest rank of a cell has at least, whatever is replicated, by other limits than `bound_ML`.
-
-    If no rank serves more than T, ranks that have more at home pass the rest of it on, in sum, to the others. Those
-    have so many slots. Each takes a piece of one expert of the ranks above T, of T at most, and the pieces of an expert
-    are its load together: so the largest pieces, as many as there are slots, must be enough.
-    """
-    load_G = np.bincount(home_E, loads_E, num_ranks).astype(np.int64)
-    # invariant: `least` - 1 is too little or below the mean
-    least, most = -(-int(load_G.sum()) // num_ranks), int(load_G.max())
-    while least < most:
-        middle = (least + most) // 2
-        above_G = load_G > middle
-        heavy = loads_E[above_G[home_E]]
-        pieces = np.concatenate([np.full(int((heavy // middle).sum()), middle), heavy % middle])
-        passed = np.sort(pieces)[::-1][: int((~above_G).sum()) * slots].sum()
-        # enough pieces exist, so that this limit does not exclude the target
-        if (load_G - middle)[above_G].sum() <= passed:
-            most = middle
-        else:
-            least = middle + 1
-    return least
-
-
-def least_of_all_plans(loads_E: NDArray[np.integer], home_E: NDArray[np.integer], num_ranks: int, slots: int) -> int:
-    """The least load of the slowest rank over all replicas in so many slots and all splits, by an integer program.
-
-    For cells of few ranks and experts. Quotas are no whole numbers in it; those of a flow can be, at a load rounded up.
-    """
-    from scipy.optimize import Bounds, LinearConstraint, milp
-
-    num_experts = len(loads_E)
-    size = num_experts * num_ranks
-    expert_V, rank_V = np.divmod(np.arange(size), num_ranks)  # a pair has a share of its expert, and is a host or not
-    none, every, is_home_V = np.zeros((num_ranks, size)), np.eye(size), home_E[expert_V] == rank_V
-    of_expert, of_rank = (
-        np.equal.outer(np.arange(n), which) for n, which in ((num_experts, expert_V), (num_ranks, rank_V))
-    )
-    answer = milp(
-        np.eye(2 * size + 1)[-1],
-        constraints=[
-            LinearConstraint(np.hstack([of_expert, np.zeros((num_experts, size + 1))]), 1, 1),
-            LinearConstraint(np.hstack([every, -every, np.zeros((size, 1))]), ub=0),
-            LinearConstraint(np.hstack([none, of_rank & ~is_home_V, none[:, :1]]), ub=slots),
-            LinearConstraint(np.hstack([of_rank * loads_E[expert_V], none, -np.ones((num_ranks, 1))]), ub=0),
-        ],
-        integrality=np.repeat([0, 1, 0], [size, size, 1]),
-        bounds=Bounds(np.repeat([0.0, 0.0, 0.0], [size, size, 1]), np.repeat([1.0, 1.0, np.inf], [size, size, 1])),
-        options={"mip_rel_gap": 0.0},
-    )
-    # a solver's 3.0000001 for 3 must not become 4
-    return math.ceil(float(answer.fun) - 1e-6)
-
-
 @kernel
 def level_quotas(expert_H: Any, rank_H: Any, loads_E: Any, num_ranks: int) -> Any:
-    """Quotas of all hosts with the least largest load of a rank: the linear program of token splits, by flow.
-
-    A rank above the target passes load along the shortest chain of ranks that share experts to one below it. Where no
-    chain is left, the ranks Q that can be reached have all hosts of all their experts among themselves, so no split
-    serves them with less than their mean: that is the next target. The last Q proves that the result is optimal.
-
-    Args:
-        expert_H: int32 [H].
-        rank_H: int32 [H]; no pair of expert and rank twice.
-        loads_E: int64 [E]; 0 for an expert without host.
-        num_ranks: G.
-
-    Returns:
-        quota_H: int64 [H], adding up to `loads_E`.
-        target: the largest load, the smallest that integers allow.
-    """
+    """int64 [H], quotas of all hosts with the least largest load of a rank, which comes with them, by flow."""
+    # A rank above the target passes load along the shortest chain of ranks that share experts to one below it. Where no
+    # chain is left, the ranks Q that can be reached have all hosts of all their experts among themselves, so no split
+    # serves them with less than their mean: that is the next target. The last Q proves that the result is optimal.
     hosts_E, of_expert = by_key(expert_H, len(loads_E))
     hosts_G, of_rank = by_key(rank_H, num_ranks)
     quota_H = _even(expert_H, loads_E, hosts_E)

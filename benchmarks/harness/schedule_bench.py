@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 
+from benchmarks.harness.pairs import seconds_in_turn
 from foreroute import planner
 from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.peers import PeerGroup
@@ -47,17 +49,21 @@ def host_work(repeats: int) -> dict[str, dict[str, float]]:
         topology = Topology(workload.num_ranks, 8, slots, LINKS)
         plan = planner.plan(counts_MLGE, topology, PlanOptions(slots="shared"))
 
-        def compiled(plan: StepPlan = plan, counts_MLGE: Any = counts_MLGE) -> ExecutionSchedule:
-            schedule = ExecutionSchedule(plan, counts_MLGE, RANK, paths="host")
-            schedule.cell(MICRO_STEPS - 1, plan.shape[1] - 1)
-            return schedule
-
+        compiled = partial(_compiled, plan, counts_MLGE)
         schedule, home = compiled(), {"weight": torch.zeros(workload.num_experts // workload.num_ranks, 1).unbind()}
         sets = [SlotSet(home, topology) for _ in range(workload.num_layers)]
         cells = workload.num_layers * MICRO_STEPS
-        compiling[name] = _median(compiled, repeats) / cells * 1e6
-        indexing[name] = _median(lambda: _index(plan, schedule, sets, home), repeats) / cells / 2 * 1e3  # noqa: B023
+        works = {"compile": compiled, "index": partial(_index, plan, schedule, sets, home)}
+        taken = seconds_in_turn(works, rounds=repeats, clock=time.process_time)
+        compiling[name] = statistics.median(taken["compile"]) / cells * 1e6
+        indexing[name] = statistics.median(taken["index"]) / cells / 2 * 1e3
     return {"schedule_us_per_cell": compiling, "host_ms_per_cell": indexing}
+
+
+def _compiled(plan: StepPlan, counts_MLGE: Any) -> ExecutionSchedule:
+    schedule = ExecutionSchedule(plan, counts_MLGE, RANK, paths="host")
+    schedule.cell(MICRO_STEPS - 1, plan.shape[1] - 1)
+    return schedule
 
 
 def _index(
@@ -81,12 +87,3 @@ def _index(
             grads = {"weight": torch.zeros(max(len(moves.hosted), len(moves.sends)), 1).unbind()}
             leaving, arriving = (row_messages(each, "position", grads) for each in (moves.hosted, moves.sends))
             Transfer(peers, "gradients", leaving, arriving).post()
-
-
-def _median(call: Callable[[], Any], repeats: int) -> float:
-    times = []
-    for _ in range(repeats):
-        begun = time.process_time()
-        call()
-        times.append(time.process_time() - begun)
-    return statistics.median(times)

@@ -36,16 +36,9 @@ LINKS = Links(2e9, 1e9, 1e10, 5e-5, 1e-4)
 
 @dataclass(frozen=True, eq=False)
 class SpreadBench(ABC):
-    """Micro-batches of a rank on their routes.
+    """Micro-batches of a rank on their routes, planned for and priced by a cluster, or with `slots` at no price.
 
-    Attributes:
-        number: of the last step under a plan, the same for all benches. A step with another number loads weights anew.
-        model: that was attached.
-        batches: tokens of each micro-batch.
-        routes_M: their routes, as the framework takes them.
-        counts_MLGE: of all ranks.
-        cluster: what plans are made for and priced by; None: nothing is priced.
-        slots: redundant ones of a rank, where there is no cluster.
+    `number` is of the last step under a plan, the same for all benches. A step with another number loads weights anew.
     """
 
     number: ClassVar[int] = 0
@@ -104,11 +97,7 @@ class SpreadBench(ABC):
             self.run(updating=updating)
 
     def paid_step(self, options: PlanOptions, *, updating: bool = True) -> float:
-        """Do all that a planned step takes: weights are published, the plan is made, and all ranks execute it.
-
-        Returns:
-            The seconds before the first row.
-        """
+        """Do all that a planned step takes, from publishing on; return the seconds before the first row."""
         SpreadBench.number += 1
         begun = time.perf_counter()
         self.routed.gather_counts(self.routes_M)  # known already; that it takes time is the point
@@ -141,7 +130,6 @@ class HFBench(SpreadBench):
 
     @staticmethod
     def placed(routed: Any, trace: RoutingTrace) -> Any:
-        """See `SpreadBench`."""
         return routed.rows(trace)
 
     @property
@@ -156,14 +144,12 @@ class HFBench(SpreadBench):
         return sum(experts[0].nbytes for experts in self.homes[0].values())
 
     def executing(self, plan: StepPlan | None) -> AbstractContextManager[Any]:
-        """See `SpreadBench`."""
         execution: AbstractContextManager[Any] = self.routed.execute(
             plan, self.counts_MLGE, self.routes_M, step=SpreadBench.number
         )
         return execution
 
     def run(self, *, updating: bool = True) -> None:
-        """See `SpreadBench`."""
         for batch, rows in zip(self.batches, self.routes_M, strict=True):
             with torch.set_grad_enabled(updating), self.routed.replay(rows):
                 run_model(self.model, batch, updating=updating)
@@ -175,18 +161,15 @@ class MegatronBench(SpreadBench):
 
     @staticmethod
     def placed(routed: Any, trace: RoutingTrace) -> Any:
-        """See `SpreadBench`."""
         return routed.shard(trace, layout.pad(trace.lengths, side="right", order="sbhd"))
 
     def executing(self, plan: StepPlan | None) -> AbstractContextManager[Any]:
-        """See `SpreadBench`."""
         if plan is None:
             return nullcontext()
         execution: AbstractContextManager[Any] = self.routed.execute(plan, self.counts_MLGE, self.routes_M)
         return execution
 
     def run(self, *, updating: bool = True) -> None:
-        """See `SpreadBench`."""
         batches = [{"tokens": t, "routes": r} for t, r in zip(self.batches, self.routes_M, strict=True)]
         run_schedule(self.model, self.routed.replaying(forward_step), batches, updating=updating)
 
@@ -208,10 +191,9 @@ def drawn(
     micro_steps: int = MICRO_STEPS,
     rank: int | None = None,
 ) -> tuple[list[torch.Tensor], list[RoutingTrace]]:
-    """Draw the micro-batches of a rank, by default of this one, int64 `shape`, and routes for them.
+    """Draw the micro-batches of a rank, by default of this one, and routes that favour some experts.
 
-    They favour the first experts, which live together, and with `skew` 0 none; or, with `zipf`, experts of any rank by
-    Zipf's law of this exponent.
+    These are the first ones, which live together, or with `zipf` those of any rank by Zipf's law of this exponent.
     """
     rng = np.random.default_rng([dist.get_rank() if rank is None else rank, int(1000 * (zipf or skew))])
     batches = [torch.from_numpy(rng.integers(0, 256, shape)) for _ in range(micro_steps)]

@@ -17,7 +17,7 @@ from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import FetchPath
 from foreroute.plan.options import PassName
 from foreroute.simulate import SimulateConfig, parse_config
-from foreroute.simulate.cell_costs import PassWork
+from foreroute.simulate.engine import PassWork
 from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.fit import Measurement, fit, predict
 
@@ -35,12 +35,9 @@ class TimedStep(NamedTuple):
 
 
 def time_steps(steps: Sequence[tuple[TimedStep, Callable[[bool], float]]], *, rounds: int) -> list[TimedStep]:
-    """Run steps in turn, round after round; the seconds of each are those of its quickest round.
+    """Run steps in turn, round after round behind one that warms up; the seconds of each are of its quickest round.
 
-    Args:
-        steps: each with what runs it, with or without backward passes, and returns its seconds. Activations must be
-            computed anew in backward passes, as in the simulator's update, where the simulator is told so.
-        rounds: how many, behind one that warms up.
+    Activations must be computed anew in backward passes, as in the simulator's update.
     """
     seconds: list[dict[str, list[float]]] = [{pass_name: [] for pass_name in PASSES} for _ in steps]
     for turn in range(rounds + 1):
@@ -98,10 +95,8 @@ def fitted_rates(config: SimulateConfig) -> list[str]:
 
 
 def seconds_on_processes(one: Measurement, config: SimulateConfig, costs: CostModel) -> float:
-    """Seconds of a pass on processes of this machine, which have no copy engines and take turns on its processors.
-
-    Links between nodes are the kernel's, and take nobody's turn.
-    """
+    """Seconds of a pass on processes of this machine, which have no copy engines and take turns on its processors."""
+    # links between nodes are the kernel's, and take nobody's turn
     group = EPGroup.of(one.served, one.step, costs, overlap=config.execution.overlap)
     work = (group.recompute, group.update)[one.pass_index]
     between, inside = np.array([1, 1, 0, 0]), np.array([0, 0, 1, 1])  # links, as `PassWork` has them
@@ -112,11 +107,9 @@ def seconds_on_processes(one: Measurement, config: SimulateConfig, costs: CostMo
 
 
 def without_overlap(work: PassWork) -> PassWork:
-    """What a rank sends and receives for a cell takes time of its experts, and of nothing beside.
-
-    A backward pass computes forward anew, with what the forward one fetched, and then backward; so the forward
-    time has the fetch of the forward pass, and the backward time what the other one fetches beyond it.
-    """
+    """Let what a rank sends and receives for a cell take time of its experts, and of nothing beside."""
+    # A backward pass computes forward anew, with what the forward one fetched, and then backward; so the forward time
+    # has the fetch of the forward pass, and the backward time what the other one fetches beyond it.
     fetch_KMLG = work.host_KMLG + work.direct_KMLG4.sum(-1)
     later_MLG = fetch_KMLG[1] - fetch_KMLG[0] + work.gradient_MLG4.sum(-1)
     experts_MLG2 = work.experts_MLG2 + np.stack([fetch_KMLG[0], later_MLG], axis=-1)
@@ -124,12 +117,9 @@ def without_overlap(work: PassWork) -> PassWork:
 
 
 def in_turns(work: PassWork, processors: int) -> PassWork:
-    """Let all ranks share these processors: each part of a pass lasts until the last rank has had its turns.
+    """Let all ranks share these processors: each part of a pass lasts until the last rank has had its turns."""
 
-    Ranks take turns as an operating system lets them, shortest first: while n ranks are left, each gets processors / n
-    of the time, at most all of it.
-    """
-
+    # shortest first: while n ranks are left, each gets processors / n of the time, at most all of it
     def shared(seconds: NDArray[np.float64], ranks: int) -> NDArray[np.float64]:
         work_GX = np.sort(np.moveaxis(seconds, ranks, 0), axis=0)
         # the first to end leave their processors to the others
@@ -172,18 +162,11 @@ def processes_config(
     cluster_bytes_per_s: float = 5e8,
     replica_s: float = 0.0,
 ) -> SimulateConfig:
-    """The bench model of these sizes on gloo processes of this machine, with rates to begin a fit from.
-
-    They are all of one node, unless `ranks_per_node` says otherwise.
-    """
+    """The bench model of these sizes on gloo processes of one or more nodes, with rates to begin a fit from."""
     width, kv_width = sizes.attention_width, sizes.attention_width // sizes.heads * sizes.kv_heads
     return parse_config(
         {
-            "cluster": {
-                "gpus": num_ranks,
-                "expert_parallel": num_ranks,
-                "redundant_slots": slots,
-            },
+            "cluster": {"gpus": num_ranks, "expert_parallel": num_ranks, "redundant_slots": slots},
             "model": {
                 "num_layers": sizes.layers,
                 "num_experts": sizes.experts,

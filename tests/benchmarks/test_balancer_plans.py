@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.harness.balancer_plans import executable
+from benchmarks.nodes import executable
 from foreroute.plan import verify
 from foreroute.simulate.eplb import eplb_previous
 from tests.simulate.test_balancers import problem

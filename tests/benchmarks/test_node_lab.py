@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from benchmarks.harness.node_lab import NodeLab, carried_bytes, reason_against
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 BYTES_PER_S, MESSAGE = 20e6, 20_000_000
 
 

@@ -18,7 +18,6 @@ from tests.capture.test_agents import expect_gym, read_gym
 
 
 def own_code(unpacked):
-    """The records and store of Gym's capture."""
     for name in ("nemo_gym", "nemo_gym.token_id_capture"):
         package = ModuleType(name)
         package.__path__ = [str(Path(unpacked, *name.split(".")))]

@@ -38,7 +38,6 @@ def expect(generation, sequence, tokens, sampled, versions):
 
 
 def check_gym(folder, seed):
-    """One scripted rollout through the record of NeMo Gym."""
     rng, made = np.random.default_rng([seed, 1]), scripted.script(seed)
     entries = [scripted.gym_entry(call, "0-0", int(rng.integers(5))) for call in made]
     order = rng.permutation(len(entries))
@@ -47,7 +46,6 @@ def check_gym(folder, seed):
 
 
 def read_gym(path, made):
-    """A rollout of these calls."""
     return read_nemo_gym(path, model=SPEC, weight_version=by_time(made, "created_at"))
 
 
@@ -78,7 +76,6 @@ def expect_gym(made, read):
 
 
 def check_skycap(folder, seed):
-    """One scripted rollout through the record of skycap."""
     rng, made = np.random.default_rng([seed, 2]), scripted.script(seed)
     graph = scripted.Skycap(made, masks=bool(rng.random() < 0.5), dtype=rng.choice([np.uint8, np.int16, np.int32]))
     for node in graph.nodes:

@@ -24,7 +24,6 @@ PATHS = [{"leaf": 4, "targets": [2, 4]}, {"leaf": 5, "targets": [5]}]
 
 
 def skycap(folder, *, change=None, change_arrays=None, masks=False, **options):
-    """Read the record of the three calls, changed."""
     graph = scripted.Skycap(MADE, masks=masks)
     document, arrays = graph.document(), graph.arrays()
     if change_arrays is not None:
@@ -37,7 +36,6 @@ def skycap(folder, *, change=None, change_arrays=None, masks=False, **options):
 
 
 def gym(folder, *changes, made=MADE, state=None, **options):
-    """Read the rollout of the three calls; each change is of one line."""
     entries = deepcopy([scripted.gym_entry(call, "0-0") for call in made])
     for change in changes:
         change(entries)

@@ -1,7 +1,5 @@
 """Answers that lack routes, have them in two fields, or begin at different positions."""
 
-import base64
-
 import numpy as np
 import pytest
 
@@ -17,7 +15,7 @@ KNOWN, OTHER_KNOWN = (fr.RoutingTrace.from_sequences(r.spec, [r.tokens], [r.rout
 
 
 def choice(r, number, **changes):
-    text = base64.b64encode(wires.npy(r.all_layers().astype(np.uint8))).decode()
+    text = wires.npy_text(r.all_layers().astype(np.uint8))
     return {
         "index": number, "finish_reason": "stop", "token_ids": r.response, "prompt_token_ids": r.prompt,
         "routed_experts": text, **changes,
@@ -29,7 +27,7 @@ ABORTED = {"finish_reason": "abort", "routed_experts": None, "token_ids": []}
 
 def test_an_aborted_choice_that_has_rows_is_read():
     """Those of the prompt, of which all but the last row produced a token of it."""
-    text = base64.b64encode(wires.npy(R.all_layers()[:3].astype(np.uint8))).decode()
+    text = wires.npy_text(R.all_layers()[:3].astype(np.uint8))
     trace = decode({"choices": [choice(R, 0, **ABORTED | {"routed_experts": text})]}, model=R.spec)
     assert trace.equals(KNOWN.truncated([3]).continued_by(fr.RoutingTrace.unrouted(R.spec, [R.prompt[3:]])))
 
@@ -44,7 +42,7 @@ def split(r, write, **changes):
 WRITERS = {
     "lists": np.ndarray.tolist,
     "arrays": lambda rows: rows.astype(np.int16),
-    "base64": lambda rows: base64.b64encode(wires.npy(rows.astype(np.uint8))).decode(),
+    "base64": lambda rows: wires.npy_text(rows.astype(np.uint8)),
 }
 
 
@@ -77,7 +75,8 @@ def test_fields_that_do_not_join_are_refused():
 
 @pytest.mark.parametrize("start", [2, np.int64(2), np.array(2)])
 def test_one_start_may_be_any_whole_number(start):
-    trace = decode([R.routes_RLK[2:]], model=R.spec, token_ids=[R.tokens], start=start)
+    trace = decode([R.routes_RLK[2:]], model=R.spec, token_ids=[R.tokens], start=start, weight_version=np.uint8(7))
+    assert trace.versions == (7,)
     assert trace.valid_N.tolist() == [False] * 2 + [True] * (len(R.routes_RLK) - 2) + [False]
 
 

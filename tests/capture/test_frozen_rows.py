@@ -96,6 +96,13 @@ def test_how_many_different_tokens_it_takes(experts, top_k, layers, enough):
             read(spec, rows, tokens=[ids])
 
 
+def test_a_loop_of_seven_tokens_may_stay_and_one_of_eight_may_not():
+    rows = freeze(healthy(WIDE, 99), 0, 99, [1])
+    read(WIDE, rows, tokens=[np.arange(100) % 7])
+    with pytest.raises(CaptureError, match=r"99 rows.* 8 different tokens"):
+        read(WIDE, rows, tokens=[np.arange(100) % 8])
+
+
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (8, 7), (16, 1), (16, 3)])
 def test_one_layer_of_few_picks_may_stay_over_a_text(experts, top_k):
     """As in models of random weights; all layers may not, nor one over the whole trace."""
@@ -130,13 +137,6 @@ def test_a_router_without_a_choice_passes():
     rows = np.tile(np.arange(4), (200, 6, 1))
     read(spec, rows)
     read(spec_of(1, 1), np.zeros((200, 6, 1), int))
-
-
-def test_a_loop_of_few_tokens_passes():
-    spec, tokens = spec_of(8, 1), np.tile([5, 6, 7, 8], 50)
-    rows = healthy(spec, 4)[np.arange(199) % 4]
-    rows[:, 2] = 3
-    read(spec, rows, tokens=[tokens])
 
 
 @pytest.mark.parametrize("at", [1, 17, 50, 98])

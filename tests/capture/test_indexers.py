@@ -101,7 +101,6 @@ OWN = drawn(LENGTH - 1, len(LAYERS))
 
 
 def sglang(choices):
-    """An answer of SGLang with choices beside routes."""
     answer = json.loads(wires.sglang(R))
     answer["prompt_token_ids"] = R.prompt
     if choices is not None:

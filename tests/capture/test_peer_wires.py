@@ -56,12 +56,6 @@ def test_a_table_may_state_where_it_starts():
     assert decode(several, model=R.spec, token_ids=TOKENS[:2]).equals(fr.concatenate([expected, KNOWN[1]]))
 
 
-def test_a_prompt_that_stands_twice_is_refused():
-    """As of an interrupted rollout of AReaL."""
-    with pytest.raises(CaptureError, match=r"Rows.*many"):
-        read(np.concatenate([R.routes_RLK, R.routes_RLK[:3]]).reshape(9, -1))
-
-
 def skyrl(rollouts, dtype):
     """SkyRL's training batch: padded on the left, zeros for padding and the last row; uint8 where ids fit."""
     width = max(len(r.tokens) for r in rollouts)

@@ -116,14 +116,6 @@ def test_text_that_looks_like_a_header_is_not_taken_for_a_trace(folder):
     assert converted(folder).returncode == 0
 
 
-def test_large_input_is_parsed_once(folder, monkeypatch):
-    calls = []
-    loads = json.loads
-    monkeypatch.setattr("json.loads", lambda text: calls.append(len(text)) or loads(text))
-    assert converted(folder).returncode == 0
-    assert calls.count(len(wires.vllm_http(R))) == 1
-
-
 def test_input_is_bounded_in_length(folder, monkeypatch):
     most = len(wires.vllm_http(R)) - 1
     monkeypatch.setattr("foreroute.capture.arrays.MAX_TEXT", most)

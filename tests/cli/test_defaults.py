@@ -9,7 +9,7 @@ from typer.main import get_command
 from foreroute.cli.convert import convert_file
 from foreroute.cli.doctor import run_doctor
 from foreroute.cli.main import app
-from foreroute.cli.plan_inputs import read_step
+from foreroute.cli.plan import read_step
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.files.config_file import Section
 from foreroute.plan import PlanOptions

@@ -136,11 +136,11 @@ def test_a_signal_whose_exception_python_drops_ends_a_verb_too(tmp_path):
 
 @pytest.mark.slow
 def test_one_signal_interrupts_once_and_what_closes_takes_its_time(tmp_path):
-    """Of a second, as an engine may need to end."""
+    """As an engine may need to end."""
     text = HANGING.format(kernel=False).replace(
         "        time.sleep(60)\n",
         "        try: time.sleep(60)\n"
-        "        finally:\n            time.sleep(1)\n            print('closed', file=sys.stderr)\n",
+        "        finally:\n            time.sleep(0.3)\n            print('closed', file=sys.stderr)\n",
     )
     assert signalled(text, tmp_path, signal.SIGTERM) == (143, "closed\nstopped: ended by SIGTERM\n")
 

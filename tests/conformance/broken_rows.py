@@ -28,14 +28,6 @@ class Shifted(Adapter, fails="token-shift"):
         return with_ids(trace, np.roll(trace.expert_ids_NLK, 1, axis=0))
 
 
-class ShiftedWithoutLastRow(Adapter, fails="token-shift"):
-    """Aligns T - 1 rows with the end of the sequence."""
-
-    def rows(self, trace):
-        short = not trace.valid_N[trace.offsets[1:] - 1].any()
-        return with_ids(trace, np.roll(trace.expert_ids_NLK, 1, axis=0)) if short else trace
-
-
 class BatchFirst(Adapter, fails="sequence-order"):
     def rows(self, trace):
         sequences, ids = len(trace), trace.expert_ids_NLK
@@ -142,13 +134,6 @@ class DetachedGates(Adapter, fails="router-gradient"):
 class MasksDropped(Adapter, fails="masks-followed"):
     def score(self, logits, targets, masks):
         return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-
-
-class MasksOneLate(Adapter, fails="masks-followed"):
-    """Without a look at the tokens."""
-
-    def score(self, logits, targets, masks):
-        return super().score(logits, targets, with_tokens(masks.take(np.arange(masks.num_rows) - 1), targets))
 
 
 class MasksWithoutGradient(Adapter, fails="masks-followed"):

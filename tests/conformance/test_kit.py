@@ -37,13 +37,16 @@ AT_ONCE = {
     broken_sessions.TakesDuplicates,
 }
 """One for each file of checks."""
+IN_ALL = {broken_rows.SoftmaxGates, broken_sessions.RecomputesWithTheLatest}
+"""Of rows, and of sessions."""
 
 
 def runs():
-    """At once, one adapter of each file of checks in the check that is to catch it; in CI all of them, and those in
-    all checks; by night all in all."""
+    """At once, one adapter of each file of checks in the check that is to catch it; in CI all of them, and two in all
+    checks; by night all in all."""
     for adapter in BROKEN:
-        sooner, later = ((), pytest.mark.slow) if adapter in AT_ONCE else (pytest.mark.slow, pytest.mark.exhaustive)
+        sooner = () if adapter in AT_ONCE else pytest.mark.slow
+        later = pytest.mark.slow if adapter in IN_ALL else pytest.mark.exhaustive
         yield pytest.param(adapter, [BROKEN[adapter]], marks=sooner, id=f"{adapter.__name__}-itself")
         yield pytest.param(adapter, adapter.checks, marks=later, id=f"{adapter.__name__}-all")
 

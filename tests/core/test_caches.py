@@ -70,9 +70,7 @@ MADE = {
     "dynamic": lambda model: DynamicCache(config=model.config),
     "static": lambda model: StaticCache(config=model.config, max_cache_len=12),
 }
-"""Caches."""
 STATIC_TOO = ("reordered", "in place", "one layer")
-"""What can be done to a static cache."""
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Replay of integer tensors, on torch alone: against traces, checkpoints by hand, and what is wrong with ids."""
 
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -271,11 +272,10 @@ assert issubclass(foreroute_core.AttachError, foreroute_core.ForerouteError)
         ("as_they_are.py", r"losses \[(\S+), \1\]; 26 rows of each router"),
     ],
 )
-def test_examples_run(script, said):
+def test_examples_run(script, said, capsys):
     """In a plain loop, and from the tensors of SkyRL and verl as they are: 13 rows have a route, in two replays."""
-    folder = Path(__file__).parents[2] / "examples" / "core"
-    ended = subprocess.run([sys.executable, folder / script], capture_output=True, text=True, check=False)
-    assert re.search(said, ended.stdout), ended.stdout + ended.stderr
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "core" / script), run_name="__main__")
+    assert re.search(said, capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=lambda dtype: str(dtype).removeprefix("torch."))

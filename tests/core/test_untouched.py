@@ -43,7 +43,6 @@ class PackingLinear(nn.Linear):
 
 
 def with_front(front):
-    """A model with this module between its embedding and its first layer."""
     model = tiny("qwen3_moe")
     embedding = model.model.embed_tokens
     embedding.front = front

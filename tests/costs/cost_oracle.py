@@ -1,41 +1,53 @@
-"""The cost model once more, slowly, token by token and from its description: an oracle for compiled pricing."""
+"""Cells by the compiled cost model, and by it once more, slowly and from its description: the oracle."""
 
 import math
+
+import numpy as np
+
+from foreroute.costs.pricing import cell_seconds, slowest_attention
 
 PASSES = {"recompute": [["f"]], "update": [["f"], ["f", "b"]]}
 GEMM, WEIGHTS, MEMORY, CORE = {"f": 1, "b": 2}, {"f": 1, "b": 4}, {"f": 1, "b": 1.6}, {"f": 1, "b": 3}
 """Of attention; that of experts backward is what the hardware says."""
 
 
-def messages(sends, ranks_per_node, dispatcher):
-    """Rows over (link, direction, rank) for `sends`: per token its source rank and the ranks that serve its picks."""
+def price_cell(cell, counts_GE, topology, costs, slots="layer"):
+    """Seconds of a cell as compiled: [2 passes, 5 parts]."""
+    counts = np.ascontiguousarray(counts_GE, np.int32)
+    return cell_seconds(cell, counts, slowest_attention(counts, costs), costs.prices(topology, slots))
+
+
+def oracle(cell, counts_GE, topology, costs, slots="layer"):
+    """Seconds of a cell by pass and part, and rows of one dispatch over (link, direction, rank)."""
+    left_GE, hosts, pairs_GG = counts_GE.astype(int), [], np.zeros((topology.num_ranks,) * 2, int)
+    for expert, rank, _, fetched, tokens_G in zip(*cell[1:], strict=True):
+        hosts.append((int(expert), int(rank), int(tokens_G.sum()), bool(fetched)))
+        left_GE[:, expert] -= tokens_G
+        pairs_GG[:, rank] += tokens_G
+    for expert, home in enumerate(cell.home_E.tolist()):
+        hosts.append((expert, home, int(left_GE[:, expert].sum()), False))
+        pairs_GG[:, home] += left_GE[:, expert]
+    if costs.dispatcher == "copies":
+        rows = copied_rows(pairs_GG, topology.ranks_per_node)
+    else:
+        rows = deduplicated_rows(pairs_GG, costs.model.top_k, topology.ranks_per_node)
+    tokens_G = counts_GE.sum(axis=1) / costs.model.top_k
+    squares_G = tokens_G * costs.sequence_tokens
+    return seconds(hosts, cell.home_E, rows, tokens_G, squares_G, topology, costs, slots), rows
+
+
+def copied_rows(pairs_GG, ranks_per_node):
+    """Every assignment by itself."""
     rows = {}
-
-    def count(link, source, target):
-        for direction, rank in (("out", source), ("in", target)):
-            rows[link, direction, rank] = rows.get((link, direction, rank), 0) + 1
-
-    for source, targets in sends:
-        if dispatcher == "copies":
-            for target in targets:
-                if target // ranks_per_node != source // ranks_per_node:
-                    count("cluster", source, target)
-                elif target != source:
-                    count("node", source, target)
-            continue
-        for node in {target // ranks_per_node for target in targets}:
-            place = source
-            if node != source // ranks_per_node:
-                place = node * ranks_per_node + source % ranks_per_node
-                count("cluster", source, place)
-            for target in set(targets):
-                if target // ranks_per_node == node and target != place:
-                    count("node", place, target)
+    for (source, target), pairs in np.ndenumerate(pairs_GG):
+        link = "node" if source // ranks_per_node == target // ranks_per_node else "cluster"
+        for direction, end in (("out", source), ("in", target)) if source != target else ():
+            rows[link, direction, end] = rows.get((link, direction, end), 0) + int(pairs)
     return rows
 
 
-def expected_messages(pairs_GG, top_k, ranks_per_node):
-    """The same for deduplicated dispatch, in expectation, when the picks of a token are independent draws."""
+def deduplicated_rows(pairs_GG, top_k, ranks_per_node):
+    """A token once per node and once per rank there: in expectation, when its picks are independent draws."""
     rows = {}
     ranks = range(len(pairs_GG))
     for g in ranks:

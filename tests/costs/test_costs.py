@@ -49,11 +49,6 @@ def test_a_rank_publishes_what_it_sends_within_its_node():
     assert COSTS.publish_seconds(hosts, topology) == 0
 
 
-def test_reading_the_weights_takes_as_long_as_222_rows():
-    prices = COSTS.prices(HARDWARE["h100"].topology(8, 0)).forward
-    assert prices.weight_s / prices.row_s == pytest.approx(600e12 / 2.7e12)
-
-
 def test_attention_and_head_by_hand():
     projections = 2 * 2048 * 128 * (32 + 4)  # queries and output, keys and values
     by_hand = 2 * projections * 1000 / 600e12 + 2 * 32 * 128 * 3e6 / 400e12
@@ -64,17 +59,6 @@ def test_attention_and_head_by_hand():
     assert usual.attention_seconds(np.array([1000])) == pytest.approx([by_hand])
     head = 2 * 2048 * 151_936 / 600e12 + 10 * 151_936 / 2.7e12
     assert COSTS.head_seconds(np.array([7])) == pytest.approx([7 * head])
-
-
-def test_transfers_and_rows_by_hand():
-    prices = COSTS.prices(HARDWARE["h100"].topology(16, 0))
-    expert = 3 * 2048 * 768
-    assert prices.host_fetch_s == pytest.approx(2 * expert / 50e9)
-    assert (prices.node_fetch_s, prices.cluster_fetch_s) == pytest.approx((2 * expert / 340e9, 2 * expert / 45e9))
-    assert (prices.node_gradient_s, prices.cluster_gradient_s) == pytest.approx((4 * expert / 340e9, 4 * expert / 45e9))
-    assert (prices.node_row_s, prices.cluster_row_s) == pytest.approx((4096 / 340e9, 4096 / 45e9))
-    assert prices.latency_s == 50e-6
-    assert COSTS.prices(HARDWARE["h100"].topology(8, 0)).latency_s == 20e-6
 
 
 @pytest.mark.parametrize(

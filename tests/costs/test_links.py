@@ -8,30 +8,14 @@ import pytest
 from foreroute.costs import links
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
-from foreroute.costs.pricing import ALL_TO_ALL, least_seconds
-from foreroute.plan import CellPlan, Topology
+from foreroute.costs.pricing import least_seconds
+from foreroute.plan import Topology
 from foreroute.plan.schedule import ExecutionSchedule
-from tests.costs.priced_cells import price_cell
+from tests.costs.cost_oracle import price_cell
 from tests.plan.random_plans import LINKS, random_counts, random_plan
 
 H100 = HARDWARE["h100"]
-EXPERT_BYTES = 3 * 2048 * 768 * 2
 COSTS = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=H100)
-
-
-@pytest.mark.parametrize(
-    ("rank", "bytes_per_s", "shares_links"),
-    [(1, H100.links.host_bytes_per_s, False), (8, H100.links.cluster_bytes_per_s, True)],
-)
-def test_a_replica_comes_from_host_memory_within_its_node_and_over_nics_from_another(rank, bytes_per_s, shares_links):
-    """Two nodes of eight; expert 0 lives on rank 0, and a replica serves one assignment of it."""
-    topology = H100.topology(16, 1)
-    replica, serves = np.array([rank], np.int16), np.eye(1, 16, dtype=np.int32)
-    cell = CellPlan(np.zeros(1, np.int16), 0 * replica, replica, 0 * replica, np.array([True]), serves)
-    parts_P = price_cell(cell, 2 * serves.T, topology, replace(COSTS, paths="host")).parts_SP[0]
-    # a copy from host memory runs beside everything, a message while no all-to-all is on the links
-    beside_s = parts_P.sum() - (parts_P[ALL_TO_ALL] if shares_links else 0)
-    assert beside_s == pytest.approx(EXPERT_BYTES / bytes_per_s, rel=1e-12)
 
 
 @pytest.mark.parametrize("paths", ["host", "direct"])
@@ -60,30 +44,23 @@ def test_gradients_return_from_every_replica_as_executors_send_them(paths):
 def taken(plan, counts_MLGE, costs):
     seconds_ML = np.empty(plan.shape[:2])
     for m, layer in np.ndindex(seconds_ML.shape):
-        seconds_ML[m, layer] = price_cell(plan.cell(m, layer), counts_MLGE[m, layer], plan.topology, costs).seconds
+        seconds_ML[m, layer] = price_cell(plan.cell(m, layer), counts_MLGE[m, layer], plan.topology, costs).sum()
     return seconds_ML
 
 
-@pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("dispatcher", ["copies", "dedup"])
-def test_no_plan_is_faster(seed, dispatcher):
-    costs = replace(COSTS, dispatcher=dispatcher, paths=("host", "direct")[seed % 2])
-    ranks = (2, 4, 8)[seed % 3]
-    counts = random_counts(seed, (2, 2, ranks, 16), most=(3, 300, 30_000)[seed % 3])
-    plan = random_plan(counts, Topology(ranks, max(ranks // 2, 1), 2, LINKS), seed=seed)
-    assert (taken(plan, counts, costs) >= least_seconds(counts, plan.topology, costs) * (1 - 1e-12)).all()
-
-
-def test_one_rank_takes_what_the_bound_says():
-    counts = random_counts(1, (3, 2, 1, 8), most=5000)
-    plan = random_plan(counts, Topology(1, 1, 0, LINKS))
-    np.testing.assert_allclose(taken(plan, counts, COSTS), least_seconds(counts, plan.topology, COSTS), rtol=1e-12)
-
-
-def test_level_experts_and_local_tokens_attain_it():
-    """Every rank sends the same, whole tiles, to its own expert: no byte moves."""
-    counts = np.zeros((1, 1, 4, 4), np.int64)
-    counts[0, 0] = 1280 * np.eye(4, dtype=np.int64)
+def test_no_plan_is_faster_and_level_local_tokens_attain_the_bound(dispatcher):
+    for seed in range(20):
+        costs = replace(COSTS, dispatcher=dispatcher, paths=("host", "direct")[seed % 2])
+        ranks = (1, 2, 4, 8)[seed % 4]
+        counts = random_counts(seed, (2, 2, ranks, 16), most=(3, 300, 30_000)[seed % 3])
+        plan = random_plan(counts, Topology(ranks, max(ranks // 2, 1), 2 if ranks > 1 else 0, LINKS), seed=seed)
+        least_ML = least_seconds(counts, plan.topology, costs)
+        assert (taken(plan, counts, costs) >= least_ML * (1 - 1e-12)).all()
+        if ranks == 1:
+            np.testing.assert_allclose(taken(plan, counts, costs), least_ML, rtol=1e-12)
+    # every rank sends the same, whole tiles, to its own expert: no byte moves
+    counts = 1280 * np.eye(4, dtype=np.int64)[None, None]
     plan = random_plan(counts, Topology(4, 2, 0, LINKS))
     plan.home_LE[:] = np.arange(4)
     np.testing.assert_allclose(taken(plan, counts, COSTS), least_seconds(counts, plan.topology, COSTS), rtol=1e-12)

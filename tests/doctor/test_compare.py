@@ -38,27 +38,22 @@ def routes(seed, plant=None, rate=0.1):
     return {"trainer_routes": ids, "engine_routes": theirs, "attention_mask": attended}, own.spec
 
 
-def test_the_figures_are_those_of_a_loop():
+def test_the_figures_are_those_of_the_measures():
+    """Which tests/mismatch/test_measures.py holds to loops."""
     trainer, engine, mask = logprobs(0)
     replayed = (trainer + engine) / 2
     given, _ = routes(0)
     found = fr.compare(trainer, engine, mask, replayed_logprobs=replayed, **given).metrics
     for prefix, by_trainer in (("", trainer), ("replayed/", replayed)):
-        log_r = [t - e for t, e, m in zip(by_trainer.flat, engine.flat, mask.flat, strict=True) if m]
-        assert found[f"{prefix}response_tokens"] == len(log_r)
-        assert found[f"{prefix}k3"] == pytest.approx(np.mean([math.exp(x) - 1 - x for x in log_r]))
-        assert found[f"{prefix}f1.5"] == np.mean([abs(x) > math.log(1.5) for x in log_r])
-        assert found[f"{prefix}f2"] == np.mean([abs(x) > math.log(2) for x in log_r])
-        assert found[f"{prefix}max_abs_log_ratio"] == max(map(abs, log_r))
+        by_token = token_mismatch(by_trainer, engine, mask=mask)
+        expected = [by_token.count, by_token.k3, by_token.f(1.5), by_token.f(2.0), by_token.max_abs_log]
+        names = ("response_tokens", "k3", "f1.5", "f2", "max_abs_log_ratio")
+        assert [found[prefix + name] for name in names] == expected
     assert found["gain"] == found["k3"] / found["replayed/k3"]
-    own, theirs, attended = given.values()
-    rows = (ids[attended].reshape(-1, own.shape[-1]).tolist() for ids in (own, theirs))
-    pairs = [(set(a), set(b)) for a, b in zip(*rows, strict=True) if -1 not in a]
-    assert found["routed_rows"] * own.shape[2] == len(pairs)
-    assert found["differing_share"] == pytest.approx(np.mean([a != b for a, b in pairs]))
-    assert found["overlap"] == pytest.approx(np.mean([len(a & b) / len(a) for a, b in pairs]))
-    differs = np.array([a != b for a, b in pairs]).reshape(-1, own.shape[2])
-    assert found["differing_tokens_share"] == pytest.approx(differs.any(axis=1).mean())
+    by_row = routing_mismatch(given["engine_routes"], given["trainer_routes"], mask=given["attention_mask"])
+    assert (found["routed_rows"], found["differing_share"]) == (by_row.rows, by_row.differing_share)
+    assert found["differing_tokens_share"] == by_row.differing_tokens_share
+    assert found["overlap"] == pytest.approx(by_row.overlap_L.mean())
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
@@ -354,12 +349,6 @@ def test_padding_of_zeros_is_no_route_without_a_mask():
     assert fr.compare(trainer, engine, mask, **given, attention_mask=attended).errors
     with pytest.raises(TraceContentError):
         fr.compare(trainer, engine, mask, **given)
-
-
-def test_the_package_has_no_other_name_by_this_way():
-    assert fr.compare is fr.doctor.compare
-    with pytest.raises(AttributeError):
-        _ = fr.compere
 
 
 def test_layers_with_other_picks_are_compared_by_their_picks():

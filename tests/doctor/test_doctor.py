@@ -1,6 +1,5 @@
-"""Planted problems, and what the doctor says about them."""
+"""Planted problems of routes, weights and choices of indexers, and what the doctor says about them."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -14,8 +13,10 @@ from foreroute.doctor.evidence import TrainerPass
 from foreroute.doctor.examine import QUICK, examine
 from foreroute.testing.models import SMALL, tiny
 from foreroute.trace import SAMPLING
+from tests.attended import SIZES
 from tests.doctor.doctor_cases import VERSION, generation, older, shifted
 from tests.tiers import grid
+from tests.traces import random_trace
 
 
 def diagnosis(model, sequences, **options):
@@ -24,6 +25,12 @@ def diagnosis(model, sequences, **options):
 
 def sentences(found, topic):
     return " ".join(f.sentence for f in found.findings if f.topic == topic)
+
+
+@pytest.fixture
+def unwired(monkeypatch):
+    """The wiring is not looked at, which is most of the time of an examination."""
+    monkeypatch.setattr(module, "QUICK", ())
 
 
 @pytest.fixture(scope="module")
@@ -63,17 +70,6 @@ def test_a_bfloat16_engine_is_helped_by_a_stated_factor(coarse):
     assert found.headline.startswith(f"R3 helps by a factor of {gain:.3g}")
     assert found.headline.endswith(f"response tokens of weight version {VERSION}.")
     assert "the first layer that differs is decoder " in sentences(found, "routes")
-
-
-def test_the_figures_are_those_of_the_measures_taken_apart(coarse):
-    good, evidence = coarse
-    found = diagnose(evidence).measures
-    alone = [evidence.repacked, evidence.native]
-    assert all(p.executed.token_ids_N.tolist() == good.trace.token_ids_N.tolist() for p in alone)
-    log_r = evidence.native.logprobs_R.astype(np.float64) - good.logprobs_R
-    assert found.without.k3 == pytest.approx(np.mean(np.exp(log_r) - 1 - log_r))
-    np.testing.assert_allclose(evidence.native.logprobs_R, evidence.repacked.logprobs_R, atol=1e-4)
-    assert found.without.f(2.0) == np.mean(np.abs(log_r) > math.log(2))
 
 
 def test_a_shifted_trace_is_called_shifted(model):
@@ -187,3 +183,57 @@ def test_logits_are_made_of_a_few_response_tokens_at_a_time(family, monkeypatch)
     expected = logprobs_of_logits(model, good, 0.7)
     np.testing.assert_allclose(evidence.native.logprobs_R, expected, atol=2e-5)
     np.testing.assert_allclose(evidence.repacked.logprobs_R, expected, atol=2e-5)
+
+
+@pytest.fixture(scope="module")
+def sparse():
+    return hf.build_model("deepseek_v32", seed=0, **SIZES).eval()
+
+
+def about_indexers(model, sequences):
+    return [f for f in diagnose(examine(model, sequences)).findings if f.topic in ("indexers", "replay")]
+
+
+@pytest.mark.usefixtures("unwired")
+def test_right_choices_are_called_fine_and_others_are_counted(sparse):
+    (choices, replay) = about_indexers(sparse, generation(sparse, indexers=True))
+    assert (choices.severity, replay.severity) == (Severity.FINE, Severity.FINE)
+    assert "chose other units in at least one layer of 0 of" in choices.sentence
+    choices = about_indexers(sparse, generation(sparse, "bfloat16", indexers=True))[0]
+    assert choices.severity is Severity.NOTE
+    assert " of 0 of" not in choices.sentence
+
+
+@pytest.mark.usefixtures("unwired")
+@pytest.mark.slow
+def test_a_trace_without_choices_is_warned_of(sparse):
+    (choices, *_) = about_indexers(sparse, generation(sparse, "bfloat16"))
+    assert choices.severity is Severity.WARNING
+    assert "the trace has none of their choices" in choices.sentence
+    assert "indexers=True" in choices.advice
+
+
+@pytest.mark.parametrize("has_indexers", [True, False])
+def test_routes_alone_may_make_it_worse_and_are_not_called_those_of_other_tokens(has_indexers):
+    engine = np.linspace(-3, -1, 9)
+    evidence = Evidence(
+        engine=random_trace(0),
+        engine_logprobs_R=engine,
+        native=TrainerPass(None, engine + 0.1),
+        replayed=TrainerPass(None, engine + 0.2),
+        has_indexers=has_indexers,
+    )
+    (worse,) = [f for f in diagnose(evidence).findings if "makes it worse" in f.sentence]
+    assert worse.advice.startswith("Routes without the choices of indexers" if has_indexers else "These are not the")
+
+
+@pytest.mark.usefixtures("unwired")
+def test_shifted_choices_are_refused(sparse):
+    good = generation(sparse, indexers=True)
+    rows = np.arange(good.trace.num_rows) - 1
+    rows[good.trace.offsets[:-1]] = good.trace.offsets[:-1]
+    wrong = good.trace.with_stream("indexer", good.trace.streams["indexer"].take(rows))
+    found = about_indexers(sparse, replace(good, trace=wrong))
+    (replay,) = [f for f in found if f.topic == "replay"]
+    assert "The trace cannot be replayed" in replay.sentence
+    assert "belong to another row" in replay.sentence

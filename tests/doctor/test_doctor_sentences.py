@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from foreroute.conformance import ALL_CHECKS, CheckResult, ConformanceReport, Outcome
-from foreroute.conformance.check import misplaced
 from foreroute.doctor import Diagnosis, Evidence, Finding, Severity, diagnose
 from foreroute.doctor.evidence import TrainerPass
 from foreroute.doctor.findings import ADVICE
@@ -146,16 +145,6 @@ def test_both_sides_are_called_by_their_names():
         found = explain(start, engine, names=("the trainer's own trace", "the engine's trace"))
         assert found.sentence.startswith("The trainer's own trace lacks the first rows of its sequences")
         assert diagnose(without_model(start, engine)).headline == f"Fix this first: {found.sentence}"
-
-
-@pytest.mark.parametrize(
-    "plant",
-    [planted.shift, planted.permutation, planted.flattening, planted.layer_offset],
-)
-def test_what_the_experts_were_given_is_told_in_whole_sentences(plant):
-    for own, engine in pair(plant):
-        native = np.zeros_like(own.expert_ids_NLK)
-        require_whole(misplaced(own, engine.expert_ids_NLK, native).sentence)
 
 
 def probabilities(without, replayed=None, repacked=None):

@@ -60,8 +60,6 @@ class VLLM:
 
 
 class SGLang:
-    """As `VLLM`."""
-
     client = sglang.SGLangServerEngine
 
     def __init__(self):
@@ -244,7 +242,6 @@ LIES = {
 
 @pytest.fixture(scope="module", params=SERVED)
 def asked(request, routed, tmp_path_factory):
-    """A server, and what asks it."""
     with open_engine(request.param, routed, tmp_path_factory.mktemp("weights")) as (engine, of_server):
         engine.load_weights(routed.model.state_dict(), version=3)
         yield of_server, lambda: engine.generate(PROMPTS, SAMPLED, seeded())

@@ -29,7 +29,6 @@ def places(value, path=()):
 
 
 def replaced(value, path, by):
-    """A copy with something else at a path."""
     if not path:
         return by
     changed = copy.deepcopy(value)

@@ -88,10 +88,9 @@ class Pair:
         parts = [run(self.alone, batch, self.plainly.replay(trace)) for batch, trace in each]
         return parts[self.rank][0], {name: sum(part[1][name] for part in parts) / len(parts) for name in parts[0][1]}
 
-    def off(self, *plan):
+    def off(self, expected, mean, *plan):
         """How far logits and gradients are off those of one process."""
         logits, grads = run(self.model, self.batches[self.rank], *self.contexts(*plan))
-        expected, mean = self.expected()
         assert grads.keys() == mean.keys()
         assert len(mean) == 2 * 2 * 3
         return float((logits - expected).abs().max()), furthest(grads, mean)
@@ -127,13 +126,14 @@ def factors_of(model):
 def trained(rank, family, folder, sizes):
     """By way of running: how far logits and gradients are off; and shapes of factors here."""
     pair = Pair(rank, family, folder, sizes)
-    found = {"no plan": pair.off(), "known splits": pair.off(None), "replicas": pair.off(PLAN)}
+    truth = pair.expected()
+    found = {"no plan": pair.off(*truth), "known splits": pair.off(*truth, None), "replicas": pair.off(*truth, PLAN)}
     with patch.object(StackedReplicas, "add_returned", lambda self, returned, grads: list(grads)):
-        found["gradients lost"] = pair.off(PLAN)
+        found["gradients lost"] = pair.off(*truth, PLAN)
     pair.model.train()
     pair.model.enable_input_require_grads()
     pair.model.gradient_checkpointing_enable()
-    found |= {"checkpointed": pair.off(), "replicas, checkpointed": pair.off(PLAN)}
+    found |= {"checkpointed": pair.off(*truth), "replicas, checkpointed": pair.off(*truth, PLAN)}
     shapes = {tuple(each.to_local().shape) for name, each in factors_of(pair.model).items() if "default" in name}
     return found, shapes
 

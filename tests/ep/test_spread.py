@@ -154,7 +154,7 @@ def test_selective_checkpoints_number_no_operators_that_a_recomputation_lacks(wo
 def compiled(rank, folder):
     """How a compiled model ends under a plan, without one, and the model itself behind both."""
     s = SpreadStep(rank, folder)
-    call = torch.compile(s.model, backend="aot_eager")
+    call = torch.compile(s.model, backend="eager")
 
     def forward(of):
         with torch.no_grad(), s.routed.replay(s.traces[0]):
@@ -188,12 +188,15 @@ def compiled_layers(rank, folder, backend, is_before):
 
 @pytest.mark.shows("Hugging Face", '`torch.compile` of layers, with `ep_implementation="foreroute"` under plans')
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "is_before"), [("eager", False), ("aot_eager", True)])
+@pytest.mark.parametrize(
+    ("backend", "is_before"), [("aot_eager", True), pytest.param("eager", False, marks=pytest.mark.exhaustive)]
+)
 def test_compiled_layers_execute_plans_with_the_same_bits_and_no_recompilation_in_other_cells(
     workers, folder_of, backend, is_before
 ):
     """Before `attach` and behind it. Split sizes are numbers of the host, and others in each cell."""
-    for *eager, first, second in workers(2).run(compiled_layers, folder_of(), backend, is_before):
+    folder = folder_of(num_hidden_layers=2)
+    for *eager, first, second in workers(2).run(compiled_layers, folder, backend, is_before):
         for (losses, grads), (expected, truth) in zip((first, second), eager, strict=True):
             assert losses == expected
             assert not differing(grads, truth)
@@ -201,7 +204,7 @@ def test_compiled_layers_execute_plans_with_the_same_bits_and_no_recompilation_i
 
 @pytest.mark.slow
 def test_a_compiled_model_is_refused_under_a_plan_by_name_and_replays_without_one(workers, folder_of):
-    for said, eager, *found in workers(2).run(compiled, folder_of()):
+    for said, eager, *found in workers(2).run(compiled, folder_of(num_hidden_layers=1)):
         assert said.startswith("ReplayError: model.layers.0.mlp.experts runs under a plan")
         assert "not of what torch.compile made of it" in said
         for each in found:

@@ -1,4 +1,4 @@
-"""Intervals over seeds against scipy's tests and closed forms; the collapse rule against its own words."""
+"""Intervals over seeds against scipy's tests; the collapse rule against its own words."""
 
 import math
 
@@ -6,22 +6,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments.arms import roughness
 from experiments.intervals import mean_interval, paired_difference, paired_ratio
-from experiments.series import WINDOW, binned, collapse_step
+from experiments.series import WINDOW, collapse_step
 from foreroute.records import alarm_rules
 
 VALUES = {0: 0.71, 1: 0.78, 2: 0.64, 3: 0.9, 4: 0.66}
 OTHERS = {4: 0.5, 2: 0.61, 1: 0.8, 7: 3.0, 0: 0.4}
-
-
-def test_of_two_seeds_the_interval_has_a_closed_form():
-    """Student's t with one degree of freedom is Cauchy's distribution, whose quantiles are tangents."""
-    found = mean_interval(np.array([1.0, 4.0]))
-    half = math.tan(math.pi * 0.475) * 1.5
-    assert (found.mean, found.low, found.high) == pytest.approx((2.5, 2.5 - half, 2.5 + half))
-    assert found.excludes(2.5 + 1.01 * half)
-    assert not found.excludes(2.5 + 0.99 * half)
 
 
 def test_paired_differences_are_scipys_over_the_seeds_of_both():
@@ -81,17 +71,3 @@ def test_a_dip_is_no_collapse_whatever_the_product_warns_of(monkeypatch):
     # of ten values six must be low, so that n low ones in a row make n - 1 low averages
     assert collapse_step(high + low * 10 + high) is None
     assert collapse_step(high + low * 11 + high) == 34
-
-
-def test_stretches_keep_the_mean_of_a_series():
-    values = np.arange(24.0)
-    assert binned(list(values)) == [0.5 + 2 * i for i in range(12)]
-    assert len(binned([1.0, 2.0])) == 2
-
-
-def test_roughness_sees_changes_and_no_level():
-    up_and_down = {"binned": {"entropy": [3.0, 1.0, 3.0, 1.0]}}
-    assert roughness("entropy")(up_and_down) == pytest.approx(2 / 2)
-    assert roughness("entropy")({"binned": {"entropy": [30.0, 10.0, 30.0, 10.0]}}) == pytest.approx(1)
-    assert roughness("entropy")({"binned": {"entropy": [2.0, 2.0]}}) == 0
-    assert roughness("entropy")({"binned": {"entropy": [2.0]}}) is None

@@ -1,11 +1,13 @@
-"""Passes of one engine: all of them compute the model, each in the way that its name says."""
+"""Passes of one engine, and of a real vLLM: all of them compute the model, each in the way that its name says."""
 
+import os
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 
-from experiments import noise
+from experiments import noise, served
 from experiments.cells import Cell
 from experiments.claimed import PASSES
 from experiments.models import configuration, merged
@@ -19,10 +21,12 @@ from tests.train.small_runs import small_values
 
 pytestmark = pytest.mark.slow
 GROUP, TEMPERATURE = 4, 0.8
+PYTHON = Path(os.environ.get("FOREROUTE_VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
+SIZES = {"head_dim": 32, "initializer_range": 0.3, "max_position_embeddings": 64}
 
 
 def small(precision, **task):
-    rollout = {"precision": precision, "group_size": GROUP, "temperature": TEMPERATURE, "prompts": 24}
+    rollout = {"precision": precision, "group_size": GROUP, "temperature": TEMPERATURE, "prompts": 12}
     return merged(small_values(), {"rollout": rollout, "task": task})
 
 
@@ -93,6 +97,22 @@ def test_rounding_makes_passes_differ_and_repeating_does_not(start):
     assert (found["again"]["k3"], found["again"]["differing_share"]) == (0, 0)
     assert min(found[name]["k3"] for name in ("alone", "chunks", "prefix", "sampled")) > 0
     assert found["trainer"]["k3"] > found["trainer R3"]["k3"] > 0 == found["trainer R3"]["differing_share"]
-    exact = run_noise(cell, small("float32", **longer), start)
-    assert max(each["k3"] for each in exact.values()) < 1e-9
     assert {each["response_tokens"] for each in found.values()} == {found["again"]["response_tokens"]}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not PYTHON.exists(), reason="there is no vLLM environment: run `make vllm-env`")
+def test_every_pass_of_vllm_computes_the_model(tmp_path):
+    task = {"min_operands": 17, "max_operands": 17}
+    values = merged(small_values(), {"model": {"sizes": SIZES}, "task": task, "rollout": {"temperature": 1.0}})
+    config = configuration(values, {}, 3)
+    task, policy = loaded(config, started(tmp_path, "served", values, 3))
+    engine = ScoringEngine(policy.model, "float32")
+    generation = make_trainer(config, task, policy, engine).roll_out().generation
+    policy.model.eval()
+    own, logprobs_R = forward(policy, generation.trace)[0], response_logprobs(policy, generation, 1.0)
+    found = served.passes(policy, generation, PYTHON, dtype="float32")
+    assert found.keys() == {name for _, asked in served.PASSES for name in asked}
+    for name, each in found.items():
+        np.testing.assert_allclose(each.logprobs_R, logprobs_R, atol=1e-3, err_msg=name)
+        require_routes(each.trace, own)

@@ -118,25 +118,6 @@ def test_claims_are_decided_by_the_arms_that_they_name():
     assert grown.found.startswith("3.2 times")
 
 
-def test_claims_about_loads_follow_from_bounds_and_comparisons():
-    def change(figures, seed):
-        figures["mixed"]["8x1"] |= {"swing": 0.01, "step_correlation": 0.9}
-        figures["balanced"]["8x8"]["ours"]["imbalance"] = 1.2
-        figures["even"]["8x8"]["variance"], figures["mixed"]["8x8"]["variance"] = 0.01, 0.0121
-
-    done = planted(ROUTES, change)
-    most = "But most of it is the number of sequences (8 sequences a rank)"
-    assert decided(done)[most].found.startswith("0.826")
-    assert changed_verdicts(done) == {
-        "The load of a step is stable from step to step (ForeMoE)": "not shown",
-        "Micro-steps fluctuate strongly (1 sequence a rank; ForeMoE)": "the opposite",
-        "Chance mixtures of kinds add to it (1 sequence a rank)": "the opposite",
-        "Routes known beforehand level them (8 sequences a rank; ForeMoE)": "the opposite",
-        "LLEP leaves more than a plan with as many slots (8 sequences a rank)": "the opposite",
-        most: "holds",
-    }
-
-
 def test_tables_hold_means_over_seeds():
     def change(figures, seed):
         figures["none"] |= {"k3": 4e-3 * (1 + 0.1 * seed), "f2": 0.01, "f1.5": 0.01, "differing_share": 0.02}

@@ -6,29 +6,23 @@ import numpy as np
 import pytest
 
 from benchmarks.balancers import OTHER_BALANCERS, after
-from experiments import unevenness
+from experiments import balancing, unevenness
 from experiments.cells import Cell
 from experiments.models import base_values, merged
-from experiments.routes import run_routes
+from experiments.routes import recorded, run_routes
 from experiments.texts import KINDS, LONGEST, SHORTEST, TextTask, encode, text
 from experiments.unevenness import (
-    SEQUENCES,
     dealt,
-    drawn,
     kind_information,
     kind_share,
-    made_up,
     sequence_counts,
-    shuffled,
 )
 from foreroute.plan import Topology
 from foreroute.plan.counts import contiguous_imbalance
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.methods import BALANCERS
-from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import load
 from tests.plan.random_plans import LINKS
-from tests.traces import spec_of
 
 SMALL = {
     "model": {"sizes": {"hidden_size": 16, "num_hidden_layers": 2, "moe_intermediate_size": 8}},
@@ -98,9 +92,6 @@ def test_unevenness_is_what_loops_say():
     found = unevenness.unevenness(steps)
     names = ("step_correlation", "step_change", "swing", "imbalance")
     assert [found[name] for name in names] == pytest.approx(by_loops(steps, 4), rel=1e-3)
-    same = unevenness.unevenness([np.repeat(steps[0][:1], 3, axis=0)] * 2)
-    assert [same[name] for name in ("step_correlation", "micro_correlation")] == [1, 1]
-    assert [same[name] for name in ("step_change", "swing", "variance")] == [0, 0, 0]
     apart = np.zeros((2, 1, 1, 16), int)
     apart[0, ..., :8] = apart[1, ..., 8:] = np.arange(1, 9)
     variance = 16**2 * 2 * sum((n / 36 / 2) ** 2 for n in range(1, 9)) / 16
@@ -111,9 +102,7 @@ def test_unevenness_is_what_loops_say():
 def test_what_kinds_explain():
     kind_S = np.arange(40) % 4
     own = np.repeat(np.eye(4, dtype=int)[kind_S][:, None] * 30, 2, axis=1)
-    assert (kind_information(own, kind_S), kind_share(own, kind_S)) == (2, 1)
-    alike = np.full((40, 2, 4), 7)
-    assert kind_information(alike, kind_S) == 0
+    assert [kind_information(each, kind_S) for each in (own, np.full((40, 2, 4), 7))] == [2, 0]
     rng = np.random.default_rng(1)
     mixed = own + rng.poisson(20, own.shape)
     shares = mixed / mixed.sum(axis=2, keepdims=True)
@@ -121,19 +110,6 @@ def test_what_kinds_explain():
     whole = ((shares - shares.mean(axis=0)) ** 2).sum(axis=(0, 2))
     assert kind_share(mixed, kind_S) == pytest.approx((1 - within / whole).mean())
     assert kind_share(mixed, rng.permutation(kind_S)) < 0.3 < kind_share(mixed, kind_S)
-
-
-@pytest.mark.slow
-def test_generators_take_the_place_of_traces():
-    spec = spec_of(num_experts=16, top_k=4, num_layers=2)
-    traces = [synthetic_trace(spec, [40 + n for n in range(64)], seed=seed) for seed in range(2)]
-    counts = sequence_counts(traces[0])
-    assert (counts.sum(axis=2) == 4 * (traces[0].lengths - 1)[:, None]).all()
-    tokens = shuffled(traces[0], 4, np.random.default_rng(0))
-    assert np.array_equal(tokens.sum(axis=(0, 2)), counts.sum(axis=0))
-    for made in (drawn(traces, 2, seed=1), made_up(traces, 2, seed=1)):
-        assert [step.shape for step in made] == [(4, 2, 8, 16)] * 2
-        assert not np.array_equal(*made)
 
 
 @pytest.mark.slow
@@ -153,6 +129,8 @@ def test_history_is_the_micro_step_before():
 @pytest.mark.slow
 def test_a_cell_keeps_its_traces_and_measures_them(tmp_path, monkeypatch):
     monkeypatch.delitem(OTHER_BALANCERS, "laer")  # takes long to compile
+    for module in (unevenness, balancing):
+        monkeypatch.setattr(module, "SEQUENCES", (1, 8))
     cell = Cell("H/routes", "routes", 0, "routes", SMALL)
     base = base_values("routes")
     found = run_routes(cell, base, tmp_path)
@@ -161,7 +139,7 @@ def test_a_cell_keeps_its_traces_and_measures_them(tmp_path, monkeypatch):
     assert files == ["learned.json", "step-0.safetensors", "step-1.safetensors"]
     written = [path.stat().st_mtime_ns for path in folder.iterdir()]
     assert found["mixed"]["8x1"]["swing"] > found["shuffled"]["8x1"]["swing"] > 0
-    assert found["balanced"].keys() == {f"8x{n}" for n in SEQUENCES}
+    assert found["balanced"].keys() == {"8x1", "8x8"}
     balanced = found["balanced"]["8x8"]
     assert balanced["static"]["imbalance"] >= balanced["llep"]["imbalance"] >= balanced["llep_free"]["imbalance"] >= 1
     assert balanced["static"]["fetches"] == 0 < balanced["eplb_last"]["fetches"]
@@ -170,7 +148,7 @@ def test_a_cell_keeps_its_traces_and_measures_them(tmp_path, monkeypatch):
     at_home = contiguous_imbalance(last.sum(axis=2), 8)
     assert balanced["static"]["imbalance"] == pytest.approx(at_home, rel=1e-4), "of all steps but the first"
     assert found["simulated"]["static"] == 1 < found["simulated"]["ours"]
-    assert run_routes(cell, base, tmp_path) == found
+    recorded(cell, base, tmp_path)
     assert written == [path.stat().st_mtime_ns for path in folder.iterdir()]
     other = Cell("H/routes", "routes", 0, "routes", merged(SMALL, {"rl": {"learning_rate": 1e-5}}))
     assert other.digest(base) not in folder.name

@@ -71,12 +71,6 @@ def test_text_and_json_that_are_none_are_refused(tmp_path):
     assert parse_json(b'{"a": [1]}', InputError, name="it") == {"a": [1]}
 
 
-def test_more_bytes_than_expected_are_not_read(tmp_path):
-    (tmp_path / "t").write_bytes(bytes(100))
-    with pytest.raises(InputError, match="100 bytes; expected 99"):
-        read_file(tmp_path / "t", InputError, most_bytes=99)
-
-
 def test_what_a_terminal_would_obey_is_escaped():
     hostile = "a\x1b]0;title\x07b\u202ec\udcff\r\td\n\x9b"
     shown = printable(hostile)

@@ -81,7 +81,6 @@ class Case:
             model.config._experts_implementation = experts
 
     def traced(self, ids_NLK):
-        """A trace of the batch."""
         ends = np.cumsum(self.on_host["attention_mask"].sum(1))[:-1]
         return RoutingTrace.from_sequences(self.routed.spec, sequences_of(self.on_host), np.split(ids_NLK, ends))
 
@@ -122,7 +121,6 @@ def step(model, batch):
 
 
 def differing(one, other):
-    """Names of what is not the same bit for bit."""
     both = one.keys() & other.keys()
     return (one.keys() ^ other.keys()) | {name for name in both if not torch.equal(one[name], other[name])}
 

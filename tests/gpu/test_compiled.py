@@ -49,7 +49,6 @@ def test_one_graph_obeys_every_trace(family, device):
 
 
 def joined(found):
-    """All gradients, one after the other."""
     return torch.cat([found[name].flatten() for name in sorted(found) if name != "logits"])
 
 

@@ -60,7 +60,6 @@ def bits_without_and_with_replay(device, recompute):
 
 
 def bits_of(bench, run):
-    """Losses and gradients of a step."""
     losses = {f"losses of micro-batch {m}": found["losses"].clone() for m, found in enumerate(run())}
     return losses | {name: each.grad.clone() for name, each in bench.model.named_parameters() if each.grad is not None}
 
@@ -103,7 +102,6 @@ def check_obeyed(device, recompute):
 
 
 def other_routes(trace, seed):
-    """Random ones for the same tokens."""
     found = synthetic_trace(trace.spec, trace.lengths.tolist(), seed=seed, complete=True)
     return replace(found, token_ids_N=trace.token_ids_N)
 

@@ -4,16 +4,18 @@ NCCL refuses two ranks on one card (before 2.30), so gloo carries their rows and
 """
 
 import os
-from contextlib import closing, contextmanager, nullcontext
+import sys
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from benchmarks.gpu.counting import launch_waits, waits_are_seen
+from benchmarks.gpu.counting import place, waits_are_seen, waits_on_cuda
 from benchmarks.harness.host_path import HostPath
 from benchmarks.harness.models import spread_model
 from benchmarks.harness.spread_bench import SIZES, HFBench, drawn
@@ -35,6 +37,24 @@ CLOSE = 1e-4
 MULTI_RANK_NCCL = (2, 30)
 """The first that lets two ranks share a card, where the environment asks for it."""
 ONE = "cpu:gloo,cuda:nccl"
+DATA_PATH = tuple(f"foreroute/ep/{name}" for name in ("layer.py", "compute.py", "transfer/"))
+"""What runs between the rows of a step. The beginnings of steps and micro-steps, where ranks agree, are elsewhere."""
+
+
+def launch_waits(work):
+    """List waits of `waits_on_cuda`, and explicit ones for a stream or an event, on the data path of a layer."""
+    explicit = []
+    with ExitStack() as stack:
+        for kind in (torch.cuda.Stream, torch.cuda.Event):
+
+            def noting(waited, wait=kind.synchronize):
+                caller = sys._getframe(1)
+                explicit.append(place(caller.f_code.co_filename, caller.f_lineno))
+                wait(waited)
+
+            stack.enter_context(patch.object(kind, "synchronize", noting))
+        found = waits_on_cuda(work)
+    return [each for each in dict.fromkeys(found + explicit) if each.startswith(DATA_PATH)]
 
 
 def workers(num_ranks, device, backend="gloo"):
@@ -108,7 +128,6 @@ def bench_on(device, dtype=torch.float32):
 
 
 def shape_on(device):
-    """Sequences and tokens of a micro-batch."""
     return (4, 64) if device.type == "cuda" else (2, 12)
 
 

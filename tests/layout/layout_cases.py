@@ -33,9 +33,10 @@ class Case:
         here = here.split_context(self.cp, cp_rank)
         if self.form == "thd":
             here = here.align_total(self.total[1])
-        rows = here.split_sequence(self.tp, tp_rank).rows()
-        assert isinstance(rows, layout.RankRows)
-        assert rows.num_rows == lengths.sum()
+        here = here.split_sequence(self.tp, tp_rank)
+        rows = here.rows()
+        assert (rows.num_rows, here.num_router_rows) == (lengths.sum(), len(rows.packed_row_R))
+        assert np.array_equal(rows.is_pad_R, rows.packed_row_R < 0)
         first = np.cumsum((0, *self.lengths))
         of_trace = np.concatenate([np.arange(first[s], first[s + 1]) for s in sequences] + [[-1]])
         return layout.RankRows(of_trace[rows.packed_row_R].astype(rows.packed_row_R.dtype), sum(self.lengths))

@@ -129,11 +129,6 @@ def test_batches_that_are_not_the_traces_are_refused(ids, mask, message):
         locate_rows(canary([2]), ids, mask)
 
 
-def test_an_empty_batch_fits_an_empty_trace():
-    trace = canary([3]).select([])
-    assert locate_rows(trace, np.zeros((0, 4), int)).tolist() == []
-
-
 @given(
     st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=3),
     st.booleans(),

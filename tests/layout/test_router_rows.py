@@ -18,10 +18,6 @@ def test_nothing_at_all_is_a_layout():
     assert rows_of(layout.pad([0, 0], side="left", order="sbhd")) == []
 
 
-def test_a_rank_counts_its_slots_without_writing_them():
-    assert layout.pack([5, 3], align=8).split_context(2, 0).split_sequence(2, 0).num_router_rows == 4
-
-
 @pytest.mark.parametrize(
     ("num_rows", "dtype", "last_two"),
     [
@@ -88,11 +84,6 @@ def test_packed_sequences_may_have_rows_of_their_own():
     for wrong in ([2, 4, 4], [4, 4]):
         with pytest.raises(LayoutError, match=r"padded_lengths|router rows"):
             layout.pack(lengths, padded_lengths=wrong)
-
-
-def test_padding_is_told_from_rows():
-    rows = layout.pack([3, 2], align=4).rows()
-    assert rows.is_pad_R.tolist() == [False, False, False, True, False, False, True, True]
 
 
 def test_collect_keeps_the_trailing_shape_and_drops_padding():

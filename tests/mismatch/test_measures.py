@@ -65,11 +65,6 @@ def test_token_mismatch_of_a_padded_batch_is_that_of_a_loop(kind, of_mask):
     assert found.max_abs_log == pytest.approx(max(abs(t - i) for t, i in pairs))
 
 
-def test_a_padded_batch_has_the_figures_of_its_packed_tokens_bit_for_bit():
-    (train, infer), mask = batch(1)
-    assert token_mismatch(train, infer, mask=mask) == token_mismatch(train[mask], infer[mask])
-
-
 @pytest.mark.parametrize("kind", INTEGERS, ids=str)
 @pytest.mark.parametrize("masked", [True, False])
 def test_routing_mismatch_of_a_padded_batch_is_that_of_a_loop(kind, masked):

@@ -1,4 +1,4 @@
-"""Valid plans pass; every kind of corruption is seen and named."""
+"""Valid plans pass, and of changed ones exactly those that brute force takes; what is wrong is named."""
 
 from dataclasses import replace
 
@@ -12,19 +12,14 @@ from foreroute.plan.hosts import Hosts
 from tests.plan.random_plans import LINKS, random_counts, random_plan, small_case
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_valid_plans_pass(seed):
-    plan, counts = small_case(seed, slots=seed % 4, moves=seed % 3 * 2, keep=seed % 2 * 0.7)
-    verify(plan, counts)
-    verify(plan, counts.astype(np.int32))
-
-
-@pytest.mark.parametrize("shape", [(2, 1, 1, 4), (1, 1, 2, 2), (3, 2, 8, 8)])
-def test_corners_pass(shape):
-    counts = random_counts(3, shape)
-    verify(random_plan(counts, Topology(shape[2], 1, 1, LINKS)), counts)
-    empty = np.zeros(shape, np.int64)
-    verify(random_plan(empty, Topology(shape[2], 1, 1, LINKS)), empty)
+def test_valid_plans_pass():
+    for seed in range(40):
+        plan, counts = small_case(seed, slots=seed % 4, moves=seed % 3 * 2, keep=seed % 2 * 0.7)
+        verify(plan, counts)
+        verify(plan, counts.astype(np.int32))
+    for shape in ((2, 1, 1, 4), (1, 1, 2, 2), (3, 2, 8, 8)):
+        for counts in (random_counts(3, shape), np.zeros(shape, np.int64)):
+            verify(random_plan(counts, Topology(shape[2], 1, 1, LINKS)), counts)
 
 
 def _changed(plan, name, place, value):
@@ -39,97 +34,18 @@ def _with(plan, **arrays):
     return replace(plan, hosts=plan.hosts._replace(**of_hosts), **arrays)
 
 
-def _kept(plan):
-    """A replica that stays in its slot."""
-    return int(np.flatnonzero(~plan.hosts.fetched_R)[0])
-
-
-def _pair_of_a_rank(plan):
-    """Two replicas of one cell and rank."""
-    for first in range(len(plan.hosts.rank_R) - 1):
-        same_cell = np.searchsorted(plan.hosts.offsets, first, "right") == np.searchsorted(
-            plan.hosts.offsets, first + 1, "right"
-        )
-        if same_cell and plan.hosts.rank_R[first] == plan.hosts.rank_R[first + 1]:
-            return first, first + 1
-    raise AssertionError("the case has no such pair")
-
-
-def _home_of(plan, replica):
-    layer = (int(np.searchsorted(plan.hosts.offsets, replica, "right")) - 1) % plan.shape[1]
-    return plan.home_LE[layer, plan.hosts.expert_R[replica]]
-
-
-def _same_expert_twice(plan):
-    first, second = _pair_of_a_rank(plan)
-    return _changed(plan, "expert_R", second, plan.hosts.expert_R[first])
-
-
-def _same_slot_twice(plan):
-    first, second = _pair_of_a_rank(plan)
-    return _changed(plan, "slot_R", second, plan.hosts.slot_R[first])
-
-
-def _one_token_more(plan):
-    return _changed(plan, "tokens_RG", (0, 0), plan.hosts.tokens_RG[0, 0] + 1000)
-
-
-def _one_token_to_the_home(plan):
-    replica, source = np.argwhere(plan.hosts.tokens_RG > 0)[0]
-    return _changed(plan, "tokens_RG", (replica, source), plan.hosts.tokens_RG[replica, source] - 1)
-
-
-def _shifted_offset(plan):
-    return _changed(plan, "offsets", 1, plan.hosts.offsets[1] - 1)
-
-
-def _swapped_homes(plan):
-    """Homes of equal cardinality, but other ones: loads and replicas no longer fit."""
-    home_LE = plan.home_LE.copy()
-    home_LE[0] = np.roll(home_LE[0], 1)
-    return _with(plan, home_LE=home_LE)
-
-
-def _dropped_replica(plan):
-    keep = np.arange(len(plan.hosts.expert_R)) != 0
-    rows = {name: plan.tensors[name][keep] for name in ("expert_R", "rank_R", "slot_R", "fetched_R", "tokens_RG")}
-    return _with(plan, offsets=np.maximum(plan.hosts.offsets - 1, 0), **rows)
-
-
 CORRUPTIONS = {
     "expert above": (lambda p: _changed(p, "expert_R", 3, 8), "micro-step 0, layer 0.*there are 8 experts"),
-    "expert below": (lambda p: _changed(p, "expert_R", 3, -1), "there are 8 experts"),
-    "rank above": (lambda p: _changed(p, "rank_R", 0, 4), "there are 4 ranks"),
-    "rank below": (lambda p: _changed(p, "rank_R", 0, -4), "there are 4 ranks"),
     "slot above": (lambda p: _changed(p, "slot_R", -1, 2), "micro-step 2, layer 1.*there are 2 slots on a rank"),
-    "slot below": (lambda p: _changed(p, "slot_R", -1, -1), "there are 2 slots on a rank"),
-    "on its home": (lambda p: _changed(p, "rank_R", 0, _home_of(p, 0)), "is on the expert's home"),
-    "expert twice": (_same_expert_twice, "serves that expert twice|is on the expert's home"),
-    "slot twice": (_same_slot_twice, "the slot holds another replica"),
     "negative tokens": (lambda p: _changed(p, "tokens_RG", (2, 1), -1), "serves fewer than 0"),
-    "tokens from nowhere": (_one_token_more, "replicas of expert .* source rank 0 more than there are"),
-    "token moved": (_one_token_to_the_home, "ranks serve .* at most and .* on average; the plan states"),
-    "tokens moved between replicas": (lambda p: _with(p, tokens_RG=np.roll(p.hosts.tokens_RG, 1, 0)), "micro-step 0"),
     "fetch denied": (lambda p: _changed(p, "fetched_R", 0, False), "the slot does not hold it"),
-    "fetch made up": (lambda p: _changed(p, "fetched_R", _kept(p), True), "the slot holds it already"),
-    "slot contents": (lambda p: _changed(p, "slot_R", _kept(p), 1 - p.hosts.slot_R[_kept(p)]), "slot"),
-    "rank of a kept one": (lambda p: _changed(p, "rank_R", _kept(p), (p.hosts.rank_R[_kept(p)] + 1) % 4), "micro-step"),
-    "dropped replica": (_dropped_replica, "micro-step 0|the slot does not hold it"),
     "max load above": (lambda p: _changed(p, "max_load_ML", (1, 1), 10**6), "micro-step 1, layer 1.*states 1000000"),
-    "max load below the bound": (lambda p: _changed(p, "max_load_ML", (1, 0), 0), "the largest load 0"),
     "bound above": (lambda p: _changed(p, "bound_ML", (2, 0), 1e9), "micro-step 2, layer 0: the bound is 1000000000.0"),
     "bound below the mean": (lambda p: _changed(p, "bound_ML", (2, 0), 0), "the bound 0.0.*never below the mean"),
     "bound is no number": (lambda p: _changed(p, "bound_ML", (0, 0), np.nan), "the bound is nan"),
-    "bound is infinite": (lambda p: _changed(p, "bound_ML", (0, 0), np.inf), "the bound is inf"),
-    "bound below 0": (lambda p: _changed(p, "bound_ML", (0, 0), -1.0), "the bound is -1.0"),
-    "shifted offset": (_shifted_offset, "micro-step 0"),
-    "offsets descend": (lambda p: _changed(p, "offsets", 1, 10**6), "which ascend from 0 to the"),
-    "offsets end early": (lambda p: _changed(p, "offsets", -1, 0), "which ascend from 0 to the"),
     "offsets start late": (lambda p: _changed(p, "offsets", 0, 1), "which ascend from 0 to the"),
     "home off the ranks": (lambda p: _changed(p, "home_LE", (1, 2), 4), "layer 1: home_LE puts .* on the ranks .*4"),
-    "homes uneven": (lambda p: _changed(p, "home_LE", (1, slice(0, 8)), 2), r"layer 1: .* \[8\] .*on each of 4"),
     "previous homes uneven": (lambda p: _changed(p, "previous_home_LE", (0, slice(0, 8)), 2), "previous_home_LE puts"),
-    "other homes": (_swapped_homes, "micro-step"),
     "other digest": (lambda p: replace(p, counts_digest="0" * 32), "was made for counts with digest 000"),
     "dtype": (lambda p: _with(p, tokens_RG=p.hosts.tokens_RG.astype(np.int64)), "tokens_RG is int64.*I32"),
     "short column": (lambda p: _with(p, slot_R=p.hosts.slot_R[:-1]), "tensor slot_R has .* along R"),
@@ -141,7 +57,7 @@ CORRUPTIONS = {
 
 
 @pytest.mark.parametrize("kind", CORRUPTIONS)
-def test_every_corruption_is_seen(kind):
+def test_what_is_wrong_is_named(kind):
     corrupt, message = CORRUPTIONS[kind]
     plan, counts = small_case(2, keep=0.6)
     verify(plan, counts)
@@ -185,16 +101,18 @@ def test_a_plan_for_shared_slots_fetches_everything():
         verify(everything, counts)
 
 
-def test_refuses_exactly_what_brute_force_refuses():
-    rng = np.random.default_rng(0)
-    plan, counts = small_case(7, keep=0.6)
+@pytest.mark.parametrize("most", [30, 1], ids=["tokens", "no tokens"])
+def test_refuses_exactly_what_brute_force_refuses(most):
+    """Where no tokens are, loads tell nothing, and the rules of places alone do."""
+    rng, counts = np.random.default_rng(0), random_counts(7, (3, 2, 4, 8), most)
+    plan = random_plan(counts, Topology(4, 2, 2, LINKS), seed=7, keep=0.6)
     names = ["expert_R", "rank_R", "slot_R", "fetched_R", "tokens_RG", "home_LE", "max_load_ML", "offsets"]
     valid = 0
     for _ in range(600):
         name = rng.choice(names)
         array = plan.tensors[name]
         place = tuple(int(rng.integers(n)) for n in array.shape)
-        value = not array[place] if name == "fetched_R" else array[place] + rng.choice([-1, 1])
+        value = not array[place] if name == "fetched_R" else array[place] + rng.choice([-2, -1, 1, 2])
         changed = _changed(plan, name, place, value)
         try:
             verify(changed, counts)
@@ -203,7 +121,7 @@ def test_refuses_exactly_what_brute_force_refuses():
         else:
             assert _is_valid(changed, counts)
             valid += 1
-    assert 0 < valid < 60
+    assert 0 < valid < 200
 
 
 def _is_valid(plan, counts):

@@ -19,7 +19,6 @@ from foreroute.plan.counts import (
     packed_counts,
     save_counts,
 )
-from foreroute.simulate.workload import WORKLOADS
 from foreroute.trace.operations import add_assignments, count_assignments
 from tests.traces import mixed_trace, random_trace
 
@@ -121,13 +120,12 @@ def test_whole_numbers_of_any_width_are_taken(dtype):
         np.testing.assert_array_equal(checked, GOOD)
 
 
-def test_counts_that_need_no_change_are_not_copied():
+def test_counts_are_copied_where_they_cannot_be_written_to():
+    """As from a mapped file."""
     counts = GOOD.astype(np.int32)
-    assert check_counts(counts) is counts
-
-
-def test_counts_from_a_mapped_file_are_copied():
-    counts = GOOD.astype(np.int32)
+    assert check_counts(counts, num_ranks=4) is counts
+    with pytest.raises(CountsError, match=r"4 source.*topology 8"):
+        check_counts(counts, num_ranks=8)
     counts.flags.writeable = False
     checked = check_counts(counts)
     assert checked.flags.writeable
@@ -176,16 +174,6 @@ def test_counts_that_no_tokens_have_are_refused_when_top_k_is_known(counts, top_
     check_counts(counts)
     with pytest.raises(CountsError, match=message):
         check_counts(counts, top_k=top_k)
-
-
-def test_counts_of_other_ranks_are_refused():
-    with pytest.raises(CountsError, match=r"4 source.*topology 8"):
-        check_counts(GOOD, num_ranks=8)
-
-
-def test_counts_of_the_generator_are_those_of_tokens():
-    counts = WORKLOADS["G8"].draw(seed=0).counts()
-    assert check_counts(counts, num_ranks=8, top_k=8) is counts
 
 
 @pytest.mark.parametrize(("largest", "stored"), [(0, "<u1"), (255, "<u1"), (256, "<u2"), (70_000, "<u4")])

@@ -1,11 +1,18 @@
-"""Splits over given hosts, against linear programs and brute force."""
+"""Splits over given hosts, against linear programs and brute force; and what locality leaves to cross nodes."""
+
+import itertools
 
 import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from benchmarks.harness.planner_oracles import level_quotas
+from benchmarks.harness.planner_oracles import CellHosts, cross_node_gap, least_crossing, level_quotas
+from foreroute.plan import PlanOptions, Topology
+from foreroute.planner import plan
 from foreroute.simulate.eplb import even_split
+from tests.plan.random_plans import LINKS
+
+NODE_G = np.array([0, 0, 1, 1])
 
 
 def random_hosts(rng, num_ranks, num_experts, more):
@@ -44,15 +51,6 @@ def test_levels_are_the_optimum_of_the_linear_program(seed):
     assert target == int(np.ceil(least_largest_load(expert_H, rank_H, loads_E, num_ranks) - 1e-6))
 
 
-def test_levels_of_a_cell_of_64_ranks():
-    rng = np.random.default_rng(0)
-    expert_H, rank_H = random_hosts(rng, 64, 128, 2)
-    loads_E = (rng.dirichlet(np.full(128, 0.5)) * 5_000_000).astype(np.int64)
-    quota_H, target = level_quotas(expert_H, rank_H, loads_E, 64)
-    assert np.bincount(rank_H, quota_H, 64).max() == target
-    assert target == int(np.ceil(least_largest_load(expert_H, rank_H, loads_E, 64) - 1e-6))
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_even_splits_are_even_for_every_source_and_in_all(seed):
     rng = np.random.default_rng(seed)
@@ -67,3 +65,50 @@ def test_even_splits_are_even_for_every_source_and_in_all(seed):
         assert (abs(tokens_HG[mine] - counts_GE[:, e] * copies_H[mine, None] / copies) < copies_H[mine, None]).all()
         total_H = tokens_HG[mine].sum(axis=1)
         assert (abs(total_H - counts_GE[:, e].sum() * copies_H[mine] / copies) < copies_H[mine]).all()
+
+
+def splits(total, parts):
+    """All ways to write `total` as a sum of so many whole numbers."""
+    for cuts in itertools.combinations_with_replacement(range(total + 1), parts - 1):
+        yield np.diff([0, *cuts, total])
+
+
+def every_split(assignment, counts_GE):
+    """(largest load, crossings) of all splits of every node's tokens over the hosts of their experts."""
+    hosts_of = [np.flatnonzero(assignment.expert_H == e) for e in range(counts_GE.shape[1])]
+    choices = [
+        [(node, hosts_of[e], split) for split in splits(int(counts_GE[node == NODE_G, e].sum()), len(hosts_of[e]))]
+        for node in (0, 1)
+        for e in range(counts_GE.shape[1])
+    ]
+    for chosen in itertools.product(*choices):
+        loads, crossing = np.zeros(4, int), 0
+        for node, hosts, split in chosen:
+            np.add.at(loads, assignment.rank_H[hosts], split)
+            crossing += split[NODE_G[assignment.rank_H[hosts]] != node].sum()
+        yield loads.max(), crossing
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_fewest_crossings_are_those_of_all_splits(seed):
+    rng = np.random.default_rng(seed)
+    expert_H = np.array([0, 1, 2, 3, 0, 1], np.int32)
+    rank_H = np.array([0, 1, 2, 3, *rng.permutation([2, 3])], np.int32)
+    counts_GE = rng.integers(0, 4, (4, 4))
+    assignment = CellHosts(expert_H, rank_H, np.zeros((6, 4), np.int64), np.zeros(6, np.bool_))
+    found = list(every_split(assignment, counts_GE))
+    least = min(load for load, _ in found)
+    for most in (least, least + 2):
+        best = min(crossing for load, crossing in found if load <= most)
+        assert least_crossing(assignment, counts_GE, NODE_G, most) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("slots", ["shared", "layer"])
+@pytest.mark.parametrize("tolerance", [0.0, 0.02])
+def test_a_plan_with_locality_is_at_the_least_and_one_without_is_not(tolerance, slots):
+    rng = np.random.default_rng(0)
+    counts = rng.poisson(rng.pareto(1.5, (2, 2, 4, 1, 16)).repeat(2, axis=3) * 30).reshape(2, 2, 8, 16)
+    near, far = (PlanOptions(tolerance=tolerance, slots=slots, locality=on) for on in (True, False))
+    gaps = [cross_node_gap(plan(counts, Topology(8, 2, 2, LINKS), each), counts, tolerance, 4) for each in (near, far)]
+    assert -1e-9 <= gaps[0] < 5e-3
+    assert gaps[1] > 0.01

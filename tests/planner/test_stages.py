@@ -11,7 +11,7 @@ from foreroute.plan import CellPlan, PlanOptions, Topology, load_plan, save_plan
 from foreroute.plan.options import PASS_NAMES
 from foreroute.plan.step_plan import LEAST_GAIN
 from foreroute.planner import plan, plan_and_why
-from tests.costs.cost_oracle import seconds
+from tests.costs.cost_oracle import oracle
 from tests.plan.random_plans import LINKS
 
 MODEL = replace(MODELS["qwen3-30b-a3b"], num_experts=8, top_k=2)
@@ -32,32 +32,11 @@ def counts(seed, scale=400):
     return rng.poisson(rng.pareto(2.0, (*SHAPE[:2], 1, SHAPE[3])) * scale, SHAPE) * 2
 
 
-def send(rows, target, tokens_G):
-    """Count rows that every rank sends to one: by link, direction and end."""
-    for source, tokens in enumerate(tokens_G.tolist()):
-        link = "node" if source // 2 == target // 2 else "cluster"
-        for direction, end in (("out", source), ("in", target)) if source != target else ():
-            rows[link, direction, end] = rows.get((link, direction, end), 0) + tokens
-
-
 def by_hand(cells, given, costs):
     """Seconds of both passes: cell by cell of the oracle."""
-    found = dict.fromkeys(PASS_NAMES, 0.0)
-    for cell, counts_GE in zip(cells, given.reshape(-1, *SHAPE[2:]), strict=True):
-        left_GE, hosts, rows = counts_GE.astype(int), [], {}
-        for expert, rank, _, fetched, tokens_G in zip(*cell[1:], strict=True):
-            hosts.append((int(expert), int(rank), int(tokens_G.sum()), bool(fetched)))
-            left_GE[:, expert] -= tokens_G
-            send(rows, int(rank), tokens_G)
-        for e in range(8):
-            hosts.append((e, int(cell.home_E[e]), int(left_GE[:, e].sum()), False))
-            send(rows, int(cell.home_E[e]), left_GE[:, e])
-        tokens_G = counts_GE.sum(axis=1) / 2
-        squares_G = tokens_G * costs.sequence_tokens
-        parts = seconds(hosts, cell.home_E, rows, tokens_G, squares_G, TOPOLOGY, costs)
-        for pass_name in PASS_NAMES:
-            found[pass_name] += sum(parts[pass_name].values())
-    return found
+    each = zip(cells, given.reshape(-1, *SHAPE[2:]), strict=True)
+    parts = [oracle(cell, counts_GE, TOPOLOGY, costs)[0] for cell, counts_GE in each]
+    return {name: sum(sum(of_cell[name].values()) for of_cell in parts) for name in PASS_NAMES}
 
 
 def once(costs, cells):

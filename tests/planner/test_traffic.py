@@ -3,7 +3,6 @@
 import functools
 import itertools
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -14,23 +13,20 @@ from foreroute.costs.pricing import slowest_attention
 from foreroute.plan import CellPlan, PlanOptions, Topology
 from foreroute.plan.checker import verify
 from foreroute.plan.hosts import Hosts
-from foreroute.plan.plan_file import plan_to_bytes
 from foreroute.planner import plan
 from foreroute.planner.priced import Window
 from foreroute.planner.prune import _least_on_busiest, prune_replicas
 from foreroute.simulate.workload import WORKLOADS
-from tests.costs.priced_cells import price_cell
-from tests.costs.token_hosts import CellRoutes, price_tokens
+from tests.costs.cost_oracle import price_cell
 from tests.plan.random_plans import LINKS, random_counts, random_plan
-from tests.simulate.drawn_routes import routes_of
 from tests.tiers import grid
 
 SMALL = replace(MODELS["qwen3-30b-a3b"], top_k=2, num_experts=8)
 COSTS = CostModel(model=SMALL, hardware=HARDWARE["h100"], dispatcher="dedup")
 
 
-def _seconds(cell, counts_GE, topology, costs, price=price_cell):
-    return price(cell, counts_GE, topology, costs).seconds
+def _seconds(cell, counts_GE, topology, costs):
+    return float(price_cell(cell, counts_GE, topology, costs).sum())
 
 
 def _traffic(cell, counts_GE, topology, costs, tolerance=0.02):
@@ -42,7 +38,7 @@ def _step(cells, counts_MGE, topology, costs, tolerance=0.02):
     """Cells of one layer, whose slots keep what they hold."""
     counts, attention_M2 = counts_MGE.astype(np.int32), slowest_attention(counts_MGE, costs)
     window = Window(counts, attention_M2, topology.redundant_slots, costs.prices(topology))
-    return window.short(cells, tolerance)
+    return window.against_traffic(cells, tolerance)
 
 
 def _same(one, other):
@@ -120,90 +116,17 @@ def test_plans_are_valid_and_never_slower_on_random_workloads(dispatcher, paths)
     assert faster > 40
 
 
-def _best_seconds(counts_GE, home_E, topology, costs):
-    """The fastest of all sets of replicas where every node is one rank: own tokens at home or replica, else at home."""
-    num_ranks, num_experts = counts_GE.shape
-    choices = []
-    for rank in range(num_ranks):
-        foreign = [e for e in range(num_experts) if home_E[e] != rank and counts_GE[rank, e]]
-        sizes = range(topology.redundant_slots + 1)
-        choices.append([(rank, guests) for size in sizes for guests in itertools.combinations(foreign, size)])
-    best = np.inf
-    for chosen in itertools.product(*choices):
-        pairs = [(e, rank) for rank, guests in chosen for e in guests]
-        expert_R, rank_R = np.array(pairs, np.int16).reshape(-1, 2).T
-        tokens_RG = np.zeros((len(pairs), num_ranks), np.int32)
-        for r, (e, rank) in enumerate(pairs):
-            tokens_RG[r, rank] = counts_GE[rank, e]
-        cell = CellPlan(home_E, expert_R, rank_R, np.full_like(rank_R, -1), np.ones(len(pairs), np.bool_), tokens_RG)
-        best = min(best, _seconds(cell, counts_GE, topology, costs))
-    return best
-
-
-@pytest.mark.slow
-def test_near_the_best_of_all_sets_of_replicas():
-    """Loads are left free here (tolerance), so that the choice of replicas alone is judged."""
-    gaps, gains = [], []
-    for seed in range(6):
-        rng = np.random.default_rng(seed)
-        counts_GE = (rng.gamma(0.5, size=(3, 6)) * 4000).astype(np.int64)
-        topology = Topology(3, 1, 2, LINKS)
-        costs = replace(COSTS, dispatcher=("copies", "dedup")[seed % 2])
-        cell = _homes_alone(counts_GE, topology)
-        found = _traffic(cell, counts_GE, topology, costs, tolerance=2.0)
-        best_s = _best_seconds(counts_GE, cell.home_E, topology, costs)
-        found_s = _seconds(found, counts_GE, topology, costs)
-        gaps.append(found_s / best_s - 1)
-        gains.append(_seconds(cell, counts_GE, topology, costs) / found_s)
-    assert np.mean(gains) > 1.2
-    assert np.mean(gaps) < 0.015
-    assert max(gaps) < 0.05
-
-
 @grid(("name", "least"), [("G16", 1.05), ("G32", 1.4), ("G64", 1.7)], quick=1)
 def test_gains_over_balance_alone(name, least):
-    """Eight slots against two, 8k tokens per rank, deduplicated dispatch; also on the tokens as they are."""
-    step = _workload(name, 8192).draw(seed=1)
-    counts_MLGE = step.counts()
+    """Eight slots against two, 8k tokens per rank, deduplicated dispatch."""
+    counts_MLGE = _workload(name, 8192).draw(seed=1).counts()
     costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"], dispatcher="dedup")
     few, many = (costs.hardware.topology(counts_MLGE.shape[2], slots) for slots in (2, 8))
     cell = plan(counts_MLGE, few, PlanOptions(slots="shared")).cell(0, 0)
-    ids_TK, rank_T = routes_of(step, 0, 0)
-    order = np.argsort(rank_T, kind="stable")
-    offsets = np.searchsorted(rank_T[order], np.arange(many.num_ranks + 1)).astype(np.int64)
-    routes = CellRoutes(ids_TK[order].astype(np.int16), offsets)
     found = _traffic(cell, counts_MLGE[0, 0], many, costs)
     _check_valid(found, counts_MLGE[0, 0], many)
-    for price in (price_cell, partial(price_tokens, routes=routes)):
-        before_s, after_s = (_seconds(one, counts_MLGE[0, 0], many, costs, price) for one in (cell, found))
-        assert before_s / after_s > least
-
-
-@pytest.mark.parametrize("name", ["G16", "G32", "G64"])
-@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "qwen3-235b-a22b"])
-def test_small_micro_steps_expose_hardly_anything_and_are_not_slower(name, model):
-    counts_GE = _workload(name, 2048).draw(seed=2).counts()[0, 0]
-    costs = CostModel(model=MODELS[model], hardware=HARDWARE["h100"], dispatcher="dedup", sequence_tokens=2048)
-    few, many = (costs.hardware.topology(len(counts_GE), slots) for slots in (2, 8))
-    cell = plan(counts_GE[None, None], few, PlanOptions(slots="shared")).cell(0, 0)
-    found = _traffic(cell, counts_GE, many, costs)
-    assert _seconds(found, counts_GE, many, costs) <= _seconds(cell, counts_GE, many, costs)
-
-
-def test_steps_are_planned_cell_by_cell_on_any_number_of_threads():
-    workload = replace(_workload("G16", 2048), num_micro_steps=2, num_layers=3)
-    counts_MLGE = workload.draw(seed=2).counts()
-    topology = HARDWARE["h100"].topology(16, 4)
-    costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"], dispatcher="dedup")
-    before = plan(counts_MLGE, topology, PlanOptions(slots="shared"))
-    options = PlanOptions(slots="shared", traffic=True, pay_off=False)
-    after = plan(counts_MLGE, topology, options, costs=costs)
-    verify(after, counts_MLGE, options)
-    assert len(after.hosts.expert_R) > len(before.hosts.expert_R)
-    cell = _traffic(before.cell(1, 2), counts_MLGE[1, 2], topology, costs)
-    np.testing.assert_array_equal(after.cell(1, 2).tokens_RG, cell.tokens_RG)
-    threaded = plan(counts_MLGE, topology, replace(options, threads=2), costs=costs)
-    assert plan_to_bytes(after) == plan_to_bytes(threaded)
+    before_s, after_s = (_seconds(one, counts_MLGE[0, 0], many, costs) for one in (cell, found))
+    assert before_s / after_s > least
 
 
 @pytest.mark.parametrize("pay_off", [False, True])
@@ -240,15 +163,6 @@ def _seconds_by_layer(found, counts_MLGE, costs):
     for cell in np.ndindex(seconds_ML.shape):
         seconds_ML[cell] = _seconds(found.cell(*cell), counts_MLGE[cell], found.topology, costs)
     return seconds_ML.sum(axis=0)
-
-
-def test_what_stays_wanted_is_fetched_once():
-    """The same micro-step again and again: hardly more fetches than the replicas of one."""
-    counts_MGE = np.repeat(_workload("G16", 2048).draw(seed=2).counts()[:, 0], 4, axis=0)
-    topology, costs = HARDWARE["h100"].topology(16, 4), replace(COSTS, model=MODELS["qwen3-30b-a3b"])
-    cells = _step([_homes_alone(counts_MGE[0], topology)] * 4, counts_MGE, topology, costs)
-    assert all(len(cell.expert_R) > 40 for cell in cells)
-    assert sum(cell.fetched_R.sum() for cell in cells) < 1.25 * len(cells[-1].expert_R)
 
 
 def _best_step_seconds(counts_MGE, home_E, topology, costs):
@@ -292,7 +206,8 @@ def _best_step_seconds(counts_MGE, home_E, topology, costs):
 
 @grid(("ranks", "slots"), [(3, 1), (2, 2)], quick=2)
 def test_near_the_best_of_all_steps(ranks, slots):
-    """As `test_near_the_best_of_all_sets_of_replicas`, of whole steps in kept slots; links from fast to slow."""
+    """Of whole steps in kept slots, over links from fast to slow. Loads are left free, so that the choice of
+    replicas alone is judged."""
     gaps, gains = [], []
     for seed in range(9):
         rng = np.random.default_rng(seed)
@@ -328,21 +243,6 @@ def test_without_reason_a_cell_stays_as_it_is():
     alone = _homes_alone(counts_GE, topology)
     assert _same(_traffic(alone, counts_GE, topology, heavy(costs, 64)), alone)
     assert _same(_traffic(alone, np.zeros_like(counts_GE), topology, costs), alone)
-
-
-def test_replicas_whose_transfer_exposes_more_than_they_save_are_declined():
-    counts_GE = _workload("G16", 2048).draw(seed=2).counts()[0, 0]
-    topology = HARDWARE["h100"].topology(16, 2)
-    costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"], dispatcher="dedup", paths="host")
-    cell = plan(counts_GE[None, None], topology, PlanOptions(slots="shared")).cell(0, 0)
-    assert len(cell.expert_R) > 4
-    assert _same(_prune(cell, counts_GE, topology, costs), cell)  # nothing is exposed
-    assert len(_prune(cell, counts_GE, topology, heavy(costs, 64)).expert_R) == 0
-    dear = heavy(costs, 12)
-    some = _prune(cell, counts_GE, topology, dear)
-    assert 0 < len(some.expert_R) < len(cell.expert_R)
-    _check_valid(some, counts_GE, topology)
-    assert _seconds(some, counts_GE, topology, dear) < _seconds(cell, counts_GE, topology, dear)
 
 
 @pytest.mark.parametrize(("slots", "experts"), [("layer", {2, 3}), ("shared", {0, 1})])
@@ -397,12 +297,3 @@ def test_declining_is_never_slower_and_keeps_slots_true():
                 ]
                 assert seconds[0] <= seconds[1] * (1 + 1e-12)
     assert declined > 100
-
-
-def test_a_step_that_exposes_nothing_stays_as_it_is():
-    fast = Topology(4, 2, 2, replace(LINKS, host_bytes_per_s=1e15, cluster_bytes_per_s=1e15, node_bytes_per_s=1e15))
-    counts_MLGE = random_counts(3, (4, 2, 4, 8), 2000)
-    before = random_plan(counts_MLGE, fast, seed=3)
-    assert not before.hosts.fetched_R.all()
-    after = _pruned(before, counts_MLGE, COSTS)
-    assert plan_to_bytes(after) == plan_to_bytes(before)

@@ -83,7 +83,6 @@ class Subject:
 
     @cached_property
     def routed(self):
-        """The model, attached."""
         return self.attach(self.model)
 
     @property
@@ -156,7 +155,6 @@ def step(on, routes, batch, **options):
 
 
 def same(one, other):
-    """Whether gradients are of the same parameters and bits."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -189,5 +187,4 @@ def refuses(kind, said, call):
 
 
 def entering(make, *args, **options):
-    """A function that opens a session."""
     return lambda: make(*args, **options).__enter__()

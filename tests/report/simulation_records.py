@@ -1,13 +1,10 @@
 """Records of simulations that never ran, for pages and tables."""
 
-from dataclasses import replace
-
 from benchmarks.balancers import OTHER_BALANCERS
-from foreroute.simulate import SimulatedMethod, SimulationRecord, SweepRecord, Timeline, parse_config
+from foreroute.simulate import SimulatedMethod, SimulationRecord, parse_config
 from foreroute.simulate.engine import PARTS
 from foreroute.simulate.methods import METHODS, PRESETS
 from foreroute.simulate.records import PhaseSeconds
-from foreroute.simulate.timelines import Span
 
 TRAINING = {
     "static": 17.72,
@@ -31,9 +28,9 @@ def config(**tables):
     return parse_config(values | tables, source="the test")
 
 
-def method(name, training=None):
+def method(name):
     """A fifth of recompute and update is recompute; parts are shares of these. Other balancers are not executed."""
-    training = TRAINING[name] if training is None else training
+    training = TRAINING[name]
     waits = 0.0 if name == "static" else 0.0123
     shares = [0.35, 0.3, 0.28, 0.03, 0.0, 0.04, 0.0]
     recompute, update = 0.2 * training, 0.8 * training
@@ -64,10 +61,7 @@ def method(name, training=None):
     )
 
 
-def record(names=tuple(TRAINING), *, imbalance=2.09, scale=1.0):
-    """Gains over static are `scale` times those of `TRAINING`."""
-    static = replace(method("static"), imbalance=imbalance)
-    others = [method(name, TRAINING[name] / scale) for name in names if name != "static"]
+def record(names=tuple(TRAINING)):
     return SimulationRecord(
         facts={"cluster": "64 x h100, expert parallel 16", "model": "qwen3-30b-a3b: 48 routed layers"},
         gpus=64,
@@ -76,56 +70,8 @@ def record(names=tuple(TRAINING), *, imbalance=2.09, scale=1.0):
         groups_simulated=2,
         tokens_per_rank=8190.25,
         cells_per_group=1536,
-        forced_balance_s=FORCED / scale,
+        forced_balance_s=FORCED,
         bound_s=BOUND,
         rollout_s=0.0,
-        methods=(static, *others),
-    )
-
-
-def sweeps(names=("static", "eplb_micro_step", "ours", "ours_traffic")):
-    values = {
-        "skew": (0.5, 1.0, 2.0),
-        "tokens_per_rank": (2048, 4096, 16384),
-        "expert_parallel": (8, 32),
-        "redundant_slots": (0, 1, 2, 4),
-        "cluster_bandwidth": (0.5, 2.0),
-        "overlap": (0.5, 1.0),
-        "planning_s": (0.0, 1.0, 10.0),
-    }
-    return [
-        SweepRecord(key, value, record(names, imbalance=1.5 + 0.3 * n, scale=0.9 + 0.1 * n))
-        for key, points in values.items()
-        for n, value in enumerate(points)
-    ]
-
-
-def timelines():
-    return [timeline(name) for name in ("static", "ours")]
-
-
-def timeline(name, num_ranks=16, num_layers=5):
-    """Layers one after the other from 0.1 s on, each a fifth of a millisecond and more, by the slowest rank."""
-    spans, now = [], 0.1
-    for layer in range(20, 20 + num_layers):
-        slowest = 0.0
-        for rank in range(num_ranks):
-            attention, experts = 9e-4, 6e-4 * (1 + (rank % 5 if name == "static" else 0.02))
-            slowest = max(slowest, experts)
-            start = now + 1e-3 + 3e-4
-            spans += [
-                Span(rank, "compute", "attention", layer, now, now + attention),
-                Span(rank, "links", "dispatch", layer, now + 1e-3, start),
-                Span(rank, "compute", "experts", layer, start, start + experts),
-            ]
-            if name != "static" and rank % 3 == 0:
-                spans.append(Span(rank, "copy engine", "fetch", layer, now - 8e-4, now - 6e-4))
-        end = now + 1.3e-3 + slowest
-        spans += [Span(rank, "links", "combine", layer, end, end + 3e-4) for rank in range(num_ranks)]
-        now = end + 3e-4
-    return Timeline(
-        method=name,
-        micro_step=1,
-        num_ranks=num_ranks,
-        spans=tuple(sorted(spans, key=lambda span: (span.begin_s, span.rank))),
+        methods=tuple(map(method, names)),
     )

@@ -16,12 +16,8 @@ from foreroute.report.page import (
     Table,
     TableRow,
     Tile,
-    caption,
-    texts,
-    words,
     write_page,
 )
-from foreroute.simulate.config import SweepConfig
 from tests.report.pages import rows_of, text_of
 
 HOSTILE = '<script>alert(1)</script>"><img src=x onerror=alert(1)>{{ 7*7 }}'
@@ -121,15 +117,3 @@ def test_a_page_that_cannot_be_drawn_changes_nothing(tmp_path):
         write_page(tmp_path / "page.html", lambda: 1 / 0)
     assert (tmp_path / "page.html").read_bytes() == before
     assert os.listdir(tmp_path) == ["page.html"]
-
-
-def test_every_sweep_has_its_words():
-    assert all(caption(key).title for key in SweepConfig.model_fields)
-
-
-def test_a_value_that_words_ask_for_must_be_given():
-    asking = [name for name in words()["texts"] if any("{" in text for text in words()["texts"][name])]
-    assert asking == ["simulation", "methods"]
-    for name in asking:
-        with pytest.raises(KeyError):
-            texts(name)

@@ -103,6 +103,7 @@ def test_layers_have_the_numbers_that_the_model_gives_them(tmp_path):
     assert f"in routed layer {worst}, counted from 0, the most uneven layer" in counted
 
 
+@pytest.mark.usefixtures("unpainted")
 def test_one_empty_cell(tmp_path):
     text = text_of(write_plan_page(case(shape=(1, 1, 4, 8), empty=True), {}, tmp_path / "page.html").read_text())
     assert "the slowest rank has 1.000 times the mean load, and 1.000 times without balancing" in text
@@ -126,6 +127,7 @@ def test_one_empty_cell(tmp_path):
         ),
     ],
 )
+@pytest.mark.usefixtures("unpainted")
 def test_the_page_says_first_whether_to_use_the_plan(tmp_path, at_home, begins, tone, titles):
     found = case(at_home=at_home)
     html = write_plan_page(found, {}, tmp_path / "page.html").read_text()

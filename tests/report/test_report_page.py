@@ -4,13 +4,12 @@ import base64
 import re
 
 import pytest
-from matplotlib.figure import Figure
 
 from foreroute.records import read_runs
-from foreroute.report.figure import SIDE_COLOURS, SIDE_WORDS
+from foreroute.report.figure import SIDE_COLOURS
 from foreroute.report.run import write_report
-from foreroute.report.run_plots import _up_to_all, update_plots
-from foreroute.report.run_tables import describe, load_table, summary_rows
+from foreroute.report.run_plots import SIDE_WORDS, update_plots
+from foreroute.report.run_tables import load_table
 from tests.report.pages import plots_of, rows_of, text_of
 from tests.report.report_runs import config, execution, side, step_line, write_run
 
@@ -118,48 +117,12 @@ def test_a_run_with_nothing_optional_says_why_each_plot_is_absent(tmp_path):
     assert "bare: the mismatch of trainer and rollout engine was not recorded" in text
 
 
-@pytest.mark.usefixtures("unpainted")
-def test_a_run_that_lacks_what_another_has_is_named(tmp_path):
-    lines = [step_line(i) for i in range(3)]
-    for line in lines:
-        del line["margins_LB"]
-        line["expert_load"] = {"8": 1.5}
-    folders = [*runs(tmp_path, 1), write_run(tmp_path / "b", config("sparse"), lines)]
-    assert page_of(folders, tmp_path).count("Not recorded by: “sparse”.") == 1
-
-
 def test_the_colour_of_a_run_is_that_of_what_it_trains_with(comparison):
     """One meaning on all plots: sides have names of their own where both are drawn."""
     keys = re.findall(r'stroke="(#\w+)".*?<span[^>]*>([^<]+)</span>', comparison, re.DOTALL)
     assert {SIDE_COLOURS["native"].lower()} == {colour.lower() for colour, said in keys if said == "without replay"}
     trained = {said.rpartition(", trained ")[2]: colour.lower() for colour, said in keys if ", trained " in said}
     assert trained == {words: SIDE_COLOURS[side].lower() for side, words in SIDE_WORDS.items()}
-
-
-@pytest.mark.usefixtures("unpainted")
-def test_an_r2_run_measured_without_replay_only(tmp_path):
-    lines = [step_line(i, replayed=False) for i in range(4)]
-    page = page_of([write_run(tmp_path / "a", config("two", routing="R2"), lines)], tmp_path)
-    assert list(plots_of(page)) == TITLES
-    assert "two: at no step was the mismatch measured both without and with replay" in text_of(page)
-    assert "trainer's own recompute pass" in text_of(page)
-
-
-@pytest.mark.usefixtures("unpainted")
-def test_zeros_and_values_without_a_number_are_shown_or_counted(tmp_path):
-    lines = [step_line(i) for i in range(4)]
-    for line in lines:
-        line["mismatch"]["replayed"] |= {"k3": 0.0}
-    lines[1]["grad_norm"], lines[2]["grad_norm"] = float("nan"), float("inf")
-    page = page_of([write_run(tmp_path / "a", config(), lines)], tmp_path)
-    assert "so that zero can be shown" in page
-    assert page.count("Not drawn: 2 values that are infinite or not a number.") == 1
-
-
-@pytest.mark.usefixtures("unpainted")
-def test_a_killed_run_is_reported_with_a_note(tmp_path):
-    folder = write_run(tmp_path / "a", config("killed"), [{"step": i} for i in range(3)], tail='{"step": 3, ')
-    assert "killed: Line 4 of metrics.jsonl is half written" in text_of(page_of([folder], tmp_path))
 
 
 @pytest.mark.usefixtures("unpainted")
@@ -195,49 +158,41 @@ def test_expert_parallel_runs_show_the_load_of_their_ranks_and_what_plans_did_on
 
 
 @pytest.mark.usefixtures("unpainted")
-@pytest.mark.parametrize("more", [{}, {"execution": {"ranks": 2}}], ids=["alone", "live"])
-def test_loads_of_a_run_alone_or_live_are_not_drawn(tmp_path, more):
-    run = write_run(tmp_path / "run", config(), [step_line(step) | more for step in range(3)])
-    assert "Load of" not in page_of([run], tmp_path)
+def test_what_is_odd_or_missing_is_said(tmp_path):
+    """Of a killed run on two machines, which was measured one way, and of one that recorded less."""
+    cpu, gpu = {"kind": "cpu", "name": "x86_64"}, {"kind": "cuda", "name": "NVIDIA <H100>"}
+    devices = [cpu, gpu | {"peak_memory_bytes": 3_000_000_000}, gpu | {"peak_memory_bytes": 2_500_000_000}]
+    lines = [step_line(i, replayed=False) | {"device": each} for i, each in enumerate(devices)]
+    lines[1]["grad_norm"], lines[2]["grad_norm"] = float("nan"), float("inf")
+    sparse = [step_line(i) | {"expert_load": {"8": 1.5}, "execution": {"ranks": 2}} for i in range(3)]
+    for line in sparse:
+        del line["margins_LB"]
+        line["mismatch"]["replayed"] |= {"k3": 0.0}
+    killed = write_run(tmp_path / "a", config("two", routing="R2"), lines, tail='{"step": 3, ')
+    page = page_of([killed, write_run(tmp_path / "b", config("sparse"), sparse)], tmp_path)
+    assert "Load of every rank" not in page, "no loads were recorded of live routes"
+    for said in (
+        "two: at no step was the mismatch measured both without and with replay",
+        "trainer's own recompute pass",
+        "two: Line 4 of metrics.jsonl is half written",
+        "CPU, x86_64; NVIDIA <H100>, up to 3.00 GB",
+        "so that zero can be shown",
+        "Not drawn: 2 values that are infinite or not a number.",
+        "Not recorded by: “sparse”.",
+    ):
+        assert said in text_of(page), said
 
 
-def runs_of(tmp_path, figures):
-    return [write_run(tmp_path / "run", config("r"), [step_line(step) | figures for step in range(4)])]
-
-
-def titles(folders):
-    return [plot.caption.title for plot in update_plots(read_runs(folders))]
-
-
-def test_a_bound_that_nothing_reached_is_no_plot(tmp_path):
-    figures = {"clip_share": 0.0, "importance": {"effective_share": 0.9, "cut_share": 0.0}}
-    assert titles(runs_of(tmp_path, figures)) == ["Effective sample size"]
-
-
-@pytest.mark.usefixtures("unpainted")
-def test_everything_that_happened_is_shown(tmp_path):
-    importance = {"effective_share": 0.5, "cut_share": 0.2}
-    folders = runs_of(tmp_path, {"clip_share": 0.1, "importance": importance})
-    expected = ["Effective sample size", "Clipped tokens", "Corrected tokens"]
-    assert titles(folders) == expected
-    page = write_report(read_runs(folders), tmp_path / "page.html").read_text()
-    assert all(title in page for title in expected)
-
-
-def test_shares_near_all_are_told_apart():
-    axes = Figure().subplots()
-    axes.plot([0, 1], [0.98, 1.0])
-    _up_to_all(axes)
-    low, high = axes.get_ylim()
-    assert 0.97 < low < 0.98
-    assert 1 < high < 1.01
-
-
-@pytest.mark.usefixtures("unpainted")
-def test_a_run_says_where_it_ran(tmp_path):
-    on_cpu, on_gpu = {"kind": "cpu", "name": "x86_64"}, {"kind": "cuda", "name": "NVIDIA <H100>"}
-    peaks = [on_cpu, on_gpu | {"peak_memory_bytes": 3_000_000_000}, on_gpu | {"peak_memory_bytes": 2_500_000_000}]
-    lines = [step_line(step) | {"device": device} for step, device in enumerate(peaks)]
-    (run,) = runs = read_runs([write_run(tmp_path / "run", config("r"), lines)])
-    assert describe(run, *summary_rows(runs))["device"] == "CPU, x86_64; NVIDIA <H100>, up to 3.00 GB"
-    assert "NVIDIA &lt;H100&gt;, up to 3.00 GB" in write_report(runs, tmp_path / "page.html").read_text()
+@pytest.mark.parametrize(
+    ("figures", "titles"),
+    [
+        ({"clip_share": 0.0, "importance": {"effective_share": 0.9, "cut_share": 0.0}}, ["Effective sample size"]),
+        (
+            {"clip_share": 0.1, "importance": {"effective_share": 0.5, "cut_share": 0.2}},
+            ["Effective sample size", "Clipped tokens", "Corrected tokens"],
+        ),
+    ],
+)
+def test_bounds_that_something_reached_are_plots(tmp_path, figures, titles):
+    runs = read_runs([write_run(tmp_path / "run", config("r"), [step_line(step) | figures for step in range(4)])])
+    assert [plot.caption.title for plot in update_plots(runs)] == titles

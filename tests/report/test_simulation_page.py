@@ -18,7 +18,7 @@ from foreroute.report.simulation import (
 from foreroute.simulate.fit import FitRecord
 from foreroute.simulate.records import compared
 from tests.report.pages import plots_of, rows_of, text_of
-from tests.report.simulation_records import TRAINING, config, record, sweeps, timeline, timelines
+from tests.report.simulation_records import TRAINING, config, record
 from tests.tiers import grid
 
 SHOWN = {
@@ -45,7 +45,7 @@ def page(folder, found=None, **parts):
 @pytest.fixture(scope="module")
 def full(tmp_path_factory):
     """The page of all methods with everything on it."""
-    return page(tmp_path_factory.mktemp("page"), sweeps=sweeps(), timelines=timelines())
+    return page(tmp_path_factory.mktemp("page"))
 
 
 def cells_of(html, label):
@@ -100,30 +100,7 @@ def test_pictures_show_the_records(full):
     assert "static 18.2 s, EPLB, previous step (not executed) 16.0 s" in seen["The step by method"]
     spent = seen["What recompute and update are spent on"]
     assert spent.startswith("static 3.54 s, foreroute 2.65 s, foreroute, 8 slots against traffic 1.97 s, EPLB, per")
-    assert seen["Skew of the experts"] == "0.5: 1.21; 1: 1.34; 2: 1.48."
-    assert seen["Micro-batch size"] == "2,048: 1.21; 4,096: 1.34; 8,192: 1.34; 1.638e+04: 1.48."
-    assert seen["Planning time"] == "0: 0.0123; 1: 0.0123; 2.13: 0.0123; 10: 0.0123."
-    assert len(seen) == 2 + 2 + 7
-
-
-def test_a_timeline_shows_its_inner_layers(full, tmp_path):
-    slowest = 6e-4 * 5
-    assert plots_of(full)["Timeline: static"] == f"3 layers take {1e3 * 3 * (1.6e-3 + slowest):.3g} ms."
-    assert "Layers 21 to 23 in micro-step 1 of the recompute, on 4 of 16 ranks" in text_of(full)
-    html = page(tmp_path, record(("static",)), timelines=[timeline("static", 2, 3)])
-    assert "Layers 20 to 22 in micro-step 1 of the recompute, on 2 of 2 ranks" in text_of(html)
-
-
-@pytest.mark.usefixtures("unpainted")
-def test_what_is_missing_is_said(tmp_path):
-    html = page(tmp_path, record(("static", "ours")))
-    assert "What the gain depends on" not in html
-    assert "Timeline" not in html
-    assert "Rates fitted" not in html
-    few = [point for point in sweeps(("static", "ours")) if point.key == "cluster_bandwidth"]
-    html = page(tmp_path, record(("static", "ours")), sweeps=few)
-    assert "What the gain depends on" in html
-    assert "As configured: 45 GB/s per GPU." in html
+    assert len(seen) == 2
 
 
 @pytest.mark.usefixtures("unpainted")
@@ -144,41 +121,24 @@ def test_what_is_missing_is_said(tmp_path):
 def test_some_methods_alone(tmp_path, names, shown, finding):
     found = record(names)
     assert [method.name for method in compared(found.methods)] == shown
-    text = text_of(page(tmp_path, found, sweeps=sweeps(names)[:1]))
+    text = text_of(page(tmp_path, found))
     assert finding in text
     assert ("fastest other" in text) is ("ours" in names)
     assert simulation_table(found).column("Method")[:-2] == [method.label for method in found.methods]
-
-
-def marked(found, missing):
-    """No executor carries out any of its methods."""
-    return replace(found, methods=tuple(replace(method, not_executed=missing) for method in found.methods))
 
 
 @pytest.mark.usefixtures("unpainted")
 def test_a_scenario_that_no_executor_carries_out_is_marked_at_every_figure(tmp_path):
     found = record(("static", "ours"))
     missing = ("expert-parallel ranks on several nodes", "expert data parallelism")
-    found = marked(found, missing)
+    found = replace(found, methods=tuple(replace(method, not_executed=missing) for method in found.methods))
     assert executed(found) == f"No executor carries out any of it: it takes {', '.join(missing)}."
     assert simulation_finding(found).startswith("By the cost model, and not executed, foreroute makes")
     assert set(simulation_table(found).column("Executed")) == {"no"}
-    text = text_of(page(tmp_path, found, timelines=timelines()))
+    text = text_of(page(tmp_path, found))
     assert "All times are modelled, not executed" in text
     plots = [simulation_plots.by_phase(found), simulation_plots.by_part(found)]
-    plots += simulation_plots.timelines(timelines(), found)
     assert all(plot.caption.x_label.endswith("seconds, modelled, not executed") for plot in plots)
-
-
-@pytest.mark.usefixtures("unpainted")
-def test_points_of_a_sweep_that_no_executor_carries_out_are_named(tmp_path):
-    points = [point for point in sweeps(("static", "ours")) if point.key in ("expert_parallel", "overlap")]
-    wide = replace(points[1], simulation=marked(points[1].simulation, ("expert data parallelism",)))
-    text = text_of(page(tmp_path, record(("static", "ours")), sweeps=[points[0], wide]))
-    assert text.count("Not executed at") == 1
-    assert "Not executed at 32." in text
-    text = text_of(page(tmp_path, record(("static", "ours")), sweeps=points[2:]))
-    assert "Not executed" not in text.split("All methods")[0]
 
 
 def test_a_faster_plan_of_ours_stands_in_the_finding_and_no_other_does():

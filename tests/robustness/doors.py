@@ -45,8 +45,6 @@ BESIDE = {"measured.jsonl": "counts.safetensors"}
 
 @dataclass
 class Result:
-    """What became of a case."""
-
     case: Case
     code: int
     stdout: bytes
@@ -270,11 +268,11 @@ def _arrange_streams(case, outputs):
 
 def _load_everything():
     """What verbs import when they run, so that each case need not."""
-    for name in ("convert", "demo", "doctor", "plan", "plan_inputs", "simulate", "terminal", "traces", "train"):
+    for name in ("convert", "demo", "doctor", "plan", "simulate", "terminal", "traces", "train"):
         importlib.import_module(f"foreroute.cli.{name}")
     importlib.import_module("foreroute.adapters.checkpoint")  # torch does not load within the memory of a case
     importlib.import_module("foreroute.doctor.examine")
-    for name in ("plan_plots", "simulation_plots", "sweep_plots", "run_plots", "diagnosis_plots"):
+    for name in ("plan_plots", "simulation_plots", "run_plots", "diagnosis_plots"):
         importlib.import_module(f"foreroute.report.{name}")
     importlib.import_module("jinja2")
     _shorten_the_demo()

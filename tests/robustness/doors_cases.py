@@ -112,15 +112,7 @@ def _inputs(verb, door, words, valid):
     yield case("missing, name not UTF-8", given=f"{NOT_UTF8}{suffix}")
     yield case("below a file", given=f"there.txt/given{suffix}")
     yield case("name too long", given="x" * 300 + suffix)
-    for condition in (
-        "empty",
-        "text",
-        "truncated",
-        "FIFO",
-        "directory",
-        "dangling link",
-        "link to itself",
-    ):
+    for condition in ("empty", "text", "truncated", "FIFO", "directory", "dangling link", "link to itself"):
         yield case(condition)
     # a folder of a model is as good as one of a run
     yield case("wrong kind", ANY if verb == "doctor" and valid == "run" else REFUSED)

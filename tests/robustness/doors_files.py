@@ -18,7 +18,6 @@ CLUSTER = {
 }
 SIMULATION = small_values(gpus=4, expert_parallel=2, experts=EXPERTS, micro_steps=1, methods=["ours"], planning_s=0.25)
 SIMULATION["model"]["num_layers"] = LAYERS
-SIMULATION["sweep"] = {"skew": [2.0], "host_bandwidth": [0.5]}
 MODEL = SIZES | {"vocab_size": 50, "head_dim": 8}
 TRAINING = small_runs.small_values(
     warm_start={"max_steps": 1, "batch_size": 4},

@@ -90,7 +90,6 @@ def attack(group, inputs, *, hangs_after_s=HANGS_AFTER_S, most_failures=20):
 
 
 def summary(tallies):
-    """One line for people."""
     verdicts = sum((tally.verdicts for tally in tallies.values()), Counter())
     counted = ", ".join(f"{verdicts[name]} {name}" for name in (*FAILURES, "refused", "same", "plausible"))
     extra = max(tally.extra_mb for tally in tallies.values())
@@ -155,7 +154,6 @@ class Peak:
         return self.read()
 
     def read(self):
-        """Bytes."""
         text = os.pread(self._status, 4096, 0)
         start = text.index(b"VmHWM:") + 6
         return int(text[start : text.index(b"kB", start)]) * 1024

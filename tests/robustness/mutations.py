@@ -43,7 +43,6 @@ def forge(raw, rng, apart=()):
 
 
 def metadata_of(raw):
-    """Of a safetensors file."""
     size = int.from_bytes(raw[:8], "little")
     return json.loads(raw[8 : 8 + size])["__metadata__"]
 

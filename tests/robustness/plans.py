@@ -29,12 +29,10 @@ SIMULATION = {
     "hardware": {"preset": "h100"},
     "model": {"preset": "qwen3-30b-a3b"},
     "workload": {"tokens_per_rank": 2048, "micro_steps": 2, "layers": 2},
-    "sweep": {"skew": [0.5, 2.0], "expert_parallel": [8]},
 }
 
 
 def text_targets(folder):
-    """Their readers."""
     return [
         toml_target("topology", TOPOLOGY, load_cluster, _require_cluster, folder),
         toml_target("simulation", SIMULATION, load_config, _require_simulation, folder),
@@ -93,17 +91,14 @@ def _require_simulation(given, config):
     require_unchanged(given.get("cluster", {}), config.cluster)
     require_unchanged(given.get("workload", {}), config.workload)
     require_unchanged(given.get("execution", {}), config.execution)
-    require_unchanged(given.get("sweep", {}), config.sweep)
     assert config.cluster.gpus % config.cluster.expert_parallel == 0
 
 
 def json_lines(values):
-    """One object a line."""
     return "".join(json.dumps(value) + "\n" for value in values).encode()
 
 
 def plan_targets(folder):
-    """Their readers."""
 
     def target(name, make, read, check, weight):
         return Target(
@@ -144,7 +139,6 @@ def _require_executable(raw, plan):
 
 
 def _require_counts(raw, counts_MLGE):
-    """Raise unless an array can be counts."""
     assert counts_MLGE.ndim == 4
     assert counts_MLGE.dtype.kind in "iu"
     assert min(counts_MLGE.shape) >= 1

@@ -16,7 +16,6 @@ SEED = 23
 
 
 def record_targets(folder):
-    """Their readers, one for each file."""
     made = scripted.script(SEED)
     graph = scripted.Skycap(made, masks=True)
     document = scripted.write_skycap(folder, graph.document(), graph.arrays())

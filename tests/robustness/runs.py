@@ -30,7 +30,6 @@ STORED = json.dumps(parse_config(TRAINING, source="fuzz").model_dump())
 
 
 def run_targets(folder):
-    """Their readers."""
     run = folder / "run"
     run.mkdir()
     config = {"name": "fuzz", "seed": 3, "rollout": {"precision": "bfloat16"}, "rl": {"routing": "R3"}}

@@ -21,14 +21,7 @@ from tests.traces import foreign_choices, with_decisions
 ROLLOUT = wires.rollout(np.random.default_rng(7))
 SAMPLE_TRACE = RoutingTrace.from_sequences(ROLLOUT.spec, [ROLLOUT.tokens], [ROLLOUT.routes_RLK])
 """The routes of every valid sample."""
-MODELS = (
-    ((8, 2),) * 3,
-    ((128, 8),) * 2,
-    ((300, 2),),
-    ((5, 1),),
-    ((256, 2), (5, 1), (300, 3)),
-    ((8, 1), (8, 3)),
-)
+MODELS = (((8, 2),) * 3, ((128, 8),) * 2, ((300, 2),), ((5, 1),), ((256, 2), (5, 1), (300, 3)), ((8, 1), (8, 3)))
 """Experts and picks of each layer."""
 
 
@@ -106,7 +99,6 @@ def _with_changed_contents(raw, rng):
 
 
 def bytes_of(trace, encoding):
-    """Its file."""
     return FORMAT.to_bytes(*encode(trace, encoding))
 
 

@@ -48,11 +48,7 @@ def folder(tmp_path_factory):
 def test_quantized_models_with_adapters(form, folder):
     def make():
         model = AutoModelForCausalLM.from_pretrained(
-            folder,
-            quantization_config=form(),
-            dtype=torch.bfloat16,
-            trust_remote_code=False,
-            use_safetensors=True,
+            folder, quantization_config=form(), dtype=torch.bfloat16, trust_remote_code=False, use_safetensors=True
         )
         kind = type(model.model.layers[0].self_attn.q_proj.weight).__name__
         assert kind in ("Int8Params", "Params4bit", "Int8Tensor"), kind

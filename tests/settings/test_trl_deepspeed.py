@@ -45,12 +45,7 @@ class Drawn:
             routes.append(np.argsort(rng.random(shape), axis=-1)[..., :2])
             self.routes[tuple(prompt + completions[-1])] = routes[-1]
         logprobs = [[-3.0] * len(completion) for completion in completions]
-        return {
-            "prompt_ids": prompt_ids,
-            "completion_ids": completions,
-            "logprobs": logprobs,
-            "routed_experts": routes,
-        }
+        return {"prompt_ids": prompt_ids, "completion_ids": completions, "logprobs": logprobs, "routed_experts": routes}
 
 
 def train(folder, *, saved=None, replay="R3", rollouts="drawn", **settings):

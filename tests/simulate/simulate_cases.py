@@ -3,8 +3,7 @@
 import numpy as np
 
 from foreroute.simulate import parse_config
-from foreroute.simulate.cell_costs import PassWork
-from foreroute.simulate.engine import ExecutionModel
+from foreroute.simulate.engine import ExecutionModel, PassWork
 
 FREE_OF_ALL_BUT_ROWS = {"preset": "h100", "layer_s": 1e-9, "tile_rows": 1, "memory_bytes_per_s": 1e20}
 """Hardware on which few tokens are enough for a plan to pay."""

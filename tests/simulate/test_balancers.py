@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from benchmarks.balancers import OTHER_BALANCERS
-from benchmarks.harness.eplb_published import published_placement
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import hardware_preset, model_preset
 from foreroute.errors import CountsError
@@ -16,10 +15,11 @@ from foreroute.simulate import methods
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.eplb import eplb_placement
 from tests.plan.random_plans import LINKS
+from tests.simulate.eplb_published import published_placement
 
 BALANCERS = methods.BALANCERS | OTHER_BALANCERS
 # numba compiles a kernel of its own for this one, which takes longer than all tests of the others
-NAMES = [pytest.param(name, marks=pytest.mark.slow if name == "laer" else ()) for name in BALANCERS]
+NAMES = [pytest.param(name, marks=pytest.mark.exhaustive if name == "laer" else ()) for name in BALANCERS]
 COSTS = CostModel(model=model_preset("qwen3-30b-a3b"), hardware=hardware_preset("h100"))
 
 REFILLED = ("llep",)
@@ -129,12 +129,6 @@ def test_the_step_before_must_be_known():
     assert largest(replace(given, previous_LE=given.loads_LE()), "eplb_previous") == largest(given, "eplb_step")
 
 
-def test_eplb_per_micro_step_balances_and_moves_nearly_everything():
-    given = problem(1, ranks=8, experts=64, slots=2, skew=0.2)
-    assert np.median([loads_G.max() / loads_G.mean() for loads_G in loads(given, "eplb_micro_step")]) < 1.01
-    assert np.mean([cell.fetched_R.sum() for cell in BALANCERS["eplb_micro_step"].method(given)]) > 32
-
-
 def spilled(loads_E, home_E, num_ranks):
     """What ranks serve of experts, by the words of LLEP's description; a slot for every expert, no smallest part."""
     capacity = int(np.ceil(loads_E.sum() / num_ranks))
@@ -168,7 +162,7 @@ def test_llep_spills_as_described_and_a_slot_for_every_expert_makes_it_even(seed
 
 def test_counts_of_any_integer_type_are_taken():
     given = problem(4)
-    for name in BALANCERS:
+    for name in ("eplb_step", "llep"):
         assert largest(given, name) == largest(replace(given, counts_MLGE=given.counts_MLGE.astype(np.uint16)), name)
 
 

@@ -13,10 +13,10 @@ from foreroute.simulate import parse_config
 from foreroute.simulate.fit import Measurement, fit, fit_record, load_measurements, predict, rank_correlation
 from tests.simulate.simulate_cases import small_config, small_values
 
-RATES = {"gemm_flops_per_s": 3e14, "layer_s": 90e-6, "node_bytes_per_s": 1e11}
+RATES = {"gemm_flops_per_s": 3e14, "layer_s": 90e-6, "node_bytes_per_s": 1e11, "replica_s": 2e-4}
 
 
-def steps(config, noise=0.0, rates=RATES):
+def steps(config, rates=RATES):
     """Twelve steps of other sizes and skews, planned or not, timed by a cluster with these rates."""
     rng, costs, measured = np.random.default_rng(0), config.described().costs, []
     links = replace(costs.hardware.links, node_bytes_per_s=rates["node_bytes_per_s"])
@@ -27,12 +27,12 @@ def steps(config, noise=0.0, rates=RATES):
         found = plan(counts.astype(np.int32), topology, PlanOptions(slots="shared")) if number % 2 else None
         stage = "update" if number % 3 else "recompute"
         measured.append(Measurement.of(f"step {number}", counts.astype(np.int32), found, topology, stage, 1.0))
-    seconds = predict(measured, config, costs) * np.exp(noise * rng.standard_normal(12))
+    seconds = predict(measured, config, costs)
     return [replace(one, seconds=float(s)) for one, s in zip(measured, seconds, strict=True)]
 
 
 def test_rates_that_made_the_measurements_are_found():
-    config = small_config()
+    config = parse_config(small_values() | {"hardware": {"preset": "h100", "replica_s": 1e-3}}, source="the test")
     found = fit(steps(config), config, tuple(RATES))
     assert found.parameters == pytest.approx(RATES, rel=1e-3)
     assert found.worst_error < 1e-4
@@ -41,36 +41,11 @@ def test_rates_that_made_the_measurements_are_found():
     assert before.median_error > 0.1
 
 
-def test_what_a_replica_takes_is_found():
-    values = small_values() | {"hardware": {"preset": "h100", "replica_s": 1e-3}}
-    config = parse_config(values, source="the test")
-    rates = RATES | {"replica_s": 2e-4}
-    found = fit(steps(config, rates=rates), config, tuple(rates))
-    assert found.parameters == pytest.approx(rates, rel=1e-3)
-
-
-def test_noise_of_five_percent_leaves_rates_near():
-    config = small_config()
-    found = fit(steps(config, noise=0.05), config, tuple(RATES))
-    assert found.parameters == pytest.approx(RATES, rel=0.3)
-    assert found.median_error < 0.08
-
-
-@pytest.mark.parametrize("different", [2, 3, 5, 1000])
-def test_equal_values_share_a_rank_in_the_rank_correlation(different):
-    rng = np.random.default_rng(different)
-    for _ in range(20):
-        a, b = rng.integers(different, size=(2, 12)).astype(np.float64)
-        ranks = [[sum(each < x) + (sum(each == x) + 1) / 2 for x in each] for each in (a, b)]
-        wanted = np.corrcoef(ranks)[0, 1] if len(set(a)) > 1 and len(set(b)) > 1 else None
-        assert rank_correlation(a, b) == (wanted if wanted is None else pytest.approx(wanted, abs=1e-12))
-
-
 def test_the_rank_correlation_of_what_does_not_vary_is_not_defined():
-    config = small_config()
-    same = [replace(one, seconds=0.5) for one in steps(config)]
-    assert fit_record(same, config, config.described().costs, ["layer_s"]).rank_correlation is None
-    assert fit_record(same[:1], config, config.described().costs, ["layer_s"]).rank_correlation is None
+    given = np.array([1.0, 3.0, 2.0, 2.0])
+    assert rank_correlation(given, 10**given) == pytest.approx(1)
+    assert rank_correlation(given, -given) == pytest.approx(-1)
+    assert rank_correlation(given, np.ones(4)) is rank_correlation(given[:1], given[:1]) is None
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import re
 import tomllib
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +10,8 @@ import pytest
 import foreroute as fr
 from foreroute.errors import ConfigError, TopologyError
 from foreroute.layout import pack_sequences
-from foreroute.simulate import load_config, parse_config, simulate, sweep, timeline
-from foreroute.simulate.config import WorkloadConfig, varied
+from foreroute.simulate import load_config, parse_config, simulate
+from foreroute.simulate.config import WorkloadConfig
 from foreroute.simulate.methods import METHODS
 from foreroute.simulate.steps import drawn_workload, group_steps
 from foreroute.simulate.workload import WORKLOADS
@@ -50,7 +49,6 @@ def test_the_file_of_the_simulators_page_is_read():
     (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
     config = parse_config(tomllib.loads(text), source="page")
     assert (config.cluster.gpus, config.cluster.groups) == (8, 1)
-    assert config.sweep.skew == (0.5, 2.0)
 
 
 FILE, TWELVE = {"counts": "c.safetensors"}, {"gpus": 12, "expert_parallel": 12}
@@ -70,12 +68,10 @@ QWEN, WIDE = {"preset": "qwen3-30b-a3b"}, {"gpus": 96, "expert_parallel": 16}
             ConfigError,
             "160 experts.*expert_parallel = 64",
         ),
-        ({"cluster": WIDE, "sweep": {"expert_parallel": [32, 48]}}, ConfigError, "expert_parallel = 48: 128 experts"),
         ({"cluster": {"gpus": 64}}, ConfigError, "cluster.expert_parallel: required"),
         ({"workload": {"preset": "G7"}}, ConfigError, "no workload is called 'G7'"),
         ({"workload": FILE | {"preset": "G8"}}, ConfigError, "file, and preset would draw"),
         ({"workload": FILE | {"skew": 2.0, "seed": 1}}, ConfigError, "file, and seed, skew would draw"),
-        ({"workload": FILE, "sweep": {"skew": [2.0]}}, ConfigError, "sweep.skew draws"),
         ({"workload": {"traces": ["t.safetensors"], "seed": 1}}, ConfigError, "file, and seed would draw"),
         ({"workload": FILE | {"traces": ["t.safetensors"]}}, ConfigError, "counts and traces"),
         ({"methods": ["our"]}, ConfigError, "no method called our"),
@@ -93,48 +89,6 @@ def test_wrong_configurations_are_refused(change, error, words):
 def test_static_is_always_among_the_methods_of_a_file(tmp_path):
     (tmp_path / "good.toml").write_text('methods = ["ours"]\n[cluster]\ngpus = 8\nexpert_parallel = 8\n')
     assert load_config(tmp_path / "good.toml").methods == ("static", "ours")
-
-
-def test_a_sweep_changes_one_thing_at_a_time():
-    values = small_config().model_dump() | {"sweep": {"cluster_bandwidth": [0.5, 1.0], "overlap": [1.0]}}
-    config = parse_config(values, source="here")
-    found = list(sweep(config))
-    assert [(one.key, one.value) for one in found] == [
-        ("cluster_bandwidth", 0.5),
-        ("cluster_bandwidth", 1.0),
-        ("overlap", 1.0),
-    ]
-    within_a_node, overlapped = found[1].simulation, found[2].simulation
-    assert found[0].simulation["static"].training_s == pytest.approx(within_a_node["static"].training_s)
-    assert overlapped["static"].training_s < within_a_node["static"].training_s
-    links = varied(config, "node_bandwidth", 0.25).described().topology.links
-    assert links.node_bytes_per_s == pytest.approx(340e9 / 4)
-    with pytest.raises(ConfigError, match=r"sweep.*speed"):
-        varied(config, "speed", 1.0)
-
-
-def test_a_timeline_shows_every_rank_at_work_and_nothing_twice():
-    drawn = {}
-    simulate(small_config(groups=2, gpus=8), on_group=lambda name, group: drawn.setdefault(name, timeline(name, group)))
-    assert list(drawn) == ["static", "ours"]
-    found = drawn["ours"]
-    assert (found.method, found.micro_step, found.num_ranks) == ("ours", 1, 4)
-    for rank in range(4):
-        for resource in ("compute", "links", "copy engine"):
-            spans = [span for span in found.spans if (span.rank, span.resource) == (rank, resource)]
-            assert all(a.end_s <= b.begin_s + 1e-12 for a, b in pairwise(spans))
-            assert all(span.begin_s <= span.end_s for span in spans)
-            if resource == "links":
-                assert len(spans) == 2 * 4
-
-
-def test_a_timeline_shows_the_middle_of_the_model_in_the_only_micro_step():
-    config = small_config(micro_steps=1)
-    config = config.model_copy(update={"model": config.model | {"num_layers": 7}})
-    drawn = {}
-    simulate(config, on_group=lambda name, group: drawn.setdefault(name, timeline(name, group)))
-    assert drawn["static"].micro_step == 0
-    assert {span.layer for span in drawn["static"].spans} == {1, 2, 3, 4, 5}
 
 
 LENGTHS = [[300, 40, 200, 90], [120, 500, 60, 33, 250]]

@@ -22,27 +22,16 @@ WIDE = {"num_experts": 32_768, "num_layers": 1000}
         ({"workload": {"layers": 48, "groups": 999_999, "micro_steps": 5000}}, "would take about .* GB of memory"),
         ({"cluster": {"gpus": 1024, "expert_parallel": 1024}, "model": WIDE}, "would take about .* GB of memory"),
         ({"cluster": {"gpus": 64, "expert_parallel": 64, "redundant_slots": 2000}}, "redundant_slots"),
-        ({"cluster": {"gpus": 64, "expert_parallel": 64, "redundant_slots": 1000}}, "would take about .* GB of memory"),
         (
             {"cluster": {"gpus": 999_999, "expert_parallel": 1}, "workload": {"groups": 999_999}},
             "would take about .* GB",
         ),
         ({"cluster": {"gpus": 2**40, "expert_parallel": 16}}, r"cluster\.gpus: .*less than or equal to 999999"),
         ({"cluster": {"gpus": 65536, "expert_parallel": 65536}}, r"cluster\.expert_parallel: .*or equal to 1024"),
-        ({"sweep": {"planning_s": [float(i) for i in range(1000)]}}, "1000 points; expected 256 at most"),
-        ({"sweep": {"expert_parallel": [64], "redundant_slots": [1000]}, "workload": {"layers": 48}}, "GB of memory"),
         ({"workload": {"tokens_per_rank": 2**24}}, "assignments in a cell; expected 2147483647 at most"),
         ({"workload": {"skew": 1e30}}, r"workload\.skew"),
         ({"execution": {"rollout_s": 1e300}}, r"execution\.rollout_s"),
-        ({"model": {"num_layers": 2**62}}, "num_layers is 4611686018427387904; expected .* to 1024"),
-        ({"model": {"hidden": 2**62}}, "hidden is 4611686018427387904; expected .* to 1048576"),
-        ({"model": {"weight_bytes": 1e300}}, r"weight_bytes is 1e\+300; expected .* at most"),
-        ({"links": {"node_bytes_per_s": 1e-300}}, r"node_bytes_per_s is 1e-300; expected 1 to 1e\+18"),
         ({"links": {"node_latency_s": 1e300}}, r"node_latency_s is 1e\+300; expected"),
-        ({"hardware": {"gemm_flops_per_s": 1e-300}}, "gemm_flops_per_s is 1e-300; expected"),
-        ({"hardware": {"tile_rows": 2**40}}, "tile_rows is 1099511627776; expected"),
-        ({"costs": {"sequence_tokens": 1e300}}, r"sequence_tokens is 1e\+300; expected"),
-        ({"links": {"cluster_bytes_per_s": 1e18}, "sweep": {"cluster_bandwidth": [1e9]}}, "cluster_bandwidth"),
     ],
 )
 def test_what_would_take_too_much_is_refused_before_it_is_taken(values, message):
@@ -60,7 +49,6 @@ def test_the_largest_that_anyone_simulates_is_let_through():
         "cluster": {"gpus": 4096, "expert_parallel": 64},
         "model": {"preset": "deepseek-v3"},
         "workload": {"layers": 58, "micro_steps": 32, "groups": 1},
-        "sweep": {"redundant_slots": [0, 1, 4], "overlap": [0.5, 1.0]},
     }
     parse_config(values, source="here")
     parse_config(
@@ -103,11 +91,3 @@ def test_whatever_is_allowed_gives_finite_figures(table, values):
     for method in found.methods:
         assert np.isfinite([method.training_s, method.step_s, method.share_of_forced_balance, method.gpu_hours]).all()
         assert method.training_s > 0
-
-
-def test_every_point_of_a_sweep_is_looked_at_before_the_first_is_simulated():
-    values = small_config().model_dump() | {"sweep": {"tokens_per_rank": [512, 1 << 24]}}
-    values["cluster"] = {"gpus": 1024, "expert_parallel": 1024}
-    values["model"] |= {"num_experts": 1024}
-    with pytest.raises(InputError, match="tokens_per_rank = 16777216"):
-        parse_config(values, source="here")

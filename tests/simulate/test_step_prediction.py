@@ -11,7 +11,6 @@ from benchmarks.harness.step_prediction import (
     TimedStep,
     fitted_rates,
     in_turns,
-    predict_ratios,
     predict_seconds,
     processes_config,
     seconds_on_processes,
@@ -61,29 +60,6 @@ def test_steps_are_predicted_from_others(pass_name):
     assert predicted == pytest.approx([one.seconds[pass_name] for one in asked], rel=1e-3)
     assert np.ptp(predicted) > 0.5 * predicted.mean()
     assert len(fitted_rates(config)) + 1 < len(known)
-
-
-@pytest.mark.slow
-def test_planned_steps_over_those_at_home_are_predicted_as_megatron_executes_them():
-    config = processes_config(SIZES, 2, slots=2, sequence_tokens=64, paths="direct")
-    known, asked = steps(config, seed=0), steps(config, seed=1)
-    untimed = {str(i): [one._replace(seconds={}) for one in asked[i : i + 2]] for i in range(0, len(asked), 2)}
-    ratios = predict_ratios(known, untimed, config)
-    for pass_name in PASSES:
-        wanted = [a.seconds[pass_name] / b.seconds[pass_name] for a, b in zip(asked[::2], asked[1::2], strict=True)]
-        assert list(ratios[pass_name].values()) == pytest.approx(wanted, rel=1e-3)
-        assert np.ptp(wanted) > 0.01
-    by_host = processes_config(SIZES, 2, slots=2, sequence_tokens=64)
-    assert ratios["update"] != predict_ratios(known, untimed, by_host)["update"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pass_name", [pytest.param("recompute", marks=pytest.mark.exhaustive), "update"])
-def test_the_rate_of_host_memory_is_left_out_where_no_known_step_waits_for_it(pass_name):
-    config = processes_config(SIZES, 2, slots=2, sequence_tokens=64)
-    known, asked = (steps(config, seed=seed)[1::2] for seed in (0, 1))  # at home
-    predicted = predict_seconds(known + asked, asked, pass_name, config)
-    assert predicted == pytest.approx([one.seconds[pass_name] for one in asked], rel=1e-3)
 
 
 @pytest.mark.parametrize("pass_index", [0, 1])

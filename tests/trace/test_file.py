@@ -82,14 +82,6 @@ def test_long_and_many_sequences_over_several_chunks(encoding):
         assert part.equals(expected.select(sequences).select_layers(trace.spec.layers[1:2]))
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
-def test_nothing_and_rows_without_routes(tmp_path, encoding):
-    trace = as_read(random_trace(0), encoding)
-    unrouted = as_read(fr.RoutingTrace.unrouted(trace.spec, [[1, 2, 3], [], [4]]), encoding)
-    for i, some in enumerate([trace.select([]), unrouted, trace.truncated(trace.lengths * 0)]):
-        assert fr.load(fr.save(some, tmp_path / f"{i}", encoding=encoding)).equals(some)
-
-
 @pytest.mark.slow
 def test_a_row_of_many_picks_is_sorted_too():
     for num_experts, top_k in ((1, 1), (256, 256), (100, 99), (300, 64), (300, 65), (65_536, 3), (65_536, 200)):

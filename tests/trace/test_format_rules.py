@@ -40,7 +40,6 @@ def test_lengths_whose_sum_wraps_are_refused():
 
 
 def metadata(**values):
-    """A change of metadata."""
 
     def change(there, tensors):
         there.update({f"foreroute.{name}": value for name, value in values.items()})

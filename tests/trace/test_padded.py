@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 import foreroute as fr
 from foreroute.checks import host_array
 from foreroute.errors import TraceContentError
-from foreroute.trace.checks import recorded_rows
 from tests.traces import mixed_trace, random_trace, spec_of, with_decisions
 
 torch = pytest.importorskip("torch")
@@ -64,27 +63,10 @@ def test_a_batch_comes_back_as_it_was(batch, library, data):
     assert set(trace.weight_versions_N[trace.valid_N]) <= {4}
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_trace_comes_back_as_it_was(seed):
-    trace = mixed_trace(seed).with_weight_version(2)
-    back = trace.to_padded()
-    assert back.attention_mask_BT.sum(axis=1).tolist() == trace.lengths.tolist()
-    for mask in (back.attention_mask_BT, trace.lengths):
-        again = fr.RoutingTrace.from_padded(trace.spec, back.token_ids_BT, back.expert_ids_BTLK, mask, weight_version=2)
-        assert again.equals(trace)
-
-
 def test_what_a_batch_has_no_place_for_stays_behind():
     trace = with_decisions(mixed_trace(0), 0)
     for each, other in zip(trace.to_padded(), trace.without_streams().with_weight_version(9).to_padded(), strict=True):
         assert np.array_equal(each, other)
-
-
-def test_every_place_has_a_token_where_no_mask_is_given():
-    spec, tokens = spec_of(), np.array([[1, 2], [3, 4]])
-    routes = np.tile([[0, 1]], (2, 2, 3, 1))
-    trace = fr.RoutingTrace.from_padded(spec, tokens, routes)
-    assert (trace.lengths.tolist(), trace.valid_N.all()) == ([2, 2], True)
 
 
 def test_padding_and_gaps_hold_anything_but_a_row_that_is_minus_one_in_part_is_refused():
@@ -113,15 +95,6 @@ def test_rows_of_minus_one_are_gaps_in_sequences_and_rows_too():
         assert trace.weight_versions_N.tolist() == [5, fr.trace.NO_VERSION, 5]
         assert trace.expert_ids_NLK[1].tolist() == [[0, 0]]
     assert given.all(), "the caller's mask is left alone"
-
-
-@pytest.mark.parametrize("dtype", [np.int8, np.int64])
-def test_the_rule_matches_a_loop(dtype):
-    ids = np.random.default_rng(0).integers(-1, 1, (5, 60, 2, 2)).astype(dtype)
-    expected = [[not all(ids[b, t].reshape(-1) == -1) for t in range(60)] for b in range(5)]
-    assert recorded_rows(ids).tolist() == expected
-    assert 0 < np.sum(expected) < 300
-    assert recorded_rows(np.full((2, 1, 1), 255, np.uint8)).all(), "unsigned ids have no -1"
 
 
 @pytest.mark.parametrize(

@@ -44,10 +44,10 @@ def test_layers_and_padded_batches_match_lists(trace, data):
     assert part.expert_ids_NLK.dtype == part.spec.id_dtype
     ascending = trace.without_pick_order()
     assert picks_of(ascending) == [None if row is None else [sorted(ids) for ids in row] for row in rows]
-    assert fr.RoutingTrace.from_padded(spec, *trace.to_padded(), weight_version=max([-1, *trace.versions])).equals(
-        trace
-    )
-    padded = trace.to_padded()
+    padded, version = trace.to_padded(), max([-1, *trace.versions])
+    for mask in (padded.attention_mask_BT, trace.lengths):
+        ids, routes = padded.token_ids_BT, padded.expert_ids_BTLK
+        assert fr.RoutingTrace.from_padded(spec, ids, routes, mask, weight_version=version).equals(trace)
     flat = padded.expert_ids_BTLK[padded.attention_mask_BT]
     assert [[ids[ids >= 0].tolist() for ids in row] if row is not None else None for row in flat] == [
         [[]] * spec.num_layers if row is None else row for row in rows

@@ -1,4 +1,4 @@
-"""Steps of the trainer in float64: on several ranks, and on one process that is given their rollouts."""
+"""Steps of the trainer in float64, on several ranks and on one process that is given their rollouts; and whole runs."""
 
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from foreroute.adapters import hf
 from foreroute.adapters.hf import spreading
 from foreroute.capture import Generation
 from foreroute.files.json_form import to_json
+from foreroute.train import RunFolder, train
 from foreroute.train.chain import VOCABULARY, ChainTask
 from foreroute.train.experts import make_execution
 from foreroute.train.folder import load_checkpoint
@@ -20,6 +21,7 @@ from foreroute.train.loop import make_trainer
 from foreroute.train.policy import make_engine, make_model, make_policy, set_weights, to_training
 from foreroute.train.prompts import make_task
 from foreroute.train.ranks import join_ranks
+from foreroute.train.run import Watcher
 from tests.train.small_runs import SIZES, small_config
 
 TIMEOUT_S = 200.0
@@ -119,3 +121,31 @@ def scored_by_tokens():
 
     with mock.patch.object(ChainTask, "rewards", rewards):
         yield
+
+
+def run_config(num_ranks, **sections):
+    sections["rl"] = {"steps": 2, "micro_step_tokens": 96, **sections.get("rl", {})}
+    parallel = {"expert": num_ranks, "timeout_s": TIMEOUT_S, **sections.pop("parallel", {})}
+    return small_config(rollout={"prompts": 8}, parallel=parallel if num_ranks > 1 else {}, **sections)
+
+
+def run(rank, config, folder, resume=False, stop_after=None):
+    """Rank 0 alone is asked to stop."""
+    seen = []
+    stopping = Watcher(on_step=seen.append, should_stop=lambda: stop_after is not None and len(seen) >= stop_after)
+    with scored_by_tokens():
+        train(config, folder, resume=resume, watcher=stopping)
+    return len(seen)
+
+
+def step_on(rank, config, folder, step):
+    """Go on from a checkpoint in float64 for one step, and save the next; rank 0 tells of it."""
+    steps = parallel_steps(rank, config, 1, path_of(folder, step))
+    if rank == 0:
+        RunFolder(folder).save_checkpoint(steps.state, data="", keep=99)
+        return steps
+    return None
+
+
+def path_of(folder, step):
+    return folder / "checkpoints" / f"step-{step:06d}.safetensors"

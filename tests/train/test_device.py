@@ -102,13 +102,15 @@ def stepped(config, where):
 
 WAYS = {
     "R3": {},
-    "R2, checkpointed": {"rl": {"routing": "R2"}, "model": {"gradient_checkpointing": True}},
-    "gspo, corrected": {"rl": {"method": "gspo", "correction": {"kind": "tis"}}},
+    "R2, gspo, corrected, checkpointed": {
+        "rl": {"routing": "R2", "method": "gspo", "correction": {"kind": "tis"}},
+        "model": {"gradient_checkpointing": True},
+    },
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["R3", *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "R3")])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_step_mixes_no_devices_and_does_the_same_anywhere(way):
     config = small_config(**{"warm_start": WARM, "rollout": FEW, **WAYS[way]})
     first_rollout, expected, state = stepped(config, torch.device("cpu"))

@@ -14,9 +14,11 @@ EXACT = {"rtol": 1e-9, "atol": 1e-11}
 WAYS = {
     "R3": {"routing": "R3"},
     "R2_shared_slots": {"routing": "R2", "paths": "direct", "plan": {"slots": "shared", "home_moves": "all"}},
-    "R3_at_home": {"routing": "R3", "redundant_slots": 0},
-    "R3_homes_move": {"routing": "R3", "plan": {"home_moves": 4}},
-    "R3_recomputed": {"routing": "R3", "model": {"gradient_checkpointing": True}},
+    "R3_recomputed_homes_move": {
+        "routing": "R3",
+        "plan": {"home_moves": 4},
+        "model": {"gradient_checkpointing": True},
+    },
     "live": {"routing": "none"},
 }
 
@@ -27,22 +29,23 @@ def test_two_ranks_learn_what_one_process_learns_from_their_rollouts(workers, pa
     for execution in (record["execution"] for record in records if record["execution"]["passes"]):
         moves = parallel.get("plan", {}).get("home_moves", 0)
         assert bool(execution["bytes"]["homes"]) == (execution["home_moves"] > 0) == bool(moves)
-        if moves == 4:
-            assert execution["home_moves"] <= 4 * SIZES["num_hidden_layers"]
+        assert moves != 4 or execution["home_moves"] <= 4 * SIZES["num_hidden_layers"]
 
 
 @pytest.mark.slow
 def test_means_over_sequences_and_corrections_are_those_of_one_process(workers):
+    """With every expert at its home."""
     corrected = RLConfig(micro_step_tokens=96, method="gspo", correction={"kind": "tis", "high": 1.01})
-    for record in learn_alike(workers, config_of(2).model_copy(update={"rl": corrected})):
+    at_home = config_of(2, redundant_slots=0).model_copy(update={"rl": corrected})
+    for record in learn_alike(workers, at_home, 1):
         assert 0 < record["importance"]["effective_share"] < 1
         assert 0 < record["importance"]["cut_share"] < 1
 
 
 TOPOLOGY = """
 [topology]
-num_ranks = 4
-ranks_per_node = 2
+num_ranks = 2
+ranks_per_node = 1
 redundant_slots = 2
 
 [hardware]
@@ -70,13 +73,13 @@ gradient_bytes = 1e-3
 
 @pytest.mark.slow
 def test_plans_go_by_the_prices_of_a_topology_file(workers, tmp_path):
-    """With a slow link between nodes, replicas keep tokens in them; where weights are large, no replica pays."""
+    """Over a slow link between nodes of one rank, replicas keep tokens in them; where weights are large, none pays."""
     cheap, dear = tmp_path / "cheap.toml", tmp_path / "dear.toml"
     cheap.write_text(TOPOLOGY.format(links="", weight_bytes=1e-3))
     dear.write_text(TOPOLOGY.format(links="node_bytes_per_s = 1e6", weight_bytes=64))
-    (none,) = learn_alike(workers, config_of(4, topology=str(dear), paths="direct"), 1)
+    (none,) = learn_alike(workers, config_of(2, topology=str(dear), paths="direct"), 1)
     for slots in ("layer", "shared"):
-        (short,) = learn_alike(workers, config_of(4, topology=str(cheap), plan={"slots": slots}), 1)
+        (short,) = learn_alike(workers, config_of(2, topology=str(cheap), plan={"slots": slots}), 1)
         assert short["execution"]["replicas"] > none["execution"]["replicas"] == 0
         for name, stage in short["execution"]["passes"].items():
             assert stage["priced_options"].pop(name.split()[0]).startswith("by the plan: it saves")
@@ -100,7 +103,7 @@ def learn_alike(workers, config, count=STEPS, run=parallel_steps):
 def test_each_update_of_a_rollout_runs_on_replicas_of_the_weights_before_it(workers):
     """As with every expert at its home."""
     planned, at_home = (
-        workers(2).run(parallel_steps, config_of(2, mini_steps=2, redundant_slots=slots), STEPS)[0] for slots in (2, 0)
+        workers(2).run(parallel_steps, config_of(2, mini_steps=2, redundant_slots=slots), 1)[0] for slots in (2, 0)
     )
     for ours, theirs in zip(planned.records, at_home.records, strict=True):
         assert ours["execution"]["replicas"] > theirs["execution"]["replicas"] == 0

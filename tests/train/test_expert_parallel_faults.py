@@ -9,12 +9,12 @@ from unittest import mock
 import pytest
 
 from foreroute.engines.embedded import EmbeddedEngine
-from foreroute.errors import DivergedError, EngineError
+from foreroute.errors import DivergedError
 from foreroute.files import container
 from foreroute.testing.ranks import Workers
 from foreroute.train.folder import load_checkpoint
 from foreroute.train.loop import Trainer
-from tests.train.expert_parallel_runs import path_of, run, run_config
+from tests.train.expert_parallel_steps import path_of, run, run_config
 from tests.train.small_runs import records
 
 
@@ -27,7 +27,6 @@ def resume_broken(rank, config, folder, way):
         write(target, *rest, **options)
 
     there, *replaced = {
-        "engine gone": (1, EmbeddedEngine, "generate", mock.Mock(side_effect=EngineError("the engine is gone"))),
         "bug": (1, EmbeddedEngine, "generate", mock.Mock(side_effect=KeyError("no such thing"))),
         "full disk": (0, container, "write_atomically", without_room),
     }[way]
@@ -89,7 +88,6 @@ def test_what_goes_wrong_on_one_rank_ends_all_and_the_run_goes_on_later(workers,
     config = run_config(2, rl={"steps": 2}, checkpoint={"every": 1}, parallel={"shared_memory": str(memory)})
     workers(2).run(run, run_config(2, rl={"steps": 1}, checkpoint={"every": 1}), folder)
     for way, kinds, message in [
-        ("engine gone", ("RankError", "EngineError"), "the engine is gone"),
         ("bug", ("RankError", "KeyError"), "no such thing"),
         ("full disk", ("RunFolderError", "RankError"), "step-000002.safetensors cannot be written"),
     ]:

@@ -8,14 +8,23 @@ from foreroute.capture import load_generation
 from foreroute.errors import ConfigError
 from foreroute.train import RunFolder, parse_config, train
 from foreroute.train.folder import load_checkpoint
-from tests.train.expert_parallel_runs import path_of, run, run_config, step_on
-from tests.train.expert_parallel_steps import Steps, config_of, precise_trainer, steps_alone
+from tests.train.expert_parallel_steps import (
+    Steps,
+    config_of,
+    path_of,
+    precise_trainer,
+    run,
+    run_config,
+    step_on,
+    steps_alone,
+)
 from tests.train.small_runs import records, same_state, tensors_of
 from tests.train.tiny_model import write_model, write_tokenizer
 
 pytestmark = pytest.mark.slow
 
-SIZES = (4, 2, 4, 1)
+CHAINS = [(2, 1, 2), pytest.param((4, 2, 4, 1), marks=pytest.mark.exhaustive)]
+"""Ranks of each step."""
 OTHER_ORDERS = 1000
 """How much further apart than two orders of summation in one process a change of ranks may be."""
 
@@ -24,26 +33,26 @@ def test_an_interrupted_run_on_two_ranks_ends_as_the_uninterrupted_one(workers, 
     """With homes that move from where they are."""
     config = run_config(2, parallel={"plan": {"home_moves": 4}})
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert workers(2).run(run, config, whole) == [3, 0]
+    assert workers(2).run(run, config, whole) == [2, 0]
     # rank 0 alone is asked to stop, and rank 1 stops with it
     assert workers(2).run(run, config, stopped, False, 1) == [1, 0]
-    assert workers(2).run(run, config, stopped, True) == [2, 0]
+    assert workers(2).run(run, config, stopped, True) == [1, 0]
     assert learned(stopped) == learned(whole)
-    assert same_state(checkpoint(stopped, 3), checkpoint(whole, 3))
+    assert same_state(checkpoint(stopped, 2), checkpoint(whole, 2))
     assert all(record["execution"]["home_moves"] for record in records(whole)), "the case must move experts"
-    trace = load_generation(whole / "rollouts" / "step-000002.safetensors").trace
+    trace = load_generation(whole / "rollouts" / "step-000000.safetensors").trace
     assert len(trace) == 8 * 4, "the trace holds the rollouts of all ranks"
     written = AutoModelForCausalLM.from_pretrained(
         stopped / "model", dtype=torch.float32, trust_remote_code=False, use_safetensors=True
     ).state_dict()
-    assert same_state(dict(written), checkpoint(stopped, 3)["model"]), "the model is whole"
+    assert same_state(dict(written), checkpoint(stopped, 2)["model"]), "the model is whole"
     # and with one process instead of two
-    train(run_config(1, rl={"steps": 4}), whole, resume=True)
-    assert [record.get("execution", {}).get("ranks", 1) for record in records(whole)] == [2, 2, 2, 1]
+    train(run_config(1, rl={"steps": 3}), whole, resume=True)
+    assert [record.get("execution", {}).get("ranks", 1) for record in records(whole)] == [2, 2, 1]
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(workers, tmp_path_factory):
+@pytest.fixture(scope="module", params=CHAINS, ids=str)
+def uninterrupted(request, workers, tmp_path_factory):
     """One step on each number of ranks, each from the checkpoint of the one before; and one process that does all.
 
     Experts move before every step on ranks.
@@ -51,10 +60,10 @@ def uninterrupted(workers, tmp_path_factory):
     folder = tmp_path_factory.mktemp("chain")
     with precise_trainer(config_of(1)) as trainer:
         RunFolder(folder).save_checkpoint(trainer.state(), data="", keep=9)
-    parts = [one_step(workers, num_ranks, folder, step) for step, num_ranks in enumerate(SIZES)]
+    parts = [one_step(workers, num_ranks, folder, step) for step, num_ranks in enumerate(request.param)]
     generations = [part.generations[0] for part in parts]
     chain = Steps([part.records[0] for part in parts], generations, parts[-1].state)
-    return folder, chain, steps_alone(config_of(1), generations)
+    return folder, request.param, chain, steps_alone(config_of(1), generations)
 
 
 def one_step(workers, num_ranks, folder, step):
@@ -67,26 +76,27 @@ def one_step(workers, num_ranks, folder, step):
 
 
 def test_a_change_of_ranks_is_another_order_of_summation_and_no_more(uninterrupted):
-    _, chain, alone = uninterrupted
-    assert [record.get("execution", {}).get("ranks", 1) for record in chain.records] == list(SIZES)
+    _, sizes, chain, alone = uninterrupted
+    assert [record.get("execution", {}).get("ranks", 1) for record in chain.records] == list(sizes)
     assert all(record["grad_norm"] > 0 for record in alone.records)
     tolerance = tolerance_of(alone)
     assert 0 < tolerance < 1e-7
     assert distance(chain, alone) <= tolerance
-    assert {values["step"].item() for values in chain.state["optimizer"]["state"].values()} == {len(SIZES)}
+    assert {values["step"].item() for values in chain.state["optimizer"]["state"].values()} == {len(sizes)}
 
 
-def test_optimizer_state_of_the_wrong_expert_is_seen(uninterrupted, tmp_path):
+def test_optimizer_state_of_the_wrong_expert_is_seen(uninterrupted, workers, tmp_path):
     """A control: the first moments of experts are taken up one expert too late."""
-    folder, chain, alone = uninterrupted
-    state = checkpoint(folder, 3)
+    folder, sizes, chain, alone = uninterrupted
+    last = len(sizes) - 1
+    state = checkpoint(folder, last)
     for values in state["optimizer"]["state"].values():
         if values["exp_avg"].dim() == 3:
             values["exp_avg"] = values["exp_avg"].roll(1, 0)
     RunFolder(tmp_path).save_checkpoint(state, data="", keep=1)
-    wrong = step_on(0, config_of(SIZES[3]), tmp_path, 3)
-    assert wrong.generations[0].trace.equals(chain.generations[3].trace)
-    wrong = Steps([*chain.records[:3], *wrong.records], chain.generations, wrong.state)
+    wrong = one_step(workers, sizes[last], tmp_path, last)
+    assert wrong.generations[0].trace.equals(chain.generations[last].trace)
+    wrong = Steps([*chain.records[:last], *wrong.records], chain.generations, wrong.state)
     assert distance(wrong, alone) > 1000 * tolerance_of(alone)
 
 

@@ -13,7 +13,7 @@ from foreroute.errors import ConfigError, RunFolderError
 from foreroute.train import RunFolder, train
 from foreroute.train.folder import CHECKPOINT_FILE, load_checkpoint
 from tests.train.counting_runs import counting, counting_config
-from tests.train.small_runs import records, same_state
+from tests.train.small_runs import same_state
 
 
 @pytest.fixture(scope="module")
@@ -118,20 +118,6 @@ def test_a_run_is_not_shortened_below_what_it_has_recorded(folder):
     ):
         train(counting_config(8), folder, resume=True)
     assert contents(folder) == before
-
-
-def test_what_is_not_damaged_goes_on(whole, folder):
-    """From the last checkpoint; the metrics of later steps are written anew, and so is a torn last line."""
-    for step in (8, 9):
-        (folder / "checkpoints" / f"step-00000{step}.safetensors").unlink()
-    with open(folder / "metrics.jsonl", "a") as file:
-        file.write('{"step": 9, "rew')
-    with counting():
-        train(counting_config(), folder, resume=True)
-    assert records(folder) == records(whole.path)
-    with counting():
-        train(counting_config(11), folder, resume=True)
-    assert [record["step"] for record in records(folder)] == list(range(11))
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])

@@ -108,15 +108,6 @@ def test_every_epoch_has_every_row_once_in_an_order_of_its_own(home):
     assert [p.prompt for p in again.problems(4, 5, rng)] == drawn[20:24], "the step alone decides"
 
 
-def test_an_order_is_drawn_once_for_an_epoch_and_not_for_each_prompt(home, monkeypatch):
-    task, drawn, rng_of = make_task(config_of(home)), [], np.random.default_rng
-    monkeypatch.setattr(
-        "foreroute.train.prompts.np.random.default_rng", lambda seed: drawn.append(seed) or rng_of(seed)
-    )
-    task.problems(12, 1, rng_of(0))  # prompts 12 to 23 of a file of 18
-    assert len(drawn) == 2
-
-
 def test_messages_go_through_the_chat_template(home, tmp_path):
     row = {"messages": [{"role": "user", "content": "1+2="}], "answer": "3"}
     (tmp_path / "chat.jsonl").write_text(json.dumps(row) + "\n")

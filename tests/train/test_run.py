@@ -1,6 +1,5 @@
 """Whole runs: what they record, that they repeat and resume bit for bit, and what they refuse."""
 
-import json
 import shutil
 from dataclasses import replace
 
@@ -77,11 +76,6 @@ def test_a_run_stopped_in_its_warm_start_leaves_nothing_behind(whole, tmp_path):
     assert not stopped.path.exists()
     again = train(small_config(rl={"steps": 1}), tmp_path / "run")
     assert records(again.path) == records(whole.path)[:1]
-
-
-def test_the_seed_decides(whole, tmp_path):
-    other = train(small_config(rl={"steps": 1}, seed=1), tmp_path / "other")
-    assert records(other.path) != records(whole.path)[:1]
 
 
 def test_what_a_step_records(whole):
@@ -171,13 +165,7 @@ def test_nothing_random_is_left_in_training(family, noise):
     assert torch.equal(outputs[0], model.eval()(input_ids=ids).logits)
 
 
-OTHERS = [
-    pytest.param("gpt_oss", marks=pytest.mark.slow),
-    *(pytest.param(family, marks=pytest.mark.exhaustive) for family in ("mixtral", "olmoe")),
-]
-
-
-@pytest.mark.parametrize("family", ["deepseek_v3", *OTHERS])
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_every_kind_of_gate_trains_or_says_what_to_change(tmp_path, family):
     config = {"name": family, "model": {"family": family, "sizes": dict(FAMILIES[family])}}
     del config["model"]["sizes"]["vocab_size"]
@@ -199,6 +187,8 @@ MISFITS = {
     "moments missing": lambda model, moments: moments[0].pop("exp_avg"),
     "steps below one": lambda model, moments: moments[0].update(step=torch.tensor(-1.0)),
     "moments of no weight": lambda model, moments: moments.update({999: moments[0]}),
+    # AdamW would begin its moments anew, and the run end with other bits
+    "no moments after steps": lambda model, moments: moments.clear(),
 }
 
 
@@ -209,15 +199,6 @@ def test_a_checkpoint_that_does_not_fit_is_refused_on_resume(copied, name):
     copied.save_checkpoint(state, data="", keep=9)
     with pytest.raises(RunFolderError):
         train(small_config(rl={"steps": 6}), copied.path, resume=True)
-
-
-def test_a_checkpoint_without_optimizer_state_is_refused_where_steps_were_taken(copied):
-    """AdamW would begin its moments anew, and the run end with other bits. Before any step there is none."""
-    kept = load_checkpoint(copied.last_checkpoint())
-    copied.save_checkpoint({**kept, "optimizer": {"state": {}}}, data="", keep=9)
-    with pytest.raises(RunFolderError):
-        train(small_config(rl={"steps": 6}), copied.path, resume=True)
-    assert not load_checkpoint(copied.path / "checkpoints" / "step-000000.safetensors")["optimizer"]["state"]
 
 
 def test_a_run_whose_last_update_leaves_no_numbers_ends_with_an_error(copied):
@@ -286,15 +267,3 @@ def test_a_metric_that_is_no_number_ends_the_run(tmp_path, monkeypatch):
     for within in ({"live_agreement": [0.5, float("inf")]}, {"mismatch": sides}, {"seconds": {"update": float("nan")}}):
         with pytest.raises(DivergedError):
             run.append(StepRecord(step=1, **within))
-
-
-def test_unknown_model_sizes_are_explained(tmp_path):
-    with pytest.raises(ConfigError):
-        train(small_config(model={"sizes": {"hidden_sise": 3}}), tmp_path / "run")
-    with pytest.raises(ConfigError):
-        train(small_config(model={"family": "qwen9"}), tmp_path / "run2")
-
-
-def test_the_resolved_configuration_is_written(whole):
-    stored = json.loads((whole.path / "config.json").read_text())
-    assert parse_config(stored, source="config.json") == small_config()

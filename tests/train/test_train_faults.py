@@ -74,7 +74,6 @@ def room_for(num_bytes):
     ("method", "at_call", "num_bytes", "named", "resumes_at"),
     [
         # checkpoints before steps 0, 2 and 4; traces and metrics of steps 0, 2 and of 0, 1, 2
-        ("save_checkpoint", 1, 300, r"step-000002\.safetensors", 0),
         ("save_checkpoint", 2, 300, r"step-000004\.safetensors", 2),
         ("save_rollout", 1, 100, r"step-000002\.safetensors", 2),
         ("append", 2, 150, r"metrics\.jsonl", 2),

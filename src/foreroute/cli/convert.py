@@ -51,6 +51,7 @@ def convert_file(
     with working(f"reading {source}", console):
         if _is_trace(source):
             given = {"--model": model, "--tokens": tokens, "--start": start, "--weight-version": weight_version}
+            # a version given by hand would silently contradict that of the trace
             refuse_unused(given, f"about {source}, a trace, which says it itself; leave it out")
             what = "the trace of a generation, without its log-probs" if is_generation(source) else "trace"
             if to == "generation":

@@ -43,6 +43,7 @@ def run_doctor(
     console = Console()
     if output is not None:
         check_page(output)
+    # what cannot be answered is refused before minutes of passes
     _check_sides(model, rollout, trainer, replayed)
     of_passes = {"--temperature": temperature, "--max-sequences": max_sequences}
     if model is None:
@@ -50,6 +51,7 @@ def run_doctor(
     elif rollout is None and (rollout := _last_rollout(model)) is None:
         refuse_unused({**of_passes, "--weight-version": weight_version}, "without --rollout, as nothing is compared")
     with working("reading the rollout", console):
+        # a model runs every sequence that is read; given passes cost nothing
         most = None if model is None else max_sequences or MOST_SEQUENCES
         trace, generation = (None, None) if rollout is None else _read(rollout, most)
     if model is not None:
@@ -148,6 +150,7 @@ def _examined(
 def _run_of(path: Path) -> Path | None:
     """Return the folder of a run, which may be named by its config.json; None where it is another model."""
     folder = path.parent if path.name == "config.json" else path
+    # os.path, as a name that is too long raises in pathlib
     is_run = os.path.exists(folder / "metrics.jsonl") or os.path.isdir(folder / "checkpoints")
     return folder if is_run else None
 
@@ -160,6 +163,7 @@ def _last_rollout(model: Path) -> Path | None:
     from foreroute.train.folder import files_by_step
 
     rollouts, checkpoints = (dict(files_by_step(folder / name)) for name in ("rollouts", "checkpoints"))
+    # a rollout whose weights are gone can be compared with nothing
     both = rollouts.keys() & checkpoints.keys()
     return rollouts[max(both)] if both else None
 
@@ -177,6 +181,7 @@ def _of_run(folder: Path, trace: RoutingTrace | None) -> tuple[Any, Path, int, T
     held = dict(files_by_step(folder / "checkpoints"))
     if not held:
         raise RunFolderError(f"{folder} holds no checkpoints, so there are no weights to examine")
+    # other weights would show a mismatch that the run never had
     known = [version for version in trace.versions if version >= 0] if trace is not None else []
     step = known[-1] if known else max(held)
     if step not in held:
@@ -187,6 +192,7 @@ def _of_run(folder: Path, trace: RoutingTrace | None) -> tuple[Any, Path, int, T
     stored = folder / "config.json"
     values = parse_json(read_text(stored, RunFolderError), RunFolderError, name=str(stored))
     config = parse_config(values, source=str(stored))
+    # every weight is overwritten from the checkpoint, so any seed will do
     model = make_model(config.model, make_task(config), seed=0)
     state = load_checkpoint(held[step])
     with as_run_folder_error(f"checkpoint {held[step]}"):
@@ -209,6 +215,7 @@ def _commands(model: Path | None, rollout: Path | None, trainer: Path | None) ->
     commands = []
     if model is not None and (model / "metrics.jsonl").exists():
         commands.append(("The page of this run", f"foreroute report {quoted(model)}"))
+    # `foreroute diff` reads traces, not generations
     if rollout is not None and trainer is not None and not any(map(is_generation, (rollout, trainer))):
         command = f"foreroute diff {quoted(trainer)} {quoted(rollout)}"
         commands.append(("The two traces by layer and position", command))

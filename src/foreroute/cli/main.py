@@ -11,6 +11,7 @@ import foreroute
 from foreroute.cli.exit_codes import run
 from foreroute.cli.terminal import Console
 
+# verbs import what they need when they run: `--help` must not load torch
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -173,8 +174,7 @@ def plan(
     output: Annotated[Path, typer.Option(help="The plan file; the page has .html instead.")] = Path("plan.safetensors"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing plan and page.")] = False,
     previous: Annotated[
-        list[Path] | None,
-        typer.Option(help="The plan, and the traces or counts file, of the step before; repeat it."),
+        list[Path] | None, typer.Option(help="The plan, and the traces or counts file, of the step before; repeat it.")
     ] = None,
     token_budget: Annotated[
         int | None, typer.Option(min=1, help="Most tokens of a rank in a micro-step, of traces; 16384 by default.")
@@ -186,8 +186,7 @@ def plan(
     ] = None,
 ) -> None:
     """Plan a step before it runs. Says where experts live, which are replicated, and who serves which token."""
-    from foreroute.cli.plan import run_plan
-    from foreroute.cli.plan_inputs import parse_options
+    from foreroute.cli.plan import parse_options, run_plan
 
     run_plan(
         topology,

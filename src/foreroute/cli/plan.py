@@ -1,38 +1,43 @@
-"""`foreroute plan`: plan a step, compare with other balancers, write the plan and a page."""
+"""`foreroute plan`: read a step, plan it, compare with other balancers, write the plan and a page."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import replace
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 import foreroute
-from foreroute.cli.plan_inputs import StepToPlan, read_step
 from foreroute.cli.terminal import Console, shown_facts, shown_table, shown_tiles, working, write_page
-from foreroute.errors import InputError, PlanError
+from foreroute.costs.cluster_file import Cluster, load_cluster
+from foreroute.costs.model import CostModel
+from foreroute.errors import ConfigError, CountsError, InputError, PlanError, shown
 from foreroute.files.writing import check_writable, writing_named
-from foreroute.plan import PlanOptions, save_plan, verify
+from foreroute.layout import Packing
+from foreroute.plan import PlanOptions, load_plan, save_plan, verify
+from foreroute.plan.counts import COUNTS_FILE, check_counts, load_counts, packed_counts, tokens_digest
 from foreroute.plan.plan_file import PLAN_FILE
+from foreroute.plan.topology import Topology
 from foreroute.report.format import duration
 from foreroute.report.page import check_page
 from foreroute.report.plan import cost_words, plan_finding, plan_table, plan_tiles, write_plan_page
+from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.compare import compare_plan, compile_planner, timed_plan
 from foreroute.simulate.methods import BALANCERS
+from foreroute.simulate.steps import TOKEN_BUDGET, packed, read_traces
+from foreroute.trace import RoutedLayer, RoutingTrace
+from foreroute.trace.operations import count_assignments
 
 
 def run_plan(
-    topology: Path,
-    options: PlanOptions,
-    output: Path,
-    *,
-    baselines: bool,
-    overwrite: bool,
-    **inputs: Any,
+    topology: Path, options: PlanOptions, output: Path, *, baselines: bool, overwrite: bool, **inputs: Any
 ) -> None:
     """Plan what `read_step` makes of `inputs`, print the table, write `output` and the page beside it."""
     page = output.with_suffix(".html")
@@ -44,18 +49,22 @@ def run_plan(
     facts = {**step.facts, **_facts(step, options), "costs": cost_words(step.cluster)}
     console.print(shown_facts(facts))
     with working("planning the first micro-step, which compiles once on a machine", console):
+        # so that the time of planning, which the page names, has no compilation in it
         compile_planner(problem, options)
     cells = step.counts_MLGE.shape[0] * step.counts_MLGE.shape[1]
     with working("planning", console, total=cells, unit="cells") as work:
         found = timed_plan(problem, options, work.advance)
+    # counts do not say which sequences they are of; executors refuse a plan of other tokens by this digest
     found = replace(found, plan=replace(found.plan, packing=step.packing, tokens_digest=step.tokens_digest))
     threads = "one thread" if options.threads == 1 else f"{options.threads} threads"
     console.print(f"{'planned':<9} {cells} cells in {duration(found.elapsed_s)} with {threads}", highlight=False)
     console.print(shown_facts(found.why))
     with working("verifying and writing the plan", console), writing_named(output, PlanError):
+        # nothing that breaks a rule of plans is ever written, whatever planned it
         verify(found.plan, step.counts_MLGE, options)
         save_plan(found.plan, output, overwrite=overwrite)
     console.print(f"{'plan':<9} {output}, {output.stat().st_size:,} bytes, verified", soft_wrap=True, markup=False)
+    # static is what every speedup is over, so it is always compared
     balancers = BALANCERS if baselines else {"static": BALANCERS["static"]}
     with working("comparing with other balancers", console, total=len(balancers)) as work:
         compared = compare_plan(found, problem, balancers, work.advance)
@@ -64,10 +73,103 @@ def run_plan(
     console.print(shown_tiles(plan_tiles(compared)))
     made = {"made": f"foreroute {foreroute.__version__}, {date.today()}: {shlex.join(['foreroute', *sys.argv[1:]])}"}
     all_facts = facts | found.why | made
-    write_page(
-        console,
-        lambda: write_plan_page(compared, all_facts, page, cluster=step.cluster, layers=step.layers),
+    write_page(console, lambda: write_plan_page(compared, all_facts, page, cluster=step.cluster, layers=step.layers))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class StepToPlan:
+    """A step, ready to be planned.
+
+    Attributes:
+        cluster: ranks, slots and the cost model.
+        home_LE: where the experts are now.
+        previous_LE: assignments of the step before, which some balancers go by.
+        facts: for people, by name.
+        layers: of the traces; none where there are only counts.
+        packing: the rank and micro-step of each sequence of the traces.
+        tokens_digest: of these sequences, by which an executor knows the step.
+    """
+
+    counts_MLGE: NDArray[np.int32]
+    cluster: Cluster
+    home_LE: NDArray[np.int16]
+    previous_LE: NDArray[np.int64] | None
+    facts: dict[str, str]
+    layers: tuple[RoutedLayer, ...]
+    packing: Packing | None
+    tokens_digest: str
+
+    @property
+    def topology(self) -> Topology:
+        """Ranks and slots."""
+        return self.cluster.topology
+
+    @property
+    def problem(self) -> BalancerInput:
+        """What balancers are given."""
+        return BalancerInput(self.counts_MLGE, self.topology, self.home_LE, self.previous_LE, self.cluster.costs)
+
+
+def read_step(
+    topology: Path, step: Sequence[Path], *, previous: Sequence[Path] = (), token_budget: int | None = None
+) -> StepToPlan:
+    """Read everything, and pack the sequences of traces; what the files are is told by their content."""
+    # experts are at the homes of the plan before; EPLB balances by the loads of the step before
+    plans = [path for path in previous if PLAN_FILE.is_in(path)]
+    if len(plans) > 1:
+        raise InputError(f"--previous names {len(plans)} plans; give the one of the step before")
+    before = [path for path in previous if path not in plans]
+    cluster = load_cluster(topology)
+    ranks, costs = cluster.topology, cluster.costs
+    facts = {"input": ", ".join(map(str, step)), "topology": str(topology)}
+    if (counts := _counts_file(step)) is not None:
+        if token_budget is not None:
+            raise InputError("--token-budget is for traces; counts are packed already")
+        read: list[RoutingTrace] = []
+        packing, counts_MLGE = None, check_counts(load_counts(counts), num_ranks=ranks.num_ranks)
+        _check_model(costs, counts_MLGE.shape[3], None, topology)
+    else:
+        read = read_traces(step)
+        read[0].spec.require_alike("a plan", "in Python, save trace.select_layers of those of one size, and plan that")
+        _check_model(costs, read[0].spec.num_experts, read[0].spec.top_k, topology)
+        # the packing becomes part of the plan: the trainer must cut the step as it was planned
+        budget = token_budget or TOKEN_BUDGET
+        packing, sequences = packed(read, budget, ranks.num_ranks, costs), sum(map(len, read))
+        facts["packing"] = f"{sequences} sequences by length, at most {budget} tokens of a rank in a micro-step"
+        counts_MLGE = check_counts(packed_counts(read, packing))
+    shape = counts_MLGE.shape[1], counts_MLGE.shape[3]
+    return StepToPlan(
+        counts_MLGE=counts_MLGE,
+        cluster=cluster,
+        home_LE=_homes(plans[0] if plans else None, ranks, shape),
+        previous_LE=_loads(before, shape) if before else None,
+        facts=facts,
+        layers=read[0].spec.layers if read else (),
+        packing=packing,
+        tokens_digest=tokens_digest(read) if read else "",
     )
+
+
+def parse_options(settings: Sequence[str]) -> PlanOptions:
+    """Make options of the planner of `key=value`, with values as in TOML; a word needs no quotes.
+
+    Raises:
+        ConfigError: for a text without "=", an unknown key, and a value that an option cannot have.
+    """
+    values: dict[str, object] = {}
+    for setting in settings:
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {shown(setting)} gives no value; expected key=value, such as tolerance=0")
+        try:
+            values[key] = tomllib.loads(f"value = {text}")["value"]
+        # a bare word is no TOML; nested brackets of a thousand levels are no value either
+        except (ValueError, RecursionError):
+            values[key] = text
+    try:
+        return PlanOptions.from_table(values)
+    except ConfigError as error:
+        raise ConfigError(f"--set: {error}") from error
 
 
 def _check_target(output: Path, page: Path, overwrite: bool) -> None:
@@ -80,6 +182,7 @@ def _check_target(output: Path, page: Path, overwrite: bool) -> None:
                 raise PlanError(f"{path} already exists; pass another --output, or --overwrite to replace it")
             check_writable(path)
     check_page(page)
+    # a mistyped --output must cost nobody a file of another kind
     if output.exists() and output.stat().st_size and not PLAN_FILE.is_in(output):
         raise PlanError(f"{output} is no plan, which is all that --overwrite replaces; nothing was changed")
 
@@ -102,3 +205,50 @@ def _facts(step: StepToPlan, options: PlanOptions) -> dict[str, str]:
         f"{topology.redundant_slots}",
         "options": ", ".join(switched),
     }
+
+
+def _counts_file(paths: Sequence[Path]) -> Path | None:
+    """Give the counts file of a step; None where the paths are those of traces."""
+    counts = [path for path in paths if COUNTS_FILE.is_in(path)]
+    if counts and len(paths) > 1:
+        raise InputError(f"{counts[0]} holds the counts of a whole step; leave out the {len(paths) - 1} other files")
+    return counts[0] if counts else None
+
+
+def _check_model(costs: CostModel, num_experts: int, top_k: int | None, source: Path) -> None:
+    """Refuse a topology file that describes another model than that of the input; counts do not know top_k."""
+    model = costs.model
+    if model.num_experts != num_experts or (top_k is not None and model.top_k != top_k):
+        routed = f"{num_experts} experts" if top_k is None else f"top-{top_k} of {num_experts} experts"
+        raise ConfigError(
+            f"{source} describes a model with top-{model.top_k} of {model.num_experts} experts, the input has "
+            f"{routed}; set num_experts and top_k in its [model]"
+        )
+
+
+def _homes(previous: Path | None, topology: Topology, shape: tuple[int, int]) -> NDArray[np.int16]:
+    """Give the homes [L, E] of the plan before, or those of a model that was loaded: blocks of experts."""
+    if previous is None:
+        return np.tile(topology.contiguous_home_E(shape[1]), (shape[0], 1))
+    plan = load_plan(previous)
+    if plan.home_LE.shape != shape or plan.topology.num_ranks != topology.num_ranks:
+        raise PlanError(
+            f"{previous} is a plan of {list(plan.home_LE.shape)} layers and experts on {plan.topology.num_ranks} "
+            f"ranks; expected {list(shape)} on {topology.num_ranks}"
+        )
+    return plan.home_LE
+
+
+def _loads(paths: Sequence[Path], shape: tuple[int, int]) -> NDArray[np.int64]:
+    """Read assignments [L, E] of the step before, from a counts file or from traces."""
+    if (counts := _counts_file(paths)) is not None:
+        loads_LE: NDArray[np.int64] = load_counts(counts).sum(axis=(0, 2), dtype=np.int64)
+    else:
+        parts = [count_assignments(trace, np.zeros(len(trace), np.int64)).sum(axis=0) for trace in read_traces(paths)]
+        loads_LE = np.sum(parts, axis=0)
+    if loads_LE.shape != shape:
+        raise CountsError(
+            f"{paths[0]} has {loads_LE.shape[0]} layers of {loads_LE.shape[1]} experts, the step to plan "
+            f"{shape[0]} of {shape[1]}; expected the same model"
+        )
+    return loads_LE

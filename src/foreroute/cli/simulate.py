@@ -20,9 +20,7 @@ from foreroute.report.simulation import (
     simulation_tiles,
     write_simulation_page,
 )
-from foreroute.simulate import SimulationRecord, Timeline, load_config, simulate, sweep, timeline
-from foreroute.simulate.ep_group import EPGroup
-from foreroute.simulate.records import compared
+from foreroute.simulate import SimulationRecord, load_config, simulate
 
 
 def run_simulation(
@@ -40,6 +38,7 @@ def run_simulation(
         InputError: for everything that a user can mend.
     """
     folder = output or Path("runs") / "simulate" / config_path.stem
+    # minutes of simulation must not end at a folder that cannot take them
     _check_free(folder)
     if rates and measurements is None:
         raise InputError("--rate says what to fit, and nothing to fit to was given; add --fit MEASUREMENTS")
@@ -51,30 +50,11 @@ def run_simulation(
             config, fitted = fit_config(config, measurements, rates or DEFAULT_RATES)
         console.print(shown_table(fit_table(fitted)))
         console.print(fit_summary(fitted), highlight=False)
-    drawn: dict[str, Timeline] = {}
-
-    def draw(name: str, group: EPGroup) -> None:
-        if name not in drawn:
-            drawn[name] = timeline(name, group)
-
     with working("simulating", console) as work:
-        record = simulate(
-            config, on_progress=lambda name, done, total: work.advance(done, total, detail=name), on_group=draw
-        )
+        record = simulate(config, on_progress=lambda name, done, total: work.advance(done, total, detail=name))
     _print(record, console)
-    # static and the methods that plots set beside it: all others would take many times as long
-    names = ["static", *(method.name for method in compared(record.methods))]
-    timelines = [drawn[name] for name in names[:2]]
-    sweeps, total = [], len(config.sweep.points())
-    with working("sweeps", console, total=total) as work:
-        for point in sweep(config, names):
-            sweeps.append(point)
-            work.advance(len(sweeps), total)
-    figures = record.as_dict() | {
-        "sweeps": [point.as_dict() for point in sweeps],
-        "timelines": [found.as_dict() for found in timelines],
-        "fit": None if fitted is None else fitted.as_dict(),
-    }
+    figures = record.as_dict() | {"fit": None if fitted is None else fitted.as_dict()}
+    # with both files the step can be simulated anew, by any later version
     contents = {"simulation.json": figures, "config.json": config.model_dump(mode="json")}
     texts = {name: json.dumps(values, indent=1, allow_nan=False) for name, values in contents.items()}
     with working("writing the figures", console), writing_named(folder, RunFolderError):
@@ -82,10 +62,7 @@ def run_simulation(
             write_atomically(folder / name, text, overwrite=False)
     console.print(f"{'figures':<9} {folder / 'simulation.json'}", soft_wrap=True, highlight=False, markup=False)
     page = folder / "report.html"
-    write_page(
-        console,
-        lambda: write_simulation_page(record, config, page, sweeps=sweeps, timelines=timelines, fit=fitted),
-    )
+    write_page(console, lambda: write_simulation_page(record, config, page, fit=fitted))
 
 
 def _check_free(folder: Path) -> None:
@@ -94,6 +71,7 @@ def _check_free(folder: Path) -> None:
             raise RunFolderError(f"{folder} is no folder; nothing was changed. Name another one with --output")
         if folder.exists() and any(folder.iterdir()):
             raise RunFolderError(f"{folder} is not empty; nothing was changed. Name another folder with --output")
+        # an empty folder, but one that the user did not mean to be a run's
         if os.path.realpath(folder) == os.getcwd():
             raise RunFolderError(f"{folder} is the folder that this runs in; nothing was changed. Name one in it")
         check_writable(folder / "simulation.json")

@@ -58,6 +58,7 @@ def prepare_streams() -> None:
 
     A closed stream would hand its number to the next file that is opened, which would then hold what is printed.
     """
+    # daemons and cron start programs with closed streams
     for number in range(3):
         try:
             os.fstat(number)
@@ -94,6 +95,7 @@ class Work:
 
     def begin(self, what: str, *, total: int = 0, unit: str = "") -> None:
         """Begin a piece of work, of which no second has gone by; `total` 0 where nobody knows how much it is."""
+        # one line at a time: a second bar would look like work that goes on beside the first
         for task in self._progress.task_ids:
             self._progress.remove_task(task)
         self.what, self._unit = what, unit
@@ -173,6 +175,7 @@ def shown_tiles(tiles: Iterable[Tile]) -> Table:
 
 def write_page(console: Console, write: Callable[[], Path], *, name: str = f"{'page':<9}") -> None:
     """Write a page and say where it is, or say what is missing for one: the light core has figures alone."""
+    # asked before drawing: the figures are printed already, and a missing picture is no failure of the command
     missing = [library for library in DRAWN_WITH if find_spec(library) is None]
     with working("drawing the page", console):
         found = (

@@ -16,15 +16,7 @@ from foreroute.errors import InputError, printable
 from foreroute.mismatch import Defect, Explanation, explain
 from foreroute.mismatch.decisions import misplaced_masks, stream_difference
 from foreroute.report.format import quoted
-from foreroute.trace import (
-    NO_VERSION,
-    SAMPLING,
-    DecisionStream,
-    RoutingSpec,
-    RoutingTrace,
-    digest,
-    load,
-)
+from foreroute.trace import NO_VERSION, SAMPLING, DecisionStream, RoutingSpec, RoutingTrace, digest, load
 from foreroute.trace.operations import count_assignments
 
 POSITION_BINS = 8
@@ -56,6 +48,7 @@ def validate_traces(paths: list[Path]) -> bool:
                 if len(paths) > 1:
                     work.advance(number, len(paths))
                 trace = load(path)
+                # a sound file may hold routes of an engine that stopped to write them, and training would replay those
                 refuse_frozen_rows(trace)
         except InputError as error:
             sound = False
@@ -82,6 +75,7 @@ def print_difference(reference: Path, other: Path) -> bool:
     natural = found.kind is Defect.NONE
     colour = "green" if natural else "bold red"
     console.print(f"[{colour}]{found.kind}[/]  {escape(found.sentence)}", highlight=False)
+    # equal routes do not make other decisions equal: a stream may be lost or shifted alone
     natural &= _same_streams(trace, compared, console)
     command = f"foreroute doctor --trainer {quoted(reference)} --rollout {quoted(other)} --output doctor.html"
     console.print(f"page   {printable(command)}", soft_wrap=True, highlight=False, markup=False)
@@ -176,6 +170,7 @@ def _layers(trace: RoutingTrace) -> Table:
     for layer, (num_experts, _), counts_E in zip(trace.spec.layers, trace.spec.sizes_L, counts_LE, strict=True):
         counts = counts_E[:num_experts]
         total = max(int(counts.sum()), 1)
+        # an expert that was never picked adds nothing to the entropy, and has no logarithm
         share = counts[counts > 0] / total
         busiest = f"{counts.max() * num_experts / total:.2f}"
         entropy = f"{(share * np.log2(1 / share)).sum():.2f} of {np.log2(num_experts):.2f}"

@@ -56,10 +56,7 @@ def console_of_rank() -> Console:
 @contextmanager
 def watching(config: TrainConfig, console: Console) -> Iterator[Watcher]:
     """Show progress and alarms, and turn the first Ctrl-C, SIGTERM or SIGHUP into an orderly stop."""
-    with (
-        working(f"{config.name}, preparing the run", console) as work,
-        noting_the_first_signal(console) as received,
-    ):
+    with working(f"{config.name}, preparing the run", console) as work, noting_the_first_signal(console) as received:
         announced: list[int] = []
 
         def should_stop() -> bool:
@@ -110,6 +107,7 @@ class Display:
 
     def _begin(self, what: str, unit: str) -> None:
         """Begin a part of the run, unless it is under way: the pace is that of a part."""
+        # a new part begins a new pace
         if self._work.what != (what := f"{self._config.name}, {what}"):
             self._work.begin(what, unit=unit)
 

@@ -16,15 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.conformance.adapter import (
-    AdapterUnderTest,
-    AttachedModel,
-    Batch,
-    Case,
-    ModelUnderTest,
-    Padding,
-    Seen,
-)
+from foreroute.conformance.adapter import AdapterUnderTest, AttachedModel, Batch, Case, ModelUnderTest, Padding, Seen
 from foreroute.errors import ForerouteError
 from foreroute.mismatch import Defect, explain
 from foreroute.trace import RoutingSpec, RoutingTrace
@@ -64,7 +56,6 @@ class Check:
     Attributes:
         id: short name; known bugs refer to it.
         title: the property, as a sentence that is true of a right adapter.
-        does: how it is looked at.
         run: raises `CheckFailed` when the property does not hold.
         needs: ids of checks without which this one says nothing: it is blocked when one of them failed.
         quick: takes only forwards of one model of the family's own shape, so it can run on a user's model.
@@ -72,7 +63,6 @@ class Check:
 
     id: str
     title: str
-    does: str
     run: Callable[[CheckContext], None]
     needs: tuple[str, ...] = ()
     quick: bool = False
@@ -111,6 +101,7 @@ class CheckContext:
 
     def pair(self, case: Case | None = None) -> tuple[ModelUnderTest, AttachedModel]:
         """A new model and the adapter attached to it."""
+        # a new model each time: a check may leave hooks and gradients behind, and the next one must not see them
         model = self.adapter.build(case or Case())
         return model, self.adapter.attach(model)
 
@@ -125,7 +116,8 @@ class CheckContext:
 
     @cached_property
     def base(self) -> Batch:
-        """Three sequences of one length, so that nothing is padded."""
+        """Three sequences of one length."""
+        # so that nothing is padded: padding has checks of its own
         return self.batch(12, 12, 12)
 
     @cached_property
@@ -148,12 +140,14 @@ class CheckContext:
         """Random routes of no relation to the model, for every token, from the experts `low` and up."""
         rng = np.random.default_rng([self.seed, seed])
         shape = (spec.num_layers, spec.num_experts - low)
+        # ranks of random numbers are distinct, as the picks of a row must be
         routes = [low + np.argsort(rng.random((n, *shape)), axis=-1)[..., : spec.top_k] for n in batch.lengths]
         return self.trace_of(routes, batch, spec)
 
     def native_trace(self) -> RoutingTrace:
         """The untouched model's own routes of the base batch, without the last token's row."""
         routes = np.split(self.native.ids_NLK, len(self.base.sequences))
+        # as engines return them, which never compute the last sampled token
         return self.trace_of([r[:-1] for r in routes], self.base)
 
     @cached_property
@@ -171,6 +165,7 @@ class CheckContext:
     def placement(self) -> Misplaced | None:
         """Where foreign routes, with and without a row for the last token, ended up; None where they belong."""
         found = None
+        # T rows and T - 1 rows: an adapter that counts from the end is right with one of them alone
         for absent in (0, 1):
             wanted = self.foreign(self.spec, self.base)
             if absent:
@@ -204,6 +199,7 @@ def refused(action: Callable[[], Any]) -> str | None:
 
 def same_sets(wanted: NDArray[Any], seen: NDArray[Any]) -> NDArray[np.bool_]:
     """[...], whether picks [..., K] are the same sets."""
+    # signed and wide: differences of unsigned ids would wrap
     a, b = np.sort(np.asarray(wanted, np.int64), -1), np.sort(np.asarray(seen, np.int64), -1)
     return np.asarray((a == b).all(axis=-1))
 
@@ -236,10 +232,12 @@ def misplaced(wanted: RoutingTrace, seen_NLK: NDArray[Any], native_NLK: NDArray[
         sentence = f"the probe saw rows of shape {seen_NLK.shape}, the trace has {wanted.expert_ids_NLK.shape}"
         return Misplaced("routes-followed", sentence)
     valid = wanted.valid_N
+    # as sets: the order of picks changes nothing but roundings of a sum
     seen, asked = np.sort(seen_NLK.astype(np.int64), -1), np.sort(wanted.expert_ids_NLK.astype(np.int64), -1)
     wrong_RL = (seen != asked).any(axis=-1)[valid]
     if not wrong_RL.any():
         return None
+    # before any other name: a model that ignores the trace may look shifted by chance
     if (seen == np.sort(native_NLK, -1)).all():
         return Misplaced("silent-no-op", "no layer followed the trace, and nothing was raised")
     # A layer that ignores the trace differs in nearly all rows, one with single misplaced rows in few.

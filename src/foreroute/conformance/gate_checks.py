@@ -19,11 +19,12 @@ STEP = 0.005
 
 
 def _gate_rule(context: CheckContext) -> None:
-    """With the model's own experts replayed, gate weights are those of the untouched model."""
+    """Compare gate weights under the model's own experts with those of the untouched model."""
     seen, native = context.native_replay.gates_NLK, context.native.gates_NLK
     if seen is None or native is None:
         raise Unsupported("the probe does not see gate weights")
     routed = context.native_trace().valid_N
+    # relative to the largest gate of all, since small ones are rounded more
     off = np.abs(seen - native).max(axis=(0, 2), where=routed[:, None, None], initial=0)
     layer = int(np.argmax(off > TOLERANCE * np.abs(native).max()))
     require(
@@ -34,14 +35,15 @@ def _gate_rule(context: CheckContext) -> None:
 
 
 def _native_bits(context: CheckContext) -> None:
-    """The selection is the model's own, so nothing but the selection may have been touched."""
+    """Compare log-probs under the model's own routes, bit for bit."""
     seen, native = context.native_replay, context.native
+    # the selection is the same, so any difference is something else that was touched
     off = float(np.abs(seen.logprobs_R - native.logprobs_R).max())
     require(off == 0, f"replaying the model's own routes moves log-probs by up to {off:.3g}")
 
 
 def _dense_scores(context: CheckContext) -> None:
-    """Scores outside the router's own choice must not have been zeroed before gates are gathered."""
+    """Look for gate weights of exactly zero under foreign routes."""
     gates = context.replayed(context.foreign(context.spec, context.base)).gates_NLK
     if gates is None:
         raise Unsupported("the probe does not see gate weights")
@@ -56,7 +58,7 @@ def _dense_scores(context: CheckContext) -> None:
 
 
 def _group_limit(context: CheckContext) -> None:
-    """As many picks as exceed the live groups, each of which may be in a group of its own."""
+    """Replay more picks than there are live groups, each of which may be in a group of its own."""
     groups = context.adapter.groups
     if groups is None:
         raise Unsupported("the router has no group limit")
@@ -75,7 +77,7 @@ def _group_limit(context: CheckContext) -> None:
 
 
 def _router_gradient(context: CheckContext) -> None:
-    """Under the model's own routes gradients are its own, and under others those of routers are those of the loss."""
+    """Compare gradients under the model's own routes with its own, and under others with those of the loss."""
     untouched = context.untouched()
     untouched.forward(context.base).backward()
     model, handle = context.pair()
@@ -101,12 +103,13 @@ def finite_differences(context: CheckContext, trace: RoutingTrace) -> None:
         gradient = np.asarray(gradients.get(name, np.zeros(1)), np.float64)
         size = float(np.linalg.norm(gradient))
         require(size > 0, f"the gradient of {name} is zero under the trace: the router is detached")
+        # along the gradient itself, where the loss changes most and a wrong one shows
         step = STEP * gradient / size
         model.add_to(name, step)
         above = loss()
         model.add_to(name, -2 * step)
         below = loss()
-        model.add_to(name, step)
+        model.add_to(name, step)  # back to where it was, for the router that comes next
         slope = (above - below) / (2 * STEP)
         # A tenth for the curvature of the loss, and 2e-4 for the rounding of a float32 loss over twice the step.
         require(
@@ -121,23 +124,16 @@ def furthest(expected: Mapping[str, NDArray[Any]], seen: Mapping[str, NDArray[An
         name: float(np.abs(seen[name] - value).max() / max(float(np.abs(value).max()), 1e-12)) if name in seen else 1.0
         for name, value in expected.items()
     }
+    # a parameter without a gradient is as far off as can be
     worst = max(off, key=lambda name: off[name])
     return worst, off[worst]
 
 
 CHECKS = (
-    Check(
-        "gate-rule",
-        "Gate weights follow the family's own rule",
-        "Replays the model's own routes and compares the weights of the experts with the untouched model's.",
-        _gate_rule,
-        needs=PLACEMENT,
-        quick=True,
-    ),
+    Check("gate-rule", "Gate weights follow the family's own rule", _gate_rule, needs=PLACEMENT, quick=True),
     Check(
         "native-bit-equal",
         "Replaying a model's own routes changes no bit",
-        "Compares log-probs of the untouched model with those under its own routes.",
         _native_bits,
         needs=("gate-rule", "missing-rows"),
         quick=True,
@@ -145,7 +141,6 @@ CHECKS = (
     Check(
         "dense-scores",
         "A replayed expert that the router would not pick keeps its weight",
-        "Replays random routes and looks for gate weights of exactly zero.",
         _dense_scores,
         needs=PLACEMENT,
         quick=True,
@@ -153,15 +148,12 @@ CHECKS = (
     Check(
         "group-limit",
         "The final selection is replaced, not limited to the router's own groups",
-        "Replays routes that span more groups than the router allows.",
         _group_limit,
         needs=PLACEMENT,
     ),
     Check(
         "router-gradient",
         "Routers get the gradient of the loss under the replayed routes",
-        "Compares all gradients under native routes with the untouched model, and those of routers under random "
-        "routes with finite differences.",
         _router_gradient,
         needs=("gate-rule", "dense-scores"),
     ),

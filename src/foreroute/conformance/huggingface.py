@@ -49,6 +49,7 @@ class HuggingFaceUnderTest(AdapterUnderTest):
     def build(self, case: Case) -> HuggingFaceModel:
         """A model from the configuration, changed as the case asks."""
         shape = (case.top_k, case.num_experts)
+        # a copy of one that was built: some families take longer to build than to run
         if shape not in self._built:
             self._built[shape] = self._new(case)
         model = copy.deepcopy(self._built[shape])
@@ -59,6 +60,7 @@ class HuggingFaceUnderTest(AdapterUnderTest):
             enable({"use_reentrant": False} | ({"context_fn": KEEPING} if case.selective else {}))
         if case.compiled:
             for module in model.modules():
+                # layer by layer, as trainers compile; "eager" traces without a compiler's minute
                 if type(module).__name__.endswith("DecoderLayer"):
                     module.compile(backend="eager")
         return HuggingFaceModel(model)
@@ -95,6 +97,7 @@ class HuggingFaceModel(TorchModel):
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
+        # what they are given is what is executed; what a router returns need not be
         experts = [path for path, module in model.named_modules() if type(module).__name__.endswith("Experts")]
         if not experts:
             raise Unsupported(f"{type(model).__name__} has no module whose class name ends in Experts to look into")
@@ -112,7 +115,7 @@ class HuggingFaceModel(TorchModel):
         )
 
     def forward(self, batch: Batch, *, grad: bool = True) -> TorchStep:
-        """One forward over the padded batch."""
+        """Run one forward over the padded batch."""
         input_ids, real_BT = padded(batch)
         mask = real_BT.long()
         with torch.set_grad_enabled(grad), self._probed(real_BT) as given:
@@ -148,11 +151,13 @@ class HuggingFaceModel(TorchModel):
         elif fault is Fault.FUSED_ROUTER:
             block.forward = _fused(block)
         elif fault is Fault.ORPHAN_ROUTERS:
+            # registered first, so that whoever counts or names layers finds them before those that run
             orphans = copy.deepcopy(self._trunk.layers)
             live = self._trunk._modules.pop("layers")
             self._trunk.add_module("vision_layers", orphans)
             self._trunk.add_module("layers", live)
         else:
+            # its layer is called 0 again, as released checkpoints number it
             self._trunk.mtp = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"mlp": copy.deepcopy(block)})])})
             self._trunk.norm.register_forward_hook(self._run_head)
 
@@ -165,6 +170,7 @@ class HuggingFaceModel(TorchModel):
         given: Given = {}
 
         def note_gates(path: str, args: tuple[Tensor, ...]) -> None:
+            # copies: a later layer may write into the same tensors
             given[path] = (args[1].detach().numpy().copy(), args[2].detach().float().numpy().copy())
 
         handles = [
@@ -187,6 +193,7 @@ def _note_attended(given: Given, path: str, real_BT: Tensor, module: nn.Module, 
     """Note bool [B · T, U], the tokens of its sequence that each query attends to, where an indexer returns tokens."""
     if keys_BTK.ndim != 3 or keys_BTK.dtype == torch.bool:
         return
+    # indexers count columns of the padded batch, the kit tokens of a sequence
     first_B = real_BT.int().argmax(1)
     tokens_BTK = keys_BTK.long() - first_B[:, None, None]
     position_BT = torch.arange(real_BT.shape[1]) - first_B[:, None]
@@ -202,6 +209,7 @@ def _fused(block: Any) -> Any:
     router = block.gate if hasattr(block, "gate") else block.router
 
     def forward(hidden: Tensor) -> Any:
+        # the same mathematics, so that only a replay tells the difference
         flat = hidden.reshape(-1, hidden.shape[-1])
         weights, ids = torch.topk((flat @ router.weight.T).softmax(-1), router.top_k, dim=-1)
         output = block.experts(flat, ids, weights).reshape(hidden.shape)

@@ -17,7 +17,7 @@ from foreroute.trace import INDEXER, IndexerSpec, RoutingTrace
 
 
 def _followed(context: CheckContext) -> None:
-    """In the forward, and in a recomputation of it, whose gradients would be off otherwise."""
+    """Look at what queries attend to in a forward, and at gradients where a recomputation chose for itself."""
     trace = _with_canaries(context, _indexers(context))
     _require_attended(context, trace)
     gradients = []
@@ -42,6 +42,7 @@ def _require_attended(context: CheckContext, trace: RoutingTrace) -> None:
     wrong_ND = (wanted_NDU != chosen_NDU).any(axis=2)
     if not wrong_ND.any():
         return
+    # what was dropped has a name of its own: queries attend as in the untouched model
     require((_chosen(context.native) != chosen_NDU).any(), "the choices were dropped, and nothing was raised")
     row, layer = np.argwhere(wrong_ND)[0]
     raise CheckFailed(
@@ -52,7 +53,7 @@ def _require_attended(context: CheckContext, trace: RoutingTrace) -> None:
 
 
 def _recorded(context: CheckContext) -> None:
-    """What is recorded is held against what the attention was given, not against what an indexer returned."""
+    """Hold recorded choices against what the attention was given, not against what an indexer returned."""
     spec = _indexers(context)
     handle: Any
     for what, replays in (("the model's own choices", False), ("replayed choices", True)):
@@ -70,10 +71,11 @@ def _recorded(context: CheckContext) -> None:
 
 
 def _refused(context: CheckContext) -> None:
-    """An adapter that reads choices by their place alone would follow each of these silently."""
+    """Replay choices that an adapter would follow silently if it read them by their place alone."""
     spec = _indexers(context)
     trace = _with_canaries(context, spec)
     good = trace.streams[INDEXER]
+    # sequences of the base batch are of one length
     rows = np.arange(trace.num_rows).reshape(len(trace), -1)
     beyond = good.ids.copy()
     beyond[np.cumsum(good.counts_ND)[good.counts_ND.reshape(-1) > 0] - 1] = context.base.width * spec.heads
@@ -108,6 +110,7 @@ def _with_canaries(context: CheckContext, spec: IndexerSpec) -> RoutingTrace:
     rng = np.random.default_rng([context.seed, 2])
     trace = context.native_trace()
     positions = trace.positions_N
+    # a set may hold no unit behind its query: such sets are refused
     visible_N = spec.num_visible(positions)
 
     def sets(pick: Callable[[int], NDArray[np.int64]]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
@@ -131,6 +134,7 @@ def _visible(trace: RoutingTrace, spec: IndexerSpec) -> NDArray[np.bool_]:
     chosen_NDU = np.zeros(whole_NDU.shape, np.bool_)
     of_set = np.repeat(np.arange(len(seen_N) * stream.depth), np.diff(stream.offsets))
     chosen_NDU.reshape(-1, width)[of_set, stream.ids] = True
+    # an empty set means all that the query sees
     return np.where((stream.counts_ND == 0)[..., None], whole_NDU, chosen_NDU)
 
 
@@ -138,21 +142,18 @@ CHECKS = (
     Check(
         "indexers-followed",
         "Queries attend to what the trace says, and so they do when activations are recomputed",
-        "Replays choices at random, other ones for each row and layer, and looks at what the attention is given.",
         _followed,
         needs=PLACEMENT,
     ),
     Check(
         "indexers-recorded",
         "Recorded choices are those that queries attended to",
-        "Records with and without a replay, and compares with what the attention was given.",
         _recorded,
         needs=("indexers-followed",),
     ),
     Check(
         "indexers-refused",
         "Choices of other rows or layers, of units that a query does not see, or missing ones, are refused",
-        "Replays choices shifted by a row, with a unit behind the query, of other layers, and without a row.",
         _refused,
         needs=("indexers-followed",),
     ),

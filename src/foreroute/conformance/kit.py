@@ -64,6 +64,7 @@ class ConformanceReport:
             details = [result.reason] if result.reason else []
             if result.outcome is Outcome.FAILED:
                 details += [f"seen before: {bug.title} {bug.seen}" for bug in bugs_of(result.check.id)]
+            # names of parameters and addresses stay whole, to be copied
             lines += [f"{'':>10}{part}" for detail in details for part in wrap(detail, 110, break_long_words=False)]
         return "\n".join(lines) + "\n"
 
@@ -85,6 +86,7 @@ def run_conformance(
     Raises:
         ConfigError: for an id in `only` that no check has.
     """
+    # one context for all: what checks have in common is built once
     context = CheckContext(adapter, seed)
     return ConformanceReport(adapter.name, tuple(run_check(check, context) for check in _chosen(only)))
 
@@ -96,6 +98,7 @@ def run_check(check: Check, context: CheckContext) -> CheckResult:
     """
     if check.id not in context.results:
         needed = (run_check(_BY_ID[other], context) for other in check.needs)
+        # the first cause and not the nearest: one mistake is reported once
         root = next((result.root for result in needed if result.root), "")
         blocked = CheckResult(check, Outcome.BLOCKED, f"can be judged when {root} passes", root)
         context.results[check.id] = blocked if root else _run(check, context)
@@ -103,14 +106,14 @@ def run_check(check: Check, context: CheckContext) -> CheckResult:
 
 
 def _run(check: Check, context: CheckContext) -> CheckResult:
-    """What comes of a check whose needs are met."""
+    """Run a check whose needs are met."""
     try:
         check.run(context)
     except CheckFailed as failed:
         return CheckResult(check, Outcome.FAILED, str(failed), check.id)
     except Unsupported as reason:
         return CheckResult(check, Outcome.NOT_APPLICABLE, str(reason))
-    except Exception as error:
+    except Exception as error:  # an adapter raises what it likes
         return CheckResult(check, Outcome.FAILED, f"raised {type(error).__name__}: {_beginning(str(error))}", check.id)
     return CheckResult(check, Outcome.PASSED)
 
@@ -137,7 +140,7 @@ def conformance_tests(*adapters: AdapterUnderTest, only: Collection[str] | None 
         *adapters: what their authors wrote for the kit.
         only: ids of the checks to run; all by default.
     """
-    import pytest
+    import pytest  # a report needs none
 
     contexts = [CheckContext(adapter) for adapter in adapters]
     cases: list[Any] = [
@@ -149,6 +152,7 @@ def conformance_tests(*adapters: AdapterUnderTest, only: Collection[str] | None 
     @pytest.mark.parametrize(("context", "check"), cases)
     def test(context: CheckContext, check: Any) -> None:
         result = run_check(check, context)
+        # a blocked check fails too: nobody has shown what it asks
         if result.outcome is Outcome.NOT_APPLICABLE:
             pytest.skip(result.reason)
         assert result.outcome is Outcome.PASSED, f"{check.title}: {result.reason}"
@@ -184,6 +188,7 @@ def _known_bugs() -> tuple[KnownBug, ...]:
     text = files(__package__).joinpath("known_bugs.toml").read_text(encoding="utf-8")
     bugs = tomllib.loads(text)["bugs"]
     for bug in bugs:
+        # a project that was read has no address of a thread
         bug["seen"] = GITHUB + bug["seen"] if "/" in bug["seen"] else bug["seen"]
         bug["checks"] = tuple(bug.get("checks", ()))
     return tuple(KnownBug(**bug) for bug in bugs)

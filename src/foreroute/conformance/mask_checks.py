@@ -21,7 +21,7 @@ OTHERS = 3
 
 
 def _followed(context: CheckContext) -> None:
-    """The value on the sets, and the gradient of that value: a value may be right beside a gradient of all tokens."""
+    """Compare log-probs on the sets with the untouched model's, and their gradient with finite differences."""
     _require_scores(context)
     sets = _sets(context)
     trace = _with_sets(context, sets)
@@ -36,12 +36,14 @@ def _followed(context: CheckContext) -> None:
         else f"log-probs are off those on the sets by up to {off:.3g} nats, and off those over all tokens by "
         f"{of_all:.3g}: sets of other rows were taken, or another temperature",
     )
+    # a value may be right beside a gradient over all tokens
     finite_differences(context, trace)
 
 
 def _refused(context: CheckContext) -> None:
-    """A row scored on a set that is not its own has a finite log-prob, which looks like any other."""
+    """Replay sets that are not those of their tokens."""
     _require_scores(context)
+    # a row scored on another's set has a finite log-prob, which looks like any other
     sets = _sets(context)
     for what, trace in (
         ("sets of another sequence, which leave out the sampled token,", _with_sets(context, sets[1:] + sets[:1])),
@@ -59,6 +61,7 @@ def _require_scores(context: CheckContext) -> None:
 def _sets(context: CheckContext) -> list[NDArray[np.int64]]:
     """The last token of each sequence and a few others, which are those of no other sequence."""
     last = [int(tokens[-1]) for tokens in context.base.sequences]
+    # disjoint, so that a set of another sequence never holds the sampled token
     free = np.setdiff1d(np.arange(1, context.adapter.vocabulary), last)
     parts = [free[s * OTHERS : (s + 1) * OTHERS] for s in range(len(last))]
     return [np.append(part, token) for part, token in zip(parts, last, strict=True)]
@@ -84,6 +87,7 @@ def _logprobs_on(context: CheckContext, sets: Sequence[NDArray[np.int64]]) -> ND
     base, ends = context.base, np.cumsum(context.base.lengths - 1) - 1
     model = context.untouched()
     of_set = []
+    # the untouched model scores one token at a place, so each token of a set is put there once, and summed here
     for place in range(OTHERS + 1):
         changed = tuple(
             np.append(tokens[:-1], own[place]).astype(np.int32)
@@ -100,15 +104,12 @@ CHECKS = (
     Check(
         "masks-followed",
         "Log-probabilities are those on the recorded sets, and gradients are theirs",
-        "Replays sets of a few tokens; the expected values come from the untouched model with each of them in the last "
-        "place, the gradient from finite differences.",
         _followed,
         needs=("router-gradient",),
     ),
     Check(
         "masks-refused",
         "A set that leaves out the sampled token, or is missing, is refused",
-        "Replays the sets of another sequence, and sets without one of them.",
         _refused,
         needs=("masks-followed",),
     ),

@@ -26,13 +26,14 @@ from foreroute.trace import RoutedLayer, RoutingTrace
 
 
 def _fused(context: CheckContext) -> None:
-    """Before and after attaching: what is found once may have changed since."""
+    """Bypass a router before and after attaching."""
+    # what is found once may have changed since
     for attached_first in (False, True):
         _followed_or_refused(context, Fault.FUSED_ROUTER, attached_first=attached_first)
 
 
 def _orphans(context: CheckContext) -> None:
-    """Names of modules and counts of layers do not tell which copy runs."""
+    """Register a copy of the layers, of which neither names nor counts tell that it does not run."""
     _followed_or_refused(context, Fault.ORPHAN_ROUTERS, attached_first=False)
 
 
@@ -58,7 +59,7 @@ def _followed_or_refused(context: CheckContext, fault: Fault, *, attached_first:
 
 
 def _mtp(context: CheckContext) -> None:
-    """A trace of the decoder's routes: the head keeps its own, or the model is refused."""
+    """Add a head whose layer number restarts at 0: it keeps its own routes, or the model is refused."""
     untouched = context.untouched()
     untouched.inject(Fault.MTP_HEAD)
     native = untouched.forward(context.base, grad=False).seen
@@ -83,8 +84,9 @@ def _mtp(context: CheckContext) -> None:
 
 
 def _duplicates(context: CheckContext) -> None:
-    """All-to-all dispatchers count each pick; with one expert twice, sizes of rows and of splits differ."""
+    """Hand in a row with one expert K times."""
 
+    # all-to-all dispatchers count each pick, so sizes of rows and of splits would differ
     def repeat(ids: Any) -> Any:
         ids[2, 0, :] = ids[2, 0, 0]
         return ids
@@ -94,7 +96,7 @@ def _duplicates(context: CheckContext) -> None:
 
 
 def _out_of_range(context: CheckContext) -> None:
-    """The id behind the last expert, as the first redundant slot of a load balancer has."""
+    """Hand in the id behind the last expert, as the first redundant slot of a load balancer has."""
 
     def exceed(ids: Any) -> Any:
         ids[2, 0, 0] = context.spec.num_experts
@@ -121,7 +123,7 @@ def _bad_ids(context: CheckContext, spoil: Callable[[Any], Any], what: str) -> N
 
 
 def _stale(context: CheckContext) -> None:
-    """The control comes first: the same trace is taken where its version is the expected one."""
+    """Replay a trace where its version is the expected one, and where it is not."""
 
     def run(trace: RoutingTrace) -> None:
         model, handle = context.pair()
@@ -129,6 +131,7 @@ def _stale(context: CheckContext) -> None:
             model.forward(context.base, grad=False)
 
     trace = context.foreign(context.spec, context.base)
+    # the control: an adapter that refuses every version would pass otherwise
     message = refused(lambda: run(trace))
     require(message is None, f"a trace of the expected weight version was refused: {message}")
     require(
@@ -138,7 +141,7 @@ def _stale(context: CheckContext) -> None:
 
 
 def _other_model(context: CheckContext) -> None:
-    """Every one of them has ids that this model could have been given."""
+    """Replay traces of other models, with ids that this one could have been given."""
     spec = context.spec
     moved = tuple(RoutedLayer(layer.index + 1, layer.kind) for layer in spec.layers)
     more = (*spec.layers, RoutedLayer(spec.layers[-1].index + 1))
@@ -153,7 +156,7 @@ def _other_model(context: CheckContext) -> None:
 
 
 def _other_tokens(context: CheckContext) -> None:
-    """Every one of them has as many rows as its own tokens need."""
+    """Replay traces of other tokens, with as many rows as these need."""
     base, spec = context.base, context.spec
     order = [1, 0, *range(2, len(base.sequences))]
     swapped = Batch(tuple(base.sequences[s] for s in order))
@@ -174,7 +177,7 @@ def _must_refuse(context: CheckContext, trace: RoutingTrace, what: str) -> None:
 
 
 def _empty(context: CheckContext) -> None:
-    """What was never replayed must not look as if it had been."""
+    """Open a session and run no forward: what was never replayed must not look as if it had been."""
     _, handle = context.pair()
 
     def run() -> None:
@@ -185,67 +188,18 @@ def _empty(context: CheckContext) -> None:
 
 
 CHECKS = (
-    Check(
-        "fused-bypass",
-        "A router that a fused path bypasses is refused, not skipped",
-        "Bypasses one router, before and after attaching, and replays.",
-        _fused,
-        needs=PLACEMENT,
-    ),
-    Check(
-        "orphan-routers",
-        "Routers that never run take no layer's routes",
-        "Registers a second copy of the decoder before the one that runs, and replays.",
-        _orphans,
-        needs=PLACEMENT,
-    ),
-    Check(
-        "mtp-alias",
-        "A multi-token-prediction head takes no decoder layer's routes",
-        "Adds a head whose layer number restarts at 0, and replays the decoder's own routes.",
-        _mtp,
-        needs=PLACEMENT,
-    ),
-    Check(
-        "duplicates-refused",
-        "An expert picked twice in a row is refused",
-        "Hands in a row of one expert K times, through the adapter's entrance.",
-        _duplicates,
-        quick=True,
-    ),
-    Check(
-        "range-refused",
-        "An id beyond the experts is refused",
-        "Hands in id E, as a physical slot of a load balancer would be.",
-        _out_of_range,
-        quick=True,
-    ),
-    Check(
-        "stale-refused",
-        "Routes of other weights than expected are refused",
-        "Replays a trace of one version while expecting another.",
-        _stale,
-        quick=True,
-    ),
-    Check(
-        "other-model-refused",
-        "The trace of another model is refused",
-        "Replays traces with other layers, one layer, one expert and one pick more.",
-        _other_model,
-        quick=True,
-    ),
+    Check("fused-bypass", "A router that a fused path bypasses is refused, not skipped", _fused, needs=PLACEMENT),
+    Check("orphan-routers", "Routers that never run take no layer's routes", _orphans, needs=PLACEMENT),
+    Check("mtp-alias", "A multi-token-prediction head takes no decoder layer's routes", _mtp, needs=PLACEMENT),
+    Check("duplicates-refused", "An expert picked twice in a row is refused", _duplicates, quick=True),
+    Check("range-refused", "An id beyond the experts is refused", _out_of_range, quick=True),
+    Check("stale-refused", "Routes of other weights than expected are refused", _stale, quick=True),
+    Check("other-model-refused", "The trace of another model is refused", _other_model, quick=True),
     Check(
         "other-tokens-refused",
         "Routes are bound to tokens: those of another batch are refused",
-        "Replays traces of other tokens, of sequences in another order, shorter or fewer.",
         _other_tokens,
         quick=True,
     ),
-    Check(
-        "empty-session-refused",
-        "A session in which nothing was replayed is an error",
-        "Opens a session and runs no forward.",
-        _empty,
-        quick=True,
-    ),
+    Check("empty-session-refused", "A session in which nothing was replayed is an error", _empty, quick=True),
 )

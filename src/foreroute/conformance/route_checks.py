@@ -27,19 +27,21 @@ WIDE = 264
 
 
 def _placed(check: str, context: CheckContext) -> None:
-    """Fail where the placement of foreign routes is the mistake that a check is about."""
+    """Fail where foreign routes, with and without a row for the last token, end up in the way a check is about."""
     found = context.placement
     if found is not None and found.check == check:
         raise CheckFailed(found.sentence)
 
 
 def _one_pick(context: CheckContext) -> None:
-    """Zeros are where many adapters see padding."""
+    """Replay one pick a token, expert 0 among them."""
+    # zeros are where many adapters see padding
     _follows(context, Case(top_k=1))
 
 
 def _wide(context: CheckContext) -> None:
-    """Above 255 for an unsigned byte, above 127 for a signed one."""
+    """Replay ids that a byte does not hold."""
+    # above 255 for an unsigned one, above 127 for a signed one
     _follows(context, Case(num_experts=WIDE), low=WIDE - 8)
     _follows(context, Case(num_experts=WIDE), low=120)
 
@@ -56,7 +58,8 @@ def _follows(context: CheckContext, case: Case, *, low: int = 0) -> None:
 
 
 def _resumed(context: CheckContext) -> None:
-    """A rollout that was interrupted and went on under new weights keeps the rows of both."""
+    """Replay a rollout that was interrupted and went on under new weights."""
+    # both parts are foreign, and of different draws, so that neither can stand for the other
     whole = context.foreign(context.spec, context.base).with_weight_version(4)
     first = context.foreign(context.spec, context.base, seed=2).truncated(np.full(len(whole), 7))
     joined = extended(first.with_weight_version(3), whole)
@@ -65,7 +68,8 @@ def _resumed(context: CheckContext) -> None:
 
 
 def _missing_rows(context: CheckContext) -> None:
-    """Where an engine returned no row, many adapters fill in zeros, which are a route to expert 0."""
+    """Look at where a token without a row goes."""
+    # many adapters fill in zeros, which are a route to expert 0
     seen = context.native_replay
     last = np.cumsum(context.base.lengths) - 1
     # the input of the first routed layer does not depend on what is replayed; that of later ones may
@@ -78,7 +82,8 @@ def _missing_rows(context: CheckContext) -> None:
 
 
 def _gaps(context: CheckContext) -> None:
-    """Either is right. Silently taking another row's route is not."""
+    """Replay a trace with a row missing in the middle: refusing it, or the model's own route, is right."""
+    # taking another row's route silently is not
     model, handle = context.pair()
     batch, native = context.base, context.native.ids_NLK
     length = len(batch.sequences[0])
@@ -105,7 +110,7 @@ def _gaps(context: CheckContext) -> None:
 
 
 def _padding_neutral(context: CheckContext) -> None:
-    """One side is enough where the framework knows only one."""
+    """Replay padded batches, on each side that the framework knows."""
     tried = 0
     sides: tuple[Padding, ...] = ("right", "left")
     for padding in sides:
@@ -128,6 +133,7 @@ def _follows_when_padded(context: CheckContext, padding: Padding) -> None:
 
 def _hot_spot(context: CheckContext) -> None:
     """Padding goes where the untouched model sends it, or is spread; no expert gets much more than its share."""
+    # mostly padding, whose share of an expert then shows
     batch = context.batch(14, 3, 3, 2, padding="right")
     untouched = context.untouched().forward(batch, grad=False).seen
     if untouched.padding_ids_PLK is None:
@@ -154,64 +160,39 @@ CHECKS = (
     Check(
         "routes-followed",
         "Every token is computed by the experts of the trace",
-        "Replays random routes, with and without a row for the last token, and compares what the experts were given; "
-        "a difference that has a name of its own is left to the check of that name.",
         partial(_placed, "routes-followed"),
         quick=True,
     ),
-    Check(
-        "silent-no-op",
-        "A replay that has no effect is never silent",
-        "Fails when all layers, or some whole layers, kept their own routes while replaying and nothing was raised.",
-        partial(_placed, "silent-no-op"),
-        quick=True,
-    ),
+    Check("silent-no-op", "A replay that has no effect is never silent", partial(_placed, "silent-no-op"), quick=True),
     Check(
         "token-shift",
         "Row p is the routing of input position p, with T or T - 1 rows",
-        "Looks for the one shift by tokens that explains the difference.",
         partial(_placed, "token-shift"),
         quick=True,
     ),
     Check(
         "sequence-order",
         "Rows of a batch are read in the order in which they were written",
-        "Looks for a batch-first/sequence-first mix-up, or sequences in another order, that explains the difference.",
         partial(_placed, "sequence-order"),
         quick=True,
     ),
     Check(
         "layer-axis",
         "The layer axis is read by its table: dense layers have no row",
-        "Looks for an offset of layers that explains the difference.",
         partial(_placed, "layer-axis"),
         quick=True,
     ),
-    Check(
-        "one-pick",
-        "With K = 1, a row of expert 0 is a route like any other",
-        "Replays random routes on a model with one pick per token.",
-        _one_pick,
-        needs=PLACEMENT,
-    ),
-    Check(
-        "wide-ids",
-        "Expert ids above 127 and above 255 survive",
-        f"Replays ids 120 and up, and the last eight, on a model of {WIDE} experts.",
-        _wide,
-        needs=PLACEMENT,
-    ),
+    Check("one-pick", "With K = 1, a row of expert 0 is a route like any other", _one_pick, needs=PLACEMENT),
+    Check("wide-ids", "Expert ids above 127 and above 255 survive", _wide, needs=PLACEMENT),
     Check(
         "resumed-rollout",
         "A resumed rollout keeps the rows of both weight versions, once each",
-        "Replays sequences whose first 7 rows are of version 3 and the rest of version 4.",
         _resumed,
         needs=PLACEMENT,
     ),
     Check(
         "missing-rows",
         "A token without a route is routed by the model itself, not to expert 0",
-        "Replays the model's own routes without the last token's row and looks at where that token went.",
         _missing_rows,
         needs=PLACEMENT,
         quick=True,
@@ -219,25 +200,10 @@ CHECKS = (
     Check(
         "gaps",
         "A row that is absent in the middle of a sequence is refused, or routed by the model itself",
-        "Takes one row out of the middle of a sequence.",
         _gaps,
         needs=PLACEMENT,
         quick=True,
     ),
-    Check(
-        "padding-neutral",
-        "Padding, on either side, moves no route",
-        "Replays random routes on ragged sequences, padded right and left.",
-        _padding_neutral,
-        needs=PLACEMENT,
-        quick=True,
-    ),
-    Check(
-        "padding-hot-spot",
-        "Padding makes no expert hot",
-        "Counts where padding rows go under replay; as in the untouched model, or spread, is right.",
-        _hot_spot,
-        needs=PLACEMENT,
-        quick=True,
-    ),
+    Check("padding-neutral", "Padding, on either side, moves no route", _padding_neutral, needs=PLACEMENT, quick=True),
+    Check("padding-hot-spot", "Padding makes no expert hot", _hot_spot, needs=PLACEMENT, quick=True),
 )

@@ -24,7 +24,8 @@ Gradients = Mapping[str, NDArray[Any]]
 
 
 def _order(context: CheckContext) -> None:
-    """Backward in the order of forwards, and in the reverse one: a queue per layer is right in one of them at most."""
+    """Run backwards in the order of forwards, and in the reverse one."""
+    # a queue per layer is right in one of them at most
     for order in ("ABab", "ABba"):
         model, handle = context.pair(RECOMPUTE)
         one, two = _batches(context)
@@ -39,7 +40,8 @@ def _order(context: CheckContext) -> None:
 
 
 def _outside(context: CheckContext) -> None:
-    """Trainers close a session with the forward, and call backward later."""
+    """Close the session before backward."""
+    # as trainers do, whose backward is not where their forward is
     model, handle = context.pair(RECOMPUTE)
     batch, _ = _batches(context)
     with handle.replay(_routes(context, handle, batch)):
@@ -49,7 +51,8 @@ def _outside(context: CheckContext) -> None:
 
 
 def _residue(context: CheckContext) -> None:
-    """Rows that a pass without gradients leaves behind would be consumed by the next recomputation."""
+    """Run a pass without gradients, as for old log-probs, before an update on another batch."""
+    # rows that it leaves behind would be consumed by the next recomputation
     model, handle = context.pair(RECOMPUTE)
     one, two = _batches(context)
     with handle.replay(_routes(context, handle, one)):
@@ -60,12 +63,14 @@ def _residue(context: CheckContext) -> None:
 
 
 def _selective(context: CheckContext) -> None:
-    """Such a checkpoint answers the n-th call of an operator in the recomputation by the n-th of the forward."""
+    """Keep the results of top-k and of products."""
+    # such a checkpoint answers the n-th call of an operator in the recomputation by the n-th of the forward
     _in_case(context, replace(RECOMPUTE, selective=True), "selective checkpoints")
 
 
 def _compiled(context: CheckContext) -> None:
-    """The compiler traces a router with the session around it."""
+    """Compile every layer."""
+    # the compiler traces a router with the session around it, and might keep its routes as constants
     _in_case(context, Case(compiled=True), "compiled layers")
 
 
@@ -117,7 +122,8 @@ class _InterruptionError(Exception):
 
 
 def _reference(context: CheckContext) -> None:
-    """Built before the session and during it: a patched class or a registry shows in either."""
+    """Run models without the adapter, built before the session and during it."""
+    # a patched class or a registry shows in either
     before = context.untouched()
     model, handle = context.pair()
     with handle.replay(context.foreign(handle.spec, context.base)):
@@ -129,7 +135,7 @@ def _reference(context: CheckContext) -> None:
 
 
 def _second_attached(context: CheckContext) -> None:
-    """Each with routes of its own, while both sessions are open."""
+    """Replay routes in each of two models, while both sessions are open."""
     model, handle = context.pair()
     wanted = context.foreign(handle.spec, context.base)
     with handle.replay(wanted):
@@ -141,7 +147,8 @@ def _second_attached(context: CheckContext) -> None:
 
 
 def _restored(context: CheckContext) -> None:
-    """Compared by bits: only a hook that changes nothing may stay behind."""
+    """Compare a forward after the session with the untouched model."""
+    # by bits: only a hook that changes nothing may stay behind
     model, handle = context.pair()
     with handle.replay(context.foreign(handle.spec, context.base)):
         model.forward(context.base, grad=False)
@@ -150,7 +157,7 @@ def _restored(context: CheckContext) -> None:
 
 
 def _exceptions(context: CheckContext) -> None:
-    """In the body of the session, and inside a layer, where a hook may be half done."""
+    """Raise in the body of the session, and inside a layer, where a hook may be half done."""
     model, handle = context.pair()
     trace = context.foreign(handle.spec, context.base)
     try:
@@ -168,7 +175,7 @@ def _exceptions(context: CheckContext) -> None:
     try:
         with handle.replay(trace):
             model.forward(context.base, grad=False)
-    except Exception:
+    except Exception:  # the injected error, or what the adapter made of it
         _require_native(model, context, "after an exception in the middle of a forward")
         return
     require(False, "an exception in the middle of a forward was swallowed")
@@ -192,7 +199,7 @@ def _require_followed(model: ModelUnderTest, wanted: RoutingTrace, context: Chec
 
 
 def _faithful(context: CheckContext) -> None:
-    """Tokens, lengths, weight version and ids, held against what the probe saw."""
+    """Hold tokens, lengths, weight version and ids of a recording against what the probe saw."""
     model, handle = context.pair()
     with handle.record(weight_version=5) as recording:
         seen = model.forward(context.base, grad=False).seen
@@ -214,7 +221,8 @@ def _faithful(context: CheckContext) -> None:
 
 
 def _once(context: CheckContext) -> None:
-    """A recomputation runs the router again, whose rows are there already."""
+    """Record a forward and a backward that recomputes it."""
+    # the router runs again, and its rows are there already
     model, handle = context.pair(Case(checkpointing=True))
     batch = context.base
     with handle.record() as recording:
@@ -225,7 +233,8 @@ def _once(context: CheckContext) -> None:
 
 
 def _width(context: CheckContext) -> None:
-    """A later part of the same rollout may hold larger ids."""
+    """Record small ids, and look at the type that they are kept in."""
+    # a later part of the same rollout may hold larger ids
     for case, expected in ((Case(), context.spec.id_dtype), (Case(num_experts=WIDE), np.dtype(np.uint16))):
         model, handle = context.pair(case)
         low = context.foreign(handle.spec, context.base).expert_ids_NLK % min(handle.spec.num_experts, 256)
@@ -245,83 +254,33 @@ CHECKS = (
     Check(
         "recompute-order",
         "Several micro-batches in flight keep their own routes in recomputation",
-        "Runs forward A, forward B, then both backwards in either order, and compares with one at a time and no "
-        "recomputation.",
         _order,
         needs=PLACEMENT,
     ),
     Check(
         "backward-outside-session",
         "A backward after the session recomputes under the routes of its forward",
-        "Closes the replay session before backward.",
         _outside,
         needs=PLACEMENT,
     ),
     Check(
         "forward-only-residue",
         "A forward-only pass leaves nothing that a later backward consumes",
-        "Runs a pass without gradients, as for old log-probs, then an update on another batch.",
         _residue,
         needs=PLACEMENT,
     ),
     Check(
         "selective-checkpoint",
         "Checkpoints that keep some results recompute under the routes of their forward",
-        "Keeps the results of top-k and of products, and compares with no recomputation.",
         _selective,
         needs=(*PLACEMENT, "dense-scores"),
     ),
-    Check(
-        "compiled-layers",
-        "Compiled layers take other routes in every session",
-        "Compiles each layer, and compares with layers that are not.",
-        _compiled,
-        needs=PLACEMENT,
-    ),
-    Check(
-        "reference-untouched",
-        "Reference, teacher and critic models never notice a replay",
-        "Runs untouched models, built before and during a session, while it is open.",
-        _reference,
-    ),
-    Check(
-        "second-model",
-        "Attaching another model disturbs none that is attached",
-        "Attaches a second model during a session and replays other routes in each.",
-        _second_attached,
-        needs=PLACEMENT,
-    ),
-    Check(
-        "model-restored",
-        "After a session the model routes itself again",
-        "Compares a forward after a session with the untouched model.",
-        _restored,
-        quick=True,
-    ),
-    Check(
-        "exception-safety",
-        "A session that ends with an exception leaves nothing behind",
-        "Raises in the body of a session, and in the middle of a forward, and compares a plain forward afterwards.",
-        _exceptions,
-        quick=True,
-    ),
-    Check(
-        "recording-faithful",
-        "A recording holds what was executed, token by token",
-        "Compares a recording with what the experts were given.",
-        _faithful,
-        quick=True,
-    ),
-    Check(
-        "recorded-once",
-        "Recomputation records no row a second time",
-        "Records a forward and a backward with recomputation, and counts rows.",
-        _once,
-    ),
-    Check(
-        "int-width",
-        "The width of ids follows the model, never the ids at hand",
-        f"Records small ids on the family's own model and on one of {WIDE} experts, and looks at the dtype.",
-        _width,
-    ),
+    Check("compiled-layers", "Compiled layers take other routes in every session", _compiled, needs=PLACEMENT),
+    Check("reference-untouched", "Reference, teacher and critic models never notice a replay", _reference),
+    Check("second-model", "Attaching another model disturbs none that is attached", _second_attached, needs=PLACEMENT),
+    Check("model-restored", "After a session the model routes itself again", _restored, quick=True),
+    Check("exception-safety", "A session that ends with an exception leaves nothing behind", _exceptions, quick=True),
+    Check("recording-faithful", "A recording holds what was executed, token by token", _faithful, quick=True),
+    Check("recorded-once", "Recomputation records no row a second time", _once),
+    Check("int-width", "The width of ids follows the model, never the ids at hand", _width),
 )

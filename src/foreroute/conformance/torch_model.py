@@ -1,4 +1,4 @@
-"""What torch frameworks share when they are presented to the kit: weights, gradients, padding, a injected error."""
+"""What torch frameworks share when they are presented to the kit: weights, gradients, padding, an injected error."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def raise_once(block: nn.Module) -> None:
 
 
 def _array(gradient: Tensor) -> NDArray[Any]:
-    """On the host, in a type that numpy has."""
+    """Copy a gradient to the host."""
+    # numpy has no bfloat16
     wide = gradient.float() if gradient.dtype.itemsize < 4 else gradient
     array: NDArray[Any] = wide.cpu().numpy()
     return array

@@ -39,14 +39,12 @@ def pairs_between(cell: CellPlan, counts_GE: Any) -> Any:
 
 @kernel
 def rows_sent(pairs_GG: Any, prices: Any) -> Any:
-    """float64 [G, 4], rows of one dispatch over each rank's NIC out, NIC in, node link out and node link in.
-
-    Deduplicated ones are an estimate: they take the K picks of a token for independent draws, so that n tokens that
-    send a share p of their picks somewhere reach it n * (1 - (1 - p) ** K) times.
-    """
+    """float64 [G, 4], rows of one dispatch over each rank's NIC out, NIC in, node link out and node link in."""
     num_ranks = len(pairs_GG)
     if not prices.dedup:
         return _rows_of_copies(pairs_GG, prices.ranks_per_node)
+    # An estimate, since counts do not tell which picks are of one token: with K independent draws, n tokens that send a
+    # share p of their picks somewhere reach it n * (1 - (1 - p) ** K) times.
     num_nodes = num_ranks // prices.ranks_per_node
     reach_GN, reach_GG = np.zeros((num_ranks, num_nodes)), np.zeros((num_ranks, num_ranks))
     for g in range(num_ranks):
@@ -101,30 +99,21 @@ def rows_of_reach(reach_GN: Any, reach_GG: Any, ranks_per_node: int) -> Any:
 
 @kernel
 def all_to_all_seconds(rows_G4: Any, prices: Any) -> Any:
-    """One dispatch, or one combine, which sends the same rows back: the slowest link of any rank, and the latency."""
+    """Seconds of one dispatch, or of one combine, which sends the same rows back."""
     slowest = 0.0
     for g in range(len(rows_G4)):
         cluster = max(rows_G4[g, CLUSTER_OUT], rows_G4[g, CLUSTER_IN]) * prices.cluster_row_s
         node = max(rows_G4[g, NODE_OUT], rows_G4[g, NODE_IN]) * prices.node_row_s
+        # links work beside each other, and all ranks wait for the slowest
         slowest = max(slowest, cluster, node)
     return slowest + prices.latency_s
 
 
 @kernel
 def transfer_seconds(expert_R: Any, rank_R: Any, fetched_R: Any, home_E: Any, num_ranks: int, prices: Any) -> Any:
-    """Seconds that each link is busy with one fetch of all replicas, and with the return of their gradients.
+    """float64 [G, 5] twice, seconds of each link for one fetch of the replicas in `fetched_R`, and for all gradients.
 
-    Args:
-        expert_R: integers [R], experts of replicas.
-        rank_R: integers [R], their ranks.
-        fetched_R: bool [R]; weights of the others stay where they are. Those at home move nothing.
-        home_E: integers [E], where weights come from and gradients go.
-        num_ranks: G.
-        prices: the cost model.
-
-    Returns:
-        float64 [G, 5], twice. Gradients go over links alone, never through host memory, and from every replica: a slot
-        keeps the weights of an expert, but not what the update of one micro-step adds to their gradient.
+    `expert_R` and `rank_R` are integers [R], `home_E` [E]. Replicas at home move nothing.
     """
     fetch_G5, gradient_G5 = np.zeros((num_ranks, 5)), np.zeros((num_ranks, 5))
     for r in range(len(rank_R)):
@@ -139,6 +128,7 @@ def transfer_seconds(expert_R: Any, rank_R: Any, fetched_R: Any, home_E: Any, nu
         elif fetched_R[r]:
             fetch_G5[home, out] += fetch_s
             fetch_G5[rank, into] += fetch_s
+        # from every replica, and never through host memory: a slot keeps weights, but not what one micro-step adds
         gradient_G5[rank, out] += gradient_s
         gradient_G5[home, into] += gradient_s
     return fetch_G5, gradient_G5

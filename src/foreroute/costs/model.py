@@ -221,11 +221,7 @@ class CostModel:
         """Seconds of single local experts; those of a rank add up. An expert without tokens costs nothing.
 
         6 h i FLOPs per row, in whole tiles; all weights once through memory; (8 h + 6 i) bytes per row through
-        memory to permute, activate and unpermute it (bf16).
-
-        Args:
-            tokens_X: any shape, assignments that each expert serves on its rank.
-            one: the pass.
+        memory to permute, activate and unpermute it (bf16). `tokens_X`, of any shape, are assignments of each expert.
         """
         seconds: NDArray[np.float64] = expert_seconds(np.asarray(tokens_X), self._expert_prices(one))
         return seconds
@@ -243,12 +239,7 @@ class CostModel:
         )
 
     def step_seconds(self, hosts: Hosts, topology: Topology) -> float:
-        """Seconds that a step under a plan takes once: planning, votes, and publishing what ranks send in their node.
-
-        Args:
-            hosts: of the plan.
-            topology: ranks and links.
-        """
+        """Seconds that a step under a plan takes once: planning, votes, publishing what ranks send in their node."""
         # planning looks at every count of a cell
         num_counts = (len(hosts.offsets) - 1) * topology.num_ranks * int(hosts.home_LE.shape[1])
         return self.begin_s + self.plan_s_per_count * num_counts + self.publish_seconds(hosts, topology)
@@ -266,14 +257,10 @@ class CostModel:
     def attention_seconds(
         self, tokens_X: NDArray[Any], squares_X: NDArray[Any] | None = None, one: PassCost = FORWARD
     ) -> NDArray[np.float64]:
-        """Seconds of attention and of all that is dense in a layer, on ranks that hold these tokens.
+        """Seconds of attention and of all that is dense in a layer, on ranks that hold these tokens, of any shape.
 
         2 * dense_parameters FLOPs per token, and 2 * attention_width FLOPs per square of a sequence's length (causal).
-
-        Args:
-            tokens_X: tokens of each rank.
-            squares_X: sum of squared lengths of each rank's sequences; by default those of `sequence_tokens`.
-            one: the pass.
+        `squares_X` are sums of squared lengths of each rank's sequences; by default those of `sequence_tokens`.
         """
         tokens_X = np.asarray(tokens_X, np.float64)
         # tokens in equal sequences of that length
@@ -292,6 +279,7 @@ class CostModel:
     def prices(self, topology: Topology, slots: SlotSharing = "layer") -> Prices:
         """All that the kernels need of model, hardware and links, where redundant slots are shared so."""
         links, shape = topology.links, self.model
+        # gradients return in a type of their own, float32 by default
         gradient_bytes = shape.expert_parameters * shape.gradient_bytes
         return Prices(
             forward=self._expert_prices(FORWARD),
@@ -315,9 +303,7 @@ class CostModel:
 
 
 class ExpertPrices(NamedTuple):
-    """Inputs of `expert_seconds` for one pass: rows of a tile, seconds of a row's products, of all weights through
-    memory, of a row through memory, and of a replica at each of its ends.
-    """
+    """Rows of a tile, and seconds of one pass: a row's products, all weights and a row through memory, a replica."""
 
     tile_rows: int
     row_s: float
@@ -364,7 +350,7 @@ class Prices(NamedTuple):
 
 
 def _check_seconds(owner: Hardware | CostModel, *names: str) -> None:
-    """Raise `ConfigError` unless these are seconds, or 0."""
+    """Refuse what is neither seconds nor 0."""
     for name in names:
         value = getattr(owner, name)
         if isinstance(value, bool) or value != 0:
@@ -372,5 +358,6 @@ def _check_seconds(owner: Hardware | CostModel, *names: str) -> None:
 
 
 def expert_seconds(tokens: Any, of: ExpertPrices) -> Any:
-    """One local expert, as `CostModel.expert_seconds`; of numbers and arrays alike, compiled or not."""
+    """Seconds of one local expert, of numbers and arrays alike, compiled or not."""
+    # a tile that is not full takes as long, and an expert without tokens reads no weights
     return -(-tokens // of.tile_rows) * of.tile_rows * of.row_s + (tokens > 0) * of.weight_s + tokens * of.pair_s

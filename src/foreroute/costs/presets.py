@@ -21,20 +21,12 @@ Preset = TypeVar("Preset")
 
 
 def model_preset(name: str) -> ModelShape:
-    """The sizes of a known model.
-
-    Raises:
-        ConfigError: for an unknown name, with the known ones.
-    """
+    """The sizes of a known model. Raises `ConfigError` for an unknown name, with the known ones."""
     return _named(MODELS, name, "model")
 
 
 def hardware_preset(name: str) -> Hardware:
-    """The rates of known hardware.
-
-    Raises:
-        ConfigError: for an unknown name, with the known ones.
-    """
+    """The rates of known hardware. Raises `ConfigError` for an unknown name, with the known ones."""
     return _named(HARDWARE, name, "hardware")
 
 

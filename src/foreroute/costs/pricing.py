@@ -22,12 +22,8 @@ _expert_seconds = njit(nogil=True, inline="always")(expert_seconds)
 
 
 def slowest_attention(counts_XGE: NDArray[np.integer], costs: CostModel) -> NDArray[np.float64]:
-    """Seconds of the slowest rank's attention in a forward pass and in a backward pass: float64 [..., 2].
-
-    Args:
-        counts_XGE: integers [..., G, E], of cells; a rank has K assignments for each of its tokens.
-        costs: the cost model.
-    """
+    """float64 [..., 2], seconds of the slowest rank's attention in a forward and in a backward pass of cells."""
+    # a rank has K assignments for each of its tokens
     tokens_XG = counts_XGE.sum(axis=-1) / costs.model.top_k
     return np.stack([costs.attention_seconds(tokens_XG, one=one).max(axis=-1) for one in (FORWARD, BACKWARD)], axis=-1)
 
@@ -35,18 +31,10 @@ def slowest_attention(counts_XGE: NDArray[np.integer], costs: CostModel) -> NDAr
 def step_parts(
     hosts: Hosts, counts_MLGE: NDArray[np.int32], topology: Topology, costs: CostModel, slots: SlotSharing = "layer"
 ) -> NDArray[np.float64]:
-    """float64 [2, 5], seconds of `PASS_NAMES` and `PART_NAMES` of a step, one cell after another.
+    """float64 [2, 5], seconds of `PASS_NAMES` and `PART_NAMES` of a step, one cell of int32 [M, L, G, E] after another.
 
-    Deduplicated rows are estimated as if the picks of a token were independent. They are distinct experts, which
-    spreads them, and sequences keep to their experts, which gathers them. On generated routes of 16 to 64 ranks the
-    estimate is 0 to 7 % low over NICs, 6 to 10 % inside nodes, and 0 to 3 % in seconds.
-
-    Args:
-        hosts: of all cells.
-        counts_MLGE: int32 [M, L, G, E].
-        topology: ranks and links.
-        costs: the cost model.
-        slots: `PlanOptions.slots` of the plan.
+    Deduplicated rows are estimated: on generated routes of 16 to 64 ranks 0 to 7 % low over NICs, 6 to 10 % inside
+    nodes, and 0 to 3 % in seconds.
     """
     # no placement of experts changes attention, so it is priced once for all cells
     prices, attention_ML2 = costs.prices(topology, slots), slowest_attention(counts_MLGE, costs)
@@ -57,21 +45,13 @@ def step_parts(
 
 
 def least_seconds(counts_MLGE: NDArray[np.integer], topology: Topology, costs: CostModel) -> NDArray[np.float64]:
-    """Recompute and update of every cell when all that a plan can change is as good as it could ever be.
+    """float64 [M, L], seconds of recompute and update of every cell that no plan of counts [M, L, G, E] can beat.
 
-    Attention of the slowest source rank, which no placement of experts changes; the experts' whole work, spread over
-    all ranks to the last second; latencies; and not one byte over any link. Splitting an expert over hosts adds tiles
-    and reads of weights and never saves any, so whole experts bound the work from below. How little a link must carry
-    when slots are few is not bounded here, so where traffic is most of the time, no plan comes near.
-
-    Args:
-        counts_MLGE: integers [M, L, G, E].
-        topology: ranks and links.
-        costs: the cost model.
-
-    Returns:
-        float64 [M, L], seconds.
+    How little a link must carry when slots are few is not bounded, so where traffic is most of the time, no plan comes
+    near.
     """
+    # Splitting an expert over hosts adds tiles and reads of weights and never saves any, so whole experts, spread over
+    # all ranks to the last second, bound the work from below. No placement of experts changes attention.
     loads_MLE = counts_MLGE.sum(axis=2, dtype=np.int64)
     experts_s = [costs.expert_seconds(loads_MLE, one).sum(axis=2) / topology.num_ranks for one in (FORWARD, BACKWARD)]
     prices = costs.prices(topology)
@@ -84,10 +64,7 @@ def least_seconds(counts_MLGE: NDArray[np.integer], topology: Topology, costs: C
 
 @kernel
 def experts_by_rank(cell: CellPlan, counts_GE: Any, prices: Prices) -> Any:
-    """float64 [G] twice, seconds of each rank's experts in a forward pass, and in a backward pass.
-
-    What a replica takes of its rank and of its home is among them.
-    """
+    """float64 [G] twice, seconds of each rank's experts in a forward pass, and in a backward pass."""
     num_ranks, num_experts = counts_GE.shape
     forward_G, backward_G = np.zeros(num_ranks), np.zeros(num_ranks)
     home_tokens_E = np.zeros(num_experts, np.int64)
@@ -123,19 +100,9 @@ def cell_seconds(cell: CellPlan, counts_GE: Any, attention_s: Any, prices: Price
 
 @kernel
 def seconds_of_rows(rows_G4: Any, cell: CellPlan, counts_GE: Any, attention_s: Any, prices: Prices) -> Any:
-    """float64 [2 passes, 5 parts]: recompute and update; attention, all-to-all, experts, fixed, exposed transfers.
+    """float64 [2 passes, 5 parts], seconds of a cell whose dispatch sends `rows_G4`.
 
-    Transfers of a cell run beside the cell before it and are taken to find the time of this one: a layer's time once
-    the pipeline of layers runs. What they take beyond that is exposed. Copies from host memory have the whole of a
-    group of passes; fetches and gradients over links share these with the all-to-all, and have the rest of their
-    pass, waiting for copies included. Slots that a layer keeps are filled once in a pass, shared ones for each group.
-
-    Args:
-        rows_G4: of `rows_sent` or `rows_of_reach`.
-        cell: who serves what.
-        counts_GE: integers [G, E], of the cell.
-        attention_s: of the slowest rank, in a forward pass and in a backward pass.
-        prices: the cost model.
+    `attention_s` are those of the slowest rank, in a forward pass and in a backward pass.
     """
     num_ranks = len(rows_G4)
     leg_s = all_to_all_seconds(rows_G4, prices)
@@ -155,6 +122,9 @@ def seconds_of_rows(rows_G4: Any, cell: CellPlan, counts_GE: Any, attention_s: A
         parts_SP[pass_index, ALL_TO_ALL] += all_to_all
         parts_SP[pass_index, EXPERTS] += experts
         parts_SP[pass_index, FIXED] += fixed
+        # Transfers run beside the cell before, which is taken to be as long as this one: a layer's time once the
+        # pipeline of layers runs. Copies from host memory have the whole of a group of passes. Slots that a layer keeps
+        # are filled once in a pass, shared ones for each group.
         if prices.refetches or fetches_S[pass_index] == 0:
             parts_SP[pass_index, EXPOSED] += max(0.0, copies_s - (attention + all_to_all + experts + fixed))
             fetches_S[pass_index] += 1
@@ -163,7 +133,7 @@ def seconds_of_rows(rows_G4: Any, cell: CellPlan, counts_GE: Any, attention_s: A
         for g in range(num_ranks):
             for link in range(HOST):
                 links_s = max(links_s, fetches_S[pass_index] * fetch_G5[g, link] + pass_index * gradient_G5[g, link])
-        # links are free while nothing is exchanged between ranks
+        # links are free while nothing is exchanged between ranks, waits for copies included
         for part in range(parts_SP.shape[1]):
             free_s += 0.0 if part == ALL_TO_ALL else parts_SP[pass_index, part]
         parts_SP[pass_index, EXPOSED] += max(0.0, links_s - free_s)

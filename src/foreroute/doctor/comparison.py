@@ -104,6 +104,7 @@ def compare(
             replayed=None if replayed_R is None else TrainerPass(None, replayed_R),
         )
     )
+    # the diagnosis compares everything at once; errors need each sequence by itself
     figures = _Figures({}, {})
     measures = diagnosis.measures
     for prefix, found, logprobs in (("", measures.without, trainer), ("replayed/", measures.with_replay, replayed)):
@@ -123,21 +124,17 @@ def compare(
 
 
 def standard_error(sums_S: ArrayLike, counts_S: ArrayLike) -> float:
-    """Return the standard error of a mean over tokens, `sum(sums_S) / sum(counts_S)`, from what S sequences add.
+    """Return the standard error of `sum(sums_S) / sum(counts_S)`, a mean over tokens; NaN below two such sequences.
 
-    By the delta method with sequences as units: tokens of one sequence depend on each other, sequences are taken as
-    independent. A mean share was within 1.96 errors of the truth in 92 % of cases with 32 sequences and in 95 % with
-    128; k3, which is skewed, in 88 % and 92 %, and in 93 % with 512. The error says little about what hardly a sequence
-    has, such as F(2) of a good engine. NaN for fewer than two sequences with tokens.
-
-    Args:
-        sums_S: numbers [S], the sum over the tokens of each sequence.
-        counts_S: numbers [S], how many tokens it has.
+    A mean share was within 1.96 errors of the truth in 92 % of cases with 32 sequences and in 95 % with 128; k3, which
+    is skewed, in 88 % and 92 %, and in 93 % with 512. The error says little about what hardly a sequence has, such as
+    F(2) of a good engine.
     """
     sums, counts = np.asarray(sums_S, np.float64), np.asarray(counts_S, np.float64)
     units, total = int((counts > 0).sum()), counts.sum()
     if units < 2:
         return math.nan
+    # the delta method with sequences as units: tokens of one sequence depend on each other
     with np.errstate(over="ignore", invalid="ignore"):
         off_S = sums - sums.sum() / total * counts
         error = float(np.sqrt(units / (units - 1) * (off_S**2).sum()) / total)
@@ -167,6 +164,7 @@ def _lengths(mask: NDArray[Any]) -> NDArray[np.int64]:
 
 def _by_sequence(trainer: NDArray[Any], engine: NDArray[Any], mask: NDArray[Any] | None) -> list[TokenMismatch]:
     """Compare each sequence by itself; tokens whose sequences are not known are one."""
+    # one unit has no standard error, which is said as NaN
     if mask is None or mask.ndim < 2:
         return [token_mismatch(trainer, engine, mask=mask)]
     rows = zip(trainer, engine, mask, strict=True)

@@ -31,6 +31,7 @@ are allowed for beside it."""
 
 def about_masks(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
     """Say whether trainer and engine take probabilities of the same tokens, at the same temperature."""
+    # first: where log-probs were never filled in, no other figure of them means anything
     for zeros in measures.zeros:
         yield Finding(Severity.PROBLEM, "probabilities", _zeros_words(zeros), FILL_IN)
     if evidence.mask_error:
@@ -61,6 +62,7 @@ def about_masks(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
 
 def about_choices(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
     """Say whether queries attend to the same units of their sequence in trainer and engine."""
+    # a note and no warning: choices differ by roundings as picks of experts do
     if (found := measures.choices) is not None:
         yield Finding(
             Severity.FINE if not found.differing else Severity.NOTE,
@@ -80,6 +82,7 @@ def about_choices(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
 
 def _zeros_words(zeros: Zeros) -> str:
     """Put log-probs of exactly 0 into a sentence."""
+    # the first numbers alone, as a rollout may have thousands
     where = ""
     if zeros.sequences is not None:
         numbers = f"{str(zeros.sequences[:16]).strip('[]')}{', ...' if len(zeros.sequences) > 16 else ''}"

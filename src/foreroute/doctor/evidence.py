@@ -157,6 +157,7 @@ class Measures:
         """k3 without over k3 with replay; 1 where both are too large for a number."""
         if self.without is None or self.with_replay is None:
             return None
+        # a ratio of two numbers that are all rounding says nothing
         k3 = [max(each.k3, 1e-12) for each in (self.without, self.with_replay)]
         return 1.0 if k3[0] == k3[1] else k3[0] / k3[1]
 
@@ -209,6 +210,7 @@ def measure(evidence: Evidence) -> Measures:
         SpecMismatchError, BatchMismatchError: when traces of other models or tokens are compared.
         InputError: when log-probs do not fit together.
     """
+    # what the trainer says of itself needs no engine
     native, repacked, engine = evidence.native, evidence.repacked, evidence.engine
     own, own_R = (native.executed, native.logprobs_R) if native is not None else (None, None)
     of_itself = Measures(
@@ -249,11 +251,7 @@ def _with_tokens(found: Measures, evidence: Evidence) -> Measures:
     nearest = _nearest(evidence.rescored, engine_R)
     zeros = _zeros(evidence, engine_R, nearest)
     found = replace(
-        found,
-        without=_tokens(native, engine_R),
-        with_replay=_tokens(replayed, engine_R),
-        rescored=nearest,
-        zeros=zeros,
+        found, without=_tokens(native, engine_R), with_replay=_tokens(replayed, engine_R), rescored=nearest, zeros=zeros
     )
     native_R, replayed_R = (None if each is None else each.logprobs_R for each in (native, replayed))
     if native_R is not None and replayed_R is not None:
@@ -272,14 +270,12 @@ def _with_tokens(found: Measures, evidence: Evidence) -> Measures:
 def _zeros(
     evidence: Evidence, engine_R: NDArray[Any], nearest: tuple[Rescored, TokenMismatch] | None
 ) -> tuple[Zeros, ...]:
-    """Find zeros of the engine, beside the nearest reading of the trainer, and those of each pass of the trainer.
-
-    A temperature near 0 has many zeros, which the trainer does not deny once its own log-probs are taken so.
-    """
+    """Find zeros of the engine, beside the nearest reading of the trainer, and those of each pass of the trainer."""
     passes = {"the trainer": evidence.native, "the trainer, under replay,": evidence.replayed}
     own = {name: each.logprobs_R for name, each in passes.items() if each is not None and each.logprobs_R is not None}
     if not own:
         return ()
+    # a temperature near 0 has many zeros, which the trainer does not deny once its own log-probs are taken so
     trainer_R = list(own.values())[-1] if nearest is None else nearest[0].logprobs_R
     lengths_S = evidence.response_lengths_S
     if lengths_S is not None and lengths_S.sum() != len(engine_R):
@@ -344,6 +340,7 @@ def _order(
         for s in range(len(own_S)):
             start = start if packed else starts[s]
             fits = {t: _apart(engine_R[start : None if packed else starts[s + 1]], own_S[t]) for t in left}
+            # the sequence that explains most, so that long ones count more than short ones; ties stay in place
             best = max(left, key=lambda t: ((near - fits[t]).sum(), t == s))
             order.append(best)
             chosen.append(fits[best])
@@ -385,4 +382,5 @@ def _tokens(trainer: TrainerPass | None, other_R: NDArray[Any] | None) -> TokenM
     if trainer is None or trainer.logprobs_R is None or other_R is None:
         return None
     found = token_mismatch(trainer.logprobs_R, other_R)
+    # a rollout of prompts alone has no k3
     return found if found.count else None

@@ -63,6 +63,7 @@ def examine(
     Raises:
         BatchMismatchError: when no sequence of the trace has two tokens.
     """
+    # dropout would make the trainer differ from itself
     model.eval()
     given: dict[str, Any] = {"expected_version": expected_version, "random_weights": random_weights}
     try:
@@ -108,6 +109,7 @@ def _passes(
         executed, (logprobs_R,) = _run(routed, sequences, batches, [reading], replay=replay)
         return TrainerPass(executed, logprobs_R)
 
+    # the same batches twice tell whether kernels repeat, single sequences whether packing matters
     native, repeated, repacked = (trainer_pass(batches) for batches in (together, together, alone))
     given |= {"engine": trace, "native": native, "repeated": repeated, "repacked": repacked}
     try:
@@ -191,6 +193,7 @@ class _InPlace(AdapterUnderTest):
         self._routed = routed
 
     def build(self, case: Case) -> HuggingFaceModel:
+        # checks that ask for another shape are not quick, and none of them is run here
         if case != Case():
             raise Unsupported("a model in use is not rebuilt")
         return HuggingFaceModel(self._routed.model)

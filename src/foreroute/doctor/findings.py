@@ -112,20 +112,18 @@ def diagnose(evidence: Evidence, facts: Mapping[str, str] | None = None) -> Diag
         InputError: when log-probs do not fit together, or there is nothing to compare.
     """
     measures = measure(evidence)
-    findings = tuple(
-        finding
-        for part in (
-            _wiring(evidence),
-            _weights(evidence),
-            _versions(evidence),
-            _frozen(evidence),
-            _routes(evidence, measures),
-            about_masks(evidence, measures),
-            about_choices(evidence, measures),
-            _replay(evidence, measures),
-        )
-        for finding in part
-    ) + tuple(_trainer(measures))
+    # from what makes all else meaningless to what is read last
+    findings = (
+        *_wiring(evidence),
+        *_weights(evidence),
+        *_versions(evidence),
+        *_frozen(evidence),
+        *_routes(evidence, measures),
+        *about_masks(evidence, measures),
+        *about_choices(evidence, measures),
+        *_replay(evidence, measures),
+        *_trainer(measures),
+    )
     if {finding.advice for finding in findings} <= {NO_ROUTES}:  # lest nothing at all be called fine
         raise InputError(
             "there is nothing to compare: no row is routed on both sides, and no sampled token has log-probs of both. "
@@ -190,6 +188,7 @@ def _versions(evidence: Evidence) -> Iterator[Finding]:
     if evidence.expected_version is None or evidence.engine is None:
         return
     versions, expected = _known_versions(evidence), evidence.expected_version
+    # a stale trace looks like noise in every figure below, so versions are compared before routes
     if not versions:
         yield Finding(
             Severity.PROBLEM,
@@ -303,6 +302,7 @@ def _replay(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
         )
         return
     both = f"k3 goes from {without.k3:.2e} to {replayed.k3:.2e} nats{_tail(without, replayed)}, {over}"
+    # the first that holds: what hides the answer, then no difference worth a word, then help, harm and chance
     if measures.zeros:
         yield Finding(Severity.NOTE, "replay", f"Log-probs of exactly 0 hide whether R3 helps: {both}.")
     elif max(without.k3, replayed.k3) <= measures.floor:
@@ -389,6 +389,7 @@ def _trainer(measures: Measures) -> Iterator[Finding]:
     if repacked is not None:
         routes = measures.repacked_routes
         share = f", and takes other experts in {routes.differing_share:.2%} of its routing decisions" if routes else ""
+        # padding that is attended to moves k3 far more than another order of sums
         far = repacked.k3 >= LARGE / 10
         yield Finding(
             Severity.WARNING if far else Severity.FINE,

@@ -86,9 +86,9 @@ class CellState(NamedTuple):
 
 
 def new_cell(
-    num_ranks: int, num_experts: int, slots: int, ranks_per_node: int, outlook: tuple[Ints, Ints], persistent: bool
+    num_ranks: int, num_experts: int, slots: int, ranks_per_node: int, later: tuple[Ints, Ints], persistent: bool
 ) -> CellState:
-    """An empty state for cells of this size; `outlook` is what `look_ahead` gave."""
+    """An empty state for cells of this size; `later` is what `look_ahead` gave."""
 
     def ints(*shape: int) -> Ints:
         return np.zeros(shape, np.int32)
@@ -101,8 +101,8 @@ def new_cell(
         host_GK=np.concatenate([home_GK, slot_GS], axis=1),
         load_G=np.zeros(num_ranks, np.int64),
         demand_NE=ints(num_nodes, num_experts),
-        demand_MLE=outlook[0],
-        surplus_MLG=outlook[1],
+        demand_MLE=later[0],
+        surplus_MLG=later[1],
         position=ints(2),
         random=np.ones(1, np.uint64),
         num_experts=num_experts,
@@ -121,12 +121,7 @@ def new_cell(
 
 
 def look_ahead(counts_MLGE: Ints, home_LE: NDArray[np.int16]) -> tuple[Ints, Ints]:
-    """What later micro-steps bring.
-
-    Returns:
-        demand_MLE: int32 [M, L, E], assignments of each expert.
-        surplus_MLG: int32 [M, L, G], what ranks would serve above the mean if every expert were served at home.
-    """
+    """int32 [M, L, E], assignments of each expert, and int32 [M, L, G], what ranks have at home above the mean."""
     demand_MLE = counts_MLGE.sum(axis=2, dtype=np.int32)
     num_micro_steps, num_layers, num_ranks, num_experts = counts_MLGE.shape
     by_rank_MLE = np.take_along_axis(demand_MLE, np.argsort(home_LE, axis=1)[None], axis=2)
@@ -149,11 +144,7 @@ def all_slots(cell: CellState) -> range:
 
 @routine
 def begin_cell(cell: CellState, counts_GE: Ints, home_E: NDArray[np.int16], held_H: Ints) -> int:
-    """Take up homes, what slots hold, and counts; every expert is served at home.
-
-    Returns:
-        The assignments of the cell.
-    """
+    """Take up homes, what slots hold, and counts, of which the sum is returned; every expert is served at home."""
     num_nodes, num_experts = cell.demand_NE.shape
     for n in range(num_nodes):
         for e in range(num_experts):

@@ -21,17 +21,10 @@ At 0, slots that persist fetch 8 to 34 % more; as said of the values in `replica
 
 @routine
 def grow(cell: CellState, target: int, adding: bool, threshold: float, noise: float) -> int:
-    """Bring every rank to the target, or to the least larger one that is found.
+    """Bring every rank to the target, or to the least larger one that is found, which is returned.
 
-    Args:
-        cell: changed.
-        target: most assignments that a rank should serve.
-        adding: whether replicas may be added; when not, the first rank that is stuck above the target ends it.
-        threshold: share of the most that one replica can move which a new one must move.
-        noise: share of the latter that chance adds at most to the score of a new replica.
-
-    Returns:
-        The target, or the least larger one that was reached.
+    A new replica must move the share `threshold` of the most that one can, and chance adds up to the share `noise` of
+    this to its score. Without `adding`, the first rank that is stuck above the target ends it.
     """
     # Each round moves load below the target, adds a replica, empties a slot or raises the target. A new replica may
     # lift its rank above the target, where that rank can pass load on; then a later round does. Emptied slots may be
@@ -122,12 +115,7 @@ def heaviest(load_G: NDArray[np.int64]) -> int:
 
 @inlined
 def _search_path(cell: CellState, start: int, target: int) -> tuple[int, int]:
-    """Breadth first from `start` to a rank below the target.
-
-    Returns:
-        The rank, or NONE.
-        How many ranks were seen; they are `queue` of `cell.search[:count]`.
-    """
+    """Search breadth first from `start` for a rank below the target; return it or NONE, and how many were seen."""
     cell.clock[0] += 1
     now = cell.clock[0]
     cell.search[start].seen = now
@@ -180,15 +168,13 @@ def _push(cell: CellState, start: int, end: int, amount: int) -> None:
 
 @inlined
 def _receiving_capacity(cell: CellState, target: int) -> int:
-    """The most that a rank with a free slot can take, or, when there is none, take and pass on; each in `back_width`.
-
-    When no rank has a slot for that either, the answer is 0, and `back_width` says what ranks could take with a slot.
-    """
+    """The most that a rank with a free slot can take, or where there is none, take and pass on, in `back_width`."""
+    # when no rank has a slot for that either, the answer is 0, and `back_width` says what ranks could take with a slot
     most = 0
     for rank in range(len(cell.load_G)):
         # A rank below the target was not seen by the last search, which would have ended there.
         capacity = target - cell.load_G[rank]
-        if capacity > 0 and _free_slot(cell, rank, NONE) == NONE:
+        if capacity > 0 and not _has_free_slot(cell, rank):
             capacity = 0
         cell.search[rank].back_width = max(capacity, 0)
         most = max(most, capacity)
@@ -196,24 +182,19 @@ def _receiving_capacity(cell: CellState, target: int) -> int:
         return most
     own, count = _search_back(cell, target)
     for i in range(own, count):
-        if _free_slot(cell, cell.search[i].back_queue, NONE) != NONE:
+        if _has_free_slot(cell, cell.search[i].back_queue):
             most = max(most, cell.search[cell.search[i].back_queue].back_width)
     if most > 0:
         for i in range(count):
             rank = cell.search[i].back_queue
-            if i < own or _free_slot(cell, rank, NONE) == NONE:
+            if i < own or not _has_free_slot(cell, rank):
                 cell.search[rank].back_width = 0
     return most
 
 
 @inlined
 def _search_back(cell: CellState, target: int) -> tuple[int, int]:
-    """Breadth first against the edges, from all ranks below the target.
-
-    Returns:
-        How many ranks are below the target; they come first in `back_queue`.
-        How many can pass load on to one of them, with these.
-    """
+    """Search against the edges from all ranks below the target, first in `back_queue`; count them, and all seen."""
     cell.clock[0] += 1
     now, count = cell.clock[0], 0
     for rank in range(len(cell.load_G)):
@@ -258,11 +239,7 @@ def _supply_of(cell: CellState, first: int, end: int) -> int:
 
 @inlined
 def _free_slot(cell: CellState, rank: int, expert: int) -> int:
-    """A slot of the rank that serves nothing: the one that holds `expert`, an empty one, or the least wanted later.
-
-    Returns:
-        A host, or NONE.
-    """
+    """A slot of the rank that serves nothing: the one that holds `expert`, an empty one, the least wanted later."""
     # Slots that serve something are never given away here; `evict` does that.
     best, best_worth = NONE, 0.0
     for x in slots_of(cell, rank):
@@ -276,6 +253,15 @@ def _free_slot(cell: CellState, rank: int, expert: int) -> int:
         if best == NONE or worth < best_worth:
             best, best_worth = x, worth
     return best
+
+
+@inlined
+def _has_free_slot(cell: CellState, rank: int) -> bool:
+    """Say whether a slot of the rank serves nothing."""
+    found = False
+    for x in slots_of(cell, rank):
+        found |= cell.hosts[QUOTA, x] == 0
+    return found
 
 
 @inlined

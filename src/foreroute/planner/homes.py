@@ -20,19 +20,13 @@ of ranks and once that of nodes, on both sides of a swap. Larger loads are halve
 
 
 def place_homes(
-    counts_MLGE: ArrayLike,
-    topology: Topology,
-    home_LE: ArrayLike,
-    *,
-    max_moves: int | None = None,
-    threads: int = 1,
+    counts_MLGE: ArrayLike, topology: Topology, home_LE: ArrayLike, *, max_moves: int | None = None, threads: int = 1
 ) -> NDArray[np.int16]:
     """Place the experts of each layer for a step, so that micro-steps need few replicas and transfers.
 
     What is lowered is the sum over micro-steps of what ranks have above the mean, plus half of what nodes have above
-    theirs: each surplus must be carried to another rank, and the latter over the slower link. A single placement serves
-    all micro-steps, so their loads are not summed first. Pairs of experts exchange their homes, the pair that lowers
-    the sum most first, until no pair within the budget does. That keeps E / G experts on every rank.
+    theirs. Pairs of experts exchange their homes, the pair that lowers the sum most first, until no pair within the
+    budget does. That keeps E / G experts on every rank.
 
     Args:
         counts_MLGE: integers [M, L, G, E], assignments of the step.
@@ -60,6 +54,8 @@ def place_homes(
         return start_LE.copy()
     from foreroute.planner import homes_kernels as kernels
 
+    # Each surplus must be carried to another rank, that of a node over the slower link. One placement serves all
+    # micro-steps, so their loads are not summed first.
     def placed_E(layer: int) -> NDArray[np.int64]:
         exact_EM, load_EM = layer_loads(counts[:, layer])
         start_E = start_LE[layer].astype(np.int64)
@@ -73,11 +69,7 @@ def place_homes(
 
 
 def check_homes(home_LE: ArrayLike, num_layers: int, num_experts: int, num_ranks: int) -> NDArray[np.int16]:
-    """Homes as int16 [L, E], C-contiguous.
-
-    Raises:
-        TopologyError: for another shape or dtype, ranks that are not there, or not E / G experts on every rank.
-    """
+    """Homes as int16 [L, E]. Raises `TopologyError` for another shape or type, or not E / G experts on every rank."""
     given: NDArray[Any] = np.asarray(home_LE)
     if given.shape != (num_layers, num_experts) or given.dtype.kind not in "iu":
         raise TopologyError(

@@ -124,12 +124,7 @@ def _plan_cells(
     costs: CostModel | None,
     on_progress: OnProgress | None,
 ) -> tuple[Hosts, NDArray[np.int64], dict[str, str]]:
-    """Plan all cells; layers do not depend on each other, so every thread takes some through all micro-steps.
-
-    Returns:
-        The hosts; int64 [M, L, 2], what the slowest rank of each cell serves and `least_load`; and by priced option
-        whether it is on, and why.
-    """
+    """Plan all cells: the hosts; int64 [M, L, 2], the slowest rank's load and `least_load`; reasons by option."""
     from foreroute.kernels import NONE
     from foreroute.planner.cell import look_ahead, new_cell
     from foreroute.planner.priced import PricedOptions
@@ -138,7 +133,7 @@ def _plan_cells(
     num_micro_steps, num_layers, num_ranks, num_experts = counts.shape
     slots = topology.redundant_slots if options.replicas else 0
     persistent = options.slots == "layer"
-    outlook = look_ahead(counts if persistent else counts[:0], home_LE)
+    later = look_ahead(counts if persistent else counts[:0], home_LE)
     held_LH = np.full((num_layers, num_experts + num_ranks * slots), NONE, np.int32)
     priced = PricedOptions(counts, topology, options, costs)
     tolerance = float(options.tolerance)  # the search takes seconds to compile, for an integer once more
@@ -152,7 +147,7 @@ def _plan_cells(
                 on_progress(planned, num_micro_steps * num_layers)
 
     def plan_layers(layers: slice) -> tuple[Hosts, NDArray[np.int64]]:
-        cell = new_cell(num_ranks, num_experts, slots, topology.ranks_per_node, outlook, persistent)
+        cell = new_cell(num_ranks, num_experts, slots, topology.ranks_per_node, later, persistent)
         hosts = Hosts.with_room(home_LE[layers], num_micro_steps, num_ranks, num_ranks * slots)
         figures_ML2 = np.zeros((num_micro_steps, len(hosts.home_LE), 2), np.int64)
         figures_C2 = figures_ML2.reshape(-1, 2)
@@ -166,7 +161,8 @@ def _plan_cells(
             priced.refine(hosts, figures_ML2[..., 0], layers.start, count_planned)
         return hosts.part(0, num_micro_steps), figures_ML2
 
-    # layers in a row, so that a thread's replicas are one piece of the plan
+    # Layers do not depend on each other, so every thread takes some through all micro-steps; layers in a row, so that a
+    # thread's replicas are one piece of the plan.
     bounds = [num_layers * i // options.threads for i in range(options.threads + 1)]
     parts = [slice(first, end) for first, end in pairwise(bounds) if first < end]
     with ThreadPoolExecutor(len(parts)) as pool:

@@ -19,8 +19,8 @@ from foreroute.planner.traffic import most_trials, replicate_for_traffic
 
 FETCHES = ("host_fetch_s", "node_fetch_s", "cluster_fetch_s")
 """Prices of weights, which a slot that keeps what it holds gets once."""
-OUTLOOKS = ((0.0, 0.0), (0.5, 0.25))
-"""How nodes see the micro-steps to come where slots keep what they hold: what each weighs by the one before, and by
+LOOKAHEADS = ((0.0, 0.0), (0.5, 0.25))
+"""How far nodes look ahead where slots keep what they hold: what each later micro-step weighs by the one before, and by
 how many fetches an expert that is held is wanted more, a fetch counted in rows that take as long. The second is tried
 where transfers of the first expose time. On 18 steps of 2 or 3 ranks it brings plans from 4.2 to 2.4 % above the best;
 with 0.9 for 0.5, to 2.6 %."""
@@ -49,16 +49,13 @@ class PricedOptions:
     def refine(
         self, hosts: Hosts, max_load_ML: NDArray[np.int64], first_layer: int, count_planned: Callable[[int], None]
     ) -> None:
-        """Give cells of all micro-steps of some layers, from the first one on, other replicas where that is faster.
-
-        `hosts` and `max_load_ML` are brought up to date. `count_planned` is given the number of cells of each layer.
-        """
+        """Give cells of some layers, from `first_layer` on, other replicas in `hosts` where that is faster."""
         refined = []
         for place in range(len(hosts.home_LE)):
             layer = first_layer + place
             cells = [hosts.cell(m, place) for m in range(len(max_load_ML))]
             if self._open:
-                self._settle(layer, cells[0])
+                self._decide(layer, cells[0])
             cells = self._refined(cells, layer, self._on_L[layer], self._prices)
             for m, cell in enumerate(cells):
                 max_load_ML[m, place] = pairs_between(cell, self._counts_MLGE[m, layer]).sum(axis=0).max()
@@ -81,7 +78,7 @@ class PricedOptions:
         state = "off" if num_off == num_layers else "on"
         return f"{state}: in {num_off} of {num_layers} layers, planning it would take more time than it saves"
 
-    def _settle(self, layer: int, cell: CellPlan) -> None:
+    def _decide(self, layer: int, cell: CellPlan) -> None:
         """Turn open options off in a layer if they save less than planning them takes, in all cells as in its first."""
         assert self._costs is not None
         on, prices, size = self._on_L[layer], self._prices, self._window_size(len(self._counts_MLGE))
@@ -105,7 +102,7 @@ class PricedOptions:
             if "pay_off" in on:
                 some = window.pruned(some)
             if "traffic" in on:
-                tried = [window.short(some, self._options.tolerance)]
+                tried = [window.against_traffic(some, self._options.tolerance)]
                 if "pay_off" in on:
                     # Dropping a replica here can force a later cell to fetch it, so both are tried on the whole window.
                     homes = [CellPlan.homes_only(cell.home_E, len(window.counts_MGE[0])) for cell in some]
@@ -141,13 +138,13 @@ class Window(NamedTuple):
         """Seconds of both passes of all cells."""
         return float(self.parts(cells).sum())
 
-    def short(self, given: list[CellPlan], tolerance: float) -> list[CellPlan]:
+    def against_traffic(self, given: list[CellPlan], tolerance: float) -> list[CellPlan]:
         """Cells against traffic, where they are faster than these."""
         counts_MGE, prices = self.counts_MGE, self.prices
         target_M = np.ceil((1 + tolerance) * counts_MGE.sum(axis=(1, 2)) / counts_MGE.shape[1]).astype(np.int64)
         by_node = counts_MGE.reshape(len(given), -1, prices.ranks_per_node, counts_MGE.shape[2])
         demand_MNE, best, least_s = by_node.sum(axis=2).astype(np.float64), given, np.inf
-        for decay, keeping in OUTLOOKS[: len(given)]:
+        for decay, keeping in LOOKAHEADS[: len(given)]:
             keep = keeping * prices.cluster_fetch_s / prices.cluster_row_s
             wanted_MNE, found = demand_MNE.copy(), list[CellPlan]()
             for m in range(len(given) - 1, 0, -1):
@@ -155,8 +152,8 @@ class Window(NamedTuple):
             held_GS = np.full((counts_MGE.shape[1], self.slots), -1, np.int16)
             for m, cell in enumerate(given):
                 # what is fetched here serves the micro-steps to come too
-                share = 1 + (len(given) - m - 1) * decay
-                each = prices._replace(**{name: getattr(prices, name) / share for name in FETCHES})
+                uses = 1 + (len(given) - m - 1) * decay
+                each = prices._replace(**{name: getattr(prices, name) / uses for name in FETCHES})
                 cell = cell._replace(fetched_R=held_GS[cell.rank_R, cell.slot_R] != cell.expert_R)
                 cell = replicate_for_traffic(
                     cell, counts_MGE[m], wanted_MNE[m], held_GS, keep, target_M[m], self.attention_M2[m], each
@@ -177,7 +174,7 @@ class Window(NamedTuple):
         held_GS = np.full((self.counts_MGE.shape[1], self.slots), -1, np.int16)
         found = []
         for cell, counts_GE, attention_s in zip(cells, self.counts_MGE, self.attention_M2, strict=True):
-            # What was declined in an earlier micro-step is not in its slot, whatever was planned.
+            # what was dropped in an earlier micro-step is not in its slot, whatever was planned
             cell = cell._replace(fetched_R=held_GS[cell.rank_R, cell.slot_R] != cell.expert_R)
             found.append(prune_replicas(cell, counts_GE, attention_s, self.prices))
             held_GS[found[-1].rank_R, found[-1].slot_R] = found[-1].expert_R

@@ -15,20 +15,9 @@ from foreroute.plan.hosts import CellPlan
 
 @kernel
 def prune_replicas(cell: CellPlan, counts_GE: Any, attention_s: Any, prices: Prices) -> CellPlan:
-    """Drop replicas of one cell while their transfers expose time.
-
-    One after another goes the replica that serves least of those whose weights or gradients are on the busiest link;
-    another host of its expert takes over. The fastest plan of this series, by the cost model, is the answer.
-
-    Args:
-        cell: of the plan.
-        counts_GE: int32 [G, E], of the cell.
-        attention_s: of `slowest_attention`.
-        prices: the cost model.
-
-    Returns:
-        A plan that takes less time, or `cell` itself.
-    """
+    """Drop replicas of one cell while their transfers expose time; returns a faster plan, or `cell` itself."""
+    # One after another goes the replica that serves least of those whose weights or gradients are on the busiest link;
+    # another host of its expert takes over. The fastest plan of this series is the answer.
     load_G = pairs_between(cell, counts_GE).sum(axis=0)
     # A replica that is dropped stays in its row, at home, where it serves nothing and moves nothing.
     now = CellPlan(cell.home_E, cell.expert_R, cell.rank_R.copy(), cell.slot_R, cell.fetched_R, cell.tokens_RG.copy())

@@ -10,15 +10,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.kernels import NONE, kernel, next_unit, routine
+from foreroute.kernels import NONE, inlined, kernel, next_unit, routine
 from foreroute.plan.hosts import Hosts
-from foreroute.planner.bound import least_load
 from foreroute.planner.cell import (
     BEST_EXPERT,
     BEST_QUOTA,
     EXPERT,
     HELD,
     QUOTA,
+    RANK,
     CellState,
     all_slots,
     begin_cell,
@@ -27,7 +27,7 @@ from foreroute.planner.cell import (
     restore_held,
 )
 from foreroute.planner.flow import grow, heaviest
-from foreroute.planner.locality import keep_local
+from foreroute.planner.locality import keep_local, serve_near
 from foreroute.planner.split import split
 
 # None of these values is published. They steer a search whose result is checked against the target, so they decide how
@@ -63,17 +63,11 @@ def plan_block(
     tolerance: float,
     locality: bool,
 ) -> None:
-    """Plan some cells of a step; state and hosts must have the micro-steps before of the same layers.
+    """Plan some cells of a step into `hosts`, which has the micro-steps before of the same layers, as `cell` has.
 
-    Args:
-        cell: the state.
-        counts_MLGE: of the whole step.
-        hosts: of all micro-steps of these layers, with room; those of these cells are written.
-        figures_C2: int64, of each of their cells what its slowest rank serves, and at least; written.
-        held_LH: int32 [L, H], what slots hold; read and written when slots are persistent, else it holds nothing.
-        place: micro-steps from the first number to before the second, layers from the third to before the fourth.
-        tolerance: of the options.
-        locality: of the options.
+    `figures_C2` gets what the slowest rank of each cell serves, and serves at least. `held_LH`, int32 [L, H], is what
+    slots hold where they are persistent. `place` has micro-steps from the first number to before the second, and
+    layers from the third to before the fourth.
     """
     c = place[0] * (place[3] - place[2])
     for m in range(place[0], place[1]):
@@ -85,6 +79,8 @@ def plan_block(
             total = begin_cell(cell, counts_GE, hosts.home_LE[layer - place[2]], held_LH[layer])
             figures_C2[c, 1] = least_load(cell)
             target = int(-((-total * (1.0 + tolerance)) // len(cell.load_G)))  # mean and tolerance, rounded up
+            if cell.persistent and locality:
+                serve_near(cell, target)
             reached = find_replicas(cell, target, tolerance > 0.0)
             restore_held(cell)
             if locality:
@@ -97,6 +93,50 @@ def plan_block(
             figures_C2[c, 0] = cell.load_G[heaviest(cell.load_G)]
             hosts.offsets[c + 1] = split(cell, counts_GE, hosts, hosts.offsets[c], locality)
             c += 1
+
+
+@routine
+def least_load(cell: CellState) -> int:
+    """Bound what the slowest rank of a cell serves under any plan of these homes and slots, before any is grown."""
+    # If no rank serves more than T, then (1) T is the mean at least, rounded up; (2) a host of an expert serves T of
+    # its assignments at most, so that an expert needs ceil(load / T) hosts; (3) what a rank's experts have beyond T
+    # goes to replicas, each of which takes T at most, and no more than the heaviest of these experts has. By (2) and
+    # (3) every rank's experts need a number of replicas; together they have as many as there are redundant slots. The
+    # smallest T that (1) to (3) allow is found by bisection.
+    total, most, num_ranks = 0, 0, len(cell.load_G)
+    for g in range(num_ranks):
+        total += cell.load_G[g]
+        most = max(most, cell.load_G[g])
+        cell.search[g].width = 0  # the load of the rank's heaviest expert
+    for e in range(cell.num_experts):
+        rank = cell.hosts[RANK, e]
+        cell.search[rank].width = max(cell.search[rank].width, cell.hosts[QUOTA, e])
+    # invariant: `least` - 1 is too little, `most` is enough: with every expert at its home alone
+    least = -(-total // num_ranks)
+    while least < most:
+        middle = (least + most) // 2
+        if _replicas_needed(cell, middle) <= num_ranks * cell.slots:
+            most = middle
+        else:
+            least = middle + 1
+    return least
+
+
+@inlined
+def _replicas_needed(cell: CellState, most: int) -> int:
+    """Replicas without which some rank serves more than `most`, which is 1 at least: a lower bound of their number."""
+    for g in range(len(cell.load_G)):
+        cell.search[g].back_width = 0  # replicas that the rank's experts need by themselves
+    for e in range(cell.num_experts):
+        if cell.hosts[QUOTA, e] > most:
+            cell.search[cell.hosts[RANK, e]].back_width += (cell.hosts[QUOTA, e] - 1) // most
+    needed = 0
+    for g in range(len(cell.load_G)):
+        crowded, over = cell.search[g].back_width, cell.load_G[g] - most
+        if over > 0:
+            crowded = max(crowded, -(-over // min(most, cell.search[g].width)))
+        needed += crowded
+    return needed
 
 
 @routine

@@ -50,22 +50,10 @@ def replicate_for_traffic(
     attention_s: Any,
     prices: Prices,
 ) -> CellPlan:
-    """Plan a cell anew for short traffic, if that is faster.
+    """Plan a cell anew for short traffic, if that is faster by the cost model; else it is `cell`, whose loads are even.
 
-    First come as many replicas as fit, then a quarter fewer each time, as long as that takes no more time.
-
-    Args:
-        cell: a plan to beat, with balanced loads.
-        counts_GE: int32 [G, E], of the cell.
-        wanted_NE: float64 [N, E], how much the tokens of each node want an expert, in assignments.
-        held_GS: int16 [G, S], the experts in the slots of each rank, -1 in empty ones.
-        keep: by how much more an expert that a node holds is wanted.
-        target: most assignments that a rank should serve.
-        attention_s: of `slowest_attention`.
-        prices: the cost model.
-
-    Returns:
-        A plan that takes less time by the cost model, both passes together, or `cell` itself.
+    `wanted_NE`, float64 [N, E], says how much the tokens of each node want an expert, in assignments, `keep` by how
+    much more one that the node holds in `held_GS`, int16 [G, S], -1 in empty slots. No rank should pass `target`.
     """
     num_ranks, num_experts = counts_GE.shape
     demand_NE = np.zeros(wanted_NE.shape, np.int64)
@@ -80,6 +68,7 @@ def replicate_for_traffic(
     order_X = np.argsort(-worth_NE.ravel(), kind="mergesort")  # most wanted first; equal ones keep their order
     found, least_s = cell, cell_seconds(cell, counts_GE, attention_s, prices).sum() * (1 - WORTH)
     for limit in COPIES_LIMITS:
+        # as many replicas as fit, then a quarter fewer each time, as long as that takes no more time
         few, last_s = held_GS.shape[1], np.inf
         while few > 0:
             hosted_NE = choose_hosted(wanted_NE, order_X, cell.home_E, prices.ranks_per_node, few, limit * few)

@@ -9,8 +9,9 @@ from foreroute.doctor import Diagnosis, Severity
 from foreroute.doctor.evidence import Measures
 from foreroute.mismatch import RoutingMismatch, TokenMismatch
 from foreroute.report.format import percentage, scientific
-from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tone, texts, write_page
+from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tone, write_page
 from foreroute.report.run import further
+from foreroute.report.run_tables import ABOUT_MEASURES
 
 TONES: dict[Severity, Tone] = {
     Severity.FINE: "fine",
@@ -57,6 +58,7 @@ def measure_table(measures: Measures) -> Table:
         if tokens is None and routes is None:
             continue
         shares = (routes.differing_share, routes.differing_tokens_share) if routes else (None, None)
+        # with replay the routes are the engine's by construction, which nobody needs to measure
         forced = tokens is not None and tokens is measures.with_replay
         differing = ("0, forced",) * 2 if forced else tuple(map(percentage, shares))
         k3, f2 = (tokens.k3, tokens.f(2.0)) if tokens else (None, None)
@@ -82,7 +84,12 @@ def _page(diagnosis: Diagnosis, commands: Sequence[tuple[str, str]]) -> Page:
     from foreroute.report.diagnosis_plots import diagnosis_plots
 
     findings, measures = finding_table(diagnosis), measure_table(diagnosis.measures)
-    about_replay = () if diagnosis.measures.with_replay is None else texts("diagnosis")
+    sections = [PageSection(heading="Findings", tables=(findings,))] if findings.rows else []
+    if measures.rows:
+        replayed = diagnosis.measures.with_replay is not None
+        about_replay = ["With replay the trainer must use the engine's experts, so none differ."] if replayed else []
+        notes = (*ABOUT_MEASURES, *about_replay)
+        sections.append(PageSection(heading="What was measured", tables=(measures,), notes=notes))
     return Page(
         command="foreroute doctor",
         title="Diagnosis",
@@ -90,16 +97,7 @@ def _page(diagnosis: Diagnosis, commands: Sequence[tuple[str, str]]) -> Page:
         tone=TONES[diagnosis.worst],
         facts=diagnosis.facts,
         sections=(
-            *([PageSection(heading="Findings", tables=(findings,))] if findings.rows else []),
-            *(
-                [
-                    PageSection(
-                        heading="What was measured", tables=(measures,), notes=(*texts("measures"), *about_replay)
-                    )
-                ]
-                if measures.rows
-                else []
-            ),
+            *sections,
             PageSection(heading="Where the routes part", plots=diagnosis_plots(diagnosis.measures)),
             *further(commands),
         ),

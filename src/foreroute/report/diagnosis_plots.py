@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,10 +16,12 @@ from foreroute.report.figure import (
     percent_ticks,
 )
 from foreroute.report.format import INK
-from foreroute.report.page import Key, Plot, caption
+from foreroute.report.page import Caption, Key, Plot
 
 if TYPE_CHECKING:
     from foreroute.doctor.evidence import Measures
+
+ABSENT = "Routes of the trainer and of the engine are needed for this; one of them was not given."
 
 
 def diagnosis_plots(measures: Measures) -> tuple[Plot, ...]:
@@ -29,7 +30,16 @@ def diagnosis_plots(measures: Measures) -> tuple[Plot, ...]:
 
 
 def _by_layer(measures: Measures) -> Plot:
-    said = replace(caption("depth"), x_label=layer_label(measures.layers))
+    said = Caption(
+        title="Where in depth",
+        sentence=(
+            "Share of tokens whose expert set differs in a layer (bars), and of those whose first differing layer it "
+            "is (line). Without replay."
+        ),
+        x_label=layer_label(measures.layers),
+        y_label="share of tokens",
+        absent=ABSENT,
+    )
     routes = measures.routes
     if routes is None or not routes.rows:
         return Plot(caption=said)
@@ -47,7 +57,16 @@ def _by_layer(measures: Measures) -> Plot:
 
 
 def _by_position(measures: Measures) -> Plot:
-    said = caption("position")
+    said = Caption(
+        title="Where in the sequence",
+        sentence=(
+            "Mean share of a token's experts that engine and trainer both picked, by position. A step points to a "
+            "defect; noise is natural."
+        ),
+        x_label="position in the sequence",
+        y_label="common experts",
+        absent=ABSENT,
+    )
     explained = measures.explanation
     if explained is None or not np.isfinite(explained.overlap_by_position_T).any():
         return Plot(caption=said)
@@ -56,6 +75,7 @@ def _by_position(measures: Measures) -> Plot:
     axes.plot(np.arange(len(overlap_T)), overlap_T, color=SIDE_COLOURS["native"])
     lowest = float(np.nanmin(overlap_T))
     room = 0.06 * max(1 - lowest, 0.05)
+    # nearly all experts are common in a sound run; from 0 a step of a percent would not be seen
     axes.set_ylim(max(0.0, lowest - room), 1 + room)
     axes.set_yticks([tick for tick in axes.get_yticks() if max(0.0, lowest - room) <= tick <= 1])
     axes.xaxis.set_major_locator(integer_ticks(8))

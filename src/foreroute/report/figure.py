@@ -1,4 +1,4 @@
-"""Shared parts of plots: colours, type sizes, legends, and what stands in place of a plot without data."""
+"""What the plots of several pages share: colours, sizes, cards, axes, heat maps and stacked bars."""
 
 from __future__ import annotations
 
@@ -6,29 +6,23 @@ import base64
 import io
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from matplotlib.colors import TwoSlopeNorm, to_hex, to_rgb
+from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from foreroute.records import Run, StepRecord
-from foreroute.records.step_record import SIDES, Side
-from foreroute.report.format import INK, WINDOW, over_mean, step_time
+from foreroute.records.step_record import Side
+from foreroute.report.format import INK, over_mean, step_time
 from foreroute.report.page import Caption, Key, Plot
 from foreroute.trace import RoutedLayer
 
 # A colour stands for the same on every page. Okabe and Ito's stay apart under the common colour deficiencies.
 SIDE_COLOURS: dict[Side, str] = {"native": "#D55E00", "replayed": "#0072B2"}
-PLANNED, BASELINE, FORCED = "#009E73", "#CC79A7", "#55606c"
-"""A plan of ours, the strongest other method, forced balance."""
-PLANNED_OTHERWISE = "#00543d"
-"""Another plan of ours: the same hue, darker."""
 PART_COLOURS = {
     "attention": "#77AADD",
     "all-to-all": "#EE8866",
@@ -39,27 +33,11 @@ PART_COLOURS = {
     "waiting for the plan": "#332288",
 }
 """Parts of the time, in Tol's light scheme, none of which is the colour of a method, and dark for waiting."""
-SIDE_WORDS: dict[Side, str] = {"native": "without replay", "replayed": "with replay"}
-DASHES = ("", "6 3", "2 2", "8 2 2 2")
-"""By run, as in SVG; matplotlib takes the numbers."""
-SHADES = (0.0, 0.45, -0.4)
-"""By run among those that train on the same side: towards white, or black. With four dashes, twelve looks."""
-
 INCHES = (5.0, 3.1)
 HEAT_INCHES = (5.0, 4.2)
 BAR_INCHES = 0.34
 LABEL_WIDTH = 21
 """Characters of a line of a bar's label."""
-
-
-@dataclass(frozen=True)
-class Series:
-    """One line of the run at this position of the report. Where x are edges, `y` has one entry less than `x`."""
-
-    run: int
-    side: Side | None
-    x: NDArray[np.float64]
-    y: NDArray[np.float64]
 
 
 def new_axes(inches: tuple[float, float] = INCHES) -> Any:
@@ -83,105 +61,6 @@ def card(caption: Caption, drawn: Any, alt: str, keys: Sequence[Key] = (), notes
     return Plot(caption=caption, image=image, alt=f"{caption.title}. {alt}.", keys=tuple(keys), notes=tuple(notes))
 
 
-def card_of_runs(
-    caption: Caption,
-    drawn: Any,
-    runs: Sequence[Run],
-    series: Sequence[Series],
-    keys: Sequence[Key] = (),
-) -> Plot:
-    """Make a card with the legend of its runs, or `keys`; without a picture where no series has a number."""
-    # infinite values would stretch the span that is told to those who see no picture
-    values = [line.y[np.isfinite(line.y)] for line in series]
-    if not any(finite.size for finite in values):
-        return Plot(caption=caption)
-    finite = np.concatenate(values)
-    names = ", ".join(runs[position].label for position in sorted({line.run for line in series}))
-    alt = f"{caption.y_label} against {caption.x_label}, from {finite.min():.3g} to {finite.max():.3g}, for {names}"
-    return card(caption, drawn, alt, keys or _keys(runs, series), _notes(runs, series))
-
-
-def plot_lines(
-    caption: Caption,
-    runs: Sequence[Run],
-    series: Sequence[Series],
-    finish: Callable[[Any], None] = lambda axes: None,
-    *,
-    smooth: bool = False,
-) -> Plot:
-    """Draw one line per series; `finish` sets limits and formats afterwards.
-
-    With `smooth` a thick line is the mean of the last `WINDOW` values, and a thin one the values.
-    """
-    axes = new_axes()
-    for line in series:
-        look = style_of(runs, line)
-        if smooth:
-            axes.plot(line.x, line.y, color=look["color"], linewidth=0.7, alpha=0.3)
-            means = [line.y[max(0, end - WINDOW) : end].mean() for end in range(1, len(line.y) + 1)]
-            axes.plot(line.x, means, **look | {"linewidth": 2.2})
-        else:
-            axes.plot(line.x, line.y, **look)
-    axes.xaxis.set_major_locator(integer_ticks(6))
-    finish(axes)
-    return card_of_runs(caption, axes, runs, series)
-
-
-def series_by_run(runs: Sequence[Run], path: str) -> list[Series]:
-    """One line of each run over its steps; a run that never recorded the figure has none."""
-    return [line for position, run in enumerate(runs) for line in _series(position, run, None, path)]
-
-
-def series_by_side(runs: Sequence[Run], measure: str) -> list[Series]:
-    """One line of each run and side, over the steps at which that side was measured."""
-    return [
-        line
-        for position, run in enumerate(runs)
-        for side in SIDES
-        for line in _series(position, run, side, f"mismatch.{side}.{measure}")
-    ]
-
-
-def _series(position: int, run: Run, side: Side | None, path: str) -> list[Series]:
-    points = [(step.step, y) for step in run.steps if (y := _recorded(step, path)) is not None]
-    return [Series(position, side, *np.array(points, np.float64).T)] if points else []
-
-
-def _recorded(step: StepRecord, path: str) -> float | None:
-    """The figure that a step recorded by this path of keys, joined by dots; of a list the last. None where none."""
-    found: Any = step
-    for key in path.split("."):
-        found = found.get(key) if isinstance(found, dict) else getattr(found, key, None)
-    return (found[-1] if found else None) if isinstance(found, list) else found
-
-
-def colour_of(runs: Sequence[Run], position: int, side: Side | None = None) -> str:
-    """The colour of a side, by default of that which the run trains with; runs of the same one differ in shade."""
-    # runs of one side share its hue, so that side stays the first thing that is seen
-    own = runs[position].trains_with
-    rank = sum(run.trains_with == own for run in runs[:position])
-    shade = SHADES[rank % len(SHADES)]
-    towards = np.array([1.0, 1.0, 1.0] if shade > 0 else [0.0, 0.0, 0.0])
-    return to_hex((1 - abs(shade)) * np.array(to_rgb(SIDE_COLOURS[side or own])) + abs(shade) * towards)
-
-
-def dashes_of(position: int) -> str:
-    """The dashes of a run, as in SVG; none of the first."""
-    return DASHES[position % len(DASHES)]
-
-
-def style_of(runs: Sequence[Run], line: Series) -> dict[str, Any]:
-    """Colour by side, dashes by run. Points are marked where they are few."""
-    dashes = dashes_of(line.run)
-    return {
-        "color": colour_of(runs, line.run, line.side),
-        "linestyle": (0, [float(length) / 2 for length in dashes.split()]) if dashes else "-",
-        "marker": "o" if len(line.x) < 30 else None,
-        "markersize": 3.2,
-        "markevery": max(1, len(line.x) // 30),
-    }
-
-
 def percent_axis(axes: Any) -> None:
     """Shares as percentages, from just below zero, so that a line of exact zeros stays clear of the axis."""
     # matplotlib leaves room above all data, also above 100 %
@@ -190,9 +69,9 @@ def percent_axis(axes: Any) -> None:
     percent_ticks(axes.yaxis)
 
 
-def percent_ticks(axis: Any, decimals: int | None = None) -> None:
+def percent_ticks(axis: Any) -> None:
     """Shares as percentages."""
-    axis.set_major_formatter(PercentFormatter(xmax=1, decimals=decimals, symbol=" %"))
+    axis.set_major_formatter(PercentFormatter(xmax=1, symbol=" %"))
 
 
 def integer_ticks(most: int) -> MaxNLocator:
@@ -302,29 +181,3 @@ def stacked_bars(
     axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
     alt = ", ".join(f"{label} {step_time(total)}" for (label, _), total in zip(bars, totals_B, strict=True))
     return card(caption, axes, alt, [Key(name, colours[name]) for _, name in shown])
-
-
-def _keys(runs: Sequence[Run], series: Sequence[Series]) -> tuple[Key, ...]:
-    """Sides by colour, and runs by dashes; by both where no line is of a side."""
-    drawn = sorted({line.run for line in series})
-    sides = [side for side in SIDES if any(line.side == side for line in series)]
-    several = drawn if len(runs) > 1 else []
-    of_runs = [Key(runs[place].label, None, dashes_of(place)) if sides else run_key(runs, place) for place in several]
-    return (*(Key(SIDE_WORDS[side], SIDE_COLOURS[side]) for side in sides), *of_runs)
-
-
-def run_key(runs: Sequence[Run], position: int) -> Key:
-    """Look of the line of a run that is of no side: its colour is that of the side which it trains with."""
-    label = f"{runs[position].label}, trained {SIDE_WORDS[runs[position].trains_with]}"
-    return Key(label, colour_of(runs, position), dashes_of(position))
-
-
-def _notes(runs: Sequence[Run], series: Sequence[Series]) -> tuple[str, ...]:
-    drawn = {line.run for line in series}
-    silent = [run.label for place, run in enumerate(runs) if place not in drawn]
-    notes = [f"Not recorded by: {', '.join(f'“{name}”' for name in silent)}."] if silent else []
-    # matplotlib leaves these out silently
-    lost = sum(int((~np.isfinite(line.y)).sum()) for line in series)
-    if lost:
-        notes.append(f"Not drawn: {lost} value{'s' if lost > 1 else ''} that are infinite or not a number.")
-    return tuple(notes)

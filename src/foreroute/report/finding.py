@@ -36,6 +36,7 @@ def _mismatch(rows: Sequence[SummaryRow]) -> str:
     both = "k3 is {1} with replay, {0} without".format(*(span_of(side, scientific) for side in zip(*k3, strict=True)))
     if not any(native) and not any(replayed):
         return f"no route differs even without replay, so replay has none to mend; {both}"
+    # replay left routes differing, which says that it does not work: nothing more is claimed
     if any(replayed):
         return f"{_shares(replayed)} of the routing decisions differ with replay, {_shares(native)} without; {both}"
     # one run in which replay does not help is not hidden by the others
@@ -64,6 +65,7 @@ def _reward(rows: Sequence[SummaryRow]) -> list[str]:
         return []
     if len(rows) == 1:
         (row,) = rows
+        # both ends would share steps
         if row.steps < 2 * WINDOW:
             return [f"the mean reward is {reward(row.reward_last)} over the last {min(row.steps, WINDOW)} steps"]
         return [f"the mean reward goes from {reward(row.reward_first)} to {reward(row.reward_last)}"]
@@ -74,6 +76,7 @@ def _reward(rows: Sequence[SummaryRow]) -> list[str]:
     # rewards are compared between the two kinds of runs alone
     if not with_ or not without or any(row.routing == "R2" for row in known):  # R2 is neither
         return [f"their mean reward over the last {WINDOW} steps is {span_of((*with_, *without), reward)}, by run"]
+    # spans and no means: a reader sees how far runs of one kind lie apart
     figures = f"{span_of(with_, reward)} with replay, {span_of(without, reward)} without"
     if min(len(with_), len(without)) < FEWEST_RUNS:
         few = "the two rewards" if len(known) == 2 else "the rewards of so few runs"
@@ -108,6 +111,7 @@ def _load(runs: Sequence[Run]) -> list[str]:
     if not loads:
         return []
     at_home, executed = zip(*loads, strict=True)
+    # one run in which the plan does not help is not hidden by the others
     if all(after < before for before, after in loads):
         return [f"plans lower the busiest rank from {_loads_text(at_home)} to {_loads_text(executed)} times the mean"]
     return [f"the busiest rank has {_loads_text(executed)} times the mean, {_loads_text(at_home)} with experts at home"]

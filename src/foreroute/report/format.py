@@ -127,5 +127,6 @@ def span_of(values: Iterable[Any], show: Callable[[Any], str]) -> str:
     known = [value for value in values if value is not None]
     if not known:
         return ABSENT
+    # as shown: values that differ in unseen digits are one value to a reader
     low, high = show(min(known)), show(max(known))
     return low if low == high else f"{low} to {high}"

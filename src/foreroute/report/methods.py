@@ -71,6 +71,7 @@ def method_table(
         for record in records
     ]
     for label, cells in limits.items():
+        # limits have no plan and no planning, so most of their cells are empty
         shown = {"Method": label, **cells}
         rows.append(TableRow(cells=tuple(shown.get(heading, "") for heading in headings)))
     return Table(title=title, columns=columns, rows=tuple(rows))

@@ -6,13 +6,10 @@ page and for a terminal. A number stands in one place, the finding aside.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from foreroute.errors import InputError, how_to_install, printable
 from foreroute.files.regular import as_path, open_regular
@@ -162,22 +159,6 @@ class Page:
     sections: tuple[PageSection, ...] = ()
 
 
-@cache
-def words() -> dict[str, Any]:
-    """The fixed words of pages: `captions` and `texts` by name, and what each `routing` is."""
-    return tomllib.loads(files("foreroute.report").joinpath("words.toml").read_text(encoding="utf-8"))
-
-
-def caption(name: str, **values: object) -> Caption:
-    """The caption of this name, with values filled in."""
-    return Caption(**{field: text.format(**values) for field, text in words()["captions"][name].items()})
-
-
-def texts(name: str, **values: object) -> tuple[str, ...]:
-    """The texts of this name, with values filled in."""
-    return tuple(text.format(**values) for text in words()["texts"][name])
-
-
 def check_page(target: Path) -> None:
     """Refuse a target that no page can be written to, before the work for that page begins.
 
@@ -190,6 +171,7 @@ def check_page(target: Path) -> None:
         if target.is_dir():
             raise InputError(f"{target} is a folder; name the file to write, for example {target / 'report.html'}")
         check_writable(target)
+        # a new file replaces nothing
         if not target.exists():
             return
     # a user's own file is never overwritten by a page
@@ -213,6 +195,7 @@ def write_page(target: Path, page: Page | Callable[[], Page]) -> Path:
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
 
+        # drawn here, since a plot takes the style of the moment in which it is made
         if not isinstance(page, Page):
             import matplotlib
 

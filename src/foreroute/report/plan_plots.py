@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from foreroute.report.figure import PART_COLOURS, heat_maps, layer_label, stacked_bars
 from foreroute.report.format import time_unit
-from foreroute.report.page import Plot, caption
+from foreroute.report.page import Caption, Plot
 
 if TYPE_CHECKING:
     from foreroute.simulate.compare import PlanComparison
@@ -20,15 +19,30 @@ HOME = "without balancing"
 def load_of_ranks(found: PlanComparison, layers: Sequence[RoutedLayer]) -> Plot:
     """Load of every rank in every micro-step, in the layer that is the most uneven."""
     home_MLG, planned_MLG = found.at_home.over_mean_SMLG[0], found.planned.over_mean_SMLG[0]
+    # one layer is shown whole; the most uneven has the most to gain, and hides the least
     layer = int(home_MLG.max(axis=-1).mean(axis=0).argmax())
     named = str(layers[layer]) if layers else f"routed layer {layer}, counted from 0"
     loads = {HOME: home_MLG[:, layer].T, _planned(found): planned_MLG[:, layer].T}
-    return heat_maps(caption("plan_ranks", layer=named), loads)
+    said = Caption(
+        title="Load of every rank",
+        sentence=(
+            f"Assignments of each rank over the mean of its cell in {named}, the most uneven layer. Each column is a "
+            "cell, which lasts as long as its slowest rank."
+        ),
+        x_label="micro-step",
+        y_label="rank",
+    )
+    return heat_maps(said, loads)
 
 
 def load_of_cells(found: PlanComparison, layers: Sequence[RoutedLayer]) -> Plot:
     """The slowest rank of every cell."""
-    said = replace(caption("plan_cells"), y_label=layer_label(layers))
+    said = Caption(
+        title="The slowest rank of every cell",
+        sentence="Its load over the mean of the cell, in all layers and micro-steps.",
+        x_label="micro-step",
+        y_label=layer_label(layers),
+    )
     sides = {HOME: found.at_home, _planned(found): found.planned}
     loads = {title: side.over_mean_SMLG[0].max(axis=-1).T for title, side in sides.items()}
     return heat_maps(said, loads, from_one=True, layers=layers)
@@ -47,7 +61,13 @@ def time_by_part(found: PlanComparison) -> Plot:
     unit, size = time_unit(max(float(sum(seconds)) for _, seconds in bars))
     headings = {0: "recompute", len(methods): "update"}
     colours = {part: PART_COLOURS[part] for part in PART_NAMES}
-    return stacked_bars(caption("plan_parts", unit=unit), bars, colours, unit_s=size, headings=headings)
+    said = Caption(
+        title="Where the time goes (modelled)",
+        sentence="Recompute and update by the cost model, not measured: without balancing and as executed.",
+        x_label=f"{unit}, modelled",
+        y_label="",
+    )
+    return stacked_bars(said, bars, colours, unit_s=size, headings=headings)
 
 
 def _planned(found: PlanComparison) -> str:

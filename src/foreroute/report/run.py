@@ -8,8 +8,9 @@ from pathlib import Path
 from foreroute.records import Run
 from foreroute.report.finding import run_finding
 from foreroute.report.format import WINDOW, quoted
-from foreroute.report.page import Column, Page, PageSection, Table, TableRow, texts, write_page
+from foreroute.report.page import Column, Page, PageSection, Table, TableRow, write_page
 from foreroute.report.run_tables import (
+    ABOUT_MEASURES,
     SummaryRow,
     alarm_table,
     config_table,
@@ -22,6 +23,23 @@ from foreroute.report.run_tables import (
 KEPT = ("rollouts", "checkpoints")
 """Folders of a run that a diagnosis needs."""
 
+SIDES = (
+    "Without replay, the trainer's routers select the experts of every token themselves. With replay, they must use "
+    "the experts that the rollout engine selected for the same token; the gate weights still come from the trainer's "
+    "own scores. Both are measured on the same rollouts and the same weights, so the two differ in the choice of "
+    "experts alone, and neither predicts the reward that a run will reach."
+)
+RUNS = "Bold is the way that the run trains. The mismatch is averaged over the steps at which both ways were measured."
+LOADS = (
+    "Experts are spread over ranks, and every cell, one routed layer in one micro-step, lasts as long as its busiest "
+    "rank. Replicas and token splits, planned from the known routes, level the cells."
+)
+LOAD_TABLE = (
+    "Busiest rank: its assignments over the mean of all ranks. Weights and gradients are those of replicas. Waiting "
+    "is that of the slowest rank."
+)
+ALARMS = "An alarm warns of a collapse; it looks at means over the last steps."
+
 
 def write_report(runs: Sequence[Run], target: Path) -> Path:
     """Write the report of one run, or the comparison of several; raises `InputError` as `page.write_page`."""
@@ -29,8 +47,7 @@ def write_report(runs: Sequence[Run], target: Path) -> Path:
 
 
 def _page(runs: Sequence[Run]) -> Page:
-    from foreroute.report.figure import run_key
-    from foreroute.report.run_plots import rank_load_plots, run_plots
+    from foreroute.report.run_plots import rank_load_plots, run_key, run_plots
 
     rows = summary_rows(runs)
     names = tuple(run_key(runs, place) for place in range(len(runs)))
@@ -38,19 +55,22 @@ def _page(runs: Sequence[Run]) -> Page:
     sections = [
         PageSection(
             heading="Mismatch and reward",
-            texts=texts("sides"),
+            texts=(SIDES,),
             tables=(summary_table(rows, colours),),
-            notes=(*texts("runs"), *texts("measures"), *_notes(runs, rows)),
+            notes=(RUNS, *ABOUT_MEASURES, *_notes(runs, rows)),
         ),
         *_alarms(runs, colours),
     ]
     if (loads := load_table(runs)).rows:
-        said, notes, plots = texts("loads"), texts("load_table"), tuple(rank_load_plots(runs))
-        sections.append(PageSection(heading="Load of the ranks", texts=said, plots=plots, tables=(loads,), notes=notes))
+        plots = tuple(rank_load_plots(runs))
+        sections.append(
+            PageSection(heading="Load of the ranks", texts=(LOADS,), plots=plots, tables=(loads,), notes=(LOAD_TABLE,))
+        )
     sections += [
         PageSection(heading="Over the run", plots=tuple(run_plots(runs))),
         PageSection(heading="What was run", keys=names, tables=(facts_table(runs, rows), config_table(runs))),
     ]
+    # a page that is read elsewhere cannot run them, but says what was kept
     commands = [command for run in runs for command in commands_of(run)]
     return Page(
         command="foreroute report",
@@ -62,6 +82,7 @@ def _page(runs: Sequence[Run]) -> Page:
 
 def commands_of(run: Run) -> list[tuple[str, str]]:
     """Commands that diagnose a run, with what each does, where it kept a rollout of a checkpoint's weights."""
+    # a rollout is compared with the weights that made it, which are those of a checkpoint or gone
     rollouts, checkpoints = ({path.name for path in (run.folder / name).glob("step-*")} for name in KEPT)
     if not rollouts & checkpoints:
         return []
@@ -79,10 +100,11 @@ def further(commands: Sequence[tuple[str, str]]) -> list[PageSection]:
 def _alarms(runs: Sequence[Run], colours: Sequence[str]) -> list[PageSection]:
     """Nothing where no run recorded whether alarms were on."""
     watched = [run.label for run in runs if any(step.alarms is not None for step in run.steps)]
+    # a section without a table would read as "no alarm"
     if not watched:
         return []
     if (table := alarm_table(runs, colours)).rows:
-        return [PageSection(heading="Alarms", tables=(table,), notes=texts("alarms"))]
+        return [PageSection(heading="Alarms", tables=(table,), notes=(ALARMS,))]
     of = f" in {', '.join(watched)}; the other runs did not record it" if len(watched) < len(runs) else ""
     return [PageSection(heading="Alarms", texts=(f"No alarm was on{of}.",))]
 

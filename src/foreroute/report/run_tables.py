@@ -13,11 +13,25 @@ from typing import Literal, get_args
 from foreroute.records import Alarm, Run, StepRecord
 from foreroute.records.step_record import SIDES, WORDS, AlarmKind, ExecutionRecord, Load, Side
 from foreroute.report.format import ABSENT, WINDOW, flattened, percentage, reward, scientific, step_time
-from foreroute.report.page import Column, Table, TableRow, words
+from foreroute.report.page import Column, Table, TableRow
 
 Measure = Literal["k3", "f2", "differing_share", "differing_tokens_share"]
 BySide = dict[Side, float | None]
 """One measure without replay and with it. None: never measured."""
+
+ROUTING = {
+    "none": "No routing replay: the trainer routes every token itself",
+    "R2": "R2: the update replays the experts that the trainer's own recompute pass selected",
+    "R3": "R3, rollout routing replay: recompute and update replay the experts that the rollout engine selected",
+}
+ABOUT_MEASURES = (
+    "k3 estimates KL(rollout engine || trainer) on the sampled response tokens. F(2) is the share of response tokens "
+    "whose two probabilities differ more than twofold.",
+    "A routing decision is the choice of experts for one token in one layer, and differs when the sets do. Tokens "
+    "count when at least one of their layers differs.",
+    "A dash means never measured.",
+)
+"""Notes on tables of measures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +199,7 @@ def describe(run: Run, row: SummaryRow) -> dict[str, str]:
     """The facts of one run, by topic; topics that were not recorded are left out."""
     first, last = run.steps[0].step, run.steps[-1].step
     facts = {
-        "routing": words()["routing"].get(run.routing, f"Routing {run.routing}"),
+        "routing": ROUTING.get(run.routing, f"Routing {run.routing}"),
         "device": "; ".join(_devices(run)),
         "steps": f"{f'{first} to {last}' if last > first else f'{first} only'}; measured both ways at "
         f"{row.paired_steps} of {row.steps}",
@@ -199,6 +213,7 @@ def _devices(run: Run) -> list[str]:
     most: dict[str, int] = {}
     for step in run.steps:
         if device := step.device:
+            # a processor's name does not say that it is one
             name = f"CPU, {device.name}" if device.kind == "cpu" else device.name
             most[name] = max(most.get(name, 0), device.peak_memory_bytes or 0)
     return [f"{name}{f', up to {peak / 1e9:.2f} GB' if peak else ''}" for name, peak in most.items()]
@@ -239,6 +254,7 @@ def _loads(steps: Sequence[ExecutionRecord]) -> dict[str, str]:
         return f"{mean(lambda step: sum(step.bytes.get(kind, 0) for kind in kinds)) / 1e6:.3g} MB"
 
     planned, waited = ([getattr(step, name) or 0.0 for step in steps] for name in ("planning_s", "exposed_planning_s"))
+    # step by step: what one step waits for is not made up by another that hides more
     hidden_s = sum(max(0.0, planning_s - waited_s) for planning_s, waited_s in zip(planned, waited, strict=True))
     return {
         "Ranks": ", ".join(map(str, sorted({step.ranks for step in steps}))),

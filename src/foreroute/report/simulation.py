@@ -1,17 +1,16 @@
-"""A simulated step and what it depends on -> tables, sentences, one page. It computes nothing."""
+"""A simulated step -> tables, sentences, one page. It computes nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foreroute.report.format import AS_FAST, as_fast, duration, flattened, percentage, step_time, times
 from foreroute.report.methods import BOUND, method_table, modelled, named, worth
-from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tile, texts, write_page
+from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tile, write_page
 
 if TYPE_CHECKING:  # they load compiled code
-    from foreroute.simulate import SimulateConfig, SimulationRecord, SweepRecord, Timeline
+    from foreroute.simulate import SimulateConfig, SimulationRecord
     from foreroute.simulate.fit import FitRecord
 
 HEADINGS = (
@@ -31,18 +30,48 @@ HEADINGS = (
     "GPU-hours saved",
 )
 
+METHODS = (
+    "All methods serve the same tokens, and are compared by the time of recompute and update.",
+    "A cell is one routed layer in one micro-step; the load of its slowest rank over the mean is given on average "
+    "over all cells.",
+    "Exposed transfers are the share of recompute and update in which ranks wait for weights or gradients that move; "
+    "groups wait for the slowest one.",
+    "A method is executed when a test runs all that it takes with an executor of foreroute, on CPU processes and at "
+    "small sizes.",
+    "Forced balance: every source GPU sends the same number of assignments to every expert, give or take one, "
+    "experts serve at their homes, and nothing moves. It is not a lower bound: a plan that keeps tokens in their "
+    "node sends less than uniform traffic does, and can exceed 100 %.",
+    "No plan beats the lower bound: the experts' work in one piece and spread evenly over all GPUs, all-to-alls that "
+    "take their latency alone, free transfers. No real plan attains it.",
+)
+ASSUMED = (
+    "The ranks of a group meet at every dispatch and every combine; an all-to-all lasts as long as its busiest link.",
+    "Copies from host memory run beside everything else. Fetches and gradients from GPU to GPU use the links only "
+    "while no all-to-all does.",
+    "Gradients of replicas return in the background; what is left of them at the end of the update is waited for.",
+    "Groups wait for the slowest one after the recompute and after the update. Then gradients are reduced over the "
+    "groups and the optimizer steps, with nothing beside them.",
+    "Layers and groups that were drawn stand in turn for all others.",
+    "Planning begins when the rollout ends. The recompute starts when all is planned.",
+    "A pass in which a plan saves less than 1 % of the modelled time runs with every expert at its home, as "
+    "executors run it.",
+    "Ranks copy their experts to host memory before the recompute, with nothing beside it.",
+)
+NOT_MODELLED = (
+    "The rollout itself, and whatever else shares the cluster.",
+    "Jitter, slow GPUs, launch gaps, congestion between groups, and copies that slow kernels down.",
+    "Tensor, context and pipeline parallelism.",
+    "Whether weights, slots, activations and optimizer state fit into memory.",
+    "That the experts of a token depend on each other, which matters to deduplicated dispatch.",
+    "Failures: a transfer that is late or lost ends the step.",
+)
+
 
 def write_simulation_page(
-    record: SimulationRecord,
-    config: SimulateConfig,
-    target: Path,
-    *,
-    sweeps: Sequence[SweepRecord] = (),
-    timelines: Sequence[Timeline] = (),
-    fit: FitRecord | None = None,
+    record: SimulationRecord, config: SimulateConfig, target: Path, *, fit: FitRecord | None = None
 ) -> Path:
-    """Write the page of a simulation, its sweeps, timelines, and the fit of its rates; raises as `page.write_page`."""
-    return write_page(target, lambda: _page(record, config, sweeps, timelines, fit))
+    """Write the page of a simulation, and of the fit of its rates; raises `InputError` as `page.write_page`."""
+    return write_page(target, lambda: _page(record, config, fit))
 
 
 def simulation_table(record: SimulationRecord) -> Table:
@@ -101,6 +130,7 @@ def simulation_tiles(record: SimulationRecord) -> tuple[Tile, ...]:
             f"{record.groups_simulated} of {record.groups} group{'s' * (record.groups != 1)} simulated",
         ),
     )
+    # nothing is saved by what was not simulated
     if main is static:
         return step
     hours = f"of {1000 * static.gpu_hours:,.3g} for whole steps without balancing, by {named(main, record)}"
@@ -141,35 +171,23 @@ def fit_summary(found: FitRecord) -> str:
     )
 
 
-def _page(
-    record: SimulationRecord,
-    config: SimulateConfig,
-    sweeps: Sequence[SweepRecord],
-    timelines: Sequence[Timeline],
-    fit: FitRecord | None,
-) -> Page:
-    from foreroute.report import simulation_plots, sweep_plots
+def _page(record: SimulationRecord, config: SimulateConfig, fit: FitRecord | None) -> Page:
+    from foreroute.report import simulation_plots
 
-    plots = (
-        *simulation_plots.timelines(timelines, record),
-        simulation_plots.by_phase(record),
-        simulation_plots.by_part(record),
-    )
+    plots = (simulation_plots.by_phase(record), simulation_plots.by_part(record))
     planned = "measured: it was really done, on one thread of the machine that made this page"
     planning = planned if config.execution.planning_s is None else "configured"
-    seconds_are = texts("simulation", modelled=modelled(record), planning=planning)
-    sections = [PageSection(heading="Where the time goes", texts=seconds_are, plots=plots)]
-    if sweeps:
-        sections.append(
-            PageSection(
-                heading="What the gain depends on",
-                texts=texts("sweeps"),
-                keys=tuple(sweep_plots.legend(record)),
-                plots=tuple(sweep_plots.sensitivities(record, config, sweeps)),
-            )
-        )
+    seconds_are = (
+        f"All times are {modelled(record)}: they come from a cost model of this cluster and this model, on routing "
+        f"that was drawn or given; nothing was measured on GPUs. Planning alone is {planning}."
+    )
+    sections = [PageSection(heading="Where the time goes", texts=(seconds_are,), plots=plots)]
     rollout = f"with {step_time(record.rollout_s)} of rollout" if record.rollout_s else "without its rollout"
-    notes = (executed(record), *texts("methods", rollout=rollout))
+    before_it = (
+        "The wait for the plan, home moves and publishing come before the recompute and are in no other column but "
+        f"GPU-hours, which count all phases of the step, {rollout}, reduction and optimizer among them."
+    )
+    notes = (executed(record), *METHODS[:2], before_it, *METHODS[2:])
     sections.append(PageSection(heading="All methods", tables=(simulation_table(record),), notes=notes))
     if fit is not None:
         sections.append(
@@ -178,8 +196,8 @@ def _page(
     settings = tuple(TableRow(cells=setting) for setting in flattened(config.model_dump()).items())
     columns = (Column("Setting"), Column("Value", kind="words"))
     sections += [
-        PageSection(heading="Assumed", notes=texts("assumed")),
-        PageSection(heading="Not modelled", notes=texts("not_modelled")),
+        PageSection(heading="Assumed", notes=ASSUMED),
+        PageSection(heading="Not modelled", notes=NOT_MODELLED),
         PageSection(heading="Configuration", tables=(Table(columns=columns, rows=settings, folded="All settings"),)),
     ]
     return Page(

@@ -1,20 +1,15 @@
 """What a plan is worth on a cluster that is described, not there: a model of one RL step, in seconds. No torch."""
 
 from foreroute.simulate.config import SimulateConfig, load_config, parse_config
-from foreroute.simulate.records import MethodRecord, SimulatedMethod, SimulationRecord, SweepRecord
-from foreroute.simulate.simulation import simulate, sweep
-from foreroute.simulate.timelines import Timeline, timeline
+from foreroute.simulate.records import MethodRecord, SimulatedMethod, SimulationRecord
+from foreroute.simulate.simulation import simulate
 
 __all__ = [
     "MethodRecord",
     "SimulateConfig",
     "SimulatedMethod",
     "SimulationRecord",
-    "SweepRecord",
-    "Timeline",
     "load_config",
     "parse_config",
     "simulate",
-    "sweep",
-    "timeline",
 ]

@@ -59,11 +59,7 @@ class BalancerInput:
         return loads_LE
 
     def previous_loads_LE(self) -> NDArray[np.int64]:
-        """int64 [L, E].
-
-        Raises:
-            CountsError: when nothing is known of the step before.
-        """
+        """int64 [L, E]. Raises `CountsError` when nothing is known of the step before."""
         if self.previous_LE is None:
             raise CountsError("this balancer plans from the step before; give its counts, or leave the balancer out")
         return self.previous_LE
@@ -96,15 +92,12 @@ class Balancer:
 class HeldExperts:
     """Holdings of all ranks, so that only weights that move count as moved.
 
-    A rank still has what it hosted in the last cell of the layer; before the first one, the homes.
-
-    Args:
-        problem: the step.
-        rehomes: the first host of each expert in a layer's first cell becomes its home before the step. Otherwise homes
-            stay, where gradients return to.
+    With `rehomes` the first host of each expert in a layer's first cell becomes its home before the step. Otherwise
+    homes stay, where gradients return to.
     """
 
     def __init__(self, problem: BalancerInput, *, rehomes: bool = False) -> None:
+        # a rank still has what it hosted in the last cell of the layer; before the first one, the homes
         self._home_LE = problem.home_LE.astype(np.int16)
         self._held_LEG = np.zeros((*problem.home_LE.shape, problem.topology.num_ranks), np.bool_)
         self._is_placed_L = [not rehomes] * len(problem.home_LE)

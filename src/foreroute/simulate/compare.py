@@ -29,13 +29,7 @@ def compare(
 ) -> Iterator[MethodRecord]:
     """Yield the record of each balancer. Those that plan from the step before are skipped when it is not known.
 
-    Args:
-        problem: the step; its costs are these, whatever it says.
-        costs: the cost model.
-        balancers: by short name.
-
-    Raises:
-        CountsError, TopologyError: when counts, homes and ranks do not fit each other.
+    Raises `CountsError` or `TopologyError` when counts, homes and ranks do not fit each other.
     """
     problem = _checked(problem)
     for name, balancer in balancers.items():
@@ -49,15 +43,7 @@ def figures_of(
 ) -> MethodRecord:
     """The record of a plan that is there already, as executors serve it: at homes in a pass that gains too little.
 
-    Args:
-        plan: of these counts; `verify` says whether it is.
-        counts_MLGE: integers [M, L, G, E].
-        costs: the cost model.
-        label: its name, for people too.
-        planning_s: seconds that it took.
-
-    Raises:
-        CountsError: when the counts are of another shape than the plan's.
+    Raises `CountsError` when the counts are of another shape than the plan's; `verify` says whether it is of them.
     """
     num_micro_steps, num_layers, num_experts = plan.shape
     expected = (num_micro_steps, num_layers, plan.topology.num_ranks, num_experts)
@@ -166,10 +152,9 @@ def compare_plan(
     balancers: Mapping[str, Balancer] = BALANCERS,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> PlanComparison:
-    """Set a plan beside balancers, of which static is one.
+    """Set a plan beside balancers, of which static is one; `on_progress` is told how many are done, of how many.
 
-    `problem` has the counts of the plan, and its costs. `on_progress` is called with the balancers that are done, and
-    all. Raises `CountsError` when the counts are of another shape than the plan's.
+    Raises `CountsError` when the counts of `problem` are of another shape than the plan's.
     """
     plan, counts, costs = found.plan, problem.counts_MLGE, problem.costs
     assert costs is not None, "pages have seconds"

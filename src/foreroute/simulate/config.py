@@ -14,7 +14,7 @@
     tokens_per_rank = 8192
 
 `[hardware]`, `[links]`, `[model]` and `[costs]` are those of the planner's topology file. A file is checked whole:
-every key, its size, and every point of its sweep.
+every key, and its size.
 """
 
 from __future__ import annotations
@@ -36,28 +36,10 @@ Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
 DrawnTokens = Annotated[int, Field(ge=512, le=MOST_TOKENS)]
 """Tokens of four or five sequences, none of which may be shorter than the shortest that is drawn."""
 Skew = Annotated[float, Field(ge=1e-3, le=1e3)]
-Factor = Annotated[float, Field(ge=1e-6, le=1e6)]
 DRAWING = ("preset", "tokens_per_rank", "micro_steps", "layers", "groups", "skew", "seed")
 """Keys of a workload that is drawn."""
 PASSED_ON = ("hardware", "links", "model", "costs")
 """Tables that are those of a topology file."""
-PLACES = {
-    "redundant_slots": "cluster",
-    "expert_parallel": "cluster",
-    "tokens_per_rank": "workload",
-    "skew": "workload",
-    "overlap": "execution",
-    "planning_s": "execution",
-}
-"""The table of each key that a sweep replaces."""
-BANDWIDTHS = {
-    "node_bandwidth": "node_bytes_per_s",
-    "cluster_bandwidth": "cluster_bytes_per_s",
-    "host_bandwidth": "host_bytes_per_s",
-}
-"""The links of each key that a sweep multiplies."""
-MOST_POINTS = 256
-"""Most points of a sweep."""
 
 
 def load_config(path: Path) -> SimulateConfig:
@@ -78,7 +60,7 @@ def parse_config(values: dict[str, Any], *, source: str) -> SimulateConfig:
         ConfigError, TopologyError: as `load_config`.
     """
     config = checked(SimulateConfig, values, source=source)
-    cluster, points = config.described(source), config.sweep.points()
+    cluster = config.described(source)
     experts, ranks = cluster.costs.model.num_experts, cluster.topology.num_ranks
     # told here, by the name of the key, and not by the planner
     if experts % ranks:
@@ -88,35 +70,7 @@ def parse_config(values: dict[str, Any], *, source: str) -> SimulateConfig:
         )
     if config.workload.are_drawn:
         require_drawable(config, cluster.topology, cluster.costs.model, source=source)
-    if len(points) > MOST_POINTS:
-        raise ConfigError(f"{source}: the sweep has {len(points)} points; expected {MOST_POINTS} at most")
-    # before the first is simulated: a sweep that cannot be ends after no work
-    for key, value in points:
-        varied(config, key, value)
     return config
-
-
-def varied(config: SimulateConfig, key: str, value: float) -> SimulateConfig:
-    """The configuration with one thing changed, and no sweep.
-
-    Args:
-        config: to change.
-        key: a field of `SweepConfig`.
-        value: a factor of the configured bandwidth for those named so, else the value itself.
-
-    Raises:
-        ConfigError, TopologyError: when the key is unknown, or the configuration then describes what cannot be.
-    """
-    # a point of a sweep sweeps nothing itself
-    values = config.model_dump() | {"sweep": {}}
-    if key in BANDWIDTHS:
-        name = BANDWIDTHS[key]
-        values["links"] = values["links"] | {name: getattr(config.described().topology.links, name) * value}
-    elif key in PLACES:
-        values[PLACES[key]] = values[PLACES[key]] | {key: value}
-    else:
-        raise ConfigError(f"there is no sweep over {key}; expected one of {', '.join(SweepConfig.model_fields)}")
-    return parse_config(values, source=f"the configuration with {key} = {value}")
 
 
 class ClusterConfig(Section):
@@ -208,33 +162,6 @@ class ExecutionConfig(Section):
     """Added to whole steps."""
 
 
-class SweepConfig(Section):
-    """Lists of values for keys of other tables, one at a time."""
-
-    redundant_slots: tuple[Slots, ...] = ()
-    """Values of the same key."""
-    node_bandwidth: tuple[Factor, ...] = ()
-    """Factors of this bandwidth in `[links]`."""
-    cluster_bandwidth: tuple[Factor, ...] = ()
-    """Factors of this bandwidth in `[links]`."""
-    host_bandwidth: tuple[Factor, ...] = ()
-    """Factors of this bandwidth in `[links]`."""
-    tokens_per_rank: tuple[DrawnTokens, ...] = ()
-    """Values of the same key."""
-    expert_parallel: tuple[Ranks, ...] = ()
-    """Values of the same key."""
-    skew: tuple[Skew, ...] = ()
-    """Values of the same key."""
-    overlap: tuple[Annotated[float, Field(ge=0, le=1)], ...] = ()
-    """Values of the same key."""
-    planning_s: tuple[Seconds, ...] = ()
-    """Values of the same key."""
-
-    def points(self) -> list[tuple[str, float]]:
-        """Every key with each of its values."""
-        return [(key, value) for key in type(self).model_fields for value in getattr(self, key)]
-
-
 class SimulateConfig(Section):
     """A simulation. `load_config` reads one from a file."""
 
@@ -243,7 +170,6 @@ class SimulateConfig(Section):
     methods: tuple[str, ...] = tuple(METHODS)
     """In this order; `static` is always among them."""
     execution: ExecutionConfig = ExecutionConfig()
-    sweep: SweepConfig = SweepConfig()
     hardware: dict[str, Any] = Field(default_factory=lambda: {"preset": "h100"})
     """Below."""
     links: dict[str, Any] = Field(default_factory=dict)
@@ -261,23 +187,17 @@ class SimulateConfig(Section):
             if unknown := [name for name in methods if name not in METHODS]:
                 known = ", ".join(METHODS)
                 raise ValueError(f"there is no method called {', '.join(unknown)}; expected some of {known}")
+            # all figures are over static
             return tuple(dict.fromkeys(["static", *methods]))
         return methods
 
-    @field_validator("sweep", "workload", mode="before")
+    @field_validator("workload", mode="before")
     @classmethod
     def _lists(cls, table: Any) -> Any:
+        # TOML has no tuples, and sections are checked strictly
         if isinstance(table, dict):
             return {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
         return table
-
-    @model_validator(mode="after")
-    def _sweep_can_draw(self) -> SimulateConfig:
-        packed = ("skew",) if self.workload.traces else ("tokens_per_rank", "expert_parallel", "skew")
-        drawing = [name for name in packed if getattr(self.sweep, name)]
-        if not self.workload.are_drawn and drawing:
-            raise ValueError(f"sweep.{drawing[0]} draws other counts, and the workload is a file; leave one out")
-        return self
 
     def described(self, source: str = "the configuration") -> Cluster:
         """Topology of one expert-parallel group, and the cost model.

@@ -14,7 +14,7 @@ each is computed once and exactly. Times are seconds from the start. Compiled.
 - `overlap` times its computing time, a pass hides its all-to-alls behind; for so long the links are taken.
 
 A *place* is a cell in the order of execution: micro-step by micro-step through all layers, in the update forward and
-back.
+back. Arrays over both ways have the axis K: 0 forward, 1 back.
 """
 
 from __future__ import annotations
@@ -27,26 +27,55 @@ from numpy.typing import NDArray
 
 from foreroute.costs.model import PASSES
 from foreroute.kernels import kernel
-from foreroute.simulate.cell_costs import PassWork
 
 Floats = NDArray[np.float64]
 
-PARTS = (
-    "attention",
-    "all-to-all",
-    "experts",
-    "fixed",
-    "exposed transfers",
-    "output head",
-    "waiting for the plan",
-)
+PARTS = ("attention", "all-to-all", "experts", "fixed", "exposed transfers", "output head", "waiting for the plan")
 """Parts of the time of recompute and update, in this order."""
 ATTENTION, ALL_TO_ALL, EXPERTS, FIXED, EXPOSED, HEAD, PLAN = map(np.int64, range(len(PARTS)))
 """Their places. numba would make a type of each plain number, and compile what takes it once for each."""
 FETCHING, ATTENDED, ENDED = range(3)
 """Indices of `progress`: the next place to fetch for, the last that ended its attention, the last that ended."""
-BEGIN, FIRST, SECOND, THIRD, END = range(5)
-"""Times of a pass over a cell: its begin, and the ends of its four parts in their order."""
+
+
+class PassWork(NamedTuple):
+    """Work of a group in one pass of a step, in seconds: of its ranks, of the all-to-alls, and of what moves beside.
+
+    Attributes:
+        attention_MG2: [M, G, 2], attention and all that is dense in a layer, forward and backward.
+        head_MG: [M, G], the output head in a forward pass; backward takes twice as long.
+        all_to_all_ML: [M, L], one all-to-all.
+        rows_ML2: [M, L, 2], rows that all ranks together send in it, over their links inside nodes and over NICs.
+        experts_MLG2: [M, L, G, 2], the experts, forward and backward.
+        layer_s: fixed, of one pass over one layer.
+        host_KMLG: [2, M, L, G], fetches by the copy engine from host memory, by way.
+        direct_KMLG4: [2, M, L, G, 4], fetches over NIC out, NIC in, node link out, node link in, by way.
+        gradient_MLG4: [M, L, G, 4], gradients that return over these links after the backward pass.
+    """
+
+    attention_MG2: Floats
+    head_MG: Floats
+    all_to_all_ML: Floats
+    rows_ML2: Floats
+    experts_MLG2: Floats
+    layer_s: float
+    host_KMLG: Floats
+    direct_KMLG4: Floats
+    gradient_MLG4: Floats
+
+    def forward_alone(self) -> PassWork:
+        """The same without a way back: nothing is fetched on it, and no gradient returns."""
+        is_forth = np.array([1.0, 0.0])
+        return self._replace(
+            host_KMLG=self.host_KMLG * is_forth[:, None, None, None],
+            direct_KMLG4=self.direct_KMLG4 * is_forth[:, None, None, None, None],
+            gradient_MLG4=np.zeros_like(self.gradient_MLG4),
+        )
+
+    def without_transfers(self) -> PassWork:
+        """The same where weights and gradients move at no cost."""
+        free = {name: np.zeros_like(getattr(self, name)) for name in ("host_KMLG", "direct_KMLG4", "gradient_MLG4")}
+        return self._replace(**free)
 
 
 class ExecutionModel(NamedTuple):
@@ -69,22 +98,17 @@ class GroupRun(NamedTuple):
     Attributes:
         parts_X: [`PARTS`], seconds; they add up to `end_s`.
         end_s: seconds from the start to the last event, gradients included.
-        times_NX: [places, 10], seconds: begin and end of each part, of both passes; the second is NaN where there is
-            none.
         fetched_NG2: [places, G, 2], begin and end of each rank's copies from the host.
-        direct_end_N: [places], when the cell's direct fetches had all arrived.
     """
 
     parts_X: Floats
     end_s: float
-    times_NX: Floats
     fetched_NG2: Floats
-    direct_end_N: Floats
 
 
 # One moment. `clock` holds its seconds, `progress` three places. `queued_G4` and `owed_G4` are seconds of direct
 # fetches and of gradients that the links have not carried yet; `host_G` is when each copy engine is free.
-State = namedtuple("State", "clock progress queued_G4 owed_G4 host_G parts_X times_NX fetched_NG2 direct_end_N")
+State = namedtuple("State", "clock progress queued_G4 owed_G4 host_G parts_X fetched_NG2")
 
 
 def run(work: PassWork, model: ExecutionModel, *, pass_index: int, ready_s: float = 0.0) -> GroupRun:
@@ -108,6 +132,7 @@ def _run(passes_KF: Any, ready_s: float, work: Any, model: Any) -> Any:
             if way == 1:
                 _elapse(state, HEAD, 2 * head_s, 2 * head_s)
             for _ in range(layers):
+                # the way back of an update runs every cell forward anew, then backward: activations were not kept
                 for i in range(forwards + backwards):
                     _pass_cell(state, place, i, i >= forwards, ways, work, model)
                 state.progress[ENDED] = place
@@ -118,7 +143,7 @@ def _run(passes_KF: Any, ready_s: float, work: Any, model: Any) -> Any:
     # What links still have to carry when the last pass has ended is hidden by nothing.
     tail = max(0.0, (state.queued_G4 + state.owed_G4).max())
     state.parts_X[EXPOSED] += tail
-    return state.parts_X, state.clock[0] + tail, state.times_NX, state.fetched_NG2, state.direct_end_N
+    return state.parts_X, state.clock[0] + tail, state.fetched_NG2
 
 
 @kernel
@@ -133,9 +158,7 @@ def _initial_state(num_places: int, ranks: int) -> Any:
         np.zeros((ranks, 4)),
         np.zeros(ranks),
         np.zeros(len(PARTS)),
-        np.full((num_places, 10), np.nan),
         np.zeros((num_places, ranks, 2)),
-        np.zeros(num_places),
     )
 
 
@@ -150,45 +173,36 @@ def _pass_cell(state: Any, place: int, i: int, backward: bool, ways: int, work: 
     hidden = min(2 * work.all_to_all_ML[m, layer], model.overlap * (attention_s + experts_s))
     all_to_all_s = work.all_to_all_ML[m, layer] - hidden / 2
     computing = attention_s + experts_s + work.layer_s
+    # hidden all-to-alls take the links for their whole time, spread evenly over the computing
     rate = 1 - hidden / computing if computing > 0 else 1.0
-    # A place has at most two passes: forward anew, and backward. Each has a begin and four ends.
-    times = state.times_NX[place, 5 * i : 5 * i + 5]
-    times[BEGIN] = state.clock[0]
     if backward:
         _elapse(state, ALL_TO_ALL, all_to_all_s, 0.0)
-        times[FIRST] = state.clock[0]
         _elapse(state, EXPERTS, experts_s, rate * experts_s)
+        # from here the weights' gradients are known, and may leave while all else goes on
         state.owed_G4[:] += work.gradient_MLG4[m, layer]
-        times[SECOND] = state.clock[0]
         _elapse(state, ALL_TO_ALL, all_to_all_s, 0.0)
-        times[THIRD] = state.clock[0]
         _attend(state, attention_s, work.layer_s, rate)
     else:
         _attend(state, attention_s, work.layer_s, rate)
-        times[FIRST] = state.clock[0]
         if i == 0:
             state.progress[ATTENDED] = place
             _release(state, ways, work, model)
         _elapse(state, ALL_TO_ALL, all_to_all_s, 0.0)
-        times[SECOND] = state.clock[0]
         exposed_s = _exposed(state, place, ways, experts_s, rate, work) if i == 0 else 0.0
         _elapse(state, EXPERTS, experts_s, rate * experts_s)
         _elapse(state, EXPOSED, exposed_s, exposed_s)
-        times[THIRD] = state.clock[0]
         _elapse(state, ALL_TO_ALL, all_to_all_s, 0.0)
-    times[END] = state.clock[0]
 
 
 @kernel
 def _exposed(state: Any, place: int, ways: int, experts_s: float, rate: float, work: Any) -> float:
     """Seconds that the experts of the first pass take longer, since they wait for what is fetched for them."""
     _, m, layer = _cell(place, ways, work)
-    now = state.clock[0]
     direct_s = _direct_wait(state, place, ways, experts_s, rate, work)
-    state.direct_end_N[place] = now + direct_s
     longest = 0.0
     for g in range(state.host_G.shape[0]):
-        wait_s = max(direct_s, state.fetched_NG2[place, g, 1] - now)
+        # a rank that does little may wait long without delaying the others
+        wait_s = max(direct_s, state.fetched_NG2[place, g, 1] - state.clock[0])
         longest = max(longest, wait_s + work.experts_MLG2[m, layer, g, 0])
     return longest - experts_s
 
@@ -216,7 +230,7 @@ def _direct_wait(state: Any, place: int, ways: int, experts_s: float, rate: floa
 def _release(state: Any, ways: int, work: Any, model: Any) -> None:
     """Begin all fetches whose time has come."""
     layers = work.all_to_all_ML.shape[1]
-    while state.progress[FETCHING] < len(state.direct_end_N):
+    while state.progress[FETCHING] < len(state.fetched_NG2):
         place = state.progress[FETCHING]
         # Fetches begin in order: where one must wait, so do all after it.
         if state.progress[ATTENDED] < max(place - model.prefetch, 0):
@@ -231,6 +245,7 @@ def _release(state: Any, ways: int, work: Any, model: Any) -> None:
         for g in range(state.host_G.shape[0]):
             seconds = work.host_KMLG[way, m, layer, g]
             if seconds > 0:
+                # copies of a rank share one engine, whatever cell they are for
                 begin = max(state.host_G[g], state.clock[0])
                 state.host_G[g] = begin + seconds
                 state.fetched_NG2[place, g, 0] = begin

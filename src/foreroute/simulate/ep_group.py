@@ -1,31 +1,25 @@
-"""One expert-parallel group through recompute and update."""
+"""One expert-parallel group through recompute and update: seconds of its work, and the run of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from foreroute.costs import links
+from foreroute.costs import links, pricing
 from foreroute.costs.model import BACKWARD, FORWARD, CostModel
+from foreroute.plan.hosts import Hosts
+from foreroute.plan.options import SlotSharing
 from foreroute.plan.topology import Topology
 from foreroute.simulate.balancers import BalancerInput
-from foreroute.simulate.cell_costs import PassWork, pass_work
-from foreroute.simulate.engine import ExecutionModel, GroupRun, run
+from foreroute.simulate.engine import ExecutionModel, GroupRun, PassWork, run
 from foreroute.simulate.methods import ServedStep
 
 
 @dataclass(frozen=True, eq=False)
 class EPGroup:
-    """Work of a group under one method, with all layers of the model.
-
-    Attributes:
-        step: the tokens of the group.
-        topology: ranks and links.
-        costs: the cost model.
-        recompute, update: of all cells.
-        model: how the cluster executes.
-    """
+    """Work of a group under one method, with all layers of the model."""
 
     step: BalancerInput
     topology: Topology
@@ -36,12 +30,10 @@ class EPGroup:
 
     @classmethod
     def of(cls, served: ServedStep, step: BalancerInput, costs: CostModel, *, overlap: float) -> EPGroup:
-        """Price a served step, which may have other counts of the same tokens.
-
-        Layers that were drawn stand in turn for those of the model. The links are those of `costs`.
-        """
+        """Price a served step, which may have other counts of the same tokens, by the links of `costs`."""
         topology = replace(step.topology, links=costs.hardware.links)
         counted = replace(step, counts_MLGE=served.counts_MLGE)
+        # layers that were drawn stand in turn for those of the model
         layers = np.arange(costs.model.num_layers) % step.counts_MLGE.shape[1]
         # most methods serve both passes alike
         by_hosts = {
@@ -52,11 +44,8 @@ class EPGroup:
         return cls(step, topology, costs, recompute.forward_alone(), update, model)
 
     def bound(self) -> EPGroup:
-        """The same at the least cost that any plan could have.
-
-        The experts' whole work in one piece, spread evenly over all ranks; all-to-alls that take their latency alone;
-        free transfers. It is `costs.pricing.least_seconds`, cell by cell.
-        """
+        """The same at the least cost that any plan could have: `costs.pricing.least_seconds`, cell by cell."""
+        # the experts' whole work in one piece, spread evenly; all-to-alls of their latency alone; free transfers
         loads_MLE = self.step.counts_MLGE.sum(axis=2, dtype=np.int64)
         layers = np.arange(self.update.all_to_all_ML.shape[1]) % loads_MLE.shape[1]
         experts = [
@@ -76,10 +65,7 @@ class EPGroup:
         )
 
     def moved_bytes(self) -> dict[str, dict[str, float]]:
-        """Bytes that a rank sends in recompute and update, on average, by what it is and over which link.
-
-        Fetches from host memory are counted where they arrive.
-        """
+        """Bytes that a rank sends in both passes, on average, by what and link; from host memory where they arrive."""
         model, prices, ranks = self.costs.model, self.costs.prices(self.topology), self.topology.num_ranks
         # the update goes forward, forward anew and backward; a dispatch and a combine each
         rows_2 = 2 * self.recompute.rows_ML2.sum(axis=(0, 1)) + 6 * self.update.rows_ML2.sum(axis=(0, 1))
@@ -89,6 +75,7 @@ class EPGroup:
         moves = (self.recompute, self.update)
         host_s = sum(float(each.host_KMLG.sum()) for each in moves)
         direct_4 = sum(each.direct_KMLG4.sum(axis=(0, 1, 2, 3)) for each in moves)
+        # the recompute has no gradients
         gradient_4 = self.update.gradient_MLG4.sum(axis=(0, 1, 2))
         of_gradient = model.expert_parameters * model.gradient_bytes / ranks
         return {
@@ -103,3 +90,49 @@ class EPGroup:
                 "cluster": float(gradient_4[links.CLUSTER_OUT]) / prices.cluster_gradient_s * of_gradient,
             },
         }
+
+
+def pass_work(
+    hosts: Hosts,
+    slots: SlotSharing,
+    step: BalancerInput,
+    layers: NDArray[np.integer],
+    topology: Topology,
+    costs: CostModel,
+) -> PassWork:
+    """Price a pass that goes forward and back; `layers` are the planned ones that stand for those of the model."""
+    shape, prices, ranks = step.counts_MLGE.shape[:2], costs.prices(topology), topology.num_ranks
+    all_to_all_ML, rows_ML2, experts_MLG2 = np.empty(shape), np.empty((*shape, 2)), np.empty((*shape, ranks, 2))
+    fetch_MLG5, gradient_MLG5 = np.zeros((2, *shape, ranks, 5))
+    for place in np.ndindex(shape):
+        cell, counts_GE = hosts.cell(*place), step.counts_MLGE[place]
+        rows_G4 = links.rows_sent(links.pairs_between(cell, counts_GE), prices)
+        all_to_all_ML[place] = links.all_to_all_seconds(rows_G4, prices)
+        rows_ML2[place] = rows_G4[:, [links.NODE_OUT, links.CLUSTER_OUT]].sum(axis=0)
+        experts_MLG2[place] = np.stack(pricing.experts_by_rank(cell, counts_GE, prices), axis=-1)
+        # shared slots keep nothing, whatever was planned
+        fetched_R = cell.fetched_R if slots == "layer" else np.ones(len(cell.rank_R), np.bool_)
+        fetch_MLG5[place], gradient_MLG5[place] = links.transfer_seconds(
+            cell.expert_R, cell.rank_R, fetched_R, cell.home_E, ranks, prices
+        )
+    # the same tokens pass all layers
+    tokens_MG = step.counts_MLGE[:, 0].sum(axis=-1) / costs.model.top_k
+    attention_MG2 = np.stack(
+        [costs.attention_seconds(tokens_MG, step.squares_MG, one) for one in (FORWARD, BACKWARD)], -1
+    )
+    fetch_KMLG5 = np.stack([fetch_MLG5[:, layers]] * 2)
+    # Slots of a layer hold what the plan left there, so the way back fetches nothing. Slots that layers share hold the
+    # last `prefetch` + 1 cells, which the way back begins with.
+    fetched_back = max(len(layers) - costs.prefetch - 1, 0) if slots == "shared" else 0
+    fetch_KMLG5[1, :, fetched_back:] = 0
+    return PassWork(
+        attention_MG2=attention_MG2,
+        head_MG=costs.head_seconds(tokens_MG),
+        all_to_all_ML=all_to_all_ML[:, layers],
+        rows_ML2=rows_ML2[:, layers],
+        experts_MLG2=experts_MLG2[:, layers],
+        layer_s=prices.layer_s,
+        host_KMLG=fetch_KMLG5[..., links.HOST],
+        direct_KMLG4=fetch_KMLG5[..., : links.HOST],
+        gradient_MLG4=gradient_MLG5[:, layers][..., : links.HOST],
+    )

@@ -66,16 +66,7 @@ def _fixed(problem: BalancerInput, loads_LE: NDArray[np.int64]) -> Iterator[Cell
 
 @kernel
 def even_split(expert_H: Any, copies_H: Any, counts_GE: Any) -> Any:
-    """Every source divides its assignments evenly over the copies of an expert; remainders go round.
-
-    Args:
-        expert_H: int32 [H], ascending.
-        copies_H: int32 [H], copies of the expert on this rank.
-        counts_GE: int64 [G, E].
-
-    Returns:
-        tokens_HG: int64 [H, G]. The copies of an expert serve the same, give or take one.
-    """
+    """int64 [H, G], each source's assignments divided over the copies of their expert; `expert_H` is ascending."""
     num_ranks, num_experts = counts_GE.shape
     first_E = np.searchsorted(expert_H, np.arange(num_experts + 1))
     tokens_HG = np.zeros((len(expert_H), num_ranks), np.int64)
@@ -86,6 +77,7 @@ def even_split(expert_H: Any, copies_H: Any, counts_GE: Any) -> Any:
             copies += copies_H[h]
         if copies == 0:
             continue
+        # remainders go round, so that the copies of an expert serve the same, give or take one
         turn = 0
         for g in range(num_ranks):
             share = counts_GE[g, e] // copies
@@ -102,16 +94,7 @@ def even_split(expert_H: Any, copies_H: Any, counts_GE: Any) -> Any:
 
 
 def eplb_placement(loads_E: NDArray[np.number], num_copies: int, num_ranks: int) -> NDArray[np.int64]:
-    """The logical expert in every place of every rank.
-
-    Args:
-        loads_E: [E].
-        num_copies: places of all ranks together: as many on every rank, and one for each expert at least.
-        num_ranks: G.
-
-    Returns:
-        expert_P: int64 [num_copies]; rank g has the places g * num_copies / G and on.
-    """
+    """int64 [num_copies], the logical expert in every place; rank g has the places g * num_copies / G and on."""
     expert_C, copies_E = _replicate(loads_E.astype(np.float32), num_copies)
     load_C = loads_E.astype(np.float32)[expert_C] / copies_E.astype(np.float32)[expert_C]
     expert_P = np.empty(num_copies, np.int64)
@@ -136,11 +119,9 @@ def _replicate(loads_E: Any, num_copies: int) -> Any:
 
 @kernel
 def _pack(load_C: Any, heaviest_C: Any, num_ranks: int) -> Any:
-    """int64 [C], the place of each copy; every rank has C / num_ranks of the places, rank 0 the first of them.
-
-    `heaviest_C` are the copies from the heaviest down.
-    """
+    """int64 [C], the place of each copy, of which every rank has equally many; `heaviest_C` are copies in order."""
     room = len(load_C) // num_ranks
+    # as published, which otherwise would order the copies by their load
     if room == 1:
         return np.arange(len(load_C))
     place_C = np.empty(len(load_C), np.int64)

@@ -56,15 +56,7 @@ MOST_BYTES = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class Measurement:
-    """One timed pass of one step.
-
-    Attributes:
-        name: for people.
-        step: what was run.
-        served: how.
-        pass_index: position in `costs.PASSES`: 0 recompute, 1 update.
-        seconds: wall time of the slowest rank.
-    """
+    """One timed pass of one step: 0 recompute, 1 update, as in `costs.PASSES`; wall time of the slowest rank."""
 
     name: str
     step: BalancerInput
@@ -76,18 +68,9 @@ class Measurement:
     def of(
         cls, name: str, counts: Any, plan: StepPlan | None, topology: Topology, pass_name: PassName, seconds: float
     ) -> Measurement:
-        """From arrays.
+        """Check counts [M, L, G, E] and the plan of them, None for contiguous homes alone.
 
-        Args:
-            name: for people.
-            counts: integers [M, L, G, E].
-            plan: of these counts, or None for contiguous homes alone.
-            topology: of the ranks.
-            pass_name: "recompute" or "update".
-            seconds: wall time.
-
-        Raises:
-            CountsError, PlanError: when the counts are none, or the plan is not of them.
+        Raises `CountsError` or `PlanError` when the counts are none, or the plan is not of them.
         """
         counts_MLGE = check_counts(counts, num_ranks=topology.num_ranks)
         home_LE = np.tile(topology.contiguous_home_E(counts_MLGE.shape[3]), (counts_MLGE.shape[1], 1))
@@ -169,11 +152,7 @@ class FitRecord:
 def fit_config(
     config: SimulateConfig, path: Path, parameters: Sequence[str] = DEFAULT_RATES
 ) -> tuple[SimulateConfig, FitRecord]:
-    """Fit rates to the measurements of a file; returns the configuration with them, and what came out.
-
-    Raises:
-        InputError: as `load_measurements` and `fit`.
-    """
+    """The configuration with rates fitted to the measurements of a file, and what came out. Raises as `fit`."""
     found = fit(load_measurements(path, config.described().topology), config, parameters)
     values = config.model_dump()
     for name, value in found.parameters.items():

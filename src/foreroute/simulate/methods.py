@@ -31,12 +31,7 @@ REPEATED_S = 0.1
 
 @dataclass(frozen=True)
 class Planner:
-    """The planner as the method of a balancer.
-
-    Attributes:
-        options: of the planner.
-        redundant_slots: instead of the topology's.
-    """
+    """The planner as the method of a balancer, with redundant slots in place of the topology's where it says some."""
 
     options: PlanOptions
     redundant_slots: int | None = None
@@ -151,21 +146,14 @@ def over(values: NDArray[np.number], mean: NDArray[np.number]) -> NDArray[np.flo
 
 
 def serve(method: Balancer, problem: BalancerInput, costs: CostModel, *, most_timings: int = 1) -> ServedStep:
-    """Serve a step by one method. Compiling is done first, and is no part of planning.
+    """Serve a step by one method, planned up to `most_timings` times where that is quick; the shortest counts.
 
-    Args:
-        method: one of `METHODS`, or a balancer of yours.
-        problem: the step; its costs are these, whatever it says.
-        costs: the cost model.
-        most_timings: how often planning is done where it takes less than `REPEATED_S`; the shortest counts.
-
-    Raises:
-        CountsError: when a balancer plans from the step before, and the problem knows nothing of it.
+    Raises `CountsError` when a balancer plans from the step before, and the problem knows nothing of it.
     """
     problem = replace(problem, costs=costs)
     counts_MLGE, home_LE = problem.counts_MLGE, problem.home_LE
     previous = None if problem.previous_LE is None else problem.previous_LE[:1]
-    # one cell compiles whatever the whole step runs
+    # compiling is no part of planning, and one cell compiles whatever the whole step runs
     small = replace(problem, counts_MLGE=counts_MLGE[:1, :1], home_LE=home_LE[:1], previous_LE=previous)
     _planned(method, small)
     seconds: list[float] = []
@@ -212,6 +200,7 @@ def not_executed(method: Balancer, config: SimulateConfig) -> tuple[str, ...]:
         Ability.EXPERT_DATA_PARALLEL: cluster.groups > 1,
         Ability.OVERLAP: execution.overlap > 0,
         Ability.DEDUPLICATED_DISPATCH: described.costs.dispatcher == "dedup",
+        # executors read plans, and the others yield cells alone; static needs none
         Ability.OTHER_BALANCERS: not isinstance(method.method, Planner) and method is not METHODS["static"],
     }
     return lacking({ability for ability, is_asked in asked.items() if is_asked})

@@ -81,5 +81,6 @@ def _expert_parameters(topology: Topology, costs: CostModel) -> float:
 def _scattered(size: float, replicas: int, ranks_per_node: int) -> tuple[float, float]:
     """Bytes over the link in the node, and over the NIC."""
     in_node = min(replicas, ranks_per_node)
+    # the last node may be filled in part; it is taken as a whole one
     nodes = -(-replicas // in_node)
     return (in_node - 1) / in_node * size, (nodes - 1) / nodes * size / in_node

@@ -167,46 +167,15 @@ class SimulationRecord:
     methods: tuple[SimulatedMethod, ...]
 
     def __getitem__(self, name: str) -> SimulatedMethod:
-        """The record of a method.
-
-        Raises:
-            KeyError: when it was not simulated.
-        """
-        return by_name(self.methods, name)
+        """The record of a method. Raises `KeyError` when it was not simulated."""
+        return {record.name: record for record in self.methods}[name]
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self) | {"methods": [record.as_dict() for record in self.methods]}
 
 
-@dataclass(frozen=True)
-class SweepRecord:
-    """One point of a sweep.
-
-    Attributes:
-        key: what was changed, a field of `SweepConfig`.
-        value: to what; bandwidths are factors.
-        simulation: the record.
-    """
-
-    key: str
-    value: float
-    simulation: SimulationRecord
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self) | {"simulation": self.simulation.as_dict()}
-
-
 Record = TypeVar("Record", bound=MethodRecord)
-
-
-def by_name(records: Sequence[Record], name: str) -> Record:
-    """The record of the method of this short name. Raises `KeyError` when there is none."""
-    for record in records:
-        if record.name == name:
-            return record
-    raise KeyError(name)
 
 
 def headline(records: Sequence[Record]) -> Record:
@@ -224,6 +193,7 @@ def strongest_other(records: Sequence[Record]) -> Record | None:
 def compared(records: Sequence[Record]) -> list[Record]:
     """The few methods that plots compare with static: the headline, the fastest plan, the fastest other one."""
     plans, others = _balanced(records)
+    # the headline may be the fastest plan too, and stands once
     chosen = [*plans[:1], *(_fastest(group) for group in (plans, others) if group)]
     return [record for n, record in enumerate(chosen) if record not in chosen[:n]]
 

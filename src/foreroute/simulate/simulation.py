@@ -1,8 +1,8 @@
-"""A configuration in, the record of one step under every method out; and the same with one thing changed at a time."""
+"""A configuration in, the record of one step under every method out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,40 +11,23 @@ from foreroute.costs.cluster_file import Cluster
 from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError
 from foreroute.simulate.balancers import Balancer
-from foreroute.simulate.config import SimulateConfig, varied
+from foreroute.simulate.config import SimulateConfig
 from foreroute.simulate.engine import PARTS, GroupRun
 from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.methods import METHODS, Loads, ServedStep, forced_balance, not_executed, serve
-from foreroute.simulate.optimizer_step import (
-    move_seconds,
-    optimizer_seconds,
-    reduction_bytes,
-    reduction_seconds,
-)
-from foreroute.simulate.records import (
-    PhaseSeconds,
-    SimulatedMethod,
-    SimulationRecord,
-    SweepRecord,
-    load_figures,
-)
+from foreroute.simulate.optimizer_step import move_seconds, optimizer_seconds, reduction_bytes, reduction_seconds
+from foreroute.simulate.records import PhaseSeconds, SimulatedMethod, SimulationRecord, load_figures
 from foreroute.simulate.steps import group_steps
 
 OnProgress = Callable[[str, int, int], None]
 """Called with what is simulated, how much of it is done, and how much there is in all."""
-OnGroup = Callable[[str, EPGroup], None]
-"""Called with the short name of a method and a group as it serves it, for looks into what is simulated."""
 Runs = tuple[GroupRun, GroupRun]
 """Recompute and update of one group."""
 WAITING = PARTS.index("waiting for the plan")
 
 
 def simulate(
-    config: SimulateConfig,
-    *,
-    balancers: Mapping[str, Balancer] | None = None,
-    on_progress: OnProgress | None = None,
-    on_group: OnGroup | None = None,
+    config: SimulateConfig, *, balancers: Mapping[str, Balancer] | None = None, on_progress: OnProgress | None = None
 ) -> SimulationRecord:
     """Simulate one RL step from the end of the rollout, under every method of the configuration, on the same tokens.
 
@@ -54,7 +37,6 @@ def simulate(
         config: of the simulation.
         balancers: of yours, by short name, after the methods of the configuration.
         on_progress: told of every method that is simulated.
-        on_group: told of every group under every method.
 
     Raises:
         ConfigError, TopologyError, CountsError: when the configuration describes what cannot be.
@@ -69,6 +51,7 @@ def simulate(
     served: dict[str, list[_ServedGroup]] = {name: [] for name in methods}
     done, total = 0, len(steps) * len(methods)
     for step in steps:
+        # the limits are of the same tokens, so that shares of them compare like with like
         level = EPGroup.of(forced_balance(step), step, cluster.costs, overlap=overlap)
         forced.append(level.run())
         bound.append(level.bound().run())
@@ -78,13 +61,12 @@ def simulate(
             planned = serve(method, step, cluster.costs, most_timings=most_timings)
             group = EPGroup.of(planned, step, cluster.costs, overlap=overlap)
             served[name].append(_ServedGroup.of(group, planned, config))
-            if on_group is not None:
-                on_group(name, group)
             done += 1
     if on_progress is not None:
         on_progress("done", total, total)
     # as of methods: all groups wait for the slowest one in each pass
     limits = (sum(_slowest(forced)), sum(_slowest(bound)))
+    # static is the first of all methods, and the others are compared with it
     records: list[SimulatedMethod] = []
     for name, method in methods.items():
         static = records[0] if records else None
@@ -104,21 +86,6 @@ def simulate(
         rollout_s=config.execution.rollout_s,
         methods=tuple(records),
     )
-
-
-def sweep(config: SimulateConfig, methods: Sequence[str] | None = None) -> Iterator[SweepRecord]:
-    """Simulate every value of every key of `config.sweep`, one at a time; all else as configured.
-
-    Args:
-        config: of the simulation.
-        methods: short names of those to simulate; by default the configured ones.
-
-    Raises:
-        ConfigError, TopologyError, CountsError: when a value makes a configuration of what cannot be.
-    """
-    narrowed = config if methods is None else config.model_copy(update={"methods": tuple(methods)})
-    for key, value in config.sweep.points():
-        yield SweepRecord(key, value, simulate(varied(narrowed, key, value)))
 
 
 def _methods(config: SimulateConfig, balancers: dict[str, Balancer], *, has_previous: bool) -> dict[str, Balancer]:
@@ -183,8 +150,10 @@ def _method(
     slowest = [max(of_groups, key=_seconds) for of_groups in zip(*runs, strict=True)]
     recompute_s, update_s = _slowest(runs)
     training_s = recompute_s + update_s
+    # what a group waits for the slowest one is lost to all its GPUs
     busy_s = sum(float(np.mean([_seconds(run) for run in of_groups])) for of_groups in zip(*runs, strict=True))
     phases = PhaseSeconds(
+        # only what the recompute waits for: the rest of planning ran beside the rollout
         planning=max(run.end_s for run, _ in runs) - recompute_s,
         home_moves=max(group.home_moves_s for group in groups),
         publishing=max(group.publish_s for group in groups),
@@ -233,10 +202,7 @@ def _seconds(run: GroupRun) -> float:
     return float(run.end_s - run.parts_X[WAITING])
 
 
-PATH_WORDS = {
-    "host": "from host memory within a node, from peers beyond",
-    "direct": "from peers",
-}
+PATH_WORDS = {"host": "from host memory within a node, from peers beyond", "direct": "from peers"}
 
 
 def _facts(config: SimulateConfig, costs: CostModel) -> dict[str, str]:

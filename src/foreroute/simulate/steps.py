@@ -37,6 +37,7 @@ def group_steps(config: SimulateConfig, topology: Topology, costs: CostModel) ->
     if not drawn.are_drawn:
         yield _read(config, topology, costs)
         return
+    # all groups train the same weights on one draw, so their routes are alike, as in a run
     workload = drawn_workload(drawn, topology.num_ranks, model, groups)
     # methods that plan from the step before are given one of the same run
     step, before = (workload.draw(seed=drawn.seed, step=number) for number in (1, 0))
@@ -100,6 +101,7 @@ def read_traces(paths: Sequence[str | Path]) -> list[RoutingTrace]:
     """Read the traces of one step, and so of one model."""
     traces = [load(path) for path in paths]
     for path, trace in zip(paths, traces, strict=True):
+        # sequences of several models would be packed into one step that nobody runs
         traces[0].spec.require_same(trace.spec, what=str(path))
     return traces
 

@@ -185,14 +185,7 @@ class DrawnStep:
         load = self.workload
         counts = np.zeros((load.num_micro_steps, load.num_layers, load.num_ranks, load.num_experts), np.int32)
         draw_cells(
-            self._seed_ML,
-            self._share_MLE,
-            self._first_M,
-            self.prompt_S,
-            self.rows_S,
-            self.rank_S,
-            self._rule,
-            counts,
+            self._seed_ML, self._share_MLE, self._first_M, self.prompt_S, self.rows_S, self.rank_S, self._rule, counts
         )
         return counts
 
@@ -215,15 +208,10 @@ def _deal_longest_first(lengths_S: NDArray[np.int64], num_ranks: int) -> NDArray
 
 @kernel
 def draw_sequences(seed: Any, share_E: Any, prompt_S: Any, rows_S: Any, rule: Any, counts_SE: Any) -> None:
-    """Assignments of every sequence of one cell, which is the same drawn alone or in a step.
+    """Draw the assignments of every sequence of one cell, the same alone or in a step, into int32 [S, E].
 
-    Args:
-        seed: uint64, of this cell.
-        share_E: float64 [E], the share of each expert in this micro-step; adds up to 1.
-        prompt_S: int32 [S], ascending from 0.
-        rows_S: int32 [S], routed tokens.
-        rule: (top_k, prompt_draws, response_draws, common) of the `Workload`.
-        counts_SE: int32 [S, E], written; row s adds up to `rows_S[s] * top_k`, and no entry exceeds `rows_S[s]`.
+    `share_E` adds up to 1, `prompt_S` ascends from 0, and `rule` is that of `DrawnStep`. Row s adds up to `rows_S[s] *
+    top_k`, and no entry exceeds `rows_S[s]`.
     """
     top_k, prompt_draws, response_draws, common = rule
     state = np.full(1, seed, np.uint64)
@@ -299,16 +287,9 @@ def _settle(missing: Any, rows: Any, last: Any, counts_E: Any) -> None:
 
 @kernel
 def draw_cells(
-    seed_ML: Any,
-    share_MLE: Any,
-    first_M: Any,
-    prompt_S: Any,
-    rows_S: Any,
-    rank_S: Any,
-    rule: Any,
-    counts_MLGE: Any,
+    seed_ML: Any, share_MLE: Any, first_M: Any, prompt_S: Any, rows_S: Any, rank_S: Any, rule: Any, counts_MLGE: Any
 ) -> None:
-    """Add the assignments of every cell. `first_M` is int64 [M + 1], the first sequence of each micro-step."""
+    """Add the assignments of every cell; `first_M`, int64 [M + 1], is the first sequence of each micro-step."""
     most = 0
     for m in range(len(first_M) - 1):
         most = max(most, first_M[m + 1] - first_M[m])

@@ -23,13 +23,7 @@ VOCABULARY = "0123456789+-*=;_"
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Something to answer.
-
-    Attributes:
-        prompt: as text.
-        tokens: int32 [T], the prompt as the model is given it.
-        row: what else is known of it, by name; "answer" is the right answer of a chain.
-    """
+    """A prompt as text, as tokens int32 [T], and what else is known of it: "answer" is the right answer of a chain."""
 
     prompt: str
     tokens: NDArray[np.int32]
@@ -62,11 +56,7 @@ class Task(Protocol):
         """Give problems with right answers, for the warm start."""
 
     def rewards(self, problems: Sequence[Problem], responses: Sequence[NDArray[np.int32]]) -> NDArray[np.float64]:
-        """Give what responses are worth, finite float64 [S], each to its problem.
-
-        Raises:
-            FunctionError: when a function of the user's did not say.
-        """
+        """Give what responses are worth, float64 [S]; raises `FunctionError` where a user's function did not say."""
 
     def save_tokenizer(self, folder: Path) -> None:
         """Write the tokenizer beside a model, if there is one."""
@@ -116,10 +106,8 @@ def draw_chain(rng: np.random.Generator, operands: int) -> Problem:
 
 
 def right_share(answer: Sequence[Any] | NDArray[Any], response: Sequence[Any] | NDArray[Any]) -> float:
-    """Give the share of the answer's tokens or characters that come before the response's first mistake, from 0 to 1.
-
-    Whatever follows the end of the answer is a mistake.
-    """
+    """Give the share of the answer's tokens or characters that come before the first mistake, from 0 to 1."""
+    # no credit behind a mistake: the rest of a chain follows from what came before
     right = 0
     for expected, given in zip(answer, response, strict=False):
         if expected != given:

@@ -49,13 +49,7 @@ def make_execution(config: TrainConfig, policy: RoutedTransformer, ranks: Alone)
 
 
 class Planning(NamedTuple):
-    """Inputs of every plan of a run.
-
-    Attributes:
-        topology: of the run's ranks.
-        options: of the planner.
-        costs: the prices; None where nothing is priced.
-    """
+    """Inputs of every plan of a run; without prices nothing is priced."""
 
     topology: Topology
     options: PlanOptions
@@ -65,12 +59,7 @@ class Planning(NamedTuple):
 def read_planning(config: ParallelConfig, spec: RoutingSpec) -> Planning:
     """Put together what the configuration says and its topology file.
 
-    Args:
-        config: of the run.
-        spec: of the model that is trained.
-
-    Raises:
-        ConfigError: when the file cannot be read, or is of other ranks or another model.
+    Raises `ConfigError` when the file cannot be read, or is of other ranks or another model.
     """
     if config.topology is None:
         per_node = config.ranks_per_node or config.expert

@@ -56,21 +56,13 @@ MAY_CHANGE = ("device", "parallel.", "checkpoint.", "rl.steps")
 
 
 class RunFolder:
-    """A run's folder, newly made or resumed.
-
-    Args:
-        path: the folder.
-    """
+    """A run's folder, newly made or resumed."""
 
     def __init__(self, path: Path) -> None:
         self.path = as_path(path, RunFolderError)
 
     def require_new(self, advice: str = "Use --resume to go on, or another folder") -> None:
-        """Make sure that nothing is there.
-
-        Raises:
-            RunFolderError: when the folder already holds something; `advice` says what to do.
-        """
+        """Raise `RunFolderError` with this advice when the folder already holds something."""
         # a run that is killed while it writes its configuration leaves half of it behind
         if not all(path.name.startswith(".config.json.") for path in _entries(self.path)):
             raise RunFolderError(f"{self.path} is not empty; nothing was changed. {advice}")
@@ -112,20 +104,12 @@ class RunFolder:
             )
 
     def records(self) -> list[StepRecord]:
-        """Read the metrics of all finished steps, from 0; there are none before the first.
-
-        Raises:
-            RunFolderError: as `foreroute.records.runs.read_steps`.
-        """
+        """Read the metrics of all finished steps, from 0. Raises `RunFolderError` as `read_steps`."""
         path = self.path / "metrics.jsonl"
         return read_steps(path)[0] if os.path.lexists(path) else []
 
     def go_on_from(self, step: int) -> list[StepRecord]:
-        """Drop the metrics of steps that run again, from `step` on, and give those of the steps before.
-
-        Raises:
-            RunFolderError: when some are missing.
-        """
+        """Drop the metrics of steps that run again, from `step` on, and give those before, all of them."""
         path, records = self.path / "metrics.jsonl", self.records()
         if len(records) < step:
             raise RunFolderError(
@@ -138,11 +122,7 @@ class RunFolder:
         return records[:step]
 
     def append(self, record: StepRecord) -> None:
-        """Add a line to the metrics and flush it to disk.
-
-        Raises:
-            DivergedError: when a metric is not finite.
-        """
+        """Add a line to the metrics and flush it to disk. Raises `DivergedError` when a metric is not finite."""
         flat = by_key(to_json(record))
         if wrong := [key for key, value in flat.items() if not _is_finite(value)]:
             raise DivergedError(
@@ -156,13 +136,7 @@ class RunFolder:
             os.fsync(file.fileno())  # a checkpoint that is written later may not be of steps without metrics
 
     def save_checkpoint(self, state: Mapping[str, Any], *, data: str, keep: int) -> Path:
-        """Write the state before `state["step"]`, the whole file or nothing; then remove all but the last `keep`.
-
-        Args:
-            state: of a trainer.
-            data: the digest of what it is trained on.
-            keep: at least 1.
-        """
+        """Write the state before `state["step"]`, whole or not at all; then keep the last `keep` alone."""
         tensors: dict[str, Tensor] = {f"model/{name}": weight for name, weight in state["model"].items()}
         for number, kept in state["optimizer"]["state"].items():
             tensors |= {f"optimizer/{number}/{key}": value for key, value in kept.items()}
@@ -185,9 +159,8 @@ class RunFolder:
     def load(self, path: Path, *, data: str) -> dict[str, Any]:
         """Read a checkpoint of this run, whose data has the digest `data`.
 
-        Raises:
-            RunFolderError: when it is missing or damaged, or without the optimizer state of a run that has updated its
-                weights; or when the run is of other data.
+        Raises `RunFolderError` when it is missing, damaged, of other data, or without the state of an optimizer that
+        has updated weights.
         """
         advice = "Restore it from a copy, or remove it to use the one before"
         try:

@@ -148,15 +148,10 @@ class Trainer:
         return Experience(generation, rewards_S, *group_advantages(rewards_S, settings.group_size))
 
     def recompute(self, generation: Generation, planned: ScheduledPass, side: Side) -> Recomputed:
-        """Run the policy over the rollout without gradients: the old log-probs, before the update.
+        """Run the policy over S sequences without gradients: the old log-probs, before the update.
 
-        Args:
-            generation: S sequences.
-            planned: takes all of them.
-            side: "native", on its own routes, or "replayed", on the rollout's and its choices of indexers.
-
-        Raises:
-            StaleTraceError: when the rollout's routes are not of this step's weights.
+        `side` is "native", on its own routes, or "replayed", on the rollout's and its choices of indexers. Raises
+        `StaleTraceError` when these are not of this step's weights.
         """
         routed, replay = self.policy, side == "replayed"
         # R2 replays in the update what this pass chooses
@@ -200,12 +195,8 @@ class Trainer:
     ) -> Updated:
         """Take an optimizer step for each mini-batch, whose gradients are accumulated over micro-steps.
 
-        Args:
-            experience: the rollout with its advantages.
-            mini_batches: the sequences of each forward and backward.
-            old_logprobs_R: float32 [R], from recompute.
-            routes: of all S sequences, to replay in every forward and recomputation; None for the policy's own.
-            watch_routes: have routers select by themselves too, in the same forwards, for `live_agreement`.
+        `routes` of all S sequences are replayed in every forward and recomputation; None for the policy's own. With
+        `watch_routes` routers select by themselves too, in the same forwards, for `live_agreement`.
 
         Raises:
             StaleTraceError: when `routes` are not of this step's weights.
@@ -266,10 +257,7 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """Give everything that a resumed run needs, on rank 0; randomness follows from the seed and the step.
 
-        A collective call.
-
-        Raises:
-            DivergedError: when a weight, or what the optimizer keeps of one, is not finite.
+        A collective call. Raises `DivergedError` when a weight, or what the optimizer keeps of one, is not finite.
         """
         state = {"step": self.step, **self.execution.state(self.optimizer)}
         moments = {f"{i}/{key}": m for i, kept in state["optimizer"]["state"].items() for key, m in kept.items()}
@@ -281,11 +269,7 @@ class Trainer:
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` gave on rank 0, in a run of the same configuration. A collective call.
-
-        Raises:
-            ValueError: when it is of another model.
-        """
+        """Continue from what `state` gave on rank 0, of the same model, or raise `ValueError`. A collective call."""
         self.execution.restore(state, self.optimizer)
         self.step = int(self.execution.ranks.max([state["step"]])[0])
 
@@ -303,11 +287,7 @@ class Trainer:
 
 
 def make_trainer(
-    config: TrainConfig,
-    task: Task,
-    policy: hf.RoutedTransformer,
-    engine: Engine,
-    execution: OneProcess | None = None,
+    config: TrainConfig, task: Task, policy: hf.RoutedTransformer, engine: Engine, execution: OneProcess | None = None
 ) -> Trainer:
     """Make a trainer with a new optimizer; it executes in this process unless told otherwise."""
     optimizer = make_optimizer(config, policy)
@@ -319,9 +299,6 @@ def make_schedule(
 ) -> tuple[ScheduledPass, list[ScheduledPass]]:
     """Assign the sequences of this rank to micro-steps, in an order that follows from the seed. A collective call.
 
-    All ranks have equally many sequences, and take the same number of micro-steps. Sequences of like lengths share a
-    micro-step, so that little is padded.
-
     Returns:
         Recompute, of all sequences; and for each mini-batch, the update on its informative sequences. A rank that has
         too few for as many micro-steps as another takes some of no advantage beside them, which add nothing to the
@@ -331,6 +308,7 @@ def make_schedule(
     lengths_S = experience.generation.trace.lengths - 1
 
     def packed(sequences: NDArray[np.int64], fewest: int = 0) -> list[NDArray[np.int64]]:
+        # sequences of like lengths share a micro-step, so that little is padded
         longest_first = np.argsort(-lengths_S[sequences], kind="stable")
         batches = padded_batches(lengths_S[sequences[longest_first]], config.micro_step_tokens, min_count=fewest)
         # within a micro-step they keep the order that they were given in
@@ -365,10 +343,7 @@ def _in_order(parts: list[NDArray[Any]], order_S: NDArray[np.int64], lengths_S: 
 def _trained_tokens(
     experience: Experience, sequences: NDArray[np.int64], old_R: NDArray[np.float32], logprobs_R: Tensor
 ) -> Tokens:
-    """Select the tokens of informative sequences; `logprobs_R`, of the policy as it is now, are of all `sequences`.
-
-    The others take part in the forward alone.
-    """
+    """Select the tokens of informative sequences; `logprobs_R`, of the policy as it is now, are of all `sequences`."""
     generation, lengths_S = experience.generation, experience.generation.response_lengths
     trained_S = experience.informative_S[sequences]
     trained = sequences[trained_S]

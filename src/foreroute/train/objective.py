@@ -73,11 +73,7 @@ def clipped_ratio(
     Sources: PPO, arXiv 1707.06347, equation 7; a higher upper bound, DAPO, arXiv 2503.14476, section 3.1; with the
     ratio of whole responses GSPO, arXiv 2507.18071, equation 5.
 
-    Args:
-        log_ratio_R: [R], of tokens or of their responses; the gradient flows through it.
-        advantages_R: [R].
-        clip_low: greater than 0; from 1 on there is no lower bound.
-        clip_high: greater than 0.
+    `log_ratio_R` is of tokens or of their responses. From a `clip_low` of 1 on there is no lower bound.
 
     Returns:
         Losses [R], differentiable; and bool [R], tokens whose update the bounds changed.
@@ -92,13 +88,8 @@ def clipped_ratio(
 def coefficients(lengths_S: Tensor, method: Method, dtype: torch.dtype) -> Tensor:
     """Compute [R], c_t, which the loss of each token is multiplied by.
 
-        dapo    1         D = tokens of the mini-batch       DAPO, arXiv 2503.14476, equation 12
-        gspo    1/|y_i|   D = sequences of the mini-batch    GSPO, arXiv 2507.18071, equation 5
-
-    Args:
-        lengths_S: int64 [S], response tokens of each sequence.
-        method: which.
-        dtype: of the losses.
+    dapo    1         D = tokens of the mini-batch       DAPO, arXiv 2503.14476, equation 12
+    gspo    1/|y_i|   D = sequences of the mini-batch    GSPO, arXiv 2507.18071, equation 5
     """
     if method == "gspo":
         return (1 / lengths_S.to(dtype)).repeat_interleave(lengths_S)
@@ -165,11 +156,8 @@ def token_losses(tokens: Tokens, config: RLConfig) -> TokenLosses:
 
 
 def importance_of(tokens_4R: NDArray[np.float64]) -> tuple[ImportanceRecord, float]:
-    """Give how far trainer and engine are apart on R trained tokens, and the share of clipped ones; 0 of none.
-
-    Args:
-        tokens_4R: of each token whether it was clipped, log rho, w, and whether w is cut.
-    """
+    """Give how far trainer and engine are apart on R trained tokens, and the share of clipped ones; 0 of none."""
+    # of each token whether it was clipped, log rho, w, and whether w is cut
     clipped_R, log_rho_R, weights_R, cut_R = tokens_4R
     log_largest, count = log_rho_R.max(initial=-np.finfo(np.float64).max), max(len(log_rho_R), 1)
     # rho is divided by the largest of all, which float64 may not hold

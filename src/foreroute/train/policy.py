@@ -44,13 +44,10 @@ T = TypeVar("T")
 
 
 def make_policy(config: TrainConfig, task: Task, device: torch.device = CPU) -> hf.RoutedTransformer:
-    """Make the policy, ready to record and replay, with initial weights.
+    """Make the policy, ready to record and replay; raises `ConfigError` when it cannot be had, or has no such routers.
 
     With `parallel.expert` above 1 it is spread over all ranks, in a collective call; weights of a new model come later,
     from rank 0.
-
-    Raises:
-        ConfigError: when it cannot be had, or has no routers that can be recorded and replayed.
     """
     model = make_model(config.model, task, config.seed, num_ranks=config.parallel.expert).to(device)
     if config.model.gradient_checkpointing:
@@ -67,13 +64,11 @@ def make_policy(config: TrainConfig, task: Task, device: torch.device = CPU) -> 
 
 
 def make_model(config: ModelConfig, task: Task, seed: int, *, num_ranks: int = 1) -> Any:
-    """Make a model with its first weights, float32 on the CPU: a seed gives the same ones for every device.
+    """Make a model with its first weights, float32 on the CPU; over several ranks it is spread, and new ones lack them.
 
-    Over several ranks it is spread, and a new one has no weights yet.
-
-    Raises:
-        ConfigError: when transformers cannot make or load it, or it has no embedding for a token of the task.
+    Raises `ConfigError` when transformers cannot make or load it, or it has no embedding for a token of the task.
     """
+    # on the CPU, so that a seed gives the same weights for every device
     experts_implementation = config.experts_implementation
     if config.path is None:
         family, sizes = config.source, {**config.sizes, "vocab_size": task.vocabulary_size}
@@ -102,10 +97,8 @@ def checkpoint_activations(model: Any) -> None:
 
 
 def to_training(model: Any) -> None:
-    """Put a model into training mode, in place, without what would draw random numbers: dropout, and noise of routers.
-
-    Updates then compute what the rollout's engine did, and repeating a step gives the same result.
-    """
+    """Put a model into training mode, in place, without what draws random numbers: dropout, noise of routers."""
+    # updates then compute what the rollout's engine did, and repeating a step gives the same result
     model.train()
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
@@ -180,11 +173,7 @@ def from_rank_0(ranks: Alone) -> StateDictOptions:
 
 
 def require_fitting(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Make sure that a whole state is of a model, before ranks take it up together.
-
-    Raises:
-        ValueError: when a weight is missing, has another shape or dtype, or has other state than AdamW's.
-    """
+    """Raise `ValueError` unless a whole state is of a model: every weight, shape and dtype, and AdamW's state."""
     expected, seen = dict(model.state_dict()), dict(state["model"])
     parameters = dict(enumerate(model.parameters()))
     for number, values in state["optimizer"]["state"].items():
@@ -272,10 +261,7 @@ class OneProcess:
         self.ranks, self._model = ranks, policy.model
 
     def state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Give "model", the weights, and "optimizer", the "state" of its state dict, whole.
-
-        With several ranks they are on the host of rank 0, and elsewhere empty.
-        """
+        """Give "model", the weights, and "optimizer", the "state" of its state dict, whole, on the host of rank 0."""
         whole = StateDictOptions(full_state_dict=self.ranks.size > 1, cpu_offload=self.ranks.size > 1)
         weights, kept = get_model_state_dict(self._model, options=whole), dict[str, Any]()
         if optimizer.state:  # torch would take a step to have some
@@ -285,11 +271,7 @@ class OneProcess:
         return {"model": weights, "optimizer": {"state": {numbers[name]: kept[name] for name in kept}}}
 
     def restore(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-        """Take up what `state` gave on rank 0, on these ranks or others; elsewhere it is not looked at.
-
-        Raises:
-            ValueError: when it is of another model.
-        """
+        """Take up what `state` gave on rank 0, on these ranks or others. Raises `ValueError` for another model."""
         self.ranks.on_rank_0("looking at the state", lambda: require_fitting(self._model, state))
         set_weights(self._model, state["model"], self.ranks)
         names, kept = [name for name, _ in self._model.named_parameters()], state["optimizer"]["state"]
@@ -308,10 +290,7 @@ class OneProcess:
     def plan(
         self, first: int, routes: RoutingTrace, passes: Sequence[ScheduledPass], optimizer: torch.optim.Optimizer
     ) -> None:
-        """Announce passes, in their order, and the routes to replay; `first` optimizer steps come before them.
-
-        Experts may move to other homes for them, with what the optimizer keeps of them.
-        """
+        """Announce passes behind `first` optimizer steps, and their routes, for which experts may move homes."""
 
     def running(self, planned: ScheduledPass) -> AbstractContextManager[None]:
         """Run the micro-steps of a pass that replays routes, by its plan if it was announced."""

@@ -37,9 +37,7 @@ Reward = Callable[[list[str], list[str], list[dict[str, Any]]], Sequence[float]]
 def make_task(config: TrainConfig) -> Task:
     """Make the task that a configuration asks for.
 
-    Raises:
-        ConfigError: when there is no tokenizer, or no reward.
-        DatasetError: when a line of the data is not what it must be.
+    Raises `ConfigError` without a tokenizer or a reward, and `DatasetError` for a line that is not what it must be.
     """
     if config.task.data is None:
         return ChainTask(config.task)
@@ -47,19 +45,7 @@ def make_task(config: TrainConfig) -> Task:
 
 
 class PromptTask(Task):
-    """Rows of a file, in an order that follows from the seed.
-
-    Step s takes the rows from s * prompts on, of one permutation of the file after another, so that a run can go on at
-    any step.
-
-    Args:
-        config: the task.
-        tokenizer: of the model.
-        seed: of the order.
-
-    Raises:
-        ConfigError, DatasetError: as `make_task`.
-    """
+    """Rows of a file, in an order that follows from the seed. Raises as `make_task`."""
 
     def __init__(self, config: TaskConfig, tokenizer: Tokenizer, seed: int) -> None:
         self._config, self._tokenizer, self._seed = config, tokenizer, seed
@@ -73,6 +59,7 @@ class PromptTask(Task):
         self.data_digest = blake2b_hex(content)
 
     def problems(self, count: int, step: int, rng: np.random.Generator) -> list[Problem]:
+        # step s takes the rows from s * count on, of one permutation after another, so that a run goes on at any step
         size = len(self._problems)
         epoch_S, row_S = np.divmod(np.arange(step * count, (step + 1) * count), size)
         # a shuffle of the whole file, so once for each epoch that the step is in
@@ -124,11 +111,7 @@ class PromptTask(Task):
 
 
 def load_reward(reference: str) -> Reward:
-    """Import the reward "file.py:function", the file relative to the working directory. It runs in this process.
-
-    Raises:
-        ConfigError: when there is no such file or function, or the file cannot be imported.
-    """
+    """Import the reward "file.py:function", which runs in this process, or raise `ConfigError`."""
     file, _, name = reference.rpartition(":")
     path = Path(file).absolute()
     if not os.path.isfile(path):  # unlike Path.is_file, false for a name that is too long

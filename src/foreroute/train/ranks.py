@@ -28,11 +28,7 @@ T = TypeVar("T")
 
 
 class Ranks(Alone):
-    """G processes. Methods are collective calls, which all of them make in the same order.
-
-    Args:
-        votes: the group that answers.
-    """
+    """G processes. Methods are collective calls, which all of them make in the same order."""
 
     def __init__(self, votes: RankConsensus) -> None:
         self._votes = votes
@@ -62,11 +58,7 @@ class Ranks(Alone):
         raise kind(f"{what} failed on another rank: " + "; ".join(objections)) from error
 
     def require_same(self, facts: Mapping[str, Any], advice: str) -> None:
-        """Make sure that all ranks know the same facts, plain values by name.
-
-        Raises:
-            ConfigError: on every rank alike, naming what differs from rank 0; `advice` says what to do.
-        """
+        """Raise `ConfigError` with this advice, on every rank alike, unless all know the same facts as rank 0."""
         what, sent = f"comparing {next(iter(facts))}", [dict(facts)]
         with collective_errors(what, self._votes.group):
             dist.broadcast_object_list(sent, group=self._votes.group, group_src=0)
@@ -135,11 +127,7 @@ def find_device(asked: str) -> torch.device:
 
 
 def require_backend(device: torch.device) -> None:
-    """Make sure that the processes, who found each other already, can exchange tensors of the device.
-
-    Raises:
-        ConfigError: when they cannot.
-    """
+    """Raise `ConfigError` unless the processes, who found each other already, can exchange tensors of the device."""
     given = dist.get_backend_config()
     # gloo takes tensors of a GPU in some collectives, and in the exchange of rows not
     if ("cuda:nccl" if device.type == "cuda" else "cpu:") not in given:
@@ -150,11 +138,7 @@ def require_backend(device: torch.device) -> None:
 
 
 def require_no_accelerator(device: torch.device) -> None:
-    """Make sure that transformers, which takes the accelerator of a machine, spreads the model over this device.
-
-    Raises:
-        ConfigError: when it would not.
-    """
+    """Raise `ConfigError` where transformers, which takes the accelerator of a machine, would not take this device."""
     if device.type == "cpu" and torch.accelerator.is_available():
         raise ConfigError(
             "the run computes on the CPU, and transformers would spread the model over accelerators that it sees; set "
@@ -163,11 +147,7 @@ def require_no_accelerator(device: torch.device) -> None:
 
 
 def num_started() -> int:
-    """Read how many processes torchrun says that it started; 1 without it.
-
-    Raises:
-        ConfigError: when the environment says nonsense.
-    """
+    """Read how many processes torchrun says that it started; 1 without it. Raises `ConfigError` for nonsense."""
     return _number("WORLD_SIZE", 1, "no number of processes", least=1)
 
 

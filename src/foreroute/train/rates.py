@@ -117,12 +117,9 @@ def measure_rates(cluster: Cluster, ranks: Alone, device: torch.device, tokens: 
 
 
 def fitted(costs: CostModel, steps: Sequence[MeasuredStep], seconds_XS: NDArray[np.float64]) -> Hardware:
-    """Find the hardware with which the cost model takes as long as steps took.
+    """Find the hardware with which the cost model takes as long as steps took: even, uneven, and that under a plan.
 
-    Args:
-        costs: what is known, links above all; replicas cost nothing.
-        steps: even, uneven, and the latter under a plan.
-        seconds_XS: float64 [3, 2], of each, recompute and update.
+    `seconds_XS` is float64 [3, 2], recompute and update of each. What `costs` knows stays, links above all.
     """
     even, _, planned = steps
     # to begin with, all of the even recompute is rows, and each layer takes a tenth of it beside them

@@ -142,16 +142,7 @@ def step_record(
     device: torch.device,
     execution: ExecutionRecord | None,
 ) -> StepRecord:
-    """Make one line of metrics.jsonl, of what all ranks saw.
-
-    Args:
-        step: its number.
-        whole: what all ranks saw of it.
-        trained_with: the side that the update ran with.
-        seconds: by phase.
-        device: of rank 0.
-        execution: how it was executed on several ranks.
-    """
+    """Make one line of metrics.jsonl, of what all ranks saw of a step."""
     experience, passes, updated = whole.experience, whole.passes, whole.updated
     generation, rewards_S = experience.generation, experience.rewards_S
     # what was not trained on has no ratio
@@ -242,13 +233,7 @@ class ExecutedPass:
 
 @dataclass(frozen=True)
 class MovedHomes:
-    """Experts that changed their home before the passes of a step.
-
-    Attributes:
-        number: experts, of all layers.
-        received_bytes: of weights and optimizer state, on this rank.
-        seconds: of placing and moving them, which nothing hides.
-    """
+    """Experts of all layers that changed their home before a step, what this rank received, and seconds of it all."""
 
     number: int = 0
     received_bytes: int = 0
@@ -256,10 +241,7 @@ class MovedHomes:
 
 
 def execution_record(executed: list[ExecutedPass], moved: MovedHomes, ranks: Alone) -> ExecutionRecord | None:
-    """Make the record "execution" of a step on rank 0; there is none elsewhere. A collective call.
-
-    `ranks` alone where nothing was planned.
-    """
+    """Make the record "execution" of a step on rank 0, `ranks` alone where nothing was planned. A collective call."""
     if not executed:
         return None if ranks.rank else ExecutionRecord(ranks=ranks.size)
     executed_PMLG = [ranks.all_gather(each.executed_ML).transpose(1, 2, 0) for each in executed]

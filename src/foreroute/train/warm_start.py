@@ -22,25 +22,12 @@ SMOOTHING = 0.9
 
 
 def warm_start(
-    model: Any,
-    config: TrainConfig,
-    task: Task,
-    on_step: Callable[[int, float], None],
-    should_stop: Callable[[], bool],
+    model: Any, config: TrainConfig, task: Task, on_step: Callable[[int, float], None], should_stop: Callable[[], bool]
 ) -> bool:
     """Give `model` the weights that RL starts from: those of a checkpoint, or trained until the loss is low enough.
 
-    A loss and not a number of steps ends it: the task is learned suddenly, and a solved model shows no mismatch.
-
-    Args:
-        model: a causal language model.
-        config: the run; `config.warm_start` is used.
-        task: whose right answers are taught.
-        on_step: told the step and the smoothed loss after each step.
-        should_stop: asked after each step.
-
-    Returns:
-        False when it was stopped; the model is then of no use.
+    `on_step` is told the step and the smoothed loss, `should_stop` asked, after each step. False where it stopped; the
+    model is then of no use.
 
     Raises:
         ConfigError: when the task knows no right answers, or the model has no load-balancing loss.
@@ -69,6 +56,7 @@ def warm_start(
         # one read of the device a step, which a small model does not notice
         smoothed = loss.item() if step == 0 else SMOOTHING * smoothed + (1 - SMOOTHING) * loss.item()
         on_step(step, smoothed)
+        # a loss and not a number of steps: the task is learned suddenly, and a solved model shows no mismatch
         if smoothed < settings.stop_at_loss:
             break
         if should_stop():

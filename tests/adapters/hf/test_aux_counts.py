@@ -78,10 +78,7 @@ def test_a_loss_that_cannot_be_told_is_refused():
         return output
 
     model.forward = with_a_loss_of_its_own
-    with (
-        pytest.raises(ReplayError, match=r"selects 0.*3 routers"),
-        routed.replay(trace, counts="replayed"),
-    ):
+    with pytest.raises(ReplayError, match=r"selects 0.*3 routers"), routed.replay(trace, counts="replayed"):
         model(**BATCH)
 
 

@@ -196,7 +196,6 @@ def test_what_the_device_alone_cannot_place_is_placed_by_the_host():
 
 
 def put(name, place, value):
-    """Spoils one number of an argument."""
 
     def spoil(batch):
         batch[name][place] = value
@@ -205,7 +204,6 @@ def put(name, place, value):
 
 
 def masked(change):
-    """Spoils the mask."""
     return lambda batch: batch.update(attention_mask=change(batch["attention_mask"]))
 
 

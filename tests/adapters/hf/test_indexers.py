@@ -285,10 +285,7 @@ def test_shifted_choices_are_refused(family, by):
         [np.roll(np.arange(a, b), by) for a, b in zip(trace.offsets, trace.offsets[1:], strict=False)]
     )
     shifted = trace.with_stream("indexer", trace.streams["indexer"].take(rows))
-    with (
-        pytest.raises(TraceContentError, match=r"indexer.*\d+ choices"),
-        routed.replay(shifted),
-    ):
+    with pytest.raises(TraceContentError, match=r"indexer.*\d+ choices"), routed.replay(shifted):
         pass
 
 
@@ -320,10 +317,7 @@ def test_rows_without_choices_follow_the_policy():
     expected, trace = recorded("deepseek_v32")
     gappy = trace.with_stream("indexer", trace.streams["indexer"].without(np.array([20])))
     with torch.no_grad():
-        with (
-            pytest.raises(BatchMismatchError, match=r"sequence 0.*indexers.*20"),
-            routed.replay(gappy),
-        ):
+        with pytest.raises(BatchMismatchError, match=r"sequence 0.*indexers.*20"), routed.replay(gappy):
             output_of(model, BATCH)
         with routed.replay(gappy, missing="native"):
             assert torch.equal(output_of(model, BATCH), expected)  # which is what it chose when it was recorded

@@ -32,7 +32,6 @@ def good(tmp_path_factory):
 
 @pytest.fixture
 def folder(good, tmp_path):
-    """A copy to be spoiled."""
     copied = tmp_path / "model"
     copied.mkdir()
     for path in good.iterdir():

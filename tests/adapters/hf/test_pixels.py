@@ -264,10 +264,7 @@ def test_pixels_are_compared_on_the_device_and_the_host_does_not_wait(seeing):
         session = there.replay(trace)
         session.__enter__()
         assert waits(other) == unpatched, "what is wrong is not looked at in the forward"
-        with (
-            torch.no_grad(),
-            pytest.raises(BatchMismatchError, match="sequence 0, position 2"),
-        ):
+        with torch.no_grad(), pytest.raises(BatchMismatchError, match="sequence 0, position 2"):
             session.__exit__(None, None, None)
 
 

@@ -61,10 +61,7 @@ def test_a_forward_that_continues_a_cache_is_not_replayed():
     model, routed, trace = with_routes(batch)
     with torch.no_grad():
         cache = model(input_ids=batch["input_ids"], use_cache=True).past_key_values
-        with (
-            pytest.raises(BatchMismatchError, match=r"continues.*4 positions"),
-            routed.replay(trace),
-        ):
+        with pytest.raises(BatchMismatchError, match=r"continues.*4 positions"), routed.replay(trace):
             model(input_ids=batch["input_ids"], past_key_values=cache, use_cache=True)
 
 

@@ -67,7 +67,6 @@ class Planned:
         return cls(chunks, routed, model, batches, traces, shards, made, counts_MLGE)
 
     def execute(self):
-        """The context in which the plan is executed."""
         return self.routed.execute(self.plan, self.counts_MLGE, self.shards)
 
     def step(self, forward=forward_step, **more):

@@ -37,7 +37,6 @@ def run(function, *args, ranks=1, timeout=120, dying=()):
 
 
 def call(rank, ranks, function, args):
-    """On a rank."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), CUDA_DEVICE_MAX_CONNECTIONS="1")
     module, name = function.split(".")
     return getattr(importlib.import_module(f"{__package__}.{module}"), name)(*args)

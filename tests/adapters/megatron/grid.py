@@ -135,7 +135,6 @@ SHAPES = {
         recompute="uniform",
     ),
 }
-"""name: cell."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,10 +212,7 @@ def executions_of(name, every):
 
 
 EXECUTED_SHAPES = {
-    "shared expert beside the dispatch": {
-        "moe_shared_expert_intermediate_size": 32,
-        "moe_shared_expert_overlap": True,
-    },
+    "shared expert beside the dispatch": {"moe_shared_expert_intermediate_size": 32, "moe_shared_expert_overlap": True},
     "limited to groups, with bias": {**BIASED, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
     "auxiliary loss": {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1},
     "three picks": {"moe_router_topk": 3},
@@ -226,7 +222,6 @@ EXECUTED_SHAPES = {
 
 
 def executed_shape(name):
-    """(case, kinds of plans) of one of them."""
     cell = with_settings(EXECUTED_SHAPES[name], ep=2, layers=2, recompute="selective", packed=True)
     return ExecutionCase(cell), ("planned",)
 

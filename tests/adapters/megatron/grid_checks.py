@@ -26,7 +26,7 @@ from tests.replay.session_subject import same
 
 
 def check_cells(cells):
-    """Every check on every cell, on this rank."""
+    """Every check on every cell, on this rank; that nothing is left behind, on the first."""
     for number, cell in enumerate(cells):
         try:
             check_cell(cell, thorough=number == 0)

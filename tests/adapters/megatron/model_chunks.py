@@ -58,7 +58,6 @@ def initialize(cell):
 
 
 def config(cell):
-    """Its TransformerConfig."""
     settings = {
         "num_layers": cell.layers,
         "hidden_size": 32,

@@ -108,7 +108,6 @@ def prepared(recompute="none", lengths=(WIDTH, WIDTH), **settings):
 
 
 def replayed(built, routed, routes, ids, **policy):
-    """The loss of a forward on these routes."""
     with routed.replay(routes, **policy):
         return forward(built, ids)
 

@@ -159,8 +159,6 @@ class GroupedLinear(torch.nn.Module):
 
 
 class Run:
-    """A model in training."""
-
     def __init__(self, cell, kind, seed, attached=False):
         self.cell = cell
         chunks = build(cell, seed)
@@ -169,7 +167,6 @@ class Run:
         self.trained = Trained(chunks, kind)
 
     def train(self, seed):
-        """Losses of one step."""
         self.trained.zero_grad()
         losses, _ = step(self.trained.chunks, make_batches(self.cell, seed=seed))
         self.trained.step()

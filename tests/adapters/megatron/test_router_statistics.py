@@ -126,7 +126,6 @@ def own_routes(routed, ids):
 
 
 def scores_of(router):
-    """The logits [R, E] of each of its forwards."""
     seen = []
     gating = router.gating
 

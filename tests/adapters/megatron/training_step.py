@@ -49,7 +49,6 @@ def gradients(chunks):
 
 
 def moe_layers(chunks):
-    """The MoE layers of this rank by decoder layer, from 0."""
     return {
         module.layer_number - 1: module
         for chunk in chunks

@@ -41,7 +41,6 @@ TAIL = """
 
 
 def page(results: Sequence[Results]) -> str:
-    """The whole page as Markdown; the oldest release first."""
     from tests.engines.releases.server import BLOCK, BLOCKS, STEP_TOKENS
 
     flags = f"{BLOCKS} blocks of {BLOCK} tokens, {STEP_TOKENS} tokens a step"

@@ -33,7 +33,6 @@ class Reference:
         self.model = tiny("qwen3_moe", seed=seed, **SIZES).eval()
 
     def write(self, folder: Path) -> Path:
-        """The model as a checkpoint; returns the folder."""
         self.model.save_pretrained(folder)
         return folder
 

@@ -39,7 +39,6 @@ class Results:
     outcomes: dict[str, Outcome]
 
     def keep(self) -> None:
-        """Write them, in the place of those of an earlier run."""
         KEPT.mkdir(parents=True, exist_ok=True)
         (KEPT / f"{self.release}.json").write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 

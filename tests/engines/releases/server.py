@@ -43,7 +43,6 @@ class Server:
         self.release: str = self.get("/version")["version"]
 
     def lives(self) -> bool:
-        """Whether the server and its engine go on."""
         try:
             return self.process.poll() is None and self.client.get("/health").is_success
         except httpx.HTTPError:

@@ -1,7 +1,5 @@
 """Releases of vLLM against the table that is expected, by night; and what the comparison sees, without an engine."""
 
-import base64
-import io
 import os
 import re
 from pathlib import Path
@@ -12,6 +10,7 @@ import pytest
 from tests.engines.releases.cases import equal, prompt, sequence
 from tests.engines.releases.reference import Reference, planted
 from tests.engines.releases.results import numbers, run
+from tests.wires import npy_text
 
 PYTHONS = os.environ.get("FOREROUTE_VLLM_PYTHONS", "").split()
 """Interpreters that have a release each; `make night PART=engines` names them."""
@@ -52,10 +51,8 @@ def reference():
 def answered(reference, tokens, num_prompt):
     """A choice as vLLM writes it, with the routes and log-probs of the model itself."""
     sets_TLK, logprobs_TV = reference.forward(np.array(tokens, np.int32))
-    data = io.BytesIO()
-    np.save(data, sets_TLK[:-1].astype(np.uint8))
     rows = np.arange(num_prompt - 1, len(tokens) - 1)
-    choice = {"token_ids": tokens[num_prompt:], "routed_experts": base64.b64encode(data.getvalue()).decode()}
+    choice = {"token_ids": tokens[num_prompt:], "routed_experts": npy_text(sets_TLK[:-1].astype(np.uint8))}
     return choice, logprobs_TV[rows, np.array(tokens)[rows + 1]].tolist()
 
 

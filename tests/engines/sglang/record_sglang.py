@@ -37,7 +37,6 @@ REQUESTS = {
 
 
 def main():
-    """Ask and write."""
     routed = policy()
     server = Client(sys.argv[1], timeout_s=60, what="SGLang")
     version = server.get("/server_info").read(str, "version")

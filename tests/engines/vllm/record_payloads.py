@@ -37,26 +37,17 @@ REQUESTS = {
     "completion_one_token": ("/v1/completions", COMMON | {"prompt": PROMPT, "max_tokens": 1}),
     "generate": (
         "/inference/v1/generate",
-        {
-            "token_ids": PROMPT,
-            "sampling_params": {"max_tokens": 5, "temperature": 0.8, "seed": 11, "logprobs": 0},
-        },
+        {"token_ids": PROMPT, "sampling_params": {"max_tokens": 5, "temperature": 0.8, "seed": 11, "logprobs": 0}},
     ),
 }
 
 
 TRUNCATED = {"temperature": 0.8, "top_p": 0.9, "top_k": 64, "max_tokens": 5, "seed": 11, "logprobs": 0}
-WITH_MASKS = {
-    "generate_masks": (
-        "/inference/v1/generate",
-        {"token_ids": PROMPT, "sampling_params": TRUNCATED},
-    ),
-}
+WITH_MASKS = {"generate_masks": ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": TRUNCATED})}
 """Asked of a server with the stand-ins of `releases.stand_ins`."""
 
 
 def main():
-    """Start two servers, ask, and write."""
     routed = policy()
     python = Path(os.environ["FOREROUTE_VLLM_PYTHON"]).absolute()
     record(routed, ServerSettings(python=python, precision="float32", options=OPTIONS), REQUESTS, cached=OTHER)

@@ -263,7 +263,6 @@ LIES = {
 
 @pytest.fixture(scope="module")
 def asked(routed, tmp_path_factory):
-    """What answers, and an engine that asks it."""
     with serving(answers := Server()) as server:
         engine = engine_at(server, routed, tmp_path_factory.mktemp("weights"), version=0)
         yield answers, lambda: engine.generate([PROMPT], SAMPLED, seeded())

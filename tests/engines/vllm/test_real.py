@@ -55,7 +55,6 @@ def counted(engine, name):
 
 
 def largest_difference(routed, generation):
-    """Between the engine's log-probs and those of the model."""
     return float(np.abs(response_logprobs(routed, generation) - generation.logprobs_R).max())
 
 

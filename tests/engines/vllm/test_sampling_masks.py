@@ -40,12 +40,8 @@ def policy():
 
 @contextmanager
 def serving(policy, python, folder, precision):
-    """An engine whose server has the stand-ins."""
     settings = vllm.ServerSettings(
-        python=with_stand_ins(python, folder),
-        precision=precision,
-        sampling_masks=True,
-        options={"max_num_seqs": 16},
+        python=with_stand_ins(python, folder), precision=precision, sampling_masks=True, options={"max_num_seqs": 16}
     )
     with vllm.VLLMEngine(ServedModel.of(policy), settings) as engine:
         engine.load_weights(policy.model.state_dict(), version=3)

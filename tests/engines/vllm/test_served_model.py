@@ -45,12 +45,10 @@ assert not any(name.startswith("foreroute.adapters.hf") for name in sys.modules)
 
 @pytest.fixture
 def folder(routed, tmp_path):
-    """A checkpoint of the policy."""
     return ModelWriter(routed.model).write(tmp_path / "checkpoint")
 
 
 def tensors(folder):
-    """All weights of a checkpoint."""
     found = {}
     for path in folder.glob("*.safetensors"):
         found |= load_file(path)

@@ -136,11 +136,7 @@ def test_replicas_whose_transfer_could_not_begin_are_not_taken_for_there(workers
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"paths": "both"}, "paths is 'both'"),
-        ({"prefetch": -1}, "prefetch is -1"),
-    ],
+    ("options", "message"), [({"paths": "both"}, "paths is 'both'"), ({"prefetch": -1}, "prefetch is -1")]
 )
 def test_impossible_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):

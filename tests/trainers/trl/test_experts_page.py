@@ -1,17 +1,20 @@
 """docs/experts.md runs on two processes, and its Trainer trains the same weights under plans as without."""
 
-import os
+import io
 import re
+from contextlib import chdir, closing, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from foreroute.ep.compute import StackedReplicas
 from foreroute.testing.models import tiny
-from foreroute.testing.ranks import environment, torchrun
+from foreroute.testing.ranks import Workers
 from tests.adapters.hf.model_runs import whole
+from tests.trainers.trl.trl_runs import as_torchrun_does
 
 ROOT = Path(__file__).parents[3]
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -21,11 +24,18 @@ from examples.trl.tiny import tokenizer, vowels as reward
 dataset, tokenizer = Dataset.from_dict({"prompt": [f"many vowels {n}: " for n in range(8)]}), tokenizer()
 """
 """What a reader has before the first line."""
-CHECK = """
-from tests.trainers.trl.test_experts_page import require_same_weights
-require_same_weights(globals())
-dist.destroy_process_group()
-"""
+
+
+def run_page(rank, folder, blocks):
+    """What a process of torchrun prints, in the group that is there; and whether plans changed its weights."""
+    as_torchrun_does(rank)
+    page = {"__name__": "__main__"}
+    with redirect_stdout(io.StringIO()) as printed, chdir(folder), patch.object(dist, "init_process_group") as begun:
+        for block in [READERS, *blocks]:
+            exec(block, page)
+        begun.assert_called_once_with("gloo")
+        require_same_weights(page)
+    return printed.getvalue()
 
 
 @pytest.mark.slow
@@ -39,13 +49,10 @@ def test_the_page_runs_and_plans_change_no_weights(tmp_path, compiled_planner):
     tiny("qwen3_moe", hidden_size=64, num_hidden_layers=2, num_experts_per_tok=4, **sharp).save_pretrained(
         tmp_path / "sharp"
     )
-    (tmp_path / "step.py").write_text("\n".join([READERS, *blocks, CHECK]))
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "src")])
-    run = torchrun(2, "step.py", timeout=300, cwd=tmp_path, env=environment(PYTHONPATH=paths, OMP_NUM_THREADS="1"))
-    assert not run.returncode, run.stderr[-4000:]
-    rows = {int(rank): int(count) for rank, count in re.findall(r"rank (\d) computed (\d+) rows", run.stdout)}
-    assert rows.keys() == {0, 1}
-    assert abs(rows[0] - rows[1]) <= 0.04 * sum(rows.values()), "replicas even the ranks out"
+    with closing(Workers(2, timeout_s=300)) as workers:
+        printed = workers.run(run_page, tmp_path, blocks)
+    rows = [int(*re.findall(rf"^rank {rank} computed (\d+) rows$", printed[rank], re.MULTILINE)) for rank in (0, 1)]
+    assert abs(rows[0] - rows[1]) <= 0.04 * sum(rows), "replicas even the ranks out"
 
 
 def require_same_weights(page):
@@ -62,7 +69,6 @@ def require_same_weights(page):
 
 
 def _trained(page, kind):
-    """The weights, whole."""
     model = page["model"] = page["load"]("sharp")
     page["routed"] = page["hf"].attach(model)
     settings = page["settings"] | {"max_steps": 3, "optim": "sgd", "learning_rate": 0.1, "seed": 0}

@@ -81,7 +81,14 @@ CASES = {
 }
 
 
-@grid("case", list(CASES), quick=1)
+@pytest.mark.parametrize(
+    "case",
+    [
+        "old-pass",
+        pytest.param("one-update", marks=pytest.mark.exhaustive),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("none", "masks")),
+    ],
+)
 def test_no_update_waits_and_an_old_pass_reads_its_mask_alone(folder, case):
     source, settings = CASES[case]
     of_trl = {name: value for name, value in settings.items() if name != "replay"}

@@ -28,27 +28,24 @@ def shortness(completions, **_):
     return [-float(len(completion)) for completion in completions]
 
 
+TWO_REWARDS = {"reward_funcs": [vowels, shortness], "reward_weights": [1.0, 0.3]}
+TWO_REWARDS |= {"multi_objective_aggregation": "normalize_then_sum"}
+CUTS = {"temperature": 0.7, "top_p": 0.8, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1}
+AUTOCAST = {"bf16": True, "cast_lm_head_to_fp32": True}
 OPTIONS = {
     "defaults": {},
     "one-update": {"num_iterations": 1, "steps_per_generation": 2, "loss_type": "grpo"},
     "tools": {"run": tools_runs.trained, "model": agent},
-    "grpo": {"loss_type": "grpo", "scale_rewards": "batch", "num_iterations": 3},
+    "grpo": {"loss_type": "grpo", "scale_rewards": "batch", "num_iterations": 3} | TWO_REWARDS,
     "bnpo": {"loss_type": "bnpo", "delta": 1.5, "epsilon_high": 0.3, "gradient_checkpointing": False},
-    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none", "off_policy_mask_threshold": 1e-3},
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none", "off_policy_mask_threshold": 1e-3} | CUTS,
     "cispo": {"loss_type": "cispo", "epsilon_high": 5.0, "top_entropy_quantile": 0.5},
     "sapo": {"loss_type": "sapo", "mask_truncated_completions": True, "model": agent, "max_completion_length": 40},
-    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    "luspo": {"loss_type": "luspo", "importance_sampling_level": "sequence"} | AUTOCAST,
     "vespo": {"loss_type": "vespo", **NO_AUXILIARY},
     "reference": {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "use_bias_correction_kl": False},
     "entropy": {"entropy_coef": 0.01, "use_adaptive_entropy": True, "pad_to_multiple_of": 8},
-    "rewards": {
-        "reward_funcs": [vowels, shortness],
-        "reward_weights": [1.0, 0.3],
-        "multi_objective_aggregation": "normalize_then_sum",
-    },
-    "sampling": {"temperature": 0.7, "top_p": 0.8, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1},
     "lora": {"peft_config": LORA, "beta": 0.1},
-    "autocast": {"bf16": True, "cast_lm_head_to_fp32": True},
     "compiled": {"torch_compile": True, "torch_compile_backend": "eager", "max_steps": 2},
     "environment": {"run": tools_runs.trained, "model": agent, "tools": (), "environment_factory": tools_runs.Counter},
 }
@@ -179,11 +176,7 @@ UNMEASURED = {
         "continuous_batching",
     ),
     "tools-and-rollout-func": (
-        {
-            "run": tools_runs.trained,
-            "model": agent,
-            "rollout_func": engaged,
-        },
+        {"run": tools_runs.trained, "model": agent, "rollout_func": engaged},
         "call the tools in the rollout_func",
     ),
 }
@@ -198,6 +191,7 @@ if not hasattr(trl.GRPOConfig, "use_transformers_continuous_batching"):  # befor
 @grid("reason", list(UNMEASURED), quick=3)
 def test_where_nothing_can_be_recorded_training_is_trls_own_and_the_log_says_why(reason, folder, caplog):
     settings, message = UNMEASURED[reason]
+    settings = {"max_steps": 2, **settings}
     watched = require_same(folder, **settings)
     (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("foreroute")]
     assert re.search(f"replay='none' measures no mismatch from here on, and trains as TRL does.*{message}", said)
@@ -209,9 +203,7 @@ def test_where_nothing_can_be_recorded_training_is_trls_own_and_the_log_says_why
 @pytest.mark.shows("TRL", "LoRA, on experts too; `bf16`")
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("settings", "most_k3"),
-    [({"peft_config": LORA}, 1e-9), ({"bf16": True}, 1e-2)],
-    ids=["lora", "autocast"],
+    ("settings", "most_k3"), [({"peft_config": LORA}, 1e-9), ({"bf16": True}, 1e-2)], ids=["lora", "autocast"]
 )
 def test_trls_own_sampling_is_captured(settings, most_k3, folder):
     """Log-probs of the rollout are those at the temperature and of the whole distribution, as the trainer's are."""

@@ -40,7 +40,6 @@ FSDP2 = {
 
 
 def train(rank, folder):
-    """The outcome of each run."""
     as_torchrun_does(rank)
     begin = AcceleratorState.__init__
 

@@ -4,8 +4,6 @@ Tokens and log-probs are those of a bfloat16 copy of the policy under the weight
 are as recorded from real servers and processes (tests/engines/vllm/data).
 """
 
-import base64
-import io
 import json
 from types import SimpleNamespace
 
@@ -19,6 +17,7 @@ from examples.trl.tiny import policy
 from foreroute.capture import Sampling
 from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.trace import SAMPLING
+from tests.wires import npy_text
 
 END = 1
 COLOCATE = {"use_vllm": True, "vllm_mode": "colocate"}
@@ -168,7 +167,7 @@ def served(monkeypatch, change, *, returns_routes=True):
                         "token_logprobs": logprobs,
                         "top_logprobs": [{} for _ in response],
                     },
-                    "routed_experts": as_npy(routes) if returns_routes else None,
+                    "routed_experts": npy_text(routes) if returns_routes else None,
                 }
                 for index, (prompt, response, logprobs, routes, _) in enumerate(sampled)
             ]
@@ -177,10 +176,3 @@ def served(monkeypatch, change, *, returns_routes=True):
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda: True)
     monkeypatch.setattr(vllm_generation, "VLLMClient", Client)
     return Client
-
-
-def as_npy(array):
-    """A .npy file in base64, as vLLM's server sends arrays."""
-    file = io.BytesIO()
-    np.save(file, array)
-    return base64.b64encode(file.getvalue()).decode()

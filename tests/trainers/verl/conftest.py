@@ -24,7 +24,6 @@ def group(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """A tiny checkpoint."""
     from examples.verl.tiny_checkpoint import save_policy
 
     return save_policy(tmp_path_factory.mktemp("policy"))

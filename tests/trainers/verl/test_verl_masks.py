@@ -247,9 +247,7 @@ def test_the_host_waits_for_no_label_and_no_set(masks, monkeypatch):
 
 
 @pytest.mark.shows(
-    "verl, FSDP engine",
-    "`use_fused_kernels` with sampling masks",
-    refused="their log-probs are of all tokens",
+    "verl, FSDP engine", "`use_fused_kernels` with sampling masks", refused="their log-probs are of all tokens"
 )
 def test_log_probs_made_past_the_logits_are_noticed(group, folder, masks, scores):
     with on_cpu():

@@ -36,7 +36,6 @@ REPLAYED = [name for name in SETTINGS if name != CONTROL]
 
 @pytest.fixture(scope="module")
 def found(folder):
-    """Of each setting, what its ranks saw."""
     with tempfile.TemporaryDirectory() as shared:
         mp.spawn(_rank, (folder, shared), nprocs=2)
         ranks = [torch.load(Path(shared) / f"{rank}.pt", weights_only=False) for rank in range(2)]

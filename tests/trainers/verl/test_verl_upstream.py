@@ -66,7 +66,6 @@ def patched(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(patched, folder, tmp_path_factory):
-    """What each rank saw."""
     shared = tmp_path_factory.mktemp("ranks")
     mp.spawn(_rank, (patched, folder, shared), nprocs=RANKS)
     return [torch.load(shared / f"{rank}.pt", weights_only=False) for rank in range(RANKS)]
