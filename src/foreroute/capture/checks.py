@@ -196,10 +196,11 @@ def _layers_that_stay(trace: RoutingTrace, rows: NDArray[np.int64]) -> NDArray[n
 def _rows_that_end_alike(trace: RoutingTrace, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Find the rows whose last words may be those of another in their sequence, int64: few but where it is so."""
     start = int(rows[0])
-    bytes_NB = trace.expert_ids_NLK[start:].view(np.uint8).reshape(trace.num_rows - start, -1)
+    ids_NLK = np.ascontiguousarray(trace.expert_ids_NLK[start:])
+    bytes_NB = ids_NLK.view(np.uint8).reshape(len(ids_NLK), -1)
     num_words = min(bytes_NB.shape[1], TAIL) // 8
     words_NW = bytes_NB[:, bytes_NB.shape[1] - 8 * num_words :].view(np.uint64)
-    # odd factors lose no bit of a word
+    # odd factors lose no bit of a word; einsum takes words that lie apart without a copy
     number_N = np.einsum("nw,w->n", words_NW, _random_numbers(num_words, seed=1) | np.uint64(1))
     number_N += np.repeat(_random_numbers(len(trace), seed=2), trace.lengths)[start:]
     number_R = number_N[trace.valid_N[start:]]

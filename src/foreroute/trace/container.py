@@ -163,9 +163,8 @@ class RoutingTrace:
             put_ids(r, valid_N[with_rows], ids_NLK[with_rows], spec, name=f"expert_ids[{s}]")
             is_routed = valid_N[start:stop]
             stated = np.where(is_routed, v, v.dtype.type(0))  # others are not looked at
-            versions_N[start:stop][is_routed] = as_int32(stated, name=f"weight_versions[{s}]", least=NO_VERSION)[
-                is_routed
-            ]
+            stated = as_int32(stated, name=f"weight_versions[{s}]", least=NO_VERSION)
+            versions_N[start:stop][is_routed] = stated[is_routed]
         check_rows(ids_NLK, valid_N, offsets, spec)
         return cls(
             spec=spec,
