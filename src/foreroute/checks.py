@@ -43,8 +43,9 @@ def host_array(values: Any) -> NDArray[Any]:
         values = values.detach().cpu()
         values = values.float() if str(values.dtype) == "torch.bfloat16" else values
     array = np.asarray(values)
-    # numpy has no bfloat16, whose values float32 holds exactly
-    return array.astype(np.float32) if array.dtype.name == "bfloat16" else array
+    # numpy has no bfloat16, whose values float32 holds exactly; it takes long to name a type
+    is_bfloat16 = array.dtype.kind not in "biu" and array.dtype.name == "bfloat16"
+    return array.astype(np.float32) if is_bfloat16 else array
 
 
 def as_array(values: Any, *, name: str, error: type[InputError] = TraceContentError) -> NDArray[Any]:
@@ -69,7 +70,8 @@ def as_int32(
     array = as_array(values, name=name, error=error)
     if array.size == 0:
         return np.zeros(0, np.int32)
-    if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < least or array.max() > MOST_INT32:
+    fits = array.ndim == 1 and array.dtype.kind in "iu" and array.min() >= least
+    if not fits or (not np.can_cast(array.dtype, np.int32) and array.max() > MOST_INT32):
         found = f", from {array.min()} to {array.max()}" if array.dtype.kind in "iu" else ""
         raise error(
             f"{name} is {array.dtype} of shape {array.shape}{found}; "
@@ -81,7 +83,8 @@ def as_int32(
 def as_mask(mask: ArrayLike, *, name: str, error: type[InputError] = TraceContentError) -> NDArray[np.bool_]:
     """Return bools, or numbers 0 and 1 of any type, as bools of the same shape."""
     array = as_array(mask, name=name, error=error)
-    if array.dtype.kind not in "biuf" or ((array != 0) & (array != 1)).any():
+    kind = array.dtype.kind
+    if kind not in "biuf" or (kind != "b" and ((array != 0) & (array != 1)).any()):
         raise error(f"{name} is {array.dtype} of shape {array.shape}; expected bools, or 0 and 1 alone")
     return array.astype(np.bool_, copy=False)
 

@@ -49,8 +49,12 @@ def test_rows_that_freeze_in_one_request_of_two_are_refused_by_name(first, count
         read(WIDE, other, freeze(rows, first, count, layers))
 
 
-def test_thirty_one_rows_of_one_layer_are_not_enough():
-    read(WIDE, freeze(healthy(WIDE, 199), 100, 31, [3]))
+@pytest.mark.parametrize("first", range(90, 107))
+def test_thirty_two_rows_of_one_layer_are_enough_wherever_they_begin_and_thirty_one_are_not(first):
+    rows = healthy(WIDE, 199)
+    read(WIDE, freeze(rows, first, 31, [3]))
+    with pytest.raises(CaptureError, match=rf"sequence 0, position {first}: decoder 3 sends 32 rows"):
+        read(WIDE, freeze(rows, first, 32, [3]))
 
 
 def test_one_other_pick_or_another_order_shows_that_rows_were_written():

@@ -28,14 +28,15 @@ def turn(tokens, rows, start=0, versions=NO_VERSION):
 @given(st.data())
 def test_turns_match_the_oracle(data):
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    trace, slow, tokens = RoutingTrace.unrouted(SPEC, [[]]), [], np.zeros(0, int)
+    trace, slow, tokens, turns = RoutingTrace.unrouted(SPEC, [[]]), [], np.zeros(0, int), []
     for _ in range(data.draw(st.integers(1, 5))):
         last = len(tokens) - 1
         tokens = np.concatenate([tokens, rng.integers(0, 99, data.draw(st.integers(0, 6)))])
         start = data.draw(st.integers(0, len(tokens)))
         rows = routes(rng, data.draw(st.integers(0, len(tokens) - start)))
         versions = rng.integers(0, 4, len(rows))
-        trace = extended(trace, turn(tokens, rows, start, versions))
+        turns.append(turn(tokens, rows, start, versions))
+        trace = extended(trace, turns[-1])
         slow += [(int(token), None, NO_VERSION) for token in tokens[len(slow) :]]
         for place, row, version in zip(range(start, len(tokens)), rows.tolist(), versions.tolist(), strict=False):
             if slow[place][1] is None or place == last:  # which gave no token of an earlier capture
@@ -43,6 +44,7 @@ def test_turns_match_the_oracle(data):
     columns = (trace.token_ids_N, trace.expert_ids_NLK, trace.valid_N, trace.weight_versions_N)
     seen = [(t, ids if valid else None, v) for t, ids, valid, v in zip(*(c.tolist() for c in columns), strict=True)]
     assert seen == slow
+    assert extended(*turns).equals(trace), "all turns in one call"
 
 
 def test_what_does_not_continue_is_refused():

@@ -96,15 +96,15 @@ def read_npy(data: bytes) -> NDArray[Any]:
         raise CaptureError(
             f"the .npy file starts with {bytes(data[:80])!r}; expected version 1 with an integer array of three axes"
         )
-    dtype, shape, numbers = np.dtype(header[1].decode()), tuple(map(int, header.groups()[2:])), data[header_end:]
-    if prod(shape) * dtype.itemsize != len(numbers) or (not numbers and shape[0]):
+    dtype, shape, size = np.dtype(header[1].decode()), tuple(map(int, header.groups()[2:])), len(data) - header_end
+    if prod(shape) * dtype.itemsize != size or (not size and shape[0]):
         raise CaptureError(
             f"the .npy file states shape {shape} of {dtype}, which is {prod(shape) * dtype.itemsize} bytes; "
-            f"{len(numbers)} bytes follow. Was it cut?"
+            f"{size} bytes follow. Was it cut?"
         )
-    if not numbers:
+    if not size:
         return np.zeros((0, 0, 0), dtype)  # the axes of an empty array are unchecked numbers
-    return np.frombuffer(numbers, dtype).reshape(shape, order="F" if header[2] == b"True" else "C")
+    return np.frombuffer(data, dtype, offset=header_end).reshape(shape, order="F" if header[2] == b"True" else "C")
 
 
 def read_rows(

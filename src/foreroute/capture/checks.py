@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from foreroute.errors import CaptureError, shown
 from foreroute.trace import LayerKind, RoutingSpec, RoutingTrace
-from foreroute.trace.checks import place_of
+from foreroute.trace.checks import place_of, recorded_rows
 
 MIN_ROWS, MIN_TOKENS = 32, 8
 """Rows one after the other, and distinct input tokens among them, before a layer that stays with one set counts as
@@ -31,15 +32,25 @@ and by, as a model of random weights does over a long text."""
 FEW = 4
 """Rows with the set that are added to those beside a run, since a share of 32 rows is known to no more than a tenth."""
 ROWS_AT_ONCE = 4096
+TAIL = 16
+"""Bytes at the end of a row, whose words are compared before all of it: last layers know most of the text before it."""
 UNFREEZE = "Run the engine without CUDA graphs (enforce_eager=True, --disable-cuda-graph), or take a newer one."
 
 
-def unfilled_lookups(rows_RLK: NDArray[Any], spec: RoutingSpec, *, what: str) -> NDArray[np.bool_]:
-    """Find layers of a sequence, rows [R, L, K], that are zeros because they look experts up by token: bool [L].
+def unfilled_lookups(
+    rows_RLK: NDArray[Any], valid_R: NDArray[np.bool_], spec: RoutingSpec, *, what: str
+) -> NDArray[np.bool_]:
+    """Find layers of a sequence whose recorded rows are zeros because they look experts up by token: bool [L].
 
-    Engines may leave these out. Any other layer of zeros is a buffer that was never filled, and refused.
+    Engines may leave these out. Any other layer of zeros is a buffer that was never filled, and refused. Rows that are
+    not valid, or -1 throughout, were not recorded.
     """
-    zero_L = np.asarray(~rows_RLK.any(axis=(0, 2)) & (len(rows_RLK) > 0))
+    for first in np.flatnonzero(valid_R)[:1]:  # one row tells nearly always
+        if rows_RLK[first].any(axis=1).all() and recorded_rows(rows_RLK[first : first + 1])[0]:
+            return np.zeros(spec.num_layers, np.bool_)
+    routed_RLK = rows_RLK[valid_R & recorded_rows(rows_RLK)]
+    count = len(routed_RLK)
+    zero_L = np.asarray(~routed_RLK.any(axis=(0, 2)) & (count > 0))
     if not zero_L.any():
         return zero_L
     lookup_L = zero_L & np.array([layer.kind is LayerKind.HASH for layer in spec.layers])
@@ -47,7 +58,7 @@ def unfilled_lookups(rows_RLK: NDArray[Any], spec: RoutingSpec, *, what: str) ->
     if spec.top_k > 1:
         is_wrong = zero_L.all() or (zero_L & ~lookup_L).any()
     else:
-        is_wrong = zero_L.all() and zero_L.size * len(rows_RLK) >= 8 and spec.num_experts > 1
+        is_wrong = zero_L.all() and zero_L.size * count >= 8 and spec.num_experts > 1
     if is_wrong:
         wrong_table = (
             "" if zero_L.all() else ". If the layer is dense, the model's layers are stated wrong: pass its own"
@@ -92,16 +103,17 @@ def frozen_rows(trace: RoutingTrace) -> str:
         return ""
     # Rows are taken one after the other and from one sequence to the next: so a layer that never changes is found, and
     # an engine that stops to write rows in the middle of one request.
-    picks_RL = _numbers_of_picks(trace, rows)
-    return _same_picks(trace, rows, picks_RL, bits_L) or _same_row(trace, rows, picks_RL, bits_L)
+    return _same_picks(trace, rows, bits_L) or _same_row(trace, rows, bits_L)
 
 
-def _same_picks(
-    trace: RoutingTrace, rows: NDArray[np.int64], picks_RL: NDArray[Any], bits_L: NDArray[np.float64]
-) -> str:
+def _same_picks(trace: RoutingTrace, rows: NDArray[np.int64], bits_L: NDArray[np.float64]) -> str:
     """Say where a layer, or all at once, repeat their picks in their order, as a buffer does that was not written."""
+    stays = _layers_that_stay(trace, rows)
+    if not (stays := stays[bits_L[stays] > 0]).size:
+        return ""
+    picks_RL = _numbers_of_picks(trace, rows)
     tokens_R, chooses = trace.token_ids_N[rows], np.flatnonzero(bits_L)
-    for layers in [*chooses[:, None], chooses]:
+    for layers in [*stays[:, None], *([chooses] if len(stays) == len(chooses) else [])]:
         bits = bits_L[layers].sum()
         picks_R = picks_RL[:, layers] @ _random_numbers(len(layers), seed=1)
         for run in _long_runs(picks_R[1:] == picks_R[:-1]):
@@ -137,14 +149,16 @@ def _share_beside(trace: RoutingTrace, rows: NDArray[np.int64], picks_R: NDArray
     return float(most) or float((picks_R == picks_R[run.start]).sum() - count) / max(len(rows) - count, 1)
 
 
-def _same_row(trace: RoutingTrace, rows: NDArray[np.int64], picks_RL: NDArray[Any], bits_L: NDArray[np.float64]) -> str:
+def _same_row(trace: RoutingTrace, rows: NDArray[np.int64], bits_L: NDArray[np.float64]) -> str:
     """Say where a sequence has the picks of all layers twice, for two tokens."""
     # whole rows, of all layers, stand twice in a sequence only where a token comes again
     certain = CERTAIN + 2 * np.log2(len(rows))  # there are fewer than R^2 pairs of rows
     if bits_L.sum() < certain:
         return ""
-    tokens_R, row_R = trace.token_ids_N[rows], picks_RL @ _random_numbers(len(bits_L), seed=1)
-    sequence_R = np.searchsorted(trace.offsets, rows, side="right")
+    if not (alike := _rows_that_end_alike(trace, rows)).size:
+        return ""
+    tokens_R, row_R = trace.token_ids_N[alike], _numbers_of_picks(trace, alike) @ _random_numbers(len(bits_L), seed=1)
+    sequence_R = np.searchsorted(trace.offsets, alike, side="right")
     order = np.lexsort((tokens_R, row_R, sequence_R))  # rows that are alike, one behind the other
     pairs = np.sort(np.stack([order[:-1], order[1:]]), axis=0)
     is_twice = tokens_R[pairs[0]] != tokens_R[pairs[1]]
@@ -153,14 +167,57 @@ def _same_row(trace: RoutingTrace, rows: NDArray[np.int64], picks_RL: NDArray[An
     if not is_twice.any():
         return ""
     # a layer that has a set often has it twice by chance
-    chance_L = [((np.unique(picks_R, return_counts=True)[1] / len(rows)) ** 2).sum() for picks_R in picks_RL.T]
+    picks_LR = _numbers_of_picks(trace, rows).T
+    chance_L = [((np.unique(picks_R, return_counts=True)[1] / len(rows)) ** 2).sum() for picks_R in picks_LR]
     if np.minimum(bits_L, -np.log2(chance_L)).sum() < certain:
         return ""
     first, second = pairs[:, is_twice][:, pairs[1, is_twice].argmin()]
     return (
-        f"{_place(trace, rows[second])}: the row of token {tokens_R[second]} is that of token {tokens_R[first]} at "
-        f"position {trace.positions_N[rows[first]]}, in all {len(bits_L)} layers; the engine wrote a row twice"
+        f"{_place(trace, alike[second])}: the row of token {tokens_R[second]} is that of token {tokens_R[first]} at "
+        f"position {trace.positions_N[alike[first]]}, in all {len(bits_L)} layers; the engine wrote a row twice"
     )
+
+
+def _layers_that_stay(trace: RoutingTrace, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Find the layers that have the same picks in half of `MIN_ROWS` rows and one, int64: all with a run are here."""
+    step, ids_NLK = MIN_ROWS // 2, trace.expert_ids_NLK
+    # of `MIN_ROWS` rows two are looked at, and what is between them where they are alike
+    seen_RLK = ids_NLK[rows[::step]]
+    at, layers = np.divmod(np.flatnonzero(_equal_picks(seen_RLK[1:], seen_RLK[:-1])), trace.spec.num_layers)
+    for behind in range(1, step):
+        if not len(at):
+            break
+        first, other = (ids_NLK[rows[step * at + number], layers] for number in (0, behind))
+        is_same = _equal_picks(first, other)
+        at, layers = at[is_same], layers[is_same]
+    return np.unique(layers)
+
+
+def _rows_that_end_alike(trace: RoutingTrace, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Find the rows whose last words may be those of another in their sequence, int64: few but where it is so."""
+    start = int(rows[0])
+    ids_NLK = np.ascontiguousarray(trace.expert_ids_NLK[start:])
+    bytes_NB = ids_NLK.view(np.uint8).reshape(len(ids_NLK), -1)
+    num_words = min(bytes_NB.shape[1], TAIL) // 8
+    words_NW = bytes_NB[:, bytes_NB.shape[1] - 8 * num_words :].view(np.uint64)
+    # odd factors lose no bit of a word; einsum takes words that lie apart without a copy
+    number_N = np.einsum("nw,w->n", words_NW, _random_numbers(num_words, seed=1) | np.uint64(1))
+    number_N += np.repeat(_random_numbers(len(trace), seed=2), trace.lengths)[start:]
+    number_R = number_N[trace.valid_N[start:]]
+    ascending_R = np.sort(number_R)
+    twice = ascending_R[1:][ascending_R[1:] == ascending_R[:-1]]
+    return rows[np.isin(number_R, twice)] if len(twice) else twice.astype(np.int64)
+
+
+def _equal_picks(a: NDArray[Any], b: NDArray[Any]) -> NDArray[np.bool_]:
+    """Say which picks of [..., K] are the same in the same order: bool [...]."""
+    # by words that are as wide as they go
+    word = f"u{gcd(a.shape[-1] * a.itemsize, 8)}"
+    a, b = (np.ascontiguousarray(each).view(word) for each in (a, b))
+    equal: NDArray[np.bool_] = a[..., 0] == b[..., 0]
+    for number in range(1, a.shape[-1]):
+        equal &= a[..., number] == b[..., number]
+    return equal
 
 
 def _numbers_of_picks(trace: RoutingTrace, rows: NDArray[np.int64]) -> NDArray[np.uint64]:

@@ -124,11 +124,6 @@ def _decode(
         rows.append(rows_TLK)
         valid_S.append(valid_T)
         unfilled_L |= missing_L
-    if any(len(each) > 1 for each in tokens) and not any(each.any() for each in valid_S):
-        raise CaptureError(
-            "no row of the output has a route. The capture failed, or was not asked for; a sequence that was never "
-            "routed is RoutingTrace.unrouted"
-        )
     if unfilled_L.any():
         rows = [rows_TLK[:, ~unfilled_L] for rows_TLK in rows]
         model = model.select(model.layers[layer] for layer in np.flatnonzero(~unfilled_L))
@@ -142,6 +137,11 @@ def _decode(
             "upgrade the engine. Ids below 0, or an expert twice, are a buffer that was not filled, or bytes read with "
             "the wrong shape or dtype; a row that was never routed is -1 throughout, or told by valid"
         ) from error
+    if any(len(each) > 1 for each in tokens) and not trace.valid_N.any():
+        raise CaptureError(
+            "no row of the output has a route. The capture failed, or was not asked for; a sequence that was never "
+            "routed is RoutingTrace.unrouted"
+        )
     refuse_frozen_rows(trace)
     if have_all([raw.sampling_mask for raw in sequences], "sampling mask"):
         trace = trace.with_stream(SAMPLING, decode_masks(sequences, tokens, vocabulary_size))
@@ -179,9 +179,7 @@ def _place(
     start: int,
     what: str,
 ) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
-    """Put the rows of a sequence at their positions, [T, L, K]; beside them bool [T] of rows, [L] of unfilled
-    layers.
-    """
+    """Return the rows of one sequence from position 0 on, [R, L, K]; bool [T], where one is; [L], unfilled layers."""
     if start > max(num_tokens - 1, 0):
         raise CaptureError(f"{what} starts at {start}; expected a position of its {num_tokens} tokens")
     expected = num_tokens - 1 - start  # each token but the last has a row; the last may, in routes alone and in verl
@@ -198,10 +196,9 @@ def _place(
                 else "Rows are too many: pass the tokens of prompt and response, or the start of the request"
             )
         )
-    placed_TLK = np.zeros((num_tokens, spec.num_layers, spec.top_k), rows_RAK.dtype)
     valid_T = np.zeros(num_tokens, np.bool_)
     if not count:
-        return placed_TLK, valid_T, np.zeros(spec.num_layers, np.bool_)
+        return np.zeros((0, spec.num_layers, spec.top_k), spec.id_dtype), valid_T, np.zeros(spec.num_layers, np.bool_)
     if rows_RAK.shape[2] != spec.top_k:
         raise CaptureError(f"{what} has {rows_RAK.shape[2]} picks in a row; expected top_k = {spec.top_k}")
     if np.iinfo(rows_RAK.dtype).max < spec.num_experts - 1:
@@ -219,14 +216,28 @@ def _place(
     # The columns are chosen before rows are looked at: dense layers hold a constant, an expert twice in every row,
     # so that they are judged by a rule of their own.
     columns = columns_of(spec.layers, rows_RAK.shape[1], f"the routes of {what}")
-    dense = np.setdiff1d(np.arange(rows_RAK.shape[1]), columns)
-    rows_RLK = rows_RAK[:, columns]
-    valid_R = valid_R & recorded_rows(rows_RLK)
-    refuse_routed_dense(rows_RAK[valid_R][:, dense], dense.tolist(), what=what)
-    unfilled_L = unfilled_lookups(rows_RLK[valid_R], spec, what=what)
-    here = slice(start, start + len(rows_RLK))
-    placed_TLK[here], valid_T[here] = rows_RLK, valid_R
-    return placed_TLK, valid_T, unfilled_L
+    first = int(columns[0])
+    together = np.array_equal(columns, np.arange(first, first + len(columns)))  # then they are not copied
+    rows_RLK = rows_RAK[:, first : first + len(columns)] if together else rows_RAK[:, columns]
+    if len(columns) < rows_RAK.shape[1]:
+        dense = np.delete(np.arange(rows_RAK.shape[1]), columns)
+        refuse_routed_dense(rows_RAK[:, dense][valid_R & recorded_rows(rows_RLK)], dense.tolist(), what=what)
+    if not is_array(raw.routes):
+        rows_RLK = _narrowed(rows_RLK, spec)
+    unfilled_L = unfilled_lookups(rows_RLK, valid_R, spec, what=what)
+    valid_T[start : start + len(rows_RLK)] = valid_R
+    if not start:
+        return rows_RLK, valid_T, unfilled_L
+    placed_RLK = np.zeros((start + len(rows_RLK), *rows_RLK.shape[1:]), rows_RLK.dtype)
+    placed_RLK[start:] = rows_RLK  # nobody touches the memory before it
+    return placed_RLK, valid_T, unfilled_L
+
+
+def _narrowed(rows_RLK: NDArray[Any], spec: RoutingSpec) -> NDArray[Any]:
+    """Return ids in the type of a trace, if all are experts: what a text held is let go before the next one is read."""
+    unsigned = rows_RLK.view(rows_RLK.dtype.str.replace("i", "u"))
+    is_wide = rows_RLK.itemsize > spec.id_dtype.itemsize
+    return rows_RLK.astype(spec.id_dtype) if is_wide and unsigned.max(initial=0) < spec.num_experts else rows_RLK
 
 
 def _read(raw: RawSequence, expected: int, start: int, top_k: int, what: str) -> NDArray[Any]:

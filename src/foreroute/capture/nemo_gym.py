@@ -232,34 +232,35 @@ def _ends(calls: list[_Call]) -> list[_Call]:
 
 
 def _route(calls: list[_Call], model: RoutingSpec, weight_version: WeightVersion) -> None:
-    """Give each call the routes of its chain: a row that an earlier call brought stays, with its weights."""
+    """Give each call the routes that were captured with it."""
     room = MOST_BYTES
     for call in calls:  # parents before children
         room -= len(call.tokens_T) * model.num_layers * model.top_k
         if room < 0:
             raise CaptureError(f"its chains take more than {MOST_BYTES} bytes; expected those of one rollout")
-        capture = _capture(call, model, weight_version)
-        call.trace = capture if call.parent is None else extended(call.parent.trace, capture)
+        call.trace = _capture(call, model, weight_version)
 
 
 def _path(end: _Call, left_out: list[str]) -> Path | None:
     """Return the chain that ends in a call; None with a statement where it has no routes."""
-    missing = int((~end.trace.valid_N[:-1]).sum())
+    chain = [end]
+    while (parent := chain[-1].parent) is not None:
+        chain.append(parent)
+    # a row that an earlier call brought stays, with its weights
+    trace = extended(*(call.trace for call in reversed(chain)))
+    missing = int((~trace.valid_N[:-1]).sum())
     if missing == len(end.tokens_T) - 1:
         left_out.append(f"the chain to call {end.name:.40} is left out: it has no routes")
         return None
     if missing:
         left_out.append(f"the chain to call {end.name:.40} has {missing} rows without routes: no call has them")
-    chain = [end]
-    while (parent := chain[-1].parent) is not None:
-        chain.append(parent)
     sampled_T, logprobs = np.zeros(len(end.tokens_T), np.bool_), []
     for call in reversed(chain):
         if call.is_trained:
             call.is_trained = False  # on other chains
             sampled_T[call.prompt : len(call.tokens_T)] = True
             logprobs.append(_logprobs(call))
-    return path_of(end.name, end.trace.with_provenance(wire="nemo-gym"), sampled_T, logprobs)
+    return path_of(end.name, trace.with_provenance(wire="nemo-gym"), sampled_T, logprobs)
 
 
 def _capture(call: _Call, model: RoutingSpec, weight_version: WeightVersion) -> RoutingTrace:

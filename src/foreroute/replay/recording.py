@@ -17,7 +17,6 @@ from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.replay.arguments import kept_by
 from foreroute.replay.rows import to_host
 from foreroute.trace import NO_VERSION, DecisionStream, RoutingSpec, RoutingTrace, concatenate
-from foreroute.trace.streams import join_streams
 
 
 @dataclass(frozen=True)
@@ -168,8 +167,8 @@ class Recording(Interceptor):
             self._spec, np.split(tokens_N, ends), np.split(ids_NLK, ends), weight_version=NO_VERSION
         )
         for name in group[0].streams:
-            stream = join_streams(name, [rows.streams[name] for rows in group], [rows.tokens_N >= 0 for rows in group])
-            trace = trace.with_stream(name, stream.take(_sorted_rows(group)))
+            first, *others = (rows.streams[name] for rows in group)
+            trace = trace.with_stream(name, first.join(others).take(_sorted_rows(group)))
         return trace
 
 

@@ -14,6 +14,8 @@ from foreroute.trace.spec import RoutedLayer, RoutingSpec
 
 MISSING = -1
 """What stands for an id in a row that was not recorded, where routes come in and go out as arrays."""
+PUT_AT_ONCE = 1 << 18
+"""Bytes of routes that are looked at and then copied, so that they are read from memory once."""
 TAKEN_AT_ONCE = 1 << 18
 """Numbers whose places are worked out together; a place takes 16 bytes meanwhile."""
 
@@ -25,9 +27,13 @@ def check_rows(
     spec: RoutingSpec,  # E and K of each layer
 ) -> None:
     """Raise `TraceContentError` unless every routed row holds K distinct ids below E, and fillers behind them."""
-    from foreroute.trace.kernels import first_bad_picks  # numba is slow to load
+    from foreroute.trace.kernels import are_sets_of_eight, first_bad_picks  # numba is slow to load
 
     # ids are checked here alone, in a compiled loop that looks at each once
+    if spec.top_k == 8 and spec.id_dtype == np.uint8 and not spec.sizes:
+        picks_NL = np.ascontiguousarray(expert_ids_NLK).view(np.uint64)[..., 0]
+        if are_sets_of_eight(picks_NL, valid_N, spec.num_experts):
+            return
     rows = np.flatnonzero(valid_N)
     for num_experts, top_k, at in spec.groups:
         ids, layers = expert_ids_NLK[:, at, :top_k], np.arange(spec.num_layers)[at]
@@ -55,6 +61,39 @@ def recorded_rows(ids: NDArray[Any]) -> NDArray[np.bool_]:
     missing = (ids[..., :1, :1] == missing_id).all(axis=(-2, -1))
     missing[missing] = (ids[missing] == missing_id).all(axis=(-2, -1))
     return np.asarray(~missing)
+
+
+def put_ids(
+    ids_RLK: NDArray[Any],  # of any type
+    valid_R: NDArray[np.bool_],  # made False where a row is `MISSING`; others hold anything where it is False already
+    out_RLK: NDArray[Any],  # of `spec.id_dtype`, written where a row is valid
+    spec: RoutingSpec,
+    *,
+    name: str,
+) -> None:
+    """Write the rows of a sequence where a trace has them, refusing what `narrow_ids` does."""
+    if spec.sizes or ids_RLK.shape[1:] != out_RLK.shape[1:] or ids_RLK.dtype.kind not in "iu":
+        valid_R &= recorded_rows(ids_RLK)
+        out_RLK[valid_R] = narrow_ids(ids_RLK[valid_R], spec, name=name)
+        return
+    # without a sign, a number below 0 is one above all experts
+    unsigned = ids_RLK.view(ids_RLK.dtype.str.replace("i", "u"))
+    may_leave = spec.num_experts <= np.iinfo(unsigned.dtype).max
+    step = max(1, PUT_AT_ONCE // max(1, unsigned[:1].nbytes))
+    # where a capture skipped a known prefix, the memory of its rows stays untouched
+    for first in range(int(valid_R.argmax()) if valid_R.any() else len(valid_R), len(valid_R), step):
+        here = slice(first, first + step)
+        kept = valid_R[here]
+        part = unsigned[here] if kept.all() else unsigned[here][kept]
+        if not may_leave or part.max(initial=0) >= spec.num_experts:  # only so can a row be one of -1
+            kept &= recorded_rows(ids_RLK[here])
+            part = unsigned[here][kept]
+            if may_leave and part.max(initial=0) >= spec.num_experts:
+                narrow_ids(ids_RLK[valid_R & recorded_rows(ids_RLK)], spec, name=name)  # raises, with the whole range
+        if len(part) == len(kept):
+            out_RLK[here] = part
+        else:
+            out_RLK[here][kept] = part
 
 
 def narrow_ids(ids: ArrayLike, spec: RoutingSpec, *, name: str) -> NDArray[Any]:

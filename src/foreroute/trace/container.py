@@ -29,9 +29,9 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.checks import MOST_INT32, as_array, as_int32, as_mask, as_numbers, whole_number
 from foreroute.errors import TraceContentError, shown
-from foreroute.trace.checks import MISSING, as_offsets, check_rows, join_ranges, narrow_ids, recorded_rows
+from foreroute.trace.checks import MISSING, as_offsets, check_rows, join_ranges, put_ids
 from foreroute.trace.spec import LayerKind, RoutedLayer, RoutingSpec, as_layers
-from foreroute.trace.streams import SAMPLING, DecisionStream, check_name, join_streams
+from foreroute.trace.streams import SAMPLING, DecisionStream, check_name, streams_of_all
 
 NO_VERSION = -1
 """The weight version of a row that was never computed, or whose source did not state one."""
@@ -143,34 +143,35 @@ class RoutingTrace:
             raise TraceContentError(f"got tokens, routes, validity and versions of {sorted(counts)} sequences")
         # Sequence by sequence, so that an error names the one that is wrong; rows are checked at once, when packed.
         tokens = [np.zeros(0, np.int32), *(as_int32(t, name=f"token_ids[{s}]") for s, t in enumerate(token_ids))]
-        masks = [np.zeros(0, np.bool_), *(as_mask(v, name=f"valid[{s}]") for s, v in enumerate(valid))]
-        versions, routes = [np.zeros(0, np.int32)], [np.zeros((0, spec.num_layers, spec.top_k), spec.id_dtype)]
-        for s, (t, m) in enumerate(zip(tokens[1:], masks[1:], strict=True)):
+        masks = [as_mask(v, name=f"valid[{s}]") for s, v in enumerate(valid)]
+        offsets = as_offsets(np.array([len(t) for t in tokens[1:]], np.int64))
+        valid_N, versions_N = np.zeros(int(offsets[-1]), np.bool_), np.full(int(offsets[-1]), NO_VERSION, np.int32)
+        # rows without a route hold zeros, whatever was handed in for them
+        ids_NLK = np.zeros((len(valid_N), spec.num_layers, spec.top_k), spec.id_dtype)
+        for s, (m, start, stop) in enumerate(zip(masks, offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
             v = as_array(weight_versions[s], name=f"weight_versions[{s}]")
             r = as_array(expert_ids[s], name=f"expert_ids[{s}]")
-            fits = r.ndim == 3 and m.ndim == v.ndim == 1 and len(t) == m.size == v.size >= len(r)
+            fits = r.ndim == 3 and m.ndim == v.ndim == 1 and stop - start == m.size == v.size >= len(r)
             if not fits or m[len(r) :].any():
                 raise TraceContentError(
-                    f"sequence {s} has {len(t)} tokens, routes of shape {r.shape}, validity of shape {m.shape} "
+                    f"sequence {s} has {stop - start} tokens, routes of shape {r.shape}, validity of shape {m.shape} "
                     f"and versions of shape {v.shape}; expected one row of each for every token, or fewer routes. "
                     "Check that prompt and response tokens are both passed"
                 )
-            masks[s + 1] = m = np.append(m[: len(r)] & recorded_rows(r), m[len(r) :])
-            # Absent rows hold anything, also ids that no type of ours could take: they are left out before the cast.
-            routes.append(narrow_ids(r[m[: len(r)]], spec, name=f"expert_ids[{s}]"))
-            versions.append(as_int32(np.where(m, v, v.dtype.type(0)), name=f"weight_versions[{s}]", least=NO_VERSION))
-        valid_N = np.concatenate(masks)
-        # rows without a route hold zeros, whatever was handed in for them
-        ids_NLK = np.zeros((len(valid_N), spec.num_layers, spec.top_k), spec.id_dtype)
-        ids_NLK[valid_N] = np.concatenate(routes)
-        offsets = as_offsets(np.array([len(t) for t in tokens[1:]], np.int64))
+            with_rows = slice(start, start + len(r))
+            valid_N[start:stop] = m
+            put_ids(r, valid_N[with_rows], ids_NLK[with_rows], spec, name=f"expert_ids[{s}]")
+            is_routed = valid_N[start:stop]
+            stated = np.where(is_routed, v, v.dtype.type(0))  # others are not looked at
+            stated = as_int32(stated, name=f"weight_versions[{s}]", least=NO_VERSION)
+            versions_N[start:stop][is_routed] = stated[is_routed]
         check_rows(ids_NLK, valid_N, offsets, spec)
         return cls(
             spec=spec,
             expert_ids_NLK=ids_NLK,
             valid_N=valid_N,
             token_ids_N=np.concatenate(tokens),
-            weight_versions_N=np.where(valid_N, np.concatenate(versions), np.int32(NO_VERSION)),
+            weight_versions_N=versions_N,
             offsets=offsets,
             provenance=dict(provenance or {}),
         )
@@ -239,7 +240,7 @@ class RoutingTrace:
     @property
     def lengths(self) -> NDArray[np.int64]:
         """int64 [S], tokens per sequence."""
-        return np.diff(self.offsets)
+        return self.offsets[1:] - self.offsets[:-1]
 
     @property
     def positions_N(self) -> NDArray[np.int64]:
@@ -419,6 +420,10 @@ def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
     # One flag speaks for all rows: what one part has lost, the others must give up too.
     if not all(part.pick_order_kept for part in parts):
         parts = [part.without_pick_order() if part.pick_order_kept else part for part in parts]
+    streams = {}
+    for name in dict.fromkeys(name for part in parts for name in part.streams):
+        first, *others = streams_of_all(name, [p.streams.get(name) for p in parts], [p.valid_N for p in parts])
+        streams[name] = first.join(others)
     return RoutingTrace(
         spec=parts[0].spec,
         expert_ids_NLK=np.concatenate([p.expert_ids_NLK for p in parts]),
@@ -428,10 +433,7 @@ def concatenate(traces: Iterable[RoutingTrace]) -> RoutingTrace:
         offsets=as_offsets(np.concatenate([p.lengths for p in parts])),
         provenance=_common_provenance([p.provenance for p in parts]),
         pick_order_kept=parts[0].pick_order_kept,
-        streams={
-            name: join_streams(name, [p.streams.get(name) for p in parts], [p.valid_N for p in parts])
-            for name in dict.fromkeys(name for p in parts for name in p.streams)
-        },
+        streams=streams,
     )
 
 

@@ -18,6 +18,37 @@ TILE_ROWS = 1024
 cache. Shorter pieces of L · K planes take longer: each begins in a page of its own (256 took up to twice 1,024)."""
 
 
+_IN_EACH_BYTE, _LOW_BITS, _HIGH_BITS = (uint64(byte * 0x0101010101010101) for byte in (1, 0x7F, 0x80))
+
+
+@kernel
+def are_sets_of_eight(
+    picks_NL: Any,  # uint64 [N, L], each of eight ids of one byte
+    valid_N: Any,  # bool [N]; rows where it is False are not looked at
+    num_experts: Any,  # E
+) -> Any:
+    """Say whether all picks of routed rows are eight different ids below E, many layers at a time."""
+    # A byte of E or more: its lower bits and this number reach the highest bit, which stands for 128. Up to 128 experts
+    # that bit tells by itself too; above, both must be there.
+    reach = uint64((128 if num_experts <= 128 else 256) - num_experts) * _IN_EACH_BYTE
+    either = uint64(0xFFFFFFFFFFFFFFFF) if num_experts <= 128 else uint64(0)
+    for row in range(len(picks_NL)):
+        if valid_N[row]:
+            bad = uint64(0)
+            for layer in range(picks_NL.shape[1]):
+                word = picks_NL[row, layer]
+                carried = (word & _LOW_BITS) + reach
+                bad |= (word & carried) | ((word | carried) & either)
+                # Turned by one to four bytes, each byte has met each other; two that are alike leave a byte of zeros,
+                # from which one is borrowed.
+                for turn in (uint64(8), uint64(16), uint64(24), uint64(32)):
+                    met = word ^ ((word << turn) | (word >> (uint64(64) - turn)))
+                    bad |= (met - _IN_EACH_BYTE) & ~met
+            if bad & _HIGH_BITS:
+                return False
+    return True
+
+
 @kernel
 def first_bad_picks(
     flat_ids: Any,  # uint8 or uint16, [N, L, K] flattened

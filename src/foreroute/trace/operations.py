@@ -1,9 +1,10 @@
-"""Operations on whole traces: extending one by a later capture, comparing two, counting assignments."""
+"""Operations on whole traces: extending one by later captures, comparing two, counting assignments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -11,56 +12,93 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.checks import as_numbers
 from foreroute.errors import BatchMismatchError, TraceContentError
-from foreroute.trace.checks import join_ranges, place_of
 from foreroute.trace.container import RoutingTrace, concatenate, on_common_layers
 from foreroute.trace.spec import RoutedLayer, RoutingSpec
+from foreroute.trace.streams import streams_of_all
 
 
-def extended(earlier: RoutingTrace, later: RoutingTrace) -> RoutingTrace:
-    """Return the sequences of `later`, with the rows that `earlier`, their beginnings, had already routed.
+def extended(earlier: RoutingTrace, *later: RoutingTrace) -> RoutingTrace:
+    """Return the sequences of the last capture, with the rows that those before it, their beginnings, had routed.
 
-    A row that both routed keeps the routes and the weight version of `earlier`, because the log-probability of the
-    token behind it came from there. The last row of `earlier` comes from `later`, as the token behind it did. So does
-    each stream, where both have a decision.
+    A row that several routed keeps the routes and the weight version of the first, because the log-probability of the
+    token behind it came from there. The last row of a capture comes from the next one, as the token behind it did. So
+    does each stream, where several have a decision. Join many turns in one call: it copies each row once, and a call
+    for each turn copies all rows so far.
 
     Raises:
         SpecMismatchError: when the traces come from different models.
-        TraceContentError: when one has a stream and the other does not.
-        BatchMismatchError: when a sequence of `later` does not begin with the tokens of `earlier`.
+        TraceContentError: when one has a stream and another does not.
+        BatchMismatchError: when a sequence does not begin with the tokens of the capture before.
     """
-    earlier, later = on_common_layers([earlier, later], what="the later capture")
-    if len(earlier) != len(later) or (later.lengths < earlier.lengths).any():
-        raise BatchMismatchError(
-            f"sequences of lengths {earlier.lengths.tolist()[:8]} cannot be extended by sequences of lengths "
-            f"{later.lengths.tolist()[:8]}; expected as many, none shorter. Pass the whole sequence so far"
+    parts = on_common_layers([earlier, *later], what="the later capture")
+    for before, after in pairwise(parts):
+        _check_begins(before, after)
+    streams = {}
+    for name in dict.fromkeys(name for part in parts for name in part.streams):
+        whole = streams_of_all(name, [part.streams.get(name) for part in parts], [part.valid_N for part in parts])
+        first, *others = (
+            whole[number].take(np.arange(start, stop))
+            for number, start, stop in _chosen_rows(parts, [each.valid_N for each in whole])
         )
-    # the rows of `later` that have a row in `earlier`, in the order of those
-    shared = join_ranges(later.offsets[:-1], earlier.lengths)
-    differing = np.flatnonzero(later.token_ids_N[shared] != earlier.token_ids_N)
-    if differing.size:
-        row = int(differing[0])
-        sequence, position = place_of(row, earlier.offsets)
+        streams[name] = first.join(others)
+    none = np.zeros(0, np.int64)
+    facts = concatenate([replace(part, streams={}).take_rows(none, none) for part in parts])
+    if not facts.pick_order_kept:
+        parts = [part.without_pick_order() for part in parts]
+    chosen = [
+        (parts[n], slice(start, stop)) for n, start, stop in _chosen_rows(parts, [each.valid_N for each in parts])
+    ]
+    return replace(
+        facts,
+        expert_ids_NLK=np.concatenate([part.expert_ids_NLK[rows] for part, rows in chosen]),
+        valid_N=np.concatenate([part.valid_N[rows] for part, rows in chosen]),
+        token_ids_N=parts[-1].token_ids_N,
+        weight_versions_N=np.concatenate([part.weight_versions_N[rows] for part, rows in chosen]),
+        offsets=parts[-1].offsets,
+        streams=streams,
+    )
+
+
+def _check_begins(before: RoutingTrace, after: RoutingTrace) -> None:
+    """Raise `BatchMismatchError` unless each sequence of a capture begins with the tokens of the one before it."""
+    if len(before) != len(after) or (after.lengths < before.lengths).any():
         raise BatchMismatchError(
-            f"sequence {sequence} has token {int(later.token_ids_N[shared[row]])} at position {position}, the earlier "
-            f"capture has {int(earlier.token_ids_N[row])}. "
-            "Send token ids, not text, from turn to turn; a rewritten history starts a new trajectory"
+            f"sequences of lengths {before.lengths.tolist()[:8]} cannot be extended by sequences of lengths "
+            f"{after.lengths.tolist()[:8]}; expected as many, none shorter. Pass the whole sequence so far"
         )
-    both = concatenate([earlier, later])
+    for sequence in range(len(before)):
+        had_T = before.tokens(sequence)
+        differs_T = after.tokens(sequence)[: len(had_T)] != had_T
+        if differs_T.any():
+            position = int(differs_T.argmax())
+            raise BatchMismatchError(
+                f"sequence {sequence} has token {int(after.tokens(sequence)[position])} at position {position}, the "
+                f"earlier capture has {int(had_T[position])}. "
+                "Send token ids, not text, from turn to turn; a rewritten history starts a new trajectory"
+            )
 
-    is_last_N = np.zeros(earlier.num_rows, np.bool_)
-    is_last_N[earlier.offsets[1:][earlier.lengths > 0] - 1] = True
 
-    def rows_N(decided_N: NDArray[np.bool_]) -> NDArray[np.int64]:
-        """Choose the row of `both` for each row of the result, by which of its rows have a decision."""
-        earlier_has, later_has = np.split(decided_N, [earlier.num_rows])
-        kept_N = earlier_has & ~(is_last_N & later_has[shared])
-        rows = earlier.num_rows + np.arange(later.num_rows)
-        rows[shared[kept_N]] = np.flatnonzero(kept_N)
-        return rows
-
-    routes = both.without_streams().take_rows(rows_N(both.valid_N), later.lengths)
-    streams = {name: each.take(rows_N(each.valid_N)) for name, each in both.streams.items()}
-    return replace(routes, streams=streams)
+def _chosen_rows(parts: list[RoutingTrace], decided: list[NDArray[np.bool_]]) -> list[tuple[int, int, int]]:
+    """Choose the rows that `extended` keeps, by those with a decision: part, first row there and the one behind."""
+    last = parts[-1]
+    part_N, row_N = np.full(last.num_rows, len(parts) - 1), np.arange(last.num_rows)
+    is_decided_N = np.zeros(last.num_rows, np.bool_)
+    ends_S = np.full(len(last), -1)  # the last row of each sequence in the part before
+    for number, (part, decided_n) in enumerate(zip(parts, decided, strict=True)):
+        rows = np.flatnonzero(decided_n)
+        of_row = np.searchsorted(part.offsets, rows, side="right") - 1
+        at = rows + (last.offsets[:-1] - part.offsets[:-1])[of_row]
+        kept = ~is_decided_N[at] | (at == ends_S[of_row])
+        part_N[at[kept]], row_N[at[kept]] = number, rows[kept]
+        is_decided_N[at] = True
+        lengths = part.lengths
+        ends_S = np.where(lengths > 0, last.offsets[:-1] + lengths - 1, -1)
+    cut_N = np.ones(last.num_rows + 1, np.bool_)  # rows that follow each other in one part are taken together
+    cut_N[1:-1] = (np.diff(part_N) != 0) | (np.diff(row_N) != 1)
+    edges = np.flatnonzero(cut_N)
+    firsts, counts = edges[:-1], np.diff(edges)
+    columns = (part_N[firsts], row_N[firsts], row_N[firsts] + counts)
+    return [*zip(*(each.tolist() for each in columns), strict=True)] or [(len(parts) - 1, 0, 0)]
 
 
 def with_lookups(

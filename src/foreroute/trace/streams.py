@@ -171,9 +171,10 @@ class DecisionStream:
     def take(self, rows: NDArray[np.int64]) -> DecisionStream:
         """Return the given rows, in the given order; -1 for a row without a decision."""
         there = rows >= 0  # padding keeps a count of 0, and so no ids
-        starts_ND = self.offsets[:-1].reshape(-1, self.depth)
         counts, starts = np.zeros((2, len(rows), self.depth), np.int64)
-        counts[there], starts[there] = self.counts_ND[rows[there]], starts_ND[rows[there]]
+        sets = rows[there][:, None] * self.depth + np.arange(self.depth)
+        starts[there] = self.offsets[sets]
+        counts[there] = self.offsets[sets + 1] - self.offsets[sets]
         valid = np.zeros(len(rows), np.bool_)
         valid[there] = self.valid_N[rows[there]]
         ids = take_ranges(self.ids, starts.reshape(-1), counts.reshape(-1))
@@ -281,12 +282,12 @@ def as_choices(num_choices: int, layers: Iterable[RoutedLayer]) -> tuple[int, tu
     return whole_number(num_choices, name="num_choices", most=MOST_CHOICES), table
 
 
-def join_streams(
+def streams_of_all(
     name: str,  # of the stream
     parts: Sequence[DecisionStream | None],  # that of each trace; one at least is there
     routed_N: Sequence[NDArray[np.bool_]],  # the rows of each trace that have routes. One without any needs no stream
-) -> DecisionStream:
-    """Join the rows of one stream of several traces; one that routed no row needs no stream."""
+) -> list[DecisionStream]:
+    """Return one stream of several traces, with one for each trace that routed no row and has none."""
     first = next(part for part in parts if part is not None)
     # A trace without routes, such as a tool's text, decided nothing and needs no stream to say so.
     whole = []
@@ -301,7 +302,7 @@ def join_streams(
             raise SpecMismatchError(
                 f"the stream {name} has {whole[-1]}; expected {first}, the same as in the first trace"
             )
-    return whole[0].join(whole[1:])
+    return whole
 
 
 def _falls(ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -152,15 +152,15 @@ def join_turns(
             "TRL sampled a rollout past _generate_single_turn and rollout_func, so that its routes are unknown; return "
             "them from a rollout_func, or take replay='R2'"
         )
-    traces = [RoutingTrace.unrouted(turns[0].trace.spec, [[]]) for _ in sequences]
+    captures = [[RoutingTrace.unrouted(turns[0].trace.spec, [[]])] for _ in sequences]
     logprobs = [np.full(len(tokens), np.nan, np.float32) for tokens in sequences]
     for turn in turns:
         for number, s in enumerate(_match_sequences(turn, sequences)):
-            traces[s] = extended(traces[s], turn.trace.select([number]))
+            captures[s].append(turn.trace.select([number]))
             if turn.logprobs is not None:
                 behind = logprobs[s][turn.prompt_lengths[number] :]
                 behind[: len(turn.logprobs[number])] = turn.logprobs[number][: len(behind)]
-    whole = concatenate(traces)
+    whole = concatenate(extended(*each) for each in captures)
     lengths = np.array([len(tokens) for tokens in sequences])
     if len(short := np.flatnonzero(whole.lengths < lengths)):
         raise BatchMismatchError(
