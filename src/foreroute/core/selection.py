@@ -118,7 +118,7 @@ class LayerPass:
 def _copy_scores(into: tuple[Tensor, Tensor], selection: Selection) -> None:
     picked_into, next_into = into
     scores_RE, native_RK = selection.scores_RE.detach(), selection.native_RK
-    picked_RK = scores_RE.gather(-1, native_RK) if selection.picked_RK is None else selection.picked_RK.detach()
+    picked_RK = scores_RE.gather(-1, native_RK) if selection.picked is None else _flat(selection.picked.detach())
     picks_all = native_RK.shape[-1] == scores_RE.shape[-1]
     picked_into.copy_(picked_RK)
     next_into.copy_(picked_RK.amin(-1) if picks_all else scores_RE.scatter(-1, native_RK, -torch.inf).amax(-1))
@@ -132,7 +132,7 @@ class Selection:
     ids_RK: Tensor  # int64 [R, K], the experts that were selected, forced or not
     native_RK: Tensor  # int64 [R, K]
     by_probability: bool = False  # whether it was made by probabilities
-    picked_RK: Tensor | None = None  # [R, K], scores of the native picks, where the selection gave them
+    picked: Tensor | None = None  # [..., K], scores of the native picks, where the selection gave them
 
     @property
     def scores_RE(self) -> Tensor:
@@ -207,8 +207,8 @@ class SelectionMode(TorchFunctionMode):
         alone = scores.detach() if self.asks and scores.requires_grad else scores
         given = now, func, alone, args[1:], kwargs
         chosen = run_unnumbered(self._choose, *given) if self._is_numbered else self._choose(*given)
-        ids_RK, native_RK, picked_RK = chosen
-        self.seen.append(Selection(scores, ids_RK, native_RK, self._squashed, picked_RK))
+        ids_RK, native_RK, picked = chosen
+        self.seen.append(Selection(scores, ids_RK, native_RK, self._squashed, picked))
         ids = ids_RK if scores.ndim == 2 else ids_RK.view(*scores.shape[:-1], ids_RK.shape[-1])
         live = self.before_masking(scores) if self._masked else scores
         return torch.return_types.topk((live.gather(-1, ids), ids))
@@ -220,7 +220,7 @@ class SelectionMode(TorchFunctionMode):
             now.require_rows(scores)
             return *now.choose(None, scores.device), None
         native = func(scores, *args, **kwargs)
-        return *now.choose(_flat(native.indices), scores.device), _flat(native.values)
+        return *now.choose(_flat(native.indices), scores.device), native.values
 
 
 def _flat(tensor: Tensor) -> Tensor:
