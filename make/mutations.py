@@ -227,7 +227,7 @@ def _mutations(root: Path, room: str, seed: int) -> Iterator[Mutation]:
             ).digest()
             decorators = [f"@{ast.unparse(by)}" for by in function.decorator_list] if function else ["@kernel"]
             is_seen = not any(map(KERNEL.match, decorators))
-            told = f"{name}:{node.lineno}: {source[begin:end].decode()} -> {text}"  # type: ignore[attr-defined]
+            told = f"{name}:{node.lineno}: {' '.join(source[begin:end].decode().split())} -> {text}"  # type: ignore[attr-defined]
             yield Mutation(name, told, begin, end, text, lot, lines, is_seen)
 
 
