@@ -132,7 +132,6 @@ class Pass:
                 layer=layer,
                 is_recompute=is_recompute,
                 asks=asks,
-                is_complete=is_complete,
                 calls_1=calls_1,
                 rows=self.rows,
                 into_RK=into_RK,

@@ -49,7 +49,6 @@ class LayerPass:
     layer: int  # its row of the layer axis
     is_recompute: bool
     asks: bool  # whether the router picks for itself as well; inside a graph it always does
-    is_complete: bool  # whether every row is forced
     calls_1: Tensor  # int32 [1], how often it has selected inside a compiled graph
     rows: Rows | None  # of the pass
     into_RK: Tensor  # integers [R, K], where to keep what it picks natively
@@ -75,11 +74,11 @@ class LayerPass:
         native = native.long()
         if native_RK is not None:
             self.keep(native)
-        if ids is None or self.absent_R1 is None:
+        if ids is None or self.rows is None or self.absent_R1 is None:
             return native, native
         if ids.shape != native.shape:
             raise self._seeing_a_part(*native.shape)
-        if self.is_complete and not in_graph:
+        if not in_graph and self.rows.is_complete:
             return ids, native
         return torch.where(self.absent_R1.to(device), native, ids), native
 
