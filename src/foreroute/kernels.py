@@ -1,75 +1,84 @@
-"""How loops are compiled, once on a machine: numba keeps what it compiled on disk.
+"""Compiled loops: C++ beside the Python that calls it, in one library. Other threads run while one runs.
 
-numba compiles a kernel anew when the file that the kernel stands in has changed. It looks at no other file, though it
-inlines functions and constants of others, and takes no notice of how it is set to compile. Nobody changes the files of
-an installed package; `make` empties the cache when it has changed those of a checkout.
+A loop takes arrays as `Array<T, N>` of kernels.hpp and named tuples as structs with the same fields in the same order.
+What does not fit is refused before the loop begins. Inside of it indices are checked in the fuzzer's library alone.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from __future__ import annotations
 
-import numba
+import ctypes
+import os
+import struct
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
 import numpy as np
-from numba import uint64
 
-F = TypeVar("F", bound=Callable[..., Any])
-_PART = {"nogil": True, "_nrt": False, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+NONE = -1
+"""No rank, no expert, no slot."""
 
+FILE = Path(os.environ.get("FOREROUTE_KERNELS") or Path(__file__).with_name("_kernels.so"))
+"""The library. The variable names another build of it, which only tests do."""
+if not FILE.is_file():
+    raise ImportError(f"{FILE} is missing, which installing foreroute compiles; in a checkout: make kernels")
+_LIBRARY = ctypes.CDLL(str(FILE))
 
-def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Compile on first use, and keep the result where numba can keep it.
-
-    A decorator, with or without arguments. Other threads run while a kernel runs.
-
-    Args:
-        function: at the top of its module.
-        **options: of `numba.njit`.
-    """
-    if function is None:
-        return lambda function: kernel(function, **options)
-    # nothing calls kernels as C functions
-    options = {"nogil": True, "no_cfunc_wrapper": True, **options}
-    try:
-        return numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder can be written: each process compiles for itself
-        return numba.njit(**options)(function)
+INT, FLOAT, BOOL = ctypes.c_int64, ctypes.c_double, ctypes.c_bool
+"""Numbers that loops take and return: `int64_t`, `double`, `bool`."""
+_LETTERS = {INT: "q", FLOAT: "d", BOOL: "?"}
 
 
-def routine(function: F) -> F:
-    """Compile for kernels that call it rarely or in many places.
+class ArrayOf:
+    """Arrays of one dtype and number of axes, contiguous in C's order: `Array<T, N>`, T const unless it is `filled`."""
 
-    It only uses arrays that are handed in, so it needs no reference counts, whose atomic instructions take long.
-    """
-    compiled: F = numba.njit(**_PART)(function)
-    return compiled
+    def __init__(self, dtype: type[np.generic], ndim: int, *, filled: bool = False) -> None:
+        self.dtype, self.ndim, self.filled = np.dtype(dtype), ndim, filled
+        self.letters = "q" * (1 + ndim)
+        self._pack = struct.Struct(self.letters).pack
 
+    def words(self, array: Any) -> tuple[int, ...]:
+        """Where an array begins, and its shape. Raises TypeError unless it fits."""
+        flags = array.flags
+        if array.dtype != self.dtype or array.ndim != self.ndim or not flags.c_contiguous:
+            seen = f"{array.dtype} {array.shape}"
+            raise TypeError(f"a contiguous {self.dtype} array of {self.ndim} axes was expected, not {seen}")
+        if self.filled and not flags.writeable:
+            raise TypeError(f"an array that can be written was expected: {array.dtype} {array.shape}")
+        return (array.__array_interface__["data"][0], *array.shape)
 
-def inlined(function: F) -> F:
-    """As `routine`, but within the code of each caller: a state of many arrays is slow to hand over."""
-    compiled: F = numba.njit(forceinline=True, **_PART)(function)
-    return compiled
-
-
-NONE = cast(int, np.int64(-1))
-"""No rank, no expert. A plain number would be a type of its own, and what it is handed to compiled once more."""
-
-# Random words for compiled loops: a generator is one uint64, and gives the same words on every machine.
-SHIFT_32 = uint64(32)
-LOW_32 = uint64(0xFFFFFFFF)
-TO_UNIT = 1.0 / (1 << 32)
-
-
-@kernel
-def next_word(state: Any) -> Any:
-    """Advance a splitmix64 generator (Steele, Lea and Flood, OOPSLA 2014). `state` is uint64 [1]."""
-    state[0] += uint64(0x9E3779B97F4A7C15)
-    z = state[0]
-    z = (z ^ (z >> uint64(30))) * uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> uint64(27))) * uint64(0x94D049BB133111EB)
-    return z ^ (z >> uint64(31))
+    def from_param(self, array: Any) -> bytes:
+        """What ctypes hands over the address of."""
+        return self._pack(*self.words(array))
 
 
-@kernel
-def next_unit(state: Any) -> float:
-    """A float64 from 0 to below 1."""
-    return float(next_word(state) >> SHIFT_32) * TO_UNIT
+class StructOf:
+    """Named tuples whose fields are arrays, numbers or structs: a C++ struct with the same fields in the same order."""
+
+    def __init__(self, **fields: Any) -> None:
+        self._fields = [(name, getattr(one, "words", None)) for name, one in fields.items()]
+        # no two fields of a struct stand closer than C++ lets them, nor does the next struct
+        self.letters = "".join(_LETTERS[one] if one in _LETTERS else one.letters for one in fields.values()) + "0q"
+        self._pack = struct.Struct(self.letters).pack
+
+    def words(self, record: Any) -> Iterable[Any]:
+        """What the fields hold, arrays by address and shape. Raises TypeError unless all fit."""
+        found: list[Any] = []
+        for name, words in self._fields:
+            value = getattr(record, name)
+            if words is None:
+                found.append(value)
+            else:
+                found += words(value)
+        return found
+
+    def from_param(self, record: Any) -> bytes:
+        """What ctypes hands over the address of."""
+        return self._pack(*self.words(record))
+
+
+def compiled(name: str, *takes: Any, returns: Any = None) -> Callable[..., Any]:
+    """The loop of this name, which takes these and returns a number or nothing."""
+    loop = _LIBRARY[name]
+    loop.argtypes, loop.restype = takes, returns
+    return loop

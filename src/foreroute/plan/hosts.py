@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from foreroute.kernels import ArrayOf, StructOf
+
 
 class CellPlan(NamedTuple):
-    """The hosts of one cell. Compiled code takes it as it stands.
+    """The hosts of one cell. Compiled code takes it as it stands (hosts.hpp).
 
     Attributes:
         home_E: int16 [E], the rank that every expert lives on, and is trained on.
@@ -68,7 +70,7 @@ class CellPlan(NamedTuple):
 
 
 class Hosts(NamedTuple):
-    """The hosts of consecutive micro-steps of some layers, as flat arrays. Compiled code takes it as it stands.
+    """The hosts of consecutive micro-steps of some layers, as flat arrays. Compiled code takes it as it stands (hosts.hpp).
 
     Attributes:
         home_LE: int16 [L, E], the homes.
@@ -155,3 +157,15 @@ def _concatenated(home_LE: NDArray[np.int16], sizes_C: ArrayLike, rows: Sequence
     """Make hosts of cells with this many replicas each, whose arrays come in pieces."""
     arrays = (np.concatenate(pieces) for pieces in zip(*rows, strict=True))
     return Hosts(home_LE, np.concatenate([[0], np.cumsum(sizes_C)]), *arrays)
+
+
+_REPLICAS = {
+    "expert_R": ArrayOf(np.int16, 1),
+    "rank_R": ArrayOf(np.int16, 1),
+    "slot_R": ArrayOf(np.int16, 1),
+    "fetched_R": ArrayOf(np.bool_, 1),
+    "tokens_RG": ArrayOf(np.int32, 2),
+}
+CELL_PLAN = StructOf(home_E=ArrayOf(np.int16, 1), **_REPLICAS)
+HOSTS = StructOf(home_LE=ArrayOf(np.int16, 2), offsets=ArrayOf(np.int64, 1), **_REPLICAS)
+"""As compiled loops take them."""

@@ -1,0 +1,51 @@
+"""Compiles the C++ of src/foreroute into the library that `foreroute.kernels` loads: at a build, or `python hatch_build.py`.
+
+The compiler is Clang, as the package ziglang brings it: no system needs one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+SOURCE = Path(__file__).parent / "src" / "foreroute"
+# No reordering of floating-point operations: a plan is the same on every processor.
+FLAGS = "-std=c++20 -O3 -fno-exceptions -fno-rtti -ffp-contract=off -fwrapv -fvisibility=hidden -Wall -Wextra -Werror -s"
+LOOSEST_GLIBC = {"x86_64": "x86_64-linux-gnu.2.17", "aarch64": "aarch64-linux-gnu.2.17"}
+"""What a wheel of Linux runs on."""
+
+
+def compile_kernels(target: Path, *flags: str) -> None:
+    """Compile all loops as one translation unit, so that every call may be inlined."""
+    unit = "".join(f'#include "{path.relative_to(SOURCE)}"\n' for path in sorted(SOURCE.rglob("*.cpp")))
+    machine = sysconfig.get_platform().removeprefix("linux-").replace("-", "_")
+    runs_on = ["-target", LOOSEST_GLIBC[machine]] if machine in LOOSEST_GLIBC else []
+    command = [sys.executable, "-m", "ziglang", "c++", "-nostdlib++", "-shared", "-fPIC", *FLAGS.split(), *runs_on, *flags]
+    # put in place when it is whole: a process may have the old one loaded
+    made = target.with_suffix(f".{os.getpid()}")
+    subprocess.run([*command, f"-I{SOURCE}", "-o", made, "-x", "c++", "-"], input=unit, text=True, check=True)
+    made.replace(target)
+
+
+try:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+except ModuleNotFoundError:  # called as a script, where nothing is built
+    BuildHookInterface = object
+
+
+class KernelsHook(BuildHookInterface):
+    """The hook of a wheel's build, and of an editable install."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile, and say that the wheel is of this platform, for any Python."""
+        compile_kernels(SOURCE / "_kernels.so")
+        platform = sysconfig.get_platform().replace("linux-", "manylinux_2_17_").replace("-", "_").replace(".", "_")
+        build_data |= {"pure_python": False, "tag": f"py3-none-{platform}", "artifacts": ["src/foreroute/_kernels.so"]}
+
+
+if __name__ == "__main__":
+    compile_kernels(SOURCE / "_kernels.so" if len(sys.argv) < 2 else Path(sys.argv[1]), *sys.argv[2:])
