@@ -17,18 +17,19 @@ struct Placement {
     int64_t moves = 0;            // how many experts are away from their start
 
     int64_t num_experts() const { return home_E.length(); }
+    int64_t num_nodes() const { return pull_EG.shape[1] / ranks_per_node; }
     int64_t rank_row(int64_t g) const { return num_experts() + g; }
     int64_t node_row(int64_t node) const { return num_experts() + pull_EG.shape[1] + node; }
 };
 
-int32_t cost(const Array<int32_t, 1> &surplus_M) {
+INLINED int32_t cost(const Array<int32_t, 1> &surplus_M) {
     int32_t sum = 0;
     for (int64_t m = 0; m < surplus_M.length(); ++m) sum += max(surplus_M[m], 0);
     return sum;
 }
 
 // Bring the slopes on the ranks of a node up to date.
-void pull(const Placement &now, int64_t node) {
+INLINED void pull(const Placement &now, int64_t node) {
     const Array<int32_t, 1> node_M = now.table_XM[now.node_row(node)];
     for (int64_t g = node * now.ranks_per_node; g < (node + 1) * now.ranks_per_node; ++g) {
         const Array<int32_t, 1> rank_M = now.table_XM[now.rank_row(g)];
@@ -43,13 +44,13 @@ void pull(const Placement &now, int64_t node) {
 }
 
 // Number of experts more that are away from their start once e and f have exchanged their homes.
-int64_t more_moves(const Placement &now, int64_t e, int64_t f) {
+INLINED int64_t more_moves(const Placement &now, int64_t e, int64_t f) {
     const int64_t a = now.home_E[e], b = now.home_E[f];
     return (now.start_E[e] == a) - (now.start_E[e] == b) + (now.start_E[f] == b) - (now.start_E[f] == a);
 }
 
 // Change of the cost of rows x and y when e leaves x for y and f leaves y for x.
-int64_t exchanged(const Placement &now, int64_t e, int64_t f, int64_t x, int64_t y) {
+INLINED int64_t exchanged(const Placement &now, int64_t e, int64_t f, int64_t x, int64_t y) {
     const Array<int32_t, 1> e_M = now.table_XM[e], f_M = now.table_XM[f];
     const Array<int32_t, 1> x_M = now.table_XM[x], y_M = now.table_XM[y];
     int32_t sum = 0;
@@ -61,7 +62,7 @@ int64_t exchanged(const Placement &now, int64_t e, int64_t f, int64_t x, int64_t
 }
 
 // Change of the objective by the exchange of e and f, which live on different ranks.
-int64_t change(const Placement &now, int64_t e, int64_t f) {
+INLINED int64_t change(const Placement &now, int64_t e, int64_t f) {
     const int64_t a = now.home_E[e], b = now.home_E[f];
     const int64_t u = a / now.ranks_per_node, v = b / now.ranks_per_node;
     const int64_t of_ranks = 2 * exchanged(now, e, f, now.rank_row(a), now.rank_row(b));
@@ -69,7 +70,7 @@ int64_t change(const Placement &now, int64_t e, int64_t f) {
 }
 
 // Let e leave row x for y and f leave y for x.
-void shift(const Placement &now, int64_t e, int64_t f, int64_t x, int64_t y) {
+INLINED void shift(const Placement &now, int64_t e, int64_t f, int64_t x, int64_t y) {
     const Array<int32_t, 1> x_M = now.table_XM[x], y_M = now.table_XM[y];
     for (int64_t m = 0; m < x_M.length(); ++m) {
         const int32_t moved = now.table_XM(e, m) - now.table_XM(f, m);
@@ -81,7 +82,7 @@ void shift(const Placement &now, int64_t e, int64_t f, int64_t x, int64_t y) {
 }
 
 // Exchange the homes of e and f.
-void swap(Placement &now, int64_t e, int64_t f) {
+INLINED void swap(Placement &now, int64_t e, int64_t f) {
     const int64_t a = now.home_E[e], b = now.home_E[f];
     const int64_t u = a / now.ranks_per_node, v = b / now.ranks_per_node;
     shift(now, e, f, now.rank_row(a), now.rank_row(b));
@@ -94,10 +95,33 @@ void swap(Placement &now, int64_t e, int64_t f) {
     if (u != v) pull(now, v);
 }
 
+// Make the best exchange that the budget allows until none improves. Ties go to the lowest experts.
+INLINED void search(Placement &now) {
+    for (int64_t node = 0; node < now.num_nodes(); ++node) pull(now, node);
+    // Invariant: at most `max_moves` experts are away from their start. Each round lowers the objective, so it ends.
+    while (true) {
+        int64_t best = 0, best_e = NONE, best_f = NONE;
+        for (int64_t e = 0; e < now.home_E.length(); ++e)
+            for (int64_t f = e + 1; f < now.home_E.length(); ++f) {
+                const int64_t a = now.home_E[e], b = now.home_E[f];
+                // The objective is convex in the loads, so its slope bounds what an exchange can change, and most need no
+                // exact look.
+                const int64_t bound =
+                    int64_t{now.pull_EG(e, b)} - now.pull_EG(e, a) + now.pull_EG(f, a) - now.pull_EG(f, b);
+                if (bound >= best || now.moves + more_moves(now, e, f) > now.max_moves) continue;
+                const int64_t changed = change(now, e, f);
+                if (changed < best) best = changed, best_e = e, best_f = f;
+            }
+        if (best_e == NONE) return;
+        swap(now, best_e, best_f);
+    }
+}
+
+WIDE void search_wide(Placement &now) { search(now); }
+
 }  // namespace homes
 
-// Make the best exchange that the budget allows until none improves. Ties go to the lowest experts. `table_XM` and `home_E`
-// begin at `start_E`.
+// Exchange homes in `home_E`, which begins as `start_E`; `table_XM` holds what follows from it.
 LOOP void exchange_homes(const Array<int32_t, 2> &table_XM, const Array<int64_t, 1> &home_E,
                          const Array<const int64_t, 1> &start_E, int64_t num_ranks, int64_t ranks_per_node,
                          int64_t max_moves) {
@@ -109,22 +133,5 @@ LOOP void exchange_homes(const Array<int32_t, 2> &table_XM, const Array<int64_t,
                             Scratch<int32_t, 1>(table_XM.length()),
                             Scratch<int32_t, 2>(home_E.length(), num_ranks)};
     for (int64_t x = home_E.length(); x < table_XM.length(); ++x) now.cost_X(x) = homes::cost(table_XM[x]);
-    for (int64_t node = 0; node < num_ranks / ranks_per_node; ++node) homes::pull(now, node);
-    // Invariant: at most `max_moves` experts are away from their start. Each round lowers the objective, so it ends.
-    while (true) {
-        int64_t best = 0, best_e = NONE, best_f = NONE;
-        for (int64_t e = 0; e < home_E.length(); ++e)
-            for (int64_t f = e + 1; f < home_E.length(); ++f) {
-                const int64_t a = home_E[e], b = home_E[f];
-                // The objective is convex in the loads, so its slope bounds what an exchange can change, and most need no
-                // exact look.
-                const int64_t bound =
-                    int64_t{now.pull_EG(e, b)} - now.pull_EG(e, a) + now.pull_EG(f, a) - now.pull_EG(f, b);
-                if (bound >= best || now.moves + homes::more_moves(now, e, f) > max_moves) continue;
-                const int64_t change = homes::change(now, e, f);
-                if (change < best) best = change, best_e = e, best_f = f;
-            }
-        if (best_e == NONE) return;
-        homes::swap(now, best_e, best_f);
-    }
+    (has_wide_vectors() ? homes::search_wide : homes::search)(now);
 }
