@@ -1,15 +1,9 @@
 #include "costs/pricing.hpp"
 
-LOOP void seconds_of_cell(const CellPlan &cell, const Array<const int32_t, 2> &counts_GE,
-                       const Array<const double, 1> &attention_2, const costs::Prices &prices,
-                       const Array<double, 2> &parts_SP) {
-    costs::cell_seconds(cell, counts_GE, attention_2, prices).add_to(parts_SP);
-}
-
 // The sum over all cells, in their order.
-LOOP void seconds_of_step(const Hosts &hosts, const Array<const int32_t, 4> &counts_MLGE,
-                     const Array<const double, 3> &attention_ML2, const costs::Prices &prices,
-                     const Array<double, 2> &parts_SP) {
+LOOP void parts_of_cells(const Hosts &hosts, const Array<const int32_t, 4> &counts_MLGE,
+                         const Array<const double, 3> &attention_ML2, const costs::Prices &prices,
+                         const Array<double, 2> &parts_SP) {
     for (int64_t m = 0; m < counts_MLGE.shape[0]; ++m)
         for (int64_t layer = 0; layer < counts_MLGE.shape[1]; ++layer) {
             const CellPlan cell = hosts.cell(m * counts_MLGE.shape[1] + layer);

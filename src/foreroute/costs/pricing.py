@@ -12,13 +12,12 @@ from numpy.typing import NDArray
 
 from foreroute.costs.model import BACKWARD, FORWARD, PRICES, CostModel, Prices
 from foreroute.kernels import ArrayOf, compiled
-from foreroute.plan.hosts import CELL_PLAN, HOSTS, CellPlan, Hosts
+from foreroute.plan.hosts import HOSTS, Hosts
 from foreroute.plan.options import PASS_NAMES, SlotSharing
 from foreroute.plan.topology import Topology
 
 PART_NAMES = ("attention", "all-to-all", "experts", "fixed", "exposed transfers")
 ATTENTION, ALL_TO_ALL, EXPERTS, FIXED, EXPOSED = range(5)
-_SHAPE = (len(PASS_NAMES), len(PART_NAMES))
 
 
 def slowest_attention(counts_XGE: NDArray[np.integer], costs: CostModel) -> NDArray[np.float64]:
@@ -37,14 +36,22 @@ def step_parts(
     nodes, and 0 to 3 % in seconds.
     """
     # no placement of experts changes attention, so it is priced once for all cells
-    prices, attention_ML2 = costs.prices(topology, slots), slowest_attention(counts_MLGE, costs)
-    parts_SP = np.zeros(_SHAPE)
-    _of_step(hosts, np.ascontiguousarray(counts_MLGE, np.int32), attention_ML2, prices, parts_SP)
+    attention_ML2 = slowest_attention(counts_MLGE, costs)
+    counts_MLGE = np.ascontiguousarray(counts_MLGE, np.int32)
+    return parts_of_cells(hosts, counts_MLGE, attention_ML2, costs.prices(topology, slots))
+
+
+def parts_of_cells(
+    hosts: Hosts, counts_MLGE: NDArray[np.int32], attention_ML2: NDArray[np.float64], prices: Prices
+) -> NDArray[np.float64]:
+    """As `step_parts`, where attention takes the slowest rank so long in a forward and in a backward pass."""
+    parts_SP = np.zeros((len(PASS_NAMES), len(PART_NAMES)))
+    _parts(hosts, counts_MLGE, attention_ML2, prices, parts_SP)
     return parts_SP
 
 
-_of_step = compiled(
-    "seconds_of_step", HOSTS, ArrayOf(np.int32, 4), ArrayOf(np.float64, 3), PRICES, ArrayOf(np.float64, 2, filled=True)
+_parts = compiled(
+    "parts_of_cells", HOSTS, ArrayOf(np.int32, 4), ArrayOf(np.float64, 3), PRICES, ArrayOf(np.float64, 2, filled=True)
 )
 
 
@@ -64,23 +71,6 @@ def least_seconds(counts_MLGE: NDArray[np.integer], topology: Topology, costs: C
     passes_2 = prices.groups[:, 1:].sum(axis=0)
     seconds_ML: NDArray[np.float64] = passes_ML2 @ passes_2
     return seconds_ML
-
-
-def cell_seconds(
-    cell: CellPlan, counts_GE: NDArray[np.int32], attention_2: NDArray[np.float64], prices: Prices
-) -> NDArray[np.float64]:
-    """float64 [2 passes, 5 parts], seconds of a cell.
-
-    `attention_2` are those of the slowest rank, in a forward pass and in a backward pass.
-    """
-    parts_SP = np.zeros(_SHAPE)
-    _of_cell(cell, counts_GE, attention_2, prices, parts_SP)
-    return parts_SP
-
-
-_of_cell = compiled(
-    "seconds_of_cell", CELL_PLAN, ArrayOf(np.int32, 2), ArrayOf(np.float64, 1), PRICES, ArrayOf(np.float64, 2, filled=True)
-)
 
 
 class CellWork(NamedTuple):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from foreroute.costs.links import served_loads
 from foreroute.costs.model import CostModel, Prices
-from foreroute.costs.pricing import EXPOSED, cell_seconds, slowest_attention
+from foreroute.costs.pricing import EXPOSED, parts_of_cells, slowest_attention
 from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.plan.options import PRICED, PlanOptions
 from foreroute.plan.topology import Topology
@@ -129,9 +129,8 @@ class Window(NamedTuple):
 
     def parts(self, cells: list[CellPlan]) -> NDArray[np.float64]:
         """float64 [2 passes, 5 parts], of all cells together."""
-        given = zip(cells, self.counts_MGE, self.attention_M2, strict=True)
-        parts_SP: NDArray[np.float64] = np.sum([cell_seconds(*each, self.prices) for each in given], axis=0)
-        return parts_SP
+        hosts = Hosts.of_cells(cells[0].home_E[None], cells)
+        return parts_of_cells(hosts, self.counts_MGE[:, None], self.attention_M2[:, None], self.prices)
 
     def seconds(self, cells: list[CellPlan]) -> float:
         """Seconds of both passes of all cells."""
