@@ -35,14 +35,15 @@ struct Visit {
     int32_t queue;                    // at position i, the rank that the search saw as number i
     int32_t back_queue;               // the same of the last search backwards
     int64_t back_width;               // how much load can go on from it
+    int64_t goal; int32_t goal_x, goal_y;
     int32_t gain, before, waiting;    // of the search for circles: the best walk to the rank, the vertex before it, and
                                       // whether the walk has gained since the rank's edges were followed
 };
 
 // What the assignments of later micro-steps say about a replica.
 struct Later {
-    Array<const int32_t, 3> demand_MLE;   // assignments of each expert
-    Array<const int32_t, 3> surplus_MLG;  // what ranks have at home above the mean
+    Array<const int32_t, 3> demand_LEM;   // assignments of each expert
+    Array<const int32_t, 3> surplus_LGM;  // what ranks have at home above the mean
 };
 
 struct Cell {
@@ -177,15 +178,16 @@ inline void restore_held(Cell &cell) {
 
 // How much a replica could serve in the next micro-steps, sooner ones counting more.
 inline double later_use(const Cell &cell, int64_t expert, int64_t rank) {
-    const auto &demand_MLE = cell.later.demand_MLE, &surplus_MLG = cell.later.surplus_MLG;
-    const int64_t home = cell.hosts(expert).rank;
-    const int64_t end = min(cell.micro_step + 1 + LOOKAHEAD, demand_MLE.length());
+    const auto demand_M = cell.later.demand_LEM[cell.layer][expert];
+    const auto surplus_M = cell.later.surplus_LGM[cell.layer][cell.hosts(expert).rank];
+    const auto surplus_of_rank_M = cell.later.surplus_LGM[cell.layer][rank];
+    const int64_t begin = cell.micro_step + 1, end = min(begin + LOOKAHEAD, demand_M.length());
     double worth = 0.0, weight = 1.0;
-    for (int64_t m = cell.micro_step + 1; m < end; ++m) {
+    for (int64_t m = begin; m < end; ++m) {
         weight *= LOOKAHEAD_DECAY;
         // As if every expert were served at home: what the home has too much, as far as the rank has too little.
-        const int32_t surplus = surplus_MLG(m, cell.layer, home), room = -surplus_MLG(m, cell.layer, rank);
-        if (surplus > 0 && room > 0) worth += weight * min(demand_MLE(m, cell.layer, expert), min(surplus, room));
+        const int32_t moved = min(surplus_M(m), -surplus_of_rank_M(m));
+        worth += weight * max(min(demand_M(m), moved), 0);
     }
     return worth;
 }

@@ -19,7 +19,7 @@ constexpr int64_t FINEST = 192;
 // Most searches for circles, and passes over the edges in each. Both only bound the time: a search that finds nothing is
 // the last. What is left undone costs locality, not balance. 8 sweeps keep up to 0.4 points more tokens in their node,
 // and planning takes 1.3 times as long; 2 sweeps of 24 searches leave 0.9 to 1.9 more that cross, in 0.7 of the time.
-constexpr int64_t SEARCHES = 12, SWEEPS = 4;
+constexpr int64_t ROUNDS = 1;
 
 struct Bounds {
     int64_t target;  // what no rank is to serve more than
@@ -83,122 +83,87 @@ inline Edge edge(const Cell &cell, int64_t x, int64_t y) {
     return found;
 }
 
-// Send as much around the circle through `start` as every edge takes, if it gains still, and cut the circle.
-inline bool send(Cell &cell, int64_t start, const Bounds &bounds) {
-    const int64_t slack = cell.num_ranks;
-    int64_t amount = bounds.target, total = 0, at = start;
-    do {
-        const int64_t before = cell.visits(at).before;
-        if (at == slack) {
-            amount = min(amount, bounds.target - cell.load_G(before));
-        } else if (before != slack) {
-            const auto [gain, width] = edge(cell, cell.visits(at).from_host, cell.visits(at).to_host);
-            total += gain;
-            amount = min(amount, width);
-        }
-        at = before;
-    } while (at != start);
-    // Earlier circles have moved quota over the same edges: the gain that was added up along the walk may be gone.
-    if (total <= 0 || amount < bounds.least) amount = 0;
-    // From a rank to the slack: that rank keeps what it was given. From the slack to a rank: it gives and gets nothing.
-    do {
-        Visit &visit = cell.visits(at);
-        const int64_t before = visit.before;
-        if (at == slack) {
-            cell.load_G(before) += amount;
-        } else if (before == slack) {
-            cell.load_G(at) -= amount;
-        } else {
-            const int32_t moved = static_cast<int32_t>(amount), e = cell.hosts(visit.from_host).expert;
-            cell.hosts(visit.from_host).quota -= moved;
-            cell.hosts(visit.to_host).quota += moved;
-            cell.over_NE(cell.node_of(before), e) -= moved;
-            cell.over_NE(cell.node_of(at), e) += moved;
-        }
-        visit.before = NONE;
-        visit.gain = 0;
-        at = before;
-    } while (at != start);
-    return amount > 0;
+// Move `amount` of an expert from host x to host y.
+inline void shift(Cell &cell, int64_t x, int64_t y, int64_t amount) {
+    Host &from = cell.hosts(x), &to = cell.hosts(y);
+    const int32_t moved = static_cast<int32_t>(amount);
+    from.quota -= moved;
+    to.quota += moved;
+    cell.over_NE(cell.node_of(from.rank), from.expert) -= moved;
+    cell.over_NE(cell.node_of(to.rank), from.expert) += moved;
 }
 
-// Let the best walk to `to` come over `vertex`. When that closes a circle, empty it. True when it was emptied.
-inline bool extend(Cell &cell, int64_t vertex, int64_t to, int64_t gain, const Bounds &bounds) {
-    cell.visits(to).gain = static_cast<int32_t>(gain);
-    cell.visits(to).before = static_cast<int32_t>(vertex);
-    if (to < cell.num_ranks) cell.visits(to).waiting = 1;
-    // The chain of `before` has no circle but one that this edge closes: others were cut when they closed.
-    for (int64_t at = vertex; at != NONE; at = cell.visits(at).before)
-        if (at == to) return send(cell, to, bounds);
-    return false;
-}
-
-struct Swept {
-    bool changed;  // whether any walk gained more
-    bool sent;     // whether a circle was emptied
-};
-
-// Follow all edges to longer walks of more gain.
-inline Swept relax(Cell &cell, const Bounds &bounds, bool backwards) {
-    const int64_t slack = cell.num_ranks;
-    Swept swept = {false, false};
-    for (int64_t i = 0; i < cell.num_ranks; ++i) {
-        const int64_t rank = backwards ? cell.num_ranks - 1 - i : i;
-        Visit &visit = cell.visits(rank);
-        if (cell.visits(slack).gain > visit.gain) {
-            swept.changed = true;
-            swept.sent |= extend(cell, slack, rank, cell.visits(slack).gain, bounds);
-        }
-        if (!visit.waiting) continue;  // no walk to it has gained since its edges were last followed
-        visit.waiting = 0;
-        for (int64_t k = 0; k < cell.host_GK.shape[1]; ++k) {
+// Find a circle through `start` that gains, and send around it what every edge takes; False where there is none.
+inline bool improve(Cell &cell, int64_t start, const Bounds &bounds) {
+    const int64_t now = ++cell.clock;
+    int64_t count = 0, found = NONE;
+    const auto reach = [&](int32_t x, int32_t y, int64_t width) {
+        const int32_t to = cell.hosts(y).rank;
+        Visit &visit = cell.visits(to);
+        if (visit.seen == now) return;
+        visit.seen = now;
+        visit.width = width;
+        visit.from_host = x;
+        visit.to_host = y;
+        cell.visits(count++).queue = to;
+        if (found == NONE && (to == start || bounds.target - cell.load_G(to) >= bounds.least)) found = to;
+    };
+    const auto follow = [&](int64_t rank, int64_t width, int64_t least_gain) {
+        const int64_t node = cell.node_of(rank);
+        for (int64_t k = 0; k < cell.host_GK.shape[1] && found == NONE; ++k) {
             const int32_t x = cell.host_GK(rank, k), e = cell.hosts(x).expert;
             if (e == NONE || cell.hosts(x).quota < bounds.least || cell.hosts(e).next == NONE) continue;
-            // One bound for all edges of the expert: leaving a node that has none of it to spare loses one, arriving
-            // gains one at most, so a walk reaches `most` + 1. Ranks that have more than `most` are passed over.
-            const int64_t most = visit.gain - (cell.over_NE(cell.node_of(rank), e) < bounds.least);
-            if (most < 0) continue;
-            for (int32_t y = e; y != NONE; y = cell.hosts(y).next) {
-                const int64_t to = cell.hosts(y).rank;
-                if (y == x || cell.visits(to).gain > most) continue;
-                const auto [gain, width] = edge(cell, x, y);
-                if (width < bounds.least || visit.gain + gain <= cell.visits(to).gain) continue;
-                cell.visits(to).from_host = x;
-                cell.visits(to).to_host = y;
-                swept.changed = true;
-                swept.sent |= extend(cell, rank, to, visit.gain + gain, bounds);
+            const int64_t over = cell.over_NE(node, e);
+            const bool spare = over >= bounds.least;
+            if (least_gain > 0 && !spare) continue;
+            const int64_t most = min<int64_t>(width, cell.hosts(x).quota);
+            for (int32_t y = e; y != NONE && found == NONE; y = cell.hosts(y).next) {
+                if (y == x) continue;
+                const int64_t far = cell.node_of(cell.hosts(y).rank);
+                if (far == node) {
+                    if (least_gain == 0) reach(x, y, most);
+                    continue;
+                }
+                const int64_t under = -cell.over_NE(far, e);
+                const bool wanted = under >= bounds.least;
+                if (wanted + spare < 1 + least_gain) continue;
+                int64_t w = most;
+                if (spare) w = min(w, over);
+                if (wanted) w = min(w, under);
+                reach(x, y, w);
             }
         }
-        if (visit.gain > cell.visits(slack).gain && bounds.target - cell.load_G(rank) >= bounds.least) {
-            swept.changed = true;
-            swept.sent |= extend(cell, rank, slack, visit.gain, bounds);
-        }
+    };
+    follow(start, bounds.target, 1);
+    for (int64_t i = 0; i < count && found == NONE; ++i) {
+        const int64_t rank = cell.visits(i).queue;
+        follow(rank, cell.visits(rank).width, 0);
     }
-    return swept;
+    if (found == NONE) return false;
+    int64_t amount = cell.visits(found).width, at = found;
+    if (found != start) {
+        amount = min(amount, bounds.target - cell.load_G(found));
+        cell.load_G(found) += amount;
+        cell.load_G(start) -= amount;
+    }
+    do {
+        const Visit &visit = cell.visits(at);
+        at = cell.hosts(visit.from_host).rank;
+        shift(cell, visit.from_host, visit.to_host, amount);
+    } while (at != start);
+    return true;
 }
 
 // Move quota so that more tokens stay in their node while no rank comes above the target.
 inline void keep_local(Cell &cell, int64_t target) {
     if (cell.num_nodes == 1) return;
     measure(cell);
-    // Every circle keeps all quotas' sums by expert and no load above the target, so this may stop after any of them.
     const Bounds bounds = {target, 1 + target / FINEST};
-    for (int64_t search = 0; search < SEARCHES; ++search) {
-        for (int64_t vertex = 0; vertex <= cell.num_ranks; ++vertex) {  // the slack is vertex G
-            Visit &visit = cell.visits(vertex);
-            visit.gain = 0;
-            visit.before = NONE;
-            visit.waiting = 1;
-        }
-        bool any_sent = false;
-        // One sweep carries a gain along ascending ranks as far as it goes, the next along descending ones. For shortest
-        // paths that halves the sweeps that may be needed (Yen, 1970).
-        for (int64_t sweep = 0; sweep < SWEEPS; ++sweep) {
-            const auto [changed, sent] = relax(cell, bounds, sweep % 2 == 1);
-            any_sent |= sent;
-            if (!changed) break;
-        }
-        if (!any_sent) return;
+    for (int64_t round = 0; round < ROUNDS; ++round) {
+        bool any = false;
+        for (int64_t rank = 0; rank < cell.num_ranks; ++rank)
+            for (int64_t i = 0; i < 20 && improve(cell, rank, bounds); ++i) any = true;
+        if (!any) return;
     }
 }
 

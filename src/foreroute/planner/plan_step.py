@@ -34,8 +34,8 @@ call costs little beside eight micro-steps."""
 class _Later(NamedTuple):
     """What the search foresees, as search::Later of cell.hpp."""
 
-    demand_MLE: NDArray[np.int32]  # assignments of each expert
-    surplus_MLG: NDArray[np.int32]  # what ranks have at home above the mean
+    demand_LEM: NDArray[np.int32]  # assignments of each expert
+    surplus_LGM: NDArray[np.int32]  # what ranks have at home above the mean
 
 
 class _Block(NamedTuple):
@@ -50,7 +50,7 @@ class _Block(NamedTuple):
 _plan_block = compiled(
     "plan_block",
     ArrayOf(np.int32, 4),  # counts_MLGE
-    StructOf(demand_MLE=ArrayOf(np.int32, 3), surplus_MLG=ArrayOf(np.int32, 3)),
+    StructOf(demand_LEM=ArrayOf(np.int32, 3), surplus_LGM=ArrayOf(np.int32, 3)),
     HOSTS,
     ArrayOf(np.int64, 2, filled=True),  # [C, 2], what the slowest rank of each cell serves, and serves at least
     ArrayOf(np.int32, 2, filled=True),  # held_LH, what slots hold where they are persistent
@@ -202,4 +202,6 @@ def _look_ahead(counts_MLGE: NDArray[np.int32], home_LE: NDArray[np.int16]) -> _
     num_micro_steps, num_layers, num_ranks, num_experts = counts_MLGE.shape
     by_rank_MLE = np.take_along_axis(demand_MLE, np.argsort(home_LE, axis=1)[None], axis=2)
     load_MLG = by_rank_MLE.reshape(num_micro_steps, num_layers, num_ranks, num_experts // num_ranks).sum(axis=3)
-    return _Later(demand_MLE, (load_MLG - load_MLG.sum(axis=2, keepdims=True) // num_ranks).astype(np.int32))
+    surplus_MLG = (load_MLG - load_MLG.sum(axis=2, keepdims=True) // num_ranks).astype(np.int32)
+    # the search reads the micro-steps of one expert and of one rank
+    return _Later(*(np.ascontiguousarray(one.transpose(1, 2, 0)) for one in (demand_MLE, surplus_MLG)))
