@@ -19,7 +19,7 @@ constexpr double LOOKAHEAD_DECAY = 0.9;
 
 // A cell has fewer assignments than int32 holds.
 struct Host {
-    int32_t rank;
+    int32_t rank, node;
     int32_t expert;  // NONE for an empty slot
     int32_t held;    // what a slot holds when the cell begins, which is not fetched
     int32_t quota;
@@ -57,6 +57,7 @@ struct Cell {
     Scratch<Host, 1> hosts;
     Scratch<int32_t, 2> host_GK;  // [G, E / G + S], the hosts on each rank, those at home first
     Scratch<int64_t, 1> load_G;
+    Scratch<int32_t, 1> node_G;
     Scratch<int32_t, 2> demand_NE;  // assignments of each expert that come from each node
     Scratch<Visit, 1> visits;       // of ranks; the last one is the slack of the search for circles
     Scratch<int64_t, 1> seen_E;     // the number of the last search that passed the expert
@@ -76,21 +77,23 @@ struct Cell {
           hosts(num_hosts),
           host_GK(ranks, experts / ranks + slots),
           load_G(ranks),
+          node_G(ranks),
           demand_NE(num_nodes, experts),
           visits(ranks + 1),
           seen_E(experts),
           over_NE(num_nodes, experts),
           split_3G(3, ranks) {
+        for (int64_t g = 0; g < ranks; ++g) node_G(g) = static_cast<int32_t>(g / ranks_per_node);
         for (int64_t x = experts; x < num_hosts; ++x) {
             const int64_t rank = (x - experts) / slots;
             hosts(x).rank = static_cast<int32_t>(rank);
+            hosts(x).node = node_G(rank);
             host_GK(rank, experts / ranks + (x - experts) % slots) = static_cast<int32_t>(x);
         }
         for (int64_t e = 0; e < experts; ++e) hosts(e).expert = static_cast<int32_t>(e);
     }
 
     int64_t first_slot(int64_t rank) const { return num_experts + rank * slots; }
-    int64_t node_of(int64_t rank) const { return rank / ranks_per_node; }
 };
 
 // Bring chains and loads in line with what the slots hold and with the quotas.
@@ -115,7 +118,7 @@ inline int64_t begin_cell(Cell &cell, const Array<const int32_t, 2> &counts_GE, 
     cell.demand_NE.fill(0);
     for (int64_t g = 0; g < cell.num_ranks; ++g) {
         cell.visits(g).queue = 0;  // homes of the rank so far
-        const auto demand_E = cell.demand_NE[cell.node_of(g)];
+        const auto demand_E = cell.demand_NE[cell.node_G(g)];
         const auto counts_E = counts_GE[g];
         for (int64_t e = 0; e < cell.num_experts; ++e) demand_E(e) += counts_E(e);
     }
@@ -125,6 +128,7 @@ inline int64_t begin_cell(Cell &cell, const Array<const int32_t, 2> &counts_GE, 
         for (int64_t n = 0; n < cell.num_nodes; ++n) demand += cell.demand_NE(n, e);
         total += demand;
         cell.hosts(e).rank = home_E(e);
+        cell.hosts(e).node = cell.node_G(home_E(e));
         cell.hosts(e).quota = demand;
         cell.host_GK(home_E(e), cell.visits(home_E(e)).queue++) = static_cast<int32_t>(e);
     }

@@ -159,7 +159,7 @@ inline Choice choose_replica(Cell &cell, int64_t count, int64_t enough, double n
                 if (cell.visits(u).back_width < enough) continue;
                 // Tokens that come from the rank's node need not cross; a rank with capacity to spare is kept for more,
                 // at half the weight (chosen by hand).
-                const int64_t local = min<int64_t>(enough, cell.demand_NE(cell.node_of(u), e));
+                const int64_t local = min<int64_t>(enough, cell.demand_NE(cell.node_G(u), e));
                 double score = static_cast<double>(local) - 0.5 * static_cast<double>(cell.visits(u).back_width - enough);
                 if (cell.persistent) score += REUSE_WEIGHT * later_use(cell, e, u);
                 if (noise > 0.0) score += noise * static_cast<double>(enough) * next_unit(cell.random);

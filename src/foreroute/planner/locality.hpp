@@ -34,11 +34,11 @@ inline void serve_near(Cell &cell, int64_t target) {
         Host &slot = cell.hosts(x);
         if (slot.expert == NONE) continue;
         Host &home = cell.hosts(slot.expert);
-        const int64_t node = cell.node_of(slot.rank);
-        if (cell.node_of(home.rank) == node) continue;
+        const int64_t node = slot.node;
+        if (home.node == node) continue;
         int64_t near = cell.demand_NE(node, slot.expert);
         for (int32_t y = home.next; y != NONE; y = cell.hosts(y).next)
-            if (cell.node_of(cell.hosts(y).rank) == node) near -= cell.hosts(y).quota;
+            if (cell.hosts(y).node == node) near -= cell.hosts(y).quota;
         const int64_t room = min(cell.load_G(home.rank) - target, target - cell.load_G(slot.rank));
         const int64_t amount = min(min<int64_t>(near, home.quota), room);
         if (amount <= 0) continue;
@@ -55,7 +55,7 @@ inline void measure(Cell &cell) {
         if (cell.hosts(e).next == NONE) continue;
         for (int64_t n = 0; n < cell.num_nodes; ++n) cell.over_NE(n, e) = -cell.demand_NE(n, e);
         for (int64_t x = e; x != NONE; x = cell.hosts(x).next)
-            cell.over_NE(cell.node_of(cell.hosts(x).rank), e) += cell.hosts(x).quota;
+            cell.over_NE(cell.hosts(x).node, e) += cell.hosts(x).quota;
     }
 }
 
@@ -67,7 +67,7 @@ struct Edge {
 // What a move from host x to host y of the same expert gains.
 inline Edge edge(const Cell &cell, int64_t x, int64_t y) {
     const int64_t e = cell.hosts(x).expert;
-    const int64_t near = cell.node_of(cell.hosts(x).rank), far = cell.node_of(cell.hosts(y).rank);
+    const int64_t near = cell.hosts(x).node, far = cell.hosts(y).node;
     Edge found = {0, cell.hosts(x).quota};
     if (near == far) return found;
     const int64_t over = cell.over_NE(near, e), under = -cell.over_NE(far, e);
@@ -89,8 +89,8 @@ inline void shift(Cell &cell, int64_t x, int64_t y, int64_t amount) {
     const int32_t moved = static_cast<int32_t>(amount);
     from.quota -= moved;
     to.quota += moved;
-    cell.over_NE(cell.node_of(from.rank), from.expert) -= moved;
-    cell.over_NE(cell.node_of(to.rank), from.expert) += moved;
+    cell.over_NE(from.node, from.expert) -= moved;
+    cell.over_NE(to.node, from.expert) += moved;
 }
 
 // Find a circle through `start` that gains, and send around it what every edge takes; False where there is none.
@@ -109,7 +109,7 @@ inline bool improve(Cell &cell, int64_t start, const Bounds &bounds) {
         if (found == NONE && (to == start || bounds.target - cell.load_G(to) >= bounds.least)) found = to;
     };
     const auto follow = [&](int64_t rank, int64_t width, int64_t least_gain) {
-        const int64_t node = cell.node_of(rank);
+        const int64_t node = cell.node_G(rank);
         for (int64_t k = 0; k < cell.host_GK.shape[1] && found == NONE; ++k) {
             const int32_t x = cell.host_GK(rank, k), e = cell.hosts(x).expert;
             if (e == NONE || cell.hosts(x).quota < bounds.least || cell.hosts(e).next == NONE) continue;
@@ -119,7 +119,7 @@ inline bool improve(Cell &cell, int64_t start, const Bounds &bounds) {
             const int64_t most = min<int64_t>(width, cell.hosts(x).quota);
             for (int32_t y = e; y != NONE && found == NONE; y = cell.hosts(y).next) {
                 if (y == x) continue;
-                const int64_t far = cell.node_of(cell.hosts(y).rank);
+                const int64_t far = cell.hosts(y).node;
                 if (far == node) {
                     if (least_gain == 0) reach(x, y, most);
                     continue;
