@@ -6,18 +6,21 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.costs.model import CostModel
 from foreroute.errors import ConfigError
+from foreroute.kernels import BOOL, FLOAT, INT, NONE, ArrayOf, StructOf, compiled
 from foreroute.plan.counts import check_counts, counts_digest
-from foreroute.plan.hosts import Hosts
+from foreroute.plan.hosts import HOSTS, Hosts
 from foreroute.plan.options import PASS_NAMES, PRICED, PassName, PlanOptions
 from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Topology
 from foreroute.planner.homes import check_homes, place_homes
+from foreroute.planner.priced import PricedOptions
 
 OnProgress = Callable[[int, int], None]
 """Called with the cells planned so far and the cells in all, from a planner's thread."""
@@ -26,6 +29,34 @@ DEFAULTS = PlanOptions()
 BLOCK = 8
 """Micro-steps that one compiled call plans. Chosen by hand: where nothing is priced, progress is told after each, and a
 call costs little beside eight micro-steps."""
+
+
+class _Later(NamedTuple):
+    """What the search foresees, as search::Later of cell.hpp."""
+
+    demand_LEM: NDArray[np.int32]  # assignments of each expert
+    surplus_LGM: NDArray[np.int32]  # what ranks have at home above the mean
+
+
+class _Block(NamedTuple):
+    """Cells of one call: micro-steps and layers from the first number to before the second."""
+
+    begin: int
+    end: int
+    first_layer: int
+    layers_end: int
+
+
+_plan_block = compiled(
+    "plan_block",
+    ArrayOf(np.int32, 4),  # counts_MLGE
+    StructOf(demand_LEM=ArrayOf(np.int32, 3), surplus_LGM=ArrayOf(np.int32, 3)),
+    HOSTS,
+    ArrayOf(np.int64, 2, filled=True),  # [C, 2], what the slowest rank of each cell serves, and serves at least
+    ArrayOf(np.int32, 2, filled=True),  # held_LH, what slots hold where they are persistent
+    StructOf(begin=INT, end=INT, first_layer=INT, layers_end=INT),
+    *(INT, INT, BOOL, FLOAT, BOOL),  # slots, ranks per node, whether slots are persistent, tolerance, locality
+)
 
 
 def plan(
@@ -125,18 +156,12 @@ def _plan_cells(
     on_progress: OnProgress | None,
 ) -> tuple[Hosts, NDArray[np.int64], dict[str, str]]:
     """Plan all cells: the hosts; int64 [M, L, 2], the slowest rank's load and `least_load`; reasons by option."""
-    from foreroute.kernels import NONE
-    from foreroute.planner.cell import look_ahead, new_cell
-    from foreroute.planner.priced import PricedOptions
-    from foreroute.planner.replicas import plan_block
-
     num_micro_steps, num_layers, num_ranks, num_experts = counts.shape
     slots = topology.redundant_slots if options.replicas else 0
     persistent = options.slots == "layer"
-    later = look_ahead(counts if persistent else counts[:0], home_LE)
+    later = _look_ahead(counts if persistent else counts[:0], home_LE)
     held_LH = np.full((num_layers, num_experts + num_ranks * slots), NONE, np.int32)
     priced = PricedOptions(counts, topology, options, costs)
-    tolerance = float(options.tolerance)  # the search takes seconds to compile, for an integer once more
     planned, telling = 0, threading.Lock()
 
     def count_planned(num_cells: int) -> None:
@@ -147,14 +172,15 @@ def _plan_cells(
                 on_progress(planned, num_micro_steps * num_layers)
 
     def plan_layers(layers: slice) -> tuple[Hosts, NDArray[np.int64]]:
-        cell = new_cell(num_ranks, num_experts, slots, topology.ranks_per_node, later, persistent)
         hosts = Hosts.with_room(home_LE[layers], num_micro_steps, num_ranks, num_ranks * slots)
         figures_ML2 = np.zeros((num_micro_steps, len(hosts.home_LE), 2), np.int64)
         figures_C2 = figures_ML2.reshape(-1, 2)
         for begin in range(0, num_micro_steps, BLOCK):
             end = min(begin + BLOCK, num_micro_steps)
-            place = (begin, end, layers.start, layers.stop)
-            plan_block(cell, counts, hosts, figures_C2, held_LH, place, tolerance, options.locality)
+            block = _Block(begin, end, layers.start, layers.stop)
+            sizes = slots, topology.ranks_per_node
+            how = persistent, options.tolerance, options.locality
+            _plan_block(counts, later, hosts, figures_C2, held_LH, block, *sizes, *how)
             if not priced.is_any_on:
                 count_planned((end - begin) * len(hosts.home_LE))
         if priced.is_any_on:
@@ -168,3 +194,14 @@ def _plan_cells(
     with ThreadPoolExecutor(len(parts)) as pool:
         hosts, figures = zip(*pool.map(plan_layers, parts), strict=True)
     return Hosts.side_by_side(hosts), np.concatenate(figures, axis=1), priced.why()
+
+
+def _look_ahead(counts_MLGE: NDArray[np.int32], home_LE: NDArray[np.int16]) -> _Later:
+    """What all micro-steps need, and have at home."""
+    demand_MLE = counts_MLGE.sum(axis=2, dtype=np.int32)
+    num_micro_steps, num_layers, num_ranks, num_experts = counts_MLGE.shape
+    by_rank_MLE = np.take_along_axis(demand_MLE, np.argsort(home_LE, axis=1)[None], axis=2)
+    load_MLG = by_rank_MLE.reshape(num_micro_steps, num_layers, num_ranks, num_experts // num_ranks).sum(axis=3)
+    surplus_MLG = (load_MLG - load_MLG.sum(axis=2, keepdims=True) // num_ranks).astype(np.int32)
+    # the search reads the micro-steps of one expert and of one rank
+    return _Later(*(np.ascontiguousarray(one.transpose(1, 2, 0)) for one in (demand_MLE, surplus_MLG)))
