@@ -1,15 +1,5 @@
 #include "costs/links.hpp"
 
-LOOP void pairs_of_cell(const CellPlan &cell, const Array<const int32_t, 2> &counts_GE,
-                        const Array<int64_t, 2> &pairs_GG) {
-    costs::pairs_between(cell, counts_GE, pairs_GG);
-}
-
-LOOP void rows_of_pairs(const Array<const int64_t, 2> &pairs_GG, const costs::Prices &prices,
-                    const Array<double, 2> &rows_G4) {
-    costs::rows_sent(pairs_GG, prices, rows_G4);
-}
-
 LOOP void seconds_of_transfers(const Array<const int64_t, 1> &expert_R, const Array<const int64_t, 1> &rank_R,
                            const Array<const bool, 1> &fetched_R, const Array<const int64_t, 1> &home_E,
                            const costs::Prices &prices, const Array<double, 2> &fetch_G5,

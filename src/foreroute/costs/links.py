@@ -15,21 +15,10 @@ from numpy.typing import NDArray
 
 from foreroute.costs.model import PRICES, Prices
 from foreroute.kernels import INT, ArrayOf, compiled
-from foreroute.plan.hosts import CELL_PLAN, HOSTS, CellPlan, Hosts
+from foreroute.plan.hosts import HOSTS, Hosts
 
 CLUSTER_OUT, CLUSTER_IN, NODE_OUT, NODE_IN, HOST = range(5)
 """Columns of arrays over the links of a rank; those over four have no HOST."""
-_FLOATS_X2 = ArrayOf(np.float64, 2, filled=True)
-
-
-def pairs_between(cell: CellPlan, counts_GE: NDArray[np.integer]) -> NDArray[np.int64]:
-    """int64 [G, G], assignments of each source rank (first axis) that each rank serves, of counts [G, E]."""
-    pairs_GG = np.zeros((len(counts_GE),) * 2, np.int64)
-    _pairs(cell, np.ascontiguousarray(counts_GE, np.int32), pairs_GG)
-    return pairs_GG
-
-
-_pairs = compiled("pairs_of_cell", CELL_PLAN, ArrayOf(np.int32, 2), ArrayOf(np.int64, 2, filled=True))
 
 
 def served_loads(
@@ -59,16 +48,6 @@ _loads = compiled(
 )
 
 
-def rows_sent(pairs_GG: NDArray[np.int64], prices: Prices) -> NDArray[np.float64]:
-    """float64 [G, 4], rows of one dispatch over each rank's NIC out, NIC in, node link out and node link in."""
-    rows_G4 = np.zeros((len(pairs_GG), 4))
-    _rows(pairs_GG, prices, rows_G4)
-    return rows_G4
-
-
-_rows = compiled("rows_of_pairs", ArrayOf(np.int64, 2), PRICES, _FLOATS_X2)
-
-
 def transfer_seconds(
     expert_R: NDArray[np.integer],
     rank_R: NDArray[np.integer],
@@ -94,6 +73,6 @@ _transfers = compiled(
     ArrayOf(np.bool_, 1),
     ArrayOf(np.int64, 1),
     PRICES,
-    _FLOATS_X2,
-    _FLOATS_X2,
+    ArrayOf(np.float64, 2, filled=True),
+    ArrayOf(np.float64, 2, filled=True),
 )

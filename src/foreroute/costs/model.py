@@ -221,9 +221,7 @@ class CostModel:
         of, tokens_X = self._expert_prices(one), np.asarray(tokens_X)
         # a tile that is not full takes as long, and an expert without tokens reads no weights
         tile_rows_X = -(-tokens_X // of.tile_rows) * of.tile_rows
-        seconds_X: NDArray[np.float64] = (
-            tile_rows_X * of.row_s + (tokens_X > 0) * of.weight_s + tokens_X * of.pair_s
-        )
+        seconds_X: NDArray[np.float64] = tile_rows_X * of.row_s + (tokens_X > 0) * of.weight_s + tokens_X * of.pair_s
         return seconds_X
 
     def _expert_prices(self, one: PassCost) -> ExpertPrices:

@@ -30,7 +30,7 @@ def slowest_attention(counts_XGE: NDArray[np.integer], costs: CostModel) -> NDAr
 def step_parts(
     hosts: Hosts, counts_MLGE: NDArray[np.integer], topology: Topology, costs: CostModel, slots: SlotSharing = "layer"
 ) -> NDArray[np.float64]:
-    """float64 [2, 5], seconds of `PASS_NAMES` and `PART_NAMES` of a step, one cell of counts [M, L, G, E] after another.
+    """float64 [2, 5], seconds of `PASS_NAMES` and `PART_NAMES` of a step, cell by cell of counts [M, L, G, E].
 
     Deduplicated rows are estimated: on generated routes of 16 to 64 ranks 0 to 7 % low over NICs, 6 to 10 % inside
     nodes, and 0 to 3 % in seconds.
@@ -77,7 +77,8 @@ class CellWork(NamedTuple):
     """What each cell puts on ranks and links in a pass: seconds, but for rows."""
 
     all_to_all_ML: NDArray[np.float64]  # [M, L], of one dispatch, or combine
-    rows_MLG4: NDArray[np.float64]  # as `links.rows_sent`
+    # [M, L, G, 4], of one dispatch, over each rank's NIC out, NIC in, node link out and node link in
+    rows_MLG4: NDArray[np.float64]
     experts_MLG2: NDArray[np.float64]  # [M, L, G, 2], forward and backward
     # as `links.transfer_seconds`
     fetch_MLG5: NDArray[np.float64]

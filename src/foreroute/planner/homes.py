@@ -98,7 +98,7 @@ def check_homes(home_LE: ArrayLike, num_layers: int, num_experts: int, num_ranks
     if given.min() < 0 or given.max() >= num_ranks:
         wrong = given.min() if given.min() < 0 else given.max()
         raise TopologyError(f"an expert lives on rank {wrong}; expected ranks from 0 to {num_ranks - 1}")
-    homes = np.require(given, np.int16, ["C", "A", "W"])  # one kind of array: kernels are compiled once
+    homes = np.require(given, np.int16, ["C", "A", "W"])  # as compiled loops take them
     held_LG = (homes[:, :, None] == np.arange(num_ranks)).sum(axis=1)
     if (held_LG != num_experts // num_ranks).any():
         layer, g = np.argwhere(held_LG != num_experts // num_ranks)[0]

@@ -1,38 +1,12 @@
 // Replicas that keep tokens on their node, as planner/traffic.py describes them.
 #include "costs/pricing.hpp"
+#include "planner/split.hpp"
 
 namespace traffic {
 
 // A plan that saves less than this share of a cell's seconds is not worth its transfers: the cost model is not exact to a
 // part in a thousand.
 constexpr double WORTH = 1e-3;
-
-// Let a host serve tokens of the `size` ranks around it that have none yet; returns what is left of its quota.
-template <class T>
-int64_t take_near(const Array<T, 1> &tokens_G, const Array<int64_t, 1> &left_G, int64_t quota, int64_t rank,
-                  int64_t size) {
-    const int64_t begin = rank / size * size;
-    for (int64_t g = begin; g < begin + size && quota; ++g) {
-        const int64_t taken = min(left_G[g], quota);
-        tokens_G(g) += static_cast<T>(taken);
-        left_G(g) -= taken;
-        quota -= taken;
-    }
-    return quota;
-}
-
-// Share the tokens of one expert out to its replicas, rows `first` to `end` - 1, own rank and own node first; the home
-// gets what is left.
-void split_expert(const CellPlan &cell, int64_t first, int64_t end, const Array<int64_t, 1> &quota_V, int64_t home,
-                  int64_t home_quota, const Array<int64_t, 1> &left_G, const Array<int64_t, 1> &home_G,
-                  int64_t ranks_per_node) {
-    for (int64_t reach = 0; reach < 3; ++reach) {
-        const int64_t size = reach == 0 ? 1 : reach == 1 ? ranks_per_node : left_G.length();
-        if (reach < 2) home_quota = take_near(home_G, left_G, home_quota, home, size);
-        for (int64_t r = first; r < end; ++r)
-            quota_V(r - first) = take_near(cell.tokens_RG[r], left_G, quota_V[r - first], cell.rank_R[r], size);
-    }
-}
 
 // Sort indices `low` to `high` by value, the least first. Equal values stand as quicksort leaves them, always the same.
 void sort_indices(const Array<int64_t, 1> &value_X, const Array<int64_t, 1> &order_X, int64_t low, int64_t high) {
@@ -270,9 +244,10 @@ int64_t make_plan(const Trial &trial, const CellPlan &made) {
             quota_V(end - first) = trial.served_GE(g, e);
             ++end;
         }
+        const int64_t home_quota = trial.served_GE(home, e);
         if (end > first)
-            split_expert(made, first, end, quota_V, home, trial.served_GE(home, e), left_G, home_G,
-                         trial.ranks_per_node);
+            split_expert({made.rank_R, made.tokens_RG, first, end, home, home_quota, trial.ranks_per_node}, quota_V,
+                         left_G, home_G, true);
     }
     return end;
 }
