@@ -36,9 +36,8 @@ def step_parts(
     nodes, and 0 to 3 % in seconds.
     """
     # no placement of experts changes attention, so it is priced once for all cells
-    attention_ML2 = slowest_attention(counts_MLGE, costs)
-    counts_MLGE = np.ascontiguousarray(counts_MLGE, np.int32)
-    return parts_of_cells(hosts, counts_MLGE, attention_ML2, costs.prices(topology, slots))
+    attention_ML2, prices = slowest_attention(counts_MLGE, costs), costs.prices(topology, slots)
+    return parts_of_cells(hosts, np.ascontiguousarray(counts_MLGE, np.int32), attention_ML2, prices)
 
 
 def parts_of_cells(

@@ -17,9 +17,7 @@ def prune_replicas(
     kept_R, tokens_RG = np.empty(len(cell.expert_R), np.bool_), np.empty_like(cell.tokens_RG)
     now = cell._replace(rank_R=cell.rank_R.copy(), tokens_RG=cell.tokens_RG.copy())
     _prune(now, counts_GE, attention_2, prices, kept_R, tokens_RG)
-    if kept_R.all():
-        return cell
-    return CellPlan(cell.home_E, *(array[kept_R] for array in cell._replace(tokens_RG=tokens_RG)[1:]))
+    return cell if kept_R.all() else cell._replace(tokens_RG=tokens_RG).only(kept_R)
 
 
 _prune = compiled(

@@ -53,12 +53,14 @@ def replicate_for_traffic(
     held = rank_X // prices.ranks_per_node, held_GS[rank_X, slot_X]
     worth_NE[held] = wanted_NE[held] + keep  # held twice or once
     order_X = np.argsort(-worth_NE.ravel(), kind="stable")  # most wanted first; equal ones keep their order
-    room = held_GS.size
-    rows = (np.empty(room, np.int16), np.empty(room, np.int16), np.empty(room, np.int16), np.empty(room, np.bool_))
-    found = CellPlan(cell.home_E, *rows, np.empty((room, len(counts_GE)), np.int32))
-    asked = (counts_GE, wanted_NE, worth_NE, order_X, held_GS)
-    found_R = _replicate(cell, *asked, target, COPIES_LIMITS, attention_2, prices, found)
-    return cell if found_R == NONE else CellPlan(cell.home_E, *(array[:found_R] for array in found[1:]))
+    rows, num_ranks = held_GS.size, len(counts_GE)
+    expert_R, rank_R, slot_R = (np.empty(rows, np.int16) for _ in range(3))
+    found = CellPlan(
+        cell.home_E, expert_R, rank_R, slot_R, np.empty(rows, np.bool_), np.empty((rows, num_ranks), np.int32)
+    )
+    asked = (counts_GE, wanted_NE, worth_NE, order_X, held_GS, target, COPIES_LIMITS, attention_2, prices)
+    num_found = _replicate(cell, *asked, found)
+    return cell if num_found == NONE else found.only(slice(num_found))
 
 
 _replicate = compiled(
