@@ -12,7 +12,7 @@
 
 #define LOOP extern "C" __attribute__((visibility("default")))
 
-// A function that is compiled for vectors of 256 bits, which not every processor has, as is what it calls that is INLINED.
+// WIDE: compiled for vectors of 256 bits, which not every processor has, with what it calls that is INLINED.
 #define INLINED inline __attribute__((always_inline))
 #ifdef __x86_64__
 #include <cpuid.h>
@@ -92,6 +92,11 @@ struct Array {
 
     void fill(T value) const {
         for (int64_t i = 0, all = size(); i < all; ++i) data[i] = value;
+    }
+
+    // Take the values of an array of this shape.
+    void copy(const Array &other) const {
+        for (int64_t i = 0, all = size(); i < all; ++i) data[i] = other.data[i];
     }
 
     // The library of the fuzzer ends the process at an index outside of an array.

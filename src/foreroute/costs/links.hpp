@@ -87,8 +87,8 @@ inline void rows_of_reach(const Array<double, 2> &reach_GN, const Array<double, 
 // Rows of one dispatch over each rank's NIC out, NIC in, node link out and node link in, added to zeros.
 inline void rows_sent(const Array<const int64_t, 2> &pairs_GG, const Prices &prices, const Array<double, 2> &rows_G4) {
     if (!prices.dedup) return rows_of_copies(pairs_GG, prices, rows_G4);
-    // An estimate, since counts do not tell which picks are of one token: with K independent draws, n tokens that send a
-    // share p of their picks somewhere reach it n * (1 - (1 - p) ** K) times.
+    // An estimate, since counts do not tell which picks are of one token: with K independent draws, n tokens that send
+    // a share p of their picks somewhere reach it n * (1 - (1 - p) ** K) times.
     const int64_t num_ranks = pairs_GG.length(), num_nodes = num_ranks / prices.ranks_per_node;
     Scratch<double, 2> reach_GN(num_ranks, num_nodes), reach_GG(num_ranks, num_ranks);
     for (int64_t g = 0; g < num_ranks; ++g) {

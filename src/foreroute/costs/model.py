@@ -16,7 +16,7 @@ kernels.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -336,26 +336,9 @@ class Prices(NamedTuple):
     refetches: bool  # whether each group of a pass fetches weights; else the first one does, and slots keep them
 
 
-_EXPERT_PRICES = StructOf(tile_rows=INT, row_s=FLOAT, weight_s=FLOAT, pair_s=FLOAT, replica_s=FLOAT)
-PRICES = StructOf(
-    forward=_EXPERT_PRICES,
-    backward=_EXPERT_PRICES,
-    node_row_s=FLOAT,
-    cluster_row_s=FLOAT,
-    latency_s=FLOAT,
-    host_fetch_s=FLOAT,
-    node_fetch_s=FLOAT,
-    cluster_fetch_s=FLOAT,
-    node_gradient_s=FLOAT,
-    cluster_gradient_s=FLOAT,
-    layer_s=FLOAT,
-    dedup=BOOL,
-    top_k=INT,
-    ranks_per_node=INT,
-    memory_ranks=INT,
-    groups=ArrayOf(np.int64, 2),
-    refetches=BOOL,
-)
+_KINDS: dict[Any, Any] = {int: INT, float: FLOAT, bool: BOOL, NDArray[np.int64]: ArrayOf(np.int64, 2)}
+_KINDS[ExpertPrices] = StructOf(**{name: _KINDS[kind] for name, kind in get_type_hints(ExpertPrices).items()})
+PRICES = StructOf(**{name: _KINDS[kind] for name, kind in get_type_hints(Prices).items()})
 """As compiled loops take them."""
 
 

@@ -96,8 +96,8 @@ inline Parts cell_seconds(const CellPlan &cell, const Array<const int32_t, 2> &c
         seconds_P[EXPERTS] += experts;
         seconds_P[FIXED] += fixed;
         // Transfers run beside the cell before, which is taken to be as long as this one: a layer's time once the
-        // pipeline of layers runs. Copies from host memory have the whole of a group of passes. Slots that a layer keeps
-        // are filled once in a pass, shared ones for each group.
+        // pipeline of layers runs. Copies from host memory have the whole of a group of passes. Slots that a layer
+        // keeps are filled once in a pass, shared ones for each group.
         if (prices.refetches || fetches_S[pass] == 0) {
             seconds_P[EXPOSED] += max(0.0, copies_s - (attention + all_to_all + experts + fixed));
             fetches_S[pass] += 1;

@@ -7,6 +7,12 @@ struct CellPlan {
     Array<int16_t, 1> home_E, expert_R, rank_R, slot_R;
     Array<bool, 1> fetched_R;
     Array<int32_t, 2> tokens_RG;
+
+    // The cell with the replicas `begin` to `end` - 1 alone.
+    CellPlan rows(int64_t begin, int64_t end) const {
+        return {home_E, expert_R.slice(begin, end), rank_R.slice(begin, end), slot_R.slice(begin, end),
+                fetched_R.slice(begin, end), tokens_RG.slice(begin, end)};
+    }
 };
 
 struct Hosts {
@@ -18,8 +24,7 @@ struct Hosts {
 
     // Cell number c.
     CellPlan cell(int64_t c) const {
-        const int64_t begin = offsets[c], end = offsets[c + 1];
-        return {home_LE[c % home_LE.length()], expert_R.slice(begin, end),  rank_R.slice(begin, end),
-                slot_R.slice(begin, end),      fetched_R.slice(begin, end), tokens_RG.slice(begin, end)};
+        const CellPlan all = {home_LE[c % home_LE.length()], expert_R, rank_R, slot_R, fetched_R, tokens_RG};
+        return all.rows(offsets[c], offsets[c + 1]);
     }
 };

@@ -104,8 +104,8 @@ INLINED void search(Placement &now) {
         for (int64_t e = 0; e < now.home_E.length(); ++e)
             for (int64_t f = e + 1; f < now.home_E.length(); ++f) {
                 const int64_t a = now.home_E[e], b = now.home_E[f];
-                // The objective is convex in the loads, so its slope bounds what an exchange can change, and most need no
-                // exact look.
+                // The objective is convex in the loads, so its slope bounds what an exchange can change, and most need
+                // no exact look.
                 const int64_t bound =
                     int64_t{now.pull_EG(e, b)} - now.pull_EG(e, a) + now.pull_EG(f, a) - now.pull_EG(f, b);
                 if (bound >= best || now.moves + more_moves(now, e, f) > now.max_moves) continue;

@@ -50,35 +50,40 @@ void reassign(const CellPlan &cell, const Array<bool, 1> &kept_R, int64_t r, con
 
 }  // namespace prune
 
-// Which replicas the fastest plan keeps, and what they serve. `now` is the cell, whose ranks and tokens are used up.
-LOOP void prune_replicas(const CellPlan &now, const Array<const int32_t, 2> &counts_GE,
-                         const Array<const double, 1> &attention_2, const costs::Prices &prices,
-                         const Array<bool, 1> &best_R, const Array<int32_t, 2> &best_RG) {
+// Which replicas the fastest plan keeps, and what they serve; returns how many it does without.
+LOOP int64_t prune_replicas(const CellPlan &cell, const Array<const int32_t, 2> &counts_GE,
+                            const Array<const double, 1> &attention_2, const costs::Prices &prices,
+                            const Array<bool, 1> &best_R, const Array<int32_t, 2> &best_RG) {
     // One after another goes the replica that serves least of those whose weights or gradients are on the busiest link;
     // another host of its expert takes over. The fastest plan of this series is the answer.
     const int64_t num_ranks = counts_GE.length(), num_replicas = best_R.length();
     Scratch<int64_t, 2> pairs_GG(num_ranks, num_ranks);
     Scratch<int64_t, 1> load_G(num_ranks);
-    costs::pairs_between(now, counts_GE, pairs_GG);
+    costs::pairs_between(cell, counts_GE, pairs_GG);
     for (int64_t g = 0; g < num_ranks; ++g)
         for (int64_t q = 0; q < num_ranks; ++q) load_G(q) += pairs_GG(g, q);
     // A replica that is dropped stays in its row, at home, where it serves nothing and moves nothing.
+    Scratch<int16_t, 1> rank_R(num_replicas);
+    Scratch<int32_t, 2> tokens_RG(num_replicas, num_ranks);
     Scratch<bool, 1> kept_R(num_replicas);
+    rank_R.copy(cell.rank_R);
+    tokens_RG.copy(cell.tokens_RG);
     kept_R.fill(true);
+    const CellPlan now = {cell.home_E, cell.expert_R, rank_R, cell.slot_R, cell.fetched_R, tokens_RG};
+    int64_t best = 0;
     double best_s = INFINITY;
     // One replica goes in each round, so there are at most as many rounds as replicas.
-    while (true) {
+    for (int64_t dropped = 0;; ++dropped) {
         const costs::Parts parts = costs::cell_seconds(now, counts_GE, attention_2, prices);
         if (parts.sum() < best_s) {
+            best = dropped;
             best_s = parts.sum();
-            for (int64_t r = 0; r < num_replicas; ++r) {
-                best_R(r) = kept_R[r];
-                for (int64_t g = 0; g < num_ranks; ++g) best_RG(r, g) = now.tokens_RG(r, g);
-            }
+            best_R.copy(kept_R);
+            best_RG.copy(tokens_RG);
         }
-        if (!parts.is_exposed()) return;
+        if (!parts.is_exposed()) return best;
         const int64_t r = least_on_busiest(now, num_ranks, prices);
-        if (r == NONE) return;
+        if (r == NONE) return best;
         kept_R(r) = false;
         prune::reassign(now, kept_R, r, load_G);
     }

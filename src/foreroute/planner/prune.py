@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.costs.model import PRICES, Prices
-from foreroute.kernels import ArrayOf, compiled
+from foreroute.kernels import INT, ArrayOf, compiled
 from foreroute.plan.hosts import CELL_PLAN, CellPlan
 
 
@@ -15,9 +15,8 @@ def prune_replicas(
 ) -> CellPlan:
     """Drop replicas of one cell while their transfers expose time; returns a faster plan, or `cell` itself."""
     kept_R, tokens_RG = np.empty(len(cell.expert_R), np.bool_), np.empty_like(cell.tokens_RG)
-    now = cell._replace(rank_R=cell.rank_R.copy(), tokens_RG=cell.tokens_RG.copy())
-    _prune(now, counts_GE, attention_2, prices, kept_R, tokens_RG)
-    return cell if kept_R.all() else cell._replace(tokens_RG=tokens_RG).only(kept_R)
+    num_dropped = _prune(cell, counts_GE, attention_2, prices, kept_R, tokens_RG)
+    return cell._replace(tokens_RG=tokens_RG).only(kept_R) if num_dropped else cell
 
 
 _prune = compiled(
@@ -28,4 +27,5 @@ _prune = compiled(
     PRICES,
     ArrayOf(np.bool_, 1, filled=True),
     ArrayOf(np.int32, 2, filled=True),
+    returns=INT,
 )

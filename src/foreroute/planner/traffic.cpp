@@ -4,8 +4,8 @@
 
 namespace traffic {
 
-// A plan that saves less than this share of a cell's seconds is not worth its transfers: the cost model is not exact to a
-// part in a thousand.
+// A plan that saves less than this share of a cell's seconds is not worth its transfers: the cost model is not exact to
+// a part in a thousand.
 constexpr double WORTH = 1e-3;
 
 // Sort indices `low` to `high` by value, the least first. Equal values stand as quicksort leaves them, always the same.
@@ -80,7 +80,8 @@ void quotas(const Array<int64_t, 2> &demand_NE, const Array<bool, 2> &hosted_NE,
             foreign_E(e) += demand - own;
             hosts_E(e) += hosted_NE(node, e);
         }
-    // Invariant: load_N is the sum of quota_NE over experts. Experts with one host first: nothing is to be chosen there.
+    // Invariant: load_N is the sum of quota_NE over experts. Experts with one host first: nothing is to be chosen
+    // there.
     for (int64_t flexible = 0; flexible < 2; ++flexible)
         for (int64_t e = 0; e < num_experts; ++e) {
             if ((hosts_E[e] > 1) != flexible) continue;
@@ -95,8 +96,8 @@ void quotas(const Array<int64_t, 2> &demand_NE, const Array<bool, 2> &hosted_NE,
                 }
                 int64_t amount = foreign_E[e];
                 // The emptiest node takes what brings it to the load of the next, so that both are even; where that is
-                // little, half of what is left instead, so that an expert ends in few pieces (each a transfer of rows to
-                // another node), at most one for each time that its tokens can be halved.
+                // little, half of what is left instead, so that an expert ends in few pieces (each a transfer of rows
+                // to another node), at most one for each time that its tokens can be halved.
                 if (second != NONE) amount = min(amount, max(load_N[second] - load_N[first], (amount + 1) / 2));
                 quota_NE(first, e) += amount;
                 load_N(first) += amount;
@@ -192,8 +193,8 @@ void lay_on_ranks(const Trial &trial, int64_t node, int64_t slots) {
     }
 }
 
-// What each rank serves of each expert, where nodes host `hosted_NE`. No rank takes more than `slots` replicas, nor, where
-// this construction finds a way to, more than the target.
+// What each rank serves of each expert, where nodes host `hosted_NE`. No rank takes more than `slots` replicas, nor,
+// where this construction finds a way to, more than the target.
 void serve_locally(const Trial &trial, int64_t slots) {
     trial.served_GE.fill(0);
     trial.load_G.fill(0);
@@ -204,8 +205,8 @@ void serve_locally(const Trial &trial, int64_t slots) {
             trial.served_GE(trial.home_E[e], e) += trial.left_NE(node, e);
 }
 
-// The slot of an expert on rank g, and whether it must be fetched there. What is held stays in its slot. Others take empty
-// slots, then those whose expert is worth least to the node.
+// The slot of an expert on rank g, and whether it must be fetched there. What is held stays in its slot. Others take
+// empty slots, then those whose expert is worth least to the node.
 int64_t take_slot(const Trial &trial, int64_t g, int64_t e, const Array<double, 1> &worth_S, bool &is_fetched) {
     int64_t slot = NONE;
     for (int64_t s = 0; s < worth_S.length(); ++s)
@@ -252,25 +253,6 @@ int64_t make_plan(const Trial &trial, const CellPlan &made) {
     return end;
 }
 
-CellPlan first_rows(const CellPlan &cell, int64_t end) {
-    return {cell.home_E,
-            cell.expert_R.slice(0, end),
-            cell.rank_R.slice(0, end),
-            cell.slot_R.slice(0, end),
-            cell.fetched_R.slice(0, end),
-            cell.tokens_RG.slice(0, end)};
-}
-
-void copy_rows(const CellPlan &from, const CellPlan &to) {
-    for (int64_t r = 0; r < from.expert_R.length(); ++r) {
-        to.expert_R(r) = from.expert_R[r];
-        to.rank_R(r) = from.rank_R[r];
-        to.slot_R(r) = from.slot_R[r];
-        to.fetched_R(r) = from.fetched_R[r];
-        for (int64_t g = 0; g < from.tokens_RG.shape[1]; ++g) to.tokens_RG(r, g) = from.tokens_RG(r, g);
-    }
-}
-
 }  // namespace traffic
 
 // Write the replicas of the best plan found into `found`; returns how many, or NONE where the cell should stay.
@@ -296,12 +278,17 @@ LOOP int64_t replicate_for_traffic(const CellPlan &cell, const Array<const int32
             choose_hosted(wanted_NE, order_X, cell.home_E, prices.ranks_per_node, few,
                           limits[i] * static_cast<double>(few), trial.hosted_NE);
             serve_locally(trial, few);
-            const CellPlan other = first_rows(made, make_plan(trial, made));
+            const CellPlan other = made.rows(0, make_plan(trial, made));
             const double seconds = costs::cell_seconds(other, counts_GE, attention_2, prices).sum();
             const int64_t num_replicas = other.expert_R.length();
             if (seconds < least_s || (num_replicas < fewest && seconds < least_s * (1 + WORTH))) {
-                copy_rows(other, found);
                 num_found = fewest = num_replicas;
+                const CellPlan kept = found.rows(0, num_found);
+                kept.expert_R.copy(other.expert_R);
+                kept.rank_R.copy(other.rank_R);
+                kept.slot_R.copy(other.slot_R);
+                kept.fetched_R.copy(other.fetched_R);
+                kept.tokens_RG.copy(other.tokens_RG);
             }
             least_s = min(least_s, seconds);
             if (seconds > last_s * (1 + WORTH)) break;
