@@ -248,6 +248,7 @@ LOOP void plan_block(const Array<const int32_t, 4> &counts_MLGE, const search::L
     using namespace search;
     const int64_t num_layers = block.layers_end - block.first_layer;
     Cell cell(counts_MLGE.shape[2], counts_MLGE.shape[3], slots, ranks_per_node, persistent, later);
+    Circles circles(cell);
     int64_t c = block.begin * num_layers;
     for (int64_t m = block.begin; m < block.end; ++m) {
         for (int64_t layer = block.first_layer; layer < block.layers_end; ++layer, ++c) {
@@ -263,7 +264,7 @@ LOOP void plan_block(const Array<const int32_t, 4> &counts_MLGE, const search::L
             if (persistent && local) serve_near(cell, target);
             const int64_t reached = find_replicas(cell, target, tolerance > 0.0);
             restore_held(cell);
-            if (local) keep_local(cell, reached);
+            if (local) circles.empty(reached);
             if (persistent) {
                 // A slot that serves nothing was not filled: it still holds what it held.
                 for (int64_t x = cell.num_experts; x < cell.num_hosts; ++x)
