@@ -260,7 +260,8 @@ LOOP void plan_block(const Array<const int32_t, 4> &counts_MLGE, const search::L
             const int64_t total =
                 begin_cell(cell, counts_GE, hosts.home_LE[layer - block.first_layer], held_LH[layer]);
             figures_C2(c, 1) = least_load(cell);
-            const int64_t target = target_of(total, tolerance, cell.num_ranks);
+            // what no plan can come below is not searched for
+            const int64_t target = max(target_of(total, tolerance, cell.num_ranks), figures_C2(c, 1));
             if (persistent && local) serve_near(cell, target);
             const int64_t reached = find_replicas(cell, target, tolerance > 0.0);
             restore_held(cell);
