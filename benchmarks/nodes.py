@@ -46,7 +46,7 @@ from benchmarks.harness.step_prediction import (
 )
 from foreroute import planner
 from foreroute.costs import hardware_preset, model_preset
-from foreroute.costs.links import pairs_between
+from foreroute.costs.links import served_loads
 from foreroute.costs.model import CostModel
 from foreroute.costs.pricing import ALL_TO_ALL, step_parts
 from foreroute.plan import PlanOptions, StepPlan, Topology
@@ -320,10 +320,9 @@ def _carried_by(work: Callable[[], object], nodes: Nodes) -> tuple[int, int]:
 
 def _crossing(case: TimedStep, pass_name: PassName) -> int:
     """Assignments that are served on another node than their token's."""
-    plan, node_G = case.plan.in_pass(pass_name), case.plan.topology.node_G
-    is_away_GG = node_G[:, None] != node_G
-    cells = np.ndindex(*plan.shape[:2])
-    return sum(int(pairs_between(plan.cell(*cell), case.counts_MLGE[cell])[is_away_GG].sum()) for cell in cells)
+    hosts, ranks_per_node = case.plan.in_pass(pass_name).hosts, case.plan.topology.ranks_per_node
+    _, crossing_ML, _ = served_loads(hosts, case.counts_MLGE, ranks_per_node)
+    return int(crossing_ML.sum())
 
 
 def _config(nodes: Nodes) -> SimulateConfig:

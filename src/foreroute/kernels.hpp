@@ -12,6 +12,22 @@
 
 #define LOOP extern "C" __attribute__((visibility("default")))
 
+// A function that is compiled for vectors of 256 bits, which not every processor has, as is what it calls that is INLINED.
+#define INLINED inline __attribute__((always_inline))
+#ifdef __x86_64__
+#include <cpuid.h>
+#define WIDE __attribute__((target("avx2")))
+inline bool has_wide_vectors() {
+    unsigned a = 0, b = 0, c = 0, d = 0, kept = 0;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return false;
+    __asm__("xgetbv" : "=a"(kept), "=d"(d) : "c"(0));  // whether the system keeps such registers
+    return (kept & 6) == 6 && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2);
+}
+#else
+#define WIDE
+inline bool has_wide_vectors() { return false; }
+#endif
+
 constexpr int64_t NONE = -1;  // no rank, no expert, no slot
 
 template <class T>

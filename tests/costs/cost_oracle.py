@@ -4,7 +4,8 @@ import math
 
 import numpy as np
 
-from foreroute.costs.pricing import cell_seconds, slowest_attention
+from foreroute.costs.pricing import step_parts
+from foreroute.plan.hosts import Hosts
 
 PASSES = {"recompute": [["f"]], "update": [["f"], ["f", "b"]]}
 GEMM, WEIGHTS, MEMORY, CORE = {"f": 1, "b": 2}, {"f": 1, "b": 4}, {"f": 1, "b": 1.6}, {"f": 1, "b": 3}
@@ -13,8 +14,7 @@ GEMM, WEIGHTS, MEMORY, CORE = {"f": 1, "b": 2}, {"f": 1, "b": 4}, {"f": 1, "b": 
 
 def price_cell(cell, counts_GE, topology, costs, slots="layer"):
     """Seconds of a cell as compiled: [2 passes, 5 parts]."""
-    counts = np.ascontiguousarray(counts_GE, np.int32)
-    return cell_seconds(cell, counts, slowest_attention(counts, costs), costs.prices(topology, slots))
+    return step_parts(Hosts.of_cells(cell.home_E[None], [cell]), counts_GE[None, None], topology, costs, slots)
 
 
 def oracle(cell, counts_GE, topology, costs, slots="layer"):

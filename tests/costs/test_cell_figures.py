@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from foreroute.costs import links
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
+from foreroute.costs.pricing import work_of_cells
 from foreroute.plan import Topology
+from foreroute.plan.hosts import Hosts
 from foreroute.simulate.workload import WORKLOADS
 from tests.costs.cost_oracle import oracle, price_cell
 from tests.plan.random_plans import LINKS, random_plan
@@ -41,7 +43,8 @@ def test_figures_equal_the_slow_oracle(dispatcher, paths, num_ranks, ranks_per_n
         expected, rows = oracle(cell, counts_GE, topology, costs, slots)
         for parts_P, pass_name in zip(parts_SP, ("recompute", "update"), strict=True):
             assert parts_P.tolist() == pytest.approx(list(expected[pass_name].values()), rel=1e-12)
-        rows_G4 = links.rows_sent(links.pairs_between(cell, counts_GE), costs.prices(topology))
+        hosts = Hosts.of_cells(cell.home_E[None], [cell])
+        rows_G4 = work_of_cells(hosts, counts_GE[None, None], costs.prices(topology)).rows_MLG4[0, 0]
         for link, direction in itertools.product(("cluster", "node"), ("out", "in")):
             by_hand = [rows.get((link, direction, g), 0) for g in range(num_ranks)]
             assert rows_G4[:, getattr(links, f"{link}_{direction}".upper())] == pytest.approx(by_hand, rel=1e-12)
@@ -69,14 +72,19 @@ def test_the_estimate_is_near_the_count_on_generated_routes():
     workload = replace(WORKLOADS["G16"], num_micro_steps=1, num_layers=1, mean_length=60)
     ids_TK, rank_T = routes_of(workload.draw(seed=1), 0, 0)
     topology, cluster, node = HARDWARE["h100"].topology(16, 0), 0, 0
-    width, home_E, pairs_GG = topology.ranks_per_node, topology.contiguous_home_E(128), np.zeros((16, 16), np.int64)
+    width, home_E, counts_MLGE = (
+        topology.ranks_per_node,
+        topology.contiguous_home_E(128),
+        np.zeros((1, 1, 16, 128), int),
+    )
+    np.add.at(counts_MLGE[0, 0], (rank_T[:, None], ids_TK), 1)
     for source, ranks in zip(rank_T.tolist(), home_E[ids_TK].tolist(), strict=True):
-        np.add.at(pairs_GG[source], ranks, 1)
         for there in {rank // width for rank in ranks}:
             enters = source if there == source // width else there * width + source % width
             cluster += enters != source
             node += sum(rank // width == there and rank != enters for rank in set(ranks))
     costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"], dispatcher="dedup")
-    estimate_4 = links.rows_sent(pairs_GG, costs.prices(topology)).sum(axis=0)
+    hosts = Hosts.with_room(home_E[None], 1, 16, 0)
+    estimate_4 = work_of_cells(hosts, counts_MLGE, costs.prices(topology)).rows_MLG4.sum(axis=(0, 1, 2))
     assert 0.92 < estimate_4[links.CLUSTER_OUT] / cluster < 1.005
     assert 0.89 < estimate_4[links.NODE_OUT] / node < 0.95

@@ -33,15 +33,6 @@ def test_presets_and_overrides(tmp_path):
     assert (cluster.costs.dispatcher, cluster.costs.sequence_tokens) == ("copies", 512)
 
 
-def test_whole_numbers_give_prices_of_the_same_types():
-    """A kernel is compiled anew for every type that it is given."""
-    links = dict.fromkeys(("node_latency_s", "cluster_latency_s"), 1)
-    whole = parse_cluster(USUAL | {"hardware": {"preset": "h100", "layer_s": 1}, "links": links}, source="whole")
-    usual = parse_cluster(USUAL, source="usual")
-    types = [[type(value) for value in each.costs.prices(each.topology)] for each in (whole, usual)]
-    assert types[0] == types[1]
-
-
 @pytest.mark.parametrize("hardware", HARDWARE)
 def test_a_cluster_can_be_written_down_and_read_again(hardware):
     given = {

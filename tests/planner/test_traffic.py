@@ -7,15 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from foreroute.costs.model import CostModel
+from foreroute.costs.model import PRICES, CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.costs.pricing import slowest_attention
+from foreroute.kernels import INT, compiled
 from foreroute.plan import CellPlan, PlanOptions, Topology
 from foreroute.plan.checker import verify
-from foreroute.plan.hosts import Hosts
+from foreroute.plan.hosts import CELL_PLAN, Hosts
 from foreroute.planner import plan
 from foreroute.planner.priced import Window
-from foreroute.planner.prune import _least_on_busiest, prune_replicas
+from foreroute.planner.prune import prune_replicas
 from foreroute.simulate.workload import WORKLOADS
 from tests.costs.cost_oracle import price_cell
 from tests.plan.random_plans import LINKS, random_counts, random_plan
@@ -249,12 +250,13 @@ def test_without_reason_a_cell_stays_as_it_is():
 def test_weights_in_kept_slots_are_fetched_once_a_pass_and_in_shared_ones_three_times(slots, experts):
     """A gradient takes as long as two fetches. Rank 0 sends four experts, rank 1 gets five gradients."""
     places = [(0, 2), (0, 3), (1, 2), (1, 3), (2, 3), (2, 4), (2, 5), (3, 4), (3, 5)]
-    expert_R, rank_R = np.array(places, np.int16).T
+    expert_R, rank_R = np.array(places, np.int16).T.copy()
     cell = CellPlan(
         np.repeat(np.arange(6), 2).astype(np.int16), expert_R, rank_R, rank_R, expert_R < 2, np.ones((9, 6), np.int32)
     )
     prices = replace(COSTS, paths="direct").prices(Topology(6, 6, 9, LINKS), slots)
-    assert expert_R[_least_on_busiest(cell, 6, prices)] in experts
+    least_on_busiest = compiled("least_on_busiest", CELL_PLAN, INT, PRICES, returns=INT)
+    assert expert_R[least_on_busiest(cell, 6, prices)] in experts
 
 
 def test_where_host_memory_is_slow_replicas_of_other_nodes_are_kept():

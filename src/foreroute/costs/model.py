@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from foreroute.checks import check_number, whole_number
 from foreroute.errors import ConfigError, shown
+from foreroute.kernels import BOOL, FLOAT, INT, ArrayOf, StructOf
 from foreroute.plan.capabilities import FetchPath, check_paths, takes_host_memory
 from foreroute.plan.hosts import Hosts
 from foreroute.plan.options import SlotSharing
@@ -172,6 +173,7 @@ PASSES = (((1, 0),), ((1, 0), (1, 1)))
 """Recompute and update, each as its groups of (forward passes, backward passes) over every cell, in order. The update
 goes through all layers forward, then backward, where each layer's activations are first computed anew and replicas
 return gradients. Weights of replicas are fetched once for each group, while the group before it runs."""
+_GROUPS = np.array([(s, *group) for s, groups in enumerate(PASSES) for group in groups])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,8 +218,11 @@ class CostModel:
         6 h i FLOPs per row, in whole tiles; all weights once through memory; (8 h + 6 i) bytes per row through
         memory to permute, activate and unpermute it (bf16). `tokens_X`, of any shape, are assignments of each expert.
         """
-        seconds: NDArray[np.float64] = expert_seconds(np.asarray(tokens_X), self._expert_prices(one))
-        return seconds
+        of, tokens_X = self._expert_prices(one), np.asarray(tokens_X)
+        # a tile that is not full takes as long, and an expert without tokens reads no weights
+        tile_rows_X = -(-tokens_X // of.tile_rows) * of.tile_rows
+        seconds_X: NDArray[np.float64] = tile_rows_X * of.row_s + (tokens_X > 0) * of.weight_s + tokens_X * of.pair_s
+        return seconds_X
 
     def _expert_prices(self, one: PassCost) -> ExpertPrices:
         shape, hardware = self.model, self.hardware
@@ -228,7 +233,7 @@ class CostModel:
             products * 2 * shape.expert_parameters / hardware.gemm_flops_per_s,
             one.weights * shape.expert_bytes / hardware.memory_bytes_per_s,
             one.memory * (8 * shape.hidden + 6 * shape.intermediate) / hardware.memory_bytes_per_s,
-            float(hardware.replica_s if is_forward else hardware.replica_backward_s),
+            hardware.replica_s if is_forward else hardware.replica_backward_s,
         )
 
     def step_seconds(self, hosts: Hosts, topology: Topology) -> float:
@@ -279,18 +284,18 @@ class CostModel:
             backward=self._expert_prices(BACKWARD),
             node_row_s=shape.row_bytes / links.node_bytes_per_s,
             cluster_row_s=shape.row_bytes / links.cluster_bytes_per_s,
-            latency_s=float(links.cluster_latency_s if topology.num_nodes > 1 else links.node_latency_s),
+            latency_s=links.cluster_latency_s if topology.num_nodes > 1 else links.node_latency_s,
             host_fetch_s=shape.expert_bytes / links.host_bytes_per_s,
             node_fetch_s=shape.expert_bytes / links.node_bytes_per_s,
             cluster_fetch_s=shape.expert_bytes / links.cluster_bytes_per_s,
             node_gradient_s=gradient_bytes / links.node_bytes_per_s,
             cluster_gradient_s=gradient_bytes / links.cluster_bytes_per_s,
-            layer_s=float(self.hardware.layer_s),  # a whole number of a TOML would compile every kernel anew
+            layer_s=self.hardware.layer_s,
             dedup=self.dispatcher == "dedup",
             top_k=shape.top_k,
             ranks_per_node=topology.ranks_per_node,
             memory_ranks=topology.ranks_per_node if takes_host_memory(self.paths) else 1,
-            groups=tuple((s, *group) for s, groups in enumerate(PASSES) for group in groups),
+            groups=_GROUPS,
             refetches=slots == "shared",
         )
 
@@ -306,7 +311,7 @@ class ExpertPrices(NamedTuple):
 
 
 class Prices(NamedTuple):
-    """A cost model on a topology as plain numbers, for compiled code. Seconds, unless said."""
+    """A cost model on a topology as plain numbers, for compiled code (links.hpp). Seconds, unless said."""
 
     # of one expert in either pass
     forward: ExpertPrices
@@ -327,8 +332,31 @@ class Prices(NamedTuple):
     top_k: int  # picks per token
     ranks_per_node: int  # of the topology
     memory_ranks: int  # neighbouring ranks that fetch each other's weights through host memory; 1: none do
-    groups: tuple[tuple[int, int, int], ...]  # (pass, forwards, backwards) of all groups of both passes
+    groups: NDArray[np.int64]  # [groups of both passes, 3]: pass, forwards, backwards
     refetches: bool  # whether each group of a pass fetches weights; else the first one does, and slots keep them
+
+
+_EXPERT_PRICES = StructOf(tile_rows=INT, row_s=FLOAT, weight_s=FLOAT, pair_s=FLOAT, replica_s=FLOAT)
+PRICES = StructOf(
+    forward=_EXPERT_PRICES,
+    backward=_EXPERT_PRICES,
+    node_row_s=FLOAT,
+    cluster_row_s=FLOAT,
+    latency_s=FLOAT,
+    host_fetch_s=FLOAT,
+    node_fetch_s=FLOAT,
+    cluster_fetch_s=FLOAT,
+    node_gradient_s=FLOAT,
+    cluster_gradient_s=FLOAT,
+    layer_s=FLOAT,
+    dedup=BOOL,
+    top_k=INT,
+    ranks_per_node=INT,
+    memory_ranks=INT,
+    groups=ArrayOf(np.int64, 2),
+    refetches=BOOL,
+)
+"""As compiled loops take them."""
 
 
 def _check_seconds(owner: Hardware | CostModel, *names: str) -> None:
@@ -337,9 +365,3 @@ def _check_seconds(owner: Hardware | CostModel, *names: str) -> None:
         value = getattr(owner, name)
         if isinstance(value, bool) or value != 0:
             check_number(value, name=name, most=MOST_SECONDS, error=ConfigError)
-
-
-def expert_seconds(tokens: Any, of: ExpertPrices) -> Any:
-    """Seconds of one local expert, of numbers and arrays alike, compiled or not."""
-    # a tile that is not full takes as long, and an expert without tokens reads no weights
-    return -(-tokens // of.tile_rows) * of.tile_rows * of.row_s + (tokens > 0) * of.weight_s + tokens * of.pair_s

@@ -1,24 +1,23 @@
-"""The cost model on one cell: how long experts, exchanges and transfers take, and which parts of a step that is."""
+"""The cost model on cells: how long experts, exchanges and transfers take, and which parts of a step that is.
+
+Compiled (pricing.hpp).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from foreroute.costs.links import HOST, all_to_all_seconds, pairs_between, rows_sent, transfer_seconds
-from foreroute.costs.model import BACKWARD, FORWARD, CostModel, Prices, expert_seconds
-from foreroute.kernels import kernel
-from foreroute.plan.hosts import CellPlan, Hosts
+from foreroute.costs.model import BACKWARD, FORWARD, PRICES, CostModel, Prices
+from foreroute.kernels import ArrayOf, compiled
+from foreroute.plan.hosts import HOSTS, Hosts
 from foreroute.plan.options import PASS_NAMES, SlotSharing
 from foreroute.plan.topology import Topology
 
 PART_NAMES = ("attention", "all-to-all", "experts", "fixed", "exposed transfers")
 ATTENTION, ALL_TO_ALL, EXPERTS, FIXED, EXPOSED = range(5)
-
-_expert_seconds = njit(nogil=True, inline="always")(expert_seconds)
 
 
 def slowest_attention(counts_XGE: NDArray[np.integer], costs: CostModel) -> NDArray[np.float64]:
@@ -29,19 +28,30 @@ def slowest_attention(counts_XGE: NDArray[np.integer], costs: CostModel) -> NDAr
 
 
 def step_parts(
-    hosts: Hosts, counts_MLGE: NDArray[np.int32], topology: Topology, costs: CostModel, slots: SlotSharing = "layer"
+    hosts: Hosts, counts_MLGE: NDArray[np.integer], topology: Topology, costs: CostModel, slots: SlotSharing = "layer"
 ) -> NDArray[np.float64]:
-    """float64 [2, 5], seconds of `PASS_NAMES` and `PART_NAMES` of a step, one cell of int32 [M, L, G, E] after another.
+    """float64 [2, 5], seconds of `PASS_NAMES` and `PART_NAMES` of a step, cell by cell of counts [M, L, G, E].
 
     Deduplicated rows are estimated: on generated routes of 16 to 64 ranks 0 to 7 % low over NICs, 6 to 10 % inside
     nodes, and 0 to 3 % in seconds.
     """
     # no placement of experts changes attention, so it is priced once for all cells
-    prices, attention_ML2 = costs.prices(topology, slots), slowest_attention(counts_MLGE, costs)
+    attention_ML2, prices = slowest_attention(counts_MLGE, costs), costs.prices(topology, slots)
+    return parts_of_cells(hosts, np.ascontiguousarray(counts_MLGE, np.int32), attention_ML2, prices)
+
+
+def parts_of_cells(
+    hosts: Hosts, counts_MLGE: NDArray[np.int32], attention_ML2: NDArray[np.float64], prices: Prices
+) -> NDArray[np.float64]:
+    """As `step_parts`, where attention takes the slowest rank so long in a forward and in a backward pass."""
     parts_SP = np.zeros((len(PASS_NAMES), len(PART_NAMES)))
-    for m, layer in np.ndindex(*counts_MLGE.shape[:2]):
-        parts_SP += cell_seconds(hosts.cell(m, layer), counts_MLGE[m, layer], attention_ML2[m, layer], prices)
+    _parts(hosts, counts_MLGE, attention_ML2, prices, parts_SP)
     return parts_SP
+
+
+_parts = compiled(
+    "parts_of_cells", HOSTS, ArrayOf(np.int32, 4), ArrayOf(np.float64, 3), PRICES, ArrayOf(np.float64, 2, filled=True)
+)
 
 
 def least_seconds(counts_MLGE: NDArray[np.integer], topology: Topology, costs: CostModel) -> NDArray[np.float64]:
@@ -57,84 +67,41 @@ def least_seconds(counts_MLGE: NDArray[np.integer], topology: Topology, costs: C
     prices = costs.prices(topology)
     passes_ML2 = slowest_attention(counts_MLGE, costs) + np.stack(experts_s, axis=-1)
     passes_ML2 += prices.layer_s + 2 * prices.latency_s
-    passes_2 = np.array(prices.groups)[:, 1:].sum(axis=0)
+    passes_2 = prices.groups[:, 1:].sum(axis=0)
     seconds_ML: NDArray[np.float64] = passes_ML2 @ passes_2
     return seconds_ML
 
 
-@kernel
-def experts_by_rank(cell: CellPlan, counts_GE: Any, prices: Prices) -> Any:
-    """float64 [G] twice, seconds of each rank's experts in a forward pass, and in a backward pass."""
-    num_ranks, num_experts = counts_GE.shape
-    forward_G, backward_G = np.zeros(num_ranks), np.zeros(num_ranks)
-    home_tokens_E = np.zeros(num_experts, np.int64)
-    for g in range(num_ranks):
-        for e in range(num_experts):
-            home_tokens_E[e] += counts_GE[g, e]
-    for r in range(len(cell.expert_R)):
-        tokens = 0
-        for g in range(num_ranks):
-            tokens += cell.tokens_RG[r, g]
-        # the home serves what no replica does
-        rank, home = cell.rank_R[r], cell.home_E[cell.expert_R[r]]
-        home_tokens_E[cell.expert_R[r]] -= tokens
-        forward_G[rank] += _expert_seconds(tokens, prices.forward)
-        backward_G[rank] += _expert_seconds(tokens, prices.backward)
-        if rank != home:
-            # both ends spend time on a replica, whatever it serves
-            for end in (rank, home):
-                forward_G[end] += prices.forward.replica_s
-                backward_G[end] += prices.backward.replica_s
-    for e in range(num_experts):
-        forward_G[cell.home_E[e]] += _expert_seconds(home_tokens_E[e], prices.forward)
-        backward_G[cell.home_E[e]] += _expert_seconds(home_tokens_E[e], prices.backward)
-    return forward_G, backward_G
+class CellWork(NamedTuple):
+    """What each cell puts on ranks and links in a pass: seconds, but for rows."""
+
+    all_to_all_ML: NDArray[np.float64]  # [M, L], of one dispatch, or combine
+    # [M, L, G, 4], of one dispatch, over each rank's NIC out, NIC in, node link out and node link in
+    rows_MLG4: NDArray[np.float64]
+    experts_MLG2: NDArray[np.float64]  # [M, L, G, 2], forward and backward
+    # as `links.transfer_seconds`
+    fetch_MLG5: NDArray[np.float64]
+    gradient_MLG5: NDArray[np.float64]
 
 
-@kernel
-def cell_seconds(cell: CellPlan, counts_GE: Any, attention_s: Any, prices: Prices) -> Any:
-    """Give what `seconds_of_rows` gives for the rows that `rows_sent` estimates."""
-    rows_G4 = rows_sent(pairs_between(cell, counts_GE), prices)
-    return seconds_of_rows(rows_G4, cell, counts_GE, attention_s, prices)
+def work_of_cells(hosts: Hosts, counts_MLGE: NDArray[np.integer], prices: Prices) -> CellWork:
+    """What the hosts of a step put on ranks and links."""
+    num_micro_steps, num_layers, num_ranks, _ = counts_MLGE.shape
+    shapes = ((), (num_ranks, 4), (num_ranks, 2), (num_ranks, 5), (num_ranks, 5))
+    work = CellWork(*(np.zeros((num_micro_steps, num_layers, *shape)) for shape in shapes))
+    _work(hosts, np.ascontiguousarray(counts_MLGE, np.int32), prices, *work)
+    return work
 
 
-@kernel
-def seconds_of_rows(rows_G4: Any, cell: CellPlan, counts_GE: Any, attention_s: Any, prices: Prices) -> Any:
-    """float64 [2 passes, 5 parts], seconds of a cell whose dispatch sends `rows_G4`.
-
-    `attention_s` are those of the slowest rank, in a forward pass and in a backward pass.
-    """
-    num_ranks = len(rows_G4)
-    leg_s = all_to_all_seconds(rows_G4, prices)
-    forward_G, backward_G = experts_by_rank(cell, counts_GE, prices)
-    fetch_G5, gradient_G5 = transfer_seconds(cell.expert_R, cell.rank_R, cell.fetched_R, cell.home_E, num_ranks, prices)
-    forward_s, backward_s, copies_s = 0.0, 0.0, 0.0
-    for g in range(num_ranks):
-        forward_s, backward_s = max(forward_s, forward_G[g]), max(backward_s, backward_G[g])
-        copies_s = max(copies_s, fetch_G5[g, HOST])
-    parts_SP, fetches_S = np.zeros((2, 5)), np.zeros(2)
-    for pass_index, forwards, backwards in prices.groups:
-        attention = forwards * attention_s[0] + backwards * attention_s[1]
-        all_to_all = 2 * (forwards + backwards) * leg_s
-        experts = forwards * forward_s + backwards * backward_s
-        fixed = (forwards + backwards) * prices.layer_s
-        parts_SP[pass_index, ATTENTION] += attention
-        parts_SP[pass_index, ALL_TO_ALL] += all_to_all
-        parts_SP[pass_index, EXPERTS] += experts
-        parts_SP[pass_index, FIXED] += fixed
-        # Transfers run beside the cell before, which is taken to be as long as this one: a layer's time once the
-        # pipeline of layers runs. Copies from host memory have the whole of a group of passes. Slots that a layer keeps
-        # are filled once in a pass, shared ones for each group.
-        if prices.refetches or fetches_S[pass_index] == 0:
-            parts_SP[pass_index, EXPOSED] += max(0.0, copies_s - (attention + all_to_all + experts + fixed))
-            fetches_S[pass_index] += 1
-    for pass_index in range(2):
-        links_s, free_s = 0.0, 0.0
-        for g in range(num_ranks):
-            for link in range(HOST):
-                links_s = max(links_s, fetches_S[pass_index] * fetch_G5[g, link] + pass_index * gradient_G5[g, link])
-        # links are free while nothing is exchanged between ranks, waits for copies included
-        for part in range(parts_SP.shape[1]):
-            free_s += 0.0 if part == ALL_TO_ALL else parts_SP[pass_index, part]
-        parts_SP[pass_index, EXPOSED] += max(0.0, links_s - free_s)
-    return parts_SP
+_FLOATS_X4 = ArrayOf(np.float64, 4, filled=True)
+_work = compiled(
+    "work_of_cells",
+    HOSTS,
+    ArrayOf(np.int32, 4),
+    PRICES,
+    ArrayOf(np.float64, 2, filled=True),
+    _FLOATS_X4,
+    _FLOATS_X4,
+    _FLOATS_X4,
+    _FLOATS_X4,
+)

@@ -45,6 +45,11 @@ class CellPlan(NamedTuple):
         none = np.empty(0, np.int16)
         return cls(home_E, none, none, none, np.empty(0, np.bool_), np.empty((0, num_ranks), np.int32))
 
+    def only(self, rows: NDArray[np.bool_] | slice) -> CellPlan:
+        """Return the cell with some of its replicas alone."""
+        some: Iterator[Any] = (array[rows] for array in self[1:])
+        return CellPlan(self.home_E, *some)
+
     def home_tokens_GE(self, counts_GE: NDArray[np.integer]) -> NDArray[np.int64]:
         """Count the assignments of source rank g to expert e that the home rank of e serves: int64 [G, E]."""
         rest_GE = counts_GE.astype(np.int64)

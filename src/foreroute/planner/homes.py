@@ -1,4 +1,11 @@
-"""The part of homes: where every expert lives during a step, from where it lives now."""
+"""The part of homes: where every expert lives during a step, from where it lives now. Compiled (homes.cpp).
+
+Layers are searched one at a time, by exchanges of two experts. The objective is twice the surplus of all ranks over
+their mean, in every micro-step, plus that of all nodes. Counting in int32 lets an exchange be priced in a few vector
+instructions. Simulated annealing after it lowers the objective by 0 to 6 % more and changes no plan beyond what another
+seed of it does: on the workloads G8 to G64 and R8, with budgets of 4, 16 and all experts, modelled seconds of steps
+differ by -0.2 to 0.1 % in the mean of five draws.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.checks import whole_number
 from foreroute.errors import ConfigError, TopologyError
+from foreroute.kernels import INT, ArrayOf, compiled
 from foreroute.plan.counts import check_counts
 from foreroute.plan.options import LARGEST_OPTION
 from foreroute.plan.topology import Topology
@@ -52,20 +60,31 @@ def place_homes(
     budget = num_experts if max_moves is None else min(max_moves, num_experts)
     if budget < 2 or topology.num_ranks == 1:  # one move alone leaves ranks with unequal numbers of experts
         return start_LE.copy()
-    from foreroute.planner import homes_kernels as kernels
 
     # Each surplus must be carried to another rank, that of a node over the slower link. One placement serves all
     # micro-steps, so their loads are not summed first.
     def placed_E(layer: int) -> NDArray[np.int64]:
         exact_EM, load_EM = layer_loads(counts[:, layer])
         start_E = start_LE[layer].astype(np.int64)
-        placement = kernels.new_placement(load_EM, start_E, topology, budget)
-        kernels.exchange(placement)
+        table_XM = np.concatenate([load_EM, surpluses(load_EM, start_E, topology)]).astype(np.int32)
+        home_E = start_E.copy()
+        _exchange(table_XM, home_E, start_E, topology.num_ranks, topology.ranks_per_node, budget)
         # Halved loads may have misled the search; the loads as they are decide.
-        return min((placement.home_E, start_E), key=lambda home_E: kernels.objective(exact_EM, home_E, topology))
+        return min((home_E, start_E), key=lambda home_E: objective(exact_EM, home_E, topology))
 
     with ThreadPoolExecutor(threads) as pool:
         return np.stack(list(pool.map(placed_E, range(num_layers)))).astype(np.int16)
+
+
+_exchange = compiled(
+    "exchange_homes",
+    ArrayOf(np.int32, 2, filled=True),
+    ArrayOf(np.int64, 1, filled=True),
+    ArrayOf(np.int64, 1),
+    INT,
+    INT,
+    INT,
+)
 
 
 def check_homes(home_LE: ArrayLike, num_layers: int, num_experts: int, num_ranks: int) -> NDArray[np.int16]:
@@ -79,7 +98,7 @@ def check_homes(home_LE: ArrayLike, num_layers: int, num_experts: int, num_ranks
     if given.min() < 0 or given.max() >= num_ranks:
         wrong = given.min() if given.min() < 0 else given.max()
         raise TopologyError(f"an expert lives on rank {wrong}; expected ranks from 0 to {num_ranks - 1}")
-    homes = np.require(given, np.int16, ["C", "A", "W"])  # one kind of array: kernels are compiled once
+    homes = np.require(given, np.int16, ["C", "A", "W"])  # as compiled loops take them
     held_LG = (homes[:, :, None] == np.arange(num_ranks)).sum(axis=1)
     if (held_LG != num_experts // num_ranks).any():
         layer, g = np.argwhere(held_LG != num_experts // num_ranks)[0]
@@ -100,3 +119,18 @@ def layer_loads(counts_MGE: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArr
     while total >> shift > LARGEST:
         shift += 1
     return exact_EM, (exact_EM >> shift).astype(np.int32)
+
+
+def objective(load_EM: NDArray[np.int64], home_E: NDArray[np.int64], topology: Topology) -> int:
+    """The sum that is lowered."""
+    cost_X = np.maximum(surpluses(load_EM, home_E, topology), 0).sum(axis=1)
+    return int(2 * cost_X[: topology.num_ranks].sum() + cost_X[topology.num_ranks :].sum())
+
+
+def surpluses(load_EM: NDArray[np.integer], home_E: NDArray[np.int64], topology: Topology) -> NDArray[np.int64]:
+    """int64 [G + N, M], load of each rank and node minus their mean, rounded down."""
+    # All places lose the same, so comparisons hold though the mean is rounded.
+    by_rank = load_EM[np.argsort(home_E)].astype(np.int64).reshape(topology.num_ranks, -1, load_EM.shape[1])
+    load_GM = by_rank.sum(axis=1)
+    load_NM = load_GM.reshape(topology.num_nodes, topology.ranks_per_node, -1).sum(axis=1)
+    return np.concatenate([load - load.sum(axis=0) // len(load) for load in (load_GM, load_NM)])

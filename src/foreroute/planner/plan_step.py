@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.costs.model import CostModel
+from foreroute.costs.pricing import step_parts
 from foreroute.errors import ConfigError
 from foreroute.kernels import BOOL, FLOAT, INT, NONE, ArrayOf, StructOf, compiled
 from foreroute.plan.counts import check_counts, counts_digest
@@ -135,8 +136,6 @@ def _gains(
     """
     if costs is None or options.pay_off is False:
         return {}
-    from foreroute.costs.pricing import step_parts
-
     # the same homes: moves were made before, and are no part of the decision
     at_home = Hosts.with_room(hosts.home_LE, len(counts), topology.num_ranks, 0)
     home_S, planned_S = (

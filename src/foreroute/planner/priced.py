@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.costs.links import pairs_between
+from foreroute.costs.links import served_loads
 from foreroute.costs.model import CostModel, Prices
-from foreroute.costs.pricing import EXPOSED, cell_seconds, slowest_attention
+from foreroute.costs.pricing import EXPOSED, parts_of_cells, slowest_attention
 from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.plan.options import PRICED, PlanOptions
 from foreroute.plan.topology import Topology
@@ -53,11 +53,13 @@ class PricedOptions:
             if self._open:
                 self._decide(layer, cells[0])
             cells = self._refined(cells, layer, self._on_L[layer], self._prices)
-            for m, cell in enumerate(cells):
-                max_load_ML[m, place] = pairs_between(cell, self._counts_MLGE[m, layer]).sum(axis=0).max()
             refined.append(Hosts.of_cells(hosts.home_LE[place : place + 1], cells))
             count_planned(len(cells))
-        hosts.write(0, Hosts.side_by_side(refined))
+        found = Hosts.side_by_side(refined)
+        hosts.write(0, found)
+        counts_MLGE = self._counts_MLGE[:, first_layer : first_layer + len(hosts.home_LE)]
+        served_MLG, *_ = served_loads(found, counts_MLGE, self._topology.ranks_per_node)
+        np.max(served_MLG, axis=-1, out=max_load_ML)
 
     def why(self) -> dict[str, str]:
         """Say by option whether it is on, and why. Final when all cells are refined."""
@@ -127,9 +129,8 @@ class Window(NamedTuple):
 
     def parts(self, cells: list[CellPlan]) -> NDArray[np.float64]:
         """float64 [2 passes, 5 parts], of all cells together."""
-        given = zip(cells, self.counts_MGE, self.attention_M2, strict=True)
-        parts_SP: NDArray[np.float64] = np.sum([cell_seconds(*each, self.prices) for each in given], axis=0)
-        return parts_SP
+        hosts = Hosts.of_cells(cells[0].home_E[None], cells)
+        return parts_of_cells(hosts, self.counts_MGE[:, None], self.attention_M2[:, None], self.prices)
 
     def seconds(self, cells: list[CellPlan]) -> float:
         """Seconds of both passes of all cells."""

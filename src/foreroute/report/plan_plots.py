@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from foreroute.costs.pricing import PART_NAMES
 from foreroute.report.figure import PART_COLOURS, heat_maps, layer_label, stacked_bars
 from foreroute.report.format import time_unit
 from foreroute.report.page import Caption, Plot
@@ -50,8 +51,6 @@ def load_of_cells(found: PlanComparison, layers: Sequence[RoutedLayer]) -> Plot:
 
 def time_by_part(found: PlanComparison) -> Plot:
     """Modelled time by part, as executors serve the plan."""
-    from foreroute.costs.pricing import PART_NAMES
-
     methods = {HOME: found.methods[0], "as executed": found.methods[-1]}
     bars = [
         (title, [parts[part] for part in PART_NAMES])

@@ -55,9 +55,10 @@ def figures_of(
 
 def record_of(served: ServedStep, topology: Topology, costs: CostModel, *, name: str, label: str) -> MethodRecord:
     """Price a served step by the cost model, one cell after another."""
-    counts = np.ascontiguousarray(served.counts_MLGE, np.int32)  # as planners count: kernels are compiled once
     # most methods serve both passes alike, and are priced once
-    by_hosts = {id(hosts): step_parts(hosts, counts, topology, costs, served.slots) for hosts in served.passes}
+    by_hosts = {
+        id(hosts): step_parts(hosts, served.counts_MLGE, topology, costs, served.slots) for hosts in served.passes
+    }
     recompute, update = (
         dict(zip(PART_NAMES, by_hosts[id(hosts)][s].tolist(), strict=True)) for s, hosts in enumerate(served.passes)
     )

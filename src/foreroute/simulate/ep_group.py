@@ -101,26 +101,16 @@ def pass_work(
     costs: CostModel,
 ) -> PassWork:
     """Price a pass that goes forward and back; `layers` are the planned ones that stand for those of the model."""
-    shape, prices, ranks = step.counts_MLGE.shape[:2], costs.prices(topology), topology.num_ranks
-    all_to_all_ML, rows_ML2, experts_MLG2 = np.empty(shape), np.empty((*shape, 2)), np.empty((*shape, ranks, 2))
-    fetch_MLG5, gradient_MLG5 = np.zeros((2, *shape, ranks, 5))
-    for place in np.ndindex(shape):
-        cell, counts_GE = hosts.cell(*place), step.counts_MLGE[place]
-        rows_G4 = links.rows_sent(links.pairs_between(cell, counts_GE), prices)
-        all_to_all_ML[place] = links.all_to_all_seconds(rows_G4, prices)
-        rows_ML2[place] = rows_G4[:, [links.NODE_OUT, links.CLUSTER_OUT]].sum(axis=0)
-        experts_MLG2[place] = np.stack(pricing.experts_by_rank(cell, counts_GE, prices), axis=-1)
-        # shared slots keep nothing, whatever was planned
-        fetched_R = cell.fetched_R if slots == "layer" else np.ones(len(cell.rank_R), np.bool_)
-        fetch_MLG5[place], gradient_MLG5[place] = links.transfer_seconds(
-            cell.expert_R, cell.rank_R, fetched_R, cell.home_E, ranks, prices
-        )
+    # shared slots keep nothing, whatever was planned
+    fetched = hosts if slots == "layer" else hosts._replace(fetched_R=np.ones_like(hosts.fetched_R))
+    prices = costs.prices(topology)
+    work = pricing.work_of_cells(fetched, step.counts_MLGE, prices)
     # the same tokens pass all layers
     tokens_MG = step.counts_MLGE[:, 0].sum(axis=-1) / costs.model.top_k
     attention_MG2 = np.stack(
         [costs.attention_seconds(tokens_MG, step.squares_MG, one) for one in (FORWARD, BACKWARD)], -1
     )
-    fetch_KMLG5 = np.stack([fetch_MLG5[:, layers]] * 2)
+    fetch_KMLG5 = np.stack([work.fetch_MLG5[:, layers]] * 2)
     # Slots of a layer hold what the plan left there, so the way back fetches nothing. Slots that layers share hold the
     # last `prefetch` + 1 cells, which the way back begins with.
     fetched_back = max(len(layers) - costs.prefetch - 1, 0) if slots == "shared" else 0
@@ -128,11 +118,11 @@ def pass_work(
     return PassWork(
         attention_MG2=attention_MG2,
         head_MG=costs.head_seconds(tokens_MG),
-        all_to_all_ML=all_to_all_ML[:, layers],
-        rows_ML2=rows_ML2[:, layers],
-        experts_MLG2=experts_MLG2[:, layers],
+        all_to_all_ML=work.all_to_all_ML[:, layers],
+        rows_ML2=work.rows_MLG4[:, layers][..., [links.NODE_OUT, links.CLUSTER_OUT]].sum(axis=2),
+        experts_MLG2=work.experts_MLG2[:, layers],
         layer_s=prices.layer_s,
         host_KMLG=fetch_KMLG5[..., links.HOST],
         direct_KMLG4=fetch_KMLG5[..., : links.HOST],
-        gradient_MLG4=gradient_MLG5[:, layers][..., : links.HOST],
+        gradient_MLG4=work.gradient_MLG5[:, layers][..., : links.HOST],
     )

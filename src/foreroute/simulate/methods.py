@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.costs.links import pairs_between
+from foreroute.costs.links import served_loads
 from foreroute.costs.model import CostModel
 from foreroute.plan.capabilities import Ability, lacking
 from foreroute.plan.hosts import CellPlan, Hosts
@@ -114,16 +114,8 @@ class ServedStep:
 
     def loads(self, topology: Topology) -> Loads:
         """Count what every rank serves."""
-        shape = (len(self.passes), *self.counts_MLGE.shape[:2])
-        served_SMLG, crossing_SML = np.zeros((*shape, topology.num_ranks), np.int64), np.zeros(shape, np.int64)
-        fetches_SML, is_away_GG = np.zeros(shape, np.int64), topology.node_G[:, None] != topology.node_G
-        for place in np.ndindex(shape):
-            cell = self.passes[place[0]].cell(*place[1:])
-            pairs_GG = pairs_between(cell, np.ascontiguousarray(self.counts_MLGE[place[1:]], np.int32))
-            served_SMLG[place], crossing_SML[place] = pairs_GG.sum(axis=0), pairs_GG[is_away_GG].sum()
-            # a home that a balancer lists has kept its weights: it is where they are trained
-            fetches_SML[place] = (cell.fetched_R & (cell.home_E[cell.expert_R] != cell.rank_R)).sum()
-        return Loads(served_SMLG, crossing_SML, fetches_SML)
+        of_passes = [served_loads(hosts, self.counts_MLGE, topology.ranks_per_node) for hosts in self.passes]
+        return Loads(*(np.stack(of_pass) for of_pass in zip(*of_passes, strict=True)))
 
 
 def over(values: NDArray[np.number], mean: NDArray[np.number]) -> NDArray[np.float64]:

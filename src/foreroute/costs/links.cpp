@@ -1,0 +1,31 @@
+#include "costs/links.hpp"
+
+LOOP void seconds_of_transfers(const Array<const int64_t, 1> &expert_R, const Array<const int64_t, 1> &rank_R,
+                           const Array<const bool, 1> &fetched_R, const Array<const int64_t, 1> &home_E,
+                           const costs::Prices &prices, const Array<double, 2> &fetch_G5,
+                           const Array<double, 2> &gradient_G5) {
+    costs::transfer_seconds(expert_R, rank_R, fetched_R, home_E, prices, fetch_G5, gradient_G5);
+}
+
+// What each rank serves in each cell of [M, L], how much of it comes from another node, and how many experts are moved
+// there.
+LOOP void loads_of_cells(const Hosts &hosts, const Array<const int32_t, 4> &counts_MLGE, int64_t ranks_per_node,
+                       const Array<int64_t, 3> &served_MLG, const Array<int64_t, 2> &crossing_ML,
+                       const Array<int64_t, 2> &fetches_ML) {
+    const auto [num_micro_steps, num_layers, num_ranks, num_experts] = counts_MLGE.shape;
+    Scratch<int64_t, 2> pairs_GG(num_ranks, num_ranks);
+    for (int64_t m = 0; m < num_micro_steps; ++m)
+        for (int64_t layer = 0; layer < num_layers; ++layer) {
+            const CellPlan cell = hosts.cell(m * num_layers + layer);
+            pairs_GG.fill(0);
+            costs::pairs_between(cell, counts_MLGE[m][layer], pairs_GG);
+            for (int64_t g = 0; g < num_ranks; ++g)
+                for (int64_t q = 0; q < num_ranks; ++q) {
+                    served_MLG(m, layer, q) += pairs_GG(g, q);
+                    if (g / ranks_per_node != q / ranks_per_node) crossing_ML(m, layer) += pairs_GG(g, q);
+                }
+            // a home that a balancer lists has kept its weights: it is where they are trained
+            for (int64_t r = 0; r < cell.expert_R.length(); ++r)
+                fetches_ML(m, layer) += cell.fetched_R[r] && cell.home_E[cell.expert_R[r]] != cell.rank_R[r];
+        }
+}

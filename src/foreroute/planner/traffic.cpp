@@ -1,0 +1,312 @@
+// Replicas that keep tokens on their node, as planner/traffic.py describes them.
+#include "costs/pricing.hpp"
+#include "planner/split.hpp"
+
+namespace traffic {
+
+// A plan that saves less than this share of a cell's seconds is not worth its transfers: the cost model is not exact to a
+// part in a thousand.
+constexpr double WORTH = 1e-3;
+
+// Sort indices `low` to `high` by value, the least first. Equal values stand as quicksort leaves them, always the same.
+void sort_indices(const Array<int64_t, 1> &value_X, const Array<int64_t, 1> &order_X, int64_t low, int64_t high) {
+    const auto value = [&](int64_t i) { return value_X[order_X[i]]; };
+    const auto swap = [&](int64_t i, int64_t j) {
+        const int64_t x = order_X[i];
+        order_X(i) = order_X[j];
+        order_X(j) = x;
+    };
+    while (high - low >= 15) {  // fewer are sorted faster one by one
+        const int64_t middle = (low + high) / 2;
+        if (value(middle) < value(low)) swap(low, middle);
+        if (value(high) < value(middle)) swap(high, middle);
+        if (value(middle) < value(low)) swap(low, middle);
+        const int64_t pivot = value(middle);
+        swap(high, middle);
+        int64_t i = low, j = high - 1;
+        while (true) {
+            while (i < high && value(i) < pivot) ++i;
+            while (j >= low && pivot < value(j)) --j;
+            if (i >= j) break;
+            swap(i++, j--);
+        }
+        swap(i, high);
+        // the smaller part by a call, so that calls are few within each other
+        if (high - i > i - low) {
+            sort_indices(value_X, order_X, low, i - 1);
+            low = i + 1;
+        } else {
+            sort_indices(value_X, order_X, i + 1, high);
+            high = i - 1;
+        }
+    }
+    for (int64_t i = low + 1; i <= high; ++i)
+        for (int64_t j = i; j > low && value(j) < value(j - 1); --j) swap(j, j - 1);
+}
+
+// What each node hosts: its homes, and what its tokens want most, in the order of the flat indices `order_X`; at most
+// `most_copies` other nodes host the experts of one home rank.
+void choose_hosted(const Array<const double, 2> &wanted_NE, const Array<const int64_t, 1> &order_X,
+                   const Array<int16_t, 1> &home_E, int64_t ranks_per_node, int64_t slots, double most_copies,
+                   const Array<bool, 2> &hosted_NE) {
+    const auto [num_nodes, num_experts] = wanted_NE.shape;
+    // The slots kept back are for parts of experts that are too large for one rank: a slot for each rank but one, and a
+    // quarter of all at most (chosen by hand).
+    const int64_t guests = slots * ranks_per_node - min(ranks_per_node - 1, slots * ranks_per_node / 4);
+    Scratch<int64_t, 1> free_N(num_nodes), copies_G(num_nodes * ranks_per_node);
+    hosted_NE.fill(false);
+    free_N.fill(guests);
+    for (int64_t e = 0; e < num_experts; ++e) hosted_NE(home_E[e] / ranks_per_node, e) = true;
+    for (int64_t i = 0; i < order_X.length(); ++i) {
+        const int64_t node = order_X[i] / num_experts, e = order_X[i] % num_experts;
+        if (wanted_NE(node, e) == 0 || hosted_NE(node, e) || free_N[node] == 0) continue;
+        if (static_cast<double>(copies_G[home_E[e]]) < most_copies) {
+            hosted_NE(node, e) = true;
+            free_N(node) -= 1;
+            copies_G(home_E[e]) += 1;
+        }
+    }
+}
+
+// What each node serves of each expert.
+void quotas(const Array<int64_t, 2> &demand_NE, const Array<bool, 2> &hosted_NE, const Array<int64_t, 2> &quota_NE) {
+    const auto [num_nodes, num_experts] = demand_NE.shape;
+    Scratch<int64_t, 1> load_N(num_nodes), foreign_E(num_experts), hosts_E(num_experts);
+    for (int64_t node = 0; node < num_nodes; ++node)
+        for (int64_t e = 0; e < num_experts; ++e) {
+            const int64_t demand = demand_NE(node, e), own = hosted_NE(node, e) ? demand : 0;
+            quota_NE(node, e) = own;
+            load_N(node) += own;
+            foreign_E(e) += demand - own;
+            hosts_E(e) += hosted_NE(node, e);
+        }
+    // Invariant: load_N is the sum of quota_NE over experts. Experts with one host first: nothing is to be chosen there.
+    for (int64_t flexible = 0; flexible < 2; ++flexible)
+        for (int64_t e = 0; e < num_experts; ++e) {
+            if ((hosts_E[e] > 1) != flexible) continue;
+            while (foreign_E[e] > 0) {
+                int64_t first = NONE, second = NONE;
+                for (int64_t node = 0; node < num_nodes; ++node) {
+                    if (!hosted_NE(node, e)) continue;
+                    if (first == NONE || load_N[node] < load_N[first])
+                        second = first, first = node;
+                    else if (second == NONE || load_N[node] < load_N[second])
+                        second = node;
+                }
+                int64_t amount = foreign_E[e];
+                // The emptiest node takes what brings it to the load of the next, so that both are even; where that is
+                // little, half of what is left instead, so that an expert ends in few pieces (each a transfer of rows to
+                // another node), at most one for each time that its tokens can be halved.
+                if (second != NONE) amount = min(amount, max(load_N[second] - load_N[first], (amount + 1) / 2));
+                quota_NE(first, e) += amount;
+                load_N(first) += amount;
+                foreign_E(e) -= amount;
+            }
+        }
+}
+
+// A cell whose replicas are chosen anew, and what is the same for all trials.
+struct Trial {
+    const Array<int16_t, 1> &home_E;
+    const Array<const int32_t, 2> &counts_GE;
+    const Array<const int16_t, 2> &held_GS;
+    const Array<const double, 2> &worth_NE;
+    int64_t ranks_per_node, target;
+    Scratch<int64_t, 2> demand_NE;  // assignments of each node's own tokens
+    Scratch<bool, 2> holds_GE;
+    // of one trial
+    Scratch<bool, 2> hosted_NE;
+    Scratch<int64_t, 2> left_NE;    // what nodes serve and no rank yet
+    Scratch<int64_t, 2> served_GE;  // what each rank serves of each expert
+    Scratch<int64_t, 1> load_G;
+
+    Trial(const CellPlan &cell, const Array<const int32_t, 2> &counts, const Array<const int16_t, 2> &held,
+          const Array<const double, 2> &worth, int64_t per_node, int64_t most)
+        : home_E(cell.home_E), counts_GE(counts), held_GS(held), worth_NE(worth), ranks_per_node(per_node),
+          target(most), demand_NE(worth.shape[0], worth.shape[1]), holds_GE(counts.shape[0], counts.shape[1]),
+          hosted_NE(worth.shape[0], worth.shape[1]), left_NE(worth.shape[0], worth.shape[1]),
+          served_GE(counts.shape[0], counts.shape[1]), load_G(counts.shape[0]) {
+        const auto [num_ranks, num_experts] = counts_GE.shape;
+        for (int64_t g = 0; g < num_ranks; ++g) {
+            for (int64_t e = 0; e < num_experts; ++e) demand_NE(g / ranks_per_node, e) += counts_GE(g, e);
+            for (int64_t s = 0; s < held_GS.shape[1]; ++s)
+                if (held_GS(g, s) != NONE) holds_GE(g, held_GS(g, s)) = true;
+        }
+    }
+};
+
+// The rank of a node, from `begin` to before `end`, that takes a replica of an expert: the one with least to do.
+int64_t best_rank(const Trial &trial, int64_t e, int64_t begin, int64_t end, int64_t slots,
+                  const Array<int64_t, 1> &used_G) {
+    int64_t best = NONE, least = trial.target;
+    for (int64_t rank = begin; rank < end; ++rank) {
+        if (used_G[rank - begin] >= slots || trial.served_GE(rank, e) != 0 || rank == trial.home_E[e]) continue;
+        // a rank that holds the expert and is not full goes before all others
+        const bool is_held = trial.holds_GE(rank, e) && trial.load_G[rank] < trial.target;
+        const int64_t load = trial.load_G[rank] - (is_held ? trial.target : 0);
+        if (load < least) best = rank, least = load;
+    }
+    return best;
+}
+
+// Lay a node's experts on its ranks. What found no place stays in `left_NE`.
+void lay_on_ranks(const Trial &trial, int64_t node, int64_t slots) {
+    const int64_t num_experts = trial.home_E.length(), target = trial.target;
+    const int64_t begin = node * trial.ranks_per_node, end = begin + trial.ranks_per_node;
+    const Array<int64_t, 1> left_E = trial.left_NE[node], &load_G = trial.load_G;
+    for (int64_t e = 0; e < num_experts; ++e) {
+        const int64_t home = trial.home_E[e];
+        if (home < begin || home >= end) continue;
+        trial.served_GE(home, e) += left_E[e];
+        load_G(home) += left_E[e];
+        left_E(e) = 0;
+    }
+    for (int64_t rank = begin; rank < end; ++rank) {
+        const Array<int64_t, 1> served_E = trial.served_GE[rank];
+        // Each turn takes the rank to the target, or all of one expert away from it.
+        while (load_G[rank] > target) {  // cut the largest home expert
+            int64_t largest = 0;
+            for (int64_t e = 1; e < num_experts; ++e)
+                if (served_E[e] > served_E[largest]) largest = e;
+            const int64_t amount = min(served_E[largest], load_G[rank] - target);
+            served_E(largest) -= amount;
+            load_G(rank) -= amount;
+            left_E(largest) += amount;
+        }
+    }
+    // Invariant: no rank that takes a replica is above the target or takes more than `slots`.
+    Scratch<int64_t, 1> used_G(trial.ranks_per_node), order_E(num_experts), smallness_E(num_experts);
+    for (int64_t e = 0; e < num_experts; ++e) order_E(e) = e, smallness_E(e) = -left_E[e];
+    sort_indices(smallness_E, order_E, 0, num_experts - 1);
+    for (int64_t i = 0; i < num_experts; ++i) {
+        const int64_t e = order_E[i];
+        while (left_E[e] > 0) {
+            const int64_t best = best_rank(trial, e, begin, end, slots, used_G);
+            if (best == NONE) break;
+            const int64_t amount = min(left_E[e], target - load_G[best]);
+            trial.served_GE(best, e) = amount;
+            load_G(best) += amount;
+            used_G(best - begin) += 1;
+            left_E(e) -= amount;
+        }
+    }
+}
+
+// What each rank serves of each expert, where nodes host `hosted_NE`. No rank takes more than `slots` replicas, nor, where
+// this construction finds a way to, more than the target.
+void serve_locally(const Trial &trial, int64_t slots) {
+    trial.served_GE.fill(0);
+    trial.load_G.fill(0);
+    quotas(trial.demand_NE, trial.hosted_NE, trial.left_NE);
+    for (int64_t node = 0; node < trial.left_NE.length(); ++node) lay_on_ranks(trial, node, slots);
+    for (int64_t node = 0; node < trial.left_NE.length(); ++node)
+        for (int64_t e = 0; e < trial.home_E.length(); ++e)
+            trial.served_GE(trial.home_E[e], e) += trial.left_NE(node, e);
+}
+
+// The slot of an expert on rank g, and whether it must be fetched there. What is held stays in its slot. Others take empty
+// slots, then those whose expert is worth least to the node.
+int64_t take_slot(const Trial &trial, int64_t g, int64_t e, const Array<double, 1> &worth_S, bool &is_fetched) {
+    int64_t slot = NONE;
+    for (int64_t s = 0; s < worth_S.length(); ++s)
+        if (trial.held_GS(g, s) == e) slot = s;
+    is_fetched = slot == NONE;
+    if (!is_fetched) return slot;
+    slot = 0;
+    for (int64_t s = 1; s < worth_S.length(); ++s)
+        if (worth_S[s] < worth_S[slot]) slot = s;
+    worth_S(slot) = INFINITY;
+    return slot;
+}
+
+// Write the replicas of a trial into `made`; returns how many.
+int64_t make_plan(const Trial &trial, const CellPlan &made) {
+    const auto [num_ranks, num_experts] = trial.counts_GE.shape;
+    Scratch<double, 2> worth_GS(num_ranks, trial.held_GS.shape[1]);
+    for (int64_t g = 0; g < num_ranks; ++g)
+        for (int64_t s = 0; s < worth_GS.shape[1]; ++s) {
+            const int64_t e = trial.held_GS(g, s);
+            worth_GS(g, s) = e == NONE                    ? -1.0
+                             : trial.served_GE(g, e) > 0 ? INFINITY
+                                                         : trial.worth_NE(g / trial.ranks_per_node, e);
+        }
+    Scratch<int64_t, 1> left_G(num_ranks), home_G(num_ranks), quota_V(num_ranks);
+    int64_t end = 0;
+    for (int64_t e = 0; e < num_experts; ++e) {
+        const int64_t first = end, home = trial.home_E[e];
+        for (int64_t g = 0; g < num_ranks; ++g) {
+            left_G(g) = trial.counts_GE(g, e);
+            if (trial.served_GE(g, e) == 0 || g == home) continue;
+            made.expert_R(end) = static_cast<int16_t>(e);
+            made.rank_R(end) = static_cast<int16_t>(g);
+            made.slot_R(end) = static_cast<int16_t>(take_slot(trial, g, e, worth_GS[g], made.fetched_R(end)));
+            made.tokens_RG[end].fill(0);
+            quota_V(end - first) = trial.served_GE(g, e);
+            ++end;
+        }
+        const int64_t home_quota = trial.served_GE(home, e);
+        if (end > first)
+            split_expert({made.rank_R, made.tokens_RG, first, end, home, home_quota, trial.ranks_per_node}, quota_V,
+                         left_G, home_G, true);
+    }
+    return end;
+}
+
+CellPlan first_rows(const CellPlan &cell, int64_t end) {
+    return {cell.home_E,
+            cell.expert_R.slice(0, end),
+            cell.rank_R.slice(0, end),
+            cell.slot_R.slice(0, end),
+            cell.fetched_R.slice(0, end),
+            cell.tokens_RG.slice(0, end)};
+}
+
+void copy_rows(const CellPlan &from, const CellPlan &to) {
+    for (int64_t r = 0; r < from.expert_R.length(); ++r) {
+        to.expert_R(r) = from.expert_R[r];
+        to.rank_R(r) = from.rank_R[r];
+        to.slot_R(r) = from.slot_R[r];
+        to.fetched_R(r) = from.fetched_R[r];
+        for (int64_t g = 0; g < from.tokens_RG.shape[1]; ++g) to.tokens_RG(r, g) = from.tokens_RG(r, g);
+    }
+}
+
+}  // namespace traffic
+
+// Write the replicas of the best plan found into `found`; returns how many, or NONE where the cell should stay.
+LOOP int64_t replicate_for_traffic(const CellPlan &cell, const Array<const int32_t, 2> &counts_GE,
+                                   const Array<const double, 2> &wanted_NE, const Array<const double, 2> &worth_NE,
+                                   const Array<const int64_t, 1> &order_X, const Array<const int16_t, 2> &held_GS,
+                                   int64_t target, const Array<const double, 1> &limits,
+                                   const Array<const double, 1> &attention_2, const costs::Prices &prices,
+                                   const CellPlan &found) {
+    using namespace traffic;
+    const Trial trial(cell, counts_GE, held_GS, worth_NE, prices.ranks_per_node, target);
+    const int64_t room = found.expert_R.length();
+    const Scratch<int16_t, 1> expert_R(room), rank_R(room), slot_R(room);
+    const Scratch<bool, 1> fetched_R(room);
+    const Scratch<int32_t, 2> tokens_RG(room, counts_GE.length());
+    const CellPlan made = {cell.home_E, expert_R, rank_R, slot_R, fetched_R, tokens_RG};
+    int64_t num_found = NONE, fewest = cell.expert_R.length();
+    double least_s = costs::cell_seconds(cell, counts_GE, attention_2, prices).sum() * (1 - WORTH);
+    for (int64_t i = 0; i < limits.length(); ++i) {
+        // as many replicas as fit, then a quarter fewer each time, as long as that takes no more time
+        double last_s = INFINITY;
+        for (int64_t few = held_GS.shape[1]; few > 0; few = few * 3 / 4) {
+            choose_hosted(wanted_NE, order_X, cell.home_E, prices.ranks_per_node, few,
+                          limits[i] * static_cast<double>(few), trial.hosted_NE);
+            serve_locally(trial, few);
+            const CellPlan other = first_rows(made, make_plan(trial, made));
+            const double seconds = costs::cell_seconds(other, counts_GE, attention_2, prices).sum();
+            const int64_t num_replicas = other.expert_R.length();
+            if (seconds < least_s || (num_replicas < fewest && seconds < least_s * (1 + WORTH))) {
+                copy_rows(other, found);
+                num_found = fewest = num_replicas;
+            }
+            least_s = min(least_s, seconds);
+            if (seconds > last_s * (1 + WORTH)) break;
+            last_s = min(last_s, seconds);
+        }
+    }
+    return num_found;
+}
