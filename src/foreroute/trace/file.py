@@ -83,9 +83,7 @@ allocate without bound."""
 _BOOLS = ArrayOf(np.bool_, 1)
 _gaps_of_rows, _put_sets = (
     {
-        dtype: compiled(
-            f"{loop}_{dtype}", ArrayOf(dtype, 3), _BOOLS, INT, ArrayOf(dtype, 3, filled=True), returns=BOOL
-        )
+        dtype: compiled(f"{loop}_{dtype}", ArrayOf(dtype, 3), _BOOLS, INT, ArrayOf(dtype, 3, filled=True), returns=BOOL)
         for dtype in ID_TYPES
     }
     for loop in ("gaps_of_rows", "put_sets")
