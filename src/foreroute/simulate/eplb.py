@@ -74,20 +74,11 @@ def even_split(
 
 def eplb_placement(loads_E: NDArray[np.number], num_copies: int, num_ranks: int) -> NDArray[np.int64]:
     """int64 [num_copies], the logical expert in every place; rank g has the places g * num_copies / G and on."""
-    loads_E = loads_E.astype(np.float32)
-    expert_C, copies_E = np.empty(num_copies, np.int64), np.empty(len(loads_E), np.int64)
-    _replicate(loads_E, expert_C, copies_E)
-    # as published, which otherwise would order the copies by their load
-    if num_copies == num_ranks:
-        return expert_C
-    load_C = loads_E[expert_C] / copies_E.astype(np.float32)[expert_C]
-    place_C, expert_P = np.empty(num_copies, np.int64), np.empty(num_copies, np.int64)
-    _pack(load_C, np.argsort(-load_C, kind="stable"), num_ranks, place_C)
-    expert_P[place_C] = expert_C
+    expert_P = np.empty(num_copies, np.int64)
+    _place_copies(loads_E.astype(np.float32), num_ranks, expert_P)
     return expert_P
 
 
-_INTEGERS = ArrayOf(np.int64, 1, filled=True)
 _split_evenly = compiled(
     "split_evenly",
     ArrayOf(np.int32, 1),
@@ -95,5 +86,4 @@ _split_evenly = compiled(
     ArrayOf(np.int64, 2),
     ArrayOf(np.int64, 2, filled=True),
 )
-_replicate = compiled("replicate_by_load", ArrayOf(np.float32, 1), _INTEGERS, _INTEGERS)
-_pack = compiled("pack_copies", ArrayOf(np.float32, 1), ArrayOf(np.int64, 1), INT, _INTEGERS)
+_place_copies = compiled("place_copies", ArrayOf(np.float32, 1), INT, ArrayOf(np.int64, 1, filled=True))
