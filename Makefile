@@ -2,20 +2,18 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-# environments and compiled kernels carry the hash of what they were made from: what has changed is made anew, and nothing else
+# environments carry the hash of what they were made from: what has changed is made anew, and nothing else
 hash = $(shell cat $(sort $(1)) | sha256sum | cut -c 1-12)
-READY := $(VENV)/.ready-$(call hash,pyproject.toml constraints.txt)
+INSTALLED := $(VENV)/.ready-$(call hash,pyproject.toml constraints.txt)
+# the loops in C++, in one library
+KERNELS := src/foreroute/_kernels.so
+READY := $(INSTALLED) $(KERNELS)
 export OMP_NUM_THREADS = 1
 export HF_HUB_OFFLINE = 1
 # tests start hundreds of processes, and each would compile all it imports anew
 unexport PYTHONDONTWRITEBYTECODE
-# where kernels stand, and what they take code and constants from
-KERNEL_SOURCES := src/foreroute/kernels.py $(addprefix src/foreroute/,trace layout plan costs planner simulate) \
-	benchmarks/balancers benchmarks/harness
-KERNELS := .numba_cache/$(call hash,$(shell find $(KERNEL_SOURCES) -name '*.py'))
-export NUMBA_CACHE_DIR = $(CURDIR)/$(KERNELS)
 
-.PHONY: environments demo demo-ep test test-whole night check checks bench gpu experiments docs config-reference clean
+.PHONY: environments kernels demo demo-ep test test-whole night check checks bench gpu experiments docs config-reference clean
 
 demo: $(READY)
 	$(BIN)/foreroute demo
@@ -26,11 +24,6 @@ environments: $(READY) vllm-env megatron-newest
 # the demo's task on four expert-parallel ranks of this machine
 demo-ep: $(READY)
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m foreroute.cli demo-ep --folder runs/demo-ep/$$(date +%Y-%m-%d_%H-%M-%S)
-
-# tests run every kernel briefly: compiling them at level 1 takes 33 s of the planner's 79 s, and changes no result.
-# numba does not mind the level when it looks for what it compiled before
-test test-whole test-megatron-newest night-%: export NUMBA_OPT = 1
-test test-whole test-megatron-newest night-%: export NUMBA_CACHE_DIR = $(CURDIR)/$(KERNELS)/level-1
 
 # tests/slowest_files.txt orders the files
 PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -45,7 +38,7 @@ test-whole: $(READY)
 
 # what nobody waits for, before an issue that touches it is closed: make night PART=verl for one part. The parts stand in
 # make/night.mk, make/settings.mk, make/megatron.mk and make/verl.mk
-NIGHT := exhaustive robustness processors oldest newest engines settings megatron verl
+NIGHT := exhaustive robustness kernels processors oldest newest engines settings megatron verl
 PART ?= $(NIGHT)
 night: $(PART:%=night-%)
 
@@ -71,7 +64,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks all --json
 
 # what only a GPU can show, in nine minutes: tests, of which one that crashes or hangs costs the others nothing, then
-# figures. With PYTHON= it takes that one, as it is, and makes no .venv
+# figures. With PYTHON= it takes that one, as it is, and makes no .venv; the library of loops is compiled if it is not there
 DEVICE ?= cuda
 # in the order of their weight: what is left when time is used up is skipped
 GPU_TESTS := tests/gpu/test_families.py tests/gpu/test_sampling_masks.py tests/adapters/hf/test_on_devices.py \
@@ -89,6 +82,7 @@ gpu: $(READY)
 	@$(call run-gpu,$(BIN)/python)
 else
 gpu:
+	@test -f $(KERNELS) || $(PYTHON) hatch_build.py
 	@export PYTHONPATH=src$${PYTHONPATH:+:$$PYTHONPATH}; $(call run-gpu,$(PYTHON))
 endif
 
@@ -98,7 +92,7 @@ experiments: $(READY) vllm-env
 	$(BIN)/python -m experiments page
 
 # torch is installed on its own first, in the pinned version, before anything can ask for another
-$(READY): | $(KERNELS)
+$(INSTALLED):
 	@command -v $(PYTHON) >/dev/null || { echo "there is no $(PYTHON); name a Python from 3.11 on: make PYTHON=python3.12" >&2; exit 1; }
 	@echo "making $(VENV) and installing into it: some minutes, with torch as the largest download"
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
@@ -108,10 +102,9 @@ $(READY): | $(KERNELS)
 	rm -f $(VENV)/.ready*
 	touch $@
 
-# numba looks for a change in the file that a kernel stands in, and in no other
-$(KERNELS):
-	rm -rf .numba_cache
-	mkdir -p $@
+kernels: $(KERNELS)
+$(KERNELS): $(shell find src/foreroute -name '*.[ch]pp') hatch_build.py | $(INSTALLED)
+	$(BIN)/python hatch_build.py
 
 include make/vllm.mk
 include make/night.mk
@@ -121,4 +114,4 @@ include make/verl.mk
 include make/wheel.mk
 
 clean:
-	rm -rf $(VENV) .venv-vllm* .venv-verl .venv-oldest .venv-newest .venv-settings dist .numba_cache .megatron-* site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm* .venv-verl .venv-oldest .venv-newest .venv-settings dist $(KERNELS) .megatron-* site .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,4 +1,6 @@
-"""Compiles the C++ of src/foreroute into the library that `foreroute.kernels` loads: at a build, or `python hatch_build.py`.
+"""Compiles the C++ of src/foreroute into the library that `foreroute.kernels` loads.
+
+A build of a wheel does it, an editable install, `make kernels`, and `python hatch_build.py [FILE FLAGS...]`.
 
 The compiler is Clang, as the package ziglang brings it: no system needs one.
 """
@@ -14,7 +16,10 @@ from typing import Any
 
 SOURCE = Path(__file__).parent / "src" / "foreroute"
 # No reordering of floating-point operations: a plan is the same on every processor.
-FLAGS = "-std=c++20 -O3 -fno-exceptions -fno-rtti -ffp-contract=off -fwrapv -fvisibility=hidden -Wall -Wextra -Werror -s"
+FLAGS = (
+    "-std=c++20 -O3 -ffp-contract=off -fwrapv -fno-exceptions -fno-rtti -nostdlib++ -shared -fPIC -fvisibility=hidden "
+    "-s -Wall -Wextra -Werror"
+)
 LOOSEST_GLIBC = {"x86_64": "x86_64-linux-gnu.2.17", "aarch64": "aarch64-linux-gnu.2.17"}
 """What a wheel of Linux runs on."""
 
@@ -24,7 +29,7 @@ def compile_kernels(target: Path, *flags: str) -> None:
     unit = "".join(f'#include "{path.relative_to(SOURCE)}"\n' for path in sorted(SOURCE.rglob("*.cpp")))
     machine = sysconfig.get_platform().removeprefix("linux-").replace("-", "_")
     runs_on = ["-target", LOOSEST_GLIBC[machine]] if machine in LOOSEST_GLIBC else []
-    command = [sys.executable, "-m", "ziglang", "c++", "-nostdlib++", "-shared", "-fPIC", *FLAGS.split(), *runs_on, *flags]
+    command = [sys.executable, "-m", "ziglang", "c++", *FLAGS.split(), *runs_on, *flags]
     # put in place when it is whole: a process may have the old one loaded
     made = target.with_suffix(f".{os.getpid()}")
     subprocess.run([*command, f"-I{SOURCE}", "-o", made, "-x", "c++", "-"], input=unit, text=True, check=True)

@@ -20,9 +20,8 @@ import zstandard
 from benchmarks.harness.pairs import seconds_in_turn
 from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace, concatenate, load
-from foreroute.trace.checks import check_rows
+from foreroute.trace.checks import are_sets_of_eight, check_rows
 from foreroute.trace.file import FORMAT, Encoding, encode
-from foreroute.trace.kernels import are_sets_of_eight
 
 NUM_EXPERTS, TOP_K, NUM_LAYERS, LENGTH = 128, 8, 48, 1000
 MADE_LAYERS = 8

@@ -1,9 +1,10 @@
 """Changes one place of the source at a time and asks whether a room's tests notice: `python -m make.mutations`.
 
 The quick tests of a room run once under coverage (`pip install coverage`). A mutation meets those that ran its lines,
-cheapest first. One in a kernel, or in what runs on import, meets all of them, and each meets those with ranks: coverage
-sees none of these. Lots are drawn by statements, so that trees get equal mutations where their source is equal. A
-mutation is killed when a test fails, or when the tests run four times as long as without it and two minutes.
+cheapest first. One in C++, or in what runs on import, meets all of them, and each meets those with ranks: coverage sees
+none of these. Lots are drawn by statements, or lines of C++, so that trees get equal mutations where their source is
+equal. One that does not compile is drawn anew. A mutation is killed when a test fails, or when the tests run four times
+as long as without it and two minutes.
 """
 
 import argparse
@@ -17,12 +18,13 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,14 +35,18 @@ ROOT = Path(__file__).parents[1]
 ROOMS = "files,trace,layout,capture,mismatch,plan,costs,planner,replay,ep,adapters/hf,adapters/megatron"
 READERS = "files", "trace", "capture", "plan"
 """Rooms that tests/robustness tests too."""
-LOADED = "numba", "hypothesis", "scipy.optimize", "torch._dynamo", "transformers"
+LOADED = "hypothesis", "scipy.optimize", "torch._dynamo", "transformers"
 """Once, before tests are forked."""
 RANKS = "src/foreroute/testing/ranks.py"
-KERNEL = re.compile(r"(?m)^@(kernel|routine|inlined)\b|\bnjit\(")
+LIBRARY = "src/foreroute/_kernels.so"
 _COMPARED = [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)]
 _PAIRS = [*_COMPARED, (ast.Add, ast.Sub), (ast.Mult, ast.FloorDiv), (ast.And, ast.Or)]
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {a: b for pair in _PAIRS for a, b in (pair, pair[::-1])}
 SWAPS[ast.Div] = ast.Mult
+TOKEN = re.compile(r"(?<= )(?:[<>]=?|[=!]=|&&|\|\||[-+*/])(?= )|\b(?:true|false)\b|(?<![\w.])(?<!\de-)\d+(?![\w.])")
+"""What is changed in C++, where a pair of signs stands between spaces."""
+TOKENS = dict(pair.split(" ") for pair in ("< <=", "> >=", "== !=", "+ -", "* /", "&& ||", "true false"))
+TOKENS |= {b: a for a, b in TOKENS.items()}
 
 
 class Mutation(NamedTuple):
@@ -92,8 +98,7 @@ def main() -> None:
         ignored = shutil.ignore_patterns(".git", ".venv*", ".megatron*", "runs", "site", "dist", ".mypy_cache")
         shutil.copytree(ROOT, tree, ignore=ignored)
         os.chdir(tree)
-        os.environ |= {"PYTHONPATH": str(tree / "src"), "NUMBA_CACHE_DIR": str(tree / ".numba_cache"), "NUMBA_OPT": "1"}
-        os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        os.environ |= {"PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         sys.path[:0] = [str(tree / "src"), str(tree)]
         for name in LOADED:
             importlib.import_module(name)
@@ -101,9 +106,14 @@ def main() -> None:
             share = args.number * (n + 1) // len(rooms) - args.number * n // len(rooms)
             seconds = _alone(room)
             figures: dict[str, list[str]] = {"killed": [], "not run": [], "survivors": []}
-            for mutation in sorted(_mutations(tree, room, args.seed), key=lambda mutation: mutation.lot)[:share]:
+            for mutation in sorted(_mutations(tree, room, args.seed), key=lambda mutation: mutation.lot):
+                if sum(map(len, figures.values())) == share:
+                    break
                 order = _order(tree, mutation, seconds)
-                is_killed = bool(order) and _is_killed(mutation, order, 4 * sum(seconds[test] for test in order) + 120)
+                with _changed(mutation) as compiles:
+                    if not compiles:
+                        continue
+                    is_killed = bool(order) and _is_killed(order, 4 * sum(seconds[test] for test in order) + 120)
                 figures["killed" if is_killed else "survivors" if order else "not run"].append(mutation.told)
                 print(room, "killed" if is_killed else "survived", len(order), mutation.told, file=sys.stderr)
             print(json.dumps({"room": room, "tests": len(seconds), **figures}), flush=True)
@@ -138,21 +148,30 @@ def _order(tree: Path, mutation: Mutation, seconds: dict[str, float]) -> dict[st
     }
 
 
-def _is_killed(mutation: Mutation, order: dict[str, Any], limit: float) -> bool:
-    """Whether tests fail, or do not end within so many seconds."""
-    path = Path(mutation.path)
+@contextmanager
+def _changed(mutation: Mutation) -> Iterator[bool]:
+    """Whether the changed tree compiles, in which the body runs."""
+    path, library, compiles = Path(mutation.path), Path(LIBRARY).read_bytes(), True
     source, status = path.read_bytes(), path.stat()
     path.write_bytes(source[: mutation.begin] + mutation.text.encode() + source[mutation.end :])
-    # a kernel that took code or a constant of this file would not be compiled anew
-    is_stale = not mutation.is_seen or KERNEL.search(source.decode()) is not None
-    code = _code(Tests(order), sorted({test.partition("::")[0] for test in order}), limit, is_stale)
+    if path.suffix != ".py":
+        # what a mutation leaves unused is no error of it
+        command = [sys.executable, "hatch_build.py", LIBRARY, "-Wno-error"]
+        compiles = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    yield compiles
     path.write_bytes(source)
-    # Python and numba keep what they compiled by the time of its file
+    Path(LIBRARY).write_bytes(library)
+    # Python keeps what it compiled by the time of its file
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def _is_killed(order: dict[str, Any], limit: float) -> bool:
+    """Whether tests fail, or do not end within so many seconds."""
+    code = _code(Tests(order), sorted({test.partition("::")[0] for test in order}), limit)
     return code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
 
 
-def _code(tests: Tests, folders: list[str], limit: float, is_stale: bool = False) -> int | None:
+def _code(tests: Tests, folders: list[str], limit: float) -> int | None:
     """The exit code of pytest in a fork of this process; None where it does not end within so many seconds."""
     if (child := os.fork()) == 0:
         try:
@@ -160,7 +179,7 @@ def _code(tests: Tests, folders: list[str], limit: float, is_stale: bool = False
             with open("output.txt", "wb") as output:
                 os.dup2(output.fileno(), 1)
                 os.dup2(output.fileno(), 2)
-            os._exit(_run(tests, [name for name in folders if Path(name).exists()], is_stale))
+            os._exit(_run(tests, [name for name in folders if Path(name).exists()]))
         finally:
             os._exit(pytest.ExitCode.INTERNAL_ERROR)
     end = time.monotonic() + limit
@@ -174,17 +193,14 @@ def _code(tests: Tests, folders: list[str], limit: float, is_stale: bool = False
     return None
 
 
-def _run(tests: Tests, folders: list[str], is_stale: bool) -> int:
+def _run(tests: Tests, folders: list[str]) -> int:
     """Run quick tests in this process: under coverage all of them, or up to the first that fails."""
     import hypothesis
-    import numba
 
     # a failure need not be made small
     phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
     hypothesis.settings.register_profile("unshrunk", phases=phases, database=None)
     hypothesis.settings.load_profile("unshrunk")
-    if is_stale:
-        numba.config.CACHE_DIR = os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp(dir=Path.cwd())
     command = ["-q", "-n0", "-pno:cacheprovider", "--basetemp=tmp", "-mnot slow and not exhaustive", *folders]
     if (follow := tests.follow) is None:
         return pytest.main([*command, "-x"], plugins=[tests])
@@ -198,8 +214,12 @@ def _run(tests: Tests, folders: list[str], is_stale: bool) -> int:
 
 def _mutations(root: Path, room: str, seed: int) -> Iterator[Mutation]:
     """List every place of a room's files that can be changed."""
-    for path in sorted((root / "src/foreroute" / room).rglob("*.py")):
+    files = (root / "src/foreroute" / room).rglob("*")
+    for path in sorted(path for path in files if path.suffix in (".py", ".cpp", ".hpp")):
         source, name = path.read_bytes(), str(path.relative_to(root))
+        if path.suffix != ".py":
+            yield from _mutations_in_cpp(source, name, seed)
+            continue
         starts = [0]
         for line in source.splitlines(keepends=True):
             starts.append(starts[-1] + len(line))
@@ -225,10 +245,27 @@ def _mutations(root: Path, room: str, seed: int) -> Iterator[Mutation]:
             lot = hashlib.sha256(
                 f"{seed} {name} {source[first:last].strip()!r} {begin - first} {text}".encode()
             ).digest()
-            decorators = [f"@{ast.unparse(by)}" for by in function.decorator_list] if function else ["@kernel"]
-            is_seen = not any(map(KERNEL.match, decorators))
             told = f"{name}:{node.lineno}: {' '.join(source[begin:end].decode().split())} -> {text}"  # type: ignore[attr-defined]
-            yield Mutation(name, told, begin, end, text, lot, lines, is_seen)
+            yield Mutation(name, told, begin, end, text, lot, lines, is_seen=function is not None)
+
+
+def _mutations_in_cpp(source: bytes, name: str, seed: int) -> Iterator[Mutation]:
+    """List them line by line, but for comments, macros and what stands between a template's brackets."""
+    begin = 0
+    # a character for each byte
+    for number, line in enumerate(source.decode("latin-1").splitlines(keepends=True), 1):
+        code = "" if line.lstrip().startswith(("#", "template", "static_assert")) else line.partition("//")[0]
+        whole = ""
+        while whole != code:
+            whole, code = code, re.sub(r"(?<=\w)<[^<>]*>", lambda found: " " * len(found[0]), code)
+        for found in TOKEN.finditer(code):
+            token = found[0]
+            text = TOKENS.get(token) or str(int(token) + 1)
+            lot = hashlib.sha256(f"{seed} {name} {line.strip()!r} {found.start()} {text}".encode()).digest()
+            told = f"{name}:{number}: {line[: found.start()].lstrip()}[{token} -> {text}]{line[found.end() :].rstrip()}"
+            place = begin + found.start()
+            yield Mutation(name, told, place, place + len(token), text, lot, range(number, number + 1), is_seen=False)
+        begin += len(line)
 
 
 def _unexecuted(node: ast.AST) -> Iterator[ast.AST]:

@@ -1,7 +1,7 @@
-# Parts of `make night` that belong to no framework. Included by the Makefile, which names BIN, PYTEST and READY,
+# Parts of `make night` that belong to no framework. Included by the Makefile, which names BIN, PYTEST, KERNELS and READY,
 # behind make/vllm.mk.
 
-.PHONY: night-exhaustive night-robustness night-processors night-oldest night-newest night-engines
+.PHONY: night-exhaustive night-robustness night-kernels night-processors night-oldest night-newest night-engines
 
 # what is half a minute each, of which test-whole shows a part
 night-exhaustive: $(READY)
@@ -10,6 +10,16 @@ night-exhaustive: $(READY)
 # a million malformed inputs, every kind of bad path, 200 kills
 night-robustness: $(READY)
 	FOREROUTE_SAMPLE=night $(PYTEST) -rP tests/robustness
+
+# the loops in C++: compiled for a newer processor they find the same, and with checks of bounds none leaves its arrays
+NEWER ?= x86_64_v3
+night-kernels: $(READY)
+	mkdir -p build
+	$(BIN)/python hatch_build.py build/newer.so -mcpu=$(NEWER)
+	FOREROUTE_KERNELS=$(CURDIR)/build/newer.so $(PYTEST) -m "not exhaustive" $(addprefix tests/,planner costs simulate)
+	$(BIN)/python hatch_build.py build/checked.so -DCHECK_BOUNDS
+	FOREROUTE_KERNELS=$(CURDIR)/build/checked.so $(PYTEST) -m "not exhaustive" \
+		$(addprefix tests/,trace layout plan costs planner simulate)
 
 # the tests of make test as six processors round, ATEN_CPU_CAPABILITY,MKL_CBWR each; ROOM=ep for one room. ATen and MKL
 # choose their kernels apart: both have no AVX, AVX2 or AVX-512, or MKL takes less on a processor that is not Intel's, or
@@ -31,10 +41,10 @@ OLDEST := .venv-oldest
 OLDEST_PYTEST = PYTHONPATH=src $(OLDEST)/bin/python -m $(notdir $(PYTEST)) -m "not slow and not exhaustive"
 LIGHT_ROOMS := trace layout planner costs mismatch capture kernels
 HF_ROOMS := core adapters/hf replay
-night-oldest:
+night-oldest: $(KERNELS)
 	rm -rf $(OLDEST)
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/pip install --quiet $$($(PYTHON) make/lower_bounds.py) pytest pytest-xdist hypothesis scipy sybil pydantic
+	$(OLDEST)/bin/pip install --quiet $$($(PYTHON) make/lower_bounds.py) pytest pytest-xdist hypothesis scipy sybil pydantic numba
 	$(OLDEST_PYTEST) $(LIGHT_ROOMS:%=tests/%)
 	$(OLDEST)/bin/pip install --quiet $$($(PYTHON) make/lower_bounds.py hf) peft accelerate
 	$(OLDEST_PYTEST) -k "not megatron" $(HF_ROOMS:%=tests/%)
@@ -43,13 +53,13 @@ night-oldest:
 # one, of several gigabytes: make night PART=newest NEWEST_TORCH=torch
 NEWEST := .venv-newest
 NEWEST_TORCH ?= torch==2.13.0
-night-newest: $(KERNELS)
+night-newest:
 	rm -rf $(NEWEST)
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/pip install --quiet --upgrade pip
 	$(NEWEST)/bin/pip install --quiet $(NEWEST_TORCH)
 	$(NEWEST)/bin/pip install --quiet --editable '.[all]' --group dev
-	$(NEWEST)/bin/pip list --format freeze | grep -E "^(accelerate|megatron-core|numba|numpy|peft|pydantic|safetensors|torch|transformers|trl)=="
+	$(NEWEST)/bin/pip list --format freeze | grep -E "^(accelerate|megatron-core|numpy|peft|pydantic|safetensors|torch|transformers|trl)=="
 	$(NEWEST)/bin/$(notdir $(PYTEST)) -m "not slow and not exhaustive"
 	$(NEWEST)/bin/foreroute demo
 

@@ -1,5 +1,5 @@
 # Libraries that some settings need and no extra asks for, in an environment of their own: they change what transformers,
-# PEFT and TRL do where they are merely there. Included by the Makefile, which names PYTHON, PYTEST and hash.
+# PEFT and TRL do where they are merely there. Included by the Makefile, which names PYTHON, PYTEST, KERNELS and hash.
 
 SETTINGS_ENV ?= .venv-settings
 SETTINGS_LIBRARIES := deepspeed==0.19.8 bitsandbytes==0.50.2 torchao==0.18.0
@@ -19,5 +19,5 @@ $(SETTINGS_READY):
 	touch $@
 
 # DeepSpeed on two processes of this machine, over gloo; in other environments these tests are skipped, here they fail
-night-settings: $(SETTINGS_READY)
+night-settings: $(SETTINGS_READY) $(KERNELS)
 	FOREROUTE_SETTINGS=all $(SETTINGS_ENV)/bin/$(notdir $(PYTEST)) tests/settings

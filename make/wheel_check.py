@@ -1,9 +1,9 @@
 """Holds a built sdist and wheel against what a release must be: `python make/wheel_check.py DIST`.
 
-1. Files: the sdist has what a packager needs and nothing that a build leaves behind; the wheel has every file of
-   `src/foreroute`, the marker of types and the data files.
-2. Light core: the wheel in a new environment, which gets no torch and no command line; with the extra "cli" commands
-   and what they import work there.
+1. Files: the sdist has what a packager needs and nothing that a build leaves behind; the wheel is of one platform and
+   has every file of `src/foreroute`, the marker of types and the data files, and for the C++ what it was compiled to.
+2. Light core: the wheel in a new environment, which gets no torch, no numba and no command line; with the extra "cli"
+   commands and what they import work there.
 3. Core: `foreroute/core`, copied out of the wheel under another name, replays a model of torch alone; nothing else of
    ours and no other library is imported.
 4. Extras: what an extra asks for is what its rooms need. They are imported from the wheel's files, in the environment
@@ -25,9 +25,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 IN_SDIST = [
     "LICENSE", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "constraints.txt", "pyproject.toml",
-    "mkdocs.yml", "conftest.py", "docs/index.md", "tests/conftest.py", "examples/trl/README.md", "benchmarks/README.md",
+    "hatch_build.py", "mkdocs.yml", "conftest.py", "docs/index.md", "tests/conftest.py", "examples/trl/README.md",
+    "benchmarks/README.md", "src/foreroute/kernels.hpp",
 ]  # fmt: skip
-NOT_IN_SDIST = {".venv", ".venv-vllm", "runs", "site", "dist", "build", "__pycache__", ".numba_cache", ".mypy_cache"}
+NOT_IN_SDIST = {".venv", ".venv-vllm", "runs", "site", "dist", "build", "__pycache__", ".mypy_cache"}
 LIGHT_ROOMS = [
     "trace", "layout", "capture", "mismatch", "plan", "costs", "planner", "records", "conformance", "doctor",
 ]  # fmt: skip
@@ -73,7 +74,7 @@ def check_sdist(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     require(not (lacking := sorted(set(IN_SDIST) - names)), f"{sdist.name} lacks {lacking}")
-    stray = sorted(name for name in names if NOT_IN_SDIST & set(Path(name).parts))
+    stray = sorted(name for name in names if NOT_IN_SDIST & set(Path(name).parts) or name.endswith(".so"))
     require(not stray, f"{sdist.name} holds what a build or a run left behind: {stray[:5]}")
     print(f"sdist    {sdist.name}: {len(names)} files, {sdist.stat().st_size:,} bytes")
 
@@ -81,10 +82,10 @@ def check_sdist(sdist: Path) -> None:
 def check_wheel(wheel: Path) -> None:
     """Require every file of the package, typed, with its templates and configurations, and nothing beside it."""
     source = ROOT / "src"
-    expected = {
+    expected = {"foreroute/_kernels.so"} | {
         path.relative_to(source).as_posix()
         for path in (source / "foreroute").rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix not in (".cpp", ".hpp")
     }
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -93,6 +94,7 @@ def check_wheel(wheel: Path) -> None:
     for suffix in ("py.typed", ".html.j2", ".toml"):
         require(any(name.endswith(suffix) for name in packed), f"{wheel.name} has no file that ends in {suffix}")
     require(any(name.endswith("/licenses/LICENSE") for name in names), f"{wheel.name} has no LICENSE")
+    require("-py3-none-" in wheel.name and "-any" not in wheel.name, f"{wheel.name} is not of one platform, any Python")
     print(f"wheel    {wheel.name}: {len(names)} files, {wheel.stat().st_size:,} bytes")
 
 
@@ -104,7 +106,8 @@ def check_light_core(wheel: Path, folder: Path) -> None:
     run(install, folder)
     command = str(folder / "bin" / "foreroute")
     imports = "; ".join(f"import foreroute.{room}" for room in LIGHT_ROOMS)
-    absent = "import importlib.util as u; assert not any(map(u.find_spec, ('torch', 'matplotlib', 'pydantic', 'rich')))"
+    unwanted = "torch", "numba", "matplotlib", "pydantic", "rich"
+    absent = f"import importlib.util as u; assert not any(map(u.find_spec, {unwanted}))"
     run([str(python), "-c", f"{absent}; {imports}"], folder)
     run([str(python), "-c", A_TRACE], folder)
     lacking = run([command, "--version"], folder, code=2)
@@ -117,8 +120,7 @@ def check_light_core(wheel: Path, folder: Path) -> None:
     (folder / "cluster.toml").write_text(A_CLUSTER, encoding="utf-8")
     for arguments in (["inspect", "t.safetensors"], ["validate", "t.safetensors"]):
         run([command, *arguments], folder)
-    # the kernels as plain Python: compiling them takes a minute, and is what the tests do
-    planned = run([command, *PLAN], folder, NUMBA_DISABLE_JIT="1", PYTHONWARNINGS="ignore")
+    planned = run([command, *PLAN], folder)
     require((folder / "plan.safetensors").is_file(), "foreroute plan wrote no plan")
     require("pip install '.[report]'" in planned, f"foreroute plan does not say what a page needs:\n{planned}")
     lacking = run([command, "train", "any.toml"], folder, code=2)
@@ -131,7 +133,7 @@ import sys
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("foreroute", "transformers", "numba", "pydantic", "safetensors", "zstandard"):
+        if name.partition(".")[0] in ("foreroute", "transformers", "pydantic", "safetensors", "zstandard"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())

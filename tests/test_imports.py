@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FRAMEWORKS = {"torch", "transformers", "megatron", "trl", "matplotlib"}
-HEAVY = FRAMEWORKS | {"numba", "jinja2", "pydantic", "typer", "rich", "safetensors", "scipy"}
+HEAVY = FRAMEWORKS | {"jinja2", "pydantic", "typer", "rich", "safetensors", "scipy"}
 
 
 def loaded_by(statement):
@@ -37,9 +37,9 @@ def test_attaching_a_hugging_face_model_loads_what_it_takes_alone():
     """No format of files, no packer, no metrics, no executor of plans."""
     modules = loaded_by("from foreroute.adapters import hf\nhf.attach")
     rooms = {name.split(".")[1] for name in modules if name.startswith("foreroute.")}
-    assert rooms == {"adapters", "checks", "core", "errors", "layout", "replay", "trace"}
+    assert rooms == {"adapters", "checks", "core", "errors", "kernels", "layout", "replay", "trace"}
     files = {"replay.recording", "replay.sampling_masks", "trace.file", "layout.packing", "adapters.hf.indexers"}
-    assert modules.isdisjoint({f"foreroute.{name}" for name in files} | {"numba", "pydantic"})
+    assert modules.isdisjoint({f"foreroute.{name}" for name in files} | {"pydantic"})
 
 
 def test_comparing_arrays_loads_the_doctor_when_it_is_asked_for_and_no_framework():

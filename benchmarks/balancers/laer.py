@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from numba import njit
 
-from foreroute.kernels import kernel
 from foreroute.plan.hosts import CellPlan
 from foreroute.simulate.balancers import BalancerInput, HeldExperts
 
@@ -46,7 +46,7 @@ def crossing(problem: BalancerInput) -> float:
     return legs * prices.cluster_row_s / serve_s
 
 
-@kernel
+@njit(cache=True, nogil=True)
 def best_layout(counts_GE: Any, node_G: Any, slots: int, crossing: float) -> Any:
     """Hosts and tokens, int32 [H], int32 [H], int64 [H, G], of the better of both ways to grow copies."""
     num_nodes = node_G[-1] + 1
@@ -61,7 +61,7 @@ def best_layout(counts_GE: Any, node_G: Any, slots: int, crossing: float) -> Any
     return expert_H, rank_H, tokens_HG
 
 
-@kernel
+@njit(cache=True, nogil=True)
 def _layout(counts_GE: Any, node_G: Any, slots: int, growth: int) -> Any:
     """Hosts, int32 [H] twice: copies, the heaviest first, each to the node with fewest and its lightest rank."""
     # numbers of copies are multiples of `growth`, where the slots allow it
@@ -94,7 +94,7 @@ def _layout(counts_GE: Any, node_G: Any, slots: int, growth: int) -> Any:
     return expert_H[:size], rank_H[:size]
 
 
-@kernel
+@njit(cache=True, nogil=True)
 def _copies(loads_E: Any, room: int, num_ranks: int, growth: int) -> Any:
     """int64 [E], from one to as many as ranks each, `room` together; the largest load per copy grows first."""
     copies_E = np.ones(len(loads_E), np.int64)
@@ -114,7 +114,7 @@ def _copies(loads_E: Any, room: int, num_ranks: int, growth: int) -> Any:
             share_E[e] = -1.0
 
 
-@kernel
+@njit(cache=True, nogil=True)
 def by_key(key_H: Any, size: int) -> Any:
     """Hosts in order of an integer key: int64 [size + 1], where those of each key begin, and int64 [H], the hosts."""
     first = np.zeros(size + 1, np.int64)
@@ -128,7 +128,7 @@ def by_key(key_H: Any, size: int) -> Any:
     return first, host_H
 
 
-@kernel
+@njit(cache=True, nogil=True)
 def _nearby_split(expert_H: Any, rank_H: Any, node_G: Any, counts_GE: Any) -> Any:
     """int64 [H, G], evenly over the hosts in the source's node, else evenly over all."""
     num_ranks, num_experts = counts_GE.shape
@@ -156,7 +156,7 @@ def _nearby_split(expert_H: Any, rank_H: Any, node_G: Any, counts_GE: Any) -> An
     return tokens_HG
 
 
-@kernel
+@njit(cache=True, nogil=True)
 def _score(rank_H: Any, tokens_HG: Any, node_G: Any, crossing: float) -> Any:
     """Weigh what crosses nodes at the rank that sends or receives most, and the largest load."""
     num_ranks = len(node_G)

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from numba import njit
 
-from foreroute.kernels import kernel
 from foreroute.plan.hosts import CellPlan
 from foreroute.simulate.balancers import BalancerInput, HeldExperts
 
@@ -30,7 +30,7 @@ def llep(problem: BalancerInput) -> Iterator[CellPlan]:
         yield held.host(layer, *least_loaded(counts_GE, home_E, problem.topology.redundant_slots))
 
 
-@kernel
+@njit(cache=True, nogil=True)
 def least_loaded(counts_GE: Any, home_E: Any, slots: int) -> Any:
     """Hosts and tokens, int32 [H], int32 [H], int64 [H, G]: all homes, then the ranks that tokens are spilled to."""
     num_ranks, num_experts = counts_GE.shape
@@ -70,7 +70,7 @@ def least_loaded(counts_GE: Any, home_E: Any, slots: int) -> Any:
     return expert_H[:size], rank_H[:size], in_order(expert_H[:size], quota_H, counts_GE)
 
 
-@kernel
+@njit(cache=True, nogil=True)
 def in_order(expert_H: Any, quota_H: Any, counts_GE: Any) -> Any:
     """int64 [H, G]: an expert's hosts take its tokens one after the other, in the order of the sources."""
     num_ranks = len(counts_GE)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from benchmarks.balancers.laer import by_key
-from foreroute.kernels import kernel
 from foreroute.plan import CellPlan, StepPlan
 
 
@@ -104,7 +104,7 @@ def least_crossing(
     return float(answer.fun)
 
 
-@kernel
+@njit(cache=True, nogil=True)
 def level_quotas(expert_H: Any, rank_H: Any, loads_E: Any, num_ranks: int) -> Any:
     """int64 [H], quotas of all hosts with the least largest load of a rank, which comes with them, by flow."""
     # A rank above the target passes load along the shortest chain of ranks that share experts to one below it. Where no
@@ -163,7 +163,7 @@ def level_quotas(expert_H: Any, rank_H: Any, loads_E: Any, num_ranks: int) -> An
             end = rank_H[came_from[end]]
 
 
-@kernel
+@njit(cache=True, nogil=True)
 def _even(expert_H: Any, loads_E: Any, first_E: Any) -> Any:
     quota_H = np.zeros(len(expert_H), np.int64)
     seen_E = np.zeros(len(loads_E), np.int64)

@@ -74,6 +74,9 @@ struct Array {
 
     // Elements from `begin` to before `end` of the first axis.
     Array slice(int64_t begin, int64_t end) const {
+#ifdef CHECK_BOUNDS
+        if (begin < 0 || end > shape[0]) abort();
+#endif
         int64_t step = 1;
         for (int axis = 1; axis < N; ++axis) step *= shape[axis];
         Array part = *this;

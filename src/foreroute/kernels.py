@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 NONE = -1
 """No rank, no expert, no slot."""
@@ -35,7 +36,7 @@ ask for that take 10 to 20 times as long, which is as long as pricing a cell."""
 class ArrayOf:
     """Arrays of one dtype and number of axes, contiguous in C's order: `Array<T, N>`, T const unless it is `filled`."""
 
-    def __init__(self, dtype: type[np.generic], ndim: int, *, filled: bool = False) -> None:
+    def __init__(self, dtype: DTypeLike, ndim: int, *, filled: bool = False) -> None:
         self.dtype, self.ndim, self.filled = np.dtype(dtype), ndim, filled
         self.letters = "q" * (1 + ndim)
         self._pack = struct.Struct(self.letters).pack

@@ -76,23 +76,7 @@ from foreroute.files.writing import write_atomically
 
 def hang(path):
     def fill(file):
-        if {kernel}:
-            from numba import njit
-            @njit
-            def spin(n):
-                total = 0.0
-                for i in range(n):
-                    for j in range(10**5):
-                        total += (i * j) % 7
-                return total
-            spin(2)  # compiled before anybody sends a signal
         print("ready", flush=True)
-        if {kernel}:
-            try:
-                while True:
-                    spin(100)
-            except KeyboardInterrupt as error:
-                raise SystemError("returned a result with an exception set") from error
         time.sleep(60)
     write_atomically(path / "out", fill)
 
@@ -116,16 +100,15 @@ def signalled(text, folder, number):
     return process.returncode, stderr
 
 
-@pytest.mark.parametrize("kernel", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_signal_ends_a_verb_in_one_line_and_leaves_nothing_behind(tmp_path, kernel):
-    ended = signalled(HANGING.format(kernel=kernel), tmp_path, signal.SIGINT)
+def test_a_signal_ends_a_verb_in_one_line_and_leaves_nothing_behind(tmp_path):
+    ended = signalled(HANGING, tmp_path, signal.SIGINT)
     assert ended == (130, "stopped: interrupted\n")
     assert list(tmp_path.iterdir()) == [], "the temporary file is gone"
 
 
 def test_a_signal_whose_exception_python_drops_ends_a_verb_too(tmp_path):
     """Python drops what is raised in a destructor; the second time the signal comes while the verb waits."""
-    text = HANGING.format(kernel=False).replace(
+    text = HANGING.replace(
         "        time.sleep(60)\n",
         "        class Held:\n            def __del__(self): time.sleep(3)\n        Held()\n        time.sleep(60)\n",
     )
@@ -137,7 +120,7 @@ def test_a_signal_whose_exception_python_drops_ends_a_verb_too(tmp_path):
 @pytest.mark.slow
 def test_one_signal_interrupts_once_and_what_closes_takes_its_time(tmp_path):
     """As an engine may need to end."""
-    text = HANGING.format(kernel=False).replace(
+    text = HANGING.replace(
         "        time.sleep(60)\n",
         "        try: time.sleep(60)\n"
         "        finally:\n            time.sleep(0.3)\n            print('closed', file=sys.stderr)\n",
@@ -146,7 +129,7 @@ def test_one_signal_interrupts_once_and_what_closes_takes_its_time(tmp_path):
 
 
 def test_what_nohup_ignores_stays_ignored(tmp_path):
-    text = HANGING.format(kernel=False).replace("time.sleep(60)\n    write", "os.kill(os.getpid(), 1)\n    write")
+    text = HANGING.replace("time.sleep(60)\n    write", "os.kill(os.getpid(), 1)\n    write")
     text = text.replace("args=(60,)", "args=(0,)").replace("SIG_DFL)\n", "SIG_IGN)\nimport os\n")
     done = subprocess.run([sys.executable, "-c", text, str(tmp_path)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

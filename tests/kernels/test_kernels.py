@@ -1,106 +1,204 @@
-"""Compiled kernels: kept on disk, compiled where they cannot be kept, thrown away by make when a source has changed."""
+"""Compiled loops: what Python hands over arrives, what does not fit is refused, and make compiles what has changed."""
 
+import importlib.util
 import os
-import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pytest
 
-from foreroute.kernels import kernel
+import foreroute.kernels
+import hatch_build
+from foreroute.testing.ranks import environment
 
 ROOT = Path(__file__).parents[2]
-MAKEFILE = (ROOT / "Makefile").read_text()
 PROBE = """
-from foreroute.kernels import kernel
-from probe_constants import FACTOR
+#include "kernels.hpp"
 
-@kernel
-def scaled(x):
-    return x * FACTOR
+struct Inner {
+    Array<const int16_t, 1> ids;
+    bool is_on;
+};
+
+struct Outer {
+    bool is_first;
+    double scale;
+    Inner inner;
+    bool is_last;
+    int64_t number;
+    Array<const float, 2> table;
+};
+
+LOOP int64_t probe(const Outer &outer, bool flag, const Array<double, 2> &told) {
+    const double seen[] = {double(outer.is_first), outer.scale, double(outer.inner.is_on), double(outer.is_last),
+                           double(outer.number), double(flag), double(outer.inner.ids.length())};
+    for (int64_t i = 0; i < 7; ++i) told(0, i) = seen[i];
+    auto last = outer.table[outer.table.length() - 1];
+    for (int64_t i = 0; i < last.length(); ++i) told(1, i) = last[i] * outer.inner.ids[i];
+    return -told.size();
+}
+
+LOOP void words(int64_t seed, const Array<uint64_t, 1> &words) {
+    uint64_t state = static_cast<uint64_t>(seed);
+    for (int64_t i = 0; i < words.length(); ++i) words(i) = next_word(state);
+}
+
+LOOP int64_t divided(int64_t a, int64_t b, bool up) { return up ? ceil_div(a, b) : floor_div(a, b); }
+
+LOOP double element(const Array<const double, 2> &array, int64_t i, int64_t j) { return array(i, j); }
 """
-RUN = "from probe import scaled; print(scaled(2), sum(scaled.stats.cache_hits.values()))"
+
+
+class Inner(NamedTuple):
+    ids: np.ndarray
+    is_on: bool
+
+
+class Outer(NamedTuple):
+    is_first: bool
+    scale: float
+    inner: Inner
+    is_last: bool
+    number: int
+    table: np.ndarray
+
+
+def loaded(file):
+    """`foreroute.kernels` with another library."""
+    spec = importlib.util.spec_from_file_location("other_kernels", foreroute.kernels.__file__)
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FOREROUTE_KERNELS", str(file))
+        spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    """Loops of this file, which check bounds."""
+    folder = tmp_path_factory.mktemp("source")
+    shutil.copy(hatch_build.SOURCE / "kernels.hpp", folder)
+    (folder / "probe.cpp").write_text(PROBE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hatch_build, "SOURCE", folder)
+        hatch_build.compile_kernels(folder / "probe.so", "-DCHECK_BOUNDS")
+    return folder / "probe.so"
 
 
 @pytest.fixture
-def scaled(tmp_path):
-    """A kernel that inlines a constant of another file; run in a process of its own, it says whether it was on disk."""
-    (tmp_path / "probe.py").write_text(PROBE)
-    path = os.pathsep.join([str(tmp_path), *sys.path])
-    # Python itself runs the bytecode of the old file when an edit keeps its size within one second
-    environment = os.environ | {"PYTHONPATH": path, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-    environment |= {"PYTHONDONTWRITEBYTECODE": "1"}
-
-    def run(factor):
-        (tmp_path / "probe_constants.py").write_text(f"FACTOR = {factor}\n")
-        ended = subprocess.run([sys.executable, "-c", RUN], env=environment, capture_output=True, text=True, check=True)
-        return tuple(map(int, ended.stdout.split()))
-
-    return run
+def kernels(library):
+    return loaded(library)
 
 
-@pytest.mark.slow
-def test_a_kernel_is_kept_and_numba_does_not_see_a_constant_change(scaled, tmp_path):
-    """The second is what make is for."""
-    assert scaled(3) == (6, 0)
-    assert scaled(3) == (6, 1)
-    assert scaled(5) == (6, 1)
-    shutil.rmtree(tmp_path / "cache")
-    assert scaled(5) == (10, 0)
+@pytest.mark.parametrize("flags", range(16))
+def test_structs_and_numbers_arrive_as_they_are(kernels, flags):
+    """Every field of a struct in a struct, whatever the fields before it hold."""
+    inner = kernels.StructOf(ids=kernels.ArrayOf(np.int16, 1), is_on=kernels.BOOL)
+    outer = kernels.StructOf(
+        is_first=kernels.BOOL,
+        scale=kernels.FLOAT,
+        inner=inner,
+        is_last=kernels.BOOL,
+        number=kernels.INT,
+        table=kernels.ArrayOf(np.float32, 2),
+    )
+    told = kernels.ArrayOf(np.float64, 2, filled=True)
+    probe = kernels.compiled("probe", outer, kernels.BOOL, told, returns=kernels.INT)
+    is_first, is_on, is_last, flag = (bool(flags >> i & 1) for i in range(4))
+    table, ids, found = np.arange(6, dtype=np.float32).reshape(2, 3), np.array([3, -2, 5], np.int16), np.zeros((2, 7))
+    given = Outer(is_first, -0.25, Inner(ids, is_on), is_last, -(2**53), table)
+    assert probe(given, flag, found) == -14
+    assert found[0].tolist() == [is_first, -0.25, is_on, is_last, -(2**53), flag, 3]
+    assert found[1].tolist() == [9, -8, 25, 0, 0, 0, 0]
 
 
-def test_a_kernel_that_cannot_be_kept_is_compiled():
-    found = {}
-    exec(compile("def twice(x):\n    return 2 * x", "<no file>", "exec"), found)
-    assert kernel(found["twice"])(4) == 8
+UNFIT = {
+    "dtype": np.zeros((2, 3), np.float32),
+    "byte order": np.zeros((2, 3), ">f8"),
+    "axes": np.zeros(6),
+    "order": np.zeros((3, 2)).T,
+    "gaps": np.zeros((2, 6))[:, ::2],
+    "not writable": np.broadcast_to(np.zeros((1, 3)), (1, 3)),
+}
 
 
-def test_make_empties_the_cache_when_a_source_of_kernels_changes_and_only_then(tmp_path):
+@pytest.mark.parametrize("fault", UNFIT)
+def test_arrays_that_do_not_fit_are_refused(kernels, fault):
+    array = kernels.ArrayOf(np.float64, 2, filled=True)
+    element = kernels.compiled("element", array, kernels.INT, kernels.INT, returns=kernels.FLOAT)
+    assert element(np.ones((2, 3)), 1, 2) == 1
+    with pytest.raises(Exception, match=r"array.*expected"):
+        element(UNFIT[fault], 0, 0)
+    record = kernels.StructOf(ids=array, is_on=kernels.BOOL)
+    with pytest.raises(TypeError, match=r"array.*expected"):
+        record.from_param(Inner(UNFIT[fault], True))
+
+
+def test_random_words_are_those_of_splitmix64(kernels):
+    """Of its author's program for the seed 1234567."""
+    words = np.zeros(5, np.uint64)
+    kernels.compiled("words", kernels.INT, kernels.ArrayOf(np.uint64, 1, filled=True))(1234567, words)
+    assert words.tolist() == [
+        6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821,
+    ]  # fmt: skip
+
+
+def test_division_rounds_as_in_python(kernels):
+    divided = kernels.compiled("divided", *[kernels.INT] * 2, kernels.BOOL, returns=kernels.INT)
+    for a in range(-9, 10):
+        for b in range(1, 5):
+            assert (divided(a, b, False), divided(a, b, True)) == (a // b, -(-a // b))
+
+
+@pytest.mark.parametrize(("i", "j"), [(1, 2), (2, 0), (0, 3), (0, -1)])
+def test_the_checked_library_ends_at_an_index_outside_of_an_array(library, i, j):
+    code = (
+        "import numpy as np; from foreroute.kernels import *; "
+        "element = compiled('element', ArrayOf(np.float64, 2), INT, INT, returns=FLOAT); "
+        f"print(element(np.arange(6.0).reshape(2, 3), {i}, {j}))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=environment(FOREROUTE_KERNELS=str(library)), capture_output=True, check=False
+    )
+    assert (ended.returncode, ended.stdout) == ((0, b"5.0\n") if (i, j) == (1, 2) else (-signal.SIGABRT, b""))
+
+
+def test_a_missing_library_is_told(tmp_path):
+    with pytest.raises(ImportError, match=r"_kernels.so.*make kernels"):
+        loaded(tmp_path / "_kernels.so")
+
+
+def test_make_compiles_again_when_a_source_of_the_library_changes_and_only_then(tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)
     shutil.copytree(ROOT / "make", tmp_path / "make")
-    for name in ("pyproject.toml", "constraints.txt"):
-        (tmp_path / name).write_text("")
-    source, other = tmp_path / "src/foreroute/plan/options.py", tmp_path / "src/foreroute/train/loop.py"
-    for path in (source, other):
-        path.parent.mkdir(parents=True)
-        path.write_text("a")
+    folder = tmp_path / "src/foreroute"
+    names = ("a/loops.cpp", "kernels.hpp", "a/loops.py", "_kernels.so")
+    sources = [tmp_path / "hatch_build.py", *(folder / name for name in names)]
+    for age, path in enumerate(sources):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        os.utime(path, (age, age))
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\necho compiled by $1; touch src/foreroute/_kernels.so\n")
+    python.chmod(0o755)
 
-    def cache():
-        """The folder that make hands to numba, made if it is not there."""
-        (tmp_path / "asked.mk").write_text("kernels: $(KERNELS)\n\t@echo $$NUMBA_CACHE_DIR\n")
-        command = ["make", "-sC", tmp_path, "-f", "Makefile", "-f", "asked.mk", "kernels"]
+    def said():
+        """What make says, where the environment is there."""
+        command = ["make", "-sC", tmp_path, "BIN=bin", "INSTALLED=Makefile", "kernels"]
         # a make around the tests would have this one say which folder it enters
         alone = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
-        run = subprocess.run(command, capture_output=True, text=True, env=alone)
-        assert run.returncode == 0, run.stderr
-        return Path(run.stdout.strip())
+        return subprocess.run(command, capture_output=True, text=True, env=alone, check=True).stdout
 
-    kept = cache() / "a.nbc"
-    kept.write_text("")
-    os.utime(source, (0, 0))
-    other.write_text("b")
-    assert cache() == kept.parent
-    assert kept.exists()
-    # of the same length, as a constant that is another number
-    source.write_text("b")
-    assert cache() != kept.parent
-    assert not kept.exists()
-
-
-def test_kernels_stand_in_and_take_from_nothing_but_what_make_looks_at():
-    rooms = re.search(r"addprefix src/foreroute/,([a-z ]+)", MAKEFILE)[1].split()
-    others = re.search(r"\n\t(benchmarks/.*)\n", MAKEFILE)[1].replace("/", ".").split()
-    places = {"foreroute.kernels", *(f"foreroute.{room}" for room in rooms), *others}
-    makes_kernels = re.compile(r"^from foreroute\.kernels import .*\b(kernel|routine|inlined)\b", re.MULTILINE)
-    files = [path for folder in ("src", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")]
-    kernels = [path for path in files if makes_kernels.search(path.read_text()) and path != Path(__file__)]
-    assert len(kernels) > 10
-    for path in kernels:
-        room = ".".join(path.relative_to(ROOT).with_suffix("").parts).removeprefix("src.")
-        imported = re.findall(r"^from ((?:foreroute|benchmarks|tests)\.\w+)", path.read_text(), re.MULTILINE)
-        for name in [".".join(room.split(".")[:2]), *imported]:
-            assert name in places | {"foreroute.errors"}, (
-                f"{path}: {name} is not among the KERNEL_SOURCES of the Makefile"
-            )
+    assert said() == ""
+    for changed in sources[:3]:
+        changed.touch()
+        assert said() == "compiled by hatch_build.py\n"
+        assert said() == ""
+    sources[3].touch()
+    assert said() == ""

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from foreroute.ep.dispatch import expand_segments
 from foreroute.errors import PlanError
-from foreroute.plan.schedule import CellSchedule, ExecutionSchedule
-from foreroute.plan.schedule_kernels import colour_edges
+from foreroute.plan.schedule import CellSchedule, ExecutionSchedule, colour_edges
 from tests.ep.transfer.plans import no_tokens, random_homes, random_plan, split_plan
 
 
@@ -137,8 +136,7 @@ def _first_served(cell):
 @settings(max_examples=200)
 def test_rounds_are_as_few_as_the_busiest_end_allows(edges):
     source_V, target_V = np.ascontiguousarray(np.array(edges, np.int64).reshape(-1, 2).T)
-    round_V = np.full(len(edges), -1)
-    colour_edges(source_V, target_V, np.empty((2, 8, len(edges) + 1), np.int64), round_V)
+    round_V = colour_edges(source_V, target_V)
     for end_V in (source_V, target_V):
         taken = list(zip(end_V.tolist(), round_V.tolist(), strict=True))
         assert len(set(taken)) == len(taken)

@@ -1,9 +1,6 @@
 """The planner's door: plans of random workloads are valid, and equal for any number of threads."""
 
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,11 +10,8 @@ from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.checker import verify
 from foreroute.plan.plan_file import plan_to_bytes
 from foreroute.planner import plan, plan_and_why
-from foreroute.testing.ranks import environment
 from tests.plan.random_plans import LINKS
 from tests.planner.plan_digests import RECORDED, digest, random_case
-
-ROOT = Path(__file__).parents[2]
 
 
 def _counts(seed, shape, evenness=0.3, tokens=400):
@@ -64,24 +58,6 @@ def test_bad_input_is_refused():
         plan(counts[:, :, :2], topology)
     with pytest.raises(TopologyError, match=r"4.*rank"):
         plan(counts, topology, home_LE=np.zeros((1, 16), np.int64))
-
-
-def small_plans():
-    """What the planner decides on a few cells, as text."""
-    counts, topology = np.random.default_rng(0).integers(0, 9, (2, 2, 4, 8)), Topology(4, 2, 1, LINKS)
-    options = (PlanOptions(), PlanOptions(home_moves=2, slots="shared", tolerance=0.0))
-    found = [plan(counts, topology, each) for each in options]
-    return "".join(f"{x.home_LE.tolist()} {x.hosts.expert_R.tolist()} {x.max_load_ML.tolist()}\n" for x in found)
-
-
-@pytest.mark.slow
-def test_plans_are_the_same_without_numba():
-    code = "from tests.planner.test_planner import small_plans; print(small_plans(), end='')"
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    plain = subprocess.run(
-        command, env=environment(NUMBA_DISABLE_JIT="1"), cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert plain.stdout == small_plans() != ""
 
 
 def test_plans_are_those_of_the_record():

@@ -1,4 +1,4 @@
-"""Gives readers malformed inputs in a child process, with numba's bounds checks and in a limited address space.
+"""Gives readers malformed inputs in a child process, where indices of compiled loops are checked and memory is limited.
 
 A crash or a hang ends the child, and is counted; the attack goes on behind that input in the next child. Before each
 case a child writes down which it is at, and sets its alarm: the kernel ends a child that is silent for too long,
@@ -16,10 +16,12 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
+import hatch_build
 from foreroute.testing.ranks import environment
 from tests.robustness.target import FAILURES, load_group
 
@@ -27,7 +29,7 @@ SEED = 1
 BATCH = 50
 """Cases that share one valid input."""
 START_S = 300
-"""To make and read a valid input, for which kernels are compiled on first use."""
+"""To make and read a valid input, for which frameworks are imported."""
 HANGS_AFTER_S = 20
 """A case that takes longer hangs. Valid inputs take milliseconds; the rest is for a busy machine."""
 ADDRESS_SPACE = 512 << 20
@@ -63,7 +65,7 @@ def attack(group, inputs, *, hangs_after_s=HANGS_AFTER_S, most_failures=20):
             ended = subprocess.run(
                 [sys.executable, "-m", "tests.robustness.fuzzer", json.dumps(order)],
                 capture_output=True,
-                env=environment(NUMBA_BOUNDSCHECK="1", NUMBA_CACHE_DIR=_cache(), OMP_NUM_THREADS="1"),
+                env=environment(FOREROUTE_KERNELS=str(_checked_kernels()), OMP_NUM_THREADS="1"),
                 check=False,
             )
             names, *results = map(json.loads, ended.stdout.splitlines() or [b"null"])
@@ -170,9 +172,16 @@ def _memory_folder():
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
-def _cache():
-    """Kernels with bounds checks are other kernels; they are kept apart from those without."""
-    return str(Path(os.environ.get("NUMBA_CACHE_DIR", ".numba_cache")).resolve() / "bounds-checked")
+@cache
+def _checked_kernels():
+    """The library whose loops end the process at an index outside of an array, compiled anew after a change of any."""
+    sources = sorted([*hatch_build.SOURCE.rglob("*.?pp"), Path(hatch_build.__file__)])
+    digest = sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
+    made = hatch_build.SOURCE.parents[1] / ".pytest_cache" / f"checked-kernels-{digest}.so"
+    if not made.exists():
+        made.parent.mkdir(exist_ok=True)
+        hatch_build.compile_kernels(made, "-DCHECK_BOUNDS")
+    return made
 
 
 if __name__ == "__main__":

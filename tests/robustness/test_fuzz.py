@@ -3,11 +3,14 @@
 import ctypes
 import json
 import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from foreroute import RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.errors import InputError
+from foreroute.trace.operations import count_assignments
 from tests.robustness import NIGHT
 from tests.robustness.fuzzer import attack, summary
 from tests.robustness.mutations import damage
@@ -74,6 +77,11 @@ def readers(folder):
     def check(raw, value):
         assert max(value["values"]) < 40
 
+    # expert 5 of the first layer would be counted as expert 1 of the second
+    spec = RoutingSpec(4, 1, (RoutedLayer(0), RoutedLayer(1)))
+    right = RoutingTrace.from_sequences(spec, [[1]], [[[[0], [0]]]])
+    wrong = replace(right, expert_ids_NLK=np.array([[[5], [0]]], np.uint8))
+
     def target(name, read, check=lambda raw, value: None, **others):
         return Target(name, make, read, check=check, **others)
 
@@ -84,6 +92,7 @@ def readers(folder):
         target("traceback", json.loads),
         target("names no file", names_no_file, file=folder / "given", has_checksum=True),
         target("crash", harmed(lambda: ctypes.string_at(0))),
+        target("oversteps a bound", harmed(lambda: count_assignments(wrong, [0]))),
         target("hang", harmed(lambda: signal.sigwait([signal.SIGUSR1]))),
         target("takes memory", harmed(lambda: np.ones(100 << 17))),
         target("takes address space", harmed(lambda: np.empty(1 << 30))),
@@ -100,6 +109,7 @@ def test_every_kind_of_defect_is_seen():
         "traceback": {"traceback"},
         "names no file": {"names no file"},
         "crash": {"crash"},
+        "oversteps a bound": {"crash"},
         "hang": {"hang"},
         "takes memory": {"over memory"},
         "takes address space": {"traceback"},

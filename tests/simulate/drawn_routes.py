@@ -2,15 +2,18 @@
 
 import numpy as np
 
-from foreroute.simulate.workload import draw_sequences
+from foreroute.simulate.workload import draw_cells
 
 
 def sequence_counts(step, micro_step, layer):
     """int32 [sequences of the micro-step, E], assignments of each; a cell drawn alone is the same as in its step."""
     here_S = step.micro_step_S == micro_step
-    counts_SE = np.empty((here_S.sum(), step.workload.num_experts), np.int32)
-    cell = step._seed_ML[micro_step, layer], step._share_MLE[micro_step, layer]
-    draw_sequences(*cell, step.prompt_S[here_S], step.rows_S[here_S], step._rule, counts_SE)
+    # each sequence as a rank of its own
+    alone_S = np.arange(here_S.sum() + 1)
+    counts_SE = np.zeros((len(alone_S) - 1, step.workload.num_experts), np.int32)
+    seed_ML, share_MLE = (one[micro_step, layer][None, None] for one in (step._seed_ML, step._share_MLE))
+    sequences = step.prompt_S[here_S], step.rows_S[here_S], alone_S[:-1].astype(np.int32)
+    draw_cells(seed_ML, share_MLE, alone_S[[0, -1]], *sequences, step.workload, counts_SE[None, None])
     return counts_SE
 
 

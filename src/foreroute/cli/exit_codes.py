@@ -64,10 +64,9 @@ def run(command: Callable[[], Any]) -> NoReturn:
             code = 0 if received.raised else _code_of(error)
         if received.resender:
             received.resender.cancel()
-        # whatever became of its exception: numba makes a SystemError of it, and a destructor drops it
-        code = 128 + received.raised if received.raised else code
-        is_ended = received.raised > 0 and code == 128 + received.raised
+        is_ended = received.raised > 0  # whatever became of its exception: a destructor drops it
         if is_ended:
+            code = 128 + received.raised
             name = "interrupted" if code == 130 else f"ended by {signal.Signals(received.raised).name}"
             _say(name, heading="stopped")
     _drop_broken_streams()

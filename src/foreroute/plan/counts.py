@@ -102,7 +102,7 @@ def check_counts(
             f"counts have the entry {given.flat[wrong]} in micro-step {m}, layer {layer}, source rank {g}; expected 0 "
             f"to {MOST_ASSIGNMENTS}"
         )
-    counts_MLGE = np.require(given, np.int32, ["C", "A", "W"])  # one kind of array: kernels are compiled once
+    counts_MLGE = np.require(given, np.int32, ["C", "A", "W"])  # as compiled loops take it
     if most * counts_MLGE[0, 0].size > MOST_ASSIGNMENTS:  # hardly ever, so that planning does without these sums
         cell_ML = counts_MLGE.sum(axis=(2, 3), dtype=np.int64)
         m, layer = np.unravel_index(int(cell_ML.argmax()), cell_ML.shape)

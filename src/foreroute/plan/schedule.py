@@ -21,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import PlanError
+from foreroute.kernels import INT, NONE, ArrayOf, StructOf, compiled
 from foreroute.plan.capabilities import FetchPath, takes_host_memory
-from foreroute.plan.hosts import CellPlan, Hosts
+from foreroute.plan.hosts import HOSTS, CellPlan, Hosts
 from foreroute.plan.step_plan import StepPlan
 
 MOVE = np.dtype(
@@ -83,7 +84,7 @@ class CellSchedule:
 
 
 class _Block(NamedTuple):
-    """The schedules of C cells as flat arrays, which the kernel fills."""
+    """The schedules of C cells as flat arrays, which a compiled loop fills (schedule.cpp)."""
 
     send_CG: NDArray[np.int64]
     receive_CG: NDArray[np.int64]
@@ -104,6 +105,35 @@ class _Block(NamedTuple):
         parts: list[Any] = [array[begin:end] for array, begin, end in bounds]
         rows_S = self.group_rows_CS[c, : self.num_groups_C[c]]
         return CellSchedule(self.send_CG[c], self.receive_CG[c], rows_S, self.num_home, *parts)
+
+
+_MOVES = ArrayOf(MOVE, 1, filled=True)
+_NUMBERS, _FILLED, _FILLED_2 = ArrayOf(np.int64, 1), *(ArrayOf(np.int64, ndim, filled=True) for ndim in (1, 2))
+_BLOCK = StructOf(
+    send_CG=_FILLED_2,
+    receive_CG=_FILLED_2,
+    group_rows_CS=_FILLED_2,
+    num_groups_C=_FILLED,
+    num_home=INT,
+    send_segments=_FILLED_2,
+    expert_segments=_FILLED_2,
+    return_segments=_FILLED_2,
+    sends=_MOVES,
+    hosted=_MOVES,
+    ends_CX=_FILLED_2,
+)
+_schedule_cells = compiled("schedule_cells", INT, HOSTS, ArrayOf(np.int32, 3), INT, _BLOCK, _FILLED, returns=INT)
+_colour_edges = compiled("colour_edges", _NUMBERS, _NUMBERS, _FILLED)
+
+
+def colour_edges(source_V: NDArray[np.int64], target_V: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Give moves from vertex to vertex their rounds, int64 [V] from 0, as few as can be.
+
+    In a round no vertex sends twice and none receives twice.
+    """
+    round_V = np.empty(len(source_V), np.int64)
+    _colour_edges(np.ascontiguousarray(source_V), np.ascontiguousarray(target_V), round_V)
+    return round_V
 
 
 class ExecutionSchedule:
@@ -154,10 +184,6 @@ def _compile(
     hosts: Hosts, counts_CGE: NDArray[np.integer], rank: int, memory_ranks: int, words: Sequence[str]
 ) -> _Block:
     """Fill a block for cells, and refuse replicas that serve more than there is."""
-    # numba loads with the first schedule
-    from foreroute.kernels import NONE
-    from foreroute.plan.schedule_kernels import schedule_cells
-
     num_cells, num_ranks, num_experts = counts_CGE.shape
     num_home = num_experts // num_ranks
     num_replicas, most_groups = len(hosts.expert_R), num_home + int(hosts.slot_R.max(initial=-1)) + 1
@@ -175,8 +201,10 @@ def _compile(
         np.empty((num_cells, 5), np.int64),
     )
     counts = np.ascontiguousarray(counts_CGE, np.int32)
-    cell, expert, source, excess = schedule_cells(rank, hosts, counts, memory_ranks, out)
+    wrong = np.empty(3, np.int64)
+    cell = _schedule_cells(rank, hosts, counts, memory_ranks, out, wrong)
     if cell != NONE:
+        expert, source, excess = wrong
         raise PlanError(
             f"{words[cell]}: replicas of expert {expert} are to serve {excess} assignments of rank {source} more than "
             "there are; the plan was made for other counts"

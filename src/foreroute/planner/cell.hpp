@@ -31,13 +31,11 @@ struct Host {
 struct Visit {
     int64_t seen;                     // the number of the last search that saw the rank
     int64_t width;                    // how much load can reach it ...
+    int32_t before;                   // the rank before it, in a search for circles
     int32_t from_host, to_host;       // ... over the last edge of the path to it
     int32_t queue;                    // at position i, the rank that the search saw as number i
     int32_t back_queue;               // the same of the last search backwards
     int64_t back_width;               // how much load can go on from it
-    int64_t goal; int32_t goal_x, goal_y;
-    int32_t gain, before, waiting;    // of the search for circles: the best walk to the rank, the vertex before it, and
-                                      // whether the walk has gained since the rank's edges were followed
 };
 
 // What the assignments of later micro-steps say about a replica.
@@ -59,9 +57,8 @@ struct Cell {
     Scratch<int64_t, 1> load_G;
     Scratch<int32_t, 1> node_G;
     Scratch<int32_t, 2> demand_NE;  // assignments of each expert that come from each node
-    Scratch<Visit, 1> visits;       // of ranks; the last one is the slack of the search for circles
+    Scratch<Visit, 1> visits;       // of ranks
     Scratch<int64_t, 1> seen_E;     // the number of the last search that passed the expert
-    Scratch<int32_t, 2> over_NE;    // what an expert's hosts in a node serve beyond the node's own tokens
     Scratch<int64_t, 2> split_3G;   // of one expert: tokens of each rank without a host yet, those that the home
                                     // serves, and the quotas of its replicas
 
@@ -79,9 +76,8 @@ struct Cell {
           load_G(ranks),
           node_G(ranks),
           demand_NE(num_nodes, experts),
-          visits(ranks + 1),
+          visits(ranks),
           seen_E(experts),
-          over_NE(num_nodes, experts),
           split_3G(3, ranks) {
         for (int64_t g = 0; g < ranks; ++g) node_G(g) = static_cast<int32_t>(g / ranks_per_node);
         for (int64_t x = experts; x < num_hosts; ++x) {

@@ -13,12 +13,11 @@ ones, copy by copy.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.kernels import kernel
+from foreroute.kernels import INT, ArrayOf, compiled
 from foreroute.plan.hosts import CellPlan
 from foreroute.simulate.balancers import BalancerInput, HeldExperts
 
@@ -64,74 +63,27 @@ def _fixed(problem: BalancerInput, loads_LE: NDArray[np.int64]) -> Iterator[Cell
         yield held.host(layer, expert_H, rank_H, even_split(expert_H, copies_H, counts_GE))
 
 
-@kernel
-def even_split(expert_H: Any, copies_H: Any, counts_GE: Any) -> Any:
+def even_split(
+    expert_H: NDArray[np.int32], copies_H: NDArray[np.int32], counts_GE: NDArray[np.int64]
+) -> NDArray[np.int64]:
     """int64 [H, G], each source's assignments divided over the copies of their expert; `expert_H` is ascending."""
-    num_ranks, num_experts = counts_GE.shape
-    first_E = np.searchsorted(expert_H, np.arange(num_experts + 1))
-    tokens_HG = np.zeros((len(expert_H), num_ranks), np.int64)
-    for e in range(num_experts):
-        hosts = range(first_E[e], first_E[e + 1])
-        copies = 0
-        for h in hosts:
-            copies += copies_H[h]
-        if copies == 0:
-            continue
-        # remainders go round, so that the copies of an expert serve the same, give or take one
-        turn = 0
-        for g in range(num_ranks):
-            share = counts_GE[g, e] // copies
-            left = counts_GE[g, e] - share * copies
-            place = copies - turn if turn > 0 else 0  # of the host's first copy, counted from the one whose turn it is
-            for h in hosts:
-                tokens = share * copies_H[h]
-                for _ in range(copies_H[h]):
-                    tokens += place < left
-                    place = place + 1 if place + 1 < copies else 0
-                tokens_HG[h, g] = tokens
-            turn = turn + left if turn + left < copies else turn + left - copies
+    tokens_HG = np.empty((len(expert_H), len(counts_GE)), np.int64)
+    _split_evenly(expert_H, copies_H, counts_GE, tokens_HG)
     return tokens_HG
 
 
 def eplb_placement(loads_E: NDArray[np.number], num_copies: int, num_ranks: int) -> NDArray[np.int64]:
     """int64 [num_copies], the logical expert in every place; rank g has the places g * num_copies / G and on."""
-    expert_C, copies_E = _replicate(loads_E.astype(np.float32), num_copies)
-    load_C = loads_E.astype(np.float32)[expert_C] / copies_E.astype(np.float32)[expert_C]
     expert_P = np.empty(num_copies, np.int64)
-    expert_P[_pack(load_C, np.argsort(-load_C, kind="stable"), num_ranks)] = expert_C
+    _place_copies(loads_E.astype(np.float32), num_ranks, expert_P)
     return expert_P
 
 
-@kernel
-def _replicate(loads_E: Any, num_copies: int) -> Any:
-    """int64 [num_copies], the expert of each copy, one of each expert first, and int64 [E], copies of each."""
-    num_experts = len(loads_E)
-    copies_E = np.ones(num_experts, np.int64)
-    expert_C = np.arange(num_copies)
-    share_E = loads_E.copy()
-    for c in range(num_experts, num_copies):
-        e = share_E.argmax()
-        expert_C[c] = e
-        copies_E[e] += 1
-        share_E[e] = loads_E[e] / np.float32(copies_E[e])
-    return expert_C, copies_E
-
-
-@kernel
-def _pack(load_C: Any, heaviest_C: Any, num_ranks: int) -> Any:
-    """int64 [C], the place of each copy, of which every rank has equally many; `heaviest_C` are copies in order."""
-    room = len(load_C) // num_ranks
-    # as published, which otherwise would order the copies by their load
-    if room == 1:
-        return np.arange(len(load_C))
-    place_C = np.empty(len(load_C), np.int64)
-    load_G, filled_G = np.zeros(num_ranks, np.float32), np.zeros(num_ranks, np.int64)
-    for c in heaviest_C:
-        lightest = -1
-        for g in range(num_ranks):
-            if filled_G[g] < room and (lightest < 0 or load_G[g] < load_G[lightest]):
-                lightest = g
-        place_C[c] = lightest * room + filled_G[lightest]
-        filled_G[lightest] += 1
-        load_G[lightest] += load_C[c]
-    return place_C
+_split_evenly = compiled(
+    "split_evenly",
+    ArrayOf(np.int32, 1),
+    ArrayOf(np.int32, 1),
+    ArrayOf(np.int64, 2),
+    ArrayOf(np.int64, 2, filled=True),
+)
+_place_copies = compiled("place_copies", ArrayOf(np.float32, 1), INT, ArrayOf(np.int64, 1, filled=True))

@@ -16,14 +16,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
-from numba import uint64
 from numpy.typing import NDArray
 
 from foreroute.errors import ConfigError
-from foreroute.kernels import LOW_32, SHIFT_32, TO_UNIT, kernel, next_unit, next_word
+from foreroute.kernels import FLOAT, INT, ArrayOf, StructOf, compiled
 from foreroute.plan.counts import MOST_ASSIGNMENTS
 
 GROUP = 8
@@ -131,12 +129,6 @@ class DrawnStep:
         self.prompt_S = np.concatenate([p + f for p, f in zip(prompts, firsts[:-1], strict=True)]).astype(np.int32)
         self.rank_S = np.concatenate(ranks).astype(np.int32)
 
-    @property
-    def _rule(self) -> tuple[int, int, int, float]:
-        """Numbers of the workload that the kernels take."""
-        load = self.workload
-        return load.top_k, load.prompt_draws, load.response_draws, load.common
-
     @cached_property
     def _first_M(self) -> NDArray[np.int64]:
         return np.searchsorted(self.micro_step_S, np.arange(self.workload.num_micro_steps + 1)).astype(np.int64)
@@ -168,9 +160,7 @@ class DrawnStep:
         """counts_MLGE: int32 [M, L, G, E], assignments per micro-step, layer, source rank and expert."""
         load = self.workload
         counts = np.zeros((load.num_micro_steps, load.num_layers, load.num_ranks, load.num_experts), np.int32)
-        draw_cells(
-            self._seed_ML, self._share_MLE, self._first_M, self.prompt_S, self.rows_S, self.rank_S, self._rule, counts
-        )
+        draw_cells(self._seed_ML, self._share_MLE, self._first_M, self.prompt_S, self.rows_S, self.rank_S, load, counts)
         return counts
 
 
@@ -190,101 +180,20 @@ def _deal_longest_first(lengths_S: NDArray[np.int64], num_ranks: int) -> NDArray
     return ranks_S
 
 
-@kernel
-def draw_sequences(seed: Any, share_E: Any, prompt_S: Any, rows_S: Any, rule: Any, counts_SE: Any) -> None:
-    """Draw the assignments of every sequence of one cell, the same alone or in a step, into int32 [S, E].
+draw_cells = compiled(
+    "draw_cells",
+    ArrayOf(np.uint64, 2),
+    ArrayOf(np.float64, 3),
+    ArrayOf(np.int64, 1),
+    ArrayOf(np.int32, 1),
+    ArrayOf(np.int32, 1),
+    ArrayOf(np.int32, 1),
+    StructOf(top_k=INT, prompt_draws=INT, response_draws=INT, common=FLOAT),
+    ArrayOf(np.int32, 4, filled=True),
+)
+"""Add the assignments of every cell. Each is drawn from a stream of its own: alone it is the same as in a step.
 
-    `share_E` adds up to 1, `prompt_S` ascends from 0, and `rule` is that of `DrawnStep`. Row s adds up to `rows_S[s] *
-    top_k`, and no entry exceeds `rows_S[s]`.
-    """
-    top_k, prompt_draws, response_draws, common = rule
-    state = np.full(1, seed, np.uint64)
-    upto_E = np.cumsum(share_E)
-    topic = np.empty(prompt_draws, np.int32)
-    weight_E = np.empty(len(share_E), np.float64)
-    prompt = -1
-    for s in range(len(rows_S)):
-        if prompt_S[s] != prompt:
-            prompt = prompt_S[s]
-            for i in range(prompt_draws):
-                unit = next_unit(state)
-                topic[i] = min(np.searchsorted(upto_E, unit, side="right"), len(upto_E) - 1)
-        # Draws weigh 1 on average, so this much for the micro-step's shares makes them the part `common` of the sum.
-        scale = common / (1.0 - common) * response_draws
-        for e in range(len(share_E)):
-            weight_E[e] = scale * share_E[e]
-        for _ in range(response_draws):
-            word = next_word(state)
-            # The high half of a word picks an expert of the prompt, the low half gives its weight, 0.5 to 1.5.
-            pick = ((word >> SHIFT_32) * uint64(prompt_draws)) >> SHIFT_32
-            weight_E[topic[pick]] += 0.5 + (word & LOW_32) * TO_UNIT
-        _round(weight_E, rows_S[s], top_k, next_unit(state), counts_SE[s])
-
-
-@kernel
-def _round(weight_E: Any, rows: Any, top_k: Any, phase: Any, counts_E: Any) -> None:
-    """Turn weights into whole counts that add up to rows * top_k, none above rows: cap, then round systematically."""
-    free, left = 0.0, float(rows * top_k)
-    for e in range(len(weight_E)):
-        free += weight_E[e]
-    # capping an expert leaves more to the others, which may then have to be capped; -1 marks those that are
-    capped = True
-    while capped:
-        capped = False
-        scale = left / free if free > 0 else 0.0
-        for e in range(len(weight_E)):
-            if weight_E[e] >= 0 and weight_E[e] * scale > rows:
-                free -= weight_E[e]
-                left -= rows
-                weight_E[e] = -1.0
-                capped = True
-    # systematic rounding: counts are the steps of floor(phase + running sum), so each is its weight rounded up or down
-    done, upto = 0, 0.0
-    last = -1
-    for e in range(len(weight_E)):
-        if weight_E[e] < 0:
-            counts_E[e] = rows
-            continue
-        upto += weight_E[e] * scale
-        reached = int(np.floor(upto + phase))
-        counts_E[e] = min(max(reached - done, 0), rows)
-        done += counts_E[e]
-        if counts_E[e] < rows:
-            last = e
-    _settle(round(left) - done, rows, last, counts_E)
-
-
-@kernel
-def _settle(missing: Any, rows: Any, last: Any, counts_E: Any) -> None:
-    """Give or take the few assignments that float sums left over, from expert `last` on."""
-    e = max(last, 0)
-    while missing != 0:
-        if missing > 0 and counts_E[e] < rows:
-            counts_E[e] += 1
-            missing -= 1
-        elif missing < 0 and counts_E[e] > 0:
-            counts_E[e] -= 1
-            missing += 1
-        else:
-            e = (e + 1) % len(counts_E)
-
-
-@kernel
-def draw_cells(
-    seed_ML: Any, share_MLE: Any, first_M: Any, prompt_S: Any, rows_S: Any, rank_S: Any, rule: Any, counts_MLGE: Any
-) -> None:
-    """Add the assignments of every cell; `first_M`, int64 [M + 1], is the first sequence of each micro-step."""
-    most = 0
-    for m in range(len(first_M) - 1):
-        most = max(most, first_M[m + 1] - first_M[m])
-    counts_SE = np.empty((most, share_MLE.shape[2]), np.int32)
-    for m in range(counts_MLGE.shape[0]):
-        first, end = first_M[m], first_M[m + 1]
-        for layer in range(counts_MLGE.shape[1]):
-            draw_sequences(
-                seed_ML[m, layer], share_MLE[m, layer], prompt_S[first:end], rows_S[first:end], rule, counts_SE
-            )
-            for s in range(end - first):
-                target = counts_MLGE[m, layer, rank_S[first + s]]
-                for e in range(len(target)):
-                    target[e] += counts_SE[s, e]
+Takes seeds, uint64 [M, L]; shares, float64 [M, L, E], that add up to 1; the first sequence of each micro-step, int64
+[M + 1]; prompts, rows and ranks, int32 [S], as in `DrawnStep`; the `Workload`; and counts, int32 [M, L, G, E]. What
+sequence s adds is `rows_S[s] * top_k` in all, and to no entry more than `rows_S[s]`.
+"""

@@ -33,13 +33,12 @@ STOPPED_WITHIN_S = 40
 IMPORTED = (
     "torch.distributed",
     "torch._dynamo",
-    "numba",
     "foreroute.adapters.hf",
     "foreroute.ep.transfer.engine",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
 )
 """By the one process that all workers of a test run are forked from: what attaching to a tiny model imports, and
-planning, which would take each of them a second."""
+executing a plan, which would take each of them a second."""
 # multiprocessing has one too: processes that stand in for CUDA are forked from that
 server = forkserver.ForkServer()
 server.set_forkserver_preload(list(IMPORTED))

@@ -8,7 +8,6 @@ operations    what is done with whole traces                   extended
 checks        arrays from outside: dtypes, ranges, offsets
 file          a trace on disk, or at a URL                     save, load
 parts         a step that several write and many read in part  save_part, load_parts
-kernels       loops over all picks, compiled
 """
 
 from importlib import import_module

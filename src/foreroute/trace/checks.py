@@ -10,7 +10,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.checks import as_array
 from foreroute.errors import TraceContentError
-from foreroute.trace.spec import RoutedLayer, RoutingSpec
+from foreroute.kernels import BOOL, INT, NONE, ArrayOf, compiled
+from foreroute.trace.spec import ID_TYPES, RoutedLayer, RoutingSpec
 
 MISSING = -1
 """What stands for an id in a row that was not recorded, where routes come in and go out as arrays."""
@@ -18,6 +19,11 @@ PUT_AT_ONCE = 1 << 18
 """Bytes of routes that are looked at and then copied, so that they are read from memory once."""
 TAKEN_AT_ONCE = 1 << 18
 """Numbers whose places are worked out together; a place takes 16 bytes meanwhile."""
+are_sets_of_eight = compiled("are_sets_of_eight", ArrayOf(np.uint64, 2), ArrayOf(np.bool_, 1), INT, returns=BOOL)
+_first_bad_picks = {
+    dtype: compiled(f"first_bad_picks_{dtype}", ArrayOf(dtype, 3), ArrayOf(np.int64, 1), INT, returns=INT)
+    for dtype in ID_TYPES
+}
 
 
 def check_rows(
@@ -27,18 +33,16 @@ def check_rows(
     spec: RoutingSpec,  # E and K of each layer
 ) -> None:
     """Raise `TraceContentError` unless every routed row holds K distinct ids below E, and fillers behind them."""
-    from foreroute.trace.kernels import are_sets_of_eight, first_bad_picks  # numba is slow to load
-
     # ids are checked here alone, in a compiled loop that looks at each once
     if spec.top_k == 8 and spec.id_dtype == np.uint8 and not spec.sizes:
         picks_NL = np.ascontiguousarray(expert_ids_NLK).view(np.uint64)[..., 0]
-        if are_sets_of_eight(picks_NL, valid_N, spec.num_experts):
+        if are_sets_of_eight(picks_NL, np.ascontiguousarray(valid_N), spec.num_experts):
             return
     rows = np.flatnonzero(valid_N)
     for num_experts, top_k, at in spec.groups:
         ids, layers = expert_ids_NLK[:, at, :top_k], np.arange(spec.num_layers)[at]
-        found = first_bad_picks(np.ascontiguousarray(ids).reshape(-1), len(layers), top_k, rows, num_experts)
-        if found >= 0:
+        found = _first_bad_picks[ids.dtype](np.ascontiguousarray(ids), rows, num_experts)
+        if found != NONE:
             row, layer = divmod(found, len(layers))
             why = f"expected ids from 0 to {num_experts - 1}"
             if ids[row, layer].max() < num_experts:

@@ -20,7 +20,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from math import gcd, prod
+from math import prod
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -32,9 +32,10 @@ from foreroute.checks import as_numbers
 from foreroute.errors import TraceContentError, TraceFileError, shown
 from foreroute.files.container import FileFormat, TensorFile, TensorSchema
 from foreroute.files.regular import parse_json
+from foreroute.kernels import BOOL, INT, ArrayOf, compiled
 from foreroute.trace.checks import as_offsets, check_rows, join_ranges
 from foreroute.trace.container import NO_VERSION, RoutingTrace
-from foreroute.trace.spec import RoutedLayer, RoutingSpec, spec_from
+from foreroute.trace.spec import ID_TYPES, RoutedLayer, RoutingSpec, spec_from
 from foreroute.trace.streams import DecisionStream, check_name
 
 Encoding = Literal["sets", "ordered"]
@@ -79,6 +80,14 @@ ROW_BYTES, MOST_STREAMS = 9, 16
 DECODED_FREELY, DECODED_PER_BYTE = 64 << 20, 1024
 """A file may ask for 64 MiB of memory, or for 1,024 times the bytes of its frames: so a small file cannot make a reader
 allocate without bound."""
+_BOOLS = ArrayOf(np.bool_, 1)
+_gaps_of_rows, _put_sets = (
+    {
+        dtype: compiled(f"{loop}_{dtype}", ArrayOf(dtype, 3), _BOOLS, INT, ArrayOf(dtype, 3, filled=True), returns=BOOL)
+        for dtype in ID_TYPES
+    }
+    for loop in ("gaps_of_rows", "put_sets")
+)
 
 
 def save(
@@ -247,9 +256,7 @@ def _route_columns(
     trace: RoutingTrace, start: int, stop: int, as_sets: bool, scratch: NDArray[Any]
 ) -> list[NDArray[Any]]:
     """Return the numbers in the frame of each layer of a chunk: uint8 or uint16 [K, R]. Sets are checked here."""
-    from foreroute.trace.kernels import gaps_of_rows  # numba is slow to load
-
-    spec, valid = trace.spec, trace.valid_N[start:stop]
+    spec, valid = trace.spec, np.ascontiguousarray(trace.valid_N[start:stop])
     columns: dict[int, NDArray[Any]] = {}
     for num_experts, top_k, at in spec.groups:
         dtype = stored_type(num_experts)
@@ -257,7 +264,7 @@ def _route_columns(
         if as_sets:
             into = np.empty(ids_RLK.size, dtype) if spec.sizes else scratch[: ids_RLK.size]
             columns_LKR = into.reshape(-1, top_k, stop - start)
-            if not gaps_of_rows(ids_RLK, valid, num_experts, columns_LKR):
+            if not _gaps_of_rows[ids_RLK.dtype](ids_RLK, valid, num_experts, columns_LKR):
                 check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)  # names the row
         else:
             columns_LKR = np.where(valid, ids_RLK.transpose(1, 2, 0), dtype(0))
@@ -500,14 +507,9 @@ def _put_routes(
     columns_LKR: NDArray[Any], valid_R: NDArray[np.bool_], num_experts: int, as_sets: bool, ids_RLK: NDArray[Any]
 ) -> None:
     """Put the numbers of frames into rows, as ids, and refuse sets that cannot be."""
-    from foreroute.trace.kernels import put_sets  # numba is slow to load
-
     if not as_sets:
         ids_RLK[:] = columns_LKR.transpose(2, 0, 1)
-        return
-    # The ids of a row and layer are written as the widest words that they fill. numba knows one order of bytes alone.
-    words_RLW = ids_RLK.view(f"<u{gcd(8, ids_RLK.shape[2] * ids_RLK.itemsize)}")
-    if not put_sets(columns_LKR, valid_R, num_experts, words_RLW):
+    elif not _put_sets[ids_RLK.dtype](columns_LKR, valid_R, num_experts, ids_RLK):
         raise TraceContentError("a row has an expert that the model does not have, or ids and no route")
 
 

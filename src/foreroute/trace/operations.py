@@ -12,9 +12,18 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.checks import as_numbers
 from foreroute.errors import BatchMismatchError, TraceContentError
+from foreroute.kernels import INT, ArrayOf, compiled
 from foreroute.trace.container import RoutingTrace, concatenate, on_common_layers
-from foreroute.trace.spec import RoutedLayer, RoutingSpec
+from foreroute.trace.spec import ID_TYPES, RoutedLayer, RoutingSpec
 from foreroute.trace.streams import streams_of_all
+
+_ROWS, _NUMBERS, _COUNTS = ArrayOf(np.bool_, 1), ArrayOf(np.int64, 1), ArrayOf(np.int32, 1, filled=True)
+_add_counts = {
+    dtype: compiled(
+        f"add_counts_{dtype}", ArrayOf(dtype, 3), _ROWS, _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, INT, _COUNTS
+    )
+    for dtype in ID_TYPES
+}
 
 
 def extended(earlier: RoutingTrace, *later: RoutingTrace) -> RoutingTrace:
@@ -160,8 +169,6 @@ def add_assignments(
     counts_MLGE: NDArray[np.int32],  # [M, L, G, E], C-contiguous, added to
 ) -> None:
     """Add a trace's assignments to counts per micro-step, layer, source rank and expert, reading each id once."""
-    from foreroute.trace.kernels import add_counts
-
     spec = trace.spec
     shape = counts_MLGE.shape
     if len(shape) != 4 or (shape[1], shape[3]) != (spec.num_layers, spec.num_experts):
@@ -177,8 +184,8 @@ def add_assignments(
     # by where they add, so that each set of counts is filled once and stays in the cache meanwhile
     order = np.argsort(start_S, kind="stable")
     stride, flat = shape[2] * shape[3], counts_MLGE.reshape(-1)
+    valid_N, offsets = np.ascontiguousarray(trace.valid_N), np.ascontiguousarray(trace.offsets)
     for _, top_k, at in spec.groups:
         ids = np.ascontiguousarray(trace.expert_ids_NLK[:, at, :top_k])
         layers = np.arange(spec.num_layers)[at]
-        held_LE = np.zeros((len(layers), shape[3]), np.uint32)
-        add_counts(ids.reshape(-1), trace.valid_N, trace.offsets, order, start_S, layers * stride, held_LE, flat)
+        _add_counts[ids.dtype](ids, valid_N, offsets, order, start_S, layers * stride, shape[3], flat)

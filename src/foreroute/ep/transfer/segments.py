@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.errors import PlanError, TransferError
+from foreroute.plan.schedule import colour_edges
 
 
 class Moves(NamedTuple):
@@ -32,14 +33,7 @@ class Moves(NamedTuple):
     @property
     def round_X(self) -> NDArray[np.int64]:
         """int64 [X], from 0: in a round, no rank sends two experts, and none receives two. As few rounds as can be."""
-        # numba loads with the first move
-        from foreroute.plan.schedule_kernels import colour_edges
-
-        num_moves = len(self.expert_X)
-        round_X = np.zeros(num_moves, np.int64)
-        num_ranks = int(max(self.source_X.max(initial=0), self.target_X.max(initial=0))) + 1
-        colour_edges(self.source_X, self.target_X, np.empty((2, num_ranks, max(num_moves, 1)), np.int64), round_X)
-        return round_X
+        return colour_edges(self.source_X, self.target_X)
 
 
 def shard_moves(before_E: NDArray[np.integer], after_E: NDArray[np.integer]) -> Moves:
