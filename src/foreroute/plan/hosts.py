@@ -108,7 +108,7 @@ class Hosts(NamedTuple):
 
     @classmethod
     def of_cells(cls, home_LE: NDArray[np.int16], cells: Sequence[CellPlan]) -> Hosts:
-        """Join cells, one at least."""
+        """Join cells, one at least, whose integers may be wider than those of hosts."""
         return _concatenated(home_LE, [len(cell.expert_R) for cell in cells], [cell[1:] for cell in cells])
 
     @classmethod
@@ -160,8 +160,10 @@ class Hosts(NamedTuple):
 
 def _concatenated(home_LE: NDArray[np.int16], sizes_C: ArrayLike, rows: Sequence[tuple[Any, ...]]) -> Hosts:
     """Make hosts of cells with this many replicas each, whose arrays come in pieces."""
-    arrays = (np.concatenate(pieces) for pieces in zip(*rows, strict=True))
-    return Hosts(home_LE, np.concatenate([[0], np.cumsum(sizes_C)]), *arrays)
+    kinds = (np.int16, np.int16, np.int16, np.bool_, np.int32)
+    columns = zip(zip(*rows, strict=True), kinds, strict=True)
+    arrays: Iterator[Any] = (np.concatenate(pieces, dtype=kind, casting="same_kind") for pieces, kind in columns)
+    return Hosts(np.ascontiguousarray(home_LE, np.int16), np.concatenate([[0], np.cumsum(sizes_C)]), *arrays)
 
 
 _REPLICAS = {
