@@ -69,7 +69,6 @@ PLAN = "plan counts.safetensors --topology cluster.toml --output plan.safetensor
         ("convert t u", "convert.load", "reading t"),
         ("convert t u", "convert.save", "writing u"),
         (PLAN, "plan.read_step", "reading the step"),
-        (PLAN, "plan.compile_planner", "planning the first micro-step, which compiles once on a machine"),
         (PLAN, "plan.verify", "verifying and writing the plan"),
         (PLAN, "plan.compare_plan", r"comparing with other balancers: 0 of \d+"),
         (f"{PLAN} --no-baselines", "plan.write_plan_page", "drawing the page"),

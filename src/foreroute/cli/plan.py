@@ -30,7 +30,7 @@ from foreroute.report.format import duration
 from foreroute.report.page import check_page
 from foreroute.report.plan import cost_words, plan_finding, plan_table, plan_tiles, write_plan_page
 from foreroute.simulate.balancers import BalancerInput
-from foreroute.simulate.compare import compare_plan, compile_planner, timed_plan
+from foreroute.simulate.compare import compare_plan, timed_plan
 from foreroute.simulate.methods import BALANCERS
 from foreroute.simulate.steps import TOKEN_BUDGET, packed, read_traces
 from foreroute.trace import RoutedLayer, RoutingTrace
@@ -49,9 +49,6 @@ def run_plan(
     problem = step.problem
     facts = {**step.facts, **_facts(step, options), "costs": cost_words(step.cluster)}
     console.print(shown_facts(facts))
-    with working("planning the first micro-step, which compiles once on a machine", console):
-        # so that the time of planning, which the page names, has no compilation in it
-        compile_planner(problem, options)
     cells = step.counts_MLGE.shape[0] * step.counts_MLGE.shape[1]
     with working("planning", console, total=cells, unit="cells") as work:
         found = timed_plan(problem, options, work.advance)

@@ -72,7 +72,7 @@ def least_seconds(counts_MLGE: NDArray[np.integer], topology: Topology, costs: C
     return seconds_ML
 
 
-class CellWork(NamedTuple):
+class CellCosts(NamedTuple):
     """What each cell puts on ranks and links in a pass: seconds, but for rows."""
 
     all_to_all_ML: NDArray[np.float64]  # [M, L], of one dispatch, or combine
@@ -84,11 +84,11 @@ class CellWork(NamedTuple):
     gradient_MLG5: NDArray[np.float64]
 
 
-def work_of_cells(hosts: Hosts, counts_MLGE: NDArray[np.integer], prices: Prices) -> CellWork:
+def work_of_cells(hosts: Hosts, counts_MLGE: NDArray[np.integer], prices: Prices) -> CellCosts:
     """What the hosts of a step put on ranks and links."""
     num_micro_steps, num_layers, num_ranks, _ = counts_MLGE.shape
     shapes = ((), (num_ranks, 4), (num_ranks, 2), (num_ranks, 5), (num_ranks, 5))
-    work = CellWork(*(np.zeros((num_micro_steps, num_layers, *shape)) for shape in shapes))
+    work = CellCosts(*(np.zeros((num_micro_steps, num_layers, *shape)) for shape in shapes))
     _work(hosts, np.ascontiguousarray(counts_MLGE, np.int32), prices, *work)
     return work
 

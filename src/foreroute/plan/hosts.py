@@ -75,7 +75,7 @@ class CellPlan(NamedTuple):
 
 
 class Hosts(NamedTuple):
-    """The hosts of consecutive micro-steps of some layers, as flat arrays. Compiled code takes it as it stands (hosts.hpp).
+    """The hosts of consecutive micro-steps of some layers, as flat arrays that compiled code takes (hosts.hpp).
 
     Attributes:
         home_LE: int16 [L, E], the homes.

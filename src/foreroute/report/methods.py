@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from foreroute.report.format import TIMES, as_fast, duration, over_mean, percentage, step_time, times
 from foreroute.report.page import Column, Table, TableRow
 
-if TYPE_CHECKING:  # they load compiled code
+if TYPE_CHECKING:
     from foreroute.simulate.records import MethodRecord, SimulatedMethod, SimulationRecord
 
 BOUND = "lower bound"

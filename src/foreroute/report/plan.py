@@ -12,7 +12,7 @@ from foreroute.report.format import over_mean, percentage, step_time, times
 from foreroute.report.methods import BOUND, method_table, worth
 from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tile, Tone, write_page
 
-if TYPE_CHECKING:  # they load compiled code
+if TYPE_CHECKING:
     from foreroute.costs.cluster_file import Cluster
     from foreroute.simulate.compare import PlanComparison
     from foreroute.trace import RoutedLayer

@@ -9,7 +9,7 @@ from foreroute.report.format import AS_FAST, as_fast, duration, flattened, perce
 from foreroute.report.methods import BOUND, method_table, modelled, named, worth
 from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tile, write_page
 
-if TYPE_CHECKING:  # they load compiled code
+if TYPE_CHECKING:
     from foreroute.simulate import SimulateConfig, SimulationRecord
     from foreroute.simulate.fit import FitRecord
 

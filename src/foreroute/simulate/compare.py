@@ -16,7 +16,7 @@ from foreroute.plan.counts import check_counts
 from foreroute.plan.options import PASS_NAMES, PassName, PlanOptions
 from foreroute.plan.step_plan import StepPlan
 from foreroute.plan.topology import Topology
-from foreroute.planner.plan_step import OnProgress, plan, plan_and_why
+from foreroute.planner.plan_step import OnProgress, plan_and_why
 from foreroute.simulate.balancers import Balancer, BalancerInput
 from foreroute.simulate.methods import BALANCERS, Loads, ServedStep, all_at_home, over, serve
 from foreroute.simulate.records import AS_PLANNED, MethodRecord, load_figures
@@ -92,7 +92,7 @@ class TimedPlan:
 
     plan: StepPlan  # of a step
     why: dict[str, str]  # by priced option whether it is on and by pass what is executed, with the reason
-    elapsed_s: float  # wall time of planning, without compiling
+    elapsed_s: float  # wall time of planning
     planning_s: float  # the same in processor seconds
 
 
@@ -106,11 +106,6 @@ def timed_plan(problem: BalancerInput, options: PlanOptions, on_progress: OnProg
     )
     elapsed_s, planning_s = time.perf_counter() - before, time.process_time() - before_cpu
     return TimedPlan(found, {name.replace("_", "-"): reason for name, reason in why.items()}, elapsed_s, planning_s)
-
-
-def compile_planner(problem: BalancerInput, options: PlanOptions) -> None:
-    """Plan the first micro-step, so that a plan that is timed compiles nothing. It takes long once on a machine."""
-    plan(problem.counts_MLGE[:1], problem.topology, options, home_LE=problem.home_LE, costs=problem.costs)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
