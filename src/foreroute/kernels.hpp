@@ -17,15 +17,16 @@
 #ifdef __x86_64__
 #include <cpuid.h>
 #define WIDE __attribute__((target("avx2")))
-inline bool has_wide_vectors() {
+inline bool finds_wide_vectors() {
     unsigned a = 0, b = 0, c = 0, d = 0, kept = 0;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return false;
     __asm__("xgetbv" : "=a"(kept), "=d"(d) : "c"(0));  // whether the system keeps such registers
     return (kept & 6) == 6 && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2);
 }
+static const bool has_wide_vectors = finds_wide_vectors();  // once: a virtual machine takes long to say
 #else
 #define WIDE
-inline bool has_wide_vectors() { return false; }
+constexpr bool has_wide_vectors = false;
 #endif
 
 constexpr int64_t NONE = -1;  // no rank, no expert, no slot

@@ -133,5 +133,5 @@ LOOP void exchange_homes(const Array<int32_t, 2> &table_XM, const Array<int64_t,
                             Scratch<int32_t, 1>(table_XM.length()),
                             Scratch<int32_t, 2>(home_E.length(), num_ranks)};
     for (int64_t x = home_E.length(); x < table_XM.length(); ++x) now.cost_X(x) = homes::cost(table_XM[x]);
-    (has_wide_vectors() ? homes::search_wide : homes::search)(now);
+    (has_wide_vectors ? homes::search_wide : homes::search)(now);
 }
