@@ -8,7 +8,7 @@ import pytest
 from foreroute.costs import links
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
-from foreroute.costs.pricing import least_seconds
+from foreroute.costs.pricing import least_seconds, step_parts
 from foreroute.plan import Topology
 from foreroute.plan.schedule import ExecutionSchedule
 from tests.costs.cost_oracle import price_cell
@@ -64,3 +64,11 @@ def test_no_plan_is_faster_and_level_local_tokens_attain_the_bound(dispatcher):
     plan = random_plan(counts, Topology(4, 2, 0, LINKS))
     plan.home_LE[:] = np.arange(4)
     np.testing.assert_allclose(taken(plan, counts, COSTS), least_seconds(counts, plan.topology, COSTS), rtol=1e-12)
+
+
+def test_counts_in_any_order_and_of_any_type_cost_the_same():
+    counts = random_counts(0, (3, 2, 4, 8), most=300)
+    plan = random_plan(counts, Topology(4, 2, 1, LINKS))
+    parts_SP = step_parts(plan.hosts, counts, plan.topology, COSTS)
+    for same in (np.asfortranarray(counts), counts.astype(np.int32), np.repeat(counts, 2, axis=3)[..., ::2]):
+        np.testing.assert_array_equal(step_parts(plan.hosts, same, plan.topology, COSTS), parts_SP)

@@ -35,9 +35,9 @@ def step_parts(
     Deduplicated rows are estimated: on generated routes of 16 to 64 ranks 0 to 7 % low over NICs, 6 to 10 % inside
     nodes, and 0 to 3 % in seconds.
     """
+    counts = np.ascontiguousarray(counts_MLGE, np.int32)
     # no placement of experts changes attention, so it is priced once for all cells
-    attention_ML2, prices = slowest_attention(counts_MLGE, costs), costs.prices(topology, slots)
-    return parts_of_cells(hosts, np.ascontiguousarray(counts_MLGE, np.int32), attention_ML2, prices)
+    return parts_of_cells(hosts, counts, slowest_attention(counts, costs), costs.prices(topology, slots))
 
 
 def parts_of_cells(
