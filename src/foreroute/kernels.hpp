@@ -12,6 +12,23 @@
 
 #define LOOP extern "C" __attribute__((visibility("default")))
 
+// A function that is compiled for vectors of 32 bytes too, for processors that have them; many do not know their like.
+#ifdef __x86_64__
+#include <cpuid.h>
+
+#define WIDE __attribute__((target("avx2")))
+
+inline bool has_wide_vectors() {
+    uint32_t a, b, c, d, low, high;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return false;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));  // the system keeps them
+    return (low & 6) == 6 && __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_AVX2);
+}
+#else
+#define WIDE
+inline bool has_wide_vectors() { return false; }
+#endif
+
 constexpr int64_t NONE = -1;  // no rank, no expert, no slot
 
 template <class T>
