@@ -12,7 +12,8 @@
 
 #define LOOP extern "C" __attribute__((visibility("default")))
 
-// A function that is compiled for vectors of 32 bytes too, for processors that have them; many do not know their like.
+// A function for processors that have vectors of 32 bytes, beside the same one for all: for loops that take twice as long
+// without. The check of routes is a quarter of what it takes to take over those of an engine.
 #ifdef __x86_64__
 #include <cpuid.h>
 

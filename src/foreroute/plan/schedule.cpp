@@ -92,9 +92,9 @@ struct Cell {
     Array<const int32_t, 2> counts_GE;
 
     Cell(const Hosts &hosts, const Array<const int32_t, 3> &counts_CGE, int64_t c)
-        : c(c), num_replicas(hosts.offsets[c + 1] - hosts.offsets[c]), home_E(hosts.home_LE[c % hosts.home_LE.length()]),
-          counts_GE(counts_CGE[c]) {
+        : c(c), home_E(hosts.home_LE[c % hosts.home_LE.length()]), counts_GE(counts_CGE[c]) {
         const int64_t begin = hosts.offsets[c], end = hosts.offsets[c + 1];
+        num_replicas = end - begin;
         expert_R = hosts.expert_R.slice(begin, end);
         rank_R = hosts.rank_R.slice(begin, end);
         slot_R = hosts.slot_R.slice(begin, end);
@@ -112,7 +112,7 @@ inline int64_t most_replicas(const Array<int64_t, 1> &offsets) {
 struct Scheduler {
     const int64_t rank, memory_ranks;
     const Block &out;
-    const int64_t num_ranks, num_experts, num_home, most_replicas, most_groups;
+    const int64_t num_ranks, num_experts, num_home, most_groups;
     int64_t ends[5] = {};                            // of the segments and moves so far
     Scratch<int64_t, 1> home_row_E;                  // of an expert in its home's shard
     Scratch<int64_t, 2> member_GS;                   // the experts of each home
@@ -124,13 +124,16 @@ struct Scheduler {
     Scratch<int64_t, 1> source_R, target_R, round_R, place_R;  // in the order of order_R
     Scratch<int64_t, 3> edge_at;
 
-    Scheduler(int64_t rank, int64_t memory_ranks, const Block &out, int64_t num_ranks, int64_t num_experts, int64_t most)
+    // `most` is the number of replicas of the largest cell.
+    Scheduler(int64_t rank, int64_t memory_ranks, const Block &out, int64_t num_ranks, int64_t num_experts,
+              int64_t most)
         : rank(rank), memory_ranks(memory_ranks), out(out), num_ranks(num_ranks), num_experts(num_experts),
-          num_home(out.num_home), most_replicas(most), most_groups(num_home + out.group_rows_CS.shape[1]),
-          home_row_E(num_experts), member_GS(num_ranks, num_home), order_R(most), nth_R(most), first_G(num_ranks + 1),
+          num_home(out.num_home), most_groups(out.group_rows_CS.shape[1]), home_row_E(num_experts),
+          member_GS(num_ranks, num_home), order_R(most), nth_R(most), first_G(num_ranks + 1),
           served_GE(num_ranks, num_experts), start_E(num_experts), mine_E(num_experts), start_R(most),
           tokens_SG(most_groups, num_ranks), arrived_SG(most_groups, num_ranks), computed_SG(most_groups, num_ranks),
-          place_S(num_home), source_R(most), target_R(most), round_R(most), place_R(most), edge_at(2, num_ranks, most) {}
+          place_S(num_home), source_R(most), target_R(most), round_R(most), place_R(most),
+          edge_at(2, num_ranks, most) {}
 
     // List the experts of every rank in ascending order of their id, and the place of each.
     void order_homes(const Cell &cell) {

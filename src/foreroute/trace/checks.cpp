@@ -9,8 +9,8 @@ using Words = uint64_t __attribute__((vector_size(8 * AT_ONCE)));
 using Ids = uint8_t __attribute__((vector_size(8 * AT_ONCE)));
 
 // See `are_sets_of_eight` below.
-[[gnu::always_inline]] inline bool are_sets(const Array<const uint64_t, 2> &picks_NL, const Array<const bool, 1> &valid_N,
-                                            int64_t num_experts) {
+[[gnu::always_inline]] inline bool are_sets(const Array<const uint64_t, 2> &picks_NL,
+                                            const Array<const bool, 1> &valid_N, int64_t num_experts) {
     const Ids most = Ids{} + static_cast<uint8_t>(num_experts - 1);
     const int64_t num_layers = picks_NL.shape[1];
     for (int64_t row = 0; row < picks_NL.length(); ++row) {
