@@ -27,22 +27,6 @@ void take_words(const Array<const T, 3> &ids_RLK, int64_t layer, const Array<con
     }
 }
 
-// Turn the rows of one layer into columns, by the widest words that the ids of a row fill.
-template <class T>
-void take_columns(const Array<const T, 3> &ids_RLK, int64_t layer, const Array<const bool, 1> &valid,
-                  const Array<T, 2> &ids_KR) {
-    const int64_t bytes = ids_KR.length() * sizeof(T);
-    if (bytes % 8 == 0) {
-        take_words<T, uint64_t>(ids_RLK, layer, valid, ids_KR);
-    } else if (bytes % 4 == 0) {
-        take_words<T, uint32_t>(ids_RLK, layer, valid, ids_KR);
-    } else if (bytes % 2 == 0) {
-        take_words<T, uint16_t>(ids_RLK, layer, valid, ids_KR);
-    } else {
-        take_words<T, T>(ids_RLK, layer, valid, ids_KR);
-    }
-}
-
 template <class Word>
 struct HalfOf;
 template <>
@@ -82,18 +66,18 @@ void put_words(const Array<T, 2> &ids_KR, int64_t layer, Array<T, 3> out_RLK) {
     }
 }
 
-// Write columns into the rows of one layer, by the widest words that the ids of a row fill.
-template <class T>
-void put_columns(const Array<T, 2> &ids_KR, int64_t layer, const Array<T, 3> &out_RLK) {
-    const int64_t bytes = ids_KR.length() * sizeof(T);
+// Call for the widest words that K ids fill.
+template <class T, class Call>
+void by_words(int64_t top_k, Call call) {
+    const int64_t bytes = top_k * sizeof(T);
     if (bytes % 8 == 0) {
-        put_words<T, uint64_t>(ids_KR, layer, out_RLK);
+        call(uint64_t{});
     } else if (bytes % 4 == 0) {
-        put_words<T, uint32_t>(ids_KR, layer, out_RLK);
+        call(uint32_t{});
     } else if (bytes % 2 == 0) {
-        put_words<T, uint16_t>(ids_KR, layer, out_RLK);
+        call(uint16_t{});
     } else {
-        put_words<T, T>(ids_KR, layer, out_RLK);
+        call(T{});
     }
 }
 
@@ -184,7 +168,9 @@ bool gaps_of_rows(const Array<const T, 3> &ids_RLK, const Array<const bool, 1> &
         const auto valid = valid_R.slice(start, stop);
         for (int64_t layer = 0; layer < num_layers; ++layer) {
             const auto gaps_KR = gaps_LKR[layer];
-            take_columns(ids_RLK.slice(start, stop), layer, valid, ids_KR);
+            by_words<T>(top_k, [&](auto word) {
+                take_words<T, decltype(word)>(ids_RLK.slice(start, stop), layer, valid, ids_KR);
+            });
             sort_columns<T>(ids_KR, count);
             memcpy(gaps_KR[0].slice(start, stop).data, ids_KR.data, count * sizeof(T));
             for (int64_t k = 1; k < top_k; ++k) {
@@ -216,7 +202,9 @@ bool put_sets(const Array<const T, 3> &gaps_LKR, const Array<const bool, 1> &val
                 bad |= add_gaps(ids_KR[k - 1].data, gaps, valid.data, ids_KR[k].data, count);
             }
             bad |= leaves_range(ids_KR[top_k - 1].data, valid.data, num_experts, count);
-            put_columns(ids_KR, layer, out_RLK.slice(start, stop));
+            by_words<T>(top_k, [&](auto word) {
+                put_words<T, decltype(word)>(ids_KR, layer, out_RLK.slice(start, stop));
+            });
         }
     }
     return !bad;
