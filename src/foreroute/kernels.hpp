@@ -12,8 +12,8 @@
 
 #define LOOP extern "C" __attribute__((visibility("default")))
 
-// A function for processors that have vectors of 32 bytes, beside the same one for all: for loops that take twice as long
-// without. The check of routes is a quarter of what it takes to take over those of an engine.
+// A function for processors that have vectors of 32 bytes, beside the same one for all. For loops that take twice as
+// long without: the check of routes is a quarter of what it takes to take over those of an engine.
 #ifdef __x86_64__
 #include <cpuid.h>
 
