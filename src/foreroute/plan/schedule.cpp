@@ -31,20 +31,25 @@ inline void append(const Array<int64_t, 2> &segments, int64_t &at, int64_t start
     ++at;
 }
 
-// Colour the edges of a bipartite multigraph with as many colours as its largest degree; returns how many.
+// The largest degree of a bipartite multigraph: how many rounds its edges take.
+inline int64_t rounds_needed(Array<const int64_t, 1> source_V, Array<const int64_t, 1> target_V, int64_t num_ranks) {
+    Scratch<int64_t, 2> degree(2, num_ranks);
+    int64_t most = 0;
+    for (int64_t v = 0; v < source_V.length(); ++v) {
+        most = max(most, max(++degree(0, source_V[v]), ++degree(1, target_V[v])));
+    }
+    return most;
+}
+
+// Colour the edges of a bipartite multigraph with that many colours.
 //
 // An edge takes a round that is free at both ends; if there is none, the path that alternates between the round free at
 // one end and that free at the other is flipped. Koenig's theorem: that many are enough, and fewer cannot be.
 // edge_at(0, g, turn) and edge_at(1, g, turn) are filled with a sender's and a receiver's edge of a round, or NONE.
-inline int64_t colour(const Array<const int64_t, 1> &source_V, const Array<const int64_t, 1> &target_V,
-                      const Array<int64_t, 3> &edge_at, const Array<int64_t, 1> &round_V) {
+inline void colour(Array<const int64_t, 1> source_V, Array<const int64_t, 1> target_V, int64_t num_rounds,
+                   Array<int64_t, 3> edge_at, Array<int64_t, 1> round_V) {
     const int64_t num_edges = source_V.length(), num_ranks = edge_at.shape[1];
-    Scratch<int64_t, 2> degree(2, num_ranks);
     Scratch<int64_t, 1> path_V(num_edges);
-    int64_t num_rounds = 0;
-    for (int64_t v = 0; v < num_edges; ++v) {
-        num_rounds = max(num_rounds, max(++degree(0, source_V[v]), ++degree(1, target_V[v])));
-    }
     for (int end = 0; end < 2; ++end) {
         for (int64_t g = 0; g < num_ranks; ++g) edge_at[end][g].slice(0, num_rounds).fill(NONE);
     }
@@ -81,7 +86,6 @@ inline int64_t colour(const Array<const int64_t, 1> &source_V, const Array<const
             if (edge_at(0, g, turn) != NONE) round_V(edge_at(0, g, turn)) = turn;
         }
     }
-    return num_rounds;
 }
 
 // What is known of one cell. Replicas of a cell are numbered from 0.
@@ -92,9 +96,9 @@ struct Cell {
     Array<const int32_t, 2> counts_GE;
 
     Cell(const Hosts &hosts, const Array<const int32_t, 3> &counts_CGE, int64_t c)
-        : c(c), num_replicas(hosts.offsets[c + 1] - hosts.offsets[c]), home_E(hosts.home_LE[c % hosts.home_LE.length()]),
-          counts_GE(counts_CGE[c]) {
+        : c(c), home_E(hosts.home_LE[c % hosts.home_LE.length()]), counts_GE(counts_CGE[c]) {
         const int64_t begin = hosts.offsets[c], end = hosts.offsets[c + 1];
+        num_replicas = end - begin;
         expert_R = hosts.expert_R.slice(begin, end);
         rank_R = hosts.rank_R.slice(begin, end);
         slot_R = hosts.slot_R.slice(begin, end);
@@ -112,7 +116,7 @@ inline int64_t most_replicas(const Array<int64_t, 1> &offsets) {
 struct Scheduler {
     const int64_t rank, memory_ranks;
     const Block &out;
-    const int64_t num_ranks, num_experts, num_home, most_replicas, most_groups;
+    const int64_t num_ranks, num_experts, num_home, most_groups;
     int64_t ends[5] = {};                            // of the segments and moves so far
     Scratch<int64_t, 1> home_row_E;                  // of an expert in its home's shard
     Scratch<int64_t, 2> member_GS;                   // the experts of each home
@@ -124,13 +128,16 @@ struct Scheduler {
     Scratch<int64_t, 1> source_R, target_R, round_R, place_R;  // in the order of order_R
     Scratch<int64_t, 3> edge_at;
 
-    Scheduler(int64_t rank, int64_t memory_ranks, const Block &out, int64_t num_ranks, int64_t num_experts, int64_t most)
+    // `most` is the number of replicas of the largest cell.
+    Scheduler(int64_t rank, int64_t memory_ranks, const Block &out, int64_t num_ranks, int64_t num_experts,
+              int64_t most)
         : rank(rank), memory_ranks(memory_ranks), out(out), num_ranks(num_ranks), num_experts(num_experts),
-          num_home(out.num_home), most_replicas(most), most_groups(num_home + out.group_rows_CS.shape[1]),
-          home_row_E(num_experts), member_GS(num_ranks, num_home), order_R(most), nth_R(most), first_G(num_ranks + 1),
+          num_home(out.num_home), most_groups(out.group_rows_CS.shape[1]), home_row_E(num_experts),
+          member_GS(num_ranks, num_home), order_R(most), nth_R(most), first_G(num_ranks + 1),
           served_GE(num_ranks, num_experts), start_E(num_experts), mine_E(num_experts), start_R(most),
           tokens_SG(most_groups, num_ranks), arrived_SG(most_groups, num_ranks), computed_SG(most_groups, num_ranks),
-          place_S(num_home), source_R(most), target_R(most), round_R(most), place_R(most), edge_at(2, num_ranks, most) {}
+          place_S(num_home), source_R(most), target_R(most), round_R(most), place_R(most),
+          edge_at(2, num_ranks, most) {}
 
     // List the experts of every rank in ascending order of their id, and the place of each.
     void order_homes(const Cell &cell) {
@@ -302,7 +309,8 @@ struct Scheduler {
             target_R(i) = cell.rank_R[order_R[i]];
         }
         const auto sources = source_R.slice(0, cell.num_replicas), targets = target_R.slice(0, cell.num_replicas);
-        const int64_t num_rounds = colour(sources, targets, edge_at, round_R);
+        const int64_t num_rounds = rounds_needed(sources, targets, num_ranks);
+        colour(sources, targets, num_rounds, edge_at, round_R);
         place_gradients(cell);
         // in the order in which they are posted, as the sending and as the hosting end
         for (int64_t turn = 0; turn < num_rounds; ++turn) {
@@ -351,6 +359,7 @@ LOOP void colour_edges(const Array<const int64_t, 1> &source_V, const Array<cons
                        const Array<int64_t, 1> &round_V) {
     int64_t num_ranks = 0;
     for (int64_t v = 0; v < source_V.length(); ++v) num_ranks = max(num_ranks, max(source_V[v], target_V[v]) + 1);
-    Scratch<int64_t, 3> edge_at(2, num_ranks, source_V.length());
-    plan_schedule::colour(source_V, target_V, edge_at, round_V);
+    const int64_t num_rounds = plan_schedule::rounds_needed(source_V, target_V, num_ranks);
+    Scratch<int64_t, 3> edge_at(2, num_ranks, num_rounds);
+    plan_schedule::colour(source_V, target_V, num_rounds, edge_at, round_V);
 }

@@ -4,13 +4,13 @@
 namespace trace_checks {
 
 // Words of eight ids of one byte, and the same ids.
-constexpr int64_t AT_ONCE = 4;
+constexpr int64_t AT_ONCE = 8;
 using Words = uint64_t __attribute__((vector_size(8 * AT_ONCE)));
 using Ids = uint8_t __attribute__((vector_size(8 * AT_ONCE)));
 
 // See `are_sets_of_eight` below.
-inline bool are_sets_of_eight(const Array<const uint64_t, 2> &picks_NL, const Array<const bool, 1> &valid_N,
-                            int64_t num_experts) {
+[[gnu::always_inline]] inline bool are_sets(const Array<const uint64_t, 2> &picks_NL,
+                                            const Array<const bool, 1> &valid_N, int64_t num_experts) {
     const Ids most = Ids{} + static_cast<uint8_t>(num_experts - 1);
     const int64_t num_layers = picks_NL.shape[1];
     for (int64_t row = 0; row < picks_NL.length(); ++row) {
@@ -38,6 +38,12 @@ inline bool are_sets_of_eight(const Array<const uint64_t, 2> &picks_NL, const Ar
         if (any) return false;
     }
     return true;
+}
+
+
+WIDE bool are_sets_by_wide_vectors(const Array<const uint64_t, 2> &picks_NL, const Array<const bool, 1> &valid_N,
+                                   int64_t num_experts) {
+    return are_sets(picks_NL, valid_N, num_experts);
 }
 
 // Find the first (row, layer) of `rows` with an id of E or more or an expert twice: row * L + layer, or NONE.
@@ -73,7 +79,8 @@ int64_t first_bad_picks(const Array<const T, 3> &ids_NLK, const Array<const int6
 // `valid_N` is false are not looked at.
 LOOP bool are_sets_of_eight(const Array<const uint64_t, 2> &picks_NL, const Array<const bool, 1> &valid_N,
                             int64_t num_experts) {
-    return trace_checks::are_sets_of_eight(picks_NL, valid_N, num_experts);
+    using namespace trace_checks;
+    return (has_wide_vectors ? are_sets_by_wide_vectors : are_sets)(picks_NL, valid_N, num_experts);
 }
 
 LOOP int64_t first_bad_picks_uint8(const Array<const uint8_t, 3> &ids_NLK, const Array<const int64_t, 1> &rows,

@@ -66,8 +66,23 @@ void put_words(const Array<T, 2> &ids_KR, int64_t layer, Array<T, 3> out_RLK) {
     }
 }
 
-// One pick of all rows of a tile, columns that do not overlap: the compiler makes vectors of these loops. `valid` is 1 for
-// a routed row, where neighbours differ by 1 at least, and 0 for one without a route.
+// Call for the widest words that K ids fill.
+template <class T, class Call>
+void by_words(int64_t top_k, Call call) {
+    const int64_t bytes = top_k * sizeof(T);
+    if (bytes % 8 == 0) {
+        call(uint64_t{});
+    } else if (bytes % 4 == 0) {
+        call(uint32_t{});
+    } else if (bytes % 2 == 0) {
+        call(uint16_t{});
+    } else {
+        call(T{});
+    }
+}
+
+// One pick of all rows of a tile. The compiler makes vectors of these loops, as it is told that columns do not overlap.
+// `valid` is 1 for a routed row, where neighbours differ by 1 at least, and 0 for one without a route.
 
 // Put the smaller number of each pair into `low`, and the other into `high`.
 template <class T>
@@ -119,9 +134,9 @@ bool leaves_range(const T *__restrict last, const bool *__restrict valid, int64_
     return bad;
 }
 
-// Sort each column. Batcher's merge exchange for any number of keys: Knuth, The Art of Computer Programming, vol. 3,
-// 5.2.2, M. A sorting network is a fixed list of exchanges, so that each is done for all rows at once. p, q, r and d are
-// Knuth's: distances that are halved from pass to pass.
+// Sort the ids of each row. Batcher's merge exchange for any number of keys: Knuth, The Art of Computer Programming,
+// vol. 3, 5.2.2, M. A sorting network is a fixed list of exchanges, so that each is done for all rows at once. p, q, r
+// and d are Knuth's: distances that are halved from pass to pass.
 template <class T>
 void sort_columns(const Array<T, 2> &ids_KR, int64_t count) {
     const int64_t top_k = ids_KR.length();
@@ -146,12 +161,6 @@ template <class T>
 bool gaps_of_rows(const Array<const T, 3> &ids_RLK, const Array<const bool, 1> &valid_R, int64_t num_experts,
                   const Array<T, 3> &gaps_LKR) {
     const int64_t num_layers = gaps_LKR.shape[0], top_k = gaps_LKR.shape[1], rows = gaps_LKR.shape[2];
-    // the widest words that the ids of a row and layer fill
-    const int64_t bytes = top_k * sizeof(T);
-    const auto take = bytes % 8 == 0   ? take_words<T, uint64_t>
-                      : bytes % 4 == 0 ? take_words<T, uint32_t>
-                      : bytes % 2 == 0 ? take_words<T, uint16_t>
-                                       : take_words<T, T>;
     Scratch<T, 2> ids_KR(top_k, TILE_ROWS);
     bool bad = false;
     for (int64_t start = 0; start < rows; start += TILE_ROWS) {
@@ -159,7 +168,9 @@ bool gaps_of_rows(const Array<const T, 3> &ids_RLK, const Array<const bool, 1> &
         const auto valid = valid_R.slice(start, stop);
         for (int64_t layer = 0; layer < num_layers; ++layer) {
             const auto gaps_KR = gaps_LKR[layer];
-            take(ids_RLK.slice(start, stop), layer, valid, ids_KR);
+            by_words<T>(top_k, [&](auto word) {
+                take_words<T, decltype(word)>(ids_RLK.slice(start, stop), layer, valid, ids_KR);
+            });
             sort_columns<T>(ids_KR, count);
             memcpy(gaps_KR[0].slice(start, stop).data, ids_KR.data, count * sizeof(T));
             for (int64_t k = 1; k < top_k; ++k) {
@@ -177,12 +188,6 @@ template <class T>
 bool put_sets(const Array<const T, 3> &gaps_LKR, const Array<const bool, 1> &valid_R, int64_t num_experts,
               const Array<T, 3> &out_RLK) {
     const int64_t num_layers = gaps_LKR.shape[0], top_k = gaps_LKR.shape[1], rows = gaps_LKR.shape[2];
-    // the widest words that the ids of a row and layer fill
-    const int64_t bytes = top_k * sizeof(T);
-    const auto put = bytes % 8 == 0   ? put_words<T, uint64_t>
-                     : bytes % 4 == 0 ? put_words<T, uint32_t>
-                     : bytes % 2 == 0 ? put_words<T, uint16_t>
-                                      : put_words<T, T>;
     Scratch<T, 2> ids_KR(top_k, TILE_ROWS);
     bool bad = false;
     // all layers of a tile of rows, and then the next tile
@@ -197,10 +202,20 @@ bool put_sets(const Array<const T, 3> &gaps_LKR, const Array<const bool, 1> &val
                 bad |= add_gaps(ids_KR[k - 1].data, gaps, valid.data, ids_KR[k].data, count);
             }
             bad |= leaves_range(ids_KR[top_k - 1].data, valid.data, num_experts, count);
-            put(ids_KR, layer, out_RLK.slice(start, stop));
+            by_words<T>(top_k, [&](auto word) {
+                put_words<T, decltype(word)>(ids_KR, layer, out_RLK.slice(start, stop));
+            });
         }
     }
     return !bad;
+}
+
+
+template <class T>
+WIDE [[gnu::flatten]] bool put_sets_by_wide_vectors(const Array<const T, 3> &gaps_LKR,
+                                                    const Array<const bool, 1> &valid_R, int64_t num_experts,
+                                                    const Array<T, 3> &out_RLK) {
+    return put_sets<T>(gaps_LKR, valid_R, num_experts, out_RLK);
 }
 
 }  // namespace trace_file
@@ -217,10 +232,12 @@ LOOP bool gaps_of_rows_uint16(const Array<const uint16_t, 3> &ids_RLK, const Arr
 
 LOOP bool put_sets_uint8(const Array<const uint8_t, 3> &gaps_LKR, const Array<const bool, 1> &valid_R,
                          int64_t num_experts, const Array<uint8_t, 3> &out_RLK) {
-    return trace_file::put_sets<uint8_t>(gaps_LKR, valid_R, num_experts, out_RLK);
+    using namespace trace_file;
+    return (has_wide_vectors ? put_sets_by_wide_vectors<uint8_t> : put_sets<uint8_t>)(gaps_LKR, valid_R, num_experts, out_RLK);
 }
 
 LOOP bool put_sets_uint16(const Array<const uint16_t, 3> &gaps_LKR, const Array<const bool, 1> &valid_R,
                           int64_t num_experts, const Array<uint16_t, 3> &out_RLK) {
-    return trace_file::put_sets<uint16_t>(gaps_LKR, valid_R, num_experts, out_RLK);
+    using namespace trace_file;
+    return (has_wide_vectors ? put_sets_by_wide_vectors<uint16_t> : put_sets<uint16_t>)(gaps_LKR, valid_R, num_experts, out_RLK);
 }
