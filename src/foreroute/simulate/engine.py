@@ -83,7 +83,8 @@ def run(work: PassWork, model: ExecutionModel, *, pass_index: int, ready_s: floa
     num_micro_steps, layers = work.all_to_all_ML.shape
     parts_X = np.zeros(len(PARTS))
     fetched_NG2 = np.zeros((num_micro_steps * len(passes_KF) * layers, work.head_MG.shape[1], 2))
-    whole = PassWork._make(np.ascontiguousarray(one) if isinstance(one, np.ndarray) else one for one in work)
+    # arrays may be parts of others
+    whole = PassWork(*(np.ascontiguousarray(one, np.float64) if isinstance(one, np.ndarray) else one for one in work))
     return GroupRun(parts_X, _run_group(passes_KF, ready_s, whole, model, parts_X, fetched_NG2), fetched_NG2)
 
 

@@ -10,20 +10,20 @@ struct Rule {
 
 // The first entry of an ascending array that is above a number, or the last.
 int64_t first_above(const Array<double, 1> &upto_E, double number) {
-    int64_t low = 0, high = upto_E.length() - 1;
-    while (low < high) {
-        int64_t middle = (low + high) / 2;
-        if (upto_E[middle] > number) {
-            high = middle;
-        } else {
-            low = middle + 1;
-        }
+    int64_t first = 0;
+    // without a branch, which nobody could predict: what is left is halved in either case
+    for (int64_t left = upto_E.length() - 1; left > 0;) {
+        int64_t half = (left + 1) / 2;
+        first += half * (upto_E[first + half - 1] <= number);
+        left -= half;
     }
-    return low;
+    return first;
 }
 
-// Give or take the few assignments that float sums left over, from expert `e` on.
-void settle(int64_t missing, int32_t rows, int64_t e, const Array<int32_t, 1> &counts_E) {
+// Give or take the few assignments that float sums left over, from the last expert on that is not full.
+void settle(int64_t missing, int32_t rows, const Array<int32_t, 1> &counts_E) {
+    int64_t e = counts_E.length() - 1;
+    while (e > 0 && counts_E[e] == rows) --e;
     while (missing != 0) {
         if (missing > 0 && counts_E[e] < rows) {
             ++counts_E(e);
@@ -41,24 +41,25 @@ void settle(int64_t missing, int32_t rows, int64_t e, const Array<int32_t, 1> &c
 void round_counts(const Array<double, 1> &weight_E, int32_t rows, int64_t top_k, double phase,
                   const Array<int32_t, 1> &counts_E) {
     int64_t left = rows * top_k, experts = weight_E.length();
-    double free = 0, scale = 0;
-    for (int64_t e = 0; e < experts; ++e) free += weight_E[e];
+    double sum = 0, scale = 0;
+    for (int64_t e = 0; e < experts; ++e) sum += weight_E[e];
     // capping an expert leaves more to the others, which may then have to be capped; -1 marks those that are
-    bool capped = true;
-    while (capped) {
-        capped = false;
-        scale = free > 0 ? static_cast<double>(left) / free : 0;
-        for (int64_t e = 0; e < experts; ++e) {
-            if (weight_E[e] >= 0 && weight_E[e] * scale > rows) {
-                free -= weight_E[e];
+    for (bool capped = true; capped;) {
+        scale = sum > 0 ? static_cast<double>(left) / sum : 0;
+        // few have to be, and to ask whether any does is a loop that vectors take
+        int64_t above = 0;
+        for (int64_t e = 0; e < experts; ++e) above |= weight_E[e] * scale > rows;
+        capped = above;
+        for (int64_t e = 0; capped && e < experts; ++e) {
+            if (weight_E[e] * scale > rows) {
+                sum -= weight_E[e];
                 left -= rows;
                 weight_E(e) = -1;
-                capped = true;
             }
         }
     }
     // systematic rounding: counts are the steps of floor(phase + running sum), so each is its weight rounded up or down
-    int64_t done = 0, last = 0;
+    int64_t done = 0;
     double upto = 0;
     for (int64_t e = 0; e < experts; ++e) {
         if (weight_E[e] < 0) {
@@ -66,13 +67,11 @@ void round_counts(const Array<double, 1> &weight_E, int32_t rows, int64_t top_k,
             continue;
         }
         upto += weight_E[e] * scale;
-        int64_t reached = static_cast<int64_t>(upto + phase);
-        int64_t count = min<int64_t>(max<int64_t>(reached - done, 0), rows);
-        counts_E(e) = static_cast<int32_t>(count);
-        done += count;
-        if (count < rows) last = e;
+        int64_t reached = min(max(static_cast<int64_t>(upto + phase), done), done + rows);
+        counts_E(e) = static_cast<int32_t>(reached - done);
+        done = reached;
     }
-    settle(left - done, rows, last, counts_E);
+    if (left != done) settle(left - done, rows, counts_E);
 }
 
 }  // namespace simulate_workload
