@@ -44,7 +44,7 @@ HF_ROOMS := core adapters/hf replay
 night-oldest: $(KERNELS)
 	rm -rf $(OLDEST)
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/pip install --quiet $$($(PYTHON) make/lower_bounds.py) pytest pytest-xdist hypothesis scipy sybil pydantic numba
+	$(OLDEST)/bin/pip install --quiet $$($(PYTHON) make/lower_bounds.py) pytest pytest-xdist hypothesis scipy sybil pydantic numba ziglang
 	$(OLDEST_PYTEST) $(LIGHT_ROOMS:%=tests/%)
 	$(OLDEST)/bin/pip install --quiet $$($(PYTHON) make/lower_bounds.py hf) peft accelerate
 	$(OLDEST_PYTEST) -k "not megatron" $(HF_ROOMS:%=tests/%)

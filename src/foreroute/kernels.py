@@ -62,7 +62,8 @@ class StructOf:
     def __init__(self, **fields: Any) -> None:
         self._fields = [(name, getattr(one, "words", None)) for name, one in fields.items()]
         # no two fields of a struct stand closer than C++ lets them, nor does the next struct
-        self.letters = "".join(_LETTERS[one] if one in _LETTERS else one.letters for one in fields.values()) + "0q"
+        letters = [_LETTERS.get(one) or one.letters for one in fields.values()]
+        self.letters = "".join(letters) + "0q"
         self._pack = struct.Struct(self.letters).pack
 
     def words(self, record: Any) -> Iterable[Any]:

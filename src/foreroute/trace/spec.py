@@ -18,7 +18,7 @@ MAX_EXPERTS, MAX_LAYERS = 1 << 16, 1 << 10
 MAX_EXPERTS_OF_ALL_LAYERS = 1 << 20
 """Counts hold a number for each expert of each layer. The largest models have about 2^15 of them."""
 ID_TYPES = np.dtype(np.uint8), np.dtype(np.uint16)
-"""Of expert ids. Loops are compiled for each."""
+"""Types of expert ids. Loops are compiled for each."""
 
 
 class LayerKind(StrEnum):
