@@ -170,8 +170,8 @@ class ForerouteEP(AutoEP):
             in_groups = ReorderRows.apply(arrived, rows.expert_permutation, rows.return_permutation)
             (at_home, at_replicas), local_N = in_groups.split(sizes), group_N[: sizes[0]]
         else:
-            # as they arrived, since the module sorts by itself
-            at_home, at_replicas, local_N = arrived, arrived[:0], group_N.index_select(0, rows.return_permutation)
+            # as they arrived, since the module sorts by itself; no replica is here that would read them
+            at_home, at_replicas, local_N = arrived, arrived, group_N.index_select(0, rows.return_permutation)
         with self._computing_with(home, terms) if terms or replicas is not None else nullcontext():
             computed = self._compute_home(at_home, local_N)
         if replicas is not None:
