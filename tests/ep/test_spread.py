@@ -17,12 +17,12 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from foreroute.adapters import hf
 from foreroute.ep import execution
 from tests.adapters.hf.model_runs import batch_of, checkpointed_by_library, log_probs, random_routes
-from tests.ep.executor_properties import said_by
+from tests.ep.executor_properties import distance, said_by
 from tests.ep.spread_models import load_spread
 from tests.ep.spread_steps import LAYERS, MICRO_STEPS, SpreadStep, compile_layers, differing
 from tests.ep.test_refusals import without_route
 from tests.ep.transfer.plans import split_plan, static_plan
-from tests.roundings import require_rounded
+from tests.roundings import GRADIENT_TERMS, require_rounded, roundings
 
 
 def padded(rank, folder):
@@ -100,6 +100,32 @@ def test_replicas_serve_a_part_of_a_batch_that_rows_of_no_plan_shift(workers, fo
     for found in workers(2).run(with_rows_that_no_plan_knows_in_parts, folder_of()):
         for unplanned, planned in zip(found[::2], found[1::2], strict=True):
             require_rounded(planned, unplanned)
+
+
+def with_nothing_for_a_rank(rank, folder):
+    """A step at home, and by a plan in whose first cell a rank gets no row and no replica, and the other has one."""
+    s = SpreadStep(rank, folder)
+    num_home = s.routed.spec.num_experts // 2
+    picks_K = np.arange(s.routed.spec.top_k, dtype=np.uint8)
+    # experts of rank 1 alone
+    s.traces = [
+        replace(each, expert_ids_NLK=num_home + (each.expert_ids_NLK[..., :1] + picks_K) % num_home)
+        for each in s.traces
+    ]
+    s.counts_MLGE = s.routed.gather_counts(s.traces)
+    plans = (split_plan(seed, s.counts_MLGE, s.routed.home_LE, slots=1) for seed in range(100))
+    idle = next(plan for plan in plans if set(plan.cell(0, 0).rank_R.tolist()) == {1})
+    found = []
+    for plan in (None, idle):
+        with s.execute(plan):
+            found.append((s.update(), s.gradients()))
+    return found
+
+
+def test_nothing_may_come_to_a_rank_while_others_have_replicas(workers, folder_of):
+    for (losses, grads), (planned_losses, planned_grads) in workers(2).run(with_nothing_for_a_rank, folder_of()):
+        assert planned_losses == pytest.approx(losses, rel=1e-5)
+        assert distance(planned_grads, grads) < roundings(GRADIENT_TERMS, torch.float32)
 
 
 def attached_twice(rank, folder):

@@ -194,6 +194,29 @@ class ExchangeRows(torch.autograd.Function):
         return _all_to_all(grads[0], *ctx.way_back), None, None, None, None
 
 
+class ReorderRows(torch.autograd.Function):
+    """`ReorderRows.apply(rows_ND, order, inverse)`: rows in order of arrival as they are computed, or the way back.
+
+    Both permutations are a cell's, and padding is a row of zeros. Backward reads by the inverse, where that of
+    `index_select` would fill a buffer with zeros and add to it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.inverse = inverse
+        return _in_order(rows, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _in_order(grads[0], ctx.inverse), None, None
+
+
+def _in_order(rows: Tensor, order: Tensor) -> Tensor:
+    if len(order) > len(rows):
+        rows = torch.cat([rows, rows.new_zeros((1, rows.shape[1]))])
+    return rows.index_select(0, order)
+
+
 def _all_to_all(
     rows: Tensor, send_G: list[int], receive_G: list[int], group: dist.ProcessGroup, what: str, num_zeros: int = 0
 ) -> Tensor:

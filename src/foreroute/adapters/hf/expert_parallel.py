@@ -28,7 +28,7 @@ from foreroute.adapters.hf.executing import SpreadExperts
 from foreroute.core.hooks import ModelHooks
 from foreroute.core.recompute import bind
 from foreroute.ep.compute import LowRankTerm, StackedReplicas, adapt
-from foreroute.ep.dispatch import ExchangeRows
+from foreroute.ep.dispatch import ExchangeRows, ReorderRows
 from foreroute.ep.execution import CellWork, find_cells, work_of
 from foreroute.ep.transfer.home_moves import local_experts
 from foreroute.errors import AttachError
@@ -162,20 +162,22 @@ class ForerouteEP(AutoEP):
         group, what = self.ep_mesh.get_group(), f"rows of {work.name}"
         arrived = ExchangeRows.apply(hidden_ND[sent_A // top_k], rows.send_G, rows.receive_G, group, what)
 
-        if replicas is None:
-            with self._computing_with(home, terms) if terms else nullcontext():
-                # group by group of the rank that sent them, as they arrived
-                computed = self._compute_home(arrived, rows.group_of_row.index_select(0, rows.return_permutation))
-        else:
+        if replicas is not None:
             replicas.fetch()  # behind the rows: on one communicator, what is launched first travels first
+        group_N, hosts = rows.group_of_row, bool(rows.replicas.sizes)
+        if hosts:
             sizes = [sum(rows.home.sizes), sum(rows.replicas.sizes)]
-            if sum(sizes) > len(arrived):  # an empty part is given one row of zeros
-                arrived = torch.cat([arrived, arrived.new_zeros((1, arrived.shape[1]))])
-            at_home, at_replicas = arrived.index_select(0, rows.expert_permutation).split(sizes)
-            with self._computing_with(home, terms):
-                computed = self._compute_home(at_home, rows.group_of_row[: sizes[0]])
+            in_groups = ReorderRows.apply(arrived, rows.expert_permutation, rows.return_permutation)
+            (at_home, at_replicas), local_N = in_groups.split(sizes), group_N[: sizes[0]]
+        else:
+            # as they arrived, since the module sorts by itself; no replica is here that would read them
+            at_home, at_replicas, local_N = arrived, arrived, group_N.index_select(0, rows.return_permutation)
+        with self._computing_with(home, terms) if terms or replicas is not None else nullcontext():
+            computed = self._compute_home(at_home, local_N)
+        if replicas is not None:
             computed = replicas.compute(computed, self.experts, at_replicas, rows.replicas)
-            computed = computed.index_select(0, rows.return_permutation)
+        if hosts:
+            computed = ReorderRows.apply(computed, rows.return_permutation, rows.expert_permutation)
 
         returned = ExchangeRows.apply(computed, rows.receive_G, rows.send_G, group, what)
         picks_AD = torch.empty_like(returned).index_copy_(0, sent_A, returned)
