@@ -28,17 +28,31 @@ struct Prices {
     bool is_near(int64_t rank, int64_t other) const { return rank / ranks_per_node == other / ranks_per_node; }
 };
 
-// Assignments of each source rank (first axis) that each rank serves, added to zeros.
-inline void pairs_between(const CellPlan &cell, const Array<const int32_t, 2> &counts_GE,
-                          const Array<int64_t, 2> &pairs_GG) {
-    const auto [num_ranks, num_experts] = counts_GE.shape;
-    for (int64_t g = 0; g < num_ranks; ++g)
-        for (int64_t e = 0; e < num_experts; ++e) pairs_GG(g, cell.home_E[e]) += counts_GE(g, e);
+// A cell whose experts serve at their homes alone, from which the figures of its plans differ by what replicas serve.
+struct AtHome {
+    Scratch<int64_t, 2> served_GG;  // assignments that each rank (first axis) serves of each source rank
+    Scratch<int64_t, 1> served_E;
+
+    AtHome(const Array<int16_t, 1> &home_E, const Array<const int32_t, 2> &counts_GE)
+        : served_GG(counts_GE.shape[0], counts_GE.shape[0]), served_E(counts_GE.shape[1]) {
+        const auto [num_ranks, num_experts] = counts_GE.shape;
+        for (int64_t g = 0; g < num_ranks; ++g)
+            for (int64_t e = 0; e < num_experts; ++e) {
+                served_GG(home_E[e], g) += counts_GE(g, e);
+                served_E(e) += counts_GE(g, e);
+            }
+    }
+};
+
+// Fill in what each rank (first axis) serves of each source rank under a plan.
+inline void find_served(const CellPlan &cell, const AtHome &at_home, const Array<int64_t, 2> &served_GG) {
+    served_GG.copy(at_home.served_GG);
     for (int64_t r = 0; r < cell.expert_R.length(); ++r) {
-        const int64_t rank = cell.rank_R[r], home = cell.home_E[cell.expert_R[r]];
-        for (int64_t g = 0; g < num_ranks; ++g) {
-            pairs_GG(g, rank) += cell.tokens_RG(r, g);
-            pairs_GG(g, home) -= cell.tokens_RG(r, g);
+        const auto tokens_G = cell.tokens_RG[r];
+        const auto here_G = served_GG[cell.rank_R[r]], home_G = served_GG[cell.home_E[cell.expert_R[r]]];
+        for (int64_t g = 0; g < tokens_G.length(); ++g) {
+            here_G(g) += tokens_G[g];
+            home_G(g) -= tokens_G[g];
         }
     }
 }
@@ -51,16 +65,18 @@ inline double power(double base, int64_t exponent) {
     return result;
 }
 
-inline void rows_of_copies(const Array<const int64_t, 2> &pairs_GG, const Prices &prices,
+inline void rows_of_copies(const Array<const int64_t, 2> &served_GG, const Prices &prices,
                            const Array<double, 2> &rows_G4) {
-    const int64_t num_ranks = pairs_GG.length();
-    for (int64_t g = 0; g < num_ranks; ++g)
-        for (int64_t q = 0; q < num_ranks; ++q)
-            if (g != q) {
-                const bool is_near = prices.is_near(g, q);
-                rows_G4(g, is_near ? NODE_OUT : CLUSTER_OUT) += static_cast<double>(pairs_GG(g, q));
-                rows_G4(q, is_near ? NODE_IN : CLUSTER_IN) += static_cast<double>(pairs_GG(g, q));
-            }
+    const int64_t num_ranks = served_GG.length();
+    for (int64_t q = 0; q < num_ranks; ++q) {
+        const int64_t begin = q / prices.ranks_per_node * prices.ranks_per_node, end = begin + prices.ranks_per_node;
+        for (int64_t g = 0; g < num_ranks; ++g) {
+            if (g == q) continue;
+            const bool is_near = begin <= g && g < end;
+            rows_G4(g, is_near ? NODE_OUT : CLUSTER_OUT) += static_cast<double>(served_GG(q, g));
+            rows_G4(q, is_near ? NODE_IN : CLUSTER_IN) += static_cast<double>(served_GG(q, g));
+        }
+    }
 }
 
 // As `rows_sent`, of the tokens of each source with a pick on each node, and on each rank.
@@ -85,15 +101,16 @@ inline void rows_of_reach(const Array<double, 2> &reach_GN, const Array<double, 
 }
 
 // Rows of one dispatch over each rank's NIC out, NIC in, node link out and node link in, added to zeros.
-inline void rows_sent(const Array<const int64_t, 2> &pairs_GG, const Prices &prices, const Array<double, 2> &rows_G4) {
-    if (!prices.dedup) return rows_of_copies(pairs_GG, prices, rows_G4);
+inline void rows_sent(const Array<const int64_t, 2> &served_GG, const Prices &prices,
+                      const Array<double, 2> &rows_G4) {
+    if (!prices.dedup) return rows_of_copies(served_GG, prices, rows_G4);
     // An estimate, since counts do not tell which picks are of one token: with K independent draws, n tokens that send
     // a share p of their picks somewhere reach it n * (1 - (1 - p) ** K) times.
-    const int64_t num_ranks = pairs_GG.length(), num_nodes = num_ranks / prices.ranks_per_node;
+    const int64_t num_ranks = served_GG.length(), num_nodes = num_ranks / prices.ranks_per_node;
     Scratch<double, 2> reach_GN(num_ranks, num_nodes), reach_GG(num_ranks, num_ranks);
     for (int64_t g = 0; g < num_ranks; ++g) {
         int64_t pairs = 0;
-        for (int64_t q = 0; q < num_ranks; ++q) pairs += pairs_GG(g, q);
+        for (int64_t q = 0; q < num_ranks; ++q) pairs += served_GG(q, g);
         if (pairs == 0) continue;
         const double all = static_cast<double>(pairs), tokens = all / static_cast<double>(prices.top_k);
         const auto reached = [&](int64_t some) {
@@ -102,8 +119,8 @@ inline void rows_sent(const Array<const int64_t, 2> &pairs_GG, const Prices &pri
         for (int64_t node = 0; node < num_nodes; ++node) {
             int64_t inside = 0;
             for (int64_t q = node * prices.ranks_per_node; q < (node + 1) * prices.ranks_per_node; ++q) {
-                inside += pairs_GG(g, q);
-                reach_GG(g, q) = reached(pairs_GG(g, q));
+                inside += served_GG(q, g);
+                reach_GG(g, q) = reached(served_GG(q, g));
             }
             reach_GN(g, node) = reached(inside);
         }

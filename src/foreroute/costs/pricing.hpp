@@ -34,19 +34,19 @@ inline double expert_seconds(int64_t tokens, const ExpertPrices &of) {
 }
 
 // Seconds of each rank's experts in a forward pass, and in a backward pass, added to zeros.
-inline void experts_by_rank(const CellPlan &cell, const Array<const int32_t, 2> &counts_GE, const Prices &prices,
+inline void experts_by_rank(const CellPlan &cell, const AtHome &at_home, const Prices &prices,
                             const Array<double, 2> &experts_G2) {
-    const auto [num_ranks, num_experts] = counts_GE.shape;
+    const int64_t num_experts = cell.home_E.length();
     const auto spend = [&](int64_t rank, int64_t tokens) {
         experts_G2(rank, 0) += expert_seconds(tokens, prices.forward);
         experts_G2(rank, 1) += expert_seconds(tokens, prices.backward);
     };
     Scratch<int64_t, 1> home_tokens_E(num_experts);
-    for (int64_t g = 0; g < num_ranks; ++g)
-        for (int64_t e = 0; e < num_experts; ++e) home_tokens_E(e) += counts_GE(g, e);
+    home_tokens_E.copy(at_home.served_E);
     for (int64_t r = 0; r < cell.expert_R.length(); ++r) {
+        const auto tokens_G = cell.tokens_RG[r];
         int64_t tokens = 0;
-        for (int64_t g = 0; g < num_ranks; ++g) tokens += cell.tokens_RG(r, g);
+        for (int64_t g = 0; g < tokens_G.length(); ++g) tokens += tokens_G[g];
         // the home serves what no replica does
         const int64_t rank = cell.rank_R[r], home = cell.home_E[cell.expert_R[r]];
         home_tokens_E(cell.expert_R[r]) -= tokens;
@@ -63,16 +63,16 @@ inline void experts_by_rank(const CellPlan &cell, const Array<const int32_t, 2> 
 }
 
 // Seconds of a cell. `attention_2` are those of the slowest rank, in a forward pass and in a backward pass.
-inline Parts cell_seconds(const CellPlan &cell, const Array<const int32_t, 2> &counts_GE,
-                          const Array<const double, 1> &attention_2, const Prices &prices) {
-    const int64_t num_ranks = counts_GE.length();
-    Scratch<int64_t, 2> pairs_GG(num_ranks, num_ranks);
-    pairs_between(cell, counts_GE, pairs_GG);
+inline Parts cell_seconds(const CellPlan &cell, const AtHome &at_home, const Array<const double, 1> &attention_2,
+                          const Prices &prices) {
+    const int64_t num_ranks = at_home.served_GG.length();
+    Scratch<int64_t, 2> served_GG(num_ranks, num_ranks);
+    find_served(cell, at_home, served_GG);
     Scratch<double, 2> rows_G4(num_ranks, 4), experts_G2(num_ranks, 2);
     Scratch<double, 2> fetch_G5(num_ranks, 5), gradient_G5(num_ranks, 5);
-    rows_sent(pairs_GG, prices, rows_G4);
+    rows_sent(served_GG, prices, rows_G4);
     const double leg_s = all_to_all_seconds(rows_G4, prices);
-    experts_by_rank(cell, counts_GE, prices, experts_G2);
+    experts_by_rank(cell, at_home, prices, experts_G2);
     transfer_seconds(cell.expert_R, cell.rank_R, cell.fetched_R, cell.home_E, prices, fetch_G5, gradient_G5);
     double forward_s = 0.0, backward_s = 0.0, copies_s = 0.0;
     for (int64_t g = 0; g < num_ranks; ++g) {

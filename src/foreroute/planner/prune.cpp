@@ -57,11 +57,12 @@ LOOP int64_t prune_replicas(const CellPlan &cell, const Array<const int32_t, 2> 
     // One after another goes the replica that serves least of those whose weights or gradients are on the busiest link;
     // another host of its expert takes over. The fastest plan of this series is the answer.
     const int64_t num_ranks = counts_GE.length(), num_replicas = best_R.length();
-    Scratch<int64_t, 2> pairs_GG(num_ranks, num_ranks);
+    const costs::AtHome at_home(cell.home_E, counts_GE);
+    Scratch<int64_t, 2> served_GG(num_ranks, num_ranks);
     Scratch<int64_t, 1> load_G(num_ranks);
-    costs::pairs_between(cell, counts_GE, pairs_GG);
-    for (int64_t g = 0; g < num_ranks; ++g)
-        for (int64_t q = 0; q < num_ranks; ++q) load_G(q) += pairs_GG(g, q);
+    costs::find_served(cell, at_home, served_GG);
+    for (int64_t q = 0; q < num_ranks; ++q)
+        for (int64_t g = 0; g < num_ranks; ++g) load_G(q) += served_GG(q, g);
     // A replica that is dropped stays in its row, at home, where it serves nothing and moves nothing.
     Scratch<int16_t, 1> rank_R(num_replicas);
     Scratch<int32_t, 2> tokens_RG(num_replicas, num_ranks);
@@ -74,7 +75,7 @@ LOOP int64_t prune_replicas(const CellPlan &cell, const Array<const int32_t, 2> 
     double best_s = INFINITY;
     // One replica goes in each round, so there are at most as many rounds as replicas.
     for (int64_t dropped = 0;; ++dropped) {
-        const costs::Parts parts = costs::cell_seconds(now, counts_GE, attention_2, prices);
+        const costs::Parts parts = costs::cell_seconds(now, at_home, attention_2, prices);
         if (parts.sum() < best_s) {
             best = dropped;
             best_s = parts.sum();

@@ -8,66 +8,6 @@ namespace traffic {
 // a part in a thousand.
 constexpr double WORTH = 1e-3;
 
-// Sort indices `low` to `high` by value, the least first. Equal values stand as quicksort leaves them, always the same.
-void sort_indices(const Array<int64_t, 1> &value_X, const Array<int64_t, 1> &order_X, int64_t low, int64_t high) {
-    const auto value = [&](int64_t i) { return value_X[order_X[i]]; };
-    const auto swap = [&](int64_t i, int64_t j) {
-        const int64_t x = order_X[i];
-        order_X(i) = order_X[j];
-        order_X(j) = x;
-    };
-    while (high - low >= 15) {  // fewer are sorted faster one by one
-        const int64_t middle = (low + high) / 2;
-        if (value(middle) < value(low)) swap(low, middle);
-        if (value(high) < value(middle)) swap(high, middle);
-        if (value(middle) < value(low)) swap(low, middle);
-        const int64_t pivot = value(middle);
-        swap(high, middle);
-        int64_t i = low, j = high - 1;
-        while (true) {
-            while (i < high && value(i) < pivot) ++i;
-            while (j >= low && pivot < value(j)) --j;
-            if (i >= j) break;
-            swap(i++, j--);
-        }
-        swap(i, high);
-        // the smaller part by a call, so that calls are few within each other
-        if (high - i > i - low) {
-            sort_indices(value_X, order_X, low, i - 1);
-            low = i + 1;
-        } else {
-            sort_indices(value_X, order_X, i + 1, high);
-            high = i - 1;
-        }
-    }
-    for (int64_t i = low + 1; i <= high; ++i)
-        for (int64_t j = i; j > low && value(j) < value(j - 1); --j) swap(j, j - 1);
-}
-
-// What each node hosts: its homes, and what its tokens want most, in the order of the flat indices `order_X`; at most
-// `most_copies` other nodes host the experts of one home rank.
-void choose_hosted(const Array<const double, 2> &wanted_NE, const Array<const int64_t, 1> &order_X,
-                   const Array<int16_t, 1> &home_E, int64_t ranks_per_node, int64_t slots, double most_copies,
-                   const Array<bool, 2> &hosted_NE) {
-    const auto [num_nodes, num_experts] = wanted_NE.shape;
-    // The slots kept back are for parts of experts that are too large for one rank: a slot for each rank but one, and a
-    // quarter of all at most (chosen by hand).
-    const int64_t guests = slots * ranks_per_node - min(ranks_per_node - 1, slots * ranks_per_node / 4);
-    Scratch<int64_t, 1> free_N(num_nodes), copies_G(num_nodes * ranks_per_node);
-    hosted_NE.fill(false);
-    free_N.fill(guests);
-    for (int64_t e = 0; e < num_experts; ++e) hosted_NE(home_E[e] / ranks_per_node, e) = true;
-    for (int64_t i = 0; i < order_X.length(); ++i) {
-        const int64_t node = order_X[i] / num_experts, e = order_X[i] % num_experts;
-        if (wanted_NE(node, e) == 0 || hosted_NE(node, e) || free_N[node] == 0) continue;
-        if (static_cast<double>(copies_G[home_E[e]]) < most_copies) {
-            hosted_NE(node, e) = true;
-            free_N(node) -= 1;
-            copies_G(home_E[e]) += 1;
-        }
-    }
-}
-
 // What each node serves of each expert.
 void quotas(const Array<int64_t, 2> &demand_NE, const Array<bool, 2> &hosted_NE, const Array<int64_t, 2> &quota_NE) {
     const auto [num_nodes, num_experts] = demand_NE.shape;
@@ -106,44 +46,81 @@ void quotas(const Array<int64_t, 2> &demand_NE, const Array<bool, 2> &hosted_NE,
         }
 }
 
+// An expert that a node's tokens want to have on their node.
+struct Wish {
+    int32_t node, expert;
+};
+
 // A cell whose replicas are chosen anew, and what is the same for all trials.
 struct Trial {
     const Array<int16_t, 1> &home_E;
-    const Array<const int32_t, 2> &counts_GE;
     const Array<const int16_t, 2> &held_GS;
     const Array<const double, 2> &worth_NE;
-    int64_t ranks_per_node, target;
+    int64_t ranks_per_node, target, num_wishes = 0;
+    Scratch<int32_t, 2> counts_EG;  // plans are split expert by expert
     Scratch<int64_t, 2> demand_NE;  // assignments of each node's own tokens
-    Scratch<bool, 2> holds_GE;
+    Scratch<bool, 2> holds_EG;
+    Scratch<Wish, 1> wish_X;  // the strongest first
     // of one trial
     Scratch<bool, 2> hosted_NE;
     Scratch<int64_t, 2> left_NE;    // what nodes serve and no rank yet
-    Scratch<int64_t, 2> served_GE;  // what each rank serves of each expert
+    Scratch<int32_t, 2> served_EG;  // what each rank serves of each expert
     Scratch<int64_t, 1> load_G;
 
-    Trial(const CellPlan &cell, const Array<const int32_t, 2> &counts, const Array<const int16_t, 2> &held,
+    // `order_X` are the flat indices of `wanted_NE`, the most wanted first.
+    Trial(const CellPlan &cell, const Array<const int32_t, 2> &counts_GE, const Array<const int16_t, 2> &held,
+          const Array<const double, 2> &wanted_NE, const Array<const int64_t, 1> &order_X,
           const Array<const double, 2> &worth, int64_t per_node, int64_t most)
-        : home_E(cell.home_E), counts_GE(counts), held_GS(held), worth_NE(worth), ranks_per_node(per_node),
-          target(most), demand_NE(worth.shape[0], worth.shape[1]), holds_GE(counts.shape[0], counts.shape[1]),
+        : home_E(cell.home_E), held_GS(held), worth_NE(worth), ranks_per_node(per_node), target(most),
+          counts_EG(counts_GE.shape[1], counts_GE.shape[0]), demand_NE(worth.shape[0], worth.shape[1]),
+          holds_EG(counts_GE.shape[1], counts_GE.shape[0]), wish_X(worth.size()),
           hosted_NE(worth.shape[0], worth.shape[1]), left_NE(worth.shape[0], worth.shape[1]),
-          served_GE(counts.shape[0], counts.shape[1]), load_G(counts.shape[0]) {
+          served_EG(counts_GE.shape[1], counts_GE.shape[0]), load_G(counts_GE.shape[0]) {
         const auto [num_ranks, num_experts] = counts_GE.shape;
         for (int64_t g = 0; g < num_ranks; ++g) {
-            for (int64_t e = 0; e < num_experts; ++e) demand_NE(g / ranks_per_node, e) += counts_GE(g, e);
+            const auto demand_E = demand_NE[g / ranks_per_node];
+            for (int64_t e = 0; e < num_experts; ++e) demand_E(e) += counts_EG(e, g) = counts_GE(g, e);
             for (int64_t s = 0; s < held_GS.shape[1]; ++s)
-                if (held_GS(g, s) != NONE) holds_GE(g, held_GS(g, s)) = true;
+                if (held_GS(g, s) != NONE) holds_EG(held_GS(g, s), g) = true;
+        }
+        for (int64_t i = 0; i < order_X.length(); ++i) {
+            const int64_t node = order_X[i] / num_experts, e = order_X[i] % num_experts;
+            if (wanted_NE(node, e) == 0 || home_E[e] / ranks_per_node == node) continue;
+            wish_X(num_wishes++) = {static_cast<int32_t>(node), static_cast<int32_t>(e)};
         }
     }
 };
+
+// What each node hosts: its homes, and what its tokens want most; at most `most_copies` other nodes host the experts of
+// one home rank.
+void choose_hosted(const Trial &trial, int64_t slots, double most_copies) {
+    const auto [num_nodes, num_experts] = trial.hosted_NE.shape;
+    const int64_t ranks_per_node = trial.ranks_per_node;
+    // The slots kept back are for parts of experts that are too large for one rank: a slot for each rank but one, and a
+    // quarter of all at most (chosen by hand).
+    const int64_t guests = slots * ranks_per_node - min(ranks_per_node - 1, slots * ranks_per_node / 4);
+    Scratch<int64_t, 1> free_N(num_nodes), copies_G(num_nodes * ranks_per_node);
+    trial.hosted_NE.fill(false);
+    free_N.fill(guests);
+    for (int64_t e = 0; e < num_experts; ++e) trial.hosted_NE(trial.home_E[e] / ranks_per_node, e) = true;
+    for (int64_t i = 0; i < trial.num_wishes; ++i) {
+        const auto [node, e] = trial.wish_X[i];
+        const int64_t home = trial.home_E[e];
+        if (free_N[node] == 0 || static_cast<double>(copies_G[home]) >= most_copies) continue;
+        trial.hosted_NE(node, e) = true;
+        free_N(node) -= 1;
+        copies_G(home) += 1;
+    }
+}
 
 // The rank of a node, from `begin` to before `end`, that takes a replica of an expert: the one with least to do.
 int64_t best_rank(const Trial &trial, int64_t e, int64_t begin, int64_t end, int64_t slots,
                   const Array<int64_t, 1> &used_G) {
     int64_t best = NONE, least = trial.target;
     for (int64_t rank = begin; rank < end; ++rank) {
-        if (used_G[rank - begin] >= slots || trial.served_GE(rank, e) != 0 || rank == trial.home_E[e]) continue;
+        if (used_G[rank - begin] >= slots || trial.served_EG(e, rank) != 0 || rank == trial.home_E[e]) continue;
         // a rank that holds the expert and is not full goes before all others
-        const bool is_held = trial.holds_GE(rank, e) && trial.load_G[rank] < trial.target;
+        const bool is_held = trial.holds_EG(e, rank) && trial.load_G[rank] < trial.target;
         const int64_t load = trial.load_G[rank] - (is_held ? trial.target : 0);
         if (load < least) best = rank, least = load;
     }
@@ -158,34 +135,39 @@ void lay_on_ranks(const Trial &trial, int64_t node, int64_t slots) {
     for (int64_t e = 0; e < num_experts; ++e) {
         const int64_t home = trial.home_E[e];
         if (home < begin || home >= end) continue;
-        trial.served_GE(home, e) += left_E[e];
+        trial.served_EG(e, home) += static_cast<int32_t>(left_E[e]);
         load_G(home) += left_E[e];
         left_E(e) = 0;
     }
     for (int64_t rank = begin; rank < end; ++rank) {
-        const Array<int64_t, 1> served_E = trial.served_GE[rank];
         // Each turn takes the rank to the target, or all of one expert away from it.
         while (load_G[rank] > target) {  // cut the largest home expert
             int64_t largest = 0;
             for (int64_t e = 1; e < num_experts; ++e)
-                if (served_E[e] > served_E[largest]) largest = e;
-            const int64_t amount = min(served_E[largest], load_G[rank] - target);
-            served_E(largest) -= amount;
+                if (trial.served_EG(e, rank) > trial.served_EG(largest, rank)) largest = e;
+            int32_t &served = trial.served_EG(largest, rank);
+            const int64_t amount = min<int64_t>(served, load_G[rank] - target);
+            served -= static_cast<int32_t>(amount);
             load_G(rank) -= amount;
             left_E(largest) += amount;
         }
     }
     // Invariant: no rank that takes a replica is above the target or takes more than `slots`.
-    Scratch<int64_t, 1> used_G(trial.ranks_per_node), order_E(num_experts), smallness_E(num_experts);
-    for (int64_t e = 0; e < num_experts; ++e) order_E(e) = e, smallness_E(e) = -left_E[e];
-    sort_indices(smallness_E, order_E, 0, num_experts - 1);
-    for (int64_t i = 0; i < num_experts; ++i) {
-        const int64_t e = order_E[i];
+    Scratch<int64_t, 1> used_G(trial.ranks_per_node), order_X(num_experts);
+    int64_t count = 0;
+    for (int64_t e = 0; e < num_experts; ++e) {
+        if (left_E[e] == 0) continue;
+        int64_t i = count++;  // a node has few that are not at home: each is put behind those with as much
+        for (; i > 0 && left_E[order_X[i - 1]] < left_E[e]; --i) order_X(i) = order_X[i - 1];
+        order_X(i) = e;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+        const int64_t e = order_X[i];
         while (left_E[e] > 0) {
             const int64_t best = best_rank(trial, e, begin, end, slots, used_G);
             if (best == NONE) break;
             const int64_t amount = min(left_E[e], target - load_G[best]);
-            trial.served_GE(best, e) = amount;
+            trial.served_EG(e, best) = static_cast<int32_t>(amount);
             load_G(best) += amount;
             used_G(best - begin) += 1;
             left_E(e) -= amount;
@@ -196,13 +178,13 @@ void lay_on_ranks(const Trial &trial, int64_t node, int64_t slots) {
 // What each rank serves of each expert, where nodes host `hosted_NE`. No rank takes more than `slots` replicas, nor,
 // where this construction finds a way to, more than the target.
 void serve_locally(const Trial &trial, int64_t slots) {
-    trial.served_GE.fill(0);
+    trial.served_EG.fill(0);
     trial.load_G.fill(0);
     quotas(trial.demand_NE, trial.hosted_NE, trial.left_NE);
     for (int64_t node = 0; node < trial.left_NE.length(); ++node) lay_on_ranks(trial, node, slots);
     for (int64_t node = 0; node < trial.left_NE.length(); ++node)
         for (int64_t e = 0; e < trial.home_E.length(); ++e)
-            trial.served_GE(trial.home_E[e], e) += trial.left_NE(node, e);
+            trial.served_EG(e, trial.home_E[e]) += static_cast<int32_t>(trial.left_NE(node, e));
 }
 
 // The slot of an expert on rank g, and whether it must be fetched there. What is held stays in its slot. Others take
@@ -222,13 +204,13 @@ int64_t take_slot(const Trial &trial, int64_t g, int64_t e, const Array<double, 
 
 // Write the replicas of a trial into `made`; returns how many.
 int64_t make_plan(const Trial &trial, const CellPlan &made) {
-    const auto [num_ranks, num_experts] = trial.counts_GE.shape;
+    const auto [num_experts, num_ranks] = trial.counts_EG.shape;
     Scratch<double, 2> worth_GS(num_ranks, trial.held_GS.shape[1]);
     for (int64_t g = 0; g < num_ranks; ++g)
         for (int64_t s = 0; s < worth_GS.shape[1]; ++s) {
             const int64_t e = trial.held_GS(g, s);
             worth_GS(g, s) = e == NONE                    ? -1.0
-                             : trial.served_GE(g, e) > 0 ? INFINITY
+                             : trial.served_EG(e, g) > 0 ? INFINITY
                                                          : trial.worth_NE(g / trial.ranks_per_node, e);
         }
     Scratch<int64_t, 1> left_G(num_ranks), home_G(num_ranks), quota_V(num_ranks);
@@ -236,16 +218,16 @@ int64_t make_plan(const Trial &trial, const CellPlan &made) {
     for (int64_t e = 0; e < num_experts; ++e) {
         const int64_t first = end, home = trial.home_E[e];
         for (int64_t g = 0; g < num_ranks; ++g) {
-            left_G(g) = trial.counts_GE(g, e);
-            if (trial.served_GE(g, e) == 0 || g == home) continue;
+            left_G(g) = trial.counts_EG(e, g);
+            if (trial.served_EG(e, g) == 0 || g == home) continue;
             made.expert_R(end) = static_cast<int16_t>(e);
             made.rank_R(end) = static_cast<int16_t>(g);
             made.slot_R(end) = static_cast<int16_t>(take_slot(trial, g, e, worth_GS[g], made.fetched_R(end)));
             made.tokens_RG[end].fill(0);
-            quota_V(end - first) = trial.served_GE(g, e);
+            quota_V(end - first) = trial.served_EG(e, g);
             ++end;
         }
-        const int64_t home_quota = trial.served_GE(home, e);
+        const int64_t home_quota = trial.served_EG(e, home);
         if (end > first)
             split_expert({made.rank_R, made.tokens_RG, first, end, home, home_quota, trial.ranks_per_node}, quota_V,
                          left_G, home_G, true);
@@ -263,23 +245,23 @@ LOOP int64_t replicate_for_traffic(const CellPlan &cell, const Array<const int32
                                    const Array<const double, 1> &attention_2, const costs::Prices &prices,
                                    const CellPlan &found) {
     using namespace traffic;
-    const Trial trial(cell, counts_GE, held_GS, worth_NE, prices.ranks_per_node, target);
+    const Trial trial(cell, counts_GE, held_GS, wanted_NE, order_X, worth_NE, prices.ranks_per_node, target);
+    const costs::AtHome at_home(cell.home_E, counts_GE);
     const int64_t room = found.expert_R.length();
     const Scratch<int16_t, 1> expert_R(room), rank_R(room), slot_R(room);
     const Scratch<bool, 1> fetched_R(room);
     const Scratch<int32_t, 2> tokens_RG(room, counts_GE.length());
     const CellPlan made = {cell.home_E, expert_R, rank_R, slot_R, fetched_R, tokens_RG};
     int64_t num_found = NONE, fewest = cell.expert_R.length();
-    double least_s = costs::cell_seconds(cell, counts_GE, attention_2, prices).sum() * (1 - WORTH);
+    double least_s = costs::cell_seconds(cell, at_home, attention_2, prices).sum() * (1 - WORTH);
     for (int64_t i = 0; i < limits.length(); ++i) {
         // as many replicas as fit, then a quarter fewer each time, as long as that takes no more time
         double last_s = INFINITY;
         for (int64_t few = held_GS.shape[1]; few > 0; few = few * 3 / 4) {
-            choose_hosted(wanted_NE, order_X, cell.home_E, prices.ranks_per_node, few,
-                          limits[i] * static_cast<double>(few), trial.hosted_NE);
+            choose_hosted(trial, few, limits[i] * static_cast<double>(few));
             serve_locally(trial, few);
             const CellPlan other = made.rows(0, make_plan(trial, made));
-            const double seconds = costs::cell_seconds(other, counts_GE, attention_2, prices).sum();
+            const double seconds = costs::cell_seconds(other, at_home, attention_2, prices).sum();
             const int64_t num_replicas = other.expert_R.length();
             if (seconds < least_s || (num_replicas < fewest && seconds < least_s * (1 + WORTH))) {
                 num_found = fewest = num_replicas;
