@@ -64,7 +64,7 @@ class Circles {
     }
 
     // Move quota so that more tokens stay in their node while no rank comes above the target.
-    void empty(int64_t target) {
+    void keep_local(int64_t target) {
         if (cell.num_nodes == 1) return;
         least = 1 + target / FINEST;
         limit = target;

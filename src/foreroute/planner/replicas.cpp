@@ -265,7 +265,7 @@ LOOP void plan_block(const Array<const int32_t, 4> &counts_MLGE, const search::L
             if (persistent && local) serve_near(cell, target);
             const int64_t reached = find_replicas(cell, target, tolerance > 0.0);
             restore_held(cell);
-            if (local) circles.empty(reached);
+            if (local) circles.keep_local(reached);
             if (persistent) {
                 // A slot that serves nothing was not filled: it still holds what it held.
                 for (int64_t x = cell.num_experts; x < cell.num_hosts; ++x)
