@@ -139,6 +139,22 @@ int64_t attempt(Cell &cell, int64_t target) {
     return best;
 }
 
+// Split quotas as evenly as the hosts of a cell that misses its target can; returns what was reached.
+int64_t even_out(Cell &cell, int64_t target, int64_t reached) {
+    save_best(cell);
+    while (target < reached) {
+        const int64_t middle = (target + reached) / 2;
+        if (grow(cell, middle, false, 1.0, 0.0) <= middle) {
+            reached = middle;
+            save_best(cell);
+        } else {
+            restore_best(cell);
+            target = middle + 1;
+        }
+    }
+    return reached;
+}
+
 // Take half of the replicas out and add anew, as long as that needs no more of them.
 void thin_out(Cell &cell, int64_t target) {
     save_best(cell);
@@ -185,7 +201,8 @@ void drop_spare(Cell &cell, int64_t target) {
 int64_t find_replicas(Cell &cell, int64_t target, bool tolerant) {
     const int64_t reached = attempt(cell, target);
     restore_held(cell);
-    if (reached == target && tolerant) {
+    if (reached > target) return even_out(cell, target, reached);
+    if (tolerant) {
         // Empty slots cost a fetch for every replica, so fewer are searched for; of kept ones only the fetched cost.
         if (cell.persistent) {
             drop_spare(cell, target);
