@@ -18,7 +18,7 @@ constexpr int64_t FINEST = 192;
 
 // Let slots serve experts of overloaded homes that they hold, as far as tokens come from the slot's node.
 //
-// The search for replicas would take any slot that holds one, and leave it to `keep_local` to find out which is near.
+// The search for replicas would take any slot that holds one, and leave it to `Circles` to find out which is near.
 inline void serve_near(Cell &cell, int64_t target) {
     for (int64_t x = cell.num_experts; x < cell.num_hosts; ++x) {
         Host &slot = cell.hosts(x);

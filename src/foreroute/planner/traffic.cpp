@@ -74,10 +74,10 @@ void quotas(const Array<int64_t, 2> &demand_NE, const Array<bool, 2> &hosted_NE,
     Scratch<int64_t, 1> load_N(num_nodes), foreign_E(num_experts), hosts_E(num_experts);
     for (int64_t node = 0; node < num_nodes; ++node)
         for (int64_t e = 0; e < num_experts; ++e) {
-            const int64_t demand = demand_NE(node, e), own = hosted_NE(node, e) ? demand : 0;
-            quota_NE(node, e) = own;
-            load_N(node) += own;
-            foreign_E(e) += demand - own;
+            const int64_t demand = demand_NE(node, e), served = hosted_NE(node, e) ? demand : 0;
+            quota_NE(node, e) = served;
+            load_N(node) += served;
+            foreign_E(e) += demand - served;
             hosts_E(e) += hosted_NE(node, e);
         }
     // Invariant: load_N is the sum of quota_NE over experts. Experts with one host first: nothing is to be chosen
