@@ -39,8 +39,8 @@ def compile_kernels(target: Path, *flags: str) -> None:
     command += [f"-I{SOURCE}", "-o", str(made), "-x", "c++", "-"]
     if subprocess.run(command, input=unit, text=True, check=False).returncode != 0:
         raise SystemExit(
-            f"{target} was not compiled; the compiler says above why. It keeps a cache in the home folder, or in the one "
-            "that ZIG_GLOBAL_CACHE_DIR names: one of them must be writable"
+            f"{target} was not compiled; the compiler says above why. It keeps a cache in the home folder, or in the "
+            "one that ZIG_GLOBAL_CACHE_DIR names: one of them must be writable"
         )
     made.replace(target)
 

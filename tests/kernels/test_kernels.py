@@ -36,8 +36,8 @@ struct Outer {
 };
 
 LOOP int64_t probe(const Outer &outer, bool flag, const Array<double, 2> &told) {
-    const double seen[] = {double(outer.is_first), outer.scale, double(outer.inner.is_on && outer.inner.is_last), double(outer.is_last),
-                           double(outer.number), double(flag), double(outer.inner.ids.length())};
+    const double seen[] = {double(outer.is_first), outer.scale, double(outer.inner.is_on && outer.inner.is_last),
+                           double(outer.is_last), double(outer.number), double(flag), double(outer.inner.ids.length())};
     for (int64_t i = 0; i < 7; ++i) told(0, i) = seen[i];
     auto last = outer.table[outer.table.length() - 1];
     for (int64_t i = 0; i < last.length(); ++i) told(1, i) = last[i] * outer.inner.ids[i];

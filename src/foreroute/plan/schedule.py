@@ -165,8 +165,8 @@ class ExecutionSchedule:
         """Give the schedule of one cell, once its micro-step is compiled.
 
         Raises:
-            PlanError: on all ranks alike, when replicas are to serve more assignments of an expert than there are, or the
-                plan names what is not there.
+            PlanError: on all ranks alike, when replicas are to serve more assignments of an expert than there are, or
+                the plan names what is not there.
         """
         return self._blocks[micro_step].result()[layer]
 
@@ -208,8 +208,8 @@ def _compile(
         expert, source, excess = wrong
         if expert == NONE:
             raise PlanError(
-                f"{words[cell]}: the plan names homes, experts, ranks or slots that are not there; foreroute.plan.verify "
-                "says which. Take a plan that it accepts"
+                f"{words[cell]}: the plan names homes, experts, ranks or slots that are not there; "
+                "foreroute.plan.verify says which. Take a plan that it accepts"
             )
         raise PlanError(
             f"{words[cell]}: replicas of expert {expert} are to serve {excess} assignments of rank {source} more than "

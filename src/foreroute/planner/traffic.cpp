@@ -227,7 +227,10 @@ int64_t make_plan(const Trial &trial, const CellPlan &made) {
     for (int64_t g = 0; g < num_ranks; ++g)
         for (int64_t s = 0; s < worth_GS.shape[1]; ++s) {
             const int64_t e = trial.held_GS(g, s);
-            worth_GS(g, s) = e == NONE                    ? -1.0
+            // of an expert that is held twice the last slot is used, and the others are as good as empty
+            bool is_spare = e == NONE;
+            for (int64_t later = s + 1; later < worth_GS.shape[1]; ++later) is_spare |= trial.held_GS(g, later) == e;
+            worth_GS(g, s) = is_spare                     ? -1.0
                              : trial.served_GE(g, e) > 0 ? INFINITY
                                                          : trial.worth_NE(g / trial.ranks_per_node, e);
         }
