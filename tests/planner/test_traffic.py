@@ -261,7 +261,7 @@ def test_weights_in_kept_slots_are_fetched_once_a_pass_and_in_shared_ones_three_
 
 
 def test_a_slot_takes_one_replica_where_another_holds_the_same_expert():
-    """A cell that stays as it was may fetch an expert into another slot than that of an earlier cell against traffic."""
+    """A cell that stays as it was may fetch an expert into another slot than an earlier cell against traffic did."""
     rng, twice = np.random.default_rng(0), 0
     topology, home_E = Topology(8, 2, 3, LINKS), np.repeat(np.arange(8), 2).astype(np.int16)
     prices = replace(COSTS, model=replace(SMALL, num_experts=16)).prices(topology, "layer")
