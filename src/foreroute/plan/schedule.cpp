@@ -151,7 +151,7 @@ struct Scheduler {
           place_S(num_home), source_R(most), target_R(most), round_R(most), place_R(most),
           edge_at(2, num_ranks, most) {}
 
-    // Say whether all that a cell names is there: homes, as many on every rank, and experts, ranks and slots of replicas.
+    // Say whether all that a cell names is there: homes, as many on every rank; experts, ranks and slots of replicas.
     bool knows(const Cell &cell) const {
         Scratch<int64_t, 1> homes_G(num_ranks), replicas_G(num_ranks);
         for (int64_t e = 0; e < num_experts; ++e) {

@@ -72,7 +72,7 @@ class Circles {
             if (cell.hosts(e).next != NONE) measure(e);
         find_ends();
         // A circle keeps `least` tokens more in their node, of the G * `target` that there are at most. That none keeps
-        // fewer, whatever expert it meets twice, was seen in 630,000 circles and is not proven; the bound ends it anyway.
+        // fewer, whatever expert it meets twice, was seen in 630,000 circles and is not proven; the bound ends all.
         int64_t left = FINEST * cell.num_ranks;
         for (int64_t rank = 0; rank < cell.num_ranks; ++rank)
             while (left > 0 && send_around(rank)) --left;
@@ -194,7 +194,8 @@ class Circles {
         int64_t best = 0;
         for (int64_t k = 0; k < cell.host_GK.shape[1]; ++k) {
             const int32_t x = cell.host_GK(rank, k), e = cell.hosts(x).expert;
-            if (e == NONE || cell.hosts(x).quota < least || cell.hosts(e).next == NONE || !has(hosts_EW[e], to)) continue;
+            if (e == NONE || cell.hosts(x).quota < least) continue;
+            if (cell.hosts(e).next == NONE || !has(hosts_EW[e], to)) continue;
             const int64_t near = cell.node_G(rank), far = cell.node_G(to);
             const bool has_spare = over_NE(near, e) >= least, is_wanted = -over_NE(far, e) >= least;
             if (near == far ? gain : has_spare + is_wanted < 1 + gain) continue;
