@@ -13,6 +13,7 @@ import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 SOURCE = Path(__file__).parent / "src" / "foreroute"
 # No reordering of floating-point operations: a plan is the same on every processor.
@@ -26,13 +27,21 @@ LOOSEST_GLIBC = {"x86_64": "x86_64-linux-gnu.2.17", "aarch64": "aarch64-linux-gn
 
 def compile_kernels(target: Path, *flags: str) -> None:
     """Compile all loops as one translation unit, so that every call may be inlined."""
-    unit = "".join(f'#include "{path.relative_to(SOURCE)}"\n' for path in sorted(SOURCE.rglob("*.cpp")))
+    paths = sorted(SOURCE.rglob("*.[ch]pp"))
+    unit = "".join(f'#include "{path.relative_to(SOURCE)}"\n' for path in paths if path.suffix == ".cpp")
+    # `foreroute.kernels` compares it in a checkout
+    unit += f"LOOP int64_t sources_checksum() {{ return {crc32(b''.join(path.read_bytes() for path in paths))}; }}\n"
     machine = sysconfig.get_platform().removeprefix("linux-").replace("-", "_")
     runs_on = ["-target", LOOSEST_GLIBC[machine]] if machine in LOOSEST_GLIBC else []
     command = [sys.executable, "-m", "ziglang", "c++", *FLAGS.split(), *runs_on, *flags]
     # put in place when it is whole: a process may have the old one loaded
-    made = target.with_suffix(f".{os.getpid()}")
-    subprocess.run([*command, f"-I{SOURCE}", "-o", made, "-x", "c++", "-"], input=unit, text=True, check=True)
+    made = target.with_suffix(f".{os.getpid()}.so")
+    command += [f"-I{SOURCE}", "-o", str(made), "-x", "c++", "-"]
+    if subprocess.run(command, input=unit, text=True, check=False).returncode != 0:
+        raise SystemExit(
+            f"{target} was not compiled; the compiler says above why. It keeps a cache in the home folder, or in the "
+            "one that ZIG_GLOBAL_CACHE_DIR names: one of them must be writable"
+        )
     made.replace(target)
 
 

@@ -178,9 +178,9 @@ def _against_eplb(
         "cells_worse_balanced": int(worse),
         "cells": cells,
         "moves_ratio": round(ours_moves / moves, 4),
-        "own_eplb_us_per_cell": round(fast_us, 1),
-        "own_eplb_over_ours": round(fast_us / ours["us_per_cell"], 2),
-        "own_eplb_over_ours_persistent": round(fast_us / ours["persistent_us_per_cell"], 2),
+        "eplb_us_per_cell": round(fast_us, 1),
+        "eplb_over_ours": round(fast_us / ours["us_per_cell"], 2),
+        "eplb_over_ours_persistent": round(fast_us / ours["persistent_us_per_cell"], 2),
     }
 
 

@@ -27,7 +27,6 @@ SLOTS = 2
 MOVES = 16
 """Most experts of a layer that change their home, where homes are planned too."""
 REPEATS = 5
-LEAST_TO_COMPILE_S = 12
 
 
 def run(figures: Figures) -> None:
@@ -38,19 +37,12 @@ def run(figures: Figures) -> None:
     cores = len(os.sched_getaffinity(0))
     threads = sorted({1, 2, 4, 8, cores} - {n for n in (2, 4, 8) if n > cores}) if figures.full else [1, 2, 3]
     topology = HARDWARE["h100"].topology(workload.num_ranks, SLOTS)
-    # compiled kernels are no part of planning, and are timed by themselves
-    small = replace(workload, num_micro_steps=1, num_layers=1).draw(seed=1)
-    figures.record(compile_workload_s=round(figures.timed(small.counts), 2))
-    figures.record(compile_planner_s=round(figures.timed(lambda: _planned(small.counts(), topology, 1)), 2))
     counts = workload.draw(seed=1, step=1).counts()
     figures.record(ranks=workload.num_ranks, layers=counts.shape[1], micro_steps=counts.shape[0], cores=cores)
     _balance(figures, counts, topology)
     _times(figures, counts, topology, threads)
-    if figures.seconds_left > LEAST_TO_COMPILE_S or not figures.full:
-        compiling = figures.timed(lambda: _planned(small.counts(), topology, 1, MOVES))
-        figures.record(compile_homes_s=round(compiling, 2))
-        moving = [figures.timed(lambda: _planned(counts, topology, threads[-1], MOVES)) for _ in range(3)]
-        figures.record(step_with_homes_all_cores_ms=round(statistics.median(moving) * 1e3, 2))
+    moving = [figures.timed(lambda: _planned(counts, topology, threads[-1], MOVES)) for _ in range(3)]
+    figures.record(step_with_homes_all_cores_ms=round(statistics.median(moving) * 1e3, 2))
     for figure, by in host_work(REPEATS).items():
         figures.record(**{f"{figure}_{name}": round(value, 4) for name, value in by.items()})
     figures.record(host_ms_per_cell_aim="<= 0.05", schedule_us_per_cell_aim="<= 20")

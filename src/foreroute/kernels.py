@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -61,9 +62,9 @@ class StructOf:
 
     def __init__(self, **fields: Any) -> None:
         self._fields = [(name, getattr(one, "words", None)) for name, one in fields.items()]
-        # no two fields of a struct stand closer than C++ lets them, nor does the next struct
+        # a struct in a struct begins and ends where its widest field may, as C++ has it
         letters = [_LETTERS.get(one) or one.letters for one in fields.values()]
-        self.letters = "".join(letters) + "0q"
+        self.letters = "0q" + "".join(letters) + "0q"
         self._pack = struct.Struct(self.letters).pack
 
     def words(self, record: Any) -> Iterable[Any]:
@@ -87,3 +88,16 @@ def compiled(name: str, *takes: Any, returns: Any = None) -> Callable[..., Any]:
     loop = _LIBRARY[name]
     loop.argtypes, loop.restype = takes, returns
     return loop
+
+
+def _refuse_stale(folder: Path) -> None:
+    """Raise `ImportError` in a checkout whose library was compiled from other sources: structs may differ in it."""
+    # wheels have no sources, and a library that is named is another on purpose
+    if os.environ.get("FOREROUTE_KERNELS") or not (folder / "kernels.hpp").is_file():
+        return
+    found = crc32(b"".join(path.read_bytes() for path in sorted(folder.rglob("*.[ch]pp"))))
+    if not hasattr(_LIBRARY, "sources_checksum") or compiled("sources_checksum", returns=INT)() != found:
+        raise ImportError(f"{FILE} was compiled from other sources than are here; compile it anew: make kernels")
+
+
+_refuse_stale(Path(__file__).parent)

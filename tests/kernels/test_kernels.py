@@ -21,13 +21,14 @@ PROBE = """
 #include "kernels.hpp"
 
 struct Inner {
-    Array<const int16_t, 1> ids;
     bool is_on;
+    Array<const int16_t, 1> ids;
+    bool is_last;
 };
 
 struct Outer {
-    bool is_first;
     double scale;
+    bool is_first;
     Inner inner;
     bool is_last;
     int64_t number;
@@ -35,8 +36,8 @@ struct Outer {
 };
 
 LOOP int64_t probe(const Outer &outer, bool flag, const Array<double, 2> &told) {
-    const double seen[] = {double(outer.is_first), outer.scale, double(outer.inner.is_on), double(outer.is_last),
-                           double(outer.number), double(flag), double(outer.inner.ids.length())};
+    const double seen[] = {double(outer.is_first), outer.scale, double(outer.inner.is_on && outer.inner.is_last),
+                           double(outer.is_last), double(outer.number), double(flag), double(outer.inner.ids.length())};
     for (int64_t i = 0; i < 7; ++i) told(0, i) = seen[i];
     auto last = outer.table[outer.table.length() - 1];
     for (int64_t i = 0; i < last.length(); ++i) told(1, i) = last[i] * outer.inner.ids[i];
@@ -55,22 +56,23 @@ LOOP double element(const Array<const double, 2> &array, int64_t i, int64_t j) {
 
 
 class Inner(NamedTuple):
-    ids: np.ndarray
     is_on: bool
+    ids: np.ndarray
+    is_last: bool
 
 
 class Outer(NamedTuple):
-    is_first: bool
     scale: float
+    is_first: bool
     inner: Inner
     is_last: bool
     number: int
     table: np.ndarray
 
 
-def loaded(file):
-    """`foreroute.kernels` with another library."""
-    spec = importlib.util.spec_from_file_location("other_kernels", foreroute.kernels.__file__)
+def loaded(file, source=foreroute.kernels.__file__):
+    """`foreroute.kernels` with another library; "" has it look for its own."""
+    spec = importlib.util.spec_from_file_location("other_kernels", source)
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FOREROUTE_KERNELS", str(file))
@@ -98,10 +100,10 @@ def kernels(library):
 @pytest.mark.parametrize("flags", range(16))
 def test_structs_and_numbers_arrive_as_they_are(kernels, flags):
     """Every field of a struct in a struct, whatever the fields before it hold."""
-    inner = kernels.StructOf(ids=kernels.ArrayOf(np.int16, 1), is_on=kernels.BOOL)
+    inner = kernels.StructOf(is_on=kernels.BOOL, ids=kernels.ArrayOf(np.int16, 1), is_last=kernels.BOOL)
     outer = kernels.StructOf(
-        is_first=kernels.BOOL,
         scale=kernels.FLOAT,
+        is_first=kernels.BOOL,
         inner=inner,
         is_last=kernels.BOOL,
         number=kernels.INT,
@@ -111,7 +113,7 @@ def test_structs_and_numbers_arrive_as_they_are(kernels, flags):
     probe = kernels.compiled("probe", outer, kernels.BOOL, told, returns=kernels.INT)
     is_first, is_on, is_last, flag = (bool(flags >> i & 1) for i in range(4))
     table, ids, found = np.arange(6, dtype=np.float32).reshape(2, 3), np.array([3, -2, 5], np.int16), np.zeros((2, 7))
-    given = Outer(is_first, -0.25, Inner(ids, is_on), is_last, -(2**53), table)
+    given = Outer(-0.25, is_first, Inner(is_on, ids, True), is_last, -(2**53), table)
     assert probe(given, flag, found) == -14
     assert found[0].tolist() == [is_first, -0.25, is_on, is_last, -(2**53), flag, 3]
     assert found[1].tolist() == [9, -8, 25, 0, 0, 0, 0]
@@ -134,9 +136,9 @@ def test_arrays_that_do_not_fit_are_refused(kernels, fault):
     assert element(np.ones((2, 3)), 1, 2) == 1
     with pytest.raises(Exception, match=r"array.*expected"):
         element(UNFIT[fault], 0, 0)
-    record = kernels.StructOf(ids=array, is_on=kernels.BOOL)
+    record = kernels.StructOf(is_on=kernels.BOOL, ids=array, is_last=kernels.BOOL)
     with pytest.raises(TypeError, match=r"array.*expected"):
-        record.from_param(Inner(UNFIT[fault], True))
+        record.from_param(Inner(True, UNFIT[fault], True))
 
 
 def test_random_words_are_those_of_splitmix64(kernels):
@@ -171,6 +173,30 @@ def test_the_checked_library_ends_at_an_index_outside_of_an_array(library, i, j)
 def test_a_missing_library_is_told(tmp_path):
     with pytest.raises(ImportError, match=r"_kernels.so.*make kernels"):
         loaded(tmp_path / "_kernels.so")
+
+
+def test_a_library_of_other_sources_is_refused_in_a_checkout(tmp_path, monkeypatch):
+    monkeypatch.setattr(hatch_build, "SOURCE", tmp_path)
+    for name in ("kernels.py", "kernels.hpp"):
+        shutil.copy(Path(foreroute.kernels.__file__).with_name(name), tmp_path)
+    (tmp_path / "a.cpp").write_text('#include "kernels.hpp"')
+    hatch_build.compile_kernels(tmp_path / "_kernels.so")
+    loaded("", tmp_path / "kernels.py")
+    with (tmp_path / "kernels.hpp").open("a") as file:
+        file.write("// changed")
+    with pytest.raises(ImportError, match=r"other sources.*make kernels"):
+        loaded("", tmp_path / "kernels.py")
+    loaded(tmp_path / "_kernels.so", tmp_path / "kernels.py")
+
+
+def test_what_is_not_compiled_is_one_error_and_leaves_what_was_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(hatch_build, "SOURCE", tmp_path)
+    (tmp_path / "a.cpp").write_text("no C++")
+    (tmp_path / "it.so").write_text("as before")
+    with pytest.raises(SystemExit, match="not compiled"):
+        hatch_build.compile_kernels(tmp_path / "it.so")
+    assert (tmp_path / "it.so").read_text() == "as before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.cpp", "it.so"]
 
 
 def test_make_compiles_again_when_a_source_of_the_library_changes_and_only_then(tmp_path):

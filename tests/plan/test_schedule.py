@@ -1,6 +1,7 @@
 """What ranks send, receive, compute and copy, against simulations that follow every assignment and expert by name."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -125,6 +126,33 @@ def test_replicas_that_are_to_serve_more_than_there_is_are_refused_on_every_rank
             ExecutionSchedule(plan, counts_MLGE, rank).cell(0, 0)
         with pytest.raises(PlanError, match=rf"there: replicas of expert {expert}"):
             CellSchedule.of(plan.cell(0, layer), counts_MLGE[0, layer], rank, what="there")
+
+
+NOT_THERE = {
+    "an expert": ("expert_R", 8),
+    "an expert below 0": ("expert_R", -1),
+    "a rank": ("rank_R", 4),
+    "a rank below 0": ("rank_R", -1),
+    "all in one slot": ("slot_R", 0),
+    "a home": ("home_LE", 4),
+    "all at one home": ("home_LE", 1),
+    "offsets": ("offsets", 9),
+}
+
+
+@pytest.mark.parametrize("what", [*NOT_THERE, "sources", "experts"])
+def test_what_is_not_there_is_refused_before_memory_is_indexed_by_it(what):
+    """Plans that were made by hand, and so never checked."""
+    counts_MLGE = np.full((1, 2, 4, 8), 2)
+    plan = split_plan(0, counts_MLGE, np.stack([np.arange(8) % 4] * 2).astype(np.int16), slots=2)
+    counts_MLGE = {"sources": counts_MLGE[:, :, :2], "experts": counts_MLGE[..., :4]}.get(what, counts_MLGE)
+    if what in NOT_THERE:
+        name, value = NOT_THERE[what]
+        array = getattr(plan.hosts, name).copy()
+        array[name == "offsets" :] = value
+        plan = replace(plan, hosts=plan.hosts._replace(**{name: array}))
+    with pytest.raises(PlanError, match=r"not there.*verify"):
+        ExecutionSchedule(plan, counts_MLGE, 0).cell(0, 0)
 
 
 def _first_served(cell):

@@ -17,6 +17,7 @@ from foreroute.plan.hosts import CELL_PLAN, Hosts
 from foreroute.planner import plan
 from foreroute.planner.priced import Window
 from foreroute.planner.prune import prune_replicas
+from foreroute.planner.traffic import replicate_for_traffic
 from foreroute.simulate.workload import WORKLOADS
 from tests.costs.cost_oracle import price_cell
 from tests.plan.random_plans import LINKS, random_counts, random_plan
@@ -257,6 +258,25 @@ def test_weights_in_kept_slots_are_fetched_once_a_pass_and_in_shared_ones_three_
     prices = replace(COSTS, paths="direct").prices(Topology(6, 6, 9, LINKS), slots)
     least_on_busiest = compiled("least_on_busiest", CELL_PLAN, INT, PRICES, returns=INT)
     assert expert_R[least_on_busiest(cell, 6, prices)] in experts
+
+
+def test_a_slot_takes_one_replica_where_another_holds_the_same_expert():
+    """A cell that stays as it was may fetch an expert into another slot than an earlier cell against traffic did."""
+    rng, twice = np.random.default_rng(0), 0
+    topology, home_E = Topology(8, 2, 3, LINKS), np.repeat(np.arange(8), 2).astype(np.int16)
+    prices = replace(COSTS, model=replace(SMALL, num_experts=16)).prices(topology, "layer")
+    for _ in range(50):
+        counts_GE = (rng.random((8, 16)) ** 4 * 3000).astype(np.int32)
+        held_GS = rng.integers(-1, 16, (8, 3)).astype(np.int16)
+        held_GS[held_GS // 2 == np.arange(8)[:, None]] = -1  # no replica is at home
+        held_GS[:, 2] = held_GS[:, 1]
+        wanted_NE = counts_GE.reshape(4, 2, 16).sum(axis=1).astype(np.float64)
+        most = int(counts_GE.sum() / 8 * 1.1)
+        alone = CellPlan.homes_only(home_E, 8)
+        found = replicate_for_traffic(alone, counts_GE, wanted_NE, held_GS, 50.0, most, np.zeros(2), prices)
+        twice += len(found.rank_R) - len(np.unique(found.rank_R * 3 + found.slot_R))
+    assert len(found.rank_R) > 0
+    assert twice == 0
 
 
 def test_where_host_memory_is_slow_replicas_of_other_nodes_are_kept():

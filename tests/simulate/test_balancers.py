@@ -18,7 +18,7 @@ from tests.plan.random_plans import LINKS
 from tests.simulate.eplb_published import published_placement
 
 BALANCERS = methods.BALANCERS | OTHER_BALANCERS
-# numba compiles a kernel of its own for this one, which takes longer than all tests of the others
+# numba compiles this one, which takes longer than all tests of the others
 NAMES = [pytest.param(name, marks=pytest.mark.exhaustive if name == "laer" else ()) for name in BALANCERS]
 COSTS = CostModel(model=model_preset("qwen3-30b-a3b"), hardware=hardware_preset("h100"))
 

@@ -120,7 +120,8 @@ def test_no_method_beats_the_bound_and_parts_add_up(everything):
         assert record.gpu_hours == pytest.approx(record.step_s * 64 / 3600)
         assert record.gpu_hours_saved == pytest.approx(found["static"].gpu_hours - record.gpu_hours)
         assert record.as_dict()["phases"]["recompute"] == record.phases.recompute
-    assert found["ours_exact"].imbalance < found["ours"].imbalance
+    # replicas that do not pay are dropped from both, so that neither is the more level
+    assert max(found["ours_exact"].imbalance, found["ours"].imbalance) < found["static"].imbalance
     # between nodes ours leaves more to the slowest rank where that keeps tokens in their node
     assert found["ours"].training_s < found["eplb_previous"].training_s
     assert found["ours"].training_s < found["static"].training_s

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from foreroute.errors import ConfigError
 from foreroute.simulate.workload import WORKLOADS, Workload
 from tests.simulate.drawn_routes import sequence_counts
 from tests.tiers import grid
@@ -85,6 +86,14 @@ def test_tokens_of_every_sequence_can_pick_each_expert_once(top_k):
         assert (counts_SE <= step.rows_S[here_S, None]).all()
         assert (counts_SE.sum(axis=1) == top_k * step.rows_S[here_S]).all()
         assert np.array_equal([counts_SE[step.rank_S[here_S] == g].sum(axis=0) for g in range(4)], counts_GE)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"top_k": 65}, {"top_k": 0}, {"prompt_draws": 0}, {"response_draws": 0}, {"common": 0.0}, {"common": 1.0}]
+)
+def test_what_cannot_be_drawn_is_refused(wrong):
+    with pytest.raises(ConfigError, match=r"draws.*common"):
+        replace(WORKLOADS["R8"], **wrong)
 
 
 def test_the_same_numbers_draw_the_same_step_and_others_another():

@@ -165,7 +165,8 @@ class ExecutionSchedule:
         """Give the schedule of one cell, once its micro-step is compiled.
 
         Raises:
-            PlanError: on all ranks alike, when replicas are to serve more assignments of an expert than there are.
+            PlanError: on all ranks alike, when replicas are to serve more assignments of an expert than there are, or
+                the plan names what is not there.
         """
         return self._blocks[micro_step].result()[layer]
 
@@ -183,7 +184,7 @@ if hasattr(os, "register_at_fork"):
 def _compile(
     hosts: Hosts, counts_CGE: NDArray[np.integer], rank: int, memory_ranks: int, words: Sequence[str]
 ) -> _Block:
-    """Fill a block for cells, and refuse replicas that serve more than there is."""
+    """Fill a block for cells, and refuse what is not there, and replicas that serve more than there is."""
     num_cells, num_ranks, num_experts = counts_CGE.shape
     num_home = num_experts // num_ranks
     num_replicas, most_groups = len(hosts.expert_R), num_home + int(hosts.slot_R.max(initial=-1)) + 1
@@ -205,6 +206,11 @@ def _compile(
     cell = _schedule_cells(rank, hosts, counts, memory_ranks, out, wrong)
     if cell != NONE:
         expert, source, excess = wrong
+        if expert == NONE:
+            raise PlanError(
+                f"{words[cell]}: the plan names homes, experts, ranks or slots that are not there; "
+                "foreroute.plan.verify says which. Take a plan that it accepts"
+            )
         raise PlanError(
             f"{words[cell]}: replicas of expert {expert} are to serve {excess} assignments of rank {source} more than "
             "there are; the plan was made for other counts"

@@ -82,7 +82,7 @@ inline Found search_back(Cell &cell, int64_t target) {
         cell.visits(count++).back_queue = static_cast<int32_t>(rank);
     }
     // Invariant: `back_width` of a queued rank can flow from it to a rank below the target over hosts that exist.
-    const int64_t own = count;
+    const int64_t num_below = count;
     for (int64_t i = 0; i < count; ++i) {
         const int64_t rank = cell.visits(i).back_queue;
         for (int64_t k = 0; k < cell.host_GK.shape[1]; ++k) {
@@ -99,7 +99,7 @@ inline Found search_back(Cell &cell, int64_t target) {
             }
         }
     }
-    return {own, count};
+    return {num_below, count};
 }
 
 // The most that a rank with a free slot can take, or where there is none, take and pass on, in `back_width`.
@@ -114,15 +114,15 @@ inline int64_t receiving_capacity(Cell &cell, int64_t target) {
         most = max(most, capacity);
     }
     if (most > 0) return most;
-    const auto [own, count] = search_back(cell, target);
-    for (int64_t i = own; i < count; ++i) {
+    const auto [num_below, count] = search_back(cell, target);
+    for (int64_t i = num_below; i < count; ++i) {
         const int64_t rank = cell.visits(i).back_queue;
         if (has_free_slot(cell, rank)) most = max(most, cell.visits(rank).back_width);
     }
     if (most > 0)
         for (int64_t i = 0; i < count; ++i) {
             const int64_t rank = cell.visits(i).back_queue;
-            if (i < own || !has_free_slot(cell, rank)) cell.visits(rank).back_width = 0;
+            if (i < num_below || !has_free_slot(cell, rank)) cell.visits(rank).back_width = 0;
         }
     return most;
 }

@@ -18,9 +18,10 @@ namespace search {
 // At 1, later use breaks ties alone; lower values take more replicas in this cell to spare some in later ones. In steps
 // as short as these 1 fetched 1 to 18 % less.
 constexpr double REUSE_THRESHOLD = 0.9;
-// Attempts at a cell that misses its target, since the last one that came nearer. With 48, exact cells of 8 ranks with two
-// slots come 0.01 to 0.1 % nearer to the mean, in 1.7 to 2 times the time; with 12 they stay 0.03 to 0.4 % farther.
-constexpr int64_t PATIENCE = 20;
+// The search for a cell that misses its target ends after so many attempts that came no nearer: `PATIENCE` / H, as each
+// takes longer the more hosts there are, and at least `LEAST_PATIENCE`. With 48, exact cells of 8 ranks with two slots
+// come 0.01 to 0.1 % nearer to the mean, in 1.7 to 2 times the time; with 12 they stay 0.03 to 0.4 % farther.
+constexpr int64_t PATIENCE = 3000, LEAST_PATIENCE = 20;
 // Share of the best state's replicas that an attempt takes out. 0.6 does as well.
 constexpr double PERTURBED_SHARE = 0.3;
 // An attempt takes replicas that move `1 - THRESHOLD_SPREAD` to 1 of the most that one can move, evenly drawn. With 0.2
@@ -116,8 +117,9 @@ int64_t attempt(Cell &cell, int64_t target) {
     if (best <= target) return best;
     save_best(cell);
     // The best state is the one with the least target reached; equal ones replace it, so that the search drifts on.
+    const int64_t patience = max(PATIENCE / cell.num_hosts, LEAST_PATIENCE);
     int64_t last = 0;
-    for (int64_t i = 0; i < last + PATIENCE; ++i) {
+    for (int64_t i = 0; i < last + patience; ++i) {
         // replicas with less than a tenth of a rank's load (chosen by hand) take slots that others need
         if (i == 0) {
             take_out(cell, target / 10, 0.0);

@@ -14,10 +14,10 @@ void quotas(const Array<int64_t, 2> &demand_NE, const Array<bool, 2> &hosted_NE,
     Scratch<int64_t, 1> load_N(num_nodes), foreign_E(num_experts), hosts_E(num_experts);
     for (int64_t node = 0; node < num_nodes; ++node)
         for (int64_t e = 0; e < num_experts; ++e) {
-            const int64_t demand = demand_NE(node, e), own = hosted_NE(node, e) ? demand : 0;
-            quota_NE(node, e) = own;
-            load_N(node) += own;
-            foreign_E(e) += demand - own;
+            const int64_t demand = demand_NE(node, e), served = hosted_NE(node, e) ? demand : 0;
+            quota_NE(node, e) = served;
+            load_N(node) += served;
+            foreign_E(e) += demand - served;
             hosts_E(e) += hosted_NE(node, e);
         }
     // Invariant: load_N is the sum of quota_NE over experts. Experts with one host first: nothing is to be chosen
@@ -209,7 +209,10 @@ int64_t make_plan(const Trial &trial, const CellPlan &made) {
     for (int64_t g = 0; g < num_ranks; ++g)
         for (int64_t s = 0; s < worth_GS.shape[1]; ++s) {
             const int64_t e = trial.held_GS(g, s);
-            worth_GS(g, s) = e == NONE                    ? -1.0
+            // of an expert that is held twice the last slot is used, and the others are as good as empty
+            bool is_spare = e == NONE;
+            for (int64_t later = s + 1; later < worth_GS.shape[1]; ++later) is_spare |= trial.held_GS(g, later) == e;
+            worth_GS(g, s) = is_spare                     ? -1.0
                              : trial.served_EG(e, g) > 0 ? INFINITY
                                                          : trial.worth_NE(g / trial.ranks_per_node, e);
         }

@@ -133,7 +133,7 @@ def serve(method: Balancer, problem: BalancerInput, costs: CostModel, *, most_ti
     problem = replace(problem, costs=costs)
     counts_MLGE, home_LE = problem.counts_MLGE, problem.home_LE
     previous = None if problem.previous_LE is None else problem.previous_LE[:1]
-    # compiling is no part of planning, and one cell compiles whatever the whole step runs
+    # what a balancer of others compiles on its first call is no part of planning; one cell compiles all of it
     small = replace(problem, counts_MLGE=counts_MLGE[:1, :1], home_LE=home_LE[:1], previous_LE=previous)
     _planned(method, small)
     seconds: list[float] = []

@@ -233,11 +233,13 @@ LOOP bool gaps_of_rows_uint16(const Array<const uint16_t, 3> &ids_RLK, const Arr
 LOOP bool put_sets_uint8(const Array<const uint8_t, 3> &gaps_LKR, const Array<const bool, 1> &valid_R,
                          int64_t num_experts, const Array<uint8_t, 3> &out_RLK) {
     using namespace trace_file;
-    return (has_wide_vectors ? put_sets_by_wide_vectors<uint8_t> : put_sets<uint8_t>)(gaps_LKR, valid_R, num_experts, out_RLK);
+    const auto put = has_wide_vectors ? put_sets_by_wide_vectors<uint8_t> : put_sets<uint8_t>;
+    return put(gaps_LKR, valid_R, num_experts, out_RLK);
 }
 
 LOOP bool put_sets_uint16(const Array<const uint16_t, 3> &gaps_LKR, const Array<const bool, 1> &valid_R,
                           int64_t num_experts, const Array<uint16_t, 3> &out_RLK) {
     using namespace trace_file;
-    return (has_wide_vectors ? put_sets_by_wide_vectors<uint16_t> : put_sets<uint16_t>)(gaps_LKR, valid_R, num_experts, out_RLK);
+    const auto put = has_wide_vectors ? put_sets_by_wide_vectors<uint16_t> : put_sets<uint16_t>;
+    return put(gaps_LKR, valid_R, num_experts, out_RLK);
 }
