@@ -47,7 +47,7 @@ def known_rows(
         native_MG: integers [M, G], tokens of each source rank that no route is handed in for, such as padding that the
             dispatcher sends. Tokens of traces without a route are counted besides. Room is kept for all of them to go
             to any rank.
-        align: the rows of each expert are padded to a multiple of this, as FP8 needs them.
+        align: the rows of each expert are padded to a multiple of this, such as 256 by HybridEP for FP8.
 
     Raises:
         CountsError: for counts, tokens or an `align` that cannot be, or that are not those of the plan.
@@ -70,10 +70,11 @@ def known_rows(
                 "traces need one packing, that of the plan or one beside homes, and have a top_k of their own; got "
                 f"{'homes' if plan is None else 'a plan'}, {'no' if packing is None else 'a'} packing and top_k={top_k}"
             )
-        counts_MLGE = check_counts(packed_counts(traces, packing) if plan is None else plan.counts_of(traces))
-        own = packing if plan is None else plan.packing
-        assert own is not None  # counts_of refuses a plan without one
-        top_k, unrouted_MG = traces[0].spec.top_k, unrouted_tokens(traces, own)
+        found = None if plan is None else plan.counts_of(traces)
+        packing = packing if plan is None else plan.packing
+        assert packing is not None  # counts_of refuses a plan without one
+        counts_MLGE = check_counts(packed_counts(traces, packing) if found is None else found)
+        top_k, unrouted_MG = traces[0].spec.top_k, unrouted_tokens(traces, packing)
     num_micro_steps, num_layers, num_ranks, num_experts = counts_MLGE.shape
     tokens_MG = _native_tokens(native_MG, (num_micro_steps, num_ranks), top_k)
     if unrouted_MG is not None:
@@ -286,10 +287,10 @@ def _aligned(rows: NDArray[np.int64], align: int) -> NDArray[np.int64]:
 
 
 def _least_factor(needed: ArrayLike, mean: ArrayLike) -> float:
-    """Return the least factor f, of float64, with which int(mean * f) is at least what is needed, everywhere."""
+    """Return the least factor f, to a rounding, with which int(mean * f) is at least what is needed, everywhere."""
     needed, mean = np.asarray(needed, np.int64), np.asarray(mean, np.int64)
     some = needed > 0  # an empty micro-step needs nothing, and sends nothing
     factor = float((needed[some] / mean[some]).max()) if some.any() else 1.0
-    while ((mean * factor).astype(np.int64) < needed).any():  # rounding may lose a row
+    while (np.floor(mean * factor) < needed).any():  # rounding may lose a row
         factor = float(np.nextafter(factor, np.inf))
     return factor
