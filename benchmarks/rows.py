@@ -89,9 +89,8 @@ def _policies(name: str, layers: int) -> tuple[dict[str, Any], int]:
 
 
 def _differing(step: StepPlan, counts: np.ndarray, known: KnownRows) -> int:
-    """Count ranks of the first micro-step whose schedule receives other rows than are known."""
+    """Count cells and ranks whose schedule receives other rows than are known."""
     return sum(
-        int(CellSchedule.of(step.cell(0, layer), counts[0, layer], g).receive_G.sum() != known.rows_MLG[0, layer, g])
-        for layer in range(counts.shape[1])
-        for g in range(counts.shape[2])
+        int(CellSchedule.of(step.cell(m, layer), counts[m, layer], g).receive_G.sum() != known.rows_MLG[m, layer, g])
+        for m, layer, g in np.ndindex(known.rows_MLG.shape)
     )
