@@ -188,3 +188,35 @@ def test_existing_files_are_replaced_only_when_asked(files, tmp_path):
     for more in ("", "--overwrite"):
         assert run(more).returncode == 0
         assert "Plan of a step" in page.read_text()
+
+
+def test_rows_that_buffers_must_hold(files, tmp_path):
+    """The largest buffers are those of `known_rows` in Python, for traces and for counts after others."""
+    given = "step-000001.safetensors --previous step-000000.safetensors --token-budget 40 --set replicas=false"
+    result = plan(f"--topology cluster.toml --rows --no-baselines {given} --output {tmp_path / 'a.safetensors'}", files)
+    assert result.returncode == 0, result.stderr
+    traces = [fr.load(files / f"step-00000{n}.safetensors") for n in (0, 1)]
+    home_LE = np.tile(np.arange(8) // 2, (3, 1))
+    before, known = (
+        fr.plan.known_rows(trace, home_LE, packing=pack_sequences(trace.lengths, 4, 40)) for trace in traces
+    )
+    shown = [line.split("  ")[0] for line in result.stdout.splitlines()]
+    assert any(
+        line.startswith("Rows that ranks receive at homes: recompute and update") for line in map(str.strip, shown)
+    )
+    for one in known.policies(before):
+        [line] = [line for line in result.stdout.splitlines() if line.startswith(one.name)]
+        assert line[len(one.name) :].split()[0] == f"{one.largest:,}"
+    output = tmp_path / "b.safetensors"
+    result = plan(
+        f"counts.safetensors --topology cluster.toml --rows --no-baselines --previous before.safetensors "
+        f"--output {output}",
+        files,
+    )
+    assert result.returncode == 0, result.stderr
+    before, known = fr.plan.known_rows(counts(1), home_LE[:2]), fr.plan.known_rows(counts(), load_plan(output))
+    for name in ("mean x 1.10", "the step before's most, of a layer", "known, of each cell"):
+        assert name in result.stdout
+    assert "worst case" not in result.stdout  # counts of no whole tokens
+    assert f"{before.rows_MLG.max():,}" in result.stdout
+    assert f"{known.rows_MLG.max():,}" in result.stdout

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from foreroute.checks import check_number, whole_number
 from foreroute.errors import TopologyError
@@ -86,3 +87,25 @@ class Topology:
     def contiguous_home_E(self, num_experts: int) -> NDArray[np.int16]:
         """Return the usual placement, int16 [E]: E / G experts in a row to a rank. G must divide E (`LayoutError`)."""
         return block_homes(num_experts, self.num_ranks).astype(np.int16)
+
+
+def check_homes(home_LE: ArrayLike, num_layers: int, num_experts: int, num_ranks: int) -> NDArray[np.int16]:
+    """Homes as int16 [L, E]. Raises `TopologyError` for another shape or type, or not E / G experts on every rank."""
+    given: NDArray[Any] = np.asarray(home_LE)
+    if given.shape != (num_layers, num_experts) or given.dtype.kind not in "iu":
+        raise TopologyError(
+            f"got homes of dtype {given.dtype} and shape {given.shape}; "
+            f"expected the rank of each of {num_experts} experts in {num_layers} layers"
+        )
+    if given.min() < 0 or given.max() >= num_ranks:
+        wrong = given.min() if given.min() < 0 else given.max()
+        raise TopologyError(f"an expert lives on rank {wrong}; expected ranks from 0 to {num_ranks - 1}")
+    homes = np.require(given, np.int16, ["C", "A", "W"])  # as compiled loops take them
+    held_LG = (homes[:, :, None] == np.arange(num_ranks)).sum(axis=1)
+    if (held_LG != num_experts // num_ranks).any():
+        layer, g = np.argwhere(held_LG != num_experts // num_ranks)[0]
+        raise TopologyError(
+            f"in layer {layer}, rank {g} is home to {held_LG[layer, g]} experts; "
+            f"expected {num_experts // num_ranks} on every rank"
+        )
+    return homes

@@ -10,17 +10,16 @@ differ by -0.2 to 0.1 % in the mean of five draws.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from foreroute.checks import whole_number
-from foreroute.errors import ConfigError, TopologyError
+from foreroute.errors import ConfigError
 from foreroute.kernels import INT, ArrayOf, compiled
 from foreroute.plan.counts import check_counts
 from foreroute.plan.options import LARGEST_OPTION
-from foreroute.plan.topology import Topology
+from foreroute.plan.topology import Topology, check_homes
 
 LARGEST = 1 << 28
 """Sum of all loads of a layer at most, so that six times as much fits into the int32 of the search: twice the surplus
@@ -85,28 +84,6 @@ _exchange = compiled(
     INT,
     INT,
 )
-
-
-def check_homes(home_LE: ArrayLike, num_layers: int, num_experts: int, num_ranks: int) -> NDArray[np.int16]:
-    """Homes as int16 [L, E]. Raises `TopologyError` for another shape or type, or not E / G experts on every rank."""
-    given: NDArray[Any] = np.asarray(home_LE)
-    if given.shape != (num_layers, num_experts) or given.dtype.kind not in "iu":
-        raise TopologyError(
-            f"got homes of dtype {given.dtype} and shape {given.shape}; "
-            f"expected the rank of each of {num_experts} experts in {num_layers} layers"
-        )
-    if given.min() < 0 or given.max() >= num_ranks:
-        wrong = given.min() if given.min() < 0 else given.max()
-        raise TopologyError(f"an expert lives on rank {wrong}; expected ranks from 0 to {num_ranks - 1}")
-    homes = np.require(given, np.int16, ["C", "A", "W"])  # as compiled loops take them
-    held_LG = (homes[:, :, None] == np.arange(num_ranks)).sum(axis=1)
-    if (held_LG != num_experts // num_ranks).any():
-        layer, g = np.argwhere(held_LG != num_experts // num_ranks)[0]
-        raise TopologyError(
-            f"in layer {layer}, rank {g} is home to {held_LG[layer, g]} experts; "
-            f"expected {num_experts // num_ranks} on every rank"
-        )
-    return homes
 
 
 def layer_loads(counts_MGE: NDArray[np.int32]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:

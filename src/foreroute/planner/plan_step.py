@@ -19,8 +19,8 @@ from foreroute.plan.counts import check_counts, counts_digest
 from foreroute.plan.hosts import HOSTS, Hosts
 from foreroute.plan.options import PASS_NAMES, PRICED, PassName, PlanOptions
 from foreroute.plan.step_plan import StepPlan
-from foreroute.plan.topology import Topology
-from foreroute.planner.homes import check_homes, place_homes
+from foreroute.plan.topology import Topology, check_homes
+from foreroute.planner.homes import place_homes
 from foreroute.planner.priced import PricedOptions
 
 OnProgress = Callable[[int, int], None]

@@ -14,6 +14,7 @@ from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Ti
 
 if TYPE_CHECKING:
     from foreroute.costs.cluster_file import Cluster
+    from foreroute.plan.received_rows import Reservation
     from foreroute.simulate.compare import PlanComparison
     from foreroute.trace import RoutedLayer
 
@@ -76,6 +77,26 @@ def plan_table(found: PlanComparison) -> Table:
     return method_table(
         found.methods, HEADINGS, {BOUND: limits}, title=title, strong=lambda one: one is found.methods[-1]
     )
+
+
+def rows_table(policies: Sequence[Reservation], served: str) -> Table:
+    """One row per policy; `served` says by what experts are hosted, in which pass."""
+    columns = ("Reserved for received rows", "largest\nbuffer", "cells\noverflow", "rows\ndropped", "unused")
+    rows = [
+        TableRow(
+            cells=(
+                one.name,
+                f"{one.largest:,}",
+                percentage(one.overflowing_cells),
+                percentage(one.dropped),
+                percentage(one.unused),
+            ),
+            strong=one.name.startswith("known"),
+        )
+        for one in policies
+    ]
+    shown = tuple(Column(heading.replace("\n", " ").capitalize(), heading) for heading in columns)
+    return Table(title=f"Rows that ranks receive {served}", columns=shown, rows=tuple(rows))
 
 
 def plan_finding(found: PlanComparison) -> str:

@@ -34,7 +34,7 @@ from foreroute.ep.transfer.segments import (
 from foreroute.ep.transfer.transfers import Transfer
 from foreroute.errors import PlanError, TransferError
 from foreroute.files.container import blake2b_hex
-from foreroute.planner.homes import check_homes
+from foreroute.plan.topology import check_homes
 
 WHAT = "homes cannot be moved, and none were"
 """The votes, for errors: until the last of them nothing of the model is written."""
