@@ -43,7 +43,7 @@ def crossing(problem: BalancerInput) -> float:
     )
     # serving is priced in seconds, so that crossing becomes a number of assignments
     legs = 2 * sum(forward + backward for _, forward, backward in prices.groups)  # a dispatch and a combine each
-    return legs * prices.cluster_row_s / serve_s
+    return float(legs * prices.cluster_row_s / serve_s)
 
 
 @njit(cache=True, nogil=True)
