@@ -84,7 +84,9 @@ def run(work: PassWork, model: ExecutionModel, *, pass_index: int, ready_s: floa
     parts_X = np.zeros(len(PARTS))
     fetched_NG2 = np.zeros((num_micro_steps * len(passes_KF) * layers, work.head_MG.shape[1], 2))
     # arrays may be parts of others
-    whole = PassWork._make(np.ascontiguousarray(one, np.float64) if isinstance(one, np.ndarray) else one for one in work)
+    whole = PassWork._make(
+        np.ascontiguousarray(one, np.float64) if isinstance(one, np.ndarray) else one for one in work
+    )
     return GroupRun(parts_X, _run_group(passes_KF, ready_s, whole, model, parts_X, fetched_NG2), fetched_NG2)
 
 
