@@ -247,8 +247,8 @@ def _packed_by(packing: Packing) -> str:
         return "length"
     saved = 1 - found.slowest / found.by_length if found.by_length else 0.0
     return (
-        f"routes (experts' slowest ranks {saved:.1%} below packing by length, {found.over_bound - 1:.1%} above what no "
-        "packing passes at these homes)"
+        f"routes (experts' slowest ranks {saved:.1%} below packing by length, {found.over_bound - 1:.1%} above the "
+        "bound of any packing at these homes)"
     )
 
 
