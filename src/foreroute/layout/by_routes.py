@@ -13,10 +13,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.checks import MOST_INT32, as_array
 from foreroute.errors import LayoutError
-from foreroute.kernels import INT, ArrayOf, StructOf, compiled
+from foreroute.kernels import FLOAT, INT, ArrayOf, StructOf, compiled
 
 MOST_DEARER = 0.005
-"""A place's attention stays within this share of its micro-step's dearest, so that the step's grows by no more."""
+"""How much the attention of the dearest ranks may grow, over all micro-steps, as a share."""
 WORK = 300_000_000
 """Most numbers of ranks' loads that a search looks at: 0.3 s of one core."""
 TRIES = 32
@@ -67,8 +67,8 @@ def pack_by_routes(
     held_P, dear_P = np.zeros(num_places, np.int64), np.zeros(num_places, np.float64)
     np.add.at(held_P, place_S, tokens_S)
     np.add.at(dear_P, place_S, cost_S)
-    cap_P = np.repeat(dear_P.reshape(-1, ranks).max(axis=1) * (1 + MOST_DEARER), ranks)
-    dearest = _dearest(dear_P, ranks)
+    dearest_M = dear_P.reshape(-1, ranks).max(axis=1)
+    dearest = float(dearest_M.sum())
     order_S = np.argsort(tokens_S, kind="stable")
     spot_S = np.empty(size, np.int64)
     spot_S[order_S] = np.arange(size)
@@ -76,12 +76,25 @@ def pack_by_routes(
     slowest_2M = np.zeros((2, len(load_M)), np.int64)
     window = max(16, size // 4)
     work = min(WORK, TRIES * size * min(size, 2 * window) * load_M[0].size)
-    places = _Places(placed_S, order_S, spot_S, tokens_S, cost_S, held_P, dear_P, cap_P, token_budget, window, work)
+    places = _Places(
+        placed_S,
+        order_S,
+        spot_S,
+        tokens_S,
+        cost_S,
+        held_P,
+        dear_P,
+        dearest_M,
+        (1 + MOST_DEARER) * dearest,
+        token_budget,
+        window,
+        work,
+    )
     _exchange(places, rows_S, load_M, slowest_2M)
     before_G, after_G = slowest_2M.reshape(2, num_micro_steps, groups).sum(axis=1)
     if groups > 1:
         after_G = _level_groups(placed_S, slowest_2M[1], groups, ranks)
-    attention = _dearest(dear_P, ranks) / dearest if dearest else 1.0
+    attention = float(dear_P.reshape(-1, ranks).max(axis=1).sum()) / dearest if dearest else 1.0
     # a search that is cut short may end above where it began
     if after_G.max() > before_G.max():
         placed_S, after_G, attention = place_S, before_G, 1.0
@@ -137,11 +150,6 @@ def _rows_by_rank(
     return rows_S
 
 
-def _dearest(dear_P: NDArray[np.float64], ranks: int) -> float:
-    """Sum the attention of every micro-step's dearest rank."""
-    return float(dear_P.reshape(-1, ranks).max(axis=1).sum())
-
-
 def _level_groups(
     place_S: NDArray[np.int64], slowest_M: NDArray[np.int64], groups: int, ranks: int
 ) -> NDArray[np.int64]:
@@ -176,7 +184,8 @@ class _Places(NamedTuple):
     cost_S: NDArray[np.float64]
     held_P: NDArray[np.int64]
     dear_P: NDArray[np.float64]
-    cap_P: NDArray[np.float64]
+    dearest_M: NDArray[np.float64]
+    most_dear: float
     token_budget: int
     window: int
     work: int
@@ -195,7 +204,8 @@ _exchange = compiled(
         cost_S=ArrayOf(np.float64, 1),
         held_P=_FILLED,
         dear_P=ArrayOf(np.float64, 1, filled=True),
-        cap_P=ArrayOf(np.float64, 1),
+        dearest_M=ArrayOf(np.float64, 1, filled=True),
+        most_dear=FLOAT,
         token_budget=INT,
         window=INT,
         work=INT,
