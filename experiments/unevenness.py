@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.layout import Packing
-from foreroute.plan import packed_counts
+from foreroute import plan
 from foreroute.plan.counts import contiguous_imbalance
 from foreroute.simulate.workload import WORKLOADS
 from foreroute.testing.routes import synthetic_trace
@@ -67,9 +66,7 @@ def figures_of(traces: Sequence[RoutingTrace], kind_S: Ints, seed: int) -> dict[
 
 def sequence_counts(trace: RoutingTrace) -> Ints:
     """int64 [S, L, E], assignments of each sequence."""
-    size = len(trace)
-    packing = Packing(np.arange(size, dtype=np.int32), np.zeros(size, np.int32), size, 1)
-    return packed_counts(trace, packing)[:, :, 0].astype(np.int64)
+    return plan.sequence_counts(trace).astype(np.int64)
 
 
 def dealt(

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 import foreroute as fr
-from foreroute.cli.plan import _facts, parse_options, read_step
+from foreroute.cli.plan import _facts, parse_options, read_step, run_plan
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.errors import InputError
 from foreroute.layout import pack_sequences
 from foreroute.plan import PlanOptions, load_plan, verify
-from foreroute.plan.counts import packed_counts, save_counts
+from foreroute.plan.counts import packed_counts, save_counts, sequence_counts
+from foreroute.planner.homes import place_homes
 from foreroute.testing.routes import synthetic_trace
 from tests.cli.command import CLUSTER, foreroute
 from tests.tiers import grid
@@ -94,6 +95,36 @@ def test_traces_are_packed_by_length(files, tmp_path):
     assert np.array_equal(step.counts_MLGE, packed_counts(loaded, packing))
 
 
+def test_traces_are_packed_by_routes_for_the_homes_of_the_step(files, tmp_path):
+    traces = sorted(files.glob("step-*.safetensors"))
+    loaded = [fr.load(path) for path in traces]
+    counts_SLE = sequence_counts(loaded)
+    assert counts_SLE.shape == (16, 3, 8)
+    for s, trace, start in ((2, loaded[0], 2), (11, loaded[1], 3)):
+        alone = trace.select([start])
+        ids = alone.expert_ids_NLK[alone.valid_N, 1]
+        assert counts_SLE[s, 1].tolist() == np.bincount(ids.ravel(), minlength=8).tolist()
+    by_length = read_step(files / "cluster.toml", traces, token_budget=40)
+    for moves in (0, 3):
+        options = PlanOptions(packing="routes", home_moves=moves)
+        step = read_step(files / "cluster.toml", traces, token_budget=40, options=options)
+        home_LE = place_homes(by_length.counts_MLGE, step.topology, step.home_LE, max_moves=moves)
+        found = step.packing.certificate
+        loads_MLE = step.counts_MLGE.sum(axis=2)
+        onto_LEG = home_LE[..., None] == np.arange(4)
+        assert found.slowest == np.einsum("mle,leg->mlg", loads_MLE, onto_LEG).max(axis=2).sum()
+        assert found.slowest < found.by_length
+        assert np.array_equal(step.counts_MLGE, packed_counts(loaded, step.packing))
+        assert step.tokens_digest == by_length.tokens_digest
+        for told in ("16 sequences by routes", "below packing by length", "at most 40 tokens"):
+            assert told in step.facts["packing"]
+    output = tmp_path / "plan.safetensors"
+    run_plan(files / "cluster.toml", options, output, baselines=False, overwrite=False, step=traces, token_budget=40)
+    made = load_plan(output)
+    verify(made, step.counts_MLGE, options)
+    assert np.array_equal(made.packing.micro_step_S, step.packing.micro_step_S)
+
+
 def test_the_step_before_from_traces(files):
     traces = sorted(files.glob("step-*.safetensors"))
     save_counts(np.ones((1, 3, 4, 8), np.int64), files / "three.safetensors", overwrite=True)
@@ -116,6 +147,7 @@ def test_the_step_before_from_traces(files):
         ("", "Missing argument"),
         ("counts.safetensors step-000000.safetensors", "counts of a whole step; leave out the 1 other"),
         ("counts.safetensors --token-budget 40", "--token-budget is for traces"),
+        ("counts.safetensors --set packing=routes", "packing=routes is for traces; counts are packed"),
         ("counts.safetensors --set tolerance", "gives no value; expected key=value"),
         ("counts.safetensors --set home_moves=many", "home_moves is 'many'; expected a whole number"),
         ("counts.safetensors --set home-moves=2", "home-moves: unknown key; did you mean home_moves?"),

@@ -44,6 +44,8 @@ def test_micro_steps_are_written_one_behind_the_other():
         ({"threads": 0}, "threads is 0; expected a whole number from 1 to"),
         ({"threads": True}, "threads is True; expected a whole number from 1 to"),
         ({"slots": "both"}, "slots is 'both'; expected 'layer' or 'shared'"),
+        ({"packing": "tokens"}, "packing is 'tokens'; expected 'length' or 'routes'"),
+        ({"packing": [1]}, r"packing is \[1\]; expected 'length'"),
         ({"traffic": True, "replicas": False}, "traffic is on with replicas=False"),
     ],
 )

@@ -91,6 +91,11 @@ def test_options_left_open_are_on_where_they_pay_and_say_why():
         assert same(found, plan(counts(1, 4000), topology, forced, costs=costs))
 
 
+def test_counts_that_are_packed_are_not_packed_by_routes():
+    with pytest.raises(ConfigError, match=r"'routes'.*pack_sequences"):
+        plan(counts(), TOPOLOGY, PlanOptions(packing="routes"))
+
+
 def test_planning_that_saves_nothing_is_not_free():
     """Even counts need no replicas, so there is nothing to decline; with planning for free, looking costs nothing."""
     even, options = np.full((4, 3, 8, 16), 4000), PlanOptions()

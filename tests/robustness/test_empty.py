@@ -178,6 +178,7 @@ DOORS = {
     "layout.locate_rows": located,
     "layout.pack layout.pad layout.take_routes": laid_out,
     PLANS: lambda t, folder: planned(plans.packed_counts(t, layout.pack_sequences(t.lengths, 2, 100)), folder),
+    "plan.sequence_counts": lambda t, _: plans.sequence_counts(t),
     "mismatch.explain": lambda t, _: mismatch.explain(t, t),
     "mismatch.routing_mismatch mismatch.token_mismatch mismatch.margin_histogram records.alarms": added_up,
     "doctor.compare doctor.diagnose report.write_diagnosis": examined,
@@ -190,6 +191,7 @@ REFUSES = {
     "layout.locate_rows": ("the batch has 0 sequences and the trace has 2", EMPTY.keys() - NO_SEQUENCES),
     "layout.pack layout.pad layout.take_routes": ("cannot take layers of different sizes", {"of layers that differ"}),
     PLANS: ("there is no sequence to pack", NO_SEQUENCES),
+    "plan.sequence_counts": ("a plan cannot take layers", {"of layers that differ"}),
     "mismatch.explain": ("no row is routed in both traces", NO_ROUTES),
 }
 """The doors that refuse: in which words, and which traces."""

@@ -86,6 +86,7 @@ def test_tokens_of_every_sequence_can_pick_each_expert_once(top_k):
         assert (counts_SE <= step.rows_S[here_S, None]).all()
         assert (counts_SE.sum(axis=1) == top_k * step.rows_S[here_S]).all()
         assert np.array_equal([counts_SE[step.rank_S[here_S] == g].sum(axis=0) for g in range(4)], counts_GE)
+        assert np.array_equal(step.sequence_counts()[here_S, layer], counts_SE)
 
 
 @pytest.mark.parametrize(

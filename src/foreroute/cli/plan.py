@@ -28,6 +28,7 @@ from foreroute.plan.options import PASS_NAMES, PassName
 from foreroute.plan.plan_file import PLAN_FILE
 from foreroute.plan.received_rows import unrouted_tokens
 from foreroute.plan.topology import Topology
+from foreroute.planner.homes import place_homes
 from foreroute.report.format import duration
 from foreroute.report.page import Table, check_page
 from foreroute.report.plan import cost_words, plan_finding, plan_table, plan_tiles, rows_table, write_plan_page
@@ -50,7 +51,8 @@ def run_plan(
     _check_target(output, page, overwrite)
     console = Console()
     with working("reading the step", console):
-        step = read_step(topology, **inputs)
+        step = read_step(topology, options=options, **inputs)
+    options = replace(options, packing="length")  # which is done: the planner has packed counts
     problem = step.problem
     facts = {**step.facts, **_facts(step, options), "costs": cost_words(step.cluster)}
     console.print(shown_facts(facts))
@@ -117,7 +119,12 @@ class StepToPlan:
 
 
 def read_step(
-    topology: Path, step: Sequence[Path], *, previous: Sequence[Path] = (), token_budget: int | None = None
+    topology: Path,
+    step: Sequence[Path],
+    *,
+    previous: Sequence[Path] = (),
+    token_budget: int | None = None,
+    options: PlanOptions = PlanOptions(),
 ) -> StepToPlan:
     """Read everything, and pack the sequences of traces; what the files are is told by their content."""
     # experts are at the homes of the plan before; EPLB balances by the loads of the step before
@@ -131,23 +138,36 @@ def read_step(
     if (counts := _counts_file(step)) is not None:
         if token_budget is not None:
             raise InputError("--token-budget is for traces; counts are packed already")
+        if options.packing != "length":
+            raise InputError(f"--set packing={options.packing} is for traces; counts are packed already")
         read: list[RoutingTrace] = []
         packing, counts_MLGE = None, check_counts(load_counts(counts), num_ranks=ranks.num_ranks)
         _check_model(costs, counts_MLGE.shape[3], None, topology)
+        home_LE = _homes(plans, ranks, counts_MLGE.shape[1::2])
     else:
         read = read_traces(step)
         read[0].spec.require_alike("a plan", "in Python, save trace.select_layers of those of one size, and plan that")
         _check_model(costs, read[0].spec.num_experts, read[0].spec.top_k, topology)
         # the packing becomes part of the plan: the trainer must cut the step as it was planned
         budget = token_budget or TOKEN_BUDGET
+        home_LE = _homes(plans, ranks, (read[0].spec.num_layers, read[0].spec.num_experts))
         packing, sequences = packed(read, budget, ranks.num_ranks, costs), sum(map(len, read))
-        facts["packing"] = f"{sequences} sequences by length, at most {budget} tokens of a rank in a micro-step"
         counts_MLGE = check_counts(packed_counts(read, packing))
+        if options.packing == "routes":
+            # for the homes that the step will have, as far as counts by length say them
+            there_LE = home_LE
+            if options.home_moves != 0:
+                there_LE = place_homes(counts_MLGE, ranks, home_LE, max_moves=options.home_moves)
+            packing = packed(read, budget, ranks.num_ranks, costs, home_LE=there_LE)
+            counts_MLGE = check_counts(packed_counts(read, packing))
+        facts["packing"] = (
+            f"{sequences} sequences by {_packed_by(packing)}, at most {budget} tokens of a rank in a micro-step"
+        )
     shape = counts_MLGE.shape[1], counts_MLGE.shape[3]
     return StepToPlan(
         counts_MLGE=counts_MLGE,
         cluster=cluster,
-        home_LE=_homes(plans[0] if plans else None, ranks, shape),
+        home_LE=home_LE,
         previous_LE=_loads(before, shape) if before else None,
         facts=facts,
         layers=read[0].spec.layers if read else (),
@@ -257,14 +277,25 @@ def _check_model(costs: CostModel, num_experts: int, top_k: int | None, source: 
         )
 
 
-def _homes(previous: Path | None, topology: Topology, shape: tuple[int, int]) -> NDArray[np.int16]:
+def _packed_by(packing: Packing) -> str:
+    """Say what sequences were packed by, and how near to the bound the slowest ranks at the homes are."""
+    if (found := packing.certificate) is None:
+        return "length"
+    saved = 1 - found.slowest / found.by_length if found.by_length else 0.0
+    return (
+        f"routes (experts' slowest ranks {saved:.1%} below packing by length, {found.over_bound - 1:.1%} above the "
+        "bound of any packing at these homes)"
+    )
+
+
+def _homes(previous: Sequence[Path], topology: Topology, shape: tuple[int, ...]) -> NDArray[np.int16]:
     """Give the homes [L, E] of the plan before, or those of a model that was loaded: blocks of experts."""
-    if previous is None:
+    if not previous:
         return np.tile(topology.contiguous_home_E(shape[1]), (shape[0], 1))
-    plan = load_plan(previous)
+    plan = load_plan(previous[0])
     if plan.home_LE.shape != shape or plan.topology.num_ranks != topology.num_ranks:
         raise PlanError(
-            f"{previous} is a plan of {list(plan.home_LE.shape)} layers and experts on {plan.topology.num_ranks} "
+            f"{previous[0]} is a plan of {list(plan.home_LE.shape)} layers and experts on {plan.topology.num_ranks} "
             f"ranks; expected {list(shape)} on {topology.num_ranks}"
         )
     return plan.home_LE

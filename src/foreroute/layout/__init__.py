@@ -8,12 +8,14 @@ from foreroute.layout.rank_rows import PAD, RankRoutes, RankRows, collect, take_
 from foreroute.layout.router_rows import Layout, pack, pad
 
 if TYPE_CHECKING:
+    from foreroute.layout.by_routes import PackingCertificate
     from foreroute.layout.packing import Packing, pack_sequences
 
 __all__ = [
     "PAD",
     "Layout",
     "Packing",
+    "PackingCertificate",
     "RankRoutes",
     "RankRows",
     "collect",
@@ -29,6 +31,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load the packer when it is asked for."""
-    if name not in ("Packing", "pack_sequences"):
+    if name not in ("Packing", "PackingCertificate", "pack_sequences"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.packing"), name)
+    room = "by_routes" if name == "PackingCertificate" else "packing"
+    return getattr(import_module(f"{__name__}.{room}"), name)

@@ -1,7 +1,7 @@
 """The plan of a step as data: topology, options, counts, the plan itself, its file and its checker. No torch."""
 
 from foreroute.plan.checker import verify
-from foreroute.plan.counts import load_counts, packed_counts, save_counts
+from foreroute.plan.counts import load_counts, packed_counts, save_counts, sequence_counts
 from foreroute.plan.hosts import CellPlan
 from foreroute.plan.options import PlanOptions
 from foreroute.plan.plan_file import load_plan, save_plan
@@ -23,5 +23,6 @@ __all__ = [
     "packed_counts",
     "save_counts",
     "save_plan",
+    "sequence_counts",
     "verify",
 ]

@@ -81,6 +81,18 @@ def packed_counts(traces: RoutingTrace | Sequence[RoutingTrace], packing: Packin
     return counts
 
 
+def sequence_counts(traces: RoutingTrace | Sequence[RoutingTrace]) -> NDArray[np.int32]:
+    """Count the assignments of each sequence, which `pack_sequences` packs by: int32 [S, L, E].
+
+    Raises:
+        CountsError, SpecMismatchError: as `packed_counts`.
+    """
+    size = len(traces) if isinstance(traces, RoutingTrace) else sum(map(len, traces))
+    alone = Packing(np.arange(size, dtype=np.int32), np.zeros(size, np.int32), max(size, 1), 1)
+    counts: NDArray[np.int32] = packed_counts(traces, alone)[:size, :, 0]
+    return counts
+
+
 def check_counts(
     counts: ArrayLike,  # integers [M, L, G, E]
     *,

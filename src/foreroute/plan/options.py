@@ -10,6 +10,8 @@ from foreroute.checks import whole_number
 from foreroute.errors import ConfigError, shown
 from foreroute.files.toml import unknown_key
 
+PackingRule = Literal["length", "routes"]
+"""What sequences are dealt to micro-steps by."""
 SlotSharing = Literal["layer", "shared"]
 """A set of redundant slots for each layer, or one set for all."""
 PassName = Literal["recompute", "update"]
@@ -41,6 +43,8 @@ class PlanOptions:
             where it saves more time than planning it exposes. Where there is a cost model and this is not False, passes
             that the plan saves too little in are executed at homes (`StepPlan.gains`).
         threads: of the planner. Plans do not depend on it.
+        packing: what sequences are packed by. "length": their tokens. "routes": they are exchanged then, so that
+            experts at their homes are level. `foreroute plan` goes by it; `plan` takes counts, which are packed.
     """
 
     tolerance: float = 0.02
@@ -51,6 +55,7 @@ class PlanOptions:
     traffic: bool | None = None
     pay_off: bool | None = None
     threads: int = 1
+    packing: PackingRule = "length"
 
     def __post_init__(self) -> None:
         is_number = isinstance(self.tolerance, int | float) and not isinstance(self.tolerance, bool)
@@ -65,8 +70,10 @@ class PlanOptions:
         for name, least in (("home_moves", 0), ("threads", 1)):
             if name != "home_moves" or self.home_moves is not None:
                 whole_number(getattr(self, name), name=name, least=least, most=LARGEST_OPTION, error=ConfigError)
-        if self.slots not in ("layer", "shared"):
-            raise ConfigError(f"slots is {self.slots!r}; expected 'layer' or 'shared'")
+        for name, known in (("slots", SlotSharing), ("packing", PackingRule)):
+            if getattr(self, name) not in get_args(known):
+                expected = " or ".join(map(repr, get_args(known)))
+                raise ConfigError(f"{name} is {shown(getattr(self, name))}; expected {expected}")
         if self.traffic and not self.replicas:
             raise ConfigError("traffic is on with replicas=False; it is by replicas that it is cut")
 

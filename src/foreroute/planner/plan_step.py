@@ -82,7 +82,7 @@ def plan(
     Raises:
         CountsError: when the counts are no counts, not of these ranks, or of experts that do not divide over them.
         TopologyError: when ranks are not home to E / G experts each.
-        ConfigError: when something was asked for that needs a cost model, and there is none.
+        ConfigError: when something was asked for that needs a cost model, and there is none, or needs sequences.
     """
     return plan_and_why(counts_MLGE, topology, options, home_LE=home_LE, costs=costs)[0]
 
@@ -106,6 +106,11 @@ def plan_and_why(
         home_LE = np.tile(topology.contiguous_home_E(num_experts), (num_layers, 1))
     previous_LE = check_homes(home_LE, num_layers, num_experts, topology.num_ranks)
     # asked for by name, so that leaving it out in silence would be wrong
+    if options.packing != "length":
+        raise ConfigError(
+            f"packing is {options.packing!r}, and counts are of packed sequences; pass the counts of each sequence to "
+            "pack_sequences, and packing='length' here"
+        )
     if costs is None and (options.traffic or options.pay_off):
         asked = " and ".join(name for name in PRICED if getattr(options, name))
         raise ConfigError(f"{asked} cannot be priced without a cost model; pass costs")

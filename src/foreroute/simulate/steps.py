@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from foreroute.costs.model import CostModel, ModelShape
 from foreroute.errors import ConfigError, CountsError
 from foreroute.layout import Packing, pack_sequences
-from foreroute.plan.counts import check_counts, load_counts, packed_counts
+from foreroute.plan.counts import check_counts, load_counts, packed_counts, sequence_counts
 from foreroute.plan.topology import Topology
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.workload import WORKLOADS, DrawnStep, Workload
@@ -106,12 +106,23 @@ def read_traces(paths: Sequence[str | Path]) -> list[RoutingTrace]:
     return traces
 
 
-def packed(traces: Sequence[RoutingTrace], budget: int, num_ranks: int, costs: CostModel) -> Packing:
-    """Say where the sequences of all traces go, so that the attention of ranks takes equally long."""
+def packed(
+    traces: Sequence[RoutingTrace],
+    budget: int,
+    num_ranks: int,
+    costs: CostModel,
+    *,
+    home_LE: NDArray[np.integer] | None = None,
+) -> Packing:
+    """Say where the sequences of all traces go, so that the attention of ranks takes equally long.
+
+    With homes, they are packed by routes, so that experts there are level.
+    """
     lengths = np.concatenate([trace.lengths for trace in traces])
     # seconds of one more token of any sequence, and of one more pair of tokens of the same sequence
     token_s, square_s = costs.attention_seconds(np.array([1, 0]), np.array([0, 1])).tolist()
-    return pack_sequences(lengths, num_ranks, budget, square_cost=square_s / token_s)
+    counts = None if home_LE is None else sequence_counts(traces)
+    return pack_sequences(lengths, num_ranks, budget, square_cost=square_s / token_s, counts=counts, homes=home_LE)
 
 
 def _read(config: SimulateConfig, topology: Topology, costs: CostModel) -> BalancerInput:

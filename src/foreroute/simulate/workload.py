@@ -170,6 +170,17 @@ class DrawnStep:
         draw_cells(self._seed_ML, self._share_MLE, self._first_M, self.prompt_S, self.rows_S, self.rank_S, load, counts)
         return counts
 
+    def sequence_counts(self) -> NDArray[np.int32]:
+        """Draw the same by sequence: int32 [S, L, E], as `foreroute.plan.sequence_counts` gives them of traces."""
+        load = self.workload
+        # a cell adds by rank: here each of its sequences has one of its own
+        number_S = (np.arange(len(self.rows_S)) - self._first_M[self.micro_step_S]).astype(np.int32)
+        shape = (load.num_micro_steps, load.num_layers, int(number_S.max()) + 1, load.num_experts)
+        counts = np.zeros(shape, np.int32)
+        draw_cells(self._seed_ML, self._share_MLE, self._first_M, self.prompt_S, self.rows_S, number_S, load, counts)
+        counts_SLE: NDArray[np.int32] = counts[self.micro_step_S, :, number_S]
+        return counts_SLE
+
 
 def _lengths(load: Workload, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
     # The mean of a lognormal is exp(mu + sigma**2 / 2).

@@ -322,6 +322,11 @@ class ParallelConfig(Section):
             self.refuse_unused(
                 ParallelConfig.model_fields, "with expert = 1, one process; set expert, or leave them out"
             )
+        if self.plan.packing != "length":
+            raise ValueError(
+                f"plan.packing = {self.plan.packing!r} is for `foreroute plan`; ranks of this trainer keep their own "
+                "sequences, padded in the order of their lengths. Leave it out"
+            )
         if self.topology is not None:
             self.refuse_unused(
                 ("ranks_per_node", "redundant_slots"), "beside topology, which says them; leave them out"

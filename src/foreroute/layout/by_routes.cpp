@@ -1,0 +1,153 @@
+// Exchanges of sequences between micro-steps, as layout/by_routes.py describes them.
+#include "kernels.hpp"
+
+namespace by_routes {
+
+// Layers stand in blocks of as many as the widest vector has numbers: [blocks, G, LANES], the last block filled with 0.
+constexpr int64_t LANES = 8;
+// Of what a micro-step is above its share of the bound: how much worse an exchange may make it at first.
+constexpr double HEAT = 0.1;
+// What a pair that has no room costs, in numbers of loads.
+constexpr int64_t REFUSED = 16;
+
+struct Places {
+    Array<int64_t, 1> place_S;         // micro-step * G + rank
+    Array<const int64_t, 1> order_S;   // sequences by length
+    Array<const int64_t, 1> spot_S;    // where a sequence stands in that order
+    Array<const int64_t, 1> tokens_S;  // what a sequence holds
+    Array<const double, 1> cost_S;     // what its attention costs
+    Array<int64_t, 1> held_P;          // tokens of a place
+    Array<double, 1> dear_P;           // attention of a place
+    Array<double, 1> dearest_M;        // attention of the dearest place of a micro-step
+    double most_dear;                  // most that these may be in all
+    int64_t token_budget;
+    int64_t window;  // how far apart by length sequences are that are exchanged
+    int64_t work;    // most numbers that are looked at
+};
+
+// The sum over layers of the slowest rank of two micro-steps, when one gives sequence s for sequence t of the other.
+INLINED int64_t slowest_after(const Array<int32_t, 3> &a, const Array<int32_t, 3> &b, const Array<int32_t, 3> &s,
+                              const Array<int32_t, 3> &t) {
+    const int64_t num_blocks = a.shape[0], num_ranks = a.shape[1];
+    int64_t sum = 0, at = 0;
+    for (int64_t block = 0; block < num_blocks; ++block) {
+        int32_t x[LANES] = {}, y[LANES] = {};
+        for (int64_t g = 0; g < num_ranks; ++g, at += LANES)
+            for (int64_t i = 0; i < LANES; ++i) {
+                const int32_t more = t.data[at + i] - s.data[at + i];
+                x[i] = max(x[i], a.data[at + i] + more);
+                y[i] = max(y[i], b.data[at + i] - more);
+            }
+        for (int64_t i = 0; i < LANES; ++i) sum += static_cast<int64_t>(x[i]) + y[i];
+    }
+    return sum;
+}
+
+// The attention of a micro-step's dearest place, when one of them gets more or less.
+inline double dearest_after(const Array<double, 1> &dear_P, int64_t num_ranks, int64_t place, double more) {
+    const int64_t first = place / num_ranks * num_ranks;
+    double most = dear_P[place] + more;
+    for (int64_t p = first; p < first + num_ranks; ++p)
+        if (p != place) most = max(most, dear_P[p]);
+    return most;
+}
+
+// The sum over layers of the slowest rank of a micro-step.
+inline int64_t slowest(const Array<int32_t, 3> &load) {
+    int64_t sum = 0;
+    for (int64_t block = 0; block < load.shape[0]; ++block)
+        for (int64_t i = 0; i < LANES; ++i) {
+            int32_t most = 0;
+            for (int64_t g = 0; g < load.shape[1]; ++g) most = max(most, load(block, g, i));
+            sum += most;
+        }
+    return sum;
+}
+
+INLINED void search(const Places &now, const Array<int32_t, 4> &rows_S, const Array<int32_t, 4> &load_M,
+                    const Array<int64_t, 1> &slowest_M, double heat) {
+    const int64_t size = now.place_S.length(), num_ranks = load_M.shape[2], numbers = load_M[0].size();
+    // when nothing that is worse is kept any more, every pair is tried about once before the search ends
+    const int64_t patience = size * min(size, 2 * now.window);
+    double all_dearest = 0;
+    for (int64_t m = 0; m < now.dearest_M.length(); ++m) all_dearest += now.dearest_M[m];
+    uint64_t random = 0;
+    int64_t looked_at = 0;
+    for (int64_t idle = 0; idle < patience && looked_at < now.work; ++idle, looked_at += REFUSED) {
+        // A search that only goes down ends in the first dip. So what is worse is kept too, less and less often, as in
+        // simulated annealing: zeros before the first one of a random word fall off as a logarithm does, exactly.
+        const double cooled = 1.0 - 2.0 * static_cast<double>(looked_at) / static_cast<double>(now.work);
+        double worse = 0;
+        if (cooled > 0 && heat > 0) {
+            worse = heat * cooled * static_cast<double>(__builtin_clzll(next_word(random) | 1));
+            idle = -1;
+        }
+        const uint64_t word = next_word(random);
+        const int64_t s = static_cast<int64_t>((word >> 32) % static_cast<uint64_t>(size));
+        const int64_t apart = static_cast<int64_t>((word & 0xFFFFFFFF) % static_cast<uint64_t>(2 * now.window + 1));
+        const int64_t spot = now.spot_S[s] + apart - now.window;
+        if (spot < 0 || spot >= size) continue;
+        const int64_t t = now.order_S[spot], p = now.place_S[s], q = now.place_S[t];
+        const int64_t a = p / num_ranks, b = q / num_ranks;
+        if (a == b) continue;
+        const int64_t longer = now.tokens_S[t] - now.tokens_S[s];
+        const double dearer = now.cost_S[t] - now.cost_S[s];
+        if (now.held_P[p] + longer > now.token_budget || now.held_P[q] - longer > now.token_budget) continue;
+        const double dearest_a = dearest_after(now.dear_P, num_ranks, p, dearer);
+        const double dearest_b = dearest_after(now.dear_P, num_ranks, q, -dearer);
+        const double grown = dearest_a + dearest_b - now.dearest_M[a] - now.dearest_M[b];
+        if (all_dearest + grown > now.most_dear) continue;
+        looked_at += numbers;
+        const Array<int32_t, 3> from = load_M[a], to = load_M[b], of_s = rows_S[s], of_t = rows_S[t];
+        const int64_t change = slowest_after(from, to, of_s, of_t) - slowest_M[a] - slowest_M[b];
+        if (change >= static_cast<int64_t>(worse)) continue;
+        for (int64_t i = 0; i < numbers; ++i) {
+            const int32_t more = of_t.data[i] - of_s.data[i];
+            from.data[i] += more;
+            to.data[i] -= more;
+        }
+        slowest_M(a) = slowest(from), slowest_M(b) = slowest(to);
+        now.held_P(p) += longer, now.held_P(q) -= longer;
+        now.dear_P(p) += dearer, now.dear_P(q) -= dearer;
+        now.dearest_M(a) = dearest_a, now.dearest_M(b) = dearest_b, all_dearest += grown;
+        now.place_S(s) = q, now.place_S(t) = p;
+        idle = -1;
+    }
+}
+
+WIDE void search_wide(const Places &now, const Array<int32_t, 4> &rows_S, const Array<int32_t, 4> &load_M,
+                      const Array<int64_t, 1> &slowest_M, double heat) {
+    search(now, rows_S, load_M, slowest_M, heat);
+}
+
+}  // namespace by_routes
+
+// What each rank's experts get of a sequence: int32 [S, blocks, G, LANES], which holds zeros.
+LOOP void rows_by_rank(const Array<const int32_t, 3> &counts_SLE, const Array<const int64_t, 2> &home_LE,
+                       const Array<int32_t, 4> &rows_S) {
+    for (int64_t s = 0; s < counts_SLE.length(); ++s)
+        for (int64_t layer = 0; layer < home_LE.length(); ++layer)
+            for (int64_t e = 0; e < home_LE.shape[1]; ++e)
+                rows_S(s, layer / by_routes::LANES, home_LE(layer, e), layer % by_routes::LANES) +=
+                    counts_SLE(s, layer, e);
+}
+
+// Exchange pairs of sequences while the sum over cells of the slowest rank falls; `load_M` holds zeros, as does
+// `slowest_2M`, which gets the sums of every micro-step before and after.
+LOOP void exchange_sequences(const by_routes::Places &places, const Array<int32_t, 4> &rows_S,
+                             const Array<int32_t, 4> &load_M, const Array<int64_t, 2> &slowest_2M) {
+    const int64_t num_ranks = load_M.shape[2], numbers = load_M[0].size();
+    for (int64_t s = 0; s < rows_S.length(); ++s) {
+        const Array<int32_t, 3> rows = rows_S[s], load = load_M[places.place_S[s] / num_ranks];
+        for (int64_t i = 0; i < numbers; ++i) load.data[i] += rows.data[i];
+    }
+    Scratch<int32_t, 3> step(load_M.shape[1], num_ranks, load_M.shape[3]);
+    int64_t above = 0;
+    for (int64_t m = 0; m < load_M.length(); ++m) {
+        above += slowest_2M(0, m) = slowest_2M(1, m) = by_routes::slowest(load_M[m]);
+        for (int64_t i = 0; i < numbers; ++i) step.data[i] += load_M[m].data[i];
+    }
+    above -= by_routes::slowest(step);
+    const double heat = by_routes::HEAT * static_cast<double>(above) / static_cast<double>(load_M.length());
+    (has_wide_vectors ? by_routes::search_wide : by_routes::search)(places, rows_S, load_M, slowest_2M[1], heat);
+}

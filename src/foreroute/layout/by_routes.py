@@ -1,0 +1,216 @@
+"""Packing by routes: which sequences share a micro-step, so that experts at their homes are level. Compiled.
+
+A micro-step counts once for each expert-parallel group here: M are those of all groups, P = M * G their places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from foreroute.checks import MOST_INT32, as_array
+from foreroute.errors import LayoutError
+from foreroute.kernels import FLOAT, INT, ArrayOf, StructOf, compiled
+
+MOST_DEARER = 0.005
+"""How much the attention of the dearest ranks may grow, over all micro-steps, as a share."""
+WORK = 300_000_000
+"""Most numbers of ranks' loads that a search looks at: 0.3 s of one core."""
+TRIES = 32
+"""How often a search looks at each pair of a small step."""
+LANES = 8
+"""Layers of a block, as in C++."""
+
+
+@dataclass(frozen=True)
+class PackingCertificate:
+    """How level a packing by routes is, and what no packing can pass at these homes. In assignments.
+
+    Attributes:
+        bound: no packing of these sequences has a lower sum: of each layer, the rank that gets most in the whole step,
+            by the number of groups.
+        slowest: the sum over micro-steps and layers of the slowest rank, in the group that has most.
+        by_length: the same of the packing by length.
+        attention: the sum over micro-steps of the dearest rank outside of experts, over that of the packing by length.
+    """
+
+    bound: int
+    slowest: int
+    by_length: int
+    attention: float
+
+    @property
+    def over_bound(self) -> float:
+        """What is left to any packing: 1.0 is the bound."""
+        return self.slowest / self.bound if self.bound else 1.0
+
+
+def pack_by_routes(
+    counts: ArrayLike,  # integers [S, L, E], assignments of each sequence
+    homes: ArrayLike | None,  # integers [L, E], the rank of each expert in its group; None: blocks of experts
+    place_S: NDArray[np.int64],  # of the packing by length, micro-step * ranks of all groups + rank
+    tokens_S: NDArray[np.int64],
+    cost_S: NDArray[np.float64],  # attention
+    *,
+    num_micro_steps: int,  # of each group
+    num_ranks: int,  # of all groups
+    groups: int,
+    token_budget: int,
+) -> tuple[NDArray[np.int64], PackingCertificate]:
+    """Return the place of each sequence as `place_S` has them, and the certificate."""
+    num_places, ranks = num_micro_steps * num_ranks, num_ranks // groups
+    rows_S = _rows_by_rank(counts, homes, tokens_S, ranks)
+    placed_S, size = place_S.copy(), len(tokens_S)
+    held_P, dear_P = np.zeros(num_places, np.int64), np.zeros(num_places, np.float64)
+    np.add.at(held_P, place_S, tokens_S)
+    np.add.at(dear_P, place_S, cost_S)
+    dearest_M = dear_P.reshape(-1, ranks).max(axis=1)
+    dearest = float(dearest_M.sum())
+    order_S = np.argsort(tokens_S, kind="stable")
+    spot_S = np.empty(size, np.int64)
+    spot_S[order_S] = np.arange(size)
+    load_M = np.zeros((num_places // ranks, *rows_S.shape[1:]), np.int32)
+    slowest_2M = np.zeros((2, len(load_M)), np.int64)
+    window = max(16, size // 4)
+    work = min(WORK, TRIES * size * min(size, 2 * window) * load_M[0].size)
+    places = _Places(
+        placed_S,
+        order_S,
+        spot_S,
+        tokens_S,
+        cost_S,
+        held_P,
+        dear_P,
+        dearest_M,
+        (1 + MOST_DEARER) * dearest,
+        token_budget,
+        window,
+        work,
+    )
+    _exchange(places, rows_S, load_M, slowest_2M)
+    before_G, after_G = slowest_2M.reshape(2, num_micro_steps, groups).sum(axis=1)
+    if groups > 1:
+        after_G = _level_groups(placed_S, slowest_2M[1], groups, ranks)
+    attention = float(dear_P.reshape(-1, ranks).max(axis=1).sum()) / dearest if dearest else 1.0
+    # a search that is cut short may end above where it began
+    if after_G.max() > before_G.max():
+        placed_S, after_G, attention = place_S, before_G, 1.0
+    bound = int(load_M.sum(axis=0, dtype=np.int64).max(axis=1).sum())
+    certificate = PackingCertificate(
+        bound=-(-bound // groups),
+        slowest=int(after_G.max()),
+        by_length=int(before_G.max()),
+        attention=attention,
+    )
+    return placed_S, certificate
+
+
+def _rows_by_rank(
+    counts: ArrayLike, homes: ArrayLike | None, tokens_S: NDArray[np.int64], num_ranks: int
+) -> NDArray[np.int32]:
+    """Check counts and homes, and sum what each rank's experts get of a sequence: int32 [S, blocks, G, `LANES`]."""
+    counts_SLE = as_array(counts, name="counts", error=LayoutError)
+    if counts_SLE.dtype.kind not in "iu" or counts_SLE.ndim != 3 or len(counts_SLE) != len(tokens_S):
+        raise LayoutError(
+            f"counts are {counts_SLE.dtype} of shape {list(counts_SLE.shape)}; expected integers [S, L, E], those of "
+            f"each of the {len(tokens_S)} sequences (foreroute.plan.sequence_counts)"
+        )
+    _, num_layers, num_experts = counts_SLE.shape
+    if not num_layers or not num_experts:
+        raise LayoutError(f"counts have {num_layers} layers of {num_experts} experts; expected at least one of each")
+    # a token picks an expert once: counts of other sequences, or in another order, mostly break this
+    wrong = (counts_SLE < 0).any(axis=(1, 2)) | (counts_SLE.max(axis=(1, 2)) > tokens_S)
+    for s in np.flatnonzero(wrong)[:1]:
+        raise LayoutError(
+            f"counts of sequence {s} go from {counts_SLE[s].min()} to {counts_SLE[s].max()}, and it has {tokens_S[s]} "
+            "tokens, which pick an expert once at most; expected counts of these sequences in this order"
+        )
+    if int(counts_SLE.sum(axis=(0, 2), dtype=np.int64).max()) > MOST_INT32:
+        raise LayoutError(f"a layer has more than {MOST_INT32} assignments; pack the step in parts")
+    if homes is None:
+        if num_experts % num_ranks:
+            raise LayoutError(f"{num_experts} experts are no equal blocks on {num_ranks} ranks; pass homes")
+        home_LE = np.tile(np.arange(num_experts) // (num_experts // num_ranks), (num_layers, 1))
+    else:
+        home_LE = as_array(homes, name="homes", error=LayoutError)
+    if home_LE.dtype.kind not in "iu" or home_LE.shape != (num_layers, num_experts):
+        raise LayoutError(
+            f"homes are {home_LE.dtype} of shape {list(home_LE.shape)}; expected integers "
+            f"[{num_layers}, {num_experts}], the layers and experts of the counts"
+        )
+    if home_LE.min() < 0 or home_LE.max() >= num_ranks:
+        raise LayoutError(
+            f"homes go from {home_LE.min()} to {home_LE.max()}; expected ranks of a group, 0 to {num_ranks - 1}"
+        )
+    rows_S = np.zeros((len(tokens_S), -(-num_layers // LANES), num_ranks, LANES), np.int32)
+    _sum_rows(np.ascontiguousarray(counts_SLE, np.int32), np.ascontiguousarray(home_LE, np.int64), rows_S)
+    return rows_S
+
+
+def _level_groups(
+    place_S: NDArray[np.int64], slowest_M: NDArray[np.int64], groups: int, ranks: int
+) -> NDArray[np.int64]:
+    """Give whole micro-steps to groups, as many to each, so that their sums are level; return these sums."""
+    # groups meet at the end of the step alone, so that a micro-step may be of any of them
+    group_M = np.arange(len(slowest_M)) % groups
+    sum_G = np.bincount(group_M, slowest_M, groups).astype(np.int64)
+    while True:
+        slowest = int(sum_G.argmax())
+        give = np.flatnonzero(group_M == slowest)
+        more_MM = slowest_M[give, None] - slowest_M
+        after_MM = np.maximum(sum_G[slowest] - more_MM, sum_G[group_M] + more_MM)
+        after_MM[:, give] = sum_G[slowest]
+        m, n = np.unravel_index(int(after_MM.argmin()), after_MM.shape)
+        if after_MM[m, n] >= sum_G[slowest]:
+            break
+        sum_G[[slowest, group_M[n]]] += np.array([-more_MM[m, n], more_MM[m, n]])
+        group_M[[give[m], n]] = group_M[[n, give[m]]]
+    moved_M = np.empty(len(slowest_M), np.int64)
+    moved_M[np.argsort(group_M, kind="stable")] = np.arange(len(slowest_M)).reshape(-1, groups).T.ravel()
+    place_S[:] = moved_M[place_S // ranks] * ranks + place_S % ranks
+    return sum_G
+
+
+class _Places(NamedTuple):
+    """What a search goes by; see by_routes.cpp."""
+
+    place_S: NDArray[np.int64]
+    order_S: NDArray[np.int64]
+    spot_S: NDArray[np.int64]
+    tokens_S: NDArray[np.int64]
+    cost_S: NDArray[np.float64]
+    held_P: NDArray[np.int64]
+    dear_P: NDArray[np.float64]
+    dearest_M: NDArray[np.float64]
+    most_dear: float
+    token_budget: int
+    window: int
+    work: int
+
+
+_READ, _FILLED = ArrayOf(np.int64, 1), ArrayOf(np.int64, 1, filled=True)
+_ROWS = ArrayOf(np.int32, 4, filled=True)
+_sum_rows = compiled("rows_by_rank", ArrayOf(np.int32, 3), ArrayOf(np.int64, 2), _ROWS)
+_exchange = compiled(
+    "exchange_sequences",
+    StructOf(
+        place_S=_FILLED,
+        order_S=_READ,
+        spot_S=_READ,
+        tokens_S=_READ,
+        cost_S=ArrayOf(np.float64, 1),
+        held_P=_FILLED,
+        dear_P=ArrayOf(np.float64, 1, filled=True),
+        dearest_M=ArrayOf(np.float64, 1, filled=True),
+        most_dear=FLOAT,
+        token_budget=INT,
+        window=INT,
+        work=INT,
+    ),
+    _ROWS,
+    _ROWS,
+    ArrayOf(np.int64, 2, filled=True),
+)
