@@ -119,7 +119,8 @@ def test_traces_are_packed_by_routes_for_the_homes_of_the_step(files, tmp_path):
         for told in ("16 sequences by routes", "below packing by length", "at most 40 tokens"):
             assert told in step.facts["packing"]
     output = tmp_path / "plan.safetensors"
-    run_plan(files / "cluster.toml", options, output, baselines=False, overwrite=False, step=traces, token_budget=40)
+    run = {"baselines": False, "overwrite": False, "rows": False, "step": traces, "token_budget": 40}
+    run_plan(files / "cluster.toml", options, output, **run)
     made = load_plan(output)
     verify(made, step.counts_MLGE, options)
     assert np.array_equal(made.packing.micro_step_S, step.packing.micro_step_S)

@@ -154,6 +154,12 @@ def of_verl(_):
     assert len(routed_experts(verl_trace(batch, model=SPEC), batch)) == 0
 
 
+def known(t, _):
+    """Rows at the homes of two ranks."""
+    homes = np.repeat([[0] * 4 + [1] * 4], t.spec.num_layers, axis=0)
+    plans.known_rows(t, homes, packing=layout.pack_sequences(t.lengths, 2, 100)).policies()
+
+
 PLANS = (
     "layout.pack_sequences plan.packed_counts plan.load_counts plan.save_counts plan.load_plan plan.save_plan "
     "plan.verify planner.plan planner.plan_and_why"
@@ -179,6 +185,7 @@ DOORS = {
     "layout.pack layout.pad layout.take_routes": laid_out,
     PLANS: lambda t, folder: planned(plans.packed_counts(t, layout.pack_sequences(t.lengths, 2, 100)), folder),
     "plan.sequence_counts": lambda t, _: plans.sequence_counts(t),
+    "plan.known_rows": known,
     "mismatch.explain": lambda t, _: mismatch.explain(t, t),
     "mismatch.routing_mismatch mismatch.token_mismatch mismatch.margin_histogram records.alarms": added_up,
     "doctor.compare doctor.diagnose report.write_diagnosis": examined,
@@ -192,6 +199,7 @@ REFUSES = {
     "layout.pack layout.pad layout.take_routes": ("cannot take layers of different sizes", {"of layers that differ"}),
     PLANS: ("there is no sequence to pack", NO_SEQUENCES),
     "plan.sequence_counts": ("a plan cannot take layers", {"of layers that differ"}),
+    "plan.known_rows": ("there is no sequence to pack", NO_SEQUENCES),
     "mismatch.explain": ("no row is routed in both traces", NO_ROUTES),
 }
 """The doors that refuse: in which words, and which traces."""
