@@ -20,14 +20,14 @@ int main(void) {
            __builtin_cpu_supports("sse2") != 0, __builtin_cpu_supports("avx2") != 0);
 }
 C
-compile() {
-    "${PYTHON:-python3.11}" -m venv "$tmp/$1"
-    "$tmp/$1/bin/pip" install --quiet --disable-pip-version-check ziglang=="$1"
-    "$tmp/$1/bin/python" -m ziglang cc -O2 "$tmp/features.c" -o "$tmp/features-$1"
-}
-compile 0.17.1
-seen=$("$tmp/features-0.17.1")
+"${PYTHON:-python3.11}" -m venv "$tmp/venv"
+pip() { "$tmp/venv/bin/pip" install --quiet --disable-pip-version-check "$@"; }
+compile() { "$tmp/venv/bin/python" -m ziglang cc -O2 "$tmp/features.c" -o "$tmp/features"; }
+pip ziglang==0.17.1
+compile
+seen=$("$tmp/features")
 echo "ziglang 0.17.1: $seen"
 [ "$seen" = "cpuid: sse2 1; __builtin_cpu_supports: sse2 0, avx2 0" ]
-if compile 0.16.0 2> "$tmp/errors"; then exit 1; fi
+pip ziglang==0.16.0
+if compile 2> "$tmp/errors"; then exit 1; fi
 grep -m 1 "undefined symbol: __cpu_indicator_init" "$tmp/errors" | sed 's/^/ziglang 0.16.0: /'

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from foreroute.costs import links
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
-from foreroute.costs.pricing import work_of_cells
+from foreroute.costs.pricing import step_parts, work_of_cells
 from foreroute.plan import Topology
 from foreroute.plan.hosts import Hosts
 from foreroute.simulate.workload import WORKLOADS
@@ -29,6 +29,14 @@ def _case(seed, num_ranks=4, ranks_per_node=2, top_k=2, **kinds):
     counts_GE = rng.multinomial(top_k * rng.integers(0, 40, num_ranks), rng.dirichlet(np.full(8, 0.5)))
     cell = random_plan(counts_GE[None, None], topology, seed=seed).cell(0, 0)
     return cell, counts_GE, topology, replace(COSTS, model=replace(SMALL, top_k=top_k), **kinds)
+
+
+def test_a_step_is_the_sum_of_its_cells():
+    topology = Topology(4, 2, 2, LINKS)
+    counts = np.random.default_rng(0).integers(0, 40, (2, 3, 4, 8), dtype=np.int32)
+    hosts = random_plan(counts, topology, seed=1).hosts
+    cells = [price_cell(hosts.cell(m, layer), counts[m, layer], topology, COSTS) for m, layer in np.ndindex(2, 3)]
+    np.testing.assert_allclose(step_parts(hosts, counts, topology, COSTS), sum(cells), rtol=1e-12)
 
 
 @pytest.mark.parametrize("paths", ["host", "direct"])
