@@ -1,6 +1,7 @@
 """Specs, and traces: built, compared and refused, also of numpy's integers; `test_streams.py` cuts and joins them."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -103,6 +104,14 @@ def test_counting_needs_whole_micro_steps():
     for wrong in (np.full(len(trace), 0.5), np.full(len(trace), -1), np.zeros(len(trace) + 1, int)):
         with pytest.raises(TraceContentError, match="micro-step"):
             count_assignments(trace, wrong)
+
+
+def test_an_id_that_no_expert_has_is_not_counted():
+    trace = random_trace(0)
+    ids_NLK = trace.expert_ids_NLK.copy()
+    ids_NLK[np.flatnonzero(trace.valid_N)[-1], 0, 0] = trace.spec.num_experts
+    with pytest.raises(TraceContentError, match=f"expert ids.*{trace.spec.num_experts}"):
+        count_assignments(replace(trace, expert_ids_NLK=ids_NLK), np.zeros(len(trace), int))
 
 
 def test_selecting_and_truncating_out_of_range_is_refused():

@@ -40,7 +40,6 @@ using Ids = uint8_t __attribute__((vector_size(8 * AT_ONCE)));
     return true;
 }
 
-
 WIDE bool are_sets_by_wide_vectors(const Array<const uint64_t, 2> &picks_NL, const Array<const bool, 1> &valid_N,
                                    int64_t num_experts) {
     return are_sets(picks_NL, valid_N, num_experts);

@@ -210,7 +210,6 @@ bool put_sets(const Array<const T, 3> &gaps_LKR, const Array<const bool, 1> &val
     return !bad;
 }
 
-
 template <class T>
 WIDE [[gnu::flatten]] bool put_sets_by_wide_vectors(const Array<const T, 3> &gaps_LKR,
                                                     const Array<const bool, 1> &valid_R, int64_t num_experts,

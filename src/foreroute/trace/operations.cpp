@@ -6,9 +6,10 @@ namespace trace_operations {
 using Numbers = Array<const int64_t, 1>;
 
 // Count the picks of sequences `order`; those of one start are neighbours there. The counts of sequence s begin at
-// start_S(s) of `flat_counts`, and those of a layer at layer_L(l) from there.
+// start_S(s) of `flat_counts`, and those of a layer at layer_L(l) from there. False where a pick is E or more: a trace
+// that was made by its constructor is not checked before.
 template <class T>
-void add_counts(const Array<const T, 3> &ids_NLK, const Array<const bool, 1> &valid_N,
+bool add_counts(const Array<const T, 3> &ids_NLK, const Array<const bool, 1> &valid_N,
                 const Numbers &offsets, const Numbers &order, const Numbers &start_S, const Numbers &layer_L,
                 int64_t num_experts, const Array<int32_t, 1> &flat_counts) {
     const int64_t num_layers = ids_NLK.shape[1], top_k = ids_NLK.shape[2];
@@ -24,7 +25,10 @@ void add_counts(const Array<const T, 3> &ids_NLK, const Array<const bool, 1> &va
             for (int64_t layer = 0; layer < num_layers; ++layer) {
                 const auto held_E = held_LE[layer];
                 const auto ids_K = ids_LK[layer];
-                for (int64_t k = 0; k < top_k; ++k) held_E(ids_K[k]) += 1;
+                for (int64_t k = 0; k < top_k; ++k) {
+                    if (ids_K[k] >= num_experts) return false;
+                    held_E(ids_K[k]) += 1;
+                }
             }
         }
         if (i + 1 < order.length() && start_S[order[i + 1]] == start_S[s]) continue;
@@ -34,20 +38,21 @@ void add_counts(const Array<const T, 3> &ids_NLK, const Array<const bool, 1> &va
         }
         held_LE.fill(0);
     }
+    return true;
 }
 
 }  // namespace trace_operations
 
-LOOP void add_counts_uint8(const Array<const uint8_t, 3> &ids_NLK, const Array<const bool, 1> &valid_N,
+LOOP bool add_counts_uint8(const Array<const uint8_t, 3> &ids_NLK, const Array<const bool, 1> &valid_N,
                            const trace_operations::Numbers &offsets, const trace_operations::Numbers &order,
                            const trace_operations::Numbers &start_S, const trace_operations::Numbers &layer_L,
                            int64_t num_experts, const Array<int32_t, 1> &flat_counts) {
-    trace_operations::add_counts(ids_NLK, valid_N, offsets, order, start_S, layer_L, num_experts, flat_counts);
+    return trace_operations::add_counts(ids_NLK, valid_N, offsets, order, start_S, layer_L, num_experts, flat_counts);
 }
 
-LOOP void add_counts_uint16(const Array<const uint16_t, 3> &ids_NLK, const Array<const bool, 1> &valid_N,
+LOOP bool add_counts_uint16(const Array<const uint16_t, 3> &ids_NLK, const Array<const bool, 1> &valid_N,
                             const trace_operations::Numbers &offsets, const trace_operations::Numbers &order,
                             const trace_operations::Numbers &start_S, const trace_operations::Numbers &layer_L,
                             int64_t num_experts, const Array<int32_t, 1> &flat_counts) {
-    trace_operations::add_counts(ids_NLK, valid_N, offsets, order, start_S, layer_L, num_experts, flat_counts);
+    return trace_operations::add_counts(ids_NLK, valid_N, offsets, order, start_S, layer_L, num_experts, flat_counts);
 }

@@ -12,16 +12,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.checks import as_numbers
 from foreroute.errors import BatchMismatchError, TraceContentError
-from foreroute.kernels import INT, ArrayOf, compiled
+from foreroute.kernels import BOOL, INT, ArrayOf, compiled
+from foreroute.trace.checks import check_rows
 from foreroute.trace.container import RoutingTrace, concatenate, on_common_layers
 from foreroute.trace.spec import ID_TYPES, RoutedLayer, RoutingSpec
 from foreroute.trace.streams import streams_of_all
 
 _ROWS, _NUMBERS, _COUNTS = ArrayOf(np.bool_, 1), ArrayOf(np.int64, 1), ArrayOf(np.int32, 1, filled=True)
 _add_counts = {
-    dtype: compiled(
-        f"add_counts_{dtype}", ArrayOf(dtype, 3), _ROWS, _NUMBERS, _NUMBERS, _NUMBERS, _NUMBERS, INT, _COUNTS
-    )
+    dtype: compiled(f"add_counts_{dtype}", ArrayOf(dtype, 3), _ROWS, *[_NUMBERS] * 4, INT, _COUNTS, returns=BOOL)
     for dtype in ID_TYPES
 }
 
@@ -188,4 +187,5 @@ def add_assignments(
     for _, top_k, at in spec.groups:
         ids = np.ascontiguousarray(trace.expert_ids_NLK[:, at, :top_k])
         layers = np.arange(spec.num_layers)[at]
-        _add_counts[ids.dtype](ids, valid_N, offsets, order, start_S, layers * stride, shape[3], flat)
+        if not _add_counts[ids.dtype](ids, valid_N, offsets, order, start_S, layers * stride, shape[3], flat):
+            check_rows(trace.expert_ids_NLK, trace.valid_N, trace.offsets, spec)  # names the row
