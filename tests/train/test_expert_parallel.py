@@ -23,7 +23,7 @@ WAYS = {
 }
 
 
-@grid("parallel", list(WAYS.values()), ids=list(WAYS), quick=1)
+@grid("parallel", list(WAYS.values()), ids=list(WAYS), quick=0)
 def test_two_ranks_learn_what_one_process_learns_from_their_rollouts(workers, parallel):
     records = learn_alike(workers, config_of(2, **parallel))
     for execution in (record["execution"] for record in records if record["execution"]["passes"]):
