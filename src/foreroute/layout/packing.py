@@ -100,19 +100,38 @@ def pack_sequences(
     places, num_micro_steps = _deal(tokens_S[longest_first].tolist(), costs, num_ranks, token_budget)
     place_S = np.empty(len(tokens_S), np.int64)
     place_S[longest_first] = places
-    certificate = None
-    if counts is not None:
-        place_S, certificate = pack_by_routes(
-            counts,
-            homes,
-            place_S,
-            tokens_S,
-            tokens_S + square_cost * tokens_S.astype(np.float64) ** 2,
-            num_micro_steps=num_micro_steps,
-            num_ranks=num_ranks,
-            groups=groups,
-            token_budget=token_budget,
-        )
+    micro_step_S, rank_S = np.divmod(place_S, num_ranks)
+    packing = Packing(micro_step_S.astype(np.int32), rank_S.astype(np.int32), num_micro_steps, num_ranks)
+    if counts is None:
+        return packing
+    return exchange_sequences(
+        packing, tokens_S, token_budget, square_cost=square_cost, counts=counts, homes=homes, groups=groups
+    )
+
+
+def exchange_sequences(
+    packing: Packing,
+    tokens_S: NDArray[np.int64],
+    token_budget: int,
+    *,
+    square_cost: float,
+    counts: ArrayLike,
+    homes: ArrayLike | None = None,
+    groups: int = 1,
+) -> Packing:
+    """Exchange pairs of sequences of any packing, as `pack_sequences` does of one by length; raises as it does."""
+    num_micro_steps, num_ranks = packing.num_micro_steps, packing.num_ranks
+    place_S, certificate = pack_by_routes(
+        counts,
+        homes,
+        packing.micro_step_S.astype(np.int64) * num_ranks + packing.rank_S,
+        tokens_S,
+        tokens_S + square_cost * tokens_S.astype(np.float64) ** 2,
+        num_micro_steps=num_micro_steps,
+        num_ranks=num_ranks,
+        groups=groups,
+        token_budget=token_budget,
+    )
     micro_step_S, rank_S = np.divmod(place_S, num_ranks)
     return Packing(micro_step_S.astype(np.int32), rank_S.astype(np.int32), num_micro_steps, num_ranks, certificate)
 
