@@ -23,7 +23,15 @@ from foreroute.files.writing import check_writable, writing_named
 from foreroute.layout import Packing
 from foreroute.plan import KnownRows, PlanOptions, StepPlan, known_rows, load_plan, save_plan, verify
 from foreroute.plan.capabilities import EXECUTES, Ability
-from foreroute.plan.counts import COUNTS_FILE, FEW_ENTRIES, check_counts, load_counts, packed_counts, tokens_digest
+from foreroute.plan.counts import (
+    COUNTS_FILE,
+    FEW_ENTRIES,
+    MOST_ASSIGNMENTS,
+    check_counts,
+    load_counts,
+    packed_counts,
+    tokens_digest,
+)
 from foreroute.plan.options import PASS_NAMES, PassName
 from foreroute.plan.plan_file import PLAN_FILE
 from foreroute.plan.received_rows import unrouted_tokens
@@ -115,8 +123,10 @@ def run_plan(
         console.print(shown_facts(execute))
     made = {"made": f"foreroute {foreroute.__version__}, {date.today()}: {shlex.join(['foreroute', *sys.argv[1:]])}"}
     all_facts = facts | found.why | execute | made
-    more = {"cluster": step.cluster, "layers": step.layers, "ways": ways}
-    write_page(console, lambda: write_plan_page(compared, all_facts, page, **more))
+    write_page(
+        console,
+        lambda: write_plan_page(compared, all_facts, page, cluster=step.cluster, layers=step.layers, ways=ways),
+    )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -178,7 +188,7 @@ def read_step(
         # the packing becomes part of the plan: the trainer must cut the step as it was planned
         budget = token_budget or TOKEN_BUDGET
         home_LE = _homes(plans, ranks, (read[0].spec.num_layers, read[0].spec.num_experts))
-        packing, sequences = packed(read, budget, ranks.num_ranks, costs), sum(map(len, read))
+        packing = packed(read, budget, ranks.num_ranks, costs)
         counts_MLGE = check_counts(packed_counts(read, packing))
         if options.packing == "routes":
             # for the homes that the step will have, as far as counts by length say them
@@ -188,12 +198,14 @@ def read_step(
             packing = packed(read, budget, ranks.num_ranks, costs, home_LE=there_LE)
             counts_MLGE = check_counts(packed_counts(read, packing))
         facts["packing"] = (
-            f"{sequences} sequences by {_packed_by(packing)}, at most {budget} tokens of a rank in a micro-step"
+            f"{len(packing.rank_S)} sequences by {_packed_by(packing)}, at most {budget} tokens of a rank in a micro-step"
         )
-    shape, sequences = (counts_MLGE.shape[1], counts_MLGE.shape[3]), None
-    # counts of each sequence are not worth any memory
+    shape = counts_MLGE.shape[1], counts_MLGE.shape[3]
+    sequences = None
+    # what packing reaches is not worth any memory, nor an error where a layer is too large to be packed by routes
     if packing is not None and len(packing.rank_S) * shape[0] * shape[1] <= FEW_ENTRIES:
-        sequences = packed_sequences(read, packing, budget, costs)
+        if counts_MLGE[:, 0].sum(dtype=np.int64) <= MOST_ASSIGNMENTS:
+            sequences = packed_sequences(read, packing, budget, costs)
     return StepToPlan(
         counts_MLGE=counts_MLGE,
         cluster=cluster,
