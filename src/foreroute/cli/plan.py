@@ -198,14 +198,15 @@ def read_step(
             packing = packed(read, budget, ranks.num_ranks, costs, home_LE=there_LE)
             counts_MLGE = check_counts(packed_counts(read, packing))
         facts["packing"] = (
-            f"{len(packing.rank_S)} sequences by {_packed_by(packing)}, at most {budget} tokens of a rank in a micro-step"
+            f"{len(packing.rank_S)} sequences by {_packed_by(packing)}, "
+            f"at most {budget} tokens of a rank in a micro-step"
         )
     shape = counts_MLGE.shape[1], counts_MLGE.shape[3]
     sequences = None
     # what packing reaches is not worth any memory, nor an error where a layer is too large to be packed by routes
-    if packing is not None and len(packing.rank_S) * shape[0] * shape[1] <= FEW_ENTRIES:
-        if counts_MLGE[:, 0].sum(dtype=np.int64) <= MOST_ASSIGNMENTS:
-            sequences = packed_sequences(read, packing, budget, costs)
+    is_small = counts_MLGE[:, 0].sum(dtype=np.int64) <= MOST_ASSIGNMENTS
+    if packing is not None and is_small and len(packing.rank_S) * shape[0] * shape[1] <= FEW_ENTRIES:
+        sequences = packed_sequences(read, packing, budget, costs)
     return StepToPlan(
         counts_MLGE=counts_MLGE,
         cluster=cluster,
