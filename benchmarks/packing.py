@@ -1,8 +1,9 @@
 """Packing by routes: what the slowest ranks at fixed homes have over the bound, and what it takes.
 
-`recorded` are routes that the model of `experiments`, part H, really made: `python -m experiments run --only
-H/routes/0 --results runs/routes.jsonl` takes five minutes of a core, and keeps them. Without them, and with `--quick`, they are left out. The other steps are drawn. A case has G ranks and about n
-sequences of a rank in a micro-step, at blocks of experts.
+`recorded` are routes that the model of `experiments`, part H, really made, which `python -m experiments run --only
+H/routes/0 --results runs/routes.jsonl` keeps, in five minutes of a core. Without them, and with `--quick`, they are
+left out. The other steps are drawn. A case has G ranks and about n sequences of a rank in a
+micro-step, at blocks of experts.
 
 Counted: assignments, attention by the packer's price, weights that a plan fetches. Measured: seconds of a processor.
 Modelled: the passes of a plan over those of a plan of the packing by length, with 64 times the counts of the recorded
