@@ -84,14 +84,12 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 def _recorded() -> list[tuple[Ints, Ints]] | None:
     """Read counts and routed rows of the sequences of the last two steps, if a run of `experiments` kept them."""
-    for folder in sorted(STARTS.glob("routes-*")):
-        found = []
-        for path in sorted(folder.glob("step-*.safetensors"))[-2:]:
-            trace = load(path)
-            counts_SLE = sequence_counts(trace).astype(np.int64)
-            found.append((counts_SLE, counts_SLE[:, 0].sum(axis=1) // trace.spec.top_k))
-        return found
-    return None
+    found = []
+    for path in sorted(STARTS.glob("routes-*/step-*.safetensors"))[-2:]:
+        trace = load(path)
+        counts_SLE = sequence_counts(trace).astype(np.int64)
+        found.append((counts_SLE, counts_SLE[:, 0].sum(axis=1) // trace.spec.top_k))
+    return found if len(found) == 2 else None
 
 
 def _case(

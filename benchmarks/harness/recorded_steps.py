@@ -61,16 +61,16 @@ class RecordedBench(HFBench):
         self.model.zero_grad(set_to_none=True)
 
 
-def recorded_seconds(pairs: int, folder: Path | None) -> dict[str, Any]:
-    """Measure `packing_and_homes_over_static` and `packing_and_homes_over_planned` by pass, of the traces in a folder.
+def recorded_seconds(pairs: int, path: Path | None) -> dict[str, Any]:
+    """Measure `packing_and_homes_over_static` and `packing_and_homes_over_planned` by pass, of the trace of a step.
 
     Ratios are medians of so many rounds that all three ran in turn, with their 95 % intervals. Beside them
     `recorded_planned_over_static`, seconds in which homes move over those of a static update, and what ranks get: the
     slowest of all cells over the means. None without pairs, routes, or two cores.
     """
-    if not pairs or folder is None or len(os.sched_getaffinity(0)) < 2:
+    if not pairs or path is None or len(os.sched_getaffinity(0)) < 2:
         return dict.fromkeys(NAMES)
-    found: dict[str, Any] = in_processes(_measured, 2, pairs, max(folder.glob("step-*.safetensors")).resolve())
+    found: dict[str, Any] = in_processes(_measured, 2, pairs, path.resolve())
     return found
 
 
@@ -123,13 +123,13 @@ def _measured(rank: int, num_ranks: int, pairs: int, path: Path) -> dict[str, An
 
 
 def _routes(trace: RoutingTrace, routed: hf.RoutedTransformer) -> RoutingTrace:
-    """Give sequences, but for their last tokens, which nobody routed, the first layers' routes."""
+    """Give the model these sequences, but for tokens that nobody routed, and their routes."""
     tokens, ids = [], []
     for s in range(len(trace)):
         one = trace.select([s])
         kept = np.flatnonzero(one.valid_N)
         tokens.append(one.token_ids_N[kept] + 1)
-        ids.append(one.expert_ids_NLK[kept, : SIZES.layers])
+        ids.append(one.expert_ids_NLK[kept])
     return RoutingTrace.from_sequences(routed.spec, tokens, ids)
 
 
