@@ -251,25 +251,32 @@ def held_by(packing, lengths, padded, square=0.0):
     padded=st.booleans(),
     spare=st.none() | st.integers(0, 40),
     square=st.sampled_from([0.0, 0.05]),
+    keep_ranks=st.booleans(),
 )
-def test_sequences_are_exchanged_on_their_own_rank(
-    seed, sequences, layers, places, expert_ranks, longest, padded, spare, square
+def test_sequences_are_exchanged_within_the_budget_and_on_their_own_rank_if_asked(
+    seed, sequences, layers, places, expert_ranks, longest, padded, spare, square, keep_ranks
 ):
     micro_steps, ranks = places
+    expert_ranks = expert_ranks if keep_ranks else ranks
     lengths, counts = drawn(seed, sequences, layers, longest=longest)
     homes = homes_of(seed, layers, 8, expert_ranks)
     before = packed_anyhow(seed, sequences, micro_steps, ranks)
-    asked = {"homes": homes, "padded": padded, "square_cost": square}
+    asked = {"homes": homes, "padded": padded, "square_cost": square, "keep_ranks": keep_ranks}
     full, dear = held_by(before, lengths, padded, square)
     if spare is not None:
         asked["token_budget"] = int(full.max()) + spare
     after = exchange_sequences(before, lengths, counts, **asked)
-    # every sequence once, on its rank, in as many micro-steps, and as many of them together
+    # every sequence once, in as many micro-steps, and as many of them together
     assert (after.num_micro_steps, after.num_ranks) == (micro_steps, ranks)
-    assert after.micro_step_S.dtype == np.int32
-    assert np.array_equal(after.rank_S, before.rank_S)
-    for rank in range(ranks):
-        sizes = [sorted(len(each.sequences(m, rank)) for m in range(micro_steps)) for each in (before, after)]
+    assert after.micro_step_S.dtype == after.rank_S.dtype == np.int32
+    assert np.array_equal(after.rank_S, before.rank_S) or not keep_ranks
+    sizes = [
+        [[len(each.sequences(m, rank)) for m in range(micro_steps)] for rank in range(ranks)]
+        for each in (before, after)
+    ]
+    if keep_ranks:
+        assert [sorted(of_rank) for of_rank in sizes[0]] == [sorted(of_rank) for of_rank in sizes[1]]
+    else:
         assert sizes[0] == sizes[1]
     # within the budget, and attention as by_routes bounds it
     full_after, dear_after = held_by(after, lengths, padded, square)

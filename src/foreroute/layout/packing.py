@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -125,8 +125,9 @@ def exchange_sequences(
     token_budget: int | None = None,
     padded: bool = False,
     square_cost: float = 0.0,
+    keep_ranks: bool = True,
 ) -> Packing:
-    """Exchange sequences of one expert-parallel group between the micro-steps of their rank, which they stay on.
+    """Exchange sequences of one expert-parallel group between micro-steps, by default on the rank that has them.
 
     Which rank sends a token to an expert changes nothing for the expert, only the micro-step does. So pairs of
     sequences, and whole micro-batches, change places on their rank while the sum over micro-steps and layers of the
@@ -136,11 +137,12 @@ def exchange_sequences(
         packing: the rank and micro-step of each sequence to begin with, by length say.
         lengths: integers [S], tokens of each sequence.
         counts: integers [S, L, E], assignments of each sequence (`foreroute.plan.sequence_counts`).
-        homes: integers [L, E], the rank of each expert, from 0, which may be another than a sequence's; equal blocks of
-            experts on the packing's ranks by default.
+        homes: integers [L, E], the rank of each expert, from 0; any number of ranks where sequences keep theirs. Equal
+            blocks of experts on the packing's ranks by default.
         token_budget: most tokens of a rank in a micro-step; as many as the fullest has by default.
         padded: a micro-batch takes as much for each of its sequences as for its longest.
         square_cost: as in `pack_sequences`.
+        keep_ranks: False where nobody has the sequences yet: pairs change ranks too, which finds up to 0.3 % more.
 
     Raises:
         LayoutError: for lengths, counts or homes that do not fit, places beyond the packing's own, and a micro-batch
@@ -168,11 +170,11 @@ def exchange_sequences(
         num_micro_steps=num_micro_steps,
         num_ranks=num_ranks,
         token_budget=token_budget,
-        stay=True,
+        stay=keep_ranks,
         padded=padded,
     )
-    moved_S = (place_S // num_ranks).astype(np.int32)
-    return replace(packing, micro_step_S=moved_S, certificate=certificate)
+    micro_step_S, rank_S = (each.astype(np.int32) for each in np.divmod(place_S, num_ranks))
+    return Packing(micro_step_S, rank_S, num_micro_steps, num_ranks, certificate)
 
 
 def padded_batches(lengths: ArrayLike, token_budget: int, *, min_count: int = 0) -> list[NDArray[np.int64]]:
