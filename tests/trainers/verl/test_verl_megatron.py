@@ -131,7 +131,7 @@ def test_settings_that_replay_or_plans_do_not_go_with_are_refused():
         PlanningMegatronConfig(topology="none.toml")
 
 
-@pytest.mark.parametrize(("begin_s", "stages"), [(0, "by the plan"), (3600, "at homes")])
+@pytest.mark.parametrize(("begin_s", "stages"), [(0, "by the plan"), (1, "at homes")])
 def test_a_topology_file_prices_the_plans_of_stages(tmp_path, begin_s, stages):
     path = tmp_path / "cluster.toml"
     path.write_text(
