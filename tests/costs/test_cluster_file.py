@@ -167,7 +167,11 @@ H100, GLM, RANKS = {"preset": "h100"}, {"preset": "glm-4.5"}, {"num_ranks": 64, 
         ("hardware", H100 | {"publish_bytes_per_s": 50}, "publish_bytes_per_s is 50; expected bytes per second"),
         ("hardware", H100 | {"gemm_flops_per_s": 989_000}, r"gemm_flops_per_s is 989000; .*1 TFLOP/s is 1e12"),
         ("hardware", H100 | {"attention_flops_per_s": 400}, "attention_flops_per_s is 400; expected FLOPs per second"),
-        ("hardware", H100 | {"layer_s": 40}, r"layer_s is 40; expected seconds \(1 µs is 1e-6\), more than 0, and 1 at"),
+        (
+            "hardware",
+            H100 | {"layer_s": 40},
+            r"layer_s is 40; expected seconds \(1 µs is 1e-6\), more than 0, and 1 at",
+        ),
         ("hardware", H100 | {"replica_s": 5}, "replica_s is 5; expected seconds"),
         *(
             ("links", {f"{link}_bytes_per_s": 900}, rf"{link}_bytes_per_s is 900; .*1 GB/s is 1e9\), 1e\+06 to 1e\+18")

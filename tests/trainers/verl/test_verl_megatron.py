@@ -30,6 +30,7 @@ RUNS = {
     "planned, recomputed": {"plans": True, "transformer": FULL},
     "planned, offloaded": {"plans": True, "param_offload": True, "optimizer_offload": True},
     "planned, one micro-batch": {"plans": True, "tokens": 4096},
+    "planned, by routes": {"plans": True, "packing": "routes"},
     "planned, resumed": {"plans": True, "resumes": True},
 }
 PLANNED = [name for name, settings in RUNS.items() if settings.get("plans") and not settings.get("resumes")]
@@ -125,6 +126,18 @@ def test_settings_that_replay_or_plans_do_not_go_with_are_refused():
         require_supported_by_megatron(PlanningMegatronConfig(), model, replays=False, plans=True)
     with pytest.raises(ConfigError, match="redundant_slots is 0"):
         PlanningMegatronConfig(redundant_slots=0)
+    with pytest.raises(ConfigError, match="packing is 'tokens'"):
+        PlanningMegatronConfig(packing="tokens")
+    with pytest.raises(ConfigError, match=r"4 ranks have the same sequences .* 6 the experts"):
+        PlanningMegatronConfig(
+            packing="routes",
+            tensor_model_parallel_size=4,
+            expert_model_parallel_size=6,
+            expert_tensor_parallel_size=1,
+        )
+    padded = PlanningMegatronConfig(packing="routes", use_remove_padding=False, pad_bshd_to_minibatch_max=False)
+    with pytest.raises(ConfigError, match="pad_bshd_to_minibatch_max=True"):
+        require_supported_by_megatron(padded, model, replays=True, plans=True)
     with pytest.raises(ConfigError, match="h1000"):
         PlanningMegatronConfig(hardware="h1000")
     with pytest.raises(ConfigError, match=r"none\.toml"):
