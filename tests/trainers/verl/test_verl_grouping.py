@@ -1,6 +1,6 @@
 """Gradients of verl's own losses, by which sequences share a micro-batch: in float64, for every loss that it has."""
 
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import torch
@@ -9,8 +9,10 @@ pytest.importorskip("verl", reason="there is no verl in this environment: run `m
 
 # isort: off
 from examples.verl import verl_on_cpu  # noqa: F401  before verl
+from examples.verl import megatron_on_cpu  # noqa: F401  before Megatron
 
 # isort: on
+from megatron.core.transformer import TransformerConfig
 from tensordict import TensorDict
 from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
 from verl.utils import tensordict_utils as tu
@@ -104,13 +106,14 @@ def test_losses_whose_gradients_do_are_refused_by_name(named):
 
 
 def test_losses_of_routers_over_micro_batches_are_refused():
-    off = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": None}
-    require_regroupable(SimpleNamespace(**off))
+    made = partial(TransformerConfig, num_layers=1, hidden_size=8, num_attention_heads=1, num_moe_experts=4)
+    off = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.01}
+    require_regroupable(made(**off))
     several = {"moe_router_load_balancing_type": ["seq_aux_loss", "aux_loss"], "moe_aux_loss_coeff": [0.0, 0.1]}
     for given, words in (
-        ({"moe_router_load_balancing_type": "seq_aux_loss"}, "and seq_aux_loss of"),
+        (off | {"moe_router_load_balancing_type": "seq_aux_loss"}, "and seq_aux_loss of"),
         (several, "and aux_loss of"),
-        ({"moe_z_loss_coeff": 1e-3}, "moe_z_loss_coeff"),
+        (off | {"moe_z_loss_coeff": 1e-3}, "moe_z_loss_coeff"),
     ):
         with pytest.raises(ConfigError, match=words):
-            require_regroupable(SimpleNamespace(**(off | given)))
+            require_regroupable(made(**given))

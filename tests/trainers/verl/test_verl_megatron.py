@@ -23,6 +23,8 @@ from tests.trainers.verl.verl_book import Book
 WITHIN_S = 900
 SHARE = 8
 """Sequences of each rank, of twice as many."""
+TOKENS = 32
+"""Of a micro-batch, at most."""
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RUNS = {
     "plain": {},
@@ -100,6 +102,21 @@ def test_experts_compute_the_rows_of_the_plan_from_the_second_micro_batch_on(nam
         assert metrics["plan/imbalance_executed"][0] < metrics["plan/imbalance_static"][0]
         assert ("plan/imbalance_first" in metrics) == bool(at_home)
     assert metrics["plan/imbalance_executed"][0] == pytest.approx(max_over_mean(ranks, name, at_home))
+
+
+@pytest.mark.shows("verl, Megatron engine", "`packing=routes`, with plans")
+def test_sequences_share_micro_steps_by_their_routes_within_the_token_budget(found):
+    """Log-probs in the order of the batch, and weights, are held against other groupings in test_verl_parallel.py."""
+    by_length, by_routes = found["planned"], found["planned, by routes"]
+    for step, (before, after) in enumerate(zip(by_length[0]["metrics"], by_routes[0]["metrics"], strict=True)):
+        assert after["plan/imbalance_static"][0] < before["plan/imbalance_static"][0]
+        for which in ("old", "update"):
+            sizes, others = (
+                [len(rows) for rows in ranks[1][which][step]["routed"][0]] for ranks in (by_routes, by_length)
+            )
+            assert len(sizes) == len(others)
+            assert max(sizes) <= TOKENS
+    assert apart(by_length[0]["weights"], by_routes[0]["weights"]) > 0  # the control: groups are others
 
 
 @pytest.mark.shows(
