@@ -64,7 +64,7 @@ def batch(*, jagged):
 
 
 def gradients(config, td, groups):
-    """Of all log-probs and entropies, as verl's Megatron engine adds up its micro-batches."""
+    """Gradients of all log-probs and entropies, as verl's Megatron engine adds up its micro-batches."""
     random = torch.Generator().manual_seed(1)
     torch.manual_seed(0)  # of what a loss draws
     log_probs, entropies = (

@@ -24,7 +24,7 @@ WITHIN_S = 900
 SHARE = 8
 """Sequences of each rank, of twice as many."""
 TOKENS = 32
-"""Of a micro-batch, at most."""
+"""Most of a micro-batch."""
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RUNS = {
     "plain": {},
@@ -143,9 +143,9 @@ def test_settings_that_replay_or_plans_do_not_go_with_are_refused():
         require_supported_by_megatron(PlanningMegatronConfig(), model, replays=False, plans=True)
     with pytest.raises(ConfigError, match="redundant_slots is 0"):
         PlanningMegatronConfig(redundant_slots=0)
-    with pytest.raises(ConfigError, match="packing is 'tokens'"):
+    with pytest.raises(ConfigError, match="packing.*tokens"):
         PlanningMegatronConfig(packing="tokens")
-    with pytest.raises(ConfigError, match=r"4 ranks have the same sequences .* 6 the experts"):
+    with pytest.raises(ConfigError, match=r"4 ranks.*6 the"):
         PlanningMegatronConfig(
             packing="routes",
             tensor_model_parallel_size=4,

@@ -25,7 +25,7 @@ from foreroute.trace import RoutingTrace, concatenate
 
 WHAT = "packing by routes"
 SQUARE_COST = 1 / 24576
-"""Of attention over projections, as verl's `calculate_workload` has it."""
+"""Attention over projections, as verl's `calculate_workload` has it."""
 
 
 class MicroBatches(NamedTuple):
