@@ -143,7 +143,7 @@ def test_settings_that_replay_or_plans_do_not_go_with_are_refused():
         require_supported_by_megatron(PlanningMegatronConfig(), model, replays=False, plans=True)
     with pytest.raises(ConfigError, match="redundant_slots is 0"):
         PlanningMegatronConfig(redundant_slots=0)
-    with pytest.raises(ConfigError, match="packing.*tokens"):
+    with pytest.raises(ConfigError, match=r"packing.*tokens"):
         PlanningMegatronConfig(packing="tokens")
     with pytest.raises(ConfigError, match=r"4 ranks.*6 the"):
         PlanningMegatronConfig(
