@@ -33,16 +33,17 @@ import verl
 from megatron.core import parallel_state as mpu
 from numpy.typing import NDArray
 from verl.utils.device import get_device_id
+from verl.utils.tensordict_utils import get_non_tensor_data
 from verl.workers.config import EngineRouterReplayConfig
 from verl.workers.engine.megatron import transformer_impl
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
 from foreroute.adapters import megatron
 from foreroute.adapters.megatron.route_shard import RouteShard
-from foreroute.errors import ConfigError, ReplayError
+from foreroute.errors import ReplayError
 from foreroute.layout import Layout, pack, pad
 from foreroute.trace import RoutingTrace, concatenate
-from foreroute.trainers.checks import require_overridden
+from foreroute.trainers.checks import refuse, require_overridden
 from foreroute.trainers.plan_sums import PlanSums
 from foreroute.trainers.verl.packed_batch import FIELD, PackedBatch, PackedRoutes
 from foreroute.trainers.verl.passes import ROLLOUT_LOG_PROBS, EnginePasses, ReplayingEngine
@@ -133,8 +134,14 @@ class MegatronPasses(EnginePasses):
         self._traces = []
         if not (self._packs_by_routes and self._has_routes):
             return batches, indices
-        if indices is None:
-            raise ConfigError(f"packing is routes, and {FIXED_MICRO_BATCHES}")
+        grouped = get_non_tensor_data(data, "force_group_size", default=1)
+        refuse(
+            "packing is routes, and",
+            [
+                (indices is None, FIXED_MICRO_BATCHES),
+                (grouped > 1, f"force_group_size is {grouped}: groups stay whole; take the packing length"),
+            ],
+        )
         packed = regroup(self.routed, data, batches, indices, self._read_routes, mpu.get_data_parallel_rank())
         self._traces = packed.traces
         return packed.batches, packed.indices
@@ -146,7 +153,9 @@ class MegatronPasses(EnginePasses):
         given = list(data_iterator[0] if isinstance(data_iterator, list) else data_iterator)
         layouts = self._lay_out(given)
         # all routes are read, checked and cut on the host before any micro-batch runs
-        traces = self._traces or ([self._read_routes(data) for data in given] if self._has_routes else [])
+        traces, self._traces = self._traces, []
+        if self._has_routes and not traces:
+            traces = [self._read_routes(data) for data in given]
         shards = [
             self.routed.shard(trace, layout, missing="spread")
             for trace, layout in zip(traces, layouts, strict=self._has_routes)

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, get_args
 
 from verl.workers.config import McoreEngineConfig
 
@@ -21,7 +21,7 @@ from foreroute.costs import CostModel, hardware_preset
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.errors import ConfigError
 from foreroute.plan import Topology
-from foreroute.plan.options import PassName
+from foreroute.plan.options import PackingRule, PassName
 from foreroute.planner import plan
 from foreroute.trainers.plan_sums import PlanSums
 from foreroute.trainers.verl.registry import refuse_what_engines_pass_over
@@ -70,8 +70,8 @@ class PlanningMegatronConfig(McoreEngineConfig):
                 f"redundant_slots is {self.redundant_slots}; expected 1 or more: homes stay, so plans are made of "
                 "replicas. To train without plans, leave out the line that names PlanningMegatronConfig"
             )
-        if self.packing not in ("length", "routes"):
-            raise ConfigError(f"packing is {self.packing!r}; expected length or routes")
+        if self.packing not in get_args(PackingRule):
+            raise ConfigError(f"packing is {self.packing!r}; expected {' or '.join(get_args(PackingRule))}")
         of_data = self.tensor_model_parallel_size * self.context_parallel_size
         expert_tensor = self.expert_tensor_parallel_size or self.tensor_model_parallel_size
         of_experts = self.expert_model_parallel_size * expert_tensor
