@@ -116,6 +116,10 @@ def test_sequences_share_micro_steps_by_their_routes_within_the_token_budget(fou
             )
             assert len(sizes) == len(others)
             assert max(sizes) <= TOKENS
+        # the smallest micro-steps are at both ends
+        total_M = np.sum([[len(rows) for rows in rank["update"][step]["routed"][0]] for rank in by_routes], axis=0)
+        change_M = np.sign(np.diff(total_M))
+        assert (np.diff(change_M[change_M != 0]) <= 0).all()
     assert apart(by_length[0]["weights"], by_routes[0]["weights"]) > 0  # the control: groups are others
 
 

@@ -73,8 +73,12 @@ def regroup(
         token_budget=data["max_token_len_per_gpu"] * tu.get_non_tensor_data(data, "sp_size", default=1),
         square_cost=SQUARE_COST,
     )
+    # as verl has it: the cheapest at both ends, where stages of a pipeline wait
+    cost_S = facts_SX[:, 1] * (1 + SQUARE_COST * facts_SX[:, 1])
+    dearest_first = np.argsort(-np.bincount(packing.micro_step_S, cost_S, len(batches)), kind="stable")
+    order = [*dearest_first[::2][::-1], *dearest_first[1::2]]
     mine = int(np.searchsorted(data_ranks, data_rank))
-    new = [packing.sequences(number, mine) - int((rank_S < mine).sum()) for number in range(len(batches))]
+    new = [packing.sequences(number, mine) - int((rank_S < mine).sum()) for number in order]
     return MicroBatches(
         [tu.index_select_tensor_dict(data, sequences.tolist()) for sequences in new],
         [sequences.tolist() for sequences in new],
