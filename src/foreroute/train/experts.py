@@ -40,7 +40,7 @@ from foreroute.train.config import ParallelConfig, TrainConfig
 from foreroute.train.policy import Alone, OneProcess, ScheduledPass
 from foreroute.train.record import ExecutedPass, MovedHomes, execution_record
 
-NO_LINKS = Links(1.0, 1.0, 1.0, 1.0, 1.0)
+NO_LINKS = Links(1e9, 1e9, 1e9, 1e-5, 1e-5)
 """The links of a run without a topology file, whose plans nobody prices."""
 
 
