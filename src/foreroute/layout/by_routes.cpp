@@ -19,7 +19,9 @@ struct Places {
     Array<int64_t, 1> held_P;          // tokens of a place
     Array<double, 1> dear_P;           // attention of a place
     Array<double, 1> dearest_M;        // attention of the dearest place of a micro-step
-    double most_dear;                  // most that these may be in all
+    Array<int64_t, 1> longest_M;       // tokens of the place that holds most of a micro-step
+    double most_dear;                  // most that the dearest may be in all
+    int64_t most_long;                 // most that the longest may be in all
     int64_t token_budget;
     int64_t window;  // how far apart by length sequences are that are exchanged
     int64_t work;    // most numbers that are looked at
@@ -43,12 +45,13 @@ INLINED int64_t slowest_after(const Array<int32_t, 3> &a, const Array<int32_t, 3
     return sum;
 }
 
-// The attention of a micro-step's dearest place, when one of them gets more or less.
-inline double dearest_after(const Array<double, 1> &dear_P, int64_t num_ranks, int64_t place, double more) {
+// The most that a place of a micro-step has, when one of them gets more or less.
+template <class Number>
+inline Number most_after(const Array<Number, 1> &of_P, int64_t num_ranks, int64_t place, Number more) {
     const int64_t first = place / num_ranks * num_ranks;
-    double most = dear_P[place] + more;
+    Number most = of_P[place] + more;
     for (int64_t p = first; p < first + num_ranks; ++p)
-        if (p != place) most = max(most, dear_P[p]);
+        if (p != place) most = max(most, of_P[p]);
     return most;
 }
 
@@ -70,7 +73,9 @@ INLINED void search(const Places &now, const Array<int32_t, 4> &rows_S, const Ar
     // when nothing that is worse is kept any more, every pair is tried about once before the search ends
     const int64_t patience = size * min(size, 2 * now.window);
     double all_dearest = 0;
-    for (int64_t m = 0; m < now.dearest_M.length(); ++m) all_dearest += now.dearest_M[m];
+    int64_t all_longest = 0;
+    for (int64_t m = 0; m < now.dearest_M.length(); ++m)
+        all_dearest += now.dearest_M[m], all_longest += now.longest_M[m];
     uint64_t random = 0;
     int64_t looked_at = 0;
     for (int64_t idle = 0; idle < patience && looked_at < now.work; ++idle, looked_at += REFUSED) {
@@ -93,10 +98,15 @@ INLINED void search(const Places &now, const Array<int32_t, 4> &rows_S, const Ar
         const int64_t longer = now.tokens_S[t] - now.tokens_S[s];
         const double dearer = now.cost_S[t] - now.cost_S[s];
         if (now.held_P[p] + longer > now.token_budget || now.held_P[q] - longer > now.token_budget) continue;
-        const double dearest_a = dearest_after(now.dear_P, num_ranks, p, dearer);
-        const double dearest_b = dearest_after(now.dear_P, num_ranks, q, -dearer);
+        const double dearest_a = most_after(now.dear_P, num_ranks, p, dearer);
+        const double dearest_b = most_after(now.dear_P, num_ranks, q, -dearer);
         const double grown = dearest_a + dearest_b - now.dearest_M[a] - now.dearest_M[b];
         if (all_dearest + grown > now.most_dear) continue;
+        // who has most tokens sends most rows
+        const int64_t longest_a = most_after(now.held_P, num_ranks, p, longer);
+        const int64_t longest_b = most_after(now.held_P, num_ranks, q, -longer);
+        const int64_t lengthened = longest_a + longest_b - now.longest_M[a] - now.longest_M[b];
+        if (all_longest + lengthened > now.most_long) continue;
         looked_at += numbers;
         const Array<int32_t, 3> from = load_M[a], to = load_M[b], of_s = rows_S[s], of_t = rows_S[t];
         const int64_t change = slowest_after(from, to, of_s, of_t) - slowest_M[a] - slowest_M[b];
@@ -110,6 +120,7 @@ INLINED void search(const Places &now, const Array<int32_t, 4> &rows_S, const Ar
         now.held_P(p) += longer, now.held_P(q) -= longer;
         now.dear_P(p) += dearer, now.dear_P(q) -= dearer;
         now.dearest_M(a) = dearest_a, now.dearest_M(b) = dearest_b, all_dearest += grown;
+        now.longest_M(a) = longest_a, now.longest_M(b) = longest_b, all_longest += lengthened;
         now.place_S(s) = q, now.place_S(t) = p;
         idle = -1;
     }

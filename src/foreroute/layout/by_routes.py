@@ -16,7 +16,7 @@ from foreroute.errors import LayoutError
 from foreroute.kernels import FLOAT, INT, ArrayOf, StructOf, compiled
 
 MOST_DEARER = 0.005
-"""How much the attention of the dearest ranks may grow, over all micro-steps, as a share."""
+"""How much the attention of the dearest ranks may grow, over all micro-steps, as a share; and tokens of the longest."""
 WORK = 300_000_000
 """Most numbers of ranks' loads that a search looks at: 0.3 s of one core."""
 TRIES = 32
@@ -69,6 +69,7 @@ def pack_by_routes(
     np.add.at(dear_P, place_S, cost_S)
     dearest_M = dear_P.reshape(-1, ranks).max(axis=1)
     dearest = float(dearest_M.sum())
+    longest_M = held_P.reshape(-1, ranks).max(axis=1)
     order_S = np.argsort(tokens_S, kind="stable")
     spot_S = np.empty(size, np.int64)
     spot_S[order_S] = np.arange(size)
@@ -85,7 +86,9 @@ def pack_by_routes(
         held_P,
         dear_P,
         dearest_M,
+        longest_M,
         (1 + MOST_DEARER) * dearest,
+        int((1 + MOST_DEARER) * longest_M.sum()),
         token_budget,
         window,
         work,
@@ -185,7 +188,9 @@ class _Places(NamedTuple):
     held_P: NDArray[np.int64]
     dear_P: NDArray[np.float64]
     dearest_M: NDArray[np.float64]
+    longest_M: NDArray[np.int64]
     most_dear: float
+    most_long: int
     token_budget: int
     window: int
     work: int
@@ -205,7 +210,9 @@ _exchange = compiled(
         held_P=_FILLED,
         dear_P=ArrayOf(np.float64, 1, filled=True),
         dearest_M=ArrayOf(np.float64, 1, filled=True),
+        longest_M=_FILLED,
         most_dear=FLOAT,
+        most_long=INT,
         token_budget=INT,
         window=INT,
         work=INT,

@@ -114,6 +114,8 @@ PRESETS = {
 
 METHODS = {**BALANCERS, **PRESETS}
 """By short name, in the order of tables."""
+DEFAULT_METHODS = tuple(name for name, method in METHODS.items() if not isinstance(method.method, HomesAlone))
+"""All but those that search for a packing, which takes longer than all others."""
 
 
 class Loads(NamedTuple):
