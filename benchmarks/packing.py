@@ -10,12 +10,13 @@ Modelled: the passes of a plan over those of a plan of the packing by length, wi
 sequences, which are of about 100 tokens.
 
 `homes_imbalance` is the slowest ranks over the mean, all cells together, without a replica, when experts moved before
-the step and sequences are packed for them; `old_homes_imbalance` where homes are those of the step before, and nothing
-moves.
+the last step and sequences are packed for them; `old_homes_imbalance` where homes are those of the step before, and
+nothing moves; `old_homes_median` of all steps that have one before.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -73,23 +74,25 @@ def run(*, quick: bool) -> dict[str, Any]:
         rows_S = step.rows_S.astype(np.int64)
         cases[name] = _case(step.sequence_counts(), rows_S, workload.num_ranks, micro_steps, groups)[0]
     if not quick and (found := _recorded()) is not None:
-        before, (counts_SLE, rows_S) = found
+        counts_SLE, rows_S = found[-1]
         for ranks, sequences in RECORDED:
             micro_steps = len(rows_S) // (ranks * sequences)
             figures, packings = _case(counts_SLE, rows_S, ranks, micro_steps, 1)
-            figures |= _planned(counts_SLE, packings) | _at_homes(before, (counts_SLE, rows_S), ranks, micro_steps)
+            figures |= _planned(counts_SLE, packings) | _at_homes(found, ranks, micro_steps)
             cases[f"recorded_g{ranks}_n{sequences}"] = figures
     return {"metrics": {"packing": cases}}
 
 
 def _recorded() -> list[tuple[Ints, Ints]] | None:
-    """Read counts and routed rows of the sequences of the last two steps, if a run of `experiments` kept them."""
-    found = []
-    for path in sorted(STARTS.glob("routes-*/step-*.safetensors"))[-2:]:
-        trace = load(path)
-        counts_SLE = sequence_counts(trace).astype(np.int64)
-        found.append((counts_SLE, counts_SLE[:, 0].sum(axis=1) // trace.spec.top_k))
-    return found if len(found) == 2 else None
+    """Read counts and routed rows of the sequences of every step, if a run of `experiments` kept them."""
+    for folder in sorted(STARTS.glob("routes-*")):
+        found = []
+        for path in sorted(folder.glob("step-*.safetensors")):
+            trace = load(path)
+            counts_SLE = sequence_counts(trace).astype(np.int64)
+            found.append((counts_SLE, counts_SLE[:, 0].sum(axis=1) // trace.spec.top_k))
+        return found if len(found) > 1 else None
+    return None
 
 
 def _case(
@@ -134,35 +137,34 @@ def _budget(rows_S: Ints, places: int) -> int:
     return int(max(rows_S.max(), ROOM * rows_S.sum() / places))
 
 
-def _at_homes(before: tuple[Ints, Ints], step: tuple[Ints, Ints], ranks: int, micro_steps: int) -> dict[str, float]:
-    """Place experts for this step or for the one before, from blocks, and pack for them."""
-    topology, layers = HARDWARE["h100"].topology(ranks, 0), step[0].shape[1]
-    blocks_LE = np.tile(topology.contiguous_home_E(step[0].shape[2]), (layers, 1))
-    last, this = (
-        PackedSequences(
-            packing=pack_sequences(rows_S, ranks, _budget(rows_S, ranks * micro_steps), square_cost=SQUARE),
-            lengths_S=rows_S,
-            counts_SLE=counts_SLE,
-            token_budget=_budget(rows_S, ranks * micro_steps),
-            square_cost=SQUARE,
+def _at_homes(steps: list[tuple[Ints, Ints]], ranks: int, micro_steps: int) -> dict[str, float]:
+    """Place experts for each step, from blocks, and pack it for these homes and for those of the step before."""
+    topology, given = HARDWARE["h100"].topology(ranks, 0), []
+    blocks_LE = np.tile(topology.contiguous_home_E(steps[0][0].shape[2]), (steps[0][0].shape[1], 1))
+    for counts_SLE, rows_S in steps:
+        budget = _budget(rows_S, ranks * micro_steps)
+        packing = pack_sequences(rows_S, ranks, budget, square_cost=SQUARE)
+        given.append(
+            PackedSequences(
+                packing=packing, lengths_S=rows_S, counts_SLE=counts_SLE, token_budget=budget, square_cost=SQUARE
+            )
         )
-        for counts_SLE, rows_S in (before, step)
-    )
     begin = time.process_time()
-    packed, _ = this.with_homes(topology, blocks_LE)
-    seconds = time.process_time() - begin
-    old = this.packed_for(last.with_homes(topology, blocks_LE)[1])
-    new, aged = (each.packing.certificate for each in (packed, old))
-    assert new is not None
-    assert aged is not None
-    mean = float(step[0].sum()) / ranks
+    found = [step.with_homes(topology, blocks_LE) for step in given]
+    seconds = (time.process_time() - begin) / len(given)
+    aged = [step.packed_for(home_LE) for step, (_, home_LE) in zip(given[1:], found, strict=False)]
+    old = [_imbalance(each) for each in aged]
     return {
-        "homes_imbalance": new.slowest / mean,
-        "homes_attention": new.attention,
+        "homes_imbalance": _imbalance(found[-1][0]),
         "homes_processor_s": seconds,
-        "old_homes_imbalance": aged.slowest / mean,
-        "old_homes_attention": aged.attention,
+        "old_homes_imbalance": old[-1],
+        "old_homes_median": statistics.median(old),
     }
+
+
+def _imbalance(packed: PackedSequences) -> float:
+    assert packed.packing.certificate is not None, "it was packed by routes"
+    return packed.packing.certificate.slowest * packed.packing.num_ranks / float(packed.counts_SLE.sum())
 
 
 def _planned(counts_SLE: Ints, packings: tuple[Packing, Packing]) -> dict[str, float]:

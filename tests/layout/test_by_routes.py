@@ -122,6 +122,9 @@ def test_places_keep_their_budgets_and_the_certificate_says_what_they_hold(
     cost = lengths + square * lengths.astype(float) ** 2
     dearest = [held(each, cost).reshape(num, groups, in_group).max(axis=2).sum() for each in (by_length, packed)]
     assert dearest[1] <= (1 + MOST_DEARER) * dearest[0] + 1e-6
+    # who has most tokens sends most rows, however little attention they take
+    longest = [held(each, lengths).reshape(num, groups, in_group).max(axis=2).sum() for each in (by_length, packed)]
+    assert longest[1] <= (1 + MOST_DEARER) * longest[0]
     assert found.attention == pytest.approx(dearest[1] / dearest[0] if dearest[0] else 1.0)
     # the certificate is of this packing
     before, after = (

@@ -85,3 +85,15 @@ def test_any_packing_is_exchanged_within_what_its_ranks_hold():
     found = given.packed_for(np.tile([0, 0, 0, 0, 1, 1, 1, 1], (3, 1))).packing
     placed = found.micro_step_S * 2 + found.rank_S
     assert np.bincount(placed).tolist() == [2, 1, 1, 1]
+
+
+def test_the_most_level_turn_is_taken(monkeypatch):
+    levels = {}
+    for turns in (1, 3):
+        monkeypatch.setattr("foreroute.planner.packed_homes.TURNS", turns)
+        for seed in range(8):
+            given, blocks_LE = step(seed, 32, 4, 60)
+            packed, _ = given.with_homes(topology(4, 2), blocks_LE)
+            levels.setdefault(seed, []).append(packed.packing.certificate.slowest)
+    assert all(three <= one for one, three in levels.values())
+    assert any(three < one for one, three in levels.values())

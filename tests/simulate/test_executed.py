@@ -134,8 +134,8 @@ def test_rows_that_are_called_executed_are_executed_as_simulated(executed, name)
     assert loss == pytest.approx(found["static"][2], rel=1e-6)
 
 
-def test_by_default_static_and_plans_of_ours_are_what_executes_and_nothing_else_is():
-    found = simulate(small_config(methods=None))
+def test_static_and_plans_of_ours_are_what_executes_and_nothing_else_is():
+    found = simulate(small_config(methods=METHODS))
     assert {method.name for method in found.methods if not method.not_executed} == set(ROWS)
     assert found["eplb_step"].not_executed == ("plans of other balancers",)
     assert found.as_dict()["methods"][0]["not_executed"] == ()

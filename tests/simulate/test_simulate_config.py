@@ -12,7 +12,7 @@ from foreroute.errors import ConfigError, TopologyError
 from foreroute.layout import pack_sequences
 from foreroute.simulate import load_config, parse_config, simulate
 from foreroute.simulate.config import WorkloadConfig
-from foreroute.simulate.methods import METHODS
+from foreroute.simulate.methods import DEFAULT_METHODS, METHODS
 from foreroute.simulate.steps import drawn_workload, group_steps
 from foreroute.simulate.workload import WORKLOADS
 from foreroute.testing.routes import synthetic_trace
@@ -28,7 +28,8 @@ def test_the_smallest_configuration_has_the_planners_presets_and_every_method():
     cluster = config.described()
     assert (cluster.topology.num_ranks, cluster.topology.num_nodes, config.cluster.groups) == (16, 2, 4)
     assert cluster.costs.model.num_layers == 48
-    assert config.methods == tuple(METHODS)
+    assert set(METHODS) - set(config.methods) == {"ours_homes", "ours_homes_previous"}, "those that take longest"
+    assert config.methods == DEFAULT_METHODS
 
 
 def test_what_is_drawn_by_default_is_as_uneven_as_routes_that_were_really_made():

@@ -13,7 +13,7 @@ from foreroute.plan import save_counts
 from foreroute.simulate import parse_config, simulate
 from foreroute.simulate.engine import PARTS
 from foreroute.simulate.ep_group import EPGroup
-from foreroute.simulate.methods import METHODS, all_at_home, forced_balance, serve
+from foreroute.simulate.methods import DEFAULT_METHODS, METHODS, all_at_home, forced_balance, serve
 from foreroute.simulate.steps import group_steps
 from tests.simulate.simulate_cases import small_config
 
@@ -95,7 +95,7 @@ def test_without_transfers_and_overlap_it_is_the_planners_cost_model(method, dis
 
 @pytest.fixture(scope="module")
 def everything():
-    config = small_config(gpus=64, expert_parallel=16, experts=32, methods=None, micro_steps=3, groups=2)
+    config = small_config(gpus=64, expert_parallel=16, experts=32, methods=METHODS, micro_steps=3, groups=2)
     return config, simulate(config, balancers={"llep": OTHER_BALANCERS["llep"]})
 
 
@@ -150,8 +150,9 @@ def test_methods_that_plan_from_an_unknown_step_before_are_left_out_or_refused(t
     save_counts(UNIFORM, tmp_path / "counts.safetensors")
     values = small_config().model_dump()
     values["workload"] = {"counts": str(tmp_path / "counts.safetensors")}
-    everything = parse_config(values | {"methods": list(METHODS)}, source="here")
-    assert [record.name for record in simulate(everything).methods] == [m for m in METHODS if "previous" not in m]
+    everything = parse_config(values | {"methods": list(DEFAULT_METHODS)}, source="here")
+    expected = [m for m in DEFAULT_METHODS if "previous" not in m]
+    assert [record.name for record in simulate(everything).methods] == expected
     values["methods"] = ["eplb_previous", "ours"]
     with pytest.raises(ConfigError, match=r"eplb_previous.*workload.previous_counts"):
         simulate(parse_config(values, source="here"))

@@ -19,7 +19,9 @@ struct Places {
     Array<int64_t, 1> held_P;          // tokens of a place, with padding where there is some
     Array<double, 1> dear_P;           // attention of a place
     Array<double, 1> dearest_M;        // attention of the dearest place of a micro-step
-    double most_dear;                  // most that these may be in all
+    Array<int64_t, 1> longest_M;       // tokens of the place that holds most of a micro-step
+    double most_dear;                  // most that the dearest may be in all
+    int64_t most_long;                 // most that the longest may be in all
     int64_t token_budget;
     int64_t window;  // how far apart by length sequences are that are exchanged
     int64_t work;    // most numbers that are looked at
@@ -76,11 +78,12 @@ INLINED int64_t slowest_after(const Array<int32_t, 3> &a, const Array<int32_t, 3
     return sum;
 }
 
-// The attention of a micro-step's dearest place, when that of one of them is another.
-inline double dearest_after(const Array<double, 1> &dear_P, int64_t num_ranks, int64_t place, double most) {
+// The most that a place of a micro-step has, when one of them has another number.
+template <class Number>
+inline Number most_after(const Array<Number, 1> &of_P, int64_t num_ranks, int64_t place, Number most) {
     const int64_t first = place / num_ranks * num_ranks;
     for (int64_t p = first; p < first + num_ranks; ++p)
-        if (p != place) most = max(most, dear_P[p]);
+        if (p != place) most = max(most, of_P[p]);
     return most;
 }
 
@@ -102,7 +105,9 @@ INLINED void search(const Places &now, const Contents &contents, const Array<int
     // when nothing that is worse is kept any more, every pair is tried about once before the search ends
     const int64_t patience = size * min(size, 2 * now.window);
     double all_dearest = 0;
-    for (int64_t m = 0; m < now.dearest_M.length(); ++m) all_dearest += now.dearest_M[m];
+    int64_t all_longest = 0;
+    for (int64_t m = 0; m < now.dearest_M.length(); ++m)
+        all_dearest += now.dearest_M[m], all_longest += now.longest_M[m];
     uint64_t random = 0;
     int64_t looked_at = 0;
     for (int64_t idle = 0; idle < patience && looked_at < now.work; ++idle, looked_at += REFUSED) {
@@ -137,10 +142,15 @@ INLINED void search(const Places &now, const Contents &contents, const Array<int
             of_p = changed(now, contents, p, s, t), of_q = changed(now, contents, q, t, s);
             if (of_p.held > now.token_budget || of_q.held > now.token_budget) continue;
         }
-        const double dearest_a = dearest_after(now.dear_P, ranks, p, of_p.dear);
-        const double dearest_b = dearest_after(now.dear_P, ranks, q, of_q.dear);
+        const double dearest_a = most_after(now.dear_P, ranks, p, of_p.dear);
+        const double dearest_b = most_after(now.dear_P, ranks, q, of_q.dear);
         const double grown = dearest_a + dearest_b - now.dearest_M[a] - now.dearest_M[b];
         if (all_dearest + grown > now.most_dear) continue;
+        // who has most tokens sends most rows
+        const int64_t longest_a = most_after(now.held_P, ranks, p, of_p.held);
+        const int64_t longest_b = most_after(now.held_P, ranks, q, of_q.held);
+        const int64_t lengthened = longest_a + longest_b - now.longest_M[a] - now.longest_M[b];
+        if (all_longest + lengthened > now.most_long) continue;
         looked_at += numbers;
         const Array<int32_t, 3> from = load_M[a], to = load_M[b];
         const Array<int32_t, 3> out = whole ? contents.rows_P[p] : rows_S[s], in = whole ? contents.rows_P[q] : rows_S[t];
@@ -160,6 +170,7 @@ INLINED void search(const Places &now, const Contents &contents, const Array<int
         now.dear_P(p) = of_p.dear, now.dear_P(q) = of_q.dear;
         contents.longest_P(p) = of_p.longest, contents.longest_P(q) = of_q.longest;
         now.dearest_M(a) = dearest_a, now.dearest_M(b) = dearest_b, all_dearest += grown;
+        now.longest_M(a) = longest_a, now.longest_M(b) = longest_b, all_longest += lengthened;
         if (whole) {
             const int64_t number = contents.number_P[p];
             contents.number_P(p) = contents.number_P[q], contents.number_P(q) = number;

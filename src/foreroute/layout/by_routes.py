@@ -16,7 +16,7 @@ from foreroute.errors import LayoutError
 from foreroute.kernels import BOOL, FLOAT, INT, ArrayOf, StructOf, compiled
 
 MOST_DEARER = 0.005
-"""How much the attention of the dearest ranks may grow, over all micro-steps, as a share."""
+"""How much the attention of the dearest ranks may grow, over all micro-steps, as a share; and tokens of the longest."""
 WORK = 300_000_000
 """Most numbers of ranks' loads that a search looks at: 0.3 s of one core."""
 TRIES = 32
@@ -80,6 +80,7 @@ def pack_by_routes(
         )
     dearest_M = dear_P.reshape(-1, ranks).max(axis=1)
     dearest = float(dearest_M.sum())
+    longest_M = held_P.reshape(-1, ranks).max(axis=1)
     order_S = np.lexsort((tokens_S, place_S % num_ranks)) if stay else np.argsort(tokens_S, kind="stable")
     spot_S = np.empty(size, np.int64)
     spot_S[order_S] = np.arange(size)
@@ -97,7 +98,9 @@ def pack_by_routes(
         held_P,
         dear_P,
         dearest_M,
+        longest_M,
         (1 + MOST_DEARER) * dearest,
+        int((1 + MOST_DEARER) * longest_M.sum()),
         int(held_P[fullest]) if token_budget is None else token_budget,
         window,
         work,
@@ -202,7 +205,9 @@ class _Places(NamedTuple):
     held_P: NDArray[np.int64]
     dear_P: NDArray[np.float64]
     dearest_M: NDArray[np.float64]
+    longest_M: NDArray[np.int64]
     most_dear: float
+    most_long: int
     token_budget: int
     window: int
     work: int
@@ -225,7 +230,9 @@ _exchange = compiled(
         held_P=_FILLED,
         dear_P=ArrayOf(np.float64, 1, filled=True),
         dearest_M=ArrayOf(np.float64, 1, filled=True),
+        longest_M=_FILLED,
         most_dear=FLOAT,
+        most_long=INT,
         token_budget=INT,
         window=INT,
         work=INT,

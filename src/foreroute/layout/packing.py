@@ -67,7 +67,8 @@ def pack_sequences(
     first, each to the cheapest of all M * G places that has room. M is such that dealing to one micro-step fewer fails.
 
     With `counts`, pairs of sequences are exchanged then, while the sum over micro-steps and layers of the rank whose
-    experts get most falls. The budget holds, M stays, and attention grows by 0.5 % at most.
+    experts get most falls. The budget holds, M stays, and attention grows by 0.5 % at most, as do tokens of the longest
+    ranks.
 
     Args:
         lengths: integers [S], tokens of each sequence.

@@ -19,6 +19,11 @@ TURNS = 2
 """How often homes are placed and sequences packed. Chosen by figures: on two steps of recorded routes on 4 to 16 ranks,
 a second turn takes 0 to 2.6 % off the slowest ranks, and a third 0.5 % at most."""
 
+WHOLE_STEP = 4
+"""A whole step weighs as much as a micro-step with a quarter of its assignments. Chosen by figures: on five pairs of
+steps, homes of this step do not differ by it, and the worst that are a step old reach 1.035 in place of 1.041 of the
+mean on 8 ranks with four sequences each, 1.114 in place of 1.119 on 16; on average they do not differ."""
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PackedSequences:
@@ -69,7 +74,10 @@ class PackedSequences:
         found: list[tuple[int, PackedSequences, NDArray[np.int16]]] = []
         packed, start_LE = self, home_LE
         for _ in range(TURNS):
-            placed_LE = place_homes(packed.counts_MLGE(), topology, start_LE, max_moves=max_moves)
+            counts = packed.counts_MLGE()
+            # what no packing changes, and other sequences of the next step hardly do, counts beside the micro-steps
+            whole = (counts.sum(axis=0, dtype=np.int64) // WHOLE_STEP).astype(np.int32)
+            placed_LE = place_homes(np.concatenate([counts, whole[None]]), topology, start_LE, max_moves=max_moves)
             # from the same packing in each turn, so that attention grows once
             packed = self.packed_for(placed_LE)
             certificate = packed.packing.certificate

@@ -107,13 +107,15 @@ PRESETS = {
     "ours_exact": _preset("foreroute, exact", tolerance=0.0),
     "ours_rehomed": _preset("foreroute, 16 home moves a layer", tolerance=0.02, home_moves=16),
     "ours_traffic": _preset("foreroute, 8 slots against traffic", 8, tolerance=0.02, traffic=True),
-    "ours_homes": Balancer("foreroute, homes and packing alone", "micro-step", HomesAlone()),
-    "ours_homes_previous": Balancer("foreroute, homes a step old", "previous step", HomesAlone(old=True)),
+    "ours_homes": Balancer("foreroute, homes alone", "micro-step", HomesAlone()),
+    "ours_homes_previous": Balancer("foreroute, old homes alone", "previous step", HomesAlone(old=True)),
 }
 """By short name."""
 
 METHODS = {**BALANCERS, **PRESETS}
 """By short name, in the order of tables."""
+DEFAULT_METHODS = tuple(name for name, method in METHODS.items() if not isinstance(method.method, HomesAlone))
+"""All but those that search for a packing, which takes longer than all others."""
 
 
 class Loads(NamedTuple):
