@@ -336,8 +336,8 @@ def _tokens(raw: RawSequence, given: Any, sequence: int) -> NDArray[np.int32]:
     if given is None:
         if carried is None:
             raise CaptureError(
-                f"the output does not carry the tokens of sequence {sequence}; pass token_ids=, prompt and response, or "
-                'ask the server for them (vLLM: "return_token_ids": true)'
+                f"the output does not carry the tokens of sequence {sequence}; pass token_ids=, prompt and response, "
+                'or ask the server for them (vLLM: "return_token_ids": true)'
             )
         return carried
     stated = _as_tokens(given, sequence)

@@ -234,9 +234,9 @@ def _forward_once(model: nn.Module) -> None:
                 "for DeepSpeed's ZeRO stage 3, and nothing gathers them yet; call deepspeed.initialize first"
             ) from error
         raise AttachError(
-            f"{type(model).__name__} does not run on input_ids alone ({type(error).__name__}: {error}). Mend that first "
-            "if model(input_ids=tokens) fails without foreroute too; give a model of your own get_input_embeddings(); "
-            "or attach to the part that takes tokens, such as the decoder of a speech model"
+            f"{type(model).__name__} does not run on input_ids alone ({type(error).__name__}: {error}). Mend that if "
+            "model(input_ids=tokens) fails without foreroute too; give a model of your own get_input_embeddings(); or "
+            "attach to the part that takes tokens, such as the decoder of a speech model"
         ) from error
 
 

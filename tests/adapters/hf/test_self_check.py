@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from foreroute import core
 from foreroute.adapters import hf
 from foreroute.core import attach
 from foreroute.core.selection import SelectionMode
@@ -155,7 +154,7 @@ class Tiny(torch.nn.Module):
 
 
 def test_a_selection_outside_of_the_router_is_told():
-    with pytest.raises(AttachError, match=r"gate \(ScoringGate\), made no top-k.*by one torch\.topk"):
+    with pytest.raises(AttachError, match=r"ScoringGate.*topk"):
         attach(Tiny())
 
 
@@ -167,7 +166,7 @@ def test_a_model_whose_own_forward_fails_is_told_so(lacks):
         model.lm_head = torch.nn.Linear(1, 1)
     else:
         model.get_input_embeddings = None
-    with pytest.raises(AttachError, match=r"fails without foreroute.*get_input_embeddings"):
+    with pytest.raises(AttachError, match=r"without.*get_input_embeddings"):
         hf.attach(model)
 
 
