@@ -35,7 +35,8 @@ def main() -> None:
     if arguments.name == "gpu":
         result = runner.run(arguments.parts, arguments.device, arguments.ends_at)
     else:
-        result = importlib.import_module(f"benchmarks.{arguments.name}").run(quick=arguments.quick)
+        some = {"parts": arguments.parts} if getattr(arguments, "parts", None) else {}
+        result = importlib.import_module(f"benchmarks.{arguments.name}").run(quick=arguments.quick, **some)
     report: dict[str, Any] = {"case": arguments.name, **result, "env": environment()}
     print(json.dumps(report, indent=None if arguments.json else 2), flush=True)
     sys.exit(any(outcome.startswith("failed") for outcome in report.get("parts", {}).values()))
@@ -49,6 +50,9 @@ def _parser(cases: list[str]) -> argparse.ArgumentParser:
     for name in (*cases, "all"):
         command = commands.add_parser(name, parents=[printing])
         command.add_argument("--quick", action="store_true", help="end within 50 s on two cores")
+        if name == "execution":
+            what = "counts, all_to_all, seconds, recorded (default: all, ten minutes)"
+            command.add_argument("--parts", nargs="+", metavar="PART", help=what)
     gpu = commands.add_parser("gpu", parents=[printing])  # all leaves it out
     gpu.add_argument(
         "--parts", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART", help=", ".join(PARTS)

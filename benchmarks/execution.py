@@ -5,12 +5,17 @@ expert at its home, in turn; publishing the weights and planning are on the cloc
 those that were computed. On a machine with fewer cores than processes a balanced step is no faster, since all of the
 work is done by the same cores; overlap is not measured. What a GPU has of it is a part of `python -m benchmarks gpu`.
 `over_all_to_all` has no plan: see `harness.implementations`.
+
+Parts: "counts" is what is said above, "all_to_all" a step without a plan, "seconds" steps whose experts are large
+(`harness.step_seconds`), "recorded" steps of recorded routes (`harness.recorded_steps`), where a run kept some.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +26,7 @@ from benchmarks.harness.implementations import SETTINGS, seconds_over_all_to_all
 from benchmarks.harness.launch_path import launches
 from benchmarks.harness.models import run_model, spread_model
 from benchmarks.harness.pairs import compare
+from benchmarks.harness.recorded_steps import recorded_seconds
 from benchmarks.harness.schedule_bench import host_work
 from benchmarks.harness.spread_bench import BATCH, MICRO_STEPS, SIZES, SLOTS, HFBench, in_processes
 from benchmarks.harness.step_seconds import step_seconds
@@ -40,29 +46,42 @@ WORST = (
 )
 
 
-def run(*, quick: bool) -> dict[str, Any]:
-    """The figures of rank 0 on 2 and on 4 processes."""
-    pairs = 3 if quick else 20
-    by_ranks = {str(num_ranks): in_processes(_measured, num_ranks, pairs) for num_ranks in (2, 4)}
-    worst = {name: max(figures[name] for figures in by_ranks.values()) for name in WORST} | {
-        "posted_behind_rows": min(figures["posted_behind_rows"] for figures in by_ranks.values())
-    }
-    return {
-        "metrics": worst
-        | {"waits_per_layer": in_processes(waits_per_layer, 1), "by_ranks": by_ranks}
-        | {"over_all_to_all": seconds_over_all_to_all({"few_rows": 2} if quick else {"few_rows": 60, "many_rows": 20})}
-        | host_work(15 if quick else 50)
-        | step_seconds(0 if quick else 20),
-        "baselines": {"busiest_over_mean_at_home": {n: f["busiest_over_mean_at_home"] for n, f in by_ranks.items()}},
-        "setting": {
-            "sizes": SIZES._asdict(),
-            "micro_steps": MICRO_STEPS,
-            "batch": BATCH,
-            "slots": SLOTS,
-            "pairs": pairs,
+PAIRS = 6
+"""Of long steps: the fewest whose least and most are a 95 % interval of the median."""
+PARTS = ("counts", "all_to_all", "seconds", "recorded")
+STARTS = Path("runs/starts")
+"""Where experiments keep recorded routes."""
+
+
+def run(*, quick: bool, parts: Sequence[str] = PARTS) -> dict[str, Any]:
+    """The figures of these parts, of rank 0."""
+    if unknown := sorted({*parts} - {*PARTS}):
+        sys.exit(f"execution has no part {', '.join(unknown)}; expected some of {', '.join(PARTS)}")
+    result: dict[str, Any] = {"metrics": {}, "baselines": {}, "setting": {"parts": [*parts]}}
+    metrics = result["metrics"]
+    if "counts" in parts:
+        pairs = 3 if quick else 10
+        by_ranks = {str(num_ranks): in_processes(_measured, num_ranks, pairs) for num_ranks in (2, 4)}
+        metrics |= {name: max(figures[name] for figures in by_ranks.values()) for name in WORST}
+        metrics |= {"posted_behind_rows": min(figures["posted_behind_rows"] for figures in by_ranks.values())}
+        metrics |= {"waits_per_layer": in_processes(waits_per_layer, 1), "by_ranks": by_ranks} | host_work(15)
+        result["baselines"]["busiest_over_mean_at_home"] = {
+            n: figures["busiest_over_mean_at_home"] for n, figures in by_ranks.items()
         }
-        | {"over_all_to_all": {name: (each.sizes._asdict(), each.shape) for name, each in SETTINGS.items()}},
-    }
+        result["setting"] |= {"sizes": SIZES._asdict(), "micro_steps": MICRO_STEPS, "batch": BATCH}
+        result["setting"] |= {"slots": SLOTS, "pairs": pairs}
+    if "all_to_all" in parts:
+        rounds = {"few_rows": 2} if quick else {"few_rows": 20, "many_rows": 6}
+        metrics["over_all_to_all"] = seconds_over_all_to_all(rounds)
+        result["setting"]["over_all_to_all"] = {
+            name: (each.sizes._asdict(), each.shape, rounds.get(name)) for name, each in SETTINGS.items()
+        }
+    if "seconds" in parts:
+        metrics |= step_seconds(0 if quick else PAIRS)
+    if "recorded" in parts:
+        kept = sorted(STARTS.glob("routes-*/step-*.safetensors"))
+        metrics |= recorded_seconds(0 if quick else PAIRS, kept[-1] if kept else None)
+    return result
 
 
 def _measured(rank: int, num_ranks: int, pairs: int) -> dict[str, Any]:

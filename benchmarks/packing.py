@@ -1,12 +1,17 @@
 """Packing by routes: what the slowest ranks at fixed homes have over the bound, and what it takes.
 
-`recorded` are routes that the model of `experiments`, part H, really made: `python -m experiments run --only H/` keeps
-them. Without them, and with `--quick`, they are left out. The other steps are drawn. A case has G ranks and about n
-sequences of a rank in a micro-step, at blocks of experts.
+`recorded` are routes that the model of `experiments`, part H, really made, which `python -m experiments run --only
+H/routes/0 --results runs/routes.jsonl` keeps, in five minutes of a core. Without them, and with `--quick`, they are
+left out. The other steps are drawn. A case has G ranks and about n sequences of a rank in a
+micro-step, at blocks of experts.
 
 Counted: assignments, attention by the packer's price, weights that a plan fetches. Measured: seconds of a processor.
 Modelled: the passes of a plan over those of a plan of the packing by length, with 64 times the counts of the recorded
 sequences, which are of about 100 tokens.
+
+`homes_imbalance` is the slowest ranks over the mean, all cells together, without a replica, when experts moved before
+the step and sequences are packed for them; `old_homes_imbalance` where homes are those of the step before, and nothing
+moves.
 """
 
 from __future__ import annotations
@@ -22,9 +27,10 @@ from numpy.typing import NDArray
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.costs.pricing import step_parts
-from foreroute.layout import Packing, pack_sequences
+from foreroute.layout import Packing, exchange_sequences, pack_sequences
 from foreroute.plan import PlanOptions, StepPlan, sequence_counts
 from foreroute.planner import plan
+from foreroute.planner.packed_homes import PackedSequences
 from foreroute.simulate.workload import WORKLOADS
 from foreroute.trace import load
 
@@ -67,28 +73,30 @@ def run(*, quick: bool) -> dict[str, Any]:
         rows_S = step.rows_S.astype(np.int64)
         cases[name] = _case(step.sequence_counts(), rows_S, workload.num_ranks, micro_steps, groups)[0]
     if not quick and (found := _recorded()) is not None:
-        counts_SLE, rows_S = found
+        before, (counts_SLE, rows_S) = found
         for ranks, sequences in RECORDED:
             micro_steps = len(rows_S) // (ranks * sequences)
             figures, packings = _case(counts_SLE, rows_S, ranks, micro_steps, 1)
-            cases[f"recorded_g{ranks}_n{sequences}"] = figures | _planned(counts_SLE, packings)
+            figures |= _planned(counts_SLE, packings) | _at_homes(before, (counts_SLE, rows_S), ranks, micro_steps)
+            cases[f"recorded_g{ranks}_n{sequences}"] = figures
     return {"metrics": {"packing": cases}}
 
 
-def _recorded() -> tuple[Ints, Ints] | None:
-    """Read counts and routed rows of the sequences of the last step, if a run of `experiments` kept one."""
-    for folder in sorted(STARTS.glob("routes-*")):
-        trace = load(max(folder.glob("step-*.safetensors")))
+def _recorded() -> list[tuple[Ints, Ints]] | None:
+    """Read counts and routed rows of the sequences of the last two steps, if a run of `experiments` kept them."""
+    found = []
+    for path in sorted(STARTS.glob("routes-*/step-*.safetensors"))[-2:]:
+        trace = load(path)
         counts_SLE = sequence_counts(trace).astype(np.int64)
-        return counts_SLE, counts_SLE[:, 0].sum(axis=1) // trace.spec.top_k
-    return None
+        found.append((counts_SLE, counts_SLE[:, 0].sum(axis=1) // trace.spec.top_k))
+    return found if len(found) == 2 else None
 
 
 def _case(
     counts_SLE: NDArray[Any], rows_S: Ints, ranks: int, micro_steps: int, groups: int
 ) -> tuple[dict[str, float], tuple[Packing, Packing]]:
     """Pack by length and by routes."""
-    budget = int(max(rows_S.max(), ROOM * rows_S.sum() / (ranks * groups * micro_steps)))
+    budget = _budget(rows_S, ranks * groups * micro_steps)
     begin = time.process_time()
     by_length = pack_sequences(rows_S, ranks * groups, budget, square_cost=SQUARE)
     middle = time.process_time()
@@ -104,9 +112,57 @@ def _case(
         "sequences": len(rows_S),
         "micro_steps": packed.num_micro_steps,
         "processor_s": end - middle,
+        **_on_own_rank(by_length, rows_S, counts_SLE, budget, groups),
         "by_length_processor_s": middle - begin,
     }
     return figures, (by_length, packed)
+
+
+def _on_own_rank(
+    by_length: Packing, rows_S: Ints, counts_SLE: NDArray[Any], budget: int, groups: int
+) -> dict[str, float]:
+    """Exchange sequences on the rank that has them by length, as a trainer does."""
+    if groups > 1:  # each of them for itself
+        return {}
+    begin = time.process_time()
+    found = exchange_sequences(by_length, rows_S, counts_SLE, token_budget=budget, square_cost=SQUARE).certificate
+    assert found is not None
+    return {"on_own_rank_over_bound": found.over_bound, "on_own_rank_processor_s": time.process_time() - begin}
+
+
+def _budget(rows_S: Ints, places: int) -> int:
+    return int(max(rows_S.max(), ROOM * rows_S.sum() / places))
+
+
+def _at_homes(before: tuple[Ints, Ints], step: tuple[Ints, Ints], ranks: int, micro_steps: int) -> dict[str, float]:
+    """Place experts for this step or for the one before, from blocks, and pack for them."""
+    topology, layers = HARDWARE["h100"].topology(ranks, 0), step[0].shape[1]
+    blocks_LE = np.tile(topology.contiguous_home_E(step[0].shape[2]), (layers, 1))
+    last, this = (
+        PackedSequences(
+            packing=pack_sequences(rows_S, ranks, _budget(rows_S, ranks * micro_steps), square_cost=SQUARE),
+            lengths_S=rows_S,
+            counts_SLE=counts_SLE,
+            token_budget=_budget(rows_S, ranks * micro_steps),
+            square_cost=SQUARE,
+        )
+        for counts_SLE, rows_S in (before, step)
+    )
+    begin = time.process_time()
+    packed, _ = this.with_homes(topology, blocks_LE)
+    seconds = time.process_time() - begin
+    old = this.packed_for(last.with_homes(topology, blocks_LE)[1])
+    new, aged = (each.packing.certificate for each in (packed, old))
+    assert new is not None
+    assert aged is not None
+    mean = float(step[0].sum()) / ranks
+    return {
+        "homes_imbalance": new.slowest / mean,
+        "homes_attention": new.attention,
+        "homes_processor_s": seconds,
+        "old_homes_imbalance": aged.slowest / mean,
+        "old_homes_attention": aged.attention,
+    }
 
 
 def _planned(counts_SLE: Ints, packings: tuple[Packing, Packing]) -> dict[str, float]:

@@ -27,6 +27,7 @@ def main() -> None:
     run.add_argument(
         "--starts", type=Path, default=Path("runs/starts"), help="where checkpoints to start from are kept"
     )
+    run.add_argument("--results", type=Path, default=RESULTS, help="another file runs all that has no result in it")
     commands.add_parser("page", help="redraw docs/evidence.md and experiments/results.md from the results")
     commands.add_parser("list", help="print which cells have a result")
     arguments = parser.parse_args()
@@ -36,7 +37,7 @@ def main() -> None:
         if not chosen:
             sys.exit(f"no cell begins with {arguments.only}; python -m experiments list names them")
         try:
-            run_cells(chosen, RESULTS, arguments.starts, processes=arguments.processes, say=_say)
+            run_cells(chosen, arguments.results, arguments.starts, processes=arguments.processes, say=_say)
         except GridError as error:
             sys.exit(str(error))
     elif arguments.command == "page":

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 FRAMEWORKS = {"torch", "transformers", "megatron", "trl", "matplotlib"}
 HEAVY = FRAMEWORKS | {"jinja2", "pydantic", "typer", "rich", "safetensors", "scipy"}
@@ -33,6 +35,7 @@ def test_the_core_loads_torch_and_no_other_room():
     assert rooms == {"core"}
 
 
+@pytest.mark.slow
 def test_attaching_a_hugging_face_model_loads_what_it_takes_alone():
     """No format of files, no packer, no metrics, no executor of plans."""
     modules = loaded_by("from foreroute.adapters import hf\nhf.attach")

@@ -8,8 +8,8 @@ this. *Predicted* is what the simulator makes of the very same plans, without pu
 were fitted to other skews and sizes on the same processes.
 
 On Hugging Face backward passes compute activations anew. *Balanced* are as many tokens on uniform routes, at home.
-*Does not pay* are steps of few rows, where replicas are fetched for too little, and four processes on two cores, which
-do all of the work whatever the plan. On Megatron-Core (`megatron_plan`) nothing is computed anew.
+*Does not pay* are steps of few rows, where replicas are fetched for too little. On Megatron-Core (`megatron_plan`)
+nothing is computed anew.
 """
 
 from __future__ import annotations
@@ -39,19 +39,17 @@ from foreroute.simulate import SimulateConfig
 SIZES = Sizes(hidden=512, heads=4, kv_heads=2, experts=16, top_k=4, expert_width=512)
 SHAPE, MICRO_STEPS = (8, 256), 2
 """Sequences and tokens of a micro-batch, and how many make a step."""
-MILD = {"least": 0.2, "slight": 0.4, "mild": 0.8}
-"""Exponents of Zipf's law; static imbalance about 1.05, 1.1 and 1.2 on two ranks."""
-SKEWS = {"low": 0.3, "middle": 0.6, "high": 1.0}
-"""The same about 1.3, 1.6 and 1.8. They are compared with forced balance too."""
-OTHER_SKEWS, OTHER_SEQUENCES, ROUNDS = (0.15, 0.45, 0.8), (4, 12), 5
+MILD = {"slight": 0.4, "mild": 0.8}
+"""Exponents of Zipf's law; static imbalance about 1.1 and 1.2 on two ranks."""
+SKEWS = {"high": 1.0}
+"""The same about 1.8. It is compared with forced balance too."""
+OTHER_SKEWS, OTHER_SEQUENCES, ROUNDS = (0.15, 0.8), (4, 12), 2
 """Of the steps that rates are fitted to, and how often each is run; none is a step that is predicted."""
 FEW_ROWS = (1, 16)
 """A micro-batch with four rows for each expert."""
-CROWDED_PAIRS = 10
-"""Of steps that take four times as long: 95 % is between their second and ninth."""
 PLANNED, STATIC = PlanOptions(tolerance=0.0), PlanOptions(replicas=False)
 LEVEL_SLOTS = 3
-"""What levels all of these loads; with two, 1.09 and 1.17 times the mean are left of "middle" and "high"."""
+"""What levels all of these loads; with two, 1.17 times the mean are left of "high"."""
 NAMES = (
     *("planned_over_static", "planned_over_balanced", "static_imbalance", "does_not_pay"),
     *("predicted_planned_over_static", "gains", "rates"),
@@ -78,9 +76,7 @@ def step_seconds(pairs: int) -> dict[str, Any]:
     if not pairs or len(os.sched_getaffinity(0)) < 2:
         return dict.fromkeys(NAMES)
     config = processes_config(SIZES, 2, slots=LEVEL_SLOTS, sequence_tokens=SHAPE[1])
-    found = with_predictions(_measured, pairs, config)
-    found["does_not_pay"]["four_processes_on_two_cores"] = in_processes(_crowded, 4, min(pairs, CROWDED_PAIRS))
-    return found
+    return with_predictions(_measured, pairs, config)
 
 
 def with_predictions(measure: Callable[..., Measured], pairs: int, config: SimulateConfig) -> dict[str, Any]:
@@ -154,12 +150,6 @@ def _measured(rank: int, num_ranks: int, pairs: int, path: Path) -> Measured:
             "rates": tomllib.loads(path.read_text(encoding="utf-8")),
         }
         return Measured(found, cases, other_steps(draw, OTHER_SEQUENCES, SHAPE[1]))
-
-
-def _crowded(rank: int, num_ranks: int, pairs: int) -> dict[str, Any]:
-    """Measure ratios by pass where processes share cores."""
-    with closing(recomputing_model()) as routed:
-        return _by_pass(_draw(routed)(skew=SKEWS["high"], shape=SHAPE), pairs)
 
 
 def _by_pass(bench: SpreadBench, pairs: int) -> dict[str, Any]:

@@ -10,6 +10,13 @@ from numpy.typing import ArrayLike, NDArray
 from foreroute.errors import InputError, TraceContentError, shown
 
 MOST_INT32 = (1 << 31) - 1
+UNITS = {
+    "_bytes_per_s": "bytes per second (1 GB/s is 1e9)",
+    "_flops_per_s": "FLOPs per second (1 TFLOP/s is 1e12)",
+    "_s": "seconds (1 µs is 1e-6)",
+    "_s_per_count": "seconds (1 ns is 1e-9)",
+}
+"""What names of figures end with, and the unit that is expected of them."""
 
 
 def is_whole(value: object) -> TypeGuard[int]:
@@ -28,12 +35,13 @@ def whole_number(
 
 def check_number(value: object, *, name: str, least: float = 0, most: float, error: type[InputError]) -> None:
     """Refuse what is no number from `least` to `most`, and what is not above 0."""
+    unit = next((f"{unit}, " for ending, unit in UNITS.items() if name.endswith(ending)), "")
     if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise error(f"{name} is {shown(value)}; expected a number")
+        raise error(f"{name} is {shown(value)}; expected {unit}a number")
     # written so that NaN is refused
     if not (value > 0 and least <= value <= most):
         span = f"{least:g} to {most:g}" if least else f"more than 0, and {most:g} at most"
-        raise error(f"{name} is {shown(value)}; expected {span}")
+        raise error(f"{name} is {shown(value)}; expected {unit}{span}")
 
 
 def host_array(values: Any) -> NDArray[Any]:

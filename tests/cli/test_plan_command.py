@@ -15,6 +15,7 @@ from foreroute.layout import pack_sequences
 from foreroute.plan import PlanOptions, load_plan, verify
 from foreroute.plan.counts import packed_counts, save_counts, sequence_counts
 from foreroute.planner.homes import place_homes
+from foreroute.report.format import size
 from foreroute.testing.routes import synthetic_trace
 from tests.cli.command import CLUSTER, foreroute
 from tests.tiers import grid
@@ -75,6 +76,54 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
     assert result.returncode == 0, result.stderr
     kept = load_plan(tmp_path / "next.safetensors")
     assert kept.num_replicas_ML.sum() > paid.num_replicas_ML.sum(), "few tokens pay for few"
+
+
+def slowest_over_mean(counts_MLGE, home_LE):
+    """By the definition, in loops."""
+    slowest, num_ranks = 0, counts_MLGE.shape[2]
+    for m, layer in np.ndindex(counts_MLGE.shape[:2]):
+        loads_E = counts_MLGE[m, layer].sum(axis=0)
+        slowest += max(sum(loads_E[home_LE[layer] == rank]) for rank in range(num_ranks))
+    return slowest * num_ranks / counts_MLGE.sum()
+
+
+def test_what_is_reached_with_less_than_the_plan(files, tmp_path):
+    """Of traces packed by routes, homes moved, and the plan; of counts without packing: the figures by loops."""
+    traces = sorted(files.glob("step-*.safetensors"))
+    blocks_LE = np.tile(np.arange(8) // 2, (3, 1))
+    step = read_step(files / "cluster.toml", traces, token_budget=40)
+    packed = step.sequences.packed_for(blocks_LE)
+    both, home_LE = step.sequences.with_homes(step.topology, blocks_LE)
+    names = " ".join(path.name for path in traces)
+    output = tmp_path / "a.safetensors"
+    result = plan(f"{names} --topology cluster.toml --token-budget 40 --output {output} --no-baselines", files)
+    assert result.returncode == 0, result.stderr
+    expected = {
+        "as it is": (step.counts_MLGE, blocks_LE),
+        "packed by routes": (packed.counts_MLGE(), blocks_LE),
+        "packed by routes, homes moved": (both.counts_MLGE(), home_LE),
+    }
+    model = step.cluster.costs.model
+    moved = (home_LE != blocks_LE).sum() * model.expert_parameters * (model.weight_bytes + 12) / 4
+    for label, case in expected.items():
+        [line] = [line for line in result.stdout.splitlines() if re.match(rf"{label} +\d", line)]
+        assert line[len(label) :].split()[0] == f"{slowest_over_mean(*case):.3f}"
+        assert (size(moved) in line) == ("homes" in label)
+    made = load_plan(output)
+    fetched = made.hosts.fetched_R.sum() * model.expert_bytes / 4
+    [line] = [line for line in result.stdout.splitlines() if re.match(r"the plan +\d", line)]
+    reached = made.max_load_ML.sum() * 4 / step.counts_MLGE.sum()
+    assert line.split()[2] == f"{reached:.3f}"
+    assert not fetched or size(fetched) in line
+    assert max(map(len, result.stdout.splitlines())) <= max(80, len(f"page      {output}") + 40)
+    assert "packed by routes, homes moved" in output.with_suffix(".html").read_text()
+    counted = f"counts.safetensors --topology cluster.toml --no-baselines --output {tmp_path / 'b.safetensors'}"
+    result = plan(f"{counted} --set home_moves=2", files)
+    assert result.returncode == 0, result.stderr
+    placed_LE = place_homes(counts(), step.topology, blocks_LE[:2], max_moves=2)
+    [line] = [line for line in result.stdout.splitlines() if re.match(r"homes moved +\d", line)]
+    assert line.split()[2] == f"{slowest_over_mean(counts(), placed_LE):.3f}"
+    assert "packed by routes" not in " ".join(result.stdout.split()).replace("none is packed by routes", "")
 
 
 @pytest.mark.slow

@@ -113,7 +113,7 @@ def test_without_presets_every_key_without_default_is_needed():
     with pytest.raises(ConfigError, match=r"\[links\] node_bytes_per_s, cluster_bytes_per_s.*\n.*\[hardware\] with"):
         parse_cluster({**USUAL, "hardware": hardware}, source="x")
     names = ("node_bytes_per_s", "cluster_bytes_per_s", "host_bytes_per_s", "node_latency_s", "cluster_latency_s")
-    whole = {**USUAL, "hardware": hardware, "links": dict.fromkeys(names, 1)}
+    whole = {**USUAL, "hardware": hardware, "links": dict.fromkeys(names, 1e6) | dict.fromkeys(names[3:], 1)}
     assert parse_cluster(whole, source="x").costs.hardware.tile_rows == 128
     with pytest.raises(ConfigError, match=r"\[model\] num_layers, num_experts"):
         parse_cluster({key: whole[key] for key in whole if key != "model"}, source="x")
@@ -124,7 +124,7 @@ def test_all_missing_keys_of_all_tables_are_in_one_error():
     with pytest.raises(ConfigError) as caught:
         parse_cluster({}, source="x")
     lines = re.findall(r"^  \[(\w+)\] (.*)$", str(caught.value), re.MULTILINE)
-    named = {table: dict.fromkeys(keys.split(", "), 1) for table, keys in lines}
+    named = {table: {key: 1e6 if key.endswith("_per_s") else 1 for key in keys.split(", ")} for table, keys in lines}
     assert set(named) == {"topology", "hardware", "links", "model"}
     assert parse_cluster(named, source="x").topology.num_ranks == 1
 
@@ -163,6 +163,25 @@ H100, GLM, RANKS = {"preset": "h100"}, {"preset": "glm-4.5"}, {"num_ranks": 64, 
         ("hardware", H100 | {"backward_products": 0}, "backward_products is 0"),
         ("hardware", H100 | {"ranks_per_node": 2**62}, "ranks_per_node is"),
         ("hardware", H100 | {"memory_bytes_per_s": 1e-300}, "memory_bytes_per_s is 1e-300"),
+        ("hardware", H100 | {"memory_bytes_per_s": 3350}, r"memory_bytes_per_s is 3350; .*1 GB/s is 1e9"),
+        ("hardware", H100 | {"publish_bytes_per_s": 50}, "publish_bytes_per_s is 50; expected bytes per second"),
+        ("hardware", H100 | {"gemm_flops_per_s": 989_000}, r"gemm_flops_per_s is 989000; .*1 TFLOP/s is 1e12"),
+        ("hardware", H100 | {"attention_flops_per_s": 400}, "attention_flops_per_s is 400; expected FLOPs per second"),
+        (
+            "hardware",
+            H100 | {"layer_s": 40},
+            r"layer_s is 40; expected seconds \(1 µs is 1e-6\), more than 0, and 1 at",
+        ),
+        ("hardware", H100 | {"replica_s": 5}, "replica_s is 5; expected seconds"),
+        *(
+            ("links", {f"{link}_bytes_per_s": 900}, rf"{link}_bytes_per_s is 900; .*1 GB/s is 1e9\), 1e\+06 to 1e\+18")
+            for link in ("node", "cluster", "host")
+        ),
+        ("links", {"node_bytes_per_s": 340_000}, "node_bytes_per_s is 340000; expected bytes per second"),
+        ("links", {"node_latency_s": 20}, "node_latency_s is 20; expected seconds"),
+        ("costs", {"trial_s_per_count": 10}, r"trial_s_per_count is 10; expected seconds \(1 ns"),
+        ("costs", {"plan_s_per_count": 10}, "plan_s_per_count is 10; expected seconds"),
+        ("costs", {"begin_s": 50}, "begin_s is 50; expected seconds"),
         ("links", {"cluster_bytes_per_s": float("inf")}, r"\[links\] cluster_bytes_per_s is inf"),
         ("links", {"cluster_bytes_per_s": float("nan")}, r"\[links\] cluster_bytes_per_s is nan"),
         ("links", {"cluster_bytes_per_s": 1e30}, r"cluster_bytes_per_s is 1e\+30"),

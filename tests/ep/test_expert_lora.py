@@ -144,7 +144,7 @@ def trained(rank, family, folder, sizes):
     [
         ("qwen3_moe", ONE_GROUP),
         pytest.param("gpt_oss", ONE_GROUP, marks=pytest.mark.slow, id="transposed"),
-        pytest.param("qwen3_moe", TWO_GROUPS, marks=pytest.mark.slow, id="two_groups"),
+        pytest.param("qwen3_moe", TWO_GROUPS, marks=pytest.mark.exhaustive, id="two_groups"),
         pytest.param("qwen3_moe", COPIES, marks=pytest.mark.slow, id="copies"),
     ],
 )

@@ -7,6 +7,7 @@ from collections import Counter
 from contextlib import nullcontext
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -88,6 +89,7 @@ def waiting(segments, sizes, device):
     return (rows + torch.arange(len(rows), device=device)).split(list(sizes))
 
 
+@pytest.mark.slow
 def test_a_step_with_replicas_waits_for_nothing(workers):
     """Nor do padding and last tokens, which are not sent, nor recomputation. "all_to_all" waits in every forward."""
     cells = MICRO_STEPS * LAYERS

@@ -13,7 +13,6 @@ from tests.ep.replica_steps import SPREAD, Way, alone, steps
 from tests.roundings import GRADIENT_TERMS, roundings
 
 WAYS = [Way(3), Way("planned", use_reentrant=False), Way(5, "shared", "host", use_reentrant=True), Way("none")]
-QUICK = ("qwen3_moe", "one group", torch.float64)
 SLOW = [
     ("gpt_oss", "one group", torch.float64),
     ("deepseek_v3", "one group", torch.bfloat16),
@@ -24,6 +23,7 @@ SLOW = [
     ("qwen3_moe", "shared batches", torch.float64),
     ("deepseek_v3", "two groups of a batch each", torch.float32),
     ("qwen3_moe", "copies", torch.float64),
+    ("qwen3_moe", "one group", torch.float64),
 ]
 """Every way of spreading, each by half of `WAYS`; all others by night."""
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -42,7 +42,7 @@ def cases():
         halves = (WAYS[::2], WAYS[1::2]) if case in SLOW else (WAYS,)
         for half, ways in enumerate(() if is_lacking(*case) else halves):
             by_day = case in SLOW and SLOW.index(case) % 2 == half
-            marks = () if case == QUICK else pytest.mark.slow if by_day else pytest.mark.exhaustive
+            marks = pytest.mark.slow if by_day else pytest.mark.exhaustive
             yield pytest.param(*case, ways, marks=marks, id="-".join(map(str, (*case, half)[: 2 + len(halves)])))
 
 

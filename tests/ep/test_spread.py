@@ -215,7 +215,7 @@ def compiled_layers(rank, folder, backend, is_before):
 @pytest.mark.shows("Hugging Face", '`torch.compile` of layers, with `ep_implementation="foreroute"` under plans')
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("backend", "is_before"), [("aot_eager", True), pytest.param("eager", False, marks=pytest.mark.exhaustive)]
+    ("backend", "is_before"), [("eager", True), pytest.param("aot_eager", False, marks=pytest.mark.exhaustive)]
 )
 def test_compiled_layers_execute_plans_with_the_same_bits_and_no_recompilation_in_other_cells(
     workers, folder_of, backend, is_before

@@ -104,7 +104,9 @@ def test_policies_by_hand():
     rows = np.zeros((2, 1, 2, 2), int)  # each source rank has a token for either expert in the first micro-step
     rows[0, 0], rows[1, 0] = [[3, 1], [3, 1]], [[2, 0], [0, 2]]
     before = known_rows(np.full((1, 1, 2, 2), 2), np.array([[0, 1]]))
-    found = {one.name: one for one in known_rows(rows, np.array([[0, 1]]), top_k=1).policies(before)}
+    known = known_rows(rows, np.array([[0, 1]]), top_k=1)
+    assert known.torchtitan_arguments() == {"non_blocking_capacity_factor": 6 / 8}
+    found = {one.name: one for one in known.policies(before)}
     mean, worst, last = found["mean x 1.10"], found["worst case"], found["the step before's most, of a layer"]
     # rows are 6, 2 and 2, 2; 1.10 times the means are 4 and 2, cut to whole rows
     assert (mean.largest, mean.overflowing, mean.overflowing_cells) == (4, 1 / 4, 1 / 2)
@@ -180,3 +182,10 @@ def test_the_step_before_must_be_of_the_same_model():
     known = known_rows(COUNTS, BLOCKS_LE)
     with pytest.raises(CountsError, match=r"step before.*same"):
         known.policies(known_rows(COUNTS[:, :1], BLOCKS_LE[:1]))
+
+
+def test_torchtitans_factor_is_of_tokens_and_of_homes():
+    with pytest.raises(CountsError, match="top_k"):
+        known_rows(COUNTS, BLOCKS_LE).torchtitan_arguments()
+    with pytest.raises(PlanError, match="replicas"):
+        known_rows(TRACE, planned(TRACE, PACKING, 0)).torchtitan_arguments()

@@ -284,7 +284,7 @@ def test_where_host_memory_is_slow_replicas_of_other_nodes_are_kept():
     topology = HARDWARE["h100"].topology(16, 2)
     costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"], dispatcher="dedup", paths="host")
     cell = plan(counts_GE[None, None], topology, PlanOptions(slots="shared")).cell(0, 0)
-    dead = replace(topology, links=replace(topology.links, host_bytes_per_s=1e3))
+    dead = replace(topology, links=replace(topology.links, host_bytes_per_s=1e6))
     kept = _prune(cell, counts_GE, dead, costs)
     from_afar_R = cell.rank_R // 8 != cell.home_E[cell.expert_R] // 8
     assert 0 < from_afar_R.sum() < len(from_afar_R)

@@ -12,12 +12,21 @@ from foreroute.costs.presets import hardware_preset, model_preset
 from foreroute.plan import Topology
 from foreroute.plan.options import PASS_NAMES
 from foreroute.report.figure import integer_ticks, ticks_above_one
-from foreroute.report.format import duration, over_mean, percentage, step_time, time_unit
+from foreroute.report.format import duration, over_mean, percentage, size, step_time, time_unit
 from foreroute.report.methods import BOUND
-from foreroute.report.plan import plan_finding, plan_table, plan_tiles, write_plan_page
+from foreroute.report.plan import (
+    executors_of_ways,
+    plan_finding,
+    plan_table,
+    plan_tiles,
+    ways_finding,
+    ways_table,
+    write_plan_page,
+)
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.compare import TimedPlan, compare_plan
 from foreroute.simulate.methods import BALANCERS
+from foreroute.simulate.ways import Way, simplest
 from foreroute.trace import RoutedLayer
 from tests.plan.random_plans import LINKS, random_counts, random_plan
 from tests.report.pages import rows_of, text_of
@@ -175,7 +184,67 @@ def priced(record, seconds):
     return replace(record, recompute_parts=parts[0], update_parts=parts[1])
 
 
+def ways_of(**step_s):
+    """Each way by its seconds; what moves is of the last two."""
+    reached = {"static": 1.55, "packing": 1.49, "homes": 1.026, "plan": 1.0}
+    return tuple(
+        Way(
+            name=name,
+            imbalance=reached[name],
+            passes_s=seconds - 0.25 * (name == "homes"),
+            moves_s=0.25 * (name == "homes"),
+            moved_bytes=2.43e9 * (name == "homes"),
+            fetched_bytes=1.1e9 * (name == "plan"),
+        )
+        for name, seconds in step_s.items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "verdict"),
+    [
+        ({"static": 2.0, "packing": 1.99, "homes": 1.99, "plan": 1.981}, "Nothing needs to be done here"),
+        ({"static": 2.0, "packing": 1.9, "homes": 1.9, "plan": 1.89}, "Packing by routes would do here"),
+        ({"static": 2.0, "packing": 1.9, "homes": 1.5, "plan": 1.49}, "Homes that move once would do here"),
+        ({"static": 2.0, "packing": 1.9, "homes": 1.5, "plan": 1.4}, "Replicas pay here"),
+    ],
+)
+def test_what_is_enough_comes_before_what_each_way_reaches(tmp_path, seconds, verdict):
+    ways = ways_of(**seconds)
+    finding, table = ways_finding(ways), ways_table(ways)
+    assert finding.startswith(f"{verdict}")
+    assert (
+        "1.550 times the mean as it is, 1.490 packed by routes, 1.026 with homes moved too (2.43 GB a rank, once), "
+        "and 1.000 under the plan (1.1 GB a rank in a pass)."
+    ) in finding.replace("\N{NO-BREAK SPACE}", " ")
+    labels = [row.cells[0] for row in table.rows]
+    assert labels == ["as it is", "packed by routes", "packed by routes, homes moved", "the plan"]
+    assert [row.strong for row in table.rows] == [way is simplest(ways) for way in ways]
+    assert [cell.replace("\N{NO-BREAK SPACE}", " ") for cell in table.rows[2].cells[1:]] == [
+        "1.026",
+        f"{1e3 * (seconds['homes'] - 0.25):.3g} ms" if seconds["homes"] < 1.25 else f"{seconds['homes'] - 0.25:.3g} s",
+        "250 ms",
+        "2.43 GB",
+        "",
+    ]
+    found = case()
+    text = text_of(write_plan_page(found, {}, tmp_path / "page.html", ways=ways).read_text())
+    assert finding.replace("\N{NO-BREAK SPACE}", " ") in text
+    homes, replicas = executors_of_ways().values()
+    assert "flex (DeepEP, HybridEP)" in homes
+    assert "flex" not in replicas
+    assert f"Replicas of experts: {replicas}." in text
+
+
+def test_without_sequences_homes_alone_are_set_beside_the_plan():
+    ways = ways_of(static=2.0, homes=1.5, plan=1.0)
+    assert [row.cells[0] for row in ways_table(ways).rows] == ["as it is", "homes moved", "the plan"]
+    assert "1.026 with homes moved (2.43" in ways_finding(ways)
+    assert ways_finding(ways).endswith("Sequences are not known, so that none is packed by routes.")
+
+
 SHOWN = {
+    size: [(1.23e9, "1.23 GB"), (4.56e7, "45.6 MB"), (789, "789 B"), (0, "0 B"), (2e12, "2 TB")],
     duration: [(3.21, "3.21 s"), (0.0456, "45.6 ms"), (7.89e-5, "78.9 us"), (1.0, "1 s"), (0.001, "1 ms")],
     step_time: [(0.00123, "1.23 ms"), (5.678, "5.68 s"), (14.0, "14.0 s"), (1234.5, "1,234 s")],
     over_mean: [(1.0, "1.000"), (1.02004, "1.020"), (12.34, "12.3")],

@@ -19,7 +19,7 @@ from foreroute.plan.capabilities import EXECUTES, Ability, lacking, warn_of_lack
 from foreroute.planner import plan
 from foreroute.simulate import parse_config, simulate
 from foreroute.simulate.balancers import BalancerInput
-from foreroute.simulate.methods import METHODS, PRESETS, Planner, serve
+from foreroute.simulate.methods import METHODS, PRESETS, HomesAlone, Planner, serve
 from foreroute.testing.ranks import Workers
 from foreroute.trace import RoutingTrace
 from tests.adapters.hf.families import skip_where_nothing_is_spread
@@ -29,14 +29,19 @@ from tests.train.small_runs import SIZES
 ROOT = Path(__file__).parents[2]
 MEGATRON = "tests/adapters/megatron/test_plan_execution.py::"
 STATIC = MEGATRON + "test_losses_gradients_weights_and_state_equal_those_of_the_static_run"
+MOVED = "tests/adapters/megatron/test_home_placement.py::test_losses_weights_state_and_routes_are_equal_bit_for_bit"
+HOMES = "tests/ep/test_homes.py::test_what_moves_and_comes_back_has_its_bits_and_its_memory"
 GROUPS = "tests/ep/test_replicas.py::test_a_step_with_replicas_is_that_of_all_to_all"
 TESTS = {
-    "hf": {Ability.EXPERT_DATA_PARALLEL: GROUPS},
-    "megatron": {Ability.EXPERT_DATA_PARALLEL: STATIC},
+    "hf": {Ability.EXPERT_DATA_PARALLEL: GROUPS, Ability.REPLICAS: GROUPS, Ability.HOME_MOVES: HOMES},
+    "megatron": {Ability.EXPERT_DATA_PARALLEL: STATIC, Ability.REPLICAS: STATIC, Ability.HOME_MOVES: MOVED},
+    "megatron_flex": {Ability.HOME_MOVES: MOVED},
+    "hf_own": {},
 }
 """The test that executes each ability."""
 RANKS, MICRO_STEPS = 4, 2
 ROWS = ("static", *PRESETS)
+HOMES_ALONE = ("ours_homes", "ours_homes_previous")
 COSTS = CostModel(
     # all but rows costs next to nothing, so that no transfer is left out, and plans of few tokens pay
     model=replace(MODELS["qwen3-30b-a3b"], num_experts=16, top_k=2),
@@ -65,8 +70,6 @@ def test_every_ability_of_the_table_has_a_test():
 def executed():
     """Counts of a step, and of every row the plan, the loads and the loss that four processes found."""
     skip_where_nothing_is_spread()
-    for name in ROWS:  # compiled here once
-        planned(np.ones((1, 1, RANKS, 16), np.int64), name, None)
     workers = Workers(RANKS, timeout_s=120)
     yield workers.run(execute)
     workers.close()
@@ -76,8 +79,15 @@ def planned(counts_MLGE, name, home_LE):
     method = METHODS[name].method
     is_plan = isinstance(method, Planner)
     topology = Topology(RANKS, RANKS, (is_plan and method.redundant_slots) or 2, COSTS.hardware.links)
+    if isinstance(method, HomesAlone):
+        return method(method.prepared(problem_of(counts_MLGE, topology, home_LE)))[1]
     options = method.options if is_plan else PlanOptions(replicas=False)
     return plan(counts_MLGE, topology, options, home_LE=home_LE, costs=COSTS)
+
+
+def problem_of(counts_MLGE, topology, home_LE):
+    """Loads of the step before are those of its first micro-step."""
+    return BalancerInput(counts_MLGE, topology, home_LE, counts_MLGE[0].sum(axis=1, dtype=np.int64))
 
 
 def execute(rank):
@@ -115,9 +125,10 @@ def execute(rank):
 def test_rows_that_are_called_executed_are_executed_as_simulated(executed, name):
     counts_MLGE, home_LE, found = executed[0]
     step_plan, _, loss = found[name]
-    assert (len(step_plan.hosts.expert_R) > 0) == (name != "static")
-    assert (step_plan.home_LE != step_plan.previous_home_LE).any() == (name == "ours_rehomed")
-    simulated = serve(METHODS[name], BalancerInput(counts_MLGE, step_plan.topology, home_LE), COSTS)
+    assert (len(step_plan.hosts.expert_R) > 0) == (name != "static" and name not in HOMES_ALONE)
+    assert (step_plan.home_LE != step_plan.previous_home_LE).any() == (name in ("ours_rehomed", "ours_homes"))
+    assert (step_plan.home_LE != home_LE).any() == (name == "ours_rehomed" or name in HOMES_ALONE)
+    simulated = serve(METHODS[name], problem_of(counts_MLGE, step_plan.topology, home_LE), COSTS)
     simulated_MLG = simulated.loads(step_plan.topology).served_SMLG[1]
     assert np.array_equal(np.stack([of_rank[name][1] for _, _, of_rank in executed], axis=-1), simulated_MLG)
     assert loss == pytest.approx(found["static"][2], rel=1e-6)

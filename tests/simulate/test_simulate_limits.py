@@ -68,11 +68,11 @@ def test_counts_from_a_file_are_bounded_like_drawn_ones(tmp_path):
 @pytest.mark.parametrize(
     ("table", "values"),
     [
-        ("links", dict.fromkeys(("node_bytes_per_s", "cluster_bytes_per_s", "host_bytes_per_s"), 1)),
+        ("links", dict.fromkeys(("node_bytes_per_s", "cluster_bytes_per_s", "host_bytes_per_s"), 1e6)),
         ("links", dict.fromkeys(("node_bytes_per_s", "cluster_bytes_per_s", "host_bytes_per_s"), 1e18)),
-        ("links", dict.fromkeys(("node_latency_s", "cluster_latency_s"), 3600)),
-        ("hardware", {"gemm_flops_per_s": 1, "attention_flops_per_s": 1, "memory_bytes_per_s": 1}),
-        ("hardware", {"gemm_flops_per_s": 1e24, "layer_s": 3600, "tile_rows": 1_000_000}),
+        ("links", dict.fromkeys(("node_latency_s", "cluster_latency_s"), 1)),
+        ("hardware", dict.fromkeys(("gemm_flops_per_s", "attention_flops_per_s", "memory_bytes_per_s"), 1e6)),
+        ("hardware", {"gemm_flops_per_s": 1e24, "layer_s": 1, "tile_rows": 1_000_000}),
         ("model", {"hidden": 1 << 20, "intermediate": 1 << 20, "vocabulary": 1 << 24, "dense_parameters": 1 << 40}),
         ("model", {"weight_bytes": 64.0, "gradient_bytes": 64.0, "activation_bytes": 64.0, "num_layers": 1024}),
         ("execution", {"planning_s": 604_800.0, "rollout_s": 604_800.0, "plan_lead_s": 604_800.0}),

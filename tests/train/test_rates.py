@@ -105,6 +105,7 @@ def measure(rank, path):
     return result.returncode, result.stdout, result.stderr
 
 
+@pytest.mark.slow
 def test_two_processes_measure_into_the_file(workers, tmp_path):
     path = tmp_path / "cluster.toml"
     path.write_text(FILE)

@@ -23,19 +23,39 @@ from foreroute.files.writing import check_writable, writing_named
 from foreroute.layout import Packing
 from foreroute.plan import KnownRows, PlanOptions, StepPlan, known_rows, load_plan, save_plan, verify
 from foreroute.plan.capabilities import EXECUTES, Ability
-from foreroute.plan.counts import COUNTS_FILE, check_counts, load_counts, packed_counts, tokens_digest
+from foreroute.plan.counts import (
+    COUNTS_FILE,
+    FEW_ENTRIES,
+    MOST_ASSIGNMENTS,
+    check_counts,
+    load_counts,
+    packed_counts,
+    tokens_digest,
+)
 from foreroute.plan.options import PASS_NAMES, PassName
 from foreroute.plan.plan_file import PLAN_FILE
 from foreroute.plan.received_rows import unrouted_tokens
 from foreroute.plan.topology import Topology
 from foreroute.planner.homes import place_homes
+from foreroute.planner.packed_homes import PackedSequences
 from foreroute.report.format import duration
 from foreroute.report.page import Table, check_page
-from foreroute.report.plan import cost_words, plan_finding, plan_table, plan_tiles, rows_table, write_plan_page
+from foreroute.report.plan import (
+    cost_words,
+    executors_of_ways,
+    plan_finding,
+    plan_table,
+    plan_tiles,
+    rows_table,
+    ways_finding,
+    ways_table,
+    write_plan_page,
+)
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.compare import compare_plan, timed_plan
 from foreroute.simulate.methods import BALANCERS
-from foreroute.simulate.steps import TOKEN_BUDGET, packed, read_traces
+from foreroute.simulate.steps import TOKEN_BUDGET, packed, packed_sequences, read_traces
+from foreroute.simulate.ways import ways_to_level
 from foreroute.trace import RoutedLayer, RoutingTrace
 from foreroute.trace.operations import count_assignments
 
@@ -76,6 +96,19 @@ def run_plan(
     console.print(shown_table(plan_table(compared)))
     console.print(plan_finding(compared), highlight=False, markup=False)
     console.print(shown_tiles(plan_tiles(compared)))
+    with working("packing by routes, and moving homes", console):
+        ways = tuple(
+            ways_to_level(
+                found.plan,
+                step.counts_MLGE,
+                step.cluster.costs,
+                step.sequences,
+                max_moves=options.home_moves or None,  # if homes stay, what they would reach is still worth knowing
+            )
+        )
+    console.print("\n" + ways_finding(ways), highlight=False, markup=False)
+    console.print(shown_table(ways_table(ways)))
+    console.print(shown_facts(executors_of_ways()))
     if rows:
         with working("counting the rows of ranks", console):
             tables = _rows_tables(step, found.plan, _rows_before(step, inputs["previous"], inputs["token_budget"]))
@@ -90,7 +123,10 @@ def run_plan(
         console.print(shown_facts(execute))
     made = {"made": f"foreroute {foreroute.__version__}, {date.today()}: {shlex.join(['foreroute', *sys.argv[1:]])}"}
     all_facts = facts | found.why | execute | made
-    write_page(console, lambda: write_plan_page(compared, all_facts, page, cluster=step.cluster, layers=step.layers))
+    write_page(
+        console,
+        lambda: write_plan_page(compared, all_facts, page, cluster=step.cluster, layers=step.layers, ways=ways),
+    )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -106,6 +142,7 @@ class StepToPlan:
     packing: Packing | None  # the rank and micro-step of each sequence of the traces
     tokens_digest: str  # of these sequences, by which an executor knows the step
     native_MG: NDArray[np.int64] | None  # tokens of the traces without a route
+    sequences: PackedSequences | None  # of the traces, packed so, unless they are very many
 
     @property
     def topology(self) -> Topology:
@@ -151,7 +188,7 @@ def read_step(
         # the packing becomes part of the plan: the trainer must cut the step as it was planned
         budget = token_budget or TOKEN_BUDGET
         home_LE = _homes(plans, ranks, (read[0].spec.num_layers, read[0].spec.num_experts))
-        packing, sequences = packed(read, budget, ranks.num_ranks, costs), sum(map(len, read))
+        packing = packed(read, budget, ranks.num_ranks, costs)
         counts_MLGE = check_counts(packed_counts(read, packing))
         if options.packing == "routes":
             # for the homes that the step will have, as far as counts by length say them
@@ -161,9 +198,15 @@ def read_step(
             packing = packed(read, budget, ranks.num_ranks, costs, home_LE=there_LE)
             counts_MLGE = check_counts(packed_counts(read, packing))
         facts["packing"] = (
-            f"{sequences} sequences by {_packed_by(packing)}, at most {budget} tokens of a rank in a micro-step"
+            f"{len(packing.rank_S)} sequences by {_packed_by(packing)}, "
+            f"at most {budget} tokens of a rank in a micro-step"
         )
     shape = counts_MLGE.shape[1], counts_MLGE.shape[3]
+    sequences = None
+    # what packing reaches is not worth any memory, nor an error where a layer is too large to be packed by routes
+    is_small = counts_MLGE[:, 0].sum(dtype=np.int64) <= MOST_ASSIGNMENTS
+    if packing is not None and is_small and len(packing.rank_S) * shape[0] * shape[1] <= FEW_ENTRIES:
+        sequences = packed_sequences(read, packing, budget, costs)
     return StepToPlan(
         counts_MLGE=counts_MLGE,
         cluster=cluster,
@@ -174,6 +217,7 @@ def read_step(
         packing=packing,
         tokens_digest=tokens_digest(read) if read else "",
         native_MG=None if packing is None else unrouted_tokens(read, packing),
+        sequences=sequences,
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.costs.model import PRICES, Prices
+from foreroute.errors import PlanError
 from foreroute.kernels import INT, ArrayOf, compiled
 from foreroute.plan.hosts import HOSTS, Hosts
 
@@ -24,12 +25,13 @@ CLUSTER_OUT, CLUSTER_IN, NODE_OUT, NODE_IN, HOST = range(5)
 def served_loads(
     hosts: Hosts, counts_MLGE: NDArray[np.integer], ranks_per_node: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Count what hosts do for counts [M, L, G, E].
+    """Count what hosts do for counts [M, L, G, E]. Raises `PlanError` for hosts of others.
 
     Returns:
         int64 [M, L, G], assignments that each rank serves; int64 [M, L], those of them that come from another node;
         int64 [M, L], experts whose weights are moved for the cell.
     """
+    hosts.require_fit(counts_MLGE)
     num_micro_steps, num_layers, num_ranks, _ = counts_MLGE.shape
     served_MLG = np.zeros((num_micro_steps, num_layers, num_ranks), np.int64)
     crossing_ML, fetches_ML = np.zeros((2, num_micro_steps, num_layers), np.int64)
@@ -59,9 +61,18 @@ def transfer_seconds(
     """float64 [G, 5] twice, seconds of each link for one fetch of the replicas in `fetched_R`, and for all gradients.
 
     `expert_R` and `rank_R` are integers [R], `home_E` [E]. Replicas at home move nothing.
+
+    Raises `PlanError` for experts and ranks that are not there.
     """
     fetch_G5, gradient_G5 = np.zeros((2, num_ranks, 5))
     expert_R, rank_R, home_E = (np.ascontiguousarray(each, np.int64) for each in (expert_R, rank_R, home_E))
+    for what, values, size in (
+        ("expert", expert_R, len(home_E)),
+        ("rank", rank_R, num_ranks),
+        ("home", home_E, num_ranks),
+    ):
+        if values.min(initial=0) < 0 or values.max(initial=0) >= size:
+            raise PlanError(f"{what}s go from {values.min()} to {values.max()}; expected 0 to {size - 1}")
     _transfers(expert_R, rank_R, fetched_R, home_E, prices, fetch_G5, gradient_G5)
     return fetch_G5, gradient_G5
 

@@ -27,7 +27,7 @@ from foreroute.kernels import BOOL, FLOAT, INT, ArrayOf, StructOf
 from foreroute.plan.capabilities import FetchPath, check_paths, takes_host_memory
 from foreroute.plan.hosts import Hosts
 from foreroute.plan.options import SlotSharing
-from foreroute.plan.topology import Links, Topology
+from foreroute.plan.topology import LEAST_RATE, Links, Topology
 
 MOST_OF_MODEL = {
     "num_layers": 1024,
@@ -40,7 +40,7 @@ MOST_OF_MODEL = {
     "vocabulary": 1 << 24,
 }
 MOST_OF_HARDWARE = {"ranks_per_node": 32_767, "tile_rows": 1_000_000}
-MOST_SECONDS, MOST_RATE, MOST_ELEMENT_BYTES, MOST_SEQUENCE, MOST_PREFETCH = 3600.0, 1e24, 64, 1 << 24, 999_999
+MOST_SECONDS, MOST_RATE, MOST_ELEMENT_BYTES, MOST_SEQUENCE, MOST_PREFETCH = 1.0, 1e24, 64, 1 << 24, 999_999
 MOST_PRODUCTS = 1000
 """Most seconds of a layer, FLOPs or bytes in a second, bytes of an element, tokens of a sequence, cells ahead, and
 products backward over forward. Like all bounds here, ten times what anyone has or more, and such that no product of
@@ -140,7 +140,7 @@ class Hardware:
             if name in MOST_OF_HARDWARE:
                 whole_number(value, name=name, most=MOST_OF_HARDWARE[name], error=ConfigError)
             elif name.endswith("_per_s") and not (name == "publish_bytes_per_s" and value == 0):
-                check_number(value, name=name, least=1, most=MOST_RATE, error=ConfigError)
+                check_number(value, name=name, least=LEAST_RATE, most=MOST_RATE, error=ConfigError)
         check_number(self.layer_s, name="layer_s", most=MOST_SECONDS, error=ConfigError)
         check_number(self.backward_products, name="backward_products", most=MOST_PRODUCTS, error=ConfigError)
         _check_seconds(self, "replica_s", "replica_backward_s")

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.costs.model import BACKWARD, FORWARD, PRICES, CostModel, Prices
+from foreroute.errors import CountsError
 from foreroute.kernels import ArrayOf, compiled
 from foreroute.plan.hosts import HOSTS, Hosts
 from foreroute.plan.options import PASS_NAMES, SlotSharing
@@ -32,6 +33,8 @@ def step_parts(
 ) -> NDArray[np.float64]:
     """float64 [2, 5], seconds of `PASS_NAMES` and `PART_NAMES` of a step, cell by cell of counts [M, L, G, E].
 
+    Raises `PlanError` for hosts of other counts.
+
     Deduplicated rows are estimated: on generated routes of 16 to 64 ranks 0 to 7 % low over NICs, 6 to 10 % inside
     nodes, and 0 to 3 % in seconds.
     """
@@ -44,6 +47,9 @@ def parts_of_cells(
     hosts: Hosts, counts_MLGE: NDArray[np.int32], attention_ML2: NDArray[np.float64], prices: Prices
 ) -> NDArray[np.float64]:
     """As `step_parts`, where attention takes the slowest rank so long in a forward and in a backward pass."""
+    hosts.require_fit(counts_MLGE)
+    if attention_ML2.shape != (*counts_MLGE.shape[:2], 2):
+        raise CountsError(f"attention is {list(attention_ML2.shape)}; expected {[*counts_MLGE.shape[:2], 2]}")
     parts_SP = np.zeros((len(PASS_NAMES), len(PART_NAMES)))
     _parts(hosts, counts_MLGE, attention_ML2, prices, parts_SP)
     return parts_SP
@@ -85,7 +91,8 @@ class CellCosts(NamedTuple):
 
 
 def work_of_cells(hosts: Hosts, counts_MLGE: NDArray[np.integer], prices: Prices) -> CellCosts:
-    """What the hosts of a step put on ranks and links."""
+    """What the hosts of a step put on ranks and links. Raises `PlanError` for hosts of other counts."""
+    hosts.require_fit(counts_MLGE)
     num_micro_steps, num_layers, num_ranks, _ = counts_MLGE.shape
     shapes = ((), (num_ranks, 4), (num_ranks, 2), (num_ranks, 5), (num_ranks, 5))
     work = CellCosts(*(np.zeros((num_micro_steps, num_layers, *shape)) for shape in shapes))

@@ -49,7 +49,7 @@ def plan_at_home(counts_MLGE: NDArray[np.integer], home_LE: NDArray[np.int16]) -
     hosts = Hosts.with_room(home_LE, num_micro_steps, num_ranks, 0)
     counts_MLE = counts_MLGE.sum(axis=2, dtype=np.int64)
     slowest_ML = np.max([(counts_MLE * (home_LE == rank)).sum(axis=2) for rank in range(num_ranks)], axis=0)
-    topology = Topology(num_ranks, num_ranks, 0, Links(1.0, 1.0, 1.0, 1.0, 1.0))
+    topology = Topology(num_ranks, num_ranks, 0, Links(1e9, 1e9, 1e9, 1e-5, 1e-5))
     digest = counts_digest(counts_MLGE)
     return StepPlan(topology, home_LE, hosts, slowest_ML, slowest_ML.astype(np.float64), digest, "shared")
 

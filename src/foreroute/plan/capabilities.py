@@ -16,7 +16,7 @@ from foreroute.plan.options import PASS_NAMES
 if TYPE_CHECKING:
     from foreroute.plan.step_plan import StepPlan
 
-Executor = Literal["hf", "megatron"]
+Executor = Literal["hf", "megatron", "megatron_flex", "hf_own"]
 FetchPath = Literal["host", "direct"]
 """How replicas get their weights: "host", through the memory that the ranks of a node share, and from peer to peer
 between nodes; "direct", from peer to peer."""
@@ -25,6 +25,8 @@ between nodes; "direct", from peer to peer."""
 class Ability(StrEnum):
     """One thing that executing a step may ask for and that some executor lacks; what all of them do is not listed."""
 
+    REPLICAS = "replicas of experts"
+    HOME_MOVES = "experts that move between steps"
     DEDUPLICATED_DISPATCH = "deduplicated dispatch"
     OVERLAP = "all-to-alls hidden behind compute"
     NODES = "expert-parallel ranks on several nodes"
@@ -33,10 +35,20 @@ class Ability(StrEnum):
 
 
 EXECUTES: Mapping[Executor, frozenset[Ability]] = {
-    "hf": frozenset({Ability.EXPERT_DATA_PARALLEL}),
-    "megatron": frozenset({Ability.EXPERT_DATA_PARALLEL}),
+    "hf": frozenset({Ability.REPLICAS, Ability.HOME_MOVES, Ability.EXPERT_DATA_PARALLEL}),
+    "megatron": frozenset({Ability.REPLICAS, Ability.HOME_MOVES, Ability.EXPERT_DATA_PARALLEL}),
+    "megatron_flex": frozenset({Ability.HOME_MOVES}),
+    "hf_own": frozenset(),
 }
-"""The abilities of `foreroute.ep` on experts that transformers spreads, and on Megatron-Core."""
+"""The abilities of `foreroute.ep` on experts that transformers spreads, and on Megatron-Core; and of what serves
+experts without it: Megatron-Core's flex dispatcher, and the other classes of transformers' registry."""
+EXECUTOR_NAMES: Mapping[Executor, str] = {
+    "hf": 'transformers with ep_implementation="foreroute"',
+    "megatron": "Megatron-Core with alltoall or allgather",
+    "megatron_flex": "Megatron-Core with flex (DeepEP, HybridEP)",
+    "hf_own": "transformers' own expert parallelism",
+}
+"""For people."""
 
 
 def warn_of_lacks(plan: StepPlan, executor: Executor, paths: FetchPath) -> None:

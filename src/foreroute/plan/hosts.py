@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from foreroute.errors import PlanError
 from foreroute.kernels import ArrayOf, StructOf
+from foreroute.trace.checks import ascending
 
 
 class CellPlan(NamedTuple):
@@ -152,6 +154,31 @@ class Hosts(NamedTuple):
         """Return the micro-steps `begin` to `end` - 1, as views."""
         offsets = self.offsets[begin * len(self.home_LE) : end * len(self.home_LE) + 1]
         return Hosts(self.home_LE, offsets - offsets[0], *self._rows(int(offsets[0]), int(offsets[-1])))
+
+    def require_fit(self, counts_MLGE: NDArray[np.integer]) -> None:
+        """Raise `PlanError` unless these are hosts of counts [M, L, G, E]; compiled loops index by every number."""
+        num_micro_steps, num_layers, num_ranks, num_experts = counts_MLGE.shape
+        if self.home_LE.shape != (num_layers, num_experts) or self.tokens_RG.shape[1:] != (num_ranks,):
+            raise PlanError(
+                f"home_LE is {list(self.home_LE.shape)} and tokens_RG of {self.tokens_RG.shape[1:]} source ranks; the "
+                f"counts are of {[num_layers, num_experts]} layers and experts, and {num_ranks} ranks"
+            )
+        offsets, cells, rows = self.offsets, num_micro_steps * num_layers, min(map(len, self[2:]))
+        # there may be room behind the last replica
+        if len(offsets) != cells + 1 or not ascending(offsets, min(int(offsets[-1]), rows)):
+            raise PlanError(
+                f"offsets are {len(offsets)} numbers up to {offsets[-1:].tolist()}; expected {cells + 1}, which ascend "
+                f"from 0 to {rows} replicas at most"
+            )
+        used = slice(0, int(offsets[-1]))
+        for name, values, size in (
+            ("home_LE", self.home_LE, num_ranks),
+            ("rank_R", self.rank_R[used], num_ranks),
+            ("expert_R", self.expert_R[used], num_experts),
+        ):
+            # as numbers without a sign those below 0 are the largest of all
+            if values.view(np.uint16).max(initial=0) >= size:
+                raise PlanError(f"{name} goes from {values.min()} to {values.max()}; expected 0 to {size - 1}")
 
     def _rows(self, begin: int, end: int) -> Iterator[Any]:
         """Give the arrays of some replicas."""

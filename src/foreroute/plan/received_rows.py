@@ -168,6 +168,25 @@ class KnownRows:
             "moe_paged_stash_buffer_size_factor_cuda": _least_factor(most, mean),
         }
 
+    def torchtitan_arguments(self) -> dict[str, float]:
+        """Make the argument of torchtitan 0.3.0's `HybridEPTokenDispatcher.Config` with which no row here is dropped.
+
+        Its ranks serve their own experts alone, so that this is for a step at homes, and send equally many tokens: as
+        many as the one that sends most, or more. Its `pad_multiple` is the `align` of these rows.
+
+        Raises:
+            CountsError: when `top_k` is not known.
+            PlanError: for rows of a plan with replicas.
+        """
+        if self.top_k is None:
+            raise CountsError("torchtitan's factor needs top_k, which counts do not say; pass top_k= to known_rows")
+        hosted = int(self.hosted_MLG.min())
+        if self.hosted_MLG.max() > hosted:
+            raise PlanError("these are rows of a plan with replicas, which torchtitan has none of; pass homes")
+        tokens_M = self.sent_MG.max(axis=1) // self.top_k
+        worst_M = tokens_M * self.sent_MG.shape[1] * min(hosted, self.top_k)
+        return {"non_blocking_capacity_factor": _least_factor(self.reserved_MLG.max(axis=(1, 2)), worst_M)}
+
     def policies(self, before: KnownRows | None = None) -> tuple[Reservation, ...]:
         """Compare what others would reserve for this very step, the worst case where top_k is known, and what is known.
 

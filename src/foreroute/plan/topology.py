@@ -16,8 +16,9 @@ MOST_RANKS = 32_767
 """Plans name ranks and slots in int16."""
 MOST_REDUNDANT_SLOTS = 1 << 17
 """Redundant slots of all ranks together. What they hold is kept for every layer."""
-MOST_BYTES_PER_S, MOST_LATENCY_S = 1e18, 3600.0
-"""Far beyond any link, and such that no product of costs overflows."""
+LEAST_RATE, MOST_BYTES_PER_S, MOST_LATENCY_S = 1e6, 1e18, 1.0
+"""Far beyond any link, and such that no product of costs overflows. Below the least, and above a second, are figures in
+other units: 900 for 900 GB/s, 20 for 20 µs."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Links:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            least, most = (0, MOST_LATENCY_S) if name.endswith("_latency_s") else (1, MOST_BYTES_PER_S)
+            least, most = (0, MOST_LATENCY_S) if name.endswith("_latency_s") else (LEAST_RATE, MOST_BYTES_PER_S)
             check_number(value, name=name, least=least, most=most, error=TopologyError)
 
 

@@ -7,7 +7,7 @@ a line of another trainer may leave the others out. The reference (docs/referenc
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 
@@ -20,6 +20,8 @@ SIDES: tuple[Side, ...] = ("native", "replayed")
 
 Load = Literal["at_home", "planned", "executed"]
 """Which load of the ranks: with every expert at its home, by the plan, or as it ran."""
+Grouping = Literal["bound", "by_length", "by_routes"]
+"""How sequences share micro-steps; no grouping is below the bound at these homes."""
 
 ROUNDED = 1e-6
 """Rounding lets a quotient of sums end so far outside of 0 to 1."""
@@ -144,12 +146,16 @@ class ExecutionRecord:
     """Seconds of planning."""
     exposed_planning_s: float | None = None
     """Seconds that passes waited for plans."""
+    packing: dict[Grouping, int] = field(default_factory=dict)
+    """Packed by routes: assignments of the slowest rank at homes, summed over cells, beside `bound` and `by_length`."""
     passes: dict[str, PassRecord] = field(default_factory=dict)
     """By name: recompute, update 0, ..."""
 
     def __post_init__(self) -> None:
         if self.passes and {"at_home", "executed"} - self.max_over_mean.keys():
             raise ValueError("max_over_mean needs at_home and executed where there are passes")
+        if self.packing and set(get_args(Grouping)) - self.packing.keys():
+            raise ValueError("packing needs bound, by_length and by_routes")
         for name, each in self.passes.items():
             try:
                 loads = np.array([each.executed_MLG, each.at_home_MLG], np.int64)

@@ -12,6 +12,7 @@ from foreroute.files.json_form import by_key
 
 ABSENT = "–"  # noqa: RUF001  an en dash in a table cell: never measured
 GAP = "\N{NO-BREAK SPACE}"
+SIZES = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3}
 UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 TIMES = "\N{MULTIPLICATION SIGN}"
 
@@ -89,6 +90,12 @@ def step_time(value: float | None) -> str:
         return ABSENT
     decimals = 2 if value < 10 else 1 if value < 100 else 0
     return f"{value:,.{decimals}f}{GAP}s" if value >= 0.1 else duration(value)
+
+
+def size(value: float) -> str:
+    """Bytes in the unit that suits them: 1.23 GB, 45.6 MB, 789 B."""
+    unit, one = next(((unit, one) for unit, one in SIZES.items() if value >= one), ("B", 1))
+    return f"{value / one:.3g}{GAP}{unit}"
 
 
 def time_unit(most_s: float) -> tuple[str, float]:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from foreroute.report.format import over_mean, percentage, step_time, times
+from foreroute.plan.capabilities import EXECUTES, EXECUTOR_NAMES, Ability
+from foreroute.report.format import TIMES, duration, over_mean, percentage, size, step_time, times
 from foreroute.report.methods import BOUND, method_table, worth
 from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tile, Tone, write_page
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from foreroute.costs.cluster_file import Cluster
     from foreroute.plan.received_rows import Reservation
     from foreroute.simulate.compare import PlanComparison
+    from foreroute.simulate.ways import Way
     from foreroute.trace import RoutedLayer
 
 HEADINGS = (
@@ -43,6 +45,12 @@ NOTES = (
     "The lower bound is the least that any plan can reach: with these slots for loads; for times, level experts and "
     "empty links, which no real plan attains.",
 )
+WAY_NOTES = (
+    "Sequences are exchanged between micro-steps, so that experts at their homes are level. Homes move once, before "
+    "the step, with optimizer state. Neither takes a replica. The slowest ranks of all cells are added up and set "
+    "against the means, and bytes are of a rank, on average.",
+    "Any framework takes packed sequences.",
+)
 TONES: tuple[Tone, Tone, Tone] = ("warning", "note", "fine")
 """Tones by the number of passes that run by the plan."""
 
@@ -54,13 +62,14 @@ def write_plan_page(
     *,
     cluster: Cluster | None = None,
     layers: Sequence[RoutedLayer] = (),
+    ways: Sequence[Way] = (),
 ) -> Path:
     """Write the page; raises `InputError` as `page.write_page`.
 
     `facts` say what was planned, how and when; `cluster` has the rates and sizes that seconds stand on; `layers` are L,
-    where the model's own numbers of them are known.
+    where the model's own numbers of them are known; `ways` say what is reached with less than the plan.
     """
-    return write_page(target, lambda: _page(found, facts, cluster, layers))
+    return write_page(target, lambda: _page(found, facts, cluster, layers, ways))
 
 
 def plan_table(found: PlanComparison) -> Table:
@@ -77,6 +86,75 @@ def plan_table(found: PlanComparison) -> Table:
     return method_table(
         found.methods, HEADINGS, {BOUND: limits}, title=title, strong=lambda one: one is found.methods[-1]
     )
+
+
+def ways_table(ways: Sequence[Way]) -> Table:
+    """One row per way to level the step, from what moves nothing to the plan."""
+    columns = (
+        Column("What is done", " "),
+        Column("Slowest ranks over the means", f"slowest\nranks,\n{TIMES} means"),
+        Column("Recompute and update, modelled", "step"),
+        Column("Homes move in, modelled", "homes\nmove in"),
+        Column("Homes moved, once", "moved,\nonce"),
+        Column("Weights fetched in a pass", "fetched\nin a pass"),
+    )
+    from foreroute.simulate.ways import simplest
+
+    simple, names = simplest(ways), [way.name for way in ways]
+    labels = {
+        "static": "as it is",
+        "packing": "packed by routes",
+        "homes": "packed by routes, homes moved" if "packing" in names else "homes moved",
+        "plan": "the plan",
+    }
+    rows = [
+        TableRow(
+            cells=(
+                labels[way.name],
+                over_mean(way.imbalance),
+                duration(way.passes_s),
+                duration(way.moves_s) if way.moves_s else "",
+                size(way.moved_bytes) if way.moved_bytes else "",
+                size(way.fetched_bytes) if way.fetched_bytes else "",
+            ),
+            strong=way is simple,
+        )
+        for way in ways
+    ]
+    return Table(title="What packing, homes and replicas reach here", columns=columns, rows=tuple(rows))
+
+
+def ways_finding(ways: Sequence[Way]) -> str:
+    """What is enough here, and what each way reaches at what price, in two sentences."""
+    from foreroute.simulate.ways import simplest
+
+    by_name, simple = {way.name: way for way in ways}, simplest(ways)
+    verdict = {
+        "static": "Nothing needs to be done here",
+        "packing": "Packing by routes would do here",
+        "homes": "Homes that move once would do here, without a replica",
+        "plan": "Replicas pay here",
+    }
+    reached = {name: over_mean(way.imbalance) for name, way in by_name.items()}
+    parts = [f"{reached['static']} times the mean as it is"]
+    if "packing" in reached:
+        parts.append(f"{reached['packing']} packed by routes")
+    moved, fetched = (size(value) for value in (by_name["homes"].moved_bytes, by_name["plan"].fetched_bytes))
+    parts.append(f"{reached['homes']} with homes moved{' too' * ('packing' in reached)} ({moved} a rank, once)")
+    parts.append(f"{reached['plan']} under the plan ({fetched} a rank in a pass)")
+    known = "" if "packing" in reached else " Sequences are not known, so that none is packed by routes."
+    return (
+        f"{verdict[simple.name]}, by the cost model. The slowest ranks have {', '.join(parts[:-1])}, and "
+        f"{parts[-1]}.{known}"
+    )
+
+
+def executors_of_ways() -> dict[str, str]:
+    """Who can do what a way needs, by the need, in words."""
+    return {
+        str(needed): ", ".join(EXECUTOR_NAMES[name] for name, abilities in EXECUTES.items() if needed in abilities)
+        for needed in (Ability.HOME_MOVES, Ability.REPLICAS)
+    }
 
 
 def rows_table(policies: Sequence[Reservation], served: str) -> Table:
@@ -167,7 +245,11 @@ def plan_tiles(found: PlanComparison) -> tuple[Tile, ...]:
 
 
 def _page(
-    found: PlanComparison, facts: Mapping[str, str], cluster: Cluster | None, layers: Sequence[RoutedLayer]
+    found: PlanComparison,
+    facts: Mapping[str, str],
+    cluster: Cluster | None,
+    layers: Sequence[RoutedLayer],
+    ways: Sequence[Way],
 ) -> Page:
     from foreroute.report import plan_plots
 
@@ -185,9 +267,21 @@ def _page(
         facts=facts,
         sections=(
             PageSection(heading="Before and after", plots=plots),
+            *([_ways(ways)] if ways else []),
             PageSection(heading="Against other balancers", tables=(plan_table(found),), notes=NOTES),
             *([] if cluster is None else [_rates(cluster)]),
         ),
+    )
+
+
+def _ways(ways: Sequence[Way]) -> PageSection:
+    """The ways to level the step, and which frameworks can go them."""
+    able = (f"{what[0].upper()}{what[1:]}: {names}." for what, names in executors_of_ways().items())
+    return PageSection(
+        heading="With less than a plan",
+        texts=(ways_finding(ways),),
+        tables=(ways_table(ways),),
+        notes=(*WAY_NOTES, *able),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from foreroute.errors import ConfigError, CountsError
 from foreroute.layout import Packing, pack_sequences
 from foreroute.plan.counts import check_counts, load_counts, packed_counts, sequence_counts
 from foreroute.plan.topology import Topology
+from foreroute.planner.packed_homes import PackedSequences
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.workload import WORKLOADS, DrawnStep, Workload
 from foreroute.trace import RoutingTrace, load
@@ -41,12 +43,20 @@ def group_steps(config: SimulateConfig, topology: Topology, costs: CostModel) ->
     workload = drawn_workload(drawn, topology.num_ranks, model, groups)
     # methods that plan from the step before are given one of the same run
     step, before = (workload.draw(seed=drawn.seed, step=number) for number in (1, 0))
-    counts, squares_MG = step.counts(), _squares(step, step.rows_S, (workload.num_micro_steps, workload.num_ranks))
+    counts, squares_MG = step.counts(), squares(step, step.rows_S, (workload.num_micro_steps, workload.num_ranks))
     previous_LE = before.counts().sum(axis=(0, 2), dtype=np.int64)
     home_LE = np.tile(topology.contiguous_home_E(model.num_experts), (workload.num_layers, 1))
     for group in range(groups):
-        part = slice(group * drawn.micro_steps, (group + 1) * drawn.micro_steps)
-        yield BalancerInput(counts[part], topology, home_LE, previous_LE, squares_MG=squares_MG[part])
+        part = group * drawn.micro_steps, (group + 1) * drawn.micro_steps
+        yield BalancerInput(
+            counts[slice(*part)],
+            topology,
+            home_LE,
+            previous_LE,
+            squares_MG=squares_MG[slice(*part)],
+            sequences=partial(_drawn_sequences, step, *part, costs),
+            previous_sequences=partial(_drawn_sequences, before, *part, costs),
+        )
 
 
 def require_drawable(config: SimulateConfig, topology: Topology, model: ModelShape, *, source: str) -> None:
@@ -118,23 +128,64 @@ def packed(
 
     With homes, they are packed by routes, so that experts there are level.
     """
-    lengths = np.concatenate([trace.lengths for trace in traces])
-    # seconds of one more token of any sequence, and of one more pair of tokens of the same sequence
-    token_s, square_s = costs.attention_seconds(np.array([1, 0]), np.array([0, 1])).tolist()
     counts = None if home_LE is None else sequence_counts(traces)
-    return pack_sequences(lengths, num_ranks, budget, square_cost=square_s / token_s, counts=counts, homes=home_LE)
+    square = _square_cost(costs)
+    return pack_sequences(_lengths(traces), num_ranks, budget, square_cost=square, counts=counts, homes=home_LE)
+
+
+def packed_sequences(
+    traces: Sequence[RoutingTrace], packing: Packing, budget: int, costs: CostModel
+) -> PackedSequences:
+    """Count the sequences of all traces, which lie so."""
+    return PackedSequences(
+        packing=packing,
+        lengths_S=_lengths(traces),
+        counts_SLE=sequence_counts(traces),
+        token_budget=budget,
+        square_cost=_square_cost(costs),
+    )
+
+
+def _drawn_sequences(step: DrawnStep, begin: int, end: int, costs: CostModel) -> PackedSequences:
+    """Draw the sequences of some micro-steps; no rank gets more tokens than one has there."""
+    first, last = np.searchsorted(step.micro_step_S, (begin, end))
+    lengths_S = step.rows_S[first:last].astype(np.int64)
+    packing = Packing(
+        step.micro_step_S[first:last] - begin, step.rank_S[first:last], end - begin, step.workload.num_ranks
+    )
+    held_MG = np.zeros((packing.num_micro_steps, packing.num_ranks), np.int64)
+    np.add.at(held_MG, (packing.micro_step_S, packing.rank_S), lengths_S)
+    return PackedSequences(
+        packing=packing,
+        lengths_S=lengths_S,
+        counts_SLE=step.sequence_counts(begin, end),
+        token_budget=int(held_MG.max()),
+        square_cost=_square_cost(costs),
+    )
+
+
+def _square_cost(costs: CostModel) -> float:
+    """Seconds of one more pair of tokens of the same sequence, over those of one more token of any."""
+    token_s, square_s = costs.attention_seconds(np.array([1, 0]), np.array([0, 1])).tolist()
+    return float(square_s / token_s)
+
+
+def _lengths(traces: Sequence[RoutingTrace]) -> NDArray[np.int64]:
+    return np.concatenate([trace.lengths for trace in traces]).astype(np.int64)
 
 
 def _read(config: SimulateConfig, topology: Topology, costs: CostModel) -> BalancerInput:
     given, model, ranks = config.workload, costs.model, topology.num_ranks
-    squares_MG, top_k = None, model.top_k
+    squares_MG, top_k, sequences = None, model.top_k, None
     if given.counts is not None:
         source, counts = given.counts, load_counts(Path(given.counts))
     else:
         source, traces = ", ".join(given.traces), read_traces(given.traces)
-        packing, top_k = packed(traces, given.tokens_per_rank or TOKEN_BUDGET, ranks, costs), traces[0].spec.top_k
-        counts, lengths = packed_counts(traces, packing), np.concatenate([trace.lengths for trace in traces])
-        squares_MG = _squares(packing, lengths, (packing.num_micro_steps, ranks))
+        budget, top_k = given.tokens_per_rank or TOKEN_BUDGET, traces[0].spec.top_k
+        packing = packed(traces, budget, ranks, costs)
+        counts = packed_counts(traces, packing)
+        squares_MG = squares(packing, _lengths(traces), (packing.num_micro_steps, ranks))
+        sequences = partial(packed_sequences, traces, packing, budget, costs)
     counts = check_counts(counts, num_ranks=ranks, top_k=top_k)
     layers, experts = counts.shape[1], counts.shape[3]
     if (experts, top_k) != (model.num_experts, model.top_k) or layers > model.num_layers:
@@ -153,10 +204,10 @@ def _read(config: SimulateConfig, topology: Topology, costs: CostModel) -> Balan
             )
         previous_LE = before.sum(axis=(0, 2), dtype=np.int64)
     home_LE = np.tile(topology.contiguous_home_E(experts), (layers, 1))
-    return BalancerInput(counts, topology, home_LE, previous_LE, squares_MG=squares_MG)
+    return BalancerInput(counts, topology, home_LE, previous_LE, squares_MG=squares_MG, sequences=sequences)
 
 
-def _squares(step: Packing | DrawnStep, lengths_S: NDArray[np.integer], shape: tuple[int, int]) -> NDArray[np.int64]:
+def squares(step: Packing | DrawnStep, lengths_S: NDArray[np.integer], shape: tuple[int, int]) -> NDArray[np.int64]:
     """int64 [M, G], sums of squared lengths of sequences."""
     squares_MG = np.zeros(shape, np.int64)
     np.add.at(squares_MG, (step.micro_step_S, step.rank_S), lengths_S.astype(np.int64) ** 2)

@@ -12,6 +12,7 @@ from foreroute.ep.transfer.home_moves import MovingLayer
 from tests.adapters.megatron.executed_plans import furthest, trained
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell, ExecutionCase, with_settings
+from tests.trainers.verl import flex_kernels  # noqa: F401  # of DeepEP and HybridEP, which the flex dispatcher takes
 
 STEPS = 4
 

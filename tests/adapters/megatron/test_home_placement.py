@@ -5,12 +5,15 @@ import pytest
 from tests.adapters.megatron.forked_ranks import run
 from tests.adapters.megatron.grid import BIASED, Cell, ExecutionCase, with_settings
 
+DEEP_EP, HYBRID_EP = ({"moe_flex_dispatcher_backend": backend} for backend in ("deepep", "hybridep"))
 BALANCED = {**BIASED, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
 CASES = [
     (ExecutionCase(Cell(ep=2, layers=2), 2, "adamw", replays=False), pytest.mark.exhaustive),
     (ExecutionCase(Cell(ep=2, layers=2, dispatcher="allgather", packed=True, recompute="uniform"), 2, "adafactor"), ()),
     (ExecutionCase(Cell(ep=2, tp=2, layers=2, packed=True, recompute="selective")), pytest.mark.exhaustive),
     (ExecutionCase(with_settings(BALANCED, ep=2, layers=2), 2, "float32", replays=False), pytest.mark.slow),
+    (ExecutionCase(with_settings(DEEP_EP, ep=2, layers=2, dispatcher="flex"), 2, "adamw"), pytest.mark.slow),
+    (ExecutionCase(with_settings(HYBRID_EP, ep=2, layers=2, dispatcher="flex"), 2, "adamw"), pytest.mark.slow),
     (ExecutionCase(Cell(ep=2, layers=2), 2, "master weights"), pytest.mark.exhaustive),
     (ExecutionCase(Cell(ep=2, layers=2), 4, "distributed"), pytest.mark.exhaustive),
     (ExecutionCase(with_settings({"moe_layer_freq": [0, 1]}, ep=2, pp=2, layers=2), 4, "adamw"), pytest.mark.slow),

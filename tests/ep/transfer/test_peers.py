@@ -124,6 +124,7 @@ def ask_alone(rank):
     return told
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_in_vain_says_for_how_long(workers):
     told = workers(2).run(ask_alone)[1]
     assert told.keys() == QUESTIONS.keys()

@@ -98,9 +98,8 @@ CASES = {
 @pytest.mark.parametrize(
     "case",
     [
-        "old-pass",
-        pytest.param("one-update", marks=pytest.mark.exhaustive),
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("none", "masks")),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("old-pass", "masks")),
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("one-update", "none")),
     ],
 )
 def test_no_update_waits_and_an_old_pass_reads_its_mask_alone(folder, waits_of_trl, case):

@@ -23,6 +23,8 @@ from tests.trainers.verl.verl_book import Book
 WITHIN_S = 900
 SHARE = 8
 """Sequences of each rank, of twice as many."""
+TOKENS = 32
+"""Most of a micro-batch."""
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RUNS = {
     "plain": {},
@@ -30,6 +32,7 @@ RUNS = {
     "planned, recomputed": {"plans": True, "transformer": FULL},
     "planned, offloaded": {"plans": True, "param_offload": True, "optimizer_offload": True},
     "planned, one micro-batch": {"plans": True, "tokens": 4096},
+    "planned, by routes": {"plans": True, "packing": "routes"},
     "planned, resumed": {"plans": True, "resumes": True},
 }
 PLANNED = [name for name, settings in RUNS.items() if settings.get("plans") and not settings.get("resumes")]
@@ -101,6 +104,25 @@ def test_experts_compute_the_rows_of_the_plan_from_the_second_micro_batch_on(nam
     assert metrics["plan/imbalance_executed"][0] == pytest.approx(max_over_mean(ranks, name, at_home))
 
 
+@pytest.mark.shows("verl, Megatron engine", "`packing=routes`, with plans")
+def test_sequences_share_micro_steps_by_their_routes_within_the_token_budget(found):
+    """Log-probs in the order of the batch, and weights, are held against other groupings in test_verl_parallel.py."""
+    by_length, by_routes = found["planned"], found["planned, by routes"]
+    for step, (before, after) in enumerate(zip(by_length[0]["metrics"], by_routes[0]["metrics"], strict=True)):
+        assert after["plan/imbalance_static"][0] < before["plan/imbalance_static"][0]
+        for which in ("old", "update"):
+            sizes, others = (
+                [len(rows) for rows in ranks[1][which][step]["routed"][0]] for ranks in (by_routes, by_length)
+            )
+            assert len(sizes) == len(others)
+            assert max(sizes) <= TOKENS
+        # the smallest micro-steps are at both ends
+        total_M = np.sum([[len(rows) for rows in rank["update"][step]["routed"][0]] for rank in by_routes], axis=0)
+        change_M = np.sign(np.diff(total_M))
+        assert (np.diff(change_M[change_M != 0]) <= 0).all()
+    assert apart(by_length[0]["weights"], by_routes[0]["weights"]) > 0  # the control: groups are others
+
+
 @pytest.mark.shows(
     "verl, Megatron engine", "expert parallelism, plans, full recomputation, offload of parameters and optimizer"
 )
@@ -125,13 +147,25 @@ def test_settings_that_replay_or_plans_do_not_go_with_are_refused():
         require_supported_by_megatron(PlanningMegatronConfig(), model, replays=False, plans=True)
     with pytest.raises(ConfigError, match="redundant_slots is 0"):
         PlanningMegatronConfig(redundant_slots=0)
+    with pytest.raises(ConfigError, match=r"packing.*tokens"):
+        PlanningMegatronConfig(packing="tokens")
+    with pytest.raises(ConfigError, match=r"4 ranks.*6 the"):
+        PlanningMegatronConfig(
+            packing="routes",
+            tensor_model_parallel_size=4,
+            expert_model_parallel_size=6,
+            expert_tensor_parallel_size=1,
+        )
+    padded = PlanningMegatronConfig(packing="routes", use_remove_padding=False, pad_bshd_to_minibatch_max=False)
+    with pytest.raises(ConfigError, match="pad_bshd_to_minibatch_max=True"):
+        require_supported_by_megatron(padded, model, replays=True, plans=True)
     with pytest.raises(ConfigError, match="h1000"):
         PlanningMegatronConfig(hardware="h1000")
     with pytest.raises(ConfigError, match=r"none\.toml"):
         PlanningMegatronConfig(topology="none.toml")
 
 
-@pytest.mark.parametrize(("begin_s", "stages"), [(0, "by the plan"), (3600, "at homes")])
+@pytest.mark.parametrize(("begin_s", "stages"), [(0, "by the plan"), (1, "at homes")])
 def test_a_topology_file_prices_the_plans_of_stages(tmp_path, begin_s, stages):
     path = tmp_path / "cluster.toml"
     path.write_text(

@@ -27,23 +27,25 @@ DEEP_EP, HYBRID_EP = (
     {"transformer": {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}}
     for backend in ("deepep", "hybridep")
 )
+BY_ROUTES = {"plans": True, "packing": "routes"}
 RUNS = {
     "data": {},
     "data, larger micro-batches": {"tokens": 48},
     "data, another order": {"reverse": True},
     "data, not replayed": {"replay": "disabled"},
     "data, planned": {"plans": True},
+    "data, planned, by routes": BY_ROUTES,
     "tensor": TENSOR,
     "tensor, no sequence": TENSOR | {"sequence_parallel": False},
-    "tensor, planned": TENSOR | {"plans": True},
+    "tensor, planned": TENSOR | BY_ROUTES,
     "pipeline": PIPELINE,
     "pipeline, planned": PIPELINE | {"plans": True},
     "pipeline, tensor": PIPELINE | TENSOR,
     "virtual": VIRTUAL,
-    "virtual, planned": VIRTUAL | {"plans": True},
+    "virtual, planned": VIRTUAL | BY_ROUTES,
     "context, tensor": CONTEXT | TENSOR,
     "context, pipeline, fused": CONTEXT | PIPELINE | {"use_fused_kernels": True},
-    "context, planned": CONTEXT | {"plans": True},
+    "context, planned": CONTEXT | BY_ROUTES,
     "context, packed to a length": CONTEXT | {"pad_to_length": True, "pad_to_length_bucket": 64},
     "padded, pipeline, tensor": PADDED | PIPELINE | TENSOR,
     "padded alike, context, planned": PADDED | CONTEXT | {"plans": True, "pad_bshd_to_minibatch_max": True},

@@ -112,6 +112,22 @@ def test_lines_that_are_missing_are_named_with_the_rest(recwarn):
         require_script(script)
 
 
+@pytest.mark.shows(
+    "verl, Megatron engine",
+    "`packing=routes` with `clip_cov`, `kl_cov`, `geo_mean`",
+    refused="their gradients depend on groups",
+)
+def test_losses_that_go_by_micro_batches_are_named_where_these_are_packed_by_routes():
+    packing = [*LINES["megatron"], ROUTES, PLANS, f"+{ACTOR}.megatron.packing=routes"]
+    assert said_of(composed("megatron", *packing)) == []
+    fixed = [f"{ACTOR}.use_dynamic_bsz=False", f"{ACTOR}.ppo_micro_batch_size_per_gpu=4"]
+    said = said_of(composed("megatron", *packing, *fixed, f"{ACTOR}.policy_loss.loss_mode=geo_mean"))
+    assert len(said) == 3
+    assert "packing is routes, and use_dynamic_bsz is off" in said[1]
+    assert "loss_mode is geo_mean" in said[2]
+    assert said_of(composed("megatron", *packing[:-1], *fixed, f"{ACTOR}.policy_loss.loss_mode=geo_mean")) == []
+
+
 def test_sampling_that_the_trainer_does_not_score_on_is_warned_of(recwarn):
     lines = [*SCRIPTS["qwen3_30b_a3b_fsdp"][1:], *LINES["fsdp"], ROUTES]
     recwarn.clear()

@@ -33,6 +33,7 @@ import verl
 from megatron.core import parallel_state as mpu
 from numpy.typing import NDArray
 from verl.utils.device import get_device_id
+from verl.utils.tensordict_utils import get_non_tensor_data
 from verl.workers.config import EngineRouterReplayConfig
 from verl.workers.engine.megatron import transformer_impl
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
@@ -42,14 +43,21 @@ from foreroute.adapters.megatron.route_shard import RouteShard
 from foreroute.errors import ReplayError
 from foreroute.layout import Layout, pack, pad
 from foreroute.trace import RoutingTrace, concatenate
-from foreroute.trainers.checks import require_overridden
+from foreroute.trainers.checks import refuse, require_overridden
 from foreroute.trainers.plan_sums import PlanSums
 from foreroute.trainers.verl.packed_batch import FIELD, PackedBatch, PackedRoutes
 from foreroute.trainers.verl.passes import ROLLOUT_LOG_PROBS, EnginePasses, ReplayingEngine
 from foreroute.trainers.verl.planning import PlannedBatch, PlanningMegatronConfig
 from foreroute.trainers.verl.protocol import routed_experts
 from foreroute.trainers.verl.registry import replace_engine
-from foreroute.trainers.verl.settings import Replay, replay_of, require_supported_by_megatron
+from foreroute.trainers.verl.regrouping import regroup
+from foreroute.trainers.verl.settings import (
+    FIXED_MICRO_BATCHES,
+    Replay,
+    replay_of,
+    require_regroupable,
+    require_supported_by_megatron,
+)
 
 DEVICE = "cuda"
 """On others verl has an engine of other makers, which keeps its own replay."""
@@ -99,6 +107,10 @@ class MegatronPasses(EnginePasses):
         self._config = config = engine.engine_config
         if isinstance(config, PlanningMegatronConfig):
             self._plan_sums = PlanSums()
+        self._packs_by_routes = getattr(config, "packing", "length") == "routes"
+        if self._packs_by_routes:
+            require_regroupable(engine.tf_config)
+        self._traces: list[RoutingTrace] = []  # those that packing has read
         self._num_chunks = len(engine.module)
         # verl pads each sequence to a multiple, which ranks share; those of context parallelism in two chunks each
         ranks = mpu.get_context_parallel_world_size()
@@ -108,11 +120,31 @@ class MegatronPasses(EnginePasses):
     def batch(self, data: Any, *, update: bool) -> Iterator[None]:
         """Give verl a schedule that replays while the passes of a batch run. See `EnginePasses`."""
         schedule = partial(self._run_schedule, transformer_impl.get_forward_backward_func())
+        prepare = partial(self._prepare, transformer_impl.prepare_micro_batches)
         with (
+            patch.object(transformer_impl, "prepare_micro_batches", prepare),
             patch.object(transformer_impl, "get_forward_backward_func", lambda: schedule),
             super().batch(data, update=update),
         ):
             yield
+
+    def _prepare(self, prepare: Callable[..., Any], *, data: Any, **options: Any) -> tuple[Any, Any]:
+        """Split a batch as verl does, and exchange sequences of micro-batches where their packing is by routes."""
+        batches, indices = prepare(data=data, **options)
+        self._traces = []
+        if not (self._packs_by_routes and self._has_routes):
+            return batches, indices
+        grouped = get_non_tensor_data(data, "force_group_size", default=1)
+        refuse(
+            "packing is routes, and",
+            [
+                (indices is None, FIXED_MICRO_BATCHES),
+                (grouped > 1, f"force_group_size is {grouped}: groups stay whole; take the packing length"),
+            ],
+        )
+        packed = regroup(self.routed, data, batches, indices, self._read_routes, mpu.get_data_parallel_rank())
+        self._traces = packed.traces
+        return packed.batches, packed.indices
 
     def _run_schedule(
         self, schedule: Callable[..., Any], *, forward_step_func: Step, data_iterator: Any, **options: Any
@@ -121,7 +153,9 @@ class MegatronPasses(EnginePasses):
         given = list(data_iterator[0] if isinstance(data_iterator, list) else data_iterator)
         layouts = self._lay_out(given)
         # all routes are read, checked and cut on the host before any micro-batch runs
-        traces = [self._read_routes(data) for data in given] if self._has_routes else []
+        traces, self._traces = self._traces, []
+        if self._has_routes and not traces:
+            traces = [self._read_routes(data) for data in given]
         shards = [
             self.routed.shard(trace, layout, missing="spread")
             for trace, layout in zip(traces, layouts, strict=self._has_routes)

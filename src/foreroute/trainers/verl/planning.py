@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, get_args
 
 from verl.workers.config import McoreEngineConfig
 
@@ -21,7 +21,7 @@ from foreroute.costs import CostModel, hardware_preset
 from foreroute.costs.cluster_file import load_cluster
 from foreroute.errors import ConfigError
 from foreroute.plan import Topology
-from foreroute.plan.options import PassName
+from foreroute.plan.options import PackingRule, PassName
 from foreroute.planner import plan
 from foreroute.trainers.plan_sums import PlanSums
 from foreroute.trainers.verl.registry import refuse_what_engines_pass_over
@@ -49,15 +49,19 @@ class PlanningMegatronConfig(McoreEngineConfig):
         hardware: a name of `foreroute.costs.hardware_preset`; its nodes and links are planned for.
         topology: instead of both, a topology file, by whose rates recompute and update are executed by the plan or at
             homes.
+        packing: "length" leaves micro-batches as verl makes them. With "routes" their sequences change places before
+            each plan, so that fewer weights are fetched; the first micro-batch waits for that.
 
     Raises:
-        ConfigError: when a rank is to host no replica, no such hardware is known, or the file cannot be read.
+        ConfigError: when a rank is to host no replica, no such hardware is known, the file cannot be read, or there is
+            no such packing, or none by routes for these sizes of groups.
     """
 
     asks_for_plans: ClassVar[bool] = True
     redundant_slots: int = 2
     hardware: str = "h100"
     topology: str | None = None
+    packing: str = "length"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -65,6 +69,19 @@ class PlanningMegatronConfig(McoreEngineConfig):
             raise ConfigError(
                 f"redundant_slots is {self.redundant_slots}; expected 1 or more: homes stay, so plans are made of "
                 "replicas. To train without plans, leave out the line that names PlanningMegatronConfig"
+            )
+        if self.packing not in get_args(PackingRule):
+            raise ConfigError(f"packing is {self.packing!r}; expected {' or '.join(get_args(PackingRule))}")
+        of_data = self.tensor_model_parallel_size * self.context_parallel_size
+        expert_tensor = self.expert_tensor_parallel_size or self.tensor_model_parallel_size
+        of_experts = self.expert_model_parallel_size * expert_tensor
+        # else a rank's sequences would be in the micro-steps of several groups of experts
+        is_whole = expert_tensor <= of_data and max(of_data, of_experts) % min(of_data, of_experts) == 0
+        if self.packing == "routes" and not is_whole:
+            raise ConfigError(
+                f"packing is routes, and {of_data} ranks have the same sequences (tensor times context parallel), "
+                f"{of_experts} the experts of a layer (expert times expert tensor parallel); expected one to be a "
+                "multiple of the other. Take the packing length"
             )
         self.planned_for(1)  # raises here, on the driver too, for hardware or a file that nobody can plan for
 

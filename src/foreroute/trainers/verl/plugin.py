@@ -14,7 +14,14 @@ from typing import Any
 from verl.utils import config as verl_config
 
 from foreroute.trainers.checks import Refusals, refuse
-from foreroute.trainers.verl.settings import KEY, OWN_REPLAY, fsdp_refusals, megatron_refusals, replay_of
+from foreroute.trainers.verl.settings import (
+    KEY,
+    OWN_REPLAY,
+    fsdp_refusals,
+    grouping_refusals,
+    megatron_refusals,
+    replay_of,
+)
 
 LIBRARY = "actor_rollout_ref.model.external_lib"
 OURS = "foreroute.trainers.verl."
@@ -40,6 +47,8 @@ def require_script(config: Any) -> None:
     elif actor.strategy == "megatron":
         refusals = megatron_refusals(engine, ours.model, plans=getattr(engine, "asks_for_plans", False))
         in_the_way = [*_missing_lines(f"{OURS}megatron", libraries, rollout, mode), *refusals]
+        if getattr(engine, "packing", "length") == "routes":
+            in_the_way += [(wrong, f"packing is routes, and {text}") for wrong, text in grouping_refusals(actor)]
     else:
         in_the_way = [(True, f"the strategy {actor.strategy} has no replay; take fsdp, fsdp2 or megatron")]
     if masked:

@@ -12,6 +12,7 @@ Replay = Literal["disabled", "R2", "R3"]
 KEY = "router_replay.mode"
 OWN_REPLAY = ("megatron", "veomni")
 """Strategies whose engines of verl's own replay."""
+FIXED_MICRO_BATCHES = "use_dynamic_bsz is off, without which verl restores no order of outputs; switch it on"
 
 
 def replay_of(engine_config: Any) -> Replay:
@@ -68,8 +69,62 @@ def megatron_refusals(config: Any, model: Any, *, plans: bool) -> Refusals:
             "lora.rank is set, which verl leaves to Megatron-Bridge, under which it was never tested; leave it at 0",
         ),
         (
+            getattr(config, "packing", "length") == "routes"
+            and not (config.use_remove_padding or config.pad_bshd_to_minibatch_max),
+            "packing is routes, and micro-batches are padded to their own longest sequence, which verl's token budget "
+            "does not count; set pad_bshd_to_minibatch_max=True, or take the packing length",
+        ),
+        (
             plans and dispatcher == "flex",
             "a plan was asked for, and moe_token_dispatcher_type is flex, whose kernels know no places of a plan; take "
             "alltoall, or leave out the line that names PlanningMegatronConfig",
         ),
     ]
+
+
+def grouping_refusals(actor: Any) -> Refusals:
+    """List what of verl's actor makes gradients depend on which sequences share a micro-batch."""
+    loss = actor.policy_loss
+    mode, correction = loss.get("loss_mode", "vanilla"), loss.get("rollout_correction", None) or {}
+    of_micro_batch = {
+        "clip_cov": "draws the tokens that it leaves out from each micro-batch",
+        "kl_cov": "picks tokens by their covariance in each micro-batch",
+        "geo_mean": "takes the mean over the sequences of each micro-batch",
+    }
+    return [
+        (not actor.use_dynamic_bsz, FIXED_MICRO_BATCHES),
+        (
+            mode in of_micro_batch,
+            f"policy_loss.loss_mode is {mode}, which {of_micro_batch.get(mode)}; take another, or the packing length",
+        ),
+        (
+            mode == "bypass_mode" and correction.get("rollout_is_batch_normalize", False),
+            "rollout_is_batch_normalize is on, which divides weights by the mean of each micro-batch; switch it off",
+        ),
+        (
+            actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.loss_scale_factor is None,
+            "loss_agg_mode is seq-mean-token-sum-norm without loss_scale_factor, so that the width of a micro-batch "
+            "may be the divisor; set loss_scale_factor",
+        ),
+    ]
+
+
+def require_regroupable(transformer: Any) -> None:
+    """Raise `ConfigError` for losses of Megatron's routers, which are means over micro-batches."""
+    kinds, coefficients = transformer.moe_router_load_balancing_type, transformer.moe_aux_loss_coeff
+    pairs = zip(
+        kinds if isinstance(kinds, list) else [kinds],
+        coefficients if isinstance(coefficients, list) else [coefficients],
+        strict=False,
+    )
+    named = [kind for kind, coefficient in pairs if "loss" in kind and coefficient]
+    refuse(
+        "packing is routes, and",
+        [
+            (
+                bool(named or transformer.moe_z_loss_coeff),
+                f"{' and '.join([*named, *(['moe_z_loss_coeff'] if transformer.moe_z_loss_coeff else [])])} of "
+                "override_transformer_config is a mean over each micro-batch; set it to 0, or take the packing length",
+            )
+        ],
+    )
