@@ -171,7 +171,7 @@ def test_tokens_of_several_sequences_may_be_rows_of_an_array():
 
 @pytest.mark.parametrize("model", SCALARS, **IDS)
 def test_hostile_model(model):
-    with pytest.raises(InputError, match="expected a RoutingSpec"):
+    with pytest.raises(InputError, match=rf"{type(model).__name__}; expected a RoutingSpec.*attach"):
         decode(ROUTES, model=model, token_ids=R.tokens)
 
 

@@ -236,7 +236,7 @@ ROUTERS = fr.RoutingSpec(16, 3, tuple(fr.RoutedLayer(i, kind) for i in range(2) 
 TOLD = [
     # tokens
     (wires.sglang(R), {"token_ids": [1] * 11}, "660 bytes without a shape; expected 10 rows of 3"),
-    (wires.sglang(R), {"token_ids": None}, "does not carry the tokens of sequence 0"),
+    (wires.sglang(R), {"token_ids": None}, "tokens of sequence 0.*return_token_ids"),
     (wires.vllm_narrow(R), {"token_ids": [1] * 11}, "carries 12 tokens that differ from the 11"),
     ([wires.sglang(R)] * 2, {"token_ids": [[1] * 12]}, "token_ids of 1 sequences for the routes of 2"),
     (TWO, {"token_ids": [R.tokens, "x"]}, "the tokens of sequence 1 are a str; expected a list of integers"),

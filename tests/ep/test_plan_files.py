@@ -71,7 +71,7 @@ def executed(rank, model_folder, folder, plan_name="4.plan", damage=None):
     planned, loss = trace if damage is None else damage(trace, rank), 0.0
     with routed.execute(plan, planned, [part for part, _, _ in batches]) as execution:
         for part, batch, mask in batches:
-            with routed.replay(part):
+            with routed.replay(part, weight_version=trace.versions):
                 micro_loss = loss_of(model, batch, mask)
             micro_loss.backward()
             loss += float(micro_loss.detach())

@@ -97,6 +97,7 @@ def test_binary_doors_name_the_kind_and_what_writes_theirs(name, tmp_path):
         assert "is not a safetensors file" in message
         assert "copy it again" not in message
         assert "foreroute" in message, "what writes such files"
+        assert ("foreroute convert" in message) == (door in ("trace", "generation")), "of an engine's answer"
     with pytest.raises(InputError, match=r"opened.*safetensors") as told:
         fr.load(io.BytesIO(content))
     assert words in str(told.value)

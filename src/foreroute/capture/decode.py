@@ -336,7 +336,8 @@ def _tokens(raw: RawSequence, given: Any, sequence: int) -> NDArray[np.int32]:
     if given is None:
         if carried is None:
             raise CaptureError(
-                f"the output does not carry the tokens of sequence {sequence}; pass token_ids=, prompt and response"
+                f"the output does not carry the tokens of sequence {sequence}; pass token_ids=, prompt and response, "
+                'or ask the server for them (vLLM: "return_token_ids": true)'
             )
         return carried
     stated = _as_tokens(given, sequence)
@@ -363,7 +364,7 @@ def _as_tokens(values: Any, sequence: int) -> NDArray[np.int32]:
 def _require_readable(spec: object) -> None:
     """Refuse what is no spec, and one of layers that no engine returns, or that differ in size."""
     if not isinstance(spec, RoutingSpec):
-        raise CaptureError(f"the model is {shown(spec)}; expected a RoutingSpec")
+        raise CaptureError(f"the model is a {type(spec).__name__}; expected a RoutingSpec, as attach(model).spec")
     spec.require_alike("a capture of an engine", "RoutingTrace.from_sequences takes its arrays, -1 behind fewer picks")
     if {layer.kind for layer in spec.layers} & {LayerKind.MTP, LayerKind.DRAFT}:
         raise CaptureError(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .errors import AttachError
 from .hooks import SelectingRouter, overridden
+from .output_check import tensors_of
 from .selection import Selection
 from .selection_rules import REFUSED, RULES, TOP_K_RULE
 
@@ -29,7 +30,8 @@ IN_PARENT = "route_tokens_to_experts"
 ATTENTION = re.compile(r"attn|attention")
 STACKS = ("encoder", "decoder")
 NEEDS_A_RULE = (
-    "Such a router needs a rule in foreroute/core/selection_rules.py (CONTRIBUTING.md, Adding a Hugging Face family)"
+    "Let a router of yours select by one torch.topk in its own forward; another kind needs a rule in "
+    "foreroute/core/selection_rules.py (CONTRIBUTING.md, Adding a Hugging Face family)"
 )
 """Ends the messages about routers that the rule of a top-k does not fit."""
 PROBE_TOKENS = 8
@@ -103,6 +105,7 @@ def probe(model: nn.Module, candidates: list[SelectingRouter]) -> tuple[nn.Modul
     seen: dict[SelectingRouter, list[Selection]] = {}
     given_tokens: list[nn.Module] = []
     entered: set[str] = set()
+    choosing: set[SelectingRouter] = set()
 
     def watch(router: SelectingRouter, forward: Any, *args: Any, **kwargs: Any) -> Any:
         with router.rule.mode(final=None) as mode:
@@ -110,6 +113,8 @@ def probe(model: nn.Module, candidates: list[SelectingRouter]) -> tuple[nn.Modul
         if mode.seen and seen.get(router):
             raise AttachError(_selected_twice(model, router))
         seen.setdefault(router, []).extend(mode.seen)
+        if any(not part.is_floating_point() for part in tensors_of(result)):
+            choosing.add(router)  # it returns ids or a map, which no forget gate does
         return result
 
     with ExitStack() as stack:
@@ -122,7 +127,7 @@ def probe(model: nn.Module, candidates: list[SelectingRouter]) -> tuple[nn.Modul
             stack.callback(handle.remove)
         _forward_once(model)
     for router in candidates:
-        if seen.get(router) == [] and not _may_be_another_gate(router):
+        if seen.get(router) == [] and (router in choosing or not _may_be_another_gate(router)):
             raise AttachError(
                 f"router {router.path} ({type(router.module).__name__}) made no top-k selection; how it selects is not "
                 f"known, so replay would have no effect. {NEEDS_A_RULE}"
@@ -130,7 +135,12 @@ def probe(model: nn.Module, candidates: list[SelectingRouter]) -> tuple[nn.Modul
     routers = [router for router, selections in seen.items() if selections]
     _refuse_bypassed(candidates, routers, entered)
     if not routers:
-        raise AttachError(f"no router of {type(model).__name__} selected anything in a forward on text")
+        first = next(iter(seen), candidates[0])
+        raise AttachError(
+            f"none of the {len(candidates)} routers of {type(model).__name__} selected anything in a forward on text: "
+            f"the first, {first.path} ({type(first.module).__name__}), {'made no top-k' if seen else 'did not run'}. "
+            f"{NEEDS_A_RULE}"
+        )
     for router in routers:
         final = seen[router][-1]
         if len(final.ids_RK) != PROBE_TOKENS or final.ids_RK.ndim != 2:
@@ -224,8 +234,9 @@ def _forward_once(model: nn.Module) -> None:
                 "for DeepSpeed's ZeRO stage 3, and nothing gathers them yet; call deepspeed.initialize first"
             ) from error
         raise AttachError(
-            f"{type(model).__name__} does not run on input_ids alone ({type(error).__name__}: {error}); attach to the "
-            "part of it that does, such as the decoder of a speech model"
+            f"{type(model).__name__} does not run on input_ids alone ({type(error).__name__}: {error}). Mend that if "
+            "model(input_ids=tokens) fails without foreroute too; give a model of your own get_input_embeddings(); or "
+            "attach to the part that takes tokens, such as the decoder of a speech model"
         ) from error
 
 

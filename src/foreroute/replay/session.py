@@ -200,8 +200,8 @@ class RoutedModel(HookedModel, ABC):
         """
         policy = Policy(missing, self.padding if padding is None else padding, counts, telemetry)
         found = self.routes_of(routes, layout, policy)
-        if weight_version is not None:
-            require_version(found.versions, weight_version, "what is to be replayed")
+        if weight_version is not None and (versions := found.versions) is not None:
+            require_version(versions, weight_version, "what is to be replayed")
         session = ReplaySession(found, policy, self.checks, self._telemetry_of(policy))
         counting = self._counting() if counts == "replayed" else nullcontext()
         with self.open_replay(session, *session.beside), counting:
@@ -223,8 +223,8 @@ class Routes(Protocol):
     """The routes of a session, and where a framework's batches take them. Every framework has its own."""
 
     @property
-    def versions(self) -> tuple[int, ...]:
-        """Weight versions of the routed rows, ascending."""
+    def versions(self) -> tuple[int, ...] | None:
+        """Weight versions of the routed rows, ascending; None without sequences, which are of no weights."""
 
     def of_pass(self, chunk: int, args: Any, policy: Policy, checks: DeferredChecks) -> ReplayRows:
         """Find those of a pass that begins, replayed by this policy; in a chunk without routers, for its loss alone.

@@ -57,7 +57,8 @@ FORMAT = FileFormat(
         "content_bytes": TensorSchema("U16 U32 I64", "CF", sizes=True),
         FRAMES: TensorSchema("U8", "Z"),
     },
-    made_by="foreroute.save writes traces; what an earlier foreroute wrote must be recorded again",
+    made_by="foreroute.save writes traces, and foreroute convert makes one of an engine's answer; what an earlier "
+    "foreroute wrote must be recorded again",
     apart=(FRAMES,),
     together={
         "prompt_lengths": TensorSchema("I64", "S"),

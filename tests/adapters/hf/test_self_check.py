@@ -7,6 +7,7 @@ import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from foreroute.adapters import hf
+from foreroute.core import attach
 from foreroute.core.selection import SelectionMode
 from foreroute.core.selection_rules import RULES
 from foreroute.errors import AttachError
@@ -97,6 +98,10 @@ class ArgSortRouter(FutureRouter):
         return scores.gather(-1, ids), ids
 
 
+class ArgSortGate(ArgSortRouter):
+    """By its name perhaps a forget gate, which would return no ids."""
+
+
 class OwnWayRouter(FutureRouter):
     """Makes a top-k and then does as it likes."""
 
@@ -120,6 +125,7 @@ class FirstRowsRouter(FutureRouter):
     ("router", "layers", "reason"),
     [
         (ArgSortRouter, None, "made no top-k selection"),
+        (ArgSortGate, {1}, r"layers\.1\.mlp\.gate \(ArgSortGate\) made no top-k selection"),
         (OwnWayRouter, {1}, r"layers\.1\.mlp\.gate \(OwnWayRouter\) was told to pick other experts and.* not obeyed"),
         (Chooser, None, "has no router"),
         (Chooser, {1}, r"layers\.1\.mlp\.experts was handed expert ids that are not those of any router"),
@@ -129,6 +135,39 @@ class FirstRowsRouter(FutureRouter):
 def test_a_router_that_replay_would_not_reach_is_refused(router, layers, reason):
     with pytest.raises(AttachError, match=reason):
         hf.attach(with_router(router, layers=layers))
+
+
+class ScoringGate(torch.nn.Linear):
+    """Leaves the selection to its layer."""
+
+
+class Tiny(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.gate = torch.nn.Embedding(50, 8), ScoringGate(8, 4)
+
+    def get_input_embeddings(self):
+        return self.embed
+
+    def forward(self, input_ids):
+        return self.gate(self.embed(input_ids)).topk(2).values
+
+
+def test_a_selection_outside_of_the_router_is_told():
+    with pytest.raises(AttachError, match=r"ScoringGate.*topk"):
+        attach(Tiny())
+
+
+@pytest.mark.parametrize("lacks", ["get_input_embeddings", "weights"])
+def test_a_model_whose_own_forward_fails_is_told_so(lacks):
+    """And not sent to look for the decoder of a speech model alone."""
+    model = build("qwen3_moe")
+    if lacks == "weights":
+        model.lm_head = torch.nn.Linear(1, 1)
+    else:
+        model.get_input_embeddings = None
+    with pytest.raises(AttachError, match=r"without.*get_input_embeddings"):
+        hf.attach(model)
 
 
 @pytest.mark.parametrize(

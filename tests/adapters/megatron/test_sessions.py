@@ -3,6 +3,7 @@
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -64,6 +65,11 @@ def test_a_wrapped_step_tells_what_went_wrong():
     on.refuses(BatchMismatchError, "no data iterator", lambda: step(None, built))
     listed = {"ids": ids, "routes": []}
     on.refuses(BatchMismatchError, "routes of a batch are a list", lambda: step(iter([listed]), built))
+    for misspelled in ({"ids": ids, "route": trace}, SimpleNamespace(ids=ids)):
+        on.refuses(BatchMismatchError, "none under 'routes'", lambda batch=misspelled: step(iter([batch]), built))
+    with on.maps_given(routed) as maps:
+        step(iter([{"ids": ids, "routes": None}]), built)  # said in so many words: natively
+    on.assert_followed(maps, on.recorded(routed, ids))
     forgets = routed.replaying(lambda batches, model: next(batches))
     on.refuses(ReplayError, "no forward of the attached model ran", lambda: forgets(iter([batch]), built))
     greedy = routed.replaying(lambda batches, model: on.forward(model, [next(batches), next(batches)][0]["ids"]))

@@ -68,9 +68,9 @@ class TraceRows:
         self._last: _LastBatch | None = None
 
     @property
-    def versions(self) -> tuple[int, ...]:
+    def versions(self) -> tuple[int, ...] | None:
         """Weight versions of the rows that have a route, ascending, for which every row is looked at."""
-        return self.trace.versions
+        return self.trace.versions if len(self.trace) else None
 
     def counts_of(self, part: int = 0, num_parts: int = 1) -> NDArray[np.int64]:
         """Count int64 [L, E], assignments of rows that have a route, or of one of the parts that ranks cut them in."""

@@ -103,13 +103,13 @@ class RoutedMegatron(PlannedModel):
         """Wrap a forward step for `get_forward_backward_func()`: each micro-batch is replayed on the routes it brings.
 
         The step takes one batch from its data iterator and calls the model, as ever. A batch with routes is replayed,
-        forward and recomputation, and one without is routed natively. Every stage and virtual chunk must be given the
-        batch, since each replays layers of its own.
+        forward and recomputation, and one whose routes are None is routed natively. Every stage and virtual chunk must
+        be given the batch, since each replays layers of its own.
 
         Args:
             forward_step: `forward_step(data_iterator, model, ...)`.
             routes_of: finds the routes in a batch, a trace or what `shard` made of one, or None; `batch["routes"]`
-                or `batch.routes` by default.
+                or `batch.routes` by default, without which the step raises `BatchMismatchError`.
             missing: as in `replay`, for traces. The mask of "drop" is `routed.session.loss_mask_BT`, inside the step.
             padding: as in `replay`, for traces.
             counts: as in `replay`.

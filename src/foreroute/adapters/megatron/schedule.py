@@ -21,8 +21,17 @@ if TYPE_CHECKING:
 
 
 def routes_in(batch: Any) -> Any:
-    """Find what a batch has under "routes", as an item or as an attribute; None where it has nothing there."""
-    return batch.get("routes") if isinstance(batch, Mapping) else getattr(batch, "routes", None)
+    """Find what a batch has under "routes", as an item or as an attribute. Raises `BatchMismatchError` without one."""
+    if isinstance(batch, Mapping) and "routes" in batch:
+        return batch["routes"]
+    if not isinstance(batch, Mapping) and hasattr(batch, "routes"):
+        return batch.routes
+    # forgotten or misspelled, they would train on the trainer's own routes without a word
+    keys = f" with the keys {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else ""
+    raise BatchMismatchError(
+        f"a batch, a {type(batch).__name__}{keys}, has none under 'routes'; put routed.shard(trace, layout) there, or "
+        "None to route it natively, or say by routes_of= where they are"
+    )
 
 
 class ReplayingStep(WithTelemetry):
@@ -54,7 +63,7 @@ class ReplayingStep(WithTelemetry):
         return result
 
     def begin_replay(self, batch: Any, hooks: ChunkHooks, stack: ExitStack) -> None:
-        """Replay the routes of a batch, if it has any, until the stack is left."""
+        """Replay the routes of a batch, unless they are None, until the stack is left."""
         routes = self._routes_of(batch)
         if routes is None:
             return
