@@ -196,6 +196,7 @@ def test_the_step_before_from_traces(files):
         (f"step-000000.safetensors --token-budget {'9' * 20}", "the token budget is 99999999999999999999; expected"),
         ("", "Missing argument"),
         ("counts.safetensors step-000000.safetensors", "counts of a whole step; leave out the 1 other"),
+        ("step-000000.safetensors step-000000.safetensors", "step has each once"),
         ("counts.safetensors --token-budget 40", "--token-budget is for traces"),
         ("counts.safetensors --set packing=routes", "packing=routes is for traces; counts are packed"),
         ("counts.safetensors --set tolerance", "gives no value; expected key=value"),

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.costs.model import CostModel, ModelShape
-from foreroute.errors import ConfigError, CountsError
+from foreroute.errors import ConfigError, CountsError, InputError
 from foreroute.layout import Packing, pack_sequences
 from foreroute.plan.counts import check_counts, load_counts, packed_counts, sequence_counts
 from foreroute.plan.topology import Topology
@@ -20,6 +20,7 @@ from foreroute.planner.packed_homes import PackedSequences
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.workload import WORKLOADS, DrawnStep, Workload
 from foreroute.trace import RoutingTrace, load
+from foreroute.trace.container import digest
 
 if TYPE_CHECKING:
     from foreroute.simulate.config import SimulateConfig, WorkloadConfig
@@ -108,11 +109,14 @@ def _groups(config: SimulateConfig) -> int:
 
 
 def read_traces(paths: Sequence[str | Path]) -> list[RoutingTrace]:
-    """Read the traces of one step, and so of one model."""
+    """Read the traces of one step, and so of one model. Raises `InputError` for a trace that is there twice."""
     traces = [load(path) for path in paths]
+    path_of: dict[str, str | Path] = {}
     for path, trace in zip(paths, traces, strict=True):
-        # sequences of several models would be packed into one step that nobody runs
+        # sequences of several models, or each twice, would be packed into a step that nobody runs
         traces[0].spec.require_same(trace.spec, what=str(path))
+        if len(trace) and (first := path_of.setdefault(digest(trace), path)) is not path:
+            raise InputError(f"{path} holds the sequences of {first}; a step has each once: leave one of them out")
     return traces
 
 
