@@ -9,7 +9,7 @@ from foreroute.doctor import Diagnosis, Severity
 from foreroute.doctor.evidence import Measures
 from foreroute.mismatch import RoutingMismatch, TokenMismatch
 from foreroute.report.format import percentage, scientific
-from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tone, write_page
+from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tile, Tone, write_page
 from foreroute.report.run import further
 from foreroute.report.run_tables import ABOUT_MEASURES
 
@@ -104,7 +104,22 @@ def write_diagnosis(diagnosis: Diagnosis, target: Path, commands: Sequence[tuple
     return write_page(target, lambda: _page(diagnosis, commands))
 
 
+def _tiles(measures: Measures) -> tuple[Tile, ...]:
+    """The parts of k3, and where the mismatch of routes begins."""
+    tiles, split = [], measures.split
+    if split is not None and measures.without is not None and measures.without.k3_sum:
+        tiles = [
+            Tile("k3, nats per token", scientific(measures.without.k3), "without replay"),
+            Tile("routing's part", percentage(split.routing_share), "of k3; replay takes it away"),
+            Tile("gate weights' and arithmetic's", percentage(1 - split.routing_share), "of k3; replay leaves it"),
+        ]
+    if measures.roots is not None and measures.roots.rows:
+        tiles.append(Tile("roots", percentage(measures.roots.share), "of the routing decisions"))
+    return tuple(tiles)
+
+
 def _page(diagnosis: Diagnosis, commands: Sequence[tuple[str, str]]) -> Page:
+    from foreroute.report.attribution_plots import explained
     from foreroute.report.diagnosis_plots import diagnosis_plots
 
     findings, measures, roots = (
@@ -112,6 +127,7 @@ def _page(diagnosis: Diagnosis, commands: Sequence[tuple[str, str]]) -> Page:
         measure_table(diagnosis.measures),
         root_table(diagnosis.measures),
     )
+    attribution = diagnosis.measures.attribution
     sections = [PageSection(heading="Findings", tables=(findings,))] if findings.rows else []
     if measures.rows:
         replayed = diagnosis.measures.with_replay is not None
@@ -123,9 +139,11 @@ def _page(diagnosis: Diagnosis, commands: Sequence[tuple[str, str]]) -> Page:
         title="Diagnosis",
         finding=diagnosis.headline,
         tone=TONES[diagnosis.worst],
+        tiles=_tiles(diagnosis.measures),
         facts=diagnosis.facts,
         sections=(
             *sections,
+            *([] if attribution is None else [explained(attribution, diagnosis.measures.layers)]),
             PageSection(
                 heading="Where the routes part",
                 tables=(roots,) if roots.rows else (),
