@@ -105,7 +105,7 @@ def test_a_model_is_left_as_it_was_and_micro_steps_add_up(monkeypatch):
     block = model.model.layers[2].mlp
     forward = block.forward
     monkeypatch.setattr(block, "forward", lambda hidden: forward(hidden) * (1.1 if hidden.shape[1] < 20 else 1.0))
-    with pytest.raises(ReplayError, match=r"layers\.2\.mlp\.gate gives other outputs where it is run alone"):
+    with pytest.raises(ReplayError, match=r"layers\.2\.mlp\.gate.*alone"):
         explain(model, generation, evidence)
 
 

@@ -13,6 +13,7 @@ from foreroute.mismatch.measures import as_traces
 from foreroute.report import write_diagnosis
 from foreroute.report.diagnosis import measure_table
 from foreroute.report.figure import layer_label, number_layers
+from foreroute.report.format import percentage
 from foreroute.trace import LayerKind, RoutedLayer, RoutingSpec
 from tests.report.pages import text_of
 from tests.traces import random_trace
@@ -123,4 +124,4 @@ def test_roots_that_are_no_near_ties_are_in_a_table_and_the_parts_of_k3_in_tiles
     assert f"decoder {root.layer} {root.sequence} {root.position} " in pages[1]
     share = diagnosis.measures.split.routing_share
     assert share == pytest.approx(0.75)
-    assert "75 %" in pages[1].replace("\N{NO-BREAK SPACE}", " ")
+    assert f"{percentage(share)} of k3; replay takes it away".replace("\N{NO-BREAK SPACE}", " ") in pages[1]

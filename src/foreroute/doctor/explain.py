@@ -221,8 +221,8 @@ class _Runner:
                 if at.any():
                     states, ran = (each.reshape(-1, shape[-1])[at] for each in (inputs[layer], outputs[layer]))
                     check = slice(0, CHECKED)
-                    again = self._alone(layer, block, states[check], own.flatten(0, 1)[at][check])
-                    if (again - ran[check]).norm() > CLOSE * ran[check].float().norm():
+                    alone = self._alone(layer, block, states[check], own.flatten(0, 1)[at][check])
+                    if (alone - ran[check]).norm() > CLOSE * ran[check].float().norm():
                         raise ReplayError(
                             f"the layer of {self.routed.hooks.routers[layer].path} gives other outputs where it is run "
                             "alone, so that what a flip adds there is not known"

@@ -36,8 +36,8 @@ TOKENS = (
 MOST_MAPS = 4
 
 
-def explained(found: Attribution, layers: Sequence[RoutedLayer]) -> PageSection:
-    """What an explanation found, as a part of a page."""
+def explained(found: Attribution, layers: Sequence[RoutedLayer]) -> tuple[PageSection, ...]:
+    """What an explanation found, as parts of a page."""
     rows = tuple(
         TableRow(
             cells=(
@@ -55,18 +55,16 @@ def explained(found: Attribution, layers: Sequence[RoutedLayer]) -> PageSection:
         if token.flip is not None
     )
     notes = (
-        f"Amounts by layer and flip are of first order, {found.error:.1%} off the exact sums over sequences. Those of "
-        "tokens are exact: each flip was put on the engine's experts in one more pass.",
+        f"Amounts are of first order, {found.error:.1%} off the exact sums over sequences.",
         "A layer carries what its flips add to the gap where all others stay as they are. It began what its roots do, "
         "the flips that stay where everything before them is the engine's. An arithmetic fault is not placed.",
         f"This took {found.forwards:.1f} forwards and {found.backwards:.0f} backwards of the rollout.",
     )
-    tables = (Table(title="Tokens that replay moves most", columns=TOKENS, rows=rows),) if rows else ()
-    return PageSection(
-        heading="Which flips make the gap",
-        plots=(_by_layer(found, layers), _maps(found, layers)),
-        tables=tables,
-        notes=notes,
+    exact = ("Amounts are exact: each flip was put on the engine's experts in one more pass.",)
+    plots = _by_layer(found, layers), _maps(found, layers)
+    return (
+        PageSection(heading="Which flips make the gap", plots=plots, notes=notes),
+        PageSection(heading="Tokens that replay moves most", tables=(Table(columns=TOKENS, rows=rows),), notes=exact),
     )
 
 

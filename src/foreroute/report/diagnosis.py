@@ -81,7 +81,7 @@ def root_table(measures: Measures) -> Table:
     """Roots whose deficit stands far above those of the others, the largest first."""
     roots = measures.roots
     if roots is None:
-        return Table(title="No near-ties", columns=ROOTS, rows=())
+        return Table(columns=ROOTS, rows=())
     rows = [
         TableRow(
             cells=(
@@ -96,7 +96,7 @@ def root_table(measures: Measures) -> Table:
         )
         for root in roots.far[:MOST_ROOTS]
     ]
-    return Table(title="No near-ties", columns=ROOTS, rows=tuple(rows))
+    return Table(columns=ROOTS, rows=tuple(rows))
 
 
 def write_diagnosis(diagnosis: Diagnosis, target: Path, commands: Sequence[tuple[str, str]] = ()) -> Path:
@@ -143,12 +143,9 @@ def _page(diagnosis: Diagnosis, commands: Sequence[tuple[str, str]]) -> Page:
         facts=diagnosis.facts,
         sections=(
             *sections,
-            *([] if attribution is None else [explained(attribution, diagnosis.measures.layers)]),
-            PageSection(
-                heading="Where the routes part",
-                tables=(roots,) if roots.rows else (),
-                plots=diagnosis_plots(diagnosis.measures),
-            ),
+            *(() if attribution is None else explained(attribution, diagnosis.measures.layers)),
+            *([PageSection(heading="No near-ties", tables=(roots,))] if roots.rows else []),
+            PageSection(heading="Where the routes part", plots=diagnosis_plots(diagnosis.measures)),
             *further(commands),
         ),
     )
