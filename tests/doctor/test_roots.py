@@ -5,12 +5,14 @@ import pytest
 import torch
 
 from foreroute.adapters import hf
-from foreroute.doctor import Severity, diagnose
+from foreroute.doctor import Evidence, Severity, diagnose
 from foreroute.doctor import examine as module
+from foreroute.doctor.evidence import TrainerPass
 from foreroute.doctor.examine import examine
 from foreroute.mismatch import root_mismatch
 from tests.doctor.planted_roots import SIZES, rollout, trainer
 from tests.tiers import grid
+from tests.traces import random_trace
 
 AIMS = {"bfloat16": 0.97, "fp8": 0.85}
 
@@ -101,3 +103,28 @@ def test_roots_and_parts_cost_no_pass_and_add_up(monkeypatch):
     assert 0 < roots.roots_L.sum() < flips.sum()
     assert roots.roots_L[0] == flips[0], "below the first router nothing was replayed"
     assert roots.consequences_L[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("left", "wrong", "verdict"),
+    [
+        (0.1, {}, "Replay pays: routing makes 75% of k3"),
+        (0.3, {}, "Parity would pay more than replay: routing makes 25% of k3"),
+        (0.1, {"expected_version": 4}, "Something is broken. As it is, routing makes 75% of k3"),
+    ],
+    ids=["replay", "parity", "broken"],
+)
+def test_the_parts_of_k3_say_whether_replay_pays(left, wrong, verdict):
+    """Of a gap of 0.4 in every token; a trace of other weights than the trainer's comes before any verdict."""
+    engine, own = (random_trace(3, route_seed=seed).with_weight_version(3) for seed in (3, 3))
+    logprobs = np.linspace(-4, -2, 40)
+    evidence = Evidence(
+        engine=engine,
+        engine_logprobs_R=logprobs,
+        native=TrainerPass(own, logprobs + 0.4),
+        replayed=TrainerPass(None, logprobs + left),
+        **wrong,
+    )
+    (said,) = [each for each in diagnose(evidence).findings if "routing makes" in each.sentence]
+    assert said.sentence.startswith(verdict)
+    assert bool(said.advice) == ("Replay" not in verdict)
