@@ -92,6 +92,35 @@ def test_layers_flips_and_tokens_are_those_of_exact_replays(family, precision, t
     assert f"This took {found.forwards:.1f} forwards and 2 backwards" in text
 
 
+@pytest.mark.exhaustive
+def test_the_first_order_is_near_and_cheap_in_deep_models_too():
+    """Three in a hundred off the exact sums of sequences on average, and four forwards at most."""
+    errors = []
+    for depth, family, precision in itertools.product((12, 24, 48), SIZES, ("bfloat16", "fp8")):
+        model = trainer(family, depth)
+        generation, _ = rollout(model, precision)
+        found = explain(model, generation, examine(model, generation))
+        assert found.forwards <= 4, (depth, family, precision)
+        errors.append(found.error)
+    assert np.mean(errors) <= 0.03
+    assert max(errors) <= 0.035
+
+
+def test_an_engine_that_agrees_and_responses_of_no_token_are_no_gap(tmp_path):
+    model = trainer("qwen3_moe", 4)
+    generation, _ = rollout(model, "float32", sequences=4)
+    evidence = examine(model, generation)
+    alike = replace(evidence, engine_logprobs_R=evidence.native.logprobs_R)
+    found = explain(model, replace(generation, logprobs_R=evidence.native.logprobs_R), alike)
+    assert abs(found.k3) < 1e-9
+    diagnosis = diagnose(replace(alike, attribution=found))
+    assert not [each for each in diagnosis.findings if each.topic == "gap"]
+    write_diagnosis(diagnosis, tmp_path / "page.html")
+    none = replace(alike, engine_logprobs_R=np.zeros(0))
+    with pytest.raises(ReplayError, match="response token"):
+        explain(model, generation, none)
+
+
 def test_a_model_is_left_as_it_was_and_micro_steps_add_up(monkeypatch):
     model = trainer("qwen3_moe", 4)
     generation, _ = rollout(model, "bfloat16")

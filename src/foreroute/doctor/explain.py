@@ -58,6 +58,8 @@ def explain(
         raise ReplayError("choices of sparse-attention indexers are no routes; such a model cannot be explained")
     if native is None or native.executed is None or roots is None or roots.native is None or engine_R is None:
         raise ReplayError("there is nothing to explain without log-probs of an engine and a pass with replay")
+    if not len(engine_R):
+        raise ReplayError("there is nothing to explain without a response token")
     run = _Runner(model, generation, native.executed, roots.native, temperature)
     lengths = generation.trace.lengths
     ends = np.cumsum(generation.response_lengths)[:-1]
@@ -77,6 +79,7 @@ def explain(
     exact_S = np.array([(weights_S[s] * (native_S[s] - replayed_S[s])).sum() for s in order])
     first_S = np.array([flips_S[s].sum() for s in order])
     worst = np.argsort(-k3_S, kind="stable")[: max(1, min(MOST_SEQUENCES, len(k3_S) // 4))]
+    worst = worst[generation.response_lengths[worst] > 0]
     own_S: dict[int, NDArray[np.float64]] = {}
     tokens: list[WorstToken] = []
     for part in padded_batches(lengths[worst], micro_step_tokens):
@@ -117,7 +120,7 @@ def explain(
         routing=float(exact_S.sum() / total),
         error=float(np.abs(first_S - exact_S).sum() / max(np.abs(exact_S).sum(), 1e-300)),
         own_share=float(own / part) if is_split else None,
-        worst=tuple(SequenceFlips(int(s), flips_S[int(s)], float(k3_S[s] / k3_S.sum())) for s in worst),
+        worst=tuple(SequenceFlips(int(s), flips_S[int(s)], float(k3_S[s] / (k3_S.sum() or 1.0))) for s in worst),
         tokens=tuple(sorted(tokens, key=lambda token: -abs(token.routing))),
         forwards=run.rows / max(int(lengths.sum()), 1),
         backwards=run.backwards / count,

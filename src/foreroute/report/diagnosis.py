@@ -143,7 +143,7 @@ def _page(diagnosis: Diagnosis, commands: Sequence[tuple[str, str]]) -> Page:
         facts=diagnosis.facts,
         sections=(
             *sections,
-            *(() if attribution is None else explained(attribution, diagnosis.measures.layers)),
+            *(explained(attribution, diagnosis.measures.layers) if attribution is not None and attribution.k3 else ()),
             *([PageSection(heading="No near-ties", tables=(roots,))] if roots.rows else []),
             PageSection(heading="Where the routes part", plots=diagnosis_plots(diagnosis.measures)),
             *further(commands),
