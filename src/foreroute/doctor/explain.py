@@ -34,6 +34,9 @@ MOST_SEQUENCES = 8
 """Sequences that are looked into, the worst; never more than a quarter of them."""
 CLOSE = 1e-2
 """Share of its output by which a layer that is run alone may be off from itself in the pass, by another kernel."""
+SPLIT = 0.1
+"""Share of the largest routing part by which a token without a flip of its own may differ where its text stands twice:
+bfloat16 differs by the shape of a mask."""
 CHECKED = 8
 """Rows of each layer that are run alone on the very routes of the pass."""
 
@@ -111,7 +114,7 @@ def explain(
     # a sliding window, or attention that takes no such mask, shows where a token without a flip of its own differs
     apart = max(np.abs(each[~run.has_own_flip(s)]).max(initial=0.0) for s, each in own_S.items())
     part = sum(exact_S[s] for s in own_S)
-    is_split = part > 0 and apart <= CLOSE * max(np.abs(native_S[s] - replayed_S[s]).max() for s in own_S)
+    is_split = part > 0 and apart <= SPLIT * max(np.abs(native_S[s] - replayed_S[s]).max() for s in own_S)
     own = sum((weights_S[s] * each).sum() for s, each in own_S.items())
     return Attribution(
         carried_L=sum(flips_S[s].sum(0) for s in order) / total,
