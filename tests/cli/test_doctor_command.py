@@ -62,8 +62,11 @@ def commands(page):
 @pytest.mark.usefixtures("unpainted")
 def test_a_model_folder_and_a_rollout(files, tmp_path):
     page = tmp_path / "page.html"
-    result = doctor("--model", files / "model", "--rollout", files / "bf16.generation", "--output", page)
+    sides = "--model", files / "model", "--rollout", files / "bf16.generation"
+    result = doctor(*sides, "--explain", "--output", page)
     assert result.returncode == 0, result.stderr
+    assert "carry the most of routing's part of k3" in said(result)
+    assert "Which flips make the gap" in page.read_text()
     assert "R3 helps by a factor of" in result.stdout
     assert "Replay is wired" in result.stdout
     assert commands(page) == []
@@ -234,6 +237,8 @@ PASSES = "--rollout bf16.generation --trainer native.generation"
         (f"{PASSES} --replayed bf16.trace", "is a trace without log-probs"),
         (f"{PASSES} --temperature 0.5", "--temperature changes nothing without --model"),
         (f"{PASSES} --max-sequences 64", "--max-sequences changes nothing without --model"),
+        (f"{PASSES} --explain", "--explain changes nothing without --model"),
+        ("--model model --rollout bf16.trace --explain", "--explain needs the engine's log-probs"),
         ("--model model --weight-version 3", "--weight-version changes nothing without --rollout"),
         ("--model model --temperature 1 --max-sequences 2", "--temperature, --max-sequences change nothing without"),
     ],

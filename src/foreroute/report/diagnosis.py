@@ -9,7 +9,7 @@ from foreroute.doctor import Diagnosis, Severity
 from foreroute.doctor.evidence import Measures
 from foreroute.mismatch import RoutingMismatch, TokenMismatch
 from foreroute.report.format import percentage, scientific
-from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tone, write_page
+from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tile, Tone, write_page
 from foreroute.report.run import further
 from foreroute.report.run_tables import ABOUT_MEASURES
 
@@ -25,6 +25,17 @@ FINDINGS = (
     Column("Finding", "finding", kind="words"),
     Column("Advice", "advice", kind="words"),
 )
+ROOTS = (
+    Column("Layer", "layer"),
+    Column("Sequence", "sequence"),
+    Column("Position", "position"),
+    Column("Engine took", "engine took"),
+    Column("Trainer takes", "trainer takes"),
+    Column("Deficit", "deficit"),
+    Column("Times the median", "times the median"),
+)
+MOST_ROOTS = 64
+"""Rows of a table of roots."""
 MEASURES = (
     Column("Compared", "compared"),
     Column("k3, nats per token", "k3"),
@@ -66,15 +77,57 @@ def measure_table(measures: Measures) -> Table:
     return Table(title="Measures", columns=MEASURES, rows=tuple(rows))
 
 
+def root_table(measures: Measures) -> Table:
+    """Roots whose deficit stands far above those of the others, the largest first."""
+    roots = measures.roots
+    if roots is None:
+        return Table(columns=ROOTS, rows=())
+    rows = [
+        TableRow(
+            cells=(
+                str(measures.layers[root.layer]),
+                str(root.sequence),
+                str(root.position),
+                ", ".join(map(str, root.engine)),
+                ", ".join(map(str, root.trainer)),
+                f"{root.deficit:.3g}",
+                f"{root.deficit / roots.median:.0f}",
+            )
+        )
+        for root in roots.far[:MOST_ROOTS]
+    ]
+    return Table(columns=ROOTS, rows=tuple(rows))
+
+
 def write_diagnosis(diagnosis: Diagnosis, target: Path, commands: Sequence[tuple[str, str]] = ()) -> Path:
     """Write the page, and on it commands to run next, each with what it does; raises `InputError` as `write_page`."""
     return write_page(target, lambda: _page(diagnosis, commands))
 
 
+def _tiles(measures: Measures) -> tuple[Tile, ...]:
+    """The parts of k3, and where the mismatch of routes begins."""
+    tiles, split = [], measures.split
+    if split is not None and measures.without is not None and measures.without.k3_sum:
+        tiles = [
+            Tile("k3, nats per token", scientific(measures.without.k3), "without replay"),
+            Tile("routing's part", percentage(split.routing_share), "of k3; replay takes it away"),
+            Tile("gate weights' and arithmetic's", percentage(1 - split.routing_share), "of k3; replay leaves it"),
+        ]
+    if measures.roots is not None and measures.roots.rows:
+        tiles.append(Tile("roots", percentage(measures.roots.share), "of the routing decisions"))
+    return tuple(tiles)
+
+
 def _page(diagnosis: Diagnosis, commands: Sequence[tuple[str, str]]) -> Page:
+    from foreroute.report.attribution_plots import explained
     from foreroute.report.diagnosis_plots import diagnosis_plots
 
-    findings, measures = finding_table(diagnosis), measure_table(diagnosis.measures)
+    findings, measures, roots = (
+        finding_table(diagnosis),
+        measure_table(diagnosis.measures),
+        root_table(diagnosis.measures),
+    )
+    attribution = diagnosis.measures.attribution
     sections = [PageSection(heading="Findings", tables=(findings,))] if findings.rows else []
     if measures.rows:
         replayed = diagnosis.measures.with_replay is not None
@@ -86,9 +139,12 @@ def _page(diagnosis: Diagnosis, commands: Sequence[tuple[str, str]]) -> Page:
         title="Diagnosis",
         finding=diagnosis.headline,
         tone=TONES[diagnosis.worst],
+        tiles=_tiles(diagnosis.measures),
         facts=diagnosis.facts,
         sections=(
             *sections,
+            *(explained(attribution, diagnosis.measures.layers) if attribution is not None and attribution.k3 else ()),
+            *([PageSection(heading="No near-ties", tables=(roots,))] if roots.rows else []),
             PageSection(heading="Where the routes part", plots=diagnosis_plots(diagnosis.measures)),
             *further(commands),
         ),
