@@ -244,6 +244,7 @@ def test_a_model_without_weights_is_compared_with_nothing():
     assert (found.measures.routes, found.measures.without, found.measures.with_replay) == (None, None, None)
     assert found.measures.repeated is not None
     assert "compared with nothing" in found.headline
+    assert [finding.topic for finding in found.findings if finding.topic == "routes"] == []
 
 
 def test_what_others_wrote_is_shown_and_not_obeyed():
