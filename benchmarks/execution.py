@@ -71,7 +71,7 @@ def run(*, quick: bool, parts: Sequence[str] = PARTS) -> dict[str, Any]:
         result["setting"] |= {"sizes": SIZES._asdict(), "micro_steps": MICRO_STEPS, "batch": BATCH}
         result["setting"] |= {"slots": SLOTS, "pairs": pairs}
     if "all_to_all" in parts:
-        rounds = {"few_rows": 2} if quick else {"few_rows": 20, "many_rows": 6}
+        rounds = {"few_rows": 2} if quick else {"few_rows": 12, "many_rows": 6}
         metrics["over_all_to_all"] = seconds_over_all_to_all(rounds)
         result["setting"]["over_all_to_all"] = {
             name: (each.sizes._asdict(), each.shape, rounds.get(name)) for name, each in SETTINGS.items()

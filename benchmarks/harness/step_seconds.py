@@ -43,7 +43,7 @@ MILD = {"slight": 0.4, "mild": 0.8}
 """Exponents of Zipf's law; static imbalance about 1.1 and 1.2 on two ranks."""
 SKEWS = {"high": 1.0}
 """The same about 1.8. It is compared with forced balance too."""
-OTHER_SKEWS, OTHER_SEQUENCES, ROUNDS = (0.15, 0.8), (4, 12), 2
+OTHER_SKEWS, OTHER_SEQUENCES, ROUNDS = (0.15, 0.8), (4, 12), 1
 """Of the steps that rates are fitted to, and how often each is run; none is a step that is predicted."""
 FEW_ROWS = (1, 16)
 """A micro-batch with four rows for each expert."""
