@@ -11,13 +11,18 @@ from foreroute.mismatch.measures import (
     token_mismatch,
 )
 from foreroute.mismatch.mixups import Defect
+from foreroute.mismatch.sentinel import LooksLike, RootCounts, Sentinel, Suspicion
 
 __all__ = [
     "LOG10_EDGES",
     "Defect",
     "Explanation",
     "LiveAgreement",
+    "LooksLike",
+    "RootCounts",
     "RoutingMismatch",
+    "Sentinel",
+    "Suspicion",
     "TokenMismatch",
     "explain",
     "margin_histogram",
