@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from foreroute.errors import InputError
 from foreroute.trace import RoutingSpec
-from foreroute.trace.checks import as_offsets
+from foreroute.trace.checks import as_offsets, join_ranges
 
 RATE = 1e-6
 """False alarms of a healthy run: for each sequence, and for each batch. `docs/diagnose.md` says what that rests on."""
@@ -100,6 +100,12 @@ class RootCounts:
                 )
         if self.roots_L.max(initial=0) > rows:
             raise InputError(f"roots_L counts {self.roots_L.max()} rows of a layer; expected {rows} at most")
+
+    def in_order(self, order_S: NDArray[np.integer]) -> RootCounts:
+        """Give the same with sequence `order_S[s]` in place s; each stands there once."""
+        rows_N = join_ranges(as_offsets(self.lengths_S)[order_S], self.lengths_S[order_S])
+        of_rows = (self.roots_N, self.before_N, self.after_N, self.repeats_N)
+        return RootCounts(*(each[rows_N] for each in of_rows), self.roots_L, self.lengths_S[order_S])
 
 
 @dataclass(frozen=True)
@@ -342,9 +348,9 @@ class _Past:
         Then exp(decay * sum) is a martingale, and that a segment from a row on reaches a score has a chance of at most
         exp(-decay * score). Rows of a block need not be independent, and blocks are taken to be.
         """
-        return min(
-            _root(blocks, width, self.num_layers, limit) for blocks, width in zip(self.blocks_W, WIDTHS, strict=True)
-        )
+        # no sequence may have been as long as a wide block
+        seen = [(blocks, width) for blocks, width in zip(self.blocks_W, WIDTHS, strict=True) if blocks.any()]
+        return min(_root(blocks, width, self.num_layers, limit) for blocks, width in seen)
 
     def chance_of_layers(self, share_L: NDArray[np.float64], rows: int) -> NDArray[np.float64]:
         """Bound the chance of shares as high, float64 [L], by how far layers were from others before."""
