@@ -73,7 +73,7 @@ def test_the_rows_say_what_they_look_like():
     assert judged(roots, repeats_N=beside)[1].looks_like == LooksLike.FROZEN
 
 
-@grid("above", [0.0, 0.4], quick=2)
+@grid("above", [0.0, 0.4, 0.9], quick=2)
 def test_one_layer_is_named_though_layers_above_it_follow(above):
     roots = draw(np.random.default_rng(4))
     roots[:, :, 3] = True

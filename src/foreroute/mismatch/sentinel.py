@@ -38,14 +38,22 @@ LIMITS, SPREAD = (0.25, 0.5), 4.0
 their mean share and this many of its standard deviations, and 1."""
 HIGHEST = 0.99
 """A higher share of a sequence is no usual one."""
-ALONE = 0.6
-"""Layers rose alone where the next one has risen by no more than this part."""
+ALONE, QUIET = 0.6, 0.25
+"""Layers rose alone where the next one has risen by no more than this part; and one below which all have risen by no
+more than that part began what layers above it follow."""
 MOST, ALL = 0.5, 0.9
 """Share of a batch, and of a layer beside others, from which routes belong to something else, whatever the past."""
 REPEATED, MATCHED, ONE_SIDE = 0.9, 0.15, 2.0
 """Share of layers in which rows repeat the row before where an engine froze; and in which natives are the rows on one
 side of them, this often more than on the other, where rows are shifted: layers above ran on wrong experts, so that it
 is less than all."""
+
+
+LOOK_AT = (
+    "Look at what brings routes from the engine to the trainer: caches, the order of sequences, weights that did not "
+    "arrive"
+)
+"""What to do about all of it."""
 
 
 class LooksLike(StrEnum):
@@ -285,13 +293,14 @@ class Sentinel:
 
 
 def _layers_alone(rise_L: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Find the few layers whose shares have risen, where all others have by much less: int64, the most first."""
+    """Find the few layers whose shares have risen, while others have by less or followed: int64, the most first."""
     order = np.argsort(-rise_L)
     rise = np.append(np.maximum(rise_L[order], 0.0), 0.0)
     for count in range(1, max(len(rise_L) // 4, 1) + 1):
         if rise[count] <= ALONE * rise[count - 1] and len(rise_L) > 1:
             return order[:count]
-    return order[:0]
+    began = 0 < order[0] and rise_L[: order[0]].max() <= QUIET * rise_L[order[0]]
+    return order[: int(began)]
 
 
 @dataclass(eq=False)

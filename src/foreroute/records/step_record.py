@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 import numpy as np
 
 from foreroute.mismatch import LOG10_EDGES
+from foreroute.mismatch.sentinel import LOOK_AT
 
 Side = Literal["native", "replayed"]
 """How the trainer was routed when the mismatch was measured: by itself, or with the rollout's routes replayed."""
@@ -57,8 +58,7 @@ ADVICE: dict[AlarmKind, str] = {
     "stale_routes": "Lower rl.learning_rate or rl.mini_steps, so that an update moves the policy less. A run whose "
     "held-out reward rises may go on; only runs that replay can have this alarm, so it does not speak against replay.",
     "effective_share": "Lower rl.learning_rate or rl.mini_steps, or bound the weights with rl.correction.",
-    "sentinel": "Look at what brings routes from the engine to the trainer: caches, the order of sequences, weights "
-    'that did not arrive. rl.sentinel = "drop" leaves named sequences out of updates, "stop" ends the run before one.',
+    "sentinel": f'{LOOK_AT}. rl.sentinel = "drop" leaves named sequences out of the update, "stop" ends the run.',
 }
 """What to do about each, in the keys of `foreroute train`."""
 
