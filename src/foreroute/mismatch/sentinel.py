@@ -112,8 +112,14 @@ class RootCounts:
     def in_order(self, order_S: NDArray[np.integer]) -> RootCounts:
         """Give the same with sequence `order_S[s]` in place s; each stands there once."""
         rows_N = join_ranges(as_offsets(self.lengths_S)[order_S], self.lengths_S[order_S])
-        of_rows = (self.roots_N, self.before_N, self.after_N, self.repeats_N)
-        return RootCounts(*(each[rows_N] for each in of_rows), self.roots_L, self.lengths_S[order_S])
+        return RootCounts(
+            self.roots_N[rows_N],
+            self.before_N[rows_N],
+            self.after_N[rows_N],
+            self.repeats_N[rows_N],
+            self.roots_L,
+            self.lengths_S[order_S],
+        )
 
 
 @dataclass(frozen=True)
@@ -181,9 +187,9 @@ class Sentinel:
         if not rows or not num_layers:
             return []
         found = self._suspected(counts, rows)
-        suspected = {each.sequence for each in found}
-        if None not in suspected:
-            self._past.add(counts, np.array(sorted(suspected), np.int64))
+        named = [each.sequence for each in found if each.sequence is not None]
+        if len(named) == len(found):
+            self._past.add(counts, np.array(named, np.int64))
         return found
 
     def _suspected(self, counts: RootCounts, rows: int) -> list[Suspicion]:
@@ -299,7 +305,7 @@ def _layers_alone(rise_L: NDArray[np.float64]) -> NDArray[np.int64]:
     for count in range(1, max(len(rise_L) // 4, 1) + 1):
         if rise[count] <= ALONE * rise[count - 1] and len(rise_L) > 1:
             return order[:count]
-    began = 0 < order[0] and rise_L[: order[0]].max() <= QUIET * rise_L[order[0]]
+    began = order[0] > 0 and rise_L[: order[0]].max() <= QUIET * rise_L[order[0]]
     return order[: int(began)]
 
 
@@ -363,9 +369,9 @@ class _Past:
 
     def chance_of_layers(self, share_L: NDArray[np.float64], rows: int) -> NDArray[np.float64]:
         """Bound the chance of shares as high, float64 [L], by how far layers were from others before."""
-        now_L, past_BL = _angle(share_L), np.stack(self.angles_BL)
-        beside = [each - np.median(each, axis=-1, keepdims=True) for each in (past_BL, now_L)]
-        return _chance(*beside, rows)
+        past_BL, now_L = np.stack(self.angles_BL), _angle(share_L)
+        past_BL = past_BL - np.median(past_BL, axis=1, keepdims=True)
+        return _chance(past_BL, now_L - np.median(now_L), rows)
 
     def chance_of_batch(self, share: float, rows: int) -> float:
         """Bound the chance of a share as high."""
@@ -375,7 +381,7 @@ class _Past:
 
 def _angle(share: NDArray[np.float64]) -> NDArray[np.float64]:
     """Turn shares of n into angles, whose standard deviation is 1 / (2 sqrt(n)) whatever the share."""
-    return np.arcsin(np.sqrt(np.clip(share, 0, 1)))  # type: ignore[no-any-return]
+    return np.arcsin(np.sqrt(np.clip(share, 0, 1)))
 
 
 def _chance(past_BX: NDArray[np.float64], now_X: NDArray[np.float64], decisions: int) -> NDArray[np.float64]:

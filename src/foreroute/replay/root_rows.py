@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foreroute.core.passes import Interceptor, Pass, RecordOptions, is_in
+from foreroute.errors import ReplayError
 from foreroute.mismatch import RootCounts
 
 
@@ -52,7 +53,10 @@ class RootRows(Interceptor):
         """Give what was counted of S sequences, packed in the order in which passes ran them, and start anew.
 
         Waits for the device, once: call it where the host waits anyway. `lengths_S` are the rows of each sequence.
+        Raises `ReplayError` when no pass ran.
         """
+        if not self._counts:
+            raise ReplayError("no pass was counted: open listening(rows) around a replayed forward of the model")
         counts = torch.cat(self._counts).cpu().numpy()
         passes, start = [], 0
         for num_rows, num_layers in self._shapes:
@@ -61,5 +65,6 @@ class RootRows(Interceptor):
             passes.append((rows_5R[1:, rows_5R[0] > 0], roots_L))
             start += 5 * num_rows + num_layers
         self._counts, self._shapes = [], []
-        rows_4N = np.concatenate([rows for rows, _ in passes], axis=1)
-        return RootCounts(*rows_4N, np.sum([roots_L for _, roots_L in passes], axis=0), lengths_S)
+        roots_N, before_N, after_N, repeats_N = np.concatenate([rows for rows, _ in passes], axis=1)
+        roots_L = np.sum([roots_L for _, roots_L in passes], axis=0)
+        return RootCounts(roots_N, before_N, after_N, repeats_N, roots_L, lengths_S)

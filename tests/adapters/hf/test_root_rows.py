@@ -1,9 +1,11 @@
 """Roots of each row: against what routers are seen to be given, in batches that are padded; and no wait of the host."""
 
 import numpy as np
+import pytest
 import torch
 
 from foreroute.adapters import hf
+from foreroute.errors import ReplayError
 from foreroute.replay import RootRows
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
@@ -61,6 +63,8 @@ def test_rows_are_counted_in_the_order_of_their_sequences(side, micro_batches):
         assert getattr(found, name).any()
     assert np.array_equal(found.roots_L, sum(each[0].sum(0) for each in expected))
     # it starts anew
+    with pytest.raises(ReplayError, match="no pass"):
+        rows.read(trace.lengths)
     with routed.listening(rows):
         run()
     assert len(rows.read(lengths).roots_N) == sum(lengths)

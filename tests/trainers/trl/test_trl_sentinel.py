@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foreroute.engines.embedded import EmbeddedEngine
-from foreroute.errors import BatchMismatchError, ConfigError, ReplayError
+from foreroute.errors import BatchMismatchError, ConfigError, EngineError, ReplayError
 from foreroute.mismatch import LooksLike, Sentinel, Suspicion
 from foreroute.trainers.trl import rollout_with
 from foreroute.trainers.trl.controller import TrainerPassController
@@ -60,6 +60,31 @@ def test_a_run_that_is_to_stop_does_before_it_learns_from_the_rollout(folder, mi
     with pytest.raises(BatchMismatchError, match=r"rollout 2 .*wrong"):
         run.train()
     assert run.state.global_step == 2  # those of the first rollout
+
+
+@pytest.mark.parametrize("passes", [TWICE, ONCE], ids=["old pass", "no old pass"])
+def test_weights_that_a_sync_garbled_are_in_the_log_of_the_first_rollout_behind_it(passes, folder, monkeypatch, caplog):
+    generate, calls = EmbeddedEngine.generate, []
+
+    def garbled(engine, *args):
+        calls.append(args)
+        if len(calls) == 2:
+            with torch.no_grad():
+                engine._model.lm_head.weight.copy_(40 * engine._model.lm_head.weight.roll(1, 0))
+        return generate(engine, *args)
+
+    monkeypatch.setattr(EmbeddedEngine, "generate", garbled)
+    run = trainer(folder, **passes)
+    with caplog.at_level(logging.WARNING):
+        run.train()
+    seen = logged(run, "sentinel/suspicions")
+    assert (seen[0], sum(seen)) == (0, 1)
+    [line] = [record.message for record in caplog.records if record.message.startswith("The sentinel:")]
+    assert "Weights did not arrive" in line
+    calls.clear()
+    if passes is TWICE:
+        with pytest.raises(EngineError, match=r"Weights.*arrive"):
+            trainer(folder, sentinel="stop", **passes).train()
 
 
 def test_dropped_tokens_are_those_behind_the_first_wrong_row(folder, monkeypatch):

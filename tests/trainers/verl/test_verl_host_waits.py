@@ -17,6 +17,7 @@ from foreroute.errors import CaptureError
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
 from foreroute.testing.ranks import environment, torchrun
+from foreroute.trainers import weights_check
 from foreroute.trainers.verl import fsdp, passes
 from tests.trainers.verl.jagged_there import Jagged, MicroBatch
 from tests.trainers.verl.verl_batches import padded, sequences
@@ -100,7 +101,7 @@ def there(monkeypatch, request):
     monkeypatch.setattr(fsdp, "get_device_id", lambda: DEVICE)
     monkeypatch.setattr(passes, "gather_over", lambda group, mine: [mine])
     monkeypatch.setattr(passes, "add_over", lambda groups, sums: sums)
-    monkeypatch.setattr(passes, "K3_LIMIT", 10)  # the rollout's are made up
+    monkeypatch.setattr(weights_check, "K3_LIMIT", 10)  # the rollout's are made up
     with other_device() as device:
         yield There(device, getattr(request, "param", "R3"))
 

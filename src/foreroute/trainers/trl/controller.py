@@ -25,14 +25,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.utils import gather_object, is_peft_model
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf import RoutedTransformer
 from foreroute.costs.cluster_file import Cluster
-from foreroute.errors import BatchMismatchError, ForerouteError, ReplayError
+from foreroute.errors import BatchMismatchError, EngineError, ForerouteError, ReplayError
 from foreroute.mismatch import Suspicion
 from foreroute.mismatch.sentinel import LOOK_AT
 from foreroute.plan import Topology
@@ -55,6 +55,7 @@ from foreroute.trainers.trl.rollout import (
     join_results,
 )
 from foreroute.trainers.trl.settings import Replay, require_supported
+from foreroute.trainers.weights_check import WeightsCheck
 
 LOG = logging.getLogger(__name__)
 CHECKED_SEQUENCES = 16
@@ -112,6 +113,7 @@ class TrainerPassController:
         self._num_rollouts = 0
         self._num_updates = 0
         self._suspected = 0  # by the sentinel since the last log
+        self._weights: list[WeightsCheck] = []  # of the rollouts since then
         self._checks_with_images = False
         attached = None
         with self._guard:
@@ -159,6 +161,7 @@ class TrainerPassController:
         self.rollout = rollout
         if self._sentinel is not None:
             self._sentinel.begin_rollout()
+            self._weights.append(WeightsCheck())
 
     @contextmanager
     def passing(self, begun: LogprobPass | None) -> Iterator[None]:
@@ -217,7 +220,8 @@ class TrainerPassController:
         """Read what is to be logged of all processes, and start anew. A collective call, for which the host waits."""
         logs = {} if self._windows is None else self._windows.sums.flush()
         if self._sentinel is not None:
-            self._suspected += self._warn(self._sentinel.judge())
+            self._warn(found := self._sentinel.judge())
+            self._judge_weights(found)
             counted = self._over_processes(torch.tensor(float(self._suspected)))
             logs["sentinel/suspicions"], self._suspected = float(counted), 0
         with self._guard:
@@ -340,7 +344,9 @@ class TrainerPassController:
         sampled_BR = batch.get(LOGPROBS_OF_TRL, batch.get(LOGPROBS))
         if sampled_BR is not None and seen.logprobs_BR is not None:
             counted_BR = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
-            self._metrics.compare_tokens(sampled_BR, seen.logprobs_BR, counted_BR)
+            log_r_BR, known_BR = self._metrics.compare_tokens(sampled_BR, seen.logprobs_BR, counted_BR)
+            if self._weights:
+                self._weights[-1].add(log_r_BR, known_BR)
 
     def _act(self, sentinel: RolloutSentinel, rollout: Rollout, output: dict[str, Any]) -> None:
         """Judge a rollout behind its old-log-prob pass, where TRL reads its own metrics, and drop tokens or stop."""
@@ -349,12 +355,12 @@ class TrainerPassController:
                 f"sentinel={self._watching!r} was asked for, and TRL computed no old log-probs for this rollout, so "
                 "that nothing was replayed before the update; take sentinel='warn', or raise num_iterations"
             )
-        found = sentinel.judge()
-        self._suspected += self._warn(found)
+        self._warn(found := sentinel.judge())
         if self._watching == "stop" and float(self._over_processes(torch.tensor(float(len(found))))):
             # all processes end together
             seen = f"{found[0].sentence}. {LOOK_AT}" if found else "another process says where, in its log"
             raise BatchMismatchError(f"rollout {rollout.number} looks wrong: {seen}")
+        self._judge_weights(found)
         mask_BR = output["completion_mask"]
         kept_BR = np.ones(mask_BR.shape, np.int64)
         for each in found:
@@ -364,12 +370,26 @@ class TrainerPassController:
         if not kept_BR.all():
             output["tool_mask"] = to_device(kept_BR, mask_BR.device) * output.get("tool_mask", 1)
 
-    def _warn(self, found: Sequence[Suspicion]) -> int:
+    def _judge_weights(self, found: Sequence[Suspicion]) -> None:
+        """Say, or under "stop" raise, that a sync garbled weights, unless rows are what is wrong. A collective call."""
+        # a check for each rollout, so that a wrong one is not hidden by those before it
+        checks, self._weights = self._weights, []
+        for check in checks:
+            try:
+                check.judge(lambda mine: gather_object([mine]))
+            except EngineError as error:
+                if self._watching == "stop":
+                    raise
+                if not found and self._trainer.accelerator.is_main_process:
+                    self._suspected += 1
+                    LOG.warning("The sentinel: %s", error)
+
+    def _warn(self, found: Sequence[Suspicion]) -> None:
         """Log what the sentinel suspects, in one line, and count it."""
+        self._suspected += len(found)
         if found:
             others = f", and {len(found) - 1} more" if len(found) > 1 else ""
             LOG.warning("The sentinel: %s%s. %s", found[0].sentence, others, LOOK_AT)
-        return len(found)
 
     def _over_processes(self, sums: Tensor) -> Tensor:
         accelerator = self._trainer.accelerator
