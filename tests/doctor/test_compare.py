@@ -12,7 +12,8 @@ from foreroute.doctor import Evidence, Severity, diagnose
 from foreroute.doctor.comparison import standard_error
 from foreroute.doctor.evidence import TrainerPass
 from foreroute.errors import InputError, TraceContentError
-from foreroute.mismatch import routing_mismatch, token_mismatch
+from foreroute.mismatch import root_mismatch, routing_mismatch, split_k3, token_mismatch
+from foreroute.mismatch.measures import as_traces
 from foreroute.testing.routes import synthetic_trace
 from tests.mismatch import planted_defects as planted
 from tests.tiers import grid
@@ -54,6 +55,29 @@ def test_the_figures_are_those_of_the_measures():
     assert (found["routed_rows"], found["differing_share"]) == (by_row.rows, by_row.differing_share)
     assert found["differing_tokens_share"] == by_row.differing_tokens_share
     assert found["overlap"] == pytest.approx(by_row.overlap_L.mean())
+
+
+def test_roots_and_the_parts_of_k3_are_those_of_the_measures():
+    trainer, engine, mask = logprobs(0)
+    replayed = (trainer + 2 * engine) / 3
+    given, spec = routes(0)
+    own, theirs, attended = given.values()
+    would = np.where(np.random.default_rng(0).random((*own.shape[:3], 1)) < 0.7, theirs, own)
+    deficits = np.random.default_rng(1).random(own.shape[:3])
+    beside = {"replayed_logprobs": replayed, "replayed_routes": would, "deficits": deficits}
+    found = fr.compare(trainer, engine, mask, **given, **beside)
+    split = split_k3(*(each[mask] for each in (trainer, replayed, engine)))
+    assert (found.metrics["k3/routing"], found.metrics["k3/rest"]) == (split.routing, split.rest)
+    traces = [as_traces(each, theirs, attended, spec)[0] for each in (theirs, would, own)]
+    roots = root_mismatch(*traces, deficits_NL=deficits[attended.astype(bool)])
+    assert found.metrics["roots_share"] == roots.share
+    assert found.metrics["consequences_share"] == roots.consequences_share > 0
+    assert {"roots_share", "consequences_share"} <= found.errors.keys()
+    assert found.diagnosis.measures.roots.worst == roots.worst
+    without = {name: beside[name] for name in ("replayed_routes", "deficits")}
+    for wrong in ({"deficits": deficits}, without, {**given, "replayed_routes": would, "deficits": deficits[:1]}):
+        with pytest.raises(InputError, match=r"deficits|trainer_routes and engine_routes"):
+            fr.compare(trainer, engine, mask, **wrong)
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])

@@ -121,6 +121,34 @@ def check_recorded_margins_are_the_gap_to_the_best_expert_that_could_have_been_p
                 assert np.array_equal(seen, margins_of(narrow, top_k)), gate
 
 
+def check_native_picks_are_recorded_under_replay_with_how_far_they_are_from_the_replayed_ones(framework):
+    """In logits where a router selects by a softmax; an expert of a group that is out is compared by its own score."""
+    for gate in framework.gates:
+        on = framework.built(gate)
+        trace = foreign(on.routed.spec, BATCH, absent=GAPS)
+        with on.scores() as scores, on.routed.replay(trace, missing="native"), on.routed.record(native=True) as native:
+            on.run(BATCH)
+        scores = [scores_BTE[BATCH.real_BT].double().numpy() for scores_BTE in scores]
+        recorded, deficits = native.trace(), native.deficits_NL()
+        assert deficits.shape == recorded.expert_ids_NLK.shape[:2] == (sum(BATCH.lengths), len(scores))
+        assert not deficits[~trace.valid_N].any(), "a row without a route is the router's own"
+        for layer, (scores_NE, own, ids) in enumerate(recount([each[trace.valid_N] for each in scores], trace)):
+            picked = recorded.expert_ids_NLK[trace.valid_N, layer, : own.shape[1]]
+            assert np.array_equal(np.sort(picked, -1), np.sort(own, -1)), gate
+            last, least = (np.take_along_axis(scores_NE, each, -1).min(-1) for each in (own, ids))
+            in_reach = np.isfinite(least) & (least != 0)  # of groups that are out scores are overwritten here
+            seen = deficits[trace.valid_N, layer]
+            assert np.isfinite(seen).all(), gate
+            with np.errstate(divide="ignore", invalid="ignore"):
+                ways = [last - least, np.log(last) - np.log(least)]
+            if in_reach.all():  # and so the scores of every expert are there
+                ways = (
+                    ways[1:] if not on.selects_by_logits and np.allclose(scores_NE.sum(-1), 1, atol=1e-3) else ways[:1]
+                )
+            assert any(np.allclose(seen[in_reach], way[in_reach], rtol=1e-3, atol=1e-5) for way in ways), gate
+            assert (seen[in_reach] > 0).any() or not in_reach.any(), gate
+
+
 def check_a_recording_keeps_of_margins_one_number_for_each_row_and_layer(framework):
     on = framework.built()
     with on.routed.record(margins=True), torch.no_grad():
@@ -167,3 +195,4 @@ def check_what_was_not_asked_for_is_not_there(framework):
     for ask in (session.agreement, session.expert_counts_LE):
         refuses(ReplayError, "telemetry=True", ask)
     refuses(ReplayError, "margins=True", recording.margins_NL)
+    refuses(ReplayError, "native=True", recording.deficits_NL)

@@ -105,6 +105,8 @@ def compared(t, _):
         with pytest.raises(ForerouteError, match=r"nothing.*compare"):
             fr.compare(np.zeros(shape), np.zeros(shape), np.zeros(shape))
     fr.compare(np.zeros(0), np.zeros(0), trainer_routes=t, engine_routes=t)
+    none = np.zeros(t.expert_ids_NLK.shape[:2])
+    fr.compare(np.zeros(0), np.zeros(0), trainer_routes=t, engine_routes=t, replayed_routes=t, deficits=none)
 
 
 def examined(t, folder):
@@ -187,6 +189,8 @@ DOORS = {
     "plan.sequence_counts": lambda t, _: plans.sequence_counts(t),
     "plan.known_rows": known,
     "mismatch.explain": lambda t, _: mismatch.explain(t, t),
+    "mismatch.root_mismatch": lambda t, _: mismatch.root_mismatch(t, t, t).steep,
+    "mismatch.split_k3": lambda t, _: mismatch.split_k3([], [], []),
     "mismatch.routing_mismatch mismatch.token_mismatch mismatch.margin_histogram records.alarms": added_up,
     "doctor.compare doctor.diagnose report.write_diagnosis": examined,
 }

@@ -140,7 +140,14 @@ def probe(model: nn.Module, candidates: list[SelectingRouter]) -> tuple[nn.Modul
             )
         router.num_experts, router.top_k = final.scores_RE.shape[-1], final.ids_RK.shape[-1]
         router.final, router.by_probability = len(seen[router]) - 1, final.by_probability
+        router.by_softmax = final.by_probability and _adds_up_to_1(final)
     return _trunk_of(given_tokens, routers), routers
+
+
+def _adds_up_to_1(selection: Selection) -> bool:
+    """Say whether what experts were selected by is a softmax over all of them, without a bias."""
+    scores = selection.scores if selection.live is None else selection.live
+    return bool((scores >= 0).all() and ((scores.float().sum(-1) - 1).abs() < 1e-2).all())
 
 
 def _trunk_of(given_tokens: Sequence[nn.Module], routers: Sequence[SelectingRouter]) -> nn.Module:

@@ -35,6 +35,7 @@ from .passes import (
     Pass,
     PassStack,
     RecordOptions,
+    RouterFacts,
     Rows,
     ThreadGuard,
     move_tensor,
@@ -123,6 +124,7 @@ class RouterHook(SelectionHook):
         self.num_experts = num_experts
         self.top_k = top_k
         self.by_probability = False  # whether it selects by probabilities, and not by logits
+        self.by_softmax = False  # whether these are of a softmax over all experts
         self.num_skip_classes = 0  # as of `SelectionRule`
         # reads ids [R, K] in ascending order from what it returns, where they are not there as they are
         self.read_back: Callable[[Any], Tensor] | None = None
@@ -148,7 +150,7 @@ class SelectingRouter(RouterHook):
                 f"router {self.path} made {len(mode.seen)} top-k selections, but {self.final + 1} when it was "
                 "attached; its forward takes another path now. Attach again"
             )
-        if now.scores_into is not None:
+        if now.scores_into is not None or now.deficit_into is not None:
             now.keep_scores(mode.seen[-1])
         return result
 
@@ -201,7 +203,7 @@ class ModelHooks(ABC):
         self.sessions = ThreadGuard("has a record() or replay() session open on it")
         self.interceptors: list[Interceptor] = []
         self._output_check: OutputCheck | None = None
-        self._picks = [(router.path, router.top_k, router.by_probability) for router in routers]
+        self._picks = [RouterFacts(each.path, each.top_k, each.by_probability, each.by_softmax) for each in routers]
         self._modules = list({trunk: None} | {hook.selecting[0]: None for hook in self.every})
         self._num_users = 0  # sessions, and recomputations behind them
         self._on_trunk = _Shared(self._trunk_hooked)

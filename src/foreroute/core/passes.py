@@ -52,17 +52,34 @@ class RecordOptions(NamedTuple):
     routes: bool = False  # it is given those to force
     native: bool = False  # of rows that are replayed too
     scores: bool = False  # of the native picks, and the best score that was left out; those are kept then
+    deficits: bool = False  # see `Pass.deficit_LR`; takes `native` too
     outputs: bool = False  # which experts routers returned under replay; in eager mode alone
     others: bool = False  # what other modules that select returned; in eager mode alone
     caches: bool = False  # key-value caches must hold the same rows from forward to forward; in eager mode alone
 
 
+class RouterFacts(NamedTuple):
+    """What a pass must know of a router."""
+
+    path: str
+    top_k: int
+    by_probability: bool  # see `RouterHook`
+    by_softmax: bool
+
+
 class Pass:
-    """One forward over one batch, and what it keeps."""
+    """One forward over one batch, and what it keeps.
+
+    Attributes:
+        deficit_LR: float32 [L, R] on the device, the least selection score of the native picks less the least of the
+            executed ones, of a softmax in logits; 0 where they are the same, and None where it was not asked for. A row
+            whose native picks are others in a replayed pass is a root: all before it is the engine's, and the router
+            would still choose otherwise. A near-tie has a small deficit, a defect a large one.
+    """
 
     def __init__(
         self,
-        routers: Sequence[tuple[str, int, bool]],  # path and picks of each, and whether it selects by probabilities
+        routers: Sequence[RouterFacts],
         num_rows: int,
         id_dtype: torch.dtype,  # of the picks that are kept: signed
         device: torch.device,
@@ -71,7 +88,7 @@ class Pass:
         num_others: int = 0,  # other modules that select
     ) -> None:
         num_layers = len(routers)
-        shape = num_layers, num_rows, max(map(itemgetter(1), routers))
+        shape = num_layers, num_rows, max(router.top_k for router in routers)
         if rows is not None and rows.ids_LRK.shape != shape:
             raise ReplayError(
                 f"the routes are {list(rows.ids_LRK.shape)} [L, R, K], the routers select {list(shape)}; a router that "
@@ -82,6 +99,7 @@ class Pass:
         # what routers picked; -1 where they have not selected, or have fewer picks, or nobody asks them
         self.native_LRK = torch.full(shape, -1, dtype=id_dtype, device=device)
         self.scores = _room_for_scores(routers, shape, device) if options.scores else None
+        self.deficit_LR = torch.zeros(shape[:2], device=device) if options.deficits else None
         # how often each router, and behind them each other module, has selected: outside of graphs, and inside
         self.calls = [0] * (num_layers + num_others)
         self.calls_L = torch.zeros(num_layers + num_others, dtype=torch.int32, device=device)
@@ -121,14 +139,17 @@ class Pass:
         ids, absent = self._forced_by_layer()
         parts: list[Any] = []
         kept = [None] * num_layers if self.scores is None else _by_layer(self.scores, self._routers)
-        for layer, ((path, top_k, _), calls_1) in enumerate(zip(self._routers, self.calls_L.split(1), strict=False)):
+        # without routes there is none
+        deficits = [None] * num_layers if self.deficit_LR is None or self.rows is None else self.deficit_LR.unbind()
+        for layer, (router, calls_1) in enumerate(zip(self._routers, self.calls_L.split(1), strict=False)):
             picks: list[Any] = []  # where to keep native ones, those of the forward, and those to force
             for of_layers in (into, before, ids):
                 part = of_layers[layer]
-                picks.append(part if part is None or top_k == nothing[0].shape[-1] else part[:, :top_k])
+                is_whole = part is None or router.top_k == nothing[0].shape[-1]
+                picks.append(part if is_whole else part[:, : router.top_k])
             into_RK, before_RK, ids_RK = picks
             what = LayerPass(
-                path=path,
+                path=router.path,
                 layer=layer,
                 is_recompute=is_recompute,
                 asks=asks,
@@ -139,6 +160,8 @@ class Pass:
                 ids_RK=ids_RK,
                 absent_R1=absent[layer],
                 scores_into=kept[layer],
+                deficit_into=deficits[layer],
+                by_softmax=router.by_softmax,
             )
             parts.append(what)
         self._parts[is_recompute] = [*parts, *map(itemgetter(is_recompute), self.others)]
@@ -156,23 +179,21 @@ class Pass:
         return self._forced
 
 
-def _room_for_scores(
-    routers: Sequence[tuple[str, int, bool]], shape: tuple[int, int, int], device: torch.device
-) -> Scores:
+def _room_for_scores(routers: Sequence[RouterFacts], shape: tuple[int, int, int], device: torch.device) -> Scores:
     picked_LRK = torch.empty(shape, device=device)
-    if any(top_k < shape[-1] for _, top_k, _ in routers):
+    if any(router.top_k < shape[-1] for router in routers):
         picked_LRK.fill_(torch.inf)  # behind the picks of a router, where none is the least
     # filled there, as a list of the host would be copied to the device
-    by_probability_L = torch.full(shape[:1], routers[0][2], device=device)
-    for layer, (*_, by_probability) in enumerate(routers):
-        if by_probability != routers[0][2]:
-            by_probability_L[layer].fill_(by_probability)
+    by_probability_L = torch.full(shape[:1], routers[0].by_probability, device=device)
+    for layer, router in enumerate(routers):
+        if router.by_probability != routers[0].by_probability:
+            by_probability_L[layer].fill_(router.by_probability)
     return Scores(picked_LRK, torch.empty(shape[:2], device=device), by_probability_L)
 
 
-def _by_layer(scores: Scores, routers: Sequence[tuple[str, int, bool]]) -> list[tuple[Tensor, Tensor]]:
+def _by_layer(scores: Scores, routers: Sequence[RouterFacts]) -> list[tuple[Tensor, Tensor]]:
     most, parts = scores.picked.shape[-1], zip(routers, scores.picked.unbind(), scores.next.unbind(), strict=True)
-    return [(picked if top_k == most else picked[:, :top_k], behind) for (_, top_k, _), picked, behind in parts]
+    return [(each if router.top_k == most else each[:, : router.top_k], behind) for router, each, behind in parts]
 
 
 class ThreadGuard:

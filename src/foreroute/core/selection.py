@@ -56,6 +56,8 @@ class LayerPass:
     ids_RK: Tensor | None  # int64 [R, K], the routes to force; None without replay
     absent_R1: Tensor | None  # bool [R, 1], rows that have none
     scores_into: tuple[Tensor, Tensor] | None  # where to keep `picked` and `next` of its scores, [R, K] and [R]
+    deficit_into: Tensor | None = None  # float32 [R], where to keep `Pass.deficit_LR`
+    by_softmax: bool = False  # whether it selects by a softmax, whose logarithms are its logits but for a constant
 
     def choose(self, native_RK: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
         """Give the experts to run, and those that the router picks natively, int64 [R, K] on its device.
@@ -97,9 +99,12 @@ class LayerPass:
 
     def keep_scores(self, selection: Selection) -> None:
         """Keep what the router selected by, if anybody wants to know."""
-        into = self.scores_into
-        if into is not None and (torch.compiler.is_compiling() or not self.is_recompute):
-            run_unnumbered(_copy_scores, into, selection)
+        if self.is_recompute and not torch.compiler.is_compiling():
+            return
+        if self.scores_into is not None:
+            run_unnumbered(_copy_scores, self.scores_into, selection)
+        if self.deficit_into is not None:
+            run_unnumbered(_copy_deficit, self.deficit_into, selection, self.by_softmax)
 
     def require_rows(self, scores: Tensor) -> None:
         """Raise `ReplayError` where a router that is not asked has scores [..., E] of other rows than the batch has."""
@@ -123,6 +128,20 @@ def _copy_scores(into: tuple[Tensor, Tensor], selection: Selection) -> None:
     next_into.copy_(picked_RK.amin(-1) if picks_all else scores_RE.scatter(-1, native_RK, -torch.inf).amax(-1))
 
 
+def _copy_deficit(into: Tensor, selection: Selection, by_softmax: bool) -> None:
+    # a group that is out hides how near its experts are
+    # nothing of this is kept for a backward, as a recomputation does not do it again
+    scores_RE = _flat(selection.scores if selection.live is None else selection.live).detach()
+    picked = selection.picked
+    picked_RK = scores_RE.gather(-1, selection.native_RK) if picked is None else _flat(picked.detach())
+    last = picked_RK.amin(-1).float()
+    least = scores_RE.gather(-1, selection.ids_RK).amin(-1).float()
+    if by_softmax:
+        smallest = torch.finfo(torch.float32).tiny
+        last, least = (each.clamp_min(smallest).log() for each in (last, least))
+    into.copy_(last - least)
+
+
 @dataclass(frozen=True)
 class Selection:
     """One selection as it was executed."""
@@ -132,6 +151,7 @@ class Selection:
     native_RK: Tensor  # int64 [R, K]
     by_probability: bool = False  # whether it was made by probabilities
     picked: Tensor | None = None  # [..., K], scores of the native picks, where the selection gave them
+    live: Tensor | None = None  # [..., E], the scores before experts of other groups were masked, where they were
 
     @property
     def scores_RE(self) -> Tensor:
@@ -198,7 +218,8 @@ class SelectionMode(TorchFunctionMode):
             result = func(*args, **kwargs)
             ids_RK = _flat(result.indices)
             # without its scores, which the router goes on with, and some overwrite
-            self.seen.append(Selection(scores, ids_RK, ids_RK, self._squashed))
+            live = self.before_masking(scores)
+            self.seen.append(Selection(scores, ids_RK, ids_RK, self._squashed, live=live))
             if now is not None:
                 run_unnumbered(now.keep, ids_RK) if self._is_numbered else now.keep(ids_RK)
             return result
@@ -207,9 +228,9 @@ class SelectionMode(TorchFunctionMode):
         given = now, func, alone, args[1:], kwargs
         chosen = run_unnumbered(self._choose, *given) if self._is_numbered else self._choose(*given)
         ids_RK, native_RK, picked = chosen
-        self.seen.append(Selection(scores, ids_RK, native_RK, self._squashed, picked))
-        ids = ids_RK if scores.ndim == 2 else ids_RK.view(*scores.shape[:-1], ids_RK.shape[-1])
         live = self.before_masking(scores) if self._masked else scores
+        self.seen.append(Selection(scores, ids_RK, native_RK, self._squashed, picked, live))
+        ids = ids_RK if scores.ndim == 2 else ids_RK.view(*scores.shape[:-1], ids_RK.shape[-1])
         return torch.return_types.topk((live.gather(-1, ids), ids))
 
     def _choose(

@@ -16,10 +16,14 @@ from foreroute.errors import printable
 from foreroute.mismatch import (
     Defect,
     Explanation,
+    K3Split,
+    RootMismatch,
     RoutingMismatch,
     TokenMismatch,
     explain,
+    root_mismatch,
     routing_mismatch,
+    split_k3,
     token_mismatch,
 )
 from foreroute.mismatch.decisions import StreamDifference, stream_difference
@@ -46,10 +50,14 @@ class TrainerPass:
         executed: the routes it took, and what its indexers chose where the engine's trace says that too; None where
             only log-probs are known.
         logprobs_R: of the response tokens, sequence after sequence; None where only routes are known.
+        native: in a pass on the engine's routes, what routers would choose by themselves.
+        deficits_NL: of every row of `native`, as `Recording.deficits_NL`.
     """
 
     executed: RoutingTrace | None
     logprobs_R: NDArray[Any] | None
+    native: RoutingTrace | None = None
+    deficits_NL: NDArray[Any] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +137,8 @@ class Measures:
     order: tuple[list[int], float, float] | None = None
     # the one of `Evidence.rescored` that is nearest to the engine, and its mismatch
     rescored: tuple[Rescored, TokenMismatch] | None = None
+    roots: RootMismatch | None = None  # decisions that the trainer would take otherwise on the engine's routes too
+    split: K3Split | None = None  # k3 of `without` in routing and the rest
     explanation: Explanation | None = None  # what sets engine's and trainer's routes apart
     choices: StreamDifference | None = None  # of indexers, engine against trainer on its own
     # the engine's sequences come in another order than the trainer's. Routes are compared in the trainer's order, and
@@ -221,6 +231,8 @@ def measure(evidence: Evidence) -> Measures:
         routes=_routes(engine, own) if explanation is not None else None,
         explanation=explanation,
         choices=_choices(own, engine),
+        # a replay in another order was refused
+        roots=None if reordered else _roots(evidence),
         reordered=reordered,
         layers=engine.spec.layers if engine is not None else (),
     )
@@ -239,9 +251,10 @@ def _with_tokens(found: Measures, evidence: Evidence) -> Measures:
     )
     native_R, replayed_R = (None if each is None else each.logprobs_R for each in (native, replayed))
     if native_R is not None and replayed_R is not None:
-        found = replace(found, rise=_rise(native_R, replayed_R, engine_R))
+        split = split_k3(native_R, replayed_R, engine_R) if found.without is not None else None
+        found = replace(found, rise=_rise(native_R, replayed_R, engine_R), split=split)
     # routes of the engine, where they were replayed, leave the least that is not about tokens
-    trainer_R = native_R if replayed is None else replayed_R
+    trainer_R = native_R if replayed_R is None else replayed_R
     if trainer_R is None:
         return found
     found = replace(found, ratio=_ratio(trainer_R, engine_R, zeros))
@@ -351,6 +364,15 @@ def _nearest(rescored: tuple[Rescored, ...], engine_R: NDArray[Any]) -> tuple[Re
 def _routes(a: RoutingTrace | None, b: RoutingTrace | None) -> RoutingMismatch | None:
     """Compare routes where both are known."""
     return None if a is None or b is None else routing_mismatch(a, b)
+
+
+def _roots(evidence: Evidence) -> RootMismatch | None:
+    """Find roots, where the pass on the engine's routes says what routers would choose there."""
+    replayed, native = evidence.replayed, evidence.native
+    if evidence.engine is None or replayed is None or replayed.native is None:
+        return None
+    own = None if native is None else native.executed
+    return root_mismatch(evidence.engine, replayed.native, own, deficits_NL=replayed.deficits_NL)
 
 
 def _choices(own: RoutingTrace | None, engine: RoutingTrace | None) -> StreamDifference | None:

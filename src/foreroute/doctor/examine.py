@@ -106,8 +106,7 @@ def _passes(
     reading = (temperature, has_sets)
 
     def trainer_pass(batches: Sequence[NDArray[np.int64]], *, replay: bool = False) -> TrainerPass:
-        executed, (logprobs_R,) = _run(routed, sequences, batches, [reading], replay=replay)
-        return TrainerPass(executed, logprobs_R)
+        return _run(routed, sequences, batches, [reading], replay=replay)[0]
 
     # the same batches twice tell whether kernels repeat, single sequences whether packing matters
     native, repeated, repacked = (trainer_pass(batches) for batches in (together, together, alone))
@@ -120,8 +119,12 @@ def _passes(
     # many readings of the same logits, in one more pass, where the two are too far apart for precision
     if engine is not None and replayed.logprobs_R is not None and token_mismatch(replayed.logprobs_R, engine).k3 > FAR:
         readings = [(t, on_sets) for on_sets in sorted({False, has_sets}) for t in TEMPERATURES]
-        _, logprobs = _run(routed, sequences, together, readings, replay=True)
-        given["rescored"] = tuple(Rescored(*how, each) for how, each in zip(readings, logprobs, strict=True))
+        passes = _run(routed, sequences, together, readings, replay=True)
+        given["rescored"] = tuple(
+            Rescored(*how, each.logprobs_R)
+            for how, each in zip(readings, passes, strict=True)
+            if each.logprobs_R is not None
+        )
     return Evidence(replayed=replayed, **given)
 
 
@@ -133,24 +136,33 @@ def _run(
     readings: Sequence[Reading],
     *,
     replay: bool = False,
-) -> tuple[RoutingTrace, list[NDArray[Any]]]:
-    """Run one pass over all sequences: its routes, and by each reading log-probs [R], in the order of sequences."""
-    executed: list[RoutingTrace] = []
+) -> list[TrainerPass]:
+    """Run one pass over all sequences, in their order: by each reading its log-probs, and of every one its routes."""
+    recorded: list[RoutingTrace] = []
+    deficits: list[NDArray[Any]] = []
     logprobs: list[list[NDArray[Any]]] = [[] for _ in readings]
     rows_at_once = max(1, LOGITS_BYTES // (4 * _vocabulary(routed.model)))
     for chosen in batches:
         part = sequences.select(chosen)
         forced: AbstractContextManager[Any] = routed.replay(part.trace) if replay else nullcontext()
-        choices = routed.indexers is not None and INDEXER in part.trace.streams
-        with forced, routed.record(indexers=choices) as recording:
+        choices = routed.indexers is not None and INDEXER in part.trace.streams and not replay
+        # under replay what ran is known, and what routers would choose there is not
+        with forced, routed.record(indexers=choices, native=replay) as recording:
             logits = response_logits(routed.model, part, whole=True, rows_at_once=rows_at_once)
-        executed.append(recording.trace())
+        recorded.append(recording.trace())
+        if replay:
+            deficits += np.split(recording.deficits_NL(), recorded[-1].offsets[1:-1])
         ends = np.cumsum(part.response_lengths)[:-1]
-        for parts, found in zip(logprobs, _logprobs(part, logits, readings), strict=True):
-            parts += np.split(found, ends)
+        for parts, logprobs_R in zip(logprobs, _logprobs(part, logits, readings), strict=True):
+            parts += np.split(logprobs_R, ends)
     # batches are of like lengths; the caller has sequences in the order of the rollout
     back = np.argsort(np.concatenate(batches))
-    return concatenate(executed).select(back), [np.concatenate([parts[int(s)] for s in back]) for parts in logprobs]
+    routes = concatenate(recorded).select(back)
+    found = [np.concatenate([parts[int(s)] for s in back]) for parts in logprobs]
+    if not replay:
+        return [TrainerPass(routes, logprobs_R) for logprobs_R in found]
+    deficits_NL = np.concatenate([deficits[int(s)] for s in back])
+    return [TrainerPass(None, logprobs_R, routes, deficits_NL) for logprobs_R in found]
 
 
 def _logprobs(

@@ -11,6 +11,7 @@ from foreroute.capture.checks import UNFREEZE, frozen_rows
 from foreroute.conformance import Outcome
 from foreroute.doctor.decisions import about_choices, about_masks, lacks_choices
 from foreroute.doctor.evidence import Evidence, Finding, Measures, Severity, many, measure
+from foreroute.doctor.roots import about_parts, about_roots
 from foreroute.errors import InputError
 from foreroute.mismatch import Defect, Explanation, TokenMismatch
 
@@ -113,17 +114,20 @@ def diagnose(evidence: Evidence, facts: Mapping[str, str] | None = None) -> Diag
     """
     measures = measure(evidence)
     # from what makes all else meaningless to what is read last
-    findings = (
+    before = (
         *_wiring(evidence),
         *_weights(evidence),
         *_versions(evidence),
         *_frozen(evidence),
         *_routes(evidence, measures),
+        *about_roots(measures),
         *about_masks(evidence, measures),
         *about_choices(evidence, measures),
-        *_replay(evidence, measures),
-        *_trainer(measures),
     )
+    roots = measures.roots
+    # a warning of routes alone may be another precision
+    is_broken = any(each.severity is Severity.PROBLEM for each in before) or bool(roots and (roots.far or roots.steep))
+    findings = (*before, *_replay(evidence, measures, is_broken), *_trainer(measures))
     if {finding.advice for finding in findings} <= {NO_ROUTES}:  # lest nothing at all be called fine
         raise InputError(
             "there is nothing to compare: no row is routed on both sides, and no sampled token has log-probs of both. "
@@ -258,7 +262,7 @@ def _agreed_positions(explained: Explanation) -> int:
         return int(np.argmax(explained.overlap_by_position_T < 1))
 
 
-def _replay(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
+def _replay(evidence: Evidence, measures: Measures, is_broken: bool) -> Iterator[Finding]:
     """Say how far apart probabilities are, and whether replay brings them nearer."""
     if evidence.replay_error:
         yield Finding(
@@ -325,6 +329,8 @@ def _replay(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
         )
     # what has a name above is not called by a guess here
     named = measures.shift is not None or measures.order is not None or bool(measures.zeros)
+    if gain > 1 / HELPS and not named:
+        yield from about_parts(measures, without, is_broken)
     if replayed.k3 > LARGE and gain > 1 / HELPS and not named:
         agreed = measures.explanation is not None and measures.explanation.kind is Defect.NONE
         causes, advice = UNLIKE_ON_LIKE_ROUTES if agreed else UNLIKE

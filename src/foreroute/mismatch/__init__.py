@@ -1,5 +1,6 @@
 """How far apart trainer and rollout engine are, and why: tokens, routes, margins, the defect. No torch."""
 
+from foreroute.mismatch.attribution import K3Split, Root, RootMismatch, root_mismatch, split_k3
 from foreroute.mismatch.defects import Explanation, explain
 from foreroute.mismatch.measures import (
     LOG10_EDGES,
@@ -17,15 +18,20 @@ __all__ = [
     "LOG10_EDGES",
     "Defect",
     "Explanation",
+    "K3Split",
     "LiveAgreement",
     "LooksLike",
+    "Root",
     "RootCounts",
+    "RootMismatch",
     "RoutingMismatch",
     "Sentinel",
     "Suspicion",
     "TokenMismatch",
     "explain",
     "margin_histogram",
+    "root_mismatch",
     "routing_mismatch",
+    "split_k3",
     "token_mismatch",
 ]

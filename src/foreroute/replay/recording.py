@@ -26,7 +26,7 @@ class ForwardRows:
     lengths_S: NDArray[np.int64]  # rows of each sequence
     tokens_N: NDArray[np.int64]
     ids_NLK: NDArray[Any]  # uint8 or uint16
-    margins_NL: NDArray[np.float32] | None  # None where they were not asked for
+    values_NL: NDArray[np.float32] | None  # margins or deficits; None where none were asked for
     past: int  # how many positions a key-value cache already held
     width: int | None  # positions of a sequence, padding included; None where sequences share a row, and cannot go on
     streams: dict[str, DecisionStream] = field(default_factory=dict)  # N rows; the same names in every forward
@@ -37,8 +37,8 @@ class RecordedPass:
     """One forward of one chunk, still on the device, and no more of it than the trace is made of."""
 
     args: Any  # what its arguments said
-    ids_LRK: Tensor | None  # uint8 or uint16, executed; None of a chunk without routers
-    margin_LR: Tensor | None = None  # float32; None where margins were not asked for
+    ids_LRK: Tensor | None  # uint8 or uint16; None of a chunk without routers
+    values_LR: Tensor | None = None  # float32, margins or deficits; None where none were asked for
     choices: dict[int, Tensor] | None = None  # what each indexer returned, by its number
 
 
@@ -80,10 +80,11 @@ class Recording(Interceptor):
         """Keep what is asked for of the pass; one that failed is forgotten."""
         recorded = RecordedPass(self._begun[chunk], None)
         if current is not None:
+            margin_LR = current.scores.margin() if self.options.scores and current.scores is not None else None
             recorded = RecordedPass(
                 self._begun[chunk],
-                _to_trace_dtype(current.executed_LRK, self._spec),
-                current.scores.margin() if self.options.scores and current.scores is not None else None,
+                _to_trace_dtype(current.native_LRK if self.options.deficits else current.executed_LRK, self._spec),
+                current.deficit_LR if self.options.deficits else margin_LR,
                 current.returned if self.options.others else None,
             )
         self._passes[chunk].append(recorded)
@@ -138,7 +139,24 @@ class Recording(Interceptor):
         """
         if not self.options.scores or not any(self._passes):
             raise ReplayError("no margins were recorded; open the session with record(margins=True) and run a forward")
-        return np.concatenate([_in_order(group, lambda rows: rows.margins_NL) for group in self._groups()])
+        return self._values_NL()
+
+    def deficits_NL(self) -> NDArray[np.float32]:
+        """float32 [N, L]: how far the replayed experts of each row of `trace()` are from the router's own choice.
+
+        The least selection score of the native picks less the least of the replayed experts, in the router's own scale;
+        in logits where that is a softmax. 0 where both are the same, or nothing was replayed. Called on every rank of
+        the model, as `trace`.
+
+        Raises:
+            ReplayError: when the session was not opened with `native=True`.
+        """
+        if not self.options.deficits or not any(self._passes):
+            raise ReplayError("no deficits were recorded; open the session with record(native=True) and run a forward")
+        return self._values_NL()
+
+    def _values_NL(self) -> NDArray[np.float32]:
+        return np.concatenate([_in_order(group, lambda rows: rows.values_NL) for group in self._groups()])
 
     def _groups(self) -> list[list[ForwardRows]]:
         """Join forwards that belong to the same sequences."""

@@ -108,35 +108,40 @@ class RoutedModel(HookedModel, ABC):
         *,
         weight_version: int = NO_VERSION,
         margins: bool = False,
+        native: bool = False,
         indexers: bool = False,
     ) -> Iterator[Recording]:
         """Record the routes of every forward of the model while the context is open.
 
-        May be opened inside or around a replay: what is recorded is what was executed.
+        May be opened inside or around a replay: what is recorded is what was executed, but for `native`.
 
         Args:
             weight_version: stamped on every row.
             margins: also keep the gap between the K-th and the (K+1)-th selection score.
+            native: keep what routers pick natively, also where routes are replayed, and `deficits_NL()` of these.
             indexers: also keep the choices of sparse-attention indexers, as the stream "indexer": 4 bytes per choice.
 
         Yields:
             The recording; call its `trace()` at any time, on every rank of the model.
 
         Raises:
-            ConfigError: for a version that is no whole number, a switch that is neither True nor False, or choices of
-                indexers that this model does not have.
+            ConfigError: for a version that is no whole number, a switch that is neither True nor False, margins beside
+                native picks, or choices of indexers that this model does not have.
             ReplayError: when another thread has a session open on the model; and, in a forward, for what cannot be
                 recorded.
         """
         from foreroute.replay.recording import Recording
 
         stamped = as_version(weight_version)
-        require_switches(margins=margins, indexers=indexers)
+        require_switches(margins=margins, native=native, indexers=indexers)
+        if margins and native:
+            raise ConfigError("margins and native are both True; open one session for each, one inside of the other")
         if indexers and self.indexers is None:
             raise ConfigError(
                 "indexers is True, and this model has no sparse-attention indexer that can be recorded; leave it out"
             )
-        options = RecordOptions(scores=bool(margins), others=bool(indexers), caches=True)
+        asked = {"scores": margins, "native": native, "deficits": native, "others": indexers}
+        options = RecordOptions(caches=True, **{name: bool(switch) for name, switch in asked.items()})
         recording = Recording(self.spec, len(self.chunks), self.rows_of, stamped, self._provenance, options)
         with self.listening(recording):
             yield recording

@@ -34,7 +34,8 @@ def _by_layer(measures: Measures) -> Plot:
         title="Where in depth",
         sentence=(
             "Share of tokens whose expert set differs in a layer (bars), and of those whose first differing layer it "
-            "is (line). Without replay."
+            "is (line), without replay. Dark: roots, which differ on the engine's routes too; what is above them "
+            "follows from roots in lower layers and earlier tokens."
         ),
         x_label=layer_label(measures.layers),
         y_label="share of tokens",
@@ -46,9 +47,13 @@ def _by_layer(measures: Measures) -> Plot:
     shares_L, first_L = routes.differing_share_L, routes.first_differing_L / routes.rows
     axes = new_axes()
     layers = np.arange(len(shares_L))
-    axes.bar(layers, shares_L, color=SIDE_COLOURS["native"], alpha=0.75, width=0.7)
+    roots = measures.roots
+    axes.bar(layers, shares_L, color=SIDE_COLOURS["native"], alpha=0.75 if roots is None else 0.4, width=0.7)
+    if roots is not None:
+        axes.bar(layers, roots.share_L, color=SIDE_COLOURS["native"], width=0.7)
     axes.plot(layers, first_L, color=INK, marker="o", markersize=3.5)
-    axes.set_ylim(0, max(1.1 * float(shares_L.max()), 1e-3))
+    highest = float(max(shares_L.max(), 0.0 if roots is None else roots.share_L.max()))
+    axes.set_ylim(0, max(1.1 * highest, 1e-3))
     number_layers(axes.xaxis, measures.layers)
     percent_ticks(axes.yaxis)
     by_layer = zip(measures.layers, shares_L, strict=True)

@@ -106,9 +106,14 @@ def test_one_graph_replays_every_trace(family, use_reentrant, attach_first):
     assert graphs() == 2, "replay takes one graph more, and no trace another one"
 
     for seed in range(2):
-        seen = step(routed, compiled, seed, telemetry=True)
-        expected = step(eager, eager.model, seed, telemetry=True)
+        with routed.record(native=True) as picked:
+            seen = step(routed, compiled, seed, telemetry=True)
+        with eager.record(native=True) as expected_picked:
+            expected = step(eager, eager.model, seed, telemetry=True)
         assert_same(seen, expected)
+        assert (picked.trace().expert_ids_NLK == expected_picked.trace().expert_ids_NLK).all()
+        assert picked.deficits_NL() == pytest.approx(expected_picked.deficits_NL(), rel=1e-4, abs=1e-6)
+        assert picked.deficits_NL().any()
         ours, theirs = seen[2].agreement(), expected[2].agreement()
         assert (ours.routing.shared_L == theirs.routing.shared_L).all()
         assert (ours.margins_LB == theirs.margins_LB).all()

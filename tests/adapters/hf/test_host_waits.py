@@ -431,7 +431,7 @@ def test_a_batch_of_other_rows_indexes_nothing_before_it_is_told_of():
             replayed(there, given_on(DEVICE, batch), trace_of(there.spec, ends=()))
 
 
-@grid("options", [{}, {"margins": True}], ids=["plain", "margins"], quick=1)
+@grid("options", [{}, {"margins": True}, {"native": True}], ids=["plain", "margins", "native"], quick=1)
 def test_a_recording_waits_for_nothing_and_keeps_tokens_that_are_overwritten(options):
     here, batch = model_here(), padded("right")
     with torch.no_grad(), here.record() as expected:
@@ -452,6 +452,7 @@ def test_telemetry_waits_for_nothing_until_it_is_asked_for():
         there, given = model_on(DEVICE), given_on(DEVICE, padded("right"))
 
         unpatched = waits(device, there, given)
-        with there.replay(trace_of(there.spec), telemetry=True) as session:
+        with there.replay(trace_of(there.spec), telemetry=True) as session, there.record(native=True) as native:
             assert waits(device, there, given) == unpatched
         assert session.agreement().routing.rows == sum(LENGTHS) - len(LENGTHS)
+        assert native.deficits_NL().any()

@@ -52,7 +52,7 @@ def _rows_of_pass(recorded: RecordedPass, width: int, indexers: FoundIndexers | 
         lengths_S,
         ids_BT[kept_BT],
         packed(recorded.ids_LRK),
-        packed(recorded.margin_LR),
+        packed(recorded.values_LR),
         batch.past,
         width if starts_BT is None else None,
         streams,

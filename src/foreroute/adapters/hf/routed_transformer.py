@@ -288,7 +288,8 @@ class TransformerHooks(TrunkHooks):
         with self.passes.running(current):
             result = forward(*args, **kwargs)
         self.executed = current.executed_LRK if self._counts_executed else None
-        kept = [current.native_LRK, *(current.scores or ())]
+        kept = [current.native_LRK, *([] if current.deficit_LR is None else [current.deficit_LR])]
+        kept += current.scores or ()
         graph_ops.end_pass(self._name_in_graphs, self._ledger, current.calls_L, kept)
         return result
 
@@ -312,8 +313,10 @@ class TransformerHooks(TrunkHooks):
         current.calls_L = calls_L
         self.require_each_once(current)
         # a CUDA graph writes what is kept of the next pass to the same addresses
-        current.native_LRK, *scores = (tensor.clone() for tensor in kept)
-        current.scores = Scores(*scores) if scores else None
+        current.native_LRK, *kept = (tensor.clone() for tensor in kept)
+        if current.deficit_LR is not None:
+            current.deficit_LR, *kept = kept
+        current.scores = Scores(*kept) if kept else None
         for each in list(self.interceptors):
             each.end_pass(self.chunk, batch, current)
 

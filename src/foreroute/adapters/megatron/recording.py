@@ -33,8 +33,8 @@ def rows_over_ranks(
     micro_batches = list(zip(*passes, strict=True))
     calls: list[Call] = [of_chunks[0].args for of_chunks in micro_batches]
     here = [layer for layers in chunk_layers for layer in layers]
-    asks_margins = any(each.margin_LR is not None for of_chunk in passes for each in of_chunk)
-    stages = gather_objects((here, asks_margins, [call.input_ids is not None for call in calls]), groups.pp)
+    asks_values = any(each.values_LR is not None for of_chunk in passes for each in of_chunk)
+    stages = gather_objects((here, asks_values, [call.input_ids is not None for call in calls]), groups.pp)
     # every stage sends as many layers as the one with most, of which its own come first
     most = max(len(layers) for layers, *_ in stages)
     at = {layer: i * most + j for i, (layers, *_) in enumerate(stages) for j, layer in enumerate(layers)}
@@ -62,16 +62,16 @@ def rows_over_ranks(
         ids = [None if each.ids_LRK is None else _as_signed(each.ids_LRK) for each in of_chunks]
         narrow = torch.uint8 if spec.id_dtype.itemsize == 1 else torch.int16
         nothing = torch.zeros(call.num_router_rows, spec.top_k, dtype=narrow, device=call.device)
-        ids_NLK, margins_NL = collect_rows(ids, nothing, layout).view(spec.id_dtype), None
+        ids_NLK, values_NL = collect_rows(ids, nothing, layout).view(spec.id_dtype), None
         if any(asked for _, asked, _ in stages):
             nothing = torch.zeros(call.num_router_rows, device=call.device)
-            margins_NL = collect_rows([each.margin_LR for each in of_chunks], nothing, layout)
+            values_NL = collect_rows([each.values_LR for each in of_chunks], nothing, layout)
         tokens_C = torch.zeros(call.num_router_rows * share.sp, dtype=torch.int64, device=call.device)
         if call.input_ids is not None:
             tokens_C = call.input_ids.T.reshape(-1).long()
         of_ranks = _gather(_gather(tokens_C, groups.pp)[with_tokens[0]], share.cp_group).cpu().numpy()
         tokens_N = collect((share.of_context(layout, c).rows(), tokens) for c, tokens in enumerate(of_ranks))
-        recorded.append(ForwardRows(lengths_S, tokens_N, ids_NLK, margins_NL, call.past, width))
+        recorded.append(ForwardRows(lengths_S, tokens_N, ids_NLK, values_NL, call.past, width))
     return recorded
 
 

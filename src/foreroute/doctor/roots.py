@@ -1,0 +1,104 @@
+"""Findings about where a mismatch begins, and what would mend it: roots, and the parts of k3. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from foreroute.doctor.evidence import Finding, Measures, Severity, many
+from foreroute.mismatch import Defect, Root, TokenMismatch
+
+OF_ONE_PLACE = Defect.NONE, Defect.UNEXPLAINED, Defect.WEIGHT_VERSION
+"""What may set traces apart whose rows and layers are in their places."""
+SHOWN = 3
+"""Further roots that a finding names; the page has all."""
+ONE_PICK = (
+    "A near-tie does not look so: look at what writes or moves these rows between the engine's router and the trace, "
+    "and at the expert that was taken (an expert map, a load balancer, a buffer that is reused)."
+)
+ONE_ROUTER = (
+    "Compare weight and selection bias of this router in the engine with the trainer's: a sync that left it out, "
+    "weights that were quantised or converted, or a bias that was updated on one side."
+)
+MEND_FIRST = "Mend it, and run the doctor again: these parts are of a batch with the defect in it."
+PARITY = (
+    "Bring the engine nearer to the trainer: bfloat16 in the place of FP8, the same kernels and the same precision of "
+    "router, attention and logits. Replay mends no more than its part."
+)
+
+
+def about_roots(measures: Measures) -> Iterator[Finding]:
+    """Say where the trainer would choose otherwise on the engine's routes too, and what of that is no near-tie."""
+    found = measures.roots
+    # where rows or layers are mixed up every decision is another, and none stands out
+    is_mixup = measures.explanation is not None and measures.explanation.kind not in OF_ONE_PLACE
+    if found is None or is_mixup or not found.roots_L.any():
+        return
+    for layer, times in found.steep:
+        yield Finding(
+            Severity.WARNING,
+            "routes",
+            f"The router of {measures.layers[layer]} is not the engine's: on the engine's routes it would choose "
+            f"otherwise for {found.share_L[layer]:.1%} of the tokens, {times:.1f} times as often as the median of the "
+            "other layers.",
+            ONE_ROUTER,
+        )
+    # what a wrong router picks is said of it
+    far = [root for root in found.far if root.layer not in dict(found.steep)]
+    if far:
+        others = f" So are {_places(far[1:], measures)}." if far[1:] else ""
+        yield Finding(
+            Severity.WARNING,
+            "routes",
+            f"No near-tie: {_words(far[0], measures)}. Its deficit of {far[0].deficit:.3g} is "
+            f"{far[0].deficit / found.median:.0f} times the median of {many(int(found.roots_L.sum()), 'root')}; "
+            f"roundings stay below {found.threshold / found.median:.0f} times it.{others}",
+            ONE_PICK,
+        )
+    followed = ""
+    if found.consequences_L is not None:
+        followed = f"; {found.consequences_share:.1%} more differ in its own pass as a consequence"
+    worst = f" The least like a near-tie: {_words(found.worst[0], measures)}." if found.worst and not far else ""
+    is_natural = measures.explanation is not None and measures.explanation.kind is Defect.NONE
+    yield Finding(
+        Severity.FINE if is_natural else Severity.NOTE,
+        "routes",
+        f"The mismatch of routes begins at {many(int(found.roots_L.sum()), 'root')}: on the engine's routes the "
+        f"trainer would still choose otherwise in {found.share:.1%} of the routing decisions{followed}.{worst}",
+    )
+
+
+def about_parts(measures: Measures, without: TokenMismatch, is_broken: bool) -> Iterator[Finding]:
+    """Say whether replay would pay, or parity, or neither before something is mended."""
+    split = measures.split
+    if split is None or without.k3 <= measures.floor:
+        return
+    parts = (
+        f"routing makes {split.routing_share:.0%} of k3 ({split.routing:.2e} of {without.k3:.2e} nats), and "
+        f"{split.rest:.2e} is left to gate weights, which no engine returns, and arithmetic"
+    )
+    if is_broken:
+        yield Finding(Severity.NOTE, "replay", f"Something is broken. As it is, {parts}.", MEND_FIRST)
+    elif split.routing_share >= 0.5:
+        yield Finding(Severity.NOTE, "replay", f"Replay pays: {parts}.")
+    else:
+        yield Finding(Severity.NOTE, "replay", f"Parity would pay more than replay: {parts}.", PARITY)
+
+
+def _words(root: Root, measures: Measures) -> str:
+    """Say where a root is, and what was taken there."""
+    return (
+        f"in {measures.layers[root.layer]}, at position {root.position} of sequence {root.sequence}, the engine took "
+        f"{_experts(root.engine)} where the trainer takes {_experts(root.trainer)}"
+    )
+
+
+def _places(roots: list[Root], measures: Measures) -> str:
+    shown = [
+        f"{measures.layers[root.layer]}, position {root.position} of sequence {root.sequence}" for root in roots[:SHOWN]
+    ]
+    left = len(roots) - len(shown)
+    return "; ".join(shown) + (f"; and {left} more" if left else "")
+
+
+def _experts(experts: list[int]) -> str:
+    return f"expert{'' if len(experts) == 1 else 's'} {', '.join(map(str, experts))}"

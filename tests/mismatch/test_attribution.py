@@ -1,0 +1,92 @@
+"""Roots, consequences and the parts of k3, beside loops over decisions and an integral."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from foreroute.errors import InputError
+from foreroute.mismatch import root_mismatch, split_k3, token_mismatch
+from tests.traces import random_trace
+
+
+def logprobs(seed, off=0.3):
+    rng = np.random.default_rng(seed)
+    engine = -rng.exponential(1.5, 200) - 2
+    replayed = engine + off * rng.standard_normal(200)
+    return replayed + off * rng.standard_normal(200), replayed, engine
+
+
+@pytest.mark.parametrize("off", [1e-9, 0.3])
+def test_the_parts_of_k3_are_integrals_along_the_way_from_engine_to_trainer(off):
+    """Of d k3 / d log r = r - 1, where both parts grow at one pace."""
+    native, replayed, engine = logprobs(0, off)
+    found = split_k3(native, replayed, engine)
+    steps = (np.arange(1000) + 0.5) / 1000
+    slopes = np.expm1(steps[:, None] * (native - engine)).mean(0)
+    assert found.routing_sum == pytest.approx(((native - replayed) * slopes).sum(), rel=1e-3)
+    assert found.rest_sum == pytest.approx(((replayed - engine) * slopes).sum(), rel=1e-3)
+    assert found.routing + found.rest == pytest.approx(token_mismatch(native, engine).k3, rel=1e-12)
+    parts = [split_k3(*(each[part] for each in (native, replayed, engine))) for part in (slice(0, 70), slice(70, 200))]
+    whole = parts[0] + parts[1]
+    assert (whole.count, whole.routing_sum) == (found.count, pytest.approx(found.routing_sum))
+
+
+def test_parts_of_the_ends():
+    native, _, engine = logprobs(1)
+    assert split_k3(native, engine, engine).routing_share == pytest.approx(1)
+    assert split_k3(native, native, engine).routing_share == pytest.approx(0)
+    none = split_k3(engine, engine, engine)
+    assert (none.routing, none.rest) == (0, 0)
+    assert np.isnan([none.routing_share, split_k3([], [], []).routing]).all()
+    far = split_k3(np.full(3, -1.0), np.full(3, -2.0), np.full(3, -900.0))
+    assert np.isfinite([far.routing_sum, far.rest_sum]).all()
+
+
+def test_roots_and_consequences_are_those_of_a_loop():
+    engine, native, own = (random_trace(3, route_seed=seed) for seed in (3, 9, 10))
+    rng = np.random.default_rng(0)
+    shape = engine.expert_ids_NLK.shape[:2]
+    keep = rng.random((*shape, 1)) < 0.5
+    kept = np.where(keep, engine.expert_ids_NLK, native.expert_ids_NLK)
+    native = replace(native, expert_ids_NLK=kept)
+    deficits = rng.exponential(1, shape)
+    found = root_mismatch(engine, native, own, deficits_NL=deficits)
+    roots, consequences, listed = np.zeros(shape[1], int), np.zeros(shape[1], int), []
+    for row, layer in np.ndindex(shape):
+        if engine.valid_N[row] and native.valid_N[row]:
+            theirs, would, took = (set(each.expert_ids_NLK[row, layer].tolist()) for each in (engine, native, own))
+            roots[layer] += theirs != would
+            consequences[layer] += theirs == would and theirs != took
+            if theirs != would:
+                s = int(np.searchsorted(engine.offsets, row, side="right")) - 1
+                place = (s, row - engine.offsets[s], layer)
+                listed.append((deficits[row, layer], place, sorted(theirs - would), sorted(would - theirs)))
+    assert found.roots_L.tolist() == roots.tolist()
+    assert found.consequences_L.tolist() == consequences.tolist()
+    assert found.share == roots.sum() / (found.rows * shape[1])
+    deficit, place, of_engine, of_trainer = max(listed)
+    worst = found.worst[0]
+    assert (worst.deficit, worst[:3], worst.engine, worst.trainer) == (deficit, place, of_engine, of_trainer)
+    assert found.median == np.median([each[0] for each in listed])
+
+
+def test_what_stands_far_out_is_told_by_the_batch_alone():
+    """The same in any unit; too few roots tell nothing, and neither do scores that are NaN."""
+    engine, native = (random_trace(3, num_layers=12, route_seed=seed) for seed in (3, 9))
+    deficits = np.random.default_rng(0).exponential(1, engine.expert_ids_NLK.shape[:2])
+    shared = np.flatnonzero(engine.valid_N & native.valid_N)
+    root = root_mismatch(engine, native, deficits_NL=deficits).worst[0]
+    row = int(engine.offsets[root.sequence]) + root.position
+    for unit in (1e-3, 1.0, 50.0):
+        assert root_mismatch(engine, native, deficits_NL=unit * deficits).far == ()
+        planted = unit * deficits
+        planted[row, root.layer] = 40 * unit
+        (far,) = root_mismatch(engine, native, deficits_NL=planted).far
+        assert far[:3] == root[:3]
+    planted[:] = np.nan
+    planted[shared[0]] = 1.0
+    few = root_mismatch(engine, native, deficits_NL=planted)
+    assert (few.far, len(few.worst), np.isinf(few.threshold)) == ((), 1, True)
+    with pytest.raises(InputError, match=r"expected .*\[N, L\]"):
+        root_mismatch(engine, native, deficits_NL=deficits[:-1])
