@@ -100,14 +100,14 @@ def test_what_is_suspected_is_not_learnt():
     rng, sentinel = np.random.default_rng(7), copy.deepcopy(warm())
     for _ in range(3 * WARM_UP):
         roots = draw(rng)
-        roots[1, 64:] = True
+        roots[1, 96:] = True
         assert [each.sequence for each in sentinel.judge(counts(roots))] == [1]
     assert not sentinel.judge(counts(draw(rng)))
 
 
 def test_slow_drift_is_healthy_and_a_jump_of_its_whole_size_is_not():
     rng, sentinel = np.random.default_rng(8), Sentinel(SPEC)
-    shares = np.linspace(0.02, 0.08, 60)
+    shares = np.append(np.full(30, 0.02), np.linspace(0.02, 0.08, 60))
     for share in shares:
         assert not sentinel.judge(counts(draw(rng, share, spread=0.1)))
     assert [each.looks_like for each in judged(draw(rng, shares[-1]), 0.02, 24)] == [LooksLike.OLDER_WEIGHTS]

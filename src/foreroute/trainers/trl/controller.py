@@ -220,7 +220,8 @@ class TrainerPassController:
         """Read what is to be logged of all processes, and start anew. A collective call, for which the host waits."""
         logs = {} if self._windows is None else self._windows.sums.flush()
         if self._sentinel is not None:
-            self._warn(found := self._sentinel.judge())
+            found = self._sentinel.judge()
+            self._suspected += len(found)
             self._judge_weights(found)
             counted = self._over_processes(torch.tensor(float(self._suspected)))
             logs["sentinel/suspicions"], self._suspected = float(counted), 0
@@ -316,7 +317,7 @@ class TrainerPassController:
                 stack.enter_context(self._metrics.counting(self.routed, update=now.is_update))
                 stack.enter_context(self.routed.replay(found.routes))
                 if self._sentinel is not None and self._metrics.at_rollout_weights(update=now.is_update):
-                    stack.enter_context(self._sentinel.counting(found.sequences, found.routes.trace.lengths))
+                    stack.enter_context(self._sentinel.counting(found.routes.trace.lengths, found.sequences))
             elif is_policy and found is not None and self._metrics.at_rollout_weights(update=now.is_update):
                 stack.enter_context(self._metrics.comparing(self.routed, found.routes))
             yield
@@ -355,7 +356,8 @@ class TrainerPassController:
                 f"sentinel={self._watching!r} was asked for, and TRL computed no old log-probs for this rollout, so "
                 "that nothing was replayed before the update; take sentinel='warn', or raise num_iterations"
             )
-        self._warn(found := sentinel.judge())
+        found = sentinel.judge()
+        self._suspected += len(found)
         if self._watching == "stop" and float(self._over_processes(torch.tensor(float(len(found))))):
             # all processes end together
             seen = f"{found[0].sentence}. {LOOK_AT}" if found else "another process says where, in its log"
@@ -383,13 +385,6 @@ class TrainerPassController:
                 if not found and self._trainer.accelerator.is_main_process:
                     self._suspected += 1
                     LOG.warning("The sentinel: %s", error)
-
-    def _warn(self, found: Sequence[Suspicion]) -> None:
-        """Log what the sentinel suspects, in one line, and count it."""
-        self._suspected += len(found)
-        if found:
-            others = f", and {len(found) - 1} more" if len(found) > 1 else ""
-            LOG.warning("The sentinel: %s%s. %s", found[0].sentence, others, LOOK_AT)
 
     def _over_processes(self, sums: Tensor) -> Tensor:
         accelerator = self._trainer.accelerator

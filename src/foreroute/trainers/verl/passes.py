@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from foreroute.trace import RoutingTrace
 from foreroute.trainers.checks import check_first_rollout
 from foreroute.trainers.mismatch_sums import MismatchSums
 from foreroute.trainers.plan_sums import PlanSums
+from foreroute.trainers.sentinel import RolloutSentinel
 from foreroute.trainers.verl.packed_batch import FIELD, PackedBatch, require_routed
 from foreroute.trainers.verl.protocol import trace_of, versions_of
 from foreroute.trainers.verl.settings import Replay
@@ -87,6 +89,9 @@ class EnginePasses:
         self._engine, self._replay, self._sharing_groups = engine, replay, sharing_groups
         # under R3 both sides take the same routes, so that what is left tells of their weights
         self._weights_check = WeightsCheck() if replay == "R3" else None
+        # ranks that share rows of a batch see parts of its sequences
+        self._sentinel = RolloutSentinel(routed) if replay == "R3" and not sharing_groups else None
+        self._suspected = 0  # by it since the last log
         self._plan_sums: PlanSums | None = None
         self._checks = DeferredChecks()
         # of the batch that runs, the same for all of its micro-batches
@@ -101,6 +106,8 @@ class EnginePasses:
         self.num_forwards, self._is_update = 0, update
         self._is_compared = metrics.at_rollout_weights(update=update)
         self._has_routes = self._brings_routes(data)
+        if self._sentinel is not None and not update:
+            self._sentinel.begin_rollout()
         with nullcontext() if self._replay == "disabled" else metrics.counting(self.routed, update=update):
             yield
         if not self.num_forwards:
@@ -110,6 +117,8 @@ class EnginePasses:
             )
         if not update:
             self._checks.wait()
+            if self._sentinel is not None:
+                self._suspected += len(self._sentinel.judge())
             if self._weights_check is not None:
                 self._weights_check.judge(partial(gather_over, self._engine.get_data_parallel_group()))
 
@@ -119,6 +128,10 @@ class EnginePasses:
         if self._sharing_groups:
             self.metrics.reduce_routes(partial(add_over, self._sharing_groups))
         logs = self.metrics.flush(partial(add_over, (self._engine.get_data_parallel_group(),)))
+        if self._sentinel is not None:
+            count = torch.tensor(float(self._suspected))
+            logs["sentinel/suspicions"] = float(add_over((self._engine.get_data_parallel_group(),), count))
+            self._suspected = 0
         if self._plan_sums is not None:
             logs |= self._plan_sums.flush()
         if "metrics" in outputs:  # of the last stage, which verl asks
