@@ -148,6 +148,13 @@ def test_rows_that_are_alike_over_long_stretches_are_seen_to_be():
     assert needed[0] < needed[1]
 
 
+@pytest.mark.parametrize(("rows", "alarms"), [(12, 0), (40, 1)])
+def test_a_few_rows_such_as_a_short_past_has_not_shown_yet_are_no_alarm(rows, alarms):
+    roots = draw(np.random.default_rng(12))
+    roots[4, :rows] = True
+    assert len(judged(roots)) == alarms
+
+
 def test_sequences_of_any_length_and_none():
     sentinel = copy.deepcopy(warm())
     nothing = np.zeros(0, np.int64)

@@ -22,8 +22,11 @@ from foreroute.errors import InputError
 from foreroute.trace import RoutingSpec
 from foreroute.trace.checks import as_offsets, join_ranges
 
-RATE = 1e-6
-"""False alarms of a healthy run: for each sequence, and for each batch. `docs/diagnose.md` says what that rests on."""
+RATE, MOST_OF_BATCH = 1e-6, 1e-5
+"""False alarms of a healthy run for each sequence: one third each is of sequences, of the layers and of all rows of
+their batch. A batch and its layers have no more than `MOST_OF_BATCH` each, however many sequences it has. What it rests
+on: blocks of rows are like those of the past and do not depend on each other; what a batch differs by from those before
+it has a normal distribution of one variance, which is measured."""
 WARM_UP = 8
 """Batches before tests begin: fewer do not show how much batches differ."""
 KEPT, RECENT = 64, 8
@@ -154,7 +157,7 @@ class Sentinel:
 
     Args:
         spec: of the model, whose layers are named.
-        rate: of false alarms, for each sequence and for each batch.
+        rate: of false alarms, for each sequence.
     """
 
     def __init__(self, spec: RoutingSpec, rate: float = RATE) -> None:
@@ -193,22 +196,25 @@ class Sentinel:
         return found
 
     def _suspected(self, counts: RootCounts, rows: int) -> list[Suspicion]:
+        rate = min(self._rate * np.count_nonzero(counts.lengths_S) / 3, MOST_OF_BATCH)
         past, is_judged, share_L = self._past, not self.until_judged, counts.roots_L / rows
         if not is_judged:
             usual_L = np.full(len(share_L), float(np.median(share_L)))
-            return [*self._layers(share_L, usual_L, np.ones(len(share_L)), rows)] or [*self._unrelated(share_L, rows)]
+            return [*self._layers(share_L, usual_L, np.ones(len(share_L)), rows, rate)] or [
+                *self._unrelated(share_L, rows)
+            ]
         usual_L, chance_L = past.usual_L, past.chance_of_layers(share_L, rows)
-        found = [*self._layers(share_L, usual_L, chance_L, rows)]
+        found = [*self._layers(share_L, usual_L, chance_L, rows, rate)]
         # wrong experts of a layer move those above it in all rows, which are no evidence against some of them
         found += self._sequences(counts, max(float(share_L.mean()) - past.usual, 0.0) if found else 0.0)
-        return found or [*self._unrelated(share_L, rows)] or [*self._older(share_L, rows)]
+        return found or [*self._unrelated(share_L, rows)] or [*self._older(share_L, rows, rate)]
 
     def _layers(
-        self, share_L: NDArray[np.float64], usual_L: NDArray[np.float64], chance_L: NDArray[Any], rows: int
+        self, share_L: NDArray[np.float64], usual_L: NDArray[np.float64], chance_L: NDArray[Any], rows: int, rate: float
     ) -> Iterator[Suspicion]:
         """Find layers that alone would pick otherwise more often."""
         for layer in _layers_alone(share_L - usual_L).tolist():
-            if chance_L[layer] < self._rate / len(share_L) or share_L[layer] >= ALL:
+            if chance_L[layer] < rate / len(share_L) or (share_L[layer] >= ALL and usual_L[layer] < MOST):
                 yield Suspicion(
                     LooksLike.STALE_LAYER,
                     f"{self._spec.layers[layer]} would pick otherwise in {share_L[layer]:.1%} of {rows} rows, where "
@@ -231,7 +237,7 @@ class Sentinel:
             start_share = highest + limit * (1 - highest)
             decay = past.decay(start_share)
             # a segment may begin at each row, and there are as many tests as limits
-            least_S = (np.log(np.maximum(counts.lengths_S, 1)) + math.log(len(LIMITS) / self._rate)) / decay
+            least_S = (np.log(np.maximum(counts.lengths_S, 1)) + math.log(3 * len(LIMITS) / self._rate)) / decay
             evidence_N = counts.roots_N / num_layers - start_share
             for sequence, score, segment in _segments(evidence_N, offsets, least_S):
                 log_chance = math.log(len(LIMITS) * max(int(counts.lengths_S[sequence]), 1)) - decay * score
@@ -283,10 +289,10 @@ class Sentinel:
                 num_rows=rows,
             )
 
-    def _older(self, share_L: NDArray[np.float64], rows: int) -> Iterator[Suspicion]:
+    def _older(self, share_L: NDArray[np.float64], rows: int, rate: float) -> Iterator[Suspicion]:
         """Find a batch whose rows all differ a little more."""
         share, usual = float(share_L.mean()), self._past.usual
-        if (chance := self._past.chance_of_batch(share, rows)) < self._rate:
+        if (chance := self._past.chance_of_batch(share, rows)) < rate:
             yield Suspicion(
                 LooksLike.OLDER_WEIGHTS,
                 f"routers would pick otherwise in {share:.1%} of the layers of all {rows} rows, where {usual:.1%} are "

@@ -13,18 +13,25 @@ import torch
 from torch import Tensor
 
 from foreroute.core.passes import Interceptor, Pass, RecordOptions, is_in
-from foreroute.errors import ReplayError
+from foreroute.errors import ConfigError, ReplayError
 from foreroute.mismatch import RootCounts
+from foreroute.replay.session import RoutedModel
 
 
 class RootRows(Interceptor):
-    """Counts the roots of each row of passes whose rows are in the order of their sequences. Nothing waits before
-    `read`.
+    """Counts the roots of each row in replayed passes of a model on Hugging Face. Nothing waits before `read`.
+
+    Raises `ConfigError` for a model whose ranks have rows in another order, or parts of sequences.
     """
 
     options = RecordOptions(native=True)
 
-    def __init__(self) -> None:
+    def __init__(self, routed: RoutedModel) -> None:
+        if not routed.has_rows_by_sequence:
+            raise ConfigError(
+                f"the sentinel was asked for on a {type(routed).__name__}, whose ranks do not have rows sequence by "
+                "sequence; it watches models of hf.attach"
+            )
         self._counts: list[Tensor] = []  # int32 of each pass: [5, R] and [L], flat
         self._shapes: list[tuple[int, int]] = []
 

@@ -185,7 +185,7 @@ class Trainer:
         # R2 replays in the update what this pass chooses
         indexers = routed.indexers is not None and self.config.rl.routing == "R2"
         logprobs, entropies, executed, margins = [], [], [], []
-        root_rows = RootRows() if replay and self._sentinel is not None else None
+        root_rows = RootRows(routed) if replay and self._sentinel is not None else None
         with torch.no_grad(), self.execution.running(planned) if replay else nullcontext():
             for number, sequences in enumerate(planned.micro_steps):
                 part = generation.select(sequences)

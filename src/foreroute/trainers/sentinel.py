@@ -29,7 +29,7 @@ class RolloutSentinel:
 
     def begin_rollout(self) -> None:
         """Count what follows as another rollout."""
-        self._rollouts.append((RootRows(), [], []))
+        self._rollouts.append((RootRows(self._routed), [], []))
 
     def counting(
         self, lengths: NDArray[np.int64], sequences: NDArray[np.int64] | None = None

@@ -1,11 +1,13 @@
 """Roots of each row: against what routers are seen to be given, in batches that are padded; and no wait of the host."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 from foreroute.adapters import hf
-from foreroute.errors import ReplayError
+from foreroute.errors import ConfigError, ReplayError
 from foreroute.replay import RootRows
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
@@ -43,7 +45,7 @@ def test_rows_are_counted_in_the_order_of_their_sequences(side, micro_batches):
     ids_NLK = trace.expert_ids_NLK
     ids_NLK[::2] = recording.trace().expert_ids_NLK[::2]
     ids_NLK[3] = ids_NLK[2]
-    rows, expected = RootRows(), []
+    rows, expected = RootRows(routed), []
     with routed.listening(rows):
         for part in np.array_split(np.arange(len(LENGTHS)), micro_batches):
             given, lengths = trace.select(part), [LENGTHS[s] for s in part]
@@ -89,12 +91,17 @@ def beside(native_NLK, trace):
     return result
 
 
+def test_models_whose_ranks_have_rows_in_another_order_are_refused():
+    with pytest.raises(ConfigError, match=r"SimpleNamespace.*hf\.attach"):
+        RootRows(SimpleNamespace(has_rows_by_sequence=False))
+
+
 def test_the_host_waits_once_where_counts_are_read():
     with other_device() as device:
         routed, batch = hf.attach(tiny("qwen3_moe", experts="batched_mm").to(DEVICE)), batch_of(*LENGTHS)
         trace = foreign(routed.spec, batch, absent={(s, length - 1) for s, length in enumerate(LENGTHS)})
         given = {"input_ids": batch.ids_BT.to(DEVICE), "attention_mask": batch.real_BT.long().to(DEVICE)}
-        rows = RootRows()
+        rows = RootRows(routed)
 
         def waits(*listening):
             with torch.no_grad(), routed.replay(trace), routed.listening(*listening):
