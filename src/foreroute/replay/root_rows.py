@@ -41,6 +41,8 @@ class RootRows(Interceptor):
             return
         ids_LRK, native_LRK, real_R = current.rows.ids_LRK, current.native_LRK, current.rows.real_R
         replayed_LR = ids_LRK[..., 0] >= 0
+        if real_R is not None:  # padding may be replayed too
+            replayed_LR = replayed_LR & real_R
         roots_LR = ~is_in(native_LRK, ids_LRK).all(-1) & replayed_LR
         # of a row beside the one before it; the first row has none
         pairs_LR = replayed_LR[:, 1:] & replayed_LR[:, :-1]
@@ -50,9 +52,6 @@ class RootRows(Interceptor):
         rows_5R[2, 1:] = (is_in(native_LRK[:, 1:], ids_LRK[:, :-1]).all(-1) & pairs_LR).sum(0)
         rows_5R[3, :-1] = (is_in(native_LRK[:, :-1], ids_LRK[:, 1:]).all(-1) & pairs_LR).sum(0)
         rows_5R[4, 1:] = ((ids_LRK[:, 1:] == ids_LRK[:, :-1]).all(-1) & pairs_LR).sum(0)
-        if real_R is not None:
-            rows_5R *= real_R
-            roots_LR = roots_LR & real_R
         self._counts.append(torch.cat([rows_5R.flatten(), roots_LR.sum(1, dtype=torch.int32)]))
         self._shapes.append((ids_LRK.shape[1], len(ids_LRK)))
 

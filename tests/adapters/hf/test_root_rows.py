@@ -33,8 +33,8 @@ def seen_natives(routed, run):
     return natives
 
 
-@grid(("side", "micro_batches"), [("right", 1), ("left", 2)], quick=2)
-def test_rows_are_counted_in_the_order_of_their_sequences(side, micro_batches):
+@grid(("side", "micro_batches", "padding"), [("right", 1, "native"), ("left", 2, "spread")], quick=2)
+def test_rows_are_counted_in_the_order_of_their_sequences(side, micro_batches, padding):
     routed = hf.attach(tiny("qwen3_moe"))
     batch = batch_of(*LENGTHS)
     missing = {(s, length - 1) for s, length in enumerate(LENGTHS)} | {(1, 2)}
@@ -54,7 +54,7 @@ def test_rows_are_counted_in_the_order_of_their_sequences(side, micro_batches):
                 ids, mask = (torch.stack([r.roll(9 - n) for r, n in zip(x, lengths, strict=True)]) for x in (ids, mask))
 
             def run(given=given, ids=ids, mask=mask):
-                with torch.no_grad(), routed.replay(given, missing="native"):
+                with torch.no_grad(), routed.replay(given, missing="native", padding=padding):
                     routed.model(ids, attention_mask=mask.long(), use_cache=False)
 
             natives = [each.reshape(*mask.shape, -1)[mask.numpy()] for each in seen_natives(routed, run)]
