@@ -12,6 +12,7 @@ from foreroute.mismatch.measures import (
     token_mismatch,
 )
 from foreroute.mismatch.mixups import Defect
+from foreroute.mismatch.sentinel import LooksLike, RootCounts, Sentinel, Suspicion
 
 __all__ = [
     "LOG10_EDGES",
@@ -19,9 +20,13 @@ __all__ = [
     "Explanation",
     "K3Split",
     "LiveAgreement",
+    "LooksLike",
     "Root",
+    "RootCounts",
     "RootMismatch",
     "RoutingMismatch",
+    "Sentinel",
+    "Suspicion",
     "TokenMismatch",
     "explain",
     "margin_histogram",

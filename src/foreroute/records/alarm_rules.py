@@ -45,6 +45,7 @@ def alarms(history: Sequence[StepRecord]) -> list[Alarm]:
         _mean_passes("disagreement", disagreement, above=max(DISAGREEMENT_ABOVE, grown)),
         _mean_passes("stale_routes", _measured(history, _live_agreement), below=AGREEMENT_BELOW),
         _mean_passes("effective_share", _measured(history, _effective_share), below=EFFECTIVE_SHARE_BELOW),
+        _suspicious(history),
     ]
     return [alarm for alarm in found if alarm is not None]
 
@@ -79,6 +80,15 @@ def _mean_passes(
     if not (mean > above or mean < below):
         return None
     return Alarm(kind=kind, since=steps[-WINDOW], value=mean, threshold=above if mean > above else below)
+
+
+def _suspicious(history: Sequence[StepRecord]) -> Alarm | None:
+    """Give the alarm of a step whose rows the sentinel suspects, since the first step in a row with some."""
+    if not (suspicions := history[-1].suspicions):
+        return None
+    since = next((each.step + 1 for each in reversed(history) if not each.suspicions), history[0].step)
+    worst = max(suspicions, key=lambda each: each.share)
+    return Alarm(kind="sentinel", since=since, value=worst.share, threshold=worst.usual)
 
 
 def _measured(history: Sequence[StepRecord], figure: Callable[[StepRecord], float | None]) -> Measured:

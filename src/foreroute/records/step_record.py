@@ -12,6 +12,7 @@ from typing import Annotated, Literal, get_args
 import numpy as np
 
 from foreroute.mismatch import LOG10_EDGES
+from foreroute.mismatch.sentinel import LOOK_AT
 
 Side = Literal["native", "replayed"]
 """How the trainer was routed when the mismatch was measured: by itself, or with the rollout's routes replayed."""
@@ -38,7 +39,7 @@ NumRanks = Literal["4", "8", "16"]
 """Numbers of ranks that the load of experts is stated for, as keys of JSON."""
 Loads = list[list[list[int]]]
 """Assignments [M][L][G] of every rank in every cell."""
-AlarmKind = Literal["collapse", "f2", "disagreement", "stale_routes", "effective_share"]
+AlarmKind = Literal["collapse", "f2", "disagreement", "stale_routes", "effective_share", "sentinel"]
 """What an alarm is about. The constants of `foreroute.records.alarm_rules` say when each goes off."""
 WORDS: dict[AlarmKind, str] = {
     "collapse": "reward has collapsed, or the loss is not finite",
@@ -46,6 +47,7 @@ WORDS: dict[AlarmKind, str] = {
     "disagreement": "routing disagreement of trainer and engine has grown",
     "stale_routes": "replayed routes are no longer those that the policy would take",
     "effective_share": "importance weights leave few effective samples",
+    "sentinel": "replayed routes are not those of their tokens and weights",
 }
 ADVICE: dict[AlarmKind, str] = {
     "collapse": "Start again from a checkpoint from before it (warm_start.checkpoint), with a lower rl.learning_rate "
@@ -58,6 +60,7 @@ ADVICE: dict[AlarmKind, str] = {
     "stale_routes": "Lower rl.learning_rate or rl.mini_steps, so that an update moves the policy less. A run whose "
     "held-out reward rises may go on; only runs that replay can have this alarm, so it does not speak against replay.",
     "effective_share": "Lower rl.learning_rate or rl.mini_steps, or bound the weights with rl.correction.",
+    "sentinel": f'{LOOK_AT}. rl.sentinel = "drop" leaves named sequences out of the update, "stop" ends the run.',
 }
 """What to do about each, in the keys of `foreroute train`."""
 
@@ -181,6 +184,24 @@ class DeviceRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SuspicionRecord:
+    """What the sentinel saw that a healthy run does not show."""
+
+    looks_like: str
+    """The likeliest cause: one of `foreroute.mismatch.LooksLike`."""
+    sentence: str
+    """Which rows, since which token, or which layer."""
+    share: Share
+    """Share of (row, layer) among those whose router would pick otherwise."""
+    usual: Share
+    """The same in the run so far; NaN before there was enough."""
+    sequence: int | None = None
+    """Which one of a rank's rollout; None where all are concerned."""
+    rank: int = 0
+    """Whose rollout."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Alarm:
     """A warning that is on after a step."""
 
@@ -249,6 +270,8 @@ class StepRecord:
     """With experts on several ranks."""
     device: DeviceRecord | None = None
     """Where the step ran."""
+    suspicions: list[SuspicionRecord] | None = None
+    """What the sentinel suspects; empty of a healthy step."""
     alarms: list[Alarm] | None = None
     """Those that are on: `kind`, `since` which step, `value`, `threshold`."""
 

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from foreroute.core.passes import ReplayCounts
     from foreroute.replay.indexers import IndexerPass
     from foreroute.replay.recording import ForwardRows, RecordedPass, Recording
+    from foreroute.replay.root_rows import RootRows
     from foreroute.replay.rows import Policy, ReplayRows, TraceOnDevice
     from foreroute.replay.sampling_masks import masked_logprobs, masked_logprobs_of_logits
     from foreroute.replay.session import ReplaySession, RoutedModel, Routes
@@ -25,6 +26,7 @@ __all__ = [
     "ReplayCounts",
     "ReplayRows",
     "ReplaySession",
+    "RootRows",
     "RoutedModel",
     "Routes",
     "Telemetry",
@@ -33,7 +35,12 @@ __all__ = [
     "masked_logprobs_of_logits",
 ]
 
-_FILE_OF = {"IndexerPass": ".indexers", "ReplayCounts": "foreroute.core.passes", "Telemetry": ".telemetry"}
+_FILE_OF = {
+    "IndexerPass": ".indexers",
+    "ReplayCounts": "foreroute.core.passes",
+    "Telemetry": ".telemetry",
+    "RootRows": ".root_rows",
+}
 _FILE_OF |= dict.fromkeys(("ForwardRows", "RecordedPass", "Recording"), ".recording")
 _FILE_OF |= dict.fromkeys(("ReplaySession", "RoutedModel", "Routes"), ".session")
 _FILE_OF |= dict.fromkeys(("masked_logprobs", "masked_logprobs_of_logits"), ".sampling_masks")

@@ -65,6 +65,8 @@ class RoutedModel(HookedModel, ABC):
 
     padding: PaddingRows = "native"
     """Who picks for padding, where a replay does not say so."""
+    has_rows_by_sequence = False
+    """Whether the rows of a batch stand one sequence after the other on every rank, as `RootRows` counts them."""
 
     def __init__(
         self,

@@ -29,6 +29,7 @@ from foreroute.plan.options import PRICED, PlanOptions
 
 Routing = Literal["none", "R2", "R3"]
 Method = Literal["dapo", "gspo"]
+Watching = Literal["off", "warn", "drop", "stop"]
 
 METHODS: dict[str, dict[str, float]] = {
     "dapo": {"clip_low": 0.2, "clip_high": 0.28},
@@ -254,6 +255,8 @@ class RLConfig(Section):
     clip_high: Positive = 0.28
     """Clips ratios above 1 + clip_high."""
     correction: CorrectionConfig = CorrectionConfig()
+    sentinel: Watching = "warn"
+    """Under R3, at rows that [look wrong](diagnose.md#the-sentinel): drop their sequences from the update, or stop."""
 
     @model_validator(mode="before")
     @classmethod
@@ -261,6 +264,12 @@ class RLConfig(Section):
         # before the fields are read, so that a bound that is given stays
         method = values.get("method", "dapo") if isinstance(values, dict) else None
         return {**METHODS[method], **values} if isinstance(method, str) and method in METHODS else values
+
+    @model_validator(mode="after")
+    def _watches_what_is_replayed(self) -> RLConfig:
+        if self.routing != "R3" and self.sentinel != "off":
+            self.refuse_unused(["sentinel"], 'without routes of the rollout; set routing = "R3", or leave it out')
+        return self
 
 
 class MeasureConfig(Section):

@@ -20,7 +20,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -32,9 +32,11 @@ from foreroute.adapters import hf
 from foreroute.adapters.hf.response_logprobs import inputs, response_log_probs
 from foreroute.capture import Generation, Sampling
 from foreroute.engines.base import Engine
-from foreroute.errors import DivergedError
+from foreroute.errors import BatchMismatchError, DivergedError
 from foreroute.layout.packing import padded_batches
-from foreroute.records.step_record import Side, StepRecord
+from foreroute.mismatch import RootCounts, Sentinel
+from foreroute.records.step_record import ADVICE, Side, StepRecord, SuspicionRecord
+from foreroute.replay import RootRows
 from foreroute.replay.rows import to_device
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trace.checks import as_offsets, join_ranges
@@ -62,6 +64,8 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self._device = next(self.policy.model.parameters()).device
+        rl = self.config.rl
+        self._sentinel = Sentinel(self.policy.spec) if rl.routing == "R3" and rl.sentinel != "off" else None
 
     def run_step(self) -> tuple[Experience, StepRecord | None]:
         """Sample one rollout and take the update on it.
@@ -102,6 +106,14 @@ class Trainer:
             with self._timed("measure"):
                 passes[other] = self.recompute(experience.generation, recompute, other)
 
+        suspicions: list[SuspicionRecord] | None = None
+        if self._sentinel is not None and (roots := passes["replayed"].roots) is not None:
+            suspicions = ranks.on_all(f"judging the rollout of step {step}", lambda: self.judge(roots))
+            if rl.sentinel == "drop":
+                informative_S = experience.informative_S.copy()
+                informative_S[[each.sequence for each in suspicions if each.sequence is not None]] = False
+                experience = replace(experience, informative_S=informative_S)
+
         with self._timed("update"):
             old_logprobs_R = passes[trains_with].logprobs_R
             updated = self.update(experience, mini_batches, old_logprobs_R, routes, watch_routes=measures)
@@ -110,7 +122,7 @@ class Trainer:
         executed = execution.record()
         peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
         # rank 0 writes the step's record; the others have nothing more to say about it
-        parts = ranks.gather(StepPart(experience, passes, updated, peak_bytes))
+        parts = ranks.gather(StepPart(experience, passes, updated, peak_bytes, suspicions))
         if not parts:
             return experience, None
         whole = merged(parts) if len(parts) > 1 else parts[0]
@@ -143,6 +155,27 @@ class Trainer:
         rewards_S = task.rewards(asked, np.split(generation.trace.token_ids_N[generation.sampled_N], ends_S))
         return Experience(generation, rewards_S, *group_advantages(rewards_S, settings.group_size))
 
+    def judge(self, roots: RootCounts) -> list[SuspicionRecord]:
+        """Say what the sentinel suspects of this rank's rollout, before anything is learnt from it.
+
+        Raises `BatchMismatchError` where that is to stop the run.
+        """
+        assert self._sentinel is not None, "there is one"
+        found = self._sentinel.judge(roots)
+        if found and self.config.rl.sentinel == "stop":
+            others = f", and {len(found) - 1} more" if len(found) > 1 else ""
+            raise BatchMismatchError(f"step {self.step}: {found[0].sentence}{others}. {ADVICE['sentinel']}")
+        return [
+            SuspicionRecord(
+                looks_like=each.looks_like.value,
+                sentence=each.sentence,
+                share=each.share,
+                usual=each.usual,
+                sequence=each.sequence,
+            )
+            for each in found
+        ]
+
     def recompute(self, generation: Generation, planned: ScheduledPass, side: Side) -> Recomputed:
         """Run the policy over S sequences without gradients: the old log-probs, before the update.
 
@@ -153,6 +186,7 @@ class Trainer:
         # R2 replays in the update what this pass chooses
         indexers = routed.indexers is not None and self.config.rl.routing == "R2"
         logprobs, entropies, executed, margins = [], [], [], []
+        root_rows = RootRows(routed) if replay and self._sentinel is not None else None
         with torch.no_grad(), self.execution.running(planned) if replay else nullcontext():
             for number, sequences in enumerate(planned.micro_steps):
                 part = generation.select(sequences)
@@ -161,7 +195,8 @@ class Trainer:
                 if replay:  # the version is checked: a trace of older weights is refused here
                     forced = routed.replay(self.execution.to_replay(number, routes), weight_version=self.step)
                 recorded = routed.record(weight_version=self.step, margins=True, indexers=indexers)
-                with forced, recorded as recording:
+                watched = nullcontext() if root_rows is None else routed.listening(root_rows)
+                with forced, recorded as recording, watched:
                     logprobs_R, entropy_R = response_log_probs(
                         routed.model, part, self.config.rollout.temperature, entropy=True
                     )
@@ -178,6 +213,7 @@ class Trainer:
             _in_order(entropies, order_S, responses_S),
             concatenate(executed).select(np.argsort(order_S)),
             _in_order(margins, order_S, routed_S),
+            None if root_rows is None else root_rows.read(routed_S[order_S]).in_order(np.argsort(order_S)),
         )
 
     def update(

@@ -14,7 +14,14 @@ from numpy.typing import NDArray
 from foreroute.capture import Generation
 from foreroute.ep.transfer.engine import TransferRecord
 from foreroute.layout import PackingCertificate
-from foreroute.mismatch import RoutingMismatch, TokenMismatch, margin_histogram, routing_mismatch, token_mismatch
+from foreroute.mismatch import (
+    RootCounts,
+    RoutingMismatch,
+    TokenMismatch,
+    margin_histogram,
+    routing_mismatch,
+    token_mismatch,
+)
 from foreroute.plan import StepPlan
 from foreroute.plan.counts import contiguous_imbalance
 from foreroute.plan.options import PassName
@@ -29,6 +36,7 @@ from foreroute.records.step_record import (
     PassRecord,
     SamplingRecord,
     Side,
+    SuspicionRecord,
 )
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trace.operations import count_assignments
@@ -57,6 +65,8 @@ class Recomputed:
     executed: RoutingTrace
     # [N - S, L], top-k margins of its routers; last tokens are not put into the model
     margins_NL: NDArray[np.float32]
+    # of its N - S rows, what the sentinel judges; None where nobody asked
+    roots: RootCounts | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +92,7 @@ class StepPart:
     passes: dict[Side, Recomputed]
     updated: Updated
     peak_bytes: int  # most bytes of tensors on the device; 0 on the CPU, where torch counts none
+    suspicions: list[SuspicionRecord] | None = None  # of the sentinels of these ranks; None where none watches
 
 
 def merged(parts: list[StepPart]) -> StepPart:
@@ -108,7 +119,10 @@ def merged(parts: list[StepPart]) -> StepPart:
         micro_step_S=np.concatenate([each.micro_step_S for each in updates]),
         agreement_M2=np.sum([each.agreement_M2 for each in updates], axis=0),
     )
-    return StepPart(experience, passes, updated, max(part.peak_bytes for part in parts))
+    watched = [part.suspicions for part in parts if part.suspicions is not None]
+    suspicions = [replace(each, rank=rank) for rank, of_rank in enumerate(watched) for each in of_rank]
+    peak_bytes = max(part.peak_bytes for part in parts)
+    return StepPart(experience, passes, updated, peak_bytes, suspicions if watched else None)
 
 
 def step_record(
@@ -157,6 +171,7 @@ def step_record(
         sampling=SamplingRecord(responses=len(rewards_S), informative_share=float(experience.informative_S.mean())),
         execution=execution,
         device=DeviceRecord(kind=device.type, name=name, **peak),
+        suspicions=whole.suspicions,
     )
 
 

@@ -59,6 +59,7 @@ def config(folder, **settings):
 OF_TRAINER = (
     "replay",
     "topology",
+    "sentinel",
     "rollout_func",
     "peft_config",
     "tools",

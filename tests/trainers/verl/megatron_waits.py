@@ -19,6 +19,7 @@ import torch.distributed as dist
 from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.errors import CaptureError, ReplayError
 from foreroute.testing.counting_device import DEVICE, other_device
+from foreroute.trainers import weights_check
 from foreroute.trainers.verl import megatron, passes
 from foreroute.trainers.verl.megatron import MegatronPasses, transformer_impl
 from tests.adapters.megatron import one_rank as on
@@ -44,7 +45,7 @@ def main(to):
         mock.patch.object(megatron, "get_device_id", return_value=DEVICE),
         mock.patch.object(passes, "gather_over", lambda group, mine: [mine]),
         mock.patch.object(passes, "add_over", lambda groups, sums: sums),
-        mock.patch.object(passes, "K3_LIMIT", 10),
+        mock.patch.object(weights_check, "K3_LIMIT", 10),
         mock.patch.object(transformer_impl, "get_forward_backward_func", return_value=one_after_the_other),
     ):
         built.to(DEVICE)

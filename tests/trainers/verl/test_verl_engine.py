@@ -18,6 +18,7 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
 from foreroute.errors import AttachError, CaptureError, ConfigError, EngineError, ReplayError
+from foreroute.trainers import weights_check
 from foreroute.trainers.verl.fsdp import FSDPRoutingReplay, RoutingReplayEngine, register
 from tests.trainers.verl.verl_book import Book, followed, watched
 from tests.trainers.verl.verl_engines import full_weights, make, old_log_probs, on_cpu, tensordict, update
@@ -53,6 +54,18 @@ def test_a_rollout_without_the_weights_of_a_layers_experts_ends_the_run_before_i
     ]
     with pytest.raises(EngineError, match=r"\S+.*Weights.*arrive"):
         old_log_probs(engine, tensordict(book.batch()))
+
+
+def test_a_rollout_that_is_mixed_up_behind_the_first_is_in_the_log(group, folder, caplog, monkeypatch):
+    monkeypatch.setattr(weights_check, "K3_LIMIT", 10)  # which such a rollout is beyond, too
+    book = Book(folder)
+    engine = make(folder, "R3", lr=0.0)
+    for routes, expected in ((book.routes, 0), ([each[::-1].copy() for each in book.routes], 1)):
+        book.routes = routes
+        old_log_probs(engine, tensordict(book.batch()))
+        assert update(engine, tensordict(book.batch()))["metrics"]["sentinel/suspicions"] == [expected]
+    [line] = [record.message for record in caplog.records if record.message.startswith("The sentinel:")]
+    assert "pick otherwise" in line
 
 
 @pytest.mark.shows("verl, FSDP engine", "asynchronous rollouts, of weights of several versions")

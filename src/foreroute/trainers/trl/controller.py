@@ -25,18 +25,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import is_peft_model
+from accelerate.utils import gather_object, is_peft_model
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf import RoutedTransformer
 from foreroute.costs.cluster_file import Cluster
-from foreroute.errors import ForerouteError, ReplayError
+from foreroute.errors import BatchMismatchError, EngineError, ForerouteError, ReplayError
+from foreroute.mismatch import Suspicion
+from foreroute.mismatch.sentinel import LOOK_AT
 from foreroute.plan import Topology
+from foreroute.replay.rows import to_device
 from foreroute.trace import INDEXER, SAMPLING, RoutingTrace, concatenate
 from foreroute.trainers.checks import check_first_rollout
 from foreroute.trainers.mismatch_sums import MismatchSums
+from foreroute.trainers.sentinel import RolloutSentinel, Watching
 from foreroute.trainers.trl.capture import RolloutCapture
 from foreroute.trainers.trl.masked_head import scored_on_sampling_masks
 from foreroute.trainers.trl.partitioned import whole_where_run
@@ -51,6 +55,7 @@ from foreroute.trainers.trl.rollout import (
     join_results,
 )
 from foreroute.trainers.trl.settings import Replay, require_supported
+from foreroute.trainers.weights_check import WeightsCheck
 
 LOG = logging.getLogger(__name__)
 CHECKED_SEQUENCES = 16
@@ -95,15 +100,20 @@ class TrainerPassController:
 
     routed: RoutedTransformer  # the policy; left out where it cannot be measured
 
-    def __init__(self, trainer: Any, replay: Replay, topology: Topology | Cluster | None = None) -> None:
+    def __init__(
+        self, trainer: Any, replay: Replay, topology: Topology | Cluster | None = None, sentinel: Watching = "warn"
+    ) -> None:
         self.rollout: Rollout | None = None  # that the trainer works on
         self._trainer = trainer
         self._replay = replay
         self._metrics = MismatchSums(replays_rollout=replay == "R3")
+        self._watching = sentinel
         self._guard = MeasuringGuard(replay)
         self._now: LogprobPass | None = None
         self._num_rollouts = 0
         self._num_updates = 0
+        self._suspected = 0  # by the sentinel since the last log
+        self._weights: list[WeightsCheck] = []  # of the rollouts since then
         self._checks_with_images = False
         attached = None
         with self._guard:
@@ -116,6 +126,7 @@ class TrainerPassController:
         with self._guard:
             self._require_measured_everywhere()
         self._windows = None if topology is None else PlannedWindows(trainer, self.routed, topology)
+        self._sentinel = RolloutSentinel(self.routed) if replay == "R3" and sentinel != "off" else None
 
     @property
     def is_open(self) -> bool:
@@ -148,6 +159,9 @@ class TrainerPassController:
         if self._replay != "R3":  # under which alone tokens are scored on their sets
             rollout.trace = rollout.trace.without_streams(SAMPLING)
         self.rollout = rollout
+        if self._sentinel is not None:
+            self._sentinel.begin_rollout()
+            self._weights.append(WeightsCheck())
 
     @contextmanager
     def passing(self, begun: LogprobPass | None) -> Iterator[None]:
@@ -175,6 +189,8 @@ class TrainerPassController:
             output |= rollout.columns(output)
             if has_old_pass:
                 self._compare_tokens(old, output)
+            if self._sentinel is not None and self._watching in ("drop", "stop"):
+                self._act(self._sentinel, rollout, output)
 
     @contextmanager
     def updating(self, inputs: dict[str, Any]) -> Iterator[None]:
@@ -203,6 +219,12 @@ class TrainerPassController:
     def flush(self) -> dict[str, float]:
         """Read what is to be logged of all processes, and start anew. A collective call, for which the host waits."""
         logs = {} if self._windows is None else self._windows.sums.flush()
+        if self._sentinel is not None:
+            found = self._sentinel.judge()
+            self._suspected += len(found)
+            self._judge_weights(found)
+            counted = self._over_processes(torch.tensor(float(self._suspected)))
+            logs["sentinel/suspicions"], self._suspected = float(counted), 0
         with self._guard:
             logs |= self._metrics.flush(self._over_processes)
         return logs
@@ -294,6 +316,8 @@ class TrainerPassController:
             elif is_policy and found is not None and self._replay != "none":
                 stack.enter_context(self._metrics.counting(self.routed, update=now.is_update))
                 stack.enter_context(self.routed.replay(found.routes))
+                if self._sentinel is not None and self._metrics.at_rollout_weights(update=now.is_update):
+                    stack.enter_context(self._sentinel.counting(found.routes.trace.lengths, found.sequences))
             elif is_policy and found is not None and self._metrics.at_rollout_weights(update=now.is_update):
                 stack.enter_context(self._metrics.comparing(self.routed, found.routes))
             yield
@@ -321,7 +345,46 @@ class TrainerPassController:
         sampled_BR = batch.get(LOGPROBS_OF_TRL, batch.get(LOGPROBS))
         if sampled_BR is not None and seen.logprobs_BR is not None:
             counted_BR = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
-            self._metrics.compare_tokens(sampled_BR, seen.logprobs_BR, counted_BR)
+            log_r_BR, known_BR = self._metrics.compare_tokens(sampled_BR, seen.logprobs_BR, counted_BR)
+            if self._weights:
+                self._weights[-1].add(log_r_BR, known_BR)
+
+    def _act(self, sentinel: RolloutSentinel, rollout: Rollout, output: dict[str, Any]) -> None:
+        """Judge a rollout behind its old-log-prob pass, where TRL reads its own metrics, and drop tokens or stop."""
+        if not self._metrics.has_old_pass:
+            raise ReplayError(
+                f"sentinel={self._watching!r} was asked for, and TRL computed no old log-probs for this rollout, so "
+                "that nothing was replayed before the update; take sentinel='warn', or raise num_iterations"
+            )
+        found = sentinel.judge()
+        self._suspected += len(found)
+        if self._watching == "stop" and float(self._over_processes(torch.tensor(float(len(found))))):
+            # all processes end together
+            seen = f"{found[0].sentence}. {LOOK_AT}" if found else "another process says where, in its log"
+            raise BatchMismatchError(f"rollout {rollout.number} looks wrong: {seen}")
+        self._judge_weights(found)
+        mask_BR = output["completion_mask"]
+        kept_BR = np.ones(mask_BR.shape, np.int64)
+        for each in found:
+            if each.sequence is not None and each.since is not None:
+                # the row of a token routed what the next one was drawn from, and all behind it saw that
+                kept_BR[each.sequence, max(each.since + 1 - int(rollout.prompt_lengths[each.sequence]), 0) :] = 0
+        if not kept_BR.all():
+            output["tool_mask"] = to_device(kept_BR, mask_BR.device) * output.get("tool_mask", 1)
+
+    def _judge_weights(self, found: Sequence[Suspicion]) -> None:
+        """Say, or under "stop" raise, that a sync garbled weights, unless rows are what is wrong. A collective call."""
+        # a check for each rollout, so that a wrong one is not hidden by those before it
+        checks, self._weights = self._weights, []
+        for check in checks:
+            try:
+                check.judge(lambda mine: gather_object([mine]))
+            except EngineError as error:
+                if self._watching == "stop":
+                    raise
+                if not found and self._trainer.accelerator.is_main_process:
+                    self._suspected += 1
+                    LOG.warning("The sentinel: %s", error)
 
     def _over_processes(self, sums: Tensor) -> Tensor:
         accelerator = self._trainer.accelerator

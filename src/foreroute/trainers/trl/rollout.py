@@ -37,6 +37,7 @@ OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
 class Decisions(NamedTuple):
     """What every forward over the same sequences takes of the rollout."""
 
+    sequences: NDArray[np.int64]  # [B], of the rollout
     routes: TraceRows
     masks: ScoringMasks | None  # None where no token of the vocabulary was left out in sampling
 
@@ -107,7 +108,7 @@ class Rollout:
             # where TRL masks truncated completions, the prompt alone is left of such
             is_masked = self.drops_truncated & (length_B == prompts) & (length_B < trace.lengths)
             routes = trace.truncated(np.where(is_masked, prompts, trace.lengths))
-            self._decisions[key] = Decisions(self.make_rows(routes), masks)
+            self._decisions[key] = Decisions(sequences, self.make_rows(routes), masks)
         return self._decisions[key]
 
     def _sampled(self, sequences: NDArray[np.int64]) -> NDArray[np.bool_]:

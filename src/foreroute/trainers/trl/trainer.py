@@ -23,6 +23,7 @@ from foreroute.errors import AttachError, ConfigError
 from foreroute.plan import Topology
 from foreroute.replay.arguments import require_choice
 from foreroute.trainers.checks import require_overridden
+from foreroute.trainers.sentinel import Watching
 from foreroute.trainers.trl.capture_vllm import colocated_vllm_returns_decisions
 from foreroute.trainers.trl.controller import LogprobPass, TrainerPassController
 from foreroute.trainers.trl.settings import Replay
@@ -40,13 +41,16 @@ class RoutingReplay:
         topology: to run what is replayed under plans of its routes, which put replicas of busy experts on other ranks:
             of the ranks that share experts, or what `load_cluster` reads, by whose rates a pass runs at homes where
             its plan saves too little. The policy is one that was loaded with `ep_implementation="foreroute"`.
+        sentinel: what is done under R3 about rows that do not look like those of the run so far (docs/diagnose.md):
+            "warn" logs them; "drop" takes the tokens behind them out of the loss, and "stop" ends the run, both behind
+            the old-log-prob pass; or "off".
         **kwargs: what the trainer takes.
 
     Raises:
         AttachError: when this release of TRL lacks what replay stands on, the model is not replayable, or a topology
             is given and foreroute does not spread its experts.
         ConfigError: for settings under which replay is not supported or would have no effect; not with "none". For a
-            topology with "none", of other ranks, or without slots.
+            topology with "none", of other ranks, or without slots; and for a sentinel that drops or stops without R3.
     """
 
     # TRL's trainer defines these; a mixin only sees them at run time
@@ -55,10 +59,20 @@ class RoutingReplay:
     accelerator: Any
 
     def __init__(
-        self, *args: Any, replay: Replay = "R3", topology: Topology | Cluster | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        replay: Replay = "R3",
+        topology: Topology | Cluster | None = None,
+        sentinel: Watching = "warn",
+        **kwargs: Any,
     ) -> None:
         _require_trl(type(self))
         require_choice("replay", replay, Replay)
+        require_choice("sentinel", sentinel, Watching)
+        if sentinel in ("drop", "stop") and replay != "R3":
+            raise ConfigError(
+                f"sentinel={sentinel!r} judges replayed routes of the rollout; take replay='R3', or leave it out"
+            )
         if topology is not None and replay == "none":
             raise ConfigError("a topology is given for plans, which are made of replayed routes; take replay='R3'")
         with colocated_vllm_returns_decisions(self, replay):
@@ -66,7 +80,7 @@ class RoutingReplay:
         if self.args.use_liger_kernel and replay != "none":
             # as transformers does when training starts: replay is proven on the modules that it puts in
             apply_liger_kernel(self.model, self.args.liger_kernel_config)
-        self.routing = TrainerPassController(self, replay, topology)
+        self.routing = TrainerPassController(self, replay, topology, sentinel)
 
     def _generate(self, prompts: list[Any]) -> Any:
         if not self.routing.capture.is_open:

@@ -11,7 +11,7 @@ verl imports this module in every worker when it is told to, and then makes its 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -124,7 +124,12 @@ class FSDPPasses(EnginePasses):
                     self.check_first(routes, forward, sequences_of=join)
             refuse, tables = partial(self.decode, micro_batch), self.routed.lookup_tables
             field = PackedRoutes(packed, self.routed.spec, refuse, rank=self._rank, tables=tables)
-            with self.routed.replay(field) if replays else self.metrics.comparing(self.routed, field):
+            with ExitStack() as opened:
+                opened.enter_context(
+                    self.routed.replay(field) if replays else self.metrics.comparing(self.routed, field)
+                )
+                if replays and routes is not None and self._sentinel is not None and not self._is_update:
+                    opened.enter_context(self._sentinel.counting(routes.lengths))
                 loss, output = run()
         elif self._replay == "R2" and not self._is_update:
             with self.routed.record() as recording:

@@ -19,26 +19,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foreroute.core.deferred_checks import DeferredChecks
-from foreroute.errors import CaptureError, EngineError, ReplayError
+from foreroute.errors import CaptureError, ReplayError
 from foreroute.replay import RoutedModel
 from foreroute.replay.rows import to_device
-from foreroute.trace import NO_VERSION, RoutingTrace
+from foreroute.trace import RoutingTrace
 from foreroute.trainers.checks import check_first_rollout
 from foreroute.trainers.mismatch_sums import MismatchSums
 from foreroute.trainers.plan_sums import PlanSums
+from foreroute.trainers.sentinel import RolloutSentinel
 from foreroute.trainers.verl.packed_batch import FIELD, PackedBatch, require_routed
 from foreroute.trainers.verl.protocol import trace_of, versions_of
 from foreroute.trainers.verl.settings import Replay
+from foreroute.trainers.weights_check import WeightsCheck
 
 ROLLOUT_LOG_PROBS = "rollout_log_probs"
-K3_LIMIT = 0.1
-"""k3, in nats, above which two sides do not hold the same weights. Runs of verl with vLLM were at 4e-4 in bfloat16,
-and at 0.5 where a sync had put experts' weights in wrong places."""
-MOST_OF_A_TOKEN = 1.0
-"""Per-token cap, so that a few outliers caused by rounding do not abort a run."""
-
-K3Sums = dict[int, tuple[float, float]]
-"""k3 and its number of tokens, by the version of the weights that sampled them, the oldest of a sequence."""
 Value = TypeVar("Value")
 
 
@@ -95,6 +89,9 @@ class EnginePasses:
         self._engine, self._replay, self._sharing_groups = engine, replay, sharing_groups
         # under R3 both sides take the same routes, so that what is left tells of their weights
         self._weights_check = WeightsCheck() if replay == "R3" else None
+        # ranks that share rows of a batch see parts of its sequences
+        self._sentinel = RolloutSentinel(routed) if replay == "R3" and not sharing_groups else None
+        self._suspected = 0  # by it since the last log
         self._plan_sums: PlanSums | None = None
         self._checks = DeferredChecks()
         # of the batch that runs, the same for all of its micro-batches
@@ -109,6 +106,8 @@ class EnginePasses:
         self.num_forwards, self._is_update = 0, update
         self._is_compared = metrics.at_rollout_weights(update=update)
         self._has_routes = self._brings_routes(data)
+        if self._sentinel is not None and not update:
+            self._sentinel.begin_rollout()
         with nullcontext() if self._replay == "disabled" else metrics.counting(self.routed, update=update):
             yield
         if not self.num_forwards:
@@ -118,6 +117,8 @@ class EnginePasses:
             )
         if not update:
             self._checks.wait()
+            if self._sentinel is not None:
+                self._suspected += len(self._sentinel.judge())
             if self._weights_check is not None:
                 self._weights_check.judge(partial(gather_over, self._engine.get_data_parallel_group()))
 
@@ -127,6 +128,10 @@ class EnginePasses:
         if self._sharing_groups:
             self.metrics.reduce_routes(partial(add_over, self._sharing_groups))
         logs = self.metrics.flush(partial(add_over, (self._engine.get_data_parallel_group(),)))
+        if self._sentinel is not None:
+            count = torch.tensor(float(self._suspected))
+            logs["sentinel/suspicions"] = float(add_over((self._engine.get_data_parallel_group(),), count))
+            self._suspected = 0
         if self._plan_sums is not None:
             logs |= self._plan_sums.flush()
         if "metrics" in outputs:  # of the last stage, which verl asks
@@ -189,47 +194,6 @@ class EnginePasses:
                 "did not keep its output"
             )
         return has_routes or self._replay == "R3"
-
-
-class WeightsCheck:
-    """Whether a rollout was sampled with the trainer's weights: by the mean k3 of its tokens, once for each rollout.
-
-    In the old-log-prob pass under R3 both sides have the same tokens, experts and, if the last sync went well, weights.
-    What is left of k3 is their precisions. Weights that arrived nowhere, or in wrong places, are far above that.
-
-    Where rollouts go on while the trainer trains, tokens of older weights may be far from it: they are stale. Those of
-    the newest weights are then judged by themselves.
-    """
-
-    def __init__(self) -> None:
-        self._sums: dict[int, Tensor] = {}
-
-    def add(self, log_r: Tensor, counted: Tensor, version: int = NO_VERSION) -> None:
-        """Add tokens that one version of the weights sampled, as `MismatchSums.compare_tokens` returns them."""
-        k3 = (log_r.expm1() - log_r).clamp_max(MOST_OF_A_TOKEN)
-        added = torch.stack([torch.where(counted, k3, 0.0).sum(), counted.sum()])
-        self._sums[version] = self._sums[version] + added if version in self._sums else added
-
-    def judge(self, gather: Callable[[K3Sums], list[K3Sums]]) -> None:
-        """Raise `EngineError` when tokens since the last call are too far, and those of the newest weights are.
-
-        The host waits once. `gather` takes the sums of this process and gives those of all: a collective call.
-        """
-        sums, self._sums = self._sums, {}
-        values = torch.stack(list(sums.values())).tolist() if sums else []
-        mine = {version: (k3, tokens) for version, (k3, tokens) in zip(sums, values, strict=True)}
-        every = [(version, *each) for part in gather(mine) for version, each in part.items() if each[1]]
-        newest = max((version for version, _, _ in every), default=NO_VERSION)
-        for part in (every, [each for each in every if each[0] == newest]):
-            k3, tokens = (sum(each[column] for each in part) for column in (1, 2))
-            if k3 <= K3_LIMIT * tokens:
-                return
-        raise EngineError(
-            f"the rollout's log-probs are {k3 / tokens:.3g} nats (k3) from the trainer's on the same experts; expected "
-            f"at most {K3_LIMIT} in any precision. Weights did not arrive in the rollout engine at the last sync, or "
-            "it samples from another distribution than it reports (temperature, top_p, top_k). Compare its log-probs "
-            "of a fixed text with those of a checkpoint"
-        )
 
 
 def gather_over(group: Any, mine: Value) -> list[Value]:

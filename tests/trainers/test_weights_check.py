@@ -8,7 +8,7 @@ import torch
 
 from foreroute.errors import EngineError
 from foreroute.trainers.mismatch_sums import MismatchSums
-from foreroute.trainers.verl.passes import K3_LIMIT, MOST_OF_A_TOKEN, WeightsCheck
+from foreroute.trainers.weights_check import K3_LIMIT, MOST_OF_A_TOKEN, WeightsCheck
 
 
 def test_refused_is_what_a_loop_over_tokens_finds_too_far_of_all_and_of_the_newest_weights():

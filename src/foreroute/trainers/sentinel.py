@@ -1,0 +1,53 @@
+"""The sentinel of a trainer: rows are counted in the passes that have the weights of their rollout, and judged once."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foreroute.mismatch import Sentinel, Suspicion
+from foreroute.mismatch.sentinel import LOOK_AT
+from foreroute.replay import RootRows, RoutedModel
+
+LOG = logging.getLogger(__name__)
+Watching = Literal["off", "warn", "drop", "stop"]
+"""What is done about rows that look wrong: nothing, a line in the log, their tokens leave the loss, the run ends."""
+
+
+class RolloutSentinel:
+    """Judges the rollouts of this process. Nothing waits for the device before `judge`."""
+
+    def __init__(self, routed: RoutedModel) -> None:
+        self._routed = routed
+        self._sentinel = Sentinel(routed.spec)
+        # of each rollout that is not judged yet: its counts, and sequences and lengths in the order of the passes
+        self._rollouts: list[tuple[RootRows, list[NDArray[np.int64]], list[NDArray[np.int64]]]] = []
+
+    def begin_rollout(self) -> None:
+        """Count what follows as another rollout."""
+        self._rollouts.append((RootRows(self._routed), [], []))
+
+    def counting(
+        self, lengths: NDArray[np.int64], sequences: NDArray[np.int64] | None = None
+    ) -> AbstractContextManager[None]:
+        """Count a pass over sequences of the last rollout, by default the next ones, while the context is open."""
+        rows, seen, of_traces = self._rollouts[-1]
+        seen.append(sum(map(len, seen)) + np.arange(len(lengths)) if sequences is None else sequences)
+        of_traces.append(lengths)
+        return self._routed.listening(rows)
+
+    def judge(self) -> list[Suspicion]:
+        """Judge the rollouts that were counted since the last call, with a line in the log. Waits once for each."""
+        found, self._rollouts, counted = [], [], self._rollouts
+        for rows, sequences, lengths in counted:
+            if sequences:
+                order = np.argsort(np.concatenate(sequences), kind="stable")
+                found += self._sentinel.judge(rows.read(np.concatenate(lengths)).in_order(order))
+        if found:
+            others = f", and {len(found) - 1} more" if len(found) > 1 else ""
+            LOG.warning("The sentinel: %s%s. %s", found[0].sentence, others, LOOK_AT)
+        return found

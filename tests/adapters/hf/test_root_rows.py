@@ -1,0 +1,115 @@
+"""Roots of each row: against what routers are seen to be given, in batches that are padded; and no wait of the host."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from foreroute.adapters import hf
+from foreroute.errors import ConfigError, ReplayError
+from foreroute.replay import RootRows
+from foreroute.testing.counting_device import DEVICE, other_device
+from foreroute.testing.models import tiny
+from tests.replay.session_subject import batch_of, foreign, router_paths
+from tests.tiers import grid
+
+LENGTHS = (9, 6, 4)
+
+
+def seen_natives(routed, run):
+    """The sorted picks of every router, from what it is given, in the order of calls."""
+    natives, handles = [], []
+    for path in router_paths(routed):
+        router = routed.model.get_submodule(path)
+
+        def see(router, args):
+            natives.append((args[0].detach() @ router.weight.T).topk(router.top_k, -1).indices.sort(-1).values.numpy())
+
+        handles.append(router.register_forward_pre_hook(see))
+    run()
+    for handle in handles:
+        handle.remove()
+    return natives
+
+
+@grid(("side", "micro_batches", "padding"), [("right", 1, "native"), ("left", 2, "spread")], quick=2)
+def test_rows_are_counted_in_the_order_of_their_sequences(side, micro_batches, padding):
+    routed = hf.attach(tiny("qwen3_moe"))
+    batch = batch_of(*LENGTHS)
+    missing = {(s, length - 1) for s, length in enumerate(LENGTHS)} | {(1, 2)}
+    trace = foreign(routed.spec, batch, absent=missing)
+    # half of the rows are the model's own, and one stands twice
+    with torch.no_grad(), routed.record() as recording:
+        routed.model(batch.ids_BT, attention_mask=batch.real_BT.long(), use_cache=False)
+    ids_NLK = trace.expert_ids_NLK
+    ids_NLK[::2] = recording.trace().expert_ids_NLK[::2]
+    ids_NLK[3] = ids_NLK[2]
+    rows, expected = RootRows(routed), []
+    with routed.listening(rows):
+        for part in np.array_split(np.arange(len(LENGTHS)), micro_batches):
+            given, lengths = trace.select(part), [LENGTHS[s] for s in part]
+            ids, mask = batch.ids_BT[list(part)], batch.real_BT[list(part)]
+            if side == "left":
+                ids, mask = (torch.stack([r.roll(9 - n) for r, n in zip(x, lengths, strict=True)]) for x in (ids, mask))
+
+            def run(given=given, ids=ids, mask=mask):
+                with torch.no_grad(), routed.replay(given, missing="native", padding=padding):
+                    routed.model(ids, attention_mask=mask.long(), use_cache=False)
+
+            natives = [each.reshape(*mask.shape, -1)[mask.numpy()] for each in seen_natives(routed, run)]
+            expected.append(beside(np.stack(natives, 1), given))
+    found = rows.read(trace.lengths)
+    for number, name in enumerate(("roots_N", "before_N", "after_N", "repeats_N")):
+        assert np.array_equal(getattr(found, name), np.concatenate([each[number].sum(1) for each in expected])), name
+        assert getattr(found, name).any()
+    assert np.array_equal(found.roots_L, sum(each[0].sum(0) for each in expected))
+    # it starts anew
+    with pytest.raises(ReplayError, match="no pass"):
+        rows.read(trace.lengths)
+    with routed.listening(rows):
+        run()
+    assert len(rows.read(lengths).roots_N) == sum(lengths)
+
+
+def beside(native_NLK, trace):
+    """Bool [4, N, L]: roots, natives that are the row before, and behind, and rows that repeat."""
+    ids_NLK, result = np.sort(trace.expert_ids_NLK, -1), np.zeros((4, *native_NLK.shape[:2]), bool)
+    for row in range(trace.num_rows):
+        for layer in range(trace.spec.num_layers):
+            own = native_NLK[row, layer].tolist()
+            if trace.valid_N[row]:
+                result[0, row, layer] = own != ids_NLK[row, layer].tolist()
+            for number, other in ((1, row - 1), (2, row + 1)):
+                sequence = np.searchsorted(trace.offsets, row, side="right") - 1
+                first, last = trace.offsets[sequence : sequence + 2]
+                if first <= other < last and trace.valid_N[[row, other]].all():
+                    result[number, row, layer] = own == ids_NLK[other, layer].tolist()
+                    if number == 1:
+                        same = trace.expert_ids_NLK[row, layer] == trace.expert_ids_NLK[other, layer]
+                        result[3, row, layer] = same.all()
+    return result
+
+
+def test_models_whose_ranks_have_rows_in_another_order_are_refused():
+    with pytest.raises(ConfigError, match=r"SimpleNamespace.*hf\.attach"):
+        RootRows(SimpleNamespace(has_rows_by_sequence=False))
+
+
+def test_the_host_waits_once_where_counts_are_read():
+    with other_device() as device:
+        routed, batch = hf.attach(tiny("qwen3_moe", experts="batched_mm").to(DEVICE)), batch_of(*LENGTHS)
+        trace = foreign(routed.spec, batch, absent={(s, length - 1) for s, length in enumerate(LENGTHS)})
+        given = {"input_ids": batch.ids_BT.to(DEVICE), "attention_mask": batch.real_BT.long().to(DEVICE)}
+        rows = RootRows(routed)
+
+        def waits(*listening):
+            with torch.no_grad(), routed.replay(trace), routed.listening(*listening):
+                device.reads.clear()
+                routed.model(**given, use_cache=False)
+                return device.reads.total()
+
+        assert waits(rows) == waits()
+        device.reads.clear()
+        assert len(rows.read(trace.lengths).roots_N) == sum(LENGTHS)
+        assert device.reads.total() == 1

@@ -1,0 +1,186 @@
+"""The sentinel over rows that are drawn: what is planted is found and named, and a healthy run stays below its rate."""
+
+import copy
+from functools import cache
+
+import numpy as np
+import pytest
+
+from foreroute.errors import InputError
+from foreroute.mismatch import LooksLike, RootCounts, Sentinel
+from foreroute.mismatch.sentinel import WARM_UP
+from foreroute.trace import RoutedLayer, RoutingSpec
+from tests.tiers import grid
+
+LAYERS, SEQUENCES, ROWS = 12, 16, 128
+SPEC = RoutingSpec(64, 4, tuple(map(RoutedLayer, range(LAYERS))))
+
+
+def draw(rng, share=0.03, *, alike=1, spread=0.0, sequences=SEQUENCES, rows=ROWS):
+    """Bool [S, T, L], roots; runs of `alike` rows have one share, and sequences differ in it by a factor."""
+    share_S = share * np.exp(spread * rng.standard_normal((sequences, 1, 1)))
+    share_ST = share_S * np.repeat(rng.exponential(1.0, (sequences, -(-rows // alike), 1)), alike, axis=1)[:, :rows]
+    return rng.random((sequences, rows, LAYERS)) < share_ST.clip(0, 0.9)
+
+
+def counts(roots_STL, **beside):
+    rows_N = roots_STL.sum(2).reshape(-1)
+    others = {name: beside.get(name, np.zeros_like(rows_N)) for name in ("before_N", "after_N", "repeats_N")}
+    return RootCounts(rows_N, **others, roots_L=roots_STL.sum((0, 1)), lengths_S=[roots_STL.shape[1]] * len(roots_STL))
+
+
+@cache
+def warm(share=0.03, batches=WARM_UP):
+    """A sentinel with a past."""
+    rng, sentinel = np.random.default_rng(1), Sentinel(SPEC)
+    for number in range(batches):
+        assert sentinel.until_judged == max(WARM_UP - number, 0)
+        assert not sentinel.judge(counts(draw(rng, share)))
+    return sentinel
+
+
+def judged(roots_STL, *past, **beside):
+    return copy.deepcopy(warm(*past)).judge(counts(roots_STL, **beside))
+
+
+@grid("share", [0.03, 0.2], quick=2)
+def test_a_block_of_rows_is_found_where_it_begins_and_no_other_sequence_is(share):
+    rng = np.random.default_rng(2)
+    roots = draw(rng, share)
+    roots[5, 40:104] = True
+    [found] = judged(roots, share)
+    assert (found.looks_like, found.sequence, found.layer) == (LooksLike.STALE_ROWS, 5, None)
+    assert abs(found.since - 40) <= 2
+    assert abs(found.num_rows - 64) <= 4
+    assert f"sequence 5, since position {found.since}: {found.num_rows} rows" in found.sentence
+    assert found.chance < 1e-6
+
+
+def test_the_rows_say_what_they_look_like():
+    rng = np.random.default_rng(3)
+    roots = draw(rng)
+    roots[2], roots[7, 30:] = True, True
+    beside = np.zeros((SEQUENCES, ROWS), np.int64)
+    beside[2], beside[7, 30:] = LAYERS // 2, LAYERS
+    beside = beside.reshape(-1)
+    plain, shifted = judged(roots), judged(roots, after_N=beside)
+    assert [each.looks_like for each in plain] == [LooksLike.OTHER_SEQUENCE, LooksLike.STALE_ROWS]
+    assert [each.looks_like for each in shifted] == [LooksLike.SHIFT, LooksLike.SHIFT]
+    assert "token before" in shifted[0].sentence
+    assert "next token" in judged(roots, before_N=beside)[0].sentence
+    # natives that are alike on both sides are no shift
+    assert judged(roots, before_N=beside, after_N=beside)[0].looks_like == LooksLike.OTHER_SEQUENCE
+    assert judged(roots, repeats_N=beside)[1].looks_like == LooksLike.FROZEN
+
+
+@grid("above", [0.0, 0.4, 0.9], quick=2)
+def test_one_layer_is_named_though_layers_above_it_follow(above):
+    roots = draw(np.random.default_rng(4))
+    roots[:, :, 3] = True
+    roots[:, :, 4:] |= np.random.default_rng(5).random(roots[:, :, 4:].shape) < above
+    [found] = judged(roots)
+    assert (found.looks_like, found.layer, found.sequence) == (LooksLike.STALE_LAYER, 3, None)
+    # a block of rows beside it is found too
+    roots[5, 40:104] = True
+    assert [each.sequence for each in judged(roots)] == [None, 5]
+
+
+def test_all_rows_a_little_are_other_weights_and_all_rows_much_are_other_tokens():
+    rng = np.random.default_rng(6)
+    assert not judged(draw(rng, 0.032), 0.03, 24)
+    assert [each.looks_like for each in judged(draw(rng, 0.05), 0.03, 24)] == [LooksLike.OLDER_WEIGHTS]
+    sentinel = Sentinel(SPEC)
+    for _ in range(WARM_UP + 1):  # from the first batch on, and never learnt
+        [found] = sentinel.judge(counts(draw(rng, 3.0)))
+        assert (found.looks_like, found.sequence) == (LooksLike.UNRELATED, None)
+    assert sentinel.until_judged == WARM_UP
+
+
+def test_what_is_suspected_is_not_learnt():
+    rng, sentinel = np.random.default_rng(7), copy.deepcopy(warm())
+    for _ in range(3 * WARM_UP):
+        roots = draw(rng)
+        roots[1, 96:] = True
+        assert [each.sequence for each in sentinel.judge(counts(roots))] == [1]
+    assert not sentinel.judge(counts(draw(rng)))
+
+
+def test_slow_drift_is_healthy_and_a_jump_of_its_whole_size_is_not():
+    rng, sentinel = np.random.default_rng(8), Sentinel(SPEC)
+    shares = np.append(np.full(30, 0.02), np.linspace(0.02, 0.08, 60))
+    for share in shares:
+        assert not sentinel.judge(counts(draw(rng, share, spread=0.1)))
+    assert [each.looks_like for each in judged(draw(rng, shares[-1]), 0.02, 24)] == [LooksLike.OLDER_WEIGHTS]
+
+
+@grid(
+    ("share", "alike", "spread"),
+    [(0.03, 4, 0.3), (0.2, 1, 0.0), (0.2, 4, 0.3), (0.03, 1, 0.0), (0.2, 8, 0.2)],
+    quick=2,
+)
+def test_healthy_rows_alarm_no_more_often_than_the_rate(share, alike, spread):
+    """At a rate that shows: independent rows, rows that come in runs, sequences that differ."""
+    rng, rate = np.random.default_rng(9), 0.01
+    sentinel, sequences, batches, num_batches = Sentinel(SPEC, rate), 0, 0, 150
+    for _ in range(num_batches):
+        is_judged = not sentinel.until_judged
+        found = sentinel.judge(counts(draw(rng, share, alike=alike, spread=spread, rows=64)))
+        sequences += is_judged * sum(each.sequence is not None for each in found)
+        batches += is_judged * sum(each.sequence is None for each in found)
+    assert sequences <= rate * SEQUENCES * num_batches
+    assert batches <= 3 * 2 * rate * num_batches  # of layers, and of the batch
+
+
+def test_rows_that_are_alike_over_long_stretches_are_seen_to_be():
+    """The control: blocks of rows that differ together make the test ask for more, where a row alone would not."""
+    rng = np.random.default_rng(10)
+    roots, needed = draw(rng, 0.0), []
+    for alike in (1, 8):
+        sentinel = Sentinel(SPEC)
+        for _ in range(24):
+            sentinel.judge(counts(draw(rng, 0.2, alike=alike)))
+        for length in range(1, ROWS):
+            planted = roots.copy()
+            planted[0, :length] = True
+            if copy.deepcopy(sentinel).judge(counts(planted)):
+                needed.append(length)
+                break
+    assert needed[0] < needed[1]
+
+
+@pytest.mark.parametrize(("rows", "alarms"), [(12, 0), (40, 1)])
+def test_a_few_rows_such_as_a_short_past_has_not_shown_yet_are_no_alarm(rows, alarms):
+    roots = draw(np.random.default_rng(12))
+    roots[4, :rows] = True
+    assert len(judged(roots)) == alarms
+
+
+def test_sequences_of_any_length_and_none():
+    sentinel = copy.deepcopy(warm())
+    nothing = np.zeros(0, np.int64)
+    assert not sentinel.judge(RootCounts(*[nothing] * 4, np.zeros(LAYERS, np.int64), nothing))
+    roots_N = np.zeros(90, np.int64)
+    roots_N[10:80] = LAYERS
+    found = sentinel.judge(RootCounts(roots_N, *[0 * roots_N] * 3, np.full(LAYERS, 70), [0, 10, 70, 1, 9, 0]))
+    assert [(each.sequence, each.since, each.num_rows) for each in found] == [(2, 0, 70)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"roots_N": [0, 3]}, "up to 3 layers"),
+        ({"roots_N": [0]}, "roots_N has 1 rows"),
+        ({"before_N": [0.5, 1.0]}, "before_N is no list of counts"),
+        ({"lengths_S": [-1, 3]}, "lengths_S is no list of counts"),
+        ({"after_N": [[0, 1]]}, "after_N is no list of counts"),
+        ({"roots_L": [3, 0]}, "counts 3 rows of a layer"),
+    ],
+)
+def test_counts_that_cannot_be_are_refused(change, message):
+    zeros = {name: [0, 0] for name in ("roots_N", "before_N", "after_N", "repeats_N", "roots_L")} | {"lengths_S": [2]}
+    with pytest.raises(InputError, match=message):
+        RootCounts(**zeros | change)
+    with pytest.raises(InputError, match="of 2 layers"):
+        Sentinel(SPEC).judge(RootCounts(**zeros))
+    with pytest.raises(InputError, match="rate is 0"):
+        Sentinel(SPEC, 0)

@@ -1,0 +1,105 @@
+"""The sentinel in the trainer: an engine freezes in the middle of a run, and each policy does what it says."""
+
+import copy
+import math
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+
+from foreroute.errors import BatchMismatchError, ConfigError
+from foreroute.mismatch.sentinel import WARM_UP
+from foreroute.records import alarms
+from foreroute.train.chain import ChainTask
+from tests.train.small_runs import random_rewards, same_state, small_config, trainer_of
+
+FROZEN, SINCE = 3, 12
+"""The sequence that freezes, and the position."""
+
+
+@pytest.fixture(autouse=True)
+def rewards_that_differ(monkeypatch):
+    monkeypatch.setattr(ChainTask, "rewards", random_rewards())
+
+
+def freeze(generation):
+    trace = generation.trace
+    ids_NLK, start, stop = trace.expert_ids_NLK.copy(), *trace.offsets[FROZEN : FROZEN + 2]
+    ids_NLK[start + SINCE : stop] = ids_NLK[start + SINCE]
+    return replace(generation, trace=replace(trace, expert_ids_NLK=ids_NLK))
+
+
+def trainer_that(watching):
+    task = {"min_operands": 24, "max_operands": 24}
+    return trainer_of(small_config(task=task, rl={"sentinel": watching, "micro_step_tokens": 512}))
+
+
+@cache
+def begun():
+    """The state of a run after its warm-up, its sentinel, and its records."""
+    trainer = trainer_that("warn")
+    history = [trainer.run_step()[1] for _ in range(WARM_UP + 1)]
+    return trainer.state(), trainer._sentinel, history
+
+
+def frozen_step(watching):
+    """The next step with an engine that freezes: the trainer, its rollout and the records of all steps."""
+    state, sentinel, history = begun()
+    trainer = trainer_that(watching)
+    trainer.restore(copy.deepcopy(state))
+    if watching != "off":
+        trainer._sentinel = copy.deepcopy(sentinel)
+    generate = trainer.engine.generate
+    trainer.engine.generate = lambda *args: freeze(generate(*args))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChainTask, "rewards", random_rewards())  # the same in every case
+        experience, record = trainer.run_step()
+    return trainer, experience, [*history, record]
+
+
+def test_what_the_sentinel_suspects_is_on_the_record_and_an_alarm_and_warnings_change_nothing():
+    trainer, _, history = frozen_step("warn")
+    assert all(record.suspicions == [] for record in history[:-1])
+    assert not any(alarm.kind == "sentinel" for alarm in alarms(history[:-1]))
+    [found] = history[-1].suspicions
+    assert (found.looks_like, found.sequence, found.rank) == ("frozen", FROZEN, 0)
+    assert f"sequence {FROZEN}, since position {SINCE + 1}" in found.sentence
+    [alarm] = [alarm for alarm in alarms(history) if alarm.kind == "sentinel"]
+    assert (alarm.since, alarm.value, alarm.threshold) == (WARM_UP + 1, found.share, found.usual)
+    assert "replayed routes are not those" in str(alarm)
+    off, _, unwatched = frozen_step("off")
+    assert unwatched[-1].suspicions is None
+    assert same_state(trainer.state(), off.state())
+
+
+def test_what_is_dropped_is_not_trained_on():
+    trainer, experience, history = frozen_step("drop")
+    kept, _, _ = frozen_step("warn")
+    assert np.flatnonzero(~experience.informative_S).tolist() == [FROZEN]
+    assert [each.sequence for each in history[-1].suspicions] == [FROZEN]
+    assert math.isfinite(history[-1].loss)
+    assert not same_state(trainer.state()["model"], kept.state()["model"])
+
+
+def test_a_run_is_stopped_before_its_weights_change():
+    trainer = trainer_of(small_config(rl={"sentinel": "stop"}))
+    generate, before = trainer.engine.generate, trainer.state()
+    # the rows of all sequences are other ones: that needs no past
+
+    def of_others(*args):
+        generation = generate(*args)
+        ids, rows = generation.trace.expert_ids_NLK.copy(), np.flatnonzero(generation.trace.valid_N)
+        ids[rows] = ids[np.random.default_rng(0).permutation(rows)]
+        return replace(generation, trace=replace(generation.trace, expert_ids_NLK=ids))
+
+    trainer.engine.generate = of_others
+    with pytest.raises(BatchMismatchError, match=r"step 0: .*pick otherwise"):
+        trainer.run_step()
+    assert same_state(before, trainer.state())
+
+
+def test_nothing_is_watched_where_no_routes_of_the_rollout_are_replayed():
+    with pytest.raises(ConfigError, match=r"sentinel .*nothing"):
+        small_config(rl={"routing": "R2", "sentinel": "drop"})
+    assert small_config(rl={"routing": "none"}).rl.sentinel == "warn"

@@ -1,0 +1,119 @@
+"""The sentinel in TRL: a rollout that is mixed up on the way, and what each policy does about it."""
+
+import copy
+import logging
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from foreroute.engines.embedded import EmbeddedEngine
+from foreroute.errors import BatchMismatchError, ConfigError, EngineError, ReplayError
+from foreroute.mismatch import LooksLike, Sentinel, Suspicion
+from foreroute.trainers.trl import rollout_with
+from foreroute.trainers.trl.controller import TrainerPassController
+from tests.trainers.trl.trl_runs import logged, make, policy
+
+ONCE = {"num_iterations": 1, "steps_per_generation": 2, "gradient_accumulation_steps": 2, "max_steps": 2}
+"""Each rollout serves one update, so that TRL has no old pass."""
+TWICE = {"num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
+"""Each rollout serves two updates."""
+
+
+@pytest.fixture
+def mixed_up(monkeypatch):
+    """Rows of every rollout but the first stand at other places."""
+    take = TrainerPassController.take
+
+    def spoilt(routing, rollout):
+        if routing._num_rollouts:
+            rows = np.flatnonzero(rollout.trace.valid_N)
+            ids = rollout.trace.expert_ids_NLK.copy()
+            ids[rows] = ids[np.random.default_rng(0).permutation(rows)]
+            rollout.trace = replace(rollout.trace, expert_ids_NLK=ids)
+        take(routing, rollout)
+
+    monkeypatch.setattr(TrainerPassController, "take", spoilt)
+
+
+def trainer(folder, **settings):
+    return make(
+        folder, model=(model := policy()), rollout_func=rollout_with(EmbeddedEngine(model, "float32")), **settings
+    )
+
+
+@pytest.mark.parametrize("passes", [TWICE, ONCE], ids=["old pass", "no old pass"])
+def test_a_rollout_that_is_mixed_up_is_in_the_log_of_its_step(passes, folder, mixed_up, caplog):
+    run = trainer(folder, **passes)
+    with caplog.at_level(logging.WARNING):
+        run.train()
+    seen = logged(run, "sentinel/suspicions")
+    assert seen[0] == 0
+    assert sum(seen) == 1
+    [line] = [record.message for record in caplog.records if record.message.startswith("The sentinel:")]
+    assert "pick otherwise" in line
+
+
+def test_a_run_that_is_to_stop_does_before_it_learns_from_the_rollout(folder, mixed_up):
+    run = trainer(folder, sentinel="stop", **TWICE)
+    with pytest.raises(BatchMismatchError, match=r"rollout 2 .*wrong"):
+        run.train()
+    assert run.state.global_step == 2  # those of the first rollout
+
+
+@pytest.mark.parametrize("passes", [TWICE, ONCE], ids=["old pass", "no old pass"])
+def test_weights_that_a_sync_garbled_are_in_the_log_of_the_first_rollout_behind_it(passes, folder, monkeypatch, caplog):
+    generate, calls = EmbeddedEngine.generate, []
+
+    def garbled(engine, *args):
+        calls.append(args)
+        if len(calls) == 2:
+            with torch.no_grad():
+                engine._model.lm_head.weight.copy_(40 * engine._model.lm_head.weight.roll(1, 0))
+        return generate(engine, *args)
+
+    monkeypatch.setattr(EmbeddedEngine, "generate", garbled)
+    run = trainer(folder, **passes)
+    with caplog.at_level(logging.WARNING):
+        run.train()
+    seen = logged(run, "sentinel/suspicions")
+    assert (seen[0], sum(seen)) == (0, 1)
+    [line] = [record.message for record in caplog.records if record.message.startswith("The sentinel:")]
+    assert "Weights did not arrive" in line
+    calls.clear()
+    if passes is TWICE:
+        with pytest.raises(EngineError, match=r"Weights.*arrive"):
+            trainer(folder, sentinel="stop", **passes).train()
+
+
+def test_dropped_tokens_are_those_behind_the_first_wrong_row(folder, monkeypatch):
+    suspicion = Suspicion(LooksLike.STALE_ROWS, "planted", 1.0, 0.1, 1e-9, sequence=1, since=0, num_rows=3)
+    seen = []
+
+    def judge(sentinel, counts):
+        since = int(counts.lengths_S[1]) - 4
+        seen.append((since, counts))
+        return [replace(suspicion, since=since)]
+
+    monkeypatch.setattr(Sentinel, "judge", judge)
+    run, outputs = trainer(folder, sentinel="drop", **TWICE | {"max_steps": 1}), []
+    end = run.routing.end_generation
+    run.routing.end_generation = lambda old, output: (end(old, output), outputs.append(copy.copy(output)))
+    run.train()
+    [(since, counts)], [output] = seen, outputs
+    completions, prompts = output["completion_mask"].sum(1), output["prompt_mask"].sum(1)
+    assert counts.lengths_S.tolist() == (prompts + completions).tolist()
+    dropped = (output["completion_mask"] * (1 - output["tool_mask"])).bool()
+    assert dropped.any(1).nonzero().flatten().tolist() == [1]
+    positions = prompts[1] + torch.nonzero(dropped[1]).flatten()
+    assert positions.tolist() == list(range(since + 1, since + 4))
+
+
+def test_what_cannot_be_done_is_refused(folder):
+    with pytest.raises(ConfigError, match="sentinel='drop'"):
+        trainer(folder, sentinel="drop", replay="none")
+    with pytest.raises(ConfigError, match="sentinel"):
+        trainer(folder, sentinel="loud")
+    with pytest.raises(ReplayError, match=r"sentinel='stop'.*log-probs"):
+        trainer(folder, sentinel="stop", **ONCE).train()
