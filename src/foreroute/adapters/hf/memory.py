@@ -1,0 +1,166 @@
+"""What a spread model takes in a micro-step, from a few small ones: the input of memory forecasts."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from foreroute.adapters.hf.executing import spread_of
+from foreroute.adapters.hf.routed_transformer import RoutedTransformer
+from foreroute.costs.memory import WORKS, BatchSizes, StepMemory, Work, describe_section, section_sizes
+from foreroute.ep.allocations import AllocationLog
+from foreroute.errors import ForecastError
+from foreroute.plan import Links, StepPlan, Topology, known_rows
+from foreroute.plan.counts import counts_digest
+from foreroute.plan.hosts import CellPlan, Hosts
+from foreroute.trace import RoutingSpec, RoutingTrace
+
+MICRO_STEPS = 41
+"""The first makes what the others share. Of these a rank has ten or more of each kind of work, and nine coefficients."""
+SLOTS = 2
+LENGTHS = range(8, 64)
+
+
+def draw_micro_batches(spec: RoutingSpec, vocabulary: int, *, seed: int = 0) -> list[RoutingTrace]:
+    """Draw small micro-batches of two sequences, one of them padded, with routes that favour some experts, other ones on each rank."""
+    rng = np.random.default_rng([seed, dist.get_rank()])
+    found = []
+    for _ in range(MICRO_STEPS):
+        lengths = rng.choice(LENGTHS, 2, replace=False)
+        favour_LE = 2.0 * rng.standard_normal((spec.num_layers, spec.num_experts))
+        scores = [favour_LE + rng.gumbel(size=(length, spec.num_layers, spec.num_experts)) for length in lengths]
+        ids = [np.argsort(-score, axis=-1)[..., : spec.top_k] for score in scores]
+        found.append(RoutingTrace.from_sequences(spec, [rng.integers(vocabulary, size=n) for n in lengths], ids))
+    return found
+
+
+def measure_memory(
+    routed: RoutedTransformer,
+    traces: Sequence[RoutingTrace],
+    targets_M: Sequence[int],
+    compute_loss: Callable[[int], Tensor],
+) -> StepMemory:
+    """Run small micro-batches, with replicas and without, and find what each block of memory follows.
+
+    A collective call of all ranks. Weights stay as they are, and gradients are set to none.
+
+    Args:
+        routed: the model as it is trained, activation checkpointing switched on or off.
+        traces: of this rank, from `draw_micro_batches`.
+        targets_M: rows of logits that the loss of each takes.
+        compute_loss: runs the forward of a micro-batch, by its number, on a padded batch as training has them.
+
+    Raises:
+        AttachError: for a model that is not spread by foreroute.
+        ForecastError: when memory follows something else than tokens and rows; when gradients are there already.
+    """
+    model, spread, top_k = routed.model, spread_of(routed), routed.spec.top_k
+    if any(each.grad is not None for each in model.parameters()):
+        raise ForecastError("the model holds gradients, which measuring would add to; set them to none before")
+    rows_M = [routed.rows(trace) for trace in traces]
+    counts_MLGE = routed.gather_counts(rows_M)
+    num_ranks, rank = counts_MLGE.shape[2], dist.get_rank(spread.groups.consensus.group)
+    widths = np.array([len(trace) * np.array([1, trace.lengths.max()]) * trace.lengths.max() for trace in traces])
+    sizes = BatchSizes(*(np.repeat(each[:, None], num_ranks, axis=1) for each in (*widths.T, np.array(targets_M))))
+    plan = routed.share_plan(lambda: _with_replicas(counts_MLGE, routed.home_LE))
+    known = known_rows(counts_MLGE, plan, top_k=top_k)
+    logs: dict[tuple[str, int | None], dict[Work, list[Any]]] = defaultdict(lambda: defaultdict(list))
+    with routed.execute(plan, counts_MLGE, rows_M):
+        for number, rows in enumerate(rows_M):
+            log = AllocationLog()
+            with log.open(), _marking(routed, log):
+                log.begin("begin")
+                with routed.replay(rows):
+                    compute_loss(number).backward()
+                log.begin("over")
+            # gradients and slots are made in the first
+            for section, behind in zip(log.sections, log.sections[1:] if number else (), strict=False):
+                sizes_MGX, work_MG = section_sizes(known, sizes, section.name[1])
+                seen = np.array([*section.after, behind.begin]) - section.begin
+                logs[section.name][WORKS[work_MG[number, rank]]].append((sizes_MGX[number, rank], seen))
+    model.zero_grad(set_to_none=True)
+    sections = [describe_section(layer, part, dict(by_work)) for (part, layer), by_work in logs.items()]
+    expert_bytes = sum(each[0].nbytes for each in spread.load()[0].values())
+    return StepMemory(expert_bytes, spread.prefetch, sections)
+
+
+@contextmanager
+def _marking(routed: RoutedTransformer, log: AllocationLog) -> Iterator[None]:
+    """Begin a section of the log where a decoder layer with a router begins, forward and backward."""
+    layers = _decoder_layers(routed)
+    handles: list[Any] = []
+
+    def before_first(_: nn.Module, args: Any) -> None:
+        if log.current == ("begin", None):
+            log.begin("forward", 0)
+            if args and args[0].requires_grad:
+                args[0].register_hook(lambda _: log.begin("end"))
+
+    def behind(number: int, output: Any) -> None:
+        # checkpoints run a layer again, in its backward
+        if log.current == ("forward", number):
+            hidden = output[0] if isinstance(output, tuple) else output
+            hidden.register_hook(lambda _: log.begin("backward", number))
+            log.begin(*(("forward", number + 1) if number + 1 < len(layers) else ("head", None)))
+
+    # first and last among the hooks of a layer, so that what FSDP does around it is in its section
+    handles.append(layers[0].register_forward_pre_hook(before_first, prepend=True))
+    for number, layer in enumerate(layers):
+        handles.append(layer.register_forward_hook(lambda _, __, output, number=number: behind(number, output)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _decoder_layers(routed: RoutedTransformer) -> list[nn.Module]:
+    experts = spread_of(routed).layers
+    paths = [re.match(r".*?\.\d+(?=\.)", layer.path) for layer in experts]
+    names = [path and path.group() for path in paths]
+    if None in names or len(set(names)) < len(names):
+        raise ForecastError(
+            f"experts of this {type(routed.model).__name__} are at {experts[0].path}, in no decoder layer "
+            "of a list; its memory cannot be forecast"
+        )
+    return [routed.model.get_submodule(str(name)) for name in names]
+
+
+def _with_replicas(counts_MLGE: NDArray[np.int32], home_LE: NDArray[np.int16]) -> StepPlan:
+    """Make a plan of no merit: every fourth micro-step at homes, and one without replicas on half of the ranks."""
+    rng = np.random.default_rng(0)
+    num_micro_steps, num_layers, num_ranks, num_experts = counts_MLGE.shape
+    cells, load_ML = [], np.zeros((num_micro_steps, num_layers), np.int64)
+    for m, layer in np.ndindex(num_micro_steps, num_layers):
+        home_E, columns = home_LE[layer], []
+        rest_EG = counts_MLGE[m, layer].T.copy()
+        for rank in range(num_ranks):
+            # every replica gets rows, or the cell has a row of padding
+            away = np.flatnonzero((home_E != rank) & (rest_EG.sum(axis=1) > 0))
+            num_here = 0 if m % 4 in (3, rank % 2) else int(rng.integers(1, SLOTS + 1))
+            for slot, expert in enumerate(rng.permutation(away)[:num_here]):
+                tokens_G = rest_EG[expert] - rest_EG[expert] // rng.integers(2, 9)
+                rest_EG[expert] -= tokens_G
+                columns.append((expert, rank, slot, True, tokens_G))
+        of = list(zip(*columns, strict=True)) or [()] * 5
+        tokens_RG = np.array(of[4], np.int32).reshape(-1, num_ranks)
+        fields = (np.array(each, kind) for each, kind in zip(of[:4], "hhh?", strict=True))
+        cells.append(CellPlan(home_E, *fields, tokens_RG))
+        load_ML[m, layer] = cells[-1].loads_G(counts_MLGE[m, layer]).max()
+    return StepPlan(
+        topology=Topology(num_ranks, num_ranks, SLOTS, Links(1.0, 1.0, 1.0, 1.0, 1.0)),
+        previous_home_LE=home_LE,
+        hosts=Hosts.of_cells(home_LE, cells),
+        max_load_ML=load_ML,
+        bound_ML=counts_MLGE.sum(axis=(2, 3)) / num_ranks,
+        counts_digest=counts_digest(counts_MLGE),
+        slots="shared",
+    )
