@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreroute.errors import ConfigError, LayoutError
-from foreroute.layout import pack_sequences
+from foreroute.layout import Packing, exchange_sequences, pack_sequences
 from foreroute.layout.by_routes import MOST_DEARER
 
 
@@ -220,3 +220,126 @@ def test_impossible_packings_by_routes_are_refused(change, error, message):
     asked = {"lengths": [7, 9, 8], "num_ranks": 2, "token_budget": 20, "counts": np.ones((3, 1, 4), int)} | change
     with pytest.raises(error, match=message):
         pack_sequences(**asked)
+
+
+def packed_anyhow(seed, sequences, micro_steps, ranks):
+    """A packing that nobody chose, with places that are empty."""
+    rng = np.random.default_rng([seed, 1])
+    steps, of_ranks = (rng.integers(0, size, sequences).astype(np.int32) for size in (micro_steps, ranks))
+    return Packing(steps, of_ranks, micro_steps, ranks)
+
+
+def held_by(packing, lengths, padded, square=0.0):
+    """By the definition: [M][G], the tokens of every place with its padding, and what they cost."""
+    tokens, costs = np.zeros((2, packing.num_micro_steps, packing.num_ranks))
+    for m, rank in np.ndindex(*tokens.shape):
+        of_place = [int(lengths[s]) for s in packing.sequences(m, rank)]
+        if padded:
+            of_place = [max(of_place)] * len(of_place) if of_place else []
+        tokens[m, rank], costs[m, rank] = sum(of_place), sum(n + square * n**2 for n in of_place)
+    return tokens, costs
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    sequences=st.integers(0, 40),
+    layers=st.sampled_from([1, 3, 9]),
+    places=st.tuples(st.integers(1, 6), st.integers(1, 4)),
+    expert_ranks=st.integers(1, 4),
+    longest=st.sampled_from([1, 3, 30]),
+    padded=st.booleans(),
+    spare=st.none() | st.integers(0, 40),
+    square=st.sampled_from([0.0, 0.05]),
+)
+def test_sequences_are_exchanged_on_their_own_rank(
+    seed, sequences, layers, places, expert_ranks, longest, padded, spare, square
+):
+    micro_steps, ranks = places
+    lengths, counts = drawn(seed, sequences, layers, longest=longest)
+    homes = homes_of(seed, layers, 8, expert_ranks)
+    before = packed_anyhow(seed, sequences, micro_steps, ranks)
+    asked = {"homes": homes, "padded": padded, "square_cost": square}
+    full, dear = held_by(before, lengths, padded, square)
+    if spare is not None:
+        asked["token_budget"] = int(full.max()) + spare
+    after = exchange_sequences(before, lengths, counts, **asked)
+    # every sequence once, on its rank, in as many micro-steps, and as many of them together
+    assert (after.num_micro_steps, after.num_ranks) == (micro_steps, ranks)
+    assert after.micro_step_S.dtype == np.int32
+    assert np.array_equal(after.rank_S, before.rank_S)
+    for rank in range(ranks):
+        sizes = [sorted(len(each.sequences(m, rank)) for m in range(micro_steps)) for each in (before, after)]
+        assert sizes[0] == sizes[1]
+    # within the budget, and attention as by_routes bounds it
+    full_after, dear_after = held_by(after, lengths, padded, square)
+    assert full_after.max() <= full.max() + (spare or 0)
+    dearest, dearest_after = (each.max(axis=1).sum() for each in (dear, dear_after))
+    assert dearest_after <= (1 + MOST_DEARER) * dearest + 1e-6
+    found = after.certificate
+    assert found.attention == pytest.approx(dearest_after / dearest if dearest else 1.0)
+    # the certificate is of this packing
+    sums = [
+        slowest_of(each.micro_step_S, np.zeros(sequences, int), counts, homes, micro_steps, expert_ranks, 1).sum()
+        for each in (before, after)
+    ]
+    assert (found.by_length, found.slowest) == tuple(sums)
+    in_one = slowest_of(np.zeros(sequences, int), np.zeros(sequences, int), counts, homes, 1, expert_ranks, 1)
+    assert found.bound == in_one.sum() <= found.slowest <= found.by_length
+    again = exchange_sequences(before, lengths, counts.astype(np.int32), **asked)
+    assert np.array_equal(again.micro_step_S, after.micro_step_S)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_few_sequences_are_exchanged_as_well_as_can_be(seed, padded):
+    """Against all arrangements of two ranks with three micro-steps each that hold the budget and bound attention."""
+    sizes = (2, 1, 1) if padded else (1, 1, 1)
+    own, homes = sum(sizes), homes_of(seed, 2, 4, 2)
+    lengths, counts = drawn(seed, 2 * own, layers=2, experts=4, shortest=18, longest=20)
+    rank_S = np.repeat([0, 1], own).astype(np.int32)
+    of_a_rank = [each for each in product(range(3), repeat=own) if sorted(Counter(each).values()) == sorted(sizes)]
+    arrangements = [Packing(np.array(a + b, np.int32), rank_S, 3, 2) for a, b in product(of_a_rank, repeat=2)]
+    before = arrangements[0]
+    tokens = held_by(before, lengths, padded)[0]  # which attention goes by too
+    budget, limit = int(tokens.max()), (1 + MOST_DEARER) * tokens.max(axis=1).sum()
+    held = (held_by(each, lengths, padded)[0] for each in arrangements)
+    least = min(
+        slowest_of_groups(each.micro_step_S, np.zeros(2 * own, int), counts, homes, 3, 2, 1)[0]
+        for each, tokens in zip(arrangements, held, strict=True)
+        if tokens.max() <= budget and tokens.max(axis=1).sum() <= limit
+    )
+    found = exchange_sequences(before, lengths, counts, homes=homes, padded=padded, token_budget=budget).certificate
+    assert found.bound <= least <= found.slowest <= 1.02 * least
+
+
+def test_whole_micro_batches_are_exchanged_where_sequences_have_no_room():
+    """Two kinds of two lengths, and padding that leaves no room: what meets is a choice of micro-batches alone."""
+    lengths, kind_S = np.array([12, 6, 6] * 2), [0, 1, 1, 1, 0, 0]
+    counts = np.zeros((6, 1, 2), int)
+    counts[range(6), 0, kind_S] = lengths
+    # in each micro-step all tokens want one expert
+    before = Packing(np.array([0, 1, 1, 1, 0, 0], np.int32), np.repeat([0, 1], 3).astype(np.int32), 2, 2)
+    after = exchange_sequences(before, lengths, counts, padded=True)
+    assert (after.certificate.by_length, after.certificate.slowest, after.certificate.bound) == (48, 24, 24)
+    assert after.micro_step_S.tolist() in ([0, 1, 1, 0, 1, 1], [1, 0, 0, 1, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lengths": [7, 9]}, "2 lengths.*3 sequences"),
+        ({"packing": Packing(np.array([0, 2, 1]), np.zeros(3, int), 2, 2)}, "sequence 1.*micro-step 2.*0 to 1"),
+        ({"packing": Packing(np.zeros(3, int), np.array([0, 0, -1]), 2, 2)}, "sequence 2.*rank -1.*0 to 1"),
+        ({"homes": [[0, -1, 1, 1]]}, "from -1"),
+        ({"homes": [[0, 1]]}, "homes"),
+        ({"token_budget": 15}, "micro-step 0 of rank 0.*16 tokens.*budget is 15"),
+        ({"token_budget": 17, "padded": True}, "micro-step 0 of rank 0.*18 tokens.*budget is 17"),
+        ({"counts": np.ones((2, 1, 4), int)}, "counts.*3 sequences"),
+    ],
+)
+def test_impossible_exchanges_are_refused(change, message):
+    packing = Packing(np.array([0, 0, 1]), np.array([0, 0, 0]), 2, 2)
+    asked = {"packing": packing, "lengths": [7, 9, 8], "counts": np.ones((3, 1, 4), int)} | change
+    with pytest.raises(LayoutError, match=message):
+        exchange_sequences(**asked)

@@ -160,6 +160,13 @@ def known(t, _):
     plans.known_rows(t, homes, packing=layout.pack_sequences(t.lengths, 2, 100)).policies()
 
 
+def exchanged(t, _):
+    """All in one of two micro-steps, of one rank."""
+    nowhere = np.zeros(len(t), np.int32)
+    counts = np.zeros((len(t), 1, 4), np.int32)
+    layout.exchange_sequences(layout.Packing(nowhere, nowhere, 2, 1), t.lengths, counts)
+
+
 PLANS = (
     "layout.pack_sequences plan.packed_counts plan.load_counts plan.save_counts plan.load_plan plan.save_plan "
     "plan.verify planner.plan planner.plan_and_why"
@@ -184,6 +191,7 @@ DOORS = {
     "layout.locate_rows": located,
     "layout.pack layout.pad layout.take_routes": laid_out,
     PLANS: lambda t, folder: planned(plans.packed_counts(t, layout.pack_sequences(t.lengths, 2, 100)), folder),
+    "layout.exchange_sequences": exchanged,
     "plan.sequence_counts": lambda t, _: plans.sequence_counts(t),
     "plan.known_rows": known,
     "mismatch.explain": lambda t, _: mismatch.explain(t, t),

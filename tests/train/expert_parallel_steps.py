@@ -1,7 +1,7 @@
 """Steps of the trainer in float64, on several ranks and on one process that is given their rollouts; and whole runs."""
 
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,7 +13,7 @@ from foreroute.adapters import hf
 from foreroute.adapters.hf import spreading
 from foreroute.capture import Generation
 from foreroute.files.json_form import to_json
-from foreroute.train import RunFolder, train
+from foreroute.train import RunFolder, experts, train
 from foreroute.train.chain import VOCABULARY, ChainTask
 from foreroute.train.experts import make_execution
 from foreroute.train.folder import load_checkpoint
@@ -65,6 +65,19 @@ def precise_trainer(config):
         engine = make_engine(config, policy)
         with closing(make_execution(config, policy, ranks)) as execution:
             yield make_trainer(config, make_task(config), policy, engine, execution)
+
+
+def steps_packed(rank, config, at_random):
+    """One step; sequences that would be exchanged by routes go anywhere instead, as many to each micro-step."""
+
+    def anywhere(packing, *_, **__):
+        rng, micro_step_S = np.random.default_rng(0), packing.micro_step_S.copy()
+        for own in range(packing.num_ranks):
+            micro_step_S[packing.rank_S == own] = rng.permutation(micro_step_S[packing.rank_S == own])
+        return replace(packing, micro_step_S=micro_step_S)
+
+    with mock.patch.object(experts, "exchange_sequences", anywhere) if at_random else nullcontext():
+        return parallel_steps(rank, config, 1)
 
 
 def steps_unscaled(rank, config, count):

@@ -82,7 +82,7 @@ def test_every_count_is_bounded(key):
         *[
             (f"rollout = {{prompts = 8}}\nparallel = {{expert = 4, {parallel}}}", message)
             for parallel, message in (
-                ('plan = {packing = "routes"}', r"plan\.packing = 'routes' is for .*own sequences"),
+                ('plan = {packing = "routes"}}\nrl = {routing = "none"', r'packing = "routes" goes by replayed routes'),
                 ("plan = {pay_off = true}", r"plan\.pay_off = true goes by prices; name a topology file"),
                 ("plan = {traffic = true}", r"plan\.traffic = true goes by prices; name a topology file"),
                 ('topology = "a.toml", redundant_slots = 1', "redundant_slots changes nothing beside topology"),

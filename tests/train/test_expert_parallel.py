@@ -6,17 +6,21 @@ import torch
 
 from foreroute.train.config import RLConfig
 from tests.tiers import grid
-from tests.train.expert_parallel_steps import config_of, parallel_steps, steps_alone, steps_unscaled
+from tests.train.expert_parallel_steps import config_of, parallel_steps, steps_alone, steps_packed, steps_unscaled
 from tests.train.small_runs import SIZES
 
 STEPS = 2
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 WAYS = {
     "R3": {"routing": "R3"},
-    "R2_shared_slots": {"routing": "R2", "paths": "direct", "plan": {"slots": "shared", "home_moves": "all"}},
+    "R2_shared_slots": {
+        "routing": "R2",
+        "paths": "direct",
+        "plan": {"slots": "shared", "home_moves": "all", "packing": "routes"},
+    },
     "R3_recomputed_homes_move": {
         "routing": "R3",
-        "plan": {"home_moves": 4},
+        "plan": {"home_moves": 4, "packing": "routes"},
         "model": {"gradient_checkpointing": True},
     },
     "live": {"routing": "none"},
@@ -30,6 +34,45 @@ def test_two_ranks_learn_what_one_process_learns_from_their_rollouts(workers, pa
         moves = parallel.get("plan", {}).get("home_moves", 0)
         assert bool(execution["bytes"]["homes"]) == (execution["home_moves"] > 0) == bool(moves)
         assert moves != 4 or execution["home_moves"] <= 4 * SIZES["num_hidden_layers"]
+
+
+@pytest.fixture(scope="module")
+def packed(workers):
+    """A step packed by length, by routes, and at random."""
+    found = []
+    for packing, at_random in (("length", False), ("routes", False), ("routes", True)):
+        config = config_of(2, redundant_slots=0, plan={"packing": packing, "home_moves": 2})
+        config = config.model_copy(update={"rl": RLConfig(micro_step_tokens=32)})  # so that there are several
+        found.append(workers(2).run(steps_packed, config, at_random)[0])
+    return found
+
+
+def test_slowest_ranks_of_a_packing_by_routes_have_less(packed):
+    """Counted by the executor. The bound is of each layer the busiest rank of the pass."""
+    truth, ours = (each.records[0]["execution"] for each in packed[:2])
+    loads = [[np.array(each["at_home_MLG"]) for each in one["passes"].values()] for one in (truth, ours)]
+    slowest = [sum(int(load_MLG.max(axis=2).sum()) for load_MLG in one) for one in loads]
+    bound = sum(int(load_MLG.sum(axis=0).max(axis=1).sum()) for load_MLG in loads[0])
+    assert ours["packing"] == {"bound": bound, "by_length": slowest[0], "by_routes": slowest[1]}
+    assert bound <= slowest[1] < slowest[0]
+    assert truth["packing"] == {}
+    assert truth["home_moves"] == ours["home_moves"] > 0, "sequences are exchanged for the homes that experts move to"
+    for before, after in zip(*loads, strict=True):
+        assert (before.sum(axis=(0, 2)) == after.sum(axis=(0, 2))).all(), "the same tokens"
+
+
+def test_no_packing_changes_what_two_ranks_learn(packed):
+    """Losses, gradients and their moments in float64."""
+    truth = packed[0]
+    at_home = [[each["at_home_MLG"] for each in one.records[0]["execution"]["passes"].values()] for one in packed]
+    assert at_home[0] != at_home[1] != at_home[2]
+    for ours in packed[1:]:
+        for key in ("loss", "grad_norm", "tokens", "clip_share"):
+            assert ours.records[0][key] == pytest.approx(truth.records[0][key], rel=1e-12)
+        same_numbers(ours.state, truth.state)
+        for number, moments in truth.state["optimizer"]["state"].items():
+            seen, exact = ours.state["optimizer"]["state"][number]["exp_avg"], moments["exp_avg"]
+            torch.testing.assert_close(seen, exact, rtol=1e-12, atol=1e-12 * float(exact.abs().max()))
 
 
 @pytest.mark.slow

@@ -5,16 +5,22 @@ The routes are those that the experts were given, seen by a hook on them, not th
 
 from dataclasses import replace
 from functools import cache
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from foreroute.adapters.hf.response_logprobs import inputs, pad
+from foreroute.layout import Packing, exchange_sequences
+from foreroute.plan import sequence_counts
 from foreroute.plan.counts import contiguous_imbalance
+from foreroute.train import loop
 from foreroute.train.chain import ChainTask
 from foreroute.train.config import METHODS
-from foreroute.train.policy import ScheduledPass
+from foreroute.train.loop import make_schedule
+from foreroute.train.objective import coefficients
+from foreroute.train.policy import Alone, OneProcess, ScheduledPass
 from tests.replay.session_subject import router_paths
 from tests.tiers import grid
 from tests.train.small_runs import SIZES, always_informative, random_rewards, same_state, small_config, trainer_of
@@ -175,21 +181,69 @@ def weights(trainer):
 
 
 @grid("method", METHODS, quick=1)
-def test_neither_micro_steps_nor_their_order_change_what_is_learned(method, monkeypatch):
-    seen, learned = [], []
-    for tokens in (24, 4096):
-        monkeypatch.setattr(ChainTask, "rewards", random_rewards())
-        model = {"experts_implementation": "eager", "sizes": SIZES}  # grouped_mm knows no float64
-        rl = {"method": method, "micro_step_tokens": tokens, "mini_steps": 2}
-        trainer = trainer_of(small_config(rl=rl, model=model, rollout={"precision": "fp8", "prompts": 3}))
-        trainer.policy.model.double()
-        _, record = trainer.run_step()
-        learned.append(weights(trainer))
-        seen.append([record.loss, record.grad_norm, record.clip_share, *vars(record.importance).values()])
-    np.testing.assert_allclose(seen[0], seen[1], rtol=1e-6)
-    assert seen[0][1] > 0
-    for name, value in learned[0].items():
-        torch.testing.assert_close(value, learned[1][name], rtol=1e-6, atol=1e-9)
+def test_no_grouping_of_a_mini_batch_changes_losses_or_gradients(method, monkeypatch):
+    """In float64: by length, by routes, at random, and all in one micro-step."""
+    groupings = groupings_of(method)
+    by_length = learned(*groupings["length"])
+    for name in ("routes", "random", "one"):
+        same_to_the_last_digits(learned(*groupings[name]), by_length)
+    # a control: the same, if the loss were a mean over each micro-step
+    monkeypatch.setattr(loop, "coefficients", lambda lengths_S, *a: coefficients(lengths_S, *a) / len(lengths_S))
+    with pytest.raises(AssertionError, match="not close"):
+        same_to_the_last_digits(learned(*groupings["routes"]), learned(*groupings["length"]))
+
+
+def groupings_of(method):
+    """Ways to group the sequences of two mini-batches, and the arguments of an update beside."""
+    model = {"experts_implementation": "eager", "sizes": SIZES}  # grouped_mm knows no float64
+    rl = {"method": method, "micro_step_tokens": 32, "mini_steps": 2, "correction": {"kind": "tis", "high": 1.01}}
+    trainer = trainer_of(small_config(rl=rl, model=model, rollout={"precision": "fp8", "prompts": 4}))
+    trainer.policy.model.double()
+    experience = trainer.roll_out()
+    routes, rng = experience.generation.trace, np.random.default_rng(0)
+    recompute, by_length = make_schedule(experience, trainer.config.rl, Alone(), seed=(0, 0))
+    old_R = trainer.recompute(experience.generation, recompute, "replayed").logprobs_R
+    old_R = old_R + rng.normal(0, 0.2, len(old_R))  # so that ratios are not 1, and some are clipped
+    assert min(len(each.micro_steps) for each in by_length) >= 2
+    groupings = {"length": by_length, "routes": [], "random": [], "one": []}
+    for each in by_length:
+        members, sizes = np.concatenate(each.micro_steps), list(map(len, each.micro_steps))
+        there = inputs(routes.select(members))
+        micro_step_S = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+        packing = Packing(micro_step_S, np.zeros_like(micro_step_S), len(sizes), 1)
+        homes = np.tile(np.arange(16) // 4, (2, 1))
+        packed = exchange_sequences(packing, there.lengths, sequence_counts(there), homes=homes, padded=True)
+        assert packed.certificate.slowest < packed.certificate.by_length
+        by_routes = [members[packed.sequences(m, 0)] for m in range(len(sizes))]
+        at_random = np.split(rng.permutation(members), np.cumsum(sizes)[:-1])
+        for name, parts in (("routes", by_routes), ("random", at_random), ("one", [members])):
+            groupings[name].append(replace(each, micro_steps=parts))
+    start = weights(trainer)
+    return {name: ((trainer, start, experience, old_R, routes), each) for name, each in groupings.items()}
+
+
+def learned(given, mini_batches):
+    """Losses and clip shares of the update, and the gradients of both mini-batches."""
+    trainer, start, experience, old_R, routes = given
+    trainer.policy.model.load_state_dict(start)
+    # with AdamW, rounding of a gradient near 0 would decide where a weight goes
+    trainer.optimizer, seen = torch.optim.SGD(trainer.policy.model.parameters(), lr=0.0), []
+    finish = OneProcess.finish_gradients
+
+    def seen_gradients(self, max_norm):
+        seen.extend(parameter.grad.clone() for parameter in trainer.policy.model.parameters())
+        return finish(self, max_norm)
+
+    with mock.patch.object(OneProcess, "finish_gradients", seen_gradients):
+        updated = trainer.update(experience, mini_batches, old_R, routes)
+    assert updated.grad_norm > 0
+    assert updated.tokens_4R[0].any(), "the case must clip"
+    return [torch.tensor([updated.loss, updated.tokens_4R[0].sum()]), *seen]
+
+
+def same_to_the_last_digits(ours, truth):
+    for one, other in zip(ours, truth, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12 * float(other.abs().max()))
 
 
 def test_metrics_of_a_step_are_those_of_its_tokens():

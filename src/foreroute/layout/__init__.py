@@ -9,7 +9,7 @@ from foreroute.layout.router_rows import Layout, pack, pad
 
 if TYPE_CHECKING:
     from foreroute.layout.by_routes import PackingCertificate
-    from foreroute.layout.packing import Packing, pack_sequences
+    from foreroute.layout.packing import Packing, exchange_sequences, pack_sequences
 
 __all__ = [
     "PAD",
@@ -19,6 +19,7 @@ __all__ = [
     "RankRoutes",
     "RankRows",
     "collect",
+    "exchange_sequences",
     "locate_rows",
     "pack",
     "pack_sequences",
@@ -31,7 +32,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load the packer when it is asked for."""
-    if name not in ("Packing", "PackingCertificate", "pack_sequences"):
+    if name not in ("Packing", "PackingCertificate", "exchange_sequences", "pack_sequences"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     room = "by_routes" if name == "PackingCertificate" else "packing"
     return getattr(import_module(f"{__name__}.{room}"), name)

@@ -11,19 +11,52 @@ constexpr double HEAT = 0.1;
 constexpr int64_t REFUSED = 16;
 
 struct Places {
-    Array<int64_t, 1> place_S;         // micro-step * G + rank
+    Array<int64_t, 1> place_S;         // micro-step * ranks + rank
     Array<const int64_t, 1> order_S;   // sequences by length
     Array<const int64_t, 1> spot_S;    // where a sequence stands in that order
     Array<const int64_t, 1> tokens_S;  // what a sequence holds
     Array<const double, 1> cost_S;     // what its attention costs
-    Array<int64_t, 1> held_P;          // tokens of a place
+    Array<int64_t, 1> held_P;          // tokens of a place, with padding where there is some
     Array<double, 1> dear_P;           // attention of a place
     Array<double, 1> dearest_M;        // attention of the dearest place of a micro-step
     double most_dear;                  // most that these may be in all
     int64_t token_budget;
     int64_t window;  // how far apart by length sequences are that are exchanged
     int64_t work;    // most numbers that are looked at
+    int64_t ranks;   // places of a micro-step
+    bool padded;     // whether each sequence of a place takes as much as the longest one there
+    bool stay;       // whether sequences stay on their rank; whole places of one are exchanged too then
 };
+
+// What else is known of places.
+struct Contents {
+    Array<int64_t, 1> number_P;   // sequences; as many after an exchange of two
+    Array<int64_t, 1> longest_P;  // the longest of them, or NONE
+    Array<int32_t, 4> rows_P;     // what each rank's experts get, where whole places are exchanged
+};
+
+// A place after an exchange.
+struct Changed {
+    int64_t longest, held;
+    double dear;
+};
+
+// Place p, when it has sequence t in place of s.
+inline Changed changed(const Places &now, const Contents &contents, int64_t p, int64_t s, int64_t t) {
+    int64_t longest = contents.longest_P[p];
+    if (!now.padded)
+        return {longest, now.held_P[p] + now.tokens_S[t] - now.tokens_S[s],
+                now.dear_P[p] + (now.cost_S[t] - now.cost_S[s])};
+    if (longest == s) {
+        longest = t;
+        for (int64_t i = 0; i < now.place_S.length(); ++i)
+            if (now.place_S[i] == p && i != s && now.tokens_S[i] > now.tokens_S[longest]) longest = i;
+    } else if (now.tokens_S[t] > now.tokens_S[longest]) {
+        longest = t;
+    }
+    const int64_t number = contents.number_P[p];
+    return {longest, number * now.tokens_S[longest], static_cast<double>(number) * now.cost_S[longest]};
+}
 
 // The sum over layers of the slowest rank of two micro-steps, when one gives sequence s for sequence t of the other.
 INLINED int64_t slowest_after(const Array<int32_t, 3> &a, const Array<int32_t, 3> &b, const Array<int32_t, 3> &s,
@@ -43,10 +76,9 @@ INLINED int64_t slowest_after(const Array<int32_t, 3> &a, const Array<int32_t, 3
     return sum;
 }
 
-// The attention of a micro-step's dearest place, when one of them gets more or less.
-inline double dearest_after(const Array<double, 1> &dear_P, int64_t num_ranks, int64_t place, double more) {
+// The attention of a micro-step's dearest place, when that of one of them is another.
+inline double dearest_after(const Array<double, 1> &dear_P, int64_t num_ranks, int64_t place, double most) {
     const int64_t first = place / num_ranks * num_ranks;
-    double most = dear_P[place] + more;
     for (int64_t p = first; p < first + num_ranks; ++p)
         if (p != place) most = max(most, dear_P[p]);
     return most;
@@ -64,9 +96,9 @@ inline int64_t slowest(const Array<int32_t, 3> &load) {
     return sum;
 }
 
-INLINED void search(const Places &now, const Array<int32_t, 4> &rows_S, const Array<int32_t, 4> &load_M,
-                    const Array<int64_t, 1> &slowest_M, double heat) {
-    const int64_t size = now.place_S.length(), num_ranks = load_M.shape[2], numbers = load_M[0].size();
+INLINED void search(const Places &now, const Contents &contents, const Array<int32_t, 4> &rows_S,
+                    const Array<int32_t, 4> &load_M, const Array<int64_t, 1> &slowest_M, double heat) {
+    const int64_t size = now.place_S.length(), ranks = now.ranks, numbers = load_M[0].size();
     // when nothing that is worse is kept any more, every pair is tried about once before the search ends
     const int64_t patience = size * min(size, 2 * now.window);
     double all_dearest = 0;
@@ -84,40 +116,65 @@ INLINED void search(const Places &now, const Array<int32_t, 4> &rows_S, const Ar
         }
         const uint64_t word = next_word(random);
         const int64_t s = static_cast<int64_t>((word >> 32) % static_cast<uint64_t>(size));
-        const int64_t apart = static_cast<int64_t>((word & 0xFFFFFFFF) % static_cast<uint64_t>(2 * now.window + 1));
-        const int64_t spot = now.spot_S[s] + apart - now.window;
-        if (spot < 0 || spot >= size) continue;
-        const int64_t t = now.order_S[spot], p = now.place_S[s], q = now.place_S[t];
-        const int64_t a = p / num_ranks, b = q / num_ranks;
+        // one of four exchanges is of whole places, which no budget hinders
+        const bool whole = now.stay && next_word(random) % 4 == 0;
+        int64_t t = NONE, q = now.place_S[s] % ranks;
+        if (whole) {
+            q += static_cast<int64_t>((word & 0xFFFFFFFF) % static_cast<uint64_t>(load_M.length())) * ranks;
+        } else {
+            const int64_t apart = static_cast<int64_t>((word & 0xFFFFFFFF) % static_cast<uint64_t>(2 * now.window + 1));
+            const int64_t spot = now.spot_S[s] + apart - now.window;
+            if (spot < 0 || spot >= size) continue;
+            t = now.order_S[spot];
+            if (now.stay && now.place_S[t] % ranks != q) continue;
+            q = now.place_S[t];
+        }
+        const int64_t p = now.place_S[s], a = p / ranks, b = q / ranks;
         if (a == b) continue;
-        const int64_t longer = now.tokens_S[t] - now.tokens_S[s];
-        const double dearer = now.cost_S[t] - now.cost_S[s];
-        if (now.held_P[p] + longer > now.token_budget || now.held_P[q] - longer > now.token_budget) continue;
-        const double dearest_a = dearest_after(now.dear_P, num_ranks, p, dearer);
-        const double dearest_b = dearest_after(now.dear_P, num_ranks, q, -dearer);
+        Changed of_p = {contents.longest_P[q], now.held_P[q], now.dear_P[q]};
+        Changed of_q = {contents.longest_P[p], now.held_P[p], now.dear_P[p]};
+        if (!whole) {
+            of_p = changed(now, contents, p, s, t), of_q = changed(now, contents, q, t, s);
+            if (of_p.held > now.token_budget || of_q.held > now.token_budget) continue;
+        }
+        const double dearest_a = dearest_after(now.dear_P, ranks, p, of_p.dear);
+        const double dearest_b = dearest_after(now.dear_P, ranks, q, of_q.dear);
         const double grown = dearest_a + dearest_b - now.dearest_M[a] - now.dearest_M[b];
         if (all_dearest + grown > now.most_dear) continue;
         looked_at += numbers;
-        const Array<int32_t, 3> from = load_M[a], to = load_M[b], of_s = rows_S[s], of_t = rows_S[t];
-        const int64_t change = slowest_after(from, to, of_s, of_t) - slowest_M[a] - slowest_M[b];
+        const Array<int32_t, 3> from = load_M[a], to = load_M[b];
+        const Array<int32_t, 3> out = whole ? contents.rows_P[p] : rows_S[s], in = whole ? contents.rows_P[q] : rows_S[t];
+        const int64_t change = slowest_after(from, to, out, in) - slowest_M[a] - slowest_M[b];
         if (change >= static_cast<int64_t>(worse)) continue;
         for (int64_t i = 0; i < numbers; ++i) {
-            const int32_t more = of_t.data[i] - of_s.data[i];
+            const int32_t more = in.data[i] - out.data[i];
             from.data[i] += more;
             to.data[i] -= more;
+            if (now.stay) {
+                contents.rows_P[p].data[i] += more;
+                contents.rows_P[q].data[i] -= more;
+            }
         }
         slowest_M(a) = slowest(from), slowest_M(b) = slowest(to);
-        now.held_P(p) += longer, now.held_P(q) -= longer;
-        now.dear_P(p) += dearer, now.dear_P(q) -= dearer;
+        now.held_P(p) = of_p.held, now.held_P(q) = of_q.held;
+        now.dear_P(p) = of_p.dear, now.dear_P(q) = of_q.dear;
+        contents.longest_P(p) = of_p.longest, contents.longest_P(q) = of_q.longest;
         now.dearest_M(a) = dearest_a, now.dearest_M(b) = dearest_b, all_dearest += grown;
-        now.place_S(s) = q, now.place_S(t) = p;
+        if (whole) {
+            const int64_t number = contents.number_P[p];
+            contents.number_P(p) = contents.number_P[q], contents.number_P(q) = number;
+            for (int64_t i = 0; i < size; ++i)
+                if (const int64_t at = now.place_S[i]; at == p || at == q) now.place_S(i) = at == p ? q : p;
+        } else {
+            now.place_S(s) = q, now.place_S(t) = p;
+        }
         idle = -1;
     }
 }
 
-WIDE void search_wide(const Places &now, const Array<int32_t, 4> &rows_S, const Array<int32_t, 4> &load_M,
-                      const Array<int64_t, 1> &slowest_M, double heat) {
-    search(now, rows_S, load_M, slowest_M, heat);
+WIDE void search_wide(const Places &now, const Contents &contents, const Array<int32_t, 4> &rows_S,
+                      const Array<int32_t, 4> &load_M, const Array<int64_t, 1> &slowest_M, double heat) {
+    search(now, contents, rows_S, load_M, slowest_M, heat);
 }
 
 }  // namespace by_routes
@@ -136,12 +193,19 @@ LOOP void rows_by_rank(const Array<const int32_t, 3> &counts_SLE, const Array<co
 // `slowest_2M`, which gets the sums of every micro-step before and after.
 LOOP void exchange_sequences(const by_routes::Places &places, const Array<int32_t, 4> &rows_S,
                              const Array<int32_t, 4> &load_M, const Array<int64_t, 2> &slowest_2M) {
-    const int64_t num_ranks = load_M.shape[2], numbers = load_M[0].size();
+    const int64_t num_places = places.held_P.length(), numbers = load_M[0].size();
+    Scratch<int64_t, 1> number_P(num_places), longest_P(num_places);
+    longest_P.fill(NONE);
+    Scratch<int32_t, 4> rows_P(places.stay ? num_places : 0, load_M.shape[1], load_M.shape[2], load_M.shape[3]);
     for (int64_t s = 0; s < rows_S.length(); ++s) {
-        const Array<int32_t, 3> rows = rows_S[s], load = load_M[places.place_S[s] / num_ranks];
+        const int64_t p = places.place_S[s], longest = longest_P[p];
+        number_P(p) += 1;
+        if (longest == NONE || places.tokens_S[s] > places.tokens_S[longest]) longest_P(p) = s;
+        const Array<int32_t, 3> rows = rows_S[s], load = load_M[p / places.ranks];
         for (int64_t i = 0; i < numbers; ++i) load.data[i] += rows.data[i];
+        for (int64_t i = 0; places.stay && i < numbers; ++i) rows_P[p].data[i] += rows.data[i];
     }
-    Scratch<int32_t, 3> step(load_M.shape[1], num_ranks, load_M.shape[3]);
+    Scratch<int32_t, 3> step(load_M.shape[1], load_M.shape[2], load_M.shape[3]);
     int64_t above = 0;
     for (int64_t m = 0; m < load_M.length(); ++m) {
         above += slowest_2M(0, m) = slowest_2M(1, m) = by_routes::slowest(load_M[m]);
@@ -149,5 +213,6 @@ LOOP void exchange_sequences(const by_routes::Places &places, const Array<int32_
     }
     above -= by_routes::slowest(step);
     const double heat = by_routes::HEAT * static_cast<double>(above) / static_cast<double>(load_M.length());
-    (has_wide_vectors ? by_routes::search_wide : by_routes::search)(places, rows_S, load_M, slowest_2M[1], heat);
+    (has_wide_vectors ? by_routes::search_wide : by_routes::search)(places, {number_P, longest_P, rows_P}, rows_S,
+                                                                    load_M, slowest_2M[1], heat);
 }

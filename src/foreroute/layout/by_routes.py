@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from foreroute.checks import MOST_INT32, as_array
 from foreroute.errors import LayoutError
-from foreroute.kernels import FLOAT, INT, ArrayOf, StructOf, compiled
+from foreroute.kernels import BOOL, FLOAT, INT, ArrayOf, StructOf, compiled
 
 MOST_DEARER = 0.005
 """How much the attention of the dearest ranks may grow, over all micro-steps, as a share."""
@@ -33,8 +33,8 @@ class PackingCertificate:
         bound: no packing of these sequences has a lower sum: of each layer, the rank that gets most in the whole step,
             by the number of groups.
         slowest: the sum over micro-steps and layers of the slowest rank, in the group that has most.
-        by_length: the same of the packing by length.
-        attention: the sum over micro-steps of the dearest rank outside of experts, over that of the packing by length.
+        by_length: the same of the packing that sequences were exchanged in, by length or as it was handed in.
+        attention: the sum over micro-steps of the dearest rank outside of experts, over that of the same packing.
     """
 
     bound: int
@@ -51,30 +51,42 @@ class PackingCertificate:
 def pack_by_routes(
     counts: ArrayLike,  # integers [S, L, E], assignments of each sequence
     homes: ArrayLike | None,  # integers [L, E], the rank of each expert in its group; None: blocks of experts
-    place_S: NDArray[np.int64],  # of the packing by length, micro-step * ranks of all groups + rank
+    place_S: NDArray[np.int64],  # to begin with, micro-step * ranks of all groups + rank
     tokens_S: NDArray[np.int64],
     cost_S: NDArray[np.float64],  # attention
     *,
     num_micro_steps: int,  # of each group
     num_ranks: int,  # of all groups
-    groups: int,
-    token_budget: int,
+    token_budget: int | None,  # None: what the fullest place holds
+    groups: int = 1,
+    stay: bool = False,  # sequences stay on their rank; experts may be on another number of ranks then
+    padded: bool = False,  # sequences take as much as the longest one of their place
 ) -> tuple[NDArray[np.int64], PackingCertificate]:
     """Return the place of each sequence as `place_S` has them, and the certificate."""
     num_places, ranks = num_micro_steps * num_ranks, num_ranks // groups
-    rows_S = _rows_by_rank(counts, homes, tokens_S, ranks)
+    rows_S = _rows_by_rank(counts, homes, tokens_S, ranks, stay)
     placed_S, size = place_S.copy(), len(tokens_S)
     held_P, dear_P = np.zeros(num_places, np.int64), np.zeros(num_places, np.float64)
-    np.add.at(held_P, place_S, tokens_S)
-    np.add.at(dear_P, place_S, cost_S)
+    for total_P, each_S in ((held_P, tokens_S), (dear_P, cost_S)):
+        (np.maximum if padded else np.add).at(total_P, place_S, each_S)
+        if padded:
+            total_P *= np.bincount(place_S, minlength=num_places)
+    fullest = int(held_P.argmax())
+    if token_budget is not None and held_P[fullest] > token_budget:
+        micro_step, rank = divmod(fullest, num_ranks)
+        raise LayoutError(
+            f"micro-step {micro_step} of rank {rank} holds {held_P[fullest]} tokens and the budget is {token_budget}; "
+            "leave the budget out, so that none gets more than the fullest has"
+        )
     dearest_M = dear_P.reshape(-1, ranks).max(axis=1)
     dearest = float(dearest_M.sum())
-    order_S = np.argsort(tokens_S, kind="stable")
+    order_S = np.lexsort((tokens_S, place_S % num_ranks)) if stay else np.argsort(tokens_S, kind="stable")
     spot_S = np.empty(size, np.int64)
     spot_S[order_S] = np.arange(size)
     load_M = np.zeros((num_places // ranks, *rows_S.shape[1:]), np.int32)
     slowest_2M = np.zeros((2, len(load_M)), np.int64)
-    window = max(16, size // 4)
+    alike = -(-size // ranks) if stay else size  # sequences that one may be exchanged for
+    window = max(1, min(alike, max(16, alike // 4)))
     work = min(WORK, TRIES * size * min(size, 2 * window) * load_M[0].size)
     places = _Places(
         placed_S,
@@ -86,9 +98,12 @@ def pack_by_routes(
         dear_P,
         dearest_M,
         (1 + MOST_DEARER) * dearest,
-        token_budget,
+        int(held_P[fullest]) if token_budget is None else token_budget,
         window,
         work,
+        ranks,
+        padded,
+        stay,
     )
     _exchange(places, rows_S, load_M, slowest_2M)
     before_G, after_G = slowest_2M.reshape(2, num_micro_steps, groups).sum(axis=1)
@@ -109,7 +124,7 @@ def pack_by_routes(
 
 
 def _rows_by_rank(
-    counts: ArrayLike, homes: ArrayLike | None, tokens_S: NDArray[np.int64], num_ranks: int
+    counts: ArrayLike, homes: ArrayLike | None, tokens_S: NDArray[np.int64], num_ranks: int, any_ranks: bool
 ) -> NDArray[np.int32]:
     """Check counts and homes, and sum what each rank's experts get of a sequence: int32 [S, blocks, G, `LANES`]."""
     counts_SLE = as_array(counts, name="counts", error=LayoutError)
@@ -141,6 +156,8 @@ def _rows_by_rank(
             f"homes are {home_LE.dtype} of shape {list(home_LE.shape)}; expected integers "
             f"[{num_layers}, {num_experts}], the layers and experts of the counts"
         )
+    if any_ranks:
+        num_ranks = int(home_LE.max()) + 1
     if home_LE.min() < 0 or home_LE.max() >= num_ranks:
         raise LayoutError(
             f"homes go from {home_LE.min()} to {home_LE.max()}; expected ranks of a group, 0 to {num_ranks - 1}"
@@ -189,6 +206,9 @@ class _Places(NamedTuple):
     token_budget: int
     window: int
     work: int
+    ranks: int
+    padded: bool
+    stay: bool
 
 
 _READ, _FILLED = ArrayOf(np.int64, 1), ArrayOf(np.int64, 1, filled=True)
@@ -209,6 +229,9 @@ _exchange = compiled(
         token_budget=INT,
         window=INT,
         work=INT,
+        ranks=INT,
+        padded=BOOL,
+        stay=BOOL,
     ),
     _ROWS,
     _ROWS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -87,17 +87,16 @@ def pack_sequences(
     check_count(num_ranks, name="the number of ranks")
     if not len(tokens_S):
         raise LayoutError("there is no sequence to pack; expected at least one")
-    if not square_cost >= 0:
-        raise ConfigError(f"square_cost is {square_cost}; expected 0 or more")
+    cost_S = _attention(tokens_S, square_cost)
     check_count(groups, name="the number of groups")
     if counts is None and (homes is not None or groups > 1):
         raise ConfigError("homes and groups are for packing by routes; pass counts too, or leave them out")
     if num_ranks % groups:
         raise LayoutError(f"{num_ranks} ranks make no {groups} equal groups; expected a divisor")
     longest_first = np.argsort(-tokens_S, kind="stable")  # which is the dearest first
-    ordered = tokens_S[longest_first].astype(np.float64)
-    costs = (ordered + square_cost * ordered**2).tolist()
-    places, num_micro_steps = _deal(tokens_S[longest_first].tolist(), costs, num_ranks, token_budget)
+    places, num_micro_steps = _deal(
+        tokens_S[longest_first].tolist(), cost_S[longest_first].tolist(), num_ranks, token_budget
+    )
     place_S = np.empty(len(tokens_S), np.int64)
     place_S[longest_first] = places
     certificate = None
@@ -107,14 +106,73 @@ def pack_sequences(
             homes,
             place_S,
             tokens_S,
-            tokens_S + square_cost * tokens_S.astype(np.float64) ** 2,
+            cost_S,
             num_micro_steps=num_micro_steps,
             num_ranks=num_ranks,
-            groups=groups,
             token_budget=token_budget,
+            groups=groups,
         )
     micro_step_S, rank_S = np.divmod(place_S, num_ranks)
     return Packing(micro_step_S.astype(np.int32), rank_S.astype(np.int32), num_micro_steps, num_ranks, certificate)
+
+
+def exchange_sequences(
+    packing: Packing,
+    lengths: ArrayLike,
+    counts: ArrayLike,
+    *,
+    homes: ArrayLike | None = None,
+    token_budget: int | None = None,
+    padded: bool = False,
+    square_cost: float = 0.0,
+) -> Packing:
+    """Exchange sequences of one expert-parallel group between the micro-steps of their rank, which they stay on.
+
+    Which rank sends a token to an expert changes nothing for the expert, only the micro-step does. So pairs of
+    sequences, and whole micro-batches, change places on their rank while the sum over micro-steps and layers of the
+    rank whose experts get most falls. Micro-steps stay as many; attention grows by 0.5 % at most.
+
+    Args:
+        packing: the rank and micro-step of each sequence to begin with, by length say.
+        lengths: integers [S], tokens of each sequence.
+        counts: integers [S, L, E], assignments of each sequence (`foreroute.plan.sequence_counts`).
+        homes: integers [L, E], the rank of each expert, from 0, which may be another than a sequence's; equal blocks of
+            experts on the packing's ranks by default.
+        token_budget: most tokens of a rank in a micro-step; as many as the fullest has by default.
+        padded: a micro-batch takes as much for each of its sequences as for its longest.
+        square_cost: as in `pack_sequences`.
+
+    Raises:
+        LayoutError: for lengths, counts or homes that do not fit, places beyond the packing's own, and a micro-batch
+            above the budget.
+        ConfigError: for a negative cost.
+    """
+    tokens_S = as_lengths(lengths, "lengths")
+    num_micro_steps, num_ranks = packing.num_micro_steps, packing.num_ranks
+    if len(tokens_S) != len(packing.micro_step_S):
+        raise LayoutError(f"got {len(tokens_S)} lengths for a packing of {len(packing.micro_step_S)} sequences")
+    sizes = (("micro-step", packing.micro_step_S, num_micro_steps), ("rank", packing.rank_S, num_ranks))
+    for what, number_S, size in sizes:
+        for s in np.flatnonzero((number_S < 0) | (number_S >= size))[:1]:
+            raise LayoutError(
+                f"sequence {s} is in {what} {number_S[s]} of a packing of {size}; expected 0 to {size - 1}"
+            )
+    if token_budget is not None:
+        check_count(token_budget, name="the token budget", least=0)
+    place_S, certificate = pack_by_routes(
+        counts,
+        homes,
+        packing.micro_step_S.astype(np.int64) * num_ranks + packing.rank_S,
+        tokens_S,
+        _attention(tokens_S, square_cost),
+        num_micro_steps=num_micro_steps,
+        num_ranks=num_ranks,
+        token_budget=token_budget,
+        stay=True,
+        padded=padded,
+    )
+    moved_S = (place_S // num_ranks).astype(np.int32)
+    return replace(packing, micro_step_S=moved_S, certificate=certificate)
 
 
 def padded_batches(lengths: ArrayLike, token_budget: int, *, min_count: int = 0) -> list[NDArray[np.int64]]:
@@ -151,6 +209,14 @@ def _lengths_within(lengths: ArrayLike, token_budget: int) -> NDArray[np.int64]:
             f"raise the budget to at least {longest}, or cut the sequence"
         )
     return tokens_S
+
+
+def _attention(tokens_S: NDArray[np.int64], square_cost: float) -> NDArray[np.float64]:
+    """Return what each sequence costs outside of experts, in tokens."""
+    if not square_cost >= 0:
+        raise ConfigError(f"square_cost is {square_cost}; expected 0 or more")
+    each_S = tokens_S.astype(np.float64)
+    return each_S + square_cost * each_S**2
 
 
 def _halve_heaviest(bounds: list[int], sums: NDArray[np.int64]) -> list[int]:

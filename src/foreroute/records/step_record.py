@@ -20,6 +20,8 @@ SIDES: tuple[Side, ...] = ("native", "replayed")
 
 Load = Literal["at_home", "planned", "executed"]
 """Which load of the ranks: with every expert at its home, by the plan, or as it ran."""
+Grouping = Literal["bound", "by_length", "by_routes"]
+"""How sequences share micro-steps; no grouping is below the bound at these homes."""
 
 ROUNDED = 1e-6
 """Rounding lets a quotient of sums end so far outside of 0 to 1."""
@@ -144,6 +146,8 @@ class ExecutionRecord:
     """Seconds of planning."""
     exposed_planning_s: float | None = None
     """Seconds that passes waited for plans."""
+    packing: dict[Grouping, int] = field(default_factory=dict)
+    """Packed by routes: assignments of the slowest rank at homes, summed over cells, beside `bound` and `by_length`."""
     passes: dict[str, PassRecord] = field(default_factory=dict)
     """By name: recompute, update 0, ..."""
 

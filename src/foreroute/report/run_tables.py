@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Literal, get_args
 
 from foreroute.records import Alarm, Run, StepRecord
-from foreroute.records.step_record import SIDES, WORDS, AlarmKind, ExecutionRecord, Load, Side
+from foreroute.records.step_record import SIDES, WORDS, AlarmKind, ExecutionRecord, Grouping, Load, Side
 from foreroute.report.format import ABSENT, WINDOW, flattened, percentage, reward, scientific, step_time
 from foreroute.report.page import Column, Table, TableRow
 
@@ -250,17 +250,25 @@ def _loads(steps: Sequence[ExecutionRecord]) -> dict[str, str]:
             return ABSENT
         return f"{mean(lambda step: step.max_over_mean[load]):.2f}"
 
+    def over_bound(grouping: Grouping) -> str:
+        return f"{mean(lambda step: step.packing[grouping] / max(step.packing['bound'], 1)):.3f}"
+
     def megabytes(*kinds: str) -> str:
         return f"{mean(lambda step: sum(step.bytes.get(kind, 0) for kind in kinds)) / 1e6:.3g} MB"
 
     planned, waited = ([getattr(step, name) or 0.0 for step in steps] for name in ("planning_s", "exposed_planning_s"))
     # step by step: what one step waits for is not made up by another that hides more
     hidden_s = sum(max(0.0, planning_s - waited_s) for planning_s, waited_s in zip(planned, waited, strict=True))
+    packed = {}
+    if all(step.packing for step in steps):
+        packed["Experts at home over the bound of any packing, by length"] = over_bound("by_length")
+        packed["Experts at home over the bound of any packing, by routes"] = over_bound("by_routes")
     return {
         "Ranks": ", ".join(map(str, sorted({step.ranks for step in steps}))),
         "Busiest rank over mean, experts at home": over_mean("at_home"),
         "Busiest rank over mean, by the plan": over_mean("planned"),
         "Busiest rank over mean, as executed": over_mean("executed"),
+        **packed,
         "Replicas": f"{mean(lambda step: step.replicas or 0):.0f}",
         "Weights moved": megabytes("host", "direct"),
         "Gradients moved": megabytes("gradients"),

@@ -322,11 +322,6 @@ class ParallelConfig(Section):
             self.refuse_unused(
                 ParallelConfig.model_fields, "with expert = 1, one process; set expert, or leave them out"
             )
-        if self.plan.packing != "length":
-            raise ValueError(
-                f"plan.packing = {self.plan.packing!r} is for `foreroute plan`; ranks of this trainer keep their own "
-                "sequences, padded in the order of their lengths. Leave it out"
-            )
         if self.topology is not None:
             self.refuse_unused(
                 ("ranks_per_node", "redundant_slots"), "beside topology, which says them; leave them out"
@@ -388,6 +383,11 @@ class TrainConfig(Section):
         if self.rollout.prompts % num_ranks:
             raise ValueError(
                 f"rollout.prompts = {self.rollout.prompts} cannot be dealt to parallel.expert = {num_ranks} evenly"
+            )
+        if self.parallel.plan.packing == "routes" and self.rl.routing == "none":
+            raise ValueError(
+                'parallel.plan.packing = "routes" goes by replayed routes, and rl.routing = "none" replays none; set '
+                'rl.routing = "R3" or "R2", or leave it out'
             )
         # every rank samples its own block of prompts, by an engine of its own
         if num_ranks > 1 and self.rollout.engine != "embedded":

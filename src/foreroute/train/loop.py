@@ -90,12 +90,13 @@ class Trainer:
             if replays:
                 # all passes replay the rollout's routes, so all are planned, in a thread, while the first runs
                 routes = experience.generation.trace
-                execution.plan(steps_taken, routes, [recompute, *mini_batches], self.optimizer)
+                passes_of_step = [recompute, *mini_batches]
+                recompute, *mini_batches = execution.plan(steps_taken, routes, passes_of_step, self.optimizer)
             passes = {trains_with: self.recompute(experience.generation, recompute, trains_with)}
             if rl.routing == "R2":
                 # the update's routes are known from here on
                 routes = passes["native"].executed
-                execution.plan(steps_taken, routes, mini_batches, self.optimizer)
+                mini_batches = execution.plan(steps_taken, routes, mini_batches, self.optimizer)
 
         if measures:  # the side that does not train, on the same weights and rollout
             with self._timed("measure"):

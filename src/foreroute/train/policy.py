@@ -283,8 +283,12 @@ class OneProcess:
 
     def plan(
         self, first: int, routes: RoutingTrace, passes: Sequence[ScheduledPass], optimizer: torch.optim.Optimizer
-    ) -> None:
-        """Announce passes behind `first` optimizer steps, and their routes, for which experts may move homes."""
+    ) -> list[ScheduledPass]:
+        """Announce passes behind `first` optimizer steps, and their routes, for which experts may move homes.
+
+        Returns the passes as they are to run: each with its sequences, maybe in other micro-steps.
+        """
+        return list(passes)
 
     def running(self, planned: ScheduledPass) -> AbstractContextManager[None]:
         """Run the micro-steps of a pass that replays routes, by its plan if it was announced."""

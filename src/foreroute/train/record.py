@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from foreroute.capture import Generation
 from foreroute.ep.transfer.engine import TransferRecord
+from foreroute.layout import PackingCertificate
 from foreroute.mismatch import RoutingMismatch, TokenMismatch, margin_histogram, routing_mismatch, token_mismatch
 from foreroute.plan import StepPlan
 from foreroute.plan.counts import contiguous_imbalance
@@ -21,6 +22,7 @@ from foreroute.records import StepRecord
 from foreroute.records.step_record import (
     DeviceRecord,
     ExecutionRecord,
+    Grouping,
     Load,
     MismatchRecord,
     NumRanks,
@@ -184,6 +186,7 @@ class ExecutedPass:
 
     name: str
     counts_MLGE: NDArray[np.integer]
+    packing: PackingCertificate | None  # by routes, on the first rank
     plan: StepPlan = field(init=False)  # once it is made, as it is executed in this pass
     planning_s: float = 0.0  # seconds that the planner took, on the first rank
     exposed_planning_s: float = 0.0  # seconds that the pass waited for the plan before it began
@@ -239,6 +242,7 @@ def execution_record(executed: list[ExecutedPass], moved: MovedHomes, ranks: Alo
         exposed_transfer_s=transfer_s,
         planning_s=round(sum(each.planning_s for each in executed), 4),
         exposed_planning_s=round(sum(each.exposed_planning_s for each in executed), 4),
+        packing=_packing([each.packing for each in executed if each.packing is not None]),
         passes={
             each.name: PassRecord(
                 executed_MLG=of_kind["executed"].tolist(),
@@ -259,6 +263,12 @@ def _loads(each: ExecutedPass, executed_MLG: NDArray[np.int64]) -> dict[Load, ND
         planned_MLG[m, layer] = cell.loads_G(counts_GE)
         np.add.at(at_home_MLG[m, layer], cell.home_E, counts_GE.sum(axis=0))
     return {"at_home": at_home_MLG, "planned": planned_MLG, "executed": executed_MLG}
+
+
+def _packing(found: list[PackingCertificate]) -> dict[Grouping, int]:
+    """Sum the certificates of passes that were packed by routes."""
+    sums = np.sum([[each.bound, each.by_length, each.slowest] for each in found], axis=0, dtype=np.int64)
+    return dict(zip(get_args(Grouping), sums.tolist(), strict=True)) if found else {}
 
 
 def _max_over_mean(loads: list[NDArray[np.int64]]) -> float:
