@@ -39,7 +39,9 @@ from foreroute.trace import RoutingTrace
 SIZES = Sizes(256, 4, 2, experts=16, top_k=4, expert_width=128, vocabulary=1000, head_width=64)
 LAYERS = (4, 6)
 SLOTS = 2
-FLAGS = "-std=c++20 -O2 -fno-exceptions -fno-rtti -nostdlib++ -shared -fPIC -fvisibility=hidden -s -Wall -Wextra -Werror"
+FLAGS = (
+    "-std=c++20 -O2 -fno-exceptions -fno-rtti -nostdlib++ -shared -fPIC -fvisibility=hidden -s -Wall -Wextra -Werror"
+)
 
 
 def peak_cases(micro_steps: int, *, quick: bool = False) -> list[dict[str, Any]]:
@@ -59,7 +61,9 @@ def peak_cases(micro_steps: int, *, quick: bool = False) -> list[dict[str, Any]]
 
 def _cases(rank: int, micro_steps: int, checkpointed: bool) -> list[dict[str, Any]]:
     memory = _measured(checkpointed)
-    return [case for layers in LAYERS for case in _compared(rank, memory.with_layers(layers), micro_steps, checkpointed)]
+    return [
+        case for layers in LAYERS for case in _compared(rank, memory.with_layers(layers), micro_steps, checkpointed)
+    ]
 
 
 def _measured(checkpointed: bool) -> StepMemory:
@@ -81,7 +85,7 @@ def _compared(rank: int, memory: StepMemory, micro_steps: int, checkpointed: boo
     traces = [_drawn(routed.spec, np.random.default_rng([7, rank, sizes.layers, m]), m % 3) for m in range(micro_steps)]
     rows_M = [routed.rows(trace) for trace in traces]
     counts_MLGE = routed.gather_counts(rows_M)
-    own_M3 = np.array([(n := len(t)) * np.array([w := t.lengths.max(), w * w, w]) for t in traces])
+    own_M3 = np.array([len(t) * np.array([w := t.lengths.max(), w * w, w]) for t in traces])
     parts: list[Any] = [None, None]
     dist.all_gather_object(parts, own_M3)
     batches = BatchSizes(*np.stack(parts, axis=2).transpose(1, 0, 2))
@@ -106,12 +110,12 @@ def _compared(rank: int, memory: StepMemory, micro_steps: int, checkpointed: boo
     return found
 
 
-def _ways(
-    memory: StepMemory, known: KnownRows, batches: BatchSizes, plan: StepPlan | None
-) -> dict[str, Any]:
+def _ways(memory: StepMemory, known: KnownRows, batches: BatchSizes, plan: StepPlan | None) -> dict[str, Any]:
     """Forecast, and forecast without the rows that each rank has, and without slots."""
     level = known.rows_MLG.mean(axis=2, keepdims=True).astype(np.int64)
-    levelled = replace(known, rows_MLG=np.broadcast_to(level, known.rows_MLG.shape), replica_rows_MLG=0 * known.rows_MLG)
+    levelled = replace(
+        known, rows_MLG=np.broadcast_to(level, known.rows_MLG.shape), replica_rows_MLG=0 * known.rows_MLG
+    )
     return {
         "forecast": memory.forecast(known, batches, plan).bytes_MG,
         "without_rows": memory.forecast(levelled, batches, plan).bytes_MG,

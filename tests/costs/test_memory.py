@@ -1,5 +1,7 @@
 """Forecasts of memory against a replay of every block of a made-up program, budgets, and refused input."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -57,7 +59,9 @@ def test_a_forecast_is_the_peak_of_all_blocks_one_after_the_other(seed):
     made, (plan, known, sizes) = program(seed), case(seed)
     found = memory_of(made).forecast(known, sizes, plan, resident=77)
     for m, g in np.ndindex(MICRO_STEPS, RANKS):
-        alive, peak, where = 77 + 2 * LAYERS * EXPERT, 0, None
+        # of two slots a layer, from its first replica on
+        slots = 2 * EXPERT * int((plan.num_replicas_ML[: m + 1] > 0).any(axis=0).sum())
+        alive, peak, where = 77 + slots, 0, None
         for part, layer in PARTS:
             sizes_MGX, _ = section_sizes(known, sizes, layer)
             work = "home"
@@ -70,8 +74,16 @@ def test_a_forecast_is_the_peak_of_all_blocks_one_after_the_other(seed):
             alive += after[-1]
         assert found.bytes_MG[m, g] == pytest.approx(peak, abs=2)
         assert (found.part_MG[m, g], found.layer_MG[m, g]) == where
-    # what leaves the slots out is seen to miss
-    assert (found.bytes_MG - memory_of(made).forecast(known, sizes, resident=77).bytes_MG == 2 * LAYERS * EXPERT).all()
+        # what leaves the slots out is seen to miss
+        assert found.bytes_MG[m, g] - memory_of(made).forecast(known, sizes, resident=77).bytes_MG[m, g] == slots
+
+
+def test_layers_that_share_slots_have_no_more_than_are_fetched_ahead():
+    plan, known, sizes = case(0)
+    memory = memory_of(program(0))
+    assert plan.num_replicas_ML[0].all()
+    shared = memory.forecast(known, sizes, replace(plan, slots="shared")).bytes_MG
+    assert (memory.forecast(known, sizes, plan).bytes_MG - shared == 2 * (LAYERS - 2) * EXPERT).all()
 
 
 def test_a_budget_names_rank_micro_step_and_layer():
@@ -96,7 +108,9 @@ def test_further_layers_are_like_the_one_in_the_middle():
         for work in WORKS:
             made[name, 2, work] = made[name, 1, work]
     whole = memory_of(made)
-    three = StepMemory(EXPERT, 1, [s._replace(layer=2 if s.layer == 3 else s.layer) for s in whole.sections if s.layer != 2])
+    three = StepMemory(
+        EXPERT, 1, [s._replace(layer=2 if s.layer == 3 else s.layer) for s in whole.sections if s.layer != 2]
+    )
     np.testing.assert_array_equal(
         three.with_layers(4).forecast(known, sizes, plan).bytes_MG, whole.forecast(known, sizes, plan).bytes_MG
     )
@@ -108,7 +122,7 @@ def test_further_layers_are_like_the_one_in_the_middle():
 def test_memory_that_follows_something_else_is_refused():
     sizes = [np.array([1.0, n, *[0] * 7]) for n in range(1, 6)]
     for bytes_of in (lambda n: [1e6 * n * n, 0], lambda n: [5.0] * int(2 + n % 2)):
-        with pytest.raises(ForecastError, match="the forward of routed layer 3 .*cannot be forecast"):
+        with pytest.raises(ForecastError, match=r"the forward of routed layer 3 .*cannot be forecast"):
             describe_section(3, "forward", {"home": [(one, np.array(bytes_of(one[1]))) for one in sizes]})
 
 
@@ -118,6 +132,9 @@ def test_sizes_and_rows_of_something_else_are_refused():
     for wrong in (sizes.tokens[:1], sizes.tokens * 1.0, -sizes.tokens):
         with pytest.raises(CountsError, match="tokens are"):
             memory.forecast(known, sizes._replace(tokens=wrong), plan)
+    for resident in ([1, 2, 3], 1.5, -1):
+        with pytest.raises(CountsError, match="resident is"):
+            memory.forecast(known, sizes, plan, resident=resident)
     fewer = StepMemory(EXPERT, 1, [section for section in memory.sections if section.layer != 3])
     with pytest.raises(ForecastError, match="rows are of 4 layers, and memory was measured of 3"):
         fewer.forecast(known, sizes, plan)

@@ -76,8 +76,8 @@ class StepMemory:
         """
         if self.num_layers != 3 or num_layers < 3:
             raise ForecastError(
-                f"{self.num_layers} layers were measured, and {num_layers} are asked for; measure three, the first, one "
-                "in between and the last, and ask for three or more"
+                f"{self.num_layers} layers were measured, and {num_layers} are asked for; measure three (the first, "
+                "one in between, the last) and ask for three or more"
             )
         sections: list[Section] = []
         for section in self.sections:
@@ -90,7 +90,7 @@ class StepMemory:
         return StepMemory(self.expert_bytes, self.prefetch, sections)
 
     def forecast(
-        self, known: KnownRows, sizes: BatchSizes, plan: StepPlan | None = None, *, resident: int = 0
+        self, known: KnownRows, sizes: BatchSizes, plan: StepPlan | None = None, *, resident: ArrayLike = 0
     ) -> MemoryForecast:
         """Forecast the peak of every rank in every micro-step of an update, when each holds gradients already.
 
@@ -98,7 +98,7 @@ class StepMemory:
             known: rows of the pass, with room for those that are not known.
             sizes: integers [M, G].
             plan: of the pass, if it has replicas, whose slots take memory.
-            resident: bytes of weights, gradients, optimizer and whatever else is on a rank before and behind a step.
+            resident: bytes of weights, gradients, optimizer and whatever else is on each rank, [G] or one number.
 
         Raises:
             CountsError: for sizes of other micro-steps or ranks.
@@ -109,7 +109,13 @@ class StepMemory:
                 f"rows are of {known.rows_MLG.shape[1]} layers, and memory was measured of {self.num_layers}; hand in "
                 "the rows of this model"
             )
-        begin_MG = np.full(known.sent_MG.shape, resident + self._slots(plan), np.float64)
+        there = as_array(resident, name="resident", error=CountsError)
+        if there.shape not in ((), (known.sent_MG.shape[1],)) or there.dtype.kind not in "iu" or there.min() < 0:
+            raise CountsError(
+                f"resident is {there.dtype} {list(there.shape)}; expected bytes, one integer or one for each of "
+                f"{known.sent_MG.shape[1]} ranks"
+            )
+        begin_MG = np.full(known.sent_MG.shape, there, np.float64) + self._slots_M(plan)[:, None]
         peak_MG, layer_MG = np.zeros_like(begin_MG), np.full(begin_MG.shape, -1)
         part_MG = np.full(begin_MG.shape, "", "U8")
         for section in self.sections:
@@ -129,12 +135,14 @@ class StepMemory:
             begin_MG += end_MG
         return MemoryForecast(np.ceil(peak_MG).astype(np.int64), layer_MG, part_MG)
 
-    def _slots(self, plan: StepPlan | None) -> int:
-        """Return the bytes of the slots of a rank."""
-        if plan is None or not plan.num_replicas_ML.any():
-            return 0
-        sets = self.num_layers if plan.slots == "layer" else 1 + self.prefetch
-        return plan.topology.redundant_slots * sets * self.expert_bytes
+    def _slots_M(self, plan: StepPlan | None) -> NDArray[np.int64]:
+        """Return the bytes of a rank's slots: layers have theirs from the first micro-step on that has a replica."""
+        if plan is None:
+            return np.zeros(1, np.int64)
+        sets_M = np.maximum.accumulate(plan.num_replicas_ML > 0, axis=0).sum(axis=1)
+        if plan.slots == "shared":
+            sets_M = np.minimum(sets_M, 1 + self.prefetch)
+        return plan.topology.redundant_slots * sets_M * self.expert_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,6 +241,7 @@ def _checked(name: str, values: ArrayLike, shape: tuple[int, int]) -> NDArray[np
     found = as_array(values, name=name, error=CountsError)
     if found.shape != shape or found.dtype.kind not in "iu" or found.min() < 0:
         raise CountsError(
-            f"{name} are {found.dtype} {list(found.shape)}; expected integers {list(shape)}, of each micro-step and rank"
+            f"{name} are {found.dtype} {list(found.shape)}; expected integers {list(shape)}, of each micro-step and "
+            "rank"
         )
     return found.astype(np.int64)

@@ -24,13 +24,13 @@ from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.trace import RoutingSpec, RoutingTrace
 
 MICRO_STEPS = 41
-"""The first makes what the others share. Of these a rank has ten or more of each kind of work, and nine coefficients."""
+"""The first makes what the others share. Of these a rank has ten or more of each `Work`, for nine coefficients."""
 SLOTS = 2
 LENGTHS = range(8, 64)
 
 
 def draw_micro_batches(spec: RoutingSpec, vocabulary: int, *, seed: int = 0) -> list[RoutingTrace]:
-    """Draw small micro-batches of two sequences, one of them padded, with routes that favour some experts, other ones on each rank."""
+    """Draw small micro-batches of two sequences, one of them padded, whose routes favour some experts of each layer."""
     rng = np.random.default_rng([seed, dist.get_rank()])
     found = []
     for _ in range(MICRO_STEPS):
@@ -137,7 +137,7 @@ def _decoder_layers(routed: RoutedTransformer) -> list[nn.Module]:
 def _with_replicas(counts_MLGE: NDArray[np.int32], home_LE: NDArray[np.int16]) -> StepPlan:
     """Make a plan of no merit: every fourth micro-step at homes, and one without replicas on half of the ranks."""
     rng = np.random.default_rng(0)
-    num_micro_steps, num_layers, num_ranks, num_experts = counts_MLGE.shape
+    num_micro_steps, num_layers, num_ranks, _ = counts_MLGE.shape
     cells, load_ML = [], np.zeros((num_micro_steps, num_layers), np.int64)
     for m, layer in np.ndindex(num_micro_steps, num_layers):
         home_E, columns = home_LE[layer], []
