@@ -122,7 +122,7 @@ def test_further_layers_are_like_the_one_in_the_middle():
 def test_memory_that_follows_something_else_is_refused():
     sizes = [np.array([1.0, n, *[0] * 7]) for n in range(1, 6)]
     for bytes_of in (lambda n: [1e6 * n * n, 0], lambda n: [5.0] * int(2 + n % 2)):
-        with pytest.raises(ForecastError, match=r"the forward of routed layer 3 .*cannot be forecast"):
+        with pytest.raises(ForecastError, match=r"forward.* layer 3 .*grouped_mm"):
             describe_section(3, "forward", {"home": [(one, np.array(bytes_of(one[1]))) for one in sizes]})
 
 
@@ -136,7 +136,7 @@ def test_sizes_and_rows_of_something_else_are_refused():
         with pytest.raises(CountsError, match="resident is"):
             memory.forecast(known, sizes, plan, resident=resident)
     fewer = StepMemory(EXPERT, 1, [section for section in memory.sections if section.layer != 3])
-    with pytest.raises(ForecastError, match="rows are of 4 layers, and memory was measured of 3"):
+    with pytest.raises(ForecastError, match=r"4 layers.* of 3"):
         fewer.forecast(known, sizes, plan)
     at_home = [section._replace(by_work={"home": section.by_work["home"]}) for section in memory.sections]
     with pytest.raises(ForecastError, match="measured without"):

@@ -40,7 +40,7 @@ class BatchSizes(NamedTuple):
     targets: NDArray[np.int64]  # rows of logits
 
 
-class Section(NamedTuple):
+class MemorySection(NamedTuple):
     """A part of a micro-step: bytes above those at its begin, by the sizes that they are linear in."""
 
     layer: int | None  # whose forward or backward it is; None before, between and behind the layers
@@ -61,7 +61,7 @@ class StepMemory:
 
     expert_bytes: int
     prefetch: int
-    sections: Sequence[Section]
+    sections: Sequence[MemorySection]
 
     @property
     def num_layers(self) -> int:
@@ -79,7 +79,7 @@ class StepMemory:
                 f"{self.num_layers} layers were measured, and {num_layers} are asked for; measure three (the first, "
                 "one in between, the last) and ask for three or more"
             )
-        sections: list[Section] = []
+        sections: list[MemorySection] = []
         for section in self.sections:
             if section.layer == 1:
                 inner = range(1, num_layers - 1)
@@ -110,7 +110,11 @@ class StepMemory:
                 "the rows of this model"
             )
         there = as_array(resident, name="resident", error=CountsError)
-        if there.shape not in ((), (known.sent_MG.shape[1],)) or there.dtype.kind not in "iu" or there.min() < 0:
+        if (
+            there.shape not in ((), (known.sent_MG.shape[1],))
+            or there.dtype.kind not in "iu"
+            or there.min(initial=0) < 0
+        ):
             raise CountsError(
                 f"resident is {there.dtype} {list(there.shape)}; expected bytes, one integer or one for each of "
                 f"{known.sent_MG.shape[1]} ranks"
@@ -127,7 +131,7 @@ class StepMemory:
                         "the plan has replicas, and memory was measured without; measure it with redundant slots"
                     )
                 some = work_MG == number
-                most_MG[some] = (sizes_MGX[some] @ found[0].T).max(axis=1)
+                most_MG[some] = (sizes_MGX[some] @ found[0].T).max(axis=1, initial=0)
                 end_MG[some] = sizes_MGX[some] @ found[1]
             is_higher = begin_MG + most_MG > peak_MG
             peak_MG[is_higher] = (begin_MG + most_MG)[is_higher]
@@ -160,9 +164,9 @@ class MemoryForecast:
     part_MG: NDArray[np.str_]
 
     def require(self, memory_budget: int) -> None:
-        """Raise `ForecastError`, naming rank, micro-step and layer, where a peak is above so many bytes of a rank."""
+        """Raise `ForecastError`, naming rank, micro-step and layer, where a peak is above these bytes of a rank."""
         budget = whole_number(memory_budget, name="memory_budget", most=MOST_BUDGET, error=CountsError)
-        if self.bytes_MG.max() <= budget:
+        if self.bytes_MG.max(initial=0) <= budget:
             return
         m, g = np.unravel_index(int(self.bytes_MG.argmax()), self.bytes_MG.shape)
         layer, part = self.layer_MG[m, g], self.part_MG[m, g]
@@ -193,7 +197,7 @@ def section_sizes(
 
 def describe_section(
     layer: int | None, part: str, logs: Mapping[Work, Sequence[tuple[NDArray[np.float64], NDArray[np.float64]]]]
-) -> Section:
+) -> MemorySection:
     """Find the coefficients of a section from micro-steps whose sizes differ.
 
     Args:
@@ -217,7 +221,7 @@ def describe_section(
             raise _not_linear(layer, part, f"is off by {wrong:,.0f} bytes")
         found_IX = np.round((found_XI / scale_X[:, None]).T, 3)
         by_work[work] = _highest(found_IX), found_IX[-1]
-    return Section(layer, part, by_work)
+    return MemorySection(layer, part, by_work)
 
 
 def _not_linear(layer: int | None, part: str, what: str) -> ForecastError:
@@ -239,7 +243,7 @@ def _highest(moments_IX: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _checked(name: str, values: ArrayLike, shape: tuple[int, int]) -> NDArray[np.int64]:
     found = as_array(values, name=name, error=CountsError)
-    if found.shape != shape or found.dtype.kind not in "iu" or found.min() < 0:
+    if found.shape != shape or found.dtype.kind not in "iu" or found.min(initial=0) < 0:
         raise CountsError(
             f"{name} are {found.dtype} {list(found.shape)}; expected integers {list(shape)}, of each micro-step and "
             "rank"

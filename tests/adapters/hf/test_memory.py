@@ -1,4 +1,4 @@
-"""Memory of a spread model: what is forecast of micro-batches that were not measured, and models that it cannot be of."""
+"""Memory of a spread model: forecasts of micro-batches that were not measured, and models that are refused."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def loss_of(model, trace):
 
 
 def forecast_and_logged(rank, num_ranks):
-    """By way: bytes forecast, without slots too, and those that a log of the whole micro-step has seen; with refusals."""
+    """By way: bytes forecast, without slots too, and those that a log of the whole micro-step has seen."""
     routed = routed_of()
     drawn = draw_micro_batches(routed.spec, VOCABULARY)
     memory = measured(routed, drawn)
@@ -61,11 +61,11 @@ def forecast_and_logged(rank, num_ranks):
                     logged.append(max(log.sections[-1].after))
         ours = [memory.forecast(known, sizes, each).bytes_MG[:, rank] for each in (plan, None)]
         found["homes" if plan is None else "plans"] = np.array([*ours, logged])
-    with pytest.raises(ForecastError, match="holds gradients"):
+    with pytest.raises(ForecastError, match="gradients"):
         measured(routed, drawn)
     routed.model.zero_grad(set_to_none=True)
     replicas = int(known.replicas_MLG.sum())
-    with pytest.raises(ForecastError, match="cannot be forecast; load the model with experts_implementation"):
+    with pytest.raises(ForecastError, match="grouped_mm"):
         measured(routed_of("eager"), drawn)
     return found, replicas
 
@@ -81,7 +81,7 @@ def longer(wholes):
 def test_larger_micro_batches_take_what_small_ones_tell(workers):
     for found, replicas in workers(2).run(forecast_and_logged, 2):
         assert replicas > 0
-        for ours, without_slots, logged in found.values():
+        for ours, _, logged in found.values():
             np.testing.assert_allclose(ours, logged, rtol=0.02)
         _, without_slots, logged = found["plans"]
         assert np.abs(without_slots / logged - 1).max() > 0.03, "what leaves the slots out misses"
@@ -89,5 +89,5 @@ def test_larger_micro_batches_take_what_small_ones_tell(workers):
 
 def test_a_model_that_is_not_spread_has_no_forecast():
     routed = hf.attach(tiny("qwen3_moe").train())
-    with pytest.raises(AttachError, match="are spread over ranks by foreroute"):
+    with pytest.raises(AttachError, match="foreroute"):
         measure_memory(routed, [], [], lambda _: None)

@@ -24,7 +24,7 @@ from foreroute.plan.hosts import CellPlan, Hosts
 from foreroute.trace import RoutingSpec, RoutingTrace
 
 MICRO_STEPS = 41
-"""The first makes what the others share. Of these a rank has ten or more of each `Work`, for nine coefficients."""
+"""The first makes what the others share, of which a rank has ten or more of each `Work`, for nine coefficients."""
 SLOTS = 2
 LENGTHS = range(8, 64)
 
