@@ -63,7 +63,7 @@ class AllocationLog(TorchDispatchMode):
 
         gc.collect()
         gc.disable()  # what a collection would free, it frees at any time
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]  # FSDP's way, which is no operator
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]  # FSDP's way, which is no operator
         try:
             with self:
                 yield

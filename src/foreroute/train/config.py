@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from foreroute.costs.memory import MOST_BUDGET
 from foreroute.errors import ConfigError, shown
 from foreroute.files.config_file import (
     MOST_COUNTED,
@@ -307,7 +308,7 @@ class ParallelConfig(Section):
     """Folder in node memory."""
     prefetch: Natural = 1
     """Cells fetched ahead."""
-    memory_budget: Natural = 0
+    memory_budget: Annotated[int, Field(ge=0, le=MOST_BUDGET)] = 0
     """Bytes of a rank by [forecast](sizing.md#a-micro-step); an update above takes more micro-steps. 0: any."""
     timeout_s: Timeout = 600.0
     """Longest silence of a live rank."""
