@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-SETTLING_S = 0.003
+SETTLING_S = 0.005
 """Threads of gloo let go of what they sent this long, and longer, behind what waits for it."""
 
 
@@ -63,7 +63,8 @@ class AllocationLog(TorchDispatchMode):
 
         gc.collect()
         gc.disable()  # what a collection would free, it frees at any time
-        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]  # FSDP's way, which is no operator
+        # FSDP's way, which is no operator
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
         try:
             with self:
                 yield
