@@ -55,15 +55,15 @@ def peak_cases(micro_steps: int, *, quick: bool = False) -> list[dict[str, Any]]
             # started anew: what is forked has the allocator of its parent
             closing(Workers(2, timeout_s=PATIENCE_S, forked_from=None)) as workers,
         ):
-            settings = (False,) if quick else (False, True)
-            return [case for each in settings for of_rank in workers.run(_cases, micro_steps, each) for case in of_rank]
+            settings, layers = ((False,), LAYERS[:1]) if quick else ((False, True), LAYERS)
+            by_rank = [found for each in settings for found in workers.run(_cases, micro_steps, each, layers)]
+            return [case for found in by_rank for case in found]
 
 
-def _cases(rank: int, micro_steps: int, checkpointed: bool) -> list[dict[str, Any]]:
+def _cases(rank: int, micro_steps: int, checkpointed: bool, layers: tuple[int, ...]) -> list[dict[str, Any]]:
     memory = _measured(checkpointed)
-    return [
-        case for layers in LAYERS for case in _compared(rank, memory.with_layers(layers), micro_steps, checkpointed)
-    ]
+    models = [memory.with_layers(num_layers) for num_layers in layers]
+    return [case for each in models for case in _compared(rank, each, micro_steps, checkpointed)]
 
 
 def _measured(checkpointed: bool) -> StepMemory:
