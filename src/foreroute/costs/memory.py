@@ -146,7 +146,8 @@ class StepMemory:
         sets_M = np.maximum.accumulate(plan.num_replicas_ML > 0, axis=0).sum(axis=1)
         if plan.slots == "shared":
             sets_M = np.minimum(sets_M, 1 + self.prefetch)
-        return plan.topology.redundant_slots * sets_M * self.expert_bytes
+        slots_M: NDArray[np.int64] = plan.topology.redundant_slots * sets_M * self.expert_bytes
+        return slots_M
 
 
 @dataclass(frozen=True, eq=False)

@@ -89,7 +89,8 @@ def known_rows(
     room_MLG = tokens_MG.sum(axis=1)[:, None, None] * np.minimum(hosted_MLG, top_k or 0)
     room_MLG += (align - 1) * np.minimum(hosted_MLG, room_MLG)
     sent_MG = counts_MLGE.sum(axis=3, dtype=np.int64).max(axis=1) + tokens_MG * (top_k or 0)
-    return KnownRows(rows_MLG, room_MLG, sent_MG, hosted_MLG, *of_replicas, top_k=top_k)
+    replica_rows_MLG, replicas_MLG, returned_MLG = of_replicas
+    return KnownRows(rows_MLG, room_MLG, sent_MG, hosted_MLG, replica_rows_MLG, replicas_MLG, returned_MLG, top_k=top_k)
 
 
 @dataclass(frozen=True, eq=False)

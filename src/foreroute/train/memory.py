@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,14 +68,15 @@ class MemoryBudget:
             ForecastError: naming rank, micro-step and layer, where a rank has no sequence for it.
         """
         sequences, count = np.concatenate(planned.micro_steps), len(planned.micro_steps) + 1
-        if -self._ranks.max(-len(sequences)) < count:
+        if -int(self._ranks.max([-len(sequences)])[0]) < count:
             forecast.require(self._budget)
         return replace(planned, micro_steps=pack_padded(sequences, lengths_S, self._rl.micro_step_tokens, count))
 
     def _measured(self) -> StepMemory:
         """Measure the policy on small micro-batches, with the head and the loss as updates have them."""
-        spec, model, rng = self._policy.spec, self._policy.model, np.random.default_rng(self._ranks.rank)
-        wholes = draw_micro_batches(spec, model.get_input_embeddings().num_embeddings)
+        model: Any = self._policy.model
+        rng = np.random.default_rng(self._ranks.rank)
+        wholes = draw_micro_batches(self._policy.spec, model.get_input_embeddings().num_embeddings)
         generations = []
         for whole in wholes:
             prompts_S = rng.integers(1, whole.lengths)

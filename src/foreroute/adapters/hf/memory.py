@@ -177,9 +177,9 @@ def _with_replicas(counts_MLGE: NDArray[np.int32], home_LE: NDArray[np.int16]) -
                 rest_EG[expert] -= tokens_G
                 columns.append((expert, rank, slot, True, tokens_G))
         of = list(zip(*columns, strict=True)) or [()] * 5
+        expert_R, rank_R, slot_R = np.array(of[:3], np.int16)
         tokens_RG = np.array(of[4], np.int32).reshape(-1, num_ranks)
-        fields = (np.array(each, kind) for each, kind in zip(of[:4], "hhh?", strict=True))
-        cells.append(CellPlan(home_E, *fields, tokens_RG))
+        cells.append(CellPlan(home_E, expert_R, rank_R, slot_R, np.array(of[3], np.bool_), tokens_RG))
         load_ML[m, layer] = cells[-1].loads_G(counts_MLGE[m, layer]).max()
     return StepPlan(
         topology=Topology(num_ranks, num_ranks, SLOTS, Links(1.0, 1.0, 1.0, 1.0, 1.0)),
