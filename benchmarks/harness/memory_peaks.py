@@ -8,6 +8,7 @@ the allocator, and knows nothing of torch.
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import subprocess
 import sys
@@ -127,6 +128,7 @@ def _peaks(routed: Any, traces: Any, rows_M: Any, counts_MLGE: Any, plan: StepPl
     heap = ctypes.CDLL(None)
     heap.heap_used.restype = heap.heap_most.restype = ctypes.c_long
     peaks = []
+    gc.collect()
     with routed.execute(plan, counts_MLGE, rows_M):
         before = heap.heap_used()
         for trace, rows in zip(traces, rows_M, strict=True):

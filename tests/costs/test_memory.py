@@ -59,8 +59,10 @@ def test_a_forecast_is_the_peak_of_all_blocks_one_after_the_other(seed):
     made, (plan, known, sizes) = program(seed), case(seed)
     found = memory_of(made).forecast(known, sizes, plan, resident=77)
     for m, g in np.ndindex(MICRO_STEPS, RANKS):
-        # of two slots a layer, from its first replica on
-        slots = 2 * EXPERT * int((plan.num_replicas_ML[: m + 1] > 0).any(axis=0).sum())
+        # of two slots a layer, from its first replica on, and of the next one that has some, which is fetched ahead
+        cells = [(n, layer) for n, layer in np.argwhere(plan.num_replicas_ML > 0) if n > m]
+        layers = {layer for n, layer in np.argwhere(plan.num_replicas_ML > 0) if n <= m}
+        slots = 2 * EXPERT * len(layers | {layer for n, layer in cells[:1] if n <= m + 2})
         alive, peak, where = 77 + slots, 0, None
         for part, layer in PARTS:
             sizes_MGX, _ = section_sizes(known, sizes, layer)

@@ -140,10 +140,16 @@ class StepMemory:
         return MemoryForecast(np.ceil(peak_MG).astype(np.int64), layer_MG, part_MG)
 
     def _slots_M(self, plan: StepPlan | None) -> NDArray[np.int64]:
-        """Return the bytes of a rank's slots: layers have theirs from the first micro-step on that has a replica."""
+        """Return the bytes of a rank's slots: layers have theirs from their first replica on, or its prefetch."""
         if plan is None:
             return np.zeros(1, np.int64)
-        sets_M = np.maximum.accumulate(plan.num_replicas_ML > 0, axis=0).sum(axis=1)
+        replicas_ML = plan.num_replicas_ML > 0
+        num_layers, filled_ML = replicas_ML.shape[1], np.maximum.accumulate(replicas_ML, axis=0)
+        for m, filled_L in enumerate(filled_ML):
+            # the engine looks as far for the next cells with replicas, behind the end of a micro-step too
+            ahead = np.flatnonzero(replicas_ML[m + 1 : m + 3]) % num_layers
+            filled_L[ahead[: self.prefetch]] = True
+        sets_M = filled_ML.sum(axis=1)
         if plan.slots == "shared":
             sets_M = np.minimum(sets_M, 1 + self.prefetch)
         slots_M: NDArray[np.int64] = plan.topology.redundant_slots * sets_M * self.expert_bytes

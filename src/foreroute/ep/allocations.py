@@ -28,7 +28,7 @@ class LoggedSection(NamedTuple):
 
 
 class AllocationLog(TorchDispatchMode):
-    """Follows the memory of all tensors that operators make while it is open, on the device and the host alike.
+    """Follows the memory of all tensors of a device that operators make while it is open.
 
     It sees blocks of tensors: neither what an operator takes and gives back inside, nor what an allocator keeps.
 
@@ -36,11 +36,11 @@ class AllocationLog(TorchDispatchMode):
         sections: what was seen, in order; `begin` opens the next one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.sections: list[LoggedSection] = []
         self._sizes: dict[int, tuple[int, weakref.ref[Any]]] = {}
-        self._bytes, self._sent = 0, False
+        self._device, self._bytes, self._sent = device.type, 0, False
 
     @property
     def current(self) -> tuple[str, int | None]:
@@ -58,7 +58,8 @@ class AllocationLog(TorchDispatchMode):
 
         def resized(storage: Any, size: int) -> Any:
             found = resize(storage, size)
-            self._see(storage)
+            if storage.device.type == self._device:
+                self._see(storage)
             return found
 
         gc.collect()
@@ -79,9 +80,9 @@ class AllocationLog(TorchDispatchMode):
             time.sleep(SETTLING_S)
         out = func(*args, **(kwargs or {}))
         self._sent = func.namespace == "c10d"
-        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if _has_memory(each)}
+        given = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if self._has_memory(each)}
         for each in tree_leaves(out):
-            if _has_memory(each):
+            if self._has_memory(each):
                 storage = each.untyped_storage()
                 # what was there before is neither taken nor given back here
                 if storage._cdata in self._sizes or storage._cdata not in given:
@@ -100,7 +101,6 @@ class AllocationLog(TorchDispatchMode):
     def _forget(self, key: int) -> None:
         self._bytes -= self._sizes.pop(key)[0]
 
-
-def _has_memory(leaf: Any) -> bool:
-    # subclasses, such as those by which DTensor finds shapes, have none of their own
-    return type(leaf) in (Tensor, torch.nn.Parameter) and leaf.device.type != "meta"
+    def _has_memory(self, leaf: Any) -> bool:
+        # subclasses, such as those by which DTensor finds shapes, have none of their own
+        return type(leaf) in (Tensor, torch.nn.Parameter) and leaf.device.type == self._device

@@ -52,7 +52,7 @@ def forecast_and_logged(rank, num_ranks):
     for plan in (None, planner.plan(counts, topology, PlanOptions(), home_LE=routed.home_LE)):
         known = known_rows(counts, routed.home_LE if plan is None else plan, top_k=routed.spec.top_k)
         for _ in range(2):  # the first makes gradients
-            logged, log = [], AllocationLog()
+            logged, log = [], AllocationLog(torch.device("cpu"))
             with routed.execute(plan, counts, rows_M), log.open():
                 for trace, rows in zip(traces, rows_M, strict=True):
                     log.begin("whole")

@@ -106,7 +106,7 @@ def _run(
     rows_M = [routed.rows(trace) for trace in traces]  # anew, as their first forward brings them to the device
     with routed.execute(plan, counts_MLGE, rows_M):
         for number, rows in enumerate(rows_M):
-            log = AllocationLog()
+            log = AllocationLog(next(routed.model.parameters()).device)
             with log.open(), _marking(routed, log):
                 log.begin("begin")
                 with routed.replay(rows):
