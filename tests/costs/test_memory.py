@@ -8,6 +8,7 @@ import pytest
 from foreroute.costs.memory import SIZES, WORKS, BatchSizes, StepMemory, describe_section, section_sizes
 from foreroute.errors import CountsError, ForecastError
 from foreroute.plan import Links, Topology, known_rows
+from foreroute.plan.hosts import Hosts
 from tests.plan.random_plans import random_counts, random_plan
 
 LAYERS, RANKS, MICRO_STEPS, EXPERT = 4, 2, 3, 1000
@@ -78,6 +79,19 @@ def test_a_forecast_is_the_peak_of_all_blocks_one_after_the_other(seed):
         assert (found.part_MG[m, g], found.layer_MG[m, g]) == where
         # what leaves the slots out is seen to miss
         assert found.bytes_MG[m, g] - memory_of(made).forecast(known, sizes, resident=77).bytes_MG[m, g] == slots
+
+
+@pytest.mark.parametrize(("prefetch", "sets"), [(0, [0, 1, 1]), (1, [1, 1, 1])])
+def test_slots_are_there_from_the_first_fetch_on(prefetch, sets):
+    plan, _, sizes = case(0)
+    cells = [
+        plan.cell(*place) if place == (1, 2) else plan.cell(*place).only(slice(0)) for place in np.ndindex(3, LAYERS)
+    ]
+    plan = replace(plan, hosts=Hosts.of_cells(plan.home_LE, cells))
+    known, memory = known_rows(random_counts(0, (MICRO_STEPS, LAYERS, RANKS, 8)), plan), memory_of(program(0))
+    memory = replace(memory, prefetch=prefetch)
+    slots = memory.forecast(known, sizes, plan).bytes_MG - memory.forecast(known, sizes).bytes_MG
+    assert (slots == 2 * EXPERT * np.array(sets)[:, None]).all()
 
 
 def test_layers_that_share_slots_have_no_more_than_are_fetched_ahead():
