@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.costs.pricing import step_parts
-from foreroute.layout import Packing, pack_sequences
+from foreroute.layout import Packing, exchange_sequences, pack_sequences
 from foreroute.plan import PlanOptions, StepPlan, sequence_counts
 from foreroute.planner import plan
 from foreroute.simulate.workload import WORKLOADS
@@ -104,9 +104,22 @@ def _case(
         "sequences": len(rows_S),
         "micro_steps": packed.num_micro_steps,
         "processor_s": end - middle,
+        **_on_own_rank(by_length, rows_S, counts_SLE, budget, groups),
         "by_length_processor_s": middle - begin,
     }
     return figures, (by_length, packed)
+
+
+def _on_own_rank(
+    by_length: Packing, rows_S: Ints, counts_SLE: NDArray[Any], budget: int, groups: int
+) -> dict[str, float]:
+    """Exchange sequences on the rank that has them by length, as a trainer does."""
+    if groups > 1:  # each of them for itself
+        return {}
+    begin = time.process_time()
+    found = exchange_sequences(by_length, rows_S, counts_SLE, token_budget=budget, square_cost=SQUARE).certificate
+    assert found is not None
+    return {"on_own_rank_over_bound": found.over_bound, "on_own_rank_processor_s": time.process_time() - begin}
 
 
 def _planned(counts_SLE: Ints, packings: tuple[Packing, Packing]) -> dict[str, float]:

@@ -78,6 +78,7 @@ def test_a_line_of_two_ranks_and_a_share_to_rounding_are_read(tmp_path):
         (execution_line([[[1, 2], [3]]], [[[1, 2], [3]]]), "the same numbers of micro-steps and layers"),
         (execution_line([[[1, 2, 3]]], [[[3, 2, 1]]]), "loads of 2 ranks"),
         (execution_line([[[1, 2]]], [[[2, 1]]], ["at_home"]), "max_over_mean needs at_home and executed"),
+        ('{"step": 1, "execution": {"ranks": 2, "packing": {"bound": 1}}}', "packing needs bound, by_length and"),
     ],
 )
 def test_a_damaged_line_in_the_middle_is_refused_with_its_place(tmp_path, text, reason):

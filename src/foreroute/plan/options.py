@@ -44,7 +44,7 @@ class PlanOptions:
             that the plan saves too little in are executed at homes (`StepPlan.gains`).
         threads: of the planner. Plans do not depend on it.
         packing: what sequences are packed by. "length": their tokens. "routes": they are exchanged then, so that
-            experts at their homes are level. `foreroute plan` goes by it; `plan` takes counts, which are packed.
+            experts at their homes are level. `foreroute plan` and trainers go by it; counts for `plan` are packed.
     """
 
     tolerance: float = 0.02

@@ -7,7 +7,7 @@ a line of another trainer may leave the others out. The reference (docs/referenc
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 import numpy as np
 
@@ -156,6 +156,8 @@ class ExecutionRecord:
     def __post_init__(self) -> None:
         if self.passes and {"at_home", "executed"} - self.max_over_mean.keys():
             raise ValueError("max_over_mean needs at_home and executed where there are passes")
+        if self.packing and set(get_args(Grouping)) - self.packing.keys():
+            raise ValueError("packing needs bound, by_length and by_routes")
         for name, each in self.passes.items():
             try:
                 loads = np.array([each.executed_MLG, each.at_home_MLG], np.int64)

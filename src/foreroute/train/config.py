@@ -313,7 +313,7 @@ class ParallelConfig(Section):
     timeout_s: Timeout = 600.0
     """Longest silence of a live rank."""
     plan: Annotated[PlanOptions, BeforeValidator(_plan_options)] = PlanOptions()
-    """The planner's [options](planner.md#what-the-planner-decides), such as `home_moves = 4` or `"all"`."""
+    """The planner's [options](planner.md#what-the-planner-decides), `home_moves = 4` or `packing = "routes"`."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ParallelConfig:

@@ -144,7 +144,7 @@ class ExpertParallel(OneProcess):
         if counts and self._planning.options.home_moves != 0:
             self._place_experts(np.concatenate(counts), optimizer)
         certificates: list[PackingCertificate | None] = [None] * len(passes)
-        if self._planning.options.packing == "routes":
+        if self._planning.options.packing == "routes":  # for homes that were placed by counts by length
             passes, certificates = self._exchange_sequences(routes, passes)
             rows, counts = self._count(routes, passes)
         announced = []

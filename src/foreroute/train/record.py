@@ -269,8 +269,13 @@ def _loads(each: ExecutedPass, executed_MLG: NDArray[np.int64]) -> dict[Load, ND
 
 def _packing(found: list[PackingCertificate]) -> dict[Grouping, int]:
     """Sum the certificates of passes that were packed by routes."""
-    sums = np.sum([[each.bound, each.by_length, each.slowest] for each in found], axis=0, dtype=np.int64)
-    return dict(zip(get_args(Grouping), sums.tolist(), strict=True)) if found else {}
+    if not found:
+        return {}
+    return {
+        "bound": sum(each.bound for each in found),
+        "by_length": sum(each.by_length for each in found),
+        "by_routes": sum(each.slowest for each in found),
+    }
 
 
 def _max_over_mean(loads: list[NDArray[np.int64]]) -> float:
