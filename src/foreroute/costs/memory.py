@@ -33,7 +33,7 @@ MOST_BUDGET = 1 << 60
 
 
 class BatchSizes(NamedTuple):
-    """What ranks put into a model, integers [M, G], or [M] for one rank."""
+    """What ranks put into a model, integers [M, G]."""
 
     tokens: NDArray[np.int64]  # with padding
     squares: NDArray[np.int64]  # sequences times width times width
@@ -55,7 +55,7 @@ class StepMemory:
 
     Attributes:
         expert_bytes: weights of one expert, as a slot holds them.
-        prefetch: cells ahead whose replicas are fetched, where layers share slots.
+        prefetch: cells ahead whose replicas are fetched.
         sections: in order of time.
     """
 
