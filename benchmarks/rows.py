@@ -12,7 +12,9 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from benchmarks.harness.memory_peaks import peak_cases
 from benchmarks.planner import costs_of
 from foreroute.layout import Packing
 from foreroute.plan import PlanOptions, StepPlan, known_rows
@@ -24,6 +26,7 @@ from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import RoutedLayer, RoutingSpec
 
 CELLS = ("G8", "G16", "G64")
+WAYS = ("homes", "plans")
 LAYERS, STEPS, EXPERTS, TOP_K, RANKS = 48, 2100, 32, 4, 8
 GAP = 5
 """Tokens of a sequence; its last has no route."""
@@ -42,7 +45,23 @@ def run(quick: bool) -> dict[str, Any]:
             others = {one.name: asdict(one) for one in policies if one.name not in known}
             metrics.setdefault("policies", {}).setdefault(name, {})[way] = known
             baselines.setdefault(name, {})[way] = others
+    metrics["memory"], baselines["memory"] = _memory(peak_cases(2 if quick else 12, quick=quick))
     return {"metrics": metrics, "baselines": baselines}
+
+
+def _memory(cases: list[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Sum up forecasts over counted peaks: the worst and the mean error of each way, and of less than a forecast."""
+
+    def errors(name: str, way: str) -> NDArray[np.float64]:
+        return np.array([case[name] / case["measured"] - 1 for case in cases if case["way"] == way])
+
+    worst = {
+        name: {way: round(float(np.abs(errors(name, way)).max()), 4) for way in WAYS}
+        for name in ("forecast", "without_rows", "without_slots")
+    }
+    mean = {way: round(float(np.abs(errors("forecast", way)).mean()), 4) for way in WAYS}
+    least = {way: round(float(errors("forecast", way).min()), 4) for way in WAYS}
+    return {"worst_error": worst.pop("forecast"), "mean_error": mean, "least": least, "cases": len(cases)}, worst
 
 
 def _overflow(num_micro_steps: int) -> dict[str, int]:
@@ -79,7 +98,7 @@ def _policies(name: str, layers: int) -> tuple[dict[str, Any], int]:
     topology = costs_of(workload.num_experts).hardware.topology(workload.num_ranks, 2)
     home_LE = np.tile(topology.contiguous_home_E(workload.num_experts), (layers, 1))
     found, wrong = {}, 0
-    for way in ("homes", "plans"):
+    for way in WAYS:
         options = PlanOptions(replicas=way == "plans")
         step, step_before = (plan(one, topology, options, home_LE=home_LE) for one in (counts, before))
         known = known_rows(counts, step, top_k=workload.top_k)

@@ -88,6 +88,10 @@ class PlanError(InputError):
     """Raised when a plan is damaged, breaks its limits, is for other counts or ranks, or cannot be executed."""
 
 
+class ForecastError(InputError):
+    """Raised when a step would take more memory than it may, or when what it takes cannot be forecast."""
+
+
 class DatasetError(InputError):
     """Raised when a data set cannot be read, or a line of it is not what it must be."""
 

@@ -51,6 +51,16 @@ def executed(trace, packing, plan, align=1, native=None):
     return rows
 
 
+def of_replicas(cell, align):
+    """Rows that replicas serve on each rank, replicas there, and replicas elsewhere of experts that live there."""
+    found = np.zeros((3, RANKS), int)
+    for expert, rank, tokens_G in zip(cell.expert_R, cell.rank_R, cell.tokens_RG, strict=True):
+        found[0, rank] += -(-tokens_G.sum() // align) * align
+        found[1, rank] += 1
+        found[2, cell.home_E[expert]] += 1
+    return found
+
+
 def planned(trace, packing, seed, topology=TOPOLOGY, **options):
     plan = random_plan(packed_counts(trace, packing), topology, seed=seed, **options)
     return replace(plan, packing=packing, tokens_digest=tokens_digest(trace))
@@ -68,6 +78,10 @@ def test_rows_are_those_of_a_dispatch_of_every_pick(seed, align, slots):
     elif align == 1:
         assert (known.rows_MLG.max(axis=2) == plan.max_load_ML).all()
     np.testing.assert_array_equal(known.rows_MLG, executed(trace, packing, plan, align))
+    np.testing.assert_array_equal(
+        [known.replica_rows_MLG, known.replicas_MLG, known.returned_MLG],
+        np.moveaxis([[of_replicas(plan.cell(m, n), align) for n in range(3)] for m in range(3)], 2, 0),
+    )
     # tokens without a route pick at random, or all of them the experts of one rank: there is room
     picks = [np.argsort(rng.random((len(trace.valid_N), 3, EXPERTS)), axis=-1)[..., :2]]
     for g in range(RANKS):

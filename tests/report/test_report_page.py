@@ -142,6 +142,7 @@ def test_expert_parallel_runs_show_the_load_of_their_ranks_and_what_plans_did_on
         # 1,100 to 1,130 of 1,000
         "Experts at home over the bound of any packing, by length": "1.115",
         "Experts at home over the bound of any packing, by routes": "1.004",
+        "Most memory of a rank in an update, modelled": "1.5 GB",
         "Replicas": "12",
         # 3 MB by host memory, and 0 to 3 MB directly
         "Weights moved": "4.5 MB",

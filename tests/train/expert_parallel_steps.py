@@ -7,17 +7,20 @@ from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf import spreading
 from foreroute.capture import Generation
+from foreroute.errors import ForecastError
 from foreroute.files.json_form import to_json
 from foreroute.train import RunFolder, experts, train
 from foreroute.train.chain import VOCABULARY, ChainTask
 from foreroute.train.experts import make_execution
 from foreroute.train.folder import load_checkpoint
 from foreroute.train.loop import make_trainer
+from foreroute.train.memory import MemoryBudget
 from foreroute.train.policy import make_engine, make_model, make_policy, set_weights, to_training
 from foreroute.train.prompts import make_task
 from foreroute.train.ranks import join_ranks
@@ -78,6 +81,33 @@ def steps_packed(rank, config, at_random):
 
     with mock.patch.object(experts, "exchange_sequences", anywhere) if at_random else nullcontext():
         return parallel_steps(rank, config, 1)
+
+
+def steps_budgeted(rank, config):
+    """One step each: within a budget that all fits in, in one that it passes by a byte, and in none that can be kept.
+
+    What is forecast is of the model in float32, whose experts grouped_mm computes.
+    """
+    grouped = config.model_copy(
+        update={"model": config.model.model_copy(update={"experts_implementation": "grouped_mm"})}
+    )
+    with join_ranks(2, TIMEOUT_S) as ranks, closing(make_policy(grouped, make_task(grouped))) as policy:
+        memory = MemoryBudget(policy, grouped, ranks)._measured()
+    with mock.patch.object(MemoryBudget, "_measured", return_value=memory):
+
+        def steps(memory_budget):
+            parallel = config.parallel.model_copy(update={"memory_budget": memory_budget})
+            return parallel_steps(rank, config.model_copy(update={"parallel": parallel}), 1)
+
+        plenty = steps(10**15)
+        said = plenty.records[0] and plenty.records[0]["execution"]["forecast_memory_bytes"]
+        most = [said]
+        dist.broadcast_object_list(most, group_src=0)
+        kept = steps(most[0] - 1)
+        try:
+            steps(1)
+        except ForecastError as error:
+            return plenty, kept, str(error)
 
 
 def steps_unscaled(rank, config, count):

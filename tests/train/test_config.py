@@ -28,6 +28,7 @@ HUGE = 2**62
         *("rl.steps", "rl.mini_steps", "rl.micro_step_tokens", "rl.warmup_steps", "measure.compare_every"),
         *("measure.save_trace_every", "checkpoint.every", "checkpoint.keep", "parallel.expert"),
         *("parallel.ranks_per_node", "parallel.redundant_slots", "parallel.prefetch", "rollout.server.max_model_len"),
+        "parallel.memory_budget",
     ],
 )
 def test_every_count_is_bounded(key):
@@ -83,6 +84,7 @@ def test_every_count_is_bounded(key):
             (f"rollout = {{prompts = 8}}\nparallel = {{expert = 4, {parallel}}}", message)
             for parallel, message in (
                 ('plan = {packing = "routes"}}\nrl = {routing = "none"', r'packing = "routes" goes by replayed routes'),
+                ('memory_budget = 1}\nrl = {routing = "none"', "memory_budget goes by replayed routes"),
                 ("plan = {pay_off = true}", r"plan\.pay_off = true goes by prices; name a topology file"),
                 ("plan = {traffic = true}", r"plan\.traffic = true goes by prices; name a topology file"),
                 ('topology = "a.toml", redundant_slots = 1', "redundant_slots changes nothing beside topology"),

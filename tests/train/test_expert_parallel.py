@@ -1,12 +1,21 @@
 """Training on several ranks: equal to one process on the same rollouts, under a plan and without."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
 
 from foreroute.train.config import RLConfig
 from tests.tiers import grid
-from tests.train.expert_parallel_steps import config_of, parallel_steps, steps_alone, steps_packed, steps_unscaled
+from tests.train.expert_parallel_steps import (
+    config_of,
+    parallel_steps,
+    steps_alone,
+    steps_budgeted,
+    steps_packed,
+    steps_unscaled,
+)
 from tests.train.small_runs import SIZES
 
 STEPS = 2
@@ -73,6 +82,26 @@ def test_no_packing_changes_what_two_ranks_learn(packed):
         for number, moments in truth.state["optimizer"]["state"].items():
             seen, exact = ours.state["optimizer"]["state"][number]["exp_avg"], moments["exp_avg"]
             torch.testing.assert_close(seen, exact, rtol=1e-12, atol=1e-12 * float(exact.abs().max()))
+
+
+def test_a_budget_of_memory_takes_one_micro_step_more_and_changes_no_gradient(workers):
+    """In float64. A budget that no packing keeps is refused before the step, on both ranks alike."""
+    config = config_of(2)
+    config = config.model_copy(update={"rl": RLConfig(micro_step_tokens=512)})
+    (plenty, kept, refused), (*_, other) = workers(2).run(steps_budgeted, config)
+    updates = [len(one.records[0]["execution"]["passes"]["update 0"]["executed_MLG"]) for one in (plenty, kept)]
+    assert updates == [1, 2]
+    peaks = [one.records[0]["execution"]["forecast_memory_bytes"] for one in (plenty, kept)]
+    assert 0 < peaks[1] < peaks[0]
+    for key in ("loss", "grad_norm", "tokens", "clip_share"):
+        assert kept.records[0][key] == pytest.approx(plenty.records[0][key], rel=1e-12)
+    for number, moments in plenty.state["optimizer"]["state"].items():
+        seen, exact = kept.state["optimizer"]["state"][number]["exp_avg"], moments["exp_avg"]
+        torch.testing.assert_close(seen, exact, rtol=1e-12, atol=1e-12 * float(exact.abs().max()))
+    assert refused == other
+    assert re.match(
+        r"rank \d would take [\d,]+ bytes in micro-step \d, in the \w+( of routed layer \d)?, and may", other
+    )
 
 
 @pytest.mark.slow

@@ -295,6 +295,11 @@ class ExpertParallelModel(ABC):
             self._engine.close()
         self._engine = None
 
+    @property
+    def prefetch(self) -> int:
+        """Cells ahead of the one that runs whose replicas are fetched."""
+        return self._transfers.prefetch
+
     @cached_property
     def groups(self) -> RankGroups:
         """The groups of these ranks. A collective call of all of them on first use."""

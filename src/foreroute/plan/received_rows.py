@@ -84,12 +84,13 @@ def known_rows(
         hosts = Hosts.with_room(home_LE, num_micro_steps, num_ranks, 0)
     else:
         hosts = plan.hosts
-    rows_MLG, hosted_MLG = _rows(hosts, counts_MLGE, align)
+    rows_MLG, hosted_MLG, of_replicas = _rows(hosts, counts_MLGE, align)
     # a token picks each expert once, and has one row for each pick that the rank hosts; any expert may get one
     room_MLG = tokens_MG.sum(axis=1)[:, None, None] * np.minimum(hosted_MLG, top_k or 0)
     room_MLG += (align - 1) * np.minimum(hosted_MLG, room_MLG)
     sent_MG = counts_MLGE.sum(axis=3, dtype=np.int64).max(axis=1) + tokens_MG * (top_k or 0)
-    return KnownRows(rows_MLG=rows_MLG, room_MLG=room_MLG, sent_MG=sent_MG, hosted_MLG=hosted_MLG, top_k=top_k)
+    replica_rows_MLG, replicas_MLG, returned_MLG = of_replicas
+    return KnownRows(rows_MLG, room_MLG, sent_MG, hosted_MLG, replica_rows_MLG, replicas_MLG, returned_MLG, top_k=top_k)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +102,9 @@ class KnownRows:
         room_MLG: int64 [M, L, G], most rows that tokens without a known route can add; 0 where all routes are known.
         sent_MG: int64 [M, G], assignments that each source rank sends in a layer, those without a known route too.
         hosted_MLG: int64 [M, L, G], experts that each rank serves, replicas included.
+        replica_rows_MLG: int64 [M, L, G], of `rows_MLG` those that replicas serve.
+        replicas_MLG: int64 [M, L, G], of `hosted_MLG` the replicas.
+        returned_MLG: int64 [M, L, G], replicas on other ranks, whose gradients return to this one.
         top_k: K; None where counts came without.
     """
 
@@ -108,6 +112,9 @@ class KnownRows:
     room_MLG: NDArray[np.int64]
     sent_MG: NDArray[np.int64]
     hosted_MLG: NDArray[np.int64]
+    replica_rows_MLG: NDArray[np.int64]
+    replicas_MLG: NDArray[np.int64]
+    returned_MLG: NDArray[np.int64]
     top_k: int | None
 
     @property
@@ -281,8 +288,13 @@ def _native_tokens(native_MG: ArrayLike | None, shape: tuple[int, int], top_k: i
     return given.astype(np.int64)
 
 
-def _rows(hosts: Hosts, counts_MLGE: NDArray[np.int32], align: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Count rows, and the experts that serve them, of each rank in each cell: int64 [M, L, G], twice."""
+def _rows(
+    hosts: Hosts, counts_MLGE: NDArray[np.int32], align: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Count rows, and the experts that serve them, of each rank in each cell: int64 [M, L, G], twice.
+
+    And, [3, M, L, G], of these the rows and experts that are replicas', and the replicas of each rank's experts.
+    """
     num_micro_steps, num_layers, num_ranks, _ = counts_MLGE.shape
     home_MLE = counts_MLGE.sum(axis=2, dtype=np.int64)
     replicas = int(hosts.offsets[-1])
@@ -295,9 +307,11 @@ def _rows(hosts: Hosts, counts_MLGE: NDArray[np.int32], align: int) -> tuple[NDA
     for layer, home_E in enumerate(hosts.home_LE):
         np.add.at(rows_MLG[:, layer].T, home_E, _aligned(home_MLE[:, layer].T, align))
         hosted_MLG[:, layer] = np.bincount(home_E, minlength=num_ranks)
-    np.add.at(rows_MLG, (m_R, layer_R, rank_R), _aligned(served_R, align))
-    np.add.at(hosted_MLG, (m_R, layer_R, rank_R), 1)
-    return rows_MLG, hosted_MLG
+    of_replicas = np.zeros((3, *rows_MLG.shape), np.int64)
+    np.add.at(of_replicas[0], (m_R, layer_R, rank_R), _aligned(served_R, align))
+    np.add.at(of_replicas[1], (m_R, layer_R, rank_R), 1)
+    np.add.at(of_replicas[2], (m_R, layer_R, hosts.home_LE[layer_R, expert_R]), 1)
+    return rows_MLG + of_replicas[0], hosted_MLG + of_replicas[1], of_replicas
 
 
 def _aligned(rows: NDArray[np.int64], align: int) -> NDArray[np.int64]:

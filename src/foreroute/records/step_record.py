@@ -151,6 +151,8 @@ class ExecutionRecord:
     """Seconds that passes waited for plans."""
     packing: dict[Grouping, int] = field(default_factory=dict)
     """Packed by routes: assignments of the slowest rank at homes, summed over cells, beside `bound` and `by_length`."""
+    forecast_memory_bytes: int | None = None
+    """Most bytes of any rank in an update, modelled before it ran; with `memory_budget`."""
     passes: dict[str, PassRecord] = field(default_factory=dict)
     """By name: recompute, update 0, ..."""
 

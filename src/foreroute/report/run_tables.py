@@ -263,6 +263,8 @@ def _loads(steps: Sequence[ExecutionRecord]) -> dict[str, str]:
     if all(step.packing for step in steps):
         packed["Experts at home over the bound of any packing, by length"] = over_bound("by_length")
         packed["Experts at home over the bound of any packing, by routes"] = over_bound("by_routes")
+    if forecast := [step.forecast_memory_bytes for step in steps if step.forecast_memory_bytes]:
+        packed["Most memory of a rank in an update, modelled"] = f"{max(forecast) / 1e9:.3g} GB"
     return {
         "Ranks": ", ".join(map(str, sorted({step.ranks for step in steps}))),
         "Busiest rank over mean, experts at home": over_mean("at_home"),

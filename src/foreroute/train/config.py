@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from foreroute.costs.memory import MOST_BUDGET
 from foreroute.errors import ConfigError, shown
 from foreroute.files.config_file import (
     MOST_COUNTED,
@@ -316,6 +317,8 @@ class ParallelConfig(Section):
     """Folder in node memory."""
     prefetch: Natural = 1
     """Cells fetched ahead."""
+    memory_budget: Annotated[int, Field(ge=0, le=MOST_BUDGET)] = 0
+    """Bytes of a rank by [forecast](sizing.md#a-micro-step); an update above takes more micro-steps. 0: any."""
     timeout_s: Timeout = 600.0
     """Longest silence of a live rank."""
     plan: Annotated[PlanOptions, BeforeValidator(_plan_options)] = PlanOptions()
@@ -396,6 +399,11 @@ class TrainConfig(Section):
         if self.parallel.plan.packing == "routes" and self.rl.routing == "none":
             raise ValueError(
                 'parallel.plan.packing = "routes" goes by replayed routes, and rl.routing = "none" replays none; set '
+                'rl.routing = "R3" or "R2", or leave it out'
+            )
+        if self.parallel.memory_budget and self.rl.routing == "none":
+            raise ValueError(
+                'parallel.memory_budget goes by replayed routes, and rl.routing = "none" replays none; set '
                 'rl.routing = "R3" or "R2", or leave it out'
             )
         # every rank samples its own block of prompts, by an engine of its own

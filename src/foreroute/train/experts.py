@@ -37,6 +37,7 @@ from foreroute.planner.homes import place_homes
 from foreroute.records.step_record import ExecutionRecord
 from foreroute.trace import RoutingSpec, RoutingTrace
 from foreroute.train.config import ParallelConfig, TrainConfig
+from foreroute.train.memory import MemoryBudget
 from foreroute.train.policy import Alone, OneProcess, ScheduledPass
 from foreroute.train.record import ExecutedPass, MovedHomes, execution_record
 
@@ -46,7 +47,7 @@ NO_LINKS = Links(1e9, 1e9, 1e9, 1e-5, 1e-5)
 
 def make_execution(config: TrainConfig, policy: RoutedTransformer, ranks: Alone) -> OneProcess:
     """Execute the policy in one process, or with its experts spread over all ranks."""
-    return OneProcess(policy, ranks) if ranks.size == 1 else ExpertParallel(policy, config.parallel, ranks)
+    return OneProcess(policy, ranks) if ranks.size == 1 else ExpertParallel(policy, config, ranks)
 
 
 class Planning(NamedTuple):
@@ -95,9 +96,10 @@ class ExpertParallel(OneProcess):
         ConfigError: when the topology file cannot be read, or is not the same on all ranks.
     """
 
-    def __init__(self, policy: RoutedTransformer, config: ParallelConfig, ranks: Alone) -> None:
+    def __init__(self, policy: RoutedTransformer, run: TrainConfig, ranks: Alone) -> None:
         super().__init__(policy, ranks)
-        self._policy = policy
+        config = run.parallel
+        self._policy, self._budget = policy, MemoryBudget(policy, run, ranks)
         policy.use(
             TransferOptions(paths=config.paths, prefetch=config.prefetch, shared_memory=Path(config.shared_memory))
         )
@@ -130,7 +132,12 @@ class ExpertParallel(OneProcess):
             self._policy.move_homes(home_LE, optimizer)
 
     def plan(
-        self, first: int, routes: RoutingTrace, passes: Sequence[ScheduledPass], optimizer: torch.optim.Optimizer
+        self,
+        first: int,
+        routes: RoutingTrace,
+        passes: Sequence[ScheduledPass],
+        optimizer: torch.optim.Optimizer,
+        targets_S: NDArray[np.int64],
     ) -> list[ScheduledPass]:
         rows, counts = self._count(routes, passes)
         # all passes are counted before the first one, since homes serve all of them
@@ -140,13 +147,30 @@ class ExpertParallel(OneProcess):
         if self._planning.options.packing == "routes":  # for homes that were placed by counts by length
             passes, certificates = self._exchange_sequences(routes, passes)
             rows, counts = self._count(routes, passes)
-        home_LE = self._policy.home_LE
+        announced = []
         for each, rows_M, counts_MLGE, certificate in zip(passes, rows, counts, certificates, strict=True):
-            run = ExecutedPass(each.name, counts_MLGE, certificate)
-            # one thread: passes are planned in the order in which they run
-            making = self._thread.submit(self._make, run, home_LE) if self.ranks.rank == 0 else Future[StepPlan]()
+            run, making = self._begin_planning(ExecutedPass(each.name, counts_MLGE, certificate))
+            while self._budget and run.pass_name == "update":
+                plan = self._policy.share_plan(making.result).in_pass("update")
+                lengths_S = routes.lengths - 1
+                forecast = self._budget.forecast(each, lengths_S, targets_S, run.counts_MLGE, plan, optimizer)
+                run.forecast_bytes = int(forecast.bytes_MG.max())
+                if self._budget.fits(forecast):
+                    break
+                each = self._budget.one_more(each, lengths_S, forecast)
+                if self._planning.options.packing == "routes":
+                    (each,), (certificate,) = self._exchange_sequences(routes, [each])
+                (rows_M,), (counts_MLGE,) = self._count(routes, [each])
+                run, making = self._begin_planning(ExecutedPass(each.name, counts_MLGE, certificate))
             self._announced[each.name] = _Announced(run, rows_M, first + each.after, making)
-        return list(passes)
+            announced.append(each)
+        return announced
+
+    def _begin_planning(self, run: ExecutedPass) -> tuple[ExecutedPass, Future[StepPlan]]:
+        """Let the thread of rank 0 plan a pass: passes are planned in the order in which they run."""
+        if self.ranks.rank > 0:
+            return run, Future()
+        return run, self._thread.submit(self._make, run, self._policy.home_LE)
 
     @contextmanager
     def running(self, planned: ScheduledPass) -> Iterator[None]:

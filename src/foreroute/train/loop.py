@@ -33,7 +33,6 @@ from foreroute.adapters.hf.response_logprobs import inputs, response_log_probs
 from foreroute.capture import Generation, Sampling
 from foreroute.engines.base import Engine
 from foreroute.errors import BatchMismatchError, DivergedError
-from foreroute.layout.packing import padded_batches
 from foreroute.mismatch import RootCounts, Sentinel
 from foreroute.records.step_record import ADVICE, Side, StepRecord, SuspicionRecord
 from foreroute.replay import RootRows
@@ -42,6 +41,7 @@ from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trace.checks import as_offsets, join_ranges
 from foreroute.train.chain import Task
 from foreroute.train.config import RLConfig, TrainConfig
+from foreroute.train.memory import pack_padded
 from foreroute.train.objective import Tokens, coefficients, denominator, group_advantages, token_losses
 from foreroute.train.policy import Alone, OneProcess, ScheduledPass, make_optimizer
 from foreroute.train.record import Experience, Recomputed, StepPart, Updated, merged, step_record
@@ -95,12 +95,16 @@ class Trainer:
                 # all passes replay the rollout's routes, so all are planned, in a thread, while the first runs
                 routes = experience.generation.trace
                 passes_of_step = [recompute, *mini_batches]
-                recompute, *mini_batches = execution.plan(steps_taken, routes, passes_of_step, self.optimizer)
+                recompute, *mini_batches = execution.plan(
+                    steps_taken, routes, passes_of_step, self.optimizer, experience.generation.response_lengths
+                )
             passes = {trains_with: self.recompute(experience.generation, recompute, trains_with)}
             if rl.routing == "R2":
                 # the update's routes are known from here on
                 routes = passes["native"].executed
-                mini_batches = execution.plan(steps_taken, routes, mini_batches, self.optimizer)
+                mini_batches = execution.plan(
+                    steps_taken, routes, mini_batches, self.optimizer, experience.generation.response_lengths
+                )
 
         if measures:  # the side that does not train, on the same weights and rollout
             with self._timed("measure"):
@@ -340,11 +344,7 @@ def make_schedule(
     lengths_S = experience.generation.trace.lengths - 1
 
     def packed(sequences: NDArray[np.int64], fewest: int = 0) -> list[NDArray[np.int64]]:
-        # sequences of like lengths share a micro-step, so that little is padded
-        longest_first = np.argsort(-lengths_S[sequences], kind="stable")
-        batches = padded_batches(lengths_S[sequences[longest_first]], config.micro_step_tokens, min_count=fewest)
-        # within a micro-step they keep the order that they were given in
-        return [sequences[np.sort(longest_first[batch])] for batch in batches]
+        return pack_padded(sequences, lengths_S, config.micro_step_tokens, fewest)
 
     everything = np.arange(len(lengths_S))
     order = np.random.default_rng([*seed, 2]).permutation(np.flatnonzero(experience.informative_S))

@@ -282,11 +282,17 @@ class OneProcess:
                 optimizer.state.pop(parameter, None)
 
     def plan(
-        self, first: int, routes: RoutingTrace, passes: Sequence[ScheduledPass], optimizer: torch.optim.Optimizer
+        self,
+        first: int,
+        routes: RoutingTrace,
+        passes: Sequence[ScheduledPass],
+        optimizer: torch.optim.Optimizer,
+        targets_S: NDArray[np.int64],
     ) -> list[ScheduledPass]:
         """Announce passes behind `first` optimizer steps, and their routes, for which experts may move homes.
 
-        Returns the passes as they are to run: each with its sequences, maybe in other micro-steps.
+        `targets_S` are response tokens of each sequence. Returns the passes as they are to run: each with its
+        sequences, maybe in other micro-steps.
         """
         return list(passes)
 

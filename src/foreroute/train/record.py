@@ -202,6 +202,7 @@ class ExecutedPass:
     name: str
     counts_MLGE: NDArray[np.integer]
     packing: PackingCertificate | None  # by routes, on the first rank
+    forecast_bytes: int = 0  # the most that a rank will take; 0 where nothing was forecast
     plan: StepPlan = field(init=False)  # once it is made, as it is executed in this pass
     planning_s: float = 0.0  # seconds that the planner took, on the first rank
     exposed_planning_s: float = 0.0  # seconds that the pass waited for the plan before it began
@@ -257,6 +258,7 @@ def execution_record(executed: list[ExecutedPass], moved: MovedHomes, ranks: Alo
         exposed_transfer_s=transfer_s,
         planning_s=round(sum(each.planning_s for each in executed), 4),
         exposed_planning_s=round(sum(each.exposed_planning_s for each in executed), 4),
+        forecast_memory_bytes=max(each.forecast_bytes for each in executed) or None,
         packing=_packing([each.packing for each in executed if each.packing is not None]),
         passes={
             each.name: PassRecord(

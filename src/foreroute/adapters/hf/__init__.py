@@ -18,12 +18,15 @@ if TYPE_CHECKING:
     from foreroute.adapters.hf.attaching import attach
     from foreroute.adapters.hf.expert_lora import spread_adapters
     from foreroute.adapters.hf.loading import build_model
+    from foreroute.adapters.hf.memory import draw_micro_batches, measure_memory
     from foreroute.adapters.hf.routed_transformer import RoutedTransformer
 
 __all__ = [
     "RoutedTransformer",
     "attach",
     "build_model",
+    "draw_micro_batches",
+    "measure_memory",
     "spread_adapters",
 ]
 
@@ -31,6 +34,8 @@ _FILE_OF = {
     "RoutedTransformer": "routed_transformer",
     "attach": "attaching",
     "build_model": "loading",
+    "draw_micro_batches": "memory",
+    "measure_memory": "memory",
     "spread_adapters": "expert_lora",
 }
 

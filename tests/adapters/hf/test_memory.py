@@ -1,0 +1,93 @@
+"""Memory of a spread model: forecasts of micro-batches that were not measured, and models that are refused."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from foreroute import planner
+from foreroute.adapters import hf
+from foreroute.adapters.hf.memory import draw_micro_batches, measure_memory
+from foreroute.adapters.hf.response_logprobs import pad
+from foreroute.adapters.hf.spreading import spread
+from foreroute.costs.memory import BatchSizes
+from foreroute.ep.allocations import AllocationLog
+from foreroute.errors import AttachError, ForecastError
+from foreroute.plan import Links, PlanOptions, Topology, known_rows
+from foreroute.testing.models import tiny
+
+VOCABULARY = 64
+
+
+def routed_of(experts="grouped_mm"):
+    model = tiny("qwen3_moe", experts=experts, vocab_size=VOCABULARY, num_hidden_layers=2, moe_intermediate_size=192)
+    return hf.attach(spread(model, torch.device("cpu")).train())
+
+
+def measured(routed, traces):
+    targets_M = [len(trace) * int(trace.lengths.max()) for trace in traces]
+    return measure_memory(routed, traces, targets_M, lambda number: loss_of(routed.model, traces[number]))
+
+
+def loss_of(model, trace):
+    ids, mask = map(torch.from_numpy, pad(trace))
+    return model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float().logsumexp(-1).sum()
+
+
+def forecast_and_logged(rank, num_ranks):
+    """By way: bytes forecast, without slots too, and those that a log of the whole micro-step has seen."""
+    routed = routed_of()
+    drawn = draw_micro_batches(routed.spec, VOCABULARY)
+    memory = measured(routed, drawn)
+    # others, of sequences four times as long
+    wholes = draw_micro_batches(routed.spec, VOCABULARY, seed=1)[:12]
+    traces = [type(wholes[0]).from_sequences(routed.spec, *longer(wholes[i : i + 4])) for i in (0, 4, 8)]
+    rows_M = [routed.rows(trace) for trace in traces]
+    counts = routed.gather_counts(rows_M)
+    own = [[len(t) * w, len(t) * w * w, len(t) * w] for t in traces for w in [int(t.lengths.max())]]
+    parts = [None] * num_ranks
+    dist.all_gather_object(parts, own)
+    sizes, found = BatchSizes(*np.array(parts).transpose(2, 1, 0)), {}
+    topology = Topology(num_ranks, num_ranks, 2, Links(1e9, 1e9, 1e9, 1e-5, 1e-5))
+    for plan in (None, planner.plan(counts, topology, PlanOptions(), home_LE=routed.home_LE)):
+        known = known_rows(counts, routed.home_LE if plan is None else plan, top_k=routed.spec.top_k)
+        for _ in range(2):  # the first makes gradients
+            logged, log = [], AllocationLog(torch.device("cpu"))
+            with routed.execute(plan, counts, rows_M), log.open():
+                for trace, rows in zip(traces, rows_M, strict=True):
+                    log.begin("whole")
+                    with routed.replay(rows):
+                        loss_of(routed.model, trace).backward()
+                    logged.append(max(log.sections[-1].after))
+        ours = [memory.forecast(known, sizes, each).bytes_MG[:, rank] for each in (plan, None)]
+        found["homes" if plan is None else "plans"] = np.array([*ours, logged])
+    with pytest.raises(ForecastError, match="gradients"):
+        measured(routed, drawn)
+    routed.model.zero_grad(set_to_none=True)
+    replicas = int(known.replicas_MLG.sum())
+    with pytest.raises(ForecastError, match="grouped_mm"):
+        measured(routed_of("eager"), drawn)
+    return found, replicas
+
+
+def longer(wholes):
+    return (
+        [np.concatenate([whole.token_ids_N for whole in wholes]), wholes[0].token_ids_N],
+        [np.concatenate([whole.expert_ids_NLK for whole in wholes]), wholes[0].expert_ids_NLK],
+    )
+
+
+@pytest.mark.slow  # tests/costs has the formula, and benchmarks/rows.py peaks that torch does not count
+def test_larger_micro_batches_take_what_small_ones_tell(workers):
+    for found, replicas in workers(2).run(forecast_and_logged, 2):
+        assert replicas > 0
+        for ours, _, logged in found.values():
+            np.testing.assert_allclose(ours, logged, rtol=0.02)
+        _, without_slots, logged = found["plans"]
+        assert np.abs(without_slots / logged - 1).max() > 0.03, "what leaves the slots out misses"
+
+
+def test_a_model_that_is_not_spread_has_no_forecast():
+    routed = hf.attach(tiny("qwen3_moe").train())
+    with pytest.raises(AttachError, match="foreroute"):
+        measure_memory(routed, [], [], lambda _: None)
