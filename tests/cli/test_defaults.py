@@ -39,7 +39,7 @@ def of_function(function):
     [
         ("plan", of_function(read_step), 1),
         ("convert", of_function(convert_file), 4),
-        ("doctor", of_function(run_doctor), 7),
+        ("doctor", of_function(run_doctor), 8),
         ("train", of_function(train), 1),
     ],
 )

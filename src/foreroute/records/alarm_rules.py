@@ -88,7 +88,7 @@ def _suspicious(history: Sequence[StepRecord]) -> Alarm | None:
         return None
     since = next((each.step + 1 for each in reversed(history) if not each.suspicions), history[0].step)
     worst = max(suspicions, key=lambda each: each.share)
-    return Alarm(kind="sentinel", since=since, value=worst.share, threshold=worst.usual)
+    return Alarm(kind="sentinel", since=since, value=worst.share, threshold=worst.usual or 0.0)
 
 
 def _measured(history: Sequence[StepRecord], figure: Callable[[StepRecord], float | None]) -> Measured:

@@ -195,8 +195,8 @@ class SuspicionRecord:
     """Which rows, since which token, or which layer."""
     share: Share
     """Share of (row, layer) among those whose router would pick otherwise."""
-    usual: Share
-    """The same in the run so far; NaN before there was enough."""
+    usual: Share | None = None
+    """The same in the run so far; None before there was enough."""
     sequence: int | None = None
     """Which one of a rank's rollout; None where all are concerned."""
     rank: int = 0

@@ -174,7 +174,7 @@ class Trainer:
                 looks_like=each.looks_like.value,
                 sentence=each.sentence,
                 share=each.share,
-                usual=each.usual,
+                usual=None if math.isnan(each.usual) else each.usual,
                 sequence=each.sequence,
             )
             for each in found

@@ -183,7 +183,7 @@ def _with_replicas(counts_MLGE: NDArray[np.int32], home_LE: NDArray[np.int16]) -
         cells.append(CellPlan(home_E, expert_R, rank_R, slot_R, np.array(of[3], np.bool_), tokens_RG))
         load_ML[m, layer] = cells[-1].loads_G(counts_MLGE[m, layer]).max()
     return StepPlan(
-        topology=Topology(num_ranks, num_ranks, SLOTS, Links(1.0, 1.0, 1.0, 1.0, 1.0)),
+        topology=Topology(num_ranks, num_ranks, SLOTS, Links(1e9, 1e9, 1e9, 1e-5, 1e-5)),
         previous_home_LE=home_LE,
         hosts=Hosts.of_cells(home_LE, cells),
         max_load_ML=load_ML,
