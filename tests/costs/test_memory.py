@@ -92,6 +92,11 @@ def test_slots_are_there_from_the_first_fetch_on(prefetch, sets):
     memory = replace(memory, prefetch=prefetch)
     slots = memory.forecast(known, sizes, plan).bytes_MG - memory.forecast(known, sizes).bytes_MG
     assert (slots == 2 * EXPERT * np.array(sets)[:, None]).all()
+    # an update finds the slots that the recompute on the same weights has filled
+    full, _, _ = case(0)
+    assert full.num_replicas_ML.any(axis=0).all()
+    kept = memory.forecast(known, sizes, plan, kept=full).bytes_MG - memory.forecast(known, sizes).bytes_MG
+    assert (kept == 2 * EXPERT * LAYERS).all()
 
 
 def test_layers_that_share_slots_have_no_more_than_are_fetched_ahead():

@@ -75,6 +75,8 @@ def test_roots_and_the_parts_of_k3_are_those_of_the_measures():
     assert {"roots_share", "consequences_share"} <= found.errors.keys()
     assert found.diagnosis.measures.roots.worst == roots.worst
     without = {name: beside[name] for name in ("replayed_routes", "deficits")}
+    every = fr.compare([-1.0], [-1.0], trainer_routes=own, engine_routes=theirs, **without)
+    assert every.metrics["roots_share"] > 0, "without a mask every position counts"
     for wrong in ({"deficits": deficits}, without, {**given, "replayed_routes": would, "deficits": deficits[:1]}):
         with pytest.raises(InputError, match=r"deficits|trainer_routes and engine_routes"):
             fr.compare(trainer, engine, mask, **wrong)

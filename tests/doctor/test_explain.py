@@ -92,6 +92,23 @@ def test_layers_flips_and_tokens_are_those_of_exact_replays(family, precision, t
     assert f"This took {found.forwards:.1f} forwards and 2 backwards" in text
 
 
+def test_text_of_tools_between_sampled_tokens_moves_no_position():
+    model = trainer("qwen3_moe", 4)
+    whole, _ = rollout(model, "bfloat16", sequences=4)
+    sampled_N = whole.sampled_N.copy()
+    for s, first in enumerate(whole.prompt_lengths):
+        sampled_N[whole.trace.offsets[s] + first + 3 : whole.trace.offsets[s + 1] - 8] = False
+    generation = replace(whole, sampled_N=sampled_N, logprobs_R=whole.logprobs_R[sampled_N[whole.sampled_N]])
+    evidence = examine(model, generation)
+    found = explain(model, generation, evidence)
+    replays = Replays(model, generation, evidence)
+    native, replayed = replays(replays.cells()), replays(~replays.cells())
+    for token in found.tokens:
+        at = token.sequence, token.position - 1
+        assert sampled_N[whole.trace.offsets[token.sequence] + token.position]
+        assert token.routing == pytest.approx(native[at] - replayed[at], abs=1e-4)
+
+
 @pytest.mark.exhaustive
 def test_the_first_order_is_near_and_cheap_in_deep_models_too():
     """Three in a hundred off the exact sums of sequences on average, and four forwards at most."""

@@ -92,7 +92,8 @@ def steps_budgeted(rank, config):
         update={"model": config.model.model_copy(update={"experts_implementation": "grouped_mm"})}
     )
     with join_ranks(2, TIMEOUT_S) as ranks, closing(make_policy(grouped, make_task(grouped))) as policy:
-        memory = MemoryBudget(policy, grouped, ranks)._measured()
+        topology = experts.read_planning(grouped.parallel, policy.spec).topology
+        memory = MemoryBudget(policy, grouped, ranks, topology)._measured()
     with mock.patch.object(MemoryBudget, "_measured", return_value=memory):
 
         def steps(memory_budget):

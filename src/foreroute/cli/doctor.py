@@ -14,7 +14,7 @@ from foreroute.cli.exit_codes import refuse_unused
 from foreroute.cli.terminal import Console, Work, shown_table, working
 from foreroute.doctor import Evidence, Severity, diagnose
 from foreroute.doctor.evidence import TrainerPass
-from foreroute.errors import InputError, RunFolderError, printable
+from foreroute.errors import InputError, ReplayError, RunFolderError, printable
 from foreroute.files.regular import parse_json, read_text
 from foreroute.report import write_diagnosis
 from foreroute.report.diagnosis import finding_table, measure_table
@@ -76,8 +76,9 @@ def run_doctor(
         facts = {"model": "none; the trainer's passes were given"}
     with working("comparing", console):
         diagnosis = diagnose(evidence, facts | _facts(trace))
-    if "examined" in facts:
-        console.print(f"examined: {facts['examined']}", highlight=False, markup=False)
+    for name in ("examined", "not explained"):
+        if name in facts:
+            console.print(f"{name}: {facts[name]}", highlight=False, markup=False)
     console.print(f"{diagnosis.headline}\n", style="bold", highlight=False, markup=False)
     console.print(shown_table(finding_table(diagnosis)))
     if (measures := measure_table(diagnosis.measures)).rows:
@@ -156,7 +157,10 @@ def _examined(
 
         work.begin("explaining the gap: two passes with gradients")
         of_engine = replace(generation, trace=evidence.engine)
-        evidence = replace(evidence, attribution=explain(model, of_engine, evidence, temperature=temperature))
+        try:
+            evidence = replace(evidence, attribution=explain(model, of_engine, evidence, temperature=temperature))
+        except ReplayError as error:  # what was found so far is worth more
+            facts["not explained"] = str(error)
     return evidence, facts | {"model": printable(f"{found} ({type(model).__name__})")}
 
 

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -88,7 +88,7 @@ class Pass:
         num_others: int = 0,  # other modules that select
     ) -> None:
         num_layers = len(routers)
-        shape = num_layers, num_rows, max(router.top_k for router in routers)
+        shape = num_layers, num_rows, max(map(attrgetter("top_k"), routers))
         if rows is not None and rows.ids_LRK.shape != shape:
             raise ReplayError(
                 f"the routes are {list(rows.ids_LRK.shape)} [L, R, K], the routers select {list(shape)}; a router that "

@@ -129,17 +129,22 @@ def _copy_scores(into: tuple[Tensor, Tensor], selection: Selection) -> None:
 
 
 def _copy_deficit(into: Tensor, selection: Selection, by_softmax: bool) -> None:
-    # a group that is out hides how near its experts are
     # nothing of this is kept for a backward, as a recomputation does not do it again
-    scores_RE = _flat(selection.scores if selection.live is None else selection.live).detach()
+    scores_RE = selection.scores_RE.detach()
     picked = selection.picked
     picked_RK = scores_RE.gather(-1, selection.native_RK) if picked is None else _flat(picked.detach())
     last = picked_RK.amin(-1).float()
-    least = scores_RE.gather(-1, selection.ids_RK).amin(-1).float()
+    forced_RK = scores_RE.gather(-1, selection.ids_RK)
+    least = forced_RK.amin(-1).float()
     if by_softmax:
         smallest = torch.finfo(torch.float32).tiny
         last, least = (each.clamp_min(smallest).log() for each in (last, least))
-    into.copy_(last - least)
+    deficit = last - least
+    if selection.live is not None:
+        # of another group of experts: how near the groups were is not how near these experts are
+        is_out_R = (forced_RK != _flat(selection.live).detach().gather(-1, selection.ids_RK)).any(-1)
+        deficit = deficit.masked_fill(is_out_R, torch.nan)
+    into.copy_(deficit)
 
 
 @dataclass(frozen=True)
@@ -218,7 +223,7 @@ class SelectionMode(TorchFunctionMode):
             result = func(*args, **kwargs)
             ids_RK = _flat(result.indices)
             # without its scores, which the router goes on with, and some overwrite
-            live = self.before_masking(scores)
+            live = self.before_masking(scores) if self._masked else None
             self.seen.append(Selection(scores, ids_RK, ids_RK, self._squashed, live=live))
             if now is not None:
                 run_unnumbered(now.keep, ids_RK) if self._is_numbered else now.keep(ids_RK)
@@ -228,10 +233,10 @@ class SelectionMode(TorchFunctionMode):
         given = now, func, alone, args[1:], kwargs
         chosen = run_unnumbered(self._choose, *given) if self._is_numbered else self._choose(*given)
         ids_RK, native_RK, picked = chosen
-        live = self.before_masking(scores) if self._masked else scores
+        live = self.before_masking(scores) if self._masked else None
         self.seen.append(Selection(scores, ids_RK, native_RK, self._squashed, picked, live))
         ids = ids_RK if scores.ndim == 2 else ids_RK.view(*scores.shape[:-1], ids_RK.shape[-1])
-        return torch.return_types.topk((live.gather(-1, ids), ids))
+        return torch.return_types.topk(((scores if live is None else live).gather(-1, ids), ids))
 
     def _choose(
         self, now: LayerPass, func: Callable[..., Any], scores: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]

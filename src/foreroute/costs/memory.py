@@ -90,7 +90,13 @@ class StepMemory:
         return StepMemory(self.expert_bytes, self.prefetch, sections)
 
     def forecast(
-        self, known: KnownRows, sizes: BatchSizes, plan: StepPlan | None = None, *, resident: ArrayLike = 0
+        self,
+        known: KnownRows,
+        sizes: BatchSizes,
+        plan: StepPlan | None = None,
+        *,
+        resident: ArrayLike = 0,
+        kept: StepPlan | None = None,
     ) -> MemoryForecast:
         """Forecast the peak of every rank in every micro-step of an update, when each holds gradients already.
 
@@ -99,6 +105,7 @@ class StepMemory:
             sizes: integers [M, G].
             plan: of the pass, if it has replicas, whose slots take memory.
             resident: bytes of weights, gradients, optimizer and whatever else is on each rank, [G] or one number.
+            kept: the plan of a recompute on the same weights, whose slots the update finds.
 
         Raises:
             CountsError: for sizes of other micro-steps or ranks.
@@ -119,7 +126,7 @@ class StepMemory:
                 f"resident is {there.dtype} {list(there.shape)}; expected bytes, one integer or one for each of "
                 f"{known.sent_MG.shape[1]} ranks"
             )
-        begin_MG = np.full(known.sent_MG.shape, there, np.float64) + self._slots_M(plan)[:, None]
+        begin_MG = np.full(known.sent_MG.shape, there, np.float64) + self._slots_M(plan, kept)[:, None]
         peak_MG, layer_MG = np.zeros_like(begin_MG), np.full(begin_MG.shape, -1)
         part_MG = np.full(begin_MG.shape, "", "U8")
         for section in self.sections:
@@ -139,12 +146,14 @@ class StepMemory:
             begin_MG += end_MG
         return MemoryForecast(np.ceil(peak_MG).astype(np.int64), layer_MG, part_MG)
 
-    def _slots_M(self, plan: StepPlan | None) -> NDArray[np.int64]:
+    def _slots_M(self, plan: StepPlan | None, kept: StepPlan | None) -> NDArray[np.int64]:
         """Return the bytes of a rank's slots: layers have theirs from their first replica on, or its prefetch."""
         if plan is None:
             return np.zeros(1, np.int64)
         replicas_ML = plan.num_replicas_ML > 0
         num_layers, filled_ML = replicas_ML.shape[1], np.maximum.accumulate(replicas_ML, axis=0)
+        if kept is not None:
+            filled_ML |= (kept.num_replicas_ML > 0).any(axis=0)
         for m, filled_L in enumerate(filled_ML):
             # the engine looks as far for the next cells with replicas, behind the end of a micro-step too
             ahead = np.flatnonzero(replicas_ML[m + 1 : m + 3]) % num_layers

@@ -116,7 +116,12 @@ def compare(
     if deficits is not None:
         if would is None:
             raise InputError("deficits are given without replayed_routes; expected both, of one recording")
-        deficits_NL = packed(deficits, attention_mask, name="deficits", axes=1)
+        of_rows = as_array(deficits, name="deficits")
+        every = np.ones(of_rows.shape[:2], np.bool_) if of_rows.ndim == 3 and attention_mask is None else attention_mask
+        deficits_NL = packed(of_rows, every, name="deficits", axes=1)
+        if isinstance(replayed_routes, RoutingTrace) and deficits_NL.shape[1:] == (replayed_routes.spec.num_layers,):
+            # layers that look experts up by tokens are compared only where both traces have them
+            deficits_NL = deficits_NL[:, [replayed_routes.spec.layers.index(layer) for layer in would.spec.layers]]
     own_R = packed(trainer, kept, name="log-probs of the trainer")
     replayed_R = None if replayed is None else packed(replayed, kept, name="log-probs of the trainer under replay")
     diagnosis = diagnose(
@@ -146,7 +151,7 @@ def compare(
         alike = () if measures.reordered else range(len(routed))
         parts = [routing_mismatch(routed.select([s]), executed.select([s])) for s in alike]
         figures.add("", OF_ROUTES, measures.routes, parts)
-        if measures.roots is not None and would is not None:
+        if measures.roots is not None and measures.roots.rows and would is not None:
             each = [root_mismatch(routed.select([s]), would.select([s]), executed.select([s])) for s in alike]
             figures.add("", OF_ROOTS, measures.roots, each)
     return Comparison(metrics=figures.values, errors=figures.errors, diagnosis=diagnosis)

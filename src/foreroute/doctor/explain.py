@@ -165,18 +165,19 @@ class _Runner:
         flips_BTL = _differing(self._native_BTLK, self._engine_BTLK)
         roots_BTL = _differing(roots_BTLK, self._engine_BTLK)
         lengths = (generation.trace.lengths - 1).tolist()
+        # a response may hold text of tools, which nobody sampled
+        parts = np.split(generation.sampled_N, generation.trace.offsets[1:-1])
+        self._sampled_S = [np.flatnonzero(part) for part in parts]
         self.flip_S = [flips_BTL[s, :length] for s, length in enumerate(lengths)]
         self.root_S = [roots_BTL[s, :length] for s, length in enumerate(lengths)]
 
     def position(self, sequence: int, place: int) -> int:
-        """Give the position of a response token, whose logits are of the one before it."""
-        lengths = self.generation.trace.lengths[sequence] - self.generation.response_lengths[sequence]
-        return int(lengths) + place
+        """Give the position of a sampled token, whose logits are of the one before it."""
+        return int(self._sampled_S[sequence][place])
 
     def has_own_flip(self, sequence: int) -> NDArray[np.bool_]:
-        """Bool [R], the response tokens of a sequence whose logits are of a position with a flip."""
-        first = self.position(sequence, 0) - 1
-        return np.asarray(self.flip_S[sequence][first:].any(-1), np.bool_)
+        """Bool [R], the sampled tokens of a sequence whose logits are of a position with a flip."""
+        return np.asarray(self.flip_S[sequence][self._sampled_S[sequence] - 1].any(-1), np.bool_)
 
     def first_order(
         self, chosen: NDArray[np.integer], engine_R: NDArray[np.float64]

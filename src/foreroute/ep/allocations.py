@@ -62,6 +62,7 @@ class AllocationLog(TorchDispatchMode):
                 self._see(storage)
             return found
 
+        collects = gc.isenabled()
         gc.collect()
         gc.disable()  # what a collection would free, it frees at any time
         # FSDP's way, which is no operator
@@ -71,7 +72,8 @@ class AllocationLog(TorchDispatchMode):
                 yield
         finally:
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
-            gc.enable()
+            if collects:
+                gc.enable()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):

@@ -77,7 +77,7 @@ def split_k3(native_logprobs_R: ArrayLike, replayed_logprobs_R: ArrayLike, engin
         routing = float((weights_R * (native_R - replayed_R)).sum())
     if not math.isfinite(routing):
         routing = math.copysign(MOST_SUM, routing) if math.isinf(routing) else 0.0
-    return K3Split(without.count, routing, without.k3_sum - routing)
+    return K3Split(without.count, routing, min(without.k3_sum - routing, MOST_SUM))
 
 
 def k3_weights(log_r_R: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -106,8 +106,8 @@ class RootMismatch:
         roots_L: int64 [L], decisions that are roots.
         consequences_L: int64 [L], those that differ in the trainer's own pass and are no root; None where that pass is
             not known.
-        median: of the deficits of roots; NaN where there is none.
-        threshold: deficit from which a root stands far above the others; infinite below `FEWEST_ROOTS` of them.
+        median: of the deficits of roots that are no ties; NaN where there is none.
+        threshold: deficit from which a root stands far above the others; infinite below `FEWEST_ROOTS` of these.
         worst: roots by their deficit, the largest first: all that stand far above the others, and one at least. Empty
             where deficits are not known.
     """
@@ -189,11 +189,13 @@ def root_mismatch(
         # a router whose scores are NaN says nothing of near-ties
         row_of, layer_of = np.nonzero(differs_RL & ~np.isnan(deficits[rows]))
         found = deficits[rows[row_of], layer_of]
-        if len(found):
-            median = float(np.median(found))
-        if len(found) >= FEWEST_ROOTS:
+        # exact ties, which bfloat16 has many of, say nothing of how large the deficit of a near-tie is
+        apart = found[found > 0]
+        if len(apart):
+            median = float(np.median(apart))
+        if len(apart) >= FEWEST_ROOTS:
             # the largest of so many where half exceed the median, and half of these twice it, and so on
-            threshold = median * math.log2(len(found) / CHANCE)
+            threshold = median * math.log2(len(apart) / CHANCE)
         order = np.argsort(-found, kind="stable")[: max(1, int((found > threshold).sum()))]
         worst = tuple(_root(engine, replayed, int(rows[row_of[n]]), int(layer_of[n]), float(found[n])) for n in order)
     return RootMismatch(len(rows), differs_RL.sum(axis=0, dtype=np.int64), consequences, median, threshold, worst)

@@ -115,8 +115,11 @@ def read_traces(paths: Sequence[str | Path]) -> list[RoutingTrace]:
     for path, trace in zip(paths, traces, strict=True):
         # sequences of several models, or each twice, would be packed into a step that nobody runs
         traces[0].spec.require_same(trace.spec, what=str(path))
-        if len(trace) and (first := path_of.setdefault(digest(trace), path)) is not path:
-            raise InputError(f"{path} holds the sequences of {first}; a step has each once: leave one of them out")
+        if not len(trace):
+            continue
+        if (same := digest(trace)) in path_of:
+            raise InputError(f"{path} holds the sequences of {path_of[same]}; a step has each once: leave one out")
+        path_of[same] = path
     return traces
 
 

@@ -99,11 +99,12 @@ class ExpertParallel(OneProcess):
     def __init__(self, policy: RoutedTransformer, run: TrainConfig, ranks: Alone) -> None:
         super().__init__(policy, ranks)
         config = run.parallel
-        self._policy, self._budget = policy, MemoryBudget(policy, run, ranks)
+        self._policy = policy
         policy.use(
             TransferOptions(paths=config.paths, prefetch=config.prefetch, shared_memory=Path(config.shared_memory))
         )
         self._planning = read_planning(config, policy.spec)
+        self._budget = MemoryBudget(policy, run, ranks, self._planning.topology)
         ranks.require_same({"the topology": str(self._planning)}, "Give all of them the same topology file")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="foreroute-plans")
         self._announced: dict[str, _Announced] = {}
@@ -147,21 +148,25 @@ class ExpertParallel(OneProcess):
         if self._planning.options.packing == "routes":  # for homes that were placed by counts by length
             passes, certificates = self._exchange_sequences(routes, passes)
             rows, counts = self._count(routes, passes)
-        announced = []
+        announced, kept = [], None
         for each, rows_M, counts_MLGE, certificate in zip(passes, rows, counts, certificates, strict=True):
             run, making = self._begin_planning(ExecutedPass(each.name, counts_MLGE, certificate))
+            if self._budget and run.pass_name == "recompute":
+                kept = self._wait_for_plan(run, making).in_pass("recompute")
             while self._budget and run.pass_name == "update":
-                plan = self._policy.share_plan(making.result).in_pass("update")
-                lengths_S = routes.lengths - 1
-                forecast = self._budget.forecast(each, lengths_S, targets_S, run.counts_MLGE, plan, optimizer)
+                plan, lengths_S = self._wait_for_plan(run, making).in_pass("update"), routes.lengths - 1
+                # slots are kept as long as the weights
+                left = kept if each.after == 0 else None
+                forecast = self._budget.forecast(each, lengths_S, targets_S, run.counts_MLGE, plan, left, optimizer)
                 run.forecast_bytes = int(forecast.bytes_MG.max())
                 if self._budget.fits(forecast):
                     break
-                each = self._budget.one_more(each, lengths_S, forecast)
+                each, waited_s = self._budget.one_more(each, lengths_S, forecast), run.exposed_planning_s
                 if self._planning.options.packing == "routes":
                     (each,), (certificate,) = self._exchange_sequences(routes, [each])
                 (rows_M,), (counts_MLGE,) = self._count(routes, [each])
-                run, making = self._begin_planning(ExecutedPass(each.name, counts_MLGE, certificate))
+                again = ExecutedPass(each.name, counts_MLGE, certificate, exposed_planning_s=waited_s)
+                run, making = self._begin_planning(again)
             self._announced[each.name] = _Announced(run, rows_M, first + each.after, making)
             announced.append(each)
         return announced
@@ -172,6 +177,13 @@ class ExpertParallel(OneProcess):
             return run, Future()
         return run, self._thread.submit(self._make, run, self._policy.home_LE)
 
+    def _wait_for_plan(self, run: ExecutedPass, making: Future[StepPlan]) -> StepPlan:
+        """Share the plan of a pass. A collective call; what it waits is on the pass's account."""
+        begun = time.monotonic()
+        plan = self._policy.share_plan(making.result)
+        run.exposed_planning_s += time.monotonic() - begun
+        return plan
+
     @contextmanager
     def running(self, planned: ScheduledPass) -> Iterator[None]:
         announced = self._announced.pop(planned.name, None)
@@ -179,9 +191,7 @@ class ExpertParallel(OneProcess):
             yield
             return
         now, rows_M, number, making = announced
-        begun = time.monotonic()
-        plan = self._policy.share_plan(making.result)
-        now.exposed_planning_s = time.monotonic() - begun
+        plan = self._wait_for_plan(now, making)
         # at homes where the plan saves too little in this pass
         now.plan = plan.in_pass(now.pass_name)
         with self._policy.execute(plan, now.counts_MLGE, rows_M, step=number) as execution:

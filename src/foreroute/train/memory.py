@@ -18,7 +18,7 @@ from foreroute.adapters.hf.response_logprobs import inputs, response_log_probs
 from foreroute.capture import Generation
 from foreroute.costs.memory import BatchSizes, MemoryForecast, StepMemory
 from foreroute.layout.packing import padded_batches
-from foreroute.plan import StepPlan, known_rows
+from foreroute.plan import StepPlan, Topology, known_rows
 from foreroute.train.config import TrainConfig
 from foreroute.train.policy import Alone, ScheduledPass
 
@@ -29,8 +29,8 @@ MOMENTS = 2
 class MemoryBudget:
     """Forecasts of a run whose experts are spread. Methods are collective calls."""
 
-    def __init__(self, policy: RoutedTransformer, config: TrainConfig, ranks: Alone) -> None:
-        self._policy, self._ranks, self._rl = policy, ranks, config.rl
+    def __init__(self, policy: RoutedTransformer, config: TrainConfig, ranks: Alone, topology: Topology) -> None:
+        self._policy, self._ranks, self._rl, self._topology = policy, ranks, config.rl, topology
         self._budget, self._temperature = config.parallel.memory_budget, config.rollout.temperature
         self._memory: StepMemory | None = None
 
@@ -48,6 +48,7 @@ class MemoryBudget:
         targets_S: NDArray[np.int64],  # rows of logits
         counts_MLGE: NDArray[np.integer],
         plan: StepPlan,
+        kept: StepPlan | None,  # of the recompute, where its slots are still there
         optimizer: torch.optim.Optimizer,
     ) -> MemoryForecast:
         """Forecast the peaks of an update pass under its plan, the same on all ranks."""
@@ -58,7 +59,7 @@ class MemoryBudget:
         sizes = BatchSizes(*self._ranks.all_gather(np.array(own_M3, np.int64)).transpose(2, 1, 0))
         known = known_rows(counts_MLGE, plan, top_k=self._policy.spec.top_k)
         resident_G = self._ranks.all_gather(np.array([self._resident(optimizer)]))[:, 0]
-        found = self._memory.forecast(known, sizes, plan, resident=resident_G)
+        found = self._memory.forecast(known, sizes, plan, resident=resident_G, kept=kept)
         return replace(found, bytes_MG=self._ranks.max(found.bytes_MG))
 
     def one_more(self, planned: ScheduledPass, lengths_S: NDArray[np.int64], forecast: MemoryForecast) -> ScheduledPass:
@@ -89,7 +90,8 @@ class MemoryBudget:
             return logprobs_R.sum()
 
         targets_M = [len(each.logprobs_R) for each in generations]
-        return measure_memory(self._policy, [inputs(whole) for whole in wholes], targets_M, compute_loss)
+        traces = [inputs(whole) for whole in wholes]
+        return measure_memory(self._policy, traces, targets_M, compute_loss, self._topology)
 
     def _resident(self, optimizer: torch.optim.Optimizer) -> int:
         """Give the bytes of this rank that a micro-step finds: weights, gradients, AdamW's moments, and what else."""

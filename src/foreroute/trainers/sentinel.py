@@ -18,6 +18,10 @@ Watching = Literal["off", "warn", "drop", "stop"]
 """What is done about rows that look wrong: nothing, a line in the log, their tokens leave the loss, the run ends."""
 
 
+MOST_WAITING = 16
+"""Rollouts whose counts stay on the device, 20 bytes a row: a warning is of no use much later."""
+
+
 class RolloutSentinel:
     """Judges the rollouts of this process. Nothing waits for the device before `judge`."""
 
@@ -26,9 +30,12 @@ class RolloutSentinel:
         self._sentinel = Sentinel(routed.spec)
         # of each rollout that is not judged yet: its counts, and sequences and lengths in the order of the passes
         self._rollouts: list[tuple[RootRows, list[NDArray[np.int64]], list[NDArray[np.int64]]]] = []
+        self._found: list[Suspicion] = []  # in rollouts that were judged without being asked for
 
     def begin_rollout(self) -> None:
-        """Count what follows as another rollout."""
+        """Count what follows as another rollout; judge those before where many wait, whose rows stay on the device."""
+        if len(self._rollouts) == MOST_WAITING:
+            self._found = self.judge()
         self._rollouts.append((RootRows(self._routed), [], []))
 
     def counting(
@@ -42,7 +49,9 @@ class RolloutSentinel:
 
     def judge(self) -> list[Suspicion]:
         """Judge the rollouts that were counted since the last call, with a line in the log. Waits once for each."""
-        found, self._rollouts, counted = [], [], self._rollouts
+        before, self._found = self._found, []
+        found: list[Suspicion] = []
+        counted, self._rollouts = self._rollouts, []
         for rows, sequences, lengths in counted:
             if sequences:
                 order = np.argsort(np.concatenate(sequences), kind="stable")
@@ -50,4 +59,4 @@ class RolloutSentinel:
         if found:
             others = f", and {len(found) - 1} more" if len(found) > 1 else ""
             LOG.warning("The sentinel: %s%s. %s", found[0].sentence, others, LOOK_AT)
-        return found
+        return before + found

@@ -21,7 +21,7 @@ from foreroute.errors import ForecastError
 from foreroute.plan import Links, StepPlan, Topology, known_rows
 from foreroute.plan.counts import counts_digest
 from foreroute.plan.hosts import CellPlan, Hosts
-from foreroute.trace import RoutingSpec, RoutingTrace
+from foreroute.trace import LayerKind, RoutingSpec, RoutingTrace
 
 MICRO_STEPS = 41
 """The first makes what the others share, of which a rank has ten or more of each `Work`, for nine coefficients."""
@@ -33,6 +33,8 @@ LENGTHS = range(8, 64)
 def draw_micro_batches(spec: RoutingSpec, vocabulary: int, *, seed: int = 0) -> list[RoutingTrace]:
     """Draw small micro-batches of two sequences, one of them padded, whose routes favour some experts of each layer."""
     rng = np.random.default_rng([seed, dist.get_rank()])
+    # layers that look experts up by tokens have no routes of their own
+    spec = spec.select(layer for layer in spec.layers if layer.kind is not LayerKind.HASH)
     found = []
     for _ in range(MICRO_STEPS):
         lengths = rng.choice(LENGTHS, 2, replace=False)
@@ -48,6 +50,7 @@ def measure_memory(
     traces: Sequence[RoutingTrace],
     targets_M: Sequence[int],
     compute_loss: Callable[[int], Tensor],
+    topology: Topology | None = None,
 ) -> StepMemory:
     """Run small micro-batches, with replicas and without, and find what each block of memory follows.
 
@@ -58,6 +61,7 @@ def measure_memory(
         traces: of this rank, from `draw_micro_batches`.
         targets_M: rows of logits that the loss of each takes.
         compute_loss: runs the forward of a micro-batch, by its number, on a padded batch as training has them.
+        topology: of the plans that will run, without slots where none has replicas; one node by default.
 
     Raises:
         AttachError: for a model that is not spread by foreroute.
@@ -70,7 +74,7 @@ def measure_memory(
     num_ranks, rank = counts_MLGE.shape[2], dist.get_rank(spread.groups.consensus.group)
     widths = np.array([len(trace) * np.array([1, trace.lengths.max()]) * trace.lengths.max() for trace in traces])
     sizes = BatchSizes(*(np.repeat(each[:, None], num_ranks, axis=1) for each in (*widths.T, np.array(targets_M))))
-    plan = routed.share_plan(lambda: _with_replicas(counts_MLGE, routed.home_LE))
+    plan = routed.share_plan(lambda: _with_replicas(counts_MLGE, routed.home_LE, topology))
     known = known_rows(counts_MLGE, plan, top_k=routed.spec.top_k)
     logs = _run(routed, plan, counts_MLGE, traces, compute_loss)
     for tries_left in reversed(range(TRIES)):
@@ -161,10 +165,12 @@ def _decoder_layers(routed: RoutedTransformer) -> list[nn.Module]:
     return [routed.model.get_submodule(str(name)) for name in names]
 
 
-def _with_replicas(counts_MLGE: NDArray[np.int32], home_LE: NDArray[np.int16]) -> StepPlan:
+def _with_replicas(counts_MLGE: NDArray[np.int32], home_LE: NDArray[np.int16], topology: Topology | None) -> StepPlan:
     """Make a plan of no merit: every fourth micro-step at homes, and one without replicas on half of the ranks."""
     rng = np.random.default_rng(0)
     num_micro_steps, num_layers, num_ranks, _ = counts_MLGE.shape
+    topology = topology or Topology(num_ranks, num_ranks, SLOTS, Links(1e9, 1e9, 1e9, 1e-5, 1e-5))
+    most = min(SLOTS, topology.redundant_slots)
     cells, load_ML = [], np.zeros((num_micro_steps, num_layers), np.int64)
     for m, layer in np.ndindex(num_micro_steps, num_layers):
         home_E, columns = home_LE[layer], []
@@ -172,7 +178,7 @@ def _with_replicas(counts_MLGE: NDArray[np.int32], home_LE: NDArray[np.int16]) -
         for rank in range(num_ranks):
             # every replica gets rows, or the cell has a row of padding
             away = np.flatnonzero((home_E != rank) & (rest_EG.sum(axis=1) > 0))
-            num_here = 0 if m % 4 in (3, rank % 2) else int(rng.integers(1, SLOTS + 1))
+            num_here = 0 if not most or m % 4 in (3, rank % 2) else int(rng.integers(1, most + 1))
             for slot, expert in enumerate(rng.permutation(away)[:num_here]):
                 tokens_G = rest_EG[expert] - rest_EG[expert] // rng.integers(2, 9)
                 rest_EG[expert] -= tokens_G
@@ -183,7 +189,7 @@ def _with_replicas(counts_MLGE: NDArray[np.int32], home_LE: NDArray[np.int16]) -
         cells.append(CellPlan(home_E, expert_R, rank_R, slot_R, np.array(of[3], np.bool_), tokens_RG))
         load_ML[m, layer] = cells[-1].loads_G(counts_MLGE[m, layer]).max()
     return StepPlan(
-        topology=Topology(num_ranks, num_ranks, SLOTS, Links(1e9, 1e9, 1e9, 1e-5, 1e-5)),
+        topology=topology,
         previous_home_LE=home_LE,
         hosts=Hosts.of_cells(home_LE, cells),
         max_load_ML=load_ML,

@@ -128,7 +128,8 @@ class EnginePasses:
         if self._sharing_groups:
             self.metrics.reduce_routes(partial(add_over, self._sharing_groups))
         logs = self.metrics.flush(partial(add_over, (self._engine.get_data_parallel_group(),)))
-        if self._sentinel is not None:
+        # without an old-log-prob pass nothing is judged, of which a 0 would say that it was
+        if self._sentinel is not None and self.metrics.has_old_pass:
             count = torch.tensor(float(self._suspected))
             logs["sentinel/suspicions"] = float(add_over((self._engine.get_data_parallel_group(),), count))
             self._suspected = 0
