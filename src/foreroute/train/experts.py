@@ -165,8 +165,8 @@ class ExpertParallel(OneProcess):
                 if self._planning.options.packing == "routes":
                     (each,), (certificate,) = self._exchange_sequences(routes, [each])
                 (rows_M,), (counts_MLGE,) = self._count(routes, [each])
-                again = ExecutedPass(each.name, counts_MLGE, certificate, exposed_planning_s=waited_s)
-                run, making = self._begin_planning(again)
+                repacked = ExecutedPass(each.name, counts_MLGE, certificate, exposed_planning_s=waited_s)
+                run, making = self._begin_planning(repacked)
             self._announced[each.name] = _Announced(run, rows_M, first + each.after, making)
             announced.append(each)
         return announced
