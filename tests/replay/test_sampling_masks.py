@@ -5,6 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foreroute.errors import BatchMismatchError, ConfigError, TraceContentError
@@ -70,6 +72,43 @@ def test_values_and_gradients_are_those_of_the_dense_computation(compute, temper
     single = torch.from_numpy(masks.counts_ND[:, 0] == 1)
     assert not found[single].any()
     assert not got[0][single].any()
+
+
+VOCABULARY_RANKS = 3
+PART = 350
+"""Logits of a rank: the last of three has padding alone."""
+
+
+@pytest.mark.slow
+def test_ranks_that_share_the_vocabulary_have_the_values_and_gradients_of_one(tmp_path):
+    mp.spawn(_vocabulary_rank, (tmp_path,), nprocs=VOCABULARY_RANKS)
+    hidden, head, targets, masks = problem()
+    logits = (hidden @ head.T).detach().requires_grad_()
+    expected = dense(logits, targets, masks, 0.7)
+    (expected * torch.arange(len(targets))).sum().backward()
+    for rank in range(VOCABULARY_RANKS):
+        found, gradient, refused = torch.load(tmp_path / f"{rank}.pt")
+        assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+        part = logits.grad[:, rank * PART : (rank + 1) * PART]
+        assert torch.allclose(gradient[:, : part.shape[1]], part, rtol=0, atol=1e-12)
+        assert not gradient[:, part.shape[1] :].any()
+        assert "leaves out its token" in refused
+
+
+def _vocabulary_rank(rank, shared):
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{shared}/store", VOCABULARY_RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=VOCABULARY_RANKS)
+    hidden, head, targets, masks = problem()
+    whole = torch.nn.functional.pad((hidden @ head.T).detach(), (0, VOCABULARY_RANKS * PART - len(head)), value=9.0)
+    logits = whole[:, rank * PART : (rank + 1) * PART].clone().requires_grad_()
+    ranks = dist.group.WORLD
+    found = masked_logprobs_of_logits(logits, targets, masks, temperature=0.7, vocabulary_group=ranks)
+    (found * torch.arange(len(targets))).sum().backward()
+    with pytest.raises(BatchMismatchError) as refused:
+        masked_logprobs_of_logits(logits, (targets + 1) % VOCABULARY, masks, vocabulary_group=ranks)
+    torch.save((found.detach(), logits.grad, str(refused.value)), f"{shared}/{rank}.pt")
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

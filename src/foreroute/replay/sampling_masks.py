@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -85,20 +86,26 @@ def masked_logprobs(
 
 
 def masked_logprobs_of_logits(
-    logits_RV: Tensor, targets_R: Tensor, masks: DecisionStream, *, temperature: float = 1.0
+    logits_RV: Tensor,
+    targets_R: Tensor,
+    masks: DecisionStream,
+    *,
+    temperature: float = 1.0,
+    vocabulary_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Compute log-probabilities of sampled tokens on their recorded sets from logits, of which no copy is made.
 
-    Rows whose sets left nothing out are copied.
+    Rows whose sets left nothing out are copied. Under tensor parallelism each rank has the logits of its part of the
+    vocabulary, as Megatron's output layer gives them: parts are of one size, in the order of ranks, and what is past
+    the choices of the masks is padding. Ranks then exchange 12 bytes a row (24 in float64), and each has all
+    log-probabilities, and the gradients of its logits where all have the same loss.
 
-    `logits_RV` are floats [R, V], as the model returns them; the other arguments, and errors, are those of
-    `masked_logprobs`. Returns float32 [R], float64 where the logits are.
+    `logits_RV` are floats [R, V], as the model returns them, and `vocabulary_group` is the ranks that share the rows;
+    the other arguments, and errors, are those of `masked_logprobs`. Returns float32 [R], float64 where the logits are.
     """
-    sets = _sets_of_logits(logits_RV, targets_R, masks, temperature)
-    # a token that the head does not have is told by the check of its set
-    tokens_R1 = sets.targets_R[:, None].clamp(0, logits_RV.shape[1] - 1)
-    chosen_R = logits_RV.gather(1, tokens_R1)[:, 0].to(_wide(logits_RV)) / temperature
-    return chosen_R - _SetLogits.of(logits_RV, sets, temperature).log_sums_R
+    sets = _sets_of_logits(logits_RV, targets_R, masks, temperature, vocabulary_group)
+    kept = _SetLogits.of(logits_RV, sets, temperature, vocabulary_group)
+    return kept.chosen_R - kept.log_sums_R
 
 
 def masked_entropy_of_logits(
@@ -160,23 +167,55 @@ class _SetLogits:
     logits_M: Tensor
     all_logits: Tensor | None  # [unlimited rows, V]; None where there is no such row
     log_sums_R: Tensor  # the logarithm of the sum of exp(logits) of each set
+    chosen_R: Tensor  # of the tokens that were sampled
 
     @classmethod
-    def of(cls, logits_RV: Tensor, sets: _Sets, temperature: float) -> _SetLogits:
-        wide, row_M = _wide(logits_RV), sets.row_M
-        picked_M = row_M * logits_RV.shape[1] + sets.ids_M
+    def of(
+        cls, logits_RV: Tensor, sets: _Sets, temperature: float, group: dist.ProcessGroup | None = None
+    ) -> _SetLogits:
+        """Take the logits of the sets that are here, and add up over the ranks of a group, which have the others."""
+        wide, row_M, num_here = _wide(logits_RV), sets.row_M, logits_RV.shape[1]
+        first = 0 if group is None else dist.get_rank(group) * num_here
+        # A token that no part has is told by the check of its set.
+        columns_R, columns_M = sets.targets_R - first, sets.ids_M - first
+        chosen_R = logits_RV.gather(1, columns_R.clamp(0, num_here - 1)[:, None])[:, 0].to(wide) / temperature
+        picked_M = row_M * num_here + columns_M.clamp(0, num_here - 1)
         logits_M = logits_RV.reshape(-1).index_select(0, picked_M).to(wide) / temperature
+        if group is not None:
+            chosen_R = chosen_R.masked_fill((columns_R < 0) | (columns_R >= num_here), 0)
+            logits_M = logits_M.masked_fill((columns_M < 0) | (columns_M >= num_here), -torch.inf)
         # Sums are taken relative to the highest logit of each set.
         top_R = torch.full(sets.counts_R.shape, -torch.inf, dtype=wide, device=logits_RV.device)
         top_R = top_R.scatter_reduce(0, row_M, logits_M.detach(), "amax")
+        all_logits = None
+        if len(sets.unlimited):
+            num_choices = sets.masks.num_choices - first
+            all_logits = logits_RV.index_select(0, sets.unlimited)[:, : max(1, num_choices)].to(wide) / temperature
+            if num_choices < 1:  # padding alone is here
+                all_logits = torch.full_like(all_logits, -torch.inf)
+            top_R = top_R.index_copy(0, sets.unlimited, all_logits.detach().amax(-1))
+        if group is not None:
+            dist.all_reduce(top_R, dist.ReduceOp.MAX, group=group)
         sums_R = torch.zeros_like(top_R).index_add(0, row_M, (logits_M - top_R[row_M]).exp())
-        if not len(sets.unlimited):
-            return cls(logits_M, None, top_R + sums_R.log())
-        all_logits = logits_RV.index_select(0, sets.unlimited)[:, : sets.masks.num_choices].to(wide) / temperature
-        # rows of no set have no highest logit and no sum: neutral ones, which are then replaced
-        neutral = sets.counts_R == 0
-        log_sums_R = top_R.masked_fill(neutral, 0) + sums_R.masked_fill(neutral, 1).log()
-        return cls(logits_M, all_logits, log_sums_R.index_copy(0, sets.unlimited, all_logits.logsumexp(-1)))
+        if all_logits is not None:
+            sums_R = sums_R.index_copy(0, sets.unlimited, (all_logits - top_R[sets.unlimited, None]).exp().sum(-1))
+        if group is not None:
+            sums_R, chosen_R = _SumOverRanks.apply(torch.stack([sums_R, chosen_R]), group)
+        return cls(logits_M, all_logits, top_R + sums_R.log(), chosen_R)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """A sum whose gradient each rank has already, as all have the same loss."""
+
+    @staticmethod
+    def forward(ctx: Any, addend: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = addend.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
 
 
 class _OnSets(torch.autograd.Function):
@@ -324,10 +363,18 @@ def _wide(floats: Tensor) -> torch.dtype:
     return torch.promote_types(floats.dtype, torch.float32)
 
 
-def _sets_of_logits(logits_RV: Tensor, targets_R: Tensor, masks: DecisionStream, temperature: float) -> _Sets:
+def _sets_of_logits(
+    logits_RV: Tensor,
+    targets_R: Tensor,
+    masks: DecisionStream,
+    temperature: float,
+    group: dist.ProcessGroup | None = None,
+) -> _Sets:
     if logits_RV.ndim != 2:
         raise BatchMismatchError(f"logits have shape {tuple(logits_RV.shape)}; expected [R, V]")
     num_rows, num_logits = logits_RV.shape
+    if group is not None:
+        num_logits *= dist.get_world_size(group)
     return _Sets.of(masks, targets_R, (num_rows, num_logits), temperature, logits_RV.device)
 
 

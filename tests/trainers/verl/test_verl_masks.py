@@ -15,7 +15,6 @@ pytest.importorskip("verl", reason="there is no verl in this environment: run `m
 
 from examples.verl import verl_on_cpu  # noqa: F401, I001  before verl, in spawned processes too
 from hydra import compose, initialize_config_module
-from tensordict import NonTensorData, NonTensorStack
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
@@ -29,18 +28,17 @@ from verl.workers.utils.padding import left_right_2_no_padding
 
 from foreroute.errors import BatchMismatchError, EngineError, ReplayError
 from foreroute.testing.counting_device import DEVICE, other_device
-from foreroute.trace import RoutingTrace
 from foreroute.trainers.verl import trace_of
 from foreroute.trainers.verl.packed_batch import PackedBatch, require_routed
+from foreroute.trainers.verl.rollout_masks import packed_sets
 from tests.trainers.verl.jagged_there import Jagged, MicroBatch
+from tests.trainers.verl.masked_book import TEMPERATURE, Scores, field_of, require_learned, require_scored
 from tests.trainers.verl.test_verl_data import agent_loop_batch
 from tests.trainers.verl.test_verl_tools import CALL, WIDTHS, Engine, client_of, drawn_from, looped, routes_of
 from tests.trainers.verl.verl_batches import SPEC
-from tests.trainers.verl.verl_book import Book
 from tests.trainers.verl.verl_engines import make, mean_log_prob, old_log_probs, on_cpu, tensordict
 
 MODULE = "foreroute.trainers.verl.sampling_masks"
-TEMPERATURE = 0.7
 
 
 @pytest.fixture(scope="module")
@@ -59,64 +57,6 @@ def masks(folder):
         HFModelConfig(path=folder, external_lib=MODULE)
         yield sys.modules[MODULE]
         del sys.modules[MODULE]
-
-
-def field_of(sets):
-    counts = np.array([len(each) for each in sets], np.int32)
-    return {"counts": counts, "ids": np.array([i for each in sets for i in each], np.int32)}
-
-
-class Scores:
-    """A book whose tokens were drawn from sets: some of one, of all tokens, and a tool's token in each response."""
-
-    def __init__(self, folder):
-        self.book = book = Book(folder)
-        rng, self.sets = np.random.default_rng(3), []
-        self.vocabulary = book.model.config.vocab_size
-        for number, (_, response) in enumerate(book.pairs):
-            own = []
-            for r, token in enumerate(response.tolist()):
-                size = (1, 5, 40, self.vocabulary)[(number + r) % 4]
-                others = rng.permutation(np.setdiff1d(np.arange(self.vocabulary), [token]))[: size - 1]
-                own.append([] if r == 1 else rng.permutation([token, *others]).tolist())
-            self.sets.append(own)
-        self.logprobs = self.dense()
-        book.sampled = [
-            row[-len(pair[1]) :].float().numpy() for row, pair in zip(self.logprobs, book.pairs, strict=True)
-        ]
-
-    def dense(self):
-        """Of each sequence, float64 [T - 1]: dense logits, minus infinity outside of sets; 0 where none was drawn from.
-        Their gradients are kept.
-        """
-        model, found = self.book.model.double(), []
-        for pair, routes, sets in zip(self.book.pairs, self.book.routes, self.sets, strict=True):
-            tokens = torch.from_numpy(np.concatenate(pair))
-            trace = RoutingTrace.from_sequences(self.book.routed.spec, [tokens.numpy()], [routes])
-            with self.book.routed.replay(trace):
-                logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1] / TEMPERATURE
-            left_out = torch.ones(logits.shape, dtype=torch.bool)
-            for r, own in enumerate(sets):
-                left_out[len(pair[0]) - 1 + r, own] = False
-            drawn = ~left_out.all(-1)
-            scores = logits[drawn].masked_fill(left_out[drawn], -torch.inf).log_softmax(-1)
-            scores = scores.gather(-1, tokens[1:][drawn, None])[:, 0]
-            (-scores.sum() / 100).backward()
-            found.append(torch.zeros(len(tokens) - 1, dtype=torch.float64).index_put((drawn,), scores.detach()))
-        self.gradients = {name: each.grad.clone() for name, each in model.named_parameters()}
-        model.zero_grad()
-        model.float()
-        return found
-
-    def batch(self, form="a field", sets=None):
-        batch, fields = self.book.batch(), [field_of(own) for own in (sets or self.sets)]
-        batch["response_mask"][:, 1] = 0
-        if form == "extra fields":
-            fields = [{"sampling_mask": each, "turn_scores": []} for each in fields]
-        name = "extra_fields" if form == "extra fields" else "sampling_mask"
-        if form != "none":
-            batch[name] = NonTensorStack.from_list([NonTensorData(each) for each in fields])
-        return batch
 
 
 @pytest.fixture(scope="module")
@@ -150,25 +90,12 @@ def test_log_probs_are_those_of_dense_logits_outside_of_the_sets_at_minus_infini
         assert torch.equal(output["model_output"]["entropy"].values(), expected.values())
 
 
-def require_scored(found, scores):
-    for one, other in zip(found, scores.logprobs, strict=True):
-        np.testing.assert_allclose(one.numpy(), other.numpy(), rtol=0, atol=1e-5)
-        assert ((one == 0) == (other == 0)).all()
-
-
 def learned(engine, scores):
     """Gradients of an update by name, and its output."""
     with engine.train_mode():
         engine.optimizer_zero_grad()
         output = engine.forward_backward_batch(tensordict(scores.batch(), temperature=TEMPERATURE), mean_log_prob)
         return {name: each.grad.full_tensor() for name, each in engine.module.named_parameters()}, output
-
-
-def require_learned(gradients, scores):
-    assert gradients.keys() == scores.gradients.keys()
-    for name, gradient in scores.gradients.items():
-        near = 1e-5 * float(gradient.abs().max())
-        np.testing.assert_allclose(gradients[name].numpy(), gradient.numpy(), rtol=0, atol=near)
 
 
 def without_masks(engine):
@@ -182,7 +109,7 @@ def without_masks(engine):
 def test_gradients_are_those_of_dense_logits_and_the_rollout_is_met(engine, scores):
     old_log_probs(engine, tensordict(scores.batch(), temperature=TEMPERATURE))
     gradients, output = learned(engine, scores)
-    require_learned(gradients, scores)
+    require_learned(gradients, scores.gradients)
     assert output["metrics"]["mismatch/k3"][0] < 1e-9
     assert output["metrics"]["mismatch/disagreement"] == [0.0]
     with pytest.raises(EngineError, match=r"are \S+ nats \(k3\)"):
@@ -262,7 +189,7 @@ def test_ranks_of_ulysses_score_their_part_of_the_rows(folder, scores, tmp_path)
     for rank in range(2):
         log_probs, gradients = torch.load(tmp_path / f"{rank}.pt")
         require_scored(log_probs, scores)
-        require_learned(gradients, scores)
+        require_learned(gradients, scores.gradients)
 
 
 def _rank(rank, folder, shared):
@@ -337,7 +264,7 @@ def test_each_token_has_its_row_and_a_sampled_one_its_set_through_verls_server_c
         newer[key] = torch.nested.as_nested_tensor([each[key] for each in fields], layout=torch.jagged)
     for td in (legacy, newer):
         for part, numbers in zip(*rearrange_micro_batches(td, max_token_len=500), strict=True):
-            counts, ids = masks.packed_sets(part)
+            counts, ids = packed_sets(part)
             ends = counts.cumsum()
             found = [sorted(ids[a:b].tolist()) for a, b in zip(ends - counts, ends, strict=True)]
             assert found == [each for number in numbers for each in expected[number][1]]

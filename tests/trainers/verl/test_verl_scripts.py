@@ -140,7 +140,7 @@ def test_sampling_that_the_trainer_does_not_score_on_is_warned_of(recwarn):
 
 
 @pytest.mark.shows("verl, FSDP engine", "sampling masks of SGLang", refused="verl hands none on")
-@pytest.mark.shows("verl, Megatron engine", "sampling masks", refused="its log-probs are of all tokens")
+@pytest.mark.shows("verl, Megatron engine", "sampling masks of SGLang", refused="verl hands none on")
 def test_what_sampling_masks_need_or_do_not_go_with_is_named(recwarn):
     library = f"{MODEL}.external_lib=foreroute.trainers.verl.sampling_masks"
     masks = [library, LINES["fsdp"][1], ROUTES, f"{ROLLOUT}.top_p=0.9"]
@@ -152,11 +152,12 @@ def test_what_sampling_masks_need_or_do_not_go_with_is_named(recwarn):
     [line] = said_of(composed("fsdp", *masks, *vllm))
     assert "for greedy validation val_kwargs.top_k=1" in line
     said = "\n".join(said_of(composed("fsdp", *masks, f"{ROLLOUT}.name=sglang", FUSED)))
-    for each in ("4 settings", "FSDP engine alone", "return_sampling_mask=True", "use_fused_kernels", "rollout.top_k"):
+    for each in ("4 settings", "from vLLM alone", "return_sampling_mask=True", "use_fused_kernels", "rollout.top_k"):
         assert each in said
-    both = f"{MODEL}.external_lib=[foreroute.trainers.verl.megatron,foreroute.trainers.verl.sampling_masks]"
-    [line] = said_of(composed("megatron", both, LINES["megatron"][1], ROUTES, *vllm, *greedy))
-    assert "to the FSDP engine alone" in line
+    megatron = [LINES["megatron"][1], ROUTES, *vllm, *greedy]
+    assert said_of(composed("megatron", library.replace("sampling", "megatron_sampling"), *megatron)) == []
+    [line] = said_of(composed("megatron", library, *megatron))
+    assert "set it to foreroute.trainers.verl.megatron_sampling_masks" in line
 
 
 def test_replay_of_verls_own_is_left_alone(monkeypatch):

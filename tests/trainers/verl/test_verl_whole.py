@@ -233,8 +233,18 @@ def test_each_kind_of_parallelism_replays_the_routes_and_syncs_the_weights_of_a_
     assert demo_cluster.differing_weights(folder, policy) == ([], 3 * demo_cluster.RANKS * num_tensors(policy))
 
 
-@pytest.mark.parametrize("library", ["sampling_masks", "fsdp"])
-def test_each_sampled_token_is_scored_on_the_set_that_vllm_drew_it_from(tmp_path, policy, monkeypatch, library):
+@pytest.mark.parametrize(
+    ("engine", "library", "precision", "k3"),
+    [
+        ("fsdp2", "sampling_masks", "float32", (0, 1e-9)),
+        ("fsdp2", "fsdp", "float32", (1e-2, np.inf)),
+        # whose configuration accepts no float32
+        ("megatron", "megatron_sampling_masks", "bfloat16", (0, 2e-3)),
+    ],
+)
+def test_each_sampled_token_is_scored_on_the_set_that_vllm_drew_it_from(
+    tmp_path, monkeypatch, engine, library, precision, k3
+):
     """Masks come from vLLM's second model runner, on a CPU with `stand_ins`. Unread, they leave k3 where it was."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
@@ -242,15 +252,18 @@ def test_each_sampled_token_is_scored_on_the_set_that_vllm_drew_it_from(tmp_path
     every.mkdir()
     imported = "from tests.engines.releases.stand_ins import pretend_a_backend\n\npretend_a_backend()\n"
     (every / "sitecustomize.py").write_text(imported)
-    folder = tmp_path / "run"
-    overrides = [*CUT, f"{MODEL}.external_lib=foreroute.trainers.verl.{library}"]
-    ended = run(folder, policy, precision="float32", replay="R3", overrides=overrides, paths=[every])
+    policy, folder = tmp_path / "policy", tmp_path / "run"
+    demo_cluster.prepare(policy, engine)
+    here = "megatron_on_cpu," if engine == "megatron" else ""
+    overrides = [*CUT, f"{MODEL}.external_lib=[{here}foreroute.trainers.verl.{library}]"]
+    settings = {"precision": precision, "replay": "R3", "engine": engine}
+    ended = run(folder, policy, overrides=overrides, paths=[every], **settings)
     assert ended == 0, demo_cluster.tail(folder)
     found = demo_cluster.metrics(folder)
     assert list(found) == [1, 2]
     for values in found.values():
         assert values["disagreement"] == 0
-        assert values["k3"] < 1e-9 if library == "sampling_masks" else values["k3"] > 1e-2
+        assert k3[0] < values["k3"] < k3[1]
     assert "val-" in (folder / "metrics.jsonl").read_text()
     assert demo_cluster.differing_weights(folder, policy) == ([], 3 * demo_cluster.RANKS * num_tensors(policy))
 

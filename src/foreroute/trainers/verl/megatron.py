@@ -112,9 +112,6 @@ class MegatronPasses(EnginePasses):
             require_regroupable(engine.tf_config)
         self._traces: list[RoutingTrace] = []  # those that packing has read
         self._num_chunks = len(engine.module)
-        # verl pads each sequence to a multiple, which ranks share; those of context parallelism in two chunks each
-        ranks = mpu.get_context_parallel_world_size()
-        self._align = mpu.get_tensor_model_parallel_world_size() * (2 * ranks if ranks > 1 else 1)
 
     @contextmanager
     def batch(self, data: Any, *, update: bool) -> Iterator[None]:
@@ -247,12 +244,20 @@ class MegatronPasses(EnginePasses):
     def _lay_out_micro_batch(self, lengths_S: NDArray[np.int64], longest: int) -> Layout:
         if not self._config.use_remove_padding:
             width = longest if self._config.pad_bshd_to_minibatch_max else int(lengths_S.max())
-            return pad(lengths_S, side="right", order="sbhd", to=-(-width // self._align) * self._align)
-        padded_S = -(-lengths_S // self._align) * self._align
+            return pad(lengths_S, side="right", order="sbhd", to=int(round_up_to_ranks(np.array(width))))
+        padded_S = round_up_to_ranks(lengths_S)
         if self._config.pad_to_length:
             bucket = lcm(self._config.pad_to_length_bucket, mpu.get_context_parallel_world_size())
             padded_S[-1] += -padded_S.sum() % bucket
         return pack(lengths_S, padded_lengths=padded_S)
+
+
+def round_up_to_ranks(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Round up to the multiple that verl pads sequences to, so that ranks share them evenly."""
+    ranks = mpu.get_context_parallel_world_size()
+    multiple = mpu.get_tensor_model_parallel_world_size() * (2 * ranks if ranks > 1 else 1)
+    rounded: NDArray[np.int64] = -(-lengths // multiple) * multiple
+    return rounded
 
 
 def _pack_responses(data: Any) -> PackedBatch:

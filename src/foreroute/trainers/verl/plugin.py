@@ -25,8 +25,9 @@ from foreroute.trainers.verl.settings import (
 
 LIBRARY = "actor_rollout_ref.model.external_lib"
 OURS = "foreroute.trainers.verl."
-MASKS = f"{OURS}sampling_masks"
 FSDP = ("fsdp", "fsdp2")
+MASKS = dict.fromkeys(FSDP, f"{OURS}sampling_masks") | {"megatron": f"{OURS}megatron_sampling_masks"}
+"""The library that scores on sampling masks, by strategy."""
 
 
 def require_script(config: Any) -> None:
@@ -40,13 +41,15 @@ def require_script(config: Any) -> None:
     if mode == "disabled" or (_has_own_replay(actor.strategy) and not is_ours):
         return
     in_the_way: Refusals
-    masked, can_mask = MASKS in libraries, actor.strategy in FSDP and rollout.get("name") == "vllm"
+    masks = MASKS.get(actor.strategy, "")
+    masked, can_mask = any(each in libraries for each in MASKS.values()), rollout.get("name") == "vllm"
     if actor.strategy in FSDP:
-        library = MASKS if masked else f"{OURS}fsdp"
+        library = masks if masked else f"{OURS}fsdp"
         in_the_way = [*_missing_lines(library, libraries, rollout, mode), *fsdp_refusals(engine, ours.model)]
     elif actor.strategy == "megatron":
         refusals = megatron_refusals(engine, ours.model, plans=getattr(engine, "asks_for_plans", False))
-        in_the_way = [*_missing_lines(f"{OURS}megatron", libraries, rollout, mode), *refusals]
+        library = masks if masked else f"{OURS}megatron"
+        in_the_way = [*_missing_lines(library, libraries, rollout, mode), *refusals]
         if getattr(engine, "packing", "length") == "routes":
             in_the_way += [(wrong, f"packing is routes, and {text}") for wrong, text in grouping_refusals(actor)]
     else:
@@ -57,7 +60,7 @@ def require_script(config: Any) -> None:
     neutral = {"top_p": (None, 1), "top_k": (None, 0, -1)}
     cuts = [f"{name}={rollout[name]}" for name in neutral if rollout[name] not in neutral[name]]
     if mode == "R3" and cuts and not masked:
-        remedy = f"name {MASKS} in {LIBRARY}, which scores on what was left, or leave them out"
+        remedy = f"name {masks} in {LIBRARY}, which scores on what was left, or leave them out"
         warnings.warn(
             f"{', '.join(cuts)} leave tokens out of the rollout, and verl's trainer scores over all tokens, so that "
             "log-probs of both sides differ on the same experts, and k3 shows it; "
@@ -92,7 +95,10 @@ def _mask_refusals(ours: Any, *, can_mask: bool) -> Refusals:
     """List what sampling masks do not go with, or need beside `external_lib`."""
     rollout, validation = ours.rollout, ours.rollout.val_kwargs
     return [
-        (not can_mask, f"{MASKS} is named, and masks go from vLLM to the FSDP engine alone; leave it out"),
+        (
+            not can_mask,
+            "a library of sampling masks is named, and they come from vLLM alone; take the one without them",
+        ),
         (
             not rollout.engine_kwargs.vllm.get("return_sampling_mask"),
             "vLLM is not asked for masks; set +actor_rollout_ref.rollout.engine_kwargs.vllm.return_sampling_mask=True",
