@@ -34,7 +34,13 @@ NOT_TRIED = {
         "vLLM that is tensor-parallel, or beside experts spread by `ep_implementation`",
     ),
     "verl, FSDP engine": ("FP8 rollouts", "a real SGLang server", "images under Ulysses"),
-    "verl, Megatron engine": ("FP8 rollouts", "Megatron-Bridge", "a real SGLang server", "images"),
+    "verl, Megatron engine": (
+        "FP8 rollouts",
+        "Megatron-Bridge",
+        "a real SGLang server",
+        "images",
+        "rollouts that draft (`model.mtp.enable_rollout`)",
+    ),
 }
 SOURCE = "https://github.com/foreroute/foreroute/blob/main/"
 

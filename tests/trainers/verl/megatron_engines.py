@@ -40,8 +40,10 @@ def check_config(config):
 McoreEngineConfig.__post_init__ = check_config
 
 
-def make(folder, *, plans=False, replay="R3", ranks=2, lr=1e-3, transformer=None, **settings):
-    """An engine, initialised, whose experts are shared by so many ranks. Settings are of verl's configuration."""
+def make(folder, *, plans=False, replay="R3", ranks=2, lr=1e-3, transformer=None, model=None, **settings):
+    """An engine, initialised, whose experts are shared by so many ranks. Settings are of verl's configuration; those in
+    `model` of its model's.
+    """
     config = {
         "vanilla_mbridge": True,
         "expert_model_parallel_size": ranks,
@@ -57,7 +59,7 @@ def make(folder, *, plans=False, replay="R3", ranks=2, lr=1e-3, transformer=None
     engine = EngineRegistry.new(
         model_type="language_model",
         backend="megatron",
-        model_config=HFModelConfig(path=folder),
+        model_config=HFModelConfig(path=folder, **(model or {})),
         engine_config=(PlanningMegatronConfig if plans else McoreEngineConfig)(**config),
         optimizer_config=McoreOptimizerConfig(lr=lr, total_training_steps=10),
         checkpoint_config=CheckpointConfig(),

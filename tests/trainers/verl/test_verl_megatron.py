@@ -139,7 +139,7 @@ def test_recomputation_memory_of_the_host_and_a_checkpoint_change_no_bit_of_weig
 )
 @pytest.mark.shows("verl, Megatron engine", "plans without R3 or R2", refused="a plan is made of routes that are known")
 def test_settings_that_replay_or_plans_do_not_go_with_are_refused():
-    model = SimpleNamespace(mtp=SimpleNamespace(enable=False), lora={})
+    model = SimpleNamespace(lora={})
     dynamic = PlanningMegatronConfig(dynamic_context_parallel=True, max_seqlen_per_dp_cp_rank=64)
     with pytest.raises(ConfigError, match="dynamic_context_parallel"):
         require_supported_by_megatron(dynamic, model, replays=True, plans=True)

@@ -168,11 +168,6 @@ def test_replay_of_verls_own_is_left_alone(monkeypatch):
     assert said_of(composed("fsdp", LINES["fsdp"][1], ROUTES)) == []
 
 
-@pytest.mark.shows(
-    "verl, Megatron engine",
-    "multi-token prediction (`model.mtp.enable`)",
-    refused="its routers have no routes of the rollout",
-)
 def test_verl_says_so_before_ray_starts(tmp_path):
     root = Path(__file__).parents[3]
     metadata = tmp_path / "foreroute-0.dist-info"
@@ -183,7 +178,8 @@ def test_verl_says_so_before_ray_starts(tmp_path):
     (metadata / "entry_points.txt").write_text(f"[verl.plugins]\n{plugin}\n")
     engine, *settings = SCRIPTS["lora, qwen3_30b_a3b_megatron"]
     settings += [
-        f"{MODEL}.mtp.enable=True",
+        f"{ACTOR}.megatron.dynamic_context_parallel=True",
+        f"{ACTOR}.megatron.max_seqlen_per_dp_cp_rank=64",
         "algorithm.adv_estimator=grpo",
         f"{ROLLOUT}.name=vllm",
         f"{ACTOR}.use_dynamic_bsz=True",

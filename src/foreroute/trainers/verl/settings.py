@@ -63,7 +63,6 @@ def megatron_refusals(config: Any, model: Any, *, plans: bool) -> Refusals:
             config.dynamic_context_parallel,
             "dynamic_context_parallel is on, under which verl splits no batch; switch it off",
         ),
-        (model.mtp.enable, "mtp is on: its routers have no routes of the rollout; switch it off"),
         (
             (model.lora or {}).get("rank", 0),
             "lora.rank is set, which verl leaves to Megatron-Bridge, under which it was never tested; leave it at 0",

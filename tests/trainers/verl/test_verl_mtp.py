@@ -1,0 +1,65 @@
+"""verl's Megatron engine on a model with multi-token prediction: its layers route natively, and run at home."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
+pytest.importorskip("mbridge", reason="there is no mbridge in this environment: run `make night PART=verl`")
+
+# isort: off
+from tests.trainers.verl import megatron_engines  # noqa: F401  before verl: no GPU
+
+# isort: on
+from foreroute.testing.ranks import environment, torchrun
+from tests.trainers.verl.mtp_bridge import save_predicting_policy
+from tests.trainers.verl.test_verl_megatron import FULL, apart
+
+RANKS, WITHIN_S = 4, 900
+TENSOR, CONTEXT, PIPELINE = ({f"{kind}_parallel_size": 2} for kind in ("tensor_model", "context", "pipeline_model"))
+SPLITS = {"data": {}, "tensor": TENSOR, "context": CONTEXT, "pipeline": PIPELINE}
+PLANNED = {f"{name}, planned": split | {"plans": True} for name, split in SPLITS.items()}
+RUNS = {
+    **SPLITS,
+    **PLANNED,
+    "data, planned, recomputed": {"plans": True, "transformer": FULL},
+    "data, not replayed": {"replay": "disabled"},
+}
+CONTROL = "data, not replayed"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Of each run, what its ranks did."""
+    folder = tmp_path_factory.mktemp("found")
+    policy = save_predicting_policy(folder / "policy", layers=4)
+    worker = ("-m", "tests.trainers.verl.megatron_mtp_worker", policy, folder, json.dumps(RUNS))
+    result = torchrun(RANKS, *worker, timeout=WITHIN_S, env=environment(OMP_NUM_THREADS="1"))
+    assert result.returncode == 0, result.stderr[-6000:]
+    return {name: [torch.load(folder / f"{name}-{r}.pt", weights_only=False) for r in range(RANKS)] for name in RUNS}
+
+
+@pytest.mark.shows("verl, Megatron engine", "multi-token prediction (`model.mtp.enable`): its routers stay native")
+@pytest.mark.parametrize("name", RUNS)
+def test_the_decoder_is_replayed_and_layers_of_prediction_route_by_themselves(name, found):
+    shares = [rank["native"] for rank in found[name]]
+    assert {share["prediction"] for share in shares if "prediction" in share} == {1.0}
+    replayed = name != CONTROL
+    assert all((share["decoder"] < 0.95) == replayed for share in shares)
+    logged = [rank["metrics"] for rank in found[name] if rank["metrics"]]
+    assert any(metrics["mtp_losses/mtp_1_loss"][0] > 0 for metrics in logged if "mtp_losses/mtp_1_loss" in metrics)
+    for metrics in logged if replayed else ():
+        assert metrics["mismatch/disagreement"] == [0.0]
+        assert metrics["mismatch/native_disagreement"][0] > 0.05
+
+
+@pytest.mark.parametrize("name", [*PLANNED, "data, planned, recomputed"])
+def test_a_plan_changes_nothing_but_where_the_decoders_rows_are_computed(name, found):
+    weights = found[name.partition(",")[0]][0]["weights"]
+    rounding = apart(found["data"][0]["weights"], found["data, planned"][0]["weights"])
+    assert all(apart(weights, rank["weights"]) < 1e-5 for rank in found[name])
+    assert all(apart(found[CONTROL][0]["weights"], rank["weights"]) > 100 * rounding for rank in found[name])
+    for metrics in (rank["metrics"] for rank in found[name] if rank["metrics"]):
+        assert metrics["plan/rows_off"] == [0.0]
+        assert metrics["plan/imbalance_executed"][0] < metrics["plan/imbalance_static"][0]
