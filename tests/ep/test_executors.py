@@ -23,7 +23,7 @@ def of_megatron():
     return run("executor_subject.failures_here", ranks=2, timeout=200)
 
 
-@pytest.mark.parametrize("framework", ["transformers", "megatron"])
+@pytest.mark.parametrize("framework", ["transformers", pytest.param("megatron", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PROPERTIES)
 def test_of(request, framework, name):
     failed = [of_rank[name] for of_rank in request.getfixturevalue(f"of_{framework}") if name in of_rank]

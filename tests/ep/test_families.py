@@ -37,16 +37,14 @@ REFUSED = {
 """What cannot be replicas, and what plans do not know at all."""
 QUICK = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 LAYOUTS = {
-    "aria": "transposed",
     "openai_privacy_filter": "transposed, biases, concatenated, its own gate",
     "nemotron_h": "no gate",
     "muse_spark": "a norm after each expert, shared by all of them",
-    "minimax_m3_vl": "its own gate",
     "inkling": "shared experts in a module of their own",
     "ernie4_5_vl_moe": "experts of images, which no router chooses that is replayed",
     **REFUSED,
 }
-"""In slow tests, all others by night."""
+"""In slow tests, all others by night, and those whose layout another family here has."""
 
 
 def spread_families():

@@ -57,7 +57,9 @@ def losses_of(outcomes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after", "whole"), [(2, 4, False), (4, 2, True)])
+@pytest.mark.parametrize(
+    ("before", "after", "whole"), [(2, 4, False), pytest.param(4, 2, True, marks=pytest.mark.exhaustive)]
+)
 def test_losses_of_a_resumed_run_are_those_of_one_that_went_on(workers, folder_of, tmp_path, before, after, whole):
     """And not where the optimizer begins anew, which the comparison sees."""
     expected = losses_of(workers(before).run(train, folder_of(), range(4), False))

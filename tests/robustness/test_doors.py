@@ -14,7 +14,7 @@ from tests.robustness import NIGHT, doors
 from tests.robustness.doors_cases import ANY, Case
 from tests.traces import random_trace
 
-MOST = 0 if NIGHT else 24
+MOST = 0 if NIGHT else 16
 """Cases of all verbs: by night all of them, which are about a thousand."""
 
 

@@ -31,7 +31,7 @@ from tests.robustness.target import bits
 from tests.train.small_runs import small_values
 
 pytestmark = pytest.mark.slow
-STEPS, KILLS, AT_MOST = (24, 200, 6) if NIGHT else (4, 2, 2)
+STEPS, KILLS, AT_MOST = (24, 200, 6) if NIGHT else (4, 1, 1)
 """Steps of a run, kills in all, and kills of one run."""
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 PATIENCE_S = 300.0

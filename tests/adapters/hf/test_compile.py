@@ -138,7 +138,8 @@ def test_one_graph_replays_every_trace(family, use_reentrant, attach_first):
     [("grouped_mm", None), ("eager", "selected 0 times.*a checkpoint that torch.compile cannot hold in one graph")],
 )
 def test_a_compiled_model_with_checkpoints_is_replayed_or_refused(use_reentrant, experts, refused):
-    routed, eager = attached(2, experts=experts)
+    sizes = {"num_experts": 3} if refused else {}  # each of the eager ones is a graph
+    routed, eager = attached(2, experts=experts, **sizes)
     for each in (routed, eager):
         enable_checkpointing(each.model, use_reentrant)
     compiled = torch.compile(routed.model, backend="eager" if refused else "aot_eager")
@@ -193,7 +194,7 @@ def test_layers_compiled_one_by_one_share_a_graph(how, checkpointing, attach_fir
 @pytest.mark.slow
 def test_a_model_that_breaks_into_many_graphs_is_replayed_too():
     """The eager experts loop over the experts that were hit, which Dynamo cannot trace."""
-    routed, eager = attached(2, family="mixtral", experts="eager")
+    routed, eager = attached(2, family="mixtral", experts="eager", num_local_experts=3)
     compiled = torch.compile(routed.model, backend="eager")
     step(routed, compiled, 0)
     before = graphs()

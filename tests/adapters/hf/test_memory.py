@@ -1,5 +1,7 @@
 """Memory of a spread model: forecasts of micro-batches that were not measured, and models that are refused."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -19,8 +21,9 @@ from foreroute.testing.models import tiny
 VOCABULARY = 64
 
 
-def routed_of(experts="grouped_mm"):
-    model = tiny("qwen3_moe", experts=experts, vocab_size=VOCABULARY, num_hidden_layers=2, moe_intermediate_size=192)
+def routed_of(experts="grouped_mm", layers=2):
+    sizes = {"vocab_size": VOCABULARY, "num_hidden_layers": layers, "moe_intermediate_size": 192}
+    model = tiny("qwen3_moe", experts=experts, **sizes)
     return hf.attach(spread(model, torch.device("cpu")).train())
 
 
@@ -65,8 +68,9 @@ def forecast_and_logged(rank, num_ranks):
         measured(routed, drawn)
     routed.model.zero_grad(set_to_none=True)
     replicas = int(known.replicas_MLG.sum())
-    with pytest.raises(ForecastError, match="grouped_mm"):
-        measured(routed_of("eager"), drawn)
+    # one try in place of four: such experts follow something else every time
+    with mock.patch.object(hf.memory, "TRIES", 1), pytest.raises(ForecastError, match="grouped_mm"):
+        measured(routed_of("eager", layers=1), [trace.select_layers(drawn[0].spec.layers[:1]) for trace in drawn])
     return found, replicas
 
 

@@ -55,7 +55,7 @@ def test_a_capture_in_a_session_is_refused_and_leaves_nothing_behind(session, de
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("session", ["replay", pytest.param("record", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("session", ["replay", pytest.param("record", marks=pytest.mark.exhaustive)])
 def test_a_capture_of_a_compiled_model_is_refused_too(session):
     require_refused_captures(session, CPU, lambda model: torch.compile(model, backend="eager", fullgraph=True))
 

@@ -1,6 +1,7 @@
 """TRL runs of a few seconds."""
 
 import os
+from multiprocessing import forkserver
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from trl import GRPOConfig
 from trl.trainer import utils
 
 from examples.trl.tiny import policy, tokenizer, vowels
+from foreroute.testing.ranks import IMPORTED, Workers
 from foreroute.trainers.trl import GRPOTrainer
 from tests.roundings import terms_of
 
@@ -44,6 +46,15 @@ SCORES_ON_SETS = pytest.mark.skipif(
     not hasattr(utils, "add_fused_lm_head"),
     reason="this TRL makes log-probs past the head that sampling masks stand on",
 )
+
+
+server = forkserver.ForkServer()
+server.set_forkserver_preload([*IMPORTED, __name__])
+
+
+def two_processes():
+    """Forked from one that has imported TRL, which takes seconds."""
+    return Workers(2, timeout_s=500, forked_from=server)
 
 
 def as_torchrun_does(rank):
