@@ -11,11 +11,11 @@ from tests.adapters.megatron.forked_ranks import run
 from tests.replay.session_properties import OVER_VARIANTS, PROPERTIES, at_once, the_rest
 
 
-def in_parts(over_variants=()):
+def in_parts(when=()):
     """Every property, and those over all variants once more, of the rest."""
     night = pytest.mark.exhaustive
     return [
-        *(pytest.param(name, at_once, id=name, marks=over_variants * (name in OVER_VARIANTS)) for name in PROPERTIES),
+        *(pytest.param(name, at_once, id=name, marks=when) for name in PROPERTIES),
         *(pytest.param(name, the_rest, id=f"{name}, the rest", marks=night) for name in OVER_VARIANTS),
     ]
 
@@ -33,7 +33,7 @@ def failures(request):
     return failed
 
 
-@pytest.mark.parametrize(("name", "part"), in_parts((pytest.mark.slow,)))
+@pytest.mark.parametrize(("name", "part"), in_parts(pytest.mark.slow))
 def test_of_megatron(name, part, failures):
     if (name, part) in failures:
         pytest.fail(failures[name, part], pytrace=False)

@@ -55,6 +55,7 @@ def packed(workers):
     return found
 
 
+@pytest.mark.slow
 def test_slowest_ranks_of_a_packing_by_routes_have_less(packed):
     """Counted by the executor. The bound is of each layer the busiest rank of the pass."""
     truth, ours = (each.records[0]["execution"] for each in packed[:2])
@@ -69,6 +70,7 @@ def test_slowest_ranks_of_a_packing_by_routes_have_less(packed):
         assert (before.sum(axis=(0, 2)) == after.sum(axis=(0, 2))).all(), "the same tokens"
 
 
+@pytest.mark.slow
 def test_no_packing_changes_what_two_ranks_learn(packed):
     """Losses, gradients and their moments in float64."""
     truth = packed[0]

@@ -356,6 +356,7 @@ def test_an_unknown_indexer_leaves_routes_alone():
         output_of(model, BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["model.layers.0", pytest.param("", marks=pytest.mark.exhaustive)])
 def test_choices_in_what_is_compiled_are_refused_and_routes_alone_replayed(part):
     expected, trace = recorded("deepseek_v32")

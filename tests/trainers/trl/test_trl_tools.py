@@ -57,7 +57,7 @@ class Drawn(EmbeddedEngine):
         return rows[: len(tokens)]
 
 
-LATER = {"generate": pytest.mark.slow, "engine": pytest.mark.slow, "environment": pytest.mark.exhaustive}
+LATER = {"generate": pytest.mark.slow, "engine": pytest.mark.exhaustive, "environment": pytest.mark.exhaustive}
 
 
 @pytest.mark.shows("TRL", "`tools` and `environment_factory`")
@@ -91,8 +91,13 @@ def test_gradients_are_those_of_sampled_tokens_under_the_routes_of_their_turns(s
     assert not own or logged(trainer, "mismatch/k3")[0] < 1e-9
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("fake", "settings"), [(colocated, COLOCATE), (served, SERVER)], ids=["colocate", "server"])
+@pytest.mark.parametrize(
+    ("fake", "settings"),
+    [
+        pytest.param(colocated, COLOCATE, marks=pytest.mark.slow, id="colocate"),
+        pytest.param(served, SERVER, marks=pytest.mark.exhaustive, id="server"),
+    ],
+)
 def test_turns_of_vllm_are_captured_in_their_order(fake, settings, folder, monkeypatch):
     """On stand-ins with the fields of vLLM's answers, sampled in bfloat16; a real one is in test_trl_real_vllm.py.
 
