@@ -109,8 +109,9 @@ WAYS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.slow if way == "R3" else pytest.mark.exhaustive) for way in WAYS]
+)
 def test_a_step_mixes_no_devices_and_does_the_same_anywhere(way):
     config = small_config(**{"warm_start": WARM, "rollout": FEW, **WAYS[way]})
     first_rollout, expected, state = stepped(config, torch.device("cpu"))

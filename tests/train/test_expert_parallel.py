@@ -35,7 +35,10 @@ WAYS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", list(WAYS.values()), ids=list(WAYS))
+@pytest.mark.parametrize(
+    "parallel",
+    [pytest.param(WAYS[name], marks=pytest.mark.exhaustive if name == "live" else (), id=name) for name in WAYS],
+)
 def test_two_ranks_learn_what_one_process_learns_from_their_rollouts(workers, parallel):
     records = learn_alike(workers, config_of(2, **parallel))
     for execution in (record["execution"] for record in records if record["execution"]["passes"]):

@@ -166,7 +166,7 @@ def replace_each_layer(model):
     ("how", "checkpointing", "attach_first"),
     [
         (compile_each_layer, "plain", True),
-        pytest.param(replace_each_layer, "non_reentrant", False, marks=pytest.mark.slow),
+        pytest.param(replace_each_layer, "non_reentrant", False, marks=pytest.mark.exhaustive),
         pytest.param(compile_each_layer, "wrapper_non_reentrant", True, marks=pytest.mark.exhaustive),
     ],
 )
@@ -260,11 +260,8 @@ def test_a_compiled_forward_checks_its_batch_and_its_routers():
         compiled(**BATCH, use_cache=False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "use_reentrant"),
-    [(compile_each_layer, True), pytest.param(replace_each_layer, False, marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("how", "use_reentrant"), [(compile_each_layer, True), (replace_each_layer, False)])
 def test_a_compiled_layer_checkpointed_by_hand_finds_its_routes(how, use_reentrant):
     routed, eager = attached(2, layers=2)
     layers = routed.model.train().model.layers

@@ -37,9 +37,9 @@ def loss_of(model, trace):
     return model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float().logsumexp(-1).sum()
 
 
-def forecast_and_logged(rank, num_ranks):
+def forecast_and_logged(rank, num_ranks, layers):
     """By way: bytes forecast, without slots too, and those that a log of the whole micro-step has seen."""
-    routed = routed_of()
+    routed = routed_of(layers=layers)
     drawn = draw_micro_batches(routed.spec, VOCABULARY)
     memory = measured(routed, drawn)
     # others, of sequences four times as long
@@ -81,9 +81,12 @@ def longer(wholes):
     )
 
 
-@pytest.mark.slow  # tests/costs has the formula, and benchmarks/rows.py peaks that torch does not count
-def test_larger_micro_batches_take_what_small_ones_tell(workers):
-    for found, replicas in workers(2).run(forecast_and_logged, 2):
+# tests/costs has the formula, and benchmarks/rows.py peaks that torch does not count
+@pytest.mark.parametrize(
+    "layers", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.exhaustive)]
+)
+def test_larger_micro_batches_take_what_small_ones_tell(workers, layers):
+    for found, replicas in workers(2).run(forecast_and_logged, 2, layers):
         assert replicas > 0
         for ours, _, logged in found.values():
             np.testing.assert_allclose(ours, logged, rtol=0.02)
