@@ -17,6 +17,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 from foreroute.train import objective
 from foreroute.train.config import METHODS, RLConfig
 from foreroute.train.objective import (
+    clipped_ratio,
     coefficients,
     denominator,
     group_advantages,
@@ -185,6 +186,15 @@ def test_advantages_do_not_move_with_the_rewards():
     advantages, _ = group_advantages(rewards, 6)
     np.testing.assert_allclose(group_advantages(5 * rewards + 3, 6)[0], advantages, atol=1e-12)
     np.testing.assert_allclose(advantages.reshape(4, 6).sum(axis=1), 0, atol=1e-12)
+
+
+def test_clipping_by_hand():
+    ratio = torch.tensor([1.0, 1.5, 0.5, 1.5, 0.5], dtype=torch.float64)
+    advantage = torch.tensor([2.0, 1.0, 1.0, -1.0, -1.0], dtype=torch.float64)
+    losses, clipped = clipped_ratio(ratio.log(), advantage, 0.2, 0.27)
+    # the bound holds back gains above 1.27 and losses below 0.8, and lets the rest through
+    assert losses.tolist() == pytest.approx([-2.0, -1.27, -0.5, 1.5, 0.8])
+    assert clipped.tolist() == [False, True, False, False, True]
 
 
 def weights_of(rho, config):
