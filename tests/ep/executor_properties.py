@@ -356,11 +356,13 @@ CHECKS = {name.removeprefix("check_"): check for name, check in vars().copy().it
 PROPERTIES = [*EARLY, *LATE, *CHECKS]
 
 
-def failures(make):
-    """By name, the traceback of each property that does not hold on this rank; `make` gives a `PlannedStep`."""
+def failures(make, asked):
+    """By name, the traceback of each of these properties that fails on this rank; `make` gives a `PlannedStep`."""
     failed, s = {}, make()
     before = s.left_alone()
     for words, do in (EARLY | LATE).items():
+        if words not in asked:
+            continue
         try:
             found, all_to_alls = ending(s, do)
             require_said(found, words)
@@ -371,7 +373,8 @@ def failures(make):
             failed[words] = traceback.format_exc()
     for name, check in CHECKS.items():
         try:
-            check(make)
+            if name in asked:
+                check(make)
         except Exception:
             failed[name] = traceback.format_exc()
     return failed
