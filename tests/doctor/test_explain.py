@@ -19,6 +19,7 @@ from foreroute.report import write_diagnosis
 from foreroute.trace import RoutedLayer
 from tests.doctor.planted_roots import SIZES, rollout, trainer
 from tests.report.pages import text_of
+from tests.tiers import grid
 
 
 @pytest.fixture(autouse=True)
@@ -47,18 +48,7 @@ class Replays:
         return torch.zeros(self.engine.shape[:3], dtype=torch.bool)
 
 
-@pytest.mark.parametrize(
-    ("family", "precision"),
-    [
-        ("qwen3_moe", "bfloat16"),
-        pytest.param("gpt_oss", "fp8", marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", "bfloat16", marks=pytest.mark.slow),
-        *(
-            pytest.param(*each, marks=pytest.mark.exhaustive)
-            for each in (("gpt_oss", "bfloat16"), ("qwen3_moe", "fp8"), ("deepseek_v3", "fp8"))
-        ),
-    ],
-)
+@grid(("family", "precision"), [(f, p) for p in ("bfloat16", "fp8") for f in SIZES], quick=1, day=3)
 def test_layers_flips_and_tokens_are_those_of_exact_replays(family, precision, tmp_path):
     """By layer from below, one after the other; of tokens, their own flips alone, and one flip alone."""
     model = trainer(family, 4)

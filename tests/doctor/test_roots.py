@@ -11,6 +11,7 @@ from foreroute.doctor.evidence import TrainerPass
 from foreroute.doctor.examine import examine
 from foreroute.mismatch import root_mismatch
 from tests.doctor.planted_roots import SIZES, rollout, trainer
+from tests.tiers import grid
 from tests.traces import random_trace
 
 AIMS = {"bfloat16": 0.97, "fp8": 0.85}
@@ -69,18 +70,7 @@ def test_planted_swaps_are_named_with_sequence_token_layer_and_experts():
     assert any(each.sentence.startswith("Something is broken. As it is, routing makes ") for each in found.findings)
 
 
-@pytest.mark.parametrize(
-    ("family", "depth"),
-    [
-        ("qwen3_moe", 4),
-        pytest.param("gpt_oss", 12, marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", 4, marks=pytest.mark.slow),
-        *(
-            pytest.param(*each, marks=pytest.mark.exhaustive)
-            for each in (("gpt_oss", 4), ("qwen3_moe", 12), ("deepseek_v3", 12))
-        ),
-    ],
-)
+@grid(("family", "depth"), [(family, depth) for depth in (4, 12) for family in SIZES], quick=1, day=3)
 def test_a_router_with_noise_is_named_and_healthy_ones_are_not(family, depth):
     model, noisy = trainer(family, depth), depth // 3
     roots = diagnose(examine(model, rollout(model, "bfloat16", noisy=noisy)[0])).measures.roots

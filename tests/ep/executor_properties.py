@@ -95,7 +95,6 @@ def enter(s, *given, **begun):
 
 
 def run(s, *micro_steps, replay=True):
-    """A step with forwards of these micro-steps."""
     with s.execute(), torch.no_grad():
         for m in micro_steps:
             s.log_probs(min(m, 1), replay=replay)
@@ -215,7 +214,6 @@ LATE = {
 
 
 def distance(found, expected):
-    """The largest difference of any tensors over the largest number of all."""
     assert found.keys() == expected.keys()
     largest = max(float(each.abs().max()) for each in expected.values())
     return max(float((found[name].double() - each.double()).abs().max()) for name, each in expected.items()) / largest

@@ -15,7 +15,6 @@ def failures_of_transformers(rank, folder, asked):
 
 @pytest.fixture(scope="module")
 def asked(request):
-    """What is asked of each framework, at once."""
     found = {"transformers": set(), "megatron": set()}
     for item in request.session.items:
         if item.path == request.path:
@@ -34,7 +33,6 @@ def of_megatron(asked):
 
 
 def by_day(number, name):
-    """Slow, but for every third refusal."""
     return pytest.param(name, marks=pytest.mark.slow if name not in CHECKS and number % 3 else (), id=name)
 
 

@@ -36,7 +36,6 @@ PLAN = 3
 
 
 def base_of(family):
-    """The model of a folder, as no rank spreads it."""
     return tiny(family, seed=1).double()
 
 

@@ -4,7 +4,6 @@ Each test stands behind the function that worker processes run for it.
 """
 
 import numpy as np
-import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
@@ -13,6 +12,7 @@ from tests.adapters.hf.model_runs import whole
 from tests.ep.spread_models import sharded
 from tests.ep.spread_steps import ONE_GROUP, TWO_GROUPS, SpreadStep, differing, weights
 from tests.ep.transfer.plans import random_homes
+from tests.tiers import grid
 
 RATE, LEAST = 1e-3, 1e-4
 
@@ -28,7 +28,6 @@ def adamw(model):
 
 
 def moments(s, optimizer):
-    """Whole, by name and key."""
     found = {}
     for name, parameter in s.model.named_parameters():
         for key, value in optimizer.state[parameter].items():
@@ -57,13 +56,11 @@ def there_and_back(rank, folder, sizes):
     return received > 0, bool(locals_away), found, same_objects, same_memory
 
 
-@pytest.mark.parametrize(
+@grid(
     ("num_ranks", "sizes", "family"),
-    [
-        (2, ONE_GROUP, "qwen3_moe"),
-        pytest.param(4, TWO_GROUPS, "gpt_oss", marks=pytest.mark.slow),
-        pytest.param(2, ONE_GROUP, "deepseek_v3", marks=pytest.mark.exhaustive),
-    ],
+    [(2, ONE_GROUP, "qwen3_moe"), (4, TWO_GROUPS, "gpt_oss"), (2, ONE_GROUP, "deepseek_v3")],
+    quick=1,
+    day=2,
 )
 def test_what_moves_and_comes_back_has_its_bits_and_its_memory(workers, folder_of, num_ranks, sizes, family):
     for *moved, differ, same_objects, same_memory in workers(num_ranks).run(there_and_back, folder_of(family), sizes):

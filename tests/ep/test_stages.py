@@ -5,7 +5,6 @@ from dataclasses import replace
 from unittest.mock import patch
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -16,6 +15,7 @@ from foreroute.plan.options import PASS_NAMES
 from tests.ep.spread_steps import MICRO_STEPS, SpreadStep
 from tests.ep.transfer.plans import split_plan
 from tests.roundings import TERMS, roundings
+from tests.tiers import grid
 
 LARGEST = 20
 """Of the log-probs here."""
@@ -65,14 +65,16 @@ def two_stages(rank, folder, paths, gains):
     return found
 
 
-@pytest.mark.parametrize(
+@grid(
     ("paths", "gains"),
     [
         ("host", {"recompute": 0.3, "update": 0.0099}),
-        pytest.param("host", {"recompute": 0.0099, "update": 0.3}, marks=pytest.mark.slow),
+        ("host", {"recompute": 0.0099, "update": 0.3}),
         ("direct", {"recompute": -1.0, "update": 0.3}),
-        pytest.param("host", {"recompute": 0.0, "update": 0.0}, marks=pytest.mark.exhaustive),
+        ("host", {"recompute": 0.0, "update": 0.0}),
     ],
+    quick=2,
+    day=3,
 )
 def test_a_stage_at_home_moves_nothing_and_is_static_bit_for_bit(workers, folder_of, paths, gains):
     published = [pass_name for pass_name in PASS_NAMES if gains[pass_name] >= 0.01][:1] if paths == "host" else []

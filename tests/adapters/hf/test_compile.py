@@ -33,7 +33,6 @@ pytestmark = pytest.mark.usefixtures("no_graphs_left")
 
 
 def attached(count=1, *, layers=1, **options):
-    """So many equal models of few layers, attached."""
     models = [tiny(**{"experts": "grouped_mm", "num_hidden_layers": layers, **options}) for _ in range(count)]
     return [hf.attach(model) for model in models]
 

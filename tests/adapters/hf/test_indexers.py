@@ -147,7 +147,6 @@ def require_attended(family, routed, trace, weights, batch):
 
 
 def chosen(trace, spec, stream, sequence, position, layer, head):
-    """Units of one query, ascending."""
     row = int(trace.offsets[sequence]) + position
     start, stop = stream.offsets[row * stream.depth + layer :][:2]
     ids = stream.ids[start:stop]

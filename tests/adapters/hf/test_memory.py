@@ -17,6 +17,7 @@ from foreroute.ep.allocations import AllocationLog
 from foreroute.errors import AttachError, ForecastError
 from foreroute.plan import Links, PlanOptions, Topology, known_rows
 from foreroute.testing.models import tiny
+from tests.tiers import grid
 
 VOCABULARY = 64
 
@@ -82,9 +83,7 @@ def longer(wholes):
 
 
 # tests/costs has the formula, and benchmarks/rows.py peaks that torch does not count
-@pytest.mark.parametrize(
-    "layers", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.exhaustive)]
-)
+@grid("layers", [1, 2], quick=0, day=1)
 def test_larger_micro_batches_take_what_small_ones_tell(workers, layers):
     for found, replicas in workers(2).run(forecast_and_logged, 2, layers):
         assert replicas > 0

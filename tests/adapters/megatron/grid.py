@@ -66,7 +66,6 @@ VARIANTS = list(itertools.product(RECOMPUTE, ("alltoall", "allgather"), (False, 
 
 
 def variants_of(parallel):
-    """All cells of one split."""
     return [
         dataclasses.replace(parallel, recompute=recompute, dispatcher=dispatcher, packed=packed)
         for recompute, dispatcher, packed in VARIANTS
@@ -91,7 +90,6 @@ SAMPLE = [
 
 
 def with_settings(cell_settings, **cell):
-    """A cell with more of TransformerConfig said."""
     return Cell(settings=tuple(cell_settings.items()), **cell)
 
 

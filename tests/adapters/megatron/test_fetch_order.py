@@ -17,7 +17,6 @@ CASES = [(kind, recompute) for recompute in ("none", "selective", "uniform") for
 
 
 def outcome_of(at):
-    """Losses and gradients of a step, and its transfers."""
     with at.execute() as execution:
         found = at.step()
     assert rows_off_plan(at.routed, execution, at.counts_MLGE) == 0
@@ -25,7 +24,6 @@ def outcome_of(at):
 
 
 def fetched_in(transfers):
-    """Those that brought weights to this rank."""
     return [each for each in transfers if each.kind == "fetch" and each.host_bytes + each.direct_bytes]
 
 
@@ -67,7 +65,6 @@ def test_weights_stand_behind_the_rows_of_their_cell():
 
 
 def rows_before(log, place):
-    """Whether rows have left since the last layer began."""
     since = max(at for at, what in enumerate(log[:place]) if what == "layer")
     return "rows" in log[since:place]
 

@@ -101,7 +101,6 @@ def test_without_replay_training_is_trls_own_to_the_last_bit(options, folder, ca
 
 
 def returning(change):
-    """A `rollout_func` whose output is changed."""
 
     def made(model):
         book = Book(model)
@@ -131,7 +130,6 @@ def dense():
 
 
 def generating(sample):
-    """A model with a `generate` of its own."""
 
     def made():
         model = policy()
@@ -143,7 +141,6 @@ def generating(sample):
 
 
 def past_the_model(generate, input_ids, **_):
-    """No forward."""
     return torch.cat([input_ids, torch.randint(2, 200, (len(input_ids), 5))], dim=1)
 
 

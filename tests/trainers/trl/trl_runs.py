@@ -102,7 +102,6 @@ def trained(*args, **settings):
 
 
 def logged(trainer, name):
-    """Every value of a metric in the trainer's own logs."""
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 

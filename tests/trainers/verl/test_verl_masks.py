@@ -157,7 +157,6 @@ def require_scored(found, scores):
 
 
 def learned(engine, scores):
-    """Gradients of an update by name, and its output."""
     with engine.train_mode():
         engine.optimizer_zero_grad()
         output = engine.forward_backward_batch(tensordict(scores.batch(), temperature=TEMPERATURE), mean_log_prob)
@@ -172,7 +171,6 @@ def require_learned(gradients, scores):
 
 
 def without_masks(engine):
-    """The same engine, that scores on all tokens."""
     plain = copy.copy(engine)
     plain.__class__ = type(engine).__mro__[1]
     return plain
