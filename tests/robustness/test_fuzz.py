@@ -37,7 +37,12 @@ def seen(tally):
 
 
 @pytest.mark.parametrize(
-    "group", [*LIGHT[:2], *(pytest.param(one, marks=pytest.mark.slow) for one in (*LIGHT[2:], HEAVY))]
+    "group",
+    [
+        *LIGHT[:2],
+        *(pytest.param(one, marks=pytest.mark.slow) for one in LIGHT[2:]),
+        pytest.param(HEAVY, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_malformed_inputs_are_refused_or_harmless(group):
     tallies = attack(f"tests.robustness.{group}", INPUTS)

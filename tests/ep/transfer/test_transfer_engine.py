@@ -57,7 +57,7 @@ CASES = [
 ]
 
 
-@grid(("ranks", "options", "dtype", "shape"), CASES, quick=3)
+@grid(("ranks", "options", "dtype", "shape"), CASES, quick=3, day=4)
 def test_replicas_are_what_is_at_home_and_gradients_return(workers, ranks, options, dtype, shape):
     for seed in range(2):
         workers(ranks).run(passes, random_plan(seed, ranks=ranks, **shape), options, dtype)
