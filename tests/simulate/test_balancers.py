@@ -160,6 +160,12 @@ def test_llep_spills_as_described_and_a_slot_for_every_expert_makes_it_even(seed
     assert all(home >= some >= best for home, some, best in pairs)
 
 
+def test_counts_of_any_integer_type_are_taken():
+    given = problem(4)
+    for name in ("eplb_step", "llep"):
+        assert largest(given, name) == largest(replace(given, counts_MLGE=given.counts_MLGE.astype(np.uint16)), name)
+
+
 README_LOADS = [
     [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
     [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
