@@ -27,29 +27,9 @@ from tests.adapters.hf.family_refusals import REFUSED, inkling2_loop, refusal
 
 ROUTES = re.compile(r"^class (\w*(?:MoE|Moe|MOE|Experts?|Router|TopKGating)\w*)\(", re.MULTILINE)
 AT_ONCE = [
-    "dbrx",
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "deepseek_v4",
-    "dots1",
-    "gemma4",
-    "glm5_next",
-    "gpt_oss",
-    "hunyuan_v1_moe",
-    "inkling",
-    "jamba",
-    "jetmoe",
-    "lfm2_moe",
-    "llama4",
-    "longcat_flash",
-    "mixtral",
-    "olmoe",
-    "phimoe",
-    "qwen3_moe",
-    "qwen3_vl_moe",
-    "step3p7",
-    "zaya",
+    *("dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1", "gemma4", "glm5_next"),
+    *("gpt_oss", "hunyuan_v1_moe", "inkling", "jamba", "jetmoe", "lfm2_moe", "llama4", "longcat_flash"),
+    *("mixtral", "olmoe", "phimoe", "qwen3_moe", "qwen3_vl_moe", "step3p7", "zaya"),
 ]
 """Without the mark `slow`: one of each kind of gate, selection and attention. The others are like one of them."""
 LONG = [checkpointing, backends, configuration]

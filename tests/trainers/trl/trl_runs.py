@@ -68,15 +68,8 @@ def config(folder, **settings):
 
 
 OF_TRAINER = (
-    "replay",
-    "topology",
-    "sentinel",
-    "rollout_func",
-    "peft_config",
-    "tools",
-    "environment_factory",
-    "processing_class",
-    "reward_funcs",
+    *("replay", "topology", "sentinel", "rollout_func", "peft_config"),
+    *("tools", "environment_factory", "processing_class", "reward_funcs"),
 )
 """Settings that go to a trainer itself, and not to its configuration."""
 
