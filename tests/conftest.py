@@ -48,20 +48,7 @@ def no_graphs_left():
 
 
 @pytest.fixture(scope="session")
-def compiled_planner():
-    """The planner's kernels are compiled once, and not by several ranks at the same time, each for itself."""
-    import numpy as np
-
-    from foreroute.costs import hardware_preset
-    from foreroute.plan import PlanOptions
-    from foreroute.planner import plan
-
-    for slots in ("layer", "shared"):
-        plan(np.ones((1, 1, 2, 4), np.int32), hardware_preset("h100").topology(2, 1), PlanOptions(slots=slots))
-
-
-@pytest.fixture(scope="session")
-def workers(compiled_planner):
+def workers():
     """`workers(4)`: four processes, started on first use and kept to the end; those that idle cost little."""
     from foreroute.testing.ranks import Workers
 

@@ -5,51 +5,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 FRAMEWORKS = {"torch", "transformers", "megatron", "trl", "matplotlib"}
 HEAVY = FRAMEWORKS | {"jinja2", "pydantic", "typer", "rich", "safetensors", "scipy"}
 
 
-def loaded_by(statement):
-    code = f"import json, sys\n{statement}\nprint(json.dumps(sorted(sys.modules)))"
+def loaded_by(*statements):
+    """The modules that are there behind each of these, which one process runs one after the other."""
+    shown = "print(json.dumps(sorted(sys.modules)))\n"
+    code = "import json, sys\n" + "".join(f"{statement}\n{shown}" for statement in statements)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(json.loads(run.stdout))
+    return [set(json.loads(line)) for line in run.stdout.splitlines()]
 
 
-def test_importing_the_package_loads_nothing_else():
-    modules = loaded_by("import foreroute")
-    assert [name for name in modules if name.startswith("foreroute.")] == []
-    assert modules.isdisjoint(HEAVY | {"numpy"})
-
-
-def test_a_name_loads_the_room_that_it_is_in():
-    asked = loaded_by("import foreroute as fr\nfr.load, fr.planner")
-    assert {"foreroute.trace", "foreroute.planner"} <= asked
-    assert asked.isdisjoint(HEAVY | {"foreroute.capture"})
-
-
-def test_the_core_loads_torch_and_no_other_room():
-    rooms = {name.split(".")[1] for name in loaded_by("from foreroute.core import attach") if "foreroute." in name}
-    assert rooms == {"core"}
-
-
-@pytest.mark.slow
-def test_attaching_a_hugging_face_model_loads_what_it_takes_alone():
-    """No format of files, no packer, no metrics, no executor of plans."""
-    modules = loaded_by("from foreroute.adapters import hf\nhf.attach")
-    rooms = {name.split(".")[1] for name in modules if name.startswith("foreroute.")}
-    assert rooms == {"adapters", "checks", "core", "errors", "kernels", "layout", "replay", "trace"}
-    files = {"replay.recording", "replay.sampling_masks", "trace.file", "layout.packing", "adapters.hf.indexers"}
-    assert modules.isdisjoint({f"foreroute.{name}" for name in files} | {"pydantic"})
-
-
-def test_comparing_arrays_loads_the_doctor_when_it_is_asked_for_and_no_framework():
-    assert "foreroute.doctor" not in loaded_by("import foreroute")
-    asked = loaded_by("import foreroute\nforeroute.compare")
-    assert "foreroute.doctor.comparison" in asked
-    assert asked.isdisjoint(FRAMEWORKS)
+def rooms_of(modules):
+    return {name.split(".")[1] for name in modules if name.startswith("foreroute.")}
 
 
 PURE_ROOMS = (
@@ -58,8 +28,32 @@ PURE_ROOMS = (
 )
 
 
-def test_the_pure_rooms_load_no_framework():
-    assert loaded_by(all_of(PURE_ROOMS)).isdisjoint(FRAMEWORKS)
+def test_importing_loads_what_is_asked_for():
+    package, named, compared, pure, drawing, command_line = loaded_by(
+        "import foreroute as fr",
+        "fr.load, fr.planner",
+        "fr.compare",
+        all_of(PURE_ROOMS),
+        "import foreroute.report",
+        "import foreroute.cli.main",
+    )
+    assert rooms_of(package) == set()
+    assert package.isdisjoint(HEAVY | {"numpy"})
+    assert {"foreroute.trace", "foreroute.planner"} <= named
+    assert named.isdisjoint(HEAVY | {"foreroute.capture", "foreroute.doctor"})
+    assert "foreroute.doctor.comparison" in compared
+    assert pure.isdisjoint(FRAMEWORKS)
+    assert drawing.isdisjoint({"matplotlib", "jinja2"}), "reading runs and making rows"
+    assert command_line.isdisjoint(FRAMEWORKS)
+
+
+def test_the_core_loads_no_other_room_and_attaching_a_hugging_face_model_what_it_takes_alone():
+    """No format of files, no packer, no metrics, no executor of plans."""
+    core, attached = loaded_by("from foreroute.core import attach", "from foreroute.adapters import hf\nhf.attach")
+    assert rooms_of(core) == {"core"}
+    assert rooms_of(attached) == {"adapters", "checks", "core", "errors", "kernels", "layout", "replay", "trace"}
+    files = {"replay.recording", "replay.sampling_masks", "trace.file", "layout.packing", "adapters.hf.indexers"}
+    assert attached.isdisjoint({f"foreroute.{name}" for name in files} | {"pydantic"})
 
 
 def all_of(rooms):
@@ -90,7 +84,8 @@ sys.meta_path.insert(0, Absent())
 
 
 def test_a_base_install_needs_none_of_the_libraries_of_the_command_line():
-    assert loaded_by(blocked(OF_CLI) + all_of(BASE_ROOMS)).isdisjoint(OF_CLI)
+    [loaded] = loaded_by(blocked(OF_CLI) + all_of(BASE_ROOMS))
+    assert loaded.isdisjoint(OF_CLI)
 
 
 def test_the_command_line_says_which_extra_it_needs():
@@ -98,11 +93,3 @@ def test_the_command_line_says_which_extra_it_needs():
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     needed = "error: the command line needs typer, which is not installed; pip install '.[cli]' in a clone of foreroute"
     assert (run.returncode, run.stdout, run.stderr) == (2, "", f"{needed} brings it\n")
-
-
-def test_reading_runs_and_making_rows_load_no_plotting_library():
-    assert loaded_by("import foreroute.report").isdisjoint({"matplotlib", "jinja2"})
-
-
-def test_the_command_line_starts_without_torch():
-    assert loaded_by("import foreroute.cli.main").isdisjoint(FRAMEWORKS)

@@ -95,26 +95,34 @@ def test_what_is_installed_is_warned_of_once(require):
         require("trl", NEWER)
 
 
-@pytest.mark.parametrize(
-    ("door", "package"),
-    [("adapters.hf", "torch"),
-     *(pytest.param(*each, marks=pytest.mark.slow) for each in
-       (("adapters.hf", "transformers"), ("adapters.megatron", "megatron-core"), ("trainers.trl", "trl"),
-        ("trainers.verl.fsdp", "verl")))],
-)  # fmt: skip
-def test_an_adapter_looks_before_it_imports_anything_else_of_its_peer(door, package):
-    """The peer at hand has nothing but a name and an old version."""
-    module = PEERS[package].module
-    script = (
-        "import sys, types\n"
-        f"for name in {[module.split('.')[0], module]!r}:\n"
-        "    sys.modules[name] = types.ModuleType(name); sys.modules[name].__version__ = '0.1'\n"
-        "from foreroute.errors import AttachError\n"
-        f"try: import foreroute.{door}\n"
-        "except AttachError as error: print(error)\n"
-    )
+DOORS = {
+    "adapters.hf": "transformers",
+    "adapters.megatron": "megatron-core",
+    "trainers.verl.fsdp": "verl",
+    "trainers.trl": "trl",
+}
+
+
+@pytest.mark.parametrize("doors", [{"adapters.hf": "torch"}, pytest.param(DOORS, marks=pytest.mark.slow)], ids=len)
+def test_an_adapter_looks_before_it_imports_anything_else_of_its_peer(doors):
+    """The peer at hand has nothing but a name and an old version. One process tries a door after the other."""
+    script = "import sys, types\nfrom foreroute.errors import AttachError\n"
+    for door, package in doors.items():
+        module = PEERS[package].module
+        script += (
+            "before = dict(sys.modules)\n"
+            f"for name in {[module.split('.')[0], module]!r}:\n"
+            "    sys.modules[name] = types.ModuleType(name); sys.modules[name].__version__ = '0.1'\n"
+            f"try: import foreroute.{door}\n"
+            "except AttachError as error: print(error)\n"
+            "for name in [each for each in sys.modules if each.partition('.')[0] in "
+            f"('foreroute', {module.split('.')[0]!r}) and each not in before]: del sys.modules[name]\n"
+        )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=120)
-    assert run.stdout.startswith(f"{package} 0.1 does not work"), run.stderr
+    said = [line for line in run.stdout.splitlines() if "does not work" in line]
+    assert len(said) == len(doors), run.stderr
+    for line, package in zip(said, doors.values(), strict=True):
+        assert line.startswith(f"{package} 0.1 does not work"), run.stderr
 
 
 @pytest.mark.parametrize("version", ["0.1" + "x" * 5000, "0.5.23" + "." + "9" * 5000, "1." + "9" * 5000, "x" * 5000])

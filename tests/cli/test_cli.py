@@ -160,7 +160,7 @@ def as_rank(rank, port, *words):
     return foreroute(*words)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # tests/train runs two by day
 def test_two_processes_train_and_one_of_them_speaks(tmp_path):
     sections = {"rollout": {"prompts": 4}, "rl": {"steps": 1}, "parallel": {"expert": 2, "timeout_s": 60.0}}
     words = ("train", config_file(tmp_path, **sections), "--folder", tmp_path / "run")

@@ -95,7 +95,6 @@ def enter(s, *given, **begun):
 
 
 def run(s, *micro_steps, replay=True):
-    """A step with forwards of these micro-steps."""
     with s.execute(), torch.no_grad():
         for m in micro_steps:
             s.log_probs(min(m, 1), replay=replay)
@@ -215,7 +214,6 @@ LATE = {
 
 
 def distance(found, expected):
-    """The largest difference of any tensors over the largest number of all."""
     assert found.keys() == expected.keys()
     largest = max(float(each.abs().max()) for each in expected.values())
     return max(float((found[name].double() - each.double()).abs().max()) for name, each in expected.items()) / largest
@@ -356,11 +354,13 @@ CHECKS = {name.removeprefix("check_"): check for name, check in vars().copy().it
 PROPERTIES = [*EARLY, *LATE, *CHECKS]
 
 
-def failures(make):
-    """By name, the traceback of each property that does not hold on this rank; `make` gives a `PlannedStep`."""
+def failures(make, asked):
+    """By name, the traceback of each of these properties that fails on this rank; `make` gives a `PlannedStep`."""
     failed, s = {}, make()
     before = s.left_alone()
     for words, do in (EARLY | LATE).items():
+        if words not in asked:
+            continue
         try:
             found, all_to_alls = ending(s, do)
             require_said(found, words)
@@ -371,7 +371,8 @@ def failures(make):
             failed[words] = traceback.format_exc()
     for name, check in CHECKS.items():
         try:
-            check(make)
+            if name in asked:
+                check(make)
         except Exception:
             failed[name] = traceback.format_exc()
     return failed

@@ -62,7 +62,6 @@ def routes(spec, number, micro_step):
 
 
 def drawn(spec, number):
-    """The batches of a rank, and their routes."""
     return [(batch(number, m), routes(spec, number, m)) for m in range(MICRO_STEPS)]
 
 

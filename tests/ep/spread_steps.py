@@ -61,11 +61,9 @@ def compile_layers(model, backend):
 
 
 def weights(routed):
-    """Whole, by name."""
     return {name: tensor.clone() for name, tensor in routed.gather_weights()}
 
 
 def differing(one, other):
-    """Names of tensors that have not the same bits."""
     assert one.keys() == other.keys()
     return [name for name, tensor in one.items() if not torch.equal(tensor, other[name])]

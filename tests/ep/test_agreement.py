@@ -10,7 +10,6 @@ from tests.ep.executor_properties import said_by
 
 
 def deciding(consensus, rank, case):
-    """Let ranks 1 and 2 of three do what the case says."""
     mine = case if rank else "well"
     with consensus.agree("looking", PlanError) as vote:
         if mine == "refused":

@@ -5,26 +5,39 @@ from functools import partial
 import pytest
 
 from tests.adapters.megatron.forked_ranks import run
-from tests.ep.executor_properties import PROPERTIES, failures
+from tests.ep.executor_properties import CHECKS, PROPERTIES, failures
 from tests.ep.spread_steps import SpreadStep
 
 
-def failures_of_transformers(rank, folder):
-    return failures(partial(SpreadStep, rank, folder))
+def failures_of_transformers(rank, folder, asked):
+    return failures(partial(SpreadStep, rank, folder), asked)
 
 
 @pytest.fixture(scope="module")
-def of_transformers(workers, folder_of):
-    return workers(2).run(failures_of_transformers, folder_of())
+def asked(request):
+    found = {"transformers": set(), "megatron": set()}
+    for item in request.session.items:
+        if item.path == request.path:
+            found[item.callspec.params["framework"]].add(item.callspec.params["name"])
+    return found
 
 
 @pytest.fixture(scope="module")
-def of_megatron():
-    return run("executor_subject.failures_here", ranks=2, timeout=200)
+def of_transformers(workers, folder_of, asked):
+    return workers(2).run(failures_of_transformers, folder_of(), asked["transformers"])
 
 
-@pytest.mark.parametrize("framework", ["transformers", "megatron"])
-@pytest.mark.parametrize("name", PROPERTIES)
+@pytest.fixture(scope="module")
+def of_megatron(asked):
+    return run("executor_subject.failures_here", asked["megatron"], ranks=2, timeout=200)
+
+
+def by_day(number, name):
+    return pytest.param(name, marks=pytest.mark.slow if name not in CHECKS and number % 3 else (), id=name)
+
+
+@pytest.mark.parametrize("framework", ["transformers", pytest.param("megatron", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [by_day(*each) for each in enumerate(PROPERTIES)])
 def test_of(request, framework, name):
     failed = [of_rank[name] for of_rank in request.getfixturevalue(f"of_{framework}") if name in of_rank]
     if failed:

@@ -36,7 +36,6 @@ PLAN = 3
 
 
 def base_of(family):
-    """The model of a folder, as no rank spreads it."""
     return tiny(family, seed=1).double()
 
 
@@ -142,10 +141,10 @@ def trained(rank, family, folder, sizes):
 @pytest.mark.parametrize(
     ("family", "layout"),
     [
-        ("qwen3_moe", ONE_GROUP),
+        pytest.param("qwen3_moe", ONE_GROUP, marks=pytest.mark.slow, id="one_group"),
         pytest.param("gpt_oss", ONE_GROUP, marks=pytest.mark.slow, id="transposed"),
         pytest.param("qwen3_moe", TWO_GROUPS, marks=pytest.mark.exhaustive, id="two_groups"),
-        pytest.param("qwen3_moe", COPIES, marks=pytest.mark.slow, id="copies"),
+        pytest.param("qwen3_moe", COPIES, marks=pytest.mark.exhaustive, id="copies"),
     ],
 )
 def test_logits_and_gradients_are_those_of_one_process(workers, folder_of, family, layout):

@@ -4,7 +4,6 @@ Batches have a route for every row: others are not sent, and kernels may round i
 """
 
 from contextlib import ExitStack
-from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -15,7 +14,7 @@ from foreroute.adapters import hf
 from foreroute.errors import ForerouteError, PlanError
 from tests.adapters.hf.families import FAMILIES, build
 from tests.adapters.hf.model_runs import gradients, whole
-from tests.ep.executor_properties import distance, said_by
+from tests.ep.executor_properties import distance
 from tests.ep.spread_models import load_spread, sharded
 from tests.ep.transfer.plans import split_plan, static_plan
 from tests.replay.session_subject import same
@@ -37,16 +36,14 @@ REFUSED = {
 """What cannot be replicas, and what plans do not know at all."""
 QUICK = ("qwen3_moe", "deepseek_v3", "gpt_oss")
 LAYOUTS = {
-    "aria": "transposed",
     "openai_privacy_filter": "transposed, biases, concatenated, its own gate",
     "nemotron_h": "no gate",
     "muse_spark": "a norm after each expert, shared by all of them",
-    "minimax_m3_vl": "its own gate",
     "inkling": "shared experts in a module of their own",
     "ernie4_5_vl_moe": "experts of images, which no router chooses that is replayed",
     **REFUSED,
 }
-"""In slow tests, all others by night."""
+"""In slow tests, all others by night, and those whose layout another family here has."""
 
 
 def spread_families():
@@ -141,19 +138,3 @@ def test_experts_that_are_no_replicas_are_refused_by_name_and_run_at_home(worker
     for scale, down in workers(2).run(refused_replicas, folder_of()):
         assert "model.layers.1.mlp.experts.scale is none of gate_up_proj, up_proj and down_proj, and no _bias" in scale
         assert "model.layers.1.mlp.experts.down_proj is torch.int8; expected one of float64, float32" in down
-
-
-def refusals(rank, folders):
-    return [said_by(partial(load_spread, folder, model_class=model_class)) for folder, model_class in folders]
-
-
-@pytest.mark.slow
-def test_transformers_refuses_the_others_by_name(workers, tmp_path):
-    models = {name: build(name) for name in sorted(NOT_SPREAD)}
-    for name, model in models.items():
-        model.save_pretrained(tmp_path / name)
-    folders = [(tmp_path / name, type(model)) for name, model in models.items()]
-    for found in workers(2).run(refusals, folders):
-        for model, message in zip(models.values(), found, strict=True):
-            assert f"`{type(model).__name__}` has no `ep_plan`" in message
-    assert len(FAMILIES) - len(NOT_SPREAD) == 69

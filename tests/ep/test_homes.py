@@ -28,7 +28,6 @@ def adamw(model):
 
 
 def moments(s, optimizer):
-    """Whole, by name and key."""
     found = {}
     for name, parameter in s.model.named_parameters():
         for key, value in optimizer.state[parameter].items():
@@ -61,6 +60,7 @@ def there_and_back(rank, folder, sizes):
     ("num_ranks", "sizes", "family"),
     [(2, ONE_GROUP, "qwen3_moe"), (4, TWO_GROUPS, "gpt_oss"), (2, ONE_GROUP, "deepseek_v3")],
     quick=1,
+    day=2,
 )
 def test_what_moves_and_comes_back_has_its_bits_and_its_memory(workers, folder_of, num_ranks, sizes, family):
     for *moved, differ, same_objects, same_memory in workers(num_ranks).run(there_and_back, folder_of(family), sizes):

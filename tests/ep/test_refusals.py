@@ -145,7 +145,6 @@ def offloaded(model):
 
 
 def asked_of(rank, folder, name):
-    """How everything ends that needs spread experts."""
     routed = hf.attach(NOT_OURS[name](folder))
     calls = [
         lambda: routed.gather_counts([]),

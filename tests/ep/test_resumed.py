@@ -1,7 +1,6 @@
 """A run under plans whose homes move, saved by transformers' own means and resumed on other numbers of ranks."""
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from transformers.distributed.checkpoint import load_optimizer_distributed, save_optimizer_distributed
@@ -12,6 +11,7 @@ from tests.ep.spread_models import load_spread
 from tests.ep.test_homes import LEAST, RATE, adamw, homes
 from tests.ep.transfer.plans import split_plan
 from tests.roundings import GRADIENT_TERMS, roundings
+from tests.tiers import grid
 
 SEQUENCES = 4
 """Of a step, of equal lengths, so that losses are means of the same tokens on any number of ranks."""
@@ -56,8 +56,7 @@ def losses_of(outcomes):
     return torch.tensor(outcomes, dtype=torch.float64).mean(dim=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("before", "after", "whole"), [(2, 4, False), (4, 2, True)])
+@grid(("before", "after", "whole"), [(2, 4, False), (4, 2, True)], quick=0, day=1)
 def test_losses_of_a_resumed_run_are_those_of_one_that_went_on(workers, folder_of, tmp_path, before, after, whole):
     """And not where the optimizer begins anew, which the comparison sees."""
     expected = losses_of(workers(before).run(train, folder_of(), range(4), False))

@@ -228,7 +228,7 @@ def test_compiled_layers_execute_plans_with_the_same_bits_and_no_recompilation_i
             assert not differing(grads, truth)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # compiled layers run by day
 def test_a_compiled_model_is_refused_under_a_plan_by_name_and_replays_without_one(workers, folder_of):
     for said, eager, *found in workers(2).run(compiled, folder_of(num_hidden_layers=1)):
         assert said.startswith("ReplayError: model.layers.0.mlp.experts runs under a plan")

@@ -74,6 +74,7 @@ def two_stages(rank, folder, paths, gains):
         ("host", {"recompute": 0.0, "update": 0.0}),
     ],
     quick=2,
+    day=3,
 )
 def test_a_stage_at_home_moves_nothing_and_is_static_bit_for_bit(workers, folder_of, paths, gains):
     published = [pass_name for pass_name in PASS_NAMES if gains[pass_name] >= 0.01][:1] if paths == "host" else []
@@ -89,28 +90,31 @@ def test_a_stage_at_home_moves_nothing_and_is_static_bit_for_bit(workers, folder
                 assert ("return_grads" in seen["called"]) == (pass_name == "update")
 
 
-def warned_of(rank, folder, priced, transfers):
-    """What is said of the path of a plan that is executed, and of the same plan where it does not pay."""
-    s, said = SpreadStep(rank, folder), []
-    if transfers is not None:
-        s.routed.use(transfers)
-    for step, gain in enumerate((0.5, 0.0)):
-        plan = replace(s.plan, gains=dict.fromkeys(PASS_NAMES, gain), priced_paths=priced)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            with s.execute(plan, step=step):
-                run(s, "recompute")
-        said.append([str(each.message) for each in caught if "priced" in str(each.message)])
+def warned_of(rank, folder, cases):
+    """Of each path that was priced and used, what is said of a plan, and of the same plan where it does not pay."""
+    s, found = SpreadStep(rank, folder), []
+    for number, (priced, transfers) in enumerate(cases):
+        if transfers is not None:
+            s.routed.use(transfers)
+        said = []
+        for step, gain in enumerate((0.5, 0.0)):
+            plan = replace(s.plan, gains=dict.fromkeys(PASS_NAMES, gain), priced_paths=priced)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                with s.execute(plan, step=2 * number + step):
+                    run(s, "recompute")
+            said.append([str(each.message) for each in caught if "priced" in str(each.message)])
+        found.append(said)
     s.routed.close()
-    return said
+    return found
 
 
 def test_a_plan_that_was_priced_for_another_path_is_warned_of(workers, folder_of):
     """Prices and executors take the same path by default, so that nobody has to name it."""
     host = TransferOptions(paths="host")
-    for priced, transfers in ((CostModel.paths, None), ("host", host), (None, host)):
-        assert workers(2).run(warned_of, folder_of(), priced, transfers) == [[[], []]] * 2
-    for (one,), none in workers(2).run(warned_of, folder_of(), CostModel.paths, host):
+    cases = [(CostModel.paths, None), ("host", host), (None, host), (CostModel.paths, host)]
+    for *silent, ((one,), none) in workers(2).run(warned_of, folder_of(), cases):
+        assert silent == [[[], []]] * 3
         assert "was priced for weights by the path 'direct', and they travel by 'host'" in one
         assert none == []
 

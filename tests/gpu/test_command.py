@@ -86,6 +86,7 @@ PART = """
 """
 
 
+@pytest.mark.exhaustive
 def test_what_a_part_found_before_it_broke_is_kept(measured, monkeypatch):
     monkeypatch.setattr(runner, "GRACE_S", 1)
     monkeypatch.setattr(runner, "LEAST_S", 0)

@@ -24,6 +24,10 @@ from tests.replay.session_subject import router_paths
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
+ON_A_CPU = "full"
+"""The others are by night there: tests/adapters/megatron has them all."""
+KINDS = [each if each == ON_A_CPU else pytest.param(each, marks=pytest.mark.exhaustive) for each in RECOMPUTE]
+
 
 @pytest.fixture(scope="module")
 def megatron(device, tmp_path_factory):
@@ -43,7 +47,7 @@ def begin(folder, device):
     start_megatron(folder, device)
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("recompute", KINDS)
 def test_own_routes_are_native_bits(megatron, recompute):
     unsteady, changed = megatron(bits_without_and_with_replay, recompute)
     if unsteady:
@@ -80,7 +84,7 @@ def sorted_picks():
         yield
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("recompute", KINDS)
 def test_foreign_routes_are_obeyed(megatron, recompute):
     megatron(check_obeyed, recompute)
 

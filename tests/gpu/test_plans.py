@@ -196,6 +196,7 @@ def test_outcomes_that_differ_are_seen(kind):
     assert distance(found, expected) == pytest.approx(1e-2, rel=1e-4)
 
 
+@pytest.mark.exhaustive  # on a CPU tests/ep/test_replicas.py has it by day
 @pytest.mark.parametrize("backend", ["gloo", ONE])
 def test_two_ranks_on_one_device_are_one_process(device, backend):
     """With replicas by host memory, and from peer to peer; on NCCL the host waits nowhere between the rows."""

@@ -1,7 +1,7 @@
 """Every property of sessions, of models of every framework.
 
 A property that holds for every kind of gate or every way of recomputing activations is asked of the usual one and of a
-few others at once, of which each property has its own; in slow tests of the rest, of Megatron by night.
+few others at once, of which each property has its own; by night of the rest.
 """
 
 import pytest
@@ -10,16 +10,14 @@ from tests.adapters.hf.session_subject import HuggingFaceSubject
 from tests.adapters.megatron.forked_ranks import run
 from tests.replay.session_properties import OVER_VARIANTS, PROPERTIES, at_once, the_rest
 
-
-def in_parts(when):
-    """Every property, and those over all variants once more, of the rest."""
-    return [
-        *(pytest.param(name, at_once, id=name) for name in PROPERTIES),
-        *(pytest.param(name, the_rest, id=f"{name}, the rest", marks=when) for name in OVER_VARIANTS),
-    ]
+IN_PARTS = [
+    *(pytest.param(name, at_once, id=name) for name in PROPERTIES),
+    *(pytest.param(name, the_rest, id=f"{name}, the rest", marks=pytest.mark.exhaustive) for name in OVER_VARIANTS),
+]
+"""Every property, and those over all variants once more, of the rest."""
 
 
-@pytest.mark.parametrize(("name", "part"), in_parts(pytest.mark.slow))
+@pytest.mark.parametrize(("name", "part"), IN_PARTS)
 def test_of_transformers(name, part):
     PROPERTIES[name](part(HuggingFaceSubject, name))
 
@@ -32,7 +30,7 @@ def failures(request):
     return failed
 
 
-@pytest.mark.parametrize(("name", "part"), in_parts(pytest.mark.exhaustive))
+@pytest.mark.parametrize(("name", "part"), IN_PARTS)
 def test_of_megatron(name, part, failures):
     if (name, part) in failures:
         pytest.fail(failures[name, part], pytrace=False)

@@ -23,7 +23,7 @@ LIGHT = (
     "records:record_targets",
 )
 HEAVY = "runs:run_targets"
-INPUTS = 23_000 if NIGHT else 40
+INPUTS = 23_000 if NIGHT else 25
 """For each unit of weight, of which there are 44 in all: a million by night."""
 CHANGES = 10**9 if NIGHT else 80
 """Bits and cuts of a file, at most."""
@@ -37,7 +37,12 @@ def seen(tally):
 
 
 @pytest.mark.parametrize(
-    "group", [*LIGHT[:2], *(pytest.param(one, marks=pytest.mark.slow) for one in (*LIGHT[2:], HEAVY))]
+    "group",
+    [
+        *LIGHT[:2],
+        *(pytest.param(one, marks=pytest.mark.slow) for one in LIGHT[2:]),
+        pytest.param(HEAVY, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_malformed_inputs_are_refused_or_harmless(group):
     tallies = attack(f"tests.robustness.{group}", INPUTS)

@@ -30,7 +30,7 @@ from tests.robustness import NIGHT
 from tests.robustness.target import bits
 from tests.train.small_runs import small_values
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 STEPS, KILLS, AT_MOST = (24, 200, 6) if NIGHT else (4, 2, 2)
 """Steps of a run, kills in all, and kills of one run."""
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)

@@ -19,6 +19,7 @@ from foreroute.train.policy import make_engine, make_policy
 from foreroute.train.prompts import make_task
 from foreroute.train.ranks import find_device, num_started
 from foreroute.train.warm_start import warm_start
+from tests.tiers import grid
 from tests.train.small_runs import always_informative, same_state, small_config, small_values, tensors_of
 
 FEW = {"prompts": 2, "group_size": 4, "precision": "float32"}
@@ -109,8 +110,7 @@ WAYS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
+@grid("way", WAYS, quick=0, day=1)
 def test_a_step_mixes_no_devices_and_does_the_same_anywhere(way):
     config = small_config(**{"warm_start": WARM, "rollout": FEW, **WAYS[way]})
     first_rollout, expected, state = stepped(config, torch.device("cpu"))

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from foreroute.train.config import RLConfig
-from tests.tiers import grid
 from tests.train.expert_parallel_steps import (
     config_of,
     parallel_steps,
@@ -21,7 +20,6 @@ from tests.train.small_runs import SIZES
 STEPS = 2
 EXACT = {"rtol": 1e-9, "atol": 1e-11}
 WAYS = {
-    "R3": {"routing": "R3"},
     "R2_shared_slots": {
         "routing": "R2",
         "paths": "direct",
@@ -36,7 +34,11 @@ WAYS = {
 }
 
 
-@grid("parallel", list(WAYS.values()), ids=list(WAYS), quick=0)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "parallel",
+    [pytest.param(WAYS[name], marks=pytest.mark.exhaustive if name == "live" else (), id=name) for name in WAYS],
+)
 def test_two_ranks_learn_what_one_process_learns_from_their_rollouts(workers, parallel):
     records = learn_alike(workers, config_of(2, **parallel))
     for execution in (record["execution"] for record in records if record["execution"]["passes"]):
@@ -56,6 +58,7 @@ def packed(workers):
     return found
 
 
+@pytest.mark.slow
 def test_slowest_ranks_of_a_packing_by_routes_have_less(packed):
     """Counted by the executor. The bound is of each layer the busiest rank of the pass."""
     truth, ours = (each.records[0]["execution"] for each in packed[:2])
@@ -70,6 +73,7 @@ def test_slowest_ranks_of_a_packing_by_routes_have_less(packed):
         assert (before.sum(axis=(0, 2)) == after.sum(axis=(0, 2))).all(), "the same tokens"
 
 
+@pytest.mark.slow
 def test_no_packing_changes_what_two_ranks_learn(packed):
     """Losses, gradients and their moments in float64."""
     truth = packed[0]
@@ -84,9 +88,12 @@ def test_no_packing_changes_what_two_ranks_learn(packed):
             torch.testing.assert_close(seen, exact, rtol=1e-12, atol=1e-12 * float(exact.abs().max()))
 
 
+@pytest.mark.slow
 def test_a_budget_of_memory_takes_one_micro_step_more_and_changes_no_gradient(workers):
     """In float64. A budget that no packing keeps is refused before the step, on both ranks alike."""
-    config = config_of(2)
+    config = config_of(
+        2, model={"sizes": {**SIZES, "num_hidden_layers": 1}}
+    )  # measuring takes as long as it has layers
     config = config.model_copy(update={"rl": RLConfig(micro_step_tokens=512)})
     (plenty, kept, refused), (*_, other) = workers(2).run(steps_budgeted, config)
     updates = [len(one.records[0]["execution"]["passes"]["update 0"]["executed_MLG"]) for one in (plenty, kept)]

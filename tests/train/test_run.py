@@ -37,13 +37,11 @@ def copied(whole, tmp_path):
     return RunFolder(tmp_path / "copied")
 
 
-@pytest.mark.parametrize(
+@grid(
     ("routing", "mini_steps", "precision"),
-    [
-        pytest.param("none", 1, "bfloat16", marks=pytest.mark.exhaustive),
-        pytest.param("R2", 2, "bfloat16", marks=pytest.mark.slow),
-        ("R3", 3, "fp8"),
-    ],
+    [("R3", 3, "fp8"), ("R2", 2, "bfloat16"), ("none", 1, "bfloat16")],
+    quick=1,
+    day=2,
 )
 def test_an_interrupted_run_ends_as_the_uninterrupted_one(tmp_path, routing, mini_steps, precision):
     config = small_config(

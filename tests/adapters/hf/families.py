@@ -275,7 +275,6 @@ def lacks(name):
 
 
 def modelling_file(name):
-    """Where the class of a family is written."""
     by = FAMILIES[name].modelled_by or name
     return MODELLING / by / f"modeling_{by}.py"
 

@@ -33,12 +33,10 @@ def committed():
 
 @functools.cache
 def committed_refusals():
-    """{family: reason} of the page."""
     return dict(_lists()[2])
 
 
 def class_to_name(model):
-    """As the page has it: nothing for a usual class."""
     return "" if model.endswith(USUAL) else model
 
 

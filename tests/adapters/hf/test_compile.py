@@ -33,7 +33,6 @@ pytestmark = pytest.mark.usefixtures("no_graphs_left")
 
 
 def attached(count=1, *, layers=1, **options):
-    """So many equal models of few layers, attached."""
     models = [tiny(**{"experts": "grouped_mm", "num_hidden_layers": layers, **options}) for _ in range(count)]
     return [hf.attach(model) for model in models]
 
@@ -82,15 +81,16 @@ def assert_same(seen, expected):
 @pytest.mark.shows("Hugging Face", "`torch.compile`, of the model or of layers")
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "use_reentrant", "attach_first"),
+    ("family", "layers", "use_reentrant", "attach_first"),
     [
-        ("qwen3_moe", None, True),
-        pytest.param("qwen3_moe", False, False, marks=pytest.mark.exhaustive),
-        pytest.param("deepseek_v3", True, True, marks=pytest.mark.exhaustive),
+        ("qwen3_moe", 1, None, True),
+        pytest.param("qwen3_moe", 2, False, False, marks=pytest.mark.exhaustive),
+        pytest.param("deepseek_v3", 2, True, True, marks=pytest.mark.exhaustive),
     ],
 )
-def test_one_graph_replays_every_trace(family, use_reentrant, attach_first):
-    model, eager = (tiny(family, experts="grouped_mm", num_hidden_layers=2) for _ in range(2))
+def test_one_graph_replays_every_trace(family, layers, use_reentrant, attach_first):
+    """That of several layers each has its own routes is shown layer by layer, and by night."""
+    model, eager = (tiny(family, experts="grouped_mm", num_hidden_layers=layers) for _ in range(2))
     eager = hf.attach(eager)
     for each in (model, eager.model):
         enable_checkpointing(each, use_reentrant)
@@ -138,7 +138,8 @@ def test_one_graph_replays_every_trace(family, use_reentrant, attach_first):
     [("grouped_mm", None), ("eager", "selected 0 times.*a checkpoint that torch.compile cannot hold in one graph")],
 )
 def test_a_compiled_model_with_checkpoints_is_replayed_or_refused(use_reentrant, experts, refused):
-    routed, eager = attached(2, experts=experts)
+    sizes = {"num_experts": 3} if refused else {}  # each of the eager ones is a graph
+    routed, eager = attached(2, experts=experts, **sizes)
     for each in (routed, eager):
         enable_checkpointing(each.model, use_reentrant)
     compiled = torch.compile(routed.model, backend="eager" if refused else "aot_eager")
@@ -164,7 +165,7 @@ def replace_each_layer(model):
     ("how", "checkpointing", "attach_first"),
     [
         (compile_each_layer, "plain", True),
-        pytest.param(replace_each_layer, "non_reentrant", False, marks=pytest.mark.slow),
+        pytest.param(replace_each_layer, "non_reentrant", False, marks=pytest.mark.exhaustive),
         pytest.param(compile_each_layer, "wrapper_non_reentrant", True, marks=pytest.mark.exhaustive),
     ],
 )
@@ -193,7 +194,7 @@ def test_layers_compiled_one_by_one_share_a_graph(how, checkpointing, attach_fir
 @pytest.mark.slow
 def test_a_model_that_breaks_into_many_graphs_is_replayed_too():
     """The eager experts loop over the experts that were hit, which Dynamo cannot trace."""
-    routed, eager = attached(2, family="mixtral", experts="eager")
+    routed, eager = attached(2, family="mixtral", experts="eager", num_local_experts=3)
     compiled = torch.compile(routed.model, backend="eager")
     step(routed, compiled, 0)
     before = graphs()
@@ -258,11 +259,8 @@ def test_a_compiled_forward_checks_its_batch_and_its_routers():
         compiled(**BATCH, use_cache=False)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "use_reentrant"),
-    [(compile_each_layer, True), pytest.param(replace_each_layer, False, marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("how", "use_reentrant"), [(compile_each_layer, True), (replace_each_layer, False)])
 def test_a_compiled_layer_checkpointed_by_hand_finds_its_routes(how, use_reentrant):
     routed, eager = attached(2, layers=2)
     layers = routed.model.train().model.layers

@@ -13,41 +13,31 @@ from foreroute.adapters import hf
 from foreroute.adapters.versions import PEERS
 from tests.adapters.hf import support_table
 from tests.adapters.hf.families import FAMILIES, MODELLING, lacks, skip_in_older
-from tests.adapters.hf.family_checks import CHECKS, backends, checkpointing, configuration, require_bit_equal
+from tests.adapters.hf.family_checks import (
+    CHECKS,
+    backends,
+    checkpointing,
+    configuration,
+    foreign,
+    require_bit_equal,
+    weights,
+)
 from tests.adapters.hf.family_gates import GATES
 from tests.adapters.hf.family_refusals import REFUSED, inkling2_loop, refusal
 
 ROUTES = re.compile(r"^class (\w*(?:MoE|Moe|MOE|Experts?|Router|TopKGating)\w*)\(", re.MULTILINE)
 AT_ONCE = [
-    "dbrx",
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "deepseek_v4",
-    "dots1",
-    "gemma4",
-    "glm5_next",
-    "gpt_oss",
-    "hunyuan_v1_moe",
-    "inkling",
-    "jamba",
-    "jetmoe",
-    "lfm2_moe",
-    "llama4",
-    "longcat_flash",
-    "mixtral",
-    "olmoe",
-    "phimoe",
-    "qwen3_moe",
-    "qwen3_vl_moe",
-    "step3p7",
-    "zaya",
+    *("dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "dots1", "gemma4", "glm5_next"),
+    *("gpt_oss", "hunyuan_v1_moe", "inkling", "jamba", "jetmoe", "lfm2_moe", "llama4", "longcat_flash"),
+    *("mixtral", "olmoe", "phimoe", "qwen3_moe", "qwen3_vl_moe", "step3p7", "zaya"),
 ]
 """Without the mark `slow`: one of each kind of gate, selection and attention. The others are like one of them."""
 LONG = [checkpointing, backends, configuration]
 """These take most of the time, and find what families alike have alike."""
+OF_EACH = [foreign, weights]
+"""What is shown by day of families that are like one of `AT_ONCE` too."""
 LONG_AT_ONCE = ["deepseek_v3", "gpt_oss", "qwen3_moe"]
-"""Families of which these are no slow tests; those of families that are not among `AT_ONCE` run by night."""
+"""Families of which these are no slow tests; """
 ROUTES_NO_TOKENS = {"granite_docling": "its density router regresses a number of pages; there are no experts"}
 
 
@@ -72,7 +62,7 @@ def test_every_family_of_transformers_is_here():
 
 def marks_of(name, check):
     if name not in AT_ONCE:
-        return pytest.mark.exhaustive if check in LONG else pytest.mark.slow
+        return pytest.mark.slow if check in OF_EACH else pytest.mark.exhaustive
     return pytest.mark.slow if check in LONG and name not in LONG_AT_ONCE else ()
 
 

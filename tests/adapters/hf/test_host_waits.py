@@ -124,7 +124,6 @@ def given_on(device, batch):
 
 
 def replayed(routed, batch, *what, **policy):
-    """Logits, mask of the loss, and what was executed."""
     with torch.no_grad(), routed.replay(*what, **policy) as session, routed.record() as recording:
         logits = routed.model(**batch, use_cache=False).logits
         mask_BT = session.loss_mask_BT

@@ -147,7 +147,6 @@ def require_attended(family, routed, trace, weights, batch):
 
 
 def chosen(trace, spec, stream, sequence, position, layer, head):
-    """Units of one query, ascending."""
     row = int(trace.offsets[sequence]) + position
     start, stop = stream.offsets[row * stream.depth + layer :][:2]
     ids = stream.ids[start:stop]
@@ -356,6 +355,7 @@ def test_an_unknown_indexer_leaves_routes_alone():
         output_of(model, BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["model.layers.0", pytest.param("", marks=pytest.mark.exhaustive)])
 def test_choices_in_what_is_compiled_are_refused_and_routes_alone_replayed(part):
     expected, trace = recorded("deepseek_v32")

@@ -73,7 +73,6 @@ def on_rank(rank, folder, use_reentrant):
 
 @pytest.fixture(scope="module")
 def plain():
-    """A model on its own, and what it makes of foreign routes."""
     model = tiny("qwen3_moe").train()
     trace = random_routes(hf.attach(tiny("qwen3_moe")).spec, BATCH)
     with forced_by_hand(model, trace, BATCH):

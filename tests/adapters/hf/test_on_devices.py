@@ -18,6 +18,7 @@ from foreroute.testing.models import tiny
 from tests.adapters.hf.families import skip_in_older
 from tests.adapters.hf.model_runs import batch_of, forced_by_hand, log_probs, random_routes
 from tests.roundings import require_rounded
+from tests.tiers import grid
 
 BATCH = batch_of(9, 6, 4)
 CPU = torch.device("cpu")
@@ -54,8 +55,7 @@ def test_a_capture_in_a_session_is_refused_and_leaves_nothing_behind(session, de
     require_refused_captures(session, device, lambda model: model)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("session", ["replay", pytest.param("record", marks=pytest.mark.slow)])
+@grid("session", ["replay", "record"], quick=0, day=1)
 def test_a_capture_of_a_compiled_model_is_refused_too(session):
     require_refused_captures(session, CPU, lambda model: torch.compile(model, backend="eager", fullgraph=True))
 

@@ -125,7 +125,6 @@ def test_a_layout_that_is_none_of_a_batch_is_refused_at_once(layout, kind, messa
 
 @pytest.mark.parametrize("padding", ["native", "spread"])
 def test_a_batch_of_padding_alone_is_replayed_as_it_was_recorded(padding):
-    """As that of a rank that got no sequence."""
     model = tiny("qwen3_moe")
     routed = hf.attach(model)
     batch = {name: torch.zeros((2, 5), dtype=torch.int64) for name in ("input_ids", "attention_mask")}

@@ -127,7 +127,6 @@ def test_videos_are_told_apart_too(name):
 
 @pytest.fixture(scope="module")
 def seeing():
-    """A model, attached, what it is shown, and a trace of that."""
     model = build_seeing()
     routed, seen = hf.attach(model), Seen(patch_width(model))
     return model, routed, seen, recorded(routed, seen.batch())

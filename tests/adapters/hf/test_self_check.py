@@ -57,7 +57,6 @@ UNKNOWN_MASKS = {
 
 
 def with_router(router_class, *, layers=None):
-    """A tiny model, some of whose routers are of another class."""
     model = build("qwen3_moe", num_experts=8)
     for number, layer in enumerate(model.model.layers):
         if layers is None or number in layers:
@@ -160,7 +159,6 @@ def test_a_selection_outside_of_the_router_is_told():
 
 @pytest.mark.parametrize("lacks", ["get_input_embeddings", "weights"])
 def test_a_model_whose_own_forward_fails_is_told_so(lacks):
-    """And not sent to look for the decoder of a speech model alone."""
     model = build("qwen3_moe")
     if lacks == "weights":
         model.lm_head = torch.nn.Linear(1, 1)

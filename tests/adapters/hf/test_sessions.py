@@ -130,7 +130,7 @@ def test_positions_of_padding_and_of_a_part_of_longer_sequences_are_no_matter():
         model(**part)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # of a model as it is, tests/replay refuses it by day
 def test_decode_steps_of_another_batch_are_refused_of_a_compiled_model_too():
     """Where nobody sees the tensors of a cache, by their numbers."""
     model = tiny("qwen3_moe", experts="grouped_mm", num_hidden_layers=1).eval()

@@ -32,7 +32,7 @@ def test_a_family_with_picks_by_layer_passes_every_check(picks_by_layer, check):
     assert check(picks_by_layer) is None
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_compiled_model_is_obedient_too():
     model = uneven(experts="grouped_mm")
     routed = hf.attach(model)

@@ -207,7 +207,7 @@ ACCUMULATED = batch_of(*[6] * 16)
 
 
 @pytest.mark.shows("Hugging Face", "Trainer with gradient accumulation, the replay opened in `compute_loss`")
-@pytest.mark.parametrize("checkpointing", [False, True])
+@grid("checkpointing", [True, False], quick=1)
 def test_a_trainer_that_accumulates_makes_the_weights_of_routes_forced_by_hand(checkpointing, tmp_path):
     plain, model = tiny("qwen3_moe"), tiny("qwen3_moe")
     routed = hf.attach(model)

@@ -22,7 +22,6 @@ def report_of(routing, recompute):
 
 
 def bare_report():
-    """The same of `RouterReplay`, with full recomputation."""
     return _plain(run_conformance(Bare()))
 
 

@@ -149,7 +149,6 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS, path="direc
 
 
 def cut(routed, case, batches, traces):
-    """The routes of this rank, of each micro-batch."""
     return [
         routed.shard(trace, layout_of(batch), padding=case.padding)
         for batch, trace in zip(batches, traces, strict=True)

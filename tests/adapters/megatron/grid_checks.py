@@ -26,7 +26,7 @@ from tests.replay.session_subject import same
 
 
 def check_cells(cells):
-    """Every check on every cell, on this rank; that nothing is left behind, on the first."""
+    """Every check on every cell, on this rank; the control, and that nothing is left behind, on the first."""
     for number, cell in enumerate(cells):
         try:
             check_cell(cell, thorough=number == 0)
@@ -35,7 +35,7 @@ def check_cells(cells):
 
 
 def check_cell(cell, thorough=False):
-    """Recorded routes change no bit, foreign ones reach every dispatcher as they are; and the negative controls."""
+    """Recorded routes change no bit, foreign ones reach every dispatcher as they are."""
     initialize(cell)
     chunks, batches = build(cell), make_batches(cell)
     losses, grads, picks, native = native_routes(chunks, batches)
@@ -54,8 +54,8 @@ def check_cell(cell, thorough=False):
     with Dispatched(chunks).watch() as seen:
         foreign_losses, foreign_grads = step(chunks, placed(routed, batches, foreign), forward)
     assert_followed(seen, batches, foreign, native)
-    assert_a_shift_is_seen(chunks, batches, foreign, forward, native)
     if thorough:
+        assert_a_shift_is_seen(chunks, batches, foreign, forward, native)
         assert_no_residue(chunks, batches, foreign, forward, (foreign_losses, foreign_grads), (losses, grads))
 
 

@@ -75,7 +75,6 @@ def added(ctx, i, rows, grad):
 
 
 def use_grouped_experts(mlp):
-    """Have the MoE layers of a spec built with TEGroupedMLP."""
     linears = types.SimpleNamespace(linear_fc1=GroupedLinear, linear_fc2=GroupedLinear, activation_func=None)
     if isinstance(mlp, functools.partial):  # as from 0.18
         mlp.keywords["submodules"].experts = functools.partial(TEGroupedMLP, submodules=linears)

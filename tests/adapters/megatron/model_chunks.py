@@ -109,7 +109,6 @@ def build(cell, seed=0, **more):
 
 
 def attached(cell):
-    """(chunks, the same attached), in process groups for the cell."""
     initialize(cell)
     chunks = build(cell)
     return chunks, megatron.attach(chunks)

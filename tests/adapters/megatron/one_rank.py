@@ -55,7 +55,6 @@ def model(recompute="none", seed=0, layers=3, **settings):
 
 
 def tokens(seed=0, lengths=(WIDTH, WIDTH)):
-    """Integers [B, WIDTH], zero beyond each length."""
     drawn = torch.randint(1, VOCABULARY, (len(lengths), WIDTH), generator=torch.Generator().manual_seed(seed))
     for row, length in zip(drawn, lengths, strict=True):
         row[length:] = 0
@@ -73,7 +72,6 @@ def forward(built, ids, lengths=(WIDTH, WIDTH), **more):
 
 
 def step(built, ids, **more):
-    """Loss and gradients."""
     built.zero_grad(set_to_none=True)
     loss = forward(built, ids, **more)
     loss.backward()
@@ -87,7 +85,6 @@ def recorded(routed, ids, **more):
 
 
 def foreign(spec, ids, seed=3, lengths=(WIDTH, WIDTH), complete=True):
-    """Routes that no router chose."""
     rng = np.random.default_rng(seed)
     rows = [length - (not complete) for length in lengths]
     routes = [np.argsort(rng.random((n, spec.num_layers, spec.num_experts)), -1)[..., : spec.top_k] for n in rows]
@@ -101,7 +98,6 @@ def attached(recompute="none", seed=0, **settings):
 
 
 def prepared(recompute="none", lengths=(WIDTH, WIDTH), **settings):
-    """A model, attached, with tokens and routes of them that no router chose."""
     built, routed = attached(recompute, **settings)
     ids = tokens(lengths=lengths)
     return built, routed, ids, foreign(routed.spec, ids, lengths=lengths)
@@ -133,6 +129,5 @@ def assert_followed(given, trace, lengths=(WIDTH, WIDTH)):
 
 
 def refuses(kind, said, call):
-    """`call()` raises this error with these words in it."""
     with pytest.raises(kind, match=re.escape(said)):
         call()

@@ -151,7 +151,6 @@ class MegatronModel(TorchModel):
 
 
 def _blocks(model: nn.Module) -> dict[str, Any]:
-    """The MoE layers of the decoder in order, and of the injected head, by path."""
     named = model.named_modules()
     return {n: part for n, part in named if hasattr(part, "token_dispatcher") and n.startswith(("decoder.", HEAD))}
 

@@ -41,7 +41,6 @@ def of_transformers():
 
 
 def of_megatron(weights):
-    """The same model, of the weights that `of_transformers` has."""
     settings = {
         "normalization": "RMSNorm",
         "layernorm_epsilon": EPS,
@@ -59,7 +58,6 @@ def of_megatron(weights):
 
 
 def converted(weights):
-    """The weights of transformers under the names of Megatron."""
     named = {
         "embedding.word_embeddings.weight": weights["model.embed_tokens.weight"],
         "decoder.final_layernorm.weight": weights["model.norm.weight"],

@@ -33,7 +33,6 @@ BY_HAND = {
 
 
 def failures(asked):
-    """By name and part, the traceback of each property that does not hold."""
     failed = {}
     for name, part in asked:
         try:
@@ -150,7 +149,6 @@ class MegatronSubject(Subject):
 
 
 def in_a_checkpoint(run, reentrant):
-    """A layer's forward in a checkpoint that no library knows of."""
 
     def again(hidden_states, **more):
         return checkpoint(lambda hidden: run(hidden_states=hidden, **more), hidden_states, use_reentrant=reentrant)

@@ -26,13 +26,7 @@ def test_a_trace_of_transformers_is_replayed_by_both():
     tolerance = both.require_as_written(trace, both.by_transformers, both.by_megatron)
     assert np.array_equal(both.by_transformers(trace)[both.real], native_BT[both.real])
     assert tolerance < 1e-4
-
-
-@pytest.mark.slow
-@on_ranks(1)
-def test_foreign_routes_are_followed_by_both():
-    both = Both()
-    for complete in (True, False):
+    for complete in (True, False):  # and routes that neither would take
         trace = on.foreign(both.hf.spec, both.tokens, lengths=LENGTHS, complete=complete)
         both.require_as_written(trace, both.by_transformers, both.by_megatron)
 

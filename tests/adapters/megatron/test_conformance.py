@@ -22,7 +22,7 @@ ONE_PICK = {"one-pick": "Megatron refuses softmax over a single pick; it wants m
 @pytest.mark.parametrize(
     ("routing", "recompute", "absent"),
     [
-        ("softmax after", "uniform", NO_LIMIT | ONE_PICK),
+        pytest.param("softmax after", "uniform", NO_LIMIT | ONE_PICK, marks=pytest.mark.exhaustive),
         pytest.param("softmax before, scaled", "selective", NO_LIMIT, marks=pytest.mark.exhaustive),
         ("sigmoid with bias, of groups, scaled", "block", {}),
     ],

@@ -12,11 +12,11 @@ from tests.adapters.megatron.executed_plans import Planned, rows_off_plan
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell, ExecutionCase
 
-RECOMPUTE = ("none", "selective", "uniform")
+CASES = [(kind, recompute) for recompute in ("none", "selective", "uniform") for kind in ("planned", "shared")]
+"""Each is in one of two tests."""
 
 
 def outcome_of(at):
-    """Losses and gradients of a step, and its transfers."""
     with at.execute() as execution:
         found = at.step()
     assert rows_off_plan(at.routed, execution, at.counts_MLGE) == 0
@@ -24,22 +24,20 @@ def outcome_of(at):
 
 
 def fetched_in(transfers):
-    """Those that brought weights to this rank."""
     return [each for each in transfers if each.kind == "fetch" and each.host_bytes + each.direct_bytes]
 
 
 @on_ranks(2)
 def test_weights_are_under_way_when_their_cell_comes():
     """In the first step too, but those of a layer's first cell, before which its weights may still be gathered."""
-    for kind in ("planned", "shared"):
-        for recompute in RECOMPUTE:
-            at = Planned.of(ExecutionCase(Cell(ep=2, layers=4, recompute=recompute)), kind=kind)
-            for _ in range(2):
-                fetched = fetched_in(outcome_of(at)[1])
-                firsts = {each.cell.layer: each for each in reversed(fetched)}
-                late = [each for each in fetched if not each.prefetched and each is not firsts[each.cell.layer]]
-                assert fetched
-                assert not late, late
+    for kind, recompute in (CASES[0], CASES[3], CASES[4]):
+        at = Planned.of(ExecutionCase(Cell(ep=2, layers=4, recompute=recompute)), kind=kind)
+        for _ in range(2):
+            fetched = fetched_in(outcome_of(at)[1])
+            firsts = {each.cell.layer: each for each in reversed(fetched)}
+            late = [each for each in fetched if not each.prefetched and each is not firsts[each.cell.layer]]
+            assert fetched
+            assert not late, late
 
 
 @pytest.mark.slow
@@ -55,20 +53,18 @@ def test_some_are_within_the_chunks_of_a_pipeline():
 @on_ranks(2)
 def test_weights_stand_behind_the_rows_of_their_cell():
     """On one communicator, whatever is posted first travels first."""
-    for kind in ("planned", "shared"):
-        for recompute in RECOMPUTE:
-            at = Planned.of(ExecutionCase(Cell(ep=2, layers=4, recompute=recompute)), kind=kind)
-            log = []
-            with told(log), at.execute():
-                at.step()
-            in_front = [place for place, what in enumerate(log) if what == "weights" and not rows_before(log, place)]
-            assert not in_front, (kind, recompute, log[: in_front[0] + 1])
-            cells = int((at.plan.num_replicas_ML > 0).sum())
-            assert 0 < log.count("weights") <= (cells if kind == "planned" else 2 * cells), (kind, recompute)
+    for kind, recompute in (CASES[1], CASES[2], CASES[5]):
+        at = Planned.of(ExecutionCase(Cell(ep=2, layers=4, recompute=recompute)), kind=kind)
+        log = []
+        with told(log), at.execute():
+            at.step()
+        in_front = [place for place, what in enumerate(log) if what == "weights" and not rows_before(log, place)]
+        assert not in_front, (kind, recompute, log[: in_front[0] + 1])
+        cells = int((at.plan.num_replicas_ML > 0).sum())
+        assert 0 < log.count("weights") <= (cells if kind == "planned" else 2 * cells), (kind, recompute)
 
 
 def rows_before(log, place):
-    """Whether rows have left since the last layer began."""
     since = max(at for at, what in enumerate(log[:place]) if what == "layer")
     return "rows" in log[since:place]
 

@@ -13,7 +13,7 @@ CASES = [
     (ExecutionCase(Cell(ep=2, tp=2, layers=2, packed=True, recompute="selective")), pytest.mark.exhaustive),
     (ExecutionCase(with_settings(BALANCED, ep=2, layers=2), 2, "float32", replays=False), pytest.mark.slow),
     (ExecutionCase(with_settings(DEEP_EP, ep=2, layers=2, dispatcher="flex"), 2, "adamw"), pytest.mark.slow),
-    (ExecutionCase(with_settings(HYBRID_EP, ep=2, layers=2, dispatcher="flex"), 2, "adamw"), pytest.mark.slow),
+    (ExecutionCase(with_settings(HYBRID_EP, ep=2, layers=2, dispatcher="flex"), 2, "adamw"), pytest.mark.exhaustive),
     (ExecutionCase(Cell(ep=2, layers=2), 2, "master weights"), pytest.mark.exhaustive),
     (ExecutionCase(Cell(ep=2, layers=2), 4, "distributed"), pytest.mark.exhaustive),
     (ExecutionCase(with_settings({"moe_layer_freq": [0, 1]}, ep=2, pp=2, layers=2), 4, "adamw"), pytest.mark.slow),
@@ -37,9 +37,7 @@ def test_losses_weights_state_and_routes_are_equal_bit_for_bit(case):
     ("settings", "cell", "ranks"),
     [
         ({"moe_router_topk": 4}, {"ep": 2, "layers": 2}, 2),
-        pytest.param(
-            *({}, {"ep": 2, "tp": 2, "etp": 2, "layers": 1, "dispatcher": "allgather"}, 4), marks=pytest.mark.slow
-        ),
+        ({}, {"ep": 2, "tp": 2, "etp": 2, "layers": 1, "dispatcher": "allgather"}, 4),
     ],
     ids=["more picks", "parts of experts"],
 )

@@ -35,7 +35,6 @@ def test_so_they_are_in_other_splits():
 
 
 def check_margins_and_rollouts(cell):
-    """Every rank puts all of them together alike."""
     chunks, routed = attached(cell)
     batches = make_batches(cell)
     with routed.record(margins=True) as recording:
@@ -57,7 +56,6 @@ def check_margins_and_rollouts(cell):
 
 @on_ranks(2)
 def test_the_refusal_of_one_stage_reaches_all():
-    """Its reason reaches every rank; none waits for it for ever."""
     initialize(Cell(pp=2))
     chunks = build(Cell(pp=2))
     if dist.get_rank() == 1:

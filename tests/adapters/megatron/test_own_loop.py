@@ -58,7 +58,6 @@ def test_a_sequence_without_routes_ends_the_run():
 
 
 def patched():
-    """The stand-in with the patch of the page, as a module."""
     page = (ROOT / "examples" / "megatron" / "README.md").read_text()
     [diff] = re.findall(r"^```diff\n([\s\S]*?)^```", page, re.MULTILINE)
     loop = types.ModuleType("rl_loop")
@@ -87,7 +86,6 @@ def a_model():
 
 
 def sampled(loop):
-    """Groups of rollouts, by way of the loop's own answers of an engine."""
     rng = np.random.default_rng(0)
 
     def one(number, length):
@@ -102,7 +100,6 @@ def sampled(loop):
 
 
 def steps(loop, model, bins):
-    """A step of the loop, and what the dispatchers were given in it."""
     rollouts = sampled(loop)
     reference = copy.deepcopy(model.state_dict())
     with Dispatched([model]).watch() as seen:

@@ -1,7 +1,7 @@
 """Plans executed inside Megatron: training goes on as if every expert were at home, and ranks compute what plans say.
 
-One test per split of the model. Two of its 16 variants run in CI, each under one kind of plan; by night all of them
-under all kinds, and for a step more.
+One test per split of the model. Two of its 16 variants run in CI, of most splits, each under one kind of plan; by
+night all of them under all kinds, and for a step more.
 """
 
 import itertools
@@ -22,13 +22,12 @@ from tests.adapters.megatron.grid import (
 
 
 @pytest.mark.parametrize(
-    ("every", "steps"),
+    ("name", "every", "steps"),
     [
-        pytest.param(False, 2, marks=pytest.mark.slow, id="sample"),
-        pytest.param(True, 3, marks=pytest.mark.exhaustive, id="every variant"),
+        *(pytest.param(name, False, 2, marks=pytest.mark.slow, id=f"{name}-sample") for name in SAMPLED),
+        *(pytest.param(name, True, 3, marks=pytest.mark.exhaustive, id=f"{name}-every variant") for name in EXECUTED),
     ],
 )
-@pytest.mark.parametrize("name", EXECUTED)
 def test_losses_gradients_weights_and_state_equal_those_of_the_static_run(name, every, steps):
     cases, ranks = executions_of(name, every), EXECUTED[name].ranks
     run("test_replicas_inside.check_cases", cases, steps, ranks=ranks, timeout=900)
@@ -58,7 +57,7 @@ def test_every_pair_of_values_is_in_the_sample():
     for one, other in itertools.combinations(range(len(axes)), 2):
         found = {(row[one], row[other]) for rows in SAMPLED.values() for row in rows}
         assert found == set(itertools.product(axes[one], axes[other]))
-    assert SAMPLED.keys() == EXECUTED.keys()
+    assert SAMPLED.keys() == EXECUTED.keys() - {"ep4", "ep2-pp2"}
     for rows in SAMPLED.values():
         _, dispatchers, forms, kinds = map(set, zip(*rows, strict=True))
         assert (len(dispatchers), len(forms)) == (2, 2)

@@ -128,7 +128,6 @@ def here():
 
 
 def swapped(routed):
-    """Every expert on the other rank."""
     return 1 - routed.home_LE
 
 

@@ -37,7 +37,6 @@ EXACT = 1e-12
 
 
 def check_cases(cases, steps=STEPS):
-    """(case, kinds of plans) each."""
     for case, kinds in cases:
         case = in_float64(case)
         plain = trained(case, None, steps=steps)

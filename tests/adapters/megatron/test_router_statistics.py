@@ -117,7 +117,6 @@ def counted_E(trace, ids, scores_RE, counts):
 
 
 def own_routes(routed, ids):
-    """What the model picks by itself, real rows alone."""
     with routed.record() as recording, torch.no_grad():
         on.forward(routed.chunks[0].trunk, ids, lengths=LENGTHS, padding_mask=padding())
     trace = recording.trace()

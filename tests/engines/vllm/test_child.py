@@ -75,10 +75,10 @@ def test_sequences_are_grouped_by_prompt_in_every_release(routed, started, monke
         ),
         pytest.param(
             *("never starts", EngineError, r"did not start within 3 s and was ended(.|\n)*it serves /"),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.exhaustive,
         ),
         ("dies", EngineError, r"died \(signal 6, Aborted\): POST /inference(.|\n)*it serves /"),
-        pytest.param("hangs", EngineError, r"did not answer within 3 s", marks=pytest.mark.slow),
+        pytest.param("hangs", EngineError, r"did not answer within 3 s", marks=pytest.mark.exhaustive),
         ("zero routes", CaptureError, "enforce_eager=True"),
         ("another trainer", EngineError, "version 17, the trainer loaded version 1"),
     ],

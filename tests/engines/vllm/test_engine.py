@@ -222,16 +222,12 @@ def test_a_server_that_cannot_be_resumed_is_said_to_be_paused(routed, tmp_path):
     assert "no room" in str(caught.value.__context__)
 
 
-@grid(
+@pytest.mark.parametrize(
     "path",
-    [
-        "/version",
-        GENERATE,
-        *(pytest.param(each, marks=pytest.mark.slow) for each in (INFO, "/weight_info", "/collective_rpc")),
-    ],
-    quick=1,
+    ["/version", *(pytest.param(each, marks=pytest.mark.slow) for each in (INFO, "/weight_info", "/collective_rpc"))],
 )
 def test_any_other_answer_of_a_server_is_one_error(routed, tmp_path, path):
+    """Those of a rollout are in test_garbled_answers.py."""
     with serving(answer := Server()) as server:
         for number, value in enumerate(OTHER):
             answer.answers[path] = value

@@ -21,6 +21,7 @@ from foreroute.ep.transfer.peers import PeerGroup
 from foreroute.errors import TransferError
 from tests.ep.transfer.plans import random_plan
 from tests.ep.transfer.toy import begin, consensus, make_engine, peers, shards, walk
+from tests.tiers import grid
 
 MEMORY = Path("/dev/shm")
 GONE_S = 3.0
@@ -122,14 +123,11 @@ def test_nothing_is_written_while_another_rank_still_reads(workers):
     assert not leaked()
 
 
-@pytest.mark.parametrize(
+@grid(
     ("kind", "paths"),
-    [
-        pytest.param("killed", "direct", marks=pytest.mark.slow),
-        pytest.param("raises", "host", marks=pytest.mark.slow),
-        pytest.param("killed", "host", marks=pytest.mark.exhaustive),
-        pytest.param("raises", "direct", marks=pytest.mark.exhaustive),
-    ],
+    [("killed", "direct"), ("killed", "host"), ("raises", "host"), ("raises", "direct")],
+    quick=0,
+    day=1,
 )
 def test_a_rank_that_ends_ends_every_other_with_one_message(doomed, kind, paths):
     """Killed, or with an error of its own while its process lives on: the others do not wait for ever."""

@@ -79,7 +79,7 @@ def equal(one, other):
     return all(torch.equal(one[key], other[key]) for key in one)
 
 
-@grid("ranks", [2, 4], quick=1)
+@grid("ranks", [2, 4], quick=1, day=1)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_with_moves_equals_training_without(workers, ranks, optimizer):
     moving = homes_of_steps(ranks, ranks, 4)

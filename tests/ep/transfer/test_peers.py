@@ -147,6 +147,7 @@ def ask_in_a_group(rank):
     return waited, transfers.timeout_s
 
 
+@pytest.mark.slow
 def test_a_missing_rank_is_waited_for_as_long_as_the_group_says(workers):
     waited, of_transfers = workers(2).run(ask_in_a_group)[1]
     assert GROUP_S <= waited + 0.1 < 20

@@ -57,7 +57,7 @@ CASES = [
 ]
 
 
-@grid(("ranks", "options", "dtype", "shape"), CASES, quick=3)
+@grid(("ranks", "options", "dtype", "shape"), CASES, quick=3, day=4)
 def test_replicas_are_what_is_at_home_and_gradients_return(workers, ranks, options, dtype, shape):
     for seed in range(2):
         workers(ranks).run(passes, random_plan(seed, ranks=ranks, **shape), options, dtype)
@@ -178,7 +178,7 @@ def threads_of_a_run(rank, plan, options, closes):
     return [len(each) for each in seen], seen[0] == seen[1] == seen[2], len(transfer_threads() - before)
 
 
-@pytest.mark.parametrize("closes", [True, False], ids=["closed", "dropped"])
+@grid("closes", [True, False], quick=1, ids=["closed", "dropped"])
 def test_an_engine_has_one_thread_for_its_life(workers, closes):
     for options in (TransferOptions(paths="direct", prefetch=2), TransferOptions(paths="host")):
         found = workers(2).run(threads_of_a_run, random_plan(0, ranks=2, slots=3), options, closes)

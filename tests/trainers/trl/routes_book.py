@@ -169,7 +169,6 @@ def require_followed(batch, book):
 
 
 def follows(batch, book):
-    """Whether it does."""
     try:
         require_followed(batch, book)
     except AssertionError:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from foreroute.ep.compute import StackedReplicas
 from foreroute.testing.models import tiny
-from foreroute.testing.ranks import Workers
 from tests.adapters.hf.model_runs import whole
-from tests.trainers.trl.trl_runs import as_torchrun_does
+from tests.tiers import grid
+from tests.trainers.trl.trl_runs import as_torchrun_does, two_processes
 
 ROOT = Path(__file__).parents[3]
 FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -26,7 +26,7 @@ dataset, tokenizer = Dataset.from_dict({"prompt": [f"many vowels {n}: " for n in
 """What a reader has before the first line."""
 
 
-def run_page(rank, folder, blocks):
+def run_page(rank, folder, blocks, compares):
     """What a process of torchrun prints, in the group that is there; and whether plans changed its weights."""
     as_torchrun_does(rank)
     page = {"__name__": "__main__"}
@@ -34,13 +34,15 @@ def run_page(rank, folder, blocks):
         for block in [READERS, *blocks]:
             exec(block, page)
         begun.assert_called_once_with("gloo")
-        require_same_weights(page)
+        if compares:
+            require_same_weights(page)
     return printed.getvalue()
 
 
-@pytest.mark.slow
 @pytest.mark.shows("Hugging Face", "Trainer with gradient accumulation on spread experts, under plans, two processes")
-def test_the_page_runs_and_plans_change_no_weights(tmp_path, compiled_planner):
+@grid("compares", [False, True], quick=0, day=1)
+def test_the_page_runs_and_plans_change_no_weights(tmp_path, compares):
+    """Weights are compared by night, and in test_trl_plans.py by day."""
     page = (ROOT / "docs" / "experts.md").read_text()
     blocks = [found.group(1) for found in FENCE.finditer(page)]
     assert len(blocks) == 6
@@ -49,8 +51,8 @@ def test_the_page_runs_and_plans_change_no_weights(tmp_path, compiled_planner):
     tiny("qwen3_moe", hidden_size=64, num_hidden_layers=2, num_experts_per_tok=4, **sharp).save_pretrained(
         tmp_path / "sharp"
     )
-    with closing(Workers(2, timeout_s=300)) as workers:
-        printed = workers.run(run_page, tmp_path, blocks)
+    with closing(two_processes()) as workers:
+        printed = workers.run(run_page, tmp_path, blocks, compares)
     rows = [int(*re.findall(rf"^rank {rank} computed (\d+) rows$", printed[rank], re.MULTILINE)) for rank in (0, 1)]
     assert abs(rows[0] - rows[1]) <= 0.04 * sum(rows), "replicas even the ranks out"
 

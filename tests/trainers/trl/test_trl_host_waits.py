@@ -98,8 +98,8 @@ CASES = {
 @pytest.mark.parametrize(
     "case",
     [
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("old-pass", "masks")),
-        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("one-update", "none")),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("masks",)),
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("old-pass", "one-update", "none")),
     ],
 )
 def test_no_update_waits_and_an_old_pass_reads_its_mask_alone(folder, waits_of_trl, case):

@@ -18,12 +18,11 @@ from foreroute.costs import CostModel, hardware_preset, model_preset
 from foreroute.costs.cluster_file import Cluster
 from foreroute.ep.compute import StackedReplicas
 from foreroute.errors import ConfigError
-from foreroute.testing.ranks import Workers
 from foreroute.trainers.trl.planning import PlannedWindows
 from tests.trainers.trl.routes_book import Drawn
 from tests.trainers.trl.test_trl_sharded import outcome
 from tests.trainers.trl.tools_runs import told_apart
-from tests.trainers.trl.trl_runs import as_torchrun_does, make
+from tests.trainers.trl.trl_runs import as_torchrun_does, make, two_processes
 
 TOPOLOGY = hardware_preset("h100").topology(num_ranks=2, redundant_slots=2)
 RATES = CostModel(
@@ -65,9 +64,9 @@ def train(rank, folder):
 
 @pytest.mark.slow
 @pytest.mark.shows("TRL", "plans (`topology`) on EP of transformers, under R3 and R2, two processes")
-def test_plans_run_and_change_no_weights(tmp_path, compiled_planner):
+def test_plans_run_and_change_no_weights(tmp_path):
     policy().save_pretrained(tmp_path)
-    with closing(Workers(2, timeout_s=500)) as workers:
+    with closing(two_processes()) as workers:
         results = workers.run(train, str(tmp_path))
     for runs in results:
         logged = [step for name in ("planned", "windows", "R2") for step in runs[name]["logs"]]

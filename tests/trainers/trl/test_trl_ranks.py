@@ -10,11 +10,10 @@ import pytest
 from examples.trl.tiny import policy
 from foreroute.adapters import hf
 from foreroute.errors import AttachError, BatchMismatchError, CaptureError
-from foreroute.testing.ranks import Workers
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.trainers.trl.capture_vllm import VLLMSource
 from tests.trainers.trl.routes_book import Book, differing_cells, log_ratios
-from tests.trainers.trl.trl_runs import as_torchrun_does, make
+from tests.trainers.trl.trl_runs import as_torchrun_does, make, two_processes
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +54,7 @@ def deal_out(rank):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    with closing(Workers(2, timeout_s=300)) as workers:
+    with closing(two_processes()) as workers:
         return workers.run(train, str(tmp_path_factory.mktemp("ranks")))
 
 

@@ -75,7 +75,6 @@ class OwnStep(GRPOTrainer):
 
 
 def bringing(change):
-    """A kind of trainer whose batches are changed on their way."""
 
     class Changed(GRPOTrainer):
         def _prepare_inputs(self, generation_batch):
@@ -186,7 +185,6 @@ def test_sampling_that_an_engine_does_not_know(settings, message, folder):
 
 
 def sharded(version):
-    """An accelerator with such an FSDP."""
     return SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=version)))
 
 

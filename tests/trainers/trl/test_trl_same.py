@@ -50,6 +50,10 @@ OPTIONS = {
     "environment": {"run": tools_runs.trained, "model": agent, "tools": (), "environment_factory": tools_runs.Counter},
 }
 
+BY_DAY = ("one-update", "tools", "grpo", "dr_grpo", "reference", "lora", "environment")
+BY_NIGHT = ("bnpo", "cispo", "luspo", "vespo", "entropy", "compiled")
+"""They differ from others in what TRL alone computes, or test_trl_kernels.py has them by day."""
+
 if not hasattr(trl.GRPOConfig, "entropy_coef"):  # before TRL 1.8
     del OPTIONS["entropy"]
 
@@ -81,7 +85,14 @@ def require_same(folder, **settings):
 @pytest.mark.shows(
     "TRL", '`replay="none"` with every loss type, reference, LoRA, tools and environments: TRL\'s weights, bit for bit'
 )
-@grid("options", list(OPTIONS), quick=2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        *("defaults", "sapo"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS if name in BY_DAY),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OPTIONS if name in BY_NIGHT),
+    ],
+)
 def test_without_replay_training_is_trls_own_to_the_last_bit(options, folder, caplog):
     """Capture takes no random number and changes no score."""
     watched = require_same(folder, **OPTIONS[options])
@@ -90,7 +101,6 @@ def test_without_replay_training_is_trls_own_to_the_last_bit(options, folder, ca
 
 
 def returning(change):
-    """A `rollout_func` whose output is changed."""
 
     def made(model):
         book = Book(model)
@@ -120,7 +130,6 @@ def dense():
 
 
 def generating(sample):
-    """A model with a `generate` of its own."""
 
     def made():
         model = policy()
@@ -132,7 +141,6 @@ def generating(sample):
 
 
 def past_the_model(generate, input_ids, **_):
-    """No forward."""
     return torch.cat([input_ids, torch.randint(2, 200, (len(input_ids), 5))], dim=1)
 
 
@@ -191,7 +199,7 @@ if not hasattr(trl.GRPOConfig, "use_transformers_continuous_batching"):  # befor
 @grid("reason", list(UNMEASURED), quick=3)
 def test_where_nothing_can_be_recorded_training_is_trls_own_and_the_log_says_why(reason, folder, caplog):
     settings, message = UNMEASURED[reason]
-    settings = {"max_steps": 2, **settings}
+    settings = {"max_steps": 1, **settings}
     watched = require_same(folder, **settings)
     (said,) = [record.getMessage() for record in caplog.records if record.name.startswith("foreroute")]
     assert re.search(f"replay='none' measures no mismatch from here on, and trains as TRL does.*{message}", said)

@@ -29,17 +29,16 @@ def configured(**settings):
 
 
 @SCORES_ON_SETS
-@pytest.mark.parametrize(
+@grid(
     ("of_model", "of_call"),
     [
-        pytest.param({"min_p": 0.3}, None, marks=pytest.mark.slow),
-        pytest.param({"typical_p": 0.5}, {"top_k": 40}, marks=pytest.mark.slow),
-        pytest.param(
-            {"eta_cutoff": 0.02, "epsilon_cutoff": 0.01}, {"renormalize_logits": True}, marks=pytest.mark.slow
-        ),
         ({}, {"suppress_tokens": list(range(100, 250)), "min_new_tokens": 5}),
+        ({"min_p": 0.3}, None),
+        ({"typical_p": 0.5}, {"top_k": 40}),
+        ({"eta_cutoff": 0.02, "epsilon_cutoff": 0.01}, {"renormalize_logits": True}),
     ],
-    ids=["min-p", "typical-p", "cutoffs", "suppressed"],
+    quick=1,
+    ids=["suppressed", "min-p", "typical-p", "cutoffs"],
 )
 def test_what_leaves_tokens_out_is_scored_on_the_sets_whoever_asked_for_it(of_model, of_call, folder):
     k3 = {}

@@ -13,13 +13,12 @@ from transformers.distributed import DistributedConfig
 
 from examples.trl.tiny import policy
 from foreroute.engines.embedded import EmbeddedEngine
-from foreroute.testing.ranks import Workers
 from foreroute.trainers.trl import rollout_with
 from tests.adapters.hf.model_runs import whole
 from tests.roundings import most_k3
 from tests.trainers.trl.routes_book import Drawn, follows, watched
 from tests.trainers.trl.tools_runs import told_apart
-from tests.trainers.trl.trl_runs import TERMS, as_torchrun_does, make
+from tests.trainers.trl.trl_runs import TERMS, as_torchrun_does, make, two_processes
 
 pytestmark = pytest.mark.slow
 
@@ -87,7 +86,7 @@ def outcome(trainer, model, drawn):
 @pytest.mark.shows("TRL", "FSDP2 of `accelerate`, EP of transformers, two processes")
 def test_sharded_models_replay_as_whole_ones(tmp_path):
     policy().save_pretrained(tmp_path / "policy")
-    with closing(Workers(2, timeout_s=500)) as workers:
+    with closing(two_processes()) as workers:
         results = workers.run(train, str(tmp_path))
     k3 = most_k3(policy(), TERMS)
     for rank in results:

@@ -17,6 +17,7 @@ from foreroute.trace import SAMPLING, RoutingTrace, concatenate
 from foreroute.trainers.trl import GRPOTrainer, rollout_with
 from foreroute.trainers.trl.capture import Turn, join_turns
 from foreroute.trainers.trl.settings import require_supported
+from tests.tiers import grid
 from tests.trainers.trl.routes_book import native
 from tests.trainers.trl.tools_runs import Counter, branching, make, oracle, sequences_of, trained
 from tests.trainers.trl.trl_runs import SCORES_ON_SETS, logged
@@ -57,7 +58,7 @@ class Drawn(EmbeddedEngine):
         return rows[: len(tokens)]
 
 
-LATER = {"generate": pytest.mark.slow, "engine": pytest.mark.slow, "environment": pytest.mark.exhaustive}
+LATER = {"generate": pytest.mark.slow, "engine": pytest.mark.exhaustive, "environment": pytest.mark.exhaustive}
 
 
 @pytest.mark.shows("TRL", "`tools` and `environment_factory`")
@@ -91,8 +92,7 @@ def test_gradients_are_those_of_sampled_tokens_under_the_routes_of_their_turns(s
     assert not own or logged(trainer, "mismatch/k3")[0] < 1e-9
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("fake", "settings"), [(colocated, COLOCATE), (served, SERVER)], ids=["colocate", "server"])
+@grid(("fake", "settings"), [(colocated, COLOCATE), (served, SERVER)], quick=0, day=1, ids=["colocate", "server"])
 def test_turns_of_vllm_are_captured_in_their_order(fake, settings, folder, monkeypatch):
     """On stand-ins with the fields of vLLM's answers, sampled in bfloat16; a real one is in test_trl_real_vllm.py.
 

@@ -66,7 +66,6 @@ def told_apart(completion_ids, **_):
 
 
 def make(folder, *, model=None, kind=Noting, tools=(look_up,), **settings):
-    """As `trl_runs.make`, of one step."""
     own = {"processing_class": chat_tokenizer(), "reward_funcs": told_apart, "prompts": PROMPTS, "tools": list(tools)}
     return trl_runs.make(folder, kind=kind, model=model or agent(), **own, **{**ONE_STEP, **settings})
 

@@ -1,6 +1,7 @@
 """TRL runs of a few seconds."""
 
 import os
+from multiprocessing import forkserver
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from trl import GRPOConfig
 from trl.trainer import utils
 
 from examples.trl.tiny import policy, tokenizer, vowels
+from foreroute.testing.ranks import IMPORTED, Workers
 from foreroute.trainers.trl import GRPOTrainer
 from tests.roundings import terms_of
 
@@ -46,6 +48,15 @@ SCORES_ON_SETS = pytest.mark.skipif(
 )
 
 
+server = forkserver.ForkServer()
+server.set_forkserver_preload([*IMPORTED, __name__])
+
+
+def two_processes():
+    """Forked from one that has imported TRL, which takes seconds."""
+    return Workers(2, timeout_s=500, forked_from=server)
+
+
 def as_torchrun_does(rank):
     """Tell accelerate which of two processes this is."""
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
@@ -57,15 +68,8 @@ def config(folder, **settings):
 
 
 OF_TRAINER = (
-    "replay",
-    "topology",
-    "sentinel",
-    "rollout_func",
-    "peft_config",
-    "tools",
-    "environment_factory",
-    "processing_class",
-    "reward_funcs",
+    *("replay", "topology", "sentinel", "rollout_func", "peft_config"),
+    *("tools", "environment_factory", "processing_class", "reward_funcs"),
 )
 """Settings that go to a trainer itself, and not to its configuration."""
 
@@ -91,7 +95,6 @@ def trained(*args, **settings):
 
 
 def logged(trainer, name):
-    """Every value of a metric in the trainer's own logs."""
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 

@@ -73,7 +73,6 @@ def sets_of(masks):
 
 
 def colocated(monkeypatch, change):
-    """Have TRL find a vLLM in its own process."""
 
     class LLM:
         def __init__(self, *, enable_return_routed_experts=False, return_sampling_mask=False, **settings):

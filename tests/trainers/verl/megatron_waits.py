@@ -80,7 +80,6 @@ def main(to):
 
 
 def micro_batch(spec, seed):
-    """On the host, with routes that no router chose, and log-probs of a rollout."""
     ids = on.tokens(seed, LENGTHS)
     routes = torch.from_numpy(on.foreign(spec, ids, seed, LENGTHS).expert_ids_NLK.astype("int16"))
     responses = ids[:, 5:].clone()

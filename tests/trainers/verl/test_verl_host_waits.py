@@ -26,7 +26,6 @@ MICRO_BATCHES, EACH = 4, 2
 
 
 def micro_batches(num_layers, num_experts):
-    """On the host, with routes that no router chose, and log-probs of a rollout."""
 
     def routes(tokens):
         first = (7 * tokens[:-1, None] + np.arange(num_layers)) % num_experts

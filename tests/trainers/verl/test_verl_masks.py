@@ -91,7 +91,6 @@ def test_log_probs_are_those_of_dense_logits_outside_of_the_sets_at_minus_infini
 
 
 def learned(engine, scores):
-    """Gradients of an update by name, and its output."""
     with engine.train_mode():
         engine.optimizer_zero_grad()
         output = engine.forward_backward_batch(tensordict(scores.batch(), temperature=TEMPERATURE), mean_log_prob)
@@ -99,7 +98,6 @@ def learned(engine, scores):
 
 
 def without_masks(engine):
-    """The same engine, that scores on all tokens."""
     plain = copy.copy(engine)
     plain.__class__ = type(engine).__mro__[1]
     return plain

@@ -218,17 +218,14 @@ def max_over_mean(ranks, name, at_home):
 
 
 def routed(routes):
-    """How often each set of experts is asked for."""
     return Counter(tuple(sorted(map(int, ids))) for rows in routes for ids in rows)
 
 
 def picked(forwards):
-    """How often each set of experts was handed on."""
     return Counter(tuple(np.flatnonzero(row).tolist()) for mask in forwards for row in mask.numpy())
 
 
 def apart(a, b):
-    """The norm of the difference over that of the weights."""
     assert a.keys() == b.keys()
     difference = sum(float(((a[name] - b[name]).double() ** 2).sum()) for name in a)
     return (difference / sum(float((a[name].double() ** 2).sum()) for name in a)) ** 0.5

@@ -72,7 +72,6 @@ def exact(policy):
 
 @pytest.fixture(scope="module")
 def found(policy, tmp_path_factory):
-    """Of each run, what its ranks did; experts are shared by two."""
     folder = tmp_path_factory.mktemp("found")
     runs = json.dumps({name: {"ranks": 2, "dtype": "float32"} | settings for name, settings in RUNS.items()})
     worker = ("-m", "tests.trainers.verl.megatron_worker", policy, folder, runs)

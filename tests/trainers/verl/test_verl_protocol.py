@@ -63,7 +63,6 @@ def test_a_data_proto_and_routes_of_routed_layers_alone_are_read():
 
 
 def with_masks(batch, masks):
-    """The batch with these response masks, in its layout."""
     rows = nested([np.array(mask) for mask in masks])
     if not batch["response_mask"].is_nested:
         rows = torch.nested.to_padded_tensor(rows, 0, batch["response_mask"].shape)

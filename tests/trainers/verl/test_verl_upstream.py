@@ -217,7 +217,6 @@ def books_of(folder):
 
 
 def worker(folder, mode, settings):
-    """verl's actor, its configuration composed as by its command line."""
     from hydra import compose, initialize_config_module
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
@@ -237,7 +236,6 @@ def batch_of(book, own):
 
 
 def tensordict(batch, **settings):
-    """As verl's trainer hands it to its workers."""
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
     from verl.workers.utils.padding import left_right_2_no_padding

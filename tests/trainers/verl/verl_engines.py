@@ -41,7 +41,6 @@ def make(folder, replay="R3", *, kind=None, model=None, lr=1e-3, optimizer=None,
 
 
 def tensordict(batch, **settings):
-    """A padded batch as verl's trainer hands it to its workers, without padding."""
     td = left_right_2_no_padding(TensorDict(dict(batch), batch_size=len(batch["input_ids"])))
     tu.assign_non_tensor(td, temperature=1.0, use_dynamic_bsz=True, max_token_len_per_gpu=40, use_remove_padding=True)
     tu.assign_non_tensor(td, **settings)
@@ -49,7 +48,6 @@ def tensordict(batch, **settings):
 
 
 def full_weights(module):
-    """Every parameter of all ranks, by its name. A collective call."""
     if isinstance(module, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(module):
             return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
