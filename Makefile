@@ -55,10 +55,12 @@ checks: check wheel-check
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# the keys of docs/train.md and docs/simulate.md, after a change of a key, and docs/settings.md, after one of a mark
+# the keys of docs/train.md and docs/simulate.md, after a change of a key, and docs/settings.md and the table of peers in
+# docs/tensors.md, after one of a mark
 config-reference: $(READY)
 	$(BIN)/python make/config_reference.py
 	$(BIN)/python make/settings_page.py
+	$(BIN)/python make/peers_table.py
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks all --json

@@ -121,19 +121,19 @@ def test_without_a_router_or_a_block_that_selects_the_error_says_both():
         def forward(self, x):
             return x
 
-    with pytest.raises(AttachError, match="class name ends in Router.*none makes a top-k"):
+    with pytest.raises(AttachError, match=r"Router.* none makes"):
         attach(Model(Dense), EXAMPLE)
 
 
 def test_the_example_is_asked_for_and_read():
-    with pytest.raises(AttachError, match=r"attach\(model, example=.*needs tokens, scale"):
+    with pytest.raises(AttachError, match=r"attach\(model, example=.* tokens, scale;"):
         attach(Model())
-    with pytest.raises(AttachError, match="example has scale; expected the arguments of a call of Model"):
+    with pytest.raises(AttachError, match="has scale; .* Model"):
         attach(Model(), {"scale": 1.0})
-    with pytest.raises(AttachError, match="does not run in eval mode on tokens alone"):
+    with pytest.raises(AttachError, match="in eval.* tokens alone"):
         attach(Model().eval(), {"tokens": TOKENS})
     routed = attach(Model(), EXAMPLE)
-    with pytest.raises(ReplayError, match="got neither tokens nor inputs_embeds"), routed.record():
+    with pytest.raises(ReplayError, match="neither tokens.* inputs_embeds"), routed.record():
         routed.model(tokens=None, scale=1.0)
 
 
@@ -143,12 +143,12 @@ def test_a_model_that_runs_in_training_alone_is_attached_in_it_and_left_so():
     model.layers[1].eval()
     assert len(attach(model, EXAMPLE).hooks.routers) == 2
     assert [module.training for module in model.layers] == [True, False]
-    with pytest.raises(AttachError, match="in eval mode.*after model.train"):
+    with pytest.raises(AttachError, match=r"in eval.* model\.train"):
         attach(model.eval(), EXAMPLE)
 
 
 def test_a_loop_over_layers_is_named():
-    with pytest.raises(AttachError, match=r"layers.0 \(Block\) cannot be replayed: it selects 3 times.* loop of Model"):
+    with pytest.raises(AttachError, match=r"layers.0 \(Block\) .* selects 3 times.* loop of Model"):
         attach(Model(loops=3), EXAMPLE)
 
 
@@ -169,9 +169,9 @@ def test_a_block_that_swaps_ids_behind_its_router_is_told_once_in_every_session(
 
     handle = experts.register_forward_pre_hook(swap)
     for session in (routed.record, lambda: routed.replay(own)):
-        with pytest.raises(ReplayError, match=r"layers.1.mlp.gate.*layers.1.mlp.experts.*was handed other ids"):
-            with session():
-                model(**batch)
+        said = r"layers.1.mlp.gate.*layers.1.mlp.experts.*handed other ids"
+        with pytest.raises(ReplayError, match=said), session():
+            model(**batch)
     handle.remove()
     with routed.record(), routed.replay(own):
         model(**batch)

@@ -127,9 +127,9 @@ class Subject:
         """Other routes are obeyed row by row; rows of -1 and padding stay native."""
         forced = self._forced()
         for ids in (forced, torch.where(forced < 0, forced, (forced + 1) % EXPERTS)):
-            with torch.no_grad(), self._watched() as seen, self.routed.replay(ids, MASK):
-                with self.routed.record() as recording:
-                    self.kind.loss(self.model, TOKENS)
+            session = self.routed.replay(ids, MASK)
+            with torch.no_grad(), self._watched() as seen, session, self.routed.record() as recording:
+                self.kind.loss(self.model, TOKENS)
             judge = self.kind.build()
             with torch.no_grad(), self.kind.handed(judge) as judged, self.kind.forced(judge, by_layer(ids)):
                 self.kind.loss(judge, TOKENS)
@@ -361,9 +361,7 @@ def another_top_k(_: nn.Module, ids_LNK: Tensor):
 
 
 @contextmanager
-def replaced(
-    model: nn.Module, class_name: str, ids_LNK: Tensor, formula: Callable[..., Any], method: str = "forward"
-):
+def replaced(model: nn.Module, class_name: str, ids_LNK: Tensor, formula: Callable[..., Any], method: str = "forward"):
     """`formula(router, ids [N, K], native method, ...)` is called in the place of the method of each router."""
     routers = [module for module in model.modules() if type(module).__name__ == class_name]
     for router, ids_NK in zip(routers, ids_LNK, strict=True):
@@ -380,7 +378,7 @@ def checkpointed(use_reentrant: bool, model: nn.Module, **how: Any) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant, **how})
 
 
-def selective(model: nn.Module) -> None:
+def selective(model: nn.Module, *, saves_top_k: bool = True) -> None:
     """Saves products of matrices and choices."""
-    saved = [torch.ops.aten.mm.default, torch.ops.aten.topk.default]
+    saved = [torch.ops.aten.mm.default, *([torch.ops.aten.topk.default] if saves_top_k else [])]
     checkpointed(False, model, context_fn=partial(create_selective_checkpoint_contexts, saved))

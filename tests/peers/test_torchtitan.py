@@ -9,8 +9,20 @@ from torch import nn
 from torch.nn import functional
 
 from foreroute.core import AttachError, attach
-from tests.peers.comparing import CHECKS, DIM, TOKENS, VOCAB, Kind, cells, ids_handed_to, replaced, require
-from tests.peers.comparing import require_control, run, seeded
+from tests.peers.comparing import (
+    CHECKS,
+    DIM,
+    TOKENS,
+    VOCAB,
+    Kind,
+    cells,
+    ids_handed_to,
+    replaced,
+    require,
+    require_control,
+    run,
+    seeded,
+)
 
 require("torchtitan")
 
@@ -151,10 +163,10 @@ def compiled(model, checkpoint=None):
 
 
 VARIANTS = {
-    "full checkpoints": full,
-    "selective checkpoints": selective,
-    "compiled blocks": compiled,
-    "compiled blocks, selective checkpoints": partial(compiled, checkpoint=selective),
+    "full": full,
+    "selective": selective,
+    "compiled": compiled,
+    "compiled and selective": partial(compiled, checkpoint=selective),
 }
 TITAN = {
     "handed": partial(ids_handed_to, class_name="RoutedExperts", argument=2),
@@ -169,6 +181,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.proven("torchtitan", '`attach(model, {"tokens": tokens})`')
 @pytest.mark.parametrize(("kind", "variant"), cells(KINDS))
 def test_routes_are_recorded_and_replayed(kind, variant):
     run(kind, variant)
@@ -181,7 +194,7 @@ def test_each_check_sees_its_fault(kind, check, monkeypatch):
 
 
 def test_without_an_example_the_error_names_the_argument():
-    with pytest.raises(AttachError, match=r"attach\(model, example=.*needs tokens"):
+    with pytest.raises(AttachError, match=r"attach\(model, example=.* tokens"):
         attach(make_qwen3())
 
 

@@ -61,9 +61,10 @@ def attach_by(
     """Find the routers of a model, prove replay on it, and hand its hooks to the framework that it is of.
 
     Args:
-        model, example: as of `attach`, whose errors are raised.
+        model: as of `attach`, whose errors are raised.
         make_hooks: given the model, its trunk, and its routers in the order in which they run.
         finish: makes what `attach` returns; further checks may run the model here, which is then left as it was.
+        example: as of `attach`.
     """
     require_attachable(model)
     candidates = find_routers(model)
@@ -264,12 +265,13 @@ def _check_block(
     picked_NE = torch.zeros(len(forced_NK), router.num_experts, device=forced_NK.device).scatter(1, forced_NK, 1.0)
     moved_NK = forced_NK.clone()
     moved_NK[rows, rows % router.top_k] = picked_NE.argmin(1)
+    assert router.now is not None  # it runs
     moved = router.select(replace(router.now, ids_RK=moved_NK), router.original, *args, **kwargs)
     pair = [first_tensor(each).detach().reshape(len(rows), -1) for each in (output, moved)]
     if router.top_k < router.num_experts and not (pair[0] != pair[1]).any(-1).all():
         raise AttachError(
-            f"self-check failed: {_named(router)} makes a top-k itself, and another expert in it did not change what it "
-            f"gives for each token: it selects otherwise, or gives such an expert no weight. {NEEDS_A_RULE}"
+            f"self-check failed: {_named(router)} makes a top-k itself, and another expert in it did not change what "
+            f"it gives for each token: it selects otherwise, or gives such an expert no weight. {NEEDS_A_RULE}"
         )
 
 
@@ -300,13 +302,14 @@ class _Given(NamedTuple):
 
 
 @contextmanager
-def _given_ids(model: nn.Module, returned: Mapping[SelectingRouter, Any]) -> Iterator[list[_Given]]:
+def _given_ids(model: nn.Module, returned: dict[SelectingRouter, Any]) -> Iterator[list[_Given]]:
     """Collect the integers that modules are handed behind routers that have returned."""
     given: list[_Given] = []
 
     def collect(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         router = next(reversed(returned), None)
-        for argument, value in [*enumerate(args), *kwargs.items()]:
+        arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        for argument, value in arguments:
             if isinstance(value, Tensor) and value.dtype in (torch.int32, torch.int64):
                 given.append(_Given(path, module, argument, value.detach().cpu().long(), router))
 

@@ -155,7 +155,7 @@ def _may_be_another_gate(router: SelectingRouter) -> bool:
     return bool(PERHAPS_A_ROUTER.search(type(router.module).__name__))
 
 
-class Found(NamedTuple):
+class FoundRouters(NamedTuple):
     """What a small forward showed."""
 
     trunk: nn.Module  # the innermost module that was handed the tokens and contains the routers
@@ -163,15 +163,15 @@ class Found(NamedTuple):
     routers: list[SelectingRouter]  # in the order in which they selected
 
 
-def find_by(
-    probe: Probe, candidates: list[SelectingRouter], in_training: Callable[[], bool] = lambda: False
-) -> Found:
+def find_by(probe: Probe, candidates: list[SelectingRouter], in_training: Callable[[], bool] = lambda: False) -> FoundRouters:
     """Run the model on a few tokens and watch the candidates, each of which then knows E, K and its final top-k.
 
     Candidates that do not run on text alone (vision experts beside text experts, vision towers) are left out; so are
     gates that select nothing. In a layer where none selects, a block that makes a top-k for each token is the router.
 
     Args:
+        probe: the forward.
+        candidates: modules that may be routers, by their names.
         in_training: has the model run as it trains, and says whether that is another mode; for one that runs in no
             other.
 
@@ -221,7 +221,7 @@ def find_by(
         router.num_experts, router.top_k = final.scores_RE.shape[-1], final.ids_RK.shape[-1]
         router.final, router.by_probability = len(watched.seen[router]) - 1, final.by_probability
         router.by_softmax = final.by_probability and _adds_up_to_1(final)
-    return Found(*_trunk_of(watched.given_tokens, routers), routers)
+    return FoundRouters(*_trunk_of(watched.given_tokens, routers), routers)
 
 
 class _Watched:

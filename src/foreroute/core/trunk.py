@@ -34,9 +34,7 @@ class TrunkArgs:
         return self.shape[0] * self.shape[1]
 
     @classmethod
-    def of_call(
-        cls, names: list[str], tokens_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> TrunkArgs:
+    def of_call(cls, names: list[str], tokens_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrunkArgs:
         """Read a call whose parameters have these names, and of its tokens this one.
 
         Raises:
@@ -46,7 +44,9 @@ class TrunkArgs:
         ids = given.get(tokens_name)
         tokens = ids if isinstance(ids, Tensor) else given.get("inputs_embeds")
         if not isinstance(tokens, Tensor):
-            raise ReplayError(f"the forward got neither {tokens_name} nor inputs_embeds, so that its rows are not known")
+            raise ReplayError(
+                f"the forward got neither {tokens_name} nor inputs_embeds, so that its rows are not known"
+            )
         cache = given_cache(given, ReplayError)
         past = None if cache is None else int(cache.get_seq_length())
         mask = given.get("attention_mask")

@@ -176,7 +176,7 @@ def test_a_model_whose_own_forward_fails_is_told_so(lacks):
         model.lm_head = torch.nn.Linear(1, 1)
     else:
         model.get_input_embeddings = None
-    with pytest.raises(AttachError, match=r"without foreroute too.*attach\(model, example="):
+    with pytest.raises(AttachError, match=r"without foreroute.*attach\(model, example="):
         hf.attach(model)
 
 
