@@ -163,7 +163,9 @@ class FoundRouters(NamedTuple):
     routers: list[SelectingRouter]  # in the order in which they selected
 
 
-def find_by(probe: Probe, candidates: list[SelectingRouter], in_training: Callable[[], bool] = lambda: False) -> FoundRouters:
+def find_by(
+    probe: Probe, candidates: list[SelectingRouter], in_training: Callable[[], bool] = lambda: False
+) -> FoundRouters:
     """Run the model on a few tokens and watch the candidates, each of which then knows E, K and its final top-k.
 
     Candidates that do not run on text alone (vision experts beside text experts, vision towers) are left out; so are

@@ -346,6 +346,7 @@ class ModelHooks(ABC):
     def _end_trunk(self, interceptors: Sequence[Interceptor], batch: ForwardArgs, current: Pass | None) -> None:
         if current is not None:
             self.require_each_once(current)
+            self._experts_check.ask(self.checks)
         for each in interceptors:
             each.end_pass(self.chunk, batch, current)
         if current is not None:  # which lives on for its recomputations
@@ -445,7 +446,7 @@ class ModelHooks(ABC):
         if not isinstance(hook, RouterHook):
             return result
         if hook in self._experts_check.waiting:
-            self._experts_check.follow(hook, now, self.checks)
+            self._experts_check.follow(hook, now, result)
         if not hook.returns_ids:
             return result
         if current.options.outputs and now.ids_RK is not None:
