@@ -37,8 +37,8 @@ test-whole: $(READY)
 	$(PYTEST) -m "not exhaustive" --junitxml=.pytest_cache/whole.xml
 
 # what nobody waits for, before an issue that touches it is closed: make night PART=verl for one part. The parts stand in
-# make/night.mk, make/settings.mk, make/megatron.mk and make/verl.mk
-NIGHT := exhaustive robustness kernels processors oldest newest engines settings megatron verl
+# make/night.mk, make/settings.mk, make/peers.mk, make/megatron.mk and make/verl.mk
+NIGHT := exhaustive robustness kernels processors oldest newest engines settings peers megatron verl
 PART ?= $(NIGHT)
 night: $(PART:%=night-%)
 
@@ -55,10 +55,12 @@ checks: check wheel-check
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
-# the keys of docs/train.md and docs/simulate.md, after a change of a key, and docs/settings.md, after one of a mark
+# the keys of docs/train.md and docs/simulate.md, after a change of a key, and docs/settings.md and the table of peers in
+# docs/tensors.md, after one of a mark
 config-reference: $(READY)
 	$(BIN)/python make/config_reference.py
 	$(BIN)/python make/settings_page.py
+	$(BIN)/python make/peers_table.py
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks all --json
@@ -109,9 +111,10 @@ $(KERNELS): $(shell find src/foreroute -name '*.[ch]pp') hatch_build.py | $(INST
 include make/vllm.mk
 include make/night.mk
 include make/settings.mk
+include make/peers.mk
 include make/megatron.mk
 include make/verl.mk
 include make/wheel.mk
 
 clean:
-	rm -rf $(VENV) .venv-vllm* .venv-verl .venv-oldest .venv-newest .venv-settings dist $(KERNELS) .megatron-* site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm* .venv-verl .venv-oldest .venv-newest .venv-settings .venv-peers dist $(KERNELS) .megatron-* site .mypy_cache .ruff_cache .pytest_cache .hypothesis

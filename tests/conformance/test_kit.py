@@ -24,7 +24,7 @@ def test_the_adapter_that_is_broken_here_works_when_nothing_is_broken():
 @pytest.fixture
 def unchecked(monkeypatch):
     """The good adapter under the broken one trusts the model: its self-check is a third of a run of the kit."""
-    monkeypatch.setattr("foreroute.core.attaching.self_check", lambda hooks: None)
+    monkeypatch.setattr("foreroute.core.attaching.self_check", lambda *_: None)
     monkeypatch.setattr("foreroute.adapters.hf.attaching.check_indexers", lambda routed, indexers: None)
 
 

@@ -20,7 +20,6 @@ from foreroute.adapters.hf import forward_tokens
 from foreroute.core import AttachError, ForerouteError, ReplayError, attach, attaching
 from foreroute.core import trunk as core_trunk
 from foreroute.core.caches import FollowedCache
-from foreroute.core.find import run_probe
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import skip_in_older
 from tests.adapters.hf.model_runs import batch_of, rows_log
@@ -424,9 +423,9 @@ def go_on(model, *, reorders=False):
     model(input_ids=PROMPTS[:, :1], use_cache=True, **{CACHE: output[CACHE]})
 
 
-def record_without_cache(routed):
+def record_without_cache(routed, probe):
     with routed.record() as recording:
-        output = run_probe(routed.model)
+        output = probe.run()
     return output[0], recording.ids()[0], False
 
 

@@ -6,10 +6,11 @@ used next: a forward along a key-value cache, and one along a cache whose rows w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from . import recompute
 from .caches import named_cache
 from .errors import AttachError, ReplayError
-from .find import NEEDS_A_RULE, PROBE_TOKENS, find_routers, first_tensor, hidden, probe, probe_tokens, run_probe
+from .find import NEEDS_A_RULE, Probe, find_by, find_routers, first_tensor
 from .hooks import SelectingRouter, is_hooked, overridden
 from .output_check import holds_ids, tensors_of
 from .routed import Routed
@@ -32,26 +33,30 @@ Hooks = TypeVar("Hooks", bound=TrunkHooks)
 Finished = TypeVar("Finished")
 
 
-def attach(model: nn.Module) -> Routed:
+def attach(model: nn.Module, example: Mapping[str, Any] | None = None) -> Routed:
     """Make the routing of a model recordable and replayable as tensors, and prove it by small forwards.
 
     The model is left as it was.
 
     Args:
-        model: with routers that are modules of their own, such as those of transformers; on any device, in any dtype.
+        model: with routers that are modules of their own, such as those of transformers, or with blocks that make their
+            top-k themselves; on any device, in any dtype.
+        example: the arguments of a small call, for a model that does not run on `input_ids` alone. Its tokens, integers
+            [B, T], are `input_ids`, `tokens` or else the first such tensor.
 
     Raises:
         AttachError: when it has no routers, is known not to be replayable, or does not pass the self-check. The message
             says which router and why.
         ReplayError: when this release of torch keeps what activation checkpoints run again in an unknown place.
     """
-    return attach_by(model, TrunkHooks, Routed)
+    return attach_by(model, TrunkHooks, Routed, example)
 
 
 def attach_by(
     model: nn.Module,
     make_hooks: Callable[[nn.Module, nn.Module, list[SelectingRouter]], Hooks],
     finish: Callable[[Hooks], Finished],
+    example: Mapping[str, Any] | None = None,
 ) -> Finished:
     """Find the routers of a model, prove replay on it, and hand its hooks to the framework that it is of.
 
@@ -59,13 +64,16 @@ def attach_by(
         model: as of `attach`, whose errors are raised.
         make_hooks: given the model, its trunk, and its routers in the order in which they run.
         finish: makes what `attach` returns; further checks may run the model here, which is then left as it was.
+        example: as of `attach`.
     """
     require_attachable(model)
     candidates = find_routers(model)
-    with untouched(model):
-        trunk, routers = probe(model, candidates)
-        hooks = make_hooks(model, trunk, routers)
-        self_check(hooks)
+    with untouched(model) as in_training:
+        probe = Probe.of(model, example)
+        found = find_by(probe, candidates, in_training)
+        hooks = make_hooks(model, found.trunk, found.routers)
+        hooks.tokens = found.tokens
+        self_check(hooks, probe)
         return finish(hooks)
 
 
@@ -80,32 +88,33 @@ def require_attachable(model: object) -> None:
     recompute.prove()
 
 
-def self_check(hooks: TrunkHooks) -> None:
+def self_check(hooks: TrunkHooks, probe: Probe) -> None:
     """Run the model three times: as it is, on its native routes, and on other routes.
 
     Replay must be invisible on native routes and obeyed on others. The check looks at what the routers return and at
     what the experts are given, not at what we put in. It sees a selection that is not obeyed, a gate weight taken from
-    scores that were zeroed outside the native picks, and experts that are fed by a router which was not found.
+    scores that were zeroed outside the native picks, and experts that are fed by a router which was not found. Which
+    modules are handed ids is kept for sessions, which look at it too.
 
     Raises:
         AttachError: when replay changes what it should not, or does not change what it should.
     """
     routed = Routed(hooks)
     try:
-        native_BTLK = _check_native_routes(routed)
+        native_BTLK = _check_native_routes(routed, probe)
         if any(router.top_k < router.num_experts for router in hooks.routers):
-            _check_other_routes(routed, _other_routes(hooks, native_BTLK))
+            _check_other_routes(routed, probe, _other_routes(hooks, native_BTLK))
     except ReplayError as error:
         raise AttachError(f"self-check failed: {error}") from error
 
 
-def _check_native_routes(routed: Routed) -> Tensor:
-    output, native_BTLK, use_cache = _record_with_cache(routed)
+def _check_native_routes(routed: Routed, probe: Probe) -> Tensor:
+    output, native_BTLK, use_cache = _record_with_cache(routed, probe)
     if bool(routed.rows(native_BTLK).faults.any()):
         raise AttachError(
             f"the routers of {type(routed.hooks.trunk).__name__} do not make K different picks of E experts"
         )
-    run = partial(run_probe, routed.model, use_cache=use_cache)
+    run = partial(probe.run, use_cache=use_cache)
     with routed.replay(native_BTLK), routed.record() as recording:
         replayed = first_tensor(run())
     same_routes = torch.equal(recording.ids()[0], native_BTLK)
@@ -118,27 +127,27 @@ def _check_native_routes(routed: Routed) -> Tensor:
     return native_BTLK
 
 
-def _record_with_cache(routed: Routed) -> tuple[Tensor, Tensor, bool]:
+def _record_with_cache(routed: Routed, probe: Probe) -> tuple[Tensor, Tensor, bool]:
     """Record a forward and one along its cache; give the first output, its routes, and whether there is a cache."""
     try:
-        return *_record_rollout(routed, use_cache=True), True
+        return *_record_rollout(routed, probe, use_cache=True), True
     except (AttachError, ReplayError):
         raise
     except Exception as error:
         try:
-            _roll_out(routed.model, use_cache=True)
+            _roll_out(probe, use_cache=True)
         except Exception:  # it does not run along a cache at all, so that no rollout does
-            return *_record_rollout(routed, use_cache=False), False
+            return *_record_rollout(routed, probe, use_cache=False), False
         raise AttachError(
             f"self-check failed: {type(routed.model).__name__} runs along a key-value cache, and does not while it is "
             f"recorded ({type(error).__name__}: {error})"
         ) from error
 
 
-def _record_rollout(routed: Routed, *, use_cache: bool) -> tuple[Tensor, Tensor]:
+def _record_rollout(routed: Routed, probe: Probe, *, use_cache: bool) -> tuple[Tensor, Tensor]:
     model = routed.model
     with routed.record() as recording:
-        output, given = _roll_out(model, use_cache=use_cache)
+        output, given = _roll_out(probe, use_cache=use_cache)
         recorded = recording.ids()
         if len(recorded) > 1:
             raise AttachError(
@@ -150,12 +159,12 @@ def _record_rollout(routed: Routed, *, use_cache: bool) -> tuple[Tensor, Tensor]
                 f"self-check failed: a forward of {type(model).__name__} on a key-value cache whose rows were "
                 "reordered, as those of beams are, was recorded; routes of beams would not be those of their tokens"
             )
-    return first_tensor(output), recorded[0][:, :PROBE_TOKENS]
+    return first_tensor(output), recorded[0][:, : probe.shape[1]]
 
 
-def _roll_out(model: nn.Module, *, use_cache: bool) -> tuple[Any, dict[str, Any]]:
+def _roll_out(probe: Probe, *, use_cache: bool) -> tuple[Any, dict[str, Any]]:
     """Run the probe, and one more token along its cache; give what the first returned, and what the other was given."""
-    output = run_probe(model, use_cache=use_cache)
+    model, output = probe.model, probe.run(use_cache=use_cache)
     kept = dict(output) if isinstance(output, dict) and use_cache else {}
     caches = named_cache(kept)
     unknown = [name for name, value in kept.items() if not isinstance(value, NO_CACHES)]
@@ -167,7 +176,7 @@ def _roll_out(model: nn.Module, *, use_cache: bool) -> tuple[Any, dict[str, Any]
         )
     if not caches:
         return output, {}
-    given = {"input_ids": probe_tokens(model, 1), "use_cache": True, **caches}
+    given = {probe.tokens: probe.given[probe.tokens][:, :1], "use_cache": True, **caches}
     model(**given)
     return output, given
 
@@ -175,8 +184,9 @@ def _roll_out(model: nn.Module, *, use_cache: bool) -> tuple[Any, dict[str, Any]
 def _refuses_beams(model: nn.Module, given: dict[str, Any]) -> bool:
     """Try whether a forward is refused when the rows of its cache were reordered since the one before."""
     try:
+        tokens = next(value for value in given.values() if isinstance(value, Tensor))
         for cache in named_cache(given).values():
-            cache.reorder_cache(torch.zeros(1, dtype=torch.int64, device=given["input_ids"].device))
+            cache.reorder_cache(torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device))
     except Exception:  # a cache that cannot be reordered has no beams
         return True
     try:
@@ -197,40 +207,76 @@ def _other_routes(hooks: TrunkHooks, native_BTLK: Tensor) -> Tensor:
     return other
 
 
-def _check_other_routes(routed: Routed, other_BTLK: Tensor) -> None:
+def _check_other_routes(routed: Routed, probe: Probe, other_BTLK: Tensor) -> None:
+    hooks = routed.hooks
+    forced = {
+        router: other_BTLK[:, :, layer, : router.top_k].flatten(0, 1).long()
+        for layer, router in enumerate(hooks.routers)
+    }
     returned: dict[SelectingRouter, Any] = {}
 
     def keep_output(router: SelectingRouter, selecting: Any, *args: Any, **kwargs: Any) -> Any:
         returned[router] = selecting(*args, **kwargs)
+        if router.rule.is_block and not holds_ids(returned[router], router, forced[router], may_drop=False).all():
+            router.returns_ids = False
+            _check_block(router, returned[router], forced[router], args, kwargs)
         return returned[router]
 
     with ExitStack() as stack:
         stack.enter_context(routed.replay(other_BTLK))
-        for router in routed.hooks.routers:
+        for router in hooks.routers:
             stack.enter_context(overridden(*router.selecting, partial(keep_output, router)))
-        experts = stack.enter_context(_ids_given_to_experts(routed.model))
-        hidden(routed.model)
-    forced: list[Tensor] = []
-    for layer, router in enumerate(routed.hooks.routers):
-        forced_NK = other_BTLK[0, :, layer, : router.top_k].long()
-        forced.append(forced_NK.cpu())
-        name = f"router {router.path} ({type(router.module).__name__})"
+        given = stack.enter_context(_given_ids(routed.model, returned))
+        probe.hidden()
+    for router, forced_NK in forced.items():
+        if not router.returns_ids:
+            continue
         if not holds_ids(returned[router], router, forced_NK, may_drop=False).all():
             raise AttachError(
-                f"self-check failed: {name} was told to pick other experts and its selection was not obeyed. "
+                f"self-check failed: {_named(router)} was told to pick other experts and its selection was not obeyed. "
                 f"{NEEDS_A_RULE}"
             )
         if not _all_weighted(returned[router], forced_NK, router.num_experts):
             raise AttachError(
-                f"self-check failed: {name} gave weight zero, or none that is finite, to an expert that it was "
-                f"told to pick, as if its scores had been masked first. {NEEDS_A_RULE}"
+                f"self-check failed: {_named(router)} gave weight zero, or none that is finite, to an expert that it "
+                f"was told to pick, as if its scores had been masked first. {NEEDS_A_RULE}"
             )
-    for path, ids_NK in experts:
-        if not any(torch.equal(ids_NK, forced_NK) for forced_NK in forced):
+    for each in given:
+        is_experts = type(each.module).__name__.endswith("Experts")
+        if is_experts and each.ids.ndim == 2 and not any(map(each.has, forced.values())):
             raise AttachError(
-                f"self-check failed: {path} was handed expert ids that are not those of any router found; something "
-                "between routers and experts changes them, or a router has an unknown class name"
+                f"self-check failed: {each.path} was handed expert ids that are not those of any router found; "
+                "something between routers and experts changes them, or a router has an unknown class name"
             )
+        # the first with weights that was handed what its router picked
+        if each.router is not None and each.has(forced[each.router]) and any(True for _ in each.module.parameters()):
+            hooks.experts.setdefault(each.router, (each.path, each.module, each.argument))
+
+
+def _check_block(
+    router: SelectingRouter, output: Any, forced_NK: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Move one pick of each row of a block, which runs its experts too: what it gives for every row must be another.
+
+    Raises:
+        AttachError: when one is not. It picks otherwise, or gives that expert no weight.
+    """
+    rows = torch.arange(len(forced_NK), device=forced_NK.device)
+    picked_NE = torch.zeros(len(forced_NK), router.num_experts, device=forced_NK.device).scatter(1, forced_NK, 1.0)
+    moved_NK = forced_NK.clone()
+    moved_NK[rows, rows % router.top_k] = picked_NE.argmin(1)
+    assert router.now is not None  # it runs
+    moved = router.select(replace(router.now, ids_RK=moved_NK), router.original, *args, **kwargs)
+    pair = [first_tensor(each).detach().reshape(len(rows), -1) for each in (output, moved)]
+    if router.top_k < router.num_experts and not (pair[0] != pair[1]).any(-1).all():
+        raise AttachError(
+            f"self-check failed: {_named(router)} makes a top-k itself, and another expert in it did not change what "
+            f"it gives for each token: it selects otherwise, or gives such an expert no weight. {NEEDS_A_RULE}"
+        )
+
+
+def _named(router: SelectingRouter) -> str:
+    return f"router {router.path} ({type(router.module).__name__})"
 
 
 def _all_weighted(output: Any, forced_NK: Tensor, num_experts: int) -> bool:
@@ -241,20 +287,33 @@ def _all_weighted(output: Any, forced_NK: Tensor, num_experts: int) -> bool:
     return all(bool(((part != 0) & part.isfinite()).all()) for part in weights)
 
 
-@contextmanager
-def _ids_given_to_experts(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
-    """Collect (path, int64 [R, K]) for every call of an experts module that takes ids."""
-    given: list[tuple[str, Tensor]] = []
+class _Given(NamedTuple):
+    """Integers that a module was handed."""
 
-    def collect(path: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given.extend(
-            (path, value.detach().cpu().long())
-            for value in [*args, *kwargs.values()]
-            if isinstance(value, Tensor) and value.dtype in (torch.int32, torch.int64) and value.ndim == 2
-        )
+    path: str
+    module: nn.Module
+    argument: int | str  # which one it was
+    ids: Tensor
+    router: SelectingRouter | None  # the last that had selected
+
+    def has(self, ids_NK: Tensor) -> bool:
+        """Say whether they are these, on whatever axes."""
+        return self.ids.numel() == ids_NK.numel() and torch.equal(self.ids.reshape(ids_NK.shape), ids_NK.cpu())
+
+
+@contextmanager
+def _given_ids(model: nn.Module, returned: dict[SelectingRouter, Any]) -> Iterator[list[_Given]]:
+    """Collect the integers that modules are handed behind routers that have returned."""
+    given: list[_Given] = []
+
+    def collect(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        router = next(reversed(returned), None)
+        arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        for argument, value in arguments:
+            if isinstance(value, Tensor) and value.dtype in (torch.int32, torch.int64):
+                given.append(_Given(path, module, argument, value.detach().cpu().long(), router))
 
     with ExitStack() as stack:
         for path, module in model.named_modules():
-            if type(module).__name__.endswith("Experts"):
-                stack.callback(module.register_forward_pre_hook(partial(collect, path), with_kwargs=True).remove)
+            stack.callback(module.register_forward_pre_hook(partial(collect, path), with_kwargs=True).remove)
         yield given

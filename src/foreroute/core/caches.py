@@ -136,6 +136,10 @@ class TensorIds:
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._ids = [(ref(tensor), times_written(tensor)) for tensor in tensors]
 
+    def has(self, tensor: Tensor) -> bool:
+        """Whether this is one of them, and unwritten."""
+        return any(known() is tensor and times_written(tensor) == times for known, times in self._ids)
+
     def fit(self, tensors: Sequence[Tensor]) -> bool:
         """Whether these are they, and unwritten; in inference mode, where nobody counts, whether these are they."""
         return len(tensors) == len(self._ids) and all(

@@ -1,26 +1,31 @@
 """Finding the routers of a model, by what they are and not by which family they belong to.
 
 Class names say which modules may be routers. A small forward then shows which of them take part in it, and what they
-select.
+select; and which blocks select by themselves.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .errors import AttachError
 from .hooks import SelectingRouter, overridden
 from .output_check import tensors_of
-from .selection import Selection
-from .selection_rules import REFUSED, RULES, TOP_K_RULE
+from .selection import TOP_K, Selection
+from .selection_rules import BLOCK_RULE, REFUSED, RULES, TOP_K_RULE
 
 ROUTER_CLASS = re.compile(r"(Router|Gating|Gate)$")
 NOT_A_ROUTER = re.compile(r"Density")
@@ -37,11 +42,77 @@ NEEDS_A_RULE = (
 PROBE_TOKENS = 8
 
 
+@dataclass(frozen=True)
+class Probe:
+    """A small forward of a model, with the same random numbers every time."""
+
+    model: nn.Module
+    given: Mapping[str, Any]
+    tokens: str  # which argument holds tokens, [B, T], or embeddings, [B, T, D]
+
+    @classmethod
+    def of(cls, model: nn.Module, example: Mapping[str, Any] | None = None, num_tokens: int = PROBE_TOKENS) -> Probe:
+        """Make it of the arguments of a call; without them, of tokens on the device of the embedding.
+
+        Raises:
+            AttachError: when an example has no tokens.
+        """
+        if example is None:
+            return cls(model, {}, "input_ids")._with_tokens(num_tokens)
+        rows = {
+            name: value
+            for name, value in example.items()
+            if isinstance(value, Tensor) and value.ndim == (3 if value.is_floating_point() else 2)
+        }
+        named = [name for name in ("input_ids", "tokens", *rows) if name in rows]
+        if not named:
+            raise AttachError(
+                f"example has {', '.join(example) or 'nothing'}; expected the arguments of a call of "
+                f"{type(model).__name__}, among them a tensor of tokens, integers [B, T]"
+            )
+        return cls(model, dict(example), named[0])
+
+    def _with_tokens(self, num: int) -> Probe:
+        try:
+            embedding: nn.Module = self.model.get_input_embeddings()  # type: ignore[operator]
+        except Exception as error:
+            raise _does_not_run(self, error) from error
+        weight: Tensor = embedding.weight  # type: ignore[assignment]
+        # where accelerate offloaded it, it takes tokens from anywhere
+        offloaded = weight.is_meta and hasattr(embedding, "_hf_hook")
+        device = torch.device("cpu") if offloaded else weight.device
+        # a weight that ranks share out may have no row here
+        num_words = getattr(embedding, "num_embeddings", weight.shape[0])
+        return replace(self, given={self.tokens: torch.arange(num, device=device)[None] % num_words})
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, T)."""
+        return tuple(self.given[self.tokens].shape[:2])
+
+    def run(self, *, use_cache: bool = False) -> Any:
+        torch.manual_seed(0)
+        takes = inspect.signature(self.model.forward).parameters
+        may_cache = "use_cache" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
+        return self.model(**({"use_cache": use_cache} if may_cache else {}) | dict(self.given))
+
+    def hidden(self) -> Tensor:
+        """Give its first output."""
+        return first_tensor(self.run())
+
+
+def first_tensor(output: Any) -> Tensor:
+    """Give logits or hidden states of what a model returned, and no cache."""
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else [output]
+    found: Tensor = next(value for value in values if isinstance(value, Tensor))
+    return found
+
+
 def find_routers(model: nn.Module) -> list[SelectingRouter]:
-    """Find every module that may be a router, in the order of the modules.
+    """Find every module that may be a router by its class name, in the order of the modules.
 
     Raises:
-        AttachError: when there is none, or one that is known not to be replayable, with the reason.
+        AttachError: for one that is known not to be replayable, with the reason.
     """
     for path, module in model.named_modules():
         reason = REFUSED.get(type(module).__name__)
@@ -52,11 +123,6 @@ def find_routers(model: nn.Module) -> list[SelectingRouter]:
         for path, module in model.named_modules()
         if ROUTER_CLASS.search(type(module).__name__) and not NOT_A_ROUTER.search(type(module).__name__)
     ]
-    if not candidates:
-        raise AttachError(
-            f"{type(model).__name__} has no router: no module's class name ends in Router, Gating or Gate. "
-            "Attach a Mixture-of-Experts model whose routers are modules of their own"
-        )
     stacks = {next((part for part in router.path.split(".") if part in STACKS), "") for router in candidates}
     if stacks.issuperset(STACKS):
         raise AttachError(
@@ -89,69 +155,178 @@ def _may_be_another_gate(router: SelectingRouter) -> bool:
     return bool(PERHAPS_A_ROUTER.search(type(router.module).__name__))
 
 
-def probe(model: nn.Module, candidates: list[SelectingRouter]) -> tuple[nn.Module, list[SelectingRouter]]:
+class FoundRouters(NamedTuple):
+    """What a small forward showed."""
+
+    trunk: nn.Module  # the innermost module that was handed the tokens and contains the routers
+    tokens: str  # its argument that held them
+    routers: list[SelectingRouter]  # in the order in which they selected
+
+
+def find_by(
+    probe: Probe, candidates: list[SelectingRouter], in_training: Callable[[], bool] = lambda: False
+) -> FoundRouters:
     """Run the model on a few tokens and watch the candidates, each of which then knows E, K and its final top-k.
 
-    Returns the trunk, which is the innermost module that was handed the tokens and contains the routers, and the
-    routers that selected, in the order in which they did.
-
     Candidates that do not run on text alone (vision experts beside text experts, vision towers) are left out; so are
-    gates that select nothing.
+    gates that select nothing. In a layer where none selects, a block that makes a top-k for each token is the router.
+
+    Args:
+        probe: the forward.
+        candidates: modules that may be routers, by their names.
+        in_training: has the model run as it trains, and says whether that is another mode; for one that runs in no
+            other.
 
     Raises:
         AttachError: when the forward fails, no router runs, a router runs without selecting, for several layers or not
             row by row, a layer runs past its router, or no module around the routers is handed tokens.
     """
-    seen: dict[SelectingRouter, list[Selection]] = {}
-    given_tokens: list[nn.Module] = []
-    entered: set[str] = set()
-    choosing: set[SelectingRouter] = set()
-
-    def watch(router: SelectingRouter, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        with router.rule.mode(final=None) as mode:
-            result = forward(*args, **kwargs)
-        if mode.seen and seen.get(router):
-            raise AttachError(_selected_twice(model, router))
-        seen.setdefault(router, []).extend(mode.seen)
-        if any(not part.is_floating_point() for part in tensors_of(result)):
-            choosing.add(router)  # it returns ids or a map, which no forget gate does
-        return result
-
-    with ExitStack() as stack:
-        for router in candidates:
-            stack.enter_context(overridden(*router.selecting, partial(watch, router)))
-        for module in _common_ancestors(model, candidates):
-            stack.enter_context(_noting_tokens(module, given_tokens))
-        for path in set(map(_layer_path, candidates)):
-            handle = model.get_submodule(path).register_forward_pre_hook(lambda *_, path=path: entered.add(path))
-            stack.callback(handle.remove)
-        _forward_once(model)
+    model = probe.model
+    watched = _watch(probe, candidates, in_training)
+    routed = set(map(_layer_name, watched.routers()))
+    around = _modules_around(model, watched.routers()).values()
+    blocks = [each for each in watched.elsewhere if _layer_name(each) not in routed and each.module not in around]
+    if blocks:
+        watched = _watch(probe, [*watched.routers(), *blocks], in_training)
+    routers, in_blocks = watched.routers(), set(map(_layer_name, blocks))
+    for router in routers:
+        if watched.times[router] > 1:
+            raise AttachError(_selected_often(model, router, watched))
     for router in candidates:
-        if seen.get(router) == [] and (router in choosing or not _may_be_another_gate(router)):
+        is_router = router in watched.choosing or not _may_be_another_gate(router)
+        if watched.seen.get(router) == [] and is_router and _layer_name(router) not in in_blocks:
             raise AttachError(
                 f"router {router.path} ({type(router.module).__name__}) made no top-k selection; how it selects is not "
                 f"known, so replay would have no effect. {NEEDS_A_RULE}"
             )
-    routers = [router for router, selections in seen.items() if selections]
-    _refuse_bypassed(candidates, routers, entered)
+    _refuse_bypassed(candidates, routers, set(watched.entered))
+    if not routers and not candidates:
+        raise AttachError(
+            f"{type(model).__name__} has no router: no module's class name ends in Router, Gating or Gate, and none "
+            "makes a top-k for each token. Attach a Mixture-of-Experts model"
+        )
     if not routers:
-        first = next(iter(seen), candidates[0])
+        first = next(iter(watched.seen), candidates[0])
         raise AttachError(
             f"none of the {len(candidates)} routers of {type(model).__name__} selected anything in a forward on text: "
-            f"the first, {first.path} ({type(first.module).__name__}), {'made no top-k' if seen else 'did not run'}. "
-            f"{NEEDS_A_RULE}"
+            f"the first, {first.path} ({type(first.module).__name__}), "
+            f"{'made no top-k' if watched.seen else 'did not run'}. {NEEDS_A_RULE}"
         )
+    num_rows = probe.shape[0] * probe.shape[1]
     for router in routers:
-        final = seen[router][-1]
-        if len(final.ids_RK) != PROBE_TOKENS or final.ids_RK.ndim != 2:
+        final = watched.seen[router][-1]
+        if len(final.ids_RK) != num_rows or final.ids_RK.ndim != 2:
             raise AttachError(
                 f"router {router.path} selects on scores of shape {tuple(final.scores_RE.shape)}; expected a row for "
-                f"each of {PROBE_TOKENS} tokens"
+                f"each of {num_rows} tokens"
             )
         router.num_experts, router.top_k = final.scores_RE.shape[-1], final.ids_RK.shape[-1]
-        router.final, router.by_probability = len(seen[router]) - 1, final.by_probability
+        router.final, router.by_probability = len(watched.seen[router]) - 1, final.by_probability
         router.by_softmax = final.by_probability and _adds_up_to_1(final)
-    return _trunk_of(given_tokens, routers), routers
+    return FoundRouters(*_trunk_of(watched.given_tokens, routers), routers)
+
+
+class _Watched:
+    """What a forward showed of candidates, and of blocks that select beside them."""
+
+    def __init__(self) -> None:
+        self.seen: dict[SelectingRouter, list[Selection]] = {}  # of the first call of each that ran
+        self.times: Counter[SelectingRouter] = Counter()  # how often it selected
+        self.given_tokens: list[tuple[nn.Module, str]] = []  # modules, and by which argument
+        self.entered: Counter[str] = Counter()  # calls of the modules around candidates, by their paths
+        self.choosing: set[SelectingRouter] = set()  # returned ids or a map, which no forget gate does
+        self.elsewhere: list[SelectingRouter] = []  # blocks that made a top-k for each token themselves
+
+    def routers(self) -> list[SelectingRouter]:
+        """Give those that selected, in order."""
+        return [router for router, selections in self.seen.items() if selections]
+
+
+def _watch(probe: Probe, candidates: list[SelectingRouter], in_training: Callable[[], bool]) -> _Watched:
+    """Run the probe, in the mode that the model trains in if it fails in the other. Raises as `find_by`."""
+    try:
+        return _watch_once(probe, candidates)
+    except AttachError:
+        raise
+    except Exception as error:
+        if not in_training():
+            raise _does_not_run(probe, error) from error
+    try:
+        return _watch_once(probe, candidates)
+    except AttachError:
+        raise
+    except Exception as error:
+        raise _does_not_run(probe, error) from error
+
+
+def _watch_once(probe: Probe, candidates: list[SelectingRouter]) -> _Watched:
+    watched = _Watched()
+    others = _OtherSelections(probe, watched)
+
+    def watch(router: SelectingRouter, forward: Any, *args: Any, **kwargs: Any) -> Any:
+        with others.paused(), router.rule.mode(final=None) as mode:
+            result = forward(*args, **kwargs)
+        watched.times[router] += bool(mode.seen)
+        if not watched.seen.get(router):
+            watched.seen[router] = mode.seen
+        if any(not part.is_floating_point() for part in tensors_of(result)):
+            watched.choosing.add(router)
+        return result
+
+    def enter(path: str, names: inspect.Signature, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
+        watched.entered[path] += 1
+        given = names.bind_partial(*args, **kwargs).arguments
+        given |= given.get("kwargs", {})
+        held = [name for name in (probe.tokens, "input_ids") if isinstance(given.get(name), Tensor)]
+        if held:
+            watched.given_tokens.append((module, held[0]))
+
+    with ExitStack() as stack:
+        for router in candidates:
+            stack.enter_context(overridden(*router.selecting, partial(watch, router)))
+        for path, module in _modules_around(probe.model, candidates).items():
+            note = partial(enter, path, inspect.signature(module.forward))
+            stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
+        stack.enter_context(others)
+        probe.hidden()
+    return watched
+
+
+class _OtherSelections(TorchFunctionMode):
+    """Finds the methods that make a top-k for each token, where no candidate runs."""
+
+    def __init__(self, probe: Probe, watched: _Watched) -> None:
+        super().__init__()
+        self._num_rows, self._watched = probe.shape[0] * probe.shape[1], watched
+        self._paths = {module: path for path, module in probe.model.named_modules() if path}
+        self._is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in TOP_K and not self._is_paused and result.indices.shape[:-1].numel() == self._num_rows:
+            self._keep(sys._getframe(1))
+        return result
+
+    def _keep(self, frame: FrameType | None) -> None:
+        """Keep the innermost method of a module that is running, as the router of its layer."""
+        while frame is not None:
+            code = frame.f_code
+            module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            if isinstance(module, nn.Module) and module in self._paths:
+                path, is_known = self._paths[module], any(each.module is module for each in self._watched.elsewhere)
+                if not is_known and hasattr(type(module), code.co_name) and not ATTENTION.search(path):
+                    block = SelectingRouter(path, module, (module, code.co_name), BLOCK_RULE)
+                    self._watched.elsewhere.append(block)
+                return
+            frame = frame.f_back
 
 
 def _adds_up_to_1(selection: Selection) -> bool:
@@ -160,28 +335,34 @@ def _adds_up_to_1(selection: Selection) -> bool:
     return bool((scores >= 0).all() and ((scores.float().sum(-1) - 1).abs() < 1e-2).all())
 
 
-def _trunk_of(given_tokens: Sequence[nn.Module], routers: Sequence[SelectingRouter]) -> nn.Module:
-    for module in reversed(given_tokens):  # outermost first
+def _trunk_of(
+    given_tokens: Sequence[tuple[nn.Module, str]], routers: Sequence[SelectingRouter]
+) -> tuple[nn.Module, str]:
+    for module, name in reversed(given_tokens):  # outermost first
         inside = set(module.modules())
         if all(router.selecting[0] in inside for router in routers):
-            return module
+            return module, name
     raise AttachError(
         f"no module that contains the routers ({routers[0].path}, ...) takes input_ids; attach the part of the "
         "model that is given the tokens"
     )
 
 
-def _selected_twice(model: nn.Module, router: SelectingRouter) -> str:
+def _selected_often(model: nn.Module, router: SelectingRouter, watched: _Watched) -> str:
+    times, name = watched.times[router], type(router.module).__name__
     places = [path for path, module in model.named_modules(remove_duplicate=False) if module is router.module]
-    if len(places) == 1:
+    if len(places) > 1:
         return (
-            f"{router.path} ({type(router.module).__name__}) cannot be replayed: it selects several times for each "
-            "token, as looped layers do, and a trace has one row of routes for each token and layer; make one pass, or "
-            "train without replay"
+            f"the router at {', '.join(places)} ({name}) selected {times} times in one forward, as if layers shared "
+            "it; a trace has one row of routes for each layer. Give each layer a router of its own"
         )
+    parts = router.path.split(".")
+    around = [".".join(parts[:depth]) for depth in reversed(range(len(parts)))]
+    looping = model.get_submodule(next((path for path in around if watched.entered[path] == 1), ""))
     return (
-        f"the router at {', '.join(places)} ({type(router.module).__name__}) selected twice in one forward, as if "
-        "layers shared it; a trace has one row of routes for each layer. Give each layer a router of its own"
+        f"{router.path} ({name}) cannot be replayed: it selects {times} times for each token, in the loop of "
+        f"{type(looping).__name__}, and a trace has one row of routes for each token and layer; make one pass, or "
+        "train without replay"
     )
 
 
@@ -197,79 +378,31 @@ def _refuse_bypassed(candidates: list[SelectingRouter], routers: Sequence[Select
             )
 
 
-def hidden(model: nn.Module, num_tokens: int = PROBE_TOKENS) -> Tensor:
-    """Give the first output of a forward on the probe's tokens, with the same random numbers every time."""
-    return first_tensor(run_probe(model, num_tokens))
+def _does_not_run(probe: Probe, error: Exception) -> AttachError:
+    model = probe.model
+    if any(parameter.numel() == 0 for parameter in model.parameters()):
+        return AttachError(
+            f"{type(model).__name__} has parameters without elements, as models have that were made partitioned, "
+            "for DeepSpeed's ZeRO stage 3, and nothing gathers them yet; call deepspeed.initialize first"
+        )
+    takes = inspect.signature(model.forward).parameters.values()
+    needs = [each.name for each in takes if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
+    needs = needs or [each.name for each in takes][:1]
+    mode = "" if model.training else " in eval mode"
+    return AttachError(
+        f"{type(model).__name__} does not run{mode} on {' and '.join(probe.given) or 'input_ids'} alone "
+        f"({type(error).__name__}: {error}). Mend that if it fails without foreroute too. Attach a model that takes "
+        "other arguments by those of a call, foreroute.core.attach(model, example={...}), of which this one needs "
+        f"{', '.join(needs)}; one that runs only as it trains after model.train(); and of a "
+        "speech model the part that takes tokens, such as the decoder"
+    )
 
 
-def first_tensor(output: Any) -> Tensor:
-    """Give logits or hidden states of what a model returned, and no cache."""
-    values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else [output]
-    found: Tensor = next(value for value in values if isinstance(value, Tensor))
-    return found
-
-
-def run_probe(model: nn.Module, num_tokens: int = PROBE_TOKENS, *, use_cache: bool = False) -> Any:
-    """Run a forward on the probe's tokens, with the same random numbers every time."""
-    torch.manual_seed(0)
-    takes = inspect.signature(model.forward).parameters
-    may_cache = "use_cache" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
-    given: dict[str, Any] = {"input_ids": probe_tokens(model, num_tokens)}
-    given |= {"use_cache": use_cache} if may_cache else {}
-    return model(**given)
-
-
-def probe_tokens(model: nn.Module, num_tokens: int = PROBE_TOKENS) -> Tensor:
-    """Make int64 [1, `num_tokens`] on the device of the embedding; on the host where accelerate offloaded that."""
-    embedding: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
-    weight: Tensor = embedding.weight  # type: ignore[assignment]
-    offloaded = weight.is_meta and hasattr(embedding, "_hf_hook")  # which takes tokens from anywhere
-    device = torch.device("cpu") if offloaded else weight.device
-    # a weight that ranks share out may have no row here
-    return torch.arange(num_tokens, device=device)[None] % getattr(embedding, "num_embeddings", weight.shape[0])
-
-
-def _forward_once(model: nn.Module) -> None:
-    try:
-        hidden(model)
-    except AttachError:
-        raise
-    except Exception as error:
-        if any(parameter.numel() == 0 for parameter in model.parameters()):
-            raise AttachError(
-                f"{type(model).__name__} has parameters without elements, as models have that were made partitioned, "
-                "for DeepSpeed's ZeRO stage 3, and nothing gathers them yet; call deepspeed.initialize first"
-            ) from error
-        raise AttachError(
-            f"{type(model).__name__} does not run on input_ids alone ({type(error).__name__}: {error}). Mend that if "
-            "model(input_ids=tokens) fails without foreroute too; give a model of your own get_input_embeddings(); or "
-            "attach to the part that takes tokens, such as the decoder of a speech model"
-        ) from error
-
-
-def _common_ancestors(model: nn.Module, routers: list[SelectingRouter]) -> list[nn.Module]:
+def _modules_around(model: nn.Module, routers: list[SelectingRouter]) -> dict[str, nn.Module]:
     """Give the modules around at least one router, outermost first: which of them run is not known yet."""
     paths = {"": model}
     for router in routers:
         parts = router.path.split(".")
-        for depth in range(1, len(parts)):
-            path = ".".join(parts[:depth])
+        for path in [*(".".join(parts[:depth]) for depth in range(1, len(parts))), _layer_path(router)]:
             paths[path] = model.get_submodule(path)
-    return list(paths.values())
-
-
-@contextmanager
-def _noting_tokens(module: nn.Module, into: list[nn.Module]) -> Iterator[None]:
-    signature = inspect.signature(module.forward)
-
-    def note_trunk(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = signature.bind_partial(*args, **kwargs).arguments
-        given |= given.get("kwargs", {})
-        if isinstance(given.get("input_ids"), Tensor):
-            into.append(module)
-
-    handle = module.register_forward_pre_hook(note_trunk, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return paths

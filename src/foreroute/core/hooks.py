@@ -28,7 +28,7 @@ from torch.nn.modules import module as every_module
 
 from .deferred_checks import DeferredChecks
 from .errors import ReplayError
-from .output_check import OutputCheck, ids_or_obeyed
+from .output_check import ExpertsCheck, OutputCheck, ids_or_obeyed
 from .passes import (
     ForwardArgs,
     Interceptor,
@@ -102,6 +102,12 @@ class SelectionHook(ABC):
         self.is_replaced = False  # whether the method is another than when the model was attached
         self._attached = selecting[0].__dict__.get(selecting[1])
 
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The method as it was when the model was attached."""
+        module, name = self.selecting
+        return self._attached or partial(getattr(type(module), name), module)
+
     def installed(self, run: Callable[..., Any]) -> AbstractContextManager[None]:
         """While the context is open, `run(method, ...)` is called in the place of the method. As `overridden`."""
         module, name = self.selecting
@@ -126,6 +132,7 @@ class RouterHook(SelectionHook):
         self.by_probability = False  # whether it selects by probabilities, and not by logits
         self.by_softmax = False  # whether these are of a softmax over all experts
         self.num_skip_classes = 0  # as of `SelectionRule`
+        self.returns_ids = True  # whether what it returns tells its ids, which that of a block may not
         # reads ids [R, K] in ascending order from what it returns, where they are not there as they are
         self.read_back: Callable[[Any], Tensor] | None = None
 
@@ -203,6 +210,9 @@ class ModelHooks(ABC):
         self.sessions = ThreadGuard("has a record() or replay() session open on it")
         self.interceptors: list[Interceptor] = []
         self._output_check: OutputCheck | None = None
+        # what is handed the ids that a router picked: its path, and which argument
+        self.experts: dict[RouterHook, tuple[str, nn.Module, int | str]] = {}
+        self._experts_check = ExpertsCheck(self.experts)
         self._picks = [RouterFacts(each.path, each.top_k, each.by_probability, each.by_softmax) for each in routers]
         self._modules = list({trunk: None} | {hook.selecting[0]: None for hook in self.every})
         self._num_users = 0  # sessions, and recomputations behind them
@@ -234,15 +244,18 @@ class ModelHooks(ABC):
         with self.sessions.held("opens a session on a model"), self._used(self._on_trunk, *self._on_modules.values()):
             self.interceptors += interceptors
             self._join_options()
+            self._experts_check.begin()
             try:
                 yield
             finally:
                 for each in interceptors:
                     self.interceptors.remove(each)
                 self._join_options()
-                if self._output_check is not None and not self.interceptors:
-                    self._output_check.remove()
-                    self._output_check = None
+                if not self.interceptors:
+                    self._experts_check.end()
+                    if self._output_check is not None:
+                        self._output_check.remove()
+                        self._output_check = None
         if not self.interceptors:
             self.checks.close()
         if self.left_behind:
@@ -333,6 +346,7 @@ class ModelHooks(ABC):
     def _end_trunk(self, interceptors: Sequence[Interceptor], batch: ForwardArgs, current: Pass | None) -> None:
         if current is not None:
             self.require_each_once(current)
+            self._experts_check.ask(self.checks)
         for each in interceptors:
             each.end_pass(self.chunk, batch, current)
         if current is not None:  # which lives on for its recomputations
@@ -429,10 +443,16 @@ class ModelHooks(ABC):
             current.last_layer = now.layer
         result = hook.select(now, forward, *args, **kwargs)
         current.calls[now.layer] += 1
-        if current.options.outputs and isinstance(hook, RouterHook) and now.ids_RK is not None:
+        if not isinstance(hook, RouterHook):
+            return result
+        if hook in self._experts_check.waiting:
+            self._experts_check.follow(hook, now, result)
+        if not hook.returns_ids:
+            return result
+        if current.options.outputs and now.ids_RK is not None:
             current.outputs[now.layer] = ids_or_obeyed(result, hook, now.ids_RK)
         is_watched = hook.is_replaced or hook.selecting[0]._forward_hooks or every_module._global_forward_hooks
-        if is_watched and isinstance(hook, RouterHook):
+        if is_watched:
             self._output_check = self._output_check or OutputCheck(self.checks)
             self._output_check.follow(hook, now, result)
         return result

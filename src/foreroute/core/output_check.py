@@ -7,6 +7,7 @@ on their device, which is not waited for.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -68,10 +69,72 @@ class OutputCheck:
         run_unnumbered(self._compare, router, now, output, f"a forward hook ({names or 'one on all modules'})")
 
     def _compare(self, router: RouterHook, now: LayerPass, output: Any, who: str) -> None:
-        native_RK, ids_RK = now.into_RK, now.ids_RK
-        ran_RK = native_RK if ids_RK is None else torch.where(ids_RK < 0, native_RK, ids_RK)
-        wrong = ~holds_ids(output, router, ran_RK.long(), may_drop=True).all()
+        wrong = ~holds_ids(output, router, _ran(now).long(), may_drop=True).all()
         self._checks.add(wrong, partial(_raise_changed, wrong, router.path, who))
+
+
+class ExpertsCheck:
+    """Looks once for each router and session at the ids that experts are handed: a block may swap them behind it."""
+
+    def __init__(self, experts: Mapping[RouterHook, tuple[str, nn.Module, int | str]]) -> None:
+        self._experts = experts
+        self.waiting: set[RouterHook] = set()  # whose experts have not been looked at
+        self._handles: dict[RouterHook, Any] = {}
+        self._found: dict[torch.device, list[tuple[Tensor, str, str]]] = {}  # bool [], whether they differ; of whom
+
+    def begin(self) -> None:
+        """Look at all of them once more."""
+        self.waiting = set(self._experts)
+
+    def end(self) -> None:
+        """Take its hooks off modules that were not called."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()
+        self._found.clear()
+
+    def follow(self, router: RouterHook, now: LayerPass, result: Any) -> None:
+        """Compare what a router has picked, outside of graphs, with what its experts are handed next."""
+        self.waiting.discard(router)
+        module = self._experts[router][1]
+        if module._compiled_call_impl is None and router not in self._handles:
+            compare = partial(self._compare, router, now, TensorIds(tensors_of(result)))
+            self._handles[router] = module.register_forward_pre_hook(compare, with_kwargs=True)
+
+    def ask(self, checks: DeferredChecks) -> None:
+        """Ask of a forward that has ended whether any differed. Raises `ReplayError` as `DeferredChecks.add`."""
+        every = list(self._found.values())
+        self._found.clear()
+        for found in every:
+            checks.add(torch.stack([wrong for wrong, *_ in found]).any(), partial(_raise_swapped, found))
+
+    def _compare(
+        self,
+        router: RouterHook,
+        now: LayerPass,
+        returned: TensorIds,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._handles.pop(router).remove()
+        path, _, name = self._experts[router]
+        handed = kwargs.get(name) if isinstance(name, str) else args[name] if name < len(args) else None
+        # the very tensor that the router returned is right, and costs the device nothing
+        if not isinstance(handed, Tensor) or returned.has(handed):
+            return
+        # rows may have been dropped or spread on the way; and a forward may have ended before it called them
+        if router.now is now and handed.numel() == now.into_RK.numel():
+            wrong = run_unnumbered(_is_swapped, router, now, handed.detach())
+            found = wrong, router.path, f"{path} ({type(module).__name__})"
+            self._found.setdefault(wrong.device, []).append(found)
+
+
+def _ran(now: LayerPass) -> Tensor:
+    """Give the ids [R, K] that a router has picked, or was given."""
+    return now.into_RK if now.ids_RK is None else torch.where(now.ids_RK < 0, now.into_RK, now.ids_RK)
 
 
 def ids_or_obeyed(output: Any, router: RouterHook, ids_RK: Tensor) -> Tensor:
@@ -123,6 +186,24 @@ def _raise_changed(wrong: Tensor, path: str, who: str) -> None:
             f"router {path} selected its experts, and {who} handed on other ones: what is recorded or replayed is what "
             "a router selects, and not what ran. Take it off while a session is open, or have it only look on"
         )
+
+
+def _is_swapped(router: RouterHook, now: LayerPass, handed: Tensor) -> Tensor:
+    ran_RK = _ran(now)
+    differs_RK = handed.reshape(ran_RK.shape).to(ran_RK.device) != ran_RK
+    if router.num_skip_classes:  # which a router returns as any id
+        differs_RK &= ran_RK < router.num_experts - router.num_skip_classes
+    return differs_RK.any()
+
+
+def _raise_swapped(found: Sequence[tuple[Tensor, str, str]]) -> None:
+    for wrong, path, experts in found:
+        if wrong.item():
+            raise ReplayError(
+                f"router {path} selected its experts, and {experts} was handed other ids: something between them swaps "
+                "them, such as a replay of the framework's own. What is recorded or replayed would not be what ran; "
+                "switch that off while a session is open"
+            )
 
 
 def tensors_of(output: Any) -> list[Tensor]:

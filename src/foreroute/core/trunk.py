@@ -34,17 +34,19 @@ class TrunkArgs:
         return self.shape[0] * self.shape[1]
 
     @classmethod
-    def of_call(cls, names: list[str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrunkArgs:
-        """Read a call whose parameters have these names.
+    def of_call(cls, names: list[str], tokens_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrunkArgs:
+        """Read a call whose parameters have these names, and of its tokens this one.
 
         Raises:
             ReplayError: when it has no tokens or embeddings, or by its mask continues a cache that is not known.
         """
         given = dict(zip(names, args, strict=False)) | kwargs
-        ids = given.get("input_ids")
+        ids = given.get(tokens_name)
         tokens = ids if isinstance(ids, Tensor) else given.get("inputs_embeds")
         if not isinstance(tokens, Tensor):
-            raise ReplayError("the forward got neither input_ids nor inputs_embeds, so that its rows are not known")
+            raise ReplayError(
+                f"the forward got neither {tokens_name} nor inputs_embeds, so that its rows are not known"
+            )
         cache = given_cache(given, ReplayError)
         past = None if cache is None else int(cache.get_seq_length())
         mask = given.get("attention_mask")
@@ -74,6 +76,7 @@ class TrunkHooks(ModelHooks):
         super().__init__(0, trunk, routers, others)
         self.model = model
         self.sizes_2L = torch.tensor([[each.num_experts for each in routers], [each.top_k for each in routers]])
+        self.tokens = "input_ids"  # its argument that holds them
         self.names = list(inspect.signature(trunk.forward).parameters)
         self._cache: FollowedCache | None = None
         self._layer_of = {router.selecting[0]: layer for layer, router in enumerate(routers)}
@@ -89,7 +92,7 @@ class TrunkHooks(ModelHooks):
         return None
 
     def read_args(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardArgs:
-        return TrunkArgs.of_call(self.names, args, kwargs)
+        return TrunkArgs.of_call(self.names, self.tokens, args, kwargs)
 
     def session_contexts(self) -> list[AbstractContextManager[Any]]:
         """Parameters, which must stay, and whatever was compiled on its own with a router in it. See `ModelHooks`.

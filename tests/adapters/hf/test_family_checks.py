@@ -26,7 +26,7 @@ from tests.adapters.hf.model_runs import random_routes
 def of_its_own(monkeypatch):
     """No model of a test here is that of another, and attach trusts it, so that the checks have to find out."""
     attaching = importlib.import_module("foreroute.core.attaching")
-    monkeypatch.setattr(attaching, "self_check", lambda hooks: None)
+    monkeypatch.setattr(attaching, "self_check", lambda *_: None)
     attached_once.cache_clear()
     yield
     attached_once.cache_clear()

@@ -13,7 +13,7 @@ from torch import nn
 from foreroute.adapters.hf.packed_routers import about_packed
 from foreroute.adapters.hf.routed_transformer import RoutedTransformer, TransformerHooks
 from foreroute.core.attaching import attach_by, require_attachable
-from foreroute.core.find import ATTENTION, PROBE_TOKENS, hidden
+from foreroute.core.find import ATTENTION, PROBE_TOKENS, Probe
 from foreroute.core.hooks import SelectingRouter
 from foreroute.errors import AttachError
 from foreroute.trace import INDEXER, DecisionStream, LayerKind, RoutedLayer, RoutingSpec
@@ -109,13 +109,14 @@ def find_indexers(model: nn.Module, trunk: nn.Module) -> FoundIndexers | None:
 def check_indexers(routed: RoutedTransformer, indexers: FoundIndexers) -> None:
     """Run the model four times, each indexer choosing one of three units: as it is, on its own choices, on others."""
     num_tokens = max(PROBE_TOKENS, 3 * indexers.spec.unit)
+    hidden = Probe.of(routed.model, num_tokens=num_tokens).hidden
     with indexers.choosing_one():
         with routed.record(indexers=True) as recording:
-            native = hidden(routed.model, num_tokens)
+            native = hidden()
         own = recording.trace()
         with routed.replay(own), routed.record(indexers=True) as recording:
-            replayed = hidden(routed.model, num_tokens)
-        is_stable = torch.equal(native, hidden(routed.model, num_tokens))
+            replayed = hidden()
+        is_stable = torch.equal(native, hidden())
         if not recording.trace().equals(own) or (is_stable and not torch.equal(native, replayed)):
             raise AttachError(
                 "self-check failed: replaying the indexers' own choices changed the output by up to "
@@ -129,7 +130,7 @@ def check_indexers(routed: RoutedTransformer, indexers: FoundIndexers) -> None:
         )
         other = own.with_stream(INDEXER, others)
         with routed.replay(other), routed.record(indexers=True) as recording:
-            moved = hidden(routed.model, num_tokens)
+            moved = hidden()
     if not recording.trace().equals(other) or torch.equal(native, moved):
         raise AttachError(
             f"self-check failed: indexers such as {indexers.hooks[0].path} ({type(indexers.modules[0]).__name__}) were "

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from foreroute.adapters.checkpoint import quiet_transformers
 from foreroute.adapters.hf.attaching import find_indexers, spec_of
 from foreroute.adapters.hf.loading import first_line, read_config
-from foreroute.core.find import find_routers, probe
+from foreroute.core.find import Probe, find_by, find_routers
 from foreroute.errors import AttachError, ConfigError
 from foreroute.trace import IndexerSpec, RoutingSpec
 
@@ -62,7 +62,7 @@ def structure_of(path: Path) -> tuple[RoutingSpec, IndexerSpec | None, Mapping[s
                 model.set_experts_implementation("eager")
             with _fakes(), NothingSelected():
                 model.to_empty(device="cpu")  # autocast, which forwards turn off, knows no device `meta`
-                trunk, routers = probe(model, find_routers(model))
+                trunk, _, routers = find_by(Probe.of(model), find_routers(model))
             spec = spec_of(model, routers)
             indexers = find_indexers(model, trunk)
     except Exception as error:  # transformers raises what its classes raise

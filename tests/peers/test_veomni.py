@@ -1,0 +1,213 @@
+"""The core on models of veomni, experts in eager mode: its kernels need a GPU.
+
+The routes are forced a second time by its own seam for replay, where a family has it, or its formula once more.
+"""
+
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from itertools import cycle
+
+import pytest
+import torch
+from torch.nn import functional
+
+from foreroute.core import AttachError, ReplayError, attach
+from tests.peers.comparing import (
+    CHECKS,
+    DIM,
+    TOKENS,
+    VOCAB,
+    Kind,
+    cells,
+    checkpointed,
+    ids_handed_to,
+    replaced,
+    require,
+    require_control,
+    run,
+    seeded,
+    selective,
+)
+
+require("veomni")
+
+import transformers
+from veomni.utils.moe_router_replay import set_active_replay
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": DIM,
+    "intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts_per_tok": 3,
+    "max_position_embeddings": 64,
+    "use_cache": False,
+    "tie_word_embeddings": False,
+    "attn_implementation": "eager",
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+
+def made(family, class_name, config):
+    module = import_module(f"veomni.models.transformers.{family}.generated.patched_modeling_{family}_gpu")
+    module.veomni_moe_experts_forward.bind("eager")
+    return seeded(getattr(module, class_name)(config))
+
+
+def make_qwen3():
+    sizes = {"num_experts": 8, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    return made("qwen3_moe", "Qwen3MoeForCausalLM", transformers.Qwen3MoeConfig(**SIZES, **sizes))
+
+
+def make_qwen3_5():
+    sizes = {"num_experts": 8, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    full = ["full_attention"] * 3  # linear attention has no path for a CPU
+    config = transformers.Qwen3_5MoeTextConfig(**SIZES, **sizes, layer_types=full)
+    return made("qwen3_5_moe", "Qwen3_5MoeForCausalLM", config)
+
+
+def make_deepseek_v3():
+    config = transformers.DeepseekV3Config(
+        **{**SIZES, "num_hidden_layers": 4, "num_key_value_heads": 4},
+        n_routed_experts=8,
+        moe_intermediate_size=16,
+        n_shared_experts=1,
+        n_group=4,
+        topk_group=2,
+        first_k_dense_replace=1,
+        q_lora_rank=None,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+    )
+    return made("deepseek_v3", "DeepseekV3ForCausalLM", config)
+
+
+def make_gpt_oss():
+    config = transformers.GptOssConfig(**SIZES, num_local_experts=8, sliding_window=4)
+    return made("gpt_oss", "GptOssForCausalLM", config)
+
+
+class Manager:
+    """Answers the routers of every forward with ids, one after the other."""
+
+    def __init__(self, ids_LNK):
+        self.answers = cycle(ids_LNK)
+
+    def on_router_forward(self, router, scores, ids):
+        forced = next(self.answers)
+        return torch.where(forced < 0, ids, forced) if forced.shape == ids.shape else ids
+
+
+@contextmanager
+def by_its_manager(_, ids_LNK):
+    set_active_replay(Manager(ids_LNK))
+    try:
+        yield
+    finally:
+        set_active_replay(None)
+
+
+def of_deepseek(block, forced_NK, native, logits):
+    own, _ = native(logits)
+    ids = torch.where(forced_NK < 0, own, forced_NK)
+    weights = logits.sigmoid().gather(1, ids)
+    return ids, weights / (weights.sum(-1, keepdim=True) + 1e-20) * block.routed_scaling_factor
+
+
+def of_gpt_oss(router, forced_NK, native, hidden):
+    logits, _, own = native(hidden)
+    ids = torch.where(forced_NK < 0, own, forced_NK)
+    return logits, functional.softmax(logits.gather(1, ids), dim=1, dtype=logits.dtype), ids
+
+
+def handed(class_name):
+    return partial(ids_handed_to, class_name=class_name, argument=1)
+
+
+def compiled(model):
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+
+
+VARIANTS = {
+    "full": partial(checkpointed, False),
+    "reentrant": partial(checkpointed, True),
+    # Qwen's routers normalise in place what their top-k gave, which must then not be kept
+    "selective": partial(selective, saves_top_k=False),
+    "compiled": compiled,
+}
+
+
+def offsets(tokens):
+    return {"cu_seq_lens_q": torch.arange(len(tokens) + 1, dtype=torch.int32) * tokens.shape[1]}
+
+
+DEEPSEEK = {"class_name": "DeepseekV3MoE", "formula": of_deepseek, "method": "route_tokens_to_experts"}
+GPT_OSS = {"class_name": "GptOssTopKRouter", "formula": of_gpt_oss}
+KINDS = [
+    Kind("Qwen3-MoE", make_qwen3, handed("Qwen3MoeExperts"), by_its_manager, VARIANTS),
+    Kind("Qwen3.5-MoE", make_qwen3_5, handed("Qwen3_5MoeExperts"), by_its_manager, VARIANTS, more=offsets),
+    Kind(
+        "DeepSeek-V3",
+        make_deepseek_v3,
+        handed("DeepseekV3NaiveMoe"),
+        lambda model, ids_LNK: replaced(model, ids_LNK=ids_LNK, **DEEPSEEK),
+        VARIANTS,
+    ),
+    Kind(
+        "gpt-oss",
+        make_gpt_oss,
+        handed("GptOssExperts"),
+        lambda model, ids_LNK: replaced(model, ids_LNK=ids_LNK, **GPT_OSS),
+        VARIANTS,
+    ),
+]
+
+
+@pytest.mark.proven(
+    "veomni", '`attach(model)`; Qwen3.5: `attach(model, {"input_ids": tokens, "cu_seq_lens_q": offsets})`'
+)
+@pytest.mark.parametrize(("kind", "variant"), cells(KINDS))
+def test_routes_are_recorded_and_replayed(kind, variant):
+    run(kind, variant)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_each_check_sees_its_fault(kind, check, monkeypatch):
+    require_control(kind, check, monkeypatch)
+
+
+def test_as_they_are_models_are_attached_or_the_error_names_the_argument():
+    for make in (make_qwen3, make_deepseek_v3, make_gpt_oss):
+        assert len(attach(make()).hooks.routers) == 3
+    with pytest.raises(AttachError, match=r"cu_seq_lens_q.*attach\(model, example="):
+        attach(make_qwen3_5())
+
+
+@pytest.mark.parametrize("make", [make_qwen3, make_qwen3_5])
+def test_its_own_replay_behind_a_router_is_told(make):
+    """It swaps ids between routers and experts: what a router picked is not what runs."""
+    model = make()
+    arguments = {"input_ids": TOKENS, **offsets(TOKENS)}
+    routed = attach(model, arguments)
+    with torch.no_grad(), routed.record() as recording:
+        model(**arguments)
+    [own] = recording.ids()
+    others = ((own.long() + 1) % 8).permute(2, 0, 1, 3).flatten(1, 2)
+    for session in (routed.record, lambda: routed.replay(own)):
+        said = pytest.raises(ReplayError, match="handed other")
+        with torch.no_grad(), by_its_manager(model, others), said, session():
+            model(**arguments)
+    with torch.no_grad(), by_its_manager(model, others), pytest.raises(AttachError, match="not those"):
+        attach(model, arguments)

@@ -1,0 +1,161 @@
+"""The core on models of xtuner. Mixtral's gate is a Linear and its block selects; shards run in training mode alone.
+
+The routes are forced a second time by another `torch.topk`, or the gate's formula once more.
+"""
+
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import pytest
+import torch
+from torch.nn import functional
+
+from foreroute.core import AttachError, attach
+from tests.peers.comparing import (
+    CHECKS,
+    DIM,
+    VOCAB,
+    Kind,
+    another_top_k,
+    cells,
+    checkpointed,
+    replaced,
+    require,
+    require_control,
+    rows_handed_to_each,
+    run,
+    seeded,
+    selective,
+)
+
+require("xtuner")
+
+from transformers import pytorch_utils
+
+# its files do not import under the release that it pins: a name is gone
+pytorch_utils.is_torch_greater_or_equal_than_1_13 = True
+
+from xtuner.model.transformers_models.deepseek_v2 import DeepseekV2Config, DeepseekV2ForCausalLM
+from xtuner.model.transformers_models.mixtral import MixtralConfig, MixtralForCausalLM
+
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": DIM,
+    "intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 3,
+    "max_position_embeddings": 64,
+    "use_cache": False,
+    "attn_implementation": "eager",
+    "pad_token_id": None,
+}
+SHARDS = {"moe_implementation": "shard", "expert_in_one_shard": 4}
+
+
+def make_mixtral(**how):
+    return seeded(MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=8, **how)))
+
+
+def make_deepseek_v2(**how):
+    config = DeepseekV2Config(
+        **{**SIZES, "num_hidden_layers": 4},
+        num_key_value_heads=4,
+        n_routed_experts=8,
+        moe_intermediate_size=16,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        moe_layer_freq=1,
+        q_lora_rank=None,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        **{"topk_method": "greedy", "norm_topk_prob": True, "aux_loss_alpha": 0.01, **how},
+    )
+    return seeded(DeepseekV2ForCausalLM(config))
+
+
+def formula(gate, forced_NK, native, hidden):
+    """Scores at given ids, normalised; and the auxiliary loss of these ids."""
+    own, _, _ = native(hidden)
+    ids = torch.where(forced_NK < 0, own, forced_NK)
+    logits = functional.linear(hidden.view(len(ids), -1).float(), gate.weight.float())
+    scores = logits.softmax(-1, dtype=torch.float32)
+    weights = scores.gather(-1, ids)
+    counts = functional.one_hot(ids.view(-1), 8).float().mean(0)
+    auxiliary = (scores.mean(0) * (counts * 8)).sum() * gate.alpha
+    return ids, weights / (weights.sum(-1, keepdim=True) + 1e-20), auxiliary
+
+
+@contextmanager
+def handed_to_shards(model):
+    """The two shards of a layer are each handed all ids [N K], or a map of their experts, [E / 2, K, N]."""
+    seen, given = [], []
+
+    def collect(_, args):
+        given.append(args[1].detach().clone())
+        if len(given) == 2:
+            is_map = given[0].ndim == 3
+            seen.append(torch.cat(given).any(1).T.nonzero()[:, 1].view(-1, 3) if is_map else given[0].view(-1, 3))
+            given.clear()
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            if type(module).__name__ == "ExpertShard":
+                stack.callback(module.register_forward_pre_hook(collect).remove)
+        yield seen
+
+
+def compiled(model):
+    for layer in model.model.layers:
+        layer.compile(backend="aot_eager")
+
+
+VARIANTS = {
+    "full": partial(checkpointed, False),
+    "reentrant": partial(checkpointed, True),
+    # Mixtral normalises in place what its top-k gave, which must then not be kept
+    "selective": partial(selective, saves_top_k=False),
+    "compiled": compiled,
+}
+GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "seq_aux": False}
+of_mixtral = partial(rows_handed_to_each, class_name="MixtralSparseMoeBlock")
+of_deepseek = partial(rows_handed_to_each, class_name="DeepseekV2MoE")
+KINDS = [
+    Kind("Mixtral", make_mixtral, of_mixtral, another_top_k, VARIANTS),
+    Kind("Mixtral in shards", partial(make_mixtral, **SHARDS), handed_to_shards, another_top_k, VARIANTS),
+    Kind("DeepSeek-V2", make_deepseek_v2, of_deepseek, another_top_k, VARIANTS),
+    Kind("DeepSeek-V2 in shards", partial(make_deepseek_v2, **SHARDS), handed_to_shards, another_top_k, VARIANTS),
+    Kind(
+        "DeepSeek-V2, groups",
+        partial(make_deepseek_v2, **GROUPS),
+        of_deepseek,
+        lambda model, ids_LNK: replaced(model, "MoEGate", ids_LNK, formula),
+        VARIANTS,
+    ),
+]
+
+
+@pytest.mark.proven("xtuner", "`attach(model.train())`")
+@pytest.mark.parametrize(("kind", "variant"), cells(KINDS))
+def test_routes_are_recorded_and_replayed(kind, variant):
+    run(kind, variant)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_each_check_sees_its_fault(kind, check, monkeypatch):
+    require_control(kind, check, monkeypatch)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_models_are_attached_as_they_are(kind):
+    model = kind.build()
+    assert len(attach(model).hooks.routers) == 3
+    assert model.training
+
+
+def test_shards_in_eval_mode_name_the_mode():
+    with pytest.raises(AttachError, match=r"in eval.*NotImplementedError"):
+        attach(make_deepseek_v2(**SHARDS).eval())
