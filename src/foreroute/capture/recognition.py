@@ -15,8 +15,10 @@ from enum import StrEnum
 from typing import Any
 
 from foreroute.capture.arrays import (
+    BYTES,
     NPY_MAGIC,
     TABLE,
+    as_bytes,
     field_of,
     is_array,
     is_nested,
@@ -83,12 +85,9 @@ def _parsed(output: Any) -> Any:
     """Return the value of JSON text or bytes; the bytes of a .npy file, and what is neither, as they are."""
     if isinstance(output, str):
         return parse_text(output)
-    if not isinstance(output, bytes | bytearray | memoryview):
+    if not isinstance(output, BYTES):
         return output
-    try:
-        data = bytes(output)
-    except ValueError as error:  # a view that was released
-        raise CaptureError(f"the {type(output).__name__} cannot be read ({error})") from error
+    data = as_bytes(output)
     return data if data.startswith(NPY_MAGIC) else parse_text(data)
 
 
@@ -180,7 +179,9 @@ def _verl(batch: Any) -> list[RawSequence]:
     fields = {
         "routed_experts": _first(batch, *PADDED),
         "input_ids": _first(batch, "input_ids", "sequences"),
-        **{name: field_of(batch, name) for name in ("attention_mask", "position_ids")},
+        # ms-swift's for Megatron, whose other one is of every query and key
+        "attention_mask": _first(batch, "attention_mask_2d", "attention_mask"),
+        **{name: field_of(batch, name) for name in ("position_ids", "seq_lens")},
     }
     return [RawSequence(rows_TAK, valid_T, token_ids=tokens_T) for rows_TAK, valid_T, tokens_T in sequences_of(fields)]
 
