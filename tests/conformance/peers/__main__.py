@@ -17,18 +17,21 @@ from foreroute.conformance import ALL_CHECKS
 from tests.conformance.peers.scores import scores_of
 
 PEERS = {
-    "megatron": ("megatron-core", "megatron-core"),
-    "automodel": ("nemo-automodel", "nemo-automodel"),
-    "veomni": ("VeOmni", "veomni", "verl"),
-    "twinkle": ("twinkle", "twinkle-kit"),
-    "twinkle:deepseek_v3": ("twinkle, sigmoid", "twinkle-kit"),
+    "core": ("foreroute.core",),
+    "megatron": ("Megatron-Core {megatron-core}", "megatron-core"),
+    "automodel": ("NeMo Automodel {nemo-automodel}", "nemo-automodel"),
+    "veomni": ("VeOmni {veomni} under verl {verl}", "veomni", "verl"),
+    "twinkle": ("twinkle {twinkle-kit}", "twinkle-kit"),
+    "twinkle:deepseek_v3": ("twinkle {twinkle-kit}, sigmoid gates", "twinkle-kit"),
 }
-"""Name on the command line: title, and the distributions whose versions are told."""
+"""Name on the command line: title, and the distributions whose versions stand in it."""
 FOLDERS = {"automodel": "with-nemo-automodel", "veomni": "with-veomni"}
 """What stands before an environment's own packages, in its folder."""
 MARKS = {"passed": "●", "failed": "○", "not applicable": "-", "blocked": "·"}
 PAGE = Path(__file__).with_name("README.md")
 ROOT = PAGE.parents[3]
+COMPARISON = ROOT / "docs" / "comparison.md"
+SHORT_HEAD = "| replay | passed | also fails |"
 
 
 def main():
@@ -44,6 +47,9 @@ def main():
     sys.stdout.write(text)
     if given.page:
         PAGE.write_text(text, encoding="utf-8")
+        before, _, behind = COMPARISON.read_text(encoding="utf-8").partition(SHORT_HEAD)
+        behind = behind.partition("\n\n")[2]
+        COMPARISON.write_text(f"{before}{short_table(text)}\n\n{behind}", encoding="utf-8")
     elif not given.peers and table(text) != table(PAGE.read_text(encoding="utf-8")):
         raise SystemExit(f"the table is not that of {PAGE}")
 
@@ -51,6 +57,21 @@ def main():
 def table(text):
     """The lines of the table of a page."""
     return [line for line in text.splitlines() if line.startswith("|")]
+
+
+def short_table(text):
+    """The table of docs/comparison.md, from that of the page: what each fails beside that which all of them fail."""
+    head, _, *rows, passed = [[cell.strip(" *") for cell in line.split("|")[1:-1]] for line in table(text)]
+    failed = {column: [row[0] for row in rows if row[column] == MARKS["failed"]] for column in range(1, len(head))}
+    by_all = set.intersection(*map(set, failed.values()))
+    lines, above = [SHORT_HEAD, "|---|---|---|"], set()
+    for column, checks in failed.items():
+        names = [check.partition("]")[0].strip("[") for check in checks if check not in by_all]
+        more = ["the same"] + [name for name in names if name not in above]
+        said = more if above and above < set(names) else names
+        lines.append(f"| {head[column]} | {passed[column]} | {', '.join(said) or 'none'} |")
+        above = set(names)
+    return "\n".join(lines)
 
 
 def scores_apart(peer):
@@ -82,8 +103,8 @@ def scores(peer):
 def page(found):
     """Table, versions, and for each failed check what was seen and the smallest input."""
     of = {peer: each["checks"] for peer, each in found.items()}
-    titles = [PEERS[peer][0] for peer in found]
-    lines = [INTRODUCTION, f"| check | {' | '.join(titles)} |", f"|---|{'---|' * len(titles)}"]
+    of_peer = {peer: PEERS[peer][0].format(**each["versions"]) for peer, each in found.items()}
+    lines = [INTRODUCTION, f"| check | {' | '.join(of_peer.values())} |", f"|---|{'---|' * len(of_peer)}"]
     for check in ALL_CHECKS:
         if any(check.id in checks for checks in of.values()):
             marks = " | ".join(MARKS[checks[check.id][0]] for checks in of.values())
@@ -92,16 +113,14 @@ def page(found):
     counts = [str(sum(outcome == "passed" for outcome, *_ in checks.values())) for checks in of.values()]
     lines += [f"| **passed** | {' | '.join(counts)} |", "", "## Versions", ""]
     for peer, each in found.items():
-        lines.append(
-            f"- {PEERS[peer][0]}: {', '.join(f'{name} {number}' for name, number in each['versions'].items())}"
-        )
+        lines.append(f"- {of_peer[peer]}: {', '.join(f'{name} {number}' for name, number in each['versions'].items())}")
     for check in ALL_CHECKS:
         failed = {peer: checks[check.id] for peer, checks in of.items() if checks.get(check.id, [""])[0] == "failed"}
         if failed:
             lines += ["", f"### {check.id}", "", f"{check.title}.", ""]
-            lines += [f"- {PEERS[peer][0]}, {size} tokens: {reason}" for peer, (_, reason, size) in failed.items()]
+            lines += [f"- {of_peer[peer]}, {size} tokens: {reason}" for peer, (_, reason, size) in failed.items()]
     reasons = {
-        f"- {check}, {PEERS[peer][0]}: {reason}"
+        f"- {check}, {of_peer[peer]}: {reason}"
         for peer, checks in of.items()
         for check, (outcome, reason, _) in checks.items()
         if outcome == "not applicable"

@@ -16,11 +16,11 @@ class IdsAlone(AdapterUnderTest):
     """A peer: subclasses build its model and drive its replay.
 
     Attributes:
-        fills_with_zeros: rows without a route are handed over as zeros, as the peer's own code does it.
+        fill: what a row without a route holds, as the peer's own code has it; None where it has no word for that.
         sequence_first: rows are token after token, and of each token sequence after sequence.
     """
 
-    fills_with_zeros = False
+    fill = None
     sequence_first = False
 
     def build(self, case):
@@ -106,9 +106,7 @@ class Driven:
 
     def arm(self, padding, width):
         if self.routes is not None:
-            ids_BTLK = laid_out(
-                self.routes, padding, width, self.peer.spec(self).num_experts, self.peer.fills_with_zeros
-            )
+            ids_BTLK = laid_out(self.routes, padding, width, self.peer.spec(self).num_experts, self.peer.fill)
             rows_RLK = (ids_BTLK.transpose(0, 1) if self.peer.sequence_first else ids_BTLK).flatten(0, 1)
             self.peer.arm(self, [layer.contiguous() for layer in rows_RLK.unbind(1)])
 
@@ -157,11 +155,13 @@ class Attached:
         return RoutingTrace.from_sequences(self.spec, batch.sequences, rows, weight_version=self.version)
 
 
-def laid_out(routes, padding, width, num_experts, zeros):
+def laid_out(routes, padding, width, num_experts, fill):
     """int64 [B, T, L, K], and what fills rows that have no route."""
     layers, top_k = routes.expert_ids_NLK.shape[1:]
     rows = torch.arange(len(routes.lengths) * width).view(-1, width, 1, 1)
-    ids = ((rows * top_k + torch.arange(top_k)) % num_experts).repeat(1, 1, layers, 1) * (not zeros)
+    ids = ((rows * top_k + torch.arange(top_k)) % num_experts).repeat(1, 1, layers, 1)
+    if fill is not None:
+        ids.fill_(fill)
     for s, (start, length) in enumerate(zip(routes.offsets.tolist(), routes.lengths.tolist(), strict=False)):
         first = width - length if padding == "left" else 0
         valid = torch.from_numpy(routes.valid_N[start : start + length].copy())

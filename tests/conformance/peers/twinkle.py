@@ -13,7 +13,7 @@ from tests.conformance.peers.ids_alone import IdsAlone
 
 
 class Peer(IdsAlone):
-    fills_with_zeros = True  # as its processor pads
+    fill = 0  # as its processor pads
 
     def __init__(self, family="qwen3_moe"):
         self.name = f"twinkle on {family}"

@@ -21,7 +21,7 @@ FOUND.loader.exec_module(CONTROLLER)
 
 class Peer(IdsAlone):
     name = "veomni under verl"
-    fills_with_zeros = True  # which its controller takes for rows without a route
+    fill = 0  # which its controller takes for rows without a route
     vocabulary = FAMILIES["qwen3_moe"]["vocab_size"]
 
     def __init__(self):
