@@ -122,13 +122,13 @@ def test_a_packed_batch_is_cut_by_its_positions():
 def test_lengths_that_are_not_those_of_a_packed_batch_are_refused():
     batch, lengths = packed(ALL, padding=2), [len(r.tokens) for r in ALL]
     for wrong in (lengths[::-1], [*lengths, 3], lengths + lengths, [[7]], [n + 1 for n in lengths], [-7, 3, 11]):
-        with pytest.raises(CaptureError, match=r"seq_lens are .* expected at least as many|shape"):
+        with pytest.raises(CaptureError, match=r"seq_lens are .*at least|shape"):
             decode(batch | {"seq_lens": wrong}, model=R.spec)
     for outside in (lengths[:2], [5, 3, 11]):
-        with pytest.raises(CaptureError, match=r"seq_lens are .* routes outside of these tokens"):
+        with pytest.raises(CaptureError, match=r"seq_lens are .*routes outside"):
             decode(batch | {"seq_lens": outside}, model=R.spec)
     batch["position_ids"][0, 3] += 1
-    with pytest.raises(CaptureError, match=r"seq_lens are .* do not count from 0"):
+    with pytest.raises(CaptureError, match=r"seq_lens are .*from 0"):
         decode(batch | {"seq_lens": lengths}, model=R.spec)
 
 
