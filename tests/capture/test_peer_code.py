@@ -139,11 +139,13 @@ def test_verifiers_branches():
     names = ("_replace_placeholder_routing_row", "_attribute_routed_experts", "_encode_ndarray")
     graph = code("verifiers", "v1/graph.py", *names, binascii=__import__("binascii"))
     attribute, encode = graph[1], graph[2]
-    branch_tokens, branch_rows = code("verifiers", "v1/trace.py", "token_ids", "routed_experts")
+    of_branch = ("token_ids", "routed_experts", "sampled_mask")
+    properties = dict(zip(of_branch, code("verifiers", "v1/trace.py", *of_branch), strict=True))
+    branch_type = type("Branch", (SimpleNamespace,), {name: property(get) for name, get in properties.items()})
     parts = np.split(np.arange(len(R.tokens)), [2, 5, 6])  # user, assistant, tool, assistant
-    nodes = [SimpleNamespace(token_ids=[], sampled=s, routed_experts=None) for s in (False, True, False, True)]
+    nodes = [SimpleNamespace(sampled=s, routed_experts=None) for s in (False, True, False, True)]
     for node, part in zip(nodes, parts, strict=True):
-        node.token_ids = [R.tokens[p] for p in part]
+        node.token_ids, node.mask = [R.tokens[p] for p in part], [node.sampled] * len(part)
     trace = SimpleNamespace(nodes=nodes)
     # renderers' payloads: base64 as the engine wrote it, and its first position
     parse = code(
@@ -162,11 +164,12 @@ def test_verifiers_branches():
         return parse(text.encode())["choices"][0]["routed_experts"]
 
     def read(*numbers):
-        branch = SimpleNamespace(nodes=[nodes[n] for n in numbers])
-        rows, tokens = branch_rows(branch), branch_tokens(branch)
-        assert len(rows) == len(tokens)
-        assert decode(encode(rows), model=SPEC, token_ids=tokens).equals(decode(rows, model=SPEC, token_ids=tokens))
-        return decode(rows, model=SPEC, token_ids=tokens)
+        branch = branch_type(nodes=[nodes[n] for n in numbers])
+        assert len(branch.routed_experts) == len(branch.token_ids)
+        found = decode([branch], model=SPEC)
+        wire = encode(branch.routed_experts)
+        assert decode(wire, model=SPEC, token_ids=branch.token_ids).equals(found)
+        return found
 
     first = turn(0, 4)
     assert isinstance(first["data"], memoryview)

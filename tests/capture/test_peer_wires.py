@@ -2,6 +2,7 @@
 
 import base64
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -65,6 +66,19 @@ def test_a_table_may_state_where_it_starts():
     assert read(table(R.routes_RLK, start=0)).equals(KNOWN[0])
     several = [late, table(SHORT.routes_RLK, start=0)]
     assert decode(several, model=R.spec, token_ids=TOKENS[:2]).equals(fr.concatenate([expected, KNOWN[1]]))
+
+
+def test_branches_of_verifiers_have_a_row_for_each_token():
+    """The last of which copies the one before."""
+    rows = [np.concatenate([r.routes_RLK, r.routes_RLK[-1:]]) for r in ALL]
+    branches = [
+        SimpleNamespace(token_ids=r.tokens, routed_experts=each, sampled_mask=[False] * len(each))
+        for r, each in zip(ALL, rows, strict=True)
+    ]
+    assert decode(branches, model=R.spec).equals(fr.concatenate(KNOWN))
+    branches[1].routed_experts = None
+    with pytest.raises(CaptureError, match=r"output 1: .*no routed_experts"):
+        decode(branches, model=R.spec)
 
 
 def skyrl(rollouts, dtype):

@@ -4,7 +4,8 @@ vllm    `routed_experts` on each choice: an array in process, base64 of a .npy f
         be apart from it (`prompt_routed_experts` of 0.21)
 sglang  `routed_experts` in `meta_info` (/generate) or `sglext` (OpenAI): base64 of int32, without a shape
 verl    a padded batch of `routed_experts`, `input_ids` and `attention_mask`, or a packed one; by other names of SkyRL
-array   an array of any library, nested lists, a table, or the bytes of a .npy file: the door for every other engine
+array   an array of any library, nested lists, a table, or the bytes of a .npy file: the door for every other engine;
+        and branches of verifiers
 """
 
 from __future__ import annotations
@@ -103,6 +104,9 @@ def _from_one(output: Any) -> tuple[Form, list[RawSequence]]:
         return Form.ARRAY, [RawSequence(output)]
     if is_table(output):
         return Form.ARRAY, [RawSequence(output, start=field_of(output, "start"))]
+    if field_of(output, "sampled_mask") is not None and field_of(output, "routed_experts") is not None:
+        # a branch of verifiers, with a row for each token
+        return Form.ARRAY, [RawSequence(field_of(output, "routed_experts"), token_ids=field_of(output, "token_ids"))]
     if (meta := field_of(output, "meta_info")) is not None:
         return Form.SGLANG, [_sequence(meta, output, output, "the answer")]
     if (extension := field_of(output, "sglext")) is not None:

@@ -1,6 +1,8 @@
 """nemo-automodel's `RouterReplay` on its Qwen3-MoE: one handle in each gate, all of them in one list of the process."""
 
+import copy
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from nemo_automodel.components.models.common.utils import BackendConfig
@@ -63,8 +65,8 @@ class Peer(IdsAlone):
             gate.router_replay = RouterReplay()
 
     def spec(self, model):
-        gate = model.gates[0]
-        return RoutingSpec(gate.n_experts, gate.topk, tuple(RoutedLayer(i) for i in range(len(model.gates))))
+        gate, layers = model.gates[0], len(model.router_weights)
+        return RoutingSpec(gate.n_experts, gate.topk, tuple(RoutedLayer(i) for i in range(layers)))
 
     def arm(self, model, ids):
         self.close(model)
@@ -94,7 +96,8 @@ class AutomodelModel(TorchModel):
 
     @property
     def router_weights(self):
-        return [name for name, _ in self.model.named_parameters() if name.endswith("gate.weight")]
+        names = [name for name, _ in self.model.named_parameters() if name.startswith("model.layers.")]
+        return [name for name in names if name.endswith("gate.weight")]
 
     def gradients(self):
         return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in super().gradients().items()}
@@ -127,10 +130,27 @@ class AutomodelModel(TorchModel):
         return TorchStep(Seen(ids[kept], logprobs_R.detach().numpy(), float(loss.detach()), gates[kept], padding), loss)
 
     def inject(self, fault):
-        if fault is not Fault.FORWARD_RAISES:
-            raise Unsupported("this trap was not built for its models")
-        *_, last = self.model.model.layers.values()
-        raise_once(last.mlp)
+        trunk = self.model.model
+        *_, last = trunk.layers.values()
+        if fault is Fault.FORWARD_RAISES:
+            raise_once(last.mlp)
+        elif fault is Fault.FUSED_ROUTER:
+            last.mlp.gate.forward = partial(without_handle, last.mlp.gate)
+        elif fault is Fault.ORPHAN_ROUTERS:
+            live = trunk._modules.pop("layers")
+            trunk.add_module("vision_layers", copy.deepcopy(live))
+            trunk.add_module("layers", live)
+        else:
+            raise Unsupported("its models have no such head")
+
+
+def without_handle(gate, *args):
+    """The gate's own forward, past its handle for replay."""
+    handle, gate.router_replay = gate.router_replay, None
+    try:
+        return Gate.forward(gate, *args)
+    finally:
+        gate.router_replay = handle
 
 
 def on_cpu(rotary):

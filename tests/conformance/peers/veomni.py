@@ -1,4 +1,7 @@
-"""veomni's hook for replay on its Qwen3-MoE, under verl's controller, which is driven as verl's engine does."""
+"""veomni's hook for replay on its Qwen3-MoE, under verl's controller, which is driven as verl's engine does.
+
+Batches are padded here, and packed there: their rows without a route are zeros in both.
+"""
 
 import importlib.util
 from contextlib import contextmanager
