@@ -35,7 +35,7 @@ class IdsAlone(AdapterUnderTest):
         return Driven(self, case)
 
     def attach(self, model):
-        with told():
+        with as_refusals():
             self.enable(model)
         return Attached(self, model)
 
@@ -95,7 +95,7 @@ class Driven:
 
     def forward(self, batch, *, grad=True):
         self.batch, replays = batch, self.routes is not None
-        with told():
+        with as_refusals():
             if (replays and not self.is_armed) or batch.padding != "none":
                 self.arm(batch.padding, batch.width)
             self.is_armed = False
@@ -123,13 +123,13 @@ class Attached:
         model.routes = trace
         try:
             if (lengths == lengths[0]).all():  # else the layout is known with the batch
-                with told():
+                with as_refusals():
                     model.arm("none", int(lengths[0]))
                 model.is_armed = True
             yield
         finally:
             model.routes, model.is_armed = None, False
-            with told():
+            with as_refusals():
                 self.peer.close(model)
 
     @contextmanager
@@ -171,7 +171,7 @@ def laid_out(routes, padding, width, num_experts, fill):
 
 
 @contextmanager
-def told():
+def as_refusals():
     """Errors of a peer as one of ours, which the kit takes for a refusal; those that it injects stay what they are."""
     try:
         yield
