@@ -1,6 +1,8 @@
 """Routes as other frameworks hand them about: lists, tables, flat rows, SkyRL's batch and ms-swift's packed one."""
 
+import base64
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,10 +27,20 @@ def read(output, number=0, **given):
 
 
 TYPES = ("uint8", "int16", "uint16", "int32", "int64", "uint64")
-ROUTES = {"lists": np.ndarray.tolist, "flat": lambda rows: rows.reshape(len(rows), -1)} | {
-    f"table of {dtype}": lambda rows, dtype=dtype: table(rows.astype(dtype), __ndarray__=True) for dtype in TYPES
+
+
+def in_bytes(rows, write=bytes):
+    return table(rows) | {"data": write(rows.tobytes())}
+
+
+ROUTES = {
+    "lists": np.ndarray.tolist,
+    "flat": lambda rows: rows.reshape(len(rows), -1),
+    "table of bytes": in_bytes,
+    "table of base64 in a view": lambda rows: in_bytes(rows, lambda data: memoryview(base64.b64encode(data))),
+    **{f"table of {dtype}": lambda rows, dtype=dtype: table(rows.astype(dtype), __ndarray__=True) for dtype in TYPES},
 }
-"""AReaL's rows are flat; ms-swift's server marks its tables."""
+"""AReaL's rows are flat; ms-swift's server marks its tables; verifiers' and renderers' have bytes."""
 
 
 @pytest.mark.parametrize("form", ROUTES)
@@ -37,7 +49,7 @@ def test_routes_are_read_alone_in_a_list_as_text_and_inside_an_answer(form):
     mine, several = write(R.routes_RLK), [write(r.routes_RLK) for r in ALL]
     answer = {"choices": [{"token_ids": R.response, "prompt_token_ids": R.prompt, "routed_experts": mine}]}
     alone = [mine, [mine], write(R.all_layers()), answer]
-    texts = [] if isinstance(mine, np.ndarray) else [json.dumps(mine), json.dumps(answer)]
+    texts = [] if form == "flat" or " of b" in form else [json.dumps(mine), json.dumps(answer)]
     for output in (*alone, *texts):
         assert read(output).equals(KNOWN[0])
     for output in (several, *(json.dumps(several).encode() for _ in texts[:1])):
@@ -54,6 +66,19 @@ def test_a_table_may_state_where_it_starts():
     assert read(table(R.routes_RLK, start=0)).equals(KNOWN[0])
     several = [late, table(SHORT.routes_RLK, start=0)]
     assert decode(several, model=R.spec, token_ids=TOKENS[:2]).equals(fr.concatenate([expected, KNOWN[1]]))
+
+
+def test_branches_of_verifiers_have_a_row_for_each_token():
+    """The last of which copies the one before."""
+    rows = [np.concatenate([r.routes_RLK, r.routes_RLK[-1:]]) for r in ALL]
+    branches = [
+        SimpleNamespace(token_ids=r.tokens, routed_experts=each, sampled_mask=[False] * len(each))
+        for r, each in zip(ALL, rows, strict=True)
+    ]
+    assert decode(branches, model=R.spec).equals(fr.concatenate(KNOWN))
+    branches[1].routed_experts = None
+    with pytest.raises(CaptureError, match=r"output 1: .*no routed_experts"):
+        decode(branches, model=R.spec)
 
 
 def skyrl(rollouts, dtype):
@@ -98,9 +123,35 @@ def test_a_packed_batch_is_cut_by_its_positions():
     batch = packed(ALL)
     assert decode(batch, model=R.spec).equals(fr.concatenate(KNOWN))
     assert decode(batch | {"attention_mask": None}, model=R.spec).equals(fr.concatenate(KNOWN))
-    behind = decode(packed(ALL, padding=5), model=R.spec)  # a sequence of its own, without routes
+    padded = packed(ALL, padding=5)
+    behind = decode(padded, model=R.spec)  # a sequence of its own, without routes
     assert behind.select([0, 1, 2]).equals(fr.concatenate(KNOWN))
     assert not behind.select([3]).valid_N.any()
+    lengths = {"seq_lens": [len(r.tokens) for r in ALL]}
+    assert decode(padded | lengths, model=R.spec).equals(fr.concatenate(KNOWN))
+    padded["position_ids"][0, -5:] = 0
+    assert decode(padded | lengths, model=R.spec).equals(fr.concatenate(KNOWN))
+
+
+def test_lengths_that_are_not_those_of_a_packed_batch_are_refused():
+    batch, lengths = packed(ALL, padding=2), [len(r.tokens) for r in ALL]
+    for wrong in (lengths[::-1], [*lengths, 3], lengths + lengths, [[7]], [n + 1 for n in lengths], [-7, 3, 11]):
+        with pytest.raises(CaptureError, match=r"seq_lens are .*at least|shape"):
+            decode(batch | {"seq_lens": wrong}, model=R.spec)
+    for outside in (lengths[:2], [5, 3, 11]):
+        with pytest.raises(CaptureError, match=r"seq_lens are .*routes outside"):
+            decode(batch | {"seq_lens": outside}, model=R.spec)
+    batch["position_ids"][0, 3] += 1
+    with pytest.raises(CaptureError, match=r"seq_lens are .*from 0"):
+        decode(batch | {"seq_lens": lengths}, model=R.spec)
+
+
+def test_a_mask_of_tokens_comes_before_one_of_queries_and_keys():
+    """ms-swift's batch for Megatron, which is not packed, has both."""
+    batch = skyrl(ALL, "int64")
+    mask = batch.pop("attention_mask")
+    both = {"attention_mask_2d": mask, "attention_mask": ~mask[:, None, None].bool().expand(-1, 1, 11, 11)}
+    assert decode(batch | both, model=R.spec).equals(fr.concatenate(KNOWN))
 
 
 @pytest.mark.parametrize(

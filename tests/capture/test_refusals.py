@@ -53,6 +53,12 @@ def table(rows, **more):
     return {"data": base64_of(rows.tobytes()), "shape": rows.shape, "dtype": str(rows.dtype), **more}
 
 
+def released():
+    view = memoryview(b"AAAA")
+    view.release()
+    return view
+
+
 TYPED = {
     "array": lambda rows: rows,
     "npy": wires.npy,
@@ -208,6 +214,8 @@ DAMAGED = [
     *((table(R.routes_RLK) | {"shape": [11, 4, axis]}, A_TABLE) for axis in (-3, True)),
     (table(R.routes_RLK) | {"data": 5}, "are a table of 5"),
     (table(R.routes_RLK) | {"data": "AAA"}, "not base64"),
+    (table(R.routes_RLK) | {"data": b"AAA"}, "not base64"),
+    (table(R.routes_RLK) | {"data": released()}, "the memoryview cannot be read"),
     (table(R.routes_RLK) | {"shape": [11, 4]}, r"1056 bytes, and int64 \[11, 4\] is 352"),
     (table(R.routes_RLK) | {"shape": [44, 3]}, "have .* layers|has 44 rows"),
     (table(R.routes_RLK) | {"shape": [10**30, 10**30, 3]}, "1056 bytes, and"),

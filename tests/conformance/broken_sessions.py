@@ -92,6 +92,21 @@ class OneRegistry(Adapter, fails="second-model"):
         return native(router, args) if in_session and self.live is not handle else output
 
 
+class EndsTheNewest(Adapter, fails="second-model"):
+    newest = None
+
+    def attach(self, model):
+        self.newest = super().attach(model)
+        return self.newest
+
+    @contextmanager
+    def session(self, handle, trace, **options):
+        with ExitStack() as stack:
+            stack.enter_context(super().session(handle, trace, **options))
+            yield
+            handle.open = stack.pop_all() if self.newest is not handle else None
+
+
 class LeftOn(Adapter, fails="model-restored"):
     @contextmanager
     def session(self, handle, trace, **options):

@@ -25,7 +25,8 @@ MAX_TEXT = 1 << 28
 """Characters of one text, JSON or base64: 256 Mi, some ten million tokens of a model of 48 layers in base64."""
 NPY_MAGIC = b"\x93NUMPY"
 TABLE = ("data", "shape", "dtype")
-"""Fields of an array in JSON: its bytes in base64, as dynamo, prime-rl and ms-swift write them."""
+"""Fields of an array in JSON: its bytes in base64, as dynamo, prime-rl and ms-swift write them, or as they are."""
+BYTES = (bytes, bytearray, memoryview)
 TABLE_TYPES = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))
 # `numpy.save` writes exactly this; its own reader evaluates the header as a Python literal, which is not needed here.
 _NPY_HEADER = re.compile(
@@ -157,12 +158,15 @@ def _read_table(table: Any, name: str) -> NDArray[Any]:
     """Read an array in a JSON object."""
     data, shape, dtype = (field_of(table, each) for each in TABLE)
     sizes = items_of(shape, f"the shape of {name}")
-    if not isinstance(data, str) or dtype not in TABLE_TYPES or not all(is_whole(n) and n >= 0 for n in sizes):
+    data = as_bytes(data) if isinstance(data, BYTES) else data
+    if not isinstance(data, str | bytes) or dtype not in TABLE_TYPES or not all(is_whole(n) and n >= 0 for n in sizes):
         raise CaptureError(
             f"{name} are a table of {shown(data)}, {shown(dtype)} of shape {shown(shape)}; expected base64, the axes, "
             f"and one of {', '.join(TABLE_TYPES)}"
         )
-    content, size = read_base64(data, name), np.dtype(dtype).itemsize * prod(sizes)
+    size = np.dtype(dtype).itemsize * prod(sizes)
+    # bytes are the array itself (verifiers), or base64 of it (renderers), which is longer
+    content = data if isinstance(data, bytes) and len(data) == size else read_base64(data, name)
     if len(content) != size:
         raise CaptureError(f"{name} are {len(content)} bytes, and {dtype} {shown(shape)} is {size}; was the text cut?")
     return np.frombuffer(content, dtype).reshape(sizes) if content else np.zeros((0, 0, 0), dtype)
@@ -183,7 +187,15 @@ def columns_of(layers: Sequence[RoutedLayer], axis_length: int, name: str) -> ND
     )
 
 
-def read_base64(text: str, name: str) -> bytes:
+def as_bytes(view: bytes | bytearray | memoryview) -> bytes:
+    """Return the bytes of a view, which may have been released."""
+    try:
+        return bytes(view)
+    except ValueError as error:
+        raise CaptureError(f"the {type(view).__name__} cannot be read ({error})") from error
+
+
+def read_base64(text: str | bytes, name: str) -> bytes:
     """Read standard base64 with padding; stray characters, line breaks and missing padding are refused."""
     if len(text) > MAX_TEXT:
         raise CaptureError(f"{name} are base64 of {len(text)} characters; expected at most {MAX_TEXT}")

@@ -39,10 +39,10 @@ def decode(
     """Read the routes of every sequence in `output`, and where it has them its sampling masks and indexer choices.
 
     Args:
-        output: a response of vLLM or SGLang (parsed, or JSON text or bytes), an in-process output of vLLM, a padded
-            or packed batch of verl, ms-swift or SkyRL, a list of these; or routes alone, integers [rows, layers, K] or
-            [rows, layers * K] of one sequence or a list of such: an array of any library, nested lists, a table of
-            data, shape and dtype, or the bytes of a `.npy` file.
+        output: a response of vLLM or SGLang (parsed, or JSON text or bytes), an in-process output of vLLM, a padded or
+            packed batch of verl, ms-swift or SkyRL, a branch of verifiers, a list of these; or routes alone, integers
+            [rows, layers, K] or [rows, layers * K] of one sequence or a list of such: an array of any library, nested
+            lists, a table of data, shape and dtype, or the bytes of a `.npy` file.
         model: experts, picks and routed layers. The layer axis of the output may have these layers alone, or all
             decoder layers. Where layers that look experts up by token (`hash`) hold zeros, the trace leaves them out.
         token_ids: prompt and response tokens, integers [T] for one sequence or S of them. Needed where the output does

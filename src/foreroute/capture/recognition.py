@@ -4,7 +4,8 @@ vllm    `routed_experts` on each choice: an array in process, base64 of a .npy f
         be apart from it (`prompt_routed_experts` of 0.21)
 sglang  `routed_experts` in `meta_info` (/generate) or `sglext` (OpenAI): base64 of int32, without a shape
 verl    a padded batch of `routed_experts`, `input_ids` and `attention_mask`, or a packed one; by other names of SkyRL
-array   an array of any library, nested lists, a table, or the bytes of a .npy file: the door for every other engine
+array   an array of any library, nested lists, a table, or the bytes of a .npy file: the door for every other engine;
+        and branches of verifiers
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from enum import StrEnum
 from typing import Any
 
 from foreroute.capture.arrays import (
+    BYTES,
     NPY_MAGIC,
     TABLE,
+    as_bytes,
     field_of,
     is_array,
     is_nested,
@@ -83,12 +86,9 @@ def _parsed(output: Any) -> Any:
     """Return the value of JSON text or bytes; the bytes of a .npy file, and what is neither, as they are."""
     if isinstance(output, str):
         return parse_text(output)
-    if not isinstance(output, bytes | bytearray | memoryview):
+    if not isinstance(output, BYTES):
         return output
-    try:
-        data = bytes(output)
-    except ValueError as error:  # a view that was released
-        raise CaptureError(f"the {type(output).__name__} cannot be read ({error})") from error
+    data = as_bytes(output)
     return data if data.startswith(NPY_MAGIC) else parse_text(data)
 
 
@@ -104,6 +104,9 @@ def _from_one(output: Any) -> tuple[Form, list[RawSequence]]:
         return Form.ARRAY, [RawSequence(output)]
     if is_table(output):
         return Form.ARRAY, [RawSequence(output, start=field_of(output, "start"))]
+    if field_of(output, "sampled_mask") is not None and field_of(output, "routed_experts") is not None:
+        # a branch of verifiers, with a row for each token
+        return Form.ARRAY, [RawSequence(field_of(output, "routed_experts"), token_ids=field_of(output, "token_ids"))]
     if (meta := field_of(output, "meta_info")) is not None:
         return Form.SGLANG, [_sequence(meta, output, output, "the answer")]
     if (extension := field_of(output, "sglext")) is not None:
@@ -180,7 +183,9 @@ def _verl(batch: Any) -> list[RawSequence]:
     fields = {
         "routed_experts": _first(batch, *PADDED),
         "input_ids": _first(batch, "input_ids", "sequences"),
-        **{name: field_of(batch, name) for name in ("attention_mask", "position_ids")},
+        # ms-swift's for Megatron, whose other one is of every query and key
+        "attention_mask": _first(batch, "attention_mask_2d", "attention_mask"),
+        **{name: field_of(batch, name) for name in ("position_ids", "seq_lens")},
     }
     return [RawSequence(rows_TAK, valid_T, token_ids=tokens_T) for rows_TAK, valid_T, tokens_T in sequences_of(fields)]
 

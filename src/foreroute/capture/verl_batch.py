@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ def sequences_of(fields: Mapping[str, Any]) -> Iterator[tuple[NDArray[Any], NDAr
     """Give for each sequence of a batch: rows [T, layers, K], which of them were routed [T], and tokens [T].
 
     Fields are `routed_experts` [b, width, layers, K], `input_ids` and `attention_mask` [b, width]; without a mask,
-    `position_ids` [b, width] are 0 where a sequence begins. A row of -1 throughout counts as routed here.
+    `position_ids` [b, width] are 0 where a sequence begins. With `seq_lens` [S] what is behind a sequence is padding,
+    also where mask and positions count it. A row of -1 throughout counts as routed here.
     """
     by = "position_ids" if fields.get("attention_mask") is None else "attention_mask"
     if missing := [name for name in ("routed_experts", "input_ids", by) if fields.get(name) is None]:
@@ -35,10 +37,28 @@ def sequences_of(fields: Mapping[str, Any]) -> Iterator[tuple[NDArray[Any], NDAr
             f"routed_experts has shape {routes.shape}, input_ids {tokens.shape}, {by} {found_by.shape}; "
             "expected [b, T, layers, K], [b, T] and [b, T]"
         )
+    lengths_S = None if fields.get("seq_lens") is None else as_integers(fields["seq_lens"], "seq_lens").astype(np.int64)
     if by == "attention_mask":
         places = [*enumerate(kept_by_mask(found_by))]
-    else:
+    elif lengths_S is None:
         places = [(row, kept) for row, positions in enumerate(found_by) for kept in packed_places(positions)]
+    else:
+        ends = [
+            (row, *np.flatnonzero(positions == 0).tolist(), len(positions)) for row, positions in enumerate(found_by)
+        ]
+        places = [(row, slice(*pair)) for row, *each in ends for pair in pairwise(each)][: lengths_S.size]
+    if lengths_S is not None:
+        places = cut_to(lengths_S, places)
+        left_out_BT = np.asarray(routes.any(axis=(2, 3)))
+        for b, kept in places:
+            left_out_BT[b, kept] = False
+            positions_T = np.arange(kept.stop - kept.start)
+            left_out_BT[b] |= by == "position_ids" and not np.array_equal(found_by[b, kept], positions_T)
+        if left_out_BT.any():
+            raise CaptureError(
+                f"seq_lens are {lengths_S[:8].tolist()}, and there are routes outside of these tokens, or their "
+                "position_ids do not count from 0; pass those of the same batch"
+            )
     last_routed_S = np.array([kept.stop > kept.start and (routes[b, kept.stop - 1] > 0).any() for b, kept in places])
     ends_unrouted = any(
         routes[b, kept].any() and not last for (b, kept), last in zip(places, last_routed_S, strict=True)
@@ -71,9 +91,20 @@ def packed_places(positions_T: NDArray[Any]) -> list[slice]:
     if (lengths == 1).any():
         raise CaptureError(
             f"position_ids have a 0 before another 0 or at the end of a row ({positions_T[:8].tolist()}...), as "
-            "padding has, and no sequence of two tokens; pass attention_mask, or cut the padding off"
+            "padding has, and no sequence of two tokens; pass attention_mask or seq_lens, or cut the padding off"
         )
     return [slice(int(start), int(start + length)) for start, length in zip(starts, lengths, strict=True)]
+
+
+def cut_to(lengths_S: NDArray[np.int64], places: list[tuple[int, slice]]) -> list[tuple[int, slice]]:
+    """Cut the place of each sequence to its length."""
+    rooms_S = np.array([kept.stop - kept.start for _, kept in places])
+    if lengths_S.shape != rooms_S.shape or ((lengths_S < 1) | (lengths_S > rooms_S)).any():
+        raise CaptureError(
+            f"seq_lens are {lengths_S[:8].tolist()}, and attention_mask or position_ids have sequences of up to "
+            f"{rooms_S[:8].tolist()} tokens; expected at least as many. Pass those of the same batch"
+        )
+    return [(b, slice(at.start, at.start + n)) for (b, at), n in zip(places, lengths_S.tolist(), strict=True)]
 
 
 def kept_by_mask(mask_BT: NDArray[Any]) -> list[slice]:

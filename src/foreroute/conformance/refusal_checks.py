@@ -190,7 +190,13 @@ def _empty(context: CheckContext) -> None:
 CHECKS = (
     Check("fused-bypass", "A router that a fused path bypasses is refused, not skipped", _fused, needs=PLACEMENT),
     Check("orphan-routers", "Routers that never run take no layer's routes", _orphans, needs=PLACEMENT),
-    Check("mtp-alias", "A multi-token-prediction head takes no decoder layer's routes", _mtp, needs=PLACEMENT),
+    Check(
+        "mtp-alias",
+        "A multi-token-prediction head takes no decoder layer's routes",
+        _mtp,
+        # under other gates the head is given other hidden states, and routes them otherwise
+        needs=(*PLACEMENT, "gate-rule"),
+    ),
     Check("duplicates-refused", "An expert picked twice in a row is refused", _duplicates, quick=True),
     Check("range-refused", "An id beyond the experts is refused", _out_of_range, quick=True),
     Check("stale-refused", "Routes of other weights than expected are refused", _stale, quick=True),

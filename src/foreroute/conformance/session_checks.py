@@ -135,7 +135,7 @@ def _reference(context: CheckContext) -> None:
 
 
 def _second_attached(context: CheckContext) -> None:
-    """Replay routes in each of two models, while both sessions are open."""
+    """Replay routes in each of two models, while both sessions are open, and run both when these have closed."""
     model, handle = context.pair()
     wanted = context.foreign(handle.spec, context.base)
     with handle.replay(wanted):
@@ -144,6 +144,8 @@ def _second_attached(context: CheckContext) -> None:
         with other_handle.replay(theirs):
             _require_followed(other, theirs, context, "the model that was attached second")
             _require_followed(model, wanted, context, "the model that was attached first")
+    _require_native(other, context, "the model that was attached second, after both sessions")
+    _require_native(model, context, "the model that was attached first, after both sessions")
 
 
 def _restored(context: CheckContext) -> None:

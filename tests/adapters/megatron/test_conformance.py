@@ -35,19 +35,14 @@ def test_every_check_passes(routing, recompute, absent):
 
 
 BARE_FAILS = {
-    # the first experts where an engine returned no route, and where a batch is padded
+    # valid ids where an engine returned no route
     "missing-rows": "the model routes it itself to",
     "gaps": "was not refused; it was computed by",
-    "padding-hot-spot": "padding rows go to one expert",
     # one list per router, filled by every forward and emptied from its front by every recomputation
     "recompute-order": "forward A, forward B, backward B, backward A",
-    "forward-only-residue": "a forward-only pass before the update",
-    # one list of all routers in the process, and an action that stays set
-    "second-model": "no layer followed the trace, and nothing was raised",
-    "exception-safety": "the forward is not the untouched model's",
+    # one list of all routers in the process
+    "second-model": "the model that was attached first, after both sessions",
     "fused-bypass": "did not follow the trace, and nothing was raised",
-    # one action at a time: what is replayed cannot be recorded
-    "int-width": "raised",
     # ids without tokens, layers, versions or a count of their use
     "stale-refused": "was replayed",
     "other-model-refused": "was replayed",
@@ -58,9 +53,10 @@ BARE_FAILS = {
 
 
 def test_the_bare_primitive_fails_what_known_bugs_are_made_of():
-    [(text, checks)] = run("conformance_worker.bare_report", timeout=300)
-    failed = {check: reason for check, (outcome, reason) in checks.items() if outcome == "failed"}
-    assert set(failed) == set(BARE_FAILS), text
-    assert all(words in failed[check] for check, words in BARE_FAILS.items()), text
+    [checks] = run("conformance_worker.scores", timeout=300)
+    failed = {check: reason for check, (outcome, reason, _) in checks.items() if outcome == "failed"}
+    failed.pop("duplicates-refused", "")  # in 0.19 its dispatcher raises, in 0.16 it counts them once
+    assert set(failed) == set(BARE_FAILS)
+    assert all(words in failed[check] for check, words in BARE_FAILS.items()), failed
     placed = {"routes-followed", "token-shift", "sequence-order", "layer-axis", "wide-ids", "gate-rule"}
     assert all(checks[check][0] == "passed" for check in placed), "what it does right must not be blamed"

@@ -1,0 +1,212 @@
+"""Routes as the code of other frameworks writes them, by their own functions: `make night PART=scores`.
+
+The functions are taken out of the files of installed packages, which are not imported: most want an engine or a GPU.
+"""
+
+import ast
+import base64
+import importlib.util
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import foreroute as fr
+from foreroute.capture import decode
+from foreroute.errors import CaptureError
+from tests import wires
+
+torch = pytest.importorskip("torch")
+if importlib.util.find_spec("skyrl") is None:
+    pytest.skip("needs the packages of make night PART=scores", allow_module_level=True)
+
+RNG = np.random.default_rng(20)
+ALL = [wires.rollout(RNG, dense=0, prompt=p, response=g) for p, g in ((4, 3), (1, 2), (5, 6))]
+R, SPEC = ALL[0], ALL[0].spec
+TOKENS = [r.tokens for r in ALL]
+KNOWN = fr.RoutingTrace.from_sequences(SPEC, TOKENS, [r.routes_RLK for r in ALL])
+
+
+def code(package, path, *names, **space):
+    """Functions of one file, that may call each other."""
+    [folder] = importlib.util.find_spec(package).submodule_search_locations
+    tree = ast.parse(Path(folder, path).read_text())
+    found = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name in names}
+    space |= {"torch": torch, "np": np, "math": math, "F": torch.nn.functional, "base64": base64}
+    for node in found.values():
+        node.decorator_list = []
+        exec("from __future__ import annotations\n" + ast.unparse(node), space)
+    made = [space[name] for name in names]
+    return made if len(made) > 1 else made[0]
+
+
+@pytest.mark.parametrize("experts", [16, 256, 300])
+def test_skyrls_batch(experts):
+    """0.3.0: uint8 where the largest id of the batch allows it, else int16."""
+    collate = code(
+        "skyrl", "train/dataset/preprocess.py", "_verify_inputs", "convert_prompts_responses_to_batch_tensors"
+    )
+    rollouts = [
+        wires.rollout(RNG, dense=0, experts=experts, prompt=p, response=g) for p, g in ((4, 3), (1, 2), (40, 6))
+    ]
+    masks = [[1] * len(r.response) for r in rollouts]
+    made = collate[1](
+        SimpleNamespace(pad_token_id=0),
+        [r.prompt for r in rollouts],
+        [r.response for r in rollouts],
+        [[0.0] * len(mask) for mask in masks],
+        masks,
+        None,
+        [r.routes_RLK.tolist() for r in rollouts],
+    )
+    sequences, attention_mask, indices = made[0], made[1], made[-1]
+    assert indices.dtype == (torch.uint8 if experts <= 256 else torch.int16)
+    spec = rollouts[0].spec
+    known = fr.RoutingTrace.from_sequences(spec, [r.tokens for r in rollouts], [r.routes_RLK for r in rollouts])
+    batch = {"rollout_expert_indices": indices, "sequences": sequences, "attention_mask": attention_mask}
+    assert decode(batch, model=spec).equals(known)
+    indices[(indices == 0).flatten(2).all(-1)] = -1
+    assert fr.RoutingTrace.from_padded(spec, sequences, indices, attention_mask).equals(known)
+
+
+@pytest.mark.parametrize(("cp", "padding_to"), [(1, None), (1, 8), (2, 4)])
+@pytest.mark.parametrize("packed", [True, False])
+def test_ms_swifts_batch(packed, cp, padding_to):
+    """4.6.0 with Megatron: packed, as by default, or padded; of one row of tokens or split by context parallelism."""
+    swift = "swift", "rlhf_trainers/utils.py"
+    normalize, pad = code(*swift, "_normalize_routed_experts_tensor", "_pad_or_trim_routed_experts")
+    space = {"_normalize_routed_experts_tensor": normalize, "_pad_or_trim_routed_experts": pad}
+    build = code(*swift, "build_routed_experts_batch", **space)
+    names = ("_data_collator", "packing_row", "_handle_megatron_cp", "_pad_sequence", "_data_collator_mm_data")
+    space = {"pad_sequence": torch.nn.utils.rnn.pad_sequence}
+    template = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=0), padding_side="right", is_training=True)
+    template.padding_free, template.use_megatron, template.sequence_parallel_size = packed, True, cp
+    template.concat_tensor = lambda *_: None
+    for name, function in zip(names, code("swift", "template/base.py", *names, **space), strict=True):
+        setattr(template, name, function.__get__(template))
+    encoded = [{"input_ids": list(r.tokens), "labels": list(r.tokens), "length": len(r.tokens)} for r in ALL]
+    samples = [
+        SimpleNamespace(routed_experts=r.routes_RLK.astype(np.uint8), encoded=each)
+        for r, each in zip(ALL, encoded, strict=True)
+    ]
+    lengths = [len(tokens) for tokens in TOKENS]
+    batch = template._data_collator(encoded, padding_to=padding_to)
+    width = batch["input_ids"].shape[1]
+    ends = [*(batch["position_ids"][0] == 0).nonzero().flatten().tolist(), width] if packed else []
+    batch["routed_experts"] = build(
+        samples,
+        seq_lengths=torch.tensor(ends).diff() if packed else torch.tensor(lengths),
+        max_seq_len=width,
+        template=template,
+        device="cpu",
+        router_replay_mode="R3",
+        expected_lens=lengths,
+    )
+    assert batch["seq_lens"] == lengths
+    assert ("attention_mask" in batch) != packed
+    assert decode(batch, model=SPEC).equals(KNOWN)
+
+
+def test_ms_swifts_table():
+    made = code("swift", "infer_engine/protocol.py", "serialize_ndarray")(R.routes_RLK.astype(np.uint8))
+    assert made["__ndarray__"]
+    assert decode(made, model=SPEC, token_ids=R.tokens).equals(KNOWN.select([0]))
+
+
+def test_areals_rows():
+    """1.0.4: flat. Those of a rollout that was interrupted have the prompt's twice, and are refused."""
+    b64 = SimpleNamespace(b64decode=base64.b64decode)
+    space = {"pybase64": b64, "HttpGenerationResult": SimpleNamespace}
+    parse = code("areal", "engine/sglang_remote.py", "parse_generation_response", **space)
+
+    def answer(rows, prompt, response):
+        meta = {"routed_experts": base64.b64encode(rows.astype("<i4").tobytes()).decode()}
+        meta |= {"prompt_tokens": len(prompt), "completion_tokens": len(response), "finish_reason": {"type": "stop"}}
+        return parse(None, {"meta_info": meta | {"output_token_logprobs": [[-0.5, token, None] for token in response]}})
+
+    rows = answer(R.routes_RLK, R.prompt, R.response).routed_experts
+    assert rows.ndim == 2
+    assert decode(rows, model=SPEC, token_ids=R.tokens).equals(KNOWN.select([0]))
+    first = answer(R.routes_RLK[:-1], R.prompt, R.response[:-1]).routed_experts
+    with pytest.raises(CaptureError, match="too many"):
+        decode(np.concatenate([first, rows]), model=SPEC, token_ids=R.tokens)
+
+
+def test_verifiers_branches():
+    """0.4.0: a row for each token of a message; the last one is a copy, until the next turn brings it."""
+    names = ("_replace_placeholder_routing_row", "_attribute_routed_experts", "_encode_ndarray")
+    graph = code("verifiers", "v1/graph.py", *names, binascii=__import__("binascii"))
+    attribute, encode = graph[1], graph[2]
+    of_branch = ("token_ids", "routed_experts", "sampled_mask")
+    properties = dict(zip(of_branch, code("verifiers", "v1/trace.py", *of_branch), strict=True))
+    branch_type = type("Branch", (SimpleNamespace,), {name: property(get) for name, get in properties.items()})
+    parts = np.split(np.arange(len(R.tokens)), [2, 5, 6])  # user, assistant, tool, assistant
+    nodes = [SimpleNamespace(sampled=s, routed_experts=None) for s in (False, True, False, True)]
+    for node, part in zip(nodes, parts, strict=True):
+        node.token_ids, node.mask = [R.tokens[p] for p in part], [node.sampled] * len(part)
+    trace = SimpleNamespace(nodes=nodes)
+    # renderers' payloads: base64 as the engine wrote it, and its first position
+    parse = code(
+        "renderers",
+        "client.py",
+        "_strip_base64_field",
+        "parse_generate_response",
+        json=__import__("json"),
+        ROUTED_EXPERTS_DATA_PREFIX=b'"routed_experts":{"data":"',
+    )[1]
+
+    def turn(start, end):
+        rows = R.routes_RLK[start:end].astype(np.uint8)
+        data = base64.b64encode(rows.tobytes()).decode()
+        text = f'{{"choices":[{{"routed_experts":{{"data":"{data}","shape":{list(rows.shape)},"start":{start}}}}}]}}'
+        return parse(text.encode())["choices"][0]["routed_experts"]
+
+    def read(*numbers):
+        branch = branch_type(nodes=[nodes[n] for n in numbers])
+        assert len(branch.routed_experts) == len(branch.token_ids)
+        found = decode([branch], model=SPEC)
+        wire = encode(branch.routed_experts)
+        assert decode(wire, model=SPEC, token_ids=branch.token_ids).equals(found)
+        return found
+
+    first = turn(0, 4)
+    assert isinstance(first["data"], memoryview)
+    attribute(trace, [], [0, 1], 0, first)
+    assert np.array_equal(nodes[1].routed_experts[-1], nodes[1].routed_experts[-2])
+    assert read(0, 1).equals(fr.RoutingTrace.from_sequences(SPEC, [R.tokens[:5]], [R.routes_RLK[:4]]))
+    attribute(trace, [0, 1], [2, 3], 5, turn(4, 6))
+    assert read(0, 1, 2, 3).equals(KNOWN.select([0]))
+    late = turn(2, 6) | {"dtype": "uint8"}
+    assert decode(late, model=SPEC, token_ids=R.tokens).equals(
+        decode(R.routes_RLK[2:], model=SPEC, token_ids=R.tokens, start=2)
+    )
+
+
+def test_verls_sequence():
+    """0.9.1: int16, a row for each token, zeros at the end."""
+    align = code("verl", "experimental/agent_loop/agent_loop.py", "as_dict")
+    given = {"prompt_ids": R.prompt, "response_ids": R.response, "response_mask": [1] * len(R.response)}
+    given |= {"routed_experts": R.routes_RLK.astype(np.uint8), "extra_fields": {}}
+    made = align(SimpleNamespace(model_dump=lambda exclude_unset: given, extra_fields={}))
+    batch = {"routed_experts": made["routed_experts"][None], "input_ids": torch.tensor([R.tokens])}
+    assert made["routed_experts"].dtype == torch.int16
+    assert decode(batch | {"attention_mask": torch.ones(1, 7, dtype=torch.int64)}, model=SPEC).equals(KNOWN.select([0]))
+
+
+def test_nemo_automodels_recording():
+    """0.7.0: a tensor for each layer, [B · T, K]; a trainer routes the last token too."""
+    [folder] = importlib.util.find_spec("nemo_automodel").submodule_search_locations
+    found = importlib.util.spec_from_file_location("router_replay", f"{folder}/components/moe/router_replay.py")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    replay, routes = module.RouterReplay, torch.from_numpy(np.stack([R.all_layers()[:6], R.all_layers()[:6]]))
+    handles, tokens = [replay() for _ in SPEC.layers], [R.tokens[:6], R.tokens[:6]]
+    with replay.record():
+        for layer, handle in enumerate(handles):
+            handle.apply(routes[:, :, layer].reshape(12, -1))
+    collected = torch.stack(replay.collect(), 1).view(routes.shape)
+    trace = fr.RoutingTrace.from_padded(SPEC, np.array(tokens), collected)
+    assert trace.valid_N.all()
+    assert torch.equal(torch.from_numpy(trace.to_padded().expert_ids_BTLK).long(), routes)

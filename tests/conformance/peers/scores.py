@@ -1,0 +1,58 @@
+"""What the kit says of an adapter, and on how few tokens it says the same."""
+
+import re
+
+import numpy as np
+
+from foreroute.conformance import ALL_CHECKS, Batch, CheckResult, Outcome
+from foreroute.conformance.check import CheckContext
+from foreroute.conformance.kit import run_check
+
+
+def scores_of(adapter):
+    """{check: (outcome, reason, smallest input)} of an adapter; the input of a check that failed, else nothing."""
+    context, found = CheckContext(adapter), {}
+    for check in ALL_CHECKS:
+        if check.id.startswith(("masks-", "indexers-")):  # which none of them has
+            continue
+        result = run_check(check, context)
+        failed = result.outcome is Outcome.FAILED
+        found[check.id] = (
+            str(result.outcome),
+            result.reason,
+            smallest(adapter, check, result.reason) if failed else "",
+        )
+    return found
+
+
+class Small(CheckContext):
+    """The context of a check whose batches are cut, and whose needs are met."""
+
+    def cut(self, sequences, tokens):
+        self.sizes = sequences, tokens
+        self.results = {check.id: CheckResult(check, Outcome.PASSED) for check in ALL_CHECKS}
+        return self
+
+    def batch(self, *lengths, **given):
+        whole, (sequences, tokens) = super().batch(*lengths, **given), self.sizes
+        return Batch(tuple(each[:tokens] for each in whole.sequences[:sequences]), whole.padding)
+
+
+def smallest(adapter, check, reason):
+    """The fewest tokens on which a check says the same, but for numbers: "2 x 1", sequences and tokens of each."""
+    sizes = sorted(np.ndindex(4, 13), key=lambda size: (size[0] * size[1], size[0]))
+    for sequences, tokens in sizes:
+        if sequences and tokens:
+            context = Small(adapter).cut(sequences, tokens)
+            del context.results[check.id]
+            try:
+                again = run_check(check, context)
+            except Exception:  # a check that indexes what is not there
+                continue
+            if again.outcome is Outcome.FAILED and without_numbers(again.reason) == without_numbers(reason):
+                return f"{sequences} x {tokens}"
+    return "as the kit has it"
+
+
+def without_numbers(text):
+    return re.sub(r"[\d.,e\[\] -]+", "#", text)
