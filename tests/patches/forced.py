@@ -79,3 +79,17 @@ def _forcing(wanted, real):
         return logits, weights, ids
 
     return force
+
+
+@torch.no_grad()
+def routed_by(engine, sequences, noise=0.05):
+    """Routes [T - 1, L, K] of each sequence by an engine, a copy of the policy whose routers are made a little off."""
+    generator = torch.Generator().manual_seed(0)
+    for router in (m for m in engine.modules() if type(m).__name__ == "Qwen3MoeTopKRouter"):
+        router.weight.data += noise * torch.randn(router.weight.shape, generator=generator).to(router.weight.dtype)
+    routes = []
+    for tokens in sequences:
+        with watched(engine) as given:
+            engine(input_ids=torch.tensor([tokens[:-1]]), use_cache=False)
+        routes.append(torch.stack(given, 1))
+    return routes

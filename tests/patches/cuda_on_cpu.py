@@ -1,0 +1,54 @@
+"""Trainers that name CUDA, on a machine without it: what they ask of torch.cuda is answered for the CPU, over gloo."""
+
+import importlib.machinery
+import os
+import sys
+import types
+
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh
+
+
+def nothing(*_, **__):
+    pass
+
+
+def stand_in(folder):
+    """One process with gloo, in which CUDA's current device is the CPU."""
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.get_rng_state = torch.get_rng_state
+    torch.Tensor.cuda = lambda tensor, *_, **__: tensor
+    for name in ("set_device", "synchronize", "empty_cache", "manual_seed_all"):
+        setattr(torch.cuda, name, nothing)
+    make = device_mesh.init_device_mesh
+
+    def on_cpu(device_type, *args, **kwargs):
+        return make("cpu", *args, **kwargs)
+
+    device_mesh.init_device_mesh = torch.distributed.init_device_mesh = on_cpu
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+
+
+def flash_attn():
+    """The two functions of flash-attn that pack and unpack, without its kernels."""
+    import transformers  # noqa: F401  it asks whether flash-attn is installed, once
+
+    def unpad_input(states, attention_mask):
+        indices = attention_mask.flatten().nonzero().flatten()
+        lengths = attention_mask.sum(-1, dtype=torch.int32)
+        cumulated = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        return states.flatten(0, 1)[indices], indices, cumulated, int(lengths.max()), lengths
+
+    def pad_input(states, indices, batch, seqlen):
+        padded = states.new_zeros(batch * seqlen, *states.shape[1:])
+        return padded.index_put((indices,), states).unflatten(0, (batch, seqlen))
+
+    package, bert_padding = types.ModuleType("flash_attn"), types.ModuleType("flash_attn.bert_padding")
+    package.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
+    package.__path__ = []
+    bert_padding.unpad_input, bert_padding.pad_input = unpad_input, pad_input
+    sys.modules |= {"flash_attn": package, "flash_attn.bert_padding": bert_padding}
+    return bert_padding
