@@ -10,10 +10,6 @@ import torch.distributed as dist
 from torch.distributed import device_mesh
 
 
-def nothing(*_, **__):
-    pass
-
-
 def stand_in(folder):
     """One process with gloo, in which CUDA's current device is the CPU."""
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -21,7 +17,7 @@ def stand_in(folder):
     torch.cuda.get_rng_state = torch.get_rng_state
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor
     for name in ("set_device", "synchronize", "empty_cache", "manual_seed_all"):
-        setattr(torch.cuda, name, nothing)
+        setattr(torch.cuda, name, lambda *_, **__: None)
     make = device_mesh.init_device_mesh
 
     def on_cpu(device_type, *args, **kwargs):
@@ -33,7 +29,7 @@ def stand_in(folder):
 
 
 def flash_attn():
-    """The two functions of flash-attn that pack and unpack, without its kernels."""
+    """The functions of flash-attn that pack and unpack, without its kernels."""
     import transformers  # noqa: F401  it asks whether flash-attn is installed, once
 
     def unpad_input(states, attention_mask):
@@ -50,5 +46,9 @@ def flash_attn():
     package.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
     package.__path__ = []
     bert_padding.unpad_input, bert_padding.pad_input = unpad_input, pad_input
-    sys.modules |= {"flash_attn": package, "flash_attn.bert_padding": bert_padding}
-    return bert_padding
+    bert_padding.index_first_axis = lambda states, indices: states[indices]
+    bert_padding.rearrange = lambda states, _: states.flatten(0, 1)
+    utils, distributed = types.ModuleType("flash_attn.utils"), types.ModuleType("flash_attn.utils.distributed")
+    distributed.all_gather = None
+    modules = (package, bert_padding, utils, distributed)
+    sys.modules |= {module.__name__: module for module in modules}
