@@ -16,7 +16,8 @@ def stand_in(folder):
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.get_rng_state = torch.get_rng_state
     torch.Tensor.cuda = lambda tensor, *_, **__: tensor
-    for name in ("set_device", "synchronize", "empty_cache", "manual_seed_all"):
+    torch.cuda.max_memory_allocated = lambda *_: 0
+    for name in ("set_device", "synchronize", "empty_cache", "manual_seed_all", "reset_peak_memory_stats"):
         setattr(torch.cuda, name, lambda *_, **__: None)
     make = device_mesh.init_device_mesh
 
@@ -26,6 +27,32 @@ def stand_in(folder):
     device_mesh.init_device_mesh = torch.distributed.init_device_mesh = on_cpu
     if not dist.is_initialized():
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+
+
+class _Devices(type):
+    def __instancecheck__(cls, instance):
+        return isinstance(instance, torch.device)
+
+
+class _Device(metaclass=_Devices):
+    def __new__(cls, *_):
+        return torch.device("cpu")
+
+
+class Torch:
+    """torch for modules that name a device of CUDA's: every device is the CPU."""
+
+    device = _Device
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+
+def names_no_device(package):
+    """Give that torch to all modules of a package that are imported."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith(package) and vars(module).get("torch") is torch:
+            module.torch = Torch()
 
 
 def flash_attn():

@@ -51,24 +51,13 @@ def openrlhf(tmp_path_factory):
     sys.modules["vllm"].SamplingParams, sys.modules["vllm"].__version__ = SimpleNamespace, "0.29.0"
     import openrlhf
     from deepspeed.comm import torch as deepspeed_comm
-    from openrlhf.trainer.ppo_utils import replay_buffer
     from openrlhf.utils import utils
 
     assert Path(openrlhf.__file__).is_relative_to(folder)
     deepspeed_comm.build_shm_op = lambda: None  # which a compiler would make for minutes
     utils.convert_to_torch_dtype = lambda _: torch.float32
-    replay_buffer.torch = OnCPU()
+    cuda_on_cpu.names_no_device("openrlhf.trainer.ppo_utils.replay_buffer")
     return openrlhf
-
-
-class OnCPU:
-    """torch, of which every device is the CPU."""
-
-    def __getattr__(self, name):
-        return getattr(torch, name)
-
-    def device(self, _):
-        return torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
