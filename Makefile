@@ -37,8 +37,8 @@ test-whole: $(READY)
 	$(PYTEST) -m "not exhaustive" --junitxml=.pytest_cache/whole.xml
 
 # what nobody waits for, before an issue that touches it is closed: make night PART=verl for one part. The parts stand in
-# make/night.mk, make/settings.mk, make/megatron.mk and make/verl.mk
-NIGHT := exhaustive robustness kernels processors oldest newest engines settings megatron verl
+# make/night.mk and the files beside it
+NIGHT := exhaustive robustness kernels processors oldest newest engines settings megatron verl patches
 PART ?= $(NIGHT)
 night: $(PART:%=night-%)
 
@@ -109,9 +109,10 @@ $(KERNELS): $(shell find src/foreroute -name '*.[ch]pp') hatch_build.py | $(INST
 include make/vllm.mk
 include make/night.mk
 include make/settings.mk
+include make/patches.mk
 include make/megatron.mk
 include make/verl.mk
 include make/wheel.mk
 
 clean:
-	rm -rf $(VENV) .venv-vllm* .venv-verl .venv-oldest .venv-newest .venv-settings dist $(KERNELS) .megatron-* site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm* .venv-verl .venv-oldest .venv-newest .venv-settings .venv-patches dist $(KERNELS) .megatron-* site .mypy_cache .ruff_cache .pytest_cache .hypothesis

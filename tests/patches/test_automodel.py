@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-if find_spec("nemo_automodel") is None or find_spec("torchao") is None:
-    pytest.skip("there is no Automodel in this environment: run `make night PART=patches`", allow_module_level=True)
+if "FOREROUTE_PATCHES" not in os.environ:
+    pytest.skip("Automodel has an environment of its own: run `make night PART=patches`", allow_module_level=True)
 os.environ["TORCH_COMPILE_DISABLE"] = "1"  # which takes half a minute for its experts
 
 from safetensors.torch import save_file
@@ -226,7 +226,7 @@ def test_what_would_not_be_replayed_is_refused(automodel, checkpoint, tmp_path):
     for changed, error, words in (
         (batch | {"routed_experts": None}, RuntimeError, "has no `routed_experts`"),
         (packed, RuntimeError, "packed sequences"),
-        (batch | {"routed_experts": wrong}, ReplayError, "id out of range"),
+        (batch | {"routed_experts": wrong}, ReplayError, "out of range"),
     ):
         with pytest.raises(error, match=words):
             made._forward_backward_step(0, changed, **run)
@@ -236,5 +236,5 @@ def test_what_would_not_be_replayed_is_refused(automodel, checkpoint, tmp_path):
         def _forward_backward_step(self, *_, **__):
             raise NotImplementedError
 
-    with pytest.raises(ValueError, match="not supported by Own"):
+    with pytest.raises(ValueError, match="by Own"):
         recipe(automodel, checkpoint, tmp_path, rollouts, own=Own)

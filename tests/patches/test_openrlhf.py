@@ -6,10 +6,12 @@ runs: a stand-in answers as vLLM's engine does, and Ray's actors are called as t
 
 import asyncio
 import importlib.machinery
+import os
 import shutil
 import subprocess
 import sys
 import types
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +19,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-if find_spec("openrlhf") is None:
-    pytest.skip("there is no OpenRLHF in this environment: run `make night PART=patches`", allow_module_level=True)
+if "FOREROUTE_PATCHES" not in os.environ:
+    pytest.skip("OpenRLHF has an environment of its own: run `make night PART=patches`", allow_module_level=True)
 
 import deepspeed
 
@@ -50,12 +52,12 @@ def openrlhf(tmp_path_factory):
     sys.modules["vllm.inputs"].TokensPrompt = sys.modules["vllm.utils"].random_uuid = None
     sys.modules["vllm"].SamplingParams, sys.modules["vllm"].__version__ = SimpleNamespace, "0.29.0"
     import openrlhf
-    from deepspeed.comm import torch as deepspeed_comm
     from openrlhf.utils import utils
 
     assert Path(openrlhf.__file__).is_relative_to(folder)
-    deepspeed_comm.build_shm_op = lambda: None  # which a compiler would make for minutes
+    import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # which a compiler would make for minutes
     utils.convert_to_torch_dtype = lambda _: torch.float32
+    import_module("openrlhf.trainer.ppo_utils.replay_buffer")
     cuda_on_cpu.names_no_device("openrlhf.trainer.ppo_utils.replay_buffer")
     return openrlhf
 
@@ -263,14 +265,14 @@ def test_what_would_not_be_replayed_is_refused(openrlhf, checkpoint):
         with pytest.raises(RuntimeError, match=words):
             with_logprobs(actor, made)
     made[0].routed_experts = [wrong]
-    with pytest.raises(ReplayError, match="id out of range"):
+    with pytest.raises(ReplayError, match="out of range"):
         with_logprobs(actor, made)
     answer = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1, 2], routed_experts=torch.zeros(5, 3, 2))])
-    with pytest.raises(RuntimeError, match="5 rows of routed_experts for 3"):
+    with pytest.raises(RuntimeError, match="5 rows"):
         routes_of(answer, 3)
     for changes in ({"ring_attn_size": 2}, {"ds_tensor_parallel_size": 2}):
         strategy = SimpleNamespace(**{"ring_attn_size": 1, "ds_tensor_parallel_size": 1} | changes)
-        with pytest.raises(ValueError, match="neither ring attention nor tensor"):
+        with pytest.raises(ValueError, match="ring attention"):
             RouterReplay(actor.actor.model.module, strategy)
 
 

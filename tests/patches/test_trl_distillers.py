@@ -196,7 +196,7 @@ def test_gkd_without_replay_and_with_routes_a_token_off_differs(tmp_path, monkey
     for kind, least in ((Native, 0.02), (Shifted, 0.5)):
         model, books = policy(), Books()
         with scored(model) as steps:
-            gkd_trainer(tmp_path, model, kind=kind, samples_for=Engine(books), max_steps=1).train()
+            gkd_trainer(tmp_path, model, kind=kind, samples_for=Engine(books)).train()
         rows, others, apart = judged(steps, books)
         assert others > least * rows > 0
         assert apart > 1e-3
