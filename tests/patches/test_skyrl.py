@@ -221,6 +221,21 @@ def test_packed_sequences_are_given_their_routes(skyrl, checkpoint):
     assert float((ours - exact[:, -ours.shape[1] :])[real].abs().max()) < 1e-5
 
 
+def test_micro_batches_of_so_many_tokens_are_given_their_routes(skyrl, checkpoint):
+    actor = worker(skyrl, checkpoint, max_tokens_per_microbatch=14)
+    batch, wanted = rollout(actor.model.model, 0)
+    reference = tiny()
+    reference.load_state_dict(weights_of(actor.model.model))
+    exact = exact_logprobs(reference, batch["sequences"], batch["attention_mask"], wanted)
+    ours = torch.tensor([each["logprobs"] for each in actor.forward(batch).loss_fn_outputs])
+    real = batch["response_mask"].bool()
+    assert float((ours - exact[:, -ours.shape[1] :])[real].abs().max()) < 1e-5
+    batch["action_log_probs"] = ours
+    metrics = actor.forward_backward(batch).metrics
+    assert metrics["num_microbatches"] == 4
+    assert 0.02 < metrics["router_replay/native_disagreement"] < 0.6
+
+
 def test_what_would_not_be_replayed_is_refused(skyrl, checkpoint):
     actor = worker(skyrl, checkpoint)
     batch, _ = rollout(actor.model.model, 0)
