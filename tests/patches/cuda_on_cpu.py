@@ -2,12 +2,27 @@
 
 import importlib.machinery
 import os
+import shutil
+import subprocess
 import sys
 import types
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def patched(package, patch, folder):
+    """Put a package as it was released, and the patch applied, before the released one, and stand in for CUDA."""
+    released = Path(find_spec(package).origin).parent
+    shutil.copytree(released, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(["patch", "-p1", "--fuzz=0", "-i", EXAMPLES / patch], cwd=folder, check=True)
+    sys.path.insert(0, str(folder))
+    stand_in(folder)
 
 
 def stand_in(folder):

@@ -6,10 +6,8 @@ weights in float64.
 
 import os
 import shutil
-import subprocess
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -26,7 +24,7 @@ from foreroute.core import ReplayError
 from tests.patches import cuda_on_cpu
 from tests.patches.forced import differing, exact_logprobs, routed_by, tiny
 
-PATCH = Path(__file__).parents[2] / "examples" / "automodel" / "upstream" / "rollout_replay.patch"
+PATCH = "automodel/upstream/rollout_replay.patch"
 STEPS, LENGTHS = 4, [12, 9, 11, 7]  # of four sequences a step, in two micro-batches
 ROWS = 3 * (sum(LENGTHS) - len(LENGTHS))
 
@@ -35,11 +33,7 @@ ROWS = 3 * (sum(LENGTHS) - len(LENGTHS))
 def automodel(tmp_path_factory):
     """The package as it was released, and the patch applied."""
     folder = tmp_path_factory.mktemp("patched")
-    released = Path(find_spec("nemo_automodel").origin).parent
-    shutil.copytree(released, folder / "nemo_automodel", ignore=shutil.ignore_patterns("__pycache__"))
-    subprocess.run(["patch", "-p1", "--fuzz=0", "-i", PATCH], cwd=folder, check=True)
-    sys.path.insert(0, str(folder))
-    cuda_on_cpu.stand_in(folder)
+    cuda_on_cpu.patched("nemo_automodel", PATCH, folder)
     from nemo_automodel.recipes.llm import train_ft
 
     assert Path(train_ft.__file__).is_relative_to(folder)

@@ -7,12 +7,9 @@ runs: a stand-in answers as vLLM's engine does, and Ray's actors are called as t
 import asyncio
 import importlib.machinery
 import os
-import shutil
-import subprocess
 import sys
 import types
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,7 +26,7 @@ from foreroute.core import ReplayError
 from tests.patches import cuda_on_cpu
 from tests.patches.forced import differing, exact_logprobs, routed_by, tiny, watched
 
-PATCH = Path(__file__).parents[2] / "examples" / "openrlhf" / "upstream" / "router_replay.patch"
+PATCH = "openrlhf/upstream/router_replay.patch"
 STEPS, VOCABULARY = 4, 258
 PROMPTS, LENGTHS = ["a", "very long", "a prompt", "one"], [7, 9, 4, 8]
 # in three layers, of the old-log-prob pass, of the update, and of its recomputation
@@ -40,12 +37,8 @@ ROWS = 3 * 3 * sum(len(prompt) + length - 1 for prompt, length in zip(PROMPTS, L
 def openrlhf(tmp_path_factory):
     """OpenRLHF's package as it was released, and the patch applied."""
     folder = tmp_path_factory.mktemp("patched")
-    released = Path(find_spec("openrlhf").origin).parent
-    shutil.copytree(released, folder / "openrlhf", ignore=shutil.ignore_patterns("__pycache__"))
-    subprocess.run(["patch", "-p1", "--fuzz=0", "-i", PATCH], cwd=folder, check=True)
-    sys.path.insert(0, str(folder))
+    cuda_on_cpu.patched("openrlhf", PATCH, folder)
     cuda_on_cpu.flash_attn()
-    cuda_on_cpu.stand_in(folder)
     for name in ("vllm", "vllm.inputs", "vllm.utils"):
         sys.modules[name] = types.ModuleType(name)
         sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None)
@@ -162,10 +155,12 @@ class Engine:
         self._model.load_state_dict(weights_of(model))
         self._generator = torch.Generator().manual_seed(seed)
         self._lengths = iter(LENGTHS)
+        self.routes = []  # of each answer
 
     async def generate(self, prompt, params, multi_modal_data=None):
         drawn = torch.randint(2, VOCABULARY, (next(self._lengths),), generator=self._generator).tolist()
         [routes] = routed_by(self._model, [prompt + drawn])
+        self.routes.append(routes)
         completion = SimpleNamespace(
             token_ids=drawn, text="", finish_reason="stop", logprobs=None, routed_experts=routes.byte().numpy()
         )
@@ -190,7 +185,7 @@ def samples(engine):
         asked = SingleTurnAgentExecutor().execute(prompt, "", params, 64, tokenizer(), engine)
         answer = asyncio.run(asked) | {"reward": 1.0, "scores": 1.0}
         made.append(generator._process_response_into_experience(answer, max_len=64))
-    return made, [sample.routed_experts[0].long() for sample in made]
+    return made, engine.routes
 
 
 def with_logprobs(actor, batches):

@@ -5,12 +5,8 @@ worker is the class that Ray would run, in one process.
 """
 
 import os
-import shutil
-import subprocess
-import sys
 import typing
 from contextlib import contextmanager, nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +21,7 @@ from foreroute.core import ReplayError
 from tests.patches import cuda_on_cpu
 from tests.patches.forced import differing, exact_logprobs, routed_by, tiny, watched
 
-PATCH = Path(__file__).parents[2] / "examples" / "skyrl" / "upstream" / "fsdp_router_replay.patch"
+PATCH = "skyrl/upstream/fsdp_router_replay.patch"
 STEPS = 4
 PROMPTS, RESPONSES = [5, 3, 6, 4], [7, 9, 4, 8]
 
@@ -34,13 +30,9 @@ PROMPTS, RESPONSES = [5, 3, 6, 4], [7, 9, 4, 8]
 def skyrl(tmp_path_factory):
     """SkyRL's package as it was released, and the patch applied."""
     folder = tmp_path_factory.mktemp("patched")
-    released = Path(find_spec("skyrl").origin).parent
-    shutil.copytree(released, folder / "skyrl", ignore=shutil.ignore_patterns("__pycache__"))
-    subprocess.run(["patch", "-p1", "--fuzz=0", "-i", PATCH], cwd=folder, check=True)
-    sys.path.insert(0, str(folder))
+    cuda_on_cpu.patched("skyrl", PATCH, folder)
     typing.TypedDict = typing_extensions.TypedDict  # as pydantic asks for before Python 3.12
     cuda_on_cpu.flash_attn()
-    cuda_on_cpu.stand_in(folder)
     import skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker as workers
 
     assert Path(workers.__file__).is_relative_to(folder)
