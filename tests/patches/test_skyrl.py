@@ -5,6 +5,7 @@ worker is the class that Ray would run, in one process.
 """
 
 import os
+import sys
 import typing
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.multiprocessing as mp
 import typing_extensions
 
 if "FOREROUTE_PATCHES" not in os.environ:
@@ -31,6 +33,10 @@ def skyrl(tmp_path_factory):
     """SkyRL's package as it was released, and the patch applied."""
     folder = tmp_path_factory.mktemp("patched")
     cuda_on_cpu.patched("skyrl", PATCH, folder)
+    return imported(folder)
+
+
+def imported(folder):
     typing.TypedDict = typing_extensions.TypedDict  # as pydantic asks for before Python 3.12
     cuda_on_cpu.flash_attn()
     import skyrl.backends.skyrl_train.workers.fsdp.fsdp_worker as workers
@@ -46,7 +52,7 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-def worker(skyrl, checkpoint, *, replay=True, packs=False, **settings):
+def worker(skyrl, checkpoint, *, replay=True, packs=False, rank=0, world_size=1, **settings):
     from skyrl.train.config import TrainerConfig
     from skyrl.train.config.config import MixedPrecisionConfig
 
@@ -62,7 +68,13 @@ def worker(skyrl, checkpoint, *, replay=True, packs=False, **settings):
     config.policy.fsdp_config.mixed_precision = MixedPrecisionConfig(param_dtype="fp32")
     config.policy.fsdp_config.moe_enable_routing_replay = replay
     made = skyrl.FSDPPolicyWorkerBase(
-        cfg=config, world_size=1, rank=0, local_rank=0, master_addr="127.0.0.1", master_port=1, sequence_parallel_size=1
+        cfg=config,
+        world_size=world_size,
+        rank=rank,
+        local_rank=rank,
+        master_addr="127.0.0.1",
+        master_port=1,
+        sequence_parallel_size=1,
     )
     made.init_worker_process_group()
     with packing(skyrl) if packs else nullcontext():
@@ -193,6 +205,28 @@ def test_without_replay_and_with_routes_a_token_off_there_is_disagreement(skyrl,
     assert others > 0.5 * rows > 0
     assert apart > 1e-3
     assert metrics["router_replay/native_disagreement"] > 0.5
+
+
+def test_two_ranks_with_a_half_of_the_weights_each(skyrl, checkpoint, tmp_path):
+    patched = Path(skyrl.__file__).parents[5]
+    mp.spawn(_rank, (patched, checkpoint, tmp_path), nprocs=2)
+    for rank in range(2):
+        rows, others, apart, sharded = torch.load(tmp_path / f"{rank}.pt")
+        assert (rows, others, sharded) == (3 * 3 * (sum(PROMPTS + RESPONSES) - 4), 0, True)
+        assert apart < 1e-5
+
+
+def _rank(rank, patched, checkpoint, folder):
+    sys.path.insert(0, str(patched))
+    cuda_on_cpu.stand_in(folder, rank, 2)
+    skyrl = imported(patched)
+    cuda_on_cpu.names_no_device("skyrl.backends.skyrl_train.distributed.fsdp_utils")
+    torch.set_num_threads(1)
+    actor = worker(skyrl, checkpoint, rank=rank, world_size=2)
+    weight = actor.model.model.lm_head.weight
+    sharded = weight.to_local().shape[0] * 2 == weight.shape[0]
+    rows, others, apart, _ = step(actor, *rollout(actor.model.model, rank))
+    torch.save((rows, others, apart, sharded), folder / f"{rank}.pt")
 
 
 def test_packed_sequences_are_given_their_routes(skyrl, checkpoint):
