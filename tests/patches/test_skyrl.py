@@ -103,7 +103,8 @@ def rollout(model, step):
     from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
 
     generator = torch.Generator().manual_seed(step)
-    engine = tiny().bfloat16()
+    dense = model.config.num_hidden_layers - 3
+    engine = tiny(dense=dense).bfloat16()
     engine.load_state_dict(weights_of(model))
     prompts, responses = (
         [torch.randint(2, 64, (length,), generator=generator).tolist() for length in lengths]
@@ -113,7 +114,7 @@ def rollout(model, step):
     ones = [[1] * length for length in RESPONSES]
     made = convert_prompts_responses_to_batch_tensors(
         SimpleNamespace(pad_token_id=0), prompts, responses, [[1.0] * n for n in RESPONSES], ones, None,
-        [ids.tolist() for ids in routes],
+        [torch.nn.functional.pad(ids, (0, 0, dense, 0)).tolist() for ids in routes],  # zeros of dense layers
     )  # fmt: skip
     tokens, mask, response_mask, _, loss_mask, _, indices = made
     assert indices.dtype == torch.uint8
@@ -144,7 +145,7 @@ def weights_of(model):
 def step(actor, batch, wanted):
     """An old-log-prob pass and an update, each with rows, those that differ, and how far log-probs are from float64."""
     hf, micro = actor.model.model, actor.cfg.micro_train_batch_size_per_gpu
-    reference = tiny()
+    reference = tiny(dense=hf.config.num_hidden_layers - 3)
     reference.load_state_dict(weights_of(hf))
     tokens, mask = batch["sequences"], batch["attention_mask"]
     exact = exact_logprobs(reference, tokens, mask, wanted)
@@ -189,6 +190,16 @@ def test_four_steps_on_the_routes_of_the_rollout(skyrl, checkpoint):
         assert (rows, others) == (3 * 3 * (sum(PROMPTS + RESPONSES) - 4), 0)
         assert apart < 1e-5
         assert 0.02 < metrics["router_replay/native_disagreement"] < 0.6
+
+
+def test_routes_with_columns_of_dense_layers_too(skyrl, tmp_path):
+    tiny(dense=2).save_pretrained(tmp_path)
+    actor = worker(skyrl, tmp_path)
+    batch, wanted = rollout(actor.model.model, 0)
+    assert batch["rollout_expert_indices"].shape[2] == 5
+    rows, others, apart, _ = step(actor, batch, wanted)
+    assert others == 0 < rows
+    assert apart < 1e-5
 
 
 def test_without_replay_and_with_routes_a_token_off_there_is_disagreement(skyrl, checkpoint):
