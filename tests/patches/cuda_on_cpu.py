@@ -60,7 +60,7 @@ class Torch:
 
     device = _Device
 
-    def empty(self, *args, device, **kwargs):
+    def empty(self, *args, device=None, **kwargs):
         return torch.empty(*args, **kwargs)
 
     def __getattr__(self, name):

@@ -260,7 +260,7 @@ def test_what_would_not_be_replayed_is_refused(openrlhf, checkpoint):
         with pytest.raises(RuntimeError, match=words):
             with_logprobs(actor, made)
     made[0].routed_experts = [wrong]
-    with pytest.raises(ReplayError, match="out of range"):
+    with pytest.raises(ReplayError, match="range"):
         with_logprobs(actor, made)
     answer = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1, 2], routed_experts=torch.zeros(5, 3, 2))])
     with pytest.raises(RuntimeError, match="5 rows"):
