@@ -37,8 +37,8 @@ test-whole: $(READY)
 	$(PYTEST) -m "not exhaustive" --junitxml=.pytest_cache/whole.xml
 
 # what nobody waits for, before an issue that touches it is closed: make night PART=verl for one part. The parts stand in
-# make/night.mk, make/settings.mk, make/peers.mk, make/megatron.mk, make/verl.mk and make/scores.mk
-NIGHT := exhaustive robustness kernels processors oldest newest engines settings peers megatron verl scores
+# make/night.mk and the files beside it
+NIGHT := exhaustive robustness kernels processors oldest newest engines settings peers megatron verl scores patches
 PART ?= $(NIGHT)
 night: $(PART:%=night-%)
 
@@ -112,10 +112,11 @@ include make/vllm.mk
 include make/night.mk
 include make/settings.mk
 include make/peers.mk
+include make/patches.mk
 include make/megatron.mk
 include make/verl.mk
 include make/wheel.mk
 include make/scores.mk
 
 clean:
-	rm -rf $(VENV) .venv-vllm* .venv-verl .venv-oldest .venv-newest .venv-settings .venv-peers dist $(KERNELS) .megatron-* site .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm* .venv-verl .venv-oldest .venv-newest .venv-settings .venv-peers .venv-patches dist $(KERNELS) .megatron-* site .mypy_cache .ruff_cache .pytest_cache .hypothesis

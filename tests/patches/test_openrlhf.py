@@ -1,0 +1,327 @@
+"""The patch for OpenRLHF, applied to the released OpenRLHF: its actor, under DeepSpeed, replays what vLLM recorded.
+
+What vLLM answers goes through OpenRLHF's executor, samples, experience maker and replay buffer. Neither vLLM nor Ray
+runs: a stand-in answers as vLLM's engine does, and Ray's actors are called as the classes that they are.
+"""
+
+import asyncio
+import importlib.machinery
+import os
+import sys
+import types
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+if "FOREROUTE_PATCHES" not in os.environ:
+    pytest.skip("OpenRLHF has an environment of its own: run `make night PART=patches`", allow_module_level=True)
+
+import deepspeed
+
+from examples.trl.tiny import tokenizer
+from foreroute.core import ReplayError
+from tests.patches import cuda_on_cpu
+from tests.patches.forced import differing, exact_logprobs, routed_by, tiny, watched
+
+PATCH = "openrlhf/upstream/router_replay.patch"
+STEPS, VOCABULARY = 4, 258
+PROMPTS, LENGTHS = ["a", "very long", "a prompt", "one"], [7, 9, 4, 8]
+# in three layers, of the old-log-prob pass, of the update, and of its recomputation
+ROWS = 3 * 3 * sum(len(prompt) + length - 1 for prompt, length in zip(PROMPTS, LENGTHS, strict=True))
+
+
+@pytest.fixture(scope="module")
+def openrlhf(tmp_path_factory):
+    """OpenRLHF's package as it was released, and the patch applied."""
+    folder = tmp_path_factory.mktemp("patched")
+    cuda_on_cpu.patched("openrlhf", PATCH, folder)
+    cuda_on_cpu.flash_attn()
+    for name in ("vllm", "vllm.inputs", "vllm.utils"):
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None)
+    sys.modules["vllm.inputs"].TokensPrompt = sys.modules["vllm.utils"].random_uuid = None
+    sys.modules["vllm"].SamplingParams, sys.modules["vllm"].__version__ = SimpleNamespace, "0.29.0"
+    import openrlhf
+    from openrlhf.utils import utils
+
+    assert Path(openrlhf.__file__).is_relative_to(folder)
+    import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # which a compiler would make for minutes
+    utils.convert_to_torch_dtype = lambda _: torch.float32
+    import_module("openrlhf.trainer.ppo_utils.replay_buffer")
+    cuda_on_cpu.names_no_device("openrlhf.trainer.ppo_utils.replay_buffer")
+    return openrlhf
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny(vocab_size=VOCABULARY).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def space(**values):
+    return SimpleNamespace(**{k: space(**v) if isinstance(v, dict) else v for k, v in values.items()})
+
+
+def policy(checkpoint, *, replay=True, packs=False, stage=2):
+    """OpenRLHF's policy actor, its DeepSpeed engine with torch's optimizer."""
+    from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
+    from openrlhf.utils.deepspeed import DeepspeedStrategy
+
+    adam = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.0}
+    args = space(
+        local_rank=-1,
+        ckpt={"save_hf": False, "disable_ds": True, "path": "", "load_enable": False},
+        ds={
+            "param_dtype": "fp32",
+            "attn_implementation": "sdpa",
+            "experts_implementation": None,
+            "load_in_4bit": False,
+            "lora": {"rank": 0, "alpha": 0, "target_modules": None, "dropout": 0},
+            "packing_samples": packs,
+            "use_liger_kernel": False,
+            "enable_sleep": False,
+            "tensor_parallel_size": 1,
+        },
+        train={
+            "enable_ema": False,
+            "micro_batch_size": 2,
+            "ema_beta": 0.9,
+            "max_epochs": 1,
+            "dynamic_batch_enable": False,
+            "colocate_all": True,
+            "async_enable": False,
+            "colocate_actor_ref": False,
+        },
+        vllm={"sync_backend": "gloo"},
+        rollout={"temperature": 1.0},
+        data={"disable_fast_tokenizer": False},
+        algo={
+            "advantage": {
+                "is_correction_level": "off",
+                "is_correction_mode": "mask",
+                "is_correction_gating": "ratio",
+                "is_correction_threshold": [0.5, 5.0],
+            },
+            "kl": {"use_loss": False, "estimator": "k1"},
+        },
+        actor={
+            "router_replay": replay,
+            "gradient_checkpointing_enable": True,
+            "gradient_checkpointing_reentrant": False,
+            "optim": "adam",
+            "muon": {},
+            "adam": adam,
+            "lr_scheduler": "constant",
+            "lr_warmup_ratio": 0.0,
+            "min_lr_ratio": 0.0,
+            "max_norm": 1.0,
+            "eps_clip": 0.2,
+            "eps_clip_low_high": [0.2, 0.2],
+            "dual_clip": None,
+            "loss_agg_mode": "token-mean",
+            "policy_loss_type": "ppo",
+            "aux_loss_coef": 0.0,
+            "entropy_coef": None,
+        },
+    )
+    strategy = DeepspeedStrategy(
+        micro_train_batch_size=2, train_batch_size=4, zero_stage=stage, max_norm=1.0, args=args
+    )
+    configured = strategy.get_ds_train_config
+
+    def with_torch_adam(*args, **kwargs):
+        config = configured(*args, **kwargs)
+        config.get("optimizer", {}).setdefault("params", {})["torch_adam"] = True
+        return config
+
+    strategy.get_ds_train_config = with_torch_adam
+    kind = PolicyModelActor.__ray_metadata__.modified_class
+    made = object.__new__(kind)
+    made.init_model_from_pretrained(strategy, str(checkpoint), max_steps=STEPS)
+    made.args = args
+    return made
+
+
+class Engine:
+    """What OpenRLHF's executors ask: tokens drawn at random, and the routes of a bfloat16 copy a little off."""
+
+    def __init__(self, model, seed):
+        self._model = tiny(vocab_size=VOCABULARY).bfloat16()
+        self._model.load_state_dict(weights_of(model))
+        self._generator = torch.Generator().manual_seed(seed)
+        self._lengths = iter(LENGTHS)
+        self.routes = []  # of each answer
+
+    async def generate(self, prompt, params, multi_modal_data=None):
+        drawn = torch.randint(2, VOCABULARY, (next(self._lengths),), generator=self._generator).tolist()
+        [routes] = routed_by(self._model, [prompt + drawn])
+        self.routes.append(routes)
+        completion = SimpleNamespace(
+            token_ids=drawn, text="", finish_reason="stop", logprobs=None, routed_experts=routes.byte().numpy()
+        )
+        return SimpleNamespace(outputs=[completion])
+
+
+def weights_of(engine):
+    """Of DeepSpeed's engine, whole."""
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        return {name: tensor.detach().clone() for name, tensor in engine.module.state_dict().items()}
+
+
+def samples(engine):
+    """Experiences of one sequence each, as OpenRLHF's generator makes them, and their routes [T - 1, L, K]."""
+    from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
+    from openrlhf.utils.agent import SingleTurnAgentExecutor
+
+    params = SimpleNamespace(max_tokens=16, logprobs=None)
+    generator = object.__new__(SamplesGenerator)
+    made = []
+    for prompt in PROMPTS:
+        asked = SingleTurnAgentExecutor().execute(prompt, "", params, 64, tokenizer(), engine)
+        answer = asyncio.run(asked) | {"reward": 1.0, "scores": 1.0}
+        made.append(generator._process_response_into_experience(answer, max_len=64))
+    return made, engine.routes
+
+
+def with_logprobs(actor, batches):
+    """What OpenRLHF's experience maker makes of samples: Ray's calls are made at once."""
+    from openrlhf.trainer.ppo_utils import experience_maker
+
+    class Group:
+        def async_run_method_batch(self, method_name, **kwargs):
+            count = len(kwargs["sequences"])
+            return [actor.forward(**{name: values[i] for name, values in kwargs.items()}) for i in range(count)]
+
+        def async_run_method(self, method_name):
+            pass
+
+    maker = object.__new__(experience_maker.RemoteExperienceMaker)
+    maker.strategy, maker.actor_model_group = actor.strategy, Group()
+    maker.critic_model_group = maker.initial_model_group = maker.reward_model_group = None
+    ray = experience_maker.ray
+    experience_maker.ray = SimpleNamespace(get=lambda value: value, put=lambda value: value)
+    maker._flatten_results = lambda refs, _: [each[0] if isinstance(each, list) else each for each in refs]
+    actor.args.ds.ring_attn_size = 1
+    try:
+        return maker.make_experience(batches)
+    finally:
+        experience_maker.ray = ray
+
+
+def test_four_steps_on_the_routes_of_vllm(openrlhf, checkpoint):
+    actor = policy(checkpoint)
+    for number in range(STEPS):
+        rows, others, apart, status = step(actor, number)
+        assert (rows, others) == (ROWS, 0)
+        assert apart < 1e-5
+        assert 0.02 < status["router_disagreement"] < 0.6
+
+
+@pytest.mark.parametrize("settings", [{"packs": True}, {"stage": 3}], ids=str)
+def test_packed_sequences_and_partitioned_weights_follow_the_routes(settings, openrlhf, checkpoint):
+    rows, others, apart, _ = step(policy(checkpoint, **settings), 0)
+    assert (rows, others) == (ROWS, 0)
+    assert apart < 1e-5
+
+
+def test_without_replay_and_with_routes_a_token_off_there_is_disagreement(openrlhf, checkpoint):
+    native = policy(checkpoint, replay=False)
+    for number in range(STEPS):
+        rows, others, apart, status = step(native, number)
+        assert others > 0.02 * rows > 0
+        assert apart > 1e-3
+        assert "router_disagreement" not in status
+
+    def a_token_off(made):
+        for sample in made:
+            sample.routed_experts = [sample.routed_experts[0].roll(1, 0)]
+
+    rows, others, apart, status = step(policy(checkpoint), 0, a_token_off)
+    assert others > 0.5 * rows > 0
+    assert apart > 1e-3
+    assert status["router_disagreement"] > 0.5
+
+
+def test_what_would_not_be_replayed_is_refused(openrlhf, checkpoint):
+    from openrlhf.models.router_replay import RouterReplay
+    from openrlhf.utils.agent import routes_of
+
+    actor = policy(checkpoint)
+    made, routes = samples(Engine(actor.actor.model, 0))
+    wrong = routes[0].clone()
+    wrong[2, 1] = torch.tensor([0, 8])
+    for rows, words in (([None], "has no routed_experts"), ([], "has no routed_experts"), ([wrong[:, :2]], "2 layers")):
+        made[0].routed_experts = rows
+        with pytest.raises(RuntimeError, match=words):
+            with_logprobs(actor, made)
+    made[0].routed_experts = [wrong]
+    with pytest.raises(ReplayError, match="range"):
+        with_logprobs(actor, made)
+    answer = SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1, 2], routed_experts=torch.zeros(5, 3, 2))])
+    with pytest.raises(RuntimeError, match="5 rows"):
+        routes_of(answer, 3)
+    for changes in ({"ring_attn_size": 2}, {"ds_tensor_parallel_size": 2}):
+        strategy = SimpleNamespace(**{"ring_attn_size": 1, "ds_tensor_parallel_size": 1} | changes)
+        with pytest.raises(ValueError, match="ring attention"):
+            RouterReplay(actor.actor.model.module, strategy)
+
+
+def step(actor, number, change=lambda made: None):
+    """An old-log-prob pass and an update: rows, others, how far log-probs are from float64, the status."""
+    from openrlhf.trainer.ppo_utils.experience import make_experience_batch, split_experience_batch
+
+    hf = actor.actor.model.module
+    made, routes = samples(Engine(actor.actor.model, number))
+    change(made)
+    reference = tiny(vocab_size=VOCABULARY)
+    reference.load_state_dict(weights_of(actor.actor.model))
+    rows = others = 0
+    apart = 0.0
+    with watched(hf) as given:
+        made = with_logprobs(actor, made)
+    for at, (sample, ids) in enumerate(zip(made, routes, strict=True)):
+        wanted = torch.cat([ids, torch.full((1, 3, 2), -1)])[None]
+        row, other = differing(given[at * 3 : at * 3 + 3], wanted, sample.attention_mask)
+        rows, others = rows + row, others + other
+        exact = exact_logprobs(reference, sample.sequences, sample.attention_mask, wanted)
+        apart = max(apart, float((sample.action_log_probs - exact)[sample.action_mask.bool()].abs().max()))
+        sample.advantages = sample.returns = torch.randn(sample.action_mask.shape) * sample.action_mask
+        sample.info, sample.values = {}, None
+    batch = make_experience_batch([each for sample in made for each in split_experience_batch(sample)])
+    actor.append(batch)
+    forwards = []
+    handle = hf.register_forward_pre_hook(lambda _, args: forwards.append((args[0], len(given))))
+    with watched(hf) as given:
+        status = actor.fit()
+    handle.remove()
+
+    def cut(packed):
+        """The sequences in one row."""
+        packed, found = tuple(packed[0].tolist()), []
+        while packed:
+            found.append(next(known for known in by_tokens if packed[: len(known)] == known))
+            packed = packed[len(found[-1]) :]
+        return found
+
+    by_tokens = {tuple(s.sequences[0].tolist()): ids for s, ids in zip(made, routes, strict=True)}
+    assert len(forwards) == 2
+    for tokens, first in forwards:
+        wanted = torch.full((*tokens.shape, 3, 2), -1)
+        for row, sequence in zip(wanted, tokens.tolist(), strict=True):
+            for known, ids in by_tokens.items():
+                if tuple(sequence[: len(known)]) == known:
+                    row[: len(ids)] = ids
+        if actor.strategy.args.ds.packing_samples:
+            wanted = torch.cat([torch.cat([by_tokens[known], torch.full((1, 3, 2), -1)]) for known in cut(tokens)])[
+                None
+            ]
+        calls = given[first : first + 6]
+        for each in (calls[:3], calls[:2:-1]):
+            row, other = differing(each, wanted, torch.ones_like(tokens))
+            rows, others = rows + row, others + other
+    return rows, others, apart, status
