@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "tensors.md"
 BEGIN, END = "<!-- by make/peers_table.py -->\n", "<!-- end -->\n"
-HEAD = """| | models, gates | as they are; checkpointed; compiled by block | type |
+HEAD = """| | models, gates | checkpoints, compiled blocks | type |
 |---|---|---|---|
 """
 

@@ -130,6 +130,10 @@ def test_the_example_is_asked_for_and_read():
         attach(Model())
     with pytest.raises(AttachError, match=r"has scale; .* Model"):
         attach(Model(), {"scale": 1.0})
+    with pytest.raises(AttachError, match=r"scale, tokens; .* Model"):
+        attach(Model(), {"scale": 1.0, "tokens": TOKENS[:0]})
+    with pytest.raises(AttachError, match="is a Tensor"):
+        attach(Model(), TOKENS)
     with pytest.raises(AttachError, match=r"in eval.* tokens alone"):
         attach(Model().eval(), {"tokens": TOKENS})
     routed = attach(Model(), EXAMPLE)

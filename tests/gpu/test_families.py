@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import CheckpointError
 
 from foreroute.core import hooks, selection
-from foreroute.core.find import PROBE_TOKENS
+from foreroute.core.probe import PROBE_TOKENS
 from foreroute.core.selection import LayerPass
 from tests.adapters.hf.model_runs import checkpointed_by_library
 from tests.gpu import bits

@@ -163,13 +163,13 @@ SIGMOID_BIAS = {"score_func": "sigmoid_with_bias", "route_scale": 2.5, **BIAS, *
 AUXILIARY = {"score_func": "sigmoid", "aux_loss_coeff": 0.01, "gate_bias_update_factor": 0.001}
 KINDS = [
     Kind("Qwen3-MoE", make_qwen3, **GATE),
-    Kind("softmax behind the top-k", partial(make_stack, softmax_before_topk=False), **GATE),
-    Kind("sigmoid, bias, groups", partial(make_stack, **SIGMOID_BIAS), **GATE),
-    Kind("softmax, bias, groups", partial(make_stack, score_func="softmax_with_bias", **BIAS, **GROUPS), **GATE),
-    Kind("sigmoid, groups", partial(make_stack, score_func="sigmoid", **GROUPS), **GATE),
-    Kind("square root of softplus", partial(make_stack, score_func="sqrtsoftplus", **BIAS), **GATE),
+    Kind("late softmax", partial(make_stack, softmax_before_topk=False), **GATE),
+    Kind("sigmoid+bias+groups", partial(make_stack, **SIGMOID_BIAS), **GATE),
+    Kind("softmax+bias+groups", partial(make_stack, score_func="softmax_with_bias", **BIAS, **GROUPS), **GATE),
+    Kind("sigmoid+groups", partial(make_stack, score_func="sigmoid", **GROUPS), **GATE),
+    Kind("sqrt-softplus", partial(make_stack, score_func="sqrtsoftplus", **BIAS), **GATE),
     Kind(
-        "auxiliary loss with updated bias (not compiled)",
+        "auxiliary loss (not compiled)",
         partial(make_stack, **AUXILIARY),
         **{**GATE, "variants": NOT_COMPILED},
     ),

@@ -166,7 +166,7 @@ VARIANTS = {
     "full": full,
     "selective": selective,
     "compiled": compiled,
-    "compiled and selective": partial(compiled, checkpoint=selective),
+    "compiled+selective": partial(compiled, checkpoint=selective),
 }
 TITAN = {
     "handed": partial(ids_handed_to, class_name="RoutedExperts", argument=2),

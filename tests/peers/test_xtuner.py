@@ -124,11 +124,11 @@ of_mixtral = partial(rows_handed_to_each, class_name="MixtralSparseMoeBlock")
 of_deepseek = partial(rows_handed_to_each, class_name="DeepseekV2MoE")
 KINDS = [
     Kind("Mixtral", make_mixtral, of_mixtral, another_top_k, VARIANTS),
-    Kind("Mixtral in shards", partial(make_mixtral, **SHARDS), handed_to_shards, another_top_k, VARIANTS),
+    Kind("Mixtral-shards", partial(make_mixtral, **SHARDS), handed_to_shards, another_top_k, VARIANTS),
     Kind("DeepSeek-V2", make_deepseek_v2, of_deepseek, another_top_k, VARIANTS),
-    Kind("DeepSeek-V2 in shards", partial(make_deepseek_v2, **SHARDS), handed_to_shards, another_top_k, VARIANTS),
+    Kind("DeepSeek-V2-shards", partial(make_deepseek_v2, **SHARDS), handed_to_shards, another_top_k, VARIANTS),
     Kind(
-        "DeepSeek-V2, groups",
+        "DeepSeek-V2-groups",
         partial(make_deepseek_v2, **GROUPS),
         of_deepseek,
         lambda model, ids_LNK: replaced(model, "MoEGate", ids_LNK, formula),

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from . import recompute
 from .caches import named_cache
 from .errors import AttachError, ReplayError
-from .find import NEEDS_A_RULE, Probe, find_by, find_routers, first_tensor
+from .find import NEEDS_A_RULE, find_by, find_routers
 from .hooks import SelectingRouter, is_hooked, overridden
 from .output_check import holds_ids, tensors_of
+from .probe import Probe, first_tensor
 from .routed import Routed
 from .trunk import TrunkHooks
 from .untouched import untouched

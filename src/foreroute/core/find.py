@@ -10,20 +10,19 @@ import inspect
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .errors import AttachError
 from .hooks import SelectingRouter, overridden
 from .output_check import tensors_of
+from .probe import Probe
 from .selection import TOP_K, Selection
 from .selection_rules import BLOCK_RULE, REFUSED, RULES, TOP_K_RULE
 
@@ -39,73 +38,6 @@ NEEDS_A_RULE = (
     "foreroute/core/selection_rules.py (CONTRIBUTING.md, Adding a Hugging Face family)"
 )
 """Ends the messages about routers that the rule of a top-k does not fit."""
-PROBE_TOKENS = 8
-
-
-@dataclass(frozen=True)
-class Probe:
-    """A small forward of a model, with the same random numbers every time."""
-
-    model: nn.Module
-    given: Mapping[str, Any]
-    tokens: str  # which argument holds tokens, [B, T], or embeddings, [B, T, D]
-
-    @classmethod
-    def of(cls, model: nn.Module, example: Mapping[str, Any] | None = None, num_tokens: int = PROBE_TOKENS) -> Probe:
-        """Make it of the arguments of a call; without them, of tokens on the device of the embedding.
-
-        Raises:
-            AttachError: when an example has no tokens.
-        """
-        if example is None:
-            return cls(model, {}, "input_ids")._with_tokens(num_tokens)
-        rows = {
-            name: value
-            for name, value in example.items()
-            if isinstance(value, Tensor) and value.ndim == (3 if value.is_floating_point() else 2)
-        }
-        named = [name for name in ("input_ids", "tokens", *rows) if name in rows]
-        if not named:
-            raise AttachError(
-                f"example has {', '.join(example) or 'nothing'}; expected the arguments of a call of "
-                f"{type(model).__name__}, among them a tensor of tokens, integers [B, T]"
-            )
-        return cls(model, dict(example), named[0])
-
-    def _with_tokens(self, num: int) -> Probe:
-        try:
-            embedding: nn.Module = self.model.get_input_embeddings()  # type: ignore[operator]
-        except Exception as error:
-            raise _does_not_run(self, error) from error
-        weight: Tensor = embedding.weight  # type: ignore[assignment]
-        # where accelerate offloaded it, it takes tokens from anywhere
-        offloaded = weight.is_meta and hasattr(embedding, "_hf_hook")
-        device = torch.device("cpu") if offloaded else weight.device
-        # a weight that ranks share out may have no row here
-        num_words = getattr(embedding, "num_embeddings", weight.shape[0])
-        return replace(self, given={self.tokens: torch.arange(num, device=device)[None] % num_words})
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(B, T)."""
-        return tuple(self.given[self.tokens].shape[:2])
-
-    def run(self, *, use_cache: bool = False) -> Any:
-        torch.manual_seed(0)
-        takes = inspect.signature(self.model.forward).parameters
-        may_cache = "use_cache" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
-        return self.model(**({"use_cache": use_cache} if may_cache else {}) | dict(self.given))
-
-    def hidden(self) -> Tensor:
-        """Give its first output."""
-        return first_tensor(self.run())
-
-
-def first_tensor(output: Any) -> Tensor:
-    """Give logits or hidden states of what a model returned, and no cache."""
-    values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple) else [output]
-    found: Tensor = next(value for value in values if isinstance(value, Tensor))
-    return found
 
 
 def find_routers(model: nn.Module) -> list[SelectingRouter]:
@@ -182,35 +114,35 @@ def find_by(
             row by row, a layer runs past its router, or no module around the routers is handed tokens.
     """
     model = probe.model
-    watched = _watch(probe, candidates, in_training)
-    routed = set(map(_layer_name, watched.routers()))
-    around = _modules_around(model, watched.routers()).values()
-    blocks = [each for each in watched.elsewhere if _layer_name(each) not in routed and each.module not in around]
+    watched = by_name = _watch(probe, candidates, in_training)
+    routed = set(map(_layer_name, by_name.routers()))
+    around = _modules_around(model, by_name.routers()).values()
+    blocks = [each for each in by_name.elsewhere if _layer_name(each) not in routed and each.module not in around]
     if blocks:
-        watched = _watch(probe, [*watched.routers(), *blocks], in_training)
+        watched = _watch(probe, [*by_name.routers(), *blocks], in_training)
     routers, in_blocks = watched.routers(), set(map(_layer_name, blocks))
     for router in routers:
         if watched.times[router] > 1:
             raise AttachError(_selected_often(model, router, watched))
     for router in candidates:
-        is_router = router in watched.choosing or not _may_be_another_gate(router)
-        if watched.seen.get(router) == [] and is_router and _layer_name(router) not in in_blocks:
+        is_router = router in by_name.choosing or not _may_be_another_gate(router)
+        if by_name.seen.get(router) == [] and is_router and _layer_name(router) not in in_blocks:
             raise AttachError(
                 f"router {router.path} ({type(router.module).__name__}) made no top-k selection; how it selects is not "
                 f"known, so replay would have no effect. {NEEDS_A_RULE}"
             )
-    _refuse_bypassed(candidates, routers, set(watched.entered))
+    _refuse_bypassed(candidates, routers, set(by_name.entered))
     if not routers and not candidates:
         raise AttachError(
             f"{type(model).__name__} has no router: no module's class name ends in Router, Gating or Gate, and none "
             "makes a top-k for each token. Attach a Mixture-of-Experts model"
         )
     if not routers:
-        first = next(iter(watched.seen), candidates[0])
+        first = next(iter(by_name.seen), candidates[0])
         raise AttachError(
             f"none of the {len(candidates)} routers of {type(model).__name__} selected anything in a forward on text: "
             f"the first, {first.path} ({type(first.module).__name__}), "
-            f"{'made no top-k' if watched.seen else 'did not run'}. {NEEDS_A_RULE}"
+            f"{'made no top-k' if by_name.seen else 'did not run'}. {NEEDS_A_RULE}"
         )
     num_rows = probe.shape[0] * probe.shape[1]
     for router in routers:
@@ -250,13 +182,13 @@ def _watch(probe: Probe, candidates: list[SelectingRouter], in_training: Callabl
         raise
     except Exception as error:
         if not in_training():
-            raise _does_not_run(probe, error) from error
+            raise probe.does_not_run(error) from error
     try:
         return _watch_once(probe, candidates)
     except AttachError:
         raise
     except Exception as error:
-        raise _does_not_run(probe, error) from error
+        raise probe.does_not_run(error) from error
 
 
 def _watch_once(probe: Probe, candidates: list[SelectingRouter]) -> _Watched:
@@ -376,26 +308,6 @@ def _refuse_bypassed(candidates: list[SelectingRouter], routers: Sequence[Select
                 f"router {router.path} ({type(router.module).__name__}) did not run, but its layer did: a fused kernel "
                 "or another branch bypassed it, and replay would have no effect there"
             )
-
-
-def _does_not_run(probe: Probe, error: Exception) -> AttachError:
-    model = probe.model
-    if any(parameter.numel() == 0 for parameter in model.parameters()):
-        return AttachError(
-            f"{type(model).__name__} has parameters without elements, as models have that were made partitioned, "
-            "for DeepSpeed's ZeRO stage 3, and nothing gathers them yet; call deepspeed.initialize first"
-        )
-    takes = inspect.signature(model.forward).parameters.values()
-    needs = [each.name for each in takes if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD]
-    needs = needs or [each.name for each in takes][:1]
-    mode = "" if model.training else " in eval mode"
-    return AttachError(
-        f"{type(model).__name__} does not run{mode} on {' and '.join(probe.given) or 'input_ids'} alone "
-        f"({type(error).__name__}: {error}). Mend that if it fails without foreroute too. Attach a model that takes "
-        "other arguments by those of a call, foreroute.core.attach(model, example={...}), of which this one needs "
-        f"{', '.join(needs)}; one that runs only as it trains after model.train(); and of a "
-        "speech model the part that takes tokens, such as the decoder"
-    )
 
 
 def _modules_around(model: nn.Module, routers: list[SelectingRouter]) -> dict[str, nn.Module]:

@@ -126,6 +126,13 @@ def test_a_router_by_no_known_name_is_found_where_it_selects(layers):
     assert all(torch.equal(ids_RK, ids_of(trace, layer)) for layer, (_, ids_RK) in enumerate(log))
 
 
+def test_a_router_that_makes_no_top_k_beside_blocks_that_do_is_refused():
+    model = with_router(Chooser)
+    model.model.layers[1].mlp.gate.__class__ = ArgSortRouter
+    with pytest.raises(AttachError, match=r"layers\.1\.mlp\.gate \(ArgSortRouter\).* no top-k"):
+        hf.attach(model)
+
+
 class FirstRowsRouter(FutureRouter):
     def forward(self, hidden):
         logits, values, ids = super().forward(hidden[:4])

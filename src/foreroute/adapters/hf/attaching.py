@@ -13,8 +13,9 @@ from torch import nn
 from foreroute.adapters.hf.packed_routers import about_packed
 from foreroute.adapters.hf.routed_transformer import RoutedTransformer, TransformerHooks
 from foreroute.core.attaching import attach_by, require_attachable
-from foreroute.core.find import ATTENTION, PROBE_TOKENS, Probe
+from foreroute.core.find import ATTENTION
 from foreroute.core.hooks import SelectingRouter
+from foreroute.core.probe import PROBE_TOKENS, Probe
 from foreroute.errors import AttachError
 from foreroute.trace import INDEXER, DecisionStream, LayerKind, RoutedLayer, RoutingSpec
 

@@ -22,7 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from foreroute.adapters.checkpoint import quiet_transformers
 from foreroute.adapters.hf.attaching import find_indexers, spec_of
 from foreroute.adapters.hf.loading import first_line, read_config
-from foreroute.core.find import Probe, find_by, find_routers
+from foreroute.core.find import find_by, find_routers
+from foreroute.core.probe import Probe
 from foreroute.errors import AttachError, ConfigError
 from foreroute.trace import IndexerSpec, RoutingSpec
 
