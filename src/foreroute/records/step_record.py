@@ -60,7 +60,8 @@ ADVICE: dict[AlarmKind, str] = {
     "stale_routes": "Lower rl.learning_rate or rl.mini_steps, so that an update moves the policy less. A run whose "
     "held-out reward rises may go on; only runs that replay can have this alarm, so it does not speak against replay.",
     "effective_share": "Lower rl.learning_rate or rl.mini_steps, or bound the weights with rl.correction.",
-    "sentinel": f'{LOOK_AT}. rl.sentinel = "drop" leaves named sequences out of the update, "stop" ends the run.',
+    "sentinel": f'{LOOK_AT}. rl.sentinel = "drop" leaves tokens behind such rows out of the update, '
+    'or all rows of a rank where a layer or all are suspected; "stop" ends the run.',
 }
 """What to do about each, in the keys of `foreroute train`."""
 
