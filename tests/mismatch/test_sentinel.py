@@ -73,6 +73,38 @@ def test_the_rows_say_what_they_look_like():
     assert judged(roots, repeats_N=beside)[1].looks_like == LooksLike.FROZEN
 
 
+@grid("share", [0.3, 0.7, 0.95], quick=2)
+def test_a_batch_of_which_all_rows_differ_is_one_suspicion_however_many_sequences_differ_by_much(share):
+    rng, kind = np.random.default_rng(13), LooksLike.UNRELATED if share > 0.5 else LooksLike.OLDER_WEIGHTS
+    roots = draw(rng, spread=0.1)
+    roots |= rng.random(roots.shape) < share * np.linspace(0.6, 1.2, SEQUENCES)[:, None, None]
+    [found] = judged(roots, 0.03, 24)
+    assert (found.looks_like, found.sequence, found.num_rows) == (kind, None, roots.shape[0] * roots.shape[1])
+    # those that say what they look like say so, and so do those beside which others are as ever
+    beside = np.full(roots.shape[0] * roots.shape[1], LAYERS // 2)
+    if kind == LooksLike.UNRELATED:
+        assert {each.looks_like for each in judged(roots, 0.03, 24, before_N=beside)} == {LooksLike.SHIFT}
+        roots[:-3] = draw(rng)[:-3]
+        assert [each.sequence for each in judged(roots, 0.03, 24)] == [SEQUENCES - 3, SEQUENCES - 2, SEQUENCES - 1]
+
+
+def test_rows_that_repeat_one_need_to_be_fewer_and_rows_of_a_repeated_token_are_healthy():
+    rng = np.random.default_rng(14)
+    roots, repeats = draw(rng), np.zeros((SEQUENCES, ROWS), np.int64)
+    repeats[4, 60:95] = LAYERS
+    assert not judged(roots, repeats_N=repeats.reshape(-1))
+    roots[4, 60:95] = rng.random((35, LAYERS)) < 0.6
+    assert not judged(roots)
+    [found] = judged(roots, repeats_N=repeats.reshape(-1))
+    assert (found.looks_like, found.sequence) == (LooksLike.FROZEN, 4)
+    assert abs(found.since - 60) <= 1
+    # a run whose text repeats tokens has seen it
+    sentinel = Sentinel(SPEC)
+    for _ in range(WARM_UP):
+        sentinel.judge(counts(draw(rng), repeats_N=repeats.reshape(-1)))
+    assert not sentinel.judge(counts(roots, repeats_N=repeats.reshape(-1)))
+
+
 @grid("above", [0.0, 0.4, 0.9], quick=2)
 def test_one_layer_is_named_though_layers_above_it_follow(above):
     roots = draw(np.random.default_rng(4))

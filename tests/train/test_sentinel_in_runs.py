@@ -65,7 +65,7 @@ def test_what_the_sentinel_suspects_is_on_the_record_and_an_alarm_and_warnings_c
     assert all(record.suspicions == [] for record in history[:-1])
     assert not any(alarm.kind == "sentinel" for alarm in alarms(history[:-1]))
     [found] = history[-1].suspicions
-    assert (found.looks_like, found.sequence, found.rank) == ("frozen", FROZEN, 0)
+    assert (found.looks_like, found.sequence, found.rank) == ("frozen-rows", FROZEN, 0)
     assert f"sequence {FROZEN}, since position {SINCE + 1}" in found.sentence
     [alarm] = [alarm for alarm in alarms(history) if alarm.kind == "sentinel"]
     assert (alarm.since, alarm.value, alarm.threshold) == (WARM_UP + 1, found.share, found.usual)

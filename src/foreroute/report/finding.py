@@ -8,7 +8,7 @@ from statistics import fmean
 from foreroute.records import Run
 from foreroute.records.step_record import SIDES
 from foreroute.report.format import WINDOW, percentage, reward, scientific, span_of
-from foreroute.report.run_tables import SummaryRow, planned_steps, summary_rows
+from foreroute.report.run_tables import SummaryRow, likeness_of, planned_steps, summary_rows
 
 FEWEST_RUNS = 4
 """Runs of each kind. Chance puts all 4 of one above all 4 of the other once in 35 times; with 3, once in 10."""
@@ -20,9 +20,22 @@ def run_finding(runs: Sequence[Run]) -> str:
     """Finding of the runs, in one sentence: the load of their ranks, their mismatch, their reward."""
     rows = summary_rows(runs)
     # the most consequential first: a run that learned nothing has no other news
-    clauses = [*_idle(runs), *_load(runs), _mismatch(rows), *_reward(rows), *_collapsed(runs)]
+    clauses = [*_suspected(runs), *_idle(runs), *_load(runs), _mismatch(rows), *_reward(rows), *_collapsed(runs)]
     text = "; ".join(clauses)
     return f"{text[:1].upper()}{text[1:]}."
+
+
+def _suspected(runs: Sequence[Run]) -> list[str]:
+    """Which runs had routes that look wrong, and like what."""
+    clauses = []
+    for run in runs:
+        steps = [step for step in run.steps if step.suspicions]
+        if steps:
+            found = (likeness_of(run, step.step, each) for step in steps for each in step.suspicions or ())
+            likeness = " and ".join(dict.fromkeys(found))
+            where = "" if len(runs) == 1 else f" of {run.label}"
+            clauses.append(f"replayed routes{where} look wrong from step {steps[0].step} on ({likeness})")
+    return clauses
 
 
 def _mismatch(rows: Sequence[SummaryRow]) -> str:

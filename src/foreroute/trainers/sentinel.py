@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.mismatch import Sentinel, Suspicion
-from foreroute.mismatch.sentinel import LOOK_AT
 from foreroute.replay import RootRows, RoutedModel
 
 LOG = logging.getLogger(__name__)
@@ -83,5 +82,5 @@ class RolloutSentinel:
                 found += self._sentinel.judge(rows.read(np.concatenate(lengths)).in_order(order))
         if found and self._says:
             others = f", and {len(found) - 1} more" if len(found) > 1 else ""
-            LOG.warning("The sentinel: %s%s. %s", found[0].sentence, others, LOOK_AT)
+            LOG.warning("The sentinel: %s%s. %s", found[0].sentence, others, found[0].looks_like.advice)
         return before + found

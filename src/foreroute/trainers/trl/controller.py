@@ -34,7 +34,6 @@ from foreroute.adapters.hf import RoutedTransformer
 from foreroute.costs.cluster_file import Cluster
 from foreroute.errors import BatchMismatchError, EngineError, ForerouteError, ReplayError
 from foreroute.mismatch import Suspicion
-from foreroute.mismatch.sentinel import LOOK_AT
 from foreroute.plan import Topology
 from foreroute.replay.rows import to_device
 from foreroute.trace import INDEXER, SAMPLING, RoutingTrace, concatenate
@@ -360,7 +359,11 @@ class TrainerPassController:
         self._suspected += len(found)
         if self._watching == "stop" and float(self._over_processes(torch.tensor(float(len(found))))):
             # all processes end together
-            seen = f"{found[0].sentence}. {LOOK_AT}" if found else "another process says where, in its log"
+            seen = (
+                f"{found[0].sentence}. {found[0].looks_like.advice}"
+                if found
+                else "another process says where, in its log"
+            )
             raise BatchMismatchError(f"rollout {rollout.number} looks wrong: {seen}")
         self._judge_weights(found)
         if found:
