@@ -187,6 +187,25 @@ def test_a_few_rows_such_as_a_short_past_has_not_shown_yet_are_no_alarm(rows, al
     assert len(judged(roots)) == alarms
 
 
+def test_a_past_that_is_taken_up_judges_as_the_one_that_gave_it():
+    rng, sentinel, resumed = np.random.default_rng(15), Sentinel(SPEC), Sentinel(SPEC)
+    for number in range(WARM_UP + 3):
+        resumed.restore(sentinel.state())
+        assert resumed.until_judged == sentinel.until_judged
+        healthy, planted = draw(rng, 0.05), draw(rng, 0.05)
+        planted[5, 40:] = True
+        planted[:, :, 2] |= number == WARM_UP + 1
+        repeats = np.full(SEQUENCES * ROWS, number)
+        for roots in (planted, healthy):
+            assert sentinel.judge(counts(roots, repeats_N=repeats)) == resumed.judge(counts(roots, repeats_N=repeats))
+        assert np.array_equal(sentinel.state(), resumed.state())
+    state = sentinel.state()
+    for wrong in (state[1:], state.astype(np.float32), -2 - state, state * np.nan, []):
+        with pytest.raises(InputError, match="the past of a sentinel is"):
+            sentinel.restore(wrong)
+    assert np.array_equal(sentinel.state(), state)
+
+
 def test_sequences_of_any_length_and_none():
     sentinel = copy.deepcopy(warm())
     nothing = np.zeros(0, np.int64)

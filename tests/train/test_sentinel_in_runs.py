@@ -7,6 +7,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+import torch
 
 from foreroute.errors import BatchMismatchError, ConfigError
 from foreroute.mismatch import LooksLike, Sentinel, Suspicion
@@ -39,19 +40,17 @@ def trainer_that(watching):
 
 @cache
 def begun():
-    """The state of a run after its warm-up, its sentinel, and its records."""
+    """The state of a run after its warm-up, of its sentinel too, and its records."""
     trainer = trainer_that("warn")
     history = [trainer.run_step()[1] for _ in range(WARM_UP + 1)]
-    return trainer.state(), trainer._sentinel, history
+    return trainer.state(), history
 
 
 def frozen_step(watching, spoil=freeze):
     """The next step with an engine that freezes, or spoils else: trainer, rollout and the records of all steps."""
-    state, sentinel, history = begun()
+    state, history = begun()
     trainer = trainer_that(watching)
     trainer.restore(copy.deepcopy(state))
-    if watching != "off":
-        trainer._sentinel = copy.deepcopy(sentinel)
     generate = trainer.engine.generate
     trainer.engine.generate = lambda *args: spoil(generate(*args))
     with pytest.MonkeyPatch.context() as patch:
@@ -72,7 +71,7 @@ def test_what_the_sentinel_suspects_is_on_the_record_and_an_alarm_and_warnings_c
     assert "replayed routes are not those" in str(alarm)
     off, _, unwatched = frozen_step("off")
     assert unwatched[-1].suspicions is None
-    assert same_state(trainer.state(), off.state())
+    assert same_state({**trainer.state(), "sentinel": None}, {**off.state(), "sentinel": None})
 
 
 def test_tokens_behind_the_first_wrong_row_are_not_trained_on():
@@ -140,6 +139,15 @@ def test_a_run_is_stopped_before_its_weights_change():
     with pytest.raises(BatchMismatchError, match=r"step 0: .*pick otherwise"):
         trainer.run_step()
     assert same_state(before, trainer.state())
+
+
+def test_a_past_of_other_ranks_is_learnt_anew():
+    state, _ = begun()
+    trainer = trainer_that("warn")
+    trainer.restore({**copy.deepcopy(state), "sentinel": torch.cat([state["sentinel"]] * 2)})
+    assert trainer._sentinel.until_judged == WARM_UP
+    trainer.restore(copy.deepcopy(state))
+    assert trainer._sentinel.until_judged == 0
 
 
 def test_nothing_is_watched_where_no_routes_of_the_rollout_are_replayed():

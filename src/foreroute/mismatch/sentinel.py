@@ -183,6 +183,14 @@ class Sentinel:
         """How many batches are still learnt before the first one is judged by the past."""
         return max(WARM_UP - len(self._past.angles_BL), 0)
 
+    def state(self) -> NDArray[np.float64]:
+        """Give the past, float64 [X], to be kept in a checkpoint; of one model it has the same length at any time."""
+        return self._past.state()
+
+    def restore(self, state: NDArray[np.float64]) -> None:
+        """Take up the past that `state` gave for a model of as many layers. Raises `InputError` for anything else."""
+        self._past.restore(state)
+
     def judge(self, counts: RootCounts) -> list[Suspicion]:
         """Test a batch, its layers and its sequences; what nothing is wrong with becomes part of the past.
 
@@ -411,6 +419,28 @@ class _Past:
     def usual(self) -> float:
         """The same of all layers."""
         return float(self.usual_L.mean())
+
+    def state(self) -> NDArray[np.float64]:
+        """Give all of it as one array, with -1 for batches that there were not."""
+        angles_BL = np.full((KEPT, self.num_layers), -1.0)
+        angles_BL[: len(self.angles_BL)] = self.angles_BL or angles_BL[:0]
+        rows = [part for each in (self.roots, self.repeats) for part in (*each.blocks_W, each.moments_3)]
+        return np.concatenate([*rows, angles_BL.ravel()]).astype(np.float64)
+
+    def restore(self, state: NDArray[np.float64]) -> None:
+        """Take up what `state` gave."""
+        given, expected = np.asarray(state), self.state()
+        if given.shape != expected.shape or given.dtype != expected.dtype or not (given >= -1).all():
+            raise InputError(
+                f"the past of a sentinel is {given.dtype} of shape {given.shape}; expected {expected.dtype} of shape "
+                f"{expected.shape}, as state() of one for {self.num_layers} layers gives it"
+            )
+        sizes = [width * self.num_layers + 1 for width in WIDTHS]
+        for each in (self.roots, self.repeats):
+            *blocks, each.moments_3, given = np.split(given, np.cumsum([*sizes, 3]))
+            each.blocks_W = [part.astype(np.int64) for part in blocks]
+        angles_BL = given.reshape(KEPT, self.num_layers)
+        self.angles_BL = [*angles_BL[(angles_BL >= 0).all(1)]]
 
     def add(self, counts: RootCounts, left_out: NDArray[np.int64]) -> None:
         """Learn a batch but for some sequences, and its shares where there are none of these."""

@@ -291,6 +291,9 @@ class Trainer:
         A collective call. Raises `DivergedError` when a weight, or what the optimizer keeps of one, is not finite.
         """
         state = {"step": self.step, **self.execution.state(self.optimizer)}
+        if self._sentinel is not None:
+            pasts = self.execution.ranks.gather(self._sentinel.state())
+            state |= {"sentinel": torch.from_numpy(np.stack(pasts))} if pasts else {}
         moments = {f"{i}/{key}": m for i, kept in state["optimizer"]["state"].items() for key, m in kept.items()}
         for name, tensor in [*state["model"].items(), *moments.items()]:
             if not tensor.isfinite().all():
@@ -302,7 +305,15 @@ class Trainer:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state` gave on rank 0, of the same model, or raise `ValueError`. A collective call."""
         self.execution.restore(state, self.optimizer)
-        self.step = int(self.execution.ranks.max([state["step"]])[0])
+        ranks = self.execution.ranks
+        self.step = int(ranks.max([state["step"]])[0])
+        if self._sentinel is not None:
+            nothing_GX = np.tile(self._sentinel.state(), (ranks.size, 1))
+            given_GX = np.asarray(state.get("sentinel", nothing_GX))
+            # of other ranks, or of none that watched: it begins anew
+            past_GX = given_GX if given_GX.shape == nothing_GX.shape else nothing_GX
+            # rank 0 alone has a state
+            self._sentinel.restore(ranks.sum(past_GX if ranks.rank == 0 else 0 * past_GX)[ranks.rank])
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
