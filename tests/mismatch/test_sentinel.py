@@ -201,7 +201,7 @@ def test_a_past_that_is_taken_up_judges_as_the_one_that_gave_it():
         assert np.array_equal(sentinel.state(), resumed.state())
     state = sentinel.state()
     for wrong in (state[1:], state.astype(np.float32), -2 - state, state * np.nan, []):
-        with pytest.raises(InputError, match="the past of a sentinel is"):
+        with pytest.raises(InputError, match=r"past.*shape"):
             sentinel.restore(wrong)
     assert np.array_equal(sentinel.state(), state)
 

@@ -236,7 +236,8 @@ class Sentinel:
         """Say whether all rows differ, of which those of some sequences do by more, and none says by what."""
         if not all(each.looks_like in (LooksLike.STALE_ROWS, LooksLike.OTHER_SEQUENCE) for each in found):
             return False
-        is_other_S = ~np.isin(np.arange(len(counts.lengths_S)), [each.sequence for each in found])
+        named = [each.sequence for each in found if each.sequence is not None]
+        is_other_S = ~np.isin(np.arange(len(counts.lengths_S)), named)
         roots_N = counts.roots_N[np.repeat(is_other_S, counts.lengths_S)]
         if not len(roots_N):
             return len(found) > 1

@@ -104,9 +104,10 @@ class RootRows(Interceptor):
             chunks_2[0] += 1
             chunks_2[1] += counted[-1].num_rows != num_rows
         counts = self._sum(torch.cat([rows_4N[:, :-1].flatten(), roots_L, chunks_2])).cpu().numpy()
-        rows_4N, roots_L, (num_chunks, num_wrong) = np.split(counts, [4 * num_rows, len(counts) - 2])
+        of_rows, of_layers, (num_chunks, num_wrong) = np.split(counts, [4 * num_rows, len(counts) - 2])
         if not num_chunks:
             raise ReplayError("no pass was counted: open listening(rows) around a replayed forward of the model")
         if num_wrong:
             raise InputError(f"lengths_S has {num_rows} rows, and passes counted others; give those of all passes")
-        return RootCounts(*rows_4N.reshape(4, num_rows), roots_L, lengths_S)
+        roots_N, before_N, after_N, repeats_N = of_rows.reshape(4, num_rows)
+        return RootCounts(roots_N, before_N, after_N, repeats_N, of_layers, lengths_S)

@@ -14,7 +14,8 @@ A framework brings, in this order of the work:
    `routes_of(routes, layout, policy)` makes `Routes` of what a user hands to `replay`, once for a session;
    `Routes.of_pass(chunk, args, policy, checks)` finds the rows of one batch by its tokens, and asks `checks` on the
    device whether they are those of the trace;
-   `rows_of(passes)` turns what passes recorded into rows without padding, over all ranks.
+   `rows_of(passes)` turns what passes recorded into rows without padding, over all ranks;
+   where ranks share the rows of a batch or its layers, `ReplayRows.placed` and `sum_over_ranks` are for `RootRows`.
 5. Where a schedule runs many micro-batches in one call: `open_replay(session, *session.beside, chunks=...)` around each
    of them.
 6. Where plans are executed, an `ep.PlanExecution` in the attribute `execution` of what `Routes` belong to:

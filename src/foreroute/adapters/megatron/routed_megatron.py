@@ -174,8 +174,9 @@ class RoutedMegatron(PlannedModel):
 
     def sum_over_ranks(self, counts: Tensor) -> Tensor:
         """Over pipeline stages, and ranks of sequence and context parallelism."""
+        trunk: Any = self.chunks[0].trunk
         total = counts.clone()
-        for group in (self.chunks[0].trunk.pg_collection.pp, self.share.sp_group, self.share.cp_group):
+        for group in (trunk.pg_collection.pp, self.share.sp_group, self.share.cp_group):
             if group is not None and group.size() > 1:
                 torch.distributed.all_reduce(total, group=group)
         return total
