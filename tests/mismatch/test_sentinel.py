@@ -52,7 +52,7 @@ def test_a_block_of_rows_is_found_where_it_begins_and_no_other_sequence_is(share
     assert (found.looks_like, found.sequence, found.layer) == (LooksLike.STALE_ROWS, 5, None)
     assert abs(found.since - 40) <= 2
     assert abs(found.num_rows - 64) <= 4
-    assert f"sequence 5, since position {found.since}: {found.num_rows} rows" in found.sentence
+    assert f"sequence 5, from position {found.since} on: in {found.num_rows} of " in found.sentence
     assert found.chance < 1e-6
 
 

@@ -74,8 +74,8 @@ ADVICE = {
     LooksLike.STALE_ROWS: _PATHS,
     LooksLike.OTHER_SEQUENCE: _PATHS,
     LooksLike.SHIFT: "Look at where the routes of a request begin: with its first token, or with one before or after.",
-    LooksLike.FROZEN: "Look at the buffer of routes in the engine: rows behind the first of these were not written.",
-    LooksLike.STALE_LAYER: "Look at the router weights of that layer in the engine, and at what records its routes.",
+    LooksLike.FROZEN: "Look at the buffer of routes in the engine: rows after the first of these were not written.",
+    LooksLike.STALE_LAYER: "Look at what records the routes of that layer in the engine, and at its router weights.",
     LooksLike.OLDER_WEIGHTS: "Look at whether the last weights arrived in the engine, and at its precision.",
     LooksLike.UNRELATED: "Where k3 without replay rose too, look at whether the weights of the policy arrived in the "
     "engine, and else at the order of sequences.",
@@ -251,9 +251,9 @@ class Sentinel:
             if chance_L[layer] < rate / len(share_L) or (share_L[layer] >= ALL and usual_L[layer] < MOST):
                 yield Suspicion(
                     LooksLike.STALE_LAYER,
-                    f"{self._spec.layers[layer]} would pick otherwise in {share_L[layer]:.1%} of {rows} rows, where "
-                    f"{usual_L[layer]:.1%} are usual, and no other layer rose as much: its routes are of another pass, "
-                    "or its router has other weights",
+                    f"the router of {self._spec.layers[layer]} would pick other experts in {share_L[layer]:.1%} of "
+                    f"{rows} rows, where {usual_L[layer]:.1%} are usual, and no other layer rose as much: its routes are "
+                    "of another pass, or its router has other weights",
                     float(share_L[layer]),
                     float(usual_L[layer]),
                     float(chance_L[layer]),
@@ -307,8 +307,8 @@ class Sentinel:
             looks_like, words = LooksLike.STALE_ROWS, "they are of another time, or of another sequence"
         return Suspicion(
             looks_like,
-            f"sequence {sequence}, since position {first}: {num_rows} rows would pick otherwise in {share:.1%} of "
-            f"their layers, where {usual:.1%} are usual; {words}",
+            f"sequence {sequence}, from position {first} on: in {num_rows} of {length} rows routers would pick other "
+            f"experts in {share:.1%} of the layers, where {usual:.1%} are usual; {words}",
             share,
             usual,
             math.exp(max(log_chance, -700.0)),
@@ -322,8 +322,8 @@ class Sentinel:
         if (share := float(share_L.mean())) >= MOST:
             yield Suspicion(
                 LooksLike.UNRELATED,
-                f"routers would pick otherwise in {share:.1%} of the layers of all {rows} rows: the engine has other "
-                "weights, or the routes are of other tokens",
+                f"in all {rows} rows routers would pick other experts, in {share:.1%} of the layers: the engine has "
+                "other weights, or the routes are of other tokens",
                 share,
                 math.nan if self.until_judged else self._past.usual,
                 1.0,
@@ -336,8 +336,8 @@ class Sentinel:
         if (chance := self._past.chance_of_batch(share, rows)) < rate:
             yield Suspicion(
                 LooksLike.OLDER_WEIGHTS,
-                f"routers would pick otherwise in {share:.1%} of the layers of all {rows} rows, where {usual:.1%} are "
-                "usual: the rollout had older weights, or another precision",
+                f"in all {rows} rows routers would pick other experts, in {share:.1%} of the layers, where "
+                f"{usual:.1%} are usual: the rollout had older weights, or another precision",
                 share,
                 usual,
                 chance,

@@ -60,7 +60,7 @@ ADVICE: dict[AlarmKind, str] = {
     "held-out reward rises may go on; only runs that replay can have this alarm, so it does not speak against replay.",
     "effective_share": "Lower rl.learning_rate or rl.mini_steps, or bound the weights with rl.correction.",
     "sentinel": "Look at what brings routes and weights from the engine to the trainer. "
-    'rl.sentinel = "drop" leaves tokens behind such rows out of the update, '
+    'rl.sentinel = "drop" leaves tokens after such rows out of the update, '
     'or all rows of a rank where a layer or all are suspected; "stop" ends the run.',
 }
 """What to do about each, in the keys of `foreroute train`."""

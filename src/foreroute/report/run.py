@@ -41,10 +41,14 @@ LOAD_TABLE = (
     "is that of the slowest rank."
 )
 ALARMS = "An alarm warns of a collapse; it looks at means over the last steps."
-FIRST = "Routes that look wrong come first: the other alarms may follow from them."
+FIRST = (
+    "Mend what the sentinel suspects first, and leave the advice of the other alarms until then: they may follow from "
+    "it. Figures of the steps since then are of wrong routes."
+)
 SUSPECTED = (
     "The sentinel tests the replayed routes of each rollout against those before: how often the trainer's routers "
-    "would pick other experts. k3 without replay compares log-probs, whatever routes were recorded."
+    "would pick other experts. k3 without replay compares log-probs, whatever routes were recorded. A row is the "
+    "routes of one token; sequences, positions (the prompt's too) and steps count from 0."
 )
 
 

@@ -34,8 +34,16 @@ ROUTING = {
     "R2": "R2: the update replays the experts that the trainer's own recompute pass selected",
     "R3": "R3, rollout routing replay: recompute and update replay the experts that the rollout engine selected",
 }
+OTHER_WEIGHTS, OTHER_TOKENS = "other weights", "other tokens"
 RISEN = 5.0
 """k3 of one rollout is called higher from this many times the usual one on."""
+ADVICE_BY_K3 = {
+    OTHER_WEIGHTS: "Look at whether the weights of the policy arrived in the engine.",
+    OTHER_TOKENS: LooksLike.OTHER_SEQUENCE.advice,
+}
+"""What to do where k3 told weights from tokens."""
+MOST_NAMED = 4
+"""Sequences that a cell names beside the first."""
 ABOUT_MEASURES = (
     "k3 estimates KL(rollout engine || trainer) on the sampled response tokens. F(2) is the share of response tokens "
     "whose two probabilities differ more than twofold.",
@@ -174,7 +182,7 @@ def suspicion_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
     rows = []
     for place, run in enumerate(runs):
         for likeness, steps, first, others in _suspected(run):
-            at_once = f"; and {others} more at step {steps[0]}" if others else ""
+            at_once = f"; at step {steps[0]} also {_named(others)}" if others else ""
             of_rank = f"rank {first.rank}, " if first.rank else ""
             cells = (
                 run.label,
@@ -182,7 +190,7 @@ def suspicion_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
                 likeness,
                 f"{of_rank}{first.sentence}{at_once}",
                 _k3_beside(run, steps[0]),
-                first.advice,
+                ADVICE_BY_K3.get(likeness, first.advice),
             )
             rows.append(TableRow(cells=cells, colour=colours[place] if colours else "", tone="problem"))
     headings = ("Looks like", "What was seen first", "k3 without replay", "Advice")
@@ -190,9 +198,21 @@ def suspicion_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
     return Table(columns=columns, rows=tuple(rows))
 
 
-def _suspected(run: Run) -> list[tuple[str, list[int], SuspicionRecord, int]]:
-    """Recorded steps in a row with suspicions of one likeness: its words, the first suspicion, and how many beside."""
-    episodes: list[tuple[str, list[int], SuspicionRecord, int]] = []
+def _named(suspicions: Sequence[SuspicionRecord]) -> str:
+    """Name what else is suspected by its rank and sequence; where that is none, say how many."""
+    sequences = [
+        f"{f'rank {each.rank}, ' if each.rank else ''}sequence {each.sequence}"
+        for each in suspicions
+        if each.sequence is not None
+    ]
+    shown = sequences[:MOST_NAMED]
+    rest = len(suspicions) - len(shown)
+    return "; ".join([*shown, *([f"{rest} more"] if rest else [])])
+
+
+def _suspected(run: Run) -> list[tuple[str, list[int], SuspicionRecord, list[SuspicionRecord]]]:
+    """Recorded steps in a row with suspicions of one likeness: its words, the first suspicion, and those beside."""
+    episodes: list[tuple[str, list[int], SuspicionRecord, list[SuspicionRecord]]] = []
     going: dict[str, list[int]] = {}
     for step in run.steps:
         here: dict[str, list[SuspicionRecord]] = {}
@@ -202,7 +222,7 @@ def _suspected(run: Run) -> list[tuple[str, list[int], SuspicionRecord, int]]:
         for likeness, (first, *others) in here.items():
             if likeness not in going:
                 going[likeness] = []
-                episodes.append((likeness, going[likeness], first, len(others)))
+                episodes.append((likeness, going[likeness], first, others))
             going[likeness].append(step.step)
     return episodes
 
@@ -212,7 +232,7 @@ def likeness_of(run: Run, step: int, suspicion: SuspicionRecord) -> str:
     beside = _native_k3(run, step)
     if suspicion.looks_like != LooksLike.UNRELATED or beside is None:
         return suspicion.looks_like.replace("-", " ")
-    return "other weights" if beside[0] > RISEN * beside[1] else "other tokens"
+    return OTHER_WEIGHTS if beside[0] > RISEN * beside[1] else OTHER_TOKENS
 
 
 def _k3_beside(run: Run, step: int) -> str:

@@ -61,7 +61,7 @@ def test_a_rollout_that_is_mixed_up_is_in_the_log_of_its_step(passes, folder, mi
     assert seen[0] == 0
     assert sum(seen) == 1
     [line] = [record.message for record in caplog.records if record.message.startswith("The sentinel:")]
-    assert "pick otherwise" in line
+    assert "pick other experts" in line
 
 
 def test_a_run_that_is_to_stop_does_before_it_learns_from_the_rollout(folder, mixed_up):
