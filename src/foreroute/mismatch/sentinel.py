@@ -252,8 +252,8 @@ class Sentinel:
                 yield Suspicion(
                     LooksLike.STALE_LAYER,
                     f"the router of {self._spec.layers[layer]} would pick other experts in {share_L[layer]:.1%} of "
-                    f"{rows} rows, where {usual_L[layer]:.1%} are usual, and no other layer rose as much: its routes are "
-                    "of another pass, or its router has other weights",
+                    f"{rows} rows, where {usual_L[layer]:.1%} are usual, and no other layer rose as much: its routes "
+                    "are of another pass, or it has other weights",
                     float(share_L[layer]),
                     float(usual_L[layer]),
                     float(chance_L[layer]),
