@@ -229,7 +229,8 @@ class Alarm:
 
     def __str__(self) -> str:
         """Say what was seen, with the figures."""
-        return f"{WORDS[self.kind]} (since step {self.since}: {self.value:.3g}, limit {self.threshold:.3g})"
+        beside = "usual" if self.kind == "sentinel" else "limit"
+        return f"{WORDS[self.kind]} (since step {self.since}: {self.value:.3g}, {beside} {self.threshold:.3g})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ Watching = Literal["off", "warn", "drop", "stop"]
 
 
 MOST_WAITING = 16
-"""Rollouts whose counts stay on the device, 20 bytes a row: a warning is of no use much later."""
+"""Rollouts whose counts stay on the device, 24 bytes a row: a warning is of no use much later."""
 
 
 def kept_tokens(found: Sequence[Suspicion], lengths_S: NDArray[np.integer]) -> NDArray[np.int64]:
