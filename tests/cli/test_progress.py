@@ -175,13 +175,15 @@ def test_elsewhere_a_line_now_and_then_says_the_time_left(works):
 
 def test_one_line_says_what_the_sentinel_saw(works):
     text = io.StringIO()
-    seen = [SuspicionRecord(looks_like="frozen", sentence=f"sequence {s} froze", share=0.9, usual=0.1) for s in (3, 5)]
+    seen = [
+        SuspicionRecord(looks_like="frozen-rows", sentence=f"sequence {s} froze", share=0.9, usual=0.1) for s in (3, 5)
+    ]
     alarm = Alarm(kind="sentinel", since=4, value=0.9, threshold=0.1)
     with watching(CONFIG, Console(file=text, width=80, color_system=None)) as watcher:
         for step in (4, 5):
             watcher.on_step(StepRecord(step=step, reward_mean=0.5, suspicions=seen, alarms=[alarm]))
     assert text.getvalue().splitlines() == [
-        f"watched: alarm at step 4: {alarm}: sequence 3 froze, and 1 more. {ADVICE['sentinel']}"
+        f"watched: alarm at step 4: {alarm}: sequence 3 froze, and 1 more. {seen[0].advice} {ADVICE['sentinel']}"
     ]
 
 

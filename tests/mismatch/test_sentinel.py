@@ -52,7 +52,7 @@ def test_a_block_of_rows_is_found_where_it_begins_and_no_other_sequence_is(share
     assert (found.looks_like, found.sequence, found.layer) == (LooksLike.STALE_ROWS, 5, None)
     assert abs(found.since - 40) <= 2
     assert abs(found.num_rows - 64) <= 4
-    assert f"sequence 5, since position {found.since}: {found.num_rows} rows" in found.sentence
+    assert f"sequence 5, from position {found.since} on: in {found.num_rows} of " in found.sentence
     assert found.chance < 1e-6
 
 
@@ -71,6 +71,38 @@ def test_the_rows_say_what_they_look_like():
     # natives that are alike on both sides are no shift
     assert judged(roots, before_N=beside, after_N=beside)[0].looks_like == LooksLike.OTHER_SEQUENCE
     assert judged(roots, repeats_N=beside)[1].looks_like == LooksLike.FROZEN
+
+
+@grid("share", [0.3, 0.7, 0.95], quick=2)
+def test_a_batch_of_which_all_rows_differ_is_one_suspicion_however_many_sequences_differ_by_much(share):
+    rng, kind = np.random.default_rng(13), LooksLike.UNRELATED if share > 0.5 else LooksLike.OLDER_WEIGHTS
+    roots = draw(rng, spread=0.1)
+    roots |= rng.random(roots.shape) < share * np.linspace(0.6, 1.2, SEQUENCES)[:, None, None]
+    [found] = judged(roots, 0.03, 24)
+    assert (found.looks_like, found.sequence, found.num_rows) == (kind, None, roots.shape[0] * roots.shape[1])
+    # those that say what they look like say so, and so do those beside which others are as ever
+    beside = np.full(roots.shape[0] * roots.shape[1], LAYERS // 2)
+    if kind == LooksLike.UNRELATED:
+        assert {each.looks_like for each in judged(roots, 0.03, 24, before_N=beside)} == {LooksLike.SHIFT}
+        roots[:-3] = draw(rng)[:-3]
+        assert [each.sequence for each in judged(roots, 0.03, 24)] == [SEQUENCES - 3, SEQUENCES - 2, SEQUENCES - 1]
+
+
+def test_rows_that_repeat_one_need_to_be_fewer_and_rows_of_a_repeated_token_are_healthy():
+    rng = np.random.default_rng(14)
+    roots, repeats = draw(rng), np.zeros((SEQUENCES, ROWS), np.int64)
+    repeats[4, 60:95] = LAYERS
+    assert not judged(roots, repeats_N=repeats.reshape(-1))
+    roots[4, 60:95] = rng.random((35, LAYERS)) < 0.6
+    assert not judged(roots)
+    [found] = judged(roots, repeats_N=repeats.reshape(-1))
+    assert (found.looks_like, found.sequence) == (LooksLike.FROZEN, 4)
+    assert abs(found.since - 60) <= 1
+    # a run whose text repeats tokens has seen it
+    sentinel = Sentinel(SPEC)
+    for _ in range(WARM_UP):
+        sentinel.judge(counts(draw(rng), repeats_N=repeats.reshape(-1)))
+    assert not sentinel.judge(counts(roots, repeats_N=repeats.reshape(-1)))
 
 
 @grid("above", [0.0, 0.4, 0.9], quick=2)
@@ -153,6 +185,25 @@ def test_a_few_rows_such_as_a_short_past_has_not_shown_yet_are_no_alarm(rows, al
     roots = draw(np.random.default_rng(12))
     roots[4, :rows] = True
     assert len(judged(roots)) == alarms
+
+
+def test_a_past_that_is_taken_up_judges_as_the_one_that_gave_it():
+    rng, sentinel, resumed = np.random.default_rng(15), Sentinel(SPEC), Sentinel(SPEC)
+    for number in range(WARM_UP + 3):
+        resumed.restore(sentinel.state())
+        assert resumed.until_judged == sentinel.until_judged
+        healthy, planted = draw(rng, 0.05), draw(rng, 0.05)
+        planted[5, 40:] = True
+        planted[:, :, 2] |= number == WARM_UP + 1
+        repeats = np.full(SEQUENCES * ROWS, number)
+        for roots in (planted, healthy):
+            assert sentinel.judge(counts(roots, repeats_N=repeats)) == resumed.judge(counts(roots, repeats_N=repeats))
+        assert np.array_equal(sentinel.state(), resumed.state())
+    state = sentinel.state()
+    for wrong in (state[1:], state.astype(np.float32), -2 - state, state * np.nan, []):
+        with pytest.raises(InputError, match=r"past.*shape"):
+            sentinel.restore(wrong)
+    assert np.array_equal(sentinel.state(), state)
 
 
 def test_sequences_of_any_length_and_none():

@@ -5,10 +5,12 @@ from typing import get_args
 
 import pytest
 
+from foreroute.mismatch import LooksLike
 from foreroute.records import read_runs
 from foreroute.records.step_record import ADVICE, AlarmKind
+from foreroute.report.finding import run_finding
 from foreroute.report.run import write_report
-from foreroute.report.run_tables import alarm_table, summary_rows
+from foreroute.report.run_tables import alarm_table, summary_rows, suspicion_table
 from tests.report.report_runs import config, side, step_line, write_run
 
 
@@ -102,6 +104,71 @@ def test_the_page_says_what_to_do_about_every_alarm(tmp_path):
     page = " ".join(html.unescape(text_of([run_with(tmp_path / "run", by_step)], tmp_path / "page.html")).split())
     for kind in get_args(AlarmKind):
         assert ADVICE[kind] in page, kind
+
+
+def suspicion(looks_like, sentence="sequence 3 froze", **more):
+    return {"looks_like": looks_like, "sentence": sentence, "share": 0.8, "usual": 0.02, **more}
+
+
+def suspicious_run(folder, by_step, *, k3_by_step=None, steps=8):
+    lines = [
+        step_line(step)
+        | {"suspicions": by_step.get(step, []), "alarms": [alarm("sentinel", 0.8)] if step in by_step else []}
+        | {"mismatch": {"native": side((k3_by_step or {}).get(step, 2e-5), 0.0, 0.02, 0.1)}}
+        for step in range(steps)
+    ]
+    return write_run(folder, config(folder.name), lines)
+
+
+def test_what_was_suspected_in_steps_in_a_row_is_one_row_with_the_first_of_them(tmp_path):
+    frozen, stale = suspicion("frozen-rows"), suspicion("stale-layer", "decoder 3 is stale", rank=2)
+    by_step = {3: [frozen, stale, frozen | {"sentence": "sequence 5 froze", "sequence": 5}], 4: [frozen], 6: [frozen]}
+    runs = read_runs([suspicious_run(tmp_path / "run", by_step)])
+    table = suspicion_table(runs)
+    columns = ("Steps", "Looks like", "What was seen first", "k3 without replay")
+    assert [*zip(*map(table.column, columns), strict=True)] == [
+        ("3 to 4", "frozen rows", "sequence 3 froze; at step 3 also sequence 5", AS_BEFORE),
+        ("3", "stale layer", "rank 2, decoder 3 is stale", AS_BEFORE),
+        ("6", "frozen rows", "sequence 3 froze", AS_BEFORE),
+    ]
+    assert table.column("Advice")[1] == LooksLike.STALE_LAYER.advice
+    found = run_finding(runs)
+    assert found.startswith("Replayed routes look wrong (frozen rows and stale layer) from step 3 on; ")
+    assert "k3" not in found  # of wrong routes
+    assert not alarm_table(runs).rows  # it has this one
+
+
+AS_BEFORE = "2.00e-5, 2.00e-5 before: as before, so that routes alone are wrong"
+
+
+@pytest.mark.parametrize(
+    ("k3", "words", "finding", "advice"),
+    [
+        (2e-3, "other weights", "The engine has other weights than the trainer from step 5 on", "weights"),
+        (3e-5, "other tokens", "Replayed routes look wrong (other tokens) from step 5 on", "the order of sequences"),
+    ],
+)
+def test_k3_without_replay_tells_other_weights_from_other_tokens(tmp_path, k3, words, finding, advice):
+    by_step = {5: [suspicion(LooksLike.UNRELATED.value)], 6: [suspicion(LooksLike.UNRELATED.value)]}
+    runs = read_runs([suspicious_run(tmp_path / "run", by_step, k3_by_step={5: k3, 6: k3})])
+    assert suspicion_table(runs).column("Looks like") == [words]
+    assert run_finding(runs).startswith(finding)
+    assert advice in suspicion_table(runs).column("Advice")[0]
+    # a first step has none before it
+    runs = read_runs([suspicious_run(tmp_path / "first", {0: by_step[5]})])
+    table = suspicion_table(runs)
+    assert (table.column("Looks like"), table.column("k3 without replay")) == (["other weights or tokens"], [""])
+
+
+@pytest.mark.usefixtures("unpainted")
+def test_what_was_suspected_stands_first_on_the_page(tmp_path):
+    wrong = suspicious_run(tmp_path / "wrong", {5: [suspicion("frozen-rows")]})
+    page = text_of([wrong], tmp_path / "1.html")
+    assert page.index("<h2>Alarms") < page.index("sequence 3 froze") < page.index("<h2>Mismatch")
+    page = text_of([suspicious_run(tmp_path / "well", {})], tmp_path / "2.html")
+    assert "The sentinel tested the replayed routes of 8 steps, and suspects none." in page
+    assert "; the sentinel suspects no replayed route." in page
+    assert page.index("<h2>Mismatch") < page.index("<h2>Alarms")
 
 
 @pytest.mark.usefixtures("unpainted")

@@ -102,8 +102,8 @@ class Display:
             self._line(", ".join(filter(None, [f"step {step}", self._metrics, self._work.time_left()])))
         for alarm in sorted(record.alarms or [], key=lambda alarm: alarm.kind):
             if alarm.kind not in self._alarms:
-                seen = f": {_suspected(record)}" if alarm.kind == "sentinel" else ""
-                self._say(f"alarm at step {step}: {alarm}{seen}. {alarm.advice}")
+                seen = f": {_suspected(record)}" if alarm.kind == "sentinel" else "."
+                self._say(f"alarm at step {step}: {alarm}{seen} {alarm.advice}")
         self._alarms = {alarm.kind for alarm in record.alarms or []}
 
     def _begin(self, what: str, unit: str) -> None:
@@ -126,7 +126,7 @@ def _suspected(record: StepRecord) -> str:
     """Say what the sentinel saw, in one line."""
     first, *others = record.suspicions or []
     of_rank = f"rank {first.rank}, " if record.execution is not None else ""
-    return f"{of_rank}{first.sentence}{f', and {len(others)} more' if others else ''}"
+    return f"{of_rank}{first.sentence}{f', and {len(others)} more' if others else ''}. {first.advice}"
 
 
 def _metrics(record: StepRecord) -> str:

@@ -52,23 +52,35 @@ side of them, this often more than on the other, where rows are shifted: layers 
 is less than all."""
 
 
-LOOK_AT = (
-    "Look at what brings routes from the engine to the trainer: caches, the order of sequences, weights that did not "
-    "arrive"
-)
-"""What to do about all of it."""
-
-
 class LooksLike(StrEnum):
     """What the rows of an alarm look like."""
 
     STALE_ROWS = "stale-rows"
     OTHER_SEQUENCE = "other-sequence"
-    SHIFT = "shift"
-    FROZEN = "frozen"
+    SHIFT = "shifted-rows"
+    FROZEN = "frozen-rows"
     STALE_LAYER = "stale-layer"
     OLDER_WEIGHTS = "older-weights"
-    UNRELATED = "unrelated"
+    UNRELATED = "other-weights-or-tokens"
+
+    @property
+    def advice(self) -> str:
+        """What to look at, in one sentence."""
+        return ADVICE[self]
+
+
+_PATHS = "Look at what brings routes from the engine to the trainer: prefix caches, and the order of sequences."
+ADVICE = {
+    LooksLike.STALE_ROWS: _PATHS,
+    LooksLike.OTHER_SEQUENCE: _PATHS,
+    LooksLike.SHIFT: "Look at where the routes of a request begin: with its first token, or with one before or after.",
+    LooksLike.FROZEN: "Look at the buffer of routes in the engine: rows after the first of these were not written.",
+    LooksLike.STALE_LAYER: "Look at what records the routes of that layer in the engine, and at its router weights.",
+    LooksLike.OLDER_WEIGHTS: "Look at whether the last weights arrived in the engine, and at its precision.",
+    LooksLike.UNRELATED: "Where k3 without replay rose too, look at whether the weights of the policy arrived in the "
+    "engine, and else at the order of sequences.",
+}
+"""What to do about each."""
 
 
 @dataclass(frozen=True)
@@ -171,6 +183,14 @@ class Sentinel:
         """How many batches are still learnt before the first one is judged by the past."""
         return max(WARM_UP - len(self._past.angles_BL), 0)
 
+    def state(self) -> NDArray[np.float64]:
+        """Give the past, float64 [X], to be kept in a checkpoint; of one model it has the same length at any time."""
+        return self._past.state()
+
+    def restore(self, state: NDArray[np.float64]) -> None:
+        """Take up the past that `state` gave for a model of as many layers. Raises `InputError` for anything else."""
+        self._past.restore(state)
+
     def judge(self, counts: RootCounts) -> list[Suspicion]:
         """Test a batch, its layers and its sequences; what nothing is wrong with becomes part of the past.
 
@@ -206,8 +226,22 @@ class Sentinel:
         usual_L, chance_L = past.usual_L, past.chance_of_layers(share_L, rows)
         found = [*self._layers(share_L, usual_L, chance_L, rows, rate)]
         # wrong experts of a layer move those above it in all rows, which are no evidence against some of them
-        found += self._sequences(counts, max(float(share_L.mean()) - past.usual, 0.0) if found else 0.0)
+        sequences = [*self._sequences(counts, max(float(share_L.mean()) - past.usual, 0.0) if found else 0.0)]
+        if not found and self._is_batch(counts, sequences, rate):
+            sequences = []
+        found += sequences
         return found or [*self._unrelated(share_L, rows)] or [*self._older(share_L, rows, rate)]
+
+    def _is_batch(self, counts: RootCounts, found: list[Suspicion], rate: float) -> bool:
+        """Say whether all rows differ, of which those of some sequences do by more, and none says by what."""
+        if not all(each.looks_like in (LooksLike.STALE_ROWS, LooksLike.OTHER_SEQUENCE) for each in found):
+            return False
+        named = [each.sequence for each in found if each.sequence is not None]
+        is_other_S = ~np.isin(np.arange(len(counts.lengths_S)), named)
+        roots_N = counts.roots_N[np.repeat(is_other_S, counts.lengths_S)]
+        if not len(roots_N):
+            return len(found) > 1
+        return self._past.chance_of_batch(float(roots_N.mean()) / self._spec.num_layers, len(roots_N)) < rate
 
     def _layers(
         self, share_L: NDArray[np.float64], usual_L: NDArray[np.float64], chance_L: NDArray[Any], rows: int, rate: float
@@ -217,9 +251,9 @@ class Sentinel:
             if chance_L[layer] < rate / len(share_L) or (share_L[layer] >= ALL and usual_L[layer] < MOST):
                 yield Suspicion(
                     LooksLike.STALE_LAYER,
-                    f"{self._spec.layers[layer]} would pick otherwise in {share_L[layer]:.1%} of {rows} rows, where "
-                    f"{usual_L[layer]:.1%} are usual, and no other layer rose as much: its routes are of another pass, "
-                    "or its router has other weights",
+                    f"the router of {self._spec.layers[layer]} would pick other experts in {share_L[layer]:.1%} of "
+                    f"{rows} rows, where {usual_L[layer]:.1%} are usual, and no other layer rose as much: its routes "
+                    "are of another pass, or it has other weights",
                     float(share_L[layer]),
                     float(usual_L[layer]),
                     float(chance_L[layer]),
@@ -228,19 +262,26 @@ class Sentinel:
                 )
 
     def _sequences(self, counts: RootCounts, of_layers: float) -> Iterator[Suspicion]:
-        """Find the sequences with a segment of rows that would pick otherwise too often, beside what layers explain."""
+        """Find sequences with a segment of rows that would pick otherwise, or repeat one, too often.
+
+        What wrong layers explain, `of_layers`, is no evidence.
+        """
         past, num_layers = self._past, self._spec.num_layers
-        highest = min(past.highest + of_layers, HIGHEST)
         offsets = as_offsets(counts.lengths_S)
         best: dict[int, tuple[float, slice]] = {}
-        for limit in LIMITS:
+        tests = [(past.roots, counts.roots_N, of_layers, limit) for limit in LIMITS]
+        tests.append((past.repeats, counts.repeats_N, 0.0, LIMITS[-1]))
+        for seen, counts_N, explained, limit in tests:
+            highest = min(seen.highest + explained, HIGHEST)
             start_share = highest + limit * (1 - highest)
-            decay = past.decay(start_share)
-            # a segment may begin at each row, and there are as many tests as limits
-            least_S = (np.log(np.maximum(counts.lengths_S, 1)) + math.log(3 * len(LIMITS) / self._rate)) / decay
-            evidence_N = counts.roots_N / num_layers - start_share
-            for sequence, score, segment in _segments(evidence_N, offsets, least_S):
-                log_chance = math.log(len(LIMITS) * max(int(counts.lengths_S[sequence]), 1)) - decay * score
+            decay = seen.decay(start_share)
+            # a segment may begin at each row
+            least_S = (np.log(np.maximum(counts.lengths_S, 1)) + math.log(3 * len(tests) / self._rate)) / decay
+            for sequence, score, segment in _segments(counts_N / num_layers - start_share, offsets, least_S):
+                # a text may repeat a token, on whose rows routers agree
+                if seen is past.repeats and counts.roots_N[segment].mean() <= past.roots.highest * num_layers:
+                    continue
+                log_chance = math.log(len(tests) * max(int(counts.lengths_S[sequence]), 1)) - decay * score
                 if log_chance < best.get(sequence, (0.0, segment))[0]:
                     best[sequence] = (log_chance, segment)
         for sequence, (log_chance, segment) in sorted(best.items()):
@@ -266,8 +307,8 @@ class Sentinel:
             looks_like, words = LooksLike.STALE_ROWS, "they are of another time, or of another sequence"
         return Suspicion(
             looks_like,
-            f"sequence {sequence}, since position {first}: {num_rows} rows would pick otherwise in {share:.1%} of "
-            f"their layers, where {usual:.1%} are usual; {words}",
+            f"sequence {sequence}, from position {first} on: in {num_rows} of {length} rows routers would pick other "
+            f"experts in {share:.1%} of the layers, where {usual:.1%} are usual; {words}",
             share,
             usual,
             math.exp(max(log_chance, -700.0)),
@@ -281,8 +322,8 @@ class Sentinel:
         if (share := float(share_L.mean())) >= MOST:
             yield Suspicion(
                 LooksLike.UNRELATED,
-                f"routers would pick otherwise in {share:.1%} of the layers of all {rows} rows: the routes are of "
-                "other tokens, or the engine has another model",
+                f"in all {rows} rows routers would pick other experts, in {share:.1%} of the layers: the engine has "
+                "other weights, or the routes are of other tokens",
                 share,
                 math.nan if self.until_judged else self._past.usual,
                 1.0,
@@ -295,8 +336,8 @@ class Sentinel:
         if (chance := self._past.chance_of_batch(share, rows)) < rate:
             yield Suspicion(
                 LooksLike.OLDER_WEIGHTS,
-                f"routers would pick otherwise in {share:.1%} of the layers of all {rows} rows, where {usual:.1%} are "
-                "usual: the rollout had older weights, or another precision",
+                f"in all {rows} rows routers would pick other experts, in {share:.1%} of the layers, where "
+                f"{usual:.1%} are usual: the rollout had older weights, or another precision",
                 share,
                 usual,
                 chance,
@@ -316,17 +357,59 @@ def _layers_alone(rise_L: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 @dataclass(eq=False)
-class _Past:
-    """What healthy batches of one kind showed: counts of blocks and shares of batches, and no rows."""
+class _PastRows:
+    """In how many layers rows of healthy batches showed one thing: counts of blocks, and no rows."""
 
     num_layers: int
-    blocks_W: list[NDArray[np.int64]] = field(init=False)  # of each width, how many had each number of roots
-    angles_BL: list[NDArray[np.float64]] = field(default_factory=list)
+    blocks_W: list[NDArray[np.int64]] = field(init=False)  # of each width, how many had each sum
     # rows of all sequences, and the sums over rows of their sequence's share and of its square
     moments_3: NDArray[np.float64] = field(default_factory=lambda: np.zeros(3))
 
     def __post_init__(self) -> None:
         self.blocks_W = [np.zeros(width * self.num_layers + 1, np.int64) for width in WIDTHS]
+
+    @property
+    def highest(self) -> float:
+        """The highest share that a sequence is expected to have."""
+        rows, total, squares = self.moments_3
+        mean = total / rows
+        return float(min(mean + SPREAD * math.sqrt(max(squares / rows - mean**2, 0.0)), HIGHEST))
+
+    def add(self, counts_N: NDArray[np.int64], lengths_S: NDArray[np.int64]) -> None:
+        """Learn the rows of sequences."""
+        for blocks, width in zip(self.blocks_W, WIDTHS, strict=True):
+            # whole blocks, from the first row of each sequence on
+            starts = as_offsets(lengths_S)[:-1]
+            per_S = lengths_S // width
+            first = np.repeat(starts - as_offsets(per_S)[:-1] * width, per_S) + np.arange(per_S.sum()) * width
+            sums = np.append(0, np.cumsum(counts_N))
+            blocks += np.bincount(sums[first + width] - sums[first], minlength=len(blocks))
+        share_S = np.add.reduceat(np.append(counts_N, 0), as_offsets(lengths_S)[:-1]) if len(lengths_S) else lengths_S
+        share_S = np.where(lengths_S > 0, share_S, 0) / (np.maximum(lengths_S, 1) * self.num_layers)
+        self.moments_3 += [lengths_S.sum(), lengths_S @ share_S, lengths_S @ share_S**2]
+
+    def decay(self, limit: float) -> float:
+        """How fast the chance of a segment falls with its score: E exp(decay * (share - limit)) = 1 for all blocks.
+
+        Then exp(decay * sum) is a martingale, and that a segment from a row on reaches a score has a chance of at most
+        exp(-decay * score). Rows of a block need not be independent, and blocks are taken to be.
+        """
+        # no sequence may have been as long as a wide block
+        seen = [(blocks, width) for blocks, width in zip(self.blocks_W, WIDTHS, strict=True) if blocks.any()]
+        return min(_root(blocks, width, self.num_layers, limit) for blocks, width in seen)
+
+
+@dataclass(eq=False)
+class _Past:
+    """What healthy batches of one kind showed."""
+
+    num_layers: int
+    roots: _PastRows = field(init=False)
+    repeats: _PastRows = field(init=False)
+    angles_BL: list[NDArray[np.float64]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.roots, self.repeats = _PastRows(self.num_layers), _PastRows(self.num_layers)
 
     @property
     def usual_L(self) -> NDArray[np.float64]:
@@ -338,40 +421,37 @@ class _Past:
         """The same of all layers."""
         return float(self.usual_L.mean())
 
-    @property
-    def highest(self) -> float:
-        """The highest share that a sequence is expected to have."""
-        rows, total, squares = self.moments_3
-        mean = total / rows
-        return float(min(mean + SPREAD * math.sqrt(max(squares / rows - mean**2, 0.0)), HIGHEST))
+    def state(self) -> NDArray[np.float64]:
+        """Give all of it as one array, with -1 for batches that there were not."""
+        angles_BL = np.full((KEPT, self.num_layers), -1.0)
+        angles_BL[: len(self.angles_BL)] = self.angles_BL or angles_BL[:0]
+        rows = [part for each in (self.roots, self.repeats) for part in (*each.blocks_W, each.moments_3)]
+        return np.concatenate([*rows, angles_BL.ravel()]).astype(np.float64)
+
+    def restore(self, state: NDArray[np.float64]) -> None:
+        """Take up what `state` gave."""
+        given, expected = np.asarray(state), self.state()
+        if given.shape != expected.shape or given.dtype != expected.dtype or not (given >= -1).all():
+            raise InputError(
+                f"the past of a sentinel is {given.dtype} of shape {given.shape}; expected {expected.dtype} of shape "
+                f"{expected.shape}, as state() of one for {self.num_layers} layers gives it"
+            )
+        sizes = [width * self.num_layers + 1 for width in WIDTHS]
+        for each in (self.roots, self.repeats):
+            *blocks, each.moments_3, given = np.split(given, np.cumsum([*sizes, 3]))
+            each.blocks_W = [part.astype(np.int64) for part in blocks]
+        angles_BL = given.reshape(KEPT, self.num_layers)
+        self.angles_BL = [*angles_BL[(angles_BL >= 0).all(1)]]
 
     def add(self, counts: RootCounts, left_out: NDArray[np.int64]) -> None:
         """Learn a batch but for some sequences, and its shares where there are none of these."""
         kept_S = ~np.isin(np.arange(len(counts.lengths_S)), left_out)
-        roots_N, lengths_S = counts.roots_N[np.repeat(kept_S, counts.lengths_S)], counts.lengths_S[kept_S]
-        for blocks, width in zip(self.blocks_W, WIDTHS, strict=True):
-            # whole blocks, from the first row of each sequence on
-            starts = as_offsets(lengths_S)[:-1]
-            per_S = lengths_S // width
-            first = np.repeat(starts - as_offsets(per_S)[:-1] * width, per_S) + np.arange(per_S.sum()) * width
-            sums = np.append(0, np.cumsum(roots_N))
-            blocks += np.bincount(sums[first + width] - sums[first], minlength=len(blocks))
-        share_S = np.add.reduceat(np.append(roots_N, 0), as_offsets(lengths_S)[:-1]) if len(lengths_S) else lengths_S
-        share_S = np.where(lengths_S > 0, share_S, 0) / (np.maximum(lengths_S, 1) * self.num_layers)
-        self.moments_3 += [lengths_S.sum(), lengths_S @ share_S, lengths_S @ share_S**2]
+        kept_N, lengths_S = np.repeat(kept_S, counts.lengths_S), counts.lengths_S[kept_S]
+        self.roots.add(counts.roots_N[kept_N], lengths_S)
+        self.repeats.add(counts.repeats_N[kept_N], lengths_S)
         if not len(left_out):
             self.angles_BL.append(_angle(counts.roots_L / counts.lengths_S.sum()))
             del self.angles_BL[:-KEPT]
-
-    def decay(self, limit: float) -> float:
-        """How fast the chance of a segment falls with its score: E exp(decay * (share - limit)) = 1 for all blocks.
-
-        Then exp(decay * sum) is a martingale, and that a segment from a row on reaches a score has a chance of at most
-        exp(-decay * score). Rows of a block need not be independent, and blocks are taken to be.
-        """
-        # no sequence may have been as long as a wide block
-        seen = [(blocks, width) for blocks, width in zip(self.blocks_W, WIDTHS, strict=True) if blocks.any()]
-        return min(_root(blocks, width, self.num_layers, limit) for blocks, width in seen)
 
     def chance_of_layers(self, share_L: NDArray[np.float64], rows: int) -> NDArray[np.float64]:
         """Bound the chance of shares as high, float64 [L], by how far layers were from others before."""

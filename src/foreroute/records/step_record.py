@@ -11,8 +11,7 @@ from typing import Annotated, Literal, get_args
 
 import numpy as np
 
-from foreroute.mismatch import LOG10_EDGES
-from foreroute.mismatch.sentinel import LOOK_AT
+from foreroute.mismatch import LOG10_EDGES, LooksLike
 
 Side = Literal["native", "replayed"]
 """How the trainer was routed when the mismatch was measured: by itself, or with the rollout's routes replayed."""
@@ -60,7 +59,9 @@ ADVICE: dict[AlarmKind, str] = {
     "stale_routes": "Lower rl.learning_rate or rl.mini_steps, so that an update moves the policy less. A run whose "
     "held-out reward rises may go on; only runs that replay can have this alarm, so it does not speak against replay.",
     "effective_share": "Lower rl.learning_rate or rl.mini_steps, or bound the weights with rl.correction.",
-    "sentinel": f'{LOOK_AT}. rl.sentinel = "drop" leaves named sequences out of the update, "stop" ends the run.',
+    "sentinel": "Look at what brings routes and weights from the engine to the trainer. "
+    'rl.sentinel = "drop" leaves tokens after such rows out of the update, '
+    'or all rows of a rank where a layer or all are suspected; "stop" ends the run.',
 }
 """What to do about each, in the keys of `foreroute train`."""
 
@@ -202,6 +203,11 @@ class SuspicionRecord:
     rank: int = 0
     """Whose rollout."""
 
+    @property
+    def advice(self) -> str:
+        """What to look at, in one sentence."""
+        return LooksLike(self.looks_like).advice
+
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
@@ -223,7 +229,8 @@ class Alarm:
 
     def __str__(self) -> str:
         """Say what was seen, with the figures."""
-        return f"{WORDS[self.kind]} (since step {self.since}: {self.value:.3g}, limit {self.threshold:.3g})"
+        beside = "usual" if self.kind == "sentinel" else "limit"
+        return f"{WORDS[self.kind]} (since step {self.since}: {self.value:.3g}, {beside} {self.threshold:.3g})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from foreroute.replay.indexers import IndexerPass
     from foreroute.replay.recording import ForwardRows, RecordedPass, Recording
     from foreroute.replay.root_rows import RootRows
-    from foreroute.replay.rows import Policy, ReplayRows, TraceOnDevice
+    from foreroute.replay.rows import PlacedRows, Policy, ReplayRows, TraceOnDevice
     from foreroute.replay.sampling_masks import masked_logprobs, masked_logprobs_of_logits
     from foreroute.replay.session import ReplaySession, RoutedModel, Routes
     from foreroute.replay.telemetry import Telemetry
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ForwardRows",
     "IndexerPass",
+    "PlacedRows",
     "Policy",
     "RecordedPass",
     "Recording",

@@ -6,34 +6,43 @@ Layers below are the rollout's in a replayed pass, so that a router that still d
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from foreroute.core.passes import Interceptor, Pass, RecordOptions, is_in
-from foreroute.errors import ConfigError, ReplayError
+from foreroute.errors import InputError, ReplayError
 from foreroute.mismatch import RootCounts
+from foreroute.replay.rows import ReplayRows
 from foreroute.replay.session import RoutedModel
 
 
-class RootRows(Interceptor):
-    """Counts the roots of each row in replayed passes of a model on Hugging Face. Nothing waits before `read`.
+class _Counted(NamedTuple):
+    """What one pass of a chunk showed, on the device."""
 
-    Raises `ConfigError` for a model whose ranks have rows in another order, or parts of sequences.
+    rows_4R: Tensor  # int32; 0 for padding
+    at_R: Tensor  # integers, the place of each among the rows of all passes
+    num_rows: int | Tensor  # of this pass and those before it
+    roots_L: Tensor  # int32
+
+
+class RootRows(Interceptor):
+    """Counts the roots of each row in replayed passes of a model. Nothing waits before `read`.
+
+    Every rank of the model has one. `sum_over_ranks` adds integers up over the ranks that share rows or layers of a
+    batch; by default over those that the model knows.
     """
 
     options = RecordOptions(native=True)
 
-    def __init__(self, routed: RoutedModel) -> None:
-        if not routed.has_rows_by_sequence:
-            raise ConfigError(
-                f"the sentinel was asked for on a {type(routed).__name__}, whose ranks do not have rows sequence by "
-                "sequence; it watches models of hf.attach"
-            )
-        self._counts: list[Tensor] = []  # int32 of each pass: [5, R] and [L], flat
-        self._shapes: list[tuple[int, int]] = []
+    def __init__(self, routed: RoutedModel, sum_over_ranks: Callable[[Tensor], Tensor] | None = None) -> None:
+        self._routed = routed
+        self._sum = sum_over_ranks or routed.sum_over_ranks
+        self._passes: list[list[_Counted]] = [[] for _ in routed.chunks]
 
     def end_pass(self, chunk: int, args: Any, current: Pass | None) -> None:
         """Count a pass that replayed rows."""
@@ -41,36 +50,64 @@ class RootRows(Interceptor):
             return
         ids_LRK, native_LRK, real_R = current.rows.ids_LRK, current.native_LRK, current.rows.real_R
         replayed_LR = ids_LRK[..., 0] >= 0
-        if real_R is not None:  # padding may be replayed too
+        if real_R is None:
+            real_R = replayed_LR.any(0)
+        else:  # padding may be replayed too
             replayed_LR = replayed_LR & real_R
+        passes = self._passes[chunk]
+        before = passes[-1].num_rows if passes else 0
+        num_rows: int | Tensor
+        if isinstance(current.rows, ReplayRows) and current.rows.placed is not None:
+            num_here, at_R, before_LRK, after_LRK = current.rows.placed()
+            num_rows, at_R = before + num_here, before + at_R
+        else:
+            seen_R = before + real_R.cumsum(0)
+            num_rows, at_R = seen_R[-1], (seen_R - 1).clamp(min=0)
+            known_LRK = ids_LRK.masked_fill(~replayed_LR[..., None], -1)
+            before_LRK = functional.pad(known_LRK[:, :-1], (0, 0, 1, 0), value=-1)
+            after_LRK = functional.pad(known_LRK[:, 1:], (0, 0, 0, 1), value=-1)
         roots_LR = ~is_in(native_LRK, ids_LRK).all(-1) & replayed_LR
-        # of a row beside the one before it; the first row has none
-        pairs_LR = replayed_LR[:, 1:] & replayed_LR[:, :-1]
-        rows_5R = ids_LRK.new_zeros((5, ids_LRK.shape[1]), dtype=torch.int32)
-        rows_5R[0] = replayed_LR.any(0) if real_R is None else real_R
-        rows_5R[1] = roots_LR.sum(0)
-        rows_5R[2, 1:] = (is_in(native_LRK[:, 1:], ids_LRK[:, :-1]).all(-1) & pairs_LR).sum(0)
-        rows_5R[3, :-1] = (is_in(native_LRK[:, :-1], ids_LRK[:, 1:]).all(-1) & pairs_LR).sum(0)
-        rows_5R[4, 1:] = ((ids_LRK[:, 1:] == ids_LRK[:, :-1]).all(-1) & pairs_LR).sum(0)
-        self._counts.append(torch.cat([rows_5R.flatten(), roots_LR.sum(1, dtype=torch.int32)]))
-        self._shapes.append((ids_LRK.shape[1], len(ids_LRK)))
+        # natives are none of -1, so that rows that nothing is replayed beside are like nothing
+        beside = (
+            is_in(native_LRK, before_LRK).all(-1),
+            is_in(native_LRK, after_LRK).all(-1),
+            (ids_LRK == before_LRK).all(-1),
+        )
+        rows_4R = torch.stack([roots_LR.sum(0), *((each & replayed_LR).sum(0) for each in beside)]).int()
+        passes.append(_Counted(rows_4R, at_R, num_rows, roots_LR.sum(1, dtype=torch.int32)))
 
     def read(self, lengths_S: Any) -> RootCounts:
         """Give what was counted of S sequences, packed in the order in which passes ran them, and start anew.
 
-        Waits for the device, once: call it where the host waits anyway. `lengths_S` are the rows of each sequence.
-        Raises `ReplayError` when no pass ran.
+        Waits for the device, once: call it where the host waits anyway. `lengths_S` are the rows of each sequence. On
+        every rank of the model it gives the same. A collective call of these.
+
+        Raises:
+            ReplayError: when no pass ran.
+            InputError: for lengths of other rows than were counted.
         """
-        if not self._counts:
+        spec, num_rows = self._routed.spec, int(np.sum(lengths_S))
+        passes, self._passes = self._passes, [[] for _ in self._passes]
+        # a rank that has no router has none to count, and has parameters
+        of_devices = [each.rows_4R.device for of_chunk in passes for each in of_chunk]
+        device = (of_devices or [next(self._routed.chunks[0].trunk.parameters()).device])[0]
+        rows_4N = torch.zeros((4, num_rows + 1), dtype=torch.int32, device=device)  # one for what there is no room for
+        roots_L = torch.zeros(spec.num_layers, dtype=torch.int32, device=device)
+        chunks_2 = torch.zeros(2, dtype=torch.int32, device=device)  # that counted, and that counted other rows
+        for of_chunk, counted in zip(self._routed.chunk_specs, passes, strict=True):
+            if of_chunk is None or not counted:
+                continue
+            at_R = torch.cat([each.at_R for each in counted]).clamp(max=num_rows)
+            rows_4N.index_add_(1, at_R, torch.cat([each.rows_4R for each in counted], 1))
+            first = spec.layers.index(of_chunk.layers[0])
+            roots_L[first : first + of_chunk.num_layers] += torch.stack([each.roots_L for each in counted]).sum(0)
+            chunks_2[0] += 1
+            chunks_2[1] += counted[-1].num_rows != num_rows
+        counts = self._sum(torch.cat([rows_4N[:, :-1].flatten(), roots_L, chunks_2])).cpu().numpy()
+        of_rows, of_layers, (num_chunks, num_wrong) = np.split(counts, [4 * num_rows, len(counts) - 2])
+        if not num_chunks:
             raise ReplayError("no pass was counted: open listening(rows) around a replayed forward of the model")
-        counts = torch.cat(self._counts).cpu().numpy()
-        passes, start = [], 0
-        for num_rows, num_layers in self._shapes:
-            rows_5R, roots_L = np.split(counts[start : start + 5 * num_rows + num_layers], [5 * num_rows])
-            rows_5R = rows_5R.reshape(5, num_rows)
-            passes.append((rows_5R[1:, rows_5R[0] > 0], roots_L))
-            start += 5 * num_rows + num_layers
-        self._counts, self._shapes = [], []
-        roots_N, before_N, after_N, repeats_N = np.concatenate([rows for rows, _ in passes], axis=1)
-        roots_L = np.sum([roots_L for _, roots_L in passes], axis=0)
-        return RootCounts(roots_N, before_N, after_N, repeats_N, roots_L, lengths_S)
+        if num_wrong:
+            raise InputError(f"lengths_S has {num_rows} rows, and passes counted others; give those of all passes")
+        roots_N, before_N, after_N, repeats_N = of_rows.reshape(4, num_rows)
+        return RootCounts(roots_N, before_N, after_N, repeats_N, of_layers, lengths_S)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -59,6 +59,15 @@ class Policy:
         require_switches(telemetry=self.telemetry)
 
 
+class PlacedRows(NamedTuple):
+    """Where the rows that a rank sees are among those of their micro-batch, and what is replayed beside them."""
+
+    num_rows: int  # N, rows of the micro-batch, on whatever rank
+    row_R: Tensor  # integers [R], the packed row of each; N for padding
+    before_LRK: Tensor  # what is replayed in the row before, of the same sequence; -1 where nothing is
+    after_LRK: Tensor  # the same of the row behind
+
+
 @dataclass(frozen=True, kw_only=True)
 class ReplayRows(Rows):
     """Routes for every row of a flattened batch, and what a session knows of it."""
@@ -71,6 +80,8 @@ class ReplayRows(Rows):
     indexers: IndexerRows | None = None  # the choices to force; None leaves indexers alone
     loss_mask: Callable[[], Tensor] | None = None  # gives `counted_R` as bool [B, T], as the model is given its tokens
     drops: bool = False  # whether the loss must be masked, as rows are missing
+    # asked by `RootRows`; None where the rows that are no padding are a whole batch, sequence after sequence
+    placed: Callable[[], PlacedRows] | None = None
 
     @property
     def routed_R(self) -> Tensor:

@@ -14,7 +14,8 @@ A framework brings, in this order of the work:
    `routes_of(routes, layout, policy)` makes `Routes` of what a user hands to `replay`, once for a session;
    `Routes.of_pass(chunk, args, policy, checks)` finds the rows of one batch by its tokens, and asks `checks` on the
    device whether they are those of the trace;
-   `rows_of(passes)` turns what passes recorded into rows without padding, over all ranks.
+   `rows_of(passes)` turns what passes recorded into rows without padding, over all ranks;
+   where ranks share the rows of a batch or its layers, `ReplayRows.placed` and `sum_over_ranks` are for `RootRows`.
 5. Where a schedule runs many micro-batches in one call: `open_replay(session, *session.beside, chunks=...)` around each
    of them.
 6. Where plans are executed, an `ep.PlanExecution` in the attribute `execution` of what `Routes` belong to:
@@ -65,8 +66,6 @@ class RoutedModel(HookedModel, ABC):
 
     padding: PaddingRows = "native"
     """Who picks for padding, where a replay does not say so."""
-    has_rows_by_sequence = False
-    """Whether the rows of a batch stand one sequence after the other on every rank, as `RootRows` counts them."""
 
     def __init__(
         self,
@@ -78,7 +77,7 @@ class RoutedModel(HookedModel, ABC):
         super().__init__(chunks)
         self.spec = spec
         self._provenance = provenance
-        self._chunk_specs = chunk_specs
+        self.chunk_specs = chunk_specs
 
     @abstractmethod
     def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> Routes:
@@ -87,6 +86,13 @@ class RoutedModel(HookedModel, ABC):
     @abstractmethod
     def rows_of(self, passes: list[list[RecordedPass]]) -> list[ForwardRows]:
         """The rows of every recorded forward, from the passes of each chunk. A collective over the model's ranks."""
+
+    def sum_over_ranks(self, counts: Tensor) -> Tensor:
+        """Add integers up over the ranks that share rows or layers of a batch. A collective of these; by default none.
+
+        Ranks that have the same rows of the same layers are one of them.
+        """
+        return counts
 
     @property
     def indexers(self) -> IndexerSpec | None:
@@ -219,7 +225,7 @@ class RoutedModel(HookedModel, ABC):
             return None
         from foreroute.replay.telemetry import Telemetry
 
-        return Telemetry(self._chunk_specs)
+        return Telemetry(self.chunk_specs)
 
     def _counting(self) -> AbstractContextManager[None]:
         """What is open beside a session for losses behind the trunk to count what was executed; nothing by default."""

@@ -8,7 +8,7 @@ from statistics import fmean
 from foreroute.records import Run
 from foreroute.records.step_record import SIDES
 from foreroute.report.format import WINDOW, percentage, reward, scientific, span_of
-from foreroute.report.run_tables import SummaryRow, planned_steps, summary_rows
+from foreroute.report.run_tables import OTHER_WEIGHTS, SummaryRow, likeness_of, planned_steps, summary_rows
 
 FEWEST_RUNS = 4
 """Runs of each kind. Chance puts all 4 of one above all 4 of the other once in 35 times; with 3, once in 10."""
@@ -20,9 +20,36 @@ def run_finding(runs: Sequence[Run]) -> str:
     """Finding of the runs, in one sentence: the load of their ranks, their mismatch, their reward."""
     rows = summary_rows(runs)
     # the most consequential first: a run that learned nothing has no other news
-    clauses = [*_idle(runs), *_load(runs), _mismatch(rows), *_reward(rows), *_collapsed(runs)]
+    suspected = _suspected(runs)
+    # of wrong routes, what replay does for mismatch says nothing
+    mismatch = [] if suspected else [_mismatch(rows)]
+    clauses = [*suspected, *_idle(runs), *_load(runs), *mismatch, *_reward(rows), *_collapsed(runs), *_well(runs)]
     text = "; ".join(clauses)
     return f"{text[:1].upper()}{text[1:]}."
+
+
+def _suspected(runs: Sequence[Run]) -> list[str]:
+    """Which runs had routes that look wrong, and like what."""
+    clauses = []
+    for run in runs:
+        steps = [step for step in run.steps if step.suspicions]
+        if steps:
+            found = (likeness_of(run, step.step, each) for step in steps for each in step.suspicions or ())
+            likeness = " and ".join(dict.fromkeys(found))
+            where = "" if len(runs) == 1 else f" of {run.label}"
+            what = (
+                f"the engine{where} has other weights than the trainer"
+                if likeness == OTHER_WEIGHTS
+                else (f"replayed routes{where} look wrong ({likeness})")
+            )
+            clauses.append(f"{what} from step {steps[0].step} on")
+    return clauses
+
+
+def _well(runs: Sequence[Run]) -> list[str]:
+    """Whether the sentinel judged all runs and suspects nothing."""
+    judged = [[step.suspicions for step in run.steps if step.suspicions is not None] for run in runs]
+    return ["the sentinel suspects no replayed route"] if all(judged) and not any(map(any, judged)) else []
 
 
 def _mismatch(rows: Sequence[SummaryRow]) -> str:

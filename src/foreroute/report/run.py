@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from foreroute.records import Run
+from foreroute.records.step_record import ADVICE
 from foreroute.report.finding import run_finding
 from foreroute.report.format import WINDOW, quoted
 from foreroute.report.page import Column, Page, PageSection, Table, TableRow, write_page
@@ -18,6 +19,7 @@ from foreroute.report.run_tables import (
     load_table,
     summary_rows,
     summary_table,
+    suspicion_table,
 )
 
 KEPT = ("rollouts", "checkpoints")
@@ -39,6 +41,15 @@ LOAD_TABLE = (
     "is that of the slowest rank."
 )
 ALARMS = "An alarm warns of a collapse; it looks at means over the last steps."
+FIRST = (
+    "Mend what the sentinel suspects first, and leave the advice of the other alarms until then: they may follow from "
+    "it. Figures of the steps since then are of wrong routes."
+)
+SUSPECTED = (
+    "The sentinel tests the replayed routes of each rollout against those before: how often the trainer's routers "
+    "would pick other experts. k3 without replay compares log-probs, whatever routes were recorded. A row is the "
+    "routes of one token; sequences, positions (the prompt's too) and steps count from 0."
+)
 
 
 def write_report(runs: Sequence[Run], target: Path) -> Path:
@@ -52,14 +63,16 @@ def _page(runs: Sequence[Run]) -> Page:
     rows = summary_rows(runs)
     names = tuple(run_key(runs, place) for place in range(len(runs)))
     colours = [key.colour or "" for key in names]
+    alarms, looks_wrong = _alarms(runs, colours), any(step.suspicions for run in runs for step in run.steps)
     sections = [
+        *(alarms if looks_wrong else []),
         PageSection(
             heading="Mismatch and reward",
             texts=(SIDES,),
             tables=(summary_table(rows, colours),),
             notes=(RUNS, *ABOUT_MEASURES, *_notes(runs, rows)),
         ),
-        *_alarms(runs, colours),
+        *([] if looks_wrong else alarms),
     ]
     if (loads := load_table(runs)).rows:
         plots = tuple(rank_load_plots(runs))
@@ -76,6 +89,7 @@ def _page(runs: Sequence[Run]) -> Page:
         command="foreroute report",
         title=f"Run {runs[0].label}" if len(runs) == 1 else f"Comparison of {len(runs)} runs",
         finding=run_finding(runs),
+        tone="problem" if looks_wrong else "",
         sections=(*sections, *further(commands)),
     )
 
@@ -103,10 +117,19 @@ def _alarms(runs: Sequence[Run], colours: Sequence[str]) -> list[PageSection]:
     # a section without a table would read as "no alarm"
     if not watched:
         return []
-    if (table := alarm_table(runs, colours)).rows:
-        return [PageSection(heading="Alarms", tables=(table,), notes=(ALARMS,))]
+    judged = sum(step.suspicions is not None for run in runs for step in run.steps)
+    suspected, others = suspicion_table(runs, colours), alarm_table(runs, colours)
+    if suspected.rows:
+        first = (FIRST,) if others.rows else ()
+        tables, notes = [suspected, others], (SUSPECTED, ADVICE["sentinel"])
+        return [
+            PageSection(heading="Alarms", texts=first, tables=tuple(each for each in tables if each.rows), notes=notes)
+        ]
+    if others.rows:
+        return [PageSection(heading="Alarms", tables=(others,), notes=(ALARMS,))]
     of = f" in {', '.join(watched)}; the other runs did not record it" if len(watched) < len(runs) else ""
-    return [PageSection(heading="Alarms", texts=(f"No alarm was on{of}.",))]
+    well = f" The sentinel tested the replayed routes of {judged} steps, and suspects none." if judged else ""
+    return [PageSection(heading="Alarms", texts=(f"No alarm was on{of}.{well}",))]
 
 
 def _notes(runs: Sequence[Run], rows: Sequence[SummaryRow]) -> list[str]:

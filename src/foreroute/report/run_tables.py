@@ -7,11 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Literal, get_args
 
+from foreroute.mismatch import LooksLike
 from foreroute.records import Alarm, Run, StepRecord
-from foreroute.records.step_record import SIDES, WORDS, AlarmKind, ExecutionRecord, Grouping, Load, Side
+from foreroute.records.step_record import (
+    SIDES,
+    WORDS,
+    AlarmKind,
+    ExecutionRecord,
+    Grouping,
+    Load,
+    Side,
+    SuspicionRecord,
+)
 from foreroute.report.format import ABSENT, WINDOW, flattened, percentage, reward, scientific, step_time
 from foreroute.report.page import Column, Table, TableRow
 
@@ -24,6 +34,16 @@ ROUTING = {
     "R2": "R2: the update replays the experts that the trainer's own recompute pass selected",
     "R3": "R3, rollout routing replay: recompute and update replay the experts that the rollout engine selected",
 }
+OTHER_WEIGHTS, OTHER_TOKENS = "other weights", "other tokens"
+RISEN = 5.0
+"""k3 of one rollout is called higher from this many times the usual one on."""
+ADVICE_BY_K3 = {
+    OTHER_WEIGHTS: "Look at whether the weights of the policy arrived in the engine.",
+    OTHER_TOKENS: LooksLike.OTHER_SEQUENCE.advice,
+}
+"""What to do where k3 told weights from tokens."""
+MOST_NAMED = 4
+"""Sequences that a cell names beside the first."""
 ABOUT_MEASURES = (
     "k3 estimates KL(rollout engine || trainer) on the sampled response tokens. F(2) is the share of response tokens "
     "whose two probabilities differ more than twofold.",
@@ -133,7 +153,11 @@ def alarm_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
     """For each run its alarms: the steps, what happened and what to do, and the value farthest from its limit."""
     rows = []
     for place, run in enumerate(runs):
+        # what the sentinel suspected has a table of its own
+        suspects = any(step.suspicions for step in run.steps)
         for kind in get_args(AlarmKind):
+            if suspects and kind == "sentinel":
+                continue
             for steps, worst in _episodes(run, kind):
                 cells = (
                     run.label,
@@ -151,6 +175,81 @@ def alarm_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
         Column("Worst value"),
     )
     return Table(columns=columns, rows=tuple(rows))
+
+
+def suspicion_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
+    """For each run what the sentinel suspected: steps in a row of one likeness, with the first that was seen."""
+    rows = []
+    for place, run in enumerate(runs):
+        for likeness, steps, first, others in _suspected(run):
+            at_once = f"; at step {steps[0]} also {_named(others)}" if others else ""
+            of_rank = f"rank {first.rank}, " if first.rank else ""
+            cells = (
+                run.label,
+                f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0]),
+                likeness,
+                f"{of_rank}{first.sentence}{at_once}",
+                _k3_beside(run, steps[0]),
+                ADVICE_BY_K3.get(likeness, first.advice),
+            )
+            rows.append(TableRow(cells=cells, colour=colours[place] if colours else "", tone="problem"))
+    headings = ("Looks like", "What was seen first", "k3 without replay", "Advice")
+    columns = (Column("Run"), Column("Steps"), *(Column(heading, kind="words") for heading in headings))
+    return Table(columns=columns, rows=tuple(rows))
+
+
+def _named(suspicions: Sequence[SuspicionRecord]) -> str:
+    """Name what else is suspected by its rank and sequence; where that is none, say how many."""
+    sequences = [
+        f"{f'rank {each.rank}, ' if each.rank else ''}sequence {each.sequence}"
+        for each in suspicions
+        if each.sequence is not None
+    ]
+    shown = sequences[:MOST_NAMED]
+    rest = len(suspicions) - len(shown)
+    return "; ".join([*shown, *([f"{rest} more"] if rest else [])])
+
+
+def _suspected(run: Run) -> list[tuple[str, list[int], SuspicionRecord, list[SuspicionRecord]]]:
+    """Recorded steps in a row with suspicions of one likeness: its words, the first suspicion, and those beside."""
+    episodes: list[tuple[str, list[int], SuspicionRecord, list[SuspicionRecord]]] = []
+    going: dict[str, list[int]] = {}
+    for step in run.steps:
+        here: dict[str, list[SuspicionRecord]] = {}
+        for each in step.suspicions or ():
+            here.setdefault(likeness_of(run, step.step, each), []).append(each)
+        going = {likeness: steps for likeness, steps in going.items() if likeness in here}
+        for likeness, (first, *others) in here.items():
+            if likeness not in going:
+                going[likeness] = []
+                episodes.append((likeness, going[likeness], first, others))
+            going[likeness].append(step.step)
+    return episodes
+
+
+def likeness_of(run: Run, step: int, suspicion: SuspicionRecord) -> str:
+    """Write what a suspicion looks like as words; k3 tells weights from tokens."""
+    beside = _native_k3(run, step)
+    if suspicion.looks_like != LooksLike.UNRELATED or beside is None:
+        return suspicion.looks_like.replace("-", " ")
+    return OTHER_WEIGHTS if beside[0] > RISEN * beside[1] else OTHER_TOKENS
+
+
+def _k3_beside(run: Run, step: int) -> str:
+    """Say what k3 without replay is at a step, and was before; nothing where that is not known."""
+    if (beside := _native_k3(run, step)) is None:
+        return ""
+    says = "the weights differ" if beside[0] > RISEN * beside[1] else "as before, so that routes alone are wrong"
+    return f"{scientific(beside[0])}, {scientific(beside[1])} before: {says}"
+
+
+def _native_k3(run: Run, step: int) -> tuple[float, float] | None:
+    """Give k3 without replay at a step, and the median of steps before it at which nothing was suspected."""
+    native = {each.step: each.mismatch["native"].k3 for each in run.steps if "native" in each.mismatch}
+    healthy = [
+        native[each.step] for each in run.steps if each.step < step and each.step in native and not each.suspicions
+    ]
+    return (native[step], median(healthy)) if step in native and healthy else None
 
 
 def _episodes(run: Run, kind: str) -> list[tuple[list[int], Alarm]]:

@@ -257,7 +257,7 @@ class RLConfig(Section):
     """Clips ratios above 1 + clip_high."""
     correction: CorrectionConfig = CorrectionConfig()
     sentinel: Watching = "warn"
-    """Under R3, at rows that [look wrong](diagnose.md#the-sentinel): drop named sequences from the update, or stop."""
+    """Under R3, at rows that [look wrong](diagnose.md#the-sentinel): train on what is before them, or stop."""
 
     @model_validator(mode="before")
     @classmethod

@@ -47,6 +47,8 @@ CHECKPOINT_FILE = FileFormat(
 )
 """Its tensors are "model/NAME", "optimizer/NUMBER/KEY" for what AdamW keeps of each parameter, and "homes" where
 experts move; its metadata the next step, and the digest of the data that is trained on."""
+BESIDE = ("homes", "sentinel")
+"""Tensors of a checkpoint where experts move, and where a sentinel watches."""
 NAME = re.compile(r"step-(\d{6}|[1-9]\d{6,})\.safetensors")
 """The name of a checkpoint in a run's folder, with its step."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
@@ -140,8 +142,7 @@ class RunFolder:
         tensors: dict[str, Tensor] = {f"model/{name}": weight for name, weight in state["model"].items()}
         for number, kept in state["optimizer"]["state"].items():
             tensors |= {f"optimizer/{number}/{key}": value for key, value in kept.items()}
-        if "homes" in state:
-            tensors["homes"] = state["homes"]
+        tensors |= {name: state[name] for name in BESIDE if name in state}
         arrays: dict[str, NDArray[Any]] = {name: each.detach().cpu().numpy() for name, each in tensors.items()}
         folder = self.path / "checkpoints"
         path = folder / f"step-{state['step']:06d}.safetensors"
@@ -203,7 +204,7 @@ class RunFolder:
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Read the state in a checkpoint: "step", "model", "optimizer", "data", and "homes" where experts move.
+    """Read the state in a checkpoint: "step", "model", "optimizer", "data", and those of `BESIDE` that it has.
 
     Raises:
         RunFolderError: when it is missing, damaged, no checkpoint, or named after another step.
@@ -222,8 +223,8 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
                 state["model"]["/".join(rest)] = tensor
             case ["optimizer", number, key] if number.isdecimal() and len(number) < 10:
                 state["optimizer"]["state"].setdefault(int(number), {})[key] = tensor
-            case ["homes"]:
-                state["homes"] = tensor
+            case [beside] if beside in BESIDE:
+                state[beside] = tensor
             case _:
                 raise RunFolderError(f"checkpoint {path} has the unknown tensor {name!r:.60}")
     if not state["model"]:

@@ -33,7 +33,7 @@ from foreroute.adapters.hf.response_logprobs import inputs, response_log_probs
 from foreroute.capture import Generation, Sampling
 from foreroute.engines.base import Engine
 from foreroute.errors import BatchMismatchError, DivergedError
-from foreroute.mismatch import RootCounts, Sentinel
+from foreroute.mismatch import RootCounts, Sentinel, Suspicion
 from foreroute.records.step_record import ADVICE, Side, StepRecord, SuspicionRecord
 from foreroute.replay import RootRows
 from foreroute.replay.rows import to_device
@@ -45,6 +45,7 @@ from foreroute.train.memory import pack_padded
 from foreroute.train.objective import Tokens, coefficients, denominator, group_advantages, token_losses
 from foreroute.train.policy import Alone, OneProcess, ScheduledPass, make_optimizer
 from foreroute.train.record import Experience, Recomputed, StepPart, Updated, merged, step_record
+from foreroute.trainers.sentinel import kept_tokens
 
 
 @dataclass
@@ -112,11 +113,13 @@ class Trainer:
 
         suspicions: list[SuspicionRecord] | None = None
         if self._sentinel is not None and (roots := passes["replayed"].roots) is not None:
-            suspicions = ranks.on_all(f"judging the rollout of step {step}", lambda: self.judge(roots))
-            if rl.sentinel == "drop":
-                informative_S = experience.informative_S.copy()
-                informative_S[[each.sequence for each in suspicions if each.sequence is not None]] = False
-                experience = replace(experience, informative_S=informative_S)
+            found = ranks.on_all(f"judging the rollout of step {step}", lambda: self.judge(roots))
+            suspicions = [*map(_suspicion_record, found)]
+            if rl.sentinel == "drop" and found:
+                generation = experience.generation
+                prompts_S = generation.trace.lengths - generation.response_lengths
+                kept_S = kept_tokens(found, generation.trace.lengths) - prompts_S
+                experience = replace(experience, kept_S=kept_S.clip(min=0))
 
         with self._timed("update"):
             old_logprobs_R = passes[trains_with].logprobs_R
@@ -159,7 +162,7 @@ class Trainer:
         rewards_S = task.rewards(asked, np.split(generation.trace.token_ids_N[generation.sampled_N], ends_S))
         return Experience(generation, rewards_S, *group_advantages(rewards_S, settings.group_size))
 
-    def judge(self, roots: RootCounts) -> list[SuspicionRecord]:
+    def judge(self, roots: RootCounts) -> list[Suspicion]:
         """Say what the sentinel suspects of this rank's rollout, before anything is learnt from it.
 
         Raises `BatchMismatchError` where that is to stop the run.
@@ -169,16 +172,7 @@ class Trainer:
         if found and self.config.rl.sentinel == "stop":
             others = f", and {len(found) - 1} more" if len(found) > 1 else ""
             raise BatchMismatchError(f"step {self.step}: {found[0].sentence}{others}. {ADVICE['sentinel']}")
-        return [
-            SuspicionRecord(
-                looks_like=each.looks_like.value,
-                sentence=each.sentence,
-                share=each.share,
-                usual=None if math.isnan(each.usual) else each.usual,
-                sequence=each.sequence,
-            )
-            for each in found
-        ]
+        return found
 
     def recompute(self, generation: Generation, planned: ScheduledPass, side: Side) -> Recomputed:
         """Run the policy over S sequences without gradients: the old log-probs, before the update.
@@ -239,18 +233,18 @@ class Trainer:
             DivergedError: when loss or gradients are not finite; no optimizer step is taken with them.
         """
         rl, routed, execution, ranks = self.config.rl, self.policy, self.execution, self.execution.ranks
-        generation, lengths_S = experience.generation, experience.generation.response_lengths
+        generation, trained_S = experience.generation, experience.trained_S
         # the learning rate rises linearly over the first steps, and stays
         for group in self.optimizer.param_groups:
             group["lr"] = rl.learning_rate * min(1.0, (self.step + 1) / (rl.warmup_steps + 1))
         losses, norms, seen = [], [], [np.zeros((4, 0))]
-        agreement_M2, micro_step_S = np.zeros((len(mini_batches), 2)), np.full(len(lengths_S), -1)
+        agreement_M2, micro_step_S = np.zeros((len(mini_batches), 2)), np.full(len(trained_S), -1)
 
         for mini_batch in mini_batches:
             sequences = np.concatenate(mini_batch.micro_steps)
-            trained = sequences[experience.informative_S[sequences]]
+            lengths_S = trained_S[sequences]
             # one divisor for the mini-batch on all ranks, so that no cut into micro-steps changes the loss
-            divisor = max(int(ranks.sum([denominator(lengths_S[trained], rl.method)])[0]), 1)
+            divisor = int(ranks.sum([denominator(lengths_S[lengths_S > 0], rl.method)])[0])
             parts: list[Tensor] = []
             with nullcontext() if routes is None else execution.running(mini_batch):
                 # gradients add up over micro-steps, and are averaged over ranks
@@ -268,7 +262,7 @@ class Trainer:
                         each = token_losses(tokens, rl)
                         weights_R = coefficients(tokens.lengths_S, rl.method, each.losses_R.dtype)
                         loss = (weights_R * each.losses_R).sum()
-                        (loss * ranks.size / divisor).backward()
+                        (loss * ranks.size / max(divisor, 1)).backward()
                     of_tokens = [each.clipped_R, each.log_ratio_R, each.weights_R, each.cut_R]
                     # one copy, for which the device is waited for once
                     seen.append(torch.stack([*map(Tensor.double, of_tokens)]).cpu().numpy())
@@ -277,14 +271,15 @@ class Trainer:
                         live = session.agreement().routing
                         agreement_M2[mini_batch.after] += live.differing_L.sum(), live.rows * len(live.differing_L)
                 # one read of the device for all of them
-                losses.append(float(ranks.sum([float(sum(parts))])[0]) / divisor)
+                losses.append(float(ranks.sum([float(sum(parts))])[0]) / max(divisor, 1))
             norms.append(execution.finish_gradients(rl.max_grad_norm))
             # before the optimizer steps: weights that are lost are lost for good
             if not (math.isfinite(losses[-1]) and math.isfinite(norms[-1])):
                 raise DivergedError(
                     f"loss {losses[-1]} and gradient norm {norms[-1]} in step {self.step}; lower rl.learning_rate"
                 )
-            self.optimizer.step()
+            if divisor:  # of nothing its momenta alone would move the weights
+                self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
 
         loss_mean, norm_mean = float(np.mean(losses or [0.0])), float(np.mean(norms or [0.0]))
@@ -296,6 +291,9 @@ class Trainer:
         A collective call. Raises `DivergedError` when a weight, or what the optimizer keeps of one, is not finite.
         """
         state = {"step": self.step, **self.execution.state(self.optimizer)}
+        if self._sentinel is not None:
+            pasts = self.execution.ranks.gather(self._sentinel.state())
+            state |= {"sentinel": torch.from_numpy(np.stack(pasts))} if pasts else {}
         moments = {f"{i}/{key}": m for i, kept in state["optimizer"]["state"].items() for key, m in kept.items()}
         for name, tensor in [*state["model"].items(), *moments.items()]:
             if not tensor.isfinite().all():
@@ -307,7 +305,15 @@ class Trainer:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state` gave on rank 0, of the same model, or raise `ValueError`. A collective call."""
         self.execution.restore(state, self.optimizer)
-        self.step = int(self.execution.ranks.max([state["step"]])[0])
+        ranks = self.execution.ranks
+        self.step = int(ranks.max([state["step"]])[0])
+        if self._sentinel is not None:
+            nothing_GX = np.tile(self._sentinel.state(), (ranks.size, 1))
+            given_GX = np.asarray(state.get("sentinel", nothing_GX))
+            # of other ranks, or of none that watched: it begins anew
+            past_GX = given_GX if given_GX.shape == nothing_GX.shape else nothing_GX
+            # rank 0 alone has a state
+            self._sentinel.restore(ranks.sum(past_GX if ranks.rank == 0 else 0 * past_GX)[ranks.rank])
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:
@@ -363,6 +369,16 @@ def make_schedule(
     return ScheduledPass("recompute", 0, packed(everything, num_recompute)), update
 
 
+def _suspicion_record(each: Suspicion) -> SuspicionRecord:
+    return SuspicionRecord(
+        looks_like=each.looks_like.value,
+        sentence=each.sentence,
+        share=each.share,
+        usual=None if math.isnan(each.usual) else each.usual,
+        sequence=each.sequence,
+    )
+
+
 def _in_order(parts: list[NDArray[Any]], order_S: NDArray[np.int64], lengths_S: NDArray[np.int64]) -> NDArray[Any]:
     """Put rows of all micro-steps, which take sequences in `order_S`, in their own order; each has `lengths_S` rows."""
     joined = np.concatenate(parts)
@@ -375,19 +391,18 @@ def _in_order(parts: list[NDArray[Any]], order_S: NDArray[np.int64], lengths_S: 
 def _trained_tokens(
     experience: Experience, sequences: NDArray[np.int64], old_R: NDArray[np.float32], logprobs_R: Tensor
 ) -> Tokens:
-    """Select the tokens of informative sequences; `logprobs_R`, of the policy as it is now, are of all `sequences`."""
+    """Select the tokens that are trained on; `logprobs_R`, of the policy as it is now, are of all of `sequences`."""
     generation, lengths_S = experience.generation, experience.generation.response_lengths
-    trained_S = experience.informative_S[sequences]
-    trained = sequences[trained_S]
-    of_trained_R = np.repeat(trained_S, lengths_S[sequences])
-    # the response of each sequence in all tokens of the rollout
-    rows_R = join_ranges(as_offsets(lengths_S)[trained], lengths_S[trained])
-    advantages_S = experience.advantages_S[trained].astype(np.float32)
+    trained_S = experience.trained_S[sequences]
+    # the response of each sequence in all tokens of the rollout, and in those of the micro-step
+    rows_R = join_ranges(as_offsets(lengths_S)[sequences], trained_S)
+    here_R = join_ranges(as_offsets(lengths_S[sequences])[:-1], trained_S)
+    advantages_S = experience.advantages_S[sequences].astype(np.float32)
     device = logprobs_R.device
     return Tokens(
-        logprobs_R.index_select(0, to_device(np.flatnonzero(of_trained_R), device)),
+        logprobs_R.index_select(0, to_device(here_R, device)),
         to_device(old_R[rows_R], device),
         to_device(generation.logprobs_R[rows_R], device),
-        to_device(np.repeat(advantages_S, lengths_S[trained]), device),
-        to_device(lengths_S[trained], device),
+        to_device(np.repeat(advantages_S, trained_S), device),
+        to_device(trained_S[trained_S > 0], device),
     )

@@ -53,6 +53,14 @@ class Experience:
     advantages_S: NDArray[np.float64]  # [S]
     # [S], False in groups whose rewards are all equal; they are left out of the update
     informative_S: NDArray[np.bool_]
+    # [S], tokens of each response, from its first, that the sentinel leaves in the update; None where it leaves all
+    kept_S: NDArray[np.int64] | None = None
+
+    @property
+    def trained_S(self) -> NDArray[np.int64]:
+        """int64 [S], tokens of each response, from its first, that are trained on."""
+        kept_S = self.generation.response_lengths if self.kept_S is None else self.kept_S
+        return np.where(self.informative_S, kept_S, 0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,16 +1,15 @@
 """Roots of each row: against what routers are seen to be given, in batches that are padded; and no wait of the host."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 
 from foreroute.adapters import hf
-from foreroute.errors import ConfigError, ReplayError
+from foreroute.errors import InputError, ReplayError
 from foreroute.replay import RootRows
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
+from tests.replay.root_oracle import beside
 from tests.replay.session_subject import batch_of, foreign, router_paths
 from tests.tiers import grid
 
@@ -70,30 +69,10 @@ def test_rows_are_counted_in_the_order_of_their_sequences(side, micro_batches, p
     with routed.listening(rows):
         run()
     assert len(rows.read(lengths).roots_N) == sum(lengths)
-
-
-def beside(native_NLK, trace):
-    """Bool [4, N, L]: roots, natives that are the row before, and behind, and rows that repeat."""
-    ids_NLK, result = np.sort(trace.expert_ids_NLK, -1), np.zeros((4, *native_NLK.shape[:2]), bool)
-    for row in range(trace.num_rows):
-        for layer in range(trace.spec.num_layers):
-            own = native_NLK[row, layer].tolist()
-            if trace.valid_N[row]:
-                result[0, row, layer] = own != ids_NLK[row, layer].tolist()
-            for number, other in ((1, row - 1), (2, row + 1)):
-                sequence = np.searchsorted(trace.offsets, row, side="right") - 1
-                first, last = trace.offsets[sequence : sequence + 2]
-                if first <= other < last and trace.valid_N[[row, other]].all():
-                    result[number, row, layer] = own == ids_NLK[other, layer].tolist()
-                    if number == 1:
-                        same = trace.expert_ids_NLK[row, layer] == trace.expert_ids_NLK[other, layer]
-                        result[3, row, layer] = same.all()
-    return result
-
-
-def test_models_whose_ranks_have_rows_in_another_order_are_refused():
-    with pytest.raises(ConfigError, match=r"SimpleNamespace.*hf\.attach"):
-        RootRows(SimpleNamespace(has_rows_by_sequence=False))
+    with routed.listening(rows):
+        run()
+    with pytest.raises(InputError, match=f"lengths_S has {sum(lengths) + 1} rows"):
+        rows.read([*lengths, 1])
 
 
 def test_the_host_waits_once_where_counts_are_read():

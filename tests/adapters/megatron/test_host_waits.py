@@ -15,7 +15,7 @@ from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.layout import pack, pad
 from foreroute.plan import PlanOptions, Topology
 from foreroute.planner import plan
-from foreroute.replay import Policy
+from foreroute.replay import Policy, RootRows
 from foreroute.testing.counting_device import DEVICE, other_device
 from tests.adapters.megatron import one_rank as on
 from tests.adapters.megatron.executed_plans import LINKS
@@ -82,6 +82,9 @@ def test_a_replayed_forward_waits_for_nothing():
                     assert there.waits() == unpatched, f"{lengths}, masked {masked}, {what}"
                     mask_BT = session.loss_mask_BT.values_here
                 assert torch.equal(mask_BT, ~there.padding.values_here)
+            with there.routed.listening(rows := RootRows(there.routed)), there.routed.replay(shard):
+                assert there.waits() == unpatched, "roots are counted"
+            assert rows.read(there.trace.lengths).roots_N.any()
             with a_read_put_back(), there.routed.replay(shard):
                 assert there.waits() == unpatched + 1, "the device does not count"
 

@@ -43,6 +43,15 @@ def trainer(folder, **settings):
     )
 
 
+def first_output(run):
+    """What TRL trains on, of the only rollout of a run."""
+    outputs, end = [], run.routing.end_generation
+    run.routing.end_generation = lambda old, output: (end(old, output), outputs.append(copy.copy(output)))
+    run.train()
+    [output] = outputs
+    return output
+
+
 @pytest.mark.parametrize("passes", [TWICE, ONCE], ids=["old pass", "no old pass"])
 def test_a_rollout_that_is_mixed_up_is_in_the_log_of_its_step(passes, folder, mixed_up, caplog):
     run = trainer(folder, **passes)
@@ -52,7 +61,7 @@ def test_a_rollout_that_is_mixed_up_is_in_the_log_of_its_step(passes, folder, mi
     assert seen[0] == 0
     assert sum(seen) == 1
     [line] = [record.message for record in caplog.records if record.message.startswith("The sentinel:")]
-    assert "pick otherwise" in line
+    assert "pick other experts" in line
 
 
 def test_a_run_that_is_to_stop_does_before_it_learns_from_the_rollout(folder, mixed_up):
@@ -97,17 +106,38 @@ def test_dropped_tokens_are_those_behind_the_first_wrong_row(folder, monkeypatch
         return [replace(suspicion, since=since)]
 
     monkeypatch.setattr(Sentinel, "judge", judge)
-    run, outputs = trainer(folder, sentinel="drop", **TWICE | {"max_steps": 1}), []
-    end = run.routing.end_generation
-    run.routing.end_generation = lambda old, output: (end(old, output), outputs.append(copy.copy(output)))
-    run.train()
-    [(since, counts)], [output] = seen, outputs
+    output = first_output(trainer(folder, sentinel="drop", **TWICE | {"max_steps": 1}))
+    [(since, counts)] = seen
     completions, prompts = output["completion_mask"].sum(1), output["prompt_mask"].sum(1)
     assert counts.lengths_S.tolist() == (prompts + completions).tolist()
     dropped = (output["completion_mask"] * (1 - output["tool_mask"])).bool()
     assert dropped.any(1).nonzero().flatten().tolist() == [1]
     positions = prompts[1] + torch.nonzero(dropped[1]).flatten()
     assert positions.tolist() == list(range(since + 1, since + 4))
+
+
+def test_a_layer_that_is_suspected_leaves_nothing_of_the_rollout_to_train_on(folder, monkeypatch):
+    found = Suspicion(LooksLike.STALE_LAYER, "planted", 0.9, 0.1, 1e-9, layer=1)
+    monkeypatch.setattr(Sentinel, "judge", lambda sentinel, counts: [found])
+    output = first_output(run := trainer(folder, sentinel="drop", **TWICE | {"max_steps": 1}))
+    assert logged(run, "sentinel/suspicions")[0] == 1
+    assert output["completion_mask"].any()
+    assert not output["tool_mask"].any()
+
+
+def test_a_process_that_cannot_judge_ends_all(folder, monkeypatch):
+    def judge(sentinel, counts):
+        raise ReplayError("no rows here")
+
+    monkeypatch.setattr(Sentinel, "judge", judge)
+    with pytest.raises(ReplayError, match="no rows"):
+        trainer(folder, **TWICE).train()
+    monkeypatch.undo()
+    # of two processes, the other one could not
+    add = TrainerPassController._over_processes
+    monkeypatch.setattr(TrainerPassController, "_over_processes", lambda self, sums: add(self, sums) + 1)
+    with pytest.raises(ReplayError, match=r"another process.*log"):
+        trainer(folder, **TWICE).train()
 
 
 def test_what_cannot_be_done_is_refused(folder):

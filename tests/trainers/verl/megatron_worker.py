@@ -23,7 +23,7 @@ from megatron.core import parallel_state as mpu
 from foreroute.planner import plan
 from foreroute.trainers.verl import planning
 from tests.ep.asking import no_host_tensors
-from tests.trainers.verl.verl_book import Book
+from tests.trainers.verl.verl_book import Book, noting_roots
 from tests.trainers.verl.verl_engines import mean_log_prob, old_log_probs, tensordict
 
 SEQUENCES, STEPS = 16, 3
@@ -51,7 +51,7 @@ def run(policy, batch, *, tokens=32, reverse=False, checkpoint=None, **settings)
     batch = {name: values[first : first + share] for name, values in batch.items()}
     if reverse:
         batch = {name: values.flip(0) for name, values in batch.items()}
-    found = {name: [] for name in ("log_probs", "metrics", "old", "update", "planned")}
+    found = {name: [] for name in ("log_probs", "metrics", "old", "update", "planned", "judged")}
     found["first"] = first
     recorded = None
     if settings.get("replay") == "R2":
@@ -61,7 +61,7 @@ def run(policy, batch, *, tokens=32, reverse=False, checkpoint=None, **settings)
             batch = {name: values for name, values in batch.items() if name != "rollout_log_probs"}
         planned = []
         with mock.patch.object(planning, "plan", noting(planned)), as_on_nccl():
-            with Watch(engine) as old:
+            with Watch(engine) as old, noting_roots(judged := []):
                 log_probs, output = old_log_probs(engine, tensordict(batch, max_token_len_per_gpu=tokens))
             td = tensordict(batch, max_token_len_per_gpu=tokens)
             if settings.get("replay") == "R2":
@@ -71,6 +71,7 @@ def run(policy, batch, *, tokens=32, reverse=False, checkpoint=None, **settings)
                 output = engine.train_batch(td, loss_function=sum_log_prob)
         found["log_probs"].append([row.float() for row in log_probs])
         found["metrics"].append(output.get("metrics"))
+        found["judged"].append(judged)
         found["old"].append({"routed": old.routed, "rows_ML": old.rows_ML})
         found["update"].append({"routed": updated.routed, "rows_ML": updated.rows_ML})
         found["planned"].append([loads_MLG(counts, made) for counts, made in planned])

@@ -65,7 +65,7 @@ def test_a_rollout_that_is_mixed_up_behind_the_first_is_in_the_log(group, folder
         old_log_probs(engine, tensordict(book.batch()))
         assert update(engine, tensordict(book.batch()))["metrics"]["sentinel/suspicions"] == [expected]
     [line] = [record.message for record in caplog.records if record.message.startswith("The sentinel:")]
-    assert "pick otherwise" in line
+    assert "pick other experts" in line
 
 
 @pytest.mark.shows("verl, FSDP engine", "asynchronous rollouts, of weights of several versions")

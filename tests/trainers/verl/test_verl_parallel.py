@@ -14,7 +14,7 @@ pytest.importorskip("mbridge", reason="there is no mbridge in this environment: 
 from examples.verl.tiny_checkpoint import save_policy
 from foreroute.testing.ranks import environment, torchrun
 from tests.trainers.verl.test_verl_megatron import apart
-from tests.trainers.verl.verl_book import Book
+from tests.trainers.verl.verl_book import Book, root_rows
 
 RANKS, SEQUENCES = 4, 16
 WITHIN_S = 1800
@@ -71,6 +71,11 @@ def exact(policy):
 
 
 @pytest.fixture(scope="module")
+def roots(policy):
+    return Book(policy, count=SEQUENCES).roots()
+
+
+@pytest.fixture(scope="module")
 def found(policy, tmp_path_factory):
     folder = tmp_path_factory.mktemp("found")
     runs = json.dumps({name: {"ranks": 2, "dtype": "float32"} | settings for name, settings in RUNS.items()})
@@ -89,6 +94,19 @@ def test_log_probs_are_those_of_hugging_face_on_the_same_routes(name, found, exa
     exact, rounding = exact
     assert sorted(ours) == list(range(SEQUENCES))
     assert max(float((ours[s] - exact[s]).abs().max()) for s in ours) < 8 * rounding < 1e-4
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_sentinel_judges_the_rows_that_one_process_has(name, found, roots):
+    """Every rank of a model has those of all of it."""
+    by_data = {rank["first"]: [] for rank in found[name]}
+    for rank in found[name]:
+        by_data[rank["first"]].append(root_rows(rank["judged"][0]))
+    if name not in REPLAYED:
+        assert not any(map(any, by_data.values()))
+        return
+    assert all(each == of_model[0] for of_model in by_data.values() for each in of_model)
+    assert sorted(row for of_model in by_data.values() for row in of_model[0]) == roots
 
 
 @pytest.mark.shows("verl, Megatron engine", "plans under TP, CP, PP and VPP")

@@ -3,6 +3,7 @@
 import tempfile
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ import torch.multiprocessing as mp
 
 pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
 
-from tests.trainers.verl.verl_book import Book, followed, watched
+from foreroute.errors import RankError, ReplayError
+from foreroute.mismatch import Sentinel
+from tests.trainers.verl.verl_book import Book, followed, noting_roots, root_rows, watched
 
 FSDP1, ULYSSES = {"strategy": "fsdp"}, {"ulysses_sequence_parallel_size": 2}
 BUCKETS = {"pad_to_length": True, "pad_to_length_bucket": 16}
@@ -85,6 +88,27 @@ def test_metrics_are_of_all_sequences(name, found, book):
         assert native[0] > 0.05
 
 
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_sentinel_judges_the_rows_that_one_process_has(name, found, book):
+    judged = [root_rows(rank["judged"]) for rank in found[name]]
+    if name == CONTROL:
+        assert judged == [[], []]
+    elif "Ulysses" in name:  # each rank those of both
+        assert judged == [book.roots()] * 2
+    else:
+        assert sorted(row for of_rank in judged for row in of_rank) == book.roots()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_all_ranks_end_where_one_cannot_judge(name, found):
+    first, second = (rank["refused"] for rank in found[name])
+    if name == CONTROL:
+        assert first is second is None
+    else:
+        assert "another rank" in first
+        assert second == "no rows here"
+
+
 @pytest.mark.shows("verl, FSDP engine", "FSDP1 and FSDP2, packed and padded batches, on two ranks")
 @pytest.mark.shows("verl, FSDP engine", "Ulysses sequence parallelism (flash attention is a stand-in)")
 @pytest.mark.shows("verl, FSDP engine", "`use_fused_kernels` under FSDP1 (verl's kernels of torch)")
@@ -127,7 +151,8 @@ def _rank(rank, folder, shared):
         with on_cpu():
             engine = make(folder, optimizer={"optimizer": "SGD", "weight_decay": 0, "clip_grad": 1e9}, lr=1, **settings)
             old_log_probs(engine, td())  # the first is held against the model's own routes
-            log_probs, _ = old_log_probs(engine, td(**old))
+            with noting_roots(judged := []):
+                log_probs, _ = old_log_probs(engine, td(**old))
             engine.routing.metrics.__init__()  # so that sums are of one pass
             old_log_probs(engine, td())
             with watched(engine.module) as forwards:
@@ -135,13 +160,31 @@ def _rank(rank, folder, shared):
             results[name] = {
                 "sequences": range(COUNT)[mine],
                 "log_probs": log_probs,
+                "judged": judged,
                 "metrics": {key: value for key, value in output["metrics"].items() if key.startswith("mismatch")},
                 "counts": [followed(forward, book)[:2] for forward in forwards],
                 "weights": full_weights(engine.module),
+                "refused": _refused(engine, td(), rank),
             }
     results[R2] = _recorded_and_replayed(folder)
     torch.save(results, Path(shared) / f"{rank}.pt")
     dist.destroy_process_group()
+
+
+def _refused(engine, batch, rank):
+    """What a rank says of a rollout that the sentinel of the second cannot judge."""
+    from tests.trainers.verl.verl_engines import old_log_probs
+
+    def judge(sentinel, counts):
+        if rank:
+            raise ReplayError("no rows here")
+        return []
+
+    with mock.patch.object(Sentinel, "judge", judge):
+        try:
+            old_log_probs(engine, batch)
+        except (ReplayError, RankError) as error:
+            return str(error)
 
 
 def _recorded_and_replayed(folder):

@@ -61,7 +61,6 @@ class RoutedTransformer(PlannedModel):
     """
 
     spread: SpreadExperts | None
-    has_rows_by_sequence = True
 
     def __init__(self, hooks: TransformerHooks, spread: SpreadExperts | None = None) -> None:
         made_by = {"engine": "transformers", "engine_version": transformers.__version__}

@@ -1,7 +1,7 @@
 """The routes of one micro-batch as one rank needs them: a trace cut to its rows and layers, and where they are.
 
-Letters: R rows that routers of this rank see, C rows that the model is handed on it before sequence parallelism cuts
-them, N rows of the cut trace, L layers of this rank, K picks, E experts.
+Letters: R rows that routers of this rank see, X rows beside them on other ranks, C rows that the model is handed on it
+before sequence parallelism cuts them, N rows of the cut trace, L layers of this rank, K picks, E experts.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from foreroute.replay.rows import (
     NATIVE,
     SPREAD,
     PaddingRows,
+    PlacedRows,
     Policy,
     ReplayRows,
     TraceOnDevice,
@@ -46,7 +47,7 @@ class RouteShard:
     """Routes of one micro-batch, cut to the rows and layers of this rank. Made by `RoutedMegatron.shard`.
 
     What waits in a queue for its micro-batch waits in this form, on the host: per row L · K bytes (twice that above 256
-    experts) and 9 more, two more still where tokens are taken out of the loss. What passes need of it on their device
+    experts) and 13 more, two more still where tokens are taken out of the loss. What passes need of it on their device
     is moved there by the first, and stays for later ones as long as the shard lives.
     """
 
@@ -58,7 +59,10 @@ class RouteShard:
     trace: RoutingTrace  # N rows of this rank as one sequence without tokens, of its layers; of all if it has none
     row_R: NDArray[np.int32]  # as `TraceOnDevice.gather` takes them, every spread pick named
     faithful_N: NDArray[np.bool_] | None  # where tokens are taken out of the loss
-    picks_PLK: NDArray[Any]  # for padding that is spread
+    picks_PLK: NDArray[Any]  # for padding that is spread; behind them what is replayed in `beside_X`
+    packed_N: NDArray[np.int32]  # which rows of the micro-batch the N are, ascending
+    beside_X: NDArray[np.int32]  # those beside them that only other ranks see, ascending
+    offsets: NDArray[np.int64]  # [S + 1], of the sequences of the micro-batch
     is_padded: bool  # whether any rank sees padding in this micro-batch
     tokens_C: NDArray[np.int32]  # in the order of the routers; -1 for padding
     dropped_C: NDArray[np.bool_] | None  # tokens that are taken out of the loss; None where there are none
@@ -99,14 +103,39 @@ class RouteShard:
             cells=cells,
             loss_mask=partial(self._loss_mask, call),
             drops=bool(hooks.trunk.post_process) and self.dropped_C is not None,
+            placed=partial(self._placed, hooks.layers, call.device),
         )
 
     def rows(self, layers: Sequence[RoutedLayer], device: torch.device) -> ReplayRows:
         """Gather the rows of layers that follow each other here, if any, on the device."""
-        there, first = self._on_device(device), self.layers.index(layers[0]) if layers else 0
-        policy = AS_CUT_DROPPING if self.missing == "drop" else AS_CUT
-        row_R, of_layers = there.upload("rows", self.row_R), slice(first, first + len(layers))
-        return there.gather(row_R, policy, layers=of_layers, is_complete=self.is_whole)
+        there, policy = self._on_device(device), AS_CUT_DROPPING if self.missing == "drop" else AS_CUT
+        row_R = there.upload("rows", self.row_R)
+        return there.gather(row_R, policy, layers=self._slice_of(layers), is_complete=self.is_whole)
+
+    def _slice_of(self, layers: Sequence[RoutedLayer]) -> slice:
+        first = self.layers.index(layers[0]) if layers else 0
+        return slice(first, first + len(layers))
+
+    def _placed(self, layers: Sequence[RoutedLayer], device: torch.device) -> PlacedRows:
+        """Give the place of each row in the micro-batch, and what is replayed beside it, also on another rank."""
+        there, num_rows, num_here = self._on_device(device), int(self.offsets[-1]), len(self.packed_N)
+        # of each row of the micro-batch, and of none behind them, as `row_R` has it
+        num_spread = len(self.picks_PLK) - len(self.beside_X)
+        named = np.full(num_rows + 1, NATIVE, np.int32)
+        named[self.packed_N] = np.arange(num_here)
+        named[self.beside_X] = SPREAD - num_spread - np.arange(len(self.beside_X))
+        at_R = np.append(self.packed_N, num_rows)[np.where(self.row_R < 0, num_here, self.row_R)]
+        is_first = np.zeros(num_rows + 1, np.bool_)
+        is_first[self.offsets] = True
+        behind_R = np.minimum(at_R + 1, num_rows)
+        before_LRK, after_LRK = (
+            there.gather(there.upload(name, row_R), AS_CUT, layers=self._slice_of(layers)).ids_LRK
+            for name, row_R in (
+                ("before", np.where(is_first[at_R], NATIVE, named[at_R - 1])),
+                ("after", np.where(is_first[behind_R], NATIVE, named[behind_R])),
+            )
+        )
+        return PlacedRows(num_rows, there.upload("places", at_R), before_LRK, after_LRK)
 
     def _on_device(self, device: torch.device) -> TraceOnDevice:
         if device not in self._there:
@@ -210,12 +239,14 @@ def shard(
         refuse_missing(trace, whole_rows.packed_row_R)
     # The rows of a rank become one sequence: what lies before them, on other ranks, is known to `faithful_N` alone.
     seen_N = np.unique(row_R[row_R >= 0]) if layers else np.zeros(0, np.int64)
-    cut = trace.without_streams()
-    cut = (cut.select_layers(layers) if layers else cut).take_rows(seen_N, np.array([len(seen_N)]))
+    of_layers = trace.without_streams()
+    of_layers = of_layers.select_layers(layers) if layers else of_layers
+    cut = of_layers.take_rows(seen_N, np.array([len(seen_N)]))
     # batches are compared with `tokens_C`, and versions with those of the whole: one number in the place of either
     nothing_N = np.broadcast_to(np.int32(0), len(seen_N))
     cut = replace(cut, token_ids_N=nothing_N, weight_versions_N=nothing_N)
     spec, picks_PLK = cut.spec, cut.expert_ids_NLK[:0]
+    beside_X = seen_N[:0]
     here_R = np.full(len(row_R), NATIVE, np.int32)
     if layers:
         here_R[row_R >= 0] = np.searchsorted(seen_N, row_R[row_R >= 0])
@@ -224,6 +255,12 @@ def shard(
             is_spread_R[row_R >= 0] = ~trace.valid_N[row_R[row_R >= 0]]
         picks_PLK = spread_picks(spec, home_LE, share.number * spec.top_k)  # ranks begin with other experts
         here_R[is_spread_R] = SPREAD - np.arange(is_spread_R.sum()) % len(picks_PLK)
+        # the sentinel asks for rows beside those that are seen here
+        is_first_N = np.zeros(trace.num_rows + 1, np.bool_)
+        is_first_N[trace.offsets] = True
+        beside_X = np.union1d(seen_N[~is_first_N[seen_N]] - 1, seen_N[~is_first_N[seen_N + 1]] + 1)
+        beside_X = np.setdiff1d(beside_X[trace.valid_N[beside_X]], seen_N)
+        picks_PLK = np.concatenate([picks_PLK, of_layers.expert_ids_NLK[beside_X]])
     faithful_N = dropped_C = None
     if missing == "drop":
         faithful_N, dropped_C = faithful_rows(trace), context_C >= 0
@@ -238,6 +275,9 @@ def shard(
         here_R,
         None if faithful_N is None else faithful_N[seen_N],
         picks_PLK,
+        seen_N.astype(np.int32),
+        beside_X.astype(np.int32),
+        trace.offsets,
         is_padded=bool(whole_rows.is_pad_R.any() or (missing == "spread" and not trace.valid_N.all())),
         tokens_C=np.append(trace.token_ids_N, np.int32(-1))[context_C],  # padding is row -1
         dropped_C=dropped_C if dropped_C is not None and dropped_C.any() else None,

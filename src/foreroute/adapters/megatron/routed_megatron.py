@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 import megatron.core
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from foreroute.adapters.megatron.hooks import ChunkHooks
 from foreroute.adapters.megatron.planned_experts import PlannedExperts
@@ -170,6 +171,15 @@ class RoutedMegatron(PlannedModel):
         return rows_over_ranks(
             passes, self.spec, [each.layers for each in self.chunks], self.share, self.chunks[0].trunk.pg_collection
         )
+
+    def sum_over_ranks(self, counts: Tensor) -> Tensor:
+        """Over pipeline stages, and ranks of sequence and context parallelism."""
+        trunk: Any = self.chunks[0].trunk
+        total = counts.clone()
+        for group in (trunk.pg_collection.pp, self.share.sp_group, self.share.cp_group):
+            if group is not None and group.size() > 1:
+                torch.distributed.all_reduce(total, group=group)
+        return total
 
     def _require_trace(self, trace: object, what: str, expected: str) -> None:
         if not isinstance(trace, RoutingTrace):

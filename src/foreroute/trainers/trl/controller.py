@@ -34,13 +34,12 @@ from foreroute.adapters.hf import RoutedTransformer
 from foreroute.costs.cluster_file import Cluster
 from foreroute.errors import BatchMismatchError, EngineError, ForerouteError, ReplayError
 from foreroute.mismatch import Suspicion
-from foreroute.mismatch.sentinel import LOOK_AT
 from foreroute.plan import Topology
 from foreroute.replay.rows import to_device
 from foreroute.trace import INDEXER, SAMPLING, RoutingTrace, concatenate
 from foreroute.trainers.checks import check_first_rollout
 from foreroute.trainers.mismatch_sums import MismatchSums
-from foreroute.trainers.sentinel import RolloutSentinel, Watching
+from foreroute.trainers.sentinel import RolloutSentinel, Watching, kept_tokens
 from foreroute.trainers.trl.capture import RolloutCapture
 from foreroute.trainers.trl.masked_head import scored_on_sampling_masks
 from foreroute.trainers.trl.partitioned import whole_where_run
@@ -220,7 +219,7 @@ class TrainerPassController:
         """Read what is to be logged of all processes, and start anew. A collective call, for which the host waits."""
         logs = {} if self._windows is None else self._windows.sums.flush()
         if self._sentinel is not None:
-            found = self._sentinel.judge()
+            found = self._judge(self._sentinel)
             self._suspected += len(found)
             self._judge_weights(found)
             counted = self._over_processes(torch.tensor(float(self._suspected)))
@@ -356,21 +355,33 @@ class TrainerPassController:
                 f"sentinel={self._watching!r} was asked for, and TRL computed no old log-probs for this rollout, so "
                 "that nothing was replayed before the update; take sentinel='warn', or raise num_iterations"
             )
-        found = sentinel.judge()
+        found = self._judge(sentinel)
         self._suspected += len(found)
         if self._watching == "stop" and float(self._over_processes(torch.tensor(float(len(found))))):
             # all processes end together
-            seen = f"{found[0].sentence}. {LOOK_AT}" if found else "another process says where, in its log"
+            seen = (
+                f"{found[0].sentence}. {found[0].looks_like.advice}"
+                if found
+                else "another process says where, in its log"
+            )
             raise BatchMismatchError(f"rollout {rollout.number} looks wrong: {seen}")
         self._judge_weights(found)
-        mask_BR = output["completion_mask"]
-        kept_BR = np.ones(mask_BR.shape, np.int64)
-        for each in found:
-            if each.sequence is not None and each.since is not None:
-                # the row of a token routed what the next one was drawn from, and all behind it saw that
-                kept_BR[each.sequence, max(each.since + 1 - int(rollout.prompt_lengths[each.sequence]), 0) :] = 0
-        if not kept_BR.all():
-            output["tool_mask"] = to_device(kept_BR, mask_BR.device) * output.get("tool_mask", 1)
+        if found:
+            mask_BR = output["completion_mask"]
+            kept_S = kept_tokens(found, rollout.prompt_lengths + mask_BR.shape[1]) - rollout.prompt_lengths
+            kept_BR = np.arange(mask_BR.shape[1]) < kept_S[:, None]
+            output["tool_mask"] = to_device(kept_BR.astype(np.int64), mask_BR.device) * output.get("tool_mask", 1)
+
+    def _judge(self, sentinel: RolloutSentinel) -> list[Suspicion]:
+        """Judge this process's rollouts. Where one process cannot, all raise. A collective call."""
+        error, found = None, []
+        try:
+            found = sentinel.judge()
+        except ForerouteError as raised:
+            error = raised
+        if float(self._over_processes(torch.tensor(float(error is not None)))):
+            raise error or ReplayError("another process could not judge its rollout, and says why in its log")
+        return found
 
     def _judge_weights(self, found: Sequence[Suspicion]) -> None:
         """Say, or under "stop" raise, that a sync garbled weights, unless rows are what is wrong. A collective call."""

@@ -32,7 +32,7 @@ from foreroute.adapters import hf
 from foreroute.trace import RoutingTrace, concatenate
 from foreroute.trainers.checks import refuse, require_overridden
 from foreroute.trainers.verl.packed_batch import FIELD, PackedBatch, PackedRoutes
-from foreroute.trainers.verl.passes import ROLLOUT_LOG_PROBS, EnginePasses, ReplayingEngine, gather_over
+from foreroute.trainers.verl.passes import ROLLOUT_LOG_PROBS, EnginePasses, ReplayingEngine, add_over, gather_over
 from foreroute.trainers.verl.protocol import routed_experts
 from foreroute.trainers.verl.registry import refuse_what_engines_pass_over, replace_engine
 from foreroute.trainers.verl.settings import KEY, Replay, fsdp_refusals, replay_of
@@ -103,7 +103,8 @@ class FSDPPasses(EnginePasses):
         with patch.object(model, "forward", partial(model.forward, return_dict=True)):
             routed = hf.attach(engine.module)
         self._group = engine.ulysses_parallel_group  # of the ranks that share packed rows, or None
-        super().__init__(engine, routed, replay, sharing_groups=() if self._group is None else (self._group,))
+        groups = () if self._group is None else (self._group,)
+        super().__init__(engine, routed, replay, sharing_groups=groups, sum_rows=partial(add_over, groups))
         self._rank = 0 if self._group is None else dist.get_rank(self._group)
 
     def step(self, step: Step, micro_batch: Any, loss_function: Any) -> Any:

@@ -182,6 +182,9 @@ class MegatronPasses(EnginePasses):
             return shards_by_id[id(data)]
 
         replaying = self.routed.replaying(forward_step_func, routes_of=routes_of)
+        watching = None
+        if self._sentinel is not None and traces and not self._is_update:
+            watching = self._sentinel.counting(np.concatenate([each.lengths for each in traces]))
         planned, plan_sums = None, self._plan_sums
         with nullcontext() if shards else self.routed.record() as recording, ExitStack() as executions:
             if plan_sums is not None and shards:
@@ -201,7 +204,8 @@ class MegatronPasses(EnginePasses):
                 self.num_forwards += 1
                 return replaying(batches, model)
 
-            results = run(step, len(given))
+            with nullcontext() if watching is None else watching:
+                results = run(step, len(given))
         self._require_all(len(given))
         if planned is not None and plan_sums is not None:
             planned.add_to(plan_sums, "update" if self._is_update else "recompute")

@@ -22,7 +22,7 @@ from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.core.passes import signed_dtype
 from foreroute.errors import BatchMismatchError, CaptureError, ReplayError, shown
 from foreroute.replay import Policy, ReplayRows
-from foreroute.replay.rows import to_device
+from foreroute.replay.rows import PlacedRows, to_device
 from foreroute.trace import NO_VERSION, RoutingSpec, RoutingTrace
 
 FIELD = "routed_experts"
@@ -237,7 +237,19 @@ class PackedRoutes:
             counted_R=is_real_R,
             counts=policy.counts,
             loss_mask=lambda: is_real_R.view(batch.shape),
+            placed=lambda: self._placed(row_R, is_real_R),
         )
+
+    def _placed(self, row_R: Tensor, is_real_R: Tensor) -> PlacedRows:
+        """Give the place of each row in the micro-batch, and what is replayed beside it, also on another rank."""
+        packed, num_rows = self._packed, len(self._packed.tokens_N)
+        beside = []
+        for step in (-1, 1):
+            other_R = (row_R + step).clamp(0, num_rows - 1)
+            is_beside_R = is_real_R & (other_R != row_R) & (packed.number_N[other_R] == packed.number_N[row_R])
+            ids_LRK = self._ids_NLK.transpose(0, 1).index_select(1, other_R).to(signed_dtype(self._spec.num_experts))
+            beside.append(ids_LRK.masked_fill_(~(is_beside_R & self._forced_N[other_R])[:, None], -1))
+        return PlacedRows(num_rows, row_R.where(is_real_R, num_rows), *beside)
 
 
 def _refuse_other(differs: Tensor) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foreroute.core.deferred_checks import DeferredChecks
-from foreroute.errors import CaptureError, ReplayError
+from foreroute.errors import CaptureError, ForerouteError, RankError, ReplayError
 from foreroute.replay import RoutedModel
 from foreroute.replay.rows import to_device
 from foreroute.trace import RoutingTrace
@@ -82,6 +82,7 @@ class EnginePasses:
         replay: Replay,
         *,
         sharing_groups: tuple[Any, ...] = (),  # of ranks that share rows or layers of a batch
+        sum_rows: Callable[[Tensor], Tensor] | None = None,  # over these, where the model does not know them
     ) -> None:
         self.routed: Any = routed
         self.metrics = MismatchSums(replays_rollout=replay == "R3")
@@ -89,8 +90,11 @@ class EnginePasses:
         self._engine, self._replay, self._sharing_groups = engine, replay, sharing_groups
         # under R3 both sides take the same routes, so that what is left tells of their weights
         self._weights_check = WeightsCheck() if replay == "R3" else None
-        # ranks that share rows of a batch see parts of its sequences
-        self._sentinel = RolloutSentinel(routed) if replay == "R3" and not sharing_groups else None
+        self._sentinel: RolloutSentinel | None = None
+        if replay == "R3":
+            # ranks that share a batch find the same, and one of them says so
+            says = all(dist.get_rank(group) == 0 for group in sharing_groups)
+            self._sentinel = RolloutSentinel(routed, sum_rows, says=says)
         self._suspected = 0  # by it since the last log
         self._plan_sums: PlanSums | None = None
         self._checks = DeferredChecks()
@@ -116,11 +120,12 @@ class EnginePasses:
                 "replayed in it"
             )
         if not update:
-            self._checks.wait()
+            self._on_all(self._checks.wait)
             if self._sentinel is not None:
-                self._suspected += len(self._sentinel.judge())
+                self._suspected += len(self._on_all(self._sentinel.judge))
             if self._weights_check is not None:
-                self._weights_check.judge(partial(gather_over, self._engine.get_data_parallel_group()))
+                gather = partial(gather_over, self._engine.get_data_parallel_group())
+                self._on_all(partial(self._weights_check.judge, gather))
 
     def log(self, outputs: Any) -> None:
         """Put what was summed up among the metrics of verl, which the host waits for. A collective call."""
@@ -180,6 +185,18 @@ class EnginePasses:
             if len(versions) > 1:
                 is_of_version_N = counted_N & to_device(oldest_S == version, counted_N.device)[packed.number_N]
             self._weights_check.add(log_r_N, is_of_version_N, version)
+
+    def _on_all(self, judge: Callable[[], Value]) -> Value:
+        """Judge on every rank. All go on, or none: who raised alone would leave the rest waiting. A collective call."""
+        error, found = None, None
+        try:
+            found = judge()
+        except ForerouteError as raised:
+            error = raised
+        groups = (*self._sharing_groups, self._engine.get_data_parallel_group())
+        if float(add_over(groups, torch.tensor(float(error is not None)))):
+            raise error or RankError("a rollout was refused on another rank, whose log says why")
+        return found  # type: ignore[return-value]  # without an error there is one
 
     def _brings_routes(self, data: Any) -> bool:
         """Say whether micro-batches of a batch have routes to replay, or to compare with."""
