@@ -83,7 +83,8 @@ def test_tokens_behind_the_first_wrong_row_are_not_trained_on():
     expected = np.where(np.arange(len(lengths)) == FROZEN, np.maximum(SINCE + 2 - prompts, 0), lengths)
     assert experience.trained_S.tolist() == np.where(experience.informative_S, expected, 0).tolist()
     assert whole.trained_S.tolist() == np.where(experience.informative_S, lengths, 0).tolist()
-    assert experience.trained_S[FROZEN] < lengths[FROZEN]
+    dropped = int(lengths[experience.informative_S].sum() - experience.trained_S.sum())
+    assert history[-1].sampling.dropped_tokens == dropped > 0 == history[-2].sampling.dropped_tokens
     assert [each.sequence for each in history[-1].suspicions] == [FROZEN]
     assert math.isfinite(history[-1].loss)
     assert not same_state(trainer.state()["model"], kept.state()["model"])
@@ -102,7 +103,7 @@ def test_tokens_that_are_left_out_have_no_part_in_loss_and_gradients(method):
         place_R = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         assert (place_R >= kept).any()
         noisy_R = {"none": place_R < 0, "behind": place_R >= kept, "before": place_R == kept - 1}[noise]
-        experience = replace(experience, kept_S=np.minimum(lengths, kept))
+        experience = replace(experience, left_S=np.minimum(lengths, kept))
         _, mini_batches = make_schedule(experience, trainer.config.rl, trainer.execution.ranks, seed=(0, 0))
         trainer.update(experience, mini_batches, generation.logprobs_R - np.float32(0.1) * noisy_R, None)
         weights.append(trainer.state()["model"])

@@ -114,6 +114,8 @@ class SamplingRecord:
     """Responses of the step."""
     informative_share: Share | None = None
     """Share of responses with an advantage."""
+    dropped_tokens: int | None = None
+    """Tokens of these that the sentinel left out of the update."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -183,12 +183,16 @@ def suspicion_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
     for place, run in enumerate(runs):
         for likeness, steps, first, others in _suspected(run):
             at_once = f"; at step {steps[0]} also {_named(others)}" if others else ""
+            dropped = sum(
+                step.sampling.dropped_tokens or 0 for step in run.steps if step.step in steps and step.sampling
+            )
+            left_out = f"; {dropped} response tokens were left out of the updates" if dropped else ""
             of_rank = f"rank {first.rank}, " if first.rank else ""
             cells = (
                 run.label,
                 f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0]),
                 likeness,
-                f"{of_rank}{first.sentence}{at_once}",
+                f"{of_rank}{first.sentence}{at_once}{left_out}",
                 _k3_beside(run, steps[0]),
                 ADVICE_BY_K3.get(likeness, first.advice),
             )

@@ -119,7 +119,7 @@ class Trainer:
                 generation = experience.generation
                 prompts_S = generation.trace.lengths - generation.response_lengths
                 kept_S = kept_tokens(found, generation.trace.lengths) - prompts_S
-                experience = replace(experience, kept_S=kept_S.clip(min=0))
+                experience = replace(experience, left_S=kept_S.clip(min=0))
 
         with self._timed("update"):
             old_logprobs_R = passes[trains_with].logprobs_R

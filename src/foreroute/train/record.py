@@ -54,13 +54,17 @@ class Experience:
     # [S], False in groups whose rewards are all equal; they are left out of the update
     informative_S: NDArray[np.bool_]
     # [S], tokens of each response, from its first, that the sentinel leaves in the update; None where it leaves all
-    kept_S: NDArray[np.int64] | None = None
+    left_S: NDArray[np.int64] | None = None
+
+    @property
+    def kept_S(self) -> NDArray[np.int64]:
+        """int64 [S], tokens of each response, from its first, that the sentinel leaves in the update."""
+        return self.generation.response_lengths if self.left_S is None else self.left_S
 
     @property
     def trained_S(self) -> NDArray[np.int64]:
-        """int64 [S], tokens of each response, from its first, that are trained on."""
-        kept_S = self.generation.response_lengths if self.kept_S is None else self.kept_S
-        return np.where(self.informative_S, kept_S, 0)
+        """int64 [S], those that are trained on."""
+        return np.where(self.informative_S, self.kept_S, 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,6 +124,7 @@ def merged(parts: list[StepPart]) -> StepPart:
         np.concatenate([each.rewards_S for each in experiences]),
         np.concatenate([each.advantages_S for each in experiences]),
         np.concatenate([each.informative_S for each in experiences]),
+        np.concatenate([each.kept_S for each in experiences]),
     )
     updated = replace(
         updates[0],
@@ -176,7 +181,11 @@ def step_record(
         live_agreement=(1 - differing / cells).tolist() if len(cells) else None,
         expert_load=expert_load,
         importance=importance,
-        sampling=SamplingRecord(responses=len(rewards_S), informative_share=float(experience.informative_S.mean())),
+        sampling=SamplingRecord(
+            responses=len(rewards_S),
+            informative_share=float(experience.informative_S.mean()),
+            dropped_tokens=int((generation.response_lengths - experience.kept_S)[experience.informative_S].sum()),
+        ),
         execution=execution,
         device=DeviceRecord(kind=device.type, name=name, **peak),
         suspicions=whole.suspicions,

@@ -96,7 +96,7 @@ def test_weights_that_a_sync_garbled_are_in_the_log_of_the_first_rollout_behind_
             trainer(folder, sentinel="stop", **passes).train()
 
 
-def test_dropped_tokens_are_those_behind_the_first_wrong_row(folder, monkeypatch):
+def test_dropped_tokens_are_those_behind_the_first_wrong_row(folder, monkeypatch, caplog):
     suspicion = Suspicion(LooksLike.STALE_ROWS, "planted", 1.0, 0.1, 1e-9, sequence=1, since=0, num_rows=3)
     seen = []
 
@@ -108,6 +108,7 @@ def test_dropped_tokens_are_those_behind_the_first_wrong_row(folder, monkeypatch
     monkeypatch.setattr(Sentinel, "judge", judge)
     output = first_output(trainer(folder, sentinel="drop", **TWICE | {"max_steps": 1}))
     [(since, counts)] = seen
+    assert "tokens of 1 sequences leave the loss" in caplog.text
     completions, prompts = output["completion_mask"].sum(1), output["prompt_mask"].sum(1)
     assert counts.lengths_S.tolist() == (prompts + completions).tolist()
     dropped = (output["completion_mask"] * (1 - output["tool_mask"])).bool()

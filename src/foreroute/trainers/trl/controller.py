@@ -370,6 +370,7 @@ class TrainerPassController:
             mask_BR = output["completion_mask"]
             kept_S = kept_tokens(found, rollout.prompt_lengths + mask_BR.shape[1]) - rollout.prompt_lengths
             kept_BR = np.arange(mask_BR.shape[1]) < kept_S[:, None]
+            LOG.warning("The sentinel: tokens of %d sequences leave the loss", (~kept_BR.all(1)).sum())
             output["tool_mask"] = to_device(kept_BR.astype(np.int64), mask_BR.device) * output.get("tool_mask", 1)
 
     def _judge(self, sentinel: RolloutSentinel) -> list[Suspicion]:
