@@ -111,7 +111,7 @@ include make/night.mk
 include make/settings.mk
 include make/megatron.mk
 include make/verl.mk
-include make/wheel.mk
+include make/release.mk
 
 clean:
 	rm -rf $(VENV) .venv-vllm* .venv-verl .venv-oldest .venv-newest .venv-settings dist $(KERNELS) .megatron-* site .mypy_cache .ruff_cache .pytest_cache .hypothesis
