@@ -20,7 +20,7 @@ the replicas allow. G ranks, E experts, S slots of a rank.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from operator import itemgetter
 
 import numpy as np
@@ -112,7 +112,8 @@ def _level_ranks(cell: _Cell, target: int, *, adding: bool = True, threshold: fl
         start = int(load_G.argmax())
         if load_G[start] <= target:
             return target
-        seen, end = _find_path(cell, load_G, start, target)
+        seen: Seen = {start: (int(load_G[start]) - target, NONE, NONE)}
+        end = _search_ranks(cell, seen, np.flatnonzero(load_G < target).tolist())
         if end != NONE:
             cell.push(seen, end, min(seen[end][0], target - int(load_G[end])))
             continue
@@ -145,20 +146,19 @@ def _level_ranks(cell: _Cell, target: int, *, adding: bool = True, threshold: fl
             target = -(-int(load_G[list(seen)].sum()) // len(seen))
 
 
-def _find_path(cell: _Cell, load_G: Integers, start: int, target: int) -> tuple[Seen, int]:
-    """Search breadth first for a rank below the target: what was seen, and that rank, or NONE."""
-    seen: Seen = {start: (int(load_G[start]) - target, NONE, NONE)}
-    queue = [start]
+def _search_ranks(cell: _Cell, seen: Seen, ends: Container[int] = ()) -> int:
+    """Search breadth first along the edges, for one of the ends, which is returned; without ends against the edges."""
+    queue = list(seen)
     for rank in queue:
         for e in cell.experts_on(rank):
-            width = min(seen[rank][0], int(cell.quota_GE[rank, e]))
-            for to in cell.hosts_E[e] if width else ():
-                if to not in seen:
+            for to in cell.hosts_E[e]:
+                width = min(seen[rank][0], int(cell.quota_GE[rank if ends else to, e]))
+                if width and to not in seen:
                     seen[to] = width, rank, e
                     queue.append(to)
-                    if load_G[to] < target:
-                        return seen, to
-    return seen, NONE
+                    if to in ends:
+                        return to
+    return NONE
 
 
 def _room(cell: _Cell, load_G: Integers, target: int) -> tuple[Integers, bool]:
@@ -168,16 +168,11 @@ def _room(cell: _Cell, load_G: Integers, target: int) -> tuple[Integers, bool]:
     if (room_G * is_free_G).any():
         return room_G * is_free_G, True
     # what others could pass on to ranks below the target, over hosts that exist
-    is_below_G = room_G > 0
-    queue = np.flatnonzero(is_below_G).tolist()
-    for rank in queue:
-        for e in cell.experts_on(rank):
-            for before in cell.hosts_E[e]:
-                if cell.quota_GE[before, e] and before not in queue:
-                    room_G[before] = min(room_G[rank], cell.quota_GE[before, e])
-                    queue.append(before)
-    passing_G = room_G * (is_free_G & ~is_below_G)
-    return (passing_G, True) if passing_G.any() else (room_G, False)
+    seen: Seen = {rank: (int(room_G[rank]), NONE, NONE) for rank in np.flatnonzero(room_G).tolist()}
+    can_pass_G = is_free_G & (room_G == 0)
+    _search_ranks(cell, seen)
+    room_G[list(seen)] = [width for width, *_ in seen.values()]
+    return (room_G * can_pass_G, True) if (room_G * can_pass_G).any() else (room_G, False)
 
 
 class _Cell:
