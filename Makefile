@@ -115,7 +115,7 @@ include make/peers.mk
 include make/patches.mk
 include make/megatron.mk
 include make/verl.mk
-include make/wheel.mk
+include make/release.mk
 include make/scores.mk
 
 clean:

@@ -18,7 +18,7 @@ import foreroute as fr
 from foreroute.adapters import hf
 from foreroute.core import ReplayError, attach
 from foreroute.core.passes import ReplayCounts
-from foreroute.core.routed import INTEGERS, UNSIGNED
+from foreroute.core.route_ids import INTEGERS, UNSIGNED
 from foreroute.testing.models import tiny
 from tests.adapters.hf.families import build
 from tests.adapters.hf.model_runs import (

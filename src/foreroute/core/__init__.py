@@ -7,6 +7,8 @@
         loss = model(**batch).loss                           # any checkpointing; backward may run later
     routed.report()                                          # rows replayed, natively differing, of each router
 
+    weights, ids = select_at(logits, ids, gate="sigmoid")    # in a router of your own, without hooks
+
 Nothing but torch is imported, and that when a name is asked for.
 """
 
@@ -17,11 +19,24 @@ from .errors import AttachError, ForerouteError, ReplayError
 
 if TYPE_CHECKING:
     from .attaching import attach
+    from .deferred_checks import DeferredChecks
     from .routed import LayerReport, Routed, TensorRecording
+    from .selecting import select_at
 
-_LAZY = {"attach": ".attaching"} | dict.fromkeys(("LayerReport", "Routed", "TensorRecording"), ".routed")
+_LAZY = {"DeferredChecks": ".deferred_checks", "attach": ".attaching", "select_at": ".selecting"}
+_LAZY |= dict.fromkeys(("LayerReport", "Routed", "TensorRecording"), ".routed")
 
-__all__ = ["AttachError", "ForerouteError", "LayerReport", "ReplayError", "Routed", "TensorRecording", "attach"]
+__all__ = [
+    "AttachError",
+    "DeferredChecks",
+    "ForerouteError",
+    "LayerReport",
+    "ReplayError",
+    "Routed",
+    "TensorRecording",
+    "attach",
+    "select_at",
+]
 
 
 def __getattr__(name: str) -> Any:

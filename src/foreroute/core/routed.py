@@ -27,6 +27,7 @@ from .deferred_checks import DeferredChecks
 from .errors import ReplayError
 from .hooks import ModelHooks
 from .passes import Interceptor, Pass, RecordOptions, ReplayCounts, Rows, move_tensor
+from .route_ids import INTEGERS, described, find_faults, raise_faults, signed
 from .trunk import TrunkArgs, TrunkHooks
 
 NOTHING_RECORDED = (
@@ -35,20 +36,6 @@ NOTHING_RECORDED = (
 
 Missing = Literal["native", "error"]
 """What to do with rows of -1 that are neither padding nor the last of their sequence."""
-UNSIGNED = {
-    torch.uint8: torch.int16,
-    torch.uint16: torch.int32,
-    torch.uint32: torch.int64,
-    torch.uint64: torch.int64,
-}
-"""Types without -1, and those that hold their ids beside it."""
-INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, *UNSIGNED)
-FAULTS = (
-    "rows with an id out of range",
-    "rows with an expert twice",
-    "rows with -1 beside experts",
-    "rows of -1 that later tokens depend on",
-)
 
 
 class LayerReport(NamedTuple):
@@ -272,7 +259,7 @@ class TensorRows(NamedTuple):
             raise ReplayError(f"missing is {missing!r}; expected one of {get_args(Missing)}")
         routers, top_k = hooks.routers, int(hooks.sizes_2L[1].max())
         if not isinstance(ids, Tensor) or ids.ndim != 4 or ids.dtype not in INTEGERS:
-            raise ReplayError(f"ids are {_described(ids)}; expected integers [B, T, L, K]")
+            raise ReplayError(f"ids are {described(ids)}; expected integers [B, T, L, K]")
         if ids.shape[2:] != (len(routers), top_k):
             raise ReplayError(
                 f"ids have [L, K] = {list(ids.shape[2:])}; the model has {len(routers)} routers of at most {top_k} "
@@ -281,7 +268,7 @@ class TensorRows(NamedTuple):
         if mask is not None and mask.shape != ids.shape[:2]:
             raise ReplayError(f"attention_mask is {list(mask.shape)}, ids are {list(ids.shape)} [B, T, L, K]")
         device = hooks.device or ids.device
-        ids_LBTK = _signed(move_tensor(ids, device)).permute(2, 0, 1, 3)
+        ids_LBTK = signed(move_tensor(ids, device)).permute(2, 0, 1, 3)
         real_BT = torch.ones(ids.shape[:2], dtype=torch.bool, device=device)
         if mask is not None:
             real_BT = move_tensor(mask, device) != 0
@@ -290,11 +277,7 @@ class TensorRows(NamedTuple):
         given = (ids_LBTK >= 0) & is_pick & real_BT[..., None]
         num_given = given.sum(-1)
         routed = num_given == top_k_L
-        too_large = ((ids_LBTK >= num_experts_L[..., None]) & given).any(-1)
-        # equal ids are neighbours when sorted; -1, -2, ... in the place of what is not given are equal to nothing
-        fillers = -1 - torch.arange(top_k, device=device)
-        ordered = torch.where(given, ids_LBTK.long(), fillers).sort(-1).values
-        twice = (ordered[..., 1:] == ordered[..., :-1]).any(-1)
+        too_large, twice = find_faults(ids_LBTK, given, num_experts_L[..., None])
         in_part = (num_given > 0) & ~routed
         wrong = too_large | twice | in_part
         lacking = torch.zeros_like(real_BT)
@@ -314,24 +297,4 @@ class TensorRows(NamedTuple):
 
     def raise_faults(self) -> None:
         """Raise `ReplayError` if a row had a fault. Waits for the device."""
-        totals = zip(self.faults.cpu().tolist(), FAULTS, strict=True)
-        said = ", ".join(f"{total} {what}" for total, what in totals if total)
-        if said:
-            raise ReplayError(
-                f"the routes had {said}; the model routed these rows itself. Mend the ids that are replayed"
-            )
-
-
-def _described(value: Any) -> str:
-    return f"{value.dtype} of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-
-
-def _signed(ids: Tensor) -> Tensor:
-    """Give the same ids in a type that has -1, also where it became another number in all of several picks."""
-    if ids.dtype not in UNSIGNED:
-        return ids
-    wide = ids.to(UNSIGNED[ids.dtype])
-    was_minus_one = wide == (-1 if ids.dtype == torch.uint64 else torch.iinfo(ids.dtype).max)
-    wide = wide.where(wide >= 0, torch.iinfo(wide.dtype).max)  # what int64 does not hold is above all ids
-    # with one pick, 255 may be the expert of that number
-    return wide.masked_fill(was_minus_one.all(-1, keepdim=True), -1) if ids.shape[-1] > 1 else wide
+        raise_faults(self.faults, "the model routed these rows itself")

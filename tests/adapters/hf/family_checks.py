@@ -11,16 +11,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from foreroute.adapters import hf
 from foreroute.adapters.hf.packed_routers import about_packed
 from foreroute.adapters.hf.without_weights import structure_of
+from foreroute.adapters.versions import PEERS
 from foreroute.core.hooks import overridden
 from foreroute.errors import ConfigError
 from foreroute.replay import ReplayCounts
 from foreroute.trace import LayerKind
 from tests.adapters.hf.families import build, modelling_file
-from tests.adapters.hf.family_gates import GATES
+from tests.adapters.hf.family_gates import GATES, Gate
 from tests.adapters.hf.model_runs import checkpointed_by_library, gradients, random_routes
 from tests.replay.session_subject import router_paths, same
 
@@ -65,6 +67,46 @@ def weights(name):
             torch.testing.assert_close(
                 call.weights.double(), call.expected(ids_of(routes, layer)), rtol=5e-6, atol=1e-7
             )
+    if is_newest():
+        for call, other in zip(untouched, replayed, strict=True):
+            require_selected(call, other)
+
+
+def is_newest():
+    """Whether transformers is of the tested release: older ones hand on other logits."""
+    return transformers.__version__ == PEERS["transformers"].newest
+
+
+def require_selected(untouched, replayed):
+    """`select_at` gives the weights of a router bit for bit, at its own ids and at replayed ones, and its picks."""
+    if untouched.gate.weights is not None:  # which is a rule of its own
+        return
+    for call in (untouched, replayed):
+        weights, ids = call.gate.selected(call.logits, call.ids)
+        assert torch.equal(ids, call.ids)
+        assert torch.equal(weights, call.weights)
+    if type(untouched.router).__name__.endswith("HashRouter"):
+        return
+    absent = torch.full_like(untouched.ids, -1)
+    weights, ids = untouched.gate.selected(untouched.logits, absent, **native_rule(untouched))
+    order, of_router = ids.argsort(-1), untouched.ids.argsort(-1)  # routers order picks in ways of their own
+    assert torch.equal(ids.gather(-1, order), untouched.ids.gather(-1, of_router))
+    torch.testing.assert_close(weights.gather(-1, order), untouched.weights.gather(-1, of_router), rtol=2e-7, atol=0)
+
+
+def native_rule(call):
+    """The bias and the groups by which a router selects."""
+    biases = [
+        getattr(owner, name)
+        for owner in (call.block, *call.router.modules())
+        for name in ("e_score_correction_bias", "expert_bias")
+        if hasattr(owner, name)
+    ]
+    groups = None
+    if getattr(call.router, "num_group", 1) > 1:
+        counted = 1 if call.gate == Gate() else 2  # of DeepSeek-V2's kind
+        groups = call.router.num_group, call.router.topk_group, counted
+    return {"bias": biases[0].detach().flatten() if biases else None, "groups": groups}
 
 
 def gradient(name):
@@ -86,6 +128,13 @@ def gradient(name):
             assert (ours is None) == (theirs is None)
             if ours is not None:
                 torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+        if is_newest() and call.gate.weights is None and call.logits.requires_grad:
+            selected, _ = call.gate.selected(call.logits, call.ids)
+            [by_router], [by_door] = (
+                torch.autograd.grad((given * direction).sum(), call.logits, retain_graph=True)
+                for given in (call.weights, selected)
+            )
+            assert torch.equal(by_router, by_door)
     loss.backward()
     for path in router_paths(routed):
         sizes = [p.grad.norm() for p in model.get_submodule(path).parameters() if p.grad is not None]
@@ -159,14 +208,15 @@ class Call:
 
     Attributes:
         router: the module that has the parameters.
+        block: the module that it is in.
         logits: what the formula starts from, in the graph.
         weights: [R, K], in the graph.
         ids: int64 [R, K].
         to_experts: int64 [R, K] that an experts module was called with, or None where it takes none.
     """
 
-    def __init__(self, name, router, top_k, args, output, *, takes_logits):
-        self.gate, self.router, self.hidden = GATES[name], router, args[0]
+    def __init__(self, name, router, block, top_k, args, output, *, takes_logits):
+        self.gate, self.router, self.block, self.hidden = GATES[name], router, block, args[0]
         self.logits = args[0] if takes_logits else output[self.gate.logits]
         self.weights, self.ids = self.gate.read(output, top_k)
         self.to_experts = None
@@ -180,10 +230,10 @@ def watching(name, routed):
     """A `Call` for every router of a forward, in the order in which they run."""
     calls = []
 
-    def note(router, takes_logits, selecting, *args, **kwargs):
+    def note(router, block, takes_logits, selecting, *args, **kwargs):
         output = selecting(*args, **kwargs)
         top_k = routed.spec.sizes_L[len(calls) % routed.spec.num_layers][1]
-        calls.append(Call(name, router, top_k, args, output, takes_logits=takes_logits))
+        calls.append(Call(name, router, block, top_k, args, output, takes_logits=takes_logits))
         return output
 
     def note_experts(module, args):
@@ -195,7 +245,7 @@ def watching(name, routed):
             router, block = model_part(routed, path), model_part(routed, path.rpartition(".")[0])
             by_block = hasattr(block, "route_tokens_to_experts")  # dbrx, and more families in older releases
             selecting = (block, "route_tokens_to_experts") if by_block else (router, "forward")
-            stack.enter_context(overridden(*selecting, partial(note, router, by_block)))
+            stack.enter_context(overridden(*selecting, partial(note, router, block, by_block)))
         for module in routed.model.modules():
             if type(module).__name__.endswith("Experts"):
                 stack.callback(module.register_forward_pre_hook(note_experts).remove)

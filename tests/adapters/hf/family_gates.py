@@ -6,9 +6,13 @@ cannot be wrong in the way that replay is wrong.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch.nn.functional import logsigmoid, softplus
+
+from foreroute.core import select_at
+from foreroute.core.selecting import Gate as Gates
 
 SCORES = {
     "softmax": lambda logits: logits.softmax(-1),
@@ -28,6 +32,7 @@ class Gate:
         weights: float64 [R, K] by a rule of its own, from (router, its hidden states, logits [R, E], ids [R, K]).
         label: for people, where the fields above do not say it all.
         handed_on: how to read (weights, ids), both [R, K], off what the selecting function returns, given K.
+        of_picks: whether the router scores the picks alone, which is the same but for rounding.
     """
 
     score: str = "softmax"
@@ -38,6 +43,7 @@ class Gate:
     weights: Callable | None = None
     label: str = ""
     handed_on: Callable | None = None
+    of_picks: bool = False
 
     def __str__(self):
         return self.label or self.score.replace("_", " ") + (" / sum" if self.renormalise else "")
@@ -54,6 +60,15 @@ class Gate:
         if self.renormalise:
             picked = picked / (picked.sum(-1, keepdim=True) + self.epsilon)
         return self.scale * picked
+
+    def selected(self, logits, ids_RK, **native):
+        """What `select_at` makes of it: weights and ids [R, K]."""
+        gate = self.score + " of picks" * self.of_picks
+        if gate not in get_args(Gates):
+            gate, logits = "scores", SCORES[self.score](logits)
+        rest = {"normalize": self.renormalise and gate != "softmax of picks", "scale": self.scale}
+        rest |= {"epsilon": self.epsilon} if self.epsilon else {}
+        return select_at(logits.reshape(-1, logits.shape[-1]), ids_RK, gate=gate, **rest, **native)
 
     def read(self, output, top_k):
         """Weights and ids, both [R, K], that a router hands on: by default its last two outputs in either order."""
@@ -115,11 +130,15 @@ GATES_OF_SEVERAL = [
     (Gate(), "deepseek_ocr2 deepseek_v2 flex_olmo jamba olmoe qwen2_moe qwen3_moe unlimited_ocr"),
     (
         Gate(renormalise=True),
-        "aria cohere2_moe ernie4_5_moe ernie4_5_vl_moe gpt_oss granitemoe granitemoe_swa granitemoehybrid "
-        "granitemoeshared hunyuan_v1_moe lara_mini mellum minimax mistral4 mistral_large4 mixtral qwen3_5_moe "
-        "qwen3_next qwen3_omni_moe qwen3_vl_moe qwen4_exp",
+        "ernie4_5_moe ernie4_5_vl_moe hunyuan_v1_moe lara_mini mellum minimax mistral4 mistral_large4 mixtral "
+        "qwen3_5_moe qwen3_next qwen3_omni_moe qwen3_vl_moe qwen4_exp",
     ),
-    (Gate("sigmoid"), "dots1 kolibri1"),
+    (
+        Gate(renormalise=True, of_picks=True),
+        "aria cohere2_moe gpt_oss granitemoe granitemoe_swa granitemoehybrid granitemoeshared",
+    ),
+    (Gate("sigmoid"), "dots1"),
+    (Gate("sigmoid", of_picks=True), "kolibri1"),
     (
         Gate("sigmoid", renormalise=True),
         "afmoe beam dots3_note flint glm4_moe glm4v_moe laguna mimo_v2_flash minimax_m2 minimax_m3_vl muse_spark "
@@ -140,12 +159,18 @@ GATES = {name: gate for gate, names in GATES_OF_SEVERAL for name in names.split(
     "hy_v4_vl": Gate("sigmoid", renormalise=True, scale=2.827),
     "inkling": Gate(weights=_with_shared_experts, label="sigmoid / sum with shared experts"),
     "inkling2": Gate("sigmoid", renormalise=True, scale=8.0),
-    "jetmoe": Gate(renormalise=True, logits=4, handed_on=_sorted_by_expert, label="softmax / sum; also in attention"),
+    "jetmoe": Gate(
+        renormalise=True,
+        logits=4,
+        handed_on=_sorted_by_expert,
+        label="softmax / sum; also in attention",
+        of_picks=True,
+    ),
     "kimi_linear": Gate("sigmoid", renormalise=True, scale=2.446),
     "lfm2_moe": Gate("sigmoid", renormalise=True, epsilon=1e-6),
     "llama4": Gate("sigmoid", logits=1, handed_on=_scattered),
     "longcat_flash": Gate(weights=_without_logits, label="softmax; zero experts"),
-    "openai_privacy_filter": Gate(renormalise=True, scale=0.5),
+    "openai_privacy_filter": Gate(renormalise=True, scale=0.5, of_picks=True),
     "phimoe": Gate(weights=_bands, label="sparsemixer"),
     "zaya": Gate(weights=_skip_class, label="softmax; skip class"),
 }

@@ -1,0 +1,138 @@
+"""Weights at given ids without hooks. tests/adapters/hf/family_checks.py holds routers of transformers against it."""
+
+import pytest
+import torch
+
+from foreroute.core import DeferredChecks, ReplayError, select_at
+from foreroute.testing.counting_device import DEVICE, other_device
+from foreroute.testing.models import same_bits
+
+RULES = {
+    "Qwen3-MoE": {"normalize": True},
+    "OLMoE": {},
+    "gpt-oss": {"gate": "softmax of picks"},
+    "DeepSeek-V2": {"groups": (4, 2, 1), "scale": 16.0},
+    "DeepSeek-V3": {"gate": "sigmoid", "groups": (4, 2, 2), "normalize": True, "scale": 2.5},
+    "LFM2": {"gate": "sigmoid", "normalize": True, "epsilon": 1e-6},
+    "Kolibri": {"gate": "sigmoid of picks"},
+    "DeepSeek-V4": {"gate": "scores", "normalize": True, "scale": 1.5},
+}
+BIAS = torch.linspace(-0.4, 0.4, 8)
+FAULTS = {"an id out of range": [3, 8, 1], "an expert twice": [3, 1, 3], "-1 beside experts": [3, -1, 1]}
+
+
+def drawn(seed=0, dtype=torch.float32):
+    """Logits [2, 5, 8] and routes [2, 5, 3] of all rows but one."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.rand(2, 5, 8, generator=generator).argsort(-1)[..., :3]
+    ids[1, 2] = -1
+    return torch.rand(2, 5, 8, generator=generator, dtype=dtype) * 4, ids
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_gradients_are_those_of_the_formula(rule):
+    logits, ids = drawn(dtype=torch.float64)
+    given = logits.requires_grad_()
+    assert torch.autograd.gradcheck(lambda logits: select_at(logits, ids, bias=BIAS, **RULES[rule])[0], given)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
+def test_one_graph_takes_it(backend):
+    for rule in (RULES["gpt-oss"], RULES["DeepSeek-V3"]):
+        call = torch.compile(
+            lambda *args, rule=rule: select_at(*args, bias=BIAS, **rule), backend=backend, fullgraph=True
+        )
+        logits, ids = drawn()
+        ids[0, 1] = torch.tensor(FAULTS["an expert twice"])
+        given = [logits.clone().requires_grad_() for _ in range(2)]
+        weights, chosen = zip(call(given[0], ids), select_at(given[1], ids, bias=BIAS, **rule), strict=True)
+        assert torch.equal(*chosen)
+        torch.testing.assert_close(*weights, equal_nan=True, rtol=1e-6, atol=0)
+        for each in weights:
+            each.nansum().backward()
+        torch.testing.assert_close(*(each.grad for each in given), rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rows_without_a_route_are_the_routers_and_others_keep_their_order(rule):
+    logits, ids = drawn()
+    weights, chosen = select_at(logits, ids, bias=BIAS, **RULES[rule])
+    native, native_ids = select_at(logits, torch.full_like(ids, -1), bias=BIAS, **RULES[rule])
+    given = (ids >= 0).all(-1)
+    assert torch.equal(chosen, torch.where(given[..., None], ids, native_ids))
+    assert same_bits(weights[~given], native[~given])
+    assert same_bits(select_at(logits, native_ids, **RULES[rule])[0], native)  # a bias and groups weigh nothing
+    assert not torch.equal(weights[given], native[given])
+
+
+def test_an_expert_of_a_closed_group_has_its_live_weight():
+    """The trap of gathering from scores that the router has masked."""
+    logits = torch.arange(8.0)[None].requires_grad_()
+    weights, _ = select_at(logits, torch.tensor([[0, 7]]), groups=(4, 1, 1))
+    assert same_bits(weights, logits.softmax(-1)[:, [0, 7]])
+    weights[0, 0].backward()
+    assert logits.grad[0, 0] > 0
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_wrong_ids_are_told(fault):
+    logits, ids = drawn()
+    right, chosen = select_at(logits, ids, checks=DeferredChecks())
+    ids[0, 1] = torch.tensor(FAULTS[fault])
+    weights, others = select_at(logits, ids)  # nobody is asked: the loss tells
+    assert weights[0, 1].isnan().all()
+    assert torch.equal(others[0, 1], logits[0, 1].topk(3).indices)
+    is_other = torch.ones(2, 5, dtype=torch.bool)
+    is_other[0, 1] = False
+    assert same_bits(weights[is_other], right[is_other])
+    assert torch.equal(others[is_other], chosen[is_other])
+    with pytest.raises(ReplayError, match=rf"the routes had 1 rows with {fault}; their gate weights are NaN"):
+        select_at(logits, ids, checks=DeferredChecks())
+
+
+def test_the_host_does_not_wait_and_is_told_before_a_step():
+    logits, ids = drawn()
+    ids[0, 1] = torch.tensor(FAULTS["an expert twice"])
+    checks, weight = DeferredChecks(), torch.nn.Parameter(torch.ones(1))
+    with other_device() as device:
+        there = logits.to(DEVICE), ids.to(DEVICE)
+        bias = BIAS.to(DEVICE)
+        device.reads.clear()
+        for rule in RULES.values():
+            weights, _ = select_at(*there, bias=bias, checks=checks, **rule)
+        assert not device.reads
+        weights.cpu()
+        assert device.reads  # the control: a wait is counted
+        with pytest.raises(ReplayError, match="twice"):
+            torch.optim.SGD([weight]).step()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64])
+def test_ids_of_every_type(dtype):
+    logits, ids = drawn()
+    expected = select_at(logits, ids)
+    found = select_at(logits, ids.to(dtype))  # -1 is the highest number of an unsigned type
+    assert same_bits(found[0], expected[0])
+    assert same_bits(found[1], expected[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_weighed_in_float32(dtype):
+    logits, ids = drawn()
+    weights, _ = select_at(logits.to(dtype), ids)
+    assert same_bits(weights, select_at(logits.to(dtype).float(), ids)[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"ids": torch.zeros(2, 4, 3, dtype=torch.int64)}, r"ids torch.int64 of shape \[2, 4, 3\]"),
+        ({"ids": torch.zeros(2, 5, 3)}, "ids torch.float32"),
+        ({"scores": torch.zeros(2, 5, 8, dtype=torch.int64)}, "scores are torch.int64"),
+        ({"gate": "tanh"}, "the gate is 'tanh'; expected.*'softmax of picks'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, said):
+    logits, ids = drawn()
+    with pytest.raises(ReplayError, match=said):
+        select_at(**{"scores": logits, "ids": ids, **change})
