@@ -152,7 +152,8 @@ def _search_ranks(cell: _Cell, seen: Seen, ends: Container[int] = ()) -> int:
     for rank in queue:
         for e in cell.experts_on(rank):
             for to in cell.hosts_E[e]:
-                width = min(seen[rank][0], int(cell.quota_GE[rank if ends else to, e]))
+                serving = rank if ends else to
+                width = min(seen[rank][0], int(cell.quota_GE[serving, e]))
                 if width and to not in seen:
                     seen[to] = width, rank, e
                     queue.append(to)
@@ -169,10 +170,10 @@ def _room(cell: _Cell, load_G: Integers, target: int) -> tuple[Integers, bool]:
         return room_G * is_free_G, True
     # what others could pass on to ranks below the target, over hosts that exist
     seen: Seen = {rank: (int(room_G[rank]), NONE, NONE) for rank in np.flatnonzero(room_G).tolist()}
-    can_pass_G = is_free_G & (room_G == 0)
     _search_ranks(cell, seen)
     room_G[list(seen)] = [width for width, *_ in seen.values()]
-    return (room_G * can_pass_G, True) if (room_G * can_pass_G).any() else (room_G, False)
+    passing_G = room_G * is_free_G  # no rank below the target has a free slot
+    return (passing_G, True) if passing_G.any() else (room_G, False)
 
 
 class _Cell:
@@ -183,7 +184,8 @@ class _Cell:
         self.quota_GE = np.zeros((num_ranks, len(loads_E)), np.int64)
         self.quota_GE[home_E, np.arange(len(loads_E))] = loads_E
         self.slot_GS = np.full((num_ranks, slots), NONE)
-        self.hosts_E = [[home] for home in home_E.tolist()]  # ranks: the home, then slots, the last filled first
+        # ranks: the home, then slots, the last filled first
+        self.hosts_E: list[list[int]] = [[home] for home in home_E.tolist()]
         self.units = _units(seed)
 
     def filled(self) -> list[tuple[int, int]]:
