@@ -33,6 +33,6 @@ $(PEERS_READY):
 # every kind of model of tests/peers against the core, and the table of docs/tensors.md: PEERS=veomni for one of them
 night-peers: $(PEERS_READY) $(KERNELS)
 	@failed=; for peer in $(PEERS); do echo "== $$peer"; \
-		PYTHONPATH="$(CURDIR)/src:$(CURDIR)/$(PEERS_ENV)/with-$$peer" FOREROUTE_PEERS=$$peer \
+		PYTHONPATH="$(CURDIR)/src:$(abspath $(PEERS_ENV))/with-$$peer" FOREROUTE_PEERS=$$peer \
 			$(PEERS_ENV)/bin/python -m pytest -q tests/peers || failed="$$failed $$peer"; done; \
 		test -z "$$failed" || { echo "failed:$$failed" >&2; exit 1; }
