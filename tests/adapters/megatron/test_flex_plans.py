@@ -4,16 +4,19 @@ Losses and gradients of all splits are in `test_plan_execution`.
 """
 
 import contextlib
+import dataclasses
 from collections import Counter
 from importlib.metadata import version
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from foreroute import RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.adapters.megatron import flex_kernels as kernels
 from foreroute.adapters.megatron.planned_experts import PlannedExperts
 from foreroute.adapters.megatron.separate_replicas import SeparateReplicas
@@ -21,11 +24,12 @@ from foreroute.ep import execution
 from foreroute.ep.places import upload_places
 from foreroute.errors import PlanError
 from foreroute.testing.counting_device import INDICES_ANYWHERE, READS
-from tests.adapters.megatron import micro_batches
+from tests.adapters.megatron import executed_plans, micro_batches
 from tests.adapters.megatron import test_replicas_inside as inside
 from tests.adapters.megatron.executed_plans import Planned, furthest, trained
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import FLEX_BACKENDS, Cell, ExecutionCase, on_flex
+from tests.adapters.megatron.model_chunks import EXPERTS, TOP_K
 from tests.adapters.megatron.test_execution_controls import SEEN as APART
 from tests.adapters.megatron.training_step import moe_layers
 from tests.trainers.verl.flex_kernels import SEEN, Buffer
@@ -51,7 +55,7 @@ def executed_without_waits(case, planned, **more):
 
 @on_ranks(2)
 def test_ranks_of_other_numbers_of_tokens():
-    """DeepEP takes them; HybridEP is given padding, for which Megatron, where it can pad, asks all ranks in each layer."""
+    """DeepEP takes them. HybridEP is given padding, as Megatron gives it where it is told to, and nobody asks."""
     packed = micro_batches.PACKED
     there = packed[dist.get_rank() :] + packed[: dist.get_rank()]
     pads = {"moe_hybridep_pad_uneven_dispatch_inputs": True}
@@ -60,6 +64,22 @@ def test_ranks_of_other_numbers_of_tokens():
         cases.append(on_flex("hybridep", Cell(ep=2, layers=LAYERS, packed=True, settings=tuple(pads.items()))))
     with mock.patch.object(micro_batches, "PACKED", there):
         check_cases([(case, ("planned",)) for case in cases])
+
+
+@on_ranks(2)
+def test_home_experts_without_a_row():
+    """All tokens pick experts of one rank; replicas on the other are all that it computes, or it computes nothing."""
+
+    def of_one_rank(batch, case, number, m):
+        rng = np.random.default_rng((number, m, dist.get_rank()))
+        spec = RoutingSpec(EXPERTS, TOP_K, tuple(map(RoutedLayer, range(LAYERS))))
+        every = np.arange(EXPERTS // 2)
+        routes = [rng.permuted(np.tile(every, (n, LAYERS, 1)), axis=-1)[..., :TOP_K] for n in batch.lengths]
+        return RoutingTrace.from_sequences(spec, [each.numpy() for each in batch.tokens], routes)
+
+    packed = dataclasses.replace(TOLD, packed=True)
+    with mock.patch.object(executed_plans, "skewed", of_one_rank):
+        check_cases([(on_flex(backend, packed), ("static", "planned")) for backend in FLEX_BACKENDS])
 
 
 class Operators(TorchDispatchMode):
@@ -181,7 +201,7 @@ def test_a_budget_that_is_too_small_is_seen():
 
     with (
         mock.patch.object(Buffer, "dispatch", shorter),
-        pytest.raises(AssertionError, match="tokens came, and 1 have room"),
+        pytest.raises(AssertionError, match="room"),
         at.execute(),
     ):
         at.step()
@@ -203,7 +223,7 @@ def test_kernels_refuse_what_was_not_made_even():
     at = Planned.of(on_flex("hybridep", TOLD))
     for places, refused in ((8, False), (7, True)):
         told = mock.patch.object(PlannedExperts, "places_of_rank", lambda *_, told=places: told)
-        raises = pytest.raises(AssertionError, match="7 experts on each of 2 ranks")
+        raises = pytest.raises(AssertionError, match="7 experts")
         with told, raises if refused else contextlib.nullcontext(), at.execute():
             at.step()
 
@@ -231,5 +251,5 @@ def test_other_kernels_are_refused():
     for layer in moe_layers(at.chunks).values():
         layer.token_dispatcher._comm_manager = object()
         layer.config.moe_flex_dispatcher_backend = "ncclep"
-    with pytest.raises(PlanError, match=r"flex dispatcher sends by ncclep, .*; take deepep or hybridep"), at.execute():
+    with pytest.raises(PlanError, match="ncclep"), at.execute():
         pass

@@ -53,8 +53,8 @@ def test_experts_in_one_module_are_executed(name):
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "ep2" else pytest.mark.slow) for name in FLEX])
 def test_plans_are_executed_by_kernels_that_are_told_places(name):
-    cell, ranks, told, kinds = FLEX[name]
-    cases = [(on_flex(backend, cell, ranks, told), kinds) for backend in FLEX_BACKENDS]
+    cell, ranks, more, kinds = FLEX[name]
+    cases = [(on_flex(backend, cell, ranks, **more), kinds) for backend in FLEX_BACKENDS]
     run("test_flex_plans.check_cases", cases, ranks=ranks, timeout=900)
 
 

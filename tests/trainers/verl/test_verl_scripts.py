@@ -93,11 +93,11 @@ def test_a_script_of_verl_is_taken_as_it_stands_or_all_that_is_in_its_way_is_nam
 
 
 def test_lines_that_are_missing_are_named_with_the_rest(recwarn):
-    script = [PLANS, *FLEX, f"{ACTOR}.megatron.dynamic_context_parallel=True"]
+    script = [PLANS, *FLEX, f"{MODEL}.lora.rank=16"]
     said = "\n".join(
         said_of(composed("megatron", *script, LINES["megatron"][0].replace("megatron", "fsdp"), *LINES["megatron"][1:]))
     )
-    for each in ("3 settings", "set it to foreroute.trainers.verl.megatron", "set it to True", "switch it off"):
+    for each in ("3 settings", "set it to foreroute.trainers.verl.megatron", "set it to True", "leave it at 0"):
         assert each in said
     # verl's own engine would pass the mode over
     assert "external_lib is []" in said_of(composed("fsdp", LINES["fsdp"][1], ROUTES, f"{ACTOR}.strategy=fsdp2"))[0]
