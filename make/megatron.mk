@@ -19,7 +19,7 @@ ON_NEWEST := PYTHONPATH="$(CURDIR)/$(MEGATRON_PATH)" FOREROUTE_MEGATRON=$(MEGATR
 test-megatron-newest: $(READY) $(MEGATRON_READY)
 	$(ON_NEWEST) $(PYTEST) -m "not slow and not exhaustive" -k "not of_transformers" \
 		$(patsubst %,tests/adapters/megatron/test_%.py,exactness sessions refusals router_statistics \
-		layers_and_rows both_frameworks host_waits over_ranks grid forked_ranks rank_budgets) \
+		layers_and_rows both_frameworks host_waits over_ranks flex_plans grid forked_ranks rank_budgets) \
 		tests/replay/test_sessions.py
 
 # every test on the newest release, the grids in which CI runs a few cells among them; `make night PART=exhaustive` has

@@ -232,7 +232,7 @@ def test_what_is_enough_comes_before_what_each_way_reaches(tmp_path, seconds, ve
     assert finding.replace("\N{NO-BREAK SPACE}", " ") in text
     homes, replicas = executors_of_ways().values()
     assert "flex (DeepEP, HybridEP)" in homes
-    assert "flex" not in replicas
+    assert "own expert parallelism" not in replicas
     assert f"Replicas of experts: {replicas}." in text
 
 

@@ -29,13 +29,14 @@ from tests.train.small_runs import SIZES
 ROOT = Path(__file__).parents[2]
 MEGATRON = "tests/adapters/megatron/test_plan_execution.py::"
 STATIC = MEGATRON + "test_losses_gradients_weights_and_state_equal_those_of_the_static_run"
+FLEX = MEGATRON + "test_plans_are_executed_by_kernels_that_are_told_places"
 MOVED = "tests/adapters/megatron/test_home_placement.py::test_losses_weights_state_and_routes_are_equal_bit_for_bit"
 HOMES = "tests/ep/test_homes.py::test_what_moves_and_comes_back_has_its_bits_and_its_memory"
 GROUPS = "tests/ep/test_replicas.py::test_a_step_with_replicas_is_that_of_all_to_all"
 TESTS = {
     "hf": {Ability.EXPERT_DATA_PARALLEL: GROUPS, Ability.REPLICAS: GROUPS, Ability.HOME_MOVES: HOMES},
     "megatron": {Ability.EXPERT_DATA_PARALLEL: STATIC, Ability.REPLICAS: STATIC, Ability.HOME_MOVES: MOVED},
-    "megatron_flex": {Ability.HOME_MOVES: MOVED},
+    "megatron_flex": {Ability.EXPERT_DATA_PARALLEL: FLEX, Ability.REPLICAS: FLEX, Ability.HOME_MOVES: MOVED},
     "hf_own": {},
 }
 """The test that executes each ability."""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from foreroute.ep.places import Places
 from foreroute.ep.transfer.peers import collective_errors
 from foreroute.plan.schedule import CellSchedule
 from foreroute.replay.rows import joined_to_device
@@ -74,6 +75,14 @@ class DispatchHandle:
         num_sent = len(self._assignment)
         self._row_A = torch.full_like(ids_A, num_sent)
         self._row_A[self._assignment] = torch.arange(num_sent, device=ids_A.device)
+
+    def dispatch(self, hidden_ND: Tensor, gates_NK: Tensor) -> tuple[Tensor, Tensor]:
+        rows, gates = Dispatch.apply(hidden_ND, gates_NK, self)
+        return rows, gates.view(-1)
+
+    def combine(self, computed_ND: Tensor) -> Tensor:
+        output: Tensor = Combine.apply(computed_ND, self)
+        return output
 
     def send_to_experts(self, hidden_ND: Tensor, gates_NK: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Send tokens and their gate weights: [rows computed, D] and [rows computed, 1], zeros for padding."""
@@ -133,6 +142,7 @@ class CellRows(NamedTuple):
     expert_permutation: Tensor  # [rows computed], of the received rows; padding is the row of zeros behind them
     return_permutation: Tensor  # [rows received], of the computed rows
     group_of_row: Tensor  # int64 [rows computed]; replicas are counted on behind the homes
+    places: Places | None = None  # where kernels send rows by them
 
 
 def upload_rows(device: torch.device, schedules: Sequence[CellSchedule]) -> list[CellRows]:

@@ -70,7 +70,7 @@ class ExpertParallelModel(ABC):
         holder: whose `execution` is the plan that is executed now; None until one was executed.
     """
 
-    executor: ClassVar[Executor]
+    executor: Executor
     gathers_late: ClassVar[bool] = False  # the weights of a layer may be stale until its first cell of a step runs
     versions_of: Callable[[int], tuple[int, ...]] | None = None  # how often a layer was written to, unless memory tells
 
@@ -108,6 +108,10 @@ class ExpertParallelModel(ABC):
     def layers_in_place(self) -> AbstractContextManager[None]:
         """Have the layers of this rank run by the plan while the context is open, where they do not look for one."""
         return nullcontext()
+
+    def places_of_rank(self, plan: StepPlan) -> int | None:
+        """Say how many places a rank has under a plan, where kernels send rows by them."""
+        return None
 
     def make_everyone(self) -> RankConsensus | None:
         """Make the group of all ranks that end alike; None where they are those of the expert-parallel group."""
@@ -402,6 +406,7 @@ class ExpertParallelModel(ABC):
             self.chunks,
             self.engine(homes),
             self.finish_gathering,
+            self.places_of_rank(plan),
         )
 
     def _schedule_passes(

@@ -37,11 +37,11 @@ class Ability(StrEnum):
 EXECUTES: Mapping[Executor, frozenset[Ability]] = {
     "hf": frozenset({Ability.REPLICAS, Ability.HOME_MOVES, Ability.EXPERT_DATA_PARALLEL}),
     "megatron": frozenset({Ability.REPLICAS, Ability.HOME_MOVES, Ability.EXPERT_DATA_PARALLEL}),
-    "megatron_flex": frozenset({Ability.HOME_MOVES}),
+    "megatron_flex": frozenset({Ability.REPLICAS, Ability.HOME_MOVES, Ability.EXPERT_DATA_PARALLEL}),
     "hf_own": frozenset(),
 }
 """The abilities of `foreroute.ep` on experts that transformers spreads, and on Megatron-Core; and of what serves
-experts without it: Megatron-Core's flex dispatcher, and the other classes of transformers' registry."""
+experts without it: the other classes of transformers' registry."""
 EXECUTOR_NAMES: Mapping[Executor, str] = {
     "hf": 'transformers with ep_implementation="foreroute"',
     "megatron": "Megatron-Core with alltoall or allgather",

@@ -237,3 +237,29 @@ GROUPED = {
     "grouped, fused, virtual stages": ExecutionCase(Cell(ep=2, pp=2, vpp=2, experts="grouped, fused"), 4),
 }
 """Experts in TEGroupedMLP, each under all kinds of plans."""
+
+
+FLEX_BACKENDS = ("deepep", "hybridep")
+
+
+def on_flex(backend, cell, ranks=2, **more):
+    """A case whose layers dispatch by these kernels, of which tests have stand-ins."""
+    settings = (("moe_flex_dispatcher_backend", backend), *cell.settings)
+    return ExecutionCase(dataclasses.replace(cell, dispatcher="flex", settings=settings), ranks, **more)
+
+
+THREE = with_settings(
+    {**EXECUTED_SHAPES["three picks"], **EXECUTED_SHAPES["auxiliary loss"]}, ep=2, layers=2, packed=True
+)
+FLEX = {
+    "ep2": (Cell(ep=2, layers=2), 2, {}, PLANS),
+    "ep2-tp2, all recomputed": (Cell(ep=2, tp=2, layers=2, recompute="uniform", packed=True), 2, {}, ("random",)),
+    "ep2, rows without a route": (Cell(ep=2, layers=2), 2, {"complete": False}, ("planned",)),
+    "ep2, three picks": (THREE, 2, {}, ("static", "planned")),
+    "ep2, grouped": (Cell(ep=2, layers=2, experts="grouped, fused", recompute="selective"), 2, {}, ("planned",)),
+    "ep4": (Cell(ep=4, layers=2, recompute="selective"), 4, {}, ("planned", "random")),
+    "ep2-pp2, all recomputed": (Cell(ep=2, pp=2, layers=2, recompute="uniform", packed=True), 4, {}, ("planned",)),
+    "ep2-pp2-vpp2": (Cell(ep=2, pp=2, vpp=2, recompute="block"), 4, {}, ("random",)),
+    "ep2-edp2": (Cell(ep=2, layers=2), 4, {"told": OVERLAP}, ("planned",)),
+}
+"""Splits under which plans are executed on flex: (cell, ranks, what more the case has, kinds of plans)."""

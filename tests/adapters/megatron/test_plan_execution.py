@@ -12,12 +12,15 @@ from tests.adapters.megatron.forked_ranks import run
 from tests.adapters.megatron.grid import (
     EXECUTED,
     EXECUTED_SHAPES,
+    FLEX,
+    FLEX_BACKENDS,
     GROUPED,
     PLANS,
     RECOMPUTE,
     SAMPLED,
     executed_shape,
     executions_of,
+    on_flex,
 )
 
 
@@ -45,6 +48,13 @@ def test_losses_gradients_weights_and_state_equal_those_of_the_static_run(name, 
 )
 def test_experts_in_one_module_are_executed(name):
     run("test_replicas_inside.check_cases", [(GROUPED[name], PLANS)], ranks=GROUPED[name].ranks)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "ep2" else pytest.mark.slow) for name in FLEX])
+def test_plans_are_executed_by_kernels_that_are_told_places(name):
+    cell, ranks, more, kinds = FLEX[name]
+    cases = [(on_flex(backend, cell, ranks, **more), kinds) for backend in FLEX_BACKENDS]
+    run("test_flex_plans.check_cases", cases, ranks=ranks, timeout=900)
 
 
 @pytest.mark.slow

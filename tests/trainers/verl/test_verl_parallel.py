@@ -27,6 +27,7 @@ DEEP_EP, HYBRID_EP = (
     {"transformer": {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": backend}}
     for backend in ("deepep", "hybridep")
 )
+HYBRID_EP |= {"pad_to_length": True, "pad_to_length_bucket": 64}  # it wants equally many tokens of every rank
 BY_ROUTES = {"plans": True, "packing": "routes"}
 RUNS = {
     "data": {},
@@ -51,6 +52,8 @@ RUNS = {
     "padded alike, context, planned": PADDED | CONTEXT | {"plans": True, "pad_bshd_to_minibatch_max": True},
     "DeepEP, tensor, fused": TENSOR | DEEP_EP | {"use_fused_kernels": True},
     "HybridEP": HYBRID_EP,
+    "HybridEP, planned": HYBRID_EP | {"plans": True},
+    "DeepEP, virtual, planned": DEEP_EP | VIRTUAL | BY_ROUTES,
     "R2, virtual, planned": VIRTUAL | {"plans": True, "replay": "R2"},
 }
 ORDERS = ("data, larger micro-batches", "data, another order")
@@ -127,7 +130,9 @@ def test_what_is_executed_is_what_the_rollout_picked(name, found):
 @pytest.mark.shows("verl, Megatron engine", "context parallelism, with EP, TP and PP (attention is a stand-in)")
 @pytest.mark.shows("verl, Megatron engine", "padding kept (`use_remove_padding=False`), `pad_to_length`")
 @pytest.mark.shows("verl, Megatron engine", "`use_fused_kernels` (a stand-in for Triton's)")
-@pytest.mark.shows("verl, Megatron engine", "the `flex` dispatcher, DeepEP and HybridEP (stand-ins for their kernels)")
+@pytest.mark.shows(
+    "verl, Megatron engine", "the `flex` dispatcher, with plans too, DeepEP and HybridEP (stand-ins for their kernels)"
+)
 @pytest.mark.parametrize("name", [name for name in REPLAYED if name not in ("data", *ORDERS)])
 def test_weights_are_those_of_data_parallelism_but_for_the_order_of_sums(name, found):
     """What other routes train is ten thousand times as far."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
+from foreroute.adapters.megatron.flex_kernels import is_flex, places_of_rank
 from foreroute.adapters.megatron.home_placement import HomePlacement
 from foreroute.adapters.megatron.hooks import ChunkHooks
 from foreroute.adapters.megatron.planned_layer import PlannedLayer, objection_to_layer
@@ -22,13 +23,14 @@ from foreroute.ep.transfer.cells import Home
 from foreroute.ep.transfer.peers import gather_objects
 from foreroute.errors import PlanError
 from foreroute.plan import StepPlan
+from foreroute.plan.capabilities import Executor
 from foreroute.trace import RoutingSpec
 
 
 class PlannedExperts(ExpertParallelModel):
     """The experts that this rank has of a model that Megatron spreads, in chunks of its pipeline stage."""
 
-    executor = "megatron"
+    executor: Executor = "megatron"
     gathers_late = True  # with overlap_param_gather, Megatron gathers the weights of a layer as it runs
 
     def __init__(self, spec: RoutingSpec, chunks: Sequence[ChunkHooks], ep_size: int) -> None:
@@ -40,6 +42,10 @@ class PlannedExperts(ExpertParallelModel):
         ep_group: Any = self._sites[0][1].block.ep_group if self._sites else self._groups.ep
         of_chunks = [[spec.layers.index(layer) for layer in chunk.layers] for chunk in chunks]
         super().__init__(ep_group, self._homes.block_home_LE, of_chunks)
+        # alike in all layers, of which a stage may have none
+        self._flex = [site.block.token_dispatcher for _, site, _ in self._sites if is_flex(site.block.token_dispatcher)]
+        if self._flex:
+            self.executor = "megatron_flex"
         self._of_job: RankConsensus | None = None
         self._layers_in_execution: list[PlannedLayer] = []
         # by position in the model; they keep modules of Transformer Engine from one execution to the next
@@ -58,6 +64,12 @@ class PlannedExperts(ExpertParallelModel):
         for _, site, _ in self._sites:
             if reason := objection_to_layer(site):
                 raise PlanError(f"the layer of {site.path} cannot execute a plan: {reason}")
+
+    def places_of_rank(self, plan: StepPlan) -> int | None:
+        if not self._flex:
+            return None
+        num_home = plan.shape[2] // plan.topology.num_ranks
+        return places_of_rank(self._flex[0], num_home, plan.topology.redundant_slots)
 
     def load(self) -> Mapping[int, Home]:
         homes = {number: home_parameters(site) for number, site, _ in self._sites}

@@ -19,13 +19,19 @@ from megatron.core.transformer.moe.token_dispatcher import (
 from torch import Tensor, nn
 
 from foreroute.adapters.megatron.discover import ChunkRouter, objection_to_output, objection_to_settings
+from foreroute.adapters.megatron.flex_kernels import (
+    FlexHandle,
+    is_flex,
+    kernel_handle,
+    objection_to_kernels,
+)
 from foreroute.adapters.megatron.separate_replicas import RunReplicas, SeparateReplicas, objection_to_experts
 from foreroute.core.passes import PassStack
-from foreroute.ep.dispatch import Combine, Dispatch, DispatchHandle
+from foreroute.ep.dispatch import DispatchHandle
 from foreroute.ep.execution import work_of
 from foreroute.errors import PlanError
 
-DISPATCHERS = (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher)
+DISPATCHERS = (MoEAlltoAllTokenDispatcher, MoEAllGatherTokenDispatcher, MoEFlexTokenDispatcher)
 DDP_MODULE = "megatron.core.distributed.distributed_data_parallel"
 STEPS = ("preprocess", "dispatch", "routed_experts_compute", "combine", "postprocess")
 """Methods of MoELayer, in the order in which it calls them behind its router."""
@@ -85,7 +91,12 @@ class PlannedLayer:
         # The map has lost the order of picks, and Megatron adds up the picks of a token in ascending order of their
         # ids. E to 1 in place of the ones of the map makes topk, whose result is in descending order, give them so.
         ids_NK = (routing_map * self._descending_E).topk(top_k, dim=1).indices
-        self._handle = DispatchHandle(self._group, work.name, work.begin(routing_map.sum(0)), ids_NK)
+        rows, dispatcher = work.begin(routing_map.sum(0)), self._block.token_dispatcher
+        self._handle: DispatchHandle | FlexHandle = (
+            DispatchHandle(self._group, work.name, rows, ids_NK)
+            if rows.places is None
+            else kernel_handle(dispatcher, rows, ids_NK)
+        )
         self._shape = hidden_states.shape
         if self._shared is not None:
             self._shared.pre_forward_comm(hidden_states)
@@ -93,12 +104,12 @@ class PlannedLayer:
 
     def _dispatch(self, hidden_ND: Tensor, gates_NK: Tensor) -> tuple[Tensor, Tensor]:
         """Send rows to their experts: rows in order of their expert here, and their gate weights."""
-        rows, gates = Dispatch.apply(hidden_ND, gates_NK, self._handle)
+        rows, gates = self._handle.dispatch(hidden_ND, gates_NK)
         # on one communicator, what is launched first travels first: no row waits for a weight
         self._replicas.fetch()
         if self._shared is not None:
             self._shared.linear_fc1_forward_and_act(rows)
-        return rows, gates.view(-1)
+        return rows, gates
 
     def _compute(self, rows: Tensor, gates: Tensor) -> tuple[Tensor, None]:
         """Run home experts, then the replicas here, whose weights have travelled meanwhile."""
@@ -110,7 +121,7 @@ class PlannedLayer:
 
     def _combine(self, computed: Tensor) -> Tensor:
         """Return results to their tokens and add them up, [N, D]."""
-        output: Tensor = Combine.apply(computed, self._handle)
+        output = self._handle.combine(computed)
         if self._shared is not None:
             self._shared.linear_fc2_forward(output)
             self._shared.post_forward_comm()
@@ -152,17 +163,17 @@ def objection_to_layer(site: ChunkRouter) -> str | None:
     if any(getattr(type(block), name, None) is not getattr(MoELayer, name) for name in ("forward", *STEPS)):
         return f"it is a {type(block).__name__} with a forward of its own, so it is not known where it dispatches"
     if type(dispatcher) not in DISPATCHERS:
-        backend = getattr(block.config, "moe_flex_dispatcher_backend", None)
-        on = f" on {backend}" if isinstance(dispatcher, MoEFlexTokenDispatcher) else ""
         return (
-            f"its dispatcher is a {type(dispatcher).__name__}{on}, which sends rows in a way of its own, and a "
-            "plan sends them by all-to-all; set moe_token_dispatcher_type to alltoall or allgather"
+            f"its dispatcher is a {type(dispatcher).__name__}, which sends rows in a way of its own; set "
+            "moe_token_dispatcher_type to alltoall, allgather or flex"
         )
     if dispatcher.tp_size > 1:
         return (
             f"expert_tensor_parallel_size is {dispatcher.tp_size}, and a replica is a whole expert; set it to 1 to "
             "execute plans"
         )
+    if is_flex(dispatcher) and (objection := objection_to_kernels(dispatcher)):
+        return objection
     if setting := objection_to_settings(block.config, REFUSED_SETTINGS):
         return f"{setting}; train without it to execute plans"
     return objection_to_experts(site)

@@ -47,9 +47,8 @@ def require_script(config: Any) -> None:
         library = masks if masked else f"{OURS}fsdp"
         in_the_way = [*_missing_lines(library, libraries, rollout, mode), *fsdp_refusals(engine, ours.model)]
     elif actor.strategy == "megatron":
-        refusals = megatron_refusals(engine, ours.model, plans=getattr(engine, "asks_for_plans", False))
         library = masks if masked else f"{OURS}megatron"
-        in_the_way = [*_missing_lines(library, libraries, rollout, mode), *refusals]
+        in_the_way = [*_missing_lines(library, libraries, rollout, mode), *megatron_refusals(engine, ours.model)]
         if getattr(engine, "packing", "length") == "routes":
             in_the_way += [(wrong, f"packing is routes, and {text}") for wrong, text in grouping_refusals(actor)]
     else:

@@ -36,7 +36,7 @@ def require_supported_by_megatron(config: Any, model: Any, *, replays: bool, pla
     if plans and not replays and not config.forward_only:
         raise ConfigError(f"a plan is made of routes that are known; set {KEY}=R3, or take McoreEngineConfig")
     if replays:
-        refuse(f"{KEY} is set, and", megatron_refusals(config, model, plans=plans))
+        refuse(f"{KEY} is set, and", megatron_refusals(config, model))
 
 
 def fsdp_refusals(config: Any, model: Any) -> Refusals:
@@ -55,9 +55,8 @@ def fsdp_refusals(config: Any, model: Any) -> Refusals:
     ]
 
 
-def megatron_refusals(config: Any, model: Any, *, plans: bool) -> Refusals:
-    """List what may stand in the way of replay, and plans, in verl's Megatron engine."""
-    dispatcher = config.override_transformer_config.get("moe_token_dispatcher_type", "")
+def megatron_refusals(config: Any, model: Any) -> Refusals:
+    """List what may stand in the way of replay in verl's Megatron engine."""
     return [
         (
             config.dynamic_context_parallel,
@@ -72,11 +71,6 @@ def megatron_refusals(config: Any, model: Any, *, plans: bool) -> Refusals:
             and not (config.use_remove_padding or config.pad_bshd_to_minibatch_max),
             "packing is routes, and micro-batches are padded to their own longest sequence, which verl's token budget "
             "does not count; set pad_bshd_to_minibatch_max=True, or take the packing length",
-        ),
-        (
-            plans and dispatcher == "flex",
-            "a plan was asked for, and moe_token_dispatcher_type is flex, whose kernels know no places of a plan; take "
-            "alltoall, or leave out the line that names PlanningMegatronConfig",
         ),
     ]
 
