@@ -131,11 +131,9 @@ def test_all_missing_keys_of_all_tables_are_in_one_error():
 
 def test_the_files_of_the_planners_page_are_read():
     page = (Path(__file__).parents[2] / "docs" / "planner.md").read_text(encoding="utf-8")
-    preset, whole = map(tomllib.loads, re.findall(r"```toml\n(.*?)```", page, re.DOTALL))
+    preset, written = map(tomllib.loads, re.findall(r"```toml\n(.*?)```", page, re.DOTALL))
     assert parse_cluster(preset, source="page").costs.model == MODELS["qwen3-30b-a3b"]
-    cluster = parse_cluster(whole, source="page")
-    assert cluster.costs.model.num_experts == 64
-    assert cluster.costs.hardware == HARDWARE["h100"], "the rates of the preset, written down"
+    assert parse_cluster(written, source="page").costs.model.num_experts == 64
 
 
 H100, GLM, RANKS = {"preset": "h100"}, {"preset": "glm-4.5"}, {"num_ranks": 64, "redundant_slots": 2}
