@@ -88,6 +88,29 @@ def test_a_batch_of_which_all_rows_differ_is_one_suspicion_however_many_sequence
         assert [each.sequence for each in judged(roots, 0.03, 24)] == [SEQUENCES - 3, SEQUENCES - 2, SEQUENCES - 1]
 
 
+@grid("usual", [0.01, 0.05], quick=2)
+@grid("sequences", [2, SEQUENCES], quick=2)
+def test_stale_rows_at_the_head_of_every_sequence_are_those_of_each_and_no_batch_of_other_weights(sequences, usual):
+    """As those of a prefix cache are."""
+    rng = np.random.default_rng(16)
+    roots = draw(rng, usual, sequences=sequences, rows=200)
+    roots[:, :64] |= rng.random((sequences, 64, LAYERS)) < 0.9
+    found = judged(roots, usual)
+    assert [(each.looks_like, each.sequence) for each in found] == [
+        (LooksLike.STALE_ROWS, number) for number in range(sequences)
+    ]
+    assert all(each.since <= 2 and abs(each.num_rows - 64) <= 6 for each in found)
+
+
+def test_a_text_that_loops_is_healthy_where_its_routers_agree_about_as_often_as_elsewhere():
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        roots, repeats = draw(rng, 0.05), np.zeros((SEQUENCES, ROWS), np.int64)
+        roots[4, 20:110] = rng.random((90, LAYERS)) < 0.1
+        repeats[4, 20:110] = rng.binomial(LAYERS, 0.9, 90)
+        assert not judged(roots, 0.05, 16, repeats_N=repeats.reshape(-1))
+
+
 def test_rows_that_repeat_one_need_to_be_fewer_and_rows_of_a_repeated_token_are_healthy():
     rng = np.random.default_rng(14)
     roots, repeats = draw(rng), np.zeros((SEQUENCES, ROWS), np.int64)
@@ -200,10 +223,17 @@ def test_a_past_that_is_taken_up_judges_as_the_one_that_gave_it():
             assert sentinel.judge(counts(roots, repeats_N=repeats)) == resumed.judge(counts(roots, repeats_N=repeats))
         assert np.array_equal(sentinel.state(), resumed.state())
     state = sentinel.state()
-    for wrong in (state[1:], state.astype(np.float32), -2 - state, state * np.nan, []):
-        with pytest.raises(InputError, match=r"past.*shape"):
+    for wrong, words in (
+        *((wrong, r"past.*shape") for wrong in (state[1:], state.astype(np.float32), [])),
+        *((wrong, r"past.*holds") for wrong in (-2 - state, state * np.nan)),
+    ):
+        with pytest.raises(InputError, match=words):
             sentinel.restore(wrong)
     assert np.array_equal(sentinel.state(), state)
+    given = state.copy()
+    resumed.restore(given)
+    resumed.judge(counts(draw(rng, 0.05)))
+    assert np.array_equal(given, state)
 
 
 def test_sequences_of_any_length_and_none():

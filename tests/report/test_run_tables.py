@@ -161,13 +161,34 @@ def test_k3_without_replay_tells_other_weights_from_other_tokens(tmp_path, k3, w
     assert (table.column("Looks like"), table.column("k3 without replay")) == (["other weights or tokens"], [""])
 
 
+def test_what_k3_and_dropped_tokens_say_beside_suspicions_is_said_once_and_no_more_than_is_so(tmp_path):
+    older, layer, odd = suspicion("older-weights"), suspicion("stale-layer"), suspicion("what nobody knows")
+    by_step = {5: [older | {"usual": None}, layer], 6: [odd]}
+    run = suspicious_run(tmp_path / "run", by_step, k3_by_step={5: 9e-5}, dropped={5: 40})
+    table = suspicion_table(read_runs([run]))
+    assert table.column("k3 without replay")[:2] == ["9.00e-5, 2.00e-5 before"] * 2  # neither as before nor much more
+    assert [text.count("40 response tokens") for text in table.column("What was seen first")] == [1, 0, 0]
+    assert table.column("Advice")[2] == ADVICE["sentinel"]
+    # weights that differ a little show in no k3
+    [row] = suspicion_table(read_runs([suspicious_run(tmp_path / "as", {5: [older]})])).column("k3 without replay")
+    assert "routes alone" not in row
+
+
+def test_a_sound_run_beside_a_wrong_one_keeps_its_finding(tmp_path):
+    runs = read_runs(
+        [suspicious_run(tmp_path / "a", {5: [suspicion("frozen-rows")]}), suspicious_run(tmp_path / "b", {})]
+    )
+    assert "k3" in run_finding(runs)
+    assert "k3" not in run_finding(runs[:1])
+
+
 @pytest.mark.usefixtures("unpainted")
 def test_what_was_suspected_stands_first_on_the_page(tmp_path):
     wrong = suspicious_run(tmp_path / "wrong", {5: [suspicion("frozen-rows")]})
     page = text_of([wrong], tmp_path / "1.html")
     assert page.index("<h2>Alarms") < page.index("sequence 3 froze") < page.index("<h2>Mismatch")
-    page = text_of([suspicious_run(tmp_path / "well", {})], tmp_path / "2.html")
-    assert "The sentinel tested the replayed routes of 8 steps, and suspects none." in page
+    page = text_of([suspicious_run(tmp_path / "well", {}, steps=11)], tmp_path / "2.html")
+    assert "The sentinel tested the replayed routes of 3 steps, and suspects none." in page
     assert "; the sentinel suspects no replayed route." in page
     assert page.index("<h2>Mismatch") < page.index("<h2>Alarms")
 

@@ -227,18 +227,21 @@ class Sentinel:
         found = [*self._layers(share_L, usual_L, chance_L, rows, rate)]
         # wrong experts of a layer move those above it in all rows, which are no evidence against some of them
         sequences = [*self._sequences(counts, max(float(share_L.mean()) - past.usual, 0.0) if found else 0.0)]
-        if not found and self._is_batch(counts, sequences, rate):
-            sequences = []
-        found += sequences
-        return found or [*self._unrelated(share_L, rows)] or [*self._older(share_L, rows, rate)]
+        if found:
+            return found + sequences
+        whole = [*self._unrelated(share_L, rows)] or [*self._older(share_L, rows, rate)]
+        return whole if whole and self._is_batch(counts, sequences, rate) else sequences or whole
 
     def _is_batch(self, counts: RootCounts, found: list[Suspicion], rate: float) -> bool:
         """Say whether all rows differ, of which those of some sequences do by more, and none says by what."""
         if not all(each.looks_like in (LooksLike.STALE_ROWS, LooksLike.OTHER_SEQUENCE) for each in found):
             return False
-        named = [each.sequence for each in found if each.sequence is not None]
-        is_other_S = ~np.isin(np.arange(len(counts.lengths_S)), named)
-        roots_N = counts.roots_N[np.repeat(is_other_S, counts.lengths_S)]
+        is_other_N, offsets = np.ones(len(counts.roots_N), np.bool_), as_offsets(counts.lengths_S)
+        for each in found:
+            if each.sequence is not None and each.since is not None:
+                start = int(offsets[each.sequence]) + each.since
+                is_other_N[start : start + each.num_rows] = False
+        roots_N = counts.roots_N[is_other_N]
         if not len(roots_N):
             return len(found) > 1
         return self._past.chance_of_batch(float(roots_N.mean()) / self._spec.num_layers, len(roots_N)) < rate
@@ -270,16 +273,19 @@ class Sentinel:
         offsets = as_offsets(counts.lengths_S)
         best: dict[int, tuple[float, slice]] = {}
         tests = [(past.roots, counts.roots_N, of_layers, limit) for limit in LIMITS]
+        usual = min(past.roots.highest + of_layers, HIGHEST)
+        least_roots = num_layers * (usual + LIMITS[0] * (1 - usual))
         tests.append((past.repeats, counts.repeats_N, 0.0, LIMITS[-1]))
         for seen, counts_N, explained, limit in tests:
             highest = min(seen.highest + explained, HIGHEST)
             start_share = highest + limit * (1 - highest)
-            decay = seen.decay(start_share)
+            if not (decay := seen.decay(start_share)):  # all that was seen is as high
+                continue
             # a segment may begin at each row
             least_S = (np.log(np.maximum(counts.lengths_S, 1)) + math.log(3 * len(tests) / self._rate)) / decay
             for sequence, score, segment in _segments(counts_N / num_layers - start_share, offsets, least_S):
                 # a text may repeat a token, on whose rows routers agree
-                if seen is past.repeats and counts.roots_N[segment].mean() <= past.roots.highest * num_layers:
+                if seen is past.repeats and counts.roots_N[segment].mean() <= least_roots:
                     continue
                 log_chance = math.log(len(tests) * max(int(counts.lengths_S[sequence]), 1)) - decay * score
                 if log_chance < best.get(sequence, (0.0, segment))[0]:
@@ -430,11 +436,16 @@ class _Past:
 
     def restore(self, state: NDArray[np.float64]) -> None:
         """Take up what `state` gave."""
-        given, expected = np.asarray(state), self.state()
-        if given.shape != expected.shape or given.dtype != expected.dtype or not (given >= -1).all():
+        given, expected = np.array(state), self.state()  # the past goes on in it
+        if given.shape != expected.shape or given.dtype != expected.dtype:
             raise InputError(
                 f"the past of a sentinel is {given.dtype} of shape {given.shape}; expected {expected.dtype} of shape "
                 f"{expected.shape}, as state() of one for {self.num_layers} layers gives it"
+            )
+        if not (given >= -1).all():
+            raise InputError(
+                f"the past of a sentinel holds {given[~(given >= -1)][0]}; expected counts, and angles or -1, as "
+                "state() gives them"
             )
         sizes = [width * self.num_layers + 1 for width in WIDTHS]
         for each in (self.roots, self.repeats):

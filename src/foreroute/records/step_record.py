@@ -208,7 +208,7 @@ class SuspicionRecord:
     @property
     def advice(self) -> str:
         """What to look at, in one sentence."""
-        return LooksLike(self.looks_like).advice
+        return LooksLike(self.looks_like).advice if self.looks_like in [*LooksLike] else ADVICE["sentinel"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,8 +231,10 @@ class Alarm:
 
     def __str__(self) -> str:
         """Say what was seen, with the figures."""
-        beside = "usual" if self.kind == "sentinel" else "limit"
-        return f"{WORDS[self.kind]} (since step {self.since}: {self.value:.3g}, {beside} {self.threshold:.3g})"
+        beside = f", {'usual' if self.kind == 'sentinel' else 'limit'} {self.threshold:.3g}"
+        if self.kind == "sentinel" and not self.threshold:  # too little was seen to say
+            beside = ""
+        return f"{WORDS[self.kind]} (since step {self.since}: {self.value:.3g}{beside})"
 
 
 @dataclass(frozen=True, kw_only=True)

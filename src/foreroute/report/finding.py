@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from statistics import fmean
 
+from foreroute.mismatch.sentinel import WARM_UP
 from foreroute.records import Run
 from foreroute.records.step_record import SIDES
 from foreroute.report.format import WINDOW, percentage, reward, scientific, span_of
@@ -22,7 +23,8 @@ def run_finding(runs: Sequence[Run]) -> str:
     # the most consequential first: a run that learned nothing has no other news
     suspected = _suspected(runs)
     # of wrong routes, what replay does for mismatch says nothing
-    mismatch = [] if suspected else [_mismatch(rows)]
+    sound = [row for row, run in zip(rows, runs, strict=True) if not any(step.suspicions for step in run.steps)]
+    mismatch = [_mismatch(sound)] if sound else []
     clauses = [*suspected, *_idle(runs), *_load(runs), *mismatch, *_reward(rows), *_collapsed(runs), *_well(runs)]
     text = "; ".join(clauses)
     return f"{text[:1].upper()}{text[1:]}."
@@ -47,9 +49,10 @@ def _suspected(runs: Sequence[Run]) -> list[str]:
 
 
 def _well(runs: Sequence[Run]) -> list[str]:
-    """Whether the sentinel judged all runs and suspects nothing."""
+    """Whether the sentinel judged all runs by their past and suspects nothing."""
     judged = [[step.suspicions for step in run.steps if step.suspicions is not None] for run in runs]
-    return ["the sentinel suspects no replayed route"] if all(judged) and not any(map(any, judged)) else []
+    well = all(len(of) > WARM_UP for of in judged) and not any(map(any, judged))
+    return ["the sentinel suspects no replayed route"] if well else []
 
 
 def _mismatch(rows: Sequence[SummaryRow]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from foreroute.mismatch.sentinel import WARM_UP
 from foreroute.records import Run
 from foreroute.records.step_record import ADVICE
 from foreroute.report.finding import run_finding
@@ -117,7 +118,7 @@ def _alarms(runs: Sequence[Run], colours: Sequence[str]) -> list[PageSection]:
     # a section without a table would read as "no alarm"
     if not watched:
         return []
-    judged = sum(step.suspicions is not None for run in runs for step in run.steps)
+    judged = sum(max(sum(step.suspicions is not None for step in run.steps) - WARM_UP, 0) for run in runs)
     suspected, others = suspicion_table(runs, colours), alarm_table(runs, colours)
     if suspected.rows:
         first = (FIRST,) if others.rows else ()

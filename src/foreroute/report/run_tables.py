@@ -34,14 +34,16 @@ ROUTING = {
     "R2": "R2: the update replays the experts that the trainer's own recompute pass selected",
     "R3": "R3, rollout routing replay: recompute and update replay the experts that the rollout engine selected",
 }
-OTHER_WEIGHTS, OTHER_TOKENS = "other weights", "other tokens"
+OTHER_WEIGHTS, OTHER_TOKENS, OLDER_WEIGHTS = "other weights", "other tokens", "older weights"
 RISEN = 5.0
 """k3 of one rollout is called higher from this many times the usual one on."""
+ALIKE = 1.5
+"""k3 of one rollout is called as before up to this many times the usual one."""
 ADVICE_BY_K3 = {
     OTHER_WEIGHTS: "Look at whether the weights of the policy arrived in the engine.",
     OTHER_TOKENS: LooksLike.OTHER_SEQUENCE.advice,
 }
-"""What to do where k3 told weights from tokens."""
+"""What to do where k3 counted weights from tokens."""
 MOST_NAMED = 4
 """Sequences that a cell names beside the first."""
 ABOUT_MEASURES = (
@@ -181,11 +183,12 @@ def suspicion_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
     """For each run what the sentinel suspected: steps in a row of one likeness, with the first that was seen."""
     rows = []
     for place, run in enumerate(runs):
+        counted: set[int] = set()  # steps whose dropped tokens a row has said
         for likeness, steps, first, others in _suspected(run):
             at_once = f"; at step {steps[0]} also {_named(others)}" if others else ""
-            dropped = sum(
-                step.sampling.dropped_tokens or 0 for step in run.steps if step.step in steps and step.sampling
-            )
+            own = [step.sampling for step in run.steps if step.step in steps and step.step not in counted]
+            dropped = sum(sampling.dropped_tokens or 0 for sampling in own if sampling)
+            counted.update(steps)
             left_out = f"; {dropped} response tokens were left out of the updates" if dropped else ""
             of_rank = f"rank {first.rank}, " if first.rank else ""
             cells = (
@@ -193,7 +196,7 @@ def suspicion_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
                 f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0]),
                 likeness,
                 f"{of_rank}{first.sentence}{at_once}{left_out}",
-                _k3_beside(run, steps[0]),
+                _k3_beside(run, steps[0], likeness),
                 ADVICE_BY_K3.get(likeness, first.advice),
             )
             rows.append(TableRow(cells=cells, colour=colours[place] if colours else "", tone="problem"))
@@ -239,12 +242,19 @@ def likeness_of(run: Run, step: int, suspicion: SuspicionRecord) -> str:
     return OTHER_WEIGHTS if beside[0] > RISEN * beside[1] else OTHER_TOKENS
 
 
-def _k3_beside(run: Run, step: int) -> str:
+def _k3_beside(run: Run, step: int, likeness: str) -> str:
     """Say what k3 without replay is at a step, and was before; nothing where that is not known."""
     if (beside := _native_k3(run, step)) is None:
         return ""
-    says = "the weights differ" if beside[0] > RISEN * beside[1] else "as before, so that routes alone are wrong"
-    return f"{scientific(beside[0])}, {scientific(beside[1])} before: {says}"
+    now, before = beside
+    figures, is_of_weights = f"{scientific(now)}, {scientific(before)} before", likeness == OLDER_WEIGHTS
+    if now > RISEN * before:
+        return f"{figures}: the weights differ"
+    return (
+        f"{figures}: as before, so that routes alone are wrong"
+        if now <= ALIKE * before and not is_of_weights
+        else figures
+    )
 
 
 def _native_k3(run: Run, step: int) -> tuple[float, float] | None:

@@ -26,6 +26,7 @@ from megatron.core import parallel_state as mpu
 from numpy.typing import NDArray
 from torch import Tensor
 from verl.utils.megatron_utils import unwrap_model
+from verl.utils.tensordict_utils import get_non_tensor_data
 from verl.workers.engine.megatron import transformer_impl
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
@@ -63,7 +64,7 @@ class MaskedMegatronRoutingReplay(MegatronRoutingReplay):
 
         with patch.object(transformer_impl, "vocab_parallel_log_probs_from_logits", on_sets):
             result = super().forward_step(iter([data]), model, **functions)
-        if not calls:
+        if not calls and not get_non_tensor_data(data, "distillation_only", default=False):
             refuse_unscored()
         return result
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch.distributed as dist
 import verl
 from torch import Tensor
+from verl.utils.tensordict_utils import get_non_tensor_data
 from verl.workers.engine.fsdp import transformer_impl
 
 from foreroute.replay import masked_logprobs_of_logits
@@ -54,7 +55,7 @@ class MaskedRoutingReplayEngine(RoutingReplayEngine):
 
         with patch.object(transformer_impl, "logprobs_from_logits", on_sets):
             result = super().forward_step(micro_batch, loss_function, forward_only)
-        if not calls:
+        if not calls and not get_non_tensor_data(micro_batch, "distillation_only", default=False):
             refuse_unscored()
         return result
 
