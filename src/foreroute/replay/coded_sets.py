@@ -27,7 +27,7 @@ from foreroute.trace.indexers import IndexerSpec
 from foreroute.trace.streams import DecisionStream
 
 TILE_BITS = 1 << 24
-"""Bits that are read at once: each takes about 40 bytes meanwhile."""
+"""Bits that are read at once: each takes about 30 bytes meanwhile."""
 _NUMBERS, _IDS, _BYTES = ArrayOf(np.int64, 1), ArrayOf(np.int32, 1), ArrayOf(np.uint8, 1, filled=True)
 _encode_sets = compiled("encode_sets", _IDS, *[_NUMBERS] * 4, INT, INT, _BYTES, returns=BOOL)
 
@@ -37,6 +37,7 @@ class CodedChoices:
 
     Attributes:
         visible_N: int64 [N], the units that each row sees.
+        low_S: int32 [S], the low bits of the units of each set.
         row_N: int64 [N], where its sets stand; `NONE` where it has no choice, or chose all that it sees.
     """
 
@@ -53,7 +54,7 @@ class CodedChoices:
         # words of 64 bits, which the encoder writes whole
         most_M = (visible_M - 1 >> self._low_M) + np.where(self._low_M > 0, spec.top_k, 1)
         self._high_S1 = np.append(0, np.cumsum(np.repeat(-(-most_M // 64) * 8, spec.heads)))
-        self.low_S = np.repeat(self._low_M, spec.heads)
+        self.low_S = np.repeat(self._low_M, spec.heads).astype(np.int32)
         self._set_bytes = -(-spec.top_k // 8)
         self._num_sets_P = (self.low_S > np.arange(self.low_S.max(initial=0))[:, None]).sum(axis=1)
         self._plane_P1 = self._high_S1[-1] + np.append(0, np.cumsum(self._num_sets_P * self._set_bytes))
