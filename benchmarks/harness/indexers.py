@@ -91,7 +91,7 @@ def measured(*, quick: bool) -> dict[str, Any]:
         "indexer_bytes": sizes,
         "indexer_raw_bytes_per_token": 4 * TOP_K * LAYERS,
         "indexer_coded": {name: coded(is_recent, 32 if quick else 512) for name, is_recent in DRAWS.items()},
-        **steps(pairs=2 if quick else 40),
+        **steps(pairs=2 if quick else 60),
         "indexer_kl": mismatch(num_sequences=1 if quick else 4),
     }
 
