@@ -18,7 +18,6 @@ import resource
 import subprocess
 import sys
 import time
-from math import lgamma, log
 from typing import Any
 
 import numpy as np
@@ -81,7 +80,7 @@ def _measured_sizes(rng: np.random.Generator, counts: NDArray[np.int64]) -> dict
     masks = DecisionStream.from_sets(VOCABULARY, np.ones(len(sets), bool), counts, np.concatenate(sets))
     trace = _beside_routes(masks)
     taken = len(file_of(trace)) - len(file_of(trace.without_streams()))
-    bound = sum(_log2_sets(VOCABULARY, int(count)) for count in counts) / 8
+    bound = sum(indexers.log2_sets(VOCABULARY, int(count)) for count in counts) / 8
     written = sum(len(json.dumps(ids.tolist(), separators=(",", ":"))) + 1 for ids in sets)
     return {
         "mean_set": float(counts.mean()),
@@ -89,10 +88,6 @@ def _measured_sizes(rng: np.random.Generator, counts: NDArray[np.int64]) -> dict
         "of_bound": taken / bound,
         "of_json": taken / written,
     }
-
-
-def _log2_sets(of: int, count: int) -> float:
-    return (lgamma(of + 1) - lgamma(count + 1) - lgamma(of - count + 1)) / log(2)
 
 
 def _beside_routes(masks: DecisionStream) -> RoutingTrace:

@@ -87,7 +87,7 @@ To publish, a person must
   2. make the links of README.md absolute, date the version in CHANGELOG.md, commit, and tag it v{version}
   3. run make release on every other platform that gets a wheel; others compile the sdist
   4. pip install twine; twine check dist/*; twine upload dist/*
-  5. install foreroute=={version} from the index in a new environment, and compare these sums:
+  5. try version {version} from the index in a new environment, and compare these sums:
 """
 
 

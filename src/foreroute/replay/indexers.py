@@ -1,7 +1,8 @@
 """The choices of indexers in one pass: what each is to choose for every row of a batch, and what it chose.
 
-They stay on the host until an indexer runs, and then go to the device one layer at a time: those of all layers take far
-more memory than routes. An indexer itself runs in replay too, and rows without a choice keep what it chose.
+They stay on the host until an indexer runs, and then go to the device one layer at a time, as `CodedChoices`: those of
+all layers take far more memory than routes. An indexer itself runs in replay too, and rows without a choice keep what
+it chose.
 
 Letters: R rows of a batch [B, T], padding included, N packed rows, H heads, W units, D indexers.
 """
@@ -9,7 +10,6 @@ Letters: R rows of a batch [B, T], padding included, N packed rows, H heads, W u
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -17,45 +17,44 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foreroute.errors import BatchMismatchError, SpecMismatchError
+from foreroute.replay.coded_sets import CodedChoices
+from foreroute.replay.rows import TraceOnDevice
 from foreroute.trace import RoutingTrace
 from foreroute.trace.indexers import INDEXER, IndexerSpec
-from foreroute.trace.streams import DecisionStream
 
 
-@dataclass(frozen=True, eq=False)
 class IndexerRows:
-    """What indexers are to choose, for every row of a flattened batch."""
+    """What indexers are to choose, for every row of a flattened batch, whose device has all but the choices.
 
-    spec: IndexerSpec
-    stream: DecisionStream  # choices of a trace, checked
-    row_R: NDArray[np.int64]  # packed row of each; -1 for padding
-    position_R: NDArray[np.int64]  # as `find_positions`
-    first_R: NDArray[np.int64]  # as there
+    Attributes:
+        decided_R: bool [R], rows that have a choice.
+        position_R: int64 [R], the position of a row in its sequence; -1 for padding.
+        first_R: int64 [R], the column where that begins, or 0.
+    """
 
-    @cached_property
-    def decided_R(self) -> NDArray[np.bool_]:
-        """Bool [R], rows that have a choice."""
-        decided_R = self.row_R >= 0
-        decided_R[decided_R] = self.stream.valid_N[self.row_R[decided_R]]
-        return decided_R
+    def __init__(self, choices: CodedChoices, there: TraceOnDevice, row_R: Tensor, width: int) -> None:
+        none, trace = np.full(1, -1), there.trace  # which is behind the last row, where padding finds it
+        self.spec, self._choices = choices.spec, choices
+        self.decided_R = there.upload("has choices", choices.stream.valid_N, np.zeros(1, np.bool_))[row_R]
+        self.position_R = there.upload("positions", trace.positions_N, none)[row_R]
+        column_R = torch.arange(len(row_R), device=row_R.device) % width
+        self.first_R = torch.where(row_R < 0, 0, column_R - self.position_R)
+        self._visible_R = there.upload("visible units", choices.visible_N, none)[row_R]
+        self._row_R = there.upload("rows of sets", choices.row_N, none)[row_R]
+        self._start_S, self._low_S = there.upload("starts of sets", choices.start_S), there.upload("low", choices.low_S)
+        most = min(int(choices.visible_N.max(initial=0)), int(self.spec.num_visible(np.array([width - 1]))[0]))
+        self._every_W = torch.arange(min(self.spec.top_k, most), device=row_R.device, dtype=torch.int32)
 
     def units_RHW(self, indexer: int) -> Tensor:
-        """List the units that the queries of each row attend to, int64 [R, H, W] on the host, -1 behind the last."""
-        spec, stream = self.spec, self.stream
-        visible_R = spec.num_visible(self.position_R)
-        width = min(spec.top_k, int(visible_R.max(initial=0)))
-        every_W = np.arange(width)
-        units_RHW = np.where(every_W < visible_R[:, None], every_W, -1)[:, None].repeat(spec.heads, axis=1)
-        starts_N = stream.offsets[indexer : -1 : stream.depth]
-        chosen = np.flatnonzero(self.decided_R & (visible_R > spec.top_k))  # these have a set, and it is full
-        ids = stream.ids[starts_N[self.row_R[chosen], None] + np.arange(spec.heads * width)]
-        if spec.heads > 1:
-            # An id is unit * heads + head, so that sets ascend unit by unit. Head by head is wanted: one sort of 64-bit
-            # keys, the head above and the unit below, both of which fit 32 bits, keeps the units of a head ascending.
-            head = ids.astype(np.int64) % spec.heads
-            ids = np.sort(head << 32 | ids // spec.heads, axis=1) & 0xFFFFFFFF
-        units_RHW[chosen] = ids.reshape(len(chosen), spec.heads, width)
-        return torch.from_numpy(units_RHW)
+        """List the units that the queries of each row attend to, int32 [R, H, W], -1 behind the last."""
+        every_W, heads = self._every_W, self.spec.heads
+        units_RW = torch.where(every_W < self._visible_R[:, None], every_W, -1)
+        units_RHW = units_RW[:, None].expand(-1, heads, -1)
+        if not len(self._start_S):
+            return units_RHW
+        units_MHK = self._choices.units_SK(indexer, self._start_S, self._low_S).view(-1, heads, self.spec.top_k)
+        chosen_RHW = units_MHK[self._row_R.clamp(min=0)][..., : len(every_W)]
+        return torch.where(self._row_R[:, None, None] < 0, units_RHW, chosen_RHW)
 
 
 def find_positions(

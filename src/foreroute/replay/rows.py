@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -116,12 +116,9 @@ class TraceOnDevice:
             self._there[name] = joined_to_device(parts, self.device)
         return self._there[name]
 
-    def counted_N(self, policy: Policy, indexers: IndexerRows | None = None) -> NDArray[np.bool_] | None:
-        """Bool [N], tokens that belong in the loss; None where all do. A row without its choices is missing too."""
-        faithful_N = self.faithful_N
-        if policy.missing == "drop" and indexers is not None:
-            faithful_N = faithful_rows(replace(self.trace, valid_N=self.trace.valid_N & indexers.stream.valid_N))
-        return None if policy.missing != "drop" or faithful_N.all() else faithful_N
+    def counted_N(self, policy: Policy) -> NDArray[np.bool_] | None:
+        """Bool [N], tokens that belong in the loss; None where all do."""
+        return None if policy.missing != "drop" or self.faithful_N.all() else self.faithful_N
 
     def gather(
         self,
@@ -140,7 +137,7 @@ class TraceOnDevice:
             row_R: integers [R] on the device, the packed row of each; for padding `NATIVE`, which the policy may have
                 spread, or `SPREAD - p` for row p of the spread picks.
             policy: whose policies for missing rows and padding hold.
-            indexers: the choices to force on indexers, of the same rows. A row that has none is missing too.
+            indexers: the choices to force on indexers, of the same rows.
             layers: of the trace; all by default.
             is_complete: as of `Rows`.
         """
@@ -152,10 +149,9 @@ class TraceOnDevice:
             row_R = torch.where(row_R == NATIVE, SPREAD - nth_R, row_R)
         # Padding stands behind the N rows of the trace: -1 is row N of the table, -2 the one after it.
         from_R = torch.where(real_R, row_R, num_rows - 1 - row_R)
-        counted_N, counted_R = self.counted_N(policy, indexers), real_R
+        counted_N, counted_R = self.counted_N(policy), real_R
         if counted_N is not None:
-            name = "counted" if indexers is None else "counted with choices"
-            counted_R = real_R & self.upload(name, counted_N, np.zeros(1, np.bool_))[from_R.clamp(max=num_rows)]
+            counted_R = real_R & self.upload("counted", counted_N, np.zeros(1, np.bool_))[from_R.clamp(max=num_rows)]
         ids_LRK = (table_LXK if layers is None else table_LXK[layers]).index_select(1, from_R)
         return ReplayRows(
             ids_LRK,

@@ -25,6 +25,8 @@ from foreroute.errors import (
     SpecMismatchError,
     TraceContentError,
 )
+from foreroute.replay.indexers import IndexerRows
+from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
 from foreroute.trace import RoutingTrace
 from tests.adapters.hf.families import MODELLING, SPARSE, build, lacks, skip_in_older, skip_where_lacking
@@ -391,3 +393,93 @@ def test_routes_and_choices_together_close_the_gap_that_either_alone_leaves():
     assert 5e-3 < kl["routes"] < kl["neither"] / 1.5
     assert 5e-3 < kl["indexers"] < kl["neither"] / 1.5
     assert kl["both"] < 3e-3
+
+
+def on_device(batch):
+    return {name: given.to(DEVICE) for name, given in batch.items()}
+
+
+@grid("family", AT_ONCE, quick=1)
+def test_nobody_waits_for_choices(family, monkeypatch):
+    """Neither in a pass that records them, nor in one that replays others, of which the CPU is the oracle."""
+    model, routed = attached(family)
+    _, trace = recorded(family)
+    other = foreign_choices(trace, routed.indexers)
+    with torch.no_grad(), routed.replay(other):
+        expected = output_of(model, BATCH)
+    with other_device() as device, torch.no_grad():
+        there, given = build(family, **SPARSE[family]), on_device(BATCH)
+        there.set_attn_implementation("eager")
+        there.load_state_dict(model.state_dict())
+        moved = hf.attach(there.to(DEVICE))
+
+        def waits():
+            device.reads.clear()
+            output = there(**given, use_cache=False)[0]
+            return sum(device.reads.values()), output.values_here[BATCH["attention_mask"].bool()]
+
+        unpatched, _ = waits()
+        with moved.record(indexers=True) as recording:
+            assert waits()[0] == unpatched
+        assert recording.trace().streams["indexer"].num_rows == trace.num_rows
+        rows = moved.rows(other)
+        for _ in range(2):  # the second time on what is there
+            with moved.replay(rows):
+                seen, output = waits()
+            assert seen == unpatched
+            torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+        units = IndexerRows.units_RHW  # the control: a wait that is put back
+        monkeypatch.setattr(IndexerRows, "units_RHW", lambda self, i: units(self, i).cpu().to(DEVICE))
+        with moved.replay(rows):
+            assert waits()[0] == unpatched + 2 * len(routed.indexers.layers)
+
+
+def padded_inside():
+    batch = batch_of(9, 5)
+    for each in batch.values():
+        each[1] = each[1, [0, 5, 1, 2, 6, 3, 4, 7, 8]]
+    return batch
+
+
+MISPLACED = {
+    "padding before": ("minimax_m3_vl", batch_of(9, 5, side="left"), "a sequence begins behind padding"),
+    "padding inside": ("deepseek_v32", padded_inside(), "padding lies inside a sequence"),
+    "several in a row": (
+        "glm5_next",
+        {"input_ids": torch.arange(1, 15)[None], "position_ids": torch.tensor([[*range(9), *range(5)]])},
+        "a row of the batch holds several sequences",
+    ),
+}
+
+
+@grid(("family", "batch", "message"), MISPLACED.values(), ids=MISPLACED, quick=1)
+def test_a_batch_that_upstream_cuts_elsewhere_is_told_of_before_weights_change(family, batch, message):
+    """In the words of the CPU, where it is told at once."""
+    model, routed = attached(family)
+    kept = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    tokens = np.split(batch["input_ids"][kept].numpy(), [9])
+    routes = np.split(random_routes(routed.spec, batch_of(9, 5)).expert_ids_NLK.astype(int), [9])
+    trace = foreign_choices(RoutingTrace.from_sequences(routed.spec, tokens, routes), routed.indexers)
+    with pytest.raises(BatchMismatchError, match=message) as told, routed.replay(trace), torch.no_grad():
+        model(**batch, use_cache=False)
+    with other_device():
+        there = hf.attach(build(family, **SPARSE[family]).to(DEVICE))
+        with there.replay(trace):
+            there.model(**on_device(batch), use_cache=False)
+    with pytest.raises(BatchMismatchError, match=re.escape(str(told.value))):
+        torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]).step()
+
+
+@grid("family", SPARSE, quick=1)
+def test_sequences_that_are_all_seen_are_replayed_beside_padding(family):
+    """Of a batch with more columns than their queries see, which an indexer chooses from too."""
+    batch = batch_of(9, 5)
+    batch = {name: each[1:, :8] for name, each in batch.items()}
+    sizes = {name: 64 for name in SPARSE[family] if name in ("index_topk", "index_topk_blocks", "topk_blocks")}
+    model = build(family, **SPARSE[family] | sizes)
+    model.set_attn_implementation("eager")
+    routed = hf.attach(model)
+    with torch.no_grad(), routed.record(indexers=True) as recording:
+        expected = output_of(model, batch)
+    with torch.no_grad(), routed.replay(recording.trace()):
+        assert torch.equal(output_of(model, batch), expected)

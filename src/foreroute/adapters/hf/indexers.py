@@ -26,8 +26,8 @@ from foreroute.core.passes import Pass
 from foreroute.core.recompute import run_unnumbered
 from foreroute.errors import BatchMismatchError
 from foreroute.replay import IndexerPass, ReplayRows
+from foreroute.replay.coded_sets import CodedChoices
 from foreroute.replay.indexers import IndexerRows, find_positions
-from foreroute.replay.rows import refuse_missing
 from foreroute.trace import INDEXER, DecisionStream, IndexerSpec, RoutedLayer, RoutingTrace
 from foreroute.trace.checks import as_offsets
 from foreroute.trace.streams import MOST_CHOICES
@@ -103,22 +103,34 @@ class FoundIndexers:
             opened.append((first, replace(first, observed=None)))
         return opened
 
-    def rows(self, trace: RoutingTrace, row_R: NDArray[np.int64], width: int, *, all_wanted: bool) -> IndexerRows:
-        """Take the choices of a trace that has some, for the rows int64 [R] of a batch of this width."""
-        stream = trace.streams[INDEXER]
-        position_R, first_R = find_positions(trace.offsets, row_R, width)
-        self.require(position_R, first_R, width)
-        if all_wanted:
-            decided = replace(trace, valid_N=trace.valid_N & stream.valid_N)
-            refuse_missing(decided, row_R, what="choice of indexers")
-        return IndexerRows(self.spec, stream, row_R, position_R, first_R)
+    def choices(self, trace: RoutingTrace) -> CodedChoices:
+        """Take the choices of a trace that has some."""
+        return CodedChoices(self.spec, trace.streams[INDEXER], trace.positions_N)
+
+    def misplaced(self, rows: IndexerRows, row_R: Tensor, width: int) -> Tensor:
+        """Say bool [], on their device, whether `find_positions` or `require` would raise for rows of a batch."""
+        is_first_column = torch.arange(len(row_R), device=row_R.device) % width == 0
+        inside = (rows.position_R > 0) & (is_first_column | (row_R.roll(1) != row_R - 1))
+        several, behind = self._cut_elsewhere(rows.position_R, rows.first_R, width)
+        wrong: Tensor = inside.any() | several | behind
+        return wrong
+
+    def _cut_elsewhere(self, position_R: Any, first_R: Any, width: int) -> tuple[Any, Any]:
+        """Say whether upstream cuts units elsewhere than at sequences: as several are in a row, or behind padding."""
+        wanted = self.form.sequences
+        several = ((position_R == 0).reshape(-1, width).sum(1) > 1).any()
+        return several & (wanted != "anywhere"), first_R.any() & (wanted == "one a row from its first column")
 
     def require(self, position_R: NDArray[np.int64], first_R: NDArray[np.int64], width: int) -> None:
         """Raise `BatchMismatchError` if upstream would not cut the units of these sequences where they begin."""
-        wanted, several = self.form.sequences, ((position_R == 0).reshape(-1, width).sum(axis=1) > 1).any()
-        if wanted != "anywhere" and (several or (wanted != "one a row" and first_R.any())):
+        several, behind = self._cut_elsewhere(position_R, first_R, width)
+        if several or behind:
             seen = "a row of the batch holds several sequences" if several else "a sequence begins behind padding"
-            sides = "on either side" if wanted == "one a row" else "on the right; prompts of one length need none"
+            sides = (
+                "on either side"
+                if self.form.sequences == "one a row"
+                else "on the right; prompts of one length need none"
+            )
             raise BatchMismatchError(
                 f"{seen}, and {type(self.modules[0]).__name__} of transformers cuts units of {self.spec.unit} tokens "
                 f"by their place in the batch; expected one sequence per row, padded {sides}"
@@ -211,43 +223,35 @@ class ChoosingIndexer(SelectionHook):
 
     def _replayed(self, native: Tensor, rows: IndexerRows, indexer: int) -> Tensor:
         """Put the choices to replay into what it returned, in the rows that have one."""
-        form, device = self._form, native.device
-        keys_RHW = rows.units_RHW(indexer).to(device)
+        form, keys_RHW = self._form, rows.units_RHW(indexer)
         if form.returns != "units":
             keys_RHW = self._tokens_of(keys_RHW, rows)
-        decided_R = torch.from_numpy(rows.decided_R).to(device)
         if form.returns == "mask":
             num_keys = native.shape[-1]
-            columns = torch.where(keys_RHW < 0, num_keys, keys_RHW)
+            columns = torch.where(keys_RHW < 0, num_keys, keys_RHW).long()
             mask = native.new_zeros(len(columns), 1, num_keys + 1).scatter(-1, columns, True)[..., :num_keys]
             forced = mask.view(native.shape[0], native.shape[2], 1, num_keys).transpose(1, 2)
-            return torch.where(decided_R.view(native.shape[0], 1, native.shape[2], 1), forced, native)
-        fill = -1
-        if not form.fills:  # the first key of the sequence, which a query with too few keys attends to
-            first_R11 = torch.from_numpy(rows.first_R).to(device)[:, None, None]
-            keys_RHW = torch.where(keys_RHW < 0, first_R11, keys_RHW)
+            return torch.where(rows.decided_R.view(native.shape[0], 1, native.shape[2], 1), forced, native)
         missing = native.shape[-1] - keys_RHW.shape[-1]
-        keys_RHW = nn.functional.pad(keys_RHW, (0, missing), value=fill).to(native.dtype)
+        keys_RHW = nn.functional.pad(keys_RHW, (0, missing), value=-1).to(native.dtype)
+        if not form.fills:  # the first key of the sequence, which a query with too few keys attends to
+            keys_RHW = torch.where(keys_RHW < 0, rows.first_R[:, None, None], keys_RHW).to(native.dtype)
         by_row = native.transpose(1, 2) if native.ndim == 4 else native
-        forced = torch.where(decided_R[:, None, None], keys_RHW, by_row.reshape(keys_RHW.shape)).view(by_row.shape)
+        forced = torch.where(rows.decided_R[:, None, None], keys_RHW, by_row.reshape(keys_RHW.shape)).view(by_row.shape)
         return forced.transpose(1, 2).contiguous() if native.ndim == 4 else forced
 
     def _tokens_of(self, units_RHW: Tensor, rows: IndexerRows) -> Tensor:
         """Name the key columns of the tokens of units, with those of the tail if any; -1 where there is none."""
-        unit, device = rows.spec.unit, units_RHW.device
-        first_R11, position_R11 = (
-            torch.from_numpy(each).to(device)[:, None, None] for each in (rows.first_R, rows.position_R)
-        )
-        keys_RHW = units_RHW + first_R11
-        if unit > 1:
-            within_U = torch.arange(unit, device=device)
-            tokens = (units_RHW[..., None] * unit + within_U).flatten(-2) + first_R11
-            keys_RHW = torch.where((units_RHW < 0).repeat_interleave(unit, dim=-1), -1, tokens)
-            if self._form.tail and getattr(self.module, "index_kpool_always_select_tail", True):
-                tail = (position_R11 + 1) // unit * unit + within_U[:-1]
-                keys_RHW = torch.cat([keys_RHW, torch.where(tail > position_R11, -1, tail + first_R11)], dim=-1)
-            return keys_RHW
-        return torch.where(units_RHW < 0, -1, keys_RHW)
+        unit, first_R11, position_R11 = rows.spec.unit, rows.first_R[:, None, None], rows.position_R[:, None, None]
+        if unit == 1:
+            return torch.where(units_RHW < 0, -1, units_RHW + first_R11)
+        within_U = torch.arange(unit, device=units_RHW.device)
+        tokens = (units_RHW[..., None] * unit + within_U).flatten(-2) + first_R11
+        keys_RHW = torch.where((units_RHW < 0).repeat_interleave(unit, dim=-1), -1, tokens)
+        if self._form.tail and getattr(self.module, "index_kpool_always_select_tail", True):
+            tail = (position_R11 + 1) // unit * unit + within_U[:-1]
+            keys_RHW = torch.cat([keys_RHW, torch.where(tail > position_R11, -1, tail + first_R11)], dim=-1)
+        return keys_RHW
 
 
 def indexers_of(sites: list[tuple[str, nn.Module, RoutedLayer]]) -> FoundIndexers | None:

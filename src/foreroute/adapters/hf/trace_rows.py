@@ -25,6 +25,7 @@ from foreroute.errors import BatchMismatchError, LayoutError
 from foreroute.layout import Layout, locate_rows
 from foreroute.replay import Policy, ReplayRows, TraceOnDevice
 from foreroute.replay.arguments import require_layout
+from foreroute.replay.indexers import IndexerRows, find_positions
 from foreroute.replay.rows import faithful_rows, refuse_missing, to_host
 from foreroute.trace import INDEXER, PIXELS, RoutingTrace
 from foreroute.trace.operations import add_assignments
@@ -63,6 +64,11 @@ class TraceRows:
         self.layout = layout
         self._hooks = hooks
         self._indexers = hooks.found_indexers if INDEXER in trace.streams else None
+        # the rows that have all that is replayed: a row without its choices is missing too
+        self._decided = trace
+        if self._indexers is not None:
+            self._decided = replace(trace, valid_N=trace.valid_N & trace.streams[INDEXER].valid_N)
+        self._choices = None if self._indexers is None else self._indexers.choices(trace)
         self._there: TraceOnDevice | None = None
         self._counts: dict[tuple[int, int], NDArray[np.int64]] = {}
         self._last: _LastBatch | None = None
@@ -112,7 +118,7 @@ class TraceRows:
         if last is None or last.policy != policy or last.names != [*given] or not last.ids.fit([*given.values()]):
             return None
         differs = batch.differs_from(last.batch)  # who writes is not always seen: collectives do not count their writes
-        if self._indexers is not None or differs.device.type == "cpu":  # where the host waits, or need not
+        if differs.device.type == "cpu":  # where the host need not wait
             return None if differs.item() else last.rows
         checks.add(last.wrong | differs, partial(self._raise_overwritten, batch, policy))
         return last.rows
@@ -121,16 +127,16 @@ class TraceRows:
         """Find and gather them, and remember the batch."""
         there = self._there
         if there is None or there.device != batch.device:
-            there = self._there = TraceOnDevice(self.trace, batch.device)
+            faithful_N = faithful_rows(self._decided)
+            there = self._there = TraceOnDevice(self.trace, batch.device, faithful_N=faithful_N)
         row_R, wrong = self._locate(batch, there, policy)
+        choices = None
+        if self._indexers is not None and self._choices is not None:
+            chosen_R = torch.where(wrong, -1, row_R)  # no row of a batch that is told of has a choice
+            choices = IndexerRows(self._choices, there, chosen_R, batch.shape[1])
+            wrong = wrong | self._indexers.misplaced(choices, row_R, batch.shape[1])
         # on the CPU checks look at once, before anybody overwrites the batch
         checks.add(wrong, partial(self.raise_mismatch, batch if batch.device.type == "cpu" else batch.copied, policy))
-        choices = None
-        if self._indexers is not None:  # their choices are cut on the host, which waits for the rows
-            if wrong.item():
-                self.raise_mismatch(batch, policy)
-            all_wanted = policy.missing == "error"
-            choices = self._indexers.rows(self.trace, row_R.cpu().numpy(), batch.shape[1], all_wanted=all_wanted)
         # rows with a route are all in the batch, or a check tells of it
         is_full = policy.padding == "spread" or len(row_R) == self.trace.num_rows
         rows = there.gather(row_R, policy, choices, is_complete=is_full and bool(self.trace.valid_N.all()))
@@ -163,6 +169,11 @@ class TraceRows:
             refuse_missing(self.trace, row_R)
         if PIXELS in self.trace.streams and batch.digests_BT is not None:
             refuse_other_pixels(self.trace, row_R, to_host(batch.digests_BT).reshape(-1))
+        if self._indexers is not None:
+            width = batch.shape[1]
+            self._indexers.require(*find_positions(self.trace.offsets, row_R, width), width)
+            if policy.missing == "error":
+                refuse_missing(self._decided, row_R, what="choice of indexers")
 
     def _locate(self, batch: ForwardTokens, there: TraceOnDevice, policy: Policy) -> tuple[Tensor, Tensor]:
         """Find int64 [R], the row of each position or -1, and bool [], whether `raise_mismatch` would raise."""
