@@ -159,7 +159,7 @@ class PlanExecution:
         cells: Sequence[CellPlan],
         counts_CGE: Sequence[NDArray[np.integer]],
     ) -> list[CellRows]:
-        rows = upload_rows(device, schedules)
+        rows = upload_rows(device, schedules, with_permutations=self.num_places is None)
         if self.num_places is None:
             return rows
         places = upload_places(device, cells, counts_CGE, self._rank, self.num_places)

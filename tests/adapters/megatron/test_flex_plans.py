@@ -84,6 +84,16 @@ def test_home_experts_without_a_row():
         check_cases([(on_flex(backend, packed), ("static", "planned")) for backend in FLEX_BACKENDS])
 
 
+@pytest.mark.slow
+@on_ranks(2)
+def test_gates_of_a_router_in_float64_reach_experts_in_bfloat16_as_they_do_without_a_plan():
+    for backend in FLEX_BACKENDS:
+        cell = dataclasses.replace(TOLD, settings=(("moe_router_dtype", "fp64"),))
+        case = on_flex(backend, cell, rounded=True)
+        apart = furthest(trained(case, "static", steps=1), trained(case, None, steps=1))
+        assert max(apart.values()) == 0, (backend, apart)
+
+
 class Operators(TorchDispatchMode):
     """Counts operators, and those of them by which the host would wait for a device."""
 

@@ -52,6 +52,9 @@ def kernel_handle(dispatcher: Any, rows: CellRows, ids_NK: Tensor) -> FlexHandle
 class FlexHandle(ABC):
     """Where the rows of one call go, token by token, as `DispatchHandle`."""
 
+    widens_gates = False
+    """Whether Megatron gives experts gates of the router's float64 again."""
+
     def __init__(self, manager: Any, rows: CellRows, ids_NK: Tensor) -> None:
         assert rows.places is not None, "executions on flex dispatchers have places"
         self.rows, self._places, self._num_rows = rows, rows.places, sum(rows.receive_G)
@@ -66,9 +69,9 @@ class FlexHandle(ABC):
 
     def dispatch(self, hidden_ND: Tensor, gates_NK: Tensor) -> tuple[Tensor, Tensor]:
         """Send tokens: the rows computed here [A, D] in order of group, and their gate weights [A]."""
-        rows, gates = self._send(hidden_ND.contiguous(), gates_NK.float())
-        if gates_NK.dtype == torch.float64:  # as Megatron does; kernels take float32 alone
-            gates = gates.double()
+        rows, gates = self._send(hidden_ND.contiguous(), gates_NK.float())  # kernels take float32 alone
+        if self.widens_gates:
+            gates = gates.to(gates_NK.dtype)
         if any(self._zeros):
             rows, gates = functional.pad(rows, (0, 0, *self._zeros)), functional.pad(gates, self._zeros)
         return rows, gates
@@ -88,6 +91,8 @@ class FlexHandle(ABC):
 
 class DeepEPHandle(FlexHandle):
     """Rows on DeepEP, which sends picks along and leaves it to the receiver to sort them."""
+
+    widens_gates = True
 
     def _send(self, hidden_ND: Tensor, gates_NK: Tensor) -> tuple[Tensor, Tensor]:
         top_k, of_ranks = gates_NK.shape[1], zip(self.rows.receive_G, self._places.sent_G, strict=True)
@@ -124,6 +129,8 @@ class HybridEPHandle(FlexHandle):
         manager.routing_map = torch.zeros(shape, dtype=torch.bool, device=hidden_ND.device)
         manager.routing_map.scatter_(1, self._place_NK, True)
         manager.token_probs = gates_NK.new_zeros(shape).scatter(1, self._place_NK, gates_NK)
+        # of a call that raised, in releases that pad
+        manager._padded_num_tokens = manager._original_num_tokens = None
         rows = manager.dispatch(hidden_ND)
         # releases before 0.19 put a tensor there, which backward would read
         manager.num_permuted_tokens = self._num_rows

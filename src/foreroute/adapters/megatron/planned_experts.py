@@ -8,6 +8,7 @@ from typing import Any
 from weakref import WeakSet
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import nn
@@ -95,7 +96,14 @@ class PlannedExperts(ExpertParallelModel):
                 stack.callback(_executed.discard, chunk.trunk)
             for layer in self._layers_in_execution:
                 stack.enter_context(layer.in_place())
-            yield
+            try:
+                yield
+            except BaseException:
+                # DeepEP's kernels count into one place, which the host reads in a dispatch without a budget: what an
+                # aborted step has launched must not write there then
+                if self._flex and torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                raise
 
     def finish_gathering(self) -> None:
         for layer in self._layers_in_execution:

@@ -105,7 +105,8 @@ class PlannedLayer:
     def _dispatch(self, hidden_ND: Tensor, gates_NK: Tensor) -> tuple[Tensor, Tensor]:
         """Send rows to their experts: rows in order of their expert here, and their gate weights."""
         rows, gates = self._handle.dispatch(hidden_ND, gates_NK)
-        # on one communicator, what is launched first travels first: no row waits for a weight
+        # on one communicator, what is launched first travels first: no row waits for a weight. Kernels of flex have
+        # buffers of their own, and share links with weights
         self._replicas.fetch()
         if self._shared is not None:
             self._shared.linear_fc1_forward_and_act(rows)
