@@ -238,8 +238,7 @@ def test_each_kind_of_parallelism_replays_the_routes_and_syncs_the_weights_of_a_
     [
         ("fsdp2", "sampling_masks", "float32", (0, 1e-9)),
         ("fsdp2", "fsdp", "float32", (1e-2, np.inf)),
-        # whose configuration accepts no float32
-        ("megatron", "megatron_sampling_masks", "bfloat16", (0, 2e-3)),
+        ("megatron", "megatron_sampling_masks", "float32", (0, 1e-9)),
     ],
 )
 def test_each_sampled_token_is_scored_on_the_set_that_vllm_drew_it_from(
@@ -256,6 +255,9 @@ def test_each_sampled_token_is_scored_on_the_set_that_vllm_drew_it_from(
     demo_cluster.prepare(policy, engine)
     here = "megatron_on_cpu," if engine == "megatron" else ""
     overrides = [*CUT, f"{MODEL}.external_lib=[{here}foreroute.trainers.verl.{library}]"]
+    if engine == "megatron":
+        target = "tests.trainers.verl.float32_config.Float32Config"
+        overrides += [f"{MEGATRON}.dtype=float32", f"{MEGATRON}._target_={target}"]
     settings = {"precision": precision, "replay": "R3", "engine": engine}
     ended = run(folder, policy, overrides=overrides, paths=[every], **settings)
     assert ended == 0, demo_cluster.tail(folder)
