@@ -101,8 +101,8 @@ def main() -> None:
     check_wheel(files.wheel)
     with tempfile.TemporaryDirectory() as temporary:
         if verb == "try":
-            for number, python in enumerate(pythons):
-                try_on(python, files, Path(temporary) / str(number))
+            tried = [try_on(python, files, Path(temporary) / str(i)) for i, python in enumerate(pythons)]
+            require(any(tried), f"none of {pythons} is here, so nothing was tried; name a Python that is")
             print(TO_PUBLISH.format(**project()))
             for path in files:
                 print(sha256(path.read_bytes()).hexdigest(), path.name)
@@ -151,12 +151,15 @@ def build(folder: Path) -> None:
         run([*command, str(staged)], staged)
 
 
-def try_on(python: str, files: Files, folder: Path) -> None:
-    """Install the release in new environments of a Python, and use it from folders where the sources are not."""
+def try_on(python: str, files: Files, folder: Path) -> bool:
+    """Install the release in new environments of a Python, and use it from folders where the sources are not.
+
+    Says whether the Python is here.
+    """
     # a name may be there that runs nothing
     if shutil.which(python) is None or subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode:
         print(f"{python}: not tried, as it is not here")
-        return
+        return False
     print(f"== {run([python, '--version'], ROOT).strip()}")
     named = Environment(python, folder / "named")
     named("install", "--no-index", "--no-deps", "--find-links", str(files.wheel.parent), "foreroute", "foreroute-core")
@@ -180,7 +183,7 @@ def try_on(python: str, files: Files, folder: Path) -> None:
     if not torch.endswith("+cpu") and os.environ.get("RELEASE_TORCH") != "any":
         print(f"torch    not tried: {torch} is no build for CPUs. PIP_EXTRA_INDEX_URL can name an index of such, and")
         print("         RELEASE_TORCH=any takes this one")
-        return
+        return True
     trainer = Environment(python, folder / "trainer")
     trainer("install", *constraint, str(files.core_wheel))
     replay = [str(trainer.python), "-I", "-c", A_MODEL]
@@ -191,6 +194,7 @@ def try_on(python: str, files: Files, folder: Path) -> None:
     run(replay, trainer.folder)
     run([str(trainer.python), "-I", "-c", first_example()], trainer.folder)
     print(f"torch    {torch}: foreroute_core alone and beside foreroute; the first example of README.md")
+    return True
 
 
 def first_example() -> str:

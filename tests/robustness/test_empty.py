@@ -242,7 +242,7 @@ ONCE = {
         lambda folder: planned(np.zeros((1, 0, 2, 4), np.int32), folder),
         r"counts have shape \(1, 0, 2, 4\)",
     ),
-    "planner.plan_cell": (lambda _: planner.plan_cell([], [], 1), r"loads are float64 \(0,\), slots 1; expected"),
+    "planner.plan_cell": (lambda _: planner.plan_cell([], [], 1), r"loads are float64 of shape \(0,\); expected"),
     "planner.plan_cell of no load": (lambda _: planner.plan_cell([0, 0], [0, 1], 1).sum(), None),
     "mismatch of arrays": (lambda _: routing_mismatch(np.zeros((0, 4, 3, 2), int), np.zeros((0, 4, 3, 2), int)), None),
     "mismatch of lists": (lambda _: routing_mismatch([], []), r"routes have shapes \(0,\) and \(0,\)"),

@@ -22,7 +22,7 @@ def sequences_of(fields: Mapping[str, Any]) -> Iterator[tuple[NDArray[Any], NDAr
 
     Fields are `routed_experts` [b, width, layers, K], `input_ids` and `attention_mask` [b, width]; without a mask,
     `position_ids` [b, width] are 0 where a sequence begins. With `seq_lens` [S] what is behind a sequence is padding,
-    also where mask and positions count it. A row of -1 throughout counts as routed here.
+    also where mask and positions count it or start anew. A row of -1 throughout counts as routed in what is given.
     """
     by = "position_ids" if fields.get("attention_mask") is None else "attention_mask"
     if missing := [name for name in ("routed_experts", "input_ids", by) if fields.get(name) is None]:
@@ -37,6 +37,8 @@ def sequences_of(fields: Mapping[str, Any]) -> Iterator[tuple[NDArray[Any], NDAr
             f"routed_experts has shape {routes.shape}, input_ids {tokens.shape}, {by} {found_by.shape}; "
             "expected [b, T, layers, K], [b, T] and [b, T]"
         )
+    # whatever stands for no route, in padding too: no row of a router holds expert 0 alone, but with one pick
+    routed_BT = routes.max(axis=(2, 3), initial=0) > 0
     lengths_S = None if fields.get("seq_lens") is None else as_integers(fields["seq_lens"], "seq_lens").astype(np.int64)
     if by == "attention_mask":
         places = [*enumerate(kept_by_mask(found_by))]
@@ -46,10 +48,11 @@ def sequences_of(fields: Mapping[str, Any]) -> Iterator[tuple[NDArray[Any], NDAr
         ends = [
             (row, *np.flatnonzero(positions == 0).tolist(), len(positions)) for row, positions in enumerate(found_by)
         ]
-        places = [(row, slice(*pair)) for row, *each in ends for pair in pairwise(each)][: lengths_S.size]
+        places = [(row, slice(*pair)) for row, *each in ends for pair in pairwise(each)]
+        places = without_padding(lengths_S.reshape(-1).tolist(), places, routed_BT)
     if lengths_S is not None:
         places = cut_to(lengths_S, places)
-        left_out_BT = np.asarray(routes.any(axis=(2, 3)))
+        left_out_BT = routed_BT.copy()
         for b, kept in places:
             left_out_BT[b, kept] = False
             positions_T = np.arange(kept.stop - kept.start)
@@ -59,9 +62,9 @@ def sequences_of(fields: Mapping[str, Any]) -> Iterator[tuple[NDArray[Any], NDAr
                 f"seq_lens are {lengths_S[:8].tolist()}, and there are routes outside of these tokens, or their "
                 "position_ids do not count from 0; pass those of the same batch"
             )
-    last_routed_S = np.array([kept.stop > kept.start and (routes[b, kept.stop - 1] > 0).any() for b, kept in places])
+    last_routed_S = np.array([kept.stop > kept.start and routed_BT[b, kept.stop - 1] for b, kept in places])
     ends_unrouted = any(
-        routes[b, kept].any() and not last for (b, kept), last in zip(places, last_routed_S, strict=True)
+        routed_BT[b, kept].any() and not last for (b, kept), last in zip(places, last_routed_S, strict=True)
     )
     for s, (b, kept) in enumerate(places):
         rows_TAK = routes[b, kept]
@@ -94,6 +97,21 @@ def packed_places(positions_T: NDArray[Any]) -> list[slice]:
             "padding has, and no sequence of two tokens; pass attention_mask or seq_lens, or cut the padding off"
         )
     return [slice(int(start), int(start + length)) for start, length in zip(starts, lengths, strict=True)]
+
+
+def without_padding(
+    lengths: list[int], places: list[tuple[int, slice]], routed_BT: NDArray[np.bool_]
+) -> list[tuple[int, slice]]:
+    """Leave out places that are padding, as they have no route, stand behind all routes of a row, and fit no length."""
+    routes_ahead_BT = np.logical_or.accumulate(routed_BT[:, ::-1], axis=1)[:, ::-1]
+    kept: list[tuple[int, slice]] = []
+    for number, (b, at) in enumerate(places):
+        if len(kept) == len(lengths):
+            break
+        may_be_padding = len(places) - number > len(lengths) - len(kept) and not routes_ahead_BT[b, at.start]
+        if not may_be_padding or lengths[len(kept)] == at.stop - at.start:
+            kept.append((b, at))
+    return kept
 
 
 def cut_to(lengths_S: NDArray[np.int64], places: list[tuple[int, slice]]) -> list[tuple[int, slice]]:

@@ -21,14 +21,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Container, Iterator
-from operator import itemgetter
+from operator import index, itemgetter
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from foreroute.errors import CountsError
+from foreroute.checks import as_array, whole_number
+from foreroute.errors import CountsError, TopologyError
 from foreroute.kernels import NONE
-from foreroute.plan.topology import check_homes
+from foreroute.plan.counts import check_counts
+from foreroute.plan.topology import MOST_RANKS, MOST_REDUNDANT_SLOTS, check_homes
 
 Integers = NDArray[np.int64]
 Seen = dict[int, tuple[int, int, int]]
@@ -41,20 +43,26 @@ def plan_cell(loads: ArrayLike, homes: ArrayLike, slots: int, *, seed: int = 0) 
     Columns add up to `loads`. What is not 0 away from an expert's home is a replica, `slots` of a rank at most.
 
     Args:
-        loads: integers [E] from 0 on, assignments to each expert.
+        loads: integers [E] from 0 on, assignments to each expert; 2,147,483,647 in all at most.
         homes: integers [E], the rank that each expert lives on; E / G experts on every rank.
-        slots: of each rank.
+        slots: of each rank, as many as a `Topology` may have.
         seed: of perturbations; `plan` takes the number of the cell in the step, m * L + layer.
 
     Raises:
         CountsError: when loads or slots are not that.
         TopologyError: when homes are not.
     """
-    loads_E = np.asarray(loads)
-    if loads_E.ndim != 1 or not loads_E.size or loads_E.dtype.kind not in "iu" or min(loads_E.min(), slots) < 0:
-        raise CountsError(f"loads are {loads_E.dtype} {loads_E.shape}, slots {slots}; expected integers [E] from 0 on")
-    num_ranks = 1 + max(0, int(np.max(homes, initial=0)))
-    [home_E] = check_homes(np.asarray(homes)[None], 1, len(loads_E), num_ranks).astype(np.int64)
+    loads_E = as_array(loads, name="loads", error=CountsError)
+    if loads_E.ndim != 1 or not loads_E.size:
+        raise CountsError(f"loads are {loads_E.dtype} of shape {loads_E.shape}; expected integers [E]")
+    [[[loads_E]]] = check_counts(loads_E[None, None, None])
+    homes_E = as_array(homes, name="homes", error=TopologyError)
+    # homes that are none are refused below, as are more ranks than experts
+    highest = int(homes_E.max()) if homes_E.size and homes_E.dtype.kind in "iu" else 0
+    num_ranks = min(max(1 + highest, 1), len(loads_E))
+    [home_E] = check_homes(homes_E[None], 1, len(loads_E), num_ranks).astype(np.int64)
+    most_slots = min(MOST_RANKS, MOST_REDUNDANT_SLOTS // num_ranks)
+    slots = whole_number(slots, name="slots", least=0, most=most_slots, error=CountsError)
     cell = _Cell(loads_E, home_E, num_ranks, slots, seed)
     target = _least_load(cell.quota_GE, slots)
     reached = _search(cell, target)
@@ -186,7 +194,7 @@ class _Cell:
         self.slot_GS = np.full((num_ranks, slots), NONE)
         # ranks: the home, then slots, the last filled first
         self.hosts_E: list[list[int]] = [[home] for home in home_E.tolist()]
-        self.units = _units(seed)
+        self.units = _units(index(seed))
 
     def filled(self) -> list[tuple[int, int]]:
         """Ranks and experts of replicas."""

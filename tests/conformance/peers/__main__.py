@@ -43,6 +43,8 @@ def main():
     if given.only:
         sys.stdout.write(json.dumps(scores(given.only)) + "\n")
         return
+    if given.page and given.peers:
+        parser.error("a page has all peers; name none with --page")
     text = page({peer: scores_apart(peer) for peer in given.peers or PEERS})
     sys.stdout.write(text)
     if given.page:

@@ -10,18 +10,15 @@ from foreroute.conformance.kit import run_check
 
 
 def scores_of(adapter):
-    """{check: (outcome, reason, smallest input)} of an adapter; the input of a check that failed, else nothing."""
+    """{check: (outcome, reason, smallest input)} of an adapter; of a check that failed the reason on that input."""
     context, found = CheckContext(adapter), {}
     for check in ALL_CHECKS:
         if check.id.startswith(("masks-", "indexers-")):  # which none of them has
             continue
         result = run_check(check, context)
         failed = result.outcome is Outcome.FAILED
-        found[check.id] = (
-            str(result.outcome),
-            result.reason,
-            smallest(adapter, check, result.reason) if failed else "",
-        )
+        reason, size = smallest(adapter, check, result.reason) if failed else (result.reason, "")
+        found[check.id] = str(result.outcome), reason, size
     return found
 
 
@@ -39,7 +36,7 @@ class Small(CheckContext):
 
 
 def smallest(adapter, check, reason):
-    """The fewest tokens on which a check says the same, but for numbers: "2 x 1", sequences and tokens of each."""
+    """What a check says on the fewest tokens where only its numbers differ; and "2 x 1", sequences, tokens of each."""
     sizes = sorted(np.ndindex(4, 13), key=lambda size: (size[0] * size[1], size[0]))
     for sequences, tokens in sizes:
         if sequences and tokens:
@@ -50,8 +47,8 @@ def smallest(adapter, check, reason):
             except Exception:  # a check that indexes what is not there
                 continue
             if again.outcome is Outcome.FAILED and without_numbers(again.reason) == without_numbers(reason):
-                return f"{sequences} x {tokens}"
-    return "as the kit has it"
+                return again.reason, f"{sequences} x {tokens}"
+    return reason, "as the kit has it"
 
 
 def without_numbers(text):

@@ -1,5 +1,6 @@
 """twinkle's replay on models of transformers: blocks by name in one registry, driven as by `TransformersModel`."""
 
+import sys
 from contextlib import contextmanager
 
 import torch
@@ -34,6 +35,7 @@ class Peer(IdsAlone):
         return RoutingSpec(len(routers[0]), model.model.config.num_experts_per_tok, layers)
 
     def arm(self, model, ids):
+        model.is_replayed = False
         router_replay.set_global_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         routes_BTLK = torch.stack(ids, 1)[None]
         router_replay.set_router_replay_data(routes_BTLK, model.model)
@@ -48,11 +50,15 @@ class Peer(IdsAlone):
     def backward(self, model, step):
         if getattr(model, "is_replayed", False):
             router_replay.set_global_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
-        step.backward()
-        self.clean_up()
+        try:
+            step.backward()
+        finally:
+            self.clean_up()
 
     def close(self, model):
-        """Nothing: an exception leaves the registry as it is."""
+        # behind a forward that is replayed, `backward` cleans up, which may come after the session
+        if sys.exc_info()[0] or not getattr(model, "is_replayed", False):
+            self.clean_up()
 
     def clean_up(self):
         router_replay.clear_global_router_replay_action()
@@ -61,7 +67,10 @@ class Peer(IdsAlone):
     @contextmanager
     def recording(self, model):
         router_replay.set_global_router_replay_action(RouterReplayAction.RECORD)
-        yield
+        try:
+            yield
+        finally:
+            self.clean_up()
 
     def recorded(self, model):
         return model.recorded_BTLK[0].unbind(1)
