@@ -49,6 +49,51 @@ class PickingInForward(Block):
         return (each.gather(-2, ids[..., None].expand(*ids.shape, 16)) * weights[..., None]).sum(-2)
 
 
+class SomeExperts(nn.ModuleList):
+    def forward(self, x, ids, weights):
+        each = torch.stack([expert(x) for expert in self], -2)
+        return (each.gather(-2, ids[..., None].expand(*ids.shape, 16)) * weights[..., None]).sum(-2)
+
+
+class CallingExperts(Block):
+    """Hands ids to a module of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = SomeExperts(self.experts)
+
+    def forward(self, x):
+        rows = x.flatten(0, 1)
+        weights, ids = self.gate(rows).softmax(-1).topk(2, dim=-1)
+        return x + self.experts(rows, ids, weights).view(x.shape)
+
+
+def forward_outside(block, x):
+    return picked_outside(block, x)
+
+
+def picked_outside(block, x):
+    weights, ids = block.gate(x).softmax(-1).topk(2, dim=-1)
+    return x + PickingInForward.mixed(block, x, weights, ids)
+
+
+class Patched(Block):
+    """Its forward is a function of another name, which calls one that is no attribute."""
+
+    forward = forward_outside
+
+
+class ReturningMore(PickingInForward):
+    """Something comes before what it gives for each token."""
+
+    def forward(self, x):
+        return x + self.picked(x)[1]
+
+    def picked(self, x):
+        weights, ids = self.gate(x).softmax(-1).topk(2, dim=-1)
+        return weights.sum(), self.mixed(x, weights, ids)
+
+
 class MaskingBelow(PickingInForward):
     """Gives weights of experts below the second best score away, whatever ids say."""
 
@@ -79,7 +124,7 @@ class Model(nn.Module):
 EXAMPLE = {"scale": 1.0, "tokens": TOKENS}
 
 
-@pytest.mark.parametrize("block", [Block, PickingInForward])
+@pytest.mark.parametrize("block", [Block, PickingInForward, CallingExperts, Patched, ReturningMore])
 def test_blocks_that_select_by_themselves_are_recorded_and_replayed(block):
     model = Model(block)
     routed = attach(model, EXAMPLE)
@@ -114,6 +159,129 @@ def by_hand(model, ids):
 def test_a_block_that_gives_experts_no_weight_is_refused():
     with pytest.raises(AttachError, match=r"layers.0 \(MaskingBelow\).*no weight"):
         attach(Model(MaskingBelow), EXAMPLE)
+
+
+class ReturningNone(PickingInForward):
+    def forward(self, x):
+        self.keep(x)
+        return x + self.kept
+
+    def keep(self, x):
+        weights, ids = self.gate(x).softmax(-1).topk(2, dim=-1)
+        self.kept = self.mixed(x, weights, ids)
+
+
+def test_a_block_whose_output_tells_nothing_of_tokens_is_named():
+    with pytest.raises(AttachError, match=r"layers.0 \(ReturningNone\).* 20 tokens"):
+        attach(Model(ReturningNone), EXAMPLE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_peaked_gates_are_no_reason_to_refuse_a_block(dtype):
+    """Beside the best expert all others weigh 1e-8 and less."""
+    for block in (PickingInForward, CallingExperts):
+        model = Model(block)
+        for layer in model.layers:
+            nn.init.normal_(layer.gate.weight, std=20)
+        attach(model.to(dtype), EXAMPLE)
+    model = Model(MaskingBelow)
+    nn.init.normal_(model.layers[0].gate.weight, std=20)
+    with pytest.raises(AttachError, match="no weight"):
+        attach(model.to(dtype), EXAMPLE)
+
+
+class IgnoringPicks(nn.Module):
+    """What it gives differs from call to call, and its picks are for nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(16, 6)
+
+    def forward(self, x):
+        if not self.training:
+            raise NotImplementedError
+        self.gate(x).topk(2, dim=-1)
+        return functional.dropout(x)
+
+
+def test_dropout_proves_nothing_of_a_block():
+    with pytest.raises(AttachError, match=r"layers.0 \(IgnoringPicks\).*not change"):
+        attach(Model(IgnoringPicks), EXAMPLE)
+
+
+def test_blocks_that_pick_alike_are_not_taken_for_one_another():
+    model = Model(CallingExperts)
+    for layer in model.layers:
+        nn.init.zeros_(layer.gate.weight)
+    routed = attach(model, EXAMPLE)
+    routes = torch.rand(2, 10, 2, 6).argsort(-1)[..., :2]
+    with routed.replay(routes), routed.record() as recording:
+        model(**EXAMPLE)
+    assert torch.equal(recording.ids()[0].long(), routes)
+
+
+class TopRouter(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).softmax(-1).topk(2, dim=-1)
+
+
+class Named(CallingExperts):
+    def __init__(self):
+        super().__init__()
+        self.gate = TopRouter(16, 6)
+
+    def forward(self, x):
+        rows = x.flatten(0, 1)
+        weights, ids = self.gate(rows)
+        return x + self.experts(rows, ids, weights).view(x.shape)
+
+
+class Sparse(nn.Linear):
+    """Keeps the largest of the activations of each token."""
+
+    def __init__(self):
+        super().__init__(16, 16)
+
+    def forward(self, x):
+        wide = functional.gelu(super().forward(x))
+        kept, at = wide.topk(4, dim=-1)
+        return x + torch.zeros_like(wide).scatter(-1, at, kept)
+
+
+class Best(nn.Linear):
+    def forward(self, x):
+        logits = super().forward(x)
+        self.best = logits.topk(3, dim=-1).indices
+        return logits
+
+
+def test_beside_routers_another_selection_for_each_token_is_none():
+    model = Model(Named)
+    model.layers.insert(0, Sparse())
+    model.head = Best(16, 20)
+    assert [each.path for each in attach(model, EXAMPLE).hooks.routers] == ["layers.1.gate", "layers.2.gate"]
+
+
+class OtherCalls(Model):
+    def forward(self, text, attention_mask=None, states=None):
+        return super().forward(text, 1.0)
+
+
+class HandingOn(Model):
+    def forward(self, tokens, **others):
+        return super().forward(tokens, 1.0, **others)
+
+
+class OfBatch(Model):
+    def forward(self, **batch):
+        return super().forward(batch["tokens"], 1.0)
+
+
+def test_tokens_are_found_among_other_arguments():
+    beside = {"attention_mask": torch.ones_like(TOKENS), "states": torch.ones(2, 10, 4)}
+    assert attach(OtherCalls(), {**beside, "text": TOKENS}).hooks.tokens == "text"
+    for cls in (HandingOn, OfBatch):
+        assert attach(cls(), {"tokens": TOKENS}).hooks.tokens == "tokens"
 
 
 def test_without_a_router_or_a_block_that_selects_the_error_says_both():
@@ -183,3 +351,52 @@ def test_a_block_that_swaps_ids_behind_its_router_is_told_once_in_every_session(
         model(**batch)
     copy.deepcopy(model)
     assert swaps == [2, 2]
+
+
+def test_padding_may_go_to_any_expert_or_none():
+    """What a block does with rows that nothing is trained on is its own affair."""
+    model = tiny("qwen3_moe", num_hidden_layers=2)
+    routed = attach(model)
+    mask = torch.ones_like(TOKENS)
+    mask[0, :2] = 0
+    batch = {"input_ids": TOKENS, "attention_mask": mask}
+    with routed.record() as recording:
+        model(**batch)
+    [own] = recording.ids()
+    to = [7]
+
+    def send(_, args):
+        return args[0], torch.where(mask.reshape(-1, 1) > 0, args[1], to[0]), *args[2:]
+
+    experts = model.model.layers[1].mlp.experts
+    experts.register_forward_pre_hook(send)
+    with routed.replay(own, mask):
+        model(**batch)
+    to[0] = 8  # no expert of its
+    experts.forward = lambda x, *_: x
+    with routed.record():
+        model(**batch)
+    to[0] = -1
+    with routed.record():
+        model(**batch)
+
+
+def test_a_forward_that_fails_does_not_use_up_the_look_at_experts():
+    model = tiny("qwen3_moe", num_hidden_layers=2)
+    routed = attach(model)
+    experts = model.model.layers[0].mlp.experts
+
+    def fail(*_):
+        raise NotImplementedError
+
+    def run():
+        with routed.record():
+            failing = experts.register_forward_pre_hook(fail, prepend=True)
+            with pytest.raises(NotImplementedError):
+                model(input_ids=TOKENS)
+            failing.remove()
+            experts.register_forward_pre_hook(lambda _, args: (args[0], (args[1] + 1) % 8, *args[2:]))
+            model(input_ids=TOKENS)
+
+    with pytest.raises(ReplayError, match="other ids"):
+        run()

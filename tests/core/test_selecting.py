@@ -129,6 +129,14 @@ def test_half_precision_is_weighed_in_float32(dtype):
         ({"ids": torch.zeros(2, 4, 3, dtype=torch.int64)}, r"ids torch.int64 of shape \[2, 4, 3\]"),
         ({"ids": torch.zeros(2, 5, 3)}, "ids torch.float32"),
         ({"scores": torch.zeros(2, 5, 8, dtype=torch.int64)}, "scores are torch.int64"),
+        ({"ids": [[[0, 1, 2]] * 5] * 2}, "ids a list"),
+        ({"scores": torch.tensor(1.0), "ids": torch.tensor(1)}, r"float32 of shape \[\]"),
+        ({"ids": torch.zeros(2, 5, 9, dtype=torch.int64)}, r"ids torch.int64 of shape \[2, 5, 9\].*K <= E"),
+        ({"bias": torch.zeros(5, 1)}, r"the bias torch.float32 of shape \[5, 1\]"),
+        ({"groups": (3, 1, 1)}, r"groups \(3, 1, 1\)"),
+        ({"groups": (4, 1, 1)}, r"groups \(4, 1, 1\)"),  # of 2 experts
+        ({"groups": (4, 5, 1)}, r"groups \(4, 5, 1\)"),
+        ({"groups": (4, 2, 3)}, r"groups \(4, 2, 3\)"),
         ({"gate": "tanh"}, "the gate is 'tanh'; expected.*'softmax of picks'"),
     ],
 )

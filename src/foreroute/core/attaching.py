@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from . import recompute
 from .caches import named_cache
@@ -23,6 +24,7 @@ from .hooks import SelectingRouter, is_hooked, overridden
 from .output_check import holds_ids, tensors_of
 from .probe import Probe, first_tensor
 from .routed import Routed
+from .selection import SQUASHING
 from .trunk import TrunkHooks
 from .untouched import untouched
 
@@ -215,19 +217,23 @@ def _check_other_routes(routed: Routed, probe: Probe, other_BTLK: Tensor) -> Non
         for layer, router in enumerate(hooks.routers)
     }
     returned: dict[SelectingRouter, Any] = {}
+    given: list[_Given] = []
 
     def keep_output(router: SelectingRouter, selecting: Any, *args: Any, **kwargs: Any) -> Any:
+        returned[router] = None
         returned[router] = selecting(*args, **kwargs)
         if router.rule.is_block and not holds_ids(returned[router], router, forced[router], may_drop=False).all():
             router.returns_ids = False
-            _check_block(router, returned[router], forced[router], args, kwargs)
+            num_given = len(given)
+            _check_block(router, forced[router], args, kwargs)
+            del given[num_given:]
         return returned[router]
 
     with ExitStack() as stack:
         stack.enter_context(routed.replay(other_BTLK))
         for router in hooks.routers:
             stack.enter_context(overridden(*router.selecting, partial(keep_output, router)))
-        given = stack.enter_context(_given_ids(routed.model, returned))
+        stack.enter_context(_given_ids(routed.model, returned, given))
         probe.hidden()
     for router, forced_NK in forced.items():
         if not router.returns_ids:
@@ -254,10 +260,26 @@ def _check_other_routes(routed: Routed, probe: Probe, other_BTLK: Tensor) -> Non
             hooks.experts.setdefault(each.router, (each.path, each.module, each.argument))
 
 
-def _check_block(
-    router: SelectingRouter, output: Any, forced_NK: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+class _LevelGates(TorchFunctionMode):
+    """Brings the logits of a gate near one another, in their order: of peaked ones most experts have no weight."""
+
+    def __init__(self, sizes: set[int]) -> None:
+        super().__init__()
+        self._sizes = sizes  # of all experts of all rows, and of their picks
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in SQUASHING:
+            args = (kwargs.pop("input"), *args) if "input" in kwargs else args
+            if args[0].numel() in self._sizes:
+                args = (args[0] / (1 + args[0].abs().amax(-1, keepdim=True)), *args[1:])
+        return func(*args, **kwargs)
+
+
+def _check_block(router: SelectingRouter, forced_NK: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Move one pick of each row of a block, which runs its experts too: what it gives for every row must be another.
+
+    Both runs have the same random numbers, and gates that give every expert weight.
 
     Raises:
         AttachError: when one is not. It picks otherwise, or gives that expert no weight.
@@ -267,8 +289,19 @@ def _check_block(
     moved_NK = forced_NK.clone()
     moved_NK[rows, rows % router.top_k] = picked_NE.argmin(1)
     assert router.now is not None  # it runs
-    moved = router.select(replace(router.now, ids_RK=moved_NK), router.original, *args, **kwargs)
-    pair = [first_tensor(each).detach().reshape(len(rows), -1) for each in (output, moved)]
+    pair: list[Tensor] = []
+    for ids_NK in (forced_NK, moved_NK):
+        torch.manual_seed(0)
+        with _LevelGates({picked_NE.numel(), forced_NK.numel()}):
+            output = router.select(replace(router.now, ids_RK=ids_NK), router.original, *args, **kwargs)
+        parts = tensors_of(list(output.values()) if isinstance(output, dict) else output)
+        of_rows = [part for part in parts if part.ndim > 1 and part.numel() and not part.numel() % len(rows)]
+        if not of_rows:
+            raise AttachError(
+                f"self-check failed: {_named(router)} makes a top-k itself in {router.selecting[1]}(), which gives "
+                f"nothing for each of {len(rows)} tokens that could prove it. {NEEDS_A_RULE}"
+            )
+        pair.append(of_rows[0].detach().reshape(len(rows), -1))
     if router.top_k < router.num_experts and not (pair[0] != pair[1]).any(-1).all():
         raise AttachError(
             f"self-check failed: {_named(router)} makes a top-k itself, and another expert in it did not change what "
@@ -295,7 +328,7 @@ class _Given(NamedTuple):
     module: nn.Module
     argument: int | str  # which one it was
     ids: Tensor
-    router: SelectingRouter | None  # the last that had selected
+    router: SelectingRouter | None  # the last that had selected; None while one, or a block around it, runs
 
     def has(self, ids_NK: Tensor) -> bool:
         """Say whether they are these, on whatever axes."""
@@ -303,12 +336,12 @@ class _Given(NamedTuple):
 
 
 @contextmanager
-def _given_ids(model: nn.Module, returned: dict[SelectingRouter, Any]) -> Iterator[list[_Given]]:
-    """Collect the integers that modules are handed behind routers that have returned."""
-    given: list[_Given] = []
+def _given_ids(model: nn.Module, returned: dict[SelectingRouter, Any], given: list[_Given]) -> Iterator[None]:
+    """Collect the integers that modules are handed while the context is open."""
 
     def collect(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         router = next(reversed(returned), None)
+        router = None if router is None or returned[router] is None else router
         arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         for argument, value in arguments:
             if isinstance(value, Tensor) and value.dtype in (torch.int32, torch.int64):
@@ -317,4 +350,4 @@ def _given_ids(model: nn.Module, returned: dict[SelectingRouter, Any]) -> Iterat
     with ExitStack() as stack:
         for path, module in model.named_modules():
             stack.callback(module.register_forward_pre_hook(partial(collect, path), with_kwargs=True).remove)
-        yield given
+        yield

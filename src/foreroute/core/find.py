@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import FrameType
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -101,7 +101,8 @@ def find_by(
     """Run the model on a few tokens and watch the candidates, each of which then knows E, K and its final top-k.
 
     Candidates that do not run on text alone (vision experts beside text experts, vision towers) are left out; so are
-    gates that select nothing. In a layer where none selects, a block that makes a top-k for each token is the router.
+    gates that select nothing. In a layer where none selects, a block that makes a top-k for each token is the router;
+    where some select elsewhere, only if one ran here, or the block is of a class that is around one there.
 
     Args:
         probe: the forward.
@@ -118,6 +119,9 @@ def find_by(
     routed = set(map(_layer_name, by_name.routers()))
     around = _modules_around(model, by_name.routers()).values()
     blocks = [each for each in by_name.elsewhere if _layer_name(each) not in routed and each.module not in around]
+    if routed:
+        silent, classes = set(map(_layer_name, by_name.seen)) - routed, set(map(type, around))
+        blocks = [each for each in blocks if _layer_name(each) in silent or type(each.module) in classes]
     if blocks:
         watched = _watch(probe, [*by_name.routers(), *blocks], in_training)
     routers, in_blocks = watched.routers(), set(map(_layer_name, blocks))
@@ -155,7 +159,7 @@ def find_by(
         router.num_experts, router.top_k = final.scores_RE.shape[-1], final.ids_RK.shape[-1]
         router.final, router.by_probability = len(watched.seen[router]) - 1, final.by_probability
         router.by_softmax = final.by_probability and _adds_up_to_1(final)
-    return FoundRouters(*_trunk_of(watched.given_tokens, routers), routers)
+    return FoundRouters(*_trunk_of(watched.given_tokens, routers, probe.tokens), routers)
 
 
 class _Watched:
@@ -208,7 +212,8 @@ def _watch_once(probe: Probe, candidates: list[SelectingRouter]) -> _Watched:
     def enter(path: str, names: inspect.Signature, module: nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         watched.entered[path] += 1
         given = names.bind_partial(*args, **kwargs).arguments
-        given |= given.get("kwargs", {})
+        for each in names.parameters.values():
+            given |= given.get(each.name, {}) if each.kind is each.VAR_KEYWORD else {}
         held = [name for name in (probe.tokens, "input_ids") if isinstance(given.get(name), Tensor)]
         if held:
             watched.given_tokens.append((module, held[0]))
@@ -252,13 +257,24 @@ class _OtherSelections(TorchFunctionMode):
         while frame is not None:
             code = frame.f_code
             module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-            if isinstance(module, nn.Module) and module in self._paths:
+            if isinstance(module, nn.Module) and module in self._paths and (method := _method_of(module, code)):
                 path, is_known = self._paths[module], any(each.module is module for each in self._watched.elsewhere)
-                if not is_known and hasattr(type(module), code.co_name) and not ATTENTION.search(path):
-                    block = SelectingRouter(path, module, (module, code.co_name), BLOCK_RULE)
+                if not is_known and not ATTENTION.search(path):
+                    block = SelectingRouter(path, module, (module, method), BLOCK_RULE)
                     self._watched.elsewhere.append(block)
                 return
             frame = frame.f_back
+
+
+def _method_of(module: nn.Module, code: CodeType) -> str:
+    """Name the attribute of a module that runs this code, which may be a patch of another name; "" if there is none."""
+    for own in [module.__dict__, *(vars(each) for each in type(module).__mro__ if each is not nn.Module)]:
+        for name, each in own.items():
+            if isinstance(each, FunctionType | MethodType) and each.__code__ is code:
+                return name
+    # inside a decorator
+    is_its_own = getattr(type(module), code.co_name, None) is not getattr(nn.Module, code.co_name, None)
+    return code.co_name if is_its_own else ""
 
 
 def _adds_up_to_1(selection: Selection) -> bool:
@@ -268,14 +284,14 @@ def _adds_up_to_1(selection: Selection) -> bool:
 
 
 def _trunk_of(
-    given_tokens: Sequence[tuple[nn.Module, str]], routers: Sequence[SelectingRouter]
+    given_tokens: Sequence[tuple[nn.Module, str]], routers: Sequence[SelectingRouter], tokens: str
 ) -> tuple[nn.Module, str]:
     for module, name in reversed(given_tokens):  # outermost first
         inside = set(module.modules())
         if all(router.selecting[0] in inside for router in routers):
             return module, name
     raise AttachError(
-        f"no module that contains the routers ({routers[0].path}, ...) takes input_ids; attach the part of the "
+        f"no module that contains the routers ({routers[0].path}, ...) takes {tokens}; attach the part of the "
         "model that is given the tokens"
     )
 

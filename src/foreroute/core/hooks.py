@@ -138,7 +138,7 @@ class RouterHook(SelectionHook):
 
 
 class SelectingRouter(RouterHook):
-    """A router whose selection is seen in its own forward, and has been seen there once (`find.probe`)."""
+    """A router whose selection is seen in its own forward, and has been seen there once (`find.find_by`)."""
 
     def __init__(self, path: str, module: nn.Module, selecting: tuple[nn.Module, str], rule: SelectionRule) -> None:
         super().__init__(path, selecting, num_experts=0, top_k=0)  # the probe tells E and K
@@ -326,7 +326,11 @@ class ModelHooks(ABC):
         else:
             with self.passes.running(current):
                 bind(current, self.every, self.recomputing)
-                result = forward(*args, **kwargs)
+                try:
+                    result = forward(*args, **kwargs)
+                except BaseException:
+                    self._experts_check.expect_uncalled()
+                    raise
             if not self._on_trunk.num_users:
                 raise ReplayError(
                     "the session was closed in the middle of a forward; close it when the model has returned"

@@ -86,11 +86,16 @@ class ExpertsCheck:
         """Look at all of them once more."""
         self.waiting = set(self._experts)
 
-    def end(self) -> None:
-        """Take its hooks off modules that were not called."""
+    def expect_uncalled(self) -> None:
+        """Take its hooks off modules that were not called, as when a forward failed, and wait for these once more."""
+        self.waiting.update(self._handles)
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
+
+    def end(self) -> None:
+        """Take its hooks off modules that were not called."""
+        self.expect_uncalled()
         self._found.clear()
 
     def follow(self, router: RouterHook, now: LayerPass, result: Any) -> None:
@@ -190,7 +195,14 @@ def _raise_changed(wrong: Tensor, path: str, who: str) -> None:
 
 def _is_swapped(router: RouterHook, now: LayerPass, handed: Tensor) -> Tensor:
     ran_RK = _ran(now)
-    differs_RK = handed.reshape(ran_RK.shape).to(ran_RK.device) != ran_RK
+    handed = handed.reshape(ran_RK.shape).to(ran_RK.device)
+    differs_RK = handed != ran_RK
+    # rows that nothing is trained on may go to no expert, or to any
+    differs_RK &= (handed >= 0) & (handed < router.num_experts)
+    if now.ids_RK is not None:
+        differs_RK &= now.ids_RK >= 0
+    if now.rows is not None and now.rows.real_R is not None:
+        differs_RK &= now.rows.real_R.to(ran_RK.device)[:, None]
     if router.num_skip_classes:  # which a router returns as any id
         differs_RK &= ran_RK < router.num_experts - router.num_skip_classes
     return differs_RK.any()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .errors import AttachError
 
 PROBE_TOKENS = 8
+BESIDE_TOKENS = "attention_mask", "position_ids"
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class Probe:
     model: nn.Module
     given: Mapping[str, Any]
     tokens: str  # which argument holds tokens, [B, T], or embeddings, [B, T, D]
+    takes_any: bool = True  # whether **kwargs of the model take `use_cache`
 
     @classmethod
     def of(cls, model: nn.Module, example: Mapping[str, Any] | None = None, num_tokens: int = PROBE_TOKENS) -> Probe:
@@ -41,17 +43,19 @@ class Probe:
             name: value
             for name, value in example.items()
             if isinstance(value, Tensor)
+            and name not in BESIDE_TOKENS
             and value.dtype != torch.bool
             and value.numel()
             and value.ndim == (3 if value.is_floating_point() else 2)
         }
-        named = [name for name in ("input_ids", "tokens", *rows) if name in rows]
+        integers_first = sorted(rows, key=lambda name: rows[name].is_floating_point())
+        named = [name for name in ("input_ids", "tokens", *integers_first) if name in rows]
         if not named:
             raise AttachError(
                 f"example has {', '.join(example) or 'nothing'}; expected the arguments of a call of "
                 f"{type(model).__name__}, among them tokens, integers [B, T] of one row or more"
             )
-        return cls(model, dict(example), named[0])
+        return cls(model, dict(example), named[0], takes_any=False)
 
     def _with_tokens(self, num: int) -> Probe:
         try:
@@ -74,7 +78,8 @@ class Probe:
     def run(self, *, use_cache: bool = False) -> Any:
         torch.manual_seed(0)
         takes = inspect.signature(self.model.forward).parameters
-        may_cache = "use_cache" in takes or any(p.kind is p.VAR_KEYWORD for p in takes.values())
+        is_any = self.takes_any and any(p.kind is p.VAR_KEYWORD for p in takes.values())
+        may_cache = "use_cache" in takes or is_any
         return self.model(**({"use_cache": use_cache} if may_cache else {}) | dict(self.given))
 
     def hidden(self) -> Tensor:

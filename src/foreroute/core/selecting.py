@@ -56,11 +56,13 @@ def select_at(
     Raises:
         ReplayError: when types or shapes do not fit; by `checks`.
     """
+    if not _fit(scores, ids, bias, groups) or gate not in get_args(Gate):
+        said = f"scores are {described(scores)}, ids {described(ids)}, the bias {described(bias)}, groups {groups}"
+        raise ReplayError(
+            f"{said}, the gate is {gate!r}; expected floats [..., E], integers [..., K], [E], groups that divide E and "
+            f"keep K <= E experts, one of {get_args(Gate)}"
+        )
     num_experts, top_k = scores.shape[-1], ids.shape[-1]
-    fits = scores.shape[:-1] == ids.shape[:-1] and scores.is_floating_point() and ids.dtype in INTEGERS
-    if not fits or gate not in get_args(Gate):
-        said = f"scores are {described(scores)}, ids {described(ids)}, the gate is {gate!r}"
-        raise ReplayError(f"{said}; expected floats [..., E], integers [..., K], one of {get_args(Gate)}")
     live = scores if scores.dtype == torch.float64 else scores.float()
     if gate in ("softmax", "sigmoid"):
         live = _activated(live, gate)
@@ -86,6 +88,18 @@ def select_at(
     if normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + epsilon)
     return (weights * scale).masked_fill(wrong[..., None], torch.nan), chosen
+
+
+def _fit(scores: Tensor, ids: Tensor, bias: Tensor | None, groups: tuple[int, int, int] | None) -> bool:
+    if not isinstance(scores, Tensor) or not isinstance(ids, Tensor) or not scores.ndim or not ids.ndim:
+        return False
+    if scores.shape[:-1] != ids.shape[:-1] or not scores.is_floating_point() or ids.dtype not in INTEGERS:
+        return False
+    num_experts, top_k = scores.shape[-1], ids.shape[-1]
+    number, kept, counted = (1, 1, 1) if groups is None else groups
+    if number < 1 or num_experts % number or not 1 <= kept <= number or not 1 <= counted <= num_experts // number:
+        return False
+    return top_k <= kept * (num_experts // number) and (bias is None or bias.shape == (num_experts,))
 
 
 def _activated(logits: Tensor, gate: Gate) -> Tensor:
