@@ -158,7 +158,8 @@ class Handle:
     def hook(self, layer, router, args, output):
         recomputing = self.replayed and torch._C._current_graph_task_id() != -1
         replaying = self.model.session_trace is not None or recomputing
-        return self.adapter.output(self, layer, router, args, output) if replaying else output
+        # a block in the place of a router returns no routes to break
+        return self.adapter.output(self, layer, router, args, output) if replaying and type(output) is tuple else output
 
     @contextmanager
     def record(self, **options):

@@ -279,7 +279,12 @@ CHECKS = (
     ),
     Check("compiled-layers", "Compiled layers take other routes in every session", _compiled, needs=PLACEMENT),
     Check("reference-untouched", "Reference, teacher and critic models never notice a replay", _reference),
-    Check("second-model", "Attaching another model disturbs none that is attached", _second_attached, needs=PLACEMENT),
+    Check(
+        "second-model",
+        "Attaching another model disturbs none that is attached",
+        _second_attached,
+        needs=(*PLACEMENT, "model-restored"),
+    ),
     Check("model-restored", "After a session the model routes itself again", _restored, quick=True),
     Check("exception-safety", "A session that ends with an exception leaves nothing behind", _exceptions, quick=True),
     Check("recording-faithful", "A recording holds what was executed, token by token", _faithful, quick=True),

@@ -16,6 +16,7 @@ inline bool put_set(const int32_t *units, int64_t top_k, int64_t low_bits, const
     uint64_t word = 0;
     int64_t at = 0;
     for (int64_t i = 0; i < top_k; ++i) {
+        if (i && units[i] <= units[i - 1]) return false;  // one too few would shift all sets behind it
         const int64_t place = (units[i] >> low_bits) + step * i;
         if (place >> 6 != at) {
             memcpy(&high(8 * at), &word, 8);
@@ -56,7 +57,7 @@ LOOP bool encode_sets(const Array<const int32_t, 1> &ids, const replay_coded_set
             counts_H.fill(0);
             for (int64_t i = 0; i < own.length(); ++i) {
                 const int64_t head = own[i] % heads;
-                if (counts_H[head] == top_k) return false;
+                if (head < 0 || counts_H[head] == top_k) return false;
                 units_HK(head, counts_H(head)++) = static_cast<int32_t>(own[i] / heads);
             }
         }

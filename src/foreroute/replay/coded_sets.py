@@ -87,7 +87,7 @@ class CodedChoices:
         coded = to_device(self.encoded(indexer), device)
         units_SK = torch.empty((len(start_S), top_k), dtype=torch.int32, device=device)
         every_K = torch.arange(top_k, dtype=torch.int32, device=device)
-        tile = max(1, TILE_BITS // (4 * top_k))  # no set has more high bits
+        tile = max(1, TILE_BITS // (-(-4 * top_k // 64) * 64))  # no set has more words of high bits
         for a in range(0, len(start_S), tile):
             b = min(a + tile, len(start_S))
             begin, end = self._high_S1[[a, b]].tolist()

@@ -13,6 +13,7 @@ from functools import lru_cache
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from benchmarks.harness.indexers import mismatch
 from foreroute.adapters import hf
@@ -397,6 +398,33 @@ def test_routes_and_choices_together_close_the_gap_that_either_alone_leaves():
 
 def on_device(batch):
     return {name: given.to(DEVICE) for name, given in batch.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek_v32", "minimax_m3_vl"])
+def test_a_layer_on_another_device_than_the_batch_takes_the_choices(family):
+    """As accelerate spreads a model: what enters the last layer moves there, and comes back."""
+    model, routed = attached(family)
+    _, trace = recorded(family)
+    other = foreign_choices(trace, routed.indexers)
+    with torch.no_grad(), routed.replay(other):
+        expected = output_of(model, BATCH)
+    with other_device(), torch.no_grad():
+        spread = build(family, **SPARSE[family])
+        spread.set_attn_implementation("eager")
+        spread.load_state_dict(model.state_dict())
+        moved = hf.attach(spread)
+        [layers] = [each for path, each in spread.named_modules() if re.search(r"(^|model\.)layers$", path)][:1]
+        last = layers[-1].to(DEVICE)
+
+        def there(value, device=DEVICE):
+            return tree_map(lambda each: each.to(device) if isinstance(each, torch.Tensor) else each, value)
+
+        last.register_forward_pre_hook(lambda _, args, kwargs: (there(args), there(kwargs)), with_kwargs=True)
+        last.register_forward_hook(lambda *call: there(call[-1], "cpu"))
+        with moved.replay(other):
+            output = output_of(spread, BATCH)
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
 
 
 @grid("family", AT_ONCE, quick=1)

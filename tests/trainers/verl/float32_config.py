@@ -1,4 +1,4 @@
-"""verl's configuration of its Megatron engine in float32, which verl refuses: bfloat16 hides what masks and routes do."""
+"""verl's configuration of its Megatron engine in float32, which verl refuses: in bfloat16 masks and routes hide."""
 
 from dataclasses import dataclass
 

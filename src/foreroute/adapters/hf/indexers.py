@@ -226,18 +226,21 @@ class ChoosingIndexer(SelectionHook):
         form, keys_RHW = self._form, rows.units_RHW(indexer)
         if form.returns != "units":
             keys_RHW = self._tokens_of(keys_RHW, rows)
+        # the layer may be on another device than the batch
+        keys_RHW, decided_R = keys_RHW.to(native.device), rows.decided_R.to(native.device)
         if form.returns == "mask":
             num_keys = native.shape[-1]
             columns = torch.where(keys_RHW < 0, num_keys, keys_RHW).long()
             mask = native.new_zeros(len(columns), 1, num_keys + 1).scatter(-1, columns, True)[..., :num_keys]
             forced = mask.view(native.shape[0], native.shape[2], 1, num_keys).transpose(1, 2)
-            return torch.where(rows.decided_R.view(native.shape[0], 1, native.shape[2], 1), forced, native)
+            return torch.where(decided_R.view(native.shape[0], 1, native.shape[2], 1), forced, native)
         missing = native.shape[-1] - keys_RHW.shape[-1]
         keys_RHW = nn.functional.pad(keys_RHW, (0, missing), value=-1).to(native.dtype)
         if not form.fills:  # the first key of the sequence, which a query with too few keys attends to
-            keys_RHW = torch.where(keys_RHW < 0, rows.first_R[:, None, None], keys_RHW).to(native.dtype)
+            first_R11 = rows.first_R.to(native.device)[:, None, None]
+            keys_RHW = torch.where(keys_RHW < 0, first_R11, keys_RHW).to(native.dtype)
         by_row = native.transpose(1, 2) if native.ndim == 4 else native
-        forced = torch.where(rows.decided_R[:, None, None], keys_RHW, by_row.reshape(keys_RHW.shape)).view(by_row.shape)
+        forced = torch.where(decided_R[:, None, None], keys_RHW, by_row.reshape(keys_RHW.shape)).view(by_row.shape)
         return forced.transpose(1, 2).contiguous() if native.ndim == 4 else forced
 
     def _tokens_of(self, units_RHW: Tensor, rows: IndexerRows) -> Tensor:

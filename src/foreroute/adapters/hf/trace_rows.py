@@ -132,7 +132,7 @@ class TraceRows:
         row_R, wrong = self._locate(batch, there, policy)
         choices = None
         if self._indexers is not None and self._choices is not None:
-            chosen_R = torch.where(wrong, -1, row_R)  # no row of a batch that is told of has a choice
+            chosen_R = torch.where(wrong, -1, row_R)  # no row of a batch whose rows are others has a choice
             choices = IndexerRows(self._choices, there, chosen_R, batch.shape[1])
             wrong = wrong | self._indexers.misplaced(choices, row_R, batch.shape[1])
         # on the CPU checks look at once, before anybody overwrites the batch
