@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from datasets import Dataset
 from packaging.version import Version
 
@@ -21,6 +22,15 @@ from examples.trl import distill_r3
 from examples.trl.tiny import chat_tokenizer, policy
 from tests.patches.forced import differing, exact_logprobs, watched
 from tests.trainers.trl import vllm_fakes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_group_left():
+    """DistillationTrainer with vLLM opens one."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
 
 SETTINGS = {
     "max_steps": 4,

@@ -121,7 +121,12 @@ def find_by(
     blocks = [each for each in by_name.elsewhere if _layer_name(each) not in routed and each.module not in around]
     if routed:
         silent, classes = set(map(_layer_name, by_name.seen)) - routed, set(map(type, around))
-        blocks = [each for each in blocks if _layer_name(each) in silent or type(each.module) in classes]
+        holders = {type(_holder_of(model, each)) for each in by_name.routers()}
+        blocks = [
+            each
+            for each in blocks
+            if _layer_name(each) in silent or type(each.module) in classes or type(_holder_of(model, each)) in holders
+        ]
     if blocks:
         watched = _watch(probe, [*by_name.routers(), *blocks], in_training)
     routers, in_blocks = watched.routers(), set(map(_layer_name, blocks))
@@ -160,6 +165,11 @@ def find_by(
         router.final, router.by_probability = len(watched.seen[router]) - 1, final.by_probability
         router.by_softmax = final.by_probability and _adds_up_to_1(final)
     return FoundRouters(*_trunk_of(watched.given_tokens, routers, probe.tokens), routers)
+
+
+def _holder_of(model: nn.Module, router: SelectingRouter) -> nn.Module:
+    """Give the module that a router is an attribute of."""
+    return model.get_submodule(router.path.rpartition(".")[0])
 
 
 class _Watched:

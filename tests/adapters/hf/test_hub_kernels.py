@@ -7,13 +7,14 @@ training is on.
 
 from types import MethodType
 
+import numpy as np
 import pytest
 import torch
 
 from foreroute.adapters import hf
 from foreroute.errors import AttachError, ReplayError
 from foreroute.testing.models import tiny
-from tests.adapters.hf.model_runs import batch_of, gradients, loss_of, random_routes
+from tests.adapters.hf.model_runs import batch_of, experts_log, gradients, loss_of, random_routes
 
 BATCH = batch_of(9, 6)
 
@@ -75,16 +76,26 @@ def test_what_attaching_puts_back_would_be_missed():
     assert "model.layers.0.self_attn.q_proj.weight" not in gradients(model)
 
 
-@pytest.mark.shows(
-    "Hugging Face", "Unsloth's fast blocks (a stand-in)", refused="they route in the place of the router"
-)
+@pytest.mark.shows("Hugging Face", "Unsloth's fast blocks (a stand-in)")
+def test_a_block_that_selects_in_the_place_of_its_router_takes_other_routes():
+    model = with_kernels(SparseMoeBlock=routed_in_the_block).eval()
+    routed = hf.attach(model)
+    trace = random_routes(routed.spec, BATCH)
+    rows = torch.from_numpy(trace.expert_ids_NLK.astype(np.int64))
+    with routed.replay(trace), experts_log(model) as log:
+        loss_of(model, BATCH)
+    real_R = BATCH["attention_mask"].bool().reshape(-1)
+    assert len(log) == rows.shape[1]
+    for layer, (_, ids_RK) in enumerate(log):
+        assert torch.equal(ids_RK[real_R].sort(-1).values, rows[:, layer].sort(-1).values)
+
+
 @pytest.mark.shows("Hugging Face", "`use_kernels`, of routers", refused="replay cannot reach into a kernel")
 @pytest.mark.parametrize(
     ("family", "kernels", "message"),
     [
         ("qwen3_moe", {"TopKRouter": routed_in_a_kernel}, "made no top-k selection"),
         ("gpt_oss", {"GptOssMLP": block_in_a_kernel}, "did not run, but its layer did: a fused kernel"),
-        ("qwen3_moe", {"SparseMoeBlock": routed_in_the_block}, "did not run, but its layer did"),
     ],
 )
 def test_kernels_that_route_are_refused(family, kernels, message):

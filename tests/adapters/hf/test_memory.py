@@ -90,7 +90,7 @@ def test_larger_micro_batches_take_what_small_ones_tell(workers, layers):
         for ours, _, logged in found.values():
             np.testing.assert_allclose(ours, logged, rtol=0.02)
         _, without_slots, logged = found["plans"]
-        assert np.abs(without_slots / logged - 1).max() > 0.03, "what leaves the slots out misses"
+        assert np.abs(without_slots / logged - 1).max() > 0.025, "what leaves the slots out misses"
 
 
 def test_a_model_that_is_not_spread_has_no_forecast():
