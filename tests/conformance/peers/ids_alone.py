@@ -1,5 +1,6 @@
 """What the adapters share: a replay that is handed ids for each layer, and neither tokens nor weights."""
 
+from abc import abstractmethod
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -46,20 +47,20 @@ class IdsAlone(AdapterUnderTest):
         ids = np.concatenate(expert_ids)
         return SimpleNamespace(lengths=lengths, offsets=offsets, expert_ids_NLK=ids, valid_N=np.ones(len(ids), bool))
 
+    @abstractmethod
     def model(self, case):
         """A new model with a probe, which the peer has not touched."""
-        raise NotImplementedError
 
     def enable(self, model):
         """Switch the peer's replay on for this model."""
 
+    @abstractmethod
     def spec(self, model):
         """Experts, picks and layers of a model."""
-        raise NotImplementedError
 
+    @abstractmethod
     def arm(self, model, ids):
         """Hand ids over for the next forward: a list of int64 [rows, K], one for each layer."""
-        raise NotImplementedError
 
     def after_forward(self, model, grad):
         """What the project does behind a forward under replay or recording."""
@@ -68,18 +69,18 @@ class IdsAlone(AdapterUnderTest):
         """The project's backward."""
         step.backward()
 
+    @abstractmethod
     def close(self, model):
         """What the project does when the replay ends, also by an exception."""
-        raise NotImplementedError
 
+    @abstractmethod
     @contextmanager
     def recording(self, model):
         """Record forwards."""
-        raise NotImplementedError
 
+    @abstractmethod
     def recorded(self, model):
         """A list of integers [rows, K], one for each layer."""
-        raise NotImplementedError
 
 
 class Driven:
