@@ -15,7 +15,7 @@ from foreroute.layout import pack, pad
 from foreroute.trace import DecisionStream
 from tests.adapters.megatron import one_rank as on
 from tests.adapters.megatron.forked_ranks import on_ranks
-from tests.adapters.megatron.grid import Cell
+from tests.adapters.megatron.grid import SHAPES, Cell
 from tests.adapters.megatron.model_chunks import attached
 
 
@@ -39,6 +39,17 @@ def test_wrapped_models_are_unwrapped():
     with on.maps_given(routed) as maps:
         step(iter([batch]), wrapped)
     on.assert_followed(maps, trace)
+
+
+@on_ranks(2)
+def test_routers_beside_the_decoder_are_named_on_every_stage():
+    _, routed = attached(SHAPES["multi-token prediction on the last stage"])
+    [name] = routed.native_routers
+    assert name.startswith("mtp.layers.0.")
+    assert name.endswith(".router")
+    assert len(routed.spec.layers) == SHAPES["multi-token prediction on the last stage"].layers
+    _, routed = attached(SHAPES["a stage of dense layers"])
+    assert routed.native_routers == ()
 
 
 @on_ranks(1)

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foreroute.adapters.megatron.discover import ChunkRouter, find_sites, find_trunks, require_replayable
+from foreroute.adapters.megatron.discover import (
+    ChunkRouter,
+    find_other_routers,
+    find_sites,
+    find_trunks,
+    require_replayable,
+)
 from foreroute.adapters.megatron.forward_args import Share
 from foreroute.adapters.megatron.hooks import ChunkHooks, TopKRouterHook, require_idle
 from foreroute.adapters.megatron.recording import gather_objects
@@ -41,11 +47,15 @@ def attach(model: nn.Module | Sequence[nn.Module]) -> RoutedMegatron:
     trunks = find_trunks(model)
     of_chunks = [find_sites(trunk) for trunk in trunks]
     chunks: list[ChunkHooks] = []
-    here: Any = []  # for each router its layer, experts, top-k and expert-parallel ranks; or why it cannot be attached
+    # of each router its layer, experts, top-k and expert-parallel ranks, then other routers' names; or why not
+    here: Any = []
     problem = None
     try:
         chunks = _proven(trunks, of_chunks)
-        here = [(s.layer, s.module.num_experts, s.module.topk, s.block.ep_group.size()) for of in of_chunks for s in of]
+        facts = [
+            (s.layer, s.module.num_experts, s.module.topk, s.block.ep_group.size()) for of in of_chunks for s in of
+        ]
+        here = facts, [name for trunk in trunks for name in find_other_routers(trunk)]
     except ForerouteError as error:
         problem, here = error, str(error)
     # a stage that gave up silently would leave the others waiting for it
@@ -55,9 +65,10 @@ def attach(model: nn.Module | Sequence[nn.Module]) -> RoutedMegatron:
     for rank, stage in enumerate(stages):
         if isinstance(stage, str):
             raise AttachError(f"pipeline rank {rank} cannot be attached: {stage}")
-    facts = sorted(router for stage in stages for router in stage)
+    facts = sorted(router for routers, _ in stages for router in routers)
+    native_routers = tuple(name for _, names in stages for name in names)
     spec = _spec_of(trunks[0], [layer for layer, *_ in facts], sorted({(e, k) for _, e, k, _ in facts}))
-    return RoutedMegatron(chunks, spec, max(ep_size for *_, ep_size in facts))
+    return RoutedMegatron(chunks, spec, max(ep_size for *_, ep_size in facts), native_routers)
 
 
 def _proven(trunks: Sequence[Any], of_chunks: Sequence[Sequence[ChunkRouter]]) -> list[ChunkHooks]:

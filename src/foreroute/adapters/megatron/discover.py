@@ -92,6 +92,12 @@ def find_sites(trunk: Any) -> list[ChunkRouter]:
     return sorted(sites, key=lambda site: site.layer)
 
 
+def find_other_routers(trunk: Any) -> list[str]:
+    """Name the routers beside its decoder, such as those of multi-token prediction, which route natively."""
+    decoder = set(trunk.decoder.modules())
+    return [name for name, module in trunk.named_modules() if isinstance(module, Router) and module not in decoder]
+
+
 def require_replayable(sites: Sequence[ChunkRouter]) -> None:
     """Raise `AttachError` naming the first router, or setting, that cannot be replayed exactly."""
     for site in sites:

@@ -33,6 +33,8 @@ class RoutedMegatron(PlannedModel):
     Attributes:
         chunks: what this rank runs: the model, its pipeline stage, or the virtual chunks of that.
         layers: the routed layers of this rank, chunk after chunk.
+        native_routers: names of the model's routers beside its decoder, on any pipeline stage: those of multi-token
+            prediction. They are not in `spec`, route natively and run at home.
         share: which of the rows this rank's routers see.
         spread: its experts, on which plans are executed.
         execution: the plan that is executed now, or None.
@@ -42,7 +44,9 @@ class RoutedMegatron(PlannedModel):
     chunks: Sequence[ChunkHooks]
     spread: PlannedExperts
 
-    def __init__(self, chunks: Sequence[ChunkHooks], spec: RoutingSpec, ep_size: int) -> None:
+    def __init__(
+        self, chunks: Sequence[ChunkHooks], spec: RoutingSpec, ep_size: int, native_routers: tuple[str, ...]
+    ) -> None:
         made_by = {"engine": "megatron-core", "engine_version": megatron.core.__version__}
         of_chunks = [
             RoutingSpec(spec.num_experts, spec.top_k, each.layers, model=spec.model) if each.layers else None
@@ -50,6 +54,7 @@ class RoutedMegatron(PlannedModel):
         ]
         super().__init__(spec, chunks, of_chunks, made_by)
         self.layers = tuple(layer for each in chunks for layer in each.layers)
+        self.native_routers = native_routers
         self.share = chunks[0].share
         self.spread = PlannedExperts(spec, chunks, ep_size)
         self.execution: PlanExecution | None = None

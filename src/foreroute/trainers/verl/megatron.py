@@ -16,6 +16,7 @@ micro-batches.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -29,6 +30,7 @@ from foreroute.adapters.versions import require_peers
 require_peers("torch", "megatron-core", "verl")
 
 import numpy as np
+import torch.distributed as dist
 import verl
 from megatron.core import parallel_state as mpu
 from numpy.typing import NDArray
@@ -59,6 +61,7 @@ from foreroute.trainers.verl.settings import (
     require_supported_by_megatron,
 )
 
+LOG = logging.getLogger(__name__)
 DEVICE = "cuda"
 """On others verl has an engine of other makers, which keeps its own replay."""
 Step = Callable[[Iterator[Any], Any], Any]
@@ -95,6 +98,8 @@ class MegatronRoutingReplay(ReplayingEngine, MegatronEngineWithLMHead):
         if self._replay != "disabled":
             with self.eval_mode():
                 self.routing = MegatronPasses(self, self._replay)
+            if (named := self.routing.routed.native_routers) and not dist.get_rank():
+                LOG.warning("routers beside the decoder route natively, at home, under replay: %s", ", ".join(named))
 
 
 class MegatronPasses(EnginePasses):
