@@ -153,11 +153,6 @@ def require_native(found, book):
         np.testing.assert_allclose(logprobs.numpy(), native, rtol=0, atol=1e-4)
 
 
-@pytest.mark.shows(
-    "verl, FSDP engine",
-    "`use_fused_kernels` under FSDP2",
-    refused="verl's own fused forward fails on an output head that is sharded by itself",
-)
 @pytest.mark.shows("verl, FSDP engine", "LoRA on experts under FSDP1", refused="PEFT does not find experts under FSDP1")
 def test_what_would_have_no_effect_is_refused(group, folder, book, engine, monkeypatch):
     with pytest.raises(CaptureError, match="'routed_experts'"):
@@ -166,8 +161,6 @@ def test_what_would_have_no_effect_is_refused(group, folder, book, engine, monke
     gap["routed_experts"][0, 6] = 0
     with pytest.raises((CaptureError, ReplayError), match=r"route.*position"):
         old_log_probs(engine, tensordict(gap))
-    with pytest.raises(ConfigError, match=r"router_replay.mode.*use_fused_kernels"):
-        make(folder, "R3", model={"use_fused_kernels": True})
     with pytest.raises(ConfigError, match=r"router_replay.mode.*target_parameters"):
         make(folder, "R3", model=LORA | OF_EXPERTS, strategy="fsdp")
     monkeypatch.setattr(engine, "forward_step", lambda *_, **__: pytest.fail("unused"), raising=False)

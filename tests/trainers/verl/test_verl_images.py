@@ -90,11 +90,13 @@ class Watched:
 
 
 @pytest.mark.shows("verl, FSDP engine", "images (Qwen3-VL-MoE), packed and padded, on one rank")
-@pytest.mark.parametrize("layout", [{}, {"use_remove_padding": False}], ids=["packed", "padded"])
+@pytest.mark.parametrize(
+    "layout", [{}, {"use_fused_kernels": True}, {"use_remove_padding": False}], ids=["packed", "fused", "padded"]
+)
 def test_routes_of_images_are_followed_and_the_mismatch_falls(group, book, layout):
-    k3 = {}
+    k3, fused = {}, {"use_fused_kernels": "use_fused_kernels" in layout}
     for replay in ("R3", "disabled"):
-        engine = make(book.folder, replay, lr=0.0)
+        engine = make(book.folder, replay, lr=0.0, model=fused)
         old_log_probs(engine, book.tensordict(**layout))  # the first rollout is checked
         watched = Watched(engine.module)
         found, _ = old_log_probs(engine, book.tensordict(**layout))

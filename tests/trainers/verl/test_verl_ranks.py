@@ -22,11 +22,13 @@ BUCKETS = {"pad_to_length": True, "pad_to_length_bucket": 16}
 FUSED = {"model": {"use_fused_kernels": True}}
 SETTINGS = {
     "FSDP2": {},
+    "FSDP2, fused": FUSED,
     "FSDP2, padded to buckets": BUCKETS | {"old": {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}},
     "FSDP1, padded": FSDP1 | {"batch": {"use_remove_padding": False}},
     "FSDP1, original parameters, fused": FSDP1 | FUSED | {"use_orig_params": True},
     "Ulysses": ULYSSES,
     "Ulysses, padded to buckets": ULYSSES | BUCKETS,
+    "Ulysses, fused": ULYSSES | FUSED,
     "Ulysses, FSDP1, fused": ULYSSES | FSDP1 | FUSED,
     "Ulysses, not replayed": ULYSSES | {"replay": "disabled"},
 }
@@ -111,7 +113,7 @@ def test_all_ranks_end_where_one_cannot_judge(name, found):
 
 @pytest.mark.shows("verl, FSDP engine", "FSDP1 and FSDP2, packed and padded batches, on two ranks")
 @pytest.mark.shows("verl, FSDP engine", "Ulysses sequence parallelism (flash attention is a stand-in)")
-@pytest.mark.shows("verl, FSDP engine", "`use_fused_kernels` under FSDP1 (verl's kernels of torch)")
+@pytest.mark.shows("verl, FSDP engine", "`use_fused_kernels` (verl's kernels of torch)")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_weights_are_those_of_one_process_in_float64_after_a_step(name, found, book):
     wanted, before = book.descended(share=1 if "Ulysses" in name else 0.5)

@@ -55,10 +55,7 @@ SCRIPTS = {
     "lora, qwen3_30b_a3b_megatron": ["megatron", FUSED, f"{MODEL}.lora.rank=16", *SIZES],
     "qwen3.5_122b_a10b_megatron": ["megatron", f"{MODEL}.use_remove_padding=False", *SIZES],
 }
-REFUSED = {
-    "qwen3_vl_30b_a3b_fsdp": ["use_fused_kernels is on with fsdp2"],
-    "lora, qwen3_30b_a3b_megatron": ["lora.rank is set"],
-}
+REFUSED = {"lora, qwen3_30b_a3b_megatron": ["lora.rank is set"]}
 
 
 def composed(engine, *overrides):

@@ -22,8 +22,10 @@ from foreroute.adapters.versions import require_peers
 
 require_peers("torch", "transformers", "verl")
 
+import torch
 import torch.distributed as dist
 import verl
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from verl.utils.device import get_device_id
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -98,8 +100,10 @@ class FSDPPasses(EnginePasses):
     """The passes of one FSDP engine, each micro-batch of which has a session of its own."""
 
     def __init__(self, engine: Any, replay: Replay) -> None:
-        # verl's fused forward returns log-probs, and those in a dictionary alone
         model = next(module for module in engine.module.modules() if isinstance(module, PreTrainedModel))
+        if engine.model_config.use_fused_kernels:
+            gather_head_in_forwards(model)
+        # verl's fused forward returns log-probs, and those in a dictionary alone
         with patch.object(model, "forward", partial(model.forward, return_dict=True)):
             routed = hf.attach(engine.module)
         self._group = engine.ulysses_parallel_group  # of the ranks that share packed rows, or None
@@ -153,6 +157,23 @@ class FSDPPasses(EnginePasses):
             parts = gather_over(self._group, recorded)
         lengths = micro_batch["input_ids"].offsets().diff().cpu().numpy()
         return concatenate(parts).take_rows(np.arange(lengths.sum()), lengths)
+
+
+def gather_head_in_forwards(model: PreTrainedModel) -> None:
+    """Gather the output head of a fused forward, which reads its weights and does not run it, so that FSDP2 would not.
+
+    FSDP2 reduces its gradient, and frees it, at the end of the backward.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, FSDPModule):  # it is tied to the embedding, or under FSDP1: gathered with the whole model
+        return
+
+    def free(*_: Any) -> None:
+        if not torch.is_grad_enabled():  # no backward will, and the weights may change
+            head.reshard()
+
+    model.register_forward_pre_hook(lambda *_: head.unshard())
+    model.register_forward_hook(free, always_call=True)
 
 
 def register() -> None:

@@ -43,11 +43,6 @@ def fsdp_refusals(config: Any, model: Any) -> Refusals:
     """List what may stand in the way of replay in verl's FSDP engine."""
     return [
         (
-            model.use_fused_kernels and config.strategy == "fsdp2",
-            "use_fused_kernels is on with fsdp2, which shards the output head by itself; verl's fused forward fails on "
-            "it, unless it is tied to the embedding. Take the strategy fsdp, or leave fused kernels off",
-        ),
-        (
             # a key that verl's own tables do not list
             model.lora_rank and getattr(model, "target_parameters", None) and config.strategy == "fsdp",
             "target_parameters puts LoRA on experts, which PEFT does not find under FSDP1; take the strategy fsdp2",
