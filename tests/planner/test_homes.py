@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreroute.errors import ConfigError, CountsError, TopologyError
-from foreroute.plan import Links, Topology
+from foreroute.plan import Topology
 from foreroute.planner.homes import place_homes
 from foreroute.simulate.workload import WORKLOADS
-
-LINKS = Links(3.4e11, 4.5e10, 5e10, 2e-5, 5e-5)
+from tests.plan.random_plans import LINKS
 
 
 def topology(num_ranks, ranks_per_node):

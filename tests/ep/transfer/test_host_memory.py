@@ -9,19 +9,17 @@ import numpy as np
 import torch
 
 from foreroute.ep.transfer import host_memory
-from foreroute.ep.transfer.engine import TransferOptions
 from tests.ep.transfer.plans import random_plan
 from tests.ep.transfer.toy import begin, make_engine
 
 EXPERT_BYTES = 2 * 4096
 """Whole pages, so that nothing is rounded."""
-HOST = TransferOptions(paths="host")
 
 
 def engine_of(plan, rank):
     num_local = plan.shape[2] // plan.topology.num_ranks
     homes = [{"weight": torch.zeros(num_local, EXPERT_BYTES // 8, dtype=torch.float64)} for _ in range(plan.shape[1])]
-    return make_engine(plan, rank, HOST, homes=homes)[0]
+    return make_engine(plan, rank, homes=homes)
 
 
 def sent_in(plan, node):
