@@ -30,8 +30,7 @@ def changed(name, place, value):
 
 
 UNFIT = {
-    "a rank that is not there": (changed("rank_R", 0, 4), "rank_R.* to 4.*0 to 3"),
-    "a rank far away": (changed("rank_R", -1, 30_000), "rank_R.*30000"),
+    "a rank that is not there": (changed("rank_R", -1, 4), "rank_R.* to 4.*0 to 3"),
     "a rank below 0": (changed("rank_R", 1, -1), "rank_R.*-1 to"),
     "an expert that is not there": (changed("expert_R", 0, 8), "expert_R.*8.*0 to 7"),
     "a home that is not there": (changed("home_LE", (1, 3), 9), "home_LE.*9.*0 to 3"),
@@ -40,14 +39,8 @@ UNFIT = {
     "offsets below 0": (changed("offsets", 0, -3), "offsets"),
     "offsets of fewer cells": (PLAN.hosts._replace(offsets=PLAN.hosts.offsets[:-1]), "offsets are 6.*expected 7"),
     "homes of fewer layers": (PLAN.hosts._replace(home_LE=PLAN.hosts.home_LE[:1]), r"home_LE.*\[1, 8\].*\[2, 8\]"),
-    "homes of fewer experts": (
-        PLAN.hosts._replace(home_LE=np.ascontiguousarray(PLAN.hosts.home_LE[:, :4])),
-        r"\[2, 4\].*\[2, 8\]",
-    ),
-    "sources that are not there": (
-        PLAN.hosts._replace(tokens_RG=np.ascontiguousarray(PLAN.hosts.tokens_RG[:, :3])),
-        "tokens_RG.*3.*4",
-    ),
+    "homes of fewer experts": (PLAN.hosts._replace(home_LE=PLAN.hosts.home_LE[:, :4].copy()), r"\[2, 4\].*\[2, 8\]"),
+    "fewer sources": (PLAN.hosts._replace(tokens_RG=PLAN.hosts.tokens_RG[:, :3].copy()), "tokens_RG.*3.*4"),
     "fewer tokens than replicas": (PLAN.hosts._replace(tokens_RG=PLAN.hosts.tokens_RG[:1]), "offsets"),
     "fewer slots than replicas": (PLAN.hosts._replace(slot_R=PLAN.hosts.slot_R[:1]), "offsets"),
 }
@@ -68,9 +61,9 @@ def test_hosts_that_do_not_fit_are_refused_by_every_door(name):
 
 
 def test_a_plan_that_was_made_by_hand_is_refused():
-    for hosts, _ in (UNFIT["a rank far away"], UNFIT["an expert that is not there"]):
-        with pytest.raises(PlanError):
-            figures_of(replace(PLAN, hosts=hosts), COUNTS, COSTS, label="mine", planning_s=0.0)
+    hosts, message = UNFIT["an expert that is not there"]
+    with pytest.raises(PlanError, match=message):
+        figures_of(replace(PLAN, hosts=hosts), COUNTS, COSTS, label="mine", planning_s=0.0)
     with pytest.raises(CountsError, match=r"attention is \[1, 2, 2\].*\[3, 2, 2\]"):
         parts_of_cells(PLAN.hosts, COUNTS, slowest_attention(COUNTS[:1], COSTS), PRICES)
 
@@ -100,7 +93,5 @@ def test_room_behind_the_replicas_is_no_replica():
     room.write(0, PLAN.hosts)
     used = int(PLAN.hosts.offsets[-1])
     room.rank_R[used:], room.expert_R[used:] = 9999, -5
-    assert all(
-        np.array_equal(*each)
-        for each in zip(served_loads(room, COUNTS, 2), served_loads(PLAN.hosts, COUNTS, 2), strict=True)
-    )
+    expected = served_loads(PLAN.hosts, COUNTS, 2)
+    assert all(map(np.array_equal, served_loads(room, COUNTS, 2), expected))
