@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from foreroute.ep.execution import CellWork
 from foreroute.ep.replicas import Replicas
 from foreroute.ep.transfer.engine import TransferOptions
-from tests.ep.transfer.plans import least_fetches_L, random_plan, split_plan, static_plan
+from tests.ep.transfer.plans import least_fetches_L, loads_MLG, random_plan, split_plan, static_plan
 from tests.roundings import GRADIENT_TERMS, roundings
 
 MICRO_STEPS, LAYERS = 2, 3
@@ -81,12 +81,6 @@ class PlannedStep(ABC):
         for loss in losses:
             loss.backward()
         return [loss.item() for loss in losses]
-
-    def planned_ML(self, plan):
-        """Rows that the experts of this rank compute under a plan."""
-        cells = list(np.ndindex(*plan.shape[:2]))
-        loads = [plan.cell(*cell).loads_G(self.counts_MLGE[cell])[self.rank] for cell in cells]
-        return np.array(loads).reshape(plan.shape[:2])
 
 
 def enter(s, *given, **begun):
@@ -219,6 +213,12 @@ def distance(found, expected):
     return max(float((found[name].double() - each.double()).abs().max()) for name, each in expected.items()) / largest
 
 
+def fetched_bytes(execution):
+    """By path."""
+    fetches = [each for each in execution.transfers if each.kind == "fetch"]
+    return {path: sum(getattr(each, f"{path}_bytes") for each in fetches) for path in ("host", "direct")}
+
+
 def copied(rows):
     """In memory of its own, at the same place of it."""
     memory = rows.untyped_storage().clone()
@@ -253,7 +253,7 @@ def check_a_step_under_a_plan_is_the_step_without(make):
                 found = s.update()
             assert np.allclose(found, losses, rtol=bound, atol=0)
             assert distance(s.gradients(), grads) < bound
-            assert (execution.executed_ML == s.planned_ML(execution.plan)).all()
+            assert (execution.executed_ML == loads_MLG(execution.plan, s.counts_MLGE)[..., s.rank]).all()
 
 
 def check_the_comparison_sees_what_is_lost_or_sent_elsewhere(make):
@@ -303,8 +303,8 @@ def check_recomputation_and_the_backward_behind_it_share_a_fetch(make):
                 for m in range(MICRO_STEPS):
                     s.log_probs(m).sum().backward()
             s.gradients()
-            fetches = [each for each in execution.transfers if each.kind == "fetch"]
-            num_bytes = torch.tensor([sum(getattr(each, f"{by}_bytes") for each in fetches) for by in (paths, other)])
+            fetched = fetched_bytes(execution)
+            num_bytes = torch.tensor([fetched[paths], fetched[other]])
             dist.all_reduce(num_bytes)
             expected = [least_fetches_L(plan).sum() * s.expert_bytes(), 0]
             assert num_bytes.tolist() == expected, (paths, checkpointed, num_bytes, expected)

@@ -16,7 +16,7 @@ from tests.adapters.hf.families import FAMILIES, build
 from tests.adapters.hf.model_runs import gradients, whole
 from tests.ep.executor_properties import distance
 from tests.ep.spread_models import load_spread, sharded
-from tests.ep.transfer.plans import split_plan, static_plan
+from tests.ep.transfer.plans import loads_MLG, split_plan, static_plan
 from tests.replay.session_subject import same
 from tests.roundings import GRADIENT_TERMS, roundings
 
@@ -75,8 +75,7 @@ def on_rank(rank, model_class, folder, sizes):
     except ForerouteError as error:
         return equal, f"{type(error).__name__}: {error}"
     assert split.num_replicas_ML.any()
-    loads_L = [split.cell(0, layer).loads_G(counts_GE)[rank] for layer, counts_GE in enumerate(counts_MLGE[0])]
-    equal["replicas"] = execution.executed_ML[0].tolist() == loads_L
+    equal["replicas"] = (execution.executed_ML == loads_MLG(split, counts_MLGE)[..., rank]).all()
     return equal, off
 
 

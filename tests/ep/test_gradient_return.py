@@ -20,12 +20,8 @@ FETCHES = {"layer": 3, "shared": 5}
 
 def telling(log):
     """Writes down, while it is open, rows that travel, and what is fetched, sent home and waited for."""
-    all_to_all, fetch, return_grads, post = (
-        dist.all_to_all_single,
-        TransferEngine.fetch,
-        TransferEngine.return_grads,
-        PeerGroup.post,
-    )
+    all_to_all, post = dist.all_to_all_single, PeerGroup.post
+    fetch, return_grads = TransferEngine.fetch, TransferEngine.return_grads
 
     def fetching(engine, cell):
         log.append(("fetched", cell.layer))

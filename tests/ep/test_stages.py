@@ -13,7 +13,7 @@ from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.plan.options import PASS_NAMES
 from tests.ep.spread_steps import MICRO_STEPS, SpreadStep
-from tests.ep.transfer.plans import split_plan
+from tests.ep.transfer.plans import loads_MLG, split_plan
 from tests.roundings import TERMS, roundings
 from tests.tiers import grid
 
@@ -53,13 +53,12 @@ def two_stages(rank, folder, paths, gains):
             s.execute(plan, step=7) as execution,
         ):
             ours = run(s, pass_name)
-        served = plan.in_pass(pass_name)
-        loads = [served.cell(*cell).loads_G(s.counts_MLGE[cell])[rank] for cell in np.ndindex(*plan.shape[:2])]
+        served_ML = loads_MLG(plan.in_pass(pass_name), s.counts_MLGE)[..., rank]
         found[pass_name] = {
             "same": len(ours) == len(static) and all(map(torch.equal, ours, static)),
             "called": log,
             "transfers": len(execution.transfers),
-            "as served": execution.executed_ML.reshape(-1).tolist() == loads,
+            "as served": np.array_equal(execution.executed_ML, served_ML),
         }
     s.routed.close()
     return found
@@ -137,12 +136,8 @@ def published_under(rank, folder, executions):
 
         with patch.object(HostMemory, "_write", noting), s.execute(plan, step=step):
             ours = run(s, "recompute")
-        sent = {
-            (layer, int(expert))
-            for m, layer in np.ndindex(*plan.shape[:2])
-            for expert, at in zip(plan.cell(m, layer).expert_R, plan.cell(m, layer).rank_R, strict=True)
-            if home_LE[layer, expert] == rank != at
-        }
+        cells = ((layer, plan.cell(m, layer)) for m, layer in np.ndindex(*plan.shape[:2]))
+        sent = {(layer, int(e)) for layer, cell in cells for e in cell.expert_R if home_LE[layer, e] == rank}
         close = max(float((one - other).abs().max()) for one, other in zip(ours, static, strict=True))
         found.append((sorted(written), sorted(sent - known), close))
         known |= sent

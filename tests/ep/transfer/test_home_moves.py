@@ -8,7 +8,6 @@ import torch
 
 from foreroute.ep.transfer.home_moves import MovingRanks, agree_on_homes, inspect_stacked, move_layers
 from foreroute.ep.transfer.segments import shard_moves
-from tests.ep.transfer.plans import random_homes
 from tests.ep.transfer.toy import SHAPES, consensus, peers, shard
 from tests.tiers import grid
 
@@ -22,8 +21,8 @@ OPTIMIZERS = {
 
 
 def homes_of_steps(seed, ranks, steps):
-    rng = np.random.default_rng(seed)
-    return [np.stack([random_homes(rng, EXPERTS, ranks) for _ in range(LAYERS)]) for _ in range(steps)]
+    rng, home_LE = np.random.default_rng(seed), np.tile(np.arange(EXPERTS) % ranks, (LAYERS, 1))
+    return [rng.permuted(home_LE, axis=1) for _ in range(steps)]
 
 
 def move(before_LE, given_LE, homes, optimizer):
