@@ -78,6 +78,13 @@ def test_other_counts_are_refused():
             verify(given, wrong)
 
 
+def test_cells_that_there_are_not_are_refused():
+    plan, _ = small_case(3)
+    for place in ((-1, 0), (0, -1), (plan.shape[0], 0), (0, plan.shape[1])):
+        with pytest.raises(PlanError, match=r"micro-steps of \d+ layers, no \("):
+            plan.cell(*place)
+
+
 def test_options_bind():
     plan, counts = small_case(6, moves=4, keep=0.6)
     moved = int((plan.home_LE != plan.previous_home_LE).sum(axis=1).max())

@@ -149,13 +149,6 @@ def test_numbers_of_numpy_are_kept_as_integers(tmp_path):
     assert type(kept.num_ranks) is int
 
 
-def test_cells_that_there_are_not_are_refused():
-    plan, _ = small_case(3)
-    for micro_step, layer in ((-1, 0), (0, -1), (plan.shape[0], 0), (0, plan.shape[1])):
-        with pytest.raises(PlanError, match=r"micro-steps of \d+ layers, no \("):
-            plan.cell(micro_step, layer)
-
-
 VERSION_7 = Path(__file__).parent / "data" / "plan-v7.safetensors"
 
 
