@@ -43,7 +43,7 @@ CORRUPTIONS = {
     "bound below the mean": (lambda p: _changed(p, "bound_ML", (2, 0), 0), "the bound 0.0.*never below the mean"),
     "bound below 0": (lambda p: _changed(p, "bound_ML", (0, 0), -1), "layer 0: the bound is -1.0"),
     "bound is no number": (lambda p: _changed(p, "bound_ML", (0, 0), np.nan), "the bound is nan"),
-    "previous homes uneven": (lambda p: _changed(p, "previous_home_LE", (0, slice(0, 8)), 2), "previous_home_LE puts"),
+    "previous homes uneven": (lambda p: _changed(p, "previous_home_LE", (0, 3), 2), "previous_home_LE: in layer 0"),
     "other digest": (lambda p: replace(p, counts_digest="0" * 32), "was made for counts with digest 000"),
     "dtype": (lambda p: _with(p, tokens_RG=p.hosts.tokens_RG.astype(np.int64)), "tokens_RG is int64.*I32"),
     "short column": (lambda p: _with(p, slot_R=p.hosts.slot_R[:-1]), "tensor slot_R has .* along R"),

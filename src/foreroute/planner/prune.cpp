@@ -1,4 +1,4 @@
-// Dropping replicas, as planner/prune.py describes it.
+// Dropping replicas whose transfers expose more time than they save, by the cost model (planner/priced.py).
 #include "costs/pricing.hpp"
 
 // The replica that serves least of those on the busiest link of the step; NONE when nothing moves.
