@@ -74,3 +74,15 @@ def test_counts_are_those_of_micro_steps_and_ranks():
             expected[m, layer, rank, expert] += given.counts_SLE[s, layer, expert]
     assert np.array_equal(given.counts_MLGE(), expected)
     assert given.counts_MLGE().dtype == np.int32
+
+
+def test_the_most_level_turn_is_taken(monkeypatch):
+    levels = {}
+    for turns in (1, 3):
+        monkeypatch.setattr("foreroute.planner.packed_homes.TURNS", turns)
+        for seed in range(8):
+            given, blocks_LE = step(seed, 32, 4, 60)
+            packed, _ = given.with_homes(topology(4, 2), blocks_LE)
+            levels.setdefault(seed, []).append(packed.packing.certificate.slowest)
+    assert all(three <= one for one, three in levels.values())
+    assert any(three < one for one, three in levels.values())
