@@ -8,7 +8,7 @@ import pytest
 from foreroute.costs import links
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
-from foreroute.costs.pricing import least_seconds, step_parts
+from foreroute.costs.pricing import least_seconds, step_parts, work_of_cells
 from foreroute.plan import Topology
 from foreroute.plan.schedule import ExecutionSchedule
 from tests.costs.cost_oracle import price_cell
@@ -25,6 +25,10 @@ def test_gradients_return_from_every_replica_as_executors_send_them(paths):
     plan = random_plan(counts_MLGE, topology, keep=0.6)
     assert 0 < plan.hosts.fetched_R.mean() < 1
     prices = replace(COSTS, paths=paths).prices(topology)
+    gradient_MLG5 = work_of_cells(plan.hosts, counts_MLGE, prices).gradient_MLG5
+    seconds_5 = np.zeros(5)
+    seconds_5[[links.NODE_OUT, links.NODE_IN]] = prices.node_gradient_s
+    seconds_5[[links.CLUSTER_OUT, links.CLUSTER_IN]] = prices.cluster_gradient_s
     schedules = [ExecutionSchedule(plan, counts_MLGE, rank, paths=paths) for rank in range(16)]
     for place in np.ndindex(3, 2):
         sent_G5 = np.zeros((16, 5))
@@ -33,12 +37,7 @@ def test_gradients_return_from_every_replica_as_executors_send_them(paths):
                 is_near = home // 8 == rank // 8
                 sent_G5[rank, links.NODE_OUT if is_near else links.CLUSTER_OUT] += 1
                 sent_G5[home, links.NODE_IN if is_near else links.CLUSTER_IN] += 1
-        cell = plan.cell(*place)
-        _, gradient_G5 = links.transfer_seconds(cell.expert_R, cell.rank_R, cell.fetched_R, cell.home_E, 16, prices)
-        seconds_5 = np.zeros(5)
-        seconds_5[[links.NODE_OUT, links.NODE_IN]] = prices.node_gradient_s
-        seconds_5[[links.CLUSTER_OUT, links.CLUSTER_IN]] = prices.cluster_gradient_s
-        np.testing.assert_allclose(gradient_G5, sent_G5 * seconds_5, rtol=1e-12)
+        np.testing.assert_allclose(gradient_MLG5[place], sent_G5 * seconds_5, rtol=1e-12)
 
 
 def taken(plan, counts_MLGE, costs):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from foreroute.costs.links import served_loads, transfer_seconds
+from foreroute.costs.links import served_loads
 from foreroute.costs.pricing import parts_of_cells, slowest_attention, step_parts, work_of_cells
 from foreroute.errors import CountsError, PlanError
 from foreroute.plan import Topology
@@ -78,14 +78,6 @@ def test_a_balancer_of_users_that_names_no_rank_is_refused():
 
     with pytest.raises(PlanError, match=r"rank_R.*20000.*0 to 3"):
         simulate(small_config(), balancers={"mine": Balancer("mine", "micro-step", wrong)})
-
-
-@pytest.mark.parametrize(
-    ("expert_R", "rank_R", "home_E"), [([8], [0], [0] * 8), ([0], [4], [0] * 8), ([0], [1], [-1] * 8), ([-9], [0], [0])]
-)
-def test_transfers_of_no_expert_or_rank_are_refused(expert_R, rank_R, home_E):
-    with pytest.raises(PlanError, match="expected"):
-        transfer_seconds(np.array(expert_R), np.array(rank_R), np.ones(1, np.bool_), np.array(home_E), 4, PRICES)
 
 
 def test_room_behind_the_replicas_is_no_replica():
