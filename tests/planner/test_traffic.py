@@ -83,19 +83,6 @@ def test_plans_are_valid_and_never_slower_on_random_workloads(dispatcher, paths)
     assert faster > 40
 
 
-@grid(("name", "least"), [("G16", 1.05), ("G32", 1.4), ("G64", 1.7)], quick=1)
-def test_gains_over_balance_alone(name, least):
-    """Eight slots against two, 8k tokens per rank, deduplicated dispatch."""
-    counts_MLGE = _workload(name, 8192).draw(seed=1).counts()
-    costs = CostModel(model=MODELS["qwen3-30b-a3b"], hardware=HARDWARE["h100"], dispatcher="dedup")
-    few, many = (costs.hardware.topology(counts_MLGE.shape[2], slots) for slots in (2, 8))
-    cell = plan(counts_MLGE, few, PlanOptions(slots="shared")).cell(0, 0)
-    found = _traffic(cell, counts_MLGE[0, 0], many, costs)
-    _check_valid(found, counts_MLGE[0, 0], many)
-    before_s, after_s = (_seconds(one, counts_MLGE[0, 0], many, costs) for one in (cell, found))
-    assert before_s / after_s > least
-
-
 @pytest.mark.parametrize("pay_off", [False, True])
 def test_steps_are_valid_and_never_slower(pay_off):
     """Than balanced plans of as many slots, and than static, whatever a fetch costs, in kept slots and shared ones."""

@@ -62,6 +62,29 @@ def test_memory_is_taken_for_experts_that_are_sent_and_used_again_in_later_steps
         assert found == [EXPERT_BYTES * max(numbers[: step + 1]) for step in range(3)]
 
 
+def published(rank, plans, steps):
+    """Experts that this rank writes as each plan begins."""
+    found = []
+    with (
+        closing(engine_of(plans[0], rank)) as engine,
+        patch.object(host_memory.HostMemory, "_write", lambda memory, experts, is_mine_LE: found[-1].extend(experts)),
+    ):
+        for step, plan in zip(steps, plans, strict=True):
+            found.append([])
+            begin(engine, step, plan)
+    return [sorted(each) for each in found]
+
+
+def test_a_step_publishes_what_its_plans_send_and_nothing_twice(workers):
+    one, other = (random_plan(seed, ranks=4, per_node=2) for seed in range(2))
+    plans, steps = [one, other, one, one], [7, 7, 7, 8]
+    for rank, found in enumerate(workers(4).run(published, plans, steps)):
+        first, second = ({sent[:2] for sent in sent_in(plan, rank // 2) if sent[2] == rank} for plan in (one, other))
+        assert found == [sorted(first), sorted(second - first), [], sorted(first)]
+        assert first
+        assert second - first
+
+
 def locked(rank, plans):
     """Bytes that the process page-locks in each step, how often it waits for copies, and bytes that stay locked."""
     registered, waits = {}, []
