@@ -94,26 +94,9 @@ def run(s, *micro_steps, replay=True):
             s.log_probs(min(m, 1), replay=replay)
 
 
-def inside_of_another(s):
+def inside(s, do, *given):
     with s.execute():
-        enter(s)
-
-
-def inside_of_another_session(s):
-    beside = s.attach()
-    with s.execute(), beside.execute(s.plan, s.counts_MLGE, s.traces):
-        pass
-
-
-def moving_inside(s):
-    beside = s.attach()
-    with s.execute():
-        beside.move_homes(np.roll(s.routed.home_LE, 1, axis=1))
-
-
-def changing_inside(s):
-    with s.execute():
-        s.routed.use(TransferOptions(paths="host"))
+        do(*given)
 
 
 def with_a_backward_behind_it(s):
@@ -178,10 +161,16 @@ EARLY = {
     "CountsError: micro-batch 0 brings other routes than were planned": lambda s: run(s, 1),
     "ReplayError: runs under a plan, and outside of a replay of planned routes": lambda s: run(s, 0, replay=False),
     "ReplayError: ending step 0: rank 0: 0 of 2 planned micro-batches are here": lambda s: enter(s),
-    "ReplayError: leave that execution before another one begins": inside_of_another,
-    "ReplayError: a plan is executed on this model; leave that execution before another": inside_of_another_session,
-    "ReplayError: leave that execution before experts move": moving_inside,
-    "ReplayError: leave that execution before weights travel in another way": changing_inside,
+    "ReplayError: leave that execution before another one begins": lambda s: inside(s, enter, s),
+    "ReplayError: a plan is executed on this model; leave that execution before another": lambda s: inside(
+        s, s.attach().execute(s.plan, s.counts_MLGE, s.traces).__enter__
+    ),
+    "ReplayError: leave that execution before experts move": lambda s: inside(
+        s, s.attach().move_homes, np.roll(s.routed.home_LE, 1, axis=1)
+    ),
+    "ReplayError: leave that execution before weights travel in another way": lambda s: inside(
+        s, s.routed.use, TransferOptions(paths="host")
+    ),
     "PlanError: homes cannot be moved, and none were: rank 1: got homes of dtype int16 and shape (3, 7)": lambda s: (
         s.routed.move_homes(s.plan.home_LE[:, : 8 - s.rank])
     ),
