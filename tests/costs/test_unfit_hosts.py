@@ -14,7 +14,7 @@ from foreroute.simulate import simulate
 from foreroute.simulate.balancers import Balancer
 from foreroute.simulate.compare import figures_of
 from tests.costs.test_cell_figures import COSTS
-from tests.plan.random_plans import LINKS, random_counts, random_plan
+from tests.plan.random_plans import LINKS, changed, random_counts, random_plan
 from tests.simulate.simulate_cases import small_config
 
 COUNTS = random_counts(0, (3, 2, 4, 8)).astype(np.int32)
@@ -23,20 +23,18 @@ PLAN = random_plan(COUNTS, TOPOLOGY, seed=1)
 PRICES = COSTS.prices(TOPOLOGY)
 
 
-def changed(name, place, value):
-    array = getattr(PLAN.hosts, name).copy()
-    array[place] = value
-    return PLAN.hosts._replace(**{name: array})
+def hosts_with(name, place, value):
+    return changed(PLAN, name, place, value).hosts
 
 
 UNFIT = {
-    "a rank that is not there": (changed("rank_R", -1, 4), "rank_R.* to 4.*0 to 3"),
-    "a rank below 0": (changed("rank_R", 1, -1), "rank_R.*-1 to"),
-    "an expert that is not there": (changed("expert_R", 0, 8), "expert_R.*8.*0 to 7"),
-    "a home that is not there": (changed("home_LE", (1, 3), 9), "home_LE.*9.*0 to 3"),
-    "offsets that go back": (changed("offsets", 2, 0), "offsets"),
-    "offsets beyond the replicas": (changed("offsets", -1, 10_000), "offsets"),
-    "offsets below 0": (changed("offsets", 0, -3), "offsets"),
+    "a rank that is not there": (hosts_with("rank_R", -1, 4), "rank_R.* to 4.*0 to 3"),
+    "a rank below 0": (hosts_with("rank_R", 1, -1), "rank_R.*-1 to"),
+    "an expert that is not there": (hosts_with("expert_R", 0, 8), "expert_R.*8.*0 to 7"),
+    "a home that is not there": (hosts_with("home_LE", (1, 3), 9), "home_LE.*9.*0 to 3"),
+    "offsets that go back": (hosts_with("offsets", 2, 0), "offsets"),
+    "offsets beyond the replicas": (hosts_with("offsets", -1, 10_000), "offsets"),
+    "offsets below 0": (hosts_with("offsets", 0, -3), "offsets"),
     "offsets of fewer cells": (PLAN.hosts._replace(offsets=PLAN.hosts.offsets[:-1]), "offsets are 6.*expected 7"),
     "homes of fewer layers": (PLAN.hosts._replace(home_LE=PLAN.hosts.home_LE[:1]), r"home_LE.*\[1, 8\].*\[2, 8\]"),
     "homes of fewer experts": (PLAN.hosts._replace(home_LE=PLAN.hosts.home_LE[:, :4].copy()), r"\[2, 4\].*\[2, 8\]"),

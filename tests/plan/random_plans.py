@@ -1,5 +1,7 @@
 """Valid plans of no merit, made without the planner: random replicas that persist in their slots, random splits."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from foreroute.plan import CellPlan, Links, StepPlan, Topology
@@ -74,6 +76,19 @@ def plan_of_cells(cells, home_LE, counts_MLGE, topology, sharing=None, before_LE
         counts_digest=counts_digest(counts_MLGE),
         slots=sharing or ("shared" if hosts.fetched_R.all() else "layer"),
     )
+
+
+def changed(plan, name, place, value):
+    """The plan with another value in one of its arrays."""
+    array = plan.tensors[name].copy()
+    array[place] = value
+    return with_arrays(plan, **{name: array})
+
+
+def with_arrays(plan, **arrays):
+    """The plan with other arrays, in its hosts or beside them."""
+    of_hosts = {name: arrays.pop(name) for name in Hosts._fields if name in arrays}
+    return replace(plan, hosts=plan.hosts._replace(**of_hosts), **arrays)
 
 
 def small_case(seed=0, *, ranks=4, experts=8, slots=2, micro_steps=3, layers=2, **how):

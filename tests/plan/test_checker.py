@@ -9,8 +9,7 @@ from foreroute.errors import CountsError, PlanError
 from foreroute.layout import pack_sequences
 from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.checker import verify
-from foreroute.plan.hosts import Hosts
-from tests.plan.random_plans import LINKS, random_counts, random_plan, small_case
+from tests.plan.random_plans import LINKS, changed, random_counts, random_plan, small_case, with_arrays
 
 
 def test_valid_plans_pass():
@@ -23,32 +22,20 @@ def test_valid_plans_pass():
             verify(random_plan(counts, Topology(shape[2], 1, 1, LINKS)), counts)
 
 
-def _changed(plan, name, place, value):
-    array = plan.tensors[name].copy()
-    array[place] = value
-    return _with(plan, **{name: array})
-
-
-def _with(plan, **arrays):
-    """The plan with other arrays, in its hosts or beside them."""
-    of_hosts = {name: arrays.pop(name) for name in Hosts._fields if name in arrays}
-    return replace(plan, hosts=plan.hosts._replace(**of_hosts), **arrays)
-
-
 CORRUPTIONS = {
-    "slot above": (lambda p: _changed(p, "slot_R", -1, 2), "micro-step 2, layer 1.*there are 2 slots on a rank"),
-    "fetch denied": (lambda p: _changed(p, "fetched_R", 0, False), "the slot does not hold it"),
-    "max load above": (lambda p: _changed(p, "max_load_ML", (1, 1), 10**6), "micro-step 1, layer 1.*states 1000000"),
-    "bound above": (lambda p: _changed(p, "bound_ML", (2, 0), 1e9), "micro-step 2, layer 0: the bound is 1000000000.0"),
-    "bound below the mean": (lambda p: _changed(p, "bound_ML", (2, 0), 0), "the bound 0.0.*never below the mean"),
-    "bound below 0": (lambda p: _changed(p, "bound_ML", (0, 0), -1), "layer 0: the bound is -1.0"),
-    "bound is no number": (lambda p: _changed(p, "bound_ML", (0, 0), np.nan), "the bound is nan"),
-    "previous homes uneven": (lambda p: _changed(p, "previous_home_LE", (0, 3), 2), "previous_home_LE: in layer 0"),
+    "slot above": (lambda p: changed(p, "slot_R", -1, 2), "micro-step 2, layer 1.*there are 2 slots on a rank"),
+    "fetch denied": (lambda p: changed(p, "fetched_R", 0, False), "the slot does not hold it"),
+    "max load above": (lambda p: changed(p, "max_load_ML", (1, 1), 10**6), "micro-step 1, layer 1.*states 1000000"),
+    "bound above": (lambda p: changed(p, "bound_ML", (2, 0), 1e9), "micro-step 2, layer 0: the bound is 1000000000.0"),
+    "bound below the mean": (lambda p: changed(p, "bound_ML", (2, 0), 0), "the bound 0.0.*never below the mean"),
+    "bound below 0": (lambda p: changed(p, "bound_ML", (0, 0), -1), "layer 0: the bound is -1.0"),
+    "bound is no number": (lambda p: changed(p, "bound_ML", (0, 0), np.nan), "the bound is nan"),
+    "previous homes uneven": (lambda p: changed(p, "previous_home_LE", (0, 3), 2), "previous_home_LE: in layer 0"),
     "other digest": (lambda p: replace(p, counts_digest="0" * 32), "was made for counts with digest 000"),
-    "dtype": (lambda p: _with(p, tokens_RG=p.hosts.tokens_RG.astype(np.int64)), "tokens_RG is int64.*I32"),
-    "short column": (lambda p: _with(p, slot_R=p.hosts.slot_R[:-1]), "tensor slot_R has .* along R"),
+    "dtype": (lambda p: with_arrays(p, tokens_RG=p.hosts.tokens_RG.astype(np.int64)), "tokens_RG is int64.*I32"),
+    "short column": (lambda p: with_arrays(p, slot_R=p.hosts.slot_R[:-1]), "tensor slot_R has .* along R"),
     "short figures": (lambda p: replace(p, bound_ML=p.bound_ML[:-1]), "bound_ML has 2 along M"),
-    "other shape": (lambda p: _with(p, home_LE=p.home_LE[:1]), "tensor home_LE has 1 along L"),
+    "other shape": (lambda p: with_arrays(p, home_LE=p.home_LE[:1]), "tensor home_LE has 1 along L"),
     "other ranks": (lambda p: replace(p, topology=Topology(8, 2, 2, LINKS)), "tokens_RG is of 4 source ranks"),
     "fewer slots": (lambda p: replace(p, topology=Topology(4, 2, 1, LINKS)), "there are 1 slots on a rank"),
 }
@@ -100,7 +87,7 @@ def test_options_bind():
 
 def test_a_plan_for_shared_slots_fetches_everything():
     plan, counts = small_case(6, keep=0.6)
-    everything = _with(plan, fetched_R=np.ones_like(plan.hosts.fetched_R))
+    everything = with_arrays(plan, fetched_R=np.ones_like(plan.hosts.fetched_R))
     verify(replace(everything, slots="shared"), counts)
     with pytest.raises(PlanError, match=r"shared.*nothing"):
         verify(replace(plan, slots="shared"), counts)
@@ -120,13 +107,13 @@ def test_refuses_exactly_what_brute_force_refuses(most):
         array = plan.tensors[name]
         place = tuple(int(rng.integers(n)) for n in array.shape)
         value = not array[place] if name == "fetched_R" else array[place] + rng.choice([-2, -1, 1, 2])
-        changed = _changed(plan, name, place, value)
+        other = changed(plan, name, place, value)
         try:
-            verify(changed, counts)
+            verify(other, counts)
         except PlanError:
-            assert not _is_valid(changed, counts)
+            assert not _is_valid(other, counts)
         else:
-            assert _is_valid(changed, counts)
+            assert _is_valid(other, counts)
             valid += 1
     assert 0 < valid < 200
 

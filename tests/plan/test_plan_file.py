@@ -15,7 +15,7 @@ from foreroute.plan.checker import verify
 from foreroute.plan.hosts import Hosts
 from foreroute.plan.plan_file import PLAN_FILE, load_plan, plan_content, plan_from_bytes, plan_to_bytes, save_plan
 from foreroute.testing.routes import synthetic_trace
-from tests.plan.random_plans import LINKS, small_case
+from tests.plan.random_plans import LINKS, changed, small_case
 from tests.trace.forging import STAIRCASE
 
 
@@ -43,9 +43,7 @@ def test_round_trip(tmp_path):
 )
 def test_splits_keep_their_values_in_as_few_bytes_as_hold_them(most, stored, tmp_path):
     plan, _ = small_case(1)
-    tokens_RG = plan.hosts.tokens_RG.copy()
-    tokens_RG[3, 1] = most
-    plan = replace(plan, hosts=plan.hosts._replace(tokens_RG=tokens_RG))
+    plan = changed(plan, "tokens_RG", (3, 1), most)
     assert plan_content(plan)[1]["tokens_RG"].dtype == stored
     assert equal(load_plan(save_plan(plan, tmp_path / "p")), plan)
 
@@ -56,7 +54,7 @@ def test_a_plan_that_contradicts_itself_is_not_written(tmp_path):
         with pytest.raises(PlanError, match="finite shares"):
             save_plan(replace(plan, gains={"recompute": gain, "update": 0.0}), tmp_path / "p")
     with pytest.raises(PlanError, match="there are 2 slots"):
-        save_plan(replace(plan, hosts=plan.hosts._replace(slot_R=plan.hosts.slot_R + np.int16(2))), tmp_path / "p")
+        save_plan(changed(plan, "slot_R", 0, 2), tmp_path / "p")
     assert not list(tmp_path.iterdir())
 
 

@@ -1,7 +1,6 @@
 """What ranks send, receive, compute and copy, against simulations that follow every assignment and expert by name."""
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from foreroute.ep.dispatch import expand_segments
 from foreroute.errors import PlanError
 from foreroute.plan.schedule import CellSchedule, ExecutionSchedule, colour_edges
 from tests.ep.transfer.plans import no_tokens, random_plan, split_plan
+from tests.plan.random_plans import changed
 
 
 @settings(max_examples=60)
@@ -140,9 +140,7 @@ def test_what_is_not_there_is_refused_before_memory_is_indexed_by_it(what):
     counts_MLGE = {"sources": counts_MLGE[:, :, :2], "experts": counts_MLGE[..., :4]}.get(what, counts_MLGE)
     if what in NOT_THERE:
         name, value = NOT_THERE[what]
-        array = getattr(plan.hosts, name).copy()
-        array[name == "offsets" :] = value
-        plan = replace(plan, hosts=plan.hosts._replace(**{name: array}))
+        plan = changed(plan, name, slice(name == "offsets", None), value)
     with pytest.raises(PlanError, match=r"not there.*verify"):
         ExecutionSchedule(plan, counts_MLGE, 0).cell(0, 0)
 

@@ -19,7 +19,7 @@ from foreroute.planner import plan
 from foreroute.planner.priced import Window
 from foreroute.planner.traffic import replicate_for_traffic
 from foreroute.simulate.workload import WORKLOADS
-from tests.costs.cost_oracle import price_cell
+from tests.costs.cost_oracle import price_cell, price_plan
 from tests.plan.random_plans import LINKS, plan_of_cells, random_counts, random_plan
 from tests.tiers import grid
 
@@ -27,8 +27,8 @@ SMALL = replace(MODELS["qwen3-30b-a3b"], top_k=2, num_experts=8)
 COSTS = CostModel(model=SMALL, hardware=HARDWARE["h100"], dispatcher="dedup")
 
 
-def _seconds(cell, counts_GE, topology, costs, slots="layer"):
-    return float(price_cell(cell, counts_GE, topology, costs, slots).sum())
+def _seconds(cell, counts_GE, topology, costs):
+    return float(price_cell(cell, counts_GE, topology, costs).sum())
 
 
 def _window(counts_MGE, topology, costs):
@@ -103,7 +103,8 @@ def test_steps_are_valid_and_never_slower(pay_off):
             plan(counts_MLGE, topology, PlanOptions(traffic=False, slots=slots, **more), costs=costs)
             for more in ({"pay_off": pay_off}, {"replicas": False})
         ]
-        seconds_L, *others_L = (_seconds_by_layer(each, counts_MLGE, costs, slots) for each in (found, *others))
+        every = (price_plan(each, counts_MLGE, costs, slots) for each in (found, *others))
+        seconds_L, *others_L = (seconds_ML.sum(axis=0) for seconds_ML in every)
         assert (seconds_L <= others_L[0] * (1 + 1e-12)).all()
         if pay_off:
             assert (seconds_L <= others_L[1] * (1 + 1e-12)).all()
@@ -112,13 +113,6 @@ def test_steps_are_valid_and_never_slower(pay_off):
     assert faster["layer"] > 25
     assert faster["shared"] > 10
     assert kept > 250
-
-
-def _seconds_by_layer(found, counts_MLGE, costs, slots):
-    seconds_ML = np.empty(counts_MLGE.shape[:2])
-    for cell in np.ndindex(seconds_ML.shape):
-        seconds_ML[cell] = _seconds(found.cell(*cell), counts_MLGE[cell], found.topology, costs, slots)
-    return seconds_ML.sum(axis=0)
 
 
 def _best_step_seconds(counts_MGE, home_E, topology, costs):
