@@ -4,7 +4,6 @@ Each test stands behind the functions that worker processes run for it.
 """
 
 import os
-import signal
 from dataclasses import replace
 from datetime import timedelta
 
@@ -277,18 +276,3 @@ def without_route(trace, which):
     valid_N = trace.valid_N.copy()
     valid_N[trace.offsets[:-1] + 1 if which == "second" else trace.offsets[1:] - 1] = False
     return replace(trace, valid_N=valid_N)
-
-
-def planning_until_killed(rank, folder):
-    def make():
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    SpreadStep(rank, folder).routed.share_plan(make)
-
-
-@pytest.mark.slow
-def test_a_planning_rank_that_dies_ends_the_others(doomed, folder_of):
-    outcomes = doomed(2).outcomes(planning_until_killed, folder_of())
-    assert outcomes[0] is None
-    assert outcomes[1].kind == "TransferError", outcomes[1].trace
-    assert "A process died" in outcomes[1].message

@@ -217,18 +217,3 @@ def test_memory_of_another_machine_or_that_cannot_be_mapped_is_refused_and_not_m
         with pytest.raises(TransferError, match=re.escape(said)):
             open_shared(str(tmp_path / name), 64)
     assert [each.name for each in tmp_path.iterdir()] == ["foreroute-folder"]
-
-
-def test_nothing_is_mapped_after_close(workers):
-    workers(2).run(close_and_look, random_plan(0, ranks=2))
-    assert not leaked()
-
-
-def close_and_look(rank, plan):
-    before = count_mapped(rank)
-    engine = make_engine(plan, rank)
-    begin(engine, 0, plan)
-    assert count_mapped(rank) == before + 1
-    engine.close()
-    del engine
-    assert count_mapped(rank) == before
