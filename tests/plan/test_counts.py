@@ -82,7 +82,7 @@ def test_packings_that_do_not_fit_are_refused():
     trace = random_trace(0)
     zeros = np.zeros(len(trace), np.int32)
     for traces, micro_step_S, rank_S, error, words in (
-        (trace, zeros[1:], zeros[1:], CountsError, f"with {len(trace)} sequences and a packing of {len(trace) - 1}"),
+        (trace, *[np.append(zeros, zeros[:1])] * 2, CountsError, f"with {len(trace)} .*a packing of {len(trace) + 1}"),
         ([], zeros[:0], zeros[:0], CountsError, "got 0 traces"),
         (trace, zeros, zeros + 4, TraceContentError, r"ranks.*4.*numbers.*0.*3"),
         (trace, zeros + 1, zeros, TraceContentError, r"micro.*1.*numbers.*0.*0"),
