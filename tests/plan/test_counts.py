@@ -20,7 +20,7 @@ from foreroute.plan.counts import (
     save_counts,
 )
 from foreroute.trace.operations import add_assignments, count_assignments
-from tests.traces import mixed_trace, random_trace
+from tests.traces import mixed_trace, random_trace, uneven_trace
 
 
 def loop(traces, packing):
@@ -79,7 +79,7 @@ def test_counts_that_a_small_trace_cannot_fill_are_refused_before_they_are_made(
 
 
 def test_packings_that_do_not_fit_are_refused():
-    trace = random_trace(0)
+    trace, uneven = random_trace(0), uneven_trace(0)
     zeros = np.zeros(len(trace), np.int32)
     for traces, micro_step_S, rank_S, error, words in (
         (trace, *[np.append(zeros, zeros[:1])] * 2, CountsError, f"with {len(trace)} .*a packing of {len(trace) + 1}"),
@@ -88,6 +88,7 @@ def test_packings_that_do_not_fit_are_refused():
         (trace, zeros + 1, zeros, TraceContentError, r"micro.*1.*numbers.*0.*0"),
         (trace, zeros, zeros - 1, TraceContentError, "ranks hold -1"),
         ([trace, random_trace(0, num_experts=9)], *[np.tile(zeros, 2)] * 2, SpecMismatchError, r"belongs.*another"),
+        (uneven, *[np.zeros(len(uneven), np.int32)] * 2, SpecMismatchError, r"plan.*different sizes"),
     ):
         with pytest.raises(error, match=words):
             packed_counts(traces, Packing(micro_step_S, rank_S, 1, 4))
