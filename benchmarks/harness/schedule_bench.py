@@ -18,7 +18,7 @@ from benchmarks.harness.pairs import seconds_in_turn
 from foreroute import planner
 from foreroute.ep.transfer.cells import Cell
 from foreroute.ep.transfer.peers import PeerGroup
-from foreroute.ep.transfer.slots import SlotSet
+from foreroute.ep.transfer.slots import EMPTY, SlotSet
 from foreroute.ep.transfer.transfers import Transfer, row_messages
 from foreroute.plan import Links, PlanOptions, StepPlan, Topology
 from foreroute.plan.schedule import ExecutionSchedule
@@ -79,7 +79,7 @@ def _index(
             moves = schedule.cell(micro_step, layer)
             moves.send_G.tolist(), moves.receive_G.tolist(), moves.group_rows_S.tolist()
             for _ in ("forward", "backward"):
-                slots.clear()
+                slots.held_GR.fill(EMPTY)
                 slots.assign(Cell(0, micro_step, layer))
                 cell = plan.cell(micro_step, layer)
                 if not slots.holds(cell):

@@ -17,6 +17,14 @@ def price_cell(cell, counts_GE, topology, costs, slots="layer"):
     return step_parts(Hosts.of_cells(cell.home_E[None], [cell]), counts_GE[None, None], topology, costs, slots)
 
 
+def price_plan(plan, counts_MLGE, costs, slots="layer"):
+    """Seconds of each cell, as compiled: [M, L]."""
+    seconds_ML = np.empty(plan.shape[:2])
+    for place in np.ndindex(seconds_ML.shape):
+        seconds_ML[place] = price_cell(plan.cell(*place), counts_MLGE[place], plan.topology, costs, slots).sum()
+    return seconds_ML
+
+
 def oracle(cell, counts_GE, topology, costs, slots="layer"):
     """Seconds of a cell by pass and part, and rows of one dispatch over (link, direction, rank)."""
     left_GE, hosts, pairs_GG = counts_GE.astype(int), [], np.zeros((topology.num_ranks,) * 2, int)

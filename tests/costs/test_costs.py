@@ -33,14 +33,11 @@ def test_a_rank_publishes_what_it_sends_within_its_node():
     home_LE = np.array([[0, 0, 1, 1, 2, 2, 3, 3]] * 2, np.int16)
     # (expert, rank): twice the same, to another node, at home, and in the second layer one of rank 1 and two of rank 3
     sent = [[(0, 1), (4, 0)], [(2, 0), (7, 2), (6, 2)], [(0, 1), (1, 0)], []]
-    cells = [
-        CellPlan(home_LE[0], *np.array(its, np.int16).reshape(-1, 2).T, *[None] * 3)._replace(
-            slot_R=np.zeros(len(its), np.int16),
-            fetched_R=np.ones(len(its), np.bool_),
-            tokens_RG=np.zeros((len(its), 4), np.int32),
-        )
-        for its in sent
-    ]
+    cells = []
+    for its in sent:
+        expert_R, rank_R = np.array(its, np.int16).reshape(-1, 2).T
+        none_RG = np.zeros((len(its), 4), np.int32)
+        cells.append(CellPlan(home_LE[0], expert_R, rank_R, 0 * rank_R, expert_R >= 0, none_RG))
     hosts = Hosts.of_cells(home_LE, cells)
     assert np.argwhere(hosts.sent_LEW(2)).tolist() == [[0, 0, 1], [1, 2, 0], [1, 6, 0], [1, 7, 0]]
     topology = replace(HARDWARE["h100"].topology(4, 2), ranks_per_node=2)
@@ -81,7 +78,7 @@ def test_models_have_as_many_parameters_as_published(name, billions, share):
 
 
 def test_unknown_presets_are_refused_with_the_nearest():
-    with pytest.raises(ConfigError, match=r"hardware preset.*'h10'"):
+    with pytest.raises(ConfigError, match=r"hardware preset.*'h10'.*h100"):
         hardware_preset("h10")
     with pytest.raises(ConfigError, match=r"preset.*called 'gpt'"):
         model_preset("gpt")

@@ -7,12 +7,11 @@ import pytest
 
 from foreroute.costs.memory import SIZES, WORKS, BatchSizes, StepMemory, describe_section, section_sizes
 from foreroute.errors import CountsError, ForecastError
-from foreroute.plan import Links, Topology, known_rows
+from foreroute.plan import Topology, known_rows
 from foreroute.plan.hosts import Hosts
-from tests.plan.random_plans import random_counts, random_plan
+from tests.plan.random_plans import LINKS, random_counts, random_plan
 
 LAYERS, RANKS, MICRO_STEPS, EXPERT = 4, 2, 3, 1000
-LINKS = Links(1e9, 1e9, 1e9, 1e-5, 1e-5)
 PARTS = [("begin", None), *(("forward", n) for n in range(LAYERS)), ("head", None)]
 PARTS += [*(("backward", n) for n in reversed(range(LAYERS))), ("end", None)]
 

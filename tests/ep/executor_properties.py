@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from foreroute.ep.execution import CellWork
 from foreroute.ep.replicas import Replicas
 from foreroute.ep.transfer.engine import TransferOptions
-from tests.ep.transfer.plans import least_fetches_L, random_plan, split_plan, static_plan
+from tests.ep.transfer.plans import least_fetches_L, loads_MLG, random_plan, split_plan, static_plan
 from tests.roundings import GRADIENT_TERMS, roundings
 
 MICRO_STEPS, LAYERS = 2, 3
@@ -82,12 +82,6 @@ class PlannedStep(ABC):
             loss.backward()
         return [loss.item() for loss in losses]
 
-    def planned_ML(self, plan):
-        """Rows that the experts of this rank compute under a plan."""
-        cells = list(np.ndindex(*plan.shape[:2]))
-        loads = [plan.cell(*cell).loads_G(self.counts_MLGE[cell])[self.rank] for cell in cells]
-        return np.array(loads).reshape(plan.shape[:2])
-
 
 def enter(s, *given, **begun):
     with s.execute(*given, **begun):
@@ -100,26 +94,9 @@ def run(s, *micro_steps, replay=True):
             s.log_probs(min(m, 1), replay=replay)
 
 
-def inside_of_another(s):
+def inside(s, do, *given):
     with s.execute():
-        enter(s)
-
-
-def inside_of_another_session(s):
-    beside = s.attach()
-    with s.execute(), beside.execute(s.plan, s.counts_MLGE, s.traces):
-        pass
-
-
-def moving_inside(s):
-    beside = s.attach()
-    with s.execute():
-        beside.move_homes(np.roll(s.routed.home_LE, 1, axis=1))
-
-
-def changing_inside(s):
-    with s.execute():
-        s.routed.use(TransferOptions(paths="host"))
+        do(*given)
 
 
 def with_a_backward_behind_it(s):
@@ -184,10 +161,16 @@ EARLY = {
     "CountsError: micro-batch 0 brings other routes than were planned": lambda s: run(s, 1),
     "ReplayError: runs under a plan, and outside of a replay of planned routes": lambda s: run(s, 0, replay=False),
     "ReplayError: ending step 0: rank 0: 0 of 2 planned micro-batches are here": lambda s: enter(s),
-    "ReplayError: leave that execution before another one begins": inside_of_another,
-    "ReplayError: a plan is executed on this model; leave that execution before another": inside_of_another_session,
-    "ReplayError: leave that execution before experts move": moving_inside,
-    "ReplayError: leave that execution before weights travel in another way": changing_inside,
+    "ReplayError: leave that execution before another one begins": lambda s: inside(s, enter, s),
+    "ReplayError: a plan is executed on this model; leave that execution before another": lambda s: inside(
+        s, s.attach().execute(s.plan, s.counts_MLGE, s.traces).__enter__
+    ),
+    "ReplayError: leave that execution before experts move": lambda s: inside(
+        s, s.attach().move_homes, np.roll(s.routed.home_LE, 1, axis=1)
+    ),
+    "ReplayError: leave that execution before weights travel in another way": lambda s: inside(
+        s, s.routed.use, TransferOptions(paths="host")
+    ),
     "PlanError: homes cannot be moved, and none were: rank 1: got homes of dtype int16 and shape (3, 7)": lambda s: (
         s.routed.move_homes(s.plan.home_LE[:, : 8 - s.rank])
     ),
@@ -217,6 +200,12 @@ def distance(found, expected):
     assert found.keys() == expected.keys()
     largest = max(float(each.abs().max()) for each in expected.values())
     return max(float((found[name].double() - each.double()).abs().max()) for name, each in expected.items()) / largest
+
+
+def fetched_bytes(execution):
+    """By path."""
+    fetches = [each for each in execution.transfers if each.kind == "fetch"]
+    return {path: sum(getattr(each, f"{path}_bytes") for each in fetches) for path in ("host", "direct")}
 
 
 def copied(rows):
@@ -253,7 +242,7 @@ def check_a_step_under_a_plan_is_the_step_without(make):
                 found = s.update()
             assert np.allclose(found, losses, rtol=bound, atol=0)
             assert distance(s.gradients(), grads) < bound
-            assert (execution.executed_ML == s.planned_ML(execution.plan)).all()
+            assert (execution.executed_ML == loads_MLG(execution.plan, s.counts_MLGE)[..., s.rank]).all()
 
 
 def check_the_comparison_sees_what_is_lost_or_sent_elsewhere(make):
@@ -303,8 +292,8 @@ def check_recomputation_and_the_backward_behind_it_share_a_fetch(make):
                 for m in range(MICRO_STEPS):
                     s.log_probs(m).sum().backward()
             s.gradients()
-            fetches = [each for each in execution.transfers if each.kind == "fetch"]
-            num_bytes = torch.tensor([sum(getattr(each, f"{by}_bytes") for each in fetches) for by in (paths, other)])
+            fetched = fetched_bytes(execution)
+            num_bytes = torch.tensor([fetched[paths], fetched[other]])
             dist.all_reduce(num_bytes)
             expected = [least_fetches_L(plan).sum() * s.expert_bytes(), 0]
             assert num_bytes.tolist() == expected, (paths, checkpointed, num_bytes, expected)

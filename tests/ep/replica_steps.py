@@ -12,8 +12,10 @@ from foreroute.adapters import hf
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.plan import PlanOptions, Topology, verify
 from tests.adapters.hf.model_runs import batch_of, enable_checkpointing, gradients, log_probs, sequences_of
+from tests.ep.executor_properties import fetched_bytes
 from tests.ep.spread_models import load_spread, sharded
-from tests.ep.transfer.plans import LINKS, SLOTS, split_plan
+from tests.ep.transfer.plans import SLOTS, loads_MLG, split_plan
+from tests.plan.random_plans import LINKS
 
 MICRO_STEPS = 2
 HEAD = {"lm_head": "colwise_gather_output"}
@@ -124,15 +126,8 @@ def steps(rank, folder, spread, dtype, ways):
         with routed.execute(plan, counts_MLGE, traces) as execution:
             result = step_of(ours, routed, given)
         me = routed.spread.layers[0].ep_mesh.get_local_rank()
-        cells = [[execution.plan.cell(m, layer) for layer in range(counts_MLGE.shape[1])] for m in range(MICRO_STEPS)]
-        planned_ML = [
-            [int(cell.loads_G(counts_GE)[me]) for cell, counts_GE in zip(*pairs, strict=True)]
-            for pairs in zip(cells, counts_MLGE, strict=True)
-        ]
-        rows = planned_ML, execution.executed_ML.tolist()
-        fetches = [each for each in execution.transfers if each.kind == "fetch"]
-        fetched = {path: sum(getattr(each, f"{path}_bytes") for each in fetches) for path in ("host", "direct")}
-        found[way] = Ran(*result, rows, fetched)
+        rows = loads_MLG(execution.plan, counts_MLGE)[..., me].tolist(), execution.executed_ML.tolist()
+        found[way] = Ran(*result, rows, fetched_bytes(execution))
     for ran in found.values():
         ran.grads = {name: scale * each if ".experts." in name else each for name, each in ran.grads.items()}
     routed.close()

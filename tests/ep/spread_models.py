@@ -27,14 +27,16 @@ def sharded(model):
     return model
 
 
-def run(model, batch, *contexts):
-    """Logits, and gradients of the mean loss by name, whole."""
+def run(model, batch, *contexts, weigh=None):
+    """What the model gives first, and gradients by name, whole: of the mean loss, or of a number that is made of it."""
     sharded(model).zero_grad()
+    labels = {} if weigh else {"labels": batch["input_ids"]}
     with ExitStack() as stack:
         for each in contexts:
             stack.enter_context(each)
-        out = model(**batch, labels=batch["input_ids"], use_cache=False)
-        out.loss.backward()
+        out = model(**batch, **labels, use_cache=False)
+        found = whole(out[0] if weigh else out.logits)
+        (weigh(found) if weigh else out.loss).backward()
     grads = gradients(model)
     model.zero_grad()
-    return whole(out.logits).detach().clone(), grads
+    return found.detach().clone(), grads

@@ -35,10 +35,9 @@ def executed(rank, folder):
     """From executions of three micro-steps one after the other, on a group that is made as if it were NCCL's."""
     spread = SpreadStep(rank, folder, slots=0).routed.spread
     mine_ML = np.arange(6).reshape(3, 2) + 10 * rank
+    executions = [SimpleNamespace(executed_ML=each) for each in (mine_ML[:1], mine_ML[1:])]
     with no_host_tensors(spread._group):
-        return mine_ML, spread.gather_executed(
-            [SimpleNamespace(executed_ML=each) for each in (mine_ML[:1], mine_ML[1:])]
-        )
+        return mine_ML, spread.gather_executed(executions)
 
 
 def test_every_rank_gets_what_all_have_executed(workers, folder_of):

@@ -13,7 +13,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from foreroute.adapters import hf
 from foreroute.ep.compute import StackedReplicas
@@ -21,7 +21,7 @@ from foreroute.errors import AttachError, PlacementError
 from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import batch_of, random_routes
 from tests.ep.spread_models import load_spread, run, sharded
-from tests.ep.transfer.plans import random_homes, split_plan
+from tests.ep.transfer.plans import split_plan
 
 MATRICES = ["experts.gate_up_proj", "experts.down_proj"]
 WITHIN = 1e-12
@@ -166,10 +166,14 @@ def lived(rank, folder):
         torch.optim.AdamW(each.parameters(), lr=RATE, eps=LEAST) for each in (sharded(pair.model), pair.alone)
     ]
     found["trained"] = pair.step(optimizers, PLAN)
-    given = {"on": lambda model: None, "merged": lambda model: model.merge_adapter()}
-    given |= {"unmerged": lambda model: model.unmerge_adapter(), "other": lambda model: model.set_adapter("other")}
-    given |= {"off": lambda model: model.base_model.disable_adapter_layers()}
-    given |= {"on again": lambda model: model.base_model.enable_adapter_layers()}
+    given = {
+        "on": lambda model: None,
+        "merged": lambda model: model.merge_adapter(),
+        "unmerged": lambda model: model.unmerge_adapter(),
+        "other": lambda model: model.set_adapter("other"),
+        "off": lambda model: model.base_model.disable_adapter_layers(),
+        "on again": lambda model: model.base_model.enable_adapter_layers(),
+    }
     logits = {}
     for way, switch in given.items():
         for model in models:
@@ -178,8 +182,7 @@ def lived(rank, folder):
             logits[way], alone = pair.logits(*plan)
             found[way, plan] = float((logits[way] - alone).abs().max())
     found["other trained"] = pair.step(optimizers, PLAN)
-    rng = np.random.default_rng(0)
-    pair.routed.move_homes(np.stack([random_homes(rng, 8, 2) for _ in range(3)]), optimizers[0])
+    pair.routed.move_homes(np.random.default_rng(0).permuted(pair.routed.home_LE, axis=1), optimizers[0])
     for refused in (pair.model.state_dict, lambda: hf.spread_adapters(pair.model)):
         with pytest.raises(PlacementError):
             refused()
@@ -241,12 +244,7 @@ def refused(rank, folder):
     found.append(said(model, **batch))
     hf.spread_adapters(model)(**batch)
     found.append(said(hf.spread_adapters, spread()))
-    found.append(
-        said(
-            hf.spread_adapters,
-            with_lora(AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, use_safetensors=True)),
-        )
-    )
+    found.append(said(hf.spread_adapters, with_lora(base_of("gpt_oss"))))
     found.append(said(hf.spread_adapters, with_lora(spread(), parameters=["experts.down_proj_bias"])))
     return found
 

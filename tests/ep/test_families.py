@@ -3,7 +3,6 @@
 Batches have a route for every row: others are not sent, and kernels may round in other tiles what is left.
 """
 
-from contextlib import ExitStack
 from unittest.mock import patch
 
 import pytest
@@ -13,10 +12,9 @@ from torch import nn
 from foreroute.adapters import hf
 from foreroute.errors import ForerouteError, PlanError
 from tests.adapters.hf.families import FAMILIES, build
-from tests.adapters.hf.model_runs import gradients, whole
 from tests.ep.executor_properties import distance
-from tests.ep.spread_models import load_spread, sharded
-from tests.ep.transfer.plans import split_plan, static_plan
+from tests.ep.spread_models import load_spread, run
+from tests.ep.transfer.plans import loads_MLG, split_plan, static_plan
 from tests.replay.session_subject import same
 from tests.roundings import GRADIENT_TERMS, roundings
 
@@ -75,21 +73,17 @@ def on_rank(rank, model_class, folder, sizes):
     except ForerouteError as error:
         return equal, f"{type(error).__name__}: {error}"
     assert split.num_replicas_ML.any()
-    loads_L = [split.cell(0, layer).loads_G(counts_GE)[rank] for layer, counts_GE in enumerate(counts_MLGE[0])]
-    equal["replicas"] = execution.executed_ML[0].tolist() == loads_L
+    equal["replicas"] = (execution.executed_ML == loads_MLG(split, counts_MLGE)[..., rank]).all()
     return equal, off
 
 
 def step(model, tokens, *contexts):
     """Outputs, and gradients of a number in which all of them count; no family has a loss of all others."""
-    with ExitStack() as stack:
-        for each in contexts:
-            stack.enter_context(each)
-        out = whole(sharded(model)(input_ids=tokens, use_cache=False)[0])
-        (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(1))).mean().backward()
-    grads = gradients(model)
-    model.zero_grad()
-    return out.detach(), grads
+
+    def weigh(out):
+        return (out * torch.randn(out.shape, generator=torch.Generator().manual_seed(1))).mean()
+
+    return run(model, {"input_ids": tokens}, *contexts, weigh=weigh)
 
 
 def alike(one, other):

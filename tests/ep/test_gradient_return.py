@@ -8,7 +8,7 @@ import torch.distributed as dist
 from foreroute.adapters import hf
 from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.peers import PeerGroup
-from tests.adapters.hf.model_runs import enable_checkpointing, log_probs
+from tests.adapters.hf.model_runs import log_probs
 from tests.ep.replica_steps import drawn
 from tests.ep.spread_models import load_spread
 from tests.ep.transfer.plans import split_plan
@@ -20,12 +20,8 @@ FETCHES = {"layer": 3, "shared": 5}
 
 def telling(log):
     """Writes down, while it is open, rows that travel, and what is fetched, sent home and waited for."""
-    all_to_all, fetch, return_grads, post = (
-        dist.all_to_all_single,
-        TransferEngine.fetch,
-        TransferEngine.return_grads,
-        PeerGroup.post,
-    )
+    all_to_all, post = dist.all_to_all_single, PeerGroup.post
+    fetch, return_grads = TransferEngine.fetch, TransferEngine.return_grads
 
     def fetching(engine, cell):
         log.append(("fetched", cell.layer))
@@ -53,12 +49,11 @@ def telling(log):
     return stack
 
 
-def pass_log(rank, folder, frozen, slots="layer", use_reentrant=None):
+def pass_log(rank, folder, frozen, slots="layer"):
     """What happens in a forward and in a backward pass; and how often weights travelled."""
     model = load_spread(folder)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.endswith(frozen))
-    enable_checkpointing(model, use_reentrant)
     routed = hf.attach(model)
     routed.use(TransferOptions(paths="direct", prefetch=0))
     batch, trace = drawn(routed.spec, rank)[0]
@@ -83,17 +78,6 @@ def test_rows_are_launched_before_weights_and_gradients_before_rows_are_sent_bac
     ]
     expected = [(forward, backward, FETCHES[slots])] * 2
     assert workers(2).run(pass_log, folder_of(), frozen, slots) == expected
-
-
-@grid("slots", list(FETCHES), quick=1)
-def test_checkpointed_parts_send_theirs_once_and_are_fetched_no_more_often(workers, folder_of, slots):
-    """The two forward passes of a cell send nothing home. Recomputation and the backward behind it share a fetch."""
-    for use_reentrant in (True, False):
-        for _, log, fetches in workers(2).run(pass_log, folder_of(), "nothing", slots, use_reentrant):
-            assert [event for event in log if event[0] in ("sent", "home")] == [
-                event for layer in (2, 1, 0) for event in (("sent", layer), ("home", layer))
-            ]
-            assert fetches == FETCHES[slots]
 
 
 def test_frozen_experts_send_nothing(workers, folder_of):

@@ -11,16 +11,13 @@ from foreroute.errors import PlacementError
 from tests.adapters.hf.model_runs import whole
 from tests.ep.spread_models import sharded
 from tests.ep.spread_steps import ONE_GROUP, TWO_GROUPS, SpreadStep, differing, weights
-from tests.ep.transfer.plans import random_homes
 from tests.tiers import grid
 
 RATE, LEAST = 1e-3, 1e-4
 
 
 def homes(seed, routed):
-    rng, (num_layers, num_experts) = np.random.default_rng(seed), routed.home_LE.shape
-    num_ranks = int(routed.home_LE.max()) + 1
-    return np.stack([random_homes(rng, num_experts, num_ranks) for _ in range(num_layers)])
+    return np.random.default_rng(seed).permuted(routed.block_home_LE, axis=1)
 
 
 def adamw(model):

@@ -9,7 +9,6 @@ from functools import partial
 from unittest.mock import patch
 
 import numpy as np
-import peft
 import pytest
 import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -126,21 +125,6 @@ def test_nothing_may_come_to_a_rank_while_others_have_replicas(workers, folder_o
     for (losses, grads), (planned_losses, planned_grads) in workers(2).run(with_nothing_for_a_rank, folder_of()):
         assert planned_losses == pytest.approx(losses, rel=1e-5)
         assert distance(planned_grads, grads) < roundings(GRADIENT_TERMS, torch.float32)
-
-
-def attached_twice(rank, folder):
-    """Whether both attachments, and one of the model in PEFT's wrapper, are of the same spread experts; and paths."""
-    model = load_spread(folder)
-    first, second = hf.attach(model), hf.attach(model)
-    other = hf.attach(load_spread(folder))
-    same = first.spread is second.spread is not None, other.spread is first.spread
-    adapted = peft.get_peft_model(load_spread(folder), peft.LoraConfig(target_modules=["q_proj"]))
-    return same, [layer.path for layer in hf.attach(adapted).spread.layers]
-
-
-def test_spread_experts_belong_to_their_model_however_often_it_is_attached(workers, folder_of):
-    paths = [f"base_model.model.model.layers.{layer}.mlp.experts" for layer in range(LAYERS)]
-    assert workers(2).run(attached_twice, folder_of()) == [((True, False), paths)] * 2
 
 
 def two_at_once(rank, folder):

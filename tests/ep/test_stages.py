@@ -13,12 +13,8 @@ from foreroute.ep.transfer.engine import TransferEngine, TransferOptions
 from foreroute.ep.transfer.host_memory import HostMemory
 from foreroute.plan.options import PASS_NAMES
 from tests.ep.spread_steps import MICRO_STEPS, SpreadStep
-from tests.ep.transfer.plans import split_plan
-from tests.roundings import TERMS, roundings
+from tests.ep.transfer.plans import loads_MLG
 from tests.tiers import grid
-
-LARGEST = 20
-"""Of the log-probs here."""
 
 
 def counting(what, name, log):
@@ -53,13 +49,12 @@ def two_stages(rank, folder, paths, gains):
             s.execute(plan, step=7) as execution,
         ):
             ours = run(s, pass_name)
-        served = plan.in_pass(pass_name)
-        loads = [served.cell(*cell).loads_G(s.counts_MLGE[cell])[rank] for cell in np.ndindex(*plan.shape[:2])]
+        served_ML = loads_MLG(plan.in_pass(pass_name), s.counts_MLGE)[..., rank]
         found[pass_name] = {
             "same": len(ours) == len(static) and all(map(torch.equal, ours, static)),
             "called": log,
             "transfers": len(execution.transfers),
-            "as served": execution.executed_ML.reshape(-1).tolist() == loads,
+            "as served": np.array_equal(execution.executed_ML, served_ML),
         }
     s.routed.close()
     return found
@@ -117,47 +112,6 @@ def test_a_plan_that_was_priced_for_another_path_is_warned_of(workers, folder_of
         assert silent == [[[], []]] * 3
         assert "was priced for weights by the path 'direct', and they travel by 'host'" in one
         assert none == []
-
-
-def published_under(rank, folder, executions):
-    """By plan and step: experts that this rank publishes, those it should, how far log-probs are off static ones."""
-    s = SpreadStep(rank, folder)
-    s.routed.use(TransferOptions(paths="host"))
-    home_LE, write = s.routed.home_LE, HostMemory._write
-    with s.execute(None, step=6):
-        static = run(s, "recompute")
-    known, found = set(), []
-    for seed, step in executions:
-        known = set() if step is None else known
-        plan, written = split_plan(seed, s.counts_MLGE, home_LE, slots=1, sharing="layer"), []
-
-        def noting(memory, experts, is_mine_LE, written=written):
-            written += experts
-            write(memory, experts, is_mine_LE)
-
-        with patch.object(HostMemory, "_write", noting), s.execute(plan, step=step):
-            ours = run(s, "recompute")
-        sent = {
-            (layer, int(expert))
-            for m, layer in np.ndindex(*plan.shape[:2])
-            for expert, at in zip(plan.cell(m, layer).expert_R, plan.cell(m, layer).rank_R, strict=True)
-            if home_LE[layer, expert] == rank != at
-        }
-        close = max(float((one - other).abs().max()) for one, other in zip(ours, static, strict=True))
-        found.append((sorted(written), sorted(sent - known), close))
-        known |= sent
-    s.routed.close()
-    return found
-
-
-def test_a_step_publishes_what_its_plans_send_and_nothing_twice(workers, folder_of):
-    """Of a step without a number everything, each time."""
-    executions = (2, 7), (3, 7), (2, 7), (2, None), (2, None)
-    for of_rank in workers(2).run(published_under, folder_of(), executions):
-        for written, sent, close in of_rank:
-            assert written == sent
-            assert close < roundings(TERMS) * LARGEST
-        assert [bool(written) for written, _, _ in of_rank] == [True, True, False, True, True]
 
 
 def groups_of_uses(rank, folder):

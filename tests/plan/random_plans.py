@@ -1,8 +1,10 @@
 """Valid plans of no merit, made without the planner: random replicas that persist in their slots, random splits."""
 
+from dataclasses import replace
+
 import numpy as np
 
-from foreroute.plan import Links, StepPlan, Topology
+from foreroute.plan import CellPlan, Links, StepPlan, Topology
 from foreroute.plan.counts import counts_digest
 from foreroute.plan.hosts import Hosts
 
@@ -12,6 +14,14 @@ LINKS = Links(340e9, 45e9, 50e9, 20e-6, 50e-6)
 def random_counts(seed, shape, most=30):
     rng = np.random.default_rng(seed)
     return rng.integers(0, most, shape) * (rng.random(shape) < 0.7)
+
+
+def skewed_counts(seed, shape, evenness=0.3, tokens=400):
+    """Experts that are hot in a micro-step and layer on all ranks alike, nearly."""
+    rng = np.random.default_rng(seed)
+    share = rng.dirichlet(np.full(shape[3], evenness), shape[:2])[:, :, None]
+    noise = rng.dirichlet(np.full(shape[3], 2.0), shape[:3])
+    return rng.multinomial(rng.integers(tokens // 2, tokens, shape[:3]), 0.8 * share + 0.2 * noise)
 
 
 def random_plan(counts_MLGE, topology, *, seed=0, moves=0, keep=0.5, homes=None, sharing=None):
@@ -31,47 +41,54 @@ def random_plan(counts_MLGE, topology, *, seed=0, moves=0, keep=0.5, homes=None,
             a, b = rng.choice(num_experts, 2, replace=False)
             home_E[a], home_E[b] = home_E[b], home_E[a]
     slots_LGP = np.full((num_layers, num_ranks, topology.redundant_slots), -1)
-    replicas, offsets, largest_ML = [], [0], np.zeros((num_micro_steps, num_layers), np.int64)
-    for m in range(num_micro_steps):
-        for layer in range(num_layers):
-            counts_EG = counts_MLGE[m, layer].T
-            rest_EG, loads_G = counts_EG.copy(), np.zeros(num_ranks, np.int64)
-            for rank, slot in np.ndindex(slots_LGP.shape[1:]):
-                kept = slots_LGP[layer, rank, slot]
-                fetched = bool(kept < 0 or rng.random() > keep)
-                expert = int(rng.integers(num_experts)) if fetched else int(kept)
-                others = [e for e, r, *_ in replicas[offsets[-1] :] if r == rank]
-                if (expert == kept and fetched) or expert in others or home_LE[layer, expert] == rank:
-                    continue
-                tokens_G = rng.integers(0, rest_EG[expert] + 1)
-                rest_EG[expert] -= tokens_G
-                loads_G[rank] += tokens_G.sum()
-                slots_LGP[layer, rank, slot] = expert
-                replicas.append((expert, rank, slot, fetched, tokens_G))
-            cell = replicas[offsets[-1] :]
-            order.shuffle(cell)
-            replicas[offsets[-1] :] = cell
-            np.add.at(loads_G, home_LE[layer], rest_EG.sum(axis=1))
-            largest_ML[m, layer] = loads_G.max()
-            offsets.append(len(replicas))
-    columns = list(zip(*replicas, strict=True)) or [[]] * 5
+    cells = []
+    for m, layer in np.ndindex(num_micro_steps, num_layers):
+        rest_EG, replicas = counts_MLGE[m, layer].T.copy(), []
+        for rank, slot in np.ndindex(slots_LGP.shape[1:]):
+            kept = slots_LGP[layer, rank, slot]
+            fetched = bool(kept < 0 or rng.random() > keep)
+            expert = int(rng.integers(num_experts)) if fetched else int(kept)
+            others = [e for e, r, *_ in replicas if r == rank]
+            if (expert == kept and fetched) or expert in others or home_LE[layer, expert] == rank:
+                continue
+            tokens_G = rng.integers(0, rest_EG[expert] + 1)
+            rest_EG[expert] -= tokens_G
+            slots_LGP[layer, rank, slot] = expert
+            replicas.append((expert, rank, slot, fetched, tokens_G))
+        order.shuffle(replicas)
+        *places, fetched_R, tokens_RG = zip(*replicas, strict=True) if replicas else [()] * 5
+        tokens_RG = np.array(tokens_RG, np.int32).reshape(-1, num_ranks)
+        places = (np.array(each, np.int16) for each in places)
+        cells.append(CellPlan(home_LE[layer], *places, np.array(fetched_R, np.bool_), tokens_RG))
+    return plan_of_cells(cells, home_LE, counts_MLGE, topology, sharing, before_LE)
+
+
+def plan_of_cells(cells, home_LE, counts_MLGE, topology, sharing=None, before_LE=None):
+    hosts = Hosts.of_cells(home_LE, cells)
+    places = np.ndindex(counts_MLGE.shape[:2])
+    loads = [cell.loads_G(counts_MLGE[place]) for place, cell in zip(places, cells, strict=True)]
     return StepPlan(
         topology=topology,
-        previous_home_LE=before_LE,
-        hosts=Hosts(
-            home_LE=home_LE,
-            offsets=np.array(offsets, np.int64),
-            expert_R=np.array(columns[0], np.int16),
-            rank_R=np.array(columns[1], np.int16),
-            slot_R=np.array(columns[2], np.int16),
-            fetched_R=np.array(columns[3], np.bool_),
-            tokens_RG=np.array(columns[4], np.int32).reshape(-1, num_ranks),
-        ),
-        max_load_ML=largest_ML,
-        bound_ML=counts_MLGE.sum(axis=(2, 3)) / num_ranks,
+        previous_home_LE=home_LE if before_LE is None else before_LE,
+        hosts=hosts,
+        max_load_ML=np.max(loads, axis=1).reshape(counts_MLGE.shape[:2]),
+        bound_ML=counts_MLGE.sum(axis=(2, 3)) / topology.num_ranks,
         counts_digest=counts_digest(counts_MLGE),
-        slots=sharing or ("shared" if all(columns[3]) else "layer"),
+        slots=sharing or ("shared" if hosts.fetched_R.all() else "layer"),
     )
+
+
+def changed(plan, name, place, value):
+    """The plan with another value in one of its arrays."""
+    array = plan.tensors[name].copy()
+    array[place] = value
+    return with_arrays(plan, **{name: array})
+
+
+def with_arrays(plan, **arrays):
+    """The plan with other arrays, in its hosts or beside them."""
+    of_hosts = {name: arrays.pop(name) for name in Hosts._fields if name in arrays}
+    return replace(plan, hosts=plan.hosts._replace(**of_hosts), **arrays)
 
 
 def small_case(seed=0, *, ranks=4, experts=8, slots=2, micro_steps=3, layers=2, **how):

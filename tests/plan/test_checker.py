@@ -9,8 +9,7 @@ from foreroute.errors import CountsError, PlanError
 from foreroute.layout import pack_sequences
 from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.checker import verify
-from foreroute.plan.hosts import Hosts
-from tests.plan.random_plans import LINKS, random_counts, random_plan, small_case
+from tests.plan.random_plans import LINKS, changed, random_counts, random_plan, small_case, with_arrays
 
 
 def test_valid_plans_pass():
@@ -23,45 +22,23 @@ def test_valid_plans_pass():
             verify(random_plan(counts, Topology(shape[2], 1, 1, LINKS)), counts)
 
 
-def _changed(plan, name, place, value):
-    array = plan.tensors[name].copy()
-    array[place] = value
-    return _with(plan, **{name: array})
-
-
-def _with(plan, **arrays):
-    """The plan with other arrays, in its hosts or beside them."""
-    of_hosts = {name: arrays.pop(name) for name in Hosts._fields if name in arrays}
-    return replace(plan, hosts=plan.hosts._replace(**of_hosts), **arrays)
-
-
 CORRUPTIONS = {
-    "expert above": (lambda p: _changed(p, "expert_R", 3, 8), "micro-step 0, layer 0.*there are 8 experts"),
-    "slot above": (lambda p: _changed(p, "slot_R", -1, 2), "micro-step 2, layer 1.*there are 2 slots on a rank"),
-    "negative tokens": (lambda p: _changed(p, "tokens_RG", (2, 1), -1), "serves fewer than 0"),
-    "fetch denied": (lambda p: _changed(p, "fetched_R", 0, False), "the slot does not hold it"),
-    "max load above": (lambda p: _changed(p, "max_load_ML", (1, 1), 10**6), "micro-step 1, layer 1.*states 1000000"),
-    "bound above": (lambda p: _changed(p, "bound_ML", (2, 0), 1e9), "micro-step 2, layer 0: the bound is 1000000000.0"),
-    "bound below the mean": (lambda p: _changed(p, "bound_ML", (2, 0), 0), "the bound 0.0.*never below the mean"),
-    "bound is no number": (lambda p: _changed(p, "bound_ML", (0, 0), np.nan), "the bound is nan"),
-    "offsets start late": (lambda p: _changed(p, "offsets", 0, 1), "which ascend from 0 to the"),
-    "home off the ranks": (lambda p: _changed(p, "home_LE", (1, 2), 4), "layer 1: home_LE puts .* on the ranks .*4"),
-    "previous homes uneven": (lambda p: _changed(p, "previous_home_LE", (0, slice(0, 8)), 2), "previous_home_LE puts"),
+    "slot above": (lambda p: changed(p, "slot_R", -1, 2), "micro-step 2, layer 1.*there are 2 slots on a rank"),
+    "fetch denied": (lambda p: changed(p, "fetched_R", 0, False), "the slot does not hold it"),
+    "max load above": (lambda p: changed(p, "max_load_ML", (1, 1), 10**6), "micro-step 1, layer 1.*states 1000000"),
+    "bound above": (lambda p: changed(p, "bound_ML", (2, 0), 1e9), "micro-step 2, layer 0: the bound is 1000000000.0"),
+    "bound below the mean": (lambda p: changed(p, "bound_ML", (2, 0), 0), "the bound 0.0.*never below the mean"),
+    "bound below 0": (lambda p: changed(p, "bound_ML", (0, 0), -1), "layer 0: the bound is -1.0"),
+    "bound is no number": (lambda p: changed(p, "bound_ML", (0, 0), np.nan), "the bound is nan"),
+    "previous homes uneven": (lambda p: changed(p, "previous_home_LE", (0, 3), 2), "previous_home_LE: in layer 0"),
     "other digest": (lambda p: replace(p, counts_digest="0" * 32), "was made for counts with digest 000"),
-    "dtype": (lambda p: _with(p, tokens_RG=p.hosts.tokens_RG.astype(np.int64)), "tokens_RG is int64.*I32"),
-    "short column": (lambda p: _with(p, slot_R=p.hosts.slot_R[:-1]), "tensor slot_R has .* along R"),
+    "dtype": (lambda p: with_arrays(p, tokens_RG=p.hosts.tokens_RG.astype(np.int64)), "tokens_RG is int64.*I32"),
+    "short column": (lambda p: with_arrays(p, slot_R=p.hosts.slot_R[:-1]), "tensor slot_R has .* along R"),
     "short figures": (lambda p: replace(p, bound_ML=p.bound_ML[:-1]), "bound_ML has 2 along M"),
-    "other shape": (lambda p: _with(p, home_LE=p.home_LE[:1]), "tensor home_LE has 1 along L"),
+    "other shape": (lambda p: with_arrays(p, home_LE=p.home_LE[:1]), "tensor home_LE has 1 along L"),
     "other ranks": (lambda p: replace(p, topology=Topology(8, 2, 2, LINKS)), "tokens_RG is of 4 source ranks"),
     "fewer slots": (lambda p: replace(p, topology=Topology(4, 2, 1, LINKS)), "there are 1 slots on a rank"),
 }
-
-
-def test_other_counts_than_those_of_the_packing_are_sent_to_it():
-    found, counts = small_case(2, keep=0.6)
-    packed = replace(found, packing=pack_sequences([3] * 12, 4, 3), counts_digest="0" * 32)
-    with pytest.raises(CountsError, match=r"packing\.sequences"):
-        packed.require_counts(counts)
 
 
 @pytest.mark.parametrize("kind", CORRUPTIONS)
@@ -77,31 +54,40 @@ def test_other_counts_are_refused():
     plan, counts = small_case(5)
     other = counts.copy()
     other[1, 1, 1, 1] += 1
-    with pytest.raises(CountsError, match=r"plan.*counts"):
-        verify(plan, other)
-    with pytest.raises(CountsError, match=r"plan.*integers"):
-        verify(plan, counts[:2])
-    with pytest.raises(CountsError, match=r"counts.*float64"):
-        verify(plan, counts.astype(float))
+    packed = replace(plan, packing=pack_sequences([3] * 12, 4, 3), tokens_digest="0" * 32)
+    for given, wrong, words in (
+        (plan, other, r"plan.*counts"),
+        (packed, other, r"packing\.sequences"),
+        (plan, counts[:2], r"plan.*integers"),
+        (plan, counts.astype(float), r"counts.*float64"),
+    ):
+        with pytest.raises(CountsError, match=words):
+            verify(given, wrong)
+
+
+def test_cells_that_there_are_not_are_refused():
+    plan, _ = small_case(3)
+    for place in ((-1, 0), (0, -1), (plan.shape[0], 0), (0, plan.shape[1])):
+        with pytest.raises(PlanError, match=r"micro-steps of \d+ layers, no \("):
+            plan.cell(*place)
 
 
 def test_options_bind():
     plan, counts = small_case(6, moves=4, keep=0.6)
     moved = int((plan.home_LE != plan.previous_home_LE).sum(axis=1).max())
     verify(plan, counts, PlanOptions(home_moves=moved))
-    with pytest.raises(PlanError, match=f"{moved} homes move; the budget is {moved - 1}"):
-        verify(plan, counts, PlanOptions(home_moves=moved - 1))
-    with pytest.raises(PlanError, match=r"plan.*replicas"):
-        verify(plan, counts, PlanOptions(home_moves=None, replicas=False))
-    with pytest.raises(PlanError, match=r"layer.*shared"):
-        verify(plan, counts, PlanOptions(home_moves=None, slots="shared"))
-    with pytest.raises(PlanError, match=r"holds.*already"):
-        verify(_with(plan, fetched_R=np.ones_like(plan.hosts.fetched_R)), counts, PlanOptions(home_moves=None))
+    for options, words in (
+        (PlanOptions(home_moves=moved - 1), f"{moved} homes move; the budget is {moved - 1}"),
+        (PlanOptions(home_moves=None, replicas=False), r"plan.*replicas"),
+        (PlanOptions(home_moves=None, slots="shared"), r"layer.*shared"),
+    ):
+        with pytest.raises(PlanError, match=words):
+            verify(plan, counts, options)
 
 
 def test_a_plan_for_shared_slots_fetches_everything():
     plan, counts = small_case(6, keep=0.6)
-    everything = _with(plan, fetched_R=np.ones_like(plan.hosts.fetched_R))
+    everything = with_arrays(plan, fetched_R=np.ones_like(plan.hosts.fetched_R))
     verify(replace(everything, slots="shared"), counts)
     with pytest.raises(PlanError, match=r"shared.*nothing"):
         verify(replace(plan, slots="shared"), counts)
@@ -121,24 +107,21 @@ def test_refuses_exactly_what_brute_force_refuses(most):
         array = plan.tensors[name]
         place = tuple(int(rng.integers(n)) for n in array.shape)
         value = not array[place] if name == "fetched_R" else array[place] + rng.choice([-2, -1, 1, 2])
-        changed = _changed(plan, name, place, value)
+        other = changed(plan, name, place, value)
         try:
-            verify(changed, counts)
+            verify(other, counts)
         except PlanError:
-            assert not _is_valid(changed, counts)
+            assert not _is_valid(other, counts)
         else:
-            assert _is_valid(changed, counts)
+            assert _is_valid(other, counts)
             valid += 1
     assert 0 < valid < 200
 
 
 def _is_valid(plan, counts):
     """What the contract says, assignment by assignment."""
-    if (
-        plan.hosts.offsets[0] != 0
-        or plan.hosts.offsets[-1] != len(plan.hosts.expert_R)
-        or (np.diff(plan.hosts.offsets) < 0).any()
-    ):
+    offsets = plan.hosts.offsets
+    if offsets[0] != 0 or offsets[-1] != len(plan.hosts.expert_R) or (np.diff(offsets) < 0).any():
         return False
     if any(sorted(home_E) != sorted(np.arange(8) // 2) for home_E in plan.home_LE):
         return False

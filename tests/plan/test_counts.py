@@ -20,7 +20,7 @@ from foreroute.plan.counts import (
     save_counts,
 )
 from foreroute.trace.operations import add_assignments, count_assignments
-from tests.traces import mixed_trace, random_trace
+from tests.traces import mixed_trace, random_trace, uneven_trace
 
 
 def loop(traces, packing):
@@ -55,15 +55,10 @@ def test_counts_of_several_traces_match_a_loop(seed, wide):
     counts = packed_counts(traces, packing)
     assert counts.dtype == np.int32
     np.testing.assert_array_equal(counts, loop(traces, packing))
-    first = packed_counts(traces[0], Packing(packing.micro_step_S[: len(traces[0])], *alone(traces[0])))
-    counted = count_assignments(traces[0], packing.micro_step_S[: len(traces[0])])
-    np.testing.assert_array_equal(counted, first[: len(counted), :, 0])
-    assert not first[len(counted) :].any()
-
-
-def alone(trace):
-    """Ranks, the number of micro-steps and that of ranks, for all sequences on one rank."""
-    return np.zeros(len(trace), np.int32), 3, 1
+    micro_step_S = packing.micro_step_S[: len(traces[0])]
+    counted = count_assignments(traces[0], micro_step_S)
+    alone = Packing(micro_step_S, np.zeros_like(micro_step_S), len(counted), 1)
+    np.testing.assert_array_equal(counted, loop(traces[:1], alone)[:, :, 0])
 
 
 def test_gaps_and_empty_sequences_do_not_count():
@@ -84,20 +79,19 @@ def test_counts_that_a_small_trace_cannot_fill_are_refused_before_they_are_made(
 
 
 def test_packings_that_do_not_fit_are_refused():
-    trace = random_trace(0)
+    trace, uneven = random_trace(0), uneven_trace(0)
     zeros = np.zeros(len(trace), np.int32)
-    with pytest.raises(CountsError, match=f"with {len(trace)} sequences and a packing of {len(trace) + 1}"):
-        packed_counts(trace, Packing(*[np.zeros(len(trace) + 1, np.int32)] * 2, 1, 1))
-    with pytest.raises(CountsError, match="got 0 traces"):
-        packed_counts([], Packing(zeros[:0], zeros[:0], 1, 1))
-    with pytest.raises(TraceContentError, match=r"ranks.*4.*numbers.*0.*3"):
-        packed_counts(trace, Packing(zeros, zeros + 4, 1, 4))
-    with pytest.raises(TraceContentError, match=r"micro.*1.*numbers.*0.*0"):
-        packed_counts(trace, Packing(zeros + 1, zeros, 1, 4))
-    with pytest.raises(TraceContentError, match="ranks hold -1"):
-        packed_counts(trace, Packing(zeros, zeros - 1, 1, 4))
-    with pytest.raises(SpecMismatchError, match=r"belongs.*another"):
-        packed_counts([trace, random_trace(0, num_experts=9)], random_packing(np.random.default_rng(0), 2 * len(trace)))
+    for traces, micro_step_S, rank_S, error, words in (
+        (trace, *[np.append(zeros, zeros[:1])] * 2, CountsError, f"with {len(trace)} .*a packing of {len(trace) + 1}"),
+        ([], zeros[:0], zeros[:0], CountsError, "got 0 traces"),
+        (trace, zeros, zeros + 4, TraceContentError, r"ranks.*4.*numbers.*0.*3"),
+        (trace, zeros + 1, zeros, TraceContentError, r"micro.*1.*numbers.*0.*0"),
+        (trace, zeros, zeros - 1, TraceContentError, "ranks hold -1"),
+        ([trace, random_trace(0, num_experts=9)], *[np.tile(zeros, 2)] * 2, SpecMismatchError, r"belongs.*another"),
+        (uneven, *[np.zeros(len(uneven), np.int32)] * 2, SpecMismatchError, r"plan.*different sizes"),
+    ):
+        with pytest.raises(error, match=words):
+            packed_counts(traces, Packing(micro_step_S, rank_S, 1, 4))
 
 
 def test_counts_of_another_shape_or_width_are_not_added_to():
@@ -112,12 +106,12 @@ def test_counts_of_another_shape_or_width_are_not_added_to():
 GOOD = np.full((2, 3, 4, 8), 5)
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint64])
-def test_whole_numbers_of_any_width_are_taken(dtype):
-    for top_k in (1, 2, 8):
-        checked = check_counts(GOOD.astype(dtype), num_ranks=4, top_k=top_k)
-        assert checked.dtype == np.int32
-        np.testing.assert_array_equal(checked, GOOD)
+def test_whole_numbers_of_any_width_are_taken():
+    for dtype in (np.uint8, np.int16, np.int32, np.uint32, np.int64, np.uint64):
+        for top_k in (1, 2, 8):
+            checked = check_counts(GOOD.astype(dtype), num_ranks=4, top_k=top_k)
+            assert checked.dtype == np.int32
+            np.testing.assert_array_equal(checked, GOOD)
 
 
 def test_counts_are_copied_where_they_cannot_be_written_to():
@@ -147,7 +141,6 @@ def changed(where, value, dtype=np.int64):
         (GOOD.astype(float), "float64.*integers"),
         (GOOD.astype(bool), "bool.*integers"),
         (GOOD.astype(str), "expected integers"),
-        (changed((1, 2, 3, 4), -7), "-7 in micro-step 1, layer 2, source rank 3"),
         (changed((1, 2, 3, 4), -7, np.int32), "-7 in micro-step 1, layer 2, source rank 3"),
         (changed((1, 2, 3, 4), 2**31), "2147483648 in micro-step 1, layer 2, source rank 3"),
         (changed((1, 2, 3, 4), 2**64 - 1, np.uint64), "18446744073709551615 in micro-step 1"),
@@ -200,8 +193,7 @@ def _crc32(content):
 COUNTS = np.arange(2 * 3 * 4 * 8).reshape(2, 3, 4, 8)
 
 
-@pytest.mark.parametrize("dtype", ["<i4", ">i8", "u1", "<u2"])
-@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize(("dtype", "order"), [("<i4", "F"), (">i8", "C"), ("u1", "F"), ("<u2", "C")])
 def test_counts_survive_the_disk(tmp_path, dtype, order):
     counts = np.array(COUNTS, dtype, order=order)
     found = load_counts(save_counts(counts, tmp_path / "c"))
@@ -235,14 +227,8 @@ def test_the_imbalance_of_contiguous_homes_by_hand():
     assert contiguous_imbalance(counts, 2) == pytest.approx((1.0 + 1.0) / 2)
     assert contiguous_imbalance(counts, 4) == pytest.approx((2.0 + 1.0) / 2)
 
-
-def test_one_hot_expert_costs_a_factor_of_the_ranks_and_empty_cells_nothing():
-    counts = np.zeros((2, 1, 8), np.int64)
-    counts[0, 0, 3] = 17
-    assert contiguous_imbalance(counts, 8) == 8
-    assert contiguous_imbalance(np.zeros((2, 1, 8), np.int64), 8) == 1
-
-
-def test_uneven_placements_are_refused():
+    # an empty cell is no barrier
+    assert contiguous_imbalance(np.concatenate([counts, 0 * counts]), 4) == pytest.approx((2.0 + 1.0) / 2)
+    assert contiguous_imbalance(0 * counts, 4) == 1
     with pytest.raises(InputError, match=r"6 experts.*placed.*4"):
         contiguous_imbalance(np.zeros((1, 1, 6), np.int64), 4)

@@ -1,7 +1,7 @@
 """Plans survive the disk; damaged files are refused or give the same plan."""
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,31 +15,26 @@ from foreroute.plan.checker import verify
 from foreroute.plan.hosts import Hosts
 from foreroute.plan.plan_file import PLAN_FILE, load_plan, plan_content, plan_from_bytes, plan_to_bytes, save_plan
 from foreroute.testing.routes import synthetic_trace
-from tests.plan.random_plans import LINKS, small_case
+from tests.plan.random_plans import LINKS, changed, small_case
 from tests.trace.forging import STAIRCASE
 
 
 def equal(a, b):
     """Every field, dtypes included."""
-    for field in fields(StepPlan):
-        x, y = getattr(a, field.name), getattr(b, field.name)
-        assert type(x) is type(y)
-        pairs = [(x, y)]
-        if isinstance(x, Packing | Hosts):
-            pairs = zip(*(vars(each).values() if isinstance(each, Packing) else each for each in (x, y)), strict=True)
-        for one, other in pairs:
-            assert getattr(one, "dtype", None) == getattr(other, "dtype", None)
-            np.testing.assert_array_equal(one, other)
-    return True
+    for name, one in a.tensors.items():
+        other = b.tensors[name]
+        assert (type(one), one.dtype, one.tolist()) == (type(other), other.dtype, other.tolist())
+    sizes = [plan.packing and (plan.packing.num_micro_steps, plan.packing.num_ranks) for plan in (a, b)]
+    names = ("topology", "counts_digest", "slots", "tokens_digest", "gains", "priced_paths")
+    return sizes[0] == sizes[1] and all(getattr(a, name) == getattr(b, name) for name in names)
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_round_trip(seed, tmp_path):
-    plan, counts = small_case(seed, slots=seed % 4, moves=2, micro_steps=seed % 3 + 1)
-    path = save_plan(plan, tmp_path / "deep" / "plan.safetensors")
-    again = load_plan(path)
-    assert equal(again, plan)
-    verify(again, counts)
+def test_round_trip(tmp_path):
+    for seed in range(12):
+        plan, counts = small_case(seed, slots=seed % 4, moves=2, micro_steps=seed % 3 + 1)
+        again = load_plan(save_plan(plan, tmp_path / "deep" / f"{seed}.safetensors"))
+        assert equal(again, plan)
+        verify(again, counts)
 
 
 @pytest.mark.parametrize(
@@ -48,9 +43,7 @@ def test_round_trip(seed, tmp_path):
 )
 def test_splits_keep_their_values_in_as_few_bytes_as_hold_them(most, stored, tmp_path):
     plan, _ = small_case(1)
-    tokens_RG = plan.hosts.tokens_RG.copy()
-    tokens_RG[3, 1] = most
-    plan = replace(plan, hosts=plan.hosts._replace(tokens_RG=tokens_RG))
+    plan = changed(plan, "tokens_RG", (3, 1), most)
     assert plan_content(plan)[1]["tokens_RG"].dtype == stored
     assert equal(load_plan(save_plan(plan, tmp_path / "p")), plan)
 
@@ -61,7 +54,7 @@ def test_a_plan_that_contradicts_itself_is_not_written(tmp_path):
         with pytest.raises(PlanError, match="finite shares"):
             save_plan(replace(plan, gains={"recompute": gain, "update": 0.0}), tmp_path / "p")
     with pytest.raises(PlanError, match="there are 2 slots"):
-        save_plan(replace(plan, hosts=plan.hosts._replace(slot_R=plan.hosts.slot_R + np.int16(2))), tmp_path / "p")
+        save_plan(changed(plan, "slot_R", 0, 2), tmp_path / "p")
     assert not list(tmp_path.iterdir())
 
 
@@ -103,37 +96,23 @@ def _edit_topology(**values):
     return change
 
 
-def _links(**values):
-    return _edit_topology(links={**vars(LINKS), **values})
-
-
-def _gains(text):
-    return _metadata("gains", text)
-
-
 FORGERIES = {
     "no json": (_metadata("topology", "[[[["), "no readable plan file"),
     "deep json": (_metadata("topology", "[" * 100_000), "no readable plan file"),
     "no topology": (_metadata("topology", "[]"), "the topology is"),
-    "more ranks": (_edit_topology(num_ranks=8, ranks_per_node=1), "4 source ranks; the topology has 8"),
     "half nodes": (_edit_topology(ranks_per_node=3), "do not fill nodes"),
     "unknown topology": (_edit_topology(extra=3), "the topology.*extra"),
     "text links": (_edit_topology(links={"node_bytes_per_s": "1"}), r"topology\.links lacks.*node_latency_s"),
     "links that are none": (_edit_topology(links=3), r"topology\.links is 3"),
-    "a truth for a link": (_links(node_latency_s=True), "node_latency_s is True"),
-    "a link of 400 digits": (_links(node_latency_s=10**400), "node_latency_s is 1000"),
-    "a bandwidth without end": (_links(host_bytes_per_s=float("inf")), "host_bytes_per_s is inf"),
+    "a link of 400 digits": (_edit_topology(links=vars(LINKS) | {"node_latency_s": 10**400}), "node_latency_s is 1000"),
     "slots of 400 digits": (_edit_topology(redundant_slots=10**400), "redundant_slots is 1000"),
-    "gains that are none": (_gains("[]"), "gains are .*recompute and update"),
-    "gains of one pass": (_gains('{"update": 0.1}'), "gains are .*recompute and update"),
-    "gains by no path": (_gains('{"recompute": 0.1, "update": 0.1}'), "priced_paths is None"),
-    "gains of no number": (_gains('{"recompute": NaN, "update": 0.1}'), "gains are .*finite"),
-    "a gain without end": (_gains('{"recompute": -Infinity, "update": 0.1}'), "gains are .*finite"),
-    "a gain too large to be one": (_gains('{"recompute": -1e999, "update": 0.1}'), "gains are .*finite"),
+    "gains that are none": (_metadata("gains", "[]"), "gains are .*recompute and update"),
+    "gains of one pass": (_metadata("gains", '{"update": 0.1}'), "gains are .*recompute and update"),
+    "gains by no path": (_metadata("gains", '{"recompute": 0.1, "update": 0.1}'), "priced_paths is None"),
+    "a gain too large to be one": (_metadata("gains", '{"recompute": -1e999, "update": 0.1}'), "gains are .*finite"),
     "a path that is none": (_metadata("priced_paths", "nfs"), "priced_paths is 'nfs'"),
     "counts without a digest": (_metadata("counts_digest", "0" * 31), "32 hexadecimal digits"),
     "letters": (_metadata("counts_digest", "é" * 32), "32 hexadecimal digits"),
-    "a bound below 0": (_tensor("bound_ML", np.full((3, 2), -1.0)), "micro-step 0, layer 0: the bound is -1.0"),
     "fetched twice": (_tensor("fetched_R", np.full(28, 2, np.uint8).view(np.bool_)), "neither 0 nor 1"),
     "wrapping staircase": (_tensor("offsets", np.array([*STAIRCASE, 28, 28, 28], np.int64)), "ascend from 0 to the 28"),
 }
@@ -166,13 +145,6 @@ def test_numbers_of_numpy_are_kept_as_integers(tmp_path):
     kept = load_plan(save_plan(replace(plan, topology=given), tmp_path / "p")).topology
     assert kept == replace(plan.topology, redundant_slots=2)
     assert type(kept.num_ranks) is int
-
-
-def test_cells_that_there_are_not_are_refused():
-    plan, _ = small_case(3)
-    for micro_step, layer in ((-1, 0), (0, -1), (plan.shape[0], 0), (0, plan.shape[1])):
-        with pytest.raises(PlanError, match=r"micro-steps of \d+ layers, no \("):
-            plan.cell(micro_step, layer)
 
 
 VERSION_7 = Path(__file__).parent / "data" / "plan-v7.safetensors"

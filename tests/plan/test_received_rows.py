@@ -13,7 +13,6 @@ from foreroute.layout import Packing, pack_sequences
 from foreroute.plan import Topology, known_rows
 from foreroute.plan.counts import packed_counts, tokens_digest
 from foreroute.plan.received_rows import _least_factor
-from foreroute.plan.schedule import CellSchedule
 from foreroute.testing.routes import synthetic_trace
 from tests.plan.random_plans import LINKS, random_counts, random_plan
 from tests.traces import random_trace, spec_of
@@ -92,16 +91,6 @@ def test_rows_are_those_of_a_dispatch_of_every_pick(seed, align, slots):
     if align == 1:  # and not a row too much
         np.testing.assert_array_equal(executions.max(axis=0), known.reserved_MLG)
     np.testing.assert_array_equal(known.most_LG, known.reserved_MLG.max(axis=0))
-
-
-def test_counts_traces_and_the_schedule_of_the_executor_agree():
-    counts = random_counts(0, (3, 3, RANKS, EXPERTS)).astype(np.int32)
-    plan = random_plan(counts, TOPOLOGY, moves=2)
-    rows_MLG = known_rows(counts, plan).rows_MLG
-    for m, layer, g in np.ndindex(rows_MLG.shape):
-        cell = CellSchedule.of(plan.cell(m, layer), counts[m, layer], g)
-        assert cell.receive_G.sum() == rows_MLG[m, layer, g]
-    assert not known_rows(counts, plan).room_MLG.any()
 
 
 def test_native_tokens_have_room_for_as_many_picks_as_a_rank_has_experts():

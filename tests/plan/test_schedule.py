@@ -1,7 +1,6 @@
 """What ranks send, receive, compute and copy, against simulations that follow every assignment and expert by name."""
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +11,8 @@ from hypothesis import strategies as st
 from foreroute.ep.dispatch import expand_segments
 from foreroute.errors import PlanError
 from foreroute.plan.schedule import CellSchedule, ExecutionSchedule, colour_edges
-from tests.ep.transfer.plans import no_tokens, random_homes, random_plan, split_plan
+from tests.ep.transfer.plans import no_tokens, random_plan, split_plan
+from tests.plan.random_plans import changed
 
 
 @settings(max_examples=60)
@@ -20,7 +20,7 @@ from tests.ep.transfer.plans import no_tokens, random_homes, random_plan, split_
 def test_every_assignment_reaches_a_host_of_its_expert_in_the_order_that_is_promised(seed, num_ranks, most):
     rng = np.random.default_rng(seed)
     counts_GE = rng.integers(0, most + 1, (num_ranks, 8))
-    home_LE = random_homes(rng, 8, num_ranks)[None]
+    home_LE = rng.permutation(np.arange(8) % num_ranks).astype(np.int16)[None]
     plan = split_plan(seed, counts_GE[None, None], home_LE, slots=3)
     cell = plan.cell(0, 0)
     ranks = [CellSchedule.of(cell, counts_GE, rank) for rank in range(num_ranks)]
@@ -52,13 +52,9 @@ def _hosts(cell, counts_GE, rank):
     """(expert, tokens from each rank) of every group of the rank: homes by id, then replicas by slot."""
     num_ranks = len(counts_GE)
     for expert in np.flatnonzero(cell.home_E == rank).tolist():
-        elsewhere = [r for r in range(len(cell.expert_R)) if cell.expert_R[r] == expert]
-        yield (
-            expert,
-            [int(counts_GE[g, expert] - sum(cell.tokens_RG[r, g] for r in elsewhere)) for g in range(num_ranks)],
-        )
-    here = [r for r in range(len(cell.expert_R)) if cell.rank_R[r] == rank]
-    for r in sorted(here, key=lambda r: cell.slot_R[r]):
+        elsewhere = np.flatnonzero(cell.expert_R == expert)
+        yield expert, [int(counts_GE[g, expert] - sum(cell.tokens_RG[elsewhere, g])) for g in range(num_ranks)]
+    for r in sorted(np.flatnonzero(cell.rank_R == rank), key=lambda r: cell.slot_R[r]):
         yield int(cell.expert_R[r]), cell.tokens_RG[r].tolist()
 
 
@@ -79,10 +75,6 @@ def _delivered(sent, ranks):
     return [[row for source in range(len(ranks)) for row in pieces[source][target]] for target in range(len(ranks))]
 
 
-def shards_of(home_E, num_ranks):
-    return [[e for e in range(len(home_E)) if home_E[e] == rank] for rank in range(num_ranks)]
-
-
 @given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 4))
 @settings(max_examples=60)
 def test_replicas_are_fetched_from_home_and_their_gradients_return_to_it(seed, ranks, per_rank):
@@ -90,7 +82,7 @@ def test_replicas_are_fetched_from_home_and_their_gradients_return_to_it(seed, r
     schedules = [ExecutionSchedule(plan, no_tokens(plan), rank) for rank in range(ranks)]
     for m, layer in itertools.product(range(2), range(2)):
         cell, cells = plan.cell(m, layer), [schedule.cell(m, layer) for schedule in schedules]
-        shards = shards_of(cell.home_E, ranks)
+        shards = [np.flatnonzero(cell.home_E == rank).tolist() for rank in range(ranks)]
         sends = {(r["number"], g): r for g in range(ranks) for r in cells[g].sends}
         assert len(sends) == len(cell.expert_R)
         for rank, own in enumerate(cells):
@@ -102,9 +94,7 @@ def test_replicas_are_fetched_from_home_and_their_gradients_return_to_it(seed, r
             for move in own.hosted:
                 assert shards[move["peer"]][move["row"]] == move["expert"]
                 other = sends[move["number"], move["peer"]]  # the same move, seen from its other end
-                assert [other[name] for name in ("round", "expert", "row", "slot")] == [
-                    move[name] for name in ("round", "expert", "row", "slot")
-                ]
+                assert all(other[name] == move[name] for name in ("round", "expert", "row", "slot"))
                 assert other["peer"] == rank
             # gradients are added in order of (row, rank of the replica)
             arrivals = own.sends[np.argsort(own.sends["position"])]
@@ -119,13 +109,15 @@ def test_replicas_are_fetched_from_home_and_their_gradients_return_to_it(seed, r
 def test_replicas_that_are_to_serve_more_than_there_is_are_refused_on_every_rank():
     counts_MLGE = np.full((1, 2, 4, 8), 2)
     plan = split_plan(0, counts_MLGE, np.stack([np.arange(8) % 4] * 2).astype(np.int16), slots=2)
-    layer, expert, source = 1, *_first_served(plan.cell(0, 1))
-    counts_MLGE[0, layer, source, expert] = 0
+    cell = plan.cell(0, 1)
+    replica, source = np.argwhere(cell.tokens_RG)[0].tolist()
+    expert = int(cell.expert_R[replica])
+    counts_MLGE[0, 1, source, expert] = 0
     for rank in range(4):
         with pytest.raises(PlanError, match=rf"layer 1: replicas of expert {expert} are to serve \d"):
             ExecutionSchedule(plan, counts_MLGE, rank).cell(0, 0)
         with pytest.raises(PlanError, match=rf"there: replicas of expert {expert}"):
-            CellSchedule.of(plan.cell(0, layer), counts_MLGE[0, layer], rank, what="there")
+            CellSchedule.of(cell, counts_MLGE[0, 1], rank, what="there")
 
 
 NOT_THERE = {
@@ -148,16 +140,9 @@ def test_what_is_not_there_is_refused_before_memory_is_indexed_by_it(what):
     counts_MLGE = {"sources": counts_MLGE[:, :, :2], "experts": counts_MLGE[..., :4]}.get(what, counts_MLGE)
     if what in NOT_THERE:
         name, value = NOT_THERE[what]
-        array = getattr(plan.hosts, name).copy()
-        array[name == "offsets" :] = value
-        plan = replace(plan, hosts=plan.hosts._replace(**{name: array}))
+        plan = changed(plan, name, slice(name == "offsets", None), value)
     with pytest.raises(PlanError, match=r"not there.*verify"):
         ExecutionSchedule(plan, counts_MLGE, 0).cell(0, 0)
-
-
-def _first_served(cell):
-    replica, source = np.argwhere(cell.tokens_RG)[0].tolist()
-    return int(cell.expert_R[replica]), source
 
 
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=60))

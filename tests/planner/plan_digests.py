@@ -12,23 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from foreroute.plan import Links, PlanOptions, StepPlan, Topology
+from foreroute.plan import PlanOptions, StepPlan, Topology
+from foreroute.plan.hosts import Hosts
 from foreroute.planner import plan
+from tests.plan.random_plans import LINKS
 
-LINKS = Links(340e9, 45e9, 50e9, 20e-6, 50e-6)
 NUM_RANDOM = 160
 RECORDED = Path(__file__).with_suffix(".txt")
-ARRAYS = (
-    "home_LE",
-    "offsets",
-    "expert_R",
-    "rank_R",
-    "slot_R",
-    "fetched_R",
-    "tokens_RG",
-    "max_load_ML",
-    "bound_ML",
-)
+ARRAYS = (*Hosts._fields, "max_load_ML", "bound_ML")
 
 
 def digest(found: StepPlan) -> str:

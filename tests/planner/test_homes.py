@@ -1,6 +1,5 @@
 """Home placement against every placement of small instances, and against its own limits."""
 
-from dataclasses import replace
 from itertools import combinations, permutations
 
 import numpy as np
@@ -9,11 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foreroute.errors import ConfigError, CountsError, TopologyError
-from foreroute.plan import Links, Topology
+from foreroute.plan import Topology
 from foreroute.planner.homes import place_homes
-from foreroute.simulate.workload import WORKLOADS
-
-LINKS = Links(3.4e11, 4.5e10, 5e10, 2e-5, 5e-5)
+from tests.plan.random_plans import LINKS
 
 
 def topology(num_ranks, ranks_per_node):
@@ -90,37 +87,6 @@ def test_no_placement_is_worse_or_breaks_its_limits(seed, nodes, per_node, per_r
         assert np.bincount(placed[layer], minlength=topo.num_ranks).tolist() == [per_rank] * topo.num_ranks
         assert max_moves is None or (placed[layer] != start[layer]).sum() <= max_moves
         assert surplus(counts[:, layer], placed[layer], topo) <= surplus(counts[:, layer], start[layer], topo)
-
-
-@pytest.fixture(scope="module")
-def g16():
-    return replace(WORKLOADS["G16"], num_layers=3, num_micro_steps=12).draw(seed=0).counts()
-
-
-def contiguous(counts, topo):
-    return np.tile(topo.contiguous_home_E(counts.shape[3]), (counts.shape[1], 1))
-
-
-def test_more_moves_lower_the_surplus_more(g16):
-    topo = topology(16, 8)
-    start = contiguous(g16, topo)
-    results = [
-        sum(surplus(g16[:, la], home_E, topo) for la, home_E in enumerate(placed))
-        for placed in (start, *(place_homes(g16, topo, start, max_moves=b) for b in (8, 16, 48, None)))
-    ]
-    assert results == sorted(results, reverse=True)
-    assert results[2] < 0.7 * results[0]
-    assert results[-1] < 0.45 * results[0]
-
-
-def test_nodes_count_where_there_are_several(g16):
-    start = contiguous(g16, topology(16, 8))
-    nodes = []
-    for per_node in (16, 8):
-        placed = place_homes(g16, topology(16, per_node), start)
-        loads = np.stack([g16[:, la].sum(axis=1) @ (placed[la][:, None] // 8 == [0, 1]) for la in range(3)])
-        nodes.append((loads.max(axis=-1) / loads.mean(axis=-1)).mean())
-    assert nodes[1] < nodes[0]
 
 
 @pytest.mark.parametrize(

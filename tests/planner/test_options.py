@@ -11,7 +11,7 @@ from foreroute.errors import ConfigError
 from foreroute.plan import PlanOptions, Topology, verify
 from foreroute.planner import plan, plan_and_why
 from foreroute.planner.homes import place_homes
-from tests.costs.cost_oracle import price_cell
+from tests.costs.cost_oracle import price_cell, price_plan
 from tests.plan.random_plans import LINKS
 
 MODEL = replace(model_preset("qwen3-30b-a3b"), num_experts=16, top_k=2)
@@ -24,11 +24,6 @@ TOPOLOGY = Topology(8, 4, 2, LINKS)
 def counts(seed=0, scale=40):
     rng = np.random.default_rng(seed)
     return rng.poisson(rng.pareto(2.0, (4, 3, 1, 16)) * scale, (4, 3, 8, 16))
-
-
-def seconds(found, counts_MLGE, costs):
-    cells = ((found.cell(m, la), counts_MLGE[m, la]) for m, la in np.ndindex(counts_MLGE.shape[:2]))
-    return sum(price_cell(cell, counts_GE, found.topology, costs).sum() for cell, counts_GE in cells)
 
 
 def same(a, b):
@@ -46,18 +41,6 @@ def test_homes_move_within_their_budget(moves):
 
 
 @pytest.mark.parametrize("slots", ["layer", "shared"])
-def test_replicas_against_traffic_are_faster_and_valid(slots):
-    given, topology = counts(1, 4000), replace(TOPOLOGY, redundant_slots=6)
-    balanced = PlanOptions(slots=slots, traffic=False)
-    short = replace(balanced, traffic=True)
-    plans = [plan(given, topology, options, costs=COSTS) for options in (balanced, short)]
-    verify(plans[1], given, short)
-    times = [seconds(found, given, COSTS) for found in plans]
-    assert times[1] < 0.98 * times[0]
-    assert same(plans[1], plan(given, topology, replace(short, threads=2), costs=COSTS))
-
-
-@pytest.mark.parametrize("slots", ["layer", "shared"])
 def test_replicas_that_do_not_pay_are_declined(slots):
     given = counts(2)
     options = PlanOptions(tolerance=0.0, slots=slots, traffic=False)
@@ -65,7 +48,7 @@ def test_replicas_that_do_not_pay_are_declined(slots):
     kept, paid = (plan(given, TOPOLOGY, o, costs=SLOW_HOST) for o in (keeping, options))
     verify(paid, given, options)
     assert paid.hosts.fetched_R.sum() < kept.hosts.fetched_R.sum()
-    assert seconds(paid, given, SLOW_HOST) < seconds(kept, given, SLOW_HOST)
+    assert price_plan(paid, given, SLOW_HOST).sum() < price_plan(kept, given, SLOW_HOST).sum()
     plenty = counts(2, 40_000)
     kept, paid = (plan(plenty, TOPOLOGY, o, costs=SLOW_HOST) for o in (keeping, options))
     assert same(kept, paid), "nothing is exposed, so nothing is declined"
@@ -94,15 +77,6 @@ def test_options_left_open_are_on_where_they_pay_and_say_why():
 def test_counts_that_are_packed_are_not_packed_by_routes():
     with pytest.raises(ConfigError, match=r"'routes'.*pack_sequences"):
         plan(counts(), TOPOLOGY, PlanOptions(packing="routes"))
-
-
-def test_planning_that_saves_nothing_is_not_free():
-    """Even counts need no replicas, so there is nothing to decline; with planning for free, looking costs nothing."""
-    even, options = np.full((4, 3, 8, 16), 4000), PlanOptions()
-    for costs, why in ((COSTS, "off: in 3 of 3 layers, planning it would take more"), (FREE, "on: where it saves")):
-        found, said = plan_and_why(even, TOPOLOGY, options, costs=costs)
-        assert len(found.hosts.expert_R) == 0
-        assert said["pay_off"].startswith(why)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -134,13 +108,7 @@ def test_options_are_off_in_layers_where_planning_them_takes_more_than_they_save
     assert num_off == 3, "the last one costs more than all of them save"
 
 
-@pytest.mark.parametrize(
-    ("topology", "options"),
-    [
-        (TOPOLOGY, PlanOptions(slots="shared", traffic=True)),
-        (TOPOLOGY, PlanOptions(pay_off=True)),
-    ],
-)
-def test_what_needs_prices_is_refused_without(topology, options):
-    with pytest.raises(ConfigError, match=r"priced.*model"):
-        plan(counts(), topology, options)
+def test_what_needs_prices_is_refused_without():
+    for options in (PlanOptions(slots="shared", traffic=True), PlanOptions(pay_off=True)):
+        with pytest.raises(ConfigError, match=r"priced.*model"):
+            plan(counts(), TOPOLOGY, options)

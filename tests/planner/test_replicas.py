@@ -1,4 +1,4 @@
-"""Cells and their lower bounds against every choice there is, flows and linear programs; and corners."""
+"""Cells, their bounds and splits against every choice there is, flows and linear programs; and corners."""
 
 from dataclasses import replace
 from itertools import combinations, product
@@ -6,21 +6,15 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from benchmarks.harness.planner_oracles import best_split, level_quotas
+from benchmarks.harness.planner_oracles import best_split, cross_node_gap, level_quotas
 from foreroute.plan import PlanOptions, Topology
 from foreroute.plan.checker import verify
 from foreroute.planner import plan
+from foreroute.simulate.eplb import even_split
 from foreroute.simulate.workload import WORKLOADS
-from tests.plan.random_plans import LINKS
+from tests.plan.random_plans import LINKS, skewed_counts
 
 EXACT = PlanOptions(tolerance=0.0, slots="shared")
-
-
-def _skewed(seed, shape, evenness=0.3, tokens=400):
-    rng = np.random.default_rng(seed)
-    share = rng.dirichlet(np.full(shape[3], evenness), shape[:2])[:, :, None]
-    noise = rng.dirichlet(np.full(shape[3], 2.0), shape[:3])
-    return rng.multinomial(rng.integers(tokens // 2, tokens, shape[:3]), 0.8 * share + 0.2 * noise)
 
 
 def least_load(demand_E, hosts_E, num_ranks):
@@ -50,7 +44,7 @@ def _all_choices(demand_E, home_E, num_ranks, slots=1):
 @pytest.fixture(scope="module")
 def small_cells():
     """Counts of 20 cells of 4 ranks, and what every choice of replicas can reach in each."""
-    counts = _skewed(1, (20, 1, 4, 8))
+    counts = skewed_counts(1, (20, 1, 4, 8))
     home_E = np.repeat(np.arange(4), 2)
     return counts, [list(_all_choices(cell.sum(axis=0), home_E, 4)) for cell in counts[:, 0]]
 
@@ -99,14 +93,14 @@ def test_no_plan_beats_the_bound_and_it_is_mostly_reached(num_ranks, num_experts
 @pytest.mark.parametrize("redundant", [0, 1, 2])
 @pytest.mark.parametrize("slots", ["shared", "layer"])
 def test_no_split_over_the_same_replicas_is_flatter(redundant, slots):
-    counts = _skewed(7, (12, 3, 8, 32), 0.15)
+    counts = skewed_counts(7, (12, 3, 8, 32), 0.15)
     options = PlanOptions(tolerance=0.0, slots=slots)
     found = plan(counts, Topology(8, 4, redundant, LINKS), options)
     np.testing.assert_array_equal(found.max_load_ML, best_split(counts, found))
 
 
 def test_hosts_serve_their_own_rank_first_and_then_their_node():
-    counts = _skewed(9, (3, 2, 16, 64), 0.3)
+    counts = skewed_counts(9, (3, 2, 16, 64), 0.3)
     topology = Topology(16, 4, 2, LINKS)
     node_G = topology.node_G
     found = plan(counts, topology, EXACT)
@@ -125,7 +119,7 @@ def test_hosts_serve_their_own_rank_first_and_then_their_node():
 
 
 def test_slots_that_hold_what_is_needed_fetch_nothing():
-    counts = np.repeat(_skewed(4, (1, 2, 8, 32)), 3, axis=0)
+    counts = np.repeat(skewed_counts(4, (1, 2, 8, 32)), 3, axis=0)
     found = plan(counts, Topology(8, 4, 2, LINKS), PlanOptions(tolerance=0.02))
     fetched_ML = np.add.reduceat(np.append(found.hosts.fetched_R, 0), found.hosts.offsets[:-1]).reshape(3, 2)
     assert fetched_ML[0].min() > 0
@@ -152,15 +146,15 @@ def test_nothing_is_fetched_that_other_hosts_make_up_for():
 def _corner(name):
     counts = np.zeros((3, 2, 4, 16), np.int64)
     if name == "an empty micro-step":
-        counts[[0, 2]] = _skewed(1, (2, 2, 4, 16))
+        counts[[0, 2]] = skewed_counts(1, (2, 2, 4, 16))
     elif name == "one hot expert":
         counts[..., 5] = 1000
     elif name == "fewer tokens than ranks":
         counts[:, :, 1, 3] = 2
     elif name == "one source":
-        counts[:, :, :1] = _skewed(2, (3, 2, 1, 16))
+        counts[:, :, :1] = skewed_counts(2, (3, 2, 1, 16))
     elif name == "large counts":
-        counts[:] = _skewed(3, (3, 2, 4, 16)) * 1_000_000
+        counts[:] = skewed_counts(3, (3, 2, 4, 16)) * 1_000_000
     return counts
 
 
@@ -181,5 +175,28 @@ def test_corners_are_planned(name, options):
 
 def test_one_rank_and_many_ranks():
     for ranks, experts in ((1, 4), (72, 144)):
-        counts = _skewed(6, (2, 1, ranks, experts))
+        counts = skewed_counts(6, (2, 1, ranks, experts))
         verify(plan(counts, Topology(ranks, min(ranks, 8), 1, LINKS), EXACT), counts, EXACT)
+
+
+@pytest.mark.parametrize("slots", ["shared", "layer"])
+@pytest.mark.parametrize("tolerance", [0.0, 0.02])
+def test_a_plan_with_locality_is_at_the_least_and_one_without_is_not(tolerance, slots):
+    rng = np.random.default_rng(0)
+    counts = rng.poisson(rng.pareto(1.5, (2, 2, 4, 1, 16)).repeat(2, axis=3) * 30).reshape(2, 2, 8, 16)
+    near, far = (PlanOptions(tolerance=tolerance, slots=slots, locality=on) for on in (True, False))
+    gaps = [cross_node_gap(plan(counts, Topology(8, 2, 2, LINKS), each), counts, tolerance, 4) for each in (near, far)]
+    assert -1e-9 <= gaps[0] < 5e-3
+    assert gaps[1] > 0.01
+
+
+def test_even_splits_are_even_for_every_source_and_in_all():
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        counts_GE, expert_H = rng.integers(0, 40, (6, 9)), np.repeat(np.arange(9), rng.integers(1, 5, 9))
+        copies_H = rng.integers(1, 3, len(expert_H)).astype(np.int32)
+        tokens_HG = even_split(expert_H.astype(np.int32), copies_H, counts_GE)
+        share_H = copies_H / np.bincount(expert_H, copies_H)[expert_H]
+        np.testing.assert_array_equal([tokens_HG[expert_H == e].sum(axis=0) for e in range(9)], counts_GE.T)
+        assert (abs(tokens_HG - counts_GE.T[expert_H] * share_H[:, None]) < copies_H[:, None]).all()
+        assert (abs(tokens_HG.sum(axis=1) - counts_GE.sum(axis=0)[expert_H] * share_H) < copies_H).all()

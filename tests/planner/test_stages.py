@@ -7,7 +7,7 @@ import pytest
 
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
-from foreroute.plan import CellPlan, PlanOptions, Topology, load_plan, save_plan
+from foreroute.plan import CellPlan, PlanOptions, Topology
 from foreroute.plan.options import PASS_NAMES
 from foreroute.plan.step_plan import LEAST_GAIN
 from foreroute.planner import plan, plan_and_why
@@ -85,22 +85,6 @@ def test_one_percent_decides_and_each_stage_for_itself():
             assert decided.gains[other] == pytest.approx(expected, rel=1e-9)
 
 
-def test_what_is_executed_in_a_stage(tmp_path):
-    given = counts(0, 4000)
-    found = plan(given, TOPOLOGY, costs=COSTS)
-    assert len(found.hosts.expert_R)
-    half = replace(found, gains={"recompute": 0.2, "update": 0.0})
-    again = load_plan(save_plan(half, tmp_path / "plan"))
-    assert again.gains == half.gains
-    assert again.in_pass("recompute") is again
-    served = again.in_pass("update")
-    assert served.num_replicas_ML.shape == SHAPE[:2]
-    assert not served.num_replicas_ML.any()
-    for cell in np.ndindex(*SHAPE[:2]):
-        at_home_G = np.bincount(found.home_LE[cell[1]], weights=given[cell].sum(axis=0))
-        assert served.cell(*cell).loads_G(given[cell]).tolist() == at_home_G.tolist()
-
-
 def test_where_nothing_is_priced_or_dropped_the_plan_is_executed():
     given = counts(0, 1)
     for options, costs in ((PlanOptions(), None), (PlanOptions(pay_off=False), COSTS)):
@@ -111,9 +95,3 @@ def test_where_nothing_is_priced_or_dropped_the_plan_is_executed():
     found, why = plan_and_why(given, TOPOLOGY, PlanOptions(replicas=False), costs=COSTS)
     assert all(map(found.is_at_home, PASS_NAMES))
     assert why["update"] == "at homes: the plan has no replicas"
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_the_same_counts_give_the_same_decision(threads):
-    plans = [plan(counts(1), TOPOLOGY, PlanOptions(threads=n), costs=COSTS) for n in (1, threads)]
-    assert plans[0].gains == plans[1].gains

@@ -1,12 +1,5 @@
 #include "costs/links.hpp"
 
-LOOP void seconds_of_transfers(const Array<const int64_t, 1> &expert_R, const Array<const int64_t, 1> &rank_R,
-                           const Array<const bool, 1> &fetched_R, const Array<const int64_t, 1> &home_E,
-                           const costs::Prices &prices, const Array<double, 2> &fetch_G5,
-                           const Array<double, 2> &gradient_G5) {
-    costs::transfer_seconds(expert_R, rank_R, fetched_R, home_E, prices, fetch_G5, gradient_G5);
-}
-
 // What each rank serves in each cell of [M, L], how much of it comes from another node, and how many experts are moved
 // there.
 LOOP void loads_of_cells(const Hosts &hosts, const Array<const int32_t, 4> &counts_MLGE, int64_t ranks_per_node,

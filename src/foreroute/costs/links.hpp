@@ -142,18 +142,16 @@ inline double all_to_all_seconds(const Array<double, 2> &rows_G4, const Prices &
 
 // Seconds of each link for one fetch of the replicas in `fetched_R`, and for all gradients, added to zeros. Replicas at
 // home move nothing.
-template <class Id>
-void transfer_seconds(const Array<Id, 1> &expert_R, const Array<Id, 1> &rank_R, const Array<const bool, 1> &fetched_R,
-                      const Array<Id, 1> &home_E, const Prices &prices, const Array<double, 2> &fetch_G5,
-                      const Array<double, 2> &gradient_G5) {
-    for (int64_t r = 0; r < rank_R.length(); ++r) {
-        const int64_t rank = rank_R[r], home = home_E[expert_R[r]];
+inline void transfer_seconds(const CellPlan &cell, const Prices &prices, const Array<double, 2> &fetch_G5,
+                             const Array<double, 2> &gradient_G5) {
+    for (int64_t r = 0; r < cell.rank_R.length(); ++r) {
+        const int64_t rank = cell.rank_R[r], home = cell.home_E[cell.expert_R[r]];
         if (rank == home) continue;
         const bool is_near = prices.is_near(rank, home);
         const int64_t out = is_near ? NODE_OUT : CLUSTER_OUT, into = is_near ? NODE_IN : CLUSTER_IN;
-        if (fetched_R[r] && rank / prices.memory_ranks == home / prices.memory_ranks) {
+        if (cell.fetched_R[r] && rank / prices.memory_ranks == home / prices.memory_ranks) {
             fetch_G5(rank, HOST) += prices.host_fetch_s;
-        } else if (fetched_R[r]) {
+        } else if (cell.fetched_R[r]) {
             const double fetch_s = is_near ? prices.node_fetch_s : prices.cluster_fetch_s;
             fetch_G5(home, out) += fetch_s;
             fetch_G5(rank, into) += fetch_s;

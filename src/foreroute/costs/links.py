@@ -13,8 +13,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.costs.model import PRICES, Prices
-from foreroute.errors import PlanError
 from foreroute.kernels import INT, ArrayOf, compiled
 from foreroute.plan.hosts import HOSTS, Hosts
 
@@ -47,43 +45,4 @@ _loads = compiled(
     ArrayOf(np.int64, 3, filled=True),
     ArrayOf(np.int64, 2, filled=True),
     ArrayOf(np.int64, 2, filled=True),
-)
-
-
-def transfer_seconds(
-    expert_R: NDArray[np.integer],
-    rank_R: NDArray[np.integer],
-    fetched_R: NDArray[np.bool_],
-    home_E: NDArray[np.integer],
-    num_ranks: int,
-    prices: Prices,
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """float64 [G, 5] twice, seconds of each link for one fetch of the replicas in `fetched_R`, and for all gradients.
-
-    `expert_R` and `rank_R` are integers [R], `home_E` [E]. Replicas at home move nothing.
-
-    Raises `PlanError` for experts and ranks that are not there.
-    """
-    fetch_G5, gradient_G5 = np.zeros((2, num_ranks, 5))
-    expert_R, rank_R, home_E = (np.ascontiguousarray(each, np.int64) for each in (expert_R, rank_R, home_E))
-    for what, values, size in (
-        ("expert", expert_R, len(home_E)),
-        ("rank", rank_R, num_ranks),
-        ("home", home_E, num_ranks),
-    ):
-        if values.min(initial=0) < 0 or values.max(initial=0) >= size:
-            raise PlanError(f"{what}s go from {values.min()} to {values.max()}; expected 0 to {size - 1}")
-    _transfers(expert_R, rank_R, fetched_R, home_E, prices, fetch_G5, gradient_G5)
-    return fetch_G5, gradient_G5
-
-
-_transfers = compiled(
-    "seconds_of_transfers",
-    ArrayOf(np.int64, 1),
-    ArrayOf(np.int64, 1),
-    ArrayOf(np.bool_, 1),
-    ArrayOf(np.int64, 1),
-    PRICES,
-    ArrayOf(np.float64, 2, filled=True),
-    ArrayOf(np.float64, 2, filled=True),
 )

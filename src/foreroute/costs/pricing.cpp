@@ -27,7 +27,6 @@ LOOP void work_of_cells(const Hosts &hosts, const Array<const int32_t, 4> &count
             costs::rows_sent(served_GG, prices, rows_MLG4[m][layer]);
             all_to_all_ML(m, layer) = costs::all_to_all_seconds(rows_MLG4[m][layer], prices);
             costs::experts_by_rank(cell, at_home, prices, experts_MLG2[m][layer]);
-            costs::transfer_seconds(cell.expert_R, cell.rank_R, cell.fetched_R, cell.home_E, prices,
-                                    fetch_MLG5[m][layer], gradient_MLG5[m][layer]);
+            costs::transfer_seconds(cell, prices, fetch_MLG5[m][layer], gradient_MLG5[m][layer]);
         }
 }

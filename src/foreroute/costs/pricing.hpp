@@ -73,7 +73,7 @@ inline Parts cell_seconds(const CellPlan &cell, const AtHome &at_home, const Arr
     rows_sent(served_GG, prices, rows_G4);
     const double leg_s = all_to_all_seconds(rows_G4, prices);
     experts_by_rank(cell, at_home, prices, experts_G2);
-    transfer_seconds(cell.expert_R, cell.rank_R, cell.fetched_R, cell.home_E, prices, fetch_G5, gradient_G5);
+    transfer_seconds(cell, prices, fetch_G5, gradient_G5);
     double forward_s = 0.0, backward_s = 0.0, copies_s = 0.0;
     for (int64_t g = 0; g < num_ranks; ++g) {
         forward_s = max(forward_s, experts_G2(g, 0));

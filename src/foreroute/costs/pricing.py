@@ -85,7 +85,7 @@ class CellCosts(NamedTuple):
     # [M, L, G, 4], of one dispatch, over each rank's NIC out, NIC in, node link out and node link in
     rows_MLG4: NDArray[np.float64]
     experts_MLG2: NDArray[np.float64]  # [M, L, G, 2], forward and backward
-    # as `links.transfer_seconds`
+    # [M, L, G, 5], of each link of `costs.links`, for one fetch of the replicas in `fetched_R`, and for all gradients
     fetch_MLG5: NDArray[np.float64]
     gradient_MLG5: NDArray[np.float64]
 

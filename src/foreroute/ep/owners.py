@@ -69,8 +69,7 @@ def join_plans(
 
 def _columns(number: int, hosts: Hosts, first: int) -> NDArray[np.int32]:
     """Return int32 [V, 6]: the pass, cell, expert, rank among all, slot, and whether it is fetched."""
-    cell_V = np.repeat(np.arange(len(hosts.offsets) - 1), np.diff(hosts.offsets))
-    # there may be room behind the last replica
+    cell_V = hosts.cell_R
     expert_V, rank_V, slot_V, fetched_V = (each[: len(cell_V)].astype(np.int32) for each in hosts[2:6])
     pass_V = np.full_like(cell_V, number)
     return np.stack([pass_V, cell_V, expert_V, rank_V + first, slot_V, fetched_V], axis=1).astype(np.int32)

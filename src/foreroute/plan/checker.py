@@ -8,11 +8,12 @@ from typing import get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.errors import PlanError, shown
+from foreroute.errors import PlanError, TopologyError, shown
 from foreroute.files.container import objection
 from foreroute.plan.capabilities import FetchPath
 from foreroute.plan.options import PASS_NAMES, PlanOptions
 from foreroute.plan.step_plan import TENSORS, StepPlan
+from foreroute.plan.topology import check_homes
 from foreroute.trace.checks import ascending
 
 Bools = NDArray[np.bool_]
@@ -47,7 +48,10 @@ def check_structure(plan: StepPlan) -> None:
     """Check what can be known without the counts: dtypes, shapes, homes, replicas, slots and fetches."""
     _check_arrays(plan)
     for name in ("previous_home_LE", "home_LE"):
-        _check_homes(name, getattr(plan, name), plan.topology.num_ranks)
+        try:
+            check_homes(getattr(plan, name), *plan.shape[1:], plan.topology.num_ranks)
+        except TopologyError as error:
+            raise PlanError(f"{name}: {error}") from error
     _check_replicas(plan)
     _check_fetches(plan)
     _check_figures(plan)
@@ -116,19 +120,6 @@ def _check_figures(plan: StepPlan) -> None:
         )
 
 
-def _check_homes(name: str, home_LE: NDArray[np.int16], num_ranks: int) -> None:
-    """Check that each rank is home to as many experts of each layer."""
-    per_rank = home_LE.shape[1] // num_ranks
-    wrong_L = (np.sort(home_LE, axis=1) != np.repeat(np.arange(num_ranks), per_rank)).any(axis=1)
-    if wrong_L.any():
-        layer = int(wrong_L.argmax())
-        ranks, held = np.unique(home_LE[layer], return_counts=True)
-        raise PlanError(
-            f"layer {layer}: {name} puts {held[:8].tolist()} experts on the ranks {ranks[:8].tolist()}; expected "
-            f"{per_rank} on each of {num_ranks}"
-        )
-
-
 def _check_options(plan: StepPlan, options: PlanOptions) -> None:
     """Check the limits that options set."""
     moves_L = (plan.previous_home_LE != plan.home_LE).sum(axis=1)
@@ -144,7 +135,7 @@ def _check_options(plan: StepPlan, options: PlanOptions) -> None:
 def _check_replicas(plan: StepPlan) -> None:
     """Check that replicas are of known experts, ranks and slots, one in a slot, and none twice or at its home."""
     num_ranks, slots, num_experts = plan.topology.num_ranks, plan.topology.redundant_slots, plan.shape[2]
-    hosts, cell_R = plan.hosts, _cell_of_replica(plan)
+    hosts, cell_R = plan.hosts, plan.hosts.cell_R
     for what, value_R, size in (
         ("experts", hosts.expert_R, num_experts),
         ("ranks", hosts.rank_R, num_ranks),
@@ -176,7 +167,7 @@ def _held(plan: StepPlan) -> Bools:
     """Mark replicas that their slot holds already: a slot of a layer keeps its expert until it gets another."""
     # sorted by slot and, within one, by time: each replica stands after the one that the slot held before it
     hosts = plan.hosts
-    micro_step_R, layer_R = np.divmod(_cell_of_replica(plan), plan.shape[1])
+    micro_step_R, layer_R = np.divmod(hosts.cell_R, plan.shape[1])
     order = np.lexsort((micro_step_R, hosts.slot_R, hosts.rank_R, layer_R))
     sorted_RC = np.stack([layer_R, hosts.rank_R, hosts.slot_R, hosts.expert_R], axis=1)[order]
     held_R = np.zeros(len(order), np.bool_)
@@ -185,9 +176,9 @@ def _held(plan: StepPlan) -> Bools:
 
 
 def _check_tokens(plan: StepPlan, counts_MLGE: NDArray[np.integer]) -> None:
-    """Check that every assignment is served once."""
+    """Check that every assignment is served once, the largest loads and the bounds."""
     (num_micro_steps, num_layers, _), hosts = plan.shape, plan.hosts
-    layer_of_all = _cell_of_replica(plan) % num_layers
+    layer_of_all = hosts.cell_R % num_layers
     for m in range(num_micro_steps):
         part = slice(int(hosts.offsets[m * num_layers]), int(hosts.offsets[(m + 1) * num_layers]))
         layer_R, expert_R, rank_R, tokens_RG = (
@@ -205,22 +196,14 @@ def _check_tokens(plan: StepPlan, counts_MLGE: NDArray[np.integer]) -> None:
         loads_LG = np.zeros((num_layers, plan.topology.num_ranks), np.int64)
         np.add.at(loads_LG, (np.arange(num_layers)[:, None], plan.home_LE), rest_LEG.sum(axis=2))
         np.add.at(loads_LG, (layer_R, rank_R), tokens_RG.sum(axis=1, dtype=np.int64))
-        _check_loads(m, plan.max_load_ML[m], plan.bound_ML[m], loads_LG)
-
-
-def _check_loads(m: int, stated_L: Ints, bound_L: NDArray[np.float64], loads_LG: Ints) -> None:
-    """Check the largest loads and the bounds of a micro-step."""
-    most_L, mean_L = loads_LG.max(axis=1), loads_LG.mean(axis=1)
-    for layer in np.flatnonzero((stated_L != most_L) | (bound_L < mean_L * (1 - 1e-12))).tolist():
-        raise PlanError(
-            f"{_cell_name(m, layer)}: ranks serve {most_L[layer]} assignments at most and {mean_L[layer]} on average; "
-            f"the plan states {stated_L[layer]} at most, and the bound {bound_L[layer]}, which is never below the mean"
-        )
-
-
-def _cell_of_replica(plan: StepPlan) -> Ints:
-    """Number the cell of each replica."""
-    return np.repeat(np.arange(len(plan.hosts.offsets) - 1), np.diff(plan.hosts.offsets))
+        most_L, mean_L = loads_LG.max(axis=1), loads_LG.mean(axis=1)
+        stated_L, bound_L = plan.max_load_ML[m], plan.bound_ML[m]
+        for layer in np.flatnonzero((stated_L != most_L) | (bound_L < mean_L * (1 - 1e-12))).tolist():
+            raise PlanError(
+                f"{_cell_name(m, layer)}: ranks serve {most_L[layer]} assignments at most and {mean_L[layer]} on "
+                f"average; the plan states {stated_L[layer]} at most, and the bound {bound_L[layer]}, which is never "
+                "below the mean"
+            )
 
 
 def _repeated(keys_R: Ints) -> Bools:
@@ -234,7 +217,7 @@ def _refuse(plan: StepPlan, wrong_R: Bools, why: str) -> None:
     """Name the first replica that is wrong, if any is, and say why it is."""
     if wrong_R.any():
         hosts, r = plan.hosts, int(np.argmax(wrong_R))
-        cell = divmod(int(np.searchsorted(hosts.offsets, r, side="right")) - 1, plan.shape[1])
+        cell = divmod(int(hosts.cell_R[r]), plan.shape[1])
         raise PlanError(
             f"{_cell_name(*cell)}: the replica of expert {hosts.expert_R[r]} on rank {hosts.rank_R[r]}, slot "
             f"{hosts.slot_R[r]}{why}"

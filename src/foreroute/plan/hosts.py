@@ -133,10 +133,14 @@ class Hosts(NamedTuple):
             given = getattr(others, name)
             getattr(self, name)[begin : begin + len(given)] = given
 
+    @property
+    def cell_R(self) -> NDArray[np.int64]:
+        """int64 [R], the number of each replica's cell, without the room behind the last one."""
+        return np.repeat(np.arange(len(self.offsets) - 1), np.diff(self.offsets))
+
     def sent_LEW(self, ranks_per_node: int) -> NDArray[np.bool_]:
         """Say whether the w-th rank of an expert's node has a replica of it, away from its home: bool [L, E, W]."""
-        sizes_C = np.diff(self.offsets)
-        layer_R = np.repeat(np.arange(len(sizes_C)) % len(self.home_LE), sizes_C)
+        layer_R = self.cell_R % len(self.home_LE)
         expert_R, rank_R = self.expert_R[: len(layer_R)], self.rank_R[: len(layer_R)]
         home_R = self.home_LE[layer_R, expert_R]
         # ranks of other nodes do not read this node's memory

@@ -297,9 +297,8 @@ def _rows(
     """
     num_micro_steps, num_layers, num_ranks, _ = counts_MLGE.shape
     home_MLE = counts_MLGE.sum(axis=2, dtype=np.int64)
-    replicas = int(hosts.offsets[-1])
-    cell_R = np.repeat(np.arange(num_micro_steps * num_layers), np.diff(hosts.offsets))
-    m_R, layer_R = np.divmod(cell_R, num_layers)
+    m_R, layer_R = np.divmod(hosts.cell_R, num_layers)
+    replicas = len(m_R)
     expert_R, rank_R = hosts.expert_R[:replicas], hosts.rank_R[:replicas]
     served_R = hosts.tokens_RG[:replicas].sum(axis=1, dtype=np.int64)
     np.subtract.at(home_MLE, (m_R, layer_R, expert_R), served_R)

@@ -74,13 +74,10 @@ class CellSchedule:
         counts_GE: NDArray[np.integer],  # integers [G, E], assignments of every rank to every expert
         rank: int,  # whose schedule
         *,
-        # neighbouring ranks whose weights go through host memory; 1 has all go from peer to peer
-        memory_ranks: int = 1,
         what: str = "the cell",  # the cell in words, for errors
     ) -> CellSchedule:
-        """Compile the schedule of a cell whose counts are learnt only when it runs."""
-        block = _compile(Hosts.of_cells(cell.home_E[None], [cell]), counts_GE[None], rank, memory_ranks, [what])
-        return block.cell(0)
+        """Compile the schedule of a cell whose counts are learnt only when it runs, with no move by host memory."""
+        return _compile(Hosts.of_cells(cell.home_E[None], [cell]), counts_GE[None], rank, 1, [what]).cell(0)
 
 
 class _Block(NamedTuple):
@@ -184,7 +181,17 @@ if hasattr(os, "register_at_fork"):
 def _compile(
     hosts: Hosts, counts_CGE: NDArray[np.integer], rank: int, memory_ranks: int, words: Sequence[str]
 ) -> _Block:
-    """Fill a block for cells, and refuse what is not there, and replicas that serve more than there is."""
+    """Fill a block for cells, and refuse what is not there, and replicas that serve more than there is.
+
+    `memory_ranks` neighbouring ranks send weights through host memory; 1 has all go from peer to peer.
+    """
+    try:
+        hosts.require_fit(counts_CGE[None])  # those of a plan made by hand were never checked
+    except PlanError as error:
+        raise PlanError(
+            f"{words[0]}: the plan names what is not there: {error}; foreroute.plan.verify says where. Take a plan "
+            "that it accepts"
+        ) from error
     num_cells, num_ranks, num_experts = counts_CGE.shape
     num_home = num_experts // num_ranks
     num_replicas, most_groups = len(hosts.expert_R), num_home + int(hosts.slot_R.max(initial=-1)) + 1
@@ -208,8 +215,8 @@ def _compile(
         expert, source, excess = wrong
         if expert == NONE:
             raise PlanError(
-                f"{words[cell]}: the plan names homes, experts, ranks or slots that are not there; "
-                "foreroute.plan.verify says which. Take a plan that it accepts"
+                f"{words[cell]}: the plan names homes or slots that are not there; foreroute.plan.verify says which. "
+                "Take a plan that it accepts"
             )
         raise PlanError(
             f"{words[cell]}: replicas of expert {expert} are to serve {excess} assignments of rank {source} more than "

@@ -98,11 +98,16 @@ def check_homes(home_LE: ArrayLike, num_layers: int, num_experts: int, num_ranks
             f"got homes of dtype {given.dtype} and shape {given.shape}; "
             f"expected the rank of each of {num_experts} experts in {num_layers} layers"
         )
-    if given.min() < 0 or given.max() >= num_ranks:
-        wrong = given.min() if given.min() < 0 else given.max()
-        raise TopologyError(f"an expert lives on rank {wrong}; expected ranks from 0 to {num_ranks - 1}")
+    is_there_LE = (given >= 0) & (given < num_ranks)
+    if not is_there_LE.all():
+        layer, expert = np.argwhere(~is_there_LE)[0]
+        raise TopologyError(
+            f"in layer {layer}, an expert lives on rank {given[layer, expert]}; expected ranks from 0 to "
+            f"{num_ranks - 1}"
+        )
     homes = np.require(given, np.int16, ["C", "A", "W"])  # as compiled loops take them
-    held_LG = (homes[:, :, None] == np.arange(num_ranks)).sum(axis=1)
+    place_LE = np.arange(num_layers)[:, None] * num_ranks + homes
+    held_LG = np.bincount(place_LE.ravel(), minlength=num_layers * num_ranks).reshape(num_layers, num_ranks)
     if (held_LG != num_experts // num_ranks).any():
         layer, g = np.argwhere(held_LG != num_experts // num_ranks)[0]
         raise TopologyError(

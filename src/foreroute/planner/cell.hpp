@@ -63,22 +63,10 @@ struct Cell {
                                     // serves, and the quotas of its replicas
 
     Cell(int64_t ranks, int64_t experts, int64_t slots, int64_t ranks_per_node, bool persistent, const Later &later)
-        : num_ranks(ranks),
-          num_experts(experts),
-          slots(slots),
-          ranks_per_node(ranks_per_node),
-          num_nodes(ranks / ranks_per_node),
-          num_hosts(experts + ranks * slots),
-          persistent(persistent),
-          later(later),
-          hosts(num_hosts),
-          host_GK(ranks, experts / ranks + slots),
-          load_G(ranks),
-          node_G(ranks),
-          demand_NE(num_nodes, experts),
-          visits(ranks),
-          seen_E(experts),
-          split_3G(3, ranks) {
+        : num_ranks(ranks), num_experts(experts), slots(slots), ranks_per_node(ranks_per_node),
+          num_nodes(ranks / ranks_per_node), num_hosts(experts + ranks * slots), persistent(persistent), later(later),
+          hosts(num_hosts), host_GK(ranks, experts / ranks + slots), load_G(ranks), node_G(ranks),
+          demand_NE(num_nodes, experts), visits(ranks), seen_E(experts), split_3G(3, ranks) {
         for (int64_t g = 0; g < ranks; ++g) node_G(g) = static_cast<int32_t>(g / ranks_per_node);
         for (int64_t x = experts; x < num_hosts; ++x) {
             const int64_t rank = (x - experts) / slots;

@@ -125,13 +125,8 @@ WIDE void search_wide(Placement &now) { search(now); }
 LOOP void exchange_homes(const Array<int32_t, 2> &table_XM, const Array<int64_t, 1> &home_E,
                          const Array<const int64_t, 1> &start_E, int64_t num_ranks, int64_t ranks_per_node,
                          int64_t max_moves) {
-    homes::Placement now = {table_XM,
-                            home_E,
-                            start_E,
-                            max_moves,
-                            ranks_per_node,
-                            Scratch<int32_t, 1>(table_XM.length()),
-                            Scratch<int32_t, 2>(home_E.length(), num_ranks)};
+    homes::Placement now = {table_XM, home_E, start_E, max_moves, ranks_per_node,
+                            Scratch<int32_t, 1>(table_XM.length()), Scratch<int32_t, 2>(home_E.length(), num_ranks)};
     for (int64_t x = home_E.length(); x < table_XM.length(); ++x) now.cost_X(x) = homes::cost(table_XM[x]);
     (has_wide_vectors ? homes::search_wide : homes::search)(now);
 }

@@ -49,17 +49,9 @@ inline void add(const Ranks &ranks, int64_t rank) { ranks(rank / 64) |= uint64_t
 class Circles {
    public:
     explicit Circles(Cell &cell)
-        : cell(cell),
-          words((cell.num_ranks + 63) / 64),
-          over_NE(cell.num_nodes, cell.num_experts),
-          node_NW(cell.num_nodes, words),
-          hosts_EW(cell.num_experts, words),
-          wanting_EW(cell.num_experts, words),
-          next_GW(cell.num_ranks, words),
-          is_stale_G(cell.num_ranks),
-          first_W(words),
-          ends_W(words),
-          seen_W(words) {
+        : cell(cell), words((cell.num_ranks + 63) / 64), over_NE(cell.num_nodes, cell.num_experts),
+          node_NW(cell.num_nodes, words), hosts_EW(cell.num_experts, words), wanting_EW(cell.num_experts, words),
+          next_GW(cell.num_ranks, words), is_stale_G(cell.num_ranks), first_W(words), ends_W(words), seen_W(words) {
         for (int64_t g = 0; g < cell.num_ranks; ++g) add(node_NW[cell.node_G(g)], g);
     }
 

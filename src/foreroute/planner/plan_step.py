@@ -39,15 +39,6 @@ class _Later(NamedTuple):
     surplus_LGM: NDArray[np.int32]  # what ranks have at home above the mean
 
 
-class _Block(NamedTuple):
-    """Cells of one call: micro-steps and layers from the first number to before the second."""
-
-    begin: int
-    end: int
-    first_layer: int
-    layers_end: int
-
-
 _plan_block = compiled(
     "plan_block",
     ArrayOf(np.int32, 4),  # counts_MLGE
@@ -55,7 +46,7 @@ _plan_block = compiled(
     HOSTS,
     ArrayOf(np.int64, 2, filled=True),  # [C, 2], what the slowest rank of each cell serves, and serves at least
     ArrayOf(np.int32, 2, filled=True),  # held_LH, what slots hold where they are persistent
-    StructOf(begin=INT, end=INT, first_layer=INT, layers_end=INT),
+    *(INT, INT, INT, INT),  # micro-steps, and layers, from the first number to before the second
     *(INT, INT, BOOL, FLOAT, BOOL),  # slots, ranks per node, whether slots are persistent, tolerance, locality
 )
 
@@ -181,10 +172,9 @@ def _plan_cells(
         figures_C2 = figures_ML2.reshape(-1, 2)
         for begin in range(0, num_micro_steps, BLOCK):
             end = min(begin + BLOCK, num_micro_steps)
-            block = _Block(begin, end, layers.start, layers.stop)
-            sizes = slots, topology.ranks_per_node
-            how = persistent, options.tolerance, options.locality
-            _plan_block(counts, later, hosts, figures_C2, held_LH, block, *sizes, *how)
+            block = begin, end, layers.start, layers.stop
+            how = slots, topology.ranks_per_node, persistent, options.tolerance, options.locality
+            _plan_block(counts, later, hosts, figures_C2, held_LH, *block, *how)
             if not priced.is_any_on:
                 count_planned((end - begin) * len(hosts.home_LE))
         if priced.is_any_on:

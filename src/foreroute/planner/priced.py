@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.costs.links import served_loads
-from foreroute.costs.model import CostModel, Prices
+from foreroute.costs.model import PRICES, CostModel, Prices
 from foreroute.costs.pricing import EXPOSED, parts_of_cells, slowest_attention
-from foreroute.plan.hosts import CellPlan, Hosts
+from foreroute.kernels import INT, ArrayOf, compiled
+from foreroute.plan.hosts import CELL_PLAN, CellPlan, Hosts
 from foreroute.plan.options import PRICED, PlanOptions
 from foreroute.plan.topology import Topology
-from foreroute.planner.prune import prune_replicas
 from foreroute.planner.traffic import most_trials, replicate_for_traffic
 
 FETCHES = ("host_fetch_s", "node_fetch_s", "cluster_fetch_s")
@@ -171,12 +171,28 @@ class Window(NamedTuple):
         """Cells without the replicas that do not pay."""
         held_GS = np.full((self.counts_MGE.shape[1], self.slots), -1, np.int16)
         found = []
-        for cell, counts_GE, attention_s in zip(cells, self.counts_MGE, self.attention_M2, strict=True):
+        for given, counts_GE, attention_s in zip(cells, self.counts_MGE, self.attention_M2, strict=True):
             # what was dropped in an earlier micro-step is not in its slot, whatever was planned
-            cell = cell._replace(fetched_R=held_GS[cell.rank_R, cell.slot_R] != cell.expert_R)
-            found.append(prune_replicas(cell, counts_GE, attention_s, self.prices))
-            held_GS[found[-1].rank_R, found[-1].slot_R] = found[-1].expert_R
+            cell = given._replace(fetched_R=held_GS[given.rank_R, given.slot_R] != given.expert_R)
+            kept_R, tokens_RG = np.empty(len(cell.expert_R), np.bool_), np.empty_like(cell.tokens_RG)
+            if _prune(cell, counts_GE, attention_s, self.prices, kept_R, tokens_RG):
+                cell = cell._replace(tokens_RG=tokens_RG).only(kept_R)
+            held_GS[cell.rank_R, cell.slot_R] = cell.expert_R
+            found.append(cell)
         return found
+
+
+_prune = compiled(
+    "prune_replicas",
+    CELL_PLAN,
+    ArrayOf(np.int32, 2),
+    ArrayOf(np.float64, 1),
+    PRICES,
+    ArrayOf(np.bool_, 1, filled=True),
+    ArrayOf(np.int32, 2, filled=True),
+    returns=INT,
+)
+"""Drops replicas of one cell while their transfers expose time, and returns how many (prune.cpp)."""
 
 
 def _reasons_against(topology: Topology, options: PlanOptions, costs: CostModel | None) -> dict[str, str | None]:

@@ -1,10 +1,10 @@
-// Dropping replicas, as planner/prune.py describes it.
+// Dropping replicas whose transfers expose more time than they save, by the cost model (planner/priced.py).
 #include "costs/pricing.hpp"
 
 // The replica that serves least of those on the busiest link of the step; NONE when nothing moves.
 LOOP int64_t least_on_busiest(const CellPlan &cell, int64_t num_ranks, const costs::Prices &prices) {
     Scratch<double, 2> fetch_G5(num_ranks, 5), gradient_G5(num_ranks, 5);
-    costs::transfer_seconds(cell.expert_R, cell.rank_R, cell.fetched_R, cell.home_E, prices, fetch_G5, gradient_G5);
+    costs::transfer_seconds(cell, prices, fetch_G5, gradient_G5);
     // slots that keep what they hold are filled once for each of the two passes
     const double fetches = static_cast<double>(prices.refetches ? prices.groups.length() : 2);
     int64_t rank = NONE, link = NONE;

@@ -252,32 +252,28 @@ int64_t target_of(int64_t total, double tolerance, int64_t num_ranks) {
 
 }  // namespace search
 
-// Cells to plan: micro-steps and layers from the first number to before the second.
-struct Block {
-    int64_t begin, end, first_layer, layers_end;
-};
-
-// Plan some cells of a step into `hosts`, which has the micro-steps before of the same layers.
+// Plan some cells of a step, micro-steps and layers from the first number to before the second, into `hosts`, which has
+// the micro-steps before of the same layers.
 //
 // `figures_C2` gets what the slowest rank of each cell serves, and serves at least. `held_LH` is what slots hold where
 // they are `persistent`.
 LOOP void plan_block(const Array<const int32_t, 4> &counts_MLGE, const search::Later &later, const Hosts &hosts,
-                     const Array<int64_t, 2> &figures_C2, const Array<int32_t, 2> &held_LH, const Block &block,
-                     int64_t slots, int64_t ranks_per_node, bool persistent, double tolerance, bool local) {
+                     const Array<int64_t, 2> &figures_C2, const Array<int32_t, 2> &held_LH, int64_t first_step,
+                     int64_t steps_end, int64_t first_layer, int64_t layers_end, int64_t slots, int64_t ranks_per_node,
+                     bool persistent, double tolerance, bool local) {
     using namespace search;
-    const int64_t num_layers = block.layers_end - block.first_layer;
+    const int64_t num_layers = layers_end - first_layer;
     Cell cell(counts_MLGE.shape[2], counts_MLGE.shape[3], slots, ranks_per_node, persistent, later);
     Circles circles(cell);
-    int64_t c = block.begin * num_layers;
-    for (int64_t m = block.begin; m < block.end; ++m) {
-        for (int64_t layer = block.first_layer; layer < block.layers_end; ++layer, ++c) {
+    int64_t c = first_step * num_layers;
+    for (int64_t m = first_step; m < steps_end; ++m) {
+        for (int64_t layer = first_layer; layer < layers_end; ++layer, ++c) {
             cell.micro_step = m;
             cell.layer = layer;
             // the number of the cell and nothing else, so that plans do not depend on threads and blocks
             cell.random = static_cast<uint64_t>(m * counts_MLGE.shape[1] + layer);
             const auto counts_GE = counts_MLGE[m][layer];
-            const int64_t total =
-                begin_cell(cell, counts_GE, hosts.home_LE[layer - block.first_layer], held_LH[layer]);
+            const int64_t total = begin_cell(cell, counts_GE, hosts.home_LE[layer - first_layer], held_LH[layer]);
             figures_C2(c, 1) = least_load(cell);
             // what no plan can come below is not searched for
             const int64_t target = max(target_of(total, tolerance, cell.num_ranks), figures_C2(c, 1));

@@ -5,12 +5,9 @@ Nothing of it overlaps with anything, which is the most that it can cost.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 from numpy.typing import NDArray
 
-from foreroute.costs.links import transfer_seconds
 from foreroute.costs.model import CostModel
 from foreroute.plan.topology import Topology
 from foreroute.simulate.config import ClusterConfig
@@ -59,11 +56,16 @@ def move_seconds(
 
     `scale` are layers of the model for each layer that was planned.
     """
-    before_X, home_X = before_LE.ravel().astype(np.int64), home_LE.ravel().astype(np.int64)
-    # state never goes through host memory, whatever replicas do
-    all_X, prices = np.ones(len(home_X), np.bool_), replace(costs, paths="direct").prices(topology)
-    weights_G5, _ = transfer_seconds(np.arange(len(home_X)), home_X, all_X, before_X, topology.num_ranks, prices)
-    return float(weights_G5.max()) * scale * (costs.model.weight_bytes + STATE_BYTES) / costs.model.weight_bytes
+    is_moved_LE, width, prices = before_LE != home_LE, topology.ranks_per_node, costs.prices(topology)
+    from_X, to_X = before_LE[is_moved_LE].astype(np.int64), home_LE[is_moved_LE].astype(np.int64)
+    is_near_X = from_X // width == to_X // width
+    # both ends of a move are busy; state never goes through host memory, whatever replicas do
+    weights_s = max(
+        float(np.bincount(end_X[is_near_X == is_near], minlength=1).max()) * seconds
+        for is_near, seconds in ((True, prices.node_fetch_s), (False, prices.cluster_fetch_s))
+        for end_X in (from_X, to_X)
+    )
+    return weights_s * scale * (costs.model.weight_bytes + STATE_BYTES) / costs.model.weight_bytes
 
 
 def _dense_parameters(costs: CostModel) -> float:

@@ -4,17 +4,11 @@ import numpy as np
 
 from foreroute.ep.transfer.cells import Cell
 from foreroute.layout.rank_rows import block_homes
-from foreroute.plan import Links, Topology
+from foreroute.plan import Topology
 from tests.plan import random_plans
+from tests.plan.random_plans import LINKS
 
-LINKS = Links(
-    node_bytes_per_s=4e9, cluster_bytes_per_s=1e9, host_bytes_per_s=2e9, node_latency_s=1e-5, cluster_latency_s=5e-5
-)
 SLOTS = 2
-
-
-def random_homes(rng, num_experts, num_ranks):
-    return rng.permutation(np.arange(num_experts) % num_ranks).astype(np.int16)
 
 
 def random_plan(seed, *, ranks, experts=8, micro_steps=2, layers=3, slots=2, per_node=None, keep=0.0, **how):
@@ -44,6 +38,12 @@ def no_tokens(plan):
     return np.zeros((num_micro_steps, num_layers, plan.topology.num_ranks, num_experts), np.int32)
 
 
+def loads_MLG(plan, counts_MLGE):
+    """Rows that the experts of each rank compute under a plan."""
+    loads = [plan.cell(*place).loads_G(counts_MLGE[place]) for place in np.ndindex(plan.shape[:2])]
+    return np.reshape(loads, (*plan.shape[:2], -1))
+
+
 def asked(num_micro_steps, num_layers, *, updating, checkpointed):
     """The cells of a step in the order in which they run, with repeats."""
     for micro_step in range(num_micro_steps):
@@ -56,6 +56,5 @@ def asked(num_micro_steps, num_layers, *, updating, checkpointed):
 def least_fetches_L(plan):
     """int64 [L], the fewest experts that one pass over a step can fetch for each layer: what the plan does not keep."""
     num_micro_steps, num_layers, _ = plan.shape
-    before_R = np.concatenate([[0], np.cumsum(plan.hosts.fetched_R, dtype=np.int64)])
-    fetches_ML = np.diff(before_R[plan.hosts.offsets]).reshape(num_micro_steps, num_layers)
-    return fetches_ML.sum(axis=0)
+    layer_R = np.repeat(np.arange(num_micro_steps * num_layers) % num_layers, np.diff(plan.hosts.offsets))
+    return np.bincount(layer_R, plan.hosts.fetched_R, num_layers).astype(np.int64)

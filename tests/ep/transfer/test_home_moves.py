@@ -8,7 +8,6 @@ import torch
 
 from foreroute.ep.transfer.home_moves import MovingRanks, agree_on_homes, inspect_stacked, move_layers
 from foreroute.ep.transfer.segments import shard_moves
-from tests.ep.transfer.plans import random_homes
 from tests.ep.transfer.toy import SHAPES, consensus, peers, shard
 from tests.tiers import grid
 
@@ -22,8 +21,8 @@ OPTIMIZERS = {
 
 
 def homes_of_steps(seed, ranks, steps):
-    rng = np.random.default_rng(seed)
-    return [np.stack([random_homes(rng, EXPERTS, ranks) for _ in range(LAYERS)]) for _ in range(steps)]
+    rng, home_LE = np.random.default_rng(seed), np.tile(np.arange(EXPERTS) % ranks, (LAYERS, 1))
+    return [rng.permuted(home_LE, axis=1) for _ in range(steps)]
 
 
 def move(before_LE, given_LE, homes, optimizer):
@@ -48,7 +47,7 @@ def loss_of(home_E, layer, home, rank, step):
     return total
 
 
-def train(rank, homes_S, optimizer, lose=None):
+def train(rank, homes_S, optimizer, keeps_state=True):
     """Name, layer and expert -> parameters after as many steps as there are homes."""
     layers = [shard(homes_S[0][layer], rank, layer) for layer in range(LAYERS)]
     homes = [{name: torch.nn.Parameter(tensor) for name, tensor in home.items()} for home in layers]
@@ -56,8 +55,7 @@ def train(rank, homes_S, optimizer, lose=None):
     received = 0
     for step, home_LE in enumerate(homes_S):
         if step:
-            state = optimize if lose is None else None
-            received += move(homes_S[step - 1], home_LE, homes, state)
+            received += move(homes_S[step - 1], home_LE, homes, optimize if keeps_state else None)
         sum(loss_of(home_LE[layer], layer, homes[layer], rank, step) for layer in range(LAYERS)).backward()
         optimize.step()
         optimize.zero_grad()
@@ -95,18 +93,8 @@ def test_training_with_moves_equals_training_without(workers, ranks, optimizer):
 
 def test_the_comparison_sees_optimizer_state_that_stayed_behind(workers):
     moving = homes_of_steps(2, 2, 4)
-    outcomes = workers(2).run(train, moving, "adamw", "state")
+    outcomes = workers(2).run(train, moving, "adamw", False)
     assert not equal(gathered(outcomes), gathered(workers(2).run(train, [moving[0]] * 4, "adamw")))
-
-
-WRONG_HOMES = {
-    "other homes": lambda home_LE: home_LE[:, ::-1],
-    "a layer too few": lambda home_LE: home_LE[:1],
-    "all on one rank": np.zeros_like,
-    "a rank too many": lambda home_LE: home_LE + 1,
-    "shares": lambda home_LE: home_LE / 2,
-    "rows of other lengths": lambda home_LE: [[0, 1], [0]],
-}
 
 
 def refuse(rank, what):
@@ -121,8 +109,8 @@ def refuse(rank, what):
         optimizer.zero_grad()
     if what == "odd state" and rank:
         optimizer.state[parameters[0]]["scales"] = torch.zeros(17)
-    if rank:
-        after_LE = WRONG_HOMES.get(what, np.array)(after_LE)
+    if what == "rows of other lengths" and rank:
+        after_LE = [[0, 1], [0]]
     kept = [p.detach().clone() for p in parameters]
     try:
         move(before_LE, after_LE, homes, optimizer)
@@ -133,11 +121,6 @@ def refuse(rank, what):
 @pytest.mark.parametrize(
     ("what", "kind", "message"),
     [
-        ("other homes", "PlanError", "ranks are given other homes to move experts to"),
-        ("a layer too few", "PlanError", "rank 1: got homes of dtype int16 and shape (1, 8)"),
-        ("all on one rank", "PlanError", "rank 1: in layer 0, rank 0 is home to 8 experts; expected 4 on every rank"),
-        ("a rank too many", "PlanError", "rank 1: an expert lives on rank 2; expected ranks from 0 to 1"),
-        ("shares", "PlanError", "rank 1: got homes of dtype float64"),
         ("rows of other lengths", "PlanError", "rank 1: "),
         ("gradient", "TransferError", "rank 0: down_proj of routed layer 0 has a gradient; call zero_grad"),
         ("strangers", "TransferError", "down_proj of routed layer 0 is no parameter of the optimizer"),

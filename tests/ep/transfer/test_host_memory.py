@@ -9,19 +9,17 @@ import numpy as np
 import torch
 
 from foreroute.ep.transfer import host_memory
-from foreroute.ep.transfer.engine import TransferOptions
 from tests.ep.transfer.plans import random_plan
 from tests.ep.transfer.toy import begin, make_engine
 
 EXPERT_BYTES = 2 * 4096
 """Whole pages, so that nothing is rounded."""
-HOST = TransferOptions(paths="host")
 
 
 def engine_of(plan, rank):
     num_local = plan.shape[2] // plan.topology.num_ranks
     homes = [{"weight": torch.zeros(num_local, EXPERT_BYTES // 8, dtype=torch.float64)} for _ in range(plan.shape[1])]
-    return make_engine(plan, rank, HOST, homes=homes)[0]
+    return make_engine(plan, rank, homes=homes)
 
 
 def sent_in(plan, node):
@@ -62,6 +60,30 @@ def test_memory_is_taken_for_experts_that_are_sent_and_used_again_in_later_steps
         numbers = [num_sent(plan, rank // 2) for plan in plans]
         assert 0 < numbers[0] < numbers[1] < 3 * 4
         assert found == [EXPERT_BYTES * max(numbers[: step + 1]) for step in range(3)]
+
+
+def published(rank, plans, steps):
+    """Experts that this rank writes as each plan begins."""
+    found = []
+    with (
+        closing(engine_of(plans[0], rank)) as engine,
+        patch.object(host_memory.HostMemory, "_write", lambda memory, experts, is_mine_LE: found[-1].extend(experts)),
+    ):
+        for step, plan in zip(steps, plans, strict=True):
+            found.append([])
+            begin(engine, step, plan)
+    return [sorted(each) for each in found]
+
+
+def test_a_step_publishes_what_its_plans_send_and_nothing_twice(workers):
+    one = random_plan(0, ranks=4, per_node=2)
+    other = random_plan(1, ranks=4, per_node=2, homes=one.home_LE)
+    plans, steps = [one, other, one, one], [7, 7, 7, 8]
+    for rank, found in enumerate(workers(4).run(published, plans, steps)):
+        first, second = ({sent[:2] for sent in sent_in(plan, rank // 2) if sent[2] == rank} for plan in (one, other))
+        assert found == [sorted(first), sorted(second - first), [], sorted(first)]
+        assert first
+        assert second - first
 
 
 def locked(rank, plans):

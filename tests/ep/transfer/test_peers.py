@@ -25,12 +25,11 @@ def one_rank_gives_up(rank):
     arrived = torch.zeros(2, 3)
     if rank == 0:
         time.sleep(LATE_S)
+    sent = [torch.full((3,), 10.0 * rank + i) for i in range(2)]
     transfers = [
-        Transfer(
-            group, f"transfer {i}", [(other, 0, torch.full((3,), 10.0 * rank + i))], [(other, 0, arrived[i])]
-        ).post()
-        for i in range(2)
+        Transfer(group, f"transfer {i}", [(other, 0, sent[i])], [(other, 0, arrived[i])]).post() for i in range(2)
     ]
+    del sent
     if rank == 0:
         for transfer in transfers:
             transfer.wait()
@@ -95,7 +94,7 @@ def test_an_error_that_no_lost_rank_has_caused_keeps_its_own_message(workers):
         assert memory.startswith("OutOfMemoryError: CUDA out of memory")
 
 
-WAITED_S, GROUP_S = 0.5, 3.0
+WAITED_S = 0.5
 QUESTIONS = {
     "most": lambda consensus: consensus.most(torch.zeros(1), "asking"),
     "gather": lambda consensus: consensus.gather(torch.zeros(1), "asking"),
@@ -132,23 +131,3 @@ def test_a_rank_that_waits_in_vain_says_for_how_long(workers):
         waited = re.match(r"asking: rank 1 got no answer from another rank after (\d+\.\d) s", said)
         assert waited is not None, (question, said)
         assert WAITED_S <= float(waited[1]) < 20
-
-
-def ask_in_a_group(rank):
-    """How long rank 1 waits beside a group of a short timeout, of which rank 0 answers nothing."""
-    group = dist.new_group(timeout=timedelta(seconds=GROUP_S))
-    consensus, transfers = RankConsensus(group), PeerGroup(group)
-    begun = time.monotonic()
-    if rank:
-        with pytest.raises(TransferError, match=r"answer.*another"):
-            agreeing(consensus)
-    waited = time.monotonic() - begun
-    dist.barrier()
-    return waited, transfers.timeout_s
-
-
-@pytest.mark.slow
-def test_a_missing_rank_is_waited_for_as_long_as_the_group_says(workers):
-    waited, of_transfers = workers(2).run(ask_in_a_group)[1]
-    assert GROUP_S <= waited + 0.1 < 20
-    assert of_transfers == GROUP_S

@@ -110,7 +110,7 @@ def begin(weights, step, plan, *, updating=True):
 
 
 def make_engine(plan, rank, options=None, *, kind=PeerGroup, homes=None):
-    """An engine with its trainable shards."""
+    """An engine of these shards, or of trainable ones."""
     homes = shards(plan, rank) if homes is None else homes
-    options, group = options or TransferOptions(paths="host"), peers(kind=kind)
-    return TransferEngine(dict(enumerate(homes)), options, group, consensus()), homes
+    options = options or TransferOptions(paths="host")
+    return TransferEngine(dict(enumerate(homes)), options, peers(kind=kind), consensus())

@@ -252,7 +252,7 @@ class NamedFile:
 
 
 def create_file(directory: Path, num_bytes: int) -> NamedFile:
-    """Make a new file of zeros, all of its memory taken. On an `OSError` nothing is left."""
+    """Make a new file of zeros, locked, all of its memory taken. On an `OSError` nothing is left."""
     file = _create_locked(directory)
     try:
         # a write into a file that was only given its length would end the process where memory runs out (SIGBUS)
@@ -263,9 +263,8 @@ def create_file(directory: Path, num_bytes: int) -> NamedFile:
     return file
 
 
-def remove_stale_files(directory: Path) -> int:
-    """Remove this user's files whose makers died before they unnamed them. Return how many."""
-    removed = 0
+def remove_stale_files(directory: Path) -> None:
+    """Remove this user's files whose makers died before they unnamed them."""
     # A maker holds the lock as long as the file has its name, so a lock that can be had is a dead maker's.
     for path in directory.glob(f"{_prefix()}*"):
         with suppress(OSError):
@@ -273,10 +272,8 @@ def remove_stale_files(directory: Path) -> int:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
-                removed += 1
             finally:
                 os.close(descriptor)
-    return removed
 
 
 def _create_locked(directory: Path) -> NamedFile:

@@ -38,11 +38,8 @@ class SlotSet:
     def assign(self, cell: Cell) -> None:
         """Give the set to a cell; what it holds of another layer is dropped."""
         if self.cell is None or self.cell.layer != cell.layer:
-            self.clear()
+            self.held_GR.fill(EMPTY)
         self.cell = cell
-
-    def clear(self) -> None:
-        self.held_GR = np.full_like(self.held_GR, EMPTY)
 
     def holds(self, plan: CellPlan) -> bool:
         """Whether the slots of all ranks hold the replicas of a cell, or are being sent them."""

@@ -1,36 +1,9 @@
-"""Hosts in pieces are the hosts of the whole; options that cannot be."""
+"""Options that cannot be."""
 
-import numpy as np
 import pytest
 
 from foreroute.errors import ConfigError
 from foreroute.plan import PlanOptions
-from foreroute.plan.hosts import Hosts
-from tests.plan.random_plans import small_case
-
-
-def same(a, b):
-    return all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
-
-
-@pytest.mark.parametrize("sizes", [(5,), (3, 2), (1, 3, 1)])
-def test_layers_side_by_side_are_the_hosts_of_all(sizes):
-    plan, _ = small_case(4, layers=5)
-    parts, begin = [], 0
-    for size in sizes:
-        layers = range(begin, begin + size)
-        cells = [plan.cell(m, layer) for m in range(3) for layer in layers]
-        parts.append(Hosts.of_cells(plan.home_LE[layers], cells))
-        begin += size
-    assert same(Hosts.side_by_side(parts), plan.hosts)
-
-
-def test_micro_steps_are_written_one_behind_the_other():
-    hosts = small_case(4)[0].hosts
-    room = Hosts.with_room(hosts.home_LE, 3, 4, most=8)
-    for begin, end in ((0, 1), (1, 3)):
-        room.write(begin, hosts.part(begin, end))
-    assert same(room.part(0, 3), hosts)
 
 
 @pytest.mark.parametrize(
