@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from foreroute import RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.adapters import megatron
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.plan import Links, PlanOptions, Topology
@@ -19,7 +18,7 @@ from foreroute.planner import plan
 from foreroute.trace import digest
 from tests.adapters.megatron.cpu_optimizers import Trained, finalize_model_grads
 from tests.adapters.megatron.grid_checks import carrying
-from tests.adapters.megatron.micro_batches import layout_of, make_batches
+from tests.adapters.megatron.micro_batches import layout_of, made_up, make_batches
 from tests.adapters.megatron.model_chunks import EXPERTS, build, initialize
 from tests.adapters.megatron.training_step import forward_step, moe_layers, step
 from tests.plan.random_plans import random_plan
@@ -55,14 +54,9 @@ class Planned:
     @classmethod
     def of(cls, case, optimizer=None, kind="planned"):
         """`kind` as in `trained`; nothing moves homes."""
-        doubles_stay()
-        initialize(case.cell)
-        chunks = [chunk.to(chunk.config.params_dtype) for chunk in build(case.cell)]
-        routed = megatron.attach(chunks)
+        chunks, routed = built(case)
         model = optimizer and Trained(chunks, optimizer)
-        batches = make_batches(case.cell)
-        traces = [skewed(batch, case, 0, m) for m, batch in enumerate(batches)]
-        shards = cut(routed, case, batches, traces)
+        batches, traces, shards = drawn(routed, case, 0)
         made, counts_MLGE, _ = make_plan(routed, model, kind, 0, shards, None)
         return cls(chunks, routed, model, batches, traces, shards, made, counts_MLGE)
 
@@ -89,12 +83,7 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS, path="direc
         Losses, gradients after reduction by (step, parameter), weights, buffers and optimizer state; recorded routes
         where nothing is executed; rows off the plan, cells with replicas and moves of homes.
     """
-    cell = case.cell
-    doubles_stay()
-    initialize(cell)
-    chunks = [chunk.bfloat16() if case.rounded else chunk for chunk in build(cell)]
-    chunks = [chunk.to(chunk.config.params_dtype) for chunk in chunks]
-    routed = megatron.attach(chunks)
+    chunks, routed = built(case)
     routed.use(TransferOptions(paths=path))
     model = Trained(chunks, case.optimizer, **dict(case.told))
     if dict(case.told).get("overlap_grad_reduce"):
@@ -108,9 +97,7 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS, path="direc
         before_LE = routed.home_LE
         if planned == "moved" and number % 2:
             routed.move_homes(np.random.default_rng(number).permuted(before_LE, axis=1), model.optimizer)
-        batches = make_batches(cell, seed=number)
-        traces = [skewed(batch, case, number, m) for m, batch in enumerate(batches)]
-        shards = cut(routed, case, batches, traces)
+        batches, traces, shards = drawn(routed, case, number)
         with contextlib.ExitStack() as stack:
             if executes:
                 made, counts_MLGE, shards = make_plan(routed, model, planned, number, shards, (batches, traces))
@@ -148,11 +135,32 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS, path="direc
     return found
 
 
-def cut(routed, case, batches, traces):
-    return [
+def built(case):
+    """Chunks, and the same attached."""
+    doubles_stay()
+    initialize(case.cell)
+    chunks = [chunk.bfloat16() if case.rounded else chunk for chunk in build(case.cell)]
+    chunks = [chunk.to(chunk.config.params_dtype) for chunk in chunks]
+    return chunks, megatron.attach(chunks)
+
+
+def drawn(routed, case, number):
+    """Micro-batches of a step, their routes, and those of this rank."""
+    batches = make_batches(case.cell, seed=number)
+    traces = [
+        made_up(batch, case.cell, number, m, favour_LE=favoured_LE(case, number, m), complete=case.complete)
+        for m, batch in enumerate(batches)
+    ]
+    shards = [
         routed.shard(trace, layout_of(batch), padding=case.padding)
         for batch, trace in zip(batches, traces, strict=True)
     ]
+    return batches, traces, shards
+
+
+def favoured_LE(case, *seed):
+    """Other experts in each micro-step and layer, on all ranks alike."""
+    return np.random.default_rng(seed).gumbel(size=(len(case.cell.routed_layers), EXPERTS)) * 1.5
 
 
 def make_plan(routed, model, planned, number, shards, data):
@@ -172,20 +180,6 @@ def make_plan(routed, model, planned, number, shards, data):
     slots: SlotSharing = "layer" if planned == "planned" else "shared"
     options = PlanOptions(tolerance=0.0, slots=slots, replicas=planned != "static")
     return plan(counts_MLGE, topology, options, home_LE=routed.home_LE), counts_MLGE, shards
-
-
-def skewed(batch, case, number, m):
-    """Routes that favour other experts in each micro-step and layer, on all ranks alike."""
-    layers = case.cell.routed_layers
-    top_k = dict(case.cell.settings).get("moe_router_topk", 2)
-    favour = np.random.default_rng((number, m)).gumbel(size=(len(layers), EXPERTS)) * 1.5
-    own = np.random.default_rng((number, m, parallel_state.get_data_parallel_rank()))
-    spec = RoutingSpec(EXPERTS, top_k, tuple(map(RoutedLayer, layers)))
-    routes = [
-        np.argsort(-(favour + own.gumbel(size=(n - 1 + case.complete, *favour.shape))), axis=-1)[..., :top_k]
-        for n in batch.lengths
-    ]
-    return RoutingTrace.from_sequences(spec, [t.numpy() for t in batch.tokens], routes)
 
 
 def rows_off_plan(routed, execution, counts_MLGE, pass_name="update"):

@@ -50,7 +50,7 @@ def check_cell(cell, thorough=False):
     assert_same_step(chunks, carrying(batches, own), forward, (losses, grads), "its own routes")
 
     forward = routed.replaying(forward_step)
-    foreign = [made_up(batch, cell.routed_layers, seed) for seed, batch in enumerate(batches)]
+    foreign = [made_up(batch, cell, seed) for seed, batch in enumerate(batches)]
     with Dispatched(chunks).watch() as seen:
         foreign_losses, foreign_grads = step(chunks, placed(routed, batches, foreign), forward)
     assert_followed(seen, batches, foreign, native)
@@ -89,7 +89,6 @@ def assert_followed(seen, batches, traces, native):
         assert len(recomputes) == len(native.recomputes(layer)), f"layer {layer} was recomputed {len(recomputes)} times"
         for m, (batch, trace, call) in enumerate(zip(batches, traces, forwards, strict=True)):
             assert_map_is(call[1], trace, expected_rows(batch), layer, f"layer {layer}, micro-batch {m}")
-            assert_weighed_live(forwards[m], seen.layers[layer].router, f"layer {layer}, micro-batch {m}")
         for m, (_, map_RE, weights_RE, _) in recomputes:
             assert np.array_equal(map_RE, forwards[m][1]), f"layer {layer}: recompute of micro-batch {m} went elsewhere"
             assert np.array_equal(weights_RE, forwards[m][2]), f"layer {layer}: recompute of {m} weighed otherwise"
@@ -106,19 +105,6 @@ def assert_map_is(map_RE, trace, rows_R, layer, where):
     assert (map_RE.sum(1) == trace.spec.top_k).all(), f"{where}: rows have {np.unique(map_RE.sum(1))} experts"
     load_E = map_RE[rows_R == PAD_ROW].sum(0)
     assert load_E.max() - load_E.min() <= 1, f"{where}: padding went to {load_E} experts"
-
-
-def assert_weighed_live(call, router, where):
-    """The weights are the softmax of live logits over the picked experts, written out in float64."""
-    hidden, map_RE, weights_RE, _ = call
-    assert not weights_RE[~map_RE].any(), f"{where}: an expert that was not picked has a weight"
-    assert (weights_RE[map_RE] > 0).all(), f"{where}: a picked expert has no weight"
-    if router.score_function == "softmax" and not router.config.moe_router_pre_softmax:
-        gate_EH = router.weight.detach().double().numpy()
-        hidden_RH = np.frombuffer(hidden, np.float32).reshape(-1, gate_EH.shape[1])
-        exp_RE = np.where(map_RE, np.exp(hidden_RH.astype(np.float64) @ gate_EH.T), 0.0)
-        wanted_RE = exp_RE / exp_RE.sum(1, keepdims=True)
-        assert np.allclose(weights_RE, wanted_RE, rtol=1e-4, atol=1e-6), f"{where}: gate weights are of other logits"
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from foreroute.adapters.megatron.separate_replicas import SeparateReplicas
 from tests.adapters.megatron.executed_plans import furthest, trained
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import OVERLAP, Cell, ExecutionCase, with_settings
-from tests.adapters.megatron.test_replicas_inside import EXACT, in_float64
+from tests.adapters.megatron.test_replicas_inside import EXACT
 
 SEEN = 1e-6
 """A million times what is let pass."""
@@ -24,7 +24,7 @@ SEEN = 1e-6
 @on_ranks(4)
 def test_gradients_that_are_late_for_their_bucket():
     """Added after the schedule and before gradients are summed over ranks, when buckets have left."""
-    case = in_float64(ExecutionCase(Cell(ep=2, layers=2), 4, told=OVERLAP))
+    case = ExecutionCase(Cell(ep=2, layers=2), 4, told=OVERLAP).in_float64()
     late, add_returned = [], SeparateReplicas.add_returned
 
     def add_later(self, returned, grads):
@@ -49,7 +49,7 @@ def test_gradients_that_are_late_for_their_bucket():
 @on_ranks(4)
 def test_weights_that_are_sent_before_they_are_gathered():
     told = (*OVERLAP, ("overlap_param_gather", True))
-    case = in_float64(ExecutionCase(Cell(ep=2, layers=2), 4, "distributed", told))
+    case = ExecutionCase(Cell(ep=2, layers=2), 4, "distributed", told).in_float64()
     plain = trained(case, None)
     for path in ("direct", "host"):
         apart = furthest(trained(case, "planned", path=path), plain)

@@ -11,8 +11,8 @@ from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell
 from tests.adapters.megatron.micro_batches import make_batches
 from tests.adapters.megatron.model_chunks import attached, build, initialize
-from tests.adapters.megatron.one_rank import refuses
 from tests.adapters.megatron.training_step import step
+from tests.replay.session_subject import refuses
 
 
 @on_ranks(2)

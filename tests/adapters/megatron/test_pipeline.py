@@ -16,9 +16,8 @@ STEPS, BY_NIGHT = 2, 20
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("check", ["check_names_against_another_converter", "check_what_cannot_be_converted"])
-def test_names(check):
-    run(f"pipeline_checks.{check}")
+def test_what_cannot_be_converted_is_refused():
+    run("pipeline_checks.refuses_what_cannot_be_converted")
 
 
 @pytest.mark.parametrize(

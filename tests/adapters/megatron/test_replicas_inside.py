@@ -1,6 +1,5 @@
 """What plans leave as it was inside Megatron: gradients, checkpoints and memory. And what is spread by them."""
 
-import dataclasses
 import gc
 from unittest import mock
 
@@ -17,7 +16,6 @@ from foreroute.planner import plan
 from tests.adapters.megatron.executed_plans import (
     LINKS,
     SLOTS,
-    STEPS,
     Planned,
     furthest,
     make_plan,
@@ -25,24 +23,23 @@ from tests.adapters.megatron.executed_plans import (
     trained,
 )
 from tests.adapters.megatron.forked_ranks import on_ranks
-from tests.adapters.megatron.grid import Cell, ExecutionCase, with_settings
+from tests.adapters.megatron.grid import Cell, ExecutionCase
 from tests.adapters.megatron.grid_checks import carrying
 from tests.adapters.megatron.grouped_linear import GroupedLinear
 from tests.adapters.megatron.micro_batches import layout_of
 from tests.adapters.megatron.model_chunks import TOP_K
 from tests.adapters.megatron.training_step import forward_step, step
 
-FLOAT64 = {"moe_router_dtype": "fp64", "params_dtype": torch.float64, "pipeline_dtype": torch.float64}
 EXACT = 1e-12
 
 
-def check_cases(cases, steps=STEPS):
+def check_cases(cases):
     for case, kinds in cases:
-        case = in_float64(case)
-        plain = trained(case, None, steps=steps)
+        case = case.in_float64()
+        plain = trained(case, None)
         for planned in kinds:
             try:
-                check_equal(plain, trained(case, planned, steps=steps), planned)
+                check_equal(plain, trained(case, planned), planned)
             except Exception as error:
                 raise AssertionError(f"[{case}], {planned}: {error}") from error
 
@@ -205,9 +202,3 @@ def kept(chunk):
             for key, shard in chunk.sharded_state_dict().items()
         },
     )
-
-
-def in_float64(case):
-    settings = {**dict(case.cell.settings), **FLOAT64}
-    fields = {f.name: getattr(case.cell, f.name) for f in dataclasses.fields(case.cell) if f.name != "settings"}
-    return dataclasses.replace(case, cell=with_settings(settings, **fields))
