@@ -80,8 +80,8 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS, path="direc
         path: that weights of replicas take.
 
     Returns:
-        Losses, gradients after reduction by (step, parameter), weights, buffers and optimizer state; recorded routes
-        where nothing is executed; rows off the plan, cells with replicas and moves of homes.
+        Losses, weights, buffers and the state of the optimizer, which sums gradients up; recorded routes where nothing
+        is executed; rows off the plan, cells with replicas and moves of homes.
     """
     chunks, routed = built(case)
     routed.use(TransferOptions(paths=path))
@@ -91,7 +91,7 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS, path="direc
         chunks[0].config.no_sync_func = of_chunks if len(of_chunks) > 1 else of_chunks[0]
     forward = routed.replaying(forward_step, padding=case.padding) if case.replays else forward_step
     executes = planned not in (None, "moved")
-    found = {"losses": [], "traces": [], "gradients": {}, "off_plan": 0, "replicas": 0, "moved": 0}
+    found = {"losses": [], "traces": [], "off_plan": 0, "replicas": 0, "moved": 0}
     for number in range(steps):
         model.zero_grad()
         before_LE = routed.home_LE
@@ -114,7 +114,6 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS, path="direc
             found["traces"].append(digest(recording.trace()))
         after_schedule()
         finalize_model_grads(model.chunks)
-        found["gradients"].update({(number, *key): grad for key, grad in whole_gradients(routed, model).items()})
         model.apply()
     if dict(case.told).get("overlap_param_gather"):
         for chunk in model.chunks:
@@ -193,27 +192,6 @@ def rows_off_plan(routed, execution, counts_MLGE, pass_name="update"):
     )
 
 
-def whole_gradients(routed, model):
-    """Key -> main_grad: experts by (layer, logical expert, name), from whoever has them; the rest by chunk and name."""
-    found = put_together([(key, *reduced(model, parameter)) for key, parameter in own_experts(routed, model)])
-    for i, chunk in enumerate(model.chunks):
-        for name, parameter in chunk.named_parameters():
-            if "experts." not in name:
-                found[i, name] = reduced(model, parameter)[2].clone()
-    return found
-
-
-def reduced(model, parameter):
-    """(first element, elements of the whole, tensor), of the part of a gradient that is summed over ranks here."""
-    grad = parameter.main_grad.detach().reshape(-1)
-    parts = [p for p in getattr(model.optimizer, "chained_optimizers", []) if hasattr(p, "model_param_gbuf_map")]
-    for part in parts:
-        if parameter in part.model_param_gbuf_map:
-            owned = part._get_model_param_range_map(parameter)["param"]
-            return owned.start, parameter.numel(), grad[owned.start : owned.end].clone()
-    return 0, parameter.numel(), grad[:0] if parts else grad.clone()
-
-
 def whole_experts(routed, trained):
     """(decoder layer, expert, tensor-parallel rank, name) -> what all ranks have of it, put together."""
     mine = []
@@ -258,12 +236,11 @@ def put_together(mine):
 
 
 def furthest(one, other):
-    """The largest difference of each kind, over the largest magnitude in the tensor; over all ranks."""
+    """The largest difference of losses and weights, over the largest magnitude in the tensor; over all ranks."""
     losses = [abs(a - b) / abs(b) for a, b in zip(_flat(one["losses"]), _flat(other["losses"]), strict=True)]
-    found = {"losses": max(losses, default=0.0)}
-    for kind in [kind for kind in ("gradients", "weights") if kind in one]:
-        assert one[kind].keys() == other[kind].keys()
-        found[kind] = max(_apart(one[kind][key], other[kind][key]) for key in one[kind])
+    assert one["weights"].keys() == other["weights"].keys()
+    weights = max(_apart(one["weights"][key], other["weights"][key]) for key in one["weights"])
+    found = {"losses": max(losses, default=0.0), "weights": weights}
     largest = torch.tensor(list(found.values()), dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return dict(zip(found, largest.tolist(), strict=True))

@@ -42,7 +42,7 @@ def test_gradients_that_are_late_for_their_bucket():
         mock.patch.object(SeparateReplicas, "add_returned", add_later),
         pytest.raises(AssertionError, match=r"copies of .* differ|too far"),
     ):
-        assert furthest(trained(case, "planned", add), plain)["gradients"] <= SEEN, "too far"
+        assert furthest(trained(case, "planned", add), plain)["weights"] <= SEEN, "too far"
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_fused_gradients_and_those_sent_through_autograd():
 
     with mock.patch.object(SeparateReplicas, "add_returned", through_autograd):
         apart = furthest(trained(case, "planned", steps=1), plain)
-    assert apart["gradients"] > 1e-2, apart
+    assert apart["weights"] > 1e-2, apart
 
 
 def through_autograd(self, returned, grads):

@@ -139,14 +139,14 @@ def off_by_one(device, cells, counts_CGE, rank, num_local):
 @pytest.mark.slow
 @on_ranks(2)
 def test_the_comparison_sees_a_pick_that_goes_elsewhere():
-    """Gradients are far off, or rows have no room in what was known."""
+    """What is trained is far off, or rows have no room in what was known."""
     for backend in FLEX_BACKENDS:
         case = on_flex(backend, TOLD).in_float64()
         plain = trained(case, None, steps=1)
         assert max(furthest(trained(case, "planned", steps=1), plain).values()) <= inside.EXACT
         with mock.patch.object(execution, "upload_places", off_by_one):
             try:
-                apart = furthest(trained(case, "planned", steps=1), plain)["gradients"]
+                apart = furthest(trained(case, "planned", steps=1), plain)["weights"]
             except AssertionError as error:
                 if "nobody has all of" not in str(error):
                     raise

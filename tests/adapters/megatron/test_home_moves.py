@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from foreroute.adapters.megatron import home_placement
+from foreroute.adapters.megatron import expert_parameters, planned_experts
 from foreroute.ep.transfer.home_moves import MovingLayer
 from tests.adapters.megatron.executed_plans import furthest, trained
 from tests.adapters.megatron.forked_ranks import on_ranks
@@ -30,11 +30,11 @@ def check_moves_change_nothing(case, most):
 def test_the_comparison_sees_what_stays_behind():
     """State that stays behind, weights that do, and tokens that are sent where experts were, after one move."""
     case = ExecutionCase(Cell(ep=2, layers=2, packed=True), optimizer="adamw")
-    inner = home_placement.held_tensors
+    inner = expert_parameters.held_tensors
     breaks = {
-        "state stays": mock.patch.object(home_placement, "held_tensors", lambda expert, state: inner(expert, {})),
+        "state stays": mock.patch.object(expert_parameters, "held_tensors", lambda expert, state: inner(expert, {})),
         "weights stay": mock.patch.object(MovingLayer, "commit"),
-        "tokens go where experts were": mock.patch.object(home_placement, "set_home"),
+        "tokens go where experts were": mock.patch.object(planned_experts, "set_home"),
     }
     fixed = trained(case, None, steps=3)
     for name, broken in breaks.items():

@@ -75,7 +75,7 @@ def test_gradients_lose_nothing_on_their_way_home():
             with mock.patch.object(engine, "GradientReturn", sending_as(sent_as)):
                 apart = furthest(trained(case, "planned", steps=1), executed)
             loses = torch.finfo(sent_as).bits < torch.finfo(made_in).bits
-            assert (apart["gradients"] > 0) == loses, (experts, kind, sent_as, apart)
+            assert (apart["weights"] > 0) == loses, (experts, kind, sent_as, apart)
 
 
 def sending_as(dtype):
