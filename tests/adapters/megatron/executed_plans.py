@@ -16,7 +16,7 @@ from foreroute.plan import Links, PlanOptions, Topology
 from foreroute.plan.options import SlotSharing
 from foreroute.planner import plan
 from foreroute.trace import digest
-from tests.adapters.megatron.cpu_optimizers import Trained, finalize_model_grads
+from tests.adapters.megatron.cpu_optimizers import Trained, finalize_model_grads, install
 from tests.adapters.megatron.grid_checks import carrying
 from tests.adapters.megatron.micro_batches import layout_of, made_up, make_batches
 from tests.adapters.megatron.model_chunks import EXPERTS, build, initialize
@@ -105,7 +105,7 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS, path="direc
             else:
                 recording = stack.enter_context(routed.record())
             given = carrying(batches, shards) if case.replays else batches
-            found["losses"].append(step(model.chunks, given, forward)[0])
+            found["losses"] += step(model.chunks, given, forward)[0]
         found["moved"] += int((routed.home_LE != before_LE).sum())
         if executes:
             found["replicas"] += len(made.hosts.expert_R)
@@ -136,7 +136,7 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS, path="direc
 
 def built(case):
     """Chunks, and the same attached."""
-    doubles_stay()
+    install()
     initialize(case.cell)
     chunks = [chunk.bfloat16() if case.rounded else chunk for chunk in build(case.cell)]
     chunks = [chunk.to(chunk.config.params_dtype) for chunk in chunks]
@@ -181,11 +181,11 @@ def make_plan(routed, model, planned, number, shards, data):
     return plan(counts_MLGE, topology, options, home_LE=routed.home_LE), counts_MLGE, shards
 
 
-def rows_off_plan(routed, execution, counts_MLGE, pass_name="update"):
-    """In how many cells of this rank the experts computed another number of rows than the plan says for a pass."""
+def rows_off_plan(routed, execution, counts_MLGE):
+    """In how many cells of this rank the experts computed another number of rows than the plan says for updates."""
     here = [routed.spec.layers.index(layer) for layer in routed.layers]
     rank = parallel_state.get_expert_model_parallel_rank()
-    served = execution.plan.in_pass(pass_name)
+    served = execution.plan.in_pass("update")
     return sum(
         int(served.cell(m, layer).loads_G(counts_MLGE[m, layer])[rank]) != execution.executed_ML[m, layer]
         for m, layer in itertools.product(range(len(counts_MLGE)), here)
@@ -193,22 +193,17 @@ def rows_off_plan(routed, execution, counts_MLGE, pass_name="update"):
 
 
 def whole_experts(routed, trained):
-    """(decoder layer, expert, tensor-parallel rank, name) -> what all ranks have of it, put together."""
-    mine = []
-    for key, parameter in own_experts(routed, trained):
-        mine.append(((*key, "weight"), 0, parameter.numel(), parameter.detach()))
-        mine += [((*key, what), *where, t.detach()) for what, *where, t in trained.kept(parameter)]
-    return put_together(mine)
-
-
-def own_experts(routed, model):
-    """(decoder layer, logical expert, tensor-parallel rank, name) and parameter, of every expert that lives here."""
+    """(decoder layer, logical expert, tensor-parallel rank, name, what) -> what all ranks have of it, put together."""
     place, part = parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank()
-    for layer, block in moe_layers([chunk.module for chunk in model.chunks]).items():
+    mine = []
+    for layer, block in moe_layers([chunk.module for chunk in trained.chunks]).items():
         row = [named.index for named in routed.spec.layers].index(layer)
         for slot, expert in enumerate(np.flatnonzero(routed.home_LE[row] == place).tolist()):
             for name, parameter in parameters_of(block.experts, slot).items():
-                yield (layer, expert, part, name), parameter
+                key = layer, expert, part, name
+                mine.append(((*key, "weight"), 0, parameter.numel(), parameter.detach()))
+                mine += [((*key, what), *where, t.detach()) for what, *where, t in trained.kept(parameter)]
+    return put_together(mine)
 
 
 def parameters_of(experts, slot):
@@ -237,7 +232,7 @@ def put_together(mine):
 
 def furthest(one, other):
     """The largest difference of losses and weights, over the largest magnitude in the tensor; over all ranks."""
-    losses = [abs(a - b) / abs(b) for a, b in zip(_flat(one["losses"]), _flat(other["losses"]), strict=True)]
+    losses = [abs(a - b) / abs(b) for a, b in zip(one["losses"], other["losses"], strict=True)]
     assert one["weights"].keys() == other["weights"].keys()
     weights = max(_apart(one["weights"][key], other["weights"][key]) for key in one["weights"])
     found = {"losses": max(losses, default=0.0), "weights": weights}
@@ -250,27 +245,3 @@ def _apart(a, b):
     if torch.equal(a, b):
         return 0.0
     return float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-300))
-
-
-def _flat(lists):
-    return list(itertools.chain.from_iterable(lists))
-
-
-def doubles_stay():
-    """Megatron's optimizers know three types by name, and its loss is float32: float64 goes through as it is."""
-    from tests.adapters.megatron import cpu_optimizers
-
-    cpu_optimizers._install()
-    if hasattr(torch.Tensor.float, "stays"):
-        return
-    named, rounded = torch.Tensor.type, torch.Tensor.float
-
-    def type_of(tensor, *args, **kwargs):
-        found = named(tensor, *args, **kwargs)
-        return "torch.cuda.FloatTensor" if found == "torch.cuda.DoubleTensor" else found
-
-    def to_float(tensor, *args, **kwargs):
-        return tensor if tensor.dtype == torch.float64 else rounded(tensor, *args, **kwargs)
-
-    type_of.__name__, to_float.stays = "type_of", True
-    torch.Tensor.type, torch.Tensor.float = type_of, to_float

@@ -132,5 +132,5 @@ def differing(exported, wanted):
 def refuses_what_cannot_be_converted():
     config = {"num_key_value_heads": 2, "num_attention_heads": 4}
     for name in ("decoder.layers.0.mlp.shared_experts.linear_fc1.weight", "decoder.layers.0.mlp.linear_fc1.bias"):
-        with pytest.raises(ConfigError, match="Qwen3-MoE has no weight"):
+        with pytest.raises(ConfigError, match=f"Qwen3-MoE.*{name}"):
             weights.Stacked.of(name, config)

@@ -66,6 +66,14 @@ def test_ranks_of_other_numbers_of_tokens():
 
 @pytest.mark.slow
 @on_ranks(2)
+def test_hybridep_is_told_numbers_of_places_that_it_takes():
+    """Five of a rank are ten, which its kernels refuse."""
+    with mock.patch.object(executed_plans, "SLOTS", 1):
+        check_cases([(on_flex("hybridep", TOLD), ("planned",))])
+
+
+@pytest.mark.slow
+@on_ranks(2)
 def test_home_experts_without_a_row():
     """All tokens pick experts of one rank; replicas on the other are all that it computes, or it computes nothing."""
     packed = dataclasses.replace(TOLD, packed=True)

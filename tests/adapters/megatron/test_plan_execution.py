@@ -24,12 +24,7 @@ CASES["layers of every shape"] = [
     for shape in EXECUTED_SHAPES.values()
 ]
 """What runs in the same processes: (case, kinds of plans)."""
-BY_NIGHT = (
-    *EXECUTED_BY_NIGHT,
-    "grouped, distributed",
-    "grouped, fused, distributed",
-    "grouped, fused, virtual stages",
-)
+BY_NIGHT = (*EXECUTED_BY_NIGHT, "grouped, fused, distributed", "grouped, fused, virtual stages")
 
 
 @pytest.mark.parametrize(

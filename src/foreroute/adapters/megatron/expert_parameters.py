@@ -122,7 +122,7 @@ def optimizer_state(optimizer: Any) -> OptimizerState:
         read = READERS.get(type(part))
         if read is None:
             read = _read_plain if isinstance(part, Optimizer) else None
-        if read is None or isinstance(_inner(part), HybridDeviceOptimizer):
+        if read is None or isinstance(torch_optimizer(part), HybridDeviceOptimizer):
             raise TransferError(
                 f"it is not known where a {type(part).__name__} keeps its state; homes move with optimizers of torch, "
                 "and with FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer and chains of them"
@@ -157,7 +157,8 @@ def chained(optimizer: Any) -> list[Any]:
     return [optimizer]
 
 
-def _inner(part: Any) -> Any:
+def torch_optimizer(part: Any) -> Any:
+    """Find the optimizer of torch in one of Megatron."""
     return part.optimizer if isinstance(part, MegatronOptimizer) else part
 
 
