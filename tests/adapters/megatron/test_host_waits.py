@@ -135,12 +135,12 @@ def test_a_recorded_forward_waits_for_nothing():
 
 @on_ranks(1)
 def test_what_is_wrong_is_told_when_the_session_ends():
-    """What was given is remembered."""
+    """What was given is remembered, of one sequence too, whose rows lie in the order of routers already."""
     for name, at, value, said in (
-        ("tokens", (1, 3), 0, "token 0 in the batch"),
-        ("padding", (1, 0), True, "is a token to the trace and padding to the batch, by its padding_mask"),
+        ("tokens", (0, 3), 0, "token 0 in the batch"),
+        ("padding", (0, 0), True, "is a token to the trace and padding to the batch, by its padding_mask"),
     ):
-        with chunk(SHORT, masked=True) as there, torch.no_grad():
+        with chunk(SHORT.select(1), masked=True) as there, torch.no_grad():
             getattr(there, name)[at] = value
             session = there.routed.replay(there.routed.shard(there.trace, there.layout))
             session.__enter__()
