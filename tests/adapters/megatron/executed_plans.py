@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from foreroute.adapters import megatron
+from foreroute.adapters.megatron.recording import gather_objects
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.plan import Links, PlanOptions, Topology
 from foreroute.plan.options import SlotSharing
@@ -214,10 +215,9 @@ def parameters_of(experts, slot):
 
 def put_together(mine):
     """Key -> the whole tensor, flat, of (key, first element, elements of the whole, tensor) of all ranks."""
-    everywhere = [None] * dist.get_world_size()
     # as bytes: tensors are pickled by way of files, one each
     as_bytes = [(*of, t.dtype, t.reshape(-1).contiguous().view(torch.uint8).numpy()) for *of, t in mine]
-    dist.all_gather_object(everywhere, as_bytes)
+    everywhere = gather_objects(as_bytes, dist.group.WORLD)
     whole = {}
     for key, first, numel, dtype, held in itertools.chain.from_iterable(everywhere):
         flat = torch.from_numpy(held).view(dtype)

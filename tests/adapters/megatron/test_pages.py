@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from foreroute.adapters.megatron.recording import gather_objects
 from tests.adapters.megatron.forked_ranks import ROOT, on_ranks
 from tests.adapters.megatron.grid import Cell
 from tests.adapters.megatron.model_chunks import attached
@@ -47,8 +48,7 @@ def test_the_example_trains_on_two_stages():
 
 def require_trained(*arguments):
     seen = r"^step \d: .*k3 on own routes (\S+), k3 on the engine's (\S+),.* planned (\S+), executed (\S+)$"
-    printed = [None, None]
-    dist.all_gather_object(printed, run_example("--steps", "2", *arguments))
+    printed = gather_objects(run_example("--steps", "2", *arguments), dist.group.WORLD)
     lines = re.findall(seen, "".join(printed), re.MULTILINE)
     assert len(lines) == 2, printed
     native, replayed, *_ = (sum(map(float, column)) for column in zip(*lines, strict=True))
