@@ -22,7 +22,6 @@ test-megatron-newest: $(READY) $(MEGATRON_READY)
 		layers_and_rows both_frameworks host_waits over_ranks flex_plans grid forked_ranks rank_budgets) \
 		tests/replay/test_sessions.py
 
-# every test on the newest release, the grids in which CI runs a few cells among them; `make night PART=exhaustive` has
-# them on the other
+# every test on the newest release; `make night PART=exhaustive` has them on the other
 night-megatron: $(READY) $(MEGATRON_READY)
 	$(ON_NEWEST) $(PYTEST) -k "not of_transformers" tests/adapters/megatron tests/replay/test_sessions.py

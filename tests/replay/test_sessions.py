@@ -26,7 +26,7 @@ def test_of_transformers(name, part):
 def failures(request):
     """By name and part, the traceback of each property that does not hold of Megatron-Core; asked in one process."""
     asked = [item for item in request.session.items if item.path == request.path and "failures" in item.fixturenames]
-    [failed] = run("session_subject.failures", [tuple(item.callspec.params.values()) for item in asked], timeout=400)
+    [failed] = run("one_rank.failures", [tuple(item.callspec.params.values()) for item in asked], timeout=400)
     return failed
 
 

@@ -131,26 +131,20 @@ def read_cuda_as_cpu(*modules: Any) -> None:
         module.torch = _Torch()
 
 
-class RMSNorm(torch.nn.RMSNorm):
+class _Norm(torch.nn.Module):
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__(hidden_size, eps)
+        for parameter in self.parameters():
+            # ranks of tensor parallelism each see a share of its rows
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class RMSNorm(_Norm, torch.nn.RMSNorm):
     """Stands where TENorm does: without Transformer Engine, Megatron's newest has no RMSNorm to train with."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
-        super().__init__(hidden_size, eps)
-        _share_a_sequence(self, config)
 
-
-class LayerNorm(torch.nn.LayerNorm):
+class LayerNorm(_Norm, torch.nn.LayerNorm):
     """As `RMSNorm`, for a configuration that says LayerNorm."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
-        super().__init__(hidden_size, eps)
-        _share_a_sequence(self, config)
-
-
-def _share_a_sequence(norm: torch.nn.Module, config: Any) -> None:
-    """Tell Megatron that ranks of tensor parallelism each see a share of the rows of a norm."""
-    for parameter in norm.parameters():
-        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 def use_norm(block: Any, norm: type[torch.nn.Module], *, of_heads: bool) -> None:

@@ -8,18 +8,20 @@ from tests.conformance.peers.megatron import Peer
 from tests.conformance.peers.scores import scores_of
 
 
-def report_of(routing, recompute):
-    """(text, outcomes and reasons by check) of the adapter, with this recomputation where the kit asks for any."""
-    settings, groups = on.ROUTINGS[routing], None
-    if "moe_router_num_groups" in settings:
-        groups = Groups(settings["moe_router_num_groups"], settings["moe_router_group_topk"])
-    build = builder(settings, recompute)
-    return _plain(run_conformance(MegatronUnderTest(routing, build, vocabulary=VOCABULARY, groups=groups)))
+def report():
+    """(text, outcomes and reasons by check) of the adapter."""
+    routing = "sigmoid with bias, of groups, scaled"
+    settings = on.GATES[routing]
+    groups = Groups(settings["moe_router_num_groups"], settings["moe_router_group_topk"])
+    found = run_conformance(
+        MegatronUnderTest(routing, builder(settings, "block"), vocabulary=VOCABULARY, groups=groups)
+    )
+    return found.text(), {r.check.id: (str(r.outcome), r.reason) for r in found.results}
 
 
 def scores():
     """What the kit says of `RouterReplay`, with full recomputation."""
-    return scores_of(Peer(builder(on.ROUTINGS["softmax before"], "uniform"), VOCABULARY))
+    return scores_of(Peer(builder(on.GATES["softmax before"], "uniform"), VOCABULARY))
 
 
 def builder(settings, recompute):
@@ -31,12 +33,6 @@ def builder(settings, recompute):
             chosen["moe_router_topk"] = case.top_k
         if case.num_experts is not None:
             chosen["num_moe_experts"] = case.num_experts
-        if case.top_k == 1 and not settings:
-            raise Unsupported("Megatron refuses softmax over a single pick; it wants moe_router_pre_softmax then")
-        return on.model(recompute if case.checkpointing else "none", **chosen)
+        return on.model(recompute if case.checkpointing else "none", layers=3, moe_layer_freq=[0, 1, 1], **chosen)
 
     return build
-
-
-def _plain(report):
-    return report.text(), {r.check.id: (str(r.outcome), r.reason) for r in report.results}

@@ -39,7 +39,7 @@ class Trained:
     """
 
     def __init__(self, chunks, kind, **told):
-        _install()
+        install()
         self._is_megatron = kind in MEGATRON
         settings = MEGATRON.get(kind, {})
         if "bf16" in settings:
@@ -98,7 +98,20 @@ def _all_of(tensors):
     return [(name, 0, t.numel(), t) for name, t in tensors.items() if torch.is_tensor(t)]
 
 
-def _install():
-    """Let them run in this process."""
+def install():
+    """Let them run in this process, in float64 too: they know three types by name, and Megatron's loss is float32."""
     read_cuda_as_cpu(optimizers, distrib_optimizer, clip_grads, param_and_grad_buffer, utils)
     name_types_of_cuda()
+    if hasattr(torch.Tensor.float, "stays"):
+        return
+    named, rounded = torch.Tensor.type, torch.Tensor.float
+
+    def type_of(tensor, *args, **kwargs):
+        found = named(tensor, *args, **kwargs)
+        return "torch.cuda.FloatTensor" if found == "torch.cuda.DoubleTensor" else found
+
+    def to_float(tensor, *args, **kwargs):
+        return tensor if tensor.dtype == torch.float64 else rounded(tensor, *args, **kwargs)
+
+    to_float.stays = True
+    torch.Tensor.type, torch.Tensor.float = type_of, to_float

@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from foreroute import RoutedLayer, RoutingSpec, RoutingTrace
 from foreroute.adapters import megatron
+from foreroute.adapters.megatron.recording import gather_objects
 from foreroute.ep.transfer.engine import TransferOptions
 from foreroute.plan import Links, PlanOptions, Topology
 from foreroute.plan.options import SlotSharing
 from foreroute.planner import plan
 from foreroute.trace import digest
-from tests.adapters.megatron.cpu_optimizers import Trained, finalize_model_grads
+from tests.adapters.megatron.cpu_optimizers import Trained, finalize_model_grads, install
 from tests.adapters.megatron.grid_checks import carrying
-from tests.adapters.megatron.micro_batches import layout_of, make_batches
+from tests.adapters.megatron.micro_batches import layout_of, made_up, make_batches
 from tests.adapters.megatron.model_chunks import EXPERTS, build, initialize
 from tests.adapters.megatron.training_step import forward_step, moe_layers, step
 from tests.plan.random_plans import random_plan
@@ -55,14 +55,9 @@ class Planned:
     @classmethod
     def of(cls, case, optimizer=None, kind="planned"):
         """`kind` as in `trained`; nothing moves homes."""
-        doubles_stay()
-        initialize(case.cell)
-        chunks = [chunk.to(chunk.config.params_dtype) for chunk in build(case.cell)]
-        routed = megatron.attach(chunks)
+        chunks, routed = built(case)
         model = optimizer and Trained(chunks, optimizer)
-        batches = make_batches(case.cell)
-        traces = [skewed(batch, case, 0, m) for m, batch in enumerate(batches)]
-        shards = cut(routed, case, batches, traces)
+        batches, traces, shards = drawn(routed, case, 0)
         made, counts_MLGE, _ = make_plan(routed, model, kind, 0, shards, None)
         return cls(chunks, routed, model, batches, traces, shards, made, counts_MLGE)
 
@@ -86,15 +81,10 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS, path="direc
         path: that weights of replicas take.
 
     Returns:
-        Losses, gradients after reduction by (step, parameter), weights, buffers and optimizer state; recorded routes
-        where nothing is executed; rows off the plan, cells with replicas and moves of homes.
+        Losses, weights, buffers and the state of the optimizer, which sums gradients up; recorded routes where nothing
+        is executed; rows off the plan, cells with replicas and moves of homes.
     """
-    cell = case.cell
-    doubles_stay()
-    initialize(cell)
-    chunks = [chunk.bfloat16() if case.rounded else chunk for chunk in build(cell)]
-    chunks = [chunk.to(chunk.config.params_dtype) for chunk in chunks]
-    routed = megatron.attach(chunks)
+    chunks, routed = built(case)
     routed.use(TransferOptions(paths=path))
     model = Trained(chunks, case.optimizer, **dict(case.told))
     if dict(case.told).get("overlap_grad_reduce"):
@@ -102,15 +92,13 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS, path="direc
         chunks[0].config.no_sync_func = of_chunks if len(of_chunks) > 1 else of_chunks[0]
     forward = routed.replaying(forward_step, padding=case.padding) if case.replays else forward_step
     executes = planned not in (None, "moved")
-    found = {"losses": [], "traces": [], "gradients": {}, "off_plan": 0, "replicas": 0, "moved": 0}
+    found = {"losses": [], "traces": [], "off_plan": 0, "replicas": 0, "moved": 0}
     for number in range(steps):
         model.zero_grad()
         before_LE = routed.home_LE
         if planned == "moved" and number % 2:
             routed.move_homes(np.random.default_rng(number).permuted(before_LE, axis=1), model.optimizer)
-        batches = make_batches(cell, seed=number)
-        traces = [skewed(batch, case, number, m) for m, batch in enumerate(batches)]
-        shards = cut(routed, case, batches, traces)
+        batches, traces, shards = drawn(routed, case, number)
         with contextlib.ExitStack() as stack:
             if executes:
                 made, counts_MLGE, shards = make_plan(routed, model, planned, number, shards, (batches, traces))
@@ -118,7 +106,7 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS, path="direc
             else:
                 recording = stack.enter_context(routed.record())
             given = carrying(batches, shards) if case.replays else batches
-            found["losses"].append(step(model.chunks, given, forward)[0])
+            found["losses"] += step(model.chunks, given, forward)[0]
         found["moved"] += int((routed.home_LE != before_LE).sum())
         if executes:
             found["replicas"] += len(made.hosts.expert_R)
@@ -127,7 +115,6 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS, path="direc
             found["traces"].append(digest(recording.trace()))
         after_schedule()
         finalize_model_grads(model.chunks)
-        found["gradients"].update({(number, *key): grad for key, grad in whole_gradients(routed, model).items()})
         model.apply()
     if dict(case.told).get("overlap_param_gather"):
         for chunk in model.chunks:
@@ -148,11 +135,32 @@ def trained(case, planned, after_schedule=lambda: None, steps=STEPS, path="direc
     return found
 
 
-def cut(routed, case, batches, traces):
-    return [
+def built(case):
+    """Chunks, and the same attached."""
+    install()
+    initialize(case.cell)
+    chunks = [chunk.bfloat16() if case.rounded else chunk for chunk in build(case.cell)]
+    chunks = [chunk.to(chunk.config.params_dtype) for chunk in chunks]
+    return chunks, megatron.attach(chunks)
+
+
+def drawn(routed, case, number):
+    """Micro-batches of a step, their routes, and those of this rank."""
+    batches = make_batches(case.cell, seed=number)
+    traces = [
+        made_up(batch, case.cell, number, m, favour_LE=favoured_LE(case, number, m), complete=case.complete)
+        for m, batch in enumerate(batches)
+    ]
+    shards = [
         routed.shard(trace, layout_of(batch), padding=case.padding)
         for batch, trace in zip(batches, traces, strict=True)
     ]
+    return batches, traces, shards
+
+
+def favoured_LE(case, *seed):
+    """Other experts in each micro-step and layer, on all ranks alike."""
+    return np.random.default_rng(seed).gumbel(size=(len(case.cell.routed_layers), EXPERTS)) * 1.5
 
 
 def make_plan(routed, model, planned, number, shards, data):
@@ -174,69 +182,29 @@ def make_plan(routed, model, planned, number, shards, data):
     return plan(counts_MLGE, topology, options, home_LE=routed.home_LE), counts_MLGE, shards
 
 
-def skewed(batch, case, number, m):
-    """Routes that favour other experts in each micro-step and layer, on all ranks alike."""
-    layers = case.cell.routed_layers
-    top_k = dict(case.cell.settings).get("moe_router_topk", 2)
-    favour = np.random.default_rng((number, m)).gumbel(size=(len(layers), EXPERTS)) * 1.5
-    own = np.random.default_rng((number, m, parallel_state.get_data_parallel_rank()))
-    spec = RoutingSpec(EXPERTS, top_k, tuple(map(RoutedLayer, layers)))
-    routes = [
-        np.argsort(-(favour + own.gumbel(size=(n - 1 + case.complete, *favour.shape))), axis=-1)[..., :top_k]
-        for n in batch.lengths
-    ]
-    return RoutingTrace.from_sequences(spec, [t.numpy() for t in batch.tokens], routes)
-
-
-def rows_off_plan(routed, execution, counts_MLGE, pass_name="update"):
-    """In how many cells of this rank the experts computed another number of rows than the plan says for a pass."""
+def rows_off_plan(routed, execution, counts_MLGE):
+    """In how many cells of this rank the experts computed another number of rows than the plan says for updates."""
     here = [routed.spec.layers.index(layer) for layer in routed.layers]
     rank = parallel_state.get_expert_model_parallel_rank()
-    served = execution.plan.in_pass(pass_name)
+    served = execution.plan.in_pass("update")
     return sum(
         int(served.cell(m, layer).loads_G(counts_MLGE[m, layer])[rank]) != execution.executed_ML[m, layer]
         for m, layer in itertools.product(range(len(counts_MLGE)), here)
     )
 
 
-def whole_gradients(routed, model):
-    """Key -> main_grad: experts by (layer, logical expert, name), from whoever has them; the rest by chunk and name."""
-    found = put_together([(key, *reduced(model, parameter)) for key, parameter in own_experts(routed, model)])
-    for i, chunk in enumerate(model.chunks):
-        for name, parameter in chunk.named_parameters():
-            if "experts." not in name:
-                found[i, name] = reduced(model, parameter)[2].clone()
-    return found
-
-
-def reduced(model, parameter):
-    """(first element, elements of the whole, tensor), of the part of a gradient that is summed over ranks here."""
-    grad = parameter.main_grad.detach().reshape(-1)
-    parts = [p for p in getattr(model.optimizer, "chained_optimizers", []) if hasattr(p, "model_param_gbuf_map")]
-    for part in parts:
-        if parameter in part.model_param_gbuf_map:
-            owned = part._get_model_param_range_map(parameter)["param"]
-            return owned.start, parameter.numel(), grad[owned.start : owned.end].clone()
-    return 0, parameter.numel(), grad[:0] if parts else grad.clone()
-
-
 def whole_experts(routed, trained):
-    """(decoder layer, expert, tensor-parallel rank, name) -> what all ranks have of it, put together."""
-    mine = []
-    for key, parameter in own_experts(routed, trained):
-        mine.append(((*key, "weight"), 0, parameter.numel(), parameter.detach()))
-        mine += [((*key, what), *where, t.detach()) for what, *where, t in trained.kept(parameter)]
-    return put_together(mine)
-
-
-def own_experts(routed, model):
-    """(decoder layer, logical expert, tensor-parallel rank, name) and parameter, of every expert that lives here."""
+    """(decoder layer, logical expert, tensor-parallel rank, name, what) -> what all ranks have of it, put together."""
     place, part = parallel_state.get_expert_model_parallel_rank(), parallel_state.get_expert_tensor_parallel_rank()
-    for layer, block in moe_layers([chunk.module for chunk in model.chunks]).items():
+    mine = []
+    for layer, block in moe_layers([chunk.module for chunk in trained.chunks]).items():
         row = [named.index for named in routed.spec.layers].index(layer)
         for slot, expert in enumerate(np.flatnonzero(routed.home_LE[row] == place).tolist()):
             for name, parameter in parameters_of(block.experts, slot).items():
-                yield (layer, expert, part, name), parameter
+                key = layer, expert, part, name
+                mine.append(((*key, "weight"), 0, parameter.numel(), parameter.detach()))
+                mine += [((*key, what), *where, t.detach()) for what, *where, t in trained.kept(parameter)]
+    return put_together(mine)
 
 
 def parameters_of(experts, slot):
@@ -247,10 +215,9 @@ def parameters_of(experts, slot):
 
 def put_together(mine):
     """Key -> the whole tensor, flat, of (key, first element, elements of the whole, tensor) of all ranks."""
-    everywhere = [None] * dist.get_world_size()
     # as bytes: tensors are pickled by way of files, one each
     as_bytes = [(*of, t.dtype, t.reshape(-1).contiguous().view(torch.uint8).numpy()) for *of, t in mine]
-    dist.all_gather_object(everywhere, as_bytes)
+    everywhere = gather_objects(as_bytes, dist.group.WORLD)
     whole = {}
     for key, first, numel, dtype, held in itertools.chain.from_iterable(everywhere):
         flat = torch.from_numpy(held).view(dtype)
@@ -264,12 +231,11 @@ def put_together(mine):
 
 
 def furthest(one, other):
-    """The largest difference of each kind, over the largest magnitude in the tensor; over all ranks."""
-    losses = [abs(a - b) / abs(b) for a, b in zip(_flat(one["losses"]), _flat(other["losses"]), strict=True)]
-    found = {"losses": max(losses, default=0.0)}
-    for kind in [kind for kind in ("gradients", "weights") if kind in one]:
-        assert one[kind].keys() == other[kind].keys()
-        found[kind] = max(_apart(one[kind][key], other[kind][key]) for key in one[kind])
+    """The largest difference of losses and weights, over the largest magnitude in the tensor; over all ranks."""
+    losses = [abs(a - b) / abs(b) for a, b in zip(one["losses"], other["losses"], strict=True)]
+    assert one["weights"].keys() == other["weights"].keys()
+    weights = max(_apart(one["weights"][key], other["weights"][key]) for key in one["weights"])
+    found = {"losses": max(losses, default=0.0), "weights": weights}
     largest = torch.tensor(list(found.values()), dtype=torch.float64)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return dict(zip(found, largest.tolist(), strict=True))
@@ -279,27 +245,3 @@ def _apart(a, b):
     if torch.equal(a, b):
         return 0.0
     return float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-300))
-
-
-def _flat(lists):
-    return list(itertools.chain.from_iterable(lists))
-
-
-def doubles_stay():
-    """Megatron's optimizers know three types by name, and its loss is float32: float64 goes through as it is."""
-    from tests.adapters.megatron import cpu_optimizers
-
-    cpu_optimizers._install()
-    if hasattr(torch.Tensor.float, "stays"):
-        return
-    named, rounded = torch.Tensor.type, torch.Tensor.float
-
-    def type_of(tensor, *args, **kwargs):
-        found = named(tensor, *args, **kwargs)
-        return "torch.cuda.FloatTensor" if found == "torch.cuda.DoubleTensor" else found
-
-    def to_float(tensor, *args, **kwargs):
-        return tensor if tensor.dtype == torch.float64 else rounded(tensor, *args, **kwargs)
-
-    type_of.__name__, to_float.stays = "type_of", True
-    torch.Tensor.type, torch.Tensor.float = type_of, to_float

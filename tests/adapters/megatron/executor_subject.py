@@ -7,7 +7,6 @@ from foreroute.adapters import megatron
 from tests.adapters.megatron.executed_plans import Planned
 from tests.adapters.megatron.grid import Cell, ExecutionCase
 from tests.adapters.megatron.micro_batches import model_inputs
-from tests.adapters.megatron.test_replicas_inside import in_float64
 from tests.adapters.megatron.training_step import gradients, moe_layers
 from tests.ep.executor_properties import LAYERS, MICRO_STEPS, PlannedStep, failures
 from tests.ep.transfer.plans import split_plan
@@ -21,7 +20,7 @@ class MegatronStep(PlannedStep):
         case = ExecutionCase(
             Cell(ep=2, layers=LAYERS, recompute="uniform" if checkpointed else "none", experts=experts)
         )
-        at = Planned.of(in_float64(case) if dtype == torch.float64 else case)
+        at = Planned.of(case.in_float64() if dtype == torch.float64 else case)
         [self.model], self.rank, self.routed = at.chunks, dist.get_rank(), at.routed
         self.batches, self.traces = at.batches[:MICRO_STEPS], at.shards[:MICRO_STEPS]
         self.counts_MLGE = self.routed.gather_counts(self.traces)

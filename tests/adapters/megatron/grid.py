@@ -1,7 +1,8 @@
 """One way of training in parallel. Imports nothing of Megatron, so that tests can be listed without it."""
 
 import dataclasses
-import itertools
+
+import torch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +35,10 @@ class Cell:
         return [layer for layer, has_experts in enumerate(pattern) if has_experts]
 
     @property
+    def stages(self):
+        return self.pp, self.vpp
+
+    @property
     def same_shapes(self):
         """Whether Megatron wants every micro-batch to have equally many slots.
 
@@ -52,25 +57,9 @@ class Cell:
 
 
 RECOMPUTE = ("none", "selective", "uniform", "block")
+DISPATCHERS = ("alltoall", "allgather")
 MOST_RANKS = 4
 """What two cores carry."""
-
-PARALLEL = [
-    Cell(ep=ep, tp=tp, pp=pp, vpp=vpp, cp=cp, layers=2 if pp == 1 else 4)
-    for (pp, vpp), cp, tp, ep in itertools.product([(1, 1), (2, 1), (2, 2)], (1, 2), (1, 2), (1, 2))
-]
-"""The ways of splitting the model that the grid crosses with every variant."""
-
-VARIANTS = list(itertools.product(RECOMPUTE, ("alltoall", "allgather"), (False, True)))
-"""(recompute, dispatcher, packed)."""
-
-
-def variants_of(parallel):
-    return [
-        dataclasses.replace(parallel, recompute=recompute, dispatcher=dispatcher, packed=packed)
-        for recompute, dispatcher, packed in VARIANTS
-    ]
-
 
 SAMPLE = [
     Cell(layers=2, dispatcher="allgather", packed=True),
@@ -86,7 +75,16 @@ SAMPLE = [
     Cell(pp=2, vpp=2, cp=2, dispatcher="allgather", packed=True),
     Cell(pp=2, vpp=2, tp=2, ep=2, recompute="selective"),
 ]
-"""Every pair of values of any two axes. All variants of all splits run by night."""
+"""Every pair of the values of any two of these axes."""
+AXES = {
+    "stages": ((1, 1), (2, 1), (2, 2)),
+    "tp": (1, 2),
+    "cp": (1, 2),
+    "ep": (1, 2),
+    "recompute": RECOMPUTE,
+    "dispatcher": DISPATCHERS,
+    "packed": (False, True),
+}
 
 
 def with_settings(cell_settings, **cell):
@@ -100,13 +98,11 @@ BIASED = {
 }
 
 SHAPES = {
-    "dense first, on two stages": with_settings({"moe_layer_freq": [0, 1, 1, 1]}, pp=2, recompute="uniform"),
     "a stage of dense layers": with_settings({"moe_layer_freq": [0, 0, 1, 1]}, pp=2, recompute="block"),
     "a virtual stage of dense layers": with_settings(
         {"moe_layer_freq": [0, 1, 1, 1]}, pp=2, vpp=2, recompute="uniform"
     ),
     "dense and routed by turns": with_settings({"moe_layer_freq": [1, 0, 1, 0]}, pp=2, vpp=2, packed=True),
-    "a short first stage": with_settings({"num_layers_in_first_pipeline_stage": 1}, pp=2, recompute="selective"),
     "short first virtual stages": with_settings(
         {"num_layers_in_first_pipeline_stage": 2}, pp=2, vpp=2, layers=6, recompute="uniform"
     ),
@@ -121,18 +117,19 @@ SHAPES = {
     "stages written down": with_settings(
         {"pipeline_model_parallel_layout": "Et|ttt|t|tL"}, pp=2, vpp=2, layers=6, recompute="uniform"
     ),
-    "multi-token prediction": with_settings({"mtp_num_layers": 1}),
     "multi-token prediction on the last stage": with_settings({"mtp_num_layers": 1}, pp=2, recompute="uniform"),
     "experts over tensor ranks": with_settings(
         {}, ep=2, tp=2, etp=2, layers=2, dispatcher="allgather", recompute="uniform"
     ),
-    "experts over four ranks": with_settings({}, ep=4, layers=2, recompute="selective"),
     "two blocks to a checkpoint": with_settings({"recompute_num_layers": 2}, recompute="uniform"),
     "a shared expert, limited to groups": with_settings(
         {**BIASED, "moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_shared_expert_intermediate_size": 32},
         recompute="uniform",
     ),
 }
+
+
+FLOAT64 = {"moe_router_dtype": "fp64", "params_dtype": torch.float64, "pipeline_dtype": torch.float64}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +160,10 @@ class ExecutionCase:
         said = " ".join(f"{name}={value}" for name, value in self.told)
         return f"{self.cell}, {self.ranks} ranks, {self.optimizer} {said}"
 
+    def in_float64(self):
+        settings = (*self.cell.settings, *FLOAT64.items())
+        return dataclasses.replace(self, cell=dataclasses.replace(self.cell, settings=settings))
+
 
 OVERLAP = (("overlap_grad_reduce", True), ("bucket_size", 3000))
 EXECUTED = {
@@ -170,41 +171,40 @@ EXECUTED = {
     "ep2-tp2": ExecutionCase(Cell(ep=2, tp=2, layers=2)),
     "ep2-cp2": ExecutionCase(Cell(ep=2, cp=2, layers=2), complete=False),
     "ep4": ExecutionCase(Cell(ep=4, layers=2), 4),
-    "ep2-pp2": ExecutionCase(Cell(ep=2, pp=2, layers=2), 4),
     "ep2-pp2-vpp2": ExecutionCase(Cell(ep=2, pp=2, vpp=2), 4),
     "ep2-edp2": ExecutionCase(Cell(ep=2, layers=2), 4, told=OVERLAP),
     "ep2-edp2-distributed": ExecutionCase(Cell(ep=2, layers=2), 4, "distributed", OVERLAP),
 }
-"""The splits under which plans are executed, crossed with every variant and every kind of plan."""
+"""The splits under which plans are executed."""
 PLANS = ("static", "planned", "random")
 """Every expert at its home; the planner's; valid ones of no merit, which also move homes."""
 
 
+EXECUTED_AXES = RECOMPUTE, DISPATCHERS, (False, True), PLANS
 SAMPLED = {
     "ep2": (("none", "alltoall", True, "planned"), ("uniform", "allgather", False, "static")),
     "ep2-tp2": (("none", "alltoall", False, "static"), ("uniform", "allgather", True, "random")),
     "ep2-cp2": (("block", "alltoall", True, "planned"), ("selective", "allgather", False, "planned")),
+    "ep4": (("uniform", "alltoall", True, "random"), ("block", "allgather", False, "planned")),
     "ep2-pp2-vpp2": (("uniform", "alltoall", False, "planned"), ("none", "allgather", True, "random")),
     "ep2-edp2": (("block", "alltoall", False, "random"), ("selective", "allgather", True, "static")),
     "ep2-edp2-distributed": (("selective", "alltoall", True, "random"), ("block", "allgather", False, "static")),
 }
-"""By split, (recompute, dispatcher, packed, kind of plan): each split with either dispatcher, in batches of either form
-and with homes elsewhere or replicas; and every pair of the values of any two of these four. Two splits, of which
-others here have all parts, run by night."""
+"""By split, values of `EXECUTED_AXES`: every pair of them."""
+EXECUTED_BY_NIGHT = ("ep4",)
 
 
-def executions_of(name, every):
-    """(case, kinds of plans) of one split: all, or those of `SAMPLED`."""
+def executions_of(name):
+    """(case, kinds of plans) of one split."""
     case = EXECUTED[name]
-    chosen = [(*variant, PLANS) for variant in VARIANTS] if every else [(*v, (kind,)) for *v, kind in SAMPLED[name]]
     return [
         (
             dataclasses.replace(
                 case, cell=dataclasses.replace(case.cell, recompute=recompute, dispatcher=dispatcher, packed=packed)
             ),
-            kinds,
+            (kind,),
         )
-        for recompute, dispatcher, packed, kinds in chosen
+        for recompute, dispatcher, packed, kind in SAMPLED[name]
     ]
 
 
@@ -218,18 +218,10 @@ EXECUTED_SHAPES = {
 """Settings of layers under which plans are executed, in packed micro-batches: auxiliary losses count padding else."""
 
 
-def executed_shape(name):
-    cell = with_settings(EXECUTED_SHAPES[name], ep=2, layers=2, recompute="selective", packed=True)
-    return ExecutionCase(cell), ("planned",)
-
-
 GROUPED = {
     "grouped": ExecutionCase(Cell(ep=2, layers=2, experts="grouped")),
     "grouped, fused": ExecutionCase(
         Cell(ep=2, layers=2, experts="grouped, fused", recompute="selective", dispatcher="allgather", packed=True)
-    ),
-    "grouped, distributed": ExecutionCase(
-        Cell(ep=2, layers=2, experts="grouped", recompute="uniform", packed=True), 4, "distributed", OVERLAP
     ),
     "grouped, fused, distributed": ExecutionCase(
         Cell(ep=2, layers=2, experts="grouped, fused", recompute="block"), 4, "distributed", OVERLAP

@@ -13,6 +13,7 @@ import weakref
 import torch
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 
 class GroupedLinear(torch.nn.Module):
@@ -40,6 +41,22 @@ class GroupedLinear(torch.nn.Module):
         self.is_first_microbatch = False
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
         return Gemms.apply(rows, m_splits, self.fuse_wgrad_accumulation, is_first, *weights), None
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        groups, shards = self._pg_collection, {}
+        for i in range(self.num_gemms):
+            place = (len(sharded_offsets), groups.ep.rank() * self.num_gemms + i, groups.ep.size() * self.num_gemms)
+            made = make_sharded_tensors_for_checkpoint(
+                {"weight": getattr(self, f"weight{i}")},
+                prefix,
+                {},
+                (*sharded_offsets, place),
+                tp_group=groups.expt_tp,
+                dp_cp_group=metadata["dp_cp_group"],
+            )
+            shard = shards[f"{prefix}weight{i}"] = made[f"{prefix}weight"]
+            shard.replica_id = (*shard.replica_id[:2], groups.expt_dp.rank())
+        return shards
 
 
 class Gemms(torch.autograd.Function):

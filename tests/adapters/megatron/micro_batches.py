@@ -130,13 +130,13 @@ def _padded(values, width, fill):
     return torch.cat([values, torch.full((width - len(values),), fill, dtype=values.dtype)])
 
 
-def made_up(batch, layers, seed, complete=False):
+def made_up(batch, cell, *seed, favour_LE=0.0, complete=False):
     """Routes that no router chose, for every row but each sequence's last, which an engine never computes."""
-    rng = np.random.default_rng((seed, parallel_state.get_data_parallel_rank()))
-    spec = RoutingSpec(EXPERTS, TOP_K, tuple(map(RoutedLayer, layers)))
-    routes = [
-        np.argsort(rng.random((n - 1 + complete, len(layers), EXPERTS)), axis=-1)[..., :TOP_K] for n in batch.lengths
-    ]
+    layers, top_k = cell.routed_layers, dict(cell.settings).get("moe_router_topk", TOP_K)
+    rng = np.random.default_rng((*seed, parallel_state.get_data_parallel_rank()))
+    scores = [rng.gumbel(size=(n - 1 + complete, len(layers), EXPERTS)) + favour_LE for n in batch.lengths]
+    routes = [np.argsort(-each, axis=-1)[..., :top_k] for each in scores]
+    spec = RoutingSpec(EXPERTS, top_k, tuple(map(RoutedLayer, layers)))
     return RoutingTrace.from_sequences(spec, [t.numpy() for t in batch.tokens], routes)
 
 

@@ -79,7 +79,6 @@ def config(cell):
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "init_method_std": 0.2,
-        **sizes_of(cell),
         "sequence_parallel": cell.tp > 1,
         "variable_seq_lengths": cell.packed and not cell.same_shapes,
         # two ranks in a ring: only separate groups tell what comes from the rank before and what from the rank after

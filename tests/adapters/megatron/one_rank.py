@@ -1,21 +1,22 @@
-"""A small model on one rank, called by hand: what the checks of sessions, exactness and refusals share."""
+"""Models of Megatron-Core on one rank, as the properties of sessions take them."""
 
-import contextlib
-import re
+import traceback
+from contextlib import contextmanager
+from functools import partial
 
-import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from foreroute import RoutingTrace
 from foreroute.adapters import megatron
 from tests.adapters.megatron import model_chunks
 from tests.adapters.megatron.grid import Cell
-from tests.adapters.megatron.model_chunks import RECOMPUTE_SETTINGS, VOCABULARY, initialize
-from tests.adapters.megatron.training_step import gradients, watching
-from tests.replay.session_subject import Batch, Given, require_followed
+from tests.adapters.megatron.model_chunks import RECOMPUTE_SETTINGS, initialize
+from tests.adapters.megatron.training_step import watching
+from tests.replay.session_properties import PROPERTIES
+from tests.replay.session_subject import Given, Subject, batch_of
 
-ROUTINGS = {
+GATES = {
     "softmax after": {},
     "softmax before": {"moe_router_pre_softmax": True},
     "softmax before, scaled": {"moe_router_pre_softmax": True, "moe_router_topk_scaling_factor": 2.5},
@@ -24,6 +25,12 @@ ROUTINGS = {
         "moe_router_pre_softmax": True,
         "moe_router_num_groups": 4,
         "moe_router_group_topk": 2,
+    },
+    # the sum of two that opens a group may leave the best expert of all outside
+    "softmax before, two picks of one group": {
+        "moe_router_pre_softmax": True,
+        "moe_router_num_groups": 2,
+        "moe_router_group_topk": 1,
     },
     "sigmoid": {"moe_router_score_function": "sigmoid"},
     "sigmoid with bias": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
@@ -39,12 +46,18 @@ ROUTINGS = {
     "input jitter": {"moe_input_jitter_eps": 0.01},
     "roomy capacity": {"moe_expert_capacity_factor": 4.0, "moe_token_drop_policy": "position"},
 }
-WIDTH = 12
+BY_HAND = {
+    "layers by hand, reentrant": ("none", True),
+    "layers by hand, non-reentrant": ("none", False),
+    "layers by hand around Megatron's own": ("selective", True),
+    "layers by hand inside of Megatron's own": ("uniform", False),
+}
+"""recomputation: (Megatron's own, the kind of checkpoint around each layer)."""
 
 
-def model(recompute="none", seed=0, layers=3, **settings):
-    """A model in training mode. The expert bias, where it has one, is not zero."""
-    settings = {"moe_layer_freq": [0, 1, 1], **settings} if layers == 3 else settings
+def model(recompute="none", seed=0, layers=4, **settings):
+    """In training mode; one layer of four is dense. The expert bias, where it has one, is not zero."""
+    settings = {"moe_layer_freq": [1, 0, 1, 1], **settings} if layers == 4 else settings
     initialize(Cell())
     settings |= RECOMPUTE_SETTINGS[recompute]
     [built] = model_chunks.build(Cell(layers=layers, settings=tuple(settings.items())), seed)
@@ -54,80 +67,149 @@ def model(recompute="none", seed=0, layers=3, **settings):
     return built.train()
 
 
-def tokens(seed=0, lengths=(WIDTH, WIDTH)):
-    drawn = torch.randint(1, VOCABULARY, (len(lengths), WIDTH), generator=torch.Generator().manual_seed(seed))
-    for row, length in zip(drawn, lengths, strict=True):
-        row[length:] = 0
-    return drawn
+def failures(asked):
+    failed = {}
+    for name, part in asked:
+        try:
+            PROPERTIES[name](part(MegatronSubject, name))
+        except (Exception, pytest.fail.Exception):
+            failed[name, part] = traceback.format_exc()
+    return failed
 
 
-def forward(built, ids, lengths=(WIDTH, WIDTH), **more):
-    """The mean loss of the tokens that are no padding, drawn with the same random numbers every time."""
-    torch.manual_seed(7)
-    positions = torch.arange(WIDTH).expand_as(ids)
-    causal = torch.ones(WIDTH, WIDTH, dtype=torch.bool).triu(1)[None, None]
-    losses = built(ids, positions, causal, labels=ids.roll(-1, 1), **more)
-    kept = positions < torch.tensor(lengths)[:, None]
-    return (losses * kept).sum() / kept.sum()
+class MegatronSubject(Subject):
+    """One configuration for each kind of gate."""
+
+    gates = tuple(GATES)
+    recomputations = (*RECOMPUTE_SETTINGS, *BY_HAND)
+
+    @classmethod
+    def built(cls, gate=None, recompute="none", *, seed=0):
+        gate = gate or cls.gates[0]
+        within, reentrant = BY_HAND.get(recompute, (recompute, None))
+        on = cls(model(within, seed, **GATES[gate]))
+        for layer in on.layers if recompute in BY_HAND else ():
+            layer.forward = in_a_checkpoint(layer.forward, reentrant)
+        return on
+
+    @classmethod
+    def with_statistics(cls):
+        losses = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
+        return cls(model(**GATES["sigmoid with bias"], **losses))
+
+    @classmethod
+    def attach(cls, model):
+        return megatron.attach(model)
+
+    @property
+    def layers(self):
+        return self.model.decoder.layers
+
+    @property
+    def overridden(self):
+        of_router = ("forward", "_apply_expert_bias", "_apply_aux_loss")
+        whole = [(part, "forward") for part in (self.model, self.model.decoder)]
+        return whole + [(self.routers[0], name) for name in of_router]
+
+    def run(self, batch, **changes):
+        torch.manual_seed(7)  # of jitter
+        ids, real_BT = batch.ids_BT, batch.real_BT
+        arguments = {
+            "input_ids": ids,
+            "position_ids": torch.arange(ids.shape[1]).expand_as(ids),
+            "attention_mask": torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)[None, None],
+            "labels": ids.roll(-1, 1),
+            "padding_mask": None if real_BT.all() else ~real_BT,
+        }
+        return -self.model(**{**arguments, **changes})[:, :-1]
+
+    @contextmanager
+    def given(self):
+        given = []
+
+        def note(column, hidden, routing_map, probs):
+            shape = (*hidden.shape[:2], -1)
+            map_BTE, weights_BTE = (x.view(shape).transpose(0, 1) for x in (routing_map, probs))
+            given.append(Given(column, map_BTE.numpy().copy(), weights_BTE.float().numpy().copy()))
+
+        with watching(dict(enumerate(self.blocks)), note):
+            yield given
+
+    @contextmanager
+    def scores(self):
+        seen = []
+
+        def watch(router):
+            gating = router.gating
+
+            def noting(hidden):
+                logits = gating(hidden)
+                seen.append(selected_by(router, logits.detach().double()).transpose(0, 1))
+                return logits
+
+            router.gating = noting
+
+        for router in self.routers:
+            watch(router)
+        yield seen
+        for router in self.routers:
+            del router.gating
+
+    @property
+    def selects_by_logits(self):
+        config = self.model.config
+        return config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax
+
+    @contextmanager
+    def bypassed(self, block):
+        kept = []
+        with torch.no_grad(), block_route(block, lambda *args: kept.append(type(block).route(block, *args)) or kept[0]):
+            self.run(batch_of())
+        with block_route(block, lambda *args: kept[0]):
+            yield
+
+    @contextmanager
+    def run_twice(self, block):
+        route = block.route
+        with block_route(block, lambda *args: (route(*args), route(*args))[1]):
+            yield
+
+    def wrong_calls(self, batch):
+        mask, ids = ~batch.real_BT, batch.ids_BT
+        changes = {
+            r"padding_mask is torch\.float32": {"padding_mask": mask.float()},
+            r"padding_mask is torch\.int64": {"padding_mask": mask.long()},
+            r"input_ids are torch\.float32": {"input_ids": ids.float()},
+        }
+        return {said: partial(self.run, batch, **change) for said, change in changes.items()}
 
 
-def step(built, ids, **more):
-    built.zero_grad(set_to_none=True)
-    loss = forward(built, ids, **more)
-    loss.backward()
-    return loss.detach(), gradients([built])
+def in_a_checkpoint(run, reentrant):
+
+    def again(hidden_states, **more):
+        return checkpoint(lambda hidden: run(hidden_states=hidden, **more), hidden_states, use_reentrant=reentrant)
+
+    return again
 
 
-def recorded(routed, ids, **more):
-    with routed.record() as recording, torch.no_grad():
-        forward(routed.chunks[0].trunk, ids, **more)
-    return recording.trace()
+@contextmanager
+def block_route(block, stand_in):
+    block.route = stand_in
+    yield
+    del block.route
 
 
-def foreign(spec, ids, seed=3, lengths=(WIDTH, WIDTH), complete=True):
-    rng = np.random.default_rng(seed)
-    rows = [length - (not complete) for length in lengths]
-    routes = [np.argsort(rng.random((n, spec.num_layers, spec.num_experts)), -1)[..., : spec.top_k] for n in rows]
-    kept = [row[:length].numpy() for row, length in zip(ids, lengths, strict=True)]
-    return RoutingTrace.from_sequences(spec, kept, routes)
-
-
-def attached(recompute="none", seed=0, **settings):
-    built = model(recompute, seed, **settings)
-    return built, megatron.attach(built)
-
-
-def prepared(recompute="none", lengths=(WIDTH, WIDTH), **settings):
-    built, routed = attached(recompute, **settings)
-    ids = tokens(lengths=lengths)
-    return built, routed, ids, foreign(routed.spec, ids, lengths=lengths)
-
-
-def replayed(built, routed, routes, ids, **policy):
-    with routed.replay(routes, **policy):
-        return forward(built, ids)
-
-
-@contextlib.contextmanager
-def maps_given(routed):
-    """A list of what the dispatchers of MoE layers are given, forwards and recomputations in turn."""
-    given, blocks = [], [site.block for chunk in routed.chunks for site in chunk.sites]
-
-    def note(column, hidden, routing_map, probs):
-        shape = (*hidden.shape[:2], -1)
-        map_BTE, weights_BTE = (x.view(shape).transpose(0, 1) for x in (routing_map, probs))
-        given.append(Given(column, map_BTE.numpy().copy(), weights_BTE.float().numpy().copy()))
-
-    with watching(dict(enumerate(blocks)), note):
-        yield given
-
-
-def assert_followed(given, trace, lengths=(WIDTH, WIDTH)):
-    """Every dispatcher got the routes of the trace, once."""
-    assert len(given) == trace.spec.num_layers
-    require_followed(given, trace, Batch(torch.zeros(len(lengths), WIDTH), lengths))
-
-
-def refuses(kind, said, call):
-    with pytest.raises(kind, match=re.escape(said)):
-        call()
+def selected_by(router, logits_RE):
+    """What a router selects by, written down from its configuration; -inf in groups that are closed."""
+    config = router.config
+    if config.moe_router_score_function == "sigmoid":
+        scores = logits_RE.sigmoid() + (router.expert_bias if config.moe_router_enable_expert_bias else 0.0)
+    else:
+        scores = logits_RE.softmax(-1) if config.moe_router_pre_softmax else logits_RE
+    groups, open_groups = config.moe_router_num_groups, config.moe_router_group_topk
+    if not groups:
+        return scores
+    grouped = scores.unflatten(-1, (groups, -1))
+    best = grouped.topk(config.moe_router_topk // open_groups, dim=-1).values.sum(-1).topk(open_groups, dim=-1).indices
+    is_open = torch.zeros(grouped.shape[:-1], dtype=torch.bool).scatter(-1, best, True)
+    return grouped.masked_fill(~is_open[..., None], float("-inf")).flatten(-2)

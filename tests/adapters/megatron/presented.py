@@ -18,22 +18,13 @@ from torch import Tensor, nn
 from foreroute.adapters import megatron
 from foreroute.conformance.adapter import AdapterUnderTest, Batch, Case, Fault, Groups, Seen, Unsupported
 from foreroute.conformance.torch_model import TorchModel, TorchStep, padded, raise_once
+from tests.adapters.megatron.training_step import watching
 
 HEAD = "mtp_head"
 
 
 class MegatronUnderTest(AdapterUnderTest):
-    """A small GPTModel of Megatron-Core.
-
-    Args:
-        name: of the configuration, for the report.
-        build_model: builds the model of a case with weights drawn from a fixed seed, its process groups initialised,
-            without dropout; where the case asks for checkpointing, with activation recomputation. Raises `Unsupported`
-            for a case that its configuration cannot have.
-        vocabulary: of the model.
-        groups: the group limit of its routers.
-        gradient_tolerance: as in `AdapterUnderTest`.
-    """
+    """A small GPTModel of Megatron-Core, as `build_model` builds it for a case, or raises `Unsupported`."""
 
     # a dispatcher is given a map of experts, without order
     picks_in_order = False
@@ -45,12 +36,10 @@ class MegatronUnderTest(AdapterUnderTest):
         *,
         vocabulary: int,
         groups: Groups | None = None,
-        gradient_tolerance: float = 0.0,
     ) -> None:
         self.name = f"foreroute.adapters.megatron on {name}"
         self.vocabulary = vocabulary
         self.groups = groups
-        self.gradient_tolerance = gradient_tolerance
         self._build_model = build_model
 
     def build(self, case: Case) -> MegatronModel:
@@ -58,16 +47,11 @@ class MegatronUnderTest(AdapterUnderTest):
         return MegatronModel(lambda: self._build_model(case).train(case.checkpointing))
 
     def attach(self, model: Any) -> megatron.RoutedMegatron:
-        """`megatron.attach`, which also proves replay on the routers."""
         return megatron.attach(model.model)
 
 
 class MegatronModel(TorchModel):
-    """A model of Megatron-Core with a probe at its token dispatchers.
-
-    Args:
-        build: builds it. Called again for spare parts, of which traps are made.
-    """
+    """A model of Megatron-Core with a probe at its token dispatchers; built again for parts that traps are made of."""
 
     def __init__(self, build: Callable[[], Any]) -> None:
         super().__init__(build())
@@ -79,11 +63,6 @@ class MegatronModel(TorchModel):
         return tuple(f"{path}.router.weight" for path in _blocks(self.model) if path != HEAD)
 
     def forward(self, batch: Batch, *, grad: bool = True) -> TorchStep:
-        """One forward over the padded batch.
-
-        Raises:
-            Unsupported: when it is padded on the left, which a layout says and a trace alone does not.
-        """
         if batch.padding == "left":
             raise Unsupported("padding on the left is told by a layout")
         input_ids, real_BT = padded(batch, next(self.model.parameters()).device)
@@ -107,7 +86,6 @@ class MegatronModel(TorchModel):
         return TorchStep(seen, loss)
 
     def inject(self, fault: Fault) -> None:
-        """Build a trap in."""
         *_, block = _blocks(self.model).values()
         if fault is Fault.FORWARD_RAISES:
             raise_once(block)
@@ -132,22 +110,11 @@ class MegatronModel(TorchModel):
         given: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
         blocks = _blocks(self.model)
 
-        def watch(path: str, block: Any) -> None:
-            inner = block.token_dispatcher.dispatch_preprocess
+        def note(path: str, hidden: Tensor, routing_map: Tensor, probs: Tensor) -> None:
+            given[path] = _picks(hidden, routing_map, probs, blocks[path].router.topk)
 
-            def preprocess(hidden: Tensor, routing_map: Tensor, probs: Tensor) -> Any:
-                given[path] = _picks(hidden, routing_map, probs, block.router.topk)
-                return inner(hidden, routing_map, probs)
-
-            block.token_dispatcher.dispatch_preprocess = preprocess
-
-        for path, block in blocks.items():
-            watch(path, block)
-        try:
+        with watching(blocks, note):
             yield given
-        finally:
-            for block in blocks.values():
-                del block.token_dispatcher.dispatch_preprocess
 
 
 def _blocks(model: nn.Module) -> dict[str, Any]:

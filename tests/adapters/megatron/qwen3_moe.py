@@ -1,10 +1,8 @@
-"""Qwen3-MoE three times: of transformers, of Megatron with the same weights, and written down in any precision."""
+"""Qwen3-MoE of transformers, and the same written down in any precision."""
 
 import torch
 
 from foreroute.adapters import hf
-from tests.adapters.megatron.grid import Cell
-from tests.adapters.megatron.model_chunks import build, initialize
 
 LAYERS, HIDDEN, HEADS, GROUPS, HEAD, EXPERTS, TOP_K, BASE, EPS = 3, 32, 4, 2, 16, 8, 2, 1e6, 1e-6
 DENSE = (0,)
@@ -38,64 +36,6 @@ def of_transformers():
             if "norm" in name:
                 parameter.copy_(0.5 + torch.rand(parameter.shape, generator=generator))
     return model
-
-
-def of_megatron(weights):
-    settings = {
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": EPS,
-        "qk_layernorm": True,
-        "kv_channels": HEAD,
-        "num_query_groups": GROUPS,
-        "ffn_hidden_size": 48,
-        "moe_ffn_hidden_size": 24,
-        "moe_layer_freq": [int(layer not in DENSE) for layer in range(LAYERS)],
-    }
-    initialize(Cell())
-    [model] = build(Cell(layers=LAYERS, settings=tuple(settings.items())), rotary_base=BASE)
-    model.load_state_dict(converted(weights))
-    return model
-
-
-def converted(weights):
-    named = {
-        "embedding.word_embeddings.weight": weights["model.embed_tokens.weight"],
-        "decoder.final_layernorm.weight": weights["model.norm.weight"],
-        "output_layer.weight": weights["lm_head.weight"],
-    }
-    for layer in range(LAYERS):
-        of = {n.removeprefix(f"model.layers.{layer}."): w for n, w in weights.items() if f".layers.{layer}." in n}
-        parts = {**_attention(of), **(_dense(of) if layer in DENSE else _experts(of))}
-        named.update({f"decoder.layers.{layer}.{name}": weight for name, weight in parts.items()})
-    return named
-
-
-def _attention(of):
-    q, k, v = (of[f"self_attn.{name}_proj.weight"].view(GROUPS, -1, HIDDEN) for name in "qkv")
-    return {
-        "input_layernorm.weight": of["input_layernorm.weight"],
-        # for each group its queries, its key and its value
-        "self_attention.linear_qkv.weight": torch.cat([q, k, v], dim=1).reshape(-1, HIDDEN),
-        "self_attention.q_layernorm.weight": of["self_attn.q_norm.weight"],
-        "self_attention.k_layernorm.weight": of["self_attn.k_norm.weight"],
-        "self_attention.linear_proj.weight": of["self_attn.o_proj.weight"],
-        "pre_mlp_layernorm.weight": of["post_attention_layernorm.weight"],
-    }
-
-
-def _dense(of):
-    return {
-        "mlp.linear_fc1.weight": torch.cat([of["mlp.gate_proj.weight"], of["mlp.up_proj.weight"]]),
-        "mlp.linear_fc2.weight": of["mlp.down_proj.weight"],
-    }
-
-
-def _experts(of):
-    named = {"mlp.router.weight": of["mlp.gate.weight"]}
-    for e in range(EXPERTS):
-        named[f"mlp.experts.local_experts.{e}.linear_fc1.weight"] = of["mlp.experts.gate_up_proj"][e]
-        named[f"mlp.experts.local_experts.{e}.linear_fc2.weight"] = of["mlp.experts.down_proj"][e]
-    return named
 
 
 def written_down(weights, tokens_BT, ids_BTLK, dtype):

@@ -79,19 +79,20 @@ def batch_of(data, packing_context):
 
 
 def compute_logprobs_batch(model, data_loader, packing_context, seq_length):
-    found = []
-    for data in data_loader:
-        found += get_forward_backward_func()(
-            forward_step_func=partial(logprobs_forward_step, packing_context=packing_context),
-            data_iterator=iter([data]),
-            model=model,
-            num_microbatches=1,
-            seq_length=seq_length,
-            micro_batch_size=1,
-            forward_only=True,
-            collect_non_loss_data=True,
-        )
-    return found
+    forward = partial(logprobs_forward_step, packing_context=packing_context)
+    return through_schedule(forward, model, data_loader, seq_length, forward_only=True, collect_non_loss_data=True)
+
+
+def through_schedule(forward, model, data_loader, seq_length, **more):
+    return get_forward_backward_func()(
+        forward_step_func=forward,
+        data_iterator=iter(data_loader),
+        model=model,
+        num_microbatches=len(data_loader),
+        seq_length=seq_length,
+        micro_batch_size=1,
+        **more,
+    )
 
 
 def prepare_data_for_update(model, ref_state_dict, rollouts, tokenizer, seq_length, bins=None):
@@ -144,12 +145,4 @@ def forward_step(data_iterator, model):
 
 
 def train_step(model, data_loader, seq_length):
-    get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(data_loader),
-        model=model,
-        num_microbatches=len(data_loader),
-        seq_length=seq_length,
-        micro_batch_size=1,
-        forward_only=False,
-    )
+    through_schedule(forward_step, model, data_loader, seq_length, forward_only=False)

@@ -15,23 +15,13 @@ ABSENT |= dict.fromkeys(
     ("selective-checkpoint", "compiled-layers"),
     "Megatron-Core recomputes by checkpoints of its own, and compiles no layer",
 )
-NO_LIMIT = {"group-limit": "the router has no group limit"}
-ONE_PICK = {"one-pick": "Megatron refuses softmax over a single pick; it wants moe_router_pre_softmax then"}
 
 
-@pytest.mark.parametrize(
-    ("routing", "recompute", "absent"),
-    [
-        pytest.param("softmax after", "uniform", NO_LIMIT | ONE_PICK, marks=pytest.mark.exhaustive),
-        pytest.param("softmax before, scaled", "selective", NO_LIMIT, marks=pytest.mark.exhaustive),
-        ("sigmoid with bias, of groups, scaled", "block", {}),
-    ],
-)
-def test_every_check_passes(routing, recompute, absent):
+def test_every_check_passes():
     """But those that do not apply, for a reason that is told."""
-    [(text, checks)] = run("conformance_worker.report_of", routing, recompute, timeout=300)
+    [(text, checks)] = run("conformance_worker.report", timeout=300)
     others = {check: given for check, given in checks.items() if given != ("passed", "")}
-    assert others == {check: ("not applicable", reason) for check, reason in (ABSENT | absent).items()}, text
+    assert others == {check: ("not applicable", reason) for check, reason in ABSENT.items()}, text
 
 
 BARE_FAILS = {

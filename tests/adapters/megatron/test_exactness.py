@@ -1,14 +1,13 @@
-"""Native replay changes no bit, foreign routes are followed, and the gate rule is the model's own on live scores."""
+"""The gate rule is the model's own on live scores, at whatever experts are forced."""
 
 from functools import partial
 
 import torch
-from megatron.core.transformer.moe.router_replay import RouterReplay
 
 from foreroute.adapters.megatron.hooks import TopKRouterHook
 from foreroute.core.passes import Pass, RecordOptions, RouterFacts, Rows
-from tests.adapters.megatron import one_rank as on
 from tests.adapters.megatron.forked_ranks import on_ranks
+from tests.adapters.megatron.one_rank import GATES, MegatronSubject
 
 ROWS = 16
 
@@ -16,16 +15,12 @@ ROWS = 16
 @on_ranks(1)
 def test_gates_and_gradients_against_a_dense_oracle():
     """Router alone: weights at forced ids, and the gradient of any function of them, from autograd in float64."""
-    for name, settings in on.ROUTINGS.items():
+    for name in GATES:
         if "jitter" in name or "capacity" in name:
             continue
-        _, routed = on.attached(**settings)
-        site = routed.chunks[0].sites[0]
+        site, hidden, ids_RK = drawn(name)
         router, config = site.module, site.module.config
-        generator = torch.Generator().manual_seed(5)
-        hidden = torch.randn(ROWS, 1, config.hidden_size, generator=generator)
-        ids_RK = torch.rand(ROWS, 8, generator=generator).argsort(-1)[:, : router.topk]
-        mixing_RE = torch.randn(ROWS, 8, generator=generator)
+        mixing_RE = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(7))
         probs_RE, map_RE = forced(site, hidden, ids_RK)
         (probs_RE * mixing_RE).sum().backward()
         weight = router.weight.detach().double().requires_grad_()
@@ -44,10 +39,7 @@ def test_gates_and_gradients_against_a_dense_oracle():
 @on_ranks(1)
 def test_the_oracle_tells_a_wrong_rule_apart():
     """The control: gates gathered from scores that were zeroed outside the live picks, or of another rule."""
-    _, routed = on.attached(moe_router_score_function="sigmoid")
-    site = routed.chunks[0].sites[0]
-    hidden = torch.randn(ROWS, 1, 32, generator=torch.Generator().manual_seed(5))
-    ids_RK = torch.rand(ROWS, 8, generator=torch.Generator().manual_seed(6)).argsort(-1)[:, :2]
+    site, hidden, ids_RK = drawn("sigmoid")
     probs_RE, _ = forced(site, hidden, ids_RK)
     logits_RE = hidden[:, 0].double() @ site.module.weight.detach().double().T
     zeroed_RK = site.module(hidden)[0].detach().double().gather(1, ids_RK)
@@ -56,17 +48,12 @@ def test_the_oracle_tells_a_wrong_rule_apart():
         assert not torch.allclose(probs_RE.double().gather(1, ids_RK), wrong_RK, atol=1e-5)
 
 
-@on_ranks(1)
-def test_megatrons_own_replay_is_left_alone():
-    built, routed = on.attached()
-    ids = on.tokens()
-    before = [dict(vars(own)) for own in RouterReplay.global_router_replay_instances]
-    assert before, "the model was built without router replay; the check shows nothing"
-    instances = [site.module.router_replay for site in routed.chunks[0].sites]
-    with routed.replay(on.recorded(routed, ids)):
-        on.step(built, ids)
-    assert [dict(vars(own)) for own in RouterReplay.global_router_replay_instances] == before
-    assert all(site.module.router_replay is own for site, own in zip(routed.chunks[0].sites, instances, strict=True))
+def drawn(gate):
+    """A router, hidden states [R, 1, H] and experts to force [R, K]."""
+    site = MegatronSubject.built(gate).routed.chunks[0].sites[0]
+    generator = torch.Generator().manual_seed(5)
+    hidden = torch.randn(ROWS, 1, site.module.config.hidden_size, generator=generator)
+    return site, hidden, torch.rand(ROWS, 8, generator=generator).argsort(-1)[:, : site.module.topk]
 
 
 def forced(site, hidden, ids_RK):

@@ -14,7 +14,7 @@ from foreroute.adapters.megatron.separate_replicas import SeparateReplicas
 from tests.adapters.megatron.executed_plans import furthest, trained
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import OVERLAP, Cell, ExecutionCase, with_settings
-from tests.adapters.megatron.test_replicas_inside import EXACT, in_float64
+from tests.adapters.megatron.test_replicas_inside import EXACT
 
 SEEN = 1e-6
 """A million times what is let pass."""
@@ -24,7 +24,7 @@ SEEN = 1e-6
 @on_ranks(4)
 def test_gradients_that_are_late_for_their_bucket():
     """Added after the schedule and before gradients are summed over ranks, when buckets have left."""
-    case = in_float64(ExecutionCase(Cell(ep=2, layers=2), 4, told=OVERLAP))
+    case = ExecutionCase(Cell(ep=2, layers=2), 4, told=OVERLAP).in_float64()
     late, add_returned = [], SeparateReplicas.add_returned
 
     def add_later(self, returned, grads):
@@ -42,14 +42,14 @@ def test_gradients_that_are_late_for_their_bucket():
         mock.patch.object(SeparateReplicas, "add_returned", add_later),
         pytest.raises(AssertionError, match=r"copies of .* differ|too far"),
     ):
-        assert furthest(trained(case, "planned", add), plain)["gradients"] <= SEEN, "too far"
+        assert furthest(trained(case, "planned", add), plain)["weights"] <= SEEN, "too far"
 
 
 @pytest.mark.slow
 @on_ranks(4)
 def test_weights_that_are_sent_before_they_are_gathered():
     told = (*OVERLAP, ("overlap_param_gather", True))
-    case = in_float64(ExecutionCase(Cell(ep=2, layers=2), 4, "distributed", told))
+    case = ExecutionCase(Cell(ep=2, layers=2), 4, "distributed", told).in_float64()
     plain = trained(case, None)
     for path in ("direct", "host"):
         apart = furthest(trained(case, "planned", path=path), plain)
@@ -72,7 +72,7 @@ def test_fused_gradients_and_those_sent_through_autograd():
 
     with mock.patch.object(SeparateReplicas, "add_returned", through_autograd):
         apart = furthest(trained(case, "planned", steps=1), plain)
-    assert apart["gradients"] > 1e-2, apart
+    assert apart["weights"] > 1e-2, apart
 
 
 def through_autograd(self, returned, grads):

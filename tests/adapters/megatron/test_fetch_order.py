@@ -8,36 +8,35 @@ import torch.distributed as dist
 
 from foreroute.adapters.megatron.planned_layer import PlannedLayer
 from foreroute.ep.transfer.peers import PeerGroup
-from tests.adapters.megatron.executed_plans import Planned, rows_off_plan
+from tests.adapters.megatron.executed_plans import Planned
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell, ExecutionCase
 
-CASES = [(kind, recompute) for recompute in ("none", "selective", "uniform") for kind in ("planned", "shared")]
-"""Each is in one of two tests."""
 
-
-def outcome_of(at):
+def fetches_of_a_step(at):
     with at.execute() as execution:
-        found = at.step()
-    assert rows_off_plan(at.routed, execution, at.counts_MLGE) == 0
-    return found, execution.transfers
-
-
-def fetched_in(transfers):
-    return [each for each in transfers if each.kind == "fetch" and each.host_bytes + each.direct_bytes]
+        at.step()
+    return [each for each in execution.transfers if each.kind == "fetch" and each.host_bytes + each.direct_bytes]
 
 
 @on_ranks(2)
-def test_weights_are_under_way_when_their_cell_comes():
-    """In the first step too, but those of a layer's first cell, before which its weights may still be gathered."""
-    for kind, recompute in (CASES[0], CASES[3], CASES[4]):
+def test_weights_stand_behind_the_rows_of_their_cell_and_are_under_way_when_it_comes():
+    """On one communicator, whatever is posted first travels first.
+
+    Ahead are those of the first step too, but for a layer's first cell, before which its weights may still be gathered.
+    """
+    for kind, recompute in (("planned", "none"), ("shared", "selective"), ("planned", "uniform"), ("shared", "none")):
         at = Planned.of(ExecutionCase(Cell(ep=2, layers=4, recompute=recompute)), kind=kind)
+        cells = int((at.plan.num_replicas_ML > 0).sum())
         for _ in range(2):
-            fetched = fetched_in(outcome_of(at)[1])
+            with told() as log:
+                fetched = fetches_of_a_step(at)
             firsts = {each.cell.layer: each for each in reversed(fetched)}
             late = [each for each in fetched if not each.prefetched and each is not firsts[each.cell.layer]]
-            assert fetched
-            assert not late, late
+            assert not late, (kind, recompute, late)
+            in_front = [place for place, what in enumerate(log) if what == "weights" and not rows_before(log, place)]
+            assert not in_front, (kind, recompute, log[: in_front[0] + 1])
+            assert 0 < log.count("weights") <= (cells if kind == "planned" else 2 * cells), (kind, recompute)
 
 
 @pytest.mark.slow
@@ -47,21 +46,7 @@ def test_some_are_within_the_chunks_of_a_pipeline():
     for kind in ("planned", "shared"):
         at = Planned.of(ExecutionCase(Cell(ep=2, layers=8, pp=2, vpp=2, recompute="selective")), kind=kind)
         for _ in range(2):
-            assert any(each.prefetched for each in fetched_in(outcome_of(at)[1]))
-
-
-@on_ranks(2)
-def test_weights_stand_behind_the_rows_of_their_cell():
-    """On one communicator, whatever is posted first travels first."""
-    for kind, recompute in (CASES[1], CASES[2], CASES[5]):
-        at = Planned.of(ExecutionCase(Cell(ep=2, layers=4, recompute=recompute)), kind=kind)
-        log = []
-        with told(log), at.execute():
-            at.step()
-        in_front = [place for place, what in enumerate(log) if what == "weights" and not rows_before(log, place)]
-        assert not in_front, (kind, recompute, log[: in_front[0] + 1])
-        cells = int((at.plan.num_replicas_ML > 0).sum())
-        assert 0 < log.count("weights") <= (cells if kind == "planned" else 2 * cells), (kind, recompute)
+            assert any(each.prefetched for each in fetches_of_a_step(at))
 
 
 def rows_before(log, place):
@@ -70,9 +55,9 @@ def rows_before(log, place):
 
 
 @contextlib.contextmanager
-def told(log):
-    """Writes down in which order layers begin, and rows and weights are posted."""
-    post, all_to_all, fill = PeerGroup.post, dist.all_to_all_single, PlannedLayer._preprocess
+def told():
+    """In which order layers begin, and rows and weights are posted."""
+    log, post, all_to_all, fill = [], PeerGroup.post, dist.all_to_all_single, PlannedLayer._preprocess
 
     def posting(peers, sends, receives, what):
         if what.startswith("fetching"):
@@ -84,4 +69,4 @@ def told(log):
         mock.patch.object(dist, "all_to_all_single", lambda *a, **k: log.append("rows") or all_to_all(*a, **k)),
         mock.patch.object(PlannedLayer, "_preprocess", lambda *a: log.append("layer") or fill(*a)),
     ):
-        yield
+        yield log

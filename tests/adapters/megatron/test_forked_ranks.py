@@ -1,11 +1,10 @@
-"""The harness: results come back by rank, and what goes wrong on a rank comes back as one message."""
+"""The harness: what goes wrong on a rank comes back as one message, and which Megatron runs."""
 
 import os
 import time
 from importlib import metadata
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.adapters.megatron.forked_ranks import WorkersError, run
@@ -24,35 +23,20 @@ def test_the_megatron_that_runs_is_the_one_asked_for():
     assert found.split("+")[0] == os.environ.get("FOREROUTE_MEGATRON", metadata.version("megatron-core"))
 
 
-def sums_ranks():
-    total = torch.tensor(dist.get_rank())
-    dist.all_reduce(total)
-    return int(total), dist.get_rank()
-
-
-def test_every_rank_answers_and_they_form_a_group():
-    assert run("test_forked_ranks.sums_ranks", ranks=3) == [(3, 0), (3, 1), (3, 2)]
-
-
-def raises_on_rank_one():
+def fails_on_rank_one(hangs):
     if dist.get_rank() == 1:
-        raise ValueError("rank 1 did not like it")
-    dist.barrier()
-
-
-@pytest.mark.slow
-def test_what_a_rank_raises_is_reported_while_the_others_wait_for_it():
-    with pytest.raises(WorkersError, match=r"rank 1 of 2(.|\n)*like it"):
-        run("test_forked_ranks.raises_on_rank_one", ranks=2)
-
-
-def hangs_on_rank_one():
-    if dist.get_rank() == 1:
+        if not hangs:
+            raise ValueError("rank 1 did not like it")
         time.sleep(600)
     dist.barrier()
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs_is_reported_with_its_stack():
-    with pytest.raises(WorkersError, match=r"ranks \[0, 1\] of 2(.|\n)*hangs_on_rank_one"):
-        run("test_forked_ranks.hangs_on_rank_one", ranks=2, timeout=3)
+@pytest.mark.parametrize(
+    ("hangs", "timeout", "said"),
+    [(False, 120, r"rank 1 of 2(.|\n)*like it"), (True, 3, r"ranks \[0, 1\] of 2(.|\n)*fails_on_rank_one")],
+    ids=["raises", "hangs"],
+)
+def test_what_goes_wrong_on_a_rank_is_reported_while_the_others_wait_for_it(hangs, timeout, said):
+    with pytest.raises(WorkersError, match=said):
+        run("test_forked_ranks.fails_on_rank_one", hangs, ranks=2, timeout=timeout)

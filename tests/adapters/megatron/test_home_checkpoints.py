@@ -4,7 +4,6 @@ import contextlib
 import multiprocessing
 import shutil
 import tempfile
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -13,20 +12,17 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.transformer.moe.experts import TEGroupedMLP
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from foreroute.adapters import megatron
 from foreroute.adapters.megatron.home_checkpoints import ExpertsCheckpoint
 from foreroute.errors import PlacementError
-from foreroute.layout.rank_rows import block_homes
 from foreroute.testing.megatron_on_cpu import write_checkpoints_without_server
 from tests.adapters.megatron.cpu_optimizers import Trained
 from tests.adapters.megatron.executed_plans import whole_experts
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell
 from tests.adapters.megatron.micro_batches import make_batches
-from tests.adapters.megatron.model_chunks import EXPERTS, build, initialize
+from tests.adapters.megatron.model_chunks import build, initialize
 from tests.adapters.megatron.training_step import moe_layers, step
 
 FORMAT = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -82,8 +78,13 @@ def test_other_formats_are_refused_while_experts_are_away():
     cell = Cell(ep=2, layers=2)
     initialize(cell)
     run = Run(cell, "distributed", seed=0, attached=True)
-    [part] = [part for part in run.trained.optimizer.chained_optimizers if len(run.of_experts(part))]
     [block, *_] = moe_layers([run.model]).values()
+    of_experts = {id(parameter) for parameter in block.experts.parameters()}
+    [part] = [
+        part
+        for part in run.trained.optimizer.chained_optimizers
+        if any(id(parameter) in of_experts for group in part.model_fp32_groups for parameter in group)
+    ]
     untouched, before = (set(vars(block)), set(vars(block.experts))), run.model.state_dict()
     run.train(1)
     run.move(1)
@@ -114,48 +115,6 @@ def test_other_formats_are_refused_while_experts_are_away():
             run.trained.optimizer.load_state_dict(loaded["optimizer"])
         run.model.load_state_dict(before)
         run.trained.optimizer.load_state_dict(run.trained.optimizer.state_dict())
-
-
-@on_ranks(1)
-def test_experts_of_transformer_engine_are_placed_by_their_offsets():
-    """By its own module, of linears that stand in for those of Transformer Engine."""
-    initialize(Cell())
-    home_E = np.array([1, 0, 0, 1, 0, 1, 0, 1], np.int16)
-    for rank in range(2):
-        experts = TEGroupedMLP.__new__(TEGroupedMLP)
-        torch.nn.Module.__init__(experts)
-        experts.config = SimpleNamespace(gated_linear_unit=True)
-        experts.ep_group = SimpleNamespace(size=lambda: 2, rank=lambda rank=rank: rank)
-        experts.tp_group, experts.num_local_experts = None, EXPERTS // 2
-        experts.linear_fc1, experts.linear_fc2 = GroupedLinear(rank), GroupedLinear(rank)
-        ExpertsCheckpoint(SimpleNamespace(path="router", block=SimpleNamespace(experts=experts)), home_E)
-        state = experts.sharded_state_dict(prefix="experts.", sharded_offsets=((0, 1, 3),))
-        for slot, expert in enumerate(np.flatnonzero(home_E == rank).tolist()):
-            whole = state[f"experts.linear_fc2.weight{slot}"]
-            placed = [
-                whole,
-                *state[f"experts.linear_fc1.weight{slot}"].build(),
-                state[f"experts.linear_fc2._extra_state{slot}"],
-            ]
-            assert [shard.global_offset[:2] for shard in placed] == [(1, expert)] * 4
-            assert bool((whole.data == rank * 4 + slot).all())
-
-
-class GroupedLinear(torch.nn.Module):
-    """Weights that say in which slot they are, and shards as Transformer Engine's linears make them."""
-
-    def __init__(self, rank):
-        super().__init__()
-        self.first = rank * EXPERTS // 2
-
-    def sharded_state_dict(self, prefix, sharded_offsets, metadata):
-        state = {}
-        for slot in range(EXPERTS // 2):
-            one = {"weight": torch.full((4, 2), float(self.first + slot)), "_extra_state": None}
-            offsets = (*sharded_offsets, (len(sharded_offsets), self.first + slot, EXPERTS))
-            shards = make_sharded_tensors_for_checkpoint(one, prefix, {}, offsets)
-            state |= {f"{key}{slot}": shard for key, shard in shards.items()}
-        return state
 
 
 class Run:
@@ -206,11 +165,7 @@ class Run:
         dense = {
             (name, "dense"): p.detach().clone() for name, p in self.model.named_parameters() if "experts." not in name
         }
-        return whole_experts(self.routed or at_home(self.model, self.cell), self.trained) | dense
-
-    def of_experts(self, part):
-        experts = {id(p) for block in moe_layers([self.model]).values() for p in block.experts.parameters()}
-        return [p for group in part.model_fp32_groups for p in group if id(p) in experts]
+        return whole_experts(self.routed or megatron.attach(self.model), self.trained) | dense
 
 
 def steps_of_groups():
@@ -222,13 +177,6 @@ def steps_of_groups():
         fill(self, parameter, {"step": kept["step"], **tensors})
 
     return mock.patch.object(DistributedOptimizer, "_set_main_param_and_optimizer_states", with_step)
-
-
-def at_home(model, cell):
-    """What `whole_experts` asks of an attached model, of one that is not."""
-    layers = [SimpleNamespace(index=layer) for layer in moe_layers([model])]
-    home_LE = np.tile(block_homes(EXPERTS, cell.ep), (len(layers), 1))
-    return SimpleNamespace(spec=SimpleNamespace(layers=layers), home_LE=home_LE)
 
 
 @contextlib.contextmanager

@@ -3,33 +3,26 @@
 import dataclasses
 from unittest import mock
 
-import numpy as np
 import pytest
-import torch
 
-from foreroute.adapters.megatron import home_placement
+from foreroute.adapters.megatron import expert_parameters, planned_experts
 from foreroute.ep.transfer.home_moves import MovingLayer
 from tests.adapters.megatron.executed_plans import furthest, trained
 from tests.adapters.megatron.forked_ranks import on_ranks
-from tests.adapters.megatron.grid import Cell, ExecutionCase, with_settings
+from tests.adapters.megatron.grid import Cell, ExecutionCase
 from tests.trainers.verl import flex_kernels  # noqa: F401  # of DeepEP and HybridEP, which the flex dispatcher takes
 
 STEPS = 4
 
 
-def without_and_with_moves(case):
+def check_moves_change_nothing(case, most):
     # padding that is spread goes evenly to places, so that it goes elsewhere when homes move
     case = dataclasses.replace(case, padding="native")
     fixed, moved = (trained(case, planned, steps=STEPS) for planned in (None, "moved"))
     assert (fixed["moved"], moved["moved"] > 0) == (0, True)
-    return fixed, moved
-
-
-def check_moves_change_nothing(case):
-    fixed, moved = without_and_with_moves(case)
     assert fixed["traces"] == moved["traces"]
     apart = furthest(moved, fixed)
-    assert max(apart.values()) == 0.0, apart
+    assert max(apart.values()) <= most, apart
 
 
 @pytest.mark.slow
@@ -37,27 +30,14 @@ def check_moves_change_nothing(case):
 def test_the_comparison_sees_what_stays_behind():
     """State that stays behind, weights that do, and tokens that are sent where experts were, after one move."""
     case = ExecutionCase(Cell(ep=2, layers=2, packed=True), optimizer="adamw")
-    inner = home_placement.held_tensors
+    inner = expert_parameters.held_tensors
     breaks = {
-        "state stays": mock.patch.object(home_placement, "held_tensors", lambda expert, state: inner(expert, {})),
+        "state stays": mock.patch.object(expert_parameters, "held_tensors", lambda expert, state: inner(expert, {})),
         "weights stay": mock.patch.object(MovingLayer, "commit"),
-        "tokens go where experts were": mock.patch.object(home_placement, "set_home"),
+        "tokens go where experts were": mock.patch.object(planned_experts, "set_home"),
     }
     fixed = trained(case, None, steps=3)
     for name, broken in breaks.items():
         with broken:
             apart = furthest(trained(case, "moved", steps=3), fixed)
         assert apart["losses"] > 0, f"{name}: {apart}"
-
-
-def check_sums_are_all_that_differs(settings, cell):
-    """A token's experts are added up in the order of slots, which two summands cannot tell and four can.
-
-    In float64, with an optimizer that does not divide by gradients, what is left are a few units of 2e-16.
-    """
-    cell = with_settings({"moe_router_dtype": "fp64", "params_dtype": torch.float64, **settings}, **cell)
-    fixed, moved = without_and_with_moves(ExecutionCase(cell, replays=False))
-    assert fixed["traces"] == moved["traces"]
-    apart = max(float((fixed["weights"][key] - moved["weights"][key]).abs().max()) for key in fixed["weights"])
-    assert 0 < apart < 1e-13, apart
-    assert np.allclose(fixed["losses"], moved["losses"], rtol=1e-13, atol=0)

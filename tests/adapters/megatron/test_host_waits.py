@@ -1,7 +1,8 @@
 """A chunk on a device that counts the waits of the host: replay adds none."""
 
 import contextlib
-from contextlib import nullcontext
+import itertools
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -17,39 +18,35 @@ from foreroute.plan import PlanOptions, Topology
 from foreroute.planner import plan
 from foreroute.replay import Policy, RootRows
 from foreroute.testing.counting_device import DEVICE, other_device
-from tests.adapters.megatron import one_rank as on
 from tests.adapters.megatron.executed_plans import LINKS
 from tests.adapters.megatron.forked_ranks import on_ranks
+from tests.adapters.megatron.one_rank import MegatronSubject, model
 from tests.ep.test_host_waits import waiting
+from tests.replay.session_subject import batch_of, foreign, refuses
 
-WHOLE, SHORT = (on.WIDTH, on.WIDTH), (on.WIDTH, on.WIDTH - 5)
+WIDTH = 12
+WHOLE, SHORT = batch_of(WIDTH, WIDTH), batch_of(WIDTH, 7)
 
 
 class Chunk:
-    """A model there, with two sequences and routes that no router chose.
+    """A model there, with two sequences and routes that no router chose."""
 
-    Attributes:
-        device: with its count of waits.
-        routed: the model.
-        given: tokens, positions and the mask of attention, and of padding where there is any.
-        trace: the routes.
-        layout: of the batch.
-    """
-
-    def __init__(self, device, lengths, prepared):
-        built, self.routed, ids, self.trace = prepared
-        built.to(DEVICE)
-        self.device, self.lengths, self._model = device, lengths, built
-        positions, causal = torch.arange(on.WIDTH).expand_as(ids), torch.ones(on.WIDTH, on.WIDTH, dtype=torch.bool)
-        self.given = [each.to(DEVICE) for each in (ids, positions, causal.triu(1)[None, None])]
-        self.layout = pad(lengths, side="right", order="sbhd", to=on.WIDTH)
-        self.padding = (torch.arange(on.WIDTH) >= torch.tensor(lengths)[:, None]).to(DEVICE)
-        self.more = {}
+    def __init__(self, device, batch, model, routed, masked):
+        self.device, self.model, self.routed = device, model.to(DEVICE), routed
+        self.trace, self.padding = foreign(self.routed.spec, batch), (~batch.real_BT).to(DEVICE)
+        self.layout = pad(batch.lengths, side="right", order="sbhd", to=WIDTH)
+        causal = torch.ones(WIDTH, WIDTH, dtype=torch.bool).triu(1)[None, None]
+        given = batch.ids_BT, torch.arange(WIDTH).expand_as(batch.ids_BT), causal
+        self.tokens, *self.others = (each.clone().to(DEVICE) for each in given)
+        self.more = {"padding_mask": self.padding} if masked else {}
         self.forward()  # what Megatron keeps is made
 
-    def forward(self, *_):
-        """Logits; called as a forward step too."""
-        return self._model(*self.given, **self.more)
+    def forward(self):
+        self.model(self.tokens, *self.others, **self.more)
+
+    def overwrite(self):
+        self.tokens.zero_()
+        self.padding.zero_()
 
     def waits(self):
         self.device.reads.clear()
@@ -58,30 +55,25 @@ class Chunk:
 
 
 @contextlib.contextmanager
-def chunk(lengths=WHOLE):
+def chunk(batch=WHOLE, *, masked=False):
     """It was never called on the CPU: Megatron keeps what it computes of positions where it was computed."""
-    prepared = on.prepared(lengths=lengths)
-    current = torch.cuda.current_device
-    with other_device() as device:
-        torch.cuda.current_device = lambda: DEVICE
-        try:
-            yield Chunk(device, lengths, prepared)
-        finally:
-            torch.cuda.current_device = current
+    on = MegatronSubject(model())
+    routed = on.routed
+    with other_device() as device, mock.patch.object(torch.cuda, "current_device", return_value=DEVICE):
+        yield Chunk(device, batch, on.model, routed, masked)
 
 
 @on_ranks(1)
 def test_a_replayed_forward_waits_for_nothing():
-    for lengths, masked in ((WHOLE, False), (WHOLE, True), (SHORT, False), (SHORT, True)):
-        with chunk(lengths) as there, torch.no_grad():
-            there.more = {"padding_mask": there.padding} if masked else {}
+    for batch, masked in itertools.product((WHOLE, SHORT), (False, True)):
+        with chunk(batch, masked=masked) as there, torch.no_grad():
             unpatched = there.waits()
             shard = there.routed.shard(there.trace, there.layout)
             for what in ((shard,), (there.trace, there.layout), (there.trace,)):
                 with there.routed.replay(*what) as session:
-                    assert there.waits() == unpatched, f"{lengths}, masked {masked}, {what}"
+                    assert there.waits() == unpatched, f"{batch.lengths}, masked {masked}, {what}"
                     mask_BT = session.loss_mask_BT.values_here
-                assert torch.equal(mask_BT, ~there.padding.values_here)
+                assert torch.equal(mask_BT, batch.real_BT)
             with there.routed.listening(rows := RootRows(there.routed)), there.routed.replay(shard):
                 assert there.waits() == unpatched, "roots are counted"
             assert rows.read(there.trace.lengths).roots_N.any()
@@ -105,11 +97,8 @@ def a_read_put_back():
 @on_ranks(1)
 def test_packed_batches_are_read_only_where_there_is_padding_in_them():
     """Their offsets are compared with those of the trace there, and told late."""
-    _, routed = on.attached()
-    lengths = (5, 7)
-    ids = on.tokens(lengths=lengths)
-    trace = on.foreign(routed.spec, ids, lengths=lengths)
-    tokens = torch.cat([row[:length] for row, length in zip(ids, lengths, strict=True)])
+    routed, batch = MegatronSubject(model()).routed, batch_of(5, 7)
+    trace, tokens = foreign(routed.spec, batch), batch.ids_BT[batch.real_BT]
     with other_device() as device:
         for slots, reads in (((5, 7), 0), ((6, 8), 1), ((4, 8), None)):
             given = torch.cat([tokens, tokens.new_zeros(sum(slots) - 12)])
@@ -122,11 +111,11 @@ def test_packed_batches_are_read_only_where_there_is_padding_in_them():
             device.reads.clear()
             rows = routed.routes_of(trace, None, policy).of_pass(0, call, policy, checks)
             if reads is None:
-                on.refuses(LayoutError, "sequence 0 has 5 tokens", checks.wait)
+                refuses(LayoutError, "sequence 0 has 5 tokens", checks.wait)
                 continue
             assert sum(device.reads.values()) == reads, slots
             checks.wait()
-            expected = routed.shard(trace, pack(lengths, padded_lengths=slots)).rows(routed.layers, DEVICE)
+            expected = routed.shard(trace, pack(batch.lengths, padded_lengths=slots)).rows(routed.layers, DEVICE)
             assert torch.equal(rows.ids_LRK.values_here, expected.ids_LRK.values_here)
 
 
@@ -134,47 +123,30 @@ def test_packed_batches_are_read_only_where_there_is_padding_in_them():
 def test_a_recorded_forward_waits_for_nothing():
     """What the batch holds is read when the trace is asked for, though it has been overwritten since."""
     for masked in (False, True):
-        with chunk(SHORT) as there, torch.no_grad():
-            there.more = {"padding_mask": there.padding} if masked else {}
-            unpatched, ids = there.waits(), there.given[0].values_here.clone()
+        with chunk(SHORT, masked=masked) as there, torch.no_grad():
+            unpatched = there.waits()
             with there.routed.record(margins=True) as recording:
                 assert there.waits() == unpatched
-            for each in (there.given[0], there.padding):
-                each.zero_()
-            lengths = SHORT if masked else WHOLE
-            tokens = [recording.trace().tokens(s).tolist() for s in range(2)]
-            assert tokens == [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
-
-
-def other_token(there):
-    there.given[0][1, 3] = 0
-
-
-def other_padding(there):
-    there.padding[1, 0] = True
+            there.overwrite()
+            trace, lengths = recording.trace(), SHORT.lengths if masked else WHOLE.lengths
+            expected = [row[:length].tolist() for row, length in zip(SHORT.ids_BT, lengths, strict=True)]
+            assert [trace.tokens(s).tolist() for s in range(2)] == expected
 
 
 @on_ranks(1)
 def test_what_is_wrong_is_told_when_the_session_ends():
-    for spoil, message in (
-        (None, None),
-        (other_token, "token 0 in the batch"),
-        (other_padding, "is a token to the trace and padding to the batch, by its padding_mask"),
+    """What was given is remembered, of one sequence too, whose rows lie in the order of routers already."""
+    for name, at, value, said in (
+        ("tokens", (0, 3), 0, "token 0 in the batch"),
+        ("padding", (0, 0), True, "is a token to the trace and padding to the batch, by its padding_mask"),
     ):
-        with chunk(SHORT) as there, torch.no_grad():
-            there.more = {"padding_mask": there.padding}
-            if spoil is not None:
-                spoil(there)
+        with chunk(SHORT.select(1), masked=True) as there, torch.no_grad():
+            getattr(there, name)[at] = value
             session = there.routed.replay(there.routed.shard(there.trace, there.layout))
             session.__enter__()
             there.forward()
-            for each in (there.given[0], there.padding):
-                each.zero_()  # what was given is remembered
-            leave = lambda session=session: session.__exit__(None, None, None)  # noqa: E731
-            if spoil is None:
-                leave()
-            else:
-                on.refuses(BatchMismatchError, message, leave)
+            there.overwrite()
+            refuses(BatchMismatchError, said, partial(session.__exit__, None, None, None))
 
 
 @on_ranks(1)
@@ -191,6 +163,6 @@ def test_a_planned_forward_waits_for_nothing():
         assert unpatched > around_layers
         # the control waits once, for all layers
         for is_spoilt in (False, True):
-            spoilt = mock.patch.object(dispatch, "expand_segments", waiting) if is_spoilt else nullcontext()
+            spoilt = mock.patch.object(dispatch, "expand_segments", waiting) if is_spoilt else contextlib.nullcontext()
             with spoilt, routed.execute(made, counts_MLGE, [shard]), routed.replay(shard):
                 assert there.waits() == around_layers + is_spoilt, there.device.reads

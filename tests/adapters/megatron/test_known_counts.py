@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe import token_dispatcher
 
+from foreroute.adapters.megatron.recording import gather_objects
 from foreroute.ep import execution as executions
 from foreroute.ep.agreement import RankConsensus
 from foreroute.errors import CountsError, PlanError
@@ -56,18 +57,11 @@ def counted(case, planned):
 
 @on_ranks(2)
 def test_ranks_ask_each_other_when_a_schedule_begins_and_ends():
-    require_asked_once(ExecutionCase(Cell(ep=2, layers=LAYERS)))
+    require_asked_once(Planned.of(ExecutionCase(Cell(ep=2, layers=LAYERS)), "momentum"))
 
 
-@pytest.mark.slow
-@on_ranks(4)
-def test_ranks_of_all_stages_ask_each_other_at_once():
-    require_asked_once(ExecutionCase(Cell(ep=2, pp=2, layers=LAYERS), 4))
-
-
-def require_asked_once(case):
+def require_asked_once(at):
     """On entering a second execution, and on leaving it. Within the schedule nothing is asked of ours."""
-    at = Planned.of(case, "momentum")
     with at.execute():
         at.step()
     with mock.patch.object(RankConsensus, "gather", autospec=True, side_effect=RankConsensus.gather) as votes:
@@ -81,9 +75,10 @@ def require_asked_once(case):
 
 @pytest.mark.slow
 @on_ranks(4)
-def test_what_one_stage_objects_to_ends_all():
+def test_ranks_of_all_stages_ask_each_other_at_once_and_what_one_objects_to_ends_all():
     """Other plans, which expert-parallel ranks agree on, or all but one; other micro-batches: one error everywhere."""
-    at = Planned.of(ExecutionCase(Cell(ep=2, pp=2, layers=LAYERS), 4))
+    at = Planned.of(ExecutionCase(Cell(ep=2, pp=2, layers=LAYERS), 4), "momentum")
+    require_asked_once(at)
     routed, shards, counts_MLGE = at.routed, at.shards, at.counts_MLGE
     other = make_plan(routed, None, "static", 0, shards, None)[0]
 
@@ -107,8 +102,7 @@ def test_what_one_stage_objects_to_ends_all():
     ):
         with pytest.raises(error, match=match) as caught:
             (wrong if dist.get_rank() in ranks else right)()
-        said = [None] * dist.get_world_size()
-        dist.all_gather_object(said, str(caught.value))
+        said = gather_objects(str(caught.value), dist.group.WORLD)
         assert len(set(said)) == 1, said
     with at.execute():
         at.step()

@@ -5,7 +5,6 @@ import io
 import re
 import runpy
 import sys
-import traceback
 from unittest import mock
 
 import pytest
@@ -13,11 +12,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from foreroute.adapters import megatron
-from tests.adapters.megatron import one_rank as on
+from foreroute.adapters.megatron.recording import gather_objects
 from tests.adapters.megatron.forked_ranks import ROOT, on_ranks
 from tests.adapters.megatron.grid import Cell
-from tests.adapters.megatron.model_chunks import VOCABULARY, build, initialize
+from tests.adapters.megatron.model_chunks import attached
+from tests.replay.session_subject import batch_of, foreign
 
 PAGE = "docs/megatron.md"
 PAGE_WIDTH = 16
@@ -26,18 +25,13 @@ FENCE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 @on_ranks(1)
 def test_every_block_of_the_page_runs():
-    text = (ROOT / PAGE).read_text()
-    blocks = [(text[: found.start(1)].count("\n"), found.group(1)) for found in FENCE.finditer(text)]
+    """As a reader would run them, one after the other."""
+    text, namespace = (ROOT / PAGE).read_text(), a_users_things()
+    blocks = list(FENCE.finditer(text))
     assert len(blocks) == 8
-    run_blocks(blocks)
-
-
-@on_ranks(1)
-def test_a_block_that_fails_is_seen():
-    with pytest.raises(NameError) as failed:
-        run_blocks([(2, "no_such_name\n")])
-    *_, last = traceback.extract_tb(failed.tb)
-    assert (last.filename, last.lineno) == (PAGE, 3)
+    for found in blocks:
+        line = text[: found.start(1)].count("\n")
+        exec(compile("\n" * line + found.group(1), PAGE, "exec"), namespace)
 
 
 @pytest.mark.slow
@@ -54,8 +48,7 @@ def test_the_example_trains_on_two_stages():
 
 def require_trained(*arguments):
     seen = r"^step \d: .*k3 on own routes (\S+), k3 on the engine's (\S+),.* planned (\S+), executed (\S+)$"
-    printed = [None, None]
-    dist.all_gather_object(printed, run_example("--steps", "2", *arguments))
+    printed = gather_objects(run_example("--steps", "2", *arguments), dist.group.WORLD)
     lines = re.findall(seen, "".join(printed), re.MULTILINE)
     assert len(lines) == 2, printed
     native, replayed, *_ = (sum(map(float, column)) for column in zip(*lines, strict=True))
@@ -75,32 +68,19 @@ def run_example(*arguments):
     return printed.getvalue()
 
 
-def run_blocks(blocks):
-    """As a reader would, one after the other. Blocks are (number of the line before it, code)."""
-    namespace = a_users_things()
-    for line, code in blocks:
-        exec(compile("\n" * line + code, PAGE, "exec"), namespace)
-
-
 def a_users_things():
     """A model that is trained, its forward step, micro-batches, and what an engine recorded of them."""
-    initialize(Cell())
-    [model] = build(Cell(as_shipped=True, recompute="uniform"))
-    generator = torch.Generator().manual_seed(0)
-    batches = [{"tokens": torch.randint(1, VOCABULARY, (2, PAGE_WIDTH), generator=generator)} for _ in range(2)]
-    spec = megatron.attach(model).spec
-    traces = [
-        on.foreign(spec, batch["tokens"], seed, lengths=(PAGE_WIDTH, PAGE_WIDTH), complete=False)
-        for seed, batch in enumerate(batches)
-    ]
+    [model], routed = attached(Cell(as_shipped=True, recompute="uniform"))
+    batches = [batch_of(PAGE_WIDTH, PAGE_WIDTH, seed=seed) for seed in range(2)]
+    lasts = [(s, PAGE_WIDTH - 1) for s in range(2)]
     return {
         "torch": torch,
         "get_forward_backward_func": get_forward_backward_func,
         "model": model.train(),
         "optimizer": torch.optim.AdamW(model.parameters()),
         "forward_step": forward_step,
-        "batches": batches,
-        "traces": traces,
+        "batches": [{"tokens": batch.ids_BT} for batch in batches],
+        "traces": [foreign(routed.spec, batch, absent=lasts) for batch in batches],
         "schedule": {
             "num_microbatches": len(batches),
             "seq_length": PAGE_WIDTH,

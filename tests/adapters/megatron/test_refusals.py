@@ -1,14 +1,18 @@
 """What cannot be replayed exactly is refused when the model is attached, with the router and the reason."""
 
+import re
+
 import torch
+from megatron.core.transformer.moe import router as routers
 from megatron.core.transformer.moe.router import TopKRouter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from foreroute.adapters import megatron
 from foreroute.errors import AttachError
-from tests.adapters.megatron import one_rank as on
 from tests.adapters.megatron.forked_ranks import on_ranks
+from tests.adapters.megatron.one_rank import MegatronSubject, model
+from tests.replay.session_subject import batch_of, foreign, refuses, require_followed, step
 
 SETTINGS = [
     ({"moe_router_fusion": True}, "moe_router_fusion"),
@@ -27,47 +31,47 @@ SETTINGS = [
 ]
 
 
+def refused(given, said):
+    refuses(AttachError, re.escape(said), lambda: megatron.attach(given))
+
+
 @on_ranks(1)
 def test_settings_that_bypass_or_change_the_selection():
     for settings, said in SETTINGS:
-        built = on.model()
+        built = model()
         for name, value in settings.items():
             setattr(built.config, name, value)
         for module in built.modules():
             if isinstance(module, TopKRouter):
                 module.routing_type = built.config.moe_router_load_balancing_type
-        on.refuses(AttachError, said, lambda built=built: megatron.attach(built))
-        on.refuses(AttachError, "decoder.layers.1.mlp.router", lambda built=built: megatron.attach(built))
+        refuses(
+            AttachError, f"decoder.layers.0.mlp.router .*{re.escape(said)}", lambda built=built: megatron.attach(built)
+        )
+
+
+class Hashing(TopKRouter):
+    def routing(self, logits, padding_mask=None):
+        return super().routing(logits.flip(-1), padding_mask)
 
 
 @on_ranks(1)
 def test_routers_that_select_in_a_way_of_their_own():
-    class Hashing(TopKRouter):
-        def routing(self, logits, padding_mask=None):
-            return super().routing(logits.flip(-1), padding_mask)
-
-    built = on.model()
+    built = model()
     router = built.decoder.layers[2].mlp.router
     router.__class__ = Hashing
-    on.refuses(
-        AttachError,
-        "layers.2.mlp.router (Hashing) cannot be replayed: it has a routing of its own",
-        lambda: megatron.attach(built),
-    )
+    refused(built, "layers.2.mlp.router (Hashing) cannot be replayed: it has a routing of its own")
     router.__class__ = TopKRouter
     router.routing = lambda logits, padding_mask=None: TopKRouter.routing(router, logits, padding_mask)
-    on.refuses(AttachError, "was replaced on the instance", lambda: megatron.attach(built))
+    refused(built, "was replaced on the instance")
     del router.routing
     megatron.attach(built)
     del router.router_replay  # as before 0.16
-    on.refuses(AttachError, "install megatron-core 0.16.1 or newer", lambda: megatron.attach(built))
+    refused(built, "install megatron-core 0.16.1 or newer")
 
 
 @on_ranks(1)
 def test_the_self_check_sees_a_selection_that_is_not_obeyed_and_weights_that_are_masked():
     """What no setting says: a function under the router that ignores replay, or masks the scores it gathers from."""
-    from megatron.core.transformer.moe import router as routers
-
     honest = routers.topk_routing_with_score_function
 
     def ignores(logits, topk, router_replay=None, **kwargs):
@@ -84,45 +88,46 @@ def test_the_self_check_sees_a_selection_that_is_not_obeyed_and_weights_that_are
     try:
         for stand_in, said in ((ignores, "bypasses replay"), (pretends, "did not"), (masks, "weight zero")):
             routers.topk_routing_with_score_function = stand_in
-            on.refuses(AttachError, said, lambda: megatron.attach(on.model()))
+            refused(model(), said)
     finally:
         routers.topk_routing_with_score_function = honest
-    megatron.attach(on.model())
+    megatron.attach(model())
 
 
 @on_ranks(1)
 def test_models_without_routers_or_with_several_decoders():
-    on.refuses(AttachError, "has no MoE layer", lambda: megatron.attach(on.model(moe_layer_freq=[0, 0, 0])))
-    on.refuses(AttachError, "has no decoder", lambda: megatron.attach(torch.nn.Linear(2, 2)))
-    on.refuses(AttachError, "no model to attach", lambda: megatron.attach([]))
-    both = torch.nn.ModuleDict({"language_model": on.model(), "draft": on.model()})
-    on.refuses(AttachError, "2 decoders (language_model, draft)", lambda: megatron.attach(both))
-    built = on.model()
-    on.refuses(AttachError, "passed twice", lambda: megatron.attach([built, built]))
-    on.refuses(AttachError, "expected each once", lambda: megatron.attach([built, on.model()]))
+    built = model()
+    for given, said in (
+        (model(moe_layer_freq=[0, 0, 0, 0]), "has no MoE layer"),
+        (torch.nn.Linear(2, 2), "has no decoder"),
+        ([], "no model to attach"),
+        (torch.nn.ModuleDict({"language": built, "draft": model()}), "2 decoders (language, draft)"),
+        ([built, built], "passed twice"),
+        ([built, model()], "expected each once"),
+    ):
+        refused(given, said)
 
 
 @on_ranks(1)
 def test_a_router_that_does_not_run_by_itself():
     """As one that FSDP has sharded. Attached before that, it is the same module."""
-    mesh = init_device_mesh("cpu", (1,))
-    built, routed = on.attached()
-    for part in (built, on.model()):
+    mesh, batch = init_device_mesh("cpu", (1,)), batch_of()
+    on = MegatronSubject(model())
+    trace = foreign(on.routed.spec, batch)
+    for part in (on.model, model()):
         for sharded in (*part.decoder.layers, part):
             fully_shard(sharded, mesh=mesh)
-    on.refuses(AttachError, "before FSDP shards them", lambda: megatron.attach(part))
-    ids = on.tokens()
-    trace = on.foreign(routed.spec, ids)
-    with on.maps_given(routed) as maps, routed.replay(trace):
-        on.forward(built, ids).backward()
-    on.assert_followed(maps, trace)
+    refused(part, "before FSDP shards them")
+    with on.given() as given:
+        step(on, trace, batch)
+    require_followed(given, trace, batch)
 
 
 @on_ranks(1)
 def test_confident_routers_are_no_masked_ones():
     """Their softmax underflows on rows of any size, in half precision first."""
     for dtype, confidence in ((torch.float16, 10), (torch.float32, 200)):
-        built = on.model(moe_router_dtype=None)
+        built = model(moe_router_dtype=None)
         for site in megatron.attach(built).chunks[0].sites:
             site.module.weight.data = (site.module.weight.data * confidence).to(dtype)
         megatron.attach(built)
@@ -131,10 +136,10 @@ def test_confident_routers_are_no_masked_ones():
 @on_ranks(1)
 def test_attaching_runs_no_hooks():
     """Those of DDP gather parameters, and overwrite them with a buffer that no step has filled yet."""
-    built, ran = on.model(), []
-    for module in built.modules():
+    on, ran = MegatronSubject(model()), []
+    for module in on.model.modules():
         module.register_forward_pre_hook(lambda module, args: ran.append(module))
-    megatron.attach(built)
+    megatron.attach(on.model)
     assert not ran
-    on.forward(built, on.tokens())
+    on.run(batch_of())
     assert ran, "the check must be able to see a hook"

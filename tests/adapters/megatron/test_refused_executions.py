@@ -1,7 +1,6 @@
 """Layers that cannot execute plans: each is named with its reason, on all ranks alike where one has such a layer."""
 
 import contextlib
-import re
 import warnings
 from unittest import mock
 
@@ -13,12 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from foreroute.adapters.megatron.planned_layer import REFUSED_SETTINGS
 from foreroute.errors import PlanError
-from foreroute.plan import Links, Topology
+from foreroute.plan import Topology
 from foreroute.plan.capabilities import EXECUTES, Ability
 from foreroute.planner import plan
-from tests.adapters.megatron import test_refusals
-from tests.adapters.megatron.executed_plans import Planned
-from tests.adapters.megatron.forked_ranks import ROOT, on_ranks
+from tests.adapters.megatron.executed_plans import LINKS, Planned
+from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell, ExecutionCase
 from tests.adapters.megatron.training_step import moe_layers
 
@@ -44,8 +42,7 @@ def test_layers_and_settings():
 def test_what_megatron_does_not_execute_of_a_plan_is_warned_of():
     """By its own row of the table: here the other executor could do all."""
     at = Planned.of(ExecutionCase(Cell(ep=2, layers=2)), kind="static")
-    links = Links(4e9, 1e9, 2e9, 1e-5, 5e-5)
-    one_node, nodes = (plan(at.counts_MLGE, Topology(2, per_node, 1, links)) for per_node in (2, 1))
+    one_node, nodes = (plan(at.counts_MLGE, Topology(2, per_node, 1, LINKS)) for per_node in (2, 1))
 
     def lacks(plan):
         with warnings.catch_warnings(record=True) as caught:
@@ -58,26 +55,6 @@ def test_what_megatron_does_not_execute_of_a_plan_is_warned_of():
         assert lacks(one_node) == []
         (found,) = lacks(nodes)
     assert found.startswith(f"the plan asks for {Ability.NODES}")
-
-
-@on_ranks(2)
-def test_experts_over_tensor_ranks():
-    """As a job sets them up: every expert is cut in two."""
-    at = Planned.of(ExecutionCase(Cell(tp=2, etp=2, layers=2)), kind="static")
-    with (
-        pytest.raises(PlanError, match="expert_tensor_parallel_size is 2, and a replica is a whole expert"),
-        at.execute(),
-    ):
-        pass
-
-
-@on_ranks(2)
-def test_what_each_would_take_is_written_down():
-    """Every setting that is refused, on attach or by `execute`, has its row in the decision."""
-    text = (ROOT / "docs" / "decisions" / "0007-megatron-homes.md").read_text()
-    named = {name for row in re.findall(r"^\| (.+?) \|", text, re.MULTILINE) for name in re.findall("`(.+?)`", row)}
-    settings = {*REFUSED_SETTINGS, *(name for refused, _ in test_refusals.SETTINGS for name in refused)}
-    assert not settings - named, settings - named
 
 
 @on_ranks(2)
@@ -119,12 +96,8 @@ def said(part, name, value):
         setattr(part, name, before) if is_there else delattr(part, name)
 
 
-def as_a(part, kind):
-    return said(part, "__class__", kind)
-
-
 def of_class(part, name, **methods):
-    return as_a(part, type(name, (type(part),), methods))
+    return said(part, "__class__", type(name, (type(part),), methods))
 
 
 def frozen(parameter):

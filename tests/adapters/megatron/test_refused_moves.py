@@ -5,16 +5,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from foreroute.adapters import megatron
-from foreroute.adapters.megatron.discover import ChunkRouter
-from foreroute.adapters.megatron.expert_parameters import local_expert_parameters
+from foreroute.adapters.megatron.recording import gather_objects
 from foreroute.ep.transfer.home_moves import MovingLayer
 from foreroute.ep.transfer.transfers import Transfer
 from foreroute.errors import PlanError, TransferError
-from foreroute.trace import RoutedLayer
 from tests.adapters.megatron.cpu_optimizers import Trained
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.grid import Cell
@@ -106,23 +103,6 @@ def test_gathering_of_weights_must_be_over():
     assert routed.move_homes(swapped(routed), trained.optimizer) > 0
 
 
-@on_ranks(1)
-def test_experts_of_transformer_engine_are_told_apart_by_name():
-    experts = TEGroupedMLP.__new__(TEGroupedMLP)
-    torch.nn.Module.__init__(experts)
-    for name in ("linear_fc1", "linear_fc2"):
-        linear = torch.nn.Module()
-        for slot in range(12):
-            linear.register_parameter(f"weight{slot}", torch.nn.Parameter(torch.zeros(2)))
-        experts.add_module(name, linear)
-    initialize(Cell())
-    [block, *_] = moe_layers(build(Cell())).values()
-    block.experts, block.num_local_experts = experts, 12
-    found = local_expert_parameters(ChunkRouter("router", block.router, block, RoutedLayer(0)))
-    assert [list(each) for each in found] == [["linear_fc1.weight", "linear_fc2.weight"]] * 12
-    assert found[11]["linear_fc2.weight"] is experts.linear_fc2.weight11
-
-
 def here():
     return dist.get_rank()
 
@@ -141,8 +121,7 @@ def refused(error, message, routed, homes, trained=None):
     before = [p.detach().clone() for block in blocks for p in block.experts.parameters()]
     with pytest.raises(error, match=message) as caught:
         routed.move_homes(homes, getattr(trained, "optimizer", trained))
-    said = [None] * dist.get_world_size()
-    dist.all_gather_object(said, str(caught.value))
+    said = gather_objects(str(caught.value), dist.group.WORLD)
     assert len(set(said)) == 1, said
     after = [p for block in blocks for p in block.experts.parameters()]
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))

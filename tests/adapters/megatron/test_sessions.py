@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 
@@ -20,105 +19,118 @@ from foreroute.errors import (
     TraceError,
 )
 from foreroute.layout import pad
-from tests.adapters.megatron import one_rank as on
 from tests.adapters.megatron.forked_ranks import on_ranks
+from tests.adapters.megatron.one_rank import MegatronSubject, model
 from tests.python_calls import calls_per_layer
+from tests.replay.session_subject import (
+    batch_of,
+    entering,
+    foreign,
+    recorded,
+    refuses,
+    replayed,
+    require_followed,
+    step,
+)
+
+BATCH = batch_of(9, 9)
+ROWS = sum(BATCH.lengths)
+
+
+def prepared(**settings):
+    on = MegatronSubject(model(**settings))
+    trace = foreign(on.routed.spec, BATCH)
+    return on, trace, pad(trace.lengths, side="right", order="sbhd")
 
 
 @on_ranks(1)
 def test_routes_that_are_cut_keep_what_they_were_cut_with():
     """Versions, policies and the layout."""
-    built, routed, ids, trace = on.prepared()
-    on.refuses(ConfigError, "padding is 'zero'", lambda: routed.shard(trace, layout_of(trace), padding="zero"))
-    on.refuses(ConfigError, "counts is 'both'", lambda: routed.replaying(print, counts="both"))
+    on, trace, layout = prepared()
     stale = trace.with_weight_version(3)
-    placed = routed.shard(stale, layout_of(stale), weight_version=3)
-    on.refuses(StaleTraceError, "[3]", lambda: routed.shard(stale, layout_of(stale), weight_version=range(4, 6)))
+    placed = on.routed.shard(stale, layout, weight_version=3)
+    refuses(StaleTraceError, r"\[3\]", lambda: on.routed.shard(stale, layout, weight_version=range(4, 6)))
     for other in ({"missing": "native"}, {"missing": "drop"}, {"padding": "native"}):
-        on.refuses(ConfigError, "give it to routed.shard", entering(routed.replay, placed, **other))
-        with routed.replay(routed.shard(stale, layout_of(stale), **other), **other):
-            on.forward(built, ids)
-    on.refuses(BatchMismatchError, "cut to a rank already", entering(routed.replay, placed, layout_of(stale)))
-    for accepted in (3, np.int64(3), torch.tensor(3), [0, 3], {3}, range(4), np.array([3])):
-        with routed.replay(placed, weight_version=accepted):
-            on.forward(built, ids)
-    on.refuses(StaleTraceError, "[3], expected only 4, 5 ", entering(routed.replay, placed, weight_version=range(4, 6)))
+        refuses(ConfigError, r"give it to routed\.shard", entering(on.routed.replay, placed, **other))
+        replayed(on, on.routed.shard(stale, layout, **other), BATCH, **other)
+    for accepted in (3, [0, 3]):
+        replayed(on, placed, BATCH, weight_version=accepted)
+    stated = r"\[3\], expected only 4, 5 "
+    refuses(StaleTraceError, stated, entering(on.routed.replay, placed, weight_version=range(4, 6)))
+    refuses(BatchMismatchError, "cut to a rank already", entering(on.routed.replay, placed, layout))
 
 
 @on_ranks(1)
-def test_megatrons_own_replay_may_not_be_active():
-    built, routed = on.attached()
-    ids = on.tokens()
-    trace = on.recorded(routed, ids)
+def test_megatrons_own_replay_may_not_be_active_and_is_left_alone():
+    on, trace, _ = prepared()
+    instances = RouterReplay.global_router_replay_instances
+    before = [dict(vars(each)) for each in instances]
+    assert before, "the model was built without router replay; the check shows nothing"
     RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
-    on.refuses(ReplayError, "own router replay is active", lambda: on.replayed(built, routed, trace, ids))
-    on.refuses(ReplayError, "own router replay is active", lambda: megatron.attach(built))
+    refuses(ReplayError, "own router replay is active", lambda: replayed(on, trace, BATCH))
+    refuses(ReplayError, "own router replay is active", lambda: megatron.attach(on.model))
     RouterReplay.clear_global_router_replay_action()
-    on.replayed(built, routed, trace, ids)
+    step(on, trace, BATCH)
+    assert [dict(vars(each)) for each in instances] == before
+
+
+class Step:
+    """With attributes of its own, which the wrapper of it has too."""
+
+    def __init__(self, on):
+        self.on, self._step, self._telemetry = on, 0, 0
+
+    def __call__(self, batches, model):
+        return self.on.run(next(batches)["ids"])
 
 
 @on_ranks(1)
 def test_a_wrapped_step_tells_what_went_wrong():
-    built, routed, ids, trace = on.prepared()
-    batch = {"ids": ids, "routes": trace}
-    step = routed.replaying(lambda batches, model: on.forward(model, next(batches)["ids"]))
-    on.refuses(BatchMismatchError, "no data iterator", lambda: step(None, built))
-    listed = {"ids": ids, "routes": []}
-    on.refuses(BatchMismatchError, "routes of a batch are a list", lambda: step(iter([listed]), built))
-    for misspelled in ({"ids": ids, "route": trace}, SimpleNamespace(ids=ids)):
-        on.refuses(BatchMismatchError, "none under 'routes'", lambda batch=misspelled: step(iter([batch]), built))
-    with on.maps_given(routed) as maps:
-        step(iter([{"ids": ids, "routes": None}]), built)  # said in so many words: natively
-    on.assert_followed(maps, on.recorded(routed, ids))
-    forgets = routed.replaying(lambda batches, model: next(batches))
-    on.refuses(ReplayError, "no forward of the attached model ran", lambda: forgets(iter([batch]), built))
-    greedy = routed.replaying(lambda batches, model: on.forward(model, [next(batches), next(batches)][0]["ids"]))
-    on.refuses(ReplayError, "took 2 batches", lambda: greedy(iter([batch, batch]), built))
-    late = routed.replaying(lambda batches, model: on.forward(model, ids))
-    on.refuses(ReplayError, "took 0 batches", lambda: late(iter([batch]), built))
-    other = on.model(seed=1)
-    on.refuses(AttachError, "another model", lambda: step(iter([batch]), other))
-    with on.maps_given(routed) as maps:
-        step(iter([batch]), built)
-    on.assert_followed(maps, trace)
-    with routed.replay(trace):
-        on.forward(built, ids)
-        on.refuses(ReplayError, "already replaying", lambda: step(iter([batch]), built))
+    on = MegatronSubject(model())
+    wrapped = torch.nn.Sequential(torch.nn.Sequential(on.model))
+    on.routed = megatron.attach(wrapped)
+    trace, replaying = foreign(on.routed.spec, BATCH), on.routed.replaying
+    batch, run = {"ids": BATCH, "routes": trace}, replaying(Step(on))
+    listed, misspelled, bare = {"ids": BATCH, "routes": []}, {"ids": BATCH, "route": trace}, SimpleNamespace(ids=BATCH)
+    forgets = replaying(lambda given, _: next(given))
+    greedy = replaying(lambda given, _: on.run([next(given), next(given)][0]["ids"]))
+    late = replaying(lambda given, _: on.run(BATCH))
+    for error, said, wrong, batches, called in (
+        (BatchMismatchError, "no data iterator", run, None, on.model),
+        (BatchMismatchError, "routes of a batch are a list", run, [listed], on.model),
+        (BatchMismatchError, "none under 'routes'", run, [misspelled], on.model),
+        (BatchMismatchError, "none under 'routes'", run, [bare], on.model),
+        (ReplayError, "no forward of the attached model ran", forgets, [batch], on.model),
+        (ReplayError, "took 2 batches", greedy, [batch, batch], on.model),
+        (ReplayError, "took 0 batches", late, [batch], on.model),
+        (AttachError, "another model", run, [batch], model(seed=1)),
+    ):
+        refuses(error, said, partial(wrong, batches and iter(batches), called))
+    native = recorded(on, BATCH)
+    for given, expected in ((trace, trace), (None, native)):  # None says in so many words: natively
+        with on.given() as seen:
+            run(iter([batch | {"routes": given}]), wrapped)
+        require_followed(seen, expected, BATCH)
+    with on.routed.replay(trace):
+        on.run(BATCH)
+        refuses(ReplayError, "already replaying", lambda: run(iter([batch]), on.model))
         with ThreadPoolExecutor(1, thread_name_prefix="other") as other_thread:
-            elsewhere = other_thread.submit(step, iter([batch]), built)
-            on.refuses(ReplayError, "thread 'other_0'", elsewhere.result)
-
-
-@on_ranks(1)
-def test_a_step_may_be_an_object_with_attributes_of_its_own():
-    class Step:
-        def __init__(self):
-            self._step = self._telemetry = self._open = 0
-
-        def __call__(self, batches, model):
-            return on.forward(model, next(batches)["ids"])
-
-    built, routed, ids, trace = on.prepared()
-    with on.maps_given(routed) as maps:
-        routed.replaying(Step())(iter([{"ids": ids, "routes": trace}]), built)
-    on.assert_followed(maps, trace)
+            refuses(ReplayError, "thread 'other_0'", other_thread.submit(run, iter([batch]), on.model).result)
 
 
 @on_ranks(1)
 def test_a_wrapped_step_adds_up_telemetry():
-    built, routed = on.attached()
-    ids = on.tokens()
-    own, other = on.recorded(routed, ids), on.foreign(routed.spec, ids)
-    step = routed.replaying(lambda batches, model: on.forward(model, next(batches)["ids"]), telemetry=True)
-    on.refuses(ReplayError, "no telemetry", step.agreement)
+    on, other, _ = prepared()
+    own, run = recorded(on, BATCH), on.routed.replaying(Step(on), telemetry=True)
+    refuses(ReplayError, "no telemetry", run.agreement)
     for routes in (own, None, own):
-        step(iter([{"ids": ids, "routes": routes}]), built)
-    assert step.agreement().routing.rows == 2 * ids.numel()
-    assert not step.agreement().routing.differing_L.any()
-    step(iter([{"ids": ids, "routes": other}]), built)
-    assert step.agreement().routing.rows == 3 * ids.numel()
-    assert step.agreement().routing.differing_L.min() > 0
-    assert step.expert_counts_LE().sum() == 3 * ids.numel() * 2 * 2
+        run(iter([{"ids": BATCH, "routes": routes}]), on.model)
+    assert run.agreement().routing.rows == 2 * ROWS
+    assert not run.agreement().routing.differing_L.any()
+    run(iter([{"ids": BATCH, "routes": other}]), on.model)
+    assert run.agreement().routing.rows == 3 * ROWS
+    assert run.agreement().routing.differing_L.min() > 0
+    assert run.expert_counts_LE().sum() == 3 * ROWS * own.spec.num_layers * own.spec.top_k
 
 
 @on_ranks(1)
@@ -127,38 +139,32 @@ def test_a_layer_costs_few_calls():
 
     @contextmanager
     def steps(recompute, layers):
-        built, routed, ids, trace = on.prepared(recompute, layers=layers, moe_layer_freq=[1] * layers)
-        with routed.replay(trace):
-            yield lambda: on.step(built, ids)
+        on, trace, _ = prepared(recompute=recompute, layers=layers, moe_layer_freq=[1] * layers)
+        with on.routed.replay(trace):
+            yield lambda: on.loss(BATCH).backward()
 
     for recompute, most in (("none", 12), ("uniform", 40)):
         calls = calls_per_layer(partial(steps, recompute))
         assert 1 < calls <= most, (recompute, calls)
 
 
-def layout_of(trace):
-    return pad(trace.lengths, side="right", order="sbhd", to=on.WIDTH)
-
-
 @on_ranks(1)
 def test_arguments_of_the_wrong_kind_are_refused_by_name():
     """Where this framework takes them and others do not; `tests.replay` has what all take."""
-    built, routed, ids, trace = on.prepared()
-    placed = routed.shard(trace, layout_of(trace))
-    for given in (True, 1.0, "1", b"1", [], {}, [None], ["1"], [1.0], [[1]], {1: 2}, object(), -2, range(-3, 0)):
-        on.refuses(ConfigError, "expected a whole number", entering(routed.replay, placed, weight_version=given))
-    for given in (None, 1, "yes", torch.tensor([1, 0]), object()):
-        on.refuses(ConfigError, "True or False", partial(routed.replaying, print, telemetry=given))
-    for given in (None, 1, "rollout.safetensors", [trace], trace.expert_ids_NLK, trace.spec, routed, type(trace)):
-        on.refuses(TraceError, "expected a RoutingTrace", partial(routed.shard, given, layout_of(trace)))
-    for given in (None, "right", trace, trace.lengths):
-        on.refuses(LayoutError, "layout is a", partial(routed.shard, trace, given))
-        if given is not None:
-            on.refuses(LayoutError, "layout is a", entering(routed.replay, trace, given))
-    on.refuses(ConfigError, "forward_step is a", partial(routed.replaying, None))
-    on.refuses(ConfigError, "routes_of is a", partial(routed.replaying, print, routes_of="routes"))
-    on.replayed(built, routed, trace, ids)
-
-
-def entering(make, *args, **options):
-    return lambda: make(*args, **options).__enter__()
+    on, trace, layout = prepared()
+    routed = on.routed
+    placed = routed.shard(trace, layout)
+    for error, said, call in (
+        (ConfigError, "expected a whole number", entering(routed.replay, placed, weight_version=True)),
+        (ConfigError, "padding is 'zero'", lambda: routed.shard(trace, layout, padding="zero")),
+        (ConfigError, "missing is None", lambda: routed.shard(trace, layout, missing=None)),
+        (ConfigError, "counts is 'both'", lambda: routed.replaying(print, counts="both")),
+        (ConfigError, "True or False", lambda: routed.replaying(print, telemetry=1)),
+        (ConfigError, "forward_step is a", lambda: routed.replaying(None)),
+        (ConfigError, "routes_of is a", lambda: routed.replaying(print, routes_of="routes")),
+        (TraceError, "expected a RoutingTrace", lambda: routed.shard([trace], layout)),
+        (LayoutError, "layout is a", lambda: routed.shard(trace, None)),
+        (LayoutError, "layout is a", entering(routed.replay, trace, "right")),
+    ):
+        refuses(error, said, call)
+    replayed(on, trace, BATCH)

@@ -22,17 +22,18 @@ from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.trainers import weights_check
 from foreroute.trainers.verl import megatron, passes
 from foreroute.trainers.verl.megatron import MegatronPasses, transformer_impl
-from tests.adapters.megatron import one_rank as on
+from tests.adapters.megatron.model_chunks import VOCABULARY
+from tests.adapters.megatron.one_rank import model as one_rank_model
+from tests.replay.session_subject import Batch, foreign
 from tests.trainers.verl.jagged_there import Jagged, MicroBatch
 
-MICRO_BATCHES, EACH = 4, 3
-LENGTHS = (on.WIDTH,) * EACH
-OFFSETS = torch.arange(0, EACH * on.WIDTH + 1, on.WIDTH)
+MICRO_BATCHES, EACH, WIDTH = 4, 3, 12
+OFFSETS = torch.arange(0, EACH * WIDTH + 1, WIDTH)
 
 
 def main(to):
     dist.init_process_group("gloo")
-    built = on.model()
+    built = one_rank_model(layers=3, moe_layer_freq=[0, 1, 1])
     config = SimpleNamespace(use_remove_padding=False, pad_bshd_to_minibatch_max=False)
     engine = SimpleNamespace(module=[built], engine_config=config, get_data_parallel_group=lambda: None)
     routing = MegatronPasses(engine, "R3")
@@ -80,8 +81,8 @@ def main(to):
 
 
 def micro_batch(spec, seed):
-    ids = on.tokens(seed, LENGTHS)
-    routes = torch.from_numpy(on.foreign(spec, ids, seed, LENGTHS).expert_ids_NLK.astype("int16"))
+    ids = torch.randint(1, VOCABULARY, (EACH, WIDTH), generator=torch.Generator().manual_seed(seed))
+    routes = torch.from_numpy(foreign(spec, Batch(ids, (WIDTH,) * EACH), seed).expert_ids_NLK.astype("int16"))
     responses = ids[:, 5:].clone()
     return MicroBatch(
         input_ids=Jagged(ids.reshape(-1), OFFSETS),
@@ -102,7 +103,7 @@ class Engine:
 
     def __init__(self, device, built, batch):
         self.device, self._model, self._batch = device, built, batch
-        positions, causal = torch.arange(on.WIDTH).expand(EACH, -1), torch.ones(on.WIDTH, on.WIDTH, dtype=torch.bool)
+        positions, causal = torch.arange(WIDTH).expand(EACH, -1), torch.ones(WIDTH, WIDTH, dtype=torch.bool)
         self._given = [each.to(DEVICE) for each in (positions, causal.triu(1)[None, None])]
 
     def run(self, *, forward_only):
@@ -126,7 +127,7 @@ class Engine:
         batch = batch.select("input_ids", "responses").to(DEVICE)
         ids = batch["input_ids"]
         logits = model(ids.values().view(EACH, -1), *self._given)
-        log_probs = logits.float().log_softmax(-1).view(EACH * on.WIDTH, -1)
+        log_probs = logits.float().log_softmax(-1).view(EACH * WIDTH, -1)
         log_probs = log_probs.gather(-1, ids.values().roll(-1)[:, None])[:, 0]
 
         def finish(output):

@@ -6,7 +6,7 @@ What is not known is refused: a tensor that stays behind would go on as another 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from foreroute.adapters.megatron.discover import ChunkRouter
-from foreroute.ep.transfer.home_moves import HeldTensor
+from foreroute.ep.transfer.home_moves import HeldTensor, MovingLayer
 from foreroute.errors import TransferError
 
 PARAMETERS = {
@@ -29,6 +29,23 @@ PARAMETERS = {
 }
 """Experts modules whose parameters belong to one expert each, and how their names say to which."""
 MAIN = "main parameter"
+
+
+def inspect_experts(sites: Sequence[ChunkRouter], optimizer: Any) -> list[MovingLayer]:
+    """Find what there is to move, without a change, or raise `TransferError` when it cannot be moved."""
+    state: OptimizerState = {} if optimizer is None else optimizer_state(optimizer)
+    moving = []
+    for site in sites:
+        experts = local_expert_parameters(site)
+        parameters = [(name, p) for expert in experts for name, p in expert.items()]
+        if optimizer is not None and (left := {name for name, p in parameters if p.requires_grad and p not in state}):
+            raise TransferError(
+                f"{min(left)} of the experts of {site.path} is trained, and is no parameter of the optimizer; pass "
+                "the one that trains this model"
+            )
+        counts = frozenset(count for _, p in parameters if p in state for count in state[p].counts)
+        moving.append(MovingLayer(site.path, [held_tensors(expert, state) for expert in experts], counts))
+    return moving
 
 
 def local_expert_parameters(site: ChunkRouter) -> list[dict[str, nn.Parameter]]:
@@ -105,7 +122,7 @@ def optimizer_state(optimizer: Any) -> OptimizerState:
         read = READERS.get(type(part))
         if read is None:
             read = _read_plain if isinstance(part, Optimizer) else None
-        if read is None or isinstance(_inner(part), HybridDeviceOptimizer):
+        if read is None or isinstance(torch_optimizer(part), HybridDeviceOptimizer):
             raise TransferError(
                 f"it is not known where a {type(part).__name__} keeps its state; homes move with optimizers of torch, "
                 "and with FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer and chains of them"
@@ -140,7 +157,8 @@ def chained(optimizer: Any) -> list[Any]:
     return [optimizer]
 
 
-def _inner(part: Any) -> Any:
+def torch_optimizer(part: Any) -> Any:
+    """Find the optimizer of torch in one of Megatron."""
     return part.optimizer if isinstance(part, MegatronOptimizer) else part
 
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch.optim import Optimizer
 
 from foreroute.adapters.megatron.discover import ChunkRouter
+from foreroute.adapters.megatron.expert_parameters import torch_optimizer
 from foreroute.errors import PlacementError
 
 HOMES = "foreroute_homes"
@@ -106,7 +107,7 @@ class OptimizerCheckpoint:
     def __init__(self, part: Any, away_LE: Callable[[], NDArray[np.int16] | None]) -> None:
         self._away_LE = away_LE
         self._reads_shards = False
-        inner = part.optimizer if isinstance(part, MegatronOptimizer) else part
+        inner = torch_optimizer(part)
         if isinstance(inner, Optimizer):
             inner.register_state_dict_pre_hook(self._refuse)
             inner.register_load_state_dict_pre_hook(self._refuse)

@@ -13,16 +13,21 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import nn
 
+from foreroute.adapters.megatron.expert_parameters import chained, inspect_experts
 from foreroute.adapters.megatron.flex_kernels import is_flex, places_of_rank
-from foreroute.adapters.megatron.home_placement import HomePlacement
+from foreroute.adapters.megatron.home_checkpoints import OptimizerCheckpoint
+from foreroute.adapters.megatron.home_placement import permutation_of, set_home
 from foreroute.adapters.megatron.hooks import ChunkHooks
 from foreroute.adapters.megatron.planned_layer import PlannedLayer, objection_to_layer
 from foreroute.adapters.megatron.separate_replicas import RunReplicas, home_parameters, replica_runner
 from foreroute.ep import ExpertParallelModel
 from foreroute.ep.agreement import RankConsensus
 from foreroute.ep.transfer.cells import Home
-from foreroute.ep.transfer.peers import gather_objects
+from foreroute.ep.transfer.home_moves import WHAT, MovingRanks, agree_on_homes, move_layers
+from foreroute.ep.transfer.peers import PeerGroup, gather_objects
+from foreroute.ep.transfer.segments import shard_moves
 from foreroute.errors import PlanError
+from foreroute.layout.rank_rows import block_homes
 from foreroute.plan import StepPlan
 from foreroute.plan.capabilities import Executor
 from foreroute.trace import RoutingSpec
@@ -39,15 +44,17 @@ class PlannedExperts(ExpertParallelModel):
         self._chunks = chunks
         self._groups = trunk.pg_collection
         self._sites = [(spec.layers.index(site.layer), site, chunk) for chunk in chunks for site in chunk.sites]
-        self._homes = HomePlacement(spec, [site for _, site, _ in self._sites], ep_size, self._groups)
+        block_E = block_homes(spec.num_experts, ep_size).astype(np.int16)
         ep_group: Any = self._sites[0][1].block.ep_group if self._sites else self._groups.ep
         of_chunks = [[spec.layers.index(layer) for layer in chunk.layers] for chunk in chunks]
-        super().__init__(ep_group, self._homes.block_home_LE, of_chunks)
+        super().__init__(ep_group, _fixed(np.tile(block_E, (spec.num_layers, 1))), of_chunks)
         # alike in all layers, of which a stage may have none
         self._flex = [site.block.token_dispatcher for _, site, _ in self._sites if is_flex(site.block.token_dispatcher)]
         if self._flex:
             self.executor = "megatron_flex"
         self._of_job: RankConsensus | None = None
+        self._moving_ranks: MovingRanks | None = None
+        self._guarded: WeakSet[Any] = WeakSet()  # optimizers whose checkpoints follow their experts
         self._layers_in_execution: list[PlannedLayer] = []
         # by position in the model; they keep modules of Transformer Engine from one execution to the next
         self._replica_runners: dict[int, RunReplicas] = {}
@@ -114,8 +121,53 @@ class PlannedExperts(ExpertParallelModel):
         if self._of_job is None:
             everyone = self.groups.everyone
             self._of_job = everyone if everyone.size == dist.get_world_size() else RankConsensus()
-        received = self._homes.move(home_LE, optimizer, self._of_job)
-        return received, self._homes.home_LE
+        num_ranks = self.groups.consensus.size
+        agreed_LE = agree_on_homes(self._of_job, self.home_LE, home_LE, num_ranks, self._objection_to_moves())
+        after_LE = _fixed(agreed_LE.copy())
+        moved = [(row, site) for row, site, _ in self._sites if (self.home_LE[row] != after_LE[row]).any()]
+        if moved and self._moving_ranks is None:
+            self._moving_ranks = self._make_moving_ranks()
+        # other pipeline stages may move theirs, and this rank votes with them
+        received = move_layers(
+            self._of_job,
+            self._moving_ranks if moved else None,
+            [shard_moves(self.home_LE[row], after_LE[row]) for row, _ in moved],
+            lambda: inspect_experts([site for _, site in moved], optimizer),
+        )
+        for row, site in moved:
+            set_home(site, after_LE[row], self.block_home_LE[row])
+        for part in [] if optimizer is None else chained(optimizer):
+            if part not in self._guarded:
+                OptimizerCheckpoint(part, self._away_LE)
+                self._guarded.add(part)
+        return received, after_LE
+
+    def _objection_to_moves(self) -> str | None:
+        if self._sites and not hasattr(self._groups, "expt_dp"):
+            return "the model's pg_collection lacks expt_dp, the ranks that hold the same experts; build it with that"
+        for row, site, _ in self._sites:
+            permutation = permutation_of(site)
+            there_E = self.block_home_LE[row] if permutation is None else permutation.home_E
+            if not np.array_equal(there_E, self.home_LE[row]):
+                return "this model was attached twice and its homes moved by the other; attach it once"
+        return None
+
+    def _make_moving_ranks(self) -> MovingRanks:
+        """Join the expert-parallel ranks of a pipeline stage with all expert-data-parallel ranks of each, on each."""
+        edp_group = self._groups.expt_dp
+        of_ep_ranks = gather_objects(dist.get_process_group_ranks(edp_group), self._group, WHAT)
+        ranks = sorted(rank for members in of_ep_ranks for rank in members)
+        peers = PeerGroup(edp_group, self._group, ranks=ranks)
+        number_GD = np.array([[ranks.index(rank) for rank in members] for members in of_ep_ranks])
+        return MovingRanks(peers, number_GD)
+
+    def _away_LE(self) -> NDArray[np.int16] | None:
+        return None if np.array_equal(self.home_LE, self.block_home_LE) else self.home_LE
+
+
+def _fixed(home_LE: NDArray[np.int16]) -> NDArray[np.int16]:
+    home_LE.setflags(write=False)
+    return home_LE
 
 
 _executed: WeakSet[nn.Module] = WeakSet()
