@@ -44,8 +44,11 @@ def graphs():
     return counters["stats"]["unique_graphs"]
 
 
-def step(routed, call, seed, batch=BATCH, *, inside=True, **kwargs):
-    """Loss, gradients and session of one replayed step; every fourth row is routed by the model, others each time."""
+def step(routed, call, seed, batch=BATCH, *, inside=True, between=None, **kwargs):
+    """Loss, gradients and session of one replayed step; every fourth row is routed by the model, others each time.
+
+    Its backward runs in the session, or behind it, and behind the replay of a batch in `between`.
+    """
     routed.model.zero_grad()
     trace = random_routes(routed.spec, batch, seed)
     trace.valid_N[seed % 4 :: 4] = False
@@ -53,9 +56,10 @@ def step(routed, call, seed, batch=BATCH, *, inside=True, **kwargs):
         loss = loss_of(call, batch)
         if inside:
             loss.backward()
-    if not inside:  # when the session is closed, and another batch was replayed
-        with routed.replay(random_routes(routed.spec, OTHER), missing="native", **kwargs):
-            loss_of(call, OTHER)
+    if between is not None:
+        with routed.replay(random_routes(routed.spec, between)), torch.no_grad():
+            loss_of(call, between)
+    if not inside:
         loss.backward()
     return loss.detach(), plain_gradients(routed.model), session
 
@@ -109,8 +113,8 @@ def test_one_graph_replays_every_trace(family, layers, use_reentrant, attach_fir
             expected = step(eager, eager.model, seed, telemetry=True)
         assert_same(seen, expected)
         assert (picked.trace().expert_ids_NLK == expected_picked.trace().expert_ids_NLK).all()
-        assert picked.deficits_NL() == pytest.approx(expected_picked.deficits_NL(), rel=1e-4, abs=1e-6)
-        assert picked.deficits_NL().any()
+        assert picked.deficits_NL() == pytest.approx(expected_picked.deficits_NL(), rel=1e-4, abs=1e-6, nan_ok=True)
+        assert np.nan_to_num(picked.deficits_NL()).any()
         ours, theirs = seen[2].agreement(), expected[2].agreement()
         assert (ours.routing.shared_L == theirs.routing.shared_L).all()
         assert (ours.margins_LB == theirs.margins_LB).all()
@@ -136,7 +140,7 @@ def test_a_compiled_model_with_checkpoints_in_several_graphs_is_refused(use_reen
     compiled = torch.compile(routed.model, backend="eager")
     said = "selected 0 times.*a checkpoint that torch.compile cannot hold in one graph"
     with pytest.raises(ReplayError, match=said):
-        step(routed, compiled, 0, inside=False)
+        step(routed, compiled, 0, inside=False, between=OTHER)
 
 
 def compile_each_layer(model):
@@ -190,7 +194,8 @@ def test_layers_compiled_one_by_one_share_a_graph(how, checkpointing, attach_fir
     routed = routed or hf.attach(model)
     assert graphs() == 0, "attaching compiles nothing"
     for seed in range(2):
-        seen = step(routed, model, seed, inside=seed > 0, telemetry=True)
+        between = None if seed or count else OTHER
+        seen = step(routed, model, seed, inside=seed > 0, between=between, telemetry=True)
         expected = step(eager, eager.model, seed, telemetry=True)
         assert_same(seen, expected)
         assert (seen[2].agreement().routing.shared_L == expected[2].agreement().routing.shared_L).all()
