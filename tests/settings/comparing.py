@@ -1,18 +1,16 @@
 """What every setting is held against: a twin of the model that foreroute never sees, its experts forced by hand."""
 
 import os
-from functools import partial
 from importlib.util import find_spec
 
-import peft
 import pytest
 import torch
-from torch.nn.functional import linear
 
 from foreroute.adapters import hf
 from foreroute.testing.models import tiny
+from tests.adapters.hf import model_runs
 from tests.adapters.hf.family_checks import require_bit_equal
-from tests.adapters.hf.model_runs import batch_of, gradients, loss_of, qwen3_gate, random_routes
+from tests.adapters.hf.model_runs import batch_of, force_by_hand, gradients, loss_of, random_routes
 from tests.roundings import gradient_terms_of, terms_of
 
 BATCH = batch_of(9, 9, 9, 9)
@@ -36,37 +34,8 @@ def policy(family="qwen3_moe"):
 
 
 def with_lora(model):
-    """With adapters on the attention and on every expert, which change something from the first."""
-    experts = ["experts.gate_up_proj", "experts.down_proj"]
-    config = peft.LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj"], target_parameters=experts, init_lora_weights=False
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return peft.get_peft_model(model, config)
-
-
-def _qwen3(router, ids_NK, hidden):
-    logits, weights = qwen3_gate(router, ids_NK, hidden)
-    return logits, weights.to(logits.dtype), ids_NK
-
-
-def _gpt_oss(router, ids_NK, hidden):
-    logits = linear(hidden.reshape(-1, hidden.shape[-1]), router.weight, router.bias)
-    return logits, logits.gather(-1, ids_NK).softmax(-1), ids_NK
-
-
-GATES = {"Qwen3MoeTopKRouter": _qwen3, "GptOssTopKRouter": _gpt_oss}
-"""By class of the router: what it hands on at given experts, by its definition."""
-
-
-def forced(model, ids_NLK):
-    """The model, with routers that pick these experts whatever they see."""
-    routers = [module for module in model.modules() if type(module).__name__ in GATES]
-    for layer, router in enumerate(routers):
-        ids_NK = torch.from_numpy(ids_NLK[:, layer].astype("int64"))
-        router.forward = partial(GATES[type(router).__name__], router, ids_NK)
-    return model
+    """On the attention and on every expert."""
+    return model_runs.with_lora(model, **model_runs.EXPERTS)
 
 
 def require_replayed(make, make_twin=None):
@@ -87,7 +56,8 @@ def require_replayed(make, make_twin=None):
 def _require_alike(model, routed, make_twin, seed):
     """The loss under foreign routes, which is the twin's."""
     trace = random_routes(routed.spec, BATCH, seed=seed)
-    twin = forced(make_twin().train(), trace.expert_ids_NLK)
+    twin = make_twin().train()
+    force_by_hand(twin, trace.expert_ids_NLK)
     expected = loss_of_batch(twin)
     expected.backward()
     model.zero_grad()

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from foreroute.adapters import hf
 from foreroute.errors import AttachError
 from foreroute.testing.ranks import Workers
-from tests.adapters.hf.model_runs import enable_checkpointing, loss_of, random_routes
+from tests.adapters.hf.model_runs import enable_checkpointing, force_by_hand, loss_of, random_routes
 from tests.roundings import require_rounded, roundings
-from tests.settings.comparing import BATCH, GRADIENT_TERMS, TERMS, forced, loss_of_batch, needs, policy
+from tests.settings.comparing import BATCH, GRADIENT_TERMS, TERMS, loss_of_batch, needs, policy
 from tests.settings.deepspeed_runs import config, import_deepspeed
 
 pytestmark = [needs("deepspeed"), pytest.mark.slow]
@@ -111,7 +111,8 @@ def plain_step(spec, step, before):
     model = policy().train()
     model.load_state_dict(before)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    loss = loss_of_batch(forced(model, random_routes(spec, BATCH, seed=step).expert_ids_NLK))
+    force_by_hand(model, random_routes(spec, BATCH, seed=step).expert_ids_NLK)
+    loss = loss_of_batch(model)
     loss.backward()
     optimizer.step()
     return loss.detach(), {name: each.detach() for name, each in model.named_parameters()}

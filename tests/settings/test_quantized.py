@@ -8,9 +8,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from foreroute.adapters import hf
 from foreroute.core import untouched
-from tests.adapters.hf.model_runs import gradients
+from tests.adapters.hf.model_runs import force_by_hand, gradients
 from tests.settings.comparing import (
-    forced,
     loss_of_batch,
     needs,
     policy,
@@ -81,7 +80,7 @@ def test_a_rollout_in_eval_mode_leaves_what_trains_adapters(mended, folder, monk
     with routed.replay(recording.trace()):
         loss_of_batch(model.train()).backward()
     assert any(map(is_packed, model.parameters())) != mended
-    forced(twin, recording.trace().expert_ids_NLK)
+    force_by_hand(twin, recording.trace().expert_ids_NLK)
     loss_of_batch(twin).backward()
     if mended:
         require_same_gradients(model, twin)

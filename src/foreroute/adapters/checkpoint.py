@@ -157,7 +157,13 @@ class FolderWriter:
     def __init__(self, source: Path) -> None:
         self._source = source
         self._files = weight_files(source)
-        self._names = {name for file in self._files for name in _tensor_names(file)}
+        self._names: set[str] = set()
+        for path in self._files:
+            try:
+                with safe_open(path, framework="pt") as file:
+                    self._names.update(file.keys())
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"{path} cannot be read as weights in safetensors ({error})") from error
 
     def write(self, folder: Path, weights: Weights | None = None) -> Path:
         """As `CheckpointWriter.write`. The first weights are those of the source, which are linked to.
@@ -274,14 +280,6 @@ def _write_shards(folder: Path, weights: Weights) -> set[str]:
         index = {"metadata": {"total_size": total}, "weight_map": file_of}
         (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
     return set(file_of)
-
-
-def _tensor_names(path: Path) -> list[str]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return list(file.keys())
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{path} cannot be read as weights in safetensors ({error})") from error
 
 
 @contextmanager

@@ -1,12 +1,10 @@
-"""One thread, as small models need, and quiet transformers."""
+"""Quiet transformers, and families that an older release lacks."""
 
 import pytest
-import torch
 import transformers
 
 from tests.adapters.hf.families import FAMILIES, skip_where_lacking
 
-torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 
 

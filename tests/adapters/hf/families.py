@@ -15,52 +15,28 @@ from foreroute.adapters.versions import PEERS
 MODELLING = Path(transformers.__file__).parent / "models"
 
 # One set of sizes for all. A configuration takes the fields that its class knows.
-SIZES = {
-    "vocab_size": 50,
-    "unpadded_vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "initializer_range": 0.3,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "num_experts": 8,
-    "num_local_experts": 8,
-    "n_routed_experts": 8,
-    "moe_num_experts": 8,
-    "num_experts_per_tok": 2,
-    "moe_k": 2,
-    "moe_topk": 2,
-    "moe_top_k": 2,
-    "top_k_experts": 2,
-    "moe_intermediate_size": 24,
-    "num_shared_experts": 1,
-    "n_shared_experts": 1,
-    "shared_expert_intermediate_size": 24,
-    "moe_shared_expert_intermediate_size": 24,
-    "first_k_dense_replace": 1,
-    "n_group": 4,
-    "topk_group": 2,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "index_head_dim": 16,
-    "index_n_heads": 2,
-    "index_topk": 16,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_head_dim": 8,
-    "linear_num_heads": 4,
+NAMES_OF = {
+    50: "vocab_size unpadded_vocab_size",
+    32: "hidden_size",
+    48: "intermediate_size",
+    3: "num_hidden_layers",
+    4: "num_attention_heads num_key_value_heads n_group linear_num_value_heads linear_num_heads",
+    8: (
+        "head_dim num_experts num_local_experts n_routed_experts moe_num_experts qk_rope_head_dim "
+        "qk_nope_head_dim v_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim"
+    ),
+    0.3: "initializer_range",
+    64: "max_position_embeddings",
+    0: "pad_token_id",
+    1: "bos_token_id num_shared_experts n_shared_experts first_k_dense_replace",
+    2: (
+        "eos_token_id num_experts_per_tok moe_k moe_topk moe_top_k top_k_experts topk_group index_n_heads "
+        "linear_num_key_heads"
+    ),
+    24: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size",
+    16: "q_lora_rank kv_lora_rank index_head_dim index_topk",
 }
+SIZES = {name: size for size, names in NAMES_OF.items() for name in names.split()}
 ALWAYS = {"head_dim"}  # read by modelling code, often not declared
 DENSE_FIRST = ["dense", "sparse", "sparse"]
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}

@@ -55,6 +55,20 @@ def uneven(sizes=((8, 2), (6, 3), (5, 1)), *, seed=0, **options):
     return models[0]
 
 
+EXPERTS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+"""What `with_lora` takes for adapters on every expert."""
+
+
+def with_lora(model, **options):
+    """With adapters, by default on the attention, which change something from the first."""
+    import peft  # which takes seconds
+
+    options = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False} | options
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return peft.get_peft_model(model, peft.LoraConfig(**options))
+
+
 def random_routes(spec, batch, seed=1):
     """Routes of no relation to the model."""
     rng, tokens = np.random.default_rng(seed), sequences_of(batch)
@@ -137,27 +151,36 @@ def qwen3_gate(router, ids_RK, hidden):
     return logits_RE, weights_RK / weights_RK.sum(-1, keepdim=True)
 
 
-@contextmanager
-def forced_by_hand(model, trace, batch):
-    """The experts of a trace in a Qwen3-MoE on its own, with nothing of ours: gates from live scores, renormalised.
+def gpt_oss_gate(router, ids_RK, hidden):
+    """As `qwen3_gate`, of GPT-OSS."""
+    logits_RE = linear(hidden.reshape(-1, hidden.shape[-1]), router.weight, router.bias)
+    return logits_RE, logits_RE.gather(-1, ids_RK).softmax(-1)
 
-    Padding takes what the router picks.
-    """
-    real_R = batch["attention_mask"].bool().reshape(-1)
-    routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
+
+HAND_GATES = {"Qwen3MoeTopKRouter": qwen3_gate, "GptOssTopKRouter": gpt_oss_gate}
+
+
+def force_by_hand(model, ids_NLK, real_R=slice(None)):
+    """Have routers take these experts, with nothing of ours: gates from live scores. Returns handles of the hooks."""
     handles = []
-    for layer, router in enumerate(routers):
-        ids_NK = torch.from_numpy(trace.expert_ids_NLK[:, layer].astype(np.int64))
+    routers = [module for module in model.modules() if type(module).__name__ in HAND_GATES]
+    for router, ids_NK in zip(routers, torch.from_numpy(ids_NLK.astype(np.int64)).unbind(1), strict=True):
 
         def pick(module, args, result, ids_NK=ids_NK):
             handed_on, own_weights_RK, own_RK = result
             ids_RK = own_RK.clone()
             ids_RK[real_R] = ids_NK
-            _, weights_RK = qwen3_gate(module, ids_RK, *args)
+            _, weights_RK = HAND_GATES[type(module).__name__](module, ids_RK, *args)
             return handed_on, weights_RK.to(own_weights_RK.dtype), ids_RK
 
         handles.append(router.register_forward_hook(pick))
-    assert len(handles) == trace.spec.num_layers
+    return handles
+
+
+@contextmanager
+def forced_by_hand(model, trace, batch):
+    """`force_by_hand` on the routes of a trace. Padding takes what the router picks."""
+    handles = force_by_hand(model, trace.expert_ids_NLK, batch["attention_mask"].bool().reshape(-1))
     try:
         yield
     finally:

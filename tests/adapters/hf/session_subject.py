@@ -11,18 +11,14 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from foreroute.adapters import hf
 from foreroute.testing.models import FAMILIES, GROUPED, tiny
 from tests.adapters.hf.families import lacks
-from tests.adapters.hf.model_runs import checkpoint_by_hand, checkpointed_by_library, uneven
+from tests.adapters.hf.model_runs import checkpoint_by_hand, checkpointed_by_library, enable_checkpointing, uneven
 from tests.replay.session_subject import Given, Subject, router_paths
 
 transformers.logging.set_verbosity_error()
 
 
-def by_library(on, use_reentrant):
-    checkpointed_by_library(on.model, {"use_reentrant": use_reentrant})
-
-
-def layers_by_hand(on, use_reentrant):
-    checkpoint_by_hand(on.model, use_reentrant)
+def by(checkpointing, use_reentrant):
+    return lambda on: checkpointing(on.model, use_reentrant)
 
 
 def pairs_by_hand(on, use_reentrant):
@@ -34,7 +30,7 @@ def pairs_by_hand(on, use_reentrant):
     second.forward = lambda h, **kw: h
 
 
-def composable(on, use_reentrant):
+def composable(on):
     for layer in on.layers:
         torch.distributed._composable.checkpoint(layer)
 
@@ -48,11 +44,11 @@ def selective(on):
 FORMS = {"reentrant": True, "non-reentrant": False}
 RECOMPUTATIONS = {
     "none": lambda on: None,
-    **{name: partial(by_library, use_reentrant=kind) for name, kind in FORMS.items()},
-    **{f"layers by hand, {name}": partial(layers_by_hand, use_reentrant=kind) for name, kind in FORMS.items()},
+    **{name: by(enable_checkpointing, kind) for name, kind in FORMS.items()},
+    **{f"layers by hand, {name}": by(checkpoint_by_hand, kind) for name, kind in FORMS.items()},
     **{f"pairs by hand, {name}": partial(pairs_by_hand, use_reentrant=kind) for name, kind in FORMS.items()},
     "selective": selective,
-    "composable": partial(composable, use_reentrant=False),
+    "composable": composable,
 }
 
 

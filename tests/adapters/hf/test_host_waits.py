@@ -4,7 +4,6 @@ The oracle of rows is `locate_rows`, in NumPy on the host; that of what is told 
 """
 
 import copy
-from collections import Counter
 from contextlib import nullcontext
 from functools import lru_cache
 
@@ -261,44 +260,41 @@ def test_what_the_device_finds_wrong_is_told_before_weights_change(name, spoil, 
             torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]).step()
 
 
-def test_a_sequence_without_a_route_must_be_in_the_batch_too():
+def layout_of(side="right", *, to=9):
+    return pad(LENGTHS, side=side, order="bshd", to=to)
+
+
+LEFT_OUT = padded("right")
+put("attention_mask", (0, 6), 0)(LEFT_OUT)  # the last token, which alone depends on the row before it
+MORE_STARTS = copy.deepcopy(BATCHES["packed"])
+put("position_ids", (0, 3), 0)(MORE_STARTS)
+FIFTH = ((5,), (), ())
+THERE = [
+    # a batch, options of `trace_of`, of `replay`, and what is wrong if anything is
+    (BATCHES["packed"], {}, {"layout": pack(LENGTHS)}, None),
+    (BATCHES["packed"], {"unrouted": [[5]]}, {}, r"batch.*3 sequences.*4"),
+    # where the trace has a route for every row of such a batch, no router is asked
+    (MORE_STARTS, {"ends": ()}, {}, r"4 sequences.*3"),
+    *[(BATCHES[side], {}, {"layout": layout_of(side)}, None) for side in ("left", "right")],
+    (BATCHES["left"], {}, {"layout": layout_of("right")}, "elsewhere"),
+    (BATCHES["right"], {}, {"layout": layout_of("left")}, "elsewhere"),
+    (BATCHES["right"], {}, {"layout": layout_of("right", to=10)}, "elsewhere"),
+    (BATCHES["right"], {}, {"layout": pack(LENGTHS)}, "elsewhere"),
+    (BATCHES["right"], {"missing": ((2,), (), ())}, {}, "0 has no route at position 2, and 4 later tokens"),
+    (BATCHES["right"], {"missing": FIFTH}, {}, "0 has no route at position 5, and 1 later tokens"),
+    (LEFT_OUT, {"missing": FIFTH}, {}, None),
+    (BATCHES["right"], {"missing": FIFTH}, {"missing": "native"}, None),
+]
+
+
+@pytest.mark.parametrize(("batch", "traced", "how", "message"), THERE)
+def test_traces_and_layouts_are_taken_and_refused_there(batch, traced, how, message):
     with other_device():
-        there = model_there()
-        trace, given = trace_of(there.spec), given_on(DEVICE, BATCHES["packed"])
-        replayed(there, given, trace)
-        longer = concatenate([trace, RoutingTrace.unrouted(there.spec, [[5]])])
-        with pytest.raises(BatchMismatchError, match=r"batch.*3 sequences.*4"):
-            replayed(there, given, longer)
-
-
-@grid("side", ["left", "right"], quick=1)
-def test_a_layout_elsewhere_is_refused_there(side):
-    with other_device():
-        there = model_there()
-        trace, given = trace_of(there.spec), given_on(DEVICE, BATCHES[side])
-        replayed(there, given, trace, pad(LENGTHS, side=side, order="bshd", to=9))
-        for layout in (
-            pad(LENGTHS, side="left" if side == "right" else "right", order="bshd", to=9),
-            pad(LENGTHS, side=side, order="bshd", to=10),
-            pack(LENGTHS),
-        ):
-            with pytest.raises(BatchMismatchError, match="elsewhere"):
-                replayed(there, given, trace, layout)
-
-
-def test_missing_rows_are_refused_there_and_rows_that_are_left_out_are_not():
-    with other_device():
-        there = model_there()
-        for missing, message in (
-            (((2,), (), ()), "sequence 0 has no route at position 2, and 4 later tokens"),
-            (((5,), (), ()), "sequence 0 has no route at position 5, and 1 later tokens"),
-        ):
-            with pytest.raises(BatchMismatchError, match=message):
-                replayed(there, given_on(DEVICE, padded("right")), trace_of(there.spec, missing))
-        batch = padded("right")
-        put("attention_mask", (0, 6), 0)(batch)  # the last token, which alone depends on the row before it
-        replayed(there, given_on(DEVICE, batch), trace_of(there.spec, missing))
-        replayed(there, given_on(DEVICE, padded("right")), trace_of(there.spec, missing), missing="native")
+        there, more = model_there(), traced.get("unrouted", [])
+        trace = trace_of(there.spec, **{name: given for name, given in traced.items() if name != "unrouted"})
+        trace = concatenate([trace, *([RoutingTrace.unrouted(there.spec, more)] if more else [])])
+        with nullcontext() if message is None else pytest.raises(BatchMismatchError, match=message):
+            replayed(there, given_on(DEVICE, batch), trace, **how)
 
 
 @pytest.mark.parametrize("device", ["cpu", DEVICE])
@@ -358,21 +354,19 @@ def test_rows_made_once_are_compared_with_every_batch_though_nobody_counts_who_w
 
 
 class Launches(TorchDispatchMode):
-    """Counts operators by name while it is open."""
+    """Counts operators while it is open."""
 
-    def __init__(self):
-        super().__init__()
-        self.names = Counter()
+    count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names[func.name()] += 1
+        self.count += 1
         return func(*args, **(kwargs or {}))
 
 
 def launches(routed, given):
     with Launches() as counted, torch.no_grad():
         routed.model(**given, use_cache=False)
-    return counted.names
+    return counted.count
 
 
 @pytest.mark.parametrize("batch", ["left", "left, with positions", "packed"])
@@ -380,54 +374,28 @@ def test_a_batch_that_is_given_once_more_is_compared_and_not_found_anew(batch):
     """Three operators in each layer, and a few for the batch; one that was copied is the control."""
     routed = model_here()
     rows, given = routed.rows(trace_of(routed.spec)), given_on("cpu", BATCHES[batch])
-    native, added = launches(routed, given).total(), []
-    for _ in range(2):
+    native, added = launches(routed, given), []
+    for is_copied in (False, False, True):
+        if is_copied:
+            given |= {name: each.clone() for name, each in given.items()}
         with routed.replay(rows):
-            added.append(launches(routed, given).total() - native)
-    given |= {name: each.clone() for name, each in given.items()}
-    with routed.replay(rows):
-        added.append(launches(routed, given).total() - native)
+            added.append(launches(routed, given) - native)
     first, again, copied = added
     assert again <= 3 * routed.spec.num_layers + 18
     assert min(first, copied) > again + 15
 
 
-GATHERED = {"aten::gather": 1}
-OF_A_LAYER = {
-    "all rows known": ((), {}, {**GATHERED, "aten::topk": -1}),
-    "last rows absent": ((0, 1, 2), {}, {**GATHERED, "aten::where.self": 1, "aten::copy_": 1}),
-    "telemetry": (
-        (),
-        {"telemetry": True},
-        {**GATHERED, "aten::copy_": 3, "aten::detach": 2, "aten::scatter.value": 1, "aten::amax": 1},
-    ),
-}
-
-
-@pytest.mark.parametrize(("absent", "how", "wanted"), OF_A_LAYER.values(), ids=OF_A_LAYER)
-def test_what_replay_adds_to_a_layer(absent, how, wanted):
-    """What depends on the batch is made once, and a router whose rows are all known picks nothing."""
+@pytest.mark.parametrize(("absent", "how", "added"), [((), {}, 0), ((0, 1, 2), {}, 3), ((), {"telemetry": True}, 8)])
+def test_what_replay_adds_to_a_layer(absent, how, added):
+    """Gathered weights, and no selection where all rows are known; else what tells native picks from the replayed."""
     of_layers = []
     for layers in (1, 3):
         routed = hf.attach(tiny("qwen3_moe", experts="batched_mm", num_hidden_layers=layers))
         given, trace = given_on("cpu", BATCHES["packed"]), trace_of(routed.spec, ends=absent)
         native = launches(routed, given)
         with routed.replay(trace, **how):
-            of_layers.append(launches(routed, given))
-        of_layers[-1].subtract(native)
-    few, many = of_layers
-    added = {name: (many[name] - few[name]) / 2 for name in {*few, *many}}
-    assert {name: number for name, number in added.items() if number} == wanted
-
-
-def test_a_batch_of_other_rows_indexes_nothing_before_it_is_told_of():
-    """Though the trace has a route for every row of such a batch, so that no router is asked."""
-    with other_device():
-        there = model_there()
-        batch = copy.deepcopy(BATCHES["packed"])
-        batch["position_ids"][0, 3] = 0
-        with pytest.raises(BatchMismatchError, match=r"4 sequences.*3"):
-            replayed(there, given_on(DEVICE, batch), trace_of(there.spec, ends=()))
+            of_layers.append(launches(routed, given) - native)
+    assert of_layers[1] - of_layers[0] == 2 * added
 
 
 @grid("options", [{}, {"margins": True}, {"native": True}], ids=["plain", "margins", "native"], quick=1)

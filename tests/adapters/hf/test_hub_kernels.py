@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from foreroute.adapters import hf
-from foreroute.errors import AttachError, ReplayError
+from foreroute.errors import AttachError
 from foreroute.testing.models import tiny
 from tests.adapters.hf.model_runs import batch_of, experts_log, gradients, loss_of, random_routes
 
@@ -101,12 +101,3 @@ def test_a_block_that_selects_in_the_place_of_its_router_takes_other_routes():
 def test_kernels_that_route_are_refused(family, kernels, message):
     with pytest.raises(AttachError, match=message):
         hf.attach(with_kernels(family, **kernels))
-
-
-def test_kernels_that_route_are_refused_when_they_come_later():
-    model = tiny("gpt_oss")
-    routed = hf.attach(model)
-    block = model.model.layers[1].mlp
-    block.forward = MethodType(block_in_a_kernel, block)
-    with pytest.raises(ReplayError, match="selected 0 times"), routed.record():
-        loss_of(model, BATCH)

@@ -50,13 +50,13 @@ def as_bytes(weight):
     return nn.Parameter((weight * 100).to(torch.int8), requires_grad=False)
 
 
-def with_router(stored, family="afmoe", within="router.gate"):
-    """A tiny model, whose routers store their weight as `stored(weight)` says: a parameter, or a buffer by name."""
-    model = build(family)
+def packed_model(stored, path="mlp.router.gate"):
+    """A tiny model whose layers store a weight as `stored(weight)` says: a parameter, or a buffer by name."""
+    model = build("afmoe")
     for layer in model.model.layers:
-        if not hasattr(layer.mlp, within.partition(".")[0]):
+        if not hasattr(layer.mlp, "router"):
             continue  # dense
-        linear = layer.mlp.get_submodule(within)
+        linear = layer.get_submodule(path)
         linear.__class__, linear.whole = Packed, linear.weight.detach()
         kept = stored(linear.weight.detach())
         if isinstance(kept, dict):
@@ -88,7 +88,7 @@ WHOLE = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_packed_router_is_named_with_what_leaves_it_whole(way):
-    model = with_router(WAYS[way])
+    model = packed_model(WAYS[way])
     with pytest.warns(UserWarning, match=r"weights.*routers") as warned:
         hf.attach(model)
     [said] = [str(each.message) for each in warned if "packed" in str(each.message)]
@@ -96,22 +96,13 @@ def test_a_packed_router_is_named_with_what_leaves_it_whole(way):
     assert "llm_int8_skip_modules = ['lm_head', 'mlp.router.gate']" in said
 
 
-@pytest.mark.parametrize("way", WHOLE)
-def test_a_whole_router_is_not(way):
+@pytest.mark.parametrize(
+    ("stored", "path"), [*((stored, "mlp.router.gate") for stored in WHOLE.values()), (as_bytes, "self_attn.o_proj")]
+)
+def test_whole_routers_are_not_whatever_else_is_packed(stored, path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        hf.attach(with_router(WHOLE[way]))
-
-
-def test_packed_experts_and_attention_are_nothing_of_routers():
-    model = build("afmoe")
-    for layer in model.model.layers:
-        linear = layer.self_attn.o_proj
-        linear.__class__, linear.whole = Packed, linear.weight.detach()
-        linear.weight = as_bytes(linear.whole)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        hf.attach(model)
+        hf.attach(packed_model(stored, path))
 
 
 @pytest.mark.filterwarnings("ignore:weights of routers")
@@ -119,7 +110,7 @@ def test_the_doctor_warns_of_it():
     def of_weights(model):
         return [found for found in diagnose(examine(model, None)).findings if found.topic == "weights"]
 
-    [found] = of_weights(with_router(as_bytes))
+    [found] = of_weights(packed_model(as_bytes))
     assert found.severity is Severity.WARNING
     assert "mlp.router.gate" in found.sentence
     assert found.advice.startswith("Leave mlp.router.gate out of quantization")

@@ -1,11 +1,11 @@
 """Data parallel training replays each rank's own sequences: losses and gradients are those of a single process."""
 
 import re
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,18 +19,19 @@ from transformers.distributed import DistributedConfig
 from foreroute.adapters import hf
 from foreroute.core import untouched
 from foreroute.testing.models import tiny
-from foreroute.testing.ranks import Workers
 from tests.adapters.hf.families import skip_in_older
-from tests.adapters.hf.model_runs import CHECKPOINTING, batch_of, gradients, loss_of, random_routes, whole
+from tests.adapters.hf.model_runs import (
+    CHECKPOINTING,
+    EXPERTS,
+    batch_of,
+    gradients,
+    loss_of,
+    random_routes,
+    whole,
+    with_lora,
+)
 from tests.ep.spread_models import sharded
 from tests.roundings import GRADIENT_TERMS, require_rounded, roundings
-
-
-def on_two_ranks(work, *args):
-    """`work(rank, *args)` on each; returns what each gave back."""
-    with closing(Workers(2, timeout_s=300)) as workers:
-        return workers.run(work, *args)
-
 
 BATCH = batch_of(9, 9, 6, 6)
 """Each rank takes every second sequence: both have as many tokens, so that the mean of their losses is the loss."""
@@ -43,12 +44,21 @@ CASES = [
     ("fsdp", "wrapper_non_reentrant", False),
     ("ddp", "plain", True),
     ("ddp", "non_reentrant", False),
+    ("fsdp, with adapters", "non_reentrant", False),
 ]
 """How it is distributed, how it checkpoints, and whether it is attached before it is distributed."""
 
 
-def policy():
-    return tiny("deepseek_v3", experts="grouped_mm")
+def policy(parallel=""):
+    if "adapters" not in parallel:
+        return tiny("deepseek_v3", experts="grouped_mm")
+    model = tiny("qwen3_moe")
+    model.enable_input_require_grads()
+    return with_lora(model, target_modules=["o_proj"], **EXPERTS)
+
+
+def base_of(model):
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def shard(model):
@@ -60,10 +70,12 @@ def shard(model):
 
 def train_on_rank(rank, parallel, kind, attach_first):
     """Loss, gradients and telemetry; backward runs outside the session."""
-    model = policy()
-    CHECKPOINTING[kind](model)
+    model = policy(parallel)
+    CHECKPOINTING[kind](base_of(model))
     routed = hf.attach(model) if attach_first else None
-    wrapped = shard(model) if parallel == "fsdp" else DistributedDataParallel(model)
+    wrapped = DistributedDataParallel(model) if parallel == "ddp" else model
+    if parallel != "ddp":
+        shard(base_of(model))
     routed = routed or hf.attach(model)
     mine = {name: value[rank::2] for name, value in BATCH.items()}
     trace = random_routes(routed.spec, BATCH).select(np.arange(rank, 4, 2))
@@ -95,9 +107,9 @@ def ranks(workers):
     return workers(2).run(every_case)
 
 
-@pytest.fixture(scope="module")
-def single():
-    model = policy().train()
+@lru_cache
+def single(parallel):
+    model = policy(parallel).train()
     routed = hf.attach(model)
     with routed.replay(random_routes(routed.spec, BATCH), telemetry=True) as session:
         loss = loss_of(model, BATCH)
@@ -107,14 +119,15 @@ def single():
 
 @pytest.mark.shows("Hugging Face", "DDP and FSDP2, two processes")
 @pytest.mark.parametrize("case", range(len(CASES)), ids=["-".join(map(str, case)) for case in CASES])
-def test_losses_and_gradients_are_those_of_a_single_process(ranks, single, case):
-    loss, grads, shared_L, counts_LE = single
+def test_losses_and_gradients_are_those_of_a_single_process(ranks, case):
+    loss, grads, shared_L, counts_LE = single(CASES[case][0].replace("ddp", "fsdp"))
     one, other = (rank[case] for rank in ranks)
     require_rounded((one[0] + other[0]) / 2, loss)
     for rank in (one, other):
         assert rank[1].keys() == grads.keys()
         for name, gradient in grads.items():
             require_rounded(rank[1][name], gradient, GRADIENT_TERMS)
+            assert gradient.any(), name
     assert torch.equal(one[2] + other[2], shared_L)
     assert torch.equal(one[3] + other[3], counts_LE)
 
@@ -176,79 +189,33 @@ def test_an_optimizer_trains_what_it_would_without_attaching_and_recording(worke
     assert len(lost) > len(without)  # the control: a forward without backward, and nothing put back
 
 
-def adapted():
-    """With adapters that change something from the first."""
-    model = tiny("qwen3_moe").double()
-    model.enable_input_require_grads()
-    experts = ["experts.gate_up_proj", "experts.down_proj"]
-    config = peft.LoraConfig(r=3, target_modules=["o_proj"], target_parameters=experts, init_lora_weights=False)
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        return peft.get_peft_model(model, config).train()
-
-
-def train_adapters(rank):
-    model = adapted()
-    model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
-    shard(model.get_base_model())
-    routed = hf.attach(model)
-    with routed.replay(random_routes(routed.spec, BATCH).select(np.arange(rank, 4, 2))):
-        loss = loss_of(model, {name: value[rank::2] for name, value in BATCH.items()})
-    loss.backward()
-    return loss.detach(), full_gradients(model)
-
-
-@pytest.mark.slow
-def test_adapters_of_experts_are_trained_under_fsdp2_as_in_a_single_process(workers):
-    model = adapted()
-    routed = hf.attach(model)
-    with routed.replay(random_routes(routed.spec, BATCH)):
-        loss = loss_of(model, BATCH)
-    loss.backward()
-    (one, grads), (other, _) = workers(2).run(train_adapters)
-    expected = gradients(model)
-    assert grads.keys() == expected.keys()
-    assert abs((one + other) / 2 - loss) < 1e-13
-    assert max(float((grads[name] - gradient).abs().max()) for name, gradient in expected.items()) < 1e-13
-    assert min(float(grad.abs().max()) for name, grad in expected.items() if ".experts." in name) > 1e-3
-
-
-def test_other_routes_would_be_seen(single):
+def test_other_routes_would_be_seen():
     """The control: gradients under other routes are a hundred times further off than roundings explain."""
     model = policy().train()
     routed = hf.attach(model)
     with routed.replay(random_routes(routed.spec, BATCH, seed=2)):
         loss_of(model, BATCH).backward()
     name = "model.layers.1.mlp.gate.weight"
-    away = (gradients(model)[name] - single[1][name]).abs().max() / single[1][name].abs().max()
+    expected = single("fsdp")[1][name]
+    away = (gradients(model)[name] - expected).abs().max() / expected.abs().max()
     assert away > 100 * roundings(GRADIENT_TERMS)
 
 
-def leave_out_a_rank(rank, which):
-    """What the page on replay asks of the ranks, by a loop that has a session on some of them."""
+def ask_of_the_page(rank, num_forwards_G):
+    """What a rank is told by the function of the page on replay, which is given the forwards of its session."""
     page = (Path(__file__).parents[3] / "docs" / "replay.md").read_text()
     given = {"torch": torch}
     exec(re.search(r"def require_replayed_alike.*?\n\n\n", page, re.DOTALL).group(), given)
-    model = policy().train()
-    routed = hf.attach(model)
-    trace = random_routes(routed.spec, BATCH)
-    num_forwards = 0
-    if rank in which:
-        with routed.replay(trace) as session:
-            loss_of(model, BATCH).backward()
-        num_forwards = session.num_forwards
-    else:
-        loss_of(model, BATCH).backward()
     try:
-        given["require_replayed_alike"](num_forwards)
+        given["require_replayed_alike"](num_forwards_G[rank])
     except RuntimeError as error:
         return str(error)
 
 
-@pytest.mark.slow
-def test_a_rank_without_a_session_is_told_on_every_rank_where_all_are_asked():
-    assert on_two_ranks(leave_out_a_rank, (0,)) == ["of the ranks, some replayed 0 forwards and others 1"] * 2
-    assert on_two_ranks(leave_out_a_rank, (0, 1)) == [None, None]
+def test_a_rank_without_a_session_is_told_on_every_rank_where_all_are_asked(workers):
+    told = ["of the ranks, some replayed 0 forwards and others 1"] * 2
+    assert workers(2).run(ask_of_the_page, [1, 0]) == told
+    assert workers(2).run(ask_of_the_page, [1, 1]) == [None, None]
 
 
 def sessions_after_other_passes(rank, before):

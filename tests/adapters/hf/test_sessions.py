@@ -39,14 +39,6 @@ def test_what_was_attached_can_be_copied_with_its_model(copied):
     assert not results[1].any()
 
 
-def test_layers_that_were_exchanged_are_attached_again():
-    model, _, trace = with_routes(BATCH)
-    layers = model.model.layers
-    layers[0], layers[2] = layers[2], layers[0]
-    with hf.attach(model).replay(trace):
-        model(**BATCH)
-
-
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.float32, torch.bfloat16, torch.float16])
 def test_masks_of_zeros_and_ones_may_have_any_type(dtype):
     model, routed, trace = with_routes(BATCH)

@@ -24,27 +24,16 @@ WHOLE = {
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
     "step3p7": "Step3p7ForConditionalGeneration",
 }
-TOWER = {
-    "depth": 1,
-    "num_hidden_layers": 1,
-    "num_layers": 1,
-    "encoder_layers": 1,
-    "hidden_size": 32,
-    "out_hidden_size": 32,
-    "d_model": 32,
-    "embed_dim": 32,
-    "vision_output_dim": 32,
-    "intermediate_size": 32,
-    "encoder_ffn_dim": 32,
-    "projector_input_dim": 32,
-    "projector_output_dim": 32,
-    "num_heads": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "encoder_attention_heads": 4,
-    "head_dim": 8,
-    "deepstack_visual_indexes": [0],
+NAMES_OF = {
+    1: "depth num_hidden_layers num_layers encoder_layers",
+    32: (
+        "hidden_size out_hidden_size d_model embed_dim vision_output_dim intermediate_size encoder_ffn_dim "
+        "projector_input_dim projector_output_dim"
+    ),
+    4: "num_heads num_attention_heads num_key_value_heads encoder_attention_heads",
+    8: "head_dim",
 }
+TOWER = {name: size for size, names in NAMES_OF.items() for name in names.split()} | {"deepstack_visual_indexes": [0]}
 
 
 FAILS_ON_TEXT = {("llama4", "5.24.0"): "it reads image_outputs off an output that has none"}

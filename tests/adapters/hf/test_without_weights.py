@@ -153,14 +153,6 @@ def test_what_transformers_cannot_make_is_one_message(changes, said, tmp_path, c
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_code_and_weights_of_a_folder_are_not_touched(tmp_path):
-    written(tmp_path, build("qwen3_moe"))
-    (tmp_path / "modeling_mine.py").write_text("raise SystemExit")
-    (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n")
-    (tmp_path / "model.safetensors").symlink_to("/dev/zero")
-    assert structure_of(tmp_path / "config.json")[0].num_layers == 3
-
-
 @pytest.mark.slow
 def test_without_transformers_the_extra_is_named(tmp_path):
     written(tmp_path, build("qwen3_moe"))

@@ -1,4 +1,4 @@
-"""Plans on a Hugging Face model: its experts, which transformers has spread over ranks, and its micro-batches."""
+"""Plans on a Hugging Face model: its experts, which transformers has spread over ranks."""
 
 from __future__ import annotations
 
@@ -12,20 +12,17 @@ import torch.distributed as dist
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from foreroute.adapters.hf.trace_rows import TraceRows
 from foreroute.ep import ExpertParallelModel
 from foreroute.ep.agreement import RankConsensus
-from foreroute.ep.execution import MicroBatch
 from foreroute.ep.transfer.home_moves import MovingRanks, agree_on_homes, inspect_stacked, move_layers
 from foreroute.ep.transfer.segments import shard_moves
-from foreroute.errors import AttachError, PlacementError, PlanError
+from foreroute.errors import PlacementError, PlanError
 from foreroute.layout.rank_rows import block_homes
 from foreroute.plan import StepPlan
-from foreroute.trace import RoutingTrace
 
 if TYPE_CHECKING:
     from foreroute.adapters.hf.expert_parallel import ForerouteEP
-    from foreroute.adapters.hf.routed_transformer import RoutedTransformer, TransformerHooks
+    from foreroute.adapters.hf.routed_transformer import TransformerHooks
 
 
 class SpreadExperts(ExpertParallelModel):
@@ -108,45 +105,3 @@ class SpreadExperts(ExpertParallelModel):
             f"{num_experts} experts are kept by {num_owners} ranks in shares of different sizes, and are neither "
             "fetched nor moved then; spread the model over as many ranks as divide them, or execute no plan (None)"
         )
-
-
-def spread_of(routed: RoutedTransformer) -> SpreadExperts:
-    """Return what plans are executed on; raise `AttachError` when it is not spread by us, or cannot be fetched."""
-    model = routed.model
-    if routed.spread is None:
-        raise AttachError(
-            f"no experts of this {type(model).__name__} are spread over ranks by foreroute; load it by "
-            "from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=G, ep_size=G, "
-            'ep_implementation="foreroute"))'
-        )
-    if routed.spec.num_experts != routed.spread.home_LE.shape[1]:
-        raise AttachError(
-            f"routers of this {type(model).__name__} choose among {routed.spec.num_experts}, and layers have "
-            f"{routed.spread.home_LE.shape[1]} experts; plans know no choice that is computed nowhere"
-        )
-    distributed = getattr(getattr(model, "config", None), "distributed_config", None)
-    if getattr(distributed, "fsdp_cpu_offload", False):
-        raise AttachError(
-            "the model was loaded with fsdp_cpu_offload=True, which keeps experts on the host, from where replicas "
-            "cannot be fetched; load it without"
-        )
-    return routed.spread
-
-
-def planned_batches(
-    routed: RoutedTransformer, spread: SpreadExperts, given: Sequence[TraceRows | RoutingTrace]
-) -> list[MicroBatch]:
-    """Return the micro-batches of this rank as plans know them; raise `TraceError` for what is no trace of it."""
-    batches = given if isinstance(given, Sequence) else [given]
-    rows_M = [each if isinstance(each, TraceRows) else routed.rows(each) for each in batches]
-    part, num_parts = spread.layers[0].slices
-    return [
-        MicroBatch(
-            rows.trace,
-            rows.counts_of(part, num_parts),
-            rows.is_whole,
-            int(rows.trace.valid_N.sum()),
-            is_shared=num_parts > 1,
-        )
-        for rows in rows_M
-    ]

@@ -7,6 +7,7 @@ wrong with it.
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -27,52 +28,41 @@ TEXT = ("input_ids", "attention_mask", "position_ids", "cu_seq_lens_q")
 """Arguments that tell which token is where; `pixels.ARGUMENTS` are the others."""
 
 
+@dataclass(eq=False, repr=False)
 class ForwardTokens:
     """The arguments of one forward that tell which token is where, on their device."""
 
-    def __init__(
-        self,
-        input_ids: Tensor,
-        mask: Tensor | None,
-        position_ids: Tensor | None,
-        cumulative: Tensor | None,
-        past: int,
-        images: ImageTokens | None = None,
-        pixels: dict[str, Tensor] | None = None,
-        *,
-        begins: bool = False,
-        cache_was_seen: bool = True,
-        given: dict[str, Any] | None = None,
-    ) -> None:
-        # integers [B, T]; zeros and ones [B, T' >= T], or the causal pattern [B, 1, T, T' >= T] that `generate` makes
-        # of them for a static cache: bool, or 0 where a token attends to another
-        self.input_ids, self.mask = input_ids, mask
-        # [B, T] or [1, T]; of images [A, B, T] or [A, 1, T], on three axes, or behind those of text on four
-        self.position_ids = position_ids
-        self.cumulative = cumulative  # offsets of packed sequences, `cu_seq_lens_q`
-        self.past = past  # positions that the key-value cache held before
-        self.images, self.pixels = images, pixels or {}  # None where it is not known how images stand among tokens
+    input_ids: Tensor  # integers [B, T]
+    # zeros and ones [B, T' >= T], or the causal pattern [B, 1, T, T' >= T] that `generate` makes of them for a static
+    # cache: bool, or 0 where a token attends to another
+    mask: Tensor | None
+    # [B, T] or [1, T]; of images [A, B, T] or [A, 1, T], on three axes, or behind those of text on four
+    position_ids: Tensor | None
+    cumulative: Tensor | None  # offsets of packed sequences, `cu_seq_lens_q`
+    past: int  # positions that the key-value cache held before
+    images: ImageTokens | None = None  # None where it is not known how images stand among tokens
+    pixels: dict[str, Tensor] = field(default_factory=dict)
+    begins: bool = False  # whether the first token of each row must be at position 0: no cache holds any before
+    cache_was_seen: bool = True  # whether the cache was compared with what the forward before left of it
+    given: dict[str, Any] = field(default_factory=dict)  # arguments of the call that tell all this, if known
+    is_causal: Tensor | None = field(init=False, default=None)  # bool [], whether a pattern is that of a batch
+
+    def __post_init__(self) -> None:
         self.pixel_names = tuple(self.pixels)
-        self.begins = begins  # whether the first token of each row must be at position 0: no cache holds any before
-        self.cache_was_seen = cache_was_seen  # whether the cache was compared with what the forward before left of it
-        self.is_causal: Tensor | None = None  # bool [], whether a mask that was a pattern is that of a batch
-        self._pattern_shape: tuple[int, ...] = ()
-        self.shape = (input_ids.shape[0], input_ids.shape[1])
-        self.num_router_rows = input_ids.shape[0] * input_ids.shape[1]
-        self.device = input_ids.device
-        self.given = given or {}  # arguments of the call that tell all this, by name; empty where they are not known
+        self.shape = (self.input_ids.shape[0], self.input_ids.shape[1])
+        self.num_router_rows = self.shape[0] * self.shape[1]
+        self.device = self.input_ids.device
         if torch.compiler.is_compiling():  # nothing is read in a graph; `graph_ops.begin_pass` makes another of these
             return
         # What shapes say is read here. What only the values say is refused when they are asked for.
-        self.past = int(past)
-        if mask is not None:
-            if mask.ndim == 4:
-                self._pattern_shape = tuple(mask.shape)
-                mask, self.is_causal = _read_pattern(mask, self.shape, self.past)
-            _require_shape(mask, self.shape, self.past)
-            self.mask = mask
+        self.past = int(self.past)
+        if self.mask is not None:
+            self._mask_shape = tuple(self.mask.shape)
+            if self.mask.ndim == 4:
+                self.mask, self.is_causal = _read_pattern(self.mask, self.shape, self.past)
+            _require_shape(self.mask, self.shape, self.past)
         # whether arguments say where sequences begin, so that a row of the batch may hold several
-        self.may_be_packed = not self.past and (cumulative is not None or position_ids is not None)
+        self.may_be_packed = not self.past and (self.cumulative is not None or self.position_ids is not None)
 
     @classmethod
     def of_call(
@@ -109,7 +99,7 @@ class ForwardTokens:
             cumulative,
             past,
             images,
-            None if ARGUMENTS.isdisjoint(given) else given_images(given),
+            {} if ARGUMENTS.isdisjoint(given) else given_images(given),
             # a part of longer sequences, as under context parallelism, is run without a cache
             begins=not has_past and given.get("use_cache") is not False,
             given={name: given[name] for name in (*TEXT, *ARGUMENTS) if given.get(name) is not None},
@@ -160,7 +150,7 @@ class ForwardTokens:
         """Raise `BatchMismatchError` for arguments that are not those of a batch of whole sequences. Waits for them."""
         if self.is_causal is not None and not self.is_causal:
             raise BatchMismatchError(
-                f"attention_mask is of shape {self._pattern_shape}, another pattern than the causal one of a batch; "
+                f"attention_mask is of shape {self._mask_shape}, another pattern than the causal one of a batch; "
                 f"{WANTED_PATTERN}"
             )
         kept_BT = np.ones(self.shape, np.bool_)

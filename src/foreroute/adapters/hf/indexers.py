@@ -26,9 +26,8 @@ from foreroute.core.passes import Pass
 from foreroute.core.recompute import run_unnumbered
 from foreroute.errors import BatchMismatchError
 from foreroute.replay import IndexerPass, ReplayRows
-from foreroute.replay.coded_sets import CodedChoices
 from foreroute.replay.indexers import IndexerRows, find_positions
-from foreroute.trace import INDEXER, DecisionStream, IndexerSpec, RoutedLayer, RoutingTrace
+from foreroute.trace import DecisionStream, IndexerSpec, RoutedLayer
 from foreroute.trace.checks import as_offsets
 from foreroute.trace.streams import MOST_CHOICES
 
@@ -57,15 +56,11 @@ class IndexerForm:
         return IndexerSpec(top_k, layers, unit, heads, self.sees_begun)
 
 
-TOKENS = IndexerForm(fills=False)
-FORMS = {
-    "AXK2Indexer": TOKENS,
-    "DeepseekV32Indexer": TOKENS,
-    "Dots3NoteTextIndexer": TOKENS,
-    "GlmMoeDsaIndexer": TOKENS,
-    "HYV4Indexer": TOKENS,
-    "HYV4VLIndexer": TOKENS,
-    "MistralLarge4TextIndexer": TOKENS,
+OF_TOKENS = (
+    *("AXK2Indexer", "DeepseekV32Indexer", "Dots3NoteTextIndexer", "GlmMoeDsaIndexer", "HYV4Indexer"),
+    *("HYV4VLIndexer", "MistralLarge4TextIndexer"),
+)
+FORMS = dict.fromkeys(OF_TOKENS, IndexerForm(fills=False)) | {
     "Glm5NextTextIndexer": IndexerForm(unit="index_kpool", counts_tokens=True, tail=True, sequences="one a row"),
     "DeepseekV4Indexer": IndexerForm(
         unit="compress_rate", returns="units", sequences="one a row from its first column"
@@ -102,10 +97,6 @@ class FoundIndexers:
             first = IndexerPass(num_routers + number, number, chosen, kept, calls_1)
             opened.append((first, replace(first, observed=None)))
         return opened
-
-    def choices(self, trace: RoutingTrace) -> CodedChoices:
-        """Take the choices of a trace that has some."""
-        return CodedChoices(self.spec, trace.streams[INDEXER], trace.positions_N)
 
     def misplaced(self, rows: IndexerRows, row_R: Tensor, width: int) -> Tensor:
         """Say bool [], on their device, whether `find_positions` or `require` would raise for rows of a batch."""

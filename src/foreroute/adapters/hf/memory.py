@@ -13,7 +13,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from foreroute.adapters.hf.executing import spread_of
 from foreroute.adapters.hf.routed_transformer import RoutedTransformer
 from foreroute.costs.memory import WORKS, BatchSizes, StepMemory, Work, describe_section, section_sizes
 from foreroute.ep.allocations import AllocationLog
@@ -67,7 +66,7 @@ def measure_memory(
         AttachError: for a model that is not spread by foreroute.
         ForecastError: when memory follows something else than tokens and rows; when gradients are there already.
     """
-    spread = spread_of(routed)
+    spread = routed._experts
     if any(each.grad is not None for each in routed.model.parameters()):
         raise ForecastError("the model holds gradients, which measuring would add to; set them to none before")
     counts_MLGE = routed.gather_counts(traces)
@@ -154,7 +153,7 @@ def _marking(routed: RoutedTransformer, log: AllocationLog) -> Iterator[None]:
 
 
 def _decoder_layers(routed: RoutedTransformer) -> list[nn.Module]:
-    experts = spread_of(routed).layers
+    experts = routed._experts.layers
     paths = [re.match(r".*?\.\d+(?=\.)", layer.path) for layer in experts]
     names = [path and path.group() for path in paths]
     if None in names or len(set(names)) < len(names):

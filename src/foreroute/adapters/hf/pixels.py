@@ -83,11 +83,22 @@ class ImageTokens(NamedTuple):
             found = torch.where(is_piece, of_piece, found)
         return found
 
-    def of_patches(self, patches: Tensor | None, grid_thw: Tensor | None) -> Tensor | None:
+    def of_patches(self, patches_PW: Tensor | None, grid_thw: Tensor | None) -> Tensor | None:
         """Digest each token that these patches become, int64; None where they are laid out in no known way."""
-        if patches is None or grid_thw is None or not len(patches) or len(patches) % self.patches:
+        if patches_PW is None or grid_thw is None or not len(patches_PW) or len(patches_PW) % self.patches:
             return None
-        return _digests(patches.detach(), grid_thw, self.patches)
+        first, second, third = MIXING
+        bits = patches_PW.detach().to(torch.bfloat16).reshape(len(patches_PW) // self.patches, -1)
+        words = functional.pad(bits, (0, -bits.shape[1] % 4)).view(torch.int64)
+        mixed = (words + third * torch.arange(words.shape[1], device=words.device)) * first
+        total = ((mixed ^ (mixed >> 32)) * second).sum(1)
+        # with the grid of the image that they are in
+        grid = grid_thw.to(words.device).long()
+        ends = (grid.prod(1) // self.patches).cumsum(0)
+        image = torch.searchsorted(ends, torch.arange(len(words), device=words.device), right=True)
+        of_image = grid[:, 0] * first + grid[:, 1] * second + grid[:, 2] * third
+        total = (total ^ of_image[image.clamp(max=len(grid) - 1)]) * first
+        return ((total ^ (total >> 32)) & ((1 << 2 * BITS) - 1)).clamp(min=1)
 
     def attach_digests(self, encoded: Any, given: dict[str, Any]) -> None:
         """Have what `get_image_features` or `get_video_features` made of these arguments take their digests along."""
@@ -165,18 +176,3 @@ def _pieces(encoded: Any) -> Sequence[Tensor]:
     """Give a tensor [tokens, D] for each image that was encoded."""
     pieces = getattr(encoded, "pooler_output", None)
     return pieces if isinstance(pieces, list | tuple) else () if pieces is None else [pieces]
-
-
-def _digests(patches_PW: Tensor, grid_thw: Tensor, each: int) -> Tensor:
-    """Digest this many patches one after the other, int64 [P / each], with the grid of the image that they are in."""
-    first, second, third = MIXING
-    bits = patches_PW.to(torch.bfloat16).reshape(len(patches_PW) // each, -1)
-    words = functional.pad(bits, (0, -bits.shape[1] % 4)).view(torch.int64)
-    mixed = (words + third * torch.arange(words.shape[1], device=words.device)) * first
-    total = ((mixed ^ (mixed >> 32)) * second).sum(1)
-    grid = grid_thw.to(words.device).long()
-    ends = (grid.prod(1) // each).cumsum(0)
-    image = torch.searchsorted(ends, torch.arange(len(words), device=words.device), right=True)
-    of_image = grid[:, 0] * first + grid[:, 1] * second + grid[:, 2] * third
-    total = (total ^ of_image[image.clamp(max=len(grid) - 1)]) * first
-    return ((total ^ (total >> 32)) & ((1 << 2 * BITS) - 1)).clamp(min=1)

@@ -32,7 +32,7 @@ from foreroute.core.passes import Pass, Rows
 from foreroute.core.selection import Scores
 from foreroute.core.trunk import TrunkHooks
 from foreroute.core.untouched import reshard
-from foreroute.errors import BatchMismatchError, LayoutError, ReplayError
+from foreroute.errors import AttachError, BatchMismatchError, LayoutError, ReplayError
 from foreroute.layout import Layout
 from foreroute.replay import Policy, ReplayRows, Routes
 from foreroute.replay.arguments import not_of_kind
@@ -82,13 +82,13 @@ class RoutedTransformer(PlannedModel):
 
     def router_parameters(self) -> list[nn.Parameter]:
         """The parameters of all routers, in layer order: those that decide which experts a token is sent to."""
-        return [parameter for router in self._of_trunk.routers for parameter in router.module.parameters()]
+        return [parameter for router in self.routers for parameter in router.module.parameters()]
 
     @property
     def lookup_tables(self) -> dict[int, Tensor]:
         """Integers [vocabulary, K], by its position among layers, of each router that looks experts up by token."""
-        modules: list[Any] = [router.module if router.rule.is_lookup else None for router in self._of_trunk.routers]
-        return {position: module.tid2eid for position, module in enumerate(modules) if module is not None}
+        modules: list[Any] = [router.module for router in self.routers]
+        return {number: modules[number].tid2eid for number, router in enumerate(self.routers) if router.rule.is_lookup}
 
     def rows(self, trace: RoutingTrace, layout: Layout | None = None) -> TraceRows:
         """Make the routes of a micro-batch ready once, to be replayed in recompute, update and every epoch.
@@ -108,9 +108,8 @@ class RoutedTransformer(PlannedModel):
             raise not_of_kind("what is to be replayed", trace, "a RoutingTrace, from a recording, `load` or `decode`")
         if trace.spec != self.spec:
             trace = self.with_lookups(trace)
-        for position, router in enumerate(self._of_trunk.routers):
-            if router.rule.is_lookup:
-                require_looked_up(trace, position, router.module)
+        for position, table_VK in self.lookup_tables.items():
+            require_looked_up(trace, position, table_VK)
         if INDEXER in trace.streams:
             from foreroute.replay.indexers import require_choices
 
@@ -129,24 +128,51 @@ class RoutedTransformer(PlannedModel):
             SpecMismatchError: when the trace lacks another layer, or is of another model.
             BatchMismatchError: when it has a token that the model does not know.
         """
-        routers = zip(self.spec.layers, self._of_trunk.routers, strict=True)
-        lookups = {layer: partial(looked_up, router.module) for layer, router in routers if router.rule.is_lookup}
+        tables = self.lookup_tables.items()
+        lookups = {self.spec.layers[number]: partial(looked_up, table_VK) for number, table_VK in tables}
         return with_lookups(trace, self.spec, lookups)
 
     @property
     def _experts(self) -> SpreadExperts:
-        from foreroute.adapters.hf.executing import spread_of
-
-        return spread_of(self)
+        if self.spread is None:
+            raise AttachError(
+                f"no experts of this {type(self.model).__name__} are spread over ranks by foreroute; load it by "
+                "from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=G, ep_size=G, "
+                'ep_implementation="foreroute"))'
+            )
+        if self.spec.num_experts != self.spread.home_LE.shape[1]:
+            raise AttachError(
+                f"routers of this {type(self.model).__name__} choose among {self.spec.num_experts}, and layers have "
+                f"{self.spread.home_LE.shape[1]} experts; plans know no choice that is computed nowhere"
+            )
+        distributed = getattr(getattr(self.model, "config", None), "distributed_config", None)
+        if getattr(distributed, "fsdp_cpu_offload", False):
+            raise AttachError(
+                "the model was loaded with fsdp_cpu_offload=True, which keeps experts on the host, from where replicas "
+                "cannot be fetched; load it without"
+            )
+        return self.spread
 
     @property
     def _execution_holder(self) -> TransformerHooks:
         return self._of_trunk
 
     def _planned_batches(self, given: Sequence[TraceRows | RoutingTrace]) -> list[MicroBatch]:
-        from foreroute.adapters.hf.executing import planned_batches
+        from foreroute.ep.execution import MicroBatch
 
-        return planned_batches(self, self._experts, given)
+        batches = given if isinstance(given, Sequence) else [given]
+        rows_M = [each if isinstance(each, TraceRows) else self.rows(each) for each in batches]
+        part, num_parts = self._experts.layers[0].slices
+        return [
+            MicroBatch(
+                rows.trace,
+                rows.counts_of(part, num_parts),
+                rows.is_whole,
+                int(rows.trace.valid_N.sum()),
+                is_shared=num_parts > 1,
+            )
+            for rows in rows_M
+        ]
 
     def gather_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Give every weight and buffer that is saved, whole, as engines take them. A collective call.
@@ -353,9 +379,8 @@ def _indexers_in_graph(path: str) -> ReplayError:
     )
 
 
-def looked_up(router: nn.Module, tokens_N: NDArray[np.int32]) -> NDArray[Any]:
-    """Look up the experts of tokens, integers [N, K], in a router's table `tid2eid` [vocabulary, K]."""
-    table_VK: Any = router.tid2eid
+def looked_up(table_VK: Tensor, tokens_N: NDArray[np.int32]) -> NDArray[Any]:
+    """Look up the experts of tokens, integers [N, K], in a router's table [vocabulary, K]."""
     if len(tokens_N) and int(tokens_N.max()) >= len(table_VK):
         raise BatchMismatchError(
             f"the trace holds token {int(tokens_N.max())}, and the model's table of experts has {len(table_VK)}; it is "
@@ -365,10 +390,10 @@ def looked_up(router: nn.Module, tokens_N: NDArray[np.int32]) -> NDArray[Any]:
     return np.asarray(table_VK[tokens].cpu().numpy())
 
 
-def require_looked_up(trace: RoutingTrace, position: int, router: nn.Module) -> None:
+def require_looked_up(trace: RoutingTrace, position: int, table_VK: Tensor) -> None:
     """Raise `BatchMismatchError` unless the hash layer at `position` holds what its table says for each token."""
     routed = trace.valid_N
-    expected_NK = looked_up(router, trace.token_ids_N[routed])
+    expected_NK = looked_up(table_VK, trace.token_ids_N[routed])
     given_NK = trace.expert_ids_NLK[routed, position, : trace.spec.picks_L[position]]
     wrong = np.flatnonzero((np.sort(given_NK, axis=-1) != np.sort(expected_NK, axis=-1)).any(axis=-1))
     if len(wrong):
