@@ -127,10 +127,6 @@ def test_a_packed_batch_is_cut_by_its_positions():
     behind = decode(padded, model=R.spec)  # a sequence of its own, without routes
     assert behind.select([0, 1, 2]).equals(fr.concatenate(KNOWN))
     assert not behind.select([3]).valid_N.any()
-    lengths = {"seq_lens": [len(r.tokens) for r in ALL]}
-    assert decode(padded | lengths, model=R.spec).equals(fr.concatenate(KNOWN))
-    padded["position_ids"][0, -5:] = 0
-    assert decode(padded | lengths, model=R.spec).equals(fr.concatenate(KNOWN))
 
 
 def test_rows_of_padding_hold_no_routes_whatever_stands_for_none():
