@@ -173,7 +173,9 @@ def test_parts_add_to_the_whole_and_edges_count_as_they_should():
     assert uneven.k3 == pytest.approx(whole.k3, rel=1e-12)
     assert (uneven.count, uneven.above, uneven.max_abs_log) == (whole.count, whole.above, whole.max_abs_log)
     assert token_mismatch([0.0], [-math.log(2.0)]).f(2.0) == 0, "the threshold itself does not count"
-    assert token_mismatch([0.0], [-1e-7]).k3 == pytest.approx(1e-14 / 2, rel=1e-4), "tiny differences keep precision"
+    assert token_mismatch([0.0], [-1e-7]).k3 == pytest.approx(1e-14 / 2, rel=1e-4, abs=0), (
+        "tiny differences keep precision"
+    )
     assert token_mismatch([5e-4], [-5e-4]).count == 1, "a probability of 1 may be rounded up"
     nothing = random_trace(0).select([])
     routes = routing_mismatch(nothing, nothing)
