@@ -97,12 +97,8 @@ OWN = drawn(LENGTH - 1, len(LAYERS))
 
 
 def sglang(choices):
-    answer = json.loads(wires.sglang(R))
-    answer["prompt_token_ids"] = R.prompt
-    if choices is not None:
-        text = choices if isinstance(choices, str) else base64.b64encode(choices.tobytes()).decode()
-        answer["meta_info"]["indexer_topk"] = text
-    return answer
+    more = {} if choices is None else {"indexer_topk": base64.b64encode(choices.tobytes()).decode()}
+    return wires.sglang_answer(R, **more) | {"prompt_token_ids": R.prompt}
 
 
 @pytest.mark.parametrize("num_layers", [R.num_layers, len(LAYERS)], ids=["all", "own"])
@@ -110,8 +106,7 @@ def test_an_answer_of_sglang_brings_its_choices(num_layers):
     array, without = drawn(LENGTH - 1, num_layers), decode(sglang(None), model=R.spec)
     expected = with_indexer_choices(without, [array], INDEXERS)
     assert decode(json.dumps(sglang(array)), model=R.spec, indexers=INDEXERS).equals(expected)
-    in_process = sglang(None)
-    in_process["meta_info"]["indexer_topk"] = array
+    in_process = wires.sglang_answer(R, indexer_topk=array) | {"prompt_token_ids": R.prompt}
     assert decode(in_process, model=R.spec, indexers=INDEXERS).equals(expected)
 
 
@@ -119,7 +114,7 @@ NOT_READ = {
     "of unknown indexers": (sglang(OWN), None, "indexers are None; .*: pass indexers="),
     "of some": ([sglang(OWN), sglang(None)], INDEXERS, "sequence 1 has no choices of indexers"),
     "a number": (
-        sglang(None) | {"meta_info": sglang(None)["meta_info"] | {"indexer_topk": 3}},
+        wires.sglang_answer(R, indexer_topk=3) | {"prompt_token_ids": R.prompt},
         INDEXERS,
         "base64 of int32",
     ),

@@ -47,7 +47,7 @@ ROUTES = {
 def test_routes_are_read_alone_in_a_list_as_text_and_inside_an_answer(form):
     write = ROUTES[form]
     mine, several = write(R.routes_RLK), [write(r.routes_RLK) for r in ALL]
-    answer = {"choices": [{"token_ids": R.response, "prompt_token_ids": R.prompt, "routed_experts": mine}]}
+    answer = wires.vllm_answer(R, routed_experts=mine)
     alone = [mine, [mine], write(R.all_layers()), answer]
     texts = [] if form == "flat" or " of b" in form else [json.dumps(mine), json.dumps(answer)]
     for output in (*alone, *texts):
@@ -59,7 +59,7 @@ def test_routes_are_read_alone_in_a_list_as_text_and_inside_an_answer(form):
 def test_a_table_may_state_where_it_starts():
     """prime-rl's and dynamo's do."""
     late, expected = table(R.routes_RLK[2:], start=2), read(R.routes_RLK[2:], start=2)
-    answer = {"choices": [{"token_ids": R.response, "prompt_token_ids": R.prompt, "routed_experts": late}]}
+    answer = wires.vllm_answer(R, routed_experts=late)
     for output in (late, answer):
         assert read(output).equals(expected)
         assert read(output, start=2).equals(expected)

@@ -35,8 +35,7 @@ def in_process(rows):
 
 
 def over_http(rows):
-    choice = {"token_ids": R.response, "prompt_token_ids": R.prompt, "routed_experts": base64_of(wires.npy(rows))}
-    return json.dumps({"choices": [choice]})
+    return json.dumps(wires.vllm_answer(R, routed_experts=base64_of(wires.npy(rows))))
 
 
 def raw(text):
@@ -140,9 +139,7 @@ def pick(value):
 
 
 def choice(**changes):
-    text = base64_of(wires.npy(ALL.astype(np.uint8)))
-    known = {"finish_reason": "stop", "token_ids": R.response, "prompt_token_ids": R.prompt, "routed_experts": text}
-    return known | changes
+    return wires.vllm_answer(R, **changes)["choices"][0]
 
 
 ABORTED = choice(finish_reason="abort", routed_experts=None, token_ids=[])

@@ -100,10 +100,7 @@ def test_each_pair_and_each_place_of_eight_picks_is_looked_at(experts):
 R = wires.rollout(np.random.default_rng(12), experts=128)
 DOORS = {
     "decode": lambda rows: decode(rows, model=R.spec, token_ids=R.tokens),
-    "answer": lambda rows: decode(
-        {"prompt_token_ids": R.prompt, "choices": [{"token_ids": R.response, "routed_experts": rows[:-1]}]},
-        model=R.spec,
-    ),
+    "answer": lambda rows: decode(wires.vllm_answer(R, routed_experts=rows[:-1]), model=R.spec),
     "from_sequences": lambda rows: fr.RoutingTrace.from_sequences(R.spec, [R.tokens], [rows]),
     "from_padded": lambda rows: fr.RoutingTrace.from_padded(R.spec, np.array([R.tokens]), rows[None]),
 }

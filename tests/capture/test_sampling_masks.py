@@ -36,16 +36,11 @@ vllm_arrays = partial(vllm, make=partial(np.array, dtype=np.int32))
 
 
 def vllm_http(r, sets):
-    answer = json.loads(wires.vllm_http(r))
-    answer["choices"][0]["sampling_mask"] = sets
-    return json.dumps(answer)
+    return json.dumps(wires.vllm_answer(r, sampling_mask=sets))
 
 
 def sglang(r, sets):
-    answer = json.loads(wires.sglang(r))
-    answer["meta_info"]["output_token_sampling_mask"] = sets
-    answer["prompt_token_ids"] = r.prompt
-    return json.dumps(answer)
+    return json.dumps(wires.sglang_answer(r, output_token_sampling_mask=sets) | {"prompt_token_ids": r.prompt})
 
 
 FORMS = [vllm, vllm_arrays, vllm_http, sglang]

@@ -1,6 +1,5 @@
 """Spans of weights in answers: the row that produced a token is of the weights that the engine names for it."""
 
-import json
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -15,11 +14,8 @@ from tests import wires
 R = wires.rollout(np.random.default_rng(9), prompt=4, response=6)
 
 
-def answer(spans, r=R, start=0):
-    """Of vLLM over HTTP, as an object, with the spans of its only choice."""
-    parsed = json.loads(wires.vllm_http(r, start))
-    parsed["choices"][0]["weight_versions"] = spans
-    return parsed
+def answer(spans, start=0):
+    return wires.vllm_answer(R, start, weight_versions=spans)
 
 
 def spans(*bounds, names="3458"):
@@ -44,8 +40,7 @@ def test_spans_of_an_answer_in_process_and_of_several_choices():
 
 
 def test_spans_of_an_answer_of_sglang():
-    parsed = json.loads(wires.sglang(R))
-    parsed["meta_info"]["weight_versions"] = spans(0, 2, 6)
+    parsed = wires.sglang_answer(R, weight_versions=spans(0, 2, 6))
     trace = decode(parsed, model=R.spec, token_ids=R.tokens, weight_version=int)
     assert trace.weight_versions_N.tolist() == [-1] * 3 + [3] * 2 + [4] * 4 + [-1]
     with pytest.raises(CaptureError, match="and weight_version is 5"):
