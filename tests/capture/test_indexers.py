@@ -113,11 +113,7 @@ def test_an_answer_of_sglang_brings_its_choices(num_layers):
 NOT_READ = {
     "of unknown indexers": (sglang(OWN), None, "indexers are None; .*: pass indexers="),
     "of some": ([sglang(OWN), sglang(None)], INDEXERS, "sequence 1 has no choices of indexers"),
-    "a number": (
-        wires.sglang_answer(R, indexer_topk=3) | {"prompt_token_ids": R.prompt},
-        INDEXERS,
-        "base64 of int32",
-    ),
+    "a number": (wires.sglang_answer(R, indexer_topk=3) | {"prompt_token_ids": R.prompt}, INDEXERS, "base64 of int32"),
     "half": (sglang(OWN[:-1]), INDEXERS, "expected 11 rows of 3"),
 }
 

@@ -168,8 +168,7 @@ def test_tokens_of_unknown_sequences_have_figures_and_no_errors():
 
 
 @pytest.mark.parametrize(
-    ("plant", "words"),
-    [(planted.shift, "is shifted by"), (planted.physical_ids, "calls the experts by other ids")],
+    ("plant", "words"), [(planted.shift, "is shifted by"), (planted.physical_ids, "calls the experts by other ids")]
 )
 def test_a_defect_of_routes_is_named_from_arrays_alone(plant, words):
     given, spec = routes(7, plant)
