@@ -333,19 +333,6 @@ def test_what_cannot_be_compared_is_refused(changed, message):
         fr.compare(**{**good, **changed})
 
 
-@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0,)])
-def test_no_tokens_are_nothing_to_compare_whichever_way_there_are_none(shape):
-    """As on a rank whose micro-batch has no sequence; routes beside them are compared if any row has them."""
-    none, (given, _) = np.zeros(shape), routes(6)
-    for more in ({}, {"replayed_logprobs": none}):
-        found = fr.compare(none, none, none, **more, **given)
-        assert found.metrics["routed_rows"] > 0
-        assert "response_tokens" not in found.metrics
-        for nothing in ({}, {name: each[:0] for name, each in given.items()}):
-            with pytest.raises(InputError, match="nothing to compare"):
-                fr.compare(none, none, none, **more, **nothing)
-
-
 def test_layers_with_other_picks_are_compared_by_their_picks():
     trainer, engine, mask = logprobs(3)
     spec = uneven_trace(0).spec

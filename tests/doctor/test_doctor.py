@@ -27,12 +27,6 @@ def sentences(found, topic):
     return " ".join(f.sentence for f in found.findings if f.topic == topic)
 
 
-@pytest.fixture
-def unwired(monkeypatch):
-    """The wiring is not looked at, which is most of the time of an examination."""
-    monkeypatch.setattr(module, "QUICK", ())
-
-
 @pytest.fixture(scope="module")
 def model():
     return tiny("qwen3_moe")

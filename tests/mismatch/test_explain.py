@@ -155,8 +155,6 @@ def test_edges():
 
 
 REFUSED = [
-    (InputError, lambda trace: (trace.select([]),) * 2),
-    (InputError, lambda trace: (fr.RoutingTrace.unrouted(trace.spec, [[], []]),) * 2),
     (InputError, lambda trace: (trace, fr.RoutingTrace.unrouted(trace.spec, [*map(trace.tokens, range(len(trace)))]))),
     (BatchMismatchError, lambda trace: (trace, trace.select([0]))),
     (SpecMismatchError, lambda trace: (trace, replace(trace, spec=fr.RoutingSpec(999, 1, (fr.RoutedLayer(0),))))),
