@@ -78,18 +78,28 @@ def npy_text(array):
     return base64.b64encode(npy(array)).decode()
 
 
-def vllm_http(r, start=0):
-    """Of vLLM 0.22+ over HTTP: base64 of a .npy file for each choice."""
+def vllm_answer(r, start=0, **changed):
+    """Of vLLM 0.22+ over HTTP, before it is text: base64 of a .npy file in its only choice, of which fields change."""
     dtype = np.uint8 if r.spec.num_experts <= 256 else np.uint16
     text = npy_text(r.all_layers()[start:].astype(dtype))
     choice = {"index": 0, "text": "", "finish_reason": "length", "token_ids": r.response, "routed_experts": text}
-    return json.dumps({"id": "cmpl-1", "choices": [{**choice, "prompt_token_ids": r.prompt}]})
+    return {"id": "cmpl-1", "choices": [{**choice, "prompt_token_ids": r.prompt, **changed}]}
+
+
+def vllm_http(r, start=0):
+    """The same as text."""
+    return json.dumps(vllm_answer(r, start))
+
+
+def sglang_answer(r, start=0, **more):
+    """SGLang /generate, before it is text: base64 of raw int32 bytes in meta_info, beside more."""
+    meta = {"id": "1", "finish_reason": {"type": "length"}, "routed_experts": _raw_int32(r.all_layers()[start:])}
+    return {"text": "", "output_ids": r.response, "meta_info": meta | more}
 
 
 def sglang(r, start=0):
-    """SGLang /generate: base64 of raw int32 bytes in meta_info."""
-    meta = {"id": "1", "finish_reason": {"type": "length"}, "routed_experts": _raw_int32(r.all_layers()[start:])}
-    return json.dumps({"text": "", "output_ids": r.response, "meta_info": meta})
+    """The same as text."""
+    return json.dumps(sglang_answer(r, start))
 
 
 def sglang_openai(r, start=0):

@@ -1,32 +1,26 @@
-"""Rows without a route: told by `valid` where routes come alone, zeros at the end in verl's batch, never all."""
+"""Rows without a route: told by `valid` where routes come alone, zeros at the end in verl's batch, never all.
+
+The last token was sampled and never fed: what stands for it in a capture is no route, whoever made it up.
+"""
 
 import numpy as np
 import pytest
 
+import foreroute as fr
 from foreroute.capture import decode
 from foreroute.errors import CaptureError
 from tests import wires
 
 R = wires.rollout(np.random.default_rng(9))
+KNOWN = fr.RoutingTrace.from_sequences(R.spec, [R.tokens], [R.routes_RLK])
 
 
-def verl(absent):
+@pytest.mark.parametrize("absent", [[0], [4], [3, 5, 10], list(range(10))])
+def test_rows_of_zeros_before_a_routed_row_are_refused(absent):
     batch = wires.verl([R])
     batch["routed_experts"][0, absent] = 0
-    return batch
-
-
-def valid_but(absent, count=11):
-    valid = np.ones(count, bool)
-    valid[absent] = False
-    return valid
-
-
-@pytest.mark.parametrize("absent", [[0], [4], [0, 1, 2, 3, 4], [3, 5, 10], list(range(10))])
-def test_rows_of_zeros_before_a_routed_row_are_refused(absent):
-    first = absent[0]
-    with pytest.raises(CaptureError, match=rf"no route at position {first}, and one at position \d+.*only at the end"):
-        decode(verl(absent), model=R.spec)
+    with pytest.raises(CaptureError, match=rf"no route at position {absent[0]}, and one at position .*only at the end"):
+        decode(batch, model=R.spec)
 
 
 def test_a_sequence_that_fills_a_verl_batch_up_is_absent_as_a_whole():
@@ -37,20 +31,15 @@ def test_a_sequence_that_fills_a_verl_batch_up_is_absent_as_a_whole():
     assert not trace.select([1]).valid_N.any()
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int64])
-@pytest.mark.parametrize("absent", [[0], [4, 5], [10], list(range(10))])
-def test_valid_says_of_routes_alone_which_rows_are_absent_anywhere(absent, dtype):
-    rows = R.routes_RLK.astype(dtype)
-    rows[absent] = 99  # not looked at
-    for given in (valid_but(absent), [valid_but(absent)], valid_but(absent)[None], valid_but(absent).tolist()):
-        trace = decode(rows, model=R.spec, token_ids=R.tokens, valid=given)
-        assert np.flatnonzero(~trace.valid_N).tolist() == [*absent, 11]
-        kept = np.flatnonzero(trace.valid_N)
-        assert np.array_equal(trace.expert_ids_NLK[kept], R.routes_RLK[kept])
-        assert not trace.expert_ids_NLK[~trace.valid_N].any()
+def test_valid_is_an_array_or_a_list_for_one_sequence_or_several():
+    """Which rows it leaves out: test_rows_of_any_layout.py."""
+    valid = np.arange(11) != 4
+    for given in (valid, [valid], valid[None], valid.tolist()):
+        trace = decode(R.routes_RLK, model=R.spec, token_ids=R.tokens, valid=given)
+        assert np.flatnonzero(~trace.valid_N).tolist() == [4, 11]
 
 
-@pytest.mark.parametrize("absent", [[0], [4, 5], [10], list(range(10))])
+@pytest.mark.parametrize("absent", [[0], [4, 5], list(range(10))])
 def test_a_row_of_minus_one_is_absent_whatever_the_form(absent):
     rows, batch = R.routes_RLK.astype(np.int64), wires.verl([R])
     rows[absent] = batch["routed_experts"][0, absent] = -1
@@ -77,3 +66,29 @@ def test_a_batch_may_have_minus_one_for_the_last_token_and_over_padding():
 
 def test_one_token_needs_no_row():
     assert decode(np.zeros((0, 4, 3), int), model=R.spec, token_ids=[[1]]).num_rows == 1
+
+
+MADE_UP = {
+    "the first experts": np.tile(np.arange(3), (4, 1)),
+    "the row before": R.routes_RLK[-1],
+    "zeros": np.zeros((4, 3), int),
+    "no ids": np.full((4, 3), 99),
+    "-1 in part": np.full((4, 3), [-1, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("row", MADE_UP.values(), ids=MADE_UP)
+def test_a_row_for_the_last_token_is_no_route(row):
+    """Nor when the caller says so."""
+    rows = np.concatenate([R.routes_RLK, row[None]])
+    for output in (rows, rows.tolist(), wires.npy(rows.astype("<i4")), [rows]):
+        assert decode(output, model=R.spec, token_ids=[R.tokens]).equals(KNOWN)
+    assert decode(rows, model=R.spec, token_ids=R.tokens, valid=np.ones(12, bool)).equals(KNOWN)
+
+
+def test_a_prompt_of_which_one_token_was_asked_has_all_its_rows():
+    """`max_tokens=1`: P rows for P + 1 tokens. Who leaves the sampled token out loses a row of no use."""
+    rows, prompt = R.routes_RLK[:7], R.prompt
+    assert decode(rows, model=R.spec, token_ids=[*prompt, 7]).valid_N.tolist() == [True] * 7 + [False]
+    assert decode(rows, model=R.spec, token_ids=prompt).valid_N.tolist() == [True] * 6 + [False]
+    assert fr.RoutingTrace.from_sequences(R.spec, [prompt], [rows]).valid_N.all()  # rows as they are stated

@@ -60,6 +60,7 @@ def expect_gym(made, read):
     kept = {call.name for call in made if not is_retry(call)}
     for sequence, end in enumerate(read.ends):
         chain = calls[end].chain
+        assert any(call.has_routes for call in chain)
         sampled, versions = {}, [None] * len(calls[end].tokens)
         for call in chain:
             if call.name in kept and call.name not in trained:

@@ -76,16 +76,11 @@ SKYCAP = {
     "id": (put(7, "nodes", 1, "id"), "node 1 has the id 7"),
     "author": (put("system", "nodes", 1, "author"), "client or model"),
     "circle": (put(2, "nodes", 1, "parent"), "the parent of node 1 is 2"),
-    "itself": (put(0, "nodes", 0, "parent"), "the parent of node 0 is 0"),
     "no call": (put([], "nodes", 2, "calls"), "a reply without a call"),
     "tokens that overlap": (put(0, "nodes", 2, "tokens", "offset"), "the start of the tokens of node 2 is 0"),
     "tokens beyond": (put(10**9, "nodes", 2, "tokens", "length"), "the length of the tokens of node 2"),
-    "tokens below": (put(-1, "nodes", 2, "tokens", "length"), "the length of the tokens of node 2"),
-    "rows beyond": (put(2**70, "nodes", 2, "tokens", "experts_rows"), "the length of the experts of node 2"),
     "sampled": (put(99, "nodes", 2, "tokens", "sampled_start"), "sampled_start of node 2"),
-    "sampled text": (put("1", "nodes", 2, "tokens", "sampled_start"), "sampled_start of node 2"),
     "leaf": (put(99, "samples", "rows", 0, "leaf"), "a node of samples is 99"),
-    "leaf true": (put(True, "samples", "rows", 0, "leaf"), "a node of samples is True"),
     "target": (put([3], "samples", "rows", 0, "targets"), "samples train node 3"),
     "target elsewhere": (put([5], "samples", "rows", 0, "targets"), "samples train node 5 on the path to 4"),
     "target twice": (put([2, 5], "samples", "rows", 1, "targets"), "samples train node 2"),
@@ -97,16 +92,8 @@ SKYCAP = {
     "size": (put([2**40] * 3, "sidecars", "experts", "arrays", "routed_experts", "shape"), "an axis is"),
     "sizes": (put([2**30] * 3, "sidecars", "experts", "arrays", "routed_experts", "shape"), "is said to have"),
     "offset": (put(4, "sidecars", "tokens", "arrays", "logprobs", "offset"), "expected a multiple of 8"),
-    "offset below": (put(-8, "sidecars", "tokens", "arrays", "logprobs", "offset"), "the offset of logprobs is -8"),
     "array gone": (lambda document: document["sidecars"]["tokens"]["arrays"].pop("logprobs") and None, "logprobs of"),
 }
-
-
-@pytest.mark.parametrize("case", SKYCAP)
-def test_records_of_skycap_that_cannot_be_are_refused(tmp_path, case):
-    change, message = SKYCAP[case]
-    with pytest.raises(CaptureError, match=message):
-        skycap(tmp_path, change=change)
 
 
 ARRAYS = {
@@ -123,13 +110,6 @@ ARRAYS = {
 }
 
 
-@pytest.mark.parametrize("case", ARRAYS)
-def test_arrays_of_skycap_that_cannot_be_are_refused(tmp_path, case):
-    change, message = ARRAYS[case]
-    with pytest.raises(CaptureError, match=message):
-        skycap(tmp_path, change_arrays=change, masks="mask" in case)
-
-
 def test_ids_that_the_type_of_an_array_cannot_hold_are_refused(tmp_path):
     wide = RoutingSpec(300, 2, SPEC.layers)
     with pytest.raises(CaptureError, match=r"uint8.*300 experts"):
@@ -137,16 +117,6 @@ def test_ids_that_the_type_of_an_array_cannot_hold_are_refused(tmp_path):
     routes = scripted.envelope(scripted.routes(TOOL.tokens, 1)[:-1], np.int8)
     with pytest.raises(CaptureError, match="300 experts apart"):
         gym(tmp_path, put(routes, 0, "routed_experts"), model=wide)
-
-
-def test_more_masks_than_sampled_tokens_are_refused(tmp_path):
-    with pytest.raises(CaptureError, match=r"2.*2 sampling masks.*3"):
-        skycap(tmp_path, masks=True, change=put(2, "nodes", 2, "tokens", "mask_rows"))
-
-
-def test_masks_need_the_size_of_the_vocabulary(tmp_path):
-    with pytest.raises(CaptureError, match="pass vocabulary_size="):
-        skycap(tmp_path, masks=True, vocabulary_size=None)
 
 
 @pytest.mark.parametrize(
@@ -197,19 +167,6 @@ def test_a_row_that_cannot_be_compared_with_the_one_before_is_absent(tmp_path):
     assert read.generation.trace.valid_N.tolist() == [True] + [False] * 4 + [True, False]
 
 
-def test_weights_are_those_of_the_call_that_computed_a_row(tmp_path):
-    versions = {100.0: 3, 101.0: 3, 102.0: 8}
-    trace = skycap(tmp_path, weight_version=lambda call: versions[call["t_start"]]).generation.trace
-    # the last row of TOOL's reply was computed by both calls behind it, under two weights: not stated
-    assert trace.weight_versions_N[:11].tolist() == [3] * 6 + [-1] + [3] * 3 + [-1]
-    assert trace.weight_versions_N[11:].tolist() == [3] * 6 + [-1] + [8, -1]
-    trace = gym(tmp_path, weight_version=lambda call: versions[call["created_at"]]).generation.trace
-    assert trace.weight_versions_N.tolist() == [3] * 10 + [-1] + [3] * 6 + [8, 8, -1]
-    for read, wrong in ((skycap, lambda call: "3"), (gym, lambda call: None), (skycap, -2), (gym, 2**31)):
-        with pytest.raises(CaptureError, match="weight version"):
-            read(tmp_path, weight_version=wrong)
-
-
 @grid("kind", ["json", "tokens", "experts"], quick=1)
 def test_frames_that_hold_more_than_is_stated_are_not_unpacked(tmp_path, kind):
     skycap(tmp_path)
@@ -231,7 +188,6 @@ def test_two_frames_and_cut_frames_are_refused(tmp_path, kind, damage):
 
 GYM = {
     "schema": (put(2, 0, "schema_version"), "schema_version 1"),
-    "schema true": (put(True, 0, "schema_version"), "schema_version 1"),
     "other rollout": (put("1-0", 0, "rollout_id"), "expected a call of the rollout 0-0"),
     "no name": (put(None, 0, "model_call_id"), "expected a call"),
     "same name": (put("c0", 1, "model_call_id"), "is not the one that the state file has"),
@@ -239,7 +195,6 @@ GYM = {
     "length": (put(3, 0, "cum_len"), "not those of its cum_len and digest"),
     "token changed": (put(9, 0, "prompt_token_ids", 1), "not those of its cum_len and digest"),
     "token true": (put(True, 0, "prompt_token_ids", 1), "prompt_token_ids is .*; expected a list of int"),
-    "token text": (put("5", 0, "prompt_token_ids", 1), "prompt_token_ids is .*; expected a list of int"),
     "token large": (put(2**40, 0, "prompt_token_ids", 1), "prompt_token_ids of call c0"),
     "no parent": (put(None, 1, "parent_call_id"), "expected the name of a call where it is resolved"),
     "two minds": (put("root", 1, "parent_resolution"), "expected the name of a call where it is resolved"),
@@ -254,20 +209,43 @@ GYM = {
     ),
     "rows": (lambda lines: put(lines[1]["routed_experts"], 0, "routed_experts")(lines), "8 rows for 7|10 rows for 7"),
     "envelope": (put("nrlre2:int16:6x3x2:AAAA", 0, "routed_experts"), "expected nrlre1:int16"),
-    "envelope type": (put("nrlre1:float32:6x3x2:AAAA", 0, "routed_experts"), "expected nrlre1:int16"),
     "envelope shape": (put("nrlre1:int16:6x3x9999999:AAAA", 0, "routed_experts"), "3 bytes for int16 of shape"),
     "envelope text": (put("nrlre1:int16:6x3x2:A*AA", 0, "routed_experts"), "are not base64"),
     "ragged": (put([[[1, 2]], [[1]]], 0, "routed_experts"), "cannot be read as an array"),
     "fractions": (put([[[1.0, 2.0]]], 0, "routed_experts"), "expected integers"),
     "deep": (put([1, 2], 0, "routed_experts"), r"expected \[rows, layers, K\]"),
 }
+TABLES = {
+    "skycap": (SKYCAP, lambda folder, change, case: skycap(folder, change=change)),
+    "arrays": (ARRAYS, lambda folder, change, case: skycap(folder, change_arrays=change, masks="mask" in case)),
+    "gym": (GYM, lambda folder, change, case: gym(folder, change)),
+}
 
 
-@pytest.mark.parametrize("case", GYM)
-def test_rollouts_of_nemo_gym_that_cannot_be_are_refused(tmp_path, case):
-    change, message = GYM[case]
+@pytest.mark.parametrize(("table", "case"), [(table, case) for table in TABLES for case in TABLES[table][0]])
+def test_records_that_cannot_be_are_refused(tmp_path, table, case):
+    cases, read = TABLES[table]
+    change, message = cases[case]
     with pytest.raises(CaptureError, match=message):
-        gym(tmp_path, change)
+        read(tmp_path, change, case)
+
+
+@pytest.mark.parametrize(
+    ("read", "given", "message"),
+    [
+        (skycap, {"masks": True, "change": put(2, "nodes", 2, "tokens", "mask_rows")}, "2.*2 sampling masks.*3"),
+        (skycap, {"masks": True, "vocabulary_size": None}, "pass vocabulary_size="),
+        (gym, {"state": {"entry_digests": {}}}, "state"),
+        (gym, {"state": {"entry_digests": None}}, "state"),
+        (gym, {"state": {"indexed_size": 3}}, "state"),
+        (skycap, {"weight_version": lambda call: "3"}, "weight version"),
+        (skycap, {"weight_version": -2}, "weight version"),
+        (gym, {"weight_version": 2**31}, "weight version"),
+    ],
+)
+def test_masks_states_and_weights_that_are_not_those_of_the_record_are_refused(tmp_path, read, given, message):
+    with pytest.raises(CaptureError, match=message):
+        read(tmp_path, **given)
 
 
 @pytest.mark.parametrize("bad", [-2, 8])
@@ -301,12 +279,6 @@ def test_a_rollout_that_lost_a_call_trains_nothing(tmp_path, state, extra, sente
     assert any(sentence in each for each in read.left_out)
 
 
-@pytest.mark.parametrize("state", [{"entry_digests": {}}, {"entry_digests": None}, {"indexed_size": 3}])
-def test_a_state_of_other_calls_is_refused(tmp_path, state):
-    with pytest.raises(CaptureError, match="state"):
-        gym(tmp_path, state=state)
-
-
 def test_a_file_without_its_state_is_refused(tmp_path):
     path = scripted.write_gym(tmp_path, [scripted.gym_entry(TOOL, "0-0")])
     shutil.copy(path, other := tmp_path / "calls.jsonl")
@@ -329,23 +301,6 @@ def test_a_parent_is_not_believed_but_compared(tmp_path):
     assert read.generation is None
     assert any("call c1 is left out: it holds what its prompt adds" in each for each in read.left_out)
     assert gym(tmp_path, put(True, 0, "prompt_is_delta"), made=[TOOL]).generation is None
-
-
-def test_a_call_is_trained_on_the_first_chain_that_has_routes(tmp_path):
-    read = gym(tmp_path, *(put(None, number, "routed_experts") for number in (0, 1)))
-    assert read.ends == ("c2",)
-    assert read.generation.response(0).tolist() == [*TOOL.generated, *OTHER.generated]
-    assert read.left_out == ("the chain to call c1 is left out: it has no routes",)
-
-
-def test_a_retry_is_trained_where_a_later_call_goes_on_from_it(tmp_path):
-    retry = scripted.Call("r0", None, TOOL.prompt, [90, 91], 1, at=99.0)
-    read = gym(tmp_path, made=[retry, *MADE])
-    assert read.ends == ("c1", "c2")
-    assert any("call r0 is not trained: another has its prompt" in each for each in read.left_out)
-    read = gym(tmp_path, made=[retry, scripted.Call("c0", None, TOOL.prompt, TOOL.generated, 1)])
-    assert read.generation is None  # nothing says which of the two the agent saw
-    assert len(read.left_out) == 2
 
 
 def test_many_paths_of_a_small_record_are_refused_before_they_are_built(tmp_path, monkeypatch):

@@ -14,21 +14,11 @@ OTHER = wires.rollout(RNG, prompt=6, response=4)
 KNOWN, OTHER_KNOWN = (fr.RoutingTrace.from_sequences(r.spec, [r.tokens], [r.routes_RLK]) for r in (R, OTHER))
 
 
-def choice(r, number, **changes):
-    text = wires.npy_text(r.all_layers().astype(np.uint8))
-    return {
-        "index": number, "finish_reason": "stop", "token_ids": r.response, "prompt_token_ids": r.prompt,
-        "routed_experts": text, **changes,
-    }  # fmt: skip
-
-
-ABORTED = {"finish_reason": "abort", "routed_experts": None, "token_ids": []}
-
-
 def test_an_aborted_choice_that_has_rows_is_read():
     """Those of the prompt, of which all but the last row produced a token of it."""
     text = wires.npy_text(R.all_layers()[:3].astype(np.uint8))
-    trace = decode({"choices": [choice(R, 0, **ABORTED | {"routed_experts": text})]}, model=R.spec)
+    answer = wires.vllm_answer(R, finish_reason="abort", token_ids=[], routed_experts=text)
+    trace = decode(answer, model=R.spec)
     assert trace.equals(KNOWN.truncated([3]).continued_by(fr.RoutingTrace.unrouted(R.spec, [R.prompt[3:]])))
 
 

@@ -38,7 +38,7 @@ WIDE = spec_of(128, 8, layers=8)
 
 
 @pytest.mark.parametrize("layers", [slice(None), [3], [0, 5]], ids=["all layers", "one", "first and last"])
-@pytest.mark.parametrize(("first", "count"), [(16, 183), (0, 40), (100, 32), (150, 49)])
+@pytest.mark.parametrize(("first", "count"), [(16, 183), (0, 40), (150, 49)])
 def test_rows_that_freeze_in_one_request_of_two_are_refused_by_name(first, count, layers):
     rows, other = healthy(WIDE, 199), healthy(WIDE, 60)
     read(WIDE, other, rows)
@@ -152,19 +152,7 @@ def test_the_row_of_another_token_is_refused(at):
     same[at] = same[at - 1]  # a token that comes twice may be routed twice alike
     assert read(WIDE, rows, tokens=[same]).valid_N.sum() == 99
     rows[at, 0] = healthy(WIDE, 1)[0, 0]
-    read(WIDE, rows)
-
-
-def test_rows_of_the_prompt_that_stand_for_its_response_are_refused():
-    rows = healthy(WIDE, 99)
-    rows[40:70] = rows[:30]
-    with pytest.raises(CaptureError, match=r"position 40.*\d+.*\d+.*position 0.*8"):
-        read(WIDE, rows)
-    tokens = np.arange(100)
-    tokens[40:70] = tokens[:30]
-    read(WIDE, rows, tokens=[tokens])
-    rows = healthy(WIDE, 99)
-    read(WIDE, rows, rows[:60])  # of two requests, as those of one prompt are
+    read(WIDE, rows, rows[:60])  # rows of two requests may be alike, as those of one prompt are
 
 
 def test_the_row_of_another_token_is_no_wonder_in_a_small_model():

@@ -26,12 +26,7 @@ def test_round_trip(tmp_path, generation):
     assert np.array_equal(read.logprobs_R, generation.logprobs_R)
     assert np.array_equal(read.prompt_lengths, generation.prompt_lengths)
     assert [each.name for each in tmp_path.iterdir()] == ["rollout.safetensors"]
-
-
-def test_a_generation_is_shown_in_a_line(generation):
-    shown = f"Generation({len(generation.logprobs_R)} sampled tokens of {generation.trace})"
-    assert repr(generation) == shown
-    assert len(shown) < 160
+    assert str(read.trace) in repr(read)
 
 
 def test_whatever_reads_traces_reads_the_trace_of_a_generation(tmp_path, generation):
@@ -53,12 +48,6 @@ def test_nothing_is_overwritten_unless_asked(tmp_path, generation):
     shorter = generation.select([0])
     save_generation(shorter, path, overwrite=True)
     assert load_generation(path).trace.equals(shorter.trace)
-
-
-@pytest.mark.parametrize("lengths", [1.5, True, 0, -(2**63), 2**63 - 1, None, [2, 3]])
-def test_prompts_are_whole_numbers_of_tokens(generation, lengths):
-    with pytest.raises(TraceContentError, match="prompt"):
-        Generation(generation.trace, [lengths] * len(generation), generation.logprobs_R)
 
 
 def test_what_is_no_generation_is_refused(tmp_path, generation):
@@ -85,64 +74,6 @@ def test_what_tools_said_between_turns_is_kept(tmp_path, generation):
     both = Generation.concatenate([generation, talked]).select([len(generation), 0])
     assert both.response_lengths.tolist() == [generation.response_lengths[0] - 1, generation.response_lengths[0]]
     assert np.array_equal(both.response(0), np.delete(both.response(1), 1))
-    for token, value in ((0, True), (int(generation.prompt_lengths[0]), False), (int(lengths[0]) - 1, False)):
-        wrong = generation.sampled_N.copy()
-        wrong[token] = value
-        with pytest.raises(TraceContentError, match=rf"token {token} of sequence 0, .* said to be sampled"):
-            Generation(generation.trace, generation.prompt_lengths, generation.logprobs_R, wrong)
-    with pytest.raises(TraceContentError, match="numpy, bool"):
-        Generation(generation.trace, generation.prompt_lengths, generation.logprobs_R, sampled.astype(np.int8))
-
-
-@pytest.mark.parametrize(
-    ("value", "seen"),
-    [(np.nan, "nan"), (np.inf, "inf"), (-np.inf, "-inf"), (5.0, "5.0"), (2e-3, "0.002"), (1e12, "9999")],
-)
-def test_log_probs_that_cannot_be_are_refused(generation, value, seen):
-    logprobs_R = generation.logprobs_R.copy()
-    logprobs_R[1] = value
-    with pytest.raises(
-        TraceContentError, match=rf"log-probs hold {seen}.* for sampled token 1; expected finite numbers"
-    ):
-        Generation(generation.trace, generation.prompt_lengths, logprobs_R)
-
-
-def test_a_log_prob_that_was_rounded_above_0_is_taken(generation):
-    logprobs_R = np.full_like(generation.logprobs_R, 5e-4)
-    assert len(Generation(generation.trace, generation.prompt_lengths, logprobs_R)) == len(generation)
-
-
-@pytest.mark.parametrize("make", [list, lambda each: each.astype(np.uint8)])
-def test_prompt_lengths_of_any_kind_become_an_array(generation, make):
-    made = Generation(generation.trace, make(generation.prompt_lengths), generation.logprobs_R)
-    assert type(made.prompt_lengths) is np.ndarray
-    assert made.prompt_lengths.dtype == np.int64
-    assert made.select([1, 0]).prompt_lengths.tolist() == generation.prompt_lengths[[1, 0]].tolist()
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        list,
-        lambda each: each.astype(complex),
-        lambda each: each.astype(str),
-        lambda each: each[1:],
-        lambda each: [each[:1], each[1:]],
-    ],
-)
-def test_log_probs_that_are_no_real_for_each_token_are_refused(generation, make):
-    with pytest.raises(TraceContentError, match=r"floats \[\d+\].*sampled"):
-        Generation(generation.trace, generation.prompt_lengths, make(generation.logprobs_R))
-
-
-def test_what_is_no_trace_no_response_and_no_mask_is_named(generation):
-    with pytest.raises(TraceContentError, match="token"):
-        Generation(generation.trace, generation.trace.lengths, generation.logprobs_R)
-    with pytest.raises(TraceContentError, match=r"trace.*RoutingTrace"):
-        Generation(None, generation.prompt_lengths, generation.logprobs_R)
-    for sampled in (generation.sampled_N.tolist(), "x", 3, [[True], [True, True]], generation.sampled_N[1:]):
-        with pytest.raises(TraceContentError, match="sampled tokens"):
-            Generation(generation.trace, generation.prompt_lengths, generation.logprobs_R, sampled)
 
 
 def test_a_file_with_log_probs_that_cannot_be_is_refused(tmp_path, generation):
@@ -153,3 +84,49 @@ def test_a_file_with_log_probs_that_cannot_be_is_refused(tmp_path, generation):
     FORMAT.write(path, metadata, tensors | more, overwrite=True)
     with pytest.raises(TraceContentError, match=r"log-probs hold 7\.0"):
         load_generation(path)
+
+
+def put(place, value):
+    """A change of one entry."""
+
+    def change(array):
+        changed = array.copy()
+        changed[place] = value
+        return changed
+
+    return change
+
+
+NO_LOGPROBS = r"floats \[\d+\].*sampled"
+REFUSED = [
+    ("trace", lambda trace: None, r"trace.*RoutingTrace"),
+    *(
+        ("prompt_lengths", lambda each, n=n: [n] * len(each), "a prompt and a response of at least")
+        for n in (1.5, True, 0, 2**63 - 1, None, [2, 3], 10**6)
+    ),
+    ("logprobs_R", put(1, np.nan), "hold nan for sampled token 1"),
+    ("logprobs_R", put(1, -np.inf), "hold -inf for sampled token 1"),
+    ("logprobs_R", put(1, 2e-3), "hold 0.002.* for sampled token 1"),
+    *(("logprobs_R", make, NO_LOGPROBS) for make in (list, lambda each: each.astype(complex), lambda each: each[1:])),
+    ("sampled_N", put(0, True), "token 0 of sequence 0, .* said to be sampled"),
+    ("sampled_N", put(1, False), "token 1 of sequence 0, .* said to be sampled"),
+    ("sampled_N", put(-1, False), "not said to be sampled"),
+    ("sampled_N", lambda each: each.astype(np.int8), "numpy, bool"),
+    *(("sampled_N", lambda each, value=value: value, "sampled tokens") for value in ("x", [[True], [True, True]])),
+    ("sampled_N", lambda each: each[1:], "sampled tokens"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "words"), REFUSED)
+def test_what_cannot_be_a_generation_is_refused(generation, name, change, words):
+    given = {"trace": generation.trace, "prompt_lengths": generation.prompt_lengths}
+    given |= {"logprobs_R": generation.logprobs_R, "sampled_N": generation.sampled_N}
+    with pytest.raises(TraceContentError, match=words):
+        Generation(**given | {name: change(given[name])})
+
+
+@pytest.mark.parametrize("make", [list, lambda each: each.astype(np.uint8)])
+def test_prompt_lengths_of_any_kind_become_an_array_and_rounded_log_probs_are_taken(generation, make):
+    made = Generation(generation.trace, make(generation.prompt_lengths), np.full_like(generation.logprobs_R, 5e-4))
+    assert made.prompt_lengths.dtype == np.int64
+    assert made.select([1, 0]).prompt_lengths.tolist() == generation.prompt_lengths[[1, 0]].tolist()

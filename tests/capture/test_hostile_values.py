@@ -122,37 +122,22 @@ def test_hostile_output(output):
     assert len(str(error.value)) < 600
 
 
-HOSTILE = [2.5, float("nan"), "1", b"1", [], {}, object(), Raises(), np.array([1, 2]), DEEP]
+COMMON = [2.5, float("nan"), "1", b"1", [], {}, object(), Raises(), np.array([1, 2]), DEEP, np.bool_(True), 1.0]
+NUMBERS = {"start": [*COMMON, np.float64(1), 10**5000, -1, 12], "weight_version": [*COMMON, None, 10**5000, -2, 2**31]}
 
 
-@pytest.mark.parametrize("start", [*HOSTILE, True, np.bool_(True), 1.0, np.float64(1), 10**5000, -1, 12], **IDS)
-def test_hostile_start(start):
-    with pytest.raises(CaptureError, match=r"start|position"):
-        decode(ROUTES[1:], model=R.spec, token_ids=R.tokens, start=start)
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in NUMBERS for value in NUMBERS[name]], **IDS)
+def test_hostile_numbers(name, value):
+    with pytest.raises(CaptureError, match=f"{name}|position"):
+        decode(ROUTES[1:], model=R.spec, token_ids=R.tokens, **{"start": 1, name: value})
 
 
-@pytest.mark.parametrize("version", [*HOSTILE, None, True, np.bool_(True), 1.0, 10**5000, -2, 2**31], **IDS)
-def test_hostile_weight_version(version):
-    with pytest.raises(CaptureError, match="weight_version is"):
-        decode(ROUTES, model=R.spec, token_ids=R.tokens, weight_version=version)
-
-
-LIKE_TOKENS = [[*R.tokens[:-1], last] for last in (True, 1.0, "7", None, -1, 2**31, 10**5000)]
-TOKENS = [
-    *(value for value in SCALARS if value is not None),
-    *LIKE_TOKENS,
-    *(
-        [],
-        {},
-        dict.fromkeys(R.tokens),
-        set(R.tokens),
-        iter(R.tokens),
-        "".join(map(str, R.tokens)),
-        LastingList(R.tokens),
-    ),
-    *(DEEP, ENDLESS, [DEEP], [Raises()] * 12, [R.tokens, R.tokens], [[R.tokens]], LyingArray(), LyingShape()),
-    *(np.array(R.tokens, float), np.array(R.tokens, object), np.ones(12, bool), np.array([[R.tokens]]), np.array(7)),
-]
+TOKENS = [value for value in SCALARS if value is not None]
+TOKENS += [[*R.tokens[:-1], last] for last in (True, 1.0, "7", None, -1, 2**31, 10**5000)]
+TOKENS += [[], {}, dict.fromkeys(R.tokens), set(R.tokens), iter(R.tokens), LastingList(R.tokens)]
+TOKENS += [DEEP, ENDLESS, [DEEP], [Raises()] * 12, [R.tokens, R.tokens], [[R.tokens]], LyingArray(), LyingShape()]
+TOKENS += [np.array(R.tokens, kind) for kind in (float, object)]
+TOKENS += [np.ones(12, bool), np.array([[R.tokens]]), np.array(7)]
 
 
 @pytest.mark.parametrize("tokens", TOKENS, **IDS)
@@ -181,36 +166,25 @@ def test_hostile_trace_to_examine(trace):
         refuse_frozen_rows(trace)
 
 
-@pytest.mark.parametrize(
-    "field", ["max_new_tokens", "end_token", "group_size", "temperature", "top_p", "min_p", "top_k"]
-)
-@pytest.mark.parametrize("value", [None, True, "3", [], Raises(), float("nan"), 1j, -2, DEEP], **IDS)
+COUNTS = ["max_new_tokens", "end_token", "group_size", "top_k"]
+SAMPLED = [(field, value) for field in [*COUNTS, "temperature", "top_p", "min_p"] for value in
+           (None, True, "3", [], Raises(), float("nan"), 1j, -2, DEEP)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("field", "value"), [*SAMPLED, *((field, 2.5) for field in COUNTS)], **IDS)
 def test_hostile_sampling(field, value):
     with pytest.raises(ConfigError, match=f"{field} is"):
         Sampling(**{"max_new_tokens": 3, "end_token": 1, field: value})
 
 
-@pytest.mark.parametrize("field", ["max_new_tokens", "end_token", "group_size", "top_k"])
-def test_fractions_are_no_counts(field):
-    with pytest.raises(ConfigError, match=f"{field} is"):
-        Sampling(**{"max_new_tokens": 3, "end_token": 1, field: 2.5})
-    assert Sampling(**{"max_new_tokens": 3, "end_token": 1, field: np.int64(2)})
-
-
-@pytest.mark.parametrize("value", [0, 2, -1])
-def test_masks_of_verl_with_holes_or_other_numbers_are_refused(value):
+def test_masks_of_verl_are_bools_or_0_and_1_without_holes():
     batch = wires.verl([R])
-    batch["attention_mask"][0, 4] = value
-    with pytest.raises(CaptureError, match="attention_mask"):
-        decode(batch, model=R.spec)
-
-
-def test_masks_of_verl_may_be_bool_and_not_fractions():
-    batch = wires.verl([R])
-    for mask in (batch["attention_mask"].astype(bool), batch["attention_mask"].astype(np.uint8)):
-        assert decode({**batch, "attention_mask": mask}, model=R.spec).valid_N.sum() == 11
-    with pytest.raises(CaptureError, match="attention_mask"):
-        decode({**batch, "attention_mask": batch["attention_mask"] * 0.5}, model=R.spec)
+    mask = batch["attention_mask"]
+    for kind in (bool, np.uint8):
+        assert decode({**batch, "attention_mask": mask.astype(kind)}, model=R.spec).valid_N.sum() == 11
+    for wrong in (mask * 1.0, 2 * mask, -mask, mask * (np.arange(12) != 4)):
+        with pytest.raises(CaptureError, match="attention_mask"):
+            decode({**batch, "attention_mask": wrong}, model=R.spec)
 
 
 @pytest.mark.parametrize("kind", [Field, FieldLikeAnArray])

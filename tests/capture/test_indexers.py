@@ -70,10 +70,6 @@ REFUSED = {
     "no base64": (["!", *returned()[1:]], "are not base64"),
     "cut": ([base64.b64encode(b"\0" * 68).decode(), *returned()[1:]], "68 bytes without a shape; expected 6 rows of 3"),
     "of one token": ([returned()[0], base64.b64encode(b"\0" * 8).decode(), returned()[2]], "sequence 1 are 8 bytes"),
-    "of no layer": (
-        [each[:, :0] for each in returned()],
-        "expected 2 .those that decide., or all decoder layers, 3 or",
-    ),
     "of one layer": (
         [each[:, :1] for each in returned()],
         "expected 2 .those that decide., or all decoder layers, 3 or",
@@ -101,39 +97,23 @@ OWN = drawn(LENGTH - 1, len(LAYERS))
 
 
 def sglang(choices):
-    answer = json.loads(wires.sglang(R))
-    answer["prompt_token_ids"] = R.prompt
-    if choices is not None:
-        text = choices if isinstance(choices, str) else base64.b64encode(choices.tobytes()).decode()
-        answer["meta_info"]["indexer_topk"] = text
-    return answer
+    more = {} if choices is None else {"indexer_topk": base64.b64encode(choices.tobytes()).decode()}
+    return wires.sglang_answer(R, **more) | {"prompt_token_ids": R.prompt}
 
 
 @pytest.mark.parametrize("num_layers", [R.num_layers, len(LAYERS)], ids=["all", "own"])
 def test_an_answer_of_sglang_brings_its_choices(num_layers):
-    array = drawn(LENGTH - 1, num_layers)
-    trace = decode(json.dumps(sglang(array)), model=R.spec, indexers=INDEXERS)
-    columns = [0, 2] if num_layers > len(LAYERS) else [0, 1]
-    stream = trace.streams["indexer"]
-    assert stream.valid_N.tolist() == [True] * (LENGTH - 1) + [False]
-    for place, column in enumerate(columns):
-        for p in range(INDEXERS.top_k, LENGTH - 1):
-            start, stop = stream.offsets[p * len(LAYERS) + place :][:2]
-            assert stream.ids[start:stop].tolist() == sorted(array[p, column].tolist())
-    assert trace.without_streams().equals(decode(sglang(None), model=R.spec))
-    in_process = sglang(None)
-    in_process["meta_info"]["indexer_topk"] = array
-    assert decode(in_process, model=R.spec, indexers=INDEXERS).equals(trace)
+    array, without = drawn(LENGTH - 1, num_layers), decode(sglang(None), model=R.spec)
+    expected = with_indexer_choices(without, [array], INDEXERS)
+    assert decode(json.dumps(sglang(array)), model=R.spec, indexers=INDEXERS).equals(expected)
+    in_process = wires.sglang_answer(R, indexer_topk=array) | {"prompt_token_ids": R.prompt}
+    assert decode(in_process, model=R.spec, indexers=INDEXERS).equals(expected)
 
 
 NOT_READ = {
     "of unknown indexers": (sglang(OWN), None, "indexers are None; .*: pass indexers="),
     "of some": ([sglang(OWN), sglang(None)], INDEXERS, "sequence 1 has no choices of indexers"),
-    "a number": (
-        sglang(None) | {"meta_info": sglang(None)["meta_info"] | {"indexer_topk": 3}},
-        INDEXERS,
-        "base64 of int32",
-    ),
+    "a number": (wires.sglang_answer(R, indexer_topk=3) | {"prompt_token_ids": R.prompt}, INDEXERS, "base64 of int32"),
     "half": (sglang(OWN[:-1]), INDEXERS, "expected 11 rows of 3"),
 }
 

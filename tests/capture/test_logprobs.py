@@ -12,8 +12,7 @@ from tests import wires
 
 R = wires.rollout(np.random.default_rng(16), prompt=4, response=3)
 LOGPROBS = [-1.25, -0.5, -2.0]
-TEXT = wires.npy_text(R.all_layers().astype(np.uint8))
-CHOICE = {"prompt_token_ids": R.prompt, "token_ids": R.response, "routed_experts": TEXT}
+CHOICE = wires.vllm_answer(R)["choices"][0]
 PAIRS = [[value, token, None] for value, token in zip(LOGPROBS, R.response, strict=True)]
 
 
@@ -26,11 +25,6 @@ def in_process(steps):
     return SimpleNamespace(prompt_token_ids=R.prompt, outputs=[choice])
 
 
-def sglang(**meta):
-    answer = json.loads(wires.sglang(R))
-    return answer | {"meta_info": answer["meta_info"] | meta}
-
-
 STEPS = [{token: SimpleNamespace(logprob=value), 0: SimpleNamespace(logprob=-9.0)} for value, token, _ in PAIRS]
 CONTENT = [{"token": "x", "logprob": value} for value in LOGPROBS]
 FORMS = {
@@ -38,8 +32,10 @@ FORMS = {
     "chat": completion(content=CONTENT),
     "text": json.dumps(completion(content=CONTENT)),
     "in process": in_process(STEPS),
-    "sglang": sglang(output_token_logprobs=PAIRS),
-    "sglang, truncated": sglang(output_token_logprobs=[[-7.0, None]] * 3, output_token_sampling_logprobs=LOGPROBS),
+    "sglang": wires.sglang_answer(R, output_token_logprobs=PAIRS),
+    "sglang, truncated": wires.sglang_answer(
+        R, output_token_logprobs=[[-7.0, None]] * 3, output_token_sampling_logprobs=LOGPROBS
+    ),
 }
 
 
@@ -70,8 +66,8 @@ def test_several_choices_are_joined_in_order():
         (completion(content=["x", "y", "z"]), "log-prob None"),
         (completion(content=5), "content cannot be read"),
         (in_process([{0: SimpleNamespace(logprob=-1.0)}] * 3), r"log-probs of \[0\]"),
-        (sglang(output_token_logprobs=[[-1.0, 12345, None]] * 3), "log-prob of token 12345"),
-        ({"choices": [{"token_ids": None, "routed_experts": TEXT, "logprobs": None}]}, "prompt and response apart"),
+        (wires.sglang_answer(R, output_token_logprobs=[[-1.0, 12345, None]] * 3), "log-prob of token 12345"),
+        ({"choices": [CHOICE | {"token_ids": None, "prompt_token_ids": None}]}, "prompt and response apart"),
     ],
 )
 def test_log_probs_that_are_not_those_of_the_tokens_are_refused(answer, seen):

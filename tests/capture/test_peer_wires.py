@@ -47,7 +47,7 @@ ROUTES = {
 def test_routes_are_read_alone_in_a_list_as_text_and_inside_an_answer(form):
     write = ROUTES[form]
     mine, several = write(R.routes_RLK), [write(r.routes_RLK) for r in ALL]
-    answer = {"choices": [{"token_ids": R.response, "prompt_token_ids": R.prompt, "routed_experts": mine}]}
+    answer = wires.vllm_answer(R, routed_experts=mine)
     alone = [mine, [mine], write(R.all_layers()), answer]
     texts = [] if form == "flat" or " of b" in form else [json.dumps(mine), json.dumps(answer)]
     for output in (*alone, *texts):
@@ -59,7 +59,7 @@ def test_routes_are_read_alone_in_a_list_as_text_and_inside_an_answer(form):
 def test_a_table_may_state_where_it_starts():
     """prime-rl's and dynamo's do."""
     late, expected = table(R.routes_RLK[2:], start=2), read(R.routes_RLK[2:], start=2)
-    answer = {"choices": [{"token_ids": R.response, "prompt_token_ids": R.prompt, "routed_experts": late}]}
+    answer = wires.vllm_answer(R, routed_experts=late)
     for output in (late, answer):
         assert read(output).equals(expected)
         assert read(output, start=2).equals(expected)
@@ -127,10 +127,6 @@ def test_a_packed_batch_is_cut_by_its_positions():
     behind = decode(padded, model=R.spec)  # a sequence of its own, without routes
     assert behind.select([0, 1, 2]).equals(fr.concatenate(KNOWN))
     assert not behind.select([3]).valid_N.any()
-    lengths = {"seq_lens": [len(r.tokens) for r in ALL]}
-    assert decode(padded | lengths, model=R.spec).equals(fr.concatenate(KNOWN))
-    padded["position_ids"][0, -5:] = 0
-    assert decode(padded | lengths, model=R.spec).equals(fr.concatenate(KNOWN))
 
 
 def test_rows_of_padding_hold_no_routes_whatever_stands_for_none():

@@ -7,8 +7,12 @@ from hypothesis import strategies as st
 
 import foreroute as fr
 from foreroute.capture import decode
-from foreroute.errors import CaptureError
+from foreroute.errors import CaptureError, TraceContentError
+from tests import wires
 
+torch = pytest.importorskip("torch")
+
+TYPES = [np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
 MODELS = [(16, 3), (128, 8), (200, 8), (256, 8), (300, 8), (300, 1)]
 LAYOUTS = {
     "C": np.ascontiguousarray,
@@ -28,8 +32,7 @@ def test_decode_takes_the_rows_that_python_picks(data, seed):
     experts, top_k = draw(st.sampled_from(MODELS))
     indices = draw(st.sampled_from(list(INDICES.values())))
     spec = fr.RoutingSpec(experts, top_k, tuple(map(fr.RoutedLayer, indices)))
-    types = [np.dtype(f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)]
-    dtype = draw(st.sampled_from([each for each in types if np.iinfo(each).max >= experts - 1]))
+    dtype = draw(st.sampled_from([each for each in TYPES if np.iinfo(each).max >= experts - 1]))
     start, count = draw(st.integers(0, 4)), draw(st.integers(1, 9))
     rows = np.argsort(rng.random((count, 3, experts)), axis=-1)[..., :top_k]
     # one pick without a sign has no -1, and of a model without a choice zeros may be a failed capture
@@ -92,3 +95,38 @@ def test_each_pair_and_each_place_of_eight_picks_is_looked_at(experts):
             above = ids.copy()
             above[place] = rng.integers(experts, 256)
             assert refused(above)
+
+
+R = wires.rollout(np.random.default_rng(12), experts=128)
+DOORS = {
+    "decode": lambda rows: decode(rows, model=R.spec, token_ids=R.tokens),
+    "answer": lambda rows: decode(wires.vllm_answer(R, routed_experts=rows[:-1]), model=R.spec),
+    "from_sequences": lambda rows: fr.RoutingTrace.from_sequences(R.spec, [R.tokens], [rows]),
+    "from_padded": lambda rows: fr.RoutingTrace.from_padded(R.spec, np.array([R.tokens]), rows[None]),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_routes_of_any_integer_type_of_numpy_and_torch_are_read(door, dtype):
+    """The last row is -1, as a type without a sign has it."""
+    known = fr.RoutingTrace.from_sequences(R.spec, [R.tokens], [R.routes_RLK])
+    rows = np.concatenate([R.routes_RLK, np.full((1, 4, 3), -1)]).astype(dtype)
+    assert DOORS[door](rows).equals(known)
+    assert DOORS[door](torch.from_numpy(rows)).equals(known)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_the_highest_number_is_a_gap_in_whole_rows_alone_and_with_one_pick_an_expert(dtype):
+    highest = np.iinfo(dtype).max
+    rows = R.routes_RLK.astype(dtype)
+    rows[3, 1] = highest
+    with pytest.raises(CaptureError, match=rf"ids from [01] to {highest}"):
+        decode(rows, model=R.spec, token_ids=R.tokens)
+    r = wires.rollout(np.random.default_rng(13), experts=highest + 1, top_k=1)
+    rows = r.routes_RLK.astype(dtype)
+    rows[3] = highest
+    assert decode(rows, model=r.spec, token_ids=r.tokens).valid_N.sum() == 11
+    spec = fr.RoutingSpec(128, 1, r.spec.layers)
+    with pytest.raises(TraceContentError, match=f"ids from {highest} to {highest}; expected 0 to 127"):
+        fr.RoutingTrace.from_sequences(spec, [[1, 2]], [np.full((1, 4, 1), highest, dtype)])

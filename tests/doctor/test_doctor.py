@@ -14,7 +14,7 @@ from foreroute.doctor.examine import QUICK, examine
 from foreroute.testing.models import SMALL, tiny
 from foreroute.trace import SAMPLING
 from tests.attended import SIZES
-from tests.doctor.doctor_cases import VERSION, generation, older, shifted
+from tests.doctor.doctor_cases import VERSION, generation, older
 from tests.tiers import grid
 from tests.traces import random_trace
 
@@ -25,12 +25,6 @@ def diagnosis(model, sequences, **options):
 
 def sentences(found, topic):
     return " ".join(f.sentence for f in found.findings if f.topic == topic)
-
-
-@pytest.fixture
-def unwired(monkeypatch):
-    """The wiring is not looked at, which is most of the time of an examination."""
-    monkeypatch.setattr(module, "QUICK", ())
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +64,6 @@ def test_a_bfloat16_engine_is_helped_by_a_stated_factor(coarse):
     assert found.headline.startswith(f"R3 helps by a factor of {gain:.3g}")
     assert found.headline.endswith(f"response tokens of weight version {VERSION}.")
     assert "the first layer that differs is decoder " in sentences(found, "routes")
-
-
-def test_a_shifted_trace_is_called_shifted(model):
-    found = diagnosis(model, shifted(generation(model)))
-    assert found.worst is Severity.PROBLEM
-    assert found.headline.startswith("Fix this first: The engine's trace is shifted by +1 token:")
-    assert "makes it worse" in sentences(found, "replay")
-    assert "row p is the routing of input position p" in found.findings[1].advice
 
 
 @pytest.mark.usefixtures("unwired")

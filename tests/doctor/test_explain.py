@@ -9,7 +9,6 @@ import torch
 
 from foreroute import core
 from foreroute.doctor import diagnose
-from foreroute.doctor import examine as module
 from foreroute.doctor.attribution import Attribution, SequenceFlips, WorstToken, sentences
 from foreroute.doctor.examine import examine
 from foreroute.doctor.explain import explain
@@ -21,10 +20,7 @@ from tests.doctor.planted_roots import SIZES, rollout, trainer
 from tests.report.pages import text_of
 from tests.tiers import grid
 
-
-@pytest.fixture(autouse=True)
-def _unwired(monkeypatch):
-    monkeypatch.setattr(module, "QUICK", ())
+pytestmark = pytest.mark.usefixtures("unwired")
 
 
 class Replays:

@@ -17,10 +17,7 @@ from tests.traces import random_trace
 AIMS = {"bfloat16": 0.97, "fp8": 0.85}
 
 
-@pytest.fixture(autouse=True)
-def _unwired(monkeypatch):
-    """The wiring is not looked at, which is most of the time of an examination."""
-    monkeypatch.setattr(module, "QUICK", ())
+pytestmark = pytest.mark.usefixtures("unwired")
 
 
 @torch.no_grad()

@@ -4,19 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from foreroute import RoutedLayer, RoutingSpec, RoutingTrace
-
-
-def routes_like_a_model(rng, spec, lengths):
-    """Skewed expert popularity, and runs of neighbouring tokens that share most of their picks, more in some models."""
-    rows, stick = int(np.sum(lengths)), rng.uniform(0.0, 0.6)
-    popularity = rng.normal(0, 0.5, (1, spec.num_layers, spec.num_experts))
-    scores = popularity + rng.gumbel(size=(rows, spec.num_layers, spec.num_experts))
-    fresh = rng.random((rows, spec.num_layers)) >= stick
-    fresh[np.cumsum([0, *lengths[:-1]])] = True
-    run_starts = np.maximum.accumulate(np.where(fresh, np.arange(rows)[:, None], 0), axis=0)
-    of_run = np.take_along_axis(scores, run_starts[..., None], axis=0)
-    return top_picks(np.where(fresh[..., None], scores, of_run + 0.15 * scores), spec.top_k)
+from foreroute import RoutedLayer, RoutingSpec
+from foreroute.testing.routes import synthetic_trace
 
 
 def top_picks(scores, top_k):
@@ -44,11 +33,7 @@ def case(seed):
     lengths = rng.integers(20, 120, int(rng.integers(3, 9)))
     if rng.random() < 0.2:
         lengths[:] = lengths[0]
-    ids = routes_like_a_model(rng, spec, lengths)
-    tokens = [rng.integers(0, 1000, n) for n in lengths]
-    cuts = np.cumsum(lengths)[:-1]
-    trace = RoutingTrace.from_sequences(spec, tokens, [r[:-1] for r in np.split(ids, cuts)], weight_version=3)
-    return rng, trace
+    return rng, synthetic_trace(spec, lengths, seed=seed, correlation=rng.uniform(0, 0.7), weight_version=3)
 
 
 def natural(rng, trace, limit=0.15):
@@ -79,8 +64,7 @@ def moved(rng, trace, source):
 
 
 def places(trace):
-    sequence = np.repeat(np.arange(len(trace)), trace.lengths)
-    return sequence, np.arange(trace.num_rows) - trace.offsets[sequence]
+    return np.repeat(np.arange(len(trace)), trace.lengths), trace.positions_N
 
 
 def shift(rng, trace):

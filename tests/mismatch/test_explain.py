@@ -11,6 +11,7 @@ import pytest
 import foreroute as fr
 from foreroute.errors import BatchMismatchError, InputError, SpecMismatchError
 from foreroute.mismatch import Defect, explain
+from foreroute.testing.routes import synthetic_trace
 from tests.mismatch import planted_defects as planted
 from tests.tiers import grid
 from tests.traces import picks_of
@@ -24,7 +25,11 @@ PLANTED = {
     Defect.PHYSICAL_IDS: planted.physical_ids,
     Defect.PREFIX_MISSING: planted.prefix_missing,
     Defect.WEIGHT_VERSION: planted.weight_version,
+    Defect.LAYER_REPLACED: planted.layer_replaced,
+    Defect.LAYER_ORDER: planted.layer_order,
 }
+OF_MANY_LAYERS = {Defect.LAYER_REPLACED, Defect.LAYER_ORDER}
+"""Two layers in each other's place are one offset, and of two nobody can say which is right."""
 
 
 @functools.cache
@@ -39,6 +44,8 @@ def clean_pair(seed):
 def test_planted_defects_are_named(kind, seeds):
     for seed in seeds:
         reference, other = clean_pair(seed)
+        if kind in OF_MANY_LAYERS and reference.spec.num_layers < 3:
+            continue
         broken, expected = PLANTED[kind](np.random.default_rng([seed, 1]), other)
         found = explain(reference, broken)
         assert found.kind is kind, (seed, found.sentence)
@@ -52,28 +59,6 @@ def test_clean_pairs_raise_no_alarm(seeds):
         found = explain(*clean_pair(seed))
         assert found.kind is Defect.NONE, (seed, found.sentence)
         assert found.overlap_by_layer_L.mean() > 0.84
-
-
-def test_a_replaced_layer_is_named():
-    for seed in range(40):
-        reference, other = clean_pair(seed)
-        if reference.spec.num_layers > 2:
-            broken, expected = planted.layer_replaced(np.random.default_rng(seed), other)
-            found = explain(reference, broken)
-            assert (found.kind, found.parameters["row"]) == (Defect.LAYER_REPLACED, expected["row"]), found.sentence
-
-
-@pytest.mark.parametrize("seeds", SEEDS)
-def test_layers_in_another_order_are_named(seeds):
-    """Two layers in each other's place are one offset."""
-    for seed in seeds:
-        reference, other = clean_pair(seed)
-        broken, expected = planted.layer_order(np.random.default_rng(seed), other)
-        found = explain(reference, broken)
-        if reference.spec.num_layers > 2:
-            assert (found.kind, dict(found.parameters)) == (Defect.LAYER_ORDER, expected), (seed, found.sentence)
-        else:
-            assert found.kind is Defect.LAYER_OFFSET, (seed, found.sentence)
 
 
 def test_a_rotation_of_all_layers_is_an_offset():
@@ -144,10 +129,7 @@ def test_the_calls_of_a_comparison_grow_with_the_sequences_and_no_faster():
     def calls(num_sequences):
         rng = np.random.default_rng(0)
         spec = fr.RoutingSpec(16, 2, (fr.RoutedLayer(0), fr.RoutedLayer(1)))
-        lengths = rng.integers(2, 9, num_sequences)
-        ids = planted.routes_like_a_model(rng, spec, lengths)
-        routes = np.split(ids, np.cumsum(lengths)[:-1])
-        trace = fr.RoutingTrace.from_sequences(spec, [rng.integers(0, 9, n) for n in lengths], routes)
+        trace = synthetic_trace(spec, rng.integers(2, 9, num_sequences), seed=0)
         other = planted.natural(rng, trace)
         counted = Counter()
         sys.setprofile(lambda _frame, event, _argument: counted.update([event]))
@@ -172,26 +154,18 @@ def test_edges():
     assert explain(full, full).sentence == "Nothing to compare: every row holds all experts."
 
 
-@pytest.mark.parametrize(
-    "pair",
-    [
-        lambda trace: (trace.select([]),) * 2,
-        lambda trace: (fr.RoutingTrace.unrouted(trace.spec, [[], []]),) * 2,
-        lambda trace: (trace, fr.RoutingTrace.unrouted(trace.spec, [*map(trace.tokens, range(len(trace)))])),
-    ],
-)
-def test_a_comparison_of_no_rows_is_refused(pair):
-    """It would find no difference."""
-    with pytest.raises(InputError, match=r"nothing.*compare"):
+REFUSED = [
+    (InputError, lambda trace: (trace, fr.RoutingTrace.unrouted(trace.spec, [*map(trace.tokens, range(len(trace)))]))),
+    (BatchMismatchError, lambda trace: (trace, trace.select([0]))),
+    (SpecMismatchError, lambda trace: (trace, replace(trace, spec=fr.RoutingSpec(999, 1, (fr.RoutedLayer(0),))))),
+]
+
+
+@pytest.mark.parametrize(("error", "pair"), REFUSED)
+def test_no_rows_other_tokens_and_other_models_are_refused(error, pair):
+    """They would show no difference."""
+    with pytest.raises(error, match=r"nothing.*compare|different tokens|belongs.*another"):
         explain(*pair(clean_pair(5)[0]))
-
-
-def test_other_tokens_and_other_models_are_refused():
-    reference, other = clean_pair(6)
-    with pytest.raises(BatchMismatchError, match="different tokens"):
-        explain(reference, other.select([0]))
-    with pytest.raises(SpecMismatchError):
-        explain(reference, replace(other, spec=fr.RoutingSpec(999, 1, (fr.RoutedLayer(0),))))
 
 
 def with_fewer_picks(trace):

@@ -75,7 +75,7 @@ def test_routing_mismatch_of_a_padded_batch_is_that_of_a_loop(kind, masked):
     gaps = rng.random((2, 4, 7)) < (0.2 if signed else 0)
     a[gaps[0]], b[gaps[1]] = -1, -1
     mask = rng.random((4, 7)) < 0.7 if masked else np.ones((4, 7), bool)
-    found = routing_mismatch(given_as(a, kind), given_as(b, kind), mask=mask if masked else None)
+    found = routing_mismatch(given_as(a, kind), b, mask=mask if masked else None)  # types of sides may differ
     rows = [
         [set(a[s, t, j].tolist()) != set(b[s, t, j].tolist()) for j in range(3)]
         for s in range(4)
@@ -128,24 +128,6 @@ def test_margins_of_a_padded_batch_are_those_of_a_loop(kind):
     assert found.sum() == 2 * mask.sum()
 
 
-@pytest.mark.parametrize(
-    ("values", "mask", "message"),
-    [
-        (np.zeros((4, 17)), None, r"float64 of shape \(4, 17\), without a mask; .*those of a padded batch with mask="),
-        (np.zeros((4, 17)), np.ones((4, 16)), r"with a mask of \(4, 16\)"),
-        (np.zeros((4, 17)), np.ones(4), r"with a mask of \(4,\)"),
-        (np.zeros(()), None, r"of shape \(\)"),
-        (np.array(["-1.0"]), None, "are <U4"),
-        (np.zeros(2, complex), None, "are complex128"),
-        (np.zeros((4, 17)), np.full((4, 17), 0.5), "mask is float64.*expected bools, or 0 and 1 alone"),
-    ],
-)
-def test_numbers_that_cannot_be_packed_are_refused(values, mask, message):
-    assert token_mismatch(np.zeros((4, 17)), np.zeros((4, 17)), mask=np.ones((4, 17))).count == 68
-    with pytest.raises(InputError, match=message):
-        token_mismatch(values, values, mask=mask)
-
-
 def test_routes_that_cannot_be_compared_are_refused():
     ids = np.tile([[0, 1]], (1, 4, 3, 1))
     trace = fr.RoutingTrace.from_padded(fr.RoutingSpec(4, 2, tuple(map(fr.RoutedLayer, range(3)))), [[1] * 4], ids)
@@ -183,31 +165,50 @@ def test_a_model_may_be_stated_for_arrays():
         as_traces(ids, ids, None, fr.RoutingSpec(299, 2, (fr.RoutedLayer(4),)))
 
 
-def test_f_is_kept_for_its_thresholds_alone():
-    with pytest.raises(InputError, match=r"F.*3.0.*counted.*1.5, 2.0"):
-        token_mismatch(np.zeros(1), np.zeros(1)).f(3.0)
-
-
-def test_the_threshold_itself_does_not_count():
-    assert token_mismatch(np.zeros(1), -np.array([math.log(2.0)])).f(2.0) == 0
-
-
-def test_k3_keeps_its_precision_for_tiny_differences():
-    delta = 1e-6
-    assert token_mismatch(np.zeros(10), np.full(10, -delta)).k3 == pytest.approx(delta**2 / 2, rel=1e-4)
-
-
-def test_parts_add_to_the_whole_however_they_are_cut():
+def test_parts_add_to_the_whole_and_edges_count_as_they_should():
     rng = np.random.default_rng(0)
     train, infer = -rng.exponential(1, 100), -rng.exponential(1, 100)
     whole = token_mismatch(train, infer)
     uneven = token_mismatch(train[:7], infer[:7]) + token_mismatch(train[7:], infer[7:])
     assert uneven.k3 == pytest.approx(whole.k3, rel=1e-12)
     assert (uneven.count, uneven.above, uneven.max_abs_log) == (whole.count, whole.above, whole.max_abs_log)
+    assert token_mismatch([0.0], [-math.log(2.0)]).f(2.0) == 0, "the threshold itself does not count"
+    assert token_mismatch([0.0], [-1e-7]).k3 == pytest.approx(1e-14 / 2, rel=1e-4, abs=0), (
+        "tiny differences keep precision"
+    )
+    assert token_mismatch([5e-4], [-5e-4]).count == 1, "a probability of 1 may be rounded up"
+    nothing = random_trace(0).select([])
+    routes = routing_mismatch(nothing, nothing)
+    shares = [routes.differing_share, routes.differing_tokens_share, *routes.differing_share_L, *routes.overlap_L]
+    assert np.isnan([token_mismatch(np.zeros(0), np.zeros(0)).k3, *shares]).all(), "0 would say that nothing differs"
+    with pytest.raises(InputError, match=r"F.*3.0.*1.5, 2.0"):
+        whole.f(3.0)
 
 
-def test_a_probability_of_one_may_be_rounded_up():
-    assert token_mismatch(np.array([5e-4]), np.array([-5e-4])).count == 1
+WIDE = np.zeros((4, 17))
+HOLES = np.array([[np.nan, -1.0, -2.0], [-1.0, np.nan, np.inf]])
+
+
+@pytest.mark.parametrize(
+    ("train", "infer", "mask", "message"),
+    [
+        (WIDE, WIDE, None, r"float64 of shape \(4, 17\), without a mask; .*those of a padded batch with mask="),
+        (WIDE, WIDE, np.ones((4, 16)), r"with a mask of \(4, 16\)"),
+        (WIDE, WIDE, np.ones(4), r"with a mask of \(4,\)"),
+        (np.zeros(()), np.zeros(()), None, r"of shape \(\)"),
+        (["-1.0"], ["-1.0"], None, "are <U4"),
+        (np.zeros(2, complex), np.zeros(2), None, "are complex128"),
+        (WIDE, WIDE, np.full((4, 17), 0.5), "mask is float64.*expected bools, or 0 and 1 alone"),
+        (np.zeros(3), np.zeros(2), None, "shape"),
+        ([np.nan], [0.0], None, "the trainer hold nan; expected finite numbers up to 0"),
+        ([0.0], [-np.inf], None, "the engine hold -inf"),
+        ([0.0, 0.0], [0.0, 2e-3], None, "the engine hold 0.002"),
+        (np.full((2, 3), -1.0), HOLES, [[0, 1, 1], [0, 1, 1]], "2 of 4 .*the first at 2 of those that count"),
+    ],
+)
+def test_numbers_that_are_no_log_probs_of_the_same_tokens_are_refused(train, infer, mask, message):
+    with pytest.raises(InputError, match=message):
+        token_mismatch(train, infer, mask=mask)
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
@@ -218,44 +219,6 @@ def test_a_ratio_that_no_float_holds_leaves_a_number():
     assert math.isfinite((found + found).k3)
     assert (found.max_abs_log, found.f(2.0)) == (799.0, 0.5)
     assert token_mismatch(np.array([-1.0]), np.array([-700.0])).k3 == np.expm1(699.0) - 699.0
-
-
-def test_no_token_is_no_number():
-    assert math.isnan(token_mismatch(np.zeros(0), np.zeros(0)).k3)
-
-
-@pytest.mark.parametrize(
-    ("train", "infer", "message"),
-    [
-        (np.zeros(3), np.zeros(2), "shape"),
-        (np.array([np.nan]), np.zeros(1), "the trainer hold nan; expected finite numbers up to 0"),
-        (np.zeros(1), np.array([-np.inf]), "the engine hold -inf"),
-        (np.zeros(2), np.array([0.0, 2e-3]), "the engine hold 0.002"),
-        (np.array([7.0]), np.zeros(1), "the trainer hold 7.0"),
-    ],
-)
-def test_impossible_log_probs_are_refused(train, infer, message):
-    with pytest.raises(InputError, match=message):
-        token_mismatch(train, infer)
-
-
-def test_the_first_impossible_log_prob_is_told_by_its_place_among_those_that_count():
-    given = np.array([[np.nan, -1.0, -2.0], [-1.0, np.nan, np.inf]])
-    with pytest.raises(InputError, match=r"2.*4.*first.*2.*count"):
-        token_mismatch(np.full((2, 3), -1.0), given, mask=[[0, 1, 1], [0, 1, 1]])
-
-
-def test_of_no_rows_no_share_is_said():
-    """0 would say that nothing differs."""
-    nothing = random_trace(0).select([])
-    result = routing_mismatch(nothing, nothing)
-    assert (result.rows, math.isnan(result.differing_share), math.isnan(result.differing_tokens_share)) == (
-        0,
-        True,
-        True,
-    )
-    assert np.isnan(result.differing_share_L).all()
-    assert np.isnan(result.overlap_L).all()
 
 
 @pytest.mark.parametrize(

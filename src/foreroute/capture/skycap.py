@@ -294,7 +294,7 @@ def _nodes_of(record: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
     }
     used = dict.fromkeys(most, 0)
 
-    def part(number: int, held: Mapping[str, Any], kind: str, start: object, size: object) -> slice:
+    def part(number: int, kind: str, start: object, size: object) -> slice:
         what = f"the {kind} of node {number}"
         first = number_of(start, name=f"the start of {what}", most=most[kind], least=used[kind])
         count = number_of(size, name=f"the length of {what}", most=most[kind] - first)
@@ -318,12 +318,12 @@ def _nodes_of(record: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> 
         sampled, has_logprobs, has_media = 0, False, False
         if held is not None:
             held = _object(held, f"tokens of node {number}")
-            tokens = part(number, held, "tokens", held.get("offset"), held.get("length"))
+            tokens = part(number, "tokens", held.get("offset"), held.get("length"))
             if held.get("experts_offset") is not None and held.get("experts_rows") != 0:
-                rows = part(number, held, "experts", held["experts_offset"], held.get("experts_rows"))
+                rows = part(number, "experts", held["experts_offset"], held.get("experts_rows"))
                 experts = rows if _size(rows) == _size(tokens) else None
             if held.get("mask_offset") is not None and held.get("mask_rows") != 0:
-                masks = part(number, held, "mask", held["mask_offset"], held.get("mask_rows"))
+                masks = part(number, "mask", held["mask_offset"], held.get("mask_rows"))
             if is_model:
                 begins = held.get("sampled_start")
                 sampled = tokens.start + number_of(begins, name=f"sampled_start of node {number}", most=_size(tokens))

@@ -68,6 +68,21 @@ class Check:
     quick: bool = False
 
 
+class Checks(list[Check]):
+    """The checks of one file, in their order."""
+
+    def add(
+        self, name: str, title: str, *, needs: tuple[str, ...] = (), quick: bool = False
+    ) -> Callable[[Callable[[CheckContext], None]], Callable[[CheckContext], None]]:
+        """Make a check of the function that is decorated: its id, and attributes of `Check`."""
+
+        def append(run: Callable[[CheckContext], None]) -> Callable[[CheckContext], None]:
+            self.append(Check(name, title, run, needs, quick))
+            return run
+
+        return append
+
+
 @dataclass(frozen=True)
 class CheckResult:
     """What came of one check.
@@ -197,6 +212,14 @@ def refused(action: Callable[[], Any]) -> str | None:
     return None
 
 
+def unless_refused(action: Callable[[], Any]) -> Any:
+    """What the action returned; None where foreroute refused it."""
+    try:
+        return action()
+    except ForerouteError:
+        return None
+
+
 def same_sets(wanted: NDArray[Any], seen: NDArray[Any]) -> NDArray[np.bool_]:
     """[...], whether picks [..., K] are the same sets."""
     # signed and wide: differences of unsigned ids would wrap
@@ -239,6 +262,23 @@ def misplaced(wanted: RoutingTrace, seen_NLK: NDArray[Any], native_NLK: NDArray[
         layers = ", ".join(str(wanted.spec.layers[int(i)]) for i in np.flatnonzero(whole))
         return Misplaced("silent-no-op", f"{layers} did not follow the trace, and nothing was raised")
     return Misplaced("routes-followed", _first(wanted, seen_NLK, wrong_RL))
+
+
+def require_followed(wanted: RoutingTrace, seen: Seen, native: Seen, where: str = "") -> None:
+    """Raise `CheckFailed` where `misplaced` finds a mistake; `where` is what it then begins with."""
+    found = misplaced(wanted, seen.ids_NLK, native.ids_NLK)
+    if found is not None:
+        raise CheckFailed(f"{where}: {found.sentence}" if where else found.sentence)
+
+
+def require_foreign_followed(context: CheckContext, case: Case, *, low: int = 0, where: str = "") -> None:
+    """Raise `CheckFailed` unless a model of another shape follows foreign routes, from the experts `low` and up."""
+    model, handle = context.pair(case)
+    wanted = context.foreign(handle.spec, context.base, low=low)
+    with handle.replay(wanted):
+        seen = model.forward(context.base, grad=False).seen
+    native = context.untouched(case).forward(context.base, grad=False).seen
+    require_followed(wanted, seen, native, where)
 
 
 def _first(wanted: RoutingTrace, seen_NLK: NDArray[Any], wrong_RL: NDArray[np.bool_]) -> str:

@@ -9,15 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.conformance.adapter import Case, Unsupported
-from foreroute.conformance.check import PLACEMENT, Check, CheckContext, misplaced, require
+from foreroute.conformance.check import PLACEMENT, CheckContext, Checks, require, require_foreign_followed
 from foreroute.trace import RoutingTrace
 
 TOLERANCE = 1e-3
 """Relative difference from which a gate or a gradient is wrong and not just rounded."""
 STEP = 0.005
 """Length of the step of finite differences, in float32."""
+CHECKS = Checks()
 
 
+@CHECKS.add("gate-rule", "Gate weights follow the family's own rule", needs=PLACEMENT, quick=True)
 def _gate_rule(context: CheckContext) -> None:
     """Compare gate weights under the model's own experts with those of the untouched model."""
     seen, native = context.native_replay.gates_NLK, context.native.gates_NLK
@@ -34,6 +36,9 @@ def _gate_rule(context: CheckContext) -> None:
     )
 
 
+@CHECKS.add(
+    "native-bit-equal", "Replaying a model's own routes changes no bit", needs=("gate-rule", "missing-rows"), quick=True
+)
 def _native_bits(context: CheckContext) -> None:
     """Compare log-probs under the model's own routes, bit for bit."""
     seen, native = context.native_replay, context.native
@@ -42,6 +47,9 @@ def _native_bits(context: CheckContext) -> None:
     require(off == 0, f"replaying the model's own routes moves log-probs by up to {off:.3g}")
 
 
+@CHECKS.add(
+    "dense-scores", "A replayed expert that the router would not pick keeps its weight", needs=PLACEMENT, quick=True
+)
 def _dense_scores(context: CheckContext) -> None:
     """Look for gate weights of exactly zero under foreign routes."""
     gates = context.replayed(context.foreign(context.spec, context.base)).gates_NLK
@@ -57,6 +65,7 @@ def _dense_scores(context: CheckContext) -> None:
     )
 
 
+@CHECKS.add("group-limit", "The final selection is replaced, not limited to the router's own groups", needs=PLACEMENT)
 def _group_limit(context: CheckContext) -> None:
     """Replay more picks than there are live groups, each of which may be in a group of its own."""
     groups = context.adapter.groups
@@ -66,16 +75,14 @@ def _group_limit(context: CheckContext) -> None:
     top_k = min(groups.live + 2, groups.live * size)
     if top_k <= groups.live:
         raise Unsupported(f"{groups.live} groups of {size} experts leave no choice to exceed the limit")
-    case = Case(top_k=top_k)
-    model, handle = context.pair(case)
-    wanted = context.foreign(handle.spec, context.base)
-    with handle.replay(wanted):
-        seen = model.forward(context.base, grad=False).seen
-    native = context.untouched(case).forward(context.base, grad=False).seen
-    found = misplaced(wanted, seen.ids_NLK, native.ids_NLK)
-    require(found is None, f"routes over more than {groups.live} groups: {found.sentence}" if found else "")
+    require_foreign_followed(context, Case(top_k=top_k), where=f"routes over more than {groups.live} groups")
 
 
+@CHECKS.add(
+    "router-gradient",
+    "Routers get the gradient of the loss under the replayed routes",
+    needs=("gate-rule", "dense-scores"),
+)
 def _router_gradient(context: CheckContext) -> None:
     """Compare gradients under the model's own routes with its own, and under others with those of the loss."""
     untouched = context.untouched()
@@ -127,34 +134,3 @@ def furthest(expected: Mapping[str, NDArray[Any]], seen: Mapping[str, NDArray[An
     # a parameter without a gradient is as far off as can be
     worst = max(off, key=lambda name: off[name])
     return worst, off[worst]
-
-
-CHECKS = (
-    Check("gate-rule", "Gate weights follow the family's own rule", _gate_rule, needs=PLACEMENT, quick=True),
-    Check(
-        "native-bit-equal",
-        "Replaying a model's own routes changes no bit",
-        _native_bits,
-        needs=("gate-rule", "missing-rows"),
-        quick=True,
-    ),
-    Check(
-        "dense-scores",
-        "A replayed expert that the router would not pick keeps its weight",
-        _dense_scores,
-        needs=PLACEMENT,
-        quick=True,
-    ),
-    Check(
-        "group-limit",
-        "The final selection is replaced, not limited to the router's own groups",
-        _group_limit,
-        needs=PLACEMENT,
-    ),
-    Check(
-        "router-gradient",
-        "Routers get the gradient of the loss under the replayed routes",
-        _router_gradient,
-        needs=("gate-rule", "dense-scores"),
-    ),
-)

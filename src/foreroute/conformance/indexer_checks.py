@@ -11,11 +11,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.conformance.adapter import Case, Seen, Unsupported
-from foreroute.conformance.check import PLACEMENT, Check, CheckContext, CheckFailed, refused, require
+from foreroute.conformance.check import PLACEMENT, CheckContext, CheckFailed, Checks, refused, require
 from foreroute.conformance.gate_checks import TOLERANCE, furthest
 from foreroute.trace import INDEXER, IndexerSpec, RoutingTrace
 
+CHECKS = Checks()
 
+
+@CHECKS.add(
+    "indexers-followed",
+    "Queries attend to what the trace says, and so they do when activations are recomputed",
+    needs=PLACEMENT,
+)
 def _followed(context: CheckContext) -> None:
     """Look at what queries attend to in a forward, and at gradients where a recomputation chose for itself."""
     trace = _with_canaries(context, _indexers(context))
@@ -52,6 +59,7 @@ def _require_attended(context: CheckContext, trace: RoutingTrace) -> None:
     )
 
 
+@CHECKS.add("indexers-recorded", "Recorded choices are those that queries attended to", needs=("indexers-followed",))
 def _recorded(context: CheckContext) -> None:
     """Hold recorded choices against what the attention was given, not against what an indexer returned."""
     spec = _indexers(context)
@@ -70,6 +78,11 @@ def _recorded(context: CheckContext) -> None:
         require(same, f"{what} were recorded otherwise than queries attended")
 
 
+@CHECKS.add(
+    "indexers-refused",
+    "Choices of other rows or layers, of units that a query does not see, or missing ones, are refused",
+    needs=("indexers-followed",),
+)
 def _refused(context: CheckContext) -> None:
     """Replay choices that an adapter would follow silently if it read them by their place alone."""
     spec = _indexers(context)
@@ -136,25 +149,3 @@ def _visible(trace: RoutingTrace, spec: IndexerSpec) -> NDArray[np.bool_]:
     chosen_NDU.reshape(-1, width)[of_set, stream.ids] = True
     # an empty set means all that the query sees
     return np.where((stream.counts_ND == 0)[..., None], whole_NDU, chosen_NDU)
-
-
-CHECKS = (
-    Check(
-        "indexers-followed",
-        "Queries attend to what the trace says, and so they do when activations are recomputed",
-        _followed,
-        needs=PLACEMENT,
-    ),
-    Check(
-        "indexers-recorded",
-        "Recorded choices are those that queries attended to",
-        _recorded,
-        needs=("indexers-followed",),
-    ),
-    Check(
-        "indexers-refused",
-        "Choices of other rows or layers, of units that a query does not see, or missing ones, are refused",
-        _refused,
-        needs=("indexers-followed",),
-    ),
-)

@@ -58,7 +58,9 @@ class ConformanceReport:
 
     def text(self) -> str:
         """A table for a terminal, with the reasons and, for what failed, where the same bug was seen before."""
-        lines = [f"{self.adapter}: {self._summary()}", ""]
+        counts = {outcome: len(self.with_outcome(outcome)) for outcome in Outcome}
+        summary = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
+        lines = [f"{self.adapter}: {summary}", ""]
         for result in self.results:
             lines.append(f"{_MARKS[result.outcome]:>8}  {result.check.id:<25} {result.check.title}")
             details = [result.reason] if result.reason else []
@@ -67,10 +69,6 @@ class ConformanceReport:
             # names of parameters and addresses stay whole, to be copied
             lines += [f"{'':>10}{part}" for detail in details for part in wrap(detail, 110, break_long_words=False)]
         return "\n".join(lines) + "\n"
-
-    def _summary(self) -> str:
-        counts = [f"{len(self.with_outcome(o))} {o}" for o in Outcome if self.with_outcome(o)]
-        return ", ".join(counts)
 
 
 def run_conformance(

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.conformance.adapter import Unsupported
-from foreroute.conformance.check import Check, CheckContext, refused, require
+from foreroute.conformance.check import CheckContext, Checks, refused, require
 from foreroute.conformance.gate_checks import finite_differences
 from foreroute.trace import SAMPLING, DecisionStream, RoutingTrace
 
@@ -18,8 +18,14 @@ TOLERANCE = 1e-4
 """In nats: what float32 makes of sums in another order, in the small models of the kit."""
 OTHERS = 3
 """Tokens of a set beside the one that was sampled."""
+CHECKS = Checks()
 
 
+@CHECKS.add(
+    "masks-followed",
+    "Log-probabilities are those on the recorded sets, and gradients are theirs",
+    needs=("router-gradient",),
+)
 def _followed(context: CheckContext) -> None:
     """Compare log-probs on the sets with the untouched model's, and their gradient with finite differences."""
     _require_scores(context)
@@ -40,6 +46,9 @@ def _followed(context: CheckContext) -> None:
     finite_differences(context, trace)
 
 
+@CHECKS.add(
+    "masks-refused", "A set that leaves out the sampled token, or is missing, is refused", needs=("masks-followed",)
+)
 def _refused(context: CheckContext) -> None:
     """Replay sets that are not those of their tokens."""
     _require_scores(context)
@@ -98,19 +107,3 @@ def _logprobs_on(context: CheckContext, sets: Sequence[NDArray[np.int64]]) -> ND
     # the sampled token is the last of its set
     expected[ends] = of_set[-1] - np.logaddexp.reduce(np.array(of_set, np.float64), axis=0)
     return expected
-
-
-CHECKS = (
-    Check(
-        "masks-followed",
-        "Log-probabilities are those on the recorded sets, and gradients are theirs",
-        _followed,
-        needs=("router-gradient",),
-    ),
-    Check(
-        "masks-refused",
-        "A set that leaves out the sampled token, or is missing, is refused",
-        _refused,
-        needs=("masks-followed",),
-    ),
-)

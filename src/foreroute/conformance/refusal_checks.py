@@ -15,16 +15,21 @@ from foreroute.conformance.adapter import Batch, Fault, Seen
 from foreroute.conformance.check import (
     FOREIGN_VERSION,
     PLACEMENT,
-    Check,
     CheckContext,
-    misplaced,
+    CheckFailed,
+    Checks,
     refused,
     require,
+    require_followed,
     same_sets,
+    unless_refused,
 )
 from foreroute.trace import RoutedLayer, RoutingTrace
 
+CHECKS = Checks()
 
+
+@CHECKS.add("fused-bypass", "A router that a fused path bypasses is refused, not skipped", needs=PLACEMENT)
 def _fused(context: CheckContext) -> None:
     """Bypass a router before and after attaching."""
     # what is found once may have changed since
@@ -32,6 +37,7 @@ def _fused(context: CheckContext) -> None:
         _followed_or_refused(context, Fault.FUSED_ROUTER, attached_first=attached_first)
 
 
+@CHECKS.add("orphan-routers", "Routers that never run take no layer's routes", needs=PLACEMENT)
 def _orphans(context: CheckContext) -> None:
     """Register a copy of the layers, of which neither names nor counts tell that it does not run."""
     _followed_or_refused(context, Fault.ORPHAN_ROUTERS, attached_first=False)
@@ -40,24 +46,26 @@ def _orphans(context: CheckContext) -> None:
 def _followed_or_refused(context: CheckContext, fault: Fault, *, attached_first: bool) -> None:
     """A model with a trap: its routes are followed all the same, or it is refused."""
     model = context.untouched()
-    seen: list[Seen] = []
     wanted = context.foreign(context.spec, context.base)
     if not attached_first:
         model.inject(fault)
 
-    def run() -> None:
+    def run() -> Seen:
         handle = context.adapter.attach(model)
         if attached_first:
             model.inject(fault)
         with handle.replay(wanted):
-            seen.append(model.forward(context.base, grad=False).seen)
+            return model.forward(context.base, grad=False).seen
 
-    if refused(run) is None:
-        found = misplaced(wanted, seen[0].ids_NLK, context.native.ids_NLK)
+    if (seen := unless_refused(run)) is not None:
         when = ", which came about after attaching" if attached_first else ""
-        require(found is None, f"{fault.value}{when}: {found.sentence}" if found else "")
+        require_followed(wanted, seen, context.native, f"{fault.value}{when}")
 
 
+# under other gates the head is given other hidden states, and routes them otherwise
+@CHECKS.add(
+    "mtp-alias", "A multi-token-prediction head takes no decoder layer's routes", needs=(*PLACEMENT, "gate-rule")
+)
 def _mtp(context: CheckContext) -> None:
     """Add a head whose layer number restarts at 0: it keeps its own routes, or the model is refused."""
     untouched = context.untouched()
@@ -68,21 +76,21 @@ def _mtp(context: CheckContext) -> None:
     trace = context.trace_of(np.split(context.native.ids_NLK, len(context.base.sequences)), context.base)
     model = context.untouched()
     model.inject(Fault.MTP_HEAD)
-    seen: list[Seen] = []
 
-    def run() -> None:
+    def run() -> Seen:
         with context.adapter.attach(model).replay(trace):
-            seen.append(model.forward(context.base, grad=False).seen)
+            return model.forward(context.base, grad=False).seen
 
-    if refused(run) is None:
-        require(same_sets(native.ids_NLK, seen[0].ids_NLK).all(), "the head took routes from the decoder's layers")
+    if (seen := unless_refused(run)) is not None:
+        require(same_sets(native.ids_NLK, seen.ids_NLK).all(), "the head took routes from the decoder's layers")
         for name, ids in native.other_ids.items():
-            wrong = int((~same_sets(ids, seen[0].other_ids[name])).sum())
+            wrong = int((~same_sets(ids, seen.other_ids[name])).sum())
             require(
                 wrong == 0, f"{wrong} of {np.prod(ids.shape[:-1])} rows of {name} were given a decoder layer's routes"
             )
 
 
+@CHECKS.add("duplicates-refused", "An expert picked twice in a row is refused", quick=True)
 def _duplicates(context: CheckContext) -> None:
     """Hand in a row with one expert K times."""
 
@@ -95,6 +103,7 @@ def _duplicates(context: CheckContext) -> None:
         _bad_ids(context, repeat, "an expert twice in a row")
 
 
+@CHECKS.add("range-refused", "An id beyond the experts is refused", quick=True)
 def _out_of_range(context: CheckContext) -> None:
     """Hand in the id behind the last expert, as the first redundant slot of a load balancer has."""
 
@@ -110,18 +119,16 @@ def _bad_ids(context: CheckContext, spoil: Callable[[Any], Any], what: str) -> N
     model, handle = context.pair()
     good = context.foreign(handle.spec, context.base).expert_ids_NLK.astype(np.int64)
     routes = np.split(spoil(good), len(context.base.sequences))
-    executed = []
 
-    def run() -> None:
+    def run() -> Any:
         with handle.replay(context.adapter.ingest(handle.spec, context.base.sequences, routes)):
-            executed.append(model.forward(context.base, grad=False).seen.ids_NLK[2, 0])
+            return model.forward(context.base, grad=False).seen.ids_NLK[2, 0].tolist()
 
-    require(
-        refused(run) is not None,
-        f"{what} was not refused, and the experts were given {executed[0].tolist() if executed else []}",
-    )
+    if (executed := unless_refused(run)) is not None:
+        raise CheckFailed(f"{what} was not refused, and the experts were given {executed}")
 
 
+@CHECKS.add("stale-refused", "Routes of other weights than expected are refused", quick=True)
 def _stale(context: CheckContext) -> None:
     """Replay a trace where its version is the expected one, and where it is not."""
 
@@ -140,6 +147,7 @@ def _stale(context: CheckContext) -> None:
     )
 
 
+@CHECKS.add("other-model-refused", "The trace of another model is refused", quick=True)
 def _other_model(context: CheckContext) -> None:
     """Replay traces of other models, with ids that this one could have been given."""
     spec = context.spec
@@ -155,6 +163,7 @@ def _other_model(context: CheckContext) -> None:
         _must_refuse(context, context.foreign(other, context.base), f"the trace of a model with {what}")
 
 
+@CHECKS.add("other-tokens-refused", "Routes are bound to tokens: those of another batch are refused", quick=True)
 def _other_tokens(context: CheckContext) -> None:
     """Replay traces of other tokens, with as many rows as these need."""
     base, spec = context.base, context.spec
@@ -176,6 +185,7 @@ def _must_refuse(context: CheckContext, trace: RoutingTrace, what: str) -> None:
     require(refused(lambda: context.replayed(trace)) is not None, f"{what} was replayed without an error")
 
 
+@CHECKS.add("empty-session-refused", "A session in which nothing was replayed is an error", quick=True)
 def _empty(context: CheckContext) -> None:
     """Open a session and run no forward: what was never replayed must not look as if it had been."""
     _, handle = context.pair()
@@ -185,27 +195,3 @@ def _empty(context: CheckContext) -> None:
             pass
 
     require(refused(run) is not None, "a session in which no forward ran ended without an error")
-
-
-CHECKS = (
-    Check("fused-bypass", "A router that a fused path bypasses is refused, not skipped", _fused, needs=PLACEMENT),
-    Check("orphan-routers", "Routers that never run take no layer's routes", _orphans, needs=PLACEMENT),
-    Check(
-        "mtp-alias",
-        "A multi-token-prediction head takes no decoder layer's routes",
-        _mtp,
-        # under other gates the head is given other hidden states, and routes them otherwise
-        needs=(*PLACEMENT, "gate-rule"),
-    ),
-    Check("duplicates-refused", "An expert picked twice in a row is refused", _duplicates, quick=True),
-    Check("range-refused", "An id beyond the experts is refused", _out_of_range, quick=True),
-    Check("stale-refused", "Routes of other weights than expected are refused", _stale, quick=True),
-    Check("other-model-refused", "The trace of another model is refused", _other_model, quick=True),
-    Check(
-        "other-tokens-refused",
-        "Routes are bound to tokens: those of another batch are refused",
-        _other_tokens,
-        quick=True,
-    ),
-    Check("empty-session-refused", "A session in which nothing was replayed is an error", _empty, quick=True),
-)

@@ -15,14 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from foreroute.conformance.adapter import AttachedModel, Batch, Case, Fault, ModelUnderTest, Unsupported
-from foreroute.conformance.check import PLACEMENT, Check, CheckContext, misplaced, refused, require, same_sets
+from foreroute.conformance.check import PLACEMENT, CheckContext, Checks, refused, require, require_followed, same_sets
 from foreroute.conformance.route_checks import WIDE
 from foreroute.trace import RoutingTrace
 
 RECOMPUTE = Case(checkpointing=True)
+CHECKS = Checks()
 Gradients = Mapping[str, NDArray[Any]]
 
 
+@CHECKS.add(
+    "recompute-order", "Several micro-batches in flight keep their own routes in recomputation", needs=PLACEMENT
+)
 def _order(context: CheckContext) -> None:
     """Run backwards in the order of forwards, and in the reverse one."""
     # a queue per layer is right in one of them at most
@@ -39,6 +43,11 @@ def _order(context: CheckContext) -> None:
         _require_same(context, _one_by_one(context, one, two), model.gradients(), what)
 
 
+@CHECKS.add(
+    "backward-outside-session",
+    "A backward after the session recomputes under the routes of its forward",
+    needs=PLACEMENT,
+)
 def _outside(context: CheckContext) -> None:
     """Close the session before backward."""
     # as trainers do, whose backward is not where their forward is
@@ -50,6 +59,9 @@ def _outside(context: CheckContext) -> None:
     _require_same(context, _one_by_one(context, batch), model.gradients(), "backward after the session has closed")
 
 
+@CHECKS.add(
+    "forward-only-residue", "A forward-only pass leaves nothing that a later backward consumes", needs=PLACEMENT
+)
 def _residue(context: CheckContext) -> None:
     """Run a pass without gradients, as for old log-probs, before an update on another batch."""
     # rows that it leaves behind would be consumed by the next recomputation
@@ -62,12 +74,18 @@ def _residue(context: CheckContext) -> None:
     _require_same(context, _one_by_one(context, two), model.gradients(), "a forward-only pass before the update")
 
 
+@CHECKS.add(
+    "selective-checkpoint",
+    "Checkpoints that keep some results recompute under the routes of their forward",
+    needs=(*PLACEMENT, "dense-scores"),
+)
 def _selective(context: CheckContext) -> None:
     """Keep the results of top-k and of products."""
     # such a checkpoint answers the n-th call of an operator in the recomputation by the n-th of the forward
     _in_case(context, replace(RECOMPUTE, selective=True), "selective checkpoints")
 
 
+@CHECKS.add("compiled-layers", "Compiled layers take other routes in every session", needs=PLACEMENT)
 def _compiled(context: CheckContext) -> None:
     """Compile every layer."""
     # the compiler traces a router with the session around it, and might keep its routes as constants
@@ -121,6 +139,7 @@ class _InterruptionError(Exception):
     pass
 
 
+@CHECKS.add("reference-untouched", "Reference, teacher and critic models never notice a replay")
 def _reference(context: CheckContext) -> None:
     """Run models without the adapter, built before the session and during it."""
     # a patched class or a registry shows in either
@@ -134,20 +153,7 @@ def _reference(context: CheckContext) -> None:
             require(message is None, f"a reference model built {when} the session was refused its forward: {message}")
 
 
-def _second_attached(context: CheckContext) -> None:
-    """Replay routes in each of two models, while both sessions are open, and run both when these have closed."""
-    model, handle = context.pair()
-    wanted = context.foreign(handle.spec, context.base)
-    with handle.replay(wanted):
-        other, other_handle = context.pair()
-        theirs = context.foreign(other_handle.spec, context.base, seed=8)
-        with other_handle.replay(theirs):
-            _require_followed(other, theirs, context, "the model that was attached second")
-            _require_followed(model, wanted, context, "the model that was attached first")
-    _require_native(other, context, "the model that was attached second, after both sessions")
-    _require_native(model, context, "the model that was attached first, after both sessions")
-
-
+@CHECKS.add("model-restored", "After a session the model routes itself again", quick=True)
 def _restored(context: CheckContext) -> None:
     """Compare a forward after the session with the untouched model."""
     # by bits: only a hook that changes nothing may stay behind
@@ -158,6 +164,25 @@ def _restored(context: CheckContext) -> None:
     require(message is None, f"after the session, a forward without replay is refused: {message}")
 
 
+@CHECKS.add(
+    "second-model", "Attaching another model disturbs none that is attached", needs=(*PLACEMENT, "model-restored")
+)
+def _second_attached(context: CheckContext) -> None:
+    """Replay routes in each of two models, while both sessions are open, and run both when these have closed."""
+    model, handle = context.pair()
+    wanted = context.foreign(handle.spec, context.base)
+    with handle.replay(wanted):
+        other, other_handle = context.pair()
+        theirs = context.foreign(other_handle.spec, context.base, seed=8)
+        with other_handle.replay(theirs):
+            for each, routes, which in ((other, theirs, "second"), (model, wanted, "first")):
+                seen = each.forward(context.base, grad=False).seen
+                require_followed(routes, seen, context.native, f"the model that was attached {which}")
+    _require_native(other, context, "the model that was attached second, after both sessions")
+    _require_native(model, context, "the model that was attached first, after both sessions")
+
+
+@CHECKS.add("exception-safety", "A session that ends with an exception leaves nothing behind", quick=True)
 def _exceptions(context: CheckContext) -> None:
     """Raise in the body of the session, and inside a layer, where a hook may be half done."""
     model, handle = context.pair()
@@ -193,13 +218,7 @@ def _require_native(model: ModelUnderTest, context: CheckContext, what: str) -> 
     )
 
 
-def _require_followed(model: ModelUnderTest, wanted: RoutingTrace, context: CheckContext, what: str) -> None:
-    """Raise `CheckFailed` unless a model is computed by the routes of a trace."""
-    seen = model.forward(context.base, grad=False).seen
-    found = misplaced(wanted, seen.ids_NLK, context.native.ids_NLK)
-    require(found is None, f"{what}: {found.sentence}" if found else "")
-
-
+@CHECKS.add("recording-faithful", "A recording holds what was executed, token by token", quick=True)
 def _faithful(context: CheckContext) -> None:
     """Hold tokens, lengths, weight version and ids of a recording against what the probe saw."""
     model, handle = context.pair()
@@ -222,6 +241,7 @@ def _faithful(context: CheckContext) -> None:
     require(not wrong.any(), f"{int(wrong.sum())} of {len(wrong)} recorded rows are not what the experts were given")
 
 
+@CHECKS.add("recorded-once", "Recomputation records no row a second time")
 def _once(context: CheckContext) -> None:
     """Record a forward and a backward that recomputes it."""
     # the router runs again, and its rows are there already
@@ -234,6 +254,7 @@ def _once(context: CheckContext) -> None:
     require(rows == expected, f"{expected} tokens were recorded as {rows} rows once backward had recomputed them")
 
 
+@CHECKS.add("int-width", "The width of ids follows the model, never the ids at hand")
 def _width(context: CheckContext) -> None:
     """Record small ids, and look at the type that they are kept in."""
     # a later part of the same rollout may hold larger ids
@@ -250,44 +271,3 @@ def _width(context: CheckContext) -> None:
             f"a model of {handle.spec.num_experts} experts was recorded as {recorded.expert_ids_NLK.dtype} because the "
             f"ids at hand are small; expected {expected}",
         )
-
-
-CHECKS = (
-    Check(
-        "recompute-order",
-        "Several micro-batches in flight keep their own routes in recomputation",
-        _order,
-        needs=PLACEMENT,
-    ),
-    Check(
-        "backward-outside-session",
-        "A backward after the session recomputes under the routes of its forward",
-        _outside,
-        needs=PLACEMENT,
-    ),
-    Check(
-        "forward-only-residue",
-        "A forward-only pass leaves nothing that a later backward consumes",
-        _residue,
-        needs=PLACEMENT,
-    ),
-    Check(
-        "selective-checkpoint",
-        "Checkpoints that keep some results recompute under the routes of their forward",
-        _selective,
-        needs=(*PLACEMENT, "dense-scores"),
-    ),
-    Check("compiled-layers", "Compiled layers take other routes in every session", _compiled, needs=PLACEMENT),
-    Check("reference-untouched", "Reference, teacher and critic models never notice a replay", _reference),
-    Check("model-restored", "After a session the model routes itself again", _restored, quick=True),
-    Check(
-        "second-model",
-        "Attaching another model disturbs none that is attached",
-        _second_attached,
-        needs=(*PLACEMENT, "model-restored"),
-    ),
-    Check("exception-safety", "A session that ends with an exception leaves nothing behind", _exceptions, quick=True),
-    Check("recording-faithful", "A recording holds what was executed, token by token", _faithful, quick=True),
-    Check("recorded-once", "Recomputation records no row a second time", _once),
-    Check("int-width", "The width of ids follows the model, never the ids at hand", _width),
-)

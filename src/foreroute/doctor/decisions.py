@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from foreroute.doctor.evidence import EXPLAINS, Evidence, Finding, Measures, Severity, many
 from foreroute.doctor.zeros import Zeros
+from foreroute.mismatch.defects import listed
 from foreroute.trace import INDEXER, SAMPLING
 
 RECORD_CHOICES = (
@@ -82,11 +83,9 @@ def about_choices(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
 
 def _zeros_words(zeros: Zeros) -> str:
     """Put log-probs of exactly 0 into a sentence."""
-    # the first numbers alone, as a rollout may have thousands
     where = ""
     if zeros.sequences is not None:
-        numbers = f"{str(zeros.sequences[:16]).strip('[]')}{', ...' if len(zeros.sequences) > 16 else ''}"
-        where = f" of {many(len(zeros.sequences), 'sequence')} ({numbers})"
+        where = f" of {many(len(zeros.sequences), 'sequence')} ({listed(zeros.sequences)})"
     whose = zeros.side[:1].upper() + zeros.side[1:]
     return (
         f"{whose} has log-probs of exactly 0, probability 1, for {many(zeros.count, 'response token')}{where}, where "

@@ -215,11 +215,13 @@ def measure(evidence: Evidence) -> Measures:
     of_itself = Measures(
         repeated=_tokens(evidence.repeated, own_R),
         repacked=_tokens(repacked, own_R),
-        repacked_routes=_routes(own, repacked.executed if repacked is not None else None),
+        repacked_routes=None
+        if own is None or repacked is None or repacked.executed is None
+        else routing_mismatch(own, repacked.executed),
     )
     if evidence.random_weights:
         return of_itself
-    reordered, explanation = False, None
+    reordered, explanation, routes = False, None, None
     if own is not None and engine is not None and own.valid_N.any() and engine.valid_N.any():
         if len(engine.versions) == 1:
             # a pass of the trainer says no version, and a stale trace is a finding of its own
@@ -231,9 +233,10 @@ def measure(evidence: Evidence) -> Measures:
             # in one order, so that a second defect is seen too
             engine = engine.select(np.argsort(explanation.parameters["order"]))
             explanation = explain(own, engine, names=NAMES)
+        routes = routing_mismatch(engine, own)
     found = replace(
         of_itself,
-        routes=_routes(engine, own) if explanation is not None else None,
+        routes=routes,
         explanation=explanation,
         choices=_choices(own, engine),
         # a replay in another order was refused
@@ -365,11 +368,6 @@ def _nearest(rescored: tuple[Rescored, ...], engine_R: NDArray[Any]) -> tuple[Re
     """Find the reading of the trainer's log-probs that is nearest to the engine's."""
     found = [(one, token_mismatch(one.logprobs_R, engine_R)) for one in rescored]
     return min(found, key=lambda each: each[1].k3) if found else None
-
-
-def _routes(a: RoutingTrace | None, b: RoutingTrace | None) -> RoutingMismatch | None:
-    """Compare routes where both are known."""
-    return None if a is None or b is None else routing_mismatch(a, b)
 
 
 def _roots(evidence: Evidence) -> RootMismatch | None:

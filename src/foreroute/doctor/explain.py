@@ -162,8 +162,7 @@ class _Runner:
         self._temperature = temperature
         ids = [each.to_padded().expert_ids_BTLK for each in (native, generation.trace, roots)]
         self._native_BTLK, self._engine_BTLK, roots_BTLK = ids
-        flips_BTL = _differing(self._native_BTLK, self._engine_BTLK)
-        roots_BTL = _differing(roots_BTLK, self._engine_BTLK)
+        flips_BTL, roots_BTL = (_differing(each, self._engine_BTLK) for each in (self._native_BTLK, roots_BTLK))
         lengths = (generation.trace.lengths - 1).tolist()
         # a response may hold text of tools, which nobody sampled
         parts = np.split(generation.sampled_N, generation.trace.offsets[1:-1])

@@ -13,7 +13,8 @@ from foreroute.doctor.decisions import about_choices, about_masks, lacks_choices
 from foreroute.doctor.evidence import Evidence, Finding, Measures, Severity, many, measure
 from foreroute.doctor.roots import about_parts, about_roots
 from foreroute.errors import InputError
-from foreroute.mismatch import Defect, Explanation, TokenMismatch
+from foreroute.mismatch import Defect, TokenMismatch
+from foreroute.mismatch.defects import listed, version_words
 
 HELPS = 1.5
 """Ratio of k3 without to k3 with replay from which replay is said to help, and below whose inverse to harm."""
@@ -191,20 +192,20 @@ def _versions(evidence: Evidence) -> Iterator[Finding]:
     """Say whether the routes were recorded under the weights that the trainer has."""
     if evidence.expected_version is None or evidence.engine is None:
         return
-    versions, expected = _known_versions(evidence), evidence.expected_version
+    stated, expected = version_words(evidence.engine), evidence.expected_version
     # a stale trace looks like noise in every figure below, so versions are compared before routes
-    if not versions:
+    if not stated:
         yield Finding(
             Severity.PROBLEM,
             "routes",
             f"The trace does not say under which weights it was recorded, and the trainer is at {expected}.",
             "Stamp routes when they are captured: capture.decode(..., weight_version=...).",
         )
-    elif versions != (expected,):
+    elif tuple(version for version in evidence.engine.versions if version >= 0) != (expected,):
         yield Finding(
             Severity.PROBLEM,
             "routes",
-            f"The trace is stale: its rows are of {_version_words(versions)}, and the trainer is at {expected}.",
+            f"The trace is stale: its rows are of {stated}, and the trainer is at {expected}.",
             ADVICE[Defect.WEIGHT_VERSION],
         )
 
@@ -247,7 +248,8 @@ def _routes(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
     # layers behind the first one that differs see other inputs, so that their picks tell little
     first = int(np.argmax(routes.first_differing_L))
     share = routes.first_differing_L[first] / routes.first_differing_L.sum()
-    agreed = _agreed_positions(explained)
+    with np.errstate(invalid="ignore"):  # positions without a row are NaN
+        agreed = int(np.argmax(explained.overlap_by_position_T < 1))
     yield Finding(
         Severity.FINE if explained.kind is Defect.NONE else Severity.NOTE,
         "routes",
@@ -256,12 +258,6 @@ def _routes(evidence: Evidence, measures: Measures) -> Iterator[Finding]:
         f"first layer that differs is {measures.layers[first]}."
         + (f" All sequences agree before position {agreed}." if agreed else ""),
     )
-
-
-def _agreed_positions(explained: Explanation) -> int:
-    """Return the first position at which a sequence differs."""
-    with np.errstate(invalid="ignore"):
-        return int(np.argmax(explained.overlap_by_position_T < 1))
 
 
 def _replay(evidence: Evidence, measures: Measures, is_broken: bool) -> Iterator[Finding]:
@@ -287,17 +283,15 @@ def _replay(evidence: Evidence, measures: Measures, is_broken: bool) -> Iterator
         )
     elif measures.order is not None:
         order, after, before = measures.order
-        numbers = f"{str(order[:16]).strip('[]')}{', ...' if len(order) > 16 else ''}"
         yield Finding(
             Severity.PROBLEM,
             "probabilities",
-            f"The engine's log-probs are those of other sequences, of the trainer's {numbers} in this order. "
+            f"The engine's log-probs are those of other sequences, of the trainer's {listed(order)} in this order. "
             f"So, they are within {after:.2e} nats on average; as they are, {before:.2e}.",
             OTHER_SEQUENCES,
         )
-    versions = _known_versions(evidence)
-    sampled_by = f" of {_version_words(versions)}" if versions else ""
-    over = f"over {many(without.count, 'response token')}{sampled_by}"
+    versions = "" if evidence.engine is None else version_words(evidence.engine)
+    over = f"over {many(without.count, 'response token')}{versions and f' of {versions}'}"
     if replayed is None or gain is None:
         yield Finding(
             _by_probabilities(without, Severity.NOTE),
@@ -326,7 +320,7 @@ def _replay(evidence: Evidence, measures: Measures, is_broken: bool) -> Iterator
         yield Finding(
             Severity.PROBLEM,
             "replay",
-            f"Replaying this trace makes it worse{_factor(gain)}: {both}.",
+            f"Replaying this trace makes it worse{f' by a factor of {1 / gain:.3g}' if gain > 0 else ''}: {both}.",
             WITHOUT_CHOICES if lacks_choices(evidence) else NOT_THESE_ROUTES,
         )
     # what has a name above is not called by a guess here
@@ -358,21 +352,6 @@ def _tail(*found: TokenMismatch) -> str:
     if not any(shares):
         return ""
     return ", F(2) " + (f"{shares[0]:.2%}" if len(shares) == 1 else f"from {shares[0]:.2%} to {shares[1]:.2%}")
-
-
-def _factor(gain: float) -> str:
-    """Say by which factor k3 rises, where it was not 0."""
-    return f" by a factor of {1 / gain:.3g}" if gain > 0 else ""
-
-
-def _known_versions(evidence: Evidence) -> tuple[int, ...]:
-    """List the weight versions that the engine's trace states."""
-    return tuple(version for version in evidence.engine.versions if version >= 0) if evidence.engine else ()
-
-
-def _version_words(versions: tuple[int, ...]) -> str:
-    """Name weight versions in a sentence."""
-    return f"weight version{'' if len(versions) == 1 else 's'} {', '.join(map(str, versions))}"
 
 
 def _quoted(message: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -152,8 +152,9 @@ def _predicate(kind: Defect, p: Mapping[str, Any], spec: RoutingSpec) -> str:
         return f"was flattened {p['written']} and read {p['read']} (padded to {p['width']})"
     if kind is Defect.PERMUTATION:
         packed = ", packed in another order" if p["packed"] else ""
-        numbers = f"{str(p['order'][:16]).strip('[]')}{', ...' if len(p['order']) > 16 else ''}"
-        return f"holds the routes of other sequences{packed}: those of the sequences {numbers}, in this order"
+        return (
+            f"holds the routes of other sequences{packed}: those of the sequences {listed(p['order'])}, in this order"
+        )
     return (
         f"calls the experts by other ids, by a fixed map in each layer ({sum(p['moved'])} of "
         f"{spec.num_experts * spec.num_layers} are renamed): physical experts instead of logical ones"
@@ -222,7 +223,8 @@ def _drift(pair: TracePair, differs_RL: NDArray[np.bool_], names: tuple[str, str
     if differing <= NATURAL:
         return _Finding(Defect.NONE, versions, f"Natural mismatch: {decisions}.")
     if versions["a"] != versions["b"]:
-        stated = f"{_capital(names[0])} is of {_weights(pair.a)}, {names[1]} of {_weights(pair.b)}."
+        of_a, of_b = (version_words(trace) or "unknown weights" for trace in (pair.a, pair.b))
+        stated = f"{_capital(names[0])} is of {of_a}, {names[1]} of {of_b}."
         return _Finding(Defect.WEIGHT_VERSION, versions, f"Other weights: {decisions}{more}. {stated}")
     if grows:
         return _Finding(Defect.WEIGHT_VERSION, versions, f"Other weights: {decisions}{more}.")
@@ -246,12 +248,15 @@ def _steps(count: int, unit: str) -> str:
     return f"{count:+d} {unit}{'' if abs(count) == 1 else 's'}"
 
 
-def _weights(trace: RoutingTrace) -> str:
-    """Name the weight versions of a trace."""
+def listed(numbers: Sequence[int]) -> str:
+    """Write numbers within a sentence, the first of many."""
+    return ", ".join(map(str, numbers[:16])) + (", ..." if len(numbers) > 16 else "")
+
+
+def version_words(trace: RoutingTrace) -> str:
+    """Name the weight versions that a trace states, within a sentence; "" where it states none."""
     known = [version for version in trace.versions if version >= 0]
-    if not known:
-        return "unknown weights"
-    return f"weight version{'' if len(known) == 1 else 's'} {', '.join(map(str, known))}"
+    return f"weight version{'' if len(known) == 1 else 's'} {', '.join(map(str, known))}" if known else ""
 
 
 def _order(a: RoutingTrace, b: RoutingTrace) -> NDArray[np.int64] | None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,6 +81,8 @@ ADVICE = {
     "engine, and else at the order of sequences.",
 }
 """What to do about each."""
+OF_ROWS = ("roots_N", "before_N", "after_N", "repeats_N")
+"""Counts of each row."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ class RootCounts:
                 raise InputError(f"{name} is no list of counts; expected integers of 0 or more, of one axis")
             object.__setattr__(self, name, array.astype(np.int64))
         rows, layers = int(self.lengths_S.sum()), len(self.roots_L)
-        for name in ("roots_N", "before_N", "after_N", "repeats_N"):
+        for name in OF_ROWS:
             counts_N = getattr(self, name)
             if len(counts_N) != rows or counts_N.max(initial=0) > layers:
                 raise InputError(
@@ -127,14 +129,8 @@ class RootCounts:
     def in_order(self, order_S: NDArray[np.integer]) -> RootCounts:
         """Give the same with sequence `order_S[s]` in place s; each stands there once."""
         rows_N = join_ranges(as_offsets(self.lengths_S)[order_S], self.lengths_S[order_S])
-        return RootCounts(
-            self.roots_N[rows_N],
-            self.before_N[rows_N],
-            self.after_N[rows_N],
-            self.repeats_N[rows_N],
-            self.roots_L,
-            self.lengths_S[order_S],
-        )
+        of_rows = {name: getattr(self, name)[rows_N] for name in OF_ROWS}
+        return RootCounts(**of_rows, roots_L=self.roots_L, lengths_S=self.lengths_S[order_S])
 
 
 @dataclass(frozen=True)
@@ -220,16 +216,15 @@ class Sentinel:
         past, is_judged, share_L = self._past, not self.until_judged, counts.roots_L / rows
         if not is_judged:
             usual_L = np.full(len(share_L), float(np.median(share_L)))
-            return [*self._layers(share_L, usual_L, np.ones(len(share_L)), rows, rate)] or [
-                *self._unrelated(share_L, rows)
-            ]
+            found = [*self._layers(share_L, usual_L, np.ones(len(share_L)), rows, rate)]
+            return found or self._whole(share_L, rows, rate)
         usual_L, chance_L = past.usual_L, past.chance_of_layers(share_L, rows)
         found = [*self._layers(share_L, usual_L, chance_L, rows, rate)]
         # wrong experts of a layer move those above it in all rows, which are no evidence against some of them
         sequences = [*self._sequences(counts, max(float(share_L.mean()) - past.usual, 0.0) if found else 0.0)]
         if found:
             return found + sequences
-        whole = [*self._unrelated(share_L, rows)] or [*self._older(share_L, rows, rate)]
+        whole = self._whole(share_L, rows, rate)
         return whole if whole and self._is_batch(counts, sequences, rate) else sequences or whole
 
     def _is_batch(self, counts: RootCounts, found: list[Suspicion], rate: float) -> bool:
@@ -323,32 +318,19 @@ class Sentinel:
             num_rows=num_rows,
         )
 
-    def _unrelated(self, share_L: NDArray[np.float64], rows: int) -> Iterator[Suspicion]:
-        """Find a batch of other tokens, whatever the past."""
-        if (share := float(share_L.mean())) >= MOST:
-            yield Suspicion(
-                LooksLike.UNRELATED,
-                f"in all {rows} rows routers would pick other experts, in {share:.1%} of the layers: the engine has "
-                "other weights, or the routes are of other tokens",
-                share,
-                math.nan if self.until_judged else self._past.usual,
-                1.0,
-                num_rows=rows,
-            )
-
-    def _older(self, share_L: NDArray[np.float64], rows: int, rate: float) -> Iterator[Suspicion]:
-        """Find a batch whose rows all differ a little more."""
-        share, usual = float(share_L.mean()), self._past.usual
-        if (chance := self._past.chance_of_batch(share, rows)) < rate:
-            yield Suspicion(
-                LooksLike.OLDER_WEIGHTS,
-                f"in all {rows} rows routers would pick other experts, in {share:.1%} of the layers, where "
-                f"{usual:.1%} are usual: the rollout had older weights, or another precision",
-                share,
-                usual,
-                chance,
-                num_rows=rows,
-            )
+    def _whole(self, share_L: NDArray[np.float64], rows: int, rate: float) -> list[Suspicion]:
+        """Find a batch of other tokens, whatever the past, or one whose rows all differ a little more than that."""
+        share, usual = float(share_L.mean()), math.nan if self.until_judged else self._past.usual
+        if share >= MOST:
+            looks_like, chance = LooksLike.UNRELATED, 1.0
+            words = ": the engine has other weights, or the routes are of other tokens"
+        elif not self.until_judged and (chance := self._past.chance_of_batch(share, rows)) < rate:
+            looks_like = LooksLike.OLDER_WEIGHTS
+            words = f", where {usual:.1%} are usual: the rollout had older weights, or another precision"
+        else:
+            return []
+        sentence = f"in all {rows} rows routers would pick other experts, in {share:.1%} of the layers{words}"
+        return [Suspicion(looks_like, sentence, share, usual, chance, num_rows=rows)]
 
 
 def _layers_alone(rise_L: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -362,17 +344,15 @@ def _layers_alone(rise_L: NDArray[np.float64]) -> NDArray[np.int64]:
     return order[: int(began)]
 
 
-@dataclass(eq=False)
 class _PastRows:
     """In how many layers rows of healthy batches showed one thing: counts of blocks, and no rows."""
 
-    num_layers: int
-    blocks_W: list[NDArray[np.int64]] = field(init=False)  # of each width, how many had each sum
-    # rows of all sequences, and the sums over rows of their sequence's share and of its square
-    moments_3: NDArray[np.float64] = field(default_factory=lambda: np.zeros(3))
-
-    def __post_init__(self) -> None:
-        self.blocks_W = [np.zeros(width * self.num_layers + 1, np.int64) for width in WIDTHS]
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        # of each width, how many blocks had each sum
+        self.blocks_W = [np.zeros(width * num_layers + 1, np.int64) for width in WIDTHS]
+        # rows of all sequences, and the sums over rows of their sequence's share and of its square
+        self.moments_3 = np.zeros(3)
 
     @property
     def highest(self) -> float:
@@ -405,17 +385,13 @@ class _PastRows:
         return min(_root(blocks, width, self.num_layers, limit) for blocks, width in seen)
 
 
-@dataclass(eq=False)
 class _Past:
     """What healthy batches of one kind showed."""
 
-    num_layers: int
-    roots: _PastRows = field(init=False)
-    repeats: _PastRows = field(init=False)
-    angles_BL: list[NDArray[np.float64]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.roots, self.repeats = _PastRows(self.num_layers), _PastRows(self.num_layers)
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self.roots, self.repeats = _PastRows(num_layers), _PastRows(num_layers)
+        self.angles_BL: list[NDArray[np.float64]] = []
 
     @property
     def usual_L(self) -> NDArray[np.float64]:
@@ -516,16 +492,10 @@ def _log_mean(log_weights: NDArray[np.float64], exponents: NDArray[np.float64]) 
     return float(np.logaddexp.reduce(log_weights + exponents))
 
 
-class _Segment(NamedTuple):
-    sequence: int
-    score: float
-    rows: slice
-
-
 def _segments(
     evidence_N: NDArray[np.float64], offsets: NDArray[Any], least_S: NDArray[np.float64]
-) -> Iterator[_Segment]:
-    """Give the segment of rows with the highest sum, of each sequence where that is as high as `least_S`."""
+) -> Iterator[tuple[int, float, slice]]:
+    """Give each sequence whose highest sum over a segment is as high as `least_S`, with that sum and segment."""
     # The highest sum that ends at a row is the sum up to it, less the least before. Sums begin lower in each sequence
     # than they ever were, so that one running minimum serves all.
     number_N = np.repeat(np.arange(len(least_S)), np.diff(offsets))
@@ -537,4 +507,4 @@ def _segments(
         last = start + int(np.argmax(scores_N[start:stop]))
         # the last of equal minima: a segment begins with evidence
         first = last - int(np.argmin(sums_N1[start : last + 1][::-1]))
-        yield _Segment(sequence, float(scores_N[last]), slice(first, last + 1))
+        yield sequence, float(scores_N[last]), slice(first, last + 1)
