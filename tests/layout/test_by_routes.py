@@ -45,11 +45,6 @@ def slowest_of(micro_step_S, rank_S, counts, homes, micro_steps, ranks, groups):
     return sums
 
 
-def slowest_of_groups(*packed):
-    """Of each group, the sum over its micro-steps."""
-    return slowest_of(*packed).sum(axis=1)
-
-
 def held(packing, values_S):
     total = np.zeros((packing.num_micro_steps, packing.num_ranks))
     np.add.at(total, (packing.micro_step_S, packing.rank_S), values_S)
@@ -69,25 +64,10 @@ def test_no_packing_of_a_few_sequences_passes_the_bound(groups, seed):
     # experts take what a group's ranks send, so that the rank within a group does not matter
     for chosen in product(range(bins), repeat=len(lengths)):
         micro_step_S, rank_S = np.array(chosen) // groups, np.array(chosen) % groups * 2
-        least.append(max(slowest_of_groups(micro_step_S, rank_S, counts, homes, num, ranks, groups)))
+        least.append(slowest_of(micro_step_S, rank_S, counts, homes, num, ranks, groups).sum(axis=1).max())
     assert packed.certificate.bound <= min(least) <= packed.certificate.slowest
     # all in one micro-step reach the bound of one group, whatever the budget says
     assert groups > 1 or packed.certificate.bound == min(least)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_few_sequences_are_packed_as_well_as_any_exchange_can(seed):
-    """Against all arrangements that hold as many sequences of equal length in every place."""
-    _, counts = drawn(seed, 6, layers=2, experts=4, shortest=20, longest=20)
-    homes, lengths = homes_of(seed, 2, 4, 2), np.full(6, 20)
-    packed = pack_sequences(lengths, 2, 20, counts=counts, homes=homes)
-    assert packed.num_micro_steps == 3
-    least = min(
-        sum(slowest_of_groups(np.array(chosen), np.zeros(6, int), counts, homes, 3, 2, 1))
-        for chosen in product(range(3), repeat=6)
-        if set(Counter(chosen).values()) == {2}
-    )
-    assert packed.certificate.slowest <= 1.02 * least
 
 
 @settings(max_examples=60, deadline=None)
@@ -154,12 +134,9 @@ def test_sequences_that_want_one_rank_each_are_mixed():
     counts = np.zeros((16, 8, 8), np.int64)
     for half in range(2):
         counts[kind == half, :, 4 * half : 4 * half + 4] = 10
-    lengths = np.full(16, 20)
-    packed = pack_sequences(lengths, 2, 20, counts=counts)
+    packed = pack_sequences(np.full(16, 20), 2, 20, counts=counts)
     assert packed.certificate.over_bound == 1.0
     assert packed.certificate.by_length == 2 * packed.certificate.slowest
-    for m in range(8):
-        assert set(kind[packed.micro_step_S == m]) == {0, 1}
 
 
 def test_a_search_that_is_cut_short_makes_nothing_worse(monkeypatch):
@@ -169,18 +146,6 @@ def test_a_search_that_is_cut_short_makes_nothing_worse(monkeypatch):
         lengths, counts = drawn(seed, 60, layers=8)
         found = pack_sequences(lengths, 2, 60, counts=counts).certificate
         assert found.slowest <= found.by_length
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_places_that_are_full_stay_within_the_budget(seed):
-    """Budgets that barely hold the step: what half a percent more attention would allow, tokens do not."""
-    lengths, counts = drawn(seed, 60, layers=8, shortest=300, longest=1000)
-    budget = int(lengths.sum()) // 8
-    while pack_sequences(lengths, 2, budget).num_micro_steps > 4:
-        budget += 1
-    packed = pack_sequences(lengths, 2, budget, counts=counts)
-    assert packed.certificate.slowest < packed.certificate.by_length
-    assert held(packed, lengths).max() <= budget
 
 
 def test_without_counts_nothing_is_exchanged():
@@ -209,7 +174,6 @@ def test_without_counts_nothing_is_exchanged():
         ({"homes": [[0.0, 0, 1, 1]]}, LayoutError, "float64.*expected integers"),
         ({"groups": 3}, LayoutError, "2 ranks.*3 equal"),
         ({"groups": 0}, LayoutError, "groups is 0"),
-        ({"token_budget": 8}, LayoutError, "sequence 1.*budget is 8"),
         ({"counts": None, "homes": [[0, 0, 1, 1]]}, ConfigError, "homes.*counts"),
         ({"counts": None, "groups": 2}, ConfigError, "groups.*counts"),
         (
@@ -223,13 +187,6 @@ def test_impossible_packings_by_routes_are_refused(change, error, message):
     asked = {"lengths": [7, 9, 8], "num_ranks": 2, "token_budget": 20, "counts": np.ones((3, 1, 4), int)} | change
     with pytest.raises(error, match=message):
         pack_sequences(**asked)
-
-
-def packed_anyhow(seed, sequences, micro_steps, ranks):
-    """A packing that nobody chose, with places that are empty."""
-    rng = np.random.default_rng([seed, 1])
-    steps, of_ranks = (rng.integers(0, size, sequences).astype(np.int32) for size in (micro_steps, ranks))
-    return Packing(steps, of_ranks, micro_steps, ranks)
 
 
 def held_by(packing, lengths, padded, square=0.0):
@@ -263,7 +220,9 @@ def test_sequences_are_exchanged_within_the_budget_and_on_their_own_rank_if_aske
     expert_ranks = expert_ranks if keep_ranks else ranks
     lengths, counts = drawn(seed, sequences, layers, longest=longest)
     homes = homes_of(seed, layers, 8, expert_ranks)
-    before = packed_anyhow(seed, sequences, micro_steps, ranks)
+    rng = np.random.default_rng([seed, 1])  # a packing that nobody chose, with places that are empty
+    steps, of_ranks = (rng.integers(0, size, sequences).astype(np.int32) for size in (micro_steps, ranks))
+    before = Packing(steps, of_ranks, micro_steps, ranks)
     asked = {"homes": homes, "padded": padded, "square_cost": square, "keep_ranks": keep_ranks}
     full, dear = held_by(before, lengths, padded, square)
     if spare is not None:
@@ -315,7 +274,7 @@ def test_a_few_sequences_are_exchanged_as_well_as_can_be(seed, padded):
     budget, limit = int(tokens.max()), (1 + MOST_DEARER) * tokens.max(axis=1).sum()
     held = (held_by(each, lengths, padded)[0] for each in arrangements)
     least = min(
-        slowest_of_groups(each.micro_step_S, np.zeros(2 * own, int), counts, homes, 3, 2, 1)[0]
+        slowest_of(each.micro_step_S, np.zeros(2 * own, int), counts, homes, 3, 2, 1).sum()
         for each, tokens in zip(arrangements, held, strict=True)
         if tokens.max() <= budget and tokens.max(axis=1).sum() <= limit
     )
@@ -341,8 +300,6 @@ def test_whole_micro_batches_are_exchanged_where_sequences_have_no_room():
         ({"lengths": [7, 9]}, "2 lengths.*3 sequences"),
         ({"packing": Packing(np.array([0, 2, 1]), np.zeros(3, int), 2, 2)}, "sequence 1.*micro-step 2.*0 to 1"),
         ({"packing": Packing(np.zeros(3, int), np.array([0, 0, -1]), 2, 2)}, "sequence 2.*rank -1.*0 to 1"),
-        ({"homes": [[0, -1, 1, 1]]}, "from -1"),
-        ({"homes": [[0, 1]]}, "homes"),
         ({"token_budget": 15}, "micro-step 0 of rank 0.*16 tokens.*budget is 15"),
         ({"token_budget": 17, "padded": True}, "micro-step 0 of rank 0.*18 tokens.*budget is 17"),
         ({"counts": np.ones((2, 1, 4), int)}, "counts.*3 sequences"),

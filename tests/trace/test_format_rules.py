@@ -11,7 +11,7 @@ from foreroute.errors import TraceContentError, TraceFileError
 from foreroute.trace.checks import as_offsets, ascending, join_ranges
 from foreroute.trace.file import ENCODINGS
 from tests.trace.forging import STAIRCASE, forged, holding, setting
-from tests.traces import random_trace, with_decisions
+from tests.traces import random_trace, uneven_trace, with_decisions
 
 TRACE = random_trace(0)
 ROWS = TRACE.num_rows
@@ -243,16 +243,22 @@ def test_the_rows_that_are_written_anew_are_the_rows_that_were(tmp_path):
         assert fr.load(forged(tmp_path / "t", STREAMS, words(frame, lambda sizes, gaps: None))).equals(STREAMS)
 
 
-def test_far_more_memory_than_the_file_has_bytes_is_neither_written_nor_read(tmp_path, monkeypatch):
-    """Equal rows without routes take next to nothing in a file, and as much as any others in memory."""
-    spec = fr.RoutingSpec(64, 16, tuple(map(fr.RoutedLayer, range(1024))))
-    trace = fr.RoutingTrace.unrouted(spec, [np.zeros(6000, np.int32)])
-    with pytest.raises(TraceContentError, match=r"\d+.*frames.*become 98358000"):
+EVEN = fr.RoutingSpec(64, 16, tuple(map(fr.RoutedLayer, range(1024))))
+UNEVEN = fr.RoutingSpec.of_sizes(map(fr.RoutedLayer, range(200)), [(200, 200), *[(200, 1)] * 199])
+
+
+@pytest.mark.parametrize(("spec", "rows", "becomes"), [(EVEN, 6000, 98358000), (UNEVEN, 2000, 80018000)])
+def test_far_more_memory_than_the_file_has_bytes_is_neither_written_nor_read(
+    tmp_path, monkeypatch, spec, rows, becomes
+):
+    """Rows without routes take next to nothing in a file; in memory, layers of one pick take as much as the largest."""
+    trace = fr.RoutingTrace.unrouted(spec, [np.zeros(rows, np.int32)])
+    with pytest.raises(TraceContentError, match=rf"\d+.*frames.*become {becomes}"):
         fr.save(trace, tmp_path / "t")
     monkeypatch.setattr("foreroute.trace.file.check_memory", lambda *_: None)
     fr.save(trace, tmp_path / "t")
     monkeypatch.undo()
-    with pytest.raises(TraceFileError, match=r"\d+.*frames.*become 98358000"):
+    with pytest.raises(TraceFileError, match=rf"\d+.*frames.*become {becomes}"):
         fr.load(tmp_path / "t")
 
 
@@ -266,17 +272,20 @@ def test_a_header_of_more_than_a_mebibyte_is_not_written(tmp_path):
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize(
-    ("column", "at", "value", "message"),
+    ("make", "column", "at", "value", "message"),
     [
-        ("token_ids_N", 0, -1, "a token id is -1"),
-        ("weight_versions_N", 0, -2, "a weight version is below -1"),
-        ("weight_versions_N", -1, 3, "or stated for a row without routes"),
-        ("expert_ids_NLK", 0, 0, "picked twice"),
-        ("expert_ids_NLK", (0, 1, 1), 8, "expected ids from 0 to 7"),
+        (random_trace, "token_ids_N", 0, -1, "a token id is -1"),
+        (random_trace, "weight_versions_N", 0, -2, "a weight version is below -1"),
+        (random_trace, "weight_versions_N", -1, 3, "or stated for a row without routes"),
+        (random_trace, "expert_ids_NLK", 0, 0, "picked twice"),
+        (random_trace, "expert_ids_NLK", (0, 1, 1), 8, "expected ids from 0 to 7"),
+        (uneven_trace, "expert_ids_NLK", (0, 0, 2), 0, "decoder 0 .*: expected 65535 in each column behind the picks"),
+        (uneven_trace, "expert_ids_NLK", (0, 2, 1), 7, "decoder 2 .*: expected 65535"),
+        (uneven_trace, "expert_ids_NLK", (0, 3, 0), 8, "decoder 3 .*: expected ids from 0 to 7"),
     ],
 )
-def test_what_a_reader_refuses_is_not_written(tmp_path, encoding, column, at, value, message):
-    trace = random_trace(0)
+def test_what_a_reader_refuses_is_not_written(tmp_path, encoding, make, column, at, value, message):
+    trace = make(0)
     getattr(trace, column)[at] = value
     with pytest.raises(TraceContentError, match=message):
         fr.save(trace, tmp_path / "t", encoding=encoding)
