@@ -144,7 +144,7 @@ def test_packed_sequences_are_located(rows, left, extra, junk):
 
 def test_a_row_that_does_not_begin_at_position_0_is_one_sequence_and_an_empty_one_is_none():
     assert starts_from_positions([[5, 6, 7, 0]], np.ones((1, 4), bool)).tolist() == [[True, False, False, True]]
-    assert starts_from_cumulative_lengths([0, 2, 2, 3], np.ones((1, 3), bool)).tolist() == [[True, False, True]]
+    assert starts_from_cumulative_lengths([0, 2, 2, 3, 3], np.ones((1, 3), bool)).tolist() == [[True, False, True]]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from foreroute.train import RunFolder, load_config, parse_config
 from foreroute.train.folder import load_checkpoint
 from foreroute.train.prompts import parse_row
 from tests.report.report_runs import step_line
-from tests.robustness.mutations import forge, forge_json
+from tests.robustness.mutations import forge, forge_json, forge_line
 from tests.robustness.plans import json_lines, require_unchanged, toml_target
 from tests.robustness.target import Target
 from tests.train.small_runs import small_values
@@ -59,20 +59,6 @@ def run_targets(folder):
         ),
         target("checkpoint", checkpoint, load_checkpoint, _require_state, "checkpoint.file", **whole),
     ]
-
-
-def forge_line(raw, rng):
-    """One line forged, dropped, doubled or moved."""
-    lines = raw.split(b"\n")[:-1]
-    place = int(rng.integers(len(lines)))
-    chosen = rng.random()
-    if chosen < 0.1:
-        del lines[place]
-    elif chosen < 0.2:
-        lines.append(lines[place])
-    else:
-        lines[place] = forge_json(lines[place], rng)
-    return b"\n".join(lines) + b"\n"
 
 
 def _require_config(given, config):
