@@ -45,10 +45,39 @@ def slowest_of(micro_step_S, rank_S, counts, homes, micro_steps, ranks, groups):
     return sums
 
 
-def held(packing, values_S):
-    total = np.zeros((packing.num_micro_steps, packing.num_ranks))
-    np.add.at(total, (packing.micro_step_S, packing.rank_S), values_S)
-    return total
+def held_by(packing, lengths, padded=False, square=0.0):
+    """By the definition: [M][G], the tokens of every place with its padding, and what they cost."""
+    tokens, costs = np.zeros((2, packing.num_micro_steps, packing.num_ranks))
+    for m, rank in np.ndindex(*tokens.shape):
+        of_place = [int(lengths[s]) for s in packing.sequences(m, rank)]
+        if padded:
+            of_place = [max(of_place)] * len(of_place) if of_place else []
+        tokens[m, rank], costs[m, rank] = sum(of_place), sum(n + square * n**2 for n in of_place)
+    return tokens, costs
+
+
+def require_certificate(before, after, lengths, counts, homes, expert_ranks, *, groups=1, padded=False, square=0.0):
+    """It says what a packing holds, and of each group's micro-step neither attention nor tokens grew by much.
+
+    Returns the sums over layers of the slowest rank, [group][micro-step].
+    """
+    assert (after.num_micro_steps, after.num_ranks) == (before.num_micro_steps, before.num_ranks)
+    assert after.micro_step_S.dtype == after.rank_S.dtype == np.int32
+    sums, tokens, costs = [], [], []
+    for each in (before, after):
+        group_S = each.rank_S // (each.num_ranks // groups)
+        sizes = each.num_micro_steps, groups * expert_ranks, groups
+        sums.append(slowest_of(each.micro_step_S, group_S * expert_ranks, counts, homes, *sizes))
+        for found, values in zip((tokens, costs), held_by(each, lengths, padded, square), strict=True):
+            # attention waits for the dearest rank, and who has most tokens sends most rows
+            found.append(values.reshape(each.num_micro_steps, groups, -1).max(axis=2).sum())
+    assert tokens[1] <= (1 + MOST_DEARER) * tokens[0]
+    assert costs[1] <= (1 + MOST_DEARER) * costs[0] + 1e-6
+    found = after.certificate
+    assert found.attention == pytest.approx(costs[1] / costs[0] if costs[0] else 1.0)
+    assert (found.by_length, found.slowest) == tuple(each.sum(axis=1).max() for each in sums)
+    assert found.bound <= found.slowest <= found.by_length
+    return sums[1]
 
 
 @pytest.mark.parametrize(("groups", "seed"), [(1, 0), (1, 1), (1, 2), (2, 3), (2, 4)])
@@ -88,32 +117,17 @@ def test_places_keep_their_budgets_and_the_certificate_says_what_they_hold(
     homes = homes_of(seed, layers, 8, num_ranks // groups)
     budget = int(lengths.max()) + spare
     by_length = pack_sequences(lengths, num_ranks, budget, square_cost=square)
-    packed = pack_sequences(lengths, num_ranks, budget, square_cost=square, counts=counts, homes=homes, groups=groups)
-    found, num = packed.certificate, packed.num_micro_steps
-    # every sequence once, in as many micro-steps, within the budget
-    assert num == by_length.num_micro_steps
-    assert packed.micro_step_S.dtype == packed.rank_S.dtype == np.int32
+    asked = {"square_cost": square, "homes": homes, "groups": groups}
+    packed = pack_sequences(lengths, num_ranks, budget, counts=counts, **asked)
+    num, found = packed.num_micro_steps, packed.certificate
+    # every sequence once, within the budget
     assert len(packed.micro_step_S) == sequences
     assert 0 <= packed.micro_step_S.min() <= packed.micro_step_S.max() < num
     assert 0 <= packed.rank_S.min() <= packed.rank_S.max() < num_ranks
-    assert held(packed, lengths).max() <= budget
-    # attention waits for the dearest rank of a group's micro-step
-    in_group = num_ranks // groups
-    cost = lengths + square * lengths.astype(float) ** 2
-    dearest = [held(each, cost).reshape(num, groups, in_group).max(axis=2).sum() for each in (by_length, packed)]
-    assert dearest[1] <= (1 + MOST_DEARER) * dearest[0] + 1e-6
-    # who has most tokens sends most rows, however little attention they take
-    longest = [held(each, lengths).reshape(num, groups, in_group).max(axis=2).sum() for each in (by_length, packed)]
-    assert longest[1] <= (1 + MOST_DEARER) * longest[0]
-    assert found.attention == pytest.approx(dearest[1] / dearest[0] if dearest[0] else 1.0)
-    # the certificate is of this packing
-    before, after = (
-        slowest_of(each.micro_step_S, each.rank_S, counts, homes, num, num_ranks, groups)
-        for each in (by_length, packed)
+    assert held_by(packed, lengths)[0].max() <= budget
+    after = require_certificate(
+        by_length, packed, lengths, counts, homes, num_ranks // groups, groups=groups, square=square
     )
-    assert (found.by_length, found.slowest) == (before.sum(axis=1).max(), after.sum(axis=1).max())
-    assert found.slowest >= found.bound
-    assert found.slowest <= found.by_length
     if found.slowest < found.by_length:
         # no two micro-steps of the slowest group and of another are better exchanged
         sums = after.sum(axis=1)
@@ -121,9 +135,7 @@ def test_places_keep_their_budgets_and_the_certificate_says_what_they_hold(
         for other, m, n in np.ndindex(groups, num, num):
             less = after[slowest, m] - after[other, n]
             assert other == slowest or max(sums[slowest] - less, sums[other] + less) >= sums[slowest]
-    again = pack_sequences(
-        lengths, num_ranks, budget, square_cost=square, counts=counts.astype(np.int32), homes=homes, groups=groups
-    )
+    again = pack_sequences(lengths, num_ranks, budget, counts=counts.astype(np.int32), **asked)
     assert np.array_equal(again.micro_step_S, packed.micro_step_S)
     assert np.array_equal(again.rank_S, packed.rank_S)
 
@@ -189,17 +201,6 @@ def test_impossible_packings_by_routes_are_refused(change, error, message):
         pack_sequences(**asked)
 
 
-def held_by(packing, lengths, padded, square=0.0):
-    """By the definition: [M][G], the tokens of every place with its padding, and what they cost."""
-    tokens, costs = np.zeros((2, packing.num_micro_steps, packing.num_ranks))
-    for m, rank in np.ndindex(*tokens.shape):
-        of_place = [int(lengths[s]) for s in packing.sequences(m, rank)]
-        if padded:
-            of_place = [max(of_place)] * len(of_place) if of_place else []
-        tokens[m, rank], costs[m, rank] = sum(of_place), sum(n + square * n**2 for n in of_place)
-    return tokens, costs
-
-
 @settings(max_examples=100, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
@@ -224,13 +225,11 @@ def test_sequences_are_exchanged_within_the_budget_and_on_their_own_rank_if_aske
     steps, of_ranks = (rng.integers(0, size, sequences).astype(np.int32) for size in (micro_steps, ranks))
     before = Packing(steps, of_ranks, micro_steps, ranks)
     asked = {"homes": homes, "padded": padded, "square_cost": square, "keep_ranks": keep_ranks}
-    full, dear = held_by(before, lengths, padded, square)
+    most = held_by(before, lengths, padded)[0].max()
     if spare is not None:
-        asked["token_budget"] = int(full.max()) + spare
+        asked["token_budget"] = int(most) + spare
     after = exchange_sequences(before, lengths, counts, **asked)
-    # every sequence once, in as many micro-steps, and as many of them together
-    assert (after.num_micro_steps, after.num_ranks) == (micro_steps, ranks)
-    assert after.micro_step_S.dtype == after.rank_S.dtype == np.int32
+    # every sequence once, and as many of them together, within the budget
     assert np.array_equal(after.rank_S, before.rank_S) or not keep_ranks
     sizes = [
         [[len(each.sequences(m, rank)) for m in range(micro_steps)] for rank in range(ranks)]
@@ -240,21 +239,10 @@ def test_sequences_are_exchanged_within_the_budget_and_on_their_own_rank_if_aske
         assert [sorted(of_rank) for of_rank in sizes[0]] == [sorted(of_rank) for of_rank in sizes[1]]
     else:
         assert sizes[0] == sizes[1]
-    # within the budget, and attention as by_routes bounds it
-    full_after, dear_after = held_by(after, lengths, padded, square)
-    assert full_after.max() <= full.max() + (spare or 0)
-    dearest, dearest_after = (each.max(axis=1).sum() for each in (dear, dear_after))
-    assert dearest_after <= (1 + MOST_DEARER) * dearest + 1e-6
-    found = after.certificate
-    assert found.attention == pytest.approx(dearest_after / dearest if dearest else 1.0)
-    # the certificate is of this packing
-    sums = [
-        slowest_of(each.micro_step_S, np.zeros(sequences, int), counts, homes, micro_steps, expert_ranks, 1).sum()
-        for each in (before, after)
-    ]
-    assert (found.by_length, found.slowest) == tuple(sums)
-    in_one = slowest_of(np.zeros(sequences, int), np.zeros(sequences, int), counts, homes, 1, expert_ranks, 1)
-    assert found.bound == in_one.sum() <= found.slowest <= found.by_length
+    assert held_by(after, lengths, padded)[0].max() <= most + (spare or 0)
+    require_certificate(before, after, lengths, counts, homes, expert_ranks, padded=padded, square=square)
+    nowhere = np.zeros(sequences, int)
+    assert after.certificate.bound == slowest_of(nowhere, nowhere, counts, homes, 1, expert_ranks, 1).sum()
     again = exchange_sequences(before, lengths, counts.astype(np.int32), **asked)
     assert np.array_equal(again.micro_step_S, after.micro_step_S)
 
