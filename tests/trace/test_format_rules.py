@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import zstandard
 
 import foreroute as fr
 from foreroute.errors import TraceContentError, TraceFileError
 from foreroute.trace.checks import as_offsets, ascending, join_ranges
 from foreroute.trace.file import ENCODINGS
-from tests.trace.forging import STAIRCASE, forged, holding, setting
+from tests.trace.forging import STAIRCASE, forged, frame_contents, holding, setting
 from tests.traces import random_trace, uneven_trace, with_decisions
 
 TRACE = random_trace(0)
@@ -70,6 +71,17 @@ def puts(frame, value, *, at=0):
     return holding(frame, edit)
 
 
+def framed(compress):
+    """Other bytes in the place of the first frame, of what it holds."""
+
+    def change(there, tensors):
+        made, size = compress(frame_contents(tensors)[0]), int(tensors["frame_bytes"][0, 0])
+        tensors["frames"] = np.frombuffer(made + tensors["frames"].tobytes()[size:], np.uint8)
+        tensors["frame_bytes"][0, 0] = len(made)
+
+    return change
+
+
 METADATA = {
     "another encoding": (metadata(encoding="zip"), "encoding 'zip' is unknown"),
     "nothing is changed": (lambda there, tensors: None, None),
@@ -115,6 +127,16 @@ TENSORS = {
     "frames that are cut": (lambda there, tensors: tensors.update(frames=tensors["frames"][:-1]), "are there"),
 }  # fmt: skip
 
+SOUND = zstandard.ZstdCompressor(write_checksum=True).compress
+SIZELESS = zstandard.ZstdCompressor(write_checksum=True, write_content_size=False).compress
+NO_FRAME = r"frame 0 of chunk 0 is not what was written"
+FRAMES = {
+    "a frame without its size": (framed(SIZELESS), NO_FRAME),
+    "a frame without a checksum": (framed(zstandard.ZstdCompressor().compress), NO_FRAME),
+    "two frames in one": (framed(lambda content: SOUND(content) + SOUND(content[:1])), NO_FRAME),
+    "no frame": (framed(lambda content: b""), NO_FRAME),
+    "the same frame": (framed(SOUND), None),
+}
 CONTENTS = {
     "a negative token": (puts(0, 128, at=3 * ROWS), "a token id is -"),
     "a version below -1": (puts(0, 254, at=4 * ROWS + ABSENT), "a weight version is below -1"),
@@ -133,9 +155,9 @@ CONTENTS = {
 }
 
 
-@pytest.mark.parametrize("broken", [*METADATA, *TENSORS, *CONTENTS])
+@pytest.mark.parametrize("broken", [*METADATA, *TENSORS, *FRAMES, *CONTENTS])
 def test_a_file_that_breaks_a_rule_is_refused(tmp_path, broken):
-    change, message = {**METADATA, **TENSORS, **CONTENTS}[broken]
+    change, message = {**METADATA, **TENSORS, **FRAMES, **CONTENTS}[broken]
     path = forged(tmp_path / "t", TRACE, change)
     if message is None:
         assert fr.load(path).equals(TRACE)  # the control: a file that was put together anew is one
