@@ -85,10 +85,10 @@ def test_a_pass_that_gains_too_little_is_that_of_homes(at_home):
     given = replace(given, home_LE=found.home_LE, costs=COSTS)
     gains = {name: 0.009 if name in at_home else 0.01 for name in PASS_NAMES}
     found = replace(found, gains=gains, priced_paths="direct")
-    static = replace(found, gains=dict.fromkeys(PASS_NAMES, 0.0)).in_pass("update")  # every expert at its home
+    resting = replace(found, gains=dict.fromkeys(PASS_NAMES, 0.0)).in_pass("update")  # every expert at its home
     whole, homes = (
         figures_of(one, given.counts_MLGE, COSTS, label="", planning_s=0.0)
-        for one in (replace(found, gains={}), found.in_pass("update") if "update" in at_home else static)
+        for one in (replace(found, gains={}), found.in_pass("update") if "update" in at_home else resting)
     )
     assert whole.training_s != homes.training_s
     compared = compare_plan(TimedPlan(found, {}, 0.0, 0.1), given, {"static": BALANCERS["static"]})
