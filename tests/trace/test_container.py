@@ -42,12 +42,6 @@ def test_impossible_routes_are_refused(ids, message):
         fr.RoutingTrace.from_sequences(SPEC, [[1, 2]], [ids])
 
 
-@pytest.mark.parametrize("tokens", [[1.5, 2.0], [2**31, 1], [[1, 2], [3, 4]]])
-def test_tokens_that_would_change_are_refused(tokens):
-    with pytest.raises(TraceContentError, match=r"expected integers \[T\] from 0"):
-        fr.RoutingTrace.from_sequences(SPEC, [tokens], [[[[0, 1]]]])
-
-
 @pytest.mark.parametrize("version", [1.5, True, "1", None, -2, 2**31])
 def test_weight_versions_are_whole_numbers(version):
     with pytest.raises(TraceContentError, match="weight version"):
@@ -62,7 +56,10 @@ def test_weight_versions_are_whole_numbers(version):
         ({"weight_versions": [[-2, 0]]}, r"weight_versions\[0\] is int64.*from -2"),
         ({"valid": [[0.3, 0]]}, r"valid\[0\] is float64.*expected bools"),
         ({"valid": [[2, 0]]}, "expected bools"),
-        ({"token_ids": [[-1, 2]]}, "expected integers .T. from 0"),
+        *(
+            ({"token_ids": [ids]}, r"expected integers \[T\] from 0")
+            for ids in ([-1, 2], [1.5, 2.0], [2**31, 1], [[1], [2]])
+        ),
         ({"token_ids": [[[1], [2, 3]]]}, "read as an array"),
         ({"expert_ids": [[[[0, 1]], [[0]]]]}, "read as an array"),
         ({"valid": [[True, True]], "expert_ids": [[[[0, 1]]]]}, "one row of each for every token"),
