@@ -34,7 +34,7 @@ DOORS = {
     "log-probs": lambda: mismatch.token_mismatch(LOGPROBS, [-0.5, -0.5]),
     "compared log-probs": lambda: fr.compare(LOGPROBS, [-0.5, -0.5]),
     "log-probs of a generation": lambda: Generation(
-        TRACE, np.array([1]), LOGPROBS[1:].astype(np.float32), [False, True]
+        TRACE, np.array([1]), LOGPROBS[1:].astype(np.float32), np.array([False, True])
     ),
     "sampled tokens": lambda: Generation(TRACE, np.array([1]), np.zeros(1, np.float32), HIDDEN - 1 == 0),
     "margins": lambda: mismatch.margin_histogram(np.ma.array([[0.1], [0.2]], mask=[[True], [False]])),
