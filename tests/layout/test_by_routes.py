@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from foreroute.errors import ConfigError, LayoutError
@@ -109,6 +109,7 @@ def test_no_packing_of_a_few_sequences_passes_the_bound(groups, seed):
     square=st.sampled_from([0.0, 0.05]),
     shortest=st.integers(0, 1),
 )
+@example(seed=0, sequences=16, layers=1, ranks=(2, 1), spare=0, square=0.05, shortest=0)  # where tokens bind
 def test_places_keep_their_budgets_and_the_certificate_says_what_they_hold(
     seed, sequences, layers, ranks, spare, square, shortest
 ):
