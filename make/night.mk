@@ -7,7 +7,7 @@
 night-exhaustive: $(READY)
 	$(PYTEST) -m exhaustive
 
-# a million malformed inputs, every kind of bad path, 200 kills
+# a million malformed inputs, every kind of bad path
 night-robustness: $(READY)
 	FOREROUTE_SAMPLE=night $(PYTEST) -rP tests/robustness
 

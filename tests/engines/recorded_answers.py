@@ -34,13 +34,8 @@ def assert_routes(trace, record, *, start=0):
         assert np.array_equal(np.sort(one.expert_ids_NLK[routed]), expected[routed])
 
 
-@contextmanager
-def serving(answer):
-    """A server whose answers are `answer(method, path, body)`: (status, JSON value or bytes, and headers if any).
-
-    Notes what was asked.
-    """
-    asked = []
+def handler_of(answer):
+    """Handles requests by `answer(method, path, body)`: (status, JSON value or bytes, and headers if any)."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -53,7 +48,6 @@ def serving(answer):
             pass
 
         def _reply(self, body):
-            asked.append((self.path, body))
             status, value, *headers = answer(self.command, self.path, body)
             data = value if isinstance(value, bytes) else json.dumps(value).encode()
             self.send_response(status)
@@ -64,7 +58,19 @@ def serving(answer):
             with suppress(OSError):  # of who has gone
                 self.wfile.write(data)
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    return Handler
+
+
+@contextmanager
+def serving(answer):
+    """A server whose answers are those of `handler_of`. Notes what was asked."""
+    asked = []
+
+    def noted(method, path, body):
+        asked.append((path, body))
+        return answer(method, path, body)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler_of(noted))
     Thread(target=server.serve_forever, args=(POLL_S,), daemon=True).start()
     try:
         yield SimpleNamespace(url=f"http://127.0.0.1:{server.server_port}", asked=asked)

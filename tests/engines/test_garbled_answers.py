@@ -12,7 +12,7 @@ from foreroute.capture import Sampling, decode
 from foreroute.engines import sglang, vllm
 from foreroute.engines.http import Answer
 from foreroute.engines.sequences import Request
-from foreroute.errors import CaptureError, ConfigError, EngineError
+from foreroute.errors import CaptureError, EngineError
 from tests.engines.recorded_answers import assert_routes, payload
 from tests.engines.small_policy import END, SIZES
 
@@ -90,12 +90,3 @@ def test_every_field_of_an_answer_may_be_anything(engine):
                 assert (logprobs <= 1e-3).all()
     needed = ("choices", 0, "logprobs", "content", 2) if engine == "vllm" else ("meta_info", "output_token_logprobs", 2)
     assert {needed} < refused  # the control
-
-
-@pytest.mark.parametrize("server", [None, 8000, b"http://a", ["http://a"], Path("/x")])
-def test_what_is_no_server_is_one_error(server, tmp_path):
-    served = ServedModel(payload(DATA / "vllm/data/generate.json")["spec"], None)
-    with pytest.raises(ConfigError, match=r"ServerSettings.*address"):
-        vllm.VLLMEngine(served, server, weights_folder=tmp_path)
-    with pytest.raises(ConfigError, match=r"address.*SGLang"):
-        sglang.SGLangServerEngine(served, server, weights_folder=tmp_path)

@@ -127,9 +127,8 @@ def test_what_is_no_address_is_refused_before_anything_is_opened(url):
         Client(url, timeout_s=1, what="the server")
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
+def test_what_is_an_address_is_taken():
+    for url in (
         *(
             "http://a",
             "https://a-b.c_d:1/x/",
@@ -139,10 +138,8 @@ def test_what_is_no_address_is_refused_before_anything_is_opened(url):
             "HTTP://A:65535",
         ),
         *("http://ä.de", f"http://{'a' * 63}", f"http://{'a.' * 126}a"),
-    ],
-)
-def test_what_is_an_address_is_taken(url):
-    Client(url, timeout_s=1, what="the server")
+    ):
+        Client(url, timeout_s=1, what="the server")
 
 
 @pytest.mark.parametrize("error", [socket.gaierror(-2, "not known"), UnicodeError("label too long")])

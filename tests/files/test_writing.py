@@ -6,7 +6,6 @@ import stat
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -143,12 +142,6 @@ for _ in range(200):
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
 
 
-@pytest.mark.parametrize("path", ["a\0b", "\ud800", "folder\0/t"])
-def test_a_path_that_is_no_name_is_the_callers_error(path):
-    with pytest.raises(InputError, match="written"), writing_named(path, InputError):
-        write_atomically(Path(path), b"new")
-
-
 def test_a_writer_at_work_is_not_disturbed_by_another(tmp_path, temporary):
     target = tmp_path / "t"
 
@@ -180,9 +173,10 @@ def test_a_link_is_followed(tmp_path, temporary):
     assert (tmp_path / "real").read_bytes() == b"new"
 
 
-@pytest.mark.parametrize("target", ["file/below", "x" * 300, "/proc/x"])
-def test_what_the_system_refuses_is_one_error(tmp_path, target):
+@pytest.mark.parametrize("name", ["file/below", "x" * 300, "/proc/x", "a\0b", "\ud800", "folder\0/t"])
+def test_what_can_be_no_file_is_one_error(tmp_path, name):
     (tmp_path / "file").write_bytes(b"mine")
-    with pytest.raises(InputError, match="written"), writing_named(target, InputError):
-        write_atomically(tmp_path / target, b"new")
+    with pytest.raises(InputError, match="written"), writing_named(name, InputError):
+        write_atomically(tmp_path / name, b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_bytes() == b"mine"

@@ -69,28 +69,6 @@ def test_a_mistaken_layout_is_seen(mistake):
     assert moved >= 20, f"{mistake} moved cells in only {moved} layouts, which controls little"
 
 
-@pytest.mark.parametrize("shift", [1, -1])
-def test_a_shift_by_one_token_is_seen(shift):
-    for seed in range(40):
-        case = replace(draw_case(seed), cp=1, tp=1)
-        canary = canary_trace(case.lengths, case.spec, last_absent=False)
-        for sequences in case.batches:
-            right = case.plan(sequences, 0, 0)
-            moved = layout.RankRows(np.roll(right.packed_row_R, shift), right.num_rows)
-            expected = places(case, canary, case.expected(sequences, 0, 0), case.spec.layers)
-            same = np.array_equal(moved.packed_row_R, right.packed_row_R)
-            assert np.array_equal(seen_places(canary, moved, case.spec.layers), expected) == same
-
-
-def test_a_layer_offset_is_seen():
-    cases = [c for c in map(draw_case, range(40)) if c.spec.num_layers > 1 and sum(c.lengths)]
-    for case in cases:
-        canary = canary_trace(case.lengths, case.spec, last_absent=False)
-        right = layout.pack(case.lengths).rows()
-        moved = case.spec.layers[1:] + case.spec.layers[:1]
-        assert not np.array_equal(seen_places(canary, right, moved), seen_places(canary, right, case.spec.layers)), case
-
-
 def stage_layers(case, seed):
     """The layers of one pipeline stage, in the order that they run."""
     stage = (seed % len(case.counts[0]), seed % len(case.counts))

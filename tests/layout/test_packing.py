@@ -1,10 +1,9 @@
-"""Packing against all packings of a few sequences and against loops; padded batches against a loop."""
+"""Packing, and padded batches, against loops."""
 
 import heapq
 import math
 from collections import Counter
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from foreroute.layout import Packing, pack_sequences
 from foreroute.layout.packing import padded_batches
 from foreroute.simulate.workload import WORKLOADS
 from tests.layout import layout_oracle
-from tests.tiers import grid
 
 
 def cost(lengths, square):
@@ -24,35 +22,11 @@ def cost(lengths, square):
     return lengths + square * lengths**2
 
 
-def per_place(packing, values_S):
-    total = np.zeros((packing.num_micro_steps, packing.num_ranks))
-    np.add.at(total, (packing.micro_step_S, packing.rank_S), values_S)
-    return total
-
-
 def slowest(packing, values_S):
     """Sum over micro-steps of the slowest rank."""
-    return per_place(packing, values_S).max(axis=1).sum()
-
-
-def every_packing(num_sequences, num_micro_steps, num_ranks):
-    for bins in product(range(num_micro_steps * num_ranks), repeat=num_sequences):
-        bin_S = np.array(bins)
-        yield Packing(bin_S // num_ranks, bin_S % num_ranks, num_micro_steps, num_ranks)
-
-
-@grid(("num_micro_steps", "num_ranks", "share"), [(1, 3, 1.0), (2, 2, 0.49)], quick=1)
-def test_a_few_sequences_are_packed_about_as_well_as_can_be(num_micro_steps, num_ranks, share):
-    ratios = []
-    for seed in range(12):
-        lengths = np.random.default_rng(seed).integers(1, 100, 6)
-        budget = int(share * lengths.sum())  # of a rank
-        packed = pack_sequences(lengths, num_ranks, budget, square_cost=0.01)
-        assert packed.num_micro_steps == num_micro_steps
-        best = min(slowest(p, cost(lengths, 0.01)) for p in every_packing(6, num_micro_steps, num_ranks))
-        ratios.append(slowest(packed, cost(lengths, 0.01)) / best)
-    assert max(ratios) < 4 / 3
-    assert np.mean(ratios) < 1.1
+    total = np.zeros((packing.num_micro_steps, packing.num_ranks))
+    np.add.at(total, (packing.micro_step_S, packing.rank_S), values_S)
+    return total.max(axis=1).sum()
 
 
 @settings(max_examples=60)
@@ -127,7 +101,6 @@ def test_attention_is_far_more_even_than_by_longest_first_tokens(lengths):
     [
         ({"token_budget": 8}, LayoutError, "sequence 1 has 9 tokens and the token budget is 8; .* at least 9, or cut"),
         ({"num_ranks": 0}, LayoutError, "number of ranks is 0; expected a whole number from 1"),
-        ({"lengths": [1.5]}, LayoutError, "one integer per sequence"),
         ({"lengths": []}, LayoutError, "no sequence to pack"),
         ({"lengths": [-1]}, LayoutError, "expected 0 or more"),
         ({"token_budget": 20.5}, LayoutError, "the token budget is 20.5"),
@@ -158,13 +131,10 @@ def test_padded_batches_equal_the_loop(seed):
     assert [batch.tolist() for batch in batches] == layout_oracle.greedy_padded_batches(lengths, budget)
 
 
-def test_ranks_can_agree_on_a_number_of_padded_batches():
+def test_ranks_can_agree_on_a_number_of_padded_batches_and_nothing_makes_none():
     batches = padded_batches([4, 4, 4, 4, 1], 100, min_count=3)
     assert [batch.tolist() for batch in batches] == [[0, 1], [2], [3, 4]]
     assert len(padded_batches([4] * 5, 100, min_count=5)) == 5
-
-
-def test_nothing_makes_no_padded_batch_and_empty_sequences_make_one():
     assert padded_batches([], 10) == []
     assert [batch.tolist() for batch in padded_batches([0, 0], 0)] == [[0, 1]]
 
@@ -175,9 +145,6 @@ def test_nothing_makes_no_padded_batch_and_empty_sequences_make_one():
         ({"lengths": [3, 9], "token_budget": 8}, "sequence 1 has 9 tokens and the token budget is 8; raise the budget"),
         ({"lengths": [7], "token_budget": 7, "min_count": 2}, "1 sequences cannot make 2"),
         ({"lengths": [-1], "token_budget": 7}, "expected 0 or more"),
-        ({"lengths": [[1]], "token_budget": 7}, "one integer per sequence"),
-        ({"lengths": [2.9], "token_budget": 7}, "one integer per sequence"),
-        ({"lengths": [2**63 - 1, 2**63 - 1, 7], "token_budget": 7}, "add up to"),
         ({"lengths": [1], "token_budget": True}, "the token budget is True"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What others write, where they point, and when they kill: nothing of it crashes, hangs, destroys, or passes unseen.
+"""What others write, and where they point: nothing of it crashes, hangs, destroys, or passes unseen.
 
 A sample runs with every test run. `FOREROUTE_SAMPLE=night pytest -rP tests/robustness` tries everything, and prints how
 much that was.

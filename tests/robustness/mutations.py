@@ -76,6 +76,20 @@ def forge_json(raw, rng):
         return damage(raw, rng)
 
 
+def forge_line(raw, rng):
+    """One line forged, dropped, doubled or moved."""
+    lines = raw.split(b"\n")[:-1]
+    place = int(rng.integers(len(lines)))
+    chosen = rng.random()
+    if chosen < 0.1:
+        del lines[place]
+    elif chosen < 0.2:
+        lines.append(lines[place])
+    else:
+        lines[place] = forge_json(lines[place], rng)
+    return b"\n".join(lines) + b"\n"
+
+
 def forge_values(values, rng):
     """JSON or TOML values with one to three leaves or tables replaced, dropped, doubled or renamed."""
     values = json.loads(json.dumps(values))

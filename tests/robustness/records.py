@@ -7,7 +7,7 @@ import numpy as np
 
 from foreroute.capture import read_nemo_gym, read_skycap
 from tests import scripted
-from tests.robustness.mutations import damage, forge_json
+from tests.robustness.mutations import damage, forge_json, forge_line
 from tests.robustness.target import Target
 from tests.robustness.traces import require_possible
 
@@ -54,7 +54,7 @@ def record_targets(folder):
         target("skycap document", document, _forge_document, skycap, weight=3),
         *(target(f"skycap {path.name.split('.')[1]}", path, _forge_content, skycap) for path in sides),
         target("gym lines", lines, None, gym, has_checksum=True),
-        target("gym lines, right digests", lines, _forge_line, gym_with_right_digests, weight=3),
+        target("gym lines, right digests", lines, forge_line, gym_with_right_digests, weight=3),
         target("gym state", state, forge_json, gym),
     ]
 
@@ -70,13 +70,6 @@ def _forge_document(raw, rng):
 
 def _forge_content(raw, rng):
     return scripted.compressed(damage(scripted.content(raw), rng))
-
-
-def _forge_line(raw, rng):
-    lines = raw.splitlines()
-    place = int(rng.integers(len(lines)))
-    lines[place] = forge_json(lines[place], rng)
-    return b"\n".join(lines) + b"\n"
 
 
 def _require_rollout(raw, rollout):

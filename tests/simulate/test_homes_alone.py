@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from foreroute.planner.homes import place_homes
-from foreroute.simulate import simulate
 from foreroute.simulate.ep_group import EPGroup
 from foreroute.simulate.methods import METHODS, serve
 from foreroute.simulate.steps import group_steps
@@ -111,12 +110,3 @@ def test_attention_is_of_the_sequences_where_they_are_packed(drawn):
     expected_MG = cluster.costs.attention_seconds(tokens_MG, found.squares_MG)
     assert np.allclose(group.recompute.attention_MG2[..., 0], expected_MG)
     assert not np.array_equal(found.squares_MG, step.squares_MG)
-
-
-def test_the_simulator_sets_them_beside_plans():
-    found = simulate(small_config(micro_steps=6, methods=["ours", "ours_homes", "ours_homes_previous"]))
-    homes, old, static = found["ours_homes"], found["ours_homes_previous"], found["static"]
-    assert homes.imbalance <= old.imbalance < static.imbalance
-    assert (homes.fetches_per_cell, old.fetches_per_cell, old.home_moves, old.phases.home_moves) == (0, 0, 0, 0)
-    assert homes.phases.home_moves > 0
-    assert homes.not_executed == old.not_executed == ()

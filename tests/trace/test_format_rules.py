@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import zstandard
 
 import foreroute as fr
 from foreroute.errors import TraceContentError, TraceFileError
 from foreroute.trace.checks import as_offsets, ascending, join_ranges
 from foreroute.trace.file import ENCODINGS
-from tests.trace.forging import STAIRCASE, forged, holding, setting
-from tests.traces import random_trace, with_decisions
+from tests.trace.forging import STAIRCASE, forged, frame_contents, holding, setting
+from tests.traces import random_trace, uneven_trace, with_decisions
 
 TRACE = random_trace(0)
 ROWS = TRACE.num_rows
@@ -70,6 +71,17 @@ def puts(frame, value, *, at=0):
     return holding(frame, edit)
 
 
+def framed(compress):
+    """Other bytes in the place of the first frame, of what it holds."""
+
+    def change(there, tensors):
+        made, size = compress(frame_contents(tensors)[0]), int(tensors["frame_bytes"][0, 0])
+        tensors["frames"] = np.frombuffer(made + tensors["frames"].tobytes()[size:], np.uint8)
+        tensors["frame_bytes"][0, 0] = len(made)
+
+    return change
+
+
 METADATA = {
     "another encoding": (metadata(encoding="zip"), "encoding 'zip' is unknown"),
     "nothing is changed": (lambda there, tensors: None, None),
@@ -115,6 +127,16 @@ TENSORS = {
     "frames that are cut": (lambda there, tensors: tensors.update(frames=tensors["frames"][:-1]), "are there"),
 }  # fmt: skip
 
+SOUND = zstandard.ZstdCompressor(write_checksum=True).compress
+SIZELESS = zstandard.ZstdCompressor(write_checksum=True, write_content_size=False).compress
+NO_FRAME = r"frame 0 of chunk 0 is not what was written"
+FRAMES = {
+    "a frame without its size": (framed(SIZELESS), NO_FRAME),
+    "a frame without a checksum": (framed(zstandard.ZstdCompressor().compress), NO_FRAME),
+    "two frames in one": (framed(lambda content: SOUND(content) + SOUND(content[:1])), NO_FRAME),
+    "no frame": (framed(lambda content: b""), NO_FRAME),
+    "the same frame": (framed(SOUND), None),
+}
 CONTENTS = {
     "a negative token": (puts(0, 128, at=3 * ROWS), "a token id is -"),
     "a version below -1": (puts(0, 254, at=4 * ROWS + ABSENT), "a weight version is below -1"),
@@ -133,9 +155,9 @@ CONTENTS = {
 }
 
 
-@pytest.mark.parametrize("broken", [*METADATA, *TENSORS, *CONTENTS])
+@pytest.mark.parametrize("broken", [*METADATA, *TENSORS, *FRAMES, *CONTENTS])
 def test_a_file_that_breaks_a_rule_is_refused(tmp_path, broken):
-    change, message = {**METADATA, **TENSORS, **CONTENTS}[broken]
+    change, message = {**METADATA, **TENSORS, **FRAMES, **CONTENTS}[broken]
     path = forged(tmp_path / "t", TRACE, change)
     if message is None:
         assert fr.load(path).equals(TRACE)  # the control: a file that was put together anew is one
@@ -243,16 +265,22 @@ def test_the_rows_that_are_written_anew_are_the_rows_that_were(tmp_path):
         assert fr.load(forged(tmp_path / "t", STREAMS, words(frame, lambda sizes, gaps: None))).equals(STREAMS)
 
 
-def test_far_more_memory_than_the_file_has_bytes_is_neither_written_nor_read(tmp_path, monkeypatch):
-    """Equal rows without routes take next to nothing in a file, and as much as any others in memory."""
-    spec = fr.RoutingSpec(64, 16, tuple(map(fr.RoutedLayer, range(1024))))
-    trace = fr.RoutingTrace.unrouted(spec, [np.zeros(6000, np.int32)])
-    with pytest.raises(TraceContentError, match=r"\d+.*frames.*become 98358000"):
+EVEN = fr.RoutingSpec(64, 16, tuple(map(fr.RoutedLayer, range(1024))))
+UNEVEN = fr.RoutingSpec.of_sizes(map(fr.RoutedLayer, range(200)), [(200, 200), *[(200, 1)] * 199])
+
+
+@pytest.mark.parametrize(("spec", "rows", "becomes"), [(EVEN, 6000, 98358000), (UNEVEN, 2000, 80018000)])
+def test_far_more_memory_than_the_file_has_bytes_is_neither_written_nor_read(
+    tmp_path, monkeypatch, spec, rows, becomes
+):
+    """Rows without routes take next to nothing in a file; in memory, layers of one pick take as much as the largest."""
+    trace = fr.RoutingTrace.unrouted(spec, [np.zeros(rows, np.int32)])
+    with pytest.raises(TraceContentError, match=rf"\d+.*frames.*become {becomes}"):
         fr.save(trace, tmp_path / "t")
     monkeypatch.setattr("foreroute.trace.file.check_memory", lambda *_: None)
     fr.save(trace, tmp_path / "t")
     monkeypatch.undo()
-    with pytest.raises(TraceFileError, match=r"\d+.*frames.*become 98358000"):
+    with pytest.raises(TraceFileError, match=rf"\d+.*frames.*become {becomes}"):
         fr.load(tmp_path / "t")
 
 
@@ -266,17 +294,20 @@ def test_a_header_of_more_than_a_mebibyte_is_not_written(tmp_path):
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize(
-    ("column", "at", "value", "message"),
+    ("make", "column", "at", "value", "message"),
     [
-        ("token_ids_N", 0, -1, "a token id is -1"),
-        ("weight_versions_N", 0, -2, "a weight version is below -1"),
-        ("weight_versions_N", -1, 3, "or stated for a row without routes"),
-        ("expert_ids_NLK", 0, 0, "picked twice"),
-        ("expert_ids_NLK", (0, 1, 1), 8, "expected ids from 0 to 7"),
+        (random_trace, "token_ids_N", 0, -1, "a token id is -1"),
+        (random_trace, "weight_versions_N", 0, -2, "a weight version is below -1"),
+        (random_trace, "weight_versions_N", -1, 3, "or stated for a row without routes"),
+        (random_trace, "expert_ids_NLK", 0, 0, "picked twice"),
+        (random_trace, "expert_ids_NLK", (0, 1, 1), 8, "expected ids from 0 to 7"),
+        (uneven_trace, "expert_ids_NLK", (0, 0, 2), 0, "decoder 0 .*: expected 65535 in each column behind the picks"),
+        (uneven_trace, "expert_ids_NLK", (0, 2, 1), 7, "decoder 2 .*: expected 65535"),
+        (uneven_trace, "expert_ids_NLK", (0, 3, 0), 8, "decoder 3 .*: expected ids from 0 to 7"),
     ],
 )
-def test_what_a_reader_refuses_is_not_written(tmp_path, encoding, column, at, value, message):
-    trace = random_trace(0)
+def test_what_a_reader_refuses_is_not_written(tmp_path, encoding, make, column, at, value, message):
+    trace = make(0)
     getattr(trace, column)[at] = value
     with pytest.raises(TraceContentError, match=message):
         fr.save(trace, tmp_path / "t", encoding=encoding)

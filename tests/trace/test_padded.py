@@ -63,6 +63,15 @@ def test_a_batch_comes_back_as_it_was(batch, library, data):
     assert set(trace.weight_versions_N[trace.valid_N]) <= {4}
 
 
+def test_a_row_of_minus_one_is_a_gap_whatever_is_said_of_it():
+    given, ids = np.ones(3, bool), [[[[0, 1]], [[-1, -1]], [[2, 3]]]]
+    trace = fr.RoutingTrace.from_rows(
+        spec_of(num_layers=1), [[1, 2, 3]], ids, valid=[given], weight_versions=[[5, -7, 5]]
+    )
+    assert trace.weight_versions_N.tolist() == [5, fr.trace.NO_VERSION, 5]
+    assert given.all(), "the caller's mask is left alone"
+
+
 def test_what_a_batch_has_no_place_for_stays_behind():
     trace = with_decisions(mixed_trace(0), 0)
     for each, other in zip(trace.to_padded(), trace.without_streams().with_weight_version(9).to_padded(), strict=True):
@@ -82,19 +91,6 @@ def test_padding_and_gaps_hold_anything_but_a_row_that_is_minus_one_in_part_is_r
         wrong[part] = -1
         with pytest.raises(TraceContentError, match=r"0.*7.*-1.*layer.*pick"):
             fr.RoutingTrace.from_padded(spec, tokens, wrong, mask)
-
-
-def test_rows_of_minus_one_are_gaps_in_sequences_and_rows_too():
-    spec = spec_of(num_layers=1)
-    ids, given = [[[[0, 1]], [[-1, -1]], [[2, 3]]]], np.ones(3, bool)
-    for trace in (
-        fr.RoutingTrace.from_sequences(spec, [[1, 2, 3]], ids, weight_version=5),
-        fr.RoutingTrace.from_rows(spec, [[1, 2, 3]], ids, valid=[given], weight_versions=[[5, -7, 5]]),
-    ):
-        assert trace.valid_N.tolist() == [True, False, True]
-        assert trace.weight_versions_N.tolist() == [5, fr.trace.NO_VERSION, 5]
-        assert trace.expert_ids_NLK[1].tolist() == [[0, 0]]
-    assert given.all(), "the caller's mask is left alone"
 
 
 @pytest.mark.parametrize(

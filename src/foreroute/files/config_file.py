@@ -62,15 +62,11 @@ def checked(table: type[Config], values: Any, *, source: str) -> Config:
     try:
         return table.model_validate(values)
     except ValidationError as error:
-        problems = [_describe(problem, table) for problem in error.errors()]
-        raise ConfigError(_invalid(source, problems)) from error
-
-
-def _invalid(source: str, lines: list[str]) -> str:
-    """Write the message for all problems, or the first of many."""
-    more = [f"and {len(lines) - MOST_PROBLEMS} more"] if len(lines) > MOST_PROBLEMS else []
-    shown = [line[:MOST_LINE] for line in [*lines[:MOST_PROBLEMS], *more]]
-    return f"{source} is not a valid configuration:\n" + "\n".join(f"  {line}" for line in shown)
+        problems = error.errors()
+        lines = [f"  {_describe(problem, table)}"[: MOST_LINE + 2] for problem in problems[:MOST_PROBLEMS]]
+        if (more := len(problems) - MOST_PROBLEMS) > 0:
+            lines.append(f"  and {more} more")
+        raise ConfigError("\n".join([f"{source} is not a valid configuration:", *lines])) from error
 
 
 def _describe(problem: Any, table: type[BaseModel]) -> str:

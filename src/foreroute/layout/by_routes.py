@@ -6,7 +6,7 @@ A micro-step counts once for each expert-parallel group here: M are those of all
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -88,25 +88,24 @@ def pack_by_routes(
     slowest_2M = np.zeros((2, len(load_M)), np.int64)
     alike = -(-size // ranks) if stay else size  # sequences that one may be exchanged for
     window = max(1, min(alike, max(16, alike // 4)))
-    work = min(WORK, TRIES * size * min(size, 2 * window) * load_M[0].size)
-    places = _Places(
-        placed_S,
-        order_S,
-        spot_S,
-        tokens_S,
-        cost_S,
-        held_P,
-        dear_P,
-        dearest_M,
-        longest_M,
-        (1 + MOST_DEARER) * dearest,
-        int((1 + MOST_DEARER) * longest_M.sum()),
-        int(held_P[fullest]) if token_budget is None else token_budget,
-        window,
-        work,
-        ranks,
-        padded,
-        stay,
+    places = SimpleNamespace(  # what a search goes by; see by_routes.cpp
+        place_S=placed_S,
+        order_S=order_S,
+        spot_S=spot_S,
+        tokens_S=tokens_S,
+        cost_S=cost_S,
+        held_P=held_P,
+        dear_P=dear_P,
+        dearest_M=dearest_M,
+        longest_M=longest_M,
+        most_dear=(1 + MOST_DEARER) * dearest,
+        most_long=int((1 + MOST_DEARER) * longest_M.sum()),
+        token_budget=int(held_P[fullest]) if token_budget is None else token_budget,
+        window=window,
+        work=min(WORK, TRIES * size * min(size, 2 * window) * load_M[0].size),
+        ranks=ranks,
+        padded=padded,
+        stay=stay,
     )
     _exchange(places, rows_S, load_M, slowest_2M)
     before_G, after_G = slowest_2M.reshape(2, num_micro_steps, groups).sum(axis=1)
@@ -192,28 +191,6 @@ def _level_groups(
     moved_M[np.argsort(group_M, kind="stable")] = np.arange(len(slowest_M)).reshape(-1, groups).T.ravel()
     place_S[:] = moved_M[place_S // ranks] * ranks + place_S % ranks
     return sum_G
-
-
-class _Places(NamedTuple):
-    """What a search goes by; see by_routes.cpp."""
-
-    place_S: NDArray[np.int64]
-    order_S: NDArray[np.int64]
-    spot_S: NDArray[np.int64]
-    tokens_S: NDArray[np.int64]
-    cost_S: NDArray[np.float64]
-    held_P: NDArray[np.int64]
-    dear_P: NDArray[np.float64]
-    dearest_M: NDArray[np.float64]
-    longest_M: NDArray[np.int64]
-    most_dear: float
-    most_long: int
-    token_budget: int
-    window: int
-    work: int
-    ranks: int
-    padded: bool
-    stay: bool
 
 
 _READ, _FILLED = ArrayOf(np.int64, 1), ArrayOf(np.int64, 1, filled=True)

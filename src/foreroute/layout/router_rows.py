@@ -120,8 +120,11 @@ class Layout:
         """
         _require(self.order == "thd", "only a packed line has a total to align; give `pad` a width `to`")
         check_count(multiple, name="multiple")
-        tail = -self.line_length % multiple
-        return replace(self, ranges=self.ranges.with_padding(tail)) if tail else self
+        if not (tail := -self.line_length % multiple):
+            return self
+        padding = {"first_J": 0, "count_J": tail, "low_J": 0, "high_J": 0}
+        ranges = {name: np.append(of_range, padding[name]) for name, of_range in vars(self.ranges).items()}
+        return replace(self, ranges=RowRanges(**ranges))
 
     def split_context(self, ranks: int, rank: int) -> Layout:
         """Return the share of one of `ranks` context-parallel ranks: chunks r and 2·CP - 1 - r of 2·CP of each
@@ -173,7 +176,9 @@ class Layout:
         begin_J = as_offsets(count)[:-1] % max(self.line_length, 1)
         # a range outside of the window keeps 0 router rows
         skip_J = np.clip(start - begin_J, 0, count)
-        return self.ranges.part(skip_J, np.clip(stop - begin_J, 0, count) - skip_J).nonempty()
+        inside = self.ranges.part(skip_J, np.clip(stop - begin_J, 0, count) - skip_J)
+        held = inside.count_J > 0
+        return RowRanges(*(of_range[held] for of_range in vars(inside).values()))
 
     def _check_divides(self, chunks: int, ranks: int) -> None:
         """Refuse sequences that do not divide into chunks of context parallelism."""
@@ -225,20 +230,10 @@ class RowRanges:
         """Return the `count_J` router rows of each range that follow its first `skip_J`."""
         return RowRanges(self.first_J + skip_J, count_J, self.low_J, self.high_J)
 
-    def with_padding(self, count: int) -> RowRanges:
-        """Return these ranges, and one of `count` router rows of padding behind them."""
-        tail = {"first_J": 0, "count_J": count, "low_J": 0, "high_J": 0}
-        return RowRanges(**{name: np.append(of_range, tail[name]) for name, of_range in vars(self).items()})
-
     def alternating_with(self, other: RowRanges) -> RowRanges:
         """Return range 0 of either, then range 1 of either, and so on; both have J ranges."""
         pairs = zip(vars(self).values(), vars(other).values(), strict=True)
         return RowRanges(*(np.stack(pair, axis=1).reshape(-1) for pair in pairs))
-
-    def nonempty(self) -> RowRanges:
-        """Return the ranges that have router rows."""
-        held = self.count_J > 0
-        return RowRanges(self.first_J[held], self.count_J[held], self.low_J[held], self.high_J[held])
 
     def write(self, num_rows: int) -> NDArray[Any]:
         """Return the packed row of every router row, int32 or int64 [R], `PAD` where it sees none."""

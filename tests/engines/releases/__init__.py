@@ -3,6 +3,6 @@
     python -m tests.engines.releases .venv-vllm-0.28.0/bin/python .venv-vllm/bin/python .venv-vllm-0.32.0/bin/python
 
 `server` starts a release, `cases` asks it, `reference` is what the answers are held against, `results` runs all cases
-of a release, and `page` writes the table. Nothing here stands on `foreroute.engines`, so that the requests are those of
+of a release, and `__main__` writes the table. Nothing here stands on `foreroute.engines`, so that requests are those of
 any client.
 """

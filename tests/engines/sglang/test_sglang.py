@@ -168,7 +168,6 @@ def test_a_large_rollout_is_cut_into_batches(tmp_path):
         ({"/update_weights_from_disk": []}, "lacks or garbles"),
         ({"/generate": [3, 3]}, "lacks or garbles"),
         ({"/update_weights_from_disk": {"success": False, "message": "no file"}}, "did not take the weights: no file"),
-        ({"/generate": [{"output_ids": [1], "meta_info": {}}] * 2}, "lacks or garbles"),
         ({"/generate": {"output_ids": [1]}}, "expected a list"),
         ({"/generate": [{}] * 3}, "3 responses to 2 prompts"),
     ],

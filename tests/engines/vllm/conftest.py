@@ -8,7 +8,7 @@ import pytest
 from foreroute.engines import vllm
 from tests.engines.small_policy import policy
 
-FAKE = Path(__file__).parent / "fake"
+FAKE, ROOT = Path(__file__).parent / "fake", Path(__file__).parents[3]
 STAND_INS = Path(__file__).parents[1] / "releases" / "stand_ins.py"
 
 
@@ -21,7 +21,7 @@ def routed():
 def fake_settings(tmp_path):
     """Settings under which the server runs, in this Python, on the fake vLLM beside these tests."""
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{FAKE}" exec {sys.executable} "$@"\n')
+    python.write_text(f'#!/bin/sh\nPYTHONPATH="$PYTHONPATH:{FAKE}:{ROOT}" exec {sys.executable} "$@"\n')
     python.chmod(0o755)
 
     def settings(behaviour="good", **changes):

@@ -1,7 +1,6 @@
 """Sampling masks of a real vLLM on the CPU, scored by the trainer's model. `stand_ins` has what a CPU lacks."""
 
 import sys
-from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -36,16 +35,6 @@ def policy():
         for parameter in model.parameters():  # weights that bfloat16 has too, so that arithmetic alone differs
             parameter.copy_(parameter.bfloat16())
     return hf.attach(model)
-
-
-@contextmanager
-def serving(policy, python, folder, precision):
-    settings = vllm.ServerSettings(
-        python=with_stand_ins(python, folder), precision=precision, sampling_masks=True, options={"max_num_seqs": 16}
-    )
-    with vllm.VLLMEngine(ServedModel.of(policy), settings) as engine:
-        engine.load_weights(policy.model.state_dict(), version=3)
-        yield engine
 
 
 def sampled(engine, sampling):
@@ -88,19 +77,20 @@ def log_ratios(routed, generation, *, routes, masks):
 
 
 def measured(log_r, name, capsys):
-    """Mean ratio, k3 and share outside of [0.9, 1.1], which are printed too: docs/replay.md has them."""
-    ratios = np.exp(log_r)
-    k3 = float(np.mean(np.expm1(log_r) - log_r))
-    outside = float(np.mean((ratios < 0.9) | (ratios > 1.1)))
+    """Mean ratio and k3, which are printed too: docs/replay.md has them."""
+    mean, k3 = float(np.exp(log_r).mean()), float(np.mean(np.expm1(log_r) - log_r))
     with capsys.disabled():
-        sys.stdout.write(f"\n{name}: mean ratio {ratios.mean():.4f}, k3 {k3:.1e}, outside {outside:.1%}")
-    return SimpleNamespace(mean=float(ratios.mean()), k3=k3, outside=outside)
+        sys.stdout.write(f"\n{name}: mean ratio {mean:.4f}, k3 {k3:.1e}")
+    return SimpleNamespace(mean=mean, k3=k3)
 
 
 @pytest.mark.exhaustive
 def test_ratios_are_one_on_the_recorded_sets(policy, vllm_python, tmp_path, capsys):
     """Without masks the mean ratio is the kept mass, routes replayed or not. Untruncated sampling needs none."""
-    with serving(policy, vllm_python, tmp_path, "float32") as engine:
+    python, options = with_stand_ins(vllm_python, tmp_path), {"max_num_seqs": 16}
+    settings = vllm.ServerSettings(python=python, precision="float32", sampling_masks=True, options=options)
+    with vllm.VLLMEngine(ServedModel.of(policy), settings) as engine:
+        engine.load_weights(policy.model.state_dict(), version=3)
         cut, short = sampled(engine, CUT), replace(WHOLE, max_new_tokens=4)
         whole, greedy = sampled(engine, short), sampled(engine, replace(short, temperature=0.0))
         kept_whole = sampled(engine, replace(short, top_k=VOCABULARY)).trace.streams[SAMPLING]
@@ -124,25 +114,3 @@ def test_ratios_are_one_on_the_recorded_sets(policy, vllm_python, tmp_path, caps
         best = policy.model(input_ids=tokens[None]).logits[0, 7:-1].argmax(-1)
     assert torch.equal(best, tokens[8:])
     assert not greedy.logprobs_R.any()
-
-
-@pytest.mark.exhaustive
-def test_in_bfloat16_masks_and_routes_each_take_a_part_of_the_mismatch(policy, vllm_python, tmp_path, capsys):
-    """What is left with both is what sampling from all tokens leaves with routes."""
-    with serving(policy, vllm_python, tmp_path, "bfloat16") as engine:
-        cut, whole = (sampled(engine, replace(each, max_new_tokens=24)) for each in (CUT, WHOLE))
-    found = {
-        name: measured(log_ratios(policy, generation, routes=routes, masks=masks), f"bfloat16, {name}", capsys)
-        for name, generation, routes, masks in (
-            ("neither", cut, False, False),
-            ("masks", cut, False, True),
-            ("routes", cut, True, False),
-            ("both", cut, True, True),
-            ("all tokens", whole, False, False),
-            ("all tokens, routes", whole, True, False),
-        )
-    }
-    assert found["both"].k3 < found["masks"].k3 < found["routes"].k3 < found["neither"].k3
-    assert found["both"].k3 < 1.25 * found["all tokens, routes"].k3
-    assert found["both"].outside < 0.5 * found["neither"].outside
-    assert found["both"].mean == pytest.approx(1, abs=0.02)

@@ -9,13 +9,14 @@ import signal
 import socket
 import sys
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from threading import Event
 
 import numpy as np
 
 import vllm
+from tests.engines.recorded_answers import handler_of
 
 ARGUMENTS = (
     *("--model", "--dtype", "--max-model-len", "--worker-extension-cls", "--logprobs-mode", "--generation-config"),
@@ -36,21 +37,21 @@ class Engine:
         self.version, self.aborted = "default", Event()
         self.behaviour = given.behaviour
 
-    def get(self, path):
+    def __call__(self, method, path, body):
+        return 200, self.answer(path.partition("?")[0], body)
+
+    def answer(self, path, body):
         if path == "/version":
             return {"version": vllm.__version__}
         if path == "/weight_info":
             return {"weight_version": "17" if self.behaviour == "another trainer" else self.version}
-        if path.startswith("/server_info"):
+        if path == "/server_info":
             given = self.given
             routes = {"enable_return_routed_experts": given.enable_return_routed_experts}
+            model = {"logprobs_mode": given.logprobs_mode, "return_sampling_mask": given.return_sampling_mask}
             return {
                 "vllm_config": {
-                    "model_config": {
-                        **routes,
-                        "logprobs_mode": given.logprobs_mode,
-                        "return_sampling_mask": given.return_sampling_mask,
-                    },
+                    "model_config": routes | model,
                     "aux_output_config": routes,
                     "parallel_config": {
                         "worker_extension_cls": given.worker_extension_cls,
@@ -61,9 +62,6 @@ class Engine:
                     "device_config": {"device": "cpu"},
                 }
             }
-        return {}
-
-    def post(self, path, body):
         if path == "/collective_rpc":
             assert body["method"] == "foreroute_load"
             assert (Path(body["args"][0]) / "model.safetensors").exists()
@@ -103,12 +101,11 @@ class Engine:
         while len(tokens) < asked["max_tokens"] and not set(tokens[-1:]) & set(asked["stop_token_ids"]):
             tokens.append(int(rng.integers(0, self.config["vocab_size"])))
         ended = set(tokens[-1:]) & set(asked["stop_token_ids"])
-        reason = "stop" if ended else "length"
         names = [{"token_id": t} if vllm.__version__ >= "0.31" else {"token": f"token_id:{t}"} for t in tokens]
         found = {
             "index": 0,
             "token_ids": tokens,
-            "finish_reason": reason,
+            "finish_reason": "stop" if ended else "length",
             "logprobs": {"content": [name | {"logprob": -1.5} for name in names]},
             "routed_experts": self.routes([*prompt, *tokens][:-1]),
             "sampling_mask": None,
@@ -136,33 +133,6 @@ class Engine:
         file = io.BytesIO()
         np.save(file, ids)
         return base64.b64encode(file.getvalue()).decode()
-
-
-def handler_of(engine):
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self):
-            self._reply(engine.get(self.path))
-
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self._reply(engine.post(self.path.partition("?")[0], body))
-
-        def address_string(self):
-            return "the socket"
-
-        def log_message(self, *args):
-            pass
-
-        def _reply(self, value):
-            data = json.dumps(value).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-    return Handler
 
 
 class Server(ThreadingHTTPServer):
