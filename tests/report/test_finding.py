@@ -6,8 +6,7 @@ import pytest
 
 from foreroute.records import read_runs
 from foreroute.report.figure import SIDE_COLOURS
-from foreroute.report.finding import run_finding
-from foreroute.report.run import write_report
+from foreroute.report.run import run_finding, write_report
 from foreroute.report.run_plots import Series, colour_of, layers_of, style_of
 from foreroute.trace import RoutedLayer, RoutingSpec, save
 from tests.report.report_runs import config, execution, side, write_run

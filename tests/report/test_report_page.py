@@ -6,6 +6,7 @@ import re
 import pytest
 
 from foreroute.records import read_runs
+from foreroute.report import run_plots
 from foreroute.report.figure import SIDE_COLOURS
 from foreroute.report.run import write_report
 from foreroute.report.run_plots import SIDE_WORDS, update_plots
@@ -185,6 +186,18 @@ def test_what_is_odd_or_missing_is_said(tmp_path):
         "Not recorded by: “sparse”.",
     ):
         assert said in text_of(page), said
+
+
+def test_a_sudden_jump_is_drawn_as_one(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(run_plots, "card_of_runs", lambda said, axes, *_: drawn.append(axes.get_lines()))
+    lines = [{"step": step, "reward_mean": 0.5 if step < 20 else 0.1} for step in range(40)]
+    runs = read_runs([write_run(tmp_path / "run", config("r"), lines)])
+    run_plots.plot_lines(
+        run_plots.LINES["reward_mean"], runs, run_plots.series_by_run(runs, "reward_mean"), smooth=True
+    )
+    thin, thick = ([*line.get_ydata()] for line in drawn[0])
+    assert thin == thick == [0.5] * 20 + [0.1] * 20
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """The tables of a run: its summary against numbers worked out by hand, and its alarms."""
 
 import html
+import re
+from itertools import product
 from typing import get_args
 
 import pytest
@@ -8,8 +10,7 @@ import pytest
 from foreroute.mismatch import LooksLike
 from foreroute.records import read_runs
 from foreroute.records.step_record import ADVICE, AlarmKind
-from foreroute.report.finding import run_finding
-from foreroute.report.run import write_report
+from foreroute.report.run import run_finding, write_report
 from foreroute.report.run_tables import alarm_table, summary_rows, suspicion_table
 from tests.report.report_runs import config, side, step_line, write_run
 
@@ -104,6 +105,18 @@ def test_the_page_says_what_to_do_about_every_alarm(tmp_path):
     page = " ".join(html.unescape(text_of([run_with(tmp_path / "run", by_step)], tmp_path / "page.html")).split())
     for kind in get_args(AlarmKind):
         assert ADVICE[kind] in page, kind
+
+
+@pytest.mark.usefixtures("unpainted")
+def test_the_next_command_stands_with_the_alarm_where_there_is_something_to_examine(tmp_path):
+    loud, quiet = run_with(tmp_path / "loud", {2: [alarm("f2", 0.2)]}), run_with(tmp_path / "quiet", {})
+    assert "foreroute doctor --model" not in text_of([loud, quiet], tmp_path / "1.html")
+    for folder, name in product((loud, quiet), ("rollouts", "checkpoints")):
+        (folder / name).mkdir()
+        (folder / name / "step-000000.safetensors").touch()
+    page = text_of([loud, quiet], tmp_path / "2.html")
+    alarms, rest = page.partition("<h2>Alarms")[2].split("<h2>", 1)
+    assert [re.findall(r"doctor --model \S*/(\w+) ", part) for part in (alarms, rest)] == [["loud"], ["loud", "quiet"]]
 
 
 def suspicion(looks_like, sentence="sequence 3 froze", **more):

@@ -7,9 +7,10 @@ import pytest
 
 from benchmarks.balancers import OTHER_BALANCERS
 from foreroute.costs.presets import hardware_preset
-from foreroute.report import simulation_plots
 from foreroute.report.simulation import (
     HEADINGS,
+    by_part,
+    by_phase,
     executed,
     simulation_finding,
     simulation_table,
@@ -211,7 +212,7 @@ def test_a_scenario_that_no_executor_carries_out_is_marked_at_every_figure(tmp_p
     assert set(simulation_table(found).column("Executed")) == {"no"}
     text = text_of(page(tmp_path, found))
     assert "All times are modelled, not executed" in text
-    plots = [simulation_plots.by_phase(found), simulation_plots.by_part(found)]
+    plots = [by_phase(found), by_part(found)]
     assert all(plot.caption.x_label.endswith("seconds, modelled, not executed") for plot in plots)
 
 
