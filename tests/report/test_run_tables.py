@@ -15,8 +15,8 @@ from foreroute.report.run_tables import alarm_table, summary_rows, suspicion_tab
 from tests.report.report_runs import config, side, step_line, write_run
 
 
-def row_of(tmp_path, lines, **settings):
-    (row,) = summary_rows(read_runs([write_run(tmp_path / "run", config("r", **settings), lines)]))
+def row_of(tmp_path, lines):
+    (row,) = summary_rows(read_runs([write_run(tmp_path / "run", config("r"), lines)]))
     return row
 
 
@@ -35,12 +35,13 @@ def test_sides_are_averaged_over_the_steps_where_both_were_measured(tmp_path):
     assert (row.differing_tokens_share["native"], row.differing_tokens_share["replayed"]) == pytest.approx((0.5, 0.1))
 
 
-def test_a_run_measured_one_way_shows_that_way_alone(tmp_path):
-    lines = [{"step": i, "mismatch": {"native": side(0.1 * (i + 1))}} for i in range(3)]
-    row = row_of(tmp_path, lines, routing="R2")
-    assert row.k3["native"] == pytest.approx(0.2)
-    assert row.k3["replayed"] is None
-    assert (row.paired_steps, row.trains_with, row.routing) == (0, "native", "R2")
+def test_a_run_measured_one_way_shows_that_way_alone_and_an_empty_step_nothing(tmp_path):
+    row = row_of(tmp_path / "a", [{"step": i, "mismatch": {"native": side(0.1 * (i + 1))}} for i in range(3)])
+    assert (row.k3["native"], row.k3["replayed"], row.paired_steps) == (pytest.approx(0.2), None, 0)
+    row = row_of(tmp_path / "b", [{"step": 0}])
+    assert row.k3 == row.f2 == row.differing_share == row.differing_tokens_share == {"native": None, "replayed": None}
+    assert row.reward_first is row.reward_last is row.seconds_per_step is None
+    assert row.seconds_by_phase == {}
 
 
 @pytest.mark.parametrize(
@@ -52,21 +53,10 @@ def test_reward_is_averaged_over_ten_steps_at_each_end_or_those_there_are(tmp_pa
 
 
 def test_time_is_the_mean_sum_of_phases(tmp_path):
-    lines = [
-        {"step": 0, "seconds": {"rollout": 3.0, "update": 1.0}},
-        {"step": 1, "seconds": {"rollout": 1.0, "update": 0.5, "measure": 0.5}},
-    ]
-    row = row_of(tmp_path, lines)
+    seconds = {"rollout": 3.0, "update": 1.0}, {"rollout": 1.0, "update": 0.5, "measure": 0.5}
+    row = row_of(tmp_path, [{"step": step, "seconds": each} for step, each in enumerate(seconds)])
     assert row.seconds_per_step == pytest.approx(3.0)
     assert row.seconds_by_phase == pytest.approx({"rollout": 2.0, "update": 0.75, "measure": 0.25})
-    assert sum(row.seconds_by_phase.values()) == pytest.approx(row.seconds_per_step)
-
-
-def test_what_was_never_recorded_is_none(tmp_path):
-    row = row_of(tmp_path, [{"step": 0}])
-    assert row.k3 == row.f2 == row.differing_share == row.differing_tokens_share == {"native": None, "replayed": None}
-    assert row.reward_first is row.reward_last is row.seconds_per_step is None
-    assert row.seconds_by_phase == {}
 
 
 def alarm(kind, value, threshold=0.1):

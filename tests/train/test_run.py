@@ -1,5 +1,6 @@
 """Whole runs: what they record, that they repeat and resume bit for bit, and what they refuse."""
 
+import copy
 import shutil
 from dataclasses import replace
 
@@ -21,7 +22,15 @@ from foreroute.train.prompts import make_task
 from foreroute.train.run import Watcher
 from tests.tiers import grid
 from tests.train.counting_runs import counting, counting_config
-from tests.train.small_runs import SIZES, records, same_state, small_config, small_values, trainer_of
+from tests.train.small_runs import (
+    SIZES,
+    always_informative,
+    records,
+    same_state,
+    small_config,
+    small_values,
+    trainer_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -265,3 +274,26 @@ def test_a_metric_that_is_no_number_ends_the_run(tmp_path, monkeypatch):
     for within in ({"live_agreement": [0.5, float("inf")]}, {"mismatch": sides}, {"seconds": {"update": float("nan")}}):
         with pytest.raises(DivergedError):
             run.append(StepRecord(step=1, **within))
+
+
+def test_a_gradient_that_is_no_number_changes_no_weight(monkeypatch):
+    monkeypatch.setattr(ChainTask, "rewards", always_informative)
+    trainer = trainer_of(small_config())
+    trainer.run_step()
+    before = copy.deepcopy(trainer.state())
+    trainer.policy.router_parameters()[0].register_hook(lambda gradient: gradient * float("nan"))
+    with pytest.raises(DivergedError):
+        trainer.run_step()
+    kept = trainer.state()
+    assert same_state([before["model"], before["optimizer"]], [kept["model"], kept["optimizer"]])
+
+
+def test_a_step_without_any_reward_to_learn_from_is_taken_without_an_update(monkeypatch):
+    monkeypatch.setattr(ChainTask, "rewards", lambda task, problems, responses: np.ones(len(responses)))
+    trainer = trainer_of(small_config())
+    before = copy.deepcopy(trainer.state()["model"])
+    _, record = trainer.run_step()
+    assert same_state(before, trainer.state()["model"])
+    assert (record.reward_mean, record.grad_norm, record.loss) == (1, 0, 0)
+    assert record.sampling.informative_share == 0
+    assert trainer.step == 1

@@ -183,30 +183,19 @@ def _idle(runs: Sequence[Run]) -> list[str]:
 
 
 def _load(runs: Sequence[Run]) -> list[str]:
-    loads = _loads(runs)
-    if not loads:
+    """The load of the busiest rank over the mean, on average over the steps of each run with plans."""
+    at_home, executed = [], []
+    for run in runs:
+        if loads := [execution.max_over_mean for _, execution in planned_steps(run)]:
+            at_home.append(fmean(each["at_home"] for each in loads))
+            executed.append(fmean(each["executed"] for each in loads))
+    if not executed:
         return []
-    at_home, executed = zip(*loads, strict=True)
+    before, after = (span_of(loads, "{:.2f}".format) for loads in (at_home, executed))
     # one run in which the plan does not help is not hidden by the others
-    if all(after < before for before, after in loads):
-        return [f"plans lower the busiest rank from {_loads_text(at_home)} to {_loads_text(executed)} times the mean"]
-    return [f"the busiest rank has {_loads_text(executed)} times the mean, {_loads_text(at_home)} with experts at home"]
-
-
-def _loads(runs: Sequence[Run]) -> list[tuple[float, float]]:
-    """The mean load of the busiest rank over the mean, experts at home and as executed, of every run with plans."""
-    return [
-        (
-            fmean(execution.max_over_mean["at_home"] for _, execution in steps),
-            fmean(execution.max_over_mean["executed"] for _, execution in steps),
-        )
-        for run in runs
-        if (steps := planned_steps(run))
-    ]
-
-
-def _loads_text(loads: Iterable[float]) -> str:
-    return span_of(loads, "{:.2f}".format)
+    if all(now < then for then, now in zip(at_home, executed, strict=True)):
+        return [f"plans lower the busiest rank from {before} to {after} times the mean"]
+    return [f"the busiest rank has {after} times the mean, {before} with experts at home"]
 
 
 def _factor(value: float) -> str:

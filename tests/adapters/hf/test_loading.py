@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from foreroute.adapters import hf
 from foreroute.adapters.hf.loading import load_local, load_pretrained
 from foreroute.errors import ConfigError
-from foreroute.train.tokenizer import Tokenizer
+from foreroute.train.prompts import Tokenizer
 from tests.train.tiny_model import write_model, write_tokenizer
 
 ROOT = Path(__file__).parents[3]
