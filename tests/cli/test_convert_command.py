@@ -95,7 +95,6 @@ def test_an_answer_needs_a_model(folder):
 
 
 def test_what_is_missing_is_told_in_options_of_the_verb(folder):
-    """Not in arguments of `decode`, which has them too."""
     (folder / "rows.npy").write_bytes(wires.npy(R.all_layers()))
     refused(folder, "rows.npy: the output does not carry the tokens of sequence 0; pass --tokens, prompt", "rows.npy")
     (folder / "tokens.json").write_text(json.dumps([[*R.tokens, 1, 2]]))

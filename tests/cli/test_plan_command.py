@@ -80,7 +80,6 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
 
 
 def slowest_over_mean(counts_MLGE, home_LE):
-    """By the definition, in loops."""
     slowest, num_ranks = 0, counts_MLGE.shape[2]
     for m, layer in np.ndindex(counts_MLGE.shape[:2]):
         loads_E = counts_MLGE[m, layer].sum(axis=0)

@@ -17,25 +17,17 @@ from foreroute.records.step_record import AlarmKind, ImportanceRecord, MismatchR
 
 def record(step, *, reward=None, loss=None, f2=None, disagreement=None, live_agreement=None, effective_share=None):
     """A step of a run without replay that measured these figures."""
-    side, shares = None, None
-    if f2 is not None or disagreement is not None:
-        unseen = math.nan
-        side = MismatchRecord(
-            k3=0.0,
-            f2=unseen if f2 is None else f2,
-            differing_share=unseen if disagreement is None else disagreement,
-            differing_tokens_share=0.0,
-        )
-    if effective_share is not None:
-        shares = ImportanceRecord(effective_share=effective_share, cut_share=0.0)
+    f2, disagreement = (math.nan if value is None else value for value in (f2, disagreement))
+    shares = [] if effective_share is None else [ImportanceRecord(effective_share=effective_share, cut_share=0.0)]
+    side = MismatchRecord(k3=0.0, f2=f2, differing_share=disagreement, differing_tokens_share=0.0)
     return StepRecord(
         step=step,
         reward_mean=reward,
         loss=loss,
         trained_with="native",
-        mismatch={} if side is None else {"native": side},
+        mismatch={"native": side},
         live_agreement=None if live_agreement is None else [live_agreement],
-        importance=shares,
+        importance=next(iter(shares), None),
     )
 
 

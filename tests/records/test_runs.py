@@ -48,14 +48,12 @@ def edit_line(folder, number, text):
 
 
 def execution_line(at_home, executed, sides=("at_home", "executed")):
-    """Of two ranks with one pass."""
     passes = {"update": {"at_home_MLG": at_home, "executed_MLG": executed}}
     said = dict.fromkeys(sides, 1.5)
     return json.dumps({"step": 1, "execution": {"ranks": 2, "max_over_mean": said, "passes": passes}})
 
 
 def test_a_line_of_two_ranks_and_a_share_to_rounding_are_read(tmp_path):
-    """A share is a quotient of sums."""
     folder = write_run(tmp_path / "a", config(), steps(4))
     edit_line(folder, 4, execution_line([[[1, 2]]], [[[2, 1]]]).replace('"step": 1', '"step": 3'))
     edit_line(folder, 2, '{"step": 1, "clip_share": 1.0000001}')

@@ -87,7 +87,6 @@ def test_a_diagnosis_without_evidence_says_what_is_missing(tmp_path):
 
 
 def test_roots_that_are_no_near_ties_are_in_a_table_and_the_parts_of_k3_in_tiles(tmp_path):
-    """Healthy batches have no table."""
     engine, own = (random_trace(3, num_layers=12, route_seed=seed) for seed in (3, 9))
     deficits = np.random.default_rng(0).exponential(1, engine.expert_ids_NLK.shape[:2])
     logprobs = -np.arange(1.0, 9.0)

@@ -120,7 +120,6 @@ def page(folder, found=None, **parts):
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory):
-    """The page of all methods with everything on it."""
     return page(tmp_path_factory.mktemp("page"))
 
 

@@ -21,7 +21,6 @@ HUGE = 2**62
 
 
 def counts_of(section, *tables):
-    """The keys of whole numbers, with their tables."""
     for name, field in section.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
             yield from counts_of(field.annotation, *tables, name)

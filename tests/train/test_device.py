@@ -72,7 +72,6 @@ def test_processes_whose_backend_or_accelerators_do_not_fit_the_device_are_refus
 
 
 def made(config, where):
-    """A trainer there after its warm start, if it has one."""
     task = make_task(config)
     policy = make_policy(config, task, where)
     if config.warm_start.max_steps:
@@ -81,7 +80,6 @@ def made(config, where):
 
 
 def stepped(config, where):
-    """Rollout, record and state of one step."""
     trainer = made(config, where)
     with patch.object(ChainTask, "rewards", always_informative):
         experience, record = trainer.run_step()
@@ -161,7 +159,6 @@ def test_a_checkpoint_of_one_device_is_taken_up_on_another(tmp_path):
 
 
 def values_of(value):
-    """Of tensors on either device."""
     if isinstance(value, dict):
         return {key: values_of(each) for key, each in value.items()}
     return getattr(value, "values_here", value)

@@ -103,7 +103,6 @@ EXPERT_BYTES = 8 * 3 * SIZES["hidden_size"] * SIZES["moe_intermediate_size"]
 
 @pytest.fixture(scope="module", params=["host", pytest.param("direct", marks=pytest.mark.slow)])
 def metered(request, workers):
-    """A step, and each rank's meters."""
     config = config_of(RANKS, mini_steps=2, paths=request.param)
     outcomes = workers(RANKS).run(metered_steps, config, 1)
     return outcomes[0][0].records[0]["execution"], [meters for _, meters in outcomes]

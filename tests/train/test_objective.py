@@ -6,7 +6,6 @@ advantages, are by hand.
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass
 from types import SimpleNamespace
 
 import numpy as np
@@ -28,26 +27,17 @@ from foreroute.train.objective import (
 TIS = {"correction": {"kind": "tis", "high": 1.2}}
 
 
-@dataclass
-class Case:
+def case_of(seed):
     """Random sequences: the engine, the trainer before the update, and now, each a little further away."""
-
-    lengths: np.ndarray
-    now: np.ndarray
-    old: np.ndarray
-    engine: np.ndarray
-    advantages: np.ndarray
-
-    @classmethod
-    def random(cls, seed):
-        rng, lengths = np.random.default_rng(seed), np.array([3, 1, 8, 5, 2, 7])
-        old = -rng.exponential(1.0, int(lengths.sum())) - 0.1
-        now, engine = (old + 0.3 * rng.standard_normal(len(old)) for _ in range(2))
-        return cls(lengths, now, old, engine, rng.standard_normal(len(lengths)))
+    rng, lengths = np.random.default_rng(seed), np.array([3, 1, 8, 5, 2, 7])
+    old = -rng.exponential(1.0, int(lengths.sum())) - 0.1
+    now, engine = (old + 0.3 * rng.standard_normal(len(old)) for _ in range(2))
+    return SimpleNamespace(
+        lengths=lengths, now=now, old=old, engine=engine, advantages=rng.standard_normal(len(lengths))
+    )
 
 
 def ours(case, config):
-    """Loss and gradient of a case."""
     now, old, engine, advantages, lengths = map(
         torch.from_numpy, (case.now, case.old, case.engine, case.advantages, case.lengths)
     )
@@ -60,7 +50,6 @@ def ours(case, config):
 
 
 def padded(case, values):
-    """[B, T] with zeros behind the tokens."""
     rows = torch.from_numpy(values).split(case.lengths.tolist())
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
@@ -130,7 +119,7 @@ OF_TRL = {
 def test_losses_and_gradients_are_those_of_trl(method, corrected):
     config, options = OF_TRL[method]
     for seed in (11, 13):
-        case = Case.random(seed)
+        case = case_of(seed)
         weights = padded(case, np.minimum(np.exp(case.old - case.engine), 1.2)) if corrected else None
         found = ours(case, RLConfig(**config, **(TIS if corrected else {})))
         require_same(found, trl(case, importance=weights, **options))
@@ -139,7 +128,6 @@ def test_losses_and_gradients_are_those_of_trl(method, corrected):
 
 
 def test_advantages_by_hand():
-    """Rewards that differ by rounding are equal; one at the mean of its group still counts."""
     rewards = np.array([1, 0, 1, 0, 0.1 + 0.2, 0.3, 0.3, 0.3, 0, 0, 0, 1, 1e-12, 2e-12, 0, 0, 0, 0.5, 1, 0.5])
     groups = rewards.reshape(-1, 4)
     expected = (groups - groups.mean(axis=1, keepdims=True)) / np.array([0.5, np.inf, *groups[2:].std(axis=1)])[:, None]

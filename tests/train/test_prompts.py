@@ -16,7 +16,7 @@ from foreroute.train.policy import make_policy
 from foreroute.train.prompts import Tokenizer, make_task
 from foreroute.train.run import Watcher
 from foreroute.train.warm_start import _loss
-from tests.train.small_runs import SIZES, records, small_config
+from tests.train.small_runs import SIZES, merged, records, small_config
 from tests.train.tiny_model import write_model, write_tokenizer
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": a + b, "hard": a > 5} for a in range(9) for b in (1, 4)]
@@ -56,9 +56,7 @@ def config_of(home, reward="by_characters", **sections):
         "rl": {"steps": 4, "micro_step_tokens": 64},
         "checkpoint": {"every": 2, "keep": 9},
     }
-    for name, section in sections.items():
-        values[name] = {**values.get(name, {}), **section}
-    return parse_config(values, source="test")
+    return parse_config(merged(values, sections), source="test")
 
 
 def test_a_run_goes_on_where_it_was_and_ends_with_a_model_for_transformers(home, tmp_path):

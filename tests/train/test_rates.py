@@ -18,9 +18,8 @@ from tests.adapters.hf.families import skip_where_nothing_is_spread
 from tests.cli.command import foreroute
 
 FILE = """
-[topology]
-num_ranks = 2
-redundant_slots = 2
+topology = {num_ranks = 2, redundant_slots = 2}
+costs = {paths = "host"}
 
 [hardware]  # to begin with
 gemm_flops_per_s = 1e10
@@ -46,9 +45,6 @@ attention_width = 64
 vocabulary = 64
 weight_bytes = 4.0
 activation_bytes = 4.0
-
-[costs]
-paths = "host"
 """
 
 
