@@ -79,6 +79,8 @@ def test_rows_of_the_plan_and_of_the_bound_say_what_was_computed():
     table = plan_table(found)
     planned, bound = (cells(table, label) for label in ("foreroute", BOUND))
     assert planned["Experts fetched per cell"] == f"{found.plan.hosts.fetched_R.sum() / 6:.1f}"
+    assert planned["In the worst cell"] == f"{found.methods[-1].imbalance_worst:.3f}"
+    assert planned["In 99 % of cells"] == f"{found.methods[-1].imbalance_99:.3f}"
     assert planned["Planning time"] == "12.3\N{NO-BREAK SPACE}ms"
     assert bound["Recompute and update, modelled"] == step_time(found.least_s)
     assert bound["In the worst cell"] == f"{found.least_over_mean_ML.max():.3f}"

@@ -47,6 +47,8 @@ def test_every_count_is_bounded():
         ("optimiser = {}", r"optimiser: unknown key; known are name, seed"),
         ('rl = {steps = "ten"}', r"rl\.steps: .*integer.*'ten'"),
         ('rl = {routing = "R4"}', r"rl\.routing: .*'none', 'R2' or 'R3'"),
+        ("rollout = {group_size = 1}", r"rollout\.group_size"),
+        ("rl = {clip_low = 1.5}", r"rl\.clip_low"),
         ("rl = {mini_steps = 25}", "exceeds the 24 sequences"),
         ("task = {min_operands = 9}", "min_operands = 9 exceeds max_operands = 4"),
         ("rl = {micro_step_tokens = 8}", "cannot hold a sequence of up to 12 tokens"),

@@ -21,7 +21,6 @@ EXACT = {"rtol": 1e-9, "atol": 1e-11}
 WAYS = {
     "R2_shared_slots": {
         "routing": "R2",
-        "mini_steps": 2,  # the second runs on replicas of the weights that the first one left
         "paths": "direct",
         "plan": {"slots": "shared", "home_moves": "all", "packing": "routes"},
     },
@@ -150,6 +149,18 @@ def learn_alike(workers, config, count=STEPS, run=parallel_steps):
         same_numbers(ours, truth)
     same_numbers(steps.state, alone.state)
     return steps.records
+
+
+@pytest.mark.slow
+def test_each_update_of_a_rollout_runs_on_replicas_of_the_weights_before_it(workers):
+    """As with every expert at its home. One process would make other mini-batches."""
+    planned, at_home = (
+        workers(2).run(parallel_steps, config_of(2, mini_steps=2, redundant_slots=slots), 1)[0] for slots in (2, 0)
+    )
+    for ours, theirs in zip(planned.records, at_home.records, strict=True):
+        assert ours["execution"]["replicas"] > theirs["execution"]["replicas"] == 0
+        same_numbers(*({key: value for key, value in each.items() if key != "execution"} for each in (ours, theirs)))
+    same_numbers(planned.state, at_home.state)
 
 
 def test_gradients_of_another_scale_are_noticed(workers):

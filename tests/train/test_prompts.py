@@ -188,6 +188,11 @@ def test_a_wrong_line_is_named(home, tmp_path, row, message):
         make_task(config_of(home, task={"data": str(tmp_path / "data.jsonl")}))
 
 
+def test_data_that_is_not_there_is_named(home):
+    with pytest.raises(DatasetError, match=r"none\.jsonl"):
+        make_task(config_of(home, task={"data": str(home / "none.jsonl")}))
+
+
 def test_a_new_model_gets_the_vocabulary_of_its_tokenizer(home):
     model = {"path": None, "tokenizer": str(home / "model"), "sizes": {**SIZES, "initializer_range": 0.02}}
     config = config_of(home, model=model)

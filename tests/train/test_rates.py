@@ -19,7 +19,6 @@ from tests.cli.command import foreroute
 
 FILE = """
 topology = {num_ranks = 2, redundant_slots = 2}
-costs = {paths = "host"}
 
 [hardware]  # to begin with
 gemm_flops_per_s = 1e10
@@ -33,6 +32,9 @@ cluster_bytes_per_s = 1e9
 host_bytes_per_s = 1e9
 node_latency_s = 1e-4
 cluster_latency_s = 1e-4
+
+[costs]
+paths = "host"
 
 [model]
 num_layers = 3
