@@ -59,6 +59,7 @@ def test_every_count_is_bounded():
         ('model = {family = "qwen9"}', "qwen9"),
         *[(f'name = "{name}"', "name: String should") for name in ("../up", "..", "a" * 5000, "n\\n")],
         ("rollout = {prompts = 100000, group_size = 100}", "prompts times group_size is 10000000; expected 999999"),
+        ('rl = {routing = "R2", sentinel = "drop"}', "sentinel changes nothing without routes of the rollout"),
         ("rl = {clip_high = 1.7e308}", r"rl\.clip_high"),
         ("rl.correction = {high = 3.0}", "high changes nothing without a kind"),
         ("rl = {learning_rate = 1e31}", r"rl\.learning_rate"),

@@ -160,7 +160,7 @@ def test_prompts_that_are_too_long_are_named_and_megabytes_are_not_tokenised(hom
     with pytest.raises(DatasetError):
         make_task(config_of(home, task={"max_prompt_tokens": 3}))
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "1+" * 1_500_000}) + "\n")
-    monkeypatch.setattr(Tokenizer, "prompt", lambda *_: pytest.fail("it was tokenised"))
+    monkeypatch.setattr(Tokenizer, "tokens", lambda *_, **__: pytest.fail("it was tokenised"))
     with pytest.raises(DatasetError):
         make_task(config_of(home, task={"data": str(tmp_path / "long.jsonl")}))
 

@@ -99,7 +99,7 @@ class PromptTask(Task):
                     f"of task.max_prompt_tokens = {most}; raise it, or shorten the prompt"
                 )
             # a chat template wrote what comes first
-            tokens = self._tokenizer.prompt(prompt) if "prompt" in row else self._tokenizer.continuation(prompt)
+            tokens = self._tokenizer.tokens(prompt, special="prompt" in row)
         except ConfigError as error:
             raise DatasetError(f"{where}: {error}") from error
         if not 1 <= len(tokens) <= most:
@@ -166,13 +166,15 @@ class Tokenizer:
         # not the number of tokens: some vocabularies have gaps
         self.size = max(self._inner.get_vocab().values()) + 1
 
-    def prompt(self, text: str) -> NDArray[np.int32]:
-        """Encode a text that begins a sequence, with special tokens around it; int32 [T]."""
-        return self._tokens(text, special=True)
-
-    def continuation(self, text: str) -> NDArray[np.int32]:
-        """Encode a text that follows other tokens; int32 [T]."""
-        return self._tokens(text, special=False)
+    def tokens(self, text: str, *, special: bool) -> NDArray[np.int32]:
+        """Encode a text as int32 [T], with `special` tokens around it where it begins a sequence."""
+        try:
+            return np.array(self._inner(text, add_special_tokens=special)["input_ids"], np.int32)
+        # the library raises bare exceptions, for a character that its vocabulary lacks and for a lone surrogate
+        except Exception as error:
+            raise ConfigError(
+                f"the tokenizer in {self._folder} makes no tokens of {text[:60]!r} ({first_line(error)})"
+            ) from error
 
     def chat(self, messages: Sequence[Any]) -> str:
         """Apply the chat template to messages, up to where the answer begins."""
@@ -192,12 +194,3 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """Write its files into a folder, beside what is there."""
         self._inner.save_pretrained(folder)
-
-    def _tokens(self, text: str, *, special: bool) -> NDArray[np.int32]:
-        try:
-            return np.array(self._inner(text, add_special_tokens=special)["input_ids"], np.int32)
-        # the library raises bare exceptions, for a character that its vocabulary lacks and for a lone surrogate
-        except Exception as error:
-            raise ConfigError(
-                f"the tokenizer in {self._folder} makes no tokens of {text[:60]!r} ({first_line(error)})"
-            ) from error
