@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from rich.progress import Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +16,7 @@ import foreroute as fr
 from foreroute.cli.terminal import Console
 from foreroute.errors import printable
 from tests.tiers import grid
+from tests.traces import random_trace
 
 SOURCE = Path(fr.__file__).parent
 HOSTILE = "\x1b]0;mine\x07\x1b[2J\u202etxt.\x9b1m"
@@ -65,6 +67,21 @@ def test_no_verb_prints_through_another_door():
     assert found == []
 
 
+def shell(command, folder, **variables):
+    """The command line in a shell, where streams can be redirected; `@` is the command."""
+    ours = f"'{sys.executable}' -m foreroute.cli"
+    environment = {**os.environ, "COLUMNS": "100", "PYTHONUNBUFFERED": "", **variables}  # streams are buffered
+    return subprocess.run(
+        ["bash", "-c", command.replace("@", ours)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
 @grid(
     ("command", "code", "message"),
     [
@@ -74,9 +91,23 @@ def test_no_verb_prints_through_another_door():
     ],
     quick=1,
 )
-def test_streams_that_cannot_be_written_are_one_message(command, code, message):
+def test_streams_that_cannot_be_written_are_one_message(tmp_path, command, code, message):
     """`tests/robustness/test_doors.py` has more of them, names and widths that are hostile, for every verb."""
-    command = command.replace("@", f"'{sys.executable}' -m foreroute.cli")
-    environment = {**os.environ, "PYTHONUNBUFFERED": ""}  # streams are buffered
-    result = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=False)
+    result = shell(command, tmp_path)
     assert (result.returncode, result.stderr) == (code, message)
+
+
+@pytest.mark.slow
+def test_letters_that_standard_output_lacks_are_escaped(tmp_path):
+    fr.save(random_trace(0).with_provenance(writer="\N{LATIN SMALL LETTER E WITH ACUTE}"), tmp_path / "trace")
+    result = shell("PYTHONIOENCODING=ascii @ inspect trace", tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert r"\xe9" in result.stdout
+
+
+@pytest.mark.slow
+def test_a_closed_stream_is_not_the_file_that_is_written(tmp_path):
+    fr.save(random_trace(0), tmp_path / "trace")
+    result = shell("@ convert trace copy --to ordered >/dev/null 2>&- <&-", tmp_path)
+    assert result.returncode == 0
+    assert fr.load(tmp_path / "copy").equals(fr.load(tmp_path / "trace"))
