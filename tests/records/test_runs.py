@@ -115,7 +115,7 @@ def test_what_is_missing_or_damaged_beside_the_metrics_is_named(tmp_path):
     with pytest.raises(RunFolderError, match="is not a folder"):
         read_run(tmp_path / "a")
     folder = write_run(tmp_path / "a", config() | {"seed": 7.0}, steps(1))
-    with pytest.raises(RunFolderError, match=r"config\.json is damaged: seed is 7\.0"):
+    with pytest.raises(RunFolderError, match=r"config\.json .*seed.* 7\.0"):
         read_run(folder)
     for name in ("metrics.jsonl", "config.json"):
         (folder / name).unlink()
