@@ -127,41 +127,34 @@ def gym_digest(tokens):
     return hashlib.sha256(b"nemo-gym-tokens" + packed).hexdigest()
 
 
+GYM_ENTRY = """{"schema_version": 1, "model": "scripted", "output_items": [], "token_item_index": null,
+"response_id": null, "continuation_fingerprint": "", "continuation_context_len": 0, "continuation_context_digest": "",
+"parent_resolution_reason": "", "fingerprint_version": null, "prefix_requested": false, "prefix_supplied": false}"""
+"""What is the same in every line."""
+
+
 def gym_entry(call, rollout, form=0):
     """The line of a call, as an object; `form` 0 to 4 chooses how routes and prompt are written."""
-    rows = routes(call.tokens, call.version)[:-1]
+    tokens, rows = call.tokens, routes(call.tokens, call.version)[:-1]
     if form == 1:
         rows = np.concatenate([rows, np.full((1, *rows.shape[1:]), -1)])
     if form == 4:
         rows = np.concatenate([rows, rows[:1]])  # what some engine has there: the last token was never an input
     is_delta = form == 3 and call.parent is not None
-    return {
-        "schema_version": 1,
+    has_rows = call.has_routes and len(tokens) >= 2
+    return json.loads(GYM_ENTRY) | {
         "rollout_id": rollout,
         "model_call_id": call.name,
-        "model": "scripted",
         "prompt_token_ids": call.prompt[len(call.parent.tokens) :] if is_delta else call.prompt,
+        "prompt_is_delta": is_delta,
         "generation_token_ids": call.generated,
-        "generation_log_probs": logprobs(call.tokens, call.version)[len(call.prompt) :].tolist(),
-        "routed_experts": None
-        if not call.has_routes or len(call.tokens) < 2
-        else (rows.tolist() if form == 2 else envelope(rows)),
-        "output_items": [],
-        "token_item_index": None,
-        "response_id": None,
+        "generation_log_probs": logprobs(tokens, call.version)[len(call.prompt) :].tolist(),
+        "routed_experts": (rows.tolist() if form == 2 else envelope(rows)) if has_rows else None,
         "created_at": call.at,
         "parent_call_id": call.parent.name if call.parent else None,
-        "cum_len": len(call.tokens),
-        "digest": gym_digest(call.tokens),
+        "cum_len": len(tokens),
+        "digest": gym_digest(tokens),
         "parent_resolution": "resolved" if call.parent else "unresolved" if call.is_edit else "root",
-        "continuation_fingerprint": "",
-        "continuation_context_len": 0,
-        "continuation_context_digest": "",
-        "parent_resolution_reason": "",
-        "fingerprint_version": None,
-        "prompt_is_delta": is_delta,
-        "prefix_requested": False,
-        "prefix_supplied": False,
     }
 
 
@@ -201,14 +194,14 @@ class SkycapNode:
     calls: list = field(default_factory=list)
 
 
-class Skycap:
-    """A graph of messages that calls are added to, in the order in which they were made.
+SKYCAP = """{"format_version": 1, "id": "tr_1", "status": "finished", "ended": true, "meta": {}, "failures": [],
+"capture": {"mode": "tokens", "engine": "vllm", "logprobs_mode": "processed_logprobs"},
+"annotations": {"reward": 1.0}}"""
+"""What is the same in every document."""
 
-    Args:
-        made: the calls.
-        masks: whether the engine returns sampling masks.
-        dtype: of the routes.
-    """
+
+class Skycap:
+    """A graph of messages that calls are added to, in the order in which they were made."""
 
     def __init__(self, made, *, masks=False, dtype=np.uint8):
         self.nodes, self.node_of, self.dtype, self.masks = [], {}, dtype, masks
@@ -231,30 +224,15 @@ class Skycap:
         if own is not None:
             own = np.concatenate([own, own[-1:]])
         scaffold = len(call.prompt) - cut
-        self.nodes.append(
-            SkycapNode(
-                above,
-                "model",
-                tokens[cut:],
-                scaffold,
-                [0.0] * scaffold + logprobs(tokens, call.version)[len(call.prompt) :].tolist(),
-                own,
-                [] if own is None else [call.version] * (len(own) - 1) + [None],
-                [mask(tokens, p) for p in range(len(call.prompt), len(tokens))] if self.masks else None,
-                calls=[
-                    {
-                        "t_start": call.at,
-                        "t_end": call.at + 0.5,
-                        "model": "scripted",
-                        "sampling": {"temperature": 1.0, **({"top_k": 5} if self.masks else {})},
-                        "usage": None,
-                        "finish_reason": "stop",
-                        "tools": None,
-                        "bridged": True if call.parent else False if call.is_edit else None,
-                    }
-                ],
-            )
-        )
+        sampling = {"temperature": 1.0, **({"top_k": 5} if self.masks else {})}
+        said = {"t_start": call.at, "t_end": call.at + 0.5, "model": "scripted", "sampling": sampling, "usage": None}
+        said |= {"finish_reason": "stop", "tools": None}
+        said |= {"bridged": True if call.parent else False if call.is_edit else None}
+        reply = SkycapNode(above, "model", tokens[cut:], scaffold, rows=own, calls=[said])
+        reply.logprobs = [0.0] * scaffold + logprobs(tokens, call.version)[len(call.prompt) :].tolist()
+        reply.row_versions = [] if own is None else [call.version] * (len(own) - 1) + [None]
+        reply.masks = [mask(tokens, p) for p in range(len(call.prompt), len(tokens))] if self.masks else None
+        self.nodes.append(reply)
         self.node_of[call.name] = len(self.nodes) - 1
 
     def _with_last(self, node, row, version):
@@ -288,14 +266,8 @@ class Skycap:
     def arrays(self):
         ids = np.array([t for node in self.nodes for t in node.tokens], np.int32)
         probs = [p for n in self.nodes for p in (n.logprobs or [float("nan")] * len(n.tokens))]
-        found = {
-            "tokens": {
-                "token_ids": ids,
-                "logprobs": np.array(probs, np.float64),
-                "text_offsets": np.zeros(len(ids), np.int32),
-                "text": np.zeros(0, np.uint8),
-            }
-        }
+        tokens = {"token_ids": ids, "logprobs": np.array(probs, np.float64)}
+        found = {"tokens": tokens | {"text_offsets": np.zeros(len(ids), np.int32), "text": np.zeros(0, np.uint8)}}
         rows = [node.rows for node in self.nodes if node.rows is not None]
         if rows:
             found["experts"] = {"routed_experts": np.concatenate(rows)}
@@ -308,49 +280,18 @@ class Skycap:
     def document(self, **changed):
         at, entries = {"tokens": 0, "experts": 0, "mask": 0}, []
         for number, node in enumerate(self.nodes):
-            sizes = {
-                "tokens": len(node.tokens),
-                "experts": 0 if node.rows is None else len(node.rows),
-                "mask": len(node.masks or []),
-            }
-            entries.append(
-                {
-                    "id": number,
-                    "parent": node.parent,
-                    "author": node.author,
-                    "role": "assistant" if node.author == "model" else "user",
-                    "message": {"content": ""},
-                    "calls": node.calls,
-                    "shadowed_by": None,
-                    "tokens": {
-                        "offset": at["tokens"],
-                        "length": sizes["tokens"],
-                        "sampled_start": node.sampled_start,
-                        "has_logprobs": node.logprobs is not None,
-                        "text_offset": None,
-                        "text_bytes": 0,
-                        "experts_offset": None if node.rows is None else at["experts"],
-                        "experts_rows": sizes["experts"],
-                        "mask_offset": None if node.masks is None else at["mask"],
-                        "mask_rows": sizes["mask"],
-                        "media": node.media,
-                    },
-                }
-            )
-            at = {kind: at[kind] + sizes[kind] for kind in at}
-        return {
-            "format_version": 1,
-            "id": "tr_1",
-            "status": "finished",
-            "ended": True,
-            "meta": {},
-            "capture": {"mode": "tokens", "engine": "vllm", "logprobs_mode": "processed_logprobs"},
-            "annotations": {"reward": 1.0},
-            "failures": [],
-            "samples": self.samples(),
-            "nodes": entries,
-            **changed,
-        }
+            rows, masks = (0 if each is None else len(each) for each in (node.rows, node.masks))
+            role = "assistant" if node.author == "model" else "user"
+            entry = {"id": number, "parent": node.parent, "author": node.author, "role": role, "calls": node.calls}
+            tokens = {"offset": at["tokens"], "length": len(node.tokens), "sampled_start": node.sampled_start}
+            tokens |= {"has_logprobs": node.logprobs is not None, "text_offset": None, "text_bytes": 0}
+            tokens |= {"experts_offset": None if node.rows is None else at["experts"], "experts_rows": rows}
+            tokens |= {"mask_offset": None if node.masks is None else at["mask"], "mask_rows": masks}
+            tokens |= {"media": node.media}
+            entries.append({**entry, "message": {"content": ""}, "shadowed_by": None, "tokens": tokens})
+            for kind, size in (("tokens", len(node.tokens)), ("experts", rows), ("mask", masks)):
+                at[kind] += size
+        return {**json.loads(SKYCAP), "samples": self.samples(), "nodes": entries, **changed}
 
 
 def side_file(arrays):

@@ -17,20 +17,13 @@ from foreroute import RoutedLayer, RoutingSpec
 
 @dataclass(frozen=True)
 class Rollout:
-    """One request: P prompt tokens, G sampled tokens, and the routes of the T - 1 = P + G - 1 computed rows.
-
-    Attributes:
-        spec: the model's routed layers.
-        num_layers: decoder layers in all, dense ones included.
-        prompt, response: token ids.
-        routes_RLK: int64 [T - 1, L, K], the routed layers.
-    """
+    """One request: P prompt tokens, G sampled tokens, and the routes of the T - 1 = P + G - 1 computed rows."""
 
     spec: RoutingSpec
-    num_layers: int
+    num_layers: int  # decoder layers in all, dense ones included
     prompt: list[int]
     response: list[int]
-    routes_RLK: NDArray[np.int64]
+    routes_RLK: NDArray[np.int64]  # [T - 1, L, K], of routed layers
 
     @property
     def tokens(self):
@@ -61,8 +54,11 @@ def vllm_int32(r, start=0):
 
 def vllm_narrow(r, start=0):
     """Of vLLM 0.22+: the same with uint8 up to 256 experts, else uint16."""
-    dtype = np.uint8 if r.spec.num_experts <= 256 else np.uint16
-    return _request_output(r, r.all_layers()[start:].astype(dtype))
+    return _request_output(r, _narrow(r, start))
+
+
+def _narrow(r, start):
+    return r.all_layers()[start:].astype(np.uint8 if r.spec.num_experts <= 256 else np.uint16)
 
 
 def npy(array):
@@ -80,8 +76,7 @@ def npy_text(array):
 
 def vllm_answer(r, start=0, **changed):
     """Of vLLM 0.22+ over HTTP, before it is text: base64 of a .npy file in its only choice, of which fields change."""
-    dtype = np.uint8 if r.spec.num_experts <= 256 else np.uint16
-    text = npy_text(r.all_layers()[start:].astype(dtype))
+    text = npy_text(_narrow(r, start))
     choice = {"index": 0, "text": "", "finish_reason": "length", "token_ids": r.response, "routed_experts": text}
     return {"id": "cmpl-1", "choices": [{**choice, "prompt_token_ids": r.prompt, **changed}]}
 

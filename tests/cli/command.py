@@ -20,8 +20,6 @@ model = {preset = "qwen3-30b-a3b", num_experts = 8, top_k = 2}
 
 @dataclass
 class Result:
-    """What a command printed, and its exit code."""
-
     returncode: int
     stdout: str
     stderr: str

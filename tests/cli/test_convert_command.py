@@ -57,9 +57,7 @@ def test_options_are_checked(folder, options, message):
     refused(folder, message, "answer.json", "out", *options)
 
 
-@pytest.mark.parametrize(
-    "options", ["--model model", "--tokens rows", "--start 0", "--weight-version 3", "--model m --start 0"]
-)
+@pytest.mark.parametrize("options", ["--model model", "--tokens rows", "--weight-version 3", "--model m --start 0"])
 def test_options_that_change_nothing_about_a_trace_are_refused(folder, options):
     result = foreroute("convert", "trace", "out", *options.split(), cwd=folder)
     assert result.returncode == 2
@@ -68,7 +66,7 @@ def test_options_that_change_nothing_about_a_trace_are_refused(folder, options):
     assert not (folder / "out").exists()
 
 
-@grid("tokens", ["5", "{}", '"x"', "[1.5]", "[[1.5]]", "[true]", "[null]", "[[true]]", "[", "[[[1]]]"], quick=4)
+@pytest.mark.parametrize("tokens", ["{}", "[1.5]", "[[true]]", "[", "[[[1]]]"])
 def test_a_file_of_tokens_is_not_cast(folder, tokens):
     (folder / "rows.npy").write_bytes(wires.npy(R.all_layers()))
     (folder / "tokens.json").write_text(tokens)
@@ -97,7 +95,6 @@ def test_an_answer_needs_a_model(folder):
 
 
 def test_what_is_missing_is_told_in_options_of_the_verb(folder):
-    """Not in arguments of `decode`, which has them too."""
     (folder / "rows.npy").write_bytes(wires.npy(R.all_layers()))
     refused(folder, "rows.npy: the output does not carry the tokens of sequence 0; pass --tokens, prompt", "rows.npy")
     (folder / "tokens.json").write_text(json.dumps([[*R.tokens, 1, 2]]))
@@ -114,12 +111,6 @@ def test_text_that_looks_like_a_header_is_not_taken_for_a_trace(folder):
     (folder / "answer.json").write_text('{"out": {' + "}, " + json.dumps(body)[1:])
     assert (folder / "answer.json").read_text()[8] == "{"
     assert converted(folder).returncode == 0
-
-
-def test_input_is_bounded_in_length(folder, monkeypatch):
-    most = len(wires.vllm_http(R)) - 1
-    monkeypatch.setattr("foreroute.capture.arrays.MAX_TEXT", most)
-    refused(folder, f"characters; expected at most {most}")
 
 
 def test_what_decode_advises_is_still_said_so():
@@ -142,6 +133,5 @@ def test_log_probs_are_kept_on_request(folder):
 
 def test_log_probs_that_are_not_there_are_refused(folder):
     refused(folder, "0 log-probs for", "answer.json", "out", "--to", "generation")
-    result = foreroute("convert", folder / "trace", folder / "out", "--to", "generation")
-    assert result.returncode == 2
-    assert "trace without log-probs" in " ".join(result.stderr.split())
+    result = foreroute("convert", folder / "trace", folder / "out", "--to", "generation", columns=400)
+    assert (result.returncode, "trace without log-probs" in result.stderr) == (2, True)

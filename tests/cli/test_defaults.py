@@ -11,7 +11,6 @@ from foreroute.cli.doctor import run_doctor
 from foreroute.cli.main import app
 from foreroute.cli.plan import read_step
 from foreroute.ep.transfer.engine import TransferOptions
-from foreroute.files.config_file import Section
 from foreroute.plan import PlanOptions
 from foreroute.simulate.methods import PRESETS
 from foreroute.simulate.steps import TOKEN_BUDGET
@@ -79,19 +78,6 @@ def test_the_trainer_and_the_simulator_plan_by_the_same_defaults():
     assert TOKEN_BUDGET == 16_384
 
 
-class Silent(Section):
-    """A key says nothing."""
-
-    shown: int = 1
-    """Something."""
-    silent: int = 1
-
-
 def test_the_keys_of_the_pages_are_up_to_date():
     for page, text in config_reference.pages().items():
         assert page.read_text(encoding="utf-8") == text, f"{page.name}: run make config-reference"
-
-
-def test_a_key_without_a_text_is_refused():
-    with pytest.raises(SystemExit):
-        list(config_reference.tables(Silent, "silent"))

@@ -9,15 +9,14 @@ import pytest
 
 import foreroute as fr
 from foreroute.cli.plan import _facts, parse_options, read_step, run_plan
-from foreroute.costs.cluster_file import load_cluster
-from foreroute.errors import InputError
 from foreroute.layout import pack_sequences
-from foreroute.plan import PlanOptions, load_plan, verify
-from foreroute.plan.counts import packed_counts, save_counts, sequence_counts
+from foreroute.plan import PlanOptions, Topology, load_plan, save_plan, verify
+from foreroute.plan.counts import packed_counts, save_counts
 from foreroute.planner.homes import place_homes
 from foreroute.report.format import size
 from foreroute.testing.routes import synthetic_trace
 from tests.cli.command import CLUSTER, foreroute
+from tests.plan.random_plans import LINKS
 from tests.tiers import grid
 from tests.traces import random_trace, spec_of
 
@@ -38,6 +37,8 @@ def files(tmp_path_factory):
     (folder / "cluster.toml").write_text(CLUSTER)
     save_counts(counts(), folder / "counts.safetensors")
     save_counts(counts(1), folder / "before.safetensors")
+    two = Topology(2, 2, 0, LINKS)
+    save_plan(fr.planner.plan(np.ones((1, 2, 2, 8), np.int64), two), folder / "two.safetensors")
     for n in range(2):
         trace = synthetic_trace(spec_of(), [20, 12, 12, 12, 12, 20, 12, 20], seed=n, correlation=0.7)
         fr.save(trace, folder / f"step-{n:06d}.safetensors")
@@ -79,7 +80,6 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
 
 
 def slowest_over_mean(counts_MLGE, home_LE):
-    """By the definition, in loops."""
     slowest, num_ranks = 0, counts_MLGE.shape[2]
     for m, layer in np.ndindex(counts_MLGE.shape[:2]):
         loads_E = counts_MLGE[m, layer].sum(axis=0)
@@ -126,34 +126,15 @@ def test_what_is_reached_with_less_than_the_plan(files, tmp_path):
     assert "packed by routes" not in " ".join(result.stdout.split()).replace("none is packed by routes", "")
 
 
-@pytest.mark.slow
-def test_traces_are_packed_by_length(files, tmp_path):
-    traces = sorted(files.glob("step-*.safetensors"))
-    output = tmp_path / "plan.safetensors"
-    names = " ".join(map(str, traces))
-    result = plan(f"{names} --topology cluster.toml --token-budget 40 --output {output} --no-baselines", files)
-    assert result.returncode == 0, result.stderr
-    assert "16 sequences by length, at most 40 tokens" in result.stdout
-    step = read_step(files / "cluster.toml", traces, token_budget=40)
-    verify(load_plan(output), step.counts_MLGE)
-    assert step.counts_MLGE.sum(axis=3).max() <= 40 * 2
-    loaded, costs = [fr.load(path) for path in traces], load_cluster(files / "cluster.toml").costs
-    token_s, square_s = costs.attention_seconds(np.array([1, 0]), np.array([0, 1]))
-    lengths = np.concatenate([trace.lengths for trace in loaded])
-    packing = pack_sequences(lengths, 4, 40, square_cost=square_s / token_s)
-    assert np.array_equal(step.counts_MLGE, packed_counts(loaded, packing))
-
-
-def test_traces_are_packed_by_routes_for_the_homes_of_the_step(files, tmp_path):
+def test_traces_are_packed_by_length_or_by_routes_for_the_homes_of_the_step(files, tmp_path):
     traces = sorted(files.glob("step-*.safetensors"))
     loaded = [fr.load(path) for path in traces]
-    counts_SLE = sequence_counts(loaded)
-    assert counts_SLE.shape == (16, 3, 8)
-    for s, trace, start in ((2, loaded[0], 2), (11, loaded[1], 3)):
-        alone = trace.select([start])
-        ids = alone.expert_ids_NLK[alone.valid_N, 1]
-        assert counts_SLE[s, 1].tolist() == np.bincount(ids.ravel(), minlength=8).tolist()
     by_length = read_step(files / "cluster.toml", traces, token_budget=40)
+    assert "16 sequences by length, at most 40 tokens" in by_length.facts["packing"]
+    token_s, square_s = by_length.cluster.costs.attention_seconds(np.array([1, 0]), np.array([0, 1]))
+    lengths = np.concatenate([trace.lengths for trace in loaded])
+    packing = pack_sequences(lengths, 4, 40, square_cost=square_s / token_s)
+    assert np.array_equal(by_length.counts_MLGE, packed_counts(loaded, packing))
     for moves in (0, 3):
         options = PlanOptions(packing="routes", home_moves=moves)
         step = read_step(files / "cluster.toml", traces, token_budget=40, options=options)
@@ -194,15 +175,14 @@ def test_the_step_before_from_traces(files):
     ("words", "message"),
     [
         (f"step-000000.safetensors --token-budget {'9' * 20}", "the token budget is 99999999999999999999; expected"),
-        ("", "Missing argument"),
         ("counts.safetensors step-000000.safetensors", "counts of a whole step; leave out the 1 other"),
         ("step-000000.safetensors step-000000.safetensors", "step has each once"),
         ("counts.safetensors --token-budget 40", "--token-budget is for traces"),
         ("counts.safetensors --set packing=routes", "packing=routes is for traces; counts are packed"),
         ("counts.safetensors --set tolerance", "gives no value; expected key=value"),
-        ("counts.safetensors --set home_moves=many", "home_moves is 'many'; expected a whole number"),
         ("counts.safetensors --set home-moves=2", "home-moves: unknown key; did you mean home_moves?"),
         ("counts.safetensors --previous three.safetensors", "has 3 layers of 8 experts"),
+        ("counts.safetensors --previous two.safetensors", "is a plan of [2, 8] layers and experts on 2 ranks"),
         ("counts.safetensors --previous three.safetensors --previous counts.safetensors", "leave out the 1 other"),
         ("step-000000.safetensors other.safetensors", "other.safetensors"),
         ("counts.safetensors --output plan.html", "is the name of the page"),
@@ -223,24 +203,13 @@ def test_a_users_error_is_one_message_and_exit_code_2(files, words, message):
 
 
 def test_every_option_of_the_planner_can_be_set():
-    values = {"home_moves": "all", "slots": "shared", "traffic": "true", "tolerance": "0.5", "threads": "3"}
-    found = parse_options([f"{key}={value}" for key, value in values.items()])
+    found = parse_options(["home_moves=all", "slots=shared", "traffic=true", "tolerance=0.5", "threads=3"])
     assert found == PlanOptions(home_moves=None, slots="shared", traffic=True, tolerance=0.5, threads=3)
     for field in fields(PlanOptions):
         default = getattr(PlanOptions(), field.name)
         if default is not None:
             assert parse_options([f"{field.name}={str(default).lower()}"]) == PlanOptions()
     assert parse_options(['slots="layer"']) == parse_options([]) == PlanOptions()
-
-
-@pytest.mark.slow
-def test_a_plan_of_other_ranks_is_no_start(files, tmp_path):
-    (tmp_path / "two.toml").write_text(CLUSTER.replace("num_ranks = 4", "num_ranks = 2"))
-    save_counts(np.ones((1, 2, 2, 8), np.int64), tmp_path / "counts.safetensors")
-    two = "counts.safetensors --topology two.toml --output two.safetensors --no-baselines"
-    assert plan(two, tmp_path).returncode == 0
-    with pytest.raises(InputError):
-        read_step(files / "cluster.toml", [files / "counts.safetensors"], previous=[tmp_path / "two.safetensors"])
 
 
 @pytest.mark.usefixtures("unpainted")
@@ -253,53 +222,43 @@ def test_existing_files_are_replaced_only_when_asked(files, tmp_path):
         return plan(f"{given} {more}", tmp_path, columns=400)
 
     page, output = tmp_path / "plan.html", tmp_path / "plan.safetensors"
-    page.write_text("mine")
-    for more, message in (
-        ("", "plan.html already exists; pass another --output, or --overwrite"),
-        ("--overwrite", "plan.html exists and is no page that foreroute wrote"),
+    trace = (files / "step-000000.safetensors").read_bytes()
+    for path, content, more, message in (
+        (page, b"mine", "", "plan.html already exists; pass another --output, or --overwrite"),
+        (page, b"mine", "--overwrite", "plan.html exists and is no page that foreroute wrote"),
+        (output, trace, "--overwrite", "plan.safetensors is no plan, which is all that --overwrite replaces"),
     ):
+        path.write_bytes(content)
         result = run(more)
         assert (result.returncode, message in result.stderr) == (2, True), result.stderr
-        assert page.read_text() == "mine"
+        assert path.read_bytes() == content
+        path.unlink()
         assert not output.exists()
-    page.unlink()
-    trace = (files / "step-000000.safetensors").read_bytes()
-    output.write_bytes(trace)
-    assert "plan.safetensors is no plan, which is all that --overwrite replaces" in run("--overwrite").stderr
-    assert output.read_bytes() == trace
-    output.unlink()
+        assert not page.exists()
     for more in ("", "--overwrite"):
         assert run(more).returncode == 0
         assert "Plan of a step" in page.read_text()
 
 
 def test_rows_that_buffers_must_hold(files, tmp_path):
-    """The largest buffers are those of `known_rows` in Python, for traces and for counts after others."""
-    given = "step-000001.safetensors --previous step-000000.safetensors --token-budget 40 --set replicas=false"
-    result = plan(f"--topology cluster.toml --rows --no-baselines {given} --output {tmp_path / 'a.safetensors'}", files)
-    assert result.returncode == 0, result.stderr
-    traces = [fr.load(files / f"step-00000{n}.safetensors") for n in (0, 1)]
+    """Of traces and of counts, each after a step before, as `known_rows` has them."""
     home_LE = np.tile(np.arange(8) // 2, (3, 1))
-    before, known = (
-        fr.plan.known_rows(trace, home_LE, packing=pack_sequences(trace.lengths, 4, 40)) for trace in traces
-    )
-    shown = [line.split("  ")[0] for line in result.stdout.splitlines()]
-    assert any(
-        line.startswith("Rows that ranks receive at homes: recompute and update") for line in map(str.strip, shown)
-    )
-    for one in known.policies(before):
-        [line] = [line for line in result.stdout.splitlines() if line.startswith(one.name)]
-        assert line[len(one.name) :].split()[0] == f"{one.largest:,}"
-    output = tmp_path / "b.safetensors"
-    result = plan(
-        f"counts.safetensors --topology cluster.toml --rows --no-baselines --previous before.safetensors "
-        f"--output {output}",
-        files,
-    )
+    traces = [fr.load(files / f"step-00000{n}.safetensors") for n in (0, 1)]
+    of_traces = [fr.plan.known_rows(trace, home_LE, packing=pack_sequences(trace.lengths, 4, 40)) for trace in traces]
+    words = "step-000001.safetensors --previous step-000000.safetensors --token-budget 40 --set replicas=false"
+    shown = shown_rows(files, words, tmp_path / "a.safetensors")
+    assert "Rows that ranks receive at homes: recompute and update" in shown
+    for one in of_traces[1].policies(of_traces[0]):
+        assert f"{one.name} {one.largest:,} " in shown
+    shown = shown_rows(files, "counts.safetensors --previous before.safetensors", tmp_path / "b.safetensors")
+    most_before = fr.plan.known_rows(counts(1), home_LE[:2]).rows_MLG.max()
+    most = fr.plan.known_rows(counts(), load_plan(tmp_path / "b.safetensors")).rows_MLG.max()
+    assert f"the step before's most, of a layer {most_before:,}" in shown
+    assert f"known, of each cell {most:,}" in shown
+    assert "worst case" not in shown  # counts of no whole tokens
+
+
+def shown_rows(folder, words, output):
+    result = plan(f"--topology cluster.toml --rows --no-baselines {words} --output {output}", folder)
     assert result.returncode == 0, result.stderr
-    before, known = fr.plan.known_rows(counts(1), home_LE[:2]), fr.plan.known_rows(counts(), load_plan(output))
-    for name in ("mean x 1.10", "the step before's most, of a layer", "known, of each cell"):
-        assert name in result.stdout
-    assert "worst case" not in result.stdout  # counts of no whole tokens
-    assert f"{before.rows_MLG.max():,}" in result.stdout
-    assert f"{known.rows_MLG.max():,}" in result.stdout
+    return " ".join(result.stdout.split())

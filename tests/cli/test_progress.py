@@ -2,13 +2,9 @@
 
 import io
 import os
-import pty
 import re
 import signal
-import subprocess
-import sys
 import threading
-from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -24,7 +20,6 @@ from foreroute.records import Alarm, StepRecord
 from foreroute.records.step_record import ADVICE, MismatchRecord, SuspicionRecord
 from foreroute.train import parse_config
 from tests.cli.command import CLUSTER, foreroute
-from tests.tiers import grid
 from tests.traces import random_trace
 
 CONFIG = parse_config({"name": "watched", "rl": {"steps": 41}}, source="test")
@@ -61,25 +56,19 @@ PLAN = "plan counts.safetensors --topology cluster.toml --output plan.safetensor
 @pytest.mark.parametrize(
     ("words", "slow", "said"),
     [
-        ("inspect t", "traces.load", "reading t"),
         ("inspect t", "traces.digest", "counting the routes of t"),
         ("validate t u", "traces.load", "reading t: 0 of 2"),
-        ("diff t t", "traces.load", "reading t and t"),
         ("diff t t", "traces.explain", "comparing"),
-        ("convert t u", "convert.load", "reading t"),
         ("convert t u", "convert.save", "writing u"),
         (PLAN, "plan.read_step", "reading the step"),
         (PLAN, "plan.verify", "verifying and writing the plan"),
         (PLAN, "plan.compare_plan", r"comparing with other balancers: 0 of \d+"),
-        (f"{PLAN} --no-baselines", "plan.write_plan_page", "drawing the page"),
         ("simulate simulate.toml", "simulate.simulate", "simulating"),
         ("doctor --trainer t --rollout t", "doctor.load", "reading the rollout"),
         ("doctor --trainer t --rollout t", "doctor.TrainerPass", "reading the trainer's passes"),
-        ("doctor --trainer t --rollout t", "doctor.diagnose", "comparing"),
         ("doctor --model t --rollout t", "doctor._examined", "loading the model"),
         ("doctor --trainer t --rollout t --output p", "doctor.write_diagnosis", "drawing the page"),
         ("train run.toml", "train.train", "slow, preparing the run"),
-        ("demo --folder d", "demo.train", "none, preparing the run"),
         ("report run", "records.read_runs", "drawing the page"),
     ],
 )
@@ -110,33 +99,6 @@ def test_a_line_says_how_much_is_done_how_long_the_rest_takes_and_obeys_no_name(
         work.begin("a\x1b[2J\nb")
         assert work.time_left() == ""
     assert "\x1b[2J" not in text.getvalue()
-
-
-SLOW = """
-import sys, time
-from foreroute.cli.terminal import Console, working
-
-with working("planning", Console(), total=9216, unit="cells") as work:
-    work.advance(1234, 9216)
-    time.sleep(1.3 * sys.stdout.isatty())
-"""
-
-
-@grid("on_a_terminal", [True, False], quick=1)
-def test_a_real_terminal_has_a_bar_that_moves_and_a_pipe_has_nothing(on_a_terminal):
-    main_end, end = pty.openpty() if on_a_terminal else os.pipe()
-    variables = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    with subprocess.Popen([sys.executable, "-c", SLOW], env=variables, stdout=end, stderr=end) as process:
-        os.close(end)
-        shown = b""
-        with suppress(OSError):  # what a terminal answers that nobody writes to any more
-            while more := os.read(main_end, 4096):
-                shown += more
-    os.close(main_end)
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
-    assert process.returncode == 0
-    moved = bool(re.search(r"planning: 1,234 of 9,216 cells.*0:00:0[1-9]", text))
-    assert (moved, "━" in text) == (on_a_terminal, on_a_terminal), text
 
 
 def shown(works, steps, *, is_terminal=False, mismatch=None):

@@ -17,25 +17,17 @@ from foreroute.records.step_record import AlarmKind, ImportanceRecord, MismatchR
 
 def record(step, *, reward=None, loss=None, f2=None, disagreement=None, live_agreement=None, effective_share=None):
     """A step of a run without replay that measured these figures."""
-    side, shares = None, None
-    if f2 is not None or disagreement is not None:
-        unseen = math.nan
-        side = MismatchRecord(
-            k3=0.0,
-            f2=unseen if f2 is None else f2,
-            differing_share=unseen if disagreement is None else disagreement,
-            differing_tokens_share=0.0,
-        )
-    if effective_share is not None:
-        shares = ImportanceRecord(effective_share=effective_share, cut_share=0.0)
+    f2, disagreement = (math.nan if value is None else value for value in (f2, disagreement))
+    shares = [] if effective_share is None else [ImportanceRecord(effective_share=effective_share, cut_share=0.0)]
+    side = MismatchRecord(k3=0.0, f2=f2, differing_share=disagreement, differing_tokens_share=0.0)
     return StepRecord(
         step=step,
         reward_mean=reward,
         loss=loss,
         trained_with="native",
-        mismatch={} if side is None else {"native": side},
+        mismatch={"native": side},
         live_agreement=None if live_agreement is None else [live_agreement],
-        importance=shares,
+        importance=next(iter(shares), None),
     )
 
 
@@ -69,8 +61,7 @@ def test_the_collapse_rule_is_its_definition(stretches):
     assert first_alarm(reward=rewards) == expected
 
 
-@pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("at", [0, 5, 15, 29])
+@pytest.mark.parametrize(("lost", "at"), [(math.nan, 0), (math.inf, 5), (-math.inf, 29)])
 def test_a_step_without_a_reward_silences_no_collapse(lost, at):
     """No response of a step got a reward: that step is left out of the means, and all after it are as they were."""
     rewards = [0.75] * 30 + [0.0] * 30

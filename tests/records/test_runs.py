@@ -24,7 +24,7 @@ def test_a_folder_is_read_whole(tmp_path):
     assert run.notes == ()
 
 
-TORN = [b'{"step": 2, "reward_me', b'{"step": 2, "reward_mean": 0.5', b"\0\0\0", b'{"name": "\\', b'{"step": 2, "\xc3']
+TORN = [b'{"step": 2, "reward_mean": 0.5', b"\0\0\0", b'{"step": 2, "\xc3']
 
 
 @pytest.mark.parametrize("tail", TORN)
@@ -48,14 +48,12 @@ def edit_line(folder, number, text):
 
 
 def execution_line(at_home, executed, sides=("at_home", "executed")):
-    """Of two ranks with one pass."""
     passes = {"update": {"at_home_MLG": at_home, "executed_MLG": executed}}
     said = dict.fromkeys(sides, 1.5)
     return json.dumps({"step": 1, "execution": {"ranks": 2, "max_over_mean": said, "passes": passes}})
 
 
 def test_a_line_of_two_ranks_and_a_share_to_rounding_are_read(tmp_path):
-    """A share is a quotient of sums."""
     folder = write_run(tmp_path / "a", config(), steps(4))
     edit_line(folder, 4, execution_line([[[1, 2]]], [[[2, 1]]]).replace('"step": 1', '"step": 3'))
     edit_line(folder, 2, '{"step": 1, "clip_share": 1.0000001}')
@@ -107,27 +105,19 @@ def test_lines_that_are_not_those_of_the_steps_from_0_on_are_refused(tmp_path, l
         read_run(write_run(tmp_path / "a", config(), lines, tail=tail))
 
 
-@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl"])
-@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\xfe", b"\0" * 40, b'"\\ud800"', b"null", "folder", None])
-def test_no_file_of_a_run_ends_in_a_traceback(tmp_path, name, content):
-    with pytest.raises(RunFolderError):
-        read_run(tmp_path / "a")
-    folder = write_run(tmp_path / "a", config(), steps(2))
-    (folder / name).unlink(missing_ok=True)
-    if content is not None:
-        (folder / name).mkdir() if content == "folder" else (folder / name).write_bytes(content)
-    with pytest.raises(RunFolderError, match=name.replace(".", r"\.")):
-        read_run(folder)
-
-
-@pytest.mark.parametrize("seed", ["zero", "7", 7.0, True])
-def test_a_damaged_config_is_refused(tmp_path, seed):
-    folder = write_run(tmp_path / "a", config() | {"seed": seed}, steps(1))
-    with pytest.raises(RunFolderError):
-        read_run(folder)
-
-
 def test_labels_tell_runs_of_one_name_apart(tmp_path):
     folders = [write_run(tmp_path / name, config("same"), steps(1)) for name in ("a", "b", "x/b")]
     other = write_run(tmp_path / "c", config("other"), steps(1))
     assert [run.label for run in read_runs([*folders, other])] == ["same (a)", "same (b) #2", "same (b) #3", "other"]
+
+
+def test_what_is_missing_or_damaged_beside_the_metrics_is_named(tmp_path):
+    with pytest.raises(RunFolderError, match="is not a folder"):
+        read_run(tmp_path / "a")
+    folder = write_run(tmp_path / "a", config() | {"seed": 7.0}, steps(1))
+    with pytest.raises(RunFolderError, match=r"config\.json .*seed.* 7\.0"):
+        read_run(folder)
+    for name in ("metrics.jsonl", "config.json"):
+        (folder / name).unlink()
+        with pytest.raises(RunFolderError, match=f"{name} does not exist"):
+            read_run(folder)

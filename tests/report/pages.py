@@ -5,7 +5,6 @@ import re
 
 
 def text_of(page):
-    """The words, with single spaces between them."""
     body = page.partition("<body>")[2]
     plain = html.unescape(re.sub(r"<[^>]+>", " ", body)).replace("\N{NO-BREAK SPACE}", " ")
     return re.sub(r"\s+", " ", plain)
@@ -21,7 +20,6 @@ def rows_of(page):
 
 
 def plots_of(page):
-    """What pictures show, in words, by title."""
     said = re.findall(
         r'<img src="data:image/svg\+xml;base64,[^"]+" alt="([^"]+)">', page.replace("\N{NO-BREAK SPACE}", " ")
     )

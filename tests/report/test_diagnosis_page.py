@@ -18,26 +18,14 @@ from foreroute.trace import LayerKind, RoutedLayer, RoutingSpec
 from tests.report.pages import text_of
 from tests.traces import random_trace
 
-
-def full():
-    engine, own = random_trace(3), random_trace(3, route_seed=9)
-    engine, own = (t.with_weight_version(1) for t in (engine, own))
-    logprobs = -np.arange(1.0, 9.0)
-    return diagnose(
-        Evidence(
-            engine=engine,
-            engine_logprobs_R=logprobs,
-            native=TrainerPass(own, logprobs + 0.1),
-            replayed=TrainerPass(None, logprobs + 0.01),
-            repeated=TrainerPass(own, logprobs + 0.1),
-            repacked=TrainerPass(own, logprobs + 0.1),
-        ),
-        {"model": "test"},
-    )
+ENGINE, OWN = (random_trace(3, route_seed=seed).with_weight_version(1) for seed in (3, 9))
+LOGPROBS = -np.arange(1.0, 9.0)
 
 
 def test_everything_that_was_measured_is_on_the_page(tmp_path):
-    diagnosis = full()
+    own = TrainerPass(OWN, LOGPROBS + 0.1)
+    given = {"native": own, "repeated": own, "repacked": own, "replayed": TrainerPass(None, LOGPROBS + 0.01)}
+    diagnosis = diagnose(Evidence(engine=ENGINE, engine_logprobs_R=LOGPROBS, **given), {"model": "test"})
     html = write_diagnosis(diagnosis, tmp_path / "page.html", [("Look at the run", "foreroute report r")]).read_text()
     text = text_of(html)
     for finding in diagnosis.findings:
@@ -52,33 +40,24 @@ def test_everything_that_was_measured_is_on_the_page(tmp_path):
 
 def test_the_table_has_what_was_measured_and_nothing_else(tmp_path):
     """Routes alone, with and without a pass on them; log-probs alone; the trainer beside itself alone."""
-    engine, own = (random_trace(3, route_seed=seed).with_weight_version(1) for seed in (3, 9))
-    logprobs = -np.arange(1.0, 9.0)
-    native, replayed = TrainerPass(own, logprobs), TrainerPass(None, logprobs)
-    shares = measure_table(diagnose(Evidence(engine=engine, native=native)).measures).rows[0].cells[3:]
+    native, replayed = TrainerPass(OWN, LOGPROBS), TrainerPass(None, LOGPROBS)
+    shares = measure_table(diagnose(Evidence(engine=ENGINE, native=native)).measures).rows[0].cells[3:]
     assert all(re.fullmatch(r"\d+(\.\d+)?.%", share) and share != "0" for share in shares), shares
-    unscored = Evidence(engine=engine, native=native, replayed=replayed, repeated=native, repacked=native)
-    scored = replace(unscored, engine_logprobs_R=logprobs - 0.1)
-    for evidence, expected in (
-        (unscored, {"Engine and trainer, without replay": ("\N{EN DASH}", "\N{EN DASH}", *shares)}),
-        (
-            replace(unscored, replayed=None),
-            {"Engine and trainer, without replay": ("\N{EN DASH}", "\N{EN DASH}", *shares)},
-        ),
-        (scored, {"Engine and trainer, with replay": (..., ..., "0, forced", "0, forced")}),
-        (
-            replace(scored, engine=None),
-            {"Engine and trainer, without replay": (..., ..., "\N{EN DASH}", "\N{EN DASH}")},
-        ),
-        (replace(unscored, random_weights=True), {}),
+    unscored = Evidence(engine=ENGINE, native=native, replayed=replayed, repeated=native, repacked=native)
+    scored = replace(unscored, engine_logprobs_R=LOGPROBS - 0.1)
+    dash, first, forced = "\N{EN DASH}", "Engine and trainer, without replay", "Engine and trainer, with replay"
+    for evidence, name, expected in (
+        (unscored, first, (dash, dash, *shares)),
+        (replace(unscored, replayed=None), first, (dash, dash, *shares)),
+        (scored, forced, (..., ..., "0, forced", "0, forced")),
+        (replace(scored, engine=None), first, (..., ..., dash, dash)),
+        (replace(unscored, random_weights=True), None, ()),
     ):
         rows = {row.cells[0]: row.cells[1:] for row in measure_table(diagnose(evidence).measures).rows}
-        for name, cells in expected.items():
-            assert [cell for cell, want in zip(rows[name], cells, strict=True) if want not in (cell, ...)] == []
-        forced = [name for name, cells in rows.items() if "0, forced" in cells]
-        assert forced == [
-            name for name in ("Engine and trainer, with replay",) if evidence.engine_logprobs_R is not None
-        ]
+        assert all(want in (cell, ...) for cell, want in zip(rows.get(name, ()), expected, strict=True))
+        assert [name for name, cells in rows.items() if "0, forced" in cells] == (
+            [] if evidence.engine_logprobs_R is None else [forced]
+        )
 
 
 def test_layers_have_the_numbers_that_the_model_gives_them(tmp_path):
@@ -108,7 +87,6 @@ def test_a_diagnosis_without_evidence_says_what_is_missing(tmp_path):
 
 
 def test_roots_that_are_no_near_ties_are_in_a_table_and_the_parts_of_k3_in_tiles(tmp_path):
-    """Healthy batches have no table."""
     engine, own = (random_trace(3, num_layers=12, route_seed=seed) for seed in (3, 9))
     deficits = np.random.default_rng(0).exponential(1, engine.expert_ids_NLK.shape[:2])
     logprobs = -np.arange(1.0, 9.0)

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from foreroute.records import read_runs
+from foreroute.report import run_plots
 from foreroute.report.figure import SIDE_COLOURS
 from foreroute.report.run import write_report
 from foreroute.report.run_plots import SIDE_WORDS, update_plots
@@ -82,17 +83,15 @@ def test_a_comparison_names_every_run_and_marks_what_differs(comparison):
 @pytest.mark.usefixtures("unpainted")
 def test_numbers_of_the_table_reach_the_page(tmp_path):
     native = side(0.00123, f2=0.025, cells=0.25, tokens=0.5)
-    lines = [
-        {"step": i, "reward_mean": 0.25, "seconds": {"all": 1.5}, "mismatch": {"native": native}} for i in range(20)
-    ]
-    for line in lines[::5]:
-        line["mismatch"] = {"native": native, "replayed": side(0.0)}
+    line = {"reward_mean": 0.25, "seconds": {"all": 1.5}, "mismatch": {"native": native}}
+    lines = [{"step": i, **line} for i in range(20)]
+    for both in lines[::5]:
+        both["mismatch"] = {"native": native, "replayed": side(0.0)}
     html = page_of([write_run(tmp_path / "a", config("solo"), lines)], tmp_path)
     shown = re.findall(r'<tr class="( strong)?"><th scope="row"><span.*?</span>(solo</th>.*?)</tr>', html)
     cells = [[mark, *re.findall(r"<td[^>]*>(.*?)</td>", row.replace("\N{NO-BREAK SPACE}", " "))] for mark, row in shown]
-    own = ["0.250", "0.250", "20", "1.50 s"]
     assert cells == [
-        [" strong", "without", "25.0 %", "50.0 %", "1.23e-3", "2.50 %", *own],
+        [" strong", "without", "25.0 %", "50.0 %", "1.23e-3", "2.50 %", "0.250", "0.250", "20", "1.50 s"],
         ["", "with", "0 %", "0 %", "0", "0 %", "", "", "", ""],
     ]
     assert "measured both ways at 4 of 20" in text_of(html)
@@ -185,6 +184,18 @@ def test_what_is_odd_or_missing_is_said(tmp_path):
         "Not recorded by: “sparse”.",
     ):
         assert said in text_of(page), said
+
+
+def test_a_sudden_jump_is_drawn_as_one(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(run_plots, "card_of_runs", lambda said, axes, *_: drawn.append(axes.get_lines()))
+    lines = [{"step": step, "reward_mean": 0.5 if step < 20 else 0.1} for step in range(40)]
+    runs = read_runs([write_run(tmp_path / "run", config("r"), lines)])
+    run_plots.plot_lines(
+        run_plots.LINES["reward_mean"], runs, run_plots.series_by_run(runs, "reward_mean"), smooth=True
+    )
+    thin, thick = ([*line.get_ydata()] for line in drawn[0])
+    assert thin == thick == [0.5] * 20 + [0.1] * 20
 
 
 @pytest.mark.parametrize(

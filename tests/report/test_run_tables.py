@@ -1,6 +1,7 @@
 """The tables of a run: its summary against numbers worked out by hand, and its alarms."""
 
-import html
+import re
+from itertools import product
 from typing import get_args
 
 import pytest
@@ -8,14 +9,13 @@ import pytest
 from foreroute.mismatch import LooksLike
 from foreroute.records import read_runs
 from foreroute.records.step_record import ADVICE, AlarmKind
-from foreroute.report.finding import run_finding
-from foreroute.report.run import write_report
+from foreroute.report.run import run_finding, write_report
 from foreroute.report.run_tables import alarm_table, summary_rows, suspicion_table
 from tests.report.report_runs import config, side, step_line, write_run
 
 
-def row_of(tmp_path, lines, **settings):
-    (row,) = summary_rows(read_runs([write_run(tmp_path / "run", config("r", **settings), lines)]))
+def row_of(tmp_path, lines):
+    (row,) = summary_rows(read_runs([write_run(tmp_path / "run", config("r"), lines)]))
     return row
 
 
@@ -34,12 +34,13 @@ def test_sides_are_averaged_over_the_steps_where_both_were_measured(tmp_path):
     assert (row.differing_tokens_share["native"], row.differing_tokens_share["replayed"]) == pytest.approx((0.5, 0.1))
 
 
-def test_a_run_measured_one_way_shows_that_way_alone(tmp_path):
-    lines = [{"step": i, "mismatch": {"native": side(0.1 * (i + 1))}} for i in range(3)]
-    row = row_of(tmp_path, lines, routing="R2")
-    assert row.k3["native"] == pytest.approx(0.2)
-    assert row.k3["replayed"] is None
-    assert (row.paired_steps, row.trains_with, row.routing) == (0, "native", "R2")
+def test_a_run_measured_one_way_shows_that_way_alone_and_an_empty_step_nothing(tmp_path):
+    row = row_of(tmp_path / "a", [{"step": i, "mismatch": {"native": side(0.1 * (i + 1))}} for i in range(3)])
+    assert (row.k3["native"], row.k3["replayed"], row.paired_steps) == (pytest.approx(0.2), None, 0)
+    row = row_of(tmp_path / "b", [{"step": 0}])
+    assert row.k3 == row.f2 == row.differing_share == row.differing_tokens_share == {"native": None, "replayed": None}
+    assert row.reward_first is row.reward_last is row.seconds_per_step is None
+    assert row.seconds_by_phase == {}
 
 
 @pytest.mark.parametrize(
@@ -51,21 +52,10 @@ def test_reward_is_averaged_over_ten_steps_at_each_end_or_those_there_are(tmp_pa
 
 
 def test_time_is_the_mean_sum_of_phases(tmp_path):
-    lines = [
-        {"step": 0, "seconds": {"rollout": 3.0, "update": 1.0}},
-        {"step": 1, "seconds": {"rollout": 1.0, "update": 0.5, "measure": 0.5}},
-    ]
-    row = row_of(tmp_path, lines)
+    seconds = {"rollout": 3.0, "update": 1.0}, {"rollout": 1.0, "update": 0.5, "measure": 0.5}
+    row = row_of(tmp_path, [{"step": step, "seconds": each} for step, each in enumerate(seconds)])
     assert row.seconds_per_step == pytest.approx(3.0)
     assert row.seconds_by_phase == pytest.approx({"rollout": 2.0, "update": 0.75, "measure": 0.25})
-    assert sum(row.seconds_by_phase.values()) == pytest.approx(row.seconds_per_step)
-
-
-def test_what_was_never_recorded_is_none(tmp_path):
-    row = row_of(tmp_path, [{"step": 0}])
-    assert row.k3 == row.f2 == row.differing_share == row.differing_tokens_share == {"native": None, "replayed": None}
-    assert row.reward_first is row.reward_last is row.seconds_per_step is None
-    assert row.seconds_by_phase == {}
 
 
 def alarm(kind, value, threshold=0.1):
@@ -96,14 +86,20 @@ def test_steps_in_a_row_are_one_row_with_the_worst_value(tmp_path):
     ]
     assert table.column("What happened")[0].startswith("Too many tokens are far apart")
     assert table.column("Advice") == [ADVICE[kind] for kind in ("f2", "f2", "stale_routes")]
+    every = {step: [alarm(kind, 0.5)] for step, kind in enumerate(get_args(AlarmKind))}
+    assert alarm_table(read_runs([run_with(tmp_path / "every", every)])).column("Advice") == list(ADVICE.values())
 
 
 @pytest.mark.usefixtures("unpainted")
-def test_the_page_says_what_to_do_about_every_alarm(tmp_path):
-    by_step = {step: [alarm(kind, 0.5)] for step, kind in enumerate(get_args(AlarmKind))}
-    page = " ".join(html.unescape(text_of([run_with(tmp_path / "run", by_step)], tmp_path / "page.html")).split())
-    for kind in get_args(AlarmKind):
-        assert ADVICE[kind] in page, kind
+def test_the_next_command_stands_with_the_alarm_where_there_is_something_to_examine(tmp_path):
+    loud, quiet = run_with(tmp_path / "loud", {2: [alarm("f2", 0.2)]}), run_with(tmp_path / "quiet", {})
+    assert "foreroute doctor --model" not in text_of([loud, quiet], tmp_path / "1.html")
+    for folder, name in product((loud, quiet), ("rollouts", "checkpoints")):
+        (folder / name).mkdir()
+        (folder / name / "step-000000.safetensors").touch()
+    page = text_of([loud, quiet], tmp_path / "2.html")
+    alarms, rest = page.partition("<h2>Alarms")[2].split("<h2>", 1)
+    assert [re.findall(r"doctor --model \S*/(\w+) ", part) for part in (alarms, rest)] == [["loud"], ["loud", "quiet"]]
 
 
 def suspicion(looks_like, sentence="sequence 3 froze", **more):

@@ -7,10 +7,12 @@ import pytest
 
 from benchmarks.balancers import OTHER_BALANCERS
 from foreroute.costs.presets import hardware_preset
-from foreroute.report import simulation_plots
 from foreroute.report.simulation import (
     HEADINGS,
+    by_part,
+    by_phase,
     executed,
+    fit_summary,
     simulation_finding,
     simulation_table,
     simulation_tiles,
@@ -118,7 +120,6 @@ def page(folder, found=None, **parts):
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory):
-    """The page of all methods with everything on it."""
     return page(tmp_path_factory.mktemp("page"))
 
 
@@ -205,13 +206,18 @@ def test_some_methods_alone(tmp_path, names, shown, finding):
 def test_a_scenario_that_no_executor_carries_out_is_marked_at_every_figure(tmp_path):
     found = record(("static", "ours"))
     missing = ("expert-parallel ranks on several nodes", "expert data parallelism")
+    assert executed(record(("static", "eplb_step"))) == (
+        "Executed in tests on CPU processes: static. Not executed: EPLB, this step would take plans of other "
+        "balancers. The two limits never are."
+    )
+    assert executed(found) == "Executed in tests on CPU processes: static; foreroute. The two limits never are."
     found = replace(found, methods=tuple(replace(method, not_executed=missing) for method in found.methods))
     assert executed(found) == f"No executor carries out any of it: it takes {', '.join(missing)}."
     assert simulation_finding(found).startswith("By the cost model, and not executed, foreroute makes")
     assert set(simulation_table(found).column("Executed")) == {"no"}
     text = text_of(page(tmp_path, found))
     assert "All times are modelled, not executed" in text
-    plots = [simulation_plots.by_phase(found), simulation_plots.by_part(found)]
+    plots = [by_phase(found), by_part(found)]
     assert all(plot.caption.x_label.endswith("seconds, modelled, not executed") for plot in plots)
 
 
@@ -239,16 +245,6 @@ def test_a_step_that_takes_longer_is_no_gain_however_fast_its_training():
     assert simulation_tiles(found)[0].value == f"{1000 * (hours - found['static'].gpu_hours):.3g}"
 
 
-def test_only_what_is_not_executed_is_listed_as_such():
-    assert executed(record(("static", "ours"))) == (
-        "Executed in tests on CPU processes: static; foreroute. The two limits never are."
-    )
-    assert executed(record(("static", "eplb_step"))) == (
-        "Executed in tests on CPU processes: static. Not executed: EPLB, this step would take plans of other "
-        "balancers. The two limits never are."
-    )
-
-
 @pytest.mark.usefixtures("unpainted")
 def test_fitted_rates(tmp_path):
     found = FitRecord(
@@ -262,12 +258,10 @@ def test_fitted_rates(tmp_path):
         rank_correlation=1.0,
         before={"gemm_flops_per_s": 6e14, "host_bytes_per_s": 5e10, "layer_s": 4e-5},
     )
-    html = page(tmp_path, record(("static",)), fit=found)
-    text = text_of(html)
+    text = text_of(page(tmp_path, record(("static",)), fit=found))
     assert "gemm_flops_per_s 600 TFLOP/s 321 TFLOP/s" in text
     assert "host_bytes_per_s 50 GB/s 25 GB/s" in text
     assert "layer_s 40 us 90 us" in text
     assert "2 measured passes are predicted with a median error of 3.50 % and a worst of 4.00 %" in text
     assert "the rank correlation is 1.00." in text
-    html = page(tmp_path, record(("static",)), fit=replace(found, rank_correlation=None))
-    assert "the rank correlation is not defined." in text_of(html)
+    assert "the rank correlation is not defined." in fit_summary(replace(found, rank_correlation=None))

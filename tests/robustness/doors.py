@@ -272,7 +272,7 @@ def _load_everything():
         importlib.import_module(f"foreroute.cli.{name}")
     importlib.import_module("foreroute.adapters.checkpoint")  # torch does not load within the memory of a case
     importlib.import_module("foreroute.doctor.examine")
-    for name in ("plan_plots", "simulation_plots", "run_plots", "diagnosis_plots"):
+    for name in ("plan", "simulation", "run_plots", "diagnosis_plots"):
         importlib.import_module(f"foreroute.report.{name}")
     importlib.import_module("jinja2")
     _shorten_the_demo()

@@ -47,7 +47,6 @@ class CountingTrainer:
 
 @contextmanager
 def counting():
-    """Runs count instead of training."""
     policy = SimpleNamespace(spec=SimpleNamespace(num_experts=1), model=torch.nn.Identity())
     closed = SimpleNamespace(close=lambda: None)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,7 +1,7 @@
 """Steps of the trainer in float64, on several ranks and on one process that is given their rollouts; and whole runs."""
 
-from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from unittest import mock
 
@@ -54,7 +54,6 @@ def config_of(num_ranks, *, routing="R3", mini_steps=1, model=None, **parallel):
 
 
 def parallel_steps(rank, config, count, checkpoint=None):
-    """On every rank, from a checkpoint or from the beginning."""
     with precise_trainer(config) as trainer:
         if checkpoint is not None:
             trainer.restore(load_checkpoint(checkpoint))
@@ -68,19 +67,6 @@ def precise_trainer(config):
         engine = make_engine(config, policy)
         with closing(make_execution(config, policy, ranks)) as execution:
             yield make_trainer(config, make_task(config), policy, engine, execution)
-
-
-def steps_packed(rank, config, at_random):
-    """One step; sequences that would be exchanged by routes go anywhere instead, as many to each micro-step."""
-
-    def anywhere(packing, *_, **__):
-        rng, micro_step_S = np.random.default_rng(0), packing.micro_step_S.copy()
-        for own in range(packing.num_ranks):
-            micro_step_S[packing.rank_S == own] = rng.permutation(micro_step_S[packing.rank_S == own])
-        return replace(packing, micro_step_S=micro_step_S)
-
-    with mock.patch.object(experts, "exchange_sequences", anywhere) if at_random else nullcontext():
-        return parallel_steps(rank, config, 1)
 
 
 def steps_budgeted(rank, config):
@@ -118,7 +104,6 @@ def steps_unscaled(rank, config, count):
 
 
 def steps_alone(config, generations):
-    """By one process, on these rollouts."""
     policy, waiting = precise_policy(config), list(generations)
     sampled = SimpleNamespace(load_weights=lambda *_, **__: None, generate=lambda *_, **__: waiting.pop(0))
     trainer = make_trainer(config, make_task(config), policy, sampled)

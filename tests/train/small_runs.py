@@ -47,9 +47,15 @@ def small_values(**sections):
         "checkpoint": {"every": 2, "keep": 99},
         "measure": {"save_trace_every": 2},
     }
-    for name, section in sections.items():
-        values[name] = {**values.get(name, {}), **section} if isinstance(section, dict) else section
-    return values
+    return merged(values, sections)
+
+
+def merged(values, sections):
+    """Put keys of sections into those that are there."""
+    return values | {
+        name: {**values.get(name, {}), **section} if isinstance(section, dict) else section
+        for name, section in sections.items()
+    }
 
 
 def small_config(**sections):

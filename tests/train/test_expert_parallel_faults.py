@@ -49,7 +49,6 @@ def diverge_once(rank, config, folder):
 
 
 def run_unlike(rank, config, folder):
-    """Rank 1 was started with another configuration."""
     other = replace_rl(config, learning_rate=1.0)
     run(rank, other if rank == 1 else config, folder)
 
@@ -102,7 +101,6 @@ def test_what_goes_wrong_on_one_rank_ends_all_and_the_run_goes_on_later(workers,
 
 
 def test_ranks_end_together(workers, tmp_path):
-    """When numbers of one of them are not finite."""
     config = run_config(2, rl={"steps": 3, "routing": "none"}, checkpoint={"every": 1})
     outcomes = workers(2).outcomes(diverge_once, config, tmp_path / "run")
     assert [outcome.kind for outcome in outcomes] == ["DivergedError"] * 2, outcomes[0].trace

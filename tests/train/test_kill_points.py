@@ -5,7 +5,7 @@ Whatever a process would write from there on is not written, and what is there b
 
 import builtins
 import os
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import pytest
@@ -32,18 +32,21 @@ class Disk:
         self.folder, self.touches, self.dies_at = str(folder), 0, dies_at
 
     def touch(self, path):
-        if not str(path).startswith(self.folder):
-            return
-        if self.dies_at is not None and self.touches >= self.dies_at:
-            raise Killed
-        self.touches += 1
+        if str(path).startswith(self.folder):
+            if self.dies_at is not None and self.touches >= self.dies_at:
+                raise Killed
+            self.touches += 1
 
-    def stopping(self, real):
+    def stopping(self, name):
+        real = getattr(os, name)
+
         def call(path, *args, **options):
-            self.touch(path)
+            # opening makes a file only when told so
+            if name != "open" or args[0] & os.O_CREAT:
+                self.touch(path)
             return real(path, *args, **options)
 
-        return call
+        return mock.patch.object(os, name, call)
 
     def open(self, path, mode="r", **options):
         """Appending is two touches, with half of what is written between them."""
@@ -52,11 +55,10 @@ class Disk:
             real = file.write
 
             def write(text):
-                self.touch(path)
-                real(text[: len(text) // 2])
-                file.flush()
-                self.touch(path)
-                real(text[len(text) // 2 :])
+                for half in (text[: len(text) // 2], text[len(text) // 2 :]):
+                    self.touch(path)
+                    real(half)
+                    file.flush()
 
             file.write = write
         return file
@@ -65,18 +67,11 @@ class Disk:
 @contextmanager
 def on(disk):
     """Files are made, moved, removed and appended to on this disk."""
-    with mock.patch.object(run_folder, "open", disk.open, create=True):
-        names = ("replace", "unlink", "mkdir", "link")
-        patches = [mock.patch.object(os, name, disk.stopping(getattr(os, name))) for name in names]
-        real = os.open
-
-        def opened(path, flags, *rest, **options):
-            if flags & os.O_CREAT:
-                disk.touch(path)
-            return real(path, flags, *rest, **options)
-
-        with mock.patch.object(os, "open", opened), patches[0], patches[1], patches[2], patches[3]:
-            yield
+    with ExitStack() as held:
+        held.enter_context(mock.patch.object(run_folder, "open", disk.open, create=True))
+        for name in ("replace", "unlink", "mkdir", "link", "open"):
+            held.enter_context(disk.stopping(name))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from foreroute.train import parse_config, train
 from foreroute.train.chain import ChainTask
 from foreroute.train.config import METHODS
-from tests.train.small_runs import random_rewards, records, small_values, trainer_of
+from tests.train.small_runs import merged, random_rewards, records, small_values, trainer_of
 from tests.train.tiny_model import write_model, write_tokenizer
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -28,7 +28,6 @@ METHODS_SHOWN = blocks(OBJECTIVES)
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """The reader's folder."""
     folder = tmp_path_factory.mktemp("page")
     write_model(folder / "model")
     write_tokenizer(folder / "model")
@@ -51,11 +50,10 @@ def test_the_whole_configuration_trains(place, monkeypatch):
 @pytest.mark.parametrize("block", VARIATIONS, ids=lambda block: block.strip().splitlines()[1])
 def test_a_variation_trains(place, block, monkeypatch, tmp_path):
     monkeypatch.chdir(place)
-    values = tomllib.loads(BASE)
-    values["rl"]["steps"] = 1
-    for name, section in tomllib.loads(block).items():
-        kept = {} if "tokenizer" in section else values.get(name, {})
-        values[name] = {**kept, **section}
+    given, values = tomllib.loads(block), merged(tomllib.loads(BASE), {"rl": {"steps": 1}})
+    if "tokenizer" in given.get("model", {}):  # of a new model, in place of the folder
+        del values["model"]
+    values = merged(values, given)
     run = train(parse_config(values, source="the page"), tmp_path / "run")
     assert len(records(run.path)) == 1
 
@@ -64,12 +62,8 @@ def test_a_variation_trains(place, block, monkeypatch, tmp_path):
 @pytest.mark.parametrize("block", METHODS_SHOWN, ids=lambda block: block.strip().splitlines()[0])
 def test_a_method_of_the_page_runs(block, monkeypatch):
     monkeypatch.setattr(ChainTask, "rewards", random_rewards())
-    given = tomllib.loads(block)
-    base = small_values(task={"max_operands": 2}, rollout={"prompts": 2})
-    for name, section in given.items():
-        base[name] = {**base.get(name, {}), **section}
-    config = parse_config(base, source="the page")
-    _, record = trainer_of(config).run_step()
+    values = merged(small_values(task={"max_operands": 2}, rollout={"prompts": 2}), tomllib.loads(block))
+    _, record = trainer_of(parse_config(values, source="the page")).run_step()
     assert np.isfinite(record.loss)
     assert record.grad_norm > 0
 

@@ -18,9 +18,7 @@ from tests.adapters.hf.families import skip_where_nothing_is_spread
 from tests.cli.command import foreroute
 
 FILE = """
-[topology]
-num_ranks = 2
-redundant_slots = 2
+topology = {num_ranks = 2, redundant_slots = 2}
 
 [hardware]  # to begin with
 gemm_flops_per_s = 1e10
@@ -35,6 +33,9 @@ host_bytes_per_s = 1e9
 node_latency_s = 1e-4
 cluster_latency_s = 1e-4
 
+[costs]
+paths = "host"
+
 [model]
 num_layers = 3
 num_experts = 8
@@ -46,9 +47,6 @@ attention_width = 64
 vocabulary = 64
 weight_bytes = 4.0
 activation_bytes = 4.0
-
-[costs]
-paths = "host"
 """
 
 

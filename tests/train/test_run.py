@@ -1,5 +1,6 @@
 """Whole runs: what they record, that they repeat and resume bit for bit, and what they refuse."""
 
+import copy
 import shutil
 from dataclasses import replace
 
@@ -21,7 +22,15 @@ from foreroute.train.prompts import make_task
 from foreroute.train.run import Watcher
 from tests.tiers import grid
 from tests.train.counting_runs import counting, counting_config
-from tests.train.small_runs import SIZES, records, same_state, small_config, small_values, trainer_of
+from tests.train.small_runs import (
+    SIZES,
+    always_informative,
+    records,
+    same_state,
+    small_config,
+    small_values,
+    trainer_of,
+)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +41,6 @@ def whole(tmp_path_factory):
 
 @pytest.fixture
 def copied(whole, tmp_path):
-    """Its folder, to do things to."""
     shutil.copytree(whole.path, tmp_path / "copied")
     return RunFolder(tmp_path / "copied")
 
@@ -56,12 +64,8 @@ def test_an_interrupted_run_ends_as_the_uninterrupted_one(tmp_path, routing, min
     assert load_checkpoint(stopped.last_checkpoint())["step"] == 1
     assert phases == [(0, name) for name in ("rollout", "recompute", "measure", "update")]
     resumed = train(config, tmp_path / "stopped", resume=True)
-    same_run(resumed, whole)
-
-
-def same_run(one, other):
-    assert records(one.path) == records(other.path)
-    assert same_state(load_checkpoint(one.last_checkpoint()), load_checkpoint(other.last_checkpoint()))
+    assert records(resumed.path) == records(whole.path)
+    assert same_state(load_checkpoint(resumed.last_checkpoint()), load_checkpoint(whole.last_checkpoint()))
 
 
 @pytest.mark.slow
@@ -128,17 +132,6 @@ def test_a_warm_start_is_shared(whole, tmp_path):
     assert not (tmp_path / "third").exists()
 
 
-def test_folders_in_use_are_left_alone(whole, tmp_path):
-    before = {p: p.read_bytes() for p in whole.path.rglob("*") if p.is_file()}
-    with pytest.raises(RunFolderError):
-        train(small_config(), whole.path)
-    with pytest.raises(RunFolderError, match="learning_rate"):
-        train(small_config(rl={"learning_rate": 1.0, "steps": 9}), whole.path, resume=True)
-    with pytest.raises(RunFolderError):
-        train(small_config(), tmp_path / "nothing", resume=True)
-    assert {p: p.read_bytes() for p in whole.path.rglob("*") if p.is_file()} == before
-
-
 @pytest.mark.parametrize(
     ("family", "noise"),
     [
@@ -163,16 +156,13 @@ def test_nothing_random_is_left_in_training(family, noise):
     assert torch.equal(outputs[0], model.eval()(input_ids=ids).logits)
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.slow)])
-def test_every_kind_of_gate_trains_or_says_what_to_change(tmp_path, family):
-    config = {"name": family, "model": {"family": family, "sizes": dict(FAMILIES[family])}}
-    del config["model"]["sizes"]["vocab_size"]
-    values = {**small_values(rl={"steps": 1}), **config}
-    if family == "deepseek_v3":
-        with pytest.raises(ConfigError):
-            train(parse_config(values, source="test"), tmp_path / "run")
-        assert not (tmp_path / "run").exists()
-        values["warm_start"] = {**values["warm_start"], "aux_loss": 0.0}
+def test_a_family_without_a_balancing_loss_says_what_to_change(tmp_path):
+    sizes = {name: size for name, size in FAMILIES["deepseek_v3"].items() if name != "vocab_size"}
+    values = {**small_values(rl={"steps": 1}), "model": {"family": "deepseek_v3", "sizes": sizes}}
+    with pytest.raises(ConfigError, match=r"warm_start\.aux_loss"):
+        train(parse_config(values, source="test"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    values["warm_start"] = {**values["warm_start"], "aux_loss": 0.0}
     run = train(parse_config(values, source="test"), tmp_path / "run")
     assert records(run.path)[0]["mismatch"]["replayed"]["differing_share"] == 0
 
@@ -265,3 +255,26 @@ def test_a_metric_that_is_no_number_ends_the_run(tmp_path, monkeypatch):
     for within in ({"live_agreement": [0.5, float("inf")]}, {"mismatch": sides}, {"seconds": {"update": float("nan")}}):
         with pytest.raises(DivergedError):
             run.append(StepRecord(step=1, **within))
+
+
+def test_a_gradient_that_is_no_number_changes_no_weight(monkeypatch):
+    monkeypatch.setattr(ChainTask, "rewards", always_informative)
+    trainer = trainer_of(small_config())
+    trainer.run_step()
+    before = copy.deepcopy(trainer.state())
+    trainer.policy.router_parameters()[0].register_hook(lambda gradient: gradient * float("nan"))
+    with pytest.raises(DivergedError):
+        trainer.run_step()
+    kept = trainer.state()
+    assert same_state([before["model"], before["optimizer"]], [kept["model"], kept["optimizer"]])
+
+
+def test_a_step_without_any_reward_to_learn_from_is_taken_without_an_update(monkeypatch):
+    monkeypatch.setattr(ChainTask, "rewards", lambda task, problems, responses: np.ones(len(responses)))
+    trainer = trainer_of(small_config())
+    before = copy.deepcopy(trainer.state()["model"])
+    _, record = trainer.run_step()
+    assert same_state(before, trainer.state()["model"])
+    assert (record.reward_mean, record.grad_norm, record.loss) == (1, 0, 0)
+    assert record.sampling.informative_share == 0
+    assert trainer.step == 1

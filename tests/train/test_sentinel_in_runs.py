@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from foreroute.errors import BatchMismatchError, ConfigError
+from foreroute.errors import BatchMismatchError
 from foreroute.mismatch import LooksLike, Sentinel, Suspicion
 from foreroute.mismatch.sentinel import WARM_UP
 from foreroute.records import alarms
@@ -149,9 +149,3 @@ def test_a_past_of_other_ranks_is_learnt_anew():
     assert trainer._sentinel.until_judged == WARM_UP
     trainer.restore(copy.deepcopy(state))
     assert trainer._sentinel.until_judged == 0
-
-
-def test_nothing_is_watched_where_no_routes_of_the_rollout_are_replayed():
-    with pytest.raises(ConfigError, match=r"sentinel .*nothing"):
-        small_config(rl={"routing": "R2", "sentinel": "drop"})
-    assert small_config(rl={"routing": "none"}).rl.sentinel == "warn"

@@ -86,7 +86,6 @@ def test_a_run_trains_on_them(tmp_path, monkeypatch, routing):
 
 
 def doctored(trainer, generation):
-    """What the doctor finds about masks, and its measures."""
     diagnosis = diagnose(examine(trainer.policy.model, generation, temperature=TEMPERATURE))
     return [finding.sentence for finding in diagnosis.findings if finding.topic == "masks"], diagnosis.measures
 

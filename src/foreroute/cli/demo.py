@@ -17,8 +17,7 @@ from foreroute.cli.train import console_of_rank, train_and_report, watching
 from foreroute.errors import ConfigError
 from foreroute.files.config_file import MOST_COUNTED
 from foreroute.records import read_runs
-from foreroute.report.finding import run_finding
-from foreroute.report.run import write_report
+from foreroute.report.run import run_finding, write_report
 from foreroute.report.run_tables import load_table, summary_rows, summary_table
 from foreroute.train import RunFolder, TrainConfig, parse_config, train
 from foreroute.train.ranks import num_started

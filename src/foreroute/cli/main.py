@@ -240,8 +240,7 @@ def report(
     """Write one HTML page about runs."""
     from foreroute.cli.terminal import working
     from foreroute.records import read_runs
-    from foreroute.report.finding import run_finding
-    from foreroute.report.run import write_report
+    from foreroute.report.run import run_finding, write_report
 
     console = Console()
     with working("drawing the page", console):

@@ -12,8 +12,7 @@ from foreroute.cli.exit_codes import noting_the_first_signal
 from foreroute.cli.terminal import Console, Work, is_first_rank, working, write_page
 from foreroute.records import StepRecord, read_runs
 from foreroute.records.step_record import SIDES, AlarmKind
-from foreroute.report.finding import run_finding
-from foreroute.report.run import write_report
+from foreroute.report.run import run_finding, write_report
 from foreroute.train import TrainConfig, load_config, train
 from foreroute.train.run import Watcher
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from foreroute.doctor import Diagnosis, Severity
 from foreroute.doctor.evidence import Measures
 from foreroute.mismatch import RoutingMismatch, TokenMismatch
+from foreroute.report.diagnosis_plots import diagnosis_plots, explained
 from foreroute.report.format import percentage, scientific
 from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tile, Tone, write_page
 from foreroute.report.run import further
@@ -119,9 +120,6 @@ def _tiles(measures: Measures) -> tuple[Tile, ...]:
 
 
 def _page(diagnosis: Diagnosis, commands: Sequence[tuple[str, str]]) -> Page:
-    from foreroute.report.attribution_plots import explained
-    from foreroute.report.diagnosis_plots import diagnosis_plots
-
     findings, measures, roots = (
         finding_table(diagnosis),
         measure_table(diagnosis.measures),

@@ -1,4 +1,7 @@
-"""What the plots of several pages share: colours, sizes, cards, axes, heat maps and stacked bars."""
+"""What the plots of several pages share: colours, sizes, cards, axes, heat maps and stacked bars.
+
+matplotlib is imported where something is drawn: tables of the same pages are printed without it.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-from matplotlib.colors import TwoSlopeNorm
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
 from foreroute.records.step_record import Side
@@ -42,18 +42,23 @@ LABEL_WIDTH = 21
 
 def new_axes(inches: tuple[float, float] = INCHES) -> Any:
     """One pair of axes to draw on."""
-    return Figure(figsize=inches).subplots()
+    return new_figure(inches).subplots()
+
+
+def new_figure(inches: tuple[float, float]) -> Any:
+    """A figure without axes."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=inches)
 
 
 def card(caption: Caption, drawn: Any, alt: str, keys: Sequence[Key] = (), notes: Sequence[str] = ()) -> Plot:
     """Make a card of axes, which get the caption's labels, or of a figure. `alt` is for those who do not see it."""
-    figure = drawn
-    if not isinstance(drawn, Figure):
+    if drawn.figure is not drawn:
         drawn.set_xlabel(caption.x_label)
         drawn.set_ylabel(caption.y_label)
-        figure = drawn.figure
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    drawn.figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     # matplotlib writes six decimals of a point; a tenth is less than a pixel, and a third of the bytes go
     small = re.sub(rb' d="[^"]*"', lambda path: re.sub(rb"(\.\d)\d+", rb"\1", path[0]), buffer.getvalue())
     # a page loads nothing, so pictures are in it
@@ -71,12 +76,21 @@ def percent_axis(axes: Any) -> None:
 
 def percent_ticks(axis: Any) -> None:
     """Shares as percentages."""
+    from matplotlib.ticker import PercentFormatter
+
     axis.set_major_formatter(PercentFormatter(xmax=1, symbol=" %"))
 
 
-def integer_ticks(most: int) -> MaxNLocator:
+def integer_ticks(most: int) -> Any:
     """Ticks at whole numbers, also where there is one point; matplotlib alone would put fractions beside it."""
-    return MaxNLocator(integer=True, nbins=most, min_n_ticks=1)
+    return ticks(most, integer=True, min_n_ticks=1)
+
+
+def ticks(most: int, **how: Any) -> Any:
+    """At most this many ticks, at round numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    return MaxNLocator(nbins=most, **how)
 
 
 def layer_label(layers: Sequence[RoutedLayer]) -> str:
@@ -97,8 +111,7 @@ def number_layers(axis: Any, layers: Sequence[RoutedLayer]) -> None:
 
 def ticks_above_one(most: float) -> list[float]:
     """Ticks of a colour bar from 1 to `most`, none so near to 1 that its label would run into that of 1."""
-    ticks = MaxNLocator(4).tick_values(1.0, most)
-    return [float(tick) for tick in ticks if 1 + 0.15 * (most - 1) < tick <= most]
+    return [float(tick) for tick in ticks(4).tick_values(1.0, most) if 1 + 0.15 * (most - 1) < tick <= most]
 
 
 def heat_maps(
@@ -114,11 +127,13 @@ def heat_maps(
     The panels stand side by side, or `below` each other. The colour bar may begin at 1, which is white. `layers` are
     those of the y axis, where it has some.
     """
+    from matplotlib.colors import TwoSlopeNorm
+
     # nearly even loads would otherwise look as uneven as any
     most = max(1.05, *(float(over.max()) for over in loads.values()))
     # below and above the mean are different things: ranks that wait, and those waited for
     norm = TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=most)
-    figure = Figure(figsize=HEAT_INCHES)
+    figure = new_figure(HEAT_INCHES)
     panels = figure.subplots(*((len(loads), 1) if below else (1, len(loads))), sharex=True, sharey=True)
     for axes, (title, over) in zip(panels, loads.items(), strict=True):
         image = axes.imshow(over, norm=norm, cmap="RdBu_r", aspect="auto", interpolation="nearest")
@@ -178,6 +193,6 @@ def stacked_bars(
     axes.set_ylim(places_B[-1] + 0.6, -0.6)
     axes.grid(visible=False, axis="y")
     axes.tick_params(axis="y", length=0)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
+    axes.xaxis.set_major_locator(ticks(4))
     alt = ", ".join(f"{label} {step_time(total)}" for (label, _), total in zip(bars, totals_B, strict=True))
     return card(caption, axes, alt, [Key(name, colours[name]) for _, name in shown])

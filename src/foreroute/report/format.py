@@ -19,7 +19,7 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 AS_FAST = 1.005
 """What differs by no more than this factor is called as fast."""
 WINDOW = 10
-"""Steps at each end of a run whose reward is averaged, and of the thick line of a plot."""
+"""Steps at each end of a run whose reward is averaged."""
 
 INK, GREY = "#3b4550", "#8a94a0"
 """Colours of words in a picture, and of lines that only guide the eye."""

@@ -1,12 +1,13 @@
-"""Methods side by side, as a table and in a sentence: shared by the page of a plan and that of a simulation."""
+"""Methods side by side, as a table, a plot and in a sentence: shared by the page of a plan and that of a simulation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from foreroute.report.figure import stacked_bars
 from foreroute.report.format import TIMES, as_fast, duration, over_mean, percentage, step_time, times
-from foreroute.report.page import Column, Table, TableRow
+from foreroute.report.page import Caption, Column, Plot, Table, TableRow
 
 if TYPE_CHECKING:
     from foreroute.simulate.records import MethodRecord, SimulatedMethod, SimulationRecord
@@ -70,6 +71,16 @@ def method_table(
         shown = {"Method": label, **cells}
         rows.append(TableRow(cells=tuple(shown.get(heading, "") for heading in headings)))
     return Table(title=title, columns=columns, rows=tuple(rows))
+
+
+def passes_by_part(
+    caption: Caption, methods: Mapping[str, MethodRecord], colours: Mapping[str, str], *, unit_s: float = 1.0
+) -> Plot:
+    """Recompute of each method, given by its label, then update of each, by what they are spent on."""
+    recompute = [(label, one.recompute_parts) for label, one in methods.items()]
+    update = [(label, one.update_parts) for label, one in methods.items()]
+    bars = [(label, [parts[part] for part in colours]) for label, parts in (*recompute, *update)]
+    return stacked_bars(caption, bars, colours, unit_s=unit_s, headings={0: "recompute", len(methods): "update"})
 
 
 def worth(main: MethodRecord, static: MethodRecord, other: MethodRecord | None, other_label: str = "") -> str:

@@ -154,8 +154,8 @@ def check_page(target: Path) -> None:
         )
 
 
-def write_page(target: Path, page: Page | Callable[[], Page]) -> Path:
-    """Write a page, or what draws one in the style of all plots; a page that is there is replaced.
+def write_page(target: Path, make: Callable[[], Page]) -> Path:
+    """Make a page, in the style of all plots, and write it; a page that is there is replaced.
 
     Raises:
         InputError: as `check_page` does, when the system refuses to write, and when the `report` extra is not
@@ -164,14 +164,12 @@ def write_page(target: Path, page: Page | Callable[[], Page]) -> Path:
     target = as_path(target, InputError)
     check_page(target)
     try:
+        import matplotlib
         from jinja2 import Environment, PackageLoader, StrictUndefined
 
-        # drawn here, since a plot takes the style of the moment in which it is made
-        if not isinstance(page, Page):
-            import matplotlib
-
-            with matplotlib.rc_context(STYLE):
-                page = page()
+        # made here, since a plot takes the style of the moment in which it is made
+        with matplotlib.rc_context(STYLE):
+            page = make()
     except ModuleNotFoundError as error:
         raise InputError(f"a page needs {error.name}, which is not installed; {how_to_install('report')}") from error
     # names of runs and models come from outside: all of them are escaped

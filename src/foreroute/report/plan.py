@@ -1,4 +1,4 @@
-"""A plan, what it was made for and what else was tried -> a table, tiles, one page. It computes nothing."""
+"""A plan, what it was made for and what else was tried -> a table, tiles, plots, one page. It computes nothing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from foreroute.costs.pricing import PART_NAMES
 from foreroute.plan.capabilities import EXECUTES, EXECUTOR_NAMES, Ability
-from foreroute.report.format import TIMES, duration, over_mean, percentage, size, step_time, times
-from foreroute.report.methods import BOUND, method_table, worth
-from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tile, Tone, write_page
+from foreroute.report.figure import PART_COLOURS, heat_maps, layer_label
+from foreroute.report.format import TIMES, duration, over_mean, percentage, size, step_time, time_unit, times
+from foreroute.report.methods import BOUND, method_table, passes_by_part, worth
+from foreroute.report.page import Caption, Column, Page, PageSection, Plot, Table, TableRow, Tile, Tone, write_page
 
 if TYPE_CHECKING:
     from foreroute.costs.cluster_file import Cluster
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from foreroute.simulate.ways import Way
     from foreroute.trace import RoutedLayer
 
+HOME = "without balancing"
+"""The title of what is there without a plan, on plots."""
 HEADINGS = (
     "Method",
     "Slowest rank over mean",
@@ -244,6 +248,58 @@ def plan_tiles(found: PlanComparison) -> tuple[Tile, ...]:
     )
 
 
+def load_of_ranks(found: PlanComparison, layers: Sequence[RoutedLayer]) -> Plot:
+    """Load of every rank in every micro-step, in the layer that is the most uneven."""
+    home_MLG, planned_MLG = found.at_home.over_mean_SMLG[0], found.planned.over_mean_SMLG[0]
+    # one layer is shown whole; the most uneven has the most to gain, and hides the least
+    layer = int(home_MLG.max(axis=-1).mean(axis=0).argmax())
+    named = str(layers[layer]) if layers else f"routed layer {layer}, counted from 0"
+    loads = {HOME: home_MLG[:, layer].T, _planned(found): planned_MLG[:, layer].T}
+    said = Caption(
+        title="Load of every rank",
+        sentence=(
+            f"Assignments of each rank over the mean of its cell in {named}, the most uneven layer. Each column is a "
+            "cell, which lasts as long as its slowest rank."
+        ),
+        x_label="micro-step",
+        y_label="rank",
+    )
+    return heat_maps(said, loads)
+
+
+def load_of_cells(found: PlanComparison, layers: Sequence[RoutedLayer]) -> Plot:
+    """The slowest rank of every cell."""
+    said = Caption(
+        title="The slowest rank of every cell",
+        sentence="Its load over the mean of the cell, in all layers and micro-steps.",
+        x_label="micro-step",
+        y_label=layer_label(layers),
+    )
+    sides = {HOME: found.at_home, _planned(found): found.planned}
+    loads = {title: side.over_mean_SMLG[0].max(axis=-1).T for title, side in sides.items()}
+    return heat_maps(said, loads, from_one=True, layers=layers)
+
+
+def time_by_part(found: PlanComparison) -> Plot:
+    """Modelled time by part, as executors serve the plan."""
+    methods = {HOME: found.methods[0], "as executed": found.methods[-1]}
+    parts = [parts for one in methods.values() for parts in (one.recompute_parts, one.update_parts)]
+    unit, unit_s = time_unit(max(sum(each.values()) for each in parts))
+    said = Caption(
+        title="Where the time goes (modelled)",
+        sentence="Recompute and update by the cost model, not measured: without balancing and as executed.",
+        x_label=f"{unit}, modelled",
+        y_label="",
+    )
+    return passes_by_part(said, methods, {part: PART_COLOURS[part] for part in PART_NAMES}, unit_s=unit_s)
+
+
+def _planned(found: PlanComparison) -> str:
+    """The title of what the plan does: it says where that is not executed."""
+    passes = found.passes_by_plan
+    return "by the plan" + ("" if len(passes) == 2 else f" ({passes[0]})" if passes else " (not run)")
+
+
 def _page(
     found: PlanComparison,
     facts: Mapping[str, str],
@@ -251,13 +307,7 @@ def _page(
     layers: Sequence[RoutedLayer],
     ways: Sequence[Way],
 ) -> Page:
-    from foreroute.report import plan_plots
-
-    plots = (
-        plan_plots.load_of_cells(found, layers),
-        plan_plots.load_of_ranks(found, layers),
-        plan_plots.time_by_part(found),
-    )
+    plots = (load_of_cells(found, layers), load_of_ranks(found, layers), time_by_part(found))
     return Page(
         command="foreroute plan",
         title="Plan of a step",

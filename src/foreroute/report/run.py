@@ -1,23 +1,29 @@
-"""Run folders -> one page: what replay and plans did, alarms, curves, and what was run."""
+"""Run folders -> one sentence and one page: what replay and plans did, alarms, curves, and what was run.
+
+Nothing is claimed in the sentence that the runs do not show.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 
 from foreroute.mismatch.sentinel import WARM_UP
 from foreroute.records import Run
-from foreroute.records.step_record import ADVICE
-from foreroute.report.finding import run_finding
-from foreroute.report.format import WINDOW, quoted
+from foreroute.records.step_record import ADVICE, SIDES
+from foreroute.report.format import WINDOW, percentage, quoted, reward, scientific, span_of
 from foreroute.report.page import Column, Page, PageSection, Table, TableRow, write_page
 from foreroute.report.run_tables import (
     ABOUT_MEASURES,
+    OTHER_WEIGHTS,
     SummaryRow,
     alarm_table,
     config_table,
     facts_table,
+    likeness_of,
     load_table,
+    planned_steps,
     summary_rows,
     summary_table,
     suspicion_table,
@@ -25,8 +31,12 @@ from foreroute.report.run_tables import (
 
 KEPT = ("rollouts", "checkpoints")
 """Folders of a run that a diagnosis needs."""
+FEWEST_RUNS = 4
+"""Runs of each kind. Chance puts all 4 of one above all 4 of the other once in 35 times; with 3, once in 10."""
+SAME = 1.05
+"""k3 is called lower where the other is more than this many times it."""
 
-SIDES = (
+ABOUT_SIDES = (
     "Without replay, the trainer's routers select the experts of every token themselves. With replay, they must use "
     "the experts that the rollout engine selected for the same token; the gate weights still come from the trainer's "
     "own scores. Both are measured on the same rollouts and the same weights, so the two differ in the choice of "
@@ -53,6 +63,149 @@ SUSPECTED = (
 )
 
 
+def run_finding(runs: Sequence[Run]) -> str:
+    """Finding of the runs, in one sentence: the load of their ranks, their mismatch, their reward."""
+    rows = summary_rows(runs)
+    # the most consequential first: a run that learned nothing has no other news
+    suspected = _suspected_runs(runs)
+    # of wrong routes, what replay does for mismatch says nothing
+    sound = [row for row, run in zip(rows, runs, strict=True) if not any(step.suspicions for step in run.steps)]
+    mismatch = [_mismatch(sound)] if sound else []
+    clauses = [*suspected, *_idle(runs), *_load(runs), *mismatch, *_reward(rows), *_collapsed(runs), *_well(runs)]
+    text = "; ".join(clauses)
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _suspected_runs(runs: Sequence[Run]) -> list[str]:
+    """Which runs had routes that look wrong, and like what."""
+    clauses = []
+    for run in runs:
+        steps = [step for step in run.steps if step.suspicions]
+        if steps:
+            found = (likeness_of(run, step.step, each) for step in steps for each in step.suspicions or ())
+            likeness = " and ".join(dict.fromkeys(found))
+            where = "" if len(runs) == 1 else f" of {run.label}"
+            what = (
+                f"the engine{where} has other weights than the trainer"
+                if likeness == OTHER_WEIGHTS
+                else (f"replayed routes{where} look wrong ({likeness})")
+            )
+            clauses.append(f"{what} from step {steps[0].step} on")
+    return clauses
+
+
+def _well(runs: Sequence[Run]) -> list[str]:
+    """Whether the sentinel judged all runs by their past and suspects nothing."""
+    judged = [[step.suspicions for step in run.steps if step.suspicions is not None] for run in runs]
+    well = all(len(of) > WARM_UP for of in judged) and not any(map(any, judged))
+    return ["the sentinel suspects no replayed route"] if well else []
+
+
+def _mismatch(rows: Sequence[SummaryRow]) -> str:
+    paired = [row for row in rows if row.paired_steps]
+    if not paired:
+        return _one_side(rows)
+    native, replayed = ([row.differing_share[side] or 0.0 for row in paired] for side in SIDES)
+    k3 = [(row.k3["native"] or 0.0, row.k3["replayed"] or 0.0) for row in paired]
+    if not any((*native, *replayed, *(value for pair in k3 for value in pair))):
+        return "trainer and rollout engine agree exactly: no route differs and k3 is 0, so replay changes nothing"
+    both = "k3 is {1} with replay, {0} without".format(*(span_of(side, scientific) for side in zip(*k3, strict=True)))
+    if not any(native) and not any(replayed):
+        return f"no route differs even without replay, so replay has none to mend; {both}"
+    # replay left routes differing, which says that it does not work: nothing more is claimed
+    if any(replayed):
+        return f"{_shares(replayed)} of the routing decisions differ with replay, {_shares(native)} without; {both}"
+    # one run in which replay does not help is not hidden by the others
+    lower = all(high > SAME * low > 0 for high, low in k3)
+    factors = span_of([high / low for high, low in k3], _factor) if lower else ""
+    return f"replay removes every differing route{f' and lowers k3 {factors} times' if lower else f'; {both}'}"
+
+
+def _one_side(rows: Sequence[SummaryRow]) -> str:
+    """Mismatch of runs in which no step was measured both ways."""
+    for side in SIDES:
+        words, other = ("without", "with") if side == "native" else ("with", "without")
+        shares = [row.differing_share[side] for row in rows if row.differing_share[side] is not None]
+        if shares:
+            k3 = span_of([row.k3[side] for row in rows if row.k3[side] is not None], scientific)
+            return (
+                f"{words} replay {_shares(shares)} of the routing decisions differ and k3 is {k3} nats per token; what "
+                f"it is {other} replay was not measured at the same steps"
+            )
+    return "the mismatch of trainer and rollout engine was not recorded"
+
+
+def _reward(rows: Sequence[SummaryRow]) -> list[str]:
+    known = [row for row in rows if row.reward_last is not None]
+    if not known:
+        return []
+    if len(rows) == 1:
+        (row,) = rows
+        # both ends would share steps
+        if row.steps < 2 * WINDOW:
+            return [f"the mean reward is {reward(row.reward_last)} over the last {min(row.steps, WINDOW)} steps"]
+        return [f"the mean reward goes from {reward(row.reward_first)} to {reward(row.reward_last)}"]
+    with_, without = (
+        [row.reward_last for row in known if row.reward_last is not None and (row.trains_with == "replayed") is replays]
+        for replays in (True, False)
+    )
+    # rewards are compared between the two kinds of runs alone
+    if not with_ or not without or any(row.routing == "R2" for row in known):  # R2 is neither
+        return [f"their mean reward over the last {WINDOW} steps is {span_of((*with_, *without), reward)}, by run"]
+    # spans and no means: a reader sees how far runs of one kind lie apart
+    figures = f"{span_of(with_, reward)} with replay, {span_of(without, reward)} without"
+    if min(len(with_), len(without)) < FEWEST_RUNS:
+        few = "the two rewards" if len(known) == 2 else "the rewards of so few runs"
+        return [f"{few}, {figures}, are not told apart"]
+    if min(with_) > max(without) or max(with_) < min(without):
+        higher = "with" if min(with_) > max(without) else "without"
+        return [f"every run {higher} replay ends with more reward than every other: {figures}"]
+    return [f"the rewards, {figures}, are not told apart"]
+
+
+def _collapsed(runs: Sequence[Run]) -> list[str]:
+    """Which runs had the alarm that no figure above would show."""
+    names = [
+        run.label for run in runs if any(alarm.kind == "collapse" for step in run.steps for alarm in step.alarms or ())
+    ]
+    return [f"the reward or the loss collapsed in {', '.join(names)}"] if names else []
+
+
+def _idle(runs: Sequence[Run]) -> list[str]:
+    """Which runs have learned nothing, though all went well: a group of equal rewards has no advantage."""
+    names = [
+        run.label
+        for run in runs
+        if run.steps and all((had := step.sampling) and had.informative_share == 0 for step in run.steps)
+    ]
+    which = "no step" if len(names) == len(runs) else f"no step of {', '.join(names)}"
+    return [f"{which} changed the weights, because all responses of every prompt got one reward"] if names else []
+
+
+def _load(runs: Sequence[Run]) -> list[str]:
+    """The load of the busiest rank over the mean, on average over the steps of each run with plans."""
+    at_home, executed = [], []
+    for run in runs:
+        if loads := [execution.max_over_mean for _, execution in planned_steps(run)]:
+            at_home.append(fmean(each["at_home"] for each in loads))
+            executed.append(fmean(each["executed"] for each in loads))
+    if not executed:
+        return []
+    before, after = (span_of(loads, "{:.2f}".format) for loads in (at_home, executed))
+    # one run in which the plan does not help is not hidden by the others
+    if all(now < then for then, now in zip(at_home, executed, strict=True)):
+        return [f"plans lower the busiest rank from {before} to {after} times the mean"]
+    return [f"the busiest rank has {after} times the mean, {before} with experts at home"]
+
+
+def _factor(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
+
+
+def _shares(shares: Iterable[float | None]) -> str:
+    return span_of(shares, percentage)
+
+
 def write_report(runs: Sequence[Run], target: Path) -> Path:
     """Write the report of one run, or the comparison of several; raises `InputError` as `page.write_page`."""
     return write_page(target, lambda: _page(runs))
@@ -69,7 +222,7 @@ def _page(runs: Sequence[Run]) -> Page:
         *(alarms if looks_wrong else []),
         PageSection(
             heading="Mismatch and reward",
-            texts=(SIDES,),
+            texts=(ABOUT_SIDES,),
             tables=(summary_table(rows, colours),),
             notes=(RUNS, *ABOUT_MEASURES, *_notes(runs, rows)),
         ),
@@ -107,9 +260,13 @@ def commands_of(run: Run) -> list[tuple[str, str]]:
 
 def further(commands: Sequence[tuple[str, str]]) -> list[PageSection]:
     """A section of commands, each with what it does, to be run where the page was made; none without commands."""
+    return [PageSection(heading="Further", tables=(command_table(commands),))] if commands else []
+
+
+def command_table(commands: Sequence[tuple[str, str]]) -> Table:
+    """What each command does, and the command."""
     columns = (Column("What it does"), Column("Command", kind="code"))
-    table = Table(columns=columns, rows=tuple(TableRow(cells=command) for command in commands))
-    return [PageSection(heading="Further", tables=(table,))] if commands else []
+    return Table(title="Next", columns=columns, rows=tuple(TableRow(cells=command) for command in commands))
 
 
 def _alarms(runs: Sequence[Run], colours: Sequence[str]) -> list[PageSection]:
@@ -120,14 +277,15 @@ def _alarms(runs: Sequence[Run], colours: Sequence[str]) -> list[PageSection]:
         return []
     judged = sum(max(sum(step.suspicions is not None for step in run.steps) - WARM_UP, 0) for run in runs)
     suspected, others = suspicion_table(runs, colours), alarm_table(runs, colours)
+    alarmed = [run for run in runs if any(step.alarms or step.suspicions for step in run.steps)]
+    # the next command stands where a reader has the question that it answers
+    next_one = command_table([command for run in alarmed for command in commands_of(run)])
+    tables = tuple(table for table in (suspected, others, next_one) if table.rows)
     if suspected.rows:
-        first = (FIRST,) if others.rows else ()
-        tables, notes = [suspected, others], (SUSPECTED, ADVICE["sentinel"])
-        return [
-            PageSection(heading="Alarms", texts=first, tables=tuple(each for each in tables if each.rows), notes=notes)
-        ]
+        texts, notes = (FIRST,) if others.rows else (), (SUSPECTED, ADVICE["sentinel"])
+        return [PageSection(heading="Alarms", texts=texts, tables=tables, notes=notes)]
     if others.rows:
-        return [PageSection(heading="Alarms", tables=(others,), notes=(ALARMS,))]
+        return [PageSection(heading="Alarms", tables=tables, notes=(ALARMS,))]
     of = f" in {', '.join(watched)}; the other runs did not record it" if len(watched) < len(runs) else ""
     well = f" The sentinel tested the replayed routes of {judged} steps, and suspects none." if judged else ""
     return [PageSection(heading="Alarms", texts=(f"No alarm was on{of}.{well}",))]

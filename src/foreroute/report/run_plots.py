@@ -8,9 +8,6 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.colors import to_hex, to_rgb
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
 from foreroute.mismatch import LOG10_EDGES
@@ -24,11 +21,13 @@ from foreroute.report.figure import (
     integer_ticks,
     layer_label,
     new_axes,
+    new_figure,
     number_layers,
     percent_axis,
     percent_ticks,
+    ticks,
 )
-from foreroute.report.format import INK, WINDOW
+from foreroute.report.format import INK
 from foreroute.report.page import Caption, Key, Plot
 from foreroute.report.run_tables import planned_steps
 
@@ -40,12 +39,14 @@ DASHES = ("", "6 3", "2 2", "8 2 2 2")
 """By run, as in SVG; matplotlib takes the numbers."""
 SHADES = (0.0, 0.45, -0.4)
 """By run among those that train on the same side: towards white, or black. With four dashes, twelve looks."""
+REACH = 5
+"""Values on either side of one that the thick line is the median of."""
+THICK = f"Thick: median of the {2 * REACH + 1} measurements around each, which keeps jumps."
 SHARES = {
     "differing_share": Caption(
         title="Routing disagreement",
         sentence=(
-            "Share of routing decisions in which trainer and rollout engine use different sets of experts. Thick: "
-            f"mean of the last {WINDOW} steps."
+            "Share of routing decisions in which trainer and rollout engine use different sets of experts. " + THICK
         ),
         y_label="share of routing decisions",
     ),
@@ -53,7 +54,7 @@ SHARES = {
         title="Tokens far apart, F(2)",
         sentence=(
             "Share of response tokens whose probabilities in trainer and rollout engine differ more than twofold. "
-            f"Thick: mean of the last {WINDOW} steps."
+            + THICK
         ),
         y_label="share of response tokens",
     ),
@@ -62,7 +63,7 @@ SHARES = {
 LINES = {
     "reward_mean": Caption(
         title="Reward",
-        sentence=f"Mean reward of the responses of each step (thin) and its mean over the last {WINDOW} steps (thick).",
+        sentence=f"Mean reward of the responses of each step. {THICK}",
         y_label="mean reward",
     ),
     "entropy": Caption(
@@ -193,8 +194,8 @@ def _k3(runs: Sequence[Run]) -> Plot:
     said = Caption(
         title="Mismatch of trainer and rollout engine (k3)",
         sentence=(
-            "k3 estimates KL(rollout engine || trainer) on the sampled response tokens. Thick: mean of the last "
-            f"{WINDOW} steps. Logarithmic above {floor:.0e}, linear below it so that zero can be shown."
+            f"k3 estimates KL(rollout engine || trainer) on the sampled response tokens. {THICK} Logarithmic above "
+            f"{floor:.0e}, linear below it so that zero can be shown."
         ),
         y_label="k3, nats per response token",
     )
@@ -274,13 +275,13 @@ def _expert_load(runs: Sequence[Run]) -> Plot:
     if not ranks:
         return Plot(caption=said)
     rows = {rank: series_by_run(runs, f"expert_load.{rank}") for rank in ranks}
-    figure = Figure(figsize=INCHES)
+    figure = new_figure(INCHES)
     panels = figure.subplots(len(ranks), sharex=True, squeeze=False)[:, 0]
     for axes, rank in zip(panels, ranks, strict=True):
         for line in rows[rank]:
             axes.plot(line.x, line.y, **style_of(runs, line))
         axes.set_title(f"{rank} ranks", loc="left", fontsize=10.5, color=INK, pad=3)
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=4))
+        axes.yaxis.set_major_locator(ticks(4))
     panels[-1].xaxis.set_major_locator(integer_ticks(6))
     panels[-1].set_xlabel(said.x_label)
     figure.supylabel(said.y_label, fontsize=11, color=INK)
@@ -316,16 +317,16 @@ def plot_lines(
 ) -> Plot:
     """Draw one line per series; `finish` sets limits and formats afterwards.
 
-    With `smooth` a thick line is the mean of the last `WINDOW` values, and a thin one the values.
+    With `smooth` a thick line is the median of the values around each, and a thin one the values.
     """
     axes = new_axes()
     for line in series:
         look = style_of(runs, line)
         if smooth:
-            axes.plot(line.x, line.y, color=look["color"], linewidth=0.7, alpha=0.3)
-            # over what is there at the beginning, so that the line begins with the run
-            means = [line.y[max(0, end - WINDOW) : end].mean() for end in range(1, len(line.y) + 1)]
-            axes.plot(line.x, means, **look | {"linewidth": 2.2})
+            axes.plot(line.x, line.y, color=look["color"], linewidth=0.7, alpha=0.45)
+            # not a mean, which would make a slope of a sudden jump
+            medians = [np.median(line.y[max(0, at - REACH) : at + REACH + 1]) for at in range(len(line.y))]
+            axes.plot(line.x, medians, **look | {"linewidth": 2.2})
         else:
             axes.plot(line.x, line.y, **look)
     axes.xaxis.set_major_locator(integer_ticks(6))
@@ -363,6 +364,8 @@ def _recorded(step: StepRecord, path: str) -> float | None:
 
 def colour_of(runs: Sequence[Run], position: int, side: Side | None = None) -> str:
     """The colour of a side, by default of that which the run trains with; runs of the same one differ in shade."""
+    from matplotlib.colors import to_hex, to_rgb
+
     # runs of one side share its hue, so that side stays the first thing that is seen
     own = runs[position].trains_with
     rank = sum(run.trains_with == own for run in runs[:position])

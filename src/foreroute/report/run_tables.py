@@ -5,13 +5,13 @@ Most have a column or a chip of its colour for each run; `colours` are those of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from foreroute.mismatch import LooksLike
-from foreroute.records import Alarm, Run, StepRecord
+from foreroute.records import Run, StepRecord
 from foreroute.records.step_record import (
     SIDES,
     WORDS,
@@ -26,6 +26,8 @@ from foreroute.report.format import ABSENT, WINDOW, flattened, percentage, rewar
 from foreroute.report.page import Column, Table, TableRow
 
 Measure = Literal["k3", "f2", "differing_share", "differing_tokens_share"]
+Key = TypeVar("Key", bound=str)
+Value = TypeVar("Value")
 BySide = dict[Side, float | None]
 """One measure without replay and with it. None: never measured."""
 
@@ -153,22 +155,23 @@ def summary_table(rows: Sequence[SummaryRow], colours: Sequence[str] = ()) -> Ta
 
 def alarm_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
     """For each run its alarms: the steps, what happened and what to do, and the value farthest from its limit."""
-    rows = []
+    rows, kinds = [], get_args(AlarmKind)
     for place, run in enumerate(runs):
-        # what the sentinel suspected has a table of its own
         suspects = any(step.suspicions for step in run.steps)
-        for kind in get_args(AlarmKind):
-            if suspects and kind == "sentinel":
+        found = _in_a_row((step.step, {alarm.kind: alarm for alarm in step.alarms or ()}) for step in run.steps)
+        for kind, by_step in sorted(found, key=lambda episode: kinds.index(episode[0])):
+            # what the sentinel suspected has a table of its own
+            if kind == "sentinel" and suspects:
                 continue
-            for steps, worst in _episodes(run, kind):
-                cells = (
-                    run.label,
-                    f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0]),
-                    f"{WORDS[kind][:1].upper()}{WORDS[kind][1:]}.",
-                    worst.advice,
-                    f"{worst.value:.3g}, limit {worst.threshold:.3g}",
-                )
-                rows.append(TableRow(cells=cells, colour=colours[place] if colours else ""))
+            worst = max(by_step.values(), key=lambda alarm: abs(alarm.value - alarm.threshold))
+            cells = (
+                run.label,
+                _span(by_step),
+                f"{WORDS[kind][:1].upper()}{WORDS[kind][1:]}.",
+                worst.advice,
+                f"{worst.value:.3g}, limit {worst.threshold:.3g}",
+            )
+            rows.append(TableRow(cells=cells, colour=colours[place] if colours else ""))
     columns = (
         Column("Run"),
         Column("Steps"),
@@ -184,25 +187,53 @@ def suspicion_table(runs: Sequence[Run], colours: Sequence[str] = ()) -> Table:
     rows = []
     for place, run in enumerate(runs):
         counted: set[int] = set()  # steps whose dropped tokens a row has said
-        for likeness, steps, first, others in _suspected(run):
-            at_once = f"; at step {steps[0]} also {_named(others)}" if others else ""
-            own = [step.sampling for step in run.steps if step.step in steps and step.step not in counted]
+        for likeness, by_step in _in_a_row((step.step, _by_likeness(run, step)) for step in run.steps):
+            since, (first, *others) = next(iter(by_step.items()))
+            at_once = f"; at step {since} also {_named(others)}" if others else ""
+            own = [step.sampling for step in run.steps if step.step in by_step.keys() - counted]
             dropped = sum(sampling.dropped_tokens or 0 for sampling in own if sampling)
-            counted.update(steps)
+            counted.update(by_step)
             left_out = f"; {dropped} response tokens were left out of the updates" if dropped else ""
             of_rank = f"rank {first.rank}, " if first.rank else ""
             cells = (
                 run.label,
-                f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0]),
+                _span(by_step),
                 likeness,
                 f"{of_rank}{first.sentence}{at_once}{left_out}",
-                _k3_beside(run, steps[0], likeness),
+                _k3_beside(run, since, likeness),
                 ADVICE_BY_K3.get(likeness, first.advice),
             )
             rows.append(TableRow(cells=cells, colour=colours[place] if colours else "", tone="problem"))
     headings = ("Looks like", "What was seen first", "k3 without replay", "Advice")
     columns = (Column("Run"), Column("Steps"), *(Column(heading, kind="words") for heading in headings))
     return Table(columns=columns, rows=tuple(rows))
+
+
+def _in_a_row(found: Iterable[tuple[int, Mapping[Key, Value]]]) -> list[tuple[Key, dict[int, Value]]]:
+    """Group what recorded steps found, by key: each time with what steps in a row found, by step."""
+    episodes: list[tuple[Key, dict[int, Value]]] = []
+    going: dict[Key, dict[int, Value]] = {}
+    for step, here in found:
+        # a step that does not find it again ends an episode, whatever comes after
+        going = {key: going.get(key, {}) for key in here}
+        for key, value in here.items():
+            if not going[key]:
+                episodes.append((key, going[key]))
+            going[key][step] = value
+    return episodes
+
+
+def _span(steps: Collection[int]) -> str:
+    """Name the first and the last of some steps."""
+    return f"{min(steps)} to {max(steps)}" if len(steps) > 1 else str(min(steps))
+
+
+def _by_likeness(run: Run, step: StepRecord) -> dict[str, list[SuspicionRecord]]:
+    """Group the suspicions of a step."""
+    here: dict[str, list[SuspicionRecord]] = {}
+    for each in step.suspicions or ():
+        here.setdefault(likeness_of(run, step.step, each), []).append(each)
+    return here
 
 
 def _named(suspicions: Sequence[SuspicionRecord]) -> str:
@@ -215,23 +246,6 @@ def _named(suspicions: Sequence[SuspicionRecord]) -> str:
     shown = sequences[:MOST_NAMED]
     rest = len(suspicions) - len(shown)
     return "; ".join([*shown, *([f"{rest} more"] if rest else [])])
-
-
-def _suspected(run: Run) -> list[tuple[str, list[int], SuspicionRecord, list[SuspicionRecord]]]:
-    """Recorded steps in a row with suspicions of one likeness: its words, the first suspicion, and those beside."""
-    episodes: list[tuple[str, list[int], SuspicionRecord, list[SuspicionRecord]]] = []
-    going: dict[str, list[int]] = {}
-    for step in run.steps:
-        here: dict[str, list[SuspicionRecord]] = {}
-        for each in step.suspicions or ():
-            here.setdefault(likeness_of(run, step.step, each), []).append(each)
-        going = {likeness: steps for likeness, steps in going.items() if likeness in here}
-        for likeness, (first, *others) in here.items():
-            if likeness not in going:
-                going[likeness] = []
-                episodes.append((likeness, going[likeness], first, others))
-            going[likeness].append(step.step)
-    return episodes
 
 
 def likeness_of(run: Run, step: int, suspicion: SuspicionRecord) -> str:
@@ -266,26 +280,6 @@ def _native_k3(run: Run, step: int) -> tuple[float, float] | None:
     return (native[step], median(healthy)) if step in native and healthy else None
 
 
-def _episodes(run: Run, kind: str) -> list[tuple[list[int], Alarm]]:
-    """Recorded steps in a row with an alarm of this kind, and the one of them that was worst."""
-    episodes: list[tuple[list[int], Alarm]] = []
-    going = False
-    for step in run.steps:
-        # A step without alarms ends an episode, whatever comes after it.
-        here = [alarm for alarm in step.alarms or () if alarm.kind == kind]
-        if here and going:
-            steps, worst = episodes[-1]
-            episodes[-1] = ([*steps, step.step], max(worst, here[0], key=_excess))
-        elif here:
-            episodes.append(([step.step], here[0]))
-        going = bool(here)
-    return episodes
-
-
-def _excess(alarm: Alarm) -> float:
-    return abs(alarm.value - alarm.threshold)
-
-
 def load_table(runs: Sequence[Run]) -> Table:
     """A column for every run that was expert-parallel under a plan; without rows where none was."""
     planned = [(run.label, [execution for _, execution in steps]) for run in runs if (steps := planned_steps(run))]
@@ -310,12 +304,11 @@ def config_table(runs: Sequence[Run]) -> Table:
 
 def describe(run: Run, row: SummaryRow) -> dict[str, str]:
     """The facts of one run, by topic; topics that were not recorded are left out."""
-    first, last = run.steps[0].step, run.steps[-1].step
+    steps = _span([step.step for step in run.steps])
     facts = {
         "routing": ROUTING.get(run.routing, f"Routing {run.routing}"),
         "device": "; ".join(_devices(run)),
-        "steps": f"{f'{first} to {last}' if last > first else f'{first} only'}; measured both ways at "
-        f"{row.paired_steps} of {row.steps}",
+        "steps": f"{steps}{' only' * (row.steps == 1)}; measured both ways at {row.paired_steps} of {row.steps}",
         "phases of a step": ", ".join(f"{phase} {step_time(value)}" for phase, value in row.seconds_by_phase.items()),
     }
     return {topic: said for topic, said in facts.items() if said}

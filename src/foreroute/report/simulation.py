@@ -1,13 +1,14 @@
-"""A simulated step -> tables, sentences, one page. It computes nothing."""
+"""A simulated step -> tables, sentences, plots, one page. It computes nothing."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from foreroute.report.figure import PART_COLOURS, stacked_bars
 from foreroute.report.format import AS_FAST, as_fast, duration, flattened, percentage, step_time, times
-from foreroute.report.methods import BOUND, method_table, modelled, named, worth
-from foreroute.report.page import Column, Page, PageSection, Table, TableRow, Tile, write_page
+from foreroute.report.methods import BOUND, method_table, modelled, named, passes_by_part, worth
+from foreroute.report.page import Caption, Column, Page, PageSection, Plot, Table, TableRow, Tile, write_page
 
 if TYPE_CHECKING:
     from foreroute.simulate import SimulateConfig, SimulationRecord
@@ -30,6 +31,15 @@ HEADINGS = (
     "GPU-hours saved",
 )
 
+PHASE_COLOURS = {
+    "planning": PART_COLOURS["waiting for the plan"],
+    "home moves": "#EEDD88",
+    "publishing": "#BBCC33",
+    "recompute": "#C9D3DE",
+    "update": "#9AA9B8",
+    "reduction": "#FFAABB",
+    "optimizer": "#44BB99",
+}
 METHODS = (
     "All methods serve the same tokens, and are compared by the time of recompute and update.",
     "A cell is one routed layer in one micro-step; the load of its slowest rank over the mean is given on average "
@@ -171,10 +181,43 @@ def fit_summary(found: FitRecord) -> str:
     )
 
 
-def _page(record: SimulationRecord, config: SimulateConfig, fit: FitRecord | None) -> Page:
-    from foreroute.report import simulation_plots
+def by_phase(record: SimulationRecord) -> Plot:
+    """The whole step of every method."""
+    static = record["static"].phases
+    forced_s = record.forced_balance_s + static.reduction + static.optimizer
+    said = Caption(
+        title="The step by method",
+        sentence=(
+            "From the end of the rollout to new weights, phase after phase. Planning is only what the recompute waits "
+            f"for. The line is the same step under forced balance, {step_time(forced_s)}."
+        ),
+        x_label=f"seconds, {modelled(record)}",
+        y_label="",
+    )
+    bars = [(named(method, record), tuple(method.phases)) for method in record.methods]
+    return stacked_bars(said, bars, PHASE_COLOURS, line_s=forced_s)
 
-    plots = (simulation_plots.by_phase(record), simulation_plots.by_part(record))
+
+def by_part(record: SimulationRecord) -> Plot:
+    """Recompute and update of the methods that matter, by what they are spent on."""
+    from foreroute.simulate.records import compared
+
+    methods = {named(method, record): method for method in (record["static"], *compared(record.methods))}
+    said = Caption(
+        title="What recompute and update are spent on",
+        sentence=(
+            "Seconds of the slowest expert-parallel group. All-to-alls and experts last as long as their slowest "
+            "rank; exposed transfers are waits for weights and gradients that move. Waiting for the plan delays the "
+            "recompute and counts as planning elsewhere."
+        ),
+        x_label=f"seconds, {modelled(record)}",
+        y_label="",
+    )
+    return passes_by_part(said, methods, PART_COLOURS)
+
+
+def _page(record: SimulationRecord, config: SimulateConfig, fit: FitRecord | None) -> Page:
+    plots = (by_phase(record), by_part(record))
     planned = "measured: it was really done, on one thread of the machine that made this page"
     planning = planned if config.execution.planning_s is None else "configured"
     seconds_are = (

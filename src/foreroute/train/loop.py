@@ -319,13 +319,11 @@ class Trainer:
     def _timed(self, phase: str) -> Iterator[None]:
         if self.on_phase is not None:
             self.on_phase(self.step, phase)
-        start, device = time.perf_counter(), self._device
-        try:
-            yield
-            if device.type == "cuda":  # so that the clock sees what was launched
-                torch.cuda.synchronize(device)
-        finally:
-            self.seconds[phase] = time.perf_counter() - start
+        start = time.perf_counter()
+        yield
+        if self._device.type == "cuda":  # so that the clock sees what was launched
+            torch.cuda.synchronize(self._device)
+        self.seconds[phase] = time.perf_counter() - start
 
 
 def make_trainer(

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
+from foreroute.adapters.hf.loading import first_line, load_tokenizer
 from foreroute.errors import ConfigError, DatasetError, FunctionError
 from foreroute.files.container import blake2b_hex
 from foreroute.files.regular import read_file
 from foreroute.train.chain import ChainTask, Demonstration, Problem, Task
 from foreroute.train.config import TaskConfig, TrainConfig
-from foreroute.train.tokenizer import Tokenizer
 
 MOST_CHARACTERS = 128
 """Characters of a prompt for each token that it may have; a longer one is not tokenised. The longest tokens of usual
@@ -99,7 +99,7 @@ class PromptTask(Task):
                     f"of task.max_prompt_tokens = {most}; raise it, or shorten the prompt"
                 )
             # a chat template wrote what comes first
-            tokens = self._tokenizer.prompt(prompt) if "prompt" in row else self._tokenizer.continuation(prompt)
+            tokens = self._tokenizer.tokens(prompt, special="prompt" in row)
         except ConfigError as error:
             raise DatasetError(f"{where}: {error}") from error
         if not 1 <= len(tokens) <= most:
@@ -149,3 +149,48 @@ def parse_row(where: str, line: bytes) -> dict[str, Any]:
         if keys != {"role", "content"} or not all(isinstance(value, str) for value in message.values()):
             refuse(f"a message is {message!r:.60}", '{"role": "…", "content": "…"}, both text')
     return row
+
+
+class Tokenizer:
+    """A Hugging Face tokenizer of a folder with an end token. Nothing is downloaded, and no code in it is run."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._inner = load_tokenizer(folder)
+        if self._inner.eos_token_id is None:
+            raise ConfigError(
+                f"the tokenizer in {folder} has no end token, so no response would end; name one as eos_token in its "
+                "tokenizer_config.json"
+            )
+        self.end_token = int(self._inner.eos_token_id)
+        # not the number of tokens: some vocabularies have gaps
+        self.size = max(self._inner.get_vocab().values()) + 1
+
+    def tokens(self, text: str, *, special: bool) -> NDArray[np.int32]:
+        """Encode a text as int32 [T], with `special` tokens around it where it begins a sequence."""
+        try:
+            return np.array(self._inner(text, add_special_tokens=special)["input_ids"], np.int32)
+        # the library raises bare exceptions, for a character that its vocabulary lacks and for a lone surrogate
+        except Exception as error:
+            raise ConfigError(
+                f"the tokenizer in {self._folder} makes no tokens of {text[:60]!r} ({first_line(error)})"
+            ) from error
+
+    def chat(self, messages: Sequence[Any]) -> str:
+        """Apply the chat template to messages, up to where the answer begins."""
+        if self._inner.chat_template is None:
+            raise ConfigError(
+                f'the tokenizer in {self._folder} has no chat template; give "prompt" instead of "messages"'
+            )
+        try:
+            return str(self._inner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # templates are programs, which raise what they like
+            raise ConfigError(f"the chat template in {self._folder} refuses these messages: {error}") from error
+
+    def text(self, tokens: ArrayLike) -> str:
+        """Decode tokens without special ones."""
+        return str(self._inner.decode(np.asarray(tokens).tolist(), skip_special_tokens=True))
+
+    def save(self, folder: Path) -> None:
+        """Write its files into a folder, beside what is there."""
+        self._inner.save_pretrained(folder)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from foreroute.adapters import hf
 from foreroute.adapters.hf.loading import load_local, load_pretrained
 from foreroute.errors import ConfigError
-from foreroute.train.tokenizer import Tokenizer
+from foreroute.train.prompts import Tokenizer
 from tests.train.tiny_model import write_model, write_tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -246,11 +246,3 @@ def test_a_path_that_no_system_has_leads_nowhere(name):
     for door in (load_local, trained, Tokenizer):
         with pytest.raises(ConfigError, match="nothing"):
             door(Path(name))
-
-
-@pytest.mark.parametrize("text", ["\ud800", "ä"])
-def test_text_that_a_tokenizer_cannot_read_is_one_error(good, text):
-    tokenizer = Tokenizer(good)
-    for call in (tokenizer.prompt, tokenizer.continuation):
-        with pytest.raises(ConfigError, match=r"tokenizer.*tokens.*'1\+.*'"):
-            call("1+" + text)
