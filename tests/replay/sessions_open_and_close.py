@@ -185,30 +185,6 @@ def check_a_session_opened_or_closed_in_the_middle_of_a_forward_is_named(framewo
     assert torch.equal(on.loss(BATCH), native)
 
 
-def check_a_session_in_a_generator_goes_with_it(framework):
-    on = framework.built()
-    on.run(BATCH)
-    trace, before = foreign(on.routed.spec, BATCH), attributes(on.model).keys()
-
-    def batches():
-        with on.routed.replay(trace):
-            on.run(BATCH)
-            yield 1
-
-    for leave in (lambda running: running.close(), throw_into, lambda running: None):
-        running = batches()
-        next(running)
-        assert attributes(on.model).keys() != before
-        leave(running)
-        del running
-        assert attributes(on.model).keys() == before
-
-
-def throw_into(running):
-    with pytest.raises(KeyError):
-        running.throw(KeyError("mine"))
-
-
 def check_a_part_of_the_model_called_alone_is_refused(framework):
     on = framework.built()
     called = []

@@ -34,14 +34,3 @@ def failures(request):
 def test_of_megatron(name, part, failures):
     if (name, part) in failures:
         pytest.fail(failures[name, part], pytrace=False)
-
-
-@pytest.mark.parametrize("variants", ["gates", "recomputations"])
-def test_every_variant_is_in_a_part(variants):
-    every = list("uabcdefghijk")
-    framework = type("Framework", (), {"gates": every, "recomputations": every})
-    parts = {name: [getattr(part(framework, name), variants) for part in (at_once, the_rest)] for name in OVER_VARIANTS}
-    for first, rest in parts.values():
-        assert first[0] == rest[0] == every[0], "what others are compared with"
-        assert sorted(first[1:] + rest[1:]) == sorted(every[1:])
-    assert {each for first, _ in parts.values() for each in first} == set(every)
