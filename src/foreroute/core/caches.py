@@ -42,16 +42,15 @@ class FollowedCache:
 
         Raises `ReplayError` when it continues another cache than the forward before left, or one changed since.
         """
-        if self._left is not None and cache is not None and not self._left.fits(cache):
-            past = int(cache.get_seq_length())
-            if past:
-                raise ReplayError(
-                    f"a forward continues a key-value cache of {past} positions, which is not as the forward before it "
-                    "left it, nor that without its end: its rows were reordered (as beams are), selected, repeated, "
-                    "written to or copied, or it is of another batch, so that the recorded rows would mix sequences. "
-                    "Sample with num_beams=1, and record each batch in a session of its own; "
-                    "or record one forward over the whole sequences"
-                )
+        is_another = self._left is not None and cache is not None and not self._left.fits(cache)
+        if is_another and (past := int(cache.get_seq_length())):
+            raise ReplayError(
+                f"a forward continues a key-value cache of {past} positions, which is not as the forward before it "
+                "left it, nor that without its end: its rows were reordered (as beams are), selected, repeated, "
+                "written to or copied, or it is of another batch, so that the recorded rows would mix sequences. "
+                "Sample with num_beams=1, and record each batch in a session of its own; "
+                "or record one forward over the whole sequences"
+            )
         result = forward(*args, **kwargs)
         made = result if isinstance(result, dict | tuple) else getattr(result, "__dict__", {})
         made = made.values() if isinstance(made, dict) else made
@@ -155,10 +154,7 @@ def _is_count(tensor: Tensor) -> bool:
 
 def find_cache(values: Iterable[Any]) -> Any:
     """Find the key-value cache among the arguments or outputs of a forward, whatever its name; None without one."""
-    for value in values:
-        if hasattr(value, "get_seq_length"):
-            return value
-    return None
+    return next((value for value in values if hasattr(value, "get_seq_length")), None)
 
 
 def given_cache(given: Mapping[str, Any], error: type[Exception]) -> Any:

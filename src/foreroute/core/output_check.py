@@ -7,7 +7,7 @@ on their device, which is not waited for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +80,6 @@ class ExpertsCheck:
         self._experts = experts
         self.waiting: set[RouterHook] = set()  # whose experts have not been looked at
         self._handles: dict[RouterHook, Any] = {}
-        self._found: dict[torch.device, list[tuple[Tensor, str, str]]] = {}  # bool [], whether they differ; of whom
 
     def begin(self) -> None:
         """Look at all of them once more."""
@@ -93,31 +92,20 @@ class ExpertsCheck:
             handle.remove()
         self._handles.clear()
 
-    def end(self) -> None:
-        """Take its hooks off modules that were not called."""
-        self.expect_uncalled()
-        self._found.clear()
-
-    def follow(self, router: RouterHook, now: LayerPass, result: Any) -> None:
+    def follow(self, router: RouterHook, now: LayerPass, result: Any, checks: DeferredChecks) -> None:
         """Compare what a router has picked, outside of graphs, with what its experts are handed next."""
         self.waiting.discard(router)
         module = self._experts[router][1]
         if module._compiled_call_impl is None and router not in self._handles:
-            compare = partial(self._compare, router, now, TensorIds(tensors_of(result)))
+            compare = partial(self._compare, router, now, TensorIds(tensors_of(result)), checks)
             self._handles[router] = module.register_forward_pre_hook(compare, with_kwargs=True)
-
-    def ask(self, checks: DeferredChecks) -> None:
-        """Ask of a forward that has ended whether any differed. Raises `ReplayError` as `DeferredChecks.add`."""
-        every = list(self._found.values())
-        self._found.clear()
-        for found in every:
-            checks.add(torch.stack([wrong for wrong, *_ in found]).any(), partial(_raise_swapped, found))
 
     def _compare(
         self,
         router: RouterHook,
         now: LayerPass,
         returned: TensorIds,
+        checks: DeferredChecks,
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -133,8 +121,7 @@ class ExpertsCheck:
         # rows may have been dropped or spread on the way; and a forward may have ended before it called them
         if router.now is now and handed.numel() == now.into_RK.numel():
             wrong = run_unnumbered(_is_swapped, router, now, handed.detach())
-            found = wrong, router.path, f"{path} ({type(module).__name__})"
-            self._found.setdefault(wrong.device, []).append(found)
+            checks.add(wrong, partial(_raise_swapped, wrong, router.path, f"{path} ({type(module).__name__})"))
 
 
 def _ran(now: LayerPass) -> Tensor:
@@ -208,14 +195,13 @@ def _is_swapped(router: RouterHook, now: LayerPass, handed: Tensor) -> Tensor:
     return differs_RK.any()
 
 
-def _raise_swapped(found: Sequence[tuple[Tensor, str, str]]) -> None:
-    for wrong, path, experts in found:
-        if wrong.item():
-            raise ReplayError(
-                f"router {path} selected its experts, and {experts} was handed other ids: something between them swaps "
-                "them, such as a replay of the framework's own. What is recorded or replayed would not be what ran; "
-                "switch that off while a session is open"
-            )
+def _raise_swapped(wrong: Tensor, path: str, experts: str) -> None:
+    if wrong.item():
+        raise ReplayError(
+            f"router {path} selected its experts, and {experts} was handed other ids: something between them swaps "
+            "them, such as a replay of the framework's own. What is recorded or replayed would not be what ran; "
+            "switch that off while a session is open"
+        )
 
 
 def tensors_of(output: Any) -> list[Tensor]:

@@ -37,8 +37,7 @@ class TrunkArgs:
     def of_call(cls, names: list[str], tokens_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrunkArgs:
         """Read a call whose parameters have these names, and of its tokens this one.
 
-        Raises:
-            ReplayError: when it has no tokens or embeddings, or by its mask continues a cache that is not known.
+        Raises `ReplayError` when it has no tokens or embeddings, or by its mask continues a cache that is not known.
         """
         given = dict(zip(names, args, strict=False)) | kwargs
         ids = given.get(tokens_name)
@@ -97,8 +96,7 @@ class TrunkHooks(ModelHooks):
     def session_contexts(self) -> list[AbstractContextManager[Any]]:
         """Parameters, which must stay, and whatever was compiled on its own with a router in it. See `ModelHooks`.
 
-        Raises:
-            ReplayError: when routers have exchanged their places, which a compiled graph would not notice.
+        Raises `ReplayError` when routers have exchanged their places, which a compiled graph would not notice.
         """
         self._cache, self.awaits_backward = None, False
         self.left_behind.clear()

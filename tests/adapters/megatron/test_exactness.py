@@ -6,7 +6,7 @@ import torch
 from megatron.core.transformer.moe.router_replay import RouterReplay
 
 from foreroute.adapters.megatron.hooks import TopKRouterHook
-from foreroute.core.passes import Pass, RecordOptions, RouterFacts, Rows
+from foreroute.core.passes import Pass, RecordOptions, Rows
 from tests.adapters.megatron import one_rank as on
 from tests.adapters.megatron.forked_ranks import on_ranks
 
@@ -70,9 +70,9 @@ def test_megatrons_own_replay_is_left_alone():
 
 
 def forced(site, hidden, ids_RK):
-    shape = [RouterFacts(site.path, ids_RK.shape[1], False, False)], len(ids_RK), torch.int16, ids_RK.device
-    [now] = Pass(*shape, Rows(ids_RK[None].short()), RecordOptions()).parts()
     hook = TopKRouterHook(site)
+    shape = [hook], len(ids_RK), torch.int16, ids_RK.device
+    [now] = Pass(*shape, Rows(ids_RK[None].short()), RecordOptions()).parts()
     hook.now = now
     with hook.installed(partial(hook.select, now)):
         return site.module(hidden)
