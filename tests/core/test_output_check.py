@@ -167,21 +167,20 @@ def test_a_hook_that_rewrites_when_a_model_is_attached_is_an_attach_error():
             attached(model)
 
 
-@pytest.mark.parametrize("how", [forward_of, hook_of])
-def test_a_device_is_asked_and_not_waited_for(how):
+def test_a_device_is_asked_and_not_waited_for():
     """What it says is told at the end of a session, or before an optimizer steps."""
     with other_device() as device:
         batch = {name: given.to(DEVICE) for name, given in BATCH.items()}
         model = tiny("qwen3_moe", experts="batched_mm").to(DEVICE)
         routed = attach(model)
-        how(same_again)(model)
+        hook_of(same_again)(model)
         device.reads.clear()
         with torch.no_grad():
             model(**batch, use_cache=False)
         native = sum(device.reads.values())
         for change in (None, next_experts):
             if change is not None:
-                how(change)(model)
+                hook_of(change)(model)
             with pytest.raises(ReplayError, match="other ones") if change else nullcontext(), torch.no_grad():
                 with routed.record():
                     model(**batch, use_cache=False)

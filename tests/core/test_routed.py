@@ -2,9 +2,6 @@
 
 import re
 import runpy
-import shutil
-import subprocess
-import sys
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -238,23 +235,6 @@ def test_a_session_of_another_batch_or_without_a_forward_is_refused():
         with pytest.raises(ReplayError, match="already replaying"), routed.replay(own):
             pass
         model(**BATCH)
-
-
-@pytest.mark.slow
-def test_the_folder_can_be_taken_as_it_stands(tmp_path):
-    """Copied under another name, it imports torch and nothing of ours, and torch when a name is asked for."""
-    shutil.copytree(Path(fr.__file__).parent / "core", tmp_path / "foreroute_core")
-    script = """
-import sys
-import foreroute_core
-assert "torch" not in sys.modules
-from foreroute_core import attach
-ours = [name for name in sys.modules if name.split(".")[0] in ("foreroute", "transformers", "pydantic")]
-assert not ours, ours
-assert issubclass(foreroute_core.AttachError, foreroute_core.ForerouteError)
-"""
-    ended = subprocess.run([sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{script}"])
-    assert ended.returncode == 0
 
 
 @pytest.mark.slow

@@ -43,10 +43,6 @@ from .passes import (
 from .recompute import bind, run_unnumbered
 from .selection import LayerPass, SelectionRule
 
-ATTACHED_TWICE = (
-    "this model was attached twice, and a session of the other is open; attach it once, and record and replay by what "
-    "attach() returned"
-)
 UNCOPYABLE = "__deepcopy__", "__reduce_ex__"
 """What `copy.deepcopy` and `pickle` ask an instance for: the hooks of a copy would run the original."""
 
@@ -269,7 +265,10 @@ class ModelHooks(ABC):
         used: list[_Shared] = []
         with self.sessions.lock:  # backwards of other threads recompute while sessions open and close
             if not self._num_users and any(map(is_hooked, self._modules)):
-                raise ReplayError(ATTACHED_TWICE)
+                raise ReplayError(
+                    "this model was attached twice, and a session of the other is open; attach it once, and record and "
+                    "replay by what attach() returned"
+                )
             self._num_users += 1
         try:
             with self.sessions.lock:

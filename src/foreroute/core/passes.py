@@ -116,6 +116,13 @@ class Pass:
             return self.rows.ids_LRK
         return torch.where(self.rows.ids_LRK < 0, self.native_LRK, self.rows.ids_LRK)
 
+    @property
+    def replayed_LR(self) -> Tensor:
+        """Bool [L, R], whether a row was replayed that is no padding; of a pass with `rows`."""
+        assert self.rows is not None
+        has_route_LR = self.rows.ids_LRK[..., 0] >= 0
+        return has_route_LR if self.rows.real_R is None else has_route_LR & self.rows.real_R
+
     def parts(self, *, is_recompute: bool = False) -> list[Any]:
         """Give what each router does, and then each other module, in the forward or in a recomputation of it."""
         if is_recompute not in self._parts:
@@ -306,20 +313,19 @@ class ReplayCounts(Interceptor):
         """Each of `NAMES`, int64 [] on the device; nothing before the first replayed pass."""
         sums = dict(self._rows)
         for layers in self.layers.values():
-            _add_to(sums, {name: each.sum() for name, each in layers.items()})
+            add_to(sums, {name: each.sum() for name, each in layers.items()})
         return sums
 
     def end_pass(self, chunk: int, args: Any, current: Pass | None) -> None:
         """Add a pass that replayed rows."""
         if current is None or current.rows is None:
             return
-        ids_LRK, real_R = current.rows.ids_LRK, current.rows.real_R
-        replayed_LR = ids_LRK[..., 0] >= 0 if real_R is None else (ids_LRK[..., 0] >= 0) & real_R
+        ids_LRK, replayed_LR = current.rows.ids_LRK, current.replayed_LR
         differs_LR = ~_obeyed(current.outputs, ids_LRK) & replayed_LR
         native_differs_LR = ~is_in(current.native_LRK, ids_LRK).all(-1) & replayed_LR
         of_layers = zip(self.NAMES[2:], (replayed_LR, differs_LR, native_differs_LR), strict=True)
-        _add_to(self.layers.setdefault(chunk, {}), {name: each.sum(1) for name, each in of_layers})
-        _add_to(self._rows, {"rows": replayed_LR.any(0).sum(), "differing_rows": differs_LR.any(0).sum()})
+        add_to(self.layers.setdefault(chunk, {}), {name: each.sum(1) for name, each in of_layers})
+        add_to(self._rows, {"rows": replayed_LR.any(0).sum(), "differing_rows": differs_LR.any(0).sum()})
 
 
 def _obeyed(outputs: dict[int, Tensor], ids_LRK: Tensor) -> Tensor:
@@ -334,7 +340,7 @@ def _obeyed(outputs: dict[int, Tensor], ids_LRK: Tensor) -> Tensor:
     return obeyed_LR
 
 
-def _add_to(sums: dict[str, Tensor], more: dict[str, Tensor]) -> None:
+def add_to(sums: dict[str, Tensor], more: dict[str, Tensor]) -> None:
     for name, value in more.items():
         sums[name] = sums[name] + value if name in sums else value
 

@@ -96,7 +96,7 @@ class HookedModel:
 
 
 class Routed(HookedModel):
-    """A model whose routing can be recorded and replayed as tensors. Made by `attach`; untouched outside of sessions."""
+    """A model whose routing can be recorded and replayed as tensors. Made by `attach`."""
 
     def __init__(self, hooks: TrunkHooks) -> None:
         super().__init__([hooks])
