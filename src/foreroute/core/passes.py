@@ -147,14 +147,15 @@ class Pass:
         if self.scores is not None:
             scores = list(zip(self.scores.picked.unbind(), self.scores.next.unbind(), strict=True))
         parts: list[LayerPass] = []
-        of_layers = zip(self._routers, self.native_LRK.unbind(), forced, absent, scores, deficits, strict=True)
-        for layer, (router, into_RK, ids_RK, absent_R1, scores_into, deficit_into) in enumerate(of_layers):
+        calls = self.calls_L[:num_layers].split(1)
+        of_layers = zip(self._routers, calls, self.native_LRK.unbind(), forced, absent, scores, deficits, strict=True)
+        for layer, (router, calls_1, into_RK, ids_RK, absent_R1, scores_into, deficit_into) in enumerate(of_layers):
             what = LayerPass(
                 path=router.path,
                 layer=layer,
                 is_recompute=False,
                 asks=self.options.native or self.options.scores or rows is None or not rows.is_complete,
-                calls_1=self.calls_L[layer : layer + 1],
+                calls_1=calls_1,
                 rows=rows,
                 into_RK=into_RK,
                 before_RK=nothing_RK,
