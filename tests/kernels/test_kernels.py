@@ -215,7 +215,6 @@ def test_make_compiles_again_when_a_source_of_the_library_changes_and_only_then(
     python.chmod(0o755)
 
     def said():
-        """What make says, where the environment is there."""
         command = ["make", "-sC", tmp_path, "BIN=bin", "INSTALLED=Makefile", "kernels"]
         # a make around the tests would have this one say which folder it enters
         alone = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}

@@ -1,20 +1,20 @@
 """Every property of sessions, of models of every framework.
 
 A property that holds for every kind of gate or every way of recomputing activations is asked of the usual one and of a
-few others at once, of which each property has its own; by night of the rest.
+few others at once, of which each property has its own; by night of all.
 """
 
 import pytest
 
 from tests.adapters.hf.session_subject import HuggingFaceSubject
 from tests.adapters.megatron.forked_ranks import run
-from tests.replay.session_properties import OVER_VARIANTS, PROPERTIES, at_once, the_rest
+from tests.replay.session_properties import OVER_VARIANTS, PROPERTIES, at_once, in_full
 
 IN_PARTS = [
     *(pytest.param(name, at_once, id=name) for name in PROPERTIES),
-    *(pytest.param(name, the_rest, id=f"{name}, the rest", marks=pytest.mark.exhaustive) for name in OVER_VARIANTS),
+    *(pytest.param(name, in_full, id=f"{name}, in full", marks=pytest.mark.exhaustive) for name in OVER_VARIANTS),
 ]
-"""Every property, and those over all variants once more, of the rest."""
+"""Every property, and those over all variants once more."""
 
 
 @pytest.mark.parametrize(("name", "part"), IN_PARTS)

@@ -120,8 +120,7 @@ class ExpertsCheck:
             return
         # rows may have been dropped or spread on the way; and a forward may have ended before it called them
         if router.now is now and handed.numel() == now.into_RK.numel():
-            wrong = run_unnumbered(_is_swapped, router, now, handed.detach())
-            checks.add(wrong, partial(_raise_swapped, wrong, router.path, f"{path} ({type(module).__name__})"))
+            run_unnumbered(_ask_of_experts, router, now, handed.detach(), f"{path} ({type(module).__name__})", checks)
 
 
 def _ran(now: LayerPass) -> Tensor:
@@ -180,7 +179,7 @@ def _raise_changed(wrong: Tensor, path: str, who: str) -> None:
         )
 
 
-def _is_swapped(router: RouterHook, now: LayerPass, handed: Tensor) -> Tensor:
+def _ask_of_experts(router: RouterHook, now: LayerPass, handed: Tensor, experts: str, checks: DeferredChecks) -> None:
     ran_RK = _ran(now)
     handed = handed.reshape(ran_RK.shape).to(ran_RK.device)
     differs_RK = handed != ran_RK
@@ -192,7 +191,8 @@ def _is_swapped(router: RouterHook, now: LayerPass, handed: Tensor) -> Tensor:
         differs_RK &= now.rows.real_R.to(ran_RK.device)[:, None]
     if router.num_skip_classes:  # which a router returns as any id
         differs_RK &= ran_RK < router.num_experts - router.num_skip_classes
-    return differs_RK.any()
+    wrong = differs_RK.any()
+    checks.add(wrong, partial(_raise_swapped, wrong, router.path, experts))
 
 
 def _raise_swapped(wrong: Tensor, path: str, experts: str) -> None:
