@@ -170,7 +170,7 @@ def test_what_a_user_loads_and_what_a_parameter_carries_stay_in_a_session_where_
     model = with_front(PackingLinear(32)).train()
     routed = attach(model)
     packed = model.model.embed_tokens.front.weight
-    other = torch.zeros_like(packed.data)
+    other = torch.zeros_like(packed.data).reshape(-1, 2)
     with torch.no_grad(), routed.record():
         model(input_ids=TOKENS, use_cache=False)
         packed.scales.scale = torch.full((1,), 3.0)

@@ -113,6 +113,12 @@ def foreign(spec, batch, seed=1, absent=()):
     return RoutingTrace.from_rows(spec, batch.sequences, routes, valid=valid, weight_versions=versions)
 
 
+def prepared(framework, *variant, **options):
+    """One of its models, and routes of `batch_of()` that it would not take."""
+    on = framework.built(*variant, **options)
+    return on, foreign(on.routed.spec, batch_of())
+
+
 def random_ids(rng, spec, num_rows):
     """[rows, L, K], -1 behind the picks of a layer."""
     scores = rng.random((num_rows, spec.num_layers, spec.num_experts))
