@@ -30,7 +30,7 @@ def check_telemetry_is_what_a_recount_finds_and_counts_are_of_the_selection_that
         on = framework.built(gate)
         for absent, counts in (([], "native"), (GAPS, "native"), ([], "replayed")):
             trace = foreign(on.routed.spec, BATCH, absent=absent)
-            options = {"missing": "native", "telemetry": True, "counts": counts}
+            options = {"missing": "native", "padding": "spread", "telemetry": True, "counts": counts}
             seen = ReplayCounts()
             with on.scores() as scores, on.routed.listening(seen), on.routed.replay(trace, **options) as session:
                 on.run(BATCH)
