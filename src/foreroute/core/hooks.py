@@ -204,7 +204,7 @@ class ModelHooks(ABC):
         self.passes = PassStack(self.every)
         self.sessions = ThreadGuard("has a record() or replay() session open on it")
         self.interceptors: list[Interceptor] = []
-        self._output_check: OutputCheck | None = None
+        self._output_check = OutputCheck()
         # what is handed the ids that a router picked: its path, and which argument
         self.experts: dict[RouterHook, tuple[str, nn.Module, int | str]] = {}
         self._experts_check = ExpertsCheck(self.experts)
@@ -247,9 +247,7 @@ class ModelHooks(ABC):
                 self._join_options()
                 if not self.interceptors:
                     self._experts_check.expect_uncalled()
-                    if self._output_check is not None:
-                        self._output_check.remove()
-                        self._output_check = None
+                    self._output_check.remove()
         if not self.interceptors:
             self.checks.close()
         if self.left_behind:
@@ -453,8 +451,7 @@ class ModelHooks(ABC):
             current.outputs[now.layer] = ids_or_obeyed(result, hook, now.ids_RK)
         is_watched = hook.is_replaced or hook.selecting[0]._forward_hooks or every_module._global_forward_hooks
         if is_watched:
-            self._output_check = self._output_check or OutputCheck(self.checks)
-            self._output_check.follow(hook, now, result)
+            self._output_check.follow(hook, now, result, self.checks)
         return result
 
     def bind_checkpoints(self, running: Sequence[SelectionHook]) -> None:

@@ -27,27 +27,26 @@ if TYPE_CHECKING:
 class OutputCheck:
     """Looks at what the routers of a model return in a session, or in several that overlap."""
 
-    def __init__(self, checks: DeferredChecks) -> None:
-        self._checks = checks
+    def __init__(self) -> None:
         self._handles: dict[RouterHook, Any] = {}
-        self._returned: dict[RouterHook, tuple[LayerPass, TensorIds]] = {}
+        self._returned: dict[RouterHook, tuple[LayerPass, TensorIds, DeferredChecks]] = {}
 
     def remove(self) -> None:
         """Take its hooks off modules."""
         for handle in self._handles.values():
             handle.remove()
+        self._handles.clear()
+        self._returned.clear()
 
-    def follow(self, router: RouterHook, now: LayerPass, result: Any) -> None:
+    def follow(self, router: RouterHook, now: LayerPass, result: Any, checks: DeferredChecks) -> None:
         """Compare what a router has returned, and what it returns when the hooks on it have run.
 
-        Raises:
-            ReplayError: when that holds other experts than it selected; on a GPU, as `DeferredChecks.add`.
+        Raises `ReplayError` when that holds other experts than it selected; on a GPU, as `DeferredChecks.add`.
         """
         module, name = router.selecting
         if router.is_replaced:
-            run_unnumbered(
-                self._compare, router, now, result, f"a function that took the place of its {name}() after attach()"
-            )
+            who = f"a function that took the place of its {name}() after attach()"
+            run_unnumbered(_ask_of_output, router, now, result, who, checks)
         if name != "forward":  # of a method of the block around a router no hook sees what is returned
             return
         if router not in self._handles:
@@ -55,22 +54,19 @@ class OutputCheck:
         # hooks that others have registered since run behind ours, which must be the last
         in_order: Any = module._forward_hooks  # says that it is a dict, and is an OrderedDict
         in_order.move_to_end(self._handles[router].id)
-        self._returned[router] = now, TensorIds(tensors_of(result))
+        self._returned[router] = now, TensorIds(tensors_of(result)), checks
 
     def _check_hooks(self, router: RouterHook, module: nn.Module, _: Any, output: Any) -> None:
-        now, returned = self._returned.pop(router, (None, None))
-        if now is None or returned is None:  # it is recomputed
+        if router not in self._returned:  # it is recomputed
             return
+        now, returned, checks = self._returned.pop(router)
         parts = tensors_of(output)
         if returned.fit(parts) and not any(part.is_inference() for part in parts):
             return
         hooks = [hook for number, hook in module._forward_hooks.items() if number != self._handles[router].id]
         names = ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks)
-        run_unnumbered(self._compare, router, now, output, f"a forward hook ({names or 'one on all modules'})")
-
-    def _compare(self, router: RouterHook, now: LayerPass, output: Any, who: str) -> None:
-        wrong = ~holds_ids(output, router, _ran(now).long(), may_drop=True).all()
-        self._checks.add(wrong, partial(_raise_changed, wrong, router.path, who))
+        who = f"a forward hook ({names or 'one on all modules'})"
+        run_unnumbered(_ask_of_output, router, now, output, who, checks)
 
 
 class ExpertsCheck:
@@ -169,6 +165,11 @@ def _listed_ids(output: Any, router: RouterHook, ids_RK: Tensor) -> list[Tensor]
         for part in tensors_of(output)
         if part.numel() == ids_RK.numel() and not part.is_floating_point() and part.dtype != torch.bool
     ]
+
+
+def _ask_of_output(router: RouterHook, now: LayerPass, output: Any, who: str, checks: DeferredChecks) -> None:
+    wrong = ~holds_ids(output, router, _ran(now).long(), may_drop=True).all()
+    checks.add(wrong, partial(_raise_changed, wrong, router.path, who))
 
 
 def _raise_changed(wrong: Tensor, path: str, who: str) -> None:
