@@ -109,7 +109,40 @@ class Routed(HookedModel):
         self, ids_BTLK: Tensor, attention_mask: Tensor | None = None, *, missing: Missing = "native"
     ) -> TensorRows:
         """Make routes ready to be replayed, as often as wanted. Arguments and errors as of `replay`."""
-        return TensorRows.made(self.hooks, ids_BTLK, attention_mask, missing)
+        if missing not in get_args(Missing):
+            raise ReplayError(f"missing is {missing!r}; expected one of {get_args(Missing)}")
+        routers, top_k = self.hooks.routers, int(self.hooks.sizes_2L[1].max())
+        if not isinstance(ids_BTLK, Tensor) or ids_BTLK.ndim != 4 or ids_BTLK.dtype not in INTEGERS:
+            raise ReplayError(f"ids are {described(ids_BTLK)}; expected integers [B, T, L, K]")
+        if ids_BTLK.shape[2:] != (len(routers), top_k):
+            raise ReplayError(
+                f"ids have [L, K] = {list(ids_BTLK.shape[2:])}; the model has {len(routers)} routers of at most "
+                f"{top_k} picks, from {routers[0].path} to {routers[-1].path}"
+            )
+        if attention_mask is not None and attention_mask.shape != ids_BTLK.shape[:2]:
+            raise ReplayError(
+                f"attention_mask is {list(attention_mask.shape)}, ids are {list(ids_BTLK.shape)} [B, T, L, K]"
+            )
+        device = self.hooks.device or ids_BTLK.device
+        ids_LBTK = signed(move_tensor(ids_BTLK, device)).permute(2, 0, 1, 3)
+        if attention_mask is None:
+            attention_mask = torch.ones(ids_BTLK.shape[:2], dtype=torch.bool, device=device)
+        real_BT = move_tensor(attention_mask, device) != 0
+        num_experts_L, top_k_L = move_tensor(self.hooks.sizes_2L, device)[..., None, None]
+        is_pick = torch.arange(top_k, device=device) < top_k_L[..., None]
+        given = (ids_LBTK >= 0) & is_pick & real_BT[..., None]
+        num_given = given.sum(-1)
+        routed = num_given == top_k_L
+        too_large, twice = find_faults(ids_LBTK, given, num_experts_L[..., None])
+        in_part = (num_given > 0) & ~routed
+        wrong = too_large | twice | in_part
+        lacking = torch.zeros_like(real_BT)
+        if missing == "error":  # the last real position of a sequence is before no other
+            has_later = real_BT.flip(1).cumsum(1).flip(1) > 1
+            lacking = (num_given == 0).any(0) & real_BT & has_later
+        faults = torch.stack(list(map(Tensor.sum, (too_large, twice, in_part, lacking))))
+        is_forced = (routed & ~wrong)[..., None] & is_pick
+        return TensorRows(torch.where(is_forced, ids_LBTK, -1).to(self.hooks.id_dtype), faults)
 
     @contextmanager
     def replay(
@@ -232,42 +265,6 @@ class TensorRows(NamedTuple):
 
     ids_LBTK: Tensor  # as `Rows.ids_LRK`; rows with a fault are -1
     faults: Tensor  # int64 [4], how many rows have each of `FAULTS`
-
-    @classmethod
-    def made(cls, hooks: TrunkHooks, ids: Tensor, mask: Tensor | None, missing: Missing) -> TensorRows:
-        """Check ids [B, T, L, K] against routers, on the device. Raises `ReplayError` for shapes and types."""
-        if missing not in get_args(Missing):
-            raise ReplayError(f"missing is {missing!r}; expected one of {get_args(Missing)}")
-        routers, top_k = hooks.routers, int(hooks.sizes_2L[1].max())
-        if not isinstance(ids, Tensor) or ids.ndim != 4 or ids.dtype not in INTEGERS:
-            raise ReplayError(f"ids are {described(ids)}; expected integers [B, T, L, K]")
-        if ids.shape[2:] != (len(routers), top_k):
-            raise ReplayError(
-                f"ids have [L, K] = {list(ids.shape[2:])}; the model has {len(routers)} routers of at most {top_k} "
-                f"picks, from {routers[0].path} to {routers[-1].path}"
-            )
-        if mask is not None and mask.shape != ids.shape[:2]:
-            raise ReplayError(f"attention_mask is {list(mask.shape)}, ids are {list(ids.shape)} [B, T, L, K]")
-        device = hooks.device or ids.device
-        ids_LBTK = signed(move_tensor(ids, device)).permute(2, 0, 1, 3)
-        if mask is None:
-            mask = torch.ones(ids.shape[:2], dtype=torch.bool, device=device)
-        real_BT = move_tensor(mask, device) != 0
-        num_experts_L, top_k_L = move_tensor(hooks.sizes_2L, device)[..., None, None]
-        is_pick = torch.arange(top_k, device=device) < top_k_L[..., None]
-        given = (ids_LBTK >= 0) & is_pick & real_BT[..., None]
-        num_given = given.sum(-1)
-        routed = num_given == top_k_L
-        too_large, twice = find_faults(ids_LBTK, given, num_experts_L[..., None])
-        in_part = (num_given > 0) & ~routed
-        wrong = too_large | twice | in_part
-        lacking = torch.zeros_like(real_BT)
-        if missing == "error":  # the last real position of a sequence is before no other
-            has_later = real_BT.flip(1).cumsum(1).flip(1) > 1
-            lacking = (num_given == 0).any(0) & real_BT & has_later
-        faults = torch.stack(list(map(Tensor.sum, (too_large, twice, in_part, lacking))))
-        is_forced = (routed & ~wrong)[..., None] & is_pick
-        return cls(torch.where(is_forced, ids_LBTK, -1).to(hooks.id_dtype), faults)
 
     def of(self, first: int, num: int) -> Rows:
         """Give the rows of positions from `first` on; behind the last one there is no route."""
