@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .caches import TensorIds
-from .deferred_checks import DeferredChecks
-from .errors import ReplayError
+from .deferred_checks import DeferredChecks, raise_where
 from .recompute import run_unnumbered
 from .selection import LayerPass
 
@@ -169,15 +168,11 @@ def _listed_ids(output: Any, router: RouterHook, ids_RK: Tensor) -> list[Tensor]
 
 def _ask_of_output(router: RouterHook, now: LayerPass, output: Any, who: str, checks: DeferredChecks) -> None:
     wrong = ~holds_ids(output, router, _ran(now).long(), may_drop=True).all()
-    checks.add(wrong, partial(_raise_changed, wrong, router.path, who))
-
-
-def _raise_changed(wrong: Tensor, path: str, who: str) -> None:
-    if wrong.item():
-        raise ReplayError(
-            f"router {path} selected its experts, and {who} handed on other ones: what is recorded or replayed is what "
-            "a router selects, and not what ran. Take it off while a session is open, or have it only look on"
-        )
+    said = (
+        f"router {router.path} selected its experts, and {who} handed on other ones: what is recorded or replayed is "
+        "what a router selects, and not what ran. Take it off while a session is open, or have it only look on"
+    )
+    checks.add(wrong, partial(raise_where, wrong, said))
 
 
 def _ask_of_experts(router: RouterHook, now: LayerPass, handed: Tensor, experts: str, checks: DeferredChecks) -> None:
@@ -193,16 +188,12 @@ def _ask_of_experts(router: RouterHook, now: LayerPass, handed: Tensor, experts:
     if router.num_skip_classes:  # which a router returns as any id
         differs_RK &= ran_RK < router.num_experts - router.num_skip_classes
     wrong = differs_RK.any()
-    checks.add(wrong, partial(_raise_swapped, wrong, router.path, experts))
-
-
-def _raise_swapped(wrong: Tensor, path: str, experts: str) -> None:
-    if wrong.item():
-        raise ReplayError(
-            f"router {path} selected its experts, and {experts} was handed other ids: something between them swaps "
-            "them, such as a replay of the framework's own. What is recorded or replayed would not be what ran; "
-            "switch that off while a session is open"
-        )
+    said = (
+        f"router {router.path} selected its experts, and {experts} was handed other ids: something between them swaps "
+        "them, such as a replay of the framework's own. What is recorded or replayed would not be what ran; switch "
+        "that off while a session is open"
+    )
+    checks.add(wrong, partial(raise_where, wrong, said))
 
 
 def tensors_of(output: Any) -> list[Tensor]:

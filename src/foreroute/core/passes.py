@@ -342,6 +342,7 @@ def _obeyed(outputs: dict[int, Tensor], ids_LRK: Tensor) -> Tensor:
 
 
 def add_to(sums: dict[str, Tensor], more: dict[str, Tensor]) -> None:
+    """Add tensors to those of their names, or begin with them."""
     for name, value in more.items():
         sums[name] = sums[name] + value if name in sums else value
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .caches import NO_CACHE
-from .deferred_checks import DeferredChecks
+from .deferred_checks import DeferredChecks, raise_where
 from .errors import ReplayError
 from .hooks import ModelHooks
 from .passes import Interceptor, Pass, RecordOptions, ReplayCounts, Rows, move_tensor
@@ -187,7 +187,8 @@ class Routed(HookedModel):
             raise ReplayError(NOTHING_RECORDED)
         for args, _ in recording._passes:
             if isinstance(args, TrunkArgs) and args.continues is not None:
-                self.checks.add(args.continues, partial(_raise_continued, args.continues))
+                said = f"no position of a sequence is 0, {NO_CACHE}"
+                self.checks.add(args.continues, partial(raise_where, args.continues, said))
 
     def report(self) -> list[LayerReport]:
         """What was replayed by each router over all sessions so far. Waits for the device.
@@ -253,11 +254,6 @@ class TensorRecording(Interceptor):
             parts[-1].append(of_rows.unflatten(1, args.shape).permute(1, 2, 0, 3))
             reached = past + args.shape[1]
         return [torch.cat(each, 1) for each in parts]
-
-
-def _raise_continued(continues: Tensor) -> None:
-    if continues.item():
-        raise ReplayError(f"no position of a sequence is 0, {NO_CACHE}")
 
 
 class TensorRows(NamedTuple):
