@@ -21,7 +21,7 @@ from benchmarks.harness import launch_path
 from benchmarks.harness.models import Sizes, keep_memory, run_model
 from benchmarks.harness.pairs import PairedRatio, compare, near_one, worst_near_one
 from foreroute.adapters import hf
-from foreroute.core.passes import Pass, RecordOptions, RouterFacts
+from foreroute.core.passes import Pass, RecordOptions
 from foreroute.replay import Policy, TraceOnDevice
 from foreroute.trace import RoutingTrace
 
@@ -147,8 +147,7 @@ def _bytes_per_token(bench: Bench) -> dict[str, float]:
     policy = Policy("error", "native", "native", telemetry=False)
     rows = TraceOnDevice(trace, device).gather(torch.arange(trace.num_rows), policy)
     queued = [rows.ids_LRK, rows.real_R, rows.counted_R]
-    routers = [RouterFacts("router", trace.spec.top_k, False, False)] * trace.spec.num_layers
-    current = Pass(routers, trace.num_rows, rows.ids_LRK.dtype, device, rows, RecordOptions(scores=True))
+    current = Pass(bench.routed.routers, trace.num_rows, rows.ids_LRK.dtype, device, rows, RecordOptions(scores=True))
     assert current.scores is not None
     queued += [current.native_LRK, *(each for layer in current.parts() for each in (layer.ids_RK, layer.absent_R1))]
     notes = list(current.scores)

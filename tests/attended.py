@@ -8,31 +8,13 @@ from contextlib import contextmanager
 
 import torch
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "n_routed_experts": 16,
-    "num_experts_per_tok": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "index_topk": 3,
-    "index_head_dim": 16,
-    "index_n_heads": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-}
+from foreroute.testing.models import FAMILIES
+
+SIZES = FAMILIES["deepseek_v3"] | {
+    "vocab_size": 64, "max_position_embeddings": 128, "n_routed_experts": 16, "num_local_experts": 16,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
+    "index_topk": 3, "index_head_dim": 16, "index_n_heads": 8,
+}  # fmt: skip
 
 
 @contextmanager

@@ -13,6 +13,11 @@ from foreroute.testing.models import tiny
 TOKENS = torch.arange(20).view(2, 10)
 
 
+def mixed(experts, x, weights, ids):
+    each = torch.stack([expert(x) for expert in experts], -2)
+    return (each.gather(-2, ids[..., None].expand(*ids.shape, 16)) * weights[..., None]).sum(-2)
+
+
 class Block(nn.Module):
     """The gate is a Linear, and the block selects: no class name says that it routes."""
 
@@ -26,12 +31,7 @@ class Block(nn.Module):
         if self.in_training_alone and not self.training:
             raise NotImplementedError
         rows = x.flatten(0, 1)
-        weights, ids = self.pick(rows)
-        mixed = sum(
-            expert(rows) * (weights * (ids == number)).sum(-1, keepdim=True)
-            for number, expert in enumerate(self.experts)
-        )
-        return x + mixed.view(x.shape)
+        return x + mixed(self.experts, rows, *self.pick(rows)).view(x.shape)
 
     def pick(self, rows):
         return self.gate(rows).softmax(-1).topk(2, dim=-1)
@@ -42,17 +42,12 @@ class PickingInForward(Block):
 
     def forward(self, x):
         weights, ids = self.gate(x).softmax(-1).topk(2, dim=-1)
-        return x + self.mixed(x, weights, ids)
-
-    def mixed(self, x, weights, ids):
-        each = torch.stack([expert(x) for expert in self.experts], -2)
-        return (each.gather(-2, ids[..., None].expand(*ids.shape, 16)) * weights[..., None]).sum(-2)
+        return x + mixed(self.experts, x, weights, ids)
 
 
 class SomeExperts(nn.ModuleList):
     def forward(self, x, ids, weights):
-        each = torch.stack([expert(x) for expert in self], -2)
-        return (each.gather(-2, ids[..., None].expand(*ids.shape, 16)) * weights[..., None]).sum(-2)
+        return mixed(self, x, weights, ids)
 
 
 class CallingExperts(Block):
@@ -74,7 +69,7 @@ def forward_outside(block, x):
 
 def picked_outside(block, x):
     weights, ids = block.gate(x).softmax(-1).topk(2, dim=-1)
-    return x + PickingInForward.mixed(block, x, weights, ids)
+    return x + mixed(block.experts, x, weights, ids)
 
 
 class Patched(Block):
@@ -83,7 +78,7 @@ class Patched(Block):
     forward = forward_outside
 
 
-class ReturningMore(PickingInForward):
+class ReturningMore(Block):
     """Something comes before what it gives for each token."""
 
     def forward(self, x):
@@ -91,15 +86,41 @@ class ReturningMore(PickingInForward):
 
     def picked(self, x):
         weights, ids = self.gate(x).softmax(-1).topk(2, dim=-1)
-        return weights.sum(), self.mixed(x, weights, ids)
+        return weights.sum(), mixed(self.experts, x, weights, ids)
 
 
-class MaskingBelow(PickingInForward):
+class MaskingBelow(Block):
     """Gives weights of experts below the second best score away, whatever ids say."""
 
-    def mixed(self, x, weights, ids):
+    def forward(self, x):
         scores = self.gate(x).softmax(-1)
-        return super().mixed(x, weights * (weights >= scores.sort(-1).values[..., -2:-1]), ids)
+        weights, ids = scores.topk(2, dim=-1)
+        kept = weights >= scores.sort(-1).values[..., -2:-1]
+        return x + mixed(self.experts, x, weights * kept, ids)
+
+
+class ReturningNone(Block):
+    def forward(self, x):
+        self.keep(x)
+        return x + self.kept
+
+    def keep(self, x):
+        weights, ids = self.gate(x).softmax(-1).topk(2, dim=-1)
+        self.kept = mixed(self.experts, x, weights, ids)
+
+
+class IgnoringPicks(nn.Module):
+    """What it gives differs from call to call, and its picks are for nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(16, 6)
+
+    def forward(self, x):
+        if not self.training:
+            raise NotImplementedError
+        self.gate(x).topk(2, dim=-1)
+        return functional.dropout(x)
 
 
 class Model(nn.Module):
@@ -156,57 +177,33 @@ def by_hand(model, ids):
     return model.head(h)
 
 
-def test_a_block_that_gives_experts_no_weight_is_refused():
-    with pytest.raises(AttachError, match=r"layers.0 \(MaskingBelow\).*no weight"):
-        attach(Model(MaskingBelow), EXAMPLE)
+REFUSED = {
+    "no weight": (MaskingBelow, 1, r"layers.0 \(MaskingBelow\).*no weight"),
+    "nothing of tokens": (ReturningNone, 1, r"layers.0 \(ReturningNone\).* 20 tokens"),
+    "dropout alone": (IgnoringPicks, 1, r"layers.0 \(IgnoringPicks\).*not change"),
+    "a loop over layers": (Block, 3, r"layers.0 \(Block\) .* selects 3 .* Model"),
+    "neither a router nor a block that selects": (nn.Identity, 1, r"Router.* none makes"),
+}
 
 
-class ReturningNone(PickingInForward):
-    def forward(self, x):
-        self.keep(x)
-        return x + self.kept
-
-    def keep(self, x):
-        weights, ids = self.gate(x).softmax(-1).topk(2, dim=-1)
-        self.kept = self.mixed(x, weights, ids)
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_does_not_select_once_or_proves_nothing_is_named(fault):
+    block, loops, said = REFUSED[fault]
+    with pytest.raises(AttachError, match=said):
+        attach(Model(block, loops), EXAMPLE)
 
 
-def test_a_block_whose_output_tells_nothing_of_tokens_is_named():
-    with pytest.raises(AttachError, match=r"layers.0 \(ReturningNone\).* 20 tokens"):
-        attach(Model(ReturningNone), EXAMPLE)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_peaked_gates_are_no_reason_to_refuse_a_block(dtype):
+def test_peaked_gates_are_no_reason_to_refuse_a_block():
     """Beside the best expert all others weigh 1e-8 and less."""
     for block in (PickingInForward, CallingExperts):
         model = Model(block)
         for layer in model.layers:
             nn.init.normal_(layer.gate.weight, std=20)
-        attach(model.to(dtype), EXAMPLE)
+        attach(model.to(torch.bfloat16), EXAMPLE)
     model = Model(MaskingBelow)
     nn.init.normal_(model.layers[0].gate.weight, std=20)
     with pytest.raises(AttachError, match="no weight"):
-        attach(model.to(dtype), EXAMPLE)
-
-
-class IgnoringPicks(nn.Module):
-    """What it gives differs from call to call, and its picks are for nothing."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Linear(16, 6)
-
-    def forward(self, x):
-        if not self.training:
-            raise NotImplementedError
-        self.gate(x).topk(2, dim=-1)
-        return functional.dropout(x)
-
-
-def test_dropout_proves_nothing_of_a_block():
-    with pytest.raises(AttachError, match=r"layers.0 \(IgnoringPicks\).*not change"):
-        attach(Model(IgnoringPicks), EXAMPLE)
+        attach(model.to(torch.bfloat16), EXAMPLE)
 
 
 def test_blocks_that_pick_alike_are_not_taken_for_one_another():
@@ -284,26 +281,19 @@ def test_tokens_are_found_among_other_arguments():
         assert attach(cls(), {"tokens": TOKENS}).hooks.tokens == "tokens"
 
 
-def test_without_a_router_or_a_block_that_selects_the_error_says_both():
-    class Dense(nn.Module):
-        def forward(self, x):
-            return x
-
-    with pytest.raises(AttachError, match=r"Router.* none makes"):
-        attach(Model(Dense), EXAMPLE)
+WRONG_EXAMPLES = [
+    (None, r"attach\(model, example=.* tokens, scale;"),
+    ({"scale": 1.0}, r"has scale; .* Model"),
+    ({"scale": 1.0, "tokens": TOKENS[:0]}, r"scale, tokens; .* Model"),
+    (TOKENS, "is a Tensor"),
+    ({"tokens": TOKENS}, r"in eval.* tokens alone"),
+]
 
 
 def test_the_example_is_asked_for_and_read():
-    with pytest.raises(AttachError, match=r"attach\(model, example=.* tokens, scale;"):
-        attach(Model())
-    with pytest.raises(AttachError, match=r"has scale; .* Model"):
-        attach(Model(), {"scale": 1.0})
-    with pytest.raises(AttachError, match=r"scale, tokens; .* Model"):
-        attach(Model(), {"scale": 1.0, "tokens": TOKENS[:0]})
-    with pytest.raises(AttachError, match="is a Tensor"):
-        attach(Model(), TOKENS)
-    with pytest.raises(AttachError, match=r"in eval.* tokens alone"):
-        attach(Model().eval(), {"tokens": TOKENS})
+    for example, said in WRONG_EXAMPLES:
+        with pytest.raises(AttachError, match=said):
+            attach(Model().eval(), example)
     routed = attach(Model(), EXAMPLE)
     with pytest.raises(ReplayError, match=r"neither tokens.* inputs_embeds"), routed.record():
         routed.model(tokens=None, scale=1.0)
@@ -319,72 +309,62 @@ def test_a_model_that_runs_in_training_alone_is_attached_in_it_and_left_so():
         attach(model.eval(), EXAMPLE)
 
 
-def test_a_loop_over_layers_is_named():
-    with pytest.raises(AttachError, match=r"layers.0 \(Block\) .* selects 3 .* Model"):
-        attach(Model(loops=3), EXAMPLE)
+def attached():
+    """A tiny model, attached, what it picks by itself, and the experts of its last layer."""
+    model = tiny("qwen3_moe", num_hidden_layers=2)
+    routed = attach(model)
+    with routed.record() as recording:
+        model(input_ids=TOKENS)
+    [own] = recording.ids()
+    return model, routed, own, model.model.layers[1].mlp.experts
+
+
+def next_ids(_, args):
+    return args[0], (args[1] + 1) % 8, *args[2:]
 
 
 def test_a_block_that_swaps_ids_behind_its_router_is_told_once_in_every_session():
     """As a framework's own replay does. The model is as attached until a session is open."""
-    model = tiny("qwen3_moe", num_hidden_layers=2)
-    routed = attach(model)
-    batch = {"input_ids": TOKENS}
-    with routed.record() as recording:
-        model(**batch)
-    [own] = recording.ids()
-    experts = model.model.layers[1].mlp.experts
-    swaps = []
+    model, routed, own, experts = attached()
+    hooks = []
 
     def swap(_, args):
-        swaps.append(len(experts._forward_pre_hooks))
-        return args[0], (args[1] + 1) % 8, *args[2:]
+        hooks.append(len(experts._forward_pre_hooks))
+        return next_ids(_, args)
 
     handle = experts.register_forward_pre_hook(swap)
     for session in (routed.record, lambda: routed.replay(own)):
         said = r"layers.1.mlp.gate.*layers.1.mlp.experts.*handed other ids"
         with pytest.raises(ReplayError, match=said), session():
-            model(**batch)
+            model(input_ids=TOKENS)
     handle.remove()
     with routed.record(), routed.replay(own):
-        model(**batch)
+        model(input_ids=TOKENS)
         assert not experts._forward_pre_hooks  # looked at once
-        model(**batch)
+        model(input_ids=TOKENS)
     copy.deepcopy(model)
-    assert swaps == [2, 2]
+    assert hooks == [2, 2]
 
 
 def test_padding_may_go_to_any_expert_or_none():
     """What a block does with rows that nothing is trained on is its own affair."""
-    model = tiny("qwen3_moe", num_hidden_layers=2)
-    routed = attach(model)
+    model, routed, own, experts = attached()
     mask = torch.ones_like(TOKENS)
     mask[0, :2] = 0
-    batch = {"input_ids": TOKENS, "attention_mask": mask}
-    with routed.record() as recording:
-        model(**batch)
-    [own] = recording.ids()
     to = [7]
-
-    def send(_, args):
-        return args[0], torch.where(mask.reshape(-1, 1) > 0, args[1], to[0]), *args[2:]
-
-    experts = model.model.layers[1].mlp.experts
-    experts.register_forward_pre_hook(send)
+    experts.register_forward_pre_hook(
+        lambda _, args: (args[0], torch.where(mask.reshape(-1, 1) > 0, args[1], to[0]), *args[2:])
+    )
     with routed.replay(own, mask):
-        model(**batch)
-    to[0] = 8  # no expert of its
+        model(input_ids=TOKENS, attention_mask=mask)
     experts.forward = lambda x, *_: x
-    with routed.record():
-        model(**batch)
-    to[0] = -1
-    with routed.record():
-        model(**batch)
+    for to[0] in (8, -1):  # no expert of its
+        with routed.record():
+            model(input_ids=TOKENS, attention_mask=mask)
 
 
 def test_a_forward_that_fails_does_not_use_up_the_look_at_experts():
-    model = tiny("qwen3_moe", num_hidden_layers=2)
-    routed = attach(model)
-    experts = model.model.layers[0].mlp.experts
+    model, routed, _, experts = attached()
 
     def fail(*_):
         raise NotImplementedError
@@ -395,7 +375,7 @@ def test_a_forward_that_fails_does_not_use_up_the_look_at_experts():
             with pytest.raises(NotImplementedError):
                 model(input_ids=TOKENS)
             failing.remove()
-            experts.register_forward_pre_hook(lambda _, args: (args[0], (args[1] + 1) % 8, *args[2:]))
+            experts.register_forward_pre_hook(next_ids)
             model(input_ids=TOKENS)
 
     with pytest.raises(ReplayError, match="other ids"):

@@ -2,9 +2,6 @@
 
 import re
 import runpy
-import shutil
-import subprocess
-import sys
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -146,6 +143,8 @@ def test_a_selective_checkpoint_around_a_model_numbers_the_model_alone():
         model = tiny("qwen3_moe").train()
         routed = attach(model)
         routes = (own_routes(model, routed)[0].long() + 1) % 8
+        experts = model.model.layers[1].mlp.experts
+        experts.register_forward_pre_hook(lambda _, args: (args[0], args[1].clone(), *args[2:]))  # compared by value
         loss = partial(loss_of, model, BATCH)
         if is_checkpointed:
             loss = partial(checkpoint, loss, use_reentrant=False, context_fn=context_fn)
@@ -185,21 +184,13 @@ def test_routers_with_other_numbers_of_picks_are_replayed():
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [
-        (lambda ids: ids[0, 2, 1, :1].fill_(99), "1 rows with an id out of range"),
-        (lambda ids: ids[0, 2, 1].fill_(3), "1 rows with an expert twice"),
-        (lambda ids: ids[0, 2, 1, :1].fill_(-1), "1 rows with -1 beside experts"),
-    ],
+    [([99], "an id out of range"), ([3, 3], "an expert twice"), ([-1], "-1 beside experts")],
 )
 def test_ids_that_cannot_be_take_no_effect_and_are_told(change, said):
     model, routed, own, native = with_own_routes()
-    wrong = own.clone()
-    change(wrong)
-    with (
-        pytest.raises(ReplayError, match=f"the routes had {said}"),
-        routed.replay(wrong, BATCH["attention_mask"]),
-        torch.no_grad(),
-    ):
+    wrong, mask = own.clone(), BATCH["attention_mask"]
+    wrong[0, 2, 1, : len(change)] = torch.tensor(change)
+    with pytest.raises(ReplayError, match=f"1 rows with {said}"), routed.replay(wrong, mask), torch.no_grad():
         logits = model(**BATCH, use_cache=False).logits
     assert torch.equal(logits, native)  # and so the forward itself raised nothing
     routed.report()
@@ -212,11 +203,8 @@ def test_rows_that_later_tokens_depend_on_may_be_asked_for():
     with routed.replay(own, mask, missing="error"), torch.no_grad():
         model(**BATCH, use_cache=False)
     own[1, 2] = -1
-    with (
-        pytest.raises(ReplayError, match=r"1.*-1.*tokens depend"),
-        routed.replay(own, mask, missing="error"),
-        torch.no_grad(),
-    ):
+    said = r"1.*-1.*tokens depend"
+    with pytest.raises(ReplayError, match=said), routed.replay(own, mask, missing="error"), torch.no_grad():
         model(**BATCH, use_cache=False)
 
 
@@ -224,7 +212,7 @@ def test_rows_that_later_tokens_depend_on_may_be_asked_for():
     ("ids", "said"),
     [
         (torch.zeros(3, 9, 3, 2), "ids are torch.float32 of shape"),
-        ([[1]], "1 tensors of ids|ids are a list"),
+        ([[1]], "ids are a list"),
         (torch.zeros(3, 9, 1, 2, dtype=torch.long), r"ids have \[L, K\] = \[1, 2\]; the model has 3 routers"),
         (torch.zeros(2, 9, 3, 2, dtype=torch.long), r"attention_mask is \[3, 9\], ids are \[2, 9, 3, 2\]"),
     ],
@@ -241,27 +229,14 @@ def test_a_session_of_another_batch_or_without_a_forward_is_refused():
         model(input_ids=BATCH["input_ids"][:, 1:])
     with pytest.raises(ReplayError, match=r"nothing.*replayed"), routed.replay(own):
         pass
+    with pytest.raises(ReplayError, match=r"nothing.*recorded.*thread"), routed.record():
+        pass
+    with pytest.raises(ValueError, match="its own"), routed.record():
+        raise ValueError("its own")
     with routed.replay(own):
         with pytest.raises(ReplayError, match="already replaying"), routed.replay(own):
             pass
         model(**BATCH)
-
-
-@pytest.mark.slow
-def test_the_folder_can_be_taken_as_it_stands(tmp_path):
-    """Copied under another name, it imports torch and nothing of ours, and torch when a name is asked for."""
-    shutil.copytree(Path(fr.__file__).parent / "core", tmp_path / "foreroute_core")
-    script = """
-import sys
-import foreroute_core
-assert "torch" not in sys.modules
-from foreroute_core import attach
-ours = [name for name in sys.modules if name.split(".")[0] in ("foreroute", "transformers", "pydantic")]
-assert not ours, ours
-assert issubclass(foreroute_core.AttachError, foreroute_core.ForerouteError)
-"""
-    ended = subprocess.run([sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{script}"])
-    assert ended.returncode == 0
 
 
 @pytest.mark.slow
@@ -280,32 +255,21 @@ def test_examples_run(script, said, capsys):
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def test_ids_of_every_integer_type_are_replayed(dtype):
+    """In an unsigned one -1 is its largest number: not recorded in all picks of a row, too large in one of them."""
     model, routed, own, native = with_own_routes()
     other = (own.long() + 1) % 8
-    seen = []
-    for ids in (other, other.to(dtype)):
-        with torch.no_grad():
-            seen.append(replay_once(model, routed, ids))
+    other[0, 3] = -1
+
+    def replay(ids):
+        with torch.no_grad(), routed.replay(ids, BATCH["attention_mask"]):
+            return model(**BATCH, use_cache=False).logits
+
+    seen = [replay(ids) for ids in (other, other.to(dtype))]
     assert torch.equal(*seen)
     assert not torch.equal(seen[0], native)
-
-
-@pytest.mark.parametrize("dtype", UNSIGNED)
-def test_minus_one_in_an_unsigned_type_is_not_recorded_throughout_and_too_large_alone(dtype):
-    model, routed, own, _ = with_own_routes()
-    other = (own.long() + 1) % 8
-    other[0, 3] = -1
-    with torch.no_grad():
-        logits = [replay_once(model, routed, ids) for ids in (other, other.to(dtype))]
-    assert torch.equal(*logits)
     other[0, 3, :, 0] = 5
-    with torch.no_grad(), pytest.raises(ReplayError, match=r"3 rows.*range"):
-        replay_once(model, routed, other.to(dtype))
-
-
-def replay_once(model, routed, ids):
-    with routed.replay(ids, BATCH["attention_mask"]):
-        return model(**BATCH, use_cache=False).logits
+    with pytest.raises(ReplayError, match=r"3 rows.*range" if dtype in UNSIGNED else "3 rows with -1 beside"):
+        replay(other.to(dtype))
 
 
 class UnflatteningRouter(Qwen3MoeTopKRouter):

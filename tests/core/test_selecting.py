@@ -56,7 +56,7 @@ def test_one_graph_takes_it(backend):
 @pytest.mark.parametrize("rule", RULES)
 def test_rows_without_a_route_are_the_routers_and_others_keep_their_order(rule):
     logits, ids = drawn()
-    weights, chosen = select_at(logits, ids, bias=BIAS, **RULES[rule])
+    weights, chosen = select_at(logits, ids.to(torch.uint8), bias=BIAS, **RULES[rule])  # -1 is 255 there
     native, native_ids = select_at(logits, torch.full_like(ids, -1), bias=BIAS, **RULES[rule])
     given = (ids >= 0).all(-1)
     assert torch.equal(chosen, torch.where(given[..., None], ids, native_ids))
@@ -107,20 +107,9 @@ def test_the_host_does_not_wait_and_is_told_before_a_step():
             torch.optim.SGD([weight]).step()
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64])
-def test_ids_of_every_type(dtype):
-    logits, ids = drawn()
-    expected = select_at(logits, ids)
-    found = select_at(logits, ids.to(dtype))  # -1 is the highest number of an unsigned type
-    assert same_bits(found[0], expected[0])
-    assert same_bits(found[1], expected[1])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_weighed_in_float32(dtype):
-    logits, ids = drawn()
-    weights, _ = select_at(logits.to(dtype), ids)
-    assert same_bits(weights, select_at(logits.to(dtype).float(), ids)[0])
+def test_half_precision_is_weighed_in_float32():
+    logits, ids = drawn(dtype=torch.bfloat16)
+    assert same_bits(select_at(logits, ids)[0], select_at(logits.float(), ids)[0])
 
 
 @pytest.mark.parametrize(

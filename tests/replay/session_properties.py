@@ -35,18 +35,12 @@ def at_once(framework, name):
     """The framework with the usual variant and a fifth of the others, which is another for each property."""
     if name not in OVER_VARIANTS:
         return framework
-    return _with_variants(framework, lambda number: (number + OVER_VARIANTS.index(name)) % SHARE == 0)
-
-
-def the_rest(framework, name):
-    """The framework with the usual variant and those that `at_once` leaves out."""
-    return _with_variants(framework, lambda number: (number + OVER_VARIANTS.index(name)) % SHARE != 0)
-
-
-def _with_variants(framework, is_in):
-    def some(variants):
-        usual, *others = variants
-        return [usual, *(each for number, each in enumerate(others) if is_in(number))]
-
-    chosen = {"gates": some(framework.gates), "recomputations": some(framework.recomputations)}
+    first, chosen = -OVER_VARIANTS.index(name) % SHARE, {}
+    for kind in ("gates", "recomputations"):
+        usual, *others = getattr(framework, kind)
+        chosen[kind] = [usual, *others[first::SHARE]]
     return type(framework.__name__, (framework,), chosen)
+
+
+def in_full(framework, name):
+    return framework

@@ -11,19 +11,13 @@ from foreroute import RoutingTrace
 
 
 class Batch(NamedTuple):
-    """Sequences, padded on the right.
+    """Sequences, padded on the right with 0."""
 
-    Attributes:
-        ids_BT: tokens, int64 [B, T], 0 in padding.
-        lengths: of the sequences.
-    """
-
-    ids_BT: torch.Tensor
+    ids_BT: torch.Tensor  # int64
     lengths: tuple
 
     @property
     def real_BT(self):
-        """Bool [B, T], False in padding."""
         return torch.arange(self.ids_BT.shape[1]) < torch.tensor(self.lengths)[:, None]
 
     @property
@@ -37,17 +31,11 @@ class Batch(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What the experts of a layer were given once.
+    """What the experts of a layer were given once."""
 
-    Attributes:
-        column: the layer, as a trace numbers it.
-        map_BTE: bool [B, T, E], the experts of each token.
-        weights_BTE: float32 [B, T, E], what their outputs are summed with; 0 elsewhere.
-    """
-
-    column: int
-    map_BTE: np.ndarray
-    weights_BTE: np.ndarray
+    column: int  # the layer, as a trace numbers it
+    map_BTE: np.ndarray  # bool, the experts of each token
+    weights_BTE: np.ndarray  # float32, what their outputs are summed with; 0 elsewhere
 
 
 def router_paths(routed):
@@ -123,6 +111,12 @@ def foreign(spec, batch, seed=1, absent=()):
     valid = [np.array([(s, p) not in absent for p in range(n)]) for s, n in enumerate(batch.lengths)]
     versions = [np.full(n, 1) for n in batch.lengths]
     return RoutingTrace.from_rows(spec, batch.sequences, routes, valid=valid, weight_versions=versions)
+
+
+def prepared(framework, *variant, **options):
+    """One of its models, and routes of `batch_of()` that it would not take."""
+    on = framework.built(*variant, **options)
+    return on, foreign(on.routed.spec, batch_of())
 
 
 def random_ids(rng, spec, num_rows):

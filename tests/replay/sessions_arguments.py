@@ -15,7 +15,7 @@ from foreroute.errors import (
     StaleTraceError,
     TraceError,
 )
-from tests.replay.session_subject import batch_of, entering, foreign, recorded, refuses, replayed
+from tests.replay.session_subject import batch_of, entering, foreign, prepared, recorded, refuses, replayed
 
 BATCH = batch_of()
 NOT_VERSIONS = (
@@ -25,11 +25,6 @@ NOT_VERSIONS = (
 VERSIONS = (
     [1, np.int64(1), np.array(1), torch.tensor(1), [1], (0, 1), {1}, range(3), np.array([1]), range(10**15)]
 )  # fmt: skip
-
-
-def prepared(framework):
-    on = framework.built()
-    return on, foreign(on.routed.spec, BATCH)
 
 
 def check_values_of_the_wrong_kind_are_refused_by_name_and_leave_no_trace(framework):

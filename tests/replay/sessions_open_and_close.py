@@ -14,6 +14,7 @@ from tests.replay.session_subject import (
     entering,
     foreign,
     map_of,
+    prepared,
     recorded,
     refuses,
     replayed,
@@ -88,8 +89,7 @@ def check_a_session_without_a_forward_is_no_silent_no_op(framework):
 
 
 def check_replays_do_not_nest_and_recordings_go_around_or_inside(framework):
-    on = framework.built()
-    trace = foreign(on.routed.spec, BATCH)
+    on, trace = prepared(framework)
     with on.routed.record(weight_version=1) as around, on.routed.replay(trace) as session:
         assert on.routed.session is session
         on.run(BATCH)
@@ -185,30 +185,6 @@ def check_a_session_opened_or_closed_in_the_middle_of_a_forward_is_named(framewo
     assert torch.equal(on.loss(BATCH), native)
 
 
-def check_a_session_in_a_generator_goes_with_it(framework):
-    on = framework.built()
-    on.run(BATCH)
-    trace, before = foreign(on.routed.spec, BATCH), attributes(on.model).keys()
-
-    def batches():
-        with on.routed.replay(trace):
-            on.run(BATCH)
-            yield 1
-
-    for leave in (lambda running: running.close(), throw_into, lambda running: None):
-        running = batches()
-        next(running)
-        assert attributes(on.model).keys() != before
-        leave(running)
-        del running
-        assert attributes(on.model).keys() == before
-
-
-def throw_into(running):
-    with pytest.raises(KeyError):
-        running.throw(KeyError("mine"))
-
-
 def check_a_part_of_the_model_called_alone_is_refused(framework):
     on = framework.built()
     called = []
@@ -222,8 +198,7 @@ def check_a_part_of_the_model_called_alone_is_refused(framework):
 
 
 def check_a_router_that_is_bypassed_or_runs_twice_is_named(framework):
-    on = framework.built()
-    trace = foreign(on.routed.spec, BATCH)
+    on, trace = prepared(framework)
     for column in (0, -1):
         for changed, said in ((on.bypassed, "selected 0 times"), (on.run_twice, "selected 2 times")):
             for session in (on.routed.replay(trace), on.routed.record()):
@@ -235,8 +210,7 @@ def check_a_router_that_is_bypassed_or_runs_twice_is_named(framework):
 
 def check_layers_exchanged_after_attach_are_named(framework):
     """Routes would follow the modules."""
-    on = framework.built()
-    trace = foreign(on.routed.spec, BATCH)
+    on, trace = prepared(framework)
     first, third = on.layers[0], on.layers[2]
     for what in ("layers", "blocks"):
         expected = replayed(on, trace, BATCH)

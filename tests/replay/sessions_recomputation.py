@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from foreroute.errors import ReplayError
-from tests.replay.session_subject import batch_of, foreign, refuses, replayed, require_followed, same, step
+from tests.replay.session_subject import batch_of, foreign, prepared, refuses, replayed, require_followed, same, step
 
 BATCH = batch_of()
 WHOLE = {f"whole model by hand, {name}": kind for name, kind in {"reentrant": True, "non-reentrant": False}.items()}
@@ -91,8 +91,7 @@ def check_a_recomputation_gives_experts_what_the_forward_gave_them(framework):
 def check_a_frozen_model_is_replayed_with_gradients_on_or_off(framework):
     """A reference model has nothing to recompute, whatever its configuration says."""
     for recompute in framework.recomputations[:3]:
-        on = framework.built(recompute=recompute)
-        trace = foreign(on.routed.spec, BATCH)
+        on, trace = prepared(framework, recompute=recompute)
         expected = replayed(on, trace, BATCH)
         on.model.requires_grad_(False)
         assert torch.equal(replayed(on, trace, BATCH), expected)
@@ -115,8 +114,7 @@ class CountingTopK(TorchDispatchMode):
 def check_a_recomputation_selects_nothing_anew(framework):
     """Nobody asks what a router would pick by then, and what runs is what the forward kept."""
     for recompute in framework.recomputations[1:]:
-        on = framework.built(recompute=recompute)
-        trace = foreign(on.routed.spec, BATCH)
+        on, trace = prepared(framework, recompute=recompute)
         with on.routed.replay(trace, telemetry=True), CountingTopK() as selections:
             loss = on.loss(BATCH)
             assert selections.count >= trace.spec.num_layers
@@ -136,8 +134,7 @@ def rows_alive(trace):
 def check_rows_are_let_go_with_the_graph_that_recomputes_on_them(framework):
     """Not at some later time, when Python looks for cycles: they are on the GPU."""
     for recompute in framework.recomputations[:3]:
-        on = framework.built(recompute=recompute)
-        trace = foreign(on.routed.spec, BATCH)
+        on, trace = prepared(framework, recompute=recompute)
         step(on, trace, BATCH, telemetry=True)  # what is made once in a process stays
         gc.collect()
         gc.disable()

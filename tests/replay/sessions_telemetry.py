@@ -9,7 +9,7 @@ import torch
 from foreroute.errors import ReplayError
 from foreroute.mismatch import margin_histogram
 from foreroute.replay import ReplayCounts
-from tests.replay.session_subject import batch_of, foreign, refuses
+from tests.replay.session_subject import batch_of, foreign, prepared, refuses
 
 BATCH = batch_of()
 GAPS = [(0, 2), (0, 3), (2, 0)]
@@ -30,7 +30,7 @@ def check_telemetry_is_what_a_recount_finds_and_counts_are_of_the_selection_that
         on = framework.built(gate)
         for absent, counts in (([], "native"), (GAPS, "native"), ([], "replayed")):
             trace = foreign(on.routed.spec, BATCH, absent=absent)
-            options = {"missing": "native", "telemetry": True, "counts": counts}
+            options = {"missing": "native", "padding": "spread", "telemetry": True, "counts": counts}
             seen = ReplayCounts()
             with on.scores() as scores, on.routed.listening(seen), on.routed.replay(trace, **options) as session:
                 on.run(BATCH)
@@ -53,8 +53,7 @@ def require_counts(seen, trace, layers):
 
 def check_experts_that_a_router_returns_against_the_replay_are_counted(framework):
     """The selection obeys, and what comes out of the router behind it names other experts in every row of a layer."""
-    on = framework.built()
-    trace = foreign(on.routed.spec, BATCH)
+    on, trace = prepared(framework)
     router = on.routed.chunks[0].routers[1]
     rows, found = trace.num_rows, []
     for disobeys in (False, True):
@@ -171,8 +170,7 @@ def bytes_alive():
 
 def check_micro_batches_add_up_to_the_batch_and_recomputation_counts_once(framework):
     for recompute in framework.recomputations:
-        on = framework.built(recompute=recompute)
-        trace = foreign(on.routed.spec, BATCH)
+        on, trace = prepared(framework, recompute=recompute)
 
         def telemetry(*numbers, on=on, trace=trace):
             with on.routed.replay(trace.select(list(numbers)), telemetry=True) as session:

@@ -5,7 +5,7 @@ import threading
 import torch
 
 from foreroute.errors import ReplayError
-from tests.replay.session_subject import batch_of, entering, foreign, recorded, replayed, same, step
+from tests.replay.session_subject import batch_of, entering, foreign, prepared, recorded, replayed, same, step
 
 BATCH = batch_of()
 
@@ -42,8 +42,7 @@ def require_refused(outcome):
 
 
 def check_forwards_and_sessions_of_another_thread_are_refused_while_one_is_open(framework):
-    on = framework.built()
-    trace = foreign(on.routed.spec, BATCH)
+    on, trace = prepared(framework)
     for session in (on.routed.replay(trace), on.routed.record()):
         with session:
             expected = on.loss(BATCH)
@@ -85,8 +84,7 @@ def check_a_session_opened_in_the_middle_of_another_threads_forward_names_both(f
 def check_a_backward_of_another_thread_recomputes_its_own_routes(framework):
     """Autograd of a GPU runs recomputations in threads of its own."""
     for recompute in framework.recomputations:
-        on = framework.built(recompute=recompute)
-        trace = foreign(on.routed.spec, BATCH)
+        on, trace = prepared(framework, recompute=recompute)
         _, expected = step(on, trace, BATCH)
         on.model.zero_grad(set_to_none=True)
         with on.routed.replay(trace):
@@ -96,8 +94,7 @@ def check_a_backward_of_another_thread_recomputes_its_own_routes(framework):
 
 
 def check_a_recomputation_in_the_middle_of_another_threads_forward_is_refused(framework):
-    on = framework.built(recompute=framework.recomputations[2])
-    trace = foreign(on.routed.spec, BATCH)
+    on, trace = prepared(framework, recompute=framework.recomputations[2])
     loss = replayed(on, trace, BATCH)
     outcome = []
     handle = on.layers[1].register_forward_pre_hook(lambda *_: outcome or outcome.append(in_thread(loss.backward)))

@@ -61,13 +61,10 @@ def attach_by(
     finish: Callable[[Hooks], Finished],
     example: Mapping[str, Any] | None = None,
 ) -> Finished:
-    """Find the routers of a model, prove replay on it, and hand its hooks to the framework that it is of.
+    """Find the routers of a model, prove replay on it, and hand its hooks to the framework that it is of. As `attach`.
 
-    Args:
-        model: as of `attach`, whose errors are raised.
-        make_hooks: given the model, its trunk, and its routers in the order in which they run.
-        finish: makes what `attach` returns; further checks may run the model here, which is then left as it was.
-        example: as of `attach`.
+    `make_hooks` is given the model, its trunk, and its routers in the order in which they run; `finish` makes what
+    `attach` returns. Further checks may run the model there, which is then left as it was.
     """
     require_attachable(model)
     candidates = find_routers(model)
@@ -94,13 +91,10 @@ def require_attachable(model: object) -> None:
 def self_check(hooks: TrunkHooks, probe: Probe) -> None:
     """Run the model three times: as it is, on its native routes, and on other routes.
 
-    Replay must be invisible on native routes and obeyed on others. The check looks at what the routers return and at
-    what the experts are given, not at what we put in. It sees a selection that is not obeyed, a gate weight taken from
-    scores that were zeroed outside the native picks, and experts that are fed by a router which was not found. Which
-    modules are handed ids is kept for sessions, which look at it too.
-
-    Raises:
-        AttachError: when replay changes what it should not, or does not change what it should.
+    Replay must be invisible on native routes and obeyed on others, or `AttachError` is raised. The check looks at what
+    the routers return and at what the experts are given, not at what we put in. It sees a selection that is not obeyed,
+    a gate weight taken from scores that were zeroed outside the native picks, and experts that are fed by a router
+    which was not found. Which modules are handed ids is kept for sessions, which look at it too.
     """
     routed = Routed(hooks)
     try:
@@ -234,7 +228,7 @@ def _check_other_routes(routed: Routed, probe: Probe, other_BTLK: Tensor) -> Non
         for router in hooks.routers:
             stack.enter_context(overridden(*router.selecting, partial(keep_output, router)))
         stack.enter_context(_given_ids(routed.model, returned, given))
-        probe.hidden()
+        probe.run()
     for router, forced_NK in forced.items():
         if not router.returns_ids:
             continue

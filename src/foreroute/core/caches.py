@@ -32,44 +32,38 @@ COUNTS = (torch.int32, torch.int64)
 
 
 class FollowedCache:
-    """The cache of one model, from forward to forward of a recording."""
+    """What the forward before left of the cache of one model, in a recording. No cache lives longer for it."""
 
     def __init__(self) -> None:
-        self._left: _Left | None = None
+        self._views: list[_View] | None = None
+        self._length: Any = 0
 
     def run(self, cache: Any, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run a forward that is given this cache, or None. It may have been cut at its end.
 
         Raises `ReplayError` when it continues another cache than the forward before left, or one changed since.
         """
-        if self._left is not None and cache is not None and not self._left.fits(cache):
-            past = int(cache.get_seq_length())
-            if past:
-                raise ReplayError(
-                    f"a forward continues a key-value cache of {past} positions, which is not as the forward before it "
-                    "left it, nor that without its end: its rows were reordered (as beams are), selected, repeated, "
-                    "written to or copied, or it is of another batch, so that the recorded rows would mix sequences. "
-                    "Sample with num_beams=1, and record each batch in a session of its own; "
-                    "or record one forward over the whole sequences"
-                )
+        if cache is not None and not self._fits(cache) and (past := int(cache.get_seq_length())):
+            raise ReplayError(
+                f"a forward continues a key-value cache of {past} positions, which is not as the forward before it "
+                "left it, nor that without its end: its rows were reordered (as beams are), selected, repeated, "
+                "written to or copied, or it is of another batch, so that the recorded rows would mix sequences. "
+                "Sample with num_beams=1, and record each batch in a session of its own; "
+                "or record one forward over the whole sequences"
+            )
         result = forward(*args, **kwargs)
         made = result if isinstance(result, dict | tuple) else getattr(result, "__dict__", {})
-        made = made.values() if isinstance(made, dict) else made
-        self._left = _Left(cache if cache is not None else find_cache(made))
-        return result
-
-
-class _Left:
-    """What a forward left of a cache, which does not live longer for it."""
-
-    def __init__(self, cache: Any) -> None:
-        length = 0 if cache is None else cache.get_seq_length()
+        left = cache if cache is not None else find_cache(made.values() if isinstance(made, dict) else made)
+        length = 0 if left is None else left.get_seq_length()
         # a static cache counts in a tensor on the device, to which it writes
         self._length = length.clone() if isinstance(length, Tensor) else length
-        self._views = list(map(_View, _tensors(cache)))
+        self._views = list(map(_View, _tensors(left)))
+        return result
 
-    def fits(self, cache: Any) -> bool:
-        """Say whether this is it, or what is left of it when positions were cut off at its end."""
+    def _fits(self, cache: Any) -> bool:
+        """Say whether this is what was left, or that without positions at its end; of the first forward, whatever."""
+        if self._views is None:
+            return True
         tensors = _tensors(cache)
         if len(tensors) != len(self._views):
             return False
@@ -155,10 +149,7 @@ def _is_count(tensor: Tensor) -> bool:
 
 def find_cache(values: Iterable[Any]) -> Any:
     """Find the key-value cache among the arguments or outputs of a forward, whatever its name; None without one."""
-    for value in values:
-        if hasattr(value, "get_seq_length"):
-            return value
-    return None
+    return next((value for value in values if hasattr(value, "get_seq_length")), None)
 
 
 def given_cache(given: Mapping[str, Any], error: type[Exception]) -> Any:

@@ -91,6 +91,12 @@ class _Asked(NamedTuple):
     copied: torch.cuda.Event | None
 
 
+def raise_where(wrong: Tensor, message: str) -> None:
+    """Raise `ReplayError` if bool [] is true, for which the host waits."""
+    if wrong.item():
+        raise ReplayError(message)
+
+
 @cache  # the hook stays: torch walks through its hooks while it calls them
 def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_wait_before_step)

@@ -41,11 +41,7 @@ NEEDS_A_RULE = (
 
 
 def find_routers(model: nn.Module) -> list[SelectingRouter]:
-    """Find every module that may be a router by its class name, in the order of the modules.
-
-    Raises:
-        AttachError: for one that is known not to be replayable, with the reason.
-    """
+    """Find every module that may be a router by its class name. Raises `AttachError` for one that `REFUSED` has."""
     for path, module in model.named_modules():
         reason = REFUSED.get(type(module).__name__)
         if reason:
@@ -65,9 +61,14 @@ def find_routers(model: nn.Module) -> list[SelectingRouter]:
 
 
 def _candidate(model: nn.Module, path: str, module: nn.Module) -> SelectingRouter:
-    parent = model.get_submodule(path.rpartition(".")[0])
-    selecting = (parent, IN_PARENT) if hasattr(parent, IN_PARENT) else (module, "forward")
+    holder = _holder_of(model, path)
+    selecting = (holder, IN_PARENT) if hasattr(holder, IN_PARENT) else (module, "forward")
     return SelectingRouter(path, module, selecting, RULES.get(type(module).__name__, TOP_K_RULE))
+
+
+def _holder_of(model: nn.Module, path: str) -> nn.Module:
+    """Give the module that another is an attribute of."""
+    return model.get_submodule(path.rpartition(".")[0])
 
 
 def _layer_path(router: SelectingRouter) -> str:
@@ -104,11 +105,7 @@ def find_by(
     gates that select nothing. In a layer where none selects, a block that makes a top-k for each token is the router;
     where some select elsewhere, only if one ran here, or the block is of a class that is around one there.
 
-    Args:
-        probe: the forward.
-        candidates: modules that may be routers, by their names.
-        in_training: has the model run as it trains, and says whether that is another mode; for one that runs in no
-            other.
+    `in_training` has the model run as it trains, and says whether that is another mode; for one that runs in no other.
 
     Raises:
         AttachError: when the forward fails, no router runs, a router runs without selecting, for several layers or not
@@ -121,11 +118,13 @@ def find_by(
     blocks = [each for each in by_name.elsewhere if _layer_name(each) not in routed and each.module not in around]
     if routed:
         silent, classes = set(map(_layer_name, by_name.seen)) - routed, set(map(type, around))
-        holders = {type(_holder_of(model, each)) for each in by_name.routers()}
+        holders = {type(_holder_of(model, each.path)) for each in by_name.routers()}
         blocks = [
             each
             for each in blocks
-            if _layer_name(each) in silent or type(each.module) in classes or type(_holder_of(model, each)) in holders
+            if _layer_name(each) in silent
+            or type(each.module) in classes
+            or type(_holder_of(model, each.path)) in holders
         ]
     if blocks:
         watched = _watch(probe, [*by_name.routers(), *blocks], in_training)
@@ -167,11 +166,6 @@ def find_by(
     return FoundRouters(*_trunk_of(watched.given_tokens, routers, probe.tokens), routers)
 
 
-def _holder_of(model: nn.Module, router: SelectingRouter) -> nn.Module:
-    """Give the module that a router is an attribute of."""
-    return model.get_submodule(router.path.rpartition(".")[0])
-
-
 class _Watched:
     """What a forward showed of candidates, and of blocks that select beside them."""
 
@@ -193,16 +187,9 @@ def _watch(probe: Probe, candidates: list[SelectingRouter], in_training: Callabl
     try:
         return _watch_once(probe, candidates)
     except AttachError:
-        raise
-    except Exception as error:
         if not in_training():
-            raise probe.does_not_run(error) from error
-    try:
-        return _watch_once(probe, candidates)
-    except AttachError:
-        raise
-    except Exception as error:
-        raise probe.does_not_run(error) from error
+            raise
+    return _watch_once(probe, candidates)
 
 
 def _watch_once(probe: Probe, candidates: list[SelectingRouter]) -> _Watched:
@@ -235,7 +222,10 @@ def _watch_once(probe: Probe, candidates: list[SelectingRouter]) -> _Watched:
             note = partial(enter, path, inspect.signature(module.forward))
             stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
         stack.enter_context(others)
-        probe.hidden()
+        try:
+            probe.run()
+        except Exception as error:
+            raise probe.does_not_run(error) from error
     return watched
 
 
@@ -278,8 +268,8 @@ class _OtherSelections(TorchFunctionMode):
 
 def _method_of(module: nn.Module, code: CodeType) -> str:
     """Name the attribute of a module that runs this code, which may be a patch of another name; "" if there is none."""
-    for own in [module.__dict__, *(vars(each) for each in type(module).__mro__ if each is not nn.Module)]:
-        for name, each in own.items():
+    for own in (module, *(each for each in type(module).__mro__ if each is not nn.Module)):
+        for name, each in vars(own).items():
             if isinstance(each, FunctionType | MethodType) and each.__code__ is code:
                 return name
     # inside a decorator

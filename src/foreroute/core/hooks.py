@@ -35,7 +35,6 @@ from .passes import (
     Pass,
     PassStack,
     RecordOptions,
-    RouterFacts,
     Rows,
     ThreadGuard,
     move_tensor,
@@ -44,10 +43,6 @@ from .passes import (
 from .recompute import bind, run_unnumbered
 from .selection import LayerPass, SelectionRule
 
-ATTACHED_TWICE = (
-    "this model was attached twice, and a session of the other is open; attach it once, and record and replay by what "
-    "attach() returned"
-)
 UNCOPYABLE = "__deepcopy__", "__reduce_ex__"
 """What `copy.deepcopy` and `pickle` ask an instance for: the hooks of a copy would run the original."""
 
@@ -56,7 +51,7 @@ UNCOPYABLE = "__deepcopy__", "__reduce_ex__"
 def overridden(module: nn.Module, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
     """Let `wrapper(original, ...)` stand in for an attribute of the instance; restore exactly what was there.
 
-    Somebody who wraps the attribute meanwhile keeps the stand-in below theirs for good. It then only hands on.
+    Where other code wraps the attribute meanwhile, the stand-in stays below theirs, and then only calls the original.
     """
     original, own = getattr(module, name), module.__dict__
     before = {name: own[name]} if name in own else {}
@@ -209,11 +204,10 @@ class ModelHooks(ABC):
         self.passes = PassStack(self.every)
         self.sessions = ThreadGuard("has a record() or replay() session open on it")
         self.interceptors: list[Interceptor] = []
-        self._output_check: OutputCheck | None = None
+        self._output_check = OutputCheck()
         # what is handed the ids that a router picked: its path, and which argument
         self.experts: dict[RouterHook, tuple[str, nn.Module, int | str]] = {}
         self._experts_check = ExpertsCheck(self.experts)
-        self._picks = [RouterFacts(each.path, each.top_k, each.by_probability, each.by_softmax) for each in routers]
         self._modules = list({trunk: None} | {hook.selecting[0]: None for hook in self.every})
         self._num_users = 0  # sessions, and recomputations behind them
         self._on_trunk = _Shared(self._trunk_hooked)
@@ -252,10 +246,8 @@ class ModelHooks(ABC):
                     self.interceptors.remove(each)
                 self._join_options()
                 if not self.interceptors:
-                    self._experts_check.end()
-                    if self._output_check is not None:
-                        self._output_check.remove()
-                        self._output_check = None
+                    self._experts_check.expect_uncalled()
+                    self._output_check.remove()
         if not self.interceptors:
             self.checks.close()
         if self.left_behind:
@@ -271,7 +263,10 @@ class ModelHooks(ABC):
         used: list[_Shared] = []
         with self.sessions.lock:  # backwards of other threads recompute while sessions open and close
             if not self._num_users and any(map(is_hooked, self._modules)):
-                raise ReplayError(ATTACHED_TWICE)
+                raise ReplayError(
+                    "this model was attached twice, and a session of the other is open; attach it once, and record and "
+                    "replay by what attach() returned"
+                )
             self._num_users += 1
         try:
             with self.sessions.lock:
@@ -350,7 +345,6 @@ class ModelHooks(ABC):
     def _end_trunk(self, interceptors: Sequence[Interceptor], batch: ForwardArgs, current: Pass | None) -> None:
         if current is not None:
             self.require_each_once(current)
-            self._experts_check.ask(self.checks)
         for each in interceptors:
             each.end_pass(self.chunk, batch, current)
         if current is not None:  # which lives on for its recomputations
@@ -374,7 +368,7 @@ class ModelHooks(ABC):
 
     def open_pass(self, rows: Rows | None, num_rows: int, device: torch.device) -> Pass:
         """Make a pass over this many rows as routers see them, with room for what is kept."""
-        current = Pass(self._picks, num_rows, self.id_dtype, device, rows, self.options, len(self.others))
+        current = Pass(self.routers, num_rows, self.id_dtype, device, rows, self.options, len(self.others))
         if self.others:
             current.others = self.open_others(current)
         return current
@@ -450,15 +444,14 @@ class ModelHooks(ABC):
         if not isinstance(hook, RouterHook):
             return result
         if hook in self._experts_check.waiting:
-            self._experts_check.follow(hook, now, result)
+            self._experts_check.follow(hook, now, result, self.checks)
         if not hook.returns_ids:
             return result
         if current.options.outputs and now.ids_RK is not None:
             current.outputs[now.layer] = ids_or_obeyed(result, hook, now.ids_RK)
         is_watched = hook.is_replaced or hook.selecting[0]._forward_hooks or every_module._global_forward_hooks
         if is_watched:
-            self._output_check = self._output_check or OutputCheck(self.checks)
-            self._output_check.follow(hook, now, result)
+            self._output_check.follow(hook, now, result, self.checks)
         return result
 
     def bind_checkpoints(self, running: Sequence[SelectionHook]) -> None:

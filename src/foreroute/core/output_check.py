@@ -7,7 +7,7 @@ on their device, which is not waited for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .caches import TensorIds
-from .deferred_checks import DeferredChecks
-from .errors import ReplayError
+from .deferred_checks import DeferredChecks, raise_where
 from .recompute import run_unnumbered
 from .selection import LayerPass
 
@@ -27,27 +26,26 @@ if TYPE_CHECKING:
 class OutputCheck:
     """Looks at what the routers of a model return in a session, or in several that overlap."""
 
-    def __init__(self, checks: DeferredChecks) -> None:
-        self._checks = checks
+    def __init__(self) -> None:
         self._handles: dict[RouterHook, Any] = {}
-        self._returned: dict[RouterHook, tuple[LayerPass, TensorIds]] = {}
+        self._returned: dict[RouterHook, tuple[LayerPass, TensorIds, DeferredChecks]] = {}
 
     def remove(self) -> None:
         """Take its hooks off modules."""
         for handle in self._handles.values():
             handle.remove()
+        self._handles.clear()
+        self._returned.clear()
 
-    def follow(self, router: RouterHook, now: LayerPass, result: Any) -> None:
+    def follow(self, router: RouterHook, now: LayerPass, result: Any, checks: DeferredChecks) -> None:
         """Compare what a router has returned, and what it returns when the hooks on it have run.
 
-        Raises:
-            ReplayError: when that holds other experts than it selected; on a GPU, as `DeferredChecks.add`.
+        Raises `ReplayError` when that holds other experts than it selected; on a GPU, as `DeferredChecks.add`.
         """
         module, name = router.selecting
         if router.is_replaced:
-            run_unnumbered(
-                self._compare, router, now, result, f"a function that took the place of its {name}() after attach()"
-            )
+            who = f"a function that took the place of its {name}() after attach()"
+            run_unnumbered(_ask_of_output, router, now, result, who, checks)
         if name != "forward":  # of a method of the block around a router no hook sees what is returned
             return
         if router not in self._handles:
@@ -55,22 +53,19 @@ class OutputCheck:
         # hooks that others have registered since run behind ours, which must be the last
         in_order: Any = module._forward_hooks  # says that it is a dict, and is an OrderedDict
         in_order.move_to_end(self._handles[router].id)
-        self._returned[router] = now, TensorIds(tensors_of(result))
+        self._returned[router] = now, TensorIds(tensors_of(result)), checks
 
     def _check_hooks(self, router: RouterHook, module: nn.Module, _: Any, output: Any) -> None:
-        now, returned = self._returned.pop(router, (None, None))
-        if now is None or returned is None:  # it is recomputed
+        if router not in self._returned:  # it is recomputed
             return
+        now, returned, checks = self._returned.pop(router)
         parts = tensors_of(output)
         if returned.fit(parts) and not any(part.is_inference() for part in parts):
             return
         hooks = [hook for number, hook in module._forward_hooks.items() if number != self._handles[router].id]
         names = ", ".join(getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks)
-        run_unnumbered(self._compare, router, now, output, f"a forward hook ({names or 'one on all modules'})")
-
-    def _compare(self, router: RouterHook, now: LayerPass, output: Any, who: str) -> None:
-        wrong = ~holds_ids(output, router, _ran(now).long(), may_drop=True).all()
-        self._checks.add(wrong, partial(_raise_changed, wrong, router.path, who))
+        who = f"a forward hook ({names or 'one on all modules'})"
+        run_unnumbered(_ask_of_output, router, now, output, who, checks)
 
 
 class ExpertsCheck:
@@ -80,7 +75,6 @@ class ExpertsCheck:
         self._experts = experts
         self.waiting: set[RouterHook] = set()  # whose experts have not been looked at
         self._handles: dict[RouterHook, Any] = {}
-        self._found: dict[torch.device, list[tuple[Tensor, str, str]]] = {}  # bool [], whether they differ; of whom
 
     def begin(self) -> None:
         """Look at all of them once more."""
@@ -93,31 +87,20 @@ class ExpertsCheck:
             handle.remove()
         self._handles.clear()
 
-    def end(self) -> None:
-        """Take its hooks off modules that were not called."""
-        self.expect_uncalled()
-        self._found.clear()
-
-    def follow(self, router: RouterHook, now: LayerPass, result: Any) -> None:
+    def follow(self, router: RouterHook, now: LayerPass, result: Any, checks: DeferredChecks) -> None:
         """Compare what a router has picked, outside of graphs, with what its experts are handed next."""
         self.waiting.discard(router)
         module = self._experts[router][1]
         if module._compiled_call_impl is None and router not in self._handles:
-            compare = partial(self._compare, router, now, TensorIds(tensors_of(result)))
+            compare = partial(self._compare, router, now, TensorIds(tensors_of(result)), checks)
             self._handles[router] = module.register_forward_pre_hook(compare, with_kwargs=True)
-
-    def ask(self, checks: DeferredChecks) -> None:
-        """Ask of a forward that has ended whether any differed. Raises `ReplayError` as `DeferredChecks.add`."""
-        every = list(self._found.values())
-        self._found.clear()
-        for found in every:
-            checks.add(torch.stack([wrong for wrong, *_ in found]).any(), partial(_raise_swapped, found))
 
     def _compare(
         self,
         router: RouterHook,
         now: LayerPass,
         returned: TensorIds,
+        checks: DeferredChecks,
         module: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -132,9 +115,7 @@ class ExpertsCheck:
             return
         # rows may have been dropped or spread on the way; and a forward may have ended before it called them
         if router.now is now and handed.numel() == now.into_RK.numel():
-            wrong = run_unnumbered(_is_swapped, router, now, handed.detach())
-            found = wrong, router.path, f"{path} ({type(module).__name__})"
-            self._found.setdefault(wrong.device, []).append(found)
+            run_unnumbered(_ask_of_experts, router, now, handed.detach(), f"{path} ({type(module).__name__})", checks)
 
 
 def _ran(now: LayerPass) -> Tensor:
@@ -185,15 +166,16 @@ def _listed_ids(output: Any, router: RouterHook, ids_RK: Tensor) -> list[Tensor]
     ]
 
 
-def _raise_changed(wrong: Tensor, path: str, who: str) -> None:
-    if wrong.item():
-        raise ReplayError(
-            f"router {path} selected its experts, and {who} handed on other ones: what is recorded or replayed is what "
-            "a router selects, and not what ran. Take it off while a session is open, or have it only look on"
-        )
+def _ask_of_output(router: RouterHook, now: LayerPass, output: Any, who: str, checks: DeferredChecks) -> None:
+    wrong = ~holds_ids(output, router, _ran(now).long(), may_drop=True).all()
+    said = (
+        f"router {router.path} selected its experts, and {who} handed on other ones: what is recorded or replayed is "
+        "what a router selects, and not what ran. Take it off while a session is open, or have it only look on"
+    )
+    checks.add(wrong, partial(raise_where, wrong, said))
 
 
-def _is_swapped(router: RouterHook, now: LayerPass, handed: Tensor) -> Tensor:
+def _ask_of_experts(router: RouterHook, now: LayerPass, handed: Tensor, experts: str, checks: DeferredChecks) -> None:
     ran_RK = _ran(now)
     handed = handed.reshape(ran_RK.shape).to(ran_RK.device)
     differs_RK = handed != ran_RK
@@ -205,17 +187,13 @@ def _is_swapped(router: RouterHook, now: LayerPass, handed: Tensor) -> Tensor:
         differs_RK &= now.rows.real_R.to(ran_RK.device)[:, None]
     if router.num_skip_classes:  # which a router returns as any id
         differs_RK &= ran_RK < router.num_experts - router.num_skip_classes
-    return differs_RK.any()
-
-
-def _raise_swapped(found: Sequence[tuple[Tensor, str, str]]) -> None:
-    for wrong, path, experts in found:
-        if wrong.item():
-            raise ReplayError(
-                f"router {path} selected its experts, and {experts} was handed other ids: something between them swaps "
-                "them, such as a replay of the framework's own. What is recorded or replayed would not be what ran; "
-                "switch that off while a session is open"
-            )
+    wrong = differs_RK.any()
+    said = (
+        f"router {router.path} selected its experts, and {experts} was handed other ids: something between them swaps "
+        "them, such as a replay of the framework's own. What is recorded or replayed would not be what ran; switch "
+        "that off while a session is open"
+    )
+    checks.add(wrong, partial(raise_where, wrong, said))
 
 
 def tensors_of(output: Any) -> list[Tensor]:

@@ -19,15 +19,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from .errors import ReplayError
 from .selection import LayerPass, Scores
+
+if TYPE_CHECKING:
+    from .hooks import RouterHook
 
 
 @dataclass(frozen=True)
@@ -58,15 +61,6 @@ class RecordOptions(NamedTuple):
     caches: bool = False  # key-value caches must hold the same rows from forward to forward; in eager mode alone
 
 
-class RouterFacts(NamedTuple):
-    """What a pass must know of a router."""
-
-    path: str
-    top_k: int
-    by_probability: bool  # see `RouterHook`
-    by_softmax: bool
-
-
 class Pass:
     """One forward over one batch, and what it keeps.
 
@@ -79,7 +73,7 @@ class Pass:
 
     def __init__(
         self,
-        routers: Sequence[RouterFacts],
+        routers: Sequence[RouterHook],
         num_rows: int,
         id_dtype: torch.dtype,  # of the picks that are kept: signed
         device: torch.device,
@@ -112,7 +106,6 @@ class Pass:
         self.last_layer = -1  # of the router that ran last, outside of graphs
         self._routers = routers
         self._parts: dict[bool, list[Any]] = {}
-        self._forced: tuple[Sequence[Any], Sequence[Any]] | None = None
 
     @property
     def executed_LRK(self) -> Tensor:
@@ -123,63 +116,74 @@ class Pass:
             return self.rows.ids_LRK
         return torch.where(self.rows.ids_LRK < 0, self.native_LRK, self.rows.ids_LRK)
 
+    @property
+    def replayed_LR(self) -> Tensor:
+        """Bool [L, R], whether a row was replayed that is no padding; of a pass with `rows`."""
+        assert self.rows is not None
+        has_route_LR = self.rows.ids_LRK[..., 0] >= 0
+        return has_route_LR if self.rows.real_R is None else has_route_LR & self.rows.real_R
+
     def parts(self, *, is_recompute: bool = False) -> list[Any]:
         """Give what each router does, and then each other module, in the forward or in a recomputation of it."""
-        if is_recompute in self._parts:
-            return self._parts[is_recompute]
-        num_layers = len(self._routers)
+        if is_recompute not in self._parts:
+            parts = self._recomputed_parts() if is_recompute else self._forward_parts()
+            self._parts[is_recompute] = [*parts, *map(itemgetter(is_recompute), self.others)]
+        return self._parts[is_recompute]
+
+    def _forward_parts(self) -> list[LayerPass]:
+        num_layers, rows = len(self._routers), self.rows
+        most = self.native_LRK.shape[-1]
         # One graph serves forward and recomputation, so that both read picks from a tensor and write them to another.
-        # The forward finds that nothing was picked before; what a recomputation writes, nobody reads.
-        nothing = [self.native_LRK.new_full(self.native_LRK.shape[1:], -1)] * num_layers
-        native = self.native_LRK.unbind()
-        into, before = (nothing, native) if is_recompute else (native, nothing)
-        is_complete = self.rows is not None and self.rows.is_complete
-        # a recomputation runs what the forward picked
-        asks = not is_recompute and (self.options.native or self.options.scores or not is_complete)
-        ids, absent = self._forced_by_layer()
-        parts: list[Any] = []
-        kept = [None] * num_layers if self.scores is None else _by_layer(self.scores, self._routers)
-        # without routes there is none
-        deficits = [None] * num_layers if self.deficit_LR is None or self.rows is None else self.deficit_LR.unbind()
-        for layer, (router, calls_1) in enumerate(zip(self._routers, self.calls_L.split(1), strict=False)):
-            picks: list[Any] = []  # where to keep native ones, those of the forward, and those to force
-            for of_layers in (into, before, ids):
-                part = of_layers[layer]
-                is_whole = part is None or router.top_k == nothing[0].shape[-1]
-                picks.append(part if is_whole else part[:, : router.top_k])
-            into_RK, before_RK, ids_RK = picks
+        # The forward finds that nothing was picked before.
+        nothing_RK = self.native_LRK.new_full(self.native_LRK.shape[1:], -1)
+        nothing: Sequence[Any] = [None] * num_layers
+        forced, absent, scores, deficits = nothing, nothing, nothing, nothing
+        if rows is not None:
+            ids_LRK = rows.ids_LRK.long()
+            # a row that has none all the same must not index anything until a check has told of it
+            forced = (ids_LRK.clamp(min=0) if rows.is_complete else ids_LRK).unbind()
+            absent = (rows.ids_LRK[..., :1] < 0).unbind()
+            deficits = deficits if self.deficit_LR is None else self.deficit_LR.unbind()
+        if self.scores is not None:
+            scores = list(zip(self.scores.picked.unbind(), self.scores.next.unbind(), strict=True))
+        parts: list[LayerPass] = []
+        calls = self.calls_L[:num_layers].split(1)
+        of_layers = zip(self._routers, calls, self.native_LRK.unbind(), forced, absent, scores, deficits, strict=True)
+        for layer, (router, calls_1, into_RK, ids_RK, absent_R1, scores_into, deficit_into) in enumerate(of_layers):
             what = LayerPass(
                 path=router.path,
                 layer=layer,
-                is_recompute=is_recompute,
-                asks=asks,
+                is_recompute=False,
+                asks=self.options.native or self.options.scores or rows is None or not rows.is_complete,
                 calls_1=calls_1,
-                rows=self.rows,
+                rows=rows,
                 into_RK=into_RK,
-                before_RK=before_RK,
+                before_RK=nothing_RK,
                 ids_RK=ids_RK,
-                absent_R1=absent[layer],
-                scores_into=kept[layer],
-                deficit_into=deficits[layer],
+                absent_R1=absent_R1,
+                scores_into=scores_into,
+                deficit_into=deficit_into,
                 by_softmax=router.by_softmax,
             )
-            parts.append(what)
-        self._parts[is_recompute] = [*parts, *map(itemgetter(is_recompute), self.others)]
-        return self._parts[is_recompute]
+            parts.append(what if router.top_k == most else what.of_picks(slice(router.top_k)))
+        return parts
 
-    def _forced_by_layer(self) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Give `ids_RK` and `absent_R1` of every layer: made at once, and of forward and recomputation the same."""
-        if self.rows is None:
-            return [None] * len(self._routers), [None] * len(self._routers)
-        if self._forced is None:
-            ids_LRK = self.rows.ids_LRK
-            # a row that has none all the same must not index anything until a check has told of it
-            wide_LRK = ids_LRK.long().clamp(min=0) if self.rows.is_complete else ids_LRK.long()
-            self._forced = wide_LRK.unbind(), (ids_LRK[..., :1] < 0).unbind()
-        return self._forced
+    def _recomputed_parts(self) -> list[LayerPass]:
+        """Give the same with what the forward picked, which is not asked for anew; what is written, nobody reads."""
+        nothing_RK = self.native_LRK.new_full(self.native_LRK.shape[1:], -1)
+        return [
+            replace(
+                part,
+                is_recompute=True,
+                asks=False,
+                into_RK=nothing_RK[:, : part.into_RK.shape[1]],
+                before_RK=part.into_RK,
+            )
+            for part in self.parts()[: len(self._routers)]
+        ]
 
 
-def _room_for_scores(routers: Sequence[RouterFacts], shape: tuple[int, int, int], device: torch.device) -> Scores:
+def _room_for_scores(routers: Sequence[RouterHook], shape: tuple[int, int, int], device: torch.device) -> Scores:
     picked_LRK = torch.empty(shape, device=device)
     if any(router.top_k < shape[-1] for router in routers):
         picked_LRK.fill_(torch.inf)  # behind the picks of a router, where none is the least
@@ -189,11 +193,6 @@ def _room_for_scores(routers: Sequence[RouterFacts], shape: tuple[int, int, int]
         if router.by_probability != routers[0].by_probability:
             by_probability_L[layer].fill_(router.by_probability)
     return Scores(picked_LRK, torch.empty(shape[:2], device=device), by_probability_L)
-
-
-def _by_layer(scores: Scores, routers: Sequence[RouterFacts]) -> list[tuple[Tensor, Tensor]]:
-    most, parts = scores.picked.shape[-1], zip(routers, scores.picked.unbind(), scores.next.unbind(), strict=True)
-    return [(each if router.top_k == most else each[:, : router.top_k], behind) for router, each, behind in parts]
 
 
 class ThreadGuard:
@@ -315,20 +314,19 @@ class ReplayCounts(Interceptor):
         """Each of `NAMES`, int64 [] on the device; nothing before the first replayed pass."""
         sums = dict(self._rows)
         for layers in self.layers.values():
-            _add_to(sums, {name: each.sum() for name, each in layers.items()})
+            add_to(sums, {name: each.sum() for name, each in layers.items()})
         return sums
 
     def end_pass(self, chunk: int, args: Any, current: Pass | None) -> None:
         """Add a pass that replayed rows."""
         if current is None or current.rows is None:
             return
-        ids_LRK, real_R = current.rows.ids_LRK, current.rows.real_R
-        replayed_LR = ids_LRK[..., 0] >= 0 if real_R is None else (ids_LRK[..., 0] >= 0) & real_R
+        ids_LRK, replayed_LR = current.rows.ids_LRK, current.replayed_LR
         differs_LR = ~_obeyed(current.outputs, ids_LRK) & replayed_LR
         native_differs_LR = ~is_in(current.native_LRK, ids_LRK).all(-1) & replayed_LR
         of_layers = zip(self.NAMES[2:], (replayed_LR, differs_LR, native_differs_LR), strict=True)
-        _add_to(self.layers.setdefault(chunk, {}), {name: each.sum(1) for name, each in of_layers})
-        _add_to(self._rows, {"rows": replayed_LR.any(0).sum(), "differing_rows": differs_LR.any(0).sum()})
+        add_to(self.layers.setdefault(chunk, {}), {name: each.sum(1) for name, each in of_layers})
+        add_to(self._rows, {"rows": replayed_LR.any(0).sum(), "differing_rows": differs_LR.any(0).sum()})
 
 
 def _obeyed(outputs: dict[int, Tensor], ids_LRK: Tensor) -> Tensor:
@@ -343,7 +341,8 @@ def _obeyed(outputs: dict[int, Tensor], ids_LRK: Tensor) -> Tensor:
     return obeyed_LR
 
 
-def _add_to(sums: dict[str, Tensor], more: dict[str, Tensor]) -> None:
+def add_to(sums: dict[str, Tensor], more: dict[str, Tensor]) -> None:
+    """Add tensors to those of their names, or begin with them."""
     for name, value in more.items():
         sums[name] = sums[name] + value if name in sums else value
 

@@ -29,8 +29,7 @@ class Probe:
     def of(cls, model: nn.Module, example: Mapping[str, Any] | None = None, num_tokens: int = PROBE_TOKENS) -> Probe:
         """Make it of the arguments of a call; without them, of tokens on the device of the embedding.
 
-        Raises:
-            AttachError: when an example has no tokens.
+        Raises `AttachError` when an example has no tokens.
         """
         if example is None:
             return cls(model, {}, "input_ids")._with_tokens(num_tokens)
@@ -79,8 +78,8 @@ class Probe:
         torch.manual_seed(0)
         takes = inspect.signature(self.model.forward).parameters
         is_any = self.takes_any and any(p.kind is p.VAR_KEYWORD for p in takes.values())
-        may_cache = "use_cache" in takes or is_any
-        return self.model(**({"use_cache": use_cache} if may_cache else {}) | dict(self.given))
+        options = {"use_cache": use_cache} if "use_cache" in takes or is_any else {}
+        return self.model(**options | dict(self.given))
 
     def hidden(self) -> Tensor:
         """Give its first output."""

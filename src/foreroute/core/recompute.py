@@ -32,13 +32,8 @@ NON_REENTRANT: CodeType = getattr(
     checkpoint, "_checkpoint_impl", getattr(checkpoint.checkpoint, "__wrapped__", checkpoint.checkpoint)
 ).__code__
 """The function that holds the generator of the other kind; torch from 2.14 on has it beside `checkpoint`."""
-
-
-SELECTIVE = tuple(
-    getattr(checkpoint, name)
-    for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
-    if hasattr(checkpoint, name)
-)
+_MODES = "_CachingTorchDispatchMode", "_CachedTorchDispatchMode"
+SELECTIVE = tuple(getattr(checkpoint, name) for name in _MODES if hasattr(checkpoint, name))
 """Under which a selective checkpoint runs its function, and runs it again."""
 
 Returned = TypeVar("Returned")

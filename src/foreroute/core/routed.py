@@ -1,10 +1,5 @@
 """Sessions of an attached model, and replay of integer tensors: what a maintainer of a framework types.
 
-    routed = attach(model)                                   # proves itself, or names the router
-    with routed.replay(ids_BTLK, attention_mask):            # -1: not recorded, the router chooses
-        loss = model(**batch).loss                           # any checkpointing; backward may run later
-    routed.report()                                          # rows replayed, natively differing, of each router
-
 Nothing here waits for the device until somebody asks. Ids are checked on it; what is wrong takes no effect there, and
 is told at the end of a later session, or by `report`.
 
@@ -13,7 +8,7 @@ Letters: B, T rows and positions of the batch, L routers, K picks, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
@@ -23,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from .caches import NO_CACHE
-from .deferred_checks import DeferredChecks
+from .deferred_checks import DeferredChecks, raise_where
 from .errors import ReplayError
 from .hooks import ModelHooks
 from .passes import Interceptor, Pass, RecordOptions, ReplayCounts, Rows, move_tensor
@@ -101,24 +96,53 @@ class HookedModel:
 
 
 class Routed(HookedModel):
-    """A model whose routing can be recorded and replayed as tensors. Made by `attach`; untouched outside of sessions.
-
-    Attributes:
-        model: that was attached.
-        hooks: on it.
-    """
+    """A model whose routing can be recorded and replayed as tensors. Made by `attach`."""
 
     def __init__(self, hooks: TrunkHooks) -> None:
         super().__init__([hooks])
         self.model = hooks.model
         self.hooks = hooks
-        self._counts = _NativeCounts()
+        self._counts = ReplayCounts()
+        self._counts.options = RecordOptions(native=True)  # nobody asks what routers returned
 
     def rows(
         self, ids_BTLK: Tensor, attention_mask: Tensor | None = None, *, missing: Missing = "native"
     ) -> TensorRows:
         """Make routes ready to be replayed, as often as wanted. Arguments and errors as of `replay`."""
-        return TensorRows.made(self.hooks, ids_BTLK, attention_mask, missing)
+        if missing not in get_args(Missing):
+            raise ReplayError(f"missing is {missing!r}; expected one of {get_args(Missing)}")
+        routers, top_k = self.hooks.routers, int(self.hooks.sizes_2L[1].max())
+        if not isinstance(ids_BTLK, Tensor) or ids_BTLK.ndim != 4 or ids_BTLK.dtype not in INTEGERS:
+            raise ReplayError(f"ids are {described(ids_BTLK)}; expected integers [B, T, L, K]")
+        if ids_BTLK.shape[2:] != (len(routers), top_k):
+            raise ReplayError(
+                f"ids have [L, K] = {list(ids_BTLK.shape[2:])}; the model has {len(routers)} routers of at most "
+                f"{top_k} picks, from {routers[0].path} to {routers[-1].path}"
+            )
+        if attention_mask is not None and attention_mask.shape != ids_BTLK.shape[:2]:
+            raise ReplayError(
+                f"attention_mask is {list(attention_mask.shape)}, ids are {list(ids_BTLK.shape)} [B, T, L, K]"
+            )
+        device = self.hooks.device or ids_BTLK.device
+        ids_LBTK = signed(move_tensor(ids_BTLK, device)).permute(2, 0, 1, 3)
+        if attention_mask is None:
+            attention_mask = torch.ones(ids_BTLK.shape[:2], dtype=torch.bool, device=device)
+        real_BT = move_tensor(attention_mask, device) != 0
+        num_experts_L, top_k_L = move_tensor(self.hooks.sizes_2L, device)[..., None, None]
+        is_pick = torch.arange(top_k, device=device) < top_k_L[..., None]
+        given = (ids_LBTK >= 0) & is_pick & real_BT[..., None]
+        num_given = given.sum(-1)
+        routed = num_given == top_k_L
+        too_large, twice = find_faults(ids_LBTK, given, num_experts_L[..., None])
+        in_part = (num_given > 0) & ~routed
+        wrong = too_large | twice | in_part
+        lacking = torch.zeros_like(real_BT)
+        if missing == "error":  # the last real position of a sequence is before no other
+            has_later = real_BT.flip(1).cumsum(1).flip(1) > 1
+            lacking = (num_given == 0).any(0) & real_BT & has_later
+        faults = torch.stack(list(map(Tensor.sum, (too_large, twice, in_part, lacking))))
+        is_forced = (routed & ~wrong)[..., None] & is_pick
+        return TensorRows(torch.where(is_forced, ids_LBTK, -1).to(self.hooks.id_dtype), faults)
 
     @contextmanager
     def replay(
@@ -161,7 +185,10 @@ class Routed(HookedModel):
             yield recording
         if not recording._passes:
             raise ReplayError(NOTHING_RECORDED)
-        recording._add_checks(self.checks.add)
+        for args, _ in recording._passes:
+            if isinstance(args, TrunkArgs) and args.continues is not None:
+                said = f"no position of a sequence is 0, {NO_CACHE}"
+                self.checks.add(args.continues, partial(raise_where, args.continues, said))
 
     def report(self) -> list[LayerReport]:
         """What was replayed by each router over all sessions so far. Waits for the device.
@@ -175,12 +202,6 @@ class Routed(HookedModel):
         if counts is not None:
             numbers_2L = torch.stack([counts["decisions"], counts["native_differing_decisions"]]).tolist()
         return [LayerReport(router.path, *numbers) for router, *numbers in zip(routers, *numbers_2L, strict=True)]
-
-
-class _NativeCounts(ReplayCounts):
-    """Counts for `Routed.report`, which does not ask what routers returned."""
-
-    options = RecordOptions(native=True)
 
 
 class _TensorReplay(Replaying):
@@ -214,12 +235,6 @@ class TensorRecording(Interceptor):
         if current is not None:
             self._passes.append((args, current.executed_LRK))
 
-    def _add_checks(self, add: Callable[[Tensor, Callable[[], None]], None]) -> None:
-        """Ask, by `DeferredChecks.add`, whether a forward with positions continued what no cache holds."""
-        for args, _ in self._passes:
-            if isinstance(args, TrunkArgs) and args.continues is not None:
-                add(args.continues, partial(_raise_continued, args.continues))
-
     def ids(self) -> list[Tensor]:
         """[B, T, L, K] of each forward; those that go on with a key-value cache are joined to their first along T.
 
@@ -229,21 +244,16 @@ class TensorRecording(Interceptor):
         parts: list[list[Tensor]] = []
         begun = reached = 0  # positions, of the first forward of a batch and of the last
         for args, of_rows in self._passes:
-            rows = of_rows.unflatten(1, args.shape).permute(1, 2, 0, 3)
-            if not args.past or not parts:
-                begun = args.past or 0
+            past = args.past or 0
+            if not past or not parts:
+                begun = past
                 parts.append([])
-            elif args.past < reached:  # what was cut off at the end of the cache, such as rejected drafts
-                parts[-1] = [torch.cat(parts[-1], 1)[:, : max(0, args.past - begun)]]
-                begun = min(begun, args.past)
-            parts[-1].append(rows)
-            reached = (args.past or 0) + args.shape[1]
+            elif past < reached:  # what was cut off at the end of the cache, such as rejected drafts
+                parts[-1] = [torch.cat(parts[-1], 1)[:, : max(0, past - begun)]]
+                begun = min(begun, past)
+            parts[-1].append(of_rows.unflatten(1, args.shape).permute(1, 2, 0, 3))
+            reached = past + args.shape[1]
         return [torch.cat(each, 1) for each in parts]
-
-
-def _raise_continued(continues: Tensor) -> None:
-    if continues.item():
-        raise ReplayError(f"no position of a sequence is 0, {NO_CACHE}")
 
 
 class TensorRows(NamedTuple):
@@ -251,42 +261,6 @@ class TensorRows(NamedTuple):
 
     ids_LBTK: Tensor  # as `Rows.ids_LRK`; rows with a fault are -1
     faults: Tensor  # int64 [4], how many rows have each of `FAULTS`
-
-    @classmethod
-    def made(cls, hooks: TrunkHooks, ids: Tensor, mask: Tensor | None, missing: Missing) -> TensorRows:
-        """Check ids [B, T, L, K] against routers, on the device. Raises `ReplayError` for shapes and types."""
-        if missing not in get_args(Missing):
-            raise ReplayError(f"missing is {missing!r}; expected one of {get_args(Missing)}")
-        routers, top_k = hooks.routers, int(hooks.sizes_2L[1].max())
-        if not isinstance(ids, Tensor) or ids.ndim != 4 or ids.dtype not in INTEGERS:
-            raise ReplayError(f"ids are {described(ids)}; expected integers [B, T, L, K]")
-        if ids.shape[2:] != (len(routers), top_k):
-            raise ReplayError(
-                f"ids have [L, K] = {list(ids.shape[2:])}; the model has {len(routers)} routers of at most {top_k} "
-                f"picks, from {routers[0].path} to {routers[-1].path}"
-            )
-        if mask is not None and mask.shape != ids.shape[:2]:
-            raise ReplayError(f"attention_mask is {list(mask.shape)}, ids are {list(ids.shape)} [B, T, L, K]")
-        device = hooks.device or ids.device
-        ids_LBTK = signed(move_tensor(ids, device)).permute(2, 0, 1, 3)
-        real_BT = torch.ones(ids.shape[:2], dtype=torch.bool, device=device)
-        if mask is not None:
-            real_BT = move_tensor(mask, device) != 0
-        num_experts_L, top_k_L = move_tensor(hooks.sizes_2L, device)[..., None, None]
-        is_pick = torch.arange(top_k, device=device) < top_k_L[..., None]
-        given = (ids_LBTK >= 0) & is_pick & real_BT[..., None]
-        num_given = given.sum(-1)
-        routed = num_given == top_k_L
-        too_large, twice = find_faults(ids_LBTK, given, num_experts_L[..., None])
-        in_part = (num_given > 0) & ~routed
-        wrong = too_large | twice | in_part
-        lacking = torch.zeros_like(real_BT)
-        if missing == "error":  # the last real position of a sequence is before no other
-            has_later = real_BT.flip(1).cumsum(1).flip(1) > 1
-            lacking = (num_given == 0).any(0) & real_BT & has_later
-        faults = torch.stack(list(map(Tensor.sum, (too_large, twice, in_part, lacking))))
-        is_forced = (routed & ~wrong)[..., None] & is_pick
-        return cls(torch.where(is_forced, ids_LBTK, -1).to(hooks.id_dtype), faults)
 
     def of(self, first: int, num: int) -> Rows:
         """Give the rows of positions from `first` on; behind the last one there is no route."""

@@ -84,11 +84,16 @@ class LayerPass:
             return ids, native
         return torch.where(self.absent_R1.to(device), native, ids), native
 
-    def of_pick(self, pick: int) -> LayerPass:
-        """Narrow it to one pick, for a router that makes them one after the other."""
-        at = slice(pick, pick + 1)
-        ids_R1 = None if self.ids_RK is None else self.ids_RK[:, at]
-        return replace(self, into_RK=self.into_RK[:, at], before_RK=self.before_RK[:, at], ids_RK=ids_R1)
+    def of_picks(self, at: slice) -> LayerPass:
+        """Narrow it to these picks, for a router that has fewer, or makes them one after the other."""
+        ids_RK, scores = self.ids_RK, self.scores_into
+        return replace(
+            self,
+            into_RK=self.into_RK[:, at],
+            before_RK=self.before_RK[:, at],
+            ids_RK=None if ids_RK is None else ids_RK[:, at],
+            scores_into=None if scores is None else (scores[0][:, at], scores[1]),
+        )
 
     def keep(self, native_RK: Tensor) -> None:
         """Keep what the router picks natively, for the recomputation. Raises as `choose`."""
@@ -121,8 +126,7 @@ class LayerPass:
 
 def _copy_scores(into: tuple[Tensor, Tensor], selection: Selection) -> None:
     picked_into, next_into = into
-    scores_RE, native_RK = selection.scores_RE.detach(), selection.native_RK
-    picked_RK = scores_RE.gather(-1, native_RK) if selection.picked is None else _flat(selection.picked.detach())
+    scores_RE, native_RK, picked_RK = selection.scores_RE.detach(), selection.native_RK, selection.picked_RK
     picks_all = native_RK.shape[-1] == scores_RE.shape[-1]
     picked_into.copy_(picked_RK)
     next_into.copy_(picked_RK.amin(-1) if picks_all else scores_RE.scatter(-1, native_RK, -torch.inf).amax(-1))
@@ -131,9 +135,7 @@ def _copy_scores(into: tuple[Tensor, Tensor], selection: Selection) -> None:
 def _copy_deficit(into: Tensor, selection: Selection, by_softmax: bool) -> None:
     # nothing of this is kept for a backward, as a recomputation does not do it again
     scores_RE = selection.scores_RE.detach()
-    picked = selection.picked
-    picked_RK = scores_RE.gather(-1, selection.native_RK) if picked is None else _flat(picked.detach())
-    last = picked_RK.amin(-1).float()
+    last = selection.picked_RK.amin(-1).float()
     forced_RK = scores_RE.gather(-1, selection.ids_RK)
     least = forced_RK.amin(-1).float()
     if by_softmax:
@@ -162,6 +164,12 @@ class Selection:
     def scores_RE(self) -> Tensor:
         """[R, E], the scores by row."""
         return _flat(self.scores)
+
+    @property
+    def picked_RK(self) -> Tensor:
+        """[R, K], the scores of the native picks, without gradient."""
+        picked = self.scores_RE.gather(-1, self.native_RK) if self.picked is None else _flat(self.picked)
+        return picked.detach()
 
 
 class SelectionMode(TorchFunctionMode):

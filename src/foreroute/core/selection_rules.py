@@ -89,7 +89,8 @@ class SparseMixerMode(SelectionMode):
         if self.now is None:
             return native_R1
         pick = len(self._picks) - self._in_band
-        return run_unnumbered(self.now.of_pick(pick).choose, native_R1 if self.asks else None, native_R1.device)[0]
+        of_pick = self.now.of_picks(slice(pick, pick + 1))
+        return run_unnumbered(of_pick.choose, native_R1 if self.asks else None, native_R1.device)[0]
 
 
 def grouped_by_expert(output: Any) -> Tensor:

@@ -33,33 +33,6 @@ class TrunkArgs:
     def num_router_rows(self) -> int:
         return self.shape[0] * self.shape[1]
 
-    @classmethod
-    def of_call(cls, names: list[str], tokens_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TrunkArgs:
-        """Read a call whose parameters have these names, and of its tokens this one.
-
-        Raises:
-            ReplayError: when it has no tokens or embeddings, or by its mask continues a cache that is not known.
-        """
-        given = dict(zip(names, args, strict=False)) | kwargs
-        ids = given.get(tokens_name)
-        tokens = ids if isinstance(ids, Tensor) else given.get("inputs_embeds")
-        if not isinstance(tokens, Tensor):
-            raise ReplayError(
-                f"the forward got neither {tokens_name} nor inputs_embeds, so that its rows are not known"
-            )
-        cache = given_cache(given, ReplayError)
-        past = None if cache is None else int(cache.get_seq_length())
-        mask = given.get("attention_mask")
-        if not past and isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > tokens.shape[1]:
-            raise ReplayError(
-                f"attention_mask is {list(mask.shape)} for {tokens.shape[1]} tokens a sequence, {NO_CACHE}"
-            )
-        positions, continues = given.get("position_ids"), None
-        # a part of longer sequences, as under context parallelism, is run without a cache
-        if not past and isinstance(positions, Tensor) and positions.ndim == 2 and given.get("use_cache") is not False:
-            continues = (positions != 0).all(-1).any()
-        return cls((tokens.shape[0], tokens.shape[1]), past, tokens.device, continues)
-
 
 class TrunkHooks(ModelHooks):
     """The hooks of a model, whose trunk has all its routers."""
@@ -92,13 +65,34 @@ class TrunkHooks(ModelHooks):
         return None
 
     def read_args(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ForwardArgs:
-        return TrunkArgs.of_call(self.names, self.tokens, args, kwargs)
+        """Find the tokens or embeddings of a call, and what its cache, mask and positions say of sequences that go on.
+
+        Raises `ReplayError` when it has neither, or by its mask continues a cache that is not known.
+        """
+        given = dict(zip(self.names, args, strict=False)) | kwargs
+        ids = given.get(self.tokens)
+        tokens = ids if isinstance(ids, Tensor) else given.get("inputs_embeds")
+        if not isinstance(tokens, Tensor):
+            raise ReplayError(
+                f"the forward got neither {self.tokens} nor inputs_embeds, so that its rows are not known"
+            )
+        cache = given_cache(given, ReplayError)
+        past = None if cache is None else int(cache.get_seq_length())
+        mask = given.get("attention_mask")
+        if not past and isinstance(mask, Tensor) and mask.ndim == 2 and mask.shape[1] > tokens.shape[1]:
+            raise ReplayError(
+                f"attention_mask is {list(mask.shape)} for {tokens.shape[1]} tokens a sequence, {NO_CACHE}"
+            )
+        positions, continues = given.get("position_ids"), None
+        # a part of longer sequences, as under context parallelism, is run without a cache
+        if not past and isinstance(positions, Tensor) and positions.ndim == 2 and given.get("use_cache") is not False:
+            continues = (positions != 0).all(-1).any()
+        return TrunkArgs((tokens.shape[0], tokens.shape[1]), past, tokens.device, continues)
 
     def session_contexts(self) -> list[AbstractContextManager[Any]]:
         """Parameters, which must stay, and whatever was compiled on its own with a router in it. See `ModelHooks`.
 
-        Raises:
-            ReplayError: when routers have exchanged their places, which a compiled graph would not notice.
+        Raises `ReplayError` when routers have exchanged their places, which a compiled graph would not notice.
         """
         self._cache, self.awaits_backward = None, False
         self.left_behind.clear()

@@ -26,7 +26,7 @@ def untouched(model: nn.Module) -> Iterator[Callable[[], bool]]:
     """
     modules = [(module, _attributes(module), _buffers(module)) for module in model.modules()]
     standing = _parameters(model)
-    values = [_Values.of(parameter) for _, parameters in standing for parameter in parameters.values()]
+    values = [_Values.of(parameter) for *_, parameter in standing]
     trained = {module for module in model.modules() if module.training}
     model.eval()
 
@@ -78,12 +78,7 @@ def parameters_kept(
     """
     # every session does this, so that only parameters that carry something cost more than a look
     standing = _parameters(model)
-    carrying = [
-        _Values.of(each)
-        for _, parameters in standing
-        for each in parameters.values()
-        if each is not None and vars(each)
-    ]
+    carrying = [_Values.of(each) for *_, each in standing if vars(each)]
     try:
         yield
     finally:
@@ -111,22 +106,18 @@ def parameters_kept(
 class _Values(NamedTuple):
     """Where the values of a parameter were."""
 
-    parameter: nn.Parameter | None  # None where a module has none of that name
-    data: Tensor | None  # an alias of it, which keeps its storage
+    parameter: nn.Parameter
+    data: Tensor  # an alias of it, which keeps its storage
     carried: list[tuple[Any, dict[str, Any]]]  # such as the scales of packed weights, with the attributes they had
 
     @classmethod
-    def of(cls, parameter: nn.Parameter | None) -> _Values:
-        if parameter is None:
-            return cls(None, None, [])
+    def of(cls, parameter: nn.Parameter) -> _Values:
         parts = [part for part in vars(parameter).values() if _has_state(part)]
         return cls(parameter, parameter.data, [(part, dict(vars(part))) for part in parts])
 
     def is_repacked(self) -> bool:
         """Say whether its bytes have another shape or dtype than before, and what it carries says so."""
         # what it carries is not enough: DeepSpeed's parameters carry the optimizer, which a step moves
-        if self.parameter is None or self.data is None:
-            return False
         now, was = self.parameter.data, self.data
         if now.nbytes != was.nbytes or (now.shape, now.dtype) == (was.shape, was.dtype):
             return False
@@ -138,31 +129,31 @@ class _Values(NamedTuple):
 
     def put_back(self) -> None:
         """Put back storage and what is carried, but where DeepSpeed or accelerate move the values."""
-        parameter, data = self.parameter, self.data
-        if parameter is None or data is None or _is_elsewhere(parameter) or _is_elsewhere(data):
+        if _is_elsewhere(self.parameter) or _is_elsewhere(self.data):
             return
         is_repacked = self.is_repacked()
-        if _storages(parameter.data) != _storages(data):
-            parameter.data = data
+        if _storages(self.parameter.data) != _storages(self.data):
+            self.parameter.data = self.data
         for part, attributes in self.carried if is_repacked else ():
             vars(part).clear()
             vars(part).update(attributes)
 
 
-def _parameters(model: nn.Module) -> list[tuple[nn.Module, dict[str, nn.Parameter | None]]]:
-    return [(module, dict(module._parameters)) for module in model.modules() if module._parameters]
+_Standing = list[tuple[nn.Module, str, nn.Parameter]]
+"""Parameters with their places."""
 
 
-def _replaced(
-    standing: list[tuple[nn.Module, dict[str, nn.Parameter | None]]],
-) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Find the parameters in whose place others stand now, with their places."""
+def _parameters(model: nn.Module) -> _Standing:
+    every = ((module, name, each) for module in model.modules() for name, each in module._parameters.items())
+    return [(module, name, each) for module, name, each in every if each is not None]
+
+
+def _replaced(standing: _Standing) -> _Standing:
+    """Find the parameters in whose place others stand now."""
     return [
         (module, name, parameter)
-        for module, parameters in standing
-        for name, parameter in parameters.items()
-        if parameter is not None
-        and (now := module._parameters.get(name)) is not parameter
+        for module, name, parameter in standing
+        if (now := module._parameters.get(name)) is not parameter
         and not (_is_sharded(now) and not _is_sharded(parameter))  # a backward gave back what was gathered before
     ]
 

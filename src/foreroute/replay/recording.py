@@ -80,13 +80,13 @@ class Recording(Interceptor):
         """Keep what is asked for of the pass; one that failed is forgotten."""
         recorded = RecordedPass(self._begun[chunk], None)
         if current is not None:
-            margin_LR = current.scores.margin() if self.options.scores and current.scores is not None else None
-            recorded = RecordedPass(
-                self._begun[chunk],
-                _to_trace_dtype(current.native_LRK if self.options.deficits else current.executed_LRK, self._spec),
-                current.deficit_LR if self.options.deficits else margin_LR,
-                current.returned if self.options.others else None,
-            )
+            ids_LRK, values_LR = current.executed_LRK, None
+            if self.options.deficits:
+                ids_LRK, values_LR = current.native_LRK, current.deficit_LR
+            elif self.options.scores and current.scores is not None:
+                values_LR = current.scores.margin()
+            choices = current.returned if self.options.others else None
+            recorded = RecordedPass(self._begun[chunk], _to_trace_dtype(ids_LRK, self._spec), values_LR, choices)
         self._passes[chunk].append(recorded)
 
     def trace(self) -> RoutingTrace:
@@ -137,9 +137,7 @@ class Recording(Interceptor):
         Raises:
             ReplayError: when the session was not opened with `margins=True`.
         """
-        if not self.options.scores or not any(self._passes):
-            raise ReplayError("no margins were recorded; open the session with record(margins=True) and run a forward")
-        return self._values_NL()
+        return self._values_NL("margins", "margins", is_kept=self.options.scores)
 
     def deficits_NL(self) -> NDArray[np.float32]:
         """float32 [N, L]: how far the replayed experts of each row of `trace()` are from the router's own choice.
@@ -151,11 +149,11 @@ class Recording(Interceptor):
         Raises:
             ReplayError: when the session was not opened with `native=True`.
         """
-        if not self.options.deficits or not any(self._passes):
-            raise ReplayError("no deficits were recorded; open the session with record(native=True) and run a forward")
-        return self._values_NL()
+        return self._values_NL("deficits", "native", is_kept=self.options.deficits)
 
-    def _values_NL(self) -> NDArray[np.float32]:
+    def _values_NL(self, what: str, switch: str, *, is_kept: bool) -> NDArray[np.float32]:
+        if not is_kept or not any(self._passes):
+            raise ReplayError(f"no {what} were recorded; open the session with record({switch}=True) and run a forward")
         return np.concatenate([_in_order(group, lambda rows: rows.values_NL) for group in self._groups()])
 
     def _groups(self) -> list[list[ForwardRows]]:

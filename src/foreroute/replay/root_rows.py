@@ -48,12 +48,7 @@ class RootRows(Interceptor):
         """Count a pass that replayed rows."""
         if current is None or current.rows is None:
             return
-        ids_LRK, native_LRK, real_R = current.rows.ids_LRK, current.native_LRK, current.rows.real_R
-        replayed_LR = ids_LRK[..., 0] >= 0
-        if real_R is None:
-            real_R = replayed_LR.any(0)
-        else:  # padding may be replayed too
-            replayed_LR = replayed_LR & real_R
+        ids_LRK, native_LRK, replayed_LR = current.rows.ids_LRK, current.native_LRK, current.replayed_LR
         passes = self._passes[chunk]
         before = passes[-1].num_rows if passes else 0
         num_rows: int | Tensor
@@ -61,6 +56,7 @@ class RootRows(Interceptor):
             num_here, at_R, before_LRK, after_LRK = current.rows.placed()
             num_rows, at_R = before + num_here, before + at_R
         else:
+            real_R = replayed_LR.any(0) if current.rows.real_R is None else current.rows.real_R
             seen_R = before + real_R.cumsum(0)
             num_rows, at_R = seen_R[-1], (seen_R - 1).clamp(min=0)
             known_LRK = ids_LRK.masked_fill(~replayed_LR[..., None], -1)

@@ -103,8 +103,7 @@ def masked_logprobs_of_logits(
     `logits_RV` are floats [R, V], as the model returns them, and `vocabulary_group` is the ranks that share the rows;
     the other arguments, and errors, are those of `masked_logprobs`. Returns float32 [R], float64 where the logits are.
     """
-    sets = _sets_of_logits(logits_RV, targets_R, masks, temperature, vocabulary_group)
-    kept = _SetLogits.of(logits_RV, sets, temperature, vocabulary_group)
+    kept = _SetLogits.of(logits_RV, targets_R, masks, temperature, vocabulary_group)
     return kept.chosen_R - kept.log_sums_R
 
 
@@ -112,8 +111,8 @@ def masked_entropy_of_logits(
     logits_RV: Tensor, targets_R: Tensor, masks: DecisionStream, *, temperature: float = 1.0
 ) -> Tensor:
     """Compute the entropy [R] of the sets' distributions, in nats; the rest is as in `masked_logprobs_of_logits`."""
-    sets = _sets_of_logits(logits_RV, targets_R, masks, temperature)
-    kept = _SetLogits.of(logits_RV, sets, temperature)
+    kept = _SetLogits.of(logits_RV, targets_R, masks, temperature)
+    sets = kept.sets
     # -sum p log p = log Z - sum p l
     means_R = torch.zeros_like(kept.log_sums_R).index_add(
         0, sets.row_M, (kept.logits_M - kept.log_sums_R[sets.row_M]).exp() * kept.logits_M
@@ -164,6 +163,7 @@ class _Sets:
 class _SetLogits:
     """Logits over the temperature, of the sets alone."""
 
+    sets: _Sets
     logits_M: Tensor
     all_logits: Tensor | None  # [unlimited rows, V]; None where there is no such row
     log_sums_R: Tensor  # the logarithm of the sum of exp(logits) of each set
@@ -171,11 +171,20 @@ class _SetLogits:
 
     @classmethod
     def of(
-        cls, logits_RV: Tensor, sets: _Sets, temperature: float, group: dist.ProcessGroup | None = None
+        cls,
+        logits_RV: Tensor,
+        targets_R: Tensor,
+        masks: DecisionStream,
+        temperature: float,
+        group: dist.ProcessGroup | None = None,
     ) -> _SetLogits:
         """Take the logits of the sets that are here, and add up over the ranks of a group, which have the others."""
-        wide, row_M, num_here = _wide(logits_RV), sets.row_M, logits_RV.shape[1]
-        first = 0 if group is None else dist.get_rank(group) * num_here
+        if logits_RV.ndim != 2:
+            raise BatchMismatchError(f"logits have shape {tuple(logits_RV.shape)}; expected [R, V]")
+        num_rows, num_here = logits_RV.shape
+        num_ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
+        sets = _Sets.of(masks, targets_R, (num_rows, num_here * num_ranks), temperature, logits_RV.device)
+        wide, row_M, first = _wide(logits_RV), sets.row_M, rank * num_here
         # A token that no part has is told by the check of its set.
         columns_R, columns_M = sets.targets_R - first, sets.ids_M - first
         chosen_R = logits_RV.gather(1, columns_R.clamp(0, num_here - 1)[:, None])[:, 0].to(wide) / temperature
@@ -201,7 +210,7 @@ class _SetLogits:
             sums_R = sums_R.index_copy(0, sets.unlimited, (all_logits - top_R[sets.unlimited, None]).exp().sum(-1))
         if group is not None:
             sums_R, chosen_R = _SumOverRanks.apply(torch.stack([sums_R, chosen_R]), group)
-        return cls(logits_M, all_logits, top_R + sums_R.log(), chosen_R)
+        return cls(sets, logits_M, all_logits, top_R + sums_R.log(), chosen_R)
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -361,21 +370,6 @@ def _product(left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
 
 def _wide(floats: Tensor) -> torch.dtype:
     return torch.promote_types(floats.dtype, torch.float32)
-
-
-def _sets_of_logits(
-    logits_RV: Tensor,
-    targets_R: Tensor,
-    masks: DecisionStream,
-    temperature: float,
-    group: dist.ProcessGroup | None = None,
-) -> _Sets:
-    if logits_RV.ndim != 2:
-        raise BatchMismatchError(f"logits have shape {tuple(logits_RV.shape)}; expected [R, V]")
-    num_rows, num_logits = logits_RV.shape
-    if group is not None:
-        num_logits *= dist.get_world_size(group)
-    return _Sets.of(masks, targets_R, (num_rows, num_logits), temperature, logits_RV.device)
 
 
 def _require_fit(masks: DecisionStream, targets_R: Tensor, shape: tuple[int, int], temperature: float) -> None:

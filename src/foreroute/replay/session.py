@@ -55,13 +55,8 @@ if TYPE_CHECKING:
 class RoutedModel(HookedModel, ABC):
     """Recording and replaying sessions for one model, on one rank. Made by `attach` of a framework's adapter.
 
-    The model is untouched outside a session, and other models never notice.
-
-    Args:
-        spec: experts, picks and routed layers of the whole model.
-        chunks: the hooks of each chunk that this rank runs.
-        chunk_specs: experts, picks and routed layers of each; None of one without routers.
-        provenance: of what is recorded.
+    The model is untouched outside a session, and other models never notice. `spec` has experts, picks and routed layers
+    of the whole model; `chunk_specs` those of each chunk that this rank runs, None of one without routers.
     """
 
     padding: PaddingRows = "native"

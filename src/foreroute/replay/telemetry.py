@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from foreroute.core.passes import Interceptor, Pass, RecordOptions, is_in
+from foreroute.core.passes import Interceptor, Pass, RecordOptions, add_to, is_in
 from foreroute.mismatch import LOG10_EDGES, LiveAgreement
 from foreroute.replay.rows import ReplayRows, to_device
 from foreroute.trace import RoutingSpec
@@ -59,9 +59,7 @@ class Telemetry(Interceptor):
             "replaced_mass_L": (mass_LRK * (~is_replayed_LRK & routed_R[:, None])).sum((1, 2), dtype=torch.float64),
             "counts_LE": count_experts(counted_LRK, rows.real_R, spec.num_experts + bool(spec.sizes)),
         }
-        sums = self._sums.setdefault(chunk, {})
-        for name, part in parts.items():
-            sums[name] = sums[name] + part if name in sums else part
+        add_to(self._sums.setdefault(chunk, {}), parts)
 
     def has_counted(self, chunk: int) -> bool:
         """Say whether a pass of a chunk was added."""
@@ -69,15 +67,16 @@ class Telemetry(Interceptor):
 
     def agreement(self, chunk: int) -> LiveAgreement:
         """Join the sums of a chunk that has counted. Waits for the device, once."""
-        spec = self._specs[chunk]
-        assert spec is not None, "a chunk without routers counts nothing"
-        return LiveAgreement.from_sums(_read_sums(self._sums[chunk]), spec.picks_L)
+        return LiveAgreement.from_sums(_read_sums(self._sums[chunk]), self._spec_of(chunk).picks_L)
 
     def expert_counts_LE(self, chunk: int) -> NDArray[np.int64]:
         """int64 [L, E], tokens of each expert without padding, of a chunk that has counted. Waits for the device."""
+        return self._sums[chunk]["counts_LE"].cpu().numpy()[:, : self._spec_of(chunk).num_experts]
+
+    def _spec_of(self, chunk: int) -> RoutingSpec:
         spec = self._specs[chunk]
         assert spec is not None, "a chunk without routers counts nothing"
-        return self._sums[chunk]["counts_LE"].cpu().numpy()[:, : spec.num_experts]
+        return spec
 
     def _bins(self, margin_LR: Tensor) -> Tensor:
         if self._edges is None:

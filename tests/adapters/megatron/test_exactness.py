@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from foreroute.adapters.megatron.hooks import TopKRouterHook
-from foreroute.core.passes import Pass, RecordOptions, RouterFacts, Rows
+from foreroute.core.passes import Pass, RecordOptions, Rows
 from tests.adapters.megatron.forked_ranks import on_ranks
 from tests.adapters.megatron.one_rank import GATES, MegatronSubject
 
@@ -57,9 +57,9 @@ def drawn(gate):
 
 
 def forced(site, hidden, ids_RK):
-    shape = [RouterFacts(site.path, ids_RK.shape[1], False, False)], len(ids_RK), torch.int16, ids_RK.device
-    [now] = Pass(*shape, Rows(ids_RK[None].short()), RecordOptions()).parts()
     hook = TopKRouterHook(site)
+    shape = [hook], len(ids_RK), torch.int16, ids_RK.device
+    [now] = Pass(*shape, Rows(ids_RK[None].short()), RecordOptions()).parts()
     hook.now = now
     with hook.installed(partial(hook.select, now)):
         return site.module(hidden)
