@@ -12,7 +12,7 @@ from transformers.generation import logits_process as of
 
 from examples.trl.tiny import policy
 from foreroute.engines.embedded import EmbeddedEngine
-from foreroute.errors import ConfigError, ReplayError
+from foreroute.errors import ConfigError
 from foreroute.trace import SAMPLING
 from foreroute.trainers.trl import rollout_with
 from foreroute.trainers.trl.settings import LEAVING_OUT
@@ -169,19 +169,6 @@ def test_cuts_by_settings_and_generation_kwargs_bring_the_masks_of_a_colocated_v
             trainer = trained(folder, replay=replay, max_steps=1, **settings)
             k3[replay] = logged(trainer, "mismatch/k3")[0]
     assert k3["R3"] < 1e-3 < 1e-1 < k3["none"]
-
-
-@SCORES_ON_SETS
-def test_a_rollout_without_the_masks_that_its_settings_call_for_is_refused(folder):
-    sample = rollout_with(EmbeddedEngine(policy(), "float32"))
-
-    def roll_out(prompts, trainer):
-        output = sample(prompts, trainer)
-        output["routed_experts"] = [each.without_streams(SAMPLING) for each in output["routed_experts"]]
-        return output
-
-    with pytest.raises(ReplayError, match=r"top_p = 0.8.*rollout"):
-        make(folder, rollout_func=roll_out, max_steps=1, top_p=0.8).train()
 
 
 def test_a_resumed_run_draws_the_random_numbers_of_its_step_and_not_those_of_the_first(folder, monkeypatch):
