@@ -5,16 +5,19 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from inspect import isfunction
+from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from foreroute.adapters.versions import PEERS
-from foreroute.errors import AttachError, ConfigError, ReplayError
+from foreroute.errors import AttachError, ConfigError, ForerouteError, RankError, ReplayError
 from foreroute.mismatch import Defect, explain
 from foreroute.replay import RoutedModel
 from foreroute.trace import RoutingTrace
 
+Value = TypeVar("Value")
 Refusals = Sequence[tuple[object, str]]
 """Conditions, and what is said where one holds: what was seen, and what to do."""
 DRIFT = (Defect.WEIGHT_VERSION, Defect.UNEXPLAINED)
@@ -71,3 +74,18 @@ def check_first_rollout(
         warnings.warn(f"the first rollout's routes are far from the trainer's own: {found.sentence}", stacklevel=2)
     elif found.kind is not Defect.NONE:
         raise ReplayError(f"the first rollout's routes are not those of its tokens ({found.kind}). {found.sentence}")
+
+
+def judge_together(judge: Callable[[], Value], add_up: Callable[[Tensor], Tensor]) -> Value:
+    """Judge on every process. All go on, or none: who raised alone would leave the rest waiting. A collective call.
+
+    `add_up` adds a number up over all processes.
+    """
+    error, found = None, None
+    try:
+        found = judge()
+    except ForerouteError as raised:
+        error = raised
+    if float(add_up(torch.tensor(float(error is not None)))):
+        raise error or RankError("a rollout was refused on another rank, whose log says why")
+    return found  # type: ignore[return-value]  # without an error there is one

@@ -42,7 +42,7 @@ def run_page(rank, folder, blocks, compares):
 @pytest.mark.shows("Hugging Face", "Trainer with gradient accumulation on spread experts, under plans, two processes")
 @grid("compares", [False, True], quick=0, day=1)
 def test_the_page_runs_and_plans_change_no_weights(tmp_path, compares):
-    """Weights are compared by night, and in test_trl_plans.py by day."""
+    """Weights are compared by night, and in test_trl_ranks.py by day."""
     page = (ROOT / "docs" / "experts.md").read_text()
     blocks = [found.group(1) for found in FENCE.finditer(page)]
     assert len(blocks) == 6

@@ -15,6 +15,7 @@ from foreroute.errors import BatchMismatchError, ReplayError, TraceContentError
 from foreroute.trace import SAMPLING
 from foreroute.trainers.trl import GRPOTrainer, rollout_with
 from foreroute.trainers.trl.masked_head import HEAD, ScoringMasks, scored_on_sampling_masks
+from tests.tiers import grid
 from tests.trainers.trl.trl_runs import SCORES_ON_SETS, logged, make, saved_policy, trained
 
 pytestmark = SCORES_ON_SETS
@@ -146,11 +147,6 @@ class PastTheHead(GRPOTrainer):
             model.forward = fused
 
 
-def test_masks_that_are_dropped_are_noticed(folder):
-    with pytest.raises(ReplayError, match=r"sampling.*replayed"):
-        make(folder, kind=PastTheHead, max_steps=1, top_p=0.8).train()
-
-
 TOOL = 2
 """Of each completion, the token that a tool would have given; it was not sampled."""
 
@@ -183,13 +179,22 @@ def test_what_a_tool_gave_is_a_constant_and_all_else_is_scored_on_its_sets(folde
     assert seen == 24  # the old, reference and update passes of 8 sequences
 
 
-@pytest.mark.slow
-def test_a_sampled_token_needs_its_mask_where_others_do_not(folder):
-    with pytest.raises(TraceContentError, match="sampling mask"):
-        make(folder, rollout_func=with_a_tool(TOOL + 1), max_steps=1, top_p=0.8).train()
+def without_masks(prompts, trainer):
+    output = rollout_with(EmbeddedEngine(policy(), "float32"))(prompts, trainer)
+    return {**output, "routed_experts": [each.without_streams(SAMPLING) for each in output["routed_experts"]]}
 
 
-@pytest.mark.slow
-def test_an_env_mask_of_another_length_is_refused(folder):
-    with pytest.raises(BatchMismatchError, match=r"env_mask.*completions"):
-        make(folder, rollout_func=with_a_tool(TOOL, [[1, 0, 1]] * 8), max_steps=1, top_p=0.8).train()
+@grid(
+    ("settings", "error", "message"),
+    [
+        ({"kind": PastTheHead}, ReplayError, r"sampling.*replayed"),
+        ({"rollout_func": without_masks}, ReplayError, r"top_p = 0.8.*rollout"),
+        ({"rollout_func": with_a_tool(TOOL + 1)}, TraceContentError, "sampling mask"),
+        ({"rollout_func": with_a_tool(TOOL, [[1, 0, 1]] * 8)}, BatchMismatchError, r"env_mask.*completions"),
+    ],
+    ids=["dropped", "none", "not of a sampled token", "env_mask"],
+    quick=2,
+)
+def test_masks_that_are_missing_or_dropped_are_noticed(settings, error, message, folder):
+    with pytest.raises(error, match=message):
+        make(folder, max_steps=1, top_p=0.8, **settings).train()

@@ -1,33 +1,120 @@
-"""Two data-parallel processes: metrics are those of both. That each replays its own: test_trl_sharded.py."""
+"""Two processes: DDP, FSDP2 by accelerate, transformers' expert parallelism, without plans and under them.
 
-from contextlib import closing, nullcontext
+Routes reach the experts of both, weights are those of DDP, and metrics are of both.
+"""
+
+import os
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
 import pytest
+import torch
+from accelerate.state import AcceleratorState, DistributedType
+from transformers import Qwen3MoeForCausalLM
+from transformers.distributed import DistributedConfig
 
 from examples.trl.tiny import policy
 from foreroute.adapters import hf
-from foreroute.errors import AttachError, BatchMismatchError, CaptureError
+from foreroute.costs import CostModel, hardware_preset, model_preset
+from foreroute.costs.cluster_file import Cluster
+from foreroute.engines.embedded import EmbeddedEngine
+from foreroute.ep.compute import StackedReplicas
+from foreroute.errors import AttachError, BatchMismatchError, CaptureError, ConfigError
 from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
+from foreroute.trainers.trl import rollout_with
 from foreroute.trainers.trl.capture_vllm import VLLMSource
-from tests.trainers.trl.routes_book import Book, differing_cells, log_ratios
-from tests.trainers.trl.trl_runs import as_torchrun_does, make, two_processes
+from foreroute.trainers.trl.planning import PlannedWindows
+from tests.adapters.hf.model_runs import whole
+from tests.roundings import most_k3
+from tests.trainers.trl.routes_book import Book, Drawn, differing_cells, follows, log_ratios, watched
+from tests.trainers.trl.tools_runs import told_apart
+from tests.trainers.trl.trl_runs import TERMS, as_torchrun_does, make, two_processes
 
-pytestmark = pytest.mark.slow
+TOPOLOGY = hardware_preset("h100").topology(num_ranks=2, redundant_slots=2)
+RATES = CostModel(
+    model=replace(model_preset("qwen3-30b-a3b"), num_layers=3, num_experts=8, top_k=2), hardware=hardware_preset("h100")
+)
+SHARDED, SPREAD = {"fsdp": True}, {"implementation": "all_to_all"}
+PLANNED = {"implementation": "foreroute", "topology": TOPOLOGY}
+TWO_ROLLOUTS_A_STEP = {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "num_iterations": 1}
+RUNS = {
+    # of the trainer, but for FSDP2 of accelerate, the implementation of expert parallelism, and a source of rollouts
+    "ddp": {},
+    "fsdp": SHARDED,
+    "native": SHARDED | {"replay": "none"},
+    "generate": SHARDED | {"source": lambda: None},
+    "engine": SHARDED | {"source": lambda: rollout_with(EmbeddedEngine(policy(seed=1), "float32"))},
+    "experts": SPREAD,
+    "planned": PLANNED,
+    "gradients dropped": PLANNED,
+    "R2": PLANNED | {"replay": "R2", "max_steps": 1},
+    "priced": PLANNED | {"topology": Cluster(TOPOLOGY, RATES), "max_steps": 1},
+    "windows at home": SPREAD | TWO_ROLLOUTS_A_STEP,
+    "windows": PLANNED | TWO_ROLLOUTS_A_STEP,
+}
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen3MoeDecoderLayer",
+}
 
 
 def train(rank, folder):
-    """What a process logs and saw, and how vLLM's answer to the main process is dealt out."""
     as_torchrun_does(rank)
+    begin = AcceleratorState.__init__
+
+    def as_on_a_gpu(self, *args, fsdp_plugin=None, **options):
+        begin(self, *args, fsdp_plugin=fsdp_plugin, **options)
+        self.fsdp_plugin = fsdp_plugin or self.__dict__.get("fsdp_plugin")
+        if self.fsdp_plugin:
+            self.distributed_type = DistributedType.FSDP
+
+    # accelerate leaves FSDP out where there are CPUs alone
+    AcceleratorState.__init__ = as_on_a_gpu
+    results = {}
+    for name, settings in RUNS.items():
+        settings = {"optim": "sgd", "learning_rate": 0.1, "max_steps": 2, "reward_funcs": told_apart, **settings}
+        for variable, value in FSDP2.items():
+            os.environ.pop(variable, None)
+            if settings.get("fsdp"):
+                os.environ[variable] = value
+        settings.pop("fsdp", None)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        model, drawn = policy(), Drawn(rank, skew=0.5)
+        if implementation := settings.pop("implementation", None):
+            spread = DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation=implementation)
+            model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=spread)
+        settings |= {"model": model, "rollout_func": settings.pop("source", lambda drawn=drawn: drawn)()}
+        trainer = make(f"{folder}/{name}", **settings)
+        dropped = patch.object(StackedReplicas, "add_returned", lambda self, returned, grads: list(grads))
+        with dropped if name == "gradients dropped" else nullcontext(), watched(model) as batches:
+            trainer.train()
+        results[name] = {
+            "logs": trainer.state.log_history[: trainer.state.global_step],
+            "followed": [follows(batch, drawn) for batch in batches if batch.grad and drawn.routes],
+            "weights": torch.cat([whole(each).detach().flatten() for each in model.parameters()]),
+            "sharded": sum(hasattr(each, "full_tensor") for each in model.parameters()),
+        }
+    for ranks, slots in ((4, 2), (2, 0)):
+        unfit = hardware_preset("h100").topology(num_ranks=ranks, redundant_slots=slots)
+        with pytest.raises(ConfigError, match=f"has {ranks} ranks of {slots} slots; expected 2, which share"):
+            make(f"{folder}/unfit", **settings | {"topology": unfit})
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return results | measure(rank, folder)
+
+
+def measure(rank, folder):
+    """What a process logs and saw without replay, and how vLLM's answer to the main process is dealt out."""
     model = policy()
     book = Book(model, seed=rank)
     trainer = make(f"{folder}/none", model=model, rollout_func=book, max_steps=1, replay="none")
     trainer.train()
-    results = {"shares": deal_out(rank), "logs": trainer.state.log_history[0]}
+    results = {"shares": deal_out(rank), "measured": trainer.state.log_history[0], "unmeasured": []}
     results |= {"log_r": log_ratios(book), "cells": differing_cells(book)}
-    results["measured"] = []
     for what in ("routes", "model"):  # that the second process cannot measure
         model = policy()
         book = Book(model, seed=rank, change=lambda routes, what=what: None if rank and what == "routes" else routes)
@@ -35,7 +122,7 @@ def train(rank, folder):
         with fails if rank and what == "model" else nullcontext():
             trainer = make(f"{folder}/{what}", model=model, rollout_func=book, max_steps=1, replay="none")
         trainer.train()
-        results["measured"] += [name for name in trainer.state.log_history[0] if name.startswith("mismatch/")]
+        results["unmeasured"] += [name for name in trainer.state.log_history[0] if name.startswith("mismatch/")]
     return results
 
 
@@ -54,32 +141,127 @@ def deal_out(rank):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
+    """By rank."""
+    folder = tmp_path_factory.mktemp("ranks")
+    policy().save_pretrained(folder)
     with closing(two_processes()) as workers:
-        return workers.run(train, str(tmp_path_factory.mktemp("ranks")))
+        return workers.run(train, str(folder))
 
 
+@pytest.mark.slow
+@pytest.mark.shows("TRL", "DDP, two processes")
+@pytest.mark.shows("TRL", "FSDP2 of `accelerate`, EP of transformers, two processes")
+def test_sharded_models_replay_as_whole_ones(results):
+    k3 = most_k3(policy(), TERMS)
+    for rank in results:
+        assert min(rank["fsdp"]["sharded"], rank["experts"]["sharded"]) > 0 == rank["ddp"]["sharded"]
+        for name in ("ddp", "fsdp", "experts"):
+            assert len(rank[name]["followed"]) == 4
+            assert all(rank[name]["followed"])
+            assert rank[name]["logs"][0]["mismatch/disagreement"] == 0
+            torch.testing.assert_close(rank[name]["weights"], rank["ddp"]["weights"], rtol=0, atol=1e-6)
+        assert torch.equal(rank["ddp"]["weights"], results[0]["ddp"]["weights"])
+        assert not any(rank["native"]["followed"])  # the control
+        assert rank["native"]["logs"][0]["mismatch/disagreement"] > 0.5
+        for name in ("generate", "engine"):
+            assert rank[name]["logs"][0]["mismatch/disagreement"] == 0
+            assert rank[name]["logs"][0]["mismatch/k3"] < k3
+        assert (rank["native"]["weights"] - rank["ddp"]["weights"]).abs().max() > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.shows("TRL", "plans (`topology`) on EP of transformers, under R3 and R2, two processes")
+def test_plans_run_and_change_no_weights(results):
+    for runs in results:
+        logged = [step for name in ("planned", "windows", "R2") for step in runs[name]["logs"]]
+        assert len(logged) == 5
+        for step in logged:
+            assert step["plan/replicas"] > 0 == step["plan/rows_off"]
+            assert step["plan/imbalance_executed"] == step["plan/imbalance_planned"] < step["plan/imbalance_static"]
+        for name, without in {"planned": "experts", "windows": "windows at home"}.items():
+            assert runs[name]["logs"][0]["mismatch/disagreement"] == 0
+            assert all(runs[name]["followed"])
+            torch.testing.assert_close(runs[name]["weights"], runs[without]["weights"], rtol=0, atol=1e-6)
+        (priced,) = runs["priced"]["logs"]  # no plan of so small a step pays
+        assert priced["plan/replicas"] == priced["plan/rows_off"] == 0
+        assert priced["plan/imbalance_executed"] == priced["plan/imbalance_static"] > 1
+        off = (runs["gradients dropped"]["weights"] - runs["experts"]["weights"]).abs().max()
+        assert off > 1e-3, "the control: gradients of replicas count"
+
+
+@pytest.mark.slow
 def test_metrics_are_those_of_the_tokens_of_both(results):
     log_r = np.concatenate([rank["log_r"] for rank in results]).astype(np.float64)
     cells = np.concatenate([rank["cells"] for rank in results])
-    logs = results[0]["logs"]
-    assert logs["mismatch/k3"] == results[1]["logs"]["mismatch/k3"]
+    logs = results[0]["measured"]
+    assert logs["mismatch/k3"] == results[1]["measured"]["mismatch/k3"]
     assert logs["mismatch/k3"] == pytest.approx(np.mean(np.exp(log_r) - 1 - log_r), rel=1e-4)
     assert logs["mismatch/disagreement"] == pytest.approx(np.mean(cells) / 3, rel=1e-9)
     alone = results[0]["log_r"].astype(np.float64)
     assert logs["mismatch/k3"] != pytest.approx(np.mean(np.exp(alone) - 1 - alone), rel=1e-2)  # the control
 
 
+@pytest.mark.slow
 def test_where_one_process_cannot_measure_none_does(results):
     """The first rollout is checked by a forward, in which processes that share a model would wait for each other.
 
     A process that could not attach asks the others too.
     """
-    assert [rank["measured"] for rank in results] == [[], []]
+    assert [rank["unmeasured"] for rank in results] == [[], []]
 
 
+@pytest.mark.slow
 def test_what_the_main_process_was_answered_is_dealt_out_in_blocks(results):
     for rank, result in enumerate(results):
         tokens, wrong, failed = result["shares"]
         assert tokens.tolist() == [2 * rank, 2 * rank + 1, 2 * rank + 1, 2 * rank + 2]
         assert wrong is BatchMismatchError
         assert failed == "no routes"
+
+
+class Noting(PlannedWindows):
+    """Executes nothing, and notes which micro-batches each window has, and how it ended."""
+
+    @contextmanager
+    def executing(self, micro_batches, stage):
+        self.noted.append([micro_batches, None])
+        try:
+            yield
+        except RuntimeError as error:
+            self.noted[-1][1] = str(error)
+            raise
+        self.noted[-1][1] = "left"
+
+
+def steps_of(num_iterations, accumulated, *, failing=None):
+    """The windows of twelve training steps, generations of four micro-batches; one step may raise."""
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(steps_per_generation=4), num_iterations=num_iterations, accelerator=SimpleNamespace()
+    )
+    trainer.current_gradient_accumulation_steps = accumulated
+    windows = Noting(trainer, SimpleNamespace(home_LE=np.array([[0, 1]])), TOPOLOGY)
+    windows.noted = []
+    for step in range(12):
+        trainer._step, trainer._buffered_inputs = step, [f"micro-batch {n}" for n in range(4)]
+        trainer.accelerator.sync_gradients = (step + 1) % accumulated == 0
+        with nullcontext() if step != failing else pytest.raises(RuntimeError), windows.micro_step():
+            windows.begin(str)
+            if step == failing:
+                raise RuntimeError("the loss failed")
+    return windows.noted
+
+
+@pytest.mark.parametrize("accumulated", [1, 2, 3, 4, 6, 12])
+@pytest.mark.parametrize("num_iterations", [1, 3])
+def test_a_window_ends_where_the_optimizer_steps_or_trl_generates(num_iterations, accumulated):
+    noted = steps_of(num_iterations, accumulated)
+    ends = [n for n in range(1, 13) if n % accumulated == 0 or n % (4 * num_iterations) == 0]
+    expected = [[f"micro-batch {n % 4}" for n in range(a, b)] for a, b in zip([0, *ends], ends, strict=False)]
+    assert [window for window, _ in noted] == expected
+    assert {ended for _, ended in noted} == {"left"}
+
+
+def test_an_error_ends_its_window_and_the_next_step_begins_another():
+    (window, ended), (after, _), *_ = steps_of(1, 2, failing=0)
+    assert (len(window), ended) == (2, "the loss failed")
+    assert after[0] == "micro-batch 1"

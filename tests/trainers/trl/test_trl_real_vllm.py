@@ -36,9 +36,8 @@ def run(tmp_path, vllm_python):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("source", ["tools", "branches"])
-def test_turns_of_a_real_vllm_train_exactly_the_sampled_tokens_under_their_routes(source, run):
-    found = run(source, "R3", "float32")
+def test_turns_of_a_real_vllm_train_exactly_the_sampled_tokens_under_their_routes(run):
+    found = run("R3", "float32")
     assert max(found["turns"]) > 1
     assert found["disagreement"] == [0.0]
     assert found["k3"][0] < 1e-9
@@ -47,5 +46,5 @@ def test_turns_of_a_real_vllm_train_exactly_the_sampled_tokens_under_their_route
 
 @pytest.mark.exhaustive
 def test_routes_of_a_real_vllm_in_bfloat16_are_those_that_are_replayed(run):
-    assert run("tools", "R3", "bfloat16")["disagreement"] == [0.0]
-    assert run("tools", "none", "bfloat16")["disagreement"][0] > 0.005  # the control
+    assert run("R3", "bfloat16")["disagreement"] == [0.0]
+    assert run("none", "bfloat16")["disagreement"][0] > 0.005  # the control

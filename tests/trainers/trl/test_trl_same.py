@@ -193,6 +193,7 @@ if not hasattr(trl.GRPOConfig, "use_transformers_continuous_batching"):  # befor
     del UNMEASURED["continuous-batching"]
 
 
+@pytest.mark.shows("TRL", "`num_beams` above 1", refused="beams change their places after they were routed")
 @pytest.mark.shows(
     "TRL", '`replay="none"` where nothing can be recorded: continuous batching, beams, a `rollout_func` without routes'
 )

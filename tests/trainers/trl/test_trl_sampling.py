@@ -7,12 +7,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as of
 
 from examples.trl.tiny import policy
 from foreroute.engines.embedded import EmbeddedEngine
-from foreroute.errors import ConfigError, ReplayError
+from foreroute.errors import ConfigError
 from foreroute.trace import SAMPLING
 from foreroute.trainers.trl import rollout_with
 from foreroute.trainers.trl.settings import LEAVING_OUT
@@ -109,22 +108,6 @@ def test_generate_is_refused_before_it_samples_what_no_set_shows(of_model, of_ca
         trainer.train()
 
 
-def test_a_processor_that_is_not_known_is_refused_and_left_to_other_modes(folder):
-    class Doubled(LogitsProcessor):
-        def __call__(self, input_ids, scores):
-            return scores * 2
-
-    for replay in ("R3", "none"):
-        model = policy()
-        model._get_logits_processor = lambda *args, **kwargs: LogitsProcessorList([Doubled()])
-        trainer = make(folder, model=model, replay=replay, max_steps=1)
-        if replay == "R3":
-            with pytest.raises(ConfigError, match=r"Doubled.*sampling"):
-                trainer.train()
-    trainer.train()
-    assert logged(trainer, "mismatch/k3")[0] > 1e-2
-
-
 @pytest.mark.shows(
     "TRL", "`repetition_penalty` and other processors under R3", refused="no set of tokens shows what they change"
 )
@@ -169,19 +152,6 @@ def test_cuts_by_settings_and_generation_kwargs_bring_the_masks_of_a_colocated_v
             trainer = trained(folder, replay=replay, max_steps=1, **settings)
             k3[replay] = logged(trainer, "mismatch/k3")[0]
     assert k3["R3"] < 1e-3 < 1e-1 < k3["none"]
-
-
-@SCORES_ON_SETS
-def test_a_rollout_without_the_masks_that_its_settings_call_for_is_refused(folder):
-    sample = rollout_with(EmbeddedEngine(policy(), "float32"))
-
-    def roll_out(prompts, trainer):
-        output = sample(prompts, trainer)
-        output["routed_experts"] = [each.without_streams(SAMPLING) for each in output["routed_experts"]]
-        return output
-
-    with pytest.raises(ReplayError, match=r"top_p = 0.8.*rollout"):
-        make(folder, rollout_func=roll_out, max_steps=1, top_p=0.8).train()
 
 
 def test_a_resumed_run_draws_the_random_numbers_of_its_step_and_not_those_of_the_first(folder, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from foreroute.engines.embedded import EmbeddedEngine
-from foreroute.errors import BatchMismatchError, ConfigError, EngineError, ReplayError
+from foreroute.errors import BatchMismatchError, EngineError, RankError, ReplayError
 from foreroute.mismatch import LooksLike, Sentinel, Suspicion
 from foreroute.trainers.trl import rollout_with
 from foreroute.trainers.trl.controller import TrainerPassController
@@ -137,14 +137,5 @@ def test_a_process_that_cannot_judge_ends_all(folder, monkeypatch):
     # of two processes, the other one could not
     add = TrainerPassController._over_processes
     monkeypatch.setattr(TrainerPassController, "_over_processes", lambda self, sums: add(self, sums) + 1)
-    with pytest.raises(ReplayError, match=r"another process.*log"):
+    with pytest.raises(RankError, match=r"another rank.*log"):
         trainer(folder, **TWICE).train()
-
-
-def test_what_cannot_be_done_is_refused(folder):
-    with pytest.raises(ConfigError, match="sentinel='drop'"):
-        trainer(folder, sentinel="drop", replay="none")
-    with pytest.raises(ConfigError, match="sentinel"):
-        trainer(folder, sentinel="loud")
-    with pytest.raises(ReplayError, match=r"sentinel='stop'.*log-probs"):
-        trainer(folder, sentinel="stop", **ONCE).train()

@@ -9,19 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from examples.trl.tiny import agent, look_up
+from examples.trl.tiny import agent
 from foreroute.capture import Generation, Sampling
 from foreroute.engines.embedded import EmbeddedEngine
-from foreroute.errors import BatchMismatchError, ConfigError, ReplayError
+from foreroute.errors import BatchMismatchError, ReplayError
 from foreroute.trace import SAMPLING, RoutingTrace, concatenate
-from foreroute.trainers.trl import GRPOTrainer, rollout_with
+from foreroute.trainers.trl import rollout_with
 from foreroute.trainers.trl.capture import Turn, join_turns
-from foreroute.trainers.trl.settings import require_supported
-from tests.tiers import grid
 from tests.trainers.trl.routes_book import native
-from tests.trainers.trl.tools_runs import Counter, branching, make, oracle, sequences_of, trained
+from tests.trainers.trl.tools_runs import Counter, branching, oracle, sequences_of, trained
 from tests.trainers.trl.trl_runs import SCORES_ON_SETS, logged
-from tests.trainers.trl.vllm_fakes import ASKS_VLLM, COLOCATE, SERVER, as_they_are, colocated, served
 
 
 class Drawn(EmbeddedEngine):
@@ -92,18 +89,6 @@ def test_gradients_are_those_of_sampled_tokens_under_the_routes_of_their_turns(s
     assert not own or logged(trainer, "mismatch/k3")[0] < 1e-9
 
 
-@grid(("fake", "settings"), [(colocated, COLOCATE), (served, SERVER)], quick=0, day=1, ids=["colocate", "server"])
-def test_turns_of_vllm_are_captured_in_their_order(fake, settings, folder, monkeypatch):
-    """On stand-ins with the fields of vLLM's answers, sampled in bfloat16; a real one is in test_trl_real_vllm.py.
-
-    The control is in test_trl_vllm.py: without replay the same stand-ins and the policy disagree.
-    """
-    fake(monkeypatch, as_they_are)
-    trainer = trained(folder, **settings)
-    assert sum(not sampled[20:].all() for _, sampled, _ in sequences_of(trainer)) > 1
-    assert logged(trainer, "mismatch/disagreement") == [0.0]
-
-
 @SCORES_ON_SETS
 @pytest.mark.slow
 def test_sampling_masks_of_all_turns_are_scored_on(folder):
@@ -121,40 +106,6 @@ def test_r2_and_evaluation_need_nothing_of_a_turn(folder):
     trainer = trained(folder, replay="R2", num_iterations=2, max_steps=2, eval_strategy="steps", eval_steps=2)
     assert len(logged(trainer, "eval_loss")) == 1
     assert logged(trainer, "mismatch/native_disagreement")
-
-
-@pytest.mark.shows(
-    "TRL",
-    "tools with a `rollout_func` of one's own, or with a vLLM that serves several processes",
-    refused="TRL samples those turns, or deals them out, otherwise",
-)
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"rollout_func": lambda prompts, trainer: {}}, "call the tools in the rollout_func"),
-        pytest.param(
-            {"processes": 2, **SERVER},
-            "in equal shares",
-            marks=pytest.mark.skipif(not ASKS_VLLM, reason="this TRL asks a server of its own"),
-        ),
-        ({"processes": 2, **COLOCATE, "vllm_tensor_parallel_size": 2}, "in equal shares"),
-    ],
-    ids=["rollout-func", "server-of-two", "tensor-parallel"],
-)
-def test_turns_that_trl_would_sample_or_deal_out_otherwise(settings, message, folder, monkeypatch):
-    processes = settings.pop("processes", 1)
-    changes = {name: settings.pop(name) for name in tuple(settings) if "vllm" in name}
-    trainer = make(folder, kind=GRPOTrainer, tools=(), **settings)
-    state = trainer.accelerator.state
-    stand_in = type("Accelerator", (), {"state": state, "num_processes": processes})
-    for name, value in {**changes, "accelerator": stand_in}.items():
-        monkeypatch.setattr(trainer, name, value, raising=False)
-    monkeypatch.setattr(trainer, "rollout_func", settings.get("rollout_func"))
-    require_supported(trainer, "R3")  # the control: without tools
-    monkeypatch.setattr(trainer, "tools", [look_up])
-    require_supported(trainer, "R2")
-    with pytest.raises(ConfigError, match=message):
-        require_supported(trainer, "R3")
 
 
 def turn_of(spec, number, prompts, responses):

@@ -3,6 +3,7 @@
 import pytest
 
 from foreroute.errors import CaptureError, ReplayError
+from tests.trainers.trl import tools_runs
 from tests.trainers.trl.trl_runs import logged, make, trained
 from tests.trainers.trl.vllm_fakes import COLOCATE, SERVER, as_they_are, colocated, served
 
@@ -24,14 +25,15 @@ def of_their_neighbours(routes):
 
 @pytest.mark.shows("TRL", "vLLM, served and colocated (stand-ins; real vLLM in `make night`)")
 @pytest.mark.parametrize("mode", MODES)
-def test_routes_of_vllm_are_replayed_and_measured(mode, folder, monkeypatch):
+def test_routes_of_vllm_are_replayed_turn_by_turn_and_measured(mode, folder, monkeypatch):
     fake, settings = MODES[mode]
-    runs = {}
+    first = {}
     for replay in ("none", "R3"):
         with monkeypatch.context() as patch:
             fake(patch, as_they_are)
-            runs[replay] = trained(folder, replay=replay, max_steps=1, **settings)
-    first = {name: {m: logged(run, f"mismatch/{m}")[0] for m in ("k3", "disagreement")} for name, run in runs.items()}
+            trainer = tools_runs.trained(folder, replay=replay, **settings)
+        assert sum(not sampled[20:].all() for _, sampled, _ in tools_runs.sequences_of(trainer)) > 1
+        first[replay] = {name: logged(trainer, f"mismatch/{name}")[0] for name in ("k3", "disagreement")}
     assert first["R3"]["disagreement"] == 0
     assert first["none"]["disagreement"] > 0.005
     assert first["R3"]["k3"] < first["none"]["k3"] / 2

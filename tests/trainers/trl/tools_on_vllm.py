@@ -1,6 +1,6 @@
 """Runs in vLLM's Python, with TRL beside it: one step of TRL with a tool, sampled by its own vLLM ("colocate").
 
-    python -m tests.trainers.trl.tools_on_vllm FOLDER tools|branches REPLAY DTYPE
+    python -m tests.trainers.trl.tools_on_vllm FOLDER REPLAY DTYPE
 
 Two things of TRL do not work on a CPU. vLLM compiles there unless it is told not to, and its routes are then all zero.
 And weights that are pushed into its model, as TRL does, are not packed for the CPU's kernels: they go through a folder.
@@ -39,37 +39,14 @@ def stand_in(dtype: str) -> None:
     vllm_generation.VLLMGeneration.sync_weights = sync_weights
 
 
-class TurnsOfTRL:
-    """An engine for a `rollout_func`: the vLLM that TRL has started, and keeps the weights of."""
-
-    def __init__(self, trainer):
-        self._trainer = trainer
-
-    def generate(self, prompts, sampling, generator):
-        import numpy as np
-        from vllm import SamplingParams
-
-        from foreroute.capture import Generation, decode
-
-        (prompt,) = prompts
-        options = SamplingParams(max_tokens=sampling.max_new_tokens, logprobs=0, stop_token_ids=[sampling.end_token])
-        (answer,) = self._trainer.vllm_generation.llm.generate(
-            [{"prompt_token_ids": prompt.tolist()}], sampling_params=options, use_tqdm=False
-        )
-        trace = decode(answer, model=self._trainer.routing.routed.spec)
-        sampled = answer.outputs[0]
-        logprobs = [step[token].logprob for step, token in zip(sampled.logprobs, sampled.token_ids, strict=True)]
-        return Generation(trace, np.array([len(prompt)]), np.array(logprobs, np.float32))
-
-
-def main(folder: str, source: str, replay: str, dtype: str) -> None:
+def main(folder: str, replay: str, dtype: str) -> None:
     import torch
 
     torch.set_num_threads(1)
     stand_in(dtype)
     from examples.trl.tiny import agent, chat_tokenizer
     from tests.trainers.trl.routes_book import native
-    from tests.trainers.trl.tools_runs import branching, make, oracle, sequences_of
+    from tests.trainers.trl.tools_runs import make, oracle, sequences_of
     from tests.trainers.trl.trl_runs import logged
 
     agent().save_pretrained(folder)
@@ -77,11 +54,6 @@ def main(folder: str, source: str, replay: str, dtype: str) -> None:
     model = type(agent()).from_pretrained(folder, dtype=torch.float32)
     before = copy.deepcopy(model)
     settings = {"use_vllm": True, "vllm_mode": "colocate", "vllm_max_model_length": 256}
-    if source == "branches":
-        settings |= {
-            "tools": (),
-            "rollout_func": lambda prompts, trainer: branching(TurnsOfTRL(trainer))(prompts, trainer),
-        }
     trainer = make(f"{folder}/run", model=model, replay=replay, **settings)
     trainer.train()
     sequences = list(sequences_of(trainer))

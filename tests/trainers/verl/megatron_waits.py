@@ -1,11 +1,5 @@
-"""Counts the waits of the host in updates of verl's Megatron passes, whose engine and schedule are stand-ins.
+"""Counts the waits of the host in updates of verl's Megatron passes, whose engine and schedule are stand-ins."""
 
-Usage: torchrun --nproc-per-node 1 -m tests.trainers.verl.megatron_waits FILE
-"""
-
-import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -14,7 +8,6 @@ from tests.trainers.verl import megatron_engines  # noqa: F401  before verl: no 
 
 # isort: on
 import torch
-import torch.distributed as dist
 
 from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.errors import CaptureError, ReplayError
@@ -31,8 +24,7 @@ MICRO_BATCHES, EACH, WIDTH = 4, 3, 12
 OFFSETS = torch.arange(0, EACH * WIDTH + 1, WIDTH)
 
 
-def main(to):
-    dist.init_process_group("gloo")
+def count():
     built = one_rank_model(layers=3, moe_layer_freq=[0, 1, 1])
     config = SimpleNamespace(use_remove_padding=False, pad_bshd_to_minibatch_max=False)
     engine = SimpleNamespace(module=[built], engine_config=config, get_data_parallel_group=lambda: None)
@@ -76,8 +68,7 @@ def main(to):
                 there.run(forward_only=True)
         except CaptureError as error:
             waits["refused"] = str(error)
-    Path(to).write_text(json.dumps(waits))
-    dist.destroy_process_group()
+    return waits
 
 
 def micro_batch(spec, seed):
@@ -150,7 +141,3 @@ def one_after_the_other(*, forward_step_func, data_iterator, model, num_microbat
         if not forward_only:
             loss.backward()
     return results
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

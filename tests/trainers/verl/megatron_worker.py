@@ -1,12 +1,5 @@
-"""One of the ranks of verl's Megatron engine: what it did in several runs, saved to a folder.
+"""What one of the ranks of verl's Megatron engine did in several runs, each with settings of `make` by its name."""
 
-Usage: torchrun --nproc-per-node N -m tests.trainers.verl.megatron_worker POLICY FOLDER RUNS
-
-RUNS is JSON, the settings of `run` by the name of each.
-"""
-
-import json
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -20,39 +13,50 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
+from foreroute.errors import ReplayError
 from foreroute.planner import plan
 from foreroute.trainers.verl import planning
 from tests.ep.asking import no_host_tensors
+from tests.trainers.verl.masked_book import TEMPERATURE, Scores
 from tests.trainers.verl.verl_book import Book, noting_roots
 from tests.trainers.verl.verl_engines import mean_log_prob, old_log_probs, tensordict
 
 SEQUENCES, STEPS = 16, 3
+OF_MASKS = 8
+"""Sequences whose tokens were drawn from sets."""
 
 
-def main(policy, folder, runs):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, batch = dist.get_rank(), Book(policy, count=SEQUENCES).batch()
-    for name, settings in json.loads(runs).items():
-        if settings.pop("resumes", False):
-            settings["checkpoint"] = Path(folder) / "checkpoint"
-        torch.save(run(policy, batch, **settings), Path(folder) / f"{name}-{rank}.pt")
-    dist.destroy_process_group()
+def train(policy, runs):
+    """Settings are those of `run` too."""
+    batch = Book(policy, count=SEQUENCES).batch()
+    return each(runs, lambda **settings: run(policy, batch, **settings))
 
 
-def run(policy, batch, *, tokens=32, reverse=False, checkpoint=None, **settings):
-    """Steps of an old-log-prob pass and an update each; given a checkpoint, by a new engine from the second on.
+def each(runs, run):
+    results = {}
+    for name, settings in runs.items():
+        results[name] = run(**settings)
+        mpu.destroy_model_parallel()  # the next run has other ranks
+    return results
+
+
+def share_of(batch):
+    """The sequences of this rank, and the number of the first."""
+    share = len(batch["input_ids"]) // mpu.get_data_parallel_world_size()
+    first = share * mpu.get_data_parallel_rank()
+    return {name: values[first : first + share] for name, values in batch.items()}, first
+
+
+def run(policy, batch, *, tokens=32, reverse=False, resumes=False, **settings):
+    """Steps of an old-log-prob pass and an update each; resumed, by a new engine from the second on.
 
     Under R2 all updates are on what the first old-log-prob pass recorded.
     """
     engine = make(policy, **settings)
-    share = SEQUENCES // mpu.get_data_parallel_world_size()
-    first = share * mpu.get_data_parallel_rank()
-    batch = {name: values[first : first + share] for name, values in batch.items()}
+    found = {name: [] for name in ("log_probs", "metrics", "old", "update", "planned", "judged")}
+    batch, found["first"] = share_of(batch)
     if reverse:
         batch = {name: values.flip(0) for name, values in batch.items()}
-    found = {name: [] for name in ("log_probs", "metrics", "old", "update", "planned", "judged")}
-    found["first"] = first
     recorded = None
     if settings.get("replay") == "R2":
         batch = {name: values for name, values in batch.items() if name != "routed_experts"}
@@ -75,15 +79,13 @@ def run(policy, batch, *, tokens=32, reverse=False, checkpoint=None, **settings)
         found["old"].append({"routed": old.routed, "rows_ML": old.rows_ML})
         found["update"].append({"routed": updated.routed, "rows_ML": updated.rows_ML})
         found["planned"].append([loads_MLG(counts, made) for counts, made in planned])
-        if checkpoint and step == 0:
-            engine.save_checkpoint(str(checkpoint), global_step=1)
+        if resumes and step == 0:
+            checkpoint = str(Path(policy).with_name("checkpoint"))
+            engine.save_checkpoint(checkpoint, global_step=1)
             dist.barrier()
             engine = make(policy, **settings)
-            engine.load_checkpoint(str(checkpoint), del_local_after_load=False)
-    found["weights"] = exported(engine)
-    del engine
-    mpu.destroy_model_parallel()  # the next run has other ranks
-    return found
+            engine.load_checkpoint(checkpoint, del_local_after_load=False)
+    return found | {"weights": exported(engine)}
 
 
 def sum_log_prob(model_output, data, dp_group):
@@ -138,5 +140,71 @@ def loads_MLG(counts_MLGE, made):
     return loads
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def score(policy, runs):
+    """Log-probs and gradients on sampling masks of each run, or what it was refused with."""
+    import foreroute.trainers.verl.megatron_sampling_masks as masks
+
+    scores = Scores(policy, count=OF_MASKS)
+
+    def scored(**settings):
+        engine = make(policy, ranks=2, dtype="float32", use_distributed_optimizer=False, **settings)
+        assert type(engine) is masks.MaskedMegatronRoutingReplay
+        batch, first = share_of(scores.batch())
+        td = tensordict(batch, temperature=TEMPERATURE)
+        try:
+            log_probs, _ = old_log_probs(engine, td)
+        except ReplayError as error:
+            return {"refused": str(error)}
+        with engine.train_mode():
+            engine.optimizer_zero_grad()
+            output = engine.forward_backward_batch(td, loss_function=sum_log_prob)
+            for parameter in (each for chunk in engine.module for each in chunk.parameters()):
+                parameter.data.copy_(parameter.main_grad)
+        return {
+            "first": first,
+            "log_probs": log_probs,
+            "k3": (output.get("metrics") or {}).get("mismatch/k3", []),
+            "gradients": {name: each.detach().clone() for name, each in engine.bridge.export_weights(engine.module)},
+        }
+
+    return each(runs, scored)
+
+
+def predict(policy, runs):
+    """An old-log-prob pass and an update of each run, on a model with multi-token prediction.
+
+    Of the routers of the decoder and of the layer of prediction, the share of rows that they routed as they would.
+    """
+    from verl.workers.config import MtpConfig
+
+    import tests.trainers.verl.mtp_bridge  # noqa: F401
+
+    whole = Book(policy, count=SEQUENCES).batch()
+
+    def predicted(**settings):
+        mtp = MtpConfig(enable=True, enable_train=True)
+        engine = make(policy, model={"mtp": mtp}, dtype="float32", ranks=2, **settings)
+        td = tensordict(share_of(whole)[0], max_token_len_per_gpu=32)
+        native, handles = {}, []
+        for name, module in ((name, m) for chunk in engine.module for name, m in chunk.named_modules()):
+            if name.endswith(".router"):
+                kind = "prediction" if ".mtp." in f".{name}" else "decoder"
+                handles.append(module.register_forward_hook(noting_native(native.setdefault(kind, []))))
+        old_log_probs(engine, td)
+        with engine.train_mode():
+            output = engine.train_batch(td, loss_function=sum_log_prob)
+        for handle in handles:
+            handle.remove()
+        shares = {kind: torch.cat(shares).mean().item() for kind, shares in native.items()}
+        return {"native": shares, "metrics": output.get("metrics"), "weights": exported(engine)}
+
+    return each(runs, predicted)
+
+
+def noting_native(shares):
+    def note(router, args, out):
+        logits_RE = args[0].reshape(-1, args[0].shape[-1]).float() @ router.weight.float().T
+        own_RE = torch.zeros_like(out[1]).scatter(1, logits_RE.topk(router.topk, dim=-1).indices, True)
+        shares.append((own_RE == out[1]).all(-1).float())
+
+    return note

@@ -3,7 +3,6 @@
 So the engines here are stand-ins that do what verl's do with a micro-batch, and jagged tensors are two plain ones.
 """
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,11 +15,11 @@ from foreroute.core.deferred_checks import DeferredChecks
 from foreroute.errors import CaptureError
 from foreroute.testing.counting_device import DEVICE, other_device
 from foreroute.testing.models import tiny
-from foreroute.testing.ranks import environment, torchrun
 from foreroute.trainers import weights_check
 from foreroute.trainers.verl import fsdp, passes
 from tests.trainers.verl.jagged_there import Jagged, MicroBatch
 from tests.trainers.verl.verl_batches import padded, sequences
+from tests.trainers.verl.verl_ranks import run
 
 MICRO_BATCHES, EACH = 4, 2
 
@@ -148,12 +147,9 @@ def test_what_is_wrong_in_an_update_is_told_before_the_optimizer_steps(spoil, me
         there.optimizer.step()
 
 
-def test_an_update_on_megatron_waits_for_what_verl_waits_for(tmp_path):
+def test_an_update_on_megatron_waits_for_what_verl_waits_for():
     pytest.importorskip("mbridge", reason="there is no mbridge in this environment: run `make night PART=verl`")
-    worker = ("-m", "tests.trainers.verl.megatron_waits", tmp_path / "waits.json")
-    result = torchrun(1, *worker, timeout=300, env=environment(OMP_NUM_THREADS="1"))
-    assert result.returncode == 0, result.stderr[-4000:]
-    waits = json.loads((tmp_path / "waits.json").read_text())
+    [waits] = run(1, "megatron_waits.count")
     assert waits["replayed"] == waits["plain"]
     assert waits["read at once"] >= waits["plain"] + MICRO_BATCHES  # the control
     assert waits["disagreement"] == [0.0]

@@ -10,7 +10,7 @@ from verl.utils import tensordict_utils as tu
 
 from examples.verl.tiny_checkpoint import VOCABULARY, save_policy
 from foreroute.adapters import hf
-from tests.trainers.verl.verl_book import RESPONSE, Book
+from tests.trainers.verl.verl_book import RESPONSE, Book, watched
 from tests.trainers.verl.verl_engines import make, old_log_probs, tensordict, update
 from tests.trainers.vision_language import PATCH_VALUES, policy
 
@@ -68,25 +68,14 @@ def book(tmp_path_factory):
     return ImageBook(str(tmp_path_factory.mktemp("images")))
 
 
-class Watched:
-    """Tokens and executed experts of every forward of a model, by plain hooks."""
-
-    def __init__(self, model):
-        self.forwards = []
-        for module in model.modules():
-            if type(module).__name__ == "Qwen3VLMoeTextExperts":
-                module.register_forward_pre_hook(lambda _, args: self.forwards[-1][1].append(args[1].detach().clone()))
-            elif type(module).__name__.endswith("Qwen3VLMoeModel"):
-                module.register_forward_pre_hook(lambda _, args: self.forwards.append((args[0].view(-1).clone(), [])))
-
-    def of_images(self, pair):
-        """Ids [N, L, K] of the tokens of images of a sequence."""
-        tokens = torch.from_numpy(np.concatenate(pair))
-        for ids, calls in self.forwards:
-            for first in range(len(ids) - len(tokens) + 1):
-                if torch.equal(ids[first : first + len(tokens)], tokens):
-                    return torch.stack(calls, 1)[first : first + len(tokens)][tokens == IMAGE].numpy()
-        raise AssertionError("the sequence did not run")
+def given_to_images(forwards, pair):
+    """Ids [N, L, K] that experts were given for the tokens of images of a sequence."""
+    tokens = torch.from_numpy(np.concatenate(pair))
+    for ids, _, calls in forwards:
+        for first in range(ids.numel() - len(tokens) + 1):
+            if torch.equal(ids.view(-1)[first : first + len(tokens)], tokens):
+                return np.stack([given for _, given in calls], 1)[first : first + len(tokens)][tokens == IMAGE]
+    raise AssertionError("the sequence did not run")
 
 
 @pytest.mark.shows("verl, FSDP engine", "images (Qwen3-VL-MoE), packed and padded, on one rank")
@@ -98,11 +87,11 @@ def test_routes_of_images_are_followed_and_the_mismatch_falls(group, book, layou
     for replay in ("R3", "disabled"):
         engine = make(book.folder, replay, lr=0.0, model=fused)
         old_log_probs(engine, book.tensordict(**layout))  # the first rollout is checked
-        watched = Watched(engine.module)
-        found, _ = old_log_probs(engine, book.tensordict(**layout))
+        with watched(engine.module) as forwards:
+            found, _ = old_log_probs(engine, book.tensordict(**layout))
         far = max(float((one - other).abs().max()) for one, other in zip(found, book.expected, strict=True))
         follows = [
-            np.array_equal(watched.of_images(pair), routes[np.concatenate(pair)[:-1] == IMAGE])
+            np.array_equal(given_to_images(forwards, pair), routes[np.concatenate(pair)[:-1] == IMAGE])
             for pair, images, routes in zip(book.pairs, book.images, book.routes, strict=True)
             if images
         ]

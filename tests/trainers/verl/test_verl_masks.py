@@ -8,8 +8,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
 
@@ -37,6 +35,7 @@ from tests.trainers.verl.test_verl_data import agent_loop_batch
 from tests.trainers.verl.test_verl_tools import CALL, WIDTHS, Engine, client_of, drawn_from, looped, routes_of
 from tests.trainers.verl.verl_batches import SPEC
 from tests.trainers.verl.verl_engines import make, mean_log_prob, old_log_probs, on_cpu, tensordict
+from tests.trainers.verl.verl_ranks import run
 
 MODULE = "foreroute.trainers.verl.sampling_masks"
 
@@ -182,25 +181,19 @@ def test_log_probs_made_past_the_logits_are_noticed(group, folder, masks, scores
 
 
 @pytest.mark.slow
-def test_ranks_of_ulysses_score_their_part_of_the_rows(folder, scores, tmp_path):
-    mp.spawn(_rank, (folder, tmp_path), nprocs=2)
-    for rank in range(2):
-        log_probs, gradients = torch.load(tmp_path / f"{rank}.pt")
+def test_ranks_of_ulysses_score_their_part_of_the_rows(folder, scores):
+    for log_probs, gradients in run(2, "test_verl_masks.score", folder):
         require_scored(log_probs, scores)
         require_learned(gradients, scores.gradients)
 
 
-def _rank(rank, folder, shared):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{shared}/store", 2), rank=rank, world_size=2)
+def score(folder):
     importlib.import_module(MODULE)
     scores = Scores(folder)
     with on_cpu():
         engine = make(folder, ulysses_sequence_parallel_size=2, pad_to_length=True, pad_to_length_bucket=16)
         log_probs, _ = old_log_probs(engine, tensordict(scores.batch(), temperature=TEMPERATURE))
-        gradients, _ = learned(engine, scores)
-    torch.save((log_probs, gradients), f"{shared}/{rank}.pt")
-    dist.destroy_process_group()
+        return log_probs, learned(engine, scores)[0]
 
 
 ASKS = {

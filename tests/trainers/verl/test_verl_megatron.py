@@ -1,12 +1,12 @@
 """verl's Megatron engine on two ranks that share experts: its routes, and its plans as they were executed."""
 
-import json
+import subprocess
+import sys
 from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
 pytest.importorskip("mbridge", reason="there is no mbridge in this environment: run `make night PART=verl`")
@@ -15,12 +15,12 @@ from examples.verl.tiny_checkpoint import save_policy
 from foreroute.errors import ConfigError
 from foreroute.plan.options import PASS_NAMES
 from foreroute.planner import plan
-from foreroute.testing.ranks import environment, torchrun
+from foreroute.testing.ranks import environment
 from foreroute.trainers.verl.planning import PlanningMegatronConfig
 from foreroute.trainers.verl.settings import require_supported_by_megatron
 from tests.trainers.verl.verl_book import Book
+from tests.trainers.verl.verl_ranks import run_each
 
-WITHIN_S = 900
 SHARE = 8
 """Sequences of each rank, of twice as many."""
 TOKENS = 32
@@ -50,13 +50,8 @@ def book(policy):
 
 
 @pytest.fixture(scope="module")
-def found(policy, tmp_path_factory):
-    """Of each run, what its two ranks did."""
-    folder = tmp_path_factory.mktemp("found")
-    worker = ("-m", "tests.trainers.verl.megatron_worker", policy, folder, json.dumps(RUNS))
-    result = torchrun(2, *worker, timeout=WITHIN_S, env=environment(OMP_NUM_THREADS="1"))
-    assert result.returncode == 0, result.stderr[-4000:]
-    return {name: [torch.load(folder / f"{name}-{rank}.pt", weights_only=False) for rank in (0, 1)] for name in RUNS}
+def found(policy):
+    return run_each(2, "megatron_worker.train", policy, RUNS)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -186,18 +181,20 @@ def test_a_topology_file_prices_the_plans_of_stages(tmp_path, begin_s, stages):
     "plans for a critic, on an NPU, or without `external_lib`",
     refused="verl takes an engine that makes none",
 )
-@pytest.mark.parametrize(
-    ("engine", "device", "overrides"),
-    [
-        ("MegatronEngineWithLMHead", "cuda", ["actor_rollout_ref.model.external_lib=null"]),
-        ("MindspeedEngineWithLMHead", "npu", []),
-    ],
-)
-def test_a_worker_ends_where_verl_would_make_an_engine_that_plans_nothing(engine, device, overrides, policy):
-    worker = ("-m", "tests.trainers.verl.planning_worker", device, policy, *overrides)
-    result = torchrun(1, *worker, timeout=WITHIN_S, env=environment(OMP_NUM_THREADS="1"))
-    assert result.returncode
-    assert f"ConfigError: PlanningMegatronConfig asks for plans, and {engine}, which verl takes" in result.stderr
+@pytest.mark.parametrize(("engine", "device"), [("MegatronEngine", "cuda"), ("MindspeedEngine", "npu")])
+def test_a_worker_ends_where_verl_would_make_an_engine_that_plans_nothing(engine, device):
+    """In a process that names the configuration alone, and no library of ours."""
+    code = f"""
+import examples.verl.verl_on_cpu
+from verl.workers.engine import EngineRegistry
+from foreroute.trainers.verl.planning import PlanningMegatronConfig
+examples.verl.verl_on_cpu.os.environ["VERL_ENGINE_DEVICE"] = "{device}"
+EngineRegistry.new("language_model", "megatron", engine_config=PlanningMegatronConfig())
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert f"ConfigError: PlanningMegatronConfig asks for plans, and {engine}WithLMHead, which verl" in result.stderr
 
 
 def rows_of(watched, name, which):

@@ -1,20 +1,16 @@
 """verl's Megatron engine that scores on sampling masks, under each kind of parallelism, against dense float64."""
 
-import json
-
 import pytest
-import torch
 
 pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
 pytest.importorskip("mbridge", reason="there is no mbridge in this environment: run `make night PART=verl`")
 
 from examples.verl import verl_on_cpu  # noqa: F401  before verl
 from examples.verl.tiny_checkpoint import save_policy
-from foreroute.testing.ranks import environment, torchrun
 from tests.trainers.verl.masked_book import Scores, require_learned, require_scored
-from tests.trainers.verl.megatron_masks_worker import SEQUENCES
+from tests.trainers.verl.verl_ranks import run_each
 
-RANKS, WITHIN_S = 4, 900
+SEQUENCES = 8
 TENSOR, CONTEXT = {"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}
 VIRTUAL = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
 RUNS = {
@@ -38,13 +34,8 @@ def scores(policy):
 
 
 @pytest.fixture(scope="module")
-def found(policy, tmp_path_factory):
-    """Of each run, what its ranks did."""
-    folder = tmp_path_factory.mktemp("found")
-    worker = ("-m", "tests.trainers.verl.megatron_masks_worker", policy, folder, json.dumps(RUNS))
-    result = torchrun(RANKS, *worker, timeout=WITHIN_S, env=environment(OMP_NUM_THREADS="1"))
-    assert result.returncode == 0, result.stderr[-6000:]
-    return {name: [torch.load(folder / f"{name}-{r}.pt", weights_only=False) for r in range(RANKS)] for name in RUNS}
+def found(policy):
+    return run_each(4, "megatron_worker.score", policy, RUNS)
 
 
 @pytest.mark.shows(

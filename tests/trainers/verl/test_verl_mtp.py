@@ -1,9 +1,6 @@
 """verl's Megatron engine on a model with multi-token prediction: its layers route natively, and run at home."""
 
-import json
-
 import pytest
-import torch
 
 pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
 pytest.importorskip("mbridge", reason="there is no mbridge in this environment: run `make night PART=verl`")
@@ -12,11 +9,10 @@ pytest.importorskip("mbridge", reason="there is no mbridge in this environment: 
 from tests.trainers.verl import megatron_engines  # noqa: F401  before verl: no GPU
 
 # isort: on
-from foreroute.testing.ranks import environment, torchrun
 from tests.trainers.verl.mtp_bridge import save_predicting_policy
 from tests.trainers.verl.test_verl_megatron import FULL, apart
+from tests.trainers.verl.verl_ranks import run_each
 
-RANKS, WITHIN_S = 4, 900
 TENSOR, CONTEXT, PIPELINE = ({f"{kind}_parallel_size": 2} for kind in ("tensor_model", "context", "pipeline_model"))
 SPLITS = {"data": {}, "tensor": TENSOR, "context": CONTEXT, "pipeline": PIPELINE}
 PLANNED = {f"{name}, planned": split | {"plans": True} for name, split in SPLITS.items()}
@@ -31,13 +27,8 @@ CONTROL = "data, not replayed"
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """Of each run, what its ranks did."""
-    folder = tmp_path_factory.mktemp("found")
-    policy = save_predicting_policy(folder / "policy", layers=4)
-    worker = ("-m", "tests.trainers.verl.megatron_mtp_worker", policy, folder, json.dumps(RUNS))
-    result = torchrun(RANKS, *worker, timeout=WITHIN_S, env=environment(OMP_NUM_THREADS="1"))
-    assert result.returncode == 0, result.stderr[-6000:]
-    return {name: [torch.load(folder / f"{name}-{r}.pt", weights_only=False) for r in range(RANKS)] for name in RUNS}
+    policy = save_predicting_policy(tmp_path_factory.mktemp("policy"), layers=4)
+    return run_each(4, "megatron_worker.predict", policy, RUNS)
 
 
 @pytest.mark.shows("verl, Megatron engine", "multi-token prediction (`model.mtp.enable`): its routers stay native")

@@ -3,8 +3,6 @@
 In float32, which verl does not accept by itself: bfloat16 hides what rounding is as large as.
 """
 
-import json
-
 import pytest
 import torch
 
@@ -12,12 +10,11 @@ pytest.importorskip("verl", reason="there is no verl in this environment: run `m
 pytest.importorskip("mbridge", reason="there is no mbridge in this environment: run `make night PART=verl`")
 
 from examples.verl.tiny_checkpoint import save_policy
-from foreroute.testing.ranks import environment, torchrun
 from tests.trainers.verl.test_verl_megatron import apart
 from tests.trainers.verl.verl_book import Book, root_rows
+from tests.trainers.verl.verl_ranks import run_each
 
-RANKS, SEQUENCES = 4, 16
-WITHIN_S = 1800
+SEQUENCES = 16
 TENSOR = {"tensor_model_parallel_size": 2}
 PIPELINE = {"pipeline_model_parallel_size": 2}
 VIRTUAL = PIPELINE | {"virtual_pipeline_model_parallel_size": 2}
@@ -79,13 +76,9 @@ def roots(policy):
 
 
 @pytest.fixture(scope="module")
-def found(policy, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("found")
-    runs = json.dumps({name: {"ranks": 2, "dtype": "float32"} | settings for name, settings in RUNS.items()})
-    worker = ("-m", "tests.trainers.verl.megatron_worker", policy, folder, runs)
-    result = torchrun(RANKS, *worker, timeout=WITHIN_S, env=environment(OMP_NUM_THREADS="1"))
-    assert result.returncode == 0, result.stderr[-6000:]
-    return {name: [torch.load(folder / f"{name}-{r}.pt", weights_only=False) for r in range(RANKS)] for name in RUNS}
+def found(policy):
+    runs = {name: {"ranks": 2, "dtype": "float32"} | settings for name, settings in RUNS.items()}
+    return run_each(4, "megatron_worker.train", policy, runs)
 
 
 @pytest.mark.parametrize("name", [name for name in REPLAYED if "another order" not in name])

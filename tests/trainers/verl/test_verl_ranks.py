@@ -1,21 +1,20 @@
 """Two ranks of verl's FSDP engine in each of its settings: routes, log-probs, metrics and weights are those of all."""
 
-import tempfile
 from functools import partial
-from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 pytest.importorskip("verl", reason="there is no verl in this environment: run `make night PART=verl`")
 
+from examples.verl import verl_on_cpu  # noqa: F401  before verl, in other processes too
 from foreroute.errors import RankError, ReplayError
 from foreroute.mismatch import Sentinel
 from tests.trainers.verl.verl_book import Book, followed, noting_roots, root_rows, watched
+from tests.trainers.verl.verl_engines import full_weights, make, old_log_probs, on_cpu, tensordict, update
+from tests.trainers.verl.verl_ranks import run_each
 
 FSDP1, ULYSSES = {"strategy": "fsdp"}, {"ulysses_sequence_parallel_size": 2}
 BUCKETS = {"pad_to_length": True, "pad_to_length_bucket": 16}
@@ -41,10 +40,7 @@ REPLAYED = [name for name in SETTINGS if name != CONTROL]
 
 @pytest.fixture(scope="module")
 def found(folder):
-    with tempfile.TemporaryDirectory() as shared:
-        mp.spawn(_rank, (folder, shared), nprocs=2)
-        ranks = [torch.load(Path(shared) / f"{rank}.pt", weights_only=False) for rank in range(2)]
-    return {name: [rank[name] for rank in ranks] for name in (*SETTINGS, R2)}
+    return run_each(2, "test_verl_ranks.train", folder, SETTINGS)
 
 
 @pytest.fixture(scope="module")
@@ -136,14 +132,9 @@ def test_r2_records_whole_sequences_of_ranks_that_share_them(found, book):
         assert "mismatch/disagreement" not in rank["metrics"]
 
 
-def _rank(rank, folder, shared):
-    from examples.verl import verl_on_cpu  # noqa: F401  before verl
-    from tests.trainers.verl.verl_engines import full_weights, make, old_log_probs, on_cpu, tensordict, update
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{shared}/store", 2), rank=rank, world_size=2)
-    results = {}
-    for name, settings in SETTINGS.items():
+def train(folder, runs):
+    rank, results = dist.get_rank(), {}
+    for name, settings in runs.items():
         book = Book(folder, count=COUNT)
         mine = slice(None) if "Ulysses" in name else slice(COUNT // 2 * rank, COUNT // 2 * (rank + 1))
         batch = {name: values[mine] for name, values in book.batch().items()}
@@ -168,14 +159,11 @@ def _rank(rank, folder, shared):
                 "weights": full_weights(engine.module),
                 "refused": _refused(engine, td(), rank),
             }
-    results[R2] = _recorded_and_replayed(folder)
-    torch.save(results, Path(shared) / f"{rank}.pt")
-    dist.destroy_process_group()
+    return results | {R2: _recorded_and_replayed(folder)}
 
 
 def _refused(engine, batch, rank):
     """What a rank says of a rollout that the sentinel of the second cannot judge."""
-    from tests.trainers.verl.verl_engines import old_log_probs
 
     def judge(sentinel, counts):
         if rank:
@@ -190,8 +178,6 @@ def _refused(engine, batch, rank):
 
 
 def _recorded_and_replayed(folder):
-    from tests.trainers.verl.verl_engines import make, old_log_probs, on_cpu, tensordict, update
-
     book = Book(folder, count=COUNT)
     batch = tensordict(book.batch(routes=False))
     with on_cpu():

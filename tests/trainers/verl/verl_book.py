@@ -152,17 +152,21 @@ def logprobs_of(model, tokens, **given):
     return logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
 
 
+EXPERTS = ("Qwen3MoeExperts", "Qwen3VLMoeTextExperts")
+
+
 @contextmanager
 def watched(module):
     """Every forward of a model while the context is open: tokens, positions, and calls (layer, ids [N, K])."""
     forwards, handles = [], []
-    trunk = next(m for m in module.modules() if "Qwen3MoeModel" in type(m).__name__)
+    trunk = next(m for m in module.modules() if type(m).__name__.endswith(("Qwen3MoeModel", "Qwen3VLMoeModel")))
 
     def begin(_, args, kwargs):
-        forwards.append((kwargs["input_ids"].clone(), kwargs["position_ids"].clone(), []))
+        ids = args[0] if args else kwargs["input_ids"]
+        forwards.append((ids.clone(), kwargs["position_ids"].clone(), []))
 
     handles.append(trunk.register_forward_pre_hook(begin, with_kwargs=True))
-    for layer, experts in enumerate(m for m in module.modules() if "Qwen3MoeExperts" in type(m).__name__):
+    for layer, experts in enumerate(m for m in module.modules() if type(m).__name__.endswith(EXPERTS)):
 
         def note(_, args, layer=layer):
             forwards[-1][2].append((layer, args[1].detach().numpy().copy()))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,21 +38,6 @@ class Turn(NamedTuple):
     logprobs: Sequence[NDArray[np.float32]] | None = None  # of each, [R]; None where the source has not seen them
 
 
-class TurnSource(Protocol):
-    """An engine of TRL, which is watched while it samples a turn: `generate`, or vLLM."""
-
-    def watching(self) -> AbstractContextManager[None]:
-        """Keep what the engine answers while the context is open."""
-
-    def read(
-        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
-    ) -> tuple[RoutingTrace, Sequence[NDArray[np.float32]] | None]:
-        """Read routes from what was kept of a turn, and log-probs where the engine has shown them.
-
-        Raises `CaptureError` or `ReplayError` when there are no routes, or they cannot be true.
-        """
-
-
 class RolloutCapture:
     """Captures the rollouts of one trainer. `routed` is None where the policy cannot be measured.
 
@@ -63,7 +47,7 @@ class RolloutCapture:
 
     def __init__(self, trainer: Any, routed: RoutedTransformer | None, replay: Replay, guard: MeasuringGuard) -> None:
         self.engine: EngineSource | None = None
-        self.source: TurnSource | None = None
+        self.source: GenerateSource | VLLMSource | None = None  # watched while it samples a turn
         self._trainer, self._replay, self._guard = trainer, replay, guard
         self._turns: list[Turn] = []
         if isinstance(function := trainer.rollout_func, EngineSource):

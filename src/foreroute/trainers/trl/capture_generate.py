@@ -54,7 +54,7 @@ class GenerateSource:
     def read(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
     ) -> tuple[RoutingTrace, list[NDArray[np.float32]]]:
-        """Read what was kept; see `TurnSource`. Log-probs are of the distribution that was drawn from."""
+        """Read routes of a turn, and log-probs of the distribution that was drawn from. Raises where there are none."""
         if len(self._seen) != 1:
             raise ReplayError(
                 f"the model's generate() ran {len(self._seen)} times in one turn, expected once; this way of "

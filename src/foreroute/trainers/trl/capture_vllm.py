@@ -75,7 +75,7 @@ class VLLMSource:
     def read(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], weight_version: int
     ) -> tuple[RoutingTrace, None]:
-        """Read what was answered; see `TurnSource`. A collective call of processes that share a server."""
+        """Read routes of a turn. Raises where there are none. A collective call of processes that share a server."""
         answers, count = self._answers, len(prompts)
         asks = not self._serves or self._accelerator.is_main_process
         outcome = self._decode(answers, weight_version) if asks else None

@@ -37,7 +37,7 @@ from foreroute.mismatch import Suspicion
 from foreroute.plan import Topology
 from foreroute.replay.rows import to_device
 from foreroute.trace import INDEXER, SAMPLING, RoutingTrace, concatenate
-from foreroute.trainers.checks import check_first_rollout
+from foreroute.trainers.checks import check_first_rollout, judge_together
 from foreroute.trainers.mismatch_sums import MismatchSums
 from foreroute.trainers.sentinel import RolloutSentinel, Watching, kept_tokens
 from foreroute.trainers.trl.capture import RolloutCapture
@@ -219,7 +219,7 @@ class TrainerPassController:
         """Read what is to be logged of all processes, and start anew. A collective call, for which the host waits."""
         logs = {} if self._windows is None else self._windows.sums.flush()
         if self._sentinel is not None:
-            found = self._judge(self._sentinel)
+            found = judge_together(self._sentinel.judge, self._over_processes)
             self._suspected += len(found)
             self._judge_weights(found)
             counted = self._over_processes(torch.tensor(float(self._suspected)))
@@ -355,7 +355,7 @@ class TrainerPassController:
                 f"sentinel={self._watching!r} was asked for, and TRL computed no old log-probs for this rollout, so "
                 "that nothing was replayed before the update; take sentinel='warn', or raise num_iterations"
             )
-        found = self._judge(sentinel)
+        found = judge_together(sentinel.judge, self._over_processes)
         self._suspected += len(found)
         if self._watching == "stop" and float(self._over_processes(torch.tensor(float(len(found))))):
             # all processes end together
@@ -372,17 +372,6 @@ class TrainerPassController:
             kept_BR = np.arange(mask_BR.shape[1]) < kept_S[:, None]
             LOG.warning("The sentinel: tokens of %d sequences leave the loss", (~kept_BR.all(1)).sum())
             output["tool_mask"] = to_device(kept_BR.astype(np.int64), mask_BR.device) * output.get("tool_mask", 1)
-
-    def _judge(self, sentinel: RolloutSentinel) -> list[Suspicion]:
-        """Judge this process's rollouts. Where one process cannot, all raise. A collective call."""
-        error, found = None, []
-        try:
-            found = sentinel.judge()
-        except ForerouteError as raised:
-            error = raised
-        if float(self._over_processes(torch.tensor(float(error is not None)))):
-            raise error or ReplayError("another process could not judge its rollout, and says why in its log")
-        return found
 
     def _judge_weights(self, found: Sequence[Suspicion]) -> None:
         """Say, or under "stop" raise, that a sync garbled weights, unless rows are what is wrong. A collective call."""

@@ -32,7 +32,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from foreroute.adapters import hf
 from foreroute.trace import RoutingTrace, concatenate
-from foreroute.trainers.checks import refuse, require_overridden
+from foreroute.trainers.checks import check_first_rollout, refuse, require_overridden
 from foreroute.trainers.verl.packed_batch import FIELD, PackedBatch, PackedRoutes
 from foreroute.trainers.verl.passes import ROLLOUT_LOG_PROBS, EnginePasses, ReplayingEngine, add_over, gather_over
 from foreroute.trainers.verl.protocol import routed_experts
@@ -126,7 +126,8 @@ class FSDPPasses(EnginePasses):
                 self.routed.rows(routes)  # refuses what a model of this kind cannot replay
                 if not self.first_rollout_checked:
                     forward, join = partial(step, there, None, True), partial(self._join_ranks, there)
-                    self.check_first(routes, forward, sequences_of=join)
+                    check_first_rollout(self.routed, routes, forward, sequences_of=join)
+                    self.first_rollout_checked = True
             refuse, tables = partial(self.decode, micro_batch), self.routed.lookup_tables
             field = PackedRoutes(packed, self.routed.spec, refuse, rank=self._rank, tables=tables)
             with ExitStack() as opened:

@@ -45,7 +45,7 @@ from foreroute.adapters.megatron.route_shard import RouteShard
 from foreroute.errors import ReplayError
 from foreroute.layout import Layout, pack, pad
 from foreroute.trace import RoutingTrace, concatenate
-from foreroute.trainers.checks import refuse, require_overridden
+from foreroute.trainers.checks import check_first_rollout, refuse, require_overridden
 from foreroute.trainers.plan_sums import PlanSums
 from foreroute.trainers.verl.packed_batch import FIELD, PackedBatch, PackedRoutes
 from foreroute.trainers.verl.passes import ROLLOUT_LOG_PROBS, EnginePasses, ReplayingEngine
@@ -174,7 +174,14 @@ class MegatronPasses(EnginePasses):
             # virtual stages take as many micro-batches at a time as there are stages
             stages = mpu.get_pipeline_model_parallel_world_size() if self._num_chunks > 1 else 1
             num_first = min(stages, len(given))
-            self._check_first(traces[:num_first], partial(run, forward_step_func, num_first, forward_only=True))
+            first = concatenate(traces[:num_first])
+            check_first_rollout(
+                self.routed,
+                first,
+                partial(run, forward_step_func, num_first, forward_only=True),
+                sequences_of=lambda recorded: recorded.select(np.arange(len(first))).truncated(first.lengths),
+            )
+            self.first_rollout_checked = True
         shards_by_id: dict[int, RouteShard | None]
         shards_by_id = dict(zip(map(id, micro_batches), shards or [None] * len(given), strict=True))
 
@@ -227,15 +234,6 @@ class MegatronPasses(EnginePasses):
             return self.decode(data)
         return PackedRoutes(PackedBatch(data), self.routed.spec, partial(self.decode, data)).trace()
 
-    def _check_first(self, traces: Sequence[RoutingTrace], run: Callable[[], Any]) -> None:
-        """Hold the first routes of the rollout against the model's own."""
-        routes = concatenate(traces)
-        self.check_first(
-            routes,
-            run,
-            sequences_of=lambda recorded: recorded.select(np.arange(len(routes))).truncated(routes.lengths),
-        )
-
     def _require_all(self, num_micro_batches: int) -> None:
         expected = num_micro_batches * self._num_chunks
         if self.num_forwards != expected:
@@ -251,17 +249,26 @@ class MegatronPasses(EnginePasses):
         return [self._lay_out_micro_batch(lengths_S, longest) for lengths_S in lengths]
 
     def _lay_out_micro_batch(self, lengths_S: NDArray[np.int64], longest: int) -> Layout:
-        if not self._config.use_remove_padding:
-            width = longest if self._config.pad_bshd_to_minibatch_max else int(lengths_S.max())
-            return pad(lengths_S, side="right", order="sbhd", to=int(round_up_to_ranks(np.array(width))))
-        padded_S = round_up_to_ranks(lengths_S)
-        if self._config.pad_to_length:
-            bucket = lcm(self._config.pad_to_length_bucket, mpu.get_context_parallel_world_size())
-            padded_S[-1] += -padded_S.sum() % bucket
-        return pack(lengths_S, padded_lengths=padded_S)
+        config = self._config
+        if not config.use_remove_padding:
+            width = _round_up_to_ranks(np.array(longest if config.pad_bshd_to_minibatch_max else lengths_S.max()))
+        else:
+            width = _round_up_to_ranks(lengths_S).sum()
+            if config.pad_to_length:
+                width += -width % lcm(config.pad_to_length_bucket, mpu.get_context_parallel_world_size())
+        return lay_out(lengths_S, int(width), is_packed=config.use_remove_padding)
 
 
-def round_up_to_ranks(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def lay_out(lengths_S: NDArray[np.int64], width: int, *, is_packed: bool) -> Layout:
+    """Lay the sequences of a micro-batch out as verl does, in a number of positions: of all together, or of each."""
+    if not is_packed:
+        return pad(lengths_S, side="right", order="sbhd", to=width)
+    padded_S = _round_up_to_ranks(lengths_S)
+    padded_S[-1] += width - padded_S.sum()  # what fills up the whole goes to the last sequence
+    return pack(lengths_S, padded_lengths=padded_S)
+
+
+def _round_up_to_ranks(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Round up to the multiple that verl pads sequences to, so that ranks share them evenly."""
     ranks = mpu.get_context_parallel_world_size()
     multiple = mpu.get_tensor_model_parallel_world_size() * (2 * ranks if ranks > 1 else 1)

@@ -13,8 +13,8 @@ of context parallelism.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 from foreroute.adapters.versions import require_peers
 
@@ -26,16 +26,13 @@ from megatron.core import parallel_state as mpu
 from numpy.typing import NDArray
 from torch import Tensor
 from verl.utils.megatron_utils import unwrap_model
-from verl.utils.tensordict_utils import get_non_tensor_data
 from verl.workers.engine.megatron import transformer_impl
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
-from foreroute.layout import pack, pad
-from foreroute.replay import masked_logprobs_of_logits
 from foreroute.trainers.checks import require_overridden
-from foreroute.trainers.verl.megatron import DEVICE, MegatronRoutingReplay, round_up_to_ranks
+from foreroute.trainers.verl.megatron import DEVICE, MegatronRoutingReplay, lay_out
 from foreroute.trainers.verl.registry import replace_engine
-from foreroute.trainers.verl.rollout_masks import bring_masks, packed_sets, refuse_unscored, sets_of_rows
+from foreroute.trainers.verl.rollout_masks import bring_masks, scored_on_sets
 
 
 class MaskedMegatronRoutingReplay(MegatronRoutingReplay):
@@ -49,38 +46,19 @@ class MaskedMegatronRoutingReplay(MegatronRoutingReplay):
         if not unwrap_model(model).post_process:
             return super().forward_step(batch_iter, model, **functions)
         data = next(batch_iter)
-        counts_N, ids = packed_sets(data)  # before it is on the device, which would be waited for
         lengths_S = data["input_ids"].offsets().diff().cpu().numpy()
-        is_packed, group = self.engine_config.use_remove_padding, mpu.get_tensor_model_parallel_group()
-        calls = 0
-
-        def on_sets(logits: Tensor, labels: Tensor) -> Tensor:
-            nonlocal calls
-            calls += 1
-            row_R = _rows_here(lengths_S, labels.shape, is_packed=is_packed)
-            labels_R, sets = sets_of_rows(counts_N, ids, row_R, labels.reshape(-1), logits.shape[-1] * group.size())
-            logits_RV = logits.reshape(-1, logits.shape[-1])
-            return masked_logprobs_of_logits(logits_RV, labels_R, sets, vocabulary_group=group).view(labels.shape)
-
-        with patch.object(transformer_impl, "vocab_parallel_log_probs_from_logits", on_sets):
-            result = super().forward_step(iter([data]), model, **functions)
-        if not calls and not get_non_tensor_data(data, "distillation_only", default=False):
-            refuse_unscored()
-        return result
+        rows_of = partial(_rows_here, lengths_S, is_packed=self.engine_config.use_remove_padding)
+        name, group = "vocab_parallel_log_probs_from_logits", mpu.get_tensor_model_parallel_group()
+        with scored_on_sets(transformer_impl, name, data, rows_of, group):
+            return super().forward_step(iter([data]), model, **functions)
 
 
-def _rows_here(lengths_S: NDArray[np.int64], shape: tuple[int, ...], *, is_packed: bool) -> NDArray[np.integer]:
-    """Find the row of the batch without padding at each place that this rank has labels [B, T] for, -1 for padding."""
+def _rows_here(lengths_S: NDArray[np.int64], labels_BT: Tensor, *, is_packed: bool) -> NDArray[np.integer]:
+    """Find the row of the batch without padding at each place that this rank has a label for, -1 for padding."""
     num_ranks, rank = mpu.get_context_parallel_world_size(), mpu.get_context_parallel_rank()
-    batch, width = shape[0], shape[1] * num_ranks
-    if is_packed:
-        padded_S = round_up_to_ranks(lengths_S)
-        padded_S[-1] += width - padded_S.sum()  # what fills up the whole goes to the last sequence
-        layout = pack(lengths_S, padded_lengths=padded_S)
-    else:
-        layout = pad(lengths_S, side="right", order="sbhd", to=width)
+    layout = lay_out(lengths_S, labels_BT.shape[1] * num_ranks, is_packed=is_packed)
     rows: NDArray[np.integer] = layout.split_context(num_ranks, rank).rows().packed_row_R
-    return rows.reshape(-1, batch).T.reshape(-1)
+    return rows.reshape(-1, len(labels_BT)).T.reshape(-1)
 
 
 def register() -> None:

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from foreroute.core.deferred_checks import DeferredChecks
-from foreroute.errors import CaptureError, ForerouteError, RankError, ReplayError
+from foreroute.errors import CaptureError, ReplayError
 from foreroute.replay import RoutedModel
 from foreroute.replay.rows import to_device
 from foreroute.trace import RoutingTrace
-from foreroute.trainers.checks import check_first_rollout
+from foreroute.trainers.checks import judge_together
 from foreroute.trainers.mismatch_sums import MismatchSums
 from foreroute.trainers.plan_sums import PlanSums
 from foreroute.trainers.sentinel import RolloutSentinel
@@ -143,17 +143,6 @@ class EnginePasses:
         if "metrics" in outputs:  # of the last stage, which verl asks
             outputs["metrics"].update({name: [value] for name, value in logs.items()})
 
-    def check_first(
-        self,
-        routes: RoutingTrace,
-        forward: Callable[[], object],
-        *,
-        sequences_of: Callable[[RoutingTrace], RoutingTrace],
-    ) -> None:
-        """Call `check_first_rollout`; the engine does so once in its life."""
-        check_first_rollout(self.routed, routes, forward, sequences_of=sequences_of)
-        self.first_rollout_checked = True
-
     def decode(self, micro_batch: Any) -> RoutingTrace:
         """Read routes on the host. Raises whatever is wrong with them."""
         routes = trace_of(micro_batch, model=self.routed.spec)
@@ -187,16 +176,9 @@ class EnginePasses:
             self._weights_check.add(log_r_N, is_of_version_N, version)
 
     def _on_all(self, judge: Callable[[], Value]) -> Value:
-        """Judge on every rank. All go on, or none: who raised alone would leave the rest waiting. A collective call."""
-        error, found = None, None
-        try:
-            found = judge()
-        except ForerouteError as raised:
-            error = raised
+        """Call `judge_together`."""
         groups = (*self._sharing_groups, self._engine.get_data_parallel_group())
-        if float(add_over(groups, torch.tensor(float(error is not None)))):
-            raise error or RankError("a rollout was refused on another rank, whose log says why")
-        return found  # type: ignore[return-value]  # without an error there is one
+        return judge_together(judge, partial(add_over, groups))
 
     def _brings_routes(self, data: Any) -> bool:
         """Say whether micro-batches of a batch have routes to replay, or to compare with."""

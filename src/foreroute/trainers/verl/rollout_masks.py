@@ -9,10 +9,12 @@ response, and travel as `sampling_mask` beside them, or in the batch's `extra_fi
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,9 +25,11 @@ require_peers("torch", "transformers", "verl")
 
 from torch import Tensor
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase
+from verl.utils.tensordict_utils import get_non_tensor_data
 from verl.workers.rollout.llm_server import LLMServerClient
 
 from foreroute.errors import ReplayError
+from foreroute.replay import masked_logprobs_of_logits
 from foreroute.replay.rows import to_device
 from foreroute.trace import DecisionStream
 from foreroute.trace.checks import join_ranges
@@ -72,14 +76,49 @@ def _read_fields(batch: Any) -> list[Any]:
     return [None] * len(batch["input_ids"])
 
 
-def sets_of_rows(
+@contextmanager
+def scored_on_sets(
+    module: Any,
+    function: str,
+    batch: Any,
+    rows_of: Callable[[Tensor], NDArray[np.integer]],
+    vocabulary_group: Any = None,  # of ranks that have parts of the vocabulary
+) -> Iterator[None]:
+    """While the context is open, have a function of a module of verl score labels of a micro-batch on its sets.
+
+    `rows_of` finds the row of the batch without padding at each place of this rank's labels; others are padding.
+    Raises `ReplayError` where no logits are scored.
+    """
+    counts_N, ids = packed_sets(batch)  # before it is on the device, which would be waited for
+    calls = 0
+
+    def on_sets(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        vocabulary_size = logits.shape[-1] * (1 if vocabulary_group is None else vocabulary_group.size())
+        labels_R, sets = _sets_of_rows(counts_N, ids, rows_of(labels), labels.reshape(-1), vocabulary_size)
+        logits_RV = logits.reshape(-1, logits.shape[-1])
+        scores_R = masked_logprobs_of_logits(logits_RV, labels_R, sets, vocabulary_group=vocabulary_group)
+        return scores_R.view(labels.shape)
+
+    with patch.object(module, function, on_sets):
+        yield
+    if not calls and not get_non_tensor_data(batch, "distillation_only", default=False):
+        raise ReplayError(
+            "verl made log-probs past its logits, so that no sampling mask was replayed in them; leave "
+            "use_fused_kernels off, or sample without top_p and top_k"
+        )
+
+
+def _sets_of_rows(
     counts_N: NDArray[np.int64],
     ids: NDArray[np.int32],
     row_R: NDArray[np.integer],
     labels_R: Tensor,
     vocabulary_size: int,
 ) -> tuple[Tensor, DecisionStream]:
-    """Give labels and sets of R of the N rows, -1 for padding; where none is, token 0 of the set of 0: log-prob 0."""
+    """Give labels and sets of R of the N rows; where none is, token 0 of the set of 0: log-prob 0."""
+    row_R = np.minimum(row_R, len(counts_N))  # padding is the row behind the last, or -1
     counts_R = np.append(counts_N, 0)[row_R]
     has_set_R, sizes_R = counts_R > 0, np.maximum(counts_R, 1)
     starts_R = np.append(counts_N.cumsum() - counts_N, 0)[row_R]
@@ -167,11 +206,3 @@ def bring_masks() -> None:
     if hasattr(server, "extract_prompt_logprobs"):  # without it no masks arrive, and the engine says so
         # a global, and no method: Ray holds those of the server's class as they were when its actor was made
         server.extract_prompt_logprobs = _record_answer_masks(server.extract_prompt_logprobs)
-
-
-def refuse_unscored() -> None:
-    """Raise `ReplayError`: log-probs were made past the logits."""
-    raise ReplayError(
-        "verl made log-probs past its logits, so that no sampling mask was replayed in them; leave use_fused_kernels "
-        "off, or sample without top_p and top_k"
-    )

@@ -13,7 +13,6 @@ all other tokens, which no loss takes, are 0.
 from __future__ import annotations
 
 from typing import Any
-from unittest.mock import patch
 
 from foreroute.adapters.versions import require_peers
 
@@ -22,15 +21,12 @@ require_peers("torch", "transformers", "verl")
 import numpy as np
 import torch.distributed as dist
 import verl
-from torch import Tensor
-from verl.utils.tensordict_utils import get_non_tensor_data
 from verl.workers.engine.fsdp import transformer_impl
 
-from foreroute.replay import masked_logprobs_of_logits
 from foreroute.trainers.checks import require_overridden
 from foreroute.trainers.verl.fsdp import RoutingReplayEngine
 from foreroute.trainers.verl.registry import replace_engine
-from foreroute.trainers.verl.rollout_masks import bring_masks, packed_sets, refuse_unscored, sets_of_rows
+from foreroute.trainers.verl.rollout_masks import bring_masks, scored_on_sets
 
 
 class MaskedRoutingReplayEngine(RoutingReplayEngine):
@@ -41,23 +37,12 @@ class MaskedRoutingReplayEngine(RoutingReplayEngine):
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         """Run verl's pass over a micro-batch on its sets. Raises `ReplayError` where no logits are scored."""
-        counts_N, ids = packed_sets(micro_batch)  # before it is on the device, which would be waited for
-        parts = self.ulysses_parallel_group
-        calls = 0
-
-        def on_sets(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
-            nonlocal calls
-            calls += 1
-            row_R = np.arange(len(labels)) + (0 if parts is None else dist.get_rank(parts) * len(labels))
-            row_R[row_R >= len(counts_N)] = -1
-            labels, sets = sets_of_rows(counts_N, ids, row_R, labels, logits.shape[-1])
-            return masked_logprobs_of_logits(logits, labels, sets)
-
-        with patch.object(transformer_impl, "logprobs_from_logits", on_sets):
-            result = super().forward_step(micro_batch, loss_function, forward_only)
-        if not calls and not get_non_tensor_data(micro_batch, "distillation_only", default=False):
-            refuse_unscored()
-        return result
+        group = self.ulysses_parallel_group
+        rank = 0 if group is None else dist.get_rank(group)
+        # ranks have equal parts of the rows
+        rows_of = lambda labels: np.arange(rank * len(labels), (rank + 1) * len(labels))  # noqa: E731
+        with scored_on_sets(transformer_impl, "logprobs_from_logits", micro_batch, rows_of):
+            return super().forward_step(micro_batch, loss_function, forward_only)
 
 
 def register() -> None:
