@@ -27,20 +27,42 @@ void take_words(const Array<const T, 3> &ids_RLK, int64_t layer, const Array<con
     }
 }
 
-// Write columns into the rows of one layer, as many ids at once as a word holds, the first in its lowest bits.
+template <class Word>
+struct HalfOf;
+template <>
+struct HalfOf<uint64_t> { using Type = uint32_t; };
+template <>
+struct HalfOf<uint32_t> { using Type = uint16_t; };
+template <>
+struct HalfOf<uint16_t> { using Type = uint8_t; };
+
+// Join columns to one of words, the first in their lowest bits; halves of words first, as many of which fit a vector.
 template <class T, class Word>
-void put_words(const Array<T, 2> &ids_KR, int64_t layer, const Array<T, 3> &out_RLK) {
-    constexpr int PER_WORD = sizeof(Word) / sizeof(T), BITS = 8 * sizeof(T);
-    Word words[TILE_ROWS];
-    const int64_t count = out_RLK.length();
-    for (int64_t first = 0; first < ids_KR.length(); first += PER_WORD) {
+const Word *joined(const Array<T, 2> &ids_KR, int64_t first, int64_t count, Word *__restrict room) {
+    if constexpr (sizeof(Word) == sizeof(T)) {
+        return ids_KR[first].data;
+    } else {
+        using Half = typename HalfOf<Word>::Type;
+        Half rooms[2][TILE_ROWS];
+        const Half *low = joined(ids_KR, first, count, rooms[0]);
+        const Half *high = joined(ids_KR, first + sizeof(Half) / sizeof(T), count, rooms[1]);
         for (int64_t row = 0; row < count; ++row) {
-            Word word = 0;
-            for (int k = 0; k < PER_WORD; ++k) word |= static_cast<Word>(ids_KR(first + k, row)) << (k * BITS);
-            words[row] = word;
+            room[row] = static_cast<Word>(low[row] | static_cast<Word>(high[row]) << (8 * sizeof(Half)));
         }
-        // rows lie far apart: what goes into one is put together before
-        for (int64_t row = 0; row < count; ++row) memcpy(&out_RLK(row, layer, first), &words[row], sizeof(Word));
+        return room;
+    }
+}
+
+// Write columns into the rows of one layer, as many ids at once as a word holds.
+template <class T, class Word>
+void put_words(const Array<T, 2> &ids_KR, int64_t layer, Array<T, 3> out_RLK) {
+    // rows lie far apart: what goes into one is put together before
+    Word room[TILE_ROWS];
+    for (int64_t first = 0; first < ids_KR.length(); first += sizeof(Word) / sizeof(T)) {
+        const Word *words = joined(ids_KR, first, out_RLK.length(), room);
+        for (int64_t row = 0; row < out_RLK.length(); ++row) {
+            memcpy(&out_RLK(row, layer, first), &words[row], sizeof(Word));
+        }
     }
 }
 
