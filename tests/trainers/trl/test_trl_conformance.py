@@ -30,7 +30,7 @@ from foreroute.trace import RoutingSpec, RoutingTrace
 from foreroute.trainers.trl import GRPOTrainer
 from foreroute.trainers.trl.capture import require_version
 from foreroute.trainers.trl.rollout import ROWS, Rollout
-from tests.trainers.trl.trl_runs import SCORES_ON_SETS
+from tests.trainers.trl.test_trl_masks import SCORES_ON_SETS
 
 
 class TRLUnderTest(HuggingFaceUnderTest):

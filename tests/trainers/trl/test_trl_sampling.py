@@ -16,7 +16,8 @@ from foreroute.trace import SAMPLING
 from foreroute.trainers.trl import rollout_with
 from foreroute.trainers.trl.settings import LEAVING_OUT
 from tests.tiers import grid
-from tests.trainers.trl.trl_runs import SCORES_ON_SETS, logged, make, trained
+from tests.trainers.trl.test_trl_masks import SCORES_ON_SETS
+from tests.trainers.trl.trl_runs import logged, make, trained
 from tests.trainers.trl.vllm_fakes import COLOCATE, SERVER, as_they_are, colocated, served
 
 

@@ -17,8 +17,9 @@ from foreroute.trace import SAMPLING, RoutingTrace, concatenate
 from foreroute.trainers.trl import rollout_with
 from foreroute.trainers.trl.capture import Turn, join_turns
 from tests.trainers.trl.routes_book import native
+from tests.trainers.trl.test_trl_masks import SCORES_ON_SETS
 from tests.trainers.trl.tools_runs import Counter, branching, oracle, sequences_of, trained
-from tests.trainers.trl.trl_runs import SCORES_ON_SETS, logged
+from tests.trainers.trl.trl_runs import logged
 
 
 class Drawn(EmbeddedEngine):

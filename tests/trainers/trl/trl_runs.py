@@ -1,14 +1,12 @@
-"""TRL runs of a few seconds."""
+"""TRL runs of a few seconds. No pytest is needed."""
 
 import os
 from multiprocessing import forkserver
 
-import pytest
 import torch
 from datasets import Dataset
 from transformers import Qwen3MoeForCausalLM
 from trl import GRPOConfig
-from trl.trainer import utils
 
 from examples.trl.tiny import policy, tokenizer, vowels
 from foreroute.testing.ranks import IMPORTED, Workers
@@ -41,12 +39,6 @@ NO_AUXILIARY = {"router_aux_loss_coef": 0.0} if hasattr(GRPOConfig, "router_aux_
 
 TERMS = terms_of(128, vocabulary=258)
 """What the policy adds up: its four heads of 32 are its widest rows."""
-
-SCORES_ON_SETS = pytest.mark.skipif(
-    not hasattr(utils, "add_fused_lm_head"),
-    reason="this TRL makes log-probs past the head that sampling masks stand on",
-)
-
 
 server = forkserver.ForkServer()
 server.set_forkserver_preload([*IMPORTED, __name__])
