@@ -65,7 +65,6 @@ class BareEngine(FSDPEngineWithLMHead):
         self.ulysses_device_mesh, self.use_ulysses_sp, self.pad_to_length = None, False, False
         self.ulysses_parallel_group, self.ulysses_sequence_parallel_size = None, 1
         self._autocast_dtype = torch.float32
-        self.model_config = SimpleNamespace(use_fused_kernels=False)
 
 
 class ReplayEngine(FSDPRoutingReplay, BareEngine):

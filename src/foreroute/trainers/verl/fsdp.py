@@ -63,6 +63,8 @@ class FSDPRoutingReplay(ReplayingEngine):
         super().initialize()  # type: ignore[misc]
         if replay == "disabled" or self.engine_config.forward_only:
             return
+        if self.model_config.use_fused_kernels:
+            gather_head_in_forwards(model_of(self))
         with self.eval_mode():
             self.routing = FSDPPasses(self, replay)
 
@@ -100,9 +102,7 @@ class FSDPPasses(EnginePasses):
     """The passes of one FSDP engine, each micro-batch of which has a session of its own."""
 
     def __init__(self, engine: Any, replay: Replay) -> None:
-        model = next(module for module in engine.module.modules() if isinstance(module, PreTrainedModel))
-        if engine.model_config.use_fused_kernels:
-            gather_head_in_forwards(model)
+        model = model_of(engine)
         # verl's fused forward returns log-probs, and those in a dictionary alone
         with patch.object(model, "forward", partial(model.forward, return_dict=True)):
             routed = hf.attach(engine.module)
@@ -158,6 +158,11 @@ class FSDPPasses(EnginePasses):
             parts = gather_over(self._group, recorded)
         lengths = micro_batch["input_ids"].offsets().diff().cpu().numpy()
         return concatenate(parts).take_rows(np.arange(lengths.sum()), lengths)
+
+
+def model_of(engine: Any) -> PreTrainedModel:
+    """Find the model of transformers in that of an engine, which PEFT and FSDP1 wrap."""
+    return next(module for module in engine.module.modules() if isinstance(module, PreTrainedModel))
 
 
 def gather_head_in_forwards(model: PreTrainedModel) -> None:
