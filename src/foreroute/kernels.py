@@ -58,7 +58,7 @@ class ArrayOf:
 
 
 class StructOf:
-    """Named tuples whose fields are arrays, numbers or structs: a C++ struct with the same fields in the same order."""
+    """Records whose attributes are arrays, numbers or structs: a C++ struct with the same fields in the same order."""
 
     def __init__(self, **fields: Any) -> None:
         self._fields = [(name, getattr(one, "words", None)) for name, one in fields.items()]

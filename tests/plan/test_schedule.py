@@ -145,6 +145,14 @@ def test_what_is_not_there_is_refused_before_memory_is_indexed_by_it(what):
         ExecutionSchedule(plan, counts_MLGE, 0).cell(0, 0)
 
 
+def test_the_cell_of_what_is_not_there_is_named():
+    counts_MLGE = np.full((1, 2, 4, 8), 2)
+    plan = split_plan(0, counts_MLGE, np.stack([np.arange(8) % 4] * 2).astype(np.int16), slots=2)
+    plan = changed(plan, "expert_R", slice(int(plan.hosts.offsets[1]), None), 8)
+    with pytest.raises(PlanError, match=r"layer 1: .*not there"):
+        ExecutionSchedule(plan, counts_MLGE, 0).cell(0, 0)
+
+
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), max_size=60))
 @settings(max_examples=200)
 def test_rounds_are_as_few_as_the_busiest_end_allows(edges):

@@ -223,7 +223,7 @@ def _watch_once(probe: Probe, candidates: list[SelectingRouter]) -> _Watched:
             stack.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
         stack.enter_context(others)
         try:
-            probe.run()
+            probe.hidden()
         except Exception as error:
             raise probe.does_not_run(error) from error
     return watched

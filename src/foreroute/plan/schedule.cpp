@@ -89,18 +89,39 @@ inline void colour(Array<const int64_t, 1> source_V, Array<const int64_t, 1> tar
 }
 
 // What is known of one cell. Replicas of a cell are numbered from 0.
-struct Cell : CellPlan {
+struct Cell {
     int64_t c, num_replicas;
+    Array<int16_t, 1> home_E, expert_R, rank_R, slot_R;
+    Array<int32_t, 2> tokens_RG;
     Array<const int32_t, 2> counts_GE;
 
     Cell(const Hosts &hosts, const Array<const int32_t, 3> &counts_CGE, int64_t c)
-        : CellPlan(hosts.cell(c)), c(c), num_replicas(expert_R.length()), counts_GE(counts_CGE[c]) {}
+        : c(c), home_E(hosts.home_LE[c % hosts.home_LE.length()]), counts_GE(counts_CGE[c]) {
+        const int64_t begin = hosts.offsets[c], end = hosts.offsets[c + 1];
+        num_replicas = end - begin;
+        expert_R = hosts.expert_R.slice(begin, end);
+        rank_R = hosts.rank_R.slice(begin, end);
+        slot_R = hosts.slot_R.slice(begin, end);
+        tokens_RG = hosts.tokens_RG.slice(begin, end);
+    }
 };
 
 inline int64_t most_replicas(const Array<int64_t, 1> &offsets) {
     int64_t most = 0;
     for (int64_t c = 0; c + 1 < offsets.length(); ++c) most = max(most, offsets[c + 1] - offsets[c]);
     return most;
+}
+
+// Say whether the arrays of hosts fit each other and the counts: those of a plan made by hand were never checked.
+inline bool is_whole(const Hosts &hosts, const Array<const int32_t, 3> &counts_CGE) {
+    const auto [num_cells, num_ranks, num_experts] = counts_CGE.shape;
+    const int64_t num_replicas = hosts.expert_R.length();
+    bool whole = hosts.home_LE.length() > 0 && hosts.home_LE.shape[1] == num_experts;
+    whole &= hosts.rank_R.length() == num_replicas && hosts.slot_R.length() == num_replicas;
+    whole &= hosts.tokens_RG.length() == num_replicas && hosts.tokens_RG.shape[1] == num_ranks;
+    if (!whole || hosts.offsets.length() != num_cells + 1 || hosts.offsets[0] != 0) return false;
+    for (int64_t c = 0; c < num_cells; ++c) whole &= hosts.offsets[c] <= hosts.offsets[c + 1];
+    return whole && hosts.offsets[num_cells] <= num_replicas;
 }
 
 // Fills a block cell by cell. Its arrays are those of the cell that it is at.
@@ -130,13 +151,18 @@ struct Scheduler {
           place_S(num_home), source_R(most), target_R(most), round_R(most), place_R(most),
           edge_at(2, num_ranks, most) {}
 
-    // Say whether ranks have room for what a cell puts on them: as many homes on each, and replicas in slots.
-    bool has_room(const Cell &cell) const {
+    // Say whether all that a cell names is there: homes, as many on every rank; experts, ranks and slots of replicas.
+    bool knows(const Cell &cell) const {
         Scratch<int64_t, 1> homes_G(num_ranks), replicas_G(num_ranks);
-        for (int64_t e = 0; e < num_experts; ++e)
-            if (++homes_G(cell.home_E[e]) > num_home) return false;
-        for (int64_t r = 0; r < cell.num_replicas; ++r)
-            if (++replicas_G(cell.rank_R[r]) > most_groups - num_home) return false;
+        for (int64_t e = 0; e < num_experts; ++e) {
+            const int64_t g = cell.home_E[e];
+            if (g < 0 || g >= num_ranks || ++homes_G(g) > num_home) return false;
+        }
+        for (int64_t r = 0; r < cell.num_replicas; ++r) {
+            const int64_t e = cell.expert_R[r], g = cell.rank_R[r];
+            if (e < 0 || e >= num_experts || g < 0 || g >= num_ranks) return false;
+            if (++replicas_G(g) > most_groups - num_home) return false;
+        }
         return true;
     }
 
@@ -336,17 +362,17 @@ struct Scheduler {
 }  // namespace plan_schedule
 
 // Fill `out` for the cells of a block, whose layers are 0, 1, ... L - 1, 0, ... Returns NONE, or the first cell whose
-// replicas serve more than there is: `excess` has the expert, the source rank, and by how many; or the first that ranks
-// have no room for: the expert is NONE. Python has checked that hosts fit the counts.
+// replicas serve more than there is: `excess` has the expert, the source rank, and by how many; or the first that names
+// what is not there: the expert is NONE.
 LOOP int64_t schedule_cells(int64_t rank, const Hosts &hosts, const Array<const int32_t, 3> &counts_CGE,
                             int64_t memory_ranks, const plan_schedule::Block &out, const Array<int64_t, 1> &excess) {
     using namespace plan_schedule;
     excess(0) = NONE;
-    if (rank < 0 || rank >= counts_CGE.shape[1]) return 0;
+    if (rank < 0 || rank >= counts_CGE.shape[1] || !is_whole(hosts, counts_CGE)) return 0;
     Scheduler schedule(rank, memory_ranks, out, counts_CGE.shape[1], counts_CGE.shape[2], most_replicas(hosts.offsets));
     for (int64_t c = 0; c < counts_CGE.length(); ++c) {
         const Cell cell(hosts, counts_CGE, c);
-        if (!schedule.has_room(cell)) return c;
+        if (!schedule.knows(cell)) return c;
         schedule.order_homes(cell);
         schedule.order_replicas(cell);
         schedule.count_served(cell);

@@ -185,13 +185,6 @@ def _compile(
 
     `memory_ranks` neighbouring ranks send weights through host memory; 1 has all go from peer to peer.
     """
-    try:
-        hosts.require_fit(counts_CGE[None])  # those of a plan made by hand were never checked
-    except PlanError as error:
-        raise PlanError(
-            f"{words[0]}: the plan names what is not there: {error}; foreroute.plan.verify says where. Take a plan "
-            "that it accepts"
-        ) from error
     num_cells, num_ranks, num_experts = counts_CGE.shape
     num_home = num_experts // num_ranks
     num_replicas, most_groups = len(hosts.expert_R), num_home + int(hosts.slot_R.max(initial=-1)) + 1
@@ -215,8 +208,8 @@ def _compile(
         expert, source, excess = wrong
         if expert == NONE:
             raise PlanError(
-                f"{words[cell]}: the plan names homes or slots that are not there; foreroute.plan.verify says which. "
-                "Take a plan that it accepts"
+                f"{words[cell]}: the plan names homes, experts, ranks or slots that are not there; "
+                "foreroute.plan.verify says which. Take a plan that it accepts"
             )
         raise PlanError(
             f"{words[cell]}: replicas of expert {expert} are to serve {excess} assignments of rank {source} more than "

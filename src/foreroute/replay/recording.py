@@ -80,11 +80,13 @@ class Recording(Interceptor):
         """Keep what is asked for of the pass; one that failed is forgotten."""
         recorded = RecordedPass(self._begun[chunk], None)
         if current is not None:
-            ids_LRK, values_LR = current.executed_LRK, None
+            values_LR = None
             if self.options.deficits:
                 ids_LRK, values_LR = current.native_LRK, current.deficit_LR
-            elif self.options.scores and current.scores is not None:
-                values_LR = current.scores.margin()
+            else:
+                ids_LRK = current.executed_LRK
+                if self.options.scores and current.scores is not None:
+                    values_LR = current.scores.margin()
             choices = current.returned if self.options.others else None
             recorded = RecordedPass(self._begun[chunk], _to_trace_dtype(ids_LRK, self._spec), values_LR, choices)
         self._passes[chunk].append(recorded)

@@ -56,7 +56,8 @@ class RoutedModel(HookedModel, ABC):
     """Recording and replaying sessions for one model, on one rank. Made by `attach` of a framework's adapter.
 
     The model is untouched outside a session, and other models never notice. `spec` has experts, picks and routed layers
-    of the whole model; `chunk_specs` those of each chunk that this rank runs, None of one without routers.
+    of the whole model; `chunk_specs` those of each chunk that this rank runs, None of one without routers; `provenance`
+    is of what is recorded.
     """
 
     padding: PaddingRows = "native"

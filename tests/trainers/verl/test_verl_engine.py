@@ -14,6 +14,7 @@ pytest.importorskip("verl", reason="there is no verl in this environment: run `m
 
 from peft import get_peft_model
 from tensordict import NonTensorData, NonTensorStack
+from transformers import Qwen3MoeForCausalLM
 from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp import transformer_impl
 
@@ -115,9 +116,32 @@ def test_a_reference_is_left_alone(group, folder, book, monkeypatch):
     monkeypatch.setattr(
         transformer_impl, "CPUOffloadPolicy", lambda **_: None
     )  # pins memory, for which there is no GPU
-    reference = make(folder, "R3", forward_only=True)
-    assert reference.routing is None
-    require_native(old_log_probs(reference, tensordict(book.batch()))[0], book)
+    restore_forward(monkeypatch)
+    for fuses in (False, True):
+        reference = make(folder, "R3", forward_only=True, model={"use_fused_kernels": fuses})
+        assert reference.routing is None
+        found, _ = old_log_probs(reference, tensordict(book.batch(), use_fused_kernels=fuses))
+        require_native(found, book)
+
+
+def restore_forward(monkeypatch):
+    """Put the forward of the class back at the end, which verl replaces for good where kernels are fused."""
+    monkeypatch.setattr(Qwen3MoeForCausalLM, "forward", Qwen3MoeForCausalLM.forward)
+
+
+@pytest.mark.parametrize("replay", ["disabled", "R3"])
+def test_a_first_update_of_fused_kernels_is_that_without(group, folder, book, replay, monkeypatch):
+    restore_forward(monkeypatch)
+    losses, steps = [], []
+    for fuses in (False, True):
+        engine = make(folder, replay, model={"use_fused_kernels": fuses}, optimizer={"optimizer": "SGD"}, lr=1)
+        before = full_weights(engine.module)
+        losses.append(update(engine, tensordict(book.batch(), use_fused_kernels=fuses))["loss"])
+        after = full_weights(engine.module)
+        steps.append({name: after[name] - before[name] for name in after})
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    for name, step in steps[0].items():
+        torch.testing.assert_close(steps[1][name], step, rtol=0, atol=1e-4 * float(step.abs().max()), msg=name)
 
 
 OF_EXPERTS = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}

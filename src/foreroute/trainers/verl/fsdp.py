@@ -22,9 +22,9 @@ from foreroute.adapters.versions import require_peers
 
 require_peers("torch", "transformers", "verl")
 
-import torch
 import torch.distributed as dist
 import verl
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 from verl.utils.device import get_device_id
@@ -61,10 +61,10 @@ class FSDPRoutingReplay(ReplayingEngine):
         if replay != "disabled":
             refuse(f"{KEY} is set, and", fsdp_refusals(self.engine_config, self.model_config))
         super().initialize()  # type: ignore[misc]
+        if self.model_config.use_fused_kernels:  # of references too, which would fail
+            gather_head(model_of(self))
         if replay == "disabled" or self.engine_config.forward_only:
             return
-        if self.model_config.use_fused_kernels:
-            gather_head_in_forwards(model_of(self))
         with self.eval_mode():
             self.routing = FSDPPasses(self, replay)
 
@@ -165,21 +165,23 @@ def model_of(engine: Any) -> PreTrainedModel:
     return next(module for module in engine.module.modules() if isinstance(module, PreTrainedModel))
 
 
-def gather_head_in_forwards(model: PreTrainedModel) -> None:
-    """Gather the output head of a fused forward, which reads its weights and does not run it, so that FSDP2 would not.
+def gather_head(model: PreTrainedModel) -> None:
+    """Gather the output head in forwards and backwards of a fused model, which reads its weights and never runs it.
 
-    FSDP2 reduces its gradient, and frees it, at the end of the backward.
+    FSDP2 gathers a module where that runs. It reduces the head's gradient, and frees it, at the end of the backward.
     """
     head = model.get_output_embeddings()
     if not isinstance(head, FSDPModule):  # it is tied to the embedding, or under FSDP1: gathered with the whole model
         return
 
-    def free(*_: Any) -> None:
-        if not torch.is_grad_enabled():  # no backward will, and the weights may change
-            head.reshard()
+    def release(model: Any, args: Any, output: Any) -> None:
+        head.reshard()
+        for each in output.values() if isinstance(output, dict) else ():  # None of a forward that failed
+            if isinstance(each, Tensor) and each.requires_grad:
+                each.register_hook(lambda _: head.unshard())
 
     model.register_forward_pre_hook(lambda *_: head.unshard())
-    model.register_forward_hook(free, always_call=True)
+    model.register_forward_hook(release, always_call=True)
 
 
 def register() -> None:
