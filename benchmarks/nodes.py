@@ -68,7 +68,6 @@ TOPOLOGIES = {
 }
 """By executor, nodes and ranks of each."""
 OF_QUICK = ("hf_2x1", "megatron_4x1")
-RATES = ("gemm_flops_per_s", "memory_bytes_per_s", "layer_s", "replica_s")
 SLOTS = {"eplb": 2, "balanced": 2, "traffic": 8}
 OPTIONS = {
     "static": PlanOptions(replicas=False),
@@ -136,18 +135,6 @@ def measured(rank: int, num_ranks: int, nodes: Nodes, effort: Effort) -> dict[st
             pass_name: _of_pass(methods, cases, pass_name, nodes, effort.rounds, (config, by_pass[pass_name]))
             for pass_name in PASSES
         }
-    found["rates"] = {
-        pass_name: {name: getattr(of_pass.hardware, name) for name in RATES} | vars(of_pass.hardware.links)
-        for pass_name, of_pass in by_pass.items()
-    }
-    found["plans"] = {
-        name: {
-            "busiest_over_mean": round(float(plan.max_load_ML.sum() / step.counts_MLGE.sum() * num_ranks), 3),
-            "replicas_of_a_cell": float(plan.num_replicas_ML.mean()),
-            "gains": {pass_name: round(gain, 4) for pass_name, gain in plan.gains.items()},
-        }
-        for name, plan in plans.items()
-    }
     return found
 
 

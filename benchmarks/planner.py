@@ -37,7 +37,6 @@ from foreroute.simulate.workload import WORKLOADS
 CELLS = ("G8", "G16", "G32", "G64", "E256")
 MODES = {"exact_r1": (0.0, 1), "exact_r2": (0.0, 2), "eps02_r2": (0.02, 2)}
 STEP_LAYERS, SEED = 48, 0
-BUDGET = 16
 TOKENS = {"8k": 8192, "2k": 2048}
 """Of a rank in a micro-step, where replicas serve traffic."""
 
@@ -76,12 +75,6 @@ def _cell(
         figures[mode] = {
             home: _mode(counts, there, home_LE, tolerance, costs, repeats, sampled) for home, home_LE in homes.items()
         }
-    budgeted = quickest(lambda: place_homes(counts, topology, contiguous, max_moves=BUDGET), repeats)
-    unlimited = quickest(lambda: place_homes(counts, topology, contiguous), 2)
-    figures["relocation"] = {
-        "budget_16_ms_per_layer": round(budgeted * 1e3 / counts.shape[1], 3),
-        "unlimited_ms_per_layer": round(unlimited * 1e3 / counts.shape[1], 3),
-    }
     problem = BalancerInput(counts, topology, contiguous, previous_LE)
     others: dict[str, Any] = {
         record.name: _shown(record, counts.shape[0] * counts.shape[1])
@@ -121,15 +114,9 @@ def _mode(
     empty, kept = records["shared"], records["layer"]
     figures = {
         "mean": empty.imbalance,
-        "p99": empty.imbalance_99,
         "worst": empty.imbalance_worst,
         "replicas": empty.fetches_per_cell,
         "us_per_cell": us["shared"],
-        "step_ms": us["shared"] * counts.shape[0] * STEP_LAYERS / 1e3,
-        "seconds": empty.training_s,
-        "cross_node_share": empty.cross_node_share,
-        "persistent_mean": kept.imbalance,
-        "persistent_p99": kept.imbalance_99,
         "persistent_worst": kept.imbalance_worst,
         "transfers_persistent": kept.fetches_per_cell,
         "persistent_us_per_cell": us["layer"],
@@ -148,10 +135,7 @@ def _shown(record: MethodRecord, cells: int) -> dict[str, float]:
     """Balance, experts moved for a cell, modelled seconds of the step, and processor time of planning a cell."""
     return {
         "mean": round(record.imbalance, 5),
-        "p99": round(record.imbalance_99, 5),
-        "worst": round(record.imbalance_worst, 5),
         "moves": round(record.fetches_per_cell, 2),
-        "cross_node_share": round(record.cross_node_share, 4),
         "seconds": round(record.training_s, 4),
         "us_per_cell": round(record.planning_s / cells * 1e6, 1),
     }

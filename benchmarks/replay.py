@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import launch_path
+from benchmarks.harness.launch_path import added
 from benchmarks.harness.models import Sizes, keep_memory, run_model
 from benchmarks.harness.pairs import PairedRatio, compare, near_one, worst_near_one
+from benchmarks.harness.spread_bench import in_processes
 from foreroute.adapters import hf
 from foreroute.core.passes import Pass, RecordOptions
 from foreroute.replay import Policy, TraceOnDevice
@@ -89,9 +90,7 @@ class Bench:
 
 def run(*, quick: bool) -> dict[str, Any]:
     """Medians and quartiles over interleaved pairs."""
-    launches = launch_path.begun()
-    if not quick:  # nothing may run beside what is timed
-        launches()
+    launches = in_processes(added, 1)
     torch.set_num_threads(1)
     keep_memory()
     few, many = (2, 4) if quick else (40, 80)  # quick resolves no time
@@ -116,7 +115,7 @@ def run(*, quick: bool) -> dict[str, Any]:
     for end in TELEMETRY:
         metrics |= worst_near_one(f"worst_step{end}", {kind: found[f"step{end}"] for kind, found in by_kind.items()})
     return {
-        "metrics": metrics | _bytes_per_token(eager) | launches(),
+        "metrics": metrics | _bytes_per_token(eager) | launches,
         "baselines": {name: figures[name].shown() for name in ("forward_a_over_a", "step_a_over_a")},
         "setting": {
             "family": "qwen3_moe",

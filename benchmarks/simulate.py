@@ -90,14 +90,7 @@ def figures(found: SimulationRecord) -> dict[str, Any]:
         "share_of_forced_balance_exact": round(found["ours_exact"].share_of_forced_balance, 4),
         "share_of_bound": round(ours.share_of_bound, 4),
         "forced_balance_speedup_over_static": round(static.training_s / found.forced_balance_s, 4),
-        "exposed_share": round(ours.exposed_share, 5),
-        "exposed_share_eplb_micro_step": round(found["eplb_micro_step"].exposed_share, 5),
         "traffic_r8_over_balance_r2": round(ours.training_s / found["ours_traffic"].training_s, 4),
-        "groups_waiting": round(ours.groups_waiting, 4),
-        "parts_of_ours": _parts(found, "ours"),
-        "parts_of_static": _parts(found, "static"),
-        "phases_of_ours": {name: round(value, 4) for name, value in ours.phases._asdict().items()},
-        "planning_ms": round(ours.planning_s * 1e3, 1),
     }
 
 
@@ -108,9 +101,6 @@ def _short(found: SimulationRecord) -> dict[str, float]:
         "speedup_over_static": round(ours.speedup_over_static, 4),
         "speedup_over_eplb_micro_step": round(found["eplb_micro_step"].training_s / ours.training_s, 4),
         "share_of_forced_balance": round(ours.share_of_forced_balance, 4),
-        "traffic_share_of_forced_balance": round(found["ours_traffic"].share_of_forced_balance, 4),
-        "forced_balance_speedup_over_static": round(static.training_s / found.forced_balance_s, 4),
-        "exposed_share": round(ours.exposed_share, 5),
         "traffic_r8_over_balance_r2": round(ours.training_s / found["ours_traffic"].training_s, 4),
     }
 
@@ -121,13 +111,4 @@ def _skewed(found: SimulationRecord) -> dict[str, float]:
         "static_imbalance": round(found["static"].imbalance, 3),
         "speedup_over_static": round(found["ours"].speedup_over_static, 4),
         "share_of_forced_balance": round(found["ours"].share_of_forced_balance, 4),
-    }
-
-
-def _parts(found: SimulationRecord, method: str) -> dict[str, float]:
-    """Shares of recompute and update."""
-    record = found[method]
-    return {
-        part: round((seconds + record.update_parts[part]) / record.training_s, 4)
-        for part, seconds in record.recompute_parts.items()
     }

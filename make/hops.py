@@ -1,6 +1,6 @@
 """The way of one piece of work through the source: the measure of how hard it is to read.
 
-    python -m make.hops [--json] [--way] [--verl]
+    python -m make.hops [--json] [--way]
 
 For each piece it counts the files and functions of the package that are entered, and the moves from one file to
 another. A small number means that a reader can follow the work.
@@ -18,8 +18,6 @@ another. A small number means that a reader can follow the work.
     planned_cell_megatron
                        the same on Megatron-Core, from the output of the router to that of the layer
     training_step      one step of the reference trainer, in one process; files of `train/` alone
-    training_step_verl, training_step_verl_megatron
-                       the same of verl's engines under R3; with `--verl` these alone, in verl's environment
     training_step_trl  the second step of TRL on a rollout, under R3
 """
 
@@ -28,8 +26,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -41,6 +38,8 @@ import torch
 import torch.distributed as dist
 
 import foreroute as fr
+from benchmarks.harness.models import CPU, start_megatron
+from benchmarks.megatron import Bench
 from foreroute.adapters import hf
 from foreroute.adapters.hf.spreading import spread
 from foreroute.capture import decode
@@ -81,14 +80,27 @@ class Way:
     files: list[str] = field(default_factory=list)
     functions: set[tuple[str, str]] = field(default_factory=set)
 
-    @contextmanager
-    def noted(self) -> Iterator[None]:
-        """Note the calls of this thread."""
+    def begin(self) -> None:
+        """Note the calls of this thread, until `end`."""
+        # anew each time: the first one imports and fills caches, which is no part of the way
+        self.files, self.functions = [], set()
         sys.setprofile(self._note)
-        try:
-            yield
-        finally:
-            sys.setprofile(None)
+
+    def end(self, *_: Any) -> None:
+        """Note no more; it can be a hook of torch."""
+        sys.setprofile(None)
+
+    def along(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """The work, whose last call is noted."""
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            self.begin()
+            try:
+                return work(*args, **kwargs)
+            finally:
+                self.end()
+
+        return noted
 
     def counts(self) -> dict[str, int]:
         """Count files, functions and moves."""
@@ -111,12 +123,10 @@ class Way:
 
 
 def way_of(work: Callable[[], object]) -> Way:
-    """The way of a second call; the first one imports and fills caches."""
-    # lazy imports and caches are no part of the way
-    work()
+    """The way of a second call."""
     way = Way()
-    with way.noted():
-        work()
+    for _ in range(2):
+        way.along(work)()
     return way
 
 
@@ -195,26 +205,18 @@ def planned_cell(folder: Path) -> Way:
     topology = Topology(num_ranks=1, ranks_per_node=1, redundant_slots=0, links=LINKS)
     plan = fr.planner.plan(counts_MLGE, topology, home_LE=routed.home_LE)
     experts = routed.model.model.layers[1].mlp.experts
-    ways: list[Way] = []
-
-    def begin(*_: Any) -> None:
-        ways.append(Way())
-        sys.setprofile(ways[-1]._note)
-
-    experts.register_forward_pre_hook(begin)
-    experts.register_forward_hook(lambda *_: sys.setprofile(None))
+    way = Way()
+    experts.register_forward_pre_hook(lambda *_: way.begin())
+    experts.register_forward_hook(way.end)
     for _ in range(2):
         with routed.execute(plan, counts_MLGE, [rows]), routed.replay(rows):
             routed.model(ids).logits.square().mean().backward()
     dist.destroy_process_group()
-    return ways[-1]
+    return way
 
 
 def of_megatron(folder: Path) -> dict[str, Way]:
     """A replayed step in Megatron's schedule; and a planned cell, from the first step of a layer behind its router."""
-    from benchmarks.harness.models import CPU, start_megatron
-    from benchmarks.megatron import Bench  # verl's environment has not all of it
-
     start_megatron(str(folder), CPU)
     bench = Bench.of({})
     shards = bench.shards()
@@ -223,26 +225,20 @@ def of_megatron(folder: Path) -> dict[str, Way]:
     topology = Topology(num_ranks=1, ranks_per_node=1, redundant_slots=0, links=LINKS)
     plan = fr.planner.plan(counts_MLGE, topology, PlanOptions(slots="shared"), home_LE=bench.routed.home_LE)
     block = bench.model.decoder.layers[1].mlp
-    ways: list[Way] = []
-
-    @contextmanager
-    def beginning(block: Any) -> Iterator[None]:
-        preprocess = block.preprocess
-
-        def begin(*args: Any) -> Any:
-            ways.append(Way())
-            sys.setprofile(ways[-1]._note)
-            return preprocess(*args)
-
-        with mock.patch.object(block, "preprocess", begin):
-            yield
-
-    block.register_forward_hook(lambda *_: sys.setprofile(None))
+    way = Way()
+    block.register_forward_hook(way.end)
     for _ in range(2):
-        with bench.routed.execute(plan, counts_MLGE, shards), beginning(block):
-            bench.replayed(shards=shards)()
+        with bench.routed.execute(plan, counts_MLGE, shards):
+            preprocess = block.preprocess
+
+            def begin(*args: Any, preprocess: Callable[..., Any] = preprocess) -> Any:
+                way.begin()
+                return preprocess(*args)
+
+            with mock.patch.object(block, "preprocess", begin):
+                bench.replayed(shards=shards)()
     dist.destroy_process_group()
-    return {"replayed_forward_megatron": replayed, "planned_cell_megatron": ways[-1]}
+    return {"replayed_forward_megatron": replayed, "planned_cell_megatron": way}
 
 
 def training_step(folder: Path, name: str = "run") -> Way:
@@ -254,20 +250,10 @@ def training_step(folder: Path, name: str = "run") -> Way:
         "rollout": {"prompts": 2, "group_size": 2},
         "rl": {"steps": 2},
     }
-    ways: list[Way] = []
-    run_step = Trainer.run_step
-
-    def noted(trainer: Trainer) -> Any:
-        ways.append(Way(PACKAGE / "train"))
-        with ways[-1].noted():
-            return run_step(trainer)
-
-    Trainer.run_step = noted  # type: ignore[method-assign]
-    try:
+    way = Way(PACKAGE / "train")
+    with mock.patch.object(Trainer, "run_step", way.along(Trainer.run_step)):
         train(parse_config(values, source="make.hops"), folder / name)
-    finally:
-        Trainer.run_step = run_step  # type: ignore[method-assign]
-    return ways[-1]
+    return way
 
 
 def training_step_trl(folder: Path) -> Way:
@@ -277,14 +263,6 @@ def training_step_trl(folder: Path) -> Way:
 
     from examples.trl.tiny import policy, tokenizer
     from foreroute.trainers.trl import GRPOTrainer
-
-    ways: list[Way] = []
-
-    class Noted(GRPOTrainer):
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            ways.append(Way())
-            with ways[-1].noted():
-                return super().training_step(*args, **kwargs)
 
     settings = {
         "num_iterations": 2,  # of each rollout, so that the second step has an old-log-prob pass behind it
@@ -298,51 +276,24 @@ def training_step_trl(folder: Path) -> Way:
         "save_strategy": "no",
         "disable_tqdm": True,
     }
-    trainer = Noted(
+    trainer = GRPOTrainer(
         model=policy(),
         processing_class=tokenizer(),
         reward_funcs=lambda completions, **_: [float(len(each)) for each in completions],
         train_dataset=Dataset.from_dict({"prompt": ["a", "b", "c", "d"]}),
         args=GRPOConfig(str(folder / "trl"), **settings),
     )
-    trainer.train()
-    return ways[-1]
-
-
-def training_steps_verl(folder: Path) -> dict[str, Way]:
-    """Give the way of `train_batch` of verl's FSDP and Megatron engines, behind an old-log-prob pass."""
-    from examples.verl import verl_on_cpu  # noqa: F401  before verl
-    from examples.verl.tiny_checkpoint import save_policy
-    from tests.trainers.verl import verl_engines
-    from tests.trainers.verl.verl_book import Book
-
-    ways = {}
-    for name in ("training_step_verl", "training_step_verl_megatron"):
-        policy = save_policy(folder / name, mlp_only_layers=[])
-        batch = Book(policy).batch()
-        dist.init_process_group("gloo", init_method=f"file://{folder / name}.group", world_size=1, rank=0)
-        if name == "training_step_verl":
-            engine = verl_engines.make(policy, lr=0.0)  # so that the rollout is of these weights
-        else:
-            # it stands in for a GPU in the whole process
-            from tests.trainers.verl import megatron_engines
-
-            engine = megatron_engines.make(policy, ranks=1, lr=0.0)
-        for _ in range(2):
-            verl_engines.old_log_probs(engine, verl_engines.tensordict(batch))
-            ways[name] = Way()
-            data = verl_engines.tensordict(batch)
-            with engine.train_mode(), ways[name].noted():
-                engine.train_batch(data, loss_function=verl_engines.mean_log_prob)
-        dist.destroy_process_group()
-    return ways
+    way = Way()
+    with mock.patch.object(GRPOTrainer, "training_step", way.along(GRPOTrainer.training_step)):
+        trainer.train()
+    return way
 
 
 def main() -> None:
     """Print a line for each piece of work; `--way` adds the files that it enters, `--json` a line for programs."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        ways = training_steps_verl(Path(folder)) if "--verl" in sys.argv else measure(Path(folder))
+        ways = measure(Path(folder))
     for name, way in ways.items():
         counts = way.counts()
         print(f"{name:29}" + "".join(f"{what} {count:4d}  " for what, count in counts.items()))

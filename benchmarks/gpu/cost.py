@@ -68,7 +68,7 @@ def run(figures: Figures) -> None:
 
     def forward(**arguments: Any) -> None:
         with torch.no_grad():
-            model(input_ids=batch, **{"use_cache": False, **arguments})
+            model(input_ids=batch, use_cache=False, **arguments)
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
@@ -97,21 +97,12 @@ def run(figures: Figures) -> None:
     ratio("step_recording", recorded(step), step)
     # gradients of the steps would count as memory of what follows
     model.zero_grad(set_to_none=True)
-    prefill = partial(forward, use_cache=True)
-    ratio("prefill_recording", recorded(prefill), prefill)
-    ratio("prefill_recording_margins", in_session(partial(routed.record, margins=True), prefill), prefill)
-    decode, steps = _decoding(figures, model, vocabulary)
-    _decode(figures, routed, decode, recorded(decode), steps)
-    _memory(
-        figures,
-        model,
-        {
-            "forward": (replayed(forward), forward),
-            "forward_without_telemetry": (without_telemetry(forward), forward),
-            "forward_recording": (recorded(forward), forward),
-            "step": (replayed(step), step),
-        },
-    )
+    decode = _decoding(figures, model, vocabulary)
+    ratio("decode_recording", recorded(decode), decode)
+    ratio("decode_a_over_a", partial(decode), decode)
+    if figures.device.type != "cuda":
+        return  # it alone knows its memory, its kernels and its waits
+    _memory(figures, model, {"forward": (replayed(forward), forward), "step": (replayed(step), step)})
     _kernels(
         figures,
         forward,
@@ -129,7 +120,7 @@ def run(figures: Figures) -> None:
             "replay_without_telemetry": (without_telemetry(forward), forward),
             "replay_with_mask": (replayed(padded), padded),
             "recording": (recorded(forward), forward),
-            f"recording_of_{steps}_decode_steps": (recorded(decode), decode),
+            "recording_of_decode_steps": (recorded(decode), decode),
         },
     )
 
@@ -159,8 +150,8 @@ def _often(work: Work) -> Work:
     return run
 
 
-def _decoding(figures: Figures, model: Any, vocabulary: int) -> tuple[Work, int]:
-    """A few steps of decoding from prompts in the cache, and how many."""
+def _decoding(figures: Figures, model: Any, vocabulary: int) -> Work:
+    """A few steps of decoding from prompts in the cache."""
     shape, num_steps = ((64, 512), 16) if figures.full else ((4, 8), 2)
     figures.record(decode_sequences=shape[0])
     prompts = random_tokens(figures.device, vocabulary, shape)
@@ -183,21 +174,7 @@ def _decoding(figures: Figures, model: Any, vocabulary: int) -> tuple[Work, int]
         for cache in caches.values():
             cache.crop(-num_steps)
 
-    return decode, num_steps
-
-
-def _decode(figures: Figures, routed: hf.RoutedTransformer, decode: Work, recorded: Work, num_steps: int) -> None:
-    def read() -> None:
-        with routed.record() as recording:
-            decode()
-        recording.trace()
-
-    _ratio(figures, "decode_recording", recorded, decode)
-    _ratio(figures, "decode_a_over_a", partial(decode), decode)
-    _ratio(figures, "decode_recording_and_trace", read, decode)
-    found = figures.found
-    added_ms = (found["decode_recording_ratio"] - 1) * found["decode_recording_unpatched_ms"]
-    figures.record(decode_recording_added_per_layer_us=round(added_ms * 1e3 / num_steps / found["layers"], 2))
+    return decode
 
 
 def _waits(figures: Figures, kinds: dict[str, tuple[Work, Work]]) -> None:
@@ -218,9 +195,7 @@ def _waits(figures: Figures, kinds: dict[str, tuple[Work, Work]]) -> None:
 
 
 def _memory(figures: Figures, model: Any, kinds: dict[str, tuple[Work, Work]]) -> None:
-    """Peak of each over that of the unpatched model, which holds the weights too; only CUDA knows it."""
-    if figures.device.type != "cuda":
-        return
+    """Peak of each over that of the unpatched model, which holds the weights too."""
 
     def peak(work: Work) -> int:
         model.zero_grad(set_to_none=True)
@@ -245,8 +220,6 @@ def _memory(figures: Figures, model: Any, kinds: dict[str, tuple[Work, Work]]) -
 
 def _kernels(figures: Figures, baseline: Work, candidates: dict[str, Work]) -> None:
     """Count the kernels that each adds."""
-    if figures.device.type != "cuda":
-        return
     unpatched = _launched(baseline)
     if not unpatched:
         figures.record(kernels_reason="the profiler saw no kernel of the device")
@@ -262,8 +235,5 @@ def _launched(work: Work) -> int:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         work()
         torch.cuda.synchronize()
-    return sum(map(_is_kernel, profiler.events() or []))
-
-
-def _is_kernel(event: Any) -> bool:
-    return event.device_type.name == "CUDA" and not event.name.startswith(("Memcpy", "Memset", "gpu_"))
+    of_device = (event for event in profiler.events() or [] if event.device_type.name == "CUDA")
+    return sum(not event.name.startswith(("Memcpy", "Memset", "gpu_")) for event in of_device)

@@ -2,16 +2,15 @@
 
 A rollout decodes token by token over a key-value cache, as engines do; a trainer runs whole sequences. They multiply
 matrices of other shapes, so that they round otherwise, and tokens near a tie go to other experts. The same holds of two
-trainers that batch the sequences otherwise. Each pair is measured as it is, and with the routes of the first replayed
-in the second.
+trainers of which one pads its batches and the other packs them. Each pair is measured as it is, and with the routes of
+the first replayed in the second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from benchmarks.gpu.figures import Figures
 from benchmarks.gpu.layers import LAYER_BYTES, SMALL_LAYER, TRUE_LAYER, layered_model, layers_that_fit, random_tokens
 from foreroute.adapters import hf
 from foreroute.core.caches import named_cache
-from foreroute.mismatch import TokenMismatch, routing_mismatch, token_mismatch
+from foreroute.mismatch import routing_mismatch, token_mismatch
 from foreroute.trace import RoutingTrace, concatenate
 
 SPARE_BYTES = 14e9
@@ -43,46 +42,48 @@ class Scale:
     prompt: int
     response: int
     batch: int
-    alone: int
 
 
-FULL = Scale(vocabulary=32_768, sequences=64, prompt=128, response=192, batch=16, alone=8)
-SMALL = Scale(vocabulary=256, sequences=8, prompt=8, response=24, batch=4, alone=4)
+FULL = Scale(vocabulary=32_768, sequences=64, prompt=128, response=192, batch=16)
+SMALL = Scale(vocabulary=256, sequences=8, prompt=8, response=24, batch=4)
+Shape = Literal["padded", "packed"]
 
 
 @dataclass(frozen=True)
 class Observed:
-    """Sequences as one side saw them, in their order: log-probs of response tokens, and the routes that ran."""
+    """Sequences as one side saw them: log-probs of response tokens, and the routes that ran."""
 
-    logprobs: list[NDArray[np.float64]]
+    logprobs: NDArray[np.float64]
     trace: RoutingTrace
 
-    def of(self, sequences: Sequence[int]) -> Observed:
-        """Select sequences."""
-        return Observed([self.logprobs[s] for s in sequences], self.trace.select(np.asarray(sequences)))
-
 
 @dataclass(frozen=True)
-class Sampled:
-    """A rollout: tokens int64 [T] of each sequence, prompts of one length, responses of different ones."""
-
-    tokens: list[NDArray[np.int64]]
-    prompt: int
-    observed: Observed
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A trainer and how it lays out a rollout: which sequences run together, and padded or packed into one row."""
+class Trainer:
+    """A trainer that runs a rollout: tokens int64 [T] of each sequence, prompts of one length, in batches."""
 
     routed: hf.RoutedTransformer
-    sampled: Sampled
-    batches: list[list[int]]
-    shape: Literal["padded", "packed"] = "padded"
+    tokens: list[NDArray[np.int64]]
+    scale: Scale
+
+    @torch.no_grad()
+    def seen(self, shape: Shape, routes: RoutingTrace | None = None) -> Observed:
+        """Run whole sequences, padded or packed into one row, on their own routes or on given ones."""
+        model = self.routed.model
+        logprobs, traces = [], []
+        for start in range(0, len(self.tokens), self.scale.batch):
+            tokens = self.tokens[start : start + self.scale.batch]
+            arguments = _padded(tokens) if shape == "padded" else _packed(tokens)
+            arguments = {name: value.to(next(model.parameters()).device) for name, value in arguments.items()}
+            own = None if routes is None else routes.select(np.arange(start, start + len(tokens)))
+            with self.routed.record() as recording, nullcontext() if own is None else self.routed.replay(own):
+                logits = model(**arguments, use_cache=False).logits
+            traces.append(recording.trace())
+            logprobs += _of_responses(logits, tokens, self.scale.prompt, shape)
+        return Observed(np.concatenate(logprobs), concatenate(traces))
 
 
 def run(figures: Figures) -> None:
-    """Measure one rollout against trainers of several layouts."""
+    """Measure one rollout against a trainer, and that trainer against one that packs."""
     scale = FULL if figures.full else SMALL
     num_layers = layers_that_fit(figures.device, LAYER_BYTES, SPARE_BYTES, MOST_LAYERS) if figures.full else 4
     model = layered_model(figures.device, num_layers, scale.vocabulary, TRUE_LAYER if figures.full else SMALL_LAYER)
@@ -90,24 +91,18 @@ def run(figures: Figures) -> None:
         # logits of random weights are nearly flat, and rounding would move no sampled token's probability
         model.lm_head.weight.mul_(SHARPNESS)
     routed = hf.attach(model)
-    sampled = sample(routed, scale, figures.device)
-    figures.record(layers=num_layers, sequences=scale.sequences, tokens=sampled.observed.trace.num_rows)
-    everything = list(range(scale.sequences))
-    batches = _in_batches(everything, scale.batch)
-    others = _in_batches(np.random.default_rng(0).permutation(scale.sequences).tolist(), max(scale.batch // 2, 1) + 1)
-    trainer = train_side(Setting(routed, sampled, batches))
-    _compare(figures, "decode", sampled.observed, trainer, Setting(routed, sampled, batches))
-    again = train_side(Setting(routed, sampled, batches))
-    same = all(np.array_equal(a, b) for a, b in zip(trainer.logprobs, again.logprobs, strict=True))
-    figures.record(repeat_same_bits=same, **_figures("repeat", trainer, again))
-    _compare(figures, "other_batches", trainer, None, Setting(routed, sampled, others))
-    _compare(figures, "packed", trainer, None, Setting(routed, sampled, batches, "packed"))
-    alone = everything[: scale.alone]
-    _compare(figures, "alone", trainer.of(alone), None, Setting(routed, sampled, [[s] for s in alone]))
+    tokens, rollout = sample(routed, scale, figures.device)
+    figures.record(layers=num_layers, sequences=scale.sequences, tokens=rollout.trace.num_rows)
+    trainer = Trainer(routed, tokens, scale)
+    padded = trainer.seen("padded")
+    _compare(figures, "decode", rollout, padded, trainer.seen("padded", rollout.trace))
+    _compare(figures, "packed", padded, trainer.seen("packed"), trainer.seen("packed", padded.trace))
 
 
 @torch.no_grad()
-def sample(routed: hf.RoutedTransformer, scale: Scale, device: torch.device) -> Sampled:
+def sample(
+    routed: hf.RoutedTransformer, scale: Scale, device: torch.device
+) -> tuple[list[NDArray[np.int64]], Observed]:
     """Decode responses to random prompts, and cut them to lengths from a quarter on."""
     generator = torch.Generator(device).manual_seed(0)
     prompts = random_tokens(device, scale.vocabulary, (scale.sequences, scale.prompt))
@@ -126,30 +121,7 @@ def sample(routed: hf.RoutedTransformer, scale: Scale, device: torch.device) -> 
     lengths = np.random.default_rng(1).integers(max(scale.response // 4, 1), scale.response + 1, scale.sequences)
     rows = [row[: scale.prompt + length] for row, length in zip(whole, lengths, strict=True)]
     kept = [row[:length] for row, length in zip(logprobs_ST, lengths, strict=True)]
-    return Sampled(rows, scale.prompt, Observed(kept, recording.rollout(rows)))
-
-
-def train_side(setting: Setting, routes: RoutingTrace | None = None) -> Observed:
-    """Run whole sequences, on their own routes or on given ones; what is seen is in the order of the sequences."""
-    order = np.argsort(np.concatenate(setting.batches))
-    sequences = sorted(s for batch in setting.batches for s in batch)
-    model = setting.routed.model
-    logprobs, traces = [], []
-    for batch in setting.batches:
-        tokens = [setting.sampled.tokens[s] for s in batch]
-        arguments = _padded(tokens) if setting.shape == "padded" else _packed(tokens)
-        arguments = {name: value.to(next(model.parameters()).device) for name, value in arguments.items()}
-        with torch.no_grad(), setting.routed.record() as recording, ExitStack() as stack:
-            if routes is not None:
-                stack.enter_context(setting.routed.replay(routes.select(np.searchsorted(sequences, batch))))
-            logits = model(**arguments, use_cache=False).logits
-        traces.append(recording.trace())
-        logprobs += _of_responses(logits, tokens, setting)
-    return Observed([logprobs[place] for place in order], concatenate(traces).select(order))
-
-
-def _in_batches(sequences: list[int], size: int) -> list[list[int]]:
-    return [sequences[start : start + size] for start in range(0, len(sequences), size)]
+    return rows, Observed(np.concatenate(kept), recording.rollout(rows))
 
 
 def _padded(tokens: list[NDArray[np.int64]]) -> dict[str, Tensor]:
@@ -169,49 +141,39 @@ def _packed(tokens: list[NDArray[np.int64]]) -> dict[str, Tensor]:
     return {"input_ids": torch.from_numpy(ids)[None], "position_ids": torch.from_numpy(positions)[None]}
 
 
-def _of_responses(logits_BTV: Tensor, tokens: list[NDArray[np.int64]], setting: Setting) -> list[NDArray[np.float64]]:
+def _of_responses(
+    logits_BTV: Tensor, tokens: list[NDArray[np.int64]], prompt: int, shape: Shape
+) -> list[NDArray[np.float64]]:
     """The log-probability of each response token, which the logits of the position before it give."""
-    prompt, packed = setting.sampled.prompt, setting.shape == "packed"
-    begun = np.cumsum([0, *map(len, tokens)])
+    rows = logits_BTV[0].split(list(map(len, tokens))) if shape == "packed" else logits_BTV
     found = []
-    for row, each in enumerate(tokens):
-        start = int(begun[row]) if packed else 0
-        logits_RV = logits_BTV[0 if packed else row, start + prompt - 1 : start + len(each) - 1]
+    for each, logits_TV in zip(tokens, rows, strict=True):
+        logits_RV = logits_TV[prompt - 1 : len(each) - 1]
         targets_R1 = torch.from_numpy(each[prompt:]).to(logits_RV.device)[:, None]
         logprobs_R = logits_RV.float().log_softmax(-1).gather(1, targets_R1)[:, 0]
         found.append(logprobs_R.double().cpu().numpy())
     return found
 
 
-def _compare(figures: Figures, name: str, reference: Observed, native: Observed | None, setting: Setting) -> None:
+def _compare(figures: Figures, name: str, reference: Observed, native: Observed, replayed: Observed) -> None:
     """Compare a trainer with a rollout or another trainer, on its own routes and on those of the reference.
 
     Raises `AssertionError` when replay executed other routes, or did not bring probabilities nearer where many differ.
     """
-    found = _figures(name, reference, native or train_side(setting))
-    replayed = train_side(setting, reference.trace)
-    tokens = _between(reference, replayed)
-    found |= {f"{name}_replayed_k3_nats": tokens.k3, f"{name}_replayed_f2_share": tokens.f(2.0)}
-    figures.record(**found)
+    routing = routing_mismatch(reference.trace, native.trace)
+    before, after = (token_mismatch(other.logprobs, reference.logprobs) for other in (native, replayed))
+    found = {
+        "differing_routers_share": routing.differing_share,
+        "differing_tokens_share": routing.differing_tokens_share,
+        "differing_by_layer_share": [round(share, 5) for share in routing.differing_share_L.tolist()],
+        "k3_nats": before.k3,
+        "f2_share": before.f(2.0),
+        "replayed_k3_nats": after.k3,
+        "replayed_f2_share": after.f(2.0),
+    }
+    figures.record(**{f"{name}_{figure}": value for figure, value in found.items()})
     differing = routing_mismatch(reference.trace, replayed.trace).differing_share
     if differing:
         raise AssertionError(f"{name}: {differing:.3%} of the routes that replay executed are not those it was given")
-    k3 = found[f"{name}_k3_nats"]
-    if found[f"{name}_differing_tokens_share"] >= ENOUGH_DIFFER and tokens.k3 >= k3:
-        raise AssertionError(f"{name}: k3 is {tokens.k3:.3g} with replay and {k3:.3g} without; expected less")
-
-
-def _figures(name: str, reference: Observed, other: Observed) -> dict[str, Any]:
-    routing = routing_mismatch(reference.trace, other.trace)
-    tokens = _between(reference, other)
-    return {
-        f"{name}_differing_routers_share": routing.differing_share,
-        f"{name}_differing_tokens_share": routing.differing_tokens_share,
-        f"{name}_differing_by_layer_share": [round(share, 5) for share in routing.differing_share_L.tolist()],
-        f"{name}_k3_nats": tokens.k3,
-        f"{name}_f2_share": tokens.f(2.0),
-    }
-
-
-def _between(reference: Observed, other: Observed) -> TokenMismatch:
-    return token_mismatch(np.concatenate(other.logprobs), np.concatenate(reference.logprobs))
+    if routing.differing_tokens_share >= ENOUGH_DIFFER and after.k3 >= before.k3:
+        raise AssertionError(f"{name}: k3 is {after.k3:.3g} with replay and {before.k3:.3g} without; expected less")

@@ -6,8 +6,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from benchmarks.gpu.figures import Figures
 from benchmarks.harness.host_path import HostPath
-from benchmarks.harness.models import Sizes, spread_model
+from benchmarks.harness.models import Sizes, run_model, spread_model
 from benchmarks.harness.pairs import compare
 from foreroute.adapters import hf
 from foreroute.ep.transfer.transfers import Transfer
@@ -61,14 +61,6 @@ def _time_copy(figures: Figures, path: HostPath, size: int) -> tuple[float, floa
     target = torch.empty(num_bytes, dtype=torch.uint8, device=figures.device)
     in_one = partial(target.copy_, source, non_blocking=True)
     ratio = compare(partial(figures.timed, partial(path.copy, size)), partial(figures.timed, in_one), pairs=pairs)
-    # without waiting: what the host pays to begin a burst
-    launches = []
-    for _ in range(pairs):
-        figures.synchronize()
-        begun = time.perf_counter()
-        under_way = path.begin(size)
-        launches.append(time.perf_counter() - begun)
-        under_way.wait()
     name = f"host_path_{size}_experts"
     rate = num_bytes / (ratio.baseline_ms / 1e3) / 1e9
     low, median, high = (round(1 / value, 4) for value in (ratio.high, ratio.ratio, ratio.low))
@@ -78,7 +70,6 @@ def _time_copy(figures: Figures, path: HostPath, size: int) -> tuple[float, floa
             f"{name}_ratio_quartiles": [low, high],
             f"page_locked_{size}_experts_gb_per_s": round(rate, 2),
             f"{name}_gb_per_s": round(rate * median, 2),
-            f"{name}_launch_ms": round(statistics.median(launches) * 1e3, 4),
         }
     )
     return low, median, high
@@ -93,43 +84,36 @@ def _hide(figures: Figures, path: HostPath, size: int, ratio: int) -> tuple[floa
     times, before = (1 + int(seconds / once_s) for seconds in (max(ratio * copy_s, LEAST_GEMM_S), LEAST_GEMM_S))
     beside = partial(_beside, figures, partial(_repeated, once, before), partial(_repeated, once, times))
     beside(None)
-    shares, slowdowns, alone = [], [], []
+    shares = []
     for _ in range(PAIRS if figures.full else FEW_PAIRS):
-        alone_s, _ = beside(None)
+        alone_s = beside(None)
         copy_s = figures.timed(copy)
-        gemms_s, all_s = beside(partial(path.begin, size))
-        shares.append(1 - (all_s - alone_s) / copy_s)
-        slowdowns.append(gemms_s / alone_s)
-        alone.append(alone_s)
-    figures.record(**{f"gemms_{ratio}x_ms": round(statistics.median(alone) * 1e3, 3)})
-    figures.record_quartiles(f"gemms_beside_copy_{ratio}x_ratio", slowdowns)
+        shares.append(1 - (beside(partial(path.begin, size)) - alone_s) / copy_s)
     return figures.record_quartiles(f"hidden_{ratio}x_share", shares)
 
 
 def _beside(
     figures: Figures, before: Callable[[], None], gemms: Callable[[], None], begin: Callable[[], Transfer] | None
-) -> tuple[float, float]:
-    """Seconds of the GEMMs, and of them and the burst together, where the device has work while the host launches."""
+) -> float:
+    """Seconds of the GEMMs and the burst together, where the device has work while the host launches."""
     figures.synchronize()
     if figures.device.type == "cpu":
         begun = time.perf_counter()
         burst = begin() if begin else None
         gemms()
-        gemms_s = time.perf_counter() - begun
         if burst:
             burst.wait()
-        return gemms_s, time.perf_counter() - begun
-    first, computed, over = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        return time.perf_counter() - begun
+    first, over = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     before()
     first.record()
     burst = begin() if begin else None
     gemms()
-    computed.record()
     if burst:
         burst.wait()
     over.record()
     over.synchronize()
-    return float(first.elapsed_time(computed)) / 1e3, float(first.elapsed_time(over)) / 1e3
+    return float(first.elapsed_time(over)) / 1e3
 
 
 def _gemm(figures: Figures, path: HostPath) -> Callable[[], None]:
@@ -163,30 +147,20 @@ def _passes(figures: Figures) -> None:
     with ours.record() as recording, torch.no_grad():
         ours.model(input_ids=batch, use_cache=False)
     trace = recording.trace()
-    rows_of = {True: ours.rows(trace), False: theirs.rows(trace)}
-    counts_MLGE = ours.gather_counts([rows_of[True]])
-    launches: dict[bool, list[float]] = {True: [], False: []}
+    own_rows, their_rows = ours.rows(trace), theirs.rows(trace)
+    counts_MLGE = ours.gather_counts([own_rows])
 
-    def passing(known: bool) -> Callable[[], None]:
-        routed, rows = ours if known else theirs, rows_of[known]
+    def passed(routed: hf.RoutedTransformer, rows: Any) -> None:
+        with routed.replay(rows):
+            run_model(routed.model, batch)
+        routed.model.zero_grad(set_to_none=True)
+        figures.synchronize()
 
-        def run() -> None:
-            executing = ours.execute(None, counts_MLGE, [rows], step=0) if known else nullcontext()
-            with executing, routed.replay(rows):
-                begun = time.perf_counter()
-                logits = routed.model(input_ids=batch, use_cache=False).logits
-                launches[known].append(time.perf_counter() - begun)
-                logits.float().log_softmax(-1)[..., 0].mean().backward()
-            routed.model.zero_grad(set_to_none=True)
-            figures.synchronize()
+    def known() -> None:
+        with ours.execute(None, counts_MLGE, [own_rows], step=0):
+            passed(ours, own_rows)
 
-        return run
-
-    ratio = compare(passing(True), passing(False), pairs=PASS_PAIRS if figures.full else FEW_PASS_PAIRS)
-    per_cell_ms = {known: statistics.median(s) * 1e3 / sizes.layers for known, s in launches.items()}
+    pairs = PASS_PAIRS if figures.full else FEW_PASS_PAIRS
+    ratio = compare(known, partial(passed, theirs, their_rows), pairs=pairs)
     figures.record_ratio("known_over_all_to_all", ratio)
-    figures.record(
-        known_launch_per_cell_ms=round(per_cell_ms[True], 4),
-        all_to_all_launch_per_cell_ms=round(per_cell_ms[False], 4),
-        pass_of_all_to_all_ms=round(ratio.baseline_ms, 3),
-    )
+    figures.record(pass_of_all_to_all_ms=round(ratio.baseline_ms, 3))

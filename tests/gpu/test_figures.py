@@ -12,7 +12,6 @@ from foreroute.adapters import hf
 from foreroute.testing.models import round_by_shape
 
 pytestmark = pytest.mark.slow
-SHAPES = ("decode", "other_batches", "packed", "alone")
 
 
 @pytest.fixture
@@ -32,10 +31,9 @@ def test_each_shape_is_compared_without_and_with_replay(figures):
     mismatch.run(figures)
     found = figures.found
     assert found["decode_differing_tokens_share"] > 0
-    assert all(found[f"{shape}_k3_nats"] > 0 for shape in SHAPES)
-    # the same forward again is the same
-    assert found["repeat_same_bits"] is True
-    assert found["repeat_k3_nats"] == found["repeat_differing_routers_share"] == 0
+    assert all(found[f"{shape}_k3_nats"] > 0 for shape in ("decode", "packed"))
+    # of the same tokens, whose probabilities rounding alone moves
+    assert max(found[f"{shape}_replayed_k3_nats"] for shape in ("decode", "packed")) < 0.02
 
 
 @pytest.mark.usefixtures("shapes_round_otherwise")
