@@ -62,7 +62,10 @@ def test_counts_to_table_plan_and_page(files, tmp_path):
     for made in (rf"foreroute {fr.__version__}, \d{{4}}-\d\d-\d\d: ", "--set home_moves=2", "cluster.toml", "TFLOP/s"):
         assert re.search(made, page)
     for shown in (page, result.stdout):
-        assert re.search(r"(?s)load_plan.*routed\.execute.*docs/experts\.md", shown)
+        words = " ".join(shown.split())
+        assert "Use the plan" in words or "Do not use the plan" in words
+        assert bool(re.search(r"load_plan.*routed\.execute.*docs/experts\.md", words)) == ("Use the plan" in words)
+        assert "of the processors" in words
         assert ("several nodes" in " ".join(shown.split())) == (load_plan(output).topology.num_nodes > 1)
     again = plan(given, files)
     assert again.returncode == 2

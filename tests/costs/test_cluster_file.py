@@ -39,7 +39,7 @@ def test_a_cluster_can_be_written_down_and_read_again(hardware):
         "topology": {"num_ranks": 16, "redundant_slots": 2, "ranks_per_node": 4},
         "hardware": {"preset": hardware},
         "model": {"preset": "glm-4.5", "weight_bytes": 0.5},
-        "links": {"cluster_bytes_per_s": 1.1e17, "node_latency_s": 1e-7},
+        "links": {"host_bytes_per_s": 1.1e17, "node_latency_s": 1e-7},
         "costs": {"dispatcher": "copies", "paths": "direct", "trial_s_per_count": 1e-4},
     }
     cluster = parse_cluster(given, source="x")
@@ -47,6 +47,31 @@ def test_a_cluster_can_be_written_down_and_read_again(hardware):
     other = tomllib.loads(cluster_toml(cluster))
     other["costs"]["trial_s_per_count"] = 0.0
     assert parse_cluster(other, source="x") != cluster
+
+
+@pytest.mark.parametrize(
+    ("links", "ranks_per_node", "left"),
+    [
+        ({"node_bytes_per_s": 22e9}, 4, "cluster_bytes_per_s"),
+        ({"cluster_bytes_per_s": 400e9}, 4, "node_bytes_per_s"),
+        ({"node_bytes_per_s": 22e9}, 8, None),
+        ({"node_bytes_per_s": 22e9, "cluster_bytes_per_s": 11e9}, 4, None),
+        ({"node_bytes_per_s": 22e9, "cluster_bytes_per_s": 45e9}, 4, None),
+        ({"node_latency_s": 1e-6}, 4, None),
+    ],
+)
+def test_a_link_of_a_preset_does_not_outrun_that_of_a_file_in_silence(links, ranks_per_node, left):
+    given = {
+        "topology": {"num_ranks": 8, "redundant_slots": 2},
+        "hardware": {"preset": "h100", "ranks_per_node": ranks_per_node},
+        "model": {"preset": "glm-4.5"},
+        "links": links,
+    }
+    if left is None:
+        parse_cluster(given, source="x")
+        return
+    with pytest.raises(ConfigError, match=rf"nearer than ranks of the same node\. Set {left} too"):
+        parse_cluster(given, source="x")
 
 
 RATES = {

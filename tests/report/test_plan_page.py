@@ -1,5 +1,6 @@
 """The page of a plan, its rows, tiles and finding; and how numbers look on every page."""
 
+import re
 import tomllib
 from dataclasses import replace
 
@@ -10,15 +11,18 @@ from foreroute.costs.cluster_file import Cluster, parse_cluster
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import hardware_preset, model_preset
 from foreroute.plan import Topology
+from foreroute.plan.capabilities import SEVERAL_NODES
 from foreroute.plan.options import PASS_NAMES
 from foreroute.report.figure import integer_ticks, ticks_above_one
 from foreroute.report.format import duration, over_mean, percentage, size, step_time, time_unit
 from foreroute.report.methods import BOUND
+from foreroute.report.page import Column, Table, TableRow
 from foreroute.report.plan import (
     executors_of_ways,
     plan_finding,
     plan_table,
     plan_tiles,
+    planning_words,
     ways_finding,
     ways_table,
     write_plan_page,
@@ -26,16 +30,19 @@ from foreroute.report.plan import (
 from foreroute.simulate.balancers import BalancerInput
 from foreroute.simulate.compare import TimedPlan, compare_plan
 from foreroute.simulate.methods import BALANCERS
-from foreroute.simulate.ways import Way, simplest
+from foreroute.simulate.ways import Way, simplest, ways_to_level
 from foreroute.trace import RoutedLayer
 from tests.plan.random_plans import LINKS, random_counts, random_plan
 from tests.report.pages import rows_of, text_of
 
-COSTS = CostModel(model=model_preset("qwen3-30b-a3b"), hardware=hardware_preset("h100"))
+COSTS = CostModel(
+    model=model_preset("qwen3-30b-a3b"), hardware=hardware_preset("h100"), plan_s_per_count=1e-9, begin_s=1e-6
+)
+ONE_NODE = Topology(4, 4, 2, LINKS)
 
 
 def case(topology=None, shape=(3, 2, 4, 8), *, empty=False, at_home=()):
-    topology = topology or Topology(4, 2, 2, LINKS)
+    topology = topology or ONE_NODE
     counts = random_counts(0, shape, most=1 if empty else 900)
     plan = random_plan(counts, topology, seed=1, moves=4)
     if at_home:
@@ -57,7 +64,7 @@ def test_everything_is_on_the_page(tmp_path):
     text, table = text_of(html), plan_table(found)
     assert html.count("data:image/svg+xml;base64,") == 3
     assert "is not shown" not in html
-    assert plan_finding(found) in text
+    assert plan_finding(found).replace("\N{NO-BREAK SPACE}", " ") in text
     for tile in plan_tiles(found):
         assert f"{tile.name} {tile.value} {tile.against}".strip().replace("\N{NO-BREAK SPACE}", " ") in text
     shown = rows_of(html)
@@ -133,7 +140,7 @@ def test_one_empty_cell(tmp_path):
 )
 @pytest.mark.usefixtures("unpainted")
 def test_the_page_says_first_whether_to_use_the_plan(tmp_path, at_home, begins, tone, titles):
-    found = case(at_home=at_home)
+    found = paying(case(at_home=at_home))
     html = write_plan_page(found, {}, tmp_path / "page.html").read_text()
     finding = plan_finding(found)
     assert finding.startswith(begins)
@@ -148,7 +155,7 @@ def test_the_page_says_first_whether_to_use_the_plan(tmp_path, at_home, begins, 
 
 
 def test_a_plan_without_replicas_is_nothing_to_use():
-    found = case(Topology(4, 2, 0, LINKS))
+    found = case(replace(ONE_NODE, redundant_slots=0))
     assert plan_finding(found).startswith("There is nothing to use: the plan has no replicas.")
     assert plan_table(found).column("Method")[-2] == "foreroute"
 
@@ -157,8 +164,20 @@ def test_a_plan_without_replicas_is_nothing_to_use():
     ("plan_s", "static_s", "other_s", "words"),
     [
         (1.0, 2.0, 1.5, "2.00 times as fast as static and 1.50 times as fast as EPLB, the fastest other balancer;"),
-        (1.0, 1.004, 0.5, "are as fast as static and 0.50 times as fast as EPLB, the fastest other balancer;"),
-        (1.0, 0.5, None, "are 0.50 times as fast as static; the slowest rank"),
+        (
+            1.0,
+            1.004,
+            0.5,
+            "Use the plan: by the cost model, recompute and update are as fast as static and 0.50 times as fast as "
+            "EPLB, the fastest other balancer;",
+        ),
+        (
+            1.0,
+            0.5,
+            None,
+            "Do not use the plan: by the cost model, recompute and update are 0.50 times as fast as static; the "
+            "slowest rank",
+        ),
     ],
 )
 def test_the_finding_is_beside_static_and_the_strongest_other_method(plan_s, static_s, other_s, words):
@@ -175,7 +194,128 @@ def priced(record, seconds):
         {part: value * seconds / record.training_s for part, value in parts.items()}
         for parts in (record.recompute_parts, record.update_parts)
     ]
-    return replace(record, recompute_parts=parts[0], update_parts=parts[1])
+    return replace(record, recompute_parts=parts[0], update_parts=parts[1], moves_s=0.0)
+
+
+def paying(found):
+    """The same in seconds in which the plan saves half."""
+    return replace(found, methods=tuple(priced(one, 1.0 if one.is_plan else 2.0) for one in found.methods))
+
+
+BOTH_UNPRICED = "Planning and votes are priced at 0 (plan_s_per_count and begin_s of [costs]); “foreroute measure”"
+
+
+@pytest.mark.parametrize(
+    ("unpriced", "planning_s", "begins", "said"),
+    [
+        ((), 9.0, "Use the plan:", ""),
+        (("planning", "votes"), 0.25, "Use the plan:", "Planning took 250 ms here (measured), and the plan saves 1 s"),
+        (("planning",), 0.25, "Use the plan:", "Planning is priced at 0 (plan_s_per_count of [costs]);"),
+        (
+            ("planning", "votes"),
+            1.5,
+            "Do not use the plan in a step that waits for its planning, which took 1.5 s here (measured): the plan "
+            "saves 1 s (modelled).",
+            BOTH_UNPRICED,
+        ),
+    ],
+)
+@pytest.mark.usefixtures("unpainted")
+def test_planning_that_nobody_priced_is_set_beside_what_the_plan_saves(tmp_path, unpriced, planning_s, begins, said):
+    found = paying(case())
+    methods = (*found.methods[:-1], replace(found.methods[-1], planning_s=planning_s))
+    found = replace(found, methods=methods, unpriced=unpriced, once_s=0.0)
+    html = write_plan_page(found, {}, tmp_path / "page.html").read_text()
+    finding = plan_finding(found).replace("\N{NO-BREAK SPACE}", " ")
+    assert finding.startswith(begins)
+    assert said in finding
+    assert ("foreroute measure" in finding) is bool(unpriced)
+    assert finding in text_of(html)
+    assert f'finding {"fine" if begins.startswith("Use") else "warning"}"' in html
+
+
+@pytest.mark.parametrize(
+    ("unpriced", "said"),
+    [
+        ((), "Do not use the plan: once a step it takes 1.2 s for planning, publishing and votes, and it saves 1 s"),
+        (
+            ("planning",),
+            "took 12.3 ms here (measured), beside 1.2 s for publishing and votes (modelled): the plan saves",
+        ),
+    ],
+)
+def test_what_a_plan_takes_once_a_step_counts(unpriced, said):
+    finding = plan_finding(replace(paying(case()), once_s=1.2, unpriced=unpriced)).replace("\N{NO-BREAK SPACE}", " ")
+    assert said in finding
+    assert finding.startswith("Do not use the plan")
+
+
+@pytest.mark.parametrize(
+    ("costs", "unpriced"),
+    [({}, ("planning", "votes")), ({"begin_s": 1e-3}, ("planning",)), ({"plan_s_per_count": 1e-9}, ())],
+)
+def test_what_the_cost_model_has_at_0_is_known(costs, unpriced):
+    given, counts = CostModel(model=COSTS.model, hardware=COSTS.hardware, **costs), random_counts(0, (1, 1, 4, 8))
+    plan = random_plan(counts, ONE_NODE, seed=1, moves=0)
+    problem = BalancerInput(counts, ONE_NODE, plan.previous_home_LE, costs=given)
+    found = compare_plan(TimedPlan(plan, {}, 0.1, 0.0123), problem, {"static": BALANCERS["static"]})
+    assert found.unpriced == unpriced
+    assert found.once_s == given.step_seconds(plan.hosts, ONE_NODE)
+    assert "1 cells in 12.3 ms of the processors, 100 ms by the clock" in planning_words(found, 1).replace(
+        "\N{NO-BREAK SPACE}", " "
+    )
+
+
+@pytest.mark.parametrize(
+    ("moves_s", "begins", "speedup"),
+    [
+        (0.25, "Use the plan: by the cost model, homes that move in 250 ms, recompute and update are 1.60 times", 1.6),
+        (3.0, "Do not use the plan: by the cost model, homes that move in 3 s, recompute and update are 0.50", 0.5),
+    ],
+)
+def test_homes_that_move_are_a_cost_of_the_step(moves_s, begins, speedup):
+    """Of EPLB's too, which is as fast without them."""
+    found = paying(case())
+    static, other, planned = found.methods
+    others = [replace(other, label="moves"), replace(other, label="stays")]
+    priced_others = [replace(priced(one, 1.5), moves_s=move) for one, move in zip(others, (1.0, 0.0), strict=True)]
+    found = replace(found, methods=(static, *priced_others, replace(planned, moves_s=moves_s)))
+    finding = plan_finding(found).replace("\N{NO-BREAK SPACE}", " ")
+    assert finding.startswith(begins)
+    assert "stays, the fastest other balancer" in finding
+    row = cells(plan_table(found), "foreroute")
+    assert row["Speedup over static, home moves too"].startswith(f"{speedup:.2f}")
+    assert row["Homes move in, modelled"] == duration(moves_s)
+    assert cells(plan_table(found), "moves")["Speedup over static, home moves too"].startswith("0.80")
+
+
+def test_what_a_pass_saves_is_said_against_the_homes_that_experts_move_to():
+    plan = case(at_home=("recompute",)).plan
+    for pass_name in PASS_NAMES:
+        assert "of the modelled time at the homes that experts move to" in plan.decision(pass_name)
+        stays = replace(plan, previous_home_LE=plan.home_LE)
+        assert re.search(r"of the modelled time at homes(;|$)", stays.decision(pass_name))
+
+
+def test_seconds_of_moves_are_those_of_the_ways():
+    found, counts = case(), random_counts(0, (3, 2, 4, 8), most=900)
+    *_, way = ways_to_level(found.plan, counts, COSTS, None)
+    assert found.methods[-1].moves_s == way.moves_s > 0
+    assert found.methods[0].moves_s == 0
+    assert found.methods[-1].training_s == pytest.approx(way.passes_s)
+
+
+def test_a_verdict_on_several_nodes_begins_with_what_is_known_of_them():
+    found = case(Topology(4, 2, 2, LINKS))
+    assert plan_finding(found).startswith(f"{SEVERAL_NODES} ")
+    assert "several nodes" not in plan_finding(case())
+
+
+def test_rows_are_on_the_page(tmp_path):
+    table = Table(title="Rows here", columns=(Column("Reserved"),), rows=(TableRow(cells=("known",)),))
+    html = write_plan_page(case(), {}, tmp_path / "page.html", rows=(table,)).read_text()
+    assert "Rows that buffers must hold" in html
+    assert "known" in rows_of(html)
 
 
 def ways_of(**step_s):

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.balancers import OTHER_BALANCERS
 from foreroute.costs.presets import hardware_preset
+from foreroute.plan.capabilities import SEVERAL_NODES
 from foreroute.report.simulation import (
     HEADINGS,
     by_part,
@@ -212,7 +213,11 @@ def test_a_scenario_that_no_executor_carries_out_is_marked_at_every_figure(tmp_p
     )
     assert executed(found) == "Executed in tests on CPU processes: static; foreroute. The two limits never are."
     found = replace(found, methods=tuple(replace(method, not_executed=missing) for method in found.methods))
-    assert executed(found) == f"No executor carries out any of it: it takes {', '.join(missing)}."
+    assert executed(found) == (
+        f"Nothing of it has been executed as it is simulated: it takes {', '.join(missing)}. {SEVERAL_NODES}"
+    )
+    one_node = replace(found, methods=tuple(replace(method, not_executed=missing[1:]) for method in found.methods))
+    assert "several nodes" not in executed(one_node)
     assert simulation_finding(found).startswith("By the cost model, and not executed, foreroute makes")
     assert set(simulation_table(found).column("Executed")) == {"no"}
     text = text_of(page(tmp_path, found))

@@ -22,7 +22,6 @@ from foreroute.errors import ConfigError, CountsError, InputError, PlanError, sh
 from foreroute.files.writing import check_writable, writing_named
 from foreroute.layout import Packing
 from foreroute.plan import KnownRows, PlanOptions, StepPlan, known_rows, load_plan, save_plan, verify
-from foreroute.plan.capabilities import EXECUTES, Ability
 from foreroute.plan.counts import (
     COUNTS_FILE,
     FEW_ENTRIES,
@@ -38,7 +37,6 @@ from foreroute.plan.received_rows import unrouted_tokens
 from foreroute.plan.topology import Topology
 from foreroute.planner.homes import place_homes
 from foreroute.planner.packed_homes import PackedSequences
-from foreroute.report.format import duration
 from foreroute.report.page import Table, check_page
 from foreroute.report.plan import (
     cost_words,
@@ -46,6 +44,7 @@ from foreroute.report.plan import (
     plan_finding,
     plan_table,
     plan_tiles,
+    planning_words,
     rows_table,
     ways_finding,
     ways_table,
@@ -81,8 +80,6 @@ def run_plan(
         found = timed_plan(problem, options, work.advance)
     # counts do not say which sequences they are of; executors refuse a plan of other tokens by this digest
     found = replace(found, plan=replace(found.plan, packing=step.packing, tokens_digest=step.tokens_digest))
-    threads = "one thread" if options.threads == 1 else f"{options.threads} threads"
-    console.print(f"{'planned':<9} {cells} cells in {duration(found.elapsed_s)} with {threads}", highlight=False)
     console.print(shown_facts(found.why))
     with working("verifying and writing the plan", console), writing_named(output, PlanError):
         # nothing that breaks a rule of plans is ever written, whatever planned it
@@ -93,6 +90,8 @@ def run_plan(
     balancers = BALANCERS if baselines else {"static": BALANCERS["static"]}
     with working("comparing with other balancers", console, total=len(balancers)) as work:
         compared = compare_plan(found, problem, balancers, work.advance)
+    planned = {"planned": planning_words(compared, options.threads)}
+    console.print(shown_facts(planned))
     console.print(shown_table(plan_table(compared)))
     console.print(plan_finding(compared), highlight=False, markup=False)
     console.print(shown_tiles(plan_tiles(compared)))
@@ -109,23 +108,25 @@ def run_plan(
     console.print("\n" + ways_finding(ways), highlight=False, markup=False)
     console.print(shown_table(ways_table(ways)))
     console.print(shown_facts(executors_of_ways()))
+    tables: tuple[Table, ...] = ()
     if rows:
         with working("counting the rows of ranks", console):
-            tables = _rows_tables(step, found.plan, _rows_before(step, inputs["previous"], inputs["token_budget"]))
+            before = _rows_before(step, inputs["previous"], inputs["token_budget"])
+            tables = tuple(_rows_tables(step, found.plan, before))
         for table in tables:
             console.print(shown_table(table))
     execute = {}
-    if compared.passes_by_plan:
+    if compared.passes_by_plan and compared.pays:
         way = f"foreroute.plan.load_plan({output.name!r}), then routed.execute: docs/experts.md, docs/megatron.md"
-        if step.topology.num_nodes > 1 and not any(Ability.NODES in abilities for abilities in EXECUTES.values()):
-            way += ". No plan has run on several nodes, so that times may be others"
         execute = {"execute": way}
         console.print(shown_facts(execute))
     made = {"made": f"foreroute {foreroute.__version__}, {date.today()}: {shlex.join(['foreroute', *sys.argv[1:]])}"}
-    all_facts = facts | found.why | execute | made
+    all_facts = facts | planned | found.why | execute | made
     write_page(
         console,
-        lambda: write_plan_page(compared, all_facts, page, cluster=step.cluster, layers=step.layers, ways=ways),
+        lambda: write_plan_page(
+            compared, all_facts, page, cluster=step.cluster, layers=step.layers, ways=ways, rows=tables
+        ),
     )
 
 

@@ -25,6 +25,7 @@ from foreroute.plan.topology import Links, Topology
 TABLES = {"topology": Topology, "hardware": Hardware, "links": Links, "model": ModelShape, "costs": CostModel}
 """Class that each table describes. Attributes that are tables of this file stand beside it."""
 PRESETS = {"hardware": hardware_preset, "model": model_preset}
+NODE_LINK, CLUSTER_LINK = "node_bytes_per_s", "cluster_bytes_per_s"
 Rates = Mapping[str, Mapping[str, float]]
 """Values by table and key."""
 
@@ -80,7 +81,21 @@ def parse_cluster(values: Mapping[str, Any], *, source: str) -> Cluster:
     # what is no number is refused below, by its name
     given["topology"].setdefault("ranks_per_node", min(num_ranks, width) if is_whole(num_ranks) else width)
     costs = _made("costs", given, source, model=model, hardware=hardware)
-    return Cluster(_made("topology", given, source, links=links), costs)
+    topology = _made("topology", given, source, links=links)
+    if topology.num_nodes > 1:
+        _refuse_half_of_links(given["links"], links, source)
+    return Cluster(topology, costs)
+
+
+def _refuse_half_of_links(given: Mapping[str, Any], links: Links, source: str) -> None:
+    """Raise `ConfigError` where one link is given, and that of a preset beside it makes other nodes the nearer ones."""
+    own = [key for key in (NODE_LINK, CLUSTER_LINK) if key in given]
+    if len(own) == 1 and links.cluster_bytes_per_s > links.node_bytes_per_s:
+        (left,) = {NODE_LINK, CLUSTER_LINK} - set(own)
+        raise ConfigError(
+            f"{source}: [links] {own[0]} is {getattr(links, own[0]):g} and {left}, of the preset, "
+            f"{getattr(links, left):g}: other nodes would be nearer than ranks of the same node. Set {left} too"
+        )
 
 
 def _refuse_missing(given: Mapping[str, Mapping[str, Any]], preset: Mapping[str, Any], source: str) -> None:

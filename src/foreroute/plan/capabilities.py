@@ -49,6 +49,18 @@ EXECUTOR_NAMES: Mapping[Executor, str] = {
     "hf_own": "transformers' own expert parallelism",
 }
 """For people."""
+SEVERAL_NODES = (
+    "Plans over several nodes have been executed on nodes made of one machine alone; none has run between machines, "
+    "where all times of a step are modelled."
+)
+"""What is known of every step on several nodes, while no executor has `Ability.NODES`."""
+
+
+def on_several_nodes(num_nodes: int) -> str:
+    """Say what is known of plans on several nodes; empty on one, and where an executor is known to run there."""
+    if num_nodes == 1 or any(Ability.NODES in abilities for abilities in EXECUTES.values()):
+        return ""
+    return SEVERAL_NODES
 
 
 def warn_of_lacks(plan: StepPlan, executor: Executor, paths: FetchPath) -> None:

@@ -128,7 +128,9 @@ class StepPlan:
             return "at homes: the plan has no replicas"
         if pass_name not in self.gains:
             return "by the plan: its gain is not known"
-        gain = f"{abs(self.gains[pass_name]):.1%} of the modelled time"
+        moved = bool((self.home_LE != self.previous_home_LE).any())
+        homes = "the homes that experts move to" if moved else "homes"
+        gain = f"{abs(self.gains[pass_name]):.1%} of the modelled time at {homes}"
         if not self.is_at_home(pass_name):
             return f"by the plan: it saves {gain}"
         verb = "cost" if self.gains[pass_name] < 0 else "save"

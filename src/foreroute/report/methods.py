@@ -21,6 +21,10 @@ SHOWN: dict[Column, Callable[[Any, float], str]] = {
     Column("Executed", "exe-\ncuted"): lambda one, _: "no" if one.not_executed else "yes",
     Column("Recompute and update, modelled", "step"): lambda one, _: step_time(one.training_s),
     Column("Speedup over static", "speedup\nover\nstatic"): lambda one, static_s: times(static_s / one.training_s),
+    Column("Homes move in, modelled", "homes\nmove in"): lambda one, _: duration(one.moves_s) if one.moves_s else "",
+    Column("Speedup over static, home moves too", "speedup\nover\nstatic"): lambda one, static_s: times(
+        static_s / one.step_s
+    ),
     Column("Share of forced balance", "of\nforced\nbalance"): lambda one, _: percentage(one.share_of_forced_balance),
     Column("Share of the bound"): lambda one, _: percentage(one.share_of_bound),
     Column("Slowest rank over mean", f"slowest\nrank,\n{TIMES} mean"): lambda one, _: over_mean(one.imbalance),
@@ -83,12 +87,12 @@ def passes_by_part(
     return stacked_bars(caption, bars, colours, unit_s=unit_s, headings={0: "recompute", len(methods): "update"})
 
 
-def worth(main: MethodRecord, static: MethodRecord, other: MethodRecord | None, other_label: str = "") -> str:
-    """Speed of a method beside static and, where there is one, beside the strongest other method."""
-    text = f"{as_fast(static.training_s, main.training_s)} static"
-    if other is None:
+def worth(static_s: float, main_s: float, other_s: float = 0.0, other_label: str = "") -> str:
+    """Speed of a method beside static and, where it has a label, beside the strongest other method."""
+    text = f"{as_fast(static_s, main_s)} static"
+    if not other_label:
         return text
-    return f"{text} and {as_fast(other.training_s, main.training_s)} {other_label}, the fastest other balancer"
+    return f"{text} and {as_fast(other_s, main_s)} {other_label}, the fastest other balancer"
 
 
 def named(method: SimulatedMethod, record: SimulationRecord) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from foreroute.costs.pricing import PART_NAMES
-from foreroute.plan.capabilities import EXECUTES, EXECUTOR_NAMES, Ability
+from foreroute.plan.capabilities import EXECUTES, EXECUTOR_NAMES, Ability, on_several_nodes
 from foreroute.report.figure import PART_COLOURS, heat_maps, layer_label
 from foreroute.report.format import TIMES, duration, over_mean, percentage, size, step_time, time_unit, times
 from foreroute.report.methods import BOUND, method_table, passes_by_part, worth
@@ -30,7 +30,8 @@ HEADINGS = (
     "In 99 % of cells",
     "In the worst cell",
     "Recompute and update, modelled",
-    "Speedup over static",
+    "Homes move in, modelled",
+    "Speedup over static, home moves too",
     "Experts fetched per cell",
     "Homes moved",
     "Served across nodes",
@@ -44,8 +45,14 @@ NOTES = (
     "“foreroute” has what is executed. Where traffic between nodes counts, a plan leaves more to the slowest rank "
     "than its tolerance.",
     "An assignment is served across nodes when its expert is on another node than its token.",
-    "Times of the step come from a cost model, which leaves out overlap, jitter and congestion; times of planning "
-    "are measured, from counts to token splits. Homes move before the step, in no time given here.",
+    "Times of the step come from a cost model, which leaves out overlap, jitter and congestion. Planning time is "
+    "measured on the machine that made this page, from counts to token splits, in seconds of its processors; the step "
+    "has none of it, nor votes, nor publishing.",
+    "Homes move before the step, with optimizer state, in the time beside it, and the speedup counts that as the cost "
+    "of each step; homes that move once and then stay cost it once. Static moves none. What the plan saves in a pass "
+    "is a share of that pass with every expert at its home under the plan, where it has moved already.",
+    "Waits for weights and gradients are priced cell by cell. A simulation runs transfers beside all of the step, and "
+    "adds the output head, so that speedups of methods that move much differ.",
     "The lower bound is the least that any plan can reach: with these slots for loads; for times, level experts and "
     "empty links, which no real plan attains.",
 )
@@ -67,13 +74,15 @@ def write_plan_page(
     cluster: Cluster | None = None,
     layers: Sequence[RoutedLayer] = (),
     ways: Sequence[Way] = (),
+    rows: Sequence[Table] = (),
 ) -> Path:
     """Write the page; raises `InputError` as `page.write_page`.
 
     `facts` say what was planned, how and when; `cluster` has the rates and sizes that seconds stand on; `layers` are L,
-    where the model's own numbers of them are known; `ways` say what is reached with less than the plan.
+    where the model's own numbers of them are known; `ways` say what is reached with less than the plan;
+    `rows` are tables of `rows_table`.
     """
-    return write_page(target, lambda: _page(found, facts, cluster, layers, ways))
+    return write_page(target, lambda: _page(found, facts, cluster, layers, ways, rows))
 
 
 def plan_table(found: PlanComparison) -> Table:
@@ -84,7 +93,7 @@ def plan_table(found: PlanComparison) -> Table:
         "In 99 % of cells": over_mean(float(np.quantile(least_ML, 0.99))),
         "In the worst cell": over_mean(float(least_ML.max())),
         "Recompute and update, modelled": step_time(found.least_s),
-        "Speedup over static": times(static_s / found.least_s),
+        "Speedup over static, home moves too": times(static_s / found.least_s),
     }
     title = "The step by method, all modelled but the time of planning"
     return method_table(
@@ -147,8 +156,9 @@ def ways_finding(ways: Sequence[Way]) -> str:
     parts.append(f"{reached['homes']} with homes moved{' too' * ('packing' in reached)} ({moved} a rank, once)")
     parts.append(f"{reached['plan']} under the plan ({fetched} a rank in a pass)")
     known = "" if "packing" in reached else " Sequences are not known, so that none is packed by routes."
+    aside = ", planning aside" * (simple.name == "plan")
     return (
-        f"{verdict[simple.name]}, by the cost model. The slowest ranks have {', '.join(parts[:-1])}, and "
+        f"{verdict[simple.name]}, by the cost model{aside}. The slowest ranks have {', '.join(parts[:-1])}, and "
         f"{parts[-1]}.{known}"
     )
 
@@ -182,38 +192,79 @@ def rows_table(policies: Sequence[Reservation], served: str) -> Table:
 
 
 def plan_finding(found: PlanComparison) -> str:
-    """Decision whether to use the plan, and its worth, in a sentence or two."""
-    from foreroute.simulate.records import AS_PLANNED, strongest_other
+    """Decision whether to use the plan, and its worth, in a few sentences."""
+    known = on_several_nodes(found.plan.topology.num_nodes)
+    return " ".join(filter(None, (known, _verdict(found), _left_out(found))))
+
+
+def _verdict(found: PlanComparison) -> str:
+    from foreroute.simulate.records import AS_PLANNED, strongest_priced
 
     static, executed = found.methods[0], found.methods[-1]
     # where both passes run by the plan, what was planned is what is executed
     planned = next((one for one in found.methods if one.name == AS_PLANNED), executed)
-    other = strongest_other(found.methods)
+    other = strongest_priced(found.methods)
     # what is executed is compared, not what was planned
-    gain = worth(executed, static, other, "" if other is None else other.label)
+    gain = worth(static.step_s, executed.step_s, *(() if other is None else (other.step_s, other.label)))
+    moves = f"homes that move in {duration(executed.moves_s)}, " if executed.moves_s else ""
     loads = {name: over_mean(one.imbalance) for name, one in (("home", static), ("plan", planned))}
     both = f"the slowest rank has {loads['plan']} times the mean load, and {loads['home']} times without balancing"
     passes = found.passes_by_plan
     # whether to use it comes before what it is worth
+    if passes and not found.pays:
+        if found.saved_s <= 0:
+            return f"Do not use the plan: by the cost model, {moves}recompute and update are {gain}; {both}."
+        saved, once = duration(found.saved_s), duration(found.once_s)
+        rest = f"{moves}recompute and update are {gain}, by the cost model; {both}."
+        if not found.unpriced:
+            return (
+                f"Do not use the plan: once a step it takes {once} for planning, publishing and votes, and it saves "
+                f"{saved} (modelled). Without them, {rest}"
+            )
+        others = "publishing" if "votes" in found.unpriced else "publishing and votes"
+        besides = f", beside {once} for {others} (modelled)" if found.once_s else ""
+        return (
+            f"Do not use the plan in a step that waits for its planning, which took {duration(executed.planning_s)} "
+            f"here (measured){besides}: the plan saves {saved} (modelled). Without that, {rest}"
+        )
     if len(passes) == 2:
-        return f"Use the plan: by the cost model, recompute and update are {gain}; {both}."
+        return f"Use the plan: by the cost model, {moves}recompute and update are {gain}; {both}."
     if passes:
         (home,) = {"recompute", "update"} - set(passes)
         return (
             f"Use the plan in the {passes[0]}; the {home} runs with every expert at its home, since the plan would "
-            f"save too little there. By the cost model, both passes together are {gain}; by the plan {both}."
+            f"save too little there. By the cost model, {moves}recompute and update are together {gain}; by the plan "
+            f"{both}."
         )
     # no replicas, so there is nothing that a pass could decline
     if not len(found.plan.hosts.expert_R):
         return (
             f"There is nothing to use: the plan has no replicas. Every expert serves at its home, where the slowest "
-            f"rank has {over_mean(executed.imbalance)} times the mean load. By the cost model, both passes together "
-            f"are {gain}."
+            f"rank has {over_mean(executed.imbalance)} times the mean load. By the cost model, {moves}recompute and "
+            f"update are together {gain}."
         )
     return (
         f"Do not use the plan: both passes run with every expert at its home, where the slowest rank has "
         f"{over_mean(executed.imbalance)} times the mean load. Under the plan it would have {loads['plan']} times the "
-        f"mean, and recompute and update would be {worth(planned, static, None)}, by the cost model."
+        f"mean, and {moves}recompute and update would be {worth(static.step_s, planned.step_s)}, by the cost model, "
+        "without what a plan takes once a step: planning, publishing, votes."
+    )
+
+
+def _left_out(found: PlanComparison) -> str:
+    """What a verdict for the plan leaves out, since the cost model has it at 0."""
+    if not (found.unpriced and found.passes_by_plan):
+        return ""
+    keys = {"planning": "plan_s_per_count", "votes": "begin_s"}
+    what, named = (" and ".join(words) for words in (found.unpriced, [keys[what] for what in found.unpriced]))
+    beside = (
+        f" Planning took {duration(found.methods[-1].planning_s)} here (measured), and the plan saves "
+        f"{duration(found.saved_s)} (modelled)." * found.pays
+    )
+    return (
+        f"{what.capitalize()} {'are' if len(found.unpriced) > 1 else 'is'} priced at 0 ({named} of [costs]); "
+        f"“foreroute measure” times and prices them.{beside} A step waits for as much of planning as does not run "
+        "beside other work."
     )
 
 
@@ -224,7 +275,16 @@ def cost_words(cluster: Cluster) -> str:
     return (
         f"{costs.hardware.gemm_flops_per_s / 1e12:.4g} TFLOP/s, {links.node_bytes_per_s / 1e9:.4g} GB/s in a node, "
         f"{links.cluster_bytes_per_s / 1e9:.4g} GB/s between nodes, {costs.model.expert_bytes / 1e6:.3g} MB an expert, "
-        f"dispatch {sent}, weights of replicas by the path {costs.paths!r}"
+        f"dispatch {sent}, weights of replicas by the path {costs.paths!r}, "
+        f"planning {costs.plan_s_per_count:g} s a count, votes {costs.begin_s:g} s a step"
+    )
+
+
+def planning_words(found: PlanComparison, threads: int) -> str:
+    """How long planning took, by the processors and by the clock."""
+    return (
+        f"{found.plan.max_load_ML.size} cells in {duration(found.methods[-1].planning_s)} of the processors, "
+        f"{duration(found.elapsed_s)} by the clock, with {'one thread' if threads == 1 else f'{threads} threads'}"
     )
 
 
@@ -306,19 +366,21 @@ def _page(
     cluster: Cluster | None,
     layers: Sequence[RoutedLayer],
     ways: Sequence[Way],
+    rows: Sequence[Table],
 ) -> Page:
     plots = (load_of_cells(found, layers), load_of_ranks(found, layers), time_by_part(found))
     return Page(
         command="foreroute plan",
         title="Plan of a step",
         finding=plan_finding(found),
-        tone=TONES[len(found.passes_by_plan)],
+        tone=TONES[len(found.passes_by_plan) if found.pays else 0],
         tiles=plan_tiles(found),
         facts=facts,
         sections=(
             PageSection(heading="Before and after", plots=plots),
             *([_ways(ways)] if ways else []),
             PageSection(heading="Against other balancers", tables=(plan_table(found),), notes=NOTES),
+            *([PageSection(heading="Rows that buffers must hold", tables=tuple(rows))] if rows else []),
             *([] if cluster is None else [_rates(cluster)]),
         ),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from foreroute.plan.capabilities import SEVERAL_NODES, Ability
 from foreroute.report.figure import PART_COLOURS, stacked_bars
 from foreroute.report.format import AS_FAST, as_fast, duration, flattened, percentage, step_time, times
 from foreroute.report.methods import BOUND, method_table, modelled, named, passes_by_part, worth
@@ -111,7 +112,8 @@ def simulation_finding(record: SimulationRecord) -> str:
             f"{by}, forced balance would make recompute and update "
             f"{as_fast(static.training_s, record.forced_balance_s)} static; no other method was simulated."
         )
-    gain, best = worth(main, static, other, "" if other is None else named(other, record)), fastest_plan(record.methods)
+    beside = () if other is None else (other.training_s, named(other, record))
+    gain, best = worth(static.training_s, main.training_s, *beside), fastest_plan(record.methods)
     # the page is about the first plan of the configuration, which need not be the fastest
     if main.training_s > AS_FAST * best.training_s:
         against = other or main
@@ -151,7 +153,8 @@ def simulation_tiles(record: SimulationRecord) -> tuple[Tile, ...]:
 def executed(record: SimulationRecord) -> str:
     """Which methods no executor carries out, and why."""
     if missing := record["static"].not_executed:
-        return f"No executor carries out any of it: it takes {', '.join(missing)}."
+        known = f" {SEVERAL_NODES}" if Ability.NODES in missing else ""
+        return f"Nothing of it has been executed as it is simulated: it takes {', '.join(missing)}.{known}"
     # methods that lack the same are named together
     reasons: dict[tuple[str, ...], list[str]] = {}
     for method in record.methods:

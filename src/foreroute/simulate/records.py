@@ -82,6 +82,22 @@ class MethodRecord:
         return exposed / self.training_s
 
 
+@dataclass(frozen=True, kw_only=True)
+class PricedMethod(MethodRecord):
+    """One method on one step of one group, priced cell by cell.
+
+    Attributes:
+        moves_s: seconds of the experts that move before the step, with optimizer state.
+    """
+
+    moves_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Both passes, and the homes that move before them."""
+        return self.training_s + self.moves_s
+
+
 def load_figures(loads: Sequence[Loads]) -> dict[str, float]:
     """The fields of a `MethodRecord` that loads of one or several groups say."""
     ratios_SC = np.concatenate([each.over_mean_SMLG.max(axis=-1).reshape(2, -1) for each in loads], axis=1)
@@ -188,6 +204,12 @@ def strongest_other(records: Sequence[Record]) -> Record | None:
     """The fastest method that is neither static nor a plan of foreroute; None where the headline is that method."""
     plans, others = _balanced(records)
     return _fastest(others) if plans and others else None
+
+
+def strongest_priced(records: Sequence[PricedMethod]) -> PricedMethod | None:
+    """As `strongest_other`, where homes that move count too."""
+    plans, others = _balanced(records)
+    return min(others, key=lambda record: record.step_s) if plans and others else None
 
 
 def compared(records: Sequence[Record]) -> list[Record]:
