@@ -74,6 +74,9 @@ class RoutedModel(HookedModel, ABC):
         self._provenance = provenance
         self.chunk_specs = chunk_specs
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.spec!r}{', replaying' if self._replayed is not None else ''})"
+
     @abstractmethod
     def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> Routes:
         """What a session replays. Raises for what cannot be replayed here."""
