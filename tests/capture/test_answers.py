@@ -41,6 +41,9 @@ def test_routes_of_prompt_and_output_in_two_fields_are_joined(write):
     assert decode(split(R, write), model=R.spec).equals(KNOWN)
     both = decode([split(R, write), split(OTHER, write)], model=R.spec)
     assert both.equals(fr.concatenate([KNOWN, OTHER_KNOWN]))
+    moved = split(R, write)
+    moved["choices"][0]["prompt_routed_experts"] = moved.pop("prompt_routed_experts")
+    assert decode(moved, model=R.spec).equals(KNOWN), "a proxy may put it into the choice, where vLLM does not"
 
 
 def test_one_sampled_token_or_none_has_the_rows_of_the_prompt_alone():

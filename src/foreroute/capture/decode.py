@@ -364,7 +364,10 @@ def _as_tokens(values: Any, sequence: int) -> NDArray[np.int32]:
 def _require_readable(spec: object) -> None:
     """Refuse what is no spec, and one of layers that no engine returns, or that differ in size."""
     if not isinstance(spec, RoutingSpec):
-        raise CaptureError(f"the model is a {type(spec).__name__}; expected a RoutingSpec, as attach(model).spec")
+        raise CaptureError(
+            f"the model is a {type(spec).__name__}; expected a RoutingSpec: hf.attach(model).spec, "
+            "foreroute.load(FILE).spec of a trace, or foreroute.adapters.checkpoint.ServedModel.at(FOLDER).spec"
+        )
     spec.require_alike("a capture of an engine", "RoutingTrace.from_sequences takes its arrays, -1 behind fewer picks")
     if {layer.kind for layer in spec.layers} & {LayerKind.MTP, LayerKind.DRAFT}:
         raise CaptureError(
