@@ -187,11 +187,13 @@ def _place(
     rows_RAK = _read(raw, expected, start, spec.top_k, what)
     count = len(rows_RAK)
     if not expected <= count <= most and (count or num_tokens):
+        is_part = form == Form.VLLM and raw.prompt_routes is None
+        apart = "keep prompt_routed_experts in the answer, which vLLM 0.21 returns beside; or " if is_part else ""
         raise CaptureError(
             f"{what} has {count} rows for {num_tokens} tokens from position {start}; expected {expected}"
             f"{f' or {most}' if most > expected else ''}, one for each token but the last. "
             + (
-                "Rows are missing: pass start= if the request skipped a known prefix"
+                f"Rows are missing: {apart}pass start= if the request skipped a known prefix"
                 if count < expected
                 else "Rows are too many: pass the tokens of prompt and response, or the start of the request"
             )

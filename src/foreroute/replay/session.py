@@ -254,6 +254,7 @@ class WithTelemetry:
     def agreement(self, chunk: int = 0) -> LiveAgreement:
         """The model's own selections beside the replayed ones, over all forwards of one chunk so far.
 
+        They are what routers would have picked. What they did pick has a recording that is opened inside of the replay.
         Waits for the device, once. Rows and layers are those of this rank; join ranks that share rows with `+`.
         Recomputation in backward is not counted again.
 
