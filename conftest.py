@@ -3,6 +3,7 @@
 Asserts in helpers of tests say what they saw.
 """
 
+import base64
 import contextlib
 import io
 import math
@@ -51,7 +52,44 @@ def a_users_things(namespace):
         prompts={"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "max_new_tokens": 4},
         mask=torch.ones(4, 16, dtype=torch.long),
         policy_loss=lambda output: -output.logits.log_softmax(-1)[..., 0].mean(),
+        _patch=pytest.MonkeyPatch(),
     )
+    namespace["_patch"].setattr("httpx.post", server_of(namespace))
+
+
+def server_of(namespace):
+    """An `httpx.post` in the place of a vLLM server: the page's own `routed` model answers each request."""
+    import httpx
+    import numpy as np
+    import torch
+
+    def post(url, *, json, timeout):
+        routed, prompt = namespace["routed"], json["prompt"]
+        with routed.record() as recording:
+            found = routed.model.eval().generate(
+                torch.tensor([prompt] * json["n"]),
+                max_new_tokens=json["max_tokens"],
+                do_sample=True,
+                output_logits=True,
+                return_dict_in_generate=True,
+                eos_token_id=None,
+            )
+        trace, choices = recording.rollout(found.sequences), []
+        for s, answer in enumerate(found.sequences[:, len(prompt) :]):
+            np.save(npy := io.BytesIO(), trace.select(s).expert_ids_NLK[:-1])
+            steps = zip(found.logits, answer, strict=True)
+            logprobs = [float(logits[s].log_softmax(-1)[token]) for logits, token in steps]
+            choices.append(
+                {
+                    "prompt_token_ids": prompt,
+                    "token_ids": answer.tolist(),
+                    "logprobs": {"token_logprobs": logprobs},
+                    "routed_experts": base64.b64encode(npy.getvalue()).decode(),
+                }
+            )
+        return httpx.Response(200, json={"choices": choices})
+
+    return post
 
 
 @pytest.fixture(scope="module")
@@ -91,5 +129,6 @@ pytest_collect_file = Sybil(
     # their blocks run on two processes, and where Megatron, TRL and verl run, by a page test of each
     excludes=["docs/experts.md", "docs/megatron.md", "docs/trl.md", "docs/verl.md"],
     setup=a_users_things,
+    teardown=lambda namespace: namespace["_patch"].undo(),
     fixtures=["in_a_new_folder"],
 ).pytest()

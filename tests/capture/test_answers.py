@@ -41,6 +41,9 @@ def test_routes_of_prompt_and_output_in_two_fields_are_joined(write):
     assert decode(split(R, write), model=R.spec).equals(KNOWN)
     both = decode([split(R, write), split(OTHER, write)], model=R.spec)
     assert both.equals(fr.concatenate([KNOWN, OTHER_KNOWN]))
+    moved = split(R, write)
+    moved["choices"][0]["prompt_routed_experts"] = moved.pop("prompt_routed_experts")
+    assert decode(moved, model=R.spec).equals(KNOWN), "a proxy may put it into the choice, where vLLM does not"
 
 
 def test_one_sampled_token_or_none_has_the_rows_of_the_prompt_alone():
@@ -59,7 +62,11 @@ def test_fields_that_do_not_join_are_refused():
     ):
         with pytest.raises(CaptureError, match=match):
             decode(split(R, np.ndarray.tolist) | change, model=R.spec)
-    with pytest.raises(CaptureError, match="has 5 rows for 7 tokens"):
+    alone = split(R, np.ndarray.tolist)
+    del alone["prompt_routed_experts"]
+    with pytest.raises(CaptureError, match=r"has 2 rows.* keep prompt_routed_experts in the answer, .*start="):
+        decode(alone, model=R.spec)
+    with pytest.raises(CaptureError, match=r"has 5 rows for 7 tokens.* missing: pass start="):
         decode(split(R, np.ndarray.tolist, routed_experts=R.routes_RLK[4:5]), model=R.spec)
 
 

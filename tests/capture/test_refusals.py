@@ -244,6 +244,7 @@ TOLD = [
     (ALL, {"valid": np.zeros(11, bool)}, "no row of the output has a route"),
     *((DOORS[door](ALL), {"valid": np.ones(11, bool)}, "valid is for routes alone") for door in ("sglang", "verl")),
     # models
+    (ALL, {"model": "folder"}, r"the model is a str; expected a RoutingSpec: .*ServedModel.at\(FOLDER\).spec"),
     *(
         (ALL, {"model": fr.RoutingSpec(8, 2, (fr.RoutedLayer(0), other))}, "lists MTP or draft layers")
         for other in BESIDE

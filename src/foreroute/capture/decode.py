@@ -187,11 +187,13 @@ def _place(
     rows_RAK = _read(raw, expected, start, spec.top_k, what)
     count = len(rows_RAK)
     if not expected <= count <= most and (count or num_tokens):
+        is_part = form == Form.VLLM and raw.prompt_routes is None
+        apart = "keep prompt_routed_experts in the answer, which vLLM 0.21 returns beside; or " if is_part else ""
         raise CaptureError(
             f"{what} has {count} rows for {num_tokens} tokens from position {start}; expected {expected}"
             f"{f' or {most}' if most > expected else ''}, one for each token but the last. "
             + (
-                "Rows are missing: pass start= if the request skipped a known prefix"
+                f"Rows are missing: {apart}pass start= if the request skipped a known prefix"
                 if count < expected
                 else "Rows are too many: pass the tokens of prompt and response, or the start of the request"
             )
@@ -364,7 +366,10 @@ def _as_tokens(values: Any, sequence: int) -> NDArray[np.int32]:
 def _require_readable(spec: object) -> None:
     """Refuse what is no spec, and one of layers that no engine returns, or that differ in size."""
     if not isinstance(spec, RoutingSpec):
-        raise CaptureError(f"the model is a {type(spec).__name__}; expected a RoutingSpec, as attach(model).spec")
+        raise CaptureError(
+            f"the model is a {type(spec).__name__}; expected a RoutingSpec: hf.attach(model).spec, "
+            "foreroute.load(FILE).spec of a trace, or foreroute.adapters.checkpoint.ServedModel.at(FOLDER).spec"
+        )
     spec.require_alike("a capture of an engine", "RoutingTrace.from_sequences takes its arrays, -1 behind fewer picks")
     if {layer.kind for layer in spec.layers} & {LayerKind.MTP, LayerKind.DRAFT}:
         raise CaptureError(

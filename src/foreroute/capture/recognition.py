@@ -140,7 +140,8 @@ def _of_vllm(routes: Any) -> Any:
 
 def _sequence(holder: Any, choice: Any, record: Any, what: str) -> RawSequence:
     """Return what one answer of vLLM or SGLang says: `holder` has the routes, `choice` or else `record` the tokens."""
-    routes, of_prompt = field_of(holder, "routed_experts"), field_of(record, "prompt_routed_experts")
+    routes, of_prompt = field_of(holder, "routed_experts"), field_of(choice, "prompt_routed_experts")
+    of_prompt = field_of(record, "prompt_routed_experts") if of_prompt is None else of_prompt
     if routes is None and of_prompt is None:
         raise _no_routes(holder, what)
     for each in (routes, of_prompt):

@@ -115,6 +115,10 @@ class Routed(HookedModel):
         self._counts = ReplayCounts()
         self._counts.options = RecordOptions(native=True)  # nobody asks what routers returned
 
+    def __repr__(self) -> str:
+        paths = [router.path for router in self.hooks.routers]
+        return f"Routed({len(paths)} routers from {paths[0]} to {paths[-1]})"
+
     def rows(
         self, ids_BTLK: Tensor, attention_mask: Tensor | None = None, *, missing: Missing = "native"
     ) -> TensorRows:

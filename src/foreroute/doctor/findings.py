@@ -100,6 +100,13 @@ class Diagnosis:
     measures: Measures
     facts: Mapping[str, str] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return f"Diagnosis({self.headline!r}, {len(self.findings)} findings)"
+
+    def __str__(self) -> str:
+        """The headline."""
+        return self.headline
+
     @property
     def worst(self) -> Severity:
         """The severity of the worst finding."""

@@ -201,6 +201,11 @@ class TokenMismatch:
     above: tuple[int, ...]
     max_abs_log: float
 
+    def __repr__(self) -> str:
+        counted = zip(THRESHOLDS, self.above, strict=False)  # a record may count others
+        shares = "".join(f", F({tau:g}) {above / (self.count or math.nan):.2%}" for tau, above in counted)
+        return f"TokenMismatch(k3 {self.k3:.3g}{shares}, {self.count} tokens)"
+
     @property
     def k3(self) -> float:
         """Mean of r - 1 - log r: estimates KL(pi_infer || pi_train) in nats. Source: arXiv 2510.11370, equation 2."""
@@ -251,6 +256,10 @@ class RoutingMismatch:
     shared_L: NDArray[np.int64]
     by_differing_layers: NDArray[np.int64]
     first_differing_L: NDArray[np.int64]
+
+    def __repr__(self) -> str:
+        shares = f"{self.differing_share:.2%} of (token, layer), {self.differing_tokens_share:.2%} of tokens"
+        return f"RoutingMismatch({shares}, {self.rows} rows of {len(self.differing_L)} layers)"
 
     @property
     def differing_share(self) -> float:

@@ -72,6 +72,14 @@ class StepPlan:
     gains: Mapping[PassName, float] = field(default_factory=dict)
     priced_paths: FetchPath | None = None
 
+    def __repr__(self) -> str:
+        num_micro_steps, num_layers, num_experts = self.shape
+        moved = int((self.home_LE != self.previous_home_LE).sum())
+        return (
+            f"StepPlan({num_micro_steps} micro-steps of {num_layers} layers, {num_experts} experts on "
+            f"{self.topology.num_ranks} ranks, {len(self.hosts.expert_R)} replicas, {moved} moved homes)"
+        )
+
     @property
     def home_LE(self) -> NDArray[np.int16]:
         """int16 [L, E], the homes during the step."""

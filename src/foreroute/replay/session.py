@@ -75,6 +75,9 @@ class RoutedModel(HookedModel, ABC):
         self._provenance = provenance
         self.chunk_specs = chunk_specs
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.spec!r}{', replaying' if self._replayed is not None else ''})"
+
     @abstractmethod
     def routes_of(self, routes: Any, layout: Layout | None, policy: Policy) -> Routes:
         """What a session replays. Raises for what cannot be replayed here."""
@@ -252,6 +255,7 @@ class WithTelemetry:
     def agreement(self, chunk: int = 0) -> LiveAgreement:
         """The model's own selections beside the replayed ones, over all forwards of one chunk so far.
 
+        They are what routers would have picked. What they did pick has a recording that is opened inside of the replay.
         Waits for the device, once. Rows and layers are those of this rank; join ranks that share rows with `+`.
         Recomputation in backward is not counted again.
 

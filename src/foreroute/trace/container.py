@@ -89,7 +89,7 @@ class RoutingTrace:
         weight_version: int = NO_VERSION,
         provenance: Mapping[str, str] | None = None,
     ) -> RoutingTrace:
-        """Pack one array of tokens and one of routes per sequence.
+        """Pack one array of tokens and one of routes per sequence. As in `from_padded`, shifted routes are not noticed.
 
         Args:
             spec: the model the routes come from.
@@ -187,6 +187,9 @@ class RoutingTrace:
         weight_version: int = NO_VERSION,
     ) -> RoutingTrace:
         """Take the sequences out of a padded batch, one in each row: tensors of torch, on any device, or arrays.
+
+        Nothing tells whether routes are of these tokens: those shifted by a row, or of layers in another order, replay
+        without an error. Compare a first batch with the model's own by `foreroute.compare`.
 
         Args:
             spec: the model the routes come from.
