@@ -274,7 +274,8 @@ def _load_everything():
     importlib.import_module("foreroute.doctor.examine")
     for name in ("plan", "simulation", "run_plots", "diagnosis_plots"):
         importlib.import_module(f"foreroute.report.{name}")
-    importlib.import_module("jinja2")
+    for name in ("jinja2", "matplotlib.backends.backend_svg", "matplotlib.colors", "matplotlib.ticker"):
+        importlib.import_module(name)
     _shorten_the_demo()
     gc.freeze()
 
