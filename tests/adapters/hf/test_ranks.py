@@ -202,10 +202,10 @@ def test_other_routes_would_be_seen():
 
 
 def ask_of_the_page(rank, num_forwards_G):
-    """What a rank is told by the function of the page on replay, which is given the forwards of its session."""
-    page = (Path(__file__).parents[3] / "docs" / "replay.md").read_text()
+    """What a rank is told by the function of the decision's page, which is given the forwards of its session."""
+    page = (Path(__file__).parents[3] / "docs" / "decisions" / "0013-ranks-without-a-session.md").read_text()
     given = {"torch": torch}
-    exec(re.search(r"def require_replayed_alike.*?\n\n\n", page, re.DOTALL).group(), given)
+    exec(re.search(r"def require_replayed_alike.*?\n(?=```|\n\n)", page, re.DOTALL).group(), given)
     try:
         given["require_replayed_alike"](num_forwards_G[rank])
     except RuntimeError as error:
