@@ -138,7 +138,7 @@ class PlanComparison:
     @property
     def pays(self) -> bool:
         """Whether it saves more than it takes once a step; planning as it was measured, where it has no price."""
-        return self.saved_s > self.once_s + (self.methods[-1].planning_s if self.unpriced else 0.0)
+        return self.saved_s > self.once_s + (self.elapsed_s if self.unpriced else 0.0)
 
     @property
     def passes_by_plan(self) -> list[PassName]:
