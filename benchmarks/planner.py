@@ -5,14 +5,18 @@ layers (`--quick`: of 4). Modes: `exact_r1` and `exact_r2` balance exactly with 
 `eps02_r2` stops at 1.02 times the mean; each with contiguous homes and with homes relocated without a limit. Figures
 are of slots that are empty at every cell, those named `persistent` of slots that every layer keeps.
 
-Times of planning are processor time of one thread, the best of several, from counts to token splits, homes given.
+Times of planning are processor time of one thread, the best of several, from counts to token splits, homes given; but
+for `step_ms`, which the clock took.
 Seconds of the step are modelled (Qwen3-30B-A3B on H100, deduplicated dispatch): no GPU is measured here.
 """
 
 from __future__ import annotations
 
+import os
+import statistics
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,7 +24,7 @@ from numpy.typing import NDArray
 
 from benchmarks.balancers import OTHER_BALANCERS
 from benchmarks.harness import planner_oracles
-from benchmarks.harness.pairs import quickest
+from benchmarks.harness.pairs import quickest, seconds_in_turn
 from foreroute.costs.model import CostModel
 from foreroute.costs.presets import HARDWARE, MODELS
 from foreroute.costs.pricing import least_seconds
@@ -75,6 +79,7 @@ def _cell(
         figures[mode] = {
             home: _mode(counts, there, home_LE, tolerance, costs, repeats, sampled) for home, home_LE in homes.items()
         }
+    figures["step_ms"] = _by_threads(counts, topology, repeats)
     problem = BalancerInput(counts, topology, contiguous, previous_LE)
     others: dict[str, Any] = {
         record.name: _shown(record, counts.shape[0] * counts.shape[1])
@@ -87,6 +92,14 @@ def _cell(
         for home, home_LE in homes.items()
     }
     return figures, others
+
+
+def _by_threads(counts: Ints, topology: Topology, repeats: int) -> dict[str, float]:
+    """Measure milliseconds of the clock of planning a step by the defaults, on one thread and on all cores."""
+    threads = {"1 thread": 1, "all cores": len(os.sched_getaffinity(0))}
+    works = {name: partial(plan, counts, topology, PlanOptions(threads=number)) for name, number in threads.items()}
+    taken = seconds_in_turn(works, rounds=repeats)
+    return {name: round(statistics.median(seconds) * 1e3, 2) for name, seconds in taken.items()}
 
 
 def _mode(

@@ -3,8 +3,8 @@
 The two run in turn on one model with the same weights and batch, for every implementation of the experts, eager and
 compiled. The unpatched side is the same model outside any session, which is bit for bit the model that was never
 attached. An A/A line (unpatched over unpatched) says how far apart two equal things measure on this machine. Times are
-CPU time of the one thread that works. A time that the run does not resolve is None (`harness.pairs`). `waits` and
-`aten` count what replay puts on the launch path of a forward (`harness.launch_path`).
+CPU time of the one thread that works. A time that the run does not resolve is None (`harness.pairs`). Waits of the host
+and operators that replay adds are counted by tests/adapters/hf/test_host_waits.py.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness.launch_path import added
 from benchmarks.harness.models import Sizes, keep_memory, run_model
 from benchmarks.harness.pairs import PairedRatio, compare, near_one, worst_near_one
-from benchmarks.harness.spread_bench import in_processes
 from foreroute.adapters import hf
 from foreroute.core.passes import Pass, RecordOptions
 from foreroute.replay import Policy, TraceOnDevice
@@ -90,7 +88,6 @@ class Bench:
 
 def run(*, quick: bool) -> dict[str, Any]:
     """Medians and quartiles over interleaved pairs."""
-    launches = in_processes(added, 1)
     torch.set_num_threads(1)
     keep_memory()
     few, many = (2, 4) if quick else (40, 80)  # quick resolves no time
@@ -115,7 +112,7 @@ def run(*, quick: bool) -> dict[str, Any]:
     for end in TELEMETRY:
         metrics |= worst_near_one(f"worst_step{end}", {kind: found[f"step{end}"] for kind, found in by_kind.items()})
     return {
-        "metrics": metrics | _bytes_per_token(eager) | launches,
+        "metrics": metrics | _bytes_per_token(eager),
         "baselines": {name: figures[name].shown() for name in ("forward_a_over_a", "step_a_over_a")},
         "setting": {
             "family": "qwen3_moe",

@@ -8,7 +8,7 @@ Faults are planted into the routes of rollouts behind the warm-up, and replayed 
   with a past of its own; and sequences that are drawn anew, each from the blocks of 8 rows of a healthy one, so that
   `sequences` at a threshold is the share of drawn sequences whose bound was below it, and `least_bound` the lowest.
 - `cost`: processor seconds of counting, reading and judging over those of the step: a pass with gradients and one
-  without.
+  without. That counting adds no wait of the host, tests/adapters/hf/test_root_rows.py shows.
 """
 
 from __future__ import annotations
@@ -30,9 +30,6 @@ from foreroute.engines.embedded import EmbeddedEngine
 from foreroute.mismatch import LooksLike, RootCounts, Sentinel, Suspicion
 from foreroute.mismatch.sentinel import WARM_UP
 from foreroute.replay import RootRows
-from foreroute.testing.counting_device import DEVICE, other_device
-from foreroute.testing.models import SMALL, tiny
-from foreroute.testing.routes import synthetic_trace
 from foreroute.trace import NO_VERSION, RoutingTrace
 
 VOCABULARY, SEQUENCES, TOKENS, MINI_BATCHES, LAYERS = 256, 8, 160, 8, 6
@@ -192,7 +189,6 @@ def run(*, quick: bool) -> dict[str, Any]:
             "older_weights": older,
             "false_alarms": {"healthy": alarms, "drawn": curves},
             **_cost(),
-            "waits": _waits(),
         },
         "baselines": {},
         "setting": {"sizes": SIZES, "sequences": SEQUENCES, "tokens": TOKENS, "warm_up": WARM_UP},
@@ -296,20 +292,3 @@ def _cost() -> dict[str, Any]:
 
     seconds = {"watching_s": quickest(watch, 20), "step_s": quickest(step, 4)}
     return {"cost": round(seconds["watching_s"] / seconds["step_s"], 5), **seconds, "cost_tokens": bench.trace.num_rows}
-
-
-def _waits() -> int:
-    """Count the waits that counting adds to a replayed forward, on a device that stands in for a GPU."""
-    with other_device() as device:
-        routed = hf.attach(tiny("qwen3_moe", experts="batched_mm").to(DEVICE))
-        trace = synthetic_trace(routed.spec, [9, 9], seed=0)
-        trace = replace(trace, token_ids_N=trace.token_ids_N % SMALL["vocab_size"])
-        batch = torch.from_numpy(trace.token_ids_N.reshape(2, 9).astype(np.int64)).to(DEVICE)
-
-        def waits(*listening: Interceptor) -> int:
-            with torch.no_grad(), routed.replay(trace), routed.listening(*listening):
-                device.reads.clear()
-                routed.model(input_ids=batch, use_cache=False)
-                return device.reads.total()
-
-        return waits(RootRows(routed)) - waits()

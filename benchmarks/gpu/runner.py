@@ -16,7 +16,7 @@ GRACE_S = 10
 """A part looks at the time as it goes; one that goes on for so many seconds more is ended."""
 LEAST_S = 5
 """A part that has less left is not begun."""
-PARTS = {"machine": 20, "cost": 80, "mismatch": 45, "transfers": 35, "planning": 40, "megatron": 25}
+PARTS = {"machine": 20, "cost": 80, "mismatch": 45, "transfers": 35, "megatron": 25}
 """Modules of this package, and the seconds that they have on a GPU, in the order of their weight."""
 ON_CPU_S = 300
 """What each has on a CPU, which may be busy."""

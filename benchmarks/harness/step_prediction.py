@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -23,6 +23,8 @@ from foreroute.simulate.fit import Measurement, fit, predict
 
 PASSES: dict[PassName, bool] = {"recompute": False, "update": True}
 """Whether backward passes follow in it, by pass of a plan."""
+RATES = ("gemm_flops_per_s", "memory_bytes_per_s", "layer_s", "node_bytes_per_s")
+"""What is fitted to steps of one node, beside the rate of host memory."""
 
 
 class TimedStep(NamedTuple):
@@ -56,53 +58,28 @@ def predict_seconds(
     known: Sequence[TimedStep], asked: Sequence[TimedStep], pass_name: PassName, config: SimulateConfig
 ) -> NDArray[np.float64]:
     """float64 [asked], simulated seconds of a pass, with rates fitted to the same pass of the known steps."""
-    return simulated_seconds(asked, pass_name, config, fitted_costs(known, config, [pass_name]))
-
-
-def simulated_seconds(
-    asked: Sequence[TimedStep], pass_name: PassName, config: SimulateConfig, costs: CostModel
-) -> NDArray[np.float64]:
-    """float64 [asked], of a pass on processes of this machine."""
+    costs = _fitted_costs([_measurement(one, pass_name) for one in known], config)
     return predict([_measurement(one, pass_name) for one in asked], config, costs, seconds_on_processes)
 
 
-def fitted_costs(known: Sequence[TimedStep], config: SimulateConfig, passes: Iterable[PassName] = PASSES) -> CostModel:
-    """The configured costs with rates fitted to these passes of known steps, all together."""
-    measured, rates = [_measurement(one, pass_name) for pass_name in passes for one in known], fitted_rates(config)
+def _fitted_costs(measured: Sequence[Measurement], config: SimulateConfig) -> CostModel:
     costs = config.described().costs
     of_memory = ["host_bytes_per_s"] if costs.paths == "host" else []
     try:
-        fitted = fit(measured, config, [*rates, *of_memory], seconds_of=seconds_on_processes)
+        fitted = fit(measured, config, [*RATES, *of_memory], seconds_of=seconds_on_processes)
     except ConfigError:
         if not of_memory:
             raise
         # only ranks that wait for others fetch by host memory, or none does
-        fitted = fit(measured, config, rates, seconds_of=seconds_on_processes)
+        fitted = fit(measured, config, RATES, seconds_of=seconds_on_processes)
     return replace(costs, hardware=fitted.hardware)
-
-
-def fitted_rates(config: SimulateConfig) -> list[str]:
-    """List rates that are fitted beside that of host memory: of links that there are, of replicas that take time."""
-    topology = config.described().topology
-    links = {"node_bytes_per_s": topology.ranks_per_node > 1, "cluster_bytes_per_s": topology.num_nodes > 1}
-    return [
-        "gemm_flops_per_s",
-        "memory_bytes_per_s",
-        "layer_s",
-        *(["replica_s"] if config.described().costs.hardware.replica_s else []),
-        *(name for name, is_there in links.items() if is_there),
-    ]
 
 
 def seconds_on_processes(one: Measurement, config: SimulateConfig, costs: CostModel) -> float:
     """Seconds of a pass on processes of this machine, which have no copy engines and take turns on its processors."""
-    # links between nodes are the kernel's, and take nobody's turn
     group = EPGroup.of(one.served, one.step, costs, overlap=config.execution.overlap)
     work = (group.recompute, group.update)[one.pass_index]
-    between, inside = np.array([1, 1, 0, 0]), np.array([0, 0, 1, 1])  # links, as `PassWork` has them
-    copied = work._replace(direct_KMLG4=work.direct_KMLG4 * inside, gradient_MLG4=work.gradient_MLG4 * inside)
-    carried = {"direct_KMLG4": work.direct_KMLG4 * between, "gradient_MLG4": work.gradient_MLG4 * between}
-    work = in_turns(without_overlap(copied), os.cpu_count() or 1)._replace(**carried)
+    work = in_turns(without_overlap(work), os.cpu_count() or 1)
     return replace(group, recompute=work, update=work).run()[one.pass_index].end_s
 
 
@@ -158,11 +135,8 @@ def processes_config(
     slots: int,
     sequence_tokens: int,
     paths: FetchPath = "host",
-    ranks_per_node: int | None = None,
-    cluster_bytes_per_s: float = 5e8,
-    replica_s: float = 0.0,
 ) -> SimulateConfig:
-    """The bench model of these sizes on gloo processes of one or more nodes, with rates to begin a fit from."""
+    """The bench model of these sizes on gloo processes of one node, with rates to begin a fit from."""
     width, kv_width = sizes.attention_width, sizes.attention_width // sizes.heads * sizes.kv_heads
     return parse_config(
         {
@@ -183,14 +157,13 @@ def processes_config(
                 "gemm_flops_per_s": 2e10,
                 "attention_flops_per_s": 2e10,
                 "memory_bytes_per_s": 5e9,
-                "ranks_per_node": ranks_per_node or num_ranks,
+                "ranks_per_node": num_ranks,
                 "tile_rows": 1,
                 "layer_s": 5e-3,
-                "replica_s": replica_s,
             },
             "links": {
                 "node_bytes_per_s": 5e8,
-                "cluster_bytes_per_s": cluster_bytes_per_s,
+                "cluster_bytes_per_s": 5e8,
                 "host_bytes_per_s": 5e9,
                 "node_latency_s": 1e-4,
                 "cluster_latency_s": 1e-4,

@@ -18,7 +18,7 @@ import itertools
 import os
 import tempfile
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -73,20 +73,23 @@ def step_seconds(pairs: int) -> dict[str, Any]:
     and skew, the measured `rates`, and `does_not_pay` by why and pass. Ratios are medians over pairs that were run in
     turn, with the 95 % interval of the median. Without pairs, or two cores, all are None.
     """
-    if not pairs or len(os.sched_getaffinity(0)) < 2:
-        return dict.fromkeys(NAMES)
     config = processes_config(SIZES, 2, slots=LEVEL_SLOTS, sequence_tokens=SHAPE[1])
-    return with_predictions(_measured, pairs, config)
+    return with_predictions(_measured, pairs, config, NAMES)
 
 
-def with_predictions(measure: Callable[..., Measured], pairs: int, config: SimulateConfig) -> dict[str, Any]:
-    """Run `measure(rank, num_ranks, pairs, path)` of a topology file on two processes, and predict its cases."""
+def with_predictions(
+    measure: Callable[..., Measured], pairs: int, config: SimulateConfig, names: Sequence[str]
+) -> dict[str, Any]:
+    """Run `measure(rank, num_ranks, pairs, path)` of a topology file on two processes, and predict its cases.
+
+    Without pairs, or two cores, each of `names` is None.
+    """
+    if not pairs or len(os.sched_getaffinity(0)) < 2:
+        return dict.fromkeys(names)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cluster.toml"
         path.write_text(cluster_toml(config.described()), encoding="utf-8")
         found: Measured = in_processes(measure, 2, pairs, path)
-    if not pairs:  # nothing was timed that could be predicted, or predicted from
-        return found.figures
     return found.figures | {"predicted_planned_over_static": predict_ratios(found.others, found.cases, config)}
 
 
