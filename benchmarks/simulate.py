@@ -47,25 +47,23 @@ def run(quick: bool) -> dict[str, Any]:
         metrics[name], seconds[name] = {}, {}
         for place, (gpus, ranks, dispatchers) in clusters.items():
             simulated = partial(_simulated, preset, gpus, ranks, **drawn)
-            main = simulated(METHODS, dispatcher=dispatchers[0])
+            main = simulated(methods=METHODS, dispatcher=dispatchers[0])
             metrics[name][place] = _figures(main) | {
                 "by_tokens": {
-                    f"{tokens}_{dispatcher}": _figures(simulated(FEW, tokens=tokens, dispatcher=dispatcher))
+                    f"{tokens}_{dispatcher}": _figures(simulated(methods=FEW, tokens=tokens, dispatcher=dispatcher))
                     for tokens in TOKENS
                     for dispatcher in dispatchers
                 },
-                "by_skew": {
-                    str(skew): _figures(simulated(ALONE, skew=skew, dispatcher=dispatchers[0])) for skew in SKEWS
-                },
+                "by_skew": {str(skew): _figures(simulated(skew=skew, dispatcher=dispatchers[0])) for skew in SKEWS},
             }
             seconds[name][place] = {record.name: round(record.training_s, 4) for record in main.methods}
     layers, groups = (1, 2) if quick else (2, 64)
     metrics["by_gpus"] = {
-        str(gpus): _growth(_simulated("qwen3-30b-a3b", gpus, 64, ALONE, layers=layers, groups=min(groups, gpus // 64)))
+        str(gpus): _growth(_simulated("qwen3-30b-a3b", gpus, 64, layers=layers, groups=min(groups, gpus // 64)))
         for gpus in GPUS
     }
     metrics["by_ranks_of_a_group"] = {
-        str(ranks): _growth(_simulated("deepseek-v3", 256, ranks, ALONE, preset="G16" if ranks == 16 else "E256"))
+        str(ranks): _growth(_simulated("deepseek-v3", 256, ranks, preset="G16" if ranks == 16 else "E256"))
         for ranks in (LARGE_GROUPS[:2] if quick else LARGE_GROUPS)
     }
     return {"metrics": metrics, "baselines": seconds}
@@ -75,8 +73,8 @@ def _simulated(
     model: str,
     gpus: int,
     ranks: int,
-    methods: tuple[str, ...],
     *,
+    methods: tuple[str, ...] = ALONE,
     tokens: str = "8k",
     dispatcher: str = "dedup",
     preset: str = "",

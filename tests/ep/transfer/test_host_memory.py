@@ -1,6 +1,6 @@
 """What the host path takes, page-locks and waits for, against counts from the plan; and what closing it waits for."""
 
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, chdir, closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from foreroute.ep.transfer import host_memory
+from foreroute.ep.transfer.engine import TransferOptions
 from tests.ep.transfer.plans import random_plan
 from tests.ep.transfer.toy import begin, make_engine
 
@@ -16,10 +17,10 @@ EXPERT_BYTES = 2 * 4096
 """Whole pages, so that nothing is rounded."""
 
 
-def engine_of(plan, rank):
+def engine_of(plan, rank, options=None):
     num_local = plan.shape[2] // plan.topology.num_ranks
     homes = [{"weight": torch.zeros(num_local, EXPERT_BYTES // 8, dtype=torch.float64)} for _ in range(plan.shape[1])]
-    return make_engine(plan, rank, homes=homes)
+    return make_engine(plan, rank, options, homes=homes)
 
 
 def sent_in(plan, node):
@@ -38,25 +39,30 @@ def num_sent(plan, node):
     return len({(layer, expert) for layer, expert, *_ in sent_in(plan, node)})
 
 
-def mapped_bytes():
-    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/foreroute-" in line]
+def mapped_bytes(folder):
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if f"{folder}/foreroute-" in line]
     return sum(-int(np.subtract(*(int(end, 16) for end in line.split()[0].split("-")))) for line in lines)
 
 
-def taken(rank, plans):
-    """Bytes of shared memory that the process has after each step."""
-    before, found = mapped_bytes(), []
-    with closing(engine_of(plans[0], rank)) as engine:
+def taken(rank, plans, folders):
+    """Bytes of its node's memory that the process has after each step."""
+    folder, found = folders[rank // 2], []
+    here = TransferOptions(paths="host", shared_memory=Path())
+    with chdir(folder), closing(engine_of(plans[0], rank, here)) as engine:
         for step, plan in enumerate(plans):
             begin(engine, step, plan)
-            found.append(mapped_bytes() - before)
+            found.append(mapped_bytes(folder))
     return found
 
 
-def test_memory_is_taken_for_experts_that_are_sent_and_used_again_in_later_steps(workers):
+def test_memory_of_its_node_is_taken_for_experts_that_are_sent_and_used_again_in_later_steps(workers, tmp_path):
+    """A path leads elsewhere on each node, as on two machines."""
     few, more = (random_plan(seed, ranks=4, per_node=2, slots=slots) for seed, slots in ((0, 1), (1, 3)))
     plans = [few, more, few]
-    for rank, found in enumerate(workers(4).run(taken, plans)):
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+    for rank, found in enumerate(workers(4).run(taken, plans, folders)):
         numbers = [num_sent(plan, rank // 2) for plan in plans]
         assert 0 < numbers[0] < numbers[1] < 3 * 4
         assert found == [EXPERT_BYTES * max(numbers[: step + 1]) for step in range(3)]

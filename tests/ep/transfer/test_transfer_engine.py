@@ -33,12 +33,13 @@ def passes(rank, plan, options, dtype=torch.float64, factor=1):
     return found
 
 
+NODES = {"keep": 0.6, "slots": 3, "per_node": 2}
 CASES = [
     (2, TransferOptions(paths="direct"), torch.float64, {"sharing": "shared"}),
     (2, TransferOptions(paths="host"), torch.bfloat16, {"keep": 0.6, "sharing": "layer"}),
     (4, DIRECT, torch.float32, {"slots": 3}),
-    (4, TransferOptions(paths="host", prefetch=2), torch.float32, {"per_node": 2, "sharing": "shared"}),
-    (4, TransferOptions(paths="host", prefetch=3), torch.float64, {"keep": 0.6, "slots": 3, "sharing": "layer"}),
+    (4, TransferOptions(paths="host", prefetch=2), torch.float32, {"sharing": "shared"}),
+    (4, TransferOptions(paths="host", prefetch=3), torch.float64, NODES | {"sharing": "layer"}),
     (4, TransferOptions(paths="host", prefetch=0), torch.bfloat16, {"layers": 1, "per_node": 2, "sharing": "shared"}),
 ]
 
