@@ -1,9 +1,8 @@
 """Sampling masks: bytes in a file, and log-probabilities on the recorded sets. Indexers: `harness.indexers`.
 
-Sizes. Sets of top-p 0.8 and 0.95 and at most 512 tokens, from flat and from peaked distributions over 151,936 tokens:
-Zipf's law of several exponents over an order of tokens that is drawn for each row. `of_bound` is the bytes in a file
-over log2 C(V, n) bits for each set of n, which says nothing of n; `of_json`, over the lists of an engine's answer. The
-figure `mask_bytes_over_bound` is `of_bound` of sets of 39.
+Sizes. Sets of 3 and of 39 tokens of 151,936, drawn. `of_bound` is the bytes in a file over log2 C(V, n) bits for each
+set of n, which says nothing of n; `of_json`, over the lists of an engine's answer. The figure `mask_bytes_over_bound`
+is `of_bound` of sets of 39.
 
 Log-probabilities, forward and backward, float32, sets of 512 tokens. The baseline computes what an unmasked loss needs,
 a tile of rows at a time, and makes its logits again in the backward pass. Time is the processor's, from
@@ -22,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -34,19 +32,11 @@ from foreroute.trace import SAMPLING, DecisionStream, RoutedLayer, RoutingSpec, 
 
 VOCABULARY, WIDTH, SET, TILE = 151_936, 512, 512, 512
 ROWS, QUICK_ROWS = 8192, 512
-EXPONENTS = {"flat": (0.9, 1.0, 1.1, 1.2), "peaked": (*[4.0] * 8, 1.2, 1.0)}
-"""One is drawn for each row. With 4, a token has 92 % of the probability."""
-MOST_KEPT = 512
 
 
 def run(*, quick: bool) -> dict[str, Any]:
     """Sizes, and ratios of time and memory."""
-    sizes = {
-        f"{name}, top-p {top_p}": _sizes(exponents, top_p, 500 if quick else 4000)
-        for name, exponents in EXPONENTS.items()
-        for top_p in (0.8, 0.95)
-    }
-    sizes |= {f"sets of {count}": _of_size(count, 500 if quick else 4000) for count in (3, 39)}
+    sizes = {f"sets of {count}": _mask_bytes(count, 500 if quick else 4000) for count in (3, 39)}
     rows = QUICK_ROWS if quick else ROWS
     made = [_measured(name, rows) for name in ("masked", "tiled")]
     time_ratio = _timed(rows, pairs=2 if quick else 3)
@@ -64,27 +54,16 @@ def run(*, quick: bool) -> dict[str, Any]:
     }
 
 
-def _sizes(exponents: tuple[float, ...], top_p: float, rows: int) -> dict[str, float]:
-    rng = np.random.default_rng(0)
-    weights = [np.arange(1, VOCABULARY + 1) ** -exponent for exponent in exponents]
-    kept = [int(np.searchsorted(np.cumsum(each / each.sum()), top_p)) + 1 for each in weights]
-    return _measured_sizes(rng, np.minimum(rng.choice(kept, rows), MOST_KEPT))
-
-
-def _of_size(count: int, rows: int) -> dict[str, float]:
-    return _measured_sizes(np.random.default_rng(1), np.full(rows, count))
-
-
-def _measured_sizes(rng: np.random.Generator, counts: NDArray[np.int64]) -> dict[str, float]:
-    sets = [rng.choice(VOCABULARY, count, replace=False) for count in counts]
-    masks = DecisionStream.from_sets(VOCABULARY, np.ones(len(sets), bool), counts, np.concatenate(sets))
+def _mask_bytes(count: int, rows: int) -> dict[str, float]:
+    rng = np.random.default_rng(1)
+    sets = [rng.choice(VOCABULARY, count, replace=False) for _ in range(rows)]
+    masks = DecisionStream.from_sets(VOCABULARY, np.ones(rows, bool), np.full(rows, count), np.concatenate(sets))
     trace = _beside_routes(masks)
     taken = len(file_of(trace)) - len(file_of(trace.without_streams()))
-    bound = sum(indexers.log2_sets(VOCABULARY, int(count)) for count in counts) / 8
+    bound = rows * indexers.log2_sets(VOCABULARY, count) / 8
     written = sum(len(json.dumps(ids.tolist(), separators=(",", ":"))) + 1 for ids in sets)
     return {
-        "mean_set": float(counts.mean()),
-        "bytes_per_token": taken / len(sets),
+        "bytes_per_token": taken / rows,
         "of_bound": taken / bound,
         "of_json": taken / written,
     }

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.harness.megatron_plan import RECOMPUTE, planned_step
+from benchmarks.harness.megatron_plan import planned_step
 from benchmarks.harness.models import (
     CPU,
     Losses,
@@ -43,6 +43,11 @@ from foreroute.trace import RoutedLayer, RoutingSpec, RoutingTrace
 SIZES = Sizes(hidden=1024, heads=16, kv_heads=4, experts=16, top_k=8, expert_width=384, vocabulary=1024)
 """Layers of half the width of Qwen3-30B-A3B, with an eighth of its experts."""
 SEQUENCES, WIDTH, MICRO_BATCHES = 2, 64, 2
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 QUEUED = {"queue": (48, 128, 8), "queue_above_256_experts": (61, 512, 8)}
 """(layers, experts, K) of models whose routes wait: Qwen3-30B-A3B, and one whose ids take two bytes."""
 

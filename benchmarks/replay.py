@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness.models import Sizes, keep_memory, run_model
-from benchmarks.harness.pairs import PairedRatio, compare, near_one, worst_near_one
+from benchmarks.harness.pairs import PairedRatio, compare, near_one
 from foreroute.adapters import hf
 from foreroute.core.passes import Pass, RecordOptions
 from foreroute.replay import Policy, TraceOnDevice
@@ -109,8 +109,6 @@ def run(*, quick: bool) -> dict[str, Any]:
         metrics |= near_one(name, figure)
     for kind, found in by_kind.items():
         metrics[kind] = {key: value for name, figure in found.items() for key, value in near_one(name, figure).items()}
-    for end in TELEMETRY:
-        metrics |= worst_near_one(f"worst_step{end}", {kind: found[f"step{end}"] for kind, found in by_kind.items()})
     return {
         "metrics": metrics | _bytes_per_token(eager),
         "baselines": {name: figures[name].shown() for name in ("forward_a_over_a", "step_a_over_a")},

@@ -31,11 +31,6 @@ from benchmarks.harness.step_seconds import (
 SHAPE = (4, 256)
 """Sequences of a micro-batch and tokens of each."""
 OTHER_SEQUENCES = (2, 6)
-RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-}
 NAMES = ("planned_over_static", "predicted_planned_over_static", "static_imbalance", "attached_ratio", "gains")
 
 

@@ -131,7 +131,7 @@ def start_megatron_ranks(num_ranks: int) -> None:
         parallel_state.initialize_model_parallel(expert_model_parallel_size=num_ranks, create_gloo_process_groups=False)
 
 
-def gpt_model(sizes: Sizes, settings: Mapping[str, Any], width: int, position_embedding_type: str = "rope") -> Any:
+def gpt_model(sizes: Sizes, settings: Mapping[str, Any], width: int) -> Any:
     """Build a model of Megatron-Core with these settings beside its sizes, for sequences of up to `width` tokens."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -145,7 +145,7 @@ def gpt_model(sizes: Sizes, settings: Mapping[str, Any], width: int, position_em
         get_gpt_decoder_block_spec(config, use_transformer_engine=False),
         vocab_size=sizes.vocabulary,
         max_sequence_length=width,
-        position_embedding_type=position_embedding_type,
+        position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
     ).train()
 

@@ -119,13 +119,6 @@ def near_one(name: str, found: PairedRatio) -> dict[str, Any]:
     }
 
 
-def worst_near_one(name: str, by_kind: Mapping[str, PairedRatio]) -> dict[str, Any]:
-    """Report `<name>_ratio` as `near_one` does: the largest, or None with a reason if one is not resolved."""
-    if unresolved := [kind for kind, found in by_kind.items() if found.unresolved]:
-        return {f"{name}_ratio": None, f"{name}_reason": f"not resolved: {', '.join(unresolved)}"}
-    return {f"{name}_ratio": round(max(found.ratio for found in by_kind.values()), 4)}
-
-
 def _seconds(run: Callable[[], object], clock: Clock) -> float:
     begun = clock()
     run()

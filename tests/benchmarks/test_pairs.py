@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from benchmarks.harness.pairs import RESOLUTION, compare, median_interval, near_one, seconds_in_turn, worst_near_one
+from benchmarks.harness.pairs import RESOLUTION, compare, median_interval, near_one, seconds_in_turn
 
 
 @pytest.mark.parametrize("n", [2, 5, 6, 8, 12])
@@ -72,10 +72,3 @@ def test_few_pairs_or_a_wide_interval_resolve_nothing():
     assert (figures["step_ratio"], figures["step_interval"]) == (None, [1.0, 1.021])
     assert figures["step_reason"] == "not resolved: 8 pairs leave a 95 % interval of 1.000 to 1.021"
     assert near_one("step", Machine().compared([1.0, 0.999 + RESOLUTION], pairs=8))["step_ratio"] is not None
-
-
-def test_the_worst_is_known_where_all_are():
-    known = {name: Machine().compared([ratio], 6) for name, ratio in {"a": 1.001, "b": 1.003}.items()}
-    assert worst_near_one("worst", known) == {"worst_ratio": 1.003}
-    figures = worst_near_one("worst", known | {"c": Machine().compared([1.0], 2)})
-    assert figures == {"worst_ratio": None, "worst_reason": "not resolved: c"}

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from benchmarks.gpu.megatron import SMALL
-from benchmarks.harness.megatron_plan import RECOMPUTE
 from benchmarks.harness.models import start_megatron
-from benchmarks.megatron import MICRO_BATCHES, SEQUENCES, Bench
+from benchmarks.megatron import MICRO_BATCHES, RECOMPUTE, SEQUENCES, Bench
 from foreroute.testing.routes import synthetic_trace
 from tests.gpu.bits import deterministic, differing
 from tests.replay.session_subject import router_paths
