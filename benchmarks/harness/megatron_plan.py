@@ -69,7 +69,7 @@ def _gpt_model() -> Any:
 
 def _without_routes(bench: MegatronBench) -> tuple[Callable[[], object], Callable[[], object]]:
     """Give steps of micro-batches that bring no routes: of the attached model, and of an equal one that never was."""
-    batches = [{"tokens": tokens} for tokens in bench.batches]
+    batches = [{"tokens": tokens, "routes": None} for tokens in bench.batches]
     return (
         partial(run_schedule, bench.model, bench.routed.replaying(forward_step), batches),
         partial(run_schedule, _gpt_model(), forward_step, batches),
