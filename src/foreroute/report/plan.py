@@ -235,11 +235,12 @@ def _verdict(found: PlanComparison) -> str:
             f"rank has {over_mean(executed.imbalance)} times the mean load. By the cost model, {moves}recompute and "
             f"update are together {gain}."
         )
+    would = worth(static.compared_s, planned.compared_s)
     return (
         f"Do not use the plan: both passes run with every expert at its home, where the slowest rank has "
         f"{over_mean(executed.imbalance)} times the mean load. Under the plan it would have {loads['plan']} times the "
-        f"mean, and {moves}recompute and update would be {worth(static.compared_s, planned.compared_s)}, by the cost model, "
-        "without what a plan takes once a step: planning, publishing, votes."
+        f"mean, and {moves}recompute and update would be {would}, by the cost model, without what a plan takes once a "
+        "step: planning, publishing, votes."
     )
 
 
