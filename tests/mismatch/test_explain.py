@@ -68,6 +68,7 @@ def test_a_rotation_of_all_layers_is_another_order():
         found = explain(reference, planted.with_ids(other, np.roll(other.expert_ids_NLK, 1, axis=1)))
         order = np.roll(np.arange(reference.spec.num_layers), 1).tolist()
         assert (found.kind, found.parameters["order"]) == (Defect.LAYER_ORDER, order), (seed, found.sentence)
+        assert found.sentence.startswith("The other trace has the routes of its layers in another order: ")
 
 
 def test_overlaps_by_layer_and_position_match_a_loop():

@@ -27,7 +27,7 @@ from foreroute.kernels import BOOL, FLOAT, INT, ArrayOf, StructOf
 from foreroute.plan.capabilities import FetchPath, check_paths, takes_host_memory
 from foreroute.plan.hosts import Hosts
 from foreroute.plan.options import SlotSharing
-from foreroute.plan.topology import LEAST_RATE, Links, Topology
+from foreroute.plan.topology import LEAST_RATE, MOST_RANKS, Links, Topology
 
 MOST_OF_MODEL = {
     "num_layers": 1024,
@@ -39,7 +39,7 @@ MOST_OF_MODEL = {
     "attention_width": 1 << 20,
     "vocabulary": 1 << 24,
 }
-MOST_OF_HARDWARE = {"ranks_per_node": 32_767, "tile_rows": 1_000_000}
+MOST_OF_HARDWARE = {"ranks_per_node": MOST_RANKS, "tile_rows": 1_000_000}
 MOST_SECONDS, MOST_RATE, MOST_ELEMENT_BYTES, MOST_SEQUENCE, MOST_PREFETCH = 1.0, 1e24, 64, 1 << 24, 999_999
 MOST_PRODUCTS = 1000
 """Most seconds of a layer, FLOPs or bytes in a second, bytes of an element, tokens of a sequence, cells ahead, and
