@@ -303,6 +303,13 @@ def test_a_parent_is_not_believed_but_compared(tmp_path):
     assert gym(tmp_path, put(True, 0, "prompt_is_delta"), made=[TOOL]).generation is None
 
 
+def test_a_call_that_generated_nothing_is_not_trained(tmp_path):
+    silent = scripted.Call("c1", TOOL, [*TOOL.tokens, 5], [], 1, at=101.0)
+    read = gym(tmp_path, made=[TOOL, silent])
+    assert read.ends == ("c0",)
+    assert any("c1 is not trained: it has 8 tokens of a prompt and 0 generated" in each for each in read.left_out)
+
+
 def test_many_paths_of_a_small_record_are_refused_before_they_are_built(tmp_path, monkeypatch):
     monkeypatch.setattr("foreroute.capture.skycap.MOST_BYTES", 2000)
     with pytest.raises(CaptureError, match=r"paths.*2000 bytes"):

@@ -66,6 +66,8 @@ def test_a_forecast_is_the_peak_of_all_blocks_one_after_the_other(seed):
         alive, peak, where = 77 + slots, 0, None
         for part, layer in PARTS:
             sizes_MGX, _ = section_sizes(known, sizes, layer)
+            rows = sizes_MGX[m, g, SIZES.index("home_rows")] + sizes_MGX[m, g, SIZES.index("replica_rows")]
+            assert rows == known.reserved_MLG[m, slice(None) if layer is None else layer, g].sum()
             work = "home"
             if layer is not None and known.replicas_MLG[m, layer].any():
                 work = "here" if known.replicas_MLG[m, layer, g] else "elsewhere"

@@ -130,12 +130,23 @@ def test_a_header_that_is_longer_than_allowed_is_not_read():
 
 
 @pytest.mark.parametrize(
-    "header", [{"__metadata__": {"a": "\ud800"}}, {"__metadata__": {"\ud800": "a"}}, {"\ud800": {}}]
+    "header",
+    [
+        *({"__metadata__": {"a": "\ud800"}}, {"__metadata__": {"\ud800": "a"}}, {"\ud800": {}}),
+        *({"__metadata__": {"a": 1}}, {"__metadata__": ["a"]}, ["a"]),
+    ],
 )
-def test_halves_of_characters_are_refused(header):
+def test_headers_that_are_no_text_are_refused(header):
     text = json.dumps(header).encode()
     with pytest.raises(InputError, match=r"text|strings"):
         TensorFile(Held(len(text).to_bytes(8, "little") + text), InputError)
+
+
+def test_truth_values_are_0_and_1():
+    content = tensors_to_bytes({}, {"a": np.array([False, True])})
+    assert read(content)[1]["a"].tolist() == [False, True]
+    with pytest.raises(InputError, match="truth values"):
+        read(content[:-1] + b"\2")
 
 
 def test_the_header_is_refused_wherever_the_library_refuses_it(tmp_path):

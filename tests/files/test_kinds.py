@@ -168,6 +168,8 @@ def test_what_is_too_large_is_named_too(tmp_path):
 
 def test_damaged_files_of_ours_are_not_called_others(tmp_path):
     """Cut or changed anywhere, a trace is damaged, and of no other kind; whole, it is read."""
+    assert kind_of(b"half a letter \xf0\x9f\x98").name == "text"
+    assert kind_of(b"half a letter \x80\xf0\x9f\x98") is None
     whole = fr.save(TRACE, tmp_path / "t").read_bytes()
     assert it_is(whole) == ""
     rng = np.random.default_rng(0)

@@ -1,5 +1,6 @@
 """Files are written whole or not at all, whatever happens to the writer and whoever writes beside it."""
 
+import errno
 import os
 import signal
 import stat
@@ -65,7 +66,7 @@ def test_a_file_is_replaced_whole(tmp_path, content, temporary):
     assert target.read_bytes() == b"new"
 
 
-def test_a_failed_write_leaves_what_was_there_and_nothing_else(tmp_path, temporary):
+def test_a_failed_write_leaves_what_was_there_and_nothing_else(tmp_path, temporary, monkeypatch):
     target = tmp_path / "t"
     write_atomically(target, b"old")
 
@@ -73,8 +74,14 @@ def test_a_failed_write_leaves_what_was_there_and_nothing_else(tmp_path, tempora
         file.write(b"half")
         raise KeyboardInterrupt
 
+    def lacks_room(*_):
+        raise OSError(errno.ENOSPC, "no room")
+
     with pytest.raises(KeyboardInterrupt):
         write_atomically(target, fail)
+    monkeypatch.setattr(os, "replace", lacks_room)
+    with pytest.raises(OSError, match="no room"):
+        write_atomically(target, b"new")
     assert target.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["t"]
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from foreroute import RoutingTrace
 from foreroute.errors import BatchMismatchError
 from foreroute.layout import locate_rows, starts_from_cumulative_lengths, starts_from_positions
+from foreroute.layout.match_tokens import order_by_tokens
 from tests.layout.layout_cases import canary_trace
 from tests.traces import random_trace, spec_of
 
@@ -38,6 +39,7 @@ def test_the_unrouted_last_token_may_be_left_out_and_no_other():
     assert locate_rows(trace, [[0, 1], [3, 4]]).tolist() == [0, 1, 3, 4]
     with pytest.raises(BatchMismatchError, match=r"sequence 0.*1.*3 tokens.*1"):
         locate_rows(trace, [[0], [3]])
+    assert order_by_tokens(canary([2, 1]), [np.zeros(0, int), np.array([0])]).tolist() == [1, 0]
 
 
 def test_a_gap_before_the_end_is_no_reason_to_leave_out_rows():

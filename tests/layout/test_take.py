@@ -25,6 +25,8 @@ def test_layers_are_taken_by_name():
     rows = layout.pack(trace.lengths).rows()
     ids, _ = layout.take_routes(trace, rows, [RoutedLayer(2), RoutedLayer(0)])
     assert np.array_equal(ids[:2], trace.expert_ids_NLK[:2, [2, 0]])
+    ids, _ = layout.take_routes(trace, rows, [RoutedLayer(0), RoutedLayer(2)])
+    assert np.array_equal(ids[:2], trace.expert_ids_NLK[:2, [0, 2]])
     assert layout.take_routes(trace, rows, []).ids_RLK.shape == (3, 0, 2)
     with pytest.raises(SpecMismatchError, match=r"routes.*decoder 9"):
         layout.take_routes(trace, rows, [RoutedLayer(9)])

@@ -128,13 +128,17 @@ def test_rows_that_repeat_one_need_to_be_fewer_and_rows_of_a_repeated_token_are_
     assert not sentinel.judge(counts(roots, repeats_N=repeats.reshape(-1)))
 
 
-@grid("above", [0.0, 0.4, 0.9], quick=2)
-def test_one_layer_is_named_though_layers_above_it_follow(above):
+@grid(("above", "layer"), [(0.9, 1), (0.0, 3), (0.4, 3), (0.9, 3)], quick=2)
+def test_one_layer_is_named_though_layers_above_it_follow(above, layer):
     roots = draw(np.random.default_rng(4))
-    roots[:, :, 3] = True
-    roots[:, :, 4:] |= np.random.default_rng(5).random(roots[:, :, 4:].shape) < above
+    roots[:, :, layer] = True
+    roots[:, :, layer + 1 :] |= np.random.default_rng(5).random(roots[:, :, layer + 1 :].shape) < above
     [found] = judged(roots)
-    assert (found.looks_like, found.layer, found.sequence) == (LooksLike.STALE_LAYER, 3, None)
+    assert (found.looks_like, found.layer, found.sequence) == (LooksLike.STALE_LAYER, layer, None)
+    # of two that rise alike, both are
+    two = draw(np.random.default_rng(4))
+    two[:, :, [layer, layer + 4]] |= np.random.default_rng(5).random((SEQUENCES, ROWS, 2)) < 0.4
+    assert {each.layer for each in judged(two)} == {layer, layer + 4}
     # a block of rows beside it is found too
     roots[5, 40:104] = True
     assert [each.sequence for each in judged(roots)] == [None, 5]

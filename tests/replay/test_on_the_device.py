@@ -41,3 +41,4 @@ def test_the_highest_experts_of_the_largest_models_are_replayed():
         torch.tensor([0, 1, -1, 2]), Policy("native", "native", "native", telemetry=False)
     )
     assert rows.ids_LRK.transpose(0, 1).tolist() == [*ids, *[[[-1, -1]] * 2] * 2]
+    assert not rows.is_complete

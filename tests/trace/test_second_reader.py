@@ -138,7 +138,7 @@ from tests.traces import mixed_trace, picks_of, random_trace, uneven_trace, with
 @settings(max_examples=12)
 @given(
     seed=st.integers(0, 2**32 - 1),
-    make=st.sampled_from([mixed_trace, partial(random_trace, num_experts=400, top_k=3), uneven_trace]),
+    make=st.sampled_from([mixed_trace, *(partial(random_trace, num_experts=e) for e in (256, 400)), uneven_trace]),
     small=st.booleans(),
 )
 def test_a_reader_written_from_the_page_agrees(encoding, seed, make, small):

@@ -78,7 +78,7 @@ def on(disk):
 def whole(tmp_path_factory):
     """A run that was not killed, and how often it touched the disk."""
     folder = tmp_path_factory.mktemp("kills") / "whole"
-    config, disk = counting_config(), Disk(folder)
+    config, disk = counting_config(checkpoint={"every": 2, "keep": 1}), Disk(folder)
     with counting():
         with on(disk):
             run = train(config, folder)
@@ -90,10 +90,14 @@ def test_any_point_of_a_run_can_be_the_last(tmp_path, whole):
     run, config, touches = whole
     assert touches > 40  # all of the first 20 are tried, and every fifth of the others
     torn = begun_anew = 0
+    kept = -1
     for point in [*range(20), *range(20, touches, 5)]:
         folder = tmp_path / str(point)
         with pytest.raises(Killed), on(Disk(folder, dies_at=point)):
             train(config, folder)
+        last = run_folder.RunFolder(folder).last_checkpoint()
+        before, kept = kept, run_folder.load_checkpoint(last)["step"] if last else -1
+        assert before <= kept, point
         metrics = folder / "metrics.jsonl"
         torn += metrics.exists() and not metrics.read_text().endswith("\n")
         if metrics.exists() and "\n" in metrics.read_text():

@@ -27,7 +27,7 @@ from foreroute.kernels import BOOL, FLOAT, INT, ArrayOf, StructOf
 from foreroute.plan.capabilities import FetchPath, check_paths, takes_host_memory
 from foreroute.plan.hosts import Hosts
 from foreroute.plan.options import SlotSharing
-from foreroute.plan.topology import LEAST_RATE, Links, Topology
+from foreroute.plan.topology import LEAST_RATE, MOST_RANKS, Links, Topology
 
 MOST_OF_MODEL = {
     "num_layers": 1024,
@@ -39,7 +39,7 @@ MOST_OF_MODEL = {
     "attention_width": 1 << 20,
     "vocabulary": 1 << 24,
 }
-MOST_OF_HARDWARE = {"ranks_per_node": 32_767, "tile_rows": 1_000_000}
+MOST_OF_HARDWARE = {"ranks_per_node": MOST_RANKS, "tile_rows": 1_000_000}
 MOST_SECONDS, MOST_RATE, MOST_ELEMENT_BYTES, MOST_SEQUENCE, MOST_PREFETCH = 1.0, 1e24, 64, 1 << 24, 999_999
 MOST_PRODUCTS = 1000
 """Most seconds of a layer, FLOPs or bytes in a second, bytes of an element, tokens of a sequence, cells ahead, and
@@ -188,7 +188,7 @@ class CostModel:
         prefetch: cells fetched ahead, 0 or more.
         sequence_tokens: sequence length, where none is given.
         trial_s_per_count: seconds to build and price one plan of a cell, per count (G * E).
-        plan_s_per_count: seconds to plan and compile a cell, per count.
+        plan_s_per_count: seconds to plan and compile a cell, per count; 0 where steps never wait for it.
         begin_s: seconds to agree on a plan, per step.
     """
 
@@ -201,8 +201,10 @@ class CostModel:
     # Measured on one core of a virtual machine, for 8 to 64 ranks: pay-off, which prices one plan, takes 7 to 30 ns for
     # a count, traffic with 8 slots, which tries 19 at most, 107 to 186 ns; in kept slots, 38 at most, to 350 ns.
     trial_s_per_count: float = 1e-8
-    plan_s_per_count: float = 0.0
-    begin_s: float = 0.0
+    # Presumed, so that no plan is executed as if these cost nothing: there, planning and compiling takes 135 to 254 ns
+    # for a count, and two processes agree within 4 ms.
+    plan_s_per_count: float = 1.5e-7
+    begin_s: float = 4e-3
 
     def __post_init__(self) -> None:
         if self.dispatcher not in ("copies", "dedup"):

@@ -121,7 +121,7 @@ class FileFormat:
             )
         for name in [name for name, schema in (self.tensors or {}).items() if schema.sizes]:
             # a sum of sizes from 0 that wraps becomes negative at once
-            if tensors[name].min(initial=0) < 0 or np.cumsum(tensors[name]).min(initial=0) < 0:
+            if (tensors[name] < 0).any() or (np.cumsum(tensors[name]) < 0).any():
                 raise self.error(f"{file.name} is damaged: its {name} are not sizes that add up to less than 2^63")
         return {key: ours[KEY + key] for key in self.metadata}, tensors
 

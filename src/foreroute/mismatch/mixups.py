@@ -93,8 +93,8 @@ def _layers_moved(pair: TracePair) -> Iterator[Mixup]:
             facts = {"layers": d, "dense_first": bool(dense_first) and abs(d) == dense_first}
             yield Mixup(Defect.LAYER_OFFSET, facts, float(agreed.sum() * share_of_rows), float(agreed.mean()))
     order = _assigned(agreed_LL)
-    if not np.ptp((order - np.arange(num_layers)) % num_layers):
-        return  # in place, or one offset for all
+    if (order == np.arange(num_layers)).all():
+        return
     agreed = agreed_LL[np.arange(num_layers), order]
     # Layers that fit nowhere count 0, as those that an offset leaves over; where both explain all, the offset does.
     fit = agreed[agreed > 0.4]

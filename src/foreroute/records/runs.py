@@ -16,14 +16,6 @@ from foreroute.files.regular import as_path, parse_json, read_file
 from foreroute.records.step_record import SIDES, Side, StepRecord
 from foreroute.trace import RoutedLayer, load
 
-FACTS: dict[str, tuple[str, type]] = {
-    "name": ("name", str),
-    "seed": ("seed", int),
-    "precision": ("rollout.precision", str),
-    "routing": ("rl.routing", str),
-}
-"""What `Run` has of a configuration: its key there, and its type."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -32,8 +24,6 @@ class Run:
     folder: Path
     label: str
     name: str
-    seed: int
-    precision: str
     routing: str
     config: dict[str, Any]
     steps: tuple[StepRecord, ...]
@@ -95,7 +85,7 @@ def read_run(folder: Path) -> Run:
         stated = parse_json(read_file(path, RunFolderError), RunFolderError, name="it")
         config = value_of(dict, stated, RunFolderError, "it")
         flat = by_key(config)
-        facts = {name: value_of(kind, flat.get(key), RunFolderError, key) for name, (key, kind) in FACTS.items()}
+        name, routing = (value_of(str, flat.get(key), RunFolderError, key) for key in ("name", "rl.routing"))
     except RunFolderError as error:
         raise RunFolderError(f"{path} is damaged: {error}. Restore it from a copy") from error
     steps, is_torn = read_steps(metrics)
@@ -105,8 +95,9 @@ def read_run(folder: Path) -> Run:
     layers, unread = _read_layers(folder / "rollouts")
     return Run(
         folder=folder,
-        label=facts["name"],
-        **facts,
+        label=name,
+        name=name,
+        routing=routing,
         config=config,
         steps=tuple(steps),
         layers=layers,

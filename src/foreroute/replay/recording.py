@@ -272,7 +272,7 @@ def _inputs_of(recorded: RoutingTrace, tokens: Sequence[NDArray[np.int64]]) -> R
             "record each call of generate() in a session of its own, with a key-value cache, and give all sequences "
             "that it returned"
         )
-        if 0 < len(tokens) < len(recorded) and recorded.lengths[len(tokens)] == recorded.lengths[0] + 1:
+        if len(tokens) < len(recorded) and recorded.lengths[len(tokens)] == recorded.lengths[0] + 1:
             advice = (
                 "each forward of generate() ran the whole sequence again, without a key-value cache. Leave use_cache "
                 "on, and call model.eval() before: activation checkpointing takes the cache away in training mode"

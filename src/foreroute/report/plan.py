@@ -12,7 +12,7 @@ from foreroute.costs.pricing import PART_NAMES
 from foreroute.plan.capabilities import EXECUTES, EXECUTOR_NAMES, Ability, on_several_nodes
 from foreroute.report.figure import PART_COLOURS, heat_maps, layer_label
 from foreroute.report.format import TIMES, duration, over_mean, percentage, size, step_time, time_unit, times
-from foreroute.report.methods import BOUND, method_table, passes_by_part, worth
+from foreroute.report.methods import BOUND, home_moves, method_table, passes_by_part, worth
 from foreroute.report.page import Caption, Column, Page, PageSection, Plot, Table, TableRow, Tile, Tone, write_page
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ HEADINGS = (
     "In the worst cell",
     "Recompute and update, modelled",
     "Homes move in, modelled",
-    "Speedup over static, home moves too",
+    "Speedup over static",
     "Experts fetched per cell",
     "Homes moved",
     "Served across nodes",
@@ -87,13 +87,13 @@ def write_plan_page(
 
 def plan_table(found: PlanComparison) -> Table:
     """One row per method, and one for what no plan can beat."""
-    static_s, least_ML = found.methods[0].training_s, found.least_over_mean_ML
+    static_s, least_ML = found.methods[0].compared_s, found.least_over_mean_ML
     limits = {
         "Slowest rank over mean": over_mean(float(least_ML.mean())),
         "In 99 % of cells": over_mean(float(np.quantile(least_ML, 0.99))),
         "In the worst cell": over_mean(float(least_ML.max())),
         "Recompute and update, modelled": step_time(found.least_s),
-        "Speedup over static, home moves too": times(static_s / found.least_s),
+        "Speedup over static": times(static_s / found.least_s),
     }
     title = "The step by method, all modelled but the time of planning"
     return method_table(
@@ -194,19 +194,19 @@ def rows_table(policies: Sequence[Reservation], served: str) -> Table:
 def plan_finding(found: PlanComparison) -> str:
     """Decision whether to use the plan, and its worth, in a few sentences."""
     known = on_several_nodes(found.plan.topology.num_nodes)
-    return " ".join(filter(None, (known, _verdict(found), _left_out(found))))
+    return " ".join(filter(None, (known, _verdict(found))))
 
 
 def _verdict(found: PlanComparison) -> str:
-    from foreroute.simulate.records import AS_PLANNED, strongest_priced
+    from foreroute.simulate.records import AS_PLANNED, strongest_other
 
     static, executed = found.methods[0], found.methods[-1]
     # where both passes run by the plan, what was planned is what is executed
     planned = next((one for one in found.methods if one.name == AS_PLANNED), executed)
-    other = strongest_priced(found.methods)
+    other = strongest_other(found.methods)
     # what is executed is compared, not what was planned
-    gain = worth(static.step_s, executed.step_s, *(() if other is None else (other.step_s, other.label)))
-    moves = f"homes that move in {duration(executed.moves_s)}, " if executed.moves_s else ""
+    gain = worth(static.compared_s, executed.compared_s, *(() if other is None else (other.compared_s, other.label)))
+    moves = home_moves(executed)
     loads = {name: over_mean(one.imbalance) for name, one in (("home", static), ("plan", planned))}
     both = f"the slowest rank has {loads['plan']} times the mean load, and {loads['home']} times without balancing"
     passes = found.passes_by_plan
@@ -215,17 +215,9 @@ def _verdict(found: PlanComparison) -> str:
         if found.saved_s <= 0:
             return f"Do not use the plan: by the cost model, {moves}recompute and update are {gain}; {both}."
         saved, once = duration(found.saved_s), duration(found.once_s)
-        rest = f"{moves}recompute and update are {gain}, by the cost model; {both}."
-        if not found.unpriced:
-            return (
-                f"Do not use the plan: once a step it takes {once} for planning, publishing and votes, and it saves "
-                f"{saved} (modelled). Without them, {rest}"
-            )
-        others = "publishing" if "votes" in found.unpriced else "publishing and votes"
-        besides = f", beside {once} for {others} (modelled)" if found.once_s else ""
         return (
-            f"Do not use the plan in a step that waits for its planning, which took {duration(found.elapsed_s)} "
-            f"here (measured){besides}: the plan saves {saved} (modelled). Without that, {rest}"
+            f"Do not use the plan: once a step it takes {once} for planning, publishing and votes, and it saves "
+            f"{saved} (modelled). Without them, {moves}recompute and update are {gain}, by the cost model; {both}."
         )
     if len(passes) == 2:
         return f"Use the plan: by the cost model, {moves}recompute and update are {gain}; {both}."
@@ -243,28 +235,12 @@ def _verdict(found: PlanComparison) -> str:
             f"rank has {over_mean(executed.imbalance)} times the mean load. By the cost model, {moves}recompute and "
             f"update are together {gain}."
         )
+    would = worth(static.compared_s, planned.compared_s)
     return (
         f"Do not use the plan: both passes run with every expert at its home, where the slowest rank has "
         f"{over_mean(executed.imbalance)} times the mean load. Under the plan it would have {loads['plan']} times the "
-        f"mean, and {moves}recompute and update would be {worth(static.step_s, planned.step_s)}, by the cost model, "
-        "without what a plan takes once a step: planning, publishing, votes."
-    )
-
-
-def _left_out(found: PlanComparison) -> str:
-    """What a verdict for the plan leaves out, since the cost model has it at 0."""
-    if not (found.unpriced and found.passes_by_plan):
-        return ""
-    keys = {"planning": "plan_s_per_count", "votes": "begin_s"}
-    what, named = (" and ".join(words) for words in (found.unpriced, [keys[what] for what in found.unpriced]))
-    beside = (
-        f" Planning took {duration(found.elapsed_s)} here (measured), and the plan saves "
-        f"{duration(found.saved_s)} (modelled)." * found.pays
-    )
-    return (
-        f"{what.capitalize()} {'are' if len(found.unpriced) > 1 else 'is'} priced at 0 ({named} of [costs]); "
-        f"“foreroute measure” times and prices them.{beside} A step waits for as much of planning as does not run "
-        "beside other work."
+        f"mean, and {moves}recompute and update would be {would}, by the cost model, without what a plan takes once a "
+        "step: planning, publishing, votes."
     )
 
 
