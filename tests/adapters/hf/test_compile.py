@@ -116,9 +116,7 @@ def test_one_graph_replays_every_trace(family, layers, use_reentrant, attach_fir
         assert picked.deficits_NL() == pytest.approx(expected_picked.deficits_NL(), rel=1e-4, abs=1e-6, nan_ok=True)
         assert np.nan_to_num(picked.deficits_NL()).any()
         ours, theirs = seen[2].agreement(), expected[2].agreement()
-        assert (ours.routing.shared_L == theirs.routing.shared_L).all()
-        assert (ours.margins_LB == theirs.margins_LB).all()
-        assert ours.replaced_mass_L == pytest.approx(theirs.replaced_mass_L, rel=1e-5)
+        assert (ours.shared_L == theirs.shared_L).all()
         assert (seen[2].expert_counts_LE() == expected[2].expert_counts_LE()).all()
     assert graphs() == 3
 
@@ -198,7 +196,7 @@ def test_layers_compiled_one_by_one_share_a_graph(how, checkpointing, attach_fir
         seen = step(routed, model, seed, inside=seed > 0, between=between, telemetry=True)
         expected = step(eager, eager.model, seed, telemetry=True)
         assert_same(seen, expected)
-        assert (seen[2].agreement().routing.shared_L == expected[2].agreement().routing.shared_L).all()
+        assert (seen[2].agreement().shared_L == expected[2].agreement().shared_L).all()
     assert count in (None, graphs())
 
 
