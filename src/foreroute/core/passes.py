@@ -125,6 +125,12 @@ class Pass:
         has_route_LR = self.rows.ids_LRK[..., 0] >= 0
         return has_route_LR if self.rows.real_R is None else has_route_LR & self.rows.real_R
 
+    @property
+    def roots_LR(self) -> Tensor:
+        """Bool [L, R], those of `replayed_LR` in which the router would pick another set."""
+        assert self.rows is not None
+        return ~is_in(self.native_LRK, self.rows.ids_LRK).all(-1) & self.replayed_LR
+
     def parts(self, *, is_recompute: bool = False) -> list[Any]:
         """Give what each router does, and then each other module, in the forward or in a recomputation of it."""
         if is_recompute not in self._parts:
@@ -312,8 +318,7 @@ class ReplayCounts(Interceptor):
             return
         ids_LRK, replayed_LR = current.rows.ids_LRK, current.replayed_LR
         differs_LR = ~_obeyed(current.outputs, ids_LRK) & replayed_LR
-        native_differs_LR = ~is_in(current.native_LRK, ids_LRK).all(-1) & replayed_LR
-        of_layers = zip(self.NAMES[2:], (replayed_LR, differs_LR, native_differs_LR), strict=True)
+        of_layers = zip(self.NAMES[2:], (replayed_LR, differs_LR, current.roots_LR), strict=True)
         add_to(self.layers.setdefault(chunk, {}), {name: each.sum(1) for name, each in of_layers})
         add_to(self._rows, {"rows": replayed_LR.any(0).sum(), "differing_rows": differs_LR.any(0).sum()})
 

@@ -48,8 +48,8 @@ from foreroute.trace import NO_VERSION, IndexerSpec, RoutingSpec
 
 if TYPE_CHECKING:
     from foreroute.mismatch import RoutingMismatch
+    from foreroute.replay.counting import Telemetry
     from foreroute.replay.recording import ForwardRows, RecordedPass, Recording
-    from foreroute.replay.telemetry import Telemetry
 
 
 class RoutedModel(HookedModel, ABC):
@@ -222,7 +222,7 @@ class RoutedModel(HookedModel, ABC):
     def _telemetry_of(self, policy: Policy) -> Telemetry | None:
         if not policy.telemetry:
             return None
-        from foreroute.replay.telemetry import Telemetry
+        from foreroute.replay.counting import Telemetry
 
         return Telemetry(self.chunk_specs)
 
