@@ -1,6 +1,8 @@
 """Live telemetry, margins and counts, against a recount on the host of what each router saw and would have done."""
 
 import gc
+import itertools
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -94,10 +96,11 @@ def margins_of(scores, top_k):
 
 
 def check_recorded_margins_are_the_gap_to_the_best_expert_that_could_have_been_picked(framework):
-    """With groups, an expert of a closed one could not."""
-    for gate in framework.gates:
+    """With groups, an expert of a closed one could not. Under replay too, where no router has to choose."""
+    for gate, is_replayed in itertools.product(framework.gates, (False, True)):
         on = framework.built(gate)
-        with on.scores() as scores, on.routed.record(margins=True) as recording, torch.no_grad():
+        forced = on.routed.replay(foreign(on.routed.spec, BATCH), padding="spread") if is_replayed else nullcontext()
+        with on.scores() as scores, forced, on.routed.record(margins=True) as recording, torch.no_grad():
             on.run(BATCH)
         for column, (scores_BTE, (_, top_k)) in enumerate(zip(scores, on.routed.spec.sizes_L, strict=True)):
             margins = margins_of(scores_BTE[BATCH.real_BT].numpy(), top_k)

@@ -125,10 +125,8 @@ class RouterHook(SelectionHook):
         self.num_experts = num_experts
         self.top_k = top_k
         self.by_softmax = False  # whether it selects by a softmax over all experts
-        self.num_skip_classes = 0  # as of `SelectionRule`
         self.returns_ids = True  # whether what it returns tells its ids, which that of a block may not
-        # reads ids [R, K] in ascending order from what it returns, where they are not there as they are
-        self.read_back: Callable[[Any], Tensor] | None = None
+        self.rule = SelectionRule()  # how it selects
 
 
 class SelectingRouter(RouterHook):
@@ -139,7 +137,6 @@ class SelectingRouter(RouterHook):
         self.module = module
         self.rule = rule
         self.final = 0  # which top-k of its forward is its selection
-        self.read_back, self.num_skip_classes = rule.read_back, rule.num_skip_classes
 
     def select(self, now: LayerPass, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Force its final top-k. Raises `ReplayError` when it makes another number of them, or for other rows."""
